@@ -1,0 +1,101 @@
+"""Config: what the user asked for, checked, frozen. It never holds a fact found at run time."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass, fields
+from typing import Any
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+LOAD_FORMATS = ("auto", "dummy")
+ATTENTION_BACKENDS = ("auto", "flash_attn", "triton", "reference")
+
+
+@dataclass(frozen=True)
+class Config:
+    """The options of `LLM`; every mistake is a ValueError or TypeError that names the value and the fix.
+
+    model: a folder with config.json and *.safetensors, or a Hugging Face hub id.
+    tensor_parallel_size: how many devices share the model.
+    max_num_batched_tokens: the most prompt tokens that one prefill step computes; longer prompts go in
+    chunks.
+    max_num_seqs: the most sequences that run at once.
+    max_model_len: the most tokens of a sequence that are kept in the KV cache (prompt and output).
+    gpu_memory_utilization: the share of the device's memory that the engine may fill, others' use included.
+    enforce_eager: do not capture CUDA graphs.
+    kvcache_block_size: tokens per KV cache block; None takes the attention backend's own.
+    num_kvcache_blocks: blocks to allocate; None takes what fits.
+    enable_prefix_caching: share the KV blocks of equal prompt beginnings.
+    attention_backend: "auto", "flash_attn", "triton" or "reference".
+    device: "auto", "cpu", "cuda" or "cuda:N".
+    dtype: "auto" (the checkpoint's own on a GPU, float32 on a CPU), "float32", "bfloat16" or "float16".
+    load_format: "auto" reads the weights, "dummy" makes random ones from config.json alone.
+    skip_tokenizer_init: load no tokenizer; prompts are then token ids and outputs have no text.
+    seed: what unseeded requests and dummy weights are drawn from.
+    async_scheduling: plan and launch a step before the previous one's tokens have been read.
+    """
+
+    model: str
+    tensor_parallel_size: int = 1
+    max_num_batched_tokens: int = 16384
+    max_num_seqs: int = 512
+    max_model_len: int = 4096
+    gpu_memory_utilization: float = 0.9
+    enforce_eager: bool = False
+    kvcache_block_size: int | None = None
+    num_kvcache_blocks: int | None = None
+    enable_prefix_caching: bool = True
+    attention_backend: str = "auto"
+    device: str = "auto"
+    dtype: str = "auto"
+    load_format: str = "auto"
+    skip_tokenizer_init: bool = False
+    seed: int = 0
+    async_scheduling: bool = True
+
+    @classmethod
+    def from_kwargs(cls, model: str, **kwargs: Any) -> Config:
+        """Build a Config, refusing unknown options with the nearest known name (TypeError)."""
+        known = [field.name for field in fields(cls)]
+        for name in kwargs:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+                hint = f"did you mean {near[0]!r}?" if near else f"known options: {', '.join(known[1:])}"
+                raise TypeError(f"LLM() got an unknown option {name!r}; {hint}")
+        return cls(model, **kwargs)
+
+    def __post_init__(self) -> None:
+        if not self.model:
+            raise ValueError("model must be a folder or a Hugging Face hub id, and it is empty")
+        for name in ("tensor_parallel_size", "max_num_batched_tokens", "max_num_seqs", "max_model_len"):
+            _check_int(name, getattr(self, name), minimum=1)
+        for name in ("kvcache_block_size", "num_kvcache_blocks"):
+            if getattr(self, name) is not None:
+                _check_int(name, getattr(self, name), minimum=1)
+        _check_int("seed", self.seed, minimum=0)
+        for name in ("enforce_eager", "enable_prefix_caching", "skip_tokenizer_init", "async_scheduling"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be True or False, not {getattr(self, name)!r}")
+        utilization = self.gpu_memory_utilization
+        if isinstance(utilization, bool) or not isinstance(utilization, (int, float)):
+            raise TypeError(f"gpu_memory_utilization must be a number, not {utilization!r}")
+        if not 0 < utilization <= 1:
+            raise ValueError(f"gpu_memory_utilization must be in (0, 1], not {utilization}")
+        _check_choice("dtype", self.dtype, DTYPES)
+        _check_choice("load_format", self.load_format, LOAD_FORMATS)
+        _check_choice("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
+        kind, _, index = str(self.device).partition(":")
+        if kind not in ("auto", "cpu", "cuda") or (index and (kind != "cuda" or not index.isdigit())):
+            raise ValueError(f"device must be 'auto', 'cpu', 'cuda' or 'cuda:N', not {self.device!r}")
+
+
+def _check_int(name: str, value: object, minimum: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an integer, not {value!r}")
+    if value < minimum:
+        raise ValueError(f"{name} must be at least {minimum}, not {value}")
+
+
+def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, not {value!r}")

@@ -1,0 +1,24 @@
+"""The few errors of the engine's own. A caller's mistake is a ValueError or TypeError instead.
+
+Every message names the value at fault and what to change; this module never formats one.
+"""
+
+
+class NanoVLLMError(Exception):
+    """Base class of all errors below."""
+
+
+class ModelLoadError(NanoVLLMError):
+    """A checkpoint is missing, unreadable, or does not match its config."""
+
+
+class KVCacheMemoryError(NanoVLLMError):
+    """The device memory left after loading the model does not hold one KV cache block."""
+
+
+class WorkerError(NanoVLLMError):
+    """A tensor-parallel worker failed or died."""
+
+
+class EngineClosedError(NanoVLLMError):
+    """A method was called on an engine after `close()`."""
