@@ -1,0 +1,43 @@
+"""Batch and SampleOutput: all that crosses between the plan tower and the compute tower, both ways.
+
+Plain NumPy values that nobody changes once they are made; positions and slots are derived from them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from nanovllm.sampling_params import SamplingBatch
+
+LAST_SAMPLED = -1  # as a token id: the token last sampled in this sequence's slot, known to the device only
+NOT_FINITE = -1  # as a sampled id: the row's logits held NaN or infinity
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """One step of S sequences and T tokens: all that a rank needs, nothing that it may change."""
+
+    seq_ids: tuple[int, ...]
+    slots: np.ndarray  # [S] int32, a stable row for each running sequence
+    token_ids: np.ndarray  # [T] int32, flat; LAST_SAMPLED where only the device knows
+    query_lens: np.ndarray  # [S] int32, how many of the T tokens each sequence brings
+    context_lens: np.ndarray  # [S] int32, cached + new tokens
+    block_tables: np.ndarray  # [S, W] int32, padded with -1
+    samples: np.ndarray  # [S] bool: this chunk reaches the end of the sequence
+    sampling: SamplingBatch
+
+    @property
+    def is_decode(self) -> bool:
+        """Every sequence brings exactly one token."""
+        return len(self.token_ids) == len(self.slots)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SampleOutput:
+    """The tokens of one step."""
+
+    token_ids: (
+        np.ndarray
+    )  # [S] int64; NOT_FINITE for a failed row; no meaning where the batch samples nothing

@@ -1,0 +1,116 @@
+"""Prompts as users write them, checked and brought to one form, before anything is queued.
+
+Knows nothing of tokenizers or devices: a text stays a text here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from nanovllm.sampling_params import SamplingParams
+
+PromptLike: TypeAlias = "str | Sequence[int] | Mapping[str, Any]"
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A text, or token ids, or ids with the text that they came from."""
+
+    text: str | None
+    token_ids: list[int] | None
+
+
+def parse_prompts(prompts: PromptLike | Sequence[PromptLike]) -> list[Prompt]:
+    """Bring one prompt or a list of them to `Prompt`s. Errors name the index, the value and the fix."""
+    if isinstance(prompts, (str, Mapping)) or _is_id_list(prompts):
+        return [parse_prompt(prompts, "the prompt")]
+    if not isinstance(prompts, Sequence):
+        raise TypeError(f"prompts must be a prompt or a list of prompts, not {_show(prompts)}")
+    return [parse_prompt(prompt, f"prompts[{index}]") for index, prompt in enumerate(prompts)]
+
+
+def parse_prompt(prompt: Any, where: str) -> Prompt:
+    """Bring one prompt to a `Prompt`; `where` says which one it is in an error."""
+    if isinstance(prompt, Mapping):
+        unknown = set(prompt) - {"prompt", "prompt_token_ids"}
+        if unknown or not prompt:
+            raise ValueError(
+                f"{where} must have the key 'prompt' or 'prompt_token_ids', not {sorted(prompt)}"
+            )
+        text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+        if token_ids is None:
+            return parse_prompt(text, f"{where}['prompt']")
+        if text is not None and not isinstance(text, str):
+            raise TypeError(f"{where}['prompt'] must be a text, not {_show(text)}")
+        return Prompt(text, _parse_ids(token_ids, f"{where}['prompt_token_ids']"))
+    if isinstance(prompt, str):
+        if not prompt:
+            raise ValueError(f"{where} is empty; a prompt needs at least one token")
+        return Prompt(prompt, None)
+    return Prompt(None, _parse_ids(prompt, where))
+
+
+def check_token_ids(token_ids: list[int], vocab_size: int, where: str) -> None:
+    """Raise ValueError when an id is not in the vocabulary."""
+    ids = np.asarray(token_ids)
+    bad = np.flatnonzero((ids < 0) | (ids >= vocab_size))
+    if bad.size:
+        raise ValueError(
+            f"{where}: token id {token_ids[bad[0]]} at position {bad[0]} is outside the vocabulary "
+            f"(0 to {vocab_size - 1})"
+        )
+
+
+def parse_sampling_params(
+    sampling_params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
+) -> list[SamplingParams]:
+    """Return one SamplingParams for each prompt. A list must be as long as the prompts."""
+    if sampling_params is None:
+        sampling_params = SamplingParams()
+    if isinstance(sampling_params, SamplingParams):
+        return [sampling_params] * num_prompts
+    if not isinstance(sampling_params, Sequence) or isinstance(sampling_params, str):
+        raise TypeError(
+            f"sampling_params must be SamplingParams or a list of them, not {_show(sampling_params)}"
+        )
+    if len(sampling_params) != num_prompts:
+        raise ValueError(
+            f"{len(sampling_params)} sampling_params for {num_prompts} prompts; "
+            "pass one for all or one for each"
+        )
+    for index, params in enumerate(sampling_params):
+        if not isinstance(params, SamplingParams):
+            raise TypeError(f"sampling_params[{index}] must be SamplingParams, not {_show(params)}")
+    return list(sampling_params)
+
+
+def _is_id_list(value: object) -> bool:
+    """Whether `value` is one prompt of token ids rather than a list of prompts; an empty list is no
+    prompts."""
+    if isinstance(value, np.ndarray):
+        return value.ndim == 1
+    return isinstance(value, (list, tuple)) and len(value) > 0 and isinstance(value[0], (int, np.integer))
+
+
+def _parse_ids(value: Any, where: str) -> list[int]:
+    if isinstance(value, np.ndarray):
+        value = value.tolist()
+    if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
+        raise TypeError(f"{where} must be a text, a list of token ids or a dictionary, not {_show(value)}")
+    if not value:
+        raise ValueError(f"{where} is empty; a prompt needs at least one token")
+    for position, token_id in enumerate(value):
+        if isinstance(token_id, bool) or not isinstance(token_id, (int, np.integer)):
+            raise TypeError(
+                f"{where}: token id at position {position} must be an integer, not {_show(token_id)}"
+            )
+    return [int(token_id) for token_id in value]
+
+
+def _show(value: object) -> str:
+    text = repr(value)
+    return f"{text[:60]}{'...' if len(text) > 60 else ''} ({type(value).__name__})"

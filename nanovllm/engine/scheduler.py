@@ -1,0 +1,277 @@
+"""Scheduler: which sequences run in the next step, as one Batch. Pure planning: no torch, no tokens' text.
+
+It plans step n+1 without the tokens of step n: lengths are known without the values, and a row that turns out
+to be surplus, because its sequence had already ended, is dropped in `postprocess`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+
+from nanovllm.engine.batch import LAST_SAMPLED, NOT_FINITE, Batch, SampleOutput
+from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.sequence import Sequence, SequenceStatus
+from nanovllm.sampling_params import SamplingTable
+
+
+class Scheduler:
+    """Queues, slots and blocks of all unfinished requests.
+
+    Prefill goes first; prompts beyond `max_num_batched_tokens` are computed in chunks. When blocks run out,
+    the newest running sequence gives up its own and goes to the front of the waiting queue, to be computed
+    again.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        enable_prefix_caching: bool = True,
+    ) -> None:
+        self.block_manager = BlockManager(num_blocks, block_size, enable_prefix_caching)
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_model_len = min(max_model_len, num_blocks * block_size)  # tokens of one sequence with K/V
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []  # oldest first
+        self.prefilling: Sequence | None = None  # the running sequence whose prompt is computed in part
+        self._unfinished: dict[int, Sequence] = {}
+        self._free_slots = list(range(max_num_seqs - 1, -1, -1))
+        self._sampling = SamplingTable(max_num_seqs)
+        max_blocks = self.block_manager.blocks_for(self.max_model_len)
+        self._block_tables = np.full((max_num_seqs, max_blocks), -1, np.int32)  # a row for each slot
+        self._table_lens = np.zeros(max_num_seqs, np.int32)
+
+    def is_finished(self) -> bool:
+        return not self._unfinished
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self._unfinished)
+
+    def check_fits(self, seq: Sequence) -> None:
+        """Raise ValueError when the sequence's prompt can never fit."""
+        if seq.num_prompt_tokens > self.max_model_len:
+            blocks = self.block_manager
+            raise ValueError(
+                f"the prompt has {seq.num_prompt_tokens} tokens, and at most {self.max_model_len} fit "
+                f"(max_model_len, or the KV cache of {blocks.num_blocks} blocks of {blocks.block_size} "
+                "tokens); shorten it, or raise max_model_len or num_kvcache_blocks"
+            )
+
+    def add(self, seq: Sequence) -> None:
+        """Queue a sequence. Raises ValueError when its prompt can never fit."""
+        self.check_fits(seq)
+        # The last token is never fed back, so it needs no room in the cache.
+        seq.max_tokens_total = min(seq.num_prompt_tokens + seq.params.max_tokens, self.max_model_len + 1)
+        self._unfinished[seq.seq_id] = seq
+        self.waiting.append(seq)
+
+    def abort(self, seq_id: int) -> Sequence | None:
+        """End a request in whatever state it is and free what it holds; None when it is not (or no longer)
+        here."""
+        seq = self._unfinished.get(seq_id)
+        if seq is not None:
+            self._finish(seq, "abort")
+        return seq
+
+    def schedule(self) -> Batch | None:
+        """Plan the next step; None when nothing can run before the launched steps' tokens are known."""
+        return self._schedule_prefill() or self._schedule_decode()
+
+    def mark_launched(self, batch: Batch) -> None:
+        """Share the full blocks of prompts whose K/V a launched step computes."""
+        if not batch.is_decode:
+            for seq_id in batch.seq_ids:
+                self.block_manager.register(self._unfinished[seq_id])
+
+    def postprocess(self, batch: Batch, output: SampleOutput) -> list[Sequence]:
+        """Take in the tokens of a step and return the sequences that ended with it."""
+        finished = []
+        block_size = self.block_manager.block_size
+        rows = zip(batch.seq_ids, output.token_ids.tolist(), batch.samples.tolist(), strict=True)
+        for seq_id, token_id, samples in rows:
+            seq = self._unfinished.get(seq_id)
+            if seq is None or not samples:  # a surplus row, or a chunk that ends before its prompt does
+                continue
+            seq.num_pending_tokens -= 1
+            if token_id == NOT_FINITE:
+                self._finish(seq, "error")
+                finished.append(seq)
+                continue
+            seq.token_ids.append(token_id)
+            num_tokens = len(seq.token_ids)
+            if token_id in seq.stop_ids:
+                seq.stop_reason = token_id
+                self._finish(seq, "stop")
+                finished.append(seq)
+            elif num_tokens >= seq.max_tokens_total:
+                self._finish(seq, "length")
+                finished.append(seq)
+            elif (num_tokens - 1) // block_size > seq.num_hashed_blocks:
+                self.block_manager.register(seq)
+        return finished
+
+    def check(self) -> None:
+        """Assert every invariant of the queues, the slots and the blocks. For tests: it visits everything."""
+        self.block_manager.check(self.running)
+        slots = [seq.slot for seq in self.running]
+        assert sorted(slots + self._free_slots) == list(range(self.max_num_seqs)), "slots drifted"
+        queued = sorted(seq.seq_id for seq in [*self.waiting, *self.running])
+        assert queued == sorted(self._unfinished), "a request is lost or queued twice"
+        for seq in self.waiting:
+            assert seq.status is SequenceStatus.WAITING and not seq.block_table and seq.slot == -1, seq
+        for seq in self.running:
+            assert seq.status is SequenceStatus.RUNNING and seq.num_computed_tokens <= seq.num_tokens, seq
+            assert seq.num_computed_tokens <= len(seq.block_table) * self.block_manager.block_size, seq
+            row = self._block_tables[seq.slot]
+            assert row[row >= 0].tolist() == seq.block_table, f"{seq}: the slot's table differs"
+
+    def _schedule_prefill(self) -> Batch | None:
+        budget = self.max_num_batched_tokens
+        seqs: list[Sequence] = []
+        query_lens: list[int] = []
+        while budget > 0:
+            seq = self.prefilling or self._admit(first=not seqs)
+            if seq is None:
+                break
+            query_len = min(budget, len(seq.token_ids) - seq.num_computed_tokens)
+            seqs.append(seq)
+            query_lens.append(query_len)
+            budget -= query_len
+            seq.num_computed_tokens += query_len
+            self.prefilling = seq if seq.num_computed_tokens < len(seq.token_ids) else None
+        if not seqs:
+            return None
+        samples = [seq is not self.prefilling for seq in seqs]
+        token_ids: list[int] = []
+        for seq, query_len, sample in zip(seqs, query_lens, samples, strict=True):
+            end = seq.num_computed_tokens
+            token_ids += seq.token_ids[end - query_len : end]
+            seq.num_pending_tokens += sample
+        return self._make_batch(
+            seqs,
+            np.array(token_ids, np.int32),
+            np.array(query_lens, np.int32),
+            np.array([seq.num_computed_tokens for seq in seqs], np.int32),
+            np.array(samples, np.bool_),
+        )
+
+    def _admit(self, first: bool) -> Sequence | None:
+        """Move the next waiting sequence to the running ones; None when there is none or it must wait.
+
+        While others decode, the first admission of a step waits until an eighth as many slots are free (or
+        the whole queue fits): a prefill step for a single prompt would stall them all for little.
+        """
+        if not self.waiting or not self._free_slots:
+            return None
+        if first and len(self._free_slots) < min(len(self.waiting), len(self.running) // 8):
+            return None
+        seq = self.waiting[0]
+        if seq.num_pending_tokens or not self.block_manager.allocate(seq):
+            return None
+        self.waiting.popleft()
+        self.running.append(seq)
+        seq.status = SequenceStatus.RUNNING
+        seq.slot = self._free_slots.pop()
+        if seq.num_cached_tokens is None:
+            seq.num_cached_tokens = seq.num_computed_tokens
+        self._sampling.set(seq.slot, seq.params, seq.seed)
+        self._write_table(seq)
+        return seq
+
+    def _schedule_decode(self) -> Batch | None:
+        block_size = self.block_manager.block_size
+        seqs: list[Sequence] = []
+        context_lens: list[int] = []
+        index = 0
+        while index < len(self.running):  # preemption shortens the list from its end
+            seq = self.running[index]
+            index += 1
+            num_tokens = len(seq.token_ids) + seq.num_pending_tokens
+            if num_tokens >= seq.max_tokens_total:  # ended; only its last tokens' values are still to come
+                continue
+            if num_tokens > len(seq.block_table) * block_size and not self._grow(seq):
+                continue
+            seq.num_computed_tokens = num_tokens
+            seq.num_pending_tokens += 1
+            seqs.append(seq)
+            context_lens.append(num_tokens)
+        if not seqs:
+            return None
+        size = len(seqs)
+        return self._make_batch(
+            seqs,
+            np.full(size, LAST_SAMPLED, np.int32),
+            np.ones(size, np.int32),
+            np.array(context_lens, np.int32),
+            np.ones(size, np.bool_),
+        )
+
+    def _grow(self, seq: Sequence) -> bool:
+        """Give `seq` the block it needs, from the newest sequences if none is free; False when it gave up
+        its own."""
+        while not self.block_manager.grow(seq):
+            victim = self.running[-1]
+            self._preempt(victim)
+            if victim is seq:
+                return False
+        self._write_table(seq)
+        return True
+
+    def _preempt(self, seq: Sequence) -> None:
+        self._release(seq)
+        seq.status = SequenceStatus.WAITING
+        seq.num_preemptions += 1
+        self.waiting.appendleft(seq)
+
+    def _finish(self, seq: Sequence, reason: str) -> None:
+        if seq.status is SequenceStatus.RUNNING:
+            self._release(seq)
+        else:
+            self.waiting.remove(seq)
+        seq.status = SequenceStatus.FINISHED
+        seq.finish_reason = reason
+        del self._unfinished[seq.seq_id]
+
+    def _release(self, seq: Sequence) -> None:
+        """Take a running sequence's blocks and slot."""
+        if seq is self.prefilling:
+            self.prefilling = None
+        self.running.remove(seq)
+        self.block_manager.free(seq)
+        self._block_tables[seq.slot] = -1
+        self._table_lens[seq.slot] = 0
+        self._free_slots.append(seq.slot)
+        seq.slot = -1
+
+    def _write_table(self, seq: Sequence) -> None:
+        """Bring the slot's row up to the sequence's block table."""
+        self._block_tables[seq.slot, : len(seq.block_table)] = seq.block_table
+        self._table_lens[seq.slot] = len(seq.block_table)
+
+    def _make_batch(
+        self,
+        seqs: list[Sequence],
+        token_ids: np.ndarray,
+        query_lens: np.ndarray,
+        context_lens: np.ndarray,
+        samples: np.ndarray,
+    ) -> Batch:
+        slots = np.array([seq.slot for seq in seqs], np.int32)
+        width = int(self._table_lens[slots].max())
+        return Batch(
+            seq_ids=tuple([seq.seq_id for seq in seqs]),
+            slots=slots,
+            token_ids=token_ids,
+            query_lens=query_lens,
+            context_lens=context_lens,
+            block_tables=self._block_tables[slots, :width],
+            samples=samples,
+            sampling=self._sampling.take(slots),
+        )

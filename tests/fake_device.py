@@ -1,0 +1,139 @@
+"""A device without a model: the next token is a hash of the whole context as read through the block table.
+
+Any lost token, wrong page, stale block or wrong position changes the output or trips an assertion here.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from nanovllm.engine.batch import LAST_SAMPLED, Batch, SampleOutput
+from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.sequence import Sequence
+from nanovllm.sampling_params import SamplingParams
+
+VOCAB = 50
+EOS = 0
+POISON = -999
+
+
+def next_token(context: list[int]) -> int:
+    """The fake model: any int below VOCAB, EOS about once in VOCAB."""
+    return zlib.crc32(np.array(context, np.int32).tobytes()) % VOCAB
+
+
+def expected_output(prompt: list[int], params: SamplingParams, max_model_len: int) -> tuple[list[int], str]:
+    """What a request must give, by the definition alone."""
+    tokens, reason = list(prompt), "length"
+    limit = min(len(prompt) + params.max_tokens, max_model_len + 1)
+    while len(tokens) < limit:
+        tokens.append(next_token(tokens))
+        if tokens[-1] == EOS and not params.ignore_eos:
+            reason = "stop"
+            break
+    return tokens[len(prompt) :], reason
+
+
+class FakeDevice:
+    """Runs batches in the order of their launch: at once, or (lazy) only when a result is asked for."""
+
+    def __init__(self, num_blocks: int, block_size: int, num_slots: int, lazy: bool = False) -> None:
+        self.block_size = block_size
+        self.lazy = lazy
+        self.tokens = np.full(num_blocks * block_size, POISON)
+        self.positions = np.full(num_blocks * block_size, POISON)
+        self.last = np.full(num_slots, POISON)
+        self.queue: deque[Handle] = deque()
+
+    def launch(self, batch: Batch) -> Handle:
+        handle = Handle(self, batch)
+        self.queue.append(handle)
+        if not self.lazy:
+            self.run_until(handle)
+        return handle
+
+    def run_until(self, handle: Handle) -> None:
+        while handle.output is None:
+            oldest = self.queue.popleft()
+            oldest.output = self._run(oldest.batch)
+
+    def _run(self, batch: Batch) -> SampleOutput:
+        starts = np.cumsum(batch.query_lens) - batch.query_lens
+        slots = []
+        for row, (start, length) in enumerate(
+            zip(starts, batch.query_lens, strict=True)
+        ):  # store all, as a layer does
+            ids = batch.token_ids[start : start + length]
+            ids = np.where(ids == LAST_SAMPLED, self.last[batch.slots[row]], ids)
+            assert (ids != POISON).all()
+            positions = np.arange(batch.context_lens[row] - length, batch.context_lens[row])
+            where = self._slots(batch, row, positions)
+            slots.append(where)
+            self.tokens[where], self.positions[where] = ids, positions
+        flat = np.concatenate(slots)
+        assert len(set(flat.tolist())) == len(flat), "two rows write one slot"
+        output = np.full(len(batch.slots), POISON)
+        for row, context_len in enumerate(batch.context_lens):  # then attend
+            where = self._slots(batch, row, np.arange(context_len))
+            assert (self.positions[where] == np.arange(context_len)).all(), "a cell holds another position"
+            output[row] = next_token(self.tokens[where].tolist())
+            if batch.samples[row]:
+                self.last[batch.slots[row]] = output[row]
+        return SampleOutput(output)
+
+    def _slots(self, batch: Batch, row: int, positions: np.ndarray) -> np.ndarray:
+        blocks = batch.block_tables[row, positions // self.block_size]
+        assert (blocks >= 0).all(), "a position has no block"
+        return blocks * self.block_size + positions % self.block_size
+
+
+@dataclass(eq=False)
+class Handle:
+    device: FakeDevice
+    batch: Batch
+    output: SampleOutput | None = None
+
+    def result(self) -> SampleOutput:
+        self.device.run_until(self)
+        assert self.output is not None
+        return self.output
+
+
+@dataclass
+class Loop:
+    """The engine's step loop around a fake device; `check()` runs after every step."""
+
+    scheduler: Scheduler
+    device: FakeDevice
+    run_ahead: bool
+    in_flight: tuple[Batch, Handle] | None = None
+    finished: dict[int, Sequence] = field(default_factory=dict)
+    steps: int = 0
+
+    def step(self) -> None:
+        batch = self.scheduler.schedule()
+        launched = None
+        if batch is not None:
+            assert batch.query_lens.sum() == len(batch.token_ids)
+            launched = batch, self.device.launch(batch)
+            self.scheduler.mark_launched(batch)
+        if self.run_ahead:
+            launched, self.in_flight = self.in_flight, launched
+        assert launched is not None or batch is not None, "the engine is stuck"
+        if launched is not None:
+            for seq in self.scheduler.postprocess(launched[0], launched[1].result()):
+                assert seq.seq_id not in self.finished
+                self.finished[seq.seq_id] = seq
+        self.scheduler.check()
+        self.steps += 1
+        assert self.steps < 20_000, "the engine does not end"
+
+
+def make_sequence(seq_id: int, prompt: list[int], params: SamplingParams) -> Sequence:
+    return Sequence(
+        seq_id, prompt, params, seed=seq_id, stop_ids=frozenset() if params.ignore_eos else frozenset({EOS})
+    )

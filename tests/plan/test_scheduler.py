@@ -1,0 +1,275 @@
+"""Scheduler and BlockManager against the fake device: every output is what its prompt alone implies."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from fake_device import EOS, VOCAB, FakeDevice, Loop, expected_output, make_sequence, next_token
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nanovllm.engine import block_manager as block_manager_module
+from nanovllm.engine.batch import NOT_FINITE, SampleOutput
+from nanovllm.engine.scheduler import Scheduler
+from nanovllm.sampling_params import SamplingParams
+
+
+def make_loop(
+    num_blocks: int = 64,
+    block_size: int = 4,
+    max_num_seqs: int = 8,
+    max_num_batched_tokens: int = 64,
+    max_model_len: int = 60,
+    caching: bool = True,
+    run_ahead: bool = True,
+    lazy: bool = True,
+) -> Loop:
+    scheduler = Scheduler(
+        num_blocks, block_size, max_num_seqs, max_num_batched_tokens, max_model_len, caching
+    )
+    return Loop(scheduler, FakeDevice(num_blocks, block_size, max_num_seqs, lazy), run_ahead)
+
+
+def run_all(loop: Loop, prompts: list[list[int]], params: list[SamplingParams]) -> list[list[int]]:
+    first = max(loop.finished, default=-1) + 1
+    for index, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
+        loop.scheduler.add(make_sequence(first + index, prompt, param))
+    while not loop.scheduler.is_finished():
+        loop.step()
+    assert loop.scheduler.block_manager.num_free_blocks == loop.scheduler.block_manager.num_blocks
+    outputs = []
+    for index, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
+        seq = loop.finished[first + index]
+        tokens, reason = expected_output(prompt, param, loop.scheduler.max_model_len)
+        assert (seq.completion_token_ids, seq.finish_reason) == (tokens, reason)
+        outputs.append(tokens)
+    return outputs
+
+
+PROMPTS = st.lists(
+    st.builds(
+        lambda shared, own: [7] * shared + own,  # many prompts begin alike, so that blocks are shared
+        st.integers(0, 20),
+        st.lists(st.integers(1, VOCAB - 1), min_size=1, max_size=12),
+    ),
+    min_size=1,
+    max_size=12,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data())
+def test_any_load_gives_the_right_tokens(data: st.DataObject) -> None:
+    """Random sizes, requests, aborts and arrival times: tokens are right, invariants hold, nothing is
+    lost."""
+    draw = data.draw
+    block_size = draw(st.sampled_from([1, 2, 3, 4, 8]), "block_size")
+    loop = make_loop(
+        num_blocks=draw(st.integers(-(-8 // block_size), 24), "num_blocks"),
+        block_size=block_size,
+        max_num_seqs=draw(st.integers(1, 6), "max_num_seqs"),
+        max_num_batched_tokens=draw(st.sampled_from([1, 3, 7, block_size, block_size + 1, 64]), "budget"),
+        max_model_len=draw(st.integers(4, 48), "max_model_len"),
+        caching=draw(st.booleans(), "caching"),
+        run_ahead=draw(st.booleans(), "run_ahead"),
+        lazy=draw(st.booleans(), "lazy"),
+    )
+    limit = loop.scheduler.max_model_len
+    todo = [prompt[:limit] for prompt in draw(PROMPTS, "prompts")]
+    added, aborted = {}, {}
+    while todo or not loop.scheduler.is_finished():
+        if todo and (loop.scheduler.is_finished() or draw(st.booleans())):
+            prompt = todo.pop()
+            params = SamplingParams(max_tokens=draw(st.integers(1, 20)), ignore_eos=draw(st.booleans()))
+            added[len(added)] = (prompt, params)
+            loop.scheduler.add(make_sequence(len(added) - 1, prompt, params))
+        loop.step()
+        if added and draw(st.integers(0, 9)) == 0:
+            victim = draw(st.sampled_from(sorted(added)))
+            seq = loop.scheduler.abort(victim)
+            assert (seq is None) == (victim in loop.finished or victim in aborted)
+            if seq is not None:
+                aborted[victim] = seq
+            loop.scheduler.check()
+    assert sorted([*loop.finished, *aborted]) == sorted(added)
+    for seq_id, (prompt, params) in added.items():
+        tokens, reason = expected_output(prompt, params, limit)
+        if seq_id in aborted:
+            got = aborted[seq_id].completion_token_ids
+            assert got == tokens[: len(got)] and aborted[seq_id].finish_reason == "abort"
+        else:
+            seq = loop.finished[seq_id]
+            assert (seq.completion_token_ids, seq.finish_reason) == (tokens, reason)
+    manager = loop.scheduler.block_manager
+    assert manager.num_free_blocks == manager.num_blocks
+
+
+@pytest.mark.parametrize("run_ahead", [False, True])
+@pytest.mark.parametrize("num_blocks", [64, 12, 8], ids=["ample", "tight", "minimal"])
+def test_preemption_keeps_every_token(num_blocks: int, run_ahead: bool) -> None:
+    loop = make_loop(num_blocks=num_blocks, max_model_len=32, run_ahead=run_ahead)
+    prompts = [[i + 1] * 2 for i in range(8)]
+    run_all(loop, prompts, [SamplingParams(max_tokens=28, ignore_eos=True)] * 8)
+    preemptions = [loop.finished[i].num_preemptions for i in range(8)]
+    if num_blocks == 64:
+        assert preemptions == [0] * 8
+    elif num_blocks == 8:
+        assert min(preemptions[2:]) >= 2, preemptions  # the oldest two always have others to take blocks from
+
+
+@pytest.mark.parametrize("length", [3, 4, 5, 7, 8, 9])
+def test_full_prefix_hit_still_computes_a_token(length: int) -> None:
+    loop = make_loop()
+    prompt, params = list(range(1, length + 1)), SamplingParams(max_tokens=3, ignore_eos=True)
+    first = run_all(loop, [prompt], [params])
+    assert run_all(loop, [prompt], [params]) == first
+    hit = loop.finished[1].num_cached_tokens
+    assert hit == (length - 1) // 4 * 4
+
+
+def test_identical_prompts_in_one_batch() -> None:
+    loop = make_loop()
+    run_all(loop, [[5, 6, 7, 8, 9]] * 5, [SamplingParams(max_tokens=9, ignore_eos=True)] * 5)
+
+
+def test_the_cache_is_used_and_can_be_turned_off() -> None:
+    prompt, params = list(range(1, 30)), SamplingParams(max_tokens=2, ignore_eos=True)
+    for caching, cached in [(True, 28), (False, 0)]:
+        loop = make_loop(caching=caching)
+        run_all(loop, [prompt], [params])
+        run_all(loop, [prompt], [params])
+        assert loop.finished[1].num_cached_tokens == cached
+
+
+def test_least_recently_used_blocks_are_reused_first() -> None:
+    loop = make_loop(num_blocks=6, max_model_len=24)
+    params = SamplingParams(max_tokens=1)
+    old, new = [1] * 9, [2] * 9
+    for prompt in (old, new, [3] * 9):  # each leaves two cached blocks: six in all, of six
+        run_all(loop, [prompt], [params])
+    run_all(loop, [new], [params])
+    assert loop.finished[3].num_cached_tokens == 8
+    run_all(loop, [old], [params])
+    assert loop.finished[4].num_cached_tokens < 8
+
+
+def test_hash_collisions_never_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block_manager_module, "block_key", lambda parent, tokens: 7)
+    loop = make_loop()
+    params = SamplingParams(max_tokens=5, ignore_eos=True)
+    run_all(loop, [[i] * 9 for i in range(1, 9)], [params] * 8)
+    run_all(loop, [[i] * 9 for i in range(1, 9)], [params] * 8)
+
+
+def test_a_block_after_another_parent_is_no_hit() -> None:
+    """Equal tokens behind a different beginning, with the hash blind to the parent: the chain id decides."""
+    loop = make_loop()
+    params = SamplingParams(max_tokens=1)
+    original = block_manager_module.block_key
+    block_manager_module.block_key = lambda parent, tokens: original(0, tokens)
+    try:
+        run_all(loop, [[1] * 4 + [9] * 4 + [5]], [params])
+        run_all(loop, [[2] * 4 + [9] * 4 + [5]], [params])
+        run_all(loop, [[9] * 4 + [5]], [params])
+    finally:
+        block_manager_module.block_key = original
+    assert [loop.finished[i].num_cached_tokens for i in range(3)] == [0, 0, 0]
+
+
+def test_abort_between_chunks_shares_only_what_was_computed() -> None:
+    loop = make_loop(max_num_batched_tokens=6, run_ahead=False)
+    prompt, params = list(range(1, 25)), SamplingParams(max_tokens=2)
+    loop.scheduler.add(make_sequence(0, prompt, params))
+    loop.step()
+    assert loop.scheduler.prefilling is not None
+    loop.scheduler.abort(0)
+    loop.scheduler.check()
+    loop.finished[0] = None
+    run_all(loop, [prompt], [params])
+    assert loop.finished[1].num_cached_tokens == 4  # one full block of the six tokens computed
+
+
+def test_a_failed_row_ends_alone() -> None:
+    loop = make_loop(run_ahead=False)
+    params = SamplingParams(max_tokens=6, ignore_eos=True)
+    for i in range(3):
+        loop.scheduler.add(make_sequence(i, [i + 1] * 5, params))
+    batch = loop.scheduler.schedule()
+    tokens = loop.device.launch(batch).result().token_ids.copy()
+    loop.scheduler.mark_launched(batch)
+    tokens[1] = NOT_FINITE
+    (failed,) = loop.scheduler.postprocess(batch, SampleOutput(tokens))
+    assert (failed.seq_id, failed.finish_reason, failed.completion_token_ids) == (1, "error", [])
+    loop.scheduler.check()
+    while not loop.scheduler.is_finished():
+        loop.step()
+    for i in (0, 2):
+        assert loop.finished[i].completion_token_ids == expected_output([i + 1] * 5, params, 60)[0]
+
+
+def test_what_can_never_fit_is_refused() -> None:
+    loop = make_loop(num_blocks=2, block_size=4, max_model_len=60)
+    with pytest.raises(ValueError, match="9 tokens, and at most 8 fit"):
+        loop.scheduler.add(make_sequence(0, [1] * 9, SamplingParams()))
+    run_all(
+        loop, [[1] * 8], [SamplingParams(max_tokens=9, ignore_eos=True)]
+    )  # room for one more token, and no more
+    assert len(loop.finished[0].completion_token_ids) == 1
+
+
+def test_running_never_exceeds_max_num_seqs_and_order_is_kept() -> None:
+    loop = make_loop(max_num_seqs=3)
+    params = SamplingParams(max_tokens=4, ignore_eos=True)
+    for i in range(10):
+        loop.scheduler.add(make_sequence(i, [i + 1] * 3, params))
+    while not loop.scheduler.is_finished():
+        loop.step()
+        assert len(loop.scheduler.running) <= 3
+    assert list(loop.finished) == list(range(10))
+
+
+def test_admission_waits_for_several_free_slots_while_many_decode() -> None:
+    loop = make_loop(num_blocks=400, max_num_seqs=32, max_num_batched_tokens=1024, run_ahead=False)
+    for i in range(64):  # they end one by one
+        loop.scheduler.add(
+            make_sequence(i, [i % 40 + 1] * 3, SamplingParams(max_tokens=4 + i, ignore_eos=True))
+        )
+    admitted = []
+    while not loop.scheduler.is_finished():
+        waiting = len(loop.scheduler.waiting)
+        loop.step()
+        if len(loop.scheduler.waiting) < waiting:
+            admitted.append(waiting - len(loop.scheduler.waiting))
+    assert admitted[0] == 32 and min(admitted[1:-1]) >= 2, admitted
+
+
+def test_stop_token_ids_and_eos() -> None:
+    loop = make_loop(run_ahead=True)
+    prompt = [3, 1, 4]
+    tokens, _ = expected_output(prompt, SamplingParams(max_tokens=20, ignore_eos=True), 60)
+    stop = tokens[5]
+    seq = make_sequence(0, prompt, SamplingParams(max_tokens=20, ignore_eos=True))
+    seq.stop_ids = frozenset({stop})
+    loop.scheduler.add(seq)
+    while not loop.scheduler.is_finished():
+        loop.step()
+    end = tokens.index(stop) + 1
+    assert seq.completion_token_ids == tokens[:end]
+    assert (seq.finish_reason, seq.stop_reason) == ("stop", stop)
+
+
+def test_the_fake_model_can_end() -> None:
+    """Otherwise the tests above would never meet EOS."""
+    rng = np.random.default_rng(0)
+    assert any(next_token(rng.integers(1, VOCAB, 5).tolist()) == EOS for _ in range(500))
+
+
+def test_the_plan_tower_runs_without_torch() -> None:
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "import nanovllm, nanovllm.config, nanovllm.engine.scheduler, nanovllm.engine.prompts"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
