@@ -1,0 +1,75 @@
+"""The input embedding and the output head, both split by rows of the vocabulary.
+
+A vocabulary that the ranks do not divide is padded with zero rows; they never appear in logits.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from nanovllm.distributed import TPGroup
+from nanovllm.layers.weights import WeightLayer, WeightShard
+
+
+class _VocabParallelLayer(WeightLayer):
+    weight: torch.Tensor  # [padded vocabulary / ranks, hidden_size]
+
+    def __init__(self, vocab_size: int, tp: TPGroup, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(dtype, device)
+        self.tp = tp
+        self.vocab_size = vocab_size
+        self.rows = -(-vocab_size // tp.size)
+        self.first_id = min(tp.rank * self.rows, vocab_size)
+
+    def _allocate_rows(self, hidden_size: int) -> None:
+        owned = min(self.rows, self.vocab_size - self.first_id)
+        shape = (self.vocab_size, hidden_size)
+        shard = WeightShard("weight", None, shape, dim=0, start=self.first_id, length=owned, offset=0)
+        self._allocate("weight", (self.rows, hidden_size), [shard])
+        self.weight[owned:].zero_()
+
+
+class VocabParallelEmbedding(_VocabParallelLayer):
+    """token_ids [T] -> [T, hidden_size]; each rank looks up the ids it owns, then the ranks are summed."""
+
+    def __init__(
+        self, vocab_size: int, hidden_size: int, tp: TPGroup, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__(vocab_size, tp, dtype, device)
+        self._allocate_rows(hidden_size)
+
+    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
+        if self.tp.size == 1:
+            return F.embedding(token_ids, self.weight)
+        local_ids = token_ids - self.first_id
+        foreign = (local_ids < 0) | (local_ids >= self.rows)
+        embedded = F.embedding(local_ids.masked_fill(foreign, 0), self.weight)
+        return self.tp.all_reduce(embedded.masked_fill_(foreign[:, None], 0))
+
+
+class ParallelLMHead(_VocabParallelLayer):
+    """hidden [n, hidden_size] -> logits [n, vocab_size] on rank 0, None on the others.
+
+    `tied_to` makes it use that embedding's weight; it then has nothing to load.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        tp: TPGroup,
+        tied_to: VocabParallelEmbedding | None = None,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__(vocab_size, tp, dtype, device)
+        if tied_to is None:
+            self._allocate_rows(hidden_size)
+        else:
+            self.weight = tied_to.weight
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor | None:
+        logits = self.tp.gather_last_dim(F.linear(hidden, self.weight))
+        return None if logits is None else logits[..., : self.vocab_size]

@@ -1,0 +1,193 @@
+"""Linear layers of which each rank holds a slice: by output (column), by input (row), or all (replicated).
+
+A column layer leaves its output split over the ranks; a row layer takes a split input and sums over ranks.
+Nothing else communicates here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from nanovllm.distributed import TPGroup
+from nanovllm.layers.weights import ShardId, WeightLayer, WeightShard, split_evenly
+
+
+class ReplicatedLinear(WeightLayer):
+    """x [..., input_size] -> [..., output_size], complete on every rank."""
+
+    weight: torch.Tensor  # [output_size, input_size]
+    bias: torch.Tensor | None  # [output_size]
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        bias: bool = False,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__(dtype, device)
+        shape = (output_size, input_size)
+        self._allocate("weight", shape, [WeightShard.whole("weight", shape)])
+        if bias:
+            self._allocate("bias", shape[:1], [WeightShard.whole("bias", shape[:1])])
+        else:
+            self.register_parameter("bias", None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+@dataclass(frozen=True, slots=True)
+class OutputPart:
+    """One checkpoint tensor that makes up a column layer: its rows, and which of them this rank takes."""
+
+    shard_id: ShardId
+    total: int
+    start: int
+    length: int
+
+
+class _PackedColumnLinear(WeightLayer):
+    """x [..., input_size] -> this rank's rows of each part, one behind the other: [..., sum of lengths]."""
+
+    weight: torch.Tensor  # [sum of lengths, input_size]
+    bias: torch.Tensor | None  # [sum of lengths]
+
+    def __init__(
+        self, input_size: int, parts: list[OutputPart], bias: bool, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__(dtype, device)
+        self.output_sizes = [part.length for part in parts]
+        rows = sum(self.output_sizes)
+        self._allocate("weight", (rows, input_size), _row_shards("weight", parts, (input_size,)))
+        if bias:
+            self._allocate("bias", (rows,), _row_shards("bias", parts, ()))
+        else:
+            self.register_parameter("bias", None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+def _row_shards(param: str, parts: list[OutputPart], rest: tuple[int, ...]) -> list[WeightShard]:
+    shards, offset = [], 0
+    for part in parts:
+        shape = (part.total, *rest)
+        shards.append(WeightShard(param, part.shard_id, shape, 0, part.start, part.length, offset))
+        offset += part.length
+    return shards
+
+
+class MergedColumnParallelLinear(_PackedColumnLinear):
+    """Several column-parallel layers on the same input as one product. Shard ids are 0, 1, ..."""
+
+    def __init__(
+        self,
+        input_size: int,
+        output_sizes: list[int],
+        tp: TPGroup,
+        bias: bool = False,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        parts = []
+        for index, total in enumerate(output_sizes):
+            length = split_evenly("output size", total, tp.size)
+            parts.append(OutputPart(index, total, tp.rank * length, length))
+        super().__init__(input_size, parts, bias, dtype, device)
+
+
+class ColumnParallelLinear(_PackedColumnLinear):
+    """x [..., input_size] -> [..., output_size / ranks]: each rank computes a slice of the outputs."""
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        tp: TPGroup,
+        bias: bool = False,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        length = split_evenly("output size", output_size, tp.size)
+        part = OutputPart(None, output_size, tp.rank * length, length)
+        super().__init__(input_size, [part], bias, dtype, device)
+
+
+class QKVParallelLinear(_PackedColumnLinear):
+    """Query, key and value projections as one product, split by whole heads. Shard ids are "q", "k" and "v".
+
+    With fewer KV heads than ranks, each KV head is held by the ranks whose query heads read it.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        head_dim: int,
+        num_heads: int,
+        num_kv_heads: int,
+        tp: TPGroup,
+        bias: bool = False,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        if not can_split_heads(num_heads, num_kv_heads, tp.size):
+            sizes = [n for n in range(1, num_heads + 1) if can_split_heads(num_heads, num_kv_heads, n)]
+            raise ValueError(
+                f"{num_heads} query heads and {num_kv_heads} KV heads cannot be split over {tp.size} ranks; "
+                f"sizes that can: {', '.join(map(str, sizes))}"
+            )
+        own_heads = num_heads // tp.size
+        kv_heads = max(1, num_kv_heads // tp.size)
+        first_kv_head = tp.rank * num_kv_heads // tp.size
+        parts = [OutputPart("q", num_heads * head_dim, tp.rank * own_heads * head_dim, own_heads * head_dim)]
+        for shard_id in ("k", "v"):
+            start, length = first_kv_head * head_dim, kv_heads * head_dim
+            parts.append(OutputPart(shard_id, num_kv_heads * head_dim, start, length))
+        super().__init__(hidden_size, parts, bias, dtype, device)
+        self.num_heads = own_heads
+        self.num_kv_heads = kv_heads
+
+
+def can_split_heads(num_heads: int, num_kv_heads: int, ranks: int) -> bool:
+    """Whether all ranks get equally many whole heads, KV heads being repeated when they are fewer."""
+    return num_heads % ranks == 0 and (num_kv_heads % ranks == 0 or ranks % num_kv_heads == 0)
+
+
+class RowParallelLinear(WeightLayer):
+    """x [..., input_size / ranks] -> [..., output_size], summed over the ranks."""
+
+    weight: torch.Tensor  # [output_size, input_size / ranks]
+    bias: torch.Tensor | None  # [output_size]
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        tp: TPGroup,
+        bias: bool = False,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__(dtype, device)
+        self.tp = tp
+        length = split_evenly("input size", input_size, tp.size)
+        shard = WeightShard("weight", None, (output_size, input_size), 1, tp.rank * length, length, 0)
+        self._allocate("weight", (output_size, length), [shard])
+        if bias:
+            self._allocate("bias", (output_size,), [WeightShard.whole("bias", (output_size,))])
+        else:
+            self.register_parameter("bias", None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        bias = self.bias if self.tp.rank == 0 else None  # the ranks' outputs are summed: add it once
+        return self.tp.all_reduce(F.linear(x, self.weight, bias))

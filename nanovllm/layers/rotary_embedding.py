@@ -1,0 +1,225 @@
+"""Rotary position embedding: the angle that each position and dimension is turned by, for each known scaling.
+
+RopeConfig is the checked form of a checkpoint's rope settings; `rope_table` the angles' cosines and sines;
+RotaryEmbedding applies them. Works in float32 throughout, and never guesses at an unknown type.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from nanovllm.kernels.rotary import qk_norm_rope
+
+# Keys that each type must have, beside "rope_theta" which has a default.
+REQUIRED_KEYS: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": (),
+}
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rope settings, named as in transformers' `rope_parameters`; each type reads only its own."""
+
+    rope_type: str = "default"
+    theta: float = 10000.0
+    original_max_position: int = 0  # the length trained on, before scaling; dynamic, llama3 and yarn need it
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    attention_factor: float | None = None
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+    @classmethod
+    def from_dict(cls, params: Mapping[str, Any], theta: float, max_position_embeddings: int) -> RopeConfig:
+        """Read `rope_parameters` (transformers 5) or `rope_scaling` (4, where the type may be called "type").
+
+        theta and max_position_embeddings are what to take where `params` does not say. Raises ValueError for
+        an unknown type, a key that is missing, and a value that is not a number.
+        """
+        rope_type = params.get("rope_type", params.get("type", "default"))
+        if rope_type not in REQUIRED_KEYS:
+            raise ValueError(
+                f"rope type {rope_type!r} is not supported; supported: {', '.join(REQUIRED_KEYS)}"
+            )
+        for key in REQUIRED_KEYS[rope_type]:
+            if params.get(key) is None:
+                raise ValueError(
+                    f"rope type {rope_type!r} needs {key!r}, and the config has only {dict(params)}"
+                )
+
+        def number(key: str, default: float | None) -> Any:
+            value = params.get(key)
+            if value is None:
+                return default
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+                raise ValueError(f"rope setting {key!r} must be a number of at least 0, not {value!r}")
+            return value
+
+        original = number("original_max_position_embeddings", max_position_embeddings)
+        if rope_type == "dynamic":
+            original = (
+                max_position_embeddings  # transformers grows the base from here, whatever else is stated
+            )
+        if original <= 0:
+            raise ValueError(f"original_max_position_embeddings must be positive, not {original}")
+        # A yarn config without a factor states it by the ratio of the two lengths.
+        factor = number("factor", max_position_embeddings / original if rope_type == "yarn" else 1.0)
+        config = cls(
+            rope_type=rope_type,
+            theta=float(number("rope_theta", theta)),
+            original_max_position=original,
+            factor=factor,
+            low_freq_factor=number("low_freq_factor", 1.0),
+            high_freq_factor=number("high_freq_factor", 4.0),
+            attention_factor=number("attention_factor", None),
+            beta_fast=number("beta_fast", 0) or 32.0,
+            beta_slow=number("beta_slow", 0) or 1.0,
+            mscale=number("mscale", None),
+            mscale_all_dim=number("mscale_all_dim", None),
+            truncate=params.get("truncate", True),
+        )
+        if config.theta <= 0 or config.factor <= 0:
+            raise ValueError(
+                f"rope_theta and factor must be positive, not {config.theta} and {config.factor}"
+            )
+        return config
+
+    def max_position(self, stated: int) -> int:
+        """The longest sequence that the scaling is made for, when the config states `stated` positions."""
+        if self.rope_type in ("linear", "dynamic"):
+            return int(stated * self.factor)
+        if self.rope_type == "yarn":
+            return max(stated, int(self.original_max_position * self.factor))
+        return stated  # llama3 states the scaled length
+
+
+def rope_table(config: RopeConfig, head_dim: int, num_positions: int) -> torch.Tensor:
+    """Return [num_positions, head_dim] float32 on the CPU: head_dim / 2 cosines, then as many sines.
+
+    The same numbers as transformers' `modeling_rope_utils`. "dynamic" depends on the length of the sequence:
+    position p is turned as for a sequence that ends with it, as transformers does when it decodes token by
+    token, so that a cached key never has to be turned again.
+    """
+    positions = torch.arange(num_positions, dtype=torch.float32)
+    if config.rope_type == "dynamic":
+        angles = positions[:, None] * _dynamic_frequencies(config, head_dim, num_positions)
+    else:
+        angles = positions[:, None] * _frequencies(config, head_dim)
+    scale = _attention_factor(config)
+    return torch.cat((angles.cos() * scale, angles.sin() * scale), dim=-1)
+
+
+def _exponents(head_dim: int) -> torch.Tensor:
+    return torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+
+
+def _frequencies(config: RopeConfig, head_dim: int) -> torch.Tensor:
+    """The angle per position of each pair of dimensions, [head_dim / 2]."""
+    if config.rope_type == "yarn":
+        return _yarn_frequencies(config, head_dim)
+    frequencies = 1.0 / (config.theta ** _exponents(head_dim))
+    if config.rope_type == "linear":
+        return frequencies / config.factor
+    if config.rope_type == "llama3":
+        return _llama3_frequencies(config, frequencies)
+    return frequencies
+
+
+def _dynamic_frequencies(config: RopeConfig, head_dim: int, num_positions: int) -> torch.Tensor:
+    """NTK-aware scaling with a base that grows past the trained length, [num_positions, head_dim / 2]."""
+    trained = config.original_max_position
+    lengths = torch.arange(1, num_positions + 1).clamp(
+        min=trained
+    )  # of the sequence that ends at each position
+    growth = config.factor * lengths / trained - (config.factor - 1)
+    base = config.theta * growth ** (head_dim / (head_dim - 2))
+    return 1.0 / (base[:, None] ** _exponents(head_dim))
+
+
+def _llama3_frequencies(config: RopeConfig, frequencies: torch.Tensor) -> torch.Tensor:
+    """Slow dimensions are slowed by `factor`, fast ones kept, those between interpolated (Llama 3.1)."""
+    trained = config.original_max_position
+    wavelengths = 2 * math.pi / frequencies
+    scaled = torch.where(
+        wavelengths > trained / config.low_freq_factor, frequencies / config.factor, frequencies
+    )
+    smooth = (trained / wavelengths - config.low_freq_factor) / (
+        config.high_freq_factor - config.low_freq_factor
+    )
+    between = (1 - smooth) * scaled / config.factor + smooth * scaled
+    is_between = (wavelengths >= trained / config.high_freq_factor) & (
+        wavelengths <= trained / config.low_freq_factor
+    )
+    return torch.where(is_between, between, scaled)
+
+
+def _yarn_frequencies(config: RopeConfig, head_dim: int) -> torch.Tensor:
+    """Dimensions that turn often in the trained length are kept, slow ones divided by `factor`, with a ramp
+    between (YaRN, https://arxiv.org/abs/2309.00071)."""
+
+    def dimension(rotations: float) -> float:  # the one that turns this often in the trained length
+        turns = config.original_max_position / (rotations * 2 * math.pi)
+        return head_dim * math.log(turns) / (2 * math.log(config.theta))
+
+    low, high = dimension(config.beta_fast), dimension(config.beta_slow)
+    if config.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    if low == high:
+        high += 0.001
+    ramp = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    base = config.theta ** _exponents(head_dim)
+    kept = 1 - ramp
+    return 1.0 / (config.factor * base) * (1 - kept) + 1.0 / base * kept
+
+
+def _attention_factor(config: RopeConfig) -> float:
+    """What cosines and sines are multiplied by; 1 for all types but yarn."""
+    if config.rope_type != "yarn":
+        return 1.0
+    if config.attention_factor is not None:
+        return config.attention_factor
+
+    def temperature(mscale: float) -> float:
+        return 0.1 * mscale * math.log(config.factor) + 1.0 if config.factor > 1 else 1.0
+
+    if config.mscale and config.mscale_all_dim:
+        return temperature(config.mscale) / temperature(config.mscale_all_dim)
+    return temperature(1.0)
+
+
+class RotaryEmbedding(nn.Module):
+    """Turns queries and keys by their positions. One instance serves all layers."""
+
+    def __init__(self, config: RopeConfig, head_dim: int, num_positions: int, device: torch.device) -> None:
+        super().__init__()
+        self.cos_sin = rope_table(config, head_dim, num_positions).to(device)  # [num_positions, head_dim]
+
+    def forward(
+        self,
+        positions: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        q_weight: torch.Tensor | None = None,
+        k_weight: torch.Tensor | None = None,
+        eps: float = 1e-6,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """positions [T], q [T, heads, head_dim], k [T, kv_heads, head_dim] -> turned q and k, both new.
+
+        With weights [head_dim], each head is first normalised by its root mean square (Qwen3).
+        """
+        return qk_norm_rope(q, k, positions, self.cos_sin, q_weight, k_weight, eps)

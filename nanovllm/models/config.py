@@ -1,0 +1,227 @@
+"""ModelConfig: what a checkpoint's config.json says, checked and in one form; ModelFamily: how to read it.
+
+Reads plain dicts, of transformers 4 and 5 alike. Refuses what the decoder does not compute; opens no file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from nanovllm.layers.linear import can_split_heads
+from nanovllm.layers.rotary_embedding import RopeConfig
+
+SUPPORTED_DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The shape and the variations of a decoder. Token counts are in tokens, sizes in elements."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    max_position_embeddings: int  # with the rope scaling applied
+    rope: RopeConfig
+    tie_word_embeddings: bool
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    hidden_act: str
+    dtype: str  # of the checkpoint
+    eos_token_ids: tuple[int, ...]
+    sliding_window: int | None  # up to this length full attention is the same; None: always
+
+    def check_max_model_len(self, max_model_len: int) -> None:
+        """Raise ValueError when sequences of `max_model_len` tokens are longer than the model can read."""
+        if max_model_len > self.max_position_embeddings:
+            raise ValueError(
+                f"max_model_len={max_model_len} is more than the {self.max_position_embeddings} positions of "
+                f"this model; use at most max_model_len={self.max_position_embeddings}"
+            )
+        if self.sliding_window is not None and max_model_len > self.sliding_window:
+            raise ValueError(
+                f"max_model_len={max_model_len} needs this model's sliding window of {self.sliding_window} "
+                "tokens, which is not supported; full attention is the same up to "
+                f"max_model_len={self.sliding_window}, use at most that"
+            )
+
+    def check_tensor_parallel_size(self, size: int) -> None:
+        """Raise ValueError with the sizes that can when the model cannot be split over `size` ranks."""
+
+        def fits(ranks: int) -> bool:
+            heads_fit = can_split_heads(self.num_heads, self.num_kv_heads, ranks)
+            return heads_fit and self.intermediate_size % ranks == 0
+
+        if not fits(size):
+            sizes = ", ".join(str(ranks) for ranks in range(1, self.num_heads + 1) if fits(ranks))
+            raise ValueError(
+                f"tensor_parallel_size={size} does not divide this model's {self.num_heads} query heads, "
+                f"{self.num_kv_heads} KV heads (or is no multiple of them) and intermediate size "
+                f"{self.intermediate_size}; sizes that do: {sizes}"
+            )
+
+
+class HFConfig:
+    """Typed reading of a config.json dict. An absent key takes the family's default, null the caller's."""
+
+    def __init__(self, raw: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+        self.raw = raw
+        self.defaults = defaults
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return the value of `key`, the family's default when it is absent; `default` where that is null."""
+        value = self.raw[key] if key in self.raw else self.defaults.get(key)
+        return default if value is None else value
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        """Return a positive integer."""
+        value = self.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"config.json: {key} must be a positive integer, not {value!r}")
+        return value
+
+    def boolean(self, key: str, default: bool = False) -> bool:
+        """Return True or False."""
+        value = self.get(key, default)
+        if not isinstance(value, bool):
+            raise ValueError(f"config.json: {key} must be true or false, not {value!r}")
+        return value
+
+
+def no_window(hf: HFConfig) -> int | None:
+    """The sliding window of a family that has none."""
+    return None
+
+
+@dataclass(frozen=True)
+class ModelFamily:
+    """What distinguishes one family of decoders. A bias of None is what the checkpoint's config says."""
+
+    defaults: Mapping[str, Any]  # what transformers takes for keys that config.json leaves out
+    qkv_bias: bool | None = False
+    o_bias: bool | None = False
+    mlp_bias: bool | None = False
+    qk_norm: bool = False
+    sliding_window: Callable[[HFConfig], int | None] = no_window
+
+    def model_config(
+        self, architecture: str, raw: Mapping[str, Any], generation: Mapping[str, Any] | None = None
+    ) -> ModelConfig:
+        """Read the dicts of config.json and, if there is one, generation_config.json.
+
+        Raises ValueError for anything malformed or not supported.
+        """
+        hf = HFConfig(raw, self.defaults)
+        _refuse_unsupported(hf)
+        hidden_size, num_heads = hf.integer("hidden_size"), hf.integer("num_attention_heads")
+        num_kv_heads = hf.integer("num_key_value_heads", num_heads)
+        head_dim = hf.integer("head_dim", hidden_size // num_heads)
+        if num_heads % num_kv_heads:
+            raise ValueError(
+                f"config.json: num_attention_heads {num_heads} is no multiple of "
+                f"num_key_value_heads {num_kv_heads}"
+            )
+        if head_dim % 2 or head_dim < 4:
+            raise ValueError(f"config.json: head_dim must be even and at least 4, not {head_dim}")
+        stated_positions = hf.integer("max_position_embeddings")
+        rope = _rope_config(hf, stated_positions)
+        attention_bias = hf.boolean("attention_bias")
+        return ModelConfig(
+            architecture=architecture,
+            vocab_size=hf.integer("vocab_size"),
+            hidden_size=hidden_size,
+            intermediate_size=hf.integer("intermediate_size"),
+            num_layers=hf.integer("num_hidden_layers"),
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            rms_norm_eps=_positive_float(hf, "rms_norm_eps"),
+            max_position_embeddings=rope.max_position(stated_positions),
+            rope=rope,
+            tie_word_embeddings=hf.boolean("tie_word_embeddings"),
+            qkv_bias=attention_bias if self.qkv_bias is None else self.qkv_bias,
+            o_bias=attention_bias if self.o_bias is None else self.o_bias,
+            mlp_bias=hf.boolean("mlp_bias") if self.mlp_bias is None else self.mlp_bias,
+            qk_norm=self.qk_norm,
+            hidden_act=hf.get("hidden_act"),
+            dtype=_dtype(hf),
+            eos_token_ids=_eos_token_ids(hf, generation or {}),
+            sliding_window=self.sliding_window(hf),
+        )
+
+
+def _eos_token_ids(hf: HFConfig, generation: Mapping[str, Any]) -> tuple[int, ...]:
+    """All ids that either file names; the family's default only when neither names any."""
+    stated: set[int] = set()
+    for source, value in (
+        ("config.json", hf.raw.get("eos_token_id")),
+        ("generation_config.json", generation.get("eos_token_id")),
+    ):
+        for token_id in value if isinstance(value, list) else [value]:
+            if token_id is None:
+                continue
+            if isinstance(token_id, bool) or not isinstance(token_id, int) or token_id < 0:
+                raise ValueError(f"{source}: eos_token_id must be token ids, not {value!r}")
+            stated.add(token_id)
+    if not stated and "eos_token_id" not in hf.raw and "eos_token_id" in hf.defaults:
+        stated.add(hf.defaults["eos_token_id"])
+    return tuple(sorted(stated))
+
+
+def _refuse_unsupported(hf: HFConfig) -> None:
+    if hf.get("hidden_act") != "silu":
+        raise ValueError(
+            f"config.json: hidden_act {hf.get('hidden_act')!r} is not supported; supported: 'silu'"
+        )
+    if hf.get("quantization_config") is not None:
+        raise ValueError(
+            "config.json: quantization_config is set, and quantised checkpoints are not supported; "
+            "use the model's bfloat16, float16 or float32 checkpoint"
+        )
+    kinds = set(hf.get("layer_types", [])) - {"full_attention", "sliding_attention"}
+    if kinds:
+        raise ValueError(
+            f"config.json: layer_types {sorted(kinds)} are not supported; supported: full attention"
+        )
+
+
+def _rope_config(hf: HFConfig, max_position_embeddings: int) -> RopeConfig:
+    params = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
+    if not isinstance(params, dict) or any(isinstance(value, dict) for value in params.values()):
+        raise ValueError(
+            f"config.json: one set of rope parameters for all layers is supported, not {params!r}"
+        )
+    params = dict(params)
+    if hf.get("original_max_position_embeddings") is not None:
+        params["original_max_position_embeddings"] = hf.get("original_max_position_embeddings")
+    rotary_share = params.get("partial_rotary_factor", hf.get("partial_rotary_factor", 1.0))
+    if rotary_share not in (None, 1.0):
+        raise ValueError(
+            f"config.json: partial_rotary_factor {rotary_share} is not supported; supported: 1.0"
+        )
+    return RopeConfig.from_dict(params, hf.get("rope_theta", 10000.0), max_position_embeddings)
+
+
+def _positive_float(hf: HFConfig, key: str) -> float:
+    value = hf.get(key)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1:
+        raise ValueError(f"config.json: {key} must be a number between 0 and 1, not {value!r}")
+    return float(value)
+
+
+def _dtype(hf: HFConfig) -> str:
+    name = str(hf.get("dtype") or hf.get("torch_dtype") or "float32").removeprefix("torch.")
+    if name not in SUPPORTED_DTYPES:
+        raise ValueError(
+            f"config.json: dtype {name!r} is not supported; supported: {', '.join(SUPPORTED_DTYPES)}"
+        )
+    return name

@@ -1,0 +1,209 @@
+"""The one decoder that all families share, driven by ModelConfig, and its weights' names in checkpoints.
+
+Modules are named as in transformers, so that a parameter's path is its checkpoint name but for packed layers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from nanovllm.attention.base import AttentionBackend, AttentionMetadata
+from nanovllm.distributed import TPGroup
+from nanovllm.layers.activation import SiluAndMul
+from nanovllm.layers.attention import Attention
+from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
+from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from nanovllm.layers.rotary_embedding import RotaryEmbedding
+from nanovllm.layers.weights import ShardId, WeightLayer, WeightShard
+from nanovllm.models.config import ModelConfig
+
+# Packed layers: what each of their shards is called in a checkpoint.
+PACKED: dict[str, dict[ShardId, str]] = {
+    "qkv_proj": {"q": "q_proj", "k": "k_proj", "v": "v_proj"},
+    "gate_up_proj": {0: "gate_proj", 1: "up_proj"},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSlot:
+    """The layer that takes one checkpoint tensor, and as which of its shards."""
+
+    layer: WeightLayer
+    shard: WeightShard
+
+
+class DecoderAttention(nn.Module):
+    """Self-attention of one layer, with this rank's heads."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        tp: TPGroup,
+        backend: AttentionBackend,
+        rotary: RotaryEmbedding,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        hidden_size, head_dim = config.hidden_size, config.head_dim
+        heads = (config.num_heads, config.num_kv_heads)
+        self.qkv_proj = QKVParallelLinear(
+            hidden_size, head_dim, *heads, tp, config.qkv_bias, dtype=dtype, device=device
+        )
+        self.o_proj = RowParallelLinear(
+            config.num_heads * head_dim, hidden_size, tp, config.o_bias, dtype=dtype, device=device
+        )
+        self.q_norm: RMSNorm | None = None
+        self.k_norm: RMSNorm | None = None
+        if config.qk_norm:
+            self.q_norm = RMSNorm(head_dim, config.rms_norm_eps, dtype=dtype, device=device)
+            self.k_norm = RMSNorm(head_dim, config.rms_norm_eps, dtype=dtype, device=device)
+        self.eps = config.rms_norm_eps
+        self.rotary = rotary
+        self.attn = Attention(self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads, head_dim, backend)
+
+    def forward(self, positions: torch.Tensor, x: torch.Tensor, meta: AttentionMetadata) -> torch.Tensor:
+        q, k, v = self.qkv_proj(x).split(self.qkv_proj.output_sizes, dim=-1)
+        q, k, v = (part.unflatten(-1, (-1, self.attn.head_dim)) for part in (q, k, v))  # [T, heads, head_dim]
+        q_weight = None if self.q_norm is None else self.q_norm.weight
+        k_weight = None if self.k_norm is None else self.k_norm.weight
+        q, k = self.rotary(positions, q, k, q_weight, k_weight, self.eps)
+        out: torch.Tensor = self.o_proj(self.attn(q, k, v, meta).flatten(1))
+        return out
+
+
+class DecoderMLP(nn.Module):
+    """The SwiGLU feed-forward part of one layer."""
+
+    def __init__(self, config: ModelConfig, tp: TPGroup, *, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        hidden_size, size = config.hidden_size, config.intermediate_size
+        self.gate_up_proj = MergedColumnParallelLinear(
+            hidden_size, [size, size], tp, config.mlp_bias, dtype=dtype, device=device
+        )
+        self.act_fn = SiluAndMul()
+        self.down_proj = RowParallelLinear(size, hidden_size, tp, config.mlp_bias, dtype=dtype, device=device)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.down_proj(self.act_fn(self.gate_up_proj(x)))
+        return out
+
+
+class DecoderLayer(nn.Module):
+    """Attention and MLP, each behind a norm that also adds the residual stream."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        tp: TPGroup,
+        backend: AttentionBackend,
+        rotary: RotaryEmbedding,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        hidden_size, eps = config.hidden_size, config.rms_norm_eps
+        self.input_layernorm = RMSNorm(hidden_size, eps, dtype=dtype, device=device)
+        self.self_attn = DecoderAttention(config, tp, backend, rotary, dtype=dtype, device=device)
+        self.post_attention_layernorm = RMSNorm(hidden_size, eps, dtype=dtype, device=device)
+        self.mlp = DecoderMLP(config, tp, dtype=dtype, device=device)
+
+    def forward(
+        self, positions: torch.Tensor, x: torch.Tensor, residual: torch.Tensor | None, meta: AttentionMetadata
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """x is what the last layer adds to `residual`, the sum up to it; both [T, hidden]."""
+        x, residual = self.input_layernorm(x, residual)
+        x = self.self_attn(positions, x, meta)
+        x, residual = self.post_attention_layernorm(x, residual)
+        return self.mlp(x), residual
+
+
+class DecoderModel(nn.Module):
+    """Embedding, layers and final norm."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        tp: TPGroup,
+        backend: AttentionBackend,
+        rotary: RotaryEmbedding,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self.embed_tokens = VocabParallelEmbedding(
+            config.vocab_size, config.hidden_size, tp, dtype=dtype, device=device
+        )
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, tp, backend, rotary, dtype=dtype, device=device)
+            for _ in range(config.num_layers)
+        )
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, device=device)
+
+    def forward(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, meta: AttentionMetadata
+    ) -> torch.Tensor:
+        x, residual = self.embed_tokens(input_ids), None
+        for layer in self.layers:
+            x, residual = layer(positions, x, residual, meta)
+        hidden: torch.Tensor = self.norm(x, residual)[0]
+        return hidden
+
+
+class DecoderForCausalLM(nn.Module):
+    """A causal language model, or one rank's part of it. The loader must fill its weights before use.
+
+    Raises ValueError when the model cannot be split over the group's ranks.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        tp: TPGroup,
+        backend: AttentionBackend,
+        max_model_len: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        config.check_tensor_parallel_size(tp.size)
+        self.config = config
+        rotary = RotaryEmbedding(config.rope, config.head_dim, max_model_len + 1, device)
+        self.model = DecoderModel(config, tp, backend, rotary, dtype=dtype, device=device)
+        tied_to = self.model.embed_tokens if config.tie_word_embeddings else None
+        self.lm_head = ParallelLMHead(
+            config.vocab_size, config.hidden_size, tp, tied_to, dtype=dtype, device=device
+        )
+        self.attention_layers: list[Attention] = [m for m in self.modules() if isinstance(m, Attention)]
+
+    def forward(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, meta: AttentionMetadata
+    ) -> torch.Tensor:
+        """input_ids [T], positions [T] -> hidden states [T, hidden_size] after the final norm."""
+        hidden: torch.Tensor = self.model(input_ids, positions, meta)
+        return hidden
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
+        """hidden [n, hidden_size] -> logits [n, vocab_size] on rank 0, None on the others."""
+        logits: torch.Tensor | None = self.lm_head(hidden)
+        return logits
+
+    def weight_slots(self) -> dict[str, WeightSlot]:
+        """Return every tensor that a checkpoint of this model must hold, by its name there."""
+        slots = {}
+        for path, layer in self.named_modules():
+            if not isinstance(layer, WeightLayer):
+                continue
+            parent, _, last = path.rpartition(".")
+            for shard in layer.weight_shards():
+                module = last if shard.shard_id is None else PACKED[last][shard.shard_id]
+                slots[".".join(filter(None, (parent, module, shard.param)))] = WeightSlot(layer, shard)
+        return slots

@@ -1,0 +1,235 @@
+"""Finding a checkpoint, reading its config, and filling a model with its weights, all or nothing.
+
+Every file's header is checked before the first weight is copied; each rank reads only its own slices.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import zlib
+from collections.abc import Iterable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import torch
+from safetensors import SafetensorError, safe_open
+
+from nanovllm.errors import ModelLoadError
+from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.weights import WeightSlice
+from nanovllm.models.config import ModelConfig
+from nanovllm.models.decoder import DecoderForCausalLM, WeightSlot
+from nanovllm.models.registry import get_family, supported_architectures
+
+CONFIG_FILE = "config.json"
+WEIGHTS_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+HUB_PATTERNS = [
+    "*.json",
+    "*.safetensors",
+    "*.jinja",
+    "*.model",
+    "*.txt",
+]  # the last three belong to tokenizers
+HUB_IGNORED = ["*/*", "consolidated*"]  # other formats of the same weights
+HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
+LISTED = 40  # names of one kind in an error message
+TIED_HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+
+
+def resolve_model_path(name: str | Path) -> Path:
+    """Return the folder of a model: `name` itself, or what the hub id `name` is downloaded to.
+
+    Raises ValueError when `name` is neither a folder nor a hub id, ModelLoadError when the hub has no answer.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise ValueError(
+            f"model {str(name)!r} is a file; pass the folder that holds {CONFIG_FILE} and the weights"
+        )
+    if not HUB_ID.fullmatch(str(name)):
+        raise ValueError(
+            f"model folder {str(name)!r} does not exist, and it is not a hub id (organisation/name)"
+        )
+    try:
+        found = huggingface_hub.snapshot_download(
+            str(name), allow_patterns=HUB_PATTERNS, ignore_patterns=HUB_IGNORED
+        )
+    except Exception as error:  # the hub client raises its own, its HTTP library's and the system's errors
+        raise ModelLoadError(
+            f"model {str(name)!r} is no folder here, and the Hugging Face hub did not deliver it "
+            f"({type(error).__name__}: {error}). Check the spelling and the network (with HF_HUB_OFFLINE=1 "
+            "only models downloaded before are found), or download it on another machine with "
+            f"`hf download {name} --local-dir FOLDER` and pass the folder"
+        ) from error
+    return Path(found)
+
+
+def load_model_config(folder: str | Path) -> ModelConfig:
+    """Read config.json and generation_config.json of a model folder.
+
+    Raises ModelLoadError when config.json is missing or unreadable, ValueError when there is no such folder
+    or the model is one that is not supported.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise ValueError(f"model folder {str(folder)!r} does not exist")
+    if not (folder / CONFIG_FILE).is_file():
+        raise ModelLoadError(f"{folder} has no {CONFIG_FILE}; is it a model folder in Hugging Face format?")
+    raw = _read_json(folder / CONFIG_FILE)
+    generation_file = folder / "generation_config.json"
+    generation = _read_json(generation_file) if generation_file.is_file() else {}
+    architectures = raw.get("architectures")
+    if not isinstance(architectures, list) or len(architectures) != 1:
+        raise ValueError(
+            f"{folder / CONFIG_FILE}: architectures must name one model, not {architectures!r}; "
+            f"supported: {', '.join(supported_architectures())}"
+        )
+    try:
+        return get_family(architectures[0]).model_config(architectures[0], raw, generation)
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from None
+
+
+def load_weights(model: DecoderForCausalLM, folder: str | Path) -> None:
+    """Fill every parameter of `model`, each exactly once, from the *.safetensors files in `folder`.
+
+    Raises ModelLoadError that names all missing, unexpected, misshaped and non-float tensors; the model is
+    then untouched.
+    """
+    slots = model.weight_slots()
+    with ExitStack() as stack:
+        tensors = _open_checkpoint(Path(folder), stack)
+        tied_head = tensors.pop(TIED_HEAD, None) if model.config.tie_word_embeddings else None
+        for name in [name for name in tensors if name.endswith(".rotary_emb.inv_freq")]:
+            del tensors[name]  # recomputed from the config
+        _check_tensors(folder, slots, tensors)
+        if tied_head is not None:
+            _check_tied_head(folder, tied_head, tensors[EMBEDDING])
+        for name, source in tensors.items():
+            slot = slots[name]
+            slot.layer.load_weight(slot.shard.param, source, slot.shard.shard_id)
+    _check_all_loaded(slots)
+
+
+def init_dummy_weights(model: DecoderForCausalLM, seed: int) -> None:
+    """Fill `model` with random weights, normal(0, 0.02) and 1 for norms, made on its own device.
+
+    Each tensor depends on the seed and its name alone, and whole tensors are drawn and then cut: any number
+    of ranks gets the same model.
+    """
+    slots = model.weight_slots()
+    for name, slot in slots.items():
+        parameter = slot.layer.get_parameter(slot.shard.param)
+        whole = torch.empty(slot.shard.shape, dtype=parameter.dtype, device=parameter.device)
+        if isinstance(slot.layer, RMSNorm):
+            whole.fill_(1.0)
+        else:
+            generator = torch.Generator(parameter.device).manual_seed(zlib.crc32(name.encode(), seed % 2**32))
+            whole.normal_(0.0, 0.02, generator=generator)
+        slot.layer.load_weight(slot.shard.param, whole, slot.shard.shard_id)
+    _check_all_loaded(slots)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(f"{path} cannot be read as JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ModelLoadError(f"{path} must hold a JSON object, not {type(content).__name__}")
+    return content
+
+
+def _open_checkpoint(folder: Path, stack: ExitStack) -> dict[str, WeightSlice]:
+    """Open every weight file, which checks its header and its length, and return the tensors by name."""
+    tensors: dict[str, WeightSlice] = {}
+    owners: dict[str, str] = {}
+    for file_name, indexed in _weight_files(folder).items():
+        path = folder / file_name
+        try:
+            opened = stack.enter_context(safe_open(path, framework="pt"))
+            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (no mapping)
+        except (OSError, SafetensorError) as error:
+            raise ModelLoadError(
+                f"{path} cannot be read, is it complete? {type(error).__name__}: {error}"
+            ) from error
+        absent = sorted(indexed - slices.keys())
+        if absent:
+            raise ModelLoadError(f"{path} does not hold what {INDEX_FILE} says it does: {_listing(absent)}")
+        twice = sorted(slices.keys() & owners.keys())
+        if twice:
+            raise ModelLoadError(f"{path} holds tensors that {owners[twice[0]]} holds too: {_listing(twice)}")
+        owners.update(dict.fromkeys(slices, file_name))
+        tensors.update(slices)
+    return tensors
+
+
+def _weight_files(folder: Path) -> dict[str, set[str]]:
+    """Return the weight files' names, each with the tensors that the index says it holds."""
+    if (folder / WEIGHTS_FILE).is_file():
+        return {WEIGHTS_FILE: set()}
+    files: dict[str, set[str]] = {}
+    if (folder / INDEX_FILE).is_file():
+        weight_map = _read_json(folder / INDEX_FILE).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise ModelLoadError(f"{folder / INDEX_FILE} has no weight_map")
+        for name, file_name in weight_map.items():
+            files.setdefault(file_name, set()).add(name)
+        absent = sorted(file_name for file_name in files if not (folder / file_name).is_file())
+        if absent:
+            raise ModelLoadError(f"{folder}: {INDEX_FILE} names files that are not there: {_listing(absent)}")
+    else:
+        files = {path.name: set() for path in sorted(folder.glob("*.safetensors"))}
+    if not files:
+        pickles = sorted(path.name for path in (*folder.glob("*.bin"), *folder.glob("*.pth")))
+        hint = f"; it has {_listing(pickles)}, convert them to safetensors" if pickles else ""
+        raise ModelLoadError(f"{folder} holds no *.safetensors weights{hint}")
+    return files
+
+
+def _check_tensors(folder: str | Path, slots: dict[str, WeightSlot], tensors: dict[str, Any]) -> None:
+    """Raise ModelLoadError unless the checkpoint holds exactly what the model needs."""
+    problems = {
+        "missing": [name for name in slots if name not in tensors],
+        "unexpected": [name for name in tensors if name not in slots],
+        "wrong shape": [
+            f"{name} is {shape}, the config needs {slot.shard.shape}"
+            for name, slot in slots.items()
+            if name in tensors and (shape := tuple(tensors[name].get_shape())) != slot.shard.shape
+        ],
+        "not floating point (quantised checkpoints are not supported)": [
+            f"{name} is {tensor.get_dtype()}"
+            for name, tensor in tensors.items()
+            if name in slots and tensor.get_dtype() not in FLOAT_DTYPES
+        ],
+    }
+    found = [f"{len(names)} {kind}: {_listing(names)}" for kind, names in problems.items() if names]
+    if found:
+        raise ModelLoadError(f"{folder}: the weights do not match {CONFIG_FILE}. " + ". ".join(found))
+
+
+def _check_tied_head(folder: str | Path, head: WeightSlice, embedding: WeightSlice) -> None:
+    """Raise ModelLoadError when an output head in the file differs from the embedding it is tied to."""
+    if head.get_shape() != embedding.get_shape() or not torch.equal(head[:], embedding[:]):
+        raise ModelLoadError(
+            f"{folder}: {TIED_HEAD} differs from {EMBEDDING}, and {CONFIG_FILE} says they are the same; "
+            "set tie_word_embeddings to false there to use both"
+        )
+
+
+def _check_all_loaded(slots: dict[str, WeightSlot]) -> None:
+    missing = [name for name, slot in slots.items() if slot.shard in slot.layer.unloaded()]
+    assert not missing, f"never filled: {_listing(missing)}"
+
+
+def _listing(names: Iterable[str]) -> str:
+    listed = list(names)
+    more = f" and {len(listed) - LISTED} more" if len(listed) > LISTED else ""
+    return ", ".join(listed[:LISTED]) + more

@@ -1,0 +1,33 @@
+"""Qwen2 and Qwen2.5: biases on query, key and value, always; a window on upper layers only on request."""
+
+from __future__ import annotations
+
+from nanovllm.models.config import HFConfig, ModelFamily
+
+QWEN_DEFAULTS = {
+    "vocab_size": 151936,
+    "hidden_size": 4096,
+    "intermediate_size": 22016,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "hidden_act": "silu",
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-6,
+}
+
+
+def qwen_window(hf: HFConfig) -> int | None:
+    """The sliding window, when the config switches it on and a layer uses it."""
+    window: int | None = hf.raw.get("sliding_window", 4096)
+    if not hf.boolean("use_sliding_window") or window is None:
+        return None
+    layer_types = hf.get("layer_types")
+    if layer_types is None:
+        used = hf.integer("num_hidden_layers") > hf.raw.get("max_window_layers", 28)
+    else:
+        used = "sliding_attention" in layer_types
+    return window if used else None
+
+
+QWEN2 = ModelFamily(defaults=QWEN_DEFAULTS, qkv_bias=True, sliding_window=qwen_window)

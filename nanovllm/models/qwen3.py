@@ -1,0 +1,14 @@
+"""Qwen3: RMSNorm on each query and key head, optional attention biases, a window only on request."""
+
+from __future__ import annotations
+
+from nanovllm.models.config import ModelFamily
+from nanovllm.models.qwen2 import QWEN_DEFAULTS, qwen_window
+
+QWEN3 = ModelFamily(
+    defaults=QWEN_DEFAULTS | {"head_dim": 128},
+    qkv_bias=None,
+    o_bias=None,
+    qk_norm=True,
+    sliding_window=qwen_window,
+)

@@ -1,0 +1,520 @@
+"""Layers one by one: shards against the whole, rope tables against transformers, the sampler row by row."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import save_file
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from nanovllm.distributed import TPGroup
+from nanovllm.layers.activation import SiluAndMul
+from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
+from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.linear import (
+    ColumnParallelLinear,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    ReplicatedLinear,
+    RowParallelLinear,
+)
+from nanovllm.layers.rotary_embedding import RopeConfig, RotaryEmbedding, rope_table
+from nanovllm.layers.sampler import Sampler, SamplingTensors
+from nanovllm.layers.weights import ShardId, WeightLayer
+
+PLACE: dict[str, Any] = {"dtype": torch.float32, "device": torch.device("cpu")}
+
+
+class PartialGroup(TPGroup):
+    """A rank whose collectives leave its own part as it is, so that a test can put the parts together."""
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def gather_last_dim(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+def randn(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def fill(layer: WeightLayer, tensors: dict[tuple[str, ShardId], torch.Tensor]) -> WeightLayer:
+    """Load each tensor once, in file order, and check that the layer then has everything."""
+    for (name, shard_id), tensor in tensors.items():
+        layer.load_weight(name, tensor, shard_id)
+    assert layer.unloaded() == []
+    return layer
+
+
+# -- shards -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("bias", [False, True])
+def test_column_parallel_outputs_concatenate(ranks: int, bias: bool) -> None:
+    weight, b, x = randn(12, 8), randn(12), randn(5, 8)
+    tensors: dict[tuple[str, ShardId], torch.Tensor] = {("weight", None): weight} | (
+        {("bias", None): b} if bias else {}
+    )
+    parts = []
+    for rank in range(ranks):
+        layer = ColumnParallelLinear(8, 12, PartialGroup(rank, ranks), bias, **PLACE)
+        parts.append(fill(layer, tensors)(x))
+    torch.testing.assert_close(torch.cat(parts, -1), x @ weight.T + (b if bias else 0))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("bias", [False, True])
+def test_row_parallel_outputs_sum(ranks: int, bias: bool) -> None:
+    weight, b, x = randn(6, 8), randn(6), randn(5, 8)
+    tensors: dict[tuple[str, ShardId], torch.Tensor] = {("weight", None): weight} | (
+        {("bias", None): b} if bias else {}
+    )
+    total = torch.zeros(5, 6)
+    for rank in range(ranks):
+        layer = RowParallelLinear(8, 6, PartialGroup(rank, ranks), bias, **PLACE)
+        total += fill(layer, tensors)(x.chunk(ranks, -1)[rank])
+    torch.testing.assert_close(total, x @ weight.T + (b if bias else 0))
+
+
+def test_replicated_linear() -> None:
+    weight, bias, x = randn(6, 8), randn(6), randn(5, 8)
+    layer = fill(ReplicatedLinear(8, 6, True, **PLACE), {("weight", None): weight, ("bias", None): bias})
+    torch.testing.assert_close(layer(x), x @ weight.T + bias)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_merged_column_parallel_and_swiglu(ranks: int) -> None:
+    gate, up, x = randn(8, 6), randn(8, 6) * 2, randn(5, 6)
+    parts = []
+    for rank in range(ranks):
+        layer = MergedColumnParallelLinear(6, [8, 8], PartialGroup(rank, ranks), **PLACE)
+        parts.append(SiluAndMul()(fill(layer, {("weight", 1): up, ("weight", 0): gate})(x)))
+    expected = torch.nn.functional.silu(x @ gate.T) * (x @ up.T)
+    torch.testing.assert_close(torch.cat(parts, -1), expected)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "ranks"), [(4, 2, 1), (4, 2, 2), (8, 2, 4), (8, 2, 8), (6, 1, 3)]
+)
+def test_qkv_is_split_by_whole_heads(heads: int, kv_heads: int, ranks: int) -> None:
+    head_dim, hidden = 4, 10
+    q, k, v = (
+        randn(heads * head_dim, hidden),
+        randn(kv_heads * head_dim, hidden),
+        randn(kv_heads * head_dim, hidden) * 2,
+    )
+    bias = {"q": q[:, 0], "k": k[:, 0], "v": v[:, 0]}
+    x = randn(3, hidden)
+    for rank in range(ranks):
+        layer = QKVParallelLinear(hidden, head_dim, heads, kv_heads, PartialGroup(rank, ranks), True, **PLACE)
+        shards = {("weight", "q"): q, ("weight", "k"): k, ("weight", "v"): v}
+        fill(layer, shards | {("bias", name): tensor for name, tensor in bias.items()})
+        out_q, out_k, out_v = layer(x).split(layer.output_sizes, -1)
+        for head in range(layer.num_heads):  # each query head must sit beside the KV head that it reads
+            whole = rank * layer.num_heads + head
+            rows = slice(whole * head_dim, (whole + 1) * head_dim)
+            torch.testing.assert_close(
+                out_q.chunk(layer.num_heads, -1)[head], x @ q[rows].T + bias["q"][rows]
+            )
+            local_kv = head // (layer.num_heads // layer.num_kv_heads)
+            whole_kv = whole // (heads // kv_heads)
+            rows = slice(whole_kv * head_dim, (whole_kv + 1) * head_dim)
+            for out, weight, name in ((out_k, k, "k"), (out_v, v, "v")):
+                part = out.chunk(layer.num_kv_heads, -1)[local_kv]
+                torch.testing.assert_close(part, x @ weight[rows].T + bias[name][rows])
+
+
+def test_sizes_that_cannot_be_split_are_refused() -> None:
+    group = TPGroup(0, 4)
+    with pytest.raises(
+        ValueError, match="output size 6 cannot be split over 4 ranks; sizes that can: 1, 2, 3, 6"
+    ):
+        ColumnParallelLinear(8, 6, group, **PLACE)
+    with pytest.raises(ValueError, match="output size 10 cannot be split over 4"):
+        MergedColumnParallelLinear(8, [8, 10], group, **PLACE)
+    with pytest.raises(
+        ValueError, match="input size 9 cannot be split over 4 ranks; sizes that can: 1, 3, 9"
+    ):
+        RowParallelLinear(9, 8, group, **PLACE)
+    with pytest.raises(
+        ValueError, match=r"14 query heads and 2 KV heads .* over 4 ranks; sizes that can: 1, 2, 14"
+    ):
+        QKVParallelLinear(8, 4, 14, 2, group, **PLACE)
+    with pytest.raises(
+        ValueError, match=r"12 query heads and 4 KV heads .* over 3 ranks; sizes that can: 1, 2, 4, 12"
+    ):
+        QKVParallelLinear(8, 4, 12, 4, TPGroup(0, 3), **PLACE)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("tied", [False, True])
+def test_vocabulary_shards_and_their_padding(ranks: int, tied: bool) -> None:
+    vocab, hidden = 5, 6  # over 4 ranks: 2, 2, 1 and 0 rows
+    table, head_weight = randn(vocab, hidden), randn(vocab, hidden) * 3
+    ids, states = torch.tensor([4, 0, 3, 3, 2, 1]), randn(3, hidden)
+    embedded, logits = torch.zeros(len(ids), hidden), []
+    for rank in range(ranks):
+        group = PartialGroup(rank, ranks)
+        embedding = VocabParallelEmbedding(vocab, hidden, group, **PLACE)
+        fill(embedding, {("weight", None): table})
+        embedded += embedding(ids)
+        head = ParallelLMHead(vocab, hidden, group, embedding if tied else None, **PLACE)
+        fill(head, {} if tied else {("weight", None): head_weight})
+        logits.append(torch.nn.functional.linear(states, head.weight))
+    torch.testing.assert_close(embedded, table[ids])
+    expected = states @ (table if tied else head_weight).T
+    whole = torch.cat(logits, -1)
+    torch.testing.assert_close(whole[:, :vocab], expected)
+    assert (whole[:, vocab:] == 0).all()
+
+    class GatheredGroup(PartialGroup):
+        def gather_last_dim(self, x: torch.Tensor) -> torch.Tensor:
+            return whole
+
+    head = ParallelLMHead(vocab, hidden, GatheredGroup(0, ranks), **PLACE)
+    fill(head, {("weight", None): head_weight})
+    torch.testing.assert_close(head(states), expected)
+
+
+def test_each_rank_reads_only_its_slice_of_a_file(tmp_path: Path) -> None:
+    weight = randn(8, 12)
+    save_file({"w": weight}, tmp_path / "w.safetensors")
+
+    class Spy:
+        def __init__(self, inner: Any) -> None:
+            self.inner, self.read = inner, 0
+
+        def get_shape(self) -> list[int]:
+            shape: list[int] = self.inner.get_shape()
+            return shape
+
+        def __getitem__(self, index: Any) -> torch.Tensor:
+            part: torch.Tensor = self.inner[index]
+            self.read += part.numel()
+            return part
+
+    makers: dict[str, Callable[[TPGroup], WeightLayer]] = {
+        "column": lambda tp: ColumnParallelLinear(12, 8, tp, **PLACE),
+        "row": lambda tp: RowParallelLinear(12, 8, tp, **PLACE),
+        "vocabulary": lambda tp: VocabParallelEmbedding(8, 12, tp, **PLACE),
+    }
+    with safe_open(tmp_path / "w.safetensors", framework="pt") as file:
+        for name, make in makers.items():
+            for rank in range(4):
+                spy = Spy(file.get_slice("w"))
+                layer = make(TPGroup(rank, 4))
+                layer.load_weight("weight", spy)
+                assert spy.read == 8 * 12 // 4, name
+                expected = weight.chunk(4, dim=1 if name == "row" else 0)[rank]
+                assert torch.equal(layer.get_parameter("weight"), expected)
+
+
+def test_load_weight_refuses_what_does_not_fit() -> None:
+    layer = QKVParallelLinear(8, 4, 2, 2, TPGroup(), **PLACE)
+    assert [shard.shard_id for shard in layer.unloaded()] == ["q", "k", "v"]
+    layer.load_weight("weight", randn(8, 8), "q")
+    assert [shard.shard_id for shard in layer.unloaded()] == ["k", "v"]
+    with pytest.raises(ValueError, match=r"weight\['q'\] was already loaded"):
+        layer.load_weight("weight", randn(8, 8), "q")
+    with pytest.raises(ValueError, match=r"has no weight weight;"):
+        layer.load_weight("weight", randn(8, 8))
+    with pytest.raises(ValueError, match=r"has no weight bias\['q'\]"):
+        layer.load_weight("bias", randn(8), "q")
+    with pytest.raises(ValueError, match=r"weight\['k'\] has shape \(8, 9\), expected \(8, 8\)"):
+        layer.load_weight("weight", randn(8, 9), "k")
+    assert [shard.shard_id for shard in layer.unloaded()] == ["k", "v"]
+
+
+def test_rms_norm_with_and_without_residual() -> None:
+    weight, x, residual = randn(16), randn(3, 16), randn(3, 16) * 2
+    layer = fill(RMSNorm(16, 1e-6, **PLACE), {("weight", None): weight})
+    for added, (normed, total) in ((x, layer(x)), (x + residual, layer(x, residual))):
+        torch.testing.assert_close(total, added)
+        torch.testing.assert_close(normed, torch.nn.functional.rms_norm(added, (16,), weight, 1e-6))
+
+
+def test_a_group_of_one_communicates_nothing_and_a_wrong_rank_is_refused() -> None:
+    x = randn(2, 3)
+    assert TPGroup().all_reduce(x) is x
+    assert TPGroup().gather_last_dim(x) is x
+    with pytest.raises(ValueError, match=r"rank must be in \[0, 2\), not 2"):
+        TPGroup(2, 2)
+    with pytest.raises(RuntimeError, match="rank 1 of 2 has no process group"):
+        TPGroup(1, 2).all_reduce(x)
+
+
+def test_collectives_of_two_ranks() -> None:
+    store = dist.HashStore()
+    results: dict[int, Any] = {}
+
+    def run(rank: int) -> None:
+        group = TPGroup(rank, 2, dist.ProcessGroupGloo(store, rank, 2))
+        x = torch.arange(4.0).view(2, 2) + 10 * rank
+        results[rank] = group.gather_last_dim(x), group.all_reduce(x)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert results[0][0].tolist() == [[0, 1, 10, 11], [2, 3, 12, 13]]
+    assert results[1][0] is None
+    for rank in range(2):
+        assert results[rank][1].tolist() == [[10, 12], [14, 16]]
+
+
+# -- rotary embedding ----------------------------------------------------------------------------------------
+
+ROPES: dict[str, dict[str, Any]] = {
+    "default": {},
+    "linear": {"factor": 2.5},
+    "llama3": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 32768},
+    "yarn betas": {"factor": 3.0, "original_max_position_embeddings": 4096, "beta_fast": 16, "beta_slow": 2},
+    "yarn untruncated": {"factor": 8.0, "original_max_position_embeddings": 4096, "truncate": False},
+    "yarn attention_factor": {
+        "factor": 4.0,
+        "original_max_position_embeddings": 4096,
+        "attention_factor": 0.7,
+    },
+    "yarn mscale": {
+        "factor": 40.0,
+        "original_max_position_embeddings": 4096,
+        "mscale": 0.8,
+        "mscale_all_dim": 0.5,
+    },
+}
+MAX_POSITIONS = 131072
+
+
+def transformers_rope(
+    params: dict[str, Any], theta: float, head_dim: int, stated: int
+) -> tuple[LlamaRotaryEmbedding, RopeConfig]:
+    params = params | {"rope_theta": theta}
+    config = LlamaConfig(
+        hidden_size=head_dim,
+        num_attention_heads=1,
+        head_dim=head_dim,
+        max_position_embeddings=stated,
+        rope_parameters=dict(params),
+    )
+    return LlamaRotaryEmbedding(config), RopeConfig.from_dict(params, 10000.0, stated)
+
+
+@pytest.mark.parametrize("head_dim", [16, 64, 128])
+@pytest.mark.parametrize("theta", [10000.0, 1e6])
+@pytest.mark.parametrize("name", ROPES)
+def test_rope_table_is_that_of_transformers(name: str, theta: float, head_dim: int) -> None:
+    params = {"rope_type": name.split()[0]} | ROPES[name]
+    module, config = transformers_rope(params, theta, head_dim, MAX_POSITIONS)
+    positions = torch.tensor([0, 1, 2, 77, 4095, 4096, 40001, MAX_POSITIONS - 1])
+    cos, sin = module(torch.empty(0), positions[None])
+    table = rope_table(config, head_dim, MAX_POSITIONS)
+    assert table.dtype == torch.float32
+    half = head_dim // 2
+    assert torch.equal(table[positions], torch.cat((cos[0, :, :half], sin[0, :, :half]), -1))
+
+
+def test_dynamic_rope_is_that_of_transformers_fed_token_by_token() -> None:
+    stated, length = 32, 100
+    module, config = transformers_rope({"rope_type": "dynamic", "factor": 2.0}, 10000.0, 16, stated)
+    table = rope_table(config, 16, length)
+    for position in range(length):
+        cos, sin = module(torch.empty(0), torch.tensor([[position]]))
+        expected = torch.cat((cos[0, 0, :8], sin[0, 0, :8]))
+        torch.testing.assert_close(table[position], expected, atol=2e-6, rtol=0)
+    plain = rope_table(RopeConfig(), 16, length)
+    torch.testing.assert_close(table[:stated], plain[:stated], atol=2e-6, rtol=0)
+    assert (table[stated + 1 :] - plain[stated + 1 :]).abs().amax(-1).min() > 1e-3
+
+
+def test_rope_lengths_and_inferred_values() -> None:
+    def read(stated: int, **params: Any) -> RopeConfig:
+        return RopeConfig.from_dict(params, 10000.0, stated)
+
+    assert read(100, rope_type="default").max_position(100) == 100
+    assert read(100, rope_type="linear", factor=4.0).max_position(100) == 400
+    assert read(100, type="dynamic", factor=1.5).max_position(100) == 150
+    yarn = read(40960, rope_type="yarn", factor=4.0, original_max_position_embeddings=32768)
+    assert yarn.max_position(40960) == 131072
+    assert (
+        read(200, rope_type="yarn", factor=2.0, original_max_position_embeddings=50).max_position(200) == 200
+    )
+    assert read(200, rope_type="yarn", original_max_position_embeddings=50).factor == 4.0
+    llama3 = read(200, rope_type="llama3", factor=8, low_freq_factor=1, high_freq_factor=4)
+    assert (llama3.original_max_position, llama3.max_position(200)) == (200, 200)
+
+
+def test_rotary_embedding_turns_pairs_of_halves() -> None:
+    rotary = RotaryEmbedding(RopeConfig(theta=100.0), 4, 10, torch.device("cpu"))
+    q, k = randn(2, 3, 4), randn(2, 1, 4)
+    positions = torch.tensor([3, 9])
+    for x, turned in zip((q, k), rotary(positions, q, k), strict=True):
+        pairs = torch.complex(x[..., :2], x[..., 2:])
+        angles = positions[:, None].double() * torch.tensor([1.0, 0.1]).double()
+        expected = pairs * torch.polar(torch.ones_like(angles), angles)[:, None]
+        torch.testing.assert_close(turned, torch.cat((expected.real, expected.imag), -1).float())
+
+
+# -- sampler ------------------------------------------------------------------------------------------------
+
+
+def sampling(rows: list[dict[str, float]], positions: list[int] | None = None) -> SamplingTensors:
+    """The columns for `rows`, each with any of temperature, top_k, top_p, min_p and seed."""
+
+    def column(name: str, unused: float, dtype: torch.dtype) -> torch.Tensor | None:
+        if all(name not in row for row in rows):
+            return None
+        return torch.tensor([row.get(name, unused) for row in rows], dtype=dtype)
+
+    filtered = [i for i, row in enumerate(rows) if "top_k" in row or "top_p" in row]
+    return SamplingTensors(
+        temperature=column("temperature", 0.0, torch.float32),
+        top_k=column("top_k", 0, torch.int32),
+        top_p=column("top_p", 1.0, torch.float32),
+        min_p=column("min_p", 0.0, torch.float32),
+        seeds=column("seed", 0, torch.int64),
+        positions=torch.tensor(positions or [0] * len(rows), dtype=torch.int32),
+        filter_rows=torch.tensor(filtered) if filtered else None,
+    )
+
+
+def drawn(logits: torch.Tensor, draws: int = 300, **row: float) -> set[int]:
+    """The distinct tokens that one row's parameters give over many seeds."""
+    rows = [{"temperature": 1.0} | row | {"seed": seed} for seed in range(draws)]
+    return set(Sampler()(logits.repeat(draws, 1), sampling(rows)).tolist())
+
+
+def log_probs(*probs: float) -> torch.Tensor:
+    return torch.tensor(probs).log()
+
+
+def test_greedy_takes_the_lowest_of_equals() -> None:
+    logits = torch.tensor([[0.0, 3.0, 3.0, 1.0], [5.0, 1.0, 5.0, 5.0]])
+    assert Sampler()(logits, sampling([{}, {}])).tolist() == [1, 0]
+
+
+def test_each_filter_keeps_exactly_its_tokens() -> None:
+    logits = log_probs(0.1, 0.4, 0.05, 0.3, 0.15) + 7
+    assert drawn(logits) == {0, 1, 2, 3, 4}
+    assert drawn(logits, top_k=2) == {1, 3}
+    assert drawn(logits, top_k=99) == {0, 1, 2, 3, 4}
+    assert drawn(logits, top_p=0.65) == {1, 3}
+    assert drawn(logits, top_p=0.75) == {1, 3, 4}
+    assert drawn(logits, top_p=0.01) == {1}
+    assert drawn(logits, min_p=0.3) == {1, 3, 4}
+    assert drawn(logits, min_p=1.0) == {1}
+    # top_p counts what top_k left: 0.4 / 0.85 + 0.3 / 0.85 = 0.82
+    assert drawn(logits, top_k=3, top_p=0.8) == {1, 3}
+    assert drawn(logits, top_p=0.8) == {1, 3, 4}
+    # min_p comes first: it leaves 0.4 and 0.3, of which 0.4 is 0.57
+    assert drawn(logits, min_p=0.6, top_p=0.55) == {1}
+    assert drawn(logits, top_p=0.55) == {1, 3}
+
+
+def test_filters_see_the_scaled_logits() -> None:
+    logits = log_probs(0.5, 0.3, 0.2)
+    assert drawn(logits, temperature=0.25, top_p=0.85) == {0}  # 0.5**4 is 0.87 of the sum
+    assert drawn(logits, temperature=4.0, top_p=0.85) == {0, 1, 2}
+    assert drawn(logits, temperature=0.25, min_p=0.2) == {0}
+    assert drawn(logits, temperature=4.0, min_p=0.5) == {0, 1, 2}
+
+
+def test_top_k_cuts_ties_at_the_lowest_ids() -> None:
+    logits = torch.tensor([1.0, 2.0, 1.0, 2.0, 2.0])
+    assert drawn(logits, top_k=1) == {1}
+    assert drawn(logits, top_k=2) == {1, 3}
+    assert drawn(torch.zeros(5), top_p=0.5) == {0, 1, 2}
+
+
+def test_tiny_temperature_is_greedy() -> None:
+    logits = randn(1, 50)[0]
+    for temperature in (1e-8, 1e-38):
+        for filters in ({}, {"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}):
+            assert drawn(logits, 20, temperature=temperature, **filters) == {int(logits.argmax())}
+
+
+def test_frequencies_are_the_probabilities() -> None:
+    probs = torch.tensor([0.5, 0.25, 0.15, 0.1])
+    rows = [{"temperature": 2.0, "seed": seed} for seed in range(20000)]
+    ids = Sampler()((probs.log() * 2).repeat(len(rows), 1), sampling(rows))
+    torch.testing.assert_close(ids.bincount(minlength=4) / len(rows), probs, atol=0.015, rtol=0)
+
+
+KINDS: list[dict[str, float]] = [
+    {},
+    {"temperature": 1.0, "seed": 3},
+    {"temperature": 0.7, "seed": -5, "top_k": 3},
+    {"temperature": 1.5, "seed": 2**62, "top_p": 0.8},
+    {"temperature": 1.2, "seed": 9, "min_p": 0.1},
+    {"temperature": 1.0, "seed": 11, "top_k": 20, "top_p": 0.9, "min_p": 0.01},
+    {"temperature": 0.9, "seed": 3, "top_k": 1},
+    {"temperature": 0.0, "top_k": 4, "top_p": 0.3},
+]
+
+
+def test_a_row_alone_is_the_row_in_any_batch() -> None:
+    sampler = Sampler()
+    rows = [KINDS[i % len(KINDS)] for i in range(64)]
+    positions = list(range(100, 164))
+    logits = torch.randn(64, 211, generator=torch.Generator().manual_seed(1)).bfloat16()  # coarse: many ties
+    alone = [int(sampler(logits[i : i + 1], sampling([rows[i]], [positions[i]]))) for i in range(len(rows))]
+    assert len(set(alone)) > 10
+    for seed in range(5):
+        order = torch.randperm(64, generator=torch.Generator().manual_seed(seed))[: 64 - 9 * seed].tolist()
+        before = logits.clone()
+        params = sampling([rows[i] for i in order], [positions[i] for i in order])
+        assert sampler(logits[order], params).tolist() == [alone[i] for i in order]
+        assert torch.equal(logits, before)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_broken_row_gives_minus_one_and_changes_no_other(value: float) -> None:
+    sampler = Sampler()
+    rows = KINDS * 3
+    logits = torch.randn(len(rows), 50, generator=torch.Generator().manual_seed(2))
+    params = sampling(rows)
+    expected = sampler(logits, params)
+    logits[8:16, 31] = value  # one of each kind
+    logits[3] = -torch.inf
+    expected[8:16] = -1
+    expected[3] = -1
+    assert sampler(logits, params).tolist() == expected.tolist()
+
+
+def test_rows_are_sorted_in_pieces_of_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = KINDS * 5
+    logits = torch.randn(len(rows), 50, generator=torch.Generator().manual_seed(4))
+    expected = Sampler()(logits, sampling(rows))
+    monkeypatch.setattr("nanovllm.layers.sampler.SORT_ELEMENTS", 150)
+    assert Sampler()(logits, sampling(rows)).tolist() == expected.tolist()
+
+
+def test_columns_that_no_row_uses_may_be_absent_or_neutral() -> None:
+    rows = [{"temperature": 1.0, "seed": seed} for seed in range(30)]
+    logits = torch.randn(30, 50, generator=torch.Generator().manual_seed(5))
+    sparse = sampling(rows)
+    neutral = replace(
+        sparse,
+        top_k=torch.zeros(30, dtype=torch.int32),
+        top_p=torch.ones(30),
+        min_p=torch.zeros(30),
+        filter_rows=torch.arange(30),
+    )
+    assert Sampler()(logits, sparse).tolist() == Sampler()(logits, neutral).tolist()

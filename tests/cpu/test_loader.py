@@ -1,0 +1,324 @@
+"""Checkpoints that are whole, cut, wrong or absent: loaded exactly, or refused with what is wrong by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_models import VOCAB_SIZE, edit_json, write_tiny_model
+
+from nanovllm.attention.reference import ReferenceBackend
+from nanovllm.distributed import TPGroup
+from nanovllm.errors import ModelLoadError
+from nanovllm.models.decoder import DecoderForCausalLM
+from nanovllm.models.loader import init_dummy_weights, load_model_config, load_weights, resolve_model_path
+
+Tensors = dict[str, torch.Tensor]
+
+
+def build(folder: Path, tp: TPGroup | None = None, dtype: torch.dtype = torch.float32) -> DecoderForCausalLM:
+    """The model of `folder`, or a rank's part of it; a whole one has NaN in every weight."""
+    config = load_model_config(folder)
+    model = DecoderForCausalLM(
+        config, tp or TPGroup(), ReferenceBackend(), 32, dtype=dtype, device=torch.device("cpu")
+    )
+    for parameter in model.parameters() if tp is None else ():  # a rank's vocabulary padding is to stay zero
+        parameter.data.fill_(torch.nan)
+    return model
+
+
+def edit_weights(folder: Path, edit: Callable[[Tensors], Any]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    edit(tensors)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+
+
+def refused(folder: Path, message: str) -> str:
+    """Check that loading is refused and the model left as it was; return the text."""
+    model = build(folder)
+    with pytest.raises(ModelLoadError, match=message) as caught:
+        load_weights(model, folder)
+    assert all(parameter.isnan().all() for parameter in model.parameters())
+    return str(caught.value)
+
+
+# -- what loads ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_every_parameter_is_loaded(tmp_path: Path, tied: bool) -> None:
+    folder = write_tiny_model(tmp_path, tie_word_embeddings=tied)
+    model = build(folder)
+    load_weights(model, folder)
+    stored = load_file(folder / "model.safetensors")
+    total = sum(parameter.numel() for parameter in model.parameters())
+    assert total == sum(tensor.numel() for tensor in stored.values())
+    assert not any(parameter.isnan().any() for parameter in model.parameters())
+    attention = model.model.layers[1].self_attn
+    names = [f"model.layers.1.self_attn.{part}_proj.weight" for part in "qkv"]
+    assert torch.equal(attention.qkv_proj.weight, torch.cat([stored[name] for name in names]))
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
+    if not tied:
+        assert torch.equal(model.lm_head.weight, stored["lm_head.weight"])
+
+
+def test_weights_are_cast_to_the_models_dtype(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path)
+    model = build(folder, dtype=torch.bfloat16)
+    load_weights(model, folder)
+    stored = load_file(folder / "model.safetensors")["lm_head.weight"]
+    assert torch.equal(model.lm_head.weight, stored.bfloat16())
+
+
+def test_a_second_load_is_refused(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path)
+    model = build(folder)
+    load_weights(model, folder)
+    with pytest.raises(ValueError, match="already loaded"):
+        load_weights(model, folder)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_hold_the_whole_model_between_them(tmp_path: Path, ranks: int) -> None:
+    folder = write_tiny_model(tmp_path, "llama", attention_bias=True, max_shard_size="8KB")
+    whole = build(folder)
+    load_weights(whole, folder)
+    shards = []
+    for rank in range(ranks):
+        shards.append(build(folder, TPGroup(rank, ranks)))
+        load_weights(shards[-1], folder)
+        for name, parameter in shards[-1].named_parameters():
+            if "norm" in name or name.endswith(("o_proj.bias", "down_proj.bias")):
+                assert torch.equal(parameter, whole.get_parameter(name)), name
+    table = torch.cat([shard.model.embed_tokens.weight for shard in shards])
+    assert torch.equal(table[:VOCAB_SIZE], whole.model.embed_tokens.weight)
+    assert table.shape[0] % ranks == 0
+    assert (table[VOCAB_SIZE:] == 0).all()
+    down = torch.cat([shard.model.layers[0].mlp.down_proj.weight for shard in shards], dim=1)
+    assert torch.equal(down, whole.model.layers[0].mlp.down_proj.weight)
+    gate = torch.cat([shard.model.layers[0].mlp.gate_up_proj.weight.chunk(2)[0] for shard in shards])
+    assert torch.equal(gate, whole.model.layers[0].mlp.gate_up_proj.weight.chunk(2)[0])
+
+
+def test_a_size_that_cannot_be_split_is_refused_before_anything_is_allocated(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path)
+    with pytest.raises(ValueError, match=r"tensor_parallel_size=3 .*sizes that do: 1, 2, 4"):
+        build(folder, TPGroup(0, 3))
+
+
+def test_harmless_extra_tensors_are_ignored(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path, tie_word_embeddings=True)
+    edit_weights(
+        folder,
+        lambda t: t.update(
+            {
+                "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8),
+                "lm_head.weight": t["model.embed_tokens.weight"].clone(),
+            }
+        ),
+    )
+    model = build(folder)
+    load_weights(model, folder)
+    assert not any(parameter.isnan().any() for parameter in model.parameters())
+
+
+def test_weights_of_another_format_beside_the_index_are_not_read(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path, max_shard_size="10KB")
+    save_file({"layers.0.attention.wq.weight": torch.ones(2)}, folder / "consolidated.safetensors")
+    load_weights(build(folder), folder)
+
+
+def test_files_without_an_index_are_read_together(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path, max_shard_size="10KB")
+    (folder / "model.safetensors.index.json").unlink()
+    load_weights(build(folder), folder)
+
+
+# -- what does not ------------------------------------------------------------------------------------------
+
+
+def test_all_that_is_wrong_is_reported_at_once_by_name(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path)
+
+    def spoil(tensors: Tensors) -> None:
+        del tensors["model.norm.weight"], tensors["model.layers.1.self_attn.k_proj.weight"]
+        tensors["model.layers.7.mlp.up_proj.weight"] = torch.ones(2, 2)
+        tensors["model.layers.0.mlp.down_proj.weight"] = torch.ones(32, 47)
+        tensors["model.layers.0.mlp.up_proj.weight"] = torch.ones(48, 32, dtype=torch.int8)
+
+    edit_weights(folder, spoil)
+    text = refused(folder, "do not match config.json")
+    assert "2 missing: model.layers.1.self_attn.k_proj.weight, model.norm.weight" in text
+    assert "1 unexpected: model.layers.7.mlp.up_proj.weight" in text
+    assert "model.layers.0.mlp.down_proj.weight is (32, 47), the config needs (32, 48)" in text
+    assert "not floating point" in text
+    assert "model.layers.0.mlp.up_proj.weight is I8" in text
+
+
+def test_long_lists_of_names_are_cut(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path)
+    edit_json(folder / "config.json", num_hidden_layers=8)
+    assert "66 missing" in refused(folder, r"model\.layers\.2\..* and 26 more")
+
+
+def test_a_bias_that_the_config_does_not_know_is_not_dropped(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path, "llama", attention_bias=True)
+    edit_json(folder / "config.json", attention_bias=False)
+    refused(folder, r"8 unexpected: .*q_proj\.bias")
+
+
+def test_a_tied_head_that_differs_is_refused(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path)
+    edit_json(folder / "config.json", tie_word_embeddings=True)
+    refused(folder, r"lm_head\.weight differs from model\.embed_tokens\.weight.*tie_word_embeddings")
+
+
+def test_an_untied_head_that_is_missing_is_refused(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path, tie_word_embeddings=True)
+    edit_json(folder / "config.json", tie_word_embeddings=False)
+    refused(folder, "1 missing: lm_head.weight")
+
+
+@pytest.mark.parametrize("keep", [0, 4, 100, -1000])
+def test_a_truncated_file_is_refused(tmp_path: Path, keep: int) -> None:
+    folder = write_tiny_model(tmp_path)
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:keep])
+    refused(folder, r"model\.safetensors cannot be read, is it complete\?")
+
+
+def test_a_corrupt_file_among_several_is_found_before_any_is_copied(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path, max_shard_size="10KB")
+    last = sorted(folder.glob("model-*.safetensors"))[-1]
+    last.write_bytes(b"not safetensors at all")
+    refused(folder, f"{last.name} cannot be read")
+
+
+def test_an_absent_shard_is_named(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path, max_shard_size="10KB")
+    last = sorted(folder.glob("model-*.safetensors"))[-1]
+    last.unlink()
+    refused(folder, f"names files that are not there: {last.name}")
+
+
+def test_an_index_that_disagrees_with_its_files_is_refused(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path, max_shard_size="10KB")
+    path = folder / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    first = sorted(index["weight_map"].values())[0]
+    edit_json(path, weight_map=index["weight_map"] | {"model.extra.weight": first})
+    refused(folder, f"{first} does not hold what .* says it does: model.extra.weight")
+    edit_json(path, weight_map={})
+    refused(folder, "has no weight_map")
+    path.write_text("{")
+    refused(folder, r"model\.safetensors\.index\.json cannot be read as JSON")
+
+
+def test_a_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path, max_shard_size="10KB")
+    (folder / "model.safetensors.index.json").unlink()
+    save_file({"model.norm.weight": torch.ones(32)}, folder / "zzz.safetensors")
+    refused(folder, r"zzz\.safetensors holds tensors that model-.* holds too: model\.norm\.weight")
+
+
+def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path)
+    (folder / "model.safetensors").unlink()
+    assert ".bin" not in refused(folder, r"holds no \*\.safetensors weights")
+    (folder / "pytorch_model.bin").write_bytes(b"")
+    refused(folder, r"holds no \*\.safetensors weights; it has pytorch_model\.bin, convert")
+
+
+def test_a_folder_without_a_readable_config_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"'.*nowhere' does not exist"):
+        load_model_config(tmp_path / "nowhere")
+    with pytest.raises(ModelLoadError, match=r"has no config\.json"):
+        load_model_config(tmp_path)
+    for content in ("", '{"hidden_size": 3', "[]"):
+        (tmp_path / "config.json").write_text(content)
+        with pytest.raises(
+            ModelLoadError, match=r"config\.json (cannot be read as JSON|must hold a JSON object)"
+        ):
+            load_model_config(tmp_path)
+
+
+# -- dummy weights ------------------------------------------------------------------------------------------
+
+
+def test_dummy_weights_are_the_seeds_alone(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path, hidden_size=64, vocab_size=500)
+    (folder / "model.safetensors").unlink()
+    models = [build(folder) for _ in range(3)]
+    for model, seed in zip(models, (0, 0, 1), strict=True):
+        init_dummy_weights(model, seed)
+    states = [model.state_dict() for model in models]
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+    embedding = states[0]["model.embed_tokens.weight"]
+    assert not torch.equal(embedding, states[2]["model.embed_tokens.weight"])
+    assert abs(embedding.mean()) < 1e-3
+    assert embedding.std() == pytest.approx(0.02, rel=0.02)
+    assert (states[0]["model.norm.weight"] == 1).all()
+    assert not torch.equal(
+        states[0]["model.layers.0.mlp.down_proj.weight"], states[0]["model.layers.1.mlp.down_proj.weight"]
+    )
+
+
+def test_dummy_weights_do_not_depend_on_the_number_of_ranks(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path)
+    whole, shards = build(folder), [build(folder, TPGroup(rank, 2)) for rank in range(2)]
+    for model in (whole, *shards):
+        init_dummy_weights(model, 7)
+    down = torch.cat([shard.model.layers[1].mlp.down_proj.weight for shard in shards], dim=1)
+    assert torch.equal(down, whole.model.layers[1].mlp.down_proj.weight)
+
+
+# -- finding the folder -------------------------------------------------------------------------------------
+
+
+def test_resolve_model_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def download(name: str, **options: Any) -> str:
+        asked.append(name)
+        assert "*.safetensors" in options["allow_patterns"]
+        assert not any("bin" in pattern for pattern in options["allow_patterns"])
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    monkeypatch.setenv("HOME", str(tmp_path.parent))
+    assert resolve_model_path(tmp_path) == tmp_path
+    assert resolve_model_path(f"~/{tmp_path.name}") == tmp_path
+    assert asked == []
+    assert resolve_model_path("Qwen/Qwen3-0.6B") == tmp_path
+    assert resolve_model_path("gpt2") == tmp_path
+    assert asked == ["Qwen/Qwen3-0.6B", "gpt2"]
+    for wrong in (
+        "/no/such/folder",
+        "./models",
+        "../models",
+        "~/models",
+        "a/b/c",
+        "models/",
+        "C:\\models",
+    ):
+        with pytest.raises(ValueError, match="does not exist, and it is not a hub id"):
+            resolve_model_path(wrong)
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(ValueError, match="is a file; pass the folder"):
+        resolve_model_path(tmp_path / "model.safetensors")
+    assert len(asked) == 2
+
+
+def test_a_hub_that_does_not_answer_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    def download(name: str, **options: Any) -> str:
+        raise huggingface_hub.errors.LocalEntryNotFoundError("no connection")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    with pytest.raises(ModelLoadError, match=r"no connection.*HF_HUB_OFFLINE.*hf download Qwen/Qwen3-0.6B"):
+        resolve_model_path("Qwen/Qwen3-0.6B")

@@ -1,0 +1,289 @@
+"""Every family computes what transformers computes, from the same files, in float32 on the CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import FAMILIES, edit_json, transformers_greedy, transformers_logits, write_tiny_model
+
+from nanovllm.attention.base import AttentionMetadata
+from nanovllm.attention.reference import ReferenceBackend
+from nanovllm.distributed import TPGroup
+from nanovllm.models import registry
+from nanovllm.models.config import ModelFamily
+from nanovllm.models.decoder import DecoderForCausalLM
+from nanovllm.models.loader import load_model_config, load_weights
+from nanovllm.models.registry import get_family, register_model, supported_architectures
+
+PROMPT = [5, 93, 17, 2, 60, 60, 31, 8, 44, 71, 12]
+BLOCK_SIZE = 4
+ROPE_TYPES: dict[str, dict[str, Any]] = {
+    "linear": {"rope_type": "linear", "factor": 3.0},
+    "dynamic": {"rope_type": "dynamic", "factor": 2.0},
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128},
+}
+
+
+def load(folder: Path, tp: TPGroup | None = None, max_model_len: int = 128) -> DecoderForCausalLM:
+    model = DecoderForCausalLM(
+        load_model_config(folder),
+        tp or TPGroup(),
+        ReferenceBackend(),
+        max_model_len,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+    )
+    load_weights(model, folder)
+    for layer in model.attention_layers:
+        shape = (-(-max_model_len // BLOCK_SIZE), BLOCK_SIZE, layer.num_kv_heads, layer.head_dim)
+        layer.k_cache, layer.v_cache = torch.full(shape, torch.nan), torch.full(shape, torch.nan)
+    return model
+
+
+@torch.inference_mode()
+def forward(model: DecoderForCausalLM, token_ids: list[int], start: int = 0) -> torch.Tensor:
+    """Logits [len(token_ids), vocab] of a sequence's tokens from position `start` on; its past is cached."""
+    end = start + len(token_ids)
+    positions = torch.arange(start, end, dtype=torch.int32)
+    meta = AttentionMetadata(
+        cu_seqlens_q=torch.tensor([0, len(token_ids)], dtype=torch.int32),
+        cu_seqlens_k=torch.tensor([0, end], dtype=torch.int32),
+        max_seqlen_q=len(token_ids),
+        max_seqlen_k=end,
+        slot_mapping=positions,
+        context_lens=torch.tensor([end], dtype=torch.int32),
+        block_tables=torch.arange(-(-end // BLOCK_SIZE), dtype=torch.int32)[None],
+        is_decode=len(token_ids) == 1,
+    )
+    logits = model.compute_logits(model(torch.tensor(token_ids), positions, meta))
+    assert logits is not None
+    return logits
+
+
+def greedy(model: DecoderForCausalLM, prompt: list[int], max_tokens: int) -> list[int]:
+    output: list[int] = []
+    step, start = prompt, 0
+    while len(output) < max_tokens:
+        output.append(int(forward(model, step, start)[-1].argmax()))
+        start += len(step)
+        step = output[-1:]
+    return output
+
+
+def check_against_transformers(folder: Path) -> None:
+    model = load(folder)
+    torch.testing.assert_close(
+        forward(model, PROMPT), transformers_logits(folder, PROMPT), atol=1e-4, rtol=1e-4
+    )
+    assert greedy(model, PROMPT, 12) == transformers_greedy(folder, PROMPT, 12)
+
+
+@pytest.mark.parametrize("kv_heads", [8, 4, 2, 1])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_and_gqa_ratios(tmp_path: Path, family: str, kv_heads: int) -> None:
+    overrides = {"num_attention_heads": 8, "num_key_value_heads": kv_heads, "hidden_size": 64}
+    check_against_transformers(write_tiny_model(tmp_path, family, **overrides))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tied_embeddings(tmp_path: Path, family: str) -> None:
+    check_against_transformers(write_tiny_model(tmp_path, family, tie_word_embeddings=True))
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama", "mistral"])
+def test_head_dim_is_not_hidden_over_heads(tmp_path: Path, family: str) -> None:
+    check_against_transformers(write_tiny_model(tmp_path, family, head_dim=12))
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+def test_attention_bias(tmp_path: Path, family: str) -> None:
+    folder = write_tiny_model(tmp_path, family, attention_bias=True)
+    config = load_model_config(folder)
+    assert config.qkv_bias
+    assert config.o_bias
+    check_against_transformers(folder)
+
+
+def test_mlp_bias(tmp_path: Path) -> None:
+    check_against_transformers(write_tiny_model(tmp_path, "llama", mlp_bias=True))
+
+
+@pytest.mark.parametrize("rope_type", ROPE_TYPES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rope_types(tmp_path: Path, family: str, rope_type: str) -> None:
+    rope = ROPE_TYPES[rope_type] | {"rope_theta": 500.0}
+    check_against_transformers(write_tiny_model(tmp_path, family, rope_parameters=rope))
+
+
+def test_dynamic_rope_across_the_trained_length(tmp_path: Path) -> None:
+    rope = ROPE_TYPES["dynamic"] | {"rope_theta": 500.0}
+    folder = write_tiny_model(tmp_path, "llama", rope_parameters=rope, max_position_embeddings=16)
+    assert load_model_config(folder).max_position_embeddings == 32
+    assert greedy(load(folder, max_model_len=32), PROMPT, 20) == transformers_greedy(folder, PROMPT, 20)
+
+
+def test_sharded_bfloat16_checkpoint(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path, dtype="bfloat16", max_shard_size="10KB")
+    assert len(list(folder.glob("*.safetensors"))) > 2
+    assert load_model_config(folder).dtype == "bfloat16"
+    check_against_transformers(folder)
+
+
+@pytest.mark.parametrize("rope_type", [None, *ROPE_TYPES])
+def test_config_of_transformers_4_is_the_same(tmp_path: Path, rope_type: str | None) -> None:
+    rope = ROPE_TYPES.get(rope_type or "", {"rope_type": "default"})
+    folder = write_tiny_model(tmp_path, "llama", rope_parameters=rope | {"rope_theta": 500.0})
+    expected = load_model_config(folder)
+    assert expected.rope.rope_type == rope["rope_type"]
+    legacy = {("type" if key == "rope_type" else key): value for key, value in rope.items()}
+    edit_json(
+        folder / "config.json",
+        remove=("rope_parameters", "dtype"),
+        rope_theta=500.0,
+        rope_scaling=legacy if rope_type else None,
+        torch_dtype="float32",
+    )
+    assert load_model_config(folder) == expected
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_absent_keys_take_the_defaults_of_transformers(family: str) -> None:
+    config_class, model_class = FAMILIES[family]
+    stated = config_class().to_dict()
+    reader = get_family(model_class.__name__)
+    assert reader.model_config("X", {}) == reader.model_config("X", stated)
+    # an explicit null is not an absent key: one KV head for each head, and no window
+    nulls = {"num_key_value_heads": None, "sliding_window": None, "eos_token_id": None}
+    config = reader.model_config("X", nulls)
+    assert (config.num_kv_heads, config.sliding_window, config.eos_token_ids) == (config.num_heads, None, ())
+
+
+def test_eos_ids_of_both_files(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path, "llama")
+    edit_json(folder / "config.json", eos_token_id=7)
+    edit_json(folder / "generation_config.json", eos_token_id=[9, 7, 3])
+    assert load_model_config(folder).eos_token_ids == (3, 7, 9)
+    edit_json(folder / "config.json", remove=("eos_token_id",))
+    edit_json(folder / "generation_config.json", eos_token_id=4)
+    assert load_model_config(folder).eos_token_ids == (4,)
+    edit_json(folder / "generation_config.json", remove=("eos_token_id",))
+    assert load_model_config(folder).eos_token_ids == (2,)  # the family's own
+    edit_json(folder / "generation_config.json", eos_token_id="</s>")
+    with pytest.raises(ValueError, match=r"generation_config\.json: eos_token_id .*'</s>'"):
+        load_model_config(folder)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"architectures": ["BertModel"]},
+            "architecture 'BertModel' is not supported; supported: Llama.*Qwen3",
+        ),
+        ({"architectures": None}, "architectures must name one model, not None"),
+        (
+            {"rope_parameters": {"rope_type": "longrope"}},
+            "rope type 'longrope' is not supported; .*default.*yarn",
+        ),
+        ({"rope_scaling": {"type": "su", "factor": 2.0}}, "rope type 'su' is not supported"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "'linear' needs 'factor'"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": "x"}}, "'factor' must be a number .*'x'"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, "must be positive"),
+        ({"rope_parameters": {"full_attention": {}}}, "one set of rope parameters for all layers"),
+        ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor 0\.5"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported; supported: 'silu'"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantised checkpoints are not supported"),
+        ({"layer_types": ["linear_attention"] * 2}, "linear_attention"),
+        ({"dtype": "float8_e4m3fn"}, "dtype 'float8_e4m3fn' is not supported; supported: float32, bf"),
+        ({"hidden_size": "32"}, "hidden_size must be a positive integer, not '32'"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers must be a positive integer, not 0"),
+        ({"num_key_value_heads": 3}, "4 is no multiple of num_key_value_heads 3"),
+        ({"head_dim": 15}, "head_dim must be even and at least 4, not 15"),
+        ({"rms_norm_eps": "1e-6"}, "rms_norm_eps must be a number"),
+        ({"tie_word_embeddings": "no"}, "tie_word_embeddings must be true or false, not 'no'"),
+    ],
+)
+def test_what_is_not_supported_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    folder = write_tiny_model(tmp_path)
+    edit_json(folder / "config.json", **changes)
+    with pytest.raises(ValueError, match=message) as caught:
+        load_model_config(folder)
+    assert str(folder) in str(caught.value)
+
+
+def test_max_model_len() -> None:
+    config = get_family("LlamaForCausalLM").model_config("X", {"max_position_embeddings": 100})
+    config.check_max_model_len(100)
+    with pytest.raises(ValueError, match=r"max_model_len=101 .* use at most max_model_len=100"):
+        config.check_max_model_len(101)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "raw", "window"),
+    [
+        ("MistralForCausalLM", {}, 4096),
+        ("MistralForCausalLM", {"sliding_window": 64}, 64),
+        ("MistralForCausalLM", {"sliding_window": None}, None),
+        ("LlamaForCausalLM", {"sliding_window": 64}, None),
+        ("Qwen2ForCausalLM", {"sliding_window": 64}, None),
+        ("Qwen2ForCausalLM", {"sliding_window": 64, "use_sliding_window": True}, 64),
+        (
+            "Qwen2ForCausalLM",
+            {"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 32},
+            None,
+        ),
+        ("Qwen3ForCausalLM", {"sliding_window": None, "use_sliding_window": True}, None),
+        ("Qwen3ForCausalLM", {"use_sliding_window": True, "layer_types": ["full_attention"]}, None),
+        ("Qwen3ForCausalLM", {"use_sliding_window": True, "layer_types": ["sliding_attention"]}, 4096),
+    ],
+)
+def test_sliding_window_limits_the_length(architecture: str, raw: dict[str, Any], window: int | None) -> None:
+    config = get_family(architecture).model_config(architecture, raw)
+    assert config.sliding_window == window
+    if window is None:
+        config.check_max_model_len(config.max_position_embeddings)
+    else:
+        config.check_max_model_len(window)
+        with pytest.raises(ValueError, match=f"sliding window of {window} tokens.* max_model_len={window}"):
+            config.check_max_model_len(window + 1)
+
+
+def test_full_attention_equals_a_window_that_is_not_exceeded(tmp_path: Path) -> None:
+    check_against_transformers(write_tiny_model(tmp_path, "mistral", sliding_window=len(PROMPT) + 12))
+
+
+def test_register_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_FAMILIES", dict(registry._FAMILIES))
+    folder = write_tiny_model(tmp_path, "llama")
+    edit_json(folder / "config.json", architectures=["MyLlama"])
+    with pytest.raises(ValueError, match="'MyLlama' is not supported"):
+        load_model_config(folder)
+    register_model("MyLlama", get_family("LlamaForCausalLM"))
+    assert "MyLlama" in supported_architectures()
+    assert load_model_config(folder).architecture == "MyLlama"
+    assert isinstance(get_family("MyLlama"), ModelFamily)
+    with pytest.raises(TypeError, match="must be a ModelFamily"):
+        register_model("MyLlama", "llama")  # type: ignore[arg-type]
+
+
+def test_tensor_parallel_sizes() -> None:
+    raw = {"num_attention_heads": 12, "num_key_value_heads": 4, "intermediate_size": 96, "head_dim": 8}
+    config = get_family("LlamaForCausalLM").model_config("X", raw)
+    for size in (1, 2, 4, 12):
+        config.check_tensor_parallel_size(size)
+    with pytest.raises(ValueError, match=r"tensor_parallel_size=3 .*12 query heads, 4 KV.*; .* 1, 2, 4, 12$"):
+        config.check_tensor_parallel_size(3)
+
+
+def test_every_registered_architecture_is_tested() -> None:
+    assert {model_class.__name__ for _, model_class in FAMILIES.values()} == set(supported_architectures())

@@ -1,0 +1,101 @@
+"""Tiny random checkpoints written by transformers itself, and what transformers computes with them.
+
+The weights are large enough that greedy choices are far apart, and nothing in them is 0 or 1 by accident.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+FAMILIES: dict[str, tuple[type, type]] = {
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "llama": (LlamaConfig, LlamaForCausalLM),
+    "mistral": (MistralConfig, MistralForCausalLM),
+}
+VOCAB_SIZE = 97
+
+
+def write_tiny_model(
+    folder: Path,
+    family: str = "qwen3",
+    *,
+    seed: int = 0,
+    dtype: str = "float32",
+    max_shard_size: str = "1GB",
+    **overrides: Any,
+) -> Path:
+    """Write a checkpoint of `family` with the config changed by `overrides`; return `folder`."""
+    config_class, model_class = FAMILIES[family]
+    settings: dict[str, Any] = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "bos_token_id": None,
+        "eos_token_id": 1,
+        "tie_word_embeddings": False,
+    }
+    if family == "qwen3":
+        settings["head_dim"] = 16
+    if family == "mistral":
+        settings["sliding_window"] = None
+    model = model_class(config_class(**settings | overrides))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            is_norm = name.endswith("norm.weight") or "layernorm" in name
+            parameter.normal_(1.0 if is_norm else 0.0, 0.2, generator=generator)
+    model.to(getattr(torch, dtype)).save_pretrained(folder, max_shard_size=max_shard_size)
+    return folder
+
+
+def edit_json(path: Path, remove: tuple[str, ...] = (), **changes: Any) -> None:
+    """Change keys of a JSON file in place, adding and removing."""
+    content = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({key: value for key, value in content.items() if key not in remove}))
+
+
+@lru_cache(maxsize=4)
+def transformers_model(folder: Path) -> PreTrainedModel:
+    """Load `folder` with transformers, in float32 on the CPU."""
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return model.eval()
+
+
+@torch.inference_mode()
+def transformers_logits(folder: Path, token_ids: list[int]) -> torch.Tensor:
+    """Return transformers' logits [len(token_ids), vocab] for one sequence."""
+    return transformers_model(folder)(torch.tensor([token_ids])).logits[0]
+
+
+@torch.inference_mode()
+def transformers_greedy(folder: Path, token_ids: list[int], max_tokens: int) -> list[int]:
+    """Return the `max_tokens` tokens that transformers decodes greedily, end-of-sequence ignored."""
+    cache, ids, output = None, torch.tensor([token_ids]), []
+    for _ in range(max_tokens):
+        result = transformers_model(folder)(ids, past_key_values=cache, use_cache=True)
+        cache = result.past_key_values
+        ids = result.logits[:, -1:].argmax(-1)
+        output.append(int(ids))
+    return output
