@@ -1,0 +1,60 @@
+"""What every attention backend is given and must do. Owns no kernel and no state."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from nanovllm.device import Device
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionMetadata:
+    """How one step's flat tokens map to sequences and to cache slots. All tensors are int32 on the model's
+    device.
+
+    S sequences, T new tokens, W blocks per table. A row with context length 0 is padding: it attends to
+    nothing.
+    """
+
+    cu_seqlens_q: torch.Tensor  # [S + 1] prefix sum of new tokens per sequence
+    cu_seqlens_k: torch.Tensor  # [S + 1] prefix sum of context lengths
+    max_seqlen_q: int
+    max_seqlen_k: int
+    slot_mapping: torch.Tensor  # [T] block * block_size + offset of each new token; -1 stores nothing
+    context_lens: torch.Tensor  # [S] cached + new tokens
+    block_tables: torch.Tensor  # [S, W] padded with -1
+    is_decode: bool  # every sequence brings exactly one new token
+
+
+class AttentionBackend(ABC):
+    """Stores a step's keys and values into the paged cache, then attends over it.
+
+    Cache layout: `[num_blocks, block_size, num_kv_heads, head_dim]`. Cells that no live token owns may hold
+    NaN.
+    """
+
+    name: ClassVar[str]
+    block_size_multiple: ClassVar[int]
+    default_block_size: ClassVar[int]
+
+    @classmethod
+    @abstractmethod
+    def unavailable(cls, device: Device, dtype: torch.dtype, head_dim: int) -> str | None:
+        """Return the reason why this backend cannot run here, or None when it can."""
+
+    @abstractmethod
+    def forward(
+        self,
+        q: torch.Tensor,  # [T, num_heads, head_dim]
+        k: torch.Tensor,  # [T, num_kv_heads, head_dim]
+        v: torch.Tensor,  # [T, num_kv_heads, head_dim]
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        meta: AttentionMetadata,
+        scale: float,
+    ) -> torch.Tensor:
+        """Store k and v, then return causal attention outputs `[T, num_heads, head_dim]`."""

@@ -1,0 +1,77 @@
+"""The `flash-attn` package (FlashAttention-2) over our paged cache: pages are multiples of 256 tokens.
+
+Imports the package only when asked whether it is there, so that everything works without it.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from nanovllm.attention.base import AttentionBackend, AttentionMetadata
+from nanovllm.device import Device
+from nanovllm.kernels.store_kvcache import store_kvcache
+
+try:
+    import flash_attn
+    from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
+
+    IMPORT_ERROR = None
+except ImportError as error:  # also raised when the wheel was built for another torch
+    IMPORT_ERROR = str(error)
+
+
+class FlashAttnBackend(AttentionBackend):
+    name = "flash_attn"
+    block_size_multiple = 256
+    default_block_size = 256
+
+    @classmethod
+    def unavailable(cls, device: Device, dtype: torch.dtype, head_dim: int) -> str | None:
+        if not device.is_cuda:
+            return f"it needs a CUDA device, and the device is {device.torch}"
+        if IMPORT_ERROR is not None:
+            return f"the package flash-attn cannot be imported ({IMPORT_ERROR}); pip install flash-attn"
+        if not flash_attn.__version__.startswith("2."):
+            return f"it needs flash-attn 2.x, and {flash_attn.__version__} is installed"
+        if device.capability < (8, 0):
+            return "it needs compute capability 8.0 or newer (Ampere)"
+        if dtype not in (torch.float16, torch.bfloat16):
+            return f"it supports float16 and bfloat16, and the dtype is {dtype}"
+        if head_dim % 8 or head_dim > 256:
+            return f"it supports head_dim up to 256 in steps of 8, and head_dim is {head_dim}"
+        return None
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        meta: AttentionMetadata,
+        scale: float,
+    ) -> torch.Tensor:
+        store_kvcache(k, v, k_cache, v_cache, meta.slot_mapping)
+        if meta.is_decode:
+            out = flash_attn_with_kvcache(
+                q[:, None],
+                k_cache,
+                v_cache,
+                cache_seqlens=meta.context_lens,
+                block_table=meta.block_tables,
+                softmax_scale=scale,
+                causal=True,
+            )
+            return out[:, 0]
+        return flash_attn_varlen_func(
+            q,
+            k_cache,
+            v_cache,
+            cu_seqlens_q=meta.cu_seqlens_q,
+            cu_seqlens_k=meta.cu_seqlens_k,
+            max_seqlen_q=meta.max_seqlen_q,
+            max_seqlen_k=meta.max_seqlen_k,
+            softmax_scale=scale,
+            causal=True,
+            block_table=meta.block_tables,
+        )

@@ -1,0 +1,57 @@
+"""Which attention backend runs: the asked-for one, or with "auto" the fastest that can. Once an engine."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from nanovllm.attention.base import AttentionBackend
+from nanovllm.attention.flash_attn import FlashAttnBackend
+from nanovllm.attention.reference import ReferenceBackend
+from nanovllm.attention.triton import TritonBackend
+from nanovllm.device import Device
+
+logger = logging.getLogger("nanovllm")
+
+BACKENDS: tuple[type[AttentionBackend], ...] = (
+    FlashAttnBackend,
+    TritonBackend,
+    ReferenceBackend,
+)  # fastest first
+
+
+def select(name: str, device: Device, dtype: torch.dtype, head_dim: int) -> AttentionBackend:
+    """Return the backend called `name`, or for "auto" the first that is available.
+
+    Raises ValueError with the reason when the asked-for backend cannot run here.
+    """
+    reasons: dict[str, str] = {}
+    for backend in BACKENDS:
+        # Triton's interpreter is for tests: it never wins by itself.
+        if name not in ("auto", backend.name) or (
+            name == "auto" and not device.is_cuda and backend.name == "triton"
+        ):
+            continue
+        reason = backend.unavailable(device, dtype, head_dim)
+        if reason is None:
+            logger.info("attention backend: %s%s", backend.name, f" ({reasons})" if reasons else "")
+            return backend()
+        if name != "auto":
+            raise ValueError(f"attention_backend={name!r} cannot run here: {reason}")
+        reasons[backend.name] = reason
+    raise ValueError(
+        f"attention_backend={name!r}: no such backend; there are {[b.name for b in BACKENDS]} and 'auto'"
+    )
+
+
+def resolve_block_size(asked: int | None, backend: AttentionBackend) -> int:
+    """Return the KV cache block size: the backend's own, or the asked-for one if the backend supports it."""
+    if asked is None:
+        return backend.default_block_size
+    if asked % backend.block_size_multiple:
+        raise ValueError(
+            f"kvcache_block_size={asked} must be a multiple of {backend.block_size_multiple} "
+            f"for the attention backend {backend.name!r}"
+        )
+    return asked

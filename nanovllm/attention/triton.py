@@ -1,0 +1,57 @@
+"""Our own paged attention kernels: any GPU that Triton supports, no extra package.
+
+Without a GPU it runs only in Triton's interpreter (TRITON_INTERPRET=1), which is how it is tested on a CPU.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from nanovllm.attention.base import AttentionBackend, AttentionMetadata
+from nanovllm.device import Device
+from nanovllm.kernels.compat import HAS_TRITON, INTERPRET
+from nanovllm.kernels.decode_attention import paged_decode_attention_triton
+from nanovllm.kernels.prefill_attention import paged_prefill_attention_triton
+from nanovllm.kernels.store_kvcache import store_kvcache_triton
+
+
+class TritonBackend(AttentionBackend):
+    name = "triton"
+    block_size_multiple = 16
+    default_block_size = 256
+
+    @classmethod
+    def unavailable(cls, device: Device, dtype: torch.dtype, head_dim: int) -> str | None:
+        if not HAS_TRITON:
+            return "the package triton is not installed (pip install triton)"
+        if not device.is_cuda and not INTERPRET:
+            return f"it needs a CUDA device (or TRITON_INTERPRET=1), and the device is {device.torch}"
+        if head_dim % 8 or head_dim > 256:
+            return f"it supports head_dim up to 256 in steps of 8, and head_dim is {head_dim}"
+        return None
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        meta: AttentionMetadata,
+        scale: float,
+    ) -> torch.Tensor:
+        store_kvcache_triton(k, v, k_cache, v_cache, meta.slot_mapping)
+        if meta.is_decode:
+            return paged_decode_attention_triton(
+                q, k_cache, v_cache, meta.block_tables, meta.context_lens, meta.max_seqlen_k, scale
+            )
+        return paged_prefill_attention_triton(
+            q,
+            k_cache,
+            v_cache,
+            meta.block_tables,
+            meta.cu_seqlens_q,
+            meta.context_lens,
+            meta.max_seqlen_q,
+            scale,
+        )

@@ -1,0 +1,110 @@
+"""Device: the one place that knows whether tensors live on a GPU. Every torch.cuda call outside kernels and
+graphs.
+
+Picks nothing at import time and keeps no state but the device itself.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+
+import torch
+
+CPU_KV_CACHE_BYTES = 4 * 2**30  # on a CPU the KV cache takes at most this much, and half of the free memory
+
+
+class Device:
+    """A torch device with the few questions that the engine asks of it."""
+
+    def __init__(self, spec: str = "auto") -> None:
+        """Resolve "auto", "cpu", "cuda" or "cuda:N". Raises ValueError when there is no such device."""
+        count = torch.cuda.device_count() if spec != "cpu" else 0
+        if spec == "auto":
+            spec = "cuda" if count else "cpu"
+        if spec.startswith("cuda") and not count:
+            raise ValueError(f"device={spec!r}, and torch sees no CUDA device; use device='cpu' or 'auto'")
+        self.torch = torch.device(spec)
+        if self.is_cuda:
+            index = self.torch.index if self.torch.index is not None else torch.cuda.current_device()
+            if index >= count:
+                raise ValueError(f"device={spec!r}, and torch sees {count} CUDA device(s): 0 to {count - 1}")
+            self.torch = torch.device("cuda", index)
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.torch.type == "cuda"
+
+    @property
+    def capability(self) -> tuple[int, int]:
+        """CUDA compute capability; (0, 0) on a CPU."""
+        return torch.cuda.get_device_capability(self.torch) if self.is_cuda else (0, 0)
+
+    @property
+    def name(self) -> str:
+        return torch.cuda.get_device_name(self.torch) if self.is_cuda else "cpu"
+
+    def resolve_dtype(self, asked: str, checkpoint: str) -> torch.dtype:
+        """The dtype to compute in. "auto" is the checkpoint's own on a GPU that has it, float32 on a CPU."""
+        lacks_bf16 = self.is_cuda and self.capability < (8, 0)
+        if asked == "bfloat16" and lacks_bf16:
+            raise ValueError(f"dtype='bfloat16' is not supported by {self.name}; use 'float16' or 'float32'")
+        if asked == "auto":
+            asked = checkpoint if self.is_cuda else "float32"
+            if asked == "bfloat16" and lacks_bf16:
+                asked = "float16"
+        dtype: torch.dtype = getattr(torch, asked)
+        return dtype
+
+    def make_current(self) -> None:
+        """Triton launches on the current device, so make it ours."""
+        if self.is_cuda:
+            torch.cuda.set_device(self.torch)
+
+    def synchronize(self) -> None:
+        if self.is_cuda:
+            torch.cuda.synchronize(self.torch)
+
+    def release_memory(self) -> None:
+        """Give what no tensor uses any more back to the driver."""
+        gc.collect()
+        if self.is_cuda:
+            torch.cuda.synchronize(self.torch)
+            torch.cuda.empty_cache()
+
+    def memory(self) -> tuple[int, int]:
+        """Free and total bytes, other processes' use included; on a CPU, of the host's memory."""
+        if self.is_cuda:
+            return torch.cuda.mem_get_info(self.torch)
+        page, total = os.sysconf("SC_PAGE_SIZE"), os.sysconf("SC_PHYS_PAGES")
+        return page * os.sysconf("SC_AVPHYS_PAGES"), page * total
+
+    def reset_peak(self) -> None:
+        if self.is_cuda:
+            torch.cuda.reset_peak_memory_stats(self.torch)
+
+    def peak_above_current(self) -> int:
+        """Bytes by which tensors have exceeded, since `reset_peak`, what they hold now; 0 on a CPU."""
+        if not self.is_cuda:
+            return 0
+        return torch.cuda.max_memory_allocated(self.torch) - torch.cuda.memory_allocated(self.torch)
+
+    def kv_cache_budget(self, utilization: float, reserve: int) -> int:
+        """Bytes that the KV cache may take: up to `utilization` of the device, less `reserve` for
+        activations."""
+        free, total = self.memory()
+        if self.is_cuda:
+            return int(total * utilization) - (total - free) - reserve
+        return min(CPU_KV_CACHE_BYTES, free // 2)
+
+    def host_buffer(self, size: int, dtype: torch.dtype) -> torch.Tensor:
+        """A host tensor of `size` zeros, pinned where that makes copies asynchronous."""
+        return torch.zeros(size, dtype=dtype, pin_memory=self.is_cuda)
+
+    def record_event(self) -> torch.cuda.Event | None:
+        """An event behind all work queued so far; None on a CPU, where work is done when it is queued."""
+        if not self.is_cuda:
+            return None
+        event = torch.cuda.Event()
+        event.record()
+        return event
