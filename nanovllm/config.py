@@ -32,7 +32,9 @@ class Config:
     load_format: "auto" reads the weights, "dummy" makes random ones from config.json alone.
     skip_tokenizer_init: load no tokenizer; prompts are then token ids and outputs have no text.
     seed: what unseeded requests and dummy weights are drawn from.
-    async_scheduling: plan and launch a step before the previous one's tokens have been read.
+    async_scheduling: launch a step before the last one's tokens have been read; None does so on a GPU, where
+    the
+        device works meanwhile.
     """
 
     model: str
@@ -51,7 +53,7 @@ class Config:
     load_format: str = "auto"
     skip_tokenizer_init: bool = False
     seed: int = 0
-    async_scheduling: bool = True
+    async_scheduling: bool | None = None
 
     @classmethod
     def from_kwargs(cls, model: str, **kwargs: Any) -> Config:
@@ -74,8 +76,9 @@ class Config:
                 _check_int(name, getattr(self, name), minimum=1)
         _check_int("seed", self.seed, minimum=0)
         for name in ("enforce_eager", "enable_prefix_caching", "skip_tokenizer_init", "async_scheduling"):
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name} must be True or False, not {getattr(self, name)!r}")
+            value = getattr(self, name)
+            if not isinstance(value, bool) and not (name == "async_scheduling" and value is None):
+                raise TypeError(f"{name} must be True or False, not {value!r}")
         utilization = self.gpu_memory_utilization
         if isinstance(utilization, bool) or not isinstance(utilization, (int, float)):
             raise TypeError(f"gpu_memory_utilization must be a number, not {utilization!r}")

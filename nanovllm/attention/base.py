@@ -40,6 +40,7 @@ class AttentionBackend(ABC):
     name: ClassVar[str]
     block_size_multiple: ClassVar[int]
     default_block_size: ClassVar[int]
+    supports_cuda_graph: ClassVar[bool] = True  # a decode step launches kernels and nothing else
 
     @classmethod
     @abstractmethod

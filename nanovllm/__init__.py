@@ -1,0 +1,43 @@
+"""nanovllm: offline batch inference for language models. `from nanovllm import LLM, SamplingParams`.
+
+Importing this is cheap: torch and transformers are imported when `LLM` is first used.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nanovllm.errors import EngineClosedError, KVCacheMemoryError, ModelLoadError, NanoVLLMError, WorkerError
+from nanovllm.outputs import CompletionOutput, RequestOutput
+from nanovllm.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from nanovllm.llm import LLM
+
+__version__ = "0.1.0"
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "EngineClosedError",
+    "KVCacheMemoryError",
+    "ModelLoadError",
+    "NanoVLLMError",
+    "RequestOutput",
+    "SamplingParams",
+    "WorkerError",
+    "demo_model_path",
+]
+
+
+def demo_model_path() -> str:
+    """The folder of the small model that comes with this package; its README.md says what it can do."""
+    return str(Path(__file__).parent / "demo_model")
+
+
+def __getattr__(name: str) -> Any:
+    if name == "LLM":
+        from nanovllm.llm import LLM
+
+        return LLM
+    raise AttributeError(f"module 'nanovllm' has no attribute {name!r}")

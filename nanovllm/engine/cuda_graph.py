@@ -1,0 +1,55 @@
+"""CUDA graphs of the decode step: captured over fixed input buffers, replayed by batch size.
+
+Knows no batch and no model, only sizes and functions that run one padded step.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable
+
+import torch
+from tqdm.auto import tqdm
+
+
+def graph_sizes(max_num_seqs: int) -> list[int]:
+    """Batch sizes to capture: 1, 2, 4, then every 8 up to 64, then every 16; the last one is
+    `max_num_seqs`."""
+    sizes = {1, 2, 4, *range(8, 65, 8), *range(80, max_num_seqs, 16), max_num_seqs}
+    return sorted(size for size in sizes if size <= max_num_seqs)
+
+
+class CUDAGraphs:
+    """One graph per size, each over the tensors that its step was made with."""
+
+    def __init__(
+        self,
+        sizes: list[int],
+        make_step: Callable[[int], Callable[[], torch.Tensor]],
+        device: torch.device,
+        progress: bool,
+    ) -> None:
+        """Capture `make_step(size)` for every size, largest first so that smaller ones reuse its memory."""
+        self.sizes = sizes
+        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+        pool = torch.cuda.graph_pool_handle()
+        stream = torch.cuda.Stream(device)
+        for size in tqdm(sizes[::-1], "Capturing CUDA graphs", disable=not progress, leave=False):
+            run_step = make_step(size)
+            run_step()  # compiles kernels and makes library handles, which must not happen in a capture
+            torch.cuda.synchronize(device)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool, stream=stream):
+                output = run_step()
+            self._graphs[size] = (graph, output)
+
+    def size_for(self, num_seqs: int) -> int:
+        """The smallest captured size that holds `num_seqs` rows."""
+        return self.sizes[bisect_left(self.sizes, num_seqs)]
+
+    def replay(self, size: int) -> torch.Tensor:
+        """Run the step of `size` rows on what its tensors hold now; the result lasts until the next
+        replay."""
+        graph, output = self._graphs[size]
+        graph.replay()
+        return output

@@ -1,0 +1,300 @@
+"""LLMEngine: puts the parts together and turns the crank. Text and tokens outside, one Batch at a time
+inside.
+
+Owns the tokenizer, the Scheduler and the ModelRunner, all freed by `close`; no state outlives it.
+"""
+
+from __future__ import annotations
+
+import logging
+import struct
+from collections.abc import Sequence as SequenceOf
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import xxhash
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from nanovllm.config import Config
+from nanovllm.device import Device
+from nanovllm.distributed import TPGroup
+from nanovllm.engine.batch import Batch
+from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.engine.progress import Progress
+from nanovllm.engine.prompts import (
+    Prompt,
+    PromptLike,
+    check_token_ids,
+    parse_prompt,
+    parse_prompts,
+    parse_sampling_params,
+)
+from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.staging import StepHandle
+from nanovllm.errors import EngineClosedError, ModelLoadError
+from nanovllm.models.loader import load_model_config, resolve_model_path
+from nanovllm.outputs import CompletionOutput, RequestOutput
+from nanovllm.sampling_params import SamplingParams
+
+logger = logging.getLogger("nanovllm")
+
+
+class LLMEngine:
+    """One model on one device. `LLM` is the same with the calls that most people want."""
+
+    def __init__(self, model: str | Path, **options: Any) -> None:
+        """Load `model`, a folder or a hub id; `options` are the fields of `Config`.
+
+        Raises TypeError or ValueError for a wrong option, ModelLoadError for a checkpoint that cannot be
+        loaded and KVCacheMemoryError when the device is too full, in this order, the cheap checks first.
+        """
+        self._closed = True  # until all of it stands: `close` after a failure here has nothing to do
+        self.config = Config.from_kwargs(str(model), **options)
+        if self.config.tensor_parallel_size > 1:
+            raise NotImplementedError(
+                f"tensor_parallel_size={self.config.tensor_parallel_size} is not supported yet; use 1"
+            )
+        path = resolve_model_path(self.config.model)
+        self.model_config = load_model_config(path)
+        max_model_len = self._max_model_len()
+        self.tokenizer = None if self.config.skip_tokenizer_init else load_tokenizer(path)
+        device = Device(self.config.device)
+        self._runner = ModelRunner(self.config, self.model_config, path, device, TPGroup(), max_model_len)
+        try:
+            self._num_blocks = self._runner.allocate_kv_cache(reserve=self._runner.warmup_model())
+            self._runner.capture_cudagraph(progress=logger.isEnabledFor(logging.INFO))
+        except BaseException:
+            self._runner.exit()
+            raise
+        asked = self.config.async_scheduling
+        self._run_ahead = device.is_cuda if asked is None else asked
+        self._scheduler = self._make_scheduler()
+        self._in_flight: tuple[Batch, StepHandle] | None = None
+        self._prompts: dict[int, Prompt] = {}
+        self._num_requests = 0
+        self._closed = False
+
+    def _max_model_len(self) -> int:
+        asked, known = self.config.max_model_len, self.model_config.max_position_embeddings
+        if asked > known:
+            logger.info("max_model_len=%d is lowered to the model's own limit, %d", asked, known)
+        max_model_len = min(asked, known)
+        self.model_config.check_max_model_len(max_model_len)
+        return max_model_len
+
+    def _make_scheduler(self) -> Scheduler:
+        return Scheduler(
+            num_blocks=self._num_blocks,
+            block_size=self._runner.block_size,
+            max_num_seqs=self.config.max_num_seqs,
+            max_num_batched_tokens=self.config.max_num_batched_tokens,
+            max_model_len=self._runner.max_model_len,
+            enable_prefix_caching=self.config.enable_prefix_caching,
+        )
+
+    # -- one request at a time ---------------------------------------------------------------------------
+
+    def add_request(self, prompt: PromptLike, sampling_params: SamplingParams | None = None) -> int:
+        """Queue one prompt and return its request id. ValueError or TypeError when it can never run."""
+        self._check_open()
+        params = parse_sampling_params(sampling_params, 1)
+        return self._add([parse_prompt(prompt, "the prompt")], params, ["the prompt"])[0]
+
+    def step(self) -> list[RequestOutput]:
+        """Advance all requests and return those that have finished.
+
+        One step is launched while the one before is still running, so an empty list is no sign of the end:
+        `is_finished` is. If a step fails, all unfinished requests are dropped and the engine is empty again.
+        """
+        self._check_open()
+        try:
+            return [self._output(seq) for seq in self._step()[1]]
+        except BaseException:
+            self._reset()
+            raise
+
+    def is_finished(self) -> bool:
+        """Whether no request is waiting or running."""
+        self._check_open()
+        return self._scheduler.is_finished()
+
+    def abort(self, request_id: int) -> RequestOutput | None:
+        """End a request now and return what it has so far; None when it is unknown or has finished."""
+        self._check_open()
+        seq = self._scheduler.abort(request_id)
+        return None if seq is None else self._output(seq)
+
+    # -- all at once -------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: PromptLike | SequenceOf[PromptLike],
+        sampling_params: SamplingParams | SequenceOf[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Answer every prompt, in the order given.
+
+        prompts: a text, a list of token ids, `{"prompt": ...}` or `{"prompt_token_ids": ...}`, or a list of
+        these.
+        sampling_params: one for all prompts, or a list with one for each.
+
+        Everything is checked before anything runs: ValueError or TypeError names the index and the value.
+        After an exception, Ctrl-C included, the engine is empty and usable. RuntimeError when requests of
+        `add_request` are unfinished: their answers would have no one to go to.
+        """
+        self._check_open()
+        if not self._scheduler.is_finished():
+            raise RuntimeError(
+                f"{self._scheduler.num_unfinished} request(s) of add_request are unfinished; "
+                "call step() until is_finished(), or abort() them, before generate()"
+            )
+        parsed = parse_prompts(prompts)
+        params = parse_sampling_params(sampling_params, len(parsed))
+        where = [f"prompts[{index}]" for index in range(len(parsed))]
+        try:
+            request_ids = self._add(parsed, params, where)
+            outputs: dict[int, RequestOutput] = {}
+            with Progress(len(parsed), enabled=use_tqdm) as progress:
+                while not self._scheduler.is_finished():
+                    batch, finished = self._step()
+                    for seq in finished:
+                        outputs[seq.seq_id] = self._output(seq)
+                    progress.update(batch, len(finished))
+        except BaseException:
+            self._reset()
+            raise
+        return [outputs[request_id] for request_id in request_ids]
+
+    # -- the end -----------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Free the device memory. Can be called twice; `with`, `del` and `exit` come here too."""
+        if self._closed:
+            return
+        self._closed = True
+        self._in_flight = None
+        self._prompts.clear()
+        self._runner.exit()
+
+    exit = close  # nano-vLLM's name
+
+    def __enter__(self) -> LLMEngine:
+        self._check_open()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if not getattr(self, "_closed", True):
+            self.close()
+
+    # -- inside ------------------------------------------------------------------------------------------
+
+    def _add(self, prompts: list[Prompt], params: list[SamplingParams], where: list[str]) -> list[int]:
+        """Check and tokenise all prompts, then queue them all: an error leaves nothing queued."""
+        sequences = []
+        all_ids = self._tokenize(prompts, where)
+        for index, (token_ids, param) in enumerate(zip(all_ids, params, strict=True)):
+            check_token_ids(token_ids, self.model_config.vocab_size, where[index])
+            check_token_ids(
+                list(param.stop_token_ids), self.model_config.vocab_size, f"{where[index]} stop_token_ids"
+            )
+            seq_id = self._num_requests + index
+            stop_ids = frozenset(param.stop_token_ids)
+            if not param.ignore_eos:
+                stop_ids |= frozenset(self.model_config.eos_token_ids)
+            seq = Sequence(seq_id, token_ids, param, self._seed(seq_id, param), stop_ids)
+            try:
+                self._scheduler.check_fits(seq)
+            except ValueError as error:
+                raise ValueError(f"{where[index]}: {error}") from None
+            sequences.append(seq)
+        self._num_requests += len(sequences)
+        for seq, prompt in zip(sequences, prompts, strict=True):
+            self._prompts[seq.seq_id] = prompt
+            self._scheduler.add(seq)
+        return [seq.seq_id for seq in sequences]
+
+    def _tokenize(self, prompts: list[Prompt], where: list[str]) -> list[list[int]]:
+        texts = [prompt.text for prompt in prompts if prompt.token_ids is None]
+        encoded: list[list[int]] = []
+        if texts:
+            if self.tokenizer is None:
+                index = next(i for i, prompt in enumerate(prompts) if prompt.token_ids is None)
+                raise ValueError(f"{where[index]} is a text, and skip_tokenizer_init=True; pass token ids")
+            encoded = self.tokenizer(texts)["input_ids"]
+        rest = iter(encoded)
+        all_ids = [next(rest) if prompt.token_ids is None else prompt.token_ids for prompt in prompts]
+        for index, ids in enumerate(all_ids):
+            if not ids:
+                raise ValueError(f"{where[index]} has no tokens: {prompts[index].text!r}")
+        return all_ids
+
+    def _seed(self, seq_id: int, params: SamplingParams) -> int:
+        """The request's own seed, or one drawn from the engine's seed and the request's number."""
+        if params.seed is not None:
+            return int(params.seed)
+        return xxhash.xxh3_64_intdigest(struct.pack("<QQ", self.config.seed % 2**64, seq_id)) >> 1
+
+    def _step(self) -> tuple[Batch | None, list[Sequence]]:
+        """Launch the next step, then take in the one before it; or the same one, without
+        `async_scheduling`."""
+        batch = self._scheduler.schedule()
+        launched = None
+        if batch is not None:
+            launched = batch, self._runner.launch(batch)
+            self._scheduler.mark_launched(batch)
+        if self._run_ahead:
+            launched, self._in_flight = self._in_flight, launched
+        if launched is None:
+            assert batch is not None, "nothing can be scheduled, and nothing is running"
+            return None, []
+        batch, handle = launched
+        return batch, self._scheduler.postprocess(batch, handle.result())
+
+    def _output(self, seq: Sequence) -> RequestOutput:
+        prompt = self._prompts.pop(seq.seq_id)
+        token_ids = seq.completion_token_ids
+        # A token that ended the output is part of the ids, not of the text.
+        text_ids = token_ids[:-1] if seq.finish_reason == "stop" else token_ids
+        text = (
+            "" if self.tokenizer is None else str(self.tokenizer.decode(text_ids, skip_special_tokens=True))
+        )
+        assert seq.finish_reason is not None
+        return RequestOutput(
+            request_id=seq.seq_id,
+            prompt=prompt.text,
+            prompt_token_ids=seq.token_ids[: seq.num_prompt_tokens],
+            outputs=[CompletionOutput(0, text, token_ids, seq.finish_reason, seq.stop_reason)],
+            num_cached_tokens=seq.num_cached_tokens or 0,
+            error="the model's logits were not finite" if seq.finish_reason == "error" else None,
+        )
+
+    def _reset(self) -> None:
+        """Drop all requests, whatever state an exception left them in, and start from an empty scheduler."""
+        self._in_flight = None
+        self._prompts.clear()
+        self._scheduler = self._make_scheduler()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineClosedError("this engine is closed; make a new LLM")
+
+
+def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
+    """Load the tokenizer in `path`. Raises ModelLoadError that says what to do without one."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+        if not tokenizer("a")["input_ids"]:  # what transformers makes of a folder without tokenizer files
+            raise ValueError("its vocabulary is empty")
+    except Exception as error:  # transformers raises many kinds
+        raise ModelLoadError(
+            f"no tokenizer could be loaded from {path} ({error}); put the model's tokenizer files there, "
+            "or pass skip_tokenizer_init=True and token ids as prompts"
+        ) from error
+    return tokenizer

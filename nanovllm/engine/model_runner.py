@@ -1,0 +1,325 @@
+"""ModelRunner: one Batch in, one set of sampled tokens out. Owns the model, the KV cache and the buffers.
+
+Never sees a Sequence and never decides what runs. Nothing here waits for the device but `StepHandle.result`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from nanovllm.attention.base import AttentionMetadata
+from nanovllm.attention.select import resolve_block_size, select
+from nanovllm.config import Config
+from nanovllm.device import Device
+from nanovllm.distributed import TPGroup
+from nanovllm.engine.batch import Batch, SampleOutput
+from nanovllm.engine.cuda_graph import CUDAGraphs, graph_sizes
+from nanovllm.engine.staging import StagedFields, Staging, StepHandle
+from nanovllm.errors import KVCacheMemoryError
+from nanovllm.layers.sampler import Sampler, SamplingTensors
+from nanovllm.models.config import ModelConfig
+from nanovllm.models.decoder import DecoderForCausalLM
+from nanovllm.models.loader import init_dummy_weights, load_weights
+from nanovllm.sampling_params import SamplingBatch
+
+logger = logging.getLogger("nanovllm")
+
+_NOTHING = np.empty(0, np.int32)
+EMPTY_BATCH = Batch(
+    seq_ids=(),
+    slots=_NOTHING,
+    token_ids=_NOTHING,
+    query_lens=_NOTHING,
+    context_lens=_NOTHING,
+    block_tables=_NOTHING.reshape(0, 1),
+    samples=_NOTHING.astype(np.bool_),
+    sampling=SamplingBatch(None, None, None, None, None),
+)
+
+
+class ModelRunner:
+    """Runs steps on one device, as one rank of a tensor-parallel group."""
+
+    def __init__(
+        self,
+        config: Config,
+        model_config: ModelConfig,
+        model_path: Path,
+        device: Device,
+        tp: TPGroup,
+        max_model_len: int,
+    ) -> None:
+        self.config = config
+        self.model_config = model_config
+        self.device = device
+        self.max_model_len = max_model_len
+        device.make_current()
+        self.dtype = device.resolve_dtype(config.dtype, model_config.dtype)
+        self.backend = select(config.attention_backend, device, self.dtype, model_config.head_dim)
+        self.block_size = resolve_block_size(config.kvcache_block_size, self.backend)
+        self.max_blocks = -(-max_model_len // self.block_size)  # of one sequence
+        self.model = DecoderForCausalLM(
+            model_config, tp, self.backend, max_model_len, device=device.torch, dtype=self.dtype
+        )
+        if config.load_format == "dummy":
+            init_dummy_weights(self.model, config.seed)
+        else:
+            load_weights(self.model, model_path)
+        self.sampler = Sampler()
+        self.graphs: CUDAGraphs | None = None
+        max_seqs, max_tokens = config.max_num_seqs, max(config.max_num_batched_tokens, config.max_num_seqs)
+        self.staging = Staging(device, 4 * max_tokens + (self.max_blocks + 16) * max_seqs + 128, max_seqs)
+        self.spare_slot = max_seqs  # where the tokens of padded rows and of unfinished prompts go
+        self.last_token_ids = torch.zeros(max_seqs + 1, dtype=torch.int64, device=device.torch)
+
+    # -- start-up ----------------------------------------------------------------------------------------
+
+    def warmup_model(self) -> int:
+        """Run the largest prefill with the costliest sampling; return the bytes needed beside the weights."""
+        if not self.device.is_cuda:
+            return 0  # there is no kernel to compile, and the KV cache does not take what is left
+        num_seqs = min(self.config.max_num_seqs, self.config.max_num_batched_tokens)
+        query_len = min(self.config.max_num_batched_tokens // num_seqs, self.max_model_len)
+        blocks = -(-query_len // self.block_size)
+        self._set_kv_cache(blocks)  # all sequences use the same few: what they read does not matter
+        self.device.reset_peak()
+        self.run(
+            Batch(
+                seq_ids=tuple(range(num_seqs)),
+                slots=np.arange(num_seqs, dtype=np.int32),
+                token_ids=np.zeros(num_seqs * query_len, np.int32),
+                query_lens=np.full(num_seqs, query_len, np.int32),
+                context_lens=np.full(num_seqs, query_len, np.int32),
+                block_tables=np.tile(np.arange(blocks, dtype=np.int32), (num_seqs, 1)),
+                samples=np.ones(num_seqs, np.bool_),
+                sampling=SamplingBatch(
+                    temperature=np.ones(num_seqs, np.float32),
+                    top_k=np.full(num_seqs, 50, np.int32),
+                    top_p=np.full(num_seqs, 0.9, np.float32),
+                    min_p=np.full(num_seqs, 0.05, np.float32),
+                    seed=np.arange(num_seqs, dtype=np.int64),
+                ),
+            )
+        )
+        peak = self.device.peak_above_current()
+        self._set_kv_cache(0)
+        self.device.release_memory()
+        return peak
+
+    def allocate_kv_cache(self, reserve: int) -> int:
+        """Allocate as many blocks as asked for, or as fit beside `reserve` bytes; return how many.
+
+        Raises KVCacheMemoryError when not one fits, with what there is and what to change.
+        """
+        layers = self.model.attention_layers
+        per_token = 2 * len(layers) * layers[0].num_kv_heads * layers[0].head_dim * self.dtype.itemsize
+        per_block = per_token * self.block_size
+        budget = self.device.kv_cache_budget(self.config.gpu_memory_utilization, reserve)
+        free, total = self.device.memory()
+        num_blocks = self.config.num_kvcache_blocks
+        if num_blocks is None:
+            num_blocks = min(budget // per_block, self.config.max_num_seqs * self.max_blocks)
+        if num_blocks < 1 or num_blocks * per_block > free:
+            num_blocks = max(num_blocks, 1)
+            need, may, spare = num_blocks * per_block / 2**20, max(budget, 0) / 2**20, reserve / 2**20
+            raise KVCacheMemoryError(
+                f"no room for the KV cache: {num_blocks} block(s) of {self.block_size} tokens need "
+                f"{need:,.1f} MiB, and {may:,.1f} MiB may be used ({free / 2**20:,.0f} of "
+                f"{total / 2**20:,.0f} MiB are free, {spare:,.0f} MiB are kept for activations). Raise "
+                f"gpu_memory_utilization (now {self.config.gpu_memory_utilization}), lower "
+                "max_num_batched_tokens, max_num_seqs or num_kvcache_blocks, or close what else "
+                "uses the device"
+            )
+        self._set_kv_cache(num_blocks)
+        size = num_blocks * per_block / 2**30
+        logger.info("KV cache: %d blocks of %d tokens, %.2f GiB", num_blocks, self.block_size, size)
+        return num_blocks
+
+    def _set_kv_cache(self, num_blocks: int) -> None:
+        """Give every layer its part of one new cache of `num_blocks` blocks."""
+        layers = self.model.attention_layers
+        shape = (2, len(layers), num_blocks, self.block_size, layers[0].num_kv_heads, layers[0].head_dim)
+        self.kv_cache = torch.empty(0, dtype=self.dtype, device=self.device.torch)
+        for layer in layers:  # let go of the old one first
+            layer.k_cache = layer.v_cache = self.kv_cache
+        self.kv_cache = torch.empty(shape, dtype=self.dtype, device=self.device.torch)
+        for index, layer in enumerate(layers):
+            layer.k_cache, layer.v_cache = self.kv_cache[0, index], self.kv_cache[1, index]
+
+    @torch.inference_mode()
+    def capture_cudagraph(self, progress: bool = False) -> None:
+        """Capture decode steps for batch sizes that cover `max_num_seqs`, over the fixed input buffer."""
+        if self.config.enforce_eager or not (self.device.is_cuda and self.backend.supports_cuda_graph):
+            return
+
+        def make_step(size: int) -> Callable[[], torch.Tensor]:
+            inputs = self.staging.send(self.prepare_decode(EMPTY_BATCH, size, self.max_blocks))
+            meta = self._metadata(inputs, is_decode=True, max_seqlen_q=1, max_seqlen_k=self.max_model_len)
+            return lambda: self._forward(inputs, meta)
+
+        self.graphs = CUDAGraphs(
+            graph_sizes(self.config.max_num_seqs), make_step, self.device.torch, progress
+        )
+
+    # -- one step ----------------------------------------------------------------------------------------
+
+    def run(self, batch: Batch) -> SampleOutput:
+        """Run a step and wait for its tokens."""
+        return self.launch(batch).result()
+
+    @torch.inference_mode()
+    def launch(self, batch: Batch) -> StepHandle:
+        """Queue a step on the device; its tokens come through the handle."""
+        num_seqs = len(batch.slots)
+        if self.graphs is not None and batch.is_decode:
+            rows = self.graphs.size_for(num_seqs)
+            inputs = self._send(batch, self.prepare_decode(batch, rows, self.max_blocks))
+            hidden = self.graphs.replay(rows)[:num_seqs]
+        else:
+            if batch.is_decode:
+                arrays = self.prepare_decode(batch, num_seqs, batch.block_tables.shape[1])
+            else:
+                arrays = self.prepare_prefill(batch)
+            inputs = self._send(batch, arrays)
+            hidden = self.run_model(batch, inputs)
+        token_ids = self.sampler(self.model.compute_logits(hidden), self._sampling_tensors(inputs))
+        # A failed row's -1 must not become an input of the step that may already be planned.
+        self.last_token_ids[inputs["sample_slots"][:num_seqs]] = token_ids.clamp(min=0)
+        return self.staging.receive(token_ids)
+
+    def _send(self, batch: Batch, arrays: dict[str, np.ndarray]) -> StagedFields:
+        return self.staging.send(arrays | self.prepare_sample(batch))
+
+    def run_model(self, batch: Batch, inputs: StagedFields) -> torch.Tensor:
+        """Run the model without a graph; return the hidden states [S, hidden] that logits are made from."""
+        max_seqlen_q, max_seqlen_k = int(batch.query_lens.max()), int(batch.context_lens.max())
+        hidden = self._forward(inputs, self._metadata(inputs, batch.is_decode, max_seqlen_q, max_seqlen_k))
+        return hidden if batch.is_decode else hidden[inputs["last_rows"]]
+
+    def _forward(self, inputs: StagedFields, meta: AttentionMetadata) -> torch.Tensor:
+        token_ids = inputs["token_ids"]
+        token_ids = torch.where(token_ids < 0, self.last_token_ids[inputs["token_slots"]], token_ids)
+        return self.model(token_ids, inputs["positions"], meta)
+
+    def _metadata(
+        self, inputs: StagedFields, is_decode: bool, max_seqlen_q: int, max_seqlen_k: int
+    ) -> AttentionMetadata:
+        return AttentionMetadata(
+            cu_seqlens_q=inputs["cu_seqlens_q"],
+            cu_seqlens_k=inputs["cu_seqlens_k"],
+            max_seqlen_q=max_seqlen_q,
+            max_seqlen_k=max_seqlen_k,
+            slot_mapping=inputs["slot_mapping"],
+            context_lens=inputs["context_lens"],
+            block_tables=inputs["block_tables"],
+            is_decode=is_decode,
+        )
+
+    def _sampling_tensors(self, inputs: StagedFields) -> SamplingTensors:
+        return SamplingTensors(
+            temperature=inputs.get("temperature"),
+            top_k=inputs.get("top_k"),
+            top_p=inputs.get("top_p"),
+            min_p=inputs.get("min_p"),
+            seeds=inputs.get("seed"),
+            positions=inputs["sample_positions"],
+            filter_rows=inputs.get("filter_rows"),
+        )
+
+    # -- a batch as arrays: everything else about it is derived here, in one place -------------------------
+
+    def prepare_prefill(self, batch: Batch) -> dict[str, np.ndarray]:
+        """Inputs of a step whose sequences bring any number of tokens."""
+        query_lens = batch.query_lens
+        cu_seqlens_q = prefix_sum(query_lens)
+        rows = np.repeat(np.arange(len(query_lens), dtype=np.int32), query_lens)  # [T] whose token it is
+        num_tokens = len(batch.token_ids)
+        first_positions = batch.context_lens - query_lens - cu_seqlens_q[:-1]
+        positions = np.arange(num_tokens, dtype=np.int32) + first_positions[rows]
+        return {
+            "token_ids": batch.token_ids,
+            "token_slots": batch.slots[rows],
+            "positions": positions,
+            "slot_mapping": self._slot_mapping(batch, rows, positions),
+            "context_lens": batch.context_lens,
+            "sample_slots": self._sample_slots(batch),
+            "last_rows": cu_seqlens_q[1:] - np.int32(1),
+            "cu_seqlens_q": cu_seqlens_q,
+            "cu_seqlens_k": prefix_sum(batch.context_lens),
+            "block_tables": batch.block_tables,
+        }
+
+    def prepare_decode(self, batch: Batch, rows: int, width: int) -> dict[str, np.ndarray]:
+        """Inputs of a step of one token a sequence, padded to `rows` rows that read and write nothing."""
+        positions = batch.context_lens - np.int32(1)
+        slot_mapping = self._slot_mapping(batch, np.arange(len(batch.slots)), positions)
+        context_lens = pad(batch.context_lens, rows, 0)
+        return {
+            "token_ids": pad(batch.token_ids, rows, 0),
+            "token_slots": pad(batch.slots, rows, self.spare_slot),
+            "positions": pad(positions, rows, 0),
+            "slot_mapping": pad(slot_mapping, rows, -1),
+            "context_lens": context_lens,
+            "sample_slots": pad(self._sample_slots(batch), rows, self.spare_slot),
+            "cu_seqlens_q": np.arange(rows + 1, dtype=np.int32),
+            "cu_seqlens_k": prefix_sum(context_lens),
+            "block_tables": self.prepare_block_tables(batch, rows, width),
+        }
+
+    def prepare_block_tables(self, batch: Batch, rows: int, width: int) -> np.ndarray:
+        """The block tables [rows, width], every unused cell -1."""
+        tables = np.full((rows, width), -1, np.int32)
+        tables[: batch.block_tables.shape[0], : batch.block_tables.shape[1]] = batch.block_tables
+        return tables
+
+    def prepare_sample(self, batch: Batch) -> dict[str, np.ndarray]:
+        """The sampling parameters that are in use, and the rows that need their logits sorted."""
+        sampling = batch.sampling
+        columns = {
+            name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p", "min_p", "seed")
+        }
+        fields = {name: column for name, column in columns.items() if column is not None}
+        filtered = np.zeros(len(batch.slots), np.bool_)
+        if sampling.top_k is not None:
+            filtered |= sampling.top_k > 0
+        if sampling.top_p is not None:
+            filtered |= sampling.top_p < 1
+        if filtered.any():
+            fields["filter_rows"] = np.flatnonzero(filtered)
+        # The position of the token to come: with the seed, it picks the random numbers.
+        fields["sample_positions"] = batch.context_lens
+        return fields
+
+    def _slot_mapping(self, batch: Batch, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """Where in the cache each token's K/V goes: block * block_size + offset."""
+        blocks = batch.block_tables[rows, positions // self.block_size]
+        return blocks * np.int32(self.block_size) + positions % np.int32(self.block_size)
+
+    def _sample_slots(self, batch: Batch) -> np.ndarray:
+        return np.where(batch.samples, batch.slots, np.int32(self.spare_slot))
+
+    def exit(self) -> None:
+        """Free everything on the device. The runner cannot be used afterwards."""
+        self.device.synchronize()
+        for name in ("graphs", "model", "kv_cache", "staging", "last_token_ids", "sampler"):
+            self.__dict__.pop(name, None)
+        self.device.release_memory()
+
+
+def pad(array: np.ndarray, size: int, value: int) -> np.ndarray:
+    """Return `array` [n] as int32 [size], filled up with `value`."""
+    padded = np.full(size, value, np.int32)
+    padded[: len(array)] = array
+    return padded
+
+
+def prefix_sum(lens: np.ndarray) -> np.ndarray:
+    """Return [0, lens[0], lens[0] + lens[1], ...] as int32."""
+    sums = np.zeros(len(lens) + 1, np.int32)
+    np.cumsum(lens, dtype=np.int32, out=sums[1:])
+    return sums

@@ -1,0 +1,93 @@
+"""Staging: how a step's host arrays reach the device, in one copy, and its tokens come back.
+
+Knows shapes and offsets, nothing of what the arrays mean.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from nanovllm.device import Device
+from nanovllm.engine.batch import SampleOutput
+
+ALIGN = 4  # in int32 words: every field starts at a multiple of 16 bytes
+TORCH_DTYPES = {"int32": torch.int32, "int64": torch.int64, "float32": torch.float32}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepHandle:
+    """A launched step, whose tokens can be read once the device has got that far."""
+
+    token_ids: torch.Tensor  # [S] int64, on the host
+    event: torch.cuda.Event | None
+
+    def result(self) -> SampleOutput:
+        """Wait for the step and return its tokens."""
+        if self.event is not None:
+            self.event.synchronize()
+        return SampleOutput(self.token_ids.numpy().copy())
+
+
+class StagedFields:
+    """Views of the device buffer, made when asked for, by name."""
+
+    def __init__(self, buffer: torch.Tensor) -> None:
+        self._buffer = buffer
+        self._fields: dict[str, tuple[int, tuple[int, ...], str]] = {}  # offset in words, shape, dtype
+        self.num_words = 0
+
+    def place(self, name: str, array: np.ndarray) -> tuple[int, int]:
+        """Give `array` the next free place; return its first and last + 1 word."""
+        start, end = self.num_words, self.num_words + array.nbytes // 4
+        self._fields[name] = (start, array.shape, array.dtype.name)
+        self.num_words = -(-end // ALIGN) * ALIGN
+        return start, end
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        start, shape, dtype = self._fields[name]
+        words = int(np.prod(shape)) * (2 if dtype == "int64" else 1)
+        return self._buffer[start : start + words].view(TORCH_DTYPES[dtype]).view(shape)
+
+    def get(self, name: str) -> torch.Tensor | None:
+        return self[name] if name in self._fields else None
+
+
+class Staging:
+    """One input buffer on the device, and two sets of host buffers that take turns.
+
+    The same fields in the same order and shapes always land at the same addresses, which is what lets a CUDA
+    graph read them. A host set is written again only when the device is done with its last use.
+    """
+
+    def __init__(self, device: Device, num_words: int, max_num_seqs: int) -> None:
+        self._device = device
+        self._buffer = torch.zeros(num_words, dtype=torch.int32, device=device.torch)
+        self._inputs = [device.host_buffer(num_words, torch.int32) for _ in range(2)]
+        self._token_ids = [device.host_buffer(max_num_seqs, torch.int64) for _ in range(2)]
+        self._events: list[torch.cuda.Event | None] = [None, None]
+        self._turn = 0
+
+    def send(self, arrays: dict[str, np.ndarray]) -> StagedFields:
+        """Queue one copy of all arrays (int32, int64 or float32) to the device and return where they land."""
+        event, host = self._events[self._turn], self._inputs[self._turn]
+        if event is not None:
+            event.synchronize()
+        staged = StagedFields(self._buffer)
+        words = host.numpy()
+        for name, array in arrays.items():
+            start, end = staged.place(name, array)
+            words[start:end].view(array.dtype)[:] = array.ravel()
+        self._buffer[: staged.num_words].copy_(host[: staged.num_words], non_blocking=True)
+        return staged
+
+    def receive(self, token_ids: torch.Tensor) -> StepHandle:
+        """Queue the copy of the step's tokens [S] to the host, and end the turn of this host set."""
+        host = self._token_ids[self._turn][: len(token_ids)]
+        host.copy_(token_ids, non_blocking=True)
+        event = self._device.record_event()
+        self._events[self._turn] = event
+        self._turn = 1 - self._turn
+        return StepHandle(host, event)

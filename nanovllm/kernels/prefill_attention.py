@@ -1,0 +1,233 @@
+"""Causal attention of many new tokens per sequence over its paged context, cached prefix included.
+
+Writes no cache.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+
+from nanovllm.kernels.compat import INTERPRET, jit, tl, triton, use_triton
+from nanovllm.kernels.paged import attend_tile
+
+
+@jit("tables_ptr", "starts_ptr", "contexts_ptr", "table_stride")
+def _prefill_kernel(
+    q_ptr: tl.tensor,
+    k_ptr: tl.tensor,
+    v_ptr: tl.tensor,
+    tables_ptr: tl.tensor,
+    starts_ptr: tl.tensor,
+    contexts_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    scale_log2: float,
+    q_stride_t: int,
+    q_stride_h: int,
+    table_stride: int,
+    Q_HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    INTERPRET: tl.constexpr,
+) -> None:
+    """One program per (tile of queries, sequence, query head).
+
+    Key tiles start at position 0 whatever the chunk: a query's bits do not depend on how its prompt was cut.
+    """
+    sequence = tl.program_id(1).to(tl.int64)
+    head = tl.program_id(2)
+    kv_head = head // (Q_HEADS // KV_HEADS)
+    first_token = tl.load(starts_ptr + sequence)
+    queries = tl.load(starts_ptr + sequence + 1) - first_token
+    # The last tile has the most to read: it goes first, so that it is not what the device waits for at the
+    # end.
+    first_row = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M
+    if first_row >= queries:
+        return
+    context = tl.load(contexts_ptr + sequence)
+    rows = first_row + tl.arange(0, BLOCK_M)
+    last = context - queries + rows  # the newest position each row sees: its own
+    dims = tl.arange(0, DIM)
+    mask = (rows < queries)[:, None] & (dims < HEAD_DIM)[None, :]
+    tokens = first_token.to(tl.int64) + rows
+    q_ptrs = q_ptr + tokens[:, None] * q_stride_t + head * q_stride_h + dims[None, :]
+    q = tl.load(q_ptrs, mask=mask, other=0.0)
+
+    acc = tl.zeros((BLOCK_M, DIM), tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    k_head_ptr = k_ptr + kv_head * HEAD_DIM
+    v_head_ptr = v_ptr + kv_head * HEAD_DIM
+    table_ptr = tables_ptr + sequence * table_stride
+    first_last = context - queries + first_row
+    end = tl.minimum(context, first_last + BLOCK_M)
+    whole = (
+        tl.maximum(first_last + 1, 0) // BLOCK_N * BLOCK_N
+    )  # every row of the tile sees all positions before this
+    for position in range(0, whole, BLOCK_N):
+        acc, total, top = attend_tile(
+            acc,
+            total,
+            top,
+            q,
+            k_head_ptr,
+            v_head_ptr,
+            table_ptr,
+            position,
+            end,
+            last,
+            scale_log2,
+            False,
+            KV_HEADS * HEAD_DIM,
+            HEAD_DIM,
+            DIM,
+            PAGE,
+            BLOCK_N,
+            INTERPRET,
+        )
+    for position in range(whole, end, BLOCK_N):
+        acc, total, top = attend_tile(
+            acc,
+            total,
+            top,
+            q,
+            k_head_ptr,
+            v_head_ptr,
+            table_ptr,
+            position,
+            end,
+            last,
+            scale_log2,
+            True,
+            KV_HEADS * HEAD_DIM,
+            HEAD_DIM,
+            DIM,
+            PAGE,
+            BLOCK_N,
+            INTERPRET,
+        )
+
+    total = tl.where(context > 0, total, 1.0)
+    out_ptrs = out_ptr + (tokens[:, None] * Q_HEADS + head) * HEAD_DIM + dims[None, :]
+    tl.store(out_ptrs, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def _tile_shape(dim: int, element_size: int) -> tuple[int, int, int]:
+    """(BLOCK_M, BLOCK_N, num_warps) for heads padded to `dim`, as large as registers and shared memory
+    allow."""
+    if element_size == 4:  # no tensor cores at full precision
+        return (32, 16, 4) if dim <= 128 else (16, 16, 4)
+    if dim <= 64:
+        return 128, 64, 4
+    return (128, 64, 8) if dim == 128 else (64, 64, 8)
+
+
+def paged_prefill_attention_triton(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    context_lens: torch.Tensor,
+    max_seqlen_q: int,
+    scale: float,
+) -> torch.Tensor:
+    """`paged_prefill_attention` by Triton."""
+    tokens, q_heads, head_dim = q.shape
+    page, kv_heads = k_cache.shape[1:3]
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    if tokens == 0:
+        return out
+    assert k_cache.is_contiguous() and v_cache.is_contiguous()
+    assert q.stride(2) == 1 and block_tables.stride(1) == 1
+    dim = max(16, triton.next_power_of_2(head_dim))
+    block_m, block_n, num_warps = _tile_shape(dim, q.element_size())
+    _prefill_kernel[(triton.cdiv(max_seqlen_q, block_m), len(context_lens), q_heads)](
+        q,
+        k_cache,
+        v_cache,
+        block_tables,
+        cu_seqlens_q,
+        context_lens,
+        out,
+        scale * math.log2(math.e),
+        q.stride(0),
+        q.stride(1),
+        block_tables.stride(0),
+        Q_HEADS=q_heads,
+        KV_HEADS=kv_heads,
+        HEAD_DIM=head_dim,
+        DIM=dim,
+        PAGE=page,
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        INTERPRET=INTERPRET,
+        num_warps=num_warps,
+        num_stages=3,
+    )
+    return out
+
+
+def paged_prefill_attention_reference(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    context_lens: torch.Tensor,
+    max_seqlen_q: int,
+    scale: float,
+) -> torch.Tensor:
+    """`paged_prefill_attention` in plain torch, in float32, one sequence at a time."""
+    page, kv_heads = k_cache.shape[1:3]
+    group = q.shape[1] // kv_heads
+    out = torch.zeros_like(q, memory_format=torch.contiguous_format)
+    bounds = cu_seqlens_q.tolist()
+    for row, context in enumerate(context_lens.tolist()):
+        begin, end = bounds[row], bounds[row + 1]
+        if begin == end or context == 0:
+            continue
+        table = block_tables[row, : -(-context // page)].long()
+        k, v = (
+            cache[table].flatten(0, 1)[:context].float().transpose(0, 1).repeat_interleave(group, dim=0)
+            for cache in (k_cache, v_cache)
+        )  # [q_heads, context, head_dim]
+        queries = q[begin:end].float().transpose(0, 1)
+        seen = None
+        if end - begin < context:
+            positions = torch.arange(context, device=q.device)
+            seen = positions <= positions[context - (end - begin) :, None]  # [queries, context]
+        attended = F.scaled_dot_product_attention(
+            queries[None], k[None], v[None], attn_mask=seen, is_causal=seen is None, scale=scale
+        )[0]
+        out[begin:end] = attended.transpose(0, 1)
+    return out
+
+
+def paged_prefill_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    context_lens: torch.Tensor,
+    max_seqlen_q: int,
+    scale: float,
+) -> torch.Tensor:
+    """Causal attention of each sequence's new tokens over its context, which ends in those tokens already.
+
+    q: [T, q_heads, head_dim], the sequences' new tokens one after another, last dimension contiguous.
+    k_cache, v_cache: contiguous [num_blocks, block_size, kv_heads, head_dim] of q's dtype; cells past a
+    context may hold anything. block_tables: [S, W] int32, padded with -1. cu_seqlens_q: [S + 1] int32
+    prefix sum of the new tokens per sequence, at most `max_seqlen_q` each. context_lens: [S] int32, cached
+    and new tokens; new token i of n sits at position context_len - n + i; a sequence of context length 0
+    gives zeros. Returns a new [T, q_heads, head_dim]. The tiling is FlashAttention-2's (Dao, 2023).
+    """
+    run = paged_prefill_attention_triton if use_triton(q) else paged_prefill_attention_reference
+    return run(q, k_cache, v_cache, block_tables, cu_seqlens_q, context_lens, max_seqlen_q, scale)

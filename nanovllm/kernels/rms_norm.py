@@ -1,0 +1,120 @@
+"""Root-mean-square normalisation of rows, alone or fused with the residual add before it. Owns no weight."""
+
+from __future__ import annotations
+
+import torch
+
+from nanovllm.kernels.compat import jit, tl, triton, use_triton
+
+
+@jit()
+def _rms_norm_kernel(
+    x_ptr: tl.tensor,
+    residual_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    sum_ptr: tl.tensor,
+    x_stride: int,
+    residual_stride: int,
+    eps: float,
+    N: tl.constexpr,
+    N_PADDED: tl.constexpr,
+    ADD: tl.constexpr,
+) -> None:
+    """One program per row, so that a row's bits never depend on its neighbours."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, N_PADDED)
+    mask = columns < N
+    x = tl.load(x_ptr + row * x_stride + columns, mask=mask, other=0.0).to(tl.float32)
+    if ADD:
+        residual = tl.load(residual_ptr + row * residual_stride + columns, mask=mask, other=0.0)
+        total = (x + residual.to(tl.float32)).to(sum_ptr.dtype.element_ty)
+        tl.store(sum_ptr + row * N + columns, total, mask=mask)
+        x = total.to(tl.float32)
+    variance = tl.sum(x * x, axis=0) / N
+    normed = (x * tl.rsqrt(variance + eps)).to(out_ptr.dtype.element_ty).to(tl.float32)
+    weight = tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * N + columns, (normed * weight).to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def _launch(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    out: torch.Tensor,
+    total: torch.Tensor,
+    add: bool,
+) -> None:
+    rows, n = x.shape
+    if rows == 0:
+        return
+    assert x.stride(1) == 1 and residual.stride(1) == 1 and weight.is_contiguous()
+    padded = triton.next_power_of_2(n)
+    _rms_norm_kernel[(rows,)](
+        x,
+        residual,
+        weight,
+        out,
+        total,
+        x.stride(0),
+        residual.stride(0),
+        eps,
+        N=n,
+        N_PADDED=padded,
+        ADD=add,
+        num_warps=max(1, min(16, padded // 512)),
+    )
+
+
+def rms_norm_triton(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """`rms_norm` by Triton."""
+    rows = x.reshape(-1, x.shape[-1])
+    out = torch.empty_like(rows, memory_format=torch.contiguous_format)
+    _launch(rows, rows, weight, eps, out, out, add=False)
+    return out.view(x.shape)
+
+
+def add_rms_norm_triton(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`add_rms_norm` by Triton."""
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    total = torch.empty_like(out)
+    _launch(x, residual, weight, eps, out, total, add=True)
+    return out, total
+
+
+def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """`rms_norm` in plain torch."""
+    wide = x.float()
+    variance = wide.square().mean(-1, keepdim=True)
+    return (wide * torch.rsqrt(variance + eps)).to(x.dtype) * weight
+
+
+def add_rms_norm_reference(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`add_rms_norm` in plain torch."""
+    total = x + residual
+    return rms_norm_reference(total, weight, eps), total
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x / rms(x) * weight over the last dimension.
+
+    x: [..., N] with a contiguous last dimension, N up to 16,384. weight: [N] of x's dtype. Statistics are
+    in float32; the normalised value is rounded to x's dtype before the weight is applied, as transformers'
+    LlamaRMSNorm does.
+    """
+    return (rms_norm_triton if use_triton(x) else rms_norm_reference)(x, weight, eps)
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (rms_norm(x + residual), x + residual), both new.
+
+    x, residual: [T, N] of one dtype. The sum is rounded to that dtype before it is normalised.
+    """
+    return (add_rms_norm_triton if use_triton(x) else add_rms_norm_reference)(x, residual, weight, eps)

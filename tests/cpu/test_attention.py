@@ -1,0 +1,39 @@
+"""Choosing an attention backend and its block size."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from nanovllm.attention.reference import ReferenceBackend
+from nanovllm.attention.select import resolve_block_size, select
+from nanovllm.attention.triton import TritonBackend
+from nanovllm.device import Device
+
+CPU = Device("cpu")
+
+
+def test_auto_on_a_cpu_is_the_reference_even_with_the_interpreter() -> None:
+    assert select("auto", CPU, torch.float32, 64).name == "reference"
+
+
+def test_an_unavailable_backend_says_why() -> None:
+    with pytest.raises(ValueError, match="'flash_attn' cannot run here: it needs a CUDA device"):
+        select("flash_attn", CPU, torch.bfloat16, 64)
+    with pytest.raises(ValueError, match="no such backend"):
+        select("flashinfer", CPU, torch.float32, 64)
+
+
+def test_block_sizes_are_checked_against_the_backend() -> None:
+    assert resolve_block_size(None, TritonBackend()) == TritonBackend.default_block_size
+    assert resolve_block_size(48, TritonBackend()) == 48
+    assert resolve_block_size(7, ReferenceBackend()) == 7
+    with pytest.raises(ValueError, match=r"kvcache_block_size=100 must be a multiple of 16 .* 'triton'"):
+        resolve_block_size(100, TritonBackend())
+
+
+def test_devices_that_are_not_there() -> None:
+    with pytest.raises(ValueError, match="torch sees"):
+        Device("cuda:99")
+    assert Device("cpu").resolve_dtype("auto", "bfloat16") == torch.float32
+    assert Device("cpu").resolve_dtype("bfloat16", "float32") == torch.bfloat16

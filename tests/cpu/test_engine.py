@@ -1,0 +1,414 @@
+"""The engine on a CPU: every way of scheduling gives transformers' tokens, and every end leaves it usable."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import os
+import random
+import signal
+import threading
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from checked_llm import CheckedLLM
+from tiny_models import VOCAB_SIZE, transformers_greedy, write_tiny_model
+
+from nanovllm import LLM, EngineClosedError, KVCacheMemoryError, SamplingParams
+from nanovllm.errors import ModelLoadError
+from nanovllm.kernels.compat import INTERPRET
+
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+BLOCK = 8
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("model"), eos_token_id=1)
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    rng = random.Random(3)
+    shared = [rng.randrange(2, VOCAB_SIZE) for _ in range(2 * BLOCK)]
+    lens = [1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK, 20]
+    prompts = [[rng.randrange(2, VOCAB_SIZE) for _ in range(n)] for n in lens]
+    return [*prompts, shared + prompts[2], shared, [*shared, 5]]
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path, prompts: list[list[int]]) -> list[list[int]]:
+    return [transformers_greedy(model, prompt, GREEDY.max_tokens) for prompt in prompts]
+
+
+def make(model: Path, **options: object) -> CheckedLLM:
+    defaults = {
+        "device": "cpu",
+        "skip_tokenizer_init": True,
+        "kvcache_block_size": BLOCK,
+        "max_model_len": 64,
+        "async_scheduling": True,
+    }
+    return CheckedLLM(model, **defaults | options)
+
+
+def tokens(outputs: list) -> list[list[int]]:
+    return [output["token_ids"] for output in outputs]
+
+
+# Prompts of up to 24 tokens that grow by 24: one sequence needs at most 6 blocks of 8.
+KV = {"ample": 200, "tight": 14, "minimal": 6}
+
+
+@pytest.mark.parametrize("run_ahead", [True, False], ids=["ahead", "in_step"])
+@pytest.mark.parametrize("kv", KV)
+@pytest.mark.parametrize("budget", [1, 7, BLOCK - 1, BLOCK, BLOCK + 1, 512])
+def test_every_schedule_gives_transformers_tokens(
+    model: Path, prompts: list, expected: list, budget: int, kv: str, run_ahead: bool
+) -> None:
+    """Twice with the prefix cache, so that the second pass hits it, and once without."""
+    options = {"max_num_batched_tokens": budget, "num_kvcache_blocks": KV[kv], "async_scheduling": run_ahead}
+    with make(model, **options) as llm:
+        for _ in range(2):
+            assert tokens(llm.generate(prompts, GREEDY, use_tqdm=False)) == expected
+            assert llm.num_free_blocks == KV[kv]
+        if kv == "ample":
+            assert max(seq.num_cached_tokens for seq in llm.sequences) >= 2 * BLOCK
+        assert max((len(b.token_ids) for b in llm.batches if not b.is_decode), default=0) <= budget
+    with make(model, enable_prefix_caching=False, **options) as llm:
+        assert tokens(llm.generate(prompts, GREEDY, use_tqdm=False)) == expected
+        assert {seq.num_cached_tokens for seq in llm.sequences} == {0}
+
+
+@pytest.mark.parametrize("run_ahead", [True, False], ids=["ahead", "in_step"])
+def test_many_preemptions(model: Path, run_ahead: bool) -> None:
+    prompts = [[i + 2, 9] for i in range(8)]
+    params = SamplingParams(temperature=0, max_tokens=44, ignore_eos=True)
+    with make(model, num_kvcache_blocks=6, async_scheduling=run_ahead) as llm:
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        preemptions = sorted(seq.num_preemptions for seq in llm.sequences)
+        assert sum(n >= 2 for n in preemptions) >= 5, preemptions
+    assert tokens(outputs) == [transformers_greedy(model, prompt, 44) for prompt in prompts]
+
+
+@pytest.mark.parametrize("block_size", [1, 4, 16, 64])
+def test_block_sizes(model: Path, prompts: list, expected: list, block_size: int) -> None:
+    with make(model, kvcache_block_size=block_size, max_num_batched_tokens=40) as llm:
+        for _ in range(2):
+            assert tokens(llm.generate(prompts, GREEDY, use_tqdm=False)) == expected
+
+
+@pytest.mark.skipif(not INTERPRET, reason="kernels are compiled here; tests/gpu runs the engine over them")
+@pytest.mark.parametrize(
+    "options", [{}, {"max_num_batched_tokens": 17, "num_kvcache_blocks": 4}], ids=["", "tight"]
+)
+@pytest.mark.parametrize("block_size", [16, 32])
+def test_triton_backend(model: Path, prompts: list, expected: list, block_size: int, options: dict) -> None:
+    """The engine over our own kernels, in Triton's interpreter."""
+    params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+    few = prompts[3:7]
+    with make(model, attention_backend="triton", kvcache_block_size=block_size, **options) as llm:
+        for _ in range(2):
+            assert tokens(llm.generate(few, params, use_tqdm=False)) == [ids[:5] for ids in expected[3:7]]
+
+
+def test_max_num_seqs_one_and_odd(model: Path, prompts: list, expected: list) -> None:
+    for max_num_seqs in (1, 3):
+        with make(model, max_num_seqs=max_num_seqs) as llm:
+            assert tokens(llm.generate(prompts, GREEDY, use_tqdm=False)) == expected
+            assert max(len(batch.slots) for batch in llm.batches) == max_num_seqs
+
+
+def test_prompt_as_long_as_max_model_len_gets_one_token(model: Path) -> None:
+    with make(model, max_model_len=16) as llm:
+        (full, short) = llm.generate([[5] * 16, [5] * 14], GREEDY, use_tqdm=False)
+        assert (len(full["token_ids"]), len(short["token_ids"])) == (1, 3)
+        assert full.outputs[0].finish_reason == "length"
+        with pytest.raises(ValueError, match=r"prompts\[1\].*17 tokens, and at most 16 fit"):
+            llm.generate([[5], [5] * 17], GREEDY, use_tqdm=False)
+
+
+def test_eos_and_stop_ids_end_the_output(model: Path, prompts: list, expected: list) -> None:
+    eos, stop = 1, expected[5][4]
+    with make(model) as llm:
+        params = SamplingParams(temperature=0, max_tokens=24, stop_token_ids=[stop])
+        for output, full in zip(llm.generate(prompts, params, use_tqdm=False), expected, strict=True):
+            ends = [i for i, token in enumerate(full) if token in (eos, stop)]
+            want = full[: ends[0] + 1] if ends else full
+            assert output["token_ids"] == want
+            assert output["finish_reason"] == ("stop" if ends else "length")
+            assert output.outputs[0].stop_reason == (want[-1] if ends else None)
+
+
+# -- sampling ------------------------------------------------------------------------------------------------
+
+SEEDED = SamplingParams(temperature=1.0, seed=11, max_tokens=12, ignore_eos=True)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SEEDED,
+        SamplingParams(temperature=0.7, top_k=5, seed=1, max_tokens=12, ignore_eos=True),
+        SamplingParams(temperature=1.3, top_p=0.8, seed=2, max_tokens=12, ignore_eos=True),
+        SamplingParams(
+            temperature=1.0, min_p=0.1, top_k=20, top_p=0.9, seed=-3, max_tokens=12, ignore_eos=True
+        ),
+        SamplingParams(temperature=0, max_tokens=12, ignore_eos=True),
+    ],
+    ids=["plain", "top_k", "top_p", "all", "greedy"],
+)
+def test_a_seeded_request_does_not_depend_on_its_batch(
+    model: Path, prompts: list, params: SamplingParams
+) -> None:
+    mates = [
+        SamplingParams(temperature=0, max_tokens=9),
+        SamplingParams(temperature=2.0, max_tokens=17),
+        SamplingParams(temperature=1.0, top_k=3, max_tokens=5),
+        SamplingParams(temperature=1.0, top_p=0.5, min_p=0.2, seed=5, max_tokens=20),
+    ]
+    with make(model) as llm:
+        alone = llm.generate(prompts[4], params, use_tqdm=False)[0]["token_ids"]
+    rng = random.Random(0)
+    for options in ({}, {"num_kvcache_blocks": 9, "max_num_batched_tokens": 9}):
+        with make(model, seed=rng.randrange(100), **options) as llm:
+            batch = [(prompts[4], params)] + [(prompt, mates[i % 4]) for i, prompt in enumerate(prompts)]
+            rng.shuffle(batch)
+            outputs = llm.generate([p for p, _ in batch], [s for _, s in batch], use_tqdm=False)
+            found = next(o for o, (_, s) in zip(outputs, batch, strict=True) if s is params)
+            assert found["token_ids"] == alone
+
+
+def test_seeds(model: Path, prompts: list) -> None:
+    params = SamplingParams(temperature=1.0, max_tokens=12, ignore_eos=True)
+    runs = []
+    for seed in (0, 0, 1):
+        with make(model, seed=seed) as llm:
+            runs.append(tokens(llm.generate([prompts[0]] * 3, params, use_tqdm=False)))
+    assert runs[0] == runs[1] != runs[2]
+    assert runs[0][0] != runs[0][1]  # unseeded requests differ from each other
+
+
+def test_a_row_that_is_not_finite_ends_alone(model: Path, prompts: list, expected: list) -> None:
+    with make(model) as llm:
+        compute_logits = llm._runner.model.compute_logits
+        calls = itertools.count()
+
+        def broken(hidden: torch.Tensor) -> torch.Tensor:
+            logits = compute_logits(hidden).clone()
+            if next(calls) == 4:
+                logits[2] = float("nan")
+            return logits
+
+        llm._runner.model.compute_logits = broken
+        outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+        assert outputs[2]["finish_reason"] == "error" and "finite" in outputs[2].error
+        assert outputs[2]["token_ids"] == expected[2][:4]
+        for i in set(range(len(prompts))) - {2}:
+            assert outputs[i]["token_ids"] == expected[i] and outputs[i].error is None
+
+
+# -- the calls -----------------------------------------------------------------------------------------------
+
+
+def test_add_request_and_step(model: Path, prompts: list, expected: list) -> None:
+    with make(model) as llm:
+        ids = [llm.add_request(prompt, GREEDY) for prompt in prompts[:4]]
+        done = {}
+        while not llm.is_finished():
+            for output in llm.step():
+                done[output.request_id] = output["token_ids"]
+            if len(ids) == 4:  # one more while the others run
+                ids.append(llm.add_request({"prompt_token_ids": prompts[4]}, GREEDY))
+        assert [done[i] for i in ids] == expected[:5]
+
+
+def test_generate_refuses_to_mix_with_unfinished_requests(model: Path) -> None:
+    with make(model) as llm:
+        request = llm.add_request([5, 6], GREEDY)
+        with pytest.raises(RuntimeError, match=r"1 request\(s\) of add_request"):
+            llm.generate([[7]], GREEDY, use_tqdm=False)
+        assert llm.abort(request)["finish_reason"] == "abort"
+        assert len(llm.generate([[7]], GREEDY, use_tqdm=False)) == 1
+
+
+def test_abort_at_every_step(model: Path, prompts: list, expected: list) -> None:
+    for steps in range(0, 12):
+        with make(model, num_kvcache_blocks=30, max_num_batched_tokens=20) as llm:
+            ids = [llm.add_request(prompt, GREEDY) for prompt in prompts[:5]]
+            done = [output for _ in range(steps) for output in llm.step()]
+            aborted = llm.abort(ids[4])
+            assert aborted["token_ids"] == expected[4][: len(aborted["token_ids"])]
+            assert llm.abort(ids[4]) is None and llm.abort(10**9) is None
+            while not llm.is_finished():
+                done += llm.step()
+            assert {o.request_id: o["token_ids"] for o in done} == dict(
+                zip(ids[:4], expected[:4], strict=True)
+            )
+            assert llm.num_free_blocks == 30
+
+
+def test_outputs_read_like_both_rivals(model: Path) -> None:
+    with make(model) as llm:
+        (output,) = llm.generate([5, 6, 7], SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False)
+        assert output["token_ids"] == output.outputs[0].token_ids and len(output["token_ids"]) == 3
+        assert output["text"] == output.outputs[0].text == ""
+        assert output.prompt_token_ids == [5, 6, 7] and output.finished
+        assert dict(output)["finish_reason"] == output.outputs[0].finish_reason == "length"
+        with pytest.raises(KeyError, match="'logprobs'"):
+            output["logprobs"]
+        assert llm.generate([], use_tqdm=False) == []
+
+
+# -- the ends ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("after", [0, 1, 2, 5])
+@pytest.mark.parametrize("run_ahead", [True, False])
+def test_a_failing_step_leaves_a_usable_engine(
+    model: Path, prompts: list, expected: list, after: int, run_ahead: bool
+) -> None:
+    with make(model, async_scheduling=run_ahead) as llm:
+        launch, calls = llm._runner.launch, itertools.count()
+
+        def fail(batch: object) -> object:
+            if next(calls) == after:
+                raise RuntimeError("out of luck")
+            return launch(batch)
+
+        llm._runner.launch = fail
+        with pytest.raises(RuntimeError, match="out of luck"):
+            llm.generate(prompts, GREEDY, use_tqdm=False)
+        assert llm.is_finished()
+        assert tokens(llm.generate(prompts, GREEDY, use_tqdm=False)) == expected
+
+
+def test_ctrl_c_in_generate(model: Path, prompts: list, expected: list) -> None:
+    rng = random.Random(0)
+    long = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    with make(model, num_kvcache_blocks=40) as llm:
+        for _ in range(10):
+            timer = threading.Timer(rng.uniform(0, 0.1), os.kill, (os.getpid(), signal.SIGINT))
+            with pytest.raises(KeyboardInterrupt):  # noqa: PT012
+                timer.start()
+                while True:
+                    llm.generate(prompts, long, use_tqdm=False)
+            timer.join()
+            assert llm.is_finished() and llm.num_free_blocks == 40
+            assert tokens(llm.generate(prompts, GREEDY, use_tqdm=False)) == expected
+
+
+def test_close_del_and_a_second_engine(model: Path, prompts: list, expected: list) -> None:
+    first, second = make(model), make(model)
+    weights = weakref.ref(first._runner.model.lm_head.weight)
+    cache = weakref.ref(second._runner.kv_cache)
+    assert tokens(first.generate(prompts, GREEDY, use_tqdm=False)) == expected
+    first.close()
+    first.close()
+    first.exit()
+    assert weights() is None
+    with pytest.raises(EngineClosedError, match="closed"):
+        first.generate([[5]])
+    with pytest.raises(EngineClosedError):
+        first.step()
+    assert tokens(second.generate(prompts, GREEDY, use_tqdm=False)) == expected
+    del second
+    gc.collect()
+    assert cache() is None
+
+
+def test_with_closes_also_after_an_error(model: Path) -> None:
+    with pytest.raises(ZeroDivisionError), make(model) as llm:
+        _ = 1 / 0
+    with pytest.raises(EngineClosedError):
+        llm.is_finished()
+
+
+# -- bad input -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("bad", "error", "message"),
+    [
+        ([], ValueError, r"prompts\[1\] is empty"),
+        ("", ValueError, r"prompts\[1\] is empty"),
+        ("text", ValueError, r"prompts\[1\] is a text, and skip_tokenizer_init"),
+        (
+            [5, VOCAB_SIZE],
+            ValueError,
+            rf"prompts\[1\]: token id {VOCAB_SIZE} at position 1 .*0 to {VOCAB_SIZE - 1}",
+        ),
+        ([-1], ValueError, r"prompts\[1\]: token id -1 at position 0"),
+        ([5, 1.5], TypeError, r"prompts\[1\]: token id at position 1 .* 1.5"),
+        ([5, True], TypeError, r"prompts\[1\]: token id at position 1"),
+        ([5] * 65, ValueError, r"prompts\[1\]: the prompt has 65 tokens, and at most 64 fit"),
+        (None, TypeError, r"prompts\[1\] must be a text, a list of token ids or a dictionary, not None"),
+        ({"text": "x"}, ValueError, r"prompts\[1\] must have the key 'prompt' or 'prompt_token_ids'"),
+        ({"prompt_token_ids": []}, ValueError, r"prompts\[1\]\['prompt_token_ids'\] is empty"),
+        ({"prompt": 5, "prompt_token_ids": [5]}, TypeError, r"prompts\[1\]\['prompt'\] must be a text"),
+    ],
+)
+def test_a_bad_prompt_is_named_and_nothing_is_queued(
+    model: Path, bad: object, error: type[Exception], message: str
+) -> None:
+    with make(model) as llm:
+        with pytest.raises(error, match=message):
+            llm.generate([[5], bad], GREEDY, use_tqdm=False)
+        assert llm.is_finished()
+        assert len(llm.generate([[5]], GREEDY, use_tqdm=False)) == 1
+
+
+def test_a_bad_request_does_not_disturb_others(model: Path, prompts: list, expected: list) -> None:
+    with make(model) as llm:
+        request = llm.add_request(prompts[3], GREEDY)
+        llm.step()
+        for bad in ([], [VOCAB_SIZE], [5] * 100):
+            with pytest.raises(ValueError, match="the prompt"):
+                llm.add_request(bad, GREEDY)
+        outputs = []
+        while not llm.is_finished():
+            outputs += llm.step()
+        assert [(o.request_id, o["token_ids"]) for o in outputs] == [(request, expected[3])]
+
+
+def test_lists_of_unequal_length_and_wrong_types(model: Path) -> None:
+    with make(model) as llm:
+        with pytest.raises(ValueError, match="1 sampling_params for 2 prompts"):
+            llm.generate([[5], [6]], [GREEDY])
+        with pytest.raises(TypeError, match=r"sampling_params\[1\]"):
+            llm.generate([[5], [6]], [GREEDY, {"temperature": 0}])
+        with pytest.raises(TypeError, match="sampling_params must be"):
+            llm.generate([[5]], {"temperature": 0})
+        with pytest.raises(TypeError, match="prompts must be"):
+            llm.generate(5)
+        with pytest.raises(ValueError, match=rf"prompts\[0\] stop_token_ids: token id {VOCAB_SIZE}"):
+            llm.generate([[5]], SamplingParams(stop_token_ids=[VOCAB_SIZE]))
+        with pytest.raises(ValueError, match="no chat template"):
+            llm.chat([{"role": "user", "content": "Hi"}])
+
+
+def test_options_are_checked(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="did you mean 'max_num_seqs'"):
+        LLM(str(model), max_num_seq=4)
+    with pytest.raises(NotImplementedError, match="tensor_parallel_size=2"):
+        LLM(str(model), tensor_parallel_size=2)
+    with pytest.raises(ValueError, match="gpu_memory_utilization"):
+        LLM(str(model), gpu_memory_utilization=1.5)
+    with pytest.raises(ValueError, match="'flash_attn' cannot run here: it needs a CUDA device"):
+        make(model, attention_backend="flash_attn", device="cpu")
+    with pytest.raises(ModelLoadError, match="no tokenizer"):
+        LLM(str(model))
+    with pytest.raises(ValueError, match="does not exist"):
+        LLM(str(tmp_path / "nowhere"))
+    with pytest.raises(ModelLoadError, match=r"config\.json"):
+        LLM(str(tmp_path))
+
+
+def test_too_little_memory_says_how_much(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(KVCacheMemoryError, match=r"MiB.*gpu_memory_utilization.*num_kvcache_blocks"):
+        make(model, num_kvcache_blocks=10**9)
+    monkeypatch.setattr("nanovllm.device.Device.kv_cache_budget", lambda *_: 100)
+    with pytest.raises(KVCacheMemoryError, match=r"1 block\(s\) of 8 tokens need"):
+        make(model)

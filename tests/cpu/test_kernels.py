@@ -1,0 +1,178 @@
+"""Every Triton kernel, interpreted on CPU tensors, and its torch twin against exact computations."""
+
+from __future__ import annotations
+
+import kernel_cases as cases
+import pytest
+import torch
+from kernel_cases import BF16, F16, F32, Heads
+
+from nanovllm.kernels.compat import INTERPRET
+from nanovllm.kernels.decode_attention import paged_decode_attention
+from nanovllm.kernels.sampling import sample, sample_reference
+
+pytestmark = [
+    pytest.mark.skipif(not INTERPRET, reason="kernels are compiled here; tests/gpu runs these cases"),
+    pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),  # NumPy's
+]
+
+CPU = "cpu"
+SHAPES = [
+    Heads(2, 1, 64, 16),
+    Heads(2, 2, 24, 16),
+    Heads(8, 2, 80, 48),
+    Heads(20, 1, 8, 256, F16),  # more query heads for a KV head than one tile holds
+    Heads(4, 2, 128, 32, BF16),
+    Heads(2, 2, 256, 16, F16),
+]
+
+
+@pytest.mark.parametrize("heads", SHAPES, ids=str)
+def test_decode_around_block_boundaries(heads: Heads) -> None:
+    page = heads.page
+    cases.check_decode([1, page - 1, page, page + 1, 0, 2 * page, 3 * page + 1], heads, CPU)
+
+
+@pytest.mark.parametrize("contexts", [[511], [512, 513, 1], [1024, 0, 1030]], ids=str)
+def test_decode_around_chunk_boundaries(contexts: list[int]) -> None:
+    cases.check_decode(contexts, Heads(2, 1, 64, 16), CPU)
+
+
+def test_decode_merges_more_chunks_than_one_merge_tile() -> None:
+    # Among these heads are some whose highest score lies in the second merge tile, and some in the first.
+    cases.check_decode([20, 8692], Heads(16, 1, 16, 16), CPU)
+
+
+@pytest.mark.parametrize("sequences", [1, 3, 17, 97])
+def test_decode_batches(sequences: int) -> None:
+    cases.check_decode([(7 * row) % 40 for row in range(1, sequences + 1)], Heads(2, 1, 16, 16), CPU)
+
+
+def test_decode_of_padding_alone_is_zero() -> None:
+    cases.check_decode([0, 0, 0], Heads(2, 1, 16, 16), CPU)
+
+
+@pytest.mark.parametrize(
+    "heads",
+    [
+        Heads(2, 1, 64, 16),
+        Heads(3, 3, 24, 16),
+        Heads(2, 1, 80, 48, F16),
+        Heads(3, 1, 8, 256, F16),
+        Heads(4, 2, 128, 32, BF16),
+        Heads(2, 2, 256, 16, F16),
+    ],
+    ids=str,
+)
+def test_prefill(heads: Heads) -> None:
+    page = heads.page
+    lengths = [
+        (page - 1, page - 1),
+        (1, 1),
+        (page + 1, page + 1),
+        (5, 2 * page),
+        (1, page + 1),
+        (3, 0),
+        (2, 3),
+    ]
+    cases.check_prefill(lengths, heads, CPU)
+
+
+@pytest.mark.parametrize("lengths", [[(1, 200)], [(140, 140)], [(131, 259), (0, 5), (130, 131)]], ids=str)
+def test_prefill_over_several_tiles(lengths: list[tuple[int, int]]) -> None:
+    cases.check_prefill(lengths, Heads(2, 1, 64, 16), CPU)
+    cases.check_prefill(lengths, Heads(1, 1, 64, 16, BF16), CPU)
+
+
+@pytest.mark.parametrize("chunks", [[1], [7], [15, 16, 17], [100, 20]], ids=str)
+def test_prefill_bits_do_not_depend_on_chunks(chunks: list[int]) -> None:
+    length = 30 if chunks == [1] else 150
+    cases.check_chunked_prefill(length, chunks, Heads(2, 1, 32, 16), CPU)
+
+
+@pytest.mark.parametrize("heads", SHAPES, ids=str)
+@pytest.mark.parametrize("tokens", [1, 3, 17])
+def test_store_kvcache(tokens: int, heads: Heads) -> None:
+    cases.check_store(tokens, heads, CPU)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
+@pytest.mark.parametrize(("rows", "n"), [(1, 1), (3, 24), (17, 80), (33, 128), (5, 1000)])
+def test_rms_norm(rows: int, n: int, dtype: torch.dtype) -> None:
+    cases.check_rms_norm(rows, n, dtype, CPU)
+
+
+@pytest.mark.parametrize("norm", [False, True], ids=["plain", "norm"])
+@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
+@pytest.mark.parametrize(
+    ("tokens", "heads", "head_dim"), [(1, (1, 1), 8), (3, (14, 2), 80), (17, (3, 3), 24)]
+)
+def test_rope(tokens: int, heads: tuple[int, int], head_dim: int, dtype: torch.dtype, norm: bool) -> None:
+    cases.check_rope(tokens, *heads, head_dim, dtype, CPU, norm=norm)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
+@pytest.mark.parametrize(("rows", "n"), [(1, 1), (3, 24), (17, 1000), (2, 1025)])
+def test_silu_and_mul(rows: int, n: int, dtype: torch.dtype) -> None:
+    cases.check_silu(rows, n, dtype, CPU)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@pytest.mark.parametrize(("rows", "vocab"), [(1, 1), (3, 2), (17, 1000), (97, 257), (14, 4096), (7, 8193)])
+def test_sample(rows: int, vocab: int, dtype: torch.dtype) -> None:
+    cases.check_sample(rows, vocab, dtype, CPU)
+
+
+@pytest.mark.parametrize("vocab", [50, 5000])
+def test_sampling_rows_are_independent(vocab: int) -> None:
+    cases.check_sampling_rows_are_independent(17, vocab, CPU)
+
+
+@pytest.mark.parametrize("vocab", [3, 1000, 9000])
+def test_sampling_extremes(vocab: int) -> None:
+    cases.check_sampling_extremes(vocab, CPU)
+
+
+@pytest.mark.parametrize("sampler", cases.SAMPLERS)
+def test_sampling_keys(sampler: cases.Sampler) -> None:
+    cases.check_sampling_keys(sampler, CPU)
+
+
+def test_sampling_distribution() -> None:
+    cases.check_sampling_distribution(sample_reference, 20_000, CPU)
+
+
+def test_random_bits() -> None:
+    cases.check_random_bits(9, 3000, CPU)
+
+
+def test_dispatch_takes_the_twin_for_cpu_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("a CPU tensor reached Triton")
+
+    monkeypatch.setattr("nanovllm.kernels.sampling.sample_triton", refuse)
+    monkeypatch.setattr("nanovllm.kernels.decode_attention.paged_decode_attention_triton", refuse)
+    rows = cases.make_rows(3, CPU)
+    assert sample(torch.eye(3), torch.zeros(3), rows.seeds, rows.positions).tolist() == [0, 1, 2]
+    cache = cases.make_cache([5], Heads(2, 1, 8, 16), CPU)
+    q = torch.zeros(1, 2, 8)
+    out = paged_decode_attention(q, cache.k, cache.v, cache.tables, cache.contexts, 5, 1.0)
+    assert torch.allclose(out[0, 0], cache.values[0].mean(dim=(0, 1)), atol=1e-6)
+
+
+def test_empty_batches() -> None:
+    """No rows, no launch: a grid of size zero is an error on a device."""
+    heads = Heads(2, 1, 16, 16)
+    cases.check_store(0, heads, CPU)
+    cache = cases.make_cache([3], heads, CPU)
+    q = torch.zeros(0, 2, 16)
+    for attend in cases.DECODE:
+        assert attend(q, cache.k, cache.v, cache.tables[:0], cache.contexts[:0], 0, 1.0).shape == q.shape
+    bounds = torch.zeros(1, dtype=torch.int32)
+    for attend in cases.PREFILL:
+        assert (
+            attend(q, cache.k, cache.v, cache.tables[:0], bounds, cache.contexts[:0], 0, 1.0).shape == q.shape
+        )
+    rows = cases.make_rows(0, CPU)
+    for sampler in cases.SAMPLERS:
+        assert sampler(torch.zeros(0, 9), *rows.pick(cases.ALL)).shape == (0,)

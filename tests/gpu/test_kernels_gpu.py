@@ -1,0 +1,186 @@
+"""The compiled Triton kernels on a CUDA device: the CPU tests' checkers, a CUDA graph, a huge cache."""
+
+from __future__ import annotations
+
+import kernel_cases as cases
+import pytest
+import torch
+from kernel_cases import BF16, F16, F32, Heads
+
+from nanovllm.kernels.decode_attention import paged_decode_attention, paged_decode_attention_reference
+from nanovllm.kernels.sampling import sample
+from nanovllm.kernels.store_kvcache import store_kvcache
+
+pytestmark = pytest.mark.gpu
+
+GPU = "cuda"
+SHAPES = [
+    Heads(16, 8, 128, 256, BF16),
+    Heads(16, 8, 128, 16, BF16),
+    Heads(32, 8, 128, 16, F16),
+    Heads(64, 8, 64, 32, BF16),
+    Heads(14, 2, 64, 16, F32),
+    Heads(20, 1, 80, 48, BF16),  # more query heads for a KV head than one tile holds
+    Heads(6, 3, 24, 16, BF16),
+    Heads(8, 8, 256, 16, BF16),
+    Heads(4, 2, 128, 16, F32),
+    Heads(4, 2, 256, 16, F32),
+    Heads(2, 2, 8, 16, F16),
+]
+MIXED = [1, 15, 16, 17, 0, 127, 128, 129, 255, 256, 257, 511, 512, 513, 1024, 1025, 2048, 3000]
+
+
+@pytest.mark.parametrize("heads", SHAPES, ids=str)
+def test_decode(heads: Heads) -> None:
+    cases.check_decode(MIXED, heads, GPU)
+
+
+@pytest.mark.parametrize("sequences", [1, 3, 17, 97, 256])
+def test_decode_batches(sequences: int) -> None:
+    cases.check_decode([(397 * row) % 2049 for row in range(1, sequences + 1)], SHAPES[0], GPU)
+
+
+@pytest.mark.parametrize("context", [8191, 8192, 8193, 20_000])
+def test_decode_of_a_long_context(context: int) -> None:
+    cases.check_decode([context], SHAPES[0], GPU)
+
+
+def test_decode_of_padding_alone_is_zero() -> None:
+    cases.check_decode([0, 0, 0], SHAPES[0], GPU)
+
+
+@pytest.mark.parametrize("heads", SHAPES, ids=str)
+def test_prefill(heads: Heads) -> None:
+    lengths = [(1, 1), (63, 63), (129, 129), (1, 700), (200, 713), (0, 9), (4, 0), (128, 1024), (577, 577)]
+    cases.check_prefill(lengths, heads, GPU)
+
+
+@pytest.mark.parametrize("heads", [SHAPES[0], SHAPES[3], SHAPES[4], SHAPES[7]], ids=str)
+@pytest.mark.parametrize("chunks", [[1, 400], [7], [255, 256, 257], [1000, 20]], ids=str)
+def test_prefill_bits_do_not_depend_on_chunks(chunks: list[int], heads: Heads) -> None:
+    cases.check_chunked_prefill(1111, chunks, heads, GPU)
+
+
+@pytest.mark.parametrize("heads", SHAPES, ids=str)
+@pytest.mark.parametrize("tokens", [1, 3, 17, 97])
+def test_store_kvcache(tokens: int, heads: Heads) -> None:
+    cases.check_store(tokens, heads, GPU)
+
+
+def test_slots_beyond_32_bits_of_elements() -> None:
+    """A cache of more than 2**31 elements is written and read at its far end."""
+    heads = Heads(2, 1, 128, 256, BF16)
+    blocks = 2**31 // (heads.page * heads.head_dim) + 3
+    cells = blocks * heads.page * heads.head_dim * 2
+    if torch.cuda.mem_get_info()[0] < 5 * cells:
+        pytest.skip("needs 22 GB of device memory")
+    k_cache = torch.empty((blocks, heads.page, 1, heads.head_dim), dtype=BF16, device=GPU)
+    v_cache = torch.empty_like(k_cache)
+    last = blocks * heads.page - 1
+    key = torch.zeros(2, 1, heads.head_dim, dtype=BF16, device=GPU)
+    value = cases.randn(2, 1, heads.head_dim, dtype=BF16, device=GPU)
+    slots = torch.tensor([last - heads.page + 1, last - heads.page + 2], dtype=torch.int32, device=GPU)
+    store_kvcache(key, value, k_cache, v_cache, slots)
+    table = torch.tensor([[blocks - 1]], dtype=torch.int32, device=GPU)
+    context = torch.tensor([2], dtype=torch.int32, device=GPU)
+    q = torch.zeros(1, 2, heads.head_dim, dtype=BF16, device=GPU)
+    out = paged_decode_attention(q, k_cache, v_cache, table, context, 2, 1.0)
+    cases.assert_near(out[0, 1], value.double().mean(dim=(0, 1)))
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
+@pytest.mark.parametrize(
+    ("rows", "n"), [(1, 1), (97, 80), (1000, 128), (300, 1000), (256, 1024), (17, 16384)]
+)
+def test_rms_norm(rows: int, n: int, dtype: torch.dtype) -> None:
+    cases.check_rms_norm(rows, n, dtype, GPU)
+
+
+@pytest.mark.parametrize("norm", [False, True], ids=["plain", "norm"])
+@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
+@pytest.mark.parametrize(
+    ("tokens", "heads", "head_dim"),
+    [(1, (16, 8), 128), (97, (14, 2), 80), (17, (3, 3), 24), (1000, (64, 8), 64), (33, (32, 8), 256)],
+)
+def test_rope(tokens: int, heads: tuple[int, int], head_dim: int, dtype: torch.dtype, norm: bool) -> None:
+    cases.check_rope(tokens, *heads, head_dim, dtype, GPU, norm=norm)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
+@pytest.mark.parametrize(("rows", "n"), [(1, 1), (97, 1000), (256, 3072), (17, 12289)])
+def test_silu_and_mul(rows: int, n: int, dtype: torch.dtype) -> None:
+    cases.check_silu(rows, n, dtype, GPU)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
+@pytest.mark.parametrize(("rows", "vocab"), [(1, 1), (97, 257), (14, 4096), (17, 8193), (256, 151_936)])
+def test_sample(rows: int, vocab: int, dtype: torch.dtype) -> None:
+    cases.check_sample(rows, vocab, dtype, GPU)
+
+
+@pytest.mark.parametrize("vocab", [50, 151_936])
+def test_sampling_rows_are_independent(vocab: int) -> None:
+    cases.check_sampling_rows_are_independent(97, vocab, GPU)
+
+
+@pytest.mark.parametrize("vocab", [3, 9000, 151_936])
+def test_sampling_extremes(vocab: int) -> None:
+    cases.check_sampling_extremes(vocab, GPU)
+
+
+@pytest.mark.parametrize("sampler", cases.SAMPLERS)
+def test_sampling_keys(sampler: cases.Sampler) -> None:
+    cases.check_sampling_keys(sampler, GPU)
+
+
+@pytest.mark.parametrize("sampler", cases.SAMPLERS)
+def test_sampling_distribution(sampler: cases.Sampler) -> None:
+    cases.check_sampling_distribution(sampler, 200_000, GPU)
+
+
+def test_random_bits() -> None:
+    cases.check_random_bits(97, 5000, GPU)
+
+
+def test_a_cuda_graph_replays_decode_and_sampling() -> None:
+    """Captured once with a loose bound, replayed after the inputs changed in place."""
+    heads = SHAPES[0]
+    first, second = [2000, 5, 0, 900], [17, 1500, 513, 0]
+    caches = [cases.make_cache(contexts, heads, GPU) for contexts in (first, second)]
+    width = max(cache.tables.shape[1] for cache in caches)
+    tables = [torch.nn.functional.pad(c.tables, (0, width - c.tables.shape[1]), value=-1) for c in caches]
+    blocks = max(len(cache.k) for cache in caches)
+    k, v = (
+        torch.empty((blocks, *cache.shape[1:]), dtype=BF16, device=GPU)
+        for cache in (caches[0].k, caches[0].v)
+    )
+    table, context = tables[0].clone(), caches[0].contexts.clone()
+    q = cases.fused_queries(4, heads, GPU)
+    logits = cases.randn(4, 5000, dtype=BF16, device=GPU)
+    rows = cases.make_rows(4, GPU, (0.0, 1.0))
+
+    def load(index: int) -> None:
+        k[: len(caches[index].k)] = caches[index].k
+        v[: len(caches[index].v)] = caches[index].v
+        table.copy_(tables[index])
+        context.copy_(caches[index].contexts)
+
+    def step() -> tuple[torch.Tensor, torch.Tensor]:
+        return paged_decode_attention(q, k, v, table, context, 4096, 0.1), sample(
+            logits, *rows.pick(cases.ALL)
+        )
+
+    load(0)
+    step()  # compiles, which a capture must not
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, ids = step()
+    for index in (1, 0, 1):
+        load(index)
+        rows.positions.add_(1)
+        graph.replay()
+        expected_out, expected_ids = step()
+        assert torch.equal(out, expected_out)
+        assert torch.equal(ids, expected_ids)
+        twin = paged_decode_attention_reference(q, k, v, table, context, 4096, 0.1)
+        cases.assert_near(out, twin)

@@ -1,0 +1,438 @@
+"""Checkers of the kernels for any device: interpreted for the CPU tests, compiled for the GPU tests.
+
+A checker runs the Triton launcher and the torch twin and holds both against a computation of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from nanovllm.kernels.activation import silu_and_mul_reference, silu_and_mul_triton
+from nanovllm.kernels.compat import jit, tl
+from nanovllm.kernels.decode_attention import paged_decode_attention_reference, paged_decode_attention_triton
+from nanovllm.kernels.prefill_attention import (
+    paged_prefill_attention_reference,
+    paged_prefill_attention_triton,
+)
+from nanovllm.kernels.rms_norm import (
+    add_rms_norm_reference,
+    add_rms_norm_triton,
+    rms_norm_reference,
+    rms_norm_triton,
+)
+from nanovllm.kernels.rotary import qk_norm_rope_reference, qk_norm_rope_triton
+from nanovllm.kernels.sampling import (
+    random_bits,
+    random_bits_reference,
+    sample_reference,
+    sample_triton,
+)
+from nanovllm.kernels.store_kvcache import store_kvcache_reference, store_kvcache_triton
+
+F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+DECODE = (paged_decode_attention_triton, paged_decode_attention_reference)
+PREFILL = (paged_prefill_attention_triton, paged_prefill_attention_reference)
+SAMPLERS = (sample_triton, sample_reference)
+TOLERANCE = {F32: 1e-5, F16: 4e-3, BF16: 3e-2}  # a few roundings; the interpreter truncates to bfloat16
+
+
+def assert_near(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    """Every element is as near to the exact `expected` as its dtype allows for values of its row's size."""
+    expected = expected.double()
+    size = expected.abs() + expected.square().mean(dim=-1, keepdim=True).sqrt()
+    bound = TOLERANCE[actual.dtype] * size + torch.finfo(actual.dtype).tiny
+    excess = (actual.double() - expected).abs() - bound
+    assert (excess <= 0).all(), excess.max()  # NaN fails
+
+
+def randn(*shape: int, dtype: torch.dtype, device: str, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
+
+
+# ---- paged attention ----
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The shape of a cache and of the queries that meet it."""
+
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    page: int
+    dtype: torch.dtype = F32
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{self.q_heads}q{self.kv_heads}kv-d{self.head_dim}-p{self.page}-{dtype}"
+
+
+@dataclass(frozen=True)
+class PagedCache:
+    """Random contexts in scattered pages. Cells of no context, and a page before and after, are NaN."""
+
+    k: torch.Tensor  # [num_blocks, page, kv_heads, head_dim]
+    v: torch.Tensor
+    tables: torch.Tensor  # [S, W] int32
+    contexts: torch.Tensor  # [S] int32
+    keys: list[torch.Tensor]  # per sequence [context, kv_heads, head_dim]
+    values: list[torch.Tensor]
+
+
+def guarded(num_blocks: int, heads: Heads, device: str) -> torch.Tensor:
+    """A NaN-filled buffer of num_blocks pages plus one before and one after."""
+    shape = (num_blocks + 2, heads.page, heads.kv_heads, heads.head_dim)
+    return torch.full(shape, math.nan, dtype=heads.dtype, device=device)
+
+
+def make_cache(contexts: Sequence[int], heads: Heads, device: str, seed: int = 0) -> PagedCache:
+    counts = [-(-context // heads.page) for context in contexts]
+    num_blocks = sum(counts) + 3
+    order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(seed)).to(torch.int32)
+    tables = torch.full((len(contexts), max(counts) + 2), -1, dtype=torch.int32)
+    k, v = (guarded(num_blocks, heads, device)[1:-1] for _ in range(2))
+    keys, values = [], []
+    used = 0
+    for row, (context, count) in enumerate(zip(contexts, counts, strict=True)):
+        tables[row, :count] = order[used : used + count]
+        used += count
+        shape = (context, heads.kv_heads, heads.head_dim)
+        keys.append(randn(*shape, dtype=heads.dtype, device=device, seed=seed + 2 * row))
+        values.append(randn(*shape, dtype=heads.dtype, device=device, seed=seed + 2 * row + 1))
+        positions = torch.arange(context)
+        slots = tables[row, positions // heads.page].long() * heads.page + positions % heads.page
+        k.flatten(0, 1)[slots.to(device)] = keys[-1]
+        v.flatten(0, 1)[slots.to(device)] = values[-1]
+    lengths = torch.tensor(contexts, dtype=torch.int32, device=device)
+    return PagedCache(k, v, tables.to(device), lengths, keys, values)
+
+
+def naive_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+    """Exact causal attention of the last n positions: q [n, q_heads, d], k and v [context, kv_heads, d]."""
+    group = q.shape[1] // max(k.shape[1], 1)
+    k, v = (x.double().repeat_interleave(group, dim=1) for x in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q.double(), k) * scale
+    future = torch.ones(len(q), len(k), dtype=torch.bool, device=q.device).triu(len(k) - len(q) + 1)
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(future, -math.inf).softmax(-1), v)
+
+
+def fused_queries(tokens: int, heads: Heads, device: str, seed: int = 99) -> torch.Tensor:
+    """Queries as a strided view, the way they lie in the output of a fused projection."""
+    wide = randn(
+        tokens,
+        heads.q_heads + 2 * heads.kv_heads,
+        heads.head_dim,
+        dtype=heads.dtype,
+        device=device,
+        seed=seed,
+    )
+    return wide[:, : heads.q_heads]
+
+
+def check_decode(contexts: Sequence[int], heads: Heads, device: str) -> None:
+    """Both are right; neither the bound on the context nor the batch changes a bit of the kernel's result."""
+    cache = make_cache(contexts, heads, device)
+    q = fused_queries(len(contexts), heads, device)
+    scale = heads.head_dim**-0.5
+    expected = torch.zeros(q.shape, dtype=torch.float64, device=device)
+    for row, context in enumerate(contexts):
+        if context:
+            expected[row] = naive_attention(q[row : row + 1], cache.keys[row], cache.values[row], scale)[0]
+    longest = max(contexts)
+    for attend in DECODE:
+        out = attend(q, cache.k, cache.v, cache.tables, cache.contexts, longest, scale)
+        assert out.shape == q.shape
+        assert out.is_contiguous()
+        assert_near(out, expected)
+        assert not out[cache.contexts == 0].any()
+    run = paged_decode_attention_triton
+    out = run(q, cache.k, cache.v, cache.tables, cache.contexts, longest, scale)
+    loose = run(q, cache.k, cache.v, cache.tables, cache.contexts, longest + 700, scale)
+    assert torch.equal(loose, out)
+    for row in {0, len(contexts) // 2, len(contexts) - 1}:
+        one = slice(row, row + 1)
+        alone = run(
+            q[one], cache.k, cache.v, cache.tables[one], cache.contexts[one], max(1, contexts[row]), scale
+        )
+        assert torch.equal(alone, out[one])
+
+
+def check_prefill(lengths: Sequence[tuple[int, int]], heads: Heads, device: str) -> None:
+    """`lengths` holds (new tokens, context) per sequence; each query attends to exactly what it may see."""
+    cache = make_cache([context for _, context in lengths], heads, device)
+    new = torch.tensor([0, *(queries for queries, _ in lengths)])
+    bounds = new.cumsum(0).to(device, torch.int32)
+    q = fused_queries(int(new.sum()), heads, device)
+    scale = heads.head_dim**-0.5
+    expected = torch.zeros(q.shape, dtype=torch.float64, device=device)
+    for row, (queries, context) in enumerate(lengths):
+        begin = int(bounds[row])
+        if context:
+            expected[begin : begin + queries] = naive_attention(
+                q[begin : begin + queries], cache.keys[row], cache.values[row], scale
+            )
+    for attend in PREFILL:
+        out = attend(q, cache.k, cache.v, cache.tables, bounds, cache.contexts, int(new.max()), scale)
+        assert out.shape == q.shape
+        assert out.is_contiguous()
+        assert_near(out, expected)
+
+
+def check_chunked_prefill(length: int, chunks: Sequence[int], heads: Heads, device: str) -> None:
+    """A prompt cut into `chunks` (the last repeats) gives the kernel's result in one piece.
+
+    Bit for bit on a device; the interpreter uses BLAS, which rounds by a row's place in its tile.
+    """
+    cache = make_cache([length], heads, device)
+    q = fused_queries(length, heads, device)
+
+    def run(begin: int, end: int) -> torch.Tensor:
+        bounds = torch.tensor([0, end - begin], dtype=torch.int32, device=device)
+        context = torch.tensor([end], dtype=torch.int32, device=device)
+        return paged_prefill_attention_triton(
+            q[begin:end], cache.k, cache.v, cache.tables, bounds, context, end - begin, heads.head_dim**-0.5
+        )
+
+    pieces, begin = [], 0
+    while begin < length:
+        end = min(length, begin + chunks[min(len(pieces), len(chunks) - 1)])
+        pieces.append(run(begin, end))
+        begin = end
+    whole = run(0, length)
+    tolerance = 0.0 if whole.is_cuda else 1e-6
+    torch.testing.assert_close(torch.cat(pieces), whole, rtol=tolerance, atol=tolerance)
+
+
+def check_store(tokens: int, heads: Heads, device: str, *, num_blocks: int = 9) -> None:
+    """Exactly the named slots change, in the whole cache and around it; negative slots change nothing."""
+    capacity = num_blocks * heads.page
+    slots = torch.randperm(capacity, generator=torch.Generator().manual_seed(tokens))[:tokens]
+    slots[::3] = -1
+    slots[-1:] = capacity - 1 if capacity - 1 not in slots else slots[-1]
+    wide = randn(tokens, 3, heads.kv_heads, heads.head_dim, dtype=heads.dtype, device=device)
+    key, value = wide[:, 1], wide[:, 2]  # views, as of a fused projection
+    for store in (store_kvcache_triton, store_kvcache_reference):
+        buffers = [guarded(num_blocks, heads, device) for _ in range(2)]
+        expected = [buffer.clone() for buffer in buffers]
+        for target, source in zip(expected, (key, value), strict=True):
+            for token, slot in enumerate(slots.tolist()):
+                if slot >= 0:
+                    target[1 + slot // heads.page, slot % heads.page] = source[token]
+        store(key, value, buffers[0][1:-1], buffers[1][1:-1], slots.to(device, torch.int32))
+        for buffer, target in zip(buffers, expected, strict=True):
+            torch.testing.assert_close(buffer, target, rtol=0, atol=0, equal_nan=True)
+
+
+# ---- row-wise kernels ----
+
+
+def exact_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    wide = x.double()
+    return wide / (wide.square().mean(-1, keepdim=True) + eps).sqrt() * weight.double()
+
+
+def check_rms_norm(rows: int, n: int, dtype: torch.dtype, device: str) -> None:
+    """On a strided matrix, on a 3-d tensor, and fused with the residual add."""
+    eps = 1e-6
+    weight = 1 + 0.1 * randn(n, dtype=dtype, device=device, seed=1)
+    x = randn(rows, 2 * n, dtype=dtype, device=device)[:, n:]
+    residual = randn(rows, 3 * n, dtype=dtype, device=device, seed=2)[:, :n]
+    for norm in (rms_norm_triton, rms_norm_reference):
+        assert_near(norm(x, weight, eps), exact_rms_norm(x, weight, eps))
+        deep = x.reshape(rows, 1, n).expand(rows, 2, n).contiguous()
+        out = norm(deep, weight, eps)
+        assert out.shape == deep.shape
+        assert_near(out, exact_rms_norm(deep, weight, eps))
+        assert not norm(torch.zeros_like(x), weight, eps).any()
+    kept = residual.clone()
+    for norm in (add_rms_norm_triton, add_rms_norm_reference):
+        out, total = norm(x, residual, weight, eps)
+        assert torch.equal(residual, kept)
+        assert_near(total, x.double() + residual.double())
+        assert_near(out, exact_rms_norm(total, weight, eps))
+
+
+def check_rope(
+    tokens: int, q_heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: str, *, norm: bool
+) -> None:
+    """Against a rotation of complex numbers in float64, on views of a fused projection."""
+    half, eps = head_dim // 2, 1e-6
+    angles = torch.outer(torch.arange(50.0), 1 / 100 ** (torch.arange(half) / half)).to(device)
+    table = torch.cat((angles.cos(), angles.sin()), dim=-1)
+    wide = randn(tokens, q_heads + 2 * kv_heads, head_dim, dtype=dtype, device=device)
+    q, k = wide[:, :q_heads], wide[:, q_heads : q_heads + kv_heads]
+    q_weight, k_weight = (
+        1 + 0.1 * randn(head_dim, dtype=dtype, device=device, seed=seed) if norm else None for seed in (1, 2)
+    )
+    positions = torch.randint(50, (tokens,), generator=torch.Generator().manual_seed(3)).to(device)
+
+    def exact(x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+        x = x.double() if weight is None else exact_rms_norm(x, weight, eps)
+        turn = torch.polar(torch.ones_like(angles), angles).to(torch.complex128)[positions][:, None]
+        turned = torch.complex(x[..., :half], x[..., half:]) * turn
+        return torch.cat((turned.real, turned.imag), dim=-1)
+
+    for rope in (qk_norm_rope_triton, qk_norm_rope_reference):
+        for index_dtype in (torch.int32, torch.int64):
+            q_out, k_out = rope(q, k, positions.to(index_dtype), table, q_weight, k_weight, eps)
+            assert q_out.is_contiguous()
+            assert k_out.is_contiguous()
+            assert_near(q_out, exact(q, q_weight))
+            assert_near(k_out, exact(k, k_weight))
+
+
+def check_silu(rows: int, n: int, dtype: torch.dtype, device: str) -> None:
+    x = randn(rows, 2 * n + 8, dtype=dtype, device=device)[:, : 2 * n]
+    x[0, 0], x[-1, n - 1] = 60.0, -60.0
+    gate, up = x[:, :n].double(), x[:, n:].double()
+    for silu in (silu_and_mul_triton, silu_and_mul_reference):
+        assert_near(silu(x), gate * torch.sigmoid(gate) * up)
+
+
+# ---- sampling ----
+
+TEMPERATURES = (0.0, 1e-8, 1e-4, 0.01, 0.6, 1.0, 5.0)
+Sampler = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The columns of a sampling call beside its logits."""
+
+    temperature: torch.Tensor
+    seeds: torch.Tensor
+    positions: torch.Tensor
+
+    def pick(self, index: torch.Tensor | slice) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self.temperature[index], self.seeds[index], self.positions[index]
+
+
+def make_rows(count: int, device: str, temperatures: Sequence[float] = TEMPERATURES) -> Rows:
+    generator = torch.Generator().manual_seed(count)
+    temperature = torch.tensor([temperatures[i % len(temperatures)] for i in range(count)], dtype=F32)
+    seeds = torch.randint(-(2**63), 2**63 - 1, (count,), generator=generator)
+    positions = torch.randint(0, 2**31 - 1, (count,), generator=generator, dtype=torch.int32)
+    return Rows(temperature.to(device), seeds.to(device), positions.to(device))
+
+
+ALL = slice(None)
+
+
+def check_sample(count: int, vocab: int, dtype: torch.dtype, device: str) -> None:
+    """Each id has its row's best score, up to rounding; a greedy row has the first of the largest logits."""
+    rows = make_rows(count, device)
+    bits = random_bits_reference(rows.seeds, rows.positions, vocab)
+    gumbel = -torch.log(-torch.log(((bits >> 9).double() + 0.5) * 2.0**-23))
+    temperature = rows.temperature.double()[:, None]
+    for spread in (3.0, 0.0):  # with 0 all is noise, and each block of the vocabulary wins somewhere
+        logits = (spread * randn(count, vocab + 5, dtype=F32, device=device)).to(dtype)
+        logits[:, vocab:] = 1e4  # would win if it were read
+        logits = logits[:, :vocab]
+        scores = torch.where(temperature < 1e-5, logits.double(), logits.double() + temperature * gumbel)
+        for sampler in SAMPLERS:
+            ids = sampler(logits, *rows.pick(ALL))
+            assert ids.dtype == torch.int64
+            shortfall = scores.amax(-1) - scores.gather(-1, ids[:, None])[:, 0]
+            assert (shortfall <= 1e-5 * (1 + rows.temperature)).all()
+            greedy = rows.temperature < 1e-5
+            assert torch.equal(ids[greedy], logits[greedy].argmax(-1))
+
+
+def check_sampling_rows_are_independent(count: int, vocab: int, device: str) -> None:
+    """A row alone, in a shuffled batch, and beside rows that hold NaN gives the same id."""
+    logits = randn(count, vocab, dtype=F32, device=device)
+    rows = make_rows(count, device, (0.0, 0.7, 1.3))
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(1)).to(device)
+    bad = torch.arange(count, device=device) % 4 == 1
+    spoilt = logits.clone()
+    spoilt[bad, vocab // 2] = math.nan
+    for sampler in SAMPLERS:
+        ids = sampler(logits, *rows.pick(ALL))
+        assert torch.equal(sampler(logits[order], *rows.pick(order)), ids[order])
+        one = slice(count // 2, count // 2 + 1)
+        assert torch.equal(sampler(logits[one], *rows.pick(one)), ids[one])
+        assert torch.equal(sampler(spoilt, *rows.pick(ALL)), ids.masked_fill(bad, -1))
+
+
+def check_sampling_extremes(vocab: int, device: str) -> None:
+    """Bad rows give -1, ties the lowest index, masked tokens never win, and no finite logit is too large."""
+    inf, nan, last = math.inf, math.nan, vocab - 1
+    cases: list[
+        tuple[dict[int, float], float, int]
+    ] = [  # logits that differ from the base, base, expected id
+        ({0: nan}, 0.0, -1),
+        ({last: nan}, 0.0, -1),
+        ({last: inf}, 0.0, -1),
+        ({0: nan, last: inf}, -inf, -1),
+        ({}, -inf, -1),
+        ({last: -1e30}, -inf, last),
+        ({last: 3.4e38}, -3.4e38, last),
+        ({last // 2: 3.4e38, last: 3.4e38}, 0.0, last // 2),
+        ({last: 1e3}, -inf, last),
+    ]
+    logits = torch.full((len(cases), vocab), 0.0, device=device)
+    for row, (cells, base, _) in enumerate(cases):
+        logits[row] = base
+        for column, value in cells.items():
+            logits[row, column] = value
+    expected = torch.tensor([case[2] for case in cases], device=device)
+    for temperature in (0.0, 1e-8, 1e-4, 1.0):
+        rows = make_rows(len(cases), device, (temperature,))
+        for sampler in SAMPLERS:
+            ids = sampler(logits, *rows.pick(ALL))
+            # Two equal logits are a tie for a greedy row, a fair coin for any other.
+            tie = (ids == last) & (logits[:, last // 2] == logits[:, last]) & (temperature >= 1e-5)
+            assert torch.equal(ids.masked_fill(tie, last // 2), expected), temperature
+
+
+def check_sampling_keys(sampler: Sampler, device: str) -> None:
+    """Each word of the seed and the position changes the draw; equal keys repeat it."""
+    count, vocab = 8, 4000
+    logits = torch.zeros(count, vocab, device=device)
+    temperature = torch.ones(count, device=device)
+    seeds = torch.tensor([0, 0, 1, 1 << 32, -1, 0, 7 << 40, 0], device=device)
+    positions = torch.tensor([0, 1, 0, 0, 0, 2**31 - 1, 0, 0], dtype=torch.int32, device=device)
+    ids = sampler(logits, temperature, seeds, positions).tolist()
+    assert ids[0] == ids[7]
+    assert len(set(ids[:7])) == 7
+
+
+def check_sampling_distribution(sampler: Sampler, draws: int, device: str) -> None:
+    """Chi-square against softmax of draws that differ in their position, and in either word of their seed."""
+    logits = torch.linspace(-3, 3, 32, device=device)
+    many = logits.expand(draws, -1).contiguous()
+    counter = torch.arange(draws, device=device)
+    fixed = torch.full_like(counter, 1234)
+    for temperature in (0.5, 1.0, 2.0):
+        expected = draws * (logits.double() / temperature).softmax(-1)
+        for seeds, positions in ((fixed, counter), (counter, fixed), (counter * 2**32, fixed)):
+            column = torch.full((draws,), temperature, device=device)
+            ids = sampler(many, column, seeds, positions.int())
+            observed = torch.bincount(ids, minlength=len(logits)).double()
+            chi_square = ((observed - expected).square() / expected).sum().item()
+            assert chi_square < 70, (temperature, chi_square)  # 31 degrees of freedom: p = 8e-5
+
+
+@jit()
+def _bits_kernel(
+    seeds_ptr: tl.tensor, positions_ptr: tl.tensor, out_ptr: tl.tensor, vocab: int, BLOCK: tl.constexpr
+) -> None:
+    row = tl.program_id(0)
+    index = tl.arange(0, BLOCK)
+    bits = random_bits(tl.load(seeds_ptr + row), tl.load(positions_ptr + row), index)
+    tl.store(out_ptr + row * vocab + index, bits.to(tl.int64), mask=index < vocab)
+
+
+def check_random_bits(count: int, vocab: int, device: str) -> None:
+    """Kernel and twin draw the very same bits, and each bit is set about half the time."""
+    rows = make_rows(count, device)
+    out = torch.empty((count, vocab), dtype=torch.int64, device=device)
+    _bits_kernel[(count,)](rows.seeds, rows.positions, out, vocab, BLOCK=1 << (vocab - 1).bit_length())
+    expected = random_bits_reference(rows.seeds, rows.positions, vocab)
+    assert torch.equal(out, expected)
+    share = torch.stack([(expected >> bit & 1).double().mean() for bit in range(32)])
+    assert (share - 0.5).abs().max() < 3 / math.sqrt(expected.numel())
