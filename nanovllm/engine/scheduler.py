@@ -173,7 +173,8 @@ class Scheduler:
         if first and len(self._free_slots) < min(len(self.waiting), len(self.running) // 8):
             return None
         seq = self.waiting[0]
-        if seq.num_pending_tokens or not self.block_manager.allocate(seq):
+        assert not seq.num_pending_tokens, "a preempted sequence's last token is known one step later"
+        if not self.block_manager.allocate(seq):
             return None
         self.waiting.popleft()
         self.running.append(seq)

@@ -59,10 +59,15 @@ def attend_tile(
     cells = slots[:, None] * TOKEN_STRIDE + dims[None, :]
     k = tl.load(k_ptr + cells, mask=readable, other=0.0)
     scores = dot(q, tl.trans(k), tl.zeros((q.shape[0], BLOCK_N), tl.float32), INTERPRET) * scale_log2
+    # Masking leaves the exponent's own arithmetic alone, so that a row has the same bits in either kind of tile:
+    # `scores - new_top` is contracted with the product above, and a mask between the two would prevent that.
     if MASKED:
-        scores = tl.where(positions[None, :] <= last[:, None], scores, float("-inf"))
-    new_top = tl.maximum(top, tl.max(scores, axis=1))
-    weights = tl.exp2(scores - new_top[:, None])
+        seen = positions[None, :] <= last[:, None]
+        new_top = tl.maximum(top, tl.max(tl.where(seen, scores, float("-inf")), axis=1))
+        weights = tl.where(seen, tl.exp2(scores - new_top[:, None]), 0.0)
+    else:
+        new_top = tl.maximum(top, tl.max(scores, axis=1))
+        weights = tl.exp2(scores - new_top[:, None])
     decay = tl.exp2(top - new_top)
     total = total * decay + tl.sum(weights, axis=1)
     v = tl.load(v_ptr + cells, mask=readable, other=0.0)

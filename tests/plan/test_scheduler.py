@@ -164,6 +164,30 @@ def test_hash_collisions_never_share(monkeypatch: pytest.MonkeyPatch) -> None:
     run_all(loop, [[i] * 9 for i in range(1, 9)], [params] * 8)
 
 
+def test_nothing_is_shared_behind_a_collision(monkeypatch: pytest.MonkeyPatch) -> None:
+    """First blocks collide, second ones do not: the loser's second block must not appear behind the winner's."""
+    original = block_manager_module.block_key
+    monkeypatch.setattr(
+        block_manager_module, "block_key", lambda parent, tokens: original(parent, tokens if parent else b"")
+    )
+    loop = make_loop()
+    params = SamplingParams(max_tokens=3, ignore_eos=True)
+    run_all(loop, [[1] * 4 + [8]], [params])
+    run_all(loop, [[2] * 4 + [9] * 4 + [5]], [params])
+    run_all(loop, [[1] * 4 + [9] * 4 + [5]], [params])
+    assert loop.finished[2].num_cached_tokens == 4
+
+
+def test_the_end_of_a_prompt_is_reused_before_its_beginning() -> None:
+    loop = make_loop(num_blocks=8, max_model_len=32)
+    params = SamplingParams(max_tokens=1)
+    prompt = list(range(1, 26))
+    run_all(loop, [prompt], [params])  # six full blocks stay cached, one block is free
+    run_all(loop, [[40] * 14], [params])  # takes four: the free one, the seventh, and the last two cached ones
+    run_all(loop, [prompt], [params])
+    assert loop.finished[2].num_cached_tokens == 16
+
+
 def test_a_block_after_another_parent_is_no_hit() -> None:
     """Equal tokens behind a different beginning, with the hash blind to the parent: the chain id decides."""
     loop = make_loop()
