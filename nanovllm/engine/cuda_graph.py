@@ -33,13 +33,13 @@ class CUDAGraphs:
         self.sizes = sizes
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
         pool = torch.cuda.graph_pool_handle()
-        stream = torch.cuda.Stream(device)
         for size in tqdm(sizes[::-1], "Capturing CUDA graphs", disable=not progress, leave=False):
             run_step = make_step(size)
             run_step()  # compiles kernels and makes library handles, which must not happen in a capture
             torch.cuda.synchronize(device)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool, stream=stream):
+            # On torch's own capture stream: cuBLAS keeps a workspace for every stream it has ever seen.
+            with torch.cuda.graph(graph, pool=pool):
                 output = run_step()
             self._graphs[size] = (graph, output)
 

@@ -228,21 +228,22 @@ def test_close_gives_the_memory_back(model: Path) -> None:
         free, total = torch.cuda.mem_get_info()
         return total - free
 
-    transformers_model.cache_clear()
-    after = []
-    for turn in range(3):
-        before, idle = torch.cuda.memory_allocated(), used()
+    def open_and_close(by_del: bool) -> None:
         llm = LLM(str(model), skip_tokenizer_init=True, max_num_seqs=2000)
         assert used() > idle + 0.9 * llm._runner.kv_cache.nbytes > idle + 2**30
         llm.generate([[5] * 300], SamplingParams(max_tokens=5), use_tqdm=False)
-        if turn == 1:
-            del llm
-        else:
+        if not by_del:
             llm.close()
-        gc.collect()
-        assert torch.cuda.memory_allocated() == before
-        after.append(used())
-    assert max(after) - min(after) < 32 * 2**20, after  # kernels and library handles stay, nothing grows
+
+    transformers_model.cache_clear()
+    idle = used()
+    open_and_close(by_del=False)  # compiles kernels; cuBLAS takes its workspaces, which it keeps
+    assert used() < idle + 256 * 2**20
+    idle, allocated = used(), torch.cuda.memory_allocated()
+    for by_del in (False, True, False):
+        open_and_close(by_del)
+        assert used() - idle < 4 * 2**20
+        assert torch.cuda.memory_allocated() == allocated
 
 
 def test_two_engines_at_once(model: Path, prompts: list) -> None:

@@ -183,7 +183,9 @@ def test_the_end_of_a_prompt_is_reused_before_its_beginning() -> None:
     params = SamplingParams(max_tokens=1)
     prompt = list(range(1, 26))
     run_all(loop, [prompt], [params])  # six full blocks stay cached, one block is free
-    run_all(loop, [[40] * 14], [params])  # takes four: the free one, the seventh, and the last two cached ones
+    run_all(
+        loop, [[40] * 14], [params]
+    )  # takes four: the free one, the seventh, and the last two cached ones
     run_all(loop, [prompt], [params])
     assert loop.finished[2].num_cached_tokens == 16
 
