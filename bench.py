@@ -174,9 +174,9 @@ def run_transformers(
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     config = AutoConfig.from_pretrained(model)
     if dummy:
-        net = AutoModelForCausalLM.from_config(config, dtype=dtype).to(device)
+        net = AutoModelForCausalLM.from_config(config).to(device, dtype)
     else:
-        net = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).to(device)
+        net = AutoModelForCausalLM.from_pretrained(model).to(device, dtype)
     width = max(map(len, work.prompts))
     ids = torch.tensor([[0] * (width - len(p)) + p for p in work.prompts], device=device)
     mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in work.prompts], device=device)

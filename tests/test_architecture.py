@@ -20,6 +20,7 @@ LEVELS = {
     "engine.batch": ("plan", 1),
     "engine.sequence": ("plan", 1),
     "engine.prompts": ("plan", 1),
+    "engine.channel": ("plan", 2),
     "engine.progress": ("plan", 2),
     "engine.block_manager": ("plan", 2),
     "engine.scheduler": ("plan", 3),

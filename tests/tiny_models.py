@@ -79,8 +79,8 @@ def edit_json(path: Path, remove: tuple[str, ...] = (), **changes: Any) -> None:
 @lru_cache(maxsize=4)
 def transformers_model(folder: Path) -> PreTrainedModel:
     """Load `folder` with transformers, in float32 on the CPU."""
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    return model.eval()
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder)
+    return model.float().eval()
 
 
 @torch.inference_mode()

@@ -10,7 +10,7 @@ import torch
 
 from nanovllm.attention.base import AttentionBackend, AttentionMetadata
 from nanovllm.device import Device
-from nanovllm.kernels.decode_attention import paged_decode_attention_reference
+from nanovllm.kernels.decode_attention import decode_attend_reference, decode_gather_reference
 from nanovllm.kernels.prefill_attention import paged_prefill_attention_reference
 from nanovllm.kernels.store_kvcache import store_kvcache_reference
 
@@ -20,6 +20,9 @@ class ReferenceBackend(AttentionBackend):
     block_size_multiple = 1
     default_block_size = 16
     supports_cuda_graph = False  # it reads lengths on the host
+
+    def __init__(self) -> None:
+        self._gather: tuple[AttentionMetadata, torch.Tensor, torch.Tensor] | None = None
 
     @classmethod
     def unavailable(cls, device: Device, dtype: torch.dtype, head_dim: int) -> str | None:
@@ -37,9 +40,12 @@ class ReferenceBackend(AttentionBackend):
     ) -> torch.Tensor:
         store_kvcache_reference(k, v, k_cache, v_cache, meta.slot_mapping)
         if meta.is_decode:
-            return paged_decode_attention_reference(
-                q, k_cache, v_cache, meta.block_tables, meta.context_lens, meta.max_seqlen_k, scale
-            )
+            if self._gather is None or self._gather[0] is not meta:  # once a step, not once a layer
+                found = decode_gather_reference(
+                    meta.block_tables, meta.context_lens, meta.max_seqlen_k, k_cache.shape[1]
+                )
+                self._gather = (meta, *found)
+            return decode_attend_reference(q, k_cache, v_cache, self._gather[1], self._gather[2], scale)
         return paged_prefill_attention_reference(
             q,
             k_cache,

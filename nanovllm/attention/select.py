@@ -14,11 +14,8 @@ from nanovllm.device import Device
 
 logger = logging.getLogger("nanovllm")
 
-BACKENDS: tuple[type[AttentionBackend], ...] = (
-    FlashAttnBackend,
-    TritonBackend,
-    ReferenceBackend,
-)  # fastest first
+# Fastest first, as measured on an H200 (docs/benchmarks.md).
+BACKENDS: tuple[type[AttentionBackend], ...] = (TritonBackend, FlashAttnBackend, ReferenceBackend)
 
 
 def select(name: str, device: Device, dtype: torch.dtype, head_dim: int) -> AttentionBackend:

@@ -34,7 +34,7 @@ from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.staging import StepHandle
 from nanovllm.errors import EngineClosedError, ModelLoadError
-from nanovllm.models.loader import load_model_config, resolve_model_path
+from nanovllm.models.loader import check_weights, load_model_config, resolve_model_path
 from nanovllm.outputs import CompletionOutput, RequestOutput
 from nanovllm.sampling_params import SamplingParams
 
@@ -60,6 +60,8 @@ class LLMEngine:
         self.model_config = load_model_config(path)
         max_model_len = self._max_model_len()
         self.tokenizer = None if self.config.skip_tokenizer_init else load_tokenizer(path)
+        if self.config.load_format == "auto":
+            check_weights(self.model_config, path)
         device = Device(self.config.device)
         self._runner = ModelRunner(self.config, self.model_config, path, device, TPGroup(), max_model_len)
         try:

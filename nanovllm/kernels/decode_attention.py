@@ -205,6 +205,45 @@ def paged_decode_attention_triton(
     return out
 
 
+def decode_gather_reference(
+    block_tables: torch.Tensor, context_lens: torch.Tensor, longest: int, page: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where each of S sequences finds its positions up to `longest`: (slots [S * longest], bias [S, 1, 1,
+    longest]).
+
+    The bias is 0 on a context and -inf past it, where the slot is one of the sequence's own: other cells may
+    hold NaN, and 0 * NaN is NaN. Equal for all layers of a step.
+    """
+    positions = torch.arange(longest, device=context_lens.device)
+    slots = block_tables[:, positions // page].long() * page + positions % page
+    seen = positions < context_lens[:, None]
+    slots = slots.where(seen, slots[:, :1].clamp(min=0))
+    bias = torch.zeros(seen.shape, device=seen.device).masked_fill_(~seen, -math.inf)
+    return slots.flatten(), bias[:, None, None, :]
+
+
+def decode_attend_reference(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slots: torch.Tensor,
+    bias: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    """Attention of q [S, q_heads, head_dim] over the cells that `decode_gather_reference` names, in
+    float32."""
+    sequences, q_heads, head_dim = q.shape
+    kv_heads = k_cache.shape[2]
+    k, v = (
+        cache.flatten(0, 1).index_select(0, slots).unflatten(0, (sequences, -1)).transpose(1, 2).float()
+        for cache in (k_cache, v_cache)
+    )  # [S, kv_heads, longest, head_dim]
+    # A group's query heads stand where a sequence's queries would, so that K and V need not be repeated.
+    queries = q.float().view(sequences, kv_heads, -1, head_dim)
+    out = F.scaled_dot_product_attention(queries, k, v, attn_mask=bias, scale=scale)
+    return out.reshape(sequences, q_heads, head_dim).to(q.dtype)
+
+
 def paged_decode_attention_reference(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -214,26 +253,13 @@ def paged_decode_attention_reference(
     max_context_len: int,
     scale: float,
 ) -> torch.Tensor:
-    """`paged_decode_attention` in plain torch, in float32, over contexts padded to the longest one."""
-    sequences, q_heads, head_dim = q.shape
-    page, kv_heads = k_cache.shape[1:3]
-    longest = min(max_context_len, int(context_lens.max())) if sequences else 0
+    """`paged_decode_attention` in plain torch, over contexts padded to the longest one."""
+    longest = min(max_context_len, int(context_lens.max())) if len(q) else 0
     if longest == 0:
         return torch.zeros_like(q, memory_format=torch.contiguous_format)
-    positions = torch.arange(longest, device=q.device)
-    slots = block_tables[:, positions // page].long() * page + positions % page
-    seen = positions < context_lens[:, None]  # [S, L]
-    # Past its context a sequence reads a cell of its own: others may hold NaN, and 0 * NaN is NaN.
-    slots = slots.where(seen, slots[:, :1].clamp(min=0)).flatten()
-    k, v = (
-        cache.flatten(0, 1).index_select(0, slots).unflatten(0, seen.shape).transpose(1, 2).float()
-        for cache in (k_cache, v_cache)
-    )  # [S, kv_heads, L, head_dim]
-    # A group's query heads stand where a sequence's queries would, so that K and V need not be repeated.
-    queries = q.float().view(sequences, kv_heads, -1, head_dim)
-    out = F.scaled_dot_product_attention(queries, k, v, attn_mask=seen[:, None, None, :], scale=scale)
-    out = out.reshape(sequences, q_heads, head_dim)
-    return out.masked_fill((context_lens == 0)[:, None, None], 0.0).to(q.dtype)
+    slots, bias = decode_gather_reference(block_tables, context_lens, longest, k_cache.shape[1])
+    out = decode_attend_reference(q, k_cache, v_cache, slots, bias, scale)
+    return out.masked_fill((context_lens == 0)[:, None, None], 0.0)
 
 
 def paged_decode_attention(

@@ -59,8 +59,8 @@ def attend_tile(
     cells = slots[:, None] * TOKEN_STRIDE + dims[None, :]
     k = tl.load(k_ptr + cells, mask=readable, other=0.0)
     scores = dot(q, tl.trans(k), tl.zeros((q.shape[0], BLOCK_N), tl.float32), INTERPRET) * scale_log2
-    # Masking leaves the exponent's own arithmetic alone, so that a row has the same bits in either kind of tile:
-    # `scores - new_top` is contracted with the product above, and a mask between the two would prevent that.
+    # Masking leaves the exponent's arithmetic alone, so that a row has the same bits in either kind of tile:
+    # `scores - new_top` is contracted with the product above, and a mask in between would prevent that.
     if MASKED:
         seen = positions[None, :] <= last[:, None]
         new_top = tl.maximum(top, tl.max(tl.where(seen, scores, float("-inf")), axis=1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
 from nanovllm.kernels.compat import jit, tl, triton, use_triton
 
@@ -87,9 +88,7 @@ def add_rms_norm_triton(
 
 def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """`rms_norm` in plain torch."""
-    wide = x.float()
-    variance = wide.square().mean(-1, keepdim=True)
-    return (wide * torch.rsqrt(variance + eps)).to(x.dtype) * weight
+    return F.rms_norm(x.float(), x.shape[-1:], eps=eps).to(x.dtype) * weight
 
 
 def add_rms_norm_reference(

@@ -17,6 +17,8 @@ import huggingface_hub
 import torch
 from safetensors import SafetensorError, safe_open
 
+from nanovllm.attention.reference import ReferenceBackend
+from nanovllm.distributed import TPGroup
 from nanovllm.errors import ModelLoadError
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.weights import WeightSlice
@@ -97,6 +99,18 @@ def load_model_config(folder: str | Path) -> ModelConfig:
         raise ValueError(f"{folder}: {error}") from None
 
 
+def check_weights(config: ModelConfig, folder: str | Path) -> None:
+    """Check the headers of the *.safetensors files in `folder` against `config`, reading no weight.
+
+    Raises ModelLoadError as `load_weights` does, so that a wrong checkpoint is found before a device is
+    touched.
+    """
+    meta = torch.device("meta")
+    model = DecoderForCausalLM(config, TPGroup(), ReferenceBackend(), 1, dtype=torch.float32, device=meta)
+    with ExitStack() as stack:
+        _checked_tensors(model, Path(folder), stack)
+
+
 def load_weights(model: DecoderForCausalLM, folder: str | Path) -> None:
     """Fill every parameter of `model`, each exactly once, from the *.safetensors files in `folder`.
 
@@ -105,11 +119,7 @@ def load_weights(model: DecoderForCausalLM, folder: str | Path) -> None:
     """
     slots = model.weight_slots()
     with ExitStack() as stack:
-        tensors = _open_checkpoint(Path(folder), stack)
-        tied_head = tensors.pop(TIED_HEAD, None) if model.config.tie_word_embeddings else None
-        for name in [name for name in tensors if name.endswith(".rotary_emb.inv_freq")]:
-            del tensors[name]  # recomputed from the config
-        _check_tensors(folder, slots, tensors)
+        tensors, tied_head = _checked_tensors(model, Path(folder), stack)
         if tied_head is not None:
             _check_tied_head(folder, tied_head, tensors[EMBEDDING])
         for name, source in tensors.items():
@@ -145,6 +155,19 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ModelLoadError(f"{path} must hold a JSON object, not {type(content).__name__}")
     return content
+
+
+def _checked_tensors(
+    model: DecoderForCausalLM, folder: Path, stack: ExitStack
+) -> tuple[dict[str, WeightSlice], WeightSlice | None]:
+    """Open the checkpoint and check that it holds what `model` needs; return that, and a tied head if there
+    is one."""
+    tensors = _open_checkpoint(folder, stack)
+    tied_head = tensors.pop(TIED_HEAD, None) if model.config.tie_word_embeddings else None
+    for name in [name for name in tensors if name.endswith(".rotary_emb.inv_freq")]:
+        del tensors[name]  # recomputed from the config
+    _check_tensors(folder, model.weight_slots(), tensors)
+    return tensors, tied_head
 
 
 def _open_checkpoint(folder: Path, stack: ExitStack) -> dict[str, WeightSlice]:

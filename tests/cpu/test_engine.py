@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from checked_llm import CheckedLLM
-from tiny_models import VOCAB_SIZE, transformers_greedy, write_tiny_model
+from tiny_models import VOCAB_SIZE, edit_json, transformers_greedy, write_tiny_model
 
 from nanovllm import LLM, EngineClosedError, KVCacheMemoryError, SamplingParams
 from nanovllm.errors import ModelLoadError
@@ -404,6 +404,21 @@ def test_options_are_checked(model: Path, tmp_path: Path) -> None:
         LLM(str(tmp_path / "nowhere"))
     with pytest.raises(ModelLoadError, match=r"config\.json"):
         LLM(str(tmp_path))
+
+
+def test_a_wrong_checkpoint_is_found_before_the_device_is_touched(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nanovllm.engine.llm_engine.Device", None)
+    weights = (model / "model.safetensors").read_bytes()
+    (tmp_path / "config.json").write_text((model / "config.json").read_text())
+    (tmp_path / "model.safetensors").write_bytes(weights[:-10])
+    with pytest.raises(ModelLoadError, match="cannot be read, is it complete"):
+        make(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(weights)
+    edit_json(tmp_path / "config.json", intermediate_size=40)
+    with pytest.raises(ModelLoadError, match=r"wrong shape: .*gate_proj"):
+        make(tmp_path)
 
 
 def test_too_little_memory_says_how_much(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

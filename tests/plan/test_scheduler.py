@@ -165,7 +165,8 @@ def test_hash_collisions_never_share(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_nothing_is_shared_behind_a_collision(monkeypatch: pytest.MonkeyPatch) -> None:
-    """First blocks collide, second ones do not: the loser's second block must not appear behind the winner's."""
+    """First blocks collide, second ones do not: the loser's second block must not appear behind the
+    winner's."""
     original = block_manager_module.block_key
     monkeypatch.setattr(
         block_manager_module, "block_key", lambda parent, tokens: original(parent, tokens if parent else b"")

@@ -1,0 +1,114 @@
+"""Options and sampling parameters: every mistake is an error that names the field and the value."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nanovllm.config import Config
+from nanovllm.sampling_params import SamplingParams, SamplingTable
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"temperature": -0.1}, ValueError),
+        ({"temperature": math.nan}, ValueError),
+        ({"temperature": math.inf}, ValueError),
+        ({"temperature": "hot"}, TypeError),
+        ({"top_p": 0.0}, ValueError),
+        ({"top_p": 1.1}, ValueError),
+        ({"top_p": math.nan}, ValueError),
+        ({"min_p": -0.1}, ValueError),
+        ({"min_p": 1.5}, ValueError),
+        ({"top_k": -2}, ValueError),
+        ({"top_k": 2.5}, TypeError),
+        ({"max_tokens": 0}, ValueError),
+        ({"max_tokens": -3}, ValueError),
+        ({"max_tokens": 2.0}, TypeError),
+        ({"max_tokens": True}, TypeError),
+        ({"max_tokens": None}, TypeError),
+        ({"seed": 1.5}, TypeError),
+        ({"seed": 2**64}, ValueError),
+        ({"ignore_eos": 1}, TypeError),
+        ({"stop_token_ids": 5}, TypeError),
+        ({"stop_token_ids": "ab"}, TypeError),
+        ({"stop_token_ids": [-1]}, ValueError),
+        ({"stop_token_ids": ["a"]}, TypeError),
+    ],
+    ids=str,
+)
+def test_wrong_sampling_params(options: dict[str, Any], error: type[Exception]) -> None:
+    (name, value) = next(iter(options.items()))
+    shown = value[0] if isinstance(value, list) else value
+    with pytest.raises(error) as caught:
+        SamplingParams(**options)
+    assert name in str(caught.value) and str(shown) in str(caught.value)
+
+
+def test_right_sampling_params() -> None:
+    params = SamplingParams(temperature=0, top_k=np.int64(5), top_p=1, min_p=0, seed=-1, stop_token_ids={3})
+    assert params.stop_token_ids == (3,)
+    assert SamplingParams(top_k=-1).top_k == -1
+    with pytest.raises(TypeError, match="unexpected keyword"):
+        SamplingParams(n=2)  # what is not there is refused, not ignored
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"max_num_seqs": 0}, ValueError),
+        ({"max_num_seqs": 1.5}, TypeError),
+        ({"max_num_batched_tokens": -1}, ValueError),
+        ({"max_model_len": "4096"}, TypeError),
+        ({"tensor_parallel_size": 0}, ValueError),
+        ({"kvcache_block_size": 0}, ValueError),
+        ({"num_kvcache_blocks": True}, TypeError),
+        ({"gpu_memory_utilization": 0}, ValueError),
+        ({"gpu_memory_utilization": 1.01}, ValueError),
+        ({"gpu_memory_utilization": "0.9"}, TypeError),
+        ({"enforce_eager": "yes"}, TypeError),
+        ({"async_scheduling": 1}, TypeError),
+        ({"dtype": "int8"}, ValueError),
+        ({"load_format": "gguf"}, ValueError),
+        ({"attention_backend": "xformers"}, ValueError),
+        ({"device": "tpu"}, ValueError),
+        ({"device": "cuda:x"}, ValueError),
+        ({"device": "cpu:1"}, ValueError),
+        ({"seed": -1}, ValueError),
+    ],
+    ids=str,
+)
+def test_wrong_options(options: dict[str, Any], error: type[Exception]) -> None:
+    (name, value) = next(iter(options.items()))
+    with pytest.raises(error) as caught:
+        Config.from_kwargs("model", **options)
+    assert name in str(caught.value) and str(value) in str(caught.value)
+
+
+def test_unknown_options_are_refused_with_the_nearest_name() -> None:
+    with pytest.raises(TypeError, match="'max_seqs'; did you mean 'max_num_seqs'"):
+        Config.from_kwargs("model", max_seqs=3)
+    with pytest.raises(TypeError, match="'zzz'; known options: tensor_parallel_size"):
+        Config.from_kwargs("model", zzz=3)
+    with pytest.raises(ValueError, match="model must be a folder"):
+        Config.from_kwargs("")
+
+
+def test_sampling_columns_hold_only_what_is_used() -> None:
+    table = SamplingTable(6)
+    table.set(0, SamplingParams(temperature=0, top_k=7, top_p=0.5, min_p=0.1), 1)
+    table.set(1, SamplingParams(temperature=0.5), 2)
+    table.set(2, SamplingParams(temperature=1.0, top_k=3), 3)
+    table.set(3, SamplingParams(temperature=1.0, top_p=0.9, min_p=0.2), -4)
+    greedy = table.take(np.array([0, 0]))
+    assert greedy.temperature is None and greedy.seed is None and greedy.top_k is None
+    plain = table.take(np.array([1, 0]))
+    assert plain.temperature.tolist() == [0.5, 0] and plain.seed.tolist() == [2, 1]
+    assert plain.top_k is None and plain.top_p is None and plain.min_p is None  # a greedy row's do not count
+    mixed = table.take(np.array([3, 2, 0]))
+    assert mixed.top_k.tolist() == [0, 3, 0] and mixed.seed.tolist() == [-4, 3, 1]
+    assert np.allclose(mixed.top_p, [0.9, 1, 1]) and np.allclose(mixed.min_p, [0.2, 0, 0])
