@@ -284,8 +284,8 @@ It knows these tasks in these wordings and ranges of numbers, and nothing else: 
 nonsense. Words to be taken apart are in capitals, which are tokens of their own. It was trained on single
 questions without a system prompt, of at most some 200 tokens. It is for tests and demonstrations only.
 
-The same numbers or letters in another order count as another problem, so a held-out sum may have been seen with its
-terms exchanged. The learning rate follows the clock: training again gives other weights.
+The same numbers or letters in another order count as another problem, so a held-out sum may have been
+seen with its terms exchanged. The learning rate follows the clock: training again gives other weights.
 """
 
 
