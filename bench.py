@@ -13,6 +13,7 @@ import argparse
 import json
 import random
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -20,10 +21,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from transformers import AutoTokenizer
 
 import nanovllm
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.loader import load_model_config
+
+sys.path.insert(0, str(Path(__file__).parent / "tools"))
+from demo_tasks import heldout
 
 QWEN3 = {  # name: layers, hidden, intermediate, heads, tied embeddings
     "qwen3-0.6b": (28, 1024, 3072, 16, True),
@@ -53,15 +58,25 @@ class Workload:
         return sum(self.output_lens)
 
 
-def make_workload(name: str, num_seqs: int, vocab_size: int) -> Workload:
-    """nano-vLLM's workload, drawn in its order ("headline"), or a smaller one for the demo model ("demo")."""
+def headline(num_seqs: int) -> Workload:
+    """nano-vLLM's workload, drawn in its order: 100 to 1,024 random ids in, 100 to 1,024 tokens out."""
     random.seed(0)
-    low, high, ids = (100, 1024, 10000) if name == "headline" else (8, 256, vocab_size)
-    lens = (lambda: random.randint(low, high)) if name == "headline" else (lambda: random.randint(8, 128))
-    prompts = [[random.randint(0, ids) if name == "headline" else random.randrange(ids) for _ in
-    range(lens())]
-               for _ in range(num_seqs)]  # fmt: skip
-    return Workload(name, prompts, [random.randint(low, high) for _ in range(num_seqs)])
+    prompts = [[random.randint(0, 10000) for _ in range(random.randint(100, 1024))] for _ in range(num_seqs)]
+    return Workload("headline", prompts, [random.randint(100, 1024) for _ in range(num_seqs)])
+
+
+def demo(num_seqs: int, model: str) -> Workload:
+    """Problems for the demo model, with as many tokens out as their right answers have: 2 to about 150."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    examples = heldout(num_seqs, seed=0)
+    texts = [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": example.prompt}], tokenize=False, add_generation_prompt=True
+        )
+        for example in examples
+    ]
+    answers = tokenizer([example.answer for example in examples])["input_ids"]
+    return Workload("demo", tokenizer(texts)["input_ids"], [len(answer) + 1 for answer in answers])
 
 
 def write_shape(name: str, folder: Path) -> Path:
@@ -144,6 +159,7 @@ def run_nanovllm(args: argparse.Namespace, model: Path, dummy: bool, work: Workl
         skip_tokenizer_init=True,
         enforce_eager=args.enforce_eager,
         device=args.device,
+        enable_prefix_caching=False,  # the prompts of one run come again in the next: each is to be computed
         **options,
     )
     params = [
@@ -206,6 +222,7 @@ def run_vllm(args: argparse.Namespace, model: Path, dummy: bool, work: Workload)
         skip_tokenizer_init=True,
         max_num_seqs=args.max_num_seqs,
         max_model_len=4096,
+        enable_prefix_caching=False,
     )
     params = [
         vllm.SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=n, detokenize=False)
@@ -255,7 +272,7 @@ def main() -> None:
         else:
             model = Path(args.model or nanovllm.demo_model_path())
         config = load_model_config(model)
-        work = make_workload(name, args.num_seqs or (256 if name == "headline" else 64), config.vocab_size)
+        work = headline(args.num_seqs or 256) if name == "headline" else demo(args.num_seqs or 64, str(model))
         start = time.perf_counter()
         run = ENGINES[args.engine](args, model, dummy, work)
         run(first_token_only=True)
