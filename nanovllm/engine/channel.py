@@ -1,0 +1,243 @@
+"""Channel: rank 0's calls, broadcast to the worker processes of one host through shared memory.
+
+Owns the segment, the wake-ups and the wire format. A message is a method name and its arguments; it reaches
+every reader once, in order and whole, however large. Starts no process, never answers, imports no torch.
+"""
+
+# The segment is a ring of slots that hold pieces of messages. Each reader has two counting semaphores: the
+# pieces written for it, and the slots that it has emptied. So the writer waits for the slowest reader, and
+# overwrites nothing unread.
+#
+# The semaphores are all the synchronisation and all the memory ordering there is: a piece is stored before
+# its `release` and loaded after the `acquire` which that allows, and so for an emptied slot. POSIX semaphores
+# order memory at both, on arm64 as on x86-64; nothing in the segment is read on any other evidence.
+#
+# Not an `Event`: its `set` waits for an answer from the process that it wakes, and hangs for ever when that
+# was killed in `wait`. `release` waits for nobody, and nobody here holds a lock that could die with them.
+
+from __future__ import annotations
+
+import pickle
+import struct
+import sys
+import weakref
+from collections.abc import Callable
+from dataclasses import fields
+from multiprocessing import get_context
+from multiprocessing.shared_memory import SharedMemory
+from multiprocessing.synchronize import Semaphore
+from operator import attrgetter
+from time import monotonic
+from typing import Any
+
+import numpy as np
+
+from nanovllm.engine.batch import Batch
+from nanovllm.errors import EngineClosedError, WorkerError
+from nanovllm.sampling_params import SamplingBatch
+
+CHECK_SECONDS = 0.1  # how often a waiting writer looks whether its readers are alive
+ALIGNMENT = 8  # bytes, of every array in a message: the widest dtype
+
+_SLOT_HEADER = struct.Struct("qqq")  # the piece's number, its offset in the message, the message's length
+_HEAD_LENGTH = struct.Struct("q")
+
+_BATCH_ARRAYS = [field.name for field in fields(Batch) if field.name not in ("seq_ids", "sampling")]
+_SAMPLING_ARRAYS = [field.name for field in fields(SamplingBatch)]
+_batch_arrays = attrgetter(*_BATCH_ARRAYS)
+_sampling_arrays = attrgetter(*_SAMPLING_ARRAYS)
+
+
+class Channel:
+    """Rank 0's end: the only writer, used by one thread.
+
+    num_readers: how many workers read. `readers` holds a handle for each, to be an argument of its process.
+    num_slots, slot_bytes: the size of the ring. A decode step of 512 sequences fits into one slot; a message
+    larger than the whole ring goes through it in pieces.
+    """
+
+    def __init__(self, num_readers: int, num_slots: int = 16, slot_bytes: int = 64 * 1024) -> None:
+        context = get_context("spawn")
+        self._num_slots = num_slots
+        self._slot_bytes = slot_bytes
+        # The system chooses a free name. From here on the resource tracker knows it: if rank 0 is killed
+        # before it unlinks the segment, the tracker does, as soon as rank 0 and all its children are gone.
+        self._segment = SharedMemory(create=True, size=num_slots * (_SLOT_HEADER.size + slot_bytes))
+        self._unlink = weakref.finalize(self, _close_and_unlink, self._segment)
+        self._written = [context.Semaphore(0) for _ in range(num_readers)]
+        self._emptied = [context.Semaphore(num_slots) for _ in range(num_readers)]
+        self.readers = [
+            ChannelReader(self._segment.name, num_slots, slot_bytes, written, emptied)
+            for written, emptied in zip(self._written, self._emptied, strict=True)
+        ]
+        self._next_piece = 0
+        self._claimed = [False] * num_readers  # known to have emptied the slot of the next piece
+        self._sending = False
+
+    def send(self, method: str, *args: object, check_alive: Callable[[], None] | None = None) -> None:
+        """Write a call for every reader: a `Batch` as its raw arrays, any other argument pickled.
+
+        While the slowest reader is a whole ring behind, this waits and calls `check_alive` every
+        CHECK_SECONDS. What that raises comes out here: the call then was not made (readers drop the pieces
+        they have), and the channel is as good as before. Any other exception on the way, such as a
+        KeyboardInterrupt, leaves it open which readers have the call, so all later calls raise WorkerError:
+        hold SIGINT back meanwhile, and let `check_alive` raise it. EngineClosedError after `close`.
+        """
+        if not self._unlink.alive:
+            raise EngineClosedError(f"{method!r} was called after the workers' channel was closed")
+        if self._sending:
+            raise WorkerError(
+                "the workers are out of step: an earlier call was interrupted while it was sent"
+            )
+        message = memoryview(_encode(method, args))
+        self._sending = True
+        for offset in range(0, len(message), self._slot_bytes):
+            self._claim_slot(check_alive)
+            self._write_piece(message, offset)
+        self._sending = False
+
+    def close(self) -> None:
+        """Unlink the segment and the semaphores, once the workers have ended; a second call does nothing."""
+        self._unlink()
+        self.readers.clear()
+        self._written.clear()
+        self._emptied.clear()
+
+    def _claim_slot(self, check_alive: Callable[[], None] | None) -> None:
+        """Wait until every reader has emptied the next piece's slot; claims are kept when this raises."""
+        for index, emptied in enumerate(self._emptied):
+            while not self._claimed[index]:
+                self._claimed[index] = emptied.acquire(True, CHECK_SECONDS)
+                if not self._claimed[index] and check_alive is not None:
+                    self._sending = False
+                    check_alive()
+                    self._sending = True
+
+    def _write_piece(self, message: memoryview, offset: int) -> None:
+        buffer = self._segment.buf
+        assert buffer is not None
+        piece = message[offset : offset + self._slot_bytes]
+        slot = self._next_piece % self._num_slots * (_SLOT_HEADER.size + self._slot_bytes)
+        start = slot + _SLOT_HEADER.size
+        _SLOT_HEADER.pack_into(buffer, slot, self._next_piece, offset, len(message))
+        buffer[start : start + len(piece)] = piece
+        self._next_piece += 1
+        self._claimed = [False] * len(self._claimed)
+        for written in self._written:
+            written.release()
+
+
+class ChannelReader:
+    """A worker's end: an argument of its spawned process, attached to the segment by the first `receive`."""
+
+    def __init__(
+        self, name: str, num_slots: int, slot_bytes: int, written: Semaphore, emptied: Semaphore
+    ) -> None:
+        self._name = name
+        self._num_slots = num_slots
+        self._slot_bytes = slot_bytes
+        self._written = written
+        self._emptied = emptied
+        self._segment: SharedMemory | None = None
+        self._next_piece = 0
+        self._message = bytearray()  # as much of it as has come
+
+    def receive(self, timeout: float) -> tuple[str, tuple[Any, ...]] | None:
+        """Return the next call as (method, arguments), or None if it is not all here after `timeout` seconds.
+
+        The arrays of a `Batch` lie in the message's own memory, outside the segment, and can be kept.
+        Raises FileNotFoundError when rank 0 closed the channel before the first `receive`.
+        """
+        if self._segment is None:
+            self._segment = _attach(self._name)
+        deadline = monotonic() + timeout
+        while self._written.acquire(True, max(0.0, deadline - monotonic())):
+            if self._read_piece(self._segment):
+                message, self._message = self._message, bytearray()
+                return _decode(message)
+        return None
+
+    def close(self) -> None:
+        """Detach from the segment; a second call does nothing."""
+        if self._segment is not None:
+            self._segment.close()
+            self._segment = None
+
+    def _read_piece(self, segment: SharedMemory) -> bool:
+        """Copy the next piece out of its slot; True if it is the last of its message."""
+        buffer = segment.buf
+        assert buffer is not None
+        slot = self._next_piece % self._num_slots * (_SLOT_HEADER.size + self._slot_bytes)
+        start = slot + _SLOT_HEADER.size
+        number, offset, length = _SLOT_HEADER.unpack_from(buffer, slot)
+        assert number == self._next_piece, f"piece {number} is where {self._next_piece} should be"
+        if offset == 0:  # drops what came of a message that rank 0 gave up
+            self._message = bytearray(length)
+        end = min(offset + self._slot_bytes, length)
+        self._message[offset:end] = buffer[start : start + end - offset]
+        self._next_piece += 1
+        self._emptied.release()
+        return end == length
+
+
+def _close_and_unlink(segment: SharedMemory) -> None:
+    segment.close()
+    segment.unlink()
+
+
+def _attach(name: str) -> SharedMemory:
+    """Map rank 0's segment for a reader, of which the resource tracker need not know.
+
+    Rank 0 and its spawned children share one tracker. Before Python 3.13 attaching registers the name there
+    once more, but the tracker keeps a set of names: that changes nothing, so nothing is to be undone either,
+    which would take rank 0's own entry out.
+    """
+    if sys.version_info >= (3, 13):
+        return SharedMemory(name, track=False)
+    return SharedMemory(name)
+
+
+# A message: the length of its head, the head, then the arrays, each aligned. The head is pickled plain
+# Python: (method, arguments, {position: arrays} for each argument that is a Batch), with an array as (dtype,
+# shape) and a column that nobody uses as None.
+
+
+def _encode(method: str, args: tuple[object, ...]) -> bytes:
+    plain_args = list(args)
+    batches: dict[int, list[tuple[str, tuple[int, ...]] | None]] = {}
+    arrays: list[np.ndarray] = []
+    for position, arg in enumerate(args):
+        if isinstance(arg, Batch):
+            seq_ids = np.frombuffer(struct.pack(f"{len(arg.seq_ids)}q", *arg.seq_ids), np.int64)
+            columns = (seq_ids, *_batch_arrays(arg), *_sampling_arrays(arg.sampling))
+            plain_args[position] = None
+            batches[position] = [None if c is None else (c.dtype.char, c.shape) for c in columns]
+            arrays += [c for c in columns if c is not None]
+    head = pickle.dumps((method, plain_args, batches), protocol=5)
+    parts = [_HEAD_LENGTH.pack(len(head)), head, bytes(-len(head) % ALIGNMENT)]
+    for array in arrays:
+        parts += array.tobytes(), bytes(-array.nbytes % ALIGNMENT)
+    return b"".join(parts)
+
+
+def _decode(message: bytearray) -> tuple[str, tuple[Any, ...]]:
+    (length,) = _HEAD_LENGTH.unpack_from(message)
+    end = _HEAD_LENGTH.size + length
+    method, args, batches = pickle.loads(memoryview(message)[_HEAD_LENGTH.size : end])
+    for position, layout in batches.items():
+        columns: list[Any] = []
+        for entry in layout:
+            if entry is None:
+                columns.append(None)
+                continue
+            dtype, shape = entry
+            array: np.ndarray = np.ndarray(shape, dtype, message, end + -end % ALIGNMENT)
+            end += -end % ALIGNMENT + array.nbytes
+            columns.append(array)
+        seq_ids, *columns = columns
+        args[position] = Batch(
+            seq_ids=tuple(seq_ids.tolist()),
+            sampling=SamplingBatch(*columns[len(_BATCH_ARRAYS) :]),
+            **dict(zip(_BATCH_ARRAYS, columns, strict=False)),
+        )
+    return method, tuple(args)

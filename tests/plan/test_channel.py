@@ -1,0 +1,507 @@
+"""Channel: every reader gets every call, whole and in order, whoever is slow, stuck or killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import fields
+from multiprocessing import get_context, parent_process
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nanovllm.engine.batch import LAST_SAMPLED, Batch
+from nanovllm.engine.channel import Channel, ChannelReader
+from nanovllm.errors import EngineClosedError, WorkerError
+from nanovllm.sampling_params import SamplingBatch
+
+SHM = Path("/dev/shm")
+SECONDS = 10  # far more than anything here takes
+GREEDY = SamplingBatch(None, None, None, None, None)
+
+
+class DeadWorkerError(Exception):
+    pass
+
+
+def dead() -> None:
+    raise DeadWorkerError
+
+
+def make_batch(query_lens: list[int], width: int, sampling: SamplingBatch = GREEDY) -> Batch:
+    size, rng = len(query_lens), np.random.default_rng(0)
+    return Batch(
+        seq_ids=tuple(range(2**40, 2**40 + size)),
+        slots=np.arange(size, dtype=np.int32),
+        token_ids=rng.integers(LAST_SAMPLED, 150_000, sum(query_lens), dtype=np.int32),
+        query_lens=np.array(query_lens, np.int32),
+        context_lens=np.array(query_lens, np.int32) + 7,
+        block_tables=rng.integers(-1, 1000, (size, width), dtype=np.int32),
+        samples=rng.random(size) < 0.5,
+        sampling=sampling,
+    )
+
+
+def all_columns(size: int) -> SamplingBatch:
+    return SamplingBatch(
+        temperature=np.linspace(0, 2, size, dtype=np.float32),
+        top_k=np.arange(size, dtype=np.int32),
+        top_p=np.linspace(0.1, 1, size, dtype=np.float32),
+        min_p=np.linspace(0, 1, size, dtype=np.float32),
+        seed=np.arange(size, dtype=np.int64) - 2**62,
+    )
+
+
+def assert_same(got: object, expected: object) -> None:
+    """Equal in type, dtype, shape and value, field by field."""
+    assert type(got) is type(expected)
+    if isinstance(expected, (Batch, SamplingBatch)):
+        for field in fields(expected):
+            assert_same(getattr(got, field.name), getattr(expected, field.name))
+    elif isinstance(expected, np.ndarray):
+        assert got.dtype == expected.dtype and got.shape == expected.shape
+        np.testing.assert_array_equal(got, expected)
+    else:
+        assert got == expected
+
+
+def shm_files(channel: Channel) -> list[Path]:
+    """The files of the segment and of all semaphores."""
+    semaphores = [
+        SHM / f"sem.{semaphore._semlock.name.removeprefix('/')}"
+        for semaphore in [*channel._written, *channel._emptied]
+    ]
+    return [SHM / channel._segment.name, *semaphores]
+
+
+@pytest.fixture
+def channel() -> Iterator[Channel]:
+    """Two readers, and a ring of 4 slots of 16 bytes: hardly any message fits into one slot."""
+    channel = Channel(2, num_slots=4, slot_bytes=16)
+    readers = channel.readers.copy()
+    yield channel
+    for reader in readers:
+        reader.close()
+    channel.close()
+
+
+@pytest.fixture
+def wide() -> Iterator[Channel]:
+    """One reader, and the default ring."""
+    channel = Channel(1)
+    (reader,) = channel.readers
+    yield channel
+    reader.close()
+    channel.close()
+
+
+@contextmanager
+def listening(
+    channel: Channel, count: int, delays: Sequence[Sequence[float]] = ((0,), (0,))
+) -> Iterator[list[list[object]]]:
+    """Take `count` calls with each reader, in threads; all have come at the end of the block. A reader sleeps
+    for its `delays` in turn, as a slow worker would."""
+    calls: list[list[object]] = [[] for _ in channel.readers]
+
+    def listen(reader: ChannelReader, delays: Sequence[float], calls: list[object]) -> None:
+        deadline = time.monotonic() + SECONDS
+        while len(calls) < count and time.monotonic() < deadline:
+            time.sleep(delays[len(calls) % len(delays)])
+            call = reader.receive(timeout=0.01)
+            if call is not None:
+                calls.append(call)
+
+    rows = zip(channel.readers, delays, calls, strict=True)
+    threads = [threading.Thread(target=listen, args=row) for row in rows]
+    for thread in threads:
+        thread.start()
+    yield calls
+    for thread in threads:
+        thread.join()
+
+
+# What a message carries
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        (),
+        (3, "text", None, 2.5, True, (1, ("a", None)), [b"bytes"]),
+        (make_batch([1] * 5, 3),),
+        (make_batch([1] * 7, 16, all_columns(7)),),
+        (make_batch([5, 1, 30], 4, SamplingBatch(np.ones(3, np.float32), None, None, None, np.arange(3))),),
+        (make_batch([1], 0),),
+        (make_batch([], 0, all_columns(0)),),
+        ("before", make_batch([2, 3], 1), None, make_batch([1] * 3, 2, all_columns(3)), -1),
+    ],
+    ids=["none", "small", "decode", "all columns", "prefill", "no blocks", "no sequences", "two batches"],
+)
+def test_round_trip(wide: Channel, args: tuple[object, ...]) -> None:
+    wide.send("method", *args)
+    method, got = wide.readers[0].receive(SECONDS)
+    assert method == "method" and len(got) == len(args)
+    for value, expected in zip(got, args, strict=True):
+        assert_same(value, expected)
+
+
+def test_arrays_that_are_views_of_others(wide: Channel) -> None:
+    batch = make_batch([1] * 6, 8)
+    table = np.asfortranarray(batch.block_tables)
+    views = Batch(
+        **{field.name: getattr(batch, field.name) for field in fields(Batch)}
+        | {"block_tables": table[::2, 1:5], "slots": batch.slots[::-1]}
+    )
+    wide.send("run", views)
+    assert_same(wide.readers[0].receive(SECONDS)[1][0], views)
+
+
+def test_a_batch_is_not_pickled(wide: Channel, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: object, protocol: int) -> None:
+        raise AssertionError("pickled")
+
+    monkeypatch.setattr(Batch, "__reduce_ex__", refuse)
+    monkeypatch.setattr(SamplingBatch, "__reduce_ex__", refuse)
+    wide.send("run", make_batch([1], 1, all_columns(1)))
+    assert wide.readers[0].receive(SECONDS) is not None
+
+
+def test_arrays_outlive_the_slots_and_the_segment() -> None:
+    channel = Channel(1, num_slots=2, slot_bytes=1024)
+    (reader,) = channel.readers
+    batch = make_batch([1] * 8, 4, all_columns(8))
+    channel.send("run", batch)
+    (got,) = reader.receive(SECONDS)[1]
+    for number in range(5):
+        channel.send("overwrite", bytes([255]) * 1500, number)
+        reader.receive(SECONDS)
+    reader.close()
+    channel.close()
+    assert_same(got, batch)
+    for array in (got.slots, got.block_tables, got.sampling.seed):
+        assert array.flags.aligned and array.flags.writeable
+        array += 1  # a segment that is unmapped would be a crash
+
+
+# The ring
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    num_slots=st.integers(1, 5),
+    slot_bytes=st.integers(1, 97),
+    sizes=st.lists(st.integers(0, 300), min_size=1, max_size=25),
+    delays=st.lists(
+        st.lists(st.sampled_from([0, 0, 0, 5e-4]), min_size=1, max_size=5), min_size=1, max_size=3
+    ),
+)
+def test_every_reader_gets_all_in_order(
+    num_slots: int, slot_bytes: int, sizes: list[int], delays: list[list[float]]
+) -> None:
+    """Random sizes start and end messages at every place of the ring, and wrap them at every offset."""
+    channel = Channel(len(delays), num_slots, slot_bytes)
+    expected = [("call", (number, os.urandom(size))) for number, size in enumerate(sizes)]
+    with listening(channel, len(sizes), delays) as got:
+        for method, args in expected:
+            channel.send(method, *args)
+    for reader in channel.readers:
+        reader.close()
+    channel.close()
+    assert got == [expected] * len(delays)
+
+
+def test_writer_waits_for_the_slowest_reader() -> None:
+    """With a slot for each message: the ring fills, nothing is overwritten, and the writer goes on as soon as
+    the slowest has read one."""
+    channel = Channel(2, num_slots=4, slot_bytes=1024)
+    fast, slow = readers = channel.readers.copy()
+    got: dict[str, list[int]] = {"fast": [], "slow": []}
+
+    def read(name: str, reader: ChannelReader) -> None:
+        call = reader.receive(0)
+        if call is not None:
+            got[name].append(call[1][0])
+
+    waits: list[int] = []
+    for number in range(12):
+
+        def slow_reads(number: int = number) -> None:
+            waits.append(number)
+            assert len(waits) <= 8
+            read("slow", slow)
+
+        channel.send("step", number, check_alive=slow_reads)
+        read("fast", fast)
+    assert got["fast"] == list(range(12))
+    assert got["slow"] == list(range(8)) and waits == list(range(4, 12))
+    while len(got["slow"]) < 12:
+        read("slow", slow)
+    assert got["slow"] == list(range(12))
+    assert [reader.receive(0) for reader in readers] == [None, None]
+    for reader in readers:
+        reader.close()
+    channel.close()
+
+
+def digest_calls(reader: ChannelReader, results: Connection, pause: float) -> None:
+    """A worker that answers each call with a checksum of what it got; slow if it pauses between pieces."""
+    while True:
+        time.sleep(pause)
+        call = reader.receive(timeout=0.001)
+        if call is None:
+            if os.getppid() != parent_process().pid:
+                return
+        elif call[0] == "exit":
+            return
+        else:
+            results.send((call[1][0], zlib.crc32(call[1][1].token_ids), call[1][1].seq_ids[-1]))
+
+
+def test_message_far_larger_than_the_segment() -> None:
+    """A prefill of 512 prompts of 8,192 tokens, 16 MiB, through 1 MiB; among steps that one slot holds."""
+    channel = Channel(2)
+    prefill, decode = make_batch([8192] * 512, 32), make_batch([1] * 512, 16, all_columns(512))
+    context = get_context("spawn")
+    pipes, processes = [], []
+    for reader, pause in zip(channel.readers, (0, 0.003), strict=True):
+        here, there = context.Pipe()
+        process = context.Process(target=digest_calls, args=(reader, there, pause), daemon=True)
+        process.start()
+        there.close()
+        pipes.append(here)
+        processes.append(process)
+
+    def check_alive() -> None:
+        assert all(process.is_alive() for process in processes)
+
+    files = shm_files(channel)
+    batches = [prefill, *[decode] * 50, prefill, decode]
+    for number, batch in enumerate(batches):
+        channel.send("run", number, batch, check_alive=check_alive)
+    channel.send("exit", check_alive=check_alive)
+    for pipe in pipes:
+        for number, batch in enumerate(batches):
+            assert pipe.poll(SECONDS)
+            assert pipe.recv() == (number, zlib.crc32(batch.token_ids), batch.seq_ids[-1])
+    for process in processes:
+        process.join(SECONDS)
+        assert process.exitcode == 0
+    del process, reader
+    channel.close()
+    assert not [file for file in files if file.exists()]
+
+
+def test_two_channels_are_independent(channel: Channel) -> None:
+    other = Channel(2, num_slots=4, slot_bytes=16)
+    assert not set(shm_files(channel)) & set(shm_files(other))
+    for number in (1, 2):
+        with pytest.raises(DeadWorkerError):
+            channel.send("fill", bytes(1000), check_alive=dead)
+        with listening(other, 1) as got:
+            other.send("other", number)
+        assert got == [[("other", (number,))]] * 2
+    for reader in other.readers:
+        reader.close()
+    other.close()
+
+
+# Waiting, and what goes wrong
+
+
+def test_receive_returns_none_in_time(channel: Channel) -> None:
+    reader = channel.readers[0]
+    for timeout in (0, 0.1):
+        start = time.monotonic()
+        assert reader.receive(timeout) is None
+        assert timeout * 0.9 <= time.monotonic() - start < timeout + 0.3
+    with pytest.raises(DeadWorkerError):
+        channel.send("fill", bytes(1000), check_alive=dead)
+    assert reader.receive(0.01) is None  # pieces, but no message
+
+
+def test_receive_wakes_up_for_a_message(wide: Channel) -> None:
+    timer = threading.Timer(0.05, wide.send, args=("late",))
+    timer.start()
+    start = time.monotonic()
+    assert wide.readers[0].receive(SECONDS) == ("late", ())
+    assert time.monotonic() - start < SECONDS / 2
+    timer.join()
+
+
+def test_a_call_given_up_is_dropped_whole(channel: Channel) -> None:
+    """`check_alive` raises with the ring full; the readers never see that call, and get the next ones."""
+    for number in range(3):
+        with pytest.raises(DeadWorkerError):
+            channel.send("given up", os.urandom(500), check_alive=dead)
+        with listening(channel, 2) as got:
+            channel.send("next", number, bytes(100))
+            channel.send("last", number)
+        assert got == [[("next", (number, bytes(100))), ("last", (number,))]] * 2
+
+
+def test_one_reader_behind_is_enough_to_wait(channel: Channel) -> None:
+    """However often calls are given up meanwhile, the other reader's room in the ring stays the same."""
+    fast, slow = channel.readers
+
+    def fast_reads() -> None:
+        assert fast.receive(0) is None
+        dead()
+
+    for _ in range(6):
+        with pytest.raises(DeadWorkerError):
+            channel.send("big", bytes(500), check_alive=fast_reads)
+    assert slow.receive(0) is None
+    with pytest.raises(DeadWorkerError):
+        channel.send("big", bytes(500), check_alive=dead)
+    assert channel._next_piece == 8, "4 pieces before slow reads, and 4 more after"
+
+
+def test_what_cannot_be_pickled_sends_nothing(wide: Channel) -> None:
+    with pytest.raises((AttributeError, TypeError)):
+        wide.send("call", lambda: None)
+    wide.send("call", 1)
+    assert wide.readers[0].receive(SECONDS) == ("call", (1,))
+
+
+def test_an_interrupted_send_is_never_followed_by_another(
+    wide: Channel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(wide._written[0], "release", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        wide.send("call")
+    monkeypatch.undo()
+    with pytest.raises(WorkerError, match="interrupted"):
+        wide.send("call")
+
+
+def wait_for_calls(reader: ChannelReader, ready: Connection) -> None:
+    ready.send(reader.receive(0))
+    while os.getppid() == parent_process().pid:
+        reader.receive(timeout=0.2)
+
+
+def test_a_reader_killed_while_it_waits_does_not_block_the_writer() -> None:
+    channel = Channel(1, num_slots=2, slot_bytes=1024)
+    context = get_context("spawn")
+    here, there = context.Pipe()
+    process = context.Process(target=wait_for_calls, args=(channel.readers[0], there), daemon=True)
+    process.start()
+    assert here.recv() is None
+    time.sleep(0.05)
+    process.kill()
+    process.join(SECONDS)
+
+    def check_alive() -> None:
+        if not process.is_alive():
+            raise DeadWorkerError
+
+    start = time.monotonic()
+    channel.send("first", check_alive=check_alive)
+    channel.send("second", check_alive=check_alive)
+    with pytest.raises(DeadWorkerError):
+        channel.send("third", check_alive=check_alive)
+    assert time.monotonic() - start < 2
+    channel.close()
+
+
+# What is left behind
+
+
+def test_close_leaves_nothing_and_can_be_repeated() -> None:
+    channel = Channel(3)
+    files = shm_files(channel)
+    assert len(files) == 7 and all(file.exists() for file in files)
+    reader = channel.readers[0]
+    channel.send("call")
+    assert reader.receive(SECONDS) == ("call", ())
+    reader.close()
+    reader.close()
+    del reader
+    channel.close()
+    channel.close()
+    assert not [file for file in files if file.exists()]
+    with pytest.raises(EngineClosedError):
+        channel.send("call")
+
+
+def test_a_channel_that_is_dropped_is_unlinked() -> None:
+    channel = Channel(1)
+    files = shm_files(channel)
+    del channel
+    assert not [file for file in files if file.exists()]
+
+
+def test_attaching_to_a_closed_channel_is_an_error() -> None:
+    channel = Channel(1)
+    (reader,) = channel.readers
+    channel.close()
+    with pytest.raises(FileNotFoundError):
+        reader.receive(0)
+
+
+ENGINE = """
+import time
+from multiprocessing import get_context
+from nanovllm.engine.channel import Channel
+from test_channel import shm_files, wait_for_calls
+
+if __name__ == "__main__":
+    context = get_context("spawn")
+    channel = Channel(2)
+    processes = []
+    for reader in channel.readers:
+        here, there = context.Pipe()
+        processes.append(context.Process(target=wait_for_calls, args=(reader, there), daemon=True))
+        processes[-1].start()
+        here.recv()
+    channel.send("call")
+    print(*shm_files(channel), sep="\\n")
+    print(flush=True)
+    if input() == "close":
+        for process in processes:
+            process.kill()
+            process.join()
+        channel.close()
+"""
+
+
+@pytest.mark.parametrize("end", ["close", "forget", "kill -9"])
+def test_end_of_rank_0(end: str, tmp_path: Path) -> None:
+    """However rank 0 ends, within seconds the segment and the semaphores are gone, and its workers too; and
+    unless it was killed, nobody complains on stderr."""
+    script = tmp_path / "engine.py"
+    script.write_text(ENGINE)
+    path = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[2])])
+    process = subprocess.Popen(
+        [sys.executable, script],
+        env=os.environ | {"PYTHONPATH": path},
+        text=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    files = [Path(line.strip()) for line in iter(process.stdout.readline, "\n")]
+    assert len(files) == 5 and all(file.exists() for file in files)
+    if end == "kill -9":
+        process.send_signal(signal.SIGKILL)
+    # Workers and the resource tracker hold stderr open: its end means that they are gone.
+    _, errors = process.communicate(None if end == "kill -9" else f"{end}\n", timeout=SECONDS)
+    assert not [file for file in files if file.exists()]
+    if end == "kill -9":
+        assert process.returncode == -signal.SIGKILL and "leaked shared_memory" in errors
+    else:
+        assert process.returncode == 0 and not errors
