@@ -76,8 +76,11 @@ class Device:
         """Free and total bytes, other processes' use included; on a CPU, of the host's memory."""
         if self.is_cuda:
             return torch.cuda.mem_get_info(self.torch)
-        page, total = os.sysconf("SC_PAGE_SIZE"), os.sysconf("SC_PHYS_PAGES")
-        return page * os.sysconf("SC_AVPHYS_PAGES"), page * total
+        try:
+            page, total = os.sysconf("SC_PAGE_SIZE"), os.sysconf("SC_PHYS_PAGES")
+            return page * os.sysconf("SC_AVPHYS_PAGES"), page * total
+        except (AttributeError, ValueError):  # not Linux: the full KV cache budget must do
+            return 2 * CPU_KV_CACHE_BYTES, 2 * CPU_KV_CACHE_BYTES
 
     def reset_peak(self) -> None:
         if self.is_cuda:

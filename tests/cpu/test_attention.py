@@ -1,4 +1,4 @@
-"""Choosing an attention backend and its block size."""
+"""Choosing a device, an attention backend and a block size."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from nanovllm.attention.reference import ReferenceBackend
 from nanovllm.attention.select import resolve_block_size, select
 from nanovllm.attention.triton import TritonBackend
-from nanovllm.device import Device
+from nanovllm.device import CPU_KV_CACHE_BYTES, Device
 
 CPU = Device("cpu")
 
@@ -30,6 +30,15 @@ def test_block_sizes_are_checked_against_the_backend() -> None:
     assert resolve_block_size(7, ReferenceBackend()) == 7
     with pytest.raises(ValueError, match=r"kvcache_block_size=100 must be a multiple of 16 .* 'triton'"):
         resolve_block_size(100, TritonBackend())
+
+
+def test_a_host_that_does_not_tell_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(name: str) -> int:
+        raise ValueError(f"unrecognized configuration name {name}")
+
+    assert 0 < CPU.kv_cache_budget(0.9, reserve=0) <= CPU_KV_CACHE_BYTES
+    monkeypatch.setattr("os.sysconf", unknown)
+    assert CPU.kv_cache_budget(0.9, reserve=0) == CPU_KV_CACHE_BYTES
 
 
 def test_devices_that_are_not_there() -> None:
