@@ -80,36 +80,45 @@ class ModelRunner:
     # -- start-up ----------------------------------------------------------------------------------------
 
     def warmup_model(self) -> int:
-        """Run the largest prefill with the costliest sampling; return the bytes needed beside the weights."""
+        """Run the largest steps once; return the bytes that they need beside the weights and the KV cache."""
         if not self.device.is_cuda:
             return 0  # there is no kernel to compile, and the KV cache does not take what is left
         num_seqs = min(self.config.max_num_seqs, self.config.max_num_batched_tokens)
         query_len = min(self.config.max_num_batched_tokens // num_seqs, self.max_model_len)
-        blocks = -(-query_len // self.block_size)
-        self._set_kv_cache(blocks)  # all sequences use the same few: what they read does not matter
-        self.device.reset_peak()
-        self.run(
-            Batch(
-                seq_ids=tuple(range(num_seqs)),
-                slots=np.arange(num_seqs, dtype=np.int32),
-                token_ids=np.zeros(num_seqs * query_len, np.int32),
-                query_lens=np.full(num_seqs, query_len, np.int32),
-                context_lens=np.full(num_seqs, query_len, np.int32),
-                block_tables=np.tile(np.arange(blocks, dtype=np.int32), (num_seqs, 1)),
-                samples=np.ones(num_seqs, np.bool_),
-                sampling=SamplingBatch(
-                    temperature=np.ones(num_seqs, np.float32),
-                    top_k=np.full(num_seqs, 50, np.int32),
-                    top_p=np.full(num_seqs, 0.9, np.float32),
-                    min_p=np.full(num_seqs, 0.05, np.float32),
-                    seed=np.arange(num_seqs, dtype=np.int64),
-                ),
-            )
-        )
-        peak = self.device.peak_above_current()
+        self._set_kv_cache(-(-query_len // self.block_size))
+        needed = self._warmup_peak(num_seqs, query_len, query_len)
+        if self.backend.supports_cuda_graph:  # whose memory is apart from that of other steps
+            needed += self._warmup_peak(self.config.max_num_seqs, 1, self.max_model_len)
         self._set_kv_cache(0)
         self.device.release_memory()
-        return peak
+        return needed
+
+    def _warmup_peak(self, num_seqs: int, query_len: int, context_len: int) -> int:
+        """Run a step of equal sequences with the costliest sampling; return the bytes that it took on top.
+
+        All sequences share the few blocks that there are, over and over: what they read does not matter.
+        """
+        width = -(-context_len // self.block_size)
+        table = np.arange(width, dtype=np.int32) % self.kv_cache.shape[2]
+        batch = Batch(
+            seq_ids=tuple(range(num_seqs)),
+            slots=np.arange(num_seqs, dtype=np.int32),
+            token_ids=np.zeros(num_seqs * query_len, np.int32),
+            query_lens=np.full(num_seqs, query_len, np.int32),
+            context_lens=np.full(num_seqs, context_len, np.int32),
+            block_tables=np.tile(table, (num_seqs, 1)),
+            samples=np.ones(num_seqs, np.bool_),
+            sampling=SamplingBatch(
+                temperature=np.ones(num_seqs, np.float32),
+                top_k=np.full(num_seqs, 50, np.int32),
+                top_p=np.full(num_seqs, 0.9, np.float32),
+                min_p=np.full(num_seqs, 0.05, np.float32),
+                seed=np.arange(num_seqs, dtype=np.int64),
+            ),
+        )
+        self.device.reset_peak()
+        self.run(batch)
+        return self.device.peak_above_current()
 
     def allocate_kv_cache(self, reserve: int) -> int:
         """Allocate as many blocks as asked for, or as fit beside `reserve` bytes; return how many.
