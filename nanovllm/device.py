@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from time import monotonic
 
 import torch
 
@@ -99,6 +102,44 @@ class Device:
         if self.is_cuda:
             return int(total * utilization) - (total - free) - reserve
         return min(CPU_KV_CACHE_BYTES, free // 2)
+
+    def ranks(self, count: int) -> list[str]:
+        """The devices of `count` tensor-parallel ranks: GPUs from this one on, or the CPU for each.
+
+        Raises ValueError with the numbers when there are fewer GPUs.
+        """
+        if not self.is_cuda:
+            return ["cpu"] * count
+        there = torch.cuda.device_count()
+        first = self.torch.index
+        if first + count > there:
+            raise ValueError(
+                f"tensor_parallel_size={count} needs {count} GPUs from {self.torch} on, and torch sees "
+                f"{there} in all; use at most {there - first}, or check CUDA_VISIBLE_DEVICES"
+            )
+        return [f"cuda:{first + rank}" for rank in range(count)]
+
+    @contextmanager
+    def share_of_threads(self, ranks: int) -> Iterator[None]:
+        """On a CPU that `ranks` processes work on, take only this one's share of torch's threads."""
+        if self.is_cuda or ranks == 1:
+            yield
+            return
+        threads = torch.get_num_threads()
+        torch.set_num_threads(max(1, threads // ranks))
+        try:
+            yield
+        finally:
+            torch.set_num_threads(threads)
+
+    def repeat_while_busy(self, work: Callable[[], None], seconds: float) -> None:
+        """Repeat `work` beside what the device's default stream runs until that ends, or for `seconds`."""
+        stream, running = torch.cuda.Stream(self.torch), torch.cuda.default_stream(self.torch)
+        deadline = monotonic() + seconds
+        while not running.query() and monotonic() < deadline:
+            with torch.cuda.stream(stream):
+                work()
+            stream.synchronize()
 
     def host_buffer(self, size: int, dtype: torch.dtype) -> torch.Tensor:
         """A host tensor of `size` zeros, pinned where that makes copies asynchronous."""

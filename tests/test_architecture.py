@@ -17,6 +17,7 @@ LEVELS = {
     "config": ("base", 0),
     "sampling_params": ("base", 0),
     "outputs": ("base", 0),
+    "engine.interrupts": ("base", 0),
     "engine.batch": ("plan", 1),
     "engine.sequence": ("plan", 1),
     "engine.prompts": ("plan", 1),
@@ -25,7 +26,7 @@ LEVELS = {
     "engine.block_manager": ("plan", 2),
     "engine.scheduler": ("plan", 3),
     "device": ("compute", 1),
-    "distributed": ("compute", 1),
+    "distributed": ("compute", 2),
     "kernels": ("compute", 2),
     "attention": ("compute", 3),
     "layers": ("compute", 4),
@@ -33,9 +34,10 @@ LEVELS = {
     "engine.cuda_graph": ("compute", 6),
     "engine.staging": ("compute", 6),
     "engine.model_runner": ("compute", 7),
-    "engine.llm_engine": ("both", 8),
-    "llm": ("both", 9),
-    "": ("both", 10),  # nanovllm/__init__.py
+    "engine.worker": ("both", 8),
+    "engine.llm_engine": ("both", 9),
+    "llm": ("both", 10),
+    "": ("both", 11),  # nanovllm/__init__.py
 }
 PACKAGES = {"kernels", "attention", "layers", "models"}  # inside one of them, files import each other freely
 SHARED_VALUES = {"engine.batch"}  # what crosses between the towers

@@ -18,9 +18,10 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from nanovllm.config import Config
 from nanovllm.device import Device
-from nanovllm.distributed import TPGroup
+from nanovllm.distributed import Rendezvous, TPGroup
 from nanovllm.engine.batch import Batch
-from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.engine.interrupts import HeldInterrupts
+from nanovllm.engine.model_runner import ModelRunner, check_weights_fit, fit_kv_cache
 from nanovllm.engine.progress import Progress
 from nanovllm.engine.prompts import (
     Prompt,
@@ -33,8 +34,9 @@ from nanovllm.engine.prompts import (
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.staging import StepHandle
+from nanovllm.engine.worker import RankSetup, Workers
 from nanovllm.errors import EngineClosedError, ModelLoadError
-from nanovllm.models.loader import check_weights, load_model_config, resolve_model_path
+from nanovllm.models.loader import check_weights, load_model_config, resolve_model_path, weight_bytes
 from nanovllm.outputs import CompletionOutput, RequestOutput
 from nanovllm.sampling_params import SamplingParams
 
@@ -42,7 +44,7 @@ logger = logging.getLogger("nanovllm")
 
 
 class LLMEngine:
-    """One model on one device. `LLM` is the same with the calls that most people want."""
+    """One model on one device or split over several. `LLM` adds the calls that most people want."""
 
     def __init__(self, model: str | Path, **options: Any) -> None:
         """Load `model`, a folder or a hub id; `options` are the fields of `Config`.
@@ -52,24 +54,15 @@ class LLMEngine:
         """
         self._closed = True  # until all of it stands: `close` after a failure here has nothing to do
         self.config = Config.from_kwargs(str(model), **options)
-        if self.config.tensor_parallel_size > 1:
-            raise NotImplementedError(
-                f"tensor_parallel_size={self.config.tensor_parallel_size} is not supported yet; use 1"
-            )
         path = resolve_model_path(self.config.model)
         self.model_config = load_model_config(path)
+        self.model_config.check_tensor_parallel_size(self.config.tensor_parallel_size)
         max_model_len = self._max_model_len()
         self.tokenizer = None if self.config.skip_tokenizer_init else load_tokenizer(path)
         if self.config.load_format == "auto":
             check_weights(self.model_config, path)
         device = Device(self.config.device)
-        self._runner = ModelRunner(self.config, self.model_config, path, device, TPGroup(), max_model_len)
-        try:
-            self._num_blocks = self._runner.allocate_kv_cache(reserve=self._runner.warmup_model())
-            self._runner.capture_cudagraph(progress=logger.isEnabledFor(logging.INFO))
-        except BaseException:
-            self._runner.exit()
-            raise
+        self._start(device, path, max_model_len)
         asked = self.config.async_scheduling
         self._run_ahead = device.is_cuda if asked is None else asked
         self._scheduler = self._make_scheduler()
@@ -77,6 +70,45 @@ class LLMEngine:
         self._prompts: dict[int, Prompt] = {}
         self._num_requests = 0
         self._closed = False
+
+    def _start(self, device: Device, path: Path, max_model_len: int) -> None:
+        """Bring up all ranks: nothing of them is left when this raises."""
+        config, model_config, size = self.config, self.model_config, self.config.tensor_parallel_size
+        devices = device.ranks(size)
+        dtype = device.resolve_dtype(config.dtype, model_config.dtype)
+        needs = [weight_bytes(model_config, TPGroup(rank, size), dtype) for rank in range(size)]
+        rendezvous = Rendezvous() if size > 1 else None
+        port = rendezvous.port if rendezvous else 0
+        setups = [
+            RankSetup(rank, size, devices[rank], port, config, model_config, path, max_model_len)
+            for rank in range(size)
+        ]
+        self._workers = Workers(setups[1:])
+        try:
+            check_weights_fit(needs, [device.memory(), *self._workers.collect()], config, device)
+            self._runner, *_ = self._workers.call(lambda: self._load(setups[0], device, rendezvous), "load")
+            reserve = max(self._call("warmup_model"))
+            spaces = self._call("measure_kv_cache", reserve)
+            most = config.max_num_seqs * self._runner.max_blocks
+            self._num_blocks = fit_kv_cache(spaces, config, self._runner.block_size, most)
+            self._call("allocate_kv_cache", self._num_blocks)
+            self._call("capture_cudagraph", logger.isEnabledFor(logging.INFO))
+        except BaseException:
+            self._workers.kill()
+            if hasattr(self, "_runner"):
+                self._runner.exit()
+            raise
+
+    def _load(self, setup: RankSetup, device: Device, rendezvous: Rendezvous | None) -> ModelRunner:
+        group = TPGroup()
+        if rendezvous is not None:
+            group = self._workers.watched(lambda: setup.meet(device, rendezvous))
+            self._workers.on_failure(group.abort)
+        return setup.load(device, group, self._workers.check)
+
+    def _call(self, method: str, *args: object) -> list[Any]:
+        """Call a method of every rank's ModelRunner; return the results, rank 0's first."""
+        return self._workers.call(getattr(self._runner, method), method, *args)
 
     def _max_model_len(self) -> int:
         asked, known = self.config.max_model_len, self.model_config.max_position_embeddings
@@ -178,6 +210,7 @@ class LLMEngine:
         self._closed = True
         self._in_flight = None
         self._prompts.clear()
+        self._workers.stop()
         self._runner.exit()
 
     exit = close  # nano-vLLM's name
@@ -245,11 +278,15 @@ class LLMEngine:
 
     def _step(self) -> tuple[Batch | None, list[Sequence]]:
         """Launch the next step, then take in the one before it; or the same one, without
-        `async_scheduling`."""
+        `async_scheduling`. Ctrl-C acts at the end: until then the ranks would fall out of step."""
+        with HeldInterrupts():
+            return self._held_step()
+
+    def _held_step(self) -> tuple[Batch | None, list[Sequence]]:
         batch = self._scheduler.schedule()
         launched = None
         if batch is not None:
-            launched = batch, self._runner.launch(batch)
+            launched = batch, self._workers.run(self._runner.launch, "launch", batch)
             self._scheduler.mark_launched(batch)
         if self._run_ahead:
             launched, self._in_flight = self._in_flight, launched
@@ -257,7 +294,9 @@ class LLMEngine:
             assert batch is not None, "nothing can be scheduled, and nothing is running"
             return None, []
         batch, handle = launched
-        return batch, self._scheduler.postprocess(batch, handle.result())
+        with self._workers.giving_up_on_error():
+            output = handle.result()
+        return batch, self._scheduler.postprocess(batch, output)
 
     def _output(self, seq: Sequence) -> RequestOutput:
         prompt = self._prompts.pop(seq.seq_id)
@@ -278,7 +317,13 @@ class LLMEngine:
         )
 
     def _reset(self) -> None:
-        """Drop all requests, whatever state an exception left them in, and start from an empty scheduler."""
+        """Drop all requests, whatever state an exception left them in, and start from an empty scheduler.
+
+        An engine whose workers are gone is closed.
+        """
+        if self._workers.failed:
+            self.close()
+            return
         self._in_flight = None
         self._prompts.clear()
         self._scheduler = self._make_scheduler()

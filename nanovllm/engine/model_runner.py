@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +25,7 @@ from nanovllm.errors import KVCacheMemoryError
 from nanovllm.layers.sampler import Sampler, SamplingTensors
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import DecoderForCausalLM
-from nanovllm.models.loader import init_dummy_weights, load_weights
+from nanovllm.models.loader import init_dummy_weights, load_weights, no_check
 from nanovllm.sampling_params import SamplingBatch
 
 logger = logging.getLogger("nanovllm")
@@ -42,6 +43,67 @@ EMPTY_BATCH = Batch(
 )
 
 
+@dataclass(frozen=True, slots=True)
+class KVCacheSpace:
+    """What one rank's device has for the KV cache, in bytes."""
+
+    device: str
+    free: int
+    total: int
+    budget: int  # what the KV cache may take
+    reserve: int  # kept for activations
+    per_block: int
+
+
+def check_weights_fit(
+    needs: list[int], memory: list[tuple[int, int]], config: Config, device: Device
+) -> None:
+    """Raise KVCacheMemoryError when a rank's weights need more than it may use; all in bytes, by rank.
+
+    memory: free and total, which ranks on a CPU share.
+    """
+    devices = device.ranks(len(needs))
+    for rank, (need, (free, total)) in enumerate(zip(needs, memory, strict=True)):
+        may = int(total * config.gpu_memory_utilization) - (total - free)
+        if not device.is_cuda:
+            need, may = sum(needs), free
+        if need > may:
+            whose = f"rank {rank} ({devices[rank]})" if len(needs) > 1 else devices[rank]
+            raise KVCacheMemoryError(
+                f"the model does not fit: its weights need {need / 2**30:,.2f} GiB on {whose}, and "
+                f"{max(may, 0) / 2**30:,.2f} GiB may be used ({free / 2**30:,.2f} of {total / 2**30:,.2f} "
+                f"GiB are free, gpu_memory_utilization is {config.gpu_memory_utilization}). Close what else "
+                "uses the device, or use more devices (tensor_parallel_size) or a smaller model"
+            )
+
+
+def fit_kv_cache(spaces: list[KVCacheSpace], config: Config, block_size: int, most: int) -> int:
+    """Return how many KV cache blocks every rank can hold: those asked for, or what fits, up to `most`.
+
+    Raises KVCacheMemoryError, with what a rank has and what to change, when not one fits.
+    """
+    num_blocks = config.num_kvcache_blocks
+    if num_blocks is None:
+        num_blocks = min(most, *(space.budget // space.per_block for space in spaces))
+    for rank, space in enumerate(spaces):
+        if num_blocks * space.per_block > space.free or (num_blocks < 1 and space.budget < space.per_block):
+            num_blocks = max(num_blocks, 1)
+            need, may = num_blocks * space.per_block / 2**20, max(space.budget, 0) / 2**20
+            whose = f" on rank {rank} ({space.device})" if len(spaces) > 1 else ""
+            raise KVCacheMemoryError(
+                f"no room for the KV cache{whose}: {num_blocks} block(s) of {block_size} tokens need "
+                f"{need:,.1f} MiB, and {may:,.1f} MiB may be used ({space.free / 2**20:,.0f} of "
+                f"{space.total / 2**20:,.0f} MiB are free, {space.reserve / 2**20:,.0f} MiB are kept for "
+                f"activations). Raise gpu_memory_utilization (now {config.gpu_memory_utilization}), lower "
+                "max_num_batched_tokens, max_num_seqs or num_kvcache_blocks, or close what else "
+                "uses the device"
+            )
+    size = num_blocks * spaces[0].per_block / 2**30
+    each = " on each rank" if len(spaces) > 1 else ""
+    logger.info("KV cache: %d blocks of %d tokens, %.2f GiB%s", num_blocks, block_size, size, each)
+    return num_blocks
+
+
 class ModelRunner:
     """Runs steps on one device, as one rank of a tensor-parallel group."""
 
@@ -53,10 +115,13 @@ class ModelRunner:
         device: Device,
         tp: TPGroup,
         max_model_len: int,
+        check: Callable[[], None] = no_check,
     ) -> None:
+        """Build the model and fill its weights. `check` is called now and then, and may raise to give up."""
         self.config = config
         self.model_config = model_config
         self.device = device
+        self.tp = tp
         self.max_model_len = max_model_len
         device.make_current()
         self.dtype = device.resolve_dtype(config.dtype, model_config.dtype)
@@ -67,9 +132,9 @@ class ModelRunner:
             model_config, tp, self.backend, max_model_len, device=device.torch, dtype=self.dtype
         )
         if config.load_format == "dummy":
-            init_dummy_weights(self.model, config.seed)
+            init_dummy_weights(self.model, config.seed, check)
         else:
-            load_weights(self.model, model_path)
+            load_weights(self.model, model_path, check)
         self.sampler = Sampler()
         self.graphs: CUDAGraphs | None = None
         max_seqs, max_tokens = config.max_num_seqs, max(config.max_num_batched_tokens, config.max_num_seqs)
@@ -120,34 +185,18 @@ class ModelRunner:
         self.run(batch)
         return self.device.peak_above_current()
 
-    def allocate_kv_cache(self, reserve: int) -> int:
-        """Allocate as many blocks as asked for, or as fit beside `reserve` bytes; return how many.
-
-        Raises KVCacheMemoryError when not one fits, with what there is and what to change.
-        """
+    def measure_kv_cache(self, reserve: int) -> KVCacheSpace:
+        """Return what the device has for the KV cache beside `reserve` bytes, and what a block takes."""
         layers = self.model.attention_layers
         per_token = 2 * len(layers) * layers[0].num_kv_heads * layers[0].head_dim * self.dtype.itemsize
-        per_block = per_token * self.block_size
-        budget = self.device.kv_cache_budget(self.config.gpu_memory_utilization, reserve)
+        ranks_here = 1 if self.device.is_cuda else self.tp.size
+        budget = self.device.kv_cache_budget(self.config.gpu_memory_utilization, reserve) // ranks_here
         free, total = self.device.memory()
-        num_blocks = self.config.num_kvcache_blocks
-        if num_blocks is None:
-            num_blocks = min(budget // per_block, self.config.max_num_seqs * self.max_blocks)
-        if num_blocks < 1 or num_blocks * per_block > free:
-            num_blocks = max(num_blocks, 1)
-            need, may, spare = num_blocks * per_block / 2**20, max(budget, 0) / 2**20, reserve / 2**20
-            raise KVCacheMemoryError(
-                f"no room for the KV cache: {num_blocks} block(s) of {self.block_size} tokens need "
-                f"{need:,.1f} MiB, and {may:,.1f} MiB may be used ({free / 2**20:,.0f} of "
-                f"{total / 2**20:,.0f} MiB are free, {spare:,.0f} MiB are kept for activations). Raise "
-                f"gpu_memory_utilization (now {self.config.gpu_memory_utilization}), lower "
-                "max_num_batched_tokens, max_num_seqs or num_kvcache_blocks, or close what else "
-                "uses the device"
-            )
+        return KVCacheSpace(str(self.device.torch), free, total, budget, reserve, per_token * self.block_size)
+
+    def allocate_kv_cache(self, num_blocks: int) -> None:
+        """Allocate the KV cache. Raises torch's OutOfMemoryError when the blocks do not fit after all."""
         self._set_kv_cache(num_blocks)
-        size = num_blocks * per_block / 2**30
-        logger.info("KV cache: %d blocks of %d tokens, %.2f GiB", num_blocks, self.block_size, size)
-        return num_blocks
 
     def _set_kv_cache(self, num_blocks: int) -> None:
         """Give every layer its part of one new cache of `num_blocks` blocks."""
@@ -172,7 +221,10 @@ class ModelRunner:
             return lambda: self._forward(inputs, meta)
 
         self.graphs = CUDAGraphs(
-            graph_sizes(self.config.max_num_seqs), make_step, self.device.torch, progress
+            graph_sizes(self.config.max_num_seqs),
+            make_step,
+            self.device.torch,
+            progress and self.tp.rank == 0,
         )
 
     # -- one step ----------------------------------------------------------------------------------------
@@ -183,7 +235,11 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, batch: Batch) -> StepHandle:
-        """Queue a step on the device; its tokens come through the handle."""
+        """Queue a step on the device; its tokens come through the handle, the same on every rank."""
+        with self.device.share_of_threads(self.tp.size):
+            return self._launch(batch)
+
+    def _launch(self, batch: Batch) -> StepHandle:
         num_seqs = len(batch.slots)
         if self.graphs is not None and batch.is_decode:
             rows = self.graphs.size_for(num_seqs)
@@ -196,7 +252,12 @@ class ModelRunner:
                 arrays = self.prepare_prefill(batch)
             inputs = self._send(batch, arrays)
             hidden = self.run_model(batch, inputs)
-        token_ids = self.sampler(self.model.compute_logits(hidden), self._sampling_tensors(inputs))
+        logits = self.model.compute_logits(hidden)
+        if logits is None:  # rank 0 samples for all
+            token_ids = torch.empty(num_seqs, dtype=torch.int64, device=self.device.torch)
+        else:
+            token_ids = self.sampler(logits, self._sampling_tensors(inputs))
+        token_ids = self.tp.broadcast(token_ids)
         # A failed row's -1 must not become an input of the step that may already be planned.
         self.last_token_ids[inputs["sample_slots"][:num_seqs]] = token_ids.clamp(min=0)
         return self.staging.receive(token_ids)
@@ -313,11 +374,14 @@ class ModelRunner:
         return np.where(batch.samples, batch.slots, np.int32(self.spare_slot))
 
     def exit(self) -> None:
-        """Free everything on the device. The runner cannot be used afterwards."""
-        self.device.synchronize()
-        for name in ("graphs", "model", "kv_cache", "staging", "last_token_ids", "sampler"):
-            self.__dict__.pop(name, None)
-        self.device.release_memory()
+        """Free everything on the device and leave the group. The runner cannot be used afterwards."""
+        try:
+            self.device.synchronize()
+        finally:
+            for name in ("graphs", "model", "kv_cache", "staging", "last_token_ids", "sampler"):
+                self.__dict__.pop(name, None)
+            self.tp.close()
+            self.device.release_memory()
 
 
 def pad(array: np.ndarray, size: int, value: int) -> np.ndarray:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -111,11 +111,22 @@ def check_weights(config: ModelConfig, folder: str | Path) -> None:
         _checked_tensors(model, Path(folder), stack)
 
 
-def load_weights(model: DecoderForCausalLM, folder: str | Path) -> None:
+def weight_bytes(config: ModelConfig, tp: TPGroup, dtype: torch.dtype) -> int:
+    """Return what the weights of `tp.rank` take, in bytes. Raises ValueError when `tp` cannot split them."""
+    meta = torch.device("meta")
+    model = DecoderForCausalLM(config, tp, ReferenceBackend(), 1, dtype=dtype, device=meta)
+    return sum(parameter.nbytes for parameter in model.parameters())
+
+
+def no_check() -> None:
+    """Never gives up."""
+
+
+def load_weights(model: DecoderForCausalLM, folder: str | Path, check: Callable[[], None] = no_check) -> None:
     """Fill every parameter of `model`, each exactly once, from the *.safetensors files in `folder`.
 
-    Raises ModelLoadError that names all missing, unexpected, misshaped and non-float tensors; the model is
-    then untouched.
+    `check` is called between tensors and may raise, to give up. Raises ModelLoadError that names all
+    missing, unexpected, misshaped and non-float tensors; the model is then untouched.
     """
     slots = model.weight_slots()
     with ExitStack() as stack:
@@ -123,19 +134,21 @@ def load_weights(model: DecoderForCausalLM, folder: str | Path) -> None:
         if tied_head is not None:
             _check_tied_head(folder, tied_head, tensors[EMBEDDING])
         for name, source in tensors.items():
+            check()
             slot = slots[name]
             slot.layer.load_weight(slot.shard.param, source, slot.shard.shard_id)
     _check_all_loaded(slots)
 
 
-def init_dummy_weights(model: DecoderForCausalLM, seed: int) -> None:
+def init_dummy_weights(model: DecoderForCausalLM, seed: int, check: Callable[[], None] = no_check) -> None:
     """Fill `model` with random weights, normal(0, 0.02) and 1 for norms, made on its own device.
 
     Each tensor depends on the seed and its name alone, and whole tensors are drawn and then cut: any number
-    of ranks gets the same model.
+    of ranks gets the same model. `check` as in `load_weights`.
     """
     slots = model.weight_slots()
     for name, slot in slots.items():
+        check()
         parameter = slot.layer.get_parameter(slot.shard.param)
         whole = torch.empty(slot.shard.shape, dtype=parameter.dtype, device=parameter.device)
         if isinstance(slot.layer, RMSNorm):

@@ -1,0 +1,435 @@
+"""Worker processes: ranks 1..N-1 of a tensor-parallel engine, which make every call that rank 0 makes.
+
+Owns the processes, the channel to them and the watch over them, and leaves nothing behind. Never schedules.
+"""
+
+# Rank 0 sends a call through the channel and makes it too; the ranks meet in the model's collectives. Results
+# and errors come back through one pipe for each worker, which a thread in rank 0 watches together with the
+# processes. When one ends or reports an error, that thread notes the cause, kills the others and lets go of
+# whatever waits for them; rank 0 then finds the cause wherever it was. A worker watches its parent.
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import traceback
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from multiprocessing import connection, current_process, get_context
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from time import monotonic, sleep
+from typing import Any, TypeVar, cast
+
+from nanovllm.config import Config
+from nanovllm.device import Device
+from nanovllm.distributed import Rendezvous, TPGroup
+from nanovllm.engine.channel import Channel, ChannelReader
+from nanovllm.engine.interrupts import HeldInterrupts
+from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.errors import WorkerError
+from nanovllm.models.config import ModelConfig
+from nanovllm.models.loader import no_check
+
+T = TypeVar("T")
+
+POLL_SECONDS = 0.05  # how often rank 0 looks, while it waits for workers, whether one has failed
+CAUSE_SECONDS = 0.3  # after the first sign of a failure: until then, an earlier or clearer one counts
+BLAME_SECONDS = 2.0  # after an error in rank 0: until then, a worker can turn out to be its cause
+EXIT_SECONDS = 5.0  # for workers to exit when asked to; then they are killed
+PARENT_SECONDS = 0.5  # how often a worker looks whether rank 0 lives
+
+
+@dataclass(frozen=True)
+class RankSetup:
+    """All that a process must know to become rank `rank` of `size`."""
+
+    rank: int
+    size: int
+    device: str
+    port: int  # of the Rendezvous
+    config: Config
+    model_config: ModelConfig
+    model_path: Path
+    max_model_len: int
+
+    def meet(self, device: Device, rendezvous: Rendezvous) -> TPGroup:
+        """Meet the other ranks, each of which does the same; a minute at most."""
+        group = TPGroup.connect(self.rank, self.size, device, rendezvous)
+        dtype = device.resolve_dtype(self.config.dtype, self.model_config.dtype)
+        group.make_symmetric_buffer(self.config.max_num_seqs * self.model_config.hidden_size, dtype, device)
+        return group
+
+    def load(self, device: Device, group: TPGroup, check: Callable[[], None] = no_check) -> ModelRunner:
+        """Load this rank's part of the model; `check` as in `ModelRunner`."""
+        return ModelRunner(
+            self.config, self.model_config, self.model_path, device, group, self.max_model_len, check
+        )
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a call returned."""
+
+    value: Any
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a worker ended. A signal comes before errors, and of these the first: the others follow from it."""
+
+    rank: int
+    what: str
+    by_signal: bool
+    time: float  # seconds of the host's monotonic clock, the same for all processes
+
+    @property
+    def order(self) -> tuple[bool, float]:
+        return not self.by_signal, self.time
+
+
+# -- in the worker ------------------------------------------------------------------------------------------
+
+
+def worker_main(setup: RankSetup, reader: ChannelReader, replies: Connection, parent: int) -> None:
+    """A worker process, from its start to its end; it returns in no case."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is rank 0's to handle
+    threading.Thread(target=_exit_with, args=(parent,), daemon=True).start()
+    try:
+        loop(setup, reader, replies)
+    except BaseException:  # whatever it is, rank 0 is to know
+        failure = Failure(setup.rank, f"failed:\n{traceback.format_exc()}", False, monotonic())
+        with suppress(OSError):  # rank 0 is gone
+            replies.send(failure)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # at once: the libraries' own clean-up may wait for ranks that are gone
+
+
+def loop(setup: RankSetup, reader: ChannelReader, replies: Connection) -> None:
+    """Make rank 0's calls until it calls `exit`. All but `launch` are answered."""
+    device = Device(setup.device)
+    replies.send(Result(device.memory()))
+    runner: ModelRunner | None = None
+    while True:
+        call = reader.receive(timeout=60.0)
+        if call is None:
+            continue
+        method, args = call
+        if method == "load":
+            runner = setup.load(device, setup.meet(device, Rendezvous(setup.port)))
+            replies.send(Result(None))
+            continue
+        if runner is not None:
+            result = getattr(runner, method)(*args)
+        if method == "exit":
+            return
+        if method != "launch":
+            replies.send(Result(result))
+
+
+def _exit_with(parent: int) -> None:
+    """End this process, wherever it is, once rank 0 is gone."""
+    while os.getppid() == parent:
+        sleep(PARENT_SECONDS)
+    os._exit(1)
+
+
+# -- in rank 0 ----------------------------------------------------------------------------------------------
+
+
+class Workers:
+    """Rank 0's hold on ranks 1..N-1. Without any, calls are made on rank 0 alone.
+
+    After a failure all workers are gone, and every call raises the same WorkerError.
+    """
+
+    def __init__(self, setups: list[RankSetup]) -> None:
+        """Start a process for each setup. Raises RuntimeError where no process can be started."""
+        self._watch = Watch(len(setups))
+        self._channel: Channel | None = None
+        self._stop: Callable[[], object] = no_check
+        if not setups:
+            return
+        if current_process().daemon:
+            raise RuntimeError(
+                "a daemonic process cannot start workers: create an LLM with tensor_parallel_size > 1 in the "
+                "main process, or in one started with daemon=False"
+            )
+        try:
+            with HeldInterrupts():
+                self._start(setups)
+        except BaseException:
+            self.kill()
+            raise
+
+    def _start(self, setups: list[RankSetup]) -> None:
+        context = get_context("spawn")
+        self._channel = Channel(len(setups))
+        self._stop = weakref.finalize(self, _stop, self._watch, self._channel)
+        for setup, reader in zip(setups, self._channel.readers, strict=True):
+            receiver, sender = context.Pipe(duplex=False)
+            process = context.Process(
+                target=worker_main,
+                args=(setup, reader, sender, os.getpid()),
+                name=f"nanovllm rank {setup.rank}",
+                daemon=True,
+            )
+            self._watch.add(process, receiver)
+            with _no_main_module(), _sigint_blocked():
+                process.start()
+            sender.close()  # the worker's copy is the only one: its end is the pipe's end
+        self._channel.readers.clear()
+        self._watch.start()
+
+    @property
+    def processes(self) -> list[BaseProcess]:
+        """The worker processes, by rank from 1 on."""
+        return self._watch.processes
+
+    @property
+    def failed(self) -> bool:
+        """Whether a worker has failed, or rank 0 has given them up."""
+        return self._watch.ended.is_set()
+
+    def on_failure(self, release: Callable[[], None]) -> None:
+        """Call `release`, from another thread, when a worker fails: it lets go of what waits for workers."""
+        self._watch.release = release
+        if self.failed:  # before `release` was known
+            release()
+
+    def check(self) -> None:
+        """Raise WorkerError if a worker has failed."""
+        self._watch.check()
+
+    def run(self, own: Callable[..., T], method: str, *args: object) -> T:
+        """Call `method` on every worker and `own` here, with the same arguments; return what that returns.
+
+        Raises WorkerError when a worker fails meanwhile. After any exception the workers are gone: they
+        cannot know how far rank 0 has come.
+        """
+        if self._channel is None:
+            return own(*args)
+        with self.giving_up_on_error():
+            self.check()
+            self._channel.send(method, *args, check_alive=self.check)
+            return own(*args)
+
+    def call(self, own: Callable[..., T], method: str, *args: object) -> list[T]:
+        """As `run`, for a method that answers: return what all ranks return, rank 0's first."""
+        return [self.run(own, method, *args), *self.collect()]
+
+    def collect(self) -> list[Any]:
+        """Wait for the next answer of every worker."""
+        with self.giving_up_on_error():
+            return [self._watch.wait_for_reply(index) for index in range(len(self.processes))]
+
+    @contextmanager
+    def giving_up_on_error(self) -> Iterator[None]:
+        """On an exception in the block, end all workers and raise the WorkerError behind it, if any."""
+        try:
+            yield
+            self.check()  # a wait that ended because a worker failed has no result
+        except BaseException as error:
+            if not self.processes:
+                raise
+            with HeldInterrupts():
+                is_cause = isinstance(error, (WorkerError, KeyboardInterrupt))
+                if not is_cause:
+                    self._watch.ended.wait(BLAME_SECONDS)
+                self.kill()
+                if not is_cause and self._watch.failure is not None:
+                    raise _worker_error(self._watch.failure) from error
+                raise
+
+    def watched(self, work: Callable[[], T]) -> T:
+        """Run `work` in another thread, and leave it there when a worker fails or on Ctrl-C.
+
+        For what waits for the other ranks in a library, where no signal and no `release` ends it.
+        """
+        if not self.processes:
+            return work()
+        outcome: SimpleQueue[tuple[T | None, BaseException | None]] = SimpleQueue()
+
+        def run() -> None:
+            try:
+                outcome.put((work(), None))
+            except BaseException as error:
+                outcome.put((None, error))
+
+        threading.Thread(target=run, name="nanovllm start-up", daemon=True).start()
+        while True:
+            try:
+                result, error = outcome.get(timeout=POLL_SECONDS)
+            except Empty:
+                self.check()
+                continue
+            if error is not None:
+                raise error
+            return cast(T, result)
+
+    def stop(self) -> None:
+        """Ask the workers to exit and wait until they are gone; a second call does nothing."""
+        with HeldInterrupts():
+            self._stop()
+
+    def kill(self) -> None:
+        """End the workers at once."""
+        with HeldInterrupts():
+            self._watch.give_up()
+            self._stop()
+
+
+class Watch:
+    """The worker processes, what they have answered, and the first reason that one of them ended."""
+
+    def __init__(self, num_workers: int) -> None:
+        self.processes: list[BaseProcess] = []
+        self.failure: Failure | None = None
+        self.ended = threading.Event()  # a worker failed, or rank 0 gave them up
+        self.stopping = False  # they are to exit: that is no failure
+        self.release: Callable[[], None] = no_check
+        self._pipes: list[Connection] = []
+        self._replies: list[SimpleQueue[Any]] = [SimpleQueue() for _ in range(num_workers)]
+        self._thread: threading.Thread | None = None
+
+    def add(self, process: BaseProcess, pipe: Connection) -> None:
+        """Take a process that is about to be started, and the pipe of its answers."""
+        self.processes.append(process)
+        self._pipes.append(pipe)
+
+    def start(self) -> None:
+        """Watch, in a thread of its own, until all workers have ended."""
+        self._thread = threading.Thread(target=self._run, name="nanovllm workers", daemon=True)
+        self._thread.start()
+
+    def check(self) -> None:
+        if self.ended.is_set():
+            raise _worker_error(self.failure)
+
+    def wait_for_reply(self, index: int) -> Any:
+        while True:
+            try:
+                return self._replies[index].get(timeout=POLL_SECONDS)
+            except Empty:
+                self.check()
+
+    def give_up(self) -> None:
+        """Kill all workers, and let go of what waits for them in rank 0."""
+        self.stopping = True
+        for process in self.processes:
+            if process.pid is not None:
+                process.kill()
+        self.ended.set()
+        self.release()
+
+    def join(self, seconds: float) -> None:
+        """Wait for all workers to end, and kill those that have not in time."""
+        if self._thread is None:  # not all of them were started
+            for process in self.processes:
+                if process.pid is not None:
+                    process.join()
+        elif self._thread is not threading.current_thread():
+            self._thread.join(seconds)
+            if self._thread.is_alive():
+                for process in self.processes:
+                    process.kill()
+                self._thread.join()
+        for pipe in self._pipes:
+            pipe.close()
+
+    def _run(self) -> None:
+        failures: list[Failure] = []
+        deadline: float | None = None
+        pending: dict[Any, int] = {pipe: index for index, pipe in enumerate(self._pipes)}
+        pending |= {process.sentinel: index for index, process in enumerate(self.processes)}
+        while pending and (deadline is None or monotonic() < deadline):
+            timeout = None if deadline is None else max(0.0, deadline - monotonic())
+            for ready in connection.wait(list(pending), timeout):
+                index = pending[ready]
+                if isinstance(ready, Connection):
+                    failure = self._receive(ready, index)
+                    if failure is None and ready.closed:
+                        del pending[ready]
+                else:
+                    del pending[ready]
+                    failure = self._ended(index)
+                if failure is not None:
+                    failures.append(failure)
+            if failures and deadline is None and not self.stopping:
+                deadline = monotonic() + CAUSE_SECONDS
+        if failures and not self.stopping:
+            self.failure = min(failures, key=lambda failure: failure.order)
+            self.give_up()
+
+    def _receive(self, pipe: Connection, index: int) -> Failure | None:
+        try:
+            message = pipe.recv()
+        except (EOFError, OSError):  # its process ends: the sentinel says how
+            pipe.close()
+            return None
+        if isinstance(message, Failure):
+            return message
+        self._replies[index].put(message.value)
+        return None
+
+    def _ended(self, index: int) -> Failure:
+        process = self.processes[index]
+        process.join()
+        while (code := process.exitcode) is None:  # another thread reaped it, and has not written it down yet
+            sleep(0.001)
+        if code < 0:
+            name = signal.Signals(-code).name
+            hint = ", perhaps because the host ran out of memory" if name == "SIGKILL" else ""
+            return Failure(index + 1, f"was killed by {name}{hint}", True, monotonic())
+        return Failure(index + 1, f"ended by itself with exit code {code}", False, monotonic())
+
+
+def _worker_error(failure: Failure | None) -> WorkerError:
+    if failure is None:
+        return WorkerError("the workers were ended by an earlier error; make a new LLM")
+    return WorkerError(f"rank {failure.rank} {failure.what}")
+
+
+def _stop(watch: Watch, channel: Channel | None) -> None:
+    """End all workers, by asking if nothing has failed, and unlink the channel. Also called at exit."""
+    if not watch.ended.is_set() and channel is not None:
+        watch.stopping = True
+        try:
+            channel.send("exit", check_alive=watch.check)
+        except WorkerError:
+            watch.give_up()
+    watch.join(EXIT_SECONDS)
+    if channel is not None:
+        channel.close()
+
+
+@contextmanager
+def _no_main_module() -> Iterator[None]:
+    """Start a process that does not import the caller's script again, which then needs no __main__ guard.
+
+    Workers run nothing of the script. `spawn` takes its name from this module table.
+    """
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+
+
+@contextmanager
+def _sigint_blocked() -> Iterator[None]:
+    """Start a process that inherits this: Ctrl-C, which goes to a terminal's every process, is rank 0's."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

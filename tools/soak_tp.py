@@ -1,0 +1,398 @@
+"""Break tensor-parallel engines at random moments, many times, and count hangs, leaks and wrong results.
+
+    python tools/soak_tp.py                      # every fault 20 times, on the CPU
+    python tools/soak_tp.py --times 3 kill_idle  # one of them
+
+Ends with exit status 1 unless all counts are zero. Each engine splits the bundled model over two processes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import nanovllm
+from nanovllm import LLM, SamplingParams, WorkerError
+from nanovllm.engine import llm_engine
+
+QUESTIONS = [
+    "What is 687087 + 67?",
+    "Reverse the word NOTEBOOK.",
+    "Write DONE 3 times.",
+    "Count down from 9.",
+]
+PARAMS = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+START_SECONDS = 3.0  # about what a start takes; faults during one are spread over it
+HANG_SECONDS = 90.0  # without any news from a job
+SHARED_MEMORY = Path("/dev/shm")
+
+
+def make_llm(device: str = "cpu") -> LLM:
+    return LLM(nanovllm.demo_model_path(), tensor_parallel_size=2, device=device, num_kvcache_blocks=64)
+
+
+def answer(llm: LLM) -> list[list[int]]:
+    return [output["token_ids"] for output in llm.generate(QUESTIONS, PARAMS, use_tqdm=False)]
+
+
+def generate_for_ever(llm: LLM) -> None:
+    while True:
+        answer(llm)
+
+
+@dataclass
+class Moment:
+    """When the latest fault was made, and how long the caller took to see it, in seconds."""
+
+    at: float = 0.0
+    noticed: float = 0.0
+
+    def make(self, fault: Callable[[], object]) -> None:
+        self.at = time.perf_counter()
+        fault()
+
+
+moment = Moment()
+
+
+def kill(pid: int) -> None:
+    moment.make(lambda: os.kill(pid, signal.SIGKILL))
+
+
+def interrupt() -> None:
+    moment.make(lambda: os.kill(os.getpid(), signal.SIGINT))
+
+
+@contextmanager
+def later(seconds: float, action: Callable[[], Any]) -> Iterator[None]:
+    timer = threading.Timer(seconds, action)
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()
+
+
+def expect(error: type[BaseException], words: str, action: Callable[[], Any]) -> None:
+    """Run `action`, which must raise `error` with `words` in its message."""
+    try:
+        action()
+    except error as raised:
+        moment.noticed = time.perf_counter() - moment.at
+        message = str(raised)
+    else:
+        raise AssertionError(f"no {error.__name__} was raised")
+    assert words in message, f"{words!r} is not in {message!r}"
+
+
+# -- the faults: each takes a random generator and a device, and asserts what the caller sees --------------
+
+
+def raise_in_step(rng: random.Random, device: str) -> None:
+    """A worker gets a batch that makes it raise, at a random step, while rank 0 waits for it."""
+    with make_llm(device) as llm:
+        channel = llm._workers._channel
+        assert channel is not None
+        send, steps = channel.send, rng.randrange(20)
+
+        def send_nonsense(method: str, *args: object, check_alive: Callable[[], None] | None = None) -> None:
+            nonlocal steps
+            steps -= method == "launch"
+            if steps >= 0:
+                moment.at = time.perf_counter()
+            send(method, *(("nonsense",) if steps == -1 else args), check_alive=check_alive)
+
+        channel.send = send_nonsense  # type: ignore[method-assign]
+        expect(WorkerError, "rank 1 failed:\nTraceback", lambda: generate_for_ever(llm))
+        expect(nanovllm.EngineClosedError, "closed", lambda: answer(llm))
+
+
+def raise_in_loading(rng: random.Random, device: str) -> None:
+    """A worker finds no weights."""
+    whole = llm_engine.RankSetup
+
+    def broken(rank: int, size: int, *rest: Any) -> Any:
+        setup = whole(rank, size, *rest)
+        return setup if rank == 0 else whole(rank, size, *rest[:-2], Path("/nowhere"), rest[-1])
+
+    moment.at = time.perf_counter()  # the whole start counts
+    llm_engine.RankSetup = broken  # type: ignore[assignment,misc]
+    try:
+        expect(WorkerError, "ModelLoadError", lambda: make_llm(device))
+    finally:
+        llm_engine.RankSetup = whole  # type: ignore[misc]
+
+
+def kill_idle(rng: random.Random, device: str) -> None:
+    """A worker is killed between two calls of generate."""
+    with make_llm(device) as llm:
+        answer(llm)
+        kill(llm._workers.processes[0].pid or 0)
+        time.sleep(wait := rng.choice((0.0, 0.0, rng.random())))
+        moment.at += wait
+        expect(WorkerError, "rank 1 was killed by SIGKILL", lambda: answer(llm))
+
+
+def kill_while_loading(rng: random.Random, device: str) -> None:
+    """A worker is killed at any moment of the start."""
+
+    def kill_children() -> None:
+        for process in list(multiprocessing.process._children):  # type: ignore[attr-defined]
+            kill(process.pid)
+
+    def start_and_use() -> None:
+        with make_llm(device) as llm:  # it may have started by then
+            generate_for_ever(llm)
+
+    with later(rng.uniform(0.2, START_SECONDS), kill_children):
+        expect(WorkerError, "rank 1 was killed by SIGKILL", start_and_use)
+
+
+def kill_in_step(rng: random.Random, device: str) -> None:
+    """A worker is killed at any moment of generate."""
+    with make_llm(device) as llm:
+        pid = llm._workers.processes[0].pid or 0
+        with later(rng.uniform(0, 0.5), lambda: kill(pid)):
+            expect(WorkerError, "rank 1 was killed by SIGKILL", lambda: generate_for_ever(llm))
+
+
+def kill_in_collective(rng: random.Random, device: str) -> None:
+    """A worker is killed while it waits for rank 0 inside an all-reduce."""
+    with make_llm(device) as llm:
+        pid, group, calls = llm._workers.processes[0].pid or 0, llm._runner.tp, rng.randrange(100)
+        all_reduce = group.all_reduce
+
+        def late(x: Any) -> Any:
+            nonlocal calls
+            calls -= 1
+            if calls == -1:
+                time.sleep(0.1)
+                kill(pid)
+            return all_reduce(x)
+
+        group.all_reduce = late  # type: ignore[method-assign]
+        if device == "cpu":
+            expect(WorkerError, "rank 1 was killed by SIGKILL", lambda: generate_for_ever(llm))
+        else:  # replayed graphs do not call it: any step will do
+            with later(rng.uniform(0, 0.5), lambda: kill(pid)):
+                expect(WorkerError, "rank 1 was killed by SIGKILL", lambda: generate_for_ever(llm))
+
+
+RANK_0 = """
+    import sys
+    sys.path.insert(0, {tools!r})
+    import soak_tp
+    llm = soak_tp.make_llm({device!r})
+    print(llm._workers.processes[0].pid, llm._workers._channel._segment.name, flush=True)
+    soak_tp.generate_for_ever(llm)
+"""
+
+
+def kill_rank_0(rng: random.Random, device: str) -> None:
+    """The caller's process is killed; its worker and its segment go by themselves."""
+    code = textwrap.dedent(RANK_0).format(tools=str(Path(__file__).parent), device=device)
+    caller = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert caller.stdout is not None
+    pid, segment = caller.stdout.readline().split()
+    time.sleep(rng.uniform(0, 0.3))
+    moment.make(caller.kill)
+    caller.wait()
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline:
+        if not Path("/proc", pid).exists() and not (SHARED_MEMORY / segment).exists():
+            moment.noticed = time.perf_counter() - moment.at
+            return
+        time.sleep(0.02)
+    raise AssertionError(f"worker {pid} or segment {segment} is still there 5 s after rank 0 was killed")
+
+
+_llm: LLM | None = None
+_expected: list[list[int]] = []
+
+
+def ctrl_c_in_generate(rng: random.Random, device: str) -> None:
+    """Ctrl-C at any moment of generate; the same engine then answers as before."""
+    global _llm, _expected
+    if _llm is None:
+        _llm = make_llm(device)
+        _expected = answer(_llm)
+    with later(rng.uniform(0, 0.3), interrupt):
+        expect(KeyboardInterrupt, "", lambda: generate_for_ever(_llm))
+    assert _llm.is_finished(), "requests are left"
+    assert answer(_llm) == _expected, "wrong result"
+
+
+def ctrl_c_while_starting(rng: random.Random, device: str) -> None:
+    """Ctrl-C at any moment of the start."""
+
+    def start_and_use() -> None:
+        with make_llm(device) as llm:
+            generate_for_ever(llm)
+
+    with later(rng.uniform(0, START_SECONDS), interrupt):
+        expect(KeyboardInterrupt, "", start_and_use)
+
+
+FAULTS: dict[str, Callable[[random.Random, str], None]] = {
+    function.__name__: function
+    for function in (
+        raise_in_step,
+        raise_in_loading,
+        kill_idle,
+        kill_while_loading,
+        kill_in_step,
+        kill_in_collective,
+        kill_rank_0,
+        ctrl_c_in_generate,
+        ctrl_c_while_starting,
+    )
+}
+
+
+# -- what must not be left ---------------------------------------------------------------------------------
+
+
+def listening_ports() -> set[int]:
+    """The TCP ports that this process listens on."""
+    links = []
+    for entry in Path("/proc/self/fd").iterdir():
+        try:
+            links.append(os.readlink(entry))
+        except FileNotFoundError:
+            continue
+    inodes = {link[8:-1] for link in links if link.startswith("socket:[")}
+    ports = set()
+    for table in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
+        for line in Path(table).read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and fields[9] in inodes:
+                ports.add(int(fields[1].rsplit(":", 1)[1], 16))
+    return ports
+
+
+def shared_memory() -> set[str]:
+    return {path.name for path in SHARED_MEMORY.iterdir() if path.name.startswith(("psm_", "sem.mp-"))}
+
+
+def leftovers() -> list[str]:
+    """What an engine that is gone must not leave in this process."""
+    processes = [f"process {child.pid}" for child in multiprocessing.active_children()]
+    segments = [
+        line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "psm_" in line
+    ]
+    return processes + segments + [f"port {port}" for port in listening_ports()]
+
+
+def run_job(name: str, times: int, seed: int, device: str) -> None:
+    """Repeat one fault and print one line of JSON for each time."""
+    global _llm
+    rng = random.Random(f"{name} {seed}")
+    for number in range(times):
+        problem = None
+        try:
+            FAULTS[name](rng, device)
+        except AssertionError as error:
+            problem = str(error)
+        if _llm is not None and number == times - 1:
+            _llm.close()
+            _llm = None
+        left = [] if _llm is not None else leftovers()
+        deadline = time.monotonic() + 5  # a start-up thread may hold the port a little longer
+        while left and time.monotonic() < deadline:
+            time.sleep(0.05)
+            left = leftovers()
+        line = {"problem": problem, "left": left, "noticed": moment.noticed}
+        print(json.dumps(line), flush=True)
+
+
+# -- many of them ------------------------------------------------------------------------------------------
+
+
+def soak(name: str, times: int, seed: int, device: str, report: dict[str, list[Any]]) -> None:
+    """Run a job in a process of its own; a job without news counts as a hang and is started anew."""
+    while len(report[name]) < times:
+        count = times - len(report[name])
+        command = [sys.executable, __file__, "--job", name, "--times", str(count), "--device", device]
+        with subprocess.Popen([*command, "--seed", str(seed)], stdout=subprocess.PIPE, text=True) as job:
+            assert job.stdout is not None
+            for _ in range(count):
+                watchdog = threading.Timer(HANG_SECONDS, job.kill)
+                watchdog.start()
+                line = job.stdout.readline()
+                watchdog.cancel()
+                if not line:
+                    report[name].append({"problem": "hang or crash", "left": [], "noticed": HANG_SECONDS})
+                    job.kill()
+                    break
+                report[name].append(json.loads(line))
+        seed += 1000
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("faults", nargs="*", default=[], metavar="FAULT", help=", ".join(FAULTS))
+    parser.add_argument("--times", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="how many engines at once")
+    parser.add_argument("--job", choices=FAULTS, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.job:
+        run_job(args.job, args.times, args.seed, args.device)
+        return
+    names = args.faults or list(FAULTS)
+    unknown = set(names) - set(FAULTS)
+    if unknown:
+        parser.error(f"unknown faults {sorted(unknown)}; there are {', '.join(FAULTS)}")
+    before = shared_memory()
+    start = time.perf_counter()
+    report: dict[str, list[Any]] = {name: [] for name in names}
+    slots = threading.Semaphore(max(1, args.jobs))
+
+    def run(name: str) -> None:
+        with slots:
+            soak(name, args.times, args.seed, args.device, report)
+
+    threads = [threading.Thread(target=run, args=(name,)) for name in names]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    time.sleep(1)  # the resource trackers of killed processes
+    segments = shared_memory() - before
+    print(f"{'fault':24}{'times':>6}{'wrong or hung':>15}{'leaks':>7}{'noticed, s':>12}")
+    bad = len(segments)
+    for name, rows in report.items():
+        problems = [row["problem"] for row in rows if row["problem"]]
+        leaks = [left for row in rows for left in row["left"]]
+        worst = max(row["noticed"] for row in rows)
+        print(f"{name:24}{len(rows):6}{len(problems):15}{len(leaks):7}{worst:12.2f}")
+        for detail in problems + leaks:
+            print("   ", detail)
+        bad += len(problems) + len(leaks)
+    print(f"segments and semaphores left in {SHARED_MEMORY}: {sorted(segments)}")
+    print(
+        f"{time.perf_counter() - start:.0f} s, {args.jobs} at once, 'noticed' is the longest time until the caller knew"
+    )
+    sys.exit(bad > 0)
+
+
+if __name__ == "__main__":
+    main()
