@@ -1,18 +1,43 @@
-"""An LLM whose KV cache starts as NaN and whose scheduler is checked after every step."""
+"""An LLM whose KV cache starts as NaN, on every rank, and whose scheduler is checked after every step."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 from nanovllm import LLM
+from nanovllm.device import Device
+from nanovllm.distributed import TPGroup
+from nanovllm.engine import llm_engine
 from nanovllm.engine.batch import Batch
+from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.worker import RankSetup
+
+
+class CheckedSetup(RankSetup):
+    """Workers unpickle it as it is, so what it changes is changed on every rank."""
+
+    def load(self, device: Device, group: TPGroup, check: Callable[[], None] = lambda: None) -> ModelRunner:
+        runner = super().load(device, group, check)
+        allocate = runner.allocate_kv_cache
+
+        def allocate_nan(num_blocks: int) -> None:
+            allocate(num_blocks)
+            runner.kv_cache.fill_(float("nan"))
+
+        runner.allocate_kv_cache = allocate_nan  # type: ignore[method-assign]
+        return runner
 
 
 class CheckedLLM(LLM):
     def __init__(self, model: Any, **options: Any) -> None:
-        super().__init__(str(model), **options)
-        self._runner.kv_cache.fill_(float("nan"))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(llm_engine, "RankSetup", CheckedSetup)
+            super().__init__(str(model), **options)
+        assert self._runner.kv_cache.isnan().all() or self._runner.graphs is not None
         self.batches: list[Batch] = []
         self.sequences: list[Sequence] = []
 

@@ -298,6 +298,14 @@ def leftovers() -> list[str]:
     return processes + segments + [f"port {port}" for port in listening_ports()]
 
 
+def wait_until_nothing_is_left() -> list[str]:
+    """What is still left after a while: an interrupted start-up may hold its port a little longer."""
+    deadline = time.monotonic() + 5
+    while (left := leftovers()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return left
+
+
 def run_job(name: str, times: int, seed: int, device: str) -> None:
     """Repeat one fault and print one line of JSON for each time."""
     global _llm
@@ -311,11 +319,7 @@ def run_job(name: str, times: int, seed: int, device: str) -> None:
         if _llm is not None and number == times - 1:
             _llm.close()
             _llm = None
-        left = [] if _llm is not None else leftovers()
-        deadline = time.monotonic() + 5  # a start-up thread may hold the port a little longer
-        while left and time.monotonic() < deadline:
-            time.sleep(0.05)
-            left = leftovers()
+        left = [] if _llm is not None else wait_until_nothing_is_left()
         line = {"problem": problem, "left": left, "noticed": moment.noticed}
         print(json.dumps(line), flush=True)
 
@@ -389,7 +393,7 @@ def main() -> None:
         bad += len(problems) + len(leaks)
     print(f"segments and semaphores left in {SHARED_MEMORY}: {sorted(segments)}")
     print(
-        f"{time.perf_counter() - start:.0f} s, {args.jobs} at once, 'noticed' is the longest time until the caller knew"
+        f"noticed: the longest time until rank 0 knew. {time.perf_counter() - start:.0f} s, {args.jobs} jobs"
     )
     sys.exit(bad > 0)
 

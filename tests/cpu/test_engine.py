@@ -392,8 +392,8 @@ def test_lists_of_unequal_length_and_wrong_types(model: Path) -> None:
 def test_options_are_checked(model: Path, tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="did you mean 'max_num_seqs'"):
         LLM(str(model), max_num_seq=4)
-    with pytest.raises(NotImplementedError, match="tensor_parallel_size=2"):
-        LLM(str(model), tensor_parallel_size=2)
+    with pytest.raises(ValueError, match="tensor_parallel_size=3 does not divide"):
+        LLM(str(model), tensor_parallel_size=3)
     with pytest.raises(ValueError, match="gpu_memory_utilization"):
         LLM(str(model), gpu_memory_utilization=1.5)
     with pytest.raises(ValueError, match="'flash_attn' cannot run here: it needs a CUDA device"):

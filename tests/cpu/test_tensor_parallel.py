@@ -1,0 +1,328 @@
+"""A model split over processes gives the tokens of one rank, and faults end cleanly (also tools/soak_tp.py)."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import soak_tp
+import torch
+from checked_llm import CheckedLLM, CheckedSetup
+from tiny_models import VOCAB_SIZE, transformers_greedy, write_tiny_model
+
+from nanovllm import LLM, EngineClosedError, KVCacheMemoryError, SamplingParams, WorkerError, demo_model_path
+from nanovllm.config import Config
+from nanovllm.device import Device
+from nanovllm.engine import llm_engine
+from nanovllm.engine.model_runner import KVCacheSpace, ModelRunner, check_weights_fit, fit_kv_cache
+
+GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+BLOCK = 8
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    before = soak_tp.shared_memory()
+    yield
+    assert soak_tp.wait_until_nothing_is_left() == []
+    assert soak_tp.shared_memory() <= before
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A vocabulary of 97, which nothing divides, 4 heads and 2 KV heads, which 4 ranks must share."""
+    return write_tiny_model(tmp_path_factory.mktemp("model"), eos_token_id=1)
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    rng = random.Random(5)
+    shared = [rng.randrange(2, VOCAB_SIZE) for _ in range(2 * BLOCK)]
+    prompts = [[rng.randrange(2, VOCAB_SIZE) for _ in range(n)] for n in (1, BLOCK, BLOCK + 1, 3 * BLOCK)]
+    return [*prompts, shared + prompts[1], shared, [*shared, 5]]
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path, prompts: list[list[int]]) -> list[list[int]]:
+    return [transformers_greedy(model, prompt, GREEDY.max_tokens) for prompt in prompts]
+
+
+def make(model: Path, size: int = 2, **options: object) -> CheckedLLM:
+    defaults = {
+        "device": "cpu",
+        "tensor_parallel_size": size,
+        "skip_tokenizer_init": True,
+        "kvcache_block_size": BLOCK,
+        "max_model_len": 64,
+        "async_scheduling": True,
+    }
+    return CheckedLLM(model, **defaults | options)
+
+
+def tokens(llm: LLM, prompts: list, params: object = GREEDY) -> list[list[int]]:
+    return [output["token_ids"] for output in llm.generate(prompts, params, use_tqdm=False)]
+
+
+# -- the same tokens ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("size", "options"),
+    [
+        (2, {}),
+        (2, {"max_num_batched_tokens": 7, "num_kvcache_blocks": 14}),
+        (2, {"max_num_batched_tokens": BLOCK + 1, "num_kvcache_blocks": 6, "async_scheduling": False}),
+        (2, {"enable_prefix_caching": False, "max_num_batched_tokens": 1, "max_num_seqs": 3}),
+        (4, {"num_kvcache_blocks": 14}),
+    ],
+    ids=["ample", "chunked_tight", "minimal_in_step", "no_prefix_cache", "four_ranks"],
+)
+def test_every_schedule_gives_transformers_tokens(
+    model: Path, prompts: list, expected: list, size: int, options: dict
+) -> None:
+    """Twice, so that the second pass hits the prefix cache where there is one."""
+    with make(model, size, **options) as llm:
+        assert len(llm._workers.processes) == size - 1
+        for _ in range(2):
+            assert tokens(llm, prompts) == expected
+
+
+@pytest.mark.parametrize("family", ["qwen2", "llama"])
+def test_other_families(tmp_path: Path, prompts: list, family: str) -> None:
+    """Biases, which are added once, and a head that is tied to a padded embedding."""
+    path = write_tiny_model(tmp_path, family, tie_word_embeddings=True)
+    with make(path) as llm:
+        assert tokens(llm, prompts) == [transformers_greedy(path, prompt, 20) for prompt in prompts]
+
+
+def test_sampling_aborts_and_broken_rows_are_those_of_one_rank(
+    model: Path, prompts: list, expected: list
+) -> None:
+    params = [
+        SamplingParams(temperature=1.0, seed=11, max_tokens=12),
+        SamplingParams(temperature=0.7, top_k=5, max_tokens=12),
+        SamplingParams(temperature=1.3, top_p=0.8, max_tokens=12, stop_token_ids=[7]),
+        SamplingParams(temperature=1.0, min_p=0.1, top_k=20, top_p=0.9, seed=-3, max_tokens=12),
+        GREEDY,
+        SamplingParams(temperature=2.0, max_tokens=30),
+        SamplingParams(temperature=0, max_tokens=9),
+    ]
+    results = []
+    for size in (1, 2):
+        with make(model, size) as llm:
+            sampled = tokens(llm, prompts, params)
+            ids = [llm.add_request(prompt, GREEDY) for prompt in prompts]
+            for _ in range(4):
+                llm.step()
+            aborted = llm.abort(ids[2])
+            assert aborted is not None
+            done = {}
+            while not llm.is_finished():
+                done |= {output.request_id: output["token_ids"] for output in llm.step()}
+            assert done == {ids[i]: expected[i] for i in range(len(ids)) if i != 2}
+            compute_logits = llm._runner.model.compute_logits
+
+            def broken(hidden: torch.Tensor, compute: Callable = compute_logits) -> torch.Tensor:
+                logits = compute(hidden).clone()
+                logits[1] = float("nan")
+                return logits
+
+            llm._runner.model.compute_logits = broken
+            outputs = llm.generate(prompts[:3], SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)
+            assert [output["finish_reason"] for output in outputs] == ["length", "error", "length"]
+            results.append((sampled, aborted["token_ids"]))
+    assert results[0] == results[1]
+
+
+def test_engines_at_once_and_in_turn(model: Path, prompts: list, expected: list) -> None:
+    first, second = make(model), make(model)
+    assert tokens(first, prompts) == expected
+    assert tokens(second, prompts) == expected
+    first.close()
+    first.close()
+    with pytest.raises(EngineClosedError):
+        first.generate([[5]])
+    assert tokens(second, prompts) == expected
+    del second, first
+    with make(model) as third:
+        assert tokens(third, prompts) == expected
+
+
+def test_the_demo_model_answers_and_ctrl_c_leaves_it_usable() -> None:
+    with LLM(demo_model_path(), device="cpu", tensor_parallel_size=2) as llm:
+        question = [{"role": "user", "content": "What is 687087 + 67?"}]
+        params = SamplingParams(temperature=0, max_tokens=60)
+        assert llm.chat(question, params, use_tqdm=False)[0]["text"].endswith("687154")
+        for delay in (0.0, 0.01, 0.05, 0.2):
+            timer = threading.Timer(delay, os.kill, (os.getpid(), signal.SIGINT))
+            with pytest.raises(KeyboardInterrupt):  # noqa: PT012
+                timer.start()
+                while True:
+                    llm.generate(
+                        ["Write"] * 4, SamplingParams(max_tokens=30, ignore_eos=True), use_tqdm=False
+                    )
+            timer.join()
+            assert llm.is_finished()
+            assert llm.chat(question, params, use_tqdm=False)[0]["text"].endswith("687154")
+
+
+# -- how it is started -------------------------------------------------------------------------------------
+
+SCRIPT = """
+import sys
+print("this is run once", __name__)
+from nanovllm import LLM, SamplingParams
+llm = LLM({model!r}, tensor_parallel_size=2, device="cpu", skip_tokenizer_init=True, max_model_len=64)
+print(llm.generate([[5, 6, 7]], SamplingParams(temperature=0, max_tokens=5), use_tqdm=False)[0]["token_ids"])
+print(llm._workers.processes[0].pid)
+{end}
+"""
+
+
+@pytest.mark.parametrize("how", ["script", "command", "stdin"])
+@pytest.mark.parametrize("end", ["llm.close()", "", "del llm", "raise SystemExit(3)", "1 / 0"])
+def test_scripts_need_no_main_guard_and_no_close(model: Path, tmp_path: Path, how: str, end: str) -> None:
+    if how != "script" and end not in ("llm.close()", ""):
+        pytest.skip("the ends are tried with a script")
+    code = SCRIPT.format(model=str(model), end=end)
+    (tmp_path / "script.py").write_text(code)
+    args = {"script": [str(tmp_path / "script.py")], "command": ["-c", code], "stdin": []}[how]
+    result = subprocess.run(
+        [sys.executable, *args],
+        input=code if how == "stdin" else None,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    lines = result.stdout.splitlines()
+    assert lines[0] == "this is run once __main__" and len(lines) == 3, result
+    assert json.loads(lines[1]) == transformers_greedy(model, [5, 6, 7], 5)
+    assert not Path("/proc", lines[2]).exists()
+    assert result.returncode == {"raise SystemExit(3)": 3, "1 / 0": 1}.get(end, 0), result
+    assert ("ZeroDivisionError" in result.stderr) == (end == "1 / 0")
+    assert "leaked" not in result.stderr and "rank" not in result.stderr
+
+
+def test_a_daemonic_process_is_told_what_to_do(model: Path) -> None:
+    code = (
+        "import multiprocessing as m\n"
+        f"def start(): import nanovllm; nanovllm.LLM({str(model)!r}, tensor_parallel_size=2, device='cpu', "
+        "skip_tokenizer_init=True)\n"
+        "p = m.get_context('fork').Process(target=start, daemon=True); p.start(); p.join()\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert "RuntimeError: a daemonic process cannot start workers" in result.stderr, result.stderr
+
+
+# -- what is refused ---------------------------------------------------------------------------------------
+
+
+def test_sizes_that_cannot_be_split_are_refused_with_those_that_can(model: Path) -> None:
+    with pytest.raises(
+        ValueError, match=r"tensor_parallel_size=3 does not divide .* sizes that do: 1, 2, 4$"
+    ):
+        make(model, 3)
+
+
+def test_fewer_gpus_than_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device("cpu")
+    assert device.ranks(3) == ["cpu", "cpu", "cpu"]
+    device.torch = torch.device("cuda", 1)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    assert device.ranks(3) == ["cuda:1", "cuda:2", "cuda:3"]
+    with pytest.raises(
+        ValueError, match=r"needs 4 GPUs from cuda:1 on, and torch sees 4 in all; use at most 3"
+    ):
+        device.ranks(4)
+
+
+GIB = 2**30
+
+
+def test_a_rank_with_less_memory_is_named_before_loading(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, device = Config("model", gpu_memory_utilization=0.5), Device("cpu")
+    device.torch = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    memory = [(80 * GIB, 80 * GIB), (45 * GIB, 80 * GIB)]
+    check_weights_fit([5 * GIB, 5 * GIB], memory, config, device)
+    with pytest.raises(
+        KVCacheMemoryError,
+        match=r"need 6.00 GiB on rank 1 \(cuda:1\), and 5.00 GiB may be used \(45.00 of 80",
+    ):
+        check_weights_fit([6 * GIB, 6 * GIB], memory, config, device)
+    check_weights_fit([3 * GIB, 3 * GIB], [(6 * GIB, 8 * GIB)] * 2, config, Device("cpu"))
+    with pytest.raises(KVCacheMemoryError, match=r"need 8.00 GiB"):  # one memory for both ranks
+        check_weights_fit([4 * GIB, 4 * GIB], [(6 * GIB, 8 * GIB)] * 2, config, Device("cpu"))
+    monkeypatch.undo()
+    monkeypatch.setattr(llm_engine, "weight_bytes", lambda *args: 2**50)
+    monkeypatch.setattr(ModelRunner, "__init__", lambda *args: pytest.fail("it was loaded"))
+    with pytest.raises(KVCacheMemoryError, match="the model does not fit"):
+        make(model)
+
+
+def test_the_fewest_blocks_of_all_ranks_count(model: Path) -> None:
+    big, small = KVCacheSpace("cuda:0", 900, 1000, 800, 5, 10), KVCacheSpace("cuda:1", 300, 1000, 200, 5, 10)
+    assert fit_kv_cache([big, small], Config("m"), 16, 1000) == 20
+    assert fit_kv_cache([big, small], Config("m"), 16, 7) == 7
+    assert fit_kv_cache([big, small], Config("m", num_kvcache_blocks=30), 16, 1000) == 30
+    with pytest.raises(
+        KVCacheMemoryError, match=r"KV cache on rank 1 \(cuda:1\): 31 block\(s\) of 16 tokens"
+    ):
+        fit_kv_cache([big, small], Config("m", num_kvcache_blocks=31), 16, 1000)
+    none = KVCacheSpace("cuda:1", 300, 1000, -50, 5, 10)
+    with pytest.raises(KVCacheMemoryError, match=r"on rank 1 .* 0.0 MiB may be used"):
+        fit_kv_cache([big, none], Config("m"), 16, 1000)
+    with make(model, num_kvcache_blocks=9) as llm:
+        assert llm._call("num_blocks") == [9, 9]
+
+
+# -- faults: tools/soak_tp.py makes each of them many more times -------------------------------------------
+
+
+@pytest.mark.parametrize("fault", [fault for fault in soak_tp.FAULTS if fault != "ctrl_c_in_generate"])
+def test_fault(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    soak_tp.FAULTS[fault](random.Random(7), "cpu")
+    if fault not in ("raise_in_loading",):  # of which the time is mostly the start's
+        assert soak_tp.moment.noticed < 60  # that it ends; how soon, the soak reports
+
+
+class BrokenSetup(CheckedSetup):
+    """Rank 1 raises at the call that the caller names in the environment."""
+
+    def load(self, *args: object) -> ModelRunner:
+        runner = super().load(*args)
+        if self.rank == 1:
+            name = os.environ["BROKEN_CALL"]
+            setattr(runner, name, lambda *args: int("not a number"))
+        return runner
+
+
+@pytest.mark.parametrize(
+    "call", ["warmup_model", "measure_kv_cache", "allocate_kv_cache", "capture_cudagraph"]
+)
+def test_a_worker_that_raises_at_any_call_of_the_start(
+    model: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    monkeypatch.setenv("BROKEN_CALL", call)
+    monkeypatch.setattr(llm_engine, "RankSetup", BrokenSetup)
+    with pytest.raises(WorkerError, match=r"rank 1 failed:(?s:.*)invalid literal for int\(\)"):
+        LLM(str(model), tensor_parallel_size=2, device="cpu", skip_tokenizer_init=True, max_model_len=64)
+
+
+def test_an_error_of_rank_0_ends_the_engine_and_is_not_blamed_on_a_worker(model: Path) -> None:
+    with make(model) as llm:
+        llm._runner.sampler = None  # not callable: rank 0 fails when the workers have already gone on
+        with pytest.raises(TypeError, match="not callable"):
+            llm.generate([[5, 6]], GREEDY, use_tqdm=False)
+        with pytest.raises(EngineClosedError):
+            llm.generate([[5, 6]], GREEDY, use_tqdm=False)
