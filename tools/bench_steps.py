@@ -149,7 +149,7 @@ def profile(run: Callable[[], object], folder: Path, on_gpu: bool) -> dict[str, 
     if on_gpu:
         activities.append(torch.profiler.ProfilerActivity.CUDA)
     folder.mkdir(parents=True, exist_ok=True)
-    with torch.profiler.profile(activities=activities) as profiler:
+    with torch.profiler.profile(activities=activities, acc_events=True) as profiler:
         run()
         if on_gpu:
             torch.cuda.synchronize()
@@ -204,18 +204,20 @@ def group_replays(kernels: list[Kernel], graph_calls: set[int]) -> list[list[Ker
 def replay_times(kernels: list[Kernel], replays: list[list[Kernel]]) -> dict[str, float]:
     """Medians over the steps from one replay to the next, in microseconds.
 
-    kernel_us_per_step: at least one kernel ran. gap_us: none did, between the end of a replay and the start
-    of the next; sampling and its launches lie there.
+    step_us: all of it, as slow as the profiler makes it. kernel_us: at least one kernel ran. gap_us: none
+    did, between the end of a replay and the start of the next; sampling and its launches lie there.
     """
-    busy, gaps = [], []
+    whole, busy, gaps = [], [], []
     for this, following in pairwise(replays):
         last, begin = max(kernel.end for kernel in this), following[0].start
         inside = [kernel for kernel in kernels if this[0].start <= kernel.start < begin]
+        whole.append(begin - this[0].start)
         busy.append(busy_time(inside))
         gaps.append(begin - last - busy_time([kernel for kernel in inside if kernel.start >= last]))
     return {
         "count": len(replays),
-        "kernel_us_per_step": statistics.median(busy),
+        "step_us": statistics.median(whole),
+        "kernel_us": statistics.median(busy),
         "gap_us": statistics.median(gaps),
     }
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import bench
 import numpy as np
 import pytest
 from bench_roofline import Cost, Speed, floor_of
@@ -28,6 +27,7 @@ from bench_steps import (
 )
 from bench_workloads import QWEN3, SYNTHETIC, Workload, from_jsonl, headline, shared_prefix, write_shape
 
+import bench
 import nanovllm
 from nanovllm.engine import llm_engine
 from nanovllm.engine.progress import Progress
@@ -56,8 +56,8 @@ def test_the_prefix_workload_shares_its_first_4096_tokens_and_no_more() -> None:
     work = shared_prefix(256)
     assert work.common == 4096
     own = [len(prompt) - 4096 for prompt in work.prompts]
-    assert 64 <= min(own) and max(own) <= 256
-    assert 128 <= min(work.output_lens) and max(work.output_lens) <= 256
+    assert min(own) >= 64 and max(own) <= 256
+    assert min(work.output_lens) >= 128 and max(work.output_lens) <= 256
     assert len({tuple(prompt[4096:4100]) for prompt in work.prompts}) == 256
     assert work.longest > bench.LEAST_MODEL_LEN  # so bench.py must ask for more than the default
 
@@ -255,8 +255,17 @@ def test_a_trace_gives_kernel_time_and_the_gaps_between_replays(tmp_path: Path) 
     replays = group_replays(kernels, graph_calls)
     assert [[k.name for k in replay] for replay in replays] == [["attention", "norm"], ["attention"]]
     # 35 to 70 less the 10 of sampling.
-    assert replay_times(kernels, replays) == {"count": 2, "kernel_us_per_step": 34.0, "gap_us": 25.0}
+    assert replay_times(kernels, replays) == {"count": 2, "step_us": 60.0, "kernel_us": 34.0, "gap_us": 25.0}
     assert busy_time([kernels[1], kernels[1], kernels[2]]) == 24.0  # what overlaps counts once
+
+
+def test_exposed_host_time_is_of_the_same_steps() -> None:
+    ones = np.ones(3, np.int32)
+    steps = [Step(9.0, False, ones, ones), *(Step(s, True, ones, ones) for s in [7.0, 1e-3, 1e-3, 1e-3])]
+    found = bench.host_exposed(steps, {"step_us": 1200.0, "kernel_us": 900.0, "gap_us": 20.0})
+    assert found["batch"] == 3 and found["step_us"] == pytest.approx(1000)
+    assert found["exposed_us"] == pytest.approx(100) and found["exposed_share"] == pytest.approx(0.1)
+    assert found["profiled_exposed_share"] == 0.25 and found["replay_gap_us"] == 20
 
 
 def test_the_costliest_come_first_and_their_shares_are_of_everything() -> None:
@@ -273,8 +282,9 @@ def _bench(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, Any]:
 
 
 def test_the_demo_workload_ends_in_a_line_of_json_and_writes_a_profile(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(bench, "PROFILE_TOKENS", 3)
     folder = tmp_path / "new" / "profile"
     result = _bench(capsys, "--workload", "demo", "--num-seqs", "3", "--profile", str(folder))
     assert result["num_seqs"] == 3 and len(result["seconds"]) == 2
@@ -287,6 +297,13 @@ def test_the_demo_workload_ends_in_a_line_of_json_and_writes_a_profile(
         assert json.load(file)["traceEvents"]
 
 
+@pytest.fixture
+def known_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Spares measuring the machine's."""
+    monkeypatch.setattr(bench, "device_speed", lambda device, num_devices: Speed(1e10 * num_devices, 1e12))
+
+
+@pytest.mark.usefixtures("known_speed")
 def test_a_file_and_a_prefix_cache(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text(
@@ -300,6 +317,7 @@ def test_a_file_and_a_prefix_cache(tmp_path: Path, capsys: pytest.CaptureFixture
     assert result["phases"]["prefill"]["tokens"] == result["tokens_in"]
 
 
+@pytest.mark.usefixtures("known_speed")
 def test_transformers_beside_it(capsys: pytest.CaptureFixture[str]) -> None:
     result = _bench(capsys, "--engine", "transformers", "--workload", "demo", "--num-seqs", "2")
     assert result["engine"] == "transformers" and "phases" not in result
