@@ -45,7 +45,7 @@ class Step:
 def recorded_steps() -> Iterator[list[Step]]:
     """The steps of the one `generate` inside the block, in the list once the block has ended.
 
-    What it adds to a step is a look at the clock and an entry in a list, less than a microsecond.
+    What it adds to a step is a look at the clock and an entry in a list, 0.2 to 2.7 us as measured.
     """
     starts: list[float] = []
     log: list[tuple[float, np.ndarray, np.ndarray, np.ndarray]] = []
