@@ -1,207 +1,103 @@
 """Throughput of offline generation, beside what the machine's memory bus allows.
 
-    python bench.py                        # on a GPU: 256 sequences on the Qwen3-0.6B shape; on a CPU: the
-    demo model python bench.py --engine transformers  # the same lists of lengths through a peer
-    (transformers or vllm)
+    python bench.py                           # on a GPU: 256 sequences on the Qwen3-0.6B shape
+                                              # on a CPU: problems for the demo model
+    python bench.py --workload queue          # or single, prefix, demo, or a file of rows, prompts.jsonl
+    python bench.py --engine transformers     # the same lists through a peer: transformers or vllm
+    python bench.py --profile FOLDER          # also a table of the costliest kernels and a Chrome trace
 
-Ends in one line of JSON. Weights are random where no --model is given: speed does not depend on them.
+Every run computes all of its prompts: the prefix cache is off, except for `--workload prefix`, where it is on
+and every run brings new ids, so that the common beginning is computed once in each. Weights are random where
+there is no --model: speed does not depend on them. Outputs do not end before their length.
+
+Ends in one line of JSON with every figure.
 """
 
 from __future__ import annotations
 
+import time
+
+IMPORTS_BEGIN = time.perf_counter()
+
 import argparse
+import contextlib
+import importlib
 import json
-import random
 import statistics
 import sys
 import tempfile
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoTokenizer
 
 import nanovllm
+from nanovllm.llm import LLM
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.loader import load_model_config
 
 sys.path.insert(0, str(Path(__file__).parent / "tools"))
-from demo_tasks import heldout
+from bench_roofline import Cost, Floor, device_speed, floor_of
+from bench_steps import PROFILE_TOKENS, Step, kernel_table, phases, profile, recorded_steps, step_times
+from bench_workloads import QWEN3, SYNTHETIC, Workload, demo, from_jsonl, write_shape
 
-QWEN3 = {  # name: layers, hidden, intermediate, heads, tied embeddings
-    "qwen3-0.6b": (28, 1024, 3072, 16, True),
-    "qwen3-1.7b": (28, 2048, 6144, 16, True),
-    "qwen3-4b": (36, 2560, 9728, 32, True),
-    "qwen3-8b": (36, 4096, 12288, 32, False),
-    "qwen3-14b": (40, 5120, 17408, 40, False),
-    "qwen3-32b": (64, 5120, 25600, 64, False),
-}
-# Bytes/s that a pure read reaches and bf16 FLOP/s that a large matrix product reaches, measured with torch
-# 2.11.
-KNOWN_DEVICES = {"NVIDIA H200": (4.58e12, 720e12)}
+IMPORT_SECONDS = time.perf_counter() - IMPORTS_BEGIN
+LEAST_MODEL_LEN = 4096  # the engine's default
+Run = Callable[[], object]
+Engine = Callable[[Workload], Run]
+
+# -- the engines: each loads the model and returns what turns a workload into a function that runs it --------
 
 
-@dataclass(frozen=True)
-class Workload:
-    name: str
-    prompts: list[list[int]]
-    output_lens: list[int]
-
-    @property
-    def tokens_in(self) -> int:
-        return sum(map(len, self.prompts))
-
-    @property
-    def tokens_out(self) -> int:
-        return sum(self.output_lens)
-
-
-def headline(num_seqs: int) -> Workload:
-    """nano-vLLM's workload, drawn in its order: 100 to 1,024 random ids in, 100 to 1,024 tokens out."""
-    random.seed(0)
-    prompts = [[random.randint(0, 10000) for _ in range(random.randint(100, 1024))] for _ in range(num_seqs)]
-    return Workload("headline", prompts, [random.randint(100, 1024) for _ in range(num_seqs)])
-
-
-def demo(num_seqs: int, model: str) -> Workload:
-    """Problems for the demo model, with as many tokens out as their right answers have: 2 to about 150."""
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    examples = heldout(num_seqs, seed=0)
-    texts = [
-        tokenizer.apply_chat_template(
-            [{"role": "user", "content": example.prompt}], tokenize=False, add_generation_prompt=True
-        )
-        for example in examples
-    ]
-    answers = tokenizer([example.answer for example in examples])["input_ids"]
-    return Workload("demo", tokenizer(texts)["input_ids"], [len(answer) + 1 for answer in answers])
-
-
-def write_shape(name: str, folder: Path) -> Path:
-    """Write the config.json of a Qwen3 shape, for dummy weights."""
-    layers, hidden, intermediate, heads, tied = QWEN3[name]
-    config = {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "vocab_size": 151936,
-        "hidden_size": hidden,
-        "intermediate_size": intermediate,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1000000,
-        "max_position_embeddings": 40960,
-        "tie_word_embeddings": tied,
-        "attention_bias": False,
-        "torch_dtype": "bfloat16",
-        "eos_token_id": 151645,
-        "bos_token_id": 151643,
-    }
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
-
-
-def device_speed(device: torch.device) -> tuple[float, float]:
-    """Bytes/s of reading memory and FLOP/s of a matrix product: known for some GPUs, measured in a second
-    else."""
-    if device.type == "cuda" and torch.cuda.get_device_name(device) in KNOWN_DEVICES:
-        return KNOWN_DEVICES[torch.cuda.get_device_name(device)]
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-
-    def best(work: Callable[[], object]) -> float:
-        times = []
-        for _ in range(5):
-            start = time.perf_counter()
-            work()
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            times.append(time.perf_counter() - start)
-        return min(times)
-
-    data = torch.ones(2**27, device=device)
-    square = torch.rand(2048, 2048, device=device, dtype=dtype)
-    return data.nbytes / best(data.sum), 2 * 2048**3 / best(lambda: square @ square)
-
-
-def floor_seconds(config: ModelConfig, work: Workload, itemsize: int, speed: tuple[float, float]) -> float:
-    """The least time for the workload: weights once a decode step, every K/V read once, prefill at full
-    FLOP/s."""
-    bandwidth, flops = speed
-    c = config
-    qkv = (c.num_heads + 2 * c.num_kv_heads) * c.head_dim * c.hidden_size
-    per_layer = qkv + c.num_heads * c.head_dim * c.hidden_size + 3 * c.hidden_size * c.intermediate_size
-    weights = c.num_layers * per_layer + c.vocab_size * c.hidden_size
-    kv_token = 2 * c.num_layers * c.num_kv_heads * c.head_dim * itemsize
-    contexts = sum(
-        out * len(prompt) + out * (out - 1) // 2
-        for prompt, out in zip(work.prompts, work.output_lens, strict=True)
-    )
-    attention = 2 * c.num_heads * c.head_dim * c.num_layers * sum(len(p) * (len(p) + 1) for p in work.prompts)
-    prefill = 2 * c.num_layers * per_layer * work.tokens_in + attention
-    decode_flops = 2 * weights * work.tokens_out
-    weight_seconds = max(weights * itemsize * max(work.output_lens) / bandwidth, decode_flops / flops)
-    return weight_seconds + contexts * kv_token / bandwidth + prefill / flops
-
-
-# -- the engines: each returns a function that runs the workload once ----------------------------------------
-
-
-def run_nanovllm(args: argparse.Namespace, model: Path, dummy: bool, work: Workload) -> Callable[[], None]:
-    options = {"max_num_seqs": args.max_num_seqs, "attention_backend": args.attention_backend}
-    llm = nanovllm.LLM(
+def load_nanovllm(args: argparse.Namespace, model: Path, dummy: bool, options: dict[str, Any]) -> Engine:
+    llm = LLM(
         str(model),
         load_format="dummy" if dummy else "auto",
         skip_tokenizer_init=True,
+        max_num_seqs=args.max_num_seqs,
+        attention_backend=args.attention_backend,
         enforce_eager=args.enforce_eager,
         device=args.device,
-        enable_prefix_caching=False,  # the prompts of one run come again in the next: each is to be computed
         **options,
     )
-    params = [
-        nanovllm.SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=length)
-        for length in work.output_lens
-    ]
 
-    def run(first_token_only: bool = False) -> None:
-        if first_token_only:
-            llm.generate([work.prompts[0]], nanovllm.SamplingParams(max_tokens=1), use_tqdm=False)
-            return
-        outputs = llm.generate(work.prompts, params, use_tqdm=args.progress)
-        lens = [len(output["token_ids"]) for output in outputs]
-        assert lens == work.output_lens, "an output has the wrong length"
+    def prepare(work: Workload) -> Run:
+        params = [
+            nanovllm.SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=length)
+            for length in work.output_lens
+        ]
 
-    return run
+        def run() -> None:
+            outputs = llm.generate(work.prompts, params, use_tqdm=args.progress)
+            lens = [len(output["token_ids"]) for output in outputs]
+            assert lens == work.output_lens, "an output has the wrong length"
+
+        return run
+
+    return prepare
 
 
-def run_transformers(
-    args: argparse.Namespace, model: Path, dummy: bool, work: Workload
-) -> Callable[[], None]:
+def load_transformers(args: argparse.Namespace, model: Path, dummy: bool, options: dict[str, Any]) -> Engine:
     """`generate` with one left-padded batch, which runs until the longest output is done."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    device = torch.device(
-        args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-    )
+    on_gpu = args.device != "cpu" and torch.cuda.is_available()
+    device = torch.device(args.device if args.device != "auto" else "cuda" if on_gpu else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    config = AutoConfig.from_pretrained(model)
     if dummy:
-        net = AutoModelForCausalLM.from_config(config).to(device, dtype)
+        net = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model)).to(device, dtype)
     else:
         net = AutoModelForCausalLM.from_pretrained(model).to(device, dtype)
-    width = max(map(len, work.prompts))
-    ids = torch.tensor([[0] * (width - len(p)) + p for p in work.prompts], device=device)
-    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in work.prompts], device=device)
 
-    def run(first_token_only: bool = False) -> None:
-        longest = 1 if first_token_only else max(work.output_lens)
-        net.generate(
-            ids[:1] if first_token_only else ids,
-            attention_mask=mask[:1] if first_token_only else mask,
+    def prepare(work: Workload) -> Run:
+        width, longest = max(map(len, work.prompts)), max(work.output_lens)
+        ids = torch.tensor([[0] * (width - len(p)) + p for p in work.prompts], device=device)
+        mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in work.prompts], device=device)
+        return lambda: net.generate(
+            ids,
+            attention_mask=mask,
             max_new_tokens=longest,
             min_new_tokens=longest,
             do_sample=True,
@@ -210,10 +106,10 @@ def run_transformers(
             pad_token_id=0,
         )
 
-    return run
+    return prepare
 
 
-def run_vllm(args: argparse.Namespace, model: Path, dummy: bool, work: Workload) -> Callable[[], None]:
+def load_vllm(args: argparse.Namespace, model: Path, dummy: bool, options: dict[str, Any]) -> Engine:
     import vllm
 
     llm = vllm.LLM(
@@ -221,91 +117,258 @@ def run_vllm(args: argparse.Namespace, model: Path, dummy: bool, work: Workload)
         load_format="dummy" if dummy else "auto",
         skip_tokenizer_init=True,
         max_num_seqs=args.max_num_seqs,
-        max_model_len=4096,
-        enable_prefix_caching=False,
+        **{"max_model_len": LEAST_MODEL_LEN, **options},
     )
-    params = [
-        vllm.SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=n, detokenize=False)
-        for n in work.output_lens
-    ]
 
-    def run(first_token_only: bool = False) -> None:
-        count = 1 if first_token_only else len(work.prompts)
-        one = vllm.SamplingParams(max_tokens=1, detokenize=False)
-        prompts = [{"prompt_token_ids": ids} for ids in work.prompts[:count]]
-        llm.generate(prompts, [one] if first_token_only else params, use_tqdm=False)
+    def prepare(work: Workload) -> Run:
+        params = [
+            vllm.SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=n, detokenize=False)
+            for n in work.output_lens
+        ]
+        prompts = [{"prompt_token_ids": ids} for ids in work.prompts]
+        return lambda: llm.generate(prompts, params, use_tqdm=False)
 
-    return run
+    return prepare
 
 
-ENGINES = {"nanovllm": run_nanovllm, "transformers": run_transformers, "vllm": run_vllm}
+ENGINES = {"nanovllm": load_nanovllm, "transformers": load_transformers, "vllm": load_vllm}
+
+# -- what was asked for --------------------------------------------------------------------------------------
 
 
-def parse_args() -> argparse.Namespace:
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the options and settle what depends on others; a contradiction ends the program."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--engine", choices=ENGINES, default="nanovllm")
     parser.add_argument(
-        "--workload", choices=("headline", "demo"), help="default: headline on a GPU, demo on a CPU"
+        "--workload",
+        help=f"{', '.join(SYNTHETIC)}, demo, or a .jsonl file whose rows have `prompt` (a text, as it is) or "
+        "`prompt_token_ids`, and `max_tokens` (default 64); default: headline on a GPU, demo on a CPU",
     )
-    parser.add_argument("--shape", choices=QWEN3, default="qwen3-0.6b", help="of the dummy weights")
+    parser.add_argument("--shape", choices=QWEN3, help="of dummy weights; default: qwen3-0.6b")
     parser.add_argument("--model", help="a model folder to use instead of a dummy shape")
-    parser.add_argument("--num-seqs", type=int, help="default: 256 (headline) or 64 (demo)")
-    parser.add_argument("--max-num-seqs", type=int, default=512)
+    parser.add_argument("--num-seqs", type=int, help="default: 256, 2048 (queue), 64 (demo) or all rows")
+    parser.add_argument("--max-num-seqs", type=int, default=512, help="the most that run at once")
     parser.add_argument("--attention-backend", default="auto")
     parser.add_argument("--enforce-eager", action="store_true")
     parser.add_argument("--device", default="auto")
+    parser.add_argument("--kv-cache-dtype", help="auto or fp8")
+    parser.add_argument("--tensor-parallel-size", type=int, metavar="N")
+    parser.add_argument("--deterministic", action="store_true", default=None)
+    parser.add_argument(
+        "--prefix-caching",
+        action=argparse.BooleanOptionalAction,
+        help="default: for --workload prefix alone; every run then brings new ids",
+    )
     parser.add_argument("--repeat", type=int, default=3, help="timed runs; the median counts")
     parser.add_argument("--progress", action="store_true")
-    return parser.parse_args()
+    parser.add_argument("--profile", nargs="?", const="bench_profile", metavar="FOLDER")
+    args = parser.parse_args(argv)
+    args.on_gpu = args.device != "cpu" and torch.cuda.is_available()
+    args.workload = args.workload or ("headline" if args.on_gpu else "demo")
+    is_file = args.workload.endswith(".jsonl")
+    if not (is_file or args.workload == "demo" or args.workload in SYNTHETIC):
+        parser.error(f"--workload {args.workload} is none of {', '.join(SYNTHETIC)}, demo, or a file *.jsonl")
+    if args.shape and args.model:
+        parser.error("--shape is for dummy weights; leave it out with --model")
+    if args.shape and args.workload == "demo":
+        parser.error("--shape has dummy weights and --workload demo needs a tokenizer; leave one of them out")
+    if args.num_seqs is not None and (args.workload == "single" or args.num_seqs < 1):
+        parser.error("--num-seqs must be at least 1, and --workload single is one sequence; leave it out")
+    if args.repeat < 1:
+        parser.error("--repeat must be at least 1")
+    if args.profile and args.engine != "nanovllm":
+        parser.error("--profile knows the kernels of --engine nanovllm only")
+    if args.prefix_caching is None:
+        args.prefix_caching = args.workload == "prefix"
+    args.dummy = args.model is None and (args.workload in SYNTHETIC or args.shape is not None)
+    args.shape = args.shape or "qwen3-0.6b"
+    args.options = {  # passed on only if given: the engine says itself what it does not know
+        name: getattr(args, name)
+        for name in ("kv_cache_dtype", "tensor_parallel_size", "deterministic")
+        if getattr(args, name) is not None
+    }
+    if args.engine == "transformers" and args.options:
+        parser.error(f"--engine transformers has no {', '.join(args.options)}")
+    return args
 
 
-def main() -> None:
-    args = parse_args()
-    on_gpu = args.device != "cpu" and torch.cuda.is_available()
-    name = args.workload or ("headline" if on_gpu else "demo")
-    with tempfile.TemporaryDirectory() as folder:
-        dummy = args.model is None and name == "headline"
-        if dummy:
-            model = write_shape(args.shape, Path(folder))
-        else:
-            model = Path(args.model or nanovllm.demo_model_path())
-        config = load_model_config(model)
-        work = headline(args.num_seqs or 256) if name == "headline" else demo(args.num_seqs or 64, str(model))
-        start = time.perf_counter()
-        run = ENGINES[args.engine](args, model, dummy, work)
-        run(first_token_only=True)
-        startup = time.perf_counter() - start
-        seconds = []
-        for _ in range(args.repeat + 1):  # the first one warms up
+def make_workload(args: argparse.Namespace, model: Path, config: ModelConfig) -> Workload:
+    """The workload that was asked for. ValueError: what is wrong in a file, or too long for the model."""
+    if args.workload in SYNTHETIC:
+        default, draw = SYNTHETIC[args.workload]
+        work = draw(args.num_seqs or default)
+    elif args.workload == "demo":
+        work = demo(args.num_seqs or 64, model)
+    else:
+        tokenize = None
+        if not args.dummy:
+            tokenizer = AutoTokenizer.from_pretrained(model)
+            tokenize = lambda texts: tokenizer(texts)["input_ids"]  # noqa: E731
+        default_max_tokens = nanovllm.SamplingParams().max_tokens
+        work = from_jsonl(Path(args.workload), tokenize, config.vocab_size, default_max_tokens, args.num_seqs)
+    if work.longest > config.max_position_embeddings:
+        raise ValueError(
+            f"the longest sequence has {work.longest} tokens and the model reads at most "
+            f"{config.max_position_embeddings}; take shorter prompts or a smaller max_tokens"
+        )
+    return work
+
+
+# -- measuring and printing ----------------------------------------------------------------------------------
+
+
+def host_exposed(steps: list[Step], replays: dict[str, float]) -> dict[str, float]:
+    """For how long of a decode step no kernel runs: of the timed run, and of the same steps profiled.
+
+    The profiler makes kernels a little longer, which hides some in the first figure, and the gaps between
+    them much longer, which shows too much in the second: the truth is between the two.
+    """
+    first = [step for step in steps if step.is_decode][1 : PROFILE_TOKENS - 1]
+    wall = statistics.median(step.seconds for step in first) * 1e6
+    kernels, profiled = replays["kernel_us"], replays["step_us"]
+    return {
+        "batch": len(first[0].query_lens),
+        "step_us": wall,
+        "kernel_us": kernels,
+        "exposed_us": wall - kernels,
+        "exposed_share": 1 - kernels / wall,
+        "profiled_step_us": profiled,
+        "profiled_exposed_share": 1 - kernels / profiled,
+        "replay_gap_us": replays["gap_us"],
+    }
+
+
+def rounded(value: Any) -> Any:
+    """Floats to five significant digits, all the way down."""
+    if isinstance(value, dict):
+        return {key: rounded(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [rounded(item) for item in value]
+    return float(f"{value:.5g}") if isinstance(value, float) else value
+
+
+def report(result: dict[str, Any], floor: Floor) -> None:
+    r = result
+    tokens = f"{r['tokens_in']:,} tokens in, {r['tokens_out']:,} out"
+    print(f"{r['engine']}, {r['workload']}: {tokens}; {r['device']}")
+    print(f"start-up to first token   {r['startup_s']:8.2f} s, after {r['import_s']:.2f} s of imports")
+    repeat = len(r["seconds"]) - 1
+    print(f"generation                {r['median_s']:8.2f} s (median of {repeat} after one warm-up)")
+    print(f"output                    {r['output_tokens_per_s']:8,.0f} tokens/s")
+    best = r["floor_output_tokens_per_s"]
+    reached = f"reached {r['share_of_floor']:.1%}"
+    print(f"floor                     {best:8,.0f} tokens/s ({floor.total:.2f} s); {reached}")
+    for name, p in r.get("phases", {}).items():
+        rate = f"{p['tb_per_s']:.3g} TB/s" if name == "decode" else f"{p['tflops']:.3g} TFLOP/s"
+        print(
+            f"{name:8} {p['seconds']:8.3f} s {p['steps']:6,} steps {p['tokens_per_s']:10,.0f} tokens/s"
+            f" {rate:>14}; {p['share_of_peak']:.1%} of the device's, {p['share_of_floor']:.1%} of the floor"
+        )
+    if "other_s" in r:
+        print(f"other    {r['other_s']:8.3f} s before, between and after the steps")
+    for size, t in r.get("steps", {}).items():
+        print(f"decode step, batch {size:>4} {t['ms']:8.3f} ms, mean context {t['mean_context']:,.0f}")
+    if "host" in r:
+        h = r["host"]
+        print(
+            f"host time exposed {h['exposed_us']:8.0f} us of a step of {h['step_us']:,.0f} us at batch "
+            f"{h['batch']} ({h['exposed_share']:.1%}; {h['profiled_exposed_share']:.1%} while profiled)"
+        )
+        print(f"gap between replays {h['replay_gap_us']:6.0f} us without a kernel, while profiled")
+    for part, rows in r.get("kernels", {}).items():
+        print(kernel_table(part, rows))
+    print(json.dumps(rounded(r)))
+
+
+def measure(args: argparse.Namespace, folder: str) -> tuple[dict[str, Any], Floor]:
+    """Load, warm up, time and profile; return every figure."""
+    if args.dummy:
+        model = write_shape(args.shape, Path(folder))
+    else:
+        model = Path(args.model or nanovllm.demo_model_path())
+    config = load_model_config(model)
+    try:
+        work = make_workload(args, model, config)
+    except (OSError, ValueError) as error:
+        sys.exit(f"bench.py: {error}")
+    start = time.perf_counter()
+    importlib.import_module(args.engine)
+    import_seconds = IMPORT_SECONDS + time.perf_counter() - start
+
+    options = args.options | {"enable_prefix_caching": args.prefix_caching}
+    if work.longest > LEAST_MODEL_LEN:
+        options["max_model_len"] = work.longest
+    start = time.perf_counter()
+    engine = ENGINES[args.engine](args, model, args.dummy, options)
+    engine(work.beginning(1, 1))()
+    startup = time.perf_counter() - start
+
+    def fresh(turn: int) -> Workload:
+        return work.shifted(turn, config.vocab_size) if args.prefix_caching else work
+
+    seconds: list[float] = []
+    runs: list[list[Step]] = []
+    recording = recorded_steps if args.engine == "nanovllm" else lambda: contextlib.nullcontext([])
+    for turn in range(args.repeat + 1):  # the first one warms up
+        run = engine(fresh(turn + 1))
+        with recording() as steps:
             start = time.perf_counter()
             run()
             seconds.append(time.perf_counter() - start)
+        runs.append(steps)
     median = statistics.median(seconds[1:])
-    device = torch.device("cuda" if on_gpu else "cpu")
-    floor = floor_seconds(config, work, 2 if on_gpu else 4, device_speed(device))
-    result = {
+
+    num_devices = args.options.get("tensor_parallel_size", 1)
+    speed = device_speed(torch.device("cuda" if args.on_gpu else "cpu"), num_devices)
+    itemsize = 2 if args.on_gpu else 4
+    kv_itemsize = 1 if "fp8" in args.options.get("kv_cache_dtype", "") else itemsize
+    cost = Cost.of(config, itemsize, kv_itemsize)
+    shared = work.common if args.prefix_caching else 0
+    floor = floor_of(cost, work, speed, shared)
+    name = torch.cuda.get_device_name() if args.on_gpu else f"cpu, {torch.get_num_threads()} threads"
+    result: dict[str, Any] = {
         "engine": args.engine,
-        "workload": name,
-        "model": args.shape if dummy else model.name,
-        "device": torch.cuda.get_device_name() if on_gpu else f"cpu, {torch.get_num_threads()} threads",
+        "workload": args.workload,
+        "model": args.shape if args.dummy else model.name,
+        "options": options,
+        "device": f"{num_devices} x {name}" if num_devices > 1 else name,
         "torch": torch.__version__,
         "num_seqs": len(work.prompts),
         "tokens_in": work.tokens_in,
         "tokens_out": work.tokens_out,
-        "seconds": [round(s, 3) for s in seconds],
-        "output_tokens_per_s": round(work.tokens_out / median, 1),
-        "floor_output_tokens_per_s": round(work.tokens_out / floor, 1),
-        "share_of_floor": round(floor / median, 3),
-        "startup_s": round(startup, 2),
+        "tokens_shared": shared,
+        "seconds": seconds,
+        "median_s": median,
+        "output_tokens_per_s": work.tokens_out / median,
+        "floor_output_tokens_per_s": work.tokens_out / floor.total,
+        "share_of_floor": floor.total / median,
+        "import_s": import_seconds,
+        "startup_s": startup,
     }
-    print(f"{args.engine}, {name}: {work.tokens_in:,} tokens in, {work.tokens_out:,} out")
-    print(f"start-up to first token   {startup:8.2f} s")
-    print(f"generation                {median:8.2f} s (median of {args.repeat} after one warm-up)")
-    print(f"output                    {work.tokens_out / median:8,.0f} tokens/s")
-    print(f"roofline                  {work.tokens_out / floor:8,.0f} tokens/s; reached {floor / median:.1%}")
-    print(json.dumps(result))
+    if args.engine == "nanovllm":
+        turn = seconds.index(statistics.median_low(seconds[1:]), 1)
+        steps = runs[turn]
+        result["phases"] = phases(steps, cost, speed, floor, shared)
+        result["other_s"] = seconds[turn] - sum(step.seconds for step in steps)
+        result["steps"] = step_times(steps)
+        if args.profile or args.on_gpu:
+            short = fresh(args.repeat + 2).beginning(args.max_num_seqs, PROFILE_TOKENS)
+            found = profile(engine(short), Path(args.profile or folder), args.on_gpu)
+            if "replays" in found:
+                result["host"] = host_exposed(steps, found["replays"])
+            if args.profile:
+                result["kernels"] = found["kernels"]
+    return result, floor
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = parse_args(argv)
+    with tempfile.TemporaryDirectory() as folder:
+        result, floor = measure(args, folder)
+    report(result, floor)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,126 @@
+"""What a workload costs at least: bytes read and floating-point operations, and the device's speed at both.
+
+Counts what the answers need whatever engine computes them. Measures nothing but an unknown device's speed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from bench_workloads import Workload
+
+from nanovllm.models.config import ModelConfig
+
+# Bytes/s that a pure read reaches, bf16 FLOP/s that a large matrix product reaches; measured, torch 2.11.
+KNOWN_DEVICES = {"NVIDIA H200": (4.58e12, 720e12)}
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Of all devices that share the model: each reads its part of the weights and of the K/V."""
+
+    bytes_per_s: float
+    flops_per_s: float
+
+
+@dataclass(frozen=True)
+class Cost:
+    """The sizes of a model that decide how long a step must take."""
+
+    layer_params: int  # of the matrices of all layers
+    head_params: int  # of the matrix that makes logits
+    kv_bytes: int  # of one token's K and V in all layers
+    pair_flops: int  # of attention between one query token and one key token, in all layers
+    itemsize: int  # bytes of a weight
+
+    @classmethod
+    def of(cls, config: ModelConfig, itemsize: int, kv_itemsize: int) -> Cost:
+        c = config
+        qkv = (c.num_heads + 2 * c.num_kv_heads) * c.head_dim * c.hidden_size
+        per_layer = qkv + c.num_heads * c.head_dim * c.hidden_size + 3 * c.hidden_size * c.intermediate_size
+        return cls(
+            layer_params=c.num_layers * per_layer,
+            head_params=c.vocab_size * c.hidden_size,
+            kv_bytes=2 * c.num_layers * c.num_kv_heads * c.head_dim * kv_itemsize,
+            pair_flops=4 * c.num_layers * c.num_heads * c.head_dim,
+            itemsize=itemsize,
+        )
+
+    def prefill_flops(self, query_lens: np.ndarray, context_lens: np.ndarray) -> float:
+        """Of chunks of `query_lens` new tokens at the end of `context_lens`; logits of last rows only."""
+        q, c = query_lens.astype(np.int64), context_lens.astype(np.int64)
+        pairs = int((q * c - q * (q - 1) // 2).sum())
+        return (
+            2.0 * self.layer_params * int(q.sum()) + 2.0 * self.head_params * len(q) + self.pair_flops * pairs
+        )
+
+    def decode_bytes(self, num_steps: int, num_contexts: int) -> float:
+        """Of `num_steps` decode steps that read the K/V of `num_contexts` tokens in all."""
+        weights = self.layer_params + self.head_params
+        return float(weights * self.itemsize * num_steps + self.kv_bytes * num_contexts)
+
+    def decode_flops(self, num_tokens: int) -> float:
+        return 2.0 * (self.layer_params + self.head_params) * num_tokens
+
+
+@dataclass(frozen=True)
+class Floor:
+    """The least seconds of a workload. Its prompts make the first tokens, decode steps all others."""
+
+    prefill: float
+    decode: float
+
+    @property
+    def total(self) -> float:
+        return self.prefill + self.decode
+
+
+def floor_of(cost: Cost, work: Workload, speed: Speed, shared: int = 0) -> Floor:
+    """Prompts at full FLOP/s; then the weights once a step (or their products, if slower) and every K/V once.
+
+    shared: tokens at the beginning of all prompts whose K/V is computed once and read once a step for all.
+    """
+    lens = np.array([len(prompt) for prompt in work.prompts], np.int64)
+    outs = np.array(work.output_lens, np.int64)
+    new = lens.copy()
+    new[1:] -= shared
+    steps = int(outs.max()) - 1
+    # Decode step k of a sequence, from 1 to out - 1, reads its prompt and k more tokens.
+    contexts = int(((outs - 1) * (lens - shared) + outs * (outs - 1) // 2).sum()) + steps * shared
+    kv_bytes = cost.decode_bytes(0, contexts)
+    weight_bytes = cost.decode_bytes(steps, 0)
+    flops = cost.decode_flops(work.tokens_out - len(outs))
+    return Floor(
+        prefill=cost.prefill_flops(new, lens) / speed.flops_per_s,
+        decode=max(weight_bytes / speed.bytes_per_s, flops / speed.flops_per_s)
+        + kv_bytes / speed.bytes_per_s,
+    )
+
+
+def device_speed(device: torch.device, num_devices: int) -> Speed:
+    """Known for some GPUs, else measured, in about a second, on one device."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    bandwidth, flops = KNOWN_DEVICES[name] if name in KNOWN_DEVICES else _measure_speed(device)
+    return Speed(bandwidth * num_devices, flops * num_devices)
+
+
+def _measure_speed(device: torch.device) -> tuple[float, float]:
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+
+    def best(work: Callable[[], object]) -> float:
+        times = []
+        for _ in range(5):
+            start = time.perf_counter()
+            work()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            times.append(time.perf_counter() - start)
+        return min(times)
+
+    data = torch.ones(2**27, device=device)
+    square = torch.rand(2048, 2048, device=device, dtype=dtype)
+    return data.nbytes / best(data.sum), 2 * 2048**3 / best(lambda: square @ square)

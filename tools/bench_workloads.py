@@ -1,0 +1,197 @@
+"""The workloads of bench.py: token ids in, numbers of tokens out; and config.json of the Qwen3 shapes.
+
+Every draw is seeded, so the totals are the same everywhere. Loads no model and runs nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from demo_tasks import heldout
+from transformers import AutoTokenizer
+
+QWEN3 = {  # name: layers, hidden, intermediate, heads, tied embeddings
+    "qwen3-0.6b": (28, 1024, 3072, 16, True),
+    "qwen3-1.7b": (28, 2048, 6144, 16, True),
+    "qwen3-4b": (36, 2560, 9728, 32, True),
+    "qwen3-8b": (36, 4096, 12288, 32, False),
+    "qwen3-14b": (40, 5120, 17408, 40, False),
+    "qwen3-32b": (64, 5120, 25600, 64, False),
+}
+ROW_KEYS = ("prompt", "prompt_token_ids", "max_tokens")
+Tokenize = Callable[[list[str]], list[list[int]]]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Prompts, and how many tokens each is answered with."""
+
+    name: str
+    prompts: list[list[int]]
+    output_lens: list[int]
+
+    @property
+    def tokens_in(self) -> int:
+        return sum(map(len, self.prompts))
+
+    @property
+    def tokens_out(self) -> int:
+        return sum(self.output_lens)
+
+    @property
+    def longest(self) -> int:
+        """The most tokens of a sequence that need K/V: its last one is never fed back."""
+        return max(len(p) + out - 1 for p, out in zip(self.prompts, self.output_lens, strict=True))
+
+    @property
+    def common(self) -> int:
+        """How many tokens at their beginning all prompts share; 0 for a single one, which shares nothing."""
+        if len(self.prompts) == 1:
+            return 0
+        low, high = min(self.prompts), max(self.prompts)  # what these share, all between them share too
+        return next(
+            (i for i, pair in enumerate(zip(low, high, strict=False)) if pair[0] != pair[1]), len(low)
+        )
+
+    def shifted(self, by: int, vocab_size: int) -> Workload:
+        """The same lengths and the same sharing with other ids: nothing of it is in a prefix cache yet."""
+        return replace(self, prompts=[[(i + by) % vocab_size for i in prompt] for prompt in self.prompts])
+
+    def beginning(self, num_seqs: int, max_tokens: int) -> Workload:
+        """The first `num_seqs` prompts with at most `max_tokens` tokens out each."""
+        output_lens = [min(out, max_tokens) for out in self.output_lens[:num_seqs]]
+        return replace(self, prompts=self.prompts[:num_seqs], output_lens=output_lens)
+
+
+def headline(num_seqs: int, name: str = "headline") -> Workload:
+    """nano-vLLM's workload, drawn in its order: 100 to 1,024 random ids in, 100 to 1,024 tokens out.
+
+    All ids are drawn before the first output length, so `num_seqs` changes every one of the latter.
+    """
+    rng = Random(0)
+    prompts = [[rng.randint(0, 10000) for _ in range(rng.randint(100, 1024))] for _ in range(num_seqs)]
+    return Workload(name, prompts, [rng.randint(100, 1024) for _ in range(num_seqs)])
+
+
+def shared_prefix(num_seqs: int) -> Workload:
+    """4,096 random ids that all share, then 64 to 256 of each one's own; 128 to 256 tokens out."""
+    rng = Random(0)
+    common = [rng.randint(0, 10000) for _ in range(4096)]
+    prompts = [common + [rng.randint(0, 10000) for _ in range(rng.randint(64, 256))] for _ in range(num_seqs)]
+    return Workload("prefix", prompts, [rng.randint(128, 256) for _ in range(num_seqs)])
+
+
+def demo(num_seqs: int, model: Path) -> Workload:
+    """Problems for the demo model, with as many tokens out as their right answers have: 2 to about 150."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    examples = heldout(num_seqs, seed=0)
+    texts = [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": example.prompt}], tokenize=False, add_generation_prompt=True
+        )
+        for example in examples
+    ]
+    answers = tokenizer([example.answer for example in examples])["input_ids"]
+    return Workload("demo", tokenizer(texts)["input_ids"], [len(answer) + 1 for answer in answers])
+
+
+SYNTHETIC: dict[str, tuple[int, Callable[[int], Workload]]] = {  # of random ids: default size, how to draw it
+    "headline": (256, headline),
+    "queue": (2048, lambda num_seqs: headline(num_seqs, "queue")),
+    "single": (1, lambda num_seqs: headline(num_seqs, "single")),  # 964 in, 724 out
+    "prefix": (256, shared_prefix),
+}
+
+
+def from_jsonl(
+    path: Path, tokenize: Tokenize | None, vocab_size: int, default_max_tokens: int, num_seqs: int | None
+) -> Workload:
+    """Read rows of `prompt` (a text) or `prompt_token_ids`, and optionally `max_tokens`.
+
+    tokenize: texts to ids; None when there is no tokenizer, and a text is then an error.
+    num_seqs: read only so many rows; None reads all. Blank lines are skipped.
+
+    ValueError names the line and the fix; OSError when the file cannot be read.
+    """
+    rows: list[tuple[str | list[int], int]] = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if len(rows) == num_seqs:
+            break
+        if not line.strip():
+            continue
+        try:
+            prompt, max_tokens = _parse_row(line, vocab_size)
+            if isinstance(prompt, str) and tokenize is None:
+                raise ValueError(
+                    "'prompt' is a text, and a dummy shape has no tokenizer: pass --model FOLDER"
+                )
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number}: {error}") from None
+        rows.append((prompt, default_max_tokens if max_tokens is None else max_tokens))
+    if not rows:
+        raise ValueError(f"{path} has no rows: write one JSON object a line, such as {{'prompt': 'Hello'}}")
+    texts = [prompt for prompt, _ in rows if isinstance(prompt, str)]
+    encoded = iter(tokenize(texts) if tokenize is not None and texts else [])
+    prompts = [next(encoded) if isinstance(prompt, str) else prompt for prompt, _ in rows]
+    return Workload(path.name, prompts, [max_tokens for _, max_tokens in rows])
+
+
+def _parse_row(line: str, vocab_size: int) -> tuple[str | list[int], int | None]:
+    """The prompt and `max_tokens` of one line; ValueError says what to change in it."""
+    try:
+        row: Any = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON ({error.msg} at column {error.colno}); write one object a line") from None
+    if not isinstance(row, dict):
+        raise ValueError(f"write an object with 'prompt' or 'prompt_token_ids', not {line.strip()[:60]}")
+    for key in row:
+        if key not in ROW_KEYS:
+            raise ValueError(f"unknown key {key!r}; remove it, a row has {', '.join(map(repr, ROW_KEYS))}")
+    if ("prompt" in row) == ("prompt_token_ids" in row):
+        raise ValueError(f"give either 'prompt' or 'prompt_token_ids', not {sorted(row)}")
+    max_tokens = row.get("max_tokens")
+    if max_tokens is not None and (type(max_tokens) is not int or max_tokens < 1):
+        raise ValueError(f"'max_tokens' must be an integer of at least 1, not {max_tokens!r}")
+    if "prompt" in row:
+        if not isinstance(row["prompt"], str) or not row["prompt"]:
+            raise ValueError(f"'prompt' must be a text that is not empty, not {row['prompt']!r}")
+        return row["prompt"], max_tokens
+    ids = row["prompt_token_ids"]
+    if not isinstance(ids, list) or not ids:
+        raise ValueError(f"'prompt_token_ids' must be a list of at least one integer, not {ids!r}")
+    for token_id in ids:
+        if type(token_id) is not int or not 0 <= token_id < vocab_size:
+            raise ValueError(f"token id {token_id!r} is outside the vocabulary; use 0 to {vocab_size - 1}")
+    return ids, max_tokens
+
+
+def write_shape(name: str, folder: Path) -> Path:
+    """Write the config.json of a Qwen3 shape, for dummy weights."""
+    layers, hidden, intermediate, heads, tied = QWEN3[name]
+    config = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "vocab_size": 151936,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000,
+        "max_position_embeddings": 40960,
+        "tie_word_embeddings": tied,
+        "attention_bias": False,
+        "torch_dtype": "bfloat16",
+        "eos_token_id": 151645,
+        "bos_token_id": 151643,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
