@@ -24,9 +24,10 @@ class CheckedSetup(RankSetup):
         runner = super().load(device, group, check)
         allocate = runner.allocate_kv_cache
 
-        def allocate_nan(num_blocks: int) -> None:
-            allocate(num_blocks)
+        def allocate_nan(num_blocks: int) -> int:
+            allocated = allocate(num_blocks)
             runner.kv_cache.fill_(float("nan"))
+            return allocated
 
         runner.allocate_kv_cache = allocate_nan  # type: ignore[method-assign]
         return runner

@@ -41,8 +41,8 @@ HANG_SECONDS = 90.0  # without any news from a job
 SHARED_MEMORY = Path("/dev/shm")
 
 
-def make_llm(device: str = "cpu") -> LLM:
-    return LLM(nanovllm.demo_model_path(), tensor_parallel_size=2, device=device, num_kvcache_blocks=64)
+def make_llm(device: str = "cpu", size: int = 2) -> LLM:
+    return LLM(nanovllm.demo_model_path(), tensor_parallel_size=size, device=device, num_kvcache_blocks=64)
 
 
 def answer(llm: LLM) -> list[list[int]]:

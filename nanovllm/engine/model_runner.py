@@ -194,9 +194,10 @@ class ModelRunner:
         free, total = self.device.memory()
         return KVCacheSpace(str(self.device.torch), free, total, budget, reserve, per_token * self.block_size)
 
-    def allocate_kv_cache(self, num_blocks: int) -> None:
-        """Allocate the KV cache. Raises torch's OutOfMemoryError when the blocks do not fit after all."""
+    def allocate_kv_cache(self, num_blocks: int) -> int:
+        """Allocate the KV cache; return how many blocks it has."""
         self._set_kv_cache(num_blocks)
+        return self.kv_cache.shape[2]
 
     def _set_kv_cache(self, num_blocks: int) -> None:
         """Give every layer its part of one new cache of `num_blocks` blocks."""

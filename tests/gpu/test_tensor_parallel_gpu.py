@@ -1,0 +1,141 @@
+"""Tensor parallelism over GPUs: the same answers within rounding, and faults that leave no memory behind.
+
+Skipped where there are fewer GPUs than ranks.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import soak_tp
+import torch
+from checked_llm import CheckedLLM
+from demo_tasks import heldout, score
+from test_engine_gpu import GREEDY, MAX_GAP, largest_gap
+from tiny_models import write_tiny_model
+
+from nanovllm import LLM, EngineClosedError, SamplingParams, WorkerError, demo_model_path
+
+pytestmark = pytest.mark.gpu
+
+SIZES = [2, 4]
+
+
+@pytest.fixture(params=SIZES)
+def size(request: pytest.FixtureRequest) -> int:
+    if torch.cuda.device_count() < request.param:
+        pytest.skip(f"needs {request.param} GPUs")
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A vocabulary that no number of ranks divides, and fewer KV heads than four ranks."""
+    return write_tiny_model(
+        tmp_path_factory.mktemp("model"),
+        dtype="bfloat16",
+        vocab_size=1001,
+        hidden_size=256,
+        intermediate_size=512,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=128,
+        max_position_embeddings=4096,
+    )
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    rng = random.Random(1)
+    shared = [rng.randrange(2, 1000) for _ in range(600)]
+    prompts = [[rng.randrange(2, 1000) for _ in range(n)] for n in (1, 15, 16, 17, 255, 257, 700)]
+    return [*prompts, shared + prompts[2], shared[:512], [*shared[:512], 5]]
+
+
+MATRIX = {
+    "default": {},
+    "eager": {"enforce_eager": True},
+    "in_step": {"async_scheduling": False, "enable_prefix_caching": False},
+    "chunks_tight": {"max_num_batched_tokens": 100, "num_kvcache_blocks": 8},
+    "flash_attn": {"attention_backend": "flash_attn"},
+    "float32": {"dtype": "float32"},
+}
+
+
+@pytest.mark.parametrize("name", MATRIX)
+def test_greedy_tokens_are_likely(model: Path, prompts: list, name: str, size: int) -> None:
+    if name == "flash_attn":
+        pytest.importorskip("flash_attn")
+    options = {"max_num_seqs": 97, "skip_tokenizer_init": True, "max_model_len": 1024}
+    with CheckedLLM(model, tensor_parallel_size=size, **options | MATRIX[name]) as llm:
+        symmetric = llm._runner.tp._symmetric is not None
+        for _ in range(2):
+            outputs = llm.generate(prompts * 3, GREEDY, use_tqdm=False)
+            assert largest_gap(model, prompts * 3, outputs) < (1e-3 if name == "float32" else MAX_GAP)
+    assert symmetric, "these GPUs can read each other's memory"
+
+
+def test_demo_accuracy(size: int) -> None:
+    examples = heldout(1000, seed=3)
+    messages = [[{"role": "user", "content": example.prompt}] for example in examples]
+    with LLM(demo_model_path(), tensor_parallel_size=size) as llm:
+        outputs = llm.chat(messages, SamplingParams(temperature=0, max_tokens=256), use_tqdm=False)
+    right = sum(score(e, o["text"]) for e, o in zip(examples, outputs, strict=True))
+    assert right == len(examples)
+
+
+def used_memory() -> list[int]:
+    free = [torch.cuda.mem_get_info(index) for index in range(torch.cuda.device_count())]
+    return [total - free for free, total in free]
+
+
+def test_a_killed_worker_is_noticed_in_a_replay_and_leaves_no_memory(size: int) -> None:
+    before = used_memory()
+    rng = random.Random(0)
+    for _ in range(4):
+        llm = soak_tp.make_llm("cuda", size)
+        pid = llm._workers.processes[-1].pid
+        moments = []
+
+        def kill(pid: int = pid, moments: list = moments) -> None:
+            moments.append(time.monotonic())
+            os.kill(pid, signal.SIGKILL)
+
+        threading.Timer(rng.uniform(0.0, 0.5), kill).start()
+        with pytest.raises(WorkerError, match=f"rank {size - 1} was killed by SIGKILL"):
+            soak_tp.generate_for_ever(llm)
+        assert time.monotonic() - moments[0] < 60  # that it ends
+        with pytest.raises(EngineClosedError):
+            soak_tp.answer(llm)
+        deadline = time.monotonic() + 20
+        while max(a - b for a, b in zip(used_memory(), before, strict=True)) > 2**30:
+            assert time.monotonic() < deadline, (used_memory(), before)
+            time.sleep(0.1)
+    llm = soak_tp.make_llm("cuda", size)
+    assert soak_tp.answer(llm)
+    llm.close()
+
+
+def test_ctrl_c_leaves_the_engine_usable(size: int) -> None:
+    with soak_tp.make_llm("cuda", size) as llm:
+        expected = soak_tp.answer(llm)
+        for delay in (0.0, 0.02, 0.1, 0.3):
+            timer = threading.Timer(delay, os.kill, (os.getpid(), signal.SIGINT))
+            with pytest.raises(KeyboardInterrupt):  # noqa: PT012
+                timer.start()
+                soak_tp.generate_for_ever(llm)
+            timer.join()
+            assert soak_tp.answer(llm) == expected
+
+
+def test_two_engines_at_once(size: int) -> None:
+    with soak_tp.make_llm("cuda", size) as first, soak_tp.make_llm("cuda", size) as second:
+        expected = soak_tp.answer(first)
+        assert soak_tp.answer(second) == expected
+        assert soak_tp.answer(first) == expected

@@ -1,0 +1,105 @@
+"""Time the ways to sum a decode step's activations over GPUs, inside a CUDA graph, where the engine uses them.
+
+    python tools/bench_all_reduce.py --ranks 2 --hidden 4096
+
+Prints microseconds for each number of rows, in bfloat16; every rank's result is checked first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+from nanovllm.device import Device
+from nanovllm.distributed import Rendezvous, TPGroup
+
+ROWS = (1, 8, 32, 64, 128, 192, 256, 512)
+CALLS = 40  # in one graph
+
+
+def ways(group: TPGroup, numel: int, device: Device) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
+    """The candidates by name; each takes and returns one rank's tensor."""
+    found = {"nccl": group.all_reduce}
+    symmetric = TPGroup(group.rank, group.size, group._process_group)
+    symmetric._rendezvous = group._rendezvous
+    symmetric.make_symmetric_buffer(numel, torch.bfloat16, device)
+    small = symmetric._symmetric
+    if small is None:
+        return found
+
+    def two_shot(x: torch.Tensor) -> torch.Tensor:
+        buffer = small._buffer[: x.numel()].view_as(x)
+        buffer.copy_(x)
+        return torch.ops.symm_mem.two_shot_all_reduce_out(
+            buffer, "sum", small._group_name, torch.empty_like(x)
+        )
+
+    return found | {"one_shot": small.all_reduce, "two_shot": two_shot}
+
+
+def graph_us(way: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> float:
+    """Microseconds of one call: the median over replays of a graph that holds CALLS of them in a row."""
+    way(x.clone())
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    y = torch.zeros_like(x)
+    with torch.cuda.graph(graph):
+        for _ in range(CALLS):
+            y = way(y)
+    times = []
+    for _ in range(20):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        graph.replay()
+        torch.cuda.synchronize()
+        times.append((time.perf_counter() - start) / CALLS * 1e6)
+    return statistics.median(times[5:])
+
+
+def work(rank: int, ranks: int, hidden: int, port: int | None, ports: multiprocessing.Queue) -> None:
+    device = Device(f"cuda:{rank}")
+    rendezvous = Rendezvous(port)
+    if port is None:
+        for _ in range(ranks - 1):
+            ports.put(rendezvous.port)
+    group = TPGroup.connect(rank, ranks, device, rendezvous)
+    candidates = ways(group, max(ROWS) * hidden, device)
+    if rank == 0:
+        print(f"{ranks} x {device.name}, hidden {hidden}, torch {torch.__version__}, us a call")
+        print(f"{'rows':>6}{'KiB':>8}" + "".join(f"{name:>12}" for name in candidates))
+    for rows in ROWS:
+        line = f"{rows:6}{rows * hidden * 2 // 1024:8}"
+        for name, way in candidates.items():
+            x = torch.full((rows, hidden), float(rank + 1), dtype=torch.bfloat16, device=device.torch)
+            total = way(x.clone())
+            assert (total == ranks * (ranks + 1) / 2).all(), name
+            line += f"{graph_us(way, x):12.1f}"
+        if rank == 0:
+            print(line, flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--hidden", type=int, default=4096)
+    args = parser.parse_args()
+    context = multiprocessing.get_context("spawn")
+    ports = context.Queue()
+    jobs = [context.Process(target=work, args=(0, args.ranks, args.hidden, None, ports))]
+    jobs[0].start()
+    for rank in range(1, args.ranks):
+        jobs.append(context.Process(target=work, args=(rank, args.ranks, args.hidden, ports.get(), ports)))
+        jobs[-1].start()
+    for job in jobs:
+        job.join()
+
+
+if __name__ == "__main__":
+    main()
