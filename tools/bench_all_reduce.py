@@ -1,4 +1,4 @@
-"""Time the ways to sum a decode step's activations over GPUs, inside a CUDA graph, where the engine uses them.
+"""Time the ways to sum a decode step's activations over GPUs, inside a CUDA graph as the engine does.
 
     python tools/bench_all_reduce.py --ranks 2 --hidden 4096
 
