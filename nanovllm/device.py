@@ -10,7 +10,6 @@ import gc
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from time import monotonic
 
 import torch
 
@@ -132,14 +131,12 @@ class Device:
         finally:
             torch.set_num_threads(threads)
 
-    def repeat_while_busy(self, work: Callable[[], None], seconds: float) -> None:
-        """Repeat `work` beside what the device's default stream runs until that ends, or for `seconds`."""
-        stream, running = torch.cuda.Stream(self.torch), torch.cuda.default_stream(self.torch)
-        deadline = monotonic() + seconds
-        while not running.query() and monotonic() < deadline:
-            with torch.cuda.stream(stream):
-                work()
-            stream.synchronize()
+    def run_beside(self, work: Callable[[], object]) -> None:
+        """Run `work` on the device beside what is queued there, and wait for it."""
+        stream = torch.cuda.Stream(self.torch)
+        with torch.cuda.stream(stream):
+            work()
+        stream.synchronize()
 
     def host_buffer(self, size: int, dtype: torch.dtype) -> torch.Tensor:
         """A host tensor of `size` zeros, pinned where that makes copies asynchronous."""

@@ -13,9 +13,11 @@ from uuid import uuid4
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store, TCPStore, _SymmetricMemory
+from torch._C._distributed_c10d import Store, TCPStore, _register_process_group, _SymmetricMemory
 
 from nanovllm.device import Device
+from nanovllm.kernels.all_reduce import Peers, all_reduce_add_rms_norm_triton, all_reduce_triton
+from nanovllm.kernels.compat import HAS_TRITON
 
 logger = logging.getLogger("nanovllm")
 
@@ -23,7 +25,6 @@ Backend = Any  # ProcessGroupNCCL or ProcessGroupGloo: torch's stubs do not know
 
 CONNECT_TIMEOUT = timedelta(seconds=60)  # for ranks that have all said that they are ready
 HOST = "127.0.0.1"
-RELEASE_SECONDS = 5.0  # how long to help kernels that wait for dead ranks; each needs some microseconds
 
 
 class TPGroup:
@@ -39,7 +40,8 @@ class TPGroup:
         self.rank = rank
         self.size = size
         self._process_group = process_group
-        self._symmetric: SymmetricBuffer | None = None
+        self._peer_memory: PeerMemory | None = None
+        self._device: Device | None = None
         self._rendezvous: Rendezvous | None = None
 
     @classmethod
@@ -59,8 +61,9 @@ class TPGroup:
         """Return the sum of `x` over the ranks, on each of them; `x` may be overwritten."""
         if self.size == 1:
             return x
-        if self._symmetric is not None and self._symmetric.takes(x):
-            return self._symmetric.all_reduce(x)
+        peer_memory = self.peer_memory_for(x)
+        if peer_memory is not None:
+            return peer_memory.all_reduce(x)
         options = dist.AllreduceOptions()
         options.asyncOp = False  # on the current stream, which is what a CUDA graph captures best
         _wait(self._group().allreduce([x], options))
@@ -81,15 +84,24 @@ class TPGroup:
             _wait(self._group().broadcast(x, 0))
         return x
 
-    def make_symmetric_buffer(self, numel: int, dtype: torch.dtype, device: Device) -> None:
-        """Let messages of up to `numel` elements go through memory that all GPUs of the group can read.
+    def make_peer_memory(self, max_rows: int, n: int, dtype: torch.dtype, device: Device) -> None:
+        """Let sums of up to `max_rows` rows of `n` go through memory that all GPUs of the group can read.
 
-        A collective call. Where the GPUs cannot read each other's memory all messages go through NCCL.
+        A collective call. Where they cannot, and on a CPU, all sums go through the process group.
         """
-        if self._process_group is None or not device.is_cuda:
-            return
-        assert self._rendezvous is not None
-        self._symmetric = SymmetricBuffer.make(self, self._rendezvous, numel, dtype, device)
+        self._device = device
+        if (
+            self._rendezvous is not None
+            and device.is_cuda
+            and self.size & (self.size - 1) == 0
+            and HAS_TRITON
+        ):
+            self._peer_memory = PeerMemory.make(self, self._rendezvous, max_rows, n, dtype, device)
+
+    def peer_memory_for(self, x: torch.Tensor) -> PeerMemory | None:
+        """The memory through which `x` can be summed over the ranks, if it is of such a kind."""
+        peer_memory = self._peer_memory
+        return peer_memory if peer_memory is not None and peer_memory.takes(x) else None
 
     def abort(self) -> None:
         """Let go of the other ranks, whether they live or not; whatever waits for them ends, with garbage.
@@ -99,12 +111,12 @@ class TPGroup:
         process_group, self._process_group = self._process_group, None
         if process_group is not None:
             process_group.abort()
-        if self._symmetric is not None:
-            self._symmetric.release_waiters()
+        if self._peer_memory is not None and self._device is not None:
+            self._peer_memory.release_waiters(self._device)
 
     def close(self) -> None:
         """Leave the group, on which nothing may be waiting any more, and free its memory and its port."""
-        self._symmetric = None
+        self._peer_memory = None
         self.abort()
         self._rendezvous = None
 
@@ -114,68 +126,92 @@ class TPGroup:
         return self._process_group
 
 
-class SymmetricBuffer:
-    """Memory that every GPU of the group can read: small messages are summed in one kernel, one shot.
+class PeerMemory:
+    """Memory that every GPU of the group reads directly, for sums of few rows: one kernel, one shot.
 
-    Each rank copies its message into its own buffer, waits until all have, and adds up all buffers in rank
-    order, so that all ranks get the same bits. The kernel is torch's, from its symmetric memory.
+    Allocated by torch's symmetric memory, which exchanges the addresses. Holds two places for rows, which
+    consecutive calls take in turn, and flags.
     """
 
-    def __init__(
-        self, buffer: torch.Tensor, handle: Any, device: Device, rank: int, size: int, group_name: str
-    ) -> None:
+    def __init__(self, group: TPGroup, buffer: torch.Tensor, handle: Any, max_rows: int, n: int) -> None:
+        """buffer: this rank's, of `numel(...)` elements of the rows' dtype; handle: torch's, of all."""
+        self.group_name = ""  # torch's own operations on the buffer would need it
         self._buffer = buffer
-        self._handle = handle
-        self._device = device
-        self._rank = rank
-        self._size = size
-        self._group_name = group_name
+        self._handle = handle  # keeps the other ranks' memory mapped
+        self._max_rows = max_rows
+        self._n = n
+        device = buffer.device
+        calls = torch.zeros(max_rows, dtype=torch.int32, device=device)
+        self._aborted = torch.zeros(1, dtype=torch.int32, device=device)
+        place = buffer.element_size() * max_rows * n
+        starts = torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=device)
+        places = (starts, starts + place)
+        self._turns = [
+            Peers(group.rank, group.size, rows, starts + 2 * place, calls, self._aborted) for rows in places
+        ]
+        buffer.zero_()
+
+    @staticmethod
+    def numel(max_rows: int, n: int, size: int, itemsize: int) -> int:
+        """How many elements of `itemsize` bytes a buffer must have."""
+        return 2 * max_rows * n + 4 // itemsize * max_rows * size
 
     @classmethod
     def make(
-        cls, group: TPGroup, rendezvous: Rendezvous, numel: int, dtype: torch.dtype, device: Device
-    ) -> SymmetricBuffer | None:
+        cls,
+        group: TPGroup,
+        rendezvous: Rendezvous,
+        max_rows: int,
+        n: int,
+        dtype: torch.dtype,
+        device: Device,
+    ) -> PeerMemory | None:
         """Allocate and exchange the buffers: None on all ranks if any cannot."""
         made = None
         try:
             # torch keeps the name and the store for the life of the process, so the name must be new, and
-            # the store not the one that holds the port open.
+            # the store not the one that holds the port open. Some versions look the name up elsewhere too.
             if group.rank == 0:
-                rendezvous.store.set("symmetric", f"nanovllm-{uuid4().hex}")
-            name = rendezvous.store.get("symmetric").decode()
-            _SymmetricMemory.set_group_info(name, group.rank, group.size, Rendezvous(rendezvous.port).store)
+                rendezvous.store.set("peer memory", f"nanovllm-{uuid4().hex}")
+            name: Any = rendezvous.store.get("peer memory").decode()
+            store = Rendezvous(rendezvous.port).store
+            named_group = dist.ProcessGroup(store, group.rank, group.size)
+            named_group._set_group_name(name)
+            _register_process_group(name, named_group)
+            _SymmetricMemory.set_group_info(name, group.rank, group.size, store)
+            numel = cls.numel(max_rows, n, group.size, dtype.itemsize)
             buffer = _SymmetricMemory.empty_strided_p2p((numel,), (1,), dtype, device.torch, name)
             handle = _SymmetricMemory.rendezvous(buffer, name)
-            made = cls(buffer, handle, device, group.rank, group.size, name)
-            made.all_reduce(torch.zeros(64, dtype=dtype, device=device.torch))
-            device.synchronize()
+            made = cls(group, buffer, handle, max_rows, n)
+            made.group_name = name
         except RuntimeError as error:
-            logger.info("symmetric memory is not available (%s); all-reduce goes through NCCL", error)
+            logger.info("GPUs cannot read each other's memory (%s); all-reduce goes through NCCL", error)
+        # All ranks' flags are 0 before anyone can raise one, for this too waits for all ranks.
         everywhere = group.all_reduce(torch.tensor([float(made is not None)], device=device.torch))
         return made if int(everywhere.item()) == group.size else None
 
     def takes(self, x: torch.Tensor) -> bool:
-        """Whether a message fits the buffer and the kernel, which moves 16 bytes at a time."""
-        fits = x.numel() <= self._buffer.numel() and x.dtype == self._buffer.dtype
-        return fits and x.is_contiguous() and x.nbytes % 16 == 0 and x.data_ptr() % 16 == 0
+        """Whether these rows go through this memory."""
+        few = x.dim() == 2 and x.shape[0] <= self._max_rows and x.shape[1] == self._n
+        return few and x.dtype == self._buffer.dtype and x.is_contiguous()
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the sum of `x` over the ranks in a new tensor."""
-        buffer = self._buffer[: x.numel()].view_as(x)
-        return torch.ops.symm_mem.one_shot_all_reduce_copy(buffer, x, "sum", self._group_name)
+        """Return the sum of `x` [T, n] over the ranks, new."""
+        return all_reduce_triton(self._next_turn(), x)
 
-    def release_waiters(self) -> None:
-        """Let kernels that wait for dead ranks go on: give every signal that they could wait for.
+    def all_reduce_add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what `add_rms_norm` gives for the sum of `x` [T, n] over the ranks, both new."""
+        return all_reduce_add_rms_norm_triton(self._next_turn(), x, residual, weight, eps)
 
-        The kernel takes signals (1 to 0) from its own pad, and puts them (0 to 1) into those of the others.
-        """
-        pads = [self._handle.get_signal_pad(rank) for rank in range(self._size)]
+    def release_waiters(self, device: Device) -> None:
+        """Let kernels that wait for dead ranks go on."""
+        device.run_beside(lambda: self._aborted.fill_(1))
 
-        def give_signals() -> None:
-            for rank, pad in enumerate(pads):
-                pad.fill_(1 if rank == self._rank else 0)
-
-        self._device.repeat_while_busy(give_signals, RELEASE_SECONDS)
+    def _next_turn(self) -> Peers:
+        self._turns.reverse()
+        return self._turns[0]
 
 
 class Rendezvous:

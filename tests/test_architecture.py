@@ -26,7 +26,7 @@ LEVELS = {
     "engine.block_manager": ("plan", 2),
     "engine.scheduler": ("plan", 3),
     "device": ("compute", 1),
-    "distributed": ("compute", 2),
+    "distributed": ("compute", 3),
     "kernels": ("compute", 2),
     "attention": ("compute", 3),
     "layers": ("compute", 4),

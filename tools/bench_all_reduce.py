@@ -8,6 +8,7 @@ Prints microseconds for each number of rows, in bfloat16; every rank's result is
 from __future__ import annotations
 
 import argparse
+import logging
 import multiprocessing
 import statistics
 import time
@@ -17,29 +18,54 @@ import torch
 
 from nanovllm.device import Device
 from nanovllm.distributed import Rendezvous, TPGroup
+from nanovllm.kernels.rms_norm import add_rms_norm
 
 ROWS = (1, 8, 32, 64, 128, 192, 256, 512)
 CALLS = 40  # in one graph
 
 
-def ways(group: TPGroup, numel: int, device: Device) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
+def ways(group: TPGroup, hidden: int, device: Device) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
     """The candidates by name; each takes and returns one rank's tensor."""
-    found = {"nccl": group.all_reduce}
-    symmetric = TPGroup(group.rank, group.size, group._process_group)
-    symmetric._rendezvous = group._rendezvous
-    symmetric.make_symmetric_buffer(numel, torch.bfloat16, device)
-    small = symmetric._symmetric
-    if small is None:
-        return found
+
+    def nccl(x: torch.Tensor) -> torch.Tensor:
+        options = torch.distributed.AllreduceOptions()
+        options.asyncOp = False
+        work = group._group().allreduce([x], options)
+        if work is not None:
+            work.wait()
+        return x
+
+    group.make_peer_memory(max(ROWS), hidden, torch.bfloat16, device)
+    peer_memory = group._peer_memory
+    weight = torch.ones(hidden, dtype=torch.bfloat16, device=device.torch)
+
+    def nccl_norm(x: torch.Tensor) -> torch.Tensor:
+        return add_rms_norm(nccl(x), x, weight, 1e-6)[0]
+
+    if peer_memory is None:
+        return {"nccl": nccl, "nccl+norm": nccl_norm}
+    name = peer_memory.group_name
+
+    def one_shot(x: torch.Tensor) -> torch.Tensor:
+        buffer = peer_memory._buffer[: x.numel()].view_as(x)
+        return torch.ops.symm_mem.one_shot_all_reduce_copy(buffer, x, "sum", name)
 
     def two_shot(x: torch.Tensor) -> torch.Tensor:
-        buffer = small._buffer[: x.numel()].view_as(x)
+        buffer = peer_memory._buffer[: x.numel()].view_as(x)
         buffer.copy_(x)
-        return torch.ops.symm_mem.two_shot_all_reduce_out(
-            buffer, "sum", small._group_name, torch.empty_like(x)
-        )
+        return torch.ops.symm_mem.two_shot_all_reduce_out(buffer, "sum", name, torch.empty_like(x))
 
-    return found | {"one_shot": small.all_reduce, "two_shot": two_shot}
+    def own_norm(x: torch.Tensor) -> torch.Tensor:
+        return peer_memory.all_reduce_add_rms_norm(x, x, weight, 1e-6)[0]
+
+    return {
+        "nccl": nccl,
+        "one_shot": one_shot,
+        "two_shot": two_shot,
+        "own": peer_memory.all_reduce,
+        "nccl+norm": nccl_norm,
+        "own+norm": own_norm,
+    }
 
 
 def graph_us(way: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> float:
@@ -62,13 +88,14 @@ def graph_us(way: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> fl
 
 
 def work(rank: int, ranks: int, hidden: int, port: int | None, ports: multiprocessing.Queue) -> None:
+    logging.basicConfig(level=logging.INFO)  # says why symmetric memory is not there, if so
     device = Device(f"cuda:{rank}")
     rendezvous = Rendezvous(port)
     if port is None:
         for _ in range(ranks - 1):
             ports.put(rendezvous.port)
     group = TPGroup.connect(rank, ranks, device, rendezvous)
-    candidates = ways(group, max(ROWS) * hidden, device)
+    candidates = ways(group, hidden, device)
     if rank == 0:
         print(f"{ranks} x {device.name}, hidden {hidden}, torch {torch.__version__}, us a call")
         print(f"{'rows':>6}{'KiB':>8}" + "".join(f"{name:>12}" for name in candidates))
@@ -77,7 +104,7 @@ def work(rank: int, ranks: int, hidden: int, port: int | None, ports: multiproce
         for name, way in candidates.items():
             x = torch.full((rows, hidden), float(rank + 1), dtype=torch.bfloat16, device=device.torch)
             total = way(x.clone())
-            assert (total == ranks * (ranks + 1) / 2).all(), name
+            assert (total == (1 if "norm" in name else ranks * (ranks + 1) / 2)).all(), name
             line += f"{graph_us(way, x):12.1f}"
         if rank == 0:
             print(line, flush=True)

@@ -64,7 +64,7 @@ class RankSetup:
         """Meet the other ranks, each of which does the same; a minute at most."""
         group = TPGroup.connect(self.rank, self.size, device, rendezvous)
         dtype = device.resolve_dtype(self.config.dtype, self.model_config.dtype)
-        group.make_symmetric_buffer(self.config.max_num_seqs * self.model_config.hidden_size, dtype, device)
+        group.make_peer_memory(self.config.max_num_seqs, self.model_config.hidden_size, dtype, device)
         return group
 
     def load(self, device: Device, group: TPGroup, check: Callable[[], None] = no_check) -> ModelRunner:

@@ -31,12 +31,23 @@ class _VocabParallelLayer(WeightLayer):
 
 
 class VocabParallelEmbedding(_VocabParallelLayer):
-    """token_ids [T] -> [T, hidden_size]; each rank looks up the ids it owns, then the ranks are summed."""
+    """token_ids [T] -> [T, hidden_size]; each rank looks up the ids it owns, then the ranks are summed.
+
+    Without `reduce_results` the sum is the caller's to make: rows of other ranks' ids are 0.
+    """
 
     def __init__(
-        self, vocab_size: int, hidden_size: int, tp: TPGroup, *, dtype: torch.dtype, device: torch.device
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        tp: TPGroup,
+        reduce_results: bool = True,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         super().__init__(vocab_size, tp, dtype, device)
+        self.reduce_results = reduce_results
         self._allocate_rows(hidden_size)
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
@@ -45,7 +56,8 @@ class VocabParallelEmbedding(_VocabParallelLayer):
         local_ids = token_ids - self.first_id
         foreign = (local_ids < 0) | (local_ids >= self.rows)
         embedded = F.embedding(local_ids.masked_fill(foreign, 0), self.weight)
-        return self.tp.all_reduce(embedded.masked_fill_(foreign[:, None], 0))
+        embedded = embedded.masked_fill_(foreign[:, None], 0)
+        return self.tp.all_reduce(embedded) if self.reduce_results else embedded
 
 
 class ParallelLMHead(_VocabParallelLayer):

@@ -1,27 +1,38 @@
-"""RMSNorm, alone or fused with the residual addition before it. Owns only the weight."""
+"""RMSNorm, after the sum over ranks and the residual addition before it. Owns only the weight."""
 
 from __future__ import annotations
 
 import torch
 
+from nanovllm.distributed import TPGroup
 from nanovllm.kernels.rms_norm import add_rms_norm, rms_norm
 from nanovllm.layers.weights import WeightLayer, WeightShard
 
 
 class RMSNorm(WeightLayer):
-    """Normalise the last dimension, of `size`, by its root mean square and scale it by a weight."""
+    """Normalise the last dimension, of `size`, by its root mean square and scale it by a weight.
+
+    With a group `tp` of several ranks, x is this rank's part of a sum over them.
+    """
 
     weight: torch.Tensor  # [size]
 
-    def __init__(self, size: int, eps: float, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, size: int, eps: float, tp: TPGroup | None = None, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
         super().__init__(dtype, device)
         self.eps = eps
+        self.tp = tp or TPGroup()
         self._allocate("weight", (size,), [WeightShard.whole("weight", (size,))])
 
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (norm(x + residual), x + residual), both [T, size]; without a residual, (norm(x), x)."""
+        peer_memory = None if residual is None else self.tp.peer_memory_for(x)
+        if residual is not None and peer_memory is not None:
+            return peer_memory.all_reduce_add_rms_norm(x, residual, self.weight, self.eps)
+        x = self.tp.all_reduce(x)
         if residual is None:
             return rms_norm(x, self.weight, self.eps), x
         return add_rms_norm(x, residual, self.weight, self.eps)

@@ -163,7 +163,10 @@ def can_split_heads(num_heads: int, num_kv_heads: int, ranks: int) -> bool:
 
 
 class RowParallelLinear(WeightLayer):
-    """x [..., input_size / ranks] -> [..., output_size], summed over the ranks."""
+    """x [..., input_size / ranks] -> [..., output_size], summed over the ranks.
+
+    Without `reduce_results` it is this rank's part of the sum, which is the caller's to make.
+    """
 
     weight: torch.Tensor  # [output_size, input_size / ranks]
     bias: torch.Tensor | None  # [output_size]
@@ -174,12 +177,14 @@ class RowParallelLinear(WeightLayer):
         output_size: int,
         tp: TPGroup,
         bias: bool = False,
+        reduce_results: bool = True,
         *,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         super().__init__(dtype, device)
         self.tp = tp
+        self.reduce_results = reduce_results
         length = split_evenly("input size", input_size, tp.size)
         shard = WeightShard("weight", None, (output_size, input_size), 1, tp.rank * length, length, 0)
         self._allocate("weight", (output_size, length), [shard])
@@ -190,4 +195,5 @@ class RowParallelLinear(WeightLayer):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         bias = self.bias if self.tp.rank == 0 else None  # the ranks' outputs are summed: add it once
-        return self.tp.all_reduce(F.linear(x, self.weight, bias))
+        out = F.linear(x, self.weight, bias)
+        return self.tp.all_reduce(out) if self.reduce_results else out

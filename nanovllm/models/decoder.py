@@ -37,7 +37,7 @@ class WeightSlot:
 
 
 class DecoderAttention(nn.Module):
-    """Self-attention of one layer, with this rank's heads."""
+    """Self-attention of one layer, with this rank's heads; its output is this rank's part of a sum."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class DecoderAttention(nn.Module):
             hidden_size, head_dim, *heads, tp, config.qkv_bias, dtype=dtype, device=device
         )
         self.o_proj = RowParallelLinear(
-            config.num_heads * head_dim, hidden_size, tp, config.o_bias, dtype=dtype, device=device
+            config.num_heads * head_dim, hidden_size, tp, config.o_bias, False, dtype=dtype, device=device
         )
         self.q_norm: RMSNorm | None = None
         self.k_norm: RMSNorm | None = None
@@ -78,7 +78,7 @@ class DecoderAttention(nn.Module):
 
 
 class DecoderMLP(nn.Module):
-    """The SwiGLU feed-forward part of one layer."""
+    """The SwiGLU feed-forward part of one layer; its output is this rank's part of a sum."""
 
     def __init__(self, config: ModelConfig, tp: TPGroup, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -87,7 +87,9 @@ class DecoderMLP(nn.Module):
             hidden_size, [size, size], tp, config.mlp_bias, dtype=dtype, device=device
         )
         self.act_fn = SiluAndMul()
-        self.down_proj = RowParallelLinear(size, hidden_size, tp, config.mlp_bias, dtype=dtype, device=device)
+        self.down_proj = RowParallelLinear(
+            size, hidden_size, tp, config.mlp_bias, False, dtype=dtype, device=device
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.down_proj(self.act_fn(self.gate_up_proj(x)))
@@ -95,7 +97,7 @@ class DecoderMLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Attention and MLP, each behind a norm that also adds the residual stream."""
+    """Attention and MLP, each behind a norm that also sums over the ranks and adds the residual stream."""
 
     def __init__(
         self,
@@ -109,15 +111,15 @@ class DecoderLayer(nn.Module):
     ) -> None:
         super().__init__()
         hidden_size, eps = config.hidden_size, config.rms_norm_eps
-        self.input_layernorm = RMSNorm(hidden_size, eps, dtype=dtype, device=device)
+        self.input_layernorm = RMSNorm(hidden_size, eps, tp, dtype=dtype, device=device)
         self.self_attn = DecoderAttention(config, tp, backend, rotary, dtype=dtype, device=device)
-        self.post_attention_layernorm = RMSNorm(hidden_size, eps, dtype=dtype, device=device)
+        self.post_attention_layernorm = RMSNorm(hidden_size, eps, tp, dtype=dtype, device=device)
         self.mlp = DecoderMLP(config, tp, dtype=dtype, device=device)
 
     def forward(
         self, positions: torch.Tensor, x: torch.Tensor, residual: torch.Tensor | None, meta: AttentionMetadata
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """x is what the last layer adds to `residual`, the sum up to it; both [T, hidden]."""
+        """x is this rank's part of what the last layer adds to `residual`, the sum up to it; [T, hidden]."""
         x, residual = self.input_layernorm(x, residual)
         x = self.self_attn(positions, x, meta)
         x, residual = self.post_attention_layernorm(x, residual)
@@ -139,13 +141,13 @@ class DecoderModel(nn.Module):
     ) -> None:
         super().__init__()
         self.embed_tokens = VocabParallelEmbedding(
-            config.vocab_size, config.hidden_size, tp, dtype=dtype, device=device
+            config.vocab_size, config.hidden_size, tp, False, dtype=dtype, device=device
         )
         self.layers = nn.ModuleList(
             DecoderLayer(config, tp, backend, rotary, dtype=dtype, device=device)
             for _ in range(config.num_layers)
         )
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, device=device)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, tp, dtype=dtype, device=device)
 
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, meta: AttentionMetadata
