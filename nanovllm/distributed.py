@@ -136,6 +136,7 @@ class PeerMemory:
     def __init__(self, group: TPGroup, buffer: torch.Tensor, handle: Any, max_rows: int, n: int) -> None:
         """buffer: this rank's, of `numel(...)` elements of the rows' dtype; handle: torch's, of all."""
         self.group_name = ""  # torch's own operations on the buffer would need it
+        self._store: Store | None = None
         self._buffer = buffer
         self._handle = handle  # keeps the other ranks' memory mapped
         self._max_rows = max_rows
@@ -174,7 +175,7 @@ class PeerMemory:
             if group.rank == 0:
                 rendezvous.store.set("peer memory", f"nanovllm-{uuid4().hex}")
             name: Any = rendezvous.store.get("peer memory").decode()
-            store = Rendezvous(rendezvous.port).store
+            store = _FreshStore(Rendezvous(rendezvous.port).store)
             named_group = dist.ProcessGroup(store, group.rank, group.size)
             named_group._set_group_name(name)
             _register_process_group(name, named_group)
@@ -184,6 +185,7 @@ class PeerMemory:
             handle = _SymmetricMemory.rendezvous(buffer, name)
             made = cls(group, buffer, handle, max_rows, n)
             made.group_name = name
+            made._store = store
         except RuntimeError as error:
             logger.info("GPUs cannot read each other's memory (%s); all-reduce goes through NCCL", error)
         # All ranks' flags are 0 before anyone can raise one, for this too waits for all ranks.
@@ -212,6 +214,32 @@ class PeerMemory:
     def _next_turn(self) -> Peers:
         self._turns.reverse()
         return self._turns[0]
+
+
+class _FreshStore(Store):
+    """A store in which the exchanges of a group are numbered from 0.
+
+    torch numbers a process's exchanges through symmetric memory one after the other, over all groups, and
+    puts the number into the keys. Rank 0 may have had groups before, of which a new worker knows nothing.
+    """
+
+    def __init__(self, store: TCPStore) -> None:
+        super().__init__()
+        self._store = store
+        self._numbers: dict[str, int] = {}
+
+    def _renumbered(self, key: str) -> str:
+        exchange, _, rank = key.rpartition("/")
+        return f"{self._numbers.setdefault(exchange, len(self._numbers))}/{rank}"
+
+    def set(self, key: str, value: Any) -> None:
+        self._store.set(self._renumbered(key), value)
+
+    def get(self, key: str) -> bytes:
+        return self._store.get(self._renumbered(key))
+
+    def wait(self, keys: list[str], timeout: timedelta = CONNECT_TIMEOUT) -> None:
+        self._store.wait([self._renumbered(key) for key in keys], CONNECT_TIMEOUT)
 
 
 class Rendezvous:
