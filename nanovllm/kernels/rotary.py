@@ -59,9 +59,7 @@ def _quantised(x: tl.tensor, scale: tl.tensor, FP8_MAX: tl.constexpr, INTERPRET:
     """x [heads, dims] / scale [heads, 1] in float32, ready for the cast to FP8: no number is out of range."""
     x = tl.div_rn(x.to(tl.float32), tl.broadcast_to(scale, x.shape))
     x = tl.clamp(x, -FP8_MAX, FP8_MAX, propagate_nan=tl.PropagateNan.ALL)  # a NaN must stay one
-    if (
-        INTERPRET
-    ):  # its cast rounds wrongly, so nothing must be left to round: 3 bits of mantissa, 2**-9 least
+    if INTERPRET:  # its cast rounds wrongly: leave it nothing to round, 3 bits of mantissa and 2**-9 at least
         exponent = tl.maximum(x.to(tl.int32, bitcast=True) & 0x7F800000, 121 << 23)
         shift = (exponent + (20 << 23)).to(tl.float32, bitcast=True) * 1.5
         x = (x + shift) - shift

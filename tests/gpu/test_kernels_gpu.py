@@ -69,6 +69,24 @@ def test_store(tokens: int, heads: Heads) -> None:
         cases.check_store(tokens, heads, GPU, fp8=True)
 
 
+def test_a_quantised_nan_stays_one() -> None:
+    """A broken row must be seen to be broken; what is too large only is clamped."""
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("Triton has no FP8 here")
+    heads = Heads(2, 1, 16, 16, BF16)
+    k_cache, v_cache = torch.zeros(2, 1, 16, 1, 16, device=GPU).to(torch.float8_e4m3fn).unbind()
+    row = torch.ones(1, 1, 16, dtype=BF16, device=GPU)
+    row[0, 0, 1], row[0, 0, 2], row[0, 0, 3] = torch.nan, torch.inf, -1e30
+    zero = torch.zeros(1, dtype=torch.int32, device=GPU)
+    table = torch.cat((torch.ones(1, 8), torch.zeros(1, 8)), 1).to(GPU)
+    q = cases.fused_queries(1, heads, GPU)
+    scale = torch.full((1,), 0.5, device=GPU)
+    qk_norm_rope_store(q, row * 0, row, zero, table, k_cache, v_cache, zero, k_scale=scale, v_scale=scale)
+    expected = torch.tensor([2.0, torch.nan, 448.0, -448.0] + [2.0] * 12, device=GPU)
+    torch.testing.assert_close(v_cache[0, 0, 0].float(), expected, rtol=0, atol=0, equal_nan=True)
+    assert k_cache[0, 0, 0].float().isnan().tolist()[1:3] == [True, True]  # 0 * inf is NaN
+
+
 def test_slots_beyond_32_bits_of_elements() -> None:
     """A cache of more than 2**31 elements is written and read at its far end."""
     heads = Heads(2, 1, 128, 256, BF16)
