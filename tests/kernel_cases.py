@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from nanovllm.kernels import sampling
 from nanovllm.kernels.activation import silu_and_mul_reference, silu_and_mul_triton
 from nanovllm.kernels.compat import jit, tl
 from nanovllm.kernels.decode_attention import paged_decode_attention_reference, paged_decode_attention_triton
@@ -24,19 +25,24 @@ from nanovllm.kernels.rms_norm import (
     rms_norm_reference,
     rms_norm_triton,
 )
-from nanovllm.kernels.rotary import qk_norm_rope_reference, qk_norm_rope_triton
+from nanovllm.kernels.rotary import (
+    qk_norm_rope_store_reference,
+    qk_norm_rope_store_triton,
+    quantise_reference,
+)
 from nanovllm.kernels.sampling import (
-    random_bits,
-    random_bits_reference,
+    random_pair,
+    random_pair_reference,
     sample_reference,
     sample_triton,
 )
-from nanovllm.kernels.store_kvcache import store_kvcache_reference, store_kvcache_triton
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 DECODE = (paged_decode_attention_triton, paged_decode_attention_reference)
 PREFILL = (paged_prefill_attention_triton, paged_prefill_attention_reference)
+STORES = (qk_norm_rope_store_triton, qk_norm_rope_store_reference)
 SAMPLERS = (sample_triton, sample_reference)
+SAMPLE_BLOCK = sampling._BLOCK  # of the vocabulary
 TOLERANCE = {F32: 1e-5, F16: 4e-3, BF16: 3e-2}  # a few roundings; the interpreter truncates to bfloat16
 
 
@@ -207,24 +213,72 @@ def check_chunked_prefill(length: int, chunks: Sequence[int], heads: Heads, devi
     torch.testing.assert_close(torch.cat(pieces), whole, rtol=tolerance, atol=tolerance)
 
 
-def check_store(tokens: int, heads: Heads, device: str, *, num_blocks: int = 9) -> None:
-    """Exactly the named slots change, in the whole cache and around it; negative slots change nothing."""
+def guarded_bytes(num_blocks: int, heads: Heads, cache_dtype: torch.dtype, device: str) -> torch.Tensor:
+    """`guarded` in any dtype: all bits set, which is NaN in each float format that a cache may have."""
+    size = (num_blocks + 2) * heads.page * heads.kv_heads * heads.head_dim * cache_dtype.itemsize
+    return (
+        torch.full((size,), 0xFF, dtype=torch.uint8, device=device)
+        .view(cache_dtype)
+        .view(num_blocks + 2, heads.page, heads.kv_heads, heads.head_dim)
+    )
+
+
+def check_store(tokens: int, heads: Heads, device: str, *, num_blocks: int = 9, fp8: bool = False) -> None:
+    """Exactly the named slots change, in the whole cache and around it; negative slots change nothing.
+
+    At position 0 nothing turns, so that what is stored is known to the bit. In FP8 it is the nearest of all
+    the numbers that the format has, and of two nearest the one with the even code.
+    """
     capacity = num_blocks * heads.page
     slots = torch.randperm(capacity, generator=torch.Generator().manual_seed(tokens))[:tokens]
     slots[::3] = -1
     slots[-1:] = capacity - 1 if capacity - 1 not in slots else slots[-1]
-    wide = randn(tokens, 3, heads.kv_heads, heads.head_dim, dtype=heads.dtype, device=device)
-    key, value = wide[:, 1], wide[:, 2]  # views, as of a fused projection
-    for store in (store_kvcache_triton, store_kvcache_reference):
-        buffers = [guarded(num_blocks, heads, device) for _ in range(2)]
+    shape = (tokens, heads.q_heads + 2 * heads.kv_heads, heads.head_dim)
+    wide = randn(*shape, dtype=heads.dtype, device=device)
+    if fp8:  # ties, numbers below the smallest, and some past the largest that are clamped
+        wide *= torch.tensor([1e-3, 0.02, 1.0, 300.0], dtype=heads.dtype, device=device)[
+            torch.arange(tokens, device=device) % 4, None, None
+        ]
+        wide[:, :, ::2] = (wide[:, :, ::2] * 8).round() / 8
+    q, k, v = wide.split((heads.q_heads, heads.kv_heads, heads.kv_heads), dim=1)
+    zeros = torch.zeros(tokens, dtype=torch.int32, device=device)
+    table = torch.cat((torch.ones(1, heads.head_dim // 2), torch.zeros(1, heads.head_dim // 2)), 1).to(device)
+    cache_dtype = torch.float8_e4m3fn if fp8 else heads.dtype
+    powers = 2.0 ** (torch.arange(heads.kv_heads, device=device) % 3 - 1)
+    scales = (powers, 0.7 * powers) if fp8 else (None, None)
+    for store in STORES:
+        buffers = [guarded_bytes(num_blocks, heads, cache_dtype, device) for _ in range(2)]
         expected = [buffer.clone() for buffer in buffers]
-        for target, source in zip(expected, (key, value), strict=True):
+        for target, source, scale in zip(expected, (k, v), scales, strict=True):
+            stored = source if scale is None else nearest_fp8(source.float() / scale[:, None])
             for token, slot in enumerate(slots.tolist()):
                 if slot >= 0:
-                    target[1 + slot // heads.page, slot % heads.page] = source[token]
-        store(key, value, buffers[0][1:-1], buffers[1][1:-1], slots.to(device, torch.int32))
+                    target[1 + slot // heads.page, slot % heads.page] = stored[token]
+        out = store(
+            q,
+            k,
+            v,
+            zeros,
+            table,
+            buffers[0][1:-1],
+            buffers[1][1:-1],
+            slots.to(device, torch.int32),
+            k_scale=scales[0],
+            v_scale=scales[1],
+        )
+        assert torch.equal(out, q)
         for buffer, target in zip(buffers, expected, strict=True):
-            torch.testing.assert_close(buffer, target, rtol=0, atol=0, equal_nan=True)
+            torch.testing.assert_close(buffer.float(), target.float(), rtol=0, atol=0, equal_nan=True)
+
+
+def nearest_fp8(x: torch.Tensor) -> torch.Tensor:
+    """The float8_e4m3fn number nearest to each of x, by comparing with all of them."""
+    codes = torch.arange(127, dtype=torch.uint8, device=x.device)  # 0 to 448; 127 is NaN
+    table = codes.view(torch.float8_e4m3fn).double()
+    above = torch.searchsorted(table, x.double().abs().contiguous()).clamp(1, 126)
+    low, high = x.double().abs() - table[above - 1], table[above] - x.double().abs()
+    code = torch.where((high < low) | ((high == low) & (above % 2 == 0)), above, above - 1)
+    return (code.to(torch.uint8) | (x.signbit().to(torch.uint8) << 7)).view(torch.float8_e4m3fn)
 
 
 # ---- row-wise kernels ----
@@ -276,13 +330,32 @@ def check_rope(
         turned = torch.complex(x[..., :half], x[..., half:]) * turn
         return torch.cat((turned.real, turned.imag), dim=-1)
 
-    for rope in (qk_norm_rope_triton, qk_norm_rope_reference):
+    k_exact, v = exact(k, k_weight), wide[:, q_heads + kv_heads :]
+    slots = torch.randperm(2 * tokens, generator=torch.Generator().manual_seed(4))[:tokens].to(device)
+    arguments = {"q_weight": q_weight, "k_weight": k_weight, "eps": eps}
+    for store in STORES:
         for index_dtype in (torch.int32, torch.int64):
-            q_out, k_out = rope(q, k, positions.to(index_dtype), table, q_weight, k_weight, eps)
+            caches = [torch.zeros(tokens, 2, kv_heads, head_dim, dtype=dtype, device=device) for _ in "kv"]
+            q_out = store(q, k, v, positions.to(index_dtype), table, *caches, slots.int(), **arguments)
             assert q_out.is_contiguous()
-            assert k_out.is_contiguous()
             assert_near(q_out, exact(q, q_weight))
-            assert_near(k_out, exact(k, k_weight))
+            k_stored, v_stored = (cache.flatten(0, 1)[slots] for cache in caches)
+            assert_near(k_stored, k_exact)
+            assert torch.equal(v_stored, v)
+        alone = store(q[-1:], k[-1:], v[-1:], positions[-1:], table, *caches, slots[-1:].int(), **arguments)
+        assert torch.equal(alone, q_out[-1:])
+        assert torch.equal(caches[0].flatten(0, 1)[slots], k_stored)
+
+    # In FP8: what the cache of q's dtype holds, quantised.
+    scale = torch.linspace(0.01, 0.02, kv_heads, device=device)
+    caches = [torch.zeros_like(cache, dtype=torch.float8_e4m3fn) for cache in caches]
+    for store in STORES:
+        plain = [torch.zeros(tokens, 2, kv_heads, head_dim, dtype=dtype, device=device) for _ in "kv"]
+        store(q, k, v, positions, table, *plain, slots.int(), **arguments)
+        store(q, k, v, positions, table, *caches, slots.int(), **arguments, k_scale=scale, v_scale=scale)
+        for cache, source in zip(caches, plain, strict=True):
+            expected = quantise_reference(source.flatten(0, 1)[slots], scale)
+            assert torch.equal(cache.float().flatten(0, 1)[slots], expected.float())
 
 
 def check_silu(rows: int, n: int, dtype: torch.dtype, device: str) -> None:
@@ -322,24 +395,39 @@ def make_rows(count: int, device: str, temperatures: Sequence[float] = TEMPERATU
 ALL = slice(None)
 
 
+def assert_drawn(part: torch.Tensor, sums: torch.Tensor, ids: torch.Tensor, bits: torch.Tensor) -> None:
+    """bits / 2**32 falls, but for rounding, into the share of `sums` [S] that ids [S] of part [S, n] take."""
+    after = part.cumsum(-1).gather(-1, ids[:, None])[:, 0]
+    before = after - part.gather(-1, ids[:, None])[:, 0]
+    target = bits.double() * 2.0**-32 * sums
+    assert ((before <= target + 2e-5 * sums) & (target <= after + 2e-5 * sums)).all()
+
+
 def check_sample(count: int, vocab: int, dtype: torch.dtype, device: str) -> None:
-    """Each id has its row's best score, up to rounding; a greedy row has the first of the largest logits."""
+    """Each id is where its row's two random numbers fall, and has a chance; a greedy row has the first of the
+    largest logits."""
     rows = make_rows(count, device)
-    bits = random_bits_reference(rows.seeds, rows.positions, vocab)
-    gumbel = -torch.log(-torch.log(((bits >> 9).double() + 0.5) * 2.0**-23))
-    temperature = rows.temperature.double()[:, None]
-    for spread in (3.0, 0.0):  # with 0 all is noise, and each block of the vocabulary wins somewhere
+    block_bits, token_bits = random_pair_reference(rows.seeds, rows.positions)
+    drawn = rows.temperature >= 1e-5
+    divisor = rows.temperature.double().where(drawn, 1.0)[:, None]
+    blocks = -(-vocab // SAMPLE_BLOCK)
+    for spread in (3.0, 0.0):  # with 0 each block of the vocabulary is drawn somewhere
         logits = (spread * randn(count, vocab + 5, dtype=F32, device=device)).to(dtype)
         logits[:, vocab:] = 1e4  # would win if it were read
         logits = logits[:, :vocab]
-        scores = torch.where(temperature < 1e-5, logits.double(), logits.double() + temperature * gumbel)
+        wide = logits.double()
+        weights = ((wide - wide.amax(-1, keepdim=True)) / divisor).exp()
+        weights = torch.nn.functional.pad(weights, (0, blocks * SAMPLE_BLOCK - vocab))
+        by_block = weights.view(count, blocks, SAMPLE_BLOCK)
+        shares = by_block.sum(-1)
         for sampler in SAMPLERS:
             ids = sampler(logits, *rows.pick(ALL))
             assert ids.dtype == torch.int64
-            shortfall = scores.amax(-1) - scores.gather(-1, ids[:, None])[:, 0]
-            assert (shortfall <= 1e-5 * (1 + rows.temperature)).all()
-            greedy = rows.temperature < 1e-5
-            assert torch.equal(ids[greedy], logits[greedy].argmax(-1))
+            assert torch.equal(ids[~drawn], logits[~drawn].argmax(-1))
+            block, token = ids // SAMPLE_BLOCK, ids % SAMPLE_BLOCK
+            inside = by_block[torch.arange(count, device=device), block]
+            assert_drawn(shares[drawn], shares[drawn].sum(-1), block[drawn], block_bits[drawn])
+            assert_drawn(inside[drawn], inside[drawn].sum(-1), token[drawn], token_bits[drawn])
 
 
 def check_sampling_rows_are_independent(count: int, vocab: int, device: str) -> None:
@@ -401,38 +489,62 @@ def check_sampling_keys(sampler: Sampler, device: str) -> None:
     assert len(set(ids[:7])) == 7
 
 
-def check_sampling_distribution(sampler: Sampler, draws: int, device: str) -> None:
-    """Chi-square against softmax of draws that differ in their position, and in either word of their seed."""
-    logits = torch.linspace(-3, 3, 32, device=device)
-    many = logits.expand(draws, -1).contiguous()
+def check_sampling_distribution(sampler: Sampler, draws: int, device: str, *, blocks: int = 1) -> None:
+    """Chi-square against softmax of draws that differ in their position, and in either word of their seed.
+
+    32 tokens have a chance, spread over so many blocks of the vocabulary.
+    """
+    finite = torch.linspace(-3, 3, 32, device=device)
+    logits = torch.full((32, 1 if blocks == 1 else blocks * SAMPLE_BLOCK // 32), -math.inf, device=device)
+    logits[:, -1] = finite[torch.randperm(32, generator=torch.Generator().manual_seed(5)).to(device)]
+    logits = logits.flatten()
     counter = torch.arange(draws, device=device)
     fixed = torch.full_like(counter, 1234)
     for temperature in (0.5, 1.0, 2.0):
         expected = draws * (logits.double() / temperature).softmax(-1)
         for seeds, positions in ((fixed, counter), (counter, fixed), (counter * 2**32, fixed)):
             column = torch.full((draws,), temperature, device=device)
-            ids = sampler(many, column, seeds, positions.int())
-            observed = torch.bincount(ids, minlength=len(logits)).double()
-            chi_square = ((observed - expected).square() / expected).sum().item()
-            assert chi_square < 70, (temperature, chi_square)  # 31 degrees of freedom: p = 8e-5
+            parts = [
+                sampler(logits.expand(len(part), -1), *(x[part] for x in (column, seeds, positions.int())))
+                for part in counter.split(4096 if blocks > 1 else draws)
+            ]
+            observed = torch.bincount(torch.cat(parts), minlength=len(logits)).double()
+            assert observed.sum() == draws
+            assert not observed[expected == 0].any()
+            error = ((observed - expected).square() / expected)[expected > 0]
+            assert error.sum() < 70, (temperature, error.sum())  # 31 degrees of freedom: p = 8e-5
 
 
 @jit()
-def _bits_kernel(
-    seeds_ptr: tl.tensor, positions_ptr: tl.tensor, out_ptr: tl.tensor, vocab: int, BLOCK: tl.constexpr
+def _pair_kernel(
+    seeds_ptr: tl.tensor, positions_ptr: tl.tensor, out_ptr: tl.tensor, count: int, BLOCK: tl.constexpr
 ) -> None:
-    row = tl.program_id(0)
-    index = tl.arange(0, BLOCK)
-    bits = random_bits(tl.load(seeds_ptr + row), tl.load(positions_ptr + row), index)
-    tl.store(out_ptr + row * vocab + index, bits.to(tl.int64), mask=index < vocab)
+    row = tl.arange(0, BLOCK)
+    live = row < count
+    first, second = random_pair(
+        tl.load(seeds_ptr + row, mask=live, other=0), tl.load(positions_ptr + row, mask=live, other=0)
+    )
+    tl.store(out_ptr + row, first.to(tl.int64), mask=live)
+    tl.store(out_ptr + count + row, second.to(tl.int64), mask=live)
 
 
-def check_random_bits(count: int, vocab: int, device: str) -> None:
-    """Kernel and twin draw the very same bits, and each bit is set about half the time."""
+def check_random_pairs(device: str) -> None:
+    """Kernel and twin draw the very same bits. Over random and consecutive keys each bit is set about half
+    the time, and each two of them agree about half the time."""
+    count = 8192
     rows = make_rows(count, device)
-    out = torch.empty((count, vocab), dtype=torch.int64, device=device)
-    _bits_kernel[(count,)](rows.seeds, rows.positions, out, vocab, BLOCK=1 << (vocab - 1).bit_length())
-    expected = random_bits_reference(rows.seeds, rows.positions, vocab)
-    assert torch.equal(out, expected)
-    share = torch.stack([(expected >> bit & 1).double().mean() for bit in range(32)])
-    assert (share - 0.5).abs().max() < 3 / math.sqrt(expected.numel())
+    seeds = rows.seeds.clone()
+    positions = rows.positions.clone()
+    seeds[: count // 2] = torch.arange(count // 2, device=device) // 64
+    positions[: count // 2] = torch.arange(count // 2, device=device, dtype=torch.int32) % 64
+    out = torch.empty((2, count), dtype=torch.int64, device=device)
+    _pair_kernel[(1,)](seeds, positions, out, count, BLOCK=count)
+    pair = random_pair_reference(seeds, positions)
+    assert torch.equal(out, torch.stack(pair))
+    for half in (slice(None, count // 2), slice(count // 2, None)):
+        bits = torch.cat([x[half, None] >> torch.arange(32, device=device) & 1 for x in pair], dim=1).double()
+        signs = 2 * bits - 1  # [rows, 64]
+        noise = (count // 2) ** -0.5
+        assert signs.mean(0).abs().max() < 4.5 * noise
+        agreement = signs.T @ signs / len(signs) - torch.eye(64, device=device)
+        assert agreement.abs().max() < 5 * noise

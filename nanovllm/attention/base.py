@@ -31,7 +31,7 @@ class AttentionMetadata:
 
 
 class AttentionBackend(ABC):
-    """Stores a step's keys and values into the paged cache, then attends over it.
+    """Attends over the paged cache, in which this step's keys and values are stored already.
 
     Cache layout: `[num_blocks, block_size, num_kv_heads, head_dim]`. Cells that no live token owns may hold
     NaN.
@@ -51,11 +51,11 @@ class AttentionBackend(ABC):
     def forward(
         self,
         q: torch.Tensor,  # [T, num_heads, head_dim]
-        k: torch.Tensor,  # [T, num_kv_heads, head_dim]
-        v: torch.Tensor,  # [T, num_kv_heads, head_dim]
         k_cache: torch.Tensor,
         v_cache: torch.Tensor,
         meta: AttentionMetadata,
         scale: float,
+        k_scale: torch.Tensor | None = None,  # [num_kv_heads] float32: what an FP8 cache is multiplied by
+        v_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Store k and v, then return causal attention outputs `[T, num_heads, head_dim]`."""
+        """Return causal attention outputs `[T, num_heads, head_dim]`; the step's own tokens are cached."""

@@ -9,7 +9,6 @@ import torch
 
 from nanovllm.attention.base import AttentionBackend, AttentionMetadata
 from nanovllm.device import Device
-from nanovllm.kernels.store_kvcache import store_kvcache
 
 try:
     import flash_attn
@@ -44,14 +43,14 @@ class FlashAttnBackend(AttentionBackend):
     def forward(
         self,
         q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
         k_cache: torch.Tensor,
         v_cache: torch.Tensor,
         meta: AttentionMetadata,
         scale: float,
+        k_scale: torch.Tensor | None = None,
+        v_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        store_kvcache(k, v, k_cache, v_cache, meta.slot_mapping)
+        assert k_scale is None and v_scale is None, "flash-attn 2 reads no FP8 cache"
         if meta.is_decode:
             out = flash_attn_with_kvcache(
                 q[:, None],

@@ -12,7 +12,6 @@ from nanovllm.attention.base import AttentionBackend, AttentionMetadata
 from nanovllm.device import Device
 from nanovllm.kernels.decode_attention import decode_attend_reference, decode_gather_reference
 from nanovllm.kernels.prefill_attention import paged_prefill_attention_reference
-from nanovllm.kernels.store_kvcache import store_kvcache_reference
 
 
 class ReferenceBackend(AttentionBackend):
@@ -31,21 +30,23 @@ class ReferenceBackend(AttentionBackend):
     def forward(
         self,
         q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
         k_cache: torch.Tensor,
         v_cache: torch.Tensor,
         meta: AttentionMetadata,
         scale: float,
+        k_scale: torch.Tensor | None = None,
+        v_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        store_kvcache_reference(k, v, k_cache, v_cache, meta.slot_mapping)
+        scales = {} if k_scale is None else {"k_scale": k_scale, "v_scale": v_scale}
         if meta.is_decode:
             if self._gather is None or self._gather[0] is not meta:  # once a step, not once a layer
                 found = decode_gather_reference(
                     meta.block_tables, meta.context_lens, meta.max_seqlen_k, k_cache.shape[1]
                 )
                 self._gather = (meta, *found)
-            return decode_attend_reference(q, k_cache, v_cache, self._gather[1], self._gather[2], scale)
+            return decode_attend_reference(
+                q, k_cache, v_cache, self._gather[1], self._gather[2], scale, **scales
+            )
         return paged_prefill_attention_reference(
             q,
             k_cache,
@@ -55,4 +56,5 @@ class ReferenceBackend(AttentionBackend):
             meta.context_lens,
             meta.max_seqlen_q,
             scale,
+            **scales,
         )

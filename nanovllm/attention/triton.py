@@ -12,7 +12,6 @@ from nanovllm.device import Device
 from nanovllm.kernels.compat import HAS_TRITON, INTERPRET
 from nanovllm.kernels.decode_attention import paged_decode_attention_triton
 from nanovllm.kernels.prefill_attention import paged_prefill_attention_triton
-from nanovllm.kernels.store_kvcache import store_kvcache_triton
 
 
 class TritonBackend(AttentionBackend):
@@ -33,17 +32,17 @@ class TritonBackend(AttentionBackend):
     def forward(
         self,
         q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
         k_cache: torch.Tensor,
         v_cache: torch.Tensor,
         meta: AttentionMetadata,
         scale: float,
+        k_scale: torch.Tensor | None = None,
+        v_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        store_kvcache_triton(k, v, k_cache, v_cache, meta.slot_mapping)
+        scales = {} if k_scale is None else {"k_scale": k_scale, "v_scale": v_scale}
         if meta.is_decode:
             return paged_decode_attention_triton(
-                q, k_cache, v_cache, meta.block_tables, meta.context_lens, meta.max_seqlen_k, scale
+                q, k_cache, v_cache, meta.block_tables, meta.context_lens, meta.max_seqlen_k, scale, **scales
             )
         return paged_prefill_attention_triton(
             q,
@@ -54,4 +53,5 @@ class TritonBackend(AttentionBackend):
             meta.context_lens,
             meta.max_seqlen_q,
             scale,
+            **scales,
         )

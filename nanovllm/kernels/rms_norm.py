@@ -27,6 +27,7 @@ def _rms_norm_kernel(
     columns = tl.arange(0, N_PADDED)
     mask = columns < N
     x = tl.load(x_ptr + row * x_stride + columns, mask=mask, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)  # here, to wait once for all
     if ADD:
         residual = tl.load(residual_ptr + row * residual_stride + columns, mask=mask, other=0.0)
         total = (x + residual.to(tl.float32)).to(sum_ptr.dtype.element_ty)
@@ -34,7 +35,6 @@ def _rms_norm_kernel(
         x = total.to(tl.float32)
     variance = tl.sum(x * x, axis=0) / N
     normed = (x * tl.rsqrt(variance + eps)).to(out_ptr.dtype.element_ty).to(tl.float32)
-    weight = tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
     tl.store(out_ptr + row * N + columns, (normed * weight).to(out_ptr.dtype.element_ty), mask=mask)
 
 

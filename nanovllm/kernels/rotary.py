@@ -1,12 +1,17 @@
-"""Rotary position embedding of queries and keys, after an optional RMSNorm per head (Qwen3). Owns no
-table."""
+"""What lies between projection and attention, in one pass: an optional RMSNorm per head (Qwen3), the rotary
+position embedding, and the store of keys and values into the paged cache. Owns no table and no cache.
+"""
 
 from __future__ import annotations
 
 import torch
 
-from nanovllm.kernels.compat import jit, tl, triton, use_triton
+from nanovllm.kernels.compat import INTERPRET, jit, tl, triton, use_triton
 from nanovllm.kernels.rms_norm import rms_norm_reference
+
+FP8 = torch.float8_e4m3fn
+_FP8_MAX = 448.0
+_KV_TILE = 2  # KV heads per program, with all their query heads
 
 
 @jit()
@@ -16,151 +21,202 @@ def _round(x: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
 
 
 @jit()
-def _rotate_heads(
-    x_ptr: tl.tensor,
-    stride_h: tl.tensor,
-    weight_ptr: tl.tensor,
-    out_ptr: tl.tensor,
+def _load_halves(
+    ptr: tl.tensor, dims: tl.tensor, live: tl.tensor, HALF: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """The two halves of rows of 2 * HALF numbers at `ptr`, those that are `live`, in float32."""
+    mask = live & (dims < HALF)
+    return (
+        tl.load(ptr + dims, mask=mask, other=0.0).to(tl.float32),
+        tl.load(ptr + HALF + dims, mask=mask, other=0.0).to(tl.float32),
+    )
+
+
+@jit()
+def _turned(
+    first: tl.tensor,
+    second: tl.tensor,
+    weight_first: tl.tensor,
+    weight_second: tl.tensor,
     cos: tl.tensor,
     sin: tl.tensor,
     eps: tl.tensor,
-    HEADS: tl.constexpr,
-    HEADS_PADDED: tl.constexpr,
+    dtype: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    HALF_PADDED: tl.constexpr,
     NORM: tl.constexpr,
-) -> None:
-    """Normalise and rotate all heads of one token; each half of the heads is one tile."""
-    HALF: tl.constexpr = HEAD_DIM // 2
-    heads = tl.arange(0, HEADS_PADDED)[:, None]
-    dims = tl.arange(0, HALF_PADDED)[None, :]
-    mask = (heads < HEADS) & (dims < HALF)
-    x_ptrs = x_ptr + heads * stride_h + dims
-    first = tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32)
-    second = tl.load(x_ptrs + HALF, mask=mask, other=0.0).to(tl.float32)
+) -> tuple[tl.tensor, tl.tensor]:
+    """Normalise and turn the two halves of some heads [n, dims]."""
     if NORM:  # rounded after each of the two factors, as RMSNorm on its own is
         variance = (tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)) / HEAD_DIM
         scale = tl.rsqrt(variance + eps)[:, None]
-        weight_first = tl.load(weight_ptr + dims, mask=dims < HALF, other=0.0).to(tl.float32)
-        weight_second = tl.load(weight_ptr + HALF + dims, mask=dims < HALF, other=0.0).to(tl.float32)
-        first = _round(
-            _round(first * scale, out_ptr.dtype.element_ty) * weight_first, out_ptr.dtype.element_ty
-        )
-        second = _round(
-            _round(second * scale, out_ptr.dtype.element_ty) * weight_second, out_ptr.dtype.element_ty
-        )
-    out_ptrs = out_ptr + heads * HEAD_DIM + dims
-    tl.store(out_ptrs, (first * cos - second * sin).to(out_ptr.dtype.element_ty), mask=mask)
-    tl.store(out_ptrs + HALF, (second * cos + first * sin).to(out_ptr.dtype.element_ty), mask=mask)
+        first = _round(_round(first * scale, dtype) * weight_first, dtype)
+        second = _round(_round(second * scale, dtype) * weight_second, dtype)
+    return (first * cos - second * sin).to(dtype), (second * cos + first * sin).to(dtype)
 
 
-@jit("positions_ptr")
-def _qk_norm_rope_kernel(
+@jit()
+def _quantised(x: tl.tensor, scale: tl.tensor, FP8_MAX: tl.constexpr, INTERPRET: tl.constexpr) -> tl.tensor:
+    """x [heads, dims] / scale [heads, 1] in float32, ready for the cast to FP8: no number is out of range."""
+    x = tl.div_rn(x.to(tl.float32), tl.broadcast_to(scale, x.shape))
+    x = tl.clamp(x, -FP8_MAX, FP8_MAX, propagate_nan=tl.PropagateNan.ALL)  # a NaN must stay one
+    if INTERPRET:  # its cast rounds wrongly: leave it nothing to round, 3 bits of mantissa and 2**-9 at least
+        exponent = tl.maximum(x.to(tl.int32, bitcast=True) & 0x7F800000, 121 << 23)
+        shift = (exponent + (20 << 23)).to(tl.float32, bitcast=True) * 1.5
+        x = (x + shift) - shift
+    return x
+
+
+@jit("positions_ptr", "slots_ptr")
+def _qk_norm_rope_store_kernel(
     q_ptr: tl.tensor,
     k_ptr: tl.tensor,
+    v_ptr: tl.tensor,
     positions_ptr: tl.tensor,
     cos_sin_ptr: tl.tensor,
+    slots_ptr: tl.tensor,
     q_weight_ptr: tl.tensor,
     k_weight_ptr: tl.tensor,
+    k_scale_ptr: tl.tensor,
+    v_scale_ptr: tl.tensor,
     q_out_ptr: tl.tensor,
-    k_out_ptr: tl.tensor,
+    k_cache_ptr: tl.tensor,
+    v_cache_ptr: tl.tensor,
     q_stride_t: int,
     q_stride_h: int,
     k_stride_t: int,
     k_stride_h: int,
+    v_stride_t: int,
+    v_stride_h: int,
     eps: float,
     Q_HEADS: tl.constexpr,
-    K_HEADS: tl.constexpr,
-    Q_HEADS_PADDED: tl.constexpr,
-    K_HEADS_PADDED: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    KV_TILE: tl.constexpr,
+    Q_TILE_PADDED: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HALF_PADDED: tl.constexpr,
+    DIM_PADDED: tl.constexpr,
     Q_NORM: tl.constexpr,
     K_NORM: tl.constexpr,
+    QUANTISE: tl.constexpr,
+    FP8_MAX: tl.constexpr,
+    INTERPRET: tl.constexpr,
 ) -> None:
-    """One program per token: a row's bits never depend on its neighbours."""
+    """One program per (token, KV_TILE KV heads and their query heads): no row's bits depend on another's."""
+    HALF: tl.constexpr = HEAD_DIM // 2
+    Q_TILE: tl.constexpr = Q_HEADS // KV_HEADS * KV_TILE
     token = tl.program_id(0).to(tl.int64)
+    tile = tl.program_id(1)
+    members = tl.arange(0, Q_TILE_PADDED)[:, None]
+    heads = tile * Q_TILE + members
+    live = (members < Q_TILE) & (heads < Q_HEADS)
+    kv_heads = tile * KV_TILE + tl.arange(0, KV_TILE)[:, None]
+    kv_live = kv_heads < KV_HEADS
+    halves = tl.arange(0, HALF_PADDED)[None, :]
+    dims = tl.arange(0, DIM_PADDED)[None, :]
+    v_live = kv_live & (dims < HEAD_DIM)
+
+    # All reads come before the first write, which no read could be moved across: they wait together.
     position = tl.load(positions_ptr + token).to(tl.int64)
-    dims = tl.arange(0, HALF_PADDED)[None, :]
-    half = HEAD_DIM // 2
-    row = cos_sin_ptr + position * HEAD_DIM + dims
-    cos = tl.load(row, mask=dims < half, other=0.0)
-    sin = tl.load(row + half, mask=dims < half, other=0.0)
-    _rotate_heads(
-        q_ptr + token * q_stride_t,
-        q_stride_h,
-        q_weight_ptr,
-        q_out_ptr + token * (Q_HEADS * HEAD_DIM),
-        cos,
-        sin,
-        eps,
-        Q_HEADS,
-        Q_HEADS_PADDED,
-        HEAD_DIM,
-        HALF_PADDED,
-        Q_NORM,
+    slot = tl.load(slots_ptr + token).to(tl.int64)
+    q_first, q_second = _load_halves(q_ptr + token * q_stride_t + heads * q_stride_h, halves, live, HALF)
+    k_row = k_ptr + token * k_stride_t + kv_heads * k_stride_h
+    k_first, k_second = _load_halves(k_row, halves, kv_live, HALF)
+    v_row = v_ptr + token * v_stride_t + kv_heads * v_stride_h
+    value = tl.load(v_row + dims, mask=v_live, other=0.0)
+    q_weight_first, q_weight_second = _load_halves(q_weight_ptr, halves, halves < HALF, HALF)
+    k_weight_first, k_weight_second = _load_halves(k_weight_ptr, halves, halves < HALF, HALF)
+    cos, sin = _load_halves(cos_sin_ptr + position * HEAD_DIM, halves, halves < HALF, HALF)
+
+    dtype: tl.constexpr = q_out_ptr.dtype.element_ty
+    q_first, q_second = _turned(
+        q_first, q_second, q_weight_first, q_weight_second, cos, sin, eps, dtype, HEAD_DIM, Q_NORM
     )
-    _rotate_heads(
-        k_ptr + token * k_stride_t,
-        k_stride_h,
-        k_weight_ptr,
-        k_out_ptr + token * (K_HEADS * HEAD_DIM),
-        cos,
-        sin,
-        eps,
-        K_HEADS,
-        K_HEADS_PADDED,
-        HEAD_DIM,
-        HALF_PADDED,
-        K_NORM,
+    k_first, k_second = _turned(
+        k_first, k_second, k_weight_first, k_weight_second, cos, sin, eps, dtype, HEAD_DIM, K_NORM
     )
+    if QUANTISE:
+        k_scale = tl.load(k_scale_ptr + kv_heads, mask=kv_live, other=1.0)
+        v_scale = tl.load(v_scale_ptr + kv_heads, mask=kv_live, other=1.0)
+        k_first = _quantised(k_first, k_scale, FP8_MAX, INTERPRET)
+        k_second = _quantised(k_second, k_scale, FP8_MAX, INTERPRET)
+        value = _quantised(value, v_scale, FP8_MAX, INTERPRET)
+
+    out_ptrs = q_out_ptr + token * (Q_HEADS * HEAD_DIM) + heads * HEAD_DIM + halves
+    tl.store(out_ptrs, q_first, mask=live & (halves < HALF))
+    tl.store(out_ptrs + HALF, q_second, mask=live & (halves < HALF))
+    if slot < 0:  # a padded row
+        return
+    stored: tl.constexpr = k_cache_ptr.dtype.element_ty
+    cells = slot * (KV_HEADS * HEAD_DIM) + kv_heads * HEAD_DIM
+    tl.store(k_cache_ptr + cells + halves, k_first.to(stored), mask=kv_live & (halves < HALF))
+    tl.store(k_cache_ptr + cells + halves + HALF, k_second.to(stored), mask=kv_live & (halves < HALF))
+    tl.store(v_cache_ptr + cells + dims, value.to(stored), mask=v_live)
 
 
-def qk_norm_rope_triton(
+def qk_norm_rope_store_triton(
     q: torch.Tensor,
     k: torch.Tensor,
+    v: torch.Tensor,
     positions: torch.Tensor,
     cos_sin: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
     q_weight: torch.Tensor | None = None,
     k_weight: torch.Tensor | None = None,
     eps: float = 1e-6,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`qk_norm_rope` by Triton, queries and keys in one launch."""
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`qk_norm_rope_store` by Triton, in one launch."""
     tokens, q_heads, head_dim = q.shape
-    k_heads = k.shape[1]
+    kv_heads = k.shape[1]
     q_out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    k_out = torch.empty_like(k, memory_format=torch.contiguous_format)
     if tokens == 0:
-        return q_out, k_out
-    assert q.stride(2) == 1 and k.stride(2) == 1
+        return q_out
+    assert q.stride(2) == 1 and k.stride(2) == 1 and v.stride(2) == 1
+    assert k_cache.is_contiguous() and v_cache.is_contiguous()
     assert cos_sin.is_contiguous() and cos_sin.dtype == torch.float32 and cos_sin.shape[1] == head_dim
+    assert (k_cache.dtype == FP8) == (k_scale is not None) == (v_scale is not None)
+    kv_tile = min(_KV_TILE, triton.next_power_of_2(kv_heads))
+    q_tile_padded = triton.next_power_of_2(q_heads // kv_heads * kv_tile)
     half_padded = triton.next_power_of_2(head_dim // 2)
-    q_heads_padded = triton.next_power_of_2(q_heads)
-    _qk_norm_rope_kernel[(tokens,)](
+    _qk_norm_rope_store_kernel[(tokens, triton.cdiv(kv_heads, kv_tile))](
         q,
         k,
+        v,
         positions,
         cos_sin,
+        slot_mapping,
         cos_sin if q_weight is None else q_weight,  # an unused pointer must still be one
         cos_sin if k_weight is None else k_weight,
+        cos_sin if k_scale is None else k_scale,
+        cos_sin if v_scale is None else v_scale,
         q_out,
-        k_out,
+        k_cache,
+        v_cache,
         q.stride(0),
         q.stride(1),
         k.stride(0),
         k.stride(1),
+        v.stride(0),
+        v.stride(1),
         eps,
         Q_HEADS=q_heads,
-        K_HEADS=k_heads,
-        Q_HEADS_PADDED=q_heads_padded,
-        K_HEADS_PADDED=triton.next_power_of_2(k_heads),
+        KV_HEADS=kv_heads,
+        KV_TILE=kv_tile,
+        Q_TILE_PADDED=q_tile_padded,
         HEAD_DIM=head_dim,
         HALF_PADDED=half_padded,
+        DIM_PADDED=triton.next_power_of_2(head_dim),
         Q_NORM=q_weight is not None,
         K_NORM=k_weight is not None,
-        num_warps=max(1, min(8, q_heads_padded * half_padded // 256)),
+        QUANTISE=k_scale is not None,
+        FP8_MAX=_FP8_MAX,
+        INTERPRET=INTERPRET,
+        num_warps=max(1, min(8, q_tile_padded * half_padded // 512)),
     )
-    return q_out, k_out
+    return q_out
 
 
 def _rotate_reference(x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
@@ -178,7 +234,7 @@ def qk_norm_rope_reference(
     k_weight: torch.Tensor | None = None,
     eps: float = 1e-6,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`qk_norm_rope` in plain torch."""
+    """Return q and k as `qk_norm_rope_store` turns them, before anything is stored."""
     if q_weight is not None:
         q = rms_norm_reference(q, q_weight, eps)
     if k_weight is not None:
@@ -187,21 +243,84 @@ def qk_norm_rope_reference(
     return _rotate_reference(q, rows), _rotate_reference(k, rows)
 
 
-def qk_norm_rope(
+def quantise_reference(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """x [T, heads, head_dim] / scale [heads] in FP8, clamped to +-448 and rounded to nearest even."""
+    return (x.float() / scale[:, None]).clamp(-_FP8_MAX, _FP8_MAX).to(FP8)
+
+
+def store_kvcache_reference(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+) -> None:
+    """Store token t's key and value in slot `slot_mapping[t]`, as `qk_norm_rope_store` does."""
+    stored = slot_mapping >= 0
+    if not stored.all():
+        key, value, slot_mapping = key[stored], value[stored], slot_mapping[stored]
+    slots = slot_mapping.long()
+    if k_scale is not None and v_scale is not None:  # as bytes: torch indexes no 8-bit floats
+        key, value = (
+            quantise_reference(x, s).view(torch.uint8) for x, s in ((key, k_scale), (value, v_scale))
+        )
+        k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
+    k_cache.flatten(0, 1).index_copy_(0, slots, key)
+    v_cache.flatten(0, 1).index_copy_(0, slots, value)
+
+
+def qk_norm_rope_store_reference(
     q: torch.Tensor,
     k: torch.Tensor,
+    v: torch.Tensor,
     positions: torch.Tensor,
     cos_sin: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
     q_weight: torch.Tensor | None = None,
     k_weight: torch.Tensor | None = None,
     eps: float = 1e-6,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rotate each head by its token's position, after RMSNorm over the head where a weight is given.
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`qk_norm_rope_store` in plain torch."""
+    q, k = qk_norm_rope_reference(q, k, positions, cos_sin, q_weight, k_weight, eps)
+    store_kvcache_reference(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
+    return q
 
-    q: [T, q_heads, head_dim], k: [T, kv_heads, head_dim], any strides but a contiguous last dimension.
+
+def qk_norm_rope_store(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    q_weight: torch.Tensor | None = None,
+    k_weight: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Turn q and k by their tokens' positions, store k and v in the cache, return the new contiguous q.
+
+    q: [T, q_heads, head_dim]; k, v: [T, kv_heads, head_dim]; any strides but a contiguous last dimension.
     positions: [T] int32 or int64. cos_sin: [max_positions, head_dim] float32, cosines in the first half and
-    sines in the second. q_weight, k_weight: [head_dim] of q's dtype. Returns new contiguous q and k. The
-    two halves of a head are the pairs that rotate (the "neox" layout of RoFormer's rotary embedding).
+    sines in the second. The two halves of a head are the pairs that turn (the "neox" layout of RoFormer's
+    rotary embedding). q_weight, k_weight: [head_dim] of q's dtype; where given, an RMSNorm over each head
+    comes first.
+
+    k_cache, v_cache: contiguous [num_blocks, block_size, kv_heads, head_dim] of q's dtype, or float8_e4m3fn
+    with k_scale and v_scale [kv_heads] float32: what is stored, in q's dtype before, is then divided by its
+    head's scale, clamped to +-448 and rounded to nearest even. slot_mapping: [T] int32, block * block_size +
+    offset; a negative slot stores nothing.
     """
-    run = qk_norm_rope_triton if use_triton(q) else qk_norm_rope_reference
-    return run(q, k, positions, cos_sin, q_weight, k_weight, eps)
+    run = qk_norm_rope_store_triton if use_triton(q) else qk_norm_rope_store_reference
+    return run(
+        q, k, v, positions, cos_sin, k_cache, v_cache, slot_mapping, q_weight, k_weight, eps, k_scale, v_scale
+    )

@@ -1,18 +1,25 @@
-"""Draws one token per row of logits by the Gumbel-max trick, its random numbers hashed instead of generated.
+"""Draws one token per row of logits: by its share of the probability first a block of the vocabulary, then a
+token of that block, each with one random number.
 
-The noise of a token is a hash of (seed, position, vocabulary index): a row's result depends on that row
-alone, and no generator state exists. Never filters logits (top-k and the like are -inf here) and never
-synchronises with the host.
+The random numbers are a hash of (seed, position): a row's result depends on that row alone, and no generator
+state exists. Never filters logits (top-k and the like are -inf here) and never synchronises with the host.
 """
 
 from __future__ import annotations
 
+import math
+
 import torch
+import torch.nn.functional as F
 
 from nanovllm.kernels.compat import jit, tl, triton, use_triton
 
-_BLOCK = 4096  # vocabulary entries per program
-_GREEDY_BELOW = 1e-5  # temperatures under this are 0: the noise would drown in the rounding of the logits
+_BLOCK = 2048  # vocabulary entries per block: what is drawn depends on it, so it is the same for every batch
+_GREEDY_BELOW = 1e-5  # temperatures under this are 0: nothing but the largest logit has a chance
+_LOG2_E = math.log2(math.e)
+_LEAST_FACTOR = (
+    1e-30  # times -inf this is -inf still, where 0, the inverse of an endless temperature, gives NaN
+)
 _MASK = 0xFFFFFFFF
 
 
@@ -31,96 +38,112 @@ def _mix(x: tl.tensor, key: tl.tensor) -> tl.tensor:
 
 
 @jit()
-def random_bits(seed: tl.tensor, position: tl.tensor, index: tl.tensor) -> tl.tensor:
-    """32 random bits (uint32) for each vocabulary index of the row (seed int64, position int32).
-
-    Row and position become two 32-bit keys, one for each round of `_mix` over the index.
-    """
+def random_pair(seed: tl.tensor, position: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """Two numbers of 32 random bits (uint32) for a row of (seed int64, position int32)."""
     low = seed.to(tl.uint32)
     high = (seed >> 32).to(tl.uint32)
     place = position.to(tl.uint32)
-    first_key = _mix(_mix(place ^ 0x9E3779B9, high), low)
-    second_key = _mix(_mix(low ^ 0x85EBCA6B, place), high)
-    return _mix(index.to(tl.uint32) ^ first_key, second_key)
+    return (
+        _mix(_mix(_mix(place ^ 0x9E3779B9, high), low), 0x68E31DA4),
+        _mix(_mix(_mix(low ^ 0x85EBCA6B, place), high), 0xB5297A4D),
+    )
 
 
 @jit()
-def _exponential(bits: tl.tensor) -> tl.tensor:
-    """-log(u) of the uniform number u = ((bits >> 9) + 0.5) / 2**23, which lies strictly between 0 and 1.
+def _pick(weights: tl.tensor, bits: tl.tensor, PADDED: tl.constexpr) -> tl.tensor:
+    """The index that `bits` chooses out of weights [PADDED] float32, of which one at least is positive.
 
-    u is split into 2**exponent * (1 + f) with |f| <= 1/3, and log(1 + f) / f is a minimax polynomial: the
-    relative error is below 2e-6 also next to u = 1, where the winners are. The library's logarithm takes
-    twice as long.
+    In float64, so that neither the width of a random number nor the order of a sum is felt. An index of
+    weight 0 is never chosen.
     """
-    uniform = (bits >> 9).to(tl.float32) * (1.0 / 8388608) + 0.5 / 8388608
-    raw = uniform.to(tl.int32, bitcast=True)
-    exponent = (raw - 0x3F2AAAAB) & -0x800000  # still in its place in the float32 format, so times 2**23
-    f = (raw - exponent).to(tl.float32, bitcast=True) - 1.0
-    series = 0.17065246 * f - 0.19407689
-    series = series * f + 0.19802694
-    series = series * f - 0.24841658
-    series = series * f + 0.3333767
-    series = series * f - 0.50002242
-    series = series * f + 0.99999986
-    return exponent.to(tl.float32) * -8.2629582e-08 - series * f  # log(2) / 2**23
+    index = tl.arange(0, PADDED)
+    sums = tl.cumsum(tl.where(weights > 0, weights, 0.0).to(tl.float64), axis=0)
+    sums = tl.where(weights > 0, sums, -1.0)
+    target = bits.to(tl.float64) * 2.3283064365386963e-10 * tl.max(sums, axis=0)  # bits / 2**32
+    return tl.min(tl.where(sums > target, index, PADDED - 1), axis=0)
+
+
+@jit()
+def _factor(temperature: tl.tensor, LOG2_E: tl.constexpr, LEAST: tl.constexpr) -> tl.tensor:
+    return tl.maximum(LOG2_E / temperature, LEAST)
+
+
+@jit("temperatures_ptr")
+def _sample_block_kernel(
+    logits_ptr: tl.tensor,
+    temperatures_ptr: tl.tensor,
+    tops_ptr: tl.tensor,
+    sums_ptr: tl.tensor,
+    logits_stride: int,
+    vocab: int,
+    GREEDY_BELOW: tl.constexpr,
+    LOG2_E: tl.constexpr,
+    LEAST: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """One program per (row, block): its largest logit, +inf where one is bad, and the sum of its weights.
+
+    Each weight is relative to the largest one of the block, so that none can overflow.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
+    temperature = tl.load(temperatures_ptr + row)
+    index = block * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(logits_ptr + row * logits_stride + index, mask=index < vocab, other=float("-inf"))
+    x = x.to(tl.float32)
+    x = tl.where(x < float("inf"), x, float("inf"))  # NaN too
+    top = tl.max(x, axis=0)
+    total = 1.0
+    if (temperature >= GREEDY_BELOW) & (top > float("-inf")) & (top < float("inf")):
+        total = tl.sum(tl.exp2((x - top) * _factor(temperature, LOG2_E, LEAST)), axis=0)
+    cell = row * tl.num_programs(1) + block
+    tl.store(tops_ptr + cell, top)
+    tl.store(sums_ptr + cell, total)
 
 
 @jit("temperatures_ptr", "seeds_ptr", "positions_ptr")
-def _sample_block_kernel(
+def _sample_pick_kernel(
     logits_ptr: tl.tensor,
     temperatures_ptr: tl.tensor,
     seeds_ptr: tl.tensor,
     positions_ptr: tl.tensor,
-    scores_ptr: tl.tensor,
-    winners_ptr: tl.tensor,
+    tops_ptr: tl.tensor,
+    sums_ptr: tl.tensor,
+    out_ptr: tl.tensor,
     logits_stride: int,
     vocab: int,
-    GREEDY_BELOW: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
-    """One program per (row, block of the vocabulary): its winner and score, +inf where a logit is bad."""
-    row = tl.program_id(0).to(tl.int64)
-    block = tl.program_id(1)
-    index = block * BLOCK + tl.arange(0, BLOCK)
-    logits_ptrs = logits_ptr + row * logits_stride + index
-    x = tl.load(logits_ptrs, mask=index < vocab, other=float("-inf")).to(tl.float32)
-    x = tl.where(x < float("inf"), x, float("inf"))  # NaN too
-    top = tl.max(x, axis=0)
-    score = top
-    temperature = tl.load(temperatures_ptr + row)
-    usable = (top > float("-inf")) & (top < float("inf"))
-    if usable & (temperature >= GREEDY_BELOW):
-        # A Gumbel number is -log(e) with e exponential, so argmax(x / T - log(e)) is argmin(e * exp((top -
-        # x) / T)): one logarithm an element instead of two, and no overflow whatever the temperature.
-        bits = random_bits(tl.load(seeds_ptr + row), tl.load(positions_ptr + row), index)
-        arrival = _exponential(bits) * tl.exp2((top - x) * (1.4426950408889634 / temperature))
-        earliest = tl.min(arrival, axis=0)
-        winner = tl.min(tl.where(arrival == earliest, index, 2147483647), axis=0)
-        score = top - temperature * tl.log(earliest)
-    else:
-        winner = tl.min(tl.where(x == top, index, 2147483647), axis=0)
-    cell = row * tl.num_programs(1) + block
-    tl.store(scores_ptr + cell, score)
-    tl.store(winners_ptr + cell, winner)
-
-
-@jit("blocks")
-def _sample_reduce_kernel(
-    scores_ptr: tl.tensor,
-    winners_ptr: tl.tensor,
-    out_ptr: tl.tensor,
     blocks: int,
+    GREEDY_BELOW: tl.constexpr,
+    LOG2_E: tl.constexpr,
+    LEAST: tl.constexpr,
+    BLOCK: tl.constexpr,
     BLOCKS_PADDED: tl.constexpr,
 ) -> None:
-    """One program per row: the first of the best blocks."""
+    """One program per row picks a block, then a token of it. A greedy row weighs its largest logit alone."""
     row = tl.program_id(0).to(tl.int64)
-    block = tl.arange(0, BLOCKS_PADDED)
-    scores = tl.load(scores_ptr + row * blocks + block, mask=block < blocks, other=float("-inf"))
-    best = tl.max(scores, axis=0)
-    chosen = tl.min(tl.where(scores == best, block, BLOCKS_PADDED - 1), axis=0)
-    winner = tl.load(winners_ptr + row * blocks + chosen, mask=chosen < blocks, other=0)
-    usable = (best > float("-inf")) & (best < float("inf"))
-    tl.store(out_ptr + row, tl.where(usable, winner, -1).to(tl.int64))
+    cells = row * blocks + tl.arange(0, BLOCKS_PADDED)
+    known = tl.arange(0, BLOCKS_PADDED) < blocks
+    tops = tl.load(tops_ptr + cells, mask=known, other=float("-inf"))
+    sums = tl.load(sums_ptr + cells, mask=known, other=0.0)
+    temperature = tl.load(temperatures_ptr + row)
+    block_bits, token_bits = random_pair(tl.load(seeds_ptr + row), tl.load(positions_ptr + row))
+    greedy = temperature < GREEDY_BELOW
+    factor = _factor(tl.where(greedy, 1.0, temperature), LOG2_E, LEAST)
+    block_bits = tl.where(greedy, 0, block_bits)  # 0 is the first index of any weight
+    token_bits = tl.where(greedy, 0, token_bits)
+
+    best = tl.max(tops, axis=0)
+    if (best > float("-inf")) & (best < float("inf")):
+        shares = tl.where(greedy, (tops == best).to(tl.float32), sums * tl.exp2((tops - best) * factor))
+        block = _pick(shares, block_bits, BLOCKS_PADDED)
+        top = tl.load(tops_ptr + row * blocks + block)
+        index = block * BLOCK + tl.arange(0, BLOCK)
+        x = tl.load(logits_ptr + row * logits_stride + index, mask=index < vocab, other=float("-inf"))
+        x = x.to(tl.float32)
+        weights = tl.where(greedy, (x == top).to(tl.float32), tl.exp2((x - top) * factor))
+        tl.store(out_ptr + row, (block * BLOCK + _pick(weights, token_bits, BLOCK)).to(tl.int64))
+    else:
+        tl.store(out_ptr + row, tl.full((), -1, tl.int64))
 
 
 def sample_triton(
@@ -133,56 +156,72 @@ def sample_triton(
         return out
     assert logits.stride(1) == 1
     blocks = triton.cdiv(vocab, _BLOCK)
-    scores = torch.empty((rows, blocks), dtype=torch.float32, device=logits.device)
-    winners = torch.empty((rows, blocks), dtype=torch.int32, device=logits.device)
+    tops, sums = torch.empty((2, rows, blocks), dtype=torch.float32, device=logits.device).unbind()
+    constants = {"GREEDY_BELOW": _GREEDY_BELOW, "LOG2_E": _LOG2_E, "LEAST": _LEAST_FACTOR, "BLOCK": _BLOCK}
     _sample_block_kernel[(rows, blocks)](
+        logits, temperature, tops, sums, logits.stride(0), vocab, **constants, num_warps=2
+    )
+    _sample_pick_kernel[(rows,)](
         logits,
         temperature,
         seeds,
         positions,
-        scores,
-        winners,
+        tops,
+        sums,
+        out,
         logits.stride(0),
         vocab,
-        GREEDY_BELOW=_GREEDY_BELOW,
-        BLOCK=_BLOCK,
-        num_warps=8,
+        blocks,
+        **constants,
+        BLOCKS_PADDED=triton.next_power_of_2(blocks),
+        num_warps=4,
     )
-    padded = triton.next_power_of_2(blocks)
-    _sample_reduce_kernel[(rows,)](scores, winners, out, blocks, BLOCKS_PADDED=padded, num_warps=1)
     return out
 
 
-def _mix_reference(x: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+def _mix_reference(x: torch.Tensor, key: torch.Tensor | int) -> torch.Tensor:
     """`_mix` of an int64 tensor of values below 2**32, in place, with `key` between its rounds."""
     x.bitwise_xor_(x >> 16).mul_(0x7FEB352D).bitwise_and_(_MASK)
     x.bitwise_xor_(x >> 15).bitwise_xor_(key).mul_(0x846CA68B).bitwise_and_(_MASK)
     return x.bitwise_xor_(x >> 16)
 
 
-def random_bits_reference(seeds: torch.Tensor, positions: torch.Tensor, vocab: int) -> torch.Tensor:
-    """`random_bits` in plain torch for rows of (seed int64, position): [S, vocab] int64 below 2**32."""
+def random_pair_reference(seeds: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`random_pair` in plain torch for rows of (seed int64, position): two of [S] int64 below 2**32."""
     low, high, place = seeds & _MASK, (seeds >> 32) & _MASK, positions.long() & _MASK
-    first_key = _mix_reference(_mix_reference(place ^ 0x9E3779B9, high), low)
-    second_key = _mix_reference(_mix_reference(low ^ 0x85EBCA6B, place), high)
-    index = torch.arange(vocab, device=seeds.device)
-    return _mix_reference(index ^ first_key[:, None], second_key[:, None])
+    return (
+        _mix_reference(_mix_reference(_mix_reference(place ^ 0x9E3779B9, high), low), 0x68E31DA4),
+        _mix_reference(_mix_reference(_mix_reference(low ^ 0x85EBCA6B, place), high), 0xB5297A4D),
+    )
+
+
+def _pick_reference(weights: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
+    """The indices [S] that bits [S] choose out of weights [S, n], row by row, none of weight 0."""
+    sums = weights.double().cumsum(dim=-1)
+    target = bits.double() * 2.0**-32 * sums[:, -1]
+    return ((sums > target[:, None]) & (weights > 0)).byte().argmax(dim=-1)
 
 
 def sample_reference(
     logits: torch.Tensor, temperature: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor
 ) -> torch.Tensor:
     """`sample` in plain torch."""
-    x = logits.float()
-    top = torch.where(x < torch.inf, x, torch.inf).amax(dim=-1)
-    drawn = (temperature >= _GREEDY_BELOW).nonzero().squeeze(-1)
-    scores = x.clone()
+    rows, vocab = logits.shape
+    top = logits.amax(dim=-1)  # NaN if there is one
+    ids = logits.argmax(dim=-1)
+    drawn = ((temperature >= _GREEDY_BELOW) & torch.isfinite(top)).nonzero().squeeze(-1)
     if len(drawn):
-        bits = random_bits_reference(seeds[drawn], positions[drawn], x.shape[1])
-        uniform = (bits >> 9).float().add_(0.5).mul_(2.0**-23)
-        gumbel = uniform.log_().neg_().log_().neg_()
-        scores[drawn] += gumbel.mul_(temperature[drawn, None])
-    return scores.argmax(dim=-1).masked_fill(~torch.isfinite(top), -1)
+        every = len(drawn) == rows
+        x, best = (logits, top) if every else (logits[drawn], top[drawn])
+        factor = (_LOG2_E / temperature[drawn]).clamp(min=_LEAST_FACTOR)
+        weights = x.float().sub(best.float()[:, None]).mul_(factor[:, None]).exp2_()
+        width = min(_BLOCK, vocab)
+        weights = F.pad(weights, (0, -vocab % width)).unflatten(-1, (-1, width))
+        block_bits, token_bits = random_pair_reference(seeds[drawn], positions[drawn])
+        block = _pick_reference(weights.sum(dim=-1), block_bits)
+        token = _pick_reference(weights[torch.arange(len(drawn), device=x.device), block], token_bits)
+        ids[drawn] = block * width + token
+    return ids.masked_fill_(~torch.isfinite(top), -1)
 
 
 def sample(
@@ -192,8 +231,9 @@ def sample(
 
     logits: [S, V] float, contiguous rows; -inf masks a token. temperature: [S] float32; below 1e-5 the row
     is greedy: the largest logit, the lowest index in a tie. seeds: [S] int64. positions: [S] int32: with
-    the seed, what the row's noise is computed from; give each token of a sequence its own. A row with NaN,
-    +inf or no finite logit gives -1 and changes no other row. Gumbel-max: Maddison et al., "A* sampling",
-    2014.
+    the seed, what the row's random numbers are hashed from; give each token of a sequence its own. A row
+    with NaN, +inf or no finite logit gives -1 and changes no other row. The inverse of the cumulated
+    distribution, in two levels: a first pass weighs each block of the vocabulary, and a second one reads
+    only the block that was drawn. Weights are float32, their sums and the random numbers' scale float64.
     """
     return (sample_triton if use_triton(logits) else sample_reference)(logits, temperature, seeds, positions)

@@ -1,4 +1,5 @@
-"""Attention: one layer's KV cache and the backend that attends over it. Knows no projection, no position."""
+"""Attention: one layer's KV cache and the backend that attends over it. Knows no projection, no position, and
+writes nothing into the cache: RotaryEmbedding does, in passing."""
 
 from __future__ import annotations
 
@@ -19,9 +20,11 @@ class Attention(nn.Module):
         self.scale = head_dim**-0.5
         self.backend = backend
         self.k_cache = self.v_cache = torch.empty(0)  # [num_blocks, block_size, num_kv_heads, head_dim]
+        self.k_scale: torch.Tensor | None = None  # [num_kv_heads] float32, what an FP8 cache was divided by
+        self.v_scale: torch.Tensor | None = None
 
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, meta: AttentionMetadata
-    ) -> torch.Tensor:
-        """q [T, num_heads, head_dim], k and v [T, num_kv_heads, head_dim] -> [T, num_heads, head_dim]."""
-        return self.backend.forward(q, k, v, self.k_cache, self.v_cache, meta, self.scale)
+    def forward(self, q: torch.Tensor, meta: AttentionMetadata) -> torch.Tensor:
+        """q [T, num_heads, head_dim] -> the same shape; this step's keys and values are cached already."""
+        return self.backend.forward(
+            q, self.k_cache, self.v_cache, meta, self.scale, self.k_scale, self.v_scale
+        )

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from nanovllm.kernels.rotary import qk_norm_rope
+from nanovllm.kernels.rotary import qk_norm_rope_store
 
 # Keys that each type must have, beside "rope_theta" which has a default.
 REQUIRED_KEYS: dict[str, tuple[str, ...]] = {
@@ -203,7 +203,10 @@ def _attention_factor(config: RopeConfig) -> float:
 
 
 class RotaryEmbedding(nn.Module):
-    """Turns queries and keys by their positions. One instance serves all layers."""
+    """Turns queries and keys by their positions, and stores keys and values where attention reads them.
+
+    One instance serves all layers. Both are one pass over the projection's output: see kernels/rotary.py.
+    """
 
     def __init__(self, config: RopeConfig, head_dim: int, num_positions: int, device: torch.device) -> None:
         super().__init__()
@@ -214,12 +217,33 @@ class RotaryEmbedding(nn.Module):
         positions: torch.Tensor,
         q: torch.Tensor,
         k: torch.Tensor,
+        v: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
         q_weight: torch.Tensor | None = None,
         k_weight: torch.Tensor | None = None,
         eps: float = 1e-6,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """positions [T], q [T, heads, head_dim], k [T, kv_heads, head_dim] -> turned q and k, both new.
+        k_scale: torch.Tensor | None = None,
+        v_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """positions [T], q [T, heads, head_dim], k and v [T, kv_heads, head_dim] -> turned q, new.
 
-        With weights [head_dim], each head is first normalised by its root mean square (Qwen3).
+        Turned k and v go to the caches' slots [T], through the scales [kv_heads] if the caches are FP8. With
+        weights [head_dim], each head of q and k is first normalised by its root mean square (Qwen3).
         """
-        return qk_norm_rope(q, k, positions, self.cos_sin, q_weight, k_weight, eps)
+        return qk_norm_rope_store(
+            q,
+            k,
+            v,
+            positions,
+            self.cos_sin,
+            k_cache,
+            v_cache,
+            slot_mapping,
+            q_weight,
+            k_weight,
+            eps,
+            k_scale,
+            v_scale,
+        )

@@ -72,8 +72,22 @@ class DecoderAttention(nn.Module):
         q, k, v = (part.unflatten(-1, (-1, self.attn.head_dim)) for part in (q, k, v))  # [T, heads, head_dim]
         q_weight = None if self.q_norm is None else self.q_norm.weight
         k_weight = None if self.k_norm is None else self.k_norm.weight
-        q, k = self.rotary(positions, q, k, q_weight, k_weight, self.eps)
-        out: torch.Tensor = self.o_proj(self.attn(q, k, v, meta).flatten(1))
+        cache = self.attn
+        q = self.rotary(
+            positions,
+            q,
+            k,
+            v,
+            cache.k_cache,
+            cache.v_cache,
+            meta.slot_mapping,
+            q_weight,
+            k_weight,
+            self.eps,
+            cache.k_scale,
+            cache.v_scale,
+        )
+        out: torch.Tensor = self.o_proj(self.attn(q, meta).flatten(1))
         return out
 
 

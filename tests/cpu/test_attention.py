@@ -9,6 +9,7 @@ from nanovllm.attention.reference import ReferenceBackend
 from nanovllm.attention.select import resolve_block_size, select
 from nanovllm.attention.triton import TritonBackend
 from nanovllm.device import CPU_KV_CACHE_BYTES, Device
+from nanovllm.layers.attention import Attention
 
 CPU = Device("cpu")
 
@@ -30,6 +31,18 @@ def test_block_sizes_are_checked_against_the_backend() -> None:
     assert resolve_block_size(7, ReferenceBackend()) == 7
     with pytest.raises(ValueError, match=r"kvcache_block_size=100 must be a multiple of 16 .* 'triton'"):
         resolve_block_size(100, TritonBackend())
+
+
+def test_a_layer_gives_its_backend_the_cache_and_its_scales(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[object] = []
+    monkeypatch.setattr(ReferenceBackend, "forward", lambda _, *arguments: seen.extend(arguments))
+    layer = Attention(4, 2, 16, ReferenceBackend())
+    layer.k_cache, layer.v_cache = torch.zeros(1), torch.zeros(2)
+    layer.k_scale, layer.v_scale = torch.ones(3), torch.ones(4)
+    q, meta = torch.zeros(5), object()
+    layer(q, meta)
+    wanted = [q, layer.k_cache, layer.v_cache, meta, 0.25, layer.k_scale, layer.v_scale]
+    assert all(given is one for given, one in zip(seen, wanted, strict=True) if not isinstance(one, float))
 
 
 def test_a_host_that_does_not_tell_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,8 +92,9 @@ def test_prefill_bits_do_not_depend_on_chunks(chunks: list[int]) -> None:
 
 @pytest.mark.parametrize("heads", SHAPES, ids=str)
 @pytest.mark.parametrize("tokens", [1, 3, 17])
-def test_store_kvcache(tokens: int, heads: Heads) -> None:
+def test_store(tokens: int, heads: Heads) -> None:
     cases.check_store(tokens, heads, CPU)
+    cases.check_store(tokens, heads, CPU, fp8=True)
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
@@ -138,12 +139,13 @@ def test_sampling_keys(sampler: cases.Sampler) -> None:
     cases.check_sampling_keys(sampler, CPU)
 
 
-def test_sampling_distribution() -> None:
-    cases.check_sampling_distribution(sample_reference, 20_000, CPU)
+@pytest.mark.parametrize(("draws", "blocks"), [(20_000, 1), (4_000, 3)])
+def test_sampling_distribution(draws: int, blocks: int) -> None:
+    cases.check_sampling_distribution(sample_reference, draws, CPU, blocks=blocks)
 
 
-def test_random_bits() -> None:
-    cases.check_random_bits(9, 3000, CPU)
+def test_random_pairs() -> None:
+    cases.check_random_pairs(CPU)
 
 
 def test_dispatch_takes_the_twin_for_cpu_tensors(monkeypatch: pytest.MonkeyPatch) -> None:

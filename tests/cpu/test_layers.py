@@ -365,7 +365,12 @@ def test_rotary_embedding_turns_pairs_of_halves() -> None:
     rotary = RotaryEmbedding(RopeConfig(theta=100.0), 4, 10, torch.device("cpu"))
     q, k = randn(2, 3, 4), randn(2, 1, 4)
     positions = torch.tensor([3, 9])
-    for x, turned in zip((q, k), rotary(positions, q, k), strict=True):
+    k_cache, v_cache = torch.zeros(2, 1, 3, 1, 4).unbind()  # 3 slots
+    v, slots = randn(2, 1, 4), torch.tensor([2, 0], dtype=torch.int32)
+    q_turned = rotary(positions, q, k, v, k_cache, v_cache, slots)
+    assert torch.equal(v_cache[0, slots], v)
+    assert not v_cache[0, 1].any()
+    for x, turned in ((q, q_turned), (k, k_cache[0, slots])):
         pairs = torch.complex(x[..., :2], x[..., 2:])
         angles = positions[:, None].double() * torch.tensor([1.0, 0.1]).double()
         expected = pairs * torch.polar(torch.ones_like(angles), angles)[:, None]
