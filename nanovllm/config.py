@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+KV_CACHE_DTYPES = ("auto", "fp8")
 LOAD_FORMATS = ("auto", "dummy")
 ATTENTION_BACKENDS = ("auto", "flash_attn", "triton", "reference")
 
@@ -25,6 +26,7 @@ class Config:
     enforce_eager: do not capture CUDA graphs.
     kvcache_block_size: tokens per KV cache block; None takes the attention backend's own.
     num_kvcache_blocks: blocks to allocate; None takes what fits.
+    kv_cache_dtype: "auto" (the model's own) or "fp8": half the memory and less to read, a little less exact.
     enable_prefix_caching: share the KV blocks of equal prompt beginnings.
     attention_backend: "auto", "flash_attn", "triton" or "reference".
     device: "auto", "cpu", "cuda" or "cuda:N".
@@ -46,6 +48,7 @@ class Config:
     enforce_eager: bool = False
     kvcache_block_size: int | None = None
     num_kvcache_blocks: int | None = None
+    kv_cache_dtype: str = "auto"
     enable_prefix_caching: bool = True
     attention_backend: str = "auto"
     device: str = "auto"
@@ -85,6 +88,7 @@ class Config:
         if not 0 < utilization <= 1:
             raise ValueError(f"gpu_memory_utilization must be in (0, 1], not {utilization}")
         _check_choice("dtype", self.dtype, DTYPES)
+        _check_choice("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
         _check_choice("load_format", self.load_format, LOAD_FORMATS)
         _check_choice("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
         kind, _, index = str(self.device).partition(":")

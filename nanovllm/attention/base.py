@@ -44,7 +44,9 @@ class AttentionBackend(ABC):
 
     @classmethod
     @abstractmethod
-    def unavailable(cls, device: Device, dtype: torch.dtype, head_dim: int) -> str | None:
+    def unavailable(
+        cls, device: Device, dtype: torch.dtype, head_dim: int, cache_dtype: torch.dtype
+    ) -> str | None:
         """Return the reason why this backend cannot run here, or None when it can."""
 
     @abstractmethod

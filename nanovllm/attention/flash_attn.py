@@ -25,7 +25,9 @@ class FlashAttnBackend(AttentionBackend):
     default_block_size = 256
 
     @classmethod
-    def unavailable(cls, device: Device, dtype: torch.dtype, head_dim: int) -> str | None:
+    def unavailable(
+        cls, device: Device, dtype: torch.dtype, head_dim: int, cache_dtype: torch.dtype
+    ) -> str | None:
         if not device.is_cuda:
             return f"it needs a CUDA device, and the device is {device.torch}"
         if IMPORT_ERROR is not None:
@@ -36,6 +38,8 @@ class FlashAttnBackend(AttentionBackend):
             return "it needs compute capability 8.0 or newer (Ampere)"
         if dtype not in (torch.float16, torch.bfloat16):
             return f"it supports float16 and bfloat16, and the dtype is {dtype}"
+        if cache_dtype != dtype:
+            return f"it reads no KV cache of {cache_dtype}"
         if head_dim % 8 or head_dim > 256:
             return f"it supports head_dim up to 256 in steps of 8, and head_dim is {head_dim}"
         return None

@@ -24,7 +24,9 @@ class ReferenceBackend(AttentionBackend):
         self._gather: tuple[AttentionMetadata, torch.Tensor, torch.Tensor] | None = None
 
     @classmethod
-    def unavailable(cls, device: Device, dtype: torch.dtype, head_dim: int) -> str | None:
+    def unavailable(
+        cls, device: Device, dtype: torch.dtype, head_dim: int, cache_dtype: torch.dtype
+    ) -> str | None:
         return None
 
     def forward(

@@ -18,7 +18,9 @@ logger = logging.getLogger("nanovllm")
 BACKENDS: tuple[type[AttentionBackend], ...] = (TritonBackend, FlashAttnBackend, ReferenceBackend)
 
 
-def select(name: str, device: Device, dtype: torch.dtype, head_dim: int) -> AttentionBackend:
+def select(
+    name: str, device: Device, dtype: torch.dtype, head_dim: int, cache_dtype: torch.dtype
+) -> AttentionBackend:
     """Return the backend called `name`, or for "auto" the first that is available.
 
     Raises ValueError with the reason when the asked-for backend cannot run here.
@@ -30,7 +32,7 @@ def select(name: str, device: Device, dtype: torch.dtype, head_dim: int) -> Atte
             name == "auto" and not device.is_cuda and backend.name == "triton"
         ):
             continue
-        reason = backend.unavailable(device, dtype, head_dim)
+        reason = backend.unavailable(device, dtype, head_dim, cache_dtype)
         if reason is None:
             logger.info("attention backend: %s%s", backend.name, f" ({reasons})" if reasons else "")
             return backend()

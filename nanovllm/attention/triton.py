@@ -20,11 +20,15 @@ class TritonBackend(AttentionBackend):
     default_block_size = 256
 
     @classmethod
-    def unavailable(cls, device: Device, dtype: torch.dtype, head_dim: int) -> str | None:
+    def unavailable(
+        cls, device: Device, dtype: torch.dtype, head_dim: int, cache_dtype: torch.dtype
+    ) -> str | None:
         if not HAS_TRITON:
             return "the package triton is not installed (pip install triton)"
         if not device.is_cuda and not INTERPRET:
             return f"it needs a CUDA device (or TRITON_INTERPRET=1), and the device is {device.torch}"
+        if cache_dtype != dtype and device.is_cuda and device.capability < (8, 9):
+            return f"a KV cache of {cache_dtype} needs compute capability 8.9 or newer (Ada, Hopper)"
         if head_dim % 8 or head_dim > 256:
             return f"it supports head_dim up to 256 in steps of 8, and head_dim is {head_dim}"
         return None

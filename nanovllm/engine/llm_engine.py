@@ -87,6 +87,7 @@ class LLMEngine:
         try:
             check_weights_fit(needs, [device.memory(), *self._workers.collect()], config, device)
             self._runner, *_ = self._workers.call(lambda: self._load(setups[0], device, rendezvous), "load")
+            self._call("calibrate_kv_cache")
             reserve = max(self._call("warmup_model"))
             spaces = self._call("measure_kv_cache", reserve)
             most = config.max_num_seqs * self._runner.max_blocks

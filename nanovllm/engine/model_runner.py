@@ -30,6 +30,8 @@ from nanovllm.sampling_params import SamplingBatch
 
 logger = logging.getLogger("nanovllm")
 
+CALIBRATION_TOKENS = 2048
+
 _NOTHING = np.empty(0, np.int32)
 EMPTY_BATCH = Batch(
     seq_ids=(),
@@ -125,7 +127,10 @@ class ModelRunner:
         self.max_model_len = max_model_len
         device.make_current()
         self.dtype = device.resolve_dtype(config.dtype, model_config.dtype)
-        self.backend = select(config.attention_backend, device, self.dtype, model_config.head_dim)
+        self.cache_dtype = torch.float8_e4m3fn if config.kv_cache_dtype == "fp8" else self.dtype
+        self.backend = select(
+            config.attention_backend, device, self.dtype, model_config.head_dim, self.cache_dtype
+        )
         self.block_size = resolve_block_size(config.kvcache_block_size, self.backend)
         self.max_blocks = -(-max_model_len // self.block_size)  # of one sequence
         self.model = DecoderForCausalLM(
@@ -143,6 +148,38 @@ class ModelRunner:
         self.last_token_ids = torch.zeros(max_seqs + 1, dtype=torch.int64, device=device.torch)
 
     # -- start-up ----------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def calibrate_kv_cache(self) -> None:
+        """Set the scales of an FP8 cache, per layer and KV head, from the K/V of a fixed random prompt.
+
+        The largest values seen map to a quarter of what FP8 can hold; larger ones still are clamped there.
+        Every start and every number of ranks gets the same scales.
+        """
+        if self.cache_dtype == self.dtype:
+            return
+        num_tokens = min(CALIBRATION_TOKENS, self.max_model_len, self.config.max_num_batched_tokens)
+        generator = np.random.default_rng(0)
+        self._set_kv_cache(-(-num_tokens // self.block_size), self.dtype)
+        self.kv_cache.zero_()  # what is not written must not count
+        token_ids = generator.integers(self.model_config.vocab_size, size=num_tokens, dtype=np.int32)
+        self.run(
+            Batch(
+                seq_ids=(0,),
+                slots=np.zeros(1, np.int32),
+                token_ids=token_ids,
+                query_lens=np.full(1, num_tokens, np.int32),
+                context_lens=np.full(1, num_tokens, np.int32),
+                block_tables=np.arange(self.kv_cache.shape[2], dtype=np.int32)[None],
+                samples=np.ones(1, np.bool_),
+                sampling=SamplingBatch(None, None, None, None, None),
+            )
+        )
+        largest = self.kv_cache.float().abs().amax(dim=(2, 3, 5))  # [2, layers, KV heads]
+        scales = (largest / (torch.finfo(self.cache_dtype).max / 4)).clamp(min=1e-6)
+        for layer, k_scale, v_scale in zip(self.model.attention_layers, *scales, strict=True):
+            layer.k_scale, layer.v_scale = k_scale, v_scale
+        self._set_kv_cache(0)
 
     def warmup_model(self) -> int:
         """Run the largest steps once; return the bytes that they need beside the weights and the KV cache."""
@@ -188,7 +225,7 @@ class ModelRunner:
     def measure_kv_cache(self, reserve: int) -> KVCacheSpace:
         """Return what the device has for the KV cache beside `reserve` bytes, and what a block takes."""
         layers = self.model.attention_layers
-        per_token = 2 * len(layers) * layers[0].num_kv_heads * layers[0].head_dim * self.dtype.itemsize
+        per_token = 2 * len(layers) * layers[0].num_kv_heads * layers[0].head_dim * self.cache_dtype.itemsize
         ranks_here = 1 if self.device.is_cuda else self.tp.size
         budget = self.device.kv_cache_budget(self.config.gpu_memory_utilization, reserve) // ranks_here
         free, total = self.device.memory()
@@ -199,14 +236,15 @@ class ModelRunner:
         self._set_kv_cache(num_blocks)
         return self.kv_cache.shape[2]
 
-    def _set_kv_cache(self, num_blocks: int) -> None:
+    def _set_kv_cache(self, num_blocks: int, dtype: torch.dtype | None = None) -> None:
         """Give every layer its part of one new cache of `num_blocks` blocks."""
+        dtype = self.cache_dtype if dtype is None else dtype
         layers = self.model.attention_layers
         shape = (2, len(layers), num_blocks, self.block_size, layers[0].num_kv_heads, layers[0].head_dim)
-        self.kv_cache = torch.empty(0, dtype=self.dtype, device=self.device.torch)
+        self.kv_cache = torch.empty(0, dtype=dtype, device=self.device.torch)
         for layer in layers:  # let go of the old one first
             layer.k_cache = layer.v_cache = self.kv_cache
-        self.kv_cache = torch.empty(shape, dtype=self.dtype, device=self.device.torch)
+        self.kv_cache = torch.empty(shape, dtype=dtype, device=self.device.torch)
         for index, layer in enumerate(layers):
             layer.k_cache, layer.v_cache = self.kv_cache[0, index], self.kv_cache[1, index]
 

@@ -15,14 +15,14 @@ CPU = Device("cpu")
 
 
 def test_auto_on_a_cpu_is_the_reference_even_with_the_interpreter() -> None:
-    assert select("auto", CPU, torch.float32, 64).name == "reference"
+    assert select("auto", CPU, torch.float32, 64, torch.float32).name == "reference"
 
 
 def test_an_unavailable_backend_says_why() -> None:
     with pytest.raises(ValueError, match="'flash_attn' cannot run here: it needs a CUDA device"):
-        select("flash_attn", CPU, torch.bfloat16, 64)
+        select("flash_attn", CPU, torch.bfloat16, 64, torch.bfloat16)
     with pytest.raises(ValueError, match="no such backend"):
-        select("flashinfer", CPU, torch.float32, 64)
+        select("flashinfer", CPU, torch.float32, 64, torch.float32)
 
 
 def test_block_sizes_are_checked_against_the_backend() -> None:
