@@ -21,7 +21,7 @@ _HEAD_TILE = 16  # the fewest rows tl.dot takes; a group of query heads is padde
 _MERGE_TILE = 8  # chunks merged at a time
 
 
-@jit("tables_ptr", "contexts_ptr", "table_stride", "chunks")
+@jit("tables_ptr", "contexts_ptr", "table_stride", "table_width", "chunks")
 def _decode_chunk_kernel(
     q_ptr: tl.tensor,
     k_ptr: tl.tensor,
@@ -37,6 +37,7 @@ def _decode_chunk_kernel(
     q_stride_s: int,
     q_stride_h: int,
     table_stride: int,
+    table_width: int,
     chunks: int,
     Q_HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -64,22 +65,23 @@ def _decode_chunk_kernel(
     context = tl.load(contexts_ptr + sequence)
     members = (tl.program_id(0) % TILES) * HEAD_TILE + tl.arange(0, HEAD_TILE)
     heads = kv_head * GROUP + members
-    words = tl.arange(0, DIM // STEP)
-    mask = (members < GROUP)[:, None] & (words < HEAD_DIM // STEP)[None, :]
-    q_ptrs = q_ptr + sequence * q_stride_s + heads[:, None] * q_stride_h + words[None, :] * STEP
+    dims = tl.arange(0, DIM)
+    mask = (members < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
+    q_ptrs = q_ptr + sequence * q_stride_s + heads[:, None] * q_stride_h + dims[None, :]
     table_ptr = tables_ptr + sequence * table_stride
     if k_scale_ptr is not None:
         scale_log2 *= tl.load(k_scale_ptr + kv_head)
+    # These loads wait for nothing: not for the context, whose pages may turn out not to be needed either.
+    width = table_width * PAGE
+    pages = load_pages(table_ptr, tl.program_id(2) * CHUNK, width, PAGE, BLOCK_N)
+    q = tl.load(q_ptrs, mask=mask, other=0.0)
+    q_odd = q
+    if FP8:
+        q, q_odd = tl.split(tl.reshape(q.to(tl.float16), (HEAD_TILE, DIM // 2, 2)))
     # An empty context has one chunk too, whose zeros are to be written.
     for chunk in range(tl.program_id(2), tl.maximum(tl.cdiv(context, CHUNK), 1), tl.num_programs(2)):
         start = chunk * CHUNK
         end = tl.minimum(context, start + CHUNK)
-        pages = load_pages(table_ptr, start, end, PAGE, BLOCK_N)
-        q = tl.load(q_ptrs, mask=mask, other=0.0)
-        q_odd = q
-        if FP8:
-            q_odd = tl.load(q_ptrs + 1, mask=mask, other=0.0).to(tl.float16)
-            q = q.to(tl.float16)
         acc = tl.zeros((HEAD_TILE, DIM // STEP), tl.float32)
         acc_odd = tl.zeros((HEAD_TILE, DIM // STEP), tl.float32)
         total = tl.zeros((HEAD_TILE,), tl.float32)
@@ -112,22 +114,25 @@ def _decode_chunk_kernel(
                 INTERPRET,
             )
             pages = next_pages
+        pages = load_pages(table_ptr, start + tl.num_programs(2) * CHUNK, width, PAGE, BLOCK_N)
 
         total = tl.where(context > 0, total, 1.0)
         logs = top + tl.log2(total)
         v_scale = 1.0
         if v_scale_ptr is not None:
             v_scale = tl.load(v_scale_ptr + kv_head)
-        for part in tl.static_range(STEP):
-            attended = (acc if part == 0 else acc_odd) / total[:, None] * v_scale
-            if context <= CHUNK:
-                cells = (sequence * Q_HEADS + heads)[:, None] * HEAD_DIM + words[None, :] * STEP + part
-                tl.store(out_ptr + cells, attended.to(out_ptr.dtype.element_ty), mask=mask)
-            else:
-                rows = (sequence * Q_HEADS + heads) * chunks + chunk
-                cells = rows[:, None] * HEAD_DIM + words[None, :] * STEP + part
-                tl.store(partial_ptr + cells, attended, mask=mask)
-                tl.store(log_ptr + rows, logs, mask=members < GROUP)
+        if FP8:
+            acc = tl.interleave(acc, acc_odd)
+        attended = acc / total[:, None] * v_scale
+        if context <= CHUNK:
+            cells = (sequence * Q_HEADS + heads)[:, None] * HEAD_DIM + dims[None, :]
+            tl.store(out_ptr + cells, attended.to(out_ptr.dtype.element_ty), mask=mask)
+        else:
+            # Soon read again: not to be pushed out of the L2 cache by the keys and values that stream by.
+            rows = (sequence * Q_HEADS + heads) * chunks + chunk
+            cells = rows[:, None] * HEAD_DIM + dims[None, :]
+            tl.store(partial_ptr + cells, attended, mask=mask, eviction_policy="evict_last")
+            tl.store(log_ptr + rows, logs, mask=members < GROUP, eviction_policy="evict_last")
 
 
 @jit("contexts_ptr", "chunks")
@@ -218,6 +223,7 @@ def paged_decode_attention_triton(
         q.stride(0),
         q.stride(1),
         block_tables.stride(0),
+        block_tables.shape[1],
         chunks,
         Q_HEADS=q_heads,
         KV_HEADS=kv_heads,

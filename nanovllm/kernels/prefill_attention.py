@@ -58,15 +58,14 @@ def _prefill_kernel(
     context = tl.load(contexts_ptr + sequence)
     rows = first_row + tl.arange(0, BLOCK_M)
     last = context - queries + rows  # the newest position each row sees: its own
-    words = tl.arange(0, DIM // STEP)
-    mask = (rows < queries)[:, None] & (words < HEAD_DIM // STEP)[None, :]
+    dims = tl.arange(0, DIM)
+    mask = (rows < queries)[:, None] & (dims < HEAD_DIM)[None, :]
     tokens = first_token.to(tl.int64) + rows
-    q_ptrs = q_ptr + tokens[:, None] * q_stride_t + head * q_stride_h + words[None, :] * STEP
+    q_ptrs = q_ptr + tokens[:, None] * q_stride_t + head * q_stride_h + dims[None, :]
     q = tl.load(q_ptrs, mask=mask, other=0.0)
     q_odd = q
     if FP8:
-        q_odd = tl.load(q_ptrs + 1, mask=mask, other=0.0).to(tl.float16)
-        q = q.to(tl.float16)
+        q, q_odd = tl.split(tl.reshape(q.to(tl.float16), (BLOCK_M, DIM // 2, 2)))
     if k_scale_ptr is not None:
         scale_log2 *= tl.load(k_scale_ptr + kv_head)
 
@@ -142,10 +141,10 @@ def _prefill_kernel(
     v_scale = 1.0
     if v_scale_ptr is not None:
         v_scale = tl.load(v_scale_ptr + kv_head)
-    for part in tl.static_range(STEP):
-        attended = (acc if part == 0 else acc_odd) / total[:, None] * v_scale
-        out_ptrs = out_ptr + (tokens[:, None] * Q_HEADS + head) * HEAD_DIM + words[None, :] * STEP + part
-        tl.store(out_ptrs, attended.to(out_ptr.dtype.element_ty), mask=mask)
+    if FP8:
+        acc = tl.interleave(acc, acc_odd)
+    out_ptrs = out_ptr + (tokens[:, None] * Q_HEADS + head) * HEAD_DIM + dims[None, :]
+    tl.store(out_ptrs, (acc / total[:, None] * v_scale).to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def _tile_shape(dim: int, element_size: int) -> tuple[int, int, int]:
@@ -268,10 +267,10 @@ def paged_prefill_attention(
     q: [T, q_heads, head_dim], the sequences' new tokens one after another, last dimension contiguous.
     k_cache, v_cache: contiguous [num_blocks, block_size, kv_heads, head_dim] of q's dtype, or of
     float8_e4m3fn, whose values are then multiplied by k_scale and v_scale: [kv_heads] float32 (None: 1).
-    Cells past a context may hold anything. block_tables: [S, W] int32, padded with -1. cu_seqlens_q: [S +
-    1] int32 prefix sum of the new tokens per sequence, at most `max_seqlen_q` each. context_lens: [S]
-    int32, cached and new tokens; new token i of n sits at position context_len - n + i; a sequence of context length 0
-    gives zeros. Returns a new [T, q_heads, head_dim]. The tiling is FlashAttention-2's (Dao, 2023).
+    Cells past a context may hold anything. block_tables: [S, W] int32, padded with -1. cu_seqlens_q: [S + 1]
+    int32 prefix sum of the new tokens per sequence, at most `max_seqlen_q` each. context_lens: [S] int32,
+    cached and new tokens; new token i of n sits at position context_len - n + i; a sequence of context
+    length 0 gives zeros. Returns a new [T, q_heads, head_dim]. The tiling is FlashAttention-2's (Dao, 2023).
     """
     run = paged_prefill_attention_triton if use_triton(q) else paged_prefill_attention_reference
     return run(
