@@ -112,7 +112,7 @@ def make_cache(contexts: Sequence[int], heads: Heads, device: str, seed: int = 0
     k, v = (guarded(num_blocks, heads, device)[1:-1] for _ in range(2))
     k_scale = v_scale = None
     if heads.cache_dtype == FP8:
-        k_scale = torch.linspace(0.01, 0.02, heads.kv_heads, device=device)
+        k_scale = torch.linspace(0.02, 0.04, heads.kv_heads, device=device)
         v_scale = torch.linspace(0.3, 0.1, heads.kv_heads, device=device)
     keys, values = [], []
     used = 0

@@ -15,13 +15,13 @@ from nanovllm.kernels.compat import INTERPRET, jit, tl, triton, use_triton
 from nanovllm.kernels.paged import FP8, as_words, attend_tile, converts_fp8, dequantized, load_pages
 
 _CHUNK = 512  # positions per partial result
-_LANES = 8  # chunks of a sequence at work at a time, or more in a small batch
+_LANES = 4  # chunks of a sequence at work at a time, or more in a small batch
 _PROGRAMS = 2048  # a batch is small if it has fewer programs than this
 _HEAD_TILE = 16  # the fewest rows tl.dot takes; a group of query heads is padded to it
 _MERGE_TILE = 8  # chunks merged at a time
 
 
-@jit("tables_ptr", "contexts_ptr", "table_stride", "table_width", "chunks")
+@jit("tables_ptr", "contexts_ptr", "table_stride", "chunks")
 def _decode_chunk_kernel(
     q_ptr: tl.tensor,
     k_ptr: tl.tensor,
@@ -37,7 +37,6 @@ def _decode_chunk_kernel(
     q_stride_s: int,
     q_stride_h: int,
     table_stride: int,
-    table_width: int,
     chunks: int,
     Q_HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -71,17 +70,15 @@ def _decode_chunk_kernel(
     table_ptr = tables_ptr + sequence * table_stride
     if k_scale_ptr is not None:
         scale_log2 *= tl.load(k_scale_ptr + kv_head)
-    # These loads wait for nothing: not for the context, whose pages may turn out not to be needed either.
-    width = table_width * PAGE
-    pages = load_pages(table_ptr, tl.program_id(2) * CHUNK, width, PAGE, BLOCK_N)
-    q = tl.load(q_ptrs, mask=mask, other=0.0)
-    q_odd = q
-    if FP8:
-        q, q_odd = tl.split(tl.reshape(q.to(tl.float16), (HEAD_TILE, DIM // 2, 2)))
     # An empty context has one chunk too, whose zeros are to be written.
     for chunk in range(tl.program_id(2), tl.maximum(tl.cdiv(context, CHUNK), 1), tl.num_programs(2)):
         start = chunk * CHUNK
         end = tl.minimum(context, start + CHUNK)
+        pages = load_pages(table_ptr, start, end, PAGE, BLOCK_N)
+        q = tl.load(q_ptrs, mask=mask, other=0.0)
+        q_odd = q
+        if FP8:
+            q, q_odd = tl.split(tl.reshape(q.to(tl.float16), (HEAD_TILE, DIM // 2, 2)))
         acc = tl.zeros((HEAD_TILE, DIM // STEP), tl.float32)
         acc_odd = tl.zeros((HEAD_TILE, DIM // STEP), tl.float32)
         total = tl.zeros((HEAD_TILE,), tl.float32)
@@ -114,7 +111,6 @@ def _decode_chunk_kernel(
                 INTERPRET,
             )
             pages = next_pages
-        pages = load_pages(table_ptr, start + tl.num_programs(2) * CHUNK, width, PAGE, BLOCK_N)
 
         total = tl.where(context > 0, total, 1.0)
         logs = top + tl.log2(total)
@@ -223,7 +219,6 @@ def paged_decode_attention_triton(
         q.stride(0),
         q.stride(1),
         block_tables.stride(0),
-        block_tables.shape[1],
         chunks,
         Q_HEADS=q_heads,
         KV_HEADS=kv_heads,
