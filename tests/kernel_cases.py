@@ -13,7 +13,12 @@ import torch
 
 from nanovllm.kernels.activation import silu_and_mul_reference, silu_and_mul_triton
 from nanovllm.kernels.compat import jit, tl
-from nanovllm.kernels.decode_attention import paged_decode_attention_reference, paged_decode_attention_triton
+from nanovllm.kernels.decode_attention import (
+    CHUNK,
+    SharedPrefixes,
+    paged_decode_attention_reference,
+    paged_decode_attention_triton,
+)
 from nanovllm.kernels.paged import converts_fp8, fp8_pair
 from nanovllm.kernels.prefill_attention import (
     paged_prefill_attention_reference,
@@ -32,6 +37,7 @@ from nanovllm.kernels.sampling import (
     sample_reference,
     sample_triton,
 )
+from nanovllm.kernels.shared_prefix import find_shared_prefixes
 from nanovllm.kernels.store_kvcache import store_kvcache_reference, store_kvcache_triton
 
 F32, F16, BF16, FP8 = torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn
@@ -176,6 +182,32 @@ def check_decode(contexts: Sequence[int], heads: Heads, device: str) -> None:
         inputs = (q[one], cache.k, cache.v, cache.tables[one], cache.contexts[one])
         alone = run(*inputs, max(1, contexts[row]), scale, *scales)
         assert torch.equal(alone, out[one])
+
+
+def check_shared_prefixes(contexts: Sequence[int], shares: dict[int, int], heads: Heads, device: str) -> None:
+    """Row r shares its first blocks with row shares[r], as many as both fill: no bit changes on a device.
+
+    The interpreter uses BLAS, which rounds by a row's place in its tile.
+    """
+    cache = make_cache(contexts, heads, device)
+    expected = []
+    for row, other in shares.items():
+        blocks = max(0, min(contexts[row], contexts[other]) - 1) // heads.page
+        cache.tables[row, :blocks] = cache.tables[other, :blocks]
+        expected.append(blocks * heads.page // CHUNK)
+    fields = find_shared_prefixes(
+        cache.tables.cpu().numpy(), cache.contexts.cpu().numpy(), heads.page, heads.q_heads // heads.kv_heads
+    )
+    assert fields is not None
+    shared = SharedPrefixes(*(torch.from_numpy(field).to(device) for field in fields))
+    assert all(int(shared.skips[row]) > 0 for row, common in zip(shares, expected, strict=True) if common)
+    q = fused_queries(len(contexts), heads, device)
+    inputs = (q, cache.k, cache.v, cache.tables, cache.contexts, max(contexts) + 600, heads.head_dim**-0.5)
+    out, alone = (
+        paged_decode_attention_triton(*inputs, cache.k_scale, cache.v_scale, plan) for plan in (shared, None)
+    )
+    tolerance = 0.0 if out.is_cuda else 1e-6
+    torch.testing.assert_close(out, alone, rtol=tolerance, atol=tolerance)
 
 
 def check_prefill(lengths: Sequence[tuple[int, int]], heads: Heads, device: str) -> None:

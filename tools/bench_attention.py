@@ -13,10 +13,12 @@ import random
 import statistics
 from collections.abc import Callable
 
+import numpy as np
 import torch
 
-from nanovllm.kernels.decode_attention import paged_decode_attention
+from nanovllm.kernels.decode_attention import SharedPrefixes, paged_decode_attention
 from nanovllm.kernels.prefill_attention import paged_prefill_attention
+from nanovllm.kernels.shared_prefix import find_shared_prefixes
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m3fn}
 ROTATE_BYTES = 2**30  # what the calls of a round read at least: many times an L2 cache
@@ -37,6 +39,7 @@ DECODE_CASES = {
     "1 x 1000": [1000],
     "1 x 4096": [4096],
     "256 x 4096": [4096] * 256,
+    "256 x 4160-4352": draw(256, 4160, 4352),
 }
 PREFILL_CASES = {  # (new tokens, context) of each sequence
     "16 x 1024": [(1024, 1024)] * 16,
@@ -47,9 +50,12 @@ PREFILL_CASES = {  # (new tokens, context) of each sequence
 
 
 class Caches:
-    """Keys and values of `contexts` in scattered blocks of as many caches as it takes to defeat the L2."""
+    """Keys and values of `contexts` in scattered blocks of as many caches as it takes to defeat the L2.
 
-    def __init__(self, contexts: list[int], args: argparse.Namespace) -> None:
+    The first `common` tokens of all sequences lie in the same blocks.
+    """
+
+    def __init__(self, contexts: list[int], args: argparse.Namespace, common: int = 0) -> None:
         dtype, page = DTYPES[args.cache_dtype], args.block_size
         counts = [math.ceil(n / page) for n in contexts]
         blocks, width = sum(counts), max(math.ceil(args.max_context_len / page), max(counts))
@@ -64,6 +70,7 @@ class Caches:
         tables = torch.full((len(contexts), width), -1, dtype=torch.int32)
         for row, part in enumerate(order.split(counts)):
             tables[row, : len(part)] = part
+            tables[row, : common // page] = tables[0, : common // page]
         self.tables = tables.cuda()
         self.contexts = torch.tensor(contexts, dtype=torch.int32, device="cuda")
         self.scales: list[torch.Tensor] = []
@@ -92,8 +99,14 @@ def seconds(run: Callable[[], object], calls: int) -> float:
 
 
 def time_decode(contexts: list[int], args: argparse.Namespace) -> tuple[float, int]:
-    """Seconds of one call and the bytes of keys and values that it reads."""
-    caches = Caches(contexts, args)
+    """Seconds of one call and the bytes of keys and values that it attends to."""
+    caches = Caches(contexts, args, args.common)
+    bound = max(args.max_context_len, max(contexts))
+    shared = None
+    if args.group:
+        group = args.q_heads // args.kv_heads
+        fields = find_shared_prefixes(caches.tables.cpu().numpy(), np.array(contexts), args.block_size, group)
+        shared = fields and SharedPrefixes(*(torch.from_numpy(field).cuda() for field in fields))
     q = queries(len(contexts), args)
     scale = args.head_dim**-0.5
     if args.backend == "flash_attn":
@@ -113,7 +126,15 @@ def time_decode(contexts: list[int], args: argparse.Namespace) -> tuple[float, i
                 )
             else:
                 paged_decode_attention(
-                    q, k, v, caches.tables, caches.contexts, args.max_context_len, scale, *caches.scales
+                    q,
+                    k,
+                    v,
+                    caches.tables,
+                    caches.contexts,
+                    bound,
+                    scale,
+                    *(caches.scales or (None, None)),
+                    shared,
                 )
 
     step()
@@ -157,6 +178,8 @@ def main() -> None:
         "--max-context-len", type=int, default=4096, help="the bound that a graph is made for"
     )
     parser.add_argument("--peak", type=float, default=4.58, help="TB/s of a plain read, for the last column")
+    parser.add_argument("--common", type=int, default=0, help="tokens that all sequences share (decode)")
+    parser.add_argument("--group", action="store_true", help="and read once for several sequences")
     parser.add_argument("--cases", help="only those whose name holds this text")
     args = parser.parse_args()
 

@@ -7,6 +7,7 @@ cache.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -14,11 +15,23 @@ import torch.nn.functional as F
 from nanovllm.kernels.compat import INTERPRET, jit, tl, triton, use_triton
 from nanovllm.kernels.paged import FP8, as_words, attend_tile, converts_fp8, dequantized, load_pages
 
-_CHUNK = 512  # positions per partial result
+CHUNK = 512  # positions per partial result
 _LANES = 4  # chunks of a sequence at work at a time, or more in a small batch
 _PROGRAMS = 2048  # a batch is small if it has fewer programs than this
-_HEAD_TILE = 16  # the fewest rows tl.dot takes; a group of query heads is padded to it
+HEAD_TILE = 16  # the fewest rows tl.dot takes; a group of query heads is padded to it
 _MERGE_TILE = 8  # chunks merged at a time
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SharedPrefixes:
+    """Sequences of a batch whose first tokens lie in the same blocks; see `find_shared_prefixes`. int32.
+
+    They change no bit of what attention returns, only how often the shared keys and values are read.
+    """
+
+    members: torch.Tensor  # [U, 16 // query heads of a KV head] rows of the batch, padded with -1
+    lens: torch.Tensor  # [U] positions that a unit shares: whole chunks, fewer than any context; 0: no unit
+    skips: torch.Tensor  # [S] the same for each row of the batch; 0 outside all units
 
 
 @jit("tables_ptr", "contexts_ptr", "table_stride", "chunks")
@@ -33,6 +46,8 @@ def _decode_chunk_kernel(
     partial_ptr: tl.tensor,
     log_ptr: tl.tensor,
     out_ptr: tl.tensor,
+    members_ptr: tl.tensor,
+    skips_ptr: tl.tensor,
     scale_log2: float,
     q_stride_s: int,
     q_stride_h: int,
@@ -54,24 +69,43 @@ def _decode_chunk_kernel(
 
     Writes a chunk's own attention to partial [S, Q_HEADS, chunks, HEAD_DIM] and log2 of its softmax sum to
     log [S, Q_HEADS, chunks]; the only chunk of a short context goes to out [S, Q_HEADS, HEAD_DIM]. The heads
-    of a sequence are neighbours in the grid, so that what is read at a time lies together.
+    of a sequence are neighbours in the grid, so that what is read at a time lies together. With `members`
+    [units, HEAD_TILE // GROUP], a unit of sequences takes the place of a sequence, all with the same first
+    contexts[unit] positions. Other than that the tile is the same, and so is each of its rows, bit for bit.
     """
     GROUP: tl.constexpr = Q_HEADS // KV_HEADS
     TILES: tl.constexpr = (GROUP + HEAD_TILE - 1) // HEAD_TILE
     STEP: tl.constexpr = 2 if FP8 else 1  # elements of a head in one of the cache
     kv_head = tl.program_id(0) // TILES
-    sequence = tl.program_id(1).to(tl.int64)
-    context = tl.load(contexts_ptr + sequence)
-    members = (tl.program_id(0) % TILES) * HEAD_TILE + tl.arange(0, HEAD_TILE)
+    context = tl.load(contexts_ptr + tl.program_id(1))
+    first = tl.program_id(2)
+    rows = tl.arange(0, HEAD_TILE)
+    if members_ptr is None:
+        sequence = tl.program_id(1).to(tl.int64)
+        sequences = sequence
+        members = (tl.program_id(0) % TILES) * HEAD_TILE + rows
+        used = members < GROUP
+        count = tl.maximum(tl.cdiv(context, CHUNK), 1)  # an empty context has zeros to be written
+        single = context <= CHUNK
+        if skips_ptr is not None:
+            first += tl.load(skips_ptr + sequence) // CHUNK
+    else:
+        PER_UNIT: tl.constexpr = HEAD_TILE // GROUP
+        unit_ptr = members_ptr + tl.program_id(1) * PER_UNIT
+        sequence = tl.maximum(tl.load(unit_ptr), 0).to(tl.int64)
+        sequences = tl.load(unit_ptr + rows // GROUP, mask=rows < PER_UNIT * GROUP, other=-1).to(tl.int64)
+        members = rows % GROUP
+        used = sequences >= 0
+        count = tl.cdiv(context, CHUNK)
+        single = False
     heads = kv_head * GROUP + members
     dims = tl.arange(0, DIM)
-    mask = (members < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
-    q_ptrs = q_ptr + sequence * q_stride_s + heads[:, None] * q_stride_h + dims[None, :]
+    mask = used[:, None] & (dims < HEAD_DIM)[None, :]
+    q_ptrs = q_ptr + (sequences * q_stride_s + heads * q_stride_h)[:, None] + dims[None, :]
     table_ptr = tables_ptr + sequence * table_stride
     if k_scale_ptr is not None:
         scale_log2 *= tl.load(k_scale_ptr + kv_head)
-    # An empty context has one chunk too, whose zeros are to be written.
-    for chunk in range(tl.program_id(2), tl.maximum(tl.cdiv(context, CHUNK), 1), tl.num_programs(2)):
+    for chunk in range(first, count, tl.num_programs(2)):
         start = chunk * CHUNK
         end = tl.minimum(context, start + CHUNK)
         pages = load_pages(table_ptr, start, end, PAGE, BLOCK_N)
@@ -120,15 +154,15 @@ def _decode_chunk_kernel(
         if FP8:
             acc = tl.interleave(acc, acc_odd)
         attended = acc / total[:, None] * v_scale
-        if context <= CHUNK:
-            cells = (sequence * Q_HEADS + heads)[:, None] * HEAD_DIM + dims[None, :]
+        if single:
+            cells = (sequences * Q_HEADS + heads)[:, None] * HEAD_DIM + dims[None, :]
             tl.store(out_ptr + cells, attended.to(out_ptr.dtype.element_ty), mask=mask)
         else:
             # Soon read again: not to be pushed out of the L2 cache by the keys and values that stream by.
-            rows = (sequence * Q_HEADS + heads) * chunks + chunk
-            cells = rows[:, None] * HEAD_DIM + dims[None, :]
+            parts = (sequences * Q_HEADS + heads) * chunks + chunk
+            cells = parts[:, None] * HEAD_DIM + dims[None, :]
             tl.store(partial_ptr + cells, attended, mask=mask, eviction_policy="evict_last")
-            tl.store(log_ptr + rows, logs, mask=members < GROUP, eviction_policy="evict_last")
+            tl.store(log_ptr + parts, logs, mask=used, eviction_policy="evict_last")
 
 
 @jit("contexts_ptr", "chunks")
@@ -186,6 +220,7 @@ def paged_decode_attention_triton(
     scale: float,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
+    shared: SharedPrefixes | None = None,
 ) -> torch.Tensor:
     """`paged_decode_attention` by Triton. Launches only, so a CUDA graph can capture it."""
     sequences, q_heads, head_dim = q.shape
@@ -197,43 +232,55 @@ def paged_decode_attention_triton(
     assert q.stride(2) == 1 and block_tables.stride(1) == 1
     fp8 = k_cache.dtype == FP8
     dim = max(32 if fp8 else 16, triton.next_power_of_2(head_dim))
-    chunks = max(1, triton.cdiv(max_context_len, _CHUNK))
+    chunks = max(1, triton.cdiv(max_context_len, CHUNK))
     several = chunks > 1
     partial = q.new_empty((sequences, q_heads, chunks, head_dim) if several else 1, dtype=torch.float32)
     logs = q.new_empty((sequences, q_heads, chunks) if several else 1, dtype=torch.float32)
-    tiles = kv_heads * triton.cdiv(q_heads // kv_heads, _HEAD_TILE)
-    # Programs without work are cheap but not free, and `max_context_len` may lie far above the contexts.
-    lanes = min(chunks, max(_LANES, _PROGRAMS // (sequences * tiles)))
-    _decode_chunk_kernel[(tiles, sequences, lanes)](
-        q,
-        as_words(k_cache),
-        as_words(v_cache),
-        k_scale,
-        v_scale,
-        block_tables,
-        context_lens,
-        partial,
-        logs,
-        out,
-        scale * math.log2(math.e),
-        q.stride(0),
-        q.stride(1),
-        block_tables.stride(0),
-        chunks,
-        Q_HEADS=q_heads,
-        KV_HEADS=kv_heads,
-        HEAD_DIM=head_dim,
-        DIM=dim,
-        PAGE=page,
-        CHUNK=_CHUNK,
-        HEAD_TILE=_HEAD_TILE,
-        BLOCK_N=_block_n(dim, k_cache.element_size()),
-        FP8=fp8,
-        CONVERTS=fp8 and converts_fp8(q.device),
-        INTERPRET=INTERPRET,
-        num_warps=4,
-        num_stages=3,
-    )
+    tiles = kv_heads * triton.cdiv(q_heads // kv_heads, HEAD_TILE)
+
+    def launch(
+        units: int, lengths: torch.Tensor, members: torch.Tensor | None, skips: torch.Tensor | None
+    ) -> None:
+        # Programs without work are cheap but not free, and the bound may lie far above the contexts.
+        lanes = min(chunks, max(_LANES, _PROGRAMS // (units * tiles)))
+        _decode_chunk_kernel[(tiles, units, lanes)](
+            q,
+            as_words(k_cache),
+            as_words(v_cache),
+            k_scale,
+            v_scale,
+            block_tables,
+            lengths,
+            partial,
+            logs,
+            out,
+            members,
+            skips,
+            scale * math.log2(math.e),
+            q.stride(0),
+            q.stride(1),
+            block_tables.stride(0),
+            chunks,
+            Q_HEADS=q_heads,
+            KV_HEADS=kv_heads,
+            HEAD_DIM=head_dim,
+            DIM=dim,
+            PAGE=page,
+            CHUNK=CHUNK,
+            HEAD_TILE=HEAD_TILE,
+            BLOCK_N=_block_n(dim, k_cache.element_size()),
+            FP8=fp8,
+            CONVERTS=fp8 and converts_fp8(q.device),
+            INTERPRET=INTERPRET,
+            num_warps=4,
+            num_stages=3,
+        )
+
+    if shared is None:
+        launch(sequences, context_lens, None, None)
+    else:
+        launch(len(shared.lens), shared.lens, shared.members, None)
+        launch(sequences, context_lens, None, shared.skips)
     if several:
         _decode_merge_kernel[(sequences, q_heads)](
             partial,
@@ -244,7 +291,7 @@ def paged_decode_attention_triton(
             Q_HEADS=q_heads,
             HEAD_DIM=head_dim,
             DIM=dim,
-            CHUNK=_CHUNK,
+            CHUNK=CHUNK,
             MERGE_TILE=_MERGE_TILE,
             num_warps=1,
         )
@@ -304,8 +351,9 @@ def paged_decode_attention_reference(
     scale: float,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
+    shared: SharedPrefixes | None = None,
 ) -> torch.Tensor:
-    """`paged_decode_attention` in plain torch, over contexts padded to the longest one."""
+    """`paged_decode_attention` in plain torch, over contexts padded to the longest one, `shared` or not."""
     longest = min(max_context_len, int(context_lens.max())) if len(q) else 0
     if longest == 0:
         return torch.zeros_like(q, memory_format=torch.contiguous_format)
@@ -324,6 +372,7 @@ def paged_decode_attention(
     scale: float,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
+    shared: SharedPrefixes | None = None,
 ) -> torch.Tensor:
     """Attend from each sequence's newest token to its whole context, which holds that token already.
 
@@ -332,7 +381,10 @@ def paged_decode_attention(
     k_scale and v_scale: [kv_heads] float32 (None: 1). Cells past a context may hold anything. block_tables:
     [S, W] int32, padded with -1. context_lens: [S] int32, each at most `max_context_len`; a row of length 0
     reads nothing and gives zeros. Returns a new [S, q_heads, head_dim]. The split over the context is
-    flash-decoding's (Dao et al., 2023), with chunks of fixed length.
+    flash-decoding's (Dao et al., 2023), with chunks of fixed length. `shared` may name sequences with a
+    common prefix, which is then read once for several of them, with the same result bit for bit.
     """
     run = paged_decode_attention_triton if use_triton(q) else paged_decode_attention_reference
-    return run(q, k_cache, v_cache, block_tables, context_lens, max_context_len, scale, k_scale, v_scale)
+    return run(
+        q, k_cache, v_cache, block_tables, context_lens, max_context_len, scale, k_scale, v_scale, shared
+    )

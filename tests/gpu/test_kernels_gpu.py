@@ -62,6 +62,22 @@ def test_decode_of_more_chunks_than_lanes(cache_dtype: torch.dtype | None) -> No
     cases.check_decode([9000, *[100] * 300, 20_000], Heads(16, 8, 128, 256, BF16, cache_dtype), GPU)
 
 
+@pytest.mark.parametrize(
+    "heads",
+    [
+        Heads(16, 8, 128, 256, BF16),
+        Heads(8, 8, 128, 16, BF16),
+        Heads(14, 2, 64, 256, F16),
+        Heads(5, 1, 80, 784, BF16),
+        Heads(16, 8, 128, 256, BF16, FP8),
+    ],
+    ids=str,
+)
+def test_decode_of_shared_prefixes(heads: Heads) -> None:
+    contexts = [5000, *[4097 + 31 * row for row in range(20)], 0, 1100, 2000, 600, 513, 512]
+    cases.check_shared_prefixes(contexts, {**dict.fromkeys(range(1, 21), 0), 23: 22, 25: 24}, heads, GPU)
+
+
 def test_fp8_pairs() -> None:
     cases.check_fp8_pairs(GPU)
 
