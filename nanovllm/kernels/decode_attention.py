@@ -378,11 +378,12 @@ def paged_decode_attention(
 
     q: [S, q_heads, head_dim], last dimension contiguous. k_cache, v_cache: contiguous [num_blocks,
     block_size, kv_heads, head_dim] of q's dtype, or of float8_e4m3fn, whose values are then multiplied by
-    k_scale and v_scale: [kv_heads] float32 (None: 1). Cells past a context may hold anything. block_tables:
-    [S, W] int32, padded with -1. context_lens: [S] int32, each at most `max_context_len`; a row of length 0
-    reads nothing and gives zeros. Returns a new [S, q_heads, head_dim]. The split over the context is
-    flash-decoding's (Dao et al., 2023), with chunks of fixed length. `shared` may name sequences with a
-    common prefix, which is then read once for several of them, with the same result bit for bit.
+    k_scale and v_scale: [kv_heads] float32 (None: 1), while q becomes float16. Cells past a context may hold
+    anything. block_tables: [S, W] int32, padded with -1. context_lens: [S] int32, each at most
+    `max_context_len`; a row of length 0 reads nothing and gives zeros. Returns a new [S, q_heads, head_dim].
+    The split over the context is flash-decoding's (Dao et al., 2023), with chunks of fixed length. `shared`
+    may name sequences with a common prefix, which is then read once for several of them, with the same
+    result bit for bit.
     """
     run = paged_decode_attention_triton if use_triton(q) else paged_decode_attention_reference
     return run(

@@ -114,7 +114,8 @@ def attend_tile(
     vouches that every row sees every position. `pages` are what `load_pages` found for this tile. The
     softmax is kept in base 2; `scale_log2` holds the factor log2(e). WIDTH elements of a cache row, padded
     to DIM, hold a head. With FP8 they are int16 words: q and acc belong to the even elements of a head,
-    q_odd and acc_odd to the odd ones. Online softmax: Milakov and Gimelshein, 2018.
+    q_odd and acc_odd to the odd ones, and q is float16, which holds every FP8 value. Online softmax: Milakov
+    and Gimelshein, 2018.
     """
     offsets = tl.arange(0, BLOCK_N)
     positions = start + offsets
