@@ -14,7 +14,13 @@ import torch
 from nanovllm.kernels import sampling
 from nanovllm.kernels.activation import silu_and_mul_reference, silu_and_mul_triton
 from nanovllm.kernels.compat import jit, tl
-from nanovllm.kernels.decode_attention import paged_decode_attention_reference, paged_decode_attention_triton
+from nanovllm.kernels.decode_attention import (
+    CHUNK,
+    SharedPrefixes,
+    paged_decode_attention_reference,
+    paged_decode_attention_triton,
+)
+from nanovllm.kernels.paged import converts_fp8, fp8_pair
 from nanovllm.kernels.prefill_attention import (
     paged_prefill_attention_reference,
     paged_prefill_attention_triton,
@@ -36,8 +42,9 @@ from nanovllm.kernels.sampling import (
     sample_reference,
     sample_triton,
 )
+from nanovllm.kernels.shared_prefix import find_shared_prefixes
 
-F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+F32, F16, BF16, FP8 = torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn
 DECODE = (paged_decode_attention_triton, paged_decode_attention_reference)
 PREFILL = (paged_prefill_attention_triton, paged_prefill_attention_reference)
 STORES = (qk_norm_rope_store_triton, qk_norm_rope_store_reference)
@@ -71,9 +78,10 @@ class Heads:
     head_dim: int
     page: int
     dtype: torch.dtype = F32
+    cache_dtype: torch.dtype | None = None  # dtype if None
 
     def __str__(self) -> str:
-        dtype = str(self.dtype).removeprefix("torch.")
+        dtype = "-".join(str(t).removeprefix("torch.") for t in (self.dtype, self.cache_dtype) if t)
         return f"{self.q_heads}q{self.kv_heads}kv-d{self.head_dim}-p{self.page}-{dtype}"
 
 
@@ -85,14 +93,27 @@ class PagedCache:
     v: torch.Tensor
     tables: torch.Tensor  # [S, W] int32
     contexts: torch.Tensor  # [S] int32
-    keys: list[torch.Tensor]  # per sequence [context, kv_heads, head_dim]
+    keys: list[torch.Tensor]  # per sequence [context, kv_heads, head_dim], as an FP8 cache gives them back
     values: list[torch.Tensor]
+    k_scale: torch.Tensor | None  # [kv_heads] of an FP8 cache
+    v_scale: torch.Tensor | None
 
 
 def guarded(num_blocks: int, heads: Heads, device: str) -> torch.Tensor:
     """A NaN-filled buffer of num_blocks pages plus one before and one after."""
     shape = (num_blocks + 2, heads.page, heads.kv_heads, heads.head_dim)
-    return torch.full(shape, math.nan, dtype=heads.dtype, device=device)
+    return torch.full(shape, math.nan, device=device).to(heads.cache_dtype or heads.dtype)
+
+
+def write_cells(
+    cache: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor, scale: torch.Tensor | None
+) -> torch.Tensor:
+    """Put rows [n, kv_heads, head_dim] into `slots` of the cache; return what can be read there again."""
+    stored = (rows if scale is None else rows / scale[:, None]).to(cache.dtype)
+    bits = torch.int16 if cache.dtype.itemsize == 2 else torch.int32
+    bits = torch.uint8 if cache.dtype.itemsize == 1 else bits  # CPUs cannot index FP8
+    cache.view(bits).flatten(0, 1)[slots.to(cache.device)] = stored.view(bits)
+    return stored if scale is None else stored.float() * scale[:, None]
 
 
 def make_cache(contexts: Sequence[int], heads: Heads, device: str, seed: int = 0) -> PagedCache:
@@ -101,20 +122,23 @@ def make_cache(contexts: Sequence[int], heads: Heads, device: str, seed: int = 0
     order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(seed)).to(torch.int32)
     tables = torch.full((len(contexts), max(counts) + 2), -1, dtype=torch.int32)
     k, v = (guarded(num_blocks, heads, device)[1:-1] for _ in range(2))
+    k_scale = v_scale = None
+    if heads.cache_dtype == FP8:
+        k_scale = torch.linspace(0.02, 0.04, heads.kv_heads, device=device)
+        v_scale = torch.linspace(0.3, 0.1, heads.kv_heads, device=device)
     keys, values = [], []
     used = 0
     for row, (context, count) in enumerate(zip(contexts, counts, strict=True)):
         tables[row, :count] = order[used : used + count]
         used += count
         shape = (context, heads.kv_heads, heads.head_dim)
-        keys.append(randn(*shape, dtype=heads.dtype, device=device, seed=seed + 2 * row))
-        values.append(randn(*shape, dtype=heads.dtype, device=device, seed=seed + 2 * row + 1))
         positions = torch.arange(context)
         slots = tables[row, positions // heads.page].long() * heads.page + positions % heads.page
-        k.flatten(0, 1)[slots.to(device)] = keys[-1]
-        v.flatten(0, 1)[slots.to(device)] = values[-1]
+        for index, (cache, scale, cells) in enumerate(((k, k_scale, keys), (v, v_scale, values))):
+            drawn = randn(*shape, dtype=heads.dtype, device=device, seed=seed + 2 * row + index)
+            cells.append(write_cells(cache, slots, drawn, scale))
     lengths = torch.tensor(contexts, dtype=torch.int32, device=device)
-    return PagedCache(k, v, tables.to(device), lengths, keys, values)
+    return PagedCache(k, v, tables.to(device), lengths, keys, values, k_scale, v_scale)
 
 
 def naive_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
@@ -148,23 +172,49 @@ def check_decode(contexts: Sequence[int], heads: Heads, device: str) -> None:
     for row, context in enumerate(contexts):
         if context:
             expected[row] = naive_attention(q[row : row + 1], cache.keys[row], cache.values[row], scale)[0]
-    longest = max(contexts)
+    longest, scales = max(contexts), (cache.k_scale, cache.v_scale)
     for attend in DECODE:
-        out = attend(q, cache.k, cache.v, cache.tables, cache.contexts, longest, scale)
+        out = attend(q, cache.k, cache.v, cache.tables, cache.contexts, longest, scale, *scales)
         assert out.shape == q.shape
         assert out.is_contiguous()
         assert_near(out, expected)
         assert not out[cache.contexts == 0].any()
     run = paged_decode_attention_triton
-    out = run(q, cache.k, cache.v, cache.tables, cache.contexts, longest, scale)
-    loose = run(q, cache.k, cache.v, cache.tables, cache.contexts, longest + 700, scale)
+    out = run(q, cache.k, cache.v, cache.tables, cache.contexts, longest, scale, *scales)
+    loose = run(q, cache.k, cache.v, cache.tables, cache.contexts, longest + 700, scale, *scales)
     assert torch.equal(loose, out)
     for row in {0, len(contexts) // 2, len(contexts) - 1}:
         one = slice(row, row + 1)
-        alone = run(
-            q[one], cache.k, cache.v, cache.tables[one], cache.contexts[one], max(1, contexts[row]), scale
-        )
+        inputs = (q[one], cache.k, cache.v, cache.tables[one], cache.contexts[one])
+        alone = run(*inputs, max(1, contexts[row]), scale, *scales)
         assert torch.equal(alone, out[one])
+
+
+def check_shared_prefixes(contexts: Sequence[int], shares: dict[int, int], heads: Heads, device: str) -> None:
+    """Row r shares its first blocks with row shares[r], as many as both fill: no bit changes on a device.
+
+    The interpreter uses BLAS, which rounds by a row's place in its tile.
+    """
+    cache = make_cache(contexts, heads, device)
+    expected = []
+    for row, other in shares.items():
+        blocks = max(0, min(contexts[row], contexts[other]) - 1) // heads.page
+        cache.tables[row, :blocks] = cache.tables[other, :blocks]
+        expected.append(blocks * heads.page // CHUNK)
+    fields = find_shared_prefixes(
+        cache.tables.cpu().numpy(), cache.contexts.cpu().numpy(), heads.page, heads.q_heads // heads.kv_heads
+    )
+    assert fields is not None
+    shared = SharedPrefixes(*(torch.from_numpy(field).to(device) for field in fields))
+    # A sequence may be left alone at the end of each of the groups, which are as many as their first rows.
+    assert int((shared.skips > 0).sum()) >= sum(common > 0 for common in expected)
+    q = fused_queries(len(contexts), heads, device)
+    inputs = (q, cache.k, cache.v, cache.tables, cache.contexts, max(contexts) + 600, heads.head_dim**-0.5)
+    out, alone = (
+        paged_decode_attention_triton(*inputs, cache.k_scale, cache.v_scale, plan) for plan in (shared, None)
+    )
+    tolerance = 0.0 if out.is_cuda else 1e-6
+    torch.testing.assert_close(out, alone, rtol=tolerance, atol=tolerance)
 
 
 def check_prefill(lengths: Sequence[tuple[int, int]], heads: Heads, device: str) -> None:
@@ -182,7 +232,8 @@ def check_prefill(lengths: Sequence[tuple[int, int]], heads: Heads, device: str)
                 q[begin : begin + queries], cache.keys[row], cache.values[row], scale
             )
     for attend in PREFILL:
-        out = attend(q, cache.k, cache.v, cache.tables, bounds, cache.contexts, int(new.max()), scale)
+        inputs = (q, cache.k, cache.v, cache.tables, bounds, cache.contexts)
+        out = attend(*inputs, int(new.max()), scale, cache.k_scale, cache.v_scale)
         assert out.shape == q.shape
         assert out.is_contiguous()
         assert_near(out, expected)
@@ -199,9 +250,9 @@ def check_chunked_prefill(length: int, chunks: Sequence[int], heads: Heads, devi
     def run(begin: int, end: int) -> torch.Tensor:
         bounds = torch.tensor([0, end - begin], dtype=torch.int32, device=device)
         context = torch.tensor([end], dtype=torch.int32, device=device)
-        return paged_prefill_attention_triton(
-            q[begin:end], cache.k, cache.v, cache.tables, bounds, context, end - begin, heads.head_dim**-0.5
-        )
+        inputs = (q[begin:end], cache.k, cache.v, cache.tables, bounds, context)
+        scales = (cache.k_scale, cache.v_scale)
+        return paged_prefill_attention_triton(*inputs, end - begin, heads.head_dim**-0.5, *scales)
 
     pieces, begin = [], 0
     while begin < length:
@@ -211,6 +262,26 @@ def check_chunked_prefill(length: int, chunks: Sequence[int], heads: Heads, devi
     whole = run(0, length)
     tolerance = 0.0 if whole.is_cuda else 1e-6
     torch.testing.assert_close(torch.cat(pieces), whole, rtol=tolerance, atol=tolerance)
+
+
+@jit()
+def _fp8_pair_kernel(words_ptr: tl.tensor, out_ptr: tl.tensor, CONVERTS: tl.constexpr) -> None:
+    index = tl.arange(0, 256)
+    even, odd = fp8_pair(tl.load(words_ptr + index), CONVERTS)
+    tl.store(out_ptr + 2 * index, even)
+    tl.store(out_ptr + 2 * index + 1, odd)
+
+
+def check_fp8_pairs(device: str) -> None:
+    """Every byte as the lower and as the upper one of a word; what is no number stays none where it can."""
+    codes = torch.arange(256, dtype=torch.uint8, device=device)
+    cells = torch.stack([codes, codes.roll(77)], dim=1)
+    expected = cells.view(FP8).to(F16)
+    for converts in {False, converts_fp8(cells.device)}:
+        out = torch.empty_like(expected)
+        _fp8_pair_kernel[(1,)](cells.view(torch.int16), out, CONVERTS=converts)
+        whole = torch.where(expected.isnan(), out, expected) if not converts else expected
+        torch.testing.assert_close(out, whole, rtol=0, atol=0, equal_nan=True)
 
 
 def guarded_bytes(num_blocks: int, heads: Heads, cache_dtype: torch.dtype, device: str) -> torch.Tensor:

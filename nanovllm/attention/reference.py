@@ -39,7 +39,6 @@ class ReferenceBackend(AttentionBackend):
         k_scale: torch.Tensor | None = None,
         v_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        scales = {} if k_scale is None else {"k_scale": k_scale, "v_scale": v_scale}
         if meta.is_decode:
             if self._gather is None or self._gather[0] is not meta:  # once a step, not once a layer
                 found = decode_gather_reference(
@@ -47,7 +46,7 @@ class ReferenceBackend(AttentionBackend):
                 )
                 self._gather = (meta, *found)
             return decode_attend_reference(
-                q, k_cache, v_cache, self._gather[1], self._gather[2], scale, **scales
+                q, k_cache, v_cache, self._gather[1], self._gather[2], scale, k_scale, v_scale
             )
         return paged_prefill_attention_reference(
             q,
@@ -58,5 +57,6 @@ class ReferenceBackend(AttentionBackend):
             meta.context_lens,
             meta.max_seqlen_q,
             scale,
-            **scales,
+            k_scale,
+            v_scale,
         )

@@ -43,10 +43,18 @@ class TritonBackend(AttentionBackend):
         k_scale: torch.Tensor | None = None,
         v_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        scales = {} if k_scale is None else {"k_scale": k_scale, "v_scale": v_scale}
         if meta.is_decode:
             return paged_decode_attention_triton(
-                q, k_cache, v_cache, meta.block_tables, meta.context_lens, meta.max_seqlen_k, scale, **scales
+                q,
+                k_cache,
+                v_cache,
+                meta.block_tables,
+                meta.context_lens,
+                meta.max_seqlen_k,
+                scale,
+                k_scale,
+                v_scale,
+                meta.shared,
             )
         return paged_prefill_attention_triton(
             q,
@@ -57,5 +65,6 @@ class TritonBackend(AttentionBackend):
             meta.context_lens,
             meta.max_seqlen_q,
             scale,
-            **scales,
+            k_scale,
+            v_scale,
         )

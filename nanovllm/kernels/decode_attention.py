@@ -7,31 +7,52 @@ cache.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
 from nanovllm.kernels.compat import INTERPRET, jit, tl, triton, use_triton
-from nanovllm.kernels.paged import attend_tile
+from nanovllm.kernels.paged import FP8, as_words, attend_tile, converts_fp8, dequantized, load_pages
 
-_CHUNK = 512  # positions per program
-_HEAD_TILE = 16  # the fewest rows tl.dot takes; a group of query heads is padded to it
-_MERGE_TILE = 16  # chunks merged at a time
+CHUNK = 512  # positions per partial result
+_LANES = 4  # chunks of a sequence at work at a time, or more in a small batch
+_PROGRAMS = 2048  # a batch is small if it has fewer programs than this
+HEAD_TILE = 16  # the fewest rows tl.dot takes; a group of query heads is padded to it
+_MERGE_TILE = 8  # chunks merged at a time
 
 
-@jit("tables_ptr", "contexts_ptr", "table_stride")
+@dataclass(frozen=True, slots=True, eq=False)
+class SharedPrefixes:
+    """Sequences of a batch whose first tokens lie in the same blocks; see `find_shared_prefixes`. int32.
+
+    They change no bit of what attention returns, only how often the shared keys and values are read.
+    """
+
+    members: torch.Tensor  # [U, 16 // query heads of a KV head] rows of the batch, padded with -1
+    lens: torch.Tensor  # [U] positions that a unit shares: whole chunks, fewer than any context; 0: no unit
+    skips: torch.Tensor  # [S] the same for each row of the batch; 0 outside all units
+
+
+@jit("tables_ptr", "contexts_ptr", "table_stride", "chunks")
 def _decode_chunk_kernel(
     q_ptr: tl.tensor,
     k_ptr: tl.tensor,
     v_ptr: tl.tensor,
+    k_scale_ptr: tl.tensor,
+    v_scale_ptr: tl.tensor,
     tables_ptr: tl.tensor,
     contexts_ptr: tl.tensor,
-    out_ptr: tl.tensor,
+    partial_ptr: tl.tensor,
     log_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    members_ptr: tl.tensor,
+    skips_ptr: tl.tensor,
     scale_log2: float,
     q_stride_s: int,
     q_stride_h: int,
     table_stride: int,
+    chunks: int,
     Q_HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -40,63 +61,108 @@ def _decode_chunk_kernel(
     CHUNK: tl.constexpr,
     HEAD_TILE: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    FP8: tl.constexpr,
+    CONVERTS: tl.constexpr,
     INTERPRET: tl.constexpr,
 ) -> None:
-    """One program per (sequence, tile of a KV head's query heads, chunk).
+    """One program per (tile of a KV head's query heads, sequence, lane); a lane does each n-th chunk.
 
-    Writes the chunk's own attention to out [S, Q_HEADS, chunks, HEAD_DIM] and log2 of its softmax sum to
-    log [S, Q_HEADS, chunks]. With one chunk `out` is the result itself.
+    Writes a chunk's own attention to partial [S, Q_HEADS, chunks, HEAD_DIM] and log2 of its softmax sum to
+    log [S, Q_HEADS, chunks]; the only chunk of a short context goes to out [S, Q_HEADS, HEAD_DIM]. The heads
+    of a sequence are neighbours in the grid, so that what is read at a time lies together. With `members`
+    [units, HEAD_TILE // GROUP], a unit of sequences takes the place of a sequence, all with the same first
+    contexts[unit] positions. Other than that the tile is the same, and so is each of its rows, bit for bit.
     """
     GROUP: tl.constexpr = Q_HEADS // KV_HEADS
     TILES: tl.constexpr = (GROUP + HEAD_TILE - 1) // HEAD_TILE
-    sequence = tl.program_id(0).to(tl.int64)
-    kv_head = tl.program_id(1) // TILES
-    chunk = tl.program_id(2)
-    chunks = tl.num_programs(2)
-    context = tl.load(contexts_ptr + sequence)
-    start = chunk * CHUNK
-    if (start >= context) & (chunks > 1):  # a single chunk goes on, to write the zeros of an empty context
-        return
-    end = tl.minimum(context, start + CHUNK)
-
-    members = (tl.program_id(1) % TILES) * HEAD_TILE + tl.arange(0, HEAD_TILE)
+    STEP: tl.constexpr = 2 if FP8 else 1  # elements of a head in one of the cache
+    kv_head = tl.program_id(0) // TILES
+    context = tl.load(contexts_ptr + tl.program_id(1))
+    first = tl.program_id(2)
+    rows = tl.arange(0, HEAD_TILE)
+    if members_ptr is None:
+        sequence = tl.program_id(1).to(tl.int64)
+        sequences = sequence
+        members = (tl.program_id(0) % TILES) * HEAD_TILE + rows
+        used = members < GROUP
+        count = tl.maximum(tl.cdiv(context, CHUNK), 1)  # an empty context has zeros to be written
+        single = context <= CHUNK
+        if skips_ptr is not None:
+            first += tl.load(skips_ptr + sequence) // CHUNK
+    else:
+        PER_UNIT: tl.constexpr = HEAD_TILE // GROUP
+        unit_ptr = members_ptr + tl.program_id(1) * PER_UNIT
+        sequence = tl.maximum(tl.load(unit_ptr), 0).to(tl.int64)
+        sequences = tl.load(unit_ptr + rows // GROUP, mask=rows < PER_UNIT * GROUP, other=-1).to(tl.int64)
+        members = rows % GROUP
+        used = sequences >= 0
+        count = tl.cdiv(context, CHUNK)
+        single = False
     heads = kv_head * GROUP + members
     dims = tl.arange(0, DIM)
-    mask = (members < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
-    q_ptrs = q_ptr + sequence * q_stride_s + heads[:, None] * q_stride_h + dims[None, :]
-    q = tl.load(q_ptrs, mask=mask, other=0.0)
+    mask = used[:, None] & (dims < HEAD_DIM)[None, :]
+    q_ptrs = q_ptr + (sequences * q_stride_s + heads * q_stride_h)[:, None] + dims[None, :]
+    table_ptr = tables_ptr + sequence * table_stride
+    if k_scale_ptr is not None:
+        scale_log2 *= tl.load(k_scale_ptr + kv_head)
+    for chunk in range(first, count, tl.num_programs(2)):
+        start = chunk * CHUNK
+        end = tl.minimum(context, start + CHUNK)
+        pages = load_pages(table_ptr, start, end, PAGE, BLOCK_N)
+        q = tl.load(q_ptrs, mask=mask, other=0.0)
+        q_odd = q
+        if FP8:
+            q, q_odd = tl.split(tl.reshape(q.to(tl.float16), (HEAD_TILE, DIM // 2, 2)))
+        acc = tl.zeros((HEAD_TILE, DIM // STEP), tl.float32)
+        acc_odd = tl.zeros((HEAD_TILE, DIM // STEP), tl.float32)
+        total = tl.zeros((HEAD_TILE,), tl.float32)
+        top = tl.full((HEAD_TILE,), float("-inf"), tl.float32)
+        last = tl.zeros((HEAD_TILE,), tl.int32) + (end - 1)
+        for position in range(start, end, BLOCK_N):
+            next_pages = load_pages(table_ptr, position + BLOCK_N, end, PAGE, BLOCK_N)
+            acc, acc_odd, total, top = attend_tile(
+                acc,
+                acc_odd,
+                total,
+                top,
+                q,
+                q_odd,
+                k_ptr + kv_head * (HEAD_DIM // STEP),
+                v_ptr + kv_head * (HEAD_DIM // STEP),
+                pages,
+                position,
+                end,
+                last,
+                scale_log2,
+                True,
+                KV_HEADS * HEAD_DIM // STEP,
+                HEAD_DIM // STEP,
+                DIM // STEP,
+                PAGE,
+                BLOCK_N,
+                FP8,
+                CONVERTS,
+                INTERPRET,
+            )
+            pages = next_pages
 
-    acc = tl.zeros((HEAD_TILE, DIM), tl.float32)
-    total = tl.zeros((HEAD_TILE,), tl.float32)
-    top = tl.full((HEAD_TILE,), float("-inf"), tl.float32)
-    last = tl.zeros((HEAD_TILE,), tl.int32) + (end - 1)
-    for position in range(start, end, BLOCK_N):
-        acc, total, top = attend_tile(
-            acc,
-            total,
-            top,
-            q,
-            k_ptr + kv_head * HEAD_DIM,
-            v_ptr + kv_head * HEAD_DIM,
-            tables_ptr + sequence * table_stride,
-            position,
-            end,
-            last,
-            scale_log2,
-            True,
-            KV_HEADS * HEAD_DIM,
-            HEAD_DIM,
-            DIM,
-            PAGE,
-            BLOCK_N,
-            INTERPRET,
-        )
-
-    total = tl.where(context > 0, total, 1.0)
-    row = (sequence * Q_HEADS + heads) * chunks + chunk
-    out = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + row[:, None] * HEAD_DIM + dims[None, :], out, mask=mask)
-    tl.store(log_ptr + row, top + tl.log2(total), mask=members < GROUP)
+        total = tl.where(context > 0, total, 1.0)
+        logs = top + tl.log2(total)
+        v_scale = 1.0
+        if v_scale_ptr is not None:
+            v_scale = tl.load(v_scale_ptr + kv_head)
+        if FP8:
+            acc = tl.interleave(acc, acc_odd)
+        attended = acc / total[:, None] * v_scale
+        if single:
+            cells = (sequences * Q_HEADS + heads)[:, None] * HEAD_DIM + dims[None, :]
+            tl.store(out_ptr + cells, attended.to(out_ptr.dtype.element_ty), mask=mask)
+        else:
+            # Soon read again: not to be pushed out of the L2 cache by the keys and values that stream by.
+            parts = (sequences * Q_HEADS + heads) * chunks + chunk
+            cells = parts[:, None] * HEAD_DIM + dims[None, :]
+            tl.store(partial_ptr + cells, attended, mask=mask, eviction_policy="evict_last")
+            tl.store(log_ptr + parts, logs, mask=used, eviction_policy="evict_last")
 
 
 @jit("contexts_ptr", "chunks")
@@ -112,14 +178,15 @@ def _decode_merge_kernel(
     CHUNK: tl.constexpr,
     MERGE_TILE: tl.constexpr,
 ) -> None:
-    """One program per (sequence, query head). A lone chunk keeps its bits: its weight is exactly 1."""
+    """One program per (sequence, query head): the sum of its chunks, if there are several."""
     row = tl.program_id(0).to(tl.int64) * Q_HEADS + tl.program_id(1)
-    context = tl.load(contexts_ptr + tl.program_id(0))
+    live = tl.cdiv(tl.load(contexts_ptr + tl.program_id(0)), CHUNK)
+    if live <= 1:
+        return
     dims = tl.arange(0, DIM)
     acc = tl.zeros((DIM,), tl.float32)
     total = 0.0
     top = float("-inf")
-    live = tl.cdiv(context, CHUNK)
     for first in range(0, live, MERGE_TILE):
         members = first + tl.arange(0, MERGE_TILE)
         logs = tl.load(log_ptr + row * chunks + members, mask=members < live, other=float("-inf"))
@@ -132,14 +199,15 @@ def _decode_merge_kernel(
         total = total * decay + tl.sum(weights, axis=0)
         acc = acc * decay + tl.sum(weights[:, None] * partial, axis=0)
         top = new_top
-    total = tl.where(context > 0, total, 1.0)
-    out = tl.div_rn(acc, total).to(out_ptr.dtype.element_ty)  # exact for a total of 1
-    tl.store(out_ptr + row * HEAD_DIM + dims, out, mask=dims < HEAD_DIM)
+    tl.store(
+        out_ptr + row * HEAD_DIM + dims, (acc / total).to(out_ptr.dtype.element_ty), mask=dims < HEAD_DIM
+    )
 
 
 def _block_n(dim: int, element_size: int) -> int:
-    """Positions per tile: up to 32 KiB of keys; less in float32, which does without tensor cores."""
-    return min(128, (16384 if element_size == 2 else 4096) // dim)
+    """Positions per tile: 16 KiB of keys, so that three programs with two tiles in flight share a
+    multiprocessor."""
+    return min(128, (8192 if element_size <= 2 else 4096) // dim)
 
 
 def paged_decode_attention_triton(
@@ -150,6 +218,9 @@ def paged_decode_attention_triton(
     context_lens: torch.Tensor,
     max_context_len: int,
     scale: float,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    shared: SharedPrefixes | None = None,
 ) -> torch.Tensor:
     """`paged_decode_attention` by Triton. Launches only, so a CUDA graph can capture it."""
     sequences, q_heads, head_dim = q.shape
@@ -159,36 +230,58 @@ def paged_decode_attention_triton(
         return out
     assert k_cache.is_contiguous() and v_cache.is_contiguous()
     assert q.stride(2) == 1 and block_tables.stride(1) == 1
-    dim = max(16, triton.next_power_of_2(head_dim))
-    chunks = max(1, triton.cdiv(max_context_len, _CHUNK))
-    partial = out if chunks == 1 else q.new_empty((sequences, q_heads, chunks, head_dim), dtype=torch.float32)
-    logs = q.new_empty((sequences, q_heads, chunks), dtype=torch.float32)
-    group_tiles = triton.cdiv(q_heads // kv_heads, _HEAD_TILE)
-    _decode_chunk_kernel[(sequences, kv_heads * group_tiles, chunks)](
-        q,
-        k_cache,
-        v_cache,
-        block_tables,
-        context_lens,
-        partial,
-        logs,
-        scale * math.log2(math.e),
-        q.stride(0),
-        q.stride(1),
-        block_tables.stride(0),
-        Q_HEADS=q_heads,
-        KV_HEADS=kv_heads,
-        HEAD_DIM=head_dim,
-        DIM=dim,
-        PAGE=page,
-        CHUNK=_CHUNK,
-        HEAD_TILE=_HEAD_TILE,
-        BLOCK_N=_block_n(dim, k_cache.element_size()),
-        INTERPRET=INTERPRET,
-        num_warps=4,
-        num_stages=3,
-    )
-    if chunks > 1:
+    fp8 = k_cache.dtype == FP8
+    dim = max(32 if fp8 else 16, triton.next_power_of_2(head_dim))
+    chunks = max(1, triton.cdiv(max_context_len, CHUNK))
+    several = chunks > 1
+    partial = q.new_empty((sequences, q_heads, chunks, head_dim) if several else 1, dtype=torch.float32)
+    logs = q.new_empty((sequences, q_heads, chunks) if several else 1, dtype=torch.float32)
+    tiles = kv_heads * triton.cdiv(q_heads // kv_heads, HEAD_TILE)
+
+    def launch(
+        units: int, lengths: torch.Tensor, members: torch.Tensor | None, skips: torch.Tensor | None
+    ) -> None:
+        # Programs without work are cheap but not free, and the bound may lie far above the contexts.
+        lanes = min(chunks, max(_LANES, _PROGRAMS // (units * tiles)))
+        _decode_chunk_kernel[(tiles, units, lanes)](
+            q,
+            as_words(k_cache),
+            as_words(v_cache),
+            k_scale,
+            v_scale,
+            block_tables,
+            lengths,
+            partial,
+            logs,
+            out,
+            members,
+            skips,
+            scale * math.log2(math.e),
+            q.stride(0),
+            q.stride(1),
+            block_tables.stride(0),
+            chunks,
+            Q_HEADS=q_heads,
+            KV_HEADS=kv_heads,
+            HEAD_DIM=head_dim,
+            DIM=dim,
+            PAGE=page,
+            CHUNK=CHUNK,
+            HEAD_TILE=HEAD_TILE,
+            BLOCK_N=_block_n(dim, k_cache.element_size()),
+            FP8=fp8,
+            CONVERTS=fp8 and converts_fp8(q.device),
+            INTERPRET=INTERPRET,
+            num_warps=4,
+            num_stages=3,
+        )
+
+    if shared is None:
+        launch(sequences, context_lens, None, None)
+    else:
+        launch(len(shared.lens), shared.lens, shared.members, None)
+        launch(sequences, context_lens, None, shared.skips)
+    if several:
         _decode_merge_kernel[(sequences, q_heads)](
             partial,
             logs,
@@ -198,9 +291,9 @@ def paged_decode_attention_triton(
             Q_HEADS=q_heads,
             HEAD_DIM=head_dim,
             DIM=dim,
-            CHUNK=_CHUNK,
+            CHUNK=CHUNK,
             MERGE_TILE=_MERGE_TILE,
-            num_warps=2,
+            num_warps=1,
         )
     return out
 
@@ -229,14 +322,18 @@ def decode_attend_reference(
     slots: torch.Tensor,
     bias: torch.Tensor,
     scale: float,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of q [S, q_heads, head_dim] over the cells that `decode_gather_reference` names, in
     float32."""
     sequences, q_heads, head_dim = q.shape
     kv_heads = k_cache.shape[2]
     k, v = (
-        cache.flatten(0, 1).index_select(0, slots).unflatten(0, (sequences, -1)).transpose(1, 2).float()
-        for cache in (k_cache, v_cache)
+        dequantized(as_words(cache).flatten(0, 1).index_select(0, slots).view(cache.dtype), factor)
+        .unflatten(0, (sequences, -1))
+        .transpose(1, 2)
+        for cache, factor in ((k_cache, k_scale), (v_cache, v_scale))
     )  # [S, kv_heads, longest, head_dim]
     # A group's query heads stand where a sequence's queries would, so that K and V need not be repeated.
     queries = q.float().view(sequences, kv_heads, -1, head_dim)
@@ -252,13 +349,16 @@ def paged_decode_attention_reference(
     context_lens: torch.Tensor,
     max_context_len: int,
     scale: float,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    shared: SharedPrefixes | None = None,
 ) -> torch.Tensor:
-    """`paged_decode_attention` in plain torch, over contexts padded to the longest one."""
+    """`paged_decode_attention` in plain torch, over contexts padded to the longest one, `shared` or not."""
     longest = min(max_context_len, int(context_lens.max())) if len(q) else 0
     if longest == 0:
         return torch.zeros_like(q, memory_format=torch.contiguous_format)
     slots, bias = decode_gather_reference(block_tables, context_lens, longest, k_cache.shape[1])
-    out = decode_attend_reference(q, k_cache, v_cache, slots, bias, scale)
+    out = decode_attend_reference(q, k_cache, v_cache, slots, bias, scale, k_scale, v_scale)
     return out.masked_fill((context_lens == 0)[:, None, None], 0.0)
 
 
@@ -270,14 +370,22 @@ def paged_decode_attention(
     context_lens: torch.Tensor,
     max_context_len: int,
     scale: float,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    shared: SharedPrefixes | None = None,
 ) -> torch.Tensor:
     """Attend from each sequence's newest token to its whole context, which holds that token already.
 
     q: [S, q_heads, head_dim], last dimension contiguous. k_cache, v_cache: contiguous [num_blocks,
-    block_size, kv_heads, head_dim] of q's dtype; cells past a context may hold anything. block_tables: [S,
-    W] int32, padded with -1. context_lens: [S] int32, each at most `max_context_len`; a row of length 0
-    reads nothing and gives zeros. Returns a new [S, q_heads, head_dim]. The split over the context is
-    flash-decoding's (Dao et al., 2023), with chunks of fixed length.
+    block_size, kv_heads, head_dim] of q's dtype, or of float8_e4m3fn, whose values are then multiplied by
+    k_scale and v_scale: [kv_heads] float32 (None: 1), while q becomes float16. Cells past a context may hold
+    anything. block_tables: [S, W] int32, padded with -1. context_lens: [S] int32, each at most
+    `max_context_len`; a row of length 0 reads nothing and gives zeros. Returns a new [S, q_heads, head_dim].
+    The split over the context is flash-decoding's (Dao et al., 2023), with chunks of fixed length. `shared`
+    may name sequences with a common prefix, which is then read once for several of them, with the same
+    result bit for bit.
     """
     run = paged_decode_attention_triton if use_triton(q) else paged_decode_attention_reference
-    return run(q, k_cache, v_cache, block_tables, context_lens, max_context_len, scale)
+    return run(
+        q, k_cache, v_cache, block_tables, context_lens, max_context_len, scale, k_scale, v_scale, shared
+    )

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from nanovllm.kernels.compat import INTERPRET, jit, tl, triton, use_triton
-from nanovllm.kernels.paged import attend_tile
+from nanovllm.kernels.paged import FP8, as_words, attend_tile, converts_fp8, dequantized, load_pages
 
 
 @jit("tables_ptr", "starts_ptr", "contexts_ptr", "table_stride")
@@ -19,6 +19,8 @@ def _prefill_kernel(
     q_ptr: tl.tensor,
     k_ptr: tl.tensor,
     v_ptr: tl.tensor,
+    k_scale_ptr: tl.tensor,
+    v_scale_ptr: tl.tensor,
     tables_ptr: tl.tensor,
     starts_ptr: tl.tensor,
     contexts_ptr: tl.tensor,
@@ -34,12 +36,15 @@ def _prefill_kernel(
     PAGE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    FP8: tl.constexpr,
+    CONVERTS: tl.constexpr,
     INTERPRET: tl.constexpr,
 ) -> None:
     """One program per (tile of queries, sequence, query head).
 
     Key tiles start at position 0 whatever the chunk: a query's bits do not depend on how its prompt was cut.
     """
+    STEP: tl.constexpr = 2 if FP8 else 1  # elements of a head in one of the cache
     sequence = tl.program_id(1).to(tl.int64)
     head = tl.program_id(2)
     kv_head = head // (Q_HEADS // KV_HEADS)
@@ -58,64 +63,88 @@ def _prefill_kernel(
     tokens = first_token.to(tl.int64) + rows
     q_ptrs = q_ptr + tokens[:, None] * q_stride_t + head * q_stride_h + dims[None, :]
     q = tl.load(q_ptrs, mask=mask, other=0.0)
+    q_odd = q
+    if FP8:
+        q, q_odd = tl.split(tl.reshape(q.to(tl.float16), (BLOCK_M, DIM // 2, 2)))
+    if k_scale_ptr is not None:
+        scale_log2 *= tl.load(k_scale_ptr + kv_head)
 
-    acc = tl.zeros((BLOCK_M, DIM), tl.float32)
+    acc = tl.zeros((BLOCK_M, DIM // STEP), tl.float32)
+    acc_odd = tl.zeros((BLOCK_M, DIM // STEP), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    k_head_ptr = k_ptr + kv_head * HEAD_DIM
-    v_head_ptr = v_ptr + kv_head * HEAD_DIM
+    k_head_ptr = k_ptr + kv_head * (HEAD_DIM // STEP)
+    v_head_ptr = v_ptr + kv_head * (HEAD_DIM // STEP)
     table_ptr = tables_ptr + sequence * table_stride
     first_last = context - queries + first_row
     end = tl.minimum(context, first_last + BLOCK_M)
     whole = (
         tl.maximum(first_last + 1, 0) // BLOCK_N * BLOCK_N
     )  # every row of the tile sees all positions before this
+    pages = load_pages(table_ptr, 0, end, PAGE, BLOCK_N)
     for position in range(0, whole, BLOCK_N):
-        acc, total, top = attend_tile(
+        next_pages = load_pages(table_ptr, position + BLOCK_N, end, PAGE, BLOCK_N)
+        acc, acc_odd, total, top = attend_tile(
             acc,
+            acc_odd,
             total,
             top,
             q,
+            q_odd,
             k_head_ptr,
             v_head_ptr,
-            table_ptr,
+            pages,
             position,
             end,
             last,
             scale_log2,
             False,
-            KV_HEADS * HEAD_DIM,
-            HEAD_DIM,
-            DIM,
+            KV_HEADS * HEAD_DIM // STEP,
+            HEAD_DIM // STEP,
+            DIM // STEP,
             PAGE,
             BLOCK_N,
+            FP8,
+            CONVERTS,
             INTERPRET,
         )
+        pages = next_pages
     for position in range(whole, end, BLOCK_N):
-        acc, total, top = attend_tile(
+        next_pages = load_pages(table_ptr, position + BLOCK_N, end, PAGE, BLOCK_N)
+        acc, acc_odd, total, top = attend_tile(
             acc,
+            acc_odd,
             total,
             top,
             q,
+            q_odd,
             k_head_ptr,
             v_head_ptr,
-            table_ptr,
+            pages,
             position,
             end,
             last,
             scale_log2,
             True,
-            KV_HEADS * HEAD_DIM,
-            HEAD_DIM,
-            DIM,
+            KV_HEADS * HEAD_DIM // STEP,
+            HEAD_DIM // STEP,
+            DIM // STEP,
             PAGE,
             BLOCK_N,
+            FP8,
+            CONVERTS,
             INTERPRET,
         )
+        pages = next_pages
 
     total = tl.where(context > 0, total, 1.0)
+    v_scale = 1.0
+    if v_scale_ptr is not None:
+        v_scale = tl.load(v_scale_ptr + kv_head)
+    if FP8:
+        acc = tl.interleave(acc, acc_odd)
     out_ptrs = out_ptr + (tokens[:, None] * Q_HEADS + head) * HEAD_DIM + dims[None, :]
-    tl.store(out_ptrs, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(out_ptrs, (acc / total[:, None] * v_scale).to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def _tile_shape(dim: int, element_size: int) -> tuple[int, int, int]:
@@ -137,6 +166,8 @@ def paged_prefill_attention_triton(
     context_lens: torch.Tensor,
     max_seqlen_q: int,
     scale: float,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`paged_prefill_attention` by Triton."""
     tokens, q_heads, head_dim = q.shape
@@ -146,12 +177,15 @@ def paged_prefill_attention_triton(
         return out
     assert k_cache.is_contiguous() and v_cache.is_contiguous()
     assert q.stride(2) == 1 and block_tables.stride(1) == 1
-    dim = max(16, triton.next_power_of_2(head_dim))
+    fp8 = k_cache.dtype == FP8
+    dim = max(32 if fp8 else 16, triton.next_power_of_2(head_dim))
     block_m, block_n, num_warps = _tile_shape(dim, q.element_size())
     _prefill_kernel[(triton.cdiv(max_seqlen_q, block_m), len(context_lens), q_heads)](
         q,
-        k_cache,
-        v_cache,
+        as_words(k_cache),
+        as_words(v_cache),
+        k_scale,
+        v_scale,
         block_tables,
         cu_seqlens_q,
         context_lens,
@@ -167,6 +201,8 @@ def paged_prefill_attention_triton(
         PAGE=page,
         BLOCK_M=block_m,
         BLOCK_N=block_n,
+        FP8=fp8,
+        CONVERTS=fp8 and converts_fp8(q.device),
         INTERPRET=INTERPRET,
         num_warps=num_warps,
         num_stages=3,
@@ -183,6 +219,8 @@ def paged_prefill_attention_reference(
     context_lens: torch.Tensor,
     max_seqlen_q: int,
     scale: float,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`paged_prefill_attention` in plain torch, in float32, one sequence at a time."""
     page, kv_heads = k_cache.shape[1:3]
@@ -195,8 +233,10 @@ def paged_prefill_attention_reference(
             continue
         table = block_tables[row, : -(-context // page)].long()
         k, v = (
-            cache[table].flatten(0, 1)[:context].float().transpose(0, 1).repeat_interleave(group, dim=0)
-            for cache in (k_cache, v_cache)
+            dequantized(as_words(cache)[table].view(cache.dtype).flatten(0, 1)[:context], factor)
+            .transpose(0, 1)
+            .repeat_interleave(group, dim=0)
+            for cache, factor in ((k_cache, k_scale), (v_cache, v_scale))
         )  # [q_heads, context, head_dim]
         queries = q[begin:end].float().transpose(0, 1)
         seen = None
@@ -219,15 +259,29 @@ def paged_prefill_attention(
     context_lens: torch.Tensor,
     max_seqlen_q: int,
     scale: float,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention of each sequence's new tokens over its context, which ends in those tokens already.
 
     q: [T, q_heads, head_dim], the sequences' new tokens one after another, last dimension contiguous.
-    k_cache, v_cache: contiguous [num_blocks, block_size, kv_heads, head_dim] of q's dtype; cells past a
-    context may hold anything. block_tables: [S, W] int32, padded with -1. cu_seqlens_q: [S + 1] int32
-    prefix sum of the new tokens per sequence, at most `max_seqlen_q` each. context_lens: [S] int32, cached
-    and new tokens; new token i of n sits at position context_len - n + i; a sequence of context length 0
-    gives zeros. Returns a new [T, q_heads, head_dim]. The tiling is FlashAttention-2's (Dao, 2023).
+    k_cache, v_cache: contiguous [num_blocks, block_size, kv_heads, head_dim] of q's dtype, or of
+    float8_e4m3fn, whose values are then multiplied by k_scale and v_scale: [kv_heads] float32 (None: 1).
+    Cells past a context may hold anything. block_tables: [S, W] int32, padded with -1. cu_seqlens_q: [S + 1]
+    int32 prefix sum of the new tokens per sequence, at most `max_seqlen_q` each. context_lens: [S] int32,
+    cached and new tokens; new token i of n sits at position context_len - n + i; a sequence of context
+    length 0 gives zeros. Returns a new [T, q_heads, head_dim]. The tiling is FlashAttention-2's (Dao, 2023).
     """
     run = paged_prefill_attention_triton if use_triton(q) else paged_prefill_attention_reference
-    return run(q, k_cache, v_cache, block_tables, cu_seqlens_q, context_lens, max_seqlen_q, scale)
+    return run(
+        q,
+        k_cache,
+        v_cache,
+        block_tables,
+        cu_seqlens_q,
+        context_lens,
+        max_seqlen_q,
+        scale,
+        k_scale,
+        v_scale,
+    )

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import kernel_cases as cases
+import numpy as np
 import pytest
 import torch
-from kernel_cases import BF16, F16, F32, Heads
+from kernel_cases import BF16, F16, F32, FP8, Heads
 
 from nanovllm.kernels.compat import INTERPRET
 from nanovllm.kernels.decode_attention import paged_decode_attention
 from nanovllm.kernels.sampling import sample, sample_reference
+from nanovllm.kernels.shared_prefix import find_shared_prefixes
 
 pytestmark = [
     pytest.mark.skipif(not INTERPRET, reason="kernels are compiled here; tests/gpu runs these cases"),
@@ -25,9 +27,14 @@ SHAPES = [
     Heads(4, 2, 128, 32, BF16),
     Heads(2, 2, 256, 16, F16),
 ]
+FP8_SHAPES = [
+    Heads(4, 2, 32, 64, BF16, FP8),
+    Heads(7, 1, 80, 48, F16, FP8),
+    Heads(2, 2, 8, 16, BF16, FP8),
+]
 
 
-@pytest.mark.parametrize("heads", SHAPES, ids=str)
+@pytest.mark.parametrize("heads", SHAPES + FP8_SHAPES, ids=str)
 def test_decode_around_block_boundaries(heads: Heads) -> None:
     page = heads.page
     cases.check_decode([1, page - 1, page, page + 1, 0, 2 * page, 3 * page + 1], heads, CPU)
@@ -48,6 +55,30 @@ def test_decode_batches(sequences: int) -> None:
     cases.check_decode([(7 * row) % 40 for row in range(1, sequences + 1)], Heads(2, 1, 16, 16), CPU)
 
 
+def test_decode_of_more_chunks_than_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"CHUNK": 128, "_LANES": 2, "_PROGRAMS": 1}.items():
+        monkeypatch.setattr(f"nanovllm.kernels.decode_attention.{name}", value)
+    cases.check_decode([1, 256, 0, 257, 700, 128], Heads(2, 1, 16, 16), CPU)
+
+
+@pytest.mark.parametrize("heads", [Heads(2, 1, 16, 16), Heads(5, 1, 16, 784)], ids=str)
+def test_decode_of_shared_prefixes(heads: Heads) -> None:
+    contexts = [1100, 1030, 513, 0, 1025, 40, 600, 1100, 512]
+    cases.check_shared_prefixes(contexts, {1: 0, 4: 0, 6: 2, 5: 2, 8: 0}, heads, CPU)
+
+
+def test_nothing_is_shared() -> None:
+    tables = np.arange(12, dtype=np.int32).reshape(3, 4)
+    contexts = np.full(3, 2000, np.int32)
+    assert find_shared_prefixes(tables, contexts, 512, 2) is None
+    same = np.broadcast_to(tables[:1], tables.shape)
+    assert find_shared_prefixes(same, contexts, 512, 16) is None  # one sequence fills a tile
+    assert find_shared_prefixes(same, np.full(3, 512, np.int32), 512, 2) is None
+    members, lens, skips = find_shared_prefixes(same, contexts, 512, 2)
+    assert (members.tolist(), lens.tolist()) == ([[0, 1, 2, -1, -1, -1, -1, -1]], [1536])
+    assert skips.tolist() == [1536] * 3
+
+
 def test_decode_of_padding_alone_is_zero() -> None:
     cases.check_decode([0, 0, 0], Heads(2, 1, 16, 16), CPU)
 
@@ -61,6 +92,7 @@ def test_decode_of_padding_alone_is_zero() -> None:
         Heads(3, 1, 8, 256, F16),
         Heads(4, 2, 128, 32, BF16),
         Heads(2, 2, 256, 16, F16),
+        *FP8_SHAPES,
     ],
     ids=str,
 )
@@ -88,6 +120,10 @@ def test_prefill_over_several_tiles(lengths: list[tuple[int, int]]) -> None:
 def test_prefill_bits_do_not_depend_on_chunks(chunks: list[int]) -> None:
     length = 30 if chunks == [1] else 150
     cases.check_chunked_prefill(length, chunks, Heads(2, 1, 32, 16), CPU)
+
+
+def test_fp8_pairs() -> None:
+    cases.check_fp8_pairs(CPU)
 
 
 @pytest.mark.parametrize("heads", SHAPES, ids=str)

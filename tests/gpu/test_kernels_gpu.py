@@ -5,7 +5,7 @@ from __future__ import annotations
 import kernel_cases as cases
 import pytest
 import torch
-from kernel_cases import BF16, F16, F32, Heads
+from kernel_cases import BF16, F16, F32, FP8, Heads
 
 from nanovllm.kernels.decode_attention import paged_decode_attention, paged_decode_attention_reference
 from nanovllm.kernels.rotary import qk_norm_rope_store
@@ -27,10 +27,22 @@ SHAPES = [
     Heads(4, 2, 256, 16, F32),
     Heads(2, 2, 8, 16, F16),
 ]
+ATTENTION_SHAPES = [
+    *SHAPES,
+    Heads(5, 1, 128, 784, BF16),
+    Heads(16, 1, 64, 256, BF16),
+    Heads(16, 8, 128, 256, BF16, FP8),
+    Heads(32, 8, 128, 16, BF16, FP8),
+    Heads(14, 2, 64, 256, F16, FP8),
+    Heads(5, 1, 80, 784, BF16, FP8),
+    Heads(20, 1, 80, 48, BF16, FP8),
+    Heads(8, 8, 256, 32, BF16, FP8),
+    Heads(2, 2, 8, 16, F16, FP8),
+]
 MIXED = [1, 15, 16, 17, 0, 127, 128, 129, 255, 256, 257, 511, 512, 513, 1024, 1025, 2048, 3000]
 
 
-@pytest.mark.parametrize("heads", SHAPES, ids=str)
+@pytest.mark.parametrize("heads", ATTENTION_SHAPES, ids=str)
 def test_decode(heads: Heads) -> None:
     cases.check_decode(MIXED, heads, GPU)
 
@@ -45,17 +57,44 @@ def test_decode_of_a_long_context(context: int) -> None:
     cases.check_decode([context], SHAPES[0], GPU)
 
 
+@pytest.mark.parametrize("cache_dtype", [None, FP8], ids=str)
+def test_decode_of_more_chunks_than_lanes(cache_dtype: torch.dtype | None) -> None:
+    cases.check_decode([9000, *[100] * 300, 20_000], Heads(16, 8, 128, 256, BF16, cache_dtype), GPU)
+
+
+@pytest.mark.parametrize(
+    "heads",
+    [
+        Heads(16, 8, 128, 256, BF16),
+        Heads(8, 8, 128, 16, BF16),
+        Heads(14, 2, 64, 256, F16),
+        Heads(5, 1, 80, 784, BF16),
+        Heads(16, 8, 128, 256, BF16, FP8),
+    ],
+    ids=str,
+)
+def test_decode_of_shared_prefixes(heads: Heads) -> None:
+    contexts = [5000, *[4097 + 31 * row for row in range(20)], 0, 1100, 2000, 600, 513, 512]
+    cases.check_shared_prefixes(contexts, {**dict.fromkeys(range(1, 21), 0), 23: 22, 25: 24}, heads, GPU)
+
+
+def test_fp8_pairs() -> None:
+    cases.check_fp8_pairs(GPU)
+
+
 def test_decode_of_padding_alone_is_zero() -> None:
     cases.check_decode([0, 0, 0], SHAPES[0], GPU)
 
 
-@pytest.mark.parametrize("heads", SHAPES, ids=str)
+@pytest.mark.parametrize("heads", ATTENTION_SHAPES, ids=str)
 def test_prefill(heads: Heads) -> None:
     lengths = [(1, 1), (63, 63), (129, 129), (1, 700), (200, 713), (0, 9), (4, 0), (128, 1024), (577, 577)]
     cases.check_prefill(lengths, heads, GPU)
 
 
-@pytest.mark.parametrize("heads", [SHAPES[0], SHAPES[3], SHAPES[4], SHAPES[7]], ids=str)
+@pytest.mark.parametrize(
+    "heads", [SHAPES[0], SHAPES[3], SHAPES[4], SHAPES[7], Heads(16, 8, 128, 256, BF16, FP8)], ids=str
+)
 @pytest.mark.parametrize("chunks", [[1, 400], [7], [255, 256, 257], [1000, 20]], ids=str)
 def test_prefill_bits_do_not_depend_on_chunks(chunks: list[int], heads: Heads) -> None:
     cases.check_chunked_prefill(1111, chunks, heads, GPU)
