@@ -9,6 +9,7 @@ from typing import ClassVar
 import torch
 
 from nanovllm.device import Device
+from nanovllm.kernels.decode_attention import SharedPrefixes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -28,6 +29,7 @@ class AttentionMetadata:
     context_lens: torch.Tensor  # [S] cached + new tokens
     block_tables: torch.Tensor  # [S, W] padded with -1
     is_decode: bool  # every sequence brings exactly one new token
+    shared: SharedPrefixes | None = None  # what sequences of a decode step have in common, to be read once
 
 
 class AttentionBackend(ABC):
@@ -41,6 +43,7 @@ class AttentionBackend(ABC):
     block_size_multiple: ClassVar[int]
     default_block_size: ClassVar[int]
     supports_cuda_graph: ClassVar[bool] = True  # a decode step launches kernels and nothing else
+    supports_shared_prefixes: ClassVar[bool] = False  # others read what is shared for each sequence
 
     @classmethod
     @abstractmethod

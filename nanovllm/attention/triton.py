@@ -18,6 +18,7 @@ class TritonBackend(AttentionBackend):
     name = "triton"
     block_size_multiple = 16
     default_block_size = 256
+    supports_shared_prefixes = True
 
     @classmethod
     def unavailable(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from tqdm.auto import tqdm
@@ -23,35 +24,46 @@ def graph_sizes(max_num_seqs: int) -> list[int]:
 
 
 class CUDAGraphs:
-    """One graph per size, each over the tensors that its step was made with."""
+    """One graph per size, each over the tensors that its step was made with; they share one memory pool."""
 
     def __init__(
         self,
         sizes: list[int],
         make_step: Callable[[int], Callable[[], torch.Tensor]],
         device: torch.device,
-        progress: bool,
+        pool: Any = None,
     ) -> None:
-        """Capture `make_step(size)` for every size, largest first so that smaller ones reuse its memory."""
+        """`make_step(size)` returns a function that runs the step of that many rows. Captures nothing yet."""
         self.sizes = sizes
+        self.pool = torch.cuda.graph_pool_handle() if pool is None else pool
+        self._make_step = make_step
+        self._device = device
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
-        pool = torch.cuda.graph_pool_handle()
-        for size in tqdm(sizes[::-1], "Capturing CUDA graphs", disable=not progress, leave=False):
-            run_step = make_step(size)
-            run_step()  # compiles kernels and makes library handles, which must not happen in a capture
-            torch.cuda.synchronize(device)
-            graph = torch.cuda.CUDAGraph()
-            # On torch's own capture stream: cuBLAS keeps a workspace for every stream it has ever seen.
-            with torch.cuda.graph(graph, pool=pool):
-                output = run_step()
-            self._graphs[size] = (graph, output)
+
+    def capture_all(self, progress: bool) -> None:
+        """Capture every size, largest first so that smaller ones reuse its memory."""
+        for size in tqdm(self.sizes[::-1], "Capturing CUDA graphs", disable=not progress, leave=False):
+            self.capture(size)
+
+    def capture(self, size: int) -> None:
+        """Capture one size, if that has not been done. Makes its step, so it overwrites the input buffers."""
+        if size in self._graphs:
+            return
+        run_step = self._make_step(size)
+        run_step()  # compiles kernels and makes library handles, which must not happen in a capture
+        torch.cuda.synchronize(self._device)
+        graph = torch.cuda.CUDAGraph()
+        # On torch's own capture stream: cuBLAS keeps a workspace for every stream it has ever seen.
+        with torch.cuda.graph(graph, pool=self.pool):
+            output = run_step()
+        self._graphs[size] = (graph, output)
 
     def size_for(self, num_seqs: int) -> int:
-        """The smallest captured size that holds `num_seqs` rows."""
+        """The smallest size that holds `num_seqs` rows."""
         return self.sizes[bisect_left(self.sizes, num_seqs)]
 
     def replay(self, size: int) -> torch.Tensor:
-        """Run the step of `size` rows on what its tensors hold now; the result lasts until the next
+        """Run the captured step of `size` rows on what its tensors hold now; the result lasts until the next
         replay."""
         graph, output = self._graphs[size]
         graph.replay()

@@ -22,6 +22,8 @@ from nanovllm.engine.batch import Batch, SampleOutput
 from nanovllm.engine.cuda_graph import CUDAGraphs, graph_sizes
 from nanovllm.engine.staging import StagedFields, Staging, StepHandle
 from nanovllm.errors import KVCacheMemoryError
+from nanovllm.kernels.decode_attention import HEAD_TILE, SharedPrefixes
+from nanovllm.kernels.shared_prefix import find_shared_prefixes, no_shared_prefixes
 from nanovllm.layers.sampler import Sampler, SamplingTensors
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import DecoderForCausalLM
@@ -31,6 +33,8 @@ from nanovllm.sampling_params import SamplingBatch
 logger = logging.getLogger("nanovllm")
 
 CALIBRATION_TOKENS = 2048
+SHARED_FIELDS = ("shared_members", "shared_lens", "shared_skips")
+MIN_SHARED_TOKENS = 16384  # to be read less in a step, before a second pass over the batch pays
 
 _NOTHING = np.empty(0, np.int32)
 EMPTY_BATCH = Batch(
@@ -142,8 +146,13 @@ class ModelRunner:
             load_weights(self.model, model_path, check)
         self.sampler = Sampler()
         self.graphs: CUDAGraphs | None = None
+        self.shared_graphs: CUDAGraphs | None = None
+        layer = self.model.attention_layers[0]
+        self._group = layer.num_heads // layer.num_kv_heads
+        self._may_share = False  # until there is a KV cache
+        self._last_shared: tuple[tuple[int, ...], np.ndarray, dict[str, np.ndarray]] | None = None
         max_seqs, max_tokens = config.max_num_seqs, max(config.max_num_batched_tokens, config.max_num_seqs)
-        self.staging = Staging(device, 4 * max_tokens + (self.max_blocks + 16) * max_seqs + 128, max_seqs)
+        self.staging = Staging(device, 4 * max_tokens + (self.max_blocks + 24) * max_seqs + 128, max_seqs)
         self.spare_slot = max_seqs  # where the tokens of padded rows and of unfinished prompts go
         self.last_token_ids = torch.zeros(max_seqs + 1, dtype=torch.int64, device=device.torch)
 
@@ -158,23 +167,24 @@ class ModelRunner:
         """
         if self.cache_dtype == self.dtype:
             return
-        num_tokens = min(CALIBRATION_TOKENS, self.max_model_len, self.config.max_num_batched_tokens)
-        generator = np.random.default_rng(0)
+        num_tokens = min(CALIBRATION_TOKENS, self.max_model_len)
         self._set_kv_cache(-(-num_tokens // self.block_size), self.dtype)
         self.kv_cache.zero_()  # what is not written must not count
-        token_ids = generator.integers(self.model_config.vocab_size, size=num_tokens, dtype=np.int32)
-        self.run(
-            Batch(
+        rng = np.random.default_rng(0)
+        token_ids = rng.integers(self.model_config.vocab_size, size=num_tokens, dtype=np.int32)
+        for start in range(0, num_tokens, self.config.max_num_batched_tokens):
+            chunk = token_ids[start : start + self.config.max_num_batched_tokens]
+            batch = Batch(
                 seq_ids=(0,),
                 slots=np.zeros(1, np.int32),
-                token_ids=token_ids,
-                query_lens=np.full(1, num_tokens, np.int32),
-                context_lens=np.full(1, num_tokens, np.int32),
+                token_ids=chunk,
+                query_lens=np.full(1, len(chunk), np.int32),
+                context_lens=np.full(1, start + len(chunk), np.int32),
                 block_tables=np.arange(self.kv_cache.shape[2], dtype=np.int32)[None],
                 samples=np.ones(1, np.bool_),
                 sampling=SamplingBatch(None, None, None, None, None),
             )
-        )
+            self.run(batch)
         largest = self.kv_cache.float().abs().amax(dim=(2, 3, 5))  # [2, layers, KV heads]
         scales = (largest / (torch.finfo(self.cache_dtype).max / 4)).clamp(min=1e-6)
         for layer, k_scale, v_scale in zip(self.model.attention_layers, *scales, strict=True):
@@ -234,6 +244,8 @@ class ModelRunner:
     def allocate_kv_cache(self, num_blocks: int) -> int:
         """Allocate the KV cache; return how many blocks it has."""
         self._set_kv_cache(num_blocks)
+        can_share = self.backend.supports_shared_prefixes and 2 * self._group <= HEAD_TILE
+        self._may_share = can_share and self.config.enable_prefix_caching
         return self.kv_cache.shape[2]
 
     def _set_kv_cache(self, num_blocks: int, dtype: torch.dtype | None = None) -> None:
@@ -254,17 +266,19 @@ class ModelRunner:
         if self.config.enforce_eager or not (self.device.is_cuda and self.backend.supports_cuda_graph):
             return
 
-        def make_step(size: int) -> Callable[[], torch.Tensor]:
-            inputs = self.staging.send(self.prepare_decode(EMPTY_BATCH, size, self.max_blocks))
+        def make_step(size: int, shared: bool) -> Callable[[], torch.Tensor]:
+            arrays = self.prepare_decode(EMPTY_BATCH, size, self.max_blocks)
+            if shared:
+                arrays |= dict(zip(SHARED_FIELDS, no_shared_prefixes(size, self._group), strict=True))
+            inputs = self.staging.send(arrays)
             meta = self._metadata(inputs, is_decode=True, max_seqlen_q=1, max_seqlen_k=self.max_model_len)
             return lambda: self._forward(inputs, meta)
 
-        self.graphs = CUDAGraphs(
-            graph_sizes(self.config.max_num_seqs),
-            make_step,
-            self.device.torch,
-            progress and self.tp.rank == 0,
-        )
+        sizes, device = graph_sizes(self.config.max_num_seqs), self.device.torch
+        self.graphs = CUDAGraphs(sizes, lambda size: make_step(size, False), device)
+        self.graphs.capture_all(progress and self.tp.rank == 0)
+        # Captured when they are first needed: most workloads share no prefixes.
+        self.shared_graphs = CUDAGraphs(sizes, lambda size: make_step(size, True), device, self.graphs.pool)
 
     # -- one step ----------------------------------------------------------------------------------------
 
@@ -280,13 +294,18 @@ class ModelRunner:
 
     def _launch(self, batch: Batch) -> StepHandle:
         num_seqs = len(batch.slots)
-        if self.graphs is not None and batch.is_decode:
+        if self.graphs is not None and self.shared_graphs is not None and batch.is_decode:
             rows = self.graphs.size_for(num_seqs)
-            inputs = self._send(batch, self.prepare_decode(batch, rows, self.max_blocks))
-            hidden = self.graphs.replay(rows)[:num_seqs]
+            arrays = self.prepare_decode(batch, rows, self.max_blocks)
+            shared = self.prepare_shared_prefixes(batch, arrays)
+            graphs = self.shared_graphs if shared else self.graphs
+            graphs.capture(rows)
+            inputs = self._send(batch, arrays | shared)
+            hidden = graphs.replay(rows)[:num_seqs]
         else:
             if batch.is_decode:
                 arrays = self.prepare_decode(batch, num_seqs, batch.block_tables.shape[1])
+                arrays |= self.prepare_shared_prefixes(batch, arrays)
             else:
                 arrays = self.prepare_prefill(batch)
             inputs = self._send(batch, arrays)
@@ -318,6 +337,9 @@ class ModelRunner:
     def _metadata(
         self, inputs: StagedFields, is_decode: bool, max_seqlen_q: int, max_seqlen_k: int
     ) -> AttentionMetadata:
+        shared = None
+        if inputs.get(SHARED_FIELDS[0]) is not None:
+            shared = SharedPrefixes(*(inputs[name] for name in SHARED_FIELDS))
         return AttentionMetadata(
             cu_seqlens_q=inputs["cu_seqlens_q"],
             cu_seqlens_k=inputs["cu_seqlens_k"],
@@ -327,6 +349,7 @@ class ModelRunner:
             context_lens=inputs["context_lens"],
             block_tables=inputs["block_tables"],
             is_decode=is_decode,
+            shared=shared,
         )
 
     def _sampling_tensors(self, inputs: StagedFields) -> SamplingTensors:
@@ -386,6 +409,31 @@ class ModelRunner:
         tables[: batch.block_tables.shape[0], : batch.block_tables.shape[1]] = batch.block_tables
         return tables
 
+    def prepare_shared_prefixes(self, batch: Batch, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """The inputs that let a decode step of `arrays` read shared beginnings once; {} if too little is
+        shared.
+
+        Found anew when the batch is made of other sequences, or these lie in other blocks; else the last
+        result holds.
+        """
+        if not self._may_share:
+            return {}
+        tables, context_lens = arrays["block_tables"], arrays["context_lens"]
+        if self._last_shared is not None:
+            seq_ids, blocks, fields = self._last_shared
+            same_rows = seq_ids == batch.seq_ids and len(blocks) == len(tables)
+            if same_rows and np.array_equal(tables[:, : blocks.shape[1]], blocks):
+                return fields
+        fields, num_blocks = {}, 1
+        first_blocks = batch.block_tables[:, 0]
+        if len(np.unique(first_blocks)) < len(first_blocks):
+            found = find_shared_prefixes(tables, context_lens, self.block_size, self._group)
+            if found is not None and int(found[2].sum() - found[1].sum()) >= MIN_SHARED_TOKENS:
+                fields = dict(zip(SHARED_FIELDS, found, strict=True))
+                num_blocks = -(-int(found[1].max()) // self.block_size)
+        self._last_shared = batch.seq_ids, tables[:, :num_blocks].copy(), fields
+        return fields
+
     def prepare_sample(self, batch: Batch) -> dict[str, np.ndarray]:
         """The sampling parameters that are in use, and the rows that need their logits sorted."""
         sampling = batch.sampling
@@ -417,7 +465,15 @@ class ModelRunner:
         try:
             self.device.synchronize()
         finally:
-            for name in ("graphs", "model", "kv_cache", "staging", "last_token_ids", "sampler"):
+            for name in (
+                "graphs",
+                "shared_graphs",
+                "model",
+                "kv_cache",
+                "staging",
+                "last_token_ids",
+                "sampler",
+            ):
                 self.__dict__.pop(name, None)
             self.tp.close()
             self.device.release_memory()

@@ -20,9 +20,7 @@ def find_shared_prefixes(
     the last ones with length 0. A unit shares whole chunks, and each of its sequences has tokens past them.
     """
     count, per_unit = len(context_lens), HEAD_TILE // group
-    members = np.full((count // 2, max(per_unit, 1)), -1, np.int32)
-    lens = np.zeros(count // 2, np.int32)
-    skips = np.zeros(count, np.int32)
+    members, lens, skips = no_shared_prefixes(count, group)
     if per_unit < 2 or count < 2:
         return None
     tables = np.ascontiguousarray(block_tables)
@@ -45,3 +43,9 @@ def find_shared_prefixes(
             unit += 1
         start = end
     return (members, lens, skips) if unit else None
+
+
+def no_shared_prefixes(count: int, group: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """What `find_shared_prefixes` returns for `count` rows, without any unit."""
+    members = np.full((count // 2, max(HEAD_TILE // group, 1)), -1, np.int32)
+    return members, np.zeros(count // 2, np.int32), np.zeros(count, np.int32)

@@ -17,6 +17,7 @@ from checked_llm import CheckedLLM
 from tiny_models import VOCAB_SIZE, edit_json, transformers_greedy, write_tiny_model
 
 from nanovllm import LLM, EngineClosedError, KVCacheMemoryError, SamplingParams
+from nanovllm.engine import model_runner
 from nanovllm.errors import ModelLoadError
 from nanovllm.kernels.compat import INTERPRET
 
@@ -93,6 +94,24 @@ def test_many_preemptions(model: Path, run_ahead: bool) -> None:
     assert tokens(outputs) == [transformers_greedy(model, prompt, 44) for prompt in prompts]
 
 
+def test_an_fp8_cache_is_near_and_the_same_for_every_schedule(
+    model: Path, prompts: list, expected: list
+) -> None:
+    results = []
+    for options in ({}, {"max_num_batched_tokens": 7, "num_kvcache_blocks": 14}, {"tensor_parallel_size": 2}):
+        with make(model, kv_cache_dtype="fp8", **options) as llm:
+            assert llm._runner.kv_cache.dtype == torch.float8_e4m3fn
+            for layer in llm._runner.model.attention_layers:
+                assert (layer.k_scale > 1e-4).all() and (layer.v_scale > 1e-4).all()
+            for _ in range(2):
+                results.append(tokens(llm.generate(prompts, GREEDY, use_tqdm=False)))
+    assert all(result == results[0] for result in results)
+    same = sum(a[0] == b[0] for a, b in zip(results[0], expected, strict=True))
+    assert same >= len(expected) - 2  # of first tokens: random weights forgive little
+    with pytest.raises(ValueError, match="kv_cache_dtype must be one of 'auto', 'fp8', not 'int4'"):
+        make(model, kv_cache_dtype="int4")
+
+
 @pytest.mark.parametrize("block_size", [1, 4, 16, 64])
 def test_block_sizes(model: Path, prompts: list, expected: list, block_size: int) -> None:
     with make(model, kvcache_block_size=block_size, max_num_batched_tokens=40) as llm:
@@ -112,6 +131,35 @@ def test_triton_backend(model: Path, prompts: list, expected: list, block_size: 
     with make(model, attention_backend="triton", kvcache_block_size=block_size, **options) as llm:
         for _ in range(2):
             assert tokens(llm.generate(few, params, use_tqdm=False)) == [ids[:5] for ids in expected[3:7]]
+
+
+@pytest.mark.skipif(not INTERPRET, reason="kernels are compiled here; tests/gpu runs the engine over them")
+def test_shared_beginnings_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two prompts that share 512 tokens, and one that does not; a sequence that ends changes the batch."""
+    monkeypatch.setattr(model_runner, "MIN_SHARED_TOKENS", 512)
+    path = write_tiny_model(tmp_path, max_position_embeddings=1024, num_hidden_layers=1)
+    rng = random.Random(2)
+    shared = [rng.randrange(2, VOCAB_SIZE) for _ in range(512)]
+    prompts = [[*shared, 5, 6], [7, 8, 9], [*shared, 7], [*shared, 9, 9, 9]]
+    lens = [5, 5, 2, 5]
+    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in lens]
+    options = {"attention_backend": "triton", "kvcache_block_size": 64, "max_model_len": 640}
+    with make(path, **options) as llm:
+        llm.generate([shared], SamplingParams(max_tokens=1), use_tqdm=False)  # into the prefix cache
+        found = []
+        prepare = llm._runner.prepare_shared_prefixes
+
+        def spy(batch: object, arrays: dict) -> dict:
+            found.append(prepare(batch, arrays))
+            return found[-1]
+
+        llm._runner.prepare_shared_prefixes = spy
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        assert tokens(outputs) == [
+            transformers_greedy(path, p, n) for p, n in zip(prompts, lens, strict=True)
+        ]
+    shapes = [sorted(fields["shared_skips"].tolist()) for fields in found if fields]
+    assert [0, 512, 512, 512] in shapes and [0, 512, 512] in shapes
 
 
 def test_max_num_seqs_one_and_odd(model: Path, prompts: list, expected: list) -> None:

@@ -20,6 +20,7 @@ from demo_tasks import heldout, score
 from tiny_models import transformers_model, write_tiny_model
 
 from nanovllm import LLM, SamplingParams, demo_model_path
+from nanovllm.engine import model_runner
 from nanovllm.engine.batch import LAST_SAMPLED, Batch
 from nanovllm.sampling_params import SamplingBatch
 
@@ -219,6 +220,46 @@ def test_demo_accuracy(backend: str) -> None:
             use_tqdm=False,
         )
     assert score(examples, [output["text"] for output in outputs])["overall"] >= 0.95
+
+
+def test_demo_accuracy_with_an_fp8_cache() -> None:
+    examples = heldout(400, seed=1)
+    with LLM(demo_model_path(), kv_cache_dtype="fp8") as llm:
+        outputs = llm.chat(
+            [[{"role": "user", "content": example.prompt}] for example in examples],
+            SamplingParams(temperature=0, max_tokens=300),
+            use_tqdm=False,
+        )
+    assert score(examples, [output["text"] for output in outputs])["overall"] >= 0.9
+
+
+@pytest.mark.parametrize("options", [{}, {"enforce_eager": True}, {"kv_cache_dtype": "fp8"}], ids=str)
+def test_shared_beginnings_change_no_token(
+    model: Path, options: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three groups, and rows that share nothing; sequences end one by one, so that sizes and groups change."""
+    rng = random.Random(4)
+    beginnings = [[rng.randrange(2, 1000) for _ in range(n)] for n in (2048, 1030, 520)]
+    prompts = [
+        start + [rng.randrange(2, 1000) for _ in range(1 + i)] for i in range(7) for start in beginnings
+    ]
+    prompts += [[rng.randrange(2, 1000) for _ in range(50 * i + 1)] for i in range(5)]
+    params = [
+        SamplingParams(temperature=0, max_tokens=3 + 2 * i, ignore_eos=True) for i in range(len(prompts))
+    ]
+    results = []
+    for least in (1, 10**9):
+        monkeypatch.setattr(model_runner, "MIN_SHARED_TOKENS", least)
+        with CheckedLLM(
+            model, skip_tokenizer_init=True, kvcache_block_size=64, max_num_seqs=64, **options
+        ) as llm:
+            llm.generate(beginnings, SamplingParams(max_tokens=1), use_tqdm=False)  # into the prefix cache
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            results.append([output["token_ids"] for output in outputs])
+            shared_graphs = llm._runner.shared_graphs
+            if shared_graphs is not None:
+                assert bool(shared_graphs._graphs) == (least == 1)
+    assert results[0] == results[1]
 
 
 def test_close_gives_the_memory_back(model: Path) -> None:
