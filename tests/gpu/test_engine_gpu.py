@@ -237,7 +237,7 @@ def test_demo_accuracy_with_an_fp8_cache() -> None:
 def test_shared_beginnings_change_no_token(
     model: Path, options: dict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three groups, and rows that share nothing; sequences end one by one, so that sizes and groups change."""
+    """Three groups, and rows that share nothing; sequences end one by one: sizes and groups change."""
     rng = random.Random(4)
     beginnings = [[rng.randrange(2, 1000) for _ in range(n)] for n in (2048, 1030, 520)]
     prompts = [
