@@ -108,11 +108,11 @@ class TPGroup:
 
         Any thread may call this, also while another one waits in a collective; a second call does nothing.
         """
+        if self._peer_memory is not None and self._device is not None:
+            self._peer_memory.release_waiters(self._device)  # first: NCCL's abort waits for the whole device
         process_group, self._process_group = self._process_group, None
         if process_group is not None:
             process_group.abort()
-        if self._peer_memory is not None and self._device is not None:
-            self._peer_memory.release_waiters(self._device)
 
     def close(self) -> None:
         """Leave the group, on which nothing may be waiting any more, and free its memory and its port."""
@@ -144,6 +144,7 @@ class PeerMemory:
         device = buffer.device
         calls = torch.zeros(max_rows, dtype=torch.int32, device=device)
         self._aborted = torch.zeros(1, dtype=torch.int32, device=device)
+        self._one = torch.ones(1, dtype=torch.int32, pin_memory=device.type == "cuda")
         place = buffer.element_size() * max_rows * n
         starts = torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=device)
         places = (starts, starts + place)
@@ -208,8 +209,11 @@ class PeerMemory:
         return all_reduce_add_rms_norm_triton(self._next_turn(), x, residual, weight, eps)
 
     def release_waiters(self, device: Device) -> None:
-        """Let kernels that wait for dead ranks go on."""
-        device.run_beside(lambda: self._aborted.fill_(1))
+        """Let kernels that wait for dead ranks go on.
+
+        By a copy, not by a kernel: loading one for the first time can wait for the kernels that wait.
+        """
+        device.run_beside(lambda: self._aborted.copy_(self._one, non_blocking=True))
 
     def _next_turn(self) -> Peers:
         self._turns.reverse()
