@@ -131,9 +131,12 @@ class Device:
         finally:
             torch.set_num_threads(threads)
 
-    def run_beside(self, work: Callable[[], object]) -> None:
-        """Run `work` on the device beside what is queued there, and wait for it."""
-        stream = torch.cuda.Stream(self.torch)
+    def side_stream(self) -> torch.cuda.Stream:
+        """A stream of its own, for `run_beside`."""
+        return torch.cuda.Stream(self.torch)
+
+    def run_beside(self, stream: torch.cuda.Stream, work: Callable[[], object]) -> None:
+        """Run `work` on `stream`, beside what the device does, and wait for it."""
         with torch.cuda.stream(stream):
             work()
         stream.synchronize()

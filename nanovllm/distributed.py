@@ -41,7 +41,6 @@ class TPGroup:
         self.size = size
         self._process_group = process_group
         self._peer_memory: PeerMemory | None = None
-        self._device: Device | None = None
         self._rendezvous: Rendezvous | None = None
 
     @classmethod
@@ -108,8 +107,8 @@ class TPGroup:
 
         Any thread may call this, also while another one waits in a collective; a second call does nothing.
         """
-        if self._peer_memory is not None and self._device is not None:
-            self._peer_memory.release_waiters(self._device)  # first: NCCL's abort waits for the whole device
+        if self._peer_memory is not None:
+            self._peer_memory.release_waiters()  # first: NCCL's abort waits for the whole device
         process_group, self._process_group = self._process_group, None
         if process_group is not None:
             process_group.abort()
@@ -133,7 +132,9 @@ class PeerMemory:
     consecutive calls take in turn, and flags.
     """
 
-    def __init__(self, group: TPGroup, buffer: torch.Tensor, handle: Any, max_rows: int, n: int) -> None:
+    def __init__(
+        self, group: TPGroup, device: Device, buffer: torch.Tensor, handle: Any, max_rows: int, n: int
+    ) -> None:
         """buffer: this rank's, of `numel(...)` elements of the rows' dtype; handle: torch's, of all."""
         self.group_name = ""  # torch's own operations on the buffer would need it
         self._store: Store | None = None
@@ -141,12 +142,13 @@ class PeerMemory:
         self._handle = handle  # keeps the other ranks' memory mapped
         self._max_rows = max_rows
         self._n = n
-        device = buffer.device
-        calls = torch.zeros(max_rows, dtype=torch.int32, device=device)
-        self._aborted = torch.zeros(1, dtype=torch.int32, device=device)
-        self._one = torch.ones(1, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._device = device
+        self._beside = device.side_stream()
+        calls = torch.zeros(max_rows, dtype=torch.int32, device=buffer.device)
+        self._aborted = torch.zeros(1, dtype=torch.int32, device=buffer.device)
+        self._one = device.host_buffer(1, torch.int32).fill_(1)
         place = buffer.element_size() * max_rows * n
-        starts = torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=device)
+        starts = torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=buffer.device)
         places = (starts, starts + place)
         self._turns = [
             Peers(group.rank, group.size, rows, starts + 2 * place, calls, self._aborted) for rows in places
@@ -184,7 +186,7 @@ class PeerMemory:
             numel = cls.numel(max_rows, n, group.size, dtype.itemsize)
             buffer = _SymmetricMemory.empty_strided_p2p((numel,), (1,), dtype, device.torch, name)
             handle = _SymmetricMemory.rendezvous(buffer, name)
-            made = cls(group, buffer, handle, max_rows, n)
+            made = cls(group, device, buffer, handle, max_rows, n)
             made.group_name = name
             made._store = store
         except RuntimeError as error:
@@ -208,12 +210,12 @@ class PeerMemory:
         """Return what `add_rms_norm` gives for the sum of `x` [T, n] over the ranks, both new."""
         return all_reduce_add_rms_norm_triton(self._next_turn(), x, residual, weight, eps)
 
-    def release_waiters(self, device: Device) -> None:
+    def release_waiters(self) -> None:
         """Let kernels that wait for dead ranks go on.
 
         By a copy, not by a kernel: loading one for the first time can wait for the kernels that wait.
         """
-        device.run_beside(lambda: self._aborted.copy_(self._one, non_blocking=True))
+        self._device.run_beside(self._beside, lambda: self._aborted.copy_(self._one, non_blocking=True))
 
     def _next_turn(self) -> Peers:
         self._turns.reverse()

@@ -42,7 +42,9 @@ class CUDAGraphs:
 
     def capture_all(self, progress: bool) -> None:
         """Capture every size, largest first so that smaller ones reuse its memory."""
-        for size in tqdm(self.sizes[::-1], "Capturing CUDA graphs", disable=not progress, leave=False):
+        sizes = self.sizes[::-1]
+        # Without a bar, not even a disabled one: a worker must not own the semaphore that tqdm makes.
+        for size in tqdm(sizes, "Capturing CUDA graphs", leave=False) if progress else sizes:
             self.capture(size)
 
     def capture(self, size: int) -> None:
