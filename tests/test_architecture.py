@@ -32,6 +32,7 @@ LEVELS = {
     "layers": ("compute", 4),
     "models": ("compute", 5),
     "engine.cuda_graph": ("compute", 6),
+    "engine.memory": ("compute", 6),
     "engine.staging": ("compute", 6),
     "engine.model_runner": ("compute", 7),
     "engine.worker": ("both", 8),

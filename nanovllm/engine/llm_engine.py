@@ -21,7 +21,8 @@ from nanovllm.device import Device
 from nanovllm.distributed import Rendezvous, TPGroup
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.interrupts import HeldInterrupts
-from nanovllm.engine.model_runner import ModelRunner, check_weights_fit, fit_kv_cache
+from nanovllm.engine.memory import check_weights_fit, fit_kv_cache
+from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.progress import Progress
 from nanovllm.engine.prompts import (
     Prompt,

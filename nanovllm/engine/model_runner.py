@@ -5,9 +5,7 @@ Never sees a Sequence and never decides what runs. Nothing here waits for the de
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -20,8 +18,8 @@ from nanovllm.device import Device
 from nanovllm.distributed import TPGroup
 from nanovllm.engine.batch import Batch, SampleOutput
 from nanovllm.engine.cuda_graph import CUDAGraphs, graph_sizes
+from nanovllm.engine.memory import KVCacheSpace
 from nanovllm.engine.staging import StagedFields, Staging, StepHandle
-from nanovllm.errors import KVCacheMemoryError
 from nanovllm.kernels.decode_attention import HEAD_TILE, SharedPrefixes
 from nanovllm.kernels.shared_prefix import find_shared_prefixes, no_shared_prefixes
 from nanovllm.layers.sampler import Sampler, SamplingTensors
@@ -30,9 +28,8 @@ from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.loader import init_dummy_weights, load_weights, no_check
 from nanovllm.sampling_params import SamplingBatch
 
-logger = logging.getLogger("nanovllm")
-
 CALIBRATION_TOKENS = 2048
+SharedRows = tuple[np.ndarray, np.ndarray, np.ndarray]  # the fields of SharedPrefixes, on the host
 SHARED_FIELDS = ("shared_members", "shared_lens", "shared_skips")
 MIN_SHARED_TOKENS = 16384  # to be read less in a step, before a second pass over the batch pays
 
@@ -47,67 +44,6 @@ EMPTY_BATCH = Batch(
     samples=_NOTHING.astype(np.bool_),
     sampling=SamplingBatch(None, None, None, None, None),
 )
-
-
-@dataclass(frozen=True, slots=True)
-class KVCacheSpace:
-    """What one rank's device has for the KV cache, in bytes."""
-
-    device: str
-    free: int
-    total: int
-    budget: int  # what the KV cache may take
-    reserve: int  # kept for activations
-    per_block: int
-
-
-def check_weights_fit(
-    needs: list[int], memory: list[tuple[int, int]], config: Config, device: Device
-) -> None:
-    """Raise KVCacheMemoryError when a rank's weights need more than it may use; all in bytes, by rank.
-
-    memory: free and total, which ranks on a CPU share.
-    """
-    devices = device.ranks(len(needs))
-    for rank, (need, (free, total)) in enumerate(zip(needs, memory, strict=True)):
-        may = int(total * config.gpu_memory_utilization) - (total - free)
-        if not device.is_cuda:
-            need, may = sum(needs), free
-        if need > may:
-            whose = f"rank {rank} ({devices[rank]})" if len(needs) > 1 else devices[rank]
-            raise KVCacheMemoryError(
-                f"the model does not fit: its weights need {need / 2**30:,.2f} GiB on {whose}, and "
-                f"{max(may, 0) / 2**30:,.2f} GiB may be used ({free / 2**30:,.2f} of {total / 2**30:,.2f} "
-                f"GiB are free, gpu_memory_utilization is {config.gpu_memory_utilization}). Close what else "
-                "uses the device, or use more devices (tensor_parallel_size) or a smaller model"
-            )
-
-
-def fit_kv_cache(spaces: list[KVCacheSpace], config: Config, block_size: int, most: int) -> int:
-    """Return how many KV cache blocks every rank can hold: those asked for, or what fits, up to `most`.
-
-    Raises KVCacheMemoryError, with what a rank has and what to change, when not one fits.
-    """
-    num_blocks = config.num_kvcache_blocks
-    if num_blocks is None:
-        num_blocks = min(most, *(space.budget // space.per_block for space in spaces))
-    for rank, space in enumerate(spaces):
-        if num_blocks * space.per_block > space.free or (num_blocks < 1 and space.budget < space.per_block):
-            num_blocks = max(num_blocks, 1)
-            need, may = num_blocks * space.per_block / 2**20, max(space.budget, 0) / 2**20
-            whose = f" on rank {rank} ({space.device})" if len(spaces) > 1 else ""
-            raise KVCacheMemoryError(
-                f"no room for the KV cache{whose}: {num_blocks} block(s) of {block_size} tokens need "
-                f"{need:,.1f} MiB, and {may:,.1f} MiB may be used ({space.free / 2**20:,.0f} of "
-                f"{space.total / 2**20:,.0f} MiB are free, {space.reserve / 2**20:,.0f} MiB are kept for "
-                f"activations). Raise gpu_memory_utilization (now {config.gpu_memory_utilization}), lower "
-                "max_num_batched_tokens, max_num_seqs or num_kvcache_blocks, or close what else "
-                "uses the device"
-            )
-    size = num_blocks * spaces[0].per_block / 2**30
-    each = " on each rank" if len(spaces) > 1 else ""
-    logger.info("KV cache: %d blocks of %d tokens, %.2f GiB%s", num_blocks, block_size, size, each)
-    return num_blocks
 
 
 class ModelRunner:
@@ -150,7 +86,7 @@ class ModelRunner:
         layer = self.model.attention_layers[0]
         self._group = layer.num_heads // layer.num_kv_heads
         self._may_share = False  # until there is a KV cache
-        self._last_shared: tuple[tuple[int, ...], np.ndarray, dict[str, np.ndarray]] | None = None
+        self._last_shared: tuple[tuple[int, ...], np.ndarray, SharedRows | None] | None = None
         max_seqs, max_tokens = config.max_num_seqs, max(config.max_num_batched_tokens, config.max_num_seqs)
         self.staging = Staging(device, 4 * max_tokens + (self.max_blocks + 24) * max_seqs + 128, max_seqs)
         self.spare_slot = max_seqs  # where the tokens of padded rows and of unfinished prompts go
@@ -269,7 +205,7 @@ class ModelRunner:
         def make_step(size: int, shared: bool) -> Callable[[], torch.Tensor]:
             arrays = self.prepare_decode(EMPTY_BATCH, size, self.max_blocks)
             if shared:
-                arrays |= dict(zip(SHARED_FIELDS, no_shared_prefixes(size, self._group), strict=True))
+                arrays |= self.prepare_shared_prefixes(no_shared_prefixes(0, self._group), size)
             inputs = self.staging.send(arrays)
             meta = self._metadata(inputs, is_decode=True, max_seqlen_q=1, max_seqlen_k=self.max_model_len)
             return lambda: self._forward(inputs, meta)
@@ -277,8 +213,9 @@ class ModelRunner:
         sizes, device = graph_sizes(self.config.max_num_seqs), self.device.torch
         self.graphs = CUDAGraphs(sizes, lambda size: make_step(size, False), device)
         self.graphs.capture_all(progress and self.tp.rank == 0)
-        # Captured when they are first needed: most workloads share no prefixes.
-        self.shared_graphs = CUDAGraphs(sizes, lambda size: make_step(size, True), device, self.graphs.pool)
+        # Captured when they are first needed, and fewer of them: most workloads share no prefixes.
+        few = sizes[::-4][::-1]
+        self.shared_graphs = CUDAGraphs(few, lambda size: make_step(size, True), device, self.graphs.pool)
 
     # -- one step ----------------------------------------------------------------------------------------
 
@@ -295,17 +232,21 @@ class ModelRunner:
     def _launch(self, batch: Batch) -> StepHandle:
         num_seqs = len(batch.slots)
         if self.graphs is not None and self.shared_graphs is not None and batch.is_decode:
-            rows = self.graphs.size_for(num_seqs)
-            arrays = self.prepare_decode(batch, rows, self.max_blocks)
-            shared = self.prepare_shared_prefixes(batch, arrays)
-            graphs = self.shared_graphs if shared else self.graphs
+            shared = self.find_shared_prefixes(batch)
+            graphs = self.graphs if shared is None else self.shared_graphs
+            rows = graphs.size_for(num_seqs)
             graphs.capture(rows)
-            inputs = self._send(batch, arrays | shared)
+            arrays = self.prepare_decode(batch, rows, self.max_blocks)
+            if shared is not None:
+                arrays |= self.prepare_shared_prefixes(shared, rows)
+            inputs = self._send(batch, arrays)
             hidden = graphs.replay(rows)[:num_seqs]
         else:
             if batch.is_decode:
                 arrays = self.prepare_decode(batch, num_seqs, batch.block_tables.shape[1])
-                arrays |= self.prepare_shared_prefixes(batch, arrays)
+                shared = self.find_shared_prefixes(batch)
+                if shared is not None:
+                    arrays |= self.prepare_shared_prefixes(shared, num_seqs)
             else:
                 arrays = self.prepare_prefill(batch)
             inputs = self._send(batch, arrays)
@@ -409,30 +350,36 @@ class ModelRunner:
         tables[: batch.block_tables.shape[0], : batch.block_tables.shape[1]] = batch.block_tables
         return tables
 
-    def prepare_shared_prefixes(self, batch: Batch, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """The inputs that let a decode step of `arrays` read shared beginnings once; {} if too little is
-        shared.
+    def find_shared_prefixes(self, batch: Batch) -> SharedRows | None:
+        """What the sequences of a decode step had better read once; None if that is too little to pay.
 
         Found anew when the batch is made of other sequences, or these lie in other blocks; else the last
         result holds.
         """
         if not self._may_share:
-            return {}
-        tables, context_lens = arrays["block_tables"], arrays["context_lens"]
+            return None
+        tables = batch.block_tables
         if self._last_shared is not None:
-            seq_ids, blocks, fields = self._last_shared
-            same_rows = seq_ids == batch.seq_ids and len(blocks) == len(tables)
-            if same_rows and np.array_equal(tables[:, : blocks.shape[1]], blocks):
-                return fields
-        fields, num_blocks = {}, 1
-        first_blocks = batch.block_tables[:, 0]
-        if len(np.unique(first_blocks)) < len(first_blocks):
-            found = find_shared_prefixes(tables, context_lens, self.block_size, self._group)
-            if found is not None and int(found[2].sum() - found[1].sum()) >= MIN_SHARED_TOKENS:
-                fields = dict(zip(SHARED_FIELDS, found, strict=True))
-                num_blocks = -(-int(found[1].max()) // self.block_size)
-        self._last_shared = batch.seq_ids, tables[:, :num_blocks].copy(), fields
-        return fields
+            seq_ids, blocks, found = self._last_shared
+            if seq_ids == batch.seq_ids and np.array_equal(tables[:, : blocks.shape[1]], blocks):
+                return found
+        found, num_blocks = None, 1
+        if len(np.unique(tables[:, 0])) < len(tables):
+            found = find_shared_prefixes(tables, batch.context_lens, self.block_size, self._group)
+        if found is not None:
+            _, lens, skips = found
+            num_blocks = -(-int(lens.max()) // self.block_size)
+            if int(skips.sum() - lens.sum()) < MIN_SHARED_TOKENS:
+                found = None
+        self._last_shared = batch.seq_ids, tables[:, :num_blocks].copy(), found
+        return found
+
+    def prepare_shared_prefixes(self, found: SharedRows, rows: int) -> dict[str, np.ndarray]:
+        """The inputs that name what is shared, for a step that is padded to `rows` rows."""
+        padded = no_shared_prefixes(rows, self._group)
+        for whole, part in zip(padded, found, strict=True):
+            whole[: len(part)] = part
+        return dict(zip(SHARED_FIELDS, padded, strict=True))
 
     def prepare_sample(self, batch: Batch) -> dict[str, np.ndarray]:
         """The sampling parameters that are in use, and the rows that need their logits sorted."""

@@ -147,18 +147,18 @@ def test_shared_beginnings_are_read_once(tmp_path: Path, monkeypatch: pytest.Mon
     with make(path, **options) as llm:
         llm.generate([shared], SamplingParams(max_tokens=1), use_tqdm=False)  # into the prefix cache
         found = []
-        prepare = llm._runner.prepare_shared_prefixes
+        find = llm._runner.find_shared_prefixes
 
-        def spy(batch: object, arrays: dict) -> dict:
-            found.append(prepare(batch, arrays))
+        def spy(batch: object) -> object:
+            found.append(find(batch))
             return found[-1]
 
-        llm._runner.prepare_shared_prefixes = spy
+        llm._runner.find_shared_prefixes = spy
         outputs = llm.generate(prompts, params, use_tqdm=False)
         assert tokens(outputs) == [
             transformers_greedy(path, p, n) for p, n in zip(prompts, lens, strict=True)
         ]
-    shapes = [sorted(fields["shared_skips"].tolist()) for fields in found if fields]
+    shapes = [sorted(skips.tolist()) for _, _, skips in filter(None, found)]
     assert [0, 512, 512, 512] in shapes and [0, 512, 512] in shapes
 
 

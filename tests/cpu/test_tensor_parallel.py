@@ -22,7 +22,8 @@ from nanovllm import LLM, EngineClosedError, KVCacheMemoryError, SamplingParams,
 from nanovllm.config import Config
 from nanovllm.device import Device
 from nanovllm.engine import llm_engine
-from nanovllm.engine.model_runner import KVCacheSpace, ModelRunner, check_weights_fit, fit_kv_cache
+from nanovllm.engine.memory import KVCacheSpace, check_weights_fit, fit_kv_cache
+from nanovllm.engine.model_runner import ModelRunner
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 BLOCK = 8

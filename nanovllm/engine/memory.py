@@ -1,0 +1,76 @@
+"""Whether weights and KV cache fit, on every rank: the numbers, and errors that name the rank and the fix.
+
+Allocates nothing and asks no device.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from nanovllm.config import Config
+from nanovllm.device import Device
+from nanovllm.errors import KVCacheMemoryError
+
+logger = logging.getLogger("nanovllm")
+
+
+@dataclass(frozen=True, slots=True)
+class KVCacheSpace:
+    """What one rank's device has for the KV cache, in bytes."""
+
+    device: str
+    free: int
+    total: int
+    budget: int  # what the KV cache may take
+    reserve: int  # kept for activations
+    per_block: int
+
+
+def check_weights_fit(
+    needs: list[int], memory: list[tuple[int, int]], config: Config, device: Device
+) -> None:
+    """Raise KVCacheMemoryError when a rank's weights need more than it may use; all in bytes, by rank.
+
+    memory: free and total, which ranks on a CPU share.
+    """
+    devices = device.ranks(len(needs))
+    for rank, (need, (free, total)) in enumerate(zip(needs, memory, strict=True)):
+        may = int(total * config.gpu_memory_utilization) - (total - free)
+        if not device.is_cuda:
+            need, may = sum(needs), free
+        if need > may:
+            whose = f"rank {rank} ({devices[rank]})" if len(needs) > 1 else devices[rank]
+            raise KVCacheMemoryError(
+                f"the model does not fit: its weights need {need / 2**30:,.2f} GiB on {whose}, and "
+                f"{max(may, 0) / 2**30:,.2f} GiB may be used ({free / 2**30:,.2f} of {total / 2**30:,.2f} "
+                f"GiB are free, gpu_memory_utilization is {config.gpu_memory_utilization}). Close what else "
+                "uses the device, or use more devices (tensor_parallel_size) or a smaller model"
+            )
+
+
+def fit_kv_cache(spaces: list[KVCacheSpace], config: Config, block_size: int, most: int) -> int:
+    """Return how many KV cache blocks every rank can hold: those asked for, or what fits, up to `most`.
+
+    Raises KVCacheMemoryError, with what a rank has and what to change, when not one fits.
+    """
+    num_blocks = config.num_kvcache_blocks
+    if num_blocks is None:
+        num_blocks = min(most, *(space.budget // space.per_block for space in spaces))
+    for rank, space in enumerate(spaces):
+        if num_blocks * space.per_block > space.free or (num_blocks < 1 and space.budget < space.per_block):
+            num_blocks = max(num_blocks, 1)
+            need, may = num_blocks * space.per_block / 2**20, max(space.budget, 0) / 2**20
+            whose = f" on rank {rank} ({space.device})" if len(spaces) > 1 else ""
+            raise KVCacheMemoryError(
+                f"no room for the KV cache{whose}: {num_blocks} block(s) of {block_size} tokens need "
+                f"{need:,.1f} MiB, and {may:,.1f} MiB may be used ({space.free / 2**20:,.0f} of "
+                f"{space.total / 2**20:,.0f} MiB are free, {space.reserve / 2**20:,.0f} MiB are kept for "
+                f"activations). Raise gpu_memory_utilization (now {config.gpu_memory_utilization}), lower "
+                "max_num_batched_tokens, max_num_seqs or num_kvcache_blocks, or close what else "
+                "uses the device"
+            )
+    size = num_blocks * spaces[0].per_block / 2**30
+    each = " on each rank" if len(spaces) > 1 else ""
+    logger.info("KV cache: %d blocks of %d tokens, %.2f GiB%s", num_blocks, block_size, size, each)
+    return num_blocks
