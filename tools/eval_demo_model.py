@@ -30,8 +30,16 @@ def main() -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--attention-backend", default="auto")
+    parser.add_argument("--kv-cache-dtype", default="auto")
+    parser.add_argument("--tensor-parallel-size", type=int, default=1)
     args = parser.parse_args()
-    options = {"device": args.device, "dtype": args.dtype, "attention_backend": args.attention_backend}
+    options = {
+        "device": args.device,
+        "dtype": args.dtype,
+        "attention_backend": args.attention_backend,
+        "kv_cache_dtype": args.kv_cache_dtype,
+        "tensor_parallel_size": args.tensor_parallel_size,
+    }
     with LLM(args.model, **options) as llm:
         scores = evaluate(llm, args.num_problems, args.seed, use_tqdm=True)
     for task, share in scores.items():

@@ -113,7 +113,7 @@ def raise_in_step(rng: random.Random, device: str) -> None:
         def send_nonsense(method: str, *args: object, check_alive: Callable[[], None] | None = None) -> None:
             nonlocal steps
             steps -= method == "launch"
-            if steps >= 0:
+            if steps == -1 and method == "launch":
                 moment.at = time.perf_counter()
             send(method, *(("nonsense",) if steps == -1 else args), check_alive=check_alive)
 
