@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import struct
 from collections.abc import Sequence as SequenceOf
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -324,7 +325,8 @@ class LLMEngine:
         An engine whose workers are gone is closed.
         """
         if self._workers.failed:
-            self.close()
+            with suppress(RuntimeError):  # of the device, about the step that failed: there is a better one
+                self.close()
             return
         self._in_flight = None
         self._prompts.clear()
