@@ -25,6 +25,7 @@ Backend = Any  # ProcessGroupNCCL or ProcessGroupGloo: torch's stubs do not know
 
 CONNECT_TIMEOUT = timedelta(seconds=60)  # for ranks that have all said that they are ready
 HOST = "127.0.0.1"
+TWO_SHOT_ROWS = 48  # rows from which a sum over more than two GPUs goes in two shots
 
 
 class TPGroup:
@@ -126,10 +127,10 @@ class TPGroup:
 
 
 class PeerMemory:
-    """Memory that every GPU of the group reads directly, for sums of few rows: one kernel, one shot.
+    """Memory that every GPU of the group writes to directly, for sums of few rows in one kernel.
 
-    Allocated by torch's symmetric memory, which exchanges the addresses. Holds two places for rows, which
-    consecutive calls take in turn, and flags.
+    Allocated by torch's symmetric memory, which exchanges the addresses. Holds two sets of slots for rows,
+    which consecutive calls take in turn, sums, and flags.
     """
 
     def __init__(
@@ -147,18 +148,19 @@ class PeerMemory:
         calls = torch.zeros(max_rows, dtype=torch.int32, device=buffer.device)
         self._aborted = torch.zeros(1, dtype=torch.int32, device=buffer.device)
         self._one = device.host_buffer(1, torch.int32).fill_(1)
-        place = buffer.element_size() * max_rows * n
-        starts = torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=buffer.device)
-        places = (starts, starts + place)
+        rows = buffer.element_size() * max_rows * n
+        slots = torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=buffer.device)
+        sums = slots + 2 * group.size * rows
         self._turns = [
-            Peers(group.rank, group.size, rows, starts + 2 * place, calls, self._aborted) for rows in places
+            Peers(group.rank, group.size, start, sums, sums + rows, calls, self._aborted)
+            for start in (slots, slots + group.size * rows)
         ]
         buffer.zero_()
 
     @staticmethod
     def numel(max_rows: int, n: int, size: int, itemsize: int) -> int:
         """How many elements of `itemsize` bytes a buffer must have."""
-        return 2 * max_rows * n + 4 // itemsize * max_rows * size
+        return (2 * size + 1) * max_rows * n + 4 // itemsize * max_rows * size
 
     @classmethod
     def make(
@@ -202,13 +204,14 @@ class PeerMemory:
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Return the sum of `x` [T, n] over the ranks, new."""
-        return all_reduce_triton(self._next_turn(), x)
+        return all_reduce_triton(self._next_turn(), x, self._two_shot(x))
 
     def all_reduce_add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return what `add_rms_norm` gives for the sum of `x` [T, n] over the ranks, both new."""
-        return all_reduce_add_rms_norm_triton(self._next_turn(), x, residual, weight, eps)
+        peers, two_shot = self._next_turn(), self._two_shot(x)
+        return all_reduce_add_rms_norm_triton(peers, x, residual, weight, eps, two_shot)
 
     def release_waiters(self) -> None:
         """Let kernels that wait for dead ranks go on.
@@ -216,6 +219,10 @@ class PeerMemory:
         By a copy, not by a kernel: loading one for the first time can wait for the kernels that wait.
         """
         self._device.run_beside(self._beside, lambda: self._aborted.copy_(self._one, non_blocking=True))
+
+    def _two_shot(self, x: torch.Tensor) -> bool:
+        """With two ranks, one shot moves no more; with few rows, the second wait costs more than it saves."""
+        return self._turns[0].size > 2 and x.shape[0] >= TWO_SHOT_ROWS
 
     def _next_turn(self) -> Peers:
         self._turns.reverse()

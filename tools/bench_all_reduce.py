@@ -13,11 +13,13 @@ import multiprocessing
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
 from nanovllm.device import Device
 from nanovllm.distributed import Rendezvous, TPGroup
+from nanovllm.kernels.all_reduce import all_reduce_add_rms_norm_triton, all_reduce_triton
 from nanovllm.kernels.rms_norm import add_rms_norm
 
 ROWS = (1, 8, 32, 64, 128, 192, 256, 512)
@@ -55,16 +57,21 @@ def ways(group: TPGroup, hidden: int, device: Device) -> dict[str, Callable[[tor
         buffer.copy_(x)
         return torch.ops.symm_mem.two_shot_all_reduce_out(buffer, "sum", name, torch.empty_like(x))
 
-    def own_norm(x: torch.Tensor) -> torch.Tensor:
-        return peer_memory.all_reduce_add_rms_norm(x, x, weight, 1e-6)[0]
+    def own(x: torch.Tensor, two: bool) -> torch.Tensor:
+        return all_reduce_triton(peer_memory._next_turn(), x, two)
+
+    def own_norm(x: torch.Tensor, two: bool) -> torch.Tensor:
+        return all_reduce_add_rms_norm_triton(peer_memory._next_turn(), x, x, weight, 1e-6, two)[0]
 
     return {
         "nccl": nccl,
         "one_shot": one_shot,
         "two_shot": two_shot,
-        "own": peer_memory.all_reduce,
+        "own one": partial(own, two=False),
+        "own two": partial(own, two=True),
         "nccl+norm": nccl_norm,
-        "own+norm": own_norm,
+        "one+norm": partial(own_norm, two=False),
+        "two+norm": partial(own_norm, two=True),
     }
 
 

@@ -1,12 +1,16 @@
-"""Sum of rows over GPUs that read each other's memory, alone or fused with residual add and RMSNorm.
+"""Sum of rows over GPUs that write into each other's memory, alone or fused with residual add and RMSNorm.
 
-One shot: every rank reads all ranks' rows. Owns no memory, exchanges no address; `Peers` says where all is.
+In one shot or in two. Owns no memory, exchanges no address; `Peers` says where all is.
 """
 
-# A program sums one row. It puts its rank's row where the others can read it, raises a flag at each of them,
-# waits until all have raised theirs here, and adds up in rank order, so that all ranks get the same bits.
+# A program sums one row. In one shot it puts its rank's row into a slot at every rank, raises a flag at each,
+# waits until all have raised theirs here, and adds up in rank order, so that all ranks get the same bits. In
+# two, the ranks put the row into slots of its owner alone (row modulo ranks). That one adds up, puts the sum
+# where each rank finds it, and raises a flag there: with more than two ranks less moves, for one more wait.
+#
 # Flags hold the number of the call, which only grows; nothing is reset. Nobody waits at the end: calls take
-# turns with two places for the rows, and who sees a flag of the next call knows that its rank is done here.
+# turns with two sets of slots, and who sees a flag of the next call knows that its rank is done here. A sum
+# is put down only when its reader has sent its row for this call, so it has read the last one.
 
 from __future__ import annotations
 
@@ -24,28 +28,49 @@ class Peers:
 
     rank: int
     size: int
-    rows: torch.Tensor  # [size] int64: addresses of each rank's room for [max_rows, N] elements
+    slots: torch.Tensor  # [size] int64: addresses of each rank's room for [size, max_rows, N] elements
+    sums: torch.Tensor  # [size] int64: addresses of each rank's room for [max_rows, N] elements
     flags: torch.Tensor  # [size] int64: addresses of each rank's [max_rows, size] int32, 0 at first
     calls: torch.Tensor  # [max_rows] int32, this rank's own: how often each row has been summed
     aborted: torch.Tensor  # [1] int32, this rank's own: not 0 lets all waiting programs go on, with garbage
 
 
-@jit("peer_rows_ptr", "peer_flags_ptr")
+@jit()
+def _room(addresses_ptr: tl.tensor, rank: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
+    """A pointer to what `rank` has at `addresses_ptr`."""
+    return tl.multiple_of(tl.load(addresses_ptr + rank).to(tl.pointer_type(dtype)), 16)
+
+
+@jit()
+def _wait(flags: tl.tensor, awaited: tl.tensor, call: tl.tensor, aborted_ptr: tl.tensor) -> None:
+    """Wait until all `awaited` flags have come to `call`: what was written before is then seen."""
+    seen = tl.atomic_add(flags, 0, sem="acquire", scope="sys")
+    missing = tl.sum((awaited & (seen < call)).to(tl.int32), axis=0)
+    while (missing > 0) & (tl.load(aborted_ptr, volatile=True) == 0):
+        seen = tl.atomic_add(flags, 0, sem="acquire", scope="sys")
+        missing = tl.sum((awaited & (seen < call)).to(tl.int32), axis=0)
+    tl.debug_barrier()
+
+
+@jit("slots_ptr", "sums_ptr", "flags_ptr", "max_rows")
 def _all_reduce_kernel(
     x_ptr: tl.tensor,
     residual_ptr: tl.tensor,
     weight_ptr: tl.tensor,
     out_ptr: tl.tensor,
     sum_ptr: tl.tensor,
-    peer_rows_ptr: tl.tensor,
-    peer_flags_ptr: tl.tensor,
+    slots_ptr: tl.tensor,
+    sums_ptr: tl.tensor,
+    flags_ptr: tl.tensor,
     calls_ptr: tl.tensor,
     aborted_ptr: tl.tensor,
+    max_rows: int,
     eps: float,
     RANK: tl.constexpr,
     SIZE: tl.constexpr,
     N: tl.constexpr,
     N_PADDED: tl.constexpr,
+    TWO_SHOT: tl.constexpr,
     NORM: tl.constexpr,
 ) -> None:
     """One program per row."""
@@ -53,24 +78,50 @@ def _all_reduce_kernel(
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, N_PADDED)
     mask = columns < N
-    own = tl.load(peer_rows_ptr + RANK).to(tl.pointer_type(dtype))
-    x = tl.load(x_ptr + row * N + columns, mask=mask, other=0.0)
-    tl.store(tl.multiple_of(own, 16) + row * N + columns, x, mask=mask)
-    call = tl.load(calls_ptr + row) + 1
-    tl.debug_barrier()  # all of the row is stored before any flag is raised
-    tl.store(calls_ptr + row, call)
     ranks = tl.arange(0, SIZE)
-    peer_flags = tl.load(peer_flags_ptr + ranks).to(tl.pointer_type(tl.int32))
-    tl.atomic_xchg(peer_flags + row * SIZE + RANK, call, sem="release", scope="sys")
-    own_flags = tl.load(peer_flags_ptr + RANK).to(tl.pointer_type(tl.int32)) + row * SIZE + ranks
-    seen = tl.min(tl.atomic_add(own_flags, 0, sem="acquire", scope="sys"), axis=0)
-    while (seen < call) & (tl.load(aborted_ptr, volatile=True) == 0):
-        seen = tl.min(tl.atomic_add(own_flags, 0, sem="acquire", scope="sys"), axis=0)
-    tl.debug_barrier()  # no row is read before all flags are seen
+    peer_flags = tl.load(flags_ptr + ranks).to(tl.pointer_type(tl.int32)) + row * SIZE + RANK
+    own_flags = tl.load(flags_ptr + RANK).to(tl.pointer_type(tl.int32)) + row * SIZE + ranks
+    own_slots = _room(slots_ptr, RANK, dtype) + row * N + columns
+    sent = (RANK * max_rows + row) * N + columns  # where this rank's row goes, in the slots of another
+    x = tl.load(x_ptr + row * N + columns, mask=mask, other=0.0)
+    call = tl.load(calls_ptr + row) + 1
     total = tl.zeros((N_PADDED,), tl.float32)
-    for rank in tl.static_range(SIZE):
-        peer = tl.multiple_of(tl.load(peer_rows_ptr + rank).to(tl.pointer_type(dtype)), 16)
-        total += tl.load(peer + row * N + columns, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
+    if TWO_SHOT:
+        owner = (row % SIZE).to(tl.int32)
+        if owner == RANK:
+            _wait(own_flags, ranks != RANK, call, aborted_ptr)
+            for rank in tl.static_range(SIZE):
+                if rank == RANK:
+                    total += x.to(tl.float32)
+                else:
+                    part = own_slots + rank * max_rows * N
+                    total += tl.load(part, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
+            for rank in tl.static_range(SIZE):
+                if rank != RANK:
+                    tl.store(_room(sums_ptr, rank, dtype) + row * N + columns, total.to(dtype), mask=mask)
+            tl.debug_barrier()  # all of the sum is stored before any flag is raised
+            tl.atomic_xchg(peer_flags, call, mask=ranks != RANK, sem="release", scope="sys")
+        else:
+            tl.store(_room(slots_ptr, owner, dtype) + sent, x, mask=mask)
+            tl.debug_barrier()
+            tl.atomic_xchg(peer_flags, call, mask=ranks == owner, sem="release", scope="sys")
+            _wait(own_flags, ranks == owner, call, aborted_ptr)
+            summed = _room(sums_ptr, RANK, dtype) + row * N + columns
+            total += tl.load(summed, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
+    else:
+        for rank in tl.static_range(SIZE):
+            if rank != RANK:
+                tl.store(_room(slots_ptr, rank, dtype) + sent, x, mask=mask)
+        tl.debug_barrier()  # all of the row is stored before any flag is raised
+        tl.atomic_xchg(peer_flags, call, mask=ranks != RANK, sem="release", scope="sys")
+        _wait(own_flags, ranks != RANK, call, aborted_ptr)
+        for rank in tl.static_range(SIZE):
+            if rank == RANK:
+                total += x.to(tl.float32)
+            else:
+                part = own_slots + rank * max_rows * N
+                total += tl.load(part, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
+    tl.store(calls_ptr + row, call)
     if NORM:  # rounded after each step, as on one rank
         residual = tl.load(residual_ptr + row * N + columns, mask=mask, other=0.0).to(tl.float32)
         rounded = (total.to(dtype).to(tl.float32) + residual).to(dtype)
@@ -89,6 +140,7 @@ def _launch(
     weight: torch.Tensor,
     eps: float,
     total: torch.Tensor,
+    two_shot: bool,
     norm: bool,
 ) -> torch.Tensor:
     rows, n = x.shape
@@ -103,44 +155,55 @@ def _launch(
         weight,
         out,
         total,
-        peers.rows,
+        peers.slots,
+        peers.sums,
         peers.flags,
         peers.calls,
         peers.aborted,
+        len(peers.calls),
         eps,
         RANK=peers.rank,
         SIZE=peers.size,
         N=n,
         N_PADDED=padded,
+        TWO_SHOT=two_shot,
         NORM=norm,
         num_warps=max(1, min(16, padded // 512)),
     )
     return out
 
 
-def all_reduce_triton(peers: Peers, x: torch.Tensor) -> torch.Tensor:
+def all_reduce_triton(peers: Peers, x: torch.Tensor, two_shot: bool = False) -> torch.Tensor:
     """Return the sum of `x` [T, N] over the ranks, rounded once, in a new tensor; every rank calls this.
 
     x is contiguous and T at most `max_rows`, the same on all ranks. Consecutive calls must alternate between
-    two sets of `rows`. One-shot all-reduce as in TensorRT-LLM and vLLM's custom_all_reduce.
+    two sets of `slots`. One-shot and two-shot all-reduce as in TensorRT-LLM and vLLM's custom_all_reduce.
     """
-    return _launch(peers, x, x, x, 0.0, x, norm=False)
+    return _launch(peers, x, x, x, 0.0, x, two_shot, norm=False)
 
 
 def all_reduce_add_rms_norm_triton(
-    peers: Peers, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    peers: Peers,
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    two_shot: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `all_reduce_triton`, then `add_rms_norm` with the sum as x: both results are new.
 
     residual: [T, N] contiguous, the same on all ranks; weight: [N]; all of one dtype.
     """
     total = torch.empty_like(x)
-    return _launch(peers, x, residual, weight, eps, total, norm=True), total
+    return _launch(peers, x, residual, weight, eps, total, two_shot, norm=True), total
 
 
 def all_reduce_reference(xs: list[torch.Tensor]) -> torch.Tensor:
     """What `all_reduce_triton` gives when rank r brings xs[r], in plain torch."""
-    return torch.stack([x.float() for x in xs]).sum(0).to(xs[0].dtype)
+    total = torch.zeros_like(xs[0], dtype=torch.float32)
+    for x in xs:
+        total += x.float()
+    return total.to(xs[0].dtype)
 
 
 def all_reduce_add_rms_norm_reference(

@@ -22,31 +22,45 @@ class Group:
     """All ranks' memory in one process."""
 
     def __init__(self, size: int, rows: int, n: int, dtype: torch.dtype) -> None:
-        self.rows = [torch.full((rows + SPARE_ROWS, n), float("nan"), dtype=dtype) for _ in range(size)]
-        self.flags = [torch.zeros(rows + SPARE_ROWS, size, dtype=torch.int32) for _ in range(size)]
+        max_rows = rows + SPARE_ROWS
+        self.slots = [torch.full((size, max_rows, n), float("nan"), dtype=dtype) for _ in range(size)]
+        self.sums = [torch.full((max_rows, n), float("nan"), dtype=dtype) for _ in range(size)]
+        self.flags = [torch.zeros(max_rows, size, dtype=torch.int32) for _ in range(size)]
+        addresses = [
+            torch.tensor([room.data_ptr() for room in rooms]) for rooms in (self.slots, self.sums, self.flags)
+        ]
         self.peers = [
             Peers(
                 rank,
                 size,
-                torch.tensor([place.data_ptr() for place in self.rows]),
-                torch.tensor([flags.data_ptr() for flags in self.flags]),
-                torch.zeros(rows + SPARE_ROWS, dtype=torch.int32),
+                *addresses,
+                torch.zeros(max_rows, dtype=torch.int32),
                 torch.zeros(1, dtype=torch.int32),
             )
             for rank in range(size)
         ]
 
-    def let_others_come(self, rank: int, xs: list[torch.Tensor], call: int) -> None:
-        """Do what all ranks but `rank` do before they wait."""
+    def let_others_come(self, rank: int, xs: list[torch.Tensor], call: int, two_shot: bool) -> None:
+        """Do what the other ranks do before `rank` needs it."""
         for other, x in enumerate(xs):
-            if other != rank:
-                self.rows[other][: len(x)] = x
-                self.flags[rank][: len(x), other] = call
+            if other == rank:
+                continue
+            for row in range(len(x)):
+                owner = row % len(xs)
+                if not two_shot or owner == rank:
+                    self.slots[rank][other, row] = x[row]
+                    self.flags[rank][row, other] = call
+                elif owner == other:
+                    self.sums[rank][row] = all_reduce_reference([x[row] for x in xs])
+                    self.flags[rank][row, other] = call
 
 
+@pytest.mark.parametrize("two_shot", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize(("size", "rows", "n"), [(2, 3, 48), (4, 1, 100), (8, 5, 16), (2, 1, 1000)])
-def test_every_rank_gets_the_sum(size: int, rows: int, n: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("size", "rows", "n"), [(2, 3, 48), (4, 1, 100), (8, 5, 16), (2, 1, 1000), (4, 9, 64)]
+)
+def test_every_rank_gets_the_sum(size: int, rows: int, n: int, dtype: torch.dtype, two_shot: bool) -> None:
     generator = torch.Generator().manual_seed(size * n)
     group = Group(size, rows, n, dtype)
     weight, residual = (torch.randn(shape, generator=generator).to(dtype) for shape in ((n,), (rows, n)))
@@ -54,16 +68,20 @@ def test_every_rank_gets_the_sum(size: int, rows: int, n: int, dtype: torch.dtyp
         xs = [torch.randn(rows, n, generator=generator).to(dtype) for _ in range(size)]
         results = []
         for rank, peers in enumerate(group.peers):
-            group.let_others_come(rank, xs, call)
-            total = all_reduce_triton(peers, xs[rank])
+            group.let_others_come(rank, xs, call, two_shot)
+            total = all_reduce_triton(peers, xs[rank], two_shot)
             torch.testing.assert_close(total, all_reduce_reference(xs))
-            group.let_others_come(rank, xs, call + 1)
-            both = all_reduce_add_rms_norm_triton(peers, xs[rank], residual, weight, 1e-6)
+            group.let_others_come(rank, xs, call + 1, two_shot)
+            both = all_reduce_add_rms_norm_triton(peers, xs[rank], residual, weight, 1e-6, two_shot)
             torch.testing.assert_close(both, all_reduce_add_rms_norm_reference(xs, residual, weight, 1e-6))
             results.append((total, *both))
             assert peers.calls.tolist() == [call + 1] * rows + [0] * SPARE_ROWS
-            for flags in group.flags:  # raised at every rank, in the rows that were summed
-                assert flags[:, rank].tolist() == [call + 1] * rows + [0] * SPARE_ROWS
+            for other, flags in enumerate(group.flags):  # raised where this rank's rows or sums are awaited
+                raised = [
+                    call + 1 if other != rank and (not two_shot or row % size in (rank, other)) else 0
+                    for row in range(rows)
+                ]
+                assert flags[:, rank].tolist() == raised + [0] * SPARE_ROWS
         for other in results[1:]:
             assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 

@@ -17,49 +17,44 @@ pytestmark = pytest.mark.gpu
 MAX_ROWS = 24  # all ranks' programs fit the GPU at once
 
 
-def make_group(size: int, n: int) -> tuple[list[list[Peers]], list[torch.Tensor]]:
-    """Each rank's view of both places for rows; and what must stay alive."""
-    rows = [
-        torch.full((2, MAX_ROWS, n), float("nan"), dtype=torch.bfloat16, device="cuda") for _ in range(size)
-    ]
+def make_group(size: int, n: int) -> tuple[list[list[Peers]], list[list[torch.Tensor]]]:
+    """Each rank's view of both sets of slots; and the ranks' slots, sums and flags, which must stay alive."""
+
+    def filled(*shape: int) -> list[torch.Tensor]:
+        return [torch.full(shape, float("nan"), dtype=torch.bfloat16, device="cuda") for _ in range(size)]
+
+    def addresses(rooms: list[torch.Tensor]) -> torch.Tensor:
+        return torch.tensor([room.data_ptr() for room in rooms], device="cuda")
+
+    slots, sums = filled(2, size, MAX_ROWS, n), filled(MAX_ROWS, n)
     flags = [torch.zeros(MAX_ROWS, size, dtype=torch.int32, device="cuda") for _ in range(size)]
     views = []
     for rank in range(size):
         calls = torch.zeros(MAX_ROWS, dtype=torch.int32, device="cuda")
         aborted = torch.zeros(1, dtype=torch.int32, device="cuda")
-        flag_addresses = torch.tensor([f.data_ptr() for f in flags], device="cuda")
-        views.append(
-            [
-                Peers(
-                    rank,
-                    size,
-                    torch.tensor([r[turn].data_ptr() for r in rows], device="cuda"),
-                    flag_addresses,
-                    calls,
-                    aborted,
-                )
-                for turn in range(2)
-            ]
-        )
-    return views, rows + flags
+        shared = addresses(sums), addresses(flags), calls, aborted
+        views.append([Peers(rank, size, addresses([s[turn] for s in slots]), *shared) for turn in range(2)])
+    return views, [slots, sums, flags]
 
 
-def load_kernels(views: list[list[Peers]], alive: list[torch.Tensor], x: torch.Tensor) -> None:
+def load_kernels(views: list[list[Peers]], alive: list[list[torch.Tensor]], x: torch.Tensor) -> None:
     """Run each rank's kernels once without waiting: loading one can wait for kernels that wait for others."""
     for peers, _ in views:
         peers.aborted.fill_(1)
-        all_reduce_triton(peers, x)
-        all_reduce_add_rms_norm_triton(peers, x, x, x[0], 1e-6)
+        for two_shot in (False, True):
+            all_reduce_triton(peers, x, two_shot)
+            all_reduce_add_rms_norm_triton(peers, x, x, x[0], 1e-6, two_shot)
         peers.aborted.zero_()
         peers.calls.zero_()
-    for flags in alive[len(views) :]:
+    for flags in alive[2]:
         flags.zero_()
     torch.cuda.synchronize()
 
 
+@pytest.mark.parametrize("two_shot", [False, True])
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("n", [1024, 4096, 5120, 1000])
-def test_ranks_on_streams(size: int, n: int) -> None:
+def test_ranks_on_streams(size: int, n: int, two_shot: bool) -> None:
     views, alive = make_group(size, n)
     load_kernels(views, alive, torch.ones(1, n, dtype=torch.bfloat16, device="cuda"))
     streams = [torch.cuda.Stream() for _ in range(size)]
@@ -76,9 +71,11 @@ def test_ranks_on_streams(size: int, n: int) -> None:
                 for step, xs in enumerate(steps):
                     peers = views[rank][step % 2]
                     if step % 3:
-                        result = all_reduce_add_rms_norm_triton(peers, xs[rank], residual, weight, 1e-6)
+                        result = all_reduce_add_rms_norm_triton(
+                            peers, xs[rank], residual, weight, 1e-6, two_shot
+                        )
                     else:
-                        result = (all_reduce_triton(peers, xs[rank]),)
+                        result = (all_reduce_triton(peers, xs[rank], two_shot),)
                     results[rank].append(result)
                 views[rank].reverse()  # seven steps: the next one takes the other place
         torch.cuda.synchronize()
