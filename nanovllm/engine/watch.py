@@ -51,10 +51,11 @@ class Watch:
         self.failure: Failure | None = None
         self.ended = threading.Event()  # a worker failed, or rank 0 gave them up
         self.stopping = False  # they are to exit: that is no failure
-        self.release: Callable[[], None] = _release_nothing
+        self._release: Callable[[], None] = _release_nothing
         self._pipes: list[Connection] = []
         self._replies: list[SimpleQueue[Any]] = [SimpleQueue() for _ in range(num_workers)]
         self._thread: threading.Thread | None = None
+        self._giving_up = threading.Lock()
 
     def add(self, process: BaseProcess, pipe: Connection) -> None:
         """Take a process that is about to be started, and the pipe of its answers."""
@@ -85,14 +86,24 @@ class Watch:
             except Empty:
                 self.check()
 
+    def on_failure(self, release: Callable[[], None]) -> None:
+        """Have `release` called once the workers are given up, at once if they have been."""
+        with self._giving_up:
+            if not self.ended.is_set():
+                self._release = release
+                return
+        release()
+
     def give_up(self) -> None:
         """Kill all workers, and let go of what waits for them in rank 0."""
-        self.stopping = True
-        for process in self.processes:
-            if process.pid is not None:
-                process.kill()
-        self.ended.set()
-        self.release()
+        with self._giving_up:  # the thread here and rank 0's own may come at once: let go a single time
+            self.stopping = True
+            for process in self.processes:
+                if process.pid is not None:
+                    process.kill()
+            self.ended.set()
+            release, self._release = self._release, _release_nothing
+            release()
 
     def join(self, seconds: float) -> None:
         """Wait for all workers to end, and kill those that have not in time."""

@@ -177,9 +177,7 @@ class Workers:
 
     def on_failure(self, release: Callable[[], None]) -> None:
         """Call `release`, from another thread, when a worker fails: it lets go of what waits for workers."""
-        self._watch.release = release
-        if self.failed:  # before `release` was known
-            release()
+        self._watch.on_failure(release)
 
     def check(self) -> None:
         """Raise WorkerError if a worker has failed."""

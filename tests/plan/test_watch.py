@@ -104,7 +104,7 @@ def test_who_waits_is_let_go_and_the_others_are_killed(start: Callable, sent: si
     for index in range(3):
         assert watch.wait_for_reply(index) == "up"
     waiting = threading.Event()
-    watch.release = waiting.set
+    watch.on_failure(waiting.set)
     watch.check()
     victim = random.Random(sent).randrange(3)
     os.kill(watch.processes[victim].pid, sent)
@@ -116,9 +116,13 @@ def test_who_waits_is_let_go_and_the_others_are_killed(start: Callable, sent: si
 
 def test_given_up_workers_are_no_failure(start: Callable) -> None:
     watch = start(sleep_on)
+    released = []
+    watch.on_failure(lambda: released.append("on time"))
     watch.give_up()
+    watch.give_up()
+    watch.on_failure(lambda: released.append("late"))
     watch.join(10)
-    assert watch.failure is None
+    assert watch.failure is None and released == ["on time", "late"]
     with pytest.raises(WorkerError, match="ended by an earlier error"):
         watch.check()
 
