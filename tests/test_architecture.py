@@ -22,6 +22,7 @@ LEVELS = {
     "engine.sequence": ("plan", 1),
     "engine.prompts": ("plan", 1),
     "engine.channel": ("plan", 2),
+    "engine.watch": ("plan", 2),
     "engine.progress": ("plan", 2),
     "engine.block_manager": ("plan", 2),
     "engine.scheduler": ("plan", 3),

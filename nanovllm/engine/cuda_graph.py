@@ -55,8 +55,9 @@ class CUDAGraphs:
         run_step()  # compiles kernels and makes library handles, which must not happen in a capture
         torch.cuda.synchronize(self._device)
         graph = torch.cuda.CUDAGraph()
-        # On torch's own capture stream: cuBLAS keeps a workspace for every stream it has ever seen.
-        with torch.cuda.graph(graph, pool=self.pool):
+        # On torch's own capture stream: cuBLAS keeps a workspace for every stream it has ever seen. And other
+        # threads, such as NCCL's watchdog, may ask the device something meanwhile.
+        with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
             output = run_step()
         self._graphs[size] = (graph, output)
 

@@ -103,6 +103,8 @@ def _parse_ids(value: Any, where: str) -> list[int]:
         raise TypeError(f"{where} must be a text, a list of token ids or a dictionary, not {_show(value)}")
     if not value:
         raise ValueError(f"{where} is empty; a prompt needs at least one token")
+    if set(map(type, value)) == {int}:  # nearly always, and ten times as fast as to look at each
+        return list(value)
     for position, token_id in enumerate(value):
         if isinstance(token_id, bool) or not isinstance(token_id, (int, np.integer)):
             raise TypeError(

@@ -4,9 +4,7 @@ Owns the processes, the channel to them and the watch over them, and leaves noth
 """
 
 # Rank 0 sends a call through the channel and makes it too; the ranks meet in the model's collectives. Results
-# and errors come back through one pipe for each worker, which a thread in rank 0 watches together with the
-# processes. When one ends or reports an error, that thread notes the cause, kills the others and lets go of
-# whatever waits for them; rank 0 then finds the cause wherever it was. A worker watches its parent.
+# and errors come back through a pipe for each worker, which `Watch` reads. A worker watches its parent.
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from multiprocessing import connection, current_process, get_context
+from multiprocessing import current_process, get_context
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -34,14 +32,13 @@ from nanovllm.distributed import Rendezvous, TPGroup
 from nanovllm.engine.channel import Channel, ChannelReader
 from nanovllm.engine.interrupts import HeldInterrupts
 from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.engine.watch import POLL_SECONDS, Failure, Result, Watch
 from nanovllm.errors import WorkerError
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.loader import no_check
 
 T = TypeVar("T")
 
-POLL_SECONDS = 0.05  # how often rank 0 looks, while it waits for workers, whether one has failed
-CAUSE_SECONDS = 0.3  # after the first sign of a failure: until then, an earlier or clearer one counts
 BLAME_SECONDS = 2.0  # after an error in rank 0: until then, a worker can turn out to be its cause
 EXIT_SECONDS = 5.0  # for workers to exit when asked to; then they are killed
 PARENT_SECONDS = 0.5  # how often a worker looks whether rank 0 lives
@@ -72,27 +69,6 @@ class RankSetup:
         return ModelRunner(
             self.config, self.model_config, self.model_path, device, group, self.max_model_len, check
         )
-
-
-@dataclass(frozen=True)
-class Result:
-    """What a call returned."""
-
-    value: Any
-
-
-@dataclass(frozen=True)
-class Failure:
-    """Why a worker ended. A signal comes before errors, and of these the first: the others follow from it."""
-
-    rank: int
-    what: str
-    by_signal: bool
-    time: float  # seconds of the host's monotonic clock, the same for all processes
-
-    @property
-    def order(self) -> tuple[bool, float]:
-        return not self.by_signal, self.time
 
 
 # -- in the worker ------------------------------------------------------------------------------------------
@@ -201,9 +177,7 @@ class Workers:
 
     def on_failure(self, release: Callable[[], None]) -> None:
         """Call `release`, from another thread, when a worker fails: it lets go of what waits for workers."""
-        self._watch.release = release
-        if self.failed:  # before `release` was known
-            release()
+        self._watch.on_failure(release)
 
     def check(self) -> None:
         """Raise WorkerError if a worker has failed."""
@@ -246,7 +220,7 @@ class Workers:
                     self._watch.ended.wait(BLAME_SECONDS)
                 self.kill()
                 if not is_cause and self._watch.failure is not None:
-                    raise _worker_error(self._watch.failure) from error
+                    raise self._watch.error() from error
                 raise
 
     def watched(self, work: Callable[[], T]) -> T:
@@ -285,117 +259,6 @@ class Workers:
         with HeldInterrupts():
             self._watch.give_up()
             self._stop()
-
-
-class Watch:
-    """The worker processes, what they have answered, and the first reason that one of them ended."""
-
-    def __init__(self, num_workers: int) -> None:
-        self.processes: list[BaseProcess] = []
-        self.failure: Failure | None = None
-        self.ended = threading.Event()  # a worker failed, or rank 0 gave them up
-        self.stopping = False  # they are to exit: that is no failure
-        self.release: Callable[[], None] = no_check
-        self._pipes: list[Connection] = []
-        self._replies: list[SimpleQueue[Any]] = [SimpleQueue() for _ in range(num_workers)]
-        self._thread: threading.Thread | None = None
-
-    def add(self, process: BaseProcess, pipe: Connection) -> None:
-        """Take a process that is about to be started, and the pipe of its answers."""
-        self.processes.append(process)
-        self._pipes.append(pipe)
-
-    def start(self) -> None:
-        """Watch, in a thread of its own, until all workers have ended."""
-        self._thread = threading.Thread(target=self._run, name="nanovllm workers", daemon=True)
-        self._thread.start()
-
-    def check(self) -> None:
-        if self.ended.is_set():
-            raise _worker_error(self.failure)
-
-    def wait_for_reply(self, index: int) -> Any:
-        while True:
-            try:
-                return self._replies[index].get(timeout=POLL_SECONDS)
-            except Empty:
-                self.check()
-
-    def give_up(self) -> None:
-        """Kill all workers, and let go of what waits for them in rank 0."""
-        self.stopping = True
-        for process in self.processes:
-            if process.pid is not None:
-                process.kill()
-        self.ended.set()
-        self.release()
-
-    def join(self, seconds: float) -> None:
-        """Wait for all workers to end, and kill those that have not in time."""
-        if self._thread is None:  # not all of them were started
-            for process in self.processes:
-                if process.pid is not None:
-                    process.join()
-        elif self._thread is not threading.current_thread():
-            self._thread.join(seconds)
-            if self._thread.is_alive():
-                for process in self.processes:
-                    process.kill()
-                self._thread.join()
-        for pipe in self._pipes:
-            pipe.close()
-
-    def _run(self) -> None:
-        failures: list[Failure] = []
-        deadline: float | None = None
-        pending: dict[Any, int] = {pipe: index for index, pipe in enumerate(self._pipes)}
-        pending |= {process.sentinel: index for index, process in enumerate(self.processes)}
-        while pending and (deadline is None or monotonic() < deadline):
-            timeout = None if deadline is None else max(0.0, deadline - monotonic())
-            for ready in connection.wait(list(pending), timeout):
-                index = pending[ready]
-                if isinstance(ready, Connection):
-                    failure = self._receive(ready, index)
-                    if failure is None and ready.closed:
-                        del pending[ready]
-                else:
-                    del pending[ready]
-                    failure = self._ended(index)
-                if failure is not None:
-                    failures.append(failure)
-            if failures and deadline is None and not self.stopping:
-                deadline = monotonic() + CAUSE_SECONDS
-        if failures and not self.stopping:
-            self.failure = min(failures, key=lambda failure: failure.order)
-            self.give_up()
-
-    def _receive(self, pipe: Connection, index: int) -> Failure | None:
-        try:
-            message = pipe.recv()
-        except (EOFError, OSError):  # its process ends: the sentinel says how
-            pipe.close()
-            return None
-        if isinstance(message, Failure):
-            return message
-        self._replies[index].put(message.value)
-        return None
-
-    def _ended(self, index: int) -> Failure:
-        process = self.processes[index]
-        process.join()
-        while (code := process.exitcode) is None:  # another thread reaped it, and has not written it down yet
-            sleep(0.001)
-        if code < 0:
-            name = signal.Signals(-code).name
-            hint = ", perhaps because the host ran out of memory" if name == "SIGKILL" else ""
-            return Failure(index + 1, f"was killed by {name}{hint}", True, monotonic())
-        return Failure(index + 1, f"ended by itself with exit code {code}", False, monotonic())
-
-
-def _worker_error(failure: Failure | None) -> WorkerError:
-    if failure is None:
-        return WorkerError("the workers were ended by an earlier error; make a new LLM")
-    return WorkerError(f"rank {failure.rank} {failure.what}")
 
 
 def _stop(watch: Watch, channel: Channel | None) -> None:

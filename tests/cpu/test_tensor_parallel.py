@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ from tiny_models import VOCAB_SIZE, transformers_greedy, write_tiny_model
 from nanovllm import LLM, EngineClosedError, KVCacheMemoryError, SamplingParams, WorkerError, demo_model_path
 from nanovllm.config import Config
 from nanovllm.device import Device
-from nanovllm.engine import llm_engine
+from nanovllm.engine import channel, llm_engine
 from nanovllm.engine.memory import KVCacheSpace, check_weights_fit, fit_kv_cache
 from nanovllm.engine.model_runner import ModelRunner
 
@@ -30,11 +31,18 @@ BLOCK = 8
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left() -> Iterator[None]:
-    before = soak_tp.shared_memory()
+def nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    segments = []
+
+    class Recorded(SharedMemory):
+        def __init__(self, *args: object, **options: object) -> None:
+            super().__init__(*args, **options)
+            segments.append(self.name)
+
+    monkeypatch.setattr(channel, "SharedMemory", Recorded)
     yield
     assert soak_tp.wait_until_nothing_is_left() == []
-    assert soak_tp.shared_memory() <= before
+    assert not [name for name in segments if (soak_tp.SHARED_MEMORY / name).exists()]
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,84 @@
+"""Ctrl-C acts after the block, as it would have acted, and never when the block has an error of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from nanovllm.engine.interrupts import HeldInterrupts
+
+
+def interrupt() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.fixture(autouse=True)
+def handler_is_put_back() -> Iterator[None]:
+    before = signal.getsignal(signal.SIGINT)
+    yield
+    assert signal.getsignal(signal.SIGINT) == before
+
+
+def test_it_acts_after_the_block() -> None:
+    done = []
+    with pytest.raises(KeyboardInterrupt), HeldInterrupts():  # noqa: PT012
+        interrupt()
+        done.append("the rest of the block")
+    assert done
+    with HeldInterrupts():
+        pass  # nothing is left over
+
+
+def test_blocks_in_blocks() -> None:
+    done = []
+    with pytest.raises(KeyboardInterrupt), HeldInterrupts():  # noqa: PT012
+        with HeldInterrupts():
+            interrupt()
+            done.append(1)
+        done.append(2)
+    assert done == [1, 2]
+
+
+def test_an_error_of_the_block_comes_first() -> None:
+    with pytest.raises(ZeroDivisionError), HeldInterrupts():  # noqa: PT012
+        interrupt()
+        _ = 1 / 0
+
+
+def test_the_callers_own_handler_is_called() -> None:
+    calls = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: calls.append(number))
+    try:
+        with HeldInterrupts():
+            interrupt()
+            interrupt()
+            assert calls == []
+        assert calls == [signal.SIGINT]
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_an_ignored_signal_stays_ignored() -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with HeldInterrupts():
+            assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_other_threads_change_nothing() -> None:
+    handlers = []
+
+    def run() -> None:
+        with HeldInterrupts():
+            handlers.append(signal.getsignal(signal.SIGINT))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert handlers == [signal.getsignal(signal.SIGINT)]
