@@ -150,17 +150,20 @@ class PeerMemory:
         self._one = device.host_buffer(1, torch.int32).fill_(1)
         rows = buffer.element_size() * max_rows * n
         slots = torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=buffer.device)
-        sums = slots + 2 * group.size * rows
+        one_set = (group.size - 1) * rows
+        sums = slots + 2 * one_set
+        flags = sums + rows * (group.size > 2)
         self._turns = [
-            Peers(group.rank, group.size, start, sums, sums + rows, calls, self._aborted)
-            for start in (slots, slots + group.size * rows)
+            Peers(group.rank, group.size, start, sums, flags, calls, self._aborted)
+            for start in (slots, slots + one_set)
         ]
         buffer.zero_()
 
     @staticmethod
     def numel(max_rows: int, n: int, size: int, itemsize: int) -> int:
         """How many elements of `itemsize` bytes a buffer must have."""
-        return (2 * size + 1) * max_rows * n + 4 // itemsize * max_rows * size
+        sums = size > 2  # two ranks never need two shots
+        return (2 * (size - 1) + sums) * max_rows * n + 4 // itemsize * max_rows * size
 
     @classmethod
     def make(

@@ -61,7 +61,11 @@ class RankSetup:
         """Meet the other ranks, each of which does the same; a minute at most."""
         group = TPGroup.connect(self.rank, self.size, device, rendezvous)
         dtype = device.resolve_dtype(self.config.dtype, self.model_config.dtype)
-        group.make_peer_memory(self.config.max_num_seqs, self.model_config.hidden_size, dtype, device)
+        # Two ranks take the sums of prefill too: one shot moves no more than NCCL, and spares a norm.
+        max_rows = self.config.max_num_seqs
+        if self.size == 2:
+            max_rows = max(max_rows, self.config.max_num_batched_tokens)
+        group.make_peer_memory(max_rows, self.model_config.hidden_size, dtype, device)
         return group
 
     def load(self, device: Device, group: TPGroup, check: Callable[[], None] = no_check) -> ModelRunner:

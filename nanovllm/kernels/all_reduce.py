@@ -28,8 +28,8 @@ class Peers:
 
     rank: int
     size: int
-    slots: torch.Tensor  # [size] int64: addresses of each rank's room for [size, max_rows, N] elements
-    sums: torch.Tensor  # [size] int64: addresses of each rank's room for [max_rows, N] elements
+    slots: torch.Tensor  # [size] int64: addresses of each rank's room for [size - 1, max_rows, N] elements
+    sums: torch.Tensor  # [size] int64: addresses of each rank's room for [max_rows, N]; for two shots only
     flags: torch.Tensor  # [size] int64: addresses of each rank's [max_rows, size] int32, 0 at first
     calls: torch.Tensor  # [max_rows] int32, this rank's own: how often each row has been summed
     aborted: torch.Tensor  # [1] int32, this rank's own: not 0 lets all waiting programs go on, with garbage
@@ -39,6 +39,12 @@ class Peers:
 def _room(addresses_ptr: tl.tensor, rank: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
     """A pointer to what `rank` has at `addresses_ptr`."""
     return tl.multiple_of(tl.load(addresses_ptr + rank).to(tl.pointer_type(dtype)), 16)
+
+
+@jit()
+def _slot(sender: tl.tensor, receiver: tl.tensor, SIZE: tl.constexpr) -> tl.tensor:
+    """Which of a receiver's slots is the sender's: it has none of its own."""
+    return (sender - receiver - 1 + SIZE) % SIZE
 
 
 @jit()
@@ -64,7 +70,7 @@ def _all_reduce_kernel(
     flags_ptr: tl.tensor,
     calls_ptr: tl.tensor,
     aborted_ptr: tl.tensor,
-    max_rows: int,
+    max_rows: tl.tensor,
     eps: float,
     RANK: tl.constexpr,
     SIZE: tl.constexpr,
@@ -81,9 +87,10 @@ def _all_reduce_kernel(
     ranks = tl.arange(0, SIZE)
     peer_flags = tl.load(flags_ptr + ranks).to(tl.pointer_type(tl.int32)) + row * SIZE + RANK
     own_flags = tl.load(flags_ptr + RANK).to(tl.pointer_type(tl.int32)) + row * SIZE + ranks
-    own_slots = _room(slots_ptr, RANK, dtype) + row * N + columns
-    sent = (RANK * max_rows + row) * N + columns  # where this rank's row goes, in the slots of another
-    x = tl.load(x_ptr + row * N + columns, mask=mask, other=0.0)
+    cells = row * N + columns
+    own_slots = _room(slots_ptr, RANK, dtype) + cells
+    slot_size = max_rows.to(tl.int64) * N
+    x = tl.load(x_ptr + cells, mask=mask, other=0.0)
     call = tl.load(calls_ptr + row) + 1
     total = tl.zeros((N_PADDED,), tl.float32)
     if TWO_SHOT:
@@ -94,24 +101,26 @@ def _all_reduce_kernel(
                 if rank == RANK:
                     total += x.to(tl.float32)
                 else:
-                    part = own_slots + rank * max_rows * N
+                    part = own_slots + _slot(rank, RANK, SIZE) * slot_size
                     total += tl.load(part, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
             for rank in tl.static_range(SIZE):
                 if rank != RANK:
-                    tl.store(_room(sums_ptr, rank, dtype) + row * N + columns, total.to(dtype), mask=mask)
+                    tl.store(_room(sums_ptr, rank, dtype) + cells, total.to(dtype), mask=mask)
             tl.debug_barrier()  # all of the sum is stored before any flag is raised
             tl.atomic_xchg(peer_flags, call, mask=ranks != RANK, sem="release", scope="sys")
         else:
-            tl.store(_room(slots_ptr, owner, dtype) + sent, x, mask=mask)
+            slot = _room(slots_ptr, owner, dtype) + _slot(RANK, owner, SIZE) * slot_size
+            tl.store(slot + cells, x, mask=mask)
             tl.debug_barrier()
             tl.atomic_xchg(peer_flags, call, mask=ranks == owner, sem="release", scope="sys")
             _wait(own_flags, ranks == owner, call, aborted_ptr)
-            summed = _room(sums_ptr, RANK, dtype) + row * N + columns
+            summed = _room(sums_ptr, RANK, dtype) + cells
             total += tl.load(summed, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
     else:
         for rank in tl.static_range(SIZE):
             if rank != RANK:
-                tl.store(_room(slots_ptr, rank, dtype) + sent, x, mask=mask)
+                slot = _room(slots_ptr, rank, dtype) + _slot(RANK, rank, SIZE) * slot_size
+                tl.store(slot + cells, x, mask=mask)
         tl.debug_barrier()  # all of the row is stored before any flag is raised
         tl.atomic_xchg(peer_flags, call, mask=ranks != RANK, sem="release", scope="sys")
         _wait(own_flags, ranks != RANK, call, aborted_ptr)
@@ -119,18 +128,18 @@ def _all_reduce_kernel(
             if rank == RANK:
                 total += x.to(tl.float32)
             else:
-                part = own_slots + rank * max_rows * N
+                part = own_slots + _slot(rank, RANK, SIZE) * slot_size
                 total += tl.load(part, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
     tl.store(calls_ptr + row, call)
     if NORM:  # rounded after each step, as on one rank
-        residual = tl.load(residual_ptr + row * N + columns, mask=mask, other=0.0).to(tl.float32)
+        residual = tl.load(residual_ptr + cells, mask=mask, other=0.0).to(tl.float32)
         rounded = (total.to(dtype).to(tl.float32) + residual).to(dtype)
-        tl.store(sum_ptr + row * N + columns, rounded, mask=mask)
+        tl.store(sum_ptr + cells, rounded, mask=mask)
         total = rounded.to(tl.float32)
         variance = tl.sum(total * total, axis=0) / N
         normed = (total * tl.rsqrt(variance + eps)).to(dtype).to(tl.float32)
         total = normed * tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out_ptr + row * N + columns, total.to(dtype), mask=mask)
+    tl.store(out_ptr + cells, total.to(dtype), mask=mask)
 
 
 def _launch(

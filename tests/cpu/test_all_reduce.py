@@ -23,7 +23,7 @@ class Group:
 
     def __init__(self, size: int, rows: int, n: int, dtype: torch.dtype) -> None:
         max_rows = rows + SPARE_ROWS
-        self.slots = [torch.full((size, max_rows, n), float("nan"), dtype=dtype) for _ in range(size)]
+        self.slots = [torch.full((size - 1, max_rows, n), float("nan"), dtype=dtype) for _ in range(size)]
         self.sums = [torch.full((max_rows, n), float("nan"), dtype=dtype) for _ in range(size)]
         self.flags = [torch.zeros(max_rows, size, dtype=torch.int32) for _ in range(size)]
         addresses = [
@@ -48,7 +48,7 @@ class Group:
             for row in range(len(x)):
                 owner = row % len(xs)
                 if not two_shot or owner == rank:
-                    self.slots[rank][other, row] = x[row]
+                    self.slots[rank][(other - rank - 1) % len(xs), row] = x[row]
                     self.flags[rank][row, other] = call
                 elif owner == other:
                     self.sums[rank][row] = all_reduce_reference([x[row] for x in xs])

@@ -26,7 +26,7 @@ def make_group(size: int, n: int) -> tuple[list[list[Peers]], list[list[torch.Te
     def addresses(rooms: list[torch.Tensor]) -> torch.Tensor:
         return torch.tensor([room.data_ptr() for room in rooms], device="cuda")
 
-    slots, sums = filled(2, size, MAX_ROWS, n), filled(MAX_ROWS, n)
+    slots, sums = filled(2, size - 1, MAX_ROWS, n), filled(MAX_ROWS, n)
     flags = [torch.zeros(MAX_ROWS, size, dtype=torch.int32, device="cuda") for _ in range(size)]
     views = []
     for rank in range(size):
