@@ -40,6 +40,7 @@ def nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             segments.append(self.name)
 
     monkeypatch.setattr(channel, "SharedMemory", Recorded)
+    monkeypatch.setattr(soak_tp, "GONE_SECONDS", 60.0)
     yield
     assert soak_tp.wait_until_nothing_is_left() == []
     assert not [name for name in segments if (soak_tp.SHARED_MEMORY / name).exists()]
@@ -307,10 +308,9 @@ def test_the_fewest_blocks_of_all_ranks_count(model: Path) -> None:
 
 
 @pytest.mark.parametrize("fault", [fault for fault in soak_tp.FAULTS if fault != "ctrl_c_in_generate"])
-def test_fault(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fault(fault: str) -> None:
+    """That each ends as it should, however slow the machine is; how soon, the soak reports."""
     soak_tp.FAULTS[fault](random.Random(7), "cpu")
-    if fault not in ("raise_in_loading",):  # of which the time is mostly the start's
-        assert soak_tp.moment.noticed < 60  # that it ends; how soon, the soak reports
 
 
 class BrokenSetup(CheckedSetup):

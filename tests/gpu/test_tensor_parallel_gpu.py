@@ -104,16 +104,9 @@ def test_a_killed_worker_is_noticed_in_a_replay_and_leaves_no_memory(size: int) 
     for _ in range(2):
         llm = soak_tp.make_llm("cuda", size)
         pid = llm._workers.processes[-1].pid
-        moments = []
-
-        def kill(pid: int = pid, moments: list = moments) -> None:
-            moments.append(time.monotonic())
-            os.kill(pid, signal.SIGKILL)
-
-        threading.Timer(rng.uniform(0.0, 0.5), kill).start()
+        threading.Timer(rng.uniform(0.0, 0.5), os.kill, (pid, signal.SIGKILL)).start()
         with pytest.raises(WorkerError, match=f"rank {size - 1} was killed by SIGKILL"):
             soak_tp.generate_for_ever(llm)
-        assert time.monotonic() - moments[0] < 60  # that it ends
         with pytest.raises(EngineClosedError):
             soak_tp.answer(llm)
         deadline = time.monotonic() + 20
