@@ -94,7 +94,8 @@ class LLMEngine:
             spaces = self._call("measure_kv_cache", reserve)
             most = config.max_num_seqs * self._runner.max_blocks
             self._num_blocks = fit_kv_cache(spaces, config, self._runner.block_size, most)
-            assert set(self._call("allocate_kv_cache", self._num_blocks)) == {self._num_blocks}
+            allocated = self._call("allocate_kv_cache", self._num_blocks)
+            assert set(allocated) == {self._num_blocks}, "every rank has as many blocks as the scheduler"
             self._call("capture_cudagraph", logger.isEnabledFor(logging.INFO))
         except BaseException:
             self._workers.kill()
