@@ -89,13 +89,8 @@ class TPGroup:
 
         A collective call. Where they cannot, and on a CPU, all sums go through the process group.
         """
-        self._device = device
-        if (
-            self._rendezvous is not None
-            and device.is_cuda
-            and self.size & (self.size - 1) == 0
-            and HAS_TRITON
-        ):
+        power_of_2 = self.size & (self.size - 1) == 0
+        if self._rendezvous is not None and device.is_cuda and power_of_2 and HAS_TRITON:
             self._peer_memory = PeerMemory.make(self, self._rendezvous, max_rows, n, dtype, device)
 
     def peer_memory_for(self, x: torch.Tensor) -> PeerMemory | None:

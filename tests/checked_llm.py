@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,8 @@ from nanovllm.engine.batch import Batch
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.worker import RankSetup
+
+BLOCK = 8
 
 
 class CheckedSetup(RankSetup):
@@ -53,3 +56,15 @@ class CheckedLLM(LLM):
     @property
     def num_free_blocks(self) -> int:
         return self._scheduler.block_manager.num_free_blocks
+
+
+def make_tiny(model: Path, **options: Any) -> CheckedLLM:
+    """An engine for a model of `tiny_models`, on the CPU, with blocks of BLOCK tokens and one step ahead."""
+    defaults = {
+        "device": "cpu",
+        "skip_tokenizer_init": True,
+        "kvcache_block_size": BLOCK,
+        "max_model_len": 64,
+        "async_scheduling": True,
+    }
+    return CheckedLLM(model, **defaults | options)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from nanovllm.engine.shared_prefixes import find_shared_prefixes
 from nanovllm.kernels import sampling
 from nanovllm.kernels.activation import silu_and_mul_reference, silu_and_mul_triton
 from nanovllm.kernels.compat import jit, tl
@@ -42,7 +43,6 @@ from nanovllm.kernels.sampling import (
     sample_reference,
     sample_triton,
 )
-from nanovllm.kernels.shared_prefix import find_shared_prefixes
 
 F32, F16, BF16, FP8 = torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn
 DECODE = (paged_decode_attention_triton, paged_decode_attention_reference)

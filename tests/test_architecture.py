@@ -34,6 +34,7 @@ LEVELS = {
     "models": ("compute", 5),
     "engine.cuda_graph": ("compute", 6),
     "engine.memory": ("compute", 6),
+    "engine.shared_prefixes": ("compute", 6),
     "engine.staging": ("compute", 6),
     "engine.model_runner": ("compute", 7),
     "engine.worker": ("both", 8),

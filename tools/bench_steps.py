@@ -76,37 +76,35 @@ def phases(steps: list[Step], cost: Cost, speed: Speed, floor: Floor, shared: in
     The rates count what the steps that ran had to compute or read: of `shared` tokens at the beginning of all
     contexts one read a step, and none of what attention, norms and copies add to the weights and the K/V.
     """
-    prefill = [step for step in steps if not step.is_decode]
-    decode = [step for step in steps if step.is_decode]
     report: dict[str, Any] = {}
+    prefill = [step for step in steps if not step.is_decode]
     if prefill:
-        seconds = sum(step.seconds for step in prefill)
         tokens = sum(int(step.query_lens.sum()) for step in prefill)
         flops = sum(cost.prefill_flops(step.query_lens, step.context_lens) for step in prefill)
-        report["prefill"] = {
-            "seconds": seconds,
-            "steps": len(prefill),
-            "tokens": tokens,
-            "tokens_per_s": tokens / seconds,
-            "tflops": flops / seconds / 1e12,
-            "share_of_peak": flops / seconds / speed.flops_per_s,
-            "share_of_floor": floor.prefill / seconds,
-        }
+        report["prefill"] = _phase(prefill, tokens, "tflops", flops, speed.flops_per_s, floor.prefill)
+    decode = [step for step in steps if step.is_decode]
     if decode:
-        seconds = sum(step.seconds for step in decode)
         tokens = sum(len(step.query_lens) for step in decode)
         contexts = sum(int(step.context_lens.sum()) - shared * (len(step.query_lens) - 1) for step in decode)
         read = cost.decode_bytes(len(decode), contexts)
-        report["decode"] = {
-            "seconds": seconds,
-            "steps": len(decode),
-            "tokens": tokens,
-            "tokens_per_s": tokens / seconds,
-            "tb_per_s": read / seconds / 1e12,
-            "share_of_peak": read / seconds / speed.bytes_per_s,
-            "share_of_floor": floor.decode / seconds,
-        }
+        report["decode"] = _phase(decode, tokens, "tb_per_s", read, speed.bytes_per_s, floor.decode)
     return report
+
+
+def _phase(
+    steps: list[Step], tokens: int, rate: str, work: float, peak: float, floor: float
+) -> dict[str, Any]:
+    """What `steps` did: `work` in all, `rate` in 10**12 a second, of `peak` a second; floor in seconds."""
+    seconds = sum(step.seconds for step in steps)
+    return {
+        "seconds": seconds,
+        "steps": len(steps),
+        "tokens": tokens,
+        "tokens_per_s": tokens / seconds,
+        rate: work / seconds / 1e12,
+        "share_of_peak": work / seconds / peak,
+        "share_of_floor": floor / seconds,
+    }
 
 
 def step_times(steps: list[Step]) -> dict[str, Any]:

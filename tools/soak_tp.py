@@ -38,6 +38,7 @@ QUESTIONS = [
 PARAMS = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 START_SECONDS = 3.0  # about what a start takes; faults during one are spread over it
 HANG_SECONDS = 90.0  # without any news from a job
+GONE_SECONDS = 5.0  # what is to go by itself must be gone by then
 SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -212,13 +213,13 @@ def kill_rank_0(rng: random.Random, device: str) -> None:
     time.sleep(rng.uniform(0, 0.3))
     moment.make(caller.kill)
     caller.wait()
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + GONE_SECONDS
     while time.monotonic() < deadline:
         if not Path("/proc", pid).exists() and not (SHARED_MEMORY / segment).exists():
             moment.noticed = time.perf_counter() - moment.at
             return
         time.sleep(0.02)
-    raise AssertionError(f"worker {pid} or segment {segment} is still there 5 s after rank 0 was killed")
+    raise AssertionError(f"worker {pid} or segment {segment} outlived rank 0 by {GONE_SECONDS} s")
 
 
 _llm: LLM | None = None
@@ -300,7 +301,7 @@ def leftovers() -> list[str]:
 
 def wait_until_nothing_is_left() -> list[str]:
     """What is still left after a while: an interrupted start-up may hold its port a little longer."""
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + GONE_SECONDS
     while (left := leftovers()) and time.monotonic() < deadline:
         time.sleep(0.05)
     return left

@@ -78,7 +78,7 @@ class LLMEngine:
         config, model_config, size = self.config, self.model_config, self.config.tensor_parallel_size
         devices = device.ranks(size)
         dtype = device.resolve_dtype(config.dtype, model_config.dtype)
-        needs = [weight_bytes(model_config, TPGroup(rank, size), dtype) for rank in range(size)]
+        need = weight_bytes(model_config, TPGroup(0, size), dtype)
         rendezvous = Rendezvous() if size > 1 else None
         port = rendezvous.port if rendezvous else 0
         setups = [
@@ -87,14 +87,15 @@ class LLMEngine:
         ]
         self._workers = Workers(setups[1:])
         try:
-            check_weights_fit(needs, [device.memory(), *self._workers.collect()], config, device)
+            check_weights_fit(need, [device.memory(), *self._workers.collect()], config, device)
             self._runner, *_ = self._workers.call(lambda: self._load(setups[0], device, rendezvous), "load")
             self._call("calibrate_kv_cache")
             reserve = max(self._call("warmup_model"))
             spaces = self._call("measure_kv_cache", reserve)
             most = config.max_num_seqs * self._runner.max_blocks
             self._num_blocks = fit_kv_cache(spaces, config, self._runner.block_size, most)
-            assert set(self._call("allocate_kv_cache", self._num_blocks)) == {self._num_blocks}
+            allocated = self._call("allocate_kv_cache", self._num_blocks)
+            assert set(allocated) == {self._num_blocks}, "every rank has as many blocks as the scheduler"
             self._call("capture_cudagraph", logger.isEnabledFor(logging.INFO))
         except BaseException:
             self._workers.kill()

@@ -27,20 +27,18 @@ class KVCacheSpace:
     per_block: int
 
 
-def check_weights_fit(
-    needs: list[int], memory: list[tuple[int, int]], config: Config, device: Device
-) -> None:
-    """Raise KVCacheMemoryError when a rank's weights need more than it may use; all in bytes, by rank.
+def check_weights_fit(need: int, memory: list[tuple[int, int]], config: Config, device: Device) -> None:
+    """Raise KVCacheMemoryError when a rank's weights need more than it may use; all in bytes.
 
-    memory: free and total, which ranks on a CPU share.
+    memory: free and total of each rank's device; ranks on a CPU share one.
     """
-    devices = device.ranks(len(needs))
-    for rank, (need, (free, total)) in enumerate(zip(needs, memory, strict=True)):
+    devices = device.ranks(len(memory))
+    for rank, (free, total) in enumerate(memory):
         may = int(total * config.gpu_memory_utilization) - (total - free)
         if not device.is_cuda:
-            need, may = sum(needs), free
+            may = free // len(memory)
         if need > may:
-            whose = f"rank {rank} ({devices[rank]})" if len(needs) > 1 else devices[rank]
+            whose = f"rank {rank} ({devices[rank]})" if len(memory) > 1 else devices[rank]
             raise KVCacheMemoryError(
                 f"the model does not fit: its weights need {need / 2**30:,.2f} GiB on {whose}, and "
                 f"{max(may, 0) / 2**30:,.2f} GiB may be used ({free / 2**30:,.2f} of {total / 2**30:,.2f} "

@@ -19,9 +19,9 @@ from nanovllm.distributed import TPGroup
 from nanovllm.engine.batch import Batch, SampleOutput
 from nanovllm.engine.cuda_graph import CUDAGraphs, graph_sizes
 from nanovllm.engine.memory import KVCacheSpace
+from nanovllm.engine.shared_prefixes import SHARED_FIELDS, SharedPrefixFinder, SharedRows, pad_shared_prefixes
 from nanovllm.engine.staging import StagedFields, Staging, StepHandle
-from nanovllm.kernels.decode_attention import HEAD_TILE, SharedPrefixes
-from nanovllm.kernels.shared_prefix import find_shared_prefixes, no_shared_prefixes
+from nanovllm.kernels.decode_attention import SharedPrefixes
 from nanovllm.layers.sampler import Sampler, SamplingTensors
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import DecoderForCausalLM
@@ -29,9 +29,6 @@ from nanovllm.models.loader import init_dummy_weights, load_weights, no_check
 from nanovllm.sampling_params import SamplingBatch
 
 CALIBRATION_TOKENS = 2048
-SharedRows = tuple[np.ndarray, np.ndarray, np.ndarray]  # the fields of SharedPrefixes, on the host
-SHARED_FIELDS = ("shared_members", "shared_lens", "shared_skips")
-MIN_SHARED_TOKENS = 16384  # to be read less in a step, before a second pass over the batch pays
 
 _NOTHING = np.empty(0, np.int32)
 EMPTY_BATCH = Batch(
@@ -83,10 +80,7 @@ class ModelRunner:
         self.sampler = Sampler()
         self.graphs: CUDAGraphs | None = None
         self.shared_graphs: CUDAGraphs | None = None
-        layer = self.model.attention_layers[0]
-        self._group = layer.num_heads // layer.num_kv_heads
-        self._may_share = False  # until there is a KV cache
-        self._last_shared: tuple[tuple[int, ...], np.ndarray, SharedRows | None] | None = None
+        self.prefixes: SharedPrefixFinder | None = None  # until there is a KV cache
         max_seqs, max_tokens = config.max_num_seqs, max(config.max_num_batched_tokens, config.max_num_seqs)
         self.staging = Staging(device, 4 * max_tokens + (self.max_blocks + 24) * max_seqs + 128, max_seqs)
         self.spare_slot = max_seqs  # where the tokens of padded rows and of unfinished prompts go
@@ -180,8 +174,9 @@ class ModelRunner:
     def allocate_kv_cache(self, num_blocks: int) -> int:
         """Allocate the KV cache; return how many blocks it has."""
         self._set_kv_cache(num_blocks)
-        can_share = self.backend.supports_shared_prefixes and 2 * self._group <= HEAD_TILE
-        self._may_share = can_share and self.config.enable_prefix_caching
+        if self.backend.supports_shared_prefixes and self.config.enable_prefix_caching:
+            layer = self.model.attention_layers[0]
+            self.prefixes = SharedPrefixFinder(self.block_size, layer.num_heads // layer.num_kv_heads)
         return self.kv_cache.shape[2]
 
     def _set_kv_cache(self, num_blocks: int, dtype: torch.dtype | None = None) -> None:
@@ -202,20 +197,20 @@ class ModelRunner:
         if self.config.enforce_eager or not (self.device.is_cuda and self.backend.supports_cuda_graph):
             return
 
-        def make_step(size: int, shared: bool) -> Callable[[], torch.Tensor]:
-            arrays = self.prepare_decode(EMPTY_BATCH, size, self.max_blocks)
-            if shared:
-                arrays |= self.prepare_shared_prefixes(no_shared_prefixes(0, self._group), size)
-            inputs = self.staging.send(arrays)
+        def make_step(size: int, shared: SharedRows | None) -> Callable[[], torch.Tensor]:
+            inputs = self.staging.send(self.prepare_decode(EMPTY_BATCH, size, self.max_blocks, shared))
             meta = self._metadata(inputs, is_decode=True, max_seqlen_q=1, max_seqlen_k=self.max_model_len)
             return lambda: self._forward(inputs, meta)
 
         sizes, device = graph_sizes(self.config.max_num_seqs), self.device.torch
-        self.graphs = CUDAGraphs(sizes, lambda size: make_step(size, False), device)
+        self.graphs = CUDAGraphs(sizes, lambda size: make_step(size, None), device)
         self.graphs.capture_all(progress and self.tp.rank == 0)
         # Captured when they are first needed, and fewer of them: most workloads share no prefixes.
-        few = sizes[::-4][::-1]
-        self.shared_graphs = CUDAGraphs(few, lambda size: make_step(size, True), device, self.graphs.pool)
+        if self.prefixes is not None:
+            few, nothing = sizes[::-4][::-1], self.prefixes.nothing
+            self.shared_graphs = CUDAGraphs(
+                few, lambda size: make_step(size, nothing), device, self.graphs.pool
+            )
 
     # -- one step ----------------------------------------------------------------------------------------
 
@@ -231,22 +226,18 @@ class ModelRunner:
 
     def _launch(self, batch: Batch) -> StepHandle:
         num_seqs = len(batch.slots)
-        if self.graphs is not None and self.shared_graphs is not None and batch.is_decode:
-            shared = self.find_shared_prefixes(batch)
-            graphs = self.graphs if shared is None else self.shared_graphs
+        shared = None
+        if batch.is_decode and self.prefixes is not None:
+            shared = self.prefixes.find(batch)
+        graphs = self.graphs if shared is None else self.shared_graphs
+        if graphs is not None and batch.is_decode:
             rows = graphs.size_for(num_seqs)
             graphs.capture(rows)
-            arrays = self.prepare_decode(batch, rows, self.max_blocks)
-            if shared is not None:
-                arrays |= self.prepare_shared_prefixes(shared, rows)
-            inputs = self._send(batch, arrays)
+            inputs = self._send(batch, self.prepare_decode(batch, rows, self.max_blocks, shared))
             hidden = graphs.replay(rows)[:num_seqs]
         else:
             if batch.is_decode:
-                arrays = self.prepare_decode(batch, num_seqs, batch.block_tables.shape[1])
-                shared = self.find_shared_prefixes(batch)
-                if shared is not None:
-                    arrays |= self.prepare_shared_prefixes(shared, num_seqs)
+                arrays = self.prepare_decode(batch, num_seqs, batch.block_tables.shape[1], shared)
             else:
                 arrays = self.prepare_prefill(batch)
             inputs = self._send(batch, arrays)
@@ -327,12 +318,14 @@ class ModelRunner:
             "block_tables": batch.block_tables,
         }
 
-    def prepare_decode(self, batch: Batch, rows: int, width: int) -> dict[str, np.ndarray]:
+    def prepare_decode(
+        self, batch: Batch, rows: int, width: int, shared: SharedRows | None = None
+    ) -> dict[str, np.ndarray]:
         """Inputs of a step of one token a sequence, padded to `rows` rows that read and write nothing."""
         positions = batch.context_lens - np.int32(1)
         slot_mapping = self._slot_mapping(batch, np.arange(len(batch.slots)), positions)
         context_lens = pad(batch.context_lens, rows, 0)
-        return {
+        arrays = {
             "token_ids": pad(batch.token_ids, rows, 0),
             "token_slots": pad(batch.slots, rows, self.spare_slot),
             "positions": pad(positions, rows, 0),
@@ -343,43 +336,13 @@ class ModelRunner:
             "cu_seqlens_k": prefix_sum(context_lens),
             "block_tables": self.prepare_block_tables(batch, rows, width),
         }
+        return arrays if shared is None else arrays | pad_shared_prefixes(shared, rows)
 
     def prepare_block_tables(self, batch: Batch, rows: int, width: int) -> np.ndarray:
         """The block tables [rows, width], every unused cell -1."""
         tables = np.full((rows, width), -1, np.int32)
         tables[: batch.block_tables.shape[0], : batch.block_tables.shape[1]] = batch.block_tables
         return tables
-
-    def find_shared_prefixes(self, batch: Batch) -> SharedRows | None:
-        """What the sequences of a decode step had better read once; None if that is too little to pay.
-
-        Found anew when the batch is made of other sequences, or these lie in other blocks; else the last
-        result holds.
-        """
-        if not self._may_share:
-            return None
-        tables = batch.block_tables
-        if self._last_shared is not None:
-            seq_ids, blocks, found = self._last_shared
-            if seq_ids == batch.seq_ids and np.array_equal(tables[:, : blocks.shape[1]], blocks):
-                return found
-        found, num_blocks = None, 1
-        if len(np.unique(tables[:, 0])) < len(tables):
-            found = find_shared_prefixes(tables, batch.context_lens, self.block_size, self._group)
-        if found is not None:
-            _, lens, skips = found
-            num_blocks = -(-int(lens.max()) // self.block_size)
-            if int(skips.sum() - lens.sum()) < MIN_SHARED_TOKENS:
-                found = None
-        self._last_shared = batch.seq_ids, tables[:, :num_blocks].copy(), found
-        return found
-
-    def prepare_shared_prefixes(self, found: SharedRows, rows: int) -> dict[str, np.ndarray]:
-        """The inputs that name what is shared, for a step that is padded to `rows` rows."""
-        padded = no_shared_prefixes(rows, self._group)
-        for whole, part in zip(padded, found, strict=True):
-            whole[: len(part)] = part
-        return dict(zip(SHARED_FIELDS, padded, strict=True))
 
     def prepare_sample(self, batch: Batch) -> dict[str, np.ndarray]:
         """The sampling parameters that are in use, and the rows that need their logits sorted."""

@@ -103,11 +103,10 @@ def loop(setup: RankSetup, reader: ChannelReader, replies: Connection) -> None:
         if call is None:
             continue
         method, args = call
+        result = None
         if method == "load":
             runner = setup.load(device, setup.meet(device, Rendezvous(setup.port)))
-            replies.send(Result(None))
-            continue
-        if runner is not None:
+        elif runner is not None:
             result = getattr(runner, method)(*args)
         if method == "exit":
             return
@@ -135,7 +134,7 @@ class Workers:
         """Start a process for each setup. Raises RuntimeError where no process can be started."""
         self._watch = Watch(len(setups))
         self._channel: Channel | None = None
-        self._stop: Callable[[], object] = no_check
+        self._stop: Callable[[], object] = lambda: None
         if not setups:
             return
         if current_process().daemon:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 
 from nanovllm.kernels.compat import jit, tl, triton
-from nanovllm.kernels.rms_norm import add_rms_norm_reference
+from nanovllm.kernels.rms_norm import add_rms_norm_reference, normalised
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -131,15 +131,14 @@ def _all_reduce_kernel(
                 part = own_slots + _slot(rank, RANK, SIZE) * slot_size
                 total += tl.load(part, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
     tl.store(calls_ptr + row, call)
+    out = total.to(dtype)
     if NORM:  # rounded after each step, as on one rank
         residual = tl.load(residual_ptr + cells, mask=mask, other=0.0).to(tl.float32)
-        rounded = (total.to(dtype).to(tl.float32) + residual).to(dtype)
+        rounded = (out.to(tl.float32) + residual).to(dtype)
         tl.store(sum_ptr + cells, rounded, mask=mask)
-        total = rounded.to(tl.float32)
-        variance = tl.sum(total * total, axis=0) / N
-        normed = (total * tl.rsqrt(variance + eps)).to(dtype).to(tl.float32)
-        total = normed * tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out_ptr + cells, total.to(dtype), mask=mask)
+        weight = tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+        out = normalised(rounded.to(tl.float32), weight, eps, N, dtype)
+    tl.store(out_ptr + cells, out, mask=mask)
 
 
 def _launch(

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from nanovllm.kernels.compat import INTERPRET, jit, tl, triton, use_triton
-from nanovllm.kernels.paged import FP8, as_words, attend_tile, converts_fp8, dequantized, load_pages
+from nanovllm.kernels.paged import FP8, as_words, attend_range, converts_fp8, dequantized, load_pages
 
 CHUNK = 512  # positions per partial result
 _LANES = 4  # chunks of a sequence at work at a time, or more in a small batch
@@ -118,33 +118,32 @@ def _decode_chunk_kernel(
         total = tl.zeros((HEAD_TILE,), tl.float32)
         top = tl.full((HEAD_TILE,), float("-inf"), tl.float32)
         last = tl.zeros((HEAD_TILE,), tl.int32) + (end - 1)
-        for position in range(start, end, BLOCK_N):
-            next_pages = load_pages(table_ptr, position + BLOCK_N, end, PAGE, BLOCK_N)
-            acc, acc_odd, total, top = attend_tile(
-                acc,
-                acc_odd,
-                total,
-                top,
-                q,
-                q_odd,
-                k_ptr + kv_head * (HEAD_DIM // STEP),
-                v_ptr + kv_head * (HEAD_DIM // STEP),
-                pages,
-                position,
-                end,
-                last,
-                scale_log2,
-                True,
-                KV_HEADS * HEAD_DIM // STEP,
-                HEAD_DIM // STEP,
-                DIM // STEP,
-                PAGE,
-                BLOCK_N,
-                FP8,
-                CONVERTS,
-                INTERPRET,
-            )
-            pages = next_pages
+        acc, acc_odd, total, top, pages = attend_range(
+            acc,
+            acc_odd,
+            total,
+            top,
+            q,
+            q_odd,
+            k_ptr + kv_head * (HEAD_DIM // STEP),
+            v_ptr + kv_head * (HEAD_DIM // STEP),
+            table_ptr,
+            pages,
+            start,
+            end,
+            end,
+            last,
+            scale_log2,
+            True,
+            KV_HEADS * HEAD_DIM // STEP,
+            HEAD_DIM // STEP,
+            DIM // STEP,
+            PAGE,
+            BLOCK_N,
+            FP8,
+            CONVERTS,
+            INTERPRET,
+        )
 
         total = tl.where(context > 0, total, 1.0)
         logs = top + tl.log2(total)

@@ -158,3 +158,64 @@ def attend_tile(
     else:
         acc = dot(weights.to(v.dtype), v, acc * decay[:, None], INTERPRET)
     return acc, acc_odd, total, new_top
+
+
+@jit()
+def attend_range(
+    acc: tl.tensor,
+    acc_odd: tl.tensor,
+    total: tl.tensor,
+    top: tl.tensor,
+    q: tl.tensor,
+    q_odd: tl.tensor,
+    k_ptr: tl.tensor,
+    v_ptr: tl.tensor,
+    table_ptr: tl.tensor,
+    pages: tl.tensor,
+    start: tl.tensor,
+    stop: tl.tensor,
+    end: tl.tensor,
+    last: tl.tensor,
+    scale_log2: tl.tensor,
+    MASKED: tl.constexpr,
+    TOKEN_STRIDE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    FP8: tl.constexpr,
+    CONVERTS: tl.constexpr,
+    INTERPRET: tl.constexpr,
+) -> tl.tensor:
+    """`attend_tile` over positions start .. stop, of which `pages` holds the first tile's pages.
+
+    Nothing at or past `end` is read. Returns the state, and the pages of the tile at `stop`.
+    """
+    for position in range(start, stop, BLOCK_N):
+        next_pages = load_pages(table_ptr, position + BLOCK_N, end, PAGE, BLOCK_N)
+        acc, acc_odd, total, top = attend_tile(
+            acc,
+            acc_odd,
+            total,
+            top,
+            q,
+            q_odd,
+            k_ptr,
+            v_ptr,
+            pages,
+            position,
+            end,
+            last,
+            scale_log2,
+            MASKED,
+            TOKEN_STRIDE,
+            WIDTH,
+            DIM,
+            PAGE,
+            BLOCK_N,
+            FP8,
+            CONVERTS,
+            INTERPRET,
+        )
+        pages = next_pages
+    return acc, acc_odd, total, top, pages

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from nanovllm.kernels.compat import INTERPRET, jit, tl, triton, use_triton
-from nanovllm.kernels.paged import FP8, as_words, attend_tile, converts_fp8, dequantized, load_pages
+from nanovllm.kernels.paged import FP8, as_words, attend_range, converts_fp8, dequantized, load_pages
 
 
 @jit("tables_ptr", "starts_ptr", "contexts_ptr", "table_stride")
@@ -82,60 +82,58 @@ def _prefill_kernel(
         tl.maximum(first_last + 1, 0) // BLOCK_N * BLOCK_N
     )  # every row of the tile sees all positions before this
     pages = load_pages(table_ptr, 0, end, PAGE, BLOCK_N)
-    for position in range(0, whole, BLOCK_N):
-        next_pages = load_pages(table_ptr, position + BLOCK_N, end, PAGE, BLOCK_N)
-        acc, acc_odd, total, top = attend_tile(
-            acc,
-            acc_odd,
-            total,
-            top,
-            q,
-            q_odd,
-            k_head_ptr,
-            v_head_ptr,
-            pages,
-            position,
-            end,
-            last,
-            scale_log2,
-            False,
-            KV_HEADS * HEAD_DIM // STEP,
-            HEAD_DIM // STEP,
-            DIM // STEP,
-            PAGE,
-            BLOCK_N,
-            FP8,
-            CONVERTS,
-            INTERPRET,
-        )
-        pages = next_pages
-    for position in range(whole, end, BLOCK_N):
-        next_pages = load_pages(table_ptr, position + BLOCK_N, end, PAGE, BLOCK_N)
-        acc, acc_odd, total, top = attend_tile(
-            acc,
-            acc_odd,
-            total,
-            top,
-            q,
-            q_odd,
-            k_head_ptr,
-            v_head_ptr,
-            pages,
-            position,
-            end,
-            last,
-            scale_log2,
-            True,
-            KV_HEADS * HEAD_DIM // STEP,
-            HEAD_DIM // STEP,
-            DIM // STEP,
-            PAGE,
-            BLOCK_N,
-            FP8,
-            CONVERTS,
-            INTERPRET,
-        )
-        pages = next_pages
+    acc, acc_odd, total, top, pages = attend_range(
+        acc,
+        acc_odd,
+        total,
+        top,
+        q,
+        q_odd,
+        k_head_ptr,
+        v_head_ptr,
+        table_ptr,
+        pages,
+        0,
+        whole,
+        end,
+        last,
+        scale_log2,
+        False,
+        KV_HEADS * HEAD_DIM // STEP,
+        HEAD_DIM // STEP,
+        DIM // STEP,
+        PAGE,
+        BLOCK_N,
+        FP8,
+        CONVERTS,
+        INTERPRET,
+    )
+    acc, acc_odd, total, top, pages = attend_range(
+        acc,
+        acc_odd,
+        total,
+        top,
+        q,
+        q_odd,
+        k_head_ptr,
+        v_head_ptr,
+        table_ptr,
+        pages,
+        whole,
+        end,
+        end,
+        last,
+        scale_log2,
+        True,
+        KV_HEADS * HEAD_DIM // STEP,
+        HEAD_DIM // STEP,
+        DIM // STEP,
+        PAGE,
+        BLOCK_N,
+        FP8,
+        CONVERTS,
+        INTERPRET,
+    )
 
     total = tl.where(context > 0, total, 1.0)
     v_scale = 1.0

@@ -9,6 +9,15 @@ from nanovllm.kernels.compat import jit, tl, triton, use_triton
 
 
 @jit()
+def normalised(
+    x: tl.tensor, weight: tl.tensor, eps: tl.tensor, N: tl.constexpr, dtype: tl.constexpr
+) -> tl.tensor:
+    """A row x [padded N] float32, 0 past N, over its root mean square, times weight; both are rounded."""
+    variance = tl.sum(x * x, axis=0) / N
+    return ((x * tl.rsqrt(variance + eps)).to(dtype).to(tl.float32) * weight).to(dtype)
+
+
+@jit()
 def _rms_norm_kernel(
     x_ptr: tl.tensor,
     residual_ptr: tl.tensor,
@@ -33,9 +42,8 @@ def _rms_norm_kernel(
         total = (x + residual.to(tl.float32)).to(sum_ptr.dtype.element_ty)
         tl.store(sum_ptr + row * N + columns, total, mask=mask)
         x = total.to(tl.float32)
-    variance = tl.sum(x * x, axis=0) / N
-    normed = (x * tl.rsqrt(variance + eps)).to(out_ptr.dtype.element_ty).to(tl.float32)
-    tl.store(out_ptr + row * N + columns, (normed * weight).to(out_ptr.dtype.element_ty), mask=mask)
+    normed = normalised(x, weight, eps, N, out_ptr.dtype.element_ty)
+    tl.store(out_ptr + row * N + columns, normed, mask=mask)
 
 
 def _launch(

@@ -7,9 +7,9 @@ from __future__ import annotations
 import torch
 
 from nanovllm.kernels.compat import INTERPRET, jit, tl, triton, use_triton
+from nanovllm.kernels.paged import FP8
 from nanovllm.kernels.rms_norm import rms_norm_reference
 
-FP8 = torch.float8_e4m3fn
 _FP8_MAX = 448.0
 _KV_TILE = 2  # KV heads per program, with all their query heads
 

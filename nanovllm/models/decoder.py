@@ -56,7 +56,13 @@ class DecoderAttention(nn.Module):
             hidden_size, head_dim, *heads, tp, config.qkv_bias, dtype=dtype, device=device
         )
         self.o_proj = RowParallelLinear(
-            config.num_heads * head_dim, hidden_size, tp, config.o_bias, False, dtype=dtype, device=device
+            config.num_heads * head_dim,
+            hidden_size,
+            tp,
+            config.o_bias,
+            reduce_results=False,
+            dtype=dtype,
+            device=device,
         )
         self.q_norm: RMSNorm | None = None
         self.k_norm: RMSNorm | None = None
@@ -102,7 +108,7 @@ class DecoderMLP(nn.Module):
         )
         self.act_fn = SiluAndMul()
         self.down_proj = RowParallelLinear(
-            size, hidden_size, tp, config.mlp_bias, False, dtype=dtype, device=device
+            size, hidden_size, tp, config.mlp_bias, reduce_results=False, dtype=dtype, device=device
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -155,7 +161,7 @@ class DecoderModel(nn.Module):
     ) -> None:
         super().__init__()
         self.embed_tokens = VocabParallelEmbedding(
-            config.vocab_size, config.hidden_size, tp, False, dtype=dtype, device=device
+            config.vocab_size, config.hidden_size, tp, reduce_results=False, dtype=dtype, device=device
         )
         self.layers = nn.ModuleList(
             DecoderLayer(config, tp, backend, rotary, dtype=dtype, device=device)

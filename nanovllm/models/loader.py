@@ -105,17 +105,22 @@ def check_weights(config: ModelConfig, folder: str | Path) -> None:
     Raises ModelLoadError as `load_weights` does, so that a wrong checkpoint is found before a device is
     touched.
     """
-    meta = torch.device("meta")
-    model = DecoderForCausalLM(config, TPGroup(), ReferenceBackend(), 1, dtype=torch.float32, device=meta)
     with ExitStack() as stack:
-        _checked_tensors(model, Path(folder), stack)
+        _checked_tensors(_unallocated(config, TPGroup(), torch.float32), Path(folder), stack)
 
 
 def weight_bytes(config: ModelConfig, tp: TPGroup, dtype: torch.dtype) -> int:
-    """Return what the weights of `tp.rank` take, in bytes. Raises ValueError when `tp` cannot split them."""
+    """Return what a rank's weights take, in bytes: as much on each, for all padding is alike.
+
+    Raises ValueError when `tp` cannot split the model.
+    """
+    return sum(parameter.nbytes for parameter in _unallocated(config, tp, dtype).parameters())
+
+
+def _unallocated(config: ModelConfig, tp: TPGroup, dtype: torch.dtype) -> DecoderForCausalLM:
+    """The model with shapes and without memory."""
     meta = torch.device("meta")
-    model = DecoderForCausalLM(config, tp, ReferenceBackend(), 1, dtype=dtype, device=meta)
-    return sum(parameter.nbytes for parameter in model.parameters())
+    return DecoderForCausalLM(config, tp, ReferenceBackend(), 1, dtype=dtype, device=meta)
 
 
 def no_check() -> None:

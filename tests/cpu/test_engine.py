@@ -13,16 +13,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from checked_llm import CheckedLLM
+from checked_llm import BLOCK, make_tiny
 from tiny_models import VOCAB_SIZE, edit_json, transformers_greedy, write_tiny_model
 
 from nanovllm import LLM, EngineClosedError, KVCacheMemoryError, SamplingParams
-from nanovllm.engine import model_runner
+from nanovllm.engine import shared_prefixes
 from nanovllm.errors import ModelLoadError
 from nanovllm.kernels.compat import INTERPRET
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
-BLOCK = 8
 
 
 @pytest.fixture(scope="module")
@@ -44,17 +43,6 @@ def expected(model: Path, prompts: list[list[int]]) -> list[list[int]]:
     return [transformers_greedy(model, prompt, GREEDY.max_tokens) for prompt in prompts]
 
 
-def make(model: Path, **options: object) -> CheckedLLM:
-    defaults = {
-        "device": "cpu",
-        "skip_tokenizer_init": True,
-        "kvcache_block_size": BLOCK,
-        "max_model_len": 64,
-        "async_scheduling": True,
-    }
-    return CheckedLLM(model, **defaults | options)
-
-
 def tokens(outputs: list) -> list[list[int]]:
     return [output["token_ids"] for output in outputs]
 
@@ -71,14 +59,14 @@ def test_every_schedule_gives_transformers_tokens(
 ) -> None:
     """Twice with the prefix cache, so that the second pass hits it, and once without."""
     options = {"max_num_batched_tokens": budget, "num_kvcache_blocks": KV[kv], "async_scheduling": run_ahead}
-    with make(model, **options) as llm:
+    with make_tiny(model, **options) as llm:
         for _ in range(2):
             assert tokens(llm.generate(prompts, GREEDY, use_tqdm=False)) == expected
             assert llm.num_free_blocks == KV[kv]
         if kv == "ample":
             assert max(seq.num_cached_tokens for seq in llm.sequences) >= 2 * BLOCK
         assert max((len(b.token_ids) for b in llm.batches if not b.is_decode), default=0) <= budget
-    with make(model, enable_prefix_caching=False, **options) as llm:
+    with make_tiny(model, enable_prefix_caching=False, **options) as llm:
         assert tokens(llm.generate(prompts, GREEDY, use_tqdm=False)) == expected
         assert {seq.num_cached_tokens for seq in llm.sequences} == {0}
 
@@ -87,7 +75,7 @@ def test_every_schedule_gives_transformers_tokens(
 def test_many_preemptions(model: Path, run_ahead: bool) -> None:
     prompts = [[i + 2, 9] for i in range(8)]
     params = SamplingParams(temperature=0, max_tokens=44, ignore_eos=True)
-    with make(model, num_kvcache_blocks=6, async_scheduling=run_ahead) as llm:
+    with make_tiny(model, num_kvcache_blocks=6, async_scheduling=run_ahead) as llm:
         outputs = llm.generate(prompts, params, use_tqdm=False)
         preemptions = sorted(seq.num_preemptions for seq in llm.sequences)
         assert sum(n >= 2 for n in preemptions) >= 5, preemptions
@@ -99,7 +87,7 @@ def test_an_fp8_cache_is_near_and_the_same_for_every_schedule(
 ) -> None:
     results = []
     for options in ({}, {"max_num_batched_tokens": 7, "num_kvcache_blocks": 14}, {"tensor_parallel_size": 2}):
-        with make(model, kv_cache_dtype="fp8", **options) as llm:
+        with make_tiny(model, kv_cache_dtype="fp8", **options) as llm:
             assert llm._runner.kv_cache.dtype == torch.float8_e4m3fn
             for layer in llm._runner.model.attention_layers:
                 assert (layer.k_scale > 1e-4).all() and (layer.v_scale > 1e-4).all()
@@ -109,12 +97,12 @@ def test_an_fp8_cache_is_near_and_the_same_for_every_schedule(
     same = sum(a[0] == b[0] for a, b in zip(results[0], expected, strict=True))
     assert same >= len(expected) - 2  # of first tokens: random weights forgive little
     with pytest.raises(ValueError, match="kv_cache_dtype must be one of 'auto', 'fp8', not 'int4'"):
-        make(model, kv_cache_dtype="int4")
+        make_tiny(model, kv_cache_dtype="int4")
 
 
 @pytest.mark.parametrize("block_size", [1, 4, 16, 64])
 def test_block_sizes(model: Path, prompts: list, expected: list, block_size: int) -> None:
-    with make(model, kvcache_block_size=block_size, max_num_batched_tokens=40) as llm:
+    with make_tiny(model, kvcache_block_size=block_size, max_num_batched_tokens=40) as llm:
         for _ in range(2):
             assert tokens(llm.generate(prompts, GREEDY, use_tqdm=False)) == expected
 
@@ -128,7 +116,7 @@ def test_triton_backend(model: Path, prompts: list, expected: list, block_size: 
     """The engine over our own kernels, in Triton's interpreter."""
     params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
     few = prompts[3:7]
-    with make(model, attention_backend="triton", kvcache_block_size=block_size, **options) as llm:
+    with make_tiny(model, attention_backend="triton", kvcache_block_size=block_size, **options) as llm:
         for _ in range(2):
             assert tokens(llm.generate(few, params, use_tqdm=False)) == [ids[:5] for ids in expected[3:7]]
 
@@ -136,7 +124,7 @@ def test_triton_backend(model: Path, prompts: list, expected: list, block_size: 
 @pytest.mark.skipif(not INTERPRET, reason="kernels are compiled here; tests/gpu runs the engine over them")
 def test_shared_beginnings_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two prompts that share 512 tokens, and one that does not; a sequence that ends changes the batch."""
-    monkeypatch.setattr(model_runner, "MIN_SHARED_TOKENS", 512)
+    monkeypatch.setattr(shared_prefixes, "MIN_SHARED_TOKENS", 512)
     path = write_tiny_model(tmp_path, max_position_embeddings=1024, num_hidden_layers=1)
     rng = random.Random(2)
     shared = [rng.randrange(2, VOCAB_SIZE) for _ in range(512)]
@@ -144,16 +132,16 @@ def test_shared_beginnings_are_read_once(tmp_path: Path, monkeypatch: pytest.Mon
     lens = [5, 5, 2, 5]
     params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in lens]
     options = {"attention_backend": "triton", "kvcache_block_size": 64, "max_model_len": 640}
-    with make(path, **options) as llm:
+    with make_tiny(path, **options) as llm:
         llm.generate([shared], SamplingParams(max_tokens=1), use_tqdm=False)  # into the prefix cache
         found = []
-        find = llm._runner.find_shared_prefixes
+        find = llm._runner.prefixes.find
 
         def spy(batch: object) -> object:
             found.append(find(batch))
             return found[-1]
 
-        llm._runner.find_shared_prefixes = spy
+        llm._runner.prefixes.find = spy
         outputs = llm.generate(prompts, params, use_tqdm=False)
         assert tokens(outputs) == [
             transformers_greedy(path, p, n) for p, n in zip(prompts, lens, strict=True)
@@ -164,13 +152,13 @@ def test_shared_beginnings_are_read_once(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_max_num_seqs_one_and_odd(model: Path, prompts: list, expected: list) -> None:
     for max_num_seqs in (1, 3):
-        with make(model, max_num_seqs=max_num_seqs) as llm:
+        with make_tiny(model, max_num_seqs=max_num_seqs) as llm:
             assert tokens(llm.generate(prompts, GREEDY, use_tqdm=False)) == expected
             assert max(len(batch.slots) for batch in llm.batches) == max_num_seqs
 
 
 def test_prompt_as_long_as_max_model_len_gets_one_token(model: Path) -> None:
-    with make(model, max_model_len=16) as llm:
+    with make_tiny(model, max_model_len=16) as llm:
         (full, short) = llm.generate([[5] * 16, [5] * 14], GREEDY, use_tqdm=False)
         assert (len(full["token_ids"]), len(short["token_ids"])) == (1, 3)
         assert full.outputs[0].finish_reason == "length"
@@ -180,7 +168,7 @@ def test_prompt_as_long_as_max_model_len_gets_one_token(model: Path) -> None:
 
 def test_eos_and_stop_ids_end_the_output(model: Path, prompts: list, expected: list) -> None:
     eos, stop = 1, expected[5][4]
-    with make(model) as llm:
+    with make_tiny(model) as llm:
         params = SamplingParams(temperature=0, max_tokens=24, stop_token_ids=[stop])
         for output, full in zip(llm.generate(prompts, params, use_tqdm=False), expected, strict=True):
             ends = [i for i, token in enumerate(full) if token in (eos, stop)]
@@ -217,11 +205,11 @@ def test_a_seeded_request_does_not_depend_on_its_batch(
         SamplingParams(temperature=1.0, top_k=3, max_tokens=5),
         SamplingParams(temperature=1.0, top_p=0.5, min_p=0.2, seed=5, max_tokens=20),
     ]
-    with make(model) as llm:
+    with make_tiny(model) as llm:
         alone = llm.generate(prompts[4], params, use_tqdm=False)[0]["token_ids"]
     rng = random.Random(0)
     for options in ({}, {"num_kvcache_blocks": 9, "max_num_batched_tokens": 9}):
-        with make(model, seed=rng.randrange(100), **options) as llm:
+        with make_tiny(model, seed=rng.randrange(100), **options) as llm:
             batch = [(prompts[4], params)] + [(prompt, mates[i % 4]) for i, prompt in enumerate(prompts)]
             rng.shuffle(batch)
             outputs = llm.generate([p for p, _ in batch], [s for _, s in batch], use_tqdm=False)
@@ -233,14 +221,14 @@ def test_seeds(model: Path, prompts: list) -> None:
     params = SamplingParams(temperature=1.0, max_tokens=12, ignore_eos=True)
     runs = []
     for seed in (0, 0, 1):
-        with make(model, seed=seed) as llm:
+        with make_tiny(model, seed=seed) as llm:
             runs.append(tokens(llm.generate([prompts[0]] * 3, params, use_tqdm=False)))
     assert runs[0] == runs[1] != runs[2]
     assert runs[0][0] != runs[0][1]  # unseeded requests differ from each other
 
 
 def test_a_row_that_is_not_finite_ends_alone(model: Path, prompts: list, expected: list) -> None:
-    with make(model) as llm:
+    with make_tiny(model) as llm:
         compute_logits = llm._runner.model.compute_logits
         calls = itertools.count()
 
@@ -262,7 +250,7 @@ def test_a_row_that_is_not_finite_ends_alone(model: Path, prompts: list, expecte
 
 
 def test_add_request_and_step(model: Path, prompts: list, expected: list) -> None:
-    with make(model) as llm:
+    with make_tiny(model) as llm:
         ids = [llm.add_request(prompt, GREEDY) for prompt in prompts[:4]]
         done = {}
         while not llm.is_finished():
@@ -274,7 +262,7 @@ def test_add_request_and_step(model: Path, prompts: list, expected: list) -> Non
 
 
 def test_generate_refuses_to_mix_with_unfinished_requests(model: Path) -> None:
-    with make(model) as llm:
+    with make_tiny(model) as llm:
         request = llm.add_request([5, 6], GREEDY)
         with pytest.raises(RuntimeError, match=r"1 request\(s\) of add_request"):
             llm.generate([[7]], GREEDY, use_tqdm=False)
@@ -284,7 +272,7 @@ def test_generate_refuses_to_mix_with_unfinished_requests(model: Path) -> None:
 
 def test_abort_at_every_step(model: Path, prompts: list, expected: list) -> None:
     for steps in range(0, 12):
-        with make(model, num_kvcache_blocks=30, max_num_batched_tokens=20) as llm:
+        with make_tiny(model, num_kvcache_blocks=30, max_num_batched_tokens=20) as llm:
             ids = [llm.add_request(prompt, GREEDY) for prompt in prompts[:5]]
             done = [output for _ in range(steps) for output in llm.step()]
             aborted = llm.abort(ids[4])
@@ -299,7 +287,7 @@ def test_abort_at_every_step(model: Path, prompts: list, expected: list) -> None
 
 
 def test_outputs_read_like_both_rivals(model: Path) -> None:
-    with make(model) as llm:
+    with make_tiny(model) as llm:
         (output,) = llm.generate([5, 6, 7], SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False)
         assert output["token_ids"] == output.outputs[0].token_ids and len(output["token_ids"]) == 3
         assert output["text"] == output.outputs[0].text == ""
@@ -318,7 +306,7 @@ def test_outputs_read_like_both_rivals(model: Path) -> None:
 def test_a_failing_step_leaves_a_usable_engine(
     model: Path, prompts: list, expected: list, after: int, run_ahead: bool
 ) -> None:
-    with make(model, async_scheduling=run_ahead) as llm:
+    with make_tiny(model, async_scheduling=run_ahead) as llm:
         launch, calls = llm._runner.launch, itertools.count()
 
         def fail(batch: object) -> object:
@@ -336,7 +324,7 @@ def test_a_failing_step_leaves_a_usable_engine(
 def test_ctrl_c_in_generate(model: Path, prompts: list, expected: list) -> None:
     rng = random.Random(0)
     long = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
-    with make(model, num_kvcache_blocks=40) as llm:
+    with make_tiny(model, num_kvcache_blocks=40) as llm:
         for _ in range(10):
             timer = threading.Timer(rng.uniform(0, 0.1), os.kill, (os.getpid(), signal.SIGINT))
             with pytest.raises(KeyboardInterrupt):  # noqa: PT012
@@ -349,7 +337,7 @@ def test_ctrl_c_in_generate(model: Path, prompts: list, expected: list) -> None:
 
 
 def test_close_del_and_a_second_engine(model: Path, prompts: list, expected: list) -> None:
-    first, second = make(model), make(model)
+    first, second = make_tiny(model), make_tiny(model)
     weights = weakref.ref(first._runner.model.lm_head.weight)
     cache = weakref.ref(second._runner.kv_cache)
     assert tokens(first.generate(prompts, GREEDY, use_tqdm=False)) == expected
@@ -368,7 +356,7 @@ def test_close_del_and_a_second_engine(model: Path, prompts: list, expected: lis
 
 
 def test_with_closes_also_after_an_error(model: Path) -> None:
-    with pytest.raises(ZeroDivisionError), make(model) as llm:
+    with pytest.raises(ZeroDivisionError), make_tiny(model) as llm:
         _ = 1 / 0
     with pytest.raises(EngineClosedError):
         llm.is_finished()
@@ -401,7 +389,7 @@ def test_with_closes_also_after_an_error(model: Path) -> None:
 def test_a_bad_prompt_is_named_and_nothing_is_queued(
     model: Path, bad: object, error: type[Exception], message: str
 ) -> None:
-    with make(model) as llm:
+    with make_tiny(model) as llm:
         with pytest.raises(error, match=message):
             llm.generate([[5], bad], GREEDY, use_tqdm=False)
         assert llm.is_finished()
@@ -409,7 +397,7 @@ def test_a_bad_prompt_is_named_and_nothing_is_queued(
 
 
 def test_a_bad_request_does_not_disturb_others(model: Path, prompts: list, expected: list) -> None:
-    with make(model) as llm:
+    with make_tiny(model) as llm:
         request = llm.add_request(prompts[3], GREEDY)
         llm.step()
         for bad in ([], [VOCAB_SIZE], [5] * 100):
@@ -422,7 +410,7 @@ def test_a_bad_request_does_not_disturb_others(model: Path, prompts: list, expec
 
 
 def test_lists_of_unequal_length_and_wrong_types(model: Path) -> None:
-    with make(model) as llm:
+    with make_tiny(model) as llm:
         with pytest.raises(ValueError, match="1 sampling_params for 2 prompts"):
             llm.generate([[5], [6]], [GREEDY])
         with pytest.raises(TypeError, match=r"sampling_params\[1\]"):
@@ -445,7 +433,7 @@ def test_options_are_checked(model: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="gpu_memory_utilization"):
         LLM(str(model), gpu_memory_utilization=1.5)
     with pytest.raises(ValueError, match="'flash_attn' cannot run here: it needs a CUDA device"):
-        make(model, attention_backend="flash_attn", device="cpu")
+        make_tiny(model, attention_backend="flash_attn", device="cpu")
     with pytest.raises(ModelLoadError, match="no tokenizer"):
         LLM(str(model))
     with pytest.raises(ValueError, match="does not exist"):
@@ -462,16 +450,16 @@ def test_a_wrong_checkpoint_is_found_before_the_device_is_touched(
     (tmp_path / "config.json").write_text((model / "config.json").read_text())
     (tmp_path / "model.safetensors").write_bytes(weights[:-10])
     with pytest.raises(ModelLoadError, match="cannot be read, is it complete"):
-        make(tmp_path)
+        make_tiny(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(weights)
     edit_json(tmp_path / "config.json", intermediate_size=40)
     with pytest.raises(ModelLoadError, match=r"wrong shape: .*gate_proj"):
-        make(tmp_path)
+        make_tiny(tmp_path)
 
 
 def test_too_little_memory_says_how_much(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(KVCacheMemoryError, match=r"MiB.*gpu_memory_utilization.*num_kvcache_blocks"):
-        make(model, num_kvcache_blocks=10**9)
+        make_tiny(model, num_kvcache_blocks=10**9)
     monkeypatch.setattr("nanovllm.device.Device.kv_cache_budget", lambda *_: 100)
     with pytest.raises(KVCacheMemoryError, match=r"1 block\(s\) of 8 tokens need"):
-        make(model)
+        make_tiny(model)

@@ -20,7 +20,7 @@ from demo_tasks import heldout, score
 from tiny_models import transformers_model, write_tiny_model
 
 from nanovllm import LLM, SamplingParams, demo_model_path
-from nanovllm.engine import model_runner
+from nanovllm.engine import shared_prefixes
 from nanovllm.engine.batch import LAST_SAMPLED, Batch
 from nanovllm.sampling_params import SamplingBatch
 
@@ -35,13 +35,12 @@ GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 NO_SAMPLING = SamplingBatch(None, None, None, None, None)
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def write_peaked_model(folder: Path, vocab_size: int) -> Path:
     """Random, but with logits as peaked as a trained model's."""
     return write_tiny_model(
-        tmp_path_factory.mktemp("model"),
+        folder,
         dtype="bfloat16",
-        vocab_size=1000,
+        vocab_size=vocab_size,
         hidden_size=256,
         intermediate_size=512,
         num_attention_heads=8,
@@ -51,13 +50,22 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
-@pytest.fixture(scope="module")
-def prompts() -> list[list[int]]:
-    rng = random.Random(0)
+def mixed_prompts(seed: int, lens: list[int]) -> list[list[int]]:
+    """Prompts of these lengths, and three that share their first 512 tokens or more."""
+    rng = random.Random(seed)
     shared = [rng.randrange(2, 1000) for _ in range(600)]
-    lens = [1, 3, 15, 16, 17, 100, 255, 256, 257, 511, 513, 700]
     prompts = [[rng.randrange(2, 1000) for _ in range(n)] for n in lens]
     return [*prompts, shared + prompts[2], shared[:512], [*shared[:512], 5]]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_peaked_model(tmp_path_factory.mktemp("model"), vocab_size=1000)
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    return mixed_prompts(0, [1, 3, 15, 16, 17, 100, 255, 256, 257, 511, 513, 700])
 
 
 @torch.inference_mode()
@@ -249,7 +257,7 @@ def test_shared_beginnings_change_no_token(
     ]
     results = []
     for least in (1, 10**9):
-        monkeypatch.setattr(model_runner, "MIN_SHARED_TOKENS", least)
+        monkeypatch.setattr(shared_prefixes, "MIN_SHARED_TOKENS", least)
         with CheckedLLM(
             model, skip_tokenizer_init=True, kvcache_block_size=64, max_num_seqs=64, **options
         ) as llm:

@@ -17,8 +17,7 @@ import soak_tp
 import torch
 from checked_llm import CheckedLLM
 from demo_tasks import heldout, score
-from test_engine_gpu import GREEDY, MAX_GAP, largest_gap
-from tiny_models import write_tiny_model
+from test_engine_gpu import GREEDY, MAX_GAP, largest_gap, mixed_prompts, write_peaked_model
 
 from nanovllm import LLM, EngineClosedError, SamplingParams, WorkerError, demo_model_path
 
@@ -30,32 +29,19 @@ SIZES = [2, 4]
 @pytest.fixture(params=SIZES)
 def size(request: pytest.FixtureRequest) -> int:
     if torch.cuda.device_count() < request.param:
-        pytest.skip(f"needs {request.param} GPUs")
+        pytest.skip(f"{request.param} ranks need as many GPUs; tests/cpu runs as many processes")
     return request.param
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A vocabulary that no number of ranks divides, and fewer KV heads than four ranks."""
-    return write_tiny_model(
-        tmp_path_factory.mktemp("model"),
-        dtype="bfloat16",
-        vocab_size=1001,
-        hidden_size=256,
-        intermediate_size=512,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        head_dim=128,
-        max_position_embeddings=4096,
-    )
+    return write_peaked_model(tmp_path_factory.mktemp("model"), vocab_size=1001)
 
 
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
-    rng = random.Random(1)
-    shared = [rng.randrange(2, 1000) for _ in range(600)]
-    prompts = [[rng.randrange(2, 1000) for _ in range(n)] for n in (1, 15, 16, 17, 255, 257, 700)]
-    return [*prompts, shared + prompts[2], shared[:512], [*shared[:512], 5]]
+    return mixed_prompts(1, [1, 15, 16, 17, 255, 257, 700])
 
 
 MATRIX = {
@@ -104,16 +90,9 @@ def test_a_killed_worker_is_noticed_in_a_replay_and_leaves_no_memory(size: int) 
     for _ in range(2):
         llm = soak_tp.make_llm("cuda", size)
         pid = llm._workers.processes[-1].pid
-        moments = []
-
-        def kill(pid: int = pid, moments: list = moments) -> None:
-            moments.append(time.monotonic())
-            os.kill(pid, signal.SIGKILL)
-
-        threading.Timer(rng.uniform(0.0, 0.5), kill).start()
+        threading.Timer(rng.uniform(0.0, 0.5), os.kill, (pid, signal.SIGKILL)).start()
         with pytest.raises(WorkerError, match=f"rank {size - 1} was killed by SIGKILL"):
             soak_tp.generate_for_ever(llm)
-        assert time.monotonic() - moments[0] < 60  # that it ends
         with pytest.raises(EngineClosedError):
             soak_tp.answer(llm)
         deadline = time.monotonic() + 20

@@ -319,12 +319,12 @@ def test_two_channels_are_independent(channel: Channel) -> None:
 # Waiting, and what goes wrong
 
 
-def test_receive_returns_none_in_time(channel: Channel) -> None:
+def test_receive_returns_none_after_its_timeout(channel: Channel) -> None:
     reader = channel.readers[0]
     for timeout in (0, 0.1):
         start = time.monotonic()
         assert reader.receive(timeout) is None
-        assert timeout * 0.9 <= time.monotonic() - start < timeout + 0.3
+        assert time.monotonic() - start >= timeout * 0.9  # it did wait
     with pytest.raises(DeadWorkerError):
         channel.send("fill", bytes(1000), check_alive=dead)
     assert reader.receive(0.01) is None  # pieces, but no message
@@ -333,9 +333,7 @@ def test_receive_returns_none_in_time(channel: Channel) -> None:
 def test_receive_wakes_up_for_a_message(wide: Channel) -> None:
     timer = threading.Timer(0.05, wide.send, args=("late",))
     timer.start()
-    start = time.monotonic()
-    assert wide.readers[0].receive(SECONDS) == ("late", ())
-    assert time.monotonic() - start < SECONDS / 2
+    assert wide.readers[0].receive(600 * SECONDS) == ("late", ())
     timer.join()
 
 
@@ -409,12 +407,10 @@ def test_a_reader_killed_while_it_waits_does_not_block_the_writer() -> None:
         if not process.is_alive():
             raise DeadWorkerError
 
-    start = time.monotonic()
     channel.send("first", check_alive=check_alive)
     channel.send("second", check_alive=check_alive)
     with pytest.raises(DeadWorkerError):
         channel.send("third", check_alive=check_alive)
-    assert time.monotonic() - start < 2
     channel.close()
 
 
