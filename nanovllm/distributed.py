@@ -1,12 +1,13 @@
 """TPGroup: the ranks that share one model, and the collectives that they need.
 
-The only module that speaks to torch.distributed. It starts no process, reads no environment variable, and
-touches no default process group: every engine has a group of its own.
+The only module that speaks to torch.distributed. It starts no process, and touches no default process
+group: every engine has a group of its own.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 from datetime import timedelta
 from typing import Any
 from uuid import uuid4
@@ -269,6 +270,8 @@ class Rendezvous:
 
 
 def _nccl(store: Store, rank: int, size: int) -> Backend:
+    # Else NCCL serves its state at a fixed port, 28028, and at one more, from the first group to the last exit.
+    os.environ.setdefault("NCCL_RAS_ENABLE", "0")
     return dist.ProcessGroupNCCL(store, rank, size, dist.ProcessGroupNCCL.Options())
 
 

@@ -99,6 +99,7 @@ def test_a_killed_worker_is_noticed_in_a_replay_and_leaves_no_memory(size: int) 
         while max(a - b for a, b in zip(used_memory(), before, strict=True)) > 2**30:
             assert time.monotonic() < deadline, (used_memory(), before)
             time.sleep(0.1)
+        assert soak_tp.wait_until_nothing_is_left() == []
     llm = soak_tp.make_llm("cuda", size)
     assert soak_tp.answer(llm)
     llm.close()
