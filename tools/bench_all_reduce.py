@@ -63,16 +63,17 @@ def ways(group: TPGroup, hidden: int, device: Device) -> dict[str, Callable[[tor
     def own_norm(x: torch.Tensor, two: bool) -> torch.Tensor:
         return all_reduce_add_rms_norm_triton(peer_memory._next_turn(), x, x, weight, 1e-6, two)[0]
 
-    return {
+    found = {
         "nccl": nccl,
         "one_shot": one_shot,
         "two_shot": two_shot,
         "own one": partial(own, two=False),
-        "own two": partial(own, two=True),
         "nccl+norm": nccl_norm,
         "one+norm": partial(own_norm, two=False),
-        "two+norm": partial(own_norm, two=True),
     }
+    if group.size > 2:  # two ranks have no room for sums: the other way would move no less
+        found |= {"own two": partial(own, two=True), "two+norm": partial(own_norm, two=True)}
+    return found
 
 
 def graph_us(way: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> float:
