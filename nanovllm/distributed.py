@@ -270,7 +270,7 @@ class Rendezvous:
 
 
 def _nccl(store: Store, rank: int, size: int) -> Backend:
-    # Else NCCL serves its state at a fixed port, 28028, and at one more, from the first group to the last exit.
+    # Else NCCL serves its state at a fixed port, 28028, and at one more, until the process ends.
     os.environ.setdefault("NCCL_RAS_ENABLE", "0")
     return dist.ProcessGroupNCCL(store, rank, size, dist.ProcessGroupNCCL.Options())
 
