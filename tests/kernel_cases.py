@@ -21,6 +21,7 @@ from nanovllm.kernels.decode_attention import (
     paged_decode_attention_reference,
     paged_decode_attention_triton,
 )
+from nanovllm.kernels.gemv import gemv_reference, gemv_triton
 from nanovllm.kernels.paged import converts_fp8, fp8_pair
 from nanovllm.kernels.prefill_attention import (
     paged_prefill_attention_reference,
@@ -435,6 +436,43 @@ def check_silu(rows: int, n: int, dtype: torch.dtype, device: str) -> None:
     gate, up = x[:, :n].double(), x[:, n:].double()
     for silu in (silu_and_mul_triton, silu_and_mul_reference):
         assert_near(silu(x), gate * torch.sigmoid(gate) * up)
+
+
+GEMVS = (gemv_triton, gemv_reference)
+
+
+def check_gemv(rows: int, n: int, k: int, dtype: torch.dtype, device: str) -> None:
+    """Every combination that a model uses; past the weight's and the bias's last rows lies NaN."""
+    x = randn(rows, k + 8, dtype=dtype, device=device)[:, :k]
+    residual = randn(rows, k, dtype=dtype, device=device, seed=1)
+    norm_weight = randn(k, dtype=dtype, device=device, seed=2)
+    weight = randn(2 * n + 3, k, dtype=dtype, device=device, seed=3) / math.sqrt(k)
+    bias = randn(2 * n + 3, dtype=dtype, device=device, seed=4)
+    weight[2 * n :] = bias[2 * n :] = math.nan
+    weight, bias = weight[: 2 * n], bias[: 2 * n]
+    exact_sum = x.double() + residual.double()
+    normed = exact_rms_norm(exact_sum.to(dtype), norm_weight, 1e-6)
+    with_norm = {"norm_weight": norm_weight, "eps": 1e-6}
+    for gemv in GEMVS:
+        out, total = gemv(x, weight)
+        assert_near(out, x.double() @ weight.double().T)
+        assert torch.equal(total, x)
+        for own_bias in (None, bias):
+            plus = 0.0 if own_bias is None else own_bias.double()
+            out, total = gemv(x, weight, own_bias, **with_norm, residual=residual)
+            assert_near(total, exact_sum)
+            assert_near(out, normed @ weight.double().T + plus)
+            out, _ = gemv(x, weight, own_bias, **with_norm, residual=residual, silu=True)
+            gate, up = (normed @ weight.double().T + plus).chunk(2, dim=-1)
+            assert_near(out, gate * torch.sigmoid(gate) * up)
+        out, total = gemv(x, weight, **with_norm)
+        assert_near(out, exact_rms_norm(x, norm_weight, 1e-6) @ weight.double().T)
+        assert torch.equal(total, x)
+    together = gemv_triton(x, weight, bias, **with_norm, residual=residual, silu=True)[0]
+    for row in range(rows):
+        one = slice(row, row + 1)
+        alone = gemv_triton(x[one], weight, bias, **with_norm, residual=residual[one], silu=True)[0]
+        assert torch.equal(together[one], alone)
 
 
 # ---- sampling ----

@@ -12,14 +12,17 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 
+from nanovllm.kernels.compat import FEW_ROWS
+
 
 def graph_sizes(max_num_seqs: int) -> list[int]:
     """Batch sizes to capture: every 8 up to 64, then every 16; the last one is `max_num_seqs`.
 
-    None is below 8 unless that is: on an H200 cuBLAS takes twice as long for some products of one to three
-    rows as for eight (2048 x 1024 in bfloat16: 12.7 us and 5.9 us).
+    Below 8 there are those for which other kernels than cuBLAS's are used. On an H200 that takes twice as
+    long for some products of one to three rows as for eight (2048 x 1024 in bfloat16: 12.7 us and 5.9 us).
     """
-    sizes = {*range(8, 65, 8), *range(80, max_num_seqs, 16), max_num_seqs}
+    few = range(1, FEW_ROWS + 1)
+    sizes = {*few, *range(8, 65, 8), *range(80, max_num_seqs, 16), max_num_seqs}
     return sorted(size for size in sizes if size <= max_num_seqs)
 
 
@@ -29,7 +32,7 @@ class CUDAGraphs:
     def __init__(
         self,
         sizes: list[int],
-        make_step: Callable[[int], Callable[[], torch.Tensor]],
+        make_step: Callable[[int], Callable[[], Any]],
         device: torch.device,
         pool: Any = None,
     ) -> None:
@@ -38,7 +41,7 @@ class CUDAGraphs:
         self.pool = torch.cuda.graph_pool_handle() if pool is None else pool
         self._make_step = make_step
         self._device = device
-        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Any]] = {}
 
     def capture_all(self, progress: bool) -> None:
         """Capture every size, largest first so that smaller ones reuse its memory."""
@@ -65,9 +68,9 @@ class CUDAGraphs:
         """The smallest size that holds `num_seqs` rows."""
         return self.sizes[bisect_left(self.sizes, num_seqs)]
 
-    def replay(self, size: int) -> torch.Tensor:
-        """Run the captured step of `size` rows on what its tensors hold now; the result lasts until the next
-        replay."""
+    def replay(self, size: int) -> Any:
+        """Run the captured step of `size` rows on what its tensors hold now; return what the step returned,
+        which lasts until the next replay."""
         graph, output = self._graphs[size]
         graph.replay()
         return output

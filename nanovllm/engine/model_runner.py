@@ -29,6 +29,8 @@ from nanovllm.models.loader import init_dummy_weights, load_weights, no_check
 from nanovllm.sampling_params import SamplingBatch
 
 CALIBRATION_TOKENS = 2048
+GraphOutput = tuple[torch.Tensor, torch.Tensor | None]
+FILTERS = ("top_k", "top_p", "min_p")  # sampling parameters that most batches do without
 
 _NOTHING = np.empty(0, np.int32)
 EMPTY_BATCH = Batch(
@@ -82,7 +84,7 @@ class ModelRunner:
         self.shared_graphs: CUDAGraphs | None = None
         self.prefixes: SharedPrefixFinder | None = None  # until there is a KV cache
         max_seqs, max_tokens = config.max_num_seqs, max(config.max_num_batched_tokens, config.max_num_seqs)
-        self.staging = Staging(device, 4 * max_tokens + (self.max_blocks + 24) * max_seqs + 128, max_seqs)
+        self.staging = Staging(device, 6 * max_tokens + (self.max_blocks + 24) * max_seqs + 128, max_seqs)
         self.spare_slot = max_seqs  # where the tokens of padded rows and of unfinished prompts go
         self.last_token_ids = torch.zeros(max_seqs + 1, dtype=torch.int64, device=device.torch)
 
@@ -197,10 +199,11 @@ class ModelRunner:
         if self.config.enforce_eager or not (self.device.is_cuda and self.backend.supports_cuda_graph):
             return
 
-        def make_step(size: int, shared: SharedRows | None) -> Callable[[], torch.Tensor]:
-            inputs = self.staging.send(self.prepare_decode(EMPTY_BATCH, size, self.max_blocks, shared))
+        def make_step(size: int, shared: SharedRows | None) -> Callable[[], GraphOutput]:
+            arrays = self.prepare_decode(EMPTY_BATCH, size, self.max_blocks, shared)
+            inputs = self.staging.send(arrays | self.prepare_sample(EMPTY_BATCH, size))
             meta = self._metadata(inputs, is_decode=True, max_seqlen_q=1, max_seqlen_k=self.max_model_len)
-            return lambda: self._forward(inputs, meta)
+            return lambda: self._graph_step(inputs, meta)
 
         sizes, device = graph_sizes(self.config.max_num_seqs), self.device.torch
         self.graphs = CUDAGraphs(sizes, lambda size: make_step(size, None), device)
@@ -233,27 +236,41 @@ class ModelRunner:
         if graphs is not None and batch.is_decode:
             rows = graphs.size_for(num_seqs)
             graphs.capture(rows)
-            inputs = self._send(batch, self.prepare_decode(batch, rows, self.max_blocks, shared))
-            hidden = graphs.replay(rows)[:num_seqs]
+            arrays = self.prepare_decode(batch, rows, self.max_blocks, shared)
+            inputs = self.staging.send(arrays | self.prepare_sample(batch, rows))
+            hidden, token_ids = graphs.replay(rows)
         else:
             if batch.is_decode:
                 arrays = self.prepare_decode(batch, num_seqs, batch.block_tables.shape[1], shared)
             else:
                 arrays = self.prepare_prefill(batch)
-            inputs = self._send(batch, arrays)
-            hidden = self.run_model(batch, inputs)
+            inputs = self.staging.send(arrays | self.prepare_sample(batch, num_seqs))
+            hidden, token_ids = self.run_model(batch, inputs), None
+        if token_ids is None or any(inputs.get(name) is not None for name in FILTERS):
+            token_ids = self._sample(hidden[:num_seqs], inputs)
+        return self.staging.receive(token_ids[:num_seqs])
+
+    def _graph_step(self, inputs: StagedFields, meta: AttentionMetadata) -> GraphOutput:
+        """What a graph holds of a step: (hidden states, sampled tokens).
+
+        Sampling has no filters here; rows with any are sampled anew. And it has no graph with several ranks:
+        NCCL, which gathers the logits, then holds on to the graph, and could not be aborted.
+        """
+        hidden = self._forward(inputs, meta)
+        return hidden, self._sample(hidden, inputs) if self.tp.size == 1 else None
+
+    def _sample(self, hidden: torch.Tensor, inputs: StagedFields) -> torch.Tensor:
+        """Draw the tokens [n] for hidden [n, hidden_size], the step's first rows, and keep them."""
         logits = self.model.compute_logits(hidden)
+        num_rows = len(hidden)
         if logits is None:  # rank 0 samples for all
-            token_ids = torch.empty(num_seqs, dtype=torch.int64, device=self.device.torch)
+            token_ids = torch.empty(num_rows, dtype=torch.int64, device=self.device.torch)
         else:
-            token_ids = self.sampler(logits, self._sampling_tensors(inputs))
+            token_ids = self.sampler(logits, self._sampling_tensors(inputs, num_rows))
         token_ids = self.tp.broadcast(token_ids)
         # A failed row's -1 must not become an input of the step that may already be planned.
-        self.last_token_ids[inputs["sample_slots"][:num_seqs]] = token_ids.clamp(min=0)
-        return self.staging.receive(token_ids)
-
-    def _send(self, batch: Batch, arrays: dict[str, np.ndarray]) -> StagedFields:
-        return self.staging.send(arrays | self.prepare_sample(batch))
+        self.last_token_ids[inputs["sample_slots"][:num_rows]] = token_ids.clamp(min=0)
+        return token_ids
 
     def run_model(self, batch: Batch, inputs: StagedFields) -> torch.Tensor:
         """Run the model without a graph; return the hidden states [S, hidden] that logits are made from."""
@@ -284,14 +301,15 @@ class ModelRunner:
             shared=shared,
         )
 
-    def _sampling_tensors(self, inputs: StagedFields) -> SamplingTensors:
+    def _sampling_tensors(self, inputs: StagedFields, num_rows: int) -> SamplingTensors:
+        top_k, top_p, min_p = (inputs.get(name) for name in FILTERS)
         return SamplingTensors(
-            temperature=inputs.get("temperature"),
-            top_k=inputs.get("top_k"),
-            top_p=inputs.get("top_p"),
-            min_p=inputs.get("min_p"),
-            seeds=inputs.get("seed"),
-            positions=inputs["sample_positions"],
+            temperature=inputs["temperature"][:num_rows],
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            seeds=inputs["seed"][:num_rows],
+            positions=inputs["sample_positions"][:num_rows],
             filter_rows=inputs.get("filter_rows"),
         )
 
@@ -306,8 +324,8 @@ class ModelRunner:
         first_positions = batch.context_lens - query_lens - cu_seqlens_q[:-1]
         positions = np.arange(num_tokens, dtype=np.int32) + first_positions[rows]
         return {
-            "token_ids": batch.token_ids,
-            "token_slots": batch.slots[rows],
+            "token_ids": batch.token_ids.astype(np.int64),  # as torch's lookups want it, which else casts
+            "token_slots": batch.slots[rows].astype(np.int64),
             "positions": positions,
             "slot_mapping": self._slot_mapping(batch, rows, positions),
             "context_lens": batch.context_lens,
@@ -326,12 +344,12 @@ class ModelRunner:
         slot_mapping = self._slot_mapping(batch, np.arange(len(batch.slots)), positions)
         context_lens = pad(batch.context_lens, rows, 0)
         arrays = {
-            "token_ids": pad(batch.token_ids, rows, 0),
-            "token_slots": pad(batch.slots, rows, self.spare_slot),
+            "token_ids": pad(batch.token_ids, rows, 0, np.int64),
+            "token_slots": pad(batch.slots, rows, self.spare_slot, np.int64),
             "positions": pad(positions, rows, 0),
             "slot_mapping": pad(slot_mapping, rows, -1),
             "context_lens": context_lens,
-            "sample_slots": pad(self._sample_slots(batch), rows, self.spare_slot),
+            "sample_slots": pad(self._sample_slots(batch), rows, self.spare_slot, np.int64),
             "cu_seqlens_q": np.arange(rows + 1, dtype=np.int32),
             "cu_seqlens_k": prefix_sum(context_lens),
             "block_tables": self.prepare_block_tables(batch, rows, width),
@@ -344,13 +362,19 @@ class ModelRunner:
         tables[: batch.block_tables.shape[0], : batch.block_tables.shape[1]] = batch.block_tables
         return tables
 
-    def prepare_sample(self, batch: Batch) -> dict[str, np.ndarray]:
-        """The sampling parameters that are in use, and the rows that need their logits sorted."""
+    def prepare_sample(self, batch: Batch, rows: int) -> dict[str, np.ndarray]:
+        """The sampling parameters, what all rows need padded to `rows`; filters only where they are in use,
+        and the rows that need their logits sorted."""
         sampling = batch.sampling
-        columns = {
-            name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p", "min_p", "seed")
+        fields = {
+            "temperature": pad(sampling.temperature, rows, 0, np.float32),
+            "seed": pad(sampling.seed, rows, 0, np.int64),
+            # The position of the token to come: with the seed, it picks the random numbers.
+            "sample_positions": pad(batch.context_lens, rows, 0),
         }
-        fields = {name: column for name, column in columns.items() if column is not None}
+        for name in FILTERS:
+            if getattr(sampling, name) is not None:
+                fields[name] = getattr(sampling, name)
         filtered = np.zeros(len(batch.slots), np.bool_)
         if sampling.top_k is not None:
             filtered |= sampling.top_k > 0
@@ -358,8 +382,6 @@ class ModelRunner:
             filtered |= sampling.top_p < 1
         if filtered.any():
             fields["filter_rows"] = np.flatnonzero(filtered)
-        # The position of the token to come: with the seed, it picks the random numbers.
-        fields["sample_positions"] = batch.context_lens
         return fields
 
     def _slot_mapping(self, batch: Batch, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
@@ -368,7 +390,7 @@ class ModelRunner:
         return blocks * np.int32(self.block_size) + positions % np.int32(self.block_size)
 
     def _sample_slots(self, batch: Batch) -> np.ndarray:
-        return np.where(batch.samples, batch.slots, np.int32(self.spare_slot))
+        return np.where(batch.samples, batch.slots, self.spare_slot).astype(np.int64)
 
     def exit(self) -> None:
         """Free everything on the device and leave the group. The runner cannot be used afterwards."""
@@ -389,10 +411,11 @@ class ModelRunner:
             self.device.release_memory()
 
 
-def pad(array: np.ndarray, size: int, value: int) -> np.ndarray:
-    """Return `array` [n] as int32 [size], filled up with `value`."""
-    padded = np.full(size, value, np.int32)
-    padded[: len(array)] = array
+def pad(array: np.ndarray | None, size: int, value: int, dtype: type[np.generic] = np.int32) -> np.ndarray:
+    """Return `array` [n] as [size] of `dtype`, filled up with `value`; None is an array of none."""
+    padded = np.full(size, value, dtype)
+    if array is not None:
+        padded[: len(array)] = array
     return padded
 
 

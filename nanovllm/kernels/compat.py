@@ -12,7 +12,17 @@ from typing import Any
 
 import torch
 
-__all__ = ["HAS_TRITON", "INTERPRET", "jit", "tl", "triton", "use_triton"]
+__all__ = [
+    "FEW_ROWS",
+    "HAS_TRITON",
+    "INTERPRET",
+    "await_inputs",
+    "jit",
+    "launch_early",
+    "tl",
+    "triton",
+    "use_triton",
+]
 
 try:
     import triton
@@ -21,6 +31,8 @@ except ImportError:  # no wheel for this platform: the torch twins do all the wo
     triton = tl = None
 
 HAS_TRITON = triton is not None
+
+FEW_ROWS = 2  # up to here a step's time is in starting kernels and in reading weights: other ways pay
 
 # Triton reads this variable when a kernel is decorated, so it must be set before this package is imported.
 INTERPRET = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
@@ -41,3 +53,25 @@ def jit(*unspecialized: str) -> Callable[[Any], Any]:
 def use_triton(tensor: torch.Tensor) -> bool:
     """Whether an operation on `tensor` runs as a Triton kernel, launched on the current CUDA device."""
     return HAS_TRITON and tensor.is_cuda
+
+
+def launch_early(x: torch.Tensor) -> bool:
+    """Whether a kernel over the rows of `x` starts before the one ahead of it has ended.
+
+    By programmatic dependent launch (compute capability 9.0 and up); see `await_inputs`. With more rows than
+    a few it gains nothing.
+    """
+    few = len(x) <= FEW_ROWS and not INTERPRET
+    return few and torch.cuda.get_device_capability(x.device) >= (9, 0)
+
+
+@jit()
+def await_inputs(EARLY: tl.constexpr) -> None:
+    """In a kernel that was launched early: let the next one start too, and wait for the one ahead to end.
+
+    Before this call a program may read weights and the step's inputs, but nothing that a kernel computed, and
+    it writes nothing. Every program must come here: the kernel after it relies on all before being done.
+    """
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()

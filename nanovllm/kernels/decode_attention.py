@@ -12,10 +12,11 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from nanovllm.kernels.compat import INTERPRET, jit, tl, triton, use_triton
+from nanovllm.kernels.compat import INTERPRET, await_inputs, jit, launch_early, tl, triton, use_triton
 from nanovllm.kernels.paged import FP8, as_words, attend_range, converts_fp8, dequantized, load_pages
 
 CHUNK = 512  # positions per partial result
+FEW_ROWS_CHUNK = 128  # the same with few sequences, which chunks of 512 would not spread over the device
 _LANES = 4  # chunks of a sequence at work at a time, or more in a small batch
 _PROGRAMS = 2048  # a batch is small if it has fewer programs than this
 HEAD_TILE = 16  # the fewest rows tl.dot takes; a group of query heads is padded to it
@@ -63,6 +64,7 @@ def _decode_chunk_kernel(
     BLOCK_N: tl.constexpr,
     FP8: tl.constexpr,
     CONVERTS: tl.constexpr,
+    EARLY: tl.constexpr,
     INTERPRET: tl.constexpr,
 ) -> None:
     """One program per (tile of a KV head's query heads, sequence, lane); a lane does each n-th chunk.
@@ -109,6 +111,7 @@ def _decode_chunk_kernel(
         start = chunk * CHUNK
         end = tl.minimum(context, start + CHUNK)
         pages = load_pages(table_ptr, start, end, PAGE, BLOCK_N)
+        await_inputs(EARLY)  # some program always comes here, so the next kernel may rely on it
         q = tl.load(q_ptrs, mask=mask, other=0.0)
         q_odd = q
         if FP8:
@@ -176,10 +179,12 @@ def _decode_merge_kernel(
     DIM: tl.constexpr,
     CHUNK: tl.constexpr,
     MERGE_TILE: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     """One program per (sequence, query head): the sum of its chunks, if there are several."""
     row = tl.program_id(0).to(tl.int64) * Q_HEADS + tl.program_id(1)
     live = tl.cdiv(tl.load(contexts_ptr + tl.program_id(0)), CHUNK)
+    await_inputs(EARLY)
     if live <= 1:
         return
     dims = tl.arange(0, DIM)
@@ -220,8 +225,12 @@ def paged_decode_attention_triton(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
     shared: SharedPrefixes | None = None,
+    chunk: int = CHUNK,
 ) -> torch.Tensor:
-    """`paged_decode_attention` by Triton. Launches only, so a CUDA graph can capture it."""
+    """`paged_decode_attention` by Triton. Launches only, so a CUDA graph can capture it.
+
+    chunk: positions per partial result; with `shared`, CHUNK.
+    """
     sequences, q_heads, head_dim = q.shape
     page, kv_heads = k_cache.shape[1:3]
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -231,11 +240,12 @@ def paged_decode_attention_triton(
     assert q.stride(2) == 1 and block_tables.stride(1) == 1
     fp8 = k_cache.dtype == FP8
     dim = max(32 if fp8 else 16, triton.next_power_of_2(head_dim))
-    chunks = max(1, triton.cdiv(max_context_len, CHUNK))
+    chunks = max(1, triton.cdiv(max_context_len, chunk))
     several = chunks > 1
     partial = q.new_empty((sequences, q_heads, chunks, head_dim) if several else 1, dtype=torch.float32)
     logs = q.new_empty((sequences, q_heads, chunks) if several else 1, dtype=torch.float32)
     tiles = kv_heads * triton.cdiv(q_heads // kv_heads, HEAD_TILE)
+    early = launch_early(q)
 
     def launch(
         units: int, lengths: torch.Tensor, members: torch.Tensor | None, skips: torch.Tensor | None
@@ -265,12 +275,14 @@ def paged_decode_attention_triton(
             HEAD_DIM=head_dim,
             DIM=dim,
             PAGE=page,
-            CHUNK=CHUNK,
+            CHUNK=chunk,
             HEAD_TILE=HEAD_TILE,
             BLOCK_N=_block_n(dim, k_cache.element_size()),
             FP8=fp8,
             CONVERTS=fp8 and converts_fp8(q.device),
+            EARLY=early,
             INTERPRET=INTERPRET,
+            launch_pdl=early,
             num_warps=4,
             num_stages=3,
         )
@@ -290,8 +302,10 @@ def paged_decode_attention_triton(
             Q_HEADS=q_heads,
             HEAD_DIM=head_dim,
             DIM=dim,
-            CHUNK=CHUNK,
+            CHUNK=chunk,
             MERGE_TILE=_MERGE_TILE,
+            EARLY=early,
+            launch_pdl=early,
             num_warps=1,
         )
     return out

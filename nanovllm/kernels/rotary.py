@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import torch
 
-from nanovllm.kernels.compat import INTERPRET, jit, tl, triton, use_triton
+from nanovllm.kernels.compat import INTERPRET, await_inputs, jit, launch_early, tl, triton, use_triton
 from nanovllm.kernels.paged import FP8
 from nanovllm.kernels.rms_norm import rms_norm_reference
 
@@ -99,6 +99,7 @@ def _qk_norm_rope_store_kernel(
     K_NORM: tl.constexpr,
     QUANTISE: tl.constexpr,
     FP8_MAX: tl.constexpr,
+    EARLY: tl.constexpr,
     INTERPRET: tl.constexpr,
 ) -> None:
     """One program per (token, KV_TILE KV heads and their query heads): no row's bits depend on another's."""
@@ -118,6 +119,7 @@ def _qk_norm_rope_store_kernel(
     # All reads come before the first write, which no read could be moved across: they wait together.
     position = tl.load(positions_ptr + token).to(tl.int64)
     slot = tl.load(slots_ptr + token).to(tl.int64)
+    await_inputs(EARLY)
     q_first, q_second = _load_halves(q_ptr + token * q_stride_t + heads * q_stride_h, halves, live, HALF)
     k_row = k_ptr + token * k_stride_t + kv_heads * k_stride_h
     k_first, k_second = _load_halves(k_row, halves, kv_live, HALF)
@@ -213,7 +215,9 @@ def qk_norm_rope_store_triton(
         K_NORM=k_weight is not None,
         QUANTISE=k_scale is not None,
         FP8_MAX=_FP8_MAX,
+        EARLY=launch_early(q),
         INTERPRET=INTERPRET,
+        launch_pdl=launch_early(q),
         num_warps=max(1, min(8, q_tile_padded * half_padded // 512)),
     )
     return q_out

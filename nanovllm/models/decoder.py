@@ -12,7 +12,6 @@ from torch import nn
 
 from nanovllm.attention.base import AttentionBackend, AttentionMetadata
 from nanovllm.distributed import TPGroup
-from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.layernorm import RMSNorm
@@ -73,8 +72,17 @@ class DecoderAttention(nn.Module):
         self.rotary = rotary
         self.attn = Attention(self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads, head_dim, backend)
 
-    def forward(self, positions: torch.Tensor, x: torch.Tensor, meta: AttentionMetadata) -> torch.Tensor:
-        q, k, v = self.qkv_proj(x).split(self.qkv_proj.output_sizes, dim=-1)
+    def forward(
+        self,
+        norm: RMSNorm,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        positions: torch.Tensor,
+        meta: AttentionMetadata,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (this part for norm(x + residual), x + residual)."""
+        qkv, residual = self.qkv_proj.after_norm(norm, x, residual)
+        q, k, v = qkv.split(self.qkv_proj.output_sizes, dim=-1)
         q, k, v = (part.unflatten(-1, (-1, self.attn.head_dim)) for part in (q, k, v))  # [T, heads, head_dim]
         q_weight = None if self.q_norm is None else self.q_norm.weight
         k_weight = None if self.k_norm is None else self.k_norm.weight
@@ -93,8 +101,7 @@ class DecoderAttention(nn.Module):
             cache.k_scale,
             cache.v_scale,
         )
-        out: torch.Tensor = self.o_proj(self.attn(q, meta).flatten(1))
-        return out
+        return self.o_proj(self.attn(q, meta).flatten(1)), residual
 
 
 class DecoderMLP(nn.Module):
@@ -106,14 +113,16 @@ class DecoderMLP(nn.Module):
         self.gate_up_proj = MergedColumnParallelLinear(
             hidden_size, [size, size], tp, config.mlp_bias, dtype=dtype, device=device
         )
-        self.act_fn = SiluAndMul()
         self.down_proj = RowParallelLinear(
             size, hidden_size, tp, config.mlp_bias, reduce_results=False, dtype=dtype, device=device
         )
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.down_proj(self.act_fn(self.gate_up_proj(x)))
-        return out
+    def forward(
+        self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (this part for norm(x + residual), x + residual)."""
+        gated, residual = self.gate_up_proj.after_norm(norm, x, residual, silu=True)
+        return self.down_proj(gated), residual
 
 
 class DecoderLayer(nn.Module):
@@ -140,10 +149,9 @@ class DecoderLayer(nn.Module):
         self, positions: torch.Tensor, x: torch.Tensor, residual: torch.Tensor | None, meta: AttentionMetadata
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """x is this rank's part of what the last layer adds to `residual`, the sum up to it; [T, hidden]."""
-        x, residual = self.input_layernorm(x, residual)
-        x = self.self_attn(positions, x, meta)
-        x, residual = self.post_attention_layernorm(x, residual)
-        return self.mlp(x), residual
+        x, residual = self.self_attn(self.input_layernorm, x, residual, positions, meta)
+        x, residual = self.mlp(self.post_attention_layernorm, x, residual)
+        return x, residual
 
 
 class DecoderModel(nn.Module):

@@ -154,6 +154,12 @@ def test_silu_and_mul(rows: int, n: int, dtype: torch.dtype) -> None:
     cases.check_silu(rows, n, dtype, CPU)
 
 
+@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
+@pytest.mark.parametrize(("rows", "n", "k"), [(1, 1, 1), (2, 40, 24), (3, 7, 1000), (2, 5, 4100)])
+def test_gemv(rows: int, n: int, k: int, dtype: torch.dtype) -> None:
+    cases.check_gemv(rows, n, k, dtype, CPU)
+
+
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 @pytest.mark.parametrize(("rows", "vocab"), [(1, 1), (3, 2), (17, 1000), (97, 257), (14, 4096), (7, 8193)])
 def test_sample(rows: int, vocab: int, dtype: torch.dtype) -> None:

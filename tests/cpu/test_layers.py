@@ -17,7 +17,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from nanovllm.distributed import TPGroup
-from nanovllm.layers.activation import SiluAndMul
+from nanovllm.kernels.activation import silu_and_mul
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import (
@@ -99,7 +99,7 @@ def test_merged_column_parallel_and_swiglu(ranks: int) -> None:
     parts = []
     for rank in range(ranks):
         layer = MergedColumnParallelLinear(6, [8, 8], PartialGroup(rank, ranks), **PLACE)
-        parts.append(SiluAndMul()(fill(layer, {("weight", 1): up, ("weight", 0): gate})(x)))
+        parts.append(silu_and_mul(fill(layer, {("weight", 1): up, ("weight", 0): gate})(x)))
     expected = torch.nn.functional.silu(x @ gate.T) * (x @ up.T)
     torch.testing.assert_close(torch.cat(parts, -1), expected)
 

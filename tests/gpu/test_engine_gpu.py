@@ -93,6 +93,9 @@ MATRIX = {
     "tight_chunks_eager": {"num_kvcache_blocks": 5, "max_num_batched_tokens": 257, "enforce_eager": True},
     "wide_blocks": {"kvcache_block_size": 512},
     "odd_max_num_seqs": {"max_num_seqs": 7},
+    "one_by_one": {"max_num_seqs": 1},
+    "two_at_a_time": {"max_num_seqs": 2},
+    "two_eager": {"max_num_seqs": 2, "enforce_eager": True},
 }
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import kernel_cases as cases
 import pytest
 import torch
 from kernel_cases import BF16, F16, F32, FP8, Heads
 
 from nanovllm.kernels.decode_attention import paged_decode_attention, paged_decode_attention_reference
+from nanovllm.kernels.gemv import gemv_triton
 from nanovllm.kernels.rotary import qk_norm_rope_store
 from nanovllm.kernels.sampling import sample
 
@@ -171,6 +174,48 @@ def test_rope(tokens: int, heads: tuple[int, int], head_dim: int, dtype: torch.d
 @pytest.mark.parametrize(("rows", "n"), [(1, 1), (97, 1000), (256, 3072), (17, 12289)])
 def test_silu_and_mul(rows: int, n: int, dtype: torch.dtype) -> None:
     cases.check_silu(rows, n, dtype, GPU)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
+@pytest.mark.parametrize(
+    ("rows", "n", "k"),
+    [(1, 1, 1), (2, 40, 24), (3, 7, 1000), (2, 2048, 1024), (1, 2050, 4096), (2, 500, 9000)],
+)
+def test_gemv(rows: int, n: int, k: int, dtype: torch.dtype) -> None:
+    cases.check_gemv(rows, n, k, dtype, GPU)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_kernels_that_start_early_wait_for_what_they_read(rows: int) -> None:
+    """A long chain of products, each over the last one's result, in a graph: as one after the other."""
+    n = 1024
+    torch.manual_seed(0)
+    weights = [(torch.randn(n, n, device=GPU) / n**0.5).bfloat16() for _ in range(40)]
+    norm = torch.ones(n, device=GPU, dtype=torch.bfloat16)
+
+    def chain(wait: bool) -> list[torch.Tensor]:
+        x, residual, results = start, None, []
+        for index, weight in enumerate(weights):
+            x, residual = gemv_triton(x, weight, norm_weight=norm, eps=1e-6, residual=residual)
+            if index % 5 == 4:
+                x, _ = gemv_triton(x, weight)
+            results.append(x)
+            if wait:
+                torch.cuda.synchronize()
+        return results
+
+    start = torch.randn(rows, n, device=GPU).bfloat16()
+    chain(wait=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = chain(wait=False)
+    for _ in range(50):
+        start.copy_(torch.randn(rows, n, device=GPU))
+        for result in captured:
+            result.fill_(math.nan)
+        graph.replay()
+        for ours, expected in zip(captured, chain(wait=True), strict=True):
+            assert torch.equal(ours, expected)
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
