@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from nanovllm import LLM
+from nanovllm import LLM, SamplingParams
 from nanovllm.device import Device
 from nanovllm.distributed import TPGroup
 from nanovllm.engine import llm_engine
@@ -56,6 +57,33 @@ class CheckedLLM(LLM):
     @property
     def num_free_blocks(self) -> int:
         return self._scheduler.block_manager.num_free_blocks
+
+
+def logits_of(
+    llm: LLM, prompts: list[list[int]], params: list[SamplingParams], index: int
+) -> tuple[torch.Tensor, list[int]]:
+    """Generate; return the logits [tokens, vocabulary] that prompt `index` was answered from, and the answer."""
+    runner, seq_id = llm._runner, llm._num_requests + index
+    batches: list[Batch] = []
+    kept: list[torch.Tensor] = []
+    launch, compute_logits = runner._launch, runner.model.compute_logits
+
+    def launch_recorded(batch: Batch) -> Any:
+        batches.append(batch)
+        return launch(batch)
+
+    def compute_recorded(hidden: torch.Tensor) -> torch.Tensor:
+        logits, batch = compute_logits(hidden), batches[-1]
+        if seq_id in batch.seq_ids and batch.samples[batch.seq_ids.index(seq_id)]:
+            kept.append(logits[batch.seq_ids.index(seq_id)].clone())
+        return logits
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner, "_launch", launch_recorded)
+        patch.setattr(runner.model, "compute_logits", compute_recorded)
+        output = llm.generate(prompts, params, use_tqdm=False)[index]
+    assert len(kept) == len(output["token_ids"])
+    return torch.stack(kept), output["token_ids"]
 
 
 def make_tiny(model: Path, **options: Any) -> CheckedLLM:

@@ -83,5 +83,5 @@ class ParallelLMHead(_VocabParallelLayer):
             self.weight = tied_to.weight
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor | None:
-        logits = self.tp.gather_last_dim(F.linear(hidden, self.weight))
+        logits = self.tp.gather_last_dim(self._product(hidden, self.weight))
         return None if logits is None else logits[..., : self.vocab_size]

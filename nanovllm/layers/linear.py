@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
 from nanovllm.distributed import TPGroup
 from nanovllm.layers.weights import ShardId, WeightLayer, WeightShard, split_evenly
@@ -39,7 +38,7 @@ class ReplicatedLinear(WeightLayer):
             self.register_parameter("bias", None)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.weight, self.bias)
+        return self._product(x, self.weight, self.bias)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +70,7 @@ class _PackedColumnLinear(WeightLayer):
             self.register_parameter("bias", None)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.weight, self.bias)
+        return self._product(x, self.weight, self.bias)
 
 
 def _row_shards(param: str, parts: list[OutputPart], rest: tuple[int, ...]) -> list[WeightShard]:
@@ -195,5 +194,5 @@ class RowParallelLinear(WeightLayer):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         bias = self.bias if self.tp.rank == 0 else None  # the ranks' outputs are summed: add it once
-        out = F.linear(x, self.weight, bias)
+        out = self._product(x, self.weight, bias)
         return self.tp.all_reduce(out) if self.reduce_results else out
