@@ -106,8 +106,8 @@ class Config:
             )
         if self.deterministic and self.tensor_parallel_size > 1:
             raise ValueError(
-                f"deterministic=True needs tensor_parallel_size=1, not {self.tensor_parallel_size}: the order "
-                "of the sums over GPUs can depend on the size of the step"
+                f"deterministic=True needs tensor_parallel_size=1, not {self.tensor_parallel_size}: "
+                "how the GPUs' parts are summed depends on the size of the step"
             )
         kind, _, index = str(self.device).partition(":")
         if kind not in ("auto", "cpu", "cuda") or (index and (kind != "cuda" or not index.isdigit())):

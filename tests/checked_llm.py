@@ -62,7 +62,7 @@ class CheckedLLM(LLM):
 def logits_of(
     llm: LLM, prompts: list[list[int]], params: list[SamplingParams], index: int
 ) -> tuple[torch.Tensor, list[int]]:
-    """Generate; return the logits [tokens, vocabulary] that prompt `index` was answered from, and the answer."""
+    """Generate; return the logits [tokens, vocabulary] behind prompt `index`'s answer, and the answer."""
     runner, seq_id = llm._runner, llm._num_requests + index
     batches: list[Batch] = []
     kept: list[torch.Tensor] = []

@@ -25,16 +25,8 @@ class Tile(NamedTuple):
 
 
 # Largest first: fewer bytes pass through the L2. Taken is the first of which a product has _PROGRAMS.
-_TILES = (
-    Tile(128, 256, 64, 8, 4),
-    Tile(128, 128, 64, 8, 4),
-    Tile(64, 256, 64, 4, 4),
-    Tile(64, 128, 64, 4, 4),
-    Tile(64, 64, 128, 4, 4),
-    Tile(64, 32, 128, 4, 4),
-    Tile(64, 16, 128, 4, 4),
-)
-_FEW_ROWS = (Tile(16, 64, 128, 4, 4), Tile(16, 32, 128, 4, 4), Tile(16, 16, 256, 4, 4))  # up to 16
+_TILES = (Tile(128, 128, 64, 8, 3), Tile(64, 64, 64, 4, 6), Tile(64, 32, 256, 4, 3), Tile(64, 16, 256, 4, 4))
+_FEW_ROWS = (Tile(16, 64, 128, 4, 6), Tile(16, 32, 128, 4, 6), Tile(16, 16, 512, 4, 3))  # up to 16
 _PLAIN = Tile(32, 64, 32, 4, 2)  # the one tile where there are no tensor cores: for float32, interpreted
 _PROGRAMS = 96  # fill a GPU of 132 multiprocessors well enough
 _BAND = 8  # tiles of rows that are computed together, so that a tile of the weight is read once for all
@@ -136,9 +128,7 @@ def linear_triton(
     return out
 
 
-def linear_reference(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
-) -> torch.Tensor:
+def linear_reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """`linear` in plain torch; its bits are whatever torch makes of the shape."""
     out = x.float() @ weight.float().T
     return (out if bias is None else out + bias.float()).to(x.dtype)

@@ -110,9 +110,7 @@ def test_block_sizes(model: Path, prompts: list, expected: list, block_size: int
 
 
 @pytest.mark.skipif(not INTERPRET, reason="kernels are compiled here; tests/gpu runs these cases")
-def test_deterministic(
-    model: Path, prompts: list, expected: list, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_deterministic(model: Path, prompts: list, expected: list, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every product of the model goes through the kernel; what decode steps wrote is not offered again."""
     params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (2, 11)]
     with make_tiny(model, deterministic=True, kvcache_block_size=16, max_num_batched_tokens=23) as llm:
@@ -127,7 +125,7 @@ def test_deterministic(
 
 def test_deterministic_is_refused_where_it_cannot_hold(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton, "INTERPRET", False)
-    with pytest.raises(ValueError, match="deterministic=True needs .*'triton', .* the device is cpu"):
+    with pytest.raises(ValueError, match=r"deterministic=True needs .*'triton', .* the device is cpu"):
         make_tiny(model, deterministic=True)
 
 
