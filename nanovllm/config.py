@@ -33,6 +33,7 @@ class Config:
     dtype: "auto" (the checkpoint's own on a GPU, float32 on a CPU), "float32", "bfloat16" or "float16".
     load_format: "auto" reads the weights, "dummy" makes random ones from config.json alone.
     skip_tokenizer_init: load no tokenizer; prompts are then token ids and outputs have no text.
+    deterministic: a token's logits have the same bits in any batch, chunk or graph; for a price in speed.
     seed: what unseeded requests and dummy weights are drawn from.
     async_scheduling: launch a step before the last one's tokens have been read; None does so on a GPU, where
     the
@@ -55,6 +56,7 @@ class Config:
     dtype: str = "auto"
     load_format: str = "auto"
     skip_tokenizer_init: bool = False
+    deterministic: bool = False
     seed: int = 0
     async_scheduling: bool | None = None
 
@@ -78,7 +80,13 @@ class Config:
             if getattr(self, name) is not None:
                 _check_int(name, getattr(self, name), minimum=1)
         _check_int("seed", self.seed, minimum=0)
-        for name in ("enforce_eager", "enable_prefix_caching", "skip_tokenizer_init", "async_scheduling"):
+        for name in (
+            "enforce_eager",
+            "enable_prefix_caching",
+            "skip_tokenizer_init",
+            "deterministic",
+            "async_scheduling",
+        ):
             value = getattr(self, name)
             if not isinstance(value, bool) and not (name == "async_scheduling" and value is None):
                 raise TypeError(f"{name} must be True or False, not {value!r}")
@@ -91,6 +99,16 @@ class Config:
         _check_choice("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
         _check_choice("load_format", self.load_format, LOAD_FORMATS)
         _check_choice("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
+        if self.deterministic and self.attention_backend not in ("auto", "triton"):
+            raise ValueError(
+                f"deterministic=True needs attention_backend='triton' (or 'auto'), not "
+                f"{self.attention_backend!r}, whose bits depend on the batch"
+            )
+        if self.deterministic and self.tensor_parallel_size > 1:
+            raise ValueError(
+                f"deterministic=True needs tensor_parallel_size=1, not {self.tensor_parallel_size}: "
+                "how the GPUs' parts are summed depends on the size of the step"
+            )
         kind, _, index = str(self.device).partition(":")
         if kind not in ("auto", "cpu", "cuda") or (index and (kind != "cuda" or not index.isdigit())):
             raise ValueError(f"device must be 'auto', 'cpu', 'cuda' or 'cuda:N', not {self.device!r}")

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from nanovllm import LLM
+from nanovllm import LLM, SamplingParams
 from nanovllm.device import Device
 from nanovllm.distributed import TPGroup
 from nanovllm.engine import llm_engine
@@ -56,6 +57,41 @@ class CheckedLLM(LLM):
     @property
     def num_free_blocks(self) -> int:
         return self._scheduler.block_manager.num_free_blocks
+
+
+def logits_of(
+    llm: LLM, prompts: list[list[int]], params: list[SamplingParams], index: int
+) -> tuple[torch.Tensor, list[int]]:
+    """Generate; return the logits [tokens, vocabulary] behind prompt `index`'s answer, and the answer."""
+    runner, seq_id = llm._runner, llm._num_requests + index
+    steps: list[torch.Tensor] = []  # the hidden states of each
+    kept: list[torch.Tensor] = []
+
+    def recorded(run: Any) -> Any:
+        def record(*args: Any) -> Any:
+            result = run(*args)
+            steps.append(result[0] if isinstance(result, tuple) else result)
+            return result
+
+        return record
+
+    launch = runner._launch
+
+    def launch_recorded(batch: Batch) -> Any:
+        handle = launch(batch)
+        if seq_id in batch.seq_ids and batch.samples[batch.seq_ids.index(seq_id)]:
+            logits = runner.model.compute_logits(steps[-1][: len(batch.slots)])
+            kept.append(logits[batch.seq_ids.index(seq_id)].clone())
+        return handle
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner, "_launch", launch_recorded)
+        patch.setattr(runner, "run_model", recorded(runner.run_model))
+        for graphs in filter(None, (runner.graphs, runner.shared_graphs)):
+            patch.setattr(graphs, "replay", recorded(graphs.replay))
+        output = llm.generate(prompts, params, use_tqdm=False)[index]
+    assert len(kept) == len(output["token_ids"])
+    return torch.stack(kept), output["token_ids"]
 
 
 def make_tiny(model: Path, **options: Any) -> CheckedLLM:

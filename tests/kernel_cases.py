@@ -22,6 +22,7 @@ from nanovllm.kernels.decode_attention import (
     paged_decode_attention_triton,
 )
 from nanovllm.kernels.gemv import gemv_reference, gemv_triton
+from nanovllm.kernels.matmul import _FEW_ROWS, _TILES, Tile, linear_reference, linear_triton
 from nanovllm.kernels.paged import converts_fp8, fp8_pair
 from nanovllm.kernels.prefill_attention import (
     paged_prefill_attention_reference,
@@ -380,6 +381,45 @@ def check_rms_norm(rows: int, n: int, dtype: torch.dtype, device: str) -> None:
         assert torch.equal(residual, kept)
         assert_near(total, x.double() + residual.double())
         assert_near(out, exact_rms_norm(total, weight, eps))
+
+
+# ---- matrix products ----
+
+TILES = (None, *_TILES, *_FEW_ROWS)  # None: the one that is chosen
+
+
+def check_linear(rows: int, n: int, k: int, dtype: torch.dtype, device: str, *, bias: bool) -> None:
+    """On a strided matrix, by kernel and twin; by every tile."""
+    x = randn(rows, 2 * k, dtype=dtype, device=device)[:, k:]
+    weight = randn(n, k, dtype=dtype, device=device, seed=1)
+    vector = randn(n, dtype=dtype, device=device, seed=2) if bias else None
+    exact = x.double() @ weight.double().T + (0 if vector is None else vector.double())
+    for out in (linear_reference(x, weight, vector), linear_triton(x, weight, vector)):
+        assert out.dtype == dtype and out.shape == (rows, n)
+        assert_near(out, exact)
+    for tile in TILES if (rows, k) == (130, 100) and dtype != F32 else ():
+        assert_near(linear_triton(x, weight, vector, tile), exact)
+
+
+def check_linear_rows_are_independent(
+    n: int, k: int, dtype: torch.dtype, device: str, counts: Sequence[int], tiles: Sequence[Tile | None]
+) -> None:
+    """A row has the same bits beside any number of rows, by any of `tiles`, and beside NaN; compiled, also at
+    any place (the interpreter adds with BLAS, which minds a row's place in a tile)."""
+    x = randn(max(counts), k, dtype=dtype, device=device)
+    weight = randn(n, k, dtype=dtype, device=device, seed=1) * k**-0.5
+    spoilt = x.clone()
+    spoilt[::3] = math.nan
+    full = linear_triton(x, weight)
+    for tile in tiles:
+        assert torch.equal(linear_triton(x, weight, tile=tile), full), tile
+    for count in counts:
+        assert torch.equal(linear_triton(x[:count], weight), full[:count]), count
+        if device != "cpu":
+            assert torch.equal(linear_triton(x[len(x) - count :], weight), full[len(x) - count :]), count
+        beside = linear_triton(spoilt[:count], weight)
+        assert beside[::3].isnan().all()
+        assert torch.equal(beside[1::3], full[1:count:3]) and torch.equal(beside[2::3], full[2:count:3])
 
 
 def check_rope(

@@ -39,6 +39,7 @@ class AttentionBackend(ABC):
     NaN.
     """
 
+    deterministic = False  # whether a row must get the same bits beside any other rows
     name: ClassVar[str]
     block_size_multiple: ClassVar[int]
     default_block_size: ClassVar[int]

@@ -19,12 +19,21 @@ BACKENDS: tuple[type[AttentionBackend], ...] = (TritonBackend, FlashAttnBackend,
 
 
 def select(
-    name: str, device: Device, dtype: torch.dtype, head_dim: int, cache_dtype: torch.dtype
+    name: str,
+    device: Device,
+    dtype: torch.dtype,
+    head_dim: int,
+    cache_dtype: torch.dtype,
+    deterministic: bool = False,
 ) -> AttentionBackend:
     """Return the backend called `name`, or for "auto" the first that is available.
 
+    With `deterministic`, "auto" is "triton", the one whose bits do not depend on the rest of the batch.
     Raises ValueError with the reason when the asked-for backend cannot run here.
     """
+    asked = f"attention_backend={name!r}"
+    if deterministic and name == "auto":
+        name, asked = TritonBackend.name, "deterministic=True needs attention_backend='triton', which"
     reasons: dict[str, str] = {}
     for backend in BACKENDS:
         # Triton's interpreter is for tests: it never wins by itself.
@@ -35,9 +44,11 @@ def select(
         reason = backend.unavailable(device, dtype, head_dim, cache_dtype)
         if reason is None:
             logger.info("attention backend: %s%s", backend.name, f" ({reasons})" if reasons else "")
-            return backend()
+            chosen = backend()
+            chosen.deterministic = deterministic
+            return chosen
         if name != "auto":
-            raise ValueError(f"attention_backend={name!r} cannot run here: {reason}")
+            raise ValueError(f"{asked} cannot run here: {reason}")
         reasons[backend.name] = reason
     raise ValueError(
         f"attention_backend={name!r}: no such backend; there are {[b.name for b in BACKENDS]} and 'auto'"

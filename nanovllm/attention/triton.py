@@ -45,6 +45,7 @@ class TritonBackend(AttentionBackend):
         v_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
         if meta.is_decode:
+            few = len(q) <= FEW_ROWS and meta.shared is None and not self.deterministic
             return paged_decode_attention_triton(
                 q,
                 k_cache,
@@ -56,7 +57,7 @@ class TritonBackend(AttentionBackend):
                 k_scale,
                 v_scale,
                 meta.shared,
-                FEW_ROWS_CHUNK if len(q) <= FEW_ROWS and meta.shared is None else CHUNK,
+                FEW_ROWS_CHUNK if few else CHUNK,
             )
         return paged_prefill_attention_triton(
             q,

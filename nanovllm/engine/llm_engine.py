@@ -130,6 +130,7 @@ class LLMEngine:
             max_num_batched_tokens=self.config.max_num_batched_tokens,
             max_model_len=self._runner.max_model_len,
             enable_prefix_caching=self.config.enable_prefix_caching,
+            share_outputs=not self.config.deterministic,  # their K/V would differ in bits from a prompt's
         )
 
     # -- one request at a time ---------------------------------------------------------------------------

@@ -68,12 +68,23 @@ class ModelRunner:
         self.dtype = device.resolve_dtype(config.dtype, model_config.dtype)
         self.cache_dtype = torch.float8_e4m3fn if config.kv_cache_dtype == "fp8" else self.dtype
         self.backend = select(
-            config.attention_backend, device, self.dtype, model_config.head_dim, self.cache_dtype
+            config.attention_backend,
+            device,
+            self.dtype,
+            model_config.head_dim,
+            self.cache_dtype,
+            config.deterministic,
         )
         self.block_size = resolve_block_size(config.kvcache_block_size, self.backend)
         self.max_blocks = -(-max_model_len // self.block_size)  # of one sequence
         self.model = DecoderForCausalLM(
-            model_config, tp, self.backend, max_model_len, device=device.torch, dtype=self.dtype
+            model_config,
+            tp,
+            self.backend,
+            max_model_len,
+            device=device.torch,
+            dtype=self.dtype,
+            deterministic=config.deterministic,
         )
         if config.load_format == "dummy":
             init_dummy_weights(self.model, config.seed, check)

@@ -32,8 +32,11 @@ class Scheduler:
         max_num_batched_tokens: int,
         max_model_len: int,
         enable_prefix_caching: bool = True,
+        share_outputs: bool = True,
     ) -> None:
+        """share_outputs: whether the prefix cache also offers what decode steps wrote, besides prefill."""
         self.block_manager = BlockManager(num_blocks, block_size, enable_prefix_caching)
+        self.share_outputs = share_outputs
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = min(max_model_len, num_blocks * block_size)  # tokens of one sequence with K/V
@@ -113,7 +116,7 @@ class Scheduler:
             elif num_tokens >= seq.max_tokens_total:
                 self._finish(seq, "length")
                 finished.append(seq)
-            elif (num_tokens - 1) // block_size > seq.num_hashed_blocks:
+            elif self.share_outputs and (num_tokens - 1) // block_size > seq.num_hashed_blocks:
                 self.block_manager.register(seq)
         return finished
 

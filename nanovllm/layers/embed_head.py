@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 
 from nanovllm.distributed import TPGroup
-from nanovllm.layers.linear import linear
 from nanovllm.layers.weights import WeightLayer, WeightShard
 
 
@@ -84,5 +83,5 @@ class ParallelLMHead(_VocabParallelLayer):
             self.weight = tied_to.weight
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor | None:
-        logits = self.tp.gather_last_dim(linear(hidden, self.weight))
+        logits = self.tp.gather_last_dim(self._product(hidden, self.weight))
         return None if logits is None else logits[..., : self.vocab_size]

@@ -9,18 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
 from nanovllm.distributed import TPGroup
 from nanovllm.kernels.activation import silu_and_mul
 from nanovllm.kernels.gemv import gemv, use_gemv
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.weights import ShardId, WeightLayer, WeightShard, split_evenly
-
-
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """x [..., K] @ weight [N, K]^T + bias, by the fastest way for so many rows."""
-    return gemv(x, weight, bias)[0] if use_gemv(x) else F.linear(x, weight, bias)
 
 
 class ReplicatedLinear(WeightLayer):
@@ -47,7 +41,7 @@ class ReplicatedLinear(WeightLayer):
             self.register_parameter("bias", None)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return linear(x, self.weight, self.bias)
+        return self._product(x, self.weight, self.bias)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +73,7 @@ class _PackedColumnLinear(WeightLayer):
             self.register_parameter("bias", None)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return linear(x, self.weight, self.bias)
+        return self._product(x, self.weight, self.bias)
 
     def after_norm(
         self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None, silu: bool = False
@@ -88,7 +82,7 @@ class _PackedColumnLinear(WeightLayer):
 
         In one kernel if there are few rows [T, size].
         """
-        if use_gemv(x) and norm.tp.size == 1:
+        if use_gemv(x) and norm.tp.size == 1 and not self.deterministic:
             own, eps = norm.weight, norm.eps
             return gemv(x, self.weight, self.bias, norm_weight=own, eps=eps, residual=residual, silu=silu)
         x, residual = norm(x, residual)
@@ -217,5 +211,5 @@ class RowParallelLinear(WeightLayer):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         bias = self.bias if self.tp.rank == 0 else None  # the ranks' outputs are summed: add it once
-        out = linear(x, self.weight, bias)
+        out = self._product(x, self.weight, bias)
         return self.tp.all_reduce(out) if self.reduce_results else out

@@ -10,7 +10,11 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import nn
+
+from nanovllm.kernels.gemv import gemv, use_gemv
+from nanovllm.kernels.matmul import linear
 
 ShardId = str | int | None
 
@@ -48,6 +52,8 @@ class WeightShard:
 class WeightLayer(nn.Module):
     """Owns parameters made by `_allocate`, uninitialised until `load_weight` was called for each shard."""
 
+    deterministic = False  # whether a row's product must have the same bits beside any other rows
+
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self._dtype = dtype
@@ -61,6 +67,14 @@ class WeightLayer(nn.Module):
         for shard in shards:
             self._shards[param, shard.shard_id] = shard
             self._unloaded.add((param, shard.shard_id))
+
+    def _product(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """x [..., K] @ weight [N, K]^T + bias: the one way in which layers multiply by their weights."""
+        if self.deterministic:
+            return linear(x.flatten(0, -2), weight, bias).unflatten(0, x.shape[:-1])
+        return gemv(x, weight, bias)[0] if use_gemv(x) else F.linear(x, weight, bias)
 
     def weight_shards(self) -> Iterator[WeightShard]:
         """Yield what a checkpoint must hold for this layer."""

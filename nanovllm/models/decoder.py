@@ -190,7 +190,8 @@ class DecoderModel(nn.Module):
 class DecoderForCausalLM(nn.Module):
     """A causal language model, or one rank's part of it. The loader must fill its weights before use.
 
-    Raises ValueError when the model cannot be split over the group's ranks.
+    With `deterministic`, what a token gets does not depend on what else is in the step, to the last bit, as
+    far as `backend` keeps that. Raises ValueError when the model cannot be split over the group's ranks.
     """
 
     def __init__(
@@ -202,6 +203,7 @@ class DecoderForCausalLM(nn.Module):
         *,
         dtype: torch.dtype,
         device: torch.device,
+        deterministic: bool = False,
     ) -> None:
         super().__init__()
         config.check_tensor_parallel_size(tp.size)
@@ -212,6 +214,9 @@ class DecoderForCausalLM(nn.Module):
         self.lm_head = ParallelLMHead(
             config.vocab_size, config.hidden_size, tp, tied_to, dtype=dtype, device=device
         )
+        for layer in self.modules():
+            if isinstance(layer, WeightLayer):
+                layer.deterministic = deterministic
         self.attention_layers: list[Attention] = [m for m in self.modules() if isinstance(m, Attention)]
 
     def forward(

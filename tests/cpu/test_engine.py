@@ -17,9 +17,11 @@ from checked_llm import BLOCK, make_tiny
 from tiny_models import VOCAB_SIZE, edit_json, transformers_greedy, write_tiny_model
 
 from nanovllm import LLM, EngineClosedError, KVCacheMemoryError, SamplingParams
+from nanovllm.attention import triton
 from nanovllm.engine import shared_prefixes
 from nanovllm.errors import ModelLoadError
 from nanovllm.kernels.compat import INTERPRET
+from nanovllm.layers import weights
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 
@@ -105,6 +107,26 @@ def test_block_sizes(model: Path, prompts: list, expected: list, block_size: int
     with make_tiny(model, kvcache_block_size=block_size, max_num_batched_tokens=40) as llm:
         for _ in range(2):
             assert tokens(llm.generate(prompts, GREEDY, use_tqdm=False)) == expected
+
+
+@pytest.mark.skipif(not INTERPRET, reason="kernels are compiled here; tests/gpu runs these cases")
+def test_deterministic(model: Path, prompts: list, expected: list, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every product of the model goes through the kernel; what decode steps wrote is not offered again."""
+    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (2, 11)]
+    with make_tiny(model, deterministic=True, kvcache_block_size=16, max_num_batched_tokens=23) as llm:
+        assert llm._runner.backend.name == "triton"
+        monkeypatch.setattr(weights, "F", None)
+        outputs = llm.generate(prompts[3:5], params, use_tqdm=False)
+        assert tokens(outputs) == [expected[3][:2], expected[4][:11]]
+        [longer] = llm.generate([prompts[4] + expected[4][:9]], params[:1], use_tqdm=False)
+        assert longer["token_ids"] == expected[4][9:11]
+        assert llm.sequences[-1].num_cached_tokens == 16 == len(prompts[4]) // 16 * 16
+
+
+def test_deterministic_is_refused_where_it_cannot_hold(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton, "INTERPRET", False)
+    with pytest.raises(ValueError, match=r"deterministic=True needs .*'triton', .* the device is cpu"):
+        make_tiny(model, deterministic=True)
 
 
 @pytest.mark.skipif(not INTERPRET, reason="kernels are compiled here; tests/gpu runs the engine over them")

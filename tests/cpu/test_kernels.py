@@ -133,6 +133,18 @@ def test_store(tokens: int, heads: Heads) -> None:
     cases.check_store(tokens, heads, CPU, fp8=True)
 
 
+@pytest.mark.parametrize("rows", [0, 1, 3, 16, 17, 97, 130])
+@pytest.mark.parametrize(("n", "k"), [(70, 100), (16, 64), (33, 7)])
+@pytest.mark.parametrize(("dtype", "bias"), [(F32, False), (BF16, True), (F16, False)], ids=str)
+def test_linear(rows: int, n: int, k: int, dtype: torch.dtype, bias: bool) -> None:
+    cases.check_linear(rows, n, k, dtype, CPU, bias=bias)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_rows_of_a_product_are_independent(dtype: torch.dtype) -> None:
+    cases.check_linear_rows_are_independent(70, 100, dtype, CPU, [0, 1, 3, 16, 17, 97, 130], [None])
+
+
 @pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
 @pytest.mark.parametrize(("rows", "n"), [(1, 1), (3, 24), (17, 80), (33, 128), (5, 1000)])
 def test_rms_norm(rows: int, n: int, dtype: torch.dtype) -> None:

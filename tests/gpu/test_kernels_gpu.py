@@ -11,6 +11,7 @@ from kernel_cases import BF16, F16, F32, FP8, Heads
 
 from nanovllm.kernels.decode_attention import paged_decode_attention, paged_decode_attention_reference
 from nanovllm.kernels.gemv import gemv_triton
+from nanovllm.kernels.matmul import linear
 from nanovllm.kernels.rotary import qk_norm_rope_store
 from nanovllm.kernels.sampling import sample
 
@@ -150,6 +151,35 @@ def test_slots_beyond_32_bits_of_elements() -> None:
     q = torch.zeros(1, 2, heads.head_dim, dtype=BF16, device=GPU)
     out = paged_decode_attention(q, k_cache, v_cache, table, context, 2, 1.0)
     cases.assert_near(out[0, 1], value.double().mean(dim=(0, 1)))
+
+
+@pytest.mark.parametrize("rows", [0, 1, 3, 16, 17, 97, 130, 1000])
+@pytest.mark.parametrize(("n", "k"), [(70, 100), (1024, 2048), (33, 7)])
+@pytest.mark.parametrize(("dtype", "bias"), [(F32, False), (BF16, True)], ids=str)
+def test_linear(rows: int, n: int, k: int, dtype: torch.dtype, bias: bool) -> None:
+    cases.check_linear(rows, n, k, dtype, GPU, bias=bias)
+
+
+QWEN3_PRODUCTS = [(4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072), (151936, 1024)]  # n, k of 0.6B
+QWEN3_PRODUCTS += [(6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288)]  # of 8B
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "dtype"),
+    [*((n, k, BF16) for n, k in QWEN3_PRODUCTS), (70, 100, BF16), (1024, 3072, F16), (1024, 3072, F32)],
+)
+def test_rows_of_a_product_are_independent(n: int, k: int, dtype: torch.dtype) -> None:
+    counts = [1, 2, 3, 8, 16, 17, 64, 65, 97, 128, 129, 256, 512, 1000, 4096]
+    tiles = (None,) if dtype == F32 else cases.TILES
+    cases.check_linear_rows_are_independent(n, k, dtype, GPU, counts, tiles)
+
+
+def test_a_product_of_more_than_2_to_the_31_elements() -> None:
+    x = cases.randn(16384, 64, dtype=BF16, device=GPU)
+    weight = cases.randn(151936, 64, dtype=BF16, device=GPU, seed=1)
+    out = linear(x, weight)
+    for rows in (slice(0, 64), slice(-64, None)):
+        assert torch.equal(out[rows], linear(x[rows], weight))
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)

@@ -72,6 +72,10 @@ def test_right_sampling_params() -> None:
         ({"gpu_memory_utilization": "0.9"}, TypeError),
         ({"enforce_eager": "yes"}, TypeError),
         ({"async_scheduling": 1}, TypeError),
+        ({"deterministic": 1}, TypeError),
+        ({"deterministic": True, "attention_backend": "flash_attn"}, ValueError),
+        ({"deterministic": True, "attention_backend": "reference"}, ValueError),
+        ({"deterministic": True, "tensor_parallel_size": 2}, ValueError),
         ({"dtype": "int8"}, ValueError),
         ({"load_format": "gguf"}, ValueError),
         ({"attention_backend": "xformers"}, ValueError),
@@ -83,10 +87,10 @@ def test_right_sampling_params() -> None:
     ids=str,
 )
 def test_wrong_options(options: dict[str, Any], error: type[Exception]) -> None:
-    (name, value) = next(iter(options.items()))
     with pytest.raises(error) as caught:
         Config.from_kwargs("model", **options)
-    assert name in str(caught.value) and str(value) in str(caught.value)
+    for name, value in options.items():
+        assert name in str(caught.value) and str(value) in str(caught.value)
 
 
 def test_unknown_options_are_refused_with_the_nearest_name() -> None:

@@ -1,0 +1,72 @@
+"""deterministic=True: one prompt's logits and tokens, bit for bit, however the engine comes to them."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from bench_workloads import write_shape
+from checked_llm import CheckedLLM, logits_of
+
+from nanovllm import LLM, SamplingParams
+
+pytestmark = pytest.mark.gpu
+
+RNG = random.Random(0)
+PROMPT = [RNG.randrange(10000) for _ in range(715)]
+OTHERS = [[RNG.randrange(10000) for _ in range(RNG.randint(1, 400))] for _ in range(255)]
+SEEDED = SamplingParams(temperature=0.6, seed=5, max_tokens=40, ignore_eos=True)
+MANNERS: dict[str, dict[str, Any]] = {
+    "graphs": {},
+    "eager": {"enforce_eager": True},
+    "chunks": {"max_num_batched_tokens": 96},
+    "cold": {"enable_prefix_caching": False, "async_scheduling": False},
+    "wide_blocks": {"kvcache_block_size": 256},
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three layers of Qwen3-0.6B's shape."""
+    folder = write_shape("qwen3-0.6b", tmp_path_factory.mktemp("model"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
+    return folder
+
+
+def make(model: Path, **options: Any) -> LLM:
+    defaults = {"max_num_seqs": 256, "kvcache_block_size": 16, "num_kvcache_blocks": 8000}
+    return CheckedLLM(
+        model, deterministic=True, load_format="dummy", skip_tokenizer_init=True, **defaults | options
+    )
+
+
+def answer(llm: LLM, prompt: list[int], others: int) -> tuple[torch.Tensor, list[int]]:
+    """The logits and tokens of `prompt` in the midst of so many others, which end at different times."""
+    index = others // 2
+    prompts = [*OTHERS[:index], prompt, *OTHERS[index:others]]
+    params = [SamplingParams(max_tokens=1 + 7 * i % 50, ignore_eos=True) for i in range(len(prompts))]
+    params[index] = SEEDED
+    return logits_of(llm, prompts, params, index)
+
+
+@pytest.mark.parametrize("cache", ["auto", "fp8"])
+def test_a_prompts_logits_are_the_same_bits_in_any_company(model: Path, cache: str) -> None:
+    with make(model, kv_cache_dtype=cache) as llm:
+        logits, tokens = answer(llm, PROMPT, 0)
+        longer = PROMPT + tokens  # the cache must not offer K/V of decode steps for it
+        longer_logits, longer_tokens = answer(llm, longer, 0)
+    assert len(tokens) == SEEDED.max_tokens and logits.isfinite().all()
+    for options in MANNERS.values():
+        with make(model, kv_cache_dtype=cache, **options) as llm:
+            for others in (0, 1, 16, 255, 0):
+                assert llm._runner.model.lm_head.deterministic
+                again, same_tokens = answer(llm, PROMPT, others)
+                assert torch.equal(again, logits), (options, others)
+                assert same_tokens == tokens
+            again, same_tokens = answer(llm, longer, 3)
+            assert torch.equal(again, longer_logits) and same_tokens == longer_tokens, options
