@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from nanovllm.kernels.compat import jit, tl, triton, use_triton
+from nanovllm.kernels.compat import await_inputs, jit, launch_early, tl, triton, use_triton
 
 _BLOCK = 1024
 
@@ -18,12 +18,18 @@ def gated(gate: tl.tensor, up: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
 
 @jit()
 def _silu_and_mul_kernel(
-    x_ptr: tl.tensor, out_ptr: tl.tensor, x_stride: int, N: tl.constexpr, BLOCK: tl.constexpr
+    x_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    x_stride: int,
+    N: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     """One program per row and BLOCK columns."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < N
+    await_inputs(EARLY)
     x_ptrs = x_ptr + row * x_stride + columns
     gate = tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(x_ptrs + N, mask=mask, other=0.0).to(tl.float32)
@@ -38,7 +44,10 @@ def silu_and_mul_triton(x: torch.Tensor) -> torch.Tensor:
         return out
     assert x.stride(1) == 1
     grid = (rows, triton.cdiv(n, _BLOCK))
-    _silu_and_mul_kernel[grid](x, out, x.stride(0), N=n, BLOCK=_BLOCK, num_warps=4)
+    early = launch_early(x)
+    _silu_and_mul_kernel[grid](
+        x, out, x.stride(0), N=n, BLOCK=_BLOCK, EARLY=early, launch_pdl=early, num_warps=4
+    )
     return out
 
 

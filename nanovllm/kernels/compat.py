@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -56,13 +57,16 @@ def use_triton(tensor: torch.Tensor) -> bool:
 
 
 def launch_early(x: torch.Tensor) -> bool:
-    """Whether a kernel over the rows of `x` starts before the one ahead of it has ended.
+    """Whether kernels on the device of `x` start before the one ahead has ended; see `await_inputs`.
 
-    By programmatic dependent launch (compute capability 9.0 and up); see `await_inputs`. With more rows than
-    a few it gains nothing.
+    By programmatic dependent launch, which compute capability 9.0 brought.
     """
-    few = len(x) <= FEW_ROWS and not INTERPRET
-    return few and torch.cuda.get_device_capability(x.device) >= (9, 0)
+    return not INTERPRET and _capability(x.device) >= (9, 0)
+
+
+@lru_cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
 
 
 @jit()

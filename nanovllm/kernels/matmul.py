@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from nanovllm.kernels.compat import INTERPRET, jit, tl, triton, use_triton
+from nanovllm.kernels.compat import INTERPRET, await_inputs, jit, launch_early, tl, triton, use_triton
 from nanovllm.kernels.paged import dot
 
 
@@ -49,6 +49,7 @@ def _linear_kernel(
     BAND: tl.constexpr,
     WHOLE_K: tl.constexpr,
     BIAS: tl.constexpr,
+    EARLY: tl.constexpr,
     INTERPRET: tl.constexpr,
 ) -> None:
     """One program per tile of the product; tiles of a band of rows come first by rows, then by columns."""
@@ -64,6 +65,7 @@ def _linear_kernel(
     k = tl.arange(0, BLOCK_K)
     x = x_ptr + rows.to(tl.int64)[:, None] * x_stride + k[None, :]
     weight = weight_ptr + columns.to(tl.int64)[None, :] * weight_stride + k[:, None]
+    await_inputs(EARLY)
     total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
     for start in range(0, K, BLOCK_K):
         if WHOLE_K:
@@ -105,6 +107,7 @@ def linear_triton(
     if num_rows == 0:
         return out
     tile = tile or choose_tile(num_rows, n, x.dtype)
+    early = launch_early(x)
     _linear_kernel[(triton.cdiv(num_rows, tile.rows) * triton.cdiv(n, tile.columns),)](
         x,
         weight,
@@ -121,6 +124,8 @@ def linear_triton(
         BAND=_BAND,
         WHOLE_K=k % tile.k == 0,
         BIAS=bias is not None,
+        EARLY=early,
+        launch_pdl=early,
         INTERPRET=INTERPRET,
         num_warps=tile.warps,
         num_stages=tile.stages,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from nanovllm.kernels.compat import jit, tl, triton, use_triton
+from nanovllm.kernels.compat import await_inputs, jit, launch_early, tl, triton, use_triton
 
 
 @jit()
@@ -30,13 +30,15 @@ def _rms_norm_kernel(
     N: tl.constexpr,
     N_PADDED: tl.constexpr,
     ADD: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     """One program per row, so that a row's bits never depend on its neighbours."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, N_PADDED)
     mask = columns < N
+    weight = tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+    await_inputs(EARLY)
     x = tl.load(x_ptr + row * x_stride + columns, mask=mask, other=0.0).to(tl.float32)
-    weight = tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)  # here, to wait once for all
     if ADD:
         residual = tl.load(residual_ptr + row * residual_stride + columns, mask=mask, other=0.0)
         total = (x + residual.to(tl.float32)).to(sum_ptr.dtype.element_ty)
@@ -60,6 +62,7 @@ def _launch(
         return
     assert x.stride(1) == 1 and residual.stride(1) == 1 and weight.is_contiguous()
     padded = triton.next_power_of_2(n)
+    early = launch_early(x)
     _rms_norm_kernel[(rows,)](
         x,
         residual,
@@ -72,6 +75,8 @@ def _launch(
         N=n,
         N_PADDED=padded,
         ADD=add,
+        EARLY=early,
+        launch_pdl=early,
         num_warps=max(1, min(16, padded // 512)),
     )
 
