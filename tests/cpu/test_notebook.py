@@ -1,0 +1,100 @@
+"""In a notebook's kernel: an engine of one or two ranks, the stop button, a second engine, a mistake."""
+
+from __future__ import annotations
+
+import ast
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jupyter_client.manager import start_new_kernel
+from tiny_models import transformers_greedy, write_tiny_model
+
+PROMPT = [5, 6, 7]
+SECONDS = 120
+
+
+class Notebook:
+    """Cells that run one after the other in a kernel of their own."""
+
+    def __init__(self) -> None:
+        self.manager, self.client = start_new_kernel(kernel_name="python3")
+
+    def run(self, code: str) -> tuple[dict[str, Any], str]:
+        """Run a cell; return the kernel's reply and what the cell printed."""
+        printed: list[str] = []
+
+        def collect(message: dict[str, Any]) -> None:
+            if message["content"].get("name") == "stdout":  # the progress bar goes to the other one
+                printed.append(message["content"]["text"])
+
+        reply = self.client.execute_interactive(code, timeout=SECONDS, output_hook=collect)
+        return reply["content"], "".join(printed)
+
+    def value(self, expression: str) -> Any:
+        """The value of a cell that must not fail."""
+        reply, printed = self.run(f"print(repr({expression}))")
+        assert reply["status"] == "ok", reply
+        return ast.literal_eval(printed.splitlines()[-1])
+
+    def stop_button(self, code: str, marker: Path) -> dict[str, Any]:
+        """Run a cell that makes the file `marker` and goes on; press the stop button then, return the reply."""
+        request = self.client.execute(code)
+        deadline = time.monotonic() + SECONDS
+        while not marker.exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        time.sleep(0.2)
+        self.manager.interrupt_kernel()
+        while True:
+            reply = self.client.get_shell_msg(timeout=SECONDS)
+            if reply["parent_header"]["msg_id"] == request:
+                return reply["content"]
+
+
+@pytest.fixture
+def notebook() -> Iterator[Notebook]:
+    notebook = Notebook()
+    yield notebook
+    notebook.client.stop_channels()
+    notebook.manager.shutdown_kernel()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_notebook(notebook: Notebook, size: int, tmp_path: Path) -> None:
+    model = write_tiny_model(tmp_path / "model", eos_token_id=1)
+    expected = transformers_greedy(model, PROMPT, 8)
+    answer = f"generate([{PROMPT}], greedy)[0]['token_ids']"
+    reply, _ = notebook.run(
+        "from nanovllm import LLM, SamplingParams\n"
+        "greedy = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)\n"
+        f"options = dict(device='cpu', skip_tokenizer_init=True, max_model_len=64, tensor_parallel_size={size})\n"
+        f"llm = LLM({str(model)!r}, **options)"
+    )
+    assert reply["status"] == "ok", reply
+    assert notebook.value(f"llm.{answer}") == expected
+
+    reply, _ = notebook.run("llm.generate([[5], [1000]], greedy)")
+    assert reply["ename"] == "ValueError" and "1000" in reply["evalue"]
+
+    marker = tmp_path / "running"
+    endless = (
+        f"open({str(marker)!r}, 'w').close()\nwhile True: llm.generate([[5]] * 4, greedy, use_tqdm=False)"
+    )
+    assert notebook.stop_button(endless, marker)["ename"] == "KeyboardInterrupt"
+    assert notebook.value("llm.is_finished()") is True
+    assert notebook.value(f"llm.{answer}") == expected
+
+    assert notebook.run(f"second = LLM({str(model)!r}, **options)")[0]["status"] == "ok"
+    assert notebook.value(f"second.{answer}") == notebook.value(f"llm.{answer}") == expected
+    pids = notebook.value("[p.pid for engine in (llm, second) for p in engine._workers.processes]")
+    assert len(pids) == 2 * (size - 1) and all(Path("/proc", str(pid)).exists() for pid in pids)
+    notebook.run("llm.close()")
+    assert notebook.value(f"second.{answer}") == expected
+    notebook.client.shutdown()  # the second one was not closed
+    deadline = time.monotonic() + SECONDS
+    while any(Path("/proc", str(pid)).exists() for pid in pids):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
