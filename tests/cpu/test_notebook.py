@@ -40,7 +40,7 @@ class Notebook:
         return ast.literal_eval(printed.splitlines()[-1])
 
     def stop_button(self, code: str, marker: Path) -> dict[str, Any]:
-        """Run a cell that makes the file `marker` and goes on; press the stop button then, return the reply."""
+        """Run a cell that makes the file `marker` and goes on; press the stop button; return the reply."""
         request = self.client.execute(code)
         deadline = time.monotonic() + SECONDS
         while not marker.exists():
@@ -70,7 +70,8 @@ def test_notebook(notebook: Notebook, size: int, tmp_path: Path) -> None:
     reply, _ = notebook.run(
         "from nanovllm import LLM, SamplingParams\n"
         "greedy = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)\n"
-        f"options = dict(device='cpu', skip_tokenizer_init=True, max_model_len=64, tensor_parallel_size={size})\n"
+        "options = dict(device='cpu', skip_tokenizer_init=True, max_model_len=64)\n"
+        f"options |= dict(tensor_parallel_size={size})\n"
         f"llm = LLM({str(model)!r}, **options)"
     )
     assert reply["status"] == "ok", reply
