@@ -24,10 +24,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import nanovllm
 from nanovllm import LLM, SamplingParams, WorkerError
 from nanovllm.engine import llm_engine
+from nanovllm.engine.watch import Watch
 
 QUESTIONS = [
     "What is 687087 + 67?",
@@ -131,12 +133,18 @@ def raise_in_loading(rng: random.Random, device: str) -> None:
         setup = whole(rank, size, *rest)
         return setup if rank == 0 else whole(rank, size, *rest[:-2], Path("/nowhere"), rest[-1])
 
-    moment.at = time.perf_counter()  # the whole start counts
-    llm_engine.RankSetup = broken  # type: ignore[assignment,misc]
-    try:
+    error, failures = Watch.error, []
+
+    def recorded(self: Watch) -> WorkerError:
+        failures.append(self.failure)
+        return error(self)
+
+    with (
+        mock.patch.object(llm_engine, "RankSetup", broken),
+        mock.patch.object(Watch, "error", recorded),
+    ):
         expect(WorkerError, "ModelLoadError", lambda: make_llm(device))
-    finally:
-        llm_engine.RankSetup = whole  # type: ignore[misc]
+    moment.noticed = time.monotonic() - failures[0].time  # since the worker raised it
 
 
 def kill_idle(rng: random.Random, device: str) -> None:
