@@ -10,7 +10,7 @@ import torch
 from nanovllm.attention.base import AttentionBackend, AttentionMetadata
 from nanovllm.device import Device
 from nanovllm.kernels.compat import FEW_ROWS, HAS_TRITON, INTERPRET
-from nanovllm.kernels.decode_attention import CHUNK, FEW_ROWS_CHUNK, paged_decode_attention_triton
+from nanovllm.kernels.decode_attention import FEW_ROWS_CHUNK, paged_decode_attention_triton
 from nanovllm.kernels.prefill_attention import paged_prefill_attention_triton
 
 
@@ -57,7 +57,7 @@ class TritonBackend(AttentionBackend):
                 k_scale,
                 v_scale,
                 meta.shared,
-                FEW_ROWS_CHUNK if few else CHUNK,
+                FEW_ROWS_CHUNK if few else None,
             )
         return paged_prefill_attention_triton(
             q,

@@ -225,12 +225,13 @@ def paged_decode_attention_triton(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
     shared: SharedPrefixes | None = None,
-    chunk: int = CHUNK,
+    chunk: int | None = None,
 ) -> torch.Tensor:
     """`paged_decode_attention` by Triton. Launches only, so a CUDA graph can capture it.
 
-    chunk: positions per partial result; with `shared`, CHUNK.
+    chunk: positions per partial result, None for CHUNK, which it must be with `shared`.
     """
+    chunk = CHUNK if chunk is None else chunk
     sequences, q_heads, head_dim = q.shape
     page, kv_heads = k_cache.shape[1:3]
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
