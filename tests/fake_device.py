@@ -120,7 +120,6 @@ class Loop:
         if batch is not None:
             assert batch.query_lens.sum() == len(batch.token_ids)
             launched = batch, self.device.launch(batch)
-            self.scheduler.mark_launched(batch)
         if self.run_ahead:
             launched, self.in_flight = self.in_flight, launched
         assert launched is not None or batch is not None, "the engine is stuck"

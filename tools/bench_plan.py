@@ -37,7 +37,6 @@ def main() -> None:
         start = time.perf_counter()
         batch = scheduler.schedule()
         planned = time.perf_counter()
-        scheduler.mark_launched(batch)
         if in_flight is not None:
             scheduler.postprocess(in_flight, SampleOutput(tokens))
         end = time.perf_counter()

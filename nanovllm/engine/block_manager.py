@@ -3,8 +3,8 @@
 Knows token ids and block numbers, never K/V itself. Blocks are handed out and taken back at planning time,
 while launched steps may still be writing. That is safe by one rule: the device runs steps in the order in
 which they were planned, so whatever an earlier step still writes into a block lands before its next owner's
-first write, and a block becomes shareable only when it is full, so that no launched step will ever write it
-again.
+first write, and a block becomes shareable only when a step is planned that fills it, so that no later step
+will ever write it again.
 """
 
 from __future__ import annotations
@@ -112,8 +112,8 @@ class BlockManager:
         seq.chain = ROOT
 
     def register(self, seq: Sequence) -> None:
-        """Make the sequence's full blocks findable, as far as tokens are known and their K/V has been
-        launched."""
+        """Make the sequence's full blocks findable, as far as tokens are known and their K/V is computed by
+        the step that is being planned, or was before."""
         if not self.enable_prefix_caching:
             return
         size = self.block_size

@@ -292,7 +292,6 @@ class LLMEngine:
         launched = None
         if batch is not None:
             launched = batch, self._workers.run(self._runner.launch, "launch", batch)
-            self._scheduler.mark_launched(batch)
         if self._run_ahead:
             launched, self._in_flight = self._in_flight, launched
         if launched is None:

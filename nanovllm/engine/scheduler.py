@@ -84,14 +84,11 @@ class Scheduler:
         return seq
 
     def schedule(self) -> Batch | None:
-        """Plan the next step; None when nothing can run before the launched steps' tokens are known."""
-        return self._schedule_prefill() or self._schedule_decode()
+        """Plan the next step; None when nothing can run before the launched steps' tokens are known.
 
-    def mark_launched(self, batch: Batch) -> None:
-        """Share the full blocks of prompts whose K/V a launched step computes."""
-        if not batch.is_decode:
-            for seq_id in batch.seq_ids:
-                self.block_manager.register(self._unfinished[seq_id])
+        The plan must be launched before the next call: what it computes counts as cached from here on.
+        """
+        return self._schedule_prefill() or self._schedule_decode()
 
     def postprocess(self, batch: Batch, output: SampleOutput) -> list[Sequence]:
         """Take in the tokens of a step and return the sequences that ended with it."""
@@ -148,6 +145,8 @@ class Scheduler:
             query_lens.append(query_len)
             budget -= query_len
             seq.num_computed_tokens += query_len
+            # For the next one already: a layer stores all K/V of a step before it attends to any.
+            self.block_manager.register(seq)
             self.prefilling = seq if seq.num_computed_tokens < len(seq.token_ids) else None
         if not seqs:
             return None

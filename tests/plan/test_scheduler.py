@@ -135,6 +135,21 @@ def test_identical_prompts_in_one_batch() -> None:
     run_all(loop, [[5, 6, 7, 8, 9]] * 5, [SamplingParams(max_tokens=9, ignore_eos=True)] * 5)
 
 
+def test_what_prompts_of_one_step_share_is_computed_once() -> None:
+    loop = make_loop(max_num_batched_tokens=20)
+    shared, params = list(range(1, 13)), SamplingParams(max_tokens=2, ignore_eos=True)
+    prompts = [[*shared, 20], [*shared, 21, 22], [30, 31, 32], [*shared, 23]]
+    for seq_id, prompt in enumerate(prompts):
+        loop.scheduler.add(make_sequence(seq_id, prompt, params))
+    batch = loop.scheduler.schedule()
+    assert batch.query_lens.tolist() == [13, 2, 3, 1] and batch.context_lens.tolist() == [13, 14, 3, 13]
+    assert (batch.block_tables[[1, 3], :3] == batch.block_tables[0, :3]).all()
+    loop.scheduler.check()
+    loop = make_loop(max_num_batched_tokens=20)
+    run_all(loop, prompts, [params] * 4)
+    assert [loop.finished[i].num_cached_tokens for i in range(4)] == [0, 12, 0, 12]
+
+
 def test_the_cache_is_used_and_can_be_turned_off() -> None:
     prompt, params = list(range(1, 30)), SamplingParams(max_tokens=2, ignore_eos=True)
     for caching, cached in [(True, 28), (False, 0)]:
@@ -226,7 +241,6 @@ def test_a_failed_row_ends_alone() -> None:
         loop.scheduler.add(make_sequence(i, [i + 1] * 5, params))
     batch = loop.scheduler.schedule()
     tokens = loop.device.launch(batch).result().token_ids.copy()
-    loop.scheduler.mark_launched(batch)
     tokens[1] = NOT_FINITE
     (failed,) = loop.scheduler.postprocess(batch, SampleOutput(tokens))
     assert (failed.seq_id, failed.finish_reason, failed.completion_token_ids) == (1, "error", [])
