@@ -88,6 +88,9 @@ class SamplingBatch:
     seed: np.ndarray | None  # [S] int64; None: all greedy
 
 
+ALL_GREEDY = SamplingBatch(None, None, None, None, None)
+
+
 class SamplingTable:
     """The sampling parameters of every slot, so that a step's columns are one NumPy lookup each."""
 
@@ -111,7 +114,7 @@ class SamplingTable:
         temperature = self.temperature[slots]
         sampled = temperature > 0
         if not sampled.any():
-            return SamplingBatch(None, None, None, None, None)
+            return ALL_GREEDY
 
         def used(column: np.ndarray, unused: Any) -> np.ndarray | None:
             values = np.where(sampled, column[slots], column.dtype.type(unused))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 
 import pytest
 
@@ -11,6 +12,8 @@ HAS_GPU = shutil.which("nvidia-smi") is not None and os.environ.get("CUDA_VISIBL
 if not HAS_GPU:
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined, so before any import of nanovllm
 os.environ.setdefault("TQDM_DISABLE", "1")
+# What was started in the background by a shell ignores Ctrl-C, and the tests of Ctrl-C would run for ever.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

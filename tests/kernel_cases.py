@@ -22,7 +22,7 @@ from nanovllm.kernels.decode_attention import (
     paged_decode_attention_triton,
 )
 from nanovllm.kernels.gemv import gemv_reference, gemv_triton
-from nanovllm.kernels.matmul import _FEW_ROWS, _TILES, Tile, linear_reference, linear_triton
+from nanovllm.kernels.matmul import _SMALL_TILES, _TILES, Tile, linear_reference, linear_triton
 from nanovllm.kernels.paged import converts_fp8, fp8_pair
 from nanovllm.kernels.prefill_attention import (
     paged_prefill_attention_reference,
@@ -395,7 +395,7 @@ def check_rms_norm(rows: int, n: int, dtype: torch.dtype, device: str) -> None:
 
 # ---- matrix products ----
 
-TILES = (None, *_TILES, *_FEW_ROWS)  # None: the one that is chosen
+TILES = (None, *_TILES, *_SMALL_TILES)  # None: the one that is chosen
 
 
 def check_linear(rows: int, n: int, k: int, dtype: torch.dtype, device: str, *, bias: bool) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from nanovllm.sampling_params import SamplingBatch
+from nanovllm.sampling_params import ALL_GREEDY, SamplingBatch
 
 LAST_SAMPLED = -1  # as a token id: the token last sampled in this sequence's slot, known to the device only
 NOT_FINITE = -1  # as a sampled id: the row's logits held NaN or infinity
@@ -41,3 +41,16 @@ class SampleOutput:
     token_ids: (
         np.ndarray
     )  # [S] int64; NOT_FINITE for a failed row; no meaning where the batch samples nothing
+
+
+_NOTHING = np.empty(0, np.int32)
+EMPTY_BATCH = Batch(
+    seq_ids=(),
+    slots=_NOTHING,
+    token_ids=_NOTHING,
+    query_lens=_NOTHING,
+    context_lens=_NOTHING,
+    block_tables=_NOTHING.reshape(0, 1),
+    samples=_NOTHING.astype(np.bool_),
+    sampling=ALL_GREEDY,
+)

@@ -16,33 +16,21 @@ from nanovllm.attention.select import resolve_block_size, select
 from nanovllm.config import Config
 from nanovllm.device import Device
 from nanovllm.distributed import TPGroup
-from nanovllm.engine.batch import Batch, SampleOutput
+from nanovllm.engine.batch import EMPTY_BATCH, Batch, SampleOutput
 from nanovllm.engine.cuda_graph import CUDAGraphs, graph_sizes
 from nanovllm.engine.memory import KVCacheSpace
 from nanovllm.engine.shared_prefixes import SHARED_FIELDS, SharedPrefixFinder, SharedRows, pad_shared_prefixes
-from nanovllm.engine.staging import StagedFields, Staging, StepHandle
+from nanovllm.engine.staging import StagedFields, Staging, StepHandle, pad, prefix_sum
 from nanovllm.kernels.decode_attention import HEAD_TILE, WIDE_TILE, SharedPrefixes
 from nanovllm.layers.sampler import Sampler, SamplingTensors
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.loader import init_dummy_weights, load_weights, no_check
-from nanovllm.sampling_params import SamplingBatch
+from nanovllm.sampling_params import ALL_GREEDY, SamplingBatch
 
 CALIBRATION_TOKENS = 2048
 GraphOutput = tuple[torch.Tensor, torch.Tensor | None]
 FILTERS = ("top_k", "top_p", "min_p")  # sampling parameters that most batches do without
-
-_NOTHING = np.empty(0, np.int32)
-EMPTY_BATCH = Batch(
-    seq_ids=(),
-    slots=_NOTHING,
-    token_ids=_NOTHING,
-    query_lens=_NOTHING,
-    context_lens=_NOTHING,
-    block_tables=_NOTHING.reshape(0, 1),
-    samples=_NOTHING.astype(np.bool_),
-    sampling=SamplingBatch(None, None, None, None, None),
-)
 
 
 class ModelRunner:
@@ -125,7 +113,7 @@ class ModelRunner:
                 context_lens=np.full(1, start + len(chunk), np.int32),
                 block_tables=np.arange(self.kv_cache.shape[2], dtype=np.int32)[None],
                 samples=np.ones(1, np.bool_),
-                sampling=SamplingBatch(None, None, None, None, None),
+                sampling=ALL_GREEDY,
             )
             self.run(batch)
         largest = self.kv_cache.float().abs().amax(dim=(2, 3, 5))  # [2, layers, KV heads]
@@ -422,18 +410,3 @@ class ModelRunner:
                 self.__dict__.pop(name, None)
             self.tp.close()
             self.device.release_memory()
-
-
-def pad(array: np.ndarray | None, size: int, value: int, dtype: type[np.generic] = np.int32) -> np.ndarray:
-    """Return `array` [n] as [size] of `dtype`, filled up with `value`; None is an array of none."""
-    padded = np.full(size, value, dtype)
-    if array is not None:
-        padded[: len(array)] = array
-    return padded
-
-
-def prefix_sum(lens: np.ndarray) -> np.ndarray:
-    """Return [0, lens[0], lens[0] + lens[1], ...] as int32."""
-    sums = np.zeros(len(lens) + 1, np.int32)
-    np.cumsum(lens, dtype=np.int32, out=sums[1:])
-    return sums

@@ -1,6 +1,6 @@
 """Staging: how a step's host arrays reach the device, in one copy, and its tokens come back.
 
-Knows shapes and offsets, nothing of what the arrays mean.
+Knows shapes and offsets, nothing of what the arrays mean. The arrays are padded and summed up here too.
 """
 
 from __future__ import annotations
@@ -91,3 +91,18 @@ class Staging:
         self._events[self._turn] = event
         self._turn = 1 - self._turn
         return StepHandle(host, event)
+
+
+def pad(array: np.ndarray | None, size: int, value: int, dtype: type[np.generic] = np.int32) -> np.ndarray:
+    """Return `array` [n] as [size] of `dtype`, filled up with `value`; None is an array of none."""
+    padded = np.full(size, value, dtype)
+    if array is not None:
+        padded[: len(array)] = array
+    return padded
+
+
+def prefix_sum(lens: np.ndarray) -> np.ndarray:
+    """Return [0, lens[0], lens[0] + lens[1], ...] as int32."""
+    sums = np.zeros(len(lens) + 1, np.int32)
+    np.cumsum(lens, dtype=np.int32, out=sums[1:])
+    return sums

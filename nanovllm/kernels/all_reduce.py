@@ -58,6 +58,26 @@ def _wait(flags: tl.tensor, awaited: tl.tensor, call: tl.tensor, aborted_ptr: tl
     tl.debug_barrier()
 
 
+@jit()
+def _sum_of_parts(
+    x: tl.tensor,
+    slots: tl.tensor,
+    slot_size: tl.tensor,
+    mask: tl.tensor,
+    RANK: tl.constexpr,
+    SIZE: tl.constexpr,
+) -> tl.tensor:
+    """This rank's x and what the others put into its `slots`, added in rank order in float32."""
+    total = tl.zeros(x.shape, tl.float32)
+    for rank in tl.static_range(SIZE):
+        if rank == RANK:
+            total += x.to(tl.float32)
+        else:
+            part = slots + _slot(rank, RANK, SIZE) * slot_size
+            total += tl.load(part, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
+    return total
+
+
 @jit("slots_ptr", "sums_ptr", "flags_ptr", "max_rows")
 def _all_reduce_kernel(
     x_ptr: tl.tensor,
@@ -97,12 +117,7 @@ def _all_reduce_kernel(
         owner = (row % SIZE).to(tl.int32)
         if owner == RANK:
             _wait(own_flags, ranks != RANK, call, aborted_ptr)
-            for rank in tl.static_range(SIZE):
-                if rank == RANK:
-                    total += x.to(tl.float32)
-                else:
-                    part = own_slots + _slot(rank, RANK, SIZE) * slot_size
-                    total += tl.load(part, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
+            total = _sum_of_parts(x, own_slots, slot_size, mask, RANK, SIZE)
             for rank in tl.static_range(SIZE):
                 if rank != RANK:
                     tl.store(_room(sums_ptr, rank, dtype) + cells, total.to(dtype), mask=mask)
@@ -124,12 +139,7 @@ def _all_reduce_kernel(
         tl.debug_barrier()  # all of the row is stored before any flag is raised
         tl.atomic_xchg(peer_flags, call, mask=ranks != RANK, sem="release", scope="sys")
         _wait(own_flags, ranks != RANK, call, aborted_ptr)
-        for rank in tl.static_range(SIZE):
-            if rank == RANK:
-                total += x.to(tl.float32)
-            else:
-                part = own_slots + _slot(rank, RANK, SIZE) * slot_size
-                total += tl.load(part, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
+        total = _sum_of_parts(x, own_slots, slot_size, mask, RANK, SIZE)
     tl.store(calls_ptr + row, call)
     out = total.to(dtype)
     if NORM:  # rounded after each step, as on one rank

@@ -26,7 +26,7 @@ class Tile(NamedTuple):
 
 # Largest first: fewer bytes pass through the L2. Taken is the first of which a product has _PROGRAMS.
 _TILES = (Tile(128, 128, 64, 8, 3), Tile(64, 64, 64, 4, 6), Tile(64, 32, 256, 4, 3), Tile(64, 16, 256, 4, 4))
-_FEW_ROWS = (Tile(16, 64, 128, 4, 6), Tile(16, 32, 128, 4, 6), Tile(16, 16, 512, 4, 3))  # up to 16
+_SMALL_TILES = (Tile(16, 64, 128, 4, 6), Tile(16, 32, 128, 4, 6), Tile(16, 16, 512, 4, 3))  # up to 16
 _PLAIN = Tile(32, 64, 32, 4, 2)  # the one tile where there are no tensor cores: for float32, interpreted
 _PROGRAMS = 96  # fill a GPU of 132 multiprocessors well enough
 _BAND = 8  # tiles of rows that are computed together, so that a tile of the weight is read once for all
@@ -88,7 +88,7 @@ def choose_tile(num_rows: int, n: int, dtype: torch.dtype) -> Tile:
     """The largest tile, not half empty, of which there are enough to fill the device."""
     if INTERPRET or dtype == torch.float32:
         return _PLAIN
-    tiles = _FEW_ROWS if num_rows <= 16 else _TILES
+    tiles = _SMALL_TILES if num_rows <= 16 else _TILES
     for tile in tiles:
         programs = -(-num_rows // tile.rows) * -(-n // tile.columns)
         if programs >= _PROGRAMS and tile.rows < 2 * max(num_rows, 64):

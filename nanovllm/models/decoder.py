@@ -150,8 +150,7 @@ class DecoderLayer(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """x is this rank's part of what the last layer adds to `residual`, the sum up to it; [T, hidden]."""
         x, residual = self.self_attn(self.input_layernorm, x, residual, positions, meta)
-        x, residual = self.mlp(self.post_attention_layernorm, x, residual)
-        return x, residual
+        return self.mlp(self.post_attention_layernorm, x, residual)
 
 
 class DecoderModel(nn.Module):

@@ -1,4 +1,4 @@
-"""The one-shot all-reduce kernel in Triton's interpreter, one rank at a time: the others have been there."""
+"""The all-reduce kernel in Triton's interpreter, one rank at a time: the others have been there."""
 
 from __future__ import annotations
 

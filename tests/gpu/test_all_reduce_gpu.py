@@ -1,4 +1,4 @@
-"""The one-shot all-reduce kernel compiled: ranks that share one GPU, on streams of their own, truly wait."""
+"""The all-reduce kernel compiled: ranks that share one GPU, on streams of their own, truly wait."""
 
 from __future__ import annotations
 

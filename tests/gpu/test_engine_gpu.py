@@ -22,7 +22,7 @@ from tiny_models import transformers_model, write_tiny_model
 from nanovllm import LLM, SamplingParams, demo_model_path
 from nanovllm.engine import shared_prefixes
 from nanovllm.engine.batch import LAST_SAMPLED, Batch
-from nanovllm.sampling_params import SamplingBatch
+from nanovllm.sampling_params import ALL_GREEDY
 
 pytestmark = pytest.mark.gpu
 
@@ -32,7 +32,6 @@ pytestmark = pytest.mark.gpu
 MAX_GAP = 0.5
 BACKENDS = ["flash_attn", "triton", "reference"]
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
-NO_SAMPLING = SamplingBatch(None, None, None, None, None)
 
 
 def write_peaked_model(folder: Path, vocab_size: int) -> Path:
@@ -129,7 +128,7 @@ def decode_batch(num_seqs: int, blocks_each: int, context_lens: np.ndarray) -> B
         context_lens=context_lens.astype(np.int32),
         block_tables=np.arange(num_seqs * blocks_each, dtype=np.int32).reshape(num_seqs, blocks_each),
         samples=np.ones(num_seqs, np.bool_),
-        sampling=NO_SAMPLING,
+        sampling=ALL_GREEDY,
     )
 
 
@@ -182,7 +181,7 @@ def test_backends_agree_on_logits(model: Path, seed: int) -> None:
         context_lens=context_lens,
         block_tables=tables,
         samples=np.ones(num_seqs, np.bool_),
-        sampling=NO_SAMPLING,
+        sampling=ALL_GREEDY,
     )
     decode = decode_batch(num_seqs, 4, rng.integers(1, 1025, num_seqs))
     results = {}

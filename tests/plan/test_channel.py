@@ -24,11 +24,10 @@ from hypothesis import strategies as st
 from nanovllm.engine.batch import LAST_SAMPLED, Batch
 from nanovllm.engine.channel import Channel, ChannelReader
 from nanovllm.errors import EngineClosedError, WorkerError
-from nanovllm.sampling_params import SamplingBatch
+from nanovllm.sampling_params import ALL_GREEDY, SamplingBatch
 
 SHM = Path("/dev/shm")
 SECONDS = 10  # far more than anything here takes
-GREEDY = SamplingBatch(None, None, None, None, None)
 
 
 class DeadWorkerError(Exception):
@@ -39,7 +38,7 @@ def dead() -> None:
     raise DeadWorkerError
 
 
-def make_batch(query_lens: list[int], width: int, sampling: SamplingBatch = GREEDY) -> Batch:
+def make_batch(query_lens: list[int], width: int, sampling: SamplingBatch = ALL_GREEDY) -> Batch:
     size, rng = len(query_lens), np.random.default_rng(0)
     return Batch(
         seq_ids=tuple(range(2**40, 2**40 + size)),
