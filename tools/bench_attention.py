@@ -105,7 +105,9 @@ def time_decode(contexts: list[int], args: argparse.Namespace) -> tuple[float, i
     shared = None
     if args.group:
         group = args.q_heads // args.kv_heads
-        fields = find_shared_prefixes(caches.tables.cpu().numpy(), np.array(contexts), args.block_size, group)
+        fields = find_shared_prefixes(
+            caches.tables.cpu().numpy(), np.array(contexts), args.block_size, group, args.tile
+        )
         shared = fields and SharedPrefixes(*(torch.from_numpy(field).cuda() for field in fields))
     q = queries(len(contexts), args)
     scale = args.head_dim**-0.5
@@ -180,6 +182,7 @@ def main() -> None:
     parser.add_argument("--peak", type=float, default=4.58, help="TB/s of a plain read, for the last column")
     parser.add_argument("--common", type=int, default=0, help="tokens that all sequences share (decode)")
     parser.add_argument("--group", action="store_true", help="and read once for several sequences")
+    parser.add_argument("--tile", type=int, default=64, help="query heads that read it together (--group)")
     parser.add_argument("--cases", help="only those whose name holds this text")
     args = parser.parse_args()
 

@@ -21,7 +21,7 @@ from nanovllm.engine.cuda_graph import CUDAGraphs, graph_sizes
 from nanovllm.engine.memory import KVCacheSpace
 from nanovllm.engine.shared_prefixes import SHARED_FIELDS, SharedPrefixFinder, SharedRows, pad_shared_prefixes
 from nanovllm.engine.staging import StagedFields, Staging, StepHandle, pad, prefix_sum
-from nanovllm.kernels.decode_attention import SharedPrefixes
+from nanovllm.kernels.decode_attention import HEAD_TILE, WIDE_TILE, SharedPrefixes
 from nanovllm.layers.sampler import Sampler, SamplingTensors
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import DecoderForCausalLM
@@ -177,7 +177,9 @@ class ModelRunner:
         self._set_kv_cache(num_blocks)
         if self.backend.supports_shared_prefixes and self.config.enable_prefix_caching:
             layer = self.model.attention_layers[0]
-            self.prefixes = SharedPrefixFinder(self.block_size, layer.num_heads // layer.num_kv_heads)
+            # Wide tiles read what is shared less often, but sum in another order than a row alone.
+            tile = HEAD_TILE if self.config.deterministic else WIDE_TILE
+            self.prefixes = SharedPrefixFinder(self.block_size, layer.num_heads // layer.num_kv_heads, tile)
         return self.kv_cache.shape[2]
 
     def _set_kv_cache(self, num_blocks: int, dtype: torch.dtype | None = None) -> None:

@@ -18,12 +18,13 @@ SHARED_FIELDS = ("shared_members", "shared_lens", "shared_skips")
 class SharedPrefixFinder:
     """Finds what the sequences of each decode step had better read once, and remembers it for the next."""
 
-    def __init__(self, block_size: int, group: int) -> None:
-        """group: query heads of a KV head."""
+    def __init__(self, block_size: int, group: int, tile: int) -> None:
+        """group: query heads of a KV head; tile: as many of them as read what is shared together."""
         self._block_size = block_size
         self._group = group
+        self._tile = tile
         self._last: tuple[tuple[int, ...], np.ndarray, SharedRows | None] | None = None
-        self.nothing = _no_rows(0, group)
+        self.nothing = _no_rows(0, tile // group)
 
     def find(self, batch: Batch) -> SharedRows | None:
         """What to read once for several rows of a decode step; None if that is too little to pay.
@@ -38,7 +39,9 @@ class SharedPrefixFinder:
                 return found
         found, num_blocks = None, 1
         if len(np.unique(tables[:, 0])) < len(tables):
-            found = find_shared_prefixes(tables, batch.context_lens, self._block_size, self._group)
+            found = find_shared_prefixes(
+                tables, batch.context_lens, self._block_size, self._group, self._tile
+            )
         if found is not None:
             _, lens, skips = found
             num_blocks = -(-int(lens.max()) // self._block_size)
@@ -49,16 +52,17 @@ class SharedPrefixFinder:
 
 
 def find_shared_prefixes(
-    block_tables: np.ndarray, context_lens: np.ndarray, block_size: int, group: int
+    block_tables: np.ndarray, context_lens: np.ndarray, block_size: int, group: int, tile: int = HEAD_TILE
 ) -> SharedRows | None:
     """The fields of `SharedPrefixes` for block_tables [S, W] and context_lens [S]; None if nothing is shared.
 
-    `group` is the number of query heads of a KV head. A unit is as many sequences as fit into one tile of
-    query heads, so None too if only one fits. There are S // 2 units at most, which is how many are returned,
-    the last ones with length 0. A unit shares whole chunks, and each of its sequences has tokens past them.
+    `group` is the number of query heads of a KV head. A unit is as many sequences as fit into a tile of
+    `tile` query heads, so None too if only one fits. There are S // 2 units at most, which is how many are
+    returned, the last ones with length 0. A unit shares whole chunks, and each of its sequences has tokens
+    past them.
     """
-    count, per_unit = len(context_lens), HEAD_TILE // group
-    members, lens, skips = _no_rows(count, group)
+    count, per_unit = len(context_lens), tile // group
+    members, lens, skips = _no_rows(count, per_unit)
     if per_unit < 2 or count < 2:
         return None
     tables = np.ascontiguousarray(block_tables)
@@ -95,7 +99,7 @@ def pad_shared_prefixes(found: SharedRows, rows: int) -> dict[str, np.ndarray]:
     return dict(zip(SHARED_FIELDS, padded, strict=True))
 
 
-def _no_rows(count: int, group: int) -> SharedRows:
+def _no_rows(count: int, per_unit: int) -> SharedRows:
     """What `find_shared_prefixes` returns for `count` rows, without any unit."""
-    members = np.full((count // 2, max(HEAD_TILE // group, 1)), -1, np.int32)
+    members = np.full((count // 2, max(per_unit, 1)), -1, np.int32)
     return members, np.zeros(count // 2, np.int32), np.zeros(count, np.int32)

@@ -20,6 +20,7 @@ FEW_ROWS_CHUNK = 128  # the same with few sequences, which chunks of 512 would n
 _LANES = 4  # chunks of a sequence at work at a time, or more in a small batch
 _PROGRAMS = 2048  # a batch is small if it has fewer programs than this
 HEAD_TILE = 16  # the fewest rows tl.dot takes; a group of query heads is padded to it
+WIDE_TILE = 64  # rows of the tiles that read a shared prefix: more would not fit the registers
 _MERGE_TILE = 8  # chunks merged at a time
 
 
@@ -27,10 +28,11 @@ _MERGE_TILE = 8  # chunks merged at a time
 class SharedPrefixes:
     """Sequences of a batch whose first tokens lie in the same blocks; see `find_shared_prefixes`. int32.
 
-    They change no bit of what attention returns, only how often the shared keys and values are read.
+    They change how often the shared keys and values are read. What attention returns is the same, bit for
+    bit in units of 16 query heads; larger ones round differently.
     """
 
-    members: torch.Tensor  # [U, 16 // query heads of a KV head] rows of the batch, padded with -1
+    members: torch.Tensor  # [U, tile // query heads of a KV head] rows of the batch, padded with -1
     lens: torch.Tensor  # [U] positions that a unit shares: whole chunks, fewer than any context; 0: no unit
     skips: torch.Tensor  # [S] the same for each row of the batch; 0 outside all units
 
@@ -245,12 +247,15 @@ def paged_decode_attention_triton(
     several = chunks > 1
     partial = q.new_empty((sequences, q_heads, chunks, head_dim) if several else 1, dtype=torch.float32)
     logs = q.new_empty((sequences, q_heads, chunks) if several else 1, dtype=torch.float32)
-    tiles = kv_heads * triton.cdiv(q_heads // kv_heads, HEAD_TILE)
+    group = q_heads // kv_heads
     early = launch_early(q)
 
     def launch(
         units: int, lengths: torch.Tensor, members: torch.Tensor | None, skips: torch.Tensor | None
     ) -> None:
+        head_tile, tiles = HEAD_TILE, kv_heads * triton.cdiv(group, HEAD_TILE)
+        if members is not None:
+            head_tile, tiles = max(HEAD_TILE, triton.next_power_of_2(members.shape[1] * group)), kv_heads
         # Programs without work are cheap but not free, and the bound may lie far above the contexts.
         lanes = min(chunks, max(_LANES, _PROGRAMS // (units * tiles)))
         _decode_chunk_kernel[(tiles, units, lanes)](
@@ -277,7 +282,7 @@ def paged_decode_attention_triton(
             DIM=dim,
             PAGE=page,
             CHUNK=chunk,
-            HEAD_TILE=HEAD_TILE,
+            HEAD_TILE=head_tile,
             BLOCK_N=_block_n(dim, k_cache.element_size()),
             FP8=fp8,
             CONVERTS=fp8 and converts_fp8(q.device),

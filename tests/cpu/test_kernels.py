@@ -61,10 +61,11 @@ def test_decode_of_more_chunks_than_lanes(monkeypatch: pytest.MonkeyPatch) -> No
     cases.check_decode([1, 256, 0, 257, 700, 128], Heads(2, 1, 16, 16), CPU)
 
 
+@pytest.mark.parametrize("tile", [16, 64])
 @pytest.mark.parametrize("heads", [Heads(2, 1, 16, 16), Heads(5, 1, 16, 784)], ids=str)
-def test_decode_of_shared_prefixes(heads: Heads) -> None:
+def test_decode_of_shared_prefixes(heads: Heads, tile: int) -> None:
     contexts = [1100, 1030, 513, 0, 1025, 40, 600, 1100, 512]
-    cases.check_shared_prefixes(contexts, {1: 0, 4: 0, 6: 2, 5: 2, 8: 0}, heads, CPU)
+    cases.check_shared_prefixes(contexts, {1: 0, 4: 0, 6: 2, 5: 2, 8: 0}, heads, CPU, tile)
 
 
 def test_nothing_is_shared() -> None:

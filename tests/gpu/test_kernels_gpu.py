@@ -77,9 +77,11 @@ def test_decode_of_more_chunks_than_lanes(cache_dtype: torch.dtype | None) -> No
     ],
     ids=str,
 )
-def test_decode_of_shared_prefixes(heads: Heads) -> None:
+@pytest.mark.parametrize("tile", [16, 64])
+def test_decode_of_shared_prefixes(heads: Heads, tile: int) -> None:
     contexts = [5000, *[4097 + 31 * row for row in range(20)], 0, 1100, 2000, 600, 513, 512]
-    cases.check_shared_prefixes(contexts, {**dict.fromkeys(range(1, 21), 0), 23: 22, 25: 24}, heads, GPU)
+    shares = {**dict.fromkeys(range(1, 21), 0), 23: 22, 25: 24}
+    cases.check_shared_prefixes(contexts, shares, heads, GPU, tile)
 
 
 def test_fp8_pairs() -> None:
