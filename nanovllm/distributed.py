@@ -88,7 +88,8 @@ class TPGroup:
     def make_peer_memory(self, max_rows: int, n: int, dtype: torch.dtype, device: Device) -> None:
         """Let sums of up to `max_rows` rows of `n` go through memory that all GPUs of the group can read.
 
-        A collective call. Where they cannot, and on a CPU, all sums go through the process group.
+        Sums of shorter rows of any dtype do too. A collective call. Where they cannot, and on a CPU, all sums
+        go through the process group.
         """
         power_of_2 = self.size & (self.size - 1) == 0
         if self._rendezvous is not None and device.is_cuda and power_of_2 and HAS_TRITON:
@@ -96,8 +97,13 @@ class TPGroup:
 
     def peer_memory_for(self, x: torch.Tensor) -> PeerMemory | None:
         """The memory through which `x` can be summed over the ranks, if it is of such a kind."""
-        peer_memory = self._peer_memory
-        return peer_memory if peer_memory is not None and peer_memory.takes(x) else None
+        if x.dim() != 2 or not x.is_contiguous():
+            return None
+        return self._peer_memory if self.sums_in_peer_memory(len(x), x.shape[1], x.dtype) else None
+
+    def sums_in_peer_memory(self, rows: int, n: int, dtype: torch.dtype) -> bool:
+        """Whether sums of [rows, n] need neither NCCL nor gloo, and so may be in a CUDA graph."""
+        return self._peer_memory is not None and self._peer_memory.fits(rows, n, dtype)
 
     def abort(self) -> None:
         """Let go of the other ranks, whether they live or not; whatever waits for them ends, with garbage.
@@ -196,10 +202,9 @@ class PeerMemory:
         everywhere = group.all_reduce(torch.tensor([float(made is not None)], device=device.torch))
         return made if int(everywhere.item()) == group.size else None
 
-    def takes(self, x: torch.Tensor) -> bool:
-        """Whether these rows go through this memory."""
-        few = x.dim() == 2 and x.shape[0] <= self._max_rows and x.shape[1] == self._n
-        return few and x.dtype == self._buffer.dtype and x.is_contiguous()
+    def fits(self, rows: int, n: int, dtype: torch.dtype) -> bool:
+        """Whether there is room for rows [rows, n], of the size that was planned for or shorter ones."""
+        return rows <= self._max_rows and n * dtype.itemsize <= self._n * self._buffer.element_size()
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Return the sum of `x` [T, n] over the ranks, new."""
@@ -220,8 +225,12 @@ class PeerMemory:
         self._device.run_beside(self._beside, lambda: self._aborted.copy_(self._one, non_blocking=True))
 
     def _two_shot(self, x: torch.Tensor) -> bool:
-        """With two ranks, one shot moves no more; with few rows, the second wait costs more than it saves."""
-        return self._turns[0].size > 2 and x.shape[0] >= TWO_SHOT_ROWS
+        """With two ranks, one shot moves no more; with few rows, the second wait costs more than it saves.
+
+        All two-shot sums must have rows of one length: their places are free again row by row.
+        """
+        planned = x.shape[1] == self._n and x.dtype == self._buffer.dtype
+        return planned and self._turns[0].size > 2 and x.shape[0] >= TWO_SHOT_ROWS
 
     def _next_turn(self) -> Peers:
         self._turns.reverse()

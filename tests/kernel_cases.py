@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -40,6 +41,7 @@ from nanovllm.kernels.rotary import (
     quantise_reference,
 )
 from nanovllm.kernels.sampling import (
+    VocabularyPart,
     random_pair,
     random_pair_reference,
     sample_reference,
@@ -51,7 +53,7 @@ DECODE = (paged_decode_attention_triton, paged_decode_attention_reference)
 PREFILL = (paged_prefill_attention_triton, paged_prefill_attention_reference)
 STORES = (qk_norm_rope_store_triton, qk_norm_rope_store_reference)
 SAMPLERS = (sample_triton, sample_reference)
-SAMPLE_BLOCK = sampling._BLOCK  # of the vocabulary
+SAMPLE_BLOCK = sampling.BLOCK  # of the vocabulary
 TOLERANCE = {F32: 1e-5, F16: 4e-3, BF16: 3e-2}  # a few roundings; the interpreter truncates to bfloat16
 
 
@@ -634,6 +636,42 @@ def check_sampling_extremes(vocab: int, device: str) -> None:
             # Two equal logits are a tie for a greedy row, a fair coin for any other.
             tie = (ids == last) & (logits[:, last // 2] == logits[:, last]) & (temperature >= 1e-5)
             assert torch.equal(ids.masked_fill(tie, last // 2), expected), temperature
+
+
+def check_sampling_in_parts(vocab: int, size: int, device: str) -> None:
+    """Ranks with a part of the vocabulary each draw what one with all of it does: ties, bad rows and all."""
+    count = 12
+    logits = randn(count, vocab, dtype=F32, device=device).round(decimals=1)
+    logits[1, vocab // 2] = math.nan
+    logits[2, vocab - 1] = math.inf
+    logits[3] = -math.inf
+    logits[4, : vocab - 1] = -math.inf
+    rows = make_rows(count, device)
+    blocks = -(-vocab // (size * SAMPLE_BLOCK))
+    parts = torch.nn.functional.pad(logits, (0, size * blocks * SAMPLE_BLOCK - vocab)).chunk(size, dim=1)
+    own = [max(0, min(vocab - rank * blocks * SAMPLE_BLOCK, blocks * SAMPLE_BLOCK)) for rank in range(size)]
+
+    def sum_over_ranks(
+        x: torch.Tensor, brought: list[torch.Tensor], totals: list[torch.Tensor]
+    ) -> torch.Tensor:
+        brought.append(x)
+        return totals[len(brought) - 1] if len(brought) <= len(totals) else x
+
+    totals: list[torch.Tensor] = []  # those known so far: with each round, one sum more
+    for _ in range(3):
+        brought: list[list[torch.Tensor]] = [[] for _ in range(size)]
+        ids = []
+        for rank, (part, length) in enumerate(zip(parts, own, strict=True)):
+            total = partial(sum_over_ranks, brought=brought[rank], totals=totals)
+            ids.append(
+                sample_triton(part[:, :length], *rows.pick(ALL), VocabularyPart(rank, size, blocks, total))
+            )
+        totals = [torch.stack(xs).sum(0) for xs in zip(*brought, strict=True)]
+    expected = sample_triton(logits, *rows.pick(ALL))
+    assert expected[1:4].tolist() == [-1, -1, -1]
+    assert expected[4] == vocab - 1
+    for other in ids:
+        assert torch.equal(other, expected)
 
 
 def check_sampling_keys(sampler: Sampler, device: str) -> None:

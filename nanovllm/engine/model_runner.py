@@ -254,21 +254,33 @@ class ModelRunner:
     def _graph_step(self, inputs: StagedFields, meta: AttentionMetadata) -> GraphOutput:
         """What a graph holds of a step: (hidden states, sampled tokens).
 
-        Sampling has no filters here; rows with any are sampled anew. And it has no graph with several ranks:
-        NCCL, which gathers the logits, then holds on to the graph, and could not be aborted.
+        Sampling has no filters here; rows with any are sampled anew. And it is in no graph where it needs
+        NCCL, which would hold on to the graph and could not be aborted.
         """
         hidden = self._forward(inputs, meta)
-        return hidden, self._sample(hidden, inputs) if self.tp.size == 1 else None
+        part = self.model.lm_head.part()
+        local = self.tp.size == 1
+        if part is not None:
+            local = self.tp.sums_in_peer_memory(len(hidden), part.numbers, torch.float32)
+        return hidden, self._sample(hidden, inputs) if local else None
 
     def _sample(self, hidden: torch.Tensor, inputs: StagedFields) -> torch.Tensor:
-        """Draw the tokens [n] for hidden [n, hidden_size], the step's first rows, and keep them."""
-        logits = self.model.compute_logits(hidden)
+        """Draw the tokens [n] for hidden [n, hidden_size], the step's first rows, and keep them.
+
+        All ranks draw together, or rank 0 for all where that takes all logits at one place.
+        """
         num_rows = len(hidden)
-        if logits is None:  # rank 0 samples for all
-            token_ids = torch.empty(num_rows, dtype=torch.int64, device=self.device.torch)
+        params = self._sampling_tensors(inputs, num_rows)
+        part = self.model.lm_head.part()
+        if part is not None and not params.filters:
+            token_ids = self.sampler(self.model.lm_head.own_logits(hidden), params, part)
         else:
-            token_ids = self.sampler(logits, self._sampling_tensors(inputs, num_rows))
-        token_ids = self.tp.broadcast(token_ids)
+            logits = self.model.compute_logits(hidden)
+            if logits is None:
+                token_ids = torch.empty(num_rows, dtype=torch.int64, device=self.device.torch)
+            else:
+                token_ids = self.sampler(logits, params)
+            token_ids = self.tp.broadcast(token_ids)
         # A failed row's -1 must not become an input of the step that may already be planned.
         self.last_token_ids[inputs["sample_slots"][:num_rows]] = token_ids.clamp(min=0)
         return token_ids

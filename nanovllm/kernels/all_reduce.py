@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
-from nanovllm.kernels.compat import jit, tl, triton
+from nanovllm.kernels.compat import await_inputs, jit, launch_early, tl, triton
 from nanovllm.kernels.rms_norm import add_rms_norm_reference, normalised
 
 
@@ -98,6 +98,7 @@ def _all_reduce_kernel(
     N_PADDED: tl.constexpr,
     TWO_SHOT: tl.constexpr,
     NORM: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     """One program per row."""
     dtype: tl.constexpr = x_ptr.dtype.element_ty
@@ -110,6 +111,7 @@ def _all_reduce_kernel(
     cells = row * N + columns
     own_slots = _room(slots_ptr, RANK, dtype) + cells
     slot_size = max_rows.to(tl.int64) * N
+    await_inputs(EARLY)
     x = tl.load(x_ptr + cells, mask=mask, other=0.0)
     call = tl.load(calls_ptr + row) + 1
     total = tl.zeros((N_PADDED,), tl.float32)
@@ -167,6 +169,7 @@ def _launch(
         return out
     assert x.is_contiguous() and residual.is_contiguous() and rows <= len(peers.calls)
     padded = triton.next_power_of_2(n)
+    early = launch_early(x)
     _all_reduce_kernel[(rows,)](
         x,
         residual,
@@ -186,6 +189,8 @@ def _launch(
         N_PADDED=padded,
         TWO_SHOT=two_shot,
         NORM=norm,
+        EARLY=early,
+        launch_pdl=early,
         num_warps=max(1, min(16, padded // 512)),
     )
     return out

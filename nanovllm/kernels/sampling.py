@@ -8,19 +8,36 @@ state exists. Never filters logits (top-k and the like are -inf here) and never 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
 from nanovllm.kernels.compat import jit, tl, triton, use_triton
 
-_BLOCK = 2048  # vocabulary entries per block: what is drawn depends on it, so it is the same for every batch
+BLOCK = 2048  # vocabulary entries per block: what is drawn depends on it, so it is the same for every batch
 _GREEDY_BELOW = 1e-5  # temperatures under this are 0: nothing but the largest logit has a chance
 _LOG2_E = math.log2(math.e)
 _LEAST_FACTOR = (
     1e-30  # times -inf this is -inf still, where 0, the inverse of an endless temperature, gives NaN
 )
 _MASK = 0xFFFFFFFF
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class VocabularyPart:
+    """Part `rank` of `size` equally long ones, in whole blocks; the last ones may end early or be empty."""
+
+    rank: int
+    size: int
+    blocks: int  # of each part
+    sum_over_ranks: Callable[[torch.Tensor], torch.Tensor]  # of [S, n] float32; every rank calls it
+
+    @property
+    def numbers(self) -> int:
+        """The largest n: a top and a sum for each block of the vocabulary."""
+        return 2 * self.size * self.blocks
 
 
 @jit()
@@ -73,9 +90,10 @@ def _sample_block_kernel(
     logits_ptr: tl.tensor,
     temperatures_ptr: tl.tensor,
     tops_ptr: tl.tensor,
-    sums_ptr: tl.tensor,
     logits_stride: int,
     vocab: int,
+    first_block: int,
+    blocks: int,
     GREEDY_BELOW: tl.constexpr,
     LOG2_E: tl.constexpr,
     LEAST: tl.constexpr,
@@ -83,7 +101,8 @@ def _sample_block_kernel(
 ) -> None:
     """One program per (row, block): its largest logit, +inf where one is bad, and the sum of its weights.
 
-    Each weight is relative to the largest one of the block, so that none can overflow.
+    They go to tops [S, 2, blocks], behind `first_block` others. Each weight is relative to the largest one of
+    the block, so that none can overflow.
     """
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
@@ -96,9 +115,9 @@ def _sample_block_kernel(
     total = 1.0
     if (temperature >= GREEDY_BELOW) & (top > float("-inf")) & (top < float("inf")):
         total = tl.sum(tl.exp2((x - top) * _factor(temperature, LOG2_E, LEAST)), axis=0)
-    cell = row * tl.num_programs(1) + block
+    cell = row * 2 * blocks + first_block + block
     tl.store(tops_ptr + cell, top)
-    tl.store(sums_ptr + cell, total)
+    tl.store(tops_ptr + blocks + cell, total)
 
 
 @jit("temperatures_ptr", "seeds_ptr", "positions_ptr")
@@ -108,23 +127,29 @@ def _sample_pick_kernel(
     seeds_ptr: tl.tensor,
     positions_ptr: tl.tensor,
     tops_ptr: tl.tensor,
-    sums_ptr: tl.tensor,
     out_ptr: tl.tensor,
     logits_stride: int,
     vocab: int,
+    first_block: int,
+    own_blocks: int,
     blocks: int,
     GREEDY_BELOW: tl.constexpr,
     LOG2_E: tl.constexpr,
     LEAST: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCKS_PADDED: tl.constexpr,
+    LEAST_ID: tl.constexpr,
 ) -> None:
-    """One program per row picks a block, then a token of it. A greedy row weighs its largest logit alone."""
+    """One program per row picks a block, then a token of it. A greedy row weighs its largest logit alone.
+
+    Stores the token's id + LEAST_ID; LEAST_ID - 1 for a bad row, and where the block is not among the
+    `own_blocks` whose logits are here.
+    """
     row = tl.program_id(0).to(tl.int64)
-    cells = row * blocks + tl.arange(0, BLOCKS_PADDED)
+    cells = row * 2 * blocks + tl.arange(0, BLOCKS_PADDED)
     known = tl.arange(0, BLOCKS_PADDED) < blocks
     tops = tl.load(tops_ptr + cells, mask=known, other=float("-inf"))
-    sums = tl.load(sums_ptr + cells, mask=known, other=0.0)
+    sums = tl.load(tops_ptr + blocks + cells, mask=known, other=0.0)
     temperature = tl.load(temperatures_ptr + row)
     block_bits, token_bits = random_pair(tl.load(seeds_ptr + row), tl.load(positions_ptr + row))
     greedy = temperature < GREEDY_BELOW
@@ -133,50 +158,71 @@ def _sample_pick_kernel(
     token_bits = tl.where(greedy, 0, token_bits)
 
     best = tl.max(tops, axis=0)
+    token = tl.full((), -1, tl.int32)
     if (best > float("-inf")) & (best < float("inf")):
         shares = tl.where(greedy, (tops == best).to(tl.float32), sums * tl.exp2((tops - best) * factor))
         block = _pick(shares, block_bits, BLOCKS_PADDED)
-        top = tl.load(tops_ptr + row * blocks + block)
-        index = block * BLOCK + tl.arange(0, BLOCK)
-        x = tl.load(logits_ptr + row * logits_stride + index, mask=index < vocab, other=float("-inf"))
-        x = x.to(tl.float32)
-        weights = tl.where(greedy, (x == top).to(tl.float32), tl.exp2((x - top) * factor))
-        tl.store(out_ptr + row, (block * BLOCK + _pick(weights, token_bits, BLOCK)).to(tl.int64))
-    else:
-        tl.store(out_ptr + row, tl.full((), -1, tl.int64))
+        if (block >= first_block) & (block < first_block + own_blocks):
+            top = tl.load(tops_ptr + row * 2 * blocks + block)
+            index = (block - first_block) * BLOCK + tl.arange(0, BLOCK)
+            x = tl.load(logits_ptr + row * logits_stride + index, mask=index < vocab, other=float("-inf"))
+            x = x.to(tl.float32)
+            weights = tl.where(greedy, (x == top).to(tl.float32), tl.exp2((x - top) * factor))
+            token = block * BLOCK + _pick(weights, token_bits, BLOCK)
+    tl.store(out_ptr + row, (token + LEAST_ID).to(out_ptr.dtype.element_ty))
 
 
 def sample_triton(
-    logits: torch.Tensor, temperature: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+    part: VocabularyPart | None = None,
 ) -> torch.Tensor:
-    """`sample` by Triton."""
+    """`sample` by Triton.
+
+    With `part`, logits are those of this part of the vocabulary; all ranks call this and get the same ids.
+    """
     rows, vocab = logits.shape
     out = torch.empty(rows, dtype=torch.int64, device=logits.device)
     if rows == 0:
         return out
     assert logits.stride(1) == 1
-    blocks = triton.cdiv(vocab, _BLOCK)
-    tops, sums = torch.empty((2, rows, blocks), dtype=torch.float32, device=logits.device).unbind()
-    constants = {"GREEDY_BELOW": _GREEDY_BELOW, "LOG2_E": _LOG2_E, "LEAST": _LEAST_FACTOR, "BLOCK": _BLOCK}
-    _sample_block_kernel[(rows, blocks)](
-        logits, temperature, tops, sums, logits.stride(0), vocab, **constants, num_warps=2
-    )
+    own = blocks = triton.cdiv(vocab, BLOCK)
+    first, least_id = 0, 0
+    if part is not None:
+        assert own <= part.blocks
+        first, blocks, least_id = part.rank * part.blocks, part.size * part.blocks, 1
+        out = torch.empty(rows, 1, dtype=torch.float32, device=logits.device)  # exact up to 2**24
+        tops = torch.zeros(rows, part.numbers, dtype=torch.float32, device=logits.device)
+        tops[:, first : first + part.blocks] = -torch.inf  # blocks without any entry are never picked
+    else:
+        tops = torch.empty(rows, 2 * blocks, dtype=torch.float32, device=logits.device)
+    constants = {"GREEDY_BELOW": _GREEDY_BELOW, "LOG2_E": _LOG2_E, "LEAST": _LEAST_FACTOR, "BLOCK": BLOCK}
+    if own:
+        _sample_block_kernel[(rows, own)](
+            logits, temperature, tops, logits.stride(0), vocab, first, blocks, **constants, num_warps=2
+        )
+    if part is not None:
+        tops = part.sum_over_ranks(tops)
     _sample_pick_kernel[(rows,)](
         logits,
         temperature,
         seeds,
         positions,
         tops,
-        sums,
         out,
         logits.stride(0),
         vocab,
+        first,
+        own,
         blocks,
         **constants,
         BLOCKS_PADDED=triton.next_power_of_2(blocks),
+        LEAST_ID=least_id,
         num_warps=4,
     )
-    return out
+    return out if part is None else part.sum_over_ranks(out)[:, 0].long() - 1
 
 
 def _mix_reference(x: torch.Tensor, key: torch.Tensor | int) -> torch.Tensor:
@@ -215,7 +261,7 @@ def sample_reference(
         x, best = (logits, top) if every else (logits[drawn], top[drawn])
         factor = (_LOG2_E / temperature[drawn]).clamp(min=_LEAST_FACTOR)
         weights = x.float().sub(best.float()[:, None]).mul_(factor[:, None]).exp2_()
-        width = min(_BLOCK, vocab)
+        width = min(BLOCK, vocab)
         weights = F.pad(weights, (0, -vocab % width)).unflatten(-1, (-1, width))
         block_bits, token_bits = random_pair_reference(seeds[drawn], positions[drawn])
         block = _pick_reference(weights.sum(dim=-1), block_bits)
@@ -225,7 +271,11 @@ def sample_reference(
 
 
 def sample(
-    logits: torch.Tensor, temperature: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+    part: VocabularyPart | None = None,
 ) -> torch.Tensor:
     """Draw token_ids [S] int64 from softmax(logits / temperature), row by row.
 
@@ -235,5 +285,11 @@ def sample(
     with NaN, +inf or no finite logit gives -1 and changes no other row. The inverse of the cumulated
     distribution, in two levels: a first pass weighs each block of the vocabulary, and a second one reads
     only the block that was drawn. Weights are float32, their sums and the random numbers' scale float64.
+
+    With `part`, on GPUs only, each rank brings the logits of its part of fewer than 2**24 tokens, all else is
+    the same on all of them, and so are the ids: as many numbers cross between ranks as there are blocks.
     """
-    return (sample_triton if use_triton(logits) else sample_reference)(logits, temperature, seeds, positions)
+    if use_triton(logits):
+        return sample_triton(logits, temperature, seeds, positions, part)
+    assert part is None
+    return sample_reference(logits, temperature, seeds, positions)

@@ -9,7 +9,16 @@ import torch
 import torch.nn.functional as F
 
 from nanovllm.distributed import TPGroup
+from nanovllm.kernels.compat import use_triton
+from nanovllm.kernels.sampling import BLOCK, VocabularyPart
 from nanovllm.layers.weights import WeightLayer, WeightShard
+
+
+def rows_per_rank(vocab_size: int, ranks: int) -> int:
+    """Rows of the vocabulary that each rank holds: whole blocks of the sampler, if that is even enough."""
+    even = -(-vocab_size // ranks)
+    in_blocks = -(-vocab_size // (BLOCK * ranks)) * BLOCK
+    return in_blocks if in_blocks <= 1.125 * even else even
 
 
 class _VocabParallelLayer(WeightLayer):
@@ -19,7 +28,7 @@ class _VocabParallelLayer(WeightLayer):
         super().__init__(dtype, device)
         self.tp = tp
         self.vocab_size = vocab_size
-        self.rows = -(-vocab_size // tp.size)
+        self.rows = vocab_size if tp.size == 1 else rows_per_rank(vocab_size, tp.size)
         self.first_id = min(tp.rank * self.rows, vocab_size)
 
     def _allocate_rows(self, hidden_size: int) -> None:
@@ -85,3 +94,13 @@ class ParallelLMHead(_VocabParallelLayer):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor | None:
         logits = self.tp.gather_last_dim(self._product(hidden, self.weight))
         return None if logits is None else logits[..., : self.vocab_size]
+
+    def part(self) -> VocabularyPart | None:
+        """Which part of the vocabulary `own_logits` are of, as sampling takes it; None where it cannot."""
+        if self.tp.size == 1 or self.rows % BLOCK or not use_triton(self.weight):
+            return None
+        return VocabularyPart(self.tp.rank, self.tp.size, self.rows // BLOCK, self.tp.all_reduce)
+
+    def own_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [n, hidden_size] -> logits [n, m] of the m tokens that this rank has; on every rank."""
+        return self._product(hidden, self.weight)[:, : self.vocab_size - self.first_id]

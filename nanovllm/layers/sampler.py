@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from nanovllm.kernels.sampling import sample
+from nanovllm.kernels.sampling import VocabularyPart, sample
 
 SORT_ELEMENTS = 2**23  # logits sorted at once: bounds the memory of sorting, at about 50 bytes each
 
@@ -27,15 +27,22 @@ class SamplingTensors:
     positions: torch.Tensor  # [S] int32: of the token to come; with the seed it picks the random numbers
     filter_rows: torch.Tensor | None  # [R] the rows that use top_k or top_p; None: no row does
 
+    @property
+    def filters(self) -> bool:
+        """Whether any row uses top_k, top_p or min_p."""
+        return self.filter_rows is not None or self.min_p is not None
+
 
 class Sampler(nn.Module):
     """Temperature, min_p, top_k, then top_p, as vLLM; each renormalises over what the last one kept."""
 
-    def forward(self, logits: torch.Tensor, params: SamplingTensors) -> torch.Tensor:
+    def forward(
+        self, logits: torch.Tensor, params: SamplingTensors, part: VocabularyPart | None = None
+    ) -> torch.Tensor:
         """logits [S, V] of any float dtype, not changed -> token ids [S] int64.
 
         A greedy row gets its likeliest token, the lowest id of equals. A row that holds NaN or +inf, or
-        nothing finite, gets -1.
+        nothing finite, gets -1. With `part` as in `sample`, and no row may use top_k, top_p or min_p.
         """
         num_rows = logits.shape[0]
         temperature = params.temperature
@@ -56,7 +63,7 @@ class Sampler(nn.Module):
                     None if params.top_k is None else params.top_k[rows],
                     None if params.top_p is None else params.top_p[rows],
                 )
-        return sample(logits, temperature, seeds, params.positions)
+        return sample(logits, temperature, seeds, params.positions, part)
 
 
 def _scale(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:

@@ -189,6 +189,11 @@ def test_sampling_extremes(vocab: int) -> None:
     cases.check_sampling_extremes(vocab, CPU)
 
 
+@pytest.mark.parametrize(("size", "vocab"), [(2, 3000), (2, 6200), (4, 10240)])
+def test_sampling_in_parts(size: int, vocab: int) -> None:
+    cases.check_sampling_in_parts(vocab, size, CPU)
+
+
 @pytest.mark.parametrize("sampler", cases.SAMPLERS)
 def test_sampling_keys(sampler: cases.Sampler) -> None:
     cases.check_sampling_keys(sampler, CPU)

@@ -18,7 +18,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from nanovllm.distributed import TPGroup
 from nanovllm.kernels.activation import silu_and_mul
-from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
+from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding, rows_per_rank
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import (
     ColumnParallelLinear,
@@ -155,6 +155,22 @@ def test_sizes_that_cannot_be_split_are_refused() -> None:
         ValueError, match=r"12 query heads and 4 KV heads .* over 3 ranks; sizes that can: 1, 2, 4, 12"
     ):
         QKVParallelLinear(8, 4, 12, 4, TPGroup(0, 3), **PLACE)
+
+
+@pytest.mark.parametrize(
+    ("vocab", "ranks", "rows"),
+    [
+        (151_936, 2, 38 * 2048),
+        (151_936, 4, 19 * 2048),
+        (151_936, 8, 10 * 2048),
+        (128_256, 2, 32 * 2048),
+        (32_000, 8, 2 * 2048),
+        (1001, 2, 501),
+        (5, 4, 2),
+    ],
+)
+def test_ranks_take_whole_blocks_of_a_large_vocabulary(vocab: int, ranks: int, rows: int) -> None:
+    assert rows_per_rank(vocab, ranks) == rows
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])

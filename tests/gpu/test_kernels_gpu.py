@@ -266,6 +266,11 @@ def test_sampling_extremes(vocab: int) -> None:
     cases.check_sampling_extremes(vocab, GPU)
 
 
+@pytest.mark.parametrize(("size", "vocab"), [(2, 3000), (2, 151936), (4, 10240), (4, 151936), (8, 20000)])
+def test_sampling_in_parts(size: int, vocab: int) -> None:
+    cases.check_sampling_in_parts(vocab, size, GPU)
+
+
 @pytest.mark.parametrize("sampler", cases.SAMPLERS)
 def test_sampling_keys(sampler: cases.Sampler) -> None:
     cases.check_sampling_keys(sampler, GPU)

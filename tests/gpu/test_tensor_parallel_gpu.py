@@ -71,6 +71,30 @@ def test_greedy_tokens_are_likely(model: Path, prompts: list, name: str, size: i
     assert peers, "these GPUs can read each other's memory"
 
 
+@pytest.mark.parametrize("options", [{}, {"enforce_eager": True}], ids=str)
+def test_ranks_draw_together_from_a_large_vocabulary(
+    tmp_path: Path, prompts: list, size: int, options: dict
+) -> None:
+    """In the graph, and beside requests whose filters need all logits at one place."""
+    path = write_peaked_model(tmp_path, vocab_size=30_001)
+    options = options | {"max_num_seqs": 97, "skip_tokenizer_init": True, "max_model_len": 1024}
+    options["enable_prefix_caching"] = False  # the same steps in each run
+    drawn = [SamplingParams(temperature=1.0, seed=i, max_tokens=20, ignore_eos=True) for i in range(7)]
+    filtered = [SamplingParams(temperature=1.0, top_k=1, max_tokens=20, ignore_eos=True)] * 7
+    with CheckedLLM(path, tensor_parallel_size=size, **options) as llm:
+        part = llm._runner.model.lm_head.part()
+        assert part is not None
+        assert part.size * part.blocks >= 15
+        assert llm._runner.tp.sums_in_peer_memory(97, part.numbers, torch.float32)
+        outputs = llm.generate(prompts * 3, GREEDY, use_tqdm=False)
+        assert largest_gap(path, prompts * 3, outputs) < MAX_GAP
+        results = [llm.generate(prompts, drawn, use_tqdm=False) for _ in range(2)]
+        assert results[0][0]["token_ids"] == results[1][0]["token_ids"]
+        assert len({token for output in results[0] for token in output["token_ids"]}) > 60
+        mixed = llm.generate(prompts * 2, drawn + filtered, use_tqdm=False)
+        assert largest_gap(path, prompts, mixed[7:]) < MAX_GAP
+
+
 def test_demo_accuracy(size: int) -> None:
     examples = heldout(1000, seed=3)
     messages = [[{"role": "user", "content": example.prompt}] for example in examples]
