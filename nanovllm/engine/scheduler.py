@@ -207,12 +207,14 @@ class Scheduler:
             context_lens.append(num_tokens)
         if not seqs:
             return None
-        size = len(seqs)
+        size, lens = len(seqs), np.array(context_lens, np.int32)
+        # Longest first, as a GPU starts attention row by row: what is left at the end is short.
+        order = np.argsort(-lens, kind="stable")
         return self._make_batch(
-            seqs,
+            [seqs[row] for row in order.tolist()],
             np.full(size, LAST_SAMPLED, np.int32),
             np.ones(size, np.int32),
-            np.array(context_lens, np.int32),
+            lens[order],
             np.ones(size, np.bool_),
         )
 

@@ -17,7 +17,7 @@ from nanovllm.kernels.paged import FP8, as_words, attend_range, converts_fp8, de
 
 CHUNK = 512  # positions per partial result
 FEW_ROWS_CHUNK = 128  # the same with few sequences, which chunks of 512 would not spread over the device
-_LANES = 4  # chunks of a sequence at work at a time, or more in a small batch
+_LANES = 2  # chunks of a sequence at work at a time, or more in a small batch
 _PROGRAMS = 2048  # a batch is small if it has fewer programs than this
 HEAD_TILE = 16  # the fewest rows tl.dot takes; a group of query heads is padded to it
 WIDE_TILE = 64  # rows of the tiles that read a shared prefix: more would not fit the registers
