@@ -18,6 +18,7 @@ from nanovllm.kernels.activation import silu_and_mul_reference, silu_and_mul_tri
 from nanovllm.kernels.compat import jit, tl
 from nanovllm.kernels.decode_attention import (
     CHUNK,
+    FEW_ROWS_CHUNK,
     SharedPrefixes,
     paged_decode_attention_reference,
     paged_decode_attention_triton,
@@ -192,6 +193,22 @@ def check_decode(contexts: Sequence[int], heads: Heads, device: str) -> None:
         inputs = (q[one], cache.k, cache.v, cache.tables[one], cache.contexts[one])
         alone = run(*inputs, max(1, contexts[row]), scale, *scales)
         assert torch.equal(alone, out[one])
+        few = run(*inputs, max(1, contexts[row]), scale, *scales, chunk=FEW_ROWS_CHUNK)
+        assert_near(few, expected[one])
+        loose = run(*inputs, contexts[row] + 700, scale, *scales, chunk=FEW_ROWS_CHUNK)
+        assert torch.equal(loose, few)
+    few = run(
+        q[:2],
+        cache.k,
+        cache.v,
+        cache.tables[:2],
+        cache.contexts[:2],
+        longest,
+        scale,
+        *scales,
+        chunk=FEW_ROWS_CHUNK,
+    )
+    assert_near(few, expected[:2])
 
 
 def check_shared_prefixes(

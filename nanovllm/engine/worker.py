@@ -61,10 +61,10 @@ class RankSetup:
         """Meet the other ranks, each of which does the same; a minute at most."""
         group = TPGroup.connect(self.rank, self.size, device, rendezvous)
         dtype = device.resolve_dtype(self.config.dtype, self.model_config.dtype)
-        # Few ranks take the sums of prefill too: they move no more than NCCL, and spare a norm. More would
-        # need more memory.
+        # Two ranks take the sums of prefill too: one shot moves no more than NCCL, and spares a norm. With
+        # four ranks two shots were no faster there, and need more memory.
         max_rows = self.config.max_num_seqs
-        if self.size <= 4:
+        if self.size == 2:
             max_rows = max(max_rows, self.config.max_num_batched_tokens)
         group.make_peer_memory(max_rows, self.model_config.hidden_size, dtype, device)
         return group

@@ -20,6 +20,7 @@ __all__ = [
     "await_inputs",
     "jit",
     "launch_early",
+    "shared_memory",
     "tl",
     "triton",
     "use_triton",
@@ -62,6 +63,15 @@ def launch_early(x: torch.Tensor) -> bool:
     By programmatic dependent launch, which compute capability 9.0 brought.
     """
     return not INTERPRET and _capability(x.device) >= (9, 0)
+
+
+@lru_cache
+def shared_memory(device: torch.device) -> int:
+    """The bytes of shared memory that one program may take on `device`; plenty in the interpreter."""
+    if INTERPRET:
+        return 2**20
+    properties: Any = torch.cuda.get_device_properties(device)
+    return int(properties.shared_memory_per_block_optin)
 
 
 @lru_cache

@@ -12,13 +12,24 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from nanovllm.kernels.compat import INTERPRET, await_inputs, jit, launch_early, tl, triton, use_triton
+from nanovllm.kernels.compat import (
+    INTERPRET,
+    await_inputs,
+    jit,
+    launch_early,
+    shared_memory,
+    tl,
+    triton,
+    use_triton,
+)
 from nanovllm.kernels.paged import FP8, as_words, attend_range, converts_fp8, dequantized, load_pages
 
 CHUNK = 512  # positions per partial result
 FEW_ROWS_CHUNK = 128  # the same with few sequences, which chunks of 512 would not spread over the device
 _LANES = 2  # chunks of a sequence at work at a time, or more in a small batch
 _PROGRAMS = 2048  # a batch is small if it has fewer programs than this
+_SINGLE_PROGRAMS = 128  # for a single sequence, where each has a multiprocessor to itself
+_SINGLE_BYTES = 160 * 2**10  # of shared memory, which such a program may need
 HEAD_TILE = 16  # the fewest rows tl.dot takes; a group of query heads is padded to it
 WIDE_TILE = 64  # rows of the tiles that read a shared prefix: more would not fit the registers
 _MERGE_TILE = 8  # chunks merged at a time
@@ -233,6 +244,7 @@ def paged_decode_attention_triton(
 
     chunk: positions per partial result, None for CHUNK, which it must be with `shared`.
     """
+    single = chunk is not None and len(q) == 1 and shared_memory(q.device) >= _SINGLE_BYTES
     chunk = CHUNK if chunk is None else chunk
     sequences, q_heads, head_dim = q.shape
     page, kv_heads = k_cache.shape[1:3]
@@ -248,6 +260,9 @@ def paged_decode_attention_triton(
     partial = q.new_empty((sequences, q_heads, chunks, head_dim) if several else 1, dtype=torch.float32)
     logs = q.new_empty((sequences, q_heads, chunks) if several else 1, dtype=torch.float32)
     group = q_heads // kv_heads
+    block_n = _block_n(dim, k_cache.element_size())
+    if single:
+        block_n = min(chunk, 2 * block_n)
     early = launch_early(q)
 
     def launch(
@@ -257,7 +272,8 @@ def paged_decode_attention_triton(
         if members is not None:
             head_tile, tiles = max(HEAD_TILE, triton.next_power_of_2(members.shape[1] * group)), kv_heads
         # Programs without work are cheap but not free, and the bound may lie far above the contexts.
-        lanes = min(chunks, max(_LANES, _PROGRAMS // (units * tiles)))
+        programs = _SINGLE_PROGRAMS if single else _PROGRAMS
+        lanes = min(chunks, max(_LANES, programs // (units * tiles)))
         _decode_chunk_kernel[(tiles, units, lanes)](
             q,
             as_words(k_cache),
@@ -283,7 +299,7 @@ def paged_decode_attention_triton(
             PAGE=page,
             CHUNK=chunk,
             HEAD_TILE=head_tile,
-            BLOCK_N=_block_n(dim, k_cache.element_size()),
+            BLOCK_N=block_n,
             FP8=fp8,
             CONVERTS=fp8 and converts_fp8(q.device),
             EARLY=early,

@@ -14,8 +14,8 @@ from nanovllm.kernels.compat import FEW_ROWS, await_inputs, jit, launch_early, t
 from nanovllm.kernels.rms_norm import normalised, rms_norm_reference
 
 _BLOCK_K = 4096  # so that most products have all their weights on the way at once
-_TILE = 8192  # elements of the weight that a program loads at a time
-_WARPS = 8
+_TILE = 4096  # elements of the weight that a program loads at a time, for each row
+_WARPS = 4
 
 
 @jit()
@@ -106,7 +106,8 @@ def gemv_triton(
     block_k = triton.next_power_of_2(k)
     if norm_weight is None:
         block_k = min(_BLOCK_K, block_k)
-    block_n = max(1, _TILE // (2 * block_k if silu else block_k))
+    tile = _TILE * triton.next_power_of_2(rows)
+    block_n = max(1, tile // (2 * block_k if silu else block_k))
     early = launch_early(x)
     _gemv_kernel[(rows * triton.cdiv(n, block_n),)](
         x,

@@ -188,21 +188,20 @@ def sample_triton(
     if rows == 0:
         return out
     assert logits.stride(1) == 1
-    own = blocks = triton.cdiv(vocab, BLOCK)
-    first, least_id = 0, 0
-    if part is not None:
-        assert own <= part.blocks
-        first, blocks, least_id = part.rank * part.blocks, part.size * part.blocks, 1
-        out = torch.empty(rows, 1, dtype=torch.float32, device=logits.device)  # exact up to 2**24
-        tops = torch.zeros(rows, part.numbers, dtype=torch.float32, device=logits.device)
-        tops[:, first : first + part.blocks] = -torch.inf  # blocks without any entry are never picked
-    else:
+    if part is None:
+        own = blocks = triton.cdiv(vocab, BLOCK)
+        first, least_id = 0, 0
         tops = torch.empty(rows, 2 * blocks, dtype=torch.float32, device=logits.device)
+    else:
+        own, blocks = part.blocks, part.size * part.blocks
+        first, least_id = part.rank * own, 1
+        assert vocab <= own * BLOCK
+        tops = torch.zeros(rows, part.numbers, dtype=torch.float32, device=logits.device)
+        out = torch.empty(rows, 1, dtype=torch.float32, device=logits.device)  # exact up to 2**24
     constants = {"GREEDY_BELOW": _GREEDY_BELOW, "LOG2_E": _LOG2_E, "LEAST": _LEAST_FACTOR, "BLOCK": BLOCK}
-    if own:
-        _sample_block_kernel[(rows, own)](
-            logits, temperature, tops, logits.stride(0), vocab, first, blocks, **constants, num_warps=2
-        )
+    _sample_block_kernel[(rows, own)](
+        logits, temperature, tops, logits.stride(0), vocab, first, blocks, **constants, num_warps=2
+    )
     if part is not None:
         tops = part.sum_over_ranks(tops)
     _sample_pick_kernel[(rows,)](

@@ -22,7 +22,7 @@ def rows_per_rank(vocab_size: int, ranks: int) -> int:
 
 
 class _VocabParallelLayer(WeightLayer):
-    weight: torch.Tensor  # [padded vocabulary / ranks, hidden_size]
+    weight: torch.Tensor  # [padded vocabulary / ranks, hidden_size]; with several ranks one row of 0 more
 
     def __init__(self, vocab_size: int, tp: TPGroup, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(dtype, device)
@@ -35,7 +35,8 @@ class _VocabParallelLayer(WeightLayer):
         owned = min(self.rows, self.vocab_size - self.first_id)
         shape = (self.vocab_size, hidden_size)
         shard = WeightShard("weight", None, shape, dim=0, start=self.first_id, length=owned, offset=0)
-        self._allocate("weight", (self.rows, hidden_size), [shard])
+        rows = self.rows if self.tp.size == 1 else self.rows + 1
+        self._allocate("weight", (rows, hidden_size), [shard])
         self.weight[owned:].zero_()
 
 
@@ -58,14 +59,14 @@ class VocabParallelEmbedding(_VocabParallelLayer):
         super().__init__(vocab_size, tp, dtype, device)
         self.reduce_results = reduce_results
         self._allocate_rows(hidden_size)
+        # Where the row of each id is here; for another rank's it is the last one, of zeros.
+        own = torch.arange(vocab_size, device=device) - self.first_id
+        self._row_of = own.where((own >= 0) & (own < self.rows), self.rows)
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         if self.tp.size == 1:
             return F.embedding(token_ids, self.weight)
-        local_ids = token_ids - self.first_id
-        foreign = (local_ids < 0) | (local_ids >= self.rows)
-        embedded = F.embedding(local_ids.masked_fill(foreign, 0), self.weight)
-        embedded = embedded.masked_fill_(foreign[:, None], 0)
+        embedded = F.embedding(self._row_of[token_ids], self.weight)
         return self.tp.all_reduce(embedded) if self.reduce_results else embedded
 
 
@@ -92,7 +93,7 @@ class ParallelLMHead(_VocabParallelLayer):
             self.weight = tied_to.weight
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor | None:
-        logits = self.tp.gather_last_dim(self._product(hidden, self.weight))
+        logits = self.tp.gather_last_dim(self._product(hidden, self.weight[: self.rows]))
         return None if logits is None else logits[..., : self.vocab_size]
 
     def part(self) -> VocabularyPart | None:
@@ -103,4 +104,5 @@ class ParallelLMHead(_VocabParallelLayer):
 
     def own_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [n, hidden_size] -> logits [n, m] of the m tokens that this rank has; on every rank."""
-        return self._product(hidden, self.weight)[:, : self.vocab_size - self.first_id]
+        logits = self._product(hidden, self.weight[: self.rows])
+        return logits[:, : self.vocab_size - self.first_id]

@@ -96,10 +96,14 @@ def test_ranks_hold_the_whole_model_between_them(tmp_path: Path, ranks: int) -> 
         for name, parameter in shards[-1].named_parameters():
             if "norm" in name or name.endswith(("o_proj.bias", "down_proj.bias")):
                 assert torch.equal(parameter, whole.get_parameter(name)), name
-    table = torch.cat([shard.model.embed_tokens.weight for shard in shards])
+    rows = shards[0].model.embed_tokens.rows
+    tables = [shard.model.embed_tokens.weight for shard in shards]
+    table = torch.cat([part[:rows] for part in tables])
     assert torch.equal(table[:VOCAB_SIZE], whole.model.embed_tokens.weight)
-    assert table.shape[0] % ranks == 0
     assert (table[VOCAB_SIZE:] == 0).all()
+    for part in tables:
+        assert len(part) == rows + (ranks > 1)
+        assert (part[rows:] == 0).all()
     down = torch.cat([shard.model.layers[0].mlp.down_proj.weight for shard in shards], dim=1)
     assert torch.equal(down, whole.model.layers[0].mlp.down_proj.weight)
     gate = torch.cat([shard.model.layers[0].mlp.gate_up_proj.weight.chunk(2)[0] for shard in shards])
