@@ -132,8 +132,14 @@ class Device:
             torch.set_num_threads(threads)
 
     def side_stream(self) -> torch.cuda.Stream:
-        """A stream of its own, for `run_beside`."""
+        """A stream of its own, for `run_beside` or `start_beside`."""
         return torch.cuda.Stream(self.torch)
+
+    def start_beside(self, stream: torch.cuda.Stream, work: Callable[[], object]) -> None:
+        """Queue `work` on `stream`, behind what is queued here so far, and wait for nothing."""
+        stream.wait_stream(torch.cuda.current_stream(self.torch))
+        with torch.cuda.stream(stream):
+            work()
 
     def run_beside(self, stream: torch.cuda.Stream, work: Callable[[], object]) -> None:
         """Run `work` on `stream`, beside what the device does, and wait for it."""

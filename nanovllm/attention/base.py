@@ -30,6 +30,9 @@ class AttentionMetadata:
     block_tables: torch.Tensor  # [S, W] padded with -1
     is_decode: bool  # every sequence brings exactly one new token
     shared: SharedPrefixes | None = None  # what sequences of a decode step have in common, to be read once
+    halves: tuple[AttentionMetadata, AttentionMetadata] | None = (
+        None  # the same tokens in two parts, in order
+    )
 
 
 class AttentionBackend(ABC):

@@ -61,12 +61,11 @@ class RankSetup:
         """Meet the other ranks, each of which does the same; a minute at most."""
         group = TPGroup.connect(self.rank, self.size, device, rendezvous)
         dtype = device.resolve_dtype(self.config.dtype, self.model_config.dtype)
-        # Two ranks take the sums of prefill too: one shot moves no more than NCCL, and spares a norm. With
-        # four ranks two shots were no faster there, and need more memory.
-        max_rows = self.config.max_num_seqs
-        if self.size == 2:
-            max_rows = max(max_rows, self.config.max_num_batched_tokens)
-        group.make_peer_memory(max_rows, self.model_config.hidden_size, dtype, device)
+        # Those of prefill are hidden behind its products, half a step at a time; beyond four ranks it would
+        # take much memory.
+        copied_rows = -(-self.config.max_num_batched_tokens // 2) if self.size <= 4 else 0
+        max_rows, hidden_size = self.config.max_num_seqs, self.model_config.hidden_size
+        group.make_peer_memory(max_rows, hidden_size, dtype, device, copied_rows)
         return group
 
     def load(self, device: Device, group: TPGroup, check: Callable[[], None] = no_check) -> ModelRunner:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from nanovllm.distributed import TPGroup
+from nanovllm.distributed import PendingSum, TPGroup
 from nanovllm.kernels.rms_norm import add_rms_norm, rms_norm
 from nanovllm.layers.weights import WeightLayer, WeightShard
 
@@ -12,7 +12,7 @@ from nanovllm.layers.weights import WeightLayer, WeightShard
 class RMSNorm(WeightLayer):
     """Normalise the last dimension, of `size`, by its root mean square and scale it by a weight.
 
-    With a group `tp` of several ranks, x is this rank's part of a sum over them.
+    With a group `tp` of several ranks, x is this rank's part of a sum over them, or such a sum on its way.
     """
 
     weight: torch.Tensor  # [size]
@@ -26,9 +26,12 @@ class RMSNorm(WeightLayer):
         self._allocate("weight", (size,), [WeightShard.whole("weight", (size,))])
 
     def forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None = None
+        self, x: torch.Tensor | PendingSum, residual: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (norm(x + residual), x + residual), both [T, size]; without a residual, (norm(x), x)."""
+        if isinstance(x, PendingSum):
+            assert residual is not None
+            return x.add_rms_norm(residual, self.weight, self.eps)
         peer_memory = None if residual is None else self.tp.peer_memory_for(x)
         if residual is not None and peer_memory is not None:
             return peer_memory.all_reduce_add_rms_norm(x, residual, self.weight, self.eps)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from nanovllm.distributed import TPGroup
+from nanovllm.distributed import PendingSum, TPGroup
 from nanovllm.kernels.activation import silu_and_mul
 from nanovllm.kernels.gemv import gemv, use_gemv
 from nanovllm.layers.layernorm import RMSNorm
@@ -76,13 +76,17 @@ class _PackedColumnLinear(WeightLayer):
         return self._product(x, self.weight, self.bias)
 
     def after_norm(
-        self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None, silu: bool = False
+        self,
+        norm: RMSNorm,
+        x: torch.Tensor | PendingSum,
+        residual: torch.Tensor | None,
+        silu: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (self(norm(x + residual)), x + residual), with `silu` the first through `silu_and_mul`.
 
         In one kernel if there are few rows [T, size].
         """
-        if use_gemv(x) and norm.tp.size == 1 and not self.deterministic:
+        if not isinstance(x, PendingSum) and use_gemv(x) and norm.tp.size == 1 and not self.deterministic:
             own, eps = norm.weight, norm.eps
             return gemv(x, self.weight, self.bias, norm_weight=own, eps=eps, residual=residual, silu=silu)
         x, residual = norm(x, residual)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from nanovllm.attention.base import AttentionBackend, AttentionMetadata
-from nanovllm.distributed import TPGroup
+from nanovllm.distributed import PendingSum, TPGroup
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.layernorm import RMSNorm
@@ -75,7 +75,7 @@ class DecoderAttention(nn.Module):
     def forward(
         self,
         norm: RMSNorm,
-        x: torch.Tensor,
+        x: torch.Tensor | PendingSum,
         residual: torch.Tensor | None,
         positions: torch.Tensor,
         meta: AttentionMetadata,
@@ -118,7 +118,7 @@ class DecoderMLP(nn.Module):
         )
 
     def forward(
-        self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor
+        self, norm: RMSNorm, x: torch.Tensor | PendingSum, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (this part for norm(x + residual), x + residual)."""
         gated, residual = self.gate_up_proj.after_norm(norm, x, residual, silu=True)
@@ -175,15 +175,45 @@ class DecoderModel(nn.Module):
             for _ in range(config.num_layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, tp, dtype=dtype, device=device)
+        self.tp = tp
 
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, meta: AttentionMetadata
     ) -> torch.Tensor:
+        if meta.halves is not None:
+            return self._forward_halves(input_ids, positions, meta.halves)
         x, residual = self.embed_tokens(input_ids), None
         for layer in self.layers:
             x, residual = layer(positions, x, residual, meta)
         hidden: torch.Tensor = self.norm(x, residual)[0]
         return hidden
+
+    def _forward_halves(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        halves: tuple[AttentionMetadata, AttentionMetadata],
+    ) -> torch.Tensor:
+        """As `forward`, with the sums over the ranks of one half of the tokens behind the other's products.
+
+        Two micro-batches in turn, as in DeepSeek-V3's prefill and SGLang's two-batch overlap. What the second
+        half reads of the first one's K/V is stored by then, layer by layer.
+        """
+        lens = [len(meta.slot_mapping) for meta in halves]
+        places = list(zip(positions.split(lens), halves, strict=True))
+        xs: list[torch.Tensor | PendingSum] = [self.embed_tokens(ids) for ids in input_ids.split(lens)]
+        residuals: list[torch.Tensor | None] = [None, None]
+        for layer in self.layers:
+            assert isinstance(layer, DecoderLayer)
+            for half, (at, meta) in enumerate(places):
+                part, residuals[half] = layer.self_attn(
+                    layer.input_layernorm, xs[half], residuals[half], at, meta
+                )
+                xs[half] = self.tp.start_sum(part)
+            for half in range(2):
+                part, residuals[half] = layer.mlp(layer.post_attention_layernorm, xs[half], residuals[half])
+                xs[half] = self.tp.start_sum(part)
+        return torch.cat([self.norm(x, residual)[0] for x, residual in zip(xs, residuals, strict=True)])
 
 
 class DecoderForCausalLM(nn.Module):

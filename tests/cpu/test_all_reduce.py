@@ -6,11 +6,13 @@ import pytest
 import torch
 
 from nanovllm.kernels.all_reduce import (
+    CALLS,
     Peers,
     all_reduce_add_rms_norm_reference,
     all_reduce_add_rms_norm_triton,
     all_reduce_reference,
     all_reduce_triton,
+    copied_sum_add_rms_norm_triton,
 )
 from nanovllm.kernels.compat import INTERPRET
 
@@ -84,6 +86,32 @@ def test_every_rank_gets_the_sum(size: int, rows: int, n: int, dtype: torch.dtyp
                 assert flags[:, rank].tolist() == raised + [0] * SPARE_ROWS
         for other in results[1:]:
             assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+@pytest.mark.parametrize(("size", "rows", "n"), [(2, 3, 48), (4, 1, 100), (4, 5, 16)])
+@pytest.mark.parametrize("call", [0, 1, CALLS - 1])
+def test_rows_that_the_others_copied(size: int, rows: int, n: int, call: int) -> None:
+    """Whether their flags stand at this call or are ahead, also past the last number; never if behind."""
+    generator = torch.Generator().manual_seed(n)
+    weight, residual = torch.randn(n, generator=generator), torch.randn(rows, n, generator=generator)
+    xs = [torch.randn(rows, n, generator=generator) for _ in range(size)]
+    expected = all_reduce_add_rms_norm_reference(xs, residual, weight, 1e-6)
+    for rank in range(size):
+        slots = torch.full((size - 1, rows + SPARE_ROWS, n), float("nan"))
+        flags = torch.empty(size, dtype=torch.int32)
+        for other in range(size):
+            flags[other] = (call + other % 2) % CALLS
+            if other != rank:
+                slots[(other - rank - 1) % size, :rows] = xs[other]
+        flags[rank] = (call - 1) % CALLS  # nobody waits for itself
+        aborted = torch.zeros(1, dtype=torch.int32)
+        inputs = (xs[rank], residual, weight, 1e-6, slots, flags, aborted, rank, call)
+        torch.testing.assert_close(copied_sum_add_rms_norm_triton(*inputs), expected)
+        flags[:] = (call - 1) % CALLS
+        aborted.fill_(1)
+        slots[:] = 0.0  # goes on with garbage, which is how one sees that it would have waited
+        alone = copied_sum_add_rms_norm_triton(*inputs)
+        torch.testing.assert_close(alone[1], xs[rank] + residual)
 
 
 def test_an_aborted_group_does_not_wait() -> None:

@@ -280,7 +280,9 @@ def test_collectives_of_two_ranks() -> None:
     def run(rank: int) -> None:
         group = TPGroup(rank, 2, dist.ProcessGroupGloo(store, rank, 2))
         x = torch.arange(4.0).view(2, 2) + 10 * rank
-        results[rank] = group.gather_last_dim(x), group.all_reduce(x)
+        pending = group.start_sum(x.clone())
+        normed, total = pending.add_rms_norm(torch.ones(2, 2), torch.tensor([1.0, 2.0]), 1e-6)
+        results[rank] = group.gather_last_dim(x), group.all_reduce(x), normed, total
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
     for thread in threads:
@@ -291,6 +293,11 @@ def test_collectives_of_two_ranks() -> None:
     assert results[1][0] is None
     for rank in range(2):
         assert results[rank][1].tolist() == [[10, 12], [14, 16]]
+        assert results[rank][3].tolist() == [[11, 13], [15, 17]]
+        torch.testing.assert_close(
+            results[rank][2],
+            torch.nn.functional.rms_norm(results[rank][3], (2,), torch.tensor([1.0, 2.0]), 1e-6),
+        )
 
 
 @pytest.mark.parametrize("size", [2, 4])

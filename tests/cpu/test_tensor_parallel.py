@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
+from typing import Any
 
 import pytest
 import soak_tp
@@ -24,7 +25,7 @@ from nanovllm.config import Config
 from nanovllm.device import Device
 from nanovllm.engine import channel, llm_engine
 from nanovllm.engine.memory import KVCacheSpace, check_weights_fit, fit_kv_cache
-from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.engine.model_runner import OVERLAP_TOKENS, ModelRunner
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 
@@ -94,6 +95,30 @@ def test_every_schedule_gives_transformers_tokens(
         assert len(llm._workers.processes) == size - 1
         for _ in range(2):
             assert tokens(llm, prompts) == expected
+
+
+def test_a_large_step_is_computed_in_halves(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More tokens than OVERLAP_TOKENS in a step; some prompts begin alike, and one is cut in the middle."""
+    rng = random.Random(7)
+    start = [rng.randrange(2, VOCAB_SIZE) for _ in range(2 * BLOCK)]
+    prompts = [[rng.randrange(2, VOCAB_SIZE) for _ in range(rng.randrange(40, 50))] for _ in range(50)]
+    prompts += [start + prompt[: 1 + i] for i, prompt in enumerate(prompts[:10])]
+    assert sum(map(len, prompts[:50])) >= OVERLAP_TOKENS
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    results = []
+    for size in (1, 2):
+        with make(model, size, max_num_seqs=64, max_num_batched_tokens=4096) as llm:
+            decoder, lens = llm._runner.model.model, []
+            run = decoder._forward_halves
+
+            def recorded(ids: torch.Tensor, *args: Any, run: Callable = run, lens: list = lens) -> Any:
+                lens.append(len(ids))
+                return run(ids, *args)
+
+            monkeypatch.setattr(decoder, "_forward_halves", recorded)
+            results.append(tokens(llm, prompts, params))
+            assert len(lens) == size - 1
+    assert results[0] == results[1]
 
 
 @pytest.mark.parametrize("family", ["qwen2", "llama"])
