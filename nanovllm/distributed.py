@@ -88,8 +88,8 @@ class TPGroup:
     def make_peer_memory(self, max_rows: int, n: int, dtype: torch.dtype, device: Device) -> None:
         """Let sums of up to `max_rows` rows of `n` go through memory that all GPUs of the group can read.
 
-        Sums of shorter rows of any dtype do too. A collective call. Where they cannot, and on a CPU, all sums
-        go through the process group.
+        Sums of shorter rows of any float dtype do too. A collective call. Where they cannot, and on a CPU,
+        all sums go through the process group.
         """
         power_of_2 = self.size & (self.size - 1) == 0
         if self._rendezvous is not None and device.is_cuda and power_of_2 and HAS_TRITON:
@@ -132,7 +132,7 @@ class PeerMemory:
     """Memory that every GPU of the group writes to directly, for sums of few rows in one kernel.
 
     Allocated by torch's symmetric memory, which exchanges the addresses. Holds two sets of slots for rows,
-    which consecutive calls take in turn, sums, and flags.
+    which consecutive calls take in turn, one for rows of a single number, sums, and flags.
     """
 
     def __init__(
@@ -154,10 +154,11 @@ class PeerMemory:
         slots = torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=buffer.device)
         one_set = (group.size - 1) * rows
         sums = slots + 2 * one_set
-        flags = sums + rows * (group.size > 2)
-        self._turns = [
+        single = sums + rows * (group.size > 2)
+        flags = single + 4 * (group.size - 1) * max_rows
+        *self._turns, self._single = [
             Peers(group.rank, group.size, start, sums, flags, calls, self._aborted)
-            for start in (slots, slots + one_set)
+            for start in (slots, slots + one_set, single)
         ]
         buffer.zero_()
 
@@ -165,7 +166,8 @@ class PeerMemory:
     def numel(max_rows: int, n: int, size: int, itemsize: int) -> int:
         """How many elements of `itemsize` bytes a buffer must have."""
         sums = size > 2  # two ranks never need two shots
-        return (2 * (size - 1) + sums) * max_rows * n + 4 // itemsize * max_rows * size
+        singles_and_flags = max_rows * (size - 1 + size)
+        return (2 * (size - 1) + sums) * max_rows * n + 4 // itemsize * singles_and_flags
 
     @classmethod
     def make(
@@ -208,13 +210,13 @@ class PeerMemory:
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Return the sum of `x` [T, n] over the ranks, new."""
-        return all_reduce_triton(self._next_turn(), x, self._two_shot(x))
+        return all_reduce_triton(self._next_turn(x.shape[1]), x, self._two_shot(x))
 
     def all_reduce_add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return what `add_rms_norm` gives for the sum of `x` [T, n] over the ranks, both new."""
-        peers, two_shot = self._next_turn(), self._two_shot(x)
+        peers, two_shot = self._next_turn(x.shape[1]), self._two_shot(x)
         return all_reduce_add_rms_norm_triton(peers, x, residual, weight, eps, two_shot)
 
     def release_waiters(self) -> None:
@@ -227,12 +229,19 @@ class PeerMemory:
     def _two_shot(self, x: torch.Tensor) -> bool:
         """With two ranks, one shot moves no more; with few rows, the second wait costs more than it saves.
 
-        All two-shot sums must have rows of one length: their places are free again row by row.
+        There is room for the sums of rows of the planned kind only.
         """
         planned = x.shape[1] == self._n and x.dtype == self._buffer.dtype
         return planned and self._turns[0].size > 2 and x.shape[0] >= TWO_SHOT_ROWS
 
-    def _next_turn(self) -> Peers:
+    def _next_turn(self, n: int) -> Peers:
+        """The slots for a call with rows of `n`: not those of the call before it, which may still be read.
+
+        A CUDA graph keeps the slots that its calls were captured with, so two replays may begin and end with
+        the same. What comes between is the sum of a step's tokens, rows of one number, with slots of its own.
+        """
+        if n == 1:
+            return self._single
         self._turns.reverse()
         return self._turns[0]
 

@@ -58,10 +58,10 @@ def ways(group: TPGroup, hidden: int, device: Device) -> dict[str, Callable[[tor
         return torch.ops.symm_mem.two_shot_all_reduce_out(buffer, "sum", name, torch.empty_like(x))
 
     def own(x: torch.Tensor, two: bool) -> torch.Tensor:
-        return all_reduce_triton(peer_memory._next_turn(), x, two)
+        return all_reduce_triton(peer_memory._next_turn(hidden), x, two)
 
     def own_norm(x: torch.Tensor, two: bool) -> torch.Tensor:
-        return all_reduce_add_rms_norm_triton(peer_memory._next_turn(), x, x, weight, 1e-6, two)[0]
+        return all_reduce_add_rms_norm_triton(peer_memory._next_turn(hidden), x, x, weight, 1e-6, two)[0]
 
     found = {
         "nccl": nccl,

@@ -21,7 +21,7 @@ from nanovllm.engine.cuda_graph import CUDAGraphs, graph_sizes
 from nanovllm.engine.memory import KVCacheSpace
 from nanovllm.engine.shared_prefixes import SHARED_FIELDS, SharedPrefixFinder, SharedRows, pad_shared_prefixes
 from nanovllm.engine.staging import StagedFields, Staging, StepHandle, pad, prefix_sum
-from nanovllm.kernels.decode_attention import HEAD_TILE, WIDE_TILE, SharedPrefixes
+from nanovllm.kernels.decode_attention import HEAD_TILE, WIDE_TILE, SharedPrefixes, fits_wide_tile
 from nanovllm.layers.sampler import Sampler, SamplingTensors
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import DecoderForCausalLM
@@ -179,8 +179,8 @@ class ModelRunner:
         self._set_kv_cache(num_blocks)
         if self.backend.supports_shared_prefixes and self.config.enable_prefix_caching:
             layer = self.model.attention_layers[0]
-            # Wide tiles read what is shared less often, but sum in another order than a row alone.
-            tile = HEAD_TILE if self.config.deterministic else WIDE_TILE
+            narrow = self.config.deterministic or not fits_wide_tile(self.kv_cache, layer.head_dim)
+            tile = HEAD_TILE if narrow else WIDE_TILE
             self.prefixes = SharedPrefixFinder(self.block_size, layer.num_heads // layer.num_kv_heads, tile)
         return self.kv_cache.shape[2]
 
@@ -283,8 +283,9 @@ class ModelRunner:
             else:
                 token_ids = self.sampler(logits, params)
             token_ids = self.tp.broadcast(token_ids)
-        # A failed row's -1 must not become an input of the step that may already be planned.
-        self.last_token_ids[inputs["sample_slots"][:num_rows]] = token_ids.clamp(min=0)
+        # Neither a failed row's -1 nor what an aborted sum left may become an input of the step to come.
+        known = token_ids.clamp(0, self.model_config.vocab_size - 1)
+        self.last_token_ids[inputs["sample_slots"][:num_rows]] = known
         return token_ids
 
     def run_model(self, batch: Batch, inputs: StagedFields) -> torch.Tensor:

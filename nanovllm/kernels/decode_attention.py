@@ -1,7 +1,7 @@
 """Attention of one new token per sequence over its paged context, in chunks of fixed length that are merged.
 
-The chunk length never depends on the batch, so a row's bits are the same alone and in any batch. Writes no
-cache.
+Chunk length and tiles do not depend on the batch, so a row's bits are the same alone and in any batch, unless
+a caller asks for other chunks, or for wide tiles of what sequences share. Writes no cache.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FEW_ROWS_CHUNK = 128  # the same with few sequences, which chunks of 512 would n
 _LANES = 2  # chunks of a sequence at work at a time, or more in a small batch
 _PROGRAMS = 2048  # a batch is small if it has fewer programs than this
 _SINGLE_PROGRAMS = 128  # for a single sequence, where each has a multiprocessor to itself
-_SINGLE_BYTES = 160 * 2**10  # of shared memory, which such a program may need
+_MUCH_SHARED_MEMORY = 160 * 2**10  # bytes, which such a program may need, or one with a wide tile
 HEAD_TILE = 16  # the fewest rows tl.dot takes; a group of query heads is padded to it
 WIDE_TILE = 64  # rows of the tiles that read a shared prefix: more would not fit the registers
 _MERGE_TILE = 8  # chunks merged at a time
@@ -86,7 +86,7 @@ def _decode_chunk_kernel(
     log [S, Q_HEADS, chunks]; the only chunk of a short context goes to out [S, Q_HEADS, HEAD_DIM]. The heads
     of a sequence are neighbours in the grid, so that what is read at a time lies together. With `members`
     [units, HEAD_TILE // GROUP], a unit of sequences takes the place of a sequence, all with the same first
-    contexts[unit] positions. Other than that the tile is the same, and so is each of its rows, bit for bit.
+    contexts[unit] positions. If HEAD_TILE is the same too, so is each row of the tile, bit for bit.
     """
     GROUP: tl.constexpr = Q_HEADS // KV_HEADS
     TILES: tl.constexpr = (GROUP + HEAD_TILE - 1) // HEAD_TILE
@@ -221,6 +221,12 @@ def _decode_merge_kernel(
     )
 
 
+def fits_wide_tile(cache: torch.Tensor, head_dim: int) -> bool:
+    """Whether tiles of WIDE_TILE query heads over this KV cache fit a program's memory and registers."""
+    small = head_dim <= 128 and cache.element_size() <= 2
+    return small and use_triton(cache) and shared_memory(cache.device) >= _MUCH_SHARED_MEMORY
+
+
 def _block_n(dim: int, element_size: int) -> int:
     """Positions per tile: 16 KiB of keys, so that three programs with two tiles in flight share a
     multiprocessor."""
@@ -244,7 +250,7 @@ def paged_decode_attention_triton(
 
     chunk: positions per partial result, None for CHUNK, which it must be with `shared`.
     """
-    single = chunk is not None and len(q) == 1 and shared_memory(q.device) >= _SINGLE_BYTES
+    single = chunk is not None and len(q) == 1 and shared_memory(q.device) >= _MUCH_SHARED_MEMORY
     chunk = CHUNK if chunk is None else chunk
     sequences, q_heads, head_dim = q.shape
     page, kv_heads = k_cache.shape[1:3]
@@ -417,8 +423,8 @@ def paged_decode_attention(
     anything. block_tables: [S, W] int32, padded with -1. context_lens: [S] int32, each at most
     `max_context_len`; a row of length 0 reads nothing and gives zeros. Returns a new [S, q_heads, head_dim].
     The split over the context is flash-decoding's (Dao et al., 2023), with chunks of fixed length. `shared`
-    may name sequences with a common prefix, which is then read once for several of them, with the same
-    result bit for bit.
+    may name sequences with a common prefix, which is then read once for several of them: with the same result
+    bit for bit in units of 16 query heads, else but for rounding.
     """
     run = paged_decode_attention_triton if use_triton(q) else paged_decode_attention_reference
     return run(

@@ -59,9 +59,9 @@ class VocabParallelEmbedding(_VocabParallelLayer):
         super().__init__(vocab_size, tp, dtype, device)
         self.reduce_results = reduce_results
         self._allocate_rows(hidden_size)
-        # Where the row of each id is here; for another rank's it is the last one, of zeros.
-        own = torch.arange(vocab_size, device=device) - self.first_id
-        self._row_of = own.where((own >= 0) & (own < self.rows), self.rows)
+        if tp.size > 1:  # where the row of each id is here; for another rank's it is the last one, of zeros
+            own = torch.arange(vocab_size, device=device) - self.first_id
+            self._row_of = own.where((own >= 0) & (own < self.rows), self.rows)
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         if self.tp.size == 1:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +18,7 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from nanovllm.distributed import TPGroup
+from nanovllm.distributed import PeerMemory, TPGroup
 from nanovllm.kernels.activation import silu_and_mul
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding, rows_per_rank
 from nanovllm.layers.layernorm import RMSNorm
@@ -289,6 +291,47 @@ def test_collectives_of_two_ranks() -> None:
     assert results[1][0] is None
     for rank in range(2):
         assert results[rank][1].tolist() == [[10, 12], [14, 16]]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("first", [0, 1])
+def test_no_sum_takes_the_slots_of_the_sum_before_it(size: int, first: int) -> None:
+    """Steps of any number of sums, each ended by that of its tokens, in any order of graphs and others."""
+
+    class FakeDevice:
+        def side_stream(self) -> None:
+            return None
+
+        def host_buffer(self, length: int, dtype: torch.dtype) -> torch.Tensor:
+            return torch.zeros(length, dtype=dtype)
+
+    device: Any = FakeDevice()
+    max_rows, n = 7, 16
+    buffer = torch.ones(PeerMemory.numel(max_rows, n, size, 2), dtype=torch.bfloat16)
+    starts = [2**20 * (rank + 1) for rank in range(size)]
+    memory = PeerMemory(TPGroup(0, size), device, buffer, SimpleNamespace(buffer_ptrs=starts), max_rows, n)
+
+    def step(num_sums: int) -> list[int]:
+        widths = [n] * num_sums + [
+            n // 2,
+            1,
+        ]  # the layers', the weights of the vocabulary's blocks, the tokens
+        return [memory._next_turn(width).slots[0].item() for width in widths]
+
+    for _ in range(first):
+        memory._next_turn(n)
+    graphs, eager = [step(5), step(4)], step(5)
+    calls = graphs[0] + graphs[0] + eager + graphs[1] + graphs[1] + graphs[0] + graphs[1] + eager + eager
+    assert all(a != b for a, b in itertools.pairwise(calls))
+    places = sorted({*calls, int(memory._single.flags[0]), starts[0] + buffer.nbytes})
+    rows = max_rows * n * 2
+    sums = rows if size > 2 else 0
+    assert [b - a for a, b in itertools.pairwise(places)] == [
+        (size - 1) * rows,
+        (size - 1) * rows + sums,
+        4 * (size - 1) * max_rows,
+        4 * size * max_rows,
+    ]
 
 
 # -- rotary embedding ----------------------------------------------------------------------------------------
