@@ -179,8 +179,8 @@ class ModelRunner:
         self._set_kv_cache(num_blocks)
         if self.backend.supports_shared_prefixes and self.config.enable_prefix_caching:
             layer = self.model.attention_layers[0]
-            narrow = self.config.deterministic or not fits_wide_tile(self.kv_cache, layer.head_dim)
-            tile = HEAD_TILE if narrow else WIDE_TILE
+            wide = not self.config.deterministic and fits_wide_tile(self.kv_cache, layer.head_dim)
+            tile = WIDE_TILE if wide else HEAD_TILE
             self.prefixes = SharedPrefixFinder(self.block_size, layer.num_heads // layer.num_kv_heads, tile)
         return self.kv_cache.shape[2]
 
@@ -260,8 +260,7 @@ class ModelRunner:
         NCCL, which would hold on to the graph and could not be aborted.
         """
         hidden = self._forward(inputs, meta)
-        part = self.model.lm_head.part()
-        local = self.tp.size == 1
+        local, part = self.tp.size == 1, self.model.lm_head.part()
         if part is not None:
             local = self.tp.sums_in_peer_memory(len(hidden), part.numbers, torch.float32)
         return hidden, self._sample(hidden, inputs) if local else None
@@ -413,15 +412,8 @@ class ModelRunner:
         try:
             self.device.synchronize()
         finally:
-            for name in (
-                "graphs",
-                "shared_graphs",
-                "model",
-                "kv_cache",
-                "staging",
-                "last_token_ids",
-                "sampler",
-            ):
+            owned = "graphs", "shared_graphs", "model", "kv_cache", "staging", "last_token_ids", "sampler"
+            for name in owned:
                 self.__dict__.pop(name, None)
             self.tp.close()
             self.device.release_memory()

@@ -22,6 +22,7 @@ from nanovllm.kernels.compat import (
     triton,
     use_triton,
 )
+from nanovllm.kernels.merge_chunks import merge_chunks
 from nanovllm.kernels.paged import FP8, as_words, attend_range, converts_fp8, dequantized, load_pages
 
 CHUNK = 512  # positions per partial result
@@ -32,7 +33,6 @@ _SINGLE_PROGRAMS = 128  # for a single sequence, where each has a multiprocessor
 _MUCH_SHARED_MEMORY = 160 * 2**10  # bytes, which such a program may need, or one with a wide tile
 HEAD_TILE = 16  # the fewest rows tl.dot takes; a group of query heads is padded to it
 WIDE_TILE = 64  # rows of the tiles that read a shared prefix: more would not fit the registers
-_MERGE_TILE = 8  # chunks merged at a time
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -180,47 +180,6 @@ def _decode_chunk_kernel(
             tl.store(log_ptr + parts, logs, mask=used, eviction_policy="evict_last")
 
 
-@jit("contexts_ptr", "chunks")
-def _decode_merge_kernel(
-    partial_ptr: tl.tensor,
-    log_ptr: tl.tensor,
-    contexts_ptr: tl.tensor,
-    out_ptr: tl.tensor,
-    chunks: int,
-    Q_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    DIM: tl.constexpr,
-    CHUNK: tl.constexpr,
-    MERGE_TILE: tl.constexpr,
-    EARLY: tl.constexpr,
-) -> None:
-    """One program per (sequence, query head): the sum of its chunks, if there are several."""
-    row = tl.program_id(0).to(tl.int64) * Q_HEADS + tl.program_id(1)
-    live = tl.cdiv(tl.load(contexts_ptr + tl.program_id(0)), CHUNK)
-    await_inputs(EARLY)
-    if live <= 1:
-        return
-    dims = tl.arange(0, DIM)
-    acc = tl.zeros((DIM,), tl.float32)
-    total = 0.0
-    top = float("-inf")
-    for first in range(0, live, MERGE_TILE):
-        members = first + tl.arange(0, MERGE_TILE)
-        logs = tl.load(log_ptr + row * chunks + members, mask=members < live, other=float("-inf"))
-        cells = (row * chunks + members)[:, None] * HEAD_DIM + dims[None, :]
-        mask = (members < live)[:, None] & (dims < HEAD_DIM)[None, :]
-        partial = tl.load(partial_ptr + cells, mask=mask, other=0.0)
-        new_top = tl.maximum(top, tl.max(logs, axis=0))
-        weights = tl.exp2(logs - new_top)
-        decay = tl.exp2(top - new_top)
-        total = total * decay + tl.sum(weights, axis=0)
-        acc = acc * decay + tl.sum(weights[:, None] * partial, axis=0)
-        top = new_top
-    tl.store(
-        out_ptr + row * HEAD_DIM + dims, (acc / total).to(out_ptr.dtype.element_ty), mask=dims < HEAD_DIM
-    )
-
-
 def fits_wide_tile(cache: torch.Tensor, head_dim: int) -> bool:
     """Whether tiles of WIDE_TILE query heads over this KV cache fit a program's memory and registers."""
     small = head_dim <= 128 and cache.element_size() <= 2
@@ -321,21 +280,7 @@ def paged_decode_attention_triton(
         launch(len(shared.lens), shared.lens, shared.members, None)
         launch(sequences, context_lens, None, shared.skips)
     if several:
-        _decode_merge_kernel[(sequences, q_heads)](
-            partial,
-            logs,
-            context_lens,
-            out,
-            chunks,
-            Q_HEADS=q_heads,
-            HEAD_DIM=head_dim,
-            DIM=dim,
-            CHUNK=chunk,
-            MERGE_TILE=_MERGE_TILE,
-            EARLY=early,
-            launch_pdl=early,
-            num_warps=1,
-        )
+        merge_chunks(partial, logs, context_lens, out, chunk)
     return out
 
 

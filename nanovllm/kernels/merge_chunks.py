@@ -1,0 +1,81 @@
+"""The second half of decode attention: what a sequence attended to, chunk by chunk, becomes one result.
+
+Weighs them by their softmax sums. Knows nothing of keys, values and pages.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from nanovllm.kernels.compat import await_inputs, jit, launch_early, tl, triton
+
+_MERGE_TILE = 8  # chunks merged at a time
+
+
+@jit("contexts_ptr", "chunks")
+def _decode_merge_kernel(
+    partial_ptr: tl.tensor,
+    log_ptr: tl.tensor,
+    contexts_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    chunks: int,
+    Q_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM: tl.constexpr,
+    CHUNK: tl.constexpr,
+    MERGE_TILE: tl.constexpr,
+    EARLY: tl.constexpr,
+) -> None:
+    """One program per (sequence, query head): the sum of its chunks, if there are several."""
+    row = tl.program_id(0).to(tl.int64) * Q_HEADS + tl.program_id(1)
+    live = tl.cdiv(tl.load(contexts_ptr + tl.program_id(0)), CHUNK)
+    await_inputs(EARLY)
+    if live <= 1:
+        return
+    dims = tl.arange(0, DIM)
+    acc = tl.zeros((DIM,), tl.float32)
+    total = 0.0
+    top = float("-inf")
+    for first in range(0, live, MERGE_TILE):
+        members = first + tl.arange(0, MERGE_TILE)
+        logs = tl.load(log_ptr + row * chunks + members, mask=members < live, other=float("-inf"))
+        cells = (row * chunks + members)[:, None] * HEAD_DIM + dims[None, :]
+        mask = (members < live)[:, None] & (dims < HEAD_DIM)[None, :]
+        partial = tl.load(partial_ptr + cells, mask=mask, other=0.0)
+        new_top = tl.maximum(top, tl.max(logs, axis=0))
+        weights = tl.exp2(logs - new_top)
+        decay = tl.exp2(top - new_top)
+        total = total * decay + tl.sum(weights, axis=0)
+        acc = acc * decay + tl.sum(weights[:, None] * partial, axis=0)
+        top = new_top
+    tl.store(
+        out_ptr + row * HEAD_DIM + dims, (acc / total).to(out_ptr.dtype.element_ty), mask=dims < HEAD_DIM
+    )
+
+
+def merge_chunks(
+    partial: torch.Tensor, logs: torch.Tensor, context_lens: torch.Tensor, out: torch.Tensor, chunk: int
+) -> None:
+    """Write to out [S, q_heads, head_dim] what rows of more than one chunk attended to; leave the others.
+
+    partial: [S, q_heads, chunks, head_dim] float32, each chunk's own attention over `chunk` positions. logs:
+    [S, q_heads, chunks] float32, log2 of its softmax sum. context_lens: [S] int32; what lies past a context
+    is not read. All contiguous. Launches only. The merge is flash-decoding's (Dao et al., 2023).
+    """
+    sequences, q_heads, chunks, head_dim = partial.shape
+    early = launch_early(out)
+    _decode_merge_kernel[(sequences, q_heads)](
+        partial,
+        logs,
+        context_lens,
+        out,
+        chunks,
+        Q_HEADS=q_heads,
+        HEAD_DIM=head_dim,
+        DIM=triton.next_power_of_2(head_dim),
+        CHUNK=chunk,
+        MERGE_TILE=_MERGE_TILE,
+        EARLY=early,
+        launch_pdl=early,
+        num_warps=1,
+    )
