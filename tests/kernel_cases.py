@@ -487,6 +487,19 @@ def check_rope(
         assert torch.equal(alone, q_out[-1:])
         assert torch.equal(caches[0].flatten(0, 1)[slots], k_stored)
 
+    # Still to be divided by the root mean square of another row, all three: as if that had been done before.
+    stream = randn(tokens, 40, dtype=dtype, device=device, seed=5) + 2
+    factor = stream.double().square().mean(-1, keepdim=True).add(eps).rsqrt()[..., None]
+    before = [(x.double() * factor).to(dtype) for x in (q, k, v)]
+    for store in STORES:
+        outs = []
+        for parts, extra in (((q, k, v), {"stream": stream}), (before, {})):
+            caches = [torch.zeros(tokens, 2, kv_heads, head_dim, dtype=dtype, device=device) for _ in "kv"]
+            q_out = store(*parts, positions, table, *caches, slots.int(), **arguments, **extra)
+            outs.append((q_out, *caches))
+        for scaled, exact_out in zip(*outs, strict=True):
+            assert_near(scaled, exact_out.double())
+
     # In FP8: what the cache of q's dtype holds, quantised.
     scale = torch.linspace(0.01, 0.02, kv_heads, device=device)
     caches = [torch.zeros_like(cache, dtype=torch.float8_e4m3fn) for cache in caches]
@@ -501,6 +514,11 @@ def check_rope(
 
 def check_silu(rows: int, n: int, dtype: torch.dtype, device: str) -> None:
     x = randn(rows, 2 * n + 8, dtype=dtype, device=device)[:, : 2 * n]
+    stream = randn(rows, 24, dtype=dtype, device=device, seed=1) + 1
+    scale = stream.double().square().mean(-1, keepdim=True).add(1e-6).rsqrt()
+    gate, up = (x.double() * scale).chunk(2, dim=-1)
+    for silu in (silu_and_mul_triton, silu_and_mul_reference):
+        assert_near(silu(x, stream, 1e-6), gate * torch.sigmoid(gate) * up)
     x[0, 0], x[-1, n - 1] = 60.0, -60.0
     gate, up = x[:, :n].double(), x[:, n:].double()
     for silu in (silu_and_mul_triton, silu_and_mul_reference):
@@ -534,6 +552,8 @@ def check_gemv(rows: int, n: int, k: int, dtype: torch.dtype, device: str) -> No
             out, _ = gemv(x, weight, own_bias, **with_norm, residual=residual, silu=True)
             gate, up = (normed @ weight.double().T + plus).chunk(2, dim=-1)
             assert_near(out, gate * torch.sigmoid(gate) * up)
+        out, total = gemv(x, weight, eps=1e-6)
+        assert_near(out, exact_rms_norm(x, torch.ones_like(norm_weight), 1e-6) @ weight.double().T)
         out, total = gemv(x, weight, **with_norm)
         assert_near(out, exact_rms_norm(x, norm_weight, 1e-6) @ weight.double().T)
         assert torch.equal(total, x)

@@ -80,6 +80,8 @@ class ModelRunner:
             init_dummy_weights(self.model, config.seed, check)
         else:
             load_weights(self.model, model_path, check)
+        if device.is_cuda and self.dtype == torch.bfloat16 and tp.size == 1 and not config.deterministic:
+            self.model.fuse_norms()
         self.sampler = Sampler()
         self.graphs: CUDAGraphs | None = None
         self.shared_graphs: CUDAGraphs | None = None

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from nanovllm.kernels.compat import await_inputs, jit, launch_early, tl, triton, use_triton
+from nanovllm.kernels.rms_norm import inverse_rms, inverse_rms_reference
 
 _BLOCK = 1024
 
@@ -20,9 +21,13 @@ def gated(gate: tl.tensor, up: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
 def _silu_and_mul_kernel(
     x_ptr: tl.tensor,
     out_ptr: tl.tensor,
+    rows_ptr: tl.tensor,
     x_stride: int,
+    eps: float,
     N: tl.constexpr,
     BLOCK: tl.constexpr,
+    SIZE: tl.constexpr,
+    SIZE_PADDED: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
     """One program per row and BLOCK columns."""
@@ -33,30 +38,58 @@ def _silu_and_mul_kernel(
     x_ptrs = x_ptr + row * x_stride + columns
     gate = tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(x_ptrs + N, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out_ptr + row * N + columns, gated(gate, up, out_ptr.dtype.element_ty), mask=mask)
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    if rows_ptr is not None:
+        scale = inverse_rms(rows_ptr, row, eps, SIZE, SIZE_PADDED)
+        gate = (gate * scale).to(dtype).to(tl.float32)
+        up = (up * scale).to(dtype).to(tl.float32)
+    tl.store(out_ptr + row * N + columns, gated(gate, up, dtype), mask=mask)
 
 
-def silu_and_mul_triton(x: torch.Tensor) -> torch.Tensor:
+def silu_and_mul_triton(
+    x: torch.Tensor, stream: torch.Tensor | None = None, eps: float = 0.0
+) -> torch.Tensor:
     """`silu_and_mul` by Triton."""
     rows, n = x.shape[0], x.shape[1] // 2
     out = torch.empty((rows, n), dtype=x.dtype, device=x.device)
     if rows == 0:
         return out
     assert x.stride(1) == 1
-    grid = (rows, triton.cdiv(n, _BLOCK))
+    size = 1 if stream is None else stream.shape[1]
+    assert stream is None or stream.is_contiguous()
+    block = _BLOCK if size <= 2 * _BLOCK else 4 * _BLOCK  # fewer programs where each reads a long row
     early = launch_early(x)
-    _silu_and_mul_kernel[grid](
-        x, out, x.stride(0), N=n, BLOCK=_BLOCK, EARLY=early, launch_pdl=early, num_warps=4
+    _silu_and_mul_kernel[(rows, triton.cdiv(n, block))](
+        x,
+        out,
+        stream,
+        x.stride(0),
+        eps,
+        N=n,
+        BLOCK=block,
+        SIZE=size,
+        SIZE_PADDED=triton.next_power_of_2(size),
+        EARLY=early,
+        launch_pdl=early,
+        num_warps=4,
     )
     return out
 
 
-def silu_and_mul_reference(x: torch.Tensor) -> torch.Tensor:
+def silu_and_mul_reference(
+    x: torch.Tensor, stream: torch.Tensor | None = None, eps: float = 0.0
+) -> torch.Tensor:
     """`silu_and_mul` in plain torch."""
+    if stream is not None:
+        x = (x * inverse_rms_reference(stream, eps)).to(x.dtype)
     gate, up = x.chunk(2, dim=-1)
     return F.silu(gate) * up
 
 
-def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
-    """Return silu(x[:, :N]) * x[:, N:], [T, N], for x [T, 2N]; silu is rounded to x's dtype first."""
-    return (silu_and_mul_triton if use_triton(x) else silu_and_mul_reference)(x)
+def silu_and_mul(x: torch.Tensor, stream: torch.Tensor | None = None, eps: float = 0.0) -> torch.Tensor:
+    """Return silu(x[:, :N]) * x[:, N:], [T, N], for x [T, 2N]; silu is rounded to x's dtype first.
+
+    With `stream` [T, M], contiguous, each row of x is first divided by the root mean square of its row there,
+    and rounded.
+    """
+    return (silu_and_mul_triton if use_triton(x) else silu_and_mul_reference)(x, stream, eps)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from nanovllm.kernels.activation import gated, silu_and_mul_reference
 from nanovllm.kernels.compat import FEW_ROWS, await_inputs, jit, launch_early, tl, triton, use_triton
-from nanovllm.kernels.rms_norm import normalised, rms_norm_reference
+from nanovllm.kernels.rms_norm import inverse_rms_reference, normalised, rms_norm_reference
 
 _BLOCK_K = 4096  # so that most products have all their weights on the way at once
 _TILE = 4096  # elements of the weight that a program loads at a time, for each row
@@ -34,6 +34,7 @@ def _gemv_kernel(
     K: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    NORM: tl.constexpr,
     GATED: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
@@ -60,8 +61,10 @@ def _gemv_kernel(
         if block == 0:
             tl.store(sum_ptr + row * K + columns, total, mask=mask)
         x = total.to(tl.float32)
-    if norm_ptr is not None:
+    if NORM and norm_ptr is not None:
         x = normalised(x, norm, eps, K, dtype).to(tl.float32)
+    elif NORM:
+        x = (x * tl.rsqrt(tl.sum(x * x, axis=0) / K + eps)).to(dtype).to(tl.float32)
     acc = weight.to(tl.float32) * x[None, :]
     up_acc = acc
     if GATED:
@@ -91,7 +94,7 @@ def gemv_triton(
     bias: torch.Tensor | None = None,
     *,
     norm_weight: torch.Tensor | None = None,
-    eps: float = 0.0,
+    eps: float | None = None,
     residual: torch.Tensor | None = None,
     silu: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -104,7 +107,7 @@ def gemv_triton(
         return out, total
     assert x.stride(1) == 1 and weight.is_contiguous() and (residual is None or residual.is_contiguous())
     block_k = triton.next_power_of_2(k)
-    if norm_weight is None:
+    if eps is None:
         block_k = min(_BLOCK_K, block_k)
     tile = _TILE * triton.next_power_of_2(rows)
     block_n = max(1, tile // (2 * block_k if silu else block_k))
@@ -118,12 +121,13 @@ def gemv_triton(
         out,
         total,
         x.stride(0),
-        eps,
+        eps or 0.0,
         ROWS=rows,
         N=n,
         K=k,
         BLOCK_N=block_n,
         BLOCK_K=block_k,
+        NORM=eps is not None,
         GATED=silu,
         EARLY=early,
         launch_pdl=early,
@@ -138,7 +142,7 @@ def gemv_reference(
     bias: torch.Tensor | None = None,
     *,
     norm_weight: torch.Tensor | None = None,
-    eps: float = 0.0,
+    eps: float | None = None,
     residual: torch.Tensor | None = None,
     silu: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -146,7 +150,11 @@ def gemv_reference(
     total = x
     if residual is not None:
         total = x + residual
-    x = total if norm_weight is None else rms_norm_reference(total, norm_weight, eps)
+    x = total
+    if norm_weight is not None and eps is not None:
+        x = rms_norm_reference(total, norm_weight, eps)
+    elif eps is not None:
+        x = (total * inverse_rms_reference(total, eps)).to(total.dtype)
     out = F.linear(x, weight, bias)
     return silu_and_mul_reference(out) if silu else out, total
 
@@ -157,15 +165,15 @@ def gemv(
     bias: torch.Tensor | None = None,
     *,
     norm_weight: torch.Tensor | None = None,
-    eps: float = 0.0,
+    eps: float | None = None,
     residual: torch.Tensor | None = None,
     silu: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (x' @ weight^T + bias, total) for few rows x [T, K], both new or x itself, of x's dtype.
 
-    total: x, or with `residual` [T, K] the sum of both. x': total, or with norm_weight [K], K at most 16,384,
-    what `rms_norm` makes of it. weight: [N, K] contiguous; bias: [N]. With `silu` the product goes through
-    `silu_and_mul`. A row's bits are the same whatever the others hold.
+    total: x, or with `residual` [T, K] the sum of both. x': total, or with `eps`, for K up to 16,384, what
+    `rms_norm` makes of it with norm_weight [K] (None: 1). weight: [N, K] contiguous; bias: [N]. With `silu`
+    the product goes through `silu_and_mul`. A row's bits are the same whatever the others hold.
     """
     run = gemv_triton if use_triton(x) else gemv_reference
     return run(x, weight, bias, norm_weight=norm_weight, eps=eps, residual=residual, silu=silu)

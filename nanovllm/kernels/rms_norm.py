@@ -18,6 +18,16 @@ def normalised(
 
 
 @jit()
+def inverse_rms(
+    x_ptr: tl.tensor, row: tl.tensor, eps: tl.tensor, N: tl.constexpr, N_PADDED: tl.constexpr
+) -> tl.tensor:
+    """1 / the root mean square of row `row` of x [rows, N], contiguous."""
+    columns = tl.arange(0, N_PADDED)
+    x = tl.load(x_ptr + row * N + columns, mask=columns < N, other=0.0).to(tl.float32)
+    return tl.rsqrt(tl.sum(x * x, axis=0) / N + eps)
+
+
+@jit()
 def _rms_norm_kernel(
     x_ptr: tl.tensor,
     residual_ptr: tl.tensor,
@@ -110,6 +120,11 @@ def add_rms_norm_reference(
     """`add_rms_norm` in plain torch."""
     total = x + residual
     return rms_norm_reference(total, weight, eps), total
+
+
+def inverse_rms_reference(x: torch.Tensor, eps: float) -> torch.Tensor:
+    """1 / rms(x) over the last dimension, which stays, in float32 and plain torch."""
+    return (x.float().square().mean(dim=-1, keepdim=True) + eps).rsqrt()
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -8,7 +8,7 @@ import torch
 
 from nanovllm.kernels.compat import INTERPRET, await_inputs, jit, launch_early, tl, triton, use_triton
 from nanovllm.kernels.paged import FP8
-from nanovllm.kernels.rms_norm import rms_norm_reference
+from nanovllm.kernels.rms_norm import inverse_rms, inverse_rms_reference, rms_norm_reference
 
 _FP8_MAX = 448.0
 _KV_TILE = 2  # KV heads per program, with all their query heads
@@ -78,6 +78,7 @@ def _qk_norm_rope_store_kernel(
     k_weight_ptr: tl.tensor,
     k_scale_ptr: tl.tensor,
     v_scale_ptr: tl.tensor,
+    stream_ptr: tl.tensor,
     q_out_ptr: tl.tensor,
     k_cache_ptr: tl.tensor,
     v_cache_ptr: tl.tensor,
@@ -88,6 +89,8 @@ def _qk_norm_rope_store_kernel(
     v_stride_t: int,
     v_stride_h: int,
     eps: float,
+    SIZE: tl.constexpr,
+    SIZE_PADDED: tl.constexpr,
     Q_HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     KV_TILE: tl.constexpr,
@@ -130,6 +133,11 @@ def _qk_norm_rope_store_kernel(
     cos, sin = _load_halves(cos_sin_ptr + position * HEAD_DIM, halves, halves < HALF, HALF)
 
     dtype: tl.constexpr = q_out_ptr.dtype.element_ty
+    if stream_ptr is not None:
+        scale = inverse_rms(stream_ptr, token, eps, SIZE, SIZE_PADDED)
+        q_first, q_second = _round(q_first * scale, dtype), _round(q_second * scale, dtype)
+        k_first, k_second = _round(k_first * scale, dtype), _round(k_second * scale, dtype)
+        value = (value.to(tl.float32) * scale).to(dtype)
     q_first, q_second = _turned(
         q_first, q_second, q_weight_first, q_weight_second, cos, sin, eps, dtype, HEAD_DIM, Q_NORM
     )
@@ -169,6 +177,7 @@ def qk_norm_rope_store_triton(
     eps: float = 1e-6,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
+    stream: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`qk_norm_rope_store` by Triton, in one launch."""
     tokens, q_heads, head_dim = q.shape
@@ -183,6 +192,9 @@ def qk_norm_rope_store_triton(
     kv_tile = min(_KV_TILE, triton.next_power_of_2(kv_heads))
     q_tile_padded = triton.next_power_of_2(q_heads // kv_heads * kv_tile)
     half_padded = triton.next_power_of_2(head_dim // 2)
+    size = 1 if stream is None else stream.shape[1]
+    assert stream is None or stream.is_contiguous()
+    warps = max(q_tile_padded * half_padded // 512, size // 1024, 1)
     _qk_norm_rope_store_kernel[(tokens, triton.cdiv(kv_heads, kv_tile))](
         q,
         k,
@@ -194,6 +206,7 @@ def qk_norm_rope_store_triton(
         cos_sin if k_weight is None else k_weight,
         cos_sin if k_scale is None else k_scale,
         cos_sin if v_scale is None else v_scale,
+        stream,
         q_out,
         k_cache,
         v_cache,
@@ -204,6 +217,8 @@ def qk_norm_rope_store_triton(
         v.stride(0),
         v.stride(1),
         eps,
+        SIZE=size,
+        SIZE_PADDED=triton.next_power_of_2(size),
         Q_HEADS=q_heads,
         KV_HEADS=kv_heads,
         KV_TILE=kv_tile,
@@ -218,7 +233,7 @@ def qk_norm_rope_store_triton(
         EARLY=launch_early(q),
         INTERPRET=INTERPRET,
         launch_pdl=launch_early(q),
-        num_warps=max(1, min(8, q_tile_padded * half_padded // 512)),
+        num_warps=min(8, triton.next_power_of_2(warps)),
     )
     return q_out
 
@@ -289,8 +304,12 @@ def qk_norm_rope_store_reference(
     eps: float = 1e-6,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
+    stream: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`qk_norm_rope_store` in plain torch."""
+    if stream is not None:
+        scale = inverse_rms_reference(stream, eps)[:, None]
+        q, k, v = ((x * scale).to(x.dtype) for x in (q, k, v))
     q, k = qk_norm_rope_reference(q, k, positions, cos_sin, q_weight, k_weight, eps)
     store_kvcache_reference(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
     return q
@@ -310,6 +329,7 @@ def qk_norm_rope_store(
     eps: float = 1e-6,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
+    stream: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Turn q and k by their tokens' positions, store k and v in the cache, return the new contiguous q.
 
@@ -323,8 +343,24 @@ def qk_norm_rope_store(
     with k_scale and v_scale [kv_heads] float32: what is stored, in q's dtype before, is then divided by its
     head's scale, clamped to +-448 and rounded to nearest even. slot_mapping: [T] int32, block * block_size +
     offset; a negative slot stores nothing.
+
+    With `stream` [T, M], contiguous, the rows of q, k and v are first of all divided by the root mean square
+    of their row there, with `eps`, and rounded.
     """
     run = qk_norm_rope_store_triton if use_triton(q) else qk_norm_rope_store_reference
     return run(
-        q, k, v, positions, cos_sin, k_cache, v_cache, slot_mapping, q_weight, k_weight, eps, k_scale, v_scale
+        q,
+        k,
+        v,
+        positions,
+        cos_sin,
+        k_cache,
+        v_cache,
+        slot_mapping,
+        q_weight,
+        k_weight,
+        eps,
+        k_scale,
+        v_scale,
+        stream,
     )

@@ -59,6 +59,7 @@ class _PackedColumnLinear(WeightLayer):
 
     weight: torch.Tensor  # [sum of lengths, input_size]
     bias: torch.Tensor | None  # [sum of lengths]
+    has_norm = False  # whether the weight of the norm before it is in its own
 
     def __init__(
         self, input_size: int, parts: list[OutputPart], bias: bool, dtype: torch.dtype, device: torch.device
@@ -75,23 +76,36 @@ class _PackedColumnLinear(WeightLayer):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self._product(x, self.weight, self.bias)
 
+    def take_norm(self, norm: RMSNorm) -> None:
+        """Multiply the weights by those of `norm`, which is before it: it is then left with the division."""
+        assert self.bias is None and not self.has_norm
+        self.weight.copy_(self.weight.float() * norm.weight.float())
+        self.has_norm = True
+
     def after_norm(
         self,
         norm: RMSNorm,
         x: torch.Tensor | PendingSum,
         residual: torch.Tensor | None,
         silu: bool = False,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (self(norm(x + residual)), x + residual), with `silu` the first through `silu_and_mul`.
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Return (self(norm(x + residual)), x + residual, None), the first `silu_and_mul` of it with `silu`.
 
-        In one kernel if there are few rows [T, size].
+        In one kernel if there are few rows [T, size]. Without `silu` the division by the root mean square may
+        be left to do: then the last is what to take that of.
         """
-        if not isinstance(x, PendingSum) and use_gemv(x) and norm.tp.size == 1 and not self.deterministic:
-            own, eps = norm.weight, norm.eps
-            return gemv(x, self.weight, self.bias, norm_weight=own, eps=eps, residual=residual, silu=silu)
+        if isinstance(x, torch.Tensor) and norm.tp.size == 1:
+            if use_gemv(x) and not self.deterministic:
+                own, eps = None if self.has_norm else norm.weight, norm.eps
+                both = gemv(x, self.weight, self.bias, norm_weight=own, eps=eps, residual=residual, silu=silu)
+                return *both, None
+            if self.has_norm:
+                x = x if residual is None else x + residual
+                out = self(x)
+                return (silu_and_mul(out, x, norm.eps), x, None) if silu else (out, x, x)
         x, residual = norm(x, residual)
         out = self(x)
-        return silu_and_mul(out) if silu else out, residual
+        return silu_and_mul(out) if silu else out, residual, None
 
 
 def _row_shards(param: str, parts: list[OutputPart], rest: tuple[int, ...]) -> list[WeightShard]:
@@ -190,6 +204,7 @@ class RowParallelLinear(WeightLayer):
 
     weight: torch.Tensor  # [output_size, input_size / ranks]
     bias: torch.Tensor | None  # [output_size]
+    adds = False  # whether `add_to` adds in place
 
     def __init__(
         self,
@@ -217,3 +232,9 @@ class RowParallelLinear(WeightLayer):
         bias = self.bias if self.tp.rank == 0 else None  # the ranks' outputs are summed: add it once
         out = self._product(x, self.weight, bias)
         return self.tp.all_reduce(out) if self.reduce_results else out
+
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return (self(x), residual), still to be added, or (their sum, None), in the residual's place."""
+        if self.adds and not use_gemv(x):
+            return residual.addmm_(x, self.weight.T), None
+        return self(x), residual

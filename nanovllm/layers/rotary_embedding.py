@@ -226,11 +226,13 @@ class RotaryEmbedding(nn.Module):
         eps: float = 1e-6,
         k_scale: torch.Tensor | None = None,
         v_scale: torch.Tensor | None = None,
+        stream: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """positions [T], q [T, heads, head_dim], k and v [T, kv_heads, head_dim] -> turned q, new.
 
         Turned k and v go to the caches' slots [T], through the scales [kv_heads] if the caches are FP8. With
-        weights [head_dim], each head of q and k is first normalised by its root mean square (Qwen3).
+        weights [head_dim], each head of q and k is first normalised by its root mean square (Qwen3). With
+        `stream` [T, hidden_size], all three still are to be divided by the root mean square of its rows.
         """
         return qk_norm_rope_store(
             q,
@@ -246,4 +248,5 @@ class RotaryEmbedding(nn.Module):
             eps,
             k_scale,
             v_scale,
+            stream,
         )

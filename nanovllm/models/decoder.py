@@ -79,9 +79,9 @@ class DecoderAttention(nn.Module):
         residual: torch.Tensor | None,
         positions: torch.Tensor,
         meta: AttentionMetadata,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (this part for norm(x + residual), x + residual)."""
-        qkv, residual = self.qkv_proj.after_norm(norm, x, residual)
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return (this part for norm(x + residual), x + residual), or (the sum of the two, None)."""
+        qkv, residual, stream = self.qkv_proj.after_norm(norm, x, residual)
         q, k, v = qkv.split(self.qkv_proj.output_sizes, dim=-1)
         q, k, v = (part.unflatten(-1, (-1, self.attn.head_dim)) for part in (q, k, v))  # [T, heads, head_dim]
         q_weight = None if self.q_norm is None else self.q_norm.weight
@@ -100,8 +100,9 @@ class DecoderAttention(nn.Module):
             self.eps,
             cache.k_scale,
             cache.v_scale,
+            stream,
         )
-        return self.o_proj(self.attn(q, meta).flatten(1)), residual
+        return self.o_proj.add_to(residual, self.attn(q, meta).flatten(1))
 
 
 class DecoderMLP(nn.Module):
@@ -119,10 +120,10 @@ class DecoderMLP(nn.Module):
 
     def forward(
         self, norm: RMSNorm, x: torch.Tensor | PendingSum, residual: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (this part for norm(x + residual), x + residual)."""
-        gated, residual = self.gate_up_proj.after_norm(norm, x, residual, silu=True)
-        return self.down_proj(gated), residual
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return (this part for norm(x + residual), x + residual), or (the sum of the two, None)."""
+        gated, residual, _ = self.gate_up_proj.after_norm(norm, x, residual, silu=True)
+        return self.down_proj.add_to(residual, gated)
 
 
 class DecoderLayer(nn.Module):
@@ -147,8 +148,11 @@ class DecoderLayer(nn.Module):
 
     def forward(
         self, positions: torch.Tensor, x: torch.Tensor, residual: torch.Tensor | None, meta: AttentionMetadata
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """x is this rank's part of what the last layer adds to `residual`, the sum up to it; [T, hidden]."""
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """x is this rank's part of what the last layer adds to `residual`, the sum up to it; [T, hidden].
+
+        Without a residual x is the whole sum.
+        """
         x, residual = self.self_attn(self.input_layernorm, x, residual, positions, meta)
         return self.mlp(self.post_attention_layernorm, x, residual)
 
@@ -247,6 +251,24 @@ class DecoderForCausalLM(nn.Module):
             if isinstance(layer, WeightLayer):
                 layer.deterministic = deterministic
         self.attention_layers: list[Attention] = [m for m in self.modules() if isinstance(m, Attention)]
+
+    def fuse_norms(self) -> None:
+        """Spare the layers' norms: weights go into the products after them, which are divided afterwards.
+
+        And the products before them add to the residual stream themselves. The same but for rounding; for one
+        rank. Not for float16, which can hold a normalised row's product where it cannot hold the row's own.
+        """
+        for layer in self.model.layers:
+            assert isinstance(layer, DecoderLayer)
+            attention, mlp = layer.self_attn, layer.mlp
+            for norm, linear in (
+                (layer.input_layernorm, attention.qkv_proj),
+                (layer.post_attention_layernorm, mlp.gate_up_proj),
+            ):
+                if linear.bias is None:
+                    linear.take_norm(norm)
+            for output in (attention.o_proj, mlp.down_proj):
+                output.adds = output.bias is None
 
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, meta: AttentionMetadata

@@ -86,6 +86,10 @@ def check_against_transformers(folder: Path) -> None:
         forward(model, PROMPT), transformers_logits(folder, PROMPT), atol=1e-4, rtol=1e-4
     )
     assert greedy(model, PROMPT, 12) == transformers_greedy(folder, PROMPT, 12)
+    model.fuse_norms()  # the same but for rounding
+    torch.testing.assert_close(
+        forward(model, PROMPT), transformers_logits(folder, PROMPT), atol=1e-4, rtol=1e-4
+    )
 
 
 @pytest.mark.parametrize("kv_heads", [8, 4, 2, 1])
