@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 from uuid import uuid4
@@ -19,14 +17,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store, TCPStore, _register_process_group, _SymmetricMemory
 
 from nanovllm.device import Device
-from nanovllm.kernels.all_reduce import (
-    CALLS,
-    Peers,
-    all_reduce_add_rms_norm_triton,
-    all_reduce_triton,
-    copied_sum_add_rms_norm_triton,
-)
+from nanovllm.kernels.all_reduce import Peers, all_reduce_add_rms_norm_triton, all_reduce_triton
 from nanovllm.kernels.compat import HAS_TRITON
+from nanovllm.kernels.copied_sum import PeerCopies, PendingSum
 from nanovllm.kernels.rms_norm import add_rms_norm
 
 logger = logging.getLogger("nanovllm")
@@ -36,16 +29,6 @@ Backend = Any  # ProcessGroupNCCL or ProcessGroupGloo: torch's stubs do not know
 CONNECT_TIMEOUT = timedelta(seconds=60)  # for ranks that have all said that they are ready
 HOST = "127.0.0.1"
 TWO_SHOT_ROWS = 48  # rows from which a sum over more than two GPUs goes in two shots
-
-
-AddRMSNorm = Callable[[torch.Tensor, torch.Tensor, float], tuple[torch.Tensor, torch.Tensor]]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PendingSum:
-    """A sum over the ranks that is under way beside whatever is computed next."""
-
-    add_rms_norm: AddRMSNorm  # of (residual, weight, eps): waits, then does `add_rms_norm` of the sum
 
 
 class TPGroup:
@@ -62,7 +45,6 @@ class TPGroup:
         self.size = size
         self._process_group = process_group
         self._peer_memory: PeerMemory | None = None
-        self._peer_copies: PeerCopies | None = None
         self._rendezvous: Rendezvous | None = None
 
     @classmethod
@@ -95,8 +77,9 @@ class TPGroup:
 
         At most two sums may be under way, and each must be used before the second one after it begins.
         """
-        if self._peer_copies is not None and self._peer_copies.fits(x):
-            return self._peer_copies.start(x)
+        copies = None if self._peer_memory is None else self._peer_memory.copies
+        if copies is not None and copies.fits(x):
+            return copies.start(x)
         options = dist.AllreduceOptions()
         options.asyncOp = True
         work = self._group().allreduce([x], options)
@@ -135,10 +118,9 @@ class TPGroup:
         """
         power_of_2 = self.size & (self.size - 1) == 0
         if self._rendezvous is not None and device.is_cuda and power_of_2 and HAS_TRITON:
-            made = PeerMemory.make(self, self._rendezvous, max_rows, n, dtype, device, copied_rows)
-            self._peer_memory = made
-            if made is not None and copied_rows:
-                self._peer_copies = PeerCopies(self, device, made, copied_rows)
+            self._peer_memory = PeerMemory.make(
+                self, self._rendezvous, max_rows, n, dtype, device, copied_rows
+            )
 
     def peer_memory_for(self, x: torch.Tensor) -> PeerMemory | None:
         """The memory through which `x` can be summed over the ranks, if it is of such a kind."""
@@ -163,7 +145,7 @@ class TPGroup:
 
     def close(self) -> None:
         """Leave the group, on which nothing may be waiting any more, and free its memory and its port."""
-        self._peer_memory = self._peer_copies = None
+        self._peer_memory = None
         self.abort()
         self._rendezvous = None
 
@@ -184,6 +166,7 @@ class PeerMemory:
         self, group: TPGroup, device: Device, buffer: torch.Tensor, handle: Any, max_rows: int, n: int
     ) -> None:
         """buffer: this rank's, of `numel(...)` elements of the rows' dtype; handle: torch's, of all."""
+        self.copies: PeerCopies | None = None  # of sums of many rows, at the buffer's end
         self.group_name = ""  # torch's own operations on the buffer would need it
         self._store: Store | None = None
         self._buffer = buffer
@@ -239,10 +222,13 @@ class PeerMemory:
             _register_process_group(name, named_group)
             _SymmetricMemory.set_group_info(name, group.rank, group.size, store)
             numel = cls.numel(max_rows, n, group.size, dtype.itemsize)
-            numel += PeerCopies.numel(copied_rows, n, group.size, dtype.itemsize)
+            if copied_rows:
+                numel += PeerCopies.numel(copied_rows, n, group.size, dtype.itemsize)
             buffer = _SymmetricMemory.empty_strided_p2p((numel,), (1,), dtype, device.torch, name)
             handle = _SymmetricMemory.rendezvous(buffer, name)
             made = cls(group, device, buffer, handle, max_rows, n)
+            if copied_rows:
+                made.copies = PeerCopies(group.rank, device, buffer, handle, made._aborted, copied_rows, n)
             made.group_name = name
             made._store = store
         except RuntimeError as error:
@@ -291,75 +277,6 @@ class PeerMemory:
             return self._single
         self._turns.reverse()
         return self._turns[0]
-
-
-class PeerCopies:
-    """Sums of many rows, which the ranks' copy engines bring to each other while kernels compute.
-
-    Lies at the end of the buffer of a PeerMemory: sets of slots that calls take in turn, and flags. Two sums
-    are under way at most, so what comes into a set was begun after its last rows had been used everywhere:
-    a rank begins a sum only when it has used the second last one, whose rows the others had sent after using
-    the fourth last.
-    """
-
-    SETS = 4
-
-    def __init__(self, group: TPGroup, device: Device, memory: PeerMemory, max_rows: int) -> None:
-        self._rank = group.rank
-        self._max_rows = max_rows
-        self._n = memory._n
-        self._aborted = memory._aborted
-        self._device = device
-        self._stream = device.side_stream()
-        self._numbers = torch.arange(CALLS, dtype=torch.int32, device=device.torch)
-        self._call = 0
-        buffer = memory._buffer
-        itemsize, size = buffer.element_size(), group.size
-        start = buffer.numel() - self.numel(max_rows, self._n, size, itemsize)
-        shape = (self.SETS, size - 1, max_rows, self._n)
-        flags_start = buffer.numel() * itemsize // 4 - 16
-        self._slots, self._flags = [], []
-        for rank in range(size):
-            slots = memory._handle.get_buffer(rank, shape, buffer.dtype, start)
-            self._slots.append(slots)
-            self._flags.append(memory._handle.get_buffer(rank, (size,), torch.int32, flags_start))
-        self._flags[self._rank].fill_(CALLS - 1)
-        group.all_reduce(torch.zeros(1, device=device.torch))  # all flags are there before anyone writes one
-        device.synchronize()
-
-    @staticmethod
-    def numel(max_rows: int, n: int, size: int, itemsize: int) -> int:
-        """How many elements of `itemsize` bytes this takes."""
-        return max_rows and PeerCopies.SETS * (size - 1) * max_rows * n + 16 * 4 // itemsize
-
-    def fits(self, x: torch.Tensor) -> bool:
-        """Whether there is room for rows `x` [T, n]."""
-        return x.shape[0] <= self._max_rows and x.shape[1] == self._n and x.dtype == self._slots[0].dtype
-
-    def start(self, x: torch.Tensor) -> PendingSum:
-        """Begin to sum `x` [T, n], contiguous."""
-        rank, size, rows = self._rank, len(self._slots), len(x)
-        turn, call = self._call % self.SETS, self._call % CALLS
-        self._call += 1
-
-        def copy() -> None:
-            for step in range(1, size):
-                peer = (rank + step) % size
-                self._slots[peer][turn, (rank - peer - 1) % size, :rows].copy_(x, non_blocking=True)
-                self._flags[peer][rank : rank + 1].copy_(self._numbers[call : call + 1], non_blocking=True)
-
-        self._device.start_beside(self._stream, copy)
-        x.record_stream(self._stream)
-
-        def finish(
-            residual: torch.Tensor, weight: torch.Tensor, eps: float
-        ) -> tuple[torch.Tensor, torch.Tensor]:
-            slots, flags = self._slots[rank][turn], self._flags[rank]
-            return copied_sum_add_rms_norm_triton(
-                x, residual, weight, eps, slots, flags, self._aborted, rank, call
-            )
-
-        return PendingSum(finish)
 
 
 class _FreshStore(Store):

@@ -35,34 +35,6 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class BatchPart:
-    """Some of a batch's tokens, those that follow each other: the rows they belong to, and their lengths."""
-
-    rows: slice
-    query_lens: np.ndarray  # as in Batch, of these tokens alone
-    context_lens: np.ndarray
-
-
-def halves(batch: Batch) -> tuple[BatchPart, BatchPart]:
-    """Cut a batch of two tokens or more in the middle of its tokens; one sequence may be in both halves."""
-    ends = np.cumsum(batch.query_lens)
-    cut = int(ends[-1]) // 2
-    row = int(np.searchsorted(ends, cut))  # has the last token of the first half
-    left = int(ends[row]) - cut  # of its tokens, for the second half
-    first = slice(0, row + 1)
-    query_lens, context_lens = batch.query_lens[first].copy(), batch.context_lens[first].copy()
-    query_lens[-1] -= left
-    context_lens[-1] -= left
-    second = slice(row if left else row + 1, len(ends))
-    second_lens = batch.query_lens[second].copy()
-    if left:
-        second_lens[0] = left
-    return BatchPart(first, query_lens, context_lens), BatchPart(
-        second, second_lens, batch.context_lens[second]
-    )
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class SampleOutput:
     """The tokens of one step."""
 
@@ -82,3 +54,10 @@ EMPTY_BATCH = Batch(
     samples=_NOTHING.astype(np.bool_),
     sampling=ALL_GREEDY,
 )
+
+
+def prefix_sum(lens: np.ndarray) -> np.ndarray:
+    """Return [0, lens[0], lens[0] + lens[1], ...] as int32."""
+    sums = np.zeros(len(lens) + 1, np.int32)
+    np.cumsum(lens, dtype=np.int32, out=sums[1:])
+    return sums

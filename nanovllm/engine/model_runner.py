@@ -17,11 +17,12 @@ from nanovllm.attention.select import resolve_block_size, select
 from nanovllm.config import Config
 from nanovllm.device import Device
 from nanovllm.distributed import TPGroup
-from nanovllm.engine.batch import EMPTY_BATCH, Batch, BatchPart, SampleOutput, halves
+from nanovllm.engine.batch import EMPTY_BATCH, Batch, SampleOutput, prefix_sum
 from nanovllm.engine.cuda_graph import CUDAGraphs, graph_sizes
 from nanovllm.engine.memory import KVCacheSpace
+from nanovllm.engine.overlap import halves_arrays, halves_metadata, overlaps
 from nanovllm.engine.shared_prefixes import SHARED_FIELDS, SharedPrefixFinder, SharedRows, pad_shared_prefixes
-from nanovllm.engine.staging import StagedFields, Staging, StepHandle, pad, prefix_sum
+from nanovllm.engine.staging import StagedFields, Staging, StepHandle, pad
 from nanovllm.kernels.decode_attention import HEAD_TILE, WIDE_TILE, SharedPrefixes, fits_wide_tile
 from nanovllm.layers.sampler import Sampler, SamplingTensors
 from nanovllm.models.config import ModelConfig
@@ -31,7 +32,6 @@ from nanovllm.sampling_params import ALL_GREEDY, SamplingBatch
 
 CALIBRATION_TOKENS = 2048
 GraphOutput = tuple[torch.Tensor, torch.Tensor | None]
-OVERLAP_TOKENS = 2048  # in a step of so many, several ranks sum one half while they compute the other
 FILTERS = ("top_k", "top_p", "min_p")  # sampling parameters that most batches do without
 
 
@@ -293,36 +293,10 @@ class ModelRunner:
         """Run the model without a graph; return the hidden states [S, hidden] that logits are made from."""
         max_seqlen_q, max_seqlen_k = int(batch.query_lens.max()), int(batch.context_lens.max())
         meta = self._metadata(inputs, batch.is_decode, max_seqlen_q, max_seqlen_k)
-        if self._overlaps(batch):
-            first, second = halves(batch)
-            cut = int(first.query_lens.sum())
-            slots = meta.slot_mapping
-            parts = (
-                self._half_metadata(inputs, meta, 0, first, slots[:cut]),
-                self._half_metadata(inputs, meta, 1, second, slots[cut:]),
-            )
-            meta = replace(meta, halves=parts)
+        if overlaps(batch, self.tp.size):
+            meta = replace(meta, halves=halves_metadata(batch, inputs, meta))
         hidden = self._forward(inputs, meta)
         return hidden if batch.is_decode else hidden[inputs["last_rows"]]
-
-    def _overlaps(self, batch: Batch) -> bool:
-        """Whether to compute a step in two halves, so that the sums of one go on behind the other."""
-        return self.tp.size > 1 and not batch.is_decode and len(batch.token_ids) >= OVERLAP_TOKENS
-
-    def _half_metadata(
-        self, inputs: StagedFields, meta: AttentionMetadata, index: int, part: BatchPart, slots: torch.Tensor
-    ) -> AttentionMetadata:
-        """The metadata of one half of the step of `meta`, whose tokens' slots these are."""
-        return AttentionMetadata(
-            cu_seqlens_q=inputs[f"cu_seqlens_q {index}"],
-            cu_seqlens_k=inputs[f"cu_seqlens_k {index}"],
-            max_seqlen_q=int(part.query_lens.max()),
-            max_seqlen_k=int(part.context_lens.max()),
-            slot_mapping=slots,
-            context_lens=inputs[f"context_lens {index}"],
-            block_tables=meta.block_tables[part.rows],
-            is_decode=False,
-        )
 
     def _forward(self, inputs: StagedFields, meta: AttentionMetadata) -> torch.Tensor:
         token_ids = inputs["token_ids"]
@@ -369,27 +343,19 @@ class ModelRunner:
         num_tokens = len(batch.token_ids)
         first_positions = batch.context_lens - query_lens - cu_seqlens_q[:-1]
         positions = np.arange(num_tokens, dtype=np.int32) + first_positions[rows]
-        of_halves = {}
-        if self._overlaps(batch):
-            for index, part in enumerate(halves(batch)):
-                of_halves[f"cu_seqlens_q {index}"] = prefix_sum(part.query_lens)
-                of_halves[f"cu_seqlens_k {index}"] = prefix_sum(part.context_lens)
-                of_halves[f"context_lens {index}"] = part.context_lens
-        return (
-            {
-                "token_ids": batch.token_ids.astype(np.int64),  # as torch's lookups want it, which else casts
-                "token_slots": batch.slots[rows].astype(np.int64),
-                "positions": positions,
-                "slot_mapping": self._slot_mapping(batch, rows, positions),
-                "context_lens": batch.context_lens,
-                "sample_slots": self._sample_slots(batch),
-                "last_rows": cu_seqlens_q[1:] - np.int32(1),
-                "cu_seqlens_q": cu_seqlens_q,
-                "cu_seqlens_k": prefix_sum(batch.context_lens),
-                "block_tables": batch.block_tables,
-            }
-            | of_halves
-        )
+        arrays = {
+            "token_ids": batch.token_ids.astype(np.int64),  # as torch's lookups want it, which else casts
+            "token_slots": batch.slots[rows].astype(np.int64),
+            "positions": positions,
+            "slot_mapping": self._slot_mapping(batch, rows, positions),
+            "context_lens": batch.context_lens,
+            "sample_slots": self._sample_slots(batch),
+            "last_rows": cu_seqlens_q[1:] - np.int32(1),
+            "cu_seqlens_q": cu_seqlens_q,
+            "cu_seqlens_k": prefix_sum(batch.context_lens),
+            "block_tables": batch.block_tables,
+        }
+        return arrays | halves_arrays(batch) if overlaps(batch, self.tp.size) else arrays
 
     def prepare_decode(
         self, batch: Batch, rows: int, width: int, shared: SharedRows | None = None

@@ -99,10 +99,3 @@ def pad(array: np.ndarray | None, size: int, value: int, dtype: type[np.generic]
     if array is not None:
         padded[: len(array)] = array
     return padded
-
-
-def prefix_sum(lens: np.ndarray) -> np.ndarray:
-    """Return [0, lens[0], lens[0] + lens[1], ...] as int32."""
-    sums = np.zeros(len(lens) + 1, np.int32)
-    np.cumsum(lens, dtype=np.int32, out=sums[1:])
-    return sums

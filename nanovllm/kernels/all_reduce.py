@@ -1,7 +1,6 @@
 """Sum of rows over GPUs that write into each other's memory, alone or fused with residual add and RMSNorm.
 
-In one shot or in two, or of rows that copy engines bring. Owns no memory, exchanges no address; `Peers` says
-where all is.
+In one shot or in two. Owns no memory, exchanges no address; `Peers` says where all is.
 """
 
 # A program sums one row. In one shot it puts its rank's row into a slot at every rank, raises a flag at each,
@@ -21,8 +20,6 @@ import torch
 
 from nanovllm.kernels.compat import await_inputs, jit, launch_early, tl, triton
 from nanovllm.kernels.rms_norm import add_rms_norm_reference, normalised
-
-CALLS = 4096  # numbers of calls of `copied_sum_add_rms_norm_triton`, which then begin anew
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,7 +59,7 @@ def _wait(flags: tl.tensor, awaited: tl.tensor, call: tl.tensor, aborted_ptr: tl
 
 
 @jit()
-def _sum_of_parts(
+def sum_of_parts(
     x: tl.tensor,
     slots: tl.tensor,
     slot_size: tl.tensor,
@@ -122,7 +119,7 @@ def _all_reduce_kernel(
         owner = (row % SIZE).to(tl.int32)
         if owner == RANK:
             _wait(own_flags, ranks != RANK, call, aborted_ptr)
-            total = _sum_of_parts(x, own_slots, slot_size, mask, RANK, SIZE)
+            total = sum_of_parts(x, own_slots, slot_size, mask, RANK, SIZE)
             for rank in tl.static_range(SIZE):
                 if rank != RANK:
                     tl.store(_room(sums_ptr, rank, dtype) + cells, total.to(dtype), mask=mask)
@@ -144,7 +141,7 @@ def _all_reduce_kernel(
         tl.debug_barrier()  # all of the row is stored before any flag is raised
         tl.atomic_xchg(peer_flags, call, mask=ranks != RANK, sem="release", scope="sys")
         _wait(own_flags, ranks != RANK, call, aborted_ptr)
-        total = _sum_of_parts(x, own_slots, slot_size, mask, RANK, SIZE)
+        total = sum_of_parts(x, own_slots, slot_size, mask, RANK, SIZE)
     tl.store(calls_ptr + row, call)
     out = total.to(dtype)
     if NORM:  # rounded after each step, as on one rank
@@ -154,48 +151,6 @@ def _all_reduce_kernel(
         weight = tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
         out = normalised(rounded.to(tl.float32), weight, eps, N, dtype)
     tl.store(out_ptr + cells, out, mask=mask)
-
-
-@jit("slots_ptr", "flags_ptr", "call")
-def _copied_sum_kernel(
-    x_ptr: tl.tensor,
-    residual_ptr: tl.tensor,
-    weight_ptr: tl.tensor,
-    out_ptr: tl.tensor,
-    sum_ptr: tl.tensor,
-    slots_ptr: tl.tensor,
-    flags_ptr: tl.tensor,
-    aborted_ptr: tl.tensor,
-    call: tl.tensor,
-    slot_size: tl.tensor,
-    eps: float,
-    RANK: tl.constexpr,
-    SIZE: tl.constexpr,
-    CALLS: tl.constexpr,
-    N: tl.constexpr,
-    N_PADDED: tl.constexpr,
-    EARLY: tl.constexpr,
-) -> None:
-    """One program per row: waits until all others' copies of it have come, then adds, and normalises."""
-    dtype: tl.constexpr = x_ptr.dtype.element_ty
-    row = tl.program_id(0).to(tl.int64)
-    columns = tl.arange(0, N_PADDED)
-    mask = columns < N
-    cells = row * N + columns
-    ranks = tl.arange(0, SIZE)
-    weight = tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
-    await_inputs(EARLY)
-    x = tl.load(x_ptr + cells, mask=mask, other=0.0)
-    residual = tl.load(residual_ptr + cells, mask=mask, other=0.0).to(tl.float32)
-    # A flag only grows, modulo CALLS, and is never more than a few calls ahead or behind.
-    late = (tl.load(flags_ptr + ranks, volatile=True) - call + CALLS) % CALLS >= CALLS // 2
-    while (tl.sum((late & (ranks != RANK)).to(tl.int32)) > 0) & (tl.load(aborted_ptr, volatile=True) == 0):
-        late = (tl.load(flags_ptr + ranks, volatile=True) - call + CALLS) % CALLS >= CALLS // 2
-    tl.debug_barrier()
-    total = _sum_of_parts(x, slots_ptr + cells, slot_size.to(tl.int64), mask, RANK, SIZE)
-    rounded = (total.to(dtype).to(tl.float32) + residual).to(dtype)
-    tl.store(sum_ptr + cells, rounded, mask=mask)
-    tl.store(out_ptr + cells, normalised(rounded.to(tl.float32), weight, eps, N, dtype), mask=mask)
 
 
 def _launch(
@@ -264,51 +219,6 @@ def all_reduce_add_rms_norm_triton(
     """
     total = torch.empty_like(x)
     return _launch(peers, x, residual, weight, eps, total, two_shot, norm=True), total
-
-
-def copied_sum_add_rms_norm_triton(
-    x: torch.Tensor,
-    residual: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    slots: torch.Tensor,
-    flags: torch.Tensor,
-    aborted: torch.Tensor,
-    rank: int,
-    call: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`add_rms_norm` of the sum over the ranks of `x` [T, N], which the others copy into `slots` meanwhile.
-
-    slots: [size - 1, at least T, N], in the order of `_slot`. flags: [size] int32, where rank r puts the
-    call's number modulo CALLS when all its rows are here; `call` is that number. All else as in `Peers`.
-    """
-    rows, n = x.shape
-    out, total = torch.empty_like(x), torch.empty_like(x)
-    assert x.is_contiguous() and residual.is_contiguous() and slots.is_contiguous() and rows <= slots.shape[1]
-    padded = triton.next_power_of_2(n)
-    early = launch_early(x)
-    _copied_sum_kernel[(rows,)](
-        x,
-        residual,
-        weight,
-        out,
-        total,
-        slots,
-        flags,
-        aborted,
-        call,
-        slots.shape[1] * n,
-        eps,
-        RANK=rank,
-        SIZE=len(flags),
-        CALLS=CALLS,
-        N=n,
-        N_PADDED=padded,
-        EARLY=early,
-        launch_pdl=early,
-        num_warps=max(1, min(16, padded // 512)),
-    )
-    return out, total
 
 
 def all_reduce_reference(xs: list[torch.Tensor]) -> torch.Tensor:

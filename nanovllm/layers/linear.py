@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 import torch
 
-from nanovllm.distributed import PendingSum, TPGroup
+from nanovllm.distributed import TPGroup
 from nanovllm.kernels.activation import silu_and_mul
+from nanovllm.kernels.copied_sum import PendingSum
 from nanovllm.kernels.gemv import gemv, use_gemv
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.weights import ShardId, WeightLayer, WeightShard, split_evenly

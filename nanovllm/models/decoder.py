@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from nanovllm.attention.base import AttentionBackend, AttentionMetadata
-from nanovllm.distributed import PendingSum, TPGroup
+from nanovllm.distributed import TPGroup
+from nanovllm.kernels.copied_sum import PendingSum
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.layernorm import RMSNorm

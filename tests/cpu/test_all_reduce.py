@@ -6,15 +6,14 @@ import pytest
 import torch
 
 from nanovllm.kernels.all_reduce import (
-    CALLS,
     Peers,
     all_reduce_add_rms_norm_reference,
     all_reduce_add_rms_norm_triton,
     all_reduce_reference,
     all_reduce_triton,
-    copied_sum_add_rms_norm_triton,
 )
 from nanovllm.kernels.compat import INTERPRET
+from nanovllm.kernels.copied_sum import CALLS, copied_sum_add_rms_norm_triton
 
 pytestmark = pytest.mark.skipif(not INTERPRET, reason="tests/gpu runs the compiled kernel")
 SPARE_ROWS = 3

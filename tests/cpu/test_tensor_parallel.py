@@ -25,7 +25,8 @@ from nanovllm.config import Config
 from nanovllm.device import Device
 from nanovllm.engine import channel, llm_engine
 from nanovllm.engine.memory import KVCacheSpace, check_weights_fit, fit_kv_cache
-from nanovllm.engine.model_runner import OVERLAP_TOKENS, ModelRunner
+from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.engine.overlap import OVERLAP_TOKENS
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 
