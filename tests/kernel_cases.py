@@ -9,16 +9,16 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from unittest import mock
 
 import torch
 
 from nanovllm.engine.shared_prefixes import find_shared_prefixes
-from nanovllm.kernels import sampling
+from nanovllm.kernels import decode_attention, sampling
 from nanovllm.kernels.activation import silu_and_mul_reference, silu_and_mul_triton
 from nanovllm.kernels.compat import jit, tl
 from nanovllm.kernels.decode_attention import (
     CHUNK,
-    FEW_ROWS_CHUNK,
     SharedPrefixes,
     paged_decode_attention_reference,
     paged_decode_attention_triton,
@@ -193,22 +193,15 @@ def check_decode(contexts: Sequence[int], heads: Heads, device: str) -> None:
         inputs = (q[one], cache.k, cache.v, cache.tables[one], cache.contexts[one])
         alone = run(*inputs, max(1, contexts[row]), scale, *scales)
         assert torch.equal(alone, out[one])
-        few = run(*inputs, max(1, contexts[row]), scale, *scales, chunk=FEW_ROWS_CHUNK)
+        few = run(*inputs, max(1, contexts[row]), scale, *scales, invariant=False)
         assert_near(few, expected[one])
-        loose = run(*inputs, contexts[row] + 700, scale, *scales, chunk=FEW_ROWS_CHUNK)
+        loose = run(*inputs, contexts[row] + 700, scale, *scales, invariant=False)
         assert torch.equal(loose, few)
-    few = run(
-        q[:2],
-        cache.k,
-        cache.v,
-        cache.tables[:2],
-        cache.contexts[:2],
-        longest,
-        scale,
-        *scales,
-        chunk=FEW_ROWS_CHUNK,
-    )
-    assert_near(few, expected[:2])
+    for rows, least in ((slice(2), 1024), (slice(None), 1)):  # few, and what counts as many with an FP8 cache
+        inputs = (q[rows], cache.k, cache.v, cache.tables[rows], cache.contexts[rows])
+        with mock.patch.object(decode_attention, "_MANY_PROGRAMS", least):
+            out = run(*inputs, longest, scale, *scales, invariant=False)
+        assert_near(out, expected[rows])
 
 
 def check_shared_prefixes(

@@ -9,8 +9,8 @@ import torch
 
 from nanovllm.attention.base import AttentionBackend, AttentionMetadata
 from nanovllm.device import Device
-from nanovllm.kernels.compat import FEW_ROWS, HAS_TRITON, INTERPRET
-from nanovllm.kernels.decode_attention import FEW_ROWS_CHUNK, paged_decode_attention_triton
+from nanovllm.kernels.compat import HAS_TRITON, INTERPRET
+from nanovllm.kernels.decode_attention import paged_decode_attention_triton
 from nanovllm.kernels.prefill_attention import paged_prefill_attention_triton
 
 
@@ -45,7 +45,6 @@ class TritonBackend(AttentionBackend):
         v_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
         if meta.is_decode:
-            few = len(q) <= FEW_ROWS and meta.shared is None and not self.deterministic
             return paged_decode_attention_triton(
                 q,
                 k_cache,
@@ -57,7 +56,7 @@ class TritonBackend(AttentionBackend):
                 k_scale,
                 v_scale,
                 meta.shared,
-                FEW_ROWS_CHUNK if few else None,
+                self.deterministic,
             )
         return paged_prefill_attention_triton(
             q,

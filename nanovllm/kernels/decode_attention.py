@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from nanovllm.kernels.compat import (
+    FEW_ROWS,
     INTERPRET,
     await_inputs,
     jit,
@@ -26,9 +27,10 @@ from nanovllm.kernels.merge_chunks import merge_chunks
 from nanovllm.kernels.paged import FP8, as_words, attend_range, converts_fp8, dequantized, load_pages
 
 CHUNK = 512  # positions per partial result
-FEW_ROWS_CHUNK = 128  # the same with few sequences, which chunks of 512 would not spread over the device
+_FEW_ROWS_CHUNK = 128  # the same with few sequences, which chunks of 512 would not spread over the device
 _LANES = 2  # chunks of a sequence at work at a time, or more in a small batch
 _PROGRAMS = 2048  # a batch is small if it has fewer programs than this
+_MANY_PROGRAMS = 1024  # so many that each can have a single warp: eight on each multiprocessor of an H200
 _SINGLE_PROGRAMS = 128  # for a single sequence, where each has a multiprocessor to itself
 _MUCH_SHARED_MEMORY = 160 * 2**10  # bytes, which such a program may need, or one with a wide tile
 HEAD_TILE = 16  # the fewest rows tl.dot takes; a group of query heads is padded to it
@@ -203,15 +205,16 @@ def paged_decode_attention_triton(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
     shared: SharedPrefixes | None = None,
-    chunk: int | None = None,
+    invariant: bool = True,
 ) -> torch.Tensor:
     """`paged_decode_attention` by Triton. Launches only, so a CUDA graph can capture it.
 
-    chunk: positions per partial result, None for CHUNK, which it must be with `shared`.
+    Without `invariant` the order in which a row's values are summed may depend on how many rows there are.
     """
-    single = chunk is not None and len(q) == 1 and shared_memory(q.device) >= _MUCH_SHARED_MEMORY
-    chunk = CHUNK if chunk is None else chunk
     sequences, q_heads, head_dim = q.shape
+    few = not invariant and sequences <= FEW_ROWS and shared is None
+    single = few and sequences == 1 and shared_memory(q.device) >= _MUCH_SHARED_MEMORY
+    chunk = _FEW_ROWS_CHUNK if few else CHUNK
     page, kv_heads = k_cache.shape[1:3]
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     if sequences == 0:
@@ -239,6 +242,8 @@ def paged_decode_attention_triton(
         # Programs without work are cheap but not free, and the bound may lie far above the contexts.
         programs = _SINGLE_PROGRAMS if single else _PROGRAMS
         lanes = min(chunks, max(_LANES, programs // (units * tiles)))
+        # With an FP8 cache programs wait for their own warps more than for memory: one warp waits for none.
+        many = not invariant and fp8 and dim <= 128 and members is None and units * tiles >= _MANY_PROGRAMS
         _decode_chunk_kernel[(tiles, units, lanes)](
             q,
             as_words(k_cache),
@@ -264,14 +269,14 @@ def paged_decode_attention_triton(
             PAGE=page,
             CHUNK=chunk,
             HEAD_TILE=head_tile,
-            BLOCK_N=block_n,
+            BLOCK_N=max(16, block_n // 4) if many else block_n,
             FP8=fp8,
             CONVERTS=fp8 and converts_fp8(q.device),
             EARLY=early,
             INTERPRET=INTERPRET,
             launch_pdl=early,
-            num_warps=4,
-            num_stages=3,
+            num_warps=1 if many else 4,
+            num_stages=4 if many else 3,
         )
 
     if shared is None:
