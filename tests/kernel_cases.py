@@ -420,7 +420,12 @@ def check_linear(rows: int, n: int, k: int, dtype: torch.dtype, device: str, *, 
         assert out.dtype == dtype and out.shape == (rows, n)
         assert_near(out, exact)
     for tile in TILES if (rows, k) == (130, 100) and dtype != F32 else ():
-        assert_near(linear_triton(x, weight, vector, tile), exact)
+        assert_near(linear_triton(x, weight, vector, tile=tile), exact)
+    residual = randn(rows, n, dtype=dtype, device=device, seed=3)
+    for linear in (linear_reference, linear_triton):
+        place = residual.clone()
+        assert linear(x, weight, vector, place) is place
+        assert_near(place, exact + residual.double())
 
 
 def check_linear_rows_are_independent(
@@ -433,12 +438,16 @@ def check_linear_rows_are_independent(
     spoilt = x.clone()
     spoilt[::3] = math.nan
     full = linear_triton(x, weight)
+    residual = randn(max(counts), n, dtype=dtype, device=device, seed=2)
+    full_total = linear_triton(x, weight, residual=residual.clone())
     for tile in tiles:
         assert torch.equal(linear_triton(x, weight, tile=tile), full), tile
     for count in counts:
         assert torch.equal(linear_triton(x[:count], weight), full[:count]), count
         if device != "cpu":
             assert torch.equal(linear_triton(x[len(x) - count :], weight), full[len(x) - count :]), count
+        total = linear_triton(x[:count], weight, residual=residual[:count].clone())
+        assert torch.equal(total, full_total[:count]), count
         beside = linear_triton(spoilt[:count], weight)
         assert beside[::3].isnan().all()
         assert torch.equal(beside[1::3], full[1:count:3]) and torch.equal(beside[2::3], full[2:count:3])

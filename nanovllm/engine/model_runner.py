@@ -80,7 +80,7 @@ class ModelRunner:
             init_dummy_weights(self.model, config.seed, check)
         else:
             load_weights(self.model, model_path, check)
-        if device.is_cuda and self.dtype == torch.bfloat16 and tp.size == 1 and not config.deterministic:
+        if device.is_cuda and self.dtype == torch.bfloat16 and tp.size == 1:
             self.model.fuse_norms()
         self.sampler = Sampler()
         self.graphs: CUDAGraphs | None = None

@@ -37,6 +37,7 @@ def _linear_kernel(
     x_ptr: tl.tensor,
     weight_ptr: tl.tensor,
     bias_ptr: tl.tensor,
+    residual_ptr: tl.tensor,
     out_ptr: tl.tensor,
     num_rows: int,
     N: int,
@@ -48,7 +49,6 @@ def _linear_kernel(
     BLOCK_K: tl.constexpr,
     BAND: tl.constexpr,
     WHOLE_K: tl.constexpr,
-    BIAS: tl.constexpr,
     EARLY: tl.constexpr,
     INTERPRET: tl.constexpr,
 ) -> None:
@@ -78,10 +78,13 @@ def _linear_kernel(
         total = dot(a, b, total, INTERPRET)
         x += BLOCK_K
         weight += BLOCK_K
-    if BIAS:
+    if bias_ptr is not None:
         total += tl.load(bias_ptr + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
-    out = out_ptr + rows.to(tl.int64)[:, None] * N + columns[None, :]
-    tl.store(out, total.to(out_ptr.dtype.element_ty), mask=live_rows & live_columns)
+    cells = rows.to(tl.int64)[:, None] * N + columns[None, :]
+    live = live_rows & live_columns
+    if residual_ptr is not None:
+        total += tl.load(residual_ptr + cells, mask=live, other=0.0).to(tl.float32)
+    tl.store(out_ptr + cells, total.to(out_ptr.dtype.element_ty), mask=live)
 
 
 def choose_tile(num_rows: int, n: int, dtype: torch.dtype) -> Tile:
@@ -97,13 +100,18 @@ def choose_tile(num_rows: int, n: int, dtype: torch.dtype) -> Tile:
 
 
 def linear_triton(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, tile: Tile | None = None
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    tile: Tile | None = None,
 ) -> torch.Tensor:
     """`linear` by Triton; `tile` is for tests, which hold all of them against each other."""
     num_rows, k = x.shape
     n = weight.shape[0]
     assert weight.shape[1] == k and x.stride(1) == weight.stride(1) == 1 and x.dtype == weight.dtype
-    out = x.new_empty(num_rows, n)
+    assert residual is None or (residual.is_contiguous() and residual.shape == (num_rows, n))
+    out = x.new_empty(num_rows, n) if residual is None else residual
     if num_rows == 0:
         return out
     tile = tile or choose_tile(num_rows, n, x.dtype)
@@ -111,7 +119,8 @@ def linear_triton(
     _linear_kernel[(triton.cdiv(num_rows, tile.rows) * triton.cdiv(n, tile.columns),)](
         x,
         weight,
-        out if bias is None else bias,
+        bias,
+        residual,
         out,
         num_rows,
         n,
@@ -123,7 +132,6 @@ def linear_triton(
         BLOCK_K=tile.k,
         BAND=_BAND,
         WHOLE_K=k % tile.k == 0,
-        BIAS=bias is not None,
         EARLY=early,
         launch_pdl=early,
         INTERPRET=INTERPRET,
@@ -133,16 +141,29 @@ def linear_triton(
     return out
 
 
-def linear_reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def linear_reference(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:
     """`linear` in plain torch; its bits are whatever torch makes of the shape."""
     out = x.float() @ weight.float().T
-    return (out if bias is None else out + bias.float()).to(x.dtype)
+    for part in (bias, residual):
+        out = out if part is None else out + part.float()
+    return out.to(x.dtype) if residual is None else residual.copy_(out)
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """x @ weight^T + bias, [T, N] of x's dtype, summed in float32 and rounded once.
+def linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """x @ weight^T + bias + residual, [T, N] of x's dtype, summed in float32 and rounded once.
 
-    x: [T, K], weight: [N, K], bias: [N], all of one dtype; the last dimensions contiguous. As a kernel, a row
-    of the result is a function of its row of x alone, bit by bit.
+    x: [T, K], weight: [N, K], bias: [N], all of one dtype; the last dimensions contiguous. residual: [T, N]
+    contiguous; the result takes its place. As a kernel, a row of the result is a function of its rows of x
+    and residual alone, bit by bit.
     """
-    return (linear_triton if use_triton(x) or INTERPRET else linear_reference)(x, weight, bias)
+    return (linear_triton if use_triton(x) or INTERPRET else linear_reference)(x, weight, bias, residual)

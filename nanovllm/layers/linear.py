@@ -14,6 +14,7 @@ from nanovllm.distributed import TPGroup
 from nanovllm.kernels.activation import silu_and_mul
 from nanovllm.kernels.copied_sum import PendingSum
 from nanovllm.kernels.gemv import gemv, use_gemv
+from nanovllm.kernels.matmul import linear
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.weights import ShardId, WeightLayer, WeightShard, split_evenly
 
@@ -236,6 +237,8 @@ class RowParallelLinear(WeightLayer):
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return (self(x), residual), still to be added, or (their sum, None), in the residual's place."""
+        if self.adds and self.deterministic:
+            return linear(x, self.weight, None, residual), None
         if self.adds and not use_gemv(x):
             return residual.addmm_(x, self.weight.T), None
         return self(x), residual

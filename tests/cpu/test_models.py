@@ -12,6 +12,7 @@ from tiny_models import FAMILIES, edit_json, transformers_greedy, transformers_l
 from nanovllm.attention.base import AttentionMetadata
 from nanovllm.attention.reference import ReferenceBackend
 from nanovllm.distributed import TPGroup
+from nanovllm.layers.weights import WeightLayer
 from nanovllm.models import registry
 from nanovllm.models.config import ModelFamily
 from nanovllm.models.decoder import DecoderForCausalLM
@@ -87,9 +88,13 @@ def check_against_transformers(folder: Path) -> None:
     )
     assert greedy(model, PROMPT, 12) == transformers_greedy(folder, PROMPT, 12)
     model.fuse_norms()  # the same but for rounding
-    torch.testing.assert_close(
-        forward(model, PROMPT), transformers_logits(folder, PROMPT), atol=1e-4, rtol=1e-4
-    )
+    for deterministic in (False, True):
+        for layer in model.modules():
+            if isinstance(layer, WeightLayer):
+                layer.deterministic = deterministic
+        torch.testing.assert_close(
+            forward(model, PROMPT), transformers_logits(folder, PROMPT), atol=1e-4, rtol=1e-4
+        )
 
 
 @pytest.mark.parametrize("kv_heads", [8, 4, 2, 1])
