@@ -32,6 +32,7 @@ from nanovllm.distributed import Rendezvous, TPGroup
 from nanovllm.engine.channel import Channel, ChannelReader
 from nanovllm.engine.interrupts import HeldInterrupts
 from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.engine.overlap import rows_of_half
 from nanovllm.engine.watch import POLL_SECONDS, Failure, Result, Watch
 from nanovllm.errors import WorkerError
 from nanovllm.models.config import ModelConfig
@@ -61,9 +62,7 @@ class RankSetup:
         """Meet the other ranks, each of which does the same; a minute at most."""
         group = TPGroup.connect(self.rank, self.size, device, rendezvous)
         dtype = device.resolve_dtype(self.config.dtype, self.model_config.dtype)
-        # Those of prefill are hidden behind its products, half a step at a time; beyond four ranks it would
-        # take much memory.
-        copied_rows = -(-self.config.max_num_batched_tokens // 2) if self.size <= 4 else 0
+        copied_rows = rows_of_half(self.config.max_num_batched_tokens, self.size)
         max_rows, hidden_size = self.config.max_num_seqs, self.model_config.hidden_size
         group.make_peer_memory(max_rows, hidden_size, dtype, device, copied_rows)
         return group
