@@ -223,6 +223,7 @@ class PeerMemory:
             _SymmetricMemory.set_group_info(name, group.rank, group.size, store)
             numel = cls.numel(max_rows, n, group.size, dtype.itemsize)
             if copied_rows:
+                numel = -(-numel // 16) * 16  # so that vectors of what follows can be loaded
                 numel += PeerCopies.numel(copied_rows, n, group.size, dtype.itemsize)
             buffer = _SymmetricMemory.empty_strided_p2p((numel,), (1,), dtype, device.torch, name)
             handle = _SymmetricMemory.rendezvous(buffer, name)
@@ -232,6 +233,7 @@ class PeerMemory:
             made.group_name = name
             made._store = store
         except RuntimeError as error:
+            made = None
             logger.info("GPUs cannot read each other's memory (%s); all-reduce goes through NCCL", error)
         # All ranks' flags are 0 before anyone can raise one, for this too waits for all ranks.
         everywhere = group.all_reduce(torch.tensor([float(made is not None)], device=device.torch))

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from nanovllm.engine.shared_prefixes import find_shared_prefixes
-from nanovllm.kernels.decode_attention import SharedPrefixes, paged_decode_attention
+from nanovllm.kernels.decode_attention import SharedPrefixes, paged_decode_attention_triton
 from nanovllm.kernels.prefill_attention import paged_prefill_attention
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m3fn}
@@ -127,7 +127,7 @@ def time_decode(contexts: list[int], args: argparse.Namespace) -> tuple[float, i
                     causal=True,
                 )
             else:
-                paged_decode_attention(
+                paged_decode_attention_triton(
                     q,
                     k,
                     v,
@@ -137,6 +137,7 @@ def time_decode(contexts: list[int], args: argparse.Namespace) -> tuple[float, i
                     scale,
                     *(caches.scales or (None, None)),
                     shared,
+                    invariant=args.invariant,
                 )
 
     step()
@@ -171,6 +172,7 @@ def main() -> None:
     )
     parser.add_argument("--phase", choices=["decode", "prefill"], default="decode")
     parser.add_argument("--backend", choices=["triton", "flash_attn"], default="triton", help="of decode")
+    parser.add_argument("--invariant", action="store_true", help="as with deterministic=True (decode)")
     parser.add_argument("--cache-dtype", choices=DTYPES, default="bf16")
     parser.add_argument("--q-heads", type=int, default=16)
     parser.add_argument("--kv-heads", type=int, default=8)

@@ -20,7 +20,13 @@ from nanovllm.distributed import TPGroup
 from nanovllm.engine.batch import EMPTY_BATCH, Batch, SampleOutput, prefix_sum
 from nanovllm.engine.cuda_graph import CUDAGraphs, graph_sizes
 from nanovllm.engine.memory import KVCacheSpace
-from nanovllm.engine.overlap import halves_arrays, halves_metadata, overlaps
+from nanovllm.engine.overlap import (
+    OVERLAP_TOKENS,
+    halves_arrays,
+    halves_metadata,
+    overlaps,
+    rows_of_half,
+)
 from nanovllm.engine.shared_prefixes import SHARED_FIELDS, SharedPrefixFinder, SharedRows, pad_shared_prefixes
 from nanovllm.engine.staging import StagedFields, Staging, StepHandle, pad
 from nanovllm.kernels.decode_attention import HEAD_TILE, WIDE_TILE, SharedPrefixes, fits_wide_tile
@@ -134,6 +140,10 @@ class ModelRunner:
         query_len = min(self.config.max_num_batched_tokens // num_seqs, self.max_model_len)
         self._set_kv_cache(-(-query_len // self.block_size))
         needed = self._warmup_peak(num_seqs, query_len, query_len)
+        if rows_of_half(self.config.max_num_batched_tokens, self.tp.size):
+            few = min(num_seqs, -(-OVERLAP_TOKENS // self.max_model_len))
+            whole = min((OVERLAP_TOKENS - 1) // few, self.max_model_len)  # the largest step in one piece
+            needed = max(needed, self._warmup_peak(few, whole, whole))
         if self.backend.supports_cuda_graph:  # whose memory is apart from that of other steps
             needed += self._warmup_peak(self.config.max_num_seqs, 1, self.max_model_len)
         self._set_kv_cache(0)

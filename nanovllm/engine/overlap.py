@@ -14,7 +14,7 @@ from nanovllm.attention.base import AttentionMetadata
 from nanovllm.engine.batch import Batch, prefix_sum
 from nanovllm.engine.staging import StagedFields
 
-OVERLAP_RANKS = 2  # four gain nothing: three copies of each row take as long as NCCL (docs/performance.md)
+OVERLAP_RANKS = 2  # four have gained nothing by it (docs/performance.md)
 OVERLAP_TOKENS = 2048  # the fewest tokens of a step that is cut
 
 

@@ -145,7 +145,7 @@ class Scheduler:
             query_lens.append(query_len)
             budget -= query_len
             seq.num_computed_tokens += query_len
-            # For the next one already: a layer stores all K/V of a step before it attends to any.
+            # For the next row already: a layer stores a row's K/V before a later one attends.
             self.block_manager.register(seq)
             self.prefilling = seq if seq.num_computed_tokens < len(seq.token_ids) else None
         if not seqs:

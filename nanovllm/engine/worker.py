@@ -32,7 +32,7 @@ from nanovllm.distributed import Rendezvous, TPGroup
 from nanovllm.engine.channel import Channel, ChannelReader
 from nanovllm.engine.interrupts import HeldInterrupts
 from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.engine.overlap import rows_of_half
+from nanovllm.engine.overlap import OVERLAP_TOKENS, rows_of_half
 from nanovllm.engine.watch import POLL_SECONDS, Failure, Result, Watch
 from nanovllm.errors import WorkerError
 from nanovllm.models.config import ModelConfig
@@ -63,8 +63,10 @@ class RankSetup:
         group = TPGroup.connect(self.rank, self.size, device, rendezvous)
         dtype = device.resolve_dtype(self.config.dtype, self.model_config.dtype)
         copied_rows = rows_of_half(self.config.max_num_batched_tokens, self.size)
-        max_rows, hidden_size = self.config.max_num_seqs, self.model_config.hidden_size
-        group.make_peer_memory(max_rows, hidden_size, dtype, device, copied_rows)
+        max_rows = self.config.max_num_seqs
+        if self.size == 2:  # short prefill steps too: one shot moves no more than NCCL, and spares a norm
+            max_rows = max(max_rows, min(self.config.max_num_batched_tokens, OVERLAP_TOKENS - 1))
+        group.make_peer_memory(max_rows, self.model_config.hidden_size, dtype, device, copied_rows)
         return group
 
     def load(self, device: Device, group: TPGroup, check: Callable[[], None] = no_check) -> ModelRunner:

@@ -20,7 +20,7 @@ CALLS = 4096  # numbers of calls, which then begin anew
 _FLAGS = 16  # int32 at the very end of the buffer, of which each rank has one
 
 
-@jit("slots_ptr", "flags_ptr", "call")
+@jit("flags_ptr", "call")
 def _copied_sum_kernel(
     x_ptr: tl.tensor,
     residual_ptr: tl.tensor,
@@ -55,7 +55,7 @@ def _copied_sum_kernel(
     late = (tl.load(flags_ptr + ranks, volatile=True) - call + CALLS) % CALLS >= CALLS // 2
     while (tl.sum((late & (ranks != RANK)).to(tl.int32)) > 0) & (tl.load(aborted_ptr, volatile=True) == 0):
         late = (tl.load(flags_ptr + ranks, volatile=True) - call + CALLS) % CALLS >= CALLS // 2
-    tl.debug_barrier()
+    tl.debug_barrier()  # nothing of the rows is read before
     total = sum_of_parts(x, slots_ptr + cells, slot_size.to(tl.int64), mask, RANK, SIZE)
     rounded = (total.to(dtype).to(tl.float32) + residual).to(dtype)
     tl.store(sum_ptr + cells, rounded, mask=mask)
@@ -178,15 +178,16 @@ class PeerCopies:
                 self._slots[peer][turn, (rank - peer - 1) % size, :rows].copy_(x, non_blocking=True)
                 self._flags[peer][rank : rank + 1].copy_(self._numbers[call : call + 1], non_blocking=True)
 
-        self._device.start_beside(self._stream, copy)
-        x.record_stream(self._stream)
+        copied = self._device.start_beside(self._stream, copy)
 
         def finish(
             residual: torch.Tensor, weight: torch.Tensor, eps: float
         ) -> tuple[torch.Tensor, torch.Tensor]:
             slots, flags = self._slots[rank][turn], self._flags[rank]
-            return copied_sum_add_rms_norm_triton(
+            results = copied_sum_add_rms_norm_triton(
                 x, residual, weight, eps, slots, flags, self._aborted, rank, call
             )
+            self._device.queue_after(copied)  # x is held until here: then its memory may be another's
+            return results
 
         return PendingSum(finish)

@@ -1,7 +1,7 @@
 """Attention of one new token per sequence over its paged context, in chunks of fixed length that are merged.
 
-Chunk length and tiles do not depend on the batch, so a row's bits are the same alone and in any batch, unless
-a caller asks for other chunks, or for wide tiles of what sequences share. Writes no cache.
+With `invariant` chunk length and tiles do not depend on the batch, so a row's bits are the same alone and in
+any batch, unless a caller asks for wide tiles of what sequences share. Writes no cache.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ WIDE_TILE = 64  # rows of the tiles that read a shared prefix: more would not fi
 class SharedPrefixes:
     """Sequences of a batch whose first tokens lie in the same blocks; see `find_shared_prefixes`. int32.
 
-    They change how often the shared keys and values are read. What attention returns is the same, bit for
-    bit in units of 16 query heads; larger ones round differently.
+    They change how often the shared keys and values are read. What attention returns is the same, with
+    `invariant` bit for bit in units of 16 query heads; larger ones round differently.
     """
 
     members: torch.Tensor  # [U, tile // query heads of a KV head] rows of the batch, padded with -1

@@ -81,7 +81,7 @@ class _PackedColumnLinear(WeightLayer):
     def take_norm(self, norm: RMSNorm) -> None:
         """Multiply the weights by those of `norm`, which is before it: it is then left with the division."""
         assert self.bias is None and not self.has_norm
-        self.weight.copy_(self.weight.float() * norm.weight.float())
+        self.weight.mul_(norm.weight)
         self.has_norm = True
 
     def after_norm(

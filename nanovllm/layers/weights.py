@@ -71,7 +71,7 @@ class WeightLayer(nn.Module):
     def _product(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """x [..., K] @ weight [N, K]^T + bias: the one way in which layers multiply by their weights."""
+        """x [..., K] @ weight [N, K]^T + bias: how layers multiply where nothing is fused in."""
         if self.deterministic:
             return linear(x.flatten(0, -2), weight, bias).unflatten(0, x.shape[:-1])
         return gemv(x, weight, bias)[0] if use_gemv(x) else F.linear(x, weight, bias)

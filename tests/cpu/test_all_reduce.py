@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from typing import Any
+
 import pytest
 import torch
 
@@ -90,7 +93,7 @@ def test_every_rank_gets_the_sum(size: int, rows: int, n: int, dtype: torch.dtyp
 @pytest.mark.parametrize(("size", "rows", "n"), [(2, 3, 48), (4, 1, 100), (4, 5, 16)])
 @pytest.mark.parametrize("call", [0, 1, CALLS - 1])
 def test_rows_that_the_others_copied(size: int, rows: int, n: int, call: int) -> None:
-    """Whether their flags stand at this call or are ahead, also past the last number; never if behind."""
+    """Whether their flags stand at this call or are ahead, also past the last number."""
     generator = torch.Generator().manual_seed(n)
     weight, residual = torch.randn(n, generator=generator), torch.randn(rows, n, generator=generator)
     xs = [torch.randn(rows, n, generator=generator) for _ in range(size)]
@@ -106,11 +109,39 @@ def test_rows_that_the_others_copied(size: int, rows: int, n: int, call: int) ->
         aborted = torch.zeros(1, dtype=torch.int32)
         inputs = (xs[rank], residual, weight, 1e-6, slots, flags, aborted, rank, call)
         torch.testing.assert_close(copied_sum_add_rms_norm_triton(*inputs), expected)
-        flags[:] = (call - 1) % CALLS
-        aborted.fill_(1)
-        slots[:] = 0.0  # goes on with garbage, which is how one sees that it would have waited
-        alone = copied_sum_add_rms_norm_triton(*inputs)
-        torch.testing.assert_close(alone[1], xs[rank] + residual)
+
+
+def test_copied_rows_are_waited_for() -> None:
+    """Until all flags have come, or the group is aborted, which gives garbage."""
+    xs = [torch.full((2, 16), float(rank + 1)) for rank in range(4)]
+    weight, residual = torch.ones(16), torch.zeros(2, 16)
+    expected = all_reduce_add_rms_norm_reference(xs, residual, weight, 1e-6)
+    for abort in (False, True):
+        slots, flags = torch.zeros(3, 2, 16), torch.full((4,), CALLS - 1, dtype=torch.int32)
+        aborted, results = torch.zeros(1, dtype=torch.int32), []
+
+        def run(slots: Any = slots, flags: Any = flags, aborted: Any = aborted, out: list = results) -> None:
+            inputs = (xs[1], residual, weight, 1e-6, slots, flags, aborted, 1, 0)
+            out.append(copied_sum_add_rms_norm_triton(*inputs))
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        for rank in (2, 3):  # all but one
+            slots[(rank - 2) % 4] = xs[rank]
+            flags[rank] = 0
+        thread.join(0.3)
+        assert thread.is_alive()
+        if abort:
+            aborted.fill_(1)
+        else:
+            slots[2] = xs[0]
+            flags[0] = 0
+        thread.join(60)
+        assert not thread.is_alive()
+        if abort:
+            torch.testing.assert_close(results[0][1], xs[1] + xs[2] + xs[3])
+        else:
+            torch.testing.assert_close(results[0], expected)
 
 
 def test_an_aborted_group_does_not_wait() -> None:

@@ -20,6 +20,7 @@ from demo_tasks import heldout, score
 from test_engine_gpu import GREEDY, MAX_GAP, largest_gap, mixed_prompts, write_peaked_model
 
 from nanovllm import LLM, EngineClosedError, SamplingParams, WorkerError, demo_model_path
+from nanovllm.engine.overlap import OVERLAP_RANKS
 
 pytestmark = pytest.mark.gpu
 
@@ -64,11 +65,14 @@ def test_greedy_tokens_are_likely(model: Path, prompts: list, name: str, size: i
         pytest.importorskip("flash_attn")
     options = {"max_num_seqs": 97, "skip_tokenizer_init": True, "max_model_len": 1024}
     with CheckedLLM(model, tensor_parallel_size=size, **options | MATRIX[name]) as llm:
-        peers = llm._runner.tp._peer_memory is not None
+        peers = llm._runner.tp._peer_memory
         for _ in range(2):
             outputs = llm.generate(prompts * 3, GREEDY, use_tqdm=False)
             assert largest_gap(model, prompts * 3, outputs) < (1e-3 if name == "float32" else MAX_GAP)
-    assert peers, "these GPUs can read each other's memory"
+    assert peers is not None, "these GPUs can read each other's memory"
+    if name == "default" and size == OVERLAP_RANKS:
+        assert peers.copies is not None
+        assert peers.copies._call > 0, "some step was large enough to be cut"
 
 
 @pytest.mark.parametrize("options", [{}, {"enforce_eager": True}], ids=str)
@@ -117,6 +121,7 @@ def used_memory() -> list[int]:
 def make_large_llm(path: Path, size: int) -> LLM:
     """As soak_tp.make_llm, for a model whose ranks draw their tokens together."""
     options = {"skip_tokenizer_init": True, "num_kvcache_blocks": 256, "max_model_len": 1024}
+    options["enable_prefix_caching"] = False  # so that each call has a large step of prefill
     llm = LLM(path, tensor_parallel_size=size, **options)
     assert llm._runner.model.lm_head.part() is not None
     return llm
@@ -128,7 +133,7 @@ def test_a_killed_worker_is_noticed_in_a_replay_and_leaves_no_memory(
 ) -> None:
     if large:
         path = write_peaked_model(tmp_path, vocab_size=30_001)
-        monkeypatch.setattr(soak_tp, "QUESTIONS", mixed_prompts(2, [5, 17, 40, 90]))
+        monkeypatch.setattr(soak_tp, "QUESTIONS", mixed_prompts(2, [5, 17, 400, 900]))
         monkeypatch.setattr(soak_tp, "make_llm", lambda device, size: make_large_llm(path, size))
     before = used_memory()
     rng = random.Random(0)
