@@ -1,6 +1,6 @@
 """Whether weights and KV cache fit, on every rank: the numbers, and errors that name the rank and the fix.
 
-Allocates nothing and asks no device.
+And the step by which activations are measured. Allocates nothing and asks no device.
 """
 
 from __future__ import annotations
@@ -8,9 +8,13 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
+import numpy as np
+
 from nanovllm.config import Config
 from nanovllm.device import Device
+from nanovllm.engine.batch import Batch
 from nanovllm.errors import KVCacheMemoryError
+from nanovllm.sampling_params import SamplingBatch
 
 logger = logging.getLogger("nanovllm")
 
@@ -72,3 +76,29 @@ def fit_kv_cache(spaces: list[KVCacheSpace], config: Config, block_size: int, mo
     each = " on each rank" if len(spaces) > 1 else ""
     logger.info("KV cache: %d blocks of %d tokens, %.2f GiB%s", num_blocks, block_size, size, each)
     return num_blocks
+
+
+def costliest_batch(
+    num_seqs: int, query_len: int, context_len: int, block_size: int, num_blocks: int
+) -> Batch:
+    """A step of equal sequences with all kinds of sampling, to see what it needs.
+
+    All share the few blocks that there are, over and over: what they read does not matter.
+    """
+    table = np.arange(-(-context_len // block_size), dtype=np.int32) % num_blocks
+    return Batch(
+        seq_ids=tuple(range(num_seqs)),
+        slots=np.arange(num_seqs, dtype=np.int32),
+        token_ids=np.zeros(num_seqs * query_len, np.int32),
+        query_lens=np.full(num_seqs, query_len, np.int32),
+        context_lens=np.full(num_seqs, context_len, np.int32),
+        block_tables=np.tile(table, (num_seqs, 1)),
+        samples=np.ones(num_seqs, np.bool_),
+        sampling=SamplingBatch(
+            temperature=np.ones(num_seqs, np.float32),
+            top_k=np.full(num_seqs, 50, np.int32),
+            top_p=np.full(num_seqs, 0.9, np.float32),
+            min_p=np.full(num_seqs, 0.05, np.float32),
+            seed=np.arange(num_seqs, dtype=np.int64),
+        ),
+    )

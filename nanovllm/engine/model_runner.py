@@ -19,7 +19,7 @@ from nanovllm.device import Device
 from nanovllm.distributed import TPGroup
 from nanovllm.engine.batch import EMPTY_BATCH, Batch, SampleOutput, prefix_sum
 from nanovllm.engine.cuda_graph import CUDAGraphs, graph_sizes
-from nanovllm.engine.memory import KVCacheSpace
+from nanovllm.engine.memory import KVCacheSpace, costliest_batch
 from nanovllm.engine.overlap import (
     OVERLAP_TOKENS,
     halves_arrays,
@@ -34,7 +34,7 @@ from nanovllm.layers.sampler import Sampler, SamplingTensors
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.loader import init_dummy_weights, load_weights, no_check
-from nanovllm.sampling_params import ALL_GREEDY, SamplingBatch
+from nanovllm.sampling_params import ALL_GREEDY
 
 CALIBRATION_TOKENS = 2048
 GraphOutput = tuple[torch.Tensor, torch.Tensor | None]
@@ -151,28 +151,9 @@ class ModelRunner:
         return needed
 
     def _warmup_peak(self, num_seqs: int, query_len: int, context_len: int) -> int:
-        """Run a step of equal sequences with the costliest sampling; return the bytes that it took on top.
-
-        All sequences share the few blocks that there are, over and over: what they read does not matter.
-        """
-        width = -(-context_len // self.block_size)
-        table = np.arange(width, dtype=np.int32) % self.kv_cache.shape[2]
-        batch = Batch(
-            seq_ids=tuple(range(num_seqs)),
-            slots=np.arange(num_seqs, dtype=np.int32),
-            token_ids=np.zeros(num_seqs * query_len, np.int32),
-            query_lens=np.full(num_seqs, query_len, np.int32),
-            context_lens=np.full(num_seqs, context_len, np.int32),
-            block_tables=np.tile(table, (num_seqs, 1)),
-            samples=np.ones(num_seqs, np.bool_),
-            sampling=SamplingBatch(
-                temperature=np.ones(num_seqs, np.float32),
-                top_k=np.full(num_seqs, 50, np.int32),
-                top_p=np.full(num_seqs, 0.9, np.float32),
-                min_p=np.full(num_seqs, 0.05, np.float32),
-                seed=np.arange(num_seqs, dtype=np.int64),
-            ),
-        )
+        """Run a step of equal sequences with the costliest sampling; return the bytes that it took on top."""
+        num_blocks = self.kv_cache.shape[2]
+        batch = costliest_batch(num_seqs, query_len, context_len, self.block_size, num_blocks)
         self.device.reset_peak()
         self.run(batch)
         return self.device.peak_above_current()
