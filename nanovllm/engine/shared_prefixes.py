@@ -11,8 +11,10 @@ from nanovllm.engine.batch import Batch
 from nanovllm.kernels.decode_attention import CHUNK, HEAD_TILE
 
 MIN_SHARED_TOKENS = 16384  # to be read less in a step, before a second pass over the batch pays
-SharedRows = tuple[np.ndarray, np.ndarray, np.ndarray]  # the fields of SharedPrefixes, on the host
-SHARED_FIELDS = ("shared_members", "shared_lens", "shared_skips")
+SharedRows = tuple[
+    np.ndarray, np.ndarray, np.ndarray, np.ndarray
+]  # the fields of SharedPrefixes, on the host
+SHARED_FIELDS = ("shared_members", "shared_lens", "shared_skips", "shared_units")
 
 
 class SharedPrefixFinder:
@@ -43,7 +45,7 @@ class SharedPrefixFinder:
                 tables, batch.context_lens, self._block_size, self._group, self._tile
             )
         if found is not None:
-            _, lens, skips = found
+            _, lens, skips, _ = found
             num_blocks = -(-int(lens.max()) // self._block_size)
             if int(skips.sum() - lens.sum()) < MIN_SHARED_TOKENS:
                 found = None
@@ -57,12 +59,12 @@ def find_shared_prefixes(
     """The fields of `SharedPrefixes` for block_tables [S, W] and context_lens [S]; None if nothing is shared.
 
     `group` is the number of query heads of a KV head. A unit is as many sequences as fit into a tile of
-    `tile` query heads, so None too if only one fits. There are S // 2 units at most, which is how many are
-    returned, the last ones with length 0. A unit shares whole chunks, and each of its sequences has tokens
+    `tile` query heads, so None too if only one fits. There are S // 2 units at most: that much is
+    returned, and how many of them there are. A unit shares whole chunks, and each of its sequences has tokens
     past them.
     """
     count, per_unit = len(context_lens), tile // group
-    members, lens, skips = _no_rows(count, per_unit)
+    members, lens, skips, units = _no_rows(count, per_unit)
     if per_unit < 2 or count < 2:
         return None
     tables = np.ascontiguousarray(block_tables)
@@ -71,20 +73,20 @@ def find_shared_prefixes(
     equal = np.cumprod(tables[order[1:]] == tables[order[:-1]], axis=1).sum(axis=1) * block_size
     own = np.maximum(context_lens[order] - 1, 0)
     common = np.minimum(np.minimum(own[1:], own[:-1]), equal) // CHUNK * CHUNK
-    unit, start = 0, 0
+    start = 0
     while start < count - 1:
         end, shared = start + 1, int(common[start])
         while end < count and end - start < per_unit and min(shared, common[end - 1]) * 2 > shared:
             shared = min(shared, int(common[end - 1]))
             end += 1
         if end - start > 1:
-            rows = order[start:end]
+            rows, unit = order[start:end], units[0]
             members[unit, : len(rows)] = rows
             lens[unit] = shared
             skips[rows] = shared
-            unit += 1
+            units += 1
         start = end
-    return (members, lens, skips) if unit else None
+    return (members, lens, skips, units) if units else None
 
 
 def pad_shared_prefixes(found: SharedRows, rows: int) -> dict[str, np.ndarray]:
@@ -93,6 +95,7 @@ def pad_shared_prefixes(found: SharedRows, rows: int) -> dict[str, np.ndarray]:
         np.full((rows // 2, found[0].shape[1]), -1, np.int32),
         np.zeros(rows // 2, np.int32),
         np.zeros(rows, np.int32),
+        np.zeros(1, np.int32),
     )
     for whole, part in zip(padded, found, strict=True):
         whole[: len(part)] = part
@@ -102,4 +105,4 @@ def pad_shared_prefixes(found: SharedRows, rows: int) -> dict[str, np.ndarray]:
 def _no_rows(count: int, per_unit: int) -> SharedRows:
     """What `find_shared_prefixes` returns for `count` rows, without any unit."""
     members = np.full((count // 2, max(per_unit, 1)), -1, np.int32)
-    return members, np.zeros(count // 2, np.int32), np.zeros(count, np.int32)
+    return members, np.zeros(count // 2, np.int32), np.zeros(count, np.int32), np.zeros(1, np.int32)

@@ -30,6 +30,7 @@ CHUNK = 512  # positions per partial result
 _FEW_ROWS_CHUNK = 128  # the same with few sequences, which chunks of 512 would not spread over the device
 _LANES = 2  # chunks of a sequence at work at a time, or more in a small batch
 _PROGRAMS = 2048  # a batch is small if it has fewer programs than this
+_UNITS = 16  # units of sequences at work at a time
 _MANY_PROGRAMS = 1024  # so many that each can have a single warp: eight on each multiprocessor of an H200
 _SINGLE_PROGRAMS = 128  # for a single sequence, where each has a multiprocessor to itself
 _MUCH_SHARED_MEMORY = 160 * 2**10  # bytes, which such a program may need, or one with a wide tile
@@ -46,8 +47,9 @@ class SharedPrefixes:
     """
 
     members: torch.Tensor  # [U, tile // query heads of a KV head] rows of the batch, padded with -1
-    lens: torch.Tensor  # [U] positions that a unit shares: whole chunks, fewer than any context; 0: no unit
+    lens: torch.Tensor  # [U] positions that a unit shares: whole chunks, fewer than any context
     skips: torch.Tensor  # [S] the same for each row of the batch; 0 outside all units
+    units: torch.Tensor  # [1] how many units there are, the first of U
 
 
 @jit("tables_ptr", "contexts_ptr", "table_stride", "chunks")
@@ -63,6 +65,7 @@ def _decode_chunk_kernel(
     log_ptr: tl.tensor,
     out_ptr: tl.tensor,
     members_ptr: tl.tensor,
+    units_ptr: tl.tensor,
     skips_ptr: tl.tensor,
     scale_log2: float,
     q_stride_s: int,
@@ -87,99 +90,105 @@ def _decode_chunk_kernel(
     Writes a chunk's own attention to partial [S, Q_HEADS, chunks, HEAD_DIM] and log2 of its softmax sum to
     log [S, Q_HEADS, chunks]; the only chunk of a short context goes to out [S, Q_HEADS, HEAD_DIM]. The heads
     of a sequence are neighbours in the grid, so that what is read at a time lies together. With `members`
-    [units, HEAD_TILE // GROUP], a unit of sequences takes the place of a sequence, all with the same first
-    contexts[unit] positions. If HEAD_TILE is the same too, so is each row of the tile, bit for bit.
+    [U, HEAD_TILE // GROUP], each of the `units` takes the place of a sequence, all with the same first
+    contexts[unit] positions; a program may do several. If HEAD_TILE is the same too, so is each row of the
+    tile, bit for bit.
     """
     GROUP: tl.constexpr = Q_HEADS // KV_HEADS
     TILES: tl.constexpr = (GROUP + HEAD_TILE - 1) // HEAD_TILE
     STEP: tl.constexpr = 2 if FP8 else 1  # elements of a head in one of the cache
     kv_head = tl.program_id(0) // TILES
-    context = tl.load(contexts_ptr + tl.program_id(1))
-    first = tl.program_id(2)
     rows = tl.arange(0, HEAD_TILE)
-    if members_ptr is None:
-        sequence = tl.program_id(1).to(tl.int64)
-        sequences = sequence
-        members = (tl.program_id(0) % TILES) * HEAD_TILE + rows
-        used = members < GROUP
-        count = tl.maximum(tl.cdiv(context, CHUNK), 1)  # an empty context has zeros to be written
-        single = context <= CHUNK
-        if skips_ptr is not None:
-            first += tl.load(skips_ptr + sequence) // CHUNK
-    else:
-        PER_UNIT: tl.constexpr = HEAD_TILE // GROUP
-        unit_ptr = members_ptr + tl.program_id(1) * PER_UNIT
-        sequence = tl.maximum(tl.load(unit_ptr), 0).to(tl.int64)
-        sequences = tl.load(unit_ptr + rows // GROUP, mask=rows < PER_UNIT * GROUP, other=-1).to(tl.int64)
-        members = rows % GROUP
-        used = sequences >= 0
-        count = tl.cdiv(context, CHUNK)
-        single = False
-    heads = kv_head * GROUP + members
     dims = tl.arange(0, DIM)
-    mask = used[:, None] & (dims < HEAD_DIM)[None, :]
-    q_ptrs = q_ptr + (sequences * q_stride_s + heads * q_stride_h)[:, None] + dims[None, :]
-    table_ptr = tables_ptr + sequence * table_stride
     if k_scale_ptr is not None:
         scale_log2 *= tl.load(k_scale_ptr + kv_head)
-    for chunk in range(first, count, tl.num_programs(2)):
-        start = chunk * CHUNK
-        end = tl.minimum(context, start + CHUNK)
-        pages = load_pages(table_ptr, start, end, PAGE, BLOCK_N)
-        await_inputs(EARLY)  # some program always comes here, so the next kernel may rely on it
-        q = tl.load(q_ptrs, mask=mask, other=0.0)
-        q_odd = q
-        if FP8:
-            q, q_odd = tl.split(tl.reshape(q.to(tl.float16), (HEAD_TILE, DIM // 2, 2)))
-        acc = tl.zeros((HEAD_TILE, DIM // STEP), tl.float32)
-        acc_odd = tl.zeros((HEAD_TILE, DIM // STEP), tl.float32)
-        total = tl.zeros((HEAD_TILE,), tl.float32)
-        top = tl.full((HEAD_TILE,), float("-inf"), tl.float32)
-        last = tl.zeros((HEAD_TILE,), tl.int32) + (end - 1)
-        acc, acc_odd, total, top, pages = attend_range(
-            acc,
-            acc_odd,
-            total,
-            top,
-            q,
-            q_odd,
-            k_ptr + kv_head * (HEAD_DIM // STEP),
-            v_ptr + kv_head * (HEAD_DIM // STEP),
-            table_ptr,
-            pages,
-            start,
-            end,
-            end,
-            last,
-            scale_log2,
-            True,
-            KV_HEADS * HEAD_DIM // STEP,
-            HEAD_DIM // STEP,
-            DIM // STEP,
-            PAGE,
-            BLOCK_N,
-            FP8,
-            CONVERTS,
-            INTERPRET,
-        )
-
-        total = tl.where(context > 0, total, 1.0)
-        logs = top + tl.log2(total)
-        v_scale = 1.0
-        if v_scale_ptr is not None:
-            v_scale = tl.load(v_scale_ptr + kv_head)
-        if FP8:
-            acc = tl.interleave(acc, acc_odd)
-        attended = acc / total[:, None] * v_scale
-        if single:
-            cells = (sequences * Q_HEADS + heads)[:, None] * HEAD_DIM + dims[None, :]
-            tl.store(out_ptr + cells, attended.to(out_ptr.dtype.element_ty), mask=mask)
+    turns = 1
+    if members_ptr is not None:
+        turns = tl.cdiv(tl.load(units_ptr) - tl.program_id(1), tl.num_programs(1))
+    for turn in range(turns):
+        unit = tl.program_id(1) + turn * tl.num_programs(1)
+        context = tl.load(contexts_ptr + unit)
+        first = tl.program_id(2)
+        if members_ptr is None:
+            sequence = tl.program_id(1).to(tl.int64)
+            sequences = sequence
+            members = (tl.program_id(0) % TILES) * HEAD_TILE + rows
+            used = members < GROUP
+            count = tl.maximum(tl.cdiv(context, CHUNK), 1)  # an empty context has zeros to be written
+            single = context <= CHUNK
+            if skips_ptr is not None:
+                first += tl.load(skips_ptr + sequence) // CHUNK
         else:
-            # Soon read again: not to be pushed out of the L2 cache by the keys and values that stream by.
-            parts = (sequences * Q_HEADS + heads) * chunks + chunk
-            cells = parts[:, None] * HEAD_DIM + dims[None, :]
-            tl.store(partial_ptr + cells, attended, mask=mask, eviction_policy="evict_last")
-            tl.store(log_ptr + parts, logs, mask=used, eviction_policy="evict_last")
+            PER_UNIT: tl.constexpr = HEAD_TILE // GROUP
+            unit_ptr = members_ptr + unit * PER_UNIT
+            sequence = tl.load(unit_ptr).to(tl.int64)
+            sequences = tl.load(unit_ptr + rows // GROUP, mask=rows < PER_UNIT * GROUP, other=-1).to(tl.int64)
+            members = rows % GROUP
+            used = sequences >= 0
+            count = tl.cdiv(context, CHUNK)
+            single = False
+        heads = kv_head * GROUP + members
+        mask = used[:, None] & (dims < HEAD_DIM)[None, :]
+        q_ptrs = q_ptr + (sequences * q_stride_s + heads * q_stride_h)[:, None] + dims[None, :]
+        table_ptr = tables_ptr + sequence * table_stride
+        for chunk in range(first, count, tl.num_programs(2)):
+            start = chunk * CHUNK
+            end = tl.minimum(context, start + CHUNK)
+            pages = load_pages(table_ptr, start, end, PAGE, BLOCK_N)
+            await_inputs(EARLY)  # some program always comes here, so the next kernel may rely on it
+            q = tl.load(q_ptrs, mask=mask, other=0.0)
+            q_odd = q
+            if FP8:
+                q, q_odd = tl.split(tl.reshape(q.to(tl.float16), (HEAD_TILE, DIM // 2, 2)))
+            acc = tl.zeros((HEAD_TILE, DIM // STEP), tl.float32)
+            acc_odd = tl.zeros((HEAD_TILE, DIM // STEP), tl.float32)
+            total = tl.zeros((HEAD_TILE,), tl.float32)
+            top = tl.full((HEAD_TILE,), float("-inf"), tl.float32)
+            last = tl.zeros((HEAD_TILE,), tl.int32) + (end - 1)
+            acc, acc_odd, total, top, pages = attend_range(
+                acc,
+                acc_odd,
+                total,
+                top,
+                q,
+                q_odd,
+                k_ptr + kv_head * (HEAD_DIM // STEP),
+                v_ptr + kv_head * (HEAD_DIM // STEP),
+                table_ptr,
+                pages,
+                start,
+                end,
+                end,
+                last,
+                scale_log2,
+                True,
+                KV_HEADS * HEAD_DIM // STEP,
+                HEAD_DIM // STEP,
+                DIM // STEP,
+                PAGE,
+                BLOCK_N,
+                FP8,
+                CONVERTS,
+                INTERPRET,
+            )
+
+            total = tl.where(context > 0, total, 1.0)
+            logs = top + tl.log2(total)
+            v_scale = 1.0
+            if v_scale_ptr is not None:
+                v_scale = tl.load(v_scale_ptr + kv_head)
+            if FP8:
+                acc = tl.interleave(acc, acc_odd)
+            attended = acc / total[:, None] * v_scale
+            if single:
+                cells = (sequences * Q_HEADS + heads)[:, None] * HEAD_DIM + dims[None, :]
+                tl.store(out_ptr + cells, attended.to(out_ptr.dtype.element_ty), mask=mask)
+            else:
+                # Soon read again: not to be pushed out of the L2 cache by the keys and values that stream by.
+                parts = (sequences * Q_HEADS + heads) * chunks + chunk
+                cells = parts[:, None] * HEAD_DIM + dims[None, :]
+                tl.store(partial_ptr + cells, attended, mask=mask, eviction_policy="evict_last")
+                tl.store(log_ptr + parts, logs, mask=used, eviction_policy="evict_last")
 
 
 def fits_wide_tile(cache: torch.Tensor, head_dim: int) -> bool:
@@ -234,16 +243,20 @@ def paged_decode_attention_triton(
     early = launch_early(q)
 
     def launch(
-        units: int, lengths: torch.Tensor, members: torch.Tensor | None, skips: torch.Tensor | None
+        units: int, lengths: torch.Tensor, shared: SharedPrefixes | None, skips: torch.Tensor | None
     ) -> None:
         head_tile, tiles = HEAD_TILE, kv_heads * triton.cdiv(group, HEAD_TILE)
-        if members is not None:
-            head_tile, tiles = max(HEAD_TILE, triton.next_power_of_2(members.shape[1] * group)), kv_heads
+        if shared is not None:
+            head_tile, tiles = (
+                max(HEAD_TILE, triton.next_power_of_2(shared.members.shape[1] * group)),
+                kv_heads,
+            )
+            units = min(units, _UNITS)
         # Programs without work are cheap but not free, and the bound may lie far above the contexts.
         programs = _SINGLE_PROGRAMS if single else _PROGRAMS
         lanes = min(chunks, max(_LANES, programs // (units * tiles)))
         # With an FP8 cache programs wait for their own warps more than for memory: one warp waits for none.
-        many = not invariant and fp8 and dim <= 128 and members is None and units * tiles >= _MANY_PROGRAMS
+        many = not invariant and fp8 and dim <= 128 and shared is None and units * tiles >= _MANY_PROGRAMS
         _decode_chunk_kernel[(tiles, units, lanes)](
             q,
             as_words(k_cache),
@@ -255,7 +268,8 @@ def paged_decode_attention_triton(
             partial,
             logs,
             out,
-            members,
+            shared and shared.members,
+            shared and shared.units,
             skips,
             scale * math.log2(math.e),
             q.stride(0),
@@ -282,7 +296,7 @@ def paged_decode_attention_triton(
     if shared is None:
         launch(sequences, context_lens, None, None)
     else:
-        launch(len(shared.lens), shared.lens, shared.members, None)
+        launch(len(shared.lens), shared.lens, shared, None)
         launch(sequences, context_lens, None, shared.skips)
     if several:
         merge_chunks(partial, logs, context_lens, out, chunk)

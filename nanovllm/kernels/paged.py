@@ -44,13 +44,12 @@ def fp8_pair(words: tl.tensor, CONVERTS: tl.constexpr) -> tl.tensor:
     if CONVERTS:  # two words in a register: tensor cores want neighbouring rows side by side there
         even, odd = tl.inline_asm_elementwise(
             """{
-            .reg .b16 first, second;
-            .reg .b32 a, b;
-            mov.b32 {first, second}, $2;
-            cvt.rn.f16x2.e4m3x2 a, first;
-            cvt.rn.f16x2.e4m3x2 b, second;
-            prmt.b32 $0, a, b, 0x5410;
-            prmt.b32 $1, a, b, 0x7632;
+            .reg .b32 sorted;
+            .reg .b16 lower, upper;
+            prmt.b32 sorted, $2, 0, 0x3120;
+            mov.b32 {lower, upper}, sorted;
+            cvt.rn.f16x2.e4m3x2 $0, lower;
+            cvt.rn.f16x2.e4m3x2 $1, upper;
             }""",
             "=r,=r,r",
             [words],

@@ -61,9 +61,12 @@ def test_decode_of_more_chunks_than_lanes(monkeypatch: pytest.MonkeyPatch) -> No
     cases.check_decode([1, 256, 0, 257, 700, 128], Heads(2, 1, 16, 16), CPU)
 
 
-@pytest.mark.parametrize("tile", [16, 64])
+@pytest.mark.parametrize(("tile", "at_a_time"), [(16, 16), (16, 1), (64, 16)])
 @pytest.mark.parametrize("heads", [Heads(2, 1, 16, 16), Heads(5, 1, 16, 784)], ids=str)
-def test_decode_of_shared_prefixes(heads: Heads, tile: int) -> None:
+def test_decode_of_shared_prefixes(
+    heads: Heads, tile: int, at_a_time: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nanovllm.kernels.decode_attention._UNITS", at_a_time)
     contexts = [1100, 1030, 513, 0, 1025, 40, 600, 1100, 512]
     cases.check_shared_prefixes(contexts, {1: 0, 4: 0, 6: 2, 5: 2, 8: 0}, heads, CPU, tile)
 
@@ -75,9 +78,9 @@ def test_nothing_is_shared() -> None:
     same = np.broadcast_to(tables[:1], tables.shape)
     assert find_shared_prefixes(same, contexts, 512, 16) is None  # one sequence fills a tile
     assert find_shared_prefixes(same, np.full(3, 512, np.int32), 512, 2) is None
-    members, lens, skips = find_shared_prefixes(same, contexts, 512, 2)
+    members, lens, skips, units = find_shared_prefixes(same, contexts, 512, 2)
     assert (members.tolist(), lens.tolist()) == ([[0, 1, 2, -1, -1, -1, -1, -1]], [1536])
-    assert skips.tolist() == [1536] * 3
+    assert (skips.tolist(), units.tolist()) == ([1536] * 3, [1])
 
 
 def test_decode_of_padding_alone_is_zero() -> None:

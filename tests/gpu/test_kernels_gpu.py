@@ -77,8 +77,11 @@ def test_decode_of_more_chunks_than_lanes(cache_dtype: torch.dtype | None) -> No
     ],
     ids=str,
 )
-@pytest.mark.parametrize("tile", [16, 64])
-def test_decode_of_shared_prefixes(heads: Heads, tile: int) -> None:
+@pytest.mark.parametrize(("tile", "at_a_time"), [(16, 16), (16, 1), (64, 16), (64, 2)])
+def test_decode_of_shared_prefixes(
+    heads: Heads, tile: int, at_a_time: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nanovllm.kernels.decode_attention._UNITS", at_a_time)
     contexts = [5000, *[4097 + 31 * row for row in range(20)], 0, 1100, 2000, 600, 513, 512]
     shares = {**dict.fromkeys(range(1, 21), 0), 23: 22, 25: 24}
     cases.check_shared_prefixes(contexts, shares, heads, GPU, tile)
