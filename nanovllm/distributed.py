@@ -17,7 +17,13 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store, TCPStore, _register_process_group, _SymmetricMemory
 
 from nanovllm.device import Device
-from nanovllm.kernels.all_reduce import Peers, all_reduce_add_rms_norm_triton, all_reduce_triton
+from nanovllm.kernels.all_reduce import (
+    EMPTY,
+    TURNS,
+    Peers,
+    all_reduce_add_rms_norm_triton,
+    all_reduce_triton,
+)
 from nanovllm.kernels.compat import HAS_TRITON
 from nanovllm.kernels.copied_sum import PeerCopies, PendingSum
 from nanovllm.kernels.rms_norm import add_rms_norm
@@ -158,8 +164,7 @@ class TPGroup:
 class PeerMemory:
     """Memory that every GPU of the group writes to directly, for sums of few rows in one kernel.
 
-    Allocated by torch's symmetric memory, which exchanges the addresses. Holds two sets of slots for rows,
-    which consecutive calls take in turn, one for rows of a single number, sums, and flags.
+    Allocated by torch's symmetric memory, which exchanges the addresses. Holds what `Peers` describes.
     """
 
     def __init__(
@@ -171,31 +176,31 @@ class PeerMemory:
         self._store: Store | None = None
         self._buffer = buffer
         self._handle = handle  # keeps the other ranks' memory mapped
-        self._max_rows = max_rows
-        self._n = n
         self._device = device
         self._beside = device.side_stream()
-        calls = torch.zeros(max_rows, dtype=torch.int32, device=buffer.device)
-        self._aborted = torch.zeros(1, dtype=torch.int32, device=buffer.device)
         self._one = device.host_buffer(1, torch.int32).fill_(1)
-        rows = buffer.element_size() * max_rows * n
+        row_bytes = self._row_bytes(n, buffer.element_size())
         slots = torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=buffer.device)
-        one_set = (group.size - 1) * rows
-        sums = slots + 2 * one_set
-        single = sums + rows * (group.size > 2)
-        flags = single + 4 * (group.size - 1) * max_rows
-        *self._turns, self._single = [
-            Peers(group.rank, group.size, start, sums, flags, calls, self._aborted)
-            for start in (slots, slots + one_set, single)
-        ]
-        buffer.zero_()
+        self.peers = Peers(
+            group.rank,
+            group.size,
+            slots,
+            slots + TURNS * (group.size - 1) * max_rows * row_bytes if group.size > 2 else None,
+            turns=torch.zeros(max_rows, dtype=torch.int32, device=buffer.device),
+            aborted=torch.zeros(1, dtype=torch.int32, device=buffer.device),
+            row_bytes=row_bytes,
+        )
+        buffer.view(torch.int16).fill_(EMPTY)
+
+    @staticmethod
+    def _row_bytes(n: int, itemsize: int) -> int:
+        return -(-n * itemsize // 16) * 16
 
     @staticmethod
     def numel(max_rows: int, n: int, size: int, itemsize: int) -> int:
         """How many elements of `itemsize` bytes a buffer must have, those of copied rows apart."""
-        sums = size > 2  # two ranks never need two shots
-        singles_and_flags = max_rows * (size - 1 + size)
-        return (2 * (size - 1) + sums) * max_rows * n + 4 // itemsize * singles_and_flags
+        rooms = size - 1 + (size > 2)  # two ranks never need two shots
+        return TURNS * rooms * max_rows * PeerMemory._row_bytes(n, itemsize) // itemsize
 
     @classmethod
     def make(
@@ -223,62 +228,48 @@ class PeerMemory:
             _SymmetricMemory.set_group_info(name, group.rank, group.size, store)
             numel = cls.numel(max_rows, n, group.size, dtype.itemsize)
             if copied_rows:
-                numel = -(-numel // 16) * 16  # so that vectors of what follows can be loaded
                 numel += PeerCopies.numel(copied_rows, n, group.size, dtype.itemsize)
             buffer = _SymmetricMemory.empty_strided_p2p((numel,), (1,), dtype, device.torch, name)
             handle = _SymmetricMemory.rendezvous(buffer, name)
             made = cls(group, device, buffer, handle, max_rows, n)
             if copied_rows:
-                made.copies = PeerCopies(group.rank, device, buffer, handle, made._aborted, copied_rows, n)
+                made.copies = PeerCopies(
+                    group.rank, device, buffer, handle, made.peers.aborted, copied_rows, n
+                )
             made.group_name = name
             made._store = store
         except RuntimeError as error:
             made = None
             logger.info("GPUs cannot read each other's memory (%s); all-reduce goes through NCCL", error)
-        # All ranks' flags are 0 before anyone can raise one, for this too waits for all ranks.
+        # All ranks' rooms are empty before anyone can fill one, for this too waits for all ranks.
         everywhere = group.all_reduce(torch.tensor([float(made is not None)], device=device.torch))
         return made if int(everywhere.item()) == group.size else None
 
     def fits(self, rows: int, n: int, dtype: torch.dtype) -> bool:
         """Whether there is room for rows [rows, n], of the size that was planned for or shorter ones."""
-        return rows <= self._max_rows and n * dtype.itemsize <= self._n * self._buffer.element_size()
+        return rows <= len(self.peers.turns) and n * dtype.itemsize <= self.peers.row_bytes
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Return the sum of `x` [T, n] over the ranks, new."""
-        return all_reduce_triton(self._next_turn(x.shape[1]), x, self._two_shot(x))
+        return all_reduce_triton(self.peers, x, self._two_shot(x))
 
     def all_reduce_add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return what `add_rms_norm` gives for the sum of `x` [T, n] over the ranks, both new."""
-        peers, two_shot = self._next_turn(x.shape[1]), self._two_shot(x)
-        return all_reduce_add_rms_norm_triton(peers, x, residual, weight, eps, two_shot)
+        return all_reduce_add_rms_norm_triton(self.peers, x, residual, weight, eps, self._two_shot(x))
 
     def release_waiters(self) -> None:
         """Let kernels that wait for dead ranks go on.
 
         By a copy, not by a kernel: loading one for the first time can wait for the kernels that wait.
         """
-        self._device.run_beside(self._beside, lambda: self._aborted.copy_(self._one, non_blocking=True))
+        self._device.run_beside(self._beside, lambda: self.peers.aborted.copy_(self._one, non_blocking=True))
 
     def _two_shot(self, x: torch.Tensor) -> bool:
-        """With two ranks, one shot moves no more; with few rows, the second wait costs more than it saves.
-
-        There is room for the sums of rows of the planned kind only.
-        """
-        planned = x.shape[1] == self._n and x.dtype == self._buffer.dtype
-        return planned and self._turns[0].size > 2 and x.shape[0] >= TWO_SHOT_ROWS
-
-    def _next_turn(self, n: int) -> Peers:
-        """The slots for a call with rows of `n`: not those of the call before it, which may still be read.
-
-        A CUDA graph keeps the slots that its calls were captured with, so two replays may begin and end with
-        the same. What comes between is the sum of a step's tokens, rows of one number, with slots of its own.
-        """
-        if n == 1:
-            return self._single
-        self._turns.reverse()
-        return self._turns[0]
+        """With two ranks one shot moves no more; few rows, or short ones, save less than the second wait."""
+        long = x.shape[1] * x.element_size() > self.peers.row_bytes // 2
+        return long and self.peers.size > 2 and x.shape[0] >= TWO_SHOT_ROWS
 
 
 class _FreshStore(Store):

@@ -120,7 +120,7 @@ class BlockManager:
         num_full = min(len(seq.token_ids), seq.num_computed_tokens) // size
         while seq.num_hashed_blocks < num_full and seq.chain is not None:
             index = seq.num_hashed_blocks
-            tokens = _as_bytes(seq.token_ids[index * size : (index + 1) * size])
+            tokens = seq.token_bytes(index * size, (index + 1) * size)
             seq.chain = self._register_block(seq.block_table[index], seq.chain, tokens)
             seq.num_hashed_blocks += 1
 
@@ -145,7 +145,8 @@ class BlockManager:
                 content = self._content[block]
                 if content is not None:  # what others can find there must be what this sequence stored
                     tokens = seq.token_ids[index * self.block_size : (index + 1) * self.block_size]
-                    assert content.tokens == _as_bytes(tokens), f"{seq}: block {block} is stale"
+                    stored = np.frombuffer(content.tokens, np.int32).tolist()
+                    assert stored == tokens, f"{seq}: block {block} is stale"
                 if owners[block] > 1:
                     assert index < seq.num_hashed_blocks, f"{seq} may write block {block}, which others share"
 
@@ -156,7 +157,7 @@ class BlockManager:
         size, parent = self.block_size, ROOT
         hits: list[int] = []
         for index in range((len(seq.token_ids) - 1) // size):
-            tokens = _as_bytes(seq.token_ids[index * size : (index + 1) * size])
+            tokens = seq.token_bytes(index * size, (index + 1) * size)
             block = self._by_key.get(block_key(parent, tokens))
             if block is None:
                 break
@@ -190,7 +191,3 @@ class BlockManager:
             self._content[block] = None
         self._ref_counts[block] = 1
         return block
-
-
-def _as_bytes(token_ids: list[int]) -> bytes:
-    return np.array(token_ids, np.int32).tobytes()

@@ -240,7 +240,7 @@ class LLMEngine:
         sequences = []
         all_ids = self._tokenize(prompts, where)
         for index, (token_ids, param) in enumerate(zip(all_ids, params, strict=True)):
-            check_token_ids(token_ids, self.model_config.vocab_size, where[index])
+            ids = check_token_ids(token_ids, self.model_config.vocab_size, where[index])
             check_token_ids(
                 list(param.stop_token_ids), self.model_config.vocab_size, f"{where[index]} stop_token_ids"
             )
@@ -248,7 +248,7 @@ class LLMEngine:
             stop_ids = frozenset(param.stop_token_ids)
             if not param.ignore_eos:
                 stop_ids |= frozenset(self.model_config.eos_token_ids)
-            seq = Sequence(seq_id, token_ids, param, self._seed(seq_id, param), stop_ids)
+            seq = Sequence(seq_id, token_ids, param, self._seed(seq_id, param), stop_ids, ids.tobytes())
             try:
                 self._scheduler.check_fits(seq)
             except ValueError as error:

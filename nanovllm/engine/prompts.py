@@ -54,8 +54,8 @@ def parse_prompt(prompt: Any, where: str) -> Prompt:
     return Prompt(None, _parse_ids(prompt, where))
 
 
-def check_token_ids(token_ids: list[int], vocab_size: int, where: str) -> None:
-    """Raise ValueError when an id is not in the vocabulary."""
+def check_token_ids(token_ids: list[int], vocab_size: int, where: str) -> np.ndarray:
+    """Return the ids as int32. ValueError when one is not in the vocabulary."""
     ids = np.asarray(token_ids)
     bad = np.flatnonzero((ids < 0) | (ids >= vocab_size))
     if bad.size:
@@ -63,6 +63,7 @@ def check_token_ids(token_ids: list[int], vocab_size: int, where: str) -> None:
             f"{where}: token id {token_ids[bad[0]]} at position {bad[0]} is outside the vocabulary "
             f"(0 to {vocab_size - 1})"
         )
+    return ids.astype(np.int32)
 
 
 def parse_sampling_params(

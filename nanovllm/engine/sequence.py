@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from enum import Enum, auto
 
+import numpy as np
+
 from nanovllm.sampling_params import SamplingParams
 
 
@@ -22,6 +24,7 @@ class Sequence:
     """
 
     __slots__ = (
+        "_prompt_bytes",
         "block_table",
         "chain",
         "finish_reason",
@@ -49,10 +52,13 @@ class Sequence:
         params: SamplingParams,
         seed: int,
         stop_ids: frozenset[int] = frozenset(),
+        prompt_bytes: bytes | None = None,
     ) -> None:
+        """prompt_bytes: the prompt's ids as int32, where the caller has them."""
         self.seq_id = seq_id
         self.token_ids = list(prompt_token_ids)  # known tokens
         self.num_prompt_tokens = len(prompt_token_ids)
+        self._prompt_bytes = _as_bytes(prompt_token_ids) if prompt_bytes is None else prompt_bytes
         self.params = params
         self.seed = seed
         self.stop_ids = stop_ids
@@ -69,6 +75,12 @@ class Sequence:
         self.finish_reason: str | None = None
         self.stop_reason: int | None = None
 
+    def token_bytes(self, start: int, end: int) -> bytes:
+        """The known tokens start .. end as int32."""
+        if end <= self.num_prompt_tokens:
+            return self._prompt_bytes[4 * start : 4 * end]
+        return _as_bytes(self.token_ids[start:end])
+
     @property
     def num_tokens(self) -> int:
         """Known and pending tokens."""
@@ -83,3 +95,7 @@ class Sequence:
             f"Sequence({self.seq_id}, {self.status.name}, {len(self.token_ids)}+{self.num_pending_tokens} "
             f"tokens, {self.num_computed_tokens} computed, {len(self.block_table)} blocks)"
         )
+
+
+def _as_bytes(token_ids: list[int]) -> bytes:
+    return np.array(token_ids, np.int32).tobytes()

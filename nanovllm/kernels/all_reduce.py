@@ -3,14 +3,15 @@
 In one shot or in two. Owns no memory, exchanges no address; `Peers` says where all is.
 """
 
-# A program sums one row. In one shot it puts its rank's row into a slot at every rank, raises a flag at each,
-# waits until all have raised theirs here, and adds up in rank order, so that all ranks get the same bits. In
-# two, the ranks put the row into slots of its owner alone (row modulo ranks). That one adds up, puts the sum
-# where each rank finds it, and raises a flag there: with more than two ranks less moves, for one more wait.
+# A program sums one row. In one shot it puts its rank's row into a slot at every rank, waits until the
+# others' have come into its own, and adds up in rank order, so that all ranks get the same bits. In two, the
+# ranks put the row into slots of its owner alone (row modulo ranks). That one adds up and puts the sum where
+# each rank finds it: with more than two ranks less moves, for one more wait.
 #
-# Flags hold the number of the call, which only grows; nothing is reset. Nobody waits at the end: calls take
-# turns with two sets of slots, and who sees a flag of the next call knows that its rank is done here. A sum
-# is put down only when its reader has sent its row for this call, so it has read the last one.
+# Nothing else crosses, no flag and no fence: rooms are filled with EMPTY, which no sender puts there, and who
+# waits reads until none is left. A row's calls take turns with three sets of rooms, and each call empties
+# those of the call before it. They are filled again two calls later, by ranks that have done the next call:
+# for that they needed what this rank sent in it, after it had emptied them.
 
 from __future__ import annotations
 
@@ -21,24 +22,40 @@ import torch
 from nanovllm.kernels.compat import await_inputs, jit, launch_early, tl, triton
 from nanovllm.kernels.rms_norm import add_rms_norm_reference, normalised
 
+TURNS = 3
+EMPTY = -(2**15)  # in each two bytes of a room: -0.0 in any type of 16 bits, next to it in float32
+_EMPTY = {2: EMPTY, 4: -(2**31) + 2**15}  # by element size
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Peers:
-    """Where rank `rank` finds what the `size` ranks share; `size` is a power of 2."""
+    """Where rank `rank` finds what the `size` ranks share; `size` is a power of 2.
+
+    All rooms are filled with EMPTY at first.
+    """
 
     rank: int
     size: int
-    slots: torch.Tensor  # [size] int64: addresses of each rank's room for [size - 1, max_rows, N] elements
-    sums: torch.Tensor  # [size] int64: addresses of each rank's room for [max_rows, N]; for two shots only
-    flags: torch.Tensor  # [size] int64: addresses of each rank's [max_rows, size] int32, 0 at first
-    calls: torch.Tensor  # [max_rows] int32, this rank's own: how often each row has been summed
+    slots: torch.Tensor  # [size] int64: addresses of each rank's room [TURNS, size - 1, max_rows, row_bytes]
+    sums: torch.Tensor | None  # [size] int64: the same of [TURNS, max_rows, row_bytes]; for two shots only
+    turns: torch.Tensor  # [max_rows] int32, this rank's own: which turn a row is at; 0 at first
     aborted: torch.Tensor  # [1] int32, this rank's own: not 0 lets all waiting programs go on, with garbage
+    row_bytes: int  # a multiple of 16
 
 
 @jit()
-def _room(addresses_ptr: tl.tensor, rank: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
-    """A pointer to what `rank` has at `addresses_ptr`."""
-    return tl.multiple_of(tl.load(addresses_ptr + rank).to(tl.pointer_type(dtype)), 16)
+def _room(
+    rooms_ptr: tl.tensor,
+    rank: tl.tensor,
+    index: tl.tensor,
+    row: tl.tensor,
+    max_rows: tl.tensor,
+    ROW: tl.constexpr,
+    BITS: tl.constexpr,
+) -> tl.tensor:
+    """A pointer to row `row`, of ROW elements, of room `index` of what `rank` has at `rooms_ptr`."""
+    rooms = tl.multiple_of(tl.load(rooms_ptr + rank).to(tl.pointer_type(BITS)), 16)
+    return rooms + (index * max_rows + row) * ROW
 
 
 @jit()
@@ -48,37 +65,46 @@ def _slot(sender: tl.tensor, receiver: tl.tensor, SIZE: tl.constexpr) -> tl.tens
 
 
 @jit()
-def _wait(flags: tl.tensor, awaited: tl.tensor, call: tl.tensor, aborted_ptr: tl.tensor) -> None:
-    """Wait until all `awaited` flags have come to `call`: what was written before is then seen."""
-    seen = tl.atomic_add(flags, 0, sem="acquire", scope="sys")
-    missing = tl.sum((awaited & (seen < call)).to(tl.int32), axis=0)
-    while (missing > 0) & (tl.load(aborted_ptr, volatile=True) == 0):
-        seen = tl.atomic_add(flags, 0, sem="acquire", scope="sys")
-        missing = tl.sum((awaited & (seen < call)).to(tl.int32), axis=0)
-    tl.debug_barrier()
+def _sendable(x: tl.tensor, BITS: tl.constexpr, EMPTY: tl.constexpr) -> tl.tensor:
+    """The bits of x, and 0 for EMPTY, which is as much but for a sign."""
+    bits = x.to(BITS, bitcast=True)
+    return tl.where(bits == EMPTY, 0, bits).to(BITS)
 
 
 @jit()
-def sum_of_parts(
+def _receive(rooms: tl.tensor, mask: tl.tensor, aborted_ptr: tl.tensor, EMPTY: tl.constexpr) -> tl.tensor:
+    """Wait until nothing in the `rooms` is EMPTY; return it."""
+    bits = tl.load(rooms, mask=mask, other=0, volatile=True)
+    while (tl.max((bits == EMPTY).to(tl.int32)) > 0) & (tl.load(aborted_ptr, volatile=True) == 0):
+        bits = tl.load(rooms, mask=mask, other=0, volatile=True)
+    return bits
+
+
+@jit()
+def _sum(
     x: tl.tensor,
     slots: tl.tensor,
     slot_size: tl.tensor,
     mask: tl.tensor,
+    columns: tl.tensor,
+    aborted_ptr: tl.tensor,
     RANK: tl.constexpr,
     SIZE: tl.constexpr,
+    BITS: tl.constexpr,
+    EMPTY: tl.constexpr,
 ) -> tl.tensor:
-    """This rank's x and what the others put into its `slots`, added in rank order in float32."""
+    """The bits of the sum of x and of what the others put into `slots`, once it has come."""
+    ranks = tl.arange(0, SIZE)[:, None]
+    rooms = slots + _slot(ranks, RANK, SIZE) * slot_size + columns[None, :]
+    bits = _receive(rooms, (ranks != RANK) & mask[None, :], aborted_ptr, EMPTY)
+    parts = tl.where(ranks == RANK, x[None, :], bits.to(x.dtype, bitcast=True)).to(tl.float32)
     total = tl.zeros(x.shape, tl.float32)
     for rank in tl.static_range(SIZE):
-        if rank == RANK:
-            total += x.to(tl.float32)
-        else:
-            part = slots + _slot(rank, RANK, SIZE) * slot_size
-            total += tl.load(part, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
-    return total
+        total += tl.sum(tl.where(ranks == rank, parts, 0.0), axis=0)
+    return _sendable(total.to(x.dtype), BITS, EMPTY)
 
 
-@jit("slots_ptr", "sums_ptr", "flags_ptr", "max_rows")
+@jit("slots_ptr", "sums_ptr", "max_rows")
 def _all_reduce_kernel(
     x_ptr: tl.tensor,
     residual_ptr: tl.tensor,
@@ -87,63 +113,69 @@ def _all_reduce_kernel(
     sum_ptr: tl.tensor,
     slots_ptr: tl.tensor,
     sums_ptr: tl.tensor,
-    flags_ptr: tl.tensor,
-    calls_ptr: tl.tensor,
+    turns_ptr: tl.tensor,
     aborted_ptr: tl.tensor,
     max_rows: tl.tensor,
     eps: float,
     RANK: tl.constexpr,
     SIZE: tl.constexpr,
+    TURNS: tl.constexpr,
     N: tl.constexpr,
     N_PADDED: tl.constexpr,
+    ROW: tl.constexpr,
+    ROW_PADDED: tl.constexpr,
+    BITS: tl.constexpr,
+    EMPTY: tl.constexpr,
     TWO_SHOT: tl.constexpr,
     NORM: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """One program per row."""
+    """One program per row. ROW: elements in a row of a room, which x's N fit into."""
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, N_PADDED)
     mask = columns < N
-    ranks = tl.arange(0, SIZE)
-    peer_flags = tl.load(flags_ptr + ranks).to(tl.pointer_type(tl.int32)) + row * SIZE + RANK
-    own_flags = tl.load(flags_ptr + RANK).to(tl.pointer_type(tl.int32)) + row * SIZE + ranks
     cells = row * N + columns
-    own_slots = _room(slots_ptr, RANK, dtype) + cells
-    slot_size = max_rows.to(tl.int64) * N
     await_inputs(EARLY)
-    x = tl.load(x_ptr + cells, mask=mask, other=0.0)
-    call = tl.load(calls_ptr + row) + 1
-    total = tl.zeros((N_PADDED,), tl.float32)
+    bits = _sendable(tl.load(x_ptr + cells, mask=mask, other=0.0), BITS, EMPTY)
+    x = bits.to(dtype, bitcast=True)
+    turn = tl.load(turns_ptr + row)
+    owner = (row % SIZE).to(tl.int32)
     if TWO_SHOT:
-        owner = (row % SIZE).to(tl.int32)
-        if owner == RANK:
-            _wait(own_flags, ranks != RANK, call, aborted_ptr)
-            total = sum_of_parts(x, own_slots, slot_size, mask, RANK, SIZE)
-            for rank in tl.static_range(SIZE):
-                if rank != RANK:
-                    tl.store(_room(sums_ptr, rank, dtype) + cells, total.to(dtype), mask=mask)
-            tl.debug_barrier()  # all of the sum is stored before any flag is raised
-            tl.atomic_xchg(peer_flags, call, mask=ranks != RANK, sem="release", scope="sys")
-        else:
-            slot = _room(slots_ptr, owner, dtype) + _slot(RANK, owner, SIZE) * slot_size
-            tl.store(slot + cells, x, mask=mask)
-            tl.debug_barrier()
-            tl.atomic_xchg(peer_flags, call, mask=ranks == owner, sem="release", scope="sys")
-            _wait(own_flags, ranks == owner, call, aborted_ptr)
-            summed = _room(sums_ptr, RANK, dtype) + cells
-            total += tl.load(summed, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
+        slot = turn * (SIZE - 1) + _slot(RANK, owner, SIZE)
+        if owner != RANK:
+            tl.store(_room(slots_ptr, owner, slot, row, max_rows, ROW, BITS) + columns, bits, mask=mask)
     else:
         for rank in tl.static_range(SIZE):
             if rank != RANK:
-                slot = _room(slots_ptr, rank, dtype) + _slot(RANK, rank, SIZE) * slot_size
-                tl.store(slot + cells, x, mask=mask)
-        tl.debug_barrier()  # all of the row is stored before any flag is raised
-        tl.atomic_xchg(peer_flags, call, mask=ranks != RANK, sem="release", scope="sys")
-        _wait(own_flags, ranks != RANK, call, aborted_ptr)
-        total = sum_of_parts(x, own_slots, slot_size, mask, RANK, SIZE)
-    tl.store(calls_ptr + row, call)
-    out = total.to(dtype)
+                slot = turn * (SIZE - 1) + _slot(RANK, rank, SIZE)
+                tl.store(_room(slots_ptr, rank, slot, row, max_rows, ROW, BITS) + columns, bits, mask=mask)
+
+    last = (turn + TURNS - 1) % TURNS  # while the rows are on their way
+    words = tl.arange(0, ROW_PADDED)
+    nothing = tl.full((ROW_PADDED,), EMPTY, BITS)
+    for index in tl.static_range(SIZE - 1):
+        room = _room(slots_ptr, RANK, last * (SIZE - 1) + index, row, max_rows, ROW, BITS)
+        tl.store(room + words, nothing, mask=words < ROW)
+    if sums_ptr is not None:
+        room = _room(sums_ptr, RANK, last, row, max_rows, ROW, BITS)
+        tl.store(room + words, nothing, mask=words < ROW)
+    if TWO_SHOT:
+        if owner == RANK:
+            slots = _room(slots_ptr, RANK, turn * (SIZE - 1), row, max_rows, ROW, BITS)
+            bits = _sum(x, slots, max_rows * ROW, mask, columns, aborted_ptr, RANK, SIZE, BITS, EMPTY)
+            for rank in tl.static_range(SIZE):
+                if rank != RANK:
+                    room = _room(sums_ptr, rank, turn, row, max_rows, ROW, BITS)
+                    tl.store(room + columns, bits, mask=mask)
+        else:
+            room = _room(sums_ptr, RANK, turn, row, max_rows, ROW, BITS)
+            bits = _receive(room + columns, mask, aborted_ptr, EMPTY)
+    else:
+        slots = _room(slots_ptr, RANK, turn * (SIZE - 1), row, max_rows, ROW, BITS)
+        bits = _sum(x, slots, max_rows * ROW, mask, columns, aborted_ptr, RANK, SIZE, BITS, EMPTY)
+    tl.store(turns_ptr + row, (turn + 1) % TURNS)  # all warps have read it: they have met in a wait
+    out = bits.to(dtype, bitcast=True)
     if NORM:  # rounded after each step, as on one rank
         residual = tl.load(residual_ptr + cells, mask=mask, other=0.0).to(tl.float32)
         rounded = (out.to(tl.float32) + residual).to(dtype)
@@ -167,8 +199,10 @@ def _launch(
     out = torch.empty_like(x)
     if rows == 0:
         return out
-    assert x.is_contiguous() and residual.is_contiguous() and rows <= len(peers.calls)
-    padded = triton.next_power_of_2(n)
+    itemsize = x.element_size()
+    assert x.is_contiguous() and residual.is_contiguous() and rows <= len(peers.turns)
+    assert n * itemsize <= peers.row_bytes and (peers.sums is not None or not two_shot)
+    padded, row = triton.next_power_of_2(n), peers.row_bytes // itemsize
     early = launch_early(x)
     _all_reduce_kernel[(rows,)](
         x,
@@ -178,15 +212,19 @@ def _launch(
         total,
         peers.slots,
         peers.sums,
-        peers.flags,
-        peers.calls,
+        peers.turns,
         peers.aborted,
-        len(peers.calls),
+        len(peers.turns),
         eps,
         RANK=peers.rank,
         SIZE=peers.size,
+        TURNS=TURNS,
         N=n,
         N_PADDED=padded,
+        ROW=row,
+        ROW_PADDED=triton.next_power_of_2(row),
+        BITS=tl.int16 if itemsize == 2 else tl.int32,
+        EMPTY=_EMPTY[itemsize],
         TWO_SHOT=two_shot,
         NORM=norm,
         EARLY=early,
@@ -199,8 +237,9 @@ def _launch(
 def all_reduce_triton(peers: Peers, x: torch.Tensor, two_shot: bool = False) -> torch.Tensor:
     """Return the sum of `x` [T, N] over the ranks, rounded once, in a new tensor; every rank calls this.
 
-    x is contiguous and T at most `max_rows`, the same on all ranks. Consecutive calls must alternate between
-    two sets of `slots`. One-shot and two-shot all-reduce as in TensorRT-LLM and vLLM's custom_all_reduce.
+    x is contiguous, of 16 or 32 bits an element, rows of at most `row_bytes`; T is at most `max_rows` and the
+    same on all ranks. One shot and two shots as in TensorRT-LLM and vLLM's custom_all_reduce, waiting for the
+    data themselves as in TensorRT-LLM's "Lamport" kernels.
     """
     return _launch(peers, x, x, x, 0.0, x, two_shot, norm=False)
 

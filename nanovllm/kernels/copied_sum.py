@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from nanovllm.device import Device
-from nanovllm.kernels.all_reduce import sum_of_parts
 from nanovllm.kernels.compat import await_inputs, jit, launch_early, tl, triton
 from nanovllm.kernels.rms_norm import normalised
 
@@ -56,7 +55,13 @@ def _copied_sum_kernel(
     while (tl.sum((late & (ranks != RANK)).to(tl.int32)) > 0) & (tl.load(aborted_ptr, volatile=True) == 0):
         late = (tl.load(flags_ptr + ranks, volatile=True) - call + CALLS) % CALLS >= CALLS // 2
     tl.debug_barrier()  # nothing of the rows is read before
-    total = sum_of_parts(x, slots_ptr + cells, slot_size.to(tl.int64), mask, RANK, SIZE)
+    total = tl.zeros((N_PADDED,), tl.float32)
+    for rank in tl.static_range(SIZE):  # in this order, so that all ranks get the same bits
+        if rank == RANK:
+            total += x.to(tl.float32)
+        else:  # a receiver has no slot of its own
+            slot = slots_ptr + (rank - RANK - 1 + SIZE) % SIZE * slot_size.to(tl.int64)
+            total += tl.load(slot + cells, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
     rounded = (total.to(dtype).to(tl.float32) + residual).to(dtype)
     tl.store(sum_ptr + cells, rounded, mask=mask)
     tl.store(out_ptr + cells, normalised(rounded.to(tl.float32), weight, eps, N, dtype), mask=mask)

@@ -247,16 +247,14 @@ def paged_decode_attention_triton(
     ) -> None:
         head_tile, tiles = HEAD_TILE, kv_heads * triton.cdiv(group, HEAD_TILE)
         if shared is not None:
-            head_tile, tiles = (
-                max(HEAD_TILE, triton.next_power_of_2(shared.members.shape[1] * group)),
-                kv_heads,
-            )
-            units = min(units, _UNITS)
+            head_tile = max(HEAD_TILE, triton.next_power_of_2(shared.members.shape[1] * group))
+            tiles, units = kv_heads, min(units, _UNITS)
         # Programs without work are cheap but not free, and the bound may lie far above the contexts.
         programs = _SINGLE_PROGRAMS if single else _PROGRAMS
         lanes = min(chunks, max(_LANES, programs // (units * tiles)))
         # With an FP8 cache programs wait for their own warps more than for memory: one warp waits for none.
-        many = not invariant and fp8 and dim <= 128 and shared is None and units * tiles >= _MANY_PROGRAMS
+        narrow = fp8 and dim <= 128 and head_tile == HEAD_TILE and not few
+        many = narrow and not invariant and shared is None and units * tiles >= _MANY_PROGRAMS
         _decode_chunk_kernel[(tiles, units, lanes)](
             q,
             as_words(k_cache),
@@ -289,7 +287,7 @@ def paged_decode_attention_triton(
             EARLY=early,
             INTERPRET=INTERPRET,
             launch_pdl=early,
-            num_warps=1 if many else 4,
+            num_warps=1 if many else 2 if narrow else 4,
             num_stages=4 if many else 3,
         )
 

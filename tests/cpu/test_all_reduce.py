@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 from nanovllm.kernels.all_reduce import (
+    EMPTY,
+    TURNS,
     Peers,
     all_reduce_add_rms_norm_reference,
     all_reduce_add_rms_norm_triton,
@@ -22,17 +24,27 @@ pytestmark = pytest.mark.skipif(not INTERPRET, reason="tests/gpu runs the compil
 SPARE_ROWS = 3
 
 
+class Awaited(NamedTuple):
+    """What another rank puts into a room of one that waits for it."""
+
+    other: int
+    room: torch.Tensor
+    row: torch.Tensor
+
+
 class Group:
-    """All ranks' memory in one process."""
+    """All ranks' memory in one process, with rooms that are longer than the rows."""
 
     def __init__(self, size: int, rows: int, n: int, dtype: torch.dtype) -> None:
-        max_rows = rows + SPARE_ROWS
-        self.slots = [torch.full((size - 1, max_rows, n), float("nan"), dtype=dtype) for _ in range(size)]
-        self.sums = [torch.full((max_rows, n), float("nan"), dtype=dtype) for _ in range(size)]
-        self.flags = [torch.zeros(max_rows, size, dtype=torch.int32) for _ in range(size)]
-        addresses = [
-            torch.tensor([room.data_ptr() for room in rooms]) for rooms in (self.slots, self.sums, self.flags)
-        ]
+        max_rows, row_bytes = rows + SPARE_ROWS, (n * dtype.itemsize + 31) // 16 * 16
+
+        def rooms(*shape: int) -> list[torch.Tensor]:
+            words = torch.full((size, *shape, max_rows, row_bytes // 2), EMPTY, dtype=torch.int16)
+            return list(words.view(dtype))
+
+        self.n = n
+        self.slots, self.sums = rooms(TURNS, size - 1), rooms(TURNS)  # by rank
+        addresses = [torch.tensor([room.data_ptr() for room in rooms]) for rooms in (self.slots, self.sums)]
         self.peers = [
             Peers(
                 rank,
@@ -40,23 +52,29 @@ class Group:
                 *addresses,
                 torch.zeros(max_rows, dtype=torch.int32),
                 torch.zeros(1, dtype=torch.int32),
+                row_bytes,
             )
             for rank in range(size)
         ]
 
-    def let_others_come(self, rank: int, xs: list[torch.Tensor], call: int, two_shot: bool) -> None:
-        """Do what the other ranks do before `rank` needs it."""
+    def awaited(self, rank: int, xs: list[torch.Tensor], turn: int, two_shot: bool) -> list[Awaited]:
+        """Which rank puts what into which room of `rank`, if it gets all that it waits for itself."""
+        found = []
         for other, x in enumerate(xs):
-            if other == rank:
-                continue
             for row in range(len(x)):
                 owner = row % len(xs)
-                if not two_shot or owner == rank:
-                    self.slots[rank][(other - rank - 1) % len(xs), row] = x[row]
-                    self.flags[rank][row, other] = call
-                elif owner == other:
-                    self.sums[rank][row] = all_reduce_reference([x[row] for x in xs])
-                    self.flags[rank][row, other] = call
+                if other != rank and (not two_shot or owner == rank):
+                    room = self.slots[rank][turn, (other - rank - 1) % len(xs), row]
+                    found.append(Awaited(other, room[: self.n], x[row]))
+                elif other != rank and owner == other:
+                    total = all_reduce_reference([x[row] for x in xs])
+                    found.append(Awaited(other, self.sums[rank][turn, row, : self.n], total))
+        return found
+
+    def is_empty(self, rank: int, turn: int) -> bool:
+        return all(
+            (room[turn].view(torch.int16) == EMPTY).all() for room in (self.slots[rank], self.sums[rank])
+        )
 
 
 @pytest.mark.parametrize("two_shot", [False, True])
@@ -68,26 +86,72 @@ def test_every_rank_gets_the_sum(size: int, rows: int, n: int, dtype: torch.dtyp
     generator = torch.Generator().manual_seed(size * n)
     group = Group(size, rows, n, dtype)
     weight, residual = (torch.randn(shape, generator=generator).to(dtype) for shape in ((n,), (rows, n)))
-    for call in (1, 3):
+    for call in range(2 * TURNS):
         xs = [torch.randn(rows, n, generator=generator).to(dtype) for _ in range(size)]
-        results = []
+        for x in xs[call % 2 :]:  # what looks like an empty room, in some of the sums too
+            x.view(torch.int16)[:, ::3] = EMPTY
+        turn, results = call % TURNS, []
         for rank, peers in enumerate(group.peers):
-            group.let_others_come(rank, xs, call, two_shot)
-            total = all_reduce_triton(peers, xs[rank], two_shot)
-            torch.testing.assert_close(total, all_reduce_reference(xs))
-            group.let_others_come(rank, xs, call + 1, two_shot)
-            both = all_reduce_add_rms_norm_triton(peers, xs[rank], residual, weight, 1e-6, two_shot)
-            torch.testing.assert_close(both, all_reduce_add_rms_norm_reference(xs, residual, weight, 1e-6))
-            results.append((total, *both))
-            assert peers.calls.tolist() == [call + 1] * rows + [0] * SPARE_ROWS
-            for other, flags in enumerate(group.flags):  # raised where this rank's rows or sums are awaited
-                raised = [
-                    call + 1 if other != rank and (not two_shot or row % size in (rank, other)) else 0
-                    for row in range(rows)
-                ]
-                assert flags[:, rank].tolist() == raised + [0] * SPARE_ROWS
-        for other in results[1:]:
-            assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+            for other, room, row in group.awaited(rank, xs, turn, two_shot):
+                if other < rank:  # it has been here
+                    torch.testing.assert_close(room, row)
+                    assert not (room.view(torch.int16) == EMPTY).any() or dtype == torch.float32
+                else:
+                    room.copy_(row + 0.0 if dtype == torch.float16 else row.where(row.abs() > 1e-30, 0.0))
+            if call % 2:
+                result = (all_reduce_triton(peers, xs[rank], two_shot),)
+                torch.testing.assert_close(result[0], all_reduce_reference(xs))
+            else:
+                result = all_reduce_add_rms_norm_triton(peers, xs[rank], residual, weight, 1e-6, two_shot)
+                torch.testing.assert_close(
+                    result, all_reduce_add_rms_norm_reference(xs, residual, weight, 1e-6)
+                )
+            results.append(result)
+            assert peers.turns.tolist() == [(turn + 1) % TURNS] * rows + [0] * SPARE_ROWS
+            assert group.is_empty(rank, (turn - 1) % TURNS)
+        for result in results[1:]:
+            for one, first in zip(result, results[0], strict=True):
+                assert torch.equal(one.view(torch.int16), first.view(torch.int16)), "ranks differ"
+
+
+def test_rows_of_other_kinds_in_the_same_rooms() -> None:
+    """Calls take turns whatever their shape: shorter rows of another type, fewer rows, one shot and two."""
+    group = Group(2, 4, 64, torch.float16)
+    for call in range(3 * TURNS):
+        rows, n, dtype = ((4, 64, torch.float16), (2, 20, torch.float32), (3, 1, torch.float32))[call % 4 % 3]
+        xs = [torch.randn(rows, n).to(dtype) for _ in range(2)]
+        for rank, peers in enumerate(group.peers):
+            for row in range(rows):
+                turn = int(peers.turns[row])
+                group.slots[rank][turn, 0, row].view(dtype)[:n] = xs[1 - rank][row]
+            torch.testing.assert_close(all_reduce_triton(peers, xs[rank]), all_reduce_reference(xs))
+
+
+@pytest.mark.parametrize("abort", [False, True])
+def test_rows_are_waited_for(abort: bool) -> None:
+    """Until all of them has come, or the group is aborted."""
+    xs = [torch.full((2, 16), float(rank + 1)) for rank in range(4)]
+    group = Group(4, 2, 16, torch.float32)
+    awaited, results = group.awaited(1, xs, 0, False), []
+
+    def run() -> None:
+        results.append(all_reduce_triton(group.peers[1], xs[1]))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    for _, room, row in awaited[:-1]:
+        room.copy_(row)
+    _, room, row = awaited[-1]
+    room[:15].copy_(row[:15])  # all but one number
+    thread.join(0.3)
+    assert thread.is_alive()
+    if abort:
+        group.peers[1].aborted.fill_(1)
+    else:
+        room.copy_(row)
+    thread.join(60)
+    assert not thread.is_alive()
+    assert abort or torch.equal(results[0], torch.full((2, 16), 10.0))
 
 
 @pytest.mark.parametrize(("size", "rows", "n"), [(2, 3, 48), (4, 1, 100), (4, 5, 16)])
