@@ -168,7 +168,7 @@ def test_shared_beginnings_are_read_once(tmp_path: Path, monkeypatch: pytest.Mon
         assert tokens(outputs) == [
             transformers_greedy(path, p, n) for p, n in zip(prompts, lens, strict=True)
         ]
-    shapes = [sorted(skips.tolist()) for _, _, skips in filter(None, found)]
+    shapes = [sorted(skips.tolist()) for _, _, skips, _ in filter(None, found)]
     assert [0, 512, 512, 512] in shapes and [0, 512, 512] in shapes
 
 
