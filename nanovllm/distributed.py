@@ -118,9 +118,9 @@ class TPGroup:
     ) -> None:
         """Let sums of up to `max_rows` rows of `n` go through memory that all GPUs of the group can read.
 
-        Sums of shorter rows of any float dtype do too, and those that `start_sum` begins, of up to
-        `copied_rows`. A collective call. Where they cannot, and on a CPU, all sums go through the process
-        group.
+        Sums of shorter rows do too, of any float dtype of 16 or 32 bits, and those that `start_sum` begins,
+        of up to `copied_rows`. A collective call. Where they cannot, and on a CPU, all sums go through the
+        process group.
         """
         power_of_2 = self.size & (self.size - 1) == 0
         if self._rendezvous is not None and device.is_cuda and power_of_2 and HAS_TRITON:

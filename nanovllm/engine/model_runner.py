@@ -93,7 +93,8 @@ class ModelRunner:
         self.shared_graphs: CUDAGraphs | None = None
         self.prefixes: SharedPrefixFinder | None = None  # until there is a KV cache
         max_seqs, max_tokens = config.max_num_seqs, max(config.max_num_batched_tokens, config.max_num_seqs)
-        self.staging = Staging(device, 6 * max_tokens + (self.max_blocks + 28) * max_seqs + 256, max_seqs)
+        words = self.max_blocks + WIDE_TILE // 2 + 28  # of a sequence: its blocks, what it shares, all else
+        self.staging = Staging(device, 6 * max_tokens + words * max_seqs + 256, max_seqs)
         self.spare_slot = max_seqs  # where the tokens of padded rows and of unfinished prompts go
         self.last_token_ids = torch.zeros(max_seqs + 1, dtype=torch.int64, device=device.torch)
 

@@ -24,7 +24,7 @@ from nanovllm.kernels.rms_norm import add_rms_norm_reference, normalised
 
 TURNS = 3
 EMPTY = -(2**15)  # in each two bytes of a room: -0.0 in any type of 16 bits, next to it in float32
-_EMPTY = {2: EMPTY, 4: -(2**31) + 2**15}  # by element size
+EMPTY_BY_SIZE = {2: EMPTY, 4: -(2**31) + 2**15}  # the same as elements of so many bytes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,17 +45,15 @@ class Peers:
 
 @jit()
 def _room(
-    rooms_ptr: tl.tensor,
-    rank: tl.tensor,
+    rooms: tl.tensor,
     index: tl.tensor,
     row: tl.tensor,
     max_rows: tl.tensor,
     ROW: tl.constexpr,
     BITS: tl.constexpr,
 ) -> tl.tensor:
-    """A pointer to row `row`, of ROW elements, of room `index` of what `rank` has at `rooms_ptr`."""
-    rooms = tl.multiple_of(tl.load(rooms_ptr + rank).to(tl.pointer_type(BITS)), 16)
-    return rooms + (index * max_rows + row) * ROW
+    """A pointer to row `row`, of ROW elements, of room `index` of those at `rooms`."""
+    return tl.multiple_of(rooms.to(tl.pointer_type(BITS)), 16) + (index * max_rows + row) * ROW
 
 
 @jit()
@@ -66,7 +64,7 @@ def _slot(sender: tl.tensor, receiver: tl.tensor, SIZE: tl.constexpr) -> tl.tens
 
 @jit()
 def _sendable(x: tl.tensor, BITS: tl.constexpr, EMPTY: tl.constexpr) -> tl.tensor:
-    """The bits of x, and 0 for EMPTY, which is as much but for a sign."""
+    """The bits of x, and 0 for EMPTY, which is -0.0 or next to it."""
     bits = x.to(BITS, bitcast=True)
     return tl.where(bits == EMPTY, 0, bits).to(BITS)
 
@@ -75,8 +73,10 @@ def _sendable(x: tl.tensor, BITS: tl.constexpr, EMPTY: tl.constexpr) -> tl.tenso
 def _receive(rooms: tl.tensor, mask: tl.tensor, aborted_ptr: tl.tensor, EMPTY: tl.constexpr) -> tl.tensor:
     """Wait until nothing in the `rooms` is EMPTY; return it."""
     bits = tl.load(rooms, mask=mask, other=0, volatile=True)
-    while (tl.max((bits == EMPTY).to(tl.int32)) > 0) & (tl.load(aborted_ptr, volatile=True) == 0):
+    waits = tl.load(aborted_ptr, volatile=True) == 0  # part of the maximum: all warps go on together
+    while tl.max(((bits == EMPTY) & waits).to(tl.int32)) > 0:
         bits = tl.load(rooms, mask=mask, other=0, volatile=True)
+        waits = tl.load(aborted_ptr, volatile=True) == 0
     return bits
 
 
@@ -94,13 +94,26 @@ def _sum(
     EMPTY: tl.constexpr,
 ) -> tl.tensor:
     """The bits of the sum of x and of what the others put into `slots`, once it has come."""
-    ranks = tl.arange(0, SIZE)[:, None]
-    rooms = slots + _slot(ranks, RANK, SIZE) * slot_size + columns[None, :]
-    bits = _receive(rooms, (ranks != RANK) & mask[None, :], aborted_ptr, EMPTY)
-    parts = tl.where(ranks == RANK, x[None, :], bits.to(x.dtype, bitcast=True)).to(tl.float32)
+    if SIZE > 2:  # for all at once, and read them again: one after the other would take longer
+        ranks = tl.arange(0, SIZE)[:, None]
+        rooms = slots + _slot(ranks, RANK, SIZE) * slot_size + columns[None, :]
+        others = (ranks != RANK) & mask[None, :]
+        missing = 1
+        while missing > 0:
+            bits = tl.load(rooms, mask=others, other=0, volatile=True)
+            waits = tl.load(aborted_ptr, volatile=True) == 0
+            missing = tl.max(((bits == EMPTY) & waits).to(tl.int32))
     total = tl.zeros(x.shape, tl.float32)
     for rank in tl.static_range(SIZE):
-        total += tl.sum(tl.where(ranks == rank, parts, 0.0), axis=0)
+        part = x
+        if rank != RANK:
+            room = slots + _slot(rank, RANK, SIZE) * slot_size + columns
+            if SIZE > 2:
+                bits = tl.load(room, mask=mask, other=0, volatile=True)
+            else:
+                bits = _receive(room, mask, aborted_ptr, EMPTY)
+            part = bits.to(x.dtype, bitcast=True)
+        total += part.to(tl.float32)
     return _sendable(total.to(x.dtype), BITS, EMPTY)
 
 
@@ -136,6 +149,12 @@ def _all_reduce_kernel(
     columns = tl.arange(0, N_PADDED)
     mask = columns < N
     cells = row * N + columns
+    own_slots = tl.load(slots_ptr + RANK)
+    own_sums = own_slots
+    if sums_ptr is not None:
+        own_sums = tl.load(sums_ptr + RANK)
+    if NORM:
+        weight = tl.load(weight_ptr + columns, mask=mask, other=0.0)
     await_inputs(EARLY)
     bits = _sendable(tl.load(x_ptr + cells, mask=mask, other=0.0), BITS, EMPTY)
     x = bits.to(dtype, bitcast=True)
@@ -144,44 +163,49 @@ def _all_reduce_kernel(
     if TWO_SHOT:
         slot = turn * (SIZE - 1) + _slot(RANK, owner, SIZE)
         if owner != RANK:
-            tl.store(_room(slots_ptr, owner, slot, row, max_rows, ROW, BITS) + columns, bits, mask=mask)
+            room = _room(tl.load(slots_ptr + owner), slot, row, max_rows, ROW, BITS)
+            tl.store(room + columns, bits, mask=mask)
     else:
         for rank in tl.static_range(SIZE):
             if rank != RANK:
                 slot = turn * (SIZE - 1) + _slot(RANK, rank, SIZE)
-                tl.store(_room(slots_ptr, rank, slot, row, max_rows, ROW, BITS) + columns, bits, mask=mask)
+                room = _room(tl.load(slots_ptr + rank), slot, row, max_rows, ROW, BITS)
+                tl.store(room + columns, bits, mask=mask)
 
-    last = (turn + TURNS - 1) % TURNS  # while the rows are on their way
+    # While the rows are on their way.
+    last = (turn + TURNS - 1) % TURNS
+    slot_size = max_rows.to(tl.int64) * ROW
     words = tl.arange(0, ROW_PADDED)
     nothing = tl.full((ROW_PADDED,), EMPTY, BITS)
     for index in tl.static_range(SIZE - 1):
-        room = _room(slots_ptr, RANK, last * (SIZE - 1) + index, row, max_rows, ROW, BITS)
+        room = _room(own_slots, last * (SIZE - 1) + index, row, max_rows, ROW, BITS)
         tl.store(room + words, nothing, mask=words < ROW)
     if sums_ptr is not None:
-        room = _room(sums_ptr, RANK, last, row, max_rows, ROW, BITS)
+        room = _room(own_sums, last, row, max_rows, ROW, BITS)
         tl.store(room + words, nothing, mask=words < ROW)
+    if NORM:
+        residual = tl.load(residual_ptr + cells, mask=mask, other=0.0)
+
     if TWO_SHOT:
         if owner == RANK:
-            slots = _room(slots_ptr, RANK, turn * (SIZE - 1), row, max_rows, ROW, BITS)
-            bits = _sum(x, slots, max_rows * ROW, mask, columns, aborted_ptr, RANK, SIZE, BITS, EMPTY)
+            slots = _room(own_slots, turn * (SIZE - 1), row, max_rows, ROW, BITS)
+            bits = _sum(x, slots, slot_size, mask, columns, aborted_ptr, RANK, SIZE, BITS, EMPTY)
             for rank in tl.static_range(SIZE):
                 if rank != RANK:
-                    room = _room(sums_ptr, rank, turn, row, max_rows, ROW, BITS)
+                    room = _room(tl.load(sums_ptr + rank), turn, row, max_rows, ROW, BITS)
                     tl.store(room + columns, bits, mask=mask)
         else:
-            room = _room(sums_ptr, RANK, turn, row, max_rows, ROW, BITS)
+            room = _room(own_sums, turn, row, max_rows, ROW, BITS)
             bits = _receive(room + columns, mask, aborted_ptr, EMPTY)
     else:
-        slots = _room(slots_ptr, RANK, turn * (SIZE - 1), row, max_rows, ROW, BITS)
-        bits = _sum(x, slots, max_rows * ROW, mask, columns, aborted_ptr, RANK, SIZE, BITS, EMPTY)
+        slots = _room(own_slots, turn * (SIZE - 1), row, max_rows, ROW, BITS)
+        bits = _sum(x, slots, slot_size, mask, columns, aborted_ptr, RANK, SIZE, BITS, EMPTY)
     tl.store(turns_ptr + row, (turn + 1) % TURNS)  # all warps have read it: they have met in a wait
     out = bits.to(dtype, bitcast=True)
     if NORM:  # rounded after each step, as on one rank
-        residual = tl.load(residual_ptr + cells, mask=mask, other=0.0).to(tl.float32)
-        rounded = (out.to(tl.float32) + residual).to(dtype)
+        rounded = (out.to(tl.float32) + residual.to(tl.float32)).to(dtype)
         tl.store(sum_ptr + cells, rounded, mask=mask)
-        weight = tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
-        out = normalised(rounded.to(tl.float32), weight, eps, N, dtype)
+        out = normalised(rounded.to(tl.float32), weight.to(tl.float32), eps, N, dtype)
     tl.store(out_ptr + cells, out, mask=mask)
 
 
@@ -224,12 +248,13 @@ def _launch(
         ROW=row,
         ROW_PADDED=triton.next_power_of_2(row),
         BITS=tl.int16 if itemsize == 2 else tl.int32,
-        EMPTY=_EMPTY[itemsize],
+        EMPTY=EMPTY_BY_SIZE[itemsize],
         TWO_SHOT=two_shot,
         NORM=norm,
         EARLY=early,
         launch_pdl=early,
-        num_warps=max(1, min(16, padded // 512)),
+        num_warps=max(1, min(16, padded // 512)),  # no more: each number is for one thread to wait for
+        maxnreg=64,  # so that two programs of 16 warps share a multiprocessor, and 256 rows are all at work
     )
     return out
 

@@ -80,8 +80,9 @@ def copied_sum_add_rms_norm_triton(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`add_rms_norm` of the sum over the ranks of `x` [T, N], which the others copy into `slots` meanwhile.
 
-    slots: [size - 1, at least T, N], in the order of `_slot`. flags: [size] int32, where rank r puts the
-    call's number modulo CALLS when all its rows are here; `call` is that number. All else as in `Peers`.
+    slots: [size - 1, at least T, N], of the ranks after this one in order. flags: [size] int32, where rank r
+    puts the call's number modulo CALLS when all its rows are here; `call` is that number. All else as in
+    `Peers`.
     """
     rows, n = x.shape
     out, total = torch.empty_like(x), torch.empty_like(x)

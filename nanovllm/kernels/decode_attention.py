@@ -135,7 +135,7 @@ def _decode_chunk_kernel(
             start = chunk * CHUNK
             end = tl.minimum(context, start + CHUNK)
             pages = load_pages(table_ptr, start, end, PAGE, BLOCK_N)
-            await_inputs(EARLY)  # some program always comes here, so the next kernel may rely on it
+            await_inputs(EARLY)  # some program comes here in every step, so the next kernel may rely on it
             q = tl.load(q_ptrs, mask=mask, other=0.0)
             q_odd = q
             if FP8:
@@ -243,18 +243,18 @@ def paged_decode_attention_triton(
     early = launch_early(q)
 
     def launch(
-        units: int, lengths: torch.Tensor, shared: SharedPrefixes | None, skips: torch.Tensor | None
+        units: int, lengths: torch.Tensor, prefixes: SharedPrefixes | None, skips: torch.Tensor | None
     ) -> None:
         head_tile, tiles = HEAD_TILE, kv_heads * triton.cdiv(group, HEAD_TILE)
-        if shared is not None:
-            head_tile = max(HEAD_TILE, triton.next_power_of_2(shared.members.shape[1] * group))
+        if prefixes is not None:
+            head_tile = max(HEAD_TILE, triton.next_power_of_2(prefixes.members.shape[1] * group))
             tiles, units = kv_heads, min(units, _UNITS)
         # Programs without work are cheap but not free, and the bound may lie far above the contexts.
         programs = _SINGLE_PROGRAMS if single else _PROGRAMS
         lanes = min(chunks, max(_LANES, programs // (units * tiles)))
         # With an FP8 cache programs wait for their own warps more than for memory: one warp waits for none.
         narrow = fp8 and dim <= 128 and head_tile == HEAD_TILE and not few
-        many = narrow and not invariant and shared is None and units * tiles >= _MANY_PROGRAMS
+        many = narrow and not invariant and prefixes is None and units * tiles >= _MANY_PROGRAMS
         _decode_chunk_kernel[(tiles, units, lanes)](
             q,
             as_words(k_cache),
@@ -266,8 +266,8 @@ def paged_decode_attention_triton(
             partial,
             logs,
             out,
-            shared and shared.members,
-            shared and shared.units,
+            prefixes and prefixes.members,
+            prefixes and prefixes.units,
             skips,
             scale * math.log2(math.e),
             q.stride(0),

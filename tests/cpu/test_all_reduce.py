@@ -10,6 +10,7 @@ import torch
 
 from nanovllm.kernels.all_reduce import (
     EMPTY,
+    EMPTY_BY_SIZE,
     TURNS,
     Peers,
     all_reduce_add_rms_norm_reference,
@@ -22,6 +23,7 @@ from nanovllm.kernels.copied_sum import CALLS, copied_sum_add_rms_norm_triton
 
 pytestmark = pytest.mark.skipif(not INTERPRET, reason="tests/gpu runs the compiled kernel")
 SPARE_ROWS = 3
+_INTS = {torch.float16: torch.int16, torch.float32: torch.int32}
 
 
 class Awaited(NamedTuple):
@@ -35,21 +37,21 @@ class Awaited(NamedTuple):
 class Group:
     """All ranks' memory in one process, with rooms that are longer than the rows."""
 
-    def __init__(self, size: int, rows: int, n: int, dtype: torch.dtype) -> None:
+    def __init__(self, size: int, rows: int, n: int, dtype: torch.dtype, sums: bool = True) -> None:
         max_rows, row_bytes = rows + SPARE_ROWS, (n * dtype.itemsize + 31) // 16 * 16
 
         def rooms(*shape: int) -> list[torch.Tensor]:
             words = torch.full((size, *shape, max_rows, row_bytes // 2), EMPTY, dtype=torch.int16)
             return list(words.view(dtype))
 
-        self.n = n
         self.slots, self.sums = rooms(TURNS, size - 1), rooms(TURNS)  # by rank
         addresses = [torch.tensor([room.data_ptr() for room in rooms]) for rooms in (self.slots, self.sums)]
         self.peers = [
             Peers(
                 rank,
                 size,
-                *addresses,
+                addresses[0],
+                addresses[1] if sums else None,
                 torch.zeros(max_rows, dtype=torch.int32),
                 torch.zeros(1, dtype=torch.int32),
                 row_bytes,
@@ -57,24 +59,38 @@ class Group:
             for rank in range(size)
         ]
 
-    def awaited(self, rank: int, xs: list[torch.Tensor], turn: int, two_shot: bool) -> list[Awaited]:
-        """Which rank puts what into which room of `rank`, if it gets all that it waits for itself."""
-        found = []
+    def awaited(self, rank: int, xs: list[torch.Tensor], two_shot: bool) -> list[Awaited]:
+        """Which rank puts what into which room of `rank` next, if it gets all that it waits for itself."""
+        found, n = [], xs[0].shape[1]
         for other, x in enumerate(xs):
             for row in range(len(x)):
-                owner = row % len(xs)
+                owner, turn = row % len(xs), int(self.peers[rank].turns[row])
                 if other != rank and (not two_shot or owner == rank):
                     room = self.slots[rank][turn, (other - rank - 1) % len(xs), row]
-                    found.append(Awaited(other, room[: self.n], x[row]))
+                    found.append(Awaited(other, room.view(x.dtype)[:n], x[row]))
                 elif other != rank and owner == other:
                     total = all_reduce_reference([x[row] for x in xs])
-                    found.append(Awaited(other, self.sums[rank][turn, row, : self.n], total))
+                    found.append(Awaited(other, self.sums[rank][turn, row].view(x.dtype)[:n], total))
         return found
 
-    def is_empty(self, rank: int, turn: int) -> bool:
-        return all(
-            (room[turn].view(torch.int16) == EMPTY).all() for room in (self.slots[rank], self.sums[rank])
-        )
+    def let_others_come(self, rank: int, xs: list[torch.Tensor], two_shot: bool) -> None:
+        """Check what the ranks before `rank` have sent it, and send what those after it will."""
+        empty = EMPTY_BY_SIZE[xs[0].element_size()]
+        for other, room, row in self.awaited(rank, xs, two_shot):
+            bits = room.view(_INTS[row.dtype])
+            if other < rank:
+                torch.testing.assert_close(room, row)
+                assert not (bits == empty).any()
+            else:
+                room.copy_(row)
+                bits.masked_fill_(bits == empty, 0)
+
+    def check_emptied(self, rank: int, rows: int) -> None:
+        """That nothing is left of the call before the last one in its first `rows` rows."""
+        for row in range(rows):
+            turn = (int(self.peers[rank].turns[row]) - 2) % TURNS
+            for room in (self.slots[rank][turn, :, row], self.sums[rank][turn, row]):
+                assert (room.view(torch.int16) == EMPTY).all()
 
 
 @pytest.mark.parametrize("two_shot", [False, True])
@@ -89,15 +105,10 @@ def test_every_rank_gets_the_sum(size: int, rows: int, n: int, dtype: torch.dtyp
     for call in range(2 * TURNS):
         xs = [torch.randn(rows, n, generator=generator).to(dtype) for _ in range(size)]
         for x in xs[call % 2 :]:  # what looks like an empty room, in some of the sums too
-            x.view(torch.int16)[:, ::3] = EMPTY
-        turn, results = call % TURNS, []
+            x.view(_INTS[dtype])[:, ::3] = EMPTY_BY_SIZE[dtype.itemsize]
+        results = []
         for rank, peers in enumerate(group.peers):
-            for other, room, row in group.awaited(rank, xs, turn, two_shot):
-                if other < rank:  # it has been here
-                    torch.testing.assert_close(room, row)
-                    assert not (room.view(torch.int16) == EMPTY).any() or dtype == torch.float32
-                else:
-                    room.copy_(row + 0.0 if dtype == torch.float16 else row.where(row.abs() > 1e-30, 0.0))
+            group.let_others_come(rank, xs, two_shot)
             if call % 2:
                 result = (all_reduce_triton(peers, xs[rank], two_shot),)
                 torch.testing.assert_close(result[0], all_reduce_reference(xs))
@@ -107,24 +118,26 @@ def test_every_rank_gets_the_sum(size: int, rows: int, n: int, dtype: torch.dtyp
                     result, all_reduce_add_rms_norm_reference(xs, residual, weight, 1e-6)
                 )
             results.append(result)
-            assert peers.turns.tolist() == [(turn + 1) % TURNS] * rows + [0] * SPARE_ROWS
-            assert group.is_empty(rank, (turn - 1) % TURNS)
+            assert peers.turns.tolist() == [(call + 1) % TURNS] * rows + [0] * SPARE_ROWS
+            group.check_emptied(rank, rows)
         for result in results[1:]:
             for one, first in zip(result, results[0], strict=True):
-                assert torch.equal(one.view(torch.int16), first.view(torch.int16)), "ranks differ"
+                assert torch.equal(one.view(_INTS[dtype]), first.view(_INTS[dtype])), "ranks differ"
 
 
-def test_rows_of_other_kinds_in_the_same_rooms() -> None:
+@pytest.mark.parametrize("size", [2, 4])
+def test_rows_of_other_kinds_in_the_same_rooms(size: int) -> None:
     """Calls take turns whatever their shape: shorter rows of another type, fewer rows, one shot and two."""
-    group = Group(2, 4, 64, torch.float16)
-    for call in range(3 * TURNS):
-        rows, n, dtype = ((4, 64, torch.float16), (2, 20, torch.float32), (3, 1, torch.float32))[call % 4 % 3]
-        xs = [torch.randn(rows, n).to(dtype) for _ in range(2)]
+    group = Group(size, 4, 64, torch.float16, sums=size > 2)
+    kinds = [(4, 64, torch.float16), (2, 20, torch.float32), (3, 1, torch.float32), (4, 64, torch.float16)]
+    for call in range(12):
+        rows, n, dtype = kinds[call % 4]
+        two_shot = size > 2 and call % 5 in (0, 3)
+        xs = [torch.randn(rows, n).to(dtype) for _ in range(size)]
         for rank, peers in enumerate(group.peers):
-            for row in range(rows):
-                turn = int(peers.turns[row])
-                group.slots[rank][turn, 0, row].view(dtype)[:n] = xs[1 - rank][row]
-            torch.testing.assert_close(all_reduce_triton(peers, xs[rank]), all_reduce_reference(xs))
+            group.let_others_come(rank, xs, two_shot)
+            torch.testing.assert_close(all_reduce_triton(peers, xs[rank], two_shot), all_reduce_reference(xs))
+            group.check_emptied(rank, rows)
 
 
 @pytest.mark.parametrize("abort", [False, True])
@@ -132,7 +145,7 @@ def test_rows_are_waited_for(abort: bool) -> None:
     """Until all of them has come, or the group is aborted."""
     xs = [torch.full((2, 16), float(rank + 1)) for rank in range(4)]
     group = Group(4, 2, 16, torch.float32)
-    awaited, results = group.awaited(1, xs, 0, False), []
+    awaited, results = group.awaited(1, xs, False), []
 
     def run() -> None:
         results.append(all_reduce_triton(group.peers[1], xs[1]))

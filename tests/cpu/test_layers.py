@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,6 +19,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from nanovllm.distributed import PeerMemory, TPGroup
 from nanovllm.kernels.activation import silu_and_mul
+from nanovllm.kernels.all_reduce import EMPTY, TURNS
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding, rows_per_rank
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import (
@@ -300,11 +300,10 @@ def test_collectives_of_two_ranks() -> None:
         )
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("n", [16, 13])
 @pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("first", [0, 1])
-def test_no_sum_takes_the_slots_of_the_sum_before_it(size: int, first: int) -> None:
-    """Steps of any number of sums, each ended by that of its tokens, in any order of graphs and others."""
-
+def test_rooms_for_sums_fill_their_memory(size: int, n: int, dtype: torch.dtype) -> None:
     class FakeDevice:
         def side_stream(self) -> None:
             return None
@@ -313,32 +312,21 @@ def test_no_sum_takes_the_slots_of_the_sum_before_it(size: int, first: int) -> N
             return torch.zeros(length, dtype=dtype)
 
     device: Any = FakeDevice()
-    max_rows, n = 7, 16
-    buffer = torch.ones(PeerMemory.numel(max_rows, n, size, 2), dtype=torch.bfloat16)
+    max_rows = 7
+    buffer = torch.ones(PeerMemory.numel(max_rows, n, size, dtype.itemsize), dtype=dtype)
     starts = [2**20 * (rank + 1) for rank in range(size)]
-    memory = PeerMemory(TPGroup(0, size), device, buffer, SimpleNamespace(buffer_ptrs=starts), max_rows, n)
-
-    def step(num_sums: int) -> list[int]:
-        widths = [n] * num_sums + [
-            n // 2,
-            1,
-        ]  # the layers', the weights of the vocabulary's blocks, the tokens
-        return [memory._next_turn(width).slots[0].item() for width in widths]
-
-    for _ in range(first):
-        memory._next_turn(n)
-    graphs, eager = [step(5), step(4)], step(5)
-    calls = graphs[0] + graphs[0] + eager + graphs[1] + graphs[1] + graphs[0] + graphs[1] + eager + eager
-    assert all(a != b for a, b in itertools.pairwise(calls))
-    places = sorted({*calls, int(memory._single.flags[0]), starts[0] + buffer.nbytes})
-    rows = max_rows * n * 2
-    sums = rows if size > 2 else 0
-    assert [b - a for a, b in itertools.pairwise(places)] == [
-        (size - 1) * rows,
-        (size - 1) * rows + sums,
-        4 * (size - 1) * max_rows,
-        4 * size * max_rows,
-    ]
+    peers = PeerMemory(
+        TPGroup(1, size), device, buffer, SimpleNamespace(buffer_ptrs=starts), max_rows, n
+    ).peers
+    assert peers.row_bytes % 16 == 0 and 0 <= peers.row_bytes - n * dtype.itemsize < 16
+    assert peers.slots.tolist() == starts
+    slots = TURNS * (size - 1) * max_rows * peers.row_bytes
+    sums = 0 if peers.sums is None else TURNS * max_rows * peers.row_bytes
+    assert (peers.sums is None) == (size == 2)  # which never take two shots
+    assert peers.sums is None or peers.sums.tolist() == [start + slots for start in starts]
+    assert buffer.nbytes == slots + sums
+    assert (buffer.view(torch.int16) == EMPTY).all()
+    assert peers.turns.tolist() == [0] * max_rows
 
 
 # -- rotary embedding ----------------------------------------------------------------------------------------

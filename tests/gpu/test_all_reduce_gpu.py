@@ -7,6 +7,7 @@ import torch
 
 from nanovllm.kernels.all_reduce import (
     EMPTY,
+    EMPTY_BY_SIZE,
     TURNS,
     Peers,
     all_reduce_add_rms_norm_reference,
@@ -63,7 +64,8 @@ def test_ranks_on_streams(size: int, n: int, shots: tuple[int, ...]) -> None:
         for step in range(8):
             shape, dtype = ((rows, n), torch.bfloat16) if step % 4 else ((rows, 100), torch.float32)
             steps.append([torch.randn(shape, device="cuda").to(dtype) for _ in range(size)])
-            steps[-1][0].view(torch.int16)[:, ::5] = EMPTY
+            bits = steps[-1][0].view(torch.int16 if step % 4 else torch.int32)
+            bits[:, ::5] = EMPTY_BY_SIZE[bits.element_size()]
         residual = torch.randn(rows, n, device="cuda").bfloat16()
         torch.cuda.synchronize()
         results: list[list] = [[] for _ in range(size)]
