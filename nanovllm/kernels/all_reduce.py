@@ -94,7 +94,9 @@ def _sum(
     EMPTY: tl.constexpr,
 ) -> tl.tensor:
     """The bits of the sum of x and of what the others put into `slots`, once it has come."""
-    if SIZE > 2:  # for all at once, and read them again: one after the other would take longer
+    # Of several, wait for all at once and read them again: one after the other would take longer. Not by
+    # `_receive`: Triton 3.6 fails to compile one whose result is not used.
+    if SIZE > 2:
         ranks = tl.arange(0, SIZE)[:, None]
         rooms = slots + _slot(ranks, RANK, SIZE) * slot_size + columns[None, :]
         others = (ranks != RANK) & mask[None, :]
@@ -150,7 +152,6 @@ def _all_reduce_kernel(
     mask = columns < N
     cells = row * N + columns
     own_slots = tl.load(slots_ptr + RANK)
-    own_sums = own_slots
     if sums_ptr is not None:
         own_sums = tl.load(sums_ptr + RANK)
     if NORM:
