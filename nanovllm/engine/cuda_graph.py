@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable
+from contextvars import copy_context
 from typing import Any
 
 import torch
 from tqdm.auto import tqdm
 
-from nanovllm.kernels.compat import FEW_ROWS
+from nanovllm.kernels.compat import FEW_ROWS, in_graph
 
 
 def graph_sizes(max_num_seqs: int) -> list[int]:
@@ -55,13 +56,15 @@ class CUDAGraphs:
         if size in self._graphs:
             return
         run_step = self._make_step(size)
-        run_step()  # compiles kernels and makes library handles, which must not happen in a capture
+        context = copy_context()
+        context.run(in_graph.set, True)
+        context.run(run_step)  # compiles kernels and makes library handles: not to happen in a capture
         torch.cuda.synchronize(self._device)
         graph = torch.cuda.CUDAGraph()
         # On torch's own capture stream: cuBLAS keeps a workspace for every stream it has ever seen. And other
         # threads, such as NCCL's watchdog, may ask the device something meanwhile.
         with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
-            output = run_step()
+            output = context.run(run_step)
         self._graphs[size] = (graph, output)
 
     def size_for(self, num_seqs: int) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextvars import ContextVar
 from functools import lru_cache
 from typing import Any
 
@@ -17,9 +18,13 @@ __all__ = [
     "FEW_ROWS",
     "HAS_TRITON",
     "INTERPRET",
+    "TensorDescriptor",
     "await_inputs",
+    "capability",
+    "in_graph",
     "jit",
     "launch_early",
+    "multiprocessors",
     "shared_memory",
     "tl",
     "triton",
@@ -29,12 +34,16 @@ __all__ = [
 try:
     import triton
     import triton.language as tl
+    from triton.tools.tensor_descriptor import TensorDescriptor
 except ImportError:  # no wheel for this platform: the torch twins do all the work
-    triton = tl = None
+    triton = tl = TensorDescriptor = None
 
 HAS_TRITON = triton is not None
 
 FEW_ROWS = 2  # up to here a step's time is in starting kernels and in reading weights: other ways pay
+
+# Set while a step is captured, and run for the first time before that: a replay starts kernels for nothing.
+in_graph: ContextVar[bool] = ContextVar("in_graph", default=False)
 
 # Triton reads this variable when a kernel is decorated, so it must be set before this package is imported.
 INTERPRET = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
@@ -62,7 +71,7 @@ def launch_early(x: torch.Tensor) -> bool:
 
     By programmatic dependent launch, which compute capability 9.0 brought.
     """
-    return not INTERPRET and _capability(x.device) >= (9, 0)
+    return not INTERPRET and capability(x.device) >= (9, 0)
 
 
 @lru_cache
@@ -75,7 +84,17 @@ def shared_memory(device: torch.device) -> int:
 
 
 @lru_cache
-def _capability(device: torch.device) -> tuple[int, int]:
+def multiprocessors(device: torch.device) -> int:
+    """How many multiprocessors `device` has; 2 in the interpreter."""
+    if INTERPRET:
+        return 2
+    properties: Any = torch.cuda.get_device_properties(device)
+    return int(properties.multi_processor_count)
+
+
+@lru_cache
+def capability(device: torch.device) -> tuple[int, int]:
+    """The compute capability of CUDA device `device`."""
     return torch.cuda.get_device_capability(device)
 
 

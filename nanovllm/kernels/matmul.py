@@ -1,102 +1,157 @@
-"""x @ weight^T with the same bits for a row whatever the other rows: the products of a deterministic engine.
+"""x @ weight^T with the same bits for a row whatever the other rows, and about as fast as cuBLAS.
 
 Owns no weight. K is never split: every tile sums front to back, 16 values of K at a time, which is what a
 tensor core adds at once. So the tile may follow from the number of rows; tests/gpu compare them bit by bit.
+Tiles of x and weight are read through tensor descriptors: by the tensor memory accelerator (TMA) where there
+is one, from compute capability 9.0 on, and else as by pointers.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 
-from nanovllm.kernels.compat import INTERPRET, await_inputs, jit, launch_early, tl, triton, use_triton
+from nanovllm.kernels.compat import (
+    INTERPRET,
+    TensorDescriptor,
+    await_inputs,
+    capability,
+    in_graph,
+    jit,
+    launch_early,
+    multiprocessors,
+    shared_memory,
+    tl,
+    triton,
+    use_triton,
+)
 from nanovllm.kernels.paged import dot
 
 
 class Tile(NamedTuple):
-    """What one program computes, `rows` x `columns` of the product, and how it is compiled."""
+    """What a program computes at a time, `rows` x `columns` of the product, and how it is compiled."""
 
     rows: int
     columns: int
     k: int  # of each step of the sum
-    warps: int
-    stages: int
+    stages: int  # steps whose operands are in shared memory
+    warps: int = 4
+    swap: bool = False  # the columns are the rows of the tensor core's product: those are at least 64
+    persistent: bool = False  # one program a multiprocessor does tile after tile, the next one's loads early
 
 
 # Largest first: fewer bytes pass through the L2. Taken is the first of which a product has _PROGRAMS.
-_TILES = (Tile(128, 128, 64, 8, 3), Tile(64, 64, 64, 4, 6), Tile(64, 32, 256, 4, 3), Tile(64, 16, 256, 4, 4))
-_SMALL_TILES = (Tile(16, 64, 128, 4, 6), Tile(16, 32, 128, 4, 6), Tile(16, 16, 512, 4, 3))  # up to 16
-_PLAIN = Tile(32, 64, 32, 4, 2)  # the one tile where there are no tensor cores: for float32, interpreted
+_PERSISTENT = Tile(128, 256, 64, 4, warps=8, persistent=True)
+_TILES = (
+    Tile(128, 128, 64, 6),
+    Tile(128, 64, 128, 4),
+    Tile(64, 128, 64, 4),
+    Tile(64, 64, 128, 4),
+    Tile(64, 32, 256, 4),
+    Tile(64, 16, 256, 4),
+)
+_SMALL_TILES = (Tile(16, 64, 256, 4, swap=True), Tile(32, 64, 256, 4, swap=True))  # up to as many rows
+_PLAIN = Tile(32, 64, 32, 2)  # the one tile where there are no tensor cores: for float32, interpreted
 _PROGRAMS = 96  # fill a GPU of 132 multiprocessors well enough
 _BAND = 8  # tiles of rows that are computed together, so that a tile of the weight is read once for all
+_ALIGNMENT = 16  # bytes, of rows that a tensor descriptor takes
+# The work up to which more than 32 rows are faster by these tiles than by cuBLAS, in multiplications:
+_WIDE = 2**29
+_NARROW = 3 * 2**28  # where there are no more outputs than inputs
 
 
 @jit("num_rows")
 def _linear_kernel(
-    x_ptr: tl.tensor,
-    weight_ptr: tl.tensor,
+    x: tl.tensor,
+    weight: tl.tensor,
     bias_ptr: tl.tensor,
     residual_ptr: tl.tensor,
     out_ptr: tl.tensor,
     num_rows: int,
     N: int,
     K: int,
-    x_stride: int,
-    weight_stride: int,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BAND: tl.constexpr,
-    WHOLE_K: tl.constexpr,
+    SWAP: tl.constexpr,
+    PERSISTENT: tl.constexpr,
     EARLY: tl.constexpr,
     INTERPRET: tl.constexpr,
 ) -> None:
-    """One program per tile of the product; tiles of a band of rows come first by rows, then by columns."""
-    program = tl.program_id(0)
-    column_tiles = tl.cdiv(N, COLUMNS)
-    band = program // (BAND * column_tiles) * BAND
-    height = tl.minimum(tl.cdiv(num_rows, ROWS) - band, BAND)
-    within = program % (BAND * column_tiles)
-    rows = (band + within % height) * ROWS + tl.arange(0, ROWS)
-    columns = within // height * COLUMNS + tl.arange(0, COLUMNS)
-    live_rows = (rows < num_rows)[:, None]
-    live_columns = (columns < N)[None, :]
-    k = tl.arange(0, BLOCK_K)
-    x = x_ptr + rows.to(tl.int64)[:, None] * x_stride + k[None, :]
-    weight = weight_ptr + columns.to(tl.int64)[None, :] * weight_stride + k[:, None]
+    """Tiles of the product in turn; those of a band of rows come first by rows, then by columns.
+
+    x and weight are tensor descriptors, which read 0 past the end.
+    """
     await_inputs(EARLY)
-    total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
-    for start in range(0, K, BLOCK_K):
-        if WHOLE_K:
-            a = tl.load(x, mask=live_rows, other=0.0)
-            b = tl.load(weight, mask=live_columns, other=0.0)
+    column_tiles = tl.cdiv(N, COLUMNS)
+    tiles = tl.cdiv(num_rows, ROWS) * column_tiles
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=PERSISTENT):
+        band = tile // (BAND * column_tiles) * BAND
+        height = tl.minimum(tl.cdiv(num_rows, ROWS) - band, BAND)
+        within = tile % (BAND * column_tiles)
+        first_row = (band + within % height) * ROWS
+        row = tl.maximum(tl.minimum(first_row, num_rows - ROWS), 0)  # TMA takes longer where a tile ends
+        column = within // height * COLUMNS
+        if SWAP:
+            total = tl.zeros((COLUMNS, ROWS), dtype=tl.float32)
+            for k in range(0, K, BLOCK_K):
+                total = dot(weight.load([column, k]), x.load([row, k]).T, total, INTERPRET)
+            total = total.T
         else:
-            left = K - start
-            a = tl.load(x, mask=live_rows & (k < left)[None, :], other=0.0)
-            b = tl.load(weight, mask=live_columns & (k < left)[:, None], other=0.0)
-        total = dot(a, b, total, INTERPRET)
-        x += BLOCK_K
-        weight += BLOCK_K
-    if bias_ptr is not None:
-        total += tl.load(bias_ptr + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
-    cells = rows.to(tl.int64)[:, None] * N + columns[None, :]
-    live = live_rows & live_columns
-    if residual_ptr is not None:
-        total += tl.load(residual_ptr + cells, mask=live, other=0.0).to(tl.float32)
-    tl.store(out_ptr + cells, total.to(out_ptr.dtype.element_ty), mask=live)
+            total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+            for k in range(0, K, BLOCK_K):
+                total = dot(x.load([row, k]), weight.load([column, k]).T, total, INTERPRET)
+        rows = row + tl.arange(0, ROWS)
+        columns = column + tl.arange(0, COLUMNS)
+        if bias_ptr is not None:
+            total += tl.load(bias_ptr + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
+        cells = rows.to(tl.int64)[:, None] * N + columns[None, :]
+        live = ((rows >= first_row) & (rows < num_rows))[:, None] & (columns < N)[None, :]
+        if residual_ptr is not None:
+            total += tl.load(residual_ptr + cells, mask=live, other=0.0).to(tl.float32)
+        tl.store(out_ptr + cells, total.to(out_ptr.dtype.element_ty), mask=live)
 
 
-def choose_tile(num_rows: int, n: int, dtype: torch.dtype) -> Tile:
-    """The largest tile, not half empty, of which there are enough to fill the device."""
+@lru_cache(maxsize=4096)
+def choose_tile(num_rows: int, n: int, dtype: torch.dtype, device: torch.device) -> Tile:
+    """The largest tile, not half empty, of which there are enough to fill the device; as deep as it fits."""
     if INTERPRET or dtype == torch.float32:
         return _PLAIN
-    tiles = _SMALL_TILES if num_rows <= 16 else _TILES
-    for tile in tiles:
-        programs = -(-num_rows // tile.rows) * -(-n // tile.columns)
-        if programs >= _PROGRAMS and tile.rows < 2 * max(num_rows, 64):
-            return tile
-    return tiles[-1]
+
+    def count(tile: Tile) -> int:
+        return -(-num_rows // tile.rows) * -(-n // tile.columns)
+
+    if num_rows <= 32:
+        return _fitted(_SMALL_TILES[num_rows > 16], device)
+    wide = _fitted(_PERSISTENT, device)
+    if num_rows > 64 and wide.stages >= 3 and count(wide) >= 3 * _PROGRAMS:
+        return wide
+    enough = (tile for tile in _TILES if count(tile) >= _PROGRAMS and tile.rows < 2 * num_rows)
+    return _fitted(next(enough, _TILES[-1]), device)
+
+
+def _fitted(tile: Tile, device: torch.device) -> Tile:
+    """The tile with as many of its stages as the device has shared memory for."""
+    stage = 2 * (tile.rows + tile.columns) * tile.k
+    rest = shared_memory(device) - 2048 - (tile.rows * tile.columns if tile.persistent else 0)
+    return tile._replace(stages=max(1, min(tile.stages, rest // stage)))
+
+
+def is_aligned(x: torch.Tensor) -> bool:
+    """Whether a tensor descriptor can describe rows x [T, K]: each starts at a multiple of 16 bytes."""
+    starts = x.data_ptr() % _ALIGNMENT == _row_stride(x) * x.element_size() % _ALIGNMENT == 0
+    return starts and x.stride(1) == 1
+
+
+def _row_stride(x: torch.Tensor) -> int:
+    return x.stride(0) if len(x) > 1 else x.shape[1]  # a single row's may be anything
+
+
+def _descriptor(x: torch.Tensor, block: list[int]) -> Any:
+    return TensorDescriptor(x, list(x.shape), [_row_stride(x), 1], block)
 
 
 def linear_triton(
@@ -109,29 +164,29 @@ def linear_triton(
     """`linear` by Triton; `tile` is for tests, which hold all of them against each other."""
     num_rows, k = x.shape
     n = weight.shape[0]
-    assert weight.shape[1] == k and x.stride(1) == weight.stride(1) == 1 and x.dtype == weight.dtype
+    assert weight.shape[1] == k and x.dtype == weight.dtype
     assert residual is None or (residual.is_contiguous() and residual.shape == (num_rows, n))
     out = x.new_empty(num_rows, n) if residual is None else residual
     if num_rows == 0:
         return out
-    tile = tile or choose_tile(num_rows, n, x.dtype)
+    tile = tile or choose_tile(num_rows, n, x.dtype, x.device)
+    programs = triton.cdiv(num_rows, tile.rows) * triton.cdiv(n, tile.columns)
     early = launch_early(x)
-    _linear_kernel[(triton.cdiv(num_rows, tile.rows) * triton.cdiv(n, tile.columns),)](
-        x,
-        weight,
+    _linear_kernel[(min(programs, multiprocessors(x.device)) if tile.persistent else programs,)](
+        _descriptor(x, [tile.rows, tile.k]),
+        _descriptor(weight, [tile.columns, tile.k]),
         bias,
         residual,
         out,
         num_rows,
         n,
         k,
-        x.stride(0),
-        weight.stride(0),
         ROWS=tile.rows,
         COLUMNS=tile.columns,
         BLOCK_K=tile.k,
         BAND=_BAND,
-        WHOLE_K=k % tile.k == 0,
+        SWAP=tile.swap,
+        PERSISTENT=tile.persistent,
         EARLY=early,
         launch_pdl=early,
         INTERPRET=INTERPRET,
@@ -167,3 +222,16 @@ def linear(
     and residual alone, bit by bit.
     """
     return (linear_triton if use_triton(x) or INTERPRET else linear_reference)(x, weight, bias, residual)
+
+
+def use_linear(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether `linear` is faster than cuBLAS for rows x [T, K], with how the kernels around it start.
+
+    In CUDA graphs only, since starting it costs the host 60 us more. Measured on an H200, so only for GPUs of
+    its generation.
+    """
+    if not (in_graph.get() and use_triton(x) and capability(x.device)[0] == 9 and x.element_size() == 2):
+        return False
+    rows, (n, k) = len(x), weight.shape
+    few = rows <= 32 or rows * n * k <= (_NARROW if n <= k else _WIDE)
+    return few and is_aligned(x) and is_aligned(weight)

@@ -9,6 +9,7 @@ import torch
 
 from nanovllm.kernels.compat import await_inputs, jit, launch_early, tl, triton
 
+_HEADS = 4  # query heads of a program: of 4,096 programs of one most find nothing to merge
 _MERGE_TILE = 8  # chunks merged at a time
 
 
@@ -23,34 +24,39 @@ def _decode_merge_kernel(
     HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr,
     CHUNK: tl.constexpr,
+    HEADS: tl.constexpr,
     MERGE_TILE: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """One program per (sequence, query head): the sum of its chunks, if there are several."""
-    row = tl.program_id(0).to(tl.int64) * Q_HEADS + tl.program_id(1)
-    live = tl.cdiv(tl.load(contexts_ptr + tl.program_id(0)), CHUNK)
+    """One program per (sequence, HEADS query heads): the sum of its chunks, if there are several."""
+    sequence = tl.program_id(0).to(tl.int64)
+    heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    live = tl.cdiv(tl.load(contexts_ptr + sequence), CHUNK)
     await_inputs(EARLY)
     if live <= 1:
         return
+    rows = sequence * Q_HEADS + heads
     dims = tl.arange(0, DIM)
-    acc = tl.zeros((DIM,), tl.float32)
-    total = 0.0
-    top = float("-inf")
+    cells = (heads < Q_HEADS)[:, None] & (dims < HEAD_DIM)[None, :]
+    acc = tl.zeros((HEADS, DIM), tl.float32)
+    total = tl.zeros((HEADS,), tl.float32)
+    top = tl.full((HEADS,), float("-inf"), tl.float32)
     for first in range(0, live, MERGE_TILE):
         members = first + tl.arange(0, MERGE_TILE)
-        logs = tl.load(log_ptr + row * chunks + members, mask=members < live, other=float("-inf"))
-        cells = (row * chunks + members)[:, None] * HEAD_DIM + dims[None, :]
-        mask = (members < live)[:, None] & (dims < HEAD_DIM)[None, :]
-        partial = tl.load(partial_ptr + cells, mask=mask, other=0.0)
-        new_top = tl.maximum(top, tl.max(logs, axis=0))
-        weights = tl.exp2(logs - new_top)
+        parts = rows[:, None] * chunks + members[None, :]  # [HEADS, MERGE_TILE]
+        present = (heads < Q_HEADS)[:, None] & (members < live)[None, :]
+        logs = tl.load(log_ptr + parts, mask=present, other=float("-inf"))
+        places = parts[:, :, None] * HEAD_DIM + dims[None, None, :]
+        mask = present[:, :, None] & cells[:, None, :]
+        partial = tl.load(partial_ptr + places, mask=mask, other=0.0)
+        new_top = tl.maximum(top, tl.max(logs, axis=1))
+        weights = tl.exp2(logs - new_top[:, None])
         decay = tl.exp2(top - new_top)
-        total = total * decay + tl.sum(weights, axis=0)
-        acc = acc * decay + tl.sum(weights[:, None] * partial, axis=0)
+        total = total * decay + tl.sum(weights, axis=1)
+        acc = acc * decay[:, None] + tl.sum(weights[:, :, None] * partial, axis=1)
         top = new_top
-    tl.store(
-        out_ptr + row * HEAD_DIM + dims, (acc / total).to(out_ptr.dtype.element_ty), mask=dims < HEAD_DIM
-    )
+    out = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + rows[:, None] * HEAD_DIM + dims[None, :], out, mask=cells)
 
 
 def merge_chunks(
@@ -64,7 +70,7 @@ def merge_chunks(
     """
     sequences, q_heads, chunks, head_dim = partial.shape
     early = launch_early(out)
-    _decode_merge_kernel[(sequences, q_heads)](
+    _decode_merge_kernel[(sequences, triton.cdiv(q_heads, _HEADS))](
         partial,
         logs,
         context_lens,
@@ -74,6 +80,7 @@ def merge_chunks(
         HEAD_DIM=head_dim,
         DIM=triton.next_power_of_2(head_dim),
         CHUNK=chunk,
+        HEADS=_HEADS,
         MERGE_TILE=_MERGE_TILE,
         EARLY=early,
         launch_pdl=early,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from nanovllm.kernels.compat import INTERPRET, jit, tl
+from nanovllm.kernels.compat import INTERPRET, capability, jit, tl
 
 # An FP8 cache reaches the kernels as int16: two neighbouring elements of a head in one word. Shared memory
 # hands out words in the layout that tensor cores want, but bytes one by one, at two thirds of the speed.
@@ -26,7 +26,7 @@ def dequantized(cells: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor
 
 def converts_fp8(device: torch.device) -> bool:
     """Whether the device has an instruction that turns FP8 into float16."""
-    return not INTERPRET and torch.cuda.get_device_capability(device) >= (8, 9)
+    return not INTERPRET and capability(device) >= (8, 9)
 
 
 @jit()

@@ -14,7 +14,7 @@ from nanovllm.distributed import TPGroup
 from nanovllm.kernels.activation import silu_and_mul
 from nanovllm.kernels.copied_sum import PendingSum
 from nanovllm.kernels.gemv import gemv, use_gemv
-from nanovllm.kernels.matmul import linear
+from nanovllm.kernels.matmul import linear, use_linear
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.weights import ShardId, WeightLayer, WeightShard, split_evenly
 
@@ -237,8 +237,8 @@ class RowParallelLinear(WeightLayer):
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return (self(x), residual), still to be added, or (their sum, None), in the residual's place."""
-        if self.adds and self.deterministic:
+        if not self.adds or (use_gemv(x) and not self.deterministic):
+            return self(x), residual
+        if self.deterministic or use_linear(x, self.weight):
             return linear(x, self.weight, None, residual), None
-        if self.adds and not use_gemv(x):
-            return residual.addmm_(x, self.weight.T), None
-        return self(x), residual
+        return residual.addmm_(x, self.weight.T), None

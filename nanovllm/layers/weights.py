@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from nanovllm.kernels.gemv import gemv, use_gemv
-from nanovllm.kernels.matmul import linear
+from nanovllm.kernels.matmul import linear, use_linear
 
 ShardId = str | int | None
 
@@ -72,9 +72,11 @@ class WeightLayer(nn.Module):
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
         """x [..., K] @ weight [N, K]^T + bias: how layers multiply where nothing is fused in."""
-        if self.deterministic:
+        if not self.deterministic and use_gemv(x):
+            return gemv(x, weight, bias)[0]
+        if self.deterministic or use_linear(x, weight):
             return linear(x.flatten(0, -2), weight, bias).unflatten(0, x.shape[:-1])
-        return gemv(x, weight, bias)[0] if use_gemv(x) else F.linear(x, weight, bias)
+        return F.linear(x, weight, bias)
 
     def weight_shards(self) -> Iterator[WeightShard]:
         """Yield what a checkpoint must hold for this layer."""

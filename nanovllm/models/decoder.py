@@ -13,6 +13,7 @@ from torch import nn
 from nanovllm.attention.base import AttentionBackend, AttentionMetadata
 from nanovllm.distributed import TPGroup
 from nanovllm.kernels.copied_sum import PendingSum
+from nanovllm.kernels.matmul import is_aligned
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.layernorm import RMSNorm
@@ -225,7 +226,8 @@ class DecoderForCausalLM(nn.Module):
     """A causal language model, or one rank's part of it. The loader must fill its weights before use.
 
     With `deterministic`, what a token gets does not depend on what else is in the step, to the last bit, as
-    far as `backend` keeps that. Raises ValueError when the model cannot be split over the group's ranks.
+    far as `backend` keeps that. Raises ValueError when the model cannot be split over the group's ranks, or
+    not be deterministic for its weights' sizes.
     """
 
     def __init__(
@@ -248,9 +250,15 @@ class DecoderForCausalLM(nn.Module):
         self.lm_head = ParallelLMHead(
             config.vocab_size, config.hidden_size, tp, tied_to, dtype=dtype, device=device
         )
-        for layer in self.modules():
+        for path, layer in self.named_modules():
             if isinstance(layer, WeightLayer):
                 layer.deterministic = deterministic
+                weight = layer.get_parameter("weight")
+                if deterministic and weight.dim() == 2 and not is_aligned(weight):
+                    raise ValueError(
+                        f"deterministic=True needs weights whose rows are multiples of 16 bytes; those of "
+                        f"{path} are {weight.shape[1]} numbers of {dtype}"
+                    )
         self.attention_layers: list[Attention] = [m for m in self.modules() if isinstance(m, Attention)]
 
     def fuse_norms(self) -> None:

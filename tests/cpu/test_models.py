@@ -97,6 +97,21 @@ def check_against_transformers(folder: Path) -> None:
         )
 
 
+def test_deterministic_needs_rows_of_whole_16_bytes(tmp_path: Path) -> None:
+    config = load_model_config(write_tiny_model(tmp_path, "qwen3", intermediate_size=90))
+    message = r"multiples of 16 bytes; those of model.layers.0.mlp.down_proj are 90 numbers of torch.float32"
+    with pytest.raises(ValueError, match=message):
+        DecoderForCausalLM(
+            config,
+            TPGroup(),
+            ReferenceBackend(),
+            128,
+            dtype=torch.float32,
+            device=torch.device("cpu"),
+            deterministic=True,
+        )
+
+
 @pytest.mark.parametrize("kv_heads", [8, 4, 2, 1])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families_and_gqa_ratios(tmp_path: Path, family: str, kv_heads: int) -> None:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+from contextvars import copy_context
 
 import kernel_cases as cases
 import pytest
 import torch
 from kernel_cases import BF16, F16, F32, FP8, Heads
 
+from nanovllm.kernels.compat import in_graph
 from nanovllm.kernels.decode_attention import paged_decode_attention, paged_decode_attention_reference
 from nanovllm.kernels.gemv import gemv_triton
-from nanovllm.kernels.matmul import linear
+from nanovllm.kernels.matmul import linear, use_linear
 from nanovllm.kernels.rotary import qk_norm_rope_store
 from nanovllm.kernels.sampling import sample
 
@@ -159,7 +161,7 @@ def test_slots_beyond_32_bits_of_elements() -> None:
 
 
 @pytest.mark.parametrize("rows", [0, 1, 3, 16, 17, 97, 130, 1000])
-@pytest.mark.parametrize(("n", "k"), [(70, 100), (1024, 2048), (33, 7)])
+@pytest.mark.parametrize(("n", "k"), [(70, 104), (1024, 2048), (33, 8)])
 @pytest.mark.parametrize(("dtype", "bias"), [(F32, False), (BF16, True)], ids=str)
 def test_linear(rows: int, n: int, k: int, dtype: torch.dtype, bias: bool) -> None:
     cases.check_linear(rows, n, k, dtype, GPU, bias=bias)
@@ -171,12 +173,30 @@ QWEN3_PRODUCTS += [(6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288)]  # 
 
 @pytest.mark.parametrize(
     ("n", "k", "dtype"),
-    [*((n, k, BF16) for n, k in QWEN3_PRODUCTS), (70, 100, BF16), (1024, 3072, F16), (1024, 3072, F32)],
+    [*((n, k, BF16) for n, k in QWEN3_PRODUCTS), (70, 104, BF16), (1024, 3072, F16), (1024, 3072, F32)],
 )
 def test_rows_of_a_product_are_independent(n: int, k: int, dtype: torch.dtype) -> None:
     counts = [1, 2, 3, 8, 16, 17, 64, 65, 97, 128, 129, 256, 512, 1000, 4096]
     tiles = (None,) if dtype == F32 else cases.TILES
     cases.check_linear_rows_are_independent(n, k, dtype, GPU, counts, tiles)
+
+
+def test_which_products_are_ours_by_default() -> None:
+    """Those of a few rows or little work, of whole 16 bytes, in a graph; on GPUs like the one measured."""
+    measured = torch.cuda.get_device_capability()[0] == 9
+
+    def ours(rows: int, n: int, k: int, dtype: torch.dtype = BF16) -> bool:
+        x, weight = (torch.empty(size, k, dtype=dtype, device=GPU) for size in (rows, n))
+        return use_linear(x, weight)
+
+    context = copy_context()
+    context.run(in_graph.set, True)
+    assert not ours(8, 1024, 1024)
+    for rows in (3, 16, 32, 64, 128):
+        assert context.run(ours, rows, 4096, 1024) == context.run(ours, rows, 1024, 2048) == measured
+    assert context.run(ours, 32, 24576, 4096) == context.run(ours, 256, 1024, 3072) == measured
+    assert not context.run(ours, 256, 6144, 1024) and not context.run(ours, 64, 24576, 4096)
+    assert not context.run(ours, 8, 1024, 1024, F32) and not context.run(ours, 8, 1024, 1028)
 
 
 def test_a_product_of_more_than_2_to_the_31_elements() -> None:
