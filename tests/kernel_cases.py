@@ -24,7 +24,20 @@ from nanovllm.kernels.decode_attention import (
     paged_decode_attention_triton,
 )
 from nanovllm.kernels.gemv import gemv_reference, gemv_triton
-from nanovllm.kernels.matmul import _PERSISTENT, _SMALL_TILES, _TILES, Tile, linear_reference, linear_triton
+from nanovllm.kernels.last_tokens import (
+    keep_tokens_reference,
+    keep_tokens_triton,
+    take_tokens_reference,
+    take_tokens_triton,
+)
+from nanovllm.kernels.matmul import (
+    _PERSISTENT,
+    _SMALL_TILES,
+    _TILES,
+    Tile,
+    linear_reference,
+    linear_triton,
+)
 from nanovllm.kernels.paged import converts_fp8, fp8_pair
 from nanovllm.kernels.prefill_attention import (
     paged_prefill_attention_reference,
@@ -197,7 +210,8 @@ def check_decode(contexts: Sequence[int], heads: Heads, device: str) -> None:
         assert_near(few, expected[one])
         loose = run(*inputs, contexts[row] + 700, scale, *scales, invariant=False)
         assert torch.equal(loose, few)
-    for rows, least in ((slice(2), 1024), (slice(None), 1)):  # few, and what counts as many with an FP8 cache
+    # Few, some, and what counts as many with an FP8 cache:
+    for rows, least in ((slice(2), 1024), (slice(8), 1024), (slice(None), 1)):
         inputs = (q[rows], cache.k, cache.v, cache.tables[rows], cache.contexts[rows])
         with mock.patch.object(decode_attention, "_MANY_PROGRAMS", least):
             out = run(*inputs, longest, scale, *scales, invariant=False)
@@ -403,6 +417,29 @@ def check_rms_norm(rows: int, n: int, dtype: torch.dtype, device: str) -> None:
         assert torch.equal(residual, kept)
         assert_near(total, x.double() + residual.double())
         assert_near(out, exact_rms_norm(total, weight, eps))
+
+
+# ---- the tokens drawn last ----
+
+
+def check_last_tokens(tokens: int, device: str) -> None:
+    """Kept by slot and taken from there, even if they are none."""
+    vocab, slots = 100, torch.randperm(tokens + 3, generator=torch.Generator().manual_seed(1)).to(device)
+    drawn = torch.arange(tokens, device=device) % vocab
+    drawn[::5] = -1
+    drawn[1::5] = 2**40
+    ids = torch.where(torch.arange(tokens, device=device) % 3 == 0, 7, -1)
+    expected = torch.where(ids < 0, drawn.clamp(0, vocab - 1), ids)
+    if device != "cpu":
+        torch.cuda.synchronize()  # slots count as an input of the step
+    for keep, take in (
+        (keep_tokens_triton, take_tokens_triton),
+        (keep_tokens_reference, take_tokens_reference),
+    ):
+        last = torch.full((tokens + 3,), 50, device=device)
+        keep(drawn, slots[:tokens], last)
+        assert torch.equal(last[slots[:tokens]], drawn) and (last[slots[tokens:]] == 50).all()
+        assert torch.equal(take(ids, slots[:tokens], last, vocab), expected)
 
 
 # ---- matrix products ----

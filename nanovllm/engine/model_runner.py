@@ -30,6 +30,7 @@ from nanovllm.engine.overlap import (
 from nanovllm.engine.shared_prefixes import SHARED_FIELDS, SharedPrefixFinder, SharedRows, pad_shared_prefixes
 from nanovllm.engine.staging import StagedFields, Staging, StepHandle, pad
 from nanovllm.kernels.decode_attention import HEAD_TILE, WIDE_TILE, SharedPrefixes, fits_wide_tile
+from nanovllm.kernels.last_tokens import keep_tokens, take_tokens
 from nanovllm.layers.sampler import Sampler, SamplingTensors
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import DecoderForCausalLM
@@ -276,9 +277,7 @@ class ModelRunner:
             else:
                 token_ids = self.sampler(logits, params)
             token_ids = self.tp.broadcast(token_ids)
-        # Neither a failed row's -1 nor what an aborted sum left may become an input of the step to come.
-        known = token_ids.clamp(0, self.model_config.vocab_size - 1)
-        self.last_token_ids[inputs["sample_slots"][:num_rows]] = known
+        keep_tokens(token_ids, inputs["sample_slots"][:num_rows], self.last_token_ids)
         return token_ids
 
     def run_model(self, batch: Batch, inputs: StagedFields) -> torch.Tensor:
@@ -291,8 +290,9 @@ class ModelRunner:
         return hidden if batch.is_decode else hidden[inputs["last_rows"]]
 
     def _forward(self, inputs: StagedFields, meta: AttentionMetadata) -> torch.Tensor:
-        token_ids = inputs["token_ids"]
-        token_ids = torch.where(token_ids < 0, self.last_token_ids[inputs["token_slots"]], token_ids)
+        # What is kept may be a failed row's -1 or what an aborted sum left: no token either.
+        ids, slots, vocab_size = inputs["token_ids"], inputs["token_slots"], self.model_config.vocab_size
+        token_ids = take_tokens(ids, slots, self.last_token_ids, vocab_size)
         return self.model(token_ids, inputs["positions"], meta)
 
     def _metadata(

@@ -27,7 +27,9 @@ from nanovllm.kernels.merge_chunks import merge_chunks
 from nanovllm.kernels.paged import FP8, as_words, attend_range, converts_fp8, dequantized, load_pages
 
 CHUNK = 512  # positions per partial result
-_FEW_ROWS_CHUNK = 128  # the same with few sequences, which chunks of 512 would not spread over the device
+# The same for batches of up to so many sequences, which chunks of 512 would not spread over the device:
+_SMALL_BATCHES = {FEW_ROWS: 128, 8: 256}
+_MERGED_HEADS = 4  # in a large batch: of 4,096 programs with one head most would find nothing to merge
 _LANES = 2  # chunks of a sequence at work at a time, or more in a small batch
 _PROGRAMS = 2048  # a batch is small if it has fewer programs than this
 _UNITS = 16  # units of sequences at work at a time
@@ -223,7 +225,9 @@ def paged_decode_attention_triton(
     sequences, q_heads, head_dim = q.shape
     few = not invariant and sequences <= FEW_ROWS and shared is None
     single = few and sequences == 1 and shared_memory(q.device) >= _MUCH_SHARED_MEMORY
-    chunk = _FEW_ROWS_CHUNK if few else CHUNK
+    chunk = CHUNK
+    if not invariant and shared is None:
+        chunk = next((size for most, size in _SMALL_BATCHES.items() if sequences <= most), CHUNK)
     page, kv_heads = k_cache.shape[1:3]
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     if sequences == 0:
@@ -297,7 +301,7 @@ def paged_decode_attention_triton(
         launch(len(shared.lens), shared.lens, shared, None)
         launch(sequences, context_lens, None, shared.skips)
     if several:
-        merge_chunks(partial, logs, context_lens, out, chunk)
+        merge_chunks(partial, logs, context_lens, out, chunk, _MERGED_HEADS if chunk == CHUNK else 1)
     return out
 
 

@@ -219,7 +219,7 @@ def linear(
 
     x: [T, K], weight: [N, K], bias: [N], all of one dtype; the last dimensions contiguous. residual: [T, N]
     contiguous; the result takes its place. As a kernel, a row of the result is a function of its rows of x
-    and residual alone, bit by bit.
+    and residual alone, bit by bit, and x and weight must be `is_aligned`.
     """
     return (linear_triton if use_triton(x) or INTERPRET else linear_reference)(x, weight, bias, residual)
 

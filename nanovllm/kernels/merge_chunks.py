@@ -9,7 +9,6 @@ import torch
 
 from nanovllm.kernels.compat import await_inputs, jit, launch_early, tl, triton
 
-_HEADS = 4  # query heads of a program: of 4,096 programs of one most find nothing to merge
 _MERGE_TILE = 8  # chunks merged at a time
 
 
@@ -60,17 +59,23 @@ def _decode_merge_kernel(
 
 
 def merge_chunks(
-    partial: torch.Tensor, logs: torch.Tensor, context_lens: torch.Tensor, out: torch.Tensor, chunk: int
+    partial: torch.Tensor,
+    logs: torch.Tensor,
+    context_lens: torch.Tensor,
+    out: torch.Tensor,
+    chunk: int,
+    heads: int,
 ) -> None:
     """Write to out [S, q_heads, head_dim] what rows of more than one chunk attended to; leave the others.
 
     partial: [S, q_heads, chunks, head_dim] float32, each chunk's own attention over `chunk` positions. logs:
     [S, q_heads, chunks] float32, log2 of its softmax sum. context_lens: [S] int32; what lies past a context
-    is not read. All contiguous. Launches only. The merge is flash-decoding's (Dao et al., 2023).
+    is not read. All contiguous. A program merges for `heads` query heads, which may decide bits. Launches
+    only. The merge is flash-decoding's (Dao et al., 2023).
     """
     sequences, q_heads, chunks, head_dim = partial.shape
     early = launch_early(out)
-    _decode_merge_kernel[(sequences, triton.cdiv(q_heads, _HEADS))](
+    _decode_merge_kernel[(sequences, triton.cdiv(q_heads, heads))](
         partial,
         logs,
         context_lens,
@@ -80,7 +85,7 @@ def merge_chunks(
         HEAD_DIM=head_dim,
         DIM=triton.next_power_of_2(head_dim),
         CHUNK=chunk,
-        HEADS=_HEADS,
+        HEADS=heads,
         MERGE_TILE=_MERGE_TILE,
         EARLY=early,
         launch_pdl=early,

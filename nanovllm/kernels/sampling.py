@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from nanovllm.kernels.compat import jit, tl, triton, use_triton
+from nanovllm.kernels.compat import await_inputs, jit, launch_early, tl, triton, use_triton
 
 BLOCK = 2048  # vocabulary entries per block: what is drawn depends on it, so it is the same for every batch
 _GREEDY_BELOW = 1e-5  # temperatures under this are 0: nothing but the largest logit has a chance
@@ -98,6 +98,7 @@ def _sample_block_kernel(
     LOG2_E: tl.constexpr,
     LEAST: tl.constexpr,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     """One program per (row, block): its largest logit, +inf where one is bad, and the sum of its weights.
 
@@ -106,8 +107,9 @@ def _sample_block_kernel(
     """
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
-    temperature = tl.load(temperatures_ptr + row)
     index = block * BLOCK + tl.arange(0, BLOCK)
+    await_inputs(EARLY)
+    temperature = tl.load(temperatures_ptr + row)
     x = tl.load(logits_ptr + row * logits_stride + index, mask=index < vocab, other=float("-inf"))
     x = x.to(tl.float32)
     x = tl.where(x < float("inf"), x, float("inf"))  # NaN too
@@ -139,6 +141,7 @@ def _sample_pick_kernel(
     BLOCK: tl.constexpr,
     BLOCKS_PADDED: tl.constexpr,
     LEAST_ID: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     """One program per row picks a block, then a token of it. A greedy row weighs its largest logit alone.
 
@@ -146,6 +149,7 @@ def _sample_pick_kernel(
     `own_blocks` whose logits are here.
     """
     row = tl.program_id(0).to(tl.int64)
+    await_inputs(EARLY)
     cells = row * 2 * blocks + tl.arange(0, BLOCKS_PADDED)
     known = tl.arange(0, BLOCKS_PADDED) < blocks
     tops = tl.load(tops_ptr + cells, mask=known, other=float("-inf"))
@@ -198,7 +202,9 @@ def sample_triton(
         assert vocab <= own * BLOCK
         tops = torch.zeros(rows, part.numbers, dtype=torch.float32, device=logits.device)
         out = torch.empty(rows, 1, dtype=torch.float32, device=logits.device)  # exact up to 2**24
+    early = launch_early(logits)
     constants = {"GREEDY_BELOW": _GREEDY_BELOW, "LOG2_E": _LOG2_E, "LEAST": _LEAST_FACTOR, "BLOCK": BLOCK}
+    constants |= {"EARLY": early, "launch_pdl": early}
     _sample_block_kernel[(rows, own)](
         logits, temperature, tops, logits.stride(0), vocab, first, blocks, **constants, num_warps=2
     )

@@ -138,6 +138,11 @@ def test_store(tokens: int, heads: Heads) -> None:
     cases.check_store(tokens, heads, CPU, fp8=True)
 
 
+@pytest.mark.parametrize("tokens", [0, 1, 97, 256, 1000])
+def test_last_tokens(tokens: int) -> None:
+    cases.check_last_tokens(tokens, CPU)
+
+
 @pytest.mark.parametrize("rows", [0, 1, 3, 16, 17, 97, 130])
 @pytest.mark.parametrize(("n", "k"), [(70, 104), (16, 64), (33, 8)])
 @pytest.mark.parametrize(("dtype", "bias"), [(F32, False), (BF16, True), (F16, False)], ids=str)

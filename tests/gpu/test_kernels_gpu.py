@@ -160,6 +160,11 @@ def test_slots_beyond_32_bits_of_elements() -> None:
     cases.assert_near(out[0, 1], value.double().mean(dim=(0, 1)))
 
 
+@pytest.mark.parametrize("tokens", [0, 1, 97, 256, 1000])
+def test_last_tokens(tokens: int) -> None:
+    cases.check_last_tokens(tokens, GPU)
+
+
 @pytest.mark.parametrize("rows", [0, 1, 3, 16, 17, 97, 130, 1000])
 @pytest.mark.parametrize(("n", "k"), [(70, 104), (1024, 2048), (33, 8)])
 @pytest.mark.parametrize(("dtype", "bias"), [(F32, False), (BF16, True)], ids=str)

@@ -1,0 +1,104 @@
+"""The tokens drawn last, kept on the device by slot: a step takes from there what the host has not seen yet.
+
+Owns no memory.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from nanovllm.kernels.compat import await_inputs, jit, launch_early, tl, triton, use_triton
+
+_BLOCK = 256
+
+
+@jit("ids_ptr", "slots_ptr", "num_tokens")
+def _take_tokens_kernel(
+    ids_ptr: tl.tensor,
+    slots_ptr: tl.tensor,
+    last_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    num_tokens: int,
+    vocab: int,
+    BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+) -> None:
+    """One program per BLOCK tokens."""
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    live = index < num_tokens
+    await_inputs(EARLY)
+    ids = tl.load(ids_ptr + index, mask=live, other=0)
+    slots = tl.load(slots_ptr + index, mask=live, other=0)
+    last = tl.load(last_ptr + slots, mask=live & (ids < 0), other=0)
+    last = tl.minimum(tl.maximum(last, 0), vocab - 1)
+    tl.store(out_ptr + index, tl.where(ids < 0, last, ids), mask=live)
+
+
+@jit("ids_ptr", "slots_ptr", "num_tokens")
+def _keep_tokens_kernel(
+    ids_ptr: tl.tensor,
+    slots_ptr: tl.tensor,
+    last_ptr: tl.tensor,
+    num_tokens: int,
+    BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+) -> None:
+    """One program per BLOCK tokens."""
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    live = index < num_tokens
+    slots = tl.load(slots_ptr + index, mask=live, other=0)
+    await_inputs(EARLY)
+    tl.store(last_ptr + slots, tl.load(ids_ptr + index, mask=live, other=0), mask=live)
+
+
+def take_tokens_triton(
+    token_ids: torch.Tensor, slots: torch.Tensor, last: torch.Tensor, vocab_size: int
+) -> torch.Tensor:
+    """`take_tokens` by Triton."""
+    num_tokens, early = len(token_ids), launch_early(token_ids)
+    out = torch.empty_like(token_ids)
+    if num_tokens:
+        _take_tokens_kernel[(triton.cdiv(num_tokens, _BLOCK),)](
+            token_ids, slots, last, out, num_tokens, vocab_size, BLOCK=_BLOCK, EARLY=early, launch_pdl=early
+        )
+    return out
+
+
+def keep_tokens_triton(token_ids: torch.Tensor, slots: torch.Tensor, last: torch.Tensor) -> None:
+    """`keep_tokens` by Triton."""
+    num_tokens, early = len(token_ids), launch_early(token_ids)
+    if num_tokens:
+        _keep_tokens_kernel[(triton.cdiv(num_tokens, _BLOCK),)](
+            token_ids, slots, last, num_tokens, BLOCK=_BLOCK, EARLY=early, launch_pdl=early
+        )
+
+
+def take_tokens_reference(
+    token_ids: torch.Tensor, slots: torch.Tensor, last: torch.Tensor, vocab_size: int
+) -> torch.Tensor:
+    """`take_tokens` in plain torch."""
+    return torch.where(token_ids < 0, last[slots].clamp(0, vocab_size - 1), token_ids)
+
+
+def keep_tokens_reference(token_ids: torch.Tensor, slots: torch.Tensor, last: torch.Tensor) -> None:
+    """`keep_tokens` in plain torch."""
+    last[slots] = token_ids
+
+
+def take_tokens(
+    token_ids: torch.Tensor, slots: torch.Tensor, last: torch.Tensor, vocab_size: int
+) -> torch.Tensor:
+    """Return token_ids [T] with last[slots] in the place of each negative one, all int64 and contiguous.
+
+    last: [number of slots]. Whatever it holds, what is taken is a token: 0 to vocab_size - 1.
+    """
+    run = take_tokens_triton if use_triton(token_ids) else take_tokens_reference
+    return run(token_ids, slots, last, vocab_size)
+
+
+def keep_tokens(token_ids: torch.Tensor, slots: torch.Tensor, last: torch.Tensor) -> None:
+    """last[slots] = token_ids [T], all int64 and contiguous. Which one a repeated slot keeps is open.
+
+    `slots` is an input of the step, which no kernel computed.
+    """
+    (keep_tokens_triton if use_triton(token_ids) else keep_tokens_reference)(token_ids, slots, last)
