@@ -31,7 +31,6 @@ from nanovllm.kernels.last_tokens import (
     take_tokens_triton,
 )
 from nanovllm.kernels.matmul import (
-    _PERSISTENT,
     _SMALL_TILES,
     _TILES,
     Tile,
@@ -444,7 +443,7 @@ def check_last_tokens(tokens: int, device: str) -> None:
 
 # ---- matrix products ----
 
-TILES = (None, _PERSISTENT, *_TILES, *_SMALL_TILES)  # None: the one that is chosen
+TILES = (None, *_TILES, *_SMALL_TILES)  # None: the one that is chosen
 
 
 def check_linear(rows: int, n: int, k: int, dtype: torch.dtype, device: str, *, bias: bool) -> None:

@@ -160,6 +160,7 @@ def test_rows_of_a_product_are_independent(dtype: torch.dtype) -> None:
 def test_tiles_of_products_fit_a_device(memory: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(matmul, "INTERPRET", False)
     monkeypatch.setattr(matmul, "shared_memory", lambda device: memory)
+    monkeypatch.setattr(matmul, "multiprocessors", lambda device: 132)
     chosen = set()
     for rows in [*range(1, 300), 1000, 16384]:
         for n in (1024, 4096, 6144, 24576, 151936):
@@ -167,9 +168,9 @@ def test_tiles_of_products_fit_a_device(memory: int, monkeypatch: pytest.MonkeyP
             staged = tile.rows * tile.columns if tile.persistent else 0
             assert 2 * (tile.rows + tile.columns) * tile.k * tile.stages + staged <= memory
             assert tile.stages >= 2 and (tile.rows < 2 * rows or rows <= 32)
-            chosen.add(tile[:2])
-    assert {tile[:2] for tile in (*matmul._TILES, *matmul._SMALL_TILES)} <= chosen
-    assert ((128, 256) in chosen) == (memory == 232_448)
+            chosen.add(tile[:3])
+    tiles = {tile[:3] for tile in (*matmul._TILES, *matmul._SMALL_TILES)}
+    assert tiles - chosen == (set() if memory == 232_448 else {(128, 256, 64)})
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
