@@ -35,18 +35,18 @@ def _decode_merge_kernel(
     if live <= 1:
         return
     rows = sequence * Q_HEADS + heads
+    exists = heads < Q_HEADS  # what stands for the others is finite
     dims = tl.arange(0, DIM)
-    cells = (heads < Q_HEADS)[:, None] & (dims < HEAD_DIM)[None, :]
     acc = tl.zeros((HEADS, DIM), tl.float32)
-    total = tl.zeros((HEADS,), tl.float32)
-    top = tl.full((HEADS,), float("-inf"), tl.float32)
+    total = tl.where(exists, 0.0, 1.0)
+    top = tl.where(exists, float("-inf"), 0.0)
     for first in range(0, live, MERGE_TILE):
         members = first + tl.arange(0, MERGE_TILE)
         parts = rows[:, None] * chunks + members[None, :]  # [HEADS, MERGE_TILE]
-        present = (heads < Q_HEADS)[:, None] & (members < live)[None, :]
+        present = exists[:, None] & (members < live)[None, :]
         logs = tl.load(log_ptr + parts, mask=present, other=float("-inf"))
         places = parts[:, :, None] * HEAD_DIM + dims[None, None, :]
-        mask = present[:, :, None] & cells[:, None, :]
+        mask = present[:, :, None] & (dims < HEAD_DIM)[None, None, :]
         partial = tl.load(partial_ptr + places, mask=mask, other=0.0)
         new_top = tl.maximum(top, tl.max(logs, axis=1))
         weights = tl.exp2(logs - new_top[:, None])
@@ -55,7 +55,8 @@ def _decode_merge_kernel(
         acc = acc * decay[:, None] + tl.sum(weights[:, :, None] * partial, axis=1)
         top = new_top
     out = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + rows[:, None] * HEAD_DIM + dims[None, :], out, mask=cells)
+    mask = exists[:, None] & (dims < HEAD_DIM)[None, :]
+    tl.store(out_ptr + rows[:, None] * HEAD_DIM + dims[None, :], out, mask=mask)
 
 
 def merge_chunks(
