@@ -223,11 +223,11 @@ def paged_decode_attention_triton(
     Without `invariant` the order in which a row's values are summed may depend on how many rows there are.
     """
     sequences, q_heads, head_dim = q.shape
-    few = not invariant and sequences <= FEW_ROWS and shared is None
-    single = few and sequences == 1 and shared_memory(q.device) >= _MUCH_SHARED_MEMORY
     chunk = CHUNK
     if not invariant and shared is None:
         chunk = next((size for most, size in _SMALL_BATCHES.items() if sequences <= most), CHUNK)
+    few = chunk == _SMALL_BATCHES[FEW_ROWS]
+    single = few and sequences == 1 and shared_memory(q.device) >= _MUCH_SHARED_MEMORY
     page, kv_heads = k_cache.shape[1:3]
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     if sequences == 0:

@@ -54,10 +54,8 @@ _TILES = (
     Tile(64, 64, 128, 4, cost=0.5, swap=True),
     Tile(64, 32, 256, 4, cost=0.36),
     Tile(64, 16, 256, 4, cost=0.33),
-)
-_SMALL_TILES = (  # up to as many rows
-    Tile(16, 64, 256, 4, cost=1, swap=True),
-    Tile(32, 64, 256, 4, cost=1, swap=True),
+    Tile(32, 64, 256, 4, cost=0.5, swap=True),
+    Tile(16, 64, 256, 4, cost=0.5, swap=True),
 )
 _PLAIN = Tile(32, 64, 32, 2, cost=1)  # the one tile where there are no tensor cores: for float32, interpreted
 _BAND = 8  # tiles of rows that are computed together, so that a tile of the weight is read once for all
@@ -125,14 +123,12 @@ def choose_tile(num_rows: int, n: int, dtype: torch.dtype, device: torch.device)
     """The tile, not half empty, by which a product should take least time; as deep as the device allows."""
     if INTERPRET or dtype == torch.float32:
         return _PLAIN
-    if num_rows <= 32:
-        return _fitted(_SMALL_TILES[num_rows > 16], device)
 
     def time(tile: Tile) -> float:
         tiles = -(-num_rows // tile.rows) * -(-n // tile.columns)
         return tile.cost * -(-tiles // (tile.fit * multiprocessors(device)))
 
-    tiles = [_fitted(tile, device) for tile in _TILES if tile.rows < 2 * num_rows]
+    tiles = [_fitted(tile, device) for tile in _TILES if tile.rows < 2 * max(num_rows, 16)]
     return min((tile for tile in tiles if tile.stages > 2 or not tile.persistent), key=time)
 
 

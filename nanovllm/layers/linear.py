@@ -13,8 +13,8 @@ import torch
 from nanovllm.distributed import TPGroup
 from nanovllm.kernels.activation import silu_and_mul
 from nanovllm.kernels.copied_sum import PendingSum
-from nanovllm.kernels.gemv import gemv, use_gemv
-from nanovllm.kernels.matmul import linear, use_linear
+from nanovllm.kernels.gemv import gemv
+from nanovllm.kernels.matmul import linear
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.weights import ShardId, WeightLayer, WeightShard, split_evenly
 
@@ -97,7 +97,7 @@ class _PackedColumnLinear(WeightLayer):
         be left to do: then the last is what to take that of.
         """
         if isinstance(x, torch.Tensor) and norm.tp.size == 1:
-            if use_gemv(x) and not self.deterministic:
+            if self._uses_gemv(x):
                 own, eps = None if self.has_norm else norm.weight, norm.eps
                 both = gemv(x, self.weight, self.bias, norm_weight=own, eps=eps, residual=residual, silu=silu)
                 return *both, None
@@ -237,8 +237,8 @@ class RowParallelLinear(WeightLayer):
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return (self(x), residual), still to be added, or (their sum, None), in the residual's place."""
-        if not self.adds or (use_gemv(x) and not self.deterministic):
+        if not self.adds or self._uses_gemv(x):
             return self(x), residual
-        if self.deterministic or use_linear(x, self.weight):
+        if self._uses_linear(x, self.weight):
             return linear(x, self.weight, None, residual), None
         return residual.addmm_(x, self.weight.T), None

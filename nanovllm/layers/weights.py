@@ -72,11 +72,17 @@ class WeightLayer(nn.Module):
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
         """x [..., K] @ weight [N, K]^T + bias: how layers multiply where nothing is fused in."""
-        if not self.deterministic and use_gemv(x):
+        if self._uses_gemv(x):
             return gemv(x, weight, bias)[0]
-        if self.deterministic or use_linear(x, weight):
+        if self._uses_linear(x, weight):
             return linear(x.flatten(0, -2), weight, bias).unflatten(0, x.shape[:-1])
         return F.linear(x, weight, bias)
+
+    def _uses_gemv(self, x: torch.Tensor) -> bool:
+        return not self.deterministic and use_gemv(x)
+
+    def _uses_linear(self, x: torch.Tensor, weight: torch.Tensor) -> bool:
+        return self.deterministic or use_linear(x, weight)
 
     def weight_shards(self) -> Iterator[WeightShard]:
         """Yield what a checkpoint must hold for this layer."""
