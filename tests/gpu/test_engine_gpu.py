@@ -160,8 +160,15 @@ def test_a_replayed_graph_writes_only_its_own_slots(model: Path, backend: str) -
             graphs, runner.graphs = runner.graphs, None
             runner.last_token_ids.copy_(last)
             eager_tokens = runner.run(batch).token_ids
+            runner.last_token_ids.copy_(last)
+            with torch.inference_mode():
+                inputs = runner.staging.send(runner.prepare_decode(batch, num_seqs, 4))
+                scores = runner.model.compute_logits(runner.run_model(batch, inputs)).float().cpu()
             runner.graphs = graphs
-            assert (graph_tokens == eager_tokens).mean() >= 0.95  # random K/V: a near tie may fall either way
+            # Products in a graph round otherwise than eager ones: a near tie may fall either way.
+            chosen = scores.gather(1, torch.from_numpy(graph_tokens)[:, None])[:, 0]
+            assert float((scores.amax(-1) - chosen).max()) < MAX_GAP
+            assert (graph_tokens != eager_tokens).sum() <= max(1, 0.05 * num_seqs)
 
 
 @pytest.mark.parametrize("seed", range(3))
