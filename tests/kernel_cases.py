@@ -14,7 +14,7 @@ from unittest import mock
 import torch
 
 from nanovllm.engine.shared_prefixes import find_shared_prefixes
-from nanovllm.kernels import decode_attention, sampling
+from nanovllm.kernels import activation, decode_attention, rotary, sampling
 from nanovllm.kernels.activation import silu_and_mul_reference, silu_and_mul_triton
 from nanovllm.kernels.compat import jit, tl
 from nanovllm.kernels.decode_attention import (
@@ -208,12 +208,21 @@ def check_decode(contexts: Sequence[int], heads: Heads, device: str) -> None:
         assert_near(few, expected[one])
         loose = run(*inputs, contexts[row] + 700, scale, *scales, invariant=False)
         assert torch.equal(loose, few)
-    # Few, some, and what counts as many with an FP8 cache:
-    for rows, least in ((slice(2), 1024), (slice(8), 1024), (slice(None), 1)):
-        inputs = (q[rows], cache.k, cache.v, cache.tables[rows], cache.contexts[rows])
-        with mock.patch.object(decode_attention, "_MANY_PROGRAMS", least):
+    # Few, some, and what counts as many, or as enough for long chunks, with an FP8 cache:
+    many, full, shorter = {"_MANY_PROGRAMS": 1}, {"_FULL_PROGRAMS": 1}, {"_FP8_CHUNK": 256}
+    most = len(contexts)
+    for rows, patched in (
+        (2, many),
+        (8, {}),
+        (most, {}),
+        (most, many),
+        (most, many | full),
+        (most, many | full | shorter),
+    ):
+        inputs = (q[:rows], cache.k, cache.v, cache.tables[:rows], cache.contexts[:rows])
+        with mock.patch.dict(vars(decode_attention), patched):
             out = run(*inputs, longest, scale, *scales, invariant=False)
-        assert_near(out, expected[rows])
+        assert_near(out, expected[:rows])
 
 
 def check_shared_prefixes(
@@ -548,8 +557,21 @@ def check_rope(
         for scaled, exact_out in zip(*outs, strict=True):
             assert_near(scaled, exact_out.double())
 
-    # In FP8: what the cache of q's dtype holds, quantised.
+    # In a large step a program does several tiles of heads, with the same bits.
     scale = torch.linspace(0.01, 0.02, kv_heads, device=device)
+    for cache_dtype, scales in ((dtype, {}), (torch.float8_e4m3fn, {"k_scale": scale, "v_scale": scale})):
+        outs = []
+        for many in (0, tokens):
+            shape = (tokens, 2, kv_heads, head_dim)
+            caches = [torch.zeros(shape, dtype=dtype, device=device).to(cache_dtype) for _ in "kv"]
+            given = arguments | scales | {"stream": stream}
+            with mock.patch.object(rotary, "_MANY_TOKENS", many):
+                q_out = qk_norm_rope_store_triton(q, k, v, positions, table, *caches, slots.int(), **given)
+            outs.append([x.view(torch.uint8) for x in (q_out, *caches)])
+        assert all(map(torch.equal, *outs))
+
+    # In FP8: what the cache of q's dtype holds, quantised.
+    caches = [torch.zeros(tokens, 2, kv_heads, head_dim, dtype=dtype, device=device) for _ in "kv"]
     caches = [torch.zeros_like(cache, dtype=torch.float8_e4m3fn) for cache in caches]
     for store in STORES:
         plain = [torch.zeros(tokens, 2, kv_heads, head_dim, dtype=dtype, device=device) for _ in "kv"]
@@ -567,6 +589,9 @@ def check_silu(rows: int, n: int, dtype: torch.dtype, device: str) -> None:
     gate, up = (x.double() * scale).chunk(2, dim=-1)
     for silu in (silu_and_mul_triton, silu_and_mul_reference):
         assert_near(silu(x, stream, 1e-6), gate * torch.sigmoid(gate) * up)
+    with mock.patch.object(activation, "_MANY_ROWS", 0):
+        many = silu_and_mul_triton(x, stream, 1e-6)
+    assert torch.equal(many, silu_and_mul_triton(x, stream, 1e-6))
     x[0, 0], x[-1, n - 1] = 60.0, -60.0
     gate, up = x[:, :n].double(), x[:, n:].double()
     for silu in (silu_and_mul_triton, silu_and_mul_reference):

@@ -9,6 +9,7 @@ from nanovllm.kernels.compat import await_inputs, jit, launch_early, tl, triton,
 from nanovllm.kernels.rms_norm import inverse_rms, inverse_rms_reference
 
 _BLOCK = 1024
+_MANY_ROWS = 2048
 
 
 @jit()
@@ -57,7 +58,9 @@ def silu_and_mul_triton(
     assert x.stride(1) == 1
     size = 1 if stream is None else stream.shape[1]
     assert stream is None or stream.is_contiguous()
-    block = _BLOCK if size <= 2 * _BLOCK else 4 * _BLOCK  # fewer programs where each reads a long row
+    # Each program reads its row of the stream: fewer of them where that is long, or where rows abound.
+    fewer = size > 2 * _BLOCK or (stream is not None and rows > _MANY_ROWS)
+    block = 4 * _BLOCK if fewer else _BLOCK
     early = launch_early(x)
     _silu_and_mul_kernel[(rows, triton.cdiv(n, block))](
         x,

@@ -29,6 +29,8 @@ from nanovllm.kernels.paged import FP8, as_words, attend_range, converts_fp8, de
 CHUNK = 512  # positions per partial result
 # The same for batches of up to so many sequences, which chunks of 512 would not spread over the device:
 _SMALL_BATCHES = {FEW_ROWS: 128, 8: 256}
+_FP8_CHUNK = 2048  # with an FP8 cache and programs enough to fill the device again and again
+_FULL_PROGRAMS = 1600  # by how many they do, each with a single warp
 _MERGED_HEADS = 4  # in a large batch: of 4,096 programs with one head most would find nothing to merge
 _LANES = 2  # chunks of a sequence at work at a time, or more in a small batch
 _PROGRAMS = 2048  # a batch is small if it has fewer programs than this
@@ -223,24 +225,27 @@ def paged_decode_attention_triton(
     Without `invariant` the order in which a row's values are summed may depend on how many rows there are.
     """
     sequences, q_heads, head_dim = q.shape
+    page, kv_heads = k_cache.shape[1:3]
+    group = q_heads // kv_heads
+    fp8 = k_cache.dtype == FP8
+    dim = max(32 if fp8 else 16, triton.next_power_of_2(head_dim))
     chunk = CHUNK
     if not invariant and shared is None:
         chunk = next((size for most, size in _SMALL_BATCHES.items() if sequences <= most), CHUNK)
+        full = sequences * kv_heads * triton.cdiv(group, HEAD_TILE) >= _FULL_PROGRAMS
+        if full and fp8 and dim <= 128:
+            chunk = _FP8_CHUNK
     few = chunk == _SMALL_BATCHES[FEW_ROWS]
     single = few and sequences == 1 and shared_memory(q.device) >= _MUCH_SHARED_MEMORY
-    page, kv_heads = k_cache.shape[1:3]
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     if sequences == 0:
         return out
     assert k_cache.is_contiguous() and v_cache.is_contiguous()
     assert q.stride(2) == 1 and block_tables.stride(1) == 1
-    fp8 = k_cache.dtype == FP8
-    dim = max(32 if fp8 else 16, triton.next_power_of_2(head_dim))
     chunks = max(1, triton.cdiv(max_context_len, chunk))
     several = chunks > 1
     partial = q.new_empty((sequences, q_heads, chunks, head_dim) if several else 1, dtype=torch.float32)
     logs = q.new_empty((sequences, q_heads, chunks) if several else 1, dtype=torch.float32)
-    group = q_heads // kv_heads
     block_n = _block_n(dim, k_cache.element_size())
     if single:
         block_n = min(chunk, 2 * block_n)
@@ -301,7 +306,7 @@ def paged_decode_attention_triton(
         launch(len(shared.lens), shared.lens, shared, None)
         launch(sequences, context_lens, None, shared.skips)
     if several:
-        merge_chunks(partial, logs, context_lens, out, chunk, _MERGED_HEADS if chunk == CHUNK else 1)
+        merge_chunks(partial, logs, context_lens, out, chunk, _MERGED_HEADS if chunk >= CHUNK else 1)
     return out
 
 

@@ -135,18 +135,19 @@ def attend_tile(
     if FP8:
         even, odd = fp8_pair(k, CONVERTS)
         scores = dot(q, tl.trans(even), scores, INTERPRET)
-        scores = dot(q_odd, tl.trans(odd), scores, INTERPRET) * scale_log2
+        scores = dot(q_odd, tl.trans(odd), scores, INTERPRET)
     else:
-        scores = dot(q, tl.trans(k), scores, INTERPRET) * scale_log2
-    # Masking leaves the exponent's arithmetic alone, so that a row has the same bits in either kind of tile:
-    # `scores - new_top` is contracted with the product above, and a mask in between would prevent that.
+        scores = dot(q, tl.trans(k), scores, INTERPRET)
+    # The factor is positive, so the top score times it is the top of the scores times it, bit by bit; product
+    # and difference are one instruction. Masking comes after both: in between it would part them, and a row
+    # would not have the same bits in either kind of tile.
     if MASKED:
         seen = positions[None, :] <= last[:, None]
-        new_top = tl.maximum(top, tl.max(tl.where(seen, scores, float("-inf")), axis=1))
-        weights = tl.where(seen, tl.exp2(scores - new_top[:, None]), 0.0)
+        new_top = tl.maximum(top, tl.max(tl.where(seen, scores, float("-inf")), axis=1) * scale_log2)
+        weights = tl.where(seen, tl.exp2(scores * scale_log2 - new_top[:, None]), 0.0)
     else:
-        new_top = tl.maximum(top, tl.max(scores, axis=1))
-        weights = tl.exp2(scores - new_top[:, None])
+        new_top = tl.maximum(top, tl.max(scores, axis=1) * scale_log2)
+        weights = tl.exp2(scores * scale_log2 - new_top[:, None])
     decay = tl.exp2(top - new_top)
     total = total * decay + tl.sum(weights, axis=1)
     v = tl.load(v_ptr + cells, mask=readable, other=0)

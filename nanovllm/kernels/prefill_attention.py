@@ -10,7 +10,7 @@ import math
 import torch
 import torch.nn.functional as F
 
-from nanovllm.kernels.compat import INTERPRET, jit, tl, triton, use_triton
+from nanovllm.kernels.compat import INTERPRET, jit, shared_memory, tl, triton, use_triton
 from nanovllm.kernels.paged import FP8, as_words, attend_range, converts_fp8, dequantized, load_pages
 
 
@@ -145,14 +145,16 @@ def _prefill_kernel(
     tl.store(out_ptrs, (acc / total[:, None] * v_scale).to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def _tile_shape(dim: int, element_size: int) -> tuple[int, int, int]:
-    """(BLOCK_M, BLOCK_N, num_warps) for heads padded to `dim`, as large as registers and shared memory
-    allow."""
+def _tile_shape(dim: int, element_size: int, fp8: bool) -> tuple[int, int, int, int | None]:
+    """(BLOCK_M, BLOCK_N, num_stages, maxnreg) for heads padded to `dim`: two programs or more share a
+    multiprocessor of an H200, so that one computes while another waits or begins."""
     if element_size == 4:  # no tensor cores at full precision
-        return (32, 16, 4) if dim <= 128 else (16, 16, 4)
-    if dim <= 64:
-        return 128, 64, 4
-    return (128, 64, 8) if dim == 128 else (64, 64, 8)
+        return 32 if dim <= 128 else 16, 16, 3, None
+    if dim > 128:
+        return 64, 64 if fp8 else 32, 2, None
+    if fp8:
+        return 64, 64, 3, 168 if dim > 64 else None
+    return 64, 64, 3, None if dim > 64 else 128
 
 
 def paged_prefill_attention_triton(
@@ -177,7 +179,9 @@ def paged_prefill_attention_triton(
     assert q.stride(2) == 1 and block_tables.stride(1) == 1
     fp8 = k_cache.dtype == FP8
     dim = max(32 if fp8 else 16, triton.next_power_of_2(head_dim))
-    block_m, block_n, num_warps = _tile_shape(dim, q.element_size())
+    block_m, block_n, num_stages, maxnreg = _tile_shape(dim, q.element_size(), fp8)
+    stage = 2 * block_n * dim * k_cache.element_size()
+    room = shared_memory(q.device) - block_m * dim * q.element_size()
     _prefill_kernel[(triton.cdiv(max_seqlen_q, block_m), len(context_lens), q_heads)](
         q,
         as_words(k_cache),
@@ -202,8 +206,9 @@ def paged_prefill_attention_triton(
         FP8=fp8,
         CONVERTS=fp8 and converts_fp8(q.device),
         INTERPRET=INTERPRET,
-        num_warps=num_warps,
-        num_stages=3,
+        num_warps=4,
+        num_stages=max(1, min(num_stages, room // stage)),
+        maxnreg=maxnreg,
     )
     return out
 
