@@ -29,6 +29,7 @@ class AttentionMetadata:
     context_lens: torch.Tensor  # [S] cached + new tokens
     block_tables: torch.Tensor  # [S, W] padded with -1
     is_decode: bool  # every sequence brings exactly one new token
+    wanted_rows: torch.Tensor | None = None  # [n] of the T rows those that logits are made from; None: all
     shared: SharedPrefixes | None = None  # what sequences of a decode step have in common, to be read once
     halves: tuple[AttentionMetadata, AttentionMetadata] | None = (
         None  # the same tokens in two parts, in order

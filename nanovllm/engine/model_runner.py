@@ -286,8 +286,7 @@ class ModelRunner:
         meta = self._metadata(inputs, batch.is_decode, max_seqlen_q, max_seqlen_k)
         if overlaps(batch, self.tp.size):
             meta = replace(meta, halves=halves_metadata(batch, inputs, meta))
-        hidden = self._forward(inputs, meta)
-        return hidden if batch.is_decode else hidden[inputs["last_rows"]]
+        return self._forward(inputs, meta)
 
     def _forward(self, inputs: StagedFields, meta: AttentionMetadata) -> torch.Tensor:
         # What is kept may be a failed row's -1 or what an aborted sum left: no token either.
@@ -310,6 +309,7 @@ class ModelRunner:
             context_lens=inputs["context_lens"],
             block_tables=inputs["block_tables"],
             is_decode=is_decode,
+            wanted_rows=inputs.get("last_rows"),
             shared=shared,
         )
 

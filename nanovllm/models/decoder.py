@@ -74,15 +74,15 @@ class DecoderAttention(nn.Module):
         self.rotary = rotary
         self.attn = Attention(self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads, head_dim, backend)
 
-    def forward(
+    def attend(
         self,
         norm: RMSNorm,
         x: torch.Tensor | PendingSum,
         residual: torch.Tensor | None,
         positions: torch.Tensor,
         meta: AttentionMetadata,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return (this part for norm(x + residual), x + residual), or (the sum of the two, None)."""
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what o_proj takes, [T, own heads * head_dim], and x + residual."""
         qkv, residual, stream = self.qkv_proj.after_norm(norm, x, residual)
         q, k, v = qkv.split(self.qkv_proj.output_sizes, dim=-1)
         q, k, v = (part.unflatten(-1, (-1, self.attn.head_dim)) for part in (q, k, v))  # [T, heads, head_dim]
@@ -104,7 +104,23 @@ class DecoderAttention(nn.Module):
             cache.v_scale,
             stream,
         )
-        return self.o_proj.add_to(residual, self.attn(q, meta).flatten(1))
+        return self.attn(q, meta).flatten(1), residual
+
+    def forward(
+        self,
+        norm: RMSNorm,
+        x: torch.Tensor | PendingSum,
+        residual: torch.Tensor | None,
+        positions: torch.Tensor,
+        meta: AttentionMetadata,
+        rows: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return (this part for norm(x + residual), x + residual), or (the sum of the two, None); of `rows`
+        only, where given."""
+        attended, residual = self.attend(norm, x, residual, positions, meta)
+        if rows is not None:
+            attended, residual = attended[rows], residual[rows]
+        return self.o_proj.add_to(residual, attended)
 
 
 class DecoderMLP(nn.Module):
@@ -149,13 +165,18 @@ class DecoderLayer(nn.Module):
         self.mlp = DecoderMLP(config, tp, dtype=dtype, device=device)
 
     def forward(
-        self, positions: torch.Tensor, x: torch.Tensor, residual: torch.Tensor | None, meta: AttentionMetadata
+        self,
+        positions: torch.Tensor,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        meta: AttentionMetadata,
+        rows: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """x is this rank's part of what the last layer adds to `residual`, the sum up to it; [T, hidden].
 
-        Without a residual x is the whole sum.
+        Without a residual x is the whole sum. With `rows` they alone are returned, all having been attended.
         """
-        x, residual = self.self_attn(self.input_layernorm, x, residual, positions, meta)
+        x, residual = self.self_attn(self.input_layernorm, x, residual, positions, meta, rows)
         return self.mlp(self.post_attention_layernorm, x, residual)
 
 
@@ -187,10 +208,11 @@ class DecoderModel(nn.Module):
         self, input_ids: torch.Tensor, positions: torch.Tensor, meta: AttentionMetadata
     ) -> torch.Tensor:
         if meta.halves is not None:
-            return self._forward_halves(input_ids, positions, meta.halves)
+            return self._forward_halves(input_ids, positions, meta.halves, meta.wanted_rows)
         x, residual = self.embed_tokens(input_ids), None
+        last = self.layers[-1]
         for layer in self.layers:
-            x, residual = layer(positions, x, residual, meta)
+            x, residual = layer(positions, x, residual, meta, meta.wanted_rows if layer is last else None)
         hidden: torch.Tensor = self.norm(x, residual)[0]
         return hidden
 
@@ -199,6 +221,7 @@ class DecoderModel(nn.Module):
         input_ids: torch.Tensor,
         positions: torch.Tensor,
         halves: tuple[AttentionMetadata, AttentionMetadata],
+        rows: torch.Tensor | None,
     ) -> torch.Tensor:
         """As `forward`, with the sums over the ranks of one half of the tokens behind the other's products.
 
@@ -209,7 +232,8 @@ class DecoderModel(nn.Module):
         places = list(zip(positions.split(lens), halves, strict=True))
         xs: list[torch.Tensor | PendingSum] = [self.embed_tokens(ids) for ids in input_ids.split(lens)]
         residuals: list[torch.Tensor | None] = [None, None]
-        for layer in self.layers:
+        *layers, last = self.layers
+        for layer in layers:
             assert isinstance(layer, DecoderLayer)
             for half, (at, meta) in enumerate(places):
                 part, residuals[half] = layer.self_attn(
@@ -219,7 +243,16 @@ class DecoderModel(nn.Module):
             for half in range(2):
                 part, residuals[half] = layer.mlp(layer.post_attention_layernorm, xs[half], residuals[half])
                 xs[half] = self.tp.start_sum(part)
-        return torch.cat([self.norm(x, residual)[0] for x, residual in zip(xs, residuals, strict=True)])
+        assert isinstance(last, DecoderLayer)
+        attended = [
+            last.self_attn.attend(last.input_layernorm, x, residual, at, meta)
+            for x, residual, (at, meta) in zip(xs, residuals, places, strict=True)
+        ]
+        parts = [torch.cat(both) for both in zip(*attended, strict=True)]
+        both, total = parts if rows is None else [part[rows] for part in parts]
+        x, residual = last.self_attn.o_proj.add_to(total, both)
+        hidden: torch.Tensor = self.norm(*last.mlp(last.post_attention_layernorm, x, residual))[0]
+        return hidden
 
 
 class DecoderForCausalLM(nn.Module):
@@ -282,7 +315,8 @@ class DecoderForCausalLM(nn.Module):
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, meta: AttentionMetadata
     ) -> torch.Tensor:
-        """input_ids [T], positions [T] -> hidden states [T, hidden_size] after the final norm."""
+        """input_ids [T], positions [T] -> hidden states [T, hidden_size] after the final norm; of the
+        metadata's wanted rows only, where it names any."""
         hidden: torch.Tensor = self.model(input_ids, positions, meta)
         return hidden
 

@@ -52,8 +52,11 @@ def load(folder: Path, tp: TPGroup | None = None, max_model_len: int = 128) -> D
 
 
 @torch.inference_mode()
-def forward(model: DecoderForCausalLM, token_ids: list[int], start: int = 0) -> torch.Tensor:
-    """Logits [len(token_ids), vocab] of a sequence's tokens from position `start` on; its past is cached."""
+def forward(
+    model: DecoderForCausalLM, token_ids: list[int], start: int = 0, wanted: list[int] | None = None
+) -> torch.Tensor:
+    """Logits [len(token_ids), vocab] of a sequence's tokens from position `start` on, or of the wanted ones;
+    its past is cached."""
     end = start + len(token_ids)
     positions = torch.arange(start, end, dtype=torch.int32)
     meta = AttentionMetadata(
@@ -65,6 +68,7 @@ def forward(model: DecoderForCausalLM, token_ids: list[int], start: int = 0) -> 
         context_lens=torch.tensor([end], dtype=torch.int32),
         block_tables=torch.arange(-(-end // BLOCK_SIZE), dtype=torch.int32)[None],
         is_decode=len(token_ids) == 1,
+        wanted_rows=None if wanted is None else torch.tensor(wanted, dtype=torch.int32),
     )
     logits = model.compute_logits(model(torch.tensor(token_ids), positions, meta))
     assert logits is not None
@@ -92,9 +96,25 @@ def check_against_transformers(folder: Path) -> None:
         for layer in model.modules():
             if isinstance(layer, WeightLayer):
                 layer.deterministic = deterministic
+        expected = transformers_logits(folder, PROMPT)
+        torch.testing.assert_close(forward(model, PROMPT), expected, atol=1e-4, rtol=1e-4)
+        wanted = [2, len(PROMPT) - 1]
         torch.testing.assert_close(
-            forward(model, PROMPT), transformers_logits(folder, PROMPT), atol=1e-4, rtol=1e-4
+            forward(model, PROMPT, wanted=wanted), expected[wanted], atol=1e-4, rtol=1e-4
         )
+
+
+def test_the_last_layer_stops_at_what_is_wanted(tmp_path: Path) -> None:
+    """Past its attention; all layers before it, and its keys and values, are of all tokens."""
+    model = load(write_tiny_model(tmp_path, "qwen3"))
+    rows: list[int] = []
+    for layer in model.model.layers:
+        layer.mlp.down_proj.register_forward_hook(lambda _, args, __: rows.append(len(args[0])))
+    logits = forward(model, PROMPT, wanted=[len(PROMPT) - 1])
+    assert rows == [len(PROMPT)] * (len(model.model.layers) - 1) + [1]
+    assert torch.equal(logits.argmax(-1), forward(model, PROMPT)[-1:].argmax(-1))
+    stored = [layer.k_cache.flatten(0, 1)[: len(PROMPT)] for layer in model.attention_layers]
+    assert all(cells.isfinite().all() for cells in stored)
 
 
 def test_deterministic_needs_rows_of_whole_16_bytes(tmp_path: Path) -> None:
