@@ -21,14 +21,14 @@ from nanovllm.config import Config
 from nanovllm.device import Device
 from nanovllm.distributed import Rendezvous, TPGroup
 from nanovllm.engine.batch import Batch
-from nanovllm.engine.interrupts import HeldInterrupts
+from nanovllm.engine.interrupts import HeldInterrupts, no_full_collections
 from nanovllm.engine.memory import check_weights_fit, fit_kv_cache
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.progress import Progress
 from nanovllm.engine.prompts import (
     Prompt,
     PromptLike,
-    check_token_ids,
+    pack_token_ids,
     parse_prompt,
     parse_prompts,
     parse_sampling_params,
@@ -167,6 +167,7 @@ class LLMEngine:
 
     # -- all at once -------------------------------------------------------------------------------------
 
+    @no_full_collections()
     def generate(
         self,
         prompts: PromptLike | SequenceOf[PromptLike],
@@ -240,15 +241,15 @@ class LLMEngine:
         sequences = []
         all_ids = self._tokenize(prompts, where)
         for index, (token_ids, param) in enumerate(zip(all_ids, params, strict=True)):
-            ids = check_token_ids(token_ids, self.model_config.vocab_size, where[index])
-            check_token_ids(
+            packed = pack_token_ids(token_ids, self.model_config.vocab_size, where[index])
+            pack_token_ids(
                 list(param.stop_token_ids), self.model_config.vocab_size, f"{where[index]} stop_token_ids"
             )
             seq_id = self._num_requests + index
             stop_ids = frozenset(param.stop_token_ids)
             if not param.ignore_eos:
                 stop_ids |= frozenset(self.model_config.eos_token_ids)
-            seq = Sequence(seq_id, token_ids, param, self._seed(seq_id, param), stop_ids, ids.tobytes())
+            seq = Sequence(seq_id, token_ids, param, self._seed(seq_id, param), stop_ids, packed)
             try:
                 self._scheduler.check_fits(seq)
             except ValueError as error:

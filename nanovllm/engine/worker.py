@@ -8,6 +8,7 @@ Owns the processes, the channel to them and the watch over them, and leaves noth
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -107,6 +108,7 @@ def loop(setup: RankSetup, reader: ChannelReader, replies: Connection) -> None:
         result = None
         if method == "load":
             runner = setup.load(device, setup.meet(device, Rendezvous(setup.port)))
+            gc.freeze()  # what is here by now stays: no full collection while all ranks wait
         elif runner is not None:
             result = getattr(runner, method)(*args)
         if method == "exit":

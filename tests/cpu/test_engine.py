@@ -21,6 +21,7 @@ from nanovllm import LLM, EngineClosedError, KVCacheMemoryError, SamplingParams
 from nanovllm.attention import triton
 from nanovllm.engine import shared_prefixes
 from nanovllm.engine.batch import Batch
+from nanovllm.engine.staging import StepHandle
 from nanovllm.errors import ModelLoadError
 from nanovllm.kernels.compat import INTERPRET
 from nanovllm.kernels.decode_attention import WIDE_TILE
@@ -384,6 +385,30 @@ def test_ctrl_c_in_generate(model: Path, prompts: list, expected: list) -> None:
             timer.join()
             assert llm.is_finished() and llm.num_free_blocks == 40
             assert tokens(llm.generate(prompts, GREEDY, use_tqdm=False)) == expected
+
+
+def test_full_collections_wait_for_generate(
+    model: Path, prompts: list, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And no longer: not for one that fails, and not for `step`."""
+    before, seen = gc.get_threshold(), []
+    with make_tiny(model) as llm:
+        launch = llm._runner.launch
+
+        def recorded(batch: Batch) -> StepHandle:
+            seen.append(gc.get_threshold()[2])
+            if len(seen) == 3:
+                raise ZeroDivisionError
+            return launch(batch)
+
+        monkeypatch.setattr(llm._runner, "launch", recorded)
+        with pytest.raises(ZeroDivisionError):
+            llm.generate(prompts, GREEDY, use_tqdm=False)
+        assert gc.get_threshold() == before
+        assert min(seen) > 10**6 > before[2]
+        llm.add_request(prompts[0], GREEDY)
+        llm.step()
+        assert seen[3] == before[2]
 
 
 def test_close_del_and_a_second_engine(model: Path, prompts: list, expected: list) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
@@ -9,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from nanovllm.engine.interrupts import HeldInterrupts
+from nanovllm.engine.interrupts import HeldInterrupts, no_full_collections
 
 
 def interrupt() -> None:
@@ -82,3 +83,23 @@ def test_other_threads_change_nothing() -> None:
     thread.start()
     thread.join()
     assert handlers == [signal.getsignal(signal.SIGINT)]
+
+
+def test_full_collections_are_put_off() -> None:
+    """And only those; whatever ends the block, and in whatever order several do."""
+    before = gc.get_threshold()
+    first = no_full_collections()
+    with pytest.raises(ZeroDivisionError), no_full_collections():  # noqa: PT012
+        held = gc.get_threshold()
+        with no_full_collections():
+            assert gc.get_threshold() == held
+        1 / 0  # noqa: B018
+    assert held[:2] == before[:2]
+    assert held[2] > 10**6 > before[2]
+    assert gc.get_threshold() == before
+    with first:
+        second = no_full_collections()
+        second.__enter__()
+    assert gc.get_threshold() == before
+    second.__exit__(None, None, None)
+    assert gc.get_threshold() == before
