@@ -11,11 +11,7 @@ from nanovllm.kernels.paged import FP8
 from nanovllm.kernels.rms_norm import inverse_rms, inverse_rms_reference, rms_norm_reference
 
 _FP8_MAX = 448.0
-_KV_TILE = 2  # KV heads at a time, with all their query heads
-_MANY_TOKENS = (
-    2048  # enough to fill the device with programs that do several such tiles each, one after another:
-)
-_MANY_TILES = 4
+_KV_TILE = 2  # KV heads per program, with all their query heads
 
 
 @jit()
@@ -98,7 +94,6 @@ def _qk_norm_rope_store_kernel(
     Q_HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     KV_TILE: tl.constexpr,
-    TILES: tl.constexpr,
     Q_TILE_PADDED: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HALF_PADDED: tl.constexpr,
@@ -110,65 +105,62 @@ def _qk_norm_rope_store_kernel(
     EARLY: tl.constexpr,
     INTERPRET: tl.constexpr,
 ) -> None:
-    """One program per (token, TILES times KV_TILE KV heads and their query heads): no row's bits depend on
-    another's, nor on TILES."""
+    """One program per (token, KV_TILE KV heads and their query heads): no row's bits depend on another's."""
     HALF: tl.constexpr = HEAD_DIM // 2
     Q_TILE: tl.constexpr = Q_HEADS // KV_HEADS * KV_TILE
     token = tl.program_id(0).to(tl.int64)
+    tile = tl.program_id(1)
     members = tl.arange(0, Q_TILE_PADDED)[:, None]
+    heads = tile * Q_TILE + members
+    live = (members < Q_TILE) & (heads < Q_HEADS)
+    kv_heads = tile * KV_TILE + tl.arange(0, KV_TILE)[:, None]
+    kv_live = kv_heads < KV_HEADS
     halves = tl.arange(0, HALF_PADDED)[None, :]
     dims = tl.arange(0, DIM_PADDED)[None, :]
-    dtype: tl.constexpr = q_out_ptr.dtype.element_ty
-    stored: tl.constexpr = k_cache_ptr.dtype.element_ty
+    v_live = kv_live & (dims < HEAD_DIM)
 
+    # All reads come before the first write, which no read could be moved across: they wait together.
     position = tl.load(positions_ptr + token).to(tl.int64)
     slot = tl.load(slots_ptr + token).to(tl.int64)
     await_inputs(EARLY)
-    for index in tl.static_range(TILES):
-        tile = tl.program_id(1) * TILES + index
-        heads = tile * Q_TILE + members
-        live = (members < Q_TILE) & (heads < Q_HEADS)
-        kv_heads = tile * KV_TILE + tl.arange(0, KV_TILE)[:, None]
-        kv_live = kv_heads < KV_HEADS
-        v_live = kv_live & (dims < HEAD_DIM)
-        # All reads of a tile come before its first write, which none could be moved across: one wait for all.
-        q_first, q_second = _load_halves(q_ptr + token * q_stride_t + heads * q_stride_h, halves, live, HALF)
-        k_row = k_ptr + token * k_stride_t + kv_heads * k_stride_h
-        k_first, k_second = _load_halves(k_row, halves, kv_live, HALF)
-        v_row = v_ptr + token * v_stride_t + kv_heads * v_stride_h
-        value = tl.load(v_row + dims, mask=v_live, other=0.0)
-        if index == 0:
-            q_weight_first, q_weight_second = _load_halves(q_weight_ptr, halves, halves < HALF, HALF)
-            k_weight_first, k_weight_second = _load_halves(k_weight_ptr, halves, halves < HALF, HALF)
-            cos, sin = _load_halves(cos_sin_ptr + position * HEAD_DIM, halves, halves < HALF, HALF)
+    q_first, q_second = _load_halves(q_ptr + token * q_stride_t + heads * q_stride_h, halves, live, HALF)
+    k_row = k_ptr + token * k_stride_t + kv_heads * k_stride_h
+    k_first, k_second = _load_halves(k_row, halves, kv_live, HALF)
+    v_row = v_ptr + token * v_stride_t + kv_heads * v_stride_h
+    value = tl.load(v_row + dims, mask=v_live, other=0.0)
+    q_weight_first, q_weight_second = _load_halves(q_weight_ptr, halves, halves < HALF, HALF)
+    k_weight_first, k_weight_second = _load_halves(k_weight_ptr, halves, halves < HALF, HALF)
+    cos, sin = _load_halves(cos_sin_ptr + position * HEAD_DIM, halves, halves < HALF, HALF)
 
-        if stream_ptr is not None:
-            if index == 0:
-                scale = inverse_rms(stream_ptr, token, eps, SIZE, SIZE_PADDED)
-            q_first, q_second = _round(q_first * scale, dtype), _round(q_second * scale, dtype)
-            k_first, k_second = _round(k_first * scale, dtype), _round(k_second * scale, dtype)
-            value = (value.to(tl.float32) * scale).to(dtype)
-        q_first, q_second = _turned(
-            q_first, q_second, q_weight_first, q_weight_second, cos, sin, eps, dtype, HEAD_DIM, Q_NORM
-        )
-        k_first, k_second = _turned(
-            k_first, k_second, k_weight_first, k_weight_second, cos, sin, eps, dtype, HEAD_DIM, K_NORM
-        )
-        if QUANTISE:
-            k_scale = tl.load(k_scale_ptr + kv_heads, mask=kv_live, other=1.0)
-            v_scale = tl.load(v_scale_ptr + kv_heads, mask=kv_live, other=1.0)
-            k_first = _quantised(k_first, k_scale, FP8_MAX, INTERPRET)
-            k_second = _quantised(k_second, k_scale, FP8_MAX, INTERPRET)
-            value = _quantised(value, v_scale, FP8_MAX, INTERPRET)
+    dtype: tl.constexpr = q_out_ptr.dtype.element_ty
+    if stream_ptr is not None:
+        scale = inverse_rms(stream_ptr, token, eps, SIZE, SIZE_PADDED)
+        q_first, q_second = _round(q_first * scale, dtype), _round(q_second * scale, dtype)
+        k_first, k_second = _round(k_first * scale, dtype), _round(k_second * scale, dtype)
+        value = (value.to(tl.float32) * scale).to(dtype)
+    q_first, q_second = _turned(
+        q_first, q_second, q_weight_first, q_weight_second, cos, sin, eps, dtype, HEAD_DIM, Q_NORM
+    )
+    k_first, k_second = _turned(
+        k_first, k_second, k_weight_first, k_weight_second, cos, sin, eps, dtype, HEAD_DIM, K_NORM
+    )
+    if QUANTISE:
+        k_scale = tl.load(k_scale_ptr + kv_heads, mask=kv_live, other=1.0)
+        v_scale = tl.load(v_scale_ptr + kv_heads, mask=kv_live, other=1.0)
+        k_first = _quantised(k_first, k_scale, FP8_MAX, INTERPRET)
+        k_second = _quantised(k_second, k_scale, FP8_MAX, INTERPRET)
+        value = _quantised(value, v_scale, FP8_MAX, INTERPRET)
 
-        out_ptrs = q_out_ptr + token * (Q_HEADS * HEAD_DIM) + heads * HEAD_DIM + halves
-        tl.store(out_ptrs, q_first, mask=live & (halves < HALF))
-        tl.store(out_ptrs + HALF, q_second, mask=live & (halves < HALF))
-        if slot >= 0:  # no padded row
-            cells = slot * (KV_HEADS * HEAD_DIM) + kv_heads * HEAD_DIM
-            tl.store(k_cache_ptr + cells + halves, k_first.to(stored), mask=kv_live & (halves < HALF))
-            tl.store(k_cache_ptr + cells + halves + HALF, k_second.to(stored), mask=kv_live & (halves < HALF))
-            tl.store(v_cache_ptr + cells + dims, value.to(stored), mask=v_live)
+    out_ptrs = q_out_ptr + token * (Q_HEADS * HEAD_DIM) + heads * HEAD_DIM + halves
+    tl.store(out_ptrs, q_first, mask=live & (halves < HALF))
+    tl.store(out_ptrs + HALF, q_second, mask=live & (halves < HALF))
+    if slot < 0:  # a padded row
+        return
+    stored: tl.constexpr = k_cache_ptr.dtype.element_ty
+    cells = slot * (KV_HEADS * HEAD_DIM) + kv_heads * HEAD_DIM
+    tl.store(k_cache_ptr + cells + halves, k_first.to(stored), mask=kv_live & (halves < HALF))
+    tl.store(k_cache_ptr + cells + halves + HALF, k_second.to(stored), mask=kv_live & (halves < HALF))
+    tl.store(v_cache_ptr + cells + dims, value.to(stored), mask=v_live)
 
 
 def qk_norm_rope_store_triton(
@@ -202,10 +194,8 @@ def qk_norm_rope_store_triton(
     half_padded = triton.next_power_of_2(head_dim // 2)
     size = 1 if stream is None else stream.shape[1]
     assert stream is None or stream.is_contiguous()
-    kv_tiles = triton.cdiv(kv_heads, kv_tile)
-    tiles = min(_MANY_TILES, kv_tiles) if tokens > _MANY_TOKENS else 1
     warps = max(q_tile_padded * half_padded // 512, size // 1024, 1)
-    _qk_norm_rope_store_kernel[(tokens, triton.cdiv(kv_tiles, tiles))](
+    _qk_norm_rope_store_kernel[(tokens, triton.cdiv(kv_heads, kv_tile))](
         q,
         k,
         v,
@@ -232,7 +222,6 @@ def qk_norm_rope_store_triton(
         Q_HEADS=q_heads,
         KV_HEADS=kv_heads,
         KV_TILE=kv_tile,
-        TILES=tiles,
         Q_TILE_PADDED=q_tile_padded,
         HEAD_DIM=head_dim,
         HALF_PADDED=half_padded,
