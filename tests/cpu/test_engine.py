@@ -452,6 +452,7 @@ def test_with_closes_also_after_an_error(model: Path) -> None:
             rf"prompts\[1\]: token id {VOCAB_SIZE} at position 1 .*0 to {VOCAB_SIZE - 1}",
         ),
         ([-1], ValueError, r"prompts\[1\]: token id -1 at position 0"),
+        ([5, 2**40], ValueError, rf"prompts\[1\]: token id {2**40} at position 1"),
         ([5, 1.5], TypeError, r"prompts\[1\]: token id at position 1 .* 1.5"),
         ([5, True], TypeError, r"prompts\[1\]: token id at position 1"),
         ([5] * 65, ValueError, r"prompts\[1\]: the prompt has 65 tokens, and at most 64 fit"),
