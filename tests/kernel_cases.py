@@ -30,12 +30,7 @@ from nanovllm.kernels.last_tokens import (
     take_tokens_reference,
     take_tokens_triton,
 )
-from nanovllm.kernels.matmul import (
-    _TILES,
-    Tile,
-    linear_reference,
-    linear_triton,
-)
+from nanovllm.kernels.matmul import _TILES, Tile, linear_reference, linear_triton
 from nanovllm.kernels.paged import converts_fp8, fp8_pair
 from nanovllm.kernels.prefill_attention import (
     paged_prefill_attention_reference,

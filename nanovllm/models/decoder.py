@@ -38,7 +38,7 @@ class WeightSlot:
 
 
 class DecoderAttention(nn.Module):
-    """Self-attention of one layer, with this rank's heads; its output is this rank's part of a sum."""
+    """Self-attention of one layer with this rank's heads, up to what o_proj takes."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class DecoderAttention(nn.Module):
         self.rotary = rotary
         self.attn = Attention(self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads, head_dim, backend)
 
-    def attend(
+    def forward(
         self,
         norm: RMSNorm,
         x: torch.Tensor | PendingSum,
@@ -82,7 +82,7 @@ class DecoderAttention(nn.Module):
         positions: torch.Tensor,
         meta: AttentionMetadata,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return what o_proj takes, [T, own heads * head_dim], and x + residual."""
+        """Return (the attention of norm(x + residual), [T, own heads * head_dim]; x + residual)."""
         qkv, residual, stream = self.qkv_proj.after_norm(norm, x, residual)
         q, k, v = qkv.split(self.qkv_proj.output_sizes, dim=-1)
         q, k, v = (part.unflatten(-1, (-1, self.attn.head_dim)) for part in (q, k, v))  # [T, heads, head_dim]
@@ -105,22 +105,6 @@ class DecoderAttention(nn.Module):
             stream,
         )
         return self.attn(q, meta).flatten(1), residual
-
-    def forward(
-        self,
-        norm: RMSNorm,
-        x: torch.Tensor | PendingSum,
-        residual: torch.Tensor | None,
-        positions: torch.Tensor,
-        meta: AttentionMetadata,
-        rows: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return (this part for norm(x + residual), x + residual), or (the sum of the two, None); of `rows`
-        only, where given."""
-        attended, residual = self.attend(norm, x, residual, positions, meta)
-        if rows is not None:
-            attended, residual = attended[rows], residual[rows]
-        return self.o_proj.add_to(residual, attended)
 
 
 class DecoderMLP(nn.Module):
@@ -176,8 +160,17 @@ class DecoderLayer(nn.Module):
 
         Without a residual x is the whole sum. With `rows` they alone are returned, all having been attended.
         """
-        x, residual = self.self_attn(self.input_layernorm, x, residual, positions, meta, rows)
-        return self.mlp(self.post_attention_layernorm, x, residual)
+        attended, residual = self.self_attn(self.input_layernorm, x, residual, positions, meta)
+        return self.after_attention(attended, residual, rows)
+
+    def after_attention(
+        self, attended: torch.Tensor, residual: torch.Tensor, rows: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The rest of `forward`, from what the heads attended to on."""
+        if rows is not None:
+            attended, residual = attended[rows], residual[rows]
+        x, total = self.self_attn.o_proj.add_to(residual, attended)
+        return self.mlp(self.post_attention_layernorm, x, total)
 
 
 class DecoderModel(nn.Module):
@@ -236,22 +229,21 @@ class DecoderModel(nn.Module):
         for layer in layers:
             assert isinstance(layer, DecoderLayer)
             for half, (at, meta) in enumerate(places):
-                part, residuals[half] = layer.self_attn(
+                attended, residual = layer.self_attn(
                     layer.input_layernorm, xs[half], residuals[half], at, meta
                 )
+                part, residuals[half] = layer.self_attn.o_proj.add_to(residual, attended)
                 xs[half] = self.tp.start_sum(part)
             for half in range(2):
                 part, residuals[half] = layer.mlp(layer.post_attention_layernorm, xs[half], residuals[half])
                 xs[half] = self.tp.start_sum(part)
         assert isinstance(last, DecoderLayer)
-        attended = [
-            last.self_attn.attend(last.input_layernorm, x, residual, at, meta)
+        parts = [
+            last.self_attn(last.input_layernorm, x, residual, at, meta)
             for x, residual, (at, meta) in zip(xs, residuals, places, strict=True)
         ]
-        parts = [torch.cat(both) for both in zip(*attended, strict=True)]
-        both, total = parts if rows is None else [part[rows] for part in parts]
-        x, residual = last.self_attn.o_proj.add_to(total, both)
-        hidden: torch.Tensor = self.norm(*last.mlp(last.post_attention_layernorm, x, residual))[0]
+        attended, residual = (torch.cat(both) for both in zip(*parts, strict=True))
+        hidden: torch.Tensor = self.norm(*last.after_attention(attended, residual, rows))[0]
         return hidden
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import random
+from contextvars import copy_context
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +24,7 @@ from nanovllm import LLM, SamplingParams, demo_model_path
 from nanovllm.engine import shared_prefixes
 from nanovllm.engine.batch import LAST_SAMPLED, Batch
 from nanovllm.engine.staging import StepHandle
+from nanovllm.kernels.compat import in_graph
 from nanovllm.sampling_params import ALL_GREEDY
 
 pytestmark = pytest.mark.gpu
@@ -159,16 +161,18 @@ def test_a_replayed_graph_writes_only_its_own_slots(model: Path, backend: str) -
             assert (runner.graphs is not None) == (backend != "reference")
             graphs, runner.graphs = runner.graphs, None
             runner.last_token_ids.copy_(last)
-            eager_tokens = runner.run(batch).token_ids
+            context = copy_context()
+            context.run(in_graph.set, graphs is not None)  # with the products that a graph has
+            eager_tokens = context.run(runner.run, batch).token_ids
             runner.last_token_ids.copy_(last)
             with torch.inference_mode():
                 inputs = runner.staging.send(runner.prepare_decode(batch, num_seqs, 4))
                 scores = runner.model.compute_logits(runner.run_model(batch, inputs)).float().cpu()
             runner.graphs = graphs
-            # Products in a graph round otherwise than eager ones: a near tie may fall either way.
+            assert (graph_tokens == eager_tokens).mean() >= 0.95  # random K/V: a near tie may fall either way
+            # Other eager steps have other products, so here more may, but none may be anything else.
             chosen = scores.gather(1, torch.from_numpy(graph_tokens)[:, None])[:, 0]
             assert float((scores.amax(-1) - chosen).max()) < MAX_GAP
-            assert (graph_tokens != eager_tokens).sum() <= max(1, 0.05 * num_seqs)
 
 
 @pytest.mark.parametrize("seed", range(3))
