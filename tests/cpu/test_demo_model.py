@@ -9,9 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from checked_llm import CheckedLLM
 from demo_tasks import heldout
-from eval_demo_model import evaluate
+from eval_demo_model import answer, evaluate, log_probabilities
 
 from nanovllm import SamplingParams, demo_model_path
 
@@ -33,6 +34,18 @@ def ask(llm: CheckedLLM, *questions: str) -> list:
 
 def test_accuracy_on_problems_never_trained_on(llm: CheckedLLM) -> None:
     assert evaluate(llm, 250)["overall"] >= 0.95
+
+
+def test_log_probabilities_show_what_a_quantised_cache_costs(llm: CheckedLLM) -> None:
+    outputs = answer(llm, 20)
+    count = sum(len(output.prompt_token_ids) + len(output["token_ids"]) - 1 for output in outputs)
+    found = []
+    for dtype in ("auto", "auto", "fp8"):
+        with CheckedLLM(demo_model_path(), device="cpu", kv_cache_dtype=dtype) as other:
+            found.append(log_probabilities(other, outputs)[0])
+            assert found[-1].shape == (count,)
+    assert torch.equal(found[0], found[1])
+    assert 1e-4 < (found[2] - found[0]).abs().mean() < 0.2
 
 
 def test_accuracy_holds_under_preemption_and_chunks() -> None:
