@@ -78,7 +78,7 @@ def test_greedy_tokens_are_likely(model: Path, prompts: list, name: str, size: i
             outputs = llm.generate(prompts * 3, GREEDY, use_tqdm=False)
             assert largest_gap(model, prompts * 3, outputs) < (1e-3 if name == "float32" else MAX_GAP)
     assert peers is not None, "these GPUs can read each other's memory"
-    if name == "default" and size == OVERLAP_RANKS:
+    if name == "default" and size in OVERLAP_RANKS:
         assert peers.copies is not None
         assert peers.copies._call > 0, "some step was large enough to be cut"
 
