@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import random
 import threading
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from kernel_cases import make_copying_ranks
 
 from nanovllm.kernels.all_reduce import (
     EMPTY,
@@ -22,12 +19,7 @@ from nanovllm.kernels.all_reduce import (
     all_reduce_triton,
 )
 from nanovllm.kernels.compat import INTERPRET
-from nanovllm.kernels.copied_sum import (
-    CALLS,
-    Arrival,
-    copied_sum_add_rms_norm_triton,
-    copied_sum_triton,
-)
+from nanovllm.kernels.copied_sum import CALLS, copied_sum_add_rms_norm_triton
 
 pytestmark = pytest.mark.skipif(not INTERPRET, reason="tests/gpu runs the compiled kernel")
 SPARE_ROWS = 3
@@ -191,15 +183,9 @@ def test_rows_that_the_others_copied(size: int, rows: int, n: int, call: int) ->
             if other != rank:
                 slots[(other - rank - 1) % size, :rows] = xs[other]
         flags[rank] = (call - 1) % CALLS  # nobody waits for itself
-        arrival = Arrival(rank, slots, flags, torch.zeros(1, dtype=torch.int32), call)
-        results = copied_sum_add_rms_norm_triton(xs[rank], arrival, residual, weight, 1e-6)
-        torch.testing.assert_close(results, expected)
-        total = torch.empty(rows, n)
-        copied_sum_triton(xs[rank], arrival, total)
-        assert torch.equal(total, all_reduce_reference(xs))
-        arrival = Arrival(rank, None, flags, torch.zeros(1, dtype=torch.int32), call)
-        brought = copied_sum_add_rms_norm_triton(total, arrival, residual, weight, 1e-6)
-        assert torch.equal(brought[0], results[0]) and torch.equal(brought[1], results[1])
+        aborted = torch.zeros(1, dtype=torch.int32)
+        inputs = (xs[rank], residual, weight, 1e-6, slots, flags, aborted, rank, call)
+        torch.testing.assert_close(copied_sum_add_rms_norm_triton(*inputs), expected)
 
 
 def test_copied_rows_are_waited_for() -> None:
@@ -212,8 +198,8 @@ def test_copied_rows_are_waited_for() -> None:
         aborted, results = torch.zeros(1, dtype=torch.int32), []
 
         def run(slots: Any = slots, flags: Any = flags, aborted: Any = aborted, out: list = results) -> None:
-            arrival = Arrival(1, slots, flags, aborted, 0)
-            out.append(copied_sum_add_rms_norm_triton(xs[1], arrival, residual, weight, 1e-6))
+            inputs = (xs[1], residual, weight, 1e-6, slots, flags, aborted, 1, 0)
+            out.append(copied_sum_add_rms_norm_triton(*inputs))
 
         thread = threading.Thread(target=run)
         thread.start()
@@ -240,42 +226,3 @@ def test_an_aborted_group_does_not_wait() -> None:
     group.peers[0].aborted.fill_(1)
     assert all_reduce_triton(group.peers[0], torch.ones(2, 32)).shape == (2, 32)
     assert all_reduce_triton(group.peers[0], torch.ones(0, 32)).shape == (0, 32)
-
-
-class CopyingDevice:
-    """A CPU whose copies are done at once."""
-
-    torch = torch.device("cpu")
-
-    def side_stream(self) -> None:
-        return None
-
-    def start_beside(self, stream: None, work: Callable[[], object]) -> None:
-        work()
-
-    def queue_after(self, event: None) -> None:
-        pass
-
-
-@pytest.mark.parametrize(("size", "rows"), [(2, 5), (4, 9), (4, 16), (4, 3), (8, 11)])
-def test_sums_of_copied_rows(size: int, rows: int) -> None:
-    """Two are always under way, over all sets and past the last number; ranks come in any order."""
-    n, order = 16, random.Random(size)
-    ranks = make_copying_ranks(size, 16, n, CopyingDevice(), torch.float32)
-    weight, generator = torch.ones(n), torch.Generator().manual_seed(rows)
-    under_way: list[tuple[list[torch.Tensor], list[Any]]] = []
-    for _ in range(12):
-        xs = [torch.randn(rows, n, generator=generator) for _ in range(size)]
-        sums: list[Any] = [None] * size
-        for rank in order.sample(range(size), size):
-            sums[rank] = ranks[rank].start(xs[rank])
-        under_way.append((xs, sums))
-        for pending in order.sample(sums, size):
-            pending.advance()
-            pending.advance()
-        if len(under_way) > 1:
-            xs, sums = under_way.pop(0)
-            residual = torch.randn(rows, n, generator=generator)
-            expected = all_reduce_add_rms_norm_reference(xs, residual, weight, 1e-6)
-            for rank in order.sample(range(size), size):
-                torch.testing.assert_close(sums[rank].add_rms_norm(residual, weight, 1e-6), expected)
