@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import random
 import threading
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from kernel_cases import make_copying_ranks
 
 from nanovllm.kernels.all_reduce import (
     EMPTY,
@@ -226,3 +229,39 @@ def test_an_aborted_group_does_not_wait() -> None:
     group.peers[0].aborted.fill_(1)
     assert all_reduce_triton(group.peers[0], torch.ones(2, 32)).shape == (2, 32)
     assert all_reduce_triton(group.peers[0], torch.ones(0, 32)).shape == (0, 32)
+
+
+class CopyingDevice:
+    """A CPU whose copies are done at once."""
+
+    torch = torch.device("cpu")
+
+    def side_stream(self) -> None:
+        return None
+
+    def start_beside(self, stream: None, work: Callable[[], object]) -> None:
+        work()
+
+    def queue_after(self, event: None) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("size", "rows"), [(2, 5), (4, 16), (8, 11)])
+def test_sums_of_copied_rows(size: int, rows: int) -> None:
+    """Two are always under way, over all sets and past the last number; ranks come in any order."""
+    n, order = 16, random.Random(size)
+    ranks = make_copying_ranks(size, 16, n, CopyingDevice(), torch.float32)
+    weight, generator = torch.ones(n), torch.Generator().manual_seed(rows)
+    under_way: list[tuple[list[torch.Tensor], list[Any]]] = []
+    for _ in range(12):
+        xs = [torch.randn(rows, n, generator=generator) for _ in range(size)]
+        sums: list[Any] = [None] * size
+        for rank in order.sample(range(size), size):
+            sums[rank] = ranks[rank].start(xs[rank])
+        under_way.append((xs, sums))
+        if len(under_way) > 1:
+            xs, sums = under_way.pop(0)
+            residual = torch.randn(rows, n, generator=generator)
+            expected = all_reduce_add_rms_norm_reference(xs, residual, weight, 1e-6)
+            for rank in order.sample(range(size), size):
+                torch.testing.assert_close(sums[rank].add_rms_norm(residual, weight, 1e-6), expected)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from kernel_cases import make_copying_ranks
 
+from nanovllm.device import Device
 from nanovllm.kernels.all_reduce import (
     EMPTY,
     EMPTY_BY_SIZE,
@@ -15,6 +17,7 @@ from nanovllm.kernels.all_reduce import (
     all_reduce_reference,
     all_reduce_triton,
 )
+from nanovllm.kernels.copied_sum import CALLS
 
 pytestmark = pytest.mark.gpu
 MAX_ROWS = 24  # all ranks' programs fit the GPU at once
@@ -105,3 +108,42 @@ def test_an_abort_ends_a_wait() -> None:
     assert not stream.query()
     views[0].aborted.fill_(1)
     stream.synchronize()
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("n", [1000, 5120])
+def test_copied_rows_on_streams(size: int, n: int) -> None:
+    """Each rank is queued as a whole, so that those before it wait for it; two sums are always under way."""
+    device = Device("cuda")
+    ranks = make_copying_ranks(size, MAX_ROWS, n, device, torch.bfloat16)
+    weight = torch.randn(n, device="cuda").bfloat16()
+    for rank in ranks:  # loading a kernel can wait for others that wait
+        rank._aborted.fill_(1)
+        pending = rank.start(weight[None].expand(MAX_ROWS, n).contiguous())
+        pending.add_rms_norm(torch.zeros(MAX_ROWS, n, device="cuda").bfloat16(), weight, 1e-6)
+        torch.cuda.synchronize()
+    for rank in ranks:
+        rank._aborted.zero_()
+        rank._flags[rank._rank].fill_(CALLS - 5)
+    streams = [torch.cuda.Stream() for _ in ranks]
+    calls = []  # (a tensor of each rank, residual)
+    for rows in (MAX_ROWS, 1, 7, MAX_ROWS, 3, 4, 5, MAX_ROWS, 2, 6):
+        xs = [torch.randn(rows, n, device="cuda").bfloat16() for _ in ranks]
+        calls.append((xs, torch.randn(rows, n, device="cuda").bfloat16()))
+    torch.cuda.synchronize()
+    results: list[list] = [[] for _ in ranks]
+    for rank, (copies, stream) in enumerate(zip(ranks, streams, strict=True)):
+        with torch.cuda.stream(stream):
+            last = None
+            for xs, residual in [*calls, (None, None)]:
+                pending = None if xs is None else copies.start(xs[rank])
+                if last is not None:
+                    results[rank].append(last[0].add_rms_norm(last[1], weight, 1e-6))
+                last = (pending, residual)
+    torch.cuda.synchronize()
+    for call, (xs, residual) in enumerate(calls):
+        normed, total = all_reduce_add_rms_norm_reference(xs, residual, weight, 1e-6)
+        for rank in range(size):
+            assert torch.equal(results[rank][call][1], total), (call, rank)
+            torch.testing.assert_close(results[rank][call][0], normed, atol=0.02, rtol=0.02)
+            assert torch.equal(results[rank][call][0], results[0][call][0])
