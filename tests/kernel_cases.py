@@ -460,17 +460,17 @@ class RankBuffers:
         return self.buffers[peer].view(dtype)[start : start + math.prod(shape)].view(shape)
 
 
-def make_copying_ranks(size: int, max_rows: int, n: int, device: Any, dtype: torch.dtype) -> list[PeerCopies]:
-    """All ranks' on one device, a few calls before their last number."""
-    handle = RankBuffers(size, PeerCopies.numel(max_rows, n, size, dtype.itemsize), dtype, device.torch)
-    aborted = [torch.zeros(1, dtype=torch.int32, device=device.torch) for _ in range(size)]
-    ranks = [
-        PeerCopies(rank, device, handle.buffers[rank], handle, aborted[rank], max_rows, n)
-        for rank in range(size)
-    ]
-    for rank, copies in enumerate(ranks):
+def make_copying_ranks(max_rows: int, n: int, devices: Sequence[Any], dtype: torch.dtype) -> list[PeerCopies]:
+    """One for each of `devices`, which may be the same, a few calls before their last number."""
+    size, place = len(devices), devices[0].torch
+    handle = RankBuffers(size, PeerCopies.numel(max_rows, n, size, dtype.itemsize), dtype, place)
+    ranks = []
+    for rank, device in enumerate(devices):
+        aborted = torch.zeros(1, dtype=torch.int32, device=place)
+        copies = PeerCopies(rank, device, handle.buffers[rank], handle, aborted, max_rows, n)
         copies._call = 2 * CALLS - 5
         copies._flags[rank].fill_(CALLS - 6)
+        ranks.append(copies)
     return ranks
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import queue
 import random
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -11,6 +13,7 @@ import pytest
 import torch
 from kernel_cases import make_copying_ranks
 
+from nanovllm.kernels import copied_sum
 from nanovllm.kernels.all_reduce import (
     EMPTY,
     EMPTY_BY_SIZE,
@@ -250,7 +253,7 @@ class CopyingDevice:
 def test_sums_of_copied_rows(size: int, rows: int) -> None:
     """Two are always under way, over all sets and past the last number; ranks come in any order."""
     n, order = 16, random.Random(size)
-    ranks = make_copying_ranks(size, 16, n, CopyingDevice(), torch.float32)
+    ranks = make_copying_ranks(16, n, [CopyingDevice()] * size, torch.float32)
     weight, generator = torch.ones(n), torch.Generator().manual_seed(rows)
     under_way: list[tuple[list[torch.Tensor], list[Any]]] = []
     for _ in range(12):
@@ -265,3 +268,76 @@ def test_sums_of_copied_rows(size: int, rows: int) -> None:
             expected = all_reduce_add_rms_norm_reference(xs, residual, weight, 1e-6)
             for rank in order.sample(range(size), size):
                 torch.testing.assert_close(sums[rank].add_rms_norm(residual, weight, 1e-6), expected)
+
+
+class SlowDevice(CopyingDevice):
+    """One whose copies are done later, in order, by a thread."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.rng = rng
+        self.jobs: queue.Queue = queue.Queue()
+        self.thread = threading.Thread(target=self.run)
+        self.thread.start()
+
+    def run(self) -> None:
+        for work, done in iter(self.jobs.get, None):
+            time.sleep(self.rng.choice([0.0, self.rng.uniform(0.0, 0.004)]))
+            work()
+            done.set()
+
+    def start_beside(self, stream: None, work: Callable[[], object]) -> threading.Event:
+        done = threading.Event()
+        self.jobs.put((work, done))
+        return done
+
+    def queue_after(self, event: threading.Event) -> None:
+        assert event.wait(60)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_no_row_comes_before_the_last_one_in_its_place_was_used(
+    size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With copies that are late and ranks of which one is slow; with three sets, not four, this fails."""
+
+    def add_when_all_have_come(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        x, residual, weight, eps, slots, flags, _, rank, call = args
+        deadline = time.monotonic() + 60
+        others = torch.arange(size) != rank
+        while ((flags - call + CALLS) % CALLS >= CALLS // 2)[others].any():
+            assert time.monotonic() < deadline
+            time.sleep(0.0002)
+        parts = [x if other == rank else slots[(other - rank - 1) % size] for other in range(size)]
+        return all_reduce_add_rms_norm_reference(parts, residual, weight, eps)
+
+    monkeypatch.setattr(copied_sum, "copied_sum_add_rms_norm_triton", add_when_all_have_come)
+    rows, n, calls = 16, 8, 40
+    devices = [SlowDevice(random.Random(rank)) for rank in range(size)]
+    ranks = make_copying_ranks(rows, n, devices, torch.float32)
+    xs = [[torch.randint(-8, 8, (rows, n)).float() for _ in range(size)] for _ in range(calls)]
+    weight, residual = torch.ones(n), torch.zeros(rows, n)
+    totals: list[list[torch.Tensor]] = [[] for _ in range(size)]
+
+    def run(rank: int) -> None:
+        rng = random.Random(100 + rank)
+        slowness = 0.006 if rank == 1 else 0.001
+        last = None
+        for x in xs:
+            pending = ranks[rank].start(x[rank].clone())
+            time.sleep(rng.uniform(0.0, slowness))
+            if last is not None:
+                totals[rank].append(last.add_rms_norm(residual, weight, 1e-6)[1])
+            last = pending
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    for device in devices:
+        device.jobs.put(None)
+        device.thread.join(60)
+    for rank in range(size):
+        assert len(totals[rank]) == calls - 1
+        for total, parts in zip(totals[rank], xs, strict=False):
+            assert torch.equal(total, torch.stack(parts).sum(0))

@@ -114,8 +114,7 @@ def test_an_abort_ends_a_wait() -> None:
 @pytest.mark.parametrize("n", [1000, 5120])
 def test_copied_rows_on_streams(size: int, n: int) -> None:
     """Each rank is queued as a whole, so that those before it wait for it; two sums are always under way."""
-    device = Device("cuda")
-    ranks = make_copying_ranks(size, MAX_ROWS, n, device, torch.bfloat16)
+    ranks = make_copying_ranks(MAX_ROWS, n, [Device("cuda")] * size, torch.bfloat16)
     weight = torch.randn(n, device="cuda").bfloat16()
     for rank in ranks:  # loading a kernel can wait for others that wait
         rank._aborted.fill_(1)
