@@ -276,7 +276,7 @@ class SlowDevice(CopyingDevice):
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
         self.jobs: queue.Queue = queue.Queue()
-        self.thread = threading.Thread(target=self.run)
+        self.thread = threading.Thread(target=self.run, daemon=True)  # a test that fails must end
         self.thread.start()
 
     def run(self) -> None:
