@@ -29,8 +29,14 @@ def select(
     """Return the backend called `name`, or for "auto" the first that is available.
 
     With `deterministic`, "auto" is "triton", the one whose bits do not depend on the rest of the batch.
-    Raises ValueError with the reason when the asked-for backend cannot run here.
+    Raises ValueError with the reason when the asked-for backend cannot run here, or no backend could: what is
+    stored in an FP8 cache is rounded by one kernel for all of them.
     """
+    if cache_dtype != dtype and device.is_cuda and device.capability < (8, 9):
+        raise ValueError(
+            "kv_cache_dtype='fp8' needs a GPU of compute capability 8.9 or newer (Ada, Hopper), and "
+            f"{device.name} has {'.'.join(map(str, device.capability))}; use kv_cache_dtype='auto'"
+        )
     asked = f"attention_backend={name!r}"
     if deterministic and name == "auto":
         name, asked = TritonBackend.name, "deterministic=True needs attention_backend='triton', which"

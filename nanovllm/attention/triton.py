@@ -28,8 +28,6 @@ class TritonBackend(AttentionBackend):
             return "the package triton is not installed (pip install triton)"
         if not device.is_cuda and not INTERPRET:
             return f"it needs a CUDA device (or TRITON_INTERPRET=1), and the device is {device.torch}"
-        if cache_dtype != dtype and device.is_cuda and device.capability < (8, 9):
-            return f"a KV cache of {cache_dtype} needs compute capability 8.9 or newer (Ada, Hopper)"
         if head_dim % 8 or head_dim > 256:
             return f"it supports head_dim up to 256 in steps of 8, and head_dim is {head_dim}"
         return None

@@ -25,6 +25,25 @@ def test_an_unavailable_backend_says_why() -> None:
         select("flashinfer", CPU, torch.float32, 64, torch.float32)
 
 
+class OlderGPU(Device):
+    is_cuda = True
+    name = "NVIDIA A100"
+    capability = (8, 0)
+
+    def __init__(self) -> None:
+        self.torch = torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize("backend", ["auto", "triton", "reference"])
+def test_an_fp8_cache_is_refused_where_nothing_rounds_to_it(backend: str) -> None:
+    """Whoever would read it."""
+    fp8, older = torch.float8_e4m3fn, OlderGPU()
+    with pytest.raises(ValueError, match=r"'fp8' needs .* 8.9 or newer .* NVIDIA A100 has 8.0; use .*'auto'"):
+        select(backend, older, torch.bfloat16, 64, fp8)
+    assert select("reference", older, torch.bfloat16, 64, torch.bfloat16).name == "reference"
+    assert select("auto", CPU, torch.float32, 64, fp8).name == "reference"
+
+
 def test_block_sizes_are_checked_against_the_backend() -> None:
     assert resolve_block_size(None, TritonBackend()) == TritonBackend.default_block_size
     assert resolve_block_size(48, TritonBackend()) == 48
