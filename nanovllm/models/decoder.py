@@ -108,7 +108,7 @@ class DecoderAttention(nn.Module):
 
 
 class DecoderMLP(nn.Module):
-    """The SwiGLU feed-forward part of one layer; its output is this rank's part of a sum."""
+    """The SwiGLU feed-forward part of one layer, up to what down_proj takes."""
 
     def __init__(self, config: ModelConfig, tp: TPGroup, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -122,10 +122,10 @@ class DecoderMLP(nn.Module):
 
     def forward(
         self, norm: RMSNorm, x: torch.Tensor | PendingSum, residual: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return (this part for norm(x + residual), x + residual), or (the sum of the two, None)."""
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (the gated activations for norm(x + residual), [T, own size]; x + residual)."""
         gated, residual, _ = self.gate_up_proj.after_norm(norm, x, residual, silu=True)
-        return self.down_proj.add_to(residual, gated)
+        return gated, residual
 
 
 class DecoderLayer(nn.Module):
@@ -170,7 +170,8 @@ class DecoderLayer(nn.Module):
         if rows is not None:
             attended, residual = attended[rows], residual[rows]
         x, total = self.self_attn.o_proj.add_to(residual, attended)
-        return self.mlp(self.post_attention_layernorm, x, total)
+        gated, residual = self.mlp(self.post_attention_layernorm, x, total)
+        return self.mlp.down_proj.add_to(residual, gated)
 
 
 class DecoderModel(nn.Module):
@@ -221,6 +222,11 @@ class DecoderModel(nn.Module):
         Two micro-batches in turn, as in DeepSeek-V3's prefill and SGLang's two-batch overlap. What the second
         half reads of the first one's K/V is stored by then, layer by layer.
         """
+
+        def advance(x: torch.Tensor | PendingSum) -> None:
+            if isinstance(x, PendingSum):
+                x.advance()
+
         lens = [len(meta.slot_mapping) for meta in halves]
         places = list(zip(positions.split(lens), halves, strict=True))
         xs: list[torch.Tensor | PendingSum] = [self.embed_tokens(ids) for ids in input_ids.split(lens)]
@@ -232,10 +238,13 @@ class DecoderModel(nn.Module):
                 attended, residual = layer.self_attn(
                     layer.input_layernorm, xs[half], residuals[half], at, meta
                 )
+                advance(xs[1 - half])
                 part, residuals[half] = layer.self_attn.o_proj.add_to(residual, attended)
                 xs[half] = self.tp.start_sum(part)
             for half in range(2):
-                part, residuals[half] = layer.mlp(layer.post_attention_layernorm, xs[half], residuals[half])
+                gated, residual = layer.mlp(layer.post_attention_layernorm, xs[half], residuals[half])
+                advance(xs[1 - half])
+                part, residuals[half] = layer.mlp.down_proj.add_to(residual, gated)
                 xs[half] = self.tp.start_sum(part)
         assert isinstance(last, DecoderLayer)
         parts = [

@@ -137,6 +137,7 @@ def test_copied_rows_on_streams(size: int, n: int) -> None:
             for xs, residual in [*calls, (None, None)]:
                 pending = None if xs is None else copies.start(xs[rank])
                 if last is not None:
+                    last[0].advance()
                     results[rank].append(last[0].add_rms_norm(last[1], weight, 1e-6))
                 last = (pending, residual)
     torch.cuda.synchronize()
