@@ -78,21 +78,23 @@ class TPGroup:
         _wait(self._group().allreduce([x], options))
         return x
 
-    def start_sum(self, x: torch.Tensor) -> PendingSum:
-        """Begin to sum `x` [T, n] over the ranks; `x` is not to be touched any more.
+    def start_sum(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, whole: bool
+    ) -> PendingSum:
+        """Begin `add_rms_norm` of the sum of `x` [T, n] over the ranks; `x` is not to be touched any more.
 
-        At most two sums may be under way, and each must be used before the second one after it begins.
+        Unless `whole` the second result is in a form for `start_sum` alone, as `residual` may be: maybe some
+        of its rows. At most two sums may be under way, taken and advanced in the same order on all ranks, and
+        the first result is to be used before the second sum after it begins.
         """
         copies = None if self._peer_memory is None else self._peer_memory.copies
         if copies is not None and copies.fits(x):
-            return copies.start(x)
+            return copies.start(x, residual, weight, eps, whole)
         options = dist.AllreduceOptions()
         options.asyncOp = True
         work = self._group().allreduce([x], options)
 
-        def finish(
-            residual: torch.Tensor, weight: torch.Tensor, eps: float
-        ) -> tuple[torch.Tensor, torch.Tensor]:
+        def finish() -> tuple[torch.Tensor, torch.Tensor]:
             _wait(work)
             return add_rms_norm(x, residual, weight, eps)
 

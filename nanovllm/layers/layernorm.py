@@ -13,7 +13,7 @@ from nanovllm.layers.weights import WeightLayer, WeightShard
 class RMSNorm(WeightLayer):
     """Normalise the last dimension, of `size`, by its root mean square and scale it by a weight.
 
-    With a group `tp` of several ranks, x is this rank's part of a sum over them, or such a sum on its way.
+    With a group `tp` of several ranks, x is this rank's part of a sum over them, or what `start` gave.
     """
 
     weight: torch.Tensor  # [size]
@@ -29,10 +29,12 @@ class RMSNorm(WeightLayer):
     def forward(
         self, x: torch.Tensor | PendingSum, residual: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (norm(x + residual), x + residual), both [T, size]; without a residual, (norm(x), x)."""
+        """Return (norm(x + residual), x + residual), both [T, size]; without a residual, (norm(x), x).
+
+        Of what `start` gave, with what it was given.
+        """
         if isinstance(x, PendingSum):
-            assert residual is not None
-            return x.add_rms_norm(residual, self.weight, self.eps)
+            return x.finish()
         peer_memory = None if residual is None else self.tp.peer_memory_for(x)
         if residual is not None and peer_memory is not None:
             return peer_memory.all_reduce_add_rms_norm(x, residual, self.weight, self.eps)
@@ -40,3 +42,7 @@ class RMSNorm(WeightLayer):
         if residual is None:
             return rms_norm(x, self.weight, self.eps), x
         return add_rms_norm(x, residual, self.weight, self.eps)
+
+    def start(self, x: torch.Tensor, residual: torch.Tensor, whole: bool = False) -> PendingSum:
+        """Begin `forward`, of which at most two may be under way; see `TPGroup.start_sum`."""
+        return self.tp.start_sum(x, residual, self.weight, self.eps, whole)

@@ -6,6 +6,7 @@ Modules are named as in transformers, so that a parameter's path is its checkpoi
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import nn
@@ -196,7 +197,6 @@ class DecoderModel(nn.Module):
             for _ in range(config.num_layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, tp, dtype=dtype, device=device)
-        self.tp = tp
 
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, meta: AttentionMetadata
@@ -230,26 +230,22 @@ class DecoderModel(nn.Module):
         lens = [len(meta.slot_mapping) for meta in halves]
         places = list(zip(positions.split(lens), halves, strict=True))
         xs: list[torch.Tensor | PendingSum] = [self.embed_tokens(ids) for ids in input_ids.split(lens)]
-        residuals: list[torch.Tensor | None] = [None, None]
-        *layers, last = self.layers
-        for layer in layers:
-            assert isinstance(layer, DecoderLayer)
+        last = self.layers[-1]
+        for layer, following in pairwise(self.layers):
+            assert isinstance(layer, DecoderLayer) and isinstance(following, DecoderLayer)
             for half, (at, meta) in enumerate(places):
-                attended, residual = layer.self_attn(
-                    layer.input_layernorm, xs[half], residuals[half], at, meta
-                )
+                attended, residual = layer.self_attn(layer.input_layernorm, xs[half], None, at, meta)
                 advance(xs[1 - half])
-                part, residuals[half] = layer.self_attn.o_proj.add_to(residual, attended)
-                xs[half] = self.tp.start_sum(part)
+                xs[half] = layer.post_attention_layernorm.start(layer.self_attn.o_proj(attended), residual)
             for half in range(2):
-                gated, residual = layer.mlp(layer.post_attention_layernorm, xs[half], residuals[half])
+                gated, residual = layer.mlp(layer.post_attention_layernorm, xs[half], None)
                 advance(xs[1 - half])
-                part, residuals[half] = layer.mlp.down_proj.add_to(residual, gated)
-                xs[half] = self.tp.start_sum(part)
+                part = layer.mlp.down_proj(gated)
+                xs[half] = following.input_layernorm.start(part, residual, whole=following is last)
         assert isinstance(last, DecoderLayer)
         parts = [
-            last.self_attn(last.input_layernorm, x, residual, at, meta)
-            for x, residual, (at, meta) in zip(xs, residuals, places, strict=True)
+            last.self_attn(last.input_layernorm, x, None, at, meta)
+            for x, (at, meta) in zip(xs, places, strict=True)
         ]
         attended, residual = (torch.cat(both) for both in zip(*parts, strict=True))
         hidden: torch.Tensor = self.norm(*last.after_attention(attended, residual, rows))[0]

@@ -280,8 +280,9 @@ def test_collectives_of_two_ranks() -> None:
     def run(rank: int) -> None:
         group = TPGroup(rank, 2, dist.ProcessGroupGloo(store, rank, 2))
         x = torch.arange(4.0).view(2, 2) + 10 * rank
-        pending = group.start_sum(x.clone())
-        normed, total = pending.add_rms_norm(torch.ones(2, 2), torch.tensor([1.0, 2.0]), 1e-6)
+        pending = group.start_sum(x.clone(), torch.ones(2, 2), torch.tensor([1.0, 2.0]), 1e-6, whole=False)
+        pending.advance()
+        normed, total = pending.finish()
         results[rank] = group.gather_last_dim(x), group.all_reduce(x), normed, total
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]

@@ -118,32 +118,36 @@ def test_copied_rows_on_streams(size: int, n: int) -> None:
     weight = torch.randn(n, device="cuda").bfloat16()
     for rank in ranks:  # loading a kernel can wait for others that wait
         rank._aborted.fill_(1)
-        pending = rank.start(weight[None].expand(MAX_ROWS, n).contiguous())
-        pending.add_rms_norm(torch.zeros(MAX_ROWS, n, device="cuda").bfloat16(), weight, 1e-6)
+        x = weight[None].expand(MAX_ROWS, n).contiguous()
+        rank.start(x, x, weight, 1e-6, whole=True).finish()
         torch.cuda.synchronize()
     for rank in ranks:
         rank._aborted.zero_()
         rank._flags[rank._rank].fill_(CALLS - 5)
     streams = [torch.cuda.Stream() for _ in ranks]
-    calls = []  # (a tensor of each rank, residual)
+    calls = []  # (a tensor of each rank, residual, whether it is wanted whole)
     for rows in (MAX_ROWS, 1, 7, MAX_ROWS, 3, 4, 5, MAX_ROWS, 2, 6):
         xs = [torch.randn(rows, n, device="cuda").bfloat16() for _ in ranks]
-        calls.append((xs, torch.randn(rows, n, device="cuda").bfloat16()))
+        calls.append((xs, torch.randn(rows, n, device="cuda").bfloat16(), rows % 3 == 0))
     torch.cuda.synchronize()
     results: list[list] = [[] for _ in ranks]
     for rank, (copies, stream) in enumerate(zip(ranks, streams, strict=True)):
         with torch.cuda.stream(stream):
             last = None
-            for xs, residual in [*calls, (None, None)]:
-                pending = None if xs is None else copies.start(xs[rank])
+            for call in [*calls, None]:
+                pending = None
+                if call is not None:
+                    pending = copies.start(call[0][rank], call[1], weight, 1e-6, call[2])
                 if last is not None:
-                    last[0].advance()
-                    results[rank].append(last[0].add_rms_norm(last[1], weight, 1e-6))
-                last = (pending, residual)
+                    last.advance()
+                    results[rank].append([result.clone() for result in last.finish()])
+                last = pending
     torch.cuda.synchronize()
-    for call, (xs, residual) in enumerate(calls):
+    for call, (xs, residual, whole) in enumerate(calls):
         normed, total = all_reduce_add_rms_norm_reference(xs, residual, weight, 1e-6)
         for rank in range(size):
-            assert torch.equal(results[rank][call][1], total), (call, rank)
+            rows = len(total)
+            own = slice(None) if whole else slice(rows * rank // size, rows * (rank + 1) // size)
+            assert torch.equal(results[rank][call][1], total[own]), (call, rank)
             torch.testing.assert_close(results[rank][call][0], normed, atol=0.02, rtol=0.02)
             assert torch.equal(results[rank][call][0], results[0][call][0])
