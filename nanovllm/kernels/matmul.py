@@ -63,6 +63,7 @@ _ALIGNMENT = 16  # bytes, of rows that a tensor descriptor takes
 # The work up to which more than 32 rows are faster by these tiles than by cuBLAS, in multiplications:
 _WIDE = 2**29
 _NARROW = 3 * 2**28  # where there are no more outputs than inputs
+_SMALL = 2**22  # numbers in a weight: larger ones want tiles of 64 rows that are nearly full
 
 
 @jit("num_rows")
@@ -232,5 +233,5 @@ def use_linear(x: torch.Tensor, weight: torch.Tensor) -> bool:
     if not (in_graph.get() and use_triton(x) and capability(x.device)[0] == 9 and x.element_size() == 2):
         return False
     rows, (n, k) = len(x), weight.shape
-    few = rows <= 32 or rows * n * k <= (_NARROW if n <= k else _WIDE)
-    return few and is_aligned(x) and is_aligned(weight)
+    little = rows * n * k <= (_NARROW if n <= k else _WIDE) and (n * k <= _SMALL or -rows % 64 <= 8)
+    return (rows <= 32 or little) and is_aligned(x) and is_aligned(weight)
