@@ -187,7 +187,10 @@ def test_rows_of_a_product_are_independent(n: int, k: int, dtype: torch.dtype) -
 
 
 def test_which_products_are_ours_by_default() -> None:
-    """Those of a few rows or little work, of whole 16 bytes, in a graph; on GPUs like the one measured."""
+    """Those of a few rows or little work, of whole 16 bytes, in a graph; on GPUs like the one measured.
+
+    Of a large weight not those of rows that leave much of a tile of 64 empty.
+    """
     measured = torch.cuda.get_device_capability()[0] == 9
 
     def ours(rows: int, n: int, k: int, dtype: torch.dtype = BF16) -> bool:
@@ -201,6 +204,9 @@ def test_which_products_are_ours_by_default() -> None:
         assert context.run(ours, rows, 4096, 1024) == context.run(ours, rows, 1024, 2048) == measured
     assert context.run(ours, 32, 24576, 4096) == context.run(ours, 256, 1024, 3072) == measured
     assert not context.run(ours, 256, 6144, 1024) and not context.run(ours, 64, 24576, 4096)
+    for rows in (40, 48, 80):
+        assert not context.run(ours, rows, 6144, 1024) and context.run(ours, rows, 4096, 1024) == measured
+    assert context.run(ours, 56, 6144, 1024) == measured
     assert not context.run(ours, 8, 1024, 1024, F32) and not context.run(ours, 8, 1024, 1028)
 
 
