@@ -30,7 +30,7 @@ class Arrival(NamedTuple):
     call: int  # the call's number, modulo CALLS
 
 
-@jit()
+@jit("flags_ptr", "call")
 def _await(
     flags_ptr: tl.tensor,
     aborted_ptr: tl.tensor,
@@ -47,23 +47,10 @@ def _await(
     tl.debug_barrier()  # nothing of the rows is read before
 
 
-@jit("flags_ptr", "call")
-def _await_kernel(
-    flags_ptr: tl.tensor,
-    aborted_ptr: tl.tensor,
-    call: tl.tensor,
-    RANK: tl.constexpr,
-    SIZE: tl.constexpr,
-    CALLS: tl.constexpr,
-) -> None:
-    """One program, for the kernels behind it."""
-    _await(flags_ptr, aborted_ptr, call, RANK, SIZE, CALLS)
-
-
 def await_copies_triton(arrival: Arrival) -> None:
     """Let whatever is queued from now on begin when the copies of `arrival` have come."""
     rank, flags, aborted, call = arrival
-    _await_kernel[(1,)](flags, aborted, call, RANK=rank, SIZE=len(flags), CALLS=CALLS, num_warps=1)
+    _await[(1,)](flags, aborted, call, RANK=rank, SIZE=len(flags), CALLS=CALLS, num_warps=1)
 
 
 @jit("flags_ptr", "call")
