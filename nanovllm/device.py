@@ -135,16 +135,11 @@ class Device:
         """A stream of its own, for `run_beside` or `start_beside`."""
         return torch.cuda.Stream(self.torch)
 
-    def start_beside(self, stream: torch.cuda.Stream, work: Callable[[], object]) -> torch.cuda.Event:
-        """Queue `work` on `stream`, behind what is queued here so far; return an event behind it."""
+    def start_beside(self, stream: torch.cuda.Stream, work: Callable[[], object]) -> None:
+        """Queue `work` on `stream`, behind what is queued here so far."""
         stream.wait_stream(torch.cuda.current_stream(self.torch))
         with torch.cuda.stream(stream):
             work()
-            return stream.record_event()
-
-    def queue_after(self, event: torch.cuda.Event) -> None:
-        """Let whatever is queued here from now on begin after `event`; the host does not wait."""
-        torch.cuda.current_stream(self.torch).wait_event(event)
 
     def run_beside(self, stream: torch.cuda.Stream, work: Callable[[], object]) -> None:
         """Run `work` on `stream`, beside what the device does, and wait for it."""

@@ -83,9 +83,9 @@ class TPGroup:
     ) -> PendingSum:
         """Begin `add_rms_norm` of the sum of `x` [T, n] over the ranks; `x` is not to be touched any more.
 
-        Unless `whole` the second result is in a form for `start_sum` alone, as `residual` may be: maybe some
-        of its rows. At most two sums may be under way, taken and advanced in the same order on all ranks, and
-        the first result is to be used before the second sum after it begins.
+        Unless `whole` the second result may be some of its rows, for another `start_sum` to take as its
+        residual. At most two sums may be under way, and all ranks begin, advance and finish them in the same
+        order. Other use of both results must be queued before the second sum after this one is begun.
         """
         copies = None if self._peer_memory is None else self._peer_memory.copies
         if copies is not None and copies.fits(x):

@@ -9,7 +9,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 from unittest import mock
 
 import torch
@@ -18,7 +17,6 @@ from nanovllm.engine.shared_prefixes import find_shared_prefixes
 from nanovllm.kernels import activation, decode_attention, sampling
 from nanovllm.kernels.activation import silu_and_mul_reference, silu_and_mul_triton
 from nanovllm.kernels.compat import jit, tl
-from nanovllm.kernels.copied_sum import CALLS, PeerCopies
 from nanovllm.kernels.decode_attention import (
     CHUNK,
     SharedPrefixes,
@@ -444,34 +442,6 @@ def check_last_tokens(tokens: int, device: str) -> None:
         keep(drawn, slots[:tokens], last)
         assert torch.equal(last[slots[:tokens]], drawn) and (last[slots[tokens:]] == 50).all()
         assert torch.equal(take(ids, slots[:tokens], last, vocab), expected)
-
-
-# ---- sums over ranks ----
-
-
-class RankBuffers:
-    """What torch's handle of symmetric memory gives, for ranks that are all on one device."""
-
-    def __init__(self, size: int, numel: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.buffers = [torch.full((numel,), math.nan, dtype=dtype, device=device) for _ in range(size)]
-        self.buffer_ptrs = [buffer.data_ptr() for buffer in self.buffers]
-
-    def get_buffer(self, peer: int, shape: tuple[int, ...], dtype: torch.dtype, start: int) -> torch.Tensor:
-        return self.buffers[peer].view(dtype)[start : start + math.prod(shape)].view(shape)
-
-
-def make_copying_ranks(max_rows: int, n: int, devices: Sequence[Any], dtype: torch.dtype) -> list[PeerCopies]:
-    """One for each of `devices`, which may be the same, a few calls before their last number."""
-    size, place = len(devices), devices[0].torch
-    handle = RankBuffers(size, PeerCopies.numel(max_rows, n, size, dtype.itemsize), dtype, place)
-    ranks = []
-    for rank, device in enumerate(devices):
-        aborted = torch.zeros(1, dtype=torch.int32, device=place)
-        copies = PeerCopies(rank, device, handle.buffers[rank], handle, aborted, max_rows, n)
-        copies._call = 2 * CALLS - 5
-        copies._flags[rank].fill_(CALLS - 6)
-        ranks.append(copies)
-    return ranks
 
 
 # ---- matrix products ----

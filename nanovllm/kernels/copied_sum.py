@@ -152,7 +152,7 @@ class PeerCopies:
 
     Reduce-scatter and all-gather with the norm between, as in Megatron-LM's sequence parallelism (Korthikanti
     et al., 2022): a part of the rows goes to each rank, which keeps their sums, and what it makes of them to
-    all. The residual stream is nowhere whole.
+    all. From the first sum to one that is wanted whole, no rank has all of the residual stream.
 
     Two sums are under way at most, and each has its rooms. A rank sends parts of the second next sum when it
     has this one's results, for which the others had read their parts; and results of the second next when it
@@ -228,9 +228,7 @@ class PeerCopies:
         mine = residual if len(residual) < rows else residual[part(rank)]
         other = torch.empty_like(own)
         normed, total = (other, own) if whole else (own, other)
-        copied = self._send(
-            0, call, lambda peer: (self._parts[peer][turn, (rank - peer - 1) % size], x[part(peer)])
-        )
+        self._send(0, call, lambda peer: (self._parts[peer][turn, (rank - peer - 1) % size], x[part(peer)]))
         advanced = False
 
         def advance() -> None:
@@ -240,19 +238,17 @@ class PeerCopies:
                 inputs = (x[part(rank)], mine, weight, eps, slots, arrivals[0])
                 copied_sum_add_rms_norm_triton(*inputs, normed, total)
                 self._send(1, call, lambda peer: (self._results[peer][turn, part(rank)], own))
-                self._device.queue_after(copied)  # x is held until here: then its memory may be another's
             advanced = True
 
         def finish() -> tuple[torch.Tensor, torch.Tensor]:
             advance()
+            # Who sent results had got its part of x: when all have come, the memory of x may be another's.
             await_copies_triton(arrivals[1])
             return (rms_norm(results, weight, eps), results) if whole else (results, total)
 
         return PendingSum(finish, advance)
 
-    def _send(
-        self, shot: int, call: int, route: Callable[[int], tuple[torch.Tensor, torch.Tensor]]
-    ) -> torch.cuda.Event:
+    def _send(self, shot: int, call: int, route: Callable[[int], tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Begin to copy to each peer, to the place that `route` names, the rows it names; then the flag."""
         rank, size = self._rank, len(self._parts)
 
@@ -264,4 +260,4 @@ class PeerCopies:
                 flag = self._flags[peer][shot, rank : rank + 1]
                 flag.copy_(self._numbers[call : call + 1], non_blocking=True)
 
-        return self._device.start_beside(self._stream, copy)
+        self._device.start_beside(self._stream, copy)

@@ -31,9 +31,10 @@ class RMSNorm(WeightLayer):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (norm(x + residual), x + residual), both [T, size]; without a residual, (norm(x), x).
 
-        Of what `start` gave, with what it was given.
+        x may be what `start` gave, which has its residual. Then the second may be this rank's rows alone.
         """
         if isinstance(x, PendingSum):
+            assert residual is None
             return x.finish()
         peer_memory = None if residual is None else self.tp.peer_memory_for(x)
         if residual is not None and peer_memory is not None:

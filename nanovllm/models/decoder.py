@@ -243,10 +243,10 @@ class DecoderModel(nn.Module):
                 part = layer.mlp.down_proj(gated)
                 xs[half] = following.input_layernorm.start(part, residual, whole=following is last)
         assert isinstance(last, DecoderLayer)
-        parts = [
-            last.self_attn(last.input_layernorm, x, None, at, meta)
-            for x, (at, meta) in zip(xs, places, strict=True)
-        ]
+        parts = []
+        for half, (at, meta) in enumerate(places):
+            parts.append(last.self_attn(last.input_layernorm, xs[half], None, at, meta))
+            advance(xs[1 - half])
         attended, residual = (torch.cat(both) for both in zip(*parts, strict=True))
         hidden: torch.Tensor = self.norm(*last.after_attention(attended, residual, rows))[0]
         return hidden

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import queue
 import random
 import threading
 import time
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from kernel_cases import make_copying_ranks
+from copying_ranks import CopyingDevice, SlowDevice, copy_without_kernels, make_copying_ranks
 
-from nanovllm.kernels import copied_sum
 from nanovllm.kernels.all_reduce import (
     EMPTY,
     EMPTY_BY_SIZE,
@@ -219,7 +216,7 @@ def test_copied_rows_are_waited_for(adds: bool, abort: bool) -> None:
         else:
             await_copies_triton(arrival)
 
-    thread = threading.Thread(target=run)
+    thread = threading.Thread(target=run, daemon=True)  # a test that fails must end
     thread.start()
     for rank in (2, 3):  # all but one
         slots[(rank - 2) % 4] = xs[rank]
@@ -244,21 +241,6 @@ def test_an_aborted_group_does_not_wait() -> None:
     group.peers[0].aborted.fill_(1)
     assert all_reduce_triton(group.peers[0], torch.ones(2, 32)).shape == (2, 32)
     assert all_reduce_triton(group.peers[0], torch.ones(0, 32)).shape == (0, 32)
-
-
-class CopyingDevice:
-    """A CPU whose copies are done at once."""
-
-    torch = torch.device("cpu")
-
-    def side_stream(self) -> None:
-        return None
-
-    def start_beside(self, stream: None, work: Callable[[], object]) -> None:
-        work()
-
-    def queue_after(self, event: None) -> None:
-        pass
 
 
 @pytest.mark.parametrize(("size", "rows"), [(2, 5), (4, 9), (4, 16), (4, 3), (8, 11)])
@@ -300,64 +282,17 @@ def test_sums_of_copied_rows(size: int, rows: int) -> None:
                 streams.append((expected[1], [total for _, total in results]))
 
 
-class SlowDevice(CopyingDevice):
-    """One whose copies are done later, in order, by a thread."""
-
-    def __init__(self, rng: random.Random) -> None:
-        self.rng = rng
-        self.jobs: queue.Queue = queue.Queue()
-        self.thread = threading.Thread(target=self.run, daemon=True)  # a test that fails must end
-        self.thread.start()
-
-    def run(self) -> None:
-        for work, done in iter(self.jobs.get, None):
-            time.sleep(self.rng.choice([0.0, self.rng.uniform(0.0, 0.004)]))
-            work()
-            done.set()
-
-    def start_beside(self, stream: None, work: Callable[[], object]) -> threading.Event:
-        done = threading.Event()
-        self.jobs.put((work, done))
-        return done
-
-    def queue_after(self, event: threading.Event) -> None:
-        assert event.wait(60)
-
-
 @pytest.mark.parametrize("size", [2, 4])
 def test_no_row_comes_before_the_last_one_in_its_place_was_used(
     size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With late copies and a slow rank; with one set of rooms, not two, this fails."""
+    """With late copies and a slow rank; with one set of rooms, not two, this fails.
 
-    def when_all_have_come(arrival: Arrival) -> None:
-        deadline = time.monotonic() + 60
-        others = torch.arange(size) != arrival.rank
-        while ((arrival.flags - arrival.call + CALLS) % CALLS >= CALLS // 2)[others].any():
-            assert time.monotonic() < deadline
-            time.sleep(0.0002)
-
-    def add_norm(
-        x: torch.Tensor,
-        residual: torch.Tensor,
-        weight: torch.Tensor,
-        eps: float,
-        slots: torch.Tensor,
-        arrival: Arrival,
-        *results: torch.Tensor,
-    ) -> None:
-        when_all_have_come(arrival)
-        rank = arrival.rank
-        parts = [x if other == rank else slots[(other - rank - 1) % size, : len(x)] for other in range(size)]
-        for place, result in zip(
-            results, all_reduce_add_rms_norm_reference(parts, residual, weight, eps), strict=True
-        ):
-            place.copy_(result)
-
-    monkeypatch.setattr(copied_sum, "await_copies_triton", when_all_have_come)
-    monkeypatch.setattr(copied_sum, "copied_sum_add_rms_norm_triton", add_norm)
+    And what was summed may be overwritten as soon as its sum is there.
+    """
+    copy_without_kernels(monkeypatch)
     rows, n, calls = 16, 8, 40
-    devices = [SlowDevice(random.Random(rank)) for rank in range(size)]
+    devices = [SlowDevice(rank) for rank in range(size)]
     ranks = make_copying_ranks(rows, n, devices, torch.float32)
     xs = [[torch.randint(-8, 8, (rows, n)).float() for _ in range(size)] for _ in range(calls)]
     weight = torch.ones(n)
@@ -367,18 +302,20 @@ def test_no_row_comes_before_the_last_one_in_its_place_was_used(
         """As a model's two halves: each uses a sum before it begins its next one."""
         rng = random.Random(100 + rank)
         slowness = 0.006 if rank == 1 else 0.001
-        under_way: list[PendingSum] = []
-        used = residual = torch.zeros(rows, n)
+        under_way: list[tuple[torch.Tensor, PendingSum]] = []
+        residual = torch.zeros(rows, n)
         for x in xs:
             if len(under_way) == 2:
-                normed, residual = under_way.pop(0).finish()
+                summed, pending = under_way.pop(0)
+                normed, residual = pending.finish()
+                summed.fill_(float("nan"))
                 time.sleep(rng.uniform(0.0, slowness))
-                used = normed.clone()
-                results[rank].append(used)
-                under_way[0].advance()
+                results[rank].append(normed.clone())
+                under_way[0][1].advance()
             time.sleep(rng.uniform(0.0, slowness))
             residual = residual if len(results[rank]) % 2 else torch.zeros(rows, n)
-            under_way.append(ranks[rank].start(x[rank] + 0 * used, residual, weight, 1e-6, False))
+            own = x[rank].clone()
+            under_way.append((own, ranks[rank].start(own, residual, weight, 1e-6, False)))
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
     for thread in threads:
@@ -386,8 +323,7 @@ def test_no_row_comes_before_the_last_one_in_its_place_was_used(
     for thread in threads:
         thread.join(120)
     for device in devices:
-        device.jobs.put(None)
-        device.thread.join(60)
+        device.close()
     totals: list[torch.Tensor] = []
     for call, parts in enumerate(xs):
         count = max(0, call - 1)  # of results that were there when it began

@@ -1,14 +1,27 @@
-"""Prefill in two halves: where a batch is cut."""
+"""Prefill in two halves: where a batch is cut, and what ranks compute that copy their sums to each other."""
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
+from copying_ranks import SlowDevice, copy_without_kernels, make_copying_ranks
+from tiny_models import VOCAB_SIZE, write_tiny_model
 
-from nanovllm.engine.batch import EMPTY_BATCH
-from nanovllm.engine.overlap import halves
+from nanovllm.config import Config
+from nanovllm.device import Device
+from nanovllm.distributed import TPGroup
+from nanovllm.engine.batch import EMPTY_BATCH, Batch
+from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.engine.overlap import OVERLAP_TOKENS, halves
+from nanovllm.models.loader import load_model_config
+from nanovllm.sampling_params import ALL_GREEDY
 
 
 @pytest.mark.parametrize(
@@ -35,3 +48,64 @@ def test_halves_of_a_batch(lens: list[int], first: list[int], second: list[int])
         10 + last - (last - first[-1])
     ]
     assert batch.query_lens.tolist() == lens
+
+
+def prompts_batch(seed: int) -> Batch:
+    """50 sequences of 40 to 59 tokens, with blocks of 16."""
+    rng = np.random.default_rng(seed)
+    lens = rng.integers(40, 60, 50, dtype=np.int32)
+    return Batch(
+        seq_ids=tuple(range(50)),
+        slots=np.arange(50, dtype=np.int32),
+        token_ids=rng.integers(2, VOCAB_SIZE, int(lens.sum()), dtype=np.int32),
+        query_lens=lens,
+        context_lens=lens,
+        block_tables=np.arange(200, dtype=np.int32).reshape(50, 4),
+        samples=np.ones(50, np.bool_),
+        sampling=ALL_GREEDY,
+    )
+
+
+@pytest.mark.parametrize(("size", "layers"), [(2, 3), (4, 3), (4, 1)])
+def test_ranks_that_copy_their_sums(
+    size: int, layers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps in a row, with late copies; of three layers one has its own rows of the stream only."""
+    copy_without_kernels(monkeypatch)
+    path = write_tiny_model(tmp_path, num_hidden_layers=layers)
+    model_config = load_model_config(path)
+    batches = [prompts_batch(seed) for seed in range(3)]
+    assert all(len(batch.token_ids) >= OVERLAP_TOKENS for batch in batches)
+
+    def hidden_states(tp: TPGroup) -> list[torch.Tensor]:
+        config = Config(str(path), tensor_parallel_size=tp.size, device="cpu", kvcache_block_size=16)
+        runner = ModelRunner(config, model_config, path, Device("cpu"), tp, 128)
+        runner.allocate_kv_cache(200)
+        seen: list[torch.Tensor] = []
+        runner.model.register_forward_hook(lambda _, inputs, hidden: seen.append(hidden.clone()))
+        for batch in batches:
+            runner.run(batch)
+        return seen
+
+    expected = hidden_states(TPGroup())
+    store, devices = dist.HashStore(), [SlowDevice(rank) for rank in range(size)]
+    ranks = make_copying_ranks(2048, model_config.hidden_size, devices, torch.float32)
+    calls = ranks[0]._call
+    results: dict[int, list[torch.Tensor]] = {}
+
+    def run(rank: int) -> None:
+        tp = TPGroup(rank, size, dist.ProcessGroupGloo(store, rank, size))
+        tp._peer_memory = SimpleNamespace(copies=ranks[rank], fits=lambda *rows: False)  # type: ignore[assignment]
+        results[rank] = hidden_states(tp)
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    for device in devices:
+        device.close()
+    assert [copies._call - calls for copies in ranks] == [len(batches) * 4 * (layers - 1)] * size
+    for rank in range(size):
+        torch.testing.assert_close(results[rank], expected, atol=1e-4, rtol=1e-4)
+        assert all(map(torch.equal, results[rank], results[0]))

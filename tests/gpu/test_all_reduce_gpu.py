@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernel_cases import make_copying_ranks
+from copying_ranks import make_copying_ranks
 
 from nanovllm.device import Device
 from nanovllm.kernels.all_reduce import (

@@ -1,0 +1,108 @@
+"""Ranks that copy rows to each other in one process: on a CPU at once or late, or on streams of one GPU."""
+
+from __future__ import annotations
+
+import math
+import queue
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from nanovllm.kernels import copied_sum
+from nanovllm.kernels.all_reduce import all_reduce_add_rms_norm_reference
+from nanovllm.kernels.copied_sum import CALLS, Arrival, PeerCopies
+
+
+class RankBuffers:
+    """What torch's handle of symmetric memory gives, for ranks that are all on one device."""
+
+    def __init__(self, size: int, numel: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.buffers = [torch.full((numel,), math.nan, dtype=dtype, device=device) for _ in range(size)]
+        self.buffer_ptrs = [buffer.data_ptr() for buffer in self.buffers]
+
+    def get_buffer(self, peer: int, shape: tuple[int, ...], dtype: torch.dtype, start: int) -> torch.Tensor:
+        return self.buffers[peer].view(dtype)[start : start + math.prod(shape)].view(shape)
+
+
+def make_copying_ranks(max_rows: int, n: int, devices: Sequence[Any], dtype: torch.dtype) -> list[PeerCopies]:
+    """One for each of `devices`, which may be the same, a few calls before their last number."""
+    size, place = len(devices), devices[0].torch
+    handle = RankBuffers(size, PeerCopies.numel(max_rows, n, size, dtype.itemsize), dtype, place)
+    ranks = []
+    for rank, device in enumerate(devices):
+        aborted = torch.zeros(1, dtype=torch.int32, device=place)
+        copies = PeerCopies(rank, device, handle.buffers[rank], handle, aborted, max_rows, n)
+        copies._call = 2 * CALLS - 5
+        copies._flags[rank].fill_(CALLS - 6)
+        ranks.append(copies)
+    return ranks
+
+
+class CopyingDevice:
+    """A CPU whose copies are done at once."""
+
+    torch = torch.device("cpu")
+
+    def side_stream(self) -> None:
+        return None
+
+    def start_beside(self, stream: None, work: Callable[[], object]) -> None:
+        work()
+
+
+class SlowDevice(CopyingDevice):
+    """One whose copies are done later, in order, by a thread."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.jobs: queue.Queue = queue.Queue()
+        self.thread = threading.Thread(target=self.run, daemon=True)  # a test that fails must end
+        self.thread.start()
+
+    def run(self) -> None:
+        for work in iter(self.jobs.get, None):
+            time.sleep(self.rng.choice([0.0, self.rng.uniform(0.0, 0.004)]))
+            work()
+
+    def start_beside(self, stream: None, work: Callable[[], object]) -> None:
+        self.jobs.put(work)
+
+    def close(self) -> None:
+        self.jobs.put(None)
+        self.thread.join(60)
+
+
+def copy_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let plain torch do what the kernels of copied sums do; they cannot run in several threads."""
+
+    def when_all_have_come(arrival: Arrival) -> None:
+        deadline = time.monotonic() + 60
+        others = torch.arange(len(arrival.flags)) != arrival.rank
+        while ((arrival.flags - arrival.call + CALLS) % CALLS >= CALLS // 2)[others].any():
+            assert time.monotonic() < deadline
+            time.sleep(0.0002)
+
+    def add_norm(
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        slots: torch.Tensor,
+        arrival: Arrival,
+        *results: torch.Tensor,
+    ) -> None:
+        assert x.shape == residual.shape
+        when_all_have_come(arrival)
+        size, rank = len(arrival.flags), arrival.rank
+        parts = [x if other == rank else slots[(other - rank - 1) % size, : len(x)] for other in range(size)]
+        found = all_reduce_add_rms_norm_reference(parts, residual, weight, eps)
+        for place, result in zip(results, found, strict=True):
+            place.copy_(result)
+
+    monkeypatch.setattr(copied_sum, "await_copies_triton", when_all_have_come)
+    monkeypatch.setattr(copied_sum, "copied_sum_add_rms_norm_triton", add_norm)
