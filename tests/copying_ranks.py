@@ -106,3 +106,25 @@ def copy_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(copied_sum, "await_copies_triton", when_all_have_come)
     monkeypatch.setattr(copied_sum, "copied_sum_add_rms_norm_triton", add_norm)
+
+
+def run_late_ranks(
+    monkeypatch: pytest.MonkeyPatch, size: int, max_rows: int, n: int, run: Callable[[int, PeerCopies], Any]
+) -> list[Any]:
+    """What `run(rank, copies)` returns on each rank, in a thread each, without kernels and with late copies."""
+    copy_without_kernels(monkeypatch)
+    devices = [SlowDevice(rank) for rank in range(size)]
+    results: dict[int, Any] = {}
+
+    def work(rank: int, copies: PeerCopies) -> None:
+        results[rank] = run(rank, copies)
+
+    ranks = enumerate(make_copying_ranks(max_rows, n, devices, torch.float32))
+    threads = [threading.Thread(target=work, args=each, daemon=True) for each in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    for device in devices:
+        device.close()
+    return [results[rank] for rank in range(size)]

@@ -113,7 +113,8 @@ def copied_sum_add_rms_norm_triton(
     (rows, n), (rank, flags, aborted, call) = x.shape, arrival
     if rows == 0:
         return
-    assert all(rows.is_contiguous() for rows in (x, residual, slots, out, total)) and rows <= slots.shape[1]
+    assert all(tensor.is_contiguous() for tensor in (x, residual, slots, out, total))
+    assert rows <= slots.shape[1]
     padded = triton.next_power_of_2(n)
     early = launch_early(x)
     _copied_sum_kernel[(rows,)](

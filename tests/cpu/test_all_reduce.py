@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from copying_ranks import CopyingDevice, SlowDevice, copy_without_kernels, make_copying_ranks
+from copying_ranks import CopyingDevice, make_copying_ranks, run_late_ranks
 
 from nanovllm.kernels.all_reduce import (
     EMPTY,
@@ -25,6 +25,7 @@ from nanovllm.kernels.compat import INTERPRET
 from nanovllm.kernels.copied_sum import (
     CALLS,
     Arrival,
+    PeerCopies,
     PendingSum,
     await_copies_triton,
     copied_sum_add_rms_norm_triton,
@@ -290,19 +291,16 @@ def test_no_row_comes_before_the_last_one_in_its_place_was_used(
 
     And what was summed may be overwritten as soon as its sum is there.
     """
-    copy_without_kernels(monkeypatch)
     rows, n, calls = 16, 8, 40
-    devices = [SlowDevice(rank) for rank in range(size)]
-    ranks = make_copying_ranks(rows, n, devices, torch.float32)
     xs = [[torch.randint(-8, 8, (rows, n)).float() for _ in range(size)] for _ in range(calls)]
     weight = torch.ones(n)
-    results: list[list[torch.Tensor]] = [[] for _ in range(size)]
 
-    def run(rank: int) -> None:
+    def run(rank: int, copies: PeerCopies) -> list[torch.Tensor]:
         """As a model's two halves: each uses a sum before it begins its next one."""
         rng = random.Random(100 + rank)
         slowness = 0.006 if rank == 1 else 0.001
         under_way: list[tuple[torch.Tensor, PendingSum]] = []
+        found: list[torch.Tensor] = []
         residual = torch.zeros(rows, n)
         for x in xs:
             if len(under_way) == 2:
@@ -310,20 +308,15 @@ def test_no_row_comes_before_the_last_one_in_its_place_was_used(
                 normed, residual = pending.finish()
                 summed.fill_(float("nan"))
                 time.sleep(rng.uniform(0.0, slowness))
-                results[rank].append(normed.clone())
+                found.append(normed.clone())
                 under_way[0][1].advance()
             time.sleep(rng.uniform(0.0, slowness))
-            residual = residual if len(results[rank]) % 2 else torch.zeros(rows, n)
+            residual = residual if len(found) % 2 else torch.zeros(rows, n)
             own = x[rank].clone()
-            under_way.append((own, ranks[rank].start(own, residual, weight, 1e-6, False)))
+            under_way.append((own, copies.start(own, residual, weight, 1e-6, False)))
+        return found
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
-    for device in devices:
-        device.close()
+    results = run_late_ranks(monkeypatch, size, rows, n, run)
     totals: list[torch.Tensor] = []
     for call, parts in enumerate(xs):
         count = max(0, call - 1)  # of results that were there when it began

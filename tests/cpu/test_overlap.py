@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from copying_ranks import SlowDevice, copy_without_kernels, make_copying_ranks
+from copying_ranks import run_late_ranks
 from tiny_models import VOCAB_SIZE, write_tiny_model
 
 from nanovllm.config import Config
@@ -20,6 +19,7 @@ from nanovllm.distributed import TPGroup
 from nanovllm.engine.batch import EMPTY_BATCH, Batch
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.overlap import OVERLAP_TOKENS, halves
+from nanovllm.kernels.copied_sum import PeerCopies
 from nanovllm.models.loader import load_model_config
 from nanovllm.sampling_params import ALL_GREEDY
 
@@ -71,7 +71,6 @@ def test_ranks_that_copy_their_sums(
     size: int, layers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Steps in a row, with late copies; of three layers one has its own rows of the stream only."""
-    copy_without_kernels(monkeypatch)
     path = write_tiny_model(tmp_path, num_hidden_layers=layers)
     model_config = load_model_config(path)
     batches = [prompts_batch(seed) for seed in range(3)]
@@ -88,24 +87,16 @@ def test_ranks_that_copy_their_sums(
         return seen
 
     expected = hidden_states(TPGroup())
-    store, devices = dist.HashStore(), [SlowDevice(rank) for rank in range(size)]
-    ranks = make_copying_ranks(2048, model_config.hidden_size, devices, torch.float32)
-    calls = ranks[0]._call
-    results: dict[int, list[torch.Tensor]] = {}
+    store = dist.HashStore()
 
-    def run(rank: int) -> None:
+    def run(rank: int, copies: PeerCopies) -> tuple[list[torch.Tensor], int]:
         tp = TPGroup(rank, size, dist.ProcessGroupGloo(store, rank, size))
-        tp._peer_memory = SimpleNamespace(copies=ranks[rank], fits=lambda *rows: False)  # type: ignore[assignment]
-        results[rank] = hidden_states(tp)
+        tp._peer_memory = SimpleNamespace(copies=copies, fits=lambda *rows: False)  # type: ignore[assignment]
+        before = copies._call
+        return hidden_states(tp), copies._call - before
 
-    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
-    for device in devices:
-        device.close()
-    assert [copies._call - calls for copies in ranks] == [len(batches) * 4 * (layers - 1)] * size
-    for rank in range(size):
-        torch.testing.assert_close(results[rank], expected, atol=1e-4, rtol=1e-4)
-        assert all(map(torch.equal, results[rank], results[0]))
+    results = run_late_ranks(monkeypatch, size, 2048, model_config.hidden_size, run)
+    for found, sums in results:
+        assert sums == len(batches) * 4 * (layers - 1)
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+        assert all(map(torch.equal, found, results[0][0]))
