@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from nanovllm.kernels import copied_sum
-from nanovllm.kernels.all_reduce import all_reduce_add_rms_norm_reference
 from nanovllm.kernels.copied_sum import CALLS, Arrival, PeerCopies
 
 
@@ -87,22 +86,10 @@ def copy_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
             assert time.monotonic() < deadline
             time.sleep(0.0002)
 
-    def add_norm(
-        x: torch.Tensor,
-        residual: torch.Tensor,
-        weight: torch.Tensor,
-        eps: float,
-        slots: torch.Tensor,
-        arrival: Arrival,
-        *results: torch.Tensor,
-    ) -> None:
-        assert x.shape == residual.shape
+    def add_norm(*args: Any) -> None:
+        (arrival,) = (arg for arg in args if isinstance(arg, Arrival))
         when_all_have_come(arrival)
-        size, rank = len(arrival.flags), arrival.rank
-        parts = [x if other == rank else slots[(other - rank - 1) % size, : len(x)] for other in range(size)]
-        found = all_reduce_add_rms_norm_reference(parts, residual, weight, eps)
-        for place, result in zip(results, found, strict=True):
-            place.copy_(result)
+        copied_sum.copied_sum_add_rms_norm_reference(*args)
 
     monkeypatch.setattr(copied_sum, "await_copies_triton", when_all_have_come)
     monkeypatch.setattr(copied_sum, "copied_sum_add_rms_norm_triton", add_norm)
@@ -111,7 +98,7 @@ def copy_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 def run_late_ranks(
     monkeypatch: pytest.MonkeyPatch, size: int, max_rows: int, n: int, run: Callable[[int, PeerCopies], Any]
 ) -> list[Any]:
-    """What `run(rank, copies)` returns on each rank, in a thread each, without kernels and with late copies."""
+    """What `run(rank, copies)` returns on each rank, in a thread each, by plain torch and late copies."""
     copy_without_kernels(monkeypatch)
     devices = [SlowDevice(rank) for rank in range(size)]
     results: dict[int, Any] = {}

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from nanovllm.device import Device
+from nanovllm.kernels.all_reduce import all_reduce_add_rms_norm_reference
 from nanovllm.kernels.compat import await_inputs, jit, launch_early, tl, triton
 from nanovllm.kernels.rms_norm import normalised, rms_norm
 
@@ -114,7 +115,7 @@ def copied_sum_add_rms_norm_triton(
     if rows == 0:
         return
     assert all(tensor.is_contiguous() for tensor in (x, residual, slots, out, total))
-    assert rows <= slots.shape[1]
+    assert x.shape == residual.shape == out.shape == total.shape and rows <= slots.shape[1]
     padded = triton.next_power_of_2(n)
     early = launch_early(x)
     _copied_sum_kernel[(rows,)](
@@ -138,6 +139,25 @@ def copied_sum_add_rms_norm_triton(
         launch_pdl=early,
         num_warps=max(1, min(16, padded // 512)),
     )
+
+
+def copied_sum_add_rms_norm_reference(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    slots: torch.Tensor,
+    arrival: Arrival,
+    out: torch.Tensor,
+    total: torch.Tensor,
+) -> None:
+    """What `copied_sum_add_rms_norm_triton` writes when all copies have come, in plain torch."""
+    assert x.shape == residual.shape == out.shape == total.shape
+    size, rank = len(arrival.flags), arrival.rank
+    parts = [x if other == rank else slots[(other - rank - 1) % size, : len(x)] for other in range(size)]
+    normed, summed = all_reduce_add_rms_norm_reference(parts, residual, weight, eps)
+    out.copy_(normed)
+    total.copy_(summed)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -28,6 +28,7 @@ from nanovllm.kernels.copied_sum import (
     PeerCopies,
     PendingSum,
     await_copies_triton,
+    copied_sum_add_rms_norm_reference,
     copied_sum_add_rms_norm_triton,
 )
 
@@ -199,6 +200,9 @@ def test_rows_that_the_others_copied(size: int, rows: int, n: int, call: int) ->
         results = torch.empty(rows, n), torch.empty(rows, n)
         copied_sum_add_rms_norm_triton(xs[rank], residual, weight, 1e-6, slots, arrival, *results)
         torch.testing.assert_close(results, expected)
+        twins = torch.empty(rows, n), torch.empty(rows, n)
+        copied_sum_add_rms_norm_reference(xs[rank], residual, weight, 1e-6, slots, arrival, *twins)
+        torch.testing.assert_close(twins, expected)
 
 
 @pytest.mark.parametrize("abort", [False, True])
