@@ -161,7 +161,11 @@ def kill_while_loading(rng: random.Random, device: str) -> None:
     """A worker is killed at any moment of the start."""
 
     def kill_children() -> None:
-        for process in list(multiprocessing.process._children):  # type: ignore[attr-defined]
+        children: set[Any] = multiprocessing.process._children  # type: ignore[attr-defined]
+        deadline = time.monotonic() + 10 * START_SECONDS
+        while not children and time.monotonic() < deadline:  # a slow start has none yet
+            time.sleep(0.01)
+        for process in list(children):
             kill(process.pid)
 
     def start_and_use() -> None:
