@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from datetime import timedelta
+from time import monotonic
 from typing import Any
 from uuid import uuid4
 
@@ -33,6 +35,7 @@ logger = logging.getLogger("nanovllm")
 Backend = Any  # ProcessGroupNCCL or ProcessGroupGloo: torch's stubs do not know their collectives
 
 CONNECT_TIMEOUT = timedelta(seconds=60)  # for ranks that have all said that they are ready
+CONNECT_POLL_SECONDS = 0.01  # how often one looks whether the others are here
 HOST = "127.0.0.1"
 TWO_SHOT_ROWS = 48  # rows from which a sum over more than two GPUs goes in two shots
 
@@ -60,7 +63,8 @@ class TPGroup:
         Blocks until all ranks are here, a minute at most.
         """
         device.make_current()
-        group = cls(rank, size, (_nccl if device.is_cuda else _gloo)(rendezvous.store, rank, size))
+        connect, store = (_nccl, rendezvous.store) if device.is_cuda else (_gloo, rendezvous.leavable_store)
+        group = cls(rank, size, connect(store, rank, size))
         group._rendezvous = rendezvous
         group.all_reduce(torch.zeros(1, device=device.torch))  # NCCL connects at the first call
         device.synchronize()
@@ -300,6 +304,30 @@ class _FreshStore(Store):
         self._store.wait([self._renumbered(key) for key in keys], CONNECT_TIMEOUT)
 
 
+class _LeavableStore(Store):
+    """A store in which a wait for a key ends when `left` is set: torch's own waits end by their timeout."""
+
+    def __init__(self, store: TCPStore) -> None:
+        super().__init__()
+        self.left = threading.Event()
+        self._store = store
+
+    def set(self, key: str, value: Any) -> None:
+        self._store.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        return self._store.get(key)
+
+    def wait(self, keys: list[str], timeout: timedelta = CONNECT_TIMEOUT) -> None:
+        deadline = monotonic() + CONNECT_TIMEOUT.total_seconds()
+        while not self._store.check(keys):
+            if self.left.wait(CONNECT_POLL_SECONDS):
+                raise RuntimeError("the meeting of the ranks was given up")
+            if monotonic() > deadline:
+                raise RuntimeError(f"another rank did not come within {CONNECT_TIMEOUT.seconds} s")
+
+
 class Rendezvous:
     """Where the ranks of a new group find each other, at a port that the system chooses.
 
@@ -313,6 +341,11 @@ class Rendezvous:
             HOST, port or 0, is_master=host, wait_for_workers=False, timeout=CONNECT_TIMEOUT
         )
         self.port: int = self.store.port
+        self.leavable_store = _LeavableStore(self.store)
+
+    def leave(self) -> None:
+        """Let a rank go that waits in `leavable_store` for another; any thread may call this."""
+        self.leavable_store.left.set()
 
 
 def _nccl(store: Store, rank: int, size: int) -> Backend:

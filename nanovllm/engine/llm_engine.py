@@ -106,6 +106,7 @@ class LLMEngine:
     def _load(self, setup: RankSetup, device: Device, rendezvous: Rendezvous | None) -> ModelRunner:
         group = TPGroup()
         if rendezvous is not None:
+            self._workers.on_failure(rendezvous.leave)
             group = self._workers.watched(lambda: setup.meet(device, rendezvous))
             self._workers.on_failure(group.abort)
         return setup.load(device, group, self._workers.check)

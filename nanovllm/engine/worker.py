@@ -237,23 +237,28 @@ class Workers:
         if not self.processes:
             return work()
         outcome: SimpleQueue[tuple[T | None, BaseException | None]] = SimpleQueue()
+        left = threading.Event()
 
         def run() -> None:
             try:
                 outcome.put((work(), None))
             except BaseException as error:
-                outcome.put((None, error))
+                if not left.is_set():  # else nobody takes it, and what its traceback refers to would stay
+                    outcome.put((None, error))
 
         threading.Thread(target=run, name="nanovllm start-up", daemon=True).start()
-        while True:
-            try:
-                result, error = outcome.get(timeout=POLL_SECONDS)
-            except Empty:
-                self.check()
-                continue
-            if error is not None:
-                raise error
-            return cast(T, result)
+        try:
+            while True:
+                try:
+                    result, error = outcome.get(timeout=POLL_SECONDS)
+                    break
+                except Empty:
+                    self.check()
+        finally:
+            left.set()
+        if error is not None:
+            raise error
+        return cast(T, result)
 
     def stop(self) -> None:
         """Ask the workers to exit and wait until they are gone; a second call does nothing."""

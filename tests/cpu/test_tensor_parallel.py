@@ -9,7 +9,9 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from typing import Any
@@ -20,9 +22,18 @@ import torch
 from checked_llm import BLOCK, CheckedLLM, CheckedSetup, make_tiny
 from tiny_models import VOCAB_SIZE, transformers_greedy, write_tiny_model
 
-from nanovllm import LLM, EngineClosedError, KVCacheMemoryError, SamplingParams, WorkerError, demo_model_path
+from nanovllm import (
+    LLM,
+    EngineClosedError,
+    KVCacheMemoryError,
+    SamplingParams,
+    WorkerError,
+    demo_model_path,
+    distributed,
+)
 from nanovllm.config import Config
 from nanovllm.device import Device
+from nanovllm.distributed import TPGroup
 from nanovllm.engine import channel, llm_engine
 from nanovllm.engine.memory import KVCacheSpace, check_weights_fit, fit_kv_cache
 from nanovllm.engine.model_runner import ModelRunner
@@ -330,6 +341,26 @@ def test_the_fewest_blocks_of_all_ranks_count(model: Path) -> None:
 def test_fault(fault: str) -> None:
     """That each ends as it should, however slow the machine is; how soon, the soak reports."""
     soak_tp.FAULTS[fault](random.Random(7), "cpu")
+
+
+class LonelySetup(CheckedSetup):
+    """Rank 1 never meets rank 0, whose user presses Ctrl-C."""
+
+    def meet(self, *args: Any) -> TPGroup:
+        if self.rank == 1:
+            time.sleep(3600)
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+        return super().meet(*args)
+
+
+def test_a_start_that_is_interrupted_stops_waiting_for_ranks(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its ports are free again, which `nothing_is_left` sees, though the wait alone would have no end."""
+    monkeypatch.setattr(distributed, "CONNECT_TIMEOUT", timedelta(days=1))
+    monkeypatch.setattr(llm_engine, "RankSetup", LonelySetup)
+    with pytest.raises(KeyboardInterrupt):
+        LLM(str(model), tensor_parallel_size=2, device="cpu", skip_tokenizer_init=True, max_model_len=64)
 
 
 class BrokenSetup(CheckedSetup):
