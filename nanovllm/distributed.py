@@ -136,7 +136,7 @@ class TPGroup:
 
     def peer_memory_for(self, x: torch.Tensor) -> PeerMemory | None:
         """The memory through which `x` can be summed over the ranks, if it is of such a kind."""
-        if x.dim() != 2 or not x.is_contiguous():
+        if self._peer_memory is None or x.dim() != 2 or not x.is_contiguous():
             return None
         return self._peer_memory if self.sums_in_peer_memory(len(x), x.shape[1], x.dtype) else None
 

@@ -36,20 +36,19 @@ class StagedFields:
 
     def __init__(self, buffer: torch.Tensor) -> None:
         self._buffer = buffer
-        self._fields: dict[str, tuple[int, tuple[int, ...], str]] = {}  # offset in words, shape, dtype
+        self._fields: dict[str, tuple[int, int, tuple[int, ...], str]] = {}  # words, shape, dtype
         self.num_words = 0
 
     def place(self, name: str, array: np.ndarray) -> tuple[int, int]:
         """Give `array` the next free place; return its first and last + 1 word."""
         start, end = self.num_words, self.num_words + array.nbytes // 4
-        self._fields[name] = (start, array.shape, array.dtype.name)
+        self._fields[name] = (start, end, array.shape, array.dtype.name)
         self.num_words = -(-end // ALIGN) * ALIGN
         return start, end
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        start, shape, dtype = self._fields[name]
-        words = int(np.prod(shape)) * (2 if dtype == "int64" else 1)
-        return self._buffer[start : start + words].view(TORCH_DTYPES[dtype]).view(shape)
+        start, end, shape, dtype = self._fields[name]
+        return self._buffer[start:end].view(TORCH_DTYPES[dtype]).view(shape)
 
     def get(self, name: str) -> torch.Tensor | None:
         return self[name] if name in self._fields else None

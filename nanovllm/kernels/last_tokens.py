@@ -77,7 +77,7 @@ def take_tokens_reference(
     token_ids: torch.Tensor, slots: torch.Tensor, last: torch.Tensor, vocab_size: int
 ) -> torch.Tensor:
     """`take_tokens` in plain torch."""
-    return torch.where(token_ids < 0, last[slots].clamp(0, vocab_size - 1), token_ids)
+    return torch.where(token_ids < 0, last.index_select(0, slots).clamp_(0, vocab_size - 1), token_ids)
 
 
 def keep_tokens_reference(token_ids: torch.Tensor, slots: torch.Tensor, last: torch.Tensor) -> None:

@@ -258,7 +258,7 @@ def qk_norm_rope_reference(
         q = rms_norm_reference(q, q_weight, eps)
     if k_weight is not None:
         k = rms_norm_reference(k, k_weight, eps)
-    rows = cos_sin[positions]
+    rows = cos_sin.index_select(0, positions)
     return _rotate_reference(q, rows), _rotate_reference(k, rows)
 
 

@@ -240,10 +240,11 @@ def _mix_reference(x: torch.Tensor, key: torch.Tensor | int) -> torch.Tensor:
 def random_pair_reference(seeds: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """`random_pair` in plain torch for rows of (seed int64, position): two of [S] int64 below 2**32."""
     low, high, place = seeds & _MASK, (seeds >> 32) & _MASK, positions.long() & _MASK
-    return (
-        _mix_reference(_mix_reference(_mix_reference(place ^ 0x9E3779B9, high), low), 0x68E31DA4),
-        _mix_reference(_mix_reference(_mix_reference(low ^ 0x85EBCA6B, place), high), 0xB5297A4D),
-    )
+    both = torch.stack((place ^ 0x9E3779B9, low ^ 0x85EBCA6B))
+    for keys in ((high, place), (low, high)):
+        both = _mix_reference(both, torch.stack(keys))
+    first, second = both
+    return _mix_reference(first, 0x68E31DA4), _mix_reference(second, 0xB5297A4D)
 
 
 def _pick_reference(weights: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
@@ -257,22 +258,26 @@ def sample_reference(
     logits: torch.Tensor, temperature: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor
 ) -> torch.Tensor:
     """`sample` in plain torch."""
-    rows, vocab = logits.shape
+    vocab = logits.shape[1]
     top = logits.amax(dim=-1)  # NaN if there is one
+    finite = torch.isfinite(top)
     ids = logits.argmax(dim=-1)
-    drawn = ((temperature >= _GREEDY_BELOW) & torch.isfinite(top)).nonzero().squeeze(-1)
-    if len(drawn):
-        every = len(drawn) == rows
-        x, best = (logits, top) if every else (logits[drawn], top[drawn])
-        factor = (_LOG2_E / temperature[drawn]).clamp(min=_LEAST_FACTOR)
+    drawn = (temperature >= _GREEDY_BELOW) & finite
+    if drawn.any():
+        every = bool(drawn.all())
+        rows = (logits, top, temperature, seeds, positions)
+        x, best, temperature, seeds, positions = rows if every else (part[drawn] for part in rows)
+        factor = (_LOG2_E / temperature).clamp(min=_LEAST_FACTOR)
         weights = x.float().sub(best.float()[:, None]).mul_(factor[:, None]).exp2_()
-        width = min(BLOCK, vocab)
-        weights = F.pad(weights, (0, -vocab % width)).unflatten(-1, (-1, width))
-        block_bits, token_bits = random_pair_reference(seeds[drawn], positions[drawn])
-        block = _pick_reference(weights.sum(dim=-1), block_bits)
-        token = _pick_reference(weights[torch.arange(len(drawn), device=x.device), block], token_bits)
-        ids[drawn] = block * width + token
-    return ids.masked_fill_(~torch.isfinite(top), -1)
+        block_bits, token_bits = random_pair_reference(seeds, positions)
+        first_id: torch.Tensor | int = 0
+        if vocab > BLOCK:  # else there is one block to draw
+            weights = F.pad(weights, (0, -vocab % BLOCK)).unflatten(-1, (-1, BLOCK))
+            block = _pick_reference(weights.sum(dim=-1), block_bits)
+            weights = weights[torch.arange(len(x), device=x.device), block]
+            first_id = block * BLOCK
+        ids[drawn] = first_id + _pick_reference(weights, token_bits)
+    return ids.masked_fill_(~finite, -1)
 
 
 def sample(
