@@ -36,7 +36,8 @@ class StagedFields:
 
     def __init__(self, buffer: torch.Tensor) -> None:
         self._buffer = buffer
-        self._fields: dict[str, tuple[int, int, tuple[int, ...], str]] = {}  # words, shape, dtype
+        # By name: the first word and the last + 1, shape, dtype.
+        self._fields: dict[str, tuple[int, int, tuple[int, ...], str]] = {}
         self.num_words = 0
 
     def place(self, name: str, array: np.ndarray) -> tuple[int, int]:

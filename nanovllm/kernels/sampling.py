@@ -264,9 +264,10 @@ def sample_reference(
     ids = logits.argmax(dim=-1)
     drawn = (temperature >= _GREEDY_BELOW) & finite
     if drawn.any():
-        every = bool(drawn.all())
-        rows = (logits, top, temperature, seeds, positions)
-        x, best, temperature, seeds, positions = rows if every else (part[drawn] for part in rows)
+        x, best = logits, top
+        if not drawn.all():
+            x, best, temperature = x[drawn], best[drawn], temperature[drawn]
+            seeds, positions = seeds[drawn], positions[drawn]
         factor = (_LOG2_E / temperature).clamp(min=_LEAST_FACTOR)
         weights = x.float().sub(best.float()[:, None]).mul_(factor[:, None]).exp2_()
         block_bits, token_bits = random_pair_reference(seeds, positions)
