@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
@@ -59,9 +59,13 @@ class Device:
         return dtype
 
     def make_current(self) -> None:
-        """Triton launches on the current device, so make it ours."""
+        """Triton launches on the current device, so make it ours, for this thread from here on."""
         if self.is_cuda:
             torch.cuda.set_device(self.torch)
+
+    def current(self) -> AbstractContextManager[object]:
+        """Make it the current device of this thread for a block."""
+        return torch.cuda.device(self.torch) if self.is_cuda else nullcontext()
 
     def synchronize(self) -> None:
         if self.is_cuda:

@@ -21,4 +21,4 @@ class WorkerError(NanoVLLMError):
 
 
 class EngineClosedError(NanoVLLMError):
-    """A method was called on an engine after `close()`."""
+    """A method was called on an engine after `close()`, or in a process that was forked from its own."""

@@ -35,7 +35,7 @@ class LLM(LLMEngine):
         `template_options` go to the model's chat template (such as `enable_thinking=False`). Otherwise as
         `generate`. ValueError when the model has no chat template.
         """
-        self._check_open()
+        self._lifecycle.check_open()
         if self.tokenizer is None or not self.tokenizer.chat_template:
             raise ValueError("this model has no chat template; use generate() with complete prompts")
         conversations: Sequence[Any] = (

@@ -18,6 +18,7 @@ LEVELS = {
     "sampling_params": ("base", 0),
     "outputs": ("base", 0),
     "engine.interrupts": ("base", 0),
+    "engine.lifecycle": ("base", 0),
     "engine.batch": ("plan", 1),
     "engine.sequence": ("plan", 1),
     "engine.prompts": ("plan", 1),

@@ -20,7 +20,6 @@ from __future__ import annotations
 import pickle
 import struct
 import sys
-import weakref
 from collections.abc import Callable
 from dataclasses import fields
 from multiprocessing import get_context
@@ -33,6 +32,7 @@ from typing import Any
 import numpy as np
 
 from nanovllm.engine.batch import Batch
+from nanovllm.engine.lifecycle import finalize
 from nanovllm.errors import EngineClosedError, WorkerError
 from nanovllm.sampling_params import SamplingBatch
 
@@ -63,7 +63,7 @@ class Channel:
         # The system chooses a free name. From here on the resource tracker knows it: if rank 0 is killed
         # before it unlinks the segment, the tracker does, as soon as rank 0 and all its children are gone.
         self._segment = SharedMemory(create=True, size=num_slots * (_SLOT_HEADER.size + slot_bytes))
-        self._unlink = weakref.finalize(self, _close_and_unlink, self._segment)
+        self._unlink = finalize(self, _close_and_unlink, self._segment)
         self._written = [context.Semaphore(0) for _ in range(num_readers)]
         self._emptied = [context.Semaphore(num_slots) for _ in range(num_readers)]
         self.readers = [

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import logging
 import struct
+from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
-from contextlib import suppress
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn, SupportsIndex
 
 import xxhash
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -22,6 +24,7 @@ from nanovllm.device import Device
 from nanovllm.distributed import Rendezvous, TPGroup
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.interrupts import HeldInterrupts, no_full_collections
+from nanovllm.engine.lifecycle import Lifecycle
 from nanovllm.engine.memory import check_weights_fit, fit_kv_cache
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.progress import Progress
@@ -37,7 +40,7 @@ from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.staging import StepHandle
 from nanovllm.engine.worker import RankSetup, Workers
-from nanovllm.errors import EngineClosedError, ModelLoadError
+from nanovllm.errors import ModelLoadError
 from nanovllm.models.loader import check_weights, load_model_config, resolve_model_path, weight_bytes
 from nanovllm.outputs import CompletionOutput, RequestOutput
 from nanovllm.sampling_params import SamplingParams
@@ -54,7 +57,6 @@ class LLMEngine:
         Raises TypeError or ValueError for a wrong option, ModelLoadError for a checkpoint that cannot be
         loaded and KVCacheMemoryError when the device is too full, in this order, the cheap checks first.
         """
-        self._closed = True  # until all of it stands: `close` after a failure here has nothing to do
         self.config = Config.from_kwargs(str(model), **options)
         path = resolve_model_path(self.config.model)
         self.model_config = load_model_config(path)
@@ -71,7 +73,7 @@ class LLMEngine:
         self._in_flight: tuple[Batch, StepHandle] | None = None
         self._prompts: dict[int, Prompt] = {}
         self._num_requests = 0
-        self._closed = False
+        self._lifecycle = Lifecycle(self, partial(_free, self._workers, self._runner))
 
     def _start(self, device: Device, path: Path, max_model_len: int) -> None:
         """Bring up all ranks: nothing of them is left when this raises."""
@@ -138,9 +140,9 @@ class LLMEngine:
 
     def add_request(self, prompt: PromptLike, sampling_params: SamplingParams | None = None) -> int:
         """Queue one prompt and return its request id. ValueError or TypeError when it can never run."""
-        self._check_open()
         params = parse_sampling_params(sampling_params, 1)
-        return self._add([parse_prompt(prompt, "the prompt")], params, ["the prompt"])[0]
+        with self._calling():
+            return self._add([parse_prompt(prompt, "the prompt")], params, ["the prompt"])[0]
 
     def step(self) -> list[RequestOutput]:
         """Advance all requests and return those that have finished.
@@ -148,27 +150,26 @@ class LLMEngine:
         One step is launched while the one before is still running, so an empty list is no sign of the end:
         `is_finished` is. If a step fails, all unfinished requests are dropped and the engine is empty again.
         """
-        self._check_open()
-        try:
-            return [self._output(seq) for seq in self._step()[1]]
-        except BaseException:
-            self._reset()
-            raise
+        with self._calling():
+            try:
+                return [self._output(seq) for seq in self._step()[1]]
+            except BaseException:
+                self._reset()
+                raise
 
     def is_finished(self) -> bool:
         """Whether no request is waiting or running."""
-        self._check_open()
+        self._lifecycle.check_open()
         return self._scheduler.is_finished()
 
     def abort(self, request_id: int) -> RequestOutput | None:
         """End a request now and return what it has so far; None when it is unknown or has finished."""
-        self._check_open()
-        seq = self._scheduler.abort(request_id)
-        return None if seq is None else self._output(seq)
+        with self._calling():
+            seq = self._scheduler.abort(request_id)
+            return None if seq is None else self._output(seq)
 
     # -- all at once -------------------------------------------------------------------------------------
 
-    @no_full_collections()
     def generate(
         self,
         prompts: PromptLike | SequenceOf[PromptLike],
@@ -185,45 +186,45 @@ class LLMEngine:
         After an exception, Ctrl-C included, the engine is empty and usable. RuntimeError when requests of
         `add_request` are unfinished: their answers would have no one to go to.
         """
-        self._check_open()
-        if not self._scheduler.is_finished():
-            raise RuntimeError(
-                f"{self._scheduler.num_unfinished} request(s) of add_request are unfinished; "
-                "call step() until is_finished(), or abort() them, before generate()"
-            )
+        self._lifecycle.check_open()
         parsed = parse_prompts(prompts)
         params = parse_sampling_params(sampling_params, len(parsed))
         where = [f"prompts[{index}]" for index in range(len(parsed))]
-        try:
-            request_ids = self._add(parsed, params, where)
-            outputs: dict[int, RequestOutput] = {}
-            with Progress(len(parsed), enabled=use_tqdm) as progress:
-                while not self._scheduler.is_finished():
-                    batch, finished = self._step()
-                    for seq in finished:
-                        outputs[seq.seq_id] = self._output(seq)
-                    progress.update(batch, len(finished))
-        except BaseException:
-            self._reset()
-            raise
+        with self._calling(), no_full_collections():
+            if not self._scheduler.is_finished():
+                raise RuntimeError(
+                    f"{self._scheduler.num_unfinished} request(s) of add_request are unfinished; "
+                    "call step() until is_finished(), or abort() them, before generate()"
+                )
+            try:
+                request_ids = self._add(parsed, params, where)
+                outputs: dict[int, RequestOutput] = {}
+                with Progress(len(parsed), enabled=use_tqdm) as progress:
+                    while not self._scheduler.is_finished():
+                        batch, finished = self._step()
+                        for seq in finished:
+                            outputs[seq.seq_id] = self._output(seq)
+                        progress.update(batch, len(finished))
+            except BaseException:
+                self._reset()
+                raise
         return [outputs[request_id] for request_id in request_ids]
 
     # -- the end -----------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Free the device memory. Can be called twice; `with`, `del` and `exit` come here too."""
-        if self._closed:
-            return
-        self._closed = True
-        self._in_flight = None
-        self._prompts.clear()
-        self._workers.stop()
-        self._runner.exit()
+        """Free the device memory and end the workers. Can be called twice.
+
+        `with`, `exit`, the collection of the engine and the end of the process do the same. A call that
+        another thread is in ends with EngineClosedError first. A forked process does not own the engine:
+        nothing happens there.
+        """
+        self._lifecycle.close()
 
     exit = close  # nano-vLLM's name
 
     def __enter__(self) -> LLMEngine:
-        self._check_open()
+        self._lifecycle.check_open()
         return self
 
     def __exit__(
@@ -231,11 +232,19 @@ class LLMEngine:
     ) -> None:
         self.close()
 
-    def __del__(self) -> None:
-        if not getattr(self, "_closed", True):
-            self.close()
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise TypeError(
+            "an engine cannot be copied or pickled, for it owns a device's memory and processes; pass on the "
+            "engine itself, or make another LLM where it is needed"
+        )
 
     # -- inside ------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _calling(self) -> Iterator[None]:
+        """One caller at a time, whichever thread it is, with this engine's device as the current one."""
+        with self._lifecycle.calling(), self._runner.device.current():
+            yield
 
     def _add(self, prompts: list[Prompt], params: list[SamplingParams], where: list[str]) -> list[int]:
         """Check and tokenise all prompts, then queue them all: an error leaves nothing queued."""
@@ -290,6 +299,7 @@ class LLMEngine:
             return self._held_step()
 
     def _held_step(self) -> tuple[Batch | None, list[Sequence]]:
+        self._lifecycle.check_open()
         batch = self._scheduler.schedule()
         launched = None
         if batch is not None:
@@ -297,7 +307,8 @@ class LLMEngine:
         if self._run_ahead:
             launched, self._in_flight = self._in_flight, launched
         if launched is None:
-            assert batch is not None, "nothing can be scheduled, and nothing is running"
+            idle = batch is None and self._scheduler.is_finished()
+            assert batch is not None or idle, "nothing can be scheduled, and nothing is running"
             return None, []
         batch, handle = launched
         with self._workers.giving_up_on_error():
@@ -327,17 +338,17 @@ class LLMEngine:
 
         An engine whose workers are gone is closed.
         """
-        if self._workers.failed:
-            with suppress(RuntimeError):  # of the device, about the step that failed: there is a better one
-                self.close()
-            return
         self._in_flight = None
         self._prompts.clear()
         self._scheduler = self._make_scheduler()
+        if self._workers.failed:
+            self.close()
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise EngineClosedError("this engine is closed; make a new LLM")
+
+def _free(workers: Workers, runner: ModelRunner) -> None:
+    """End the workers, then free this rank's memory."""
+    workers.stop()
+    runner.exit()
 
 
 def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:

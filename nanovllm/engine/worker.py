@@ -9,6 +9,7 @@ Owns the processes, the channel to them and the watch over them, and leaves noth
 from __future__ import annotations
 
 import gc
+import multiprocessing.process
 import os
 import signal
 import sys
@@ -19,6 +20,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import current_process, get_context
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -32,6 +34,7 @@ from nanovllm.device import Device
 from nanovllm.distributed import Rendezvous, TPGroup
 from nanovllm.engine.channel import Channel, ChannelReader
 from nanovllm.engine.interrupts import HeldInterrupts
+from nanovllm.engine.lifecycle import finalize
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.overlap import OVERLAP_TOKENS, rows_of_half
 from nanovllm.engine.watch import POLL_SECONDS, Failure, Result, Watch
@@ -155,7 +158,8 @@ class Workers:
     def _start(self, setups: list[RankSetup]) -> None:
         context = get_context("spawn")
         self._channel = Channel(len(setups))
-        self._stop = weakref.finalize(self, _stop, self._watch, self._channel)
+        self._stop = finalize(self, _stop, self._watch, self._channel)
+        os.register_at_fork(after_in_child=partial(_disown, weakref.ref(self._watch)))
         for setup, reader in zip(setups, self._channel.readers, strict=True):
             receiver, sender = context.Pipe(duplex=False)
             process = context.Process(
@@ -283,6 +287,13 @@ def _stop(watch: Watch, channel: Channel | None) -> None:
     watch.join(EXIT_SECONDS)
     if channel is not None:
         channel.close()
+
+
+def _disown(watch: weakref.ref[Watch]) -> None:
+    """In a forked process, make multiprocessing forget the workers, which it would end there at exit."""
+    if (known := watch()) is not None:
+        children: set[Any] = multiprocessing.process._children  # type: ignore[attr-defined]
+        children.difference_update(known.processes)
 
 
 @contextmanager

@@ -221,24 +221,12 @@ from nanovllm import LLM, SamplingParams
 llm = LLM({model!r}, tensor_parallel_size=2, device="cpu", skip_tokenizer_init=True, max_model_len=64)
 print(llm.generate([[5, 6, 7]], SamplingParams(temperature=0, max_tokens=5), use_tqdm=False)[0]["token_ids"])
 print(llm._workers.processes[0].pid)
-{end}
 """
 
 
-@pytest.mark.parametrize(
-    ("how", "end"),
-    [
-        ("command", ""),
-        ("stdin", ""),
-        ("script", ""),
-        ("script", "llm.close()"),
-        ("script", "del llm"),
-        ("script", "raise SystemExit(3)"),
-        ("script", "1 / 0"),
-    ],
-)
-def test_scripts_need_no_main_guard_and_no_close(model: Path, tmp_path: Path, how: str, end: str) -> None:
-    code = SCRIPT.format(model=str(model), end=end)
+@pytest.mark.parametrize("how", ["command", "stdin", "script"])
+def test_scripts_need_no_main_guard_and_no_close(model: Path, tmp_path: Path, how: str) -> None:
+    code = SCRIPT.format(model=str(model))
     (tmp_path / "script.py").write_text(code)
     args = {"script": [str(tmp_path / "script.py")], "command": ["-c", code], "stdin": []}[how]
     result = subprocess.run(
@@ -252,9 +240,7 @@ def test_scripts_need_no_main_guard_and_no_close(model: Path, tmp_path: Path, ho
     assert lines[0] == "this is run once __main__" and len(lines) == 3, result
     assert json.loads(lines[1]) == transformers_greedy(model, [5, 6, 7], 5)
     assert not Path("/proc", lines[2]).exists()
-    assert result.returncode == {"raise SystemExit(3)": 3, "1 / 0": 1}.get(end, 0), result
-    assert ("ZeroDivisionError" in result.stderr) == (end == "1 / 0")
-    assert "leaked" not in result.stderr and "rank" not in result.stderr
+    assert result.returncode == 0 and result.stderr == "", result
 
 
 def test_a_daemonic_process_is_told_what_to_do(model: Path) -> None:
