@@ -5,11 +5,13 @@ Owns no device, no process and no request: it only calls what frees them, once.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 from nanovllm.errors import EngineClosedError
@@ -28,6 +30,14 @@ def _free_in(pid: int, free: Callable[..., object], args: tuple[Any, ...]) -> No
         free(*args)
 
 
+def _keep_for_ever(reference: weakref.ref[Any]) -> None:
+    """In a forked process, never let the object be collected: a GPU's libraries abort when something is freed
+    that another process made. Python's own references end with its modules, so this is one more in C."""
+    owner = reference()
+    if owner is not None:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(owner))
+
+
 class Lifecycle:
     """Open from its creation until `close`, which calls `free` once no caller is left.
 
@@ -42,6 +52,7 @@ class Lifecycle:
         self._lock = threading.RLock()
         self._caller: int | None = None  # the thread that is inside `calling`
         finalize(owner, self.close)
+        os.register_at_fork(after_in_child=partial(_keep_for_ever, weakref.ref(owner)))
 
     def check_open(self) -> None:
         """Raise EngineClosedError when the engine is closed, or belongs to another process."""
