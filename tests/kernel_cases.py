@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from unittest import mock
 
+import numpy as np
 import torch
 
 from nanovllm.engine.shared_prefixes import find_shared_prefixes
@@ -23,6 +24,7 @@ from nanovllm.kernels.decode_attention import (
     paged_decode_attention_reference,
     paged_decode_attention_triton,
 )
+from nanovllm.kernels.filters import Filters
 from nanovllm.kernels.gemv import gemv_reference, gemv_triton
 from nanovllm.kernels.last_tokens import (
     keep_tokens_reference,
@@ -36,6 +38,7 @@ from nanovllm.kernels.prefill_attention import (
     paged_prefill_attention_reference,
     paged_prefill_attention_triton,
 )
+from nanovllm.kernels.random_bits import random_pair, random_pair_reference
 from nanovllm.kernels.rms_norm import (
     add_rms_norm_reference,
     add_rms_norm_triton,
@@ -49,8 +52,6 @@ from nanovllm.kernels.rotary import (
 )
 from nanovllm.kernels.sampling import (
     VocabularyPart,
-    random_pair,
-    random_pair_reference,
     sample_reference,
     sample_triton,
 )
@@ -622,7 +623,7 @@ def check_gemv(rows: int, n: int, k: int, dtype: torch.dtype, device: str) -> No
 # ---- sampling ----
 
 TEMPERATURES = (0.0, 1e-8, 1e-4, 0.01, 0.6, 1.0, 5.0)
-Sampler = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+Sampler = Callable[..., torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -756,7 +757,9 @@ def check_sampling_in_parts(vocab: int, size: int, device: str) -> None:
         for rank, (part, length) in enumerate(zip(parts, own, strict=True)):
             total = partial(sum_over_ranks, brought=brought[rank], totals=totals)
             ids.append(
-                sample_triton(part[:, :length], *rows.pick(ALL), VocabularyPart(rank, size, blocks, total))
+                sample_triton(
+                    part[:, :length], *rows.pick(ALL), part=VocabularyPart(rank, size, blocks, total)
+                )
             )
         totals = [torch.stack(xs).sum(0) for xs in zip(*brought, strict=True)]
     expected = sample_triton(logits, *rows.pick(ALL))
@@ -764,6 +767,167 @@ def check_sampling_in_parts(vocab: int, size: int, device: str) -> None:
     assert expected[4] == vocab - 1
     for other in ids:
         assert torch.equal(other, expected)
+
+
+# ---- filters ----
+
+# (top_k, top_p, min_p); 0, 1 and 0 keep all
+FILTERS = (
+    (0, 0.95, 0.0),
+    (20, 0.95, 0.0),
+    (20, 1.0, 0.0),
+    (1, 1.0, 0.0),
+    (0, 1.0, 0.05),
+    (0, 1.0, 1.0),
+    (5, 0.5, 0.02),
+    (0, 0.3, 0.3),
+    (0, 1e-30, 0.0),
+    (0, 0.05, 0.0),
+    (300, 0.9999, 1e-6),
+    (2**31 - 1, 1.0, 0.0),
+    (0, 1.0, 0.0),
+    (700, 0.2, 0.0),
+)
+
+
+def make_filters(count: int, device: str) -> Filters:
+    rows = [FILTERS[i % len(FILTERS)] for i in range(count)]
+    top_k, top_p, min_p = zip(*rows, strict=True)
+    return Filters(
+        torch.tensor(top_k, dtype=torch.int32, device=device),
+        torch.tensor(top_p, dtype=F32, device=device),
+        torch.tensor(min_p, dtype=F32, device=device),
+    )
+
+
+def kept_by_sorting(
+    logits: torch.Tensor, temperature: float, top_k: int, top_p: float, min_p: float
+) -> set[int]:
+    """The tokens that the filters keep of logits [V], by the definition: a stable sort, sums in float64."""
+    wide = logits.double()
+    order = wide.argsort(descending=True, stable=True)
+    scaled = (wide[order] - wide.max()) / temperature
+    keep = scaled >= (math.log(min_p) if min_p else -math.inf)
+    if top_k:
+        keep[top_k:] = False
+    probs = scaled.masked_fill(~keep, -math.inf).softmax(-1)
+    keep &= (probs.cumsum(-1) - probs < float(np.float32(top_p))) | (top_p == 1)
+    return set(order[keep & (probs > 0)].tolist())
+
+
+def adversarial_logits(vocab: int, device: str) -> list[torch.Tensor]:
+    """All equal, two values, one finite, few finite, a bf16 grid, rising, falling, peaked, 0 and -0."""
+    half = torch.arange(vocab, device=device) % 2
+    few = torch.full((vocab,), -math.inf, device=device)
+    few[:: max(1, vocab // 7)] = randn(len(few[:: max(1, vocab // 7)]), dtype=F32, device=device)
+    one = torch.full((vocab,), -math.inf, device=device)
+    one[vocab // 3] = -5.0
+    rising = torch.linspace(-8, 8, vocab, device=device)
+    coarse = (3 * randn(vocab, dtype=F32, device=device)).round()
+    grid = randn(vocab, dtype=F32, device=device).bfloat16().float()
+    zeros = torch.where(half > 0, 0.0, -0.0)
+    return [
+        torch.zeros(vocab, device=device),
+        2.0 * half,
+        one,
+        few,
+        rising,
+        rising.flip(0),
+        coarse,
+        grid,
+        8 * grid,
+        zeros,
+    ]
+
+
+def check_filters(count: int, vocab: int, dtype: torch.dtype, device: str) -> None:
+    """Kernel and twin draw the same token for each filter, and one that the sorted vocabulary keeps."""
+    filters = make_filters(count, device)
+    rows = make_rows(count, device, (0.6, 1.0, 0.0, 3.0, 0.05))
+    for base in adversarial_logits(vocab, device):
+        logits = base.to(dtype).expand(count, -1).contiguous()
+        ids = sample_triton(logits, *rows.pick(ALL), filters)
+        assert torch.equal(ids, sample_reference(logits, *rows.pick(ALL), filters)), base
+        for row, token in enumerate(ids.tolist()):
+            temperature = float(rows.temperature[row])
+            if temperature == 0:
+                assert token == int(base.to(dtype).argmax())
+                continue
+            kept = kept_by_sorting(logits[row], temperature, *FILTERS[row % len(FILTERS)])
+            assert token in kept, (row, FILTERS[row % len(FILTERS)])
+
+
+def check_filters_keep_all_that_they_should(sampler: Sampler, vocab: int, draws: int, device: str) -> None:
+    """Over many draws just the tokens that the sorted vocabulary keeps, each by its share: chi-square.
+
+    Rows differ in their position, and each one's neighbours in their filters.
+    """
+    for base in (
+        *adversarial_logits(vocab, device)[:4],
+        0.7 * randn(vocab, dtype=F32, device=device).bfloat16(),
+    ):
+        for index, (top_k, top_p, min_p) in enumerate(FILTERS):
+            temperature = (0.7, 1.0, 2.0)[index % 3]
+            every = slice(index, len(FILTERS) * draws, len(FILTERS))
+            count = len(FILTERS) * draws
+            positions = torch.arange(count, device=device, dtype=torch.int32)[every]
+            size = len(positions)
+            own = Filters(
+                torch.full((size,), top_k, dtype=torch.int32, device=device),
+                torch.full((size,), top_p, device=device),
+                torch.full((size,), min_p, device=device),
+            )
+            seeds = torch.full((size,), 77, device=device)
+            column = torch.full((size,), temperature, device=device)
+            ids = sampler(base.float().expand(size, -1).contiguous(), column, seeds, positions, own)
+            kept = sorted(kept_by_sorting(base, temperature, top_k, top_p, min_p))
+            observed = torch.bincount(ids, minlength=vocab).double()
+            assert not observed.index_fill(0, torch.tensor(kept, device=device), 0).any(), (
+                top_k,
+                top_p,
+                min_p,
+            )
+            expected = size * (base.double()[kept] / temperature).softmax(-1)
+            likely = expected >= 5
+            if likely.sum() > 1:
+                error = ((observed[kept] - expected).square() / expected)[likely].sum()
+                freedom = float(likely.sum()) - 1
+                assert error < freedom + 5 * (2 * freedom) ** 0.5 + 10, (
+                    top_k,
+                    top_p,
+                    min_p,
+                    float(error),
+                    freedom,
+                )
+
+
+def check_filtered_rows_are_independent(vocab: int, count: int, device: str) -> None:
+    """A row alone, among 2, 17 and all, and beside rows that hold NaN draws the same token."""
+    logits = randn(count, vocab, dtype=F32, device=device).to(BF16)
+    rows, filters = make_rows(count, device, (0.0, 0.7, 1.3)), make_filters(count, device)
+    for sampler in SAMPLERS:
+        ids = sampler(logits, *rows.pick(ALL), filters)
+        for size in (1, 2, 17):
+            some = torch.randperm(count, generator=torch.Generator().manual_seed(size))[:size].to(device)
+            own = Filters(filters.top_k[some], filters.top_p[some], filters.min_p[some])
+            assert torch.equal(sampler(logits[some], *rows.pick(some), own), ids[some])
+        bad = torch.arange(count, device=device) % 4 == 1
+        spoilt = logits.clone()
+        spoilt[bad, vocab // 2] = math.nan
+        assert torch.equal(sampler(spoilt, *rows.pick(ALL), filters), ids.masked_fill(bad, -1))
+
+
+def check_neutral_filters_change_nothing(vocab: int, device: str) -> None:
+    count = 40
+    logits = randn(count, vocab, dtype=F32, device=device)
+    rows = make_rows(count, device)
+    neutral = Filters(
+        torch.zeros(count, dtype=torch.int32, device=device),
+        torch.ones(count, device=device),
+        torch.zeros(count, device=device),
+    )
+    for sampler in SAMPLERS:
+        assert torch.equal(sampler(logits, *rows.pick(ALL)), sampler(logits, *rows.pick(ALL), neutral))
 
 
 def check_sampling_keys(sampler: Sampler, device: str) -> None:
@@ -811,7 +975,9 @@ def _pair_kernel(
     row = tl.arange(0, BLOCK)
     live = row < count
     first, second = random_pair(
-        tl.load(seeds_ptr + row, mask=live, other=0), tl.load(positions_ptr + row, mask=live, other=0)
+        tl.load(seeds_ptr + row, mask=live, other=0),
+        tl.load(positions_ptr + row, mask=live, other=0),
+        row % 2,
     )
     tl.store(out_ptr + row, first.to(tl.int64), mask=live)
     tl.store(out_ptr + count + row, second.to(tl.int64), mask=live)
@@ -829,7 +995,9 @@ def check_random_pairs(device: str) -> None:
     out = torch.empty((2, count), dtype=torch.int64, device=device)
     _pair_kernel[(1,)](seeds, positions, out, count, BLOCK=count)
     pair = random_pair_reference(seeds, positions)
-    assert torch.equal(out, torch.stack(pair))
+    again = random_pair_reference(seeds, positions, 1)
+    odd = torch.arange(count, device=device) % 2 > 0
+    assert torch.equal(out, torch.stack(again).where(odd, torch.stack(pair)))
     for half in (slice(None, count // 2), slice(count // 2, None)):
         bits = torch.cat([x[half, None] >> torch.arange(32, device=device) & 1 for x in pair], dim=1).double()
         signs = 2 * bits - 1  # [rows, 64]

@@ -30,6 +30,7 @@ from nanovllm.engine.overlap import (
 from nanovllm.engine.shared_prefixes import SHARED_FIELDS, SharedPrefixFinder, SharedRows, pad_shared_prefixes
 from nanovllm.engine.staging import StagedFields, Staging, StepHandle, pad
 from nanovllm.kernels.decode_attention import HEAD_TILE, WIDE_TILE, SharedPrefixes, fits_wide_tile
+from nanovllm.kernels.filters import Filters
 from nanovllm.kernels.last_tokens import keep_tokens, take_tokens
 from nanovllm.layers.sampler import Sampler, SamplingTensors
 from nanovllm.models.config import ModelConfig
@@ -39,7 +40,11 @@ from nanovllm.sampling_params import ALL_GREEDY
 
 CALIBRATION_TOKENS = 2048
 GraphOutput = tuple[torch.Tensor, torch.Tensor | None]
-FILTERS = ("top_k", "top_p", "min_p")  # sampling parameters that most batches do without
+FILTERS: tuple[tuple[str, int, type[np.generic]], ...] = (  # with the value that keeps all
+    ("top_k", 0, np.int32),
+    ("top_p", 1, np.float32),
+    ("min_p", 0, np.float32),
+)
 
 
 class ModelRunner:
@@ -90,6 +95,7 @@ class ModelRunner:
         if device.is_cuda and self.dtype == torch.bfloat16 and tp.size == 1:
             self.model.fuse_norms()
         self.sampler = Sampler()
+        self.filters_in_graph = device.is_cuda and self.model.lm_head.part() is None
         self.graphs: CUDAGraphs | None = None
         self.shared_graphs: CUDAGraphs | None = None
         self.prefixes: SharedPrefixFinder | None = None  # until there is a KV cache
@@ -244,15 +250,15 @@ class ModelRunner:
                 arrays = self.prepare_prefill(batch)
             inputs = self.staging.send(arrays | self.prepare_sample(batch, num_seqs))
             hidden, token_ids = self.run_model(batch, inputs), None
-        if token_ids is None or any(inputs.get(name) is not None for name in FILTERS):
+        if token_ids is None or (batch.sampling.has_filters and not self.filters_in_graph):
             token_ids = self._sample(hidden[:num_seqs], inputs)
         return self.staging.receive(token_ids[:num_seqs])
 
     def _graph_step(self, inputs: StagedFields, meta: AttentionMetadata) -> GraphOutput:
         """What a graph holds of a step: (hidden states, sampled tokens).
 
-        Sampling has no filters here; rows with any are sampled anew. And it is in no graph where it needs
-        NCCL, which would hold on to the graph and could not be aborted.
+        Sampling is in no graph where it needs NCCL, which would hold on to the graph and cannot be aborted.
+        Where ranks draw together it has no filters; a step with any is sampled anew.
         """
         hidden = self._forward(inputs, meta)
         local, part = self.tp.size == 1, self.model.lm_head.part()
@@ -268,7 +274,7 @@ class ModelRunner:
         num_rows = len(hidden)
         params = self._sampling_tensors(inputs, num_rows)
         part = self.model.lm_head.part()
-        if part is not None and not params.filters:
+        if part is not None and params.filters is None:
             token_ids = self.sampler(self.model.lm_head.own_logits(hidden), params, part)
         else:
             logits = self.model.compute_logits(hidden)
@@ -314,15 +320,14 @@ class ModelRunner:
         )
 
     def _sampling_tensors(self, inputs: StagedFields, num_rows: int) -> SamplingTensors:
-        top_k, top_p, min_p = (inputs.get(name) for name in FILTERS)
+        filters = None
+        if inputs.get("top_k") is not None:
+            filters = Filters(*(inputs[name][:num_rows] for name, *_ in FILTERS))
         return SamplingTensors(
             temperature=inputs["temperature"][:num_rows],
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
             seeds=inputs["seed"][:num_rows],
             positions=inputs["sample_positions"][:num_rows],
-            filter_rows=inputs.get("filter_rows"),
+            filters=filters,
         )
 
     # -- a batch as arrays: everything else about it is derived here, in one place -------------------------
@@ -376,8 +381,7 @@ class ModelRunner:
         return tables
 
     def prepare_sample(self, batch: Batch, rows: int) -> dict[str, np.ndarray]:
-        """The sampling parameters, what all rows need padded to `rows`; filters only where they are in use,
-        and the rows that need their logits sorted."""
+        """The sampling parameters, padded to `rows`; filters where they are in use or in the graph."""
         sampling = batch.sampling
         fields = {
             "temperature": pad(sampling.temperature, rows, 0, np.float32),
@@ -385,16 +389,10 @@ class ModelRunner:
             # The position of the token to come: with the seed, it picks the random numbers.
             "sample_positions": pad(batch.context_lens, rows, 0),
         }
-        for name in FILTERS:
-            if getattr(sampling, name) is not None:
-                fields[name] = getattr(sampling, name)
-        filtered = np.zeros(len(batch.slots), np.bool_)
-        if sampling.top_k is not None:
-            filtered |= sampling.top_k > 0
-        if sampling.top_p is not None:
-            filtered |= sampling.top_p < 1
-        if filtered.any():
-            fields["filter_rows"] = np.flatnonzero(filtered)
+        if sampling.has_filters or self.filters_in_graph:
+            fields |= {
+                name: pad(getattr(sampling, name), rows, neutral, dtype) for name, neutral, dtype in FILTERS
+            }
         return fields
 
     def _slot_mapping(self, batch: Batch, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:

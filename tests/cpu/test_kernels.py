@@ -220,6 +220,25 @@ def test_sampling_in_parts(size: int, vocab: int) -> None:
     cases.check_sampling_in_parts(vocab, size, CPU)
 
 
+@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
+@pytest.mark.parametrize("vocab", [2, 300, 2500])
+def test_filters(vocab: int, dtype: torch.dtype) -> None:
+    cases.check_filters(len(cases.FILTERS), vocab, dtype, CPU)
+
+
+@pytest.mark.parametrize(("vocab", "draws"), [(3, 4000), (60, 4000), (2100, 400)])
+def test_filters_keep_all_that_they_should(vocab: int, draws: int) -> None:
+    cases.check_filters_keep_all_that_they_should(sample_reference, vocab, draws, CPU)
+
+
+def test_filtered_rows_are_independent() -> None:
+    cases.check_filtered_rows_are_independent(300, 60, CPU)
+
+
+def test_neutral_filters_change_nothing() -> None:
+    cases.check_neutral_filters_change_nothing(2500, CPU)
+
+
 @pytest.mark.parametrize("sampler", cases.SAMPLERS)
 def test_sampling_keys(sampler: cases.Sampler) -> None:
     cases.check_sampling_keys(sampler, CPU)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +19,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from nanovllm.distributed import PeerMemory, TPGroup
 from nanovllm.kernels.activation import silu_and_mul
 from nanovllm.kernels.all_reduce import EMPTY, TURNS
+from nanovllm.kernels.filters import Filters
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding, rows_per_rank
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import (
@@ -439,20 +439,19 @@ def test_rotary_embedding_turns_pairs_of_halves() -> None:
 def sampling(rows: list[dict[str, float]], positions: list[int] | None = None) -> SamplingTensors:
     """The columns for `rows`, each with any of temperature, top_k, top_p, min_p and seed."""
 
-    def column(name: str, unused: float, dtype: torch.dtype) -> torch.Tensor | None:
-        if all(name not in row for row in rows):
-            return None
+    def column(name: str, unused: float, dtype: torch.dtype) -> torch.Tensor:
         return torch.tensor([row.get(name, unused) for row in rows], dtype=dtype)
 
-    filtered = [i for i, row in enumerate(rows) if "top_k" in row or "top_p" in row]
+    filters = Filters(
+        column("top_k", 0, torch.int32),
+        column("top_p", 1.0, torch.float32),
+        column("min_p", 0.0, torch.float32),
+    )
     return SamplingTensors(
         temperature=column("temperature", 0.0, torch.float32),
-        top_k=column("top_k", 0, torch.int32),
-        top_p=column("top_p", 1.0, torch.float32),
-        min_p=column("min_p", 0.0, torch.float32),
         seeds=column("seed", 0, torch.int64),
         positions=torch.tensor(positions or [0] * len(rows), dtype=torch.int32),
-        filter_rows=torch.tensor(filtered) if filtered else None,
+        filters=filters if any(row.keys() & {"top_k", "top_p", "min_p"} for row in rows) else None,
     )
 
 
@@ -563,19 +562,5 @@ def test_rows_are_sorted_in_pieces_of_bounded_size(monkeypatch: pytest.MonkeyPat
     rows = KINDS * 5
     logits = torch.randn(len(rows), 50, generator=torch.Generator().manual_seed(4))
     expected = Sampler()(logits, sampling(rows))
-    monkeypatch.setattr("nanovllm.layers.sampler.SORT_ELEMENTS", 150)
+    monkeypatch.setattr("nanovllm.kernels.sampling._SORT_ELEMENTS", 150)
     assert Sampler()(logits, sampling(rows)).tolist() == expected.tolist()
-
-
-def test_columns_that_no_row_uses_may_be_absent_or_neutral() -> None:
-    rows = [{"temperature": 1.0, "seed": seed} for seed in range(30)]
-    logits = torch.randn(30, 50, generator=torch.Generator().manual_seed(5))
-    sparse = sampling(rows)
-    neutral = replace(
-        sparse,
-        top_k=torch.zeros(30, dtype=torch.int32),
-        top_p=torch.ones(30),
-        min_p=torch.zeros(30),
-        filter_rows=torch.arange(30),
-    )
-    assert Sampler()(logits, sparse).tolist() == Sampler()(logits, neutral).tolist()

@@ -305,6 +305,27 @@ def test_sampling_in_parts(size: int, vocab: int) -> None:
     cases.check_sampling_in_parts(vocab, size, GPU)
 
 
+@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
+@pytest.mark.parametrize("vocab", [2, 300, 5000, 151_936])
+def test_filters(vocab: int, dtype: torch.dtype) -> None:
+    cases.check_filters(3 * len(cases.FILTERS), vocab, dtype, GPU)
+
+
+@pytest.mark.parametrize("sampler", cases.SAMPLERS)
+@pytest.mark.parametrize("vocab", [3, 60, 2100])
+def test_filters_keep_all_that_they_should(sampler: cases.Sampler, vocab: int) -> None:
+    cases.check_filters_keep_all_that_they_should(sampler, vocab, 20_000, GPU)
+
+
+@pytest.mark.parametrize("vocab", [300, 151_936])
+def test_filtered_rows_are_independent(vocab: int) -> None:
+    cases.check_filtered_rows_are_independent(vocab, 256, GPU)
+
+
+def test_neutral_filters_change_nothing() -> None:
+    cases.check_neutral_filters_change_nothing(151_936, GPU)
+
+
 @pytest.mark.parametrize("sampler", cases.SAMPLERS)
 def test_sampling_keys(sampler: cases.Sampler) -> None:
     cases.check_sampling_keys(sampler, GPU)
