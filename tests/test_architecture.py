@@ -13,6 +13,7 @@ PACKAGE = Path(__file__).parent.parent / "nanovllm"
 # module (or package) -> (tower, level). "plan" never imports torch, "compute" never sees a Sequence, "both"
 # may.
 LEVELS = {
+    "vllm_arguments": ("base", -1),
     "errors": ("base", 0),
     "config": ("base", 0),
     "sampling_params": ("base", 0),

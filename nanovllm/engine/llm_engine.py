@@ -55,7 +55,7 @@ class LLMEngine:
         loaded and KVCacheMemoryError when the device is too full, in this order, the cheap checks first.
         """
         self._closed = True  # until all of it stands: `close` after a failure here has nothing to do
-        self.config = Config.from_kwargs(str(model), **options)
+        self.config = Config.from_kwargs(model, **options)
         path = resolve_model_path(self.config.model)
         self.model_config = load_model_config(path)
         self.model_config.check_tensor_parallel_size(self.config.tensor_parallel_size)
@@ -116,10 +116,20 @@ class LLMEngine:
         return self._workers.call(getattr(self._runner, method), method, *args)
 
     def _max_model_len(self) -> int:
-        asked, known = self.config.max_model_len, self.model_config.max_position_embeddings
-        if asked > known:
-            logger.info("max_model_len=%d is lowered to the model's own limit, %d", asked, known)
-        max_model_len = min(asked, known)
+        asked, positions = self.config.max_model_len, self.model_config.max_position_embeddings
+        if asked is None:
+            longest = self.model_config.longest
+            if longest < positions:
+                logger.info(
+                    "max_model_len=%d, the length up to which full attention is what this model computes "
+                    "(it has %d positions)",
+                    longest,
+                    positions,
+                )
+            return longest
+        if asked > positions:
+            logger.info("max_model_len=%d is lowered to the model's own limit, %d", asked, positions)
+        max_model_len = min(asked, positions)
         self.model_config.check_max_model_len(max_model_len)
         return max_model_len
 
@@ -241,16 +251,13 @@ class LLMEngine:
         """Check and tokenise all prompts, then queue them all: an error leaves nothing queued."""
         sequences = []
         all_ids = self._tokenize(prompts, where)
+        stop_ids: dict[int, frozenset[int]] = {}  # of each object
         for index, (token_ids, param) in enumerate(zip(all_ids, params, strict=True)):
             packed = pack_token_ids(token_ids, self.model_config.vocab_size, where[index])
-            pack_token_ids(
-                list(param.stop_token_ids), self.model_config.vocab_size, f"{where[index]} stop_token_ids"
-            )
+            if id(param) not in stop_ids:
+                stop_ids[id(param)] = self._stop_ids(param, where[index])
             seq_id = self._num_requests + index
-            stop_ids = frozenset(param.stop_token_ids)
-            if not param.ignore_eos:
-                stop_ids |= frozenset(self.model_config.eos_token_ids)
-            seq = Sequence(seq_id, token_ids, param, self._seed(seq_id, param), stop_ids, packed)
+            seq = Sequence(seq_id, token_ids, param, self._seed(seq_id, param), stop_ids[id(param)], packed)
             try:
                 self._scheduler.check_fits(seq)
             except ValueError as error:
@@ -261,6 +268,12 @@ class LLMEngine:
             self._prompts[seq.seq_id] = prompt
             self._scheduler.add(seq)
         return [seq.seq_id for seq in sequences]
+
+    def _stop_ids(self, params: SamplingParams, where: str) -> frozenset[int]:
+        """All token ids that end an output. ValueError when one is not in the vocabulary."""
+        stop_ids = list(params.stop_token_ids or ())
+        pack_token_ids(stop_ids, self.model_config.vocab_size, f"{where} stop_token_ids")
+        return frozenset(stop_ids if params.ignore_eos else [*stop_ids, *self.model_config.eos_token_ids])
 
     def _tokenize(self, prompts: list[Prompt], where: list[str]) -> list[list[int]]:
         texts = [prompt.text for prompt in prompts if prompt.token_ids is None]

@@ -75,11 +75,14 @@ def pack_token_ids(token_ids: list[int], vocab_size: int, where: str) -> bytes:
 def parse_sampling_params(
     sampling_params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
 ) -> list[SamplingParams]:
-    """Return one SamplingParams for each prompt. A list must be as long as the prompts."""
+    """Return a checked copy of the SamplingParams for each prompt; one object gets one copy.
+
+    A list must be as long as the prompts.
+    """
     if sampling_params is None:
         sampling_params = SamplingParams()
     if isinstance(sampling_params, SamplingParams):
-        return [sampling_params] * num_prompts
+        return [_checked(sampling_params, "sampling_params")] * num_prompts
     if not isinstance(sampling_params, Sequence) or isinstance(sampling_params, str):
         raise TypeError(
             f"sampling_params must be SamplingParams or a list of them, not {_show(sampling_params)}"
@@ -89,10 +92,20 @@ def parse_sampling_params(
             f"{len(sampling_params)} sampling_params for {num_prompts} prompts; "
             "pass one for all or one for each"
         )
+    checked: dict[int, SamplingParams] = {}
     for index, params in enumerate(sampling_params):
         if not isinstance(params, SamplingParams):
             raise TypeError(f"sampling_params[{index}] must be SamplingParams, not {_show(params)}")
-    return list(sampling_params)
+        if id(params) not in checked:
+            checked[id(params)] = _checked(params, f"sampling_params[{index}]")
+    return [checked[id(params)] for params in sampling_params]
+
+
+def _checked(params: SamplingParams, where: str) -> SamplingParams:
+    try:
+        return params.checked()
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{where}: {error}") from None
 
 
 def _is_id_list(value: object) -> bool:

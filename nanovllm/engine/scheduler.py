@@ -71,7 +71,10 @@ class Scheduler:
         """Queue a sequence. Raises ValueError when its prompt can never fit."""
         self.check_fits(seq)
         # The last token is never fed back, so it needs no room in the cache.
-        seq.max_tokens_total = min(seq.num_prompt_tokens + seq.params.max_tokens, self.max_model_len + 1)
+        seq.max_tokens_total = self.max_model_len + 1
+        if seq.params.max_tokens is not None:
+            asked = seq.num_prompt_tokens + seq.params.max_tokens
+            seq.max_tokens_total = min(seq.max_tokens_total, asked)
         self._unfinished[seq.seq_id] = seq
         self.waiting.append(seq)
 

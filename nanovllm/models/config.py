@@ -40,6 +40,11 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     sliding_window: int | None  # up to this length full attention is the same; None: always
 
+    @property
+    def longest(self) -> int:
+        """The most tokens of a sequence for which full attention is what the model computes."""
+        return min(self.max_position_embeddings, self.sliding_window or self.max_position_embeddings)
+
     def check_max_model_len(self, max_model_len: int) -> None:
         """Raise ValueError when sequences of `max_model_len` tokens are longer than the model can read."""
         if max_model_len > self.max_position_embeddings:
