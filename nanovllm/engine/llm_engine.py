@@ -142,6 +142,7 @@ class LLMEngine:
             max_model_len=self._runner.max_model_len,
             enable_prefix_caching=self.config.enable_prefix_caching,
             share_outputs=not self.config.deterministic,  # their K/V would differ in bits from a prompt's
+            longest=self.model_config.longest,
         )
 
     # -- one request at a time ---------------------------------------------------------------------------

@@ -51,7 +51,7 @@ def test_max_tokens_none_is_what_fits(model: Path) -> None:
     with make_tiny(model, max_model_len=32) as llm:
         for output in llm.generate([[5] * 10] * 2, [params, huge], use_tqdm=False):
             assert output["finish_reason"] == "length"
-            assert len(output["token_ids"]) in (22, 23)
+            assert len(output["token_ids"]) == 22
 
 
 def test_a_request_keeps_its_own_parameters(model: Path) -> None:
