@@ -22,6 +22,8 @@ LEVELS = {
     "engine.batch": ("plan", 1),
     "engine.sequence": ("plan", 1),
     "engine.prompts": ("plan", 1),
+    "engine.conversations": ("plan", 2),
+    "engine.texts": ("plan", 2),
     "engine.channel": ("plan", 2),
     "engine.watch": ("plan", 2),
     "engine.progress": ("plan", 2),

@@ -30,7 +30,7 @@ def parse_prompts(prompts: PromptLike | Sequence[PromptLike]) -> list[Prompt]:
     if isinstance(prompts, (str, Mapping)) or _is_id_list(prompts):
         return [parse_prompt(prompts, "the prompt")]
     if not isinstance(prompts, Sequence):
-        raise TypeError(f"prompts must be a prompt or a list of prompts, not {_show(prompts)}")
+        raise TypeError(f"prompts must be a prompt or a list of prompts, not {show(prompts)}")
     return [parse_prompt(prompt, f"prompts[{index}]") for index, prompt in enumerate(prompts)]
 
 
@@ -46,13 +46,25 @@ def parse_prompt(prompt: Any, where: str) -> Prompt:
         if token_ids is None:
             return parse_prompt(text, f"{where}['prompt']")
         if text is not None and not isinstance(text, str):
-            raise TypeError(f"{where}['prompt'] must be a text, not {_show(text)}")
+            raise TypeError(f"{where}['prompt'] must be a text, not {show(text)}")
         return Prompt(text, _parse_ids(token_ids, f"{where}['prompt_token_ids']"))
     if isinstance(prompt, str):
         if not prompt:
             raise ValueError(f"{where} is empty; a prompt needs at least one token")
+        check_text(prompt, where)
         return Prompt(prompt, None)
     return Prompt(None, _parse_ids(prompt, where))
+
+
+def check_text(text: str, where: str) -> None:
+    """Raise ValueError when `text` has half of a surrogate pair, which is no character."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{where} has a lone surrogate, {text[error.start]!r}, at position {error.start}, which is no "
+            "character; mend it with text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')"
+        ) from None
 
 
 def pack_token_ids(token_ids: list[int], vocab_size: int, where: str) -> bytes:
@@ -85,7 +97,7 @@ def parse_sampling_params(
         return [_checked(sampling_params, "sampling_params")] * num_prompts
     if not isinstance(sampling_params, Sequence) or isinstance(sampling_params, str):
         raise TypeError(
-            f"sampling_params must be SamplingParams or a list of them, not {_show(sampling_params)}"
+            f"sampling_params must be SamplingParams or a list of them, not {show(sampling_params)}"
         )
     if len(sampling_params) != num_prompts:
         raise ValueError(
@@ -95,7 +107,7 @@ def parse_sampling_params(
     checked: dict[int, SamplingParams] = {}
     for index, params in enumerate(sampling_params):
         if not isinstance(params, SamplingParams):
-            raise TypeError(f"sampling_params[{index}] must be SamplingParams, not {_show(params)}")
+            raise TypeError(f"sampling_params[{index}] must be SamplingParams, not {show(params)}")
         if id(params) not in checked:
             checked[id(params)] = _checked(params, f"sampling_params[{index}]")
     return [checked[id(params)] for params in sampling_params]
@@ -120,7 +132,7 @@ def _parse_ids(value: Any, where: str) -> list[int]:
     if isinstance(value, np.ndarray):
         value = value.tolist()
     if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
-        raise TypeError(f"{where} must be a text, a list of token ids or a dictionary, not {_show(value)}")
+        raise TypeError(f"{where} must be a text, a list of token ids or a dictionary, not {show(value)}")
     if not value:
         raise ValueError(f"{where} is empty; a prompt needs at least one token")
     if set(map(type, value)) == {int}:  # nearly always, and ten times as fast as to look at each
@@ -128,11 +140,12 @@ def _parse_ids(value: Any, where: str) -> list[int]:
     for position, token_id in enumerate(value):
         if isinstance(token_id, bool) or not isinstance(token_id, (int, np.integer)):
             raise TypeError(
-                f"{where}: token id at position {position} must be an integer, not {_show(token_id)}"
+                f"{where}: token id at position {position} must be an integer, not {show(token_id)}"
             )
     return [int(token_id) for token_id in value]
 
 
-def _show(value: object) -> str:
+def show(value: object) -> str:
+    """The beginning of `value` and its type, for an error message."""
     text = repr(value)
     return f"{text[:60]}{'...' if len(text) > 60 else ''} ({type(value).__name__})"
