@@ -9,7 +9,12 @@ from typing import Any
 
 @dataclass(frozen=True)
 class CompletionOutput:
-    """One answer. `finish_reason` is "stop", "length", "abort" or "error"; `stop_reason` a stop token id."""
+    """One answer. `finish_reason` is "stop", "length", "abort" or "error".
+
+    text: what the decoding of prompt and output has behind that of the prompt, without special tokens, the
+    token that ended the output, and a character that is cut at its end.
+    stop_reason: the token id that ended the output; None when it was the tokenizer's end-of-sequence token.
+    """
 
     index: int
     text: str

@@ -36,6 +36,7 @@ from nanovllm.engine.prompts import (
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.staging import StepHandle
+from nanovllm.engine.texts import Detokenizer
 from nanovllm.engine.worker import RankSetup, Workers
 from nanovllm.errors import EngineClosedError, ModelLoadError
 from nanovllm.models.loader import check_weights, load_model_config, resolve_model_path, weight_bytes
@@ -47,6 +48,8 @@ logger = logging.getLogger("nanovllm")
 
 class LLMEngine:
     """One model on one device or split over several. `LLM` adds the calls that most people want."""
+
+    _detokenizer: Detokenizer | None = None  # made with the first text
 
     def __init__(self, model: str | Path, **options: Any) -> None:
         """Load `model`, a folder or a hub id; `options` are the fields of `Config`.
@@ -323,18 +326,35 @@ class LLMEngine:
         token_ids = seq.completion_token_ids
         # A token that ended the output is part of the ids, not of the text.
         text_ids = token_ids[:-1] if seq.finish_reason == "stop" else token_ids
-        text = (
-            "" if self.tokenizer is None else str(self.tokenizer.decode(text_ids, skip_special_tokens=True))
-        )
+        prompt_token_ids = seq.token_ids[: seq.num_prompt_tokens]
+        stop_reason = None if self._is_eos(seq) else seq.stop_reason
         assert seq.finish_reason is not None
         return RequestOutput(
             request_id=seq.seq_id,
             prompt=prompt.text,
-            prompt_token_ids=seq.token_ids[: seq.num_prompt_tokens],
-            outputs=[CompletionOutput(0, text, token_ids, seq.finish_reason, seq.stop_reason)],
+            prompt_token_ids=prompt_token_ids,
+            outputs=[
+                CompletionOutput(
+                    0, self._text(prompt_token_ids, text_ids), token_ids, seq.finish_reason, stop_reason
+                )
+            ],
             num_cached_tokens=seq.num_cached_tokens or 0,
             error="the model's logits were not finite" if seq.finish_reason == "error" else None,
         )
+
+    def _text(self, prompt_ids: list[int], output_ids: list[int]) -> str:
+        if self.tokenizer is None:
+            return ""
+        if self._detokenizer is None or self._detokenizer.tokenizer is not self.tokenizer:
+            self._detokenizer = Detokenizer(self.tokenizer)
+        return self._detokenizer.text(prompt_ids, output_ids)
+
+    def _is_eos(self, seq: Sequence) -> bool:
+        """Whether the model's own end-of-sequence token ended `seq`: the tokenizer's, or its only one."""
+        all_eos = self.model_config.eos_token_ids
+        only = all_eos[0] if len(all_eos) == 1 else None
+        eos = only if self.tokenizer is None else self.tokenizer.eos_token_id
+        return seq.stop_reason == eos and eos in all_eos and not seq.params.ignore_eos
 
     def _reset(self) -> None:
         """Drop all requests, whatever state an exception left them in, and start from an empty scheduler.

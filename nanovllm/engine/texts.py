@@ -5,6 +5,7 @@ Loads no tokenizer and keeps no request.
 
 from __future__ import annotations
 
+import codecs
 import inspect
 import logging
 from collections.abc import Mapping, Sequence
@@ -16,6 +17,111 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger("nanovllm")
+
+CONTEXT = 4  # tokens of the prompt before an output that decide how it is written
+CUT = "\ufffd"  # what decoders write for bytes that are no character
+REMEMBERED = 1000  # contexts
+LONGEST_CUT = 3  # bytes of a character that is cut
+
+
+class Detokenizer:
+    """The texts of outputs: what the decoding of prompt and output has behind that of the prompt.
+
+    So a space between the two is not lost. Special tokens are left out, and so is a character at the end of
+    which a byte is missing; U+FFFD that the model wrote stays.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.tokenizer = tokenizer
+        added = tokenizer.added_tokens_decoder.items()
+        special = {token_id for token_id, token in added if token.special}
+        self._special = frozenset(special.union(tokenizer.all_special_ids))
+        vocab = tokenizer.get_vocab()
+        names = ((byte, f"<0x{byte:02X}>") for byte in range(256))  # of byte fallback
+        self._bytes = {vocab[name]: bytes([byte]) for byte, name in names if name in vocab}
+        # transformers' own steps take as long as a short text; they are spared where they do nothing.
+        methods = type(tokenizer).decode, getattr(type(tokenizer), "_decode", type(tokenizer).decode)
+        is_plain = all(method.__module__.startswith("transformers.tokenization_utils") for method in methods)
+        fast = getattr(tokenizer, "backend_tokenizer", None)
+        if not is_plain or tokenizer.clean_up_tokenization_spaces:
+            fast = None
+        self._decode_ids = tokenizer.decode if fast is None else fast.decode
+        # Whether a text is its parts' texts, one after the other, but for cut characters.
+        self._joins = fast is not None and type(fast.decoder).__name__ == "ByteLevel"
+        self._before: dict[tuple[int, ...], str] = {}  # whole characters of contexts: prompts often end alike
+
+    def text(self, prompt_ids: list[int], output_ids: list[int]) -> str:
+        """Return the text of `output_ids`, which follow `prompt_ids`."""
+        if not output_ids:
+            return ""
+        if self._joins:
+            text = self._decode(output_ids)
+            if not (text.startswith(CUT) or text.endswith(CUT)):
+                return text
+        context = self._context(prompt_ids)
+        before = self._before.get(tuple(context))
+        if before is None:
+            if len(self._before) >= REMEMBERED:
+                self._before.clear()
+            before = self._before[tuple(context)] = self._whole_characters(context)
+        both = self._whole_characters(context + output_ids)
+        if both.startswith(before):
+            return both[len(before) :]
+        before = self._decode(context)  # the prompt ends within a character, and the output does not go on
+        return both[len(before) :] if both.startswith(before) else self._decode(output_ids)
+
+    def _context(self, prompt_ids: list[int]) -> list[int]:
+        """The last few tokens of the prompt, special ones not counted, and never a part of a run of bytes."""
+        start = first = len(prompt_ids)
+        count = 0
+        while start > 0 and (count < CONTEXT or prompt_ids[first] in self._bytes):
+            start -= 1
+            if prompt_ids[start] not in self._special:
+                count, first = count + 1, start
+        return prompt_ids[first:]
+
+    def _whole_characters(self, token_ids: list[int]) -> str:
+        """Decode without a character at the end of which bytes are missing."""
+        text = self._decode(token_ids)
+        if not text.endswith(CUT):
+            return text
+        kept = [token_id for token_id in token_ids if token_id not in self._special]
+        missing = _bytes_of_cut_character([self._as_bytes(token_id) for token_id in kept[-LONGEST_CUT:]])
+        if not missing:
+            return text
+        # Byte fallback writes U+FFFD for each byte of a run that is cut, whole characters included.
+        return self._decode(kept[:-missing]) if kept[-1] in self._bytes else text[:-1]
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return str(self._decode_ids(token_ids, skip_special_tokens=True)) if token_ids else ""
+
+    def _as_bytes(self, token_id: int) -> bytes:
+        """What a token stands for: by byte fallback, in a byte-level vocabulary's letters, or as a text."""
+        if token_id in self._bytes:
+            return self._bytes[token_id]
+        token = str(self.tokenizer.convert_ids_to_tokens(token_id))
+        try:
+            return bytes(BYTE_OF_LETTER[letter] for letter in token)
+        except KeyError:
+            return token.encode(errors="replace")
+
+
+def _letters_of_bytes() -> dict[str, int]:
+    """GPT-2's letters: printable bytes of Latin-1 stand for themselves, others for letters from 256 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    letters = {chr(byte): byte for byte in printable}
+    return letters | {chr(256 + index): byte for index, byte in enumerate(others)}
+
+
+BYTE_OF_LETTER = _letters_of_bytes()
+
+
+def _bytes_of_cut_character(tokens: list[bytes]) -> int:
+    """How many bytes at the end are the beginning of a character; 0 when none is cut."""
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    decoder.decode(b"".join(tokens))
+    return len(decoder.getstate()[0])
 
 
 def check_template_options(

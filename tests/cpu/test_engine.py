@@ -227,7 +227,7 @@ def test_eos_and_stop_ids_end_the_output(model: Path, prompts: list, expected: l
             want = full[: ends[0] + 1] if ends else full
             assert output["token_ids"] == want
             assert output["finish_reason"] == ("stop" if ends else "length")
-            assert output.outputs[0].stop_reason == (want[-1] if ends else None)
+            assert output.outputs[0].stop_reason == (stop if want[-1] == stop else None)
 
 
 # -- sampling ------------------------------------------------------------------------------------------------
