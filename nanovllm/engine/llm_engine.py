@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import struct
+from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from contextlib import suppress
 from pathlib import Path
@@ -121,15 +122,14 @@ class LLMEngine:
     def _max_model_len(self) -> int:
         asked, positions = self.config.max_model_len, self.model_config.max_position_embeddings
         if asked is None:
-            longest = self.model_config.longest
-            if longest < positions:
+            asked = self.model_config.longest
+            if asked < positions:
                 logger.info(
                     "max_model_len=%d, the length up to which full attention is what this model computes "
                     "(it has %d positions)",
-                    longest,
+                    asked,
                     positions,
                 )
-            return longest
         if asked > positions:
             logger.info("max_model_len=%d is lowered to the model's own limit, %d", asked, positions)
         max_model_len = min(asked, positions)
@@ -185,14 +185,15 @@ class LLMEngine:
     @no_full_collections()
     def generate(
         self,
-        prompts: PromptLike | SequenceOf[PromptLike],
+        prompts: PromptLike | Iterable[PromptLike],
         sampling_params: SamplingParams | SequenceOf[SamplingParams] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Answer every prompt, in the order given.
 
         prompts: a text, a list of token ids, `{"prompt": ...}` or `{"prompt_token_ids": ...}`, or a list of
-        these.
+        these; also generators of them, arrays and tensors (one dimension is a prompt, two are several), and
+        what a tokenizer of transformers returns.
         sampling_params: one for all prompts, or a list with one for each.
 
         Everything is checked before anything runs: ValueError or TypeError names the index and the value.

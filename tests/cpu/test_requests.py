@@ -9,8 +9,9 @@ import pytest
 import torch
 from checked_llm import make_tiny
 from tiny_models import VOCAB_SIZE, write_tiny_model
+from transformers import BatchEncoding
 
-from nanovllm import SamplingParams
+from nanovllm import LLM, SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 
@@ -71,3 +72,39 @@ def test_a_request_keeps_its_own_parameters(model: Path) -> None:
         with pytest.raises(ValueError, match=rf"prompts\[1\] stop_token_ids: token id {VOCAB_SIZE}"):
             llm.generate([[5], [6]], [GREEDY, params], use_tqdm=False)
         assert llm.is_finished()
+
+
+# -- prompts -------------------------------------------------------------------------------------------------
+
+
+def test_prompts_of_torch_and_transformers(model: Path) -> None:
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    rows = [[5, 6, 7], [8, 9, 10]]
+    with make_tiny(model) as llm:
+        expected = [output["token_ids"] for output in llm.generate(rows, params, use_tqdm=False)]
+        encoded = BatchEncoding({"input_ids": rows, "attention_mask": [[1] * 3] * 2})
+        both = [torch.tensor(rows), encoded, encoded.convert_to_tensors("pt"), (row for row in rows)]
+        for prompts in both:
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            assert [output["token_ids"] for output in outputs] == expected
+        (one,) = llm.generate(torch.tensor(rows[0]), params, use_tqdm=False)
+        assert one["token_ids"] == expected[0] and one.prompt_token_ids == rows[0]
+        llm.add_request(torch.tensor(rows[0]), params)
+        with pytest.raises(
+            TypeError, match=r"the prompt: token id at position 0 must be an integer, not 5\.0"
+        ):
+            llm.add_request(torch.tensor([5.0]), params)
+
+
+def test_a_model_that_is_none_and_one_at_home(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(TypeError, match=r"model must be a folder or a Hugging Face hub id.* not None"):
+        LLM(None)
+    monkeypatch.setenv("HOME", str(model.parent))
+    with LLM(f"~/{model.name}", device="cpu", skip_tokenizer_init=True) as llm:
+        assert llm.model_config.vocab_size == VOCAB_SIZE
+    with pytest.raises(ValueError, match=rf"model folder '{model.parent}/nowhere' does not exist"):
+        LLM("~/nowhere")
+    with pytest.raises(ValueError, match="model folder '~nobody-here/model' does not exist"):
+        LLM("~nobody-here/model")
