@@ -44,7 +44,7 @@ from bench_steps import PROFILE_TOKENS, Step, kernel_table, phases, profile, rec
 from bench_workloads import QWEN3, SYNTHETIC, Workload, demo, from_jsonl, write_shape
 
 IMPORT_SECONDS = time.perf_counter() - IMPORTS_BEGIN
-LEAST_MODEL_LEN = 4096  # the engine's default
+LEAST_MODEL_LEN = 4096  # of vLLM, which takes the model's own limit otherwise
 Run = Callable[[], object]
 Engine = Callable[[Workload], Run]
 
@@ -117,7 +117,7 @@ def load_vllm(args: argparse.Namespace, model: Path, dummy: bool, options: dict[
         load_format="dummy" if dummy else "auto",
         skip_tokenizer_init=True,
         max_num_seqs=args.max_num_seqs,
-        **{"max_model_len": LEAST_MODEL_LEN, **options},
+        **options,
     )
 
     def prepare(work: Workload) -> Run:
@@ -154,6 +154,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--attention-backend", default="auto")
     parser.add_argument("--enforce-eager", action="store_true")
     parser.add_argument("--device", default="auto")
+    parser.add_argument("--max-model-len", type=int, metavar="N", help="default: the engine's")
     parser.add_argument("--kv-cache-dtype", help="auto or fp8")
     parser.add_argument("--tensor-parallel-size", type=int, metavar="N")
     parser.add_argument("--deterministic", action="store_true", default=None)
@@ -187,7 +188,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     args.shape = args.shape or "qwen3-0.6b"
     args.options = {  # passed on only if given: the engine says itself what it does not know
         name: getattr(args, name)
-        for name in ("kv_cache_dtype", "tensor_parallel_size", "deterministic")
+        for name in ("max_model_len", "kv_cache_dtype", "tensor_parallel_size", "deterministic")
         if getattr(args, name) is not None
     }
     if args.engine == "transformers" and args.options:
@@ -209,10 +210,10 @@ def make_workload(args: argparse.Namespace, model: Path, config: ModelConfig) ->
             tokenize = lambda texts: tokenizer(texts)["input_ids"]  # noqa: E731
         default_max_tokens = nanovllm.SamplingParams().max_tokens
         work = from_jsonl(Path(args.workload), tokenize, config.vocab_size, default_max_tokens, args.num_seqs)
-    if work.longest > config.max_position_embeddings:
+    if work.longest > config.longest:
         raise ValueError(
             f"the longest sequence has {work.longest} tokens and the model reads at most "
-            f"{config.max_position_embeddings}; take shorter prompts or a smaller max_tokens"
+            f"{config.longest}; take shorter prompts or a smaller max_tokens"
         )
     return work
 
@@ -299,8 +300,8 @@ def measure(args: argparse.Namespace, folder: str) -> tuple[dict[str, Any], Floo
     import_seconds = IMPORT_SECONDS + time.perf_counter() - start
 
     options = args.options | {"enable_prefix_caching": args.prefix_caching}
-    if work.longest > LEAST_MODEL_LEN:
-        options["max_model_len"] = work.longest
+    if args.engine == "vllm":
+        options.setdefault("max_model_len", max(LEAST_MODEL_LEN, work.longest))
     start = time.perf_counter()
     engine = ENGINES[args.engine](args, model, args.dummy, options)
     engine(work.beginning(1, 1))()

@@ -2,26 +2,37 @@
 
 from __future__ import annotations
 
-import difflib
+import os
 from dataclasses import dataclass, fields
 from typing import Any
+
+from nanovllm.vllm_arguments import ENGINE, refuse_absent
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 KV_CACHE_DTYPES = ("auto", "fp8")
 LOAD_FORMATS = ("auto", "dummy")
 ATTENTION_BACKENDS = ("auto", "flash_attn", "triton", "reference")
+SAME: dict[str, dict[str | int, str | None]] = {  # other names of a value, as vLLM and torch have them
+    "dtype": {"half": "float16", "float": "float32"},
+    "kv_cache_dtype": {"fp8_e4m3": "fp8"},
+    "load_format": {"safetensors": "auto"},
+    "max_model_len": {"auto": None, -1: None},
+}
 
 
 @dataclass(frozen=True)
 class Config:
     """The options of `LLM`; every mistake is a ValueError or TypeError that names the value and the fix.
 
+    None stands for an option's default.
+
     model: a folder with config.json and *.safetensors, or a Hugging Face hub id.
     tensor_parallel_size: how many devices share the model.
     max_num_batched_tokens: the most prompt tokens that one prefill step computes; longer prompts go in
     chunks.
     max_num_seqs: the most sequences that run at once.
-    max_model_len: the most tokens of a sequence that are kept in the KV cache (prompt and output).
+    max_model_len: the most tokens of a sequence, prompt and output; None takes the model's own limit, and a
+    larger value is lowered to it.
     gpu_memory_utilization: the share of the device's memory that the engine may fill, others' use included.
     enforce_eager: do not capture CUDA graphs.
     kvcache_block_size: tokens per KV cache block; None takes the attention backend's own.
@@ -29,22 +40,22 @@ class Config:
     kv_cache_dtype: "auto" (the model's own) or "fp8": half the memory and less to read, a little less exact.
     enable_prefix_caching: share the KV blocks of equal prompt beginnings.
     attention_backend: "auto", "flash_attn", "triton" or "reference".
-    device: "auto", "cpu", "cuda" or "cuda:N".
-    dtype: "auto" (the checkpoint's own on a GPU, float32 on a CPU), "float32", "bfloat16" or "float16".
+    device: "auto", "cpu", "cuda" or "cuda:N", or a torch.device.
+    dtype: "auto" (the checkpoint's own on a GPU, float32 on a CPU), "float32", "bfloat16" or "float16", or a
+    torch.dtype.
     load_format: "auto" reads the weights, "dummy" makes random ones from config.json alone.
     skip_tokenizer_init: load no tokenizer; prompts are then token ids and outputs have no text.
     deterministic: a token's logits have the same bits in any batch, chunk or graph; for a price in speed.
     seed: what unseeded requests and dummy weights are drawn from.
     async_scheduling: launch a step before the last one's tokens have been read; None does so on a GPU, where
-    the
-        device works meanwhile.
+    the device works meanwhile.
     """
 
     model: str
     tensor_parallel_size: int = 1
     max_num_batched_tokens: int = 16384
     max_num_seqs: int = 512
-    max_model_len: int = 4096
+    max_model_len: int | None = None
     gpu_memory_utilization: float = 0.9
     enforce_eager: bool = False
     kvcache_block_size: int | None = None
@@ -61,22 +72,27 @@ class Config:
     async_scheduling: bool | None = None
 
     @classmethod
-    def from_kwargs(cls, model: str, **kwargs: Any) -> Config:
-        """Build a Config, refusing unknown options with the nearest known name (TypeError)."""
+    def from_kwargs(cls, model: str | os.PathLike[str], **kwargs: Any) -> Config:
+        """Build a Config. An unknown option is a TypeError with the nearest name; one of vLLM's that is not
+        built may have a value that asks for nothing, and any other is a ValueError."""
+        if not isinstance(model, (str, os.PathLike)):
+            raise TypeError(
+                f"model must be a folder or a Hugging Face hub id, a str or a Path, not {model!r}"
+            )
         known = [field.name for field in fields(cls)]
-        for name in kwargs:
-            if name not in known:
-                near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-                hint = f"did you mean {near[0]!r}?" if near else f"known options: {', '.join(known[1:])}"
-                raise TypeError(f"LLM() got an unknown option {name!r}; {hint}")
-        return cls(model, **kwargs)
+        absent = {name: value for name, value in kwargs.items() if name not in known}
+        if absent.get("tokenizer") is not None and str(absent["tokenizer"]) == str(model):
+            del absent["tokenizer"]  # which is where it comes from
+        refuse_absent("LLM()", absent, ENGINE, known[1:])
+        options = {name: kwargs[name] for name in known[1:] if kwargs.get(name) is not None}
+        return cls(os.fspath(model), **{name: _usual(name, value) for name, value in options.items()})
 
     def __post_init__(self) -> None:
         if not self.model:
             raise ValueError("model must be a folder or a Hugging Face hub id, and it is empty")
-        for name in ("tensor_parallel_size", "max_num_batched_tokens", "max_num_seqs", "max_model_len"):
+        for name in ("tensor_parallel_size", "max_num_batched_tokens", "max_num_seqs"):
             _check_int(name, getattr(self, name), minimum=1)
-        for name in ("kvcache_block_size", "num_kvcache_blocks"):
+        for name in ("max_model_len", "kvcache_block_size", "num_kvcache_blocks"):
             if getattr(self, name) is not None:
                 _check_int(name, getattr(self, name), minimum=1)
         _check_int("seed", self.seed, minimum=0)
@@ -109,9 +125,17 @@ class Config:
                 f"deterministic=True needs tensor_parallel_size=1, not {self.tensor_parallel_size}: "
                 "how the GPUs' parts are summed depends on the size of the step"
             )
-        kind, _, index = str(self.device).partition(":")
+        kind, _, index = self.device.partition(":")
         if kind not in ("auto", "cpu", "cuda") or (index and (kind != "cuda" or not index.isdigit())):
             raise ValueError(f"device must be 'auto', 'cpu', 'cuda' or 'cuda:N', not {self.device!r}")
+
+
+def _usual(name: str, value: Any) -> Any:
+    """The value as `Config` holds it: the name of a torch.dtype or torch.device, ours for vLLM's others."""
+    if name in ("dtype", "device") and not isinstance(value, str):
+        value = str(value).removeprefix("torch.")
+    same = SAME.get(name, {})
+    return same[value] if isinstance(value, (str, int)) and value in same else value
 
 
 def _check_int(name: str, value: object, minimum: int) -> None:

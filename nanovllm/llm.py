@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from nanovllm.engine.conversations import Conversation, parse_conversations
 from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.texts import check_template_options, render_conversations
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
-
-Conversation = Sequence[Mapping[str, Any]]
+from nanovllm.vllm_arguments import CHAT, SAMPLING, refuse_absent
 
 
 class LLM(LLMEngine):
@@ -25,39 +27,55 @@ class LLM(LLMEngine):
 
     def chat(
         self,
-        messages: Conversation | Sequence[Conversation],
+        messages: Conversation | Iterable[Conversation],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
-        **template_options: Any,
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Any] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **others: Any,
     ) -> list[RequestOutput]:
         """Answer one conversation, a list of `{"role": ..., "content": ...}`, or a list of conversations.
 
-        `template_options` go to the model's chat template (such as `enable_thinking=False`). Otherwise as
-        `generate`. ValueError when the model has no chat template.
+        A content is a text or a list of `{"type": "text", "text": ...}`, which are joined by line ends.
+        chat_template: a Jinja template instead of the model's own.
+        add_generation_prompt: end the prompt with the beginning of an answer.
+        continue_final_message: go on with the last message; needs `add_generation_prompt=False`.
+        tools: JSON schemas, or functions with types and docstrings, for the template.
+        chat_template_kwargs: variables of the template, such as `{"enable_thinking": False}`.
+        others: vLLM's, with values that ask for nothing.
+
+        ValueError or TypeError names the conversation and the message, or the argument; nothing has run then.
+        Otherwise as `generate`.
         """
         self._lifecycle.check_open()
-        if self.tokenizer is None or not self.tokenizer.chat_template:
-            raise ValueError("this model has no chat template; use generate() with complete prompts")
-        conversations: Sequence[Any] = (
-            [messages] if messages and isinstance(messages[0], Mapping) else messages
+        _refuse_others(others)
+        options = check_template_options(
+            self.tokenizer,
+            chat_template,
+            add_generation_prompt,
+            continue_final_message,
+            tools,
+            chat_template_kwargs,
         )
-        for index, conversation in enumerate(conversations):
-            whole = isinstance(conversation, (list, tuple)) and len(conversation) > 0
-            if not whole or not all(isinstance(message, Mapping) for message in conversation):
-                raise ValueError(
-                    f"conversation {index} must be a list of messages {{'role': ..., 'content': ...}}, "
-                    f"not {conversation!r}"
-                )
-        texts = [
-            self.tokenizer.apply_chat_template(
-                [dict(message) for message in conversation],
-                tokenize=False,
-                add_generation_prompt=True,
-                **template_options,
-            )
-            for conversation in conversations
-        ]
+        assert self.tokenizer is not None
+        texts = render_conversations(self.tokenizer, parse_conversations(messages), options)
         # The template has written the special tokens already.
         ids = self.tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
         prompts = [{"prompt": text, "prompt_token_ids": row} for text, row in zip(texts, ids, strict=True)]
         return self.generate(prompts, sampling_params, use_tqdm)
+
+
+def _refuse_others(others: Mapping[str, Any]) -> None:
+    """Check the keyword arguments that `chat` does not have."""
+    for name in others:
+        if name in SamplingParams.__dataclass_fields__ or name in SAMPLING:
+            raise TypeError(f"LLM.chat() got {name!r}; pass it as SamplingParams({name}=...)")
+    known = [name for name in inspect.signature(LLM.chat).parameters if name not in ("self", "others")]
+    try:
+        refuse_absent("LLM.chat()", others, CHAT, known)
+    except TypeError as error:
+        raise TypeError(f"{error}. Variables of the template go into chat_template_kwargs") from None

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+KEYS = ("text", "token_ids", "finish_reason")  # of a RequestOutput as a dictionary
 
 
 @dataclass(frozen=True)
 class CompletionOutput:
-    """One answer. `finish_reason` is "stop", "length", "abort" or "error"; `stop_reason` a stop token id."""
+    """One answer. `finish_reason` is "stop", "length", "abort" or "error".
+
+    text: what the decoding of prompt and output has behind that of the prompt, without special tokens, the
+    token that ended the output, and a character that is cut at its end.
+    stop_reason: the token id that ended the output; None when it was the tokenizer's end-of-sequence token.
+    """
 
     index: int
     text: str
@@ -19,8 +26,10 @@ class CompletionOutput:
 
 
 @dataclass(frozen=True)
-class RequestOutput:
+class RequestOutput(Mapping[str, Any]):
     """A finished request: `out["text"]`, `out["token_ids"]`, or `out.outputs[0].text` and its siblings.
+
+    As a dictionary, which nano-vLLM returns, it has the keys "text", "token_ids" and "finish_reason".
 
     num_cached_tokens: prompt tokens whose K/V came from the prefix cache when the request was first admitted.
     error: why `finish_reason` is "error", else None.
@@ -36,10 +45,12 @@ class RequestOutput:
     finished = True
 
     def __getitem__(self, key: str) -> Any:
-        if key in ("text", "token_ids", "finish_reason"):
-            return getattr(self.outputs[0], key)
-        raise KeyError(f"{key!r}; a RequestOutput has 'text', 'token_ids' and 'finish_reason'")
+        if key not in KEYS:
+            raise KeyError(f"{key!r}; a RequestOutput has {', '.join(map(repr, KEYS))}")
+        return getattr(self.outputs[0], key)
 
-    def keys(self) -> Iterator[str]:
-        """The keys of the dictionary view, so that `dict(output)` works."""
-        return iter(("text", "token_ids", "finish_reason"))
+    def __iter__(self) -> Iterator[str]:
+        return iter(KEYS)
+
+    def __len__(self) -> int:
+        return len(KEYS)

@@ -5,28 +5,35 @@ Checks every value; never touches logits.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
+from nanovllm.vllm_arguments import SAMPLING, nearest, refuse_absent
+
 SEED_LIMIT = 2**63
+TINY, HUGE = float(np.finfo(np.float32).smallest_subnormal), float(np.finfo(np.float32).max)
+NUMBERS = (int, float, np.integer, np.floating)
+Params = TypeVar("Params", bound="SamplingParams")
 
 
-@dataclass(frozen=True)
+@dataclass(init=False)
 class SamplingParams:
-    """How to sample one request. Raises ValueError or TypeError that names the field and the value.
+    """How to sample one request, by keywords alone. May be changed until a request is made of it.
+
+    Values are checked here and when a request is made: ValueError or TypeError names the field, the value and
+    the fix. A request keeps its own copy. Further arguments of vLLM's may have values that ask for nothing.
 
     temperature: 0 is greedy; otherwise logits are divided by it.
     top_k: keep the k likeliest tokens; 0 or -1 keeps all.
     top_p: keep the fewest likeliest tokens whose probabilities reach top_p, in (0, 1].
     min_p: drop tokens less likely than min_p times the likeliest, in [0, 1].
     seed: the request's own random numbers, whatever else is in the batch; None takes the engine's.
-    max_tokens: the most tokens to generate.
+    max_tokens: the most tokens to generate; None: as many as `max_model_len` has room for.
     ignore_eos: go on after an end-of-sequence token.
-    stop_token_ids: further tokens that end the output (and are its last token).
+    stop_token_ids: further tokens that end the output (and are its last token); None: no others.
     """
 
     temperature: float = 1.0
@@ -34,47 +41,127 @@ class SamplingParams:
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int | None = None
-    max_tokens: int = 64
+    max_tokens: int | None = 64
     ignore_eos: bool = False
-    stop_token_ids: Sequence[int] = ()
+    stop_token_ids: Sequence[int] | None = None
 
-    def __post_init__(self) -> None:
-        for name in ("temperature", "top_p", "min_p"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
-                raise TypeError(f"{name} must be a number, not {value!r}")
-        if not 0 <= self.temperature < math.inf:
-            raise ValueError(f"temperature must be 0 (greedy) or a positive number, not {self.temperature}")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must be in (0, 1], not {self.top_p}; 1 keeps all tokens")
-        if not 0 <= self.min_p <= 1:
-            raise ValueError(f"min_p must be in [0, 1], not {self.min_p}; 0 keeps all tokens")
-        if not _is_int(self.top_k) or self.top_k < -1:
-            raise _wrong("top_k", self.top_k, "a positive integer, or 0 or -1 to keep all tokens")
-        if not _is_int(self.max_tokens) or self.max_tokens < 1:
-            raise _wrong("max_tokens", self.max_tokens, "an integer of at least 1")
-        if self.seed is not None and (not _is_int(self.seed) or not -SEED_LIMIT <= self.seed < SEED_LIMIT):
-            raise _wrong("seed", self.seed, "None or an integer that fits into 64 bits")
+    def __init__(self, *positional: object, **values: Any) -> None:
+        names = self.__dataclass_fields__
+        if positional:
+            raise TypeError(
+                f"SamplingParams() takes keyword arguments only, not {_show(positional)}: which come first "
+                "differs from engine to engine. Write SamplingParams(temperature=..., max_tokens=...)"
+            )
+        absent = {name: value for name, value in values.items() if name not in names}
+        refuse_absent("SamplingParams()", absent, SAMPLING, names)
+        vars(self).update({name: values.get(name, field.default) for name, field in names.items()})
+        vars(self).update(self._checked())
+
+    def __setattr__(self, name: str, value: object) -> None:
+        """Set a field, to be checked when it is used. What is not built can be set to ask for nothing."""
+        if name not in self.__dataclass_fields__:
+            if name not in SAMPLING:
+                hint = nearest(name, self.__dataclass_fields__, SAMPLING)
+                raise AttributeError(f"SamplingParams has no field {name!r}; {hint}")
+            refuse_absent("SamplingParams", {name: value}, SAMPLING, ())
+        else:
+            super().__setattr__(name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        """What is not built reads as asking for nothing."""
+        if name not in SAMPLING:
+            raise AttributeError(f"SamplingParams has no field {name!r}")
+        return SAMPLING[name].default
+
+    def clone(self: Params) -> Params:
+        """A copy that shares nothing with this one."""
+        clone = object.__new__(type(self))
+        vars(clone).update(vars(self))
+        if isinstance(self.stop_token_ids, list):
+            vars(clone)["stop_token_ids"] = list(self.stop_token_ids)
+        return clone
+
+    def checked(self: Params) -> Params:
+        """A copy with plain values. ValueError or TypeError as at construction, for what was set since."""
+        checked = self.clone()
+        vars(checked).update(self._checked())
+        return checked
+
+    def _checked(self) -> dict[str, Any]:
+        """All fields as plain Python values."""
+        values: dict[str, Any] = {}
+        values["temperature"] = _float("temperature", self.temperature, "0 for greedy or a positive number")
+        values["top_p"] = _float("top_p", self.top_p, "in (0, 1]; 1 keeps all tokens")
+        values["min_p"] = _float("min_p", self.min_p, "in [0, 1]; 0 keeps all tokens")
+        if values["temperature"] < 0:
+            raise _wrong("temperature", self.temperature, "0 for greedy or a positive number")
+        if not 0 < values["top_p"] <= 1:
+            raise _wrong("top_p", self.top_p, "in (0, 1]; 1 keeps all tokens")
+        if not 0 <= values["min_p"] <= 1:
+            raise _wrong("min_p", self.min_p, "in [0, 1]; 0 keeps all tokens")
+        values["top_k"] = _int("top_k", self.top_k, -1, "a positive integer, or 0 or -1 to keep all tokens")
+        values["max_tokens"] = values["seed"] = None
+        if self.max_tokens is not None:
+            expected = "an integer of at least 1, or None for as many as fit"
+            values["max_tokens"] = _int("max_tokens", self.max_tokens, 1, expected)
+        if self.seed is not None:
+            expected = "None or an integer that fits into 64 bits"
+            values["seed"] = _int("seed", self.seed, -SEED_LIMIT, expected)
+            if values["seed"] >= SEED_LIMIT:
+                raise _wrong("seed", self.seed, expected)
         if not isinstance(self.ignore_eos, bool):
-            raise TypeError(f"ignore_eos must be True or False, not {self.ignore_eos!r}")
-        if isinstance(self.stop_token_ids, (str, bytes)) or not isinstance(
-            self.stop_token_ids, (Sequence, set, frozenset)
-        ):
-            raise TypeError(f"stop_token_ids must be a list of token ids, not {self.stop_token_ids!r}")
-        ids = tuple(self.stop_token_ids)
-        for token_id in ids:
-            if not _is_int(token_id) or token_id < 0:
-                raise _wrong("stop_token_ids", token_id, "a list of token ids, integers of at least 0")
-        object.__setattr__(self, "stop_token_ids", ids)
+            raise TypeError(f"ignore_eos must be True or False, not {_show(self.ignore_eos)}")
+        values["stop_token_ids"] = _token_ids("stop_token_ids", self.stop_token_ids)
+        return values
 
 
-def _is_int(value: object) -> bool:
-    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+def _float(name: str, value: Any, expected: str) -> float:
+    """`value` as a float that float32, in which sampling computes, can hold."""
+    if type(value) is float and (value == 0 or TINY <= value <= HUGE):
+        return value
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, NUMBERS):
+        raise TypeError(f"{name} must be a number, {expected}, not {_show(value)}")
+    with np.errstate(over="ignore", under="ignore"):
+        try:
+            number = float(value)
+        except OverflowError:  # an integer
+            number = float("inf")
+        narrow = np.float32(number)
+    if not np.isfinite(narrow):
+        raise _wrong(name, value, f"{expected}, and finite in float32: at most {HUGE:.3g}")
+    if value != 0 and narrow == 0:
+        raise _wrong(name, value, f"{expected}, and not 0 in float32: at least {TINY:.2g}")
+    return number
 
 
-def _wrong(name: str, value: object, expected: str) -> Exception:
-    kind = ValueError if _is_int(value) else TypeError
-    return kind(f"{name} must be {expected}, not {value!r}")
+def _int(name: str, value: Any, least: int, expected: str) -> int:
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
+        raise TypeError(f"{name} must be {expected}, not {_show(value)}")
+    if int(value) < least:
+        raise _wrong(name, value, expected)
+    return int(value)
+
+
+def _token_ids(name: str, value: Any) -> list[int]:
+    if value is None:
+        return []
+    if not isinstance(value, list) and hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, (str, bytes)) or not isinstance(value, (Sequence, set, frozenset)):
+        raise TypeError(f"{name} must be a list of token ids, not {_show(value)}")
+    return [_int(name, token_id, 0, "a list of token ids, integers of at least 0") for token_id in value]
+
+
+def _wrong(name: str, value: object, expected: str) -> ValueError:
+    return ValueError(f"{name} must be {expected}, not {_show(value)}")
+
+
+def _show(value: object) -> str:
+    try:
+        text = repr(value)
+    except ValueError:  # an integer with more digits than Python prints
+        text = f"a {type(value).__name__} too long to print"
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -29,7 +29,7 @@ def next_token(context: list[int]) -> int:
 def expected_output(prompt: list[int], params: SamplingParams, max_model_len: int) -> tuple[list[int], str]:
     """What a request must give, by the definition alone."""
     tokens, reason = list(prompt), "length"
-    limit = min(len(prompt) + params.max_tokens, max_model_len + 1)
+    limit = min(len(prompt) + params.max_tokens, max_model_len)
     while len(tokens) < limit:
         tokens.append(next_token(tokens))
         if tokens[-1] == EOS and not params.ignore_eos:

@@ -13,15 +13,18 @@ PACKAGE = Path(__file__).parent.parent / "nanovllm"
 # module (or package) -> (tower, level). "plan" never imports torch, "compute" never sees a Sequence, "both"
 # may.
 LEVELS = {
+    "vllm_arguments": ("base", -1),
     "errors": ("base", 0),
     "config": ("base", 0),
     "sampling_params": ("base", 0),
     "outputs": ("base", 0),
     "engine.interrupts": ("base", 0),
-    "engine.lifecycle": ("base", 0),
+    "engine.lifecycle": ("base", 1),
     "engine.batch": ("plan", 1),
     "engine.sequence": ("plan", 1),
     "engine.prompts": ("plan", 1),
+    "engine.conversations": ("plan", 2),
+    "engine.texts": ("plan", 2),
     "engine.channel": ("plan", 2),
     "engine.watch": ("plan", 2),
     "engine.progress": ("plan", 2),

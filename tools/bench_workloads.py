@@ -45,8 +45,8 @@ class Workload:
 
     @property
     def longest(self) -> int:
-        """The most tokens of a sequence that need K/V: its last one is never fed back."""
-        return max(len(p) + out - 1 for p, out in zip(self.prompts, self.output_lens, strict=True))
+        """The most tokens of a sequence, prompt and output."""
+        return max(len(p) + out for p, out in zip(self.prompts, self.output_lens, strict=True))
 
     @property
     def common(self) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
 from functools import partial
@@ -39,6 +39,7 @@ from nanovllm.engine.prompts import (
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.staging import StepHandle
+from nanovllm.engine.texts import Detokenizer
 from nanovllm.engine.worker import RankSetup, Workers
 from nanovllm.errors import ModelLoadError
 from nanovllm.models.loader import check_weights, load_model_config, resolve_model_path, weight_bytes
@@ -51,13 +52,15 @@ logger = logging.getLogger("nanovllm")
 class LLMEngine:
     """One model on one device or split over several. `LLM` adds the calls that most people want."""
 
+    _detokenizer: Detokenizer | None = None  # made with the first text
+
     def __init__(self, model: str | Path, **options: Any) -> None:
         """Load `model`, a folder or a hub id; `options` are the fields of `Config`.
 
         Raises TypeError or ValueError for a wrong option, ModelLoadError for a checkpoint that cannot be
         loaded and KVCacheMemoryError when the device is too full, in this order, the cheap checks first.
         """
-        self.config = Config.from_kwargs(str(model), **options)
+        self.config = Config.from_kwargs(model, **options)
         path = resolve_model_path(self.config.model)
         self.model_config = load_model_config(path)
         self.model_config.check_tensor_parallel_size(self.config.tensor_parallel_size)
@@ -118,10 +121,19 @@ class LLMEngine:
         return self._workers.call(getattr(self._runner, method), method, *args)
 
     def _max_model_len(self) -> int:
-        asked, known = self.config.max_model_len, self.model_config.max_position_embeddings
-        if asked > known:
-            logger.info("max_model_len=%d is lowered to the model's own limit, %d", asked, known)
-        max_model_len = min(asked, known)
+        asked, positions = self.config.max_model_len, self.model_config.max_position_embeddings
+        if asked is None:
+            asked = self.model_config.longest
+            if asked < positions:
+                logger.info(
+                    "max_model_len=%d, the length up to which full attention is what this model computes "
+                    "(it has %d positions)",
+                    asked,
+                    positions,
+                )
+        if asked > positions:
+            logger.info("max_model_len=%d is lowered to the model's own limit, %d", asked, positions)
+        max_model_len = min(asked, positions)
         self.model_config.check_max_model_len(max_model_len)
         return max_model_len
 
@@ -134,6 +146,7 @@ class LLMEngine:
             max_model_len=self._runner.max_model_len,
             enable_prefix_caching=self.config.enable_prefix_caching,
             share_outputs=not self.config.deterministic,  # their K/V would differ in bits from a prompt's
+            longest=self.model_config.longest,
         )
 
     # -- one request at a time ---------------------------------------------------------------------------
@@ -172,14 +185,15 @@ class LLMEngine:
 
     def generate(
         self,
-        prompts: PromptLike | SequenceOf[PromptLike],
+        prompts: PromptLike | Iterable[PromptLike],
         sampling_params: SamplingParams | SequenceOf[SamplingParams] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Answer every prompt, in the order given.
 
         prompts: a text, a list of token ids, `{"prompt": ...}` or `{"prompt_token_ids": ...}`, or a list of
-        these.
+        these; also generators of them, arrays and tensors (one dimension is a prompt, two are several), and
+        what a tokenizer of transformers returns.
         sampling_params: one for all prompts, or a list with one for each.
 
         Everything is checked before anything runs: ValueError or TypeError names the index and the value.
@@ -250,16 +264,13 @@ class LLMEngine:
         """Check and tokenise all prompts, then queue them all: an error leaves nothing queued."""
         sequences = []
         all_ids = self._tokenize(prompts, where)
+        stop_ids: dict[int, frozenset[int]] = {}  # of each object
         for index, (token_ids, param) in enumerate(zip(all_ids, params, strict=True)):
             packed = pack_token_ids(token_ids, self.model_config.vocab_size, where[index])
-            pack_token_ids(
-                list(param.stop_token_ids), self.model_config.vocab_size, f"{where[index]} stop_token_ids"
-            )
+            if id(param) not in stop_ids:
+                stop_ids[id(param)] = self._stop_ids(param, where[index])
             seq_id = self._num_requests + index
-            stop_ids = frozenset(param.stop_token_ids)
-            if not param.ignore_eos:
-                stop_ids |= frozenset(self.model_config.eos_token_ids)
-            seq = Sequence(seq_id, token_ids, param, self._seed(seq_id, param), stop_ids, packed)
+            seq = Sequence(seq_id, token_ids, param, self._seed(seq_id, param), stop_ids[id(param)], packed)
             try:
                 self._scheduler.check_fits(seq)
             except ValueError as error:
@@ -270,6 +281,12 @@ class LLMEngine:
             self._prompts[seq.seq_id] = prompt
             self._scheduler.add(seq)
         return [seq.seq_id for seq in sequences]
+
+    def _stop_ids(self, params: SamplingParams, where: str) -> frozenset[int]:
+        """All token ids that end an output. ValueError when one is not in the vocabulary."""
+        stop_ids = list(params.stop_token_ids or ())
+        pack_token_ids(stop_ids, self.model_config.vocab_size, f"{where} stop_token_ids")
+        return frozenset(stop_ids if params.ignore_eos else [*stop_ids, *self.model_config.eos_token_ids])
 
     def _tokenize(self, prompts: list[Prompt], where: list[str]) -> list[list[int]]:
         texts = [prompt.text for prompt in prompts if prompt.token_ids is None]
@@ -320,18 +337,35 @@ class LLMEngine:
         token_ids = seq.completion_token_ids
         # A token that ended the output is part of the ids, not of the text.
         text_ids = token_ids[:-1] if seq.finish_reason == "stop" else token_ids
-        text = (
-            "" if self.tokenizer is None else str(self.tokenizer.decode(text_ids, skip_special_tokens=True))
-        )
+        prompt_token_ids = seq.token_ids[: seq.num_prompt_tokens]
+        stop_reason = None if self._is_eos(seq) else seq.stop_reason
         assert seq.finish_reason is not None
         return RequestOutput(
             request_id=seq.seq_id,
             prompt=prompt.text,
-            prompt_token_ids=seq.token_ids[: seq.num_prompt_tokens],
-            outputs=[CompletionOutput(0, text, token_ids, seq.finish_reason, seq.stop_reason)],
+            prompt_token_ids=prompt_token_ids,
+            outputs=[
+                CompletionOutput(
+                    0, self._text(prompt_token_ids, text_ids), token_ids, seq.finish_reason, stop_reason
+                )
+            ],
             num_cached_tokens=seq.num_cached_tokens or 0,
             error="the model's logits were not finite" if seq.finish_reason == "error" else None,
         )
+
+    def _text(self, prompt_ids: list[int], output_ids: list[int]) -> str:
+        if self.tokenizer is None:
+            return ""
+        if self._detokenizer is None or self._detokenizer.tokenizer is not self.tokenizer:
+            self._detokenizer = Detokenizer(self.tokenizer)
+        return self._detokenizer.text(prompt_ids, output_ids)
+
+    def _is_eos(self, seq: Sequence) -> bool:
+        """Whether the model's own end-of-sequence token ended `seq`: the tokenizer's, or its only one."""
+        all_eos = self.model_config.eos_token_ids
+        only = all_eos[0] if len(all_eos) == 1 else None
+        eos = only if self.tokenizer is None else self.tokenizer.eos_token_id
+        return seq.stop_reason == eos and eos in all_eos and not seq.params.ignore_eos
 
     def _reset(self) -> None:
         """Drop all requests, whatever state an exception left them in, and start from an empty scheduler.

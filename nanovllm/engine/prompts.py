@@ -6,7 +6,7 @@ Knows nothing of tokenizers or devices: a text stays a text here.
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -14,7 +14,13 @@ import numpy as np
 
 from nanovllm.sampling_params import SamplingParams
 
-PromptLike: TypeAlias = "str | Sequence[int] | Mapping[str, Any]"
+PromptLike: TypeAlias = "str | Iterable[int] | Mapping[str, Any]"
+ENCODED = {
+    "input_ids",
+    "attention_mask",
+    "token_type_ids",
+    "special_tokens_mask",
+}  # of transformers' tokenizers
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,34 +31,44 @@ class Prompt:
     token_ids: list[int] | None
 
 
-def parse_prompts(prompts: PromptLike | Sequence[PromptLike]) -> list[Prompt]:
-    """Bring one prompt or a list of them to `Prompt`s. Errors name the index, the value and the fix."""
-    if isinstance(prompts, (str, Mapping)) or _is_id_list(prompts):
+def parse_prompts(prompts: PromptLike | Iterable[PromptLike]) -> list[Prompt]:
+    """Bring one prompt or several, in any iterable, to `Prompt`s. Errors name index, value and fix.
+
+    One prompt is a text, a dictionary, or integers in a list, an array or a tensor of one dimension.
+    """
+    if isinstance(prompts, Mapping) and "input_ids" in prompts:
+        rows = _encoded_rows(prompts, "the prompt")
+        return [parse_prompt(row, f"the prompt's row {index}") for index, row in enumerate(rows)]
+    if isinstance(prompts, (str, Mapping)):
         return [parse_prompt(prompts, "the prompt")]
-    if not isinstance(prompts, Sequence):
-        raise TypeError(f"prompts must be a prompt or a list of prompts, not {_show(prompts)}")
-    return [parse_prompt(prompt, f"prompts[{index}]") for index, prompt in enumerate(prompts)]
+    items = _items(prompts, "prompts must be a prompt or a list of prompts")
+    is_empty_array = not items and hasattr(prompts, "tolist")
+    if is_empty_array or (items and isinstance(items[0], (int, float, np.number))):
+        return [parse_prompt(items, "the prompt")]
+    return [parse_prompt(prompt, f"prompts[{index}]") for index, prompt in enumerate(items)]
 
 
 def parse_prompt(prompt: Any, where: str) -> Prompt:
     """Bring one prompt to a `Prompt`; `where` says which one it is in an error."""
     if isinstance(prompt, Mapping):
-        unknown = set(prompt) - {"prompt", "prompt_token_ids"}
-        if unknown or not prompt:
-            raise ValueError(
-                f"{where} must have the key 'prompt' or 'prompt_token_ids', not {sorted(prompt)}"
-            )
-        text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
-        if token_ids is None:
-            return parse_prompt(text, f"{where}['prompt']")
-        if text is not None and not isinstance(text, str):
-            raise TypeError(f"{where}['prompt'] must be a text, not {_show(text)}")
-        return Prompt(text, _parse_ids(token_ids, f"{where}['prompt_token_ids']"))
+        return _parse_mapping(prompt, where)
     if isinstance(prompt, str):
         if not prompt:
             raise ValueError(f"{where} is empty; a prompt needs at least one token")
+        check_text(prompt, where)
         return Prompt(prompt, None)
     return Prompt(None, _parse_ids(prompt, where))
+
+
+def check_text(text: str, where: str) -> None:
+    """Raise ValueError when `text` has half of a surrogate pair, which is no character."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{where} has a lone surrogate, {text[error.start]!r}, at position {error.start}, which is no "
+            "character; mend it with text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')"
+        ) from None
 
 
 def pack_token_ids(token_ids: list[int], vocab_size: int, where: str) -> bytes:
@@ -75,51 +91,110 @@ def pack_token_ids(token_ids: list[int], vocab_size: int, where: str) -> bytes:
 def parse_sampling_params(
     sampling_params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
 ) -> list[SamplingParams]:
-    """Return one SamplingParams for each prompt. A list must be as long as the prompts."""
+    """Return a checked copy of the SamplingParams for each prompt; one object gets one copy.
+
+    A list must be as long as the prompts.
+    """
     if sampling_params is None:
         sampling_params = SamplingParams()
     if isinstance(sampling_params, SamplingParams):
-        return [sampling_params] * num_prompts
+        return [_checked(sampling_params, "sampling_params")] * num_prompts
     if not isinstance(sampling_params, Sequence) or isinstance(sampling_params, str):
         raise TypeError(
-            f"sampling_params must be SamplingParams or a list of them, not {_show(sampling_params)}"
+            f"sampling_params must be SamplingParams or a list of them, not {show(sampling_params)}"
         )
     if len(sampling_params) != num_prompts:
         raise ValueError(
             f"{len(sampling_params)} sampling_params for {num_prompts} prompts; "
             "pass one for all or one for each"
         )
+    checked: dict[int, SamplingParams] = {}
     for index, params in enumerate(sampling_params):
         if not isinstance(params, SamplingParams):
-            raise TypeError(f"sampling_params[{index}] must be SamplingParams, not {_show(params)}")
-    return list(sampling_params)
+            raise TypeError(f"sampling_params[{index}] must be SamplingParams, not {show(params)}")
+        if id(params) not in checked:
+            checked[id(params)] = _checked(params, f"sampling_params[{index}]")
+    return [checked[id(params)] for params in sampling_params]
 
 
-def _is_id_list(value: object) -> bool:
-    """Whether `value` is one prompt of token ids rather than a list of prompts; an empty list is no
-    prompts."""
-    if isinstance(value, np.ndarray):
-        return value.ndim == 1
-    return isinstance(value, (list, tuple)) and len(value) > 0 and isinstance(value[0], (int, np.integer))
+def _checked(params: SamplingParams, where: str) -> SamplingParams:
+    try:
+        return params.checked()
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{where}: {error}") from None
+
+
+def _parse_mapping(prompt: Mapping[str, Any], where: str) -> Prompt:
+    """A dictionary of ours, or what a tokenizer of transformers returns for one text."""
+    if "input_ids" in prompt:
+        rows = _encoded_rows(prompt, where)
+        if len(rows) != 1:
+            raise ValueError(
+                f"{where}['input_ids'] holds {len(rows)} prompts; pass the dictionary itself as the prompts"
+            )
+        return Prompt(None, _parse_ids(rows[0], f"{where}['input_ids']"))
+    if not prompt or set(prompt) - {"prompt", "prompt_token_ids"}:
+        raise ValueError(
+            f"{where} must have the key 'prompt' or 'prompt_token_ids', not {sorted(map(str, prompt))}"
+        )
+    text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+    if token_ids is None:
+        if text is None or isinstance(text, Mapping):
+            raise TypeError(f"{where}['prompt'] must be a text, not {show(text)}")
+        return parse_prompt(text, f"{where}['prompt']")
+    if text is not None and not isinstance(text, str):
+        raise TypeError(f"{where}['prompt'] must be a text, not {show(text)}")
+    return Prompt(text, _parse_ids(token_ids, f"{where}['prompt_token_ids']"))
+
+
+def _encoded_rows(encoded: Mapping[str, Any], where: str) -> list[list[Any]]:
+    """The prompts in what a tokenizer of transformers returns, without padding: one or several rows."""
+    unknown = set(encoded) - ENCODED
+    if unknown:
+        raise ValueError(
+            f"{where} has 'input_ids', as transformers' tokenizers return, and {sorted(map(str, unknown))}, "
+            f"which is not supported; {sorted(ENCODED)} are"
+        )
+    names = [name for name in ("input_ids", "attention_mask") if encoded.get(name) is not None]
+    columns = [_items(encoded[name], f"{where}[{name!r}] must be a list of token ids") for name in names]
+    if not columns[0] or isinstance(columns[0][0], (int, float, np.number)):
+        columns = [[column] for column in columns]
+    rows = [_items(row, f"{where}['input_ids'] must hold lists of token ids") for row in columns[0]]
+    if len(columns) == 1:
+        return rows
+    kept = []
+    for index, row in enumerate(rows):
+        mask = _items(columns[1][index], "") if index < len(columns[1]) else []
+        if len(mask) != len(row):
+            raise ValueError(f"{where}: row {index} has {len(row)} input_ids and {len(mask)} attention_mask")
+        kept.append([token_id for token_id, wanted in zip(row, mask, strict=True) if wanted])
+    return kept
+
+
+def _items(value: Any, expected: str) -> list[Any]:
+    """A list of what an array, a tensor or an iterable in a fixed order holds."""
+    if hasattr(value, "tolist"):  # of NumPy, torch, pandas or array: their elements as Python's
+        value = value.tolist()
+    if isinstance(value, (str, bytes, bytearray, Mapping, set, frozenset)) or not isinstance(value, Iterable):
+        raise TypeError(f"{expected}, not {show(value)}")
+    return list(value)
 
 
 def _parse_ids(value: Any, where: str) -> list[int]:
-    if isinstance(value, np.ndarray):
-        value = value.tolist()
-    if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
-        raise TypeError(f"{where} must be a text, a list of token ids or a dictionary, not {_show(value)}")
-    if not value:
+    ids = _items(value, f"{where} must be a text, a list of token ids or a dictionary")
+    if not ids:
         raise ValueError(f"{where} is empty; a prompt needs at least one token")
-    if set(map(type, value)) == {int}:  # nearly always, and ten times as fast as to look at each
-        return list(value)
-    for position, token_id in enumerate(value):
+    if set(map(type, ids)) == {int}:  # nearly always, and ten times as fast as to look at each
+        return ids
+    for position, token_id in enumerate(ids):
         if isinstance(token_id, bool) or not isinstance(token_id, (int, np.integer)):
             raise TypeError(
-                f"{where}: token id at position {position} must be an integer, not {_show(token_id)}"
+                f"{where}: token id at position {position} must be an integer, not {show(token_id)}"
             )
-    return [int(token_id) for token_id in value]
+    return [int(token_id) for token_id in ids]
 
 
-def _show(value: object) -> str:
+def show(value: object) -> str:
+    """The beginning of `value` and its type, for an error message."""
     text = repr(value)
     return f"{text[:60]}{'...' if len(text) > 60 else ''} ({type(value).__name__})"

@@ -33,13 +33,19 @@ class Scheduler:
         max_model_len: int,
         enable_prefix_caching: bool = True,
         share_outputs: bool = True,
+        longest: int | None = None,
     ) -> None:
-        """share_outputs: whether the prefix cache also offers what decode steps wrote, besides prefill."""
+        """share_outputs: whether the prefix cache also offers what decode steps wrote, besides prefill.
+
+        longest: up to which value `max_model_len` can be raised; None: not above what it is.
+        """
         self.block_manager = BlockManager(num_blocks, block_size, enable_prefix_caching)
         self.share_outputs = share_outputs
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
-        self.max_model_len = min(max_model_len, num_blocks * block_size)  # tokens of one sequence with K/V
+        self.max_model_len = min(max_model_len, num_blocks * block_size)  # tokens of prompt and output
+        self._option = max_model_len  # before the KV cache lowered it
+        self._longest = max_model_len if longest is None else longest
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # oldest first
         self.prefilling: Sequence | None = None  # the running sequence whose prompt is computed in part
@@ -58,20 +64,35 @@ class Scheduler:
         return len(self._unfinished)
 
     def check_fits(self, seq: Sequence) -> None:
-        """Raise ValueError when the sequence's prompt can never fit."""
-        if seq.num_prompt_tokens > self.max_model_len:
-            blocks = self.block_manager
-            raise ValueError(
-                f"the prompt has {seq.num_prompt_tokens} tokens, and at most {self.max_model_len} fit "
-                f"(max_model_len, or the KV cache of {blocks.num_blocks} blocks of {blocks.block_size} "
-                "tokens); shorten it, or raise max_model_len or num_kvcache_blocks"
-            )
+        """Raise ValueError, with what helps, when the prompt leaves no room for one token of output."""
+        limit, length = self.max_model_len, seq.num_prompt_tokens
+        if length < limit:
+            return
+        blocks = self.block_manager
+        raises = []
+        if limit < self._option:
+            why = f"the KV cache has {blocks.num_blocks} blocks of {blocks.block_size} tokens"
+            raises.append("num_kvcache_blocks or gpu_memory_utilization")
+        else:
+            why = f"max_model_len={limit}"
+        if length >= self._option:
+            raises.append(f"max_model_len (up to {self._longest})")
+        can_be_raised = length < self._longest
+        if not can_be_raised:
+            why += f", and the model's own limit is {self._longest}"
+        fix = f", or raise {' and '.join(raises)}" if can_be_raised else ""
+        raise ValueError(
+            f"the prompt has {length} tokens, and at most {limit - 1} leave room for one more ({why}); "
+            f"shorten it{fix}"
+        )
 
     def add(self, seq: Sequence) -> None:
-        """Queue a sequence. Raises ValueError when its prompt can never fit."""
+        """Queue a sequence. Raises ValueError when its prompt leaves no room for an output."""
         self.check_fits(seq)
-        # The last token is never fed back, so it needs no room in the cache.
-        seq.max_tokens_total = min(seq.num_prompt_tokens + seq.params.max_tokens, self.max_model_len + 1)
+        seq.max_tokens_total = self.max_model_len
+        if seq.params.max_tokens is not None:
+            asked = seq.num_prompt_tokens + seq.params.max_tokens
+            seq.max_tokens_total = min(seq.max_tokens_total, asked)
         self._unfinished[seq.seq_id] = seq
         self.waiting.append(seq)
 

@@ -62,7 +62,7 @@ class Sequence:
         self.params = params
         self.seed = seed
         self.stop_ids = stop_ids
-        self.max_tokens_total = self.num_prompt_tokens + params.max_tokens  # the scheduler may lower it
+        self.max_tokens_total = 0  # of prompt and output; the scheduler sets it
         self.status = SequenceStatus.WAITING
         self.slot = -1
         self.num_pending_tokens = 0

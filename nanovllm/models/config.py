@@ -14,6 +14,39 @@ from nanovllm.layers.rotary_embedding import RopeConfig
 
 SUPPORTED_DTYPES = ("float32", "bfloat16", "float16")
 
+# Keys of config.json that would change the results, each with the values that do not. The decoder has none of
+# what they ask for.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "attention_multiplier": (None,),
+    "attn_logit_softcapping": (None, 0),
+    "final_logit_softcapping": (None, 0),
+    "logit_scale": (None, 1),
+    "logits_scaling": (None, 1),
+    "query_pre_attn_scalar": (None,),
+    "clip_qkv": (None,),
+    "embedding_multiplier": (None, 1),
+    "residual_multiplier": (None, 1),
+    "scale_emb": (None, 1),
+    "scale_depth": (None,),
+    "dim_model_base": (None,),
+    "use_qk_norm": (None, False),  # Qwen3 has its own, always
+    "qk_layernorm": (None, False),
+    "attn_temperature_tuning": (None, False),
+    "attention_chunk_size": (None,),
+    "no_rope_layers": (None, []),
+    "no_rope_layer_interval": (None, 0),
+    "use_rope": (None, True),
+    "alibi": (None, False),
+    "is_causal": (None, True),
+    "use_bidirectional_attention": (None, False),
+    "use_parallel_residual": (None, False),
+    "num_experts": (None, 0),
+    "num_local_experts": (None, 0),
+    "n_routed_experts": (None, 0),
+    "compression_config": (None, {}),
+    "quantization": (None, {}),
+}
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -39,6 +72,13 @@ class ModelConfig:
     dtype: str  # of the checkpoint
     eos_token_ids: tuple[int, ...]
     sliding_window: int | None  # up to this length full attention is the same; None: always
+    dual_chunk: int | None = None  # the same, of dual chunk attention
+
+    @property
+    def longest(self) -> int:
+        """The most tokens of a sequence for which full attention is what the model computes."""
+        limits = (self.max_position_embeddings, self.sliding_window, self.dual_chunk)
+        return min(limit for limit in limits if limit)
 
     def check_max_model_len(self, max_model_len: int) -> None:
         """Raise ValueError when sequences of `max_model_len` tokens are longer than the model can read."""
@@ -47,12 +87,17 @@ class ModelConfig:
                 f"max_model_len={max_model_len} is more than the {self.max_position_embeddings} positions of "
                 f"this model; use at most max_model_len={self.max_position_embeddings}"
             )
-        if self.sliding_window is not None and max_model_len > self.sliding_window:
-            raise ValueError(
-                f"max_model_len={max_model_len} needs this model's sliding window of {self.sliding_window} "
-                "tokens, which is not supported; full attention is the same up to "
-                f"max_model_len={self.sliding_window}, use at most that"
-            )
+        kinds = {
+            f"sliding window of {self.sliding_window} tokens": self.sliding_window,
+            "dual chunk attention (dual_chunk_attention_config)": self.dual_chunk,
+        }
+        for kind, limit in kinds.items():
+            if limit is not None and max_model_len > limit:
+                raise ValueError(
+                    f"max_model_len={max_model_len} needs this model's {kind}, which is not supported; "
+                    f"full attention is the same up to max_model_len={limit}, use at most "
+                    f"max_model_len={self.longest}"
+                )
 
     def check_tensor_parallel_size(self, size: int) -> None:
         """Raise ValueError with the sizes that can when the model cannot be split over `size` ranks."""
@@ -156,6 +201,7 @@ class ModelFamily:
             dtype=_dtype(hf),
             eos_token_ids=_eos_token_ids(hf, generation or {}),
             sliding_window=self.sliding_window(hf),
+            dual_chunk=_dual_chunk(hf),
         )
 
 
@@ -187,11 +233,40 @@ def _refuse_unsupported(hf: HFConfig) -> None:
             "config.json: quantization_config is set, and quantised checkpoints are not supported; "
             "use the model's bfloat16, float16 or float32 checkpoint"
         )
+    for key, neutral in NEUTRAL.items():
+        if not any(hf.get(key) == value for value in neutral):
+            raise ValueError(
+                f"config.json: {key} {hf.get(key)!r} is not supported; supported: "
+                f"{', '.join(map(repr, neutral))}, which change nothing"
+            )
     kinds = set(hf.get("layer_types", [])) - {"full_attention", "sliding_attention"}
     if kinds:
         raise ValueError(
             f"config.json: layer_types {sorted(kinds)} are not supported; supported: full attention"
         )
+
+
+def _dual_chunk(hf: HFConfig) -> int | None:
+    """Up to which length dual chunk attention (of Qwen2.5-1M) is full attention: that of one chunk, and what
+    lies before its scaling of logits and its sparse attention."""
+    raw = hf.get("dual_chunk_attention_config")
+    if raw is None:
+        return None
+    if not isinstance(raw, dict):
+        raise ValueError(f"config.json: dual_chunk_attention_config must be an object, not {raw!r}")
+    config = HFConfig(raw, {"chunk_size": 8192, "local_size": 1024, "sparse_attention_threshold": 32768})
+    chunk, local = config.integer("chunk_size"), config.integer("local_size")
+    if chunk <= local:
+        raise ValueError(
+            f"config.json: dual_chunk_attention_config needs a chunk_size above its local_size {local}, "
+            f"not {chunk}"
+        )
+    limits = [chunk - local]
+    if config.get("original_max_position_embeddings"):
+        limits.append(config.integer("original_max_position_embeddings"))
+    if config.get("sparse_attention_enabled"):
+        limits.append(config.integer("sparse_attention_threshold"))
+    return min(limits)
 
 
 def _rope_config(hf: HFConfig, max_position_embeddings: int) -> RopeConfig:

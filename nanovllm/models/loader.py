@@ -6,6 +6,7 @@ Every file's header is checked before the first weight is copied; each rank read
 from __future__ import annotations
 
 import json
+import os
 import re
 import zlib
 from collections.abc import Callable, Iterable
@@ -48,7 +49,7 @@ def resolve_model_path(name: str | Path) -> Path:
 
     Raises ValueError when `name` is neither a folder nor a hub id, ModelLoadError when the hub has no answer.
     """
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     if path.is_dir():
         return path
     if path.exists():
@@ -57,7 +58,7 @@ def resolve_model_path(name: str | Path) -> Path:
         )
     if not HUB_ID.fullmatch(str(name)):
         raise ValueError(
-            f"model folder {str(name)!r} does not exist, and it is not a hub id (organisation/name)"
+            f"model folder {str(path)!r} does not exist, and it is not a hub id (organisation/name)"
         )
     try:
         found = huggingface_hub.snapshot_download(

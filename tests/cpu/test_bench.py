@@ -59,7 +59,7 @@ def test_the_prefix_workload_shares_its_first_4096_tokens_and_no_more() -> None:
     assert min(own) >= 64 and max(own) <= 256
     assert min(work.output_lens) >= 128 and max(work.output_lens) <= 256
     assert len({tuple(prompt[4096:4100]) for prompt in work.prompts}) == 256
-    assert work.longest > bench.LEAST_MODEL_LEN  # so bench.py must ask for more than the default
+    assert work.longest > bench.LEAST_MODEL_LEN  # so bench.py must ask vLLM for more
 
 
 def test_a_shifted_workload_shares_as_much_and_nothing_with_the_one_before() -> None:
@@ -83,8 +83,34 @@ def test_common(prompts: list[list[int]], common: int) -> None:
     assert Workload("w", prompts, [1] * len(prompts)).common == common
 
 
-def test_longest_counts_the_tokens_that_need_kv() -> None:
-    assert Workload("w", [[1] * 5, [1] * 3], [1, 9]).longest == 11
+def test_longest_counts_prompt_and_output() -> None:
+    assert Workload("w", [[1] * 5, [1] * 3], [1, 9]).longest == 12
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        (["--engine", "nanovllm"], None),
+        (["--engine", "nanovllm", "--max-model-len", "77"], 77),
+        (["--engine", "vllm"], 4096),
+        (["--engine", "vllm", "--max-model-len", "77"], 77),
+    ],
+)
+def test_which_length_an_engine_is_told(
+    argv: list[str], expected: int | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    seen = {}
+
+    def load(args: object, model: Path, dummy: bool, options: dict[str, object]) -> object:
+        seen.update(options)
+        raise InterruptedError
+
+    monkeypatch.setattr(bench, "ENGINES", {"nanovllm": load, "vllm": load})
+    monkeypatch.setattr(bench.importlib, "import_module", lambda name: None)
+    args = bench.parse_args([*argv, "--workload", "single", "--device", "cpu"])
+    with pytest.raises(InterruptedError):
+        bench.measure(args, str(tmp_path))
+    assert seen.get("max_model_len") == expected
 
 
 # -- rows of a file ----------------------------------------------------------------------------------------
@@ -347,7 +373,7 @@ def test_a_bad_file_ends_in_a_message(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"prompt_token_ids": [1], "max_tokens": 100000}')
     with pytest.raises(
-        SystemExit, match="the longest sequence has 100000 tokens and the model reads at most"
+        SystemExit, match="the longest sequence has 100001 tokens and the model reads at most"
     ):
         bench.main(["--workload", str(path), "--device", "cpu"])
     with pytest.raises(SystemExit, match=r"No such file"):

@@ -207,13 +207,15 @@ def test_max_num_seqs_one_and_odd(model: Path, prompts: list, expected: list) ->
             assert max(len(batch.slots) for batch in llm.batches) == max_num_seqs
 
 
-def test_prompt_as_long_as_max_model_len_gets_one_token(model: Path) -> None:
+def test_prompt_and_output_are_at_most_max_model_len(model: Path) -> None:
     with make_tiny(model, max_model_len=16) as llm:
-        (full, short) = llm.generate([[5] * 16, [5] * 14], GREEDY, use_tqdm=False)
+        (full, short) = llm.generate([[5] * 15, [5] * 13], GREEDY, use_tqdm=False)
         assert (len(full["token_ids"]), len(short["token_ids"])) == (1, 3)
         assert full.outputs[0].finish_reason == "length"
-        with pytest.raises(ValueError, match=r"prompts\[1\].*17 tokens, and at most 16 fit"):
-            llm.generate([[5], [5] * 17], GREEDY, use_tqdm=False)
+        with pytest.raises(
+            ValueError, match=r"prompts\[1\].*16 tokens, .* raise max_model_len \(up to 512\)"
+        ):
+            llm.generate([[5], [5] * 16], GREEDY, use_tqdm=False)
 
 
 def test_eos_and_stop_ids_end_the_output(model: Path, prompts: list, expected: list) -> None:
@@ -225,7 +227,7 @@ def test_eos_and_stop_ids_end_the_output(model: Path, prompts: list, expected: l
             want = full[: ends[0] + 1] if ends else full
             assert output["token_ids"] == want
             assert output["finish_reason"] == ("stop" if ends else "length")
-            assert output.outputs[0].stop_reason == (want[-1] if ends else None)
+            assert output.outputs[0].stop_reason == (stop if want[-1] == stop else None)
 
 
 # -- sampling ------------------------------------------------------------------------------------------------
@@ -455,7 +457,7 @@ def test_with_closes_also_after_an_error(model: Path) -> None:
         ([5, 2**40], ValueError, rf"prompts\[1\]: token id {2**40} at position 1"),
         ([5, 1.5], TypeError, r"prompts\[1\]: token id at position 1 .* 1.5"),
         ([5, True], TypeError, r"prompts\[1\]: token id at position 1"),
-        ([5] * 65, ValueError, r"prompts\[1\]: the prompt has 65 tokens, and at most 64 fit"),
+        ([5] * 65, ValueError, r"prompts\[1\]: the prompt has 65 tokens, and at most 63 leave room"),
         (None, TypeError, r"prompts\[1\] must be a text, a list of token ids or a dictionary, not None"),
         ({"text": "x"}, ValueError, r"prompts\[1\] must have the key 'prompt' or 'prompt_token_ids'"),
         ({"prompt_token_ids": []}, ValueError, r"prompts\[1\]\['prompt_token_ids'\] is empty"),

@@ -14,7 +14,7 @@ from nanovllm.attention.reference import ReferenceBackend
 from nanovllm.distributed import TPGroup
 from nanovllm.layers.weights import WeightLayer
 from nanovllm.models import registry
-from nanovllm.models.config import ModelFamily
+from nanovllm.models.config import NEUTRAL, ModelFamily
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.loader import load_model_config, load_weights
 from nanovllm.models.registry import get_family, register_model, supported_architectures
@@ -252,6 +252,11 @@ def test_eos_ids_of_both_files(tmp_path: Path) -> None:
         ({"hidden_size": "32"}, "hidden_size must be a positive integer, not '32'"),
         ({"num_hidden_layers": 0}, "num_hidden_layers must be a positive integer, not 0"),
         ({"num_key_value_heads": 3}, "4 is no multiple of num_key_value_heads 3"),
+        ({"dual_chunk_attention_config": 5}, "dual_chunk_attention_config must be an object, not 5"),
+        (
+            {"dual_chunk_attention_config": {"chunk_size": 64, "local_size": 64}},
+            "dual_chunk_attention_config needs a chunk_size above its local_size 64, not 64",
+        ),
         ({"head_dim": 15}, "head_dim must be even and at least 4, not 15"),
         ({"rms_norm_eps": "1e-6"}, "rms_norm_eps must be a number"),
         ({"tie_word_embeddings": "no"}, "tie_word_embeddings must be true or false, not 'no'"),
@@ -300,6 +305,53 @@ def test_sliding_window_limits_the_length(architecture: str, raw: dict[str, Any]
         config.check_max_model_len(window)
         with pytest.raises(ValueError, match=f"sliding window of {window} tokens.* max_model_len={window}"):
             config.check_max_model_len(window + 1)
+
+
+QWEN_1M = {"chunk_size": 262144, "local_size": 8192, "original_max_position_embeddings": 262144}
+
+
+@pytest.mark.parametrize(
+    ("changes", "longest"),
+    [
+        ({}, 253952),
+        ({"original_max_position_embeddings": 32768}, 32768),
+        ({"original_max_position_embeddings": 0}, 253952),
+        ({"sparse_attention_enabled": True}, 32768),
+        ({"sparse_attention_enabled": True, "sparse_attention_threshold": 1000}, 1000),
+    ],
+)
+def test_dual_chunk_attention_limits_the_length(changes: dict[str, Any], longest: int) -> None:
+    raw = {"max_position_embeddings": 1010000, "dual_chunk_attention_config": QWEN_1M | changes}
+    config = get_family("Qwen2ForCausalLM").model_config("X", raw)
+    assert config.longest == longest
+    config.check_max_model_len(longest)
+    message = rf"max_model_len={longest + 1} needs .*dual_chunk_attention_config.*max_model_len={longest}$"
+    with pytest.raises(ValueError, match=message):
+        config.check_max_model_len(longest + 1)
+
+
+def test_the_longest_sequence_meets_all_limits() -> None:
+    raw = {"max_position_embeddings": 1000, "sliding_window": 300}
+    family = get_family("MistralForCausalLM")
+    assert family.model_config("X", raw).longest == 300
+    chunks = {"dual_chunk_attention_config": {"chunk_size": 250, "local_size": 50}}
+    config = family.model_config("X", raw | chunks)
+    assert config.longest == 200
+    with pytest.raises(ValueError, match=r"sliding window of 300 tokens.* use at most max_model_len=200"):
+        config.check_max_model_len(301)
+    assert family.model_config("X", raw | {"sliding_window": None}).longest == 1000
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("key", NEUTRAL)
+def test_keys_that_would_change_the_results(family: str, key: str) -> None:
+    reader = get_family(FAMILIES[family][1].__name__)
+    plain = reader.model_config("X", {})
+    for value in NEUTRAL[key]:
+        assert reader.model_config("X", {key: value}) == plain
+    for value in (0.5, 7, {"x": 1}, [1]):
+        with pytest.raises(ValueError, match=rf"config\.json: {key} .* is not supported; supported: None"):
+            reader.model_config("X", {key: value})
 
 
 def test_full_attention_equals_a_window_that_is_not_exceeded(tmp_path: Path) -> None:

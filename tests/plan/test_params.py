@@ -30,7 +30,6 @@ from nanovllm.sampling_params import SamplingParams, SamplingTable
         ({"max_tokens": -3}, ValueError),
         ({"max_tokens": 2.0}, TypeError),
         ({"max_tokens": True}, TypeError),
-        ({"max_tokens": None}, TypeError),
         ({"seed": 1.5}, TypeError),
         ({"seed": 2**64}, ValueError),
         ({"ignore_eos": 1}, TypeError),
@@ -51,10 +50,9 @@ def test_wrong_sampling_params(options: dict[str, Any], error: type[Exception]) 
 
 def test_right_sampling_params() -> None:
     params = SamplingParams(temperature=0, top_k=np.int64(5), top_p=1, min_p=0, seed=-1, stop_token_ids={3})
-    assert params.stop_token_ids == (3,)
+    assert params.stop_token_ids == [3]
     assert SamplingParams(top_k=-1).top_k == -1
-    with pytest.raises(TypeError, match="unexpected keyword"):
-        SamplingParams(n=2)  # what is not there is refused, not ignored
+    assert SamplingParams(max_tokens=None).max_tokens is None
 
 
 @pytest.mark.parametrize(
@@ -96,7 +94,7 @@ def test_wrong_options(options: dict[str, Any], error: type[Exception]) -> None:
 def test_unknown_options_are_refused_with_the_nearest_name() -> None:
     with pytest.raises(TypeError, match="'max_seqs'; did you mean 'max_num_seqs'"):
         Config.from_kwargs("model", max_seqs=3)
-    with pytest.raises(TypeError, match="'zzz'; known options: tensor_parallel_size"):
+    with pytest.raises(TypeError, match="'zzz'; it knows: tensor_parallel_size"):
         Config.from_kwargs("model", zzz=3)
     with pytest.raises(ValueError, match="model must be a folder"):
         Config.from_kwargs("")

@@ -78,7 +78,7 @@ def test_any_load_gives_the_right_tokens(data: st.DataObject) -> None:
         lazy=draw(st.booleans(), "lazy"),
     )
     limit = loop.scheduler.max_model_len
-    todo = [prompt[:limit] for prompt in draw(PROMPTS, "prompts")]
+    todo = [prompt[: limit - 1] for prompt in draw(PROMPTS, "prompts")]
     added, aborted = {}, {}
     while todo or not loop.scheduler.is_finished():
         if todo and (loop.scheduler.is_finished() or draw(st.booleans())):
@@ -253,12 +253,60 @@ def test_a_failed_row_ends_alone() -> None:
 
 def test_what_can_never_fit_is_refused() -> None:
     loop = make_loop(num_blocks=2, block_size=4, max_model_len=60)
-    with pytest.raises(ValueError, match="9 tokens, and at most 8 fit"):
-        loop.scheduler.add(make_sequence(0, [1] * 9, SamplingParams()))
+    with pytest.raises(ValueError, match="8 tokens, and at most 7 leave room for one more"):
+        loop.scheduler.add(make_sequence(0, [1] * 8, SamplingParams()))
     run_all(
-        loop, [[1] * 8], [SamplingParams(max_tokens=9, ignore_eos=True)]
+        loop, [[1] * 7], [SamplingParams(max_tokens=9, ignore_eos=True)]
     )  # room for one more token, and no more
     assert len(loop.finished[0].completion_token_ids) == 1
+
+
+@pytest.mark.parametrize("length", [15, 16, 17])
+def test_prompt_and_output_are_at_most_max_model_len(length: int) -> None:
+    loop = make_loop(max_model_len=18)
+    for max_tokens in (1, 2, 50, None):
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+        seq = make_sequence(len(loop.finished), [5] * length, params)
+        loop.scheduler.add(seq)
+        while not loop.scheduler.is_finished():
+            loop.step()
+        assert seq.finish_reason == "length"
+        assert len(seq.token_ids) == min(18, length + (18 if max_tokens is None else max_tokens))
+    with pytest.raises(ValueError, match="18 tokens, and at most 17 leave room"):
+        loop.scheduler.add(make_sequence(99, [5] * 18, SamplingParams(max_tokens=1)))
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "asked", "longest", "length", "advice"),
+    [
+        (99, 16, 64, 20, r"\(max_model_len=16\); shorten it, or raise max_model_len \(up to 64\)$"),
+        (99, 16, 64, 64, r"\(max_model_len=16, and the model's own limit is 64\); shorten it$"),
+        (99, 64, 64, 64, r"\(max_model_len=64, and the model's own limit is 64\); shorten it$"),
+        (99, 64, None, 70, r"\(max_model_len=64, and the model's own limit is 64\); shorten it$"),
+        (
+            3,
+            64,
+            64,
+            20,
+            r"\(the KV cache has 3 blocks of 4 tokens\); shorten it, or raise num_kvcache_blocks or "
+            r"gpu_memory_utilization$",
+        ),
+        (
+            3,
+            32,
+            64,
+            40,
+            r"or raise num_kvcache_blocks or gpu_memory_utilization and max_model_len \(up to 64\)$",
+        ),
+        (3, 32, 64, 70, r"of 4 tokens, and the model's own limit is 64\); shorten it$"),
+    ],
+)
+def test_what_is_too_long_is_told_what_helps(
+    num_blocks: int, asked: int, longest: int | None, length: int, advice: str
+) -> None:
+    scheduler = Scheduler(num_blocks, 4, 8, 64, asked, longest=longest)
+    with pytest.raises(ValueError, match=advice):
+        scheduler.check_fits(make_sequence(0, [1] * length, SamplingParams()))
 
 
 def test_running_never_exceeds_max_num_seqs_and_order_is_kept() -> None:

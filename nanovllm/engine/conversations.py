@@ -1,0 +1,119 @@
+"""Conversations as users write them, checked and brought to one form: lists of messages with texts.
+
+Knows nothing of templates or tokenizers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeAlias
+
+from nanovllm.engine.prompts import check_text, show
+
+Message: TypeAlias = "Mapping[str, Any]"
+Conversation: TypeAlias = "Iterable[Message]"
+
+MESSAGE = "{'role': ..., 'content': ...}"
+
+
+def parse_conversations(messages: Conversation | Iterable[Conversation]) -> list[list[dict[str, Any]]]:
+    """Bring one conversation or several to lists of messages, each with a text or None as its content.
+
+    ValueError or TypeError names the conversation, the message and the fix.
+    """
+    if isinstance(messages, Mapping):
+        raise TypeError(
+            f"messages must be a list of messages; put the one that you have into a list: [{MESSAGE}]"
+        )
+    if isinstance(messages, (str, bytes)) or not isinstance(messages, Iterable):
+        raise TypeError(
+            f"messages must be a list of messages {MESSAGE} or a list of such lists, not {show(messages)}"
+        )
+    items: list[Any] = list(messages)
+    if items and isinstance(items[0], Mapping):
+        items = [items]
+    return [_conversation(item, f"conversation {index}") for index, item in enumerate(items)]
+
+
+def _conversation(value: Any, where: str) -> list[dict[str, Any]]:
+    if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
+        raise TypeError(f"{where} must be a list of messages {MESSAGE}, not {show(value)}")
+    messages = list(value)
+    if not messages:
+        raise ValueError(f"{where} has no messages; give it at least one {MESSAGE}")
+    return [_message(message, f"{where}, message {index}") for index, message in enumerate(messages)]
+
+
+def _message(value: Any, where: str) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{where} must be a dictionary {MESSAGE}, not {show(value)}")
+    message = dict(value)
+    role = message.get("role")
+    if not isinstance(role, str) or not role:
+        given = f"'role': {show(role)}" if "role" in message else f"the keys {sorted(map(str, message))}"
+        raise ValueError(f"{where} needs a role, such as 'role': 'user'; it has {given}")
+    if message.get("tool_calls"):
+        message["tool_calls"] = _tool_calls(message["tool_calls"], where)
+    else:
+        message.pop("tool_calls", None)
+    message["content"] = _content(message.get("content"), "tool_calls" in message, where)
+    return message
+
+
+def _content(value: Any, may_be_none: bool, where: str) -> str:
+    """The text of a message: a text as it is, parts joined by line ends; none is empty beside tool calls."""
+    if value is None:
+        if not may_be_none:
+            raise ValueError(f"{where} has no content; write a text, '' for none")
+        return ""
+    if isinstance(value, str):
+        check_text(value, where)
+        return value
+    if isinstance(value, (bytes, Mapping)) or not isinstance(value, Iterable):
+        raise TypeError(
+            f"{where}: content must be a text or a list of parts {{'type': 'text', 'text': ...}}, "
+            f"not {show(value)}"
+        )
+    return "\n".join(_part(part, f"{where}, content part {index}") for index, part in enumerate(value))
+
+
+def _part(value: Any, where: str) -> str:
+    text = value
+    if isinstance(value, Mapping):
+        kind = value.get("type")
+        if kind != "text":
+            raise ValueError(
+                f"{where} has the type {kind!r}, which is not supported; only text is: "
+                "{'type': 'text', 'text': ...}"
+            )
+        text = value.get("text")
+    if not isinstance(text, str):
+        raise TypeError(f"{where} must be {{'type': 'text', 'text': ...}} with a text, not {show(value)}")
+    check_text(text, where)
+    return text
+
+
+def _tool_calls(value: Any, where: str) -> list[dict[str, Any]]:
+    """The calls with their arguments as dictionaries, as templates want them: OpenAI's are JSON texts."""
+    if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
+        raise TypeError(f"{where}: tool_calls must be a list, not {show(value)}")
+    calls = []
+    for index, call in enumerate(value):
+        if not isinstance(call, Mapping):
+            raise TypeError(f"{where}: tool_calls[{index}] must be a dictionary, not {show(call)}")
+        call = dict(call)
+        if isinstance(call.get("function"), Mapping):
+            function = call["function"] = dict(call["function"])
+            arguments = function.get("arguments") or {}
+            if isinstance(arguments, str):
+                try:
+                    arguments = json.loads(arguments)
+                except ValueError as error:
+                    raise ValueError(
+                        f"{where}: the arguments of tool_calls[{index}] are no JSON ({error}): "
+                        f"{show(arguments)}"
+                    ) from None
+            function["arguments"] = arguments
+        calls.append(call)
+    return calls

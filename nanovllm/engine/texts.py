@@ -1,0 +1,194 @@
+"""Between texts and token ids: chat templates and tokenizers, with errors that name the prompt.
+
+Loads no tokenizer and keeps no request.
+"""
+
+from __future__ import annotations
+
+import codecs
+import inspect
+import logging
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from nanovllm.engine.prompts import check_text, show
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger("nanovllm")
+
+CONTEXT = 4  # tokens of the prompt before an output that decide how it is written
+CUT = "\ufffd"  # what decoders write for bytes that are no character
+REMEMBERED = 1000  # contexts
+LONGEST_CUT = 3  # bytes of a character that is cut
+
+
+class Detokenizer:
+    """The texts of outputs: what the decoding of prompt and output has behind that of the prompt.
+
+    So a space between the two is not lost. Special tokens are left out, and so is a character at the end of
+    which a byte is missing; U+FFFD that the model wrote stays.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.tokenizer = tokenizer
+        added = tokenizer.added_tokens_decoder.items()
+        special = {token_id for token_id, token in added if token.special}
+        self._special = frozenset(special.union(tokenizer.all_special_ids))
+        vocab = tokenizer.get_vocab()
+        names = ((byte, f"<0x{byte:02X}>") for byte in range(256))  # of byte fallback
+        self._bytes = {vocab[name]: bytes([byte]) for byte, name in names if name in vocab}
+        # transformers' own steps take as long as a short text; they are spared where they do nothing.
+        methods = type(tokenizer).decode, getattr(type(tokenizer), "_decode", type(tokenizer).decode)
+        is_plain = all(method.__module__.startswith("transformers.tokenization_utils") for method in methods)
+        fast = getattr(tokenizer, "backend_tokenizer", None)
+        if not is_plain or tokenizer.clean_up_tokenization_spaces:
+            fast = None
+        self._decode_ids = tokenizer.decode if fast is None else fast.decode
+        # Whether a text is its parts' texts, one after the other, but for cut characters.
+        self._joins = fast is not None and type(fast.decoder).__name__ == "ByteLevel"
+        self._before: dict[tuple[int, ...], str] = {}  # whole characters of contexts: prompts often end alike
+
+    def text(self, prompt_ids: list[int], output_ids: list[int]) -> str:
+        """Return the text of `output_ids`, which follow `prompt_ids`."""
+        if not output_ids:
+            return ""
+        if self._joins:
+            text = self._decode(output_ids)
+            if not (text.startswith(CUT) or text.endswith(CUT)):
+                return text
+        context = self._context(prompt_ids)
+        before = self._before.get(tuple(context))
+        if before is None:
+            if len(self._before) >= REMEMBERED:
+                self._before.clear()
+            before = self._before[tuple(context)] = self._whole_characters(context)
+        both = self._whole_characters(context + output_ids)
+        if both.startswith(before):
+            return both[len(before) :]
+        before = self._decode(context)  # the prompt ends within a character, and the output does not go on
+        return both[len(before) :] if both.startswith(before) else self._decode(output_ids)
+
+    def _context(self, prompt_ids: list[int]) -> list[int]:
+        """The last few tokens of the prompt, special ones not counted, and never a part of a run of bytes."""
+        start = first = len(prompt_ids)
+        count = 0
+        while start > 0 and (count < CONTEXT or prompt_ids[first] in self._bytes):
+            start -= 1
+            if prompt_ids[start] not in self._special:
+                count, first = count + 1, start
+        return prompt_ids[first:]
+
+    def _whole_characters(self, token_ids: list[int]) -> str:
+        """Decode without a character at the end of which bytes are missing."""
+        text = self._decode(token_ids)
+        if not text.endswith(CUT):
+            return text
+        kept = [token_id for token_id in token_ids if token_id not in self._special]
+        missing = _bytes_of_cut_character([self._as_bytes(token_id) for token_id in kept[-LONGEST_CUT:]])
+        if not missing:
+            return text
+        # Byte fallback writes U+FFFD for each byte of a run that is cut, whole characters included.
+        return self._decode(kept[:-missing]) if kept[-1] in self._bytes else text[:-1]
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return str(self._decode_ids(token_ids, skip_special_tokens=True)) if token_ids else ""
+
+    def _as_bytes(self, token_id: int) -> bytes:
+        """What a token stands for: by byte fallback, in a byte-level vocabulary's letters, or as a text."""
+        if token_id in self._bytes:
+            return self._bytes[token_id]
+        token = str(self.tokenizer.convert_ids_to_tokens(token_id))
+        try:
+            return bytes(BYTE_OF_LETTER[letter] for letter in token)
+        except KeyError:
+            return token.encode(errors="replace")
+
+
+def _letters_of_bytes() -> dict[str, int]:
+    """GPT-2's letters: printable bytes of Latin-1 stand for themselves, others for letters from 256 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    letters = {chr(byte): byte for byte in printable}
+    return letters | {chr(256 + index): byte for index, byte in enumerate(others)}
+
+
+BYTE_OF_LETTER = _letters_of_bytes()
+
+
+def _bytes_of_cut_character(tokens: list[bytes]) -> int:
+    """How many bytes at the end are the beginning of a character; 0 when none is cut."""
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    decoder.decode(b"".join(tokens))
+    return len(decoder.getstate()[0])
+
+
+def check_template_options(
+    tokenizer: PreTrainedTokenizerBase | None,
+    chat_template: str | None,
+    add_generation_prompt: bool,
+    continue_final_message: bool,
+    tools: Sequence[Any] | None,
+    chat_template_kwargs: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    """Return what `tokenizer.apply_chat_template` takes. ValueError or TypeError names the argument."""
+    if chat_template is not None and not isinstance(chat_template, str):
+        raise TypeError(f"chat_template must be the text of a Jinja template, not {show(chat_template)}")
+    if tokenizer is None or (chat_template is None and not tokenizer.chat_template):
+        raise ValueError(
+            "this model has no chat template; pass chat_template, or complete prompts to generate()"
+        )
+    flags = {
+        "add_generation_prompt": add_generation_prompt,
+        "continue_final_message": continue_final_message,
+    }
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise TypeError(f"{name} must be True or False, not {show(flag)}")
+    if add_generation_prompt and continue_final_message:
+        raise ValueError("continue_final_message=True needs add_generation_prompt=False")
+    if tools is not None and (isinstance(tools, (str, bytes, Mapping)) or not isinstance(tools, Sequence)):
+        raise TypeError(f"tools must be a list of JSON schemas or functions, not {show(tools)}")
+    variables = {} if chat_template_kwargs is None else chat_template_kwargs
+    if not isinstance(variables, Mapping):
+        raise TypeError(f"chat_template_kwargs must be a dictionary, not {show(variables)}")
+    taken = inspect.signature(tokenizer.apply_chat_template).parameters.keys() - {"documents", "kwargs"}
+    for name in variables:
+        if not isinstance(name, str) or name in taken:
+            is_argument = name in flags or name in ("tools", "chat_template")
+            fix = f"write chat(..., {name}=...)" if is_argument else "leave it out"
+            raise ValueError(
+                f"chat_template_kwargs holds variables of the template, and {name!r} is none; {fix}"
+            )
+    options = {"chat_template": chat_template, "tools": list(tools) if tools else None, **flags}
+    _warn_of_unused(tokenizer, options, variables)
+    return options | dict(variables)
+
+
+def _warn_of_unused(
+    tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any], variables: Mapping[str, Any]
+) -> None:
+    """Say which variables the template does not mention, so that they change nothing."""
+    template = tokenizer.get_chat_template(options["chat_template"], options["tools"])
+    given = [*variables, *(["tools"] if options["tools"] else [])]
+    unused = [name for name in given if name not in template]
+    if unused:
+        logger.warning("the chat template does not use %s, which changes nothing", ", ".join(unused))
+
+
+def render_conversations(
+    tokenizer: PreTrainedTokenizerBase, conversations: list[list[dict[str, Any]]], options: Mapping[str, Any]
+) -> list[str]:
+    """Apply the chat template to each conversation. ValueError names the one at which it fails."""
+    texts: list[str] = []
+    for index, conversation in enumerate(conversations):
+        try:
+            text: Any = tokenizer.apply_chat_template(conversation, tokenize=False, **options)
+        except Exception as error:  # a template may raise anything
+            raise ValueError(
+                f"conversation {index}: the chat template cannot write it ({type(error).__name__}: {error})"
+            ) from error
+        check_text(text, f"conversation {index}")
+        texts.append(text)
+    return texts

@@ -1,0 +1,234 @@
+"""vLLM's arguments that this engine does not have: which values ask for nothing, and what to do about others.
+
+One line for each. A neutral value is taken and forgotten, any other one is refused: nothing is swallowed. A
+name leaves these tables when it is built. Knows neither our own options nor what they mean.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Absent:
+    """An argument that is not built: the values that ask for nothing (None: any), and what to do instead.
+
+    The first neutral value is vLLM's default.
+    """
+
+    neutral: tuple[Any, ...] | None
+    advice: str
+
+    @property
+    def default(self) -> Any:
+        """What the argument reads as."""
+        return None if self.neutral is None else self.neutral[0]
+
+    def allows(self, value: object) -> bool:
+        """Whether `value` asks for nothing."""
+        if self.neutral is None:
+            return True
+        if isinstance(value, Enum):
+            value = value.name
+        if not isinstance(value, (bool, int, float, str, list, tuple, dict, set, type(None))):
+            return False
+        return any(value == neutral for neutral in self.neutral)
+
+
+_NOTHING: tuple[Any, ...] = (None, [], (), {}, "", set())
+_LEAVE_OUT = "leave it out"
+_ANY = Absent(None, "")  # it qualifies what is refused by its own name, or changes nothing that can be seen
+_NO_IMAGES = Absent(_NOTHING, "only text goes in; leave it out")
+_NO_LORA = Absent(_NOTHING, "merge the adapter into the weights first (peft's merge_and_unload)")
+_NO_OFFLOAD = Absent((0, None, False), "use more devices (tensor_parallel_size) or a smaller model")
+_ONE = Absent((1, None), "use tensor_parallel_size, or one process for each engine")
+_OFF = Absent((False, None), _LEAVE_OUT)
+_NONE = Absent(_NOTHING, _LEAVE_OUT)
+_TOKENIZER = "put the tokenizer's files into the model's folder"
+_DOWNLOAD = "download what you need with `hf download` and pass the folder"
+_WRITE_CONFIG = "write it into the model's config.json"
+
+ENGINE: dict[str, Absent] = {
+    # the model and its files
+    "tokenizer": Absent(_NOTHING, _TOKENIZER),
+    "tokenizer_mode": Absent(("auto", "hf", None), f"only 'auto' is; {_TOKENIZER}"),
+    "tokenizer_revision": Absent(("main", *_NOTHING), _DOWNLOAD),
+    "trust_remote_code": Absent((False, None), "the code of a checkpoint is never run; leave it out"),
+    "revision": Absent(("main", *_NOTHING), _DOWNLOAD),
+    "code_revision": Absent(_NOTHING, _DOWNLOAD),
+    "download_dir": Absent(_NOTHING, "set HF_HUB_CACHE, or pass the folder of the model"),
+    "hf_token": Absent((None, False), "log in with `hf auth login`, or set HF_TOKEN"),
+    "hf_config_path": Absent(_NOTHING, "put config.json into the model's folder"),
+    "hf_overrides": Absent(_NOTHING, _WRITE_CONFIG),
+    "rope_scaling": Absent(_NOTHING, _WRITE_CONFIG),
+    "rope_theta": Absent(_NOTHING, _WRITE_CONFIG),
+    "config_format": Absent(("auto", "hf", None), "only the Hugging Face format is; convert the checkpoint"),
+    "model_impl": Absent(("auto", "vllm", None), _LEAVE_OUT),
+    "generation_config": Absent(("vllm", None), "pass its values as SamplingParams"),
+    "override_generation_config": Absent(_NOTHING, "pass its values as SamplingParams"),
+    "quantization": Absent(_NOTHING, "use the model's bfloat16, float16 or float32 checkpoint"),
+    "quantization_config": Absent(_NOTHING, "use the model's bfloat16, float16 or float32 checkpoint"),
+    "model_loader_extra_config": _NONE,
+    "ignore_patterns": Absent(("original/**/*", ["original/**/*"], *_NOTHING), _DOWNLOAD),
+    "served_model_name": _ANY,
+    "use_tqdm_on_load": _ANY,
+    "pt_load_map_location": _ANY,
+    "chat_template": Absent(_NOTHING, "pass it to chat()"),
+    # what the model is used for
+    "task": Absent(("auto", "generate", None), "only 'generate' is"),
+    "runner": Absent(("auto", "generate", None), "only 'generate' is"),
+    "convert": Absent(("auto", "none", None), _LEAVE_OUT),
+    "pooler_config": _NONE,
+    "override_pooler_config": _NONE,
+    "logits_processors": Absent(_NOTHING, "use temperature, top_k, top_p and min_p of SamplingParams"),
+    "max_logprobs": _ANY,
+    "logprobs_mode": _ANY,
+    "structured_outputs_config": _ANY,
+    "guided_decoding_backend": _ANY,
+    "guided_decoding_disable_fallback": _ANY,
+    "guided_decoding_disable_any_whitespace": _ANY,
+    "guided_decoding_disable_additional_properties": _ANY,
+    "reasoning_parser": Absent(_NOTHING, "split the text of the output yourself"),
+    "enable_reasoning": _OFF,
+    "enable_prompt_embeds": Absent((False, None), "pass texts or token ids"),
+    "allowed_local_media_path": _NO_IMAGES,
+    "allowed_media_domains": _NO_IMAGES,
+    "limit_mm_per_prompt": _NO_IMAGES,
+    "mm_processor_kwargs": _NO_IMAGES,
+    "mm_processor_cache_gb": _ANY,
+    "disable_mm_preprocessor_cache": _ANY,
+    "disable_chunked_mm_input": _ANY,
+    # devices and memory
+    "data_parallel_size": _ONE,
+    "pipeline_parallel_size": _ONE,
+    "decode_context_parallel_size": _ONE,
+    "prefill_context_parallel_size": _ONE,
+    "enable_expert_parallel": _OFF,
+    "distributed_executor_backend": Absent((None, "mp", "uni"), "processes of this machine are used"),
+    "max_parallel_loading_workers": _ANY,
+    "ray_workers_use_nsight": _OFF,
+    "worker_cls": Absent(("auto", None), _LEAVE_OUT),
+    "worker_extension_cls": _NONE,
+    "scheduler_cls": _NONE,
+    "scheduling_policy": Absent(("fcfs", None), "requests start in the order in which they came"),
+    "disable_custom_all_reduce": Absent((False, None), "GPUs that reach each other's memory always use it"),
+    "swap_space": _ANY,
+    "cpu_offload_gb": _NO_OFFLOAD,
+    "kv_cache_memory_bytes": Absent((None,), "use num_kvcache_blocks or gpu_memory_utilization"),
+    "block_size": Absent((None,), "say kvcache_block_size"),
+    "num_gpu_blocks_override": Absent((None,), "say num_kvcache_blocks"),
+    "calculate_kv_scales": _ANY,
+    "kv_transfer_config": _NONE,
+    "kv_events_config": _NONE,
+    "enable_sleep_mode": Absent((False, None), "close() the engine and make a new one later"),
+    # how it runs
+    "enable_chunked_prefill": Absent((True, None), "long prompts always go in chunks; leave it out"),
+    "max_num_partial_prefills": _ANY,
+    "max_long_partial_prefills": _ANY,
+    "long_prefill_token_threshold": _ANY,
+    "prefix_caching_hash_algo": _ANY,
+    "disable_sliding_window": _ANY,
+    "disable_cascade_attn": _ANY,
+    "max_seq_len_to_capture": _ANY,
+    "cuda_graph_sizes": _NONE,
+    "cudagraph_capture_sizes": _NONE,
+    "compilation_config": Absent(_NOTHING, "CUDA graphs are on; enforce_eager=True turns them off"),
+    "speculative_config": _NONE,
+    "speculative_model": _NONE,
+    "num_speculative_tokens": _NONE,
+    "num_scheduler_steps": _ANY,
+    "multi_step_stream_outputs": _ANY,
+    "disable_async_output_proc": Absent((False, None), "say async_scheduling=False"),
+    "use_v2_block_manager": _ANY,
+    "preemption_mode": Absent(("recompute", None), "sequences are computed again; leave it out"),
+    "additional_config": _NONE,
+    # LoRA
+    "enable_lora": Absent((False, None), _NO_LORA.advice),
+    "enable_lora_bias": _OFF,
+    "qlora_adapter_name_or_path": _NO_LORA,
+    "max_loras": _ANY,
+    "max_lora_rank": _ANY,
+    "max_cpu_loras": _ANY,
+    "lora_dtype": _ANY,
+    "lora_extra_vocab_size": _ANY,
+    "fully_sharded_loras": _ANY,
+    "enable_prompt_adapter": _OFF,
+    "max_prompt_adapters": _ANY,
+    "max_prompt_adapter_token": _ANY,
+    # what it says
+    "disable_log_stats": Absent((True, None), "generate() shows its speed; leave it out"),
+    "disable_log_requests": _ANY,
+    "show_hidden_metrics_for_version": _NONE,
+    "otlp_traces_endpoint": _NONE,
+    "collect_detailed_traces": _NONE,
+}
+
+_PENALTY = "use temperature, top_k, top_p or min_p"
+_BY_TOKEN = "choose among several outputs instead"
+
+SAMPLING: dict[str, Absent] = {
+    "n": Absent((1, None), "pass the prompt several times"),
+    "best_of": Absent((None, 1), "pass the prompt several times and choose"),
+    "use_beam_search": _OFF,
+    "length_penalty": Absent((1.0, None), _LEAVE_OUT),
+    "early_stopping": _OFF,
+    "presence_penalty": Absent((0.0, None), _PENALTY),
+    "frequency_penalty": Absent((0.0, None), _PENALTY),
+    "repetition_penalty": Absent((1.0, None), _PENALTY),
+    "repetition_detection": Absent((None,), _PENALTY),
+    "stop": Absent(_NOTHING, "use stop_token_ids, or cut the text afterwards"),
+    "include_stop_str_in_output": _OFF,
+    "bad_words": Absent(_NOTHING, _BY_TOKEN),
+    "min_tokens": Absent((0, None), "use ignore_eos=True with max_tokens"),
+    "logprobs": Absent((None,), _LEAVE_OUT),
+    "prompt_logprobs": Absent((None,), _LEAVE_OUT),
+    "logprob_token_ids": Absent(_NOTHING, _LEAVE_OUT),
+    "flat_logprobs": _ANY,
+    "detokenize": Absent((True, None), "make the LLM with skip_tokenizer_init=True"),
+    "skip_special_tokens": Absent((True, None), "decode token_ids with the tokenizer of the LLM"),
+    "spaces_between_special_tokens": _ANY,
+    "truncate_prompt_tokens": Absent((None,), "cut the prompt's token ids yourself"),
+    "logits_processors": Absent(_NOTHING, _BY_TOKEN),
+    "logit_bias": Absent(_NOTHING, _BY_TOKEN),
+    "allowed_token_ids": Absent((None,), _BY_TOKEN),
+    "structured_outputs": Absent((None,), "say in the prompt what the output must look like, and check it"),
+    "guided_decoding": Absent((None,), "say in the prompt what the output must look like, and check it"),
+    "thinking_token_budget": Absent((None, -1), "use max_tokens"),
+    "skip_reading_prefix_cache": Absent((None, False), "make the LLM with enable_prefix_caching=False"),
+    "output_kind": Absent((None, "CUMULATIVE", "FINAL_ONLY", 0, 2), "outputs come when they are complete"),
+    "extra_args": _NONE,
+    "skip_clone": _ANY,
+}
+
+CHAT: dict[str, Absent] = {
+    "chat_template_content_format": Absent(("auto", "string", None), "templates get contents as texts"),
+    "lora_request": _NO_LORA,
+    "mm_processor_kwargs": _NO_IMAGES,
+    "tokenization_kwargs": _NONE,
+}
+
+
+def refuse_absent(
+    function: str, arguments: Mapping[str, object], table: Mapping[str, Absent], known: Iterable[str]
+) -> None:
+    """Check the arguments that `function` does not have, which has `known`.
+
+    ValueError for one of vLLM's that asks for something; TypeError with the nearest name for any other.
+    """
+    for name, value in arguments.items():
+        if name not in table:
+            raise TypeError(f"{function} got an unknown argument {name!r}; {nearest(name, known, table)}")
+        if not table[name].allows(value):
+            advice = table[name].advice
+            raise ValueError(f"{function}: {name}={value!r} is not supported; {advice}")
+
+
+def nearest(name: str, known: Iterable[str], table: Mapping[str, Absent]) -> str:
+    """Say which argument `name` may have been meant for."""
+    known = list(known)
+    near = difflib.get_close_matches(name, [*known, *table], n=1, cutoff=0.6)
+    return f"did you mean {near[0]!r}?" if near else f"it knows: {', '.join(known)}"

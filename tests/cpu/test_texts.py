@@ -1,0 +1,225 @@
+"""Texts of outputs: prompt and text together are what was written, whatever the tokenizer."""
+
+from __future__ import annotations
+
+import codecs
+import json
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from checked_llm import CheckedLLM
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from tiny_models import edit_json, write_tiny_model
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from nanovllm import SamplingParams
+from nanovllm.engine.texts import Detokenizer
+
+CORPUS = ["Hello the world, the wörld 日本語 🌍", "I say: the world is the world"] * 20
+SPECIAL = ["<s>", "</s>", "<|turn|>"]
+KINDS = ["byte_level", "metaspace", "llama"]
+BYTE_OF = {letter: byte for byte, letter in bytes_to_unicode().items()}
+
+
+def make_tokenizer(kind: str) -> PreTrainedTokenizerFast:
+    """Byte-level BPE as GPT-2's and Qwen's; or BPE with byte fallback as sentencepiece's, whose decoder is
+    Metaspace or the steps of Llama's."""
+    if kind == "byte_level":
+        tok = Tokenizer(models.BPE())
+        tok.pre_tokenizer, tok.decoder = (
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+            decoders.ByteLevel(),
+        )
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+        tok.train_from_iterator(CORPUS, trainers.BpeTrainer(vocab_size=290, initial_alphabet=alphabet))
+    else:
+        learned = Tokenizer(models.BPE(unk_token="<unk>"))
+        space = pre_tokenizers.Metaspace(prepend_scheme="first")
+        learned.pre_tokenizer = space
+        alphabet = list("Helothwrdis:Iay,▁\ufffd")
+        learned.train_from_iterator(
+            CORPUS,
+            trainers.BpeTrainer(vocab_size=60, limit_alphabet=len(alphabet), initial_alphabet=alphabet),
+        )
+        state = json.loads(learned.to_str())["model"]
+        tokens = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *state["vocab"]]
+        vocab = {token: index for index, token in enumerate(dict.fromkeys(tokens))}
+        merges = [tuple(merge) for merge in state["merges"]]
+        tok = Tokenizer(models.BPE(vocab=vocab, merges=merges, byte_fallback=True, unk_token="<unk>"))
+        tok.pre_tokenizer = space
+        parts = [decoders.ByteFallback(), decoders.Metaspace(prepend_scheme="first")]
+        if kind == "llama":
+            parts = [
+                decoders.Replace("▁", " "),
+                decoders.ByteFallback(),
+                decoders.Fuse(),
+                decoders.Strip(" ", 1, 0),
+            ]
+        tok.decoder = decoders.Sequence(parts)
+    tok.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
+    return PreTrainedTokenizerFast(tokenizer_object=tok, bos_token="<s>", eos_token="</s>")
+
+
+TOKENIZERS = {kind: make_tokenizer(kind) for kind in KINDS}
+
+
+def encode(kind: str, text: str) -> list[int]:
+    return TOKENIZERS[kind](text, add_special_tokens=False)["input_ids"]
+
+
+def written(kind: str, ids: list[int]) -> str:
+    """The whole characters that `ids` stand for, from the bytes of each token alone."""
+    tokenizer, data = TOKENIZERS[kind], b""
+    for token in tokenizer.convert_ids_to_tokens(ids):
+        if token in SPECIAL:
+            continue
+        if kind == "byte_level":
+            data += bytes(BYTE_OF[letter] for letter in token)
+        elif token.startswith("<0x"):
+            data += bytes.fromhex(token[3:5])
+        else:
+            data += token.replace("▁", " ").encode()
+    text = codecs.getincrementaldecoder("utf-8")("replace").decode(data)
+    return text.removeprefix(" ") if kind != "byte_level" else text
+
+
+LETTERS = st.sampled_from([*"Hello the world: I say. é日本🌍👨‍👩‍👧\ufffd\n", " the", "<|turn|>", "</s>"])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=150, deadline=None)
+@given(letters=st.lists(LETTERS, min_size=1, max_size=14))
+@example(letters=["日", "本", "語", "日", "本"])
+@example(letters=["Hello", "<|turn|>", "<|turn|>", "<|turn|>", "<|turn|>", "<|turn|>", "<|turn|>", " the"])
+@example(letters=["x", "\ufffd"])
+def test_prompt_and_text_are_what_was_written(kind: str, letters: list[str]) -> None:
+    """However the tokens are dealt to prompt and output, and wherever the output is cut."""
+    ids = TOKENIZERS[kind]("x" + "".join(letters), add_special_tokens=False)["input_ids"]
+    detokenizer = Detokenizer(TOKENIZERS[kind])
+    for start in range(1, len(ids)):
+        for end in range(start, len(ids) + 1):
+            before, all_of_it = written(kind, ids[:start]), written(kind, ids[:end])
+            assert before + detokenizer.text(ids[:start], ids[start:end]) == all_of_it
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_some_texts(kind: str) -> None:
+    text = Detokenizer(TOKENIZERS[kind]).text
+
+    def behind(prompt: str, output: str, cut: int = 0) -> str:
+        ids = encode(kind, prompt + output)
+        start = len(encode(kind, prompt))
+        assert ids[:start] == encode(kind, prompt)
+        return text(ids[:start], ids[start : len(ids) - cut])
+
+    assert behind("Hello", " world") == " world"
+    assert behind("Hello", " x🦀", cut=1) == behind("Hello", " x🦀", cut=2) == " x"
+    assert behind("Hello", " 日🦀", cut=1) == " 日"
+    assert behind("Hello", "\ufffd") == "\ufffd"
+    assert behind("Hello", "\ufffd🦀", cut=1) == "\ufffd"
+    bos, turn = TOKENIZERS[kind].convert_tokens_to_ids(["<s>", "<|turn|>"])
+    world = encode(kind, "Hello world")[len(encode(kind, "Hello")) :]
+    assert text([bos, *encode(kind, "Hello"), *[turn] * 9], world) == " world"
+    assert text([bos, *encode(kind, "Hello")], [turn, *world, turn]) == " world"
+    assert text([bos], [bos]) == text([bos], []) == ""
+    assert text(encode(kind, "日本語" * 9)[:-1], encode(kind, "日本語" * 9)[-1:]) == "語"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bytes_that_are_no_character_stay(kind: str) -> None:
+    """They are what the model wrote, and nothing that could follow makes a character of them."""
+    tokenizer = TOKENIZERS[kind]
+    names = {"byte_level": [letter for letter, byte in BYTE_OF.items() if byte == 0x80]}.get(kind, ["<0x80>"])
+    broken = tokenizer.convert_tokens_to_ids(names)
+    assert Detokenizer(tokenizer).text(encode(kind, "Hello"), broken) == "\ufffd"
+
+
+def test_a_slow_tokenizer_writes_in_its_own_way() -> None:
+    class Shouting(PreTrainedTokenizerFast):
+        def decode(self, *args: object, **options: object) -> str:
+            return super().decode(*args, **options).upper()
+
+    tokenizer = Shouting(tokenizer_object=TOKENIZERS["llama"].backend_tokenizer, eos_token="</s>")
+    ids = encode("llama", "Hello world")
+    assert Detokenizer(tokenizer).text(ids[:3], ids[3:]) == "HELLO WORLD"[len(tokenizer.decode(ids[:3])) :]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_takes_no_longer_than_decoding_alone(kind: str) -> None:
+    rng = random.Random(0)
+    pool = encode(kind, CORPUS[1])
+    outputs = [[rng.choice(pool) for _ in range(200)] for _ in range(300)]
+    prompts = [[rng.choice(pool) for _ in range(100)] for _ in range(300)]
+    tokenizer, detokenizer = TOKENIZERS[kind], Detokenizer(TOKENIZERS[kind])
+
+    def best(run: Callable[[], object]) -> float:
+        seconds = []
+        for _ in range(7):
+            start = time.perf_counter()
+            run()
+            seconds.append(time.perf_counter() - start)
+        return min(seconds)
+
+    alone = best(lambda: [tokenizer.decode(ids, skip_special_tokens=True) for ids in outputs])
+    behind = best(lambda: [detokenizer.text(p, ids) for p, ids in zip(prompts, outputs, strict=True)])
+    assert behind < 1.5 * alone
+
+
+# -- through the engine --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_through_the_engine(kind: str, tmp_path: Path) -> None:
+    tokenizer = TOKENIZERS[kind]
+    path = write_tiny_model(tmp_path, vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id)
+    tokenizer.save_pretrained(path)
+    with CheckedLLM(path, device="cpu") as llm:
+        params = [SamplingParams(temperature=3.0, seed=seed, max_tokens=9) for seed in range(40)]
+        for output in llm.generate(["Hello"] * 40, params, use_tqdm=False):
+            ids = output["token_ids"]
+            ids = ids[:-1] if output["finish_reason"] == "stop" else ids
+            assert output["text"] == Detokenizer(tokenizer).text(output.prompt_token_ids, ids)
+
+
+def reason(llm: CheckedLLM, token: int, **options: object) -> tuple[str, int | None]:
+    """How a request ends, and why, when the model writes nothing but `token`."""
+    compute = llm._runner.model.compute_logits
+
+    def forced(hidden: torch.Tensor) -> torch.Tensor:
+        logits = compute(hidden)
+        logits[:, token] = 1e9
+        return logits
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(llm._runner.model, "compute_logits", forced)
+        params = SamplingParams(temperature=0, max_tokens=3, **options)
+        (output,) = llm.generate([5, 6], params, use_tqdm=False)
+    assert output["text"] == "", "the token is a special one"
+    return output["finish_reason"], output.outputs[0].stop_reason
+
+
+def test_stop_reason_is_none_for_the_models_own_end(tmp_path: Path) -> None:
+    """As in vLLM: the tokenizer's EOS gives None; further ones, and stop_token_ids, give their ids."""
+    tokenizer = TOKENIZERS["byte_level"]
+    bos, eos, turn = tokenizer.convert_tokens_to_ids(SPECIAL)
+    path = write_tiny_model(tmp_path, vocab_size=len(tokenizer), eos_token_id=eos)
+    tokenizer.save_pretrained(path)
+    with CheckedLLM(path, device="cpu", skip_tokenizer_init=True) as llm:
+        assert reason(llm, eos) == ("stop", None), "the only one that the model has"
+    edit_json(path / "generation_config.json", eos_token_id=[eos, turn])
+    with CheckedLLM(path, device="cpu", skip_tokenizer_init=True) as llm:
+        assert reason(llm, eos) == ("stop", eos), "without a tokenizer, which of two it is cannot be known"
+    with CheckedLLM(path, device="cpu") as llm:
+        assert reason(llm, eos) == ("stop", None)
+        assert reason(llm, turn) == ("stop", turn)
+        assert reason(llm, bos, stop_token_ids=[bos]) == ("stop", bos)
+        assert reason(llm, eos, stop_token_ids=[eos]) == ("stop", None)
+        assert reason(llm, eos, stop_token_ids=[eos], ignore_eos=True) == ("stop", eos)
+        assert reason(llm, eos, ignore_eos=True) == ("length", None)

@@ -1,0 +1,117 @@
+"""Prompts in every form that has one meaning; all others are refused by index, value and fix."""
+
+from __future__ import annotations
+
+import array
+import copy
+import pickle
+from collections import UserDict
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nanovllm.engine.prompts import parse_prompt, parse_prompts
+from nanovllm.outputs import CompletionOutput, RequestOutput
+
+
+class Tensor:
+    """What prompts ask of torch's."""
+
+    def __init__(self, values: Any) -> None:
+        self.values = values
+
+    def tolist(self) -> Any:
+        return self.values
+
+
+def ids(prompts: Any) -> list[list[int] | None]:
+    return [prompt.token_ids for prompt in parse_prompts(prompts)]
+
+
+@pytest.mark.parametrize("wrap", [Tensor, np.array, lambda values: values], ids=["tensor", "array", "list"])
+def test_arrays_and_tensors(wrap: Any) -> None:
+    assert ids(wrap([5, 6, 7])) == [[5, 6, 7]]
+    assert ids(wrap([[5, 6], [7, 8]])) == [[5, 6], [7, 8]]
+    assert ids([wrap([5, 6]), wrap([7])]) == [[5, 6], [7]]
+    assert ids({"prompt_token_ids": wrap([5])}) == [[5]]
+    assert all(type(token_id) is int for token_id in ids(wrap([5, 6]))[0])
+
+
+def test_iterables() -> None:
+    assert ids(token_id for token_id in [5, 6]) == ids(range(5, 7)) == ids((5, 6)) == [[5, 6]]
+    assert ids([i, i] for i in (5, 6)) == [[5, 5], [6, 6]]
+    assert ids([(i for i in (5, 6)), array.array("l", [7])]) == [[5, 6], [7]]
+    assert ids([np.int64(5), np.int32(6)]) == [[5, 6]]
+    assert [prompt.text for prompt in parse_prompts(text for text in "ab")] == ["a", "b"]
+    assert [prompt.text for prompt in parse_prompts({"x": "a", "y": "b"}.values())] == ["a", "b"]
+    assert [prompt.text for prompt in parse_prompts(np.array(["a", "b"]))] == ["a", "b"]
+    assert parse_prompts([]) == parse_prompts(iter([])) == []
+
+
+@pytest.mark.parametrize("kind", [dict, UserDict], ids=["dict", "BatchEncoding"])
+@pytest.mark.parametrize("wrap", [Tensor, np.array, lambda values: values], ids=["tensor", "array", "list"])
+def test_what_a_tokenizer_returns(kind: Any, wrap: Any) -> None:
+    one = kind({"input_ids": wrap([5, 6]), "attention_mask": wrap([1, 1]), "token_type_ids": wrap([0, 0])})
+    assert ids(one) == ids([one]) == [[5, 6]]
+    padded = {"input_ids": wrap([[0, 5, 6], [7, 8, 9]]), "attention_mask": wrap([[0, 1, 1], [1, 1, 1]])}
+    assert ids(kind(padded)) == [[5, 6], [7, 8, 9]]
+    row = kind({"input_ids": wrap([[5, 6]])})
+    assert ids(row) == ids([row]) == [[5, 6]]
+    assert parse_prompt(row, "the prompt").token_ids == [5, 6]
+    with pytest.raises(ValueError, match=r"prompts\[1\]\['input_ids'\] holds 2 prompts; pass the dictionary"):
+        parse_prompts([[5], kind(padded)])
+
+
+@pytest.mark.parametrize(
+    ("prompts", "error", "message"),
+    [
+        (5, TypeError, "prompts must be a prompt or a list of prompts, not 5"),
+        (None, TypeError, "prompts must be a prompt or a list of prompts, not None"),
+        (b"abc", TypeError, "prompts must be .* not b'abc'"),
+        ({5, 6}, TypeError, r"prompts must be .* not \{5, 6\}"),
+        (np.int64(5), TypeError, "prompts must be .* not 5"),
+        (np.array([]), ValueError, "the prompt is empty"),
+        (np.array([1.5, 2]), TypeError, r"the prompt: token id at position 0 must be an integer, not 1\.5"),
+        (np.array([True]), TypeError, "the prompt: token id at position 0 must be an integer, not True"),
+        (np.array([[[5]]]), TypeError, r"prompts\[0\]: token id at position 0 must be an integer, not \[5\]"),
+        (["a", 5], TypeError, r"prompts\[1\] must be a text, a list of token ids or a dictionary, not 5"),
+        ([[5], {5, 6}], TypeError, r"prompts\[1\] must be a text, .* not \{5, 6\}"),
+        (["a", "b\ud800c"], ValueError, r"prompts\[1\] has a lone surrogate, .* at position 1.*mend it"),
+        ({"prompt": "\udc00"}, ValueError, r"the prompt\['prompt'\] has a lone surrogate"),
+        ([{"prompt": None}], TypeError, r"prompts\[0\]\['prompt'\] must be a text, not None"),
+        ({"text": "x"}, ValueError, r"the prompt must have the key 'prompt' or .* not \['text'\]"),
+        ({5: "x"}, ValueError, r"the prompt must have the key .* not \['5'\]"),
+        ({"input_ids": [5], "pixel_values": []}, ValueError, r"has 'input_ids'.*\['pixel_values'\]"),
+        ({"input_ids": []}, ValueError, "row 0 is empty"),
+        ({"input_ids": "ab"}, TypeError, r"the prompt\['input_ids'\] must be a list of token ids, not 'ab'"),
+        (
+            {"input_ids": [[5, 6]], "attention_mask": [[1]]},
+            ValueError,
+            "row 0 has 2 input_ids and 1 attention_mask",
+        ),
+    ],
+)  # fmt: skip
+def test_what_has_no_meaning(prompts: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        parse_prompts(prompts)
+
+
+# -- outputs -------------------------------------------------------------------------------------------------
+
+
+def test_an_output_is_a_mapping() -> None:
+    output = RequestOutput(0, "p", [1], [CompletionOutput(0, "text", [5, 6], "length")])
+    assert isinstance(output, Mapping) and len(output) == 3 and output
+    assert "text" in output and "logprobs" not in output and None not in output
+    assert list(output) == list(output.keys()) == ["text", "token_ids", "finish_reason"]
+    assert dict(output) == {**output} == dict(output.items())
+    assert list(output.values()) == ["text", [5, 6], "length"]
+    assert output.get("text") == "text" and output.get("logprobs") is None and output.get("x", 5) == 5
+    with pytest.raises(
+        KeyError, match="'logprobs'; a RequestOutput has 'text', 'token_ids', 'finish_reason'"
+    ):
+        output["logprobs"]
+    assert pickle.loads(pickle.dumps(output)) == output == copy.deepcopy(output)
+    assert repr(output).startswith("RequestOutput(request_id=0, prompt='p'")

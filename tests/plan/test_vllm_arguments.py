@@ -1,0 +1,287 @@
+"""vLLM's arguments: what asks for nothing is taken, what asks for something is refused by its own name."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+from dataclasses import fields
+from enum import Enum
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from nanovllm import vllm_arguments
+from nanovllm.config import Config
+from nanovllm.engine.prompts import parse_sampling_params
+from nanovllm.sampling_params import SEED_LIMIT, SamplingParams
+from nanovllm.vllm_arguments import CHAT, ENGINE, SAMPLING
+
+TABLES = {"engine": ENGINE, "sampling": SAMPLING, "chat": CHAT}
+
+
+class RequestOutputKind(Enum):
+    CUMULATIVE = 0
+    DELTA = 1
+
+
+class DType:
+    """Prints as torch's do."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __repr__(self) -> str:
+        return f"torch.{self.name}"
+
+
+# -- LLM -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {name: None for name in ENGINE if ENGINE[name].neutral is None or None in ENGINE[name].neutral},
+        {name: absent.default for name, absent in ENGINE.items()},
+        {"tokenizer": "model", "swap_space": 4, "max_seq_len_to_capture": 8192, "max_lora_rank": 16},
+        {"trust_remote_code": False, "enable_lora": False, "limit_mm_per_prompt": {}, "hf_overrides": {}},
+        {"max_model_len": None, "seed": None, "dtype": None, "device": None, "max_num_seqs": None},
+        {"enable_prefix_caching": None, "max_num_batched_tokens": None, "max_model_len": -1},
+        {"max_model_len": "auto", "load_format": "safetensors", "guided_decoding_backend": "xgrammar"},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_options_that_ask_for_nothing_change_nothing(options: dict[str, Any]) -> None:
+    assert Config.from_kwargs("model", **options) == Config("model")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "advice"),
+    [
+        ("quantization", "awq", "bfloat16"),
+        ("trust_remote_code", True, "never run"),
+        ("tokenizer", "other", "model's folder"),
+        ("pipeline_parallel_size", 2, "tensor_parallel_size"),
+        ("data_parallel_size", 2, "tensor_parallel_size"),
+        ("enable_lora", True, "merge"),
+        ("block_size", 16, "say kvcache_block_size"),
+        ("num_gpu_blocks_override", 100, "say num_kvcache_blocks"),
+        ("cpu_offload_gb", 4, "smaller model"),
+        ("enable_chunked_prefill", False, "always go in chunks"),
+        ("speculative_config", {"method": "ngram"}, "leave it out"),
+        ("hf_overrides", {"rope_theta": 1}, r"config\.json"),
+        ("runner", "pooling", "only 'generate'"),
+        ("disable_custom_all_reduce", True, "always use it"),
+    ],
+)
+def test_options_that_ask_for_what_is_not_built(name: str, value: object, advice: str) -> None:
+    with pytest.raises(ValueError, match=rf"{name}=.* is not supported; .*{advice}") as caught:
+        Config.from_kwargs("model", **{name: value})
+    assert repr(value) in str(caught.value) and "did you mean" not in str(caught.value)
+
+
+def test_other_spellings_of_a_value() -> None:
+    for value, dtype in [("half", "float16"), ("float", "float32"), (DType("bfloat16"), "bfloat16")]:
+        assert Config.from_kwargs("model", dtype=value).dtype == dtype
+    assert Config.from_kwargs("model", kv_cache_dtype="fp8_e4m3").kv_cache_dtype == "fp8"
+    with pytest.raises(ValueError, match=r"dtype must be one of .* not 'int8'"):
+        Config.from_kwargs("model", dtype=DType("int8"))
+
+
+def test_a_typing_error_is_told_the_nearest_name() -> None:
+    with pytest.raises(TypeError, match="'quantisation'; did you mean 'quantization'"):
+        Config.from_kwargs("model", quantisation=None)
+    with pytest.raises(TypeError, match="'tensor_paralel_size'; did you mean 'tensor_parallel_size'"):
+        Config.from_kwargs("model", tensor_paralel_size=2)
+
+
+@pytest.mark.parametrize("model", [None, 5, ["a"], b"folder"])
+def test_a_model_is_a_folder_or_an_id(model: Any) -> None:
+    with pytest.raises(TypeError, match="model must be a folder or a Hugging Face hub id"):
+        Config.from_kwargs(model)
+
+
+# -- the tables ----------------------------------------------------------------------------------------------
+
+
+def test_a_name_is_ours_or_in_the_table() -> None:
+    assert not ENGINE.keys() & {field.name for field in fields(Config)}
+    assert not SAMPLING.keys() & {field.name for field in fields(SamplingParams)}
+    for table in TABLES.values():
+        for name, absent in table.items():
+            assert (absent.neutral is None) or absent.advice, f"{name} is refused without advice"
+
+
+def test_values_of_any_kind_are_judged_without_comparing_arrays() -> None:
+    absent = vllm_arguments.Absent((None, 0, []), "leave it out")
+    assert absent.allows([]) and absent.allows(0.0)
+    for value in (np.zeros(3), np.zeros(0), object(), [0], "0", math.nan):
+        assert not absent.allows(value)
+
+
+# -- SamplingParams ------------------------------------------------------------------------------------------
+
+
+def test_parameters_that_ask_for_nothing_change_nothing() -> None:
+    default = SamplingParams()
+    assert SamplingParams(**{name: absent.default for name, absent in SAMPLING.items()}) == default
+    params = SamplingParams(
+        n=1, best_of=None, stop=[], logprobs=None, min_tokens=0, presence_penalty=0, bad_words=[],
+        output_kind=RequestOutputKind.CUMULATIVE, stop_token_ids=None, seed=None, detokenize=True,
+    )  # fmt: skip
+    assert params == default
+    params.stop, params.n = [], 1
+    assert params == default and params.n == 1 and params.stop is None and params.repetition_penalty == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("n", 2),
+        ("best_of", 3),
+        ("stop", ["x"]),
+        ("stop", "x"),
+        ("logprobs", 0),
+        ("min_tokens", 5),
+        ("presence_penalty", 0.5),
+        ("repetition_penalty", 1.1),
+        ("logit_bias", {5: 1.0}),
+        ("allowed_token_ids", []),
+        ("skip_special_tokens", False),
+        ("output_kind", RequestOutputKind.DELTA),
+    ],
+)
+def test_parameters_that_ask_for_what_is_not_built(name: str, value: object) -> None:
+    with pytest.raises(ValueError, match=rf"{name}=.* is not supported; \w+"):
+        SamplingParams(**{name: value})
+    params = SamplingParams()
+    with pytest.raises(ValueError, match=rf"{name}=.* is not supported; \w+"):
+        setattr(params, name, value)
+    assert params == SamplingParams()
+
+
+def test_unknown_parameters() -> None:
+    with pytest.raises(TypeError, match="'temprature'; did you mean 'temperature'"):
+        SamplingParams(temprature=0)
+    params = SamplingParams()
+    with pytest.raises(AttributeError, match="'max_token'; did you mean 'max_tokens'"):
+        params.max_token = 5
+    with pytest.raises(AttributeError, match="max_token"):
+        _ = params.max_token
+
+
+def test_keywords_only() -> None:
+    """The first two are temperature and max_tokens in nano-vLLM, n and presence_penalty in vLLM."""
+    message = r"keyword arguments only, not \(0\.6, 256\).*SamplingParams\(temperature=\.\.\., max_tokens="
+    with pytest.raises(TypeError, match=message):
+        SamplingParams(0.6, 256)
+
+
+def test_parameters_can_be_changed_until_they_are_used() -> None:
+    params = SamplingParams(temperature=0)
+    params.max_tokens, params.stop_token_ids = np.int64(7), {3}
+    (used,) = parse_sampling_params(params, 1)
+    params.max_tokens, params.temperature = 9, 2.0
+    params.stop_token_ids.add(4)
+    assert used == SamplingParams(temperature=0, max_tokens=7, stop_token_ids=[3])
+    assert type(used.max_tokens) is int
+    good = SamplingParams()
+    params.temperature = -1
+    with pytest.raises(ValueError, match=r"sampling_params\[1\]: temperature must be .* not -1"):
+        parse_sampling_params([good, params], 2)
+    with pytest.raises(ValueError, match="sampling_params: temperature must be"):
+        parse_sampling_params(params, 2)
+
+
+def test_one_object_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    checked = SamplingParams._checked
+    monkeypatch.setattr(SamplingParams, "_checked", lambda self: calls.append(1) or checked(self))
+    one, other = SamplingParams(), SamplingParams(seed=1)
+    calls.clear()
+    assert len({id(params) for params in parse_sampling_params(one, 10_000)}) == 1 == len(calls)
+    used = parse_sampling_params([one, other] * 5_000, 10_000)
+    assert used == [one, other] * 5_000 and len(calls) == 3
+
+
+def test_copies() -> None:
+    params = SamplingParams(temperature=0.5, stop_token_ids=[1, 2], n=1)
+    copies = [params.clone(), copy.copy(params), copy.deepcopy(params), pickle.loads(pickle.dumps(params))]
+    assert all(other == params and other is not params for other in copies)
+    copies[0].stop_token_ids.append(3)
+    assert params.stop_token_ids == [1, 2]
+    assert SamplingParams(seed=1) != params
+    assert repr(params).startswith("SamplingParams(temperature=0.5, top_k=0")
+
+
+# -- numbers -------------------------------------------------------------------------------------------------
+
+NUMBERS = st.one_of(
+    st.floats(),
+    st.integers(),
+    st.integers(-(10**400), 10**400),
+    st.floats(0, 1e-37),
+    st.floats(0, 1),
+    st.floats(width=16).map(np.float16),
+    st.floats(width=32).map(np.float32),
+    st.floats().map(np.longdouble),
+    st.integers(-(2**63), 2**63 - 1).map(np.int64),
+    st.integers(0, 2**64 - 1).map(np.uint64),
+)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("name", ["temperature", "top_p", "min_p"])
+@given(value=NUMBERS)
+@example(1e-46)
+@example(1e39)
+@example(10**400)
+@example(10**5000)
+@example(-(10**400))
+@example(math.nan)
+@example(1e-45)
+@example(np.longdouble("1e-400"))
+@example(np.float64(3.5e38))
+@example(np.uint64(2**64 - 1))
+def test_what_float32_cannot_hold_is_refused(name: str, value: Any) -> None:
+    try:
+        used = getattr(SamplingParams(**{name: value}).checked(), name)
+    except ValueError as error:
+        message = str(error)
+    else:
+        message = ""
+    if message:
+        assert message.startswith(f"{name} must be ") and "not " in message and len(message) < 200
+        return
+    narrow = np.float32(used)
+    assert type(used) is float and np.isfinite(narrow) and (narrow == 0) == (used == 0) == (value == 0)
+    assert narrow >= 0 and (name == "temperature" or narrow <= 1) and (name != "top_p" or narrow > 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "shown"),
+    [("top_p", 1e-46, "1e-46"), ("temperature", 1e39, r"1e\+39"), ("temperature", 10**400, "1000000")],
+)
+def test_the_message_says_what_float32_can_hold(name: str, value: float, shown: str) -> None:
+    with pytest.raises(
+        ValueError, match=rf"{name} must be .*float32: at (least 1\.4e-45|most 3.*), not {shown}"
+    ):
+        SamplingParams(**{name: value})
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("name", ["top_k", "max_tokens", "seed"])
+@given(value=NUMBERS.filter(lambda value: isinstance(value, (int, np.integer))))
+@example(10**400)
+def test_integers_of_any_size(name: str, value: Any) -> None:
+    least = {"top_k": -1, "max_tokens": 1, "seed": -SEED_LIMIT}[name]
+    fits = int(value) >= least and (name != "seed" or int(value) < SEED_LIMIT)
+    if fits:
+        used = getattr(SamplingParams(**{name: value}), name)
+        assert type(used) is int and used == int(value)
+    else:
+        with pytest.raises(ValueError, match=f"^{name} must be"):
+            SamplingParams(**{name: value})
