@@ -12,10 +12,9 @@ from collections.abc import Sequence as SequenceOf
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import xxhash
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from nanovllm.config import Config
 from nanovllm.device import Device
@@ -41,6 +40,9 @@ from nanovllm.errors import EngineClosedError, ModelLoadError
 from nanovllm.models.loader import check_weights, load_model_config, resolve_model_path, weight_bytes
 from nanovllm.outputs import CompletionOutput, RequestOutput
 from nanovllm.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger("nanovllm")
 
@@ -342,6 +344,8 @@ class LLMEngine:
 
 def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
     """Load the tokenizer in `path`. Raises ModelLoadError that says what to do without one."""
+    from transformers import AutoTokenizer  # here, for it takes as long to import as torch
+
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
         if not tokenizer("a")["input_ids"]:  # what transformers makes of a folder without tokenizer files

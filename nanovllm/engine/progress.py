@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from time import perf_counter
 from types import TracebackType
-
-from tqdm.auto import tqdm
+from typing import Any
 
 from nanovllm.engine.batch import LAST_SAMPLED, Batch
 
@@ -15,13 +14,19 @@ class Progress:
     batch."""
 
     def __init__(self, total: int, enabled: bool) -> None:
-        self._bar = tqdm(total=total, desc="Generating", disable=not enabled, dynamic_ncols=True)
+        self._bar: Any = None
+        if enabled:
+            from tqdm.auto import tqdm
+
+            self._bar = tqdm(total=total, desc="Generating", dynamic_ncols=True)
         self._tokens = {"prefill": 0, "decode": 0}
         self._seconds = {"prefill": 0.0, "decode": 0.0}
         self._last = perf_counter()
 
     def update(self, batch: Batch | None, num_finished: int) -> None:
         """Count a step: `batch` has been computed and `num_finished` requests ended with it."""
+        if self._bar is None:
+            return
         now = perf_counter()
         if batch is not None:
             phase = "decode" if batch.token_ids[0] == LAST_SAMPLED else "prefill"
@@ -38,4 +43,5 @@ class Progress:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._bar.close()
+        if self._bar is not None:
+            self._bar.close()
