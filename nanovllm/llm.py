@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from nanovllm.engine.llm_engine import LLMEngine
@@ -27,7 +27,7 @@ class LLM(LLMEngine):
         self,
         messages: Conversation | Sequence[Conversation],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        use_tqdm: bool = True,
+        use_tqdm: bool | Callable[..., Any] = True,
         **template_options: Any,
     ) -> list[RequestOutput]:
         """Answer one conversation, a list of `{"role": ..., "content": ...}`, or a list of conversations.

@@ -51,9 +51,10 @@ def recorded_steps() -> Iterator[list[Step]]:
     log: list[tuple[float, np.ndarray, np.ndarray, np.ndarray]] = []
 
     class Recorder(Progress):
-        def __init__(self, total: int, enabled: bool) -> None:
-            super().__init__(total, enabled)
+        def __enter__(self) -> Progress:
+            super().__enter__()
             starts.append(time.perf_counter())
+            return self
 
         def update(self, batch: Batch | None, num_finished: int) -> None:
             if batch is not None:  # the first launch of a run that is one step ahead has no result yet

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import struct
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from contextlib import suppress
 from pathlib import Path
@@ -175,13 +176,14 @@ class LLMEngine:
         self,
         prompts: PromptLike | SequenceOf[PromptLike],
         sampling_params: SamplingParams | SequenceOf[SamplingParams] | None = None,
-        use_tqdm: bool = True,
+        use_tqdm: bool | Callable[..., Any] = True,
     ) -> list[RequestOutput]:
         """Answer every prompt, in the order given.
 
         prompts: a text, a list of token ids, `{"prompt": ...}` or `{"prompt_token_ids": ...}`, or a list of
         these.
         sampling_params: one for all prompts, or a list with one for each.
+        use_tqdm: whether to show progress of more than one prompt, or a class like tqdm's to show it with.
 
         Everything is checked before anything runs: ValueError or TypeError names the index and the value.
         After an exception, Ctrl-C included, the engine is empty and usable. RuntimeError when requests of
@@ -194,12 +196,13 @@ class LLMEngine:
                 "call step() until is_finished(), or abort() them, before generate()"
             )
         parsed = parse_prompts(prompts)
+        progress = Progress(len(parsed), use_tqdm)
         params = parse_sampling_params(sampling_params, len(parsed))
         where = [f"prompts[{index}]" for index in range(len(parsed))]
         try:
             request_ids = self._add(parsed, params, where)
             outputs: dict[int, RequestOutput] = {}
-            with Progress(len(parsed), enabled=use_tqdm) as progress:
+            with progress:
                 while not self._scheduler.is_finished():
                     batch, finished = self._step()
                     for seq in finished:
