@@ -39,7 +39,7 @@ from nanovllm.models.config import ModelConfig
 from nanovllm.models.loader import load_model_config
 
 sys.path.insert(0, str(Path(__file__).parent / "tools"))
-from bench_roofline import Cost, Floor, device_speed, floor_of
+from bench_roofline import Cost, Floor, broken_floor, device_speed, floor_of
 from bench_steps import PROFILE_TOKENS, Step, kernel_table, phases, profile, recorded_steps, step_times
 from bench_workloads import QWEN3, SYNTHETIC, Workload, demo, from_jsonl, write_shape
 
@@ -261,6 +261,10 @@ def report(result: dict[str, Any], floor: Floor) -> None:
     best = r["floor_output_tokens_per_s"]
     reached = f"reached {r['share_of_floor']:.1%}"
     print(f"floor                     {best:8,.0f} tokens/s ({floor.total:.2f} s); {reached}")
+    if r["floor_broken"]:
+        shares = "; ".join(broken_floor(r))
+        print(f"the floor is broken: {shares}. Measure the device again (python tools/measure_device.py)")
+        print("and set its line of KNOWN_DEVICES in tools/bench_roofline.py")
     for name, p in r.get("phases", {}).items():
         rate = f"{p['tb_per_s']:.3g} TB/s" if name == "decode" else f"{p['tflops']:.3g} TFLOP/s"
         print(
@@ -361,6 +365,7 @@ def measure(args: argparse.Namespace, folder: str) -> tuple[dict[str, Any], Floo
                 result["host"] = host_exposed(steps, found["replays"])
             if args.profile:
                 result["kernels"] = found["kernels"]
+    result["floor_broken"] = bool(broken_floor(result))
     return result, floor
 
 

@@ -1,21 +1,22 @@
 """What a workload costs at least: bytes read and floating-point operations, and the device's speed at both.
 
-Counts what the answers need whatever engine computes them. Measures nothing but an unknown device's speed.
+Counts what the answers need whatever engine computes them, and measures nothing itself.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from bench_workloads import Workload
+from measure_device import device_name, measure_speed
 
 from nanovllm.models.config import ModelConfig
 
 # Bytes/s that a pure read reaches, bf16 FLOP/s that a large matrix product reaches; measured, torch 2.11.
+# tools/measure_device.py prints such a line. A device that is not here is measured in each run.
 KNOWN_DEVICES = {"NVIDIA H200": (4.58e12, 720e12)}
 
 
@@ -102,25 +103,16 @@ def floor_of(cost: Cost, work: Workload, speed: Speed, shared: int = 0) -> Floor
 
 
 def device_speed(device: torch.device, num_devices: int) -> Speed:
-    """Known for some GPUs, else measured, in about a second, on one device."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    bandwidth, flops = KNOWN_DEVICES[name] if name in KNOWN_DEVICES else _measure_speed(device)
+    """Known for some GPUs, else measured, in some seconds, on one device."""
+    known = KNOWN_DEVICES.get(device_name(device))
+    bandwidth, flops = known or measure_speed(device)
     return Speed(bandwidth * num_devices, flops * num_devices)
 
 
-def _measure_speed(device: torch.device) -> tuple[float, float]:
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-
-    def best(work: Callable[[], object]) -> float:
-        times = []
-        for _ in range(5):
-            start = time.perf_counter()
-            work()
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            times.append(time.perf_counter() - start)
-        return min(times)
-
-    data = torch.ones(2**27, device=device)
-    square = torch.rand(2048, 2048, device=device, dtype=dtype)
-    return data.nbytes / best(data.sum), 2 * 2048**3 / best(lambda: square @ square)
+def broken_floor(result: dict[str, Any]) -> list[str]:
+    """Which shares of `result`, a report of bench.py, are above 1: what an engine goes below is no floor."""
+    shares = [("the whole", "the floor", result["share_of_floor"])]
+    for name, phase in result.get("phases", {}).items():
+        shares.append((name, "the device's speed", phase["share_of_peak"]))
+        shares.append((name, "its floor", phase["share_of_floor"]))
+    return [f"{what} is at {share:.1%} of {whole}" for what, whole, share in shares if share > 1]

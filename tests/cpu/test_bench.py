@@ -5,15 +5,19 @@ No test looks at how fast anything was.
 
 from __future__ import annotations
 
+import ast
 import gzip
 import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import bench_roofline
+import measure_device
 import numpy as np
 import pytest
-from bench_roofline import Cost, Speed, floor_of
+import torch
+from bench_roofline import Cost, Speed, broken_floor, device_speed, floor_of
 from bench_steps import (
     Step,
     busy_time,
@@ -31,6 +35,7 @@ import bench
 import nanovllm
 from nanovllm.engine import llm_engine
 from nanovllm.engine.progress import Progress
+from nanovllm.kernels.compat import INTERPRET
 from nanovllm.models.loader import load_model_config
 
 # -- workloads ---------------------------------------------------------------------------------------------
@@ -165,6 +170,49 @@ def test_floor_of_a_small_workload() -> None:
     assert slow.decode == pytest.approx(4 * 2 * 328 / 1 + 25 * 24 / 10)
     two = floor_of(cost, WORK, Speed(bytes_per_s=20.0, flops_per_s=200.0))
     assert two.total == pytest.approx(floor.total / 2)
+
+
+def test_an_unknown_device_is_measured_and_a_known_one_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_roofline, "measure_speed", lambda device: (10.0, 100.0))
+    assert device_speed(torch.device("cpu"), 2) == Speed(20.0, 200.0)
+    monkeypatch.setitem(bench_roofline.KNOWN_DEVICES, "cpu", (3.0, 5.0))
+    assert device_speed(torch.device("cpu"), 1) == Speed(3.0, 5.0)
+
+
+def test_measuring_ends_in_a_line_for_the_table(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figures = iter([(3.0121e12, 640.2e12), (2.9e12, 654.9e12)])
+    monkeypatch.setattr(measure_device, "measure_speed", lambda device: next(figures))
+    monkeypatch.setattr("sys.argv", ["measure_device.py", "--device", "cpu", "--times", "2"])
+    measure_device.main()
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert ast.literal_eval("{" + line + "}") == {"cpu": (3.02e12, 655e12)}  # the best of each, rounded up
+
+
+def test_a_device_is_measured_by_what_it_reads_and_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = iter([0.5, 0.25, 2.0, 4.0])  # of each way
+    monkeypatch.setattr(measure_device, "CPU_BYTES", 2**20)
+    monkeypatch.setattr(measure_device, "CPU_SIDE", 8)
+    monkeypatch.setattr(measure_device, "best_seconds", lambda work, device, tries: next(seconds))
+    assert measure_device.measure_speed(torch.device("cpu")) == (2**20 / 0.25, 2 * 8**3 / 2.0)
+
+
+@pytest.mark.skipif(not INTERPRET, reason="kernels are compiled here; python tools/measure_device.py runs it")
+@pytest.mark.parametrize("programs", [1, 3, 8, 20])
+def test_the_read_kernel_reads_every_value_once(programs: int) -> None:
+    data = torch.randint(-9, 9, (16 * 64,)).float()
+    sums = measure_device.read_triton(data, block=64, warps=4, programs=programs)
+    assert len(sums) == programs and sums.sum() == data.sum()
+
+
+def test_shares_above_1_break_the_floor() -> None:
+    fine = {"share_of_peak": 0.4, "share_of_floor": 1.0}
+    result = {"share_of_floor": 0.5, "phases": {"prefill": fine, "decode": fine}}
+    assert broken_floor(result) == []
+    result["phases"] = {"prefill": fine | {"share_of_peak": 1.31}, "decode": fine}
+    assert broken_floor(result) == ["prefill is at 131.0% of the device's speed"]
+    assert broken_floor({"share_of_floor": 1.001}) == ["the whole is at 100.1% of the floor"]
 
 
 def test_a_shared_beginning_is_computed_once_and_read_once_a_step() -> None:
@@ -315,6 +363,19 @@ def test_a_file_and_a_prefix_cache(tmp_path: Path, capsys: pytest.CaptureFixture
     assert (result["num_seqs"], result["tokens_out"], result["tokens_shared"]) == (3, 8, 0)
     # No earlier run had these ids; the second long one finds 37 blocks of 16 tokens that the first computes.
     assert result["phases"]["prefill"]["tokens"] == result["tokens_in"] - 592
+
+
+@pytest.mark.parametrize("broken", [True, False])
+def test_a_broken_floor_is_reported(
+    broken: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    speed = Speed(1e3, 1e3) if broken else Speed(1e15, 1e15)
+    monkeypatch.setattr(bench, "device_speed", lambda device, num_devices: speed)
+    bench.main(["--workload", "demo", "--num-seqs", "2", "--device", "cpu", "--repeat", "1"])
+    printed = capsys.readouterr().out
+    assert json.loads(printed.splitlines()[-1])["floor_broken"] is broken
+    assert ("the floor is broken: the whole is at" in printed) == broken
+    assert ("tools/measure_device.py" in printed and "KNOWN_DEVICES" in printed) == broken
 
 
 @pytest.mark.usefixtures("known_speed")

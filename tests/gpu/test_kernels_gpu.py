@@ -9,6 +9,7 @@ import kernel_cases as cases
 import pytest
 import torch
 from kernel_cases import BF16, F16, F32, FP8, Heads
+from measure_device import READS, read_triton
 from needs import needs_kv_cache_dtype
 
 from nanovllm.kernels.compat import in_graph
@@ -314,6 +315,13 @@ def test_sampling_keys(sampler: cases.Sampler) -> None:
 @pytest.mark.parametrize("blocks", [1, 3])
 def test_sampling_distribution(sampler: cases.Sampler, blocks: int) -> None:
     cases.check_sampling_distribution(sampler, 200_000, GPU, blocks=blocks)
+
+
+@pytest.mark.parametrize(("block", "warps", "programs"), READS)
+def test_the_read_kernel_reads_every_value_once(block: int, warps: int, programs: int) -> None:
+    """It measures what the memory bus reaches (tools/measure_device.py)."""
+    data = torch.randint(-9, 9, (2**22,), device=GPU).float()
+    assert read_triton(data, block, warps, programs * 132).sum() == data.sum()
 
 
 def test_random_pairs() -> None:
