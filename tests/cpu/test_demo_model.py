@@ -111,7 +111,8 @@ def test_generate_prints_nothing_into_a_file(
     assert (silent.out, silent.err) == ("", "")
     code = (
         "from nanovllm import LLM, SamplingParams, demo_model_path\n"
-        "LLM(demo_model_path(), device='cpu').generate(['abc', 'b'], SamplingParams(max_tokens=3))"
+        "llm = LLM(demo_model_path(), device='cpu', num_kvcache_blocks=8)\n"
+        "llm.generate(['abc', 'b'], SamplingParams(max_tokens=3))"
     )
     shown = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=clean_env()
