@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from bench_workloads import Workload
+from bench_workloads import Sharing, Workload
 from measure_device import device_name, measure_speed
 
 from nanovllm.models.config import ModelConfig
@@ -80,18 +80,24 @@ class Floor:
         return self.prefill + self.decode
 
 
-def floor_of(cost: Cost, work: Workload, speed: Speed, shared: int = 0) -> Floor:
+def floor_of(cost: Cost, work: Workload, speed: Speed, sharing: Sharing | None = None) -> Floor:
     """Prompts at full FLOP/s; then the weights once a step (or their products, if slower) and every K/V once.
 
-    shared: tokens at the beginning of all prompts whose K/V is computed once and read once a step for all.
+    sharing: whose beginnings are computed once and read once a step for all of a group.
     """
     lens = np.array([len(prompt) for prompt in work.prompts], np.int64)
     outs = np.array(work.output_lens, np.int64)
-    new = lens.copy()
-    new[1:] -= shared
-    steps = int(outs.max()) - 1
+    new, steps = lens.copy(), int(outs.max()) - 1
     # Decode step k of a sequence, from 1 to out - 1, reads its prompt and k more tokens.
-    contexts = int(((outs - 1) * (lens - shared) + outs * (outs - 1) // 2).sum()) + steps * shared
+    contexts = int(((outs - 1) * lens + outs * (outs - 1) // 2).sum())
+    if sharing is not None:
+        shared = sharing.tokens[sharing.groups]
+        first = np.unique(sharing.groups, return_index=True)[1]
+        longest = np.zeros(len(sharing.tokens), np.int64)  # steps with any row of a group
+        np.maximum.at(longest, sharing.groups, outs - 1)
+        new -= shared
+        new[first] = lens[first]
+        contexts += int((longest * sharing.tokens).sum() - ((outs - 1) * shared).sum())
     kv_bytes = cost.decode_bytes(0, contexts)
     weight_bytes = cost.decode_bytes(steps, 0)
     flops = cost.decode_flops(work.tokens_out - len(outs))
