@@ -90,6 +90,14 @@ def test_drawn_workloads_are_of_their_sizes_and_the_same_each_time(
     assert draw(default) == work
 
 
+def test_every_workload_is_in_the_list_of_commands() -> None:
+    listed = (Path(bench.__file__).parent / "docs" / "benchmarks.md").read_text().split("\n## ")[1]
+    for name, (size, draw) in SYNTHETIC.items():
+        work = draw(size)
+        [row] = [line for line in listed.splitlines() if line.startswith(f"| `{name}`")]
+        assert all(f"| {count:,} |" in row for count in (size, work.tokens_in, work.tokens_out)), row
+
+
 def test_the_samples_workload_asks_each_prompt_sixteen_times() -> None:
     work = samples(1024)
     assert len(set(map(tuple, work.prompts))) == 64
