@@ -2,13 +2,14 @@
 
     python bench.py                           # on a GPU: 256 sequences on the Qwen3-0.6B shape
                                               # on a CPU: problems for the demo model
-    python bench.py --workload queue          # or single, prefix, demo, or a file of rows, prompts.jsonl
+    python bench.py --workload queue          # or another of --help, or a file of rows, prompts.jsonl
+    python bench.py --sampling top_p=0.95,top_k=20 --sampling-share 0.25      # of every 4th row
     python bench.py --engine transformers     # the same lists through a peer: transformers or vllm
     python bench.py --profile FOLDER          # also a table of the costliest kernels and a Chrome trace
 
-Every run computes all of its prompts: the prefix cache is off, except for `--workload prefix`, where it is on
-and every run brings new ids, so that the common beginning is computed once in each. Weights are random where
-there is no --model: speed does not depend on them. Outputs do not end before their length.
+Every run computes all of its prompts: the prefix cache is off, except for `--workload prefix` and `samples`,
+where it is on and every run brings new ids, so that what prompts share is computed once in each. Weights are
+random where there is no --model: speed does not depend on them. Outputs do not end before their length.
 
 Ends in one line of JSON with every figure.
 """
@@ -33,111 +34,24 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer
 
-import nanovllm
-from nanovllm.llm import LLM
+from nanovllm import SamplingParams, demo_model_path
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.loader import load_model_config
 
 sys.path.insert(0, str(Path(__file__).parent / "tools"))
-from bench_roofline import Cost, Floor, device_speed, floor_of
+from bench_engines import ENGINES, LEAST_MODEL_LEN, TEMPERATURE, Engine, Run, parse_sampling
+from bench_roofline import Cost, Floor, Speed, broken_floor, device_speed, floor_of
 from bench_steps import PROFILE_TOKENS, Step, kernel_table, phases, profile, recorded_steps, step_times
-from bench_workloads import QWEN3, SYNTHETIC, Workload, demo, from_jsonl, write_shape
+from bench_workloads import QWEN3, SHARED, SYNTHETIC, Workload, demo, from_jsonl, write_shape
 
 IMPORT_SECONDS = time.perf_counter() - IMPORTS_BEGIN
-LEAST_MODEL_LEN = 4096  # of vLLM, which takes the model's own limit otherwise
-Run = Callable[[], object]
-Engine = Callable[[Workload], Run]
-
-# -- the engines: each loads the model and returns what turns a workload into a function that runs it --------
-
-
-def load_nanovllm(args: argparse.Namespace, model: Path, dummy: bool, options: dict[str, Any]) -> Engine:
-    llm = LLM(
-        str(model),
-        load_format="dummy" if dummy else "auto",
-        skip_tokenizer_init=True,
-        max_num_seqs=args.max_num_seqs,
-        attention_backend=args.attention_backend,
-        enforce_eager=args.enforce_eager,
-        device=args.device,
-        **options,
-    )
-
-    def prepare(work: Workload) -> Run:
-        params = [
-            nanovllm.SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=length)
-            for length in work.output_lens
-        ]
-
-        def run() -> None:
-            outputs = llm.generate(work.prompts, params, use_tqdm=args.progress)
-            lens = [len(output["token_ids"]) for output in outputs]
-            assert lens == work.output_lens, "an output has the wrong length"
-
-        return run
-
-    return prepare
-
-
-def load_transformers(args: argparse.Namespace, model: Path, dummy: bool, options: dict[str, Any]) -> Engine:
-    """`generate` with one left-padded batch, which runs until the longest output is done."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    on_gpu = args.device != "cpu" and torch.cuda.is_available()
-    device = torch.device(args.device if args.device != "auto" else "cuda" if on_gpu else "cpu")
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    if dummy:
-        net = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model)).to(device, dtype)
-    else:
-        net = AutoModelForCausalLM.from_pretrained(model).to(device, dtype)
-
-    def prepare(work: Workload) -> Run:
-        width, longest = max(map(len, work.prompts)), max(work.output_lens)
-        ids = torch.tensor([[0] * (width - len(p)) + p for p in work.prompts], device=device)
-        mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in work.prompts], device=device)
-        return lambda: net.generate(
-            ids,
-            attention_mask=mask,
-            max_new_tokens=longest,
-            min_new_tokens=longest,
-            do_sample=True,
-            temperature=0.6,
-            top_k=0,
-            pad_token_id=0,
-        )
-
-    return prepare
-
-
-def load_vllm(args: argparse.Namespace, model: Path, dummy: bool, options: dict[str, Any]) -> Engine:
-    import vllm
-
-    llm = vllm.LLM(
-        str(model),
-        load_format="dummy" if dummy else "auto",
-        skip_tokenizer_init=True,
-        max_num_seqs=args.max_num_seqs,
-        **options,
-    )
-
-    def prepare(work: Workload) -> Run:
-        params = [
-            vllm.SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=n, detokenize=False)
-            for n in work.output_lens
-        ]
-        prompts = [{"prompt_token_ids": ids} for ids in work.prompts]
-        return lambda: llm.generate(prompts, params, use_tqdm=False)
-
-    return prepare
-
-
-ENGINES = {"nanovllm": load_nanovllm, "transformers": load_transformers, "vllm": load_vllm}
 
 # -- what was asked for --------------------------------------------------------------------------------------
 
 
-def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the options and settle what depends on others; a contradiction ends the program."""
+def make_parser() -> argparse.ArgumentParser:
+    """The options; what depends on others is None until `parse_args` settles it."""
+    sizes = ", ".join(f"{size} ({name})" for name, (size, _) in SYNTHETIC.items() if name != "single")
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -149,8 +63,21 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--shape", choices=QWEN3, help="of dummy weights; default: qwen3-0.6b")
     parser.add_argument("--model", help="a model folder to use instead of a dummy shape")
-    parser.add_argument("--num-seqs", type=int, help="default: 256, 2048 (queue), 64 (demo) or all rows")
+    parser.add_argument("--num-seqs", type=int, help=f"default: {sizes}, 64 (demo) or all rows")
     parser.add_argument("--max-num-seqs", type=int, default=512, help="the most that run at once")
+    parser.add_argument(
+        "--sampling",
+        default="",
+        metavar="NAME=VALUE,...",
+        help=f"fields of SamplingParams, such as top_p=0.95,top_k=20; default: temperature={TEMPERATURE}",
+    )
+    parser.add_argument(
+        "--sampling-share",
+        type=float,
+        default=1.0,
+        metavar="SHARE",
+        help="of the rows that --sampling is for: 0.25 is every 4th; the others are greedy and plain in turn",
+    )
     parser.add_argument("--attention-backend", default="auto")
     parser.add_argument("--enforce-eager", action="store_true")
     parser.add_argument("--device", default="auto")
@@ -161,11 +88,17 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--prefix-caching",
         action=argparse.BooleanOptionalAction,
-        help="default: for --workload prefix alone; every run then brings new ids",
+        help=f"default: for --workload {' and '.join(SHARED)} alone; every run then brings new ids",
     )
     parser.add_argument("--repeat", type=int, default=3, help="timed runs; the median counts")
     parser.add_argument("--progress", action="store_true")
     parser.add_argument("--profile", nargs="?", const="bench_profile", metavar="FOLDER")
+    return parser
+
+
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the options and settle what depends on others; a contradiction ends the program."""
+    parser = make_parser()
     args = parser.parse_args(argv)
     args.on_gpu = args.device != "cpu" and torch.cuda.is_available()
     args.workload = args.workload or ("headline" if args.on_gpu else "demo")
@@ -182,8 +115,16 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--repeat must be at least 1")
     if args.profile and args.engine != "nanovllm":
         parser.error("--profile knows the kernels of --engine nanovllm only")
+    if not 0 < args.sampling_share <= 1 or (args.sampling_share < 1 and not args.sampling):
+        parser.error("--sampling-share must be above 0 and at most 1, and needs --sampling")
+    if args.sampling_share < 1 and args.engine == "transformers":
+        parser.error("--engine transformers samples all rows alike; leave --sampling-share out")
+    try:
+        args.sampling = parse_sampling(args.sampling, args.engine)
+    except (TypeError, ValueError) as error:
+        parser.error(f"--sampling: {error}")
     if args.prefix_caching is None:
-        args.prefix_caching = args.workload == "prefix"
+        args.prefix_caching = args.workload in SHARED
     args.dummy = args.model is None and (args.workload in SYNTHETIC or args.shape is not None)
     args.shape = args.shape or "qwen3-0.6b"
     args.options = {  # passed on only if given: the engine says itself what it does not know
@@ -193,7 +134,14 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     }
     if args.engine == "transformers" and args.options:
         parser.error(f"--engine transformers has no {', '.join(args.options)}")
+    args.num_devices = args.options.get("tensor_parallel_size", 1)
     return args
+
+
+def device_name(args: argparse.Namespace) -> str:
+    """The GPU or the CPU's threads, and how many of them share the model."""
+    name = torch.cuda.get_device_name() if args.on_gpu else f"cpu, {torch.get_num_threads()} threads"
+    return f"{args.num_devices} x {name}" if args.num_devices > 1 else name
 
 
 def make_workload(args: argparse.Namespace, model: Path, config: ModelConfig) -> Workload:
@@ -208,7 +156,7 @@ def make_workload(args: argparse.Namespace, model: Path, config: ModelConfig) ->
         if not args.dummy:
             tokenizer = AutoTokenizer.from_pretrained(model)
             tokenize = lambda texts: tokenizer(texts)["input_ids"]  # noqa: E731
-        default_max_tokens = nanovllm.SamplingParams().max_tokens
+        default_max_tokens = SamplingParams().max_tokens
         work = from_jsonl(Path(args.workload), tokenize, config.vocab_size, default_max_tokens, args.num_seqs)
     if work.longest > config.longest:
         raise ValueError(
@@ -262,6 +210,10 @@ def report(result: dict[str, Any], floor: Floor) -> None:
     best = r["floor_output_tokens_per_s"]
     reached = f"reached {r['share_of_floor']:.1%}"
     print(f"floor                     {best:8,.0f} tokens/s ({floor.total:.2f} s); {reached}")
+    if r["floor_broken"]:
+        shares = "; ".join(broken_floor(r))
+        print(f"the floor is broken: {shares}. Measure the device again (python tools/measure_device.py)")
+        print("and set its line of KNOWN_DEVICES in tools/bench_roofline.py")
     for name, p in r.get("phases", {}).items():
         rate = f"{p['tb_per_s']:.3g} TB/s" if name == "decode" else f"{p['tflops']:.3g} TFLOP/s"
         print(
@@ -284,84 +236,105 @@ def report(result: dict[str, Any], floor: Floor) -> None:
     print(json.dumps(rounded(r)))
 
 
-def measure(args: argparse.Namespace, folder: str) -> tuple[dict[str, Any], Floor]:
-    """Load, warm up, time and profile; return every figure."""
-    if args.dummy:
-        model = write_shape(args.shape, Path(folder))
-    else:
-        model = Path(args.model or nanovllm.demo_model_path())
-    config = load_model_config(model)
-    try:
-        work = make_workload(args, model, config)
-    except (OSError, ValueError) as error:
-        sys.exit(f"bench.py: {error}")
-    start = time.perf_counter()
-    importlib.import_module(args.engine)
-    import_seconds = IMPORT_SECONDS + time.perf_counter() - start
-
-    options = args.options | {"enable_prefix_caching": args.prefix_caching}
-    if args.engine == "vllm":
-        options.setdefault("max_model_len", max(LEAST_MODEL_LEN, work.longest))
-    start = time.perf_counter()
-    engine = ENGINES[args.engine](args, model, args.dummy, options)
-    engine(work.beginning(1, 1))()
-    startup = time.perf_counter() - start
-
-    def fresh(turn: int) -> Workload:
-        return work.shifted(turn, config.vocab_size) if args.prefix_caching else work
-
+def timed(
+    engine: Engine, fresh: Callable[[int], Workload], args: argparse.Namespace
+) -> tuple[list[float], list[list[Step]]]:
+    """The seconds and the steps of a run that warms up and of `args.repeat` more."""
     seconds: list[float] = []
     runs: list[list[Step]] = []
     recording = recorded_steps if args.engine == "nanovllm" else lambda: contextlib.nullcontext([])
-    for turn in range(args.repeat + 1):  # the first one warms up
+    for turn in range(args.repeat + 1):
         run = engine(fresh(turn + 1))
         with recording() as steps:
             start = time.perf_counter()
             run()
             seconds.append(time.perf_counter() - start)
         runs.append(steps)
-    median = statistics.median(seconds[1:])
+    return seconds, runs
 
-    num_devices = args.options.get("tensor_parallel_size", 1)
-    speed = device_speed(torch.device("cuda" if args.on_gpu else "cpu"), num_devices)
+
+def profiled(args: argparse.Namespace, run: Run, steps: list[Step], folder: str) -> dict[str, Any]:
+    """Figures of a short profiled run beside the same steps of a timed one."""
+    figures: dict[str, Any] = {}
+    found = profile(run, Path(args.profile or folder), args.on_gpu)
+    if "replays" in found:
+        figures["host"] = host_exposed(steps, found["replays"])
+    if args.profile:
+        figures["kernels"] = found["kernels"]
+    return figures
+
+
+def started(args: argparse.Namespace, work: Workload, model: Path) -> tuple[Engine, dict[str, Any]]:
+    """The engine, once it has given a first token; its options and what that took."""
+    start = time.perf_counter()
+    importlib.import_module(args.engine)
+    imported = time.perf_counter()
+    options = args.options | {"enable_prefix_caching": args.prefix_caching}
+    if args.engine == "vllm":
+        options.setdefault("max_model_len", max(LEAST_MODEL_LEN, work.longest))
+    engine = ENGINES[args.engine](args, model, args.dummy, options)
+    engine(work.beginning(1, 1))()
+    return engine, {
+        "options": options,
+        "import_s": IMPORT_SECONDS + imported - start,
+        "startup_s": time.perf_counter() - imported,
+    }
+
+
+def least(args: argparse.Namespace, config: ModelConfig) -> tuple[Cost, Speed]:
+    """What the model costs and how fast the devices are."""
+    speed = device_speed(torch.device("cuda" if args.on_gpu else "cpu"), args.num_devices)
     itemsize = 2 if args.on_gpu else 4
     kv_itemsize = 1 if "fp8" in args.options.get("kv_cache_dtype", "") else itemsize
-    cost = Cost.of(config, itemsize, kv_itemsize)
-    shared = work.common if args.prefix_caching else 0
-    floor = floor_of(cost, work, speed, shared)
-    name = torch.cuda.get_device_name() if args.on_gpu else f"cpu, {torch.get_num_threads()} threads"
+    return Cost.of(config, itemsize, kv_itemsize), speed
+
+
+def measure(args: argparse.Namespace, folder: str) -> tuple[dict[str, Any], Floor]:
+    """Load, warm up, time and profile; return every figure."""
+    model = write_shape(args.shape, Path(folder)) if args.dummy else Path(args.model or demo_model_path())
+    config = load_model_config(model)
+    try:
+        work = make_workload(args, model, config)
+    except (OSError, ValueError) as error:
+        sys.exit(f"bench.py: {error}")
+    engine, start = started(args, work, model)
+
+    def fresh(turn: int) -> Workload:
+        return work.shifted(turn, config.vocab_size) if args.prefix_caching else work
+
+    seconds, runs = timed(engine, fresh, args)
+    median = statistics.median(seconds[1:])
+    cost, speed = least(args, config)
+    sharing = work.sharing() if args.prefix_caching else None
+    floor = floor_of(cost, work, speed, sharing)
     result: dict[str, Any] = {
         "engine": args.engine,
         "workload": args.workload,
         "model": args.shape if args.dummy else model.name,
-        "options": options,
-        "device": f"{num_devices} x {name}" if num_devices > 1 else name,
+        "sampling": args.sampling,
+        "sampling_share": args.sampling_share,
+        "device": device_name(args),
         "torch": torch.__version__,
         "num_seqs": len(work.prompts),
         "tokens_in": work.tokens_in,
         "tokens_out": work.tokens_out,
-        "tokens_shared": shared,
+        "tokens_shared": 0 if sharing is None else int(sharing.tokens.sum()),
         "seconds": seconds,
         "median_s": median,
         "output_tokens_per_s": work.tokens_out / median,
         "floor_output_tokens_per_s": work.tokens_out / floor.total,
         "share_of_floor": floor.total / median,
-        "import_s": import_seconds,
-        "startup_s": startup,
+        **start,
     }
     if args.engine == "nanovllm":
         turn = seconds.index(statistics.median_low(seconds[1:]), 1)
-        steps = runs[turn]
-        result["phases"] = phases(steps, cost, speed, floor, shared)
-        result["other_s"] = seconds[turn] - sum(step.seconds for step in steps)
-        result["steps"] = step_times(steps)
+        result["phases"] = phases(runs[turn], cost, speed, floor, sharing)
+        result["other_s"] = seconds[turn] - sum(step.seconds for step in runs[turn])
+        result["steps"] = step_times(runs[turn])
         if args.profile or args.on_gpu:
             short = fresh(args.repeat + 2).beginning(args.max_num_seqs, PROFILE_TOKENS)
-            found = profile(engine(short), Path(args.profile or folder), args.on_gpu)
-            if "replays" in found:
-                result["host"] = host_exposed(steps, found["replays"])
-            if args.profile:
-                result["kernels"] = found["kernels"]
+            result |= profiled(args, engine(short), runs[turn], folder)
+    result["floor_broken"] = bool(broken_floor(result))
     return result, floor
 
 

@@ -1,6 +1,6 @@
 """nanovllm: offline batch inference for language models. `from nanovllm import LLM, SamplingParams`.
 
-Importing this is cheap: torch and transformers are imported when `LLM` is first used.
+Importing this is cheap: torch is imported when `LLM` is first used, transformers when a tokenizer is loaded.
 """
 
 from __future__ import annotations

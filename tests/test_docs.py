@@ -9,7 +9,9 @@ from pathlib import Path
 from nanovllm.config import Config
 from nanovllm.sampling_params import SamplingParams
 
-README = (Path(__file__).parent.parent / "README.md").read_text()
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+HEADINGS = re.findall(r"^#+ (.*)$", README, re.M)
 
 
 def test_every_option_is_in_the_table_with_its_default() -> None:
@@ -26,8 +28,26 @@ def test_every_sampling_parameter_is_named() -> None:
         assert f"`{field.name}`" in README
 
 
+def test_links_lead_somewhere_on_a_package_index_too() -> None:
+    """There only the text of README.md is shown: a link to a file of the project leads nowhere."""
+    headings = {re.sub(r"[^\w-]", "", line.replace(" ", "-")).lower() for line in HEADINGS}
+    for target in re.findall(r"\]\(([^)]*)\)", README):
+        assert target.startswith("https://") or target.removeprefix("#") in headings, target
+
+
+def test_the_documents_it_names_exist() -> None:
+    named = set(re.findall(r"`([\w/]+\.md)`", README))
+    assert {"docs/design.md", "docs/benchmarks.md", "docs/performance.md"} < named
+    for name in named:
+        assert (ROOT / name).is_file(), name
+
+
+def test_it_says_how_long_the_tests_take() -> None:
+    assert re.search(r"python -m pytest\n```\n\nwhich takes about \d+ minutes", README)
+
+
 def test_the_module_map_names_files_that_exist() -> None:
-    package = Path(__file__).parent.parent / "nanovllm"
+    package = ROOT / "nanovllm"
     table = README.split("| file | what it owns |")[1].split("\n\n")[0]
     for name in re.findall(r"`([\w/]+(?:\.py|/))`", table):
         assert (package / name).exists(), name

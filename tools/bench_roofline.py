@@ -1,21 +1,22 @@
 """What a workload costs at least: bytes read and floating-point operations, and the device's speed at both.
 
-Counts what the answers need whatever engine computes them. Measures nothing but an unknown device's speed.
+Counts what the answers need whatever engine computes them, and measures nothing itself.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
-from bench_workloads import Workload
+from bench_workloads import Sharing, Workload
+from measure_device import device_name, measure_speed
 
 from nanovllm.models.config import ModelConfig
 
 # Bytes/s that a pure read reaches, bf16 FLOP/s that a large matrix product reaches; measured, torch 2.11.
+# tools/measure_device.py prints such a line. A device that is not here is measured in each run.
 KNOWN_DEVICES = {"NVIDIA H200": (4.58e12, 720e12)}
 
 
@@ -79,18 +80,24 @@ class Floor:
         return self.prefill + self.decode
 
 
-def floor_of(cost: Cost, work: Workload, speed: Speed, shared: int = 0) -> Floor:
+def floor_of(cost: Cost, work: Workload, speed: Speed, sharing: Sharing | None = None) -> Floor:
     """Prompts at full FLOP/s; then the weights once a step (or their products, if slower) and every K/V once.
 
-    shared: tokens at the beginning of all prompts whose K/V is computed once and read once a step for all.
+    sharing: whose beginnings are computed once and read once a step for all of a group.
     """
     lens = np.array([len(prompt) for prompt in work.prompts], np.int64)
     outs = np.array(work.output_lens, np.int64)
-    new = lens.copy()
-    new[1:] -= shared
-    steps = int(outs.max()) - 1
+    new, steps = lens.copy(), int(outs.max()) - 1
     # Decode step k of a sequence, from 1 to out - 1, reads its prompt and k more tokens.
-    contexts = int(((outs - 1) * (lens - shared) + outs * (outs - 1) // 2).sum()) + steps * shared
+    contexts = int(((outs - 1) * lens + outs * (outs - 1) // 2).sum())
+    if sharing is not None:
+        shared = sharing.tokens[sharing.groups]
+        first = np.unique(sharing.groups, return_index=True)[1]
+        longest = np.zeros(len(sharing.tokens), np.int64)  # steps with any row of a group
+        np.maximum.at(longest, sharing.groups, outs - 1)
+        new -= shared
+        new[first] = lens[first]
+        contexts += int((longest * sharing.tokens).sum() - ((outs - 1) * shared).sum())
     kv_bytes = cost.decode_bytes(0, contexts)
     weight_bytes = cost.decode_bytes(steps, 0)
     flops = cost.decode_flops(work.tokens_out - len(outs))
@@ -102,25 +109,16 @@ def floor_of(cost: Cost, work: Workload, speed: Speed, shared: int = 0) -> Floor
 
 
 def device_speed(device: torch.device, num_devices: int) -> Speed:
-    """Known for some GPUs, else measured, in about a second, on one device."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    bandwidth, flops = KNOWN_DEVICES[name] if name in KNOWN_DEVICES else _measure_speed(device)
+    """Known for some GPUs, else measured, in some seconds, on one device."""
+    known = KNOWN_DEVICES.get(device_name(device))
+    bandwidth, flops = known or measure_speed(device)
     return Speed(bandwidth * num_devices, flops * num_devices)
 
 
-def _measure_speed(device: torch.device) -> tuple[float, float]:
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-
-    def best(work: Callable[[], object]) -> float:
-        times = []
-        for _ in range(5):
-            start = time.perf_counter()
-            work()
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            times.append(time.perf_counter() - start)
-        return min(times)
-
-    data = torch.ones(2**27, device=device)
-    square = torch.rand(2048, 2048, device=device, dtype=dtype)
-    return data.nbytes / best(data.sum), 2 * 2048**3 / best(lambda: square @ square)
+def broken_floor(result: dict[str, Any]) -> list[str]:
+    """Which shares of `result`, a report of bench.py, are above 1: what an engine goes below is no floor."""
+    shares = [("the whole", "the floor", result["share_of_floor"])]
+    for name, phase in result.get("phases", {}).items():
+        shares.append((name, "the device's speed", phase["share_of_peak"]))
+        shares.append((name, "its floor", phase["share_of_floor"]))
+    return [f"{what} is at {share:.1%} of {whole}" for what, whole, share in shares if share > 1]

@@ -22,6 +22,7 @@ from unittest import mock
 import numpy as np
 import torch
 from bench_roofline import Cost, Floor, Speed
+from bench_workloads import Sharing
 
 from nanovllm.engine import llm_engine
 from nanovllm.engine.batch import LAST_SAMPLED, Batch
@@ -39,6 +40,7 @@ class Step:
     is_decode: bool
     query_lens: np.ndarray  # [S]
     context_lens: np.ndarray  # [S]
+    rows: np.ndarray  # [S] which of the prompts
 
 
 @contextmanager
@@ -48,33 +50,37 @@ def recorded_steps() -> Iterator[list[Step]]:
     What it adds to a step is a look at the clock and an entry in a list, 0.2 to 2.7 us as measured.
     """
     starts: list[float] = []
-    log: list[tuple[float, np.ndarray, np.ndarray, np.ndarray]] = []
+    log: list[tuple[float, np.ndarray, np.ndarray, np.ndarray, tuple[int, ...]]] = []
 
     class Recorder(Progress):
-        def __init__(self, total: int, enabled: bool) -> None:
-            super().__init__(total, enabled)
+        def __enter__(self) -> Progress:
+            super().__enter__()
             starts.append(time.perf_counter())
+            return self
 
         def update(self, batch: Batch | None, num_finished: int) -> None:
             if batch is not None:  # the first launch of a run that is one step ahead has no result yet
-                log.append((time.perf_counter(), batch.token_ids, batch.query_lens, batch.context_lens))
+                now = time.perf_counter()
+                log.append((now, batch.token_ids, batch.query_lens, batch.context_lens, batch.seq_ids))
             super().update(batch, num_finished)
 
     steps: list[Step] = []
     with mock.patch.object(llm_engine, "Progress", Recorder):
         yield steps
-    begin = starts[0]
-    for end, token_ids, query_lens, context_lens in log:
+    begin, first_id = starts[0], min((min(seq_ids) for *_, seq_ids in log), default=0)
+    for end, token_ids, query_lens, context_lens, seq_ids in log:
         is_decode = len(token_ids) == len(query_lens) and bool((token_ids == LAST_SAMPLED).all())
-        steps.append(Step(end - begin, is_decode, query_lens, context_lens))
+        steps.append(Step(end - begin, is_decode, query_lens, context_lens, np.array(seq_ids) - first_id))
         begin = end
 
 
-def phases(steps: list[Step], cost: Cost, speed: Speed, floor: Floor, shared: int) -> dict[str, Any]:
+def phases(
+    steps: list[Step], cost: Cost, speed: Speed, floor: Floor, sharing: Sharing | None
+) -> dict[str, Any]:
     """Tokens/s, TFLOP/s or TB/s and the share of the floor of prefill (with mixed steps) and decode.
 
-    The rates count what the steps that ran had to compute or read: of `shared` tokens at the beginning of all
-    contexts one read a step, and none of what attention, norms and copies add to the weights and the K/V.
+    The rates count what the steps that ran had to compute or read: what rows share by `sharing` one read a
+    step, and none of what attention, norms and copies add to the weights and the K/V.
     """
     report: dict[str, Any] = {}
     prefill = [step for step in steps if not step.is_decode]
@@ -85,7 +91,9 @@ def phases(steps: list[Step], cost: Cost, speed: Speed, floor: Floor, shared: in
     decode = [step for step in steps if step.is_decode]
     if decode:
         tokens = sum(len(step.query_lens) for step in decode)
-        contexts = sum(int(step.context_lens.sum()) - shared * (len(step.query_lens) - 1) for step in decode)
+        contexts = sum(int(step.context_lens.sum()) for step in decode)
+        if sharing is not None:
+            contexts -= sum(sharing.saved(step.rows) for step in decode)
         read = cost.decode_bytes(len(decode), contexts)
         report["decode"] = _phase(decode, tokens, "tb_per_s", read, speed.bytes_per_s, floor.decode)
     return report

@@ -12,6 +12,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import numpy as np
 from demo_tasks import heldout
 from transformers import AutoTokenizer
 
@@ -23,6 +24,7 @@ QWEN3 = {  # name: layers, hidden, intermediate, heads, tied embeddings
     "qwen3-14b": (40, 5120, 17408, 40, False),
     "qwen3-32b": (64, 5120, 25600, 64, False),
 }
+SAMPLES = 16  # of each prompt of the workload of that name
 ROW_KEYS = ("prompt", "prompt_token_ids", "max_tokens")
 Tokenize = Callable[[list[str]], list[list[int]]]
 
@@ -58,6 +60,15 @@ class Workload:
             (i for i, pair in enumerate(zip(low, high, strict=False)) if pair[0] != pair[1]), len(low)
         )
 
+    def sharing(self) -> Sharing:
+        """What a prefix cache can save: the beginning of all prompts, or else prompts that are the same."""
+        if self.common:
+            return Sharing(np.zeros(len(self.prompts), np.int64), np.array([self.common]))
+        numbers: dict[tuple[int, ...], int] = {}
+        groups = np.array([numbers.setdefault(tuple(p), len(numbers)) for p in self.prompts])
+        tokens = np.array([len(prompt) for prompt in numbers])
+        return Sharing(groups, np.where(np.bincount(groups) > 1, tokens, 0))
+
     def shifted(self, by: int, vocab_size: int) -> Workload:
         """The same lengths and the same sharing with other ids: nothing of it is in a prefix cache yet."""
         return replace(self, prompts=[[(i + by) % vocab_size for i in prompt] for prompt in self.prompts])
@@ -68,14 +79,41 @@ class Workload:
         return replace(self, prompts=self.prompts[:num_seqs], output_lens=output_lens)
 
 
-def headline(num_seqs: int, name: str = "headline") -> Workload:
-    """nano-vLLM's workload, drawn in its order: 100 to 1,024 random ids in, 100 to 1,024 tokens out.
+@dataclass(frozen=True, eq=False)
+class Sharing:
+    """Which rows begin with the same tokens, that need be computed once and read once a step."""
+
+    groups: np.ndarray  # [rows] the number of each row's group
+    tokens: np.ndarray  # [groups] how many tokens at their beginning all rows of a group share
+
+    def saved(self, rows: np.ndarray) -> int:
+        """How many tokens' K/V a step of `rows` reads less than it would without sharing."""
+        counts = np.bincount(self.groups[rows], minlength=len(self.tokens))
+        return int((np.maximum(counts - 1, 0) * self.tokens).sum())
+
+
+def drawn(name: str, num_seqs: int, ids_in: tuple[int, int], tokens_out: tuple[int, int]) -> Workload:
+    """Random ids, so many from least to most, and so many tokens out; in the order of nano-vLLM's benchmark.
 
     All ids are drawn before the first output length, so `num_seqs` changes every one of the latter.
     """
     rng = Random(0)
-    prompts = [[rng.randint(0, 10000) for _ in range(rng.randint(100, 1024))] for _ in range(num_seqs)]
-    return Workload(name, prompts, [rng.randint(100, 1024) for _ in range(num_seqs)])
+    prompts = [[rng.randint(0, 10000) for _ in range(rng.randint(*ids_in))] for _ in range(num_seqs)]
+    return Workload(name, prompts, [rng.randint(*tokens_out) for _ in range(num_seqs)])
+
+
+def headline(num_seqs: int, name: str = "headline") -> Workload:
+    """nano-vLLM's workload: 100 to 1,024 random ids in, 100 to 1,024 tokens out."""
+    return drawn(name, num_seqs, (100, 1024), (100, 1024))
+
+
+def samples(num_seqs: int) -> Workload:
+    """Prompts of 300 to 900 random ids, each SAMPLES times in a row; 100 to 600 tokens out each time."""
+    rng = Random(0)
+    count = -(-num_seqs // SAMPLES)
+    prompts = [[rng.randint(0, 10000) for _ in range(rng.randint(300, 900))] for _ in range(count)]
+    rows = [prompts[row // SAMPLES] for row in range(num_seqs)]
+    return Workload("samples", rows, [rng.randint(100, 600) for _ in range(num_seqs)])
 
 
 def shared_prefix(num_seqs: int) -> Workload:
@@ -104,8 +142,14 @@ SYNTHETIC: dict[str, tuple[int, Callable[[int], Workload]]] = {  # of random ids
     "headline": (256, headline),
     "queue": (2048, lambda num_seqs: headline(num_seqs, "queue")),
     "single": (1, lambda num_seqs: headline(num_seqs, "single")),  # 964 in, 724 out
+    "few": (16, lambda num_seqs: drawn("few", num_seqs, (100, 1024), (512, 512))),
+    "chat": (2048, lambda num_seqs: drawn("chat", num_seqs, (20, 200), (20, 300))),
+    "classify": (4096, lambda num_seqs: drawn("classify", num_seqs, (200, 600), (4, 4))),
+    "long": (48, lambda num_seqs: drawn("long", num_seqs, (8000, 28000), (200, 200))),
     "prefix": (256, shared_prefix),
+    "samples": (64 * SAMPLES, samples),
 }
+SHARED = ("prefix", "samples")  # those whose point is what the prefix cache saves
 
 
 def from_jsonl(

@@ -5,18 +5,23 @@ Imports the package only when asked whether it is there, so that everything work
 
 from __future__ import annotations
 
+from functools import lru_cache
+from types import ModuleType
+
 import torch
 
 from nanovllm.attention.base import AttentionBackend, AttentionMetadata
 from nanovllm.device import Device
 
-try:
-    import flash_attn
-    from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
 
-    IMPORT_ERROR = None
-except ImportError as error:  # also raised when the wheel was built for another torch
-    IMPORT_ERROR = str(error)
+@lru_cache
+def _package() -> ModuleType | ImportError:
+    """The package, imported now; or why it cannot be, such as a wheel that was built for another torch."""
+    try:
+        import flash_attn
+    except ImportError as error:
+        return error.with_traceback(None)  # whose frames would stay
+    return flash_attn
 
 
 class FlashAttnBackend(AttentionBackend):
@@ -30,10 +35,11 @@ class FlashAttnBackend(AttentionBackend):
     ) -> str | None:
         if not device.is_cuda:
             return f"it needs a CUDA device, and the device is {device.torch}"
-        if IMPORT_ERROR is not None:
-            return f"the package flash-attn cannot be imported ({IMPORT_ERROR}); pip install flash-attn"
-        if not flash_attn.__version__.startswith("2."):
-            return f"it needs flash-attn 2.x, and {flash_attn.__version__} is installed"
+        package = _package()
+        if isinstance(package, ImportError):
+            return f"the package flash-attn cannot be imported ({package}); pip install flash-attn"
+        if not package.__version__.startswith("2."):
+            return f"it needs flash-attn 2.x, and {package.__version__} is installed"
         if device.capability < (8, 0):
             return "it needs compute capability 8.0 or newer (Ampere)"
         if dtype not in (torch.float16, torch.bfloat16):
@@ -55,8 +61,10 @@ class FlashAttnBackend(AttentionBackend):
         v_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
         assert k_scale is None and v_scale is None, "flash-attn 2 reads no FP8 cache"
+        package = _package()
+        assert isinstance(package, ModuleType), "unavailable() has said why"
         if meta.is_decode:
-            out = flash_attn_with_kvcache(
+            out = package.flash_attn_with_kvcache(
                 q[:, None],
                 k_cache,
                 v_cache,
@@ -66,7 +74,7 @@ class FlashAttnBackend(AttentionBackend):
                 causal=True,
             )
             return out[:, 0]
-        return flash_attn_varlen_func(
+        return package.flash_attn_varlen_func(
             q,
             k_cache,
             v_cache,

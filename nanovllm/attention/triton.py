@@ -24,10 +24,10 @@ class TritonBackend(AttentionBackend):
     def unavailable(
         cls, device: Device, dtype: torch.dtype, head_dim: int, cache_dtype: torch.dtype
     ) -> str | None:
-        if not HAS_TRITON:
-            return "the package triton is not installed (pip install triton)"
         if not device.is_cuda and not INTERPRET:
             return f"it needs a CUDA device (or TRITON_INTERPRET=1), and the device is {device.torch}"
+        if not HAS_TRITON:
+            return "the package triton is not installed (pip install triton)"
         if head_dim % 8 or head_dim > 256:
             return f"it supports head_dim up to 256 in steps of 8, and head_dim is {head_dim}"
         return None

@@ -6,12 +6,11 @@ Knows no batch and no model, only sizes and functions that run one padded step.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextvars import copy_context
 from typing import Any
 
 import torch
-from tqdm.auto import tqdm
 
 from nanovllm.kernels.compat import FEW_ROWS, in_graph
 
@@ -46,9 +45,12 @@ class CUDAGraphs:
 
     def capture_all(self, progress: bool) -> None:
         """Capture every size, largest first so that smaller ones reuse its memory."""
-        sizes = self.sizes[::-1]
-        # Without a bar, not even a disabled one: a worker must not own the semaphore that tqdm makes.
-        for size in tqdm(sizes, "Capturing CUDA graphs", leave=False) if progress else sizes:
+        sizes: Iterable[int] = self.sizes[::-1]
+        if progress:  # else not even a disabled bar: a worker must not own the semaphore that tqdm makes
+            from tqdm import tqdm
+
+            sizes = tqdm(sizes, "Capturing CUDA graphs", leave=False)
+        for size in sizes:
             self.capture(size)
 
     def capture(self, size: int) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
 from functools import partial
@@ -17,7 +17,6 @@ from types import TracebackType
 from typing import Any, NoReturn, SupportsIndex
 
 import xxhash
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from nanovllm.config import Config
 from nanovllm.device import Device
@@ -39,9 +38,8 @@ from nanovllm.engine.prompts import (
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.staging import StepHandle
-from nanovllm.engine.texts import Detokenizer
+from nanovllm.engine.texts import Detokenizer, load_tokenizer
 from nanovllm.engine.worker import RankSetup, Workers
-from nanovllm.errors import ModelLoadError
 from nanovllm.models.loader import check_weights, load_model_config, resolve_model_path, weight_bytes
 from nanovllm.outputs import CompletionOutput, RequestOutput
 from nanovllm.sampling_params import SamplingParams
@@ -187,7 +185,7 @@ class LLMEngine:
         self,
         prompts: PromptLike | Iterable[PromptLike],
         sampling_params: SamplingParams | SequenceOf[SamplingParams] | None = None,
-        use_tqdm: bool = True,
+        use_tqdm: bool | Callable[..., Any] = True,
     ) -> list[RequestOutput]:
         """Answer every prompt, in the order given.
 
@@ -195,6 +193,7 @@ class LLMEngine:
         these; also generators of them, arrays and tensors (one dimension is a prompt, two are several), and
         what a tokenizer of transformers returns.
         sampling_params: one for all prompts, or a list with one for each.
+        use_tqdm: whether to show progress of more than one prompt, or a class like tqdm's to show it with.
 
         Everything is checked before anything runs: ValueError or TypeError names the index and the value.
         After an exception, Ctrl-C included, the engine is empty and usable. RuntimeError when requests of
@@ -202,6 +201,7 @@ class LLMEngine:
         """
         self._lifecycle.check_open()
         parsed = parse_prompts(prompts)
+        progress = Progress(len(parsed), use_tqdm)
         params = parse_sampling_params(sampling_params, len(parsed))
         where = [f"prompts[{index}]" for index in range(len(parsed))]
         with self._calling(), no_full_collections():
@@ -213,7 +213,7 @@ class LLMEngine:
             try:
                 request_ids = self._add(parsed, params, where)
                 outputs: dict[int, RequestOutput] = {}
-                with Progress(len(parsed), enabled=use_tqdm) as progress:
+                with progress:
                     while not self._scheduler.is_finished():
                         batch, finished = self._step()
                         for seq in finished:
@@ -383,17 +383,3 @@ def _free(workers: Workers, runner: ModelRunner) -> None:
     """End the workers, then free this rank's memory."""
     workers.stop()
     runner.exit()
-
-
-def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
-    """Load the tokenizer in `path`. Raises ModelLoadError that says what to do without one."""
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
-        if not tokenizer("a")["input_ids"]:  # what transformers makes of a folder without tokenizer files
-            raise ValueError("its vocabulary is empty")
-    except Exception as error:  # transformers raises many kinds
-        raise ModelLoadError(
-            f"no tokenizer could be loaded from {path} ({error}); put the model's tokenizer files there, "
-            "or pass skip_tokenizer_init=True and token ids as prompts"
-        ) from error
-    return tokenizer

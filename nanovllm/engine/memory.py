@@ -18,6 +18,10 @@ from nanovllm.sampling_params import SamplingBatch
 
 logger = logging.getLogger("nanovllm")
 
+LARGE_ON_A_CPU = (
+    2**30
+)  # bytes of the program's own memory from which a KV cache that nobody asked for is named
+
 
 @dataclass(frozen=True, slots=True)
 class KVCacheSpace:
@@ -75,6 +79,11 @@ def fit_kv_cache(spaces: list[KVCacheSpace], config: Config, block_size: int, mo
     size = num_blocks * spaces[0].per_block / 2**30
     each = " on each rank" if len(spaces) > 1 else ""
     logger.info("KV cache: %d blocks of %d tokens, %.2f GiB%s", num_blocks, block_size, size, each)
+    if spaces[0].device == "cpu" and config.num_kvcache_blocks is None and size * 2**30 > LARGE_ON_A_CPU:
+        logger.warning(
+            "the KV cache may grow to %.2f GiB%s as it is used; less with num_kvcache_blocks below %d",
+            *(size, each, num_blocks),
+        )
     return num_blocks
 
 

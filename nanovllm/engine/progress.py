@@ -1,41 +1,166 @@
-"""The progress bar of `generate`: requests done, and tokens a second of prefill and decode."""
+"""The progress of `generate`: requests done, and tokens a second of prefill and decode, for whoever looks on.
+
+Owns the choice between a bar in a terminal or notebook, plain lines where neither is there, and silence.
+Imports tqdm only where a bar is shown.
+"""
 
 from __future__ import annotations
 
+import os
+import sys
+from collections.abc import Callable
 from time import perf_counter
 from types import TracebackType
-
-from tqdm.auto import tqdm
+from typing import Any
 
 from nanovllm.engine.batch import LAST_SAMPLED, Batch
 
+LINE_SECONDS = 10.0  # between plain lines
+NOTEBOOK_COLUMNS = 80  # of a bar of text in a notebook, which has no width of its own
+LEAST_BAR = 4  # columns
+
+# The first that fits is taken. `postfix` begins with a comma.
+LAYOUTS = (
+    "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]",
+    "|{bar}| {n_fmt}/{total_fmt} <{remaining}{postfix}",
+    "|{bar}| {n_fmt}/{total_fmt}",
+)
+WIDEST = {
+    "percentage": 100,
+    "bar": "#" * LEAST_BAR,
+    "elapsed": "99:59:59",
+    "remaining": "99:59:59",
+    "postfix": ", in 1.23M, out 1.23M tok/s",
+}
+
 
 class Progress:
-    """A tqdm bar over requests; silent when not enabled. Time between two updates counts for the later's
-    batch."""
+    """Counts steps and shows them. Time between two updates counts for the later's batch.
 
-    def __init__(self, total: int, enabled: bool) -> None:
-        self._bar = tqdm(total=total, desc="Generating", disable=not enabled, dynamic_ncols=True)
-        self._tokens = {"prefill": 0, "decode": 0}
-        self._seconds = {"prefill": 0.0, "decode": 0.0}
-        self._last = perf_counter()
+    `use_tqdm` is True, False, or a class like tqdm's, which is made with `total` and `desc` and used as it
+    is; True shows nothing for a single request. Raises TypeError for anything else.
+    """
+
+    def __init__(
+        self, total: int, use_tqdm: bool | Callable[..., Any], clock: Callable[[], float] = perf_counter
+    ) -> None:
+        """total: of requests; clock: seconds. Shows nothing before the `with` block begins."""
+        if not callable(use_tqdm) and not isinstance(use_tqdm, bool):
+            raise TypeError(f"use_tqdm must be True, False or a class like tqdm.tqdm, not {use_tqdm!r}")
+        self._total = total
+        self._use_tqdm = use_tqdm
+        self._clock = clock
+        self._display: Any = None  # update(n) and close(), as of tqdm
+        self._tokens = {"in": 0, "out": 0}
+        self._seconds = {"in": 0.0, "out": 0.0}
+        self._last = 0.0
 
     def update(self, batch: Batch | None, num_finished: int) -> None:
         """Count a step: `batch` has been computed and `num_finished` requests ended with it."""
-        now = perf_counter()
+        if self._display is None:
+            return
+        now = self._clock()
         if batch is not None:
-            phase = "decode" if batch.token_ids[0] == LAST_SAMPLED else "prefill"
+            phase = "out" if batch.token_ids[0] == LAST_SAMPLED else "in"
             self._tokens[phase] += len(batch.token_ids)
             self._seconds[phase] += now - self._last
         self._last = now
-        rates = {p: f"{self._tokens[p] / s:,.0f} tok/s" for p, s in self._seconds.items() if s > 0}
-        self._bar.set_postfix(rates, refresh=False)
-        self._bar.update(num_finished)
+        if callable(self._use_tqdm) and hasattr(self._display, "set_postfix_str"):
+            self._display.set_postfix_str(self.rates(), refresh=False)
+        self._display.update(num_finished)
+
+    def rates(self) -> str:
+        """Prompt tokens a second of prefill and output tokens a second of decode, as far as there are any."""
+        rates = [f"{name} {short(self._tokens[name] / s)}" for name, s in self._seconds.items() if s > 0]
+        return ", ".join(rates) + " tok/s" if rates else ""
 
     def __enter__(self) -> Progress:
+        if callable(self._use_tqdm):
+            self._display = self._use_tqdm(total=self._total, desc="Generating")
+        elif self._use_tqdm and self._total > 1 and sys.stderr and not os.environ.get("TQDM_DISABLE"):
+            if in_notebook() or sys.stderr.isatty():
+                self._display = make_bar(self._total, self.rates)
+            else:
+                self._display = Lines(self._total, self.rates, self._clock)
+        self._last = self._clock()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._bar.close()
+        if self._display is not None:
+            self._display.close()
+
+
+class Lines:
+    """A line on stderr every LINE_SECONDS and one at the end; none at all for what takes less than that."""
+
+    def __init__(self, total: int, rates: Callable[[], str], clock: Callable[[], float]) -> None:
+        self._total, self._rates, self._clock = total, rates, clock
+        self._done = 0
+        self._start = clock()
+        self._due = self._start + LINE_SECONDS
+
+    def update(self, num_finished: int) -> None:
+        """Count requests; print when a line is due."""
+        self._done += num_finished
+        now = self._clock()
+        if now >= self._due and self._done < self._total:  # `close` prints the last one
+            self._print(now)
+            self._due = now + LINE_SECONDS
+
+    def close(self) -> None:
+        """Print how it ended."""
+        now = self._clock()
+        if now - self._start >= LINE_SECONDS:
+            self._print(now)
+
+    def _print(self, now: float) -> None:
+        parts = [
+            f"{self._done:,} of {self._total:,} requests after {now - self._start:,.0f} s",
+            self._rates(),
+        ]
+        print(f"Generating: {', '.join(filter(None, parts))}", file=sys.stderr, flush=True)
+
+
+def make_bar(total: int, rates: Callable[[], str]) -> Any:
+    """A tqdm bar that fits its terminal: widgets in a notebook that has them, text everywhere else."""
+    from tqdm import notebook, tqdm
+
+    notebook_text = in_notebook() and notebook.IProgress is None  # the package ipywidgets is not there
+    base: Any = notebook.tqdm if in_notebook() and not notebook_text else tqdm
+
+    class Bar(base):  # type: ignore[misc]
+        @property
+        def format_dict(self) -> dict[str, Any]:
+            """What a bar is drawn from; asked for each time that one is drawn, ten times a second."""
+            values: dict[str, Any] = super().format_dict
+            return values | {"bar_format": layout(total, values["ncols"]), "postfix": rates()}
+
+    columns: dict[str, Any] = {"ncols": NOTEBOOK_COLUMNS} if notebook_text else {"dynamic_ncols": True}
+    return Bar(total=total, miniters=0, disable=False, **columns)
+
+
+def layout(total: int, columns: object) -> str:
+    """The fullest of LAYOUTS that fits `columns` for `total` requests; of no number of columns, the first."""
+    if not isinstance(columns, int):  # a notebook's widget, or a terminal of unknown width
+        return LAYOUTS[0]
+    counts = {"n_fmt": str(total), "total_fmt": str(total)}
+    fitting = (each for each in LAYOUTS if len(each.format(**WIDEST, **counts)) <= columns)
+    return next(fitting, LAYOUTS[-1])
+
+
+def short(rate: float) -> str:
+    """A rate in at most five characters: 7.53, 981, 4.57k, 123k, 1.23M."""
+    for unit in ("", "k", "M"):
+        if rate < 999.5:
+            return f"{rate:#.3g}".rstrip(".") + unit
+        rate /= 1000
+    return f"{rate:.0f}G"
+
+
+def in_notebook() -> bool:
+    """Whether this process is a Jupyter kernel."""
+    ipython = sys.modules.get("IPython")
+    shell = None if ipython is None else ipython.get_ipython()
+    return shell is not None and "IPKernelApp" in shell.config

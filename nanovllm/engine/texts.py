@@ -1,6 +1,6 @@
-"""Between texts and token ids: chat templates and tokenizers, with errors that name the prompt.
+"""Between texts and token ids: tokenizers and chat templates, with errors that name the prompt.
 
-Loads no tokenizer and keeps no request.
+Keeps no request.
 """
 
 from __future__ import annotations
@@ -9,9 +9,11 @@ import codecs
 import inspect
 import logging
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.engine.prompts import check_text, show
+from nanovllm.errors import ModelLoadError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -22,6 +24,22 @@ CONTEXT = 4  # tokens of the prompt before an output that decide how it is writt
 CUT = "\ufffd"  # what decoders write for bytes that are no character
 REMEMBERED = 1000  # contexts
 LONGEST_CUT = 3  # bytes of a character that is cut
+
+
+def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
+    """Load the tokenizer in `path`. Raises ModelLoadError that says what to do without one."""
+    from transformers import AutoTokenizer  # here, for it takes as long to import as torch
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+        if not tokenizer("a")["input_ids"]:  # what transformers makes of a folder without tokenizer files
+            raise ValueError("its vocabulary is empty")
+    except Exception as error:  # transformers raises many kinds
+        raise ModelLoadError(
+            f"no tokenizer could be loaded from {path} ({error}); put the model's tokenizer files there, "
+            "or pass skip_tokenizer_init=True and token ids as prompts"
+        ) from error
+    return tokenizer
 
 
 class Detokenizer:

@@ -1,7 +1,8 @@
 """The one place that imports Triton, so that every kernel file imports cleanly where Triton does not exist.
 
-`triton` and `tl` are None there and `jit` changes nothing. Never decides anything about an engine: which
-implementation runs is chosen at each call, from the tensor's device.
+`triton` and `tl` are None there, and where torch has no CUDA for a kernel to run on; `jit` then changes
+nothing. Never decides anything about an engine: which implementation runs is chosen at each call, from the
+tensor's device.
 """
 
 from __future__ import annotations
@@ -31,22 +32,25 @@ __all__ = [
     "use_triton",
 ]
 
+# Triton reads this variable when a kernel is decorated, so it must be set before this package is imported.
+_INTERPRETER_ASKED = os.environ.get("TRITON_INTERPRET") == "1"
+
 try:
+    if not (_INTERPRETER_ASKED or torch.backends.cuda.is_built()):
+        raise ImportError("a kernel has nothing to run on")
     import triton
     import triton.language as tl
     from triton.tools.tensor_descriptor import TensorDescriptor
-except ImportError:  # no wheel for this platform: the torch twins do all the work
+except ImportError:  # that, or no wheel for this platform: the torch twins do all the work
     triton = tl = TensorDescriptor = None
 
 HAS_TRITON = triton is not None
+INTERPRET = HAS_TRITON and _INTERPRETER_ASKED
 
 FEW_ROWS = 2  # up to here a step's time is in starting kernels and in reading weights: other ways pay
 
 # Set while a step is captured, and run for the first time before that: a replay starts kernels for nothing.
 in_graph: ContextVar[bool] = ContextVar("in_graph", default=False)
-
-# Triton reads this variable when a kernel is decorated, so it must be set before this package is imported.
-INTERPRET = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def jit(*unspecialized: str) -> Callable[[Any], Any]:

@@ -14,7 +14,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub
 import torch
 from safetensors import SafetensorError, safe_open
 
@@ -60,6 +59,8 @@ def resolve_model_path(name: str | Path) -> Path:
         raise ValueError(
             f"model folder {str(path)!r} does not exist, and it is not a hub id (organisation/name)"
         )
+    import huggingface_hub  # here, for most models are folders and this takes half a second
+
     try:
         found = huggingface_hub.snapshot_download(
             str(name), allow_patterns=HUB_PATTERNS, ignore_patterns=HUB_IGNORED

@@ -5,15 +5,20 @@ No test looks at how fast anything was.
 
 from __future__ import annotations
 
+import ast
 import gzip
 import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import bench_roofline
+import measure_device
 import numpy as np
 import pytest
-from bench_roofline import Cost, Speed, floor_of
+import torch
+from bench_engines import row_sampling
+from bench_roofline import Cost, Speed, broken_floor, device_speed, floor_of
 from bench_steps import (
     Step,
     busy_time,
@@ -25,12 +30,22 @@ from bench_steps import (
     replay_times,
     step_times,
 )
-from bench_workloads import QWEN3, SYNTHETIC, Workload, from_jsonl, headline, shared_prefix, write_shape
+from bench_workloads import (
+    QWEN3,
+    SYNTHETIC,
+    Workload,
+    from_jsonl,
+    headline,
+    samples,
+    shared_prefix,
+    write_shape,
+)
 
 import bench
 import nanovllm
 from nanovllm.engine import llm_engine
 from nanovllm.engine.progress import Progress
+from nanovllm.kernels.compat import INTERPRET
 from nanovllm.models.loader import load_model_config
 
 # -- workloads ---------------------------------------------------------------------------------------------
@@ -50,6 +65,50 @@ def test_the_other_synthetic_workloads_have_their_totals() -> None:
 
     assert totals("single") == ("single", 1, 964, 724)
     assert totals("queue") == ("queue", 2048, 1_150_273, 1_128_906)
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "ids_in", "tokens_out"),
+    [
+        ("few", 16, (100, 1024), (512, 512)),
+        ("chat", 2048, (20, 200), (20, 300)),
+        ("classify", 4096, (200, 600), (4, 4)),
+        ("long", 48, (8000, 28000), (200, 200)),
+        ("samples", 1024, (300, 900), (100, 600)),
+    ],
+)
+def test_drawn_workloads_are_of_their_sizes_and_the_same_each_time(
+    name: str, size: int, ids_in: tuple[int, int], tokens_out: tuple[int, int]
+) -> None:
+    default, draw = SYNTHETIC[name]
+    work = draw(default)
+    assert (default, len(work.prompts), work.name, work.common) == (size, size, name, 0)
+    for sizes, (least, most) in ((list(map(len, work.prompts)), ids_in), (work.output_lens, tokens_out)):
+        spread = (most - least) / 8
+        assert least <= min(sizes) <= least + spread and most - spread <= max(sizes) <= most
+    assert min(map(min, work.prompts)) >= 0 and max(map(max, work.prompts)) <= 10_000
+    assert draw(default) == work
+
+
+def test_every_workload_is_in_the_list_of_commands() -> None:
+    listed = (Path(bench.__file__).parent / "docs" / "benchmarks.md").read_text().split("\n## ")[1]
+    for name, (size, draw) in SYNTHETIC.items():
+        work = draw(size)
+        [row] = [line for line in listed.splitlines() if line.startswith(f"| `{name}`")]
+        assert all(f"| {count:,} |" in row for count in (size, work.tokens_in, work.tokens_out)), row
+
+
+def test_the_samples_workload_asks_each_prompt_sixteen_times() -> None:
+    work = samples(1024)
+    assert len(set(map(tuple, work.prompts))) == 64
+    assert all(work.prompts[row] == work.prompts[row // 16 * 16] for row in range(1024))
+    assert len(set(work.output_lens[:16])) > 8  # each with a length of its own
+    few = samples(20)
+    assert few.prompts[:16] == [few.prompts[0]] * 16 and few.prompts[16:] == [few.prompts[16]] * 4
+    sharing = work.sharing()
+    assert sharing.tokens.tolist() == [len(work.prompts[row]) for row in range(0, 1024, 16)]
+    # Rows 0 and 15 are of one prompt, row 16 of another.
+    assert sharing.saved(np.array([0, 15, 16])) == len(work.prompts[0])
 
 
 def test_the_prefix_workload_shares_its_first_4096_tokens_and_no_more() -> None:
@@ -193,13 +252,75 @@ def test_floor_of_a_small_workload() -> None:
     assert two.total == pytest.approx(floor.total / 2)
 
 
+def test_an_unknown_device_is_measured_and_a_known_one_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_roofline, "measure_speed", lambda device: (10.0, 100.0))
+    assert device_speed(torch.device("cpu"), 2) == Speed(20.0, 200.0)
+    monkeypatch.setitem(bench_roofline.KNOWN_DEVICES, "cpu", (3.0, 5.0))
+    assert device_speed(torch.device("cpu"), 1) == Speed(3.0, 5.0)
+
+
+def test_measuring_ends_in_a_line_for_the_table(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figures = iter([(3.0121e12, 640.2e12), (2.9e12, 654.9e12)])
+    monkeypatch.setattr(measure_device, "measure_speed", lambda device: next(figures))
+    monkeypatch.setattr("sys.argv", ["measure_device.py", "--device", "cpu", "--times", "2"])
+    measure_device.main()
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert ast.literal_eval("{" + line + "}") == {"cpu": (3.02e12, 655e12)}  # the best of each, rounded up
+
+
+def test_a_device_is_measured_by_what_it_reads_and_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = iter([0.5, 0.25, 2.0, 4.0])  # of each way
+    monkeypatch.setattr(measure_device, "CPU_BYTES", 2**20)
+    monkeypatch.setattr(measure_device, "CPU_SIDE", 8)
+    monkeypatch.setattr(measure_device, "best_seconds", lambda work, device, tries: next(seconds))
+    assert measure_device.measure_speed(torch.device("cpu")) == (2**20 / 0.25, 2 * 8**3 / 2.0)
+
+
+@pytest.mark.skipif(not INTERPRET, reason="kernels are compiled here; python tools/measure_device.py runs it")
+@pytest.mark.parametrize("programs", [1, 3, 8, 20])
+def test_the_read_kernel_reads_every_value_once(programs: int) -> None:
+    data = torch.randint(-9, 9, (16 * 64,)).float()
+    sums = measure_device.read_triton(data, block=64, warps=4, programs=programs)
+    assert len(sums) == programs and sums.sum() == data.sum()
+
+
+def test_shares_above_1_break_the_floor() -> None:
+    fine = {"share_of_peak": 0.4, "share_of_floor": 1.0}
+    result = {"share_of_floor": 0.5, "phases": {"prefill": fine, "decode": fine}}
+    assert broken_floor(result) == []
+    result["phases"] = {"prefill": fine | {"share_of_peak": 1.31}, "decode": fine}
+    assert broken_floor(result) == ["prefill is at 131.0% of the device's speed"]
+    assert broken_floor({"share_of_floor": 1.001}) == ["the whole is at 100.1% of the floor"]
+
+
 def test_a_shared_beginning_is_computed_once_and_read_once_a_step() -> None:
     cost = Cost.of(TINY, itemsize=2, kv_itemsize=2)
-    floor = floor_of(cost, WORK, Speed(10.0, 100.0), shared=2)
+    floor = floor_of(cost, WORK, Speed(10.0, 100.0), WORK.sharing())
     # The second prompt computes its 3 own tokens, which see 3, 4 and 5.
     assert floor.prefill == pytest.approx((2 * 288 * 6 + 2 * 40 * 2 + 48 * (6 + 12)) / 100)
     # Own contexts 2; and 4, 5, 6; the two shared tokens in each of 3 steps.
     assert floor.decode == pytest.approx(3 * 328 * 2 / 10 + (17 + 6) * 24 / 10)
+
+
+def test_prompts_that_are_the_same_are_computed_once_and_read_once_a_step() -> None:
+    cost = Cost.of(TINY, itemsize=2, kv_itemsize=2)
+    work = Workload("w", [[1, 2, 3], [1, 2, 3], [4, 5]], [2, 4, 3])
+    floor = floor_of(cost, work, Speed(10.0, 100.0), work.sharing())
+    # 3 + 2 tokens, which see 1 to 3 and 1 to 2; each row has logits.
+    assert floor.prefill == pytest.approx((2 * 288 * 5 + 2 * 40 * 3 + 48 * (6 + 3)) / 100)
+    # Own contexts 1; 1, 2, 3; and 3, 4; the three shared tokens in each of 3 steps.
+    assert floor.decode == pytest.approx(3 * 328 * 2 / 10 + (1 + 6 + 7 + 9) * 24 / 10)
+    steps = [
+        Step(1.0, True, np.ones(3, np.int32), np.array([4, 4, 3]), np.array([1, 0, 2])),
+        Step(1.0, True, np.ones(2, np.int32), np.array([5, 4]), np.array([1, 2])),
+        Step(1.0, True, np.ones(1, np.int32), np.array([6]), np.array([1])),
+    ]
+    speed = Speed(10.0, 1e30)
+    floor = floor_of(cost, work, speed, work.sharing())
+    found = phases(steps, cost, speed, floor, work.sharing())["decode"]
+    assert found["share_of_peak"] == pytest.approx(found["share_of_floor"])
 
 
 def test_the_headlines_floor_on_an_h200(tmp_path: Path) -> None:
@@ -234,7 +355,7 @@ def test_recorded_steps_count_what_the_floor_counts(run_ahead: bool) -> None:
     assert [len(step.query_lens) for step in steps] == [3, 2, 2, 2, 1, 1]
     assert all(step.seconds > 0 for step in steps)
     speed = Speed(1e9, 1e30)  # so fast at products that weights are read, not waited for
-    found = phases(steps, cost, speed, floor_of(cost, work, speed), shared=0)
+    found = phases(steps, cost, speed, floor_of(cost, work, speed), None)
     for phase in found.values():  # in this run the least steps were taken: peak and floor are the same
         assert phase["share_of_peak"] == pytest.approx(phase["share_of_floor"])
     assert found["prefill"]["tokens"] == work.tokens_in
@@ -243,10 +364,11 @@ def test_recorded_steps_count_what_the_floor_counts(run_ahead: bool) -> None:
 
 def test_step_times_take_batches_of_nearly_the_size() -> None:
     def step(size: int, seconds: float, context: int = 10) -> Step:
-        return Step(seconds, True, np.ones(size, np.int32), np.full(size, context, np.int32))
+        ones = np.ones(size, np.int32)
+        return Step(seconds, True, ones, context * ones, np.arange(size))
 
     steps = [step(300, 9.0), step(256, 1.0), step(250, 2.0, 30), step(244, 3.0), step(9, 4.0), step(1, 0.5)]
-    steps.append(Step(50.0, False, np.ones(256, np.int32), np.ones(256, np.int32)))
+    steps.append(Step(50.0, False, *[np.ones(256, np.int32)] * 3))
     assert step_times(steps) == {
         "300": {"ms": 9000.0, "steps": 1, "mean_context": 10.0},
         "256": {"ms": 2000.0, "steps": 3, "mean_context": pytest.approx(50 / 3)},
@@ -287,7 +409,7 @@ def test_a_trace_gives_kernel_time_and_the_gaps_between_replays(tmp_path: Path) 
 
 def test_exposed_host_time_is_of_the_same_steps() -> None:
     ones = np.ones(3, np.int32)
-    steps = [Step(9.0, False, ones, ones), *(Step(s, True, ones, ones) for s in [7.0, 1e-3, 1e-3, 1e-3])]
+    steps = [Step(s, s < 9, ones, ones, ones) for s in [9.0, 7.0, 1e-3, 1e-3, 1e-3]]
     found = bench.host_exposed(steps, {"step_us": 1200.0, "kernel_us": 900.0, "gap_us": 20.0})
     assert found["batch"] == 3 and found["step_us"] == pytest.approx(1000)
     assert found["exposed_us"] == pytest.approx(100) and found["exposed_share"] == pytest.approx(0.1)
@@ -343,6 +465,19 @@ def test_a_file_and_a_prefix_cache(tmp_path: Path, capsys: pytest.CaptureFixture
     assert result["phases"]["prefill"]["tokens"] == result["tokens_in"] - 592
 
 
+@pytest.mark.parametrize("broken", [True, False])
+def test_a_broken_floor_is_reported(
+    broken: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    speed = Speed(1e3, 1e3) if broken else Speed(1e15, 1e15)
+    monkeypatch.setattr(bench, "device_speed", lambda device, num_devices: speed)
+    bench.main(["--workload", "demo", "--num-seqs", "2", "--device", "cpu", "--repeat", "1"])
+    printed = capsys.readouterr().out
+    assert json.loads(printed.splitlines()[-1])["floor_broken"] is broken
+    assert ("the floor is broken: the whole is at" in printed) == broken
+    assert ("tools/measure_device.py" in printed and "KNOWN_DEVICES" in printed) == broken
+
+
 @pytest.mark.usefixtures("known_speed")
 def test_transformers_beside_it(capsys: pytest.CaptureFixture[str]) -> None:
     result = _bench(capsys, "--engine", "transformers", "--workload", "demo", "--num-seqs", "2")
@@ -352,7 +487,23 @@ def test_transformers_beside_it(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--workload", "fast"], "none of headline, queue, single, prefix, demo, or a file"),
+        (
+            ["--workload", "fast"],
+            "none of headline, queue, single, few, chat, classify, long, prefix, samples",
+        ),
+        (["--sampling", "topp=0.9"], "unknown argument 'topp'; did you mean 'top_p'"),
+        (["--sampling", "top_p=1.5"], "top_p must be in (0, 1]; 1 keeps all tokens, not 1.5"),
+        (["--sampling", "top_k=many"], "top_k must be a positive integer, or 0 or -1"),
+        (["--sampling", "top_p"], "write name=value, not 'top_p'"),
+        (["--sampling", "max_tokens=5"], "max_tokens is the workload's to say"),
+        (["--sampling", "stop_token_ids=5"], "stop_token_ids is the workload's to say"),
+        (["--sampling", "seed=5", "--engine", "transformers"], "--engine transformers has no seed"),
+        (["--sampling-share", "0.5"], "--sampling-share must be above 0 and at most 1, and needs --sampling"),
+        (["--sampling", "top_k=5", "--sampling-share", "0"], "--sampling-share must be above 0"),
+        (
+            ["--sampling", "top_k=5", "--sampling-share", "0.5", "--engine", "transformers"],
+            "--engine transformers samples all rows alike",
+        ),
         (["--shape", "qwen3-8b", "--model", "x"], "--shape is for dummy weights"),
         (["--shape", "qwen3-8b", "--workload", "demo"], "needs a tokenizer"),
         (["--workload", "single", "--num-seqs", "2"], "is one sequence"),
@@ -387,4 +538,74 @@ def test_options_reach_the_engine_only_if_given() -> None:
     )
     assert args.options == {"kv_cache_dtype": "fp8", "tensor_parallel_size": 2, "deterministic": True}
     assert bench.parse_args(["--workload", "prefix"]).prefix_caching is True
+    assert bench.parse_args(["--workload", "samples"]).prefix_caching is True
     assert bench.parse_args(["--workload", "queue"]).prefix_caching is False
+
+
+def test_sampling_is_parsed_into_fields() -> None:
+    def parsed(text: str, engine: str = "nanovllm") -> dict[str, Any]:
+        return bench.parse_args(["--device", "cpu", "--engine", engine, "--sampling", text]).sampling
+
+    assert parsed("") == {"temperature": 0.6}
+    assert parsed("temperature=0") == {"temperature": 0}
+    assert parsed("top_p=0.95, top_k=20") == {"temperature": 0.6, "top_p": 0.95, "top_k": 20}
+    assert parsed("seed=7,min_p=1e-1") == {"temperature": 0.6, "seed": 7, "min_p": 0.1}
+    assert parsed("flag=true,word=x", "vllm") == {
+        "temperature": 0.6,
+        "flag": True,
+        "word": "x",
+    }  # its to judge
+    assert type(parsed("top_k=20")["top_k"]) is int
+
+
+def test_a_share_of_the_rows_has_the_sampling_parameters() -> None:
+    asked, greedy, plain = {"temperature": 0.6, "top_k": 5}, {"temperature": 0.0}, {"temperature": 0.6}
+    assert row_sampling(asked, 1.0, 3) == [asked] * 3
+    assert row_sampling(asked, 0.25, 9) == [greedy, plain, greedy, asked, plain, greedy, plain, asked, greedy]
+    assert row_sampling(asked, 0.5, 5) == [greedy, asked, plain, asked, greedy]
+
+
+@pytest.mark.usefixtures("known_speed")
+@pytest.mark.parametrize("share", ["1", "0.25"])
+def test_rows_are_sampled_as_asked(
+    share: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[nanovllm.SamplingParams] = []
+    generate = nanovllm.LLM.generate
+
+    def record(self: Any, prompts: Any, params: Any, use_tqdm: bool) -> Any:
+        seen[:] = params
+        return generate(self, prompts, params, use_tqdm)
+
+    monkeypatch.setattr(nanovllm.LLM, "generate", record)
+    asked = ("--sampling", "top_p=0.95,top_k=20", "--sampling-share", share)
+    result = _bench(capsys, "--workload", "demo", "--num-seqs", "8", *asked)
+    assert result["sampling"] == {"temperature": 0.6, "top_p": 0.95, "top_k": 20}
+    assert result["sampling_share"] == float(share)
+    filtered = [(params.temperature, params.top_p, params.top_k) == (0.6, 0.95, 20) for params in seen]
+    assert filtered == ([True] * 8 if share == "1" else [False, False, False, True] * 2)
+    assert {params.temperature for params in seen} == ({0.6} if share == "1" else {0.0, 0.6})
+
+
+@pytest.mark.usefixtures("known_speed")
+def test_transformers_samples_as_asked(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import GenerationMixin
+
+    seen: list[dict[str, Any]] = []
+    generate = GenerationMixin.generate
+
+    def record(self: Any, *args: Any, **options: Any) -> Any:
+        seen.append(options)
+        return generate(self, *args, **options)
+
+    monkeypatch.setattr(GenerationMixin, "generate", record)
+    for text, draws in (("temperature=0", False), ("min_p=0.1", True)):
+        _bench(
+            capsys, "--engine", "transformers", "--workload", "demo", "--num-seqs", "2", "--sampling", text
+        )
+        assert seen[-1]["do_sample"] is draws
+        sampling = {"temperature": 0.6, "min_p": 0.1, "top_k": 0} if draws else {}
+        assert {name: seen[-1].get(name) for name in sampling} == sampling
+        assert draws or "temperature" not in seen[-1]

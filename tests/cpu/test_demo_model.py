@@ -103,7 +103,7 @@ def test_any_text_goes_through(llm: CheckedLLM) -> None:
     assert llm.tokenizer.decode(output.prompt_token_ids) == text
 
 
-def test_progress_bar_and_silence(
+def test_generate_prints_nothing_into_a_file(
     llm: CheckedLLM, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("TQDM_DISABLE", raising=False)
@@ -112,13 +112,13 @@ def test_progress_bar_and_silence(
     assert (silent.out, silent.err) == ("", "")
     code = (
         "from nanovllm import LLM, SamplingParams, demo_model_path\n"
-        "LLM(demo_model_path(), device='cpu').generate(['abc', 'b'], SamplingParams(max_tokens=3))"
+        "llm = LLM(demo_model_path(), device='cpu', num_kvcache_blocks=8)\n"
+        "llm.generate(['abc', 'b'], SamplingParams(max_tokens=3))"
     )
     shown = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=clean_env()
     )
-    assert "2/2" in shown.stderr and "prefill=" in shown.stderr and "decode=" in shown.stderr
-    assert "Traceback" not in shown.stderr and shown.stdout == ""
+    assert (shown.stdout, shown.stderr) == ("", "")  # no terminal, and too short a run for lines
 
 
 def test_example_script() -> None:

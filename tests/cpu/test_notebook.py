@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,12 +23,12 @@ class Notebook:
     def __init__(self) -> None:
         self.manager, self.client = start_new_kernel(kernel_name="python3")
 
-    def run(self, code: str) -> tuple[dict[str, Any], str]:
+    def run(self, code: str, stream: str = "stdout") -> tuple[dict[str, Any], str]:
         """Run a cell; return the kernel's reply and what the cell printed."""
         printed: list[str] = []
 
         def collect(message: dict[str, Any]) -> None:
-            if message["content"].get("name") == "stdout":  # the progress bar goes to the other one
+            if message["content"].get("name") == stream:
                 printed.append(message["content"]["text"])
 
         reply = self.client.execute_interactive(code, timeout=SECONDS, output_hook=collect)
@@ -62,6 +63,26 @@ def notebook() -> Iterator[Notebook]:
     notebook.manager.shutdown_kernel()
 
 
+def test_without_widgets_a_bar_is_one_line_of_text_and_no_warning(notebook: Notebook) -> None:
+    """With them it is tqdm's own bar for notebooks: tests/plan/test_progress.py."""
+    reply, printed = notebook.run(
+        "import os, sys, time\n"
+        "os.environ.pop('TQDM_DISABLE', None)\n"
+        "sys.modules['ipywidgets'] = None\n"
+        "from nanovllm.engine.progress import Progress\n"
+        "with Progress(3, True) as progress:\n"
+        "    for _ in range(3):\n"
+        "        time.sleep(0.15)\n"
+        "        progress.update(None, 1)",
+        "stderr",
+    )
+    assert reply["status"] == "ok", reply
+    assert printed.endswith("\n") and printed.count("\n") == 1, printed
+    states = re.split(r"\r+", printed.strip())
+    assert [state.rsplit("| ")[-1][:3] for state in states] == ["0/3", "1/3", "2/3", "3/3", "3/3"]
+    assert all(len(state) <= 80 for state in states)
+
+
 @pytest.mark.parametrize("size", [1, 2])
 def test_notebook(notebook: Notebook, size: int, tmp_path: Path) -> None:
     model = write_tiny_model(tmp_path / "model", eos_token_id=1)
@@ -76,6 +97,7 @@ def test_notebook(notebook: Notebook, size: int, tmp_path: Path) -> None:
     )
     assert reply["status"] == "ok", reply
     assert notebook.value(f"llm.{answer}") == expected
+    assert notebook.run(f"llm.generate([{PROMPT}], greedy)", "stderr")[1] == ""  # no bar for one prompt
 
     reply, _ = notebook.run("llm.generate([[5], [1000]], greedy)")
     assert reply["ename"] == "ValueError" and "1000" in reply["evalue"]

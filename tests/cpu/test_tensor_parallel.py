@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import random
 import signal
@@ -318,6 +319,28 @@ def test_the_fewest_blocks_of_all_ranks_count(model: Path) -> None:
         fit_kv_cache([big, none], Config("m"), 16, 1000)
     with make(model, num_kvcache_blocks=9) as llm:
         assert llm._call("allocate_kv_cache", 9) == [9, 9]
+
+
+@pytest.mark.parametrize(
+    ("device", "budget", "options", "said"),
+    [
+        ("cpu", 4, {}, "grow to 4.00 GiB as it is used; less with num_kvcache_blocks below 4096"),
+        ("cpu", 1, {}, None),
+        ("cpu", 4, {"num_kvcache_blocks": 4096}, None),
+        ("cuda:0", 4, {}, None),
+    ],
+)
+def test_a_large_kv_cache_in_a_computers_own_memory_is_named(
+    device: str, budget: int, options: dict, said: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    space = KVCacheSpace(device, free=2**34, total=2**34, budget=budget * 2**30, reserve=0, per_block=2**20)
+    fit_kv_cache([space], Config("m", **options), 16, 10**6)
+    shown = [record for record in caplog.records if record.levelno >= logging.lastResort.level]
+    assert len(shown) == (said is not None)
+    assert said is None or said in shown[0].getMessage()
+    if said is not None:  # by rank 0, for all of them
+        fit_kv_cache([space, space], Config("m"), 16, 10**6)
+        assert "4.00 GiB on each rank as it is used" in caplog.records[-1].getMessage()
 
 
 # -- faults: tools/soak_tp.py makes each of them many more times -------------------------------------------

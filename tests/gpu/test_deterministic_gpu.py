@@ -11,6 +11,7 @@ import pytest
 import torch
 from bench_workloads import write_shape
 from checked_llm import CheckedLLM, logits_of
+from needs import needs_kv_cache_dtype
 
 from nanovllm import LLM, SamplingParams
 
@@ -56,6 +57,7 @@ def answer(llm: LLM, prompt: list[int], others: int) -> tuple[torch.Tensor, list
 
 @pytest.mark.parametrize("cache", ["auto", "fp8"])
 def test_a_prompts_logits_are_the_same_bits_in_any_company(model: Path, cache: str) -> None:
+    needs_kv_cache_dtype(cache)
     with make(model, kv_cache_dtype=cache) as llm:
         logits, tokens = answer(llm, PROMPT, 0)
         longer = PROMPT + tokens  # the cache must not offer K/V of decode steps for it

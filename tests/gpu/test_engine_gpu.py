@@ -18,6 +18,7 @@ import pytest
 import torch
 from checked_llm import CheckedLLM
 from demo_tasks import heldout, score
+from needs import needs_kv_cache_dtype, this_gpu
 from tiny_models import transformers_model, write_tiny_model
 from torch.nn.functional import pad
 
@@ -131,7 +132,7 @@ MATRIX = {
 }
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", BACKENDS, indirect=True)
 @pytest.mark.parametrize("options", MATRIX.values(), ids=MATRIX)
 def test_matrix(model: Path, prompts: list, backend: str, options: dict) -> None:
     few = {"max_num_seqs": 32, "max_model_len": 1024, "kvcache_block_size": 256}
@@ -165,7 +166,7 @@ def decode_batch(num_seqs: int, blocks_each: int, context_lens: np.ndarray) -> B
     )
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", BACKENDS, indirect=True)
 def test_a_replayed_graph_writes_only_its_own_slots(model: Path, backend: str) -> None:
     """Padded rows must write nothing; and wide block tables before narrow ones must leave no trace."""
     options = {"max_num_seqs": 130, "max_model_len": 1024, "num_kvcache_blocks": 130 * 4}
@@ -204,8 +205,9 @@ def test_a_replayed_graph_writes_only_its_own_slots(model: Path, backend: str) -
             assert float((scores.amax(-1) - chosen).max()) < MAX_GAP
 
 
+@pytest.mark.parametrize("backend", BACKENDS[:2], indirect=True)
 @pytest.mark.parametrize("seed", range(3))
-def test_backends_agree_on_logits(model: Path, seed: int) -> None:
+def test_a_backend_agrees_with_the_reference_on_logits(model: Path, seed: int, backend: str) -> None:
     """One ragged prefill and one decode step over the same random cache: hidden states within bfloat16
     rounding."""
     rng = np.random.default_rng(seed)
@@ -226,11 +228,11 @@ def test_backends_agree_on_logits(model: Path, seed: int) -> None:
         sampling=ALL_GREEDY,
     )
     decode = decode_batch(num_seqs, 4, rng.integers(1, 1025, num_seqs))
-    results = {}
-    for backend in BACKENDS:
+    results = []
+    for name in (backend, "reference"):
         with CheckedLLM(
             model,
-            attention_backend=backend,
+            attention_backend=name,
             skip_tokenizer_init=True,
             kvcache_block_size=256,
             num_kvcache_blocks=num_seqs * 4,
@@ -254,18 +256,17 @@ def test_backends_agree_on_logits(model: Path, seed: int) -> None:
                     else:
                         arrays = runner.prepare_prefill(batch)
                     hidden.append(runner.run_model(batch, runner.staging.send(arrays)).float().cpu())
-        results[backend] = hidden
-    for backend in BACKENDS[:2]:
-        for ours, oracle in zip(results[backend], results["reference"], strict=True):
-            assert ours.isfinite().all()
-            assert float((ours - oracle).norm() / oracle.norm()) < 0.02, backend
+        results.append(hidden)
+    for ours, oracle in zip(*results, strict=True):
+        assert ours.isfinite().all()
+        assert float((ours - oracle).norm() / oracle.norm()) < 0.02
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", BACKENDS, indirect=True)
 def test_demo_accuracy(backend: str) -> None:
     examples = heldout(400, seed=1)
     with LLM(demo_model_path(), attention_backend=backend) as llm:
-        assert llm._runner.dtype == torch.bfloat16
+        assert llm._runner.dtype == this_gpu().resolve_dtype("auto", "bfloat16")
         outputs = llm.chat(
             [[{"role": "user", "content": example.prompt}] for example in examples],
             SamplingParams(temperature=0, max_tokens=300),
@@ -275,6 +276,7 @@ def test_demo_accuracy(backend: str) -> None:
 
 
 def test_demo_accuracy_with_an_fp8_cache() -> None:
+    needs_kv_cache_dtype("fp8")
     examples = heldout(400, seed=1)
     with LLM(demo_model_path(), kv_cache_dtype="fp8") as llm:
         outputs = llm.chat(
@@ -294,6 +296,7 @@ def test_shared_beginnings(
 
     A deterministic engine gives the same tokens as without sharing, any other one likely ones.
     """
+    needs_kv_cache_dtype(options.get("kv_cache_dtype", "auto"))
     rng = random.Random(4)
     beginnings = [[rng.randrange(2, 1000) for _ in range(n)] for n in (2048, 1030, 520)]
     prompts = [

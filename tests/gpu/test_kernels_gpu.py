@@ -9,6 +9,8 @@ import kernel_cases as cases
 import pytest
 import torch
 from kernel_cases import BF16, F16, F32, FP8, Heads
+from measure_device import READS, read_triton
+from needs import needs_kv_cache_dtype
 
 from nanovllm.kernels.compat import in_graph
 from nanovllm.kernels.decode_attention import paged_decode_attention, paged_decode_attention_reference
@@ -121,8 +123,7 @@ def test_store(tokens: int, heads: Heads) -> None:
 
 def test_a_quantised_nan_stays_one() -> None:
     """A broken row must be seen to be broken; what is too large only is clamped."""
-    if torch.cuda.get_device_capability() < (8, 9):
-        pytest.skip("GPUs before Ada and Hopper cannot round to FP8; there LLM refuses kv_cache_dtype='fp8'")
+    needs_kv_cache_dtype("fp8")
     heads = Heads(2, 1, 16, 16, BF16)
     k_cache, v_cache = torch.zeros(2, 1, 16, 1, 16, device=GPU).to(torch.float8_e4m3fn).unbind()
     row = torch.ones(1, 1, 16, dtype=BF16, device=GPU)
@@ -335,6 +336,13 @@ def test_sampling_keys(sampler: cases.Sampler) -> None:
 @pytest.mark.parametrize("blocks", [1, 3])
 def test_sampling_distribution(sampler: cases.Sampler, blocks: int) -> None:
     cases.check_sampling_distribution(sampler, 200_000, GPU, blocks=blocks)
+
+
+@pytest.mark.parametrize(("block", "warps", "programs"), READS)
+def test_the_read_kernel_reads_every_value_once(block: int, warps: int, programs: int) -> None:
+    """It measures what the memory bus reaches (tools/measure_device.py)."""
+    data = torch.randint(-9, 9, (2**22,), device=GPU).float()
+    assert read_triton(data, block, warps, programs * 132).sum() == data.sum()
 
 
 def test_random_pairs() -> None:

@@ -17,6 +17,7 @@ import soak_tp
 import torch
 from checked_llm import CheckedLLM
 from demo_tasks import heldout, score
+from needs import needs_backend
 from test_engine_gpu import (
     GREEDY,
     MAX_GAP,
@@ -69,8 +70,7 @@ MATRIX = {
     indirect=["size"],
 )
 def test_greedy_tokens_are_likely(model: Path, prompts: list, name: str, size: int) -> None:
-    if name == "flash_attn":
-        pytest.importorskip("flash_attn")
+    needs_backend(MATRIX[name].get("attention_backend", "auto"), MATRIX[name].get("dtype", "auto"))
     options = {"max_num_seqs": 97, "skip_tokenizer_init": True, "max_model_len": 1024}
     with CheckedLLM(model, tensor_parallel_size=size, **options | MATRIX[name]) as llm:
         peers = llm._runner.tp._peer_memory

@@ -1,0 +1,47 @@
+"""What an import loads: nothing heavy before it is needed. No test looks at how long an import takes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+# Each takes between a tenth of the time that torch takes and as long as torch.
+HEAVY = ["transformers", "tokenizers", "huggingface_hub", "flash_attn", "IPython", "ipywidgets"]
+BARS = ["tqdm.auto", "tqdm.notebook"]  # torch loads tqdm itself
+TRITON = (
+    "([] if torch.backends.cuda.is_built() else ['triton'])"  # kernels are decorated as they are imported
+)
+
+
+def loaded_by(code: str, modules: str) -> str:
+    """Run `code` in a new process, of no interpreted kernels; return which of `modules` it has loaded."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    code += f"\nimport sys\nprint([name for name in {modules} if name in sys.modules])"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+    return done.stdout.splitlines()[-1]
+
+
+def test_an_llm_is_imported_with_torch_and_little_else() -> None:
+    code = "from nanovllm import LLM\nimport torch, nanovllm.llm"
+    assert loaded_by(code, f"{HEAVY + BARS} + {TRITON}") == "[]"
+
+
+def test_the_package_alone_is_imported_without_torch() -> None:
+    assert loaded_by("import nanovllm\nfrom nanovllm import SamplingParams", f"{['torch', *HEAVY]}") == "[]"
+
+
+def test_a_bar_is_imported_where_one_is_shown() -> None:
+    assert loaded_by("import nanovllm.engine.progress", "['tqdm']") == "[]"
+
+
+def test_an_engine_of_token_ids_needs_no_tokenizers_and_no_bar() -> None:
+    code = (
+        "import nanovllm, torch\n"
+        "options = dict(device='cpu', skip_tokenizer_init=True, num_kvcache_blocks=8)\n"
+        "with nanovllm.LLM(nanovllm.demo_model_path(), **options) as llm:\n"
+        "    llm.generate([[5], [6]], nanovllm.SamplingParams(max_tokens=2), use_tqdm=False)"
+    )
+    assert loaded_by(code, f"{HEAVY + BARS} + {TRITON}") == "[]"

@@ -1,0 +1,249 @@
+"""The progress of `generate`, as drawn: bars that fit, lines in a file, silence, and a caller's own class."""
+
+from __future__ import annotations
+
+import fcntl
+import io
+import os
+import re
+import struct
+import sys
+import termios
+from types import SimpleNamespace
+from typing import Any, ClassVar, TypeVar
+
+import numpy as np
+import pytest
+
+from nanovllm.engine import progress
+from nanovllm.engine.batch import LAST_SAMPLED, Batch
+from nanovllm.engine.progress import Progress, short
+from nanovllm.sampling_params import ALL_GREEDY
+
+
+def batch(num_tokens: int, decode: bool) -> Batch:
+    ones = np.ones(1, np.int32)
+    token_ids = np.full(num_tokens, LAST_SAMPLED if decode else 7, np.int32)
+    return Batch((0,), ones, token_ids, ones, ones, ones[None], ones.astype(bool), ALL_GREEDY)
+
+
+class Terminal(io.StringIO):
+    """As wide as a real one, and keeps what is written."""
+
+    def __init__(self, columns: int = 80) -> None:
+        super().__init__()
+        self._ends = os.openpty()
+        fcntl.ioctl(self.fileno(), termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+
+    def close(self) -> None:
+        for end in self._ends:
+            os.close(end)
+        super().close()
+
+    def fileno(self) -> int:
+        return self._ends[1]
+
+    def isatty(self) -> bool:
+        return True
+
+    def drawn(self) -> list[str]:
+        """Each state of the bar."""
+        return [text for text in re.split(r"[\r\n]", self.getvalue()) if text.strip()]
+
+
+class Clock:
+    """Time that passes when the test says so."""
+
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+Stream = TypeVar("Stream", bound=io.StringIO)
+
+
+class Shown:
+    """What goes to stderr, from when `to` says where that leads."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delenv("TQDM_DISABLE", raising=False)
+        self._monkeypatch = monkeypatch
+
+    def to(self, stream: Stream) -> Stream:
+        """In the test itself: pytest has a stderr of its own for fixtures."""
+        self._monkeypatch.setattr(sys, "stderr", stream)
+        return stream
+
+
+@pytest.fixture
+def stderr(monkeypatch: pytest.MonkeyPatch) -> Shown:
+    return Shown(monkeypatch)
+
+
+@pytest.mark.parametrize("columns", [120, 80, 60, 40])
+@pytest.mark.parametrize("total", [2, 64, 10_000, 1_000_000])
+def test_a_bar_fits_its_terminal_and_cuts_no_number(total: int, columns: int, stderr: Shown) -> None:
+    """A million requests at 123,456 tokens/s of prefill and more, also after 23 hours."""
+    terminal = stderr.to(Terminal(columns))
+    clock = Clock()
+    with Progress(total, True, clock) as bar:
+        bar._display.start_t -= 84_225
+        for _ in range(3):
+            clock.now += 1
+            bar._display.last_print_t -= 1  # so that each update is drawn
+            bar.update(batch(123_456, decode=False), 0)
+            clock.now += 1
+            bar._display.last_print_t -= 1
+            bar.update(batch(1_234_567, decode=True), total // 3)
+    drawn = terminal.drawn()
+    assert len(drawn) >= 6
+    assert max(map(len, drawn)) <= columns
+    for text in drawn:
+        assert re.match(r"( *\d+%)?\|[^|]{4,}\| \d+/\d+", text)
+        if columns >= 60 and "in" in text:
+            assert re.search(r"<([\d:]+|\?), in 123k(, out 1.23M)? tok/s\]?$", text)
+    if columns >= 60:
+        assert "out 1.23M tok/s" in drawn[-1]
+    if columns >= 80:
+        assert "[23:23:4" in drawn[-1] and drawn[-1].endswith("tok/s]")
+
+
+def test_one_prompt_none_and_false_show_nothing(stderr: Shown) -> None:
+    terminal = stderr.to(Terminal())
+    for total, use_tqdm in ((1, True), (0, True), (2, False)):
+        with Progress(total, use_tqdm) as shown:
+            shown.update(batch(1, decode=True), total)
+    assert terminal.getvalue() == ""
+
+
+@pytest.mark.parametrize("use_tqdm", ["yes", None, 1])
+def test_another_value_is_refused(use_tqdm: Any) -> None:
+    with pytest.raises(TypeError, match=f"use_tqdm must be True, False or a class .*, not {use_tqdm!r}"):
+        Progress(2, use_tqdm)
+
+
+# -- without a terminal ------------------------------------------------------------------------------------
+
+
+def test_a_file_gets_a_line_every_ten_seconds_and_a_last_one(stderr: Shown) -> None:
+    file = stderr.to(io.StringIO())
+    clock = Clock()
+    with Progress(1200, True, clock) as lines:
+        clock.now += 2
+        lines.update(batch(20_000, decode=False), 0)
+        for _ in range(12):
+            clock.now += 2
+            lines.update(batch(500, decode=True), 100)
+    assert file.getvalue().splitlines() == [
+        "Generating: 400 of 1,200 requests after 10 s, in 10.0k, out 250 tok/s",
+        "Generating: 900 of 1,200 requests after 20 s, in 10.0k, out 250 tok/s",
+        "Generating: 1,200 of 1,200 requests after 26 s, in 10.0k, out 250 tok/s",
+    ]
+    assert "\r" not in file.getvalue()
+
+
+def test_a_file_gets_one_line_of_a_long_step_and_none_of_a_short_run(stderr: Shown) -> None:
+    file = stderr.to(io.StringIO())
+    clock = Clock()
+    for seconds in (9.9, 30):
+        with Progress(3, True, clock) as lines:
+            clock.now += seconds
+            lines.update(None, 3)
+    assert file.getvalue() == "Generating: 3 of 3 requests after 30 s\n"
+
+
+@pytest.mark.parametrize("kind", [io.StringIO, Terminal])
+def test_nothing_is_shown_where_tqdm_is_disabled(
+    kind: type[io.StringIO], stderr: Shown, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown = stderr.to(kind())
+    monkeypatch.setenv("TQDM_DISABLE", "1")
+    clock = Clock()
+    with Progress(3, True, clock):
+        clock.now += 30
+    assert shown.getvalue() == ""
+
+
+# -- a caller's own class ----------------------------------------------------------------------------------
+
+
+class Own:
+    """What a class like tqdm's must have, and no more."""
+
+    made: ClassVar[list[Own]] = []
+
+    def __init__(self, total: int, desc: str) -> None:
+        self.total, self.desc = total, desc
+        self.calls: list[Any] = []
+        self.made.append(self)
+
+    def update(self, n: int) -> None:
+        self.calls.append(n)
+
+    def close(self) -> None:
+        self.calls.append("closed")
+
+
+class OwnWithRates(Own):
+    def set_postfix_str(self, text: str, refresh: bool) -> None:
+        self.calls.append(text)
+
+
+@pytest.mark.parametrize("total", [1, 3])
+def test_a_class_like_tqdm_is_used_as_it_is(total: int, stderr: Shown) -> None:
+    file = stderr.to(io.StringIO())
+    for own, rates in ((Own, []), (OwnWithRates, ["in 8.00 tok/s"])):
+        clock = Clock()
+        shown = Progress(total, own, clock)
+        own.made.clear()
+        with shown:
+            clock.now += 0.5
+            shown.update(batch(4, decode=False), total)
+        [bar] = own.made
+        assert (bar.total, bar.desc) == (total, "Generating")
+        assert bar.calls == [*rates, total, "closed"]
+    assert file.getvalue() == ""
+
+
+# -- a notebook --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("widgets", [True, False])
+def test_a_notebook_gets_widgets_if_it_has_them_and_else_one_line_of_text(
+    widgets: bool, stderr: Shown, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    """tests/cpu/test_notebook.py runs the second in a real kernel."""
+    file = stderr.to(io.StringIO())
+    from tqdm import notebook
+
+    made: list[dict[str, Any]] = []
+
+    class Widgets(Own):
+        def __init__(self, **options: Any) -> None:
+            made.append(options)
+            super().__init__(options["total"], "")
+
+    kernel = SimpleNamespace(config={"IPKernelApp": {}})
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: kernel))
+    monkeypatch.setattr(notebook, "IProgress", object if widgets else None)
+    monkeypatch.setattr(notebook, "tqdm", Widgets)
+    with Progress(2, True) as shown:
+        shown.update(batch(5, decode=False), 2)
+    assert len(made) == widgets and not len(recwarn)
+    assert bool(file.getvalue()) != widgets
+    assert file.getvalue().count("\n") == (not widgets)  # at the end
+
+
+def test_a_terminal_of_ipython_is_no_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
+    shell = SimpleNamespace(config={"TerminalIPythonApp": {}})
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
+    assert not progress.in_notebook()
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: None))
+    assert not progress.in_notebook()
+
+
+def test_rates_are_short() -> None:
+    rates = (0.1234, 7.53, 99.96, 999.4, 999.6, 4_567, 30_000, 123_456, 999_600, 1.234e6, 5e9)
+    shown = ["0.123", "7.53", "100", "999", "1.00k", "4.57k", "30.0k", "123k", "1.00M", "1.23M", "5G"]
+    assert [short(rate) for rate in rates] == shown

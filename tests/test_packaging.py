@@ -1,0 +1,79 @@
+"""What is built from this folder: a wheel of the package alone, and an sdist of the whole project."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from fnmatch import fnmatch
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:  # pytest brings it
+    import tomli as tomllib
+
+ROOT = Path(__file__).parent.parent
+FOLDERS = (".ci", "docs", "nanovllm", "tests", "tools")
+FILES = ("LICENSE", "MANIFEST.in", "README.md", "bench.py", "example.py", "pyproject.toml")
+JUNK = shutil.ignore_patterns("__pycache__", ".*_cache")
+
+
+def project_files() -> set[str]:
+    """All files of the project, as paths from its folder."""
+    found = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*") if path.is_file()]
+    names = {str(path.relative_to(ROOT)) for path in found if "__pycache__" not in path.parts}
+    return names | set(FILES)
+
+
+def package_data() -> dict[str, list[str]]:
+    settings: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    return settings["tool"]["setuptools"]["package-data"]
+
+
+def test_the_package_says_that_it_is_typed() -> None:
+    assert files("nanovllm").joinpath("py.typed").is_file()
+    assert "py.typed" in package_data()["nanovllm"]
+
+
+def test_every_file_of_the_package_is_installed() -> None:
+    for path in (ROOT / "nanovllm").rglob("*"):
+        if path.is_file() and path.suffix not in (".py", ".pyc"):
+            package = ".".join(path.parent.relative_to(ROOT).parts)
+            patterns = package_data().get(package, [])
+            assert any(fnmatch(path.name, pattern) for pattern in patterns), path
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the wheel and the sdist of a copy of the project."""
+    copy, folder = tmp_path_factory.mktemp("project"), tmp_path_factory.mktemp("dist")
+    for name in FOLDERS:
+        shutil.copytree(ROOT / name, copy / name, ignore=JUNK)
+    for name in FILES:
+        shutil.copy(ROOT / name, copy)
+    code = "import sys\nfrom setuptools.build_meta import build_sdist, build_wheel\n"
+    code += "folder = sys.argv[1]\nbuild_wheel(folder)\nbuild_sdist(folder)"  # the builds use sys.argv
+    subprocess.run([sys.executable, "-c", code, str(folder)], cwd=copy, check=True, capture_output=True)
+    return folder
+
+
+def test_the_wheel_is_the_package_alone(built: Path) -> None:
+    [path] = built.glob("*.whl")
+    names = {name for name in zipfile.ZipFile(path).namelist() if ".dist-info/" not in name}
+    assert names == {name for name in project_files() if name.startswith("nanovllm/")}
+    assert {"nanovllm/py.typed", "nanovllm/demo_model/model.safetensors"} < names
+
+
+def test_the_sdist_is_the_whole_project(built: Path) -> None:
+    [path] = built.glob("*.tar.gz")
+    with tarfile.open(path) as archive:
+        members = [member.name.partition("/")[2] for member in archive if member.isfile()]
+    made = {name for name in members if ".egg-info/" in name or name in ("PKG-INFO", "setup.cfg")}
+    assert set(members) - made == project_files()

@@ -1,0 +1,164 @@
+"""The engines that bench.py compares: each loads a model and turns a workload into a function that runs it.
+
+Also which sampling parameters each row of a workload has. Times nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from bench_workloads import Workload
+
+import nanovllm
+from nanovllm.llm import LLM
+
+Run = Callable[[], object]
+Engine = Callable[[Workload], Run]
+
+LEAST_MODEL_LEN = 4096  # of vLLM, which takes the model's own limit otherwise
+TEMPERATURE = 0.6
+TRANSFORMERS_SAMPLING = ("temperature", "top_k", "top_p", "min_p")
+SET_BY_WORKLOAD = ("n", "max_tokens", "ignore_eos", "stop", "stop_token_ids")  # how many tokens come out
+
+# -- sampling ------------------------------------------------------------------------------------------------
+
+
+def parse_sampling(text: str, engine: str) -> dict[str, Any]:
+    """What `--sampling name=value,name=value` asks for, on top of temperature 0.6.
+
+    ValueError or TypeError, nanovllm's own where that is the engine, for what is not to be had.
+    """
+    asked: dict[str, Any] = {}
+    for part in filter(None, text.split(",")):
+        name, equals, value = (piece.strip() for piece in part.partition("="))
+        if not equals:
+            raise ValueError(f"write name=value, not {part!r}")
+        if name in SET_BY_WORKLOAD:
+            raise ValueError(f"{name} is the workload's to say; leave it out")
+        asked[name] = _parse_value(value)
+    found = {"temperature": TEMPERATURE} | asked
+    if engine == "nanovllm":
+        nanovllm.SamplingParams(**found)
+    if engine == "transformers":
+        unknown = found.keys() - set(TRANSFORMERS_SAMPLING)
+        if unknown:
+            raise ValueError(f"--engine transformers has no {', '.join(sorted(unknown))}")
+    return found
+
+
+def _parse_value(text: str) -> Any:
+    """A bool, an int or a float; anything else stays a text, for the engine to judge."""
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def row_sampling(sampling: dict[str, Any], share: float, num_rows: int) -> list[dict[str, Any]]:
+    """Each row's parameters: `sampling` for `share` of them, evenly; the others greedy and plain in turn."""
+    rows, others = [], 0
+    for row in range(num_rows):
+        if int((row + 1) * share) > int(row * share):
+            rows.append(sampling)
+        else:
+            rows.append({"temperature": 0.0 if others % 2 == 0 else TEMPERATURE})
+            others += 1
+    return rows
+
+
+# -- engines -------------------------------------------------------------------------------------------------
+
+
+def load_nanovllm(args: argparse.Namespace, model: Path, dummy: bool, options: dict[str, Any]) -> Engine:
+    llm = LLM(
+        str(model),
+        load_format="dummy" if dummy else "auto",
+        skip_tokenizer_init=True,
+        max_num_seqs=args.max_num_seqs,
+        attention_backend=args.attention_backend,
+        enforce_eager=args.enforce_eager,
+        device=args.device,
+        **options,
+    )
+
+    def prepare(work: Workload) -> Run:
+        rows = row_sampling(args.sampling, args.sampling_share, len(work.prompts))
+        params = [
+            nanovllm.SamplingParams(**row, ignore_eos=True, max_tokens=length)
+            for row, length in zip(rows, work.output_lens, strict=True)
+        ]
+
+        def run() -> None:
+            outputs = llm.generate(work.prompts, params, use_tqdm=args.progress)
+            lens = [len(output["token_ids"]) for output in outputs]
+            assert lens == work.output_lens, "an output has the wrong length"
+
+        return run
+
+    return prepare
+
+
+def load_transformers(args: argparse.Namespace, model: Path, dummy: bool, options: dict[str, Any]) -> Engine:
+    """`generate` with one left-padded batch, which runs until the longest output is done."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    on_gpu = args.device != "cpu" and torch.cuda.is_available()
+    device = torch.device(args.device if args.device != "auto" else "cuda" if on_gpu else "cpu")
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    if dummy:
+        net = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model)).to(device, dtype)
+    else:
+        net = AutoModelForCausalLM.from_pretrained(model).to(device, dtype)
+    draws = args.sampling["temperature"] > 0
+    sampling = {"top_k": 0, **args.sampling} if draws else {}
+
+    def prepare(work: Workload) -> Run:
+        width, longest = max(map(len, work.prompts)), max(work.output_lens)
+        ids = torch.tensor([[0] * (width - len(p)) + p for p in work.prompts], device=device)
+        mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in work.prompts], device=device)
+        return lambda: net.generate(
+            ids,
+            attention_mask=mask,
+            max_new_tokens=longest,
+            min_new_tokens=longest,
+            do_sample=draws,
+            pad_token_id=0,
+            **sampling,
+        )
+
+    return prepare
+
+
+def load_vllm(args: argparse.Namespace, model: Path, dummy: bool, options: dict[str, Any]) -> Engine:
+    import vllm
+
+    vllm.SamplingParams(**args.sampling)  # its own error, before anything is loaded
+    llm = vllm.LLM(
+        str(model),
+        load_format="dummy" if dummy else "auto",
+        skip_tokenizer_init=True,
+        max_num_seqs=args.max_num_seqs,
+        **options,
+    )
+
+    def prepare(work: Workload) -> Run:
+        rows = row_sampling(args.sampling, args.sampling_share, len(work.prompts))
+        params = [
+            vllm.SamplingParams(**row, ignore_eos=True, max_tokens=length, detokenize=False)
+            for row, length in zip(rows, work.output_lens, strict=True)
+        ]
+        prompts = [{"prompt_token_ids": ids} for ids in work.prompts]
+        return lambda: llm.generate(prompts, params, use_tqdm=False)
+
+    return prepare
+
+
+ENGINES = {"nanovllm": load_nanovllm, "transformers": load_transformers, "vllm": load_vllm}
