@@ -8,6 +8,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from nanovllm.kernels.filters import Filters
 from nanovllm.layers.sampler import Sampler, SamplingTensors
 from nanovllm.sampling_params import SamplingParams, SamplingTable
 
@@ -36,24 +37,12 @@ def test_the_likeliest_token_stays(
         return
     table = SamplingTable(1)
     table.set(0, params, seed)
-    columns = table.take(np.array([0]))
-
-    def tensor(column: np.ndarray | None) -> torch.Tensor | None:
-        return None if column is None else torch.from_numpy(column)
-
-    rows = torch.tensor([0]) if columns.top_k is not None or columns.top_p is not None else None
-    token = Sampler()(
-        LOGITS,
-        SamplingTensors(
-            temperature=tensor(columns.temperature),
-            top_k=tensor(columns.top_k),
-            top_p=tensor(columns.top_p),
-            min_p=tensor(columns.min_p),
-            seeds=tensor(columns.seed),
-            positions=torch.zeros(1, dtype=torch.int32),
-            filter_rows=rows,
-        ),
-    ).item()
+    temperatures, seeds, *filters = (
+        torch.from_numpy(column)
+        for column in (table.temperature, table.seed, table.top_k, table.top_p, table.min_p)
+    )
+    positions = torch.zeros(1, dtype=torch.int32)
+    token = Sampler()(LOGITS, SamplingTensors(temperatures, seeds, positions, Filters(*filters))).item()
     assert token >= 0
     if temperature == 0 or top_k == 1 or top_p < 0.1 or min_p == 1:
         assert token in (1, 3)
