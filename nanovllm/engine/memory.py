@@ -18,9 +18,7 @@ from nanovllm.sampling_params import SamplingBatch
 
 logger = logging.getLogger("nanovllm")
 
-LARGE_ON_A_CPU = (
-    2**30
-)  # bytes of the program's own memory from which a KV cache that nobody asked for is named
+LARGE_ON_A_CPU = 2**30  # bytes, above which a KV cache of the default size is named at start
 
 
 @dataclass(frozen=True, slots=True)

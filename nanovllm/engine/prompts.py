@@ -15,12 +15,8 @@ import numpy as np
 from nanovllm.sampling_params import SamplingParams
 
 PromptLike: TypeAlias = "str | Iterable[int] | Mapping[str, Any]"
-ENCODED = {
-    "input_ids",
-    "attention_mask",
-    "token_type_ids",
-    "special_tokens_mask",
-}  # of transformers' tokenizers
+# What tokenizers of transformers return.
+ENCODED = {"input_ids", "attention_mask", "token_type_ids", "special_tokens_mask"}
 
 
 @dataclass(frozen=True, slots=True)
