@@ -18,7 +18,10 @@ SECONDS = 120
 
 
 class Notebook:
-    """Cells that run one after the other in a kernel of their own."""
+    """Cells that run one after the other in a kernel of their own.
+
+    Each is sent with `stop_on_error=False`: after an error a kernel drops the cells that come soon.
+    """
 
     def __init__(self) -> None:
         self.manager, self.client = start_new_kernel(kernel_name="python3")
@@ -31,7 +34,9 @@ class Notebook:
             if message["content"].get("name") == stream:
                 printed.append(message["content"]["text"])
 
-        reply = self.client.execute_interactive(code, timeout=SECONDS, output_hook=collect)
+        reply = self.client.execute_interactive(
+            code, stop_on_error=False, timeout=SECONDS, output_hook=collect
+        )
         return reply["content"], "".join(printed)
 
     def value(self, expression: str) -> Any:
@@ -42,7 +47,7 @@ class Notebook:
 
     def stop_button(self, code: str, marker: Path) -> dict[str, Any]:
         """Run a cell that makes the file `marker` and goes on; press the stop button; return the reply."""
-        request = self.client.execute(code)
+        request = self.client.execute(code, stop_on_error=False)
         deadline = time.monotonic() + SECONDS
         while not marker.exists():
             assert time.monotonic() < deadline
