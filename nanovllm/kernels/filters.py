@@ -8,7 +8,8 @@ last id that has this logit. Only those segments of the vocabulary are read whos
 # top-k's floor is searched for, min-p's is known. top-p is sampled by rejection: a token drawn of all that is
 # kept so far is accepted if those before it, likelier ones, weigh less than top_p of the whole; if not, the
 # next one is drawn of those before it. That gives the distribution over the tokens that top-p keeps, exactly,
-# and one look at the row is nearly always enough. (The idea is FlashInfer's "sorting-free" sampling, 2025.)
+# and for a top_p near 1 one pass is nearly always enough. (The idea is FlashInfer's "sorting-free" sampling,
+# 2025.)
 
 from __future__ import annotations
 

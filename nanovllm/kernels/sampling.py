@@ -209,7 +209,7 @@ def sample_triton(
     early = launch_early(logits)
     constants = {"GREEDY_BELOW": _GREEDY_BELOW, "LOG2_E": _LOG2_E, "LEAST": _LEAST_FACTOR, "BLOCK": BLOCK}
     constants |= {"SEGMENT": SEGMENT, "FILTERS": filters is not None, "EARLY": early, "launch_pdl": early}
-    crests = lists = masses = top_k = top_p = min_p = tops  # what is not read is nobody's
+    crests = lists = masses = top_k = top_p = min_p = tops  # no kernel reads these without filters
     if filters is not None:
         crests, masses = torch.empty(2, rows, blocks * BLOCK // SEGMENT, device=logits.device)
         lists = torch.empty_like(crests, dtype=torch.int32)
