@@ -109,7 +109,7 @@ def main() -> None:
     args = parser.parse_args()
     device = torch.device(args.device)
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # where Triton launches
+        torch.cuda.set_device(device.index or 0)  # where Triton launches
     found = [measure_speed(device) for _ in range(args.times)]
     for reads, products in found:
         print(f"# {reads / 1e12:.4g} TB/s, {products / 1e12:.4g} TFLOP/s")

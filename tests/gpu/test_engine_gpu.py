@@ -345,7 +345,9 @@ def test_close_gives_the_memory_back(model: Path) -> None:
     transformers_model.cache_clear()
     idle = used()
     open_and_close(by_del=False)  # compiles kernels; cuBLAS takes its workspaces, which it keeps
-    assert used() < idle + 256 * 2**20
+    # What stays in a fresh process: the code of kernels, cuBLAS's and ours (250 MB), and workspaces (64 MB).
+    assert used() < idle + 512 * 2**20
+    assert torch.cuda.memory_allocated() <= 128 * 2**20
     idle, allocated = used(), torch.cuda.memory_allocated()
     for by_del in (False, True, False):
         open_and_close(by_del)
