@@ -6,11 +6,11 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from nanovllm.engine.conversations import Conversation, parse_conversations
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.texts import check_template_options, render_conversations
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.text.conversations import Conversation, parse_conversations
+from nanovllm.text.tokenizer import check_template_options, render_conversations
 from nanovllm.vllm_arguments import CHAT, SAMPLING, refuse_absent
 
 

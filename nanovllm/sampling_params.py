@@ -1,4 +1,4 @@
-"""SamplingParams: how one request is sampled. SamplingBatch: the same for one step, as columns.
+"""SamplingParams: how one request is sampled.
 
 Checks every value; never touches logits.
 """
@@ -162,60 +162,3 @@ def _show(value: object) -> str:
     except ValueError:  # an integer with more digits than Python prints
         text = f"a {type(value).__name__} too long to print"
     return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class SamplingBatch:
-    """The sampling parameters of S sequences as columns; a column that no sequence uses is None."""
-
-    temperature: np.ndarray | None  # [S] float32; None: all greedy
-    top_k: np.ndarray | None  # [S] int32; 0 keeps all
-    top_p: np.ndarray | None  # [S] float32
-    min_p: np.ndarray | None  # [S] float32
-    seed: np.ndarray | None  # [S] int64; None: all greedy
-
-    @property
-    def has_filters(self) -> bool:
-        """Whether any sequence uses top_k, top_p or min_p."""
-        return self.top_k is not None or self.top_p is not None or self.min_p is not None
-
-
-ALL_GREEDY = SamplingBatch(None, None, None, None, None)
-
-
-class SamplingTable:
-    """The sampling parameters of every slot, so that a step's columns are one NumPy lookup each."""
-
-    def __init__(self, num_slots: int) -> None:
-        self.temperature = np.zeros(num_slots, np.float32)
-        self.top_k = np.zeros(num_slots, np.int32)
-        self.top_p = np.ones(num_slots, np.float32)
-        self.min_p = np.zeros(num_slots, np.float32)
-        self.seed = np.zeros(num_slots, np.int64)
-
-    def set(self, slot: int, params: SamplingParams, seed: int) -> None:
-        """Take `params` for `slot`; `seed` is the request's own or the one that the engine drew for it."""
-        self.temperature[slot] = params.temperature
-        self.top_k[slot] = min(max(params.top_k, 0), 2**31 - 1)
-        self.top_p[slot] = params.top_p
-        self.min_p[slot] = params.min_p
-        self.seed[slot] = seed
-
-    def take(self, slots: np.ndarray) -> SamplingBatch:
-        """Return the columns for `slots` [S]; greedy rows do not make a column used."""
-        temperature = self.temperature[slots]
-        sampled = temperature > 0
-        if not sampled.any():
-            return ALL_GREEDY
-
-        def used(column: np.ndarray, unused: Any) -> np.ndarray | None:
-            values = np.where(sampled, column[slots], column.dtype.type(unused))
-            return values if (values != unused).any() else None
-
-        return SamplingBatch(
-            temperature=temperature,
-            top_k=used(self.top_k, 0),
-            top_p=used(self.top_p, 1),
-            min_p=used(self.min_p, 0),
-            seed=self.seed[slots],
-        )

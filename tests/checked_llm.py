@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.batch import Batch
 from nanovllm.device import Device
-from nanovllm.distributed import TPGroup
+from nanovllm.distributed.group import TPGroup
 from nanovllm.engine import llm_engine
-from nanovllm.engine.batch import Batch
-from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.worker import RankSetup
+from nanovllm.plan.sequence import Sequence
+from nanovllm.runner.model_runner import ModelRunner
+from nanovllm.workers.worker import RankSetup
 
 BLOCK = 8
 

@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 import torch
 
+from nanovllm.distributed import copied_rows
+from nanovllm.distributed.copied_rows import PeerCopies
 from nanovllm.kernels import copied_sum
-from nanovllm.kernels.copied_sum import CALLS, Arrival, PeerCopies
+from nanovllm.kernels.copied_sum import CALLS, Arrival
 
 
 class RankBuffers:
@@ -91,8 +93,8 @@ def copy_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         when_all_have_come(arrival)
         copied_sum.copied_sum_add_rms_norm_reference(*args)
 
-    monkeypatch.setattr(copied_sum, "await_copies_triton", when_all_have_come)
-    monkeypatch.setattr(copied_sum, "copied_sum_add_rms_norm_triton", add_norm)
+    monkeypatch.setattr(copied_rows, "await_copies_triton", when_all_have_come)
+    monkeypatch.setattr(copied_rows, "copied_sum_add_rms_norm_triton", add_norm)
 
 
 def run_late_ranks(

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from nanovllm.engine.batch import LAST_SAMPLED, Batch, SampleOutput
-from nanovllm.engine.scheduler import Scheduler
-from nanovllm.engine.sequence import Sequence
+from nanovllm.batch import LAST_SAMPLED, Batch, SampleOutput
+from nanovllm.plan.scheduler import Scheduler
+from nanovllm.plan.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
 
 VOCAB = 50

@@ -14,7 +14,6 @@ from unittest import mock
 import numpy as np
 import torch
 
-from nanovllm.engine.shared_prefixes import find_shared_prefixes
 from nanovllm.kernels import activation, decode_attention, sampling
 from nanovllm.kernels.activation import silu_and_mul_reference, silu_and_mul_triton
 from nanovllm.kernels.compat import jit, tl
@@ -50,11 +49,8 @@ from nanovllm.kernels.rotary import (
     qk_norm_rope_store_triton,
     quantise_reference,
 )
-from nanovllm.kernels.sampling import (
-    VocabularyPart,
-    sample_reference,
-    sample_triton,
-)
+from nanovllm.kernels.sampling import VocabularyPart, sample_reference, sample_triton
+from nanovllm.runner.shared_prefixes import find_shared_prefixes
 
 F32, F16, BF16, FP8 = torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn
 DECODE = (paged_decode_attention_triton, paged_decode_attention_reference)

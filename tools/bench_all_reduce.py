@@ -18,7 +18,8 @@ from functools import partial
 import torch
 
 from nanovllm.device import Device
-from nanovllm.distributed import Rendezvous, TPGroup
+from nanovllm.distributed.group import TPGroup
+from nanovllm.distributed.rendezvous import Rendezvous
 from nanovllm.kernels.all_reduce import EMPTY, all_reduce_add_rms_norm_triton, all_reduce_triton
 from nanovllm.kernels.rms_norm import add_rms_norm
 

@@ -17,9 +17,8 @@ from time import perf_counter_ns, sleep
 
 import numpy as np
 
-from nanovllm.engine.batch import LAST_SAMPLED, Batch
-from nanovllm.engine.channel import Channel, ChannelReader
-from nanovllm.sampling_params import SamplingBatch
+from nanovllm.batch import LAST_SAMPLED, Batch, SamplingBatch
+from nanovllm.workers.channel import Channel, ChannelReader
 
 WARM_UP = 50
 

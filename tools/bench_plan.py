@@ -11,9 +11,9 @@ import time
 
 import numpy as np
 
-from nanovllm.engine.batch import SampleOutput
-from nanovllm.engine.scheduler import Scheduler
-from nanovllm.engine.sequence import Sequence
+from nanovllm.batch import SampleOutput
+from nanovllm.plan.scheduler import Scheduler
+from nanovllm.plan.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
 
 

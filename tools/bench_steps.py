@@ -24,8 +24,8 @@ import torch
 from bench_roofline import Cost, Floor, Speed
 from bench_workloads import Sharing
 
+from nanovllm.batch import LAST_SAMPLED, Batch
 from nanovllm.engine import llm_engine
-from nanovllm.engine.batch import LAST_SAMPLED, Batch
 from nanovllm.engine.progress import Progress
 
 PROFILE_TOKENS = 32  # out of each sequence in the profiled run: enough steps for a median, a small trace

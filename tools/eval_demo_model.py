@@ -15,9 +15,8 @@ import torch
 from demo_tasks import heldout, score
 
 from nanovllm import LLM, SamplingParams, demo_model_path
-from nanovllm.engine.batch import Batch
+from nanovllm.batch import ALL_GREEDY, Batch
 from nanovllm.outputs import RequestOutput
-from nanovllm.sampling_params import ALL_GREEDY
 
 
 def answer(llm: LLM, num_problems: int, seed: int = 1, use_tqdm: bool = False) -> list[RequestOutput]:

@@ -29,7 +29,7 @@ from unittest import mock
 import nanovllm
 from nanovllm import LLM, SamplingParams, WorkerError
 from nanovllm.engine import llm_engine
-from nanovllm.engine.watch import Watch
+from nanovllm.workers.watch import Watch
 
 QUESTIONS = [
     "What is 687087 + 67?",

@@ -18,16 +18,23 @@ from typing import Any, NoReturn, SupportsIndex
 
 import xxhash
 
+from nanovllm.batch import Batch
 from nanovllm.config import Config
 from nanovllm.device import Device
-from nanovllm.distributed import Rendezvous, TPGroup
-from nanovllm.engine.batch import Batch
-from nanovllm.engine.interrupts import HeldInterrupts, no_full_collections
-from nanovllm.engine.lifecycle import Lifecycle
-from nanovllm.engine.memory import check_weights_fit, fit_kv_cache
-from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.distributed.group import TPGroup
+from nanovllm.distributed.rendezvous import Rendezvous
 from nanovllm.engine.progress import Progress
-from nanovllm.engine.prompts import (
+from nanovllm.lifecycle import Lifecycle
+from nanovllm.models.loader import check_weights, load_model_config, resolve_model_path, weight_bytes
+from nanovllm.outputs import CompletionOutput, RequestOutput
+from nanovllm.plan.scheduler import Scheduler
+from nanovllm.plan.sequence import Sequence
+from nanovllm.runner.memory import check_weights_fit, fit_kv_cache
+from nanovllm.runner.model_runner import ModelRunner
+from nanovllm.runner.staging import StepHandle
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.text.detokenizer import Detokenizer
+from nanovllm.text.prompts import (
     Prompt,
     PromptLike,
     pack_token_ids,
@@ -35,14 +42,9 @@ from nanovllm.engine.prompts import (
     parse_prompts,
     parse_sampling_params,
 )
-from nanovllm.engine.scheduler import Scheduler
-from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.staging import StepHandle
-from nanovllm.engine.texts import Detokenizer, load_tokenizer
-from nanovllm.engine.worker import RankSetup, Workers
-from nanovllm.models.loader import check_weights, load_model_config, resolve_model_path, weight_bytes
-from nanovllm.outputs import CompletionOutput, RequestOutput
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.text.tokenizer import load_tokenizer
+from nanovllm.workers.interrupts import HeldInterrupts, no_full_collections
+from nanovllm.workers.worker import RankSetup, Workers
 
 logger = logging.getLogger("nanovllm")
 

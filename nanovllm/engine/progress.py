@@ -13,7 +13,7 @@ from time import perf_counter
 from types import TracebackType
 from typing import Any
 
-from nanovllm.engine.batch import LAST_SAMPLED, Batch
+from nanovllm.batch import LAST_SAMPLED, Batch
 
 LINE_SECONDS = 10.0  # between plain lines
 NOTEBOOK_COLUMNS = 80  # of a bar of text in a notebook, which has no width of its own

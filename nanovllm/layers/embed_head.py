@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from nanovllm.distributed import TPGroup
+from nanovllm.distributed.group import TPGroup
 from nanovllm.kernels.compat import use_triton
 from nanovllm.kernels.sampling import BLOCK, VocabularyPart
 from nanovllm.layers.weights import WeightLayer, WeightShard

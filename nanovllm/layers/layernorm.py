@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from nanovllm.distributed import TPGroup
-from nanovllm.kernels.copied_sum import PendingSum
+from nanovllm.distributed.copied_rows import PendingSum
+from nanovllm.distributed.group import TPGroup
 from nanovllm.kernels.rms_norm import add_rms_norm, rms_norm
 from nanovllm.layers.weights import WeightLayer, WeightShard
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import torch
 
-from nanovllm.distributed import TPGroup
+from nanovllm.distributed.copied_rows import PendingSum
+from nanovllm.distributed.group import TPGroup
 from nanovllm.kernels.activation import silu_and_mul
-from nanovllm.kernels.copied_sum import PendingSum
 from nanovllm.kernels.gemv import gemv
 from nanovllm.kernels.matmul import linear
 from nanovllm.layers.layernorm import RMSNorm

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from nanovllm.attention.base import AttentionBackend, AttentionMetadata
-from nanovllm.distributed import TPGroup
-from nanovllm.kernels.copied_sum import PendingSum
+from nanovllm.distributed.copied_rows import PendingSum
+from nanovllm.distributed.group import TPGroup
 from nanovllm.kernels.matmul import is_aligned
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding

@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from nanovllm.attention.reference import ReferenceBackend
-from nanovllm.distributed import TPGroup
+from nanovllm.distributed.group import TPGroup
 from nanovllm.errors import ModelLoadError
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.weights import WeightSlice

@@ -11,6 +11,7 @@ import pytest
 import torch
 from copying_ranks import CopyingDevice, make_copying_ranks, run_late_ranks
 
+from nanovllm.distributed.copied_rows import PeerCopies, PendingSum
 from nanovllm.kernels.all_reduce import (
     EMPTY,
     EMPTY_BY_SIZE,
@@ -25,8 +26,6 @@ from nanovllm.kernels.compat import INTERPRET
 from nanovllm.kernels.copied_sum import (
     CALLS,
     Arrival,
-    PeerCopies,
-    PendingSum,
     await_copies_triton,
     copied_sum_add_rms_norm_reference,
     copied_sum_add_rms_norm_triton,

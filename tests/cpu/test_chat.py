@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from nanovllm import LLM, SamplingParams, demo_model_path
-from nanovllm.engine.conversations import parse_conversations
+from nanovllm.text.conversations import parse_conversations
 
 USER = {"role": "user", "content": "Hi"}
 SHOWN = "<|im_start|>user\nHi<|im_end|>\n"

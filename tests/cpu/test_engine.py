@@ -19,14 +19,13 @@ from tiny_models import VOCAB_SIZE, edit_json, transformers_greedy, write_tiny_m
 
 from nanovllm import LLM, EngineClosedError, KVCacheMemoryError, SamplingParams
 from nanovllm.attention import triton
-from nanovllm.engine import shared_prefixes
-from nanovllm.engine.batch import Batch
-from nanovllm.engine.staging import StepHandle
+from nanovllm.batch import Batch, SamplingBatch
 from nanovllm.errors import ModelLoadError
 from nanovllm.kernels.compat import INTERPRET
 from nanovllm.kernels.decode_attention import WIDE_TILE
 from nanovllm.layers import weights
-from nanovllm.sampling_params import SamplingBatch
+from nanovllm.runner import shared_prefixes
+from nanovllm.runner.staging import StepHandle
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 

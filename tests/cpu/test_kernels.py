@@ -8,11 +8,11 @@ import pytest
 import torch
 from kernel_cases import BF16, F16, F32, FP8, Heads
 
-from nanovllm.engine.shared_prefixes import find_shared_prefixes
 from nanovllm.kernels import matmul
 from nanovllm.kernels.compat import INTERPRET
 from nanovllm.kernels.decode_attention import paged_decode_attention
 from nanovllm.kernels.sampling import sample, sample_reference
+from nanovllm.runner.shared_prefixes import find_shared_prefixes
 
 pytestmark = [
     pytest.mark.skipif(not INTERPRET, reason="kernels are compiled here; tests/gpu runs these cases"),

@@ -16,7 +16,8 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from nanovllm.distributed import PeerMemory, TPGroup
+from nanovllm.distributed.group import TPGroup
+from nanovllm.distributed.peer_memory import PeerMemory
 from nanovllm.kernels.activation import silu_and_mul
 from nanovllm.kernels.all_reduce import EMPTY, TURNS
 from nanovllm.kernels.filters import Filters
@@ -30,8 +31,8 @@ from nanovllm.layers.linear import (
     RowParallelLinear,
 )
 from nanovllm.layers.rotary_embedding import RopeConfig, RotaryEmbedding, rope_table
-from nanovllm.layers.sampler import Sampler, SamplingTensors
 from nanovllm.layers.weights import ShardId, WeightLayer
+from nanovllm.sampling.sampler import Sampler, SamplingTensors
 
 PLACE: dict[str, Any] = {"dtype": torch.float32, "device": torch.device("cpu")}
 
@@ -316,9 +317,7 @@ def test_rooms_for_sums_fill_their_memory(size: int, n: int, dtype: torch.dtype)
     max_rows = 7
     buffer = torch.ones(PeerMemory.numel(max_rows, n, size, dtype.itemsize), dtype=dtype)
     starts = [2**20 * (rank + 1) for rank in range(size)]
-    peers = PeerMemory(
-        TPGroup(1, size), device, buffer, SimpleNamespace(buffer_ptrs=starts), max_rows, n
-    ).peers
+    peers = PeerMemory(1, size, device, buffer, SimpleNamespace(buffer_ptrs=starts), max_rows, n).peers
     assert peers.row_bytes % 16 == 0 and 0 <= peers.row_bytes - n * dtype.itemsize < 16
     assert peers.slots.tolist() == starts
     slots = TURNS * (size - 1) * max_rows * peers.row_bytes

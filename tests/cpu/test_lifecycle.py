@@ -20,7 +20,7 @@ from checked_llm import make_tiny
 from tiny_models import VOCAB_SIZE, transformers_greedy, write_tiny_model
 
 from nanovllm import EngineClosedError, RequestOutput, SamplingParams
-from nanovllm.engine.lifecycle import Lifecycle, finalize
+from nanovllm.lifecycle import Lifecycle, finalize
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import VOCAB_SIZE, edit_json, write_tiny_model
 
 from nanovllm.attention.reference import ReferenceBackend
-from nanovllm.distributed import TPGroup
+from nanovllm.distributed.group import TPGroup
 from nanovllm.errors import ModelLoadError
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.loader import init_dummy_weights, load_model_config, load_weights, resolve_model_path

@@ -11,7 +11,7 @@ from tiny_models import FAMILIES, edit_json, transformers_greedy, transformers_l
 
 from nanovllm.attention.base import AttentionMetadata
 from nanovllm.attention.reference import ReferenceBackend
-from nanovllm.distributed import TPGroup
+from nanovllm.distributed.group import TPGroup
 from nanovllm.layers.weights import WeightLayer
 from nanovllm.models import registry
 from nanovllm.models.config import NEUTRAL, ModelFamily

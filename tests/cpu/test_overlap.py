@@ -13,15 +13,14 @@ import torch.distributed as dist
 from copying_ranks import run_late_ranks
 from tiny_models import VOCAB_SIZE, write_tiny_model
 
+from nanovllm.batch import ALL_GREEDY, EMPTY_BATCH, Batch
 from nanovllm.config import Config
 from nanovllm.device import Device
-from nanovllm.distributed import TPGroup
-from nanovllm.engine.batch import EMPTY_BATCH, Batch
-from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.engine.overlap import OVERLAP_TOKENS, halves
-from nanovllm.kernels.copied_sum import PeerCopies
+from nanovllm.distributed.copied_rows import PeerCopies
+from nanovllm.distributed.group import TPGroup
 from nanovllm.models.loader import load_model_config
-from nanovllm.sampling_params import ALL_GREEDY
+from nanovllm.runner.model_runner import ModelRunner
+from nanovllm.runner.overlap import OVERLAP_TOKENS, halves
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from nanovllm.kernels.filters import Filters
-from nanovllm.layers.sampler import Sampler, SamplingTensors
-from nanovllm.sampling_params import SamplingParams, SamplingTable
+from nanovllm.plan.columns import SamplingTable
+from nanovllm.sampling.sampler import Sampler, SamplingTensors
+from nanovllm.sampling_params import SamplingParams
 
 TINY = float(np.finfo(np.float32).smallest_subnormal)
 HUGE = float(np.finfo(np.float32).max)

@@ -30,15 +30,16 @@ from nanovllm import (
     SamplingParams,
     WorkerError,
     demo_model_path,
-    distributed,
 )
 from nanovllm.config import Config
 from nanovllm.device import Device
-from nanovllm.distributed import TPGroup
-from nanovllm.engine import channel, llm_engine
-from nanovllm.engine.memory import KVCacheSpace, check_weights_fit, fit_kv_cache
-from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.engine.overlap import OVERLAP_RANKS, OVERLAP_TOKENS
+from nanovllm.distributed import rendezvous
+from nanovllm.distributed.group import TPGroup
+from nanovllm.engine import llm_engine
+from nanovllm.runner.memory import KVCacheSpace, check_weights_fit, fit_kv_cache
+from nanovllm.runner.model_runner import ModelRunner
+from nanovllm.runner.overlap import OVERLAP_RANKS, OVERLAP_TOKENS
+from nanovllm.workers import channel
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 
@@ -366,7 +367,7 @@ def test_a_start_that_is_interrupted_stops_waiting_for_ranks(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its ports are free again, which `nothing_is_left` sees, though the wait alone would have no end."""
-    monkeypatch.setattr(distributed, "CONNECT_TIMEOUT", timedelta(days=1))
+    monkeypatch.setattr(rendezvous, "CONNECT_TIMEOUT", timedelta(days=1))
     monkeypatch.setattr(llm_engine, "RankSetup", LonelySetup)
     with pytest.raises(KeyboardInterrupt):
         LLM(str(model), tensor_parallel_size=2, device="cpu", skip_tokenizer_init=True, max_model_len=64)

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from nanovllm import SamplingParams
-from nanovllm.engine.texts import Detokenizer
+from nanovllm.text.detokenizer import Detokenizer
 
 CORPUS = ["Hello the world, the wörld 日本語 🌍", "I say: the world is the world"] * 20
 SPECIAL = ["<s>", "</s>", "<|turn|>"]

@@ -23,12 +23,11 @@ from tiny_models import transformers_model, write_tiny_model
 from torch.nn.functional import pad
 
 from nanovllm import LLM, SamplingParams, demo_model_path
-from nanovllm.engine import shared_prefixes
-from nanovllm.engine.batch import LAST_SAMPLED, Batch
-from nanovllm.engine.staging import StepHandle
+from nanovllm.batch import ALL_GREEDY, LAST_SAMPLED, Batch
 from nanovllm.kernels.compat import in_graph
 from nanovllm.kernels.sampling import BLOCK, random_pair_reference
-from nanovllm.sampling_params import ALL_GREEDY
+from nanovllm.runner import shared_prefixes
+from nanovllm.runner.staging import StepHandle
 
 pytestmark = pytest.mark.gpu
 

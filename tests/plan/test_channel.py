@@ -21,10 +21,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanovllm.engine.batch import LAST_SAMPLED, Batch
-from nanovllm.engine.channel import Channel, ChannelReader
+from nanovllm.batch import ALL_GREEDY, LAST_SAMPLED, Batch, SamplingBatch
 from nanovllm.errors import EngineClosedError, WorkerError
-from nanovllm.sampling_params import ALL_GREEDY, SamplingBatch
+from nanovllm.workers.channel import Channel, ChannelReader
 
 SHM = Path("/dev/shm")
 SECONDS = 10  # far more than anything here takes
@@ -451,7 +450,7 @@ def test_attaching_to_a_closed_channel_is_an_error() -> None:
 ENGINE = """
 import time
 from multiprocessing import get_context
-from nanovllm.engine.channel import Channel
+from nanovllm.workers.channel import Channel
 from test_channel import shm_files, wait_for_calls
 
 if __name__ == "__main__":

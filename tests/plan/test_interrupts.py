@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from nanovllm.engine.interrupts import HeldInterrupts, no_full_collections
+from nanovllm.workers.interrupts import HeldInterrupts, no_full_collections
 
 
 def interrupt() -> None:

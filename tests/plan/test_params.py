@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from nanovllm.config import Config
-from nanovllm.sampling_params import SamplingParams, SamplingTable
+from nanovllm.plan.columns import SamplingTable
+from nanovllm.sampling_params import SamplingParams
 
 
 @pytest.mark.parametrize(

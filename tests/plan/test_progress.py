@@ -15,10 +15,9 @@ from typing import Any, ClassVar, TypeVar
 import numpy as np
 import pytest
 
+from nanovllm.batch import ALL_GREEDY, LAST_SAMPLED, Batch
 from nanovllm.engine import progress
-from nanovllm.engine.batch import LAST_SAMPLED, Batch
 from nanovllm.engine.progress import Progress, short
-from nanovllm.sampling_params import ALL_GREEDY
 
 
 def batch(num_tokens: int, decode: bool) -> Batch:

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nanovllm.engine.prompts import parse_prompt, parse_prompts
 from nanovllm.outputs import CompletionOutput, RequestOutput
+from nanovllm.text.prompts import parse_prompt, parse_prompts
 
 
 class Tensor:

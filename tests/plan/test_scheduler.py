@@ -11,9 +11,9 @@ from fake_device import EOS, VOCAB, FakeDevice, Loop, expected_output, make_sequ
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanovllm.engine import block_manager as block_manager_module
-from nanovllm.engine.batch import NOT_FINITE, SampleOutput
-from nanovllm.engine.scheduler import Scheduler
+from nanovllm.batch import NOT_FINITE, SampleOutput
+from nanovllm.plan import block_manager as block_manager_module
+from nanovllm.plan.scheduler import Scheduler
 from nanovllm.sampling_params import SamplingParams
 
 
@@ -359,6 +359,6 @@ def test_the_fake_model_can_end() -> None:
 def test_the_plan_tower_runs_without_torch() -> None:
     code = (
         "import sys; sys.modules['torch'] = None\n"
-        "import nanovllm, nanovllm.config, nanovllm.engine.scheduler, nanovllm.engine.prompts"
+        "import nanovllm, nanovllm.config, nanovllm.plan.scheduler, nanovllm.text.prompts"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from nanovllm import vllm_arguments
 from nanovllm.config import Config
-from nanovllm.engine.prompts import parse_sampling_params
 from nanovllm.sampling_params import SEED_LIMIT, SamplingParams
+from nanovllm.text.prompts import parse_sampling_params
 from nanovllm.vllm_arguments import CHAT, ENGINE, SAMPLING
 
 TABLES = {"engine": ENGINE, "sampling": SAMPLING, "chat": CHAT}

@@ -13,8 +13,8 @@ from multiprocessing.connection import Connection
 
 import pytest
 
-from nanovllm.engine.watch import Failure, Result, Watch
 from nanovllm.errors import WorkerError
+from nanovllm.workers.watch import Failure, Result, Watch
 
 CONTEXT = multiprocessing.get_context("spawn")
 

@@ -10,11 +10,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from nanovllm.batch import Batch, SamplingBatch
 from nanovllm.config import Config
 from nanovllm.device import Device
-from nanovllm.engine.batch import Batch
 from nanovllm.errors import KVCacheMemoryError
-from nanovllm.sampling_params import SamplingBatch
 
 logger = logging.getLogger("nanovllm")
 

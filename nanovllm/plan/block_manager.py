@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import xxhash
 
-from nanovllm.engine.sequence import Sequence
+from nanovllm.plan.sequence import Sequence
 
 ROOT = 0  # the chain id of the empty beginning
 

@@ -10,10 +10,10 @@ from collections import deque
 
 import numpy as np
 
-from nanovllm.engine.batch import LAST_SAMPLED, NOT_FINITE, Batch, SampleOutput
-from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.sequence import Sequence, SequenceStatus
-from nanovllm.sampling_params import SamplingTable
+from nanovllm.batch import LAST_SAMPLED, NOT_FINITE, Batch, SampleOutput
+from nanovllm.plan.block_manager import BlockManager
+from nanovllm.plan.columns import SamplingTable
+from nanovllm.plan.sequence import Sequence, SequenceStatus
 
 
 class Scheduler:

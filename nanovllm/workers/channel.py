@@ -31,10 +31,9 @@ from typing import Any
 
 import numpy as np
 
-from nanovllm.engine.batch import Batch
-from nanovllm.engine.lifecycle import finalize
+from nanovllm.batch import Batch, SamplingBatch
 from nanovllm.errors import EngineClosedError, WorkerError
-from nanovllm.sampling_params import SamplingBatch
+from nanovllm.lifecycle import finalize
 
 CHECK_SECONDS = 0.1  # how often a waiting writer looks whether its readers are alive
 ALIGNMENT = 8  # bytes, of every array in a message: the widest dtype

@@ -1,4 +1,4 @@
-"""Between texts and token ids: tokenizers and chat templates, with errors that name the prompt.
+"""Detokenizer: the text of an output, as what follows the prompt in the decoding of both.
 
 Keeps no request.
 """
@@ -6,40 +6,15 @@ Keeps no request.
 from __future__ import annotations
 
 import codecs
-import inspect
-import logging
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-from nanovllm.engine.prompts import check_text, show
-from nanovllm.errors import ModelLoadError
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-logger = logging.getLogger("nanovllm")
 
 CONTEXT = 4  # tokens of the prompt before an output that decide how it is written
 CUT = "\ufffd"  # what decoders write for bytes that are no character
 REMEMBERED = 1000  # contexts
 LONGEST_CUT = 3  # bytes of a character that is cut
-
-
-def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
-    """Load the tokenizer in `path`. Raises ModelLoadError that says what to do without one."""
-    from transformers import AutoTokenizer  # here, for it takes as long to import as torch
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
-        if not tokenizer("a")["input_ids"]:  # what transformers makes of a folder without tokenizer files
-            raise ValueError("its vocabulary is empty")
-    except Exception as error:  # transformers raises many kinds
-        raise ModelLoadError(
-            f"no tokenizer could be loaded from {path} ({error}); put the model's tokenizer files there, "
-            "or pass skip_tokenizer_init=True and token ids as prompts"
-        ) from error
-    return tokenizer
 
 
 class Detokenizer:
@@ -140,73 +115,3 @@ def _bytes_of_cut_character(tokens: list[bytes]) -> int:
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     decoder.decode(b"".join(tokens))
     return len(decoder.getstate()[0])
-
-
-def check_template_options(
-    tokenizer: PreTrainedTokenizerBase | None,
-    chat_template: str | None,
-    add_generation_prompt: bool,
-    continue_final_message: bool,
-    tools: Sequence[Any] | None,
-    chat_template_kwargs: Mapping[str, Any] | None,
-) -> dict[str, Any]:
-    """Return what `tokenizer.apply_chat_template` takes. ValueError or TypeError names the argument."""
-    if chat_template is not None and not isinstance(chat_template, str):
-        raise TypeError(f"chat_template must be the text of a Jinja template, not {show(chat_template)}")
-    if tokenizer is None or (chat_template is None and not tokenizer.chat_template):
-        raise ValueError(
-            "this model has no chat template; pass chat_template, or complete prompts to generate()"
-        )
-    flags = {
-        "add_generation_prompt": add_generation_prompt,
-        "continue_final_message": continue_final_message,
-    }
-    for name, flag in flags.items():
-        if not isinstance(flag, bool):
-            raise TypeError(f"{name} must be True or False, not {show(flag)}")
-    if add_generation_prompt and continue_final_message:
-        raise ValueError("continue_final_message=True needs add_generation_prompt=False")
-    if tools is not None and (isinstance(tools, (str, bytes, Mapping)) or not isinstance(tools, Sequence)):
-        raise TypeError(f"tools must be a list of JSON schemas or functions, not {show(tools)}")
-    variables = {} if chat_template_kwargs is None else chat_template_kwargs
-    if not isinstance(variables, Mapping):
-        raise TypeError(f"chat_template_kwargs must be a dictionary, not {show(variables)}")
-    taken = inspect.signature(tokenizer.apply_chat_template).parameters.keys() - {"documents", "kwargs"}
-    for name in variables:
-        if not isinstance(name, str) or name in taken:
-            is_argument = name in flags or name in ("tools", "chat_template")
-            fix = f"write chat(..., {name}=...)" if is_argument else "leave it out"
-            raise ValueError(
-                f"chat_template_kwargs holds variables of the template, and {name!r} is none; {fix}"
-            )
-    options = {"chat_template": chat_template, "tools": list(tools) if tools else None, **flags}
-    _warn_of_unused(tokenizer, options, variables)
-    return options | dict(variables)
-
-
-def _warn_of_unused(
-    tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any], variables: Mapping[str, Any]
-) -> None:
-    """Say which variables the template does not mention, so that they change nothing."""
-    template = tokenizer.get_chat_template(options["chat_template"], options["tools"])
-    given = [*variables, *(["tools"] if options["tools"] else [])]
-    unused = [name for name in given if name not in template]
-    if unused:
-        logger.warning("the chat template does not use %s, which changes nothing", ", ".join(unused))
-
-
-def render_conversations(
-    tokenizer: PreTrainedTokenizerBase, conversations: list[list[dict[str, Any]]], options: Mapping[str, Any]
-) -> list[str]:
-    """Apply the chat template to each conversation. ValueError names the one at which it fails."""
-    texts: list[str] = []
-    for index, conversation in enumerate(conversations):
-        try:
-            text: Any = tokenizer.apply_chat_template(conversation, tokenize=False, **options)
-        except Exception as error:  # a template may raise anything
-            raise ValueError(
-                f"conversation {index}: the chat template cannot write it ({type(error).__name__}: {error})"
-            ) from error
-        check_text(text, f"conversation {index}")
-        texts.append(text)
-    return texts

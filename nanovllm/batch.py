@@ -9,10 +9,27 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from nanovllm.sampling_params import ALL_GREEDY, SamplingBatch
-
 LAST_SAMPLED = -1  # as a token id: the token last sampled in this sequence's slot, known to the device only
 NOT_FINITE = -1  # as a sampled id: the row's logits held NaN or infinity
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SamplingBatch:
+    """The sampling parameters of S sequences as columns; a column that no sequence uses is None."""
+
+    temperature: np.ndarray | None  # [S] float32; None: all greedy
+    top_k: np.ndarray | None  # [S] int32; 0 keeps all
+    top_p: np.ndarray | None  # [S] float32
+    min_p: np.ndarray | None  # [S] float32
+    seed: np.ndarray | None  # [S] int64; None: all greedy
+
+    @property
+    def has_filters(self) -> bool:
+        """Whether any sequence uses top_k, top_p or min_p."""
+        return self.top_k is not None or self.top_p is not None or self.min_p is not None
+
+
+ALL_GREEDY = SamplingBatch(None, None, None, None, None)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

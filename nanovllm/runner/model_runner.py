@@ -14,29 +14,22 @@ import torch
 
 from nanovllm.attention.base import AttentionMetadata
 from nanovllm.attention.select import resolve_block_size, select
+from nanovllm.batch import ALL_GREEDY, EMPTY_BATCH, Batch, SampleOutput, prefix_sum
 from nanovllm.config import Config
 from nanovllm.device import Device
-from nanovllm.distributed import TPGroup
-from nanovllm.engine.batch import EMPTY_BATCH, Batch, SampleOutput, prefix_sum
-from nanovllm.engine.cuda_graph import CUDAGraphs, graph_sizes
-from nanovllm.engine.memory import KVCacheSpace, costliest_batch
-from nanovllm.engine.overlap import (
-    OVERLAP_TOKENS,
-    halves_arrays,
-    halves_metadata,
-    overlaps,
-    rows_of_half,
-)
-from nanovllm.engine.shared_prefixes import SHARED_FIELDS, SharedPrefixFinder, SharedRows, pad_shared_prefixes
-from nanovllm.engine.staging import StagedFields, Staging, StepHandle, pad
+from nanovllm.distributed.group import TPGroup
 from nanovllm.kernels.decode_attention import HEAD_TILE, WIDE_TILE, SharedPrefixes, fits_wide_tile
 from nanovllm.kernels.filters import Filters
 from nanovllm.kernels.last_tokens import keep_tokens, take_tokens
-from nanovllm.layers.sampler import Sampler, SamplingTensors
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.loader import init_dummy_weights, load_weights, no_check
-from nanovllm.sampling_params import ALL_GREEDY
+from nanovllm.runner.cuda_graph import CUDAGraphs, graph_sizes
+from nanovllm.runner.memory import KVCacheSpace, costliest_batch
+from nanovllm.runner.overlap import OVERLAP_TOKENS, halves_arrays, halves_metadata, overlaps, rows_of_half
+from nanovllm.runner.shared_prefixes import SHARED_FIELDS, SharedPrefixFinder, SharedRows, pad_shared_prefixes
+from nanovllm.runner.staging import StagedFields, Staging, StepHandle, pad
+from nanovllm.sampling.sampler import Sampler, SamplingTensors
 
 CALIBRATION_TOKENS = 2048
 GraphOutput = tuple[torch.Tensor, torch.Tensor | None]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from nanovllm.engine.batch import Batch
+from nanovllm.batch import Batch
 from nanovllm.kernels.decode_attention import CHUNK, HEAD_TILE
 
 MIN_SHARED_TOKENS = 16384  # to be read less in a step, before a second pass over the batch pays

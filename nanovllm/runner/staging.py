@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from nanovllm.batch import SampleOutput
 from nanovllm.device import Device
-from nanovllm.engine.batch import SampleOutput
 
 ALIGN = 4  # in int32 words: every field starts at a multiple of 16 bytes
 TORCH_DTYPES = {"int32": torch.int32, "int64": torch.int64, "float32": torch.float32}

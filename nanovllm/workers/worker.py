@@ -31,16 +31,17 @@ from typing import Any, TypeVar, cast
 
 from nanovllm.config import Config
 from nanovllm.device import Device
-from nanovllm.distributed import Rendezvous, TPGroup
-from nanovllm.engine.channel import Channel, ChannelReader
-from nanovllm.engine.interrupts import HeldInterrupts
-from nanovllm.engine.lifecycle import finalize
-from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.engine.overlap import OVERLAP_TOKENS, rows_of_half
-from nanovllm.engine.watch import POLL_SECONDS, Failure, Result, Watch
+from nanovllm.distributed.group import TPGroup
+from nanovllm.distributed.rendezvous import Rendezvous
 from nanovllm.errors import WorkerError
+from nanovllm.lifecycle import finalize
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.loader import no_check
+from nanovllm.runner.model_runner import ModelRunner
+from nanovllm.runner.overlap import OVERLAP_TOKENS, rows_of_half
+from nanovllm.workers.channel import Channel, ChannelReader
+from nanovllm.workers.interrupts import HeldInterrupts
+from nanovllm.workers.watch import POLL_SECONDS, Failure, Result, Watch
 
 T = TypeVar("T")
 

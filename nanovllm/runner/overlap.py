@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from nanovllm.attention.base import AttentionMetadata
-from nanovllm.engine.batch import Batch, prefix_sum
-from nanovllm.engine.staging import StagedFields
+from nanovllm.batch import Batch, prefix_sum
+from nanovllm.runner.staging import StagedFields
 
 OVERLAP_RANKS = (2, 4)  # those measured
 OVERLAP_TOKENS = 2048  # the fewest tokens of a step that is cut

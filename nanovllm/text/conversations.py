@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeAlias
 
-from nanovllm.engine.prompts import check_text, show
+from nanovllm.text.prompts import check_text, show
 
 Message: TypeAlias = "Mapping[str, Any]"
 Conversation: TypeAlias = "Iterable[Message]"
