@@ -34,6 +34,7 @@ from nanovllm.kernels.last_tokens import (
 from nanovllm.kernels.matmul import _TILES, Tile, linear_reference, linear_triton
 from nanovllm.kernels.paged import converts_fp8, fp8_pair
 from nanovllm.kernels.prefill_attention import (
+    Tiles,
     paged_prefill_attention_reference,
     paged_prefill_attention_triton,
 )
@@ -254,7 +255,9 @@ def check_shared_prefixes(
         torch.testing.assert_close(out, alone, rtol=tolerance, atol=tolerance)
 
 
-def check_prefill(lengths: Sequence[tuple[int, int]], heads: Heads, device: str) -> None:
+def check_prefill(
+    lengths: Sequence[tuple[int, int]], heads: Heads, device: str, tiles: Tiles | None = None
+) -> None:
     """`lengths` holds (new tokens, context) per sequence; each query attends to exactly what it may see."""
     cache = make_cache([context for _, context in lengths], heads, device)
     new = torch.tensor([0, *(queries for queries, _ in lengths)])
@@ -268,7 +271,7 @@ def check_prefill(lengths: Sequence[tuple[int, int]], heads: Heads, device: str)
             expected[begin : begin + queries] = naive_attention(
                 q[begin : begin + queries], cache.keys[row], cache.values[row], scale
             )
-    for attend in PREFILL:
+    for attend in PREFILL if tiles is None else (partial(paged_prefill_attention_triton, tiles=tiles),):
         inputs = (q, cache.k, cache.v, cache.tables, bounds, cache.contexts)
         out = attend(*inputs, int(new.max()), scale, cache.k_scale, cache.v_scale)
         assert out.shape == q.shape
@@ -289,7 +292,8 @@ def check_chunked_prefill(length: int, chunks: Sequence[int], heads: Heads, devi
         context = torch.tensor([end], dtype=torch.int32, device=device)
         inputs = (q[begin:end], cache.k, cache.v, cache.tables, bounds, context)
         scales = (cache.k_scale, cache.v_scale)
-        return paged_prefill_attention_triton(*inputs, end - begin, heads.head_dim**-0.5, *scales)
+        longest = end - begin
+        return paged_prefill_attention_triton(*inputs, longest, heads.head_dim**-0.5, *scales, invariant=True)
 
     pieces, begin = [], 0
     while begin < length:

@@ -67,4 +67,5 @@ class TritonBackend(AttentionBackend):
             scale,
             k_scale,
             v_scale,
+            self.deterministic,
         )

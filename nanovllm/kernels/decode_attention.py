@@ -158,6 +158,7 @@ def _decode_chunk_kernel(
                 q_odd,
                 k_ptr + kv_head * (HEAD_DIM // STEP),
                 v_ptr + kv_head * (HEAD_DIM // STEP),
+                0,
                 table_ptr,
                 pages,
                 start,
@@ -173,6 +174,7 @@ def _decode_chunk_kernel(
                 BLOCK_N,
                 FP8,
                 CONVERTS,
+                False,
                 INTERPRET,
             )
 

@@ -91,6 +91,7 @@ def attend_tile(
     q_odd: tl.tensor,
     k_ptr: tl.tensor,
     v_ptr: tl.tensor,
+    column: tl.tensor,
     pages: tl.tensor,
     start: tl.tensor,
     context: tl.tensor,
@@ -104,6 +105,7 @@ def attend_tile(
     BLOCK_N: tl.constexpr,
     FP8: tl.constexpr,
     CONVERTS: tl.constexpr,
+    DESCRIBED: tl.constexpr,
     INTERPRET: tl.constexpr,
 ) -> tl.tensor:
     """Fold positions start .. start + BLOCK_N into the running softmax of q [M, DIM].
@@ -115,6 +117,10 @@ def attend_tile(
     to DIM, hold a head. With FP8 they are int16 words: q and acc belong to the even elements of a head,
     q_odd and acc_odd to the odd ones, and q is float16, which holds every FP8 value. Online softmax: Milakov
     and Gimelshein, 2018.
+
+    k_ptr and v_ptr point to the head in the first token. With DESCRIBED they are tensor descriptors of the
+    whole caches as [tokens, KV heads * DIM], in blocks [BLOCK_N, DIM], and the head begins at `column`; then
+    WIDTH is DIM, BLOCK_N divides PAGE, and cells past `context` are read but do not count.
     """
     offsets = tl.arange(0, BLOCK_N)
     positions = start + offsets
@@ -122,15 +128,19 @@ def attend_tile(
     readable = (dims < WIDTH)[None, :]
     if MASKED:
         readable = (positions < context)[:, None] & readable
-    if PAGE % BLOCK_N == 0:
-        first = (pages.to(tl.int64) * PAGE + start % PAGE) * TOKEN_STRIDE
-        k_ptr += first
-        v_ptr += first
-        cells = offsets[:, None] * TOKEN_STRIDE + dims[None, :]
+    if DESCRIBED:
+        row = pages * PAGE + start % PAGE
+        k = k_ptr.load([row, column])
     else:
-        slots = pages.to(tl.int64) * PAGE + positions % PAGE
-        cells = slots[:, None] * TOKEN_STRIDE + dims[None, :]
-    k = tl.load(k_ptr + cells, mask=readable, other=0)
+        if PAGE % BLOCK_N == 0:
+            first = (pages.to(tl.int64) * PAGE + start % PAGE) * TOKEN_STRIDE
+            k_ptr += first
+            v_ptr += first
+            cells = offsets[:, None] * TOKEN_STRIDE + dims[None, :]
+        else:
+            slots = pages.to(tl.int64) * PAGE + positions % PAGE
+            cells = slots[:, None] * TOKEN_STRIDE + dims[None, :]
+        k = tl.load(k_ptr + cells, mask=readable, other=0)
     scores = tl.zeros((q.shape[0], BLOCK_N), tl.float32)
     if FP8:
         even, odd = fp8_pair(k, CONVERTS)
@@ -150,7 +160,12 @@ def attend_tile(
         weights = tl.exp2(scores * scale_log2 - new_top[:, None])
     decay = tl.exp2(top - new_top)
     total = total * decay + tl.sum(weights, axis=1)
-    v = tl.load(v_ptr + cells, mask=readable, other=0)
+    if DESCRIBED:
+        v = v_ptr.load([row, column])
+        if MASKED:  # cells past the context may hold NaN, and 0 * NaN is NaN
+            v = tl.where(readable, v, 0.0)
+    else:
+        v = tl.load(v_ptr + cells, mask=readable, other=0)
     if FP8:
         even, odd = fp8_pair(v, CONVERTS)
         acc = dot(weights.to(even.dtype), even, acc * decay[:, None], INTERPRET)
@@ -170,6 +185,7 @@ def attend_range(
     q_odd: tl.tensor,
     k_ptr: tl.tensor,
     v_ptr: tl.tensor,
+    column: tl.tensor,
     table_ptr: tl.tensor,
     pages: tl.tensor,
     start: tl.tensor,
@@ -185,6 +201,7 @@ def attend_range(
     BLOCK_N: tl.constexpr,
     FP8: tl.constexpr,
     CONVERTS: tl.constexpr,
+    DESCRIBED: tl.constexpr,
     INTERPRET: tl.constexpr,
 ) -> tl.tensor:
     """`attend_tile` over positions start .. stop, of which `pages` holds the first tile's pages.
@@ -202,6 +219,7 @@ def attend_range(
             q_odd,
             k_ptr,
             v_ptr,
+            column,
             pages,
             position,
             end,
@@ -215,6 +233,7 @@ def attend_range(
             BLOCK_N,
             FP8,
             CONVERTS,
+            DESCRIBED,
             INTERPRET,
         )
         pages = next_pages

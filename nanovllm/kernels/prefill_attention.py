@@ -6,11 +6,21 @@ Writes no cache.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from nanovllm.kernels.compat import INTERPRET, jit, shared_memory, tl, triton, use_triton
+from nanovllm.kernels.compat import (
+    INTERPRET,
+    TensorDescriptor,
+    capability,
+    jit,
+    shared_memory,
+    tl,
+    triton,
+    use_triton,
+)
 from nanovllm.kernels.paged import FP8, as_words, attend_range, converts_fp8, dequantized, load_pages
 
 
@@ -29,6 +39,7 @@ def _prefill_kernel(
     q_stride_t: int,
     q_stride_h: int,
     table_stride: int,
+    GROUPED_HEADS: tl.constexpr,
     Q_HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -38,21 +49,23 @@ def _prefill_kernel(
     BLOCK_N: tl.constexpr,
     FP8: tl.constexpr,
     CONVERTS: tl.constexpr,
+    DESCRIBED: tl.constexpr,
     INTERPRET: tl.constexpr,
 ) -> None:
     """One program per (tile of queries, sequence, query head).
 
-    Key tiles start at position 0 whatever the chunk: a query's bits do not depend on how its prompt was cut.
+    A group of heads goes tile by tile, then the next group. The last tile has the most to read: it goes
+    first, so that it is not what the device waits for at the end. Key tiles start at position 0 whatever the
+    chunk: a query's bits do not depend on how its prompt was cut.
     """
     STEP: tl.constexpr = 2 if FP8 else 1  # elements of a head in one of the cache
-    sequence = tl.program_id(1).to(tl.int64)
-    head = tl.program_id(2)
+    groups: tl.constexpr = Q_HEADS // GROUPED_HEADS
+    sequence = (tl.program_id(2) // groups).to(tl.int64)
+    head = tl.program_id(2) % groups * GROUPED_HEADS + tl.program_id(0)
     kv_head = head // (Q_HEADS // KV_HEADS)
     first_token = tl.load(starts_ptr + sequence)
     queries = tl.load(starts_ptr + sequence + 1) - first_token
-    # The last tile has the most to read: it goes first, so that it is not what the device waits for at the
-    # end.
-    first_row = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M
+    first_row = (tl.num_programs(1) - 1 - tl.program_id(1)) * BLOCK_M
     if first_row >= queries:
         return
     context = tl.load(contexts_ptr + sequence)
@@ -73,8 +86,12 @@ def _prefill_kernel(
     acc_odd = tl.zeros((BLOCK_M, DIM // STEP), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    k_head_ptr = k_ptr + kv_head * (HEAD_DIM // STEP)
-    v_head_ptr = v_ptr + kv_head * (HEAD_DIM // STEP)
+    column = kv_head * (HEAD_DIM // STEP)
+    k_head_ptr = k_ptr
+    v_head_ptr = v_ptr
+    if not DESCRIBED:
+        k_head_ptr += column
+        v_head_ptr += column
     table_ptr = tables_ptr + sequence * table_stride
     first_last = context - queries + first_row
     end = tl.minimum(context, first_last + BLOCK_M)
@@ -91,6 +108,7 @@ def _prefill_kernel(
         q_odd,
         k_head_ptr,
         v_head_ptr,
+        column,
         table_ptr,
         pages,
         0,
@@ -106,6 +124,7 @@ def _prefill_kernel(
         BLOCK_N,
         FP8,
         CONVERTS,
+        DESCRIBED,
         INTERPRET,
     )
     acc, acc_odd, total, top, pages = attend_range(
@@ -117,6 +136,7 @@ def _prefill_kernel(
         q_odd,
         k_head_ptr,
         v_head_ptr,
+        column,
         table_ptr,
         pages,
         whole,
@@ -132,6 +152,7 @@ def _prefill_kernel(
         BLOCK_N,
         FP8,
         CONVERTS,
+        DESCRIBED,
         INTERPRET,
     )
 
@@ -145,16 +166,47 @@ def _prefill_kernel(
     tl.store(out_ptrs, (acc / total[:, None] * v_scale).to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def _tile_shape(dim: int, element_size: int, fp8: bool) -> tuple[int, int, int, int | None]:
-    """(BLOCK_M, BLOCK_N, num_stages, maxnreg) for heads padded to `dim`: two programs or more share a
-    multiprocessor of an H200, so that one computes while another waits or begins."""
+class Tiles(NamedTuple):
+    """How one launch is cut up. Measured on H200s, prompts of 20 to 28,000 tokens."""
+
+    rows: int  # queries of a program
+    columns: int  # keys that it reads at a time
+    warps: int
+    stages: int  # at most: as many as there is shared memory for
+    grouped_heads: int  # query heads whose programs go side by side, through the keys of few heads
+    described: bool = False  # caches are read through tensor descriptors, by the tensor memory accelerator
+    registers: int | None = None  # of a thread, at most
+
+    def bytes(self, dim: int, q_size: int, cell_size: int, stages: int) -> int:
+        """The shared memory that a program needs."""
+        return self.rows * dim * q_size + 2 * stages * self.columns * dim * cell_size
+
+
+# For many long prompts, with heads of 128 in 16 bits. A program has a multiprocessor to itself.
+LONG = Tiles(128, 128, 8, 3, 1, described=True)
+_LONG_PROMPT = 1024  # new tokens of a sequence, on average, from which that pays
+
+
+def _tiles(dim: int, element_size: int, fp8: bool) -> Tiles:
+    """For heads padded to `dim`: two programs or more share a multiprocessor of an H200, so that one computes
+    while another waits or begins."""
     if element_size == 4:  # no tensor cores at full precision
-        return 32 if dim <= 128 else 16, 16, 3, None
+        return Tiles(32 if dim <= 128 else 16, 16, 4, 3, 1)
     if dim > 128:
-        return 64, 64 if fp8 else 32, 2, None
+        return Tiles(64, 64 if fp8 else 32, 4, 2, 1)
     if fp8:
-        return 64, 64, 3, 168 if dim > 64 else None
-    return 64, 64, 3, None if dim > 64 else 128
+        return Tiles(64, 64, 4, 3, 1, registers=168 if dim > 64 else None)
+    return Tiles(64, 64, 4, 3, 1, registers=None if dim > 64 else 128)
+
+
+def _long_fits(q: torch.Tensor, cache: torch.Tensor) -> bool:
+    """Whether the device, the heads and the pages are of the kind that `LONG` is for."""
+    page, head_dim = cache.shape[1], cache.shape[3]
+    if cache.dtype != q.dtype or q.element_size() != 2 or head_dim != 128 or page % LONG.columns:
+        return False
+    if INTERPRET or capability(q.device)[0] != 9:
+        return False
+    return LONG.bytes(head_dim, 2, 2, LONG.stages) + 2048 <= shared_memory(q.device)
 
 
 def paged_prefill_attention_triton(
@@ -168,8 +220,10 @@ def paged_prefill_attention_triton(
     scale: float,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
+    invariant: bool = False,
+    tiles: Tiles | None = None,
 ) -> torch.Tensor:
-    """`paged_prefill_attention` by Triton."""
+    """`paged_prefill_attention` by Triton. `tiles`: those to use, instead of those that suit the inputs."""
     tokens, q_heads, head_dim = q.shape
     page, kv_heads = k_cache.shape[1:3]
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -179,13 +233,25 @@ def paged_prefill_attention_triton(
     assert q.stride(2) == 1 and block_tables.stride(1) == 1
     fp8 = k_cache.dtype == FP8
     dim = max(32 if fp8 else 16, triton.next_power_of_2(head_dim))
-    block_m, block_n, num_stages, maxnreg = _tile_shape(dim, q.element_size(), fp8)
-    stage = 2 * block_n * dim * k_cache.element_size()
-    room = shared_memory(q.device) - block_m * dim * q.element_size()
-    _prefill_kernel[(triton.cdiv(max_seqlen_q, block_m), len(context_lens), q_heads)](
+    if tiles is None:
+        long = not invariant and tokens >= _LONG_PROMPT * len(context_lens) and _long_fits(q, k_cache)
+        tiles = LONG if long else _tiles(dim, q.element_size(), fp8)
+    rest = shared_memory(q.device) - tiles.bytes(dim, q.element_size(), k_cache.element_size(), 0)
+    stage = tiles.bytes(dim, 0, k_cache.element_size(), 1)
+    k, v = as_words(k_cache), as_words(v_cache)
+    if tiles.described:
+        assert dim == head_dim and page % tiles.columns == 0
+        block = [tiles.columns, dim]
+        k, v = (
+            TensorDescriptor(cache, [cache.shape[0] * page, kv_heads * dim], [kv_heads * dim, 1], block)
+            for cache in (k, v)
+        )
+    grouped = math.gcd(tiles.grouped_heads, q_heads)
+    grid = (grouped, triton.cdiv(max_seqlen_q, tiles.rows), len(context_lens) * (q_heads // grouped))
+    _prefill_kernel[grid](
         q,
-        as_words(k_cache),
-        as_words(v_cache),
+        k,
+        v,
         k_scale,
         v_scale,
         block_tables,
@@ -196,19 +262,21 @@ def paged_prefill_attention_triton(
         q.stride(0),
         q.stride(1),
         block_tables.stride(0),
+        GROUPED_HEADS=grouped,
         Q_HEADS=q_heads,
         KV_HEADS=kv_heads,
         HEAD_DIM=head_dim,
         DIM=dim,
         PAGE=page,
-        BLOCK_M=block_m,
-        BLOCK_N=block_n,
+        BLOCK_M=tiles.rows,
+        BLOCK_N=tiles.columns,
         FP8=fp8,
         CONVERTS=fp8 and converts_fp8(q.device),
+        DESCRIBED=tiles.described,
         INTERPRET=INTERPRET,
-        num_warps=4,
-        num_stages=max(1, min(num_stages, room // stage)),
-        maxnreg=maxnreg,
+        num_warps=tiles.warps,
+        num_stages=max(1, min(tiles.stages, rest // stage)),
+        maxnreg=tiles.registers,
     )
     return out
 
@@ -224,6 +292,7 @@ def paged_prefill_attention_reference(
     scale: float,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
+    invariant: bool = False,
 ) -> torch.Tensor:
     """`paged_prefill_attention` in plain torch, in float32, one sequence at a time."""
     page, kv_heads = k_cache.shape[1:3]
@@ -264,6 +333,7 @@ def paged_prefill_attention(
     scale: float,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
+    invariant: bool = False,
 ) -> torch.Tensor:
     """Causal attention of each sequence's new tokens over its context, which ends in those tokens already.
 
@@ -273,7 +343,8 @@ def paged_prefill_attention(
     Cells past a context may hold anything. block_tables: [S, W] int32, padded with -1. cu_seqlens_q: [S + 1]
     int32 prefix sum of the new tokens per sequence, at most `max_seqlen_q` each. context_lens: [S] int32,
     cached and new tokens; new token i of n sits at position context_len - n + i; a sequence of context
-    length 0 gives zeros. Returns a new [T, q_heads, head_dim]. The tiling is FlashAttention-2's (Dao, 2023).
+    length 0 gives zeros. Returns a new [T, q_heads, head_dim]. With `invariant` a token's bits do not depend
+    on how its prompt is cut, nor on other sequences. The tiling is FlashAttention-2's (Dao, 2023).
     """
     run = paged_prefill_attention_triton if use_triton(q) else paged_prefill_attention_reference
     return run(
@@ -287,4 +358,5 @@ def paged_prefill_attention(
         scale,
         k_scale,
         v_scale,
+        invariant,
     )

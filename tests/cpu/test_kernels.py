@@ -11,6 +11,7 @@ from kernel_cases import BF16, F16, F32, FP8, Heads
 from nanovllm.kernels import matmul
 from nanovllm.kernels.compat import INTERPRET
 from nanovllm.kernels.decode_attention import paged_decode_attention
+from nanovllm.kernels.prefill_attention import Tiles
 from nanovllm.kernels.sampling import sample, sample_reference
 from nanovllm.runner.shared_prefixes import find_shared_prefixes
 
@@ -119,6 +120,15 @@ def test_prefill(heads: Heads) -> None:
 def test_prefill_over_several_tiles(lengths: list[tuple[int, int]]) -> None:
     cases.check_prefill(lengths, Heads(2, 1, 64, 16), CPU)
     cases.check_prefill(lengths, Heads(1, 1, 64, 16, BF16), CPU)
+
+
+@pytest.mark.parametrize("grouped_heads", [1, 2, 4])
+@pytest.mark.parametrize("page", [32, 64])
+def test_prefill_by_tensor_descriptors(page: int, grouped_heads: int) -> None:
+    """Cells past a context are read, NaN among them, and do not count."""
+    tiles = Tiles(32, 32, 4, 1, grouped_heads, described=True)
+    lengths = [(131, 259), (0, 5), (31, 31), (64, 64), (1, 100), (3, 0)]
+    cases.check_prefill(lengths, Heads(6, 2, 32, page, BF16), CPU, tiles)
 
 
 @pytest.mark.parametrize("chunks", [[1], [7], [15, 16, 17], [100, 20]], ids=str)

@@ -16,6 +16,7 @@ from nanovllm.kernels.compat import in_graph
 from nanovllm.kernels.decode_attention import paged_decode_attention, paged_decode_attention_reference
 from nanovllm.kernels.gemv import gemv_triton
 from nanovllm.kernels.matmul import linear, use_linear
+from nanovllm.kernels.prefill_attention import LONG
 from nanovllm.kernels.rotary import qk_norm_rope_store
 from nanovllm.kernels.sampling import sample
 
@@ -103,6 +104,15 @@ def test_decode_of_padding_alone_is_zero() -> None:
 def test_prefill(heads: Heads) -> None:
     lengths = [(1, 1), (63, 63), (129, 129), (1, 700), (200, 713), (0, 9), (4, 0), (128, 1024), (577, 577)]
     cases.check_prefill(lengths, heads, GPU)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+def test_prefill_of_long_prompts(dtype: torch.dtype) -> None:
+    """The tiles for many long prompts, in turn with the others; a batch of them takes these by itself."""
+    heads = Heads(6, 2, 128, 256, dtype)
+    lengths = [(1000, 1259), (0, 5), (31, 31), (256, 256), (1, 700), (3, 0), (129, 129), (1500, 1500)]
+    cases.check_prefill(lengths, heads, GPU, LONG)
+    cases.check_prefill([(2049, 2049), (1025, 3000)], heads, GPU)
 
 
 @pytest.mark.parametrize(
