@@ -131,6 +131,9 @@ def attend_tile(
     if DESCRIBED:
         row = pages * PAGE + start % PAGE
         k = k_ptr.load([row, column])
+        v = v_ptr.load([row, column])
+        if MASKED:  # cells past the context may hold NaN, and 0 * NaN is NaN
+            v = tl.where((positions < context)[:, None], v, 0.0)
     else:
         if PAGE % BLOCK_N == 0:
             first = (pages.to(tl.int64) * PAGE + start % PAGE) * TOKEN_STRIDE
@@ -160,11 +163,7 @@ def attend_tile(
         weights = tl.exp2(scores * scale_log2 - new_top[:, None])
     decay = tl.exp2(top - new_top)
     total = total * decay + tl.sum(weights, axis=1)
-    if DESCRIBED:
-        v = v_ptr.load([row, column])
-        if MASKED:  # cells past the context may hold NaN, and 0 * NaN is NaN
-            v = tl.where(readable, v, 0.0)
-    else:
+    if not DESCRIBED:
         v = tl.load(v_ptr + cells, mask=readable, other=0)
     if FP8:
         even, odd = fp8_pair(v, CONVERTS)

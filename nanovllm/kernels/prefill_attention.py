@@ -166,6 +166,9 @@ def _prefill_kernel(
     tl.store(out_ptrs, (acc / total[:, None] * v_scale).to(out_ptr.dtype.element_ty), mask=mask)
 
 
+_GROUPED_HEADS = 4  # query heads whose programs go side by side, through the keys of few KV heads
+
+
 class Tiles(NamedTuple):
     """How one launch is cut up. Measured on H200s, prompts of 20 to 28,000 tokens."""
 
@@ -173,7 +176,6 @@ class Tiles(NamedTuple):
     columns: int  # keys that it reads at a time
     warps: int
     stages: int  # at most: as many as there is shared memory for
-    grouped_heads: int  # query heads whose programs go side by side, through the keys of few heads
     described: bool = False  # caches are read through tensor descriptors, by the tensor memory accelerator
     registers: int | None = None  # of a thread, at most
 
@@ -182,31 +184,29 @@ class Tiles(NamedTuple):
         return self.rows * dim * q_size + 2 * stages * self.columns * dim * cell_size
 
 
-# For many long prompts, with heads of 128 in 16 bits. A program has a multiprocessor to itself.
-LONG = Tiles(128, 128, 8, 3, 1, described=True)
+# Heads of 65 to 128 in 16 bits: for short prompts, and for long ones, where a program has a multiprocessor to
+# itself. They round differently.
+SHORT = Tiles(64, 32, 4, 3)
+LONG = Tiles(128, 128, 8, 3, described=True)
 _LONG_PROMPT = 1024  # new tokens of a sequence, on average, from which that pays
 
 
-def _tiles(dim: int, element_size: int, fp8: bool) -> Tiles:
-    """For heads padded to `dim`: two programs or more share a multiprocessor of an H200, so that one computes
-    while another waits or begins."""
-    if element_size == 4:  # no tensor cores at full precision
-        return Tiles(32 if dim <= 128 else 16, 16, 4, 3, 1)
-    if dim > 128:
-        return Tiles(64, 64 if fp8 else 32, 4, 2, 1)
+def _tiles(q: torch.Tensor, k_cache: torch.Tensor, sequences: int, invariant: bool) -> Tiles:
+    """The tiles for q [T, q_heads, head_dim] of so many sequences; with `invariant` T does not count."""
+    tokens, _, head_dim = q.shape
+    fp8, page = k_cache.dtype == FP8, k_cache.shape[1]
+    if q.element_size() == 4:  # no tensor cores at full precision
+        return Tiles(32 if head_dim <= 128 else 16, 16, 4, 3)
+    if head_dim > 128:
+        return Tiles(64, 64 if fp8 else 32, 4, 2)
     if fp8:
-        return Tiles(64, 64, 4, 3, 1, registers=168 if dim > 64 else None)
-    return Tiles(64, 64, 4, 3, 1, registers=None if dim > 64 else 128)
-
-
-def _long_fits(q: torch.Tensor, cache: torch.Tensor) -> bool:
-    """Whether the device, the heads and the pages are of the kind that `LONG` is for."""
-    page, head_dim = cache.shape[1], cache.shape[3]
-    if cache.dtype != q.dtype or q.element_size() != 2 or head_dim != 128 or page % LONG.columns:
-        return False
-    if INTERPRET or capability(q.device)[0] != 9:
-        return False
-    return LONG.bytes(head_dim, 2, 2, LONG.stages) + 2048 <= shared_memory(q.device)
+        return Tiles(64, 64, 4, 3, registers=168 if head_dim > 64 else None)
+    if head_dim <= 64 or invariant:
+        return Tiles(64, 64, 4, 3, registers=None if head_dim > 64 else 128)
+    fits = head_dim == 128 and page % LONG.columns == 0 and not INTERPRET and capability(q.device)[0] == 9
+    if tokens < _LONG_PROMPT * sequences or not fits:
+        return SHORT
+    return LONG if LONG.bytes(128, 2, 2, LONG.stages) + 2048 <= shared_memory(q.device) else SHORT
 
 
 def paged_prefill_attention_triton(
@@ -234,8 +234,7 @@ def paged_prefill_attention_triton(
     fp8 = k_cache.dtype == FP8
     dim = max(32 if fp8 else 16, triton.next_power_of_2(head_dim))
     if tiles is None:
-        long = not invariant and tokens >= _LONG_PROMPT * len(context_lens) and _long_fits(q, k_cache)
-        tiles = LONG if long else _tiles(dim, q.element_size(), fp8)
+        tiles = _tiles(q, k_cache, len(context_lens), invariant)
     rest = shared_memory(q.device) - tiles.bytes(dim, q.element_size(), k_cache.element_size(), 0)
     stage = tiles.bytes(dim, 0, k_cache.element_size(), 1)
     k, v = as_words(k_cache), as_words(v_cache)
@@ -246,7 +245,7 @@ def paged_prefill_attention_triton(
             TensorDescriptor(cache, [cache.shape[0] * page, kv_heads * dim], [kv_heads * dim, 1], block)
             for cache in (k, v)
         )
-    grouped = math.gcd(tiles.grouped_heads, q_heads)
+    grouped = math.gcd(_GROUPED_HEADS, q_heads)
     grid = (grouped, triton.cdiv(max_seqlen_q, tiles.rows), len(context_lens) * (q_heads // grouped))
     _prefill_kernel[grid](
         q,
