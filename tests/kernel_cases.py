@@ -16,6 +16,7 @@ import torch
 
 from nanovllm.kernels import activation, decode_attention, sampling
 from nanovllm.kernels.activation import silu_and_mul_reference, silu_and_mul_triton
+from nanovllm.kernels.cache import KVCache
 from nanovllm.kernels.compat import jit, tl
 from nanovllm.kernels.decode_attention import (
     CHUNK,
@@ -46,6 +47,7 @@ from nanovllm.kernels.rms_norm import (
     rms_norm_triton,
 )
 from nanovllm.kernels.rotary import (
+    Rotation,
     qk_norm_rope_store_reference,
     qk_norm_rope_store_triton,
     quantise_reference,
@@ -98,14 +100,11 @@ class Heads:
 class PagedCache:
     """Random contexts in scattered pages. Cells of no context, and a page before and after, are NaN."""
 
-    k: torch.Tensor  # [num_blocks, page, kv_heads, head_dim]
-    v: torch.Tensor
+    kv: KVCache
     tables: torch.Tensor  # [S, W] int32
     contexts: torch.Tensor  # [S] int32
     keys: list[torch.Tensor]  # per sequence [context, kv_heads, head_dim], as an FP8 cache gives them back
     values: list[torch.Tensor]
-    k_scale: torch.Tensor | None  # [kv_heads] of an FP8 cache
-    v_scale: torch.Tensor | None
 
 
 def guarded(num_blocks: int, heads: Heads, device: str) -> torch.Tensor:
@@ -147,7 +146,7 @@ def make_cache(contexts: Sequence[int], heads: Heads, device: str, seed: int = 0
             drawn = randn(*shape, dtype=heads.dtype, device=device, seed=seed + 2 * row + index)
             cells.append(write_cells(cache, slots, drawn, scale))
     lengths = torch.tensor(contexts, dtype=torch.int32, device=device)
-    return PagedCache(k, v, tables.to(device), lengths, keys, values, k_scale, v_scale)
+    return PagedCache(KVCache(k, v, k_scale, v_scale), tables.to(device), lengths, keys, values)
 
 
 def naive_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
@@ -181,25 +180,25 @@ def check_decode(contexts: Sequence[int], heads: Heads, device: str) -> None:
     for row, context in enumerate(contexts):
         if context:
             expected[row] = naive_attention(q[row : row + 1], cache.keys[row], cache.values[row], scale)[0]
-    longest, scales = max(contexts), (cache.k_scale, cache.v_scale)
+    longest = max(contexts)
     for attend in DECODE:
-        out = attend(q, cache.k, cache.v, cache.tables, cache.contexts, longest, scale, *scales)
+        out = attend(q, cache.kv, cache.tables, cache.contexts, longest, scale)
         assert out.shape == q.shape
         assert out.is_contiguous()
         assert_near(out, expected)
         assert not out[cache.contexts == 0].any()
     run = paged_decode_attention_triton
-    out = run(q, cache.k, cache.v, cache.tables, cache.contexts, longest, scale, *scales)
-    loose = run(q, cache.k, cache.v, cache.tables, cache.contexts, longest + 700, scale, *scales)
+    out = run(q, cache.kv, cache.tables, cache.contexts, longest, scale)
+    loose = run(q, cache.kv, cache.tables, cache.contexts, longest + 700, scale)
     assert torch.equal(loose, out)
     for row in {0, len(contexts) // 2, len(contexts) - 1}:
         one = slice(row, row + 1)
-        inputs = (q[one], cache.k, cache.v, cache.tables[one], cache.contexts[one])
-        alone = run(*inputs, max(1, contexts[row]), scale, *scales)
+        inputs = (q[one], cache.kv, cache.tables[one], cache.contexts[one])
+        alone = run(*inputs, max(1, contexts[row]), scale)
         assert torch.equal(alone, out[one])
-        few = run(*inputs, max(1, contexts[row]), scale, *scales, invariant=False)
+        few = run(*inputs, max(1, contexts[row]), scale, invariant=False)
         assert_near(few, expected[one])
-        loose = run(*inputs, contexts[row] + 700, scale, *scales, invariant=False)
+        loose = run(*inputs, contexts[row] + 700, scale, invariant=False)
         assert torch.equal(loose, few)
     # Few, some, and what counts as many, or as enough for long chunks, with an FP8 cache:
     many, full, shorter = {"_MANY_PROGRAMS": 1}, {"_FULL_PROGRAMS": 1}, {"_FP8_CHUNK": 256}
@@ -212,9 +211,9 @@ def check_decode(contexts: Sequence[int], heads: Heads, device: str) -> None:
         (most, many | full),
         (most, many | full | shorter),
     ):
-        inputs = (q[:rows], cache.k, cache.v, cache.tables[:rows], cache.contexts[:rows])
+        inputs = (q[:rows], cache.kv, cache.tables[:rows], cache.contexts[:rows])
         with mock.patch.dict(vars(decode_attention), patched):
-            out = run(*inputs, longest, scale, *scales, invariant=False)
+            out = run(*inputs, longest, scale, invariant=False)
         assert_near(out, expected[:rows])
 
 
@@ -244,10 +243,8 @@ def check_shared_prefixes(
     # A sequence may be left alone at the end of each of the groups, which are as many as their first rows.
     assert int((shared.skips > 0).sum()) >= sum(common > 0 for common in expected)
     q = fused_queries(len(contexts), heads, device)
-    inputs = (q, cache.k, cache.v, cache.tables, cache.contexts, max(contexts) + 600, heads.head_dim**-0.5)
-    out, alone = (
-        paged_decode_attention_triton(*inputs, cache.k_scale, cache.v_scale, plan) for plan in (shared, None)
-    )
+    inputs = (q, cache.kv, cache.tables, cache.contexts, max(contexts) + 600, heads.head_dim**-0.5)
+    out, alone = (paged_decode_attention_triton(*inputs, plan) for plan in (shared, None))
     if tile > 16:
         assert_near(out, alone)
     else:
@@ -272,8 +269,8 @@ def check_prefill(
                 q[begin : begin + queries], cache.keys[row], cache.values[row], scale
             )
     for attend in PREFILL if tiles is None else (partial(paged_prefill_attention_triton, tiles=tiles),):
-        inputs = (q, cache.k, cache.v, cache.tables, bounds, cache.contexts)
-        out = attend(*inputs, int(new.max()), scale, cache.k_scale, cache.v_scale)
+        inputs = (q, cache.kv, cache.tables, bounds, cache.contexts)
+        out = attend(*inputs, int(new.max()), scale)
         assert out.shape == q.shape
         assert out.is_contiguous()
         assert_near(out, expected)
@@ -290,10 +287,9 @@ def check_chunked_prefill(length: int, chunks: Sequence[int], heads: Heads, devi
     def run(begin: int, end: int) -> torch.Tensor:
         bounds = torch.tensor([0, end - begin], dtype=torch.int32, device=device)
         context = torch.tensor([end], dtype=torch.int32, device=device)
-        inputs = (q[begin:end], cache.k, cache.v, cache.tables, bounds, context)
-        scales = (cache.k_scale, cache.v_scale)
+        inputs = (q[begin:end], cache.kv, cache.tables, bounds, context)
         longest = end - begin
-        return paged_prefill_attention_triton(*inputs, longest, heads.head_dim**-0.5, *scales, invariant=True)
+        return paged_prefill_attention_triton(*inputs, longest, heads.head_dim**-0.5, invariant=True)
 
     pieces, begin = [], 0
     while begin < length:
@@ -366,18 +362,8 @@ def check_store(tokens: int, heads: Heads, device: str, *, num_blocks: int = 9, 
             for token, slot in enumerate(slots.tolist()):
                 if slot >= 0:
                     target[1 + slot // heads.page, slot % heads.page] = stored[token]
-        out = store(
-            q,
-            k,
-            v,
-            zeros,
-            table,
-            buffers[0][1:-1],
-            buffers[1][1:-1],
-            slots.to(device, torch.int32),
-            k_scale=scales[0],
-            v_scale=scales[1],
-        )
+        cache = KVCache(buffers[0][1:-1], buffers[1][1:-1], *scales)
+        out = store(q, k, v, Rotation(zeros, table), cache, slots.to(device, torch.int32))
         assert torch.equal(out, q)
         for buffer, target in zip(buffers, expected, strict=True):
             torch.testing.assert_close(buffer.float(), target.float(), rtol=0, atol=0, equal_nan=True)
@@ -526,29 +512,31 @@ def check_rope(
 
     k_exact, v = exact(k, k_weight), wide[:, q_heads + kv_heads :]
     slots = torch.randperm(2 * tokens, generator=torch.Generator().manual_seed(4))[:tokens].to(device)
-    arguments = {"q_weight": q_weight, "k_weight": k_weight, "eps": eps}
+    rotation = Rotation(positions, table, q_weight, k_weight, eps)
     for store in STORES:
         for index_dtype in (torch.int32, torch.int64):
             caches = [torch.zeros(tokens, 2, kv_heads, head_dim, dtype=dtype, device=device) for _ in "kv"]
-            q_out = store(q, k, v, positions.to(index_dtype), table, *caches, slots.int(), **arguments)
+            turn = rotation._replace(positions=positions.to(index_dtype))
+            q_out = store(q, k, v, turn, KVCache(*caches), slots.int())
             assert q_out.is_contiguous()
             assert_near(q_out, exact(q, q_weight))
             k_stored, v_stored = (cache.flatten(0, 1)[slots] for cache in caches)
             assert_near(k_stored, k_exact)
             assert torch.equal(v_stored, v)
-        alone = store(q[-1:], k[-1:], v[-1:], positions[-1:], table, *caches, slots[-1:].int(), **arguments)
+        turn = rotation._replace(positions=positions[-1:])
+        alone = store(q[-1:], k[-1:], v[-1:], turn, KVCache(*caches), slots[-1:].int())
         assert torch.equal(alone, q_out[-1:])
         assert torch.equal(caches[0].flatten(0, 1)[slots], k_stored)
 
     # Still to be divided by the root mean square of another row, all three: as if that had been done before.
-    stream = randn(tokens, 40, dtype=dtype, device=device, seed=5) + 2
-    factor = stream.double().square().mean(-1, keepdim=True).add(eps).rsqrt()[..., None]
+    rms_of = randn(tokens, 40, dtype=dtype, device=device, seed=5) + 2
+    factor = rms_of.double().square().mean(-1, keepdim=True).add(eps).rsqrt()[..., None]
     before = [(x.double() * factor).to(dtype) for x in (q, k, v)]
     for store in STORES:
         outs = []
-        for parts, extra in (((q, k, v), {"stream": stream}), (before, {})):
+        for parts, divisor in (((q, k, v), rms_of), (before, None)):
             caches = [torch.zeros(tokens, 2, kv_heads, head_dim, dtype=dtype, device=device) for _ in "kv"]
-            q_out = store(*parts, positions, table, *caches, slots.int(), **arguments, **extra)
+            q_out = store(*parts, rotation, KVCache(*caches), slots.int(), divisor)
             outs.append((q_out, *caches))
         for scaled, exact_out in zip(*outs, strict=True):
             assert_near(scaled, exact_out.double())
@@ -558,8 +546,8 @@ def check_rope(
     caches = [torch.zeros_like(cache, dtype=torch.float8_e4m3fn) for cache in caches]
     for store in STORES:
         plain = [torch.zeros(tokens, 2, kv_heads, head_dim, dtype=dtype, device=device) for _ in "kv"]
-        store(q, k, v, positions, table, *plain, slots.int(), **arguments)
-        store(q, k, v, positions, table, *caches, slots.int(), **arguments, k_scale=scale, v_scale=scale)
+        store(q, k, v, rotation, KVCache(*plain), slots.int())
+        store(q, k, v, rotation, KVCache(*caches, scale, scale), slots.int())
         for cache, source in zip(caches, plain, strict=True):
             expected = quantise_reference(source.flatten(0, 1)[slots], scale)
             assert torch.equal(cache.float().flatten(0, 1)[slots], expected.float())
@@ -567,14 +555,14 @@ def check_rope(
 
 def check_silu(rows: int, n: int, dtype: torch.dtype, device: str) -> None:
     x = randn(rows, 2 * n + 8, dtype=dtype, device=device)[:, : 2 * n]
-    stream = randn(rows, 24, dtype=dtype, device=device, seed=1) + 1
-    scale = stream.double().square().mean(-1, keepdim=True).add(1e-6).rsqrt()
+    rms_of = randn(rows, 24, dtype=dtype, device=device, seed=1) + 1
+    scale = rms_of.double().square().mean(-1, keepdim=True).add(1e-6).rsqrt()
     gate, up = (x.double() * scale).chunk(2, dim=-1)
     for silu in (silu_and_mul_triton, silu_and_mul_reference):
-        assert_near(silu(x, stream, 1e-6), gate * torch.sigmoid(gate) * up)
+        assert_near(silu(x, rms_of, 1e-6), gate * torch.sigmoid(gate) * up)
     with mock.patch.object(activation, "_MANY_ROWS", 0):
-        many = silu_and_mul_triton(x, stream, 1e-6)
-    assert torch.equal(many, silu_and_mul_triton(x, stream, 1e-6))
+        many = silu_and_mul_triton(x, rms_of, 1e-6)
+    assert torch.equal(many, silu_and_mul_triton(x, rms_of, 1e-6))
     x[0, 0], x[-1, n - 1] = 60.0, -60.0
     gate, up = x[:, :n].double(), x[:, n:].double()
     for silu in (silu_and_mul_triton, silu_and_mul_reference):

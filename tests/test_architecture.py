@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).parent.parent / "nanovllm"
 FLOORS = (
     {"vllm_arguments", "errors", "lifecycle", "config", "sampling_params", "outputs", "device", "batch"},
     {"text", "plan", "kernels"},
-    {"sampling", "attention", "distributed"},
+    {"sampling", "attention", "distributed", "quantization"},
     {"layers"},
     {"models"},
     {"runner"},
@@ -118,3 +118,35 @@ def test_packages_have_no_cycles() -> None:
     for module in graph:
         if module:
             visit(module, ())
+
+
+# What may break the rules below: `room.file` of a long file, `room.file:function` of a function or a call in it.
+EXCEPT: set[str] = {"runner.model_runner"}
+MAX_FILE, MAX_FUNCTION, MAX_ARGUMENTS = 400, 60, 8
+
+
+def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    return (node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: module_of(path) or "nanovllm")
+def test_files_and_functions_are_short(path: Path) -> None:
+    """Functions in kernels/ are not: a kernel is one function, and its launcher names each argument."""
+    module, text = module_of(path), path.read_text()
+    assert len(text.splitlines()) <= MAX_FILE or module in EXCEPT
+    for function in functions(ast.parse(text)) if room_of(module) != "kernels" else ():
+        lines = (function.end_lineno or 0) - function.lineno + 1
+        assert lines <= MAX_FUNCTION or f"{module}:{function.name}" in EXCEPT, (
+            f"{function.name}: {lines} lines"
+        )
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: module_of(path) or "nanovllm")
+def test_calls_have_few_arguments_in_order(path: Path) -> None:
+    """More call for a value. Kernels take theirs one by one."""
+    module = module_of(path)
+    for node in ast.walk(ast.parse(path.read_text())) if room_of(module) != "kernels" else ():
+        if isinstance(node, ast.Call):
+            called = ast.unparse(node.func)
+            few = len(node.args) <= MAX_ARGUMENTS or f"{module}:{called}" in EXCEPT
+            assert few, f"{called}, line {node.lineno}: {len(node.args)} arguments"

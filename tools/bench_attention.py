@@ -16,6 +16,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from nanovllm.kernels.cache import KVCache
 from nanovllm.kernels.decode_attention import SharedPrefixes, paged_decode_attention_triton
 from nanovllm.kernels.prefill_attention import paged_prefill_attention
 from nanovllm.runner.shared_prefixes import find_shared_prefixes
@@ -62,10 +63,12 @@ class Caches:
         shape = (blocks, page, args.kv_heads, args.head_dim)
         self.bytes = 2 * sum(contexts) * args.kv_heads * args.head_dim * dtype.itemsize
         self.copies = min(256, max(2, math.ceil(ROTATE_BYTES / self.bytes)))
-        self.keys, self.values = (
-            [torch.randn(shape, device="cuda", dtype=torch.bfloat16).to(dtype) for _ in range(self.copies)]
-            for _ in range(2)
-        )
+
+        def drawn() -> torch.Tensor:
+            return torch.randn(shape, device="cuda", dtype=torch.bfloat16).to(dtype)
+
+        scale = torch.ones(args.kv_heads, device="cuda") if args.cache_dtype == "fp8" else None
+        self.layers = [KVCache(drawn(), drawn(), scale, scale) for _ in range(self.copies)]
         order = torch.randperm(blocks, generator=torch.Generator().manual_seed(0)).to(torch.int32)
         tables = torch.full((len(contexts), width), -1, dtype=torch.int32)
         for row, part in enumerate(order.split(counts)):
@@ -73,9 +76,6 @@ class Caches:
             tables[row, : common // page] = tables[0, : common // page]
         self.tables = tables.cuda()
         self.contexts = torch.tensor(contexts, dtype=torch.int32, device="cuda")
-        self.scales: list[torch.Tensor] = []
-        if args.cache_dtype == "fp8":
-            self.scales = [torch.ones(args.kv_heads, device="cuda") for _ in range(2)]
 
 
 def queries(tokens: int, args: argparse.Namespace) -> torch.Tensor:
@@ -115,12 +115,12 @@ def time_decode(contexts: list[int], args: argparse.Namespace) -> tuple[float, i
         from flash_attn import flash_attn_with_kvcache
 
     def step() -> None:
-        for k, v in zip(caches.keys, caches.values, strict=True):
+        for cache in caches.layers:
             if args.backend == "flash_attn":
                 flash_attn_with_kvcache(
                     q[:, None],
-                    k,
-                    v,
+                    cache.k,
+                    cache.v,
                     cache_seqlens=caches.contexts,
                     block_table=caches.tables,
                     softmax_scale=scale,
@@ -129,13 +129,11 @@ def time_decode(contexts: list[int], args: argparse.Namespace) -> tuple[float, i
             else:
                 paged_decode_attention_triton(
                     q,
-                    k,
-                    v,
+                    cache,
                     caches.tables,
                     caches.contexts,
                     bound,
                     scale,
-                    *(caches.scales or (None, None)),
                     shared,
                     invariant=args.invariant,
                 )
@@ -157,10 +155,8 @@ def time_prefill(lengths: list[tuple[int, int]], args: argparse.Namespace) -> tu
     longest = int(new.max())
 
     def step() -> None:
-        for k, v in zip(caches.keys, caches.values, strict=True):
-            paged_prefill_attention(
-                q, k, v, caches.tables, bounds, caches.contexts, longest, scale, *caches.scales
-            )
+        for cache in caches.layers:
+            paged_prefill_attention(q, cache, caches.tables, bounds, caches.contexts, longest, scale)
 
     pairs = sum(n * context - n * (n - 1) // 2 for n, context in lengths)
     return seconds(step, caches.copies), 4 * pairs * args.q_heads * args.head_dim

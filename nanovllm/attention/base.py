@@ -9,6 +9,7 @@ from typing import ClassVar
 import torch
 
 from nanovllm.device import Device
+from nanovllm.kernels.cache import KVCache
 from nanovllm.kernels.decode_attention import SharedPrefixes
 
 
@@ -39,16 +40,18 @@ class AttentionMetadata:
 class AttentionBackend(ABC):
     """Attends over the paged cache, in which this step's keys and values are stored already.
 
-    Cache layout: `[num_blocks, block_size, num_kv_heads, head_dim]`. Cells that no live token owns may hold
-    NaN.
+    Cells that no live token owns may hold NaN. With `deterministic` a row gets the same bits beside any other
+    rows.
     """
 
-    deterministic = False  # whether a row must get the same bits beside any other rows
     name: ClassVar[str]
     block_size_multiple: ClassVar[int]
     default_block_size: ClassVar[int]
     supports_cuda_graph: ClassVar[bool] = True  # a decode step launches kernels and nothing else
     supports_shared_prefixes: ClassVar[bool] = False  # others read what is shared for each sequence
+
+    def __init__(self, deterministic: bool = False) -> None:
+        self.deterministic = deterministic
 
     @classmethod
     @abstractmethod
@@ -58,14 +61,8 @@ class AttentionBackend(ABC):
         """Return the reason why this backend cannot run here, or None when it can."""
 
     @abstractmethod
-    def forward(
-        self,
-        q: torch.Tensor,  # [T, num_heads, head_dim]
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        meta: AttentionMetadata,
-        scale: float,
-        k_scale: torch.Tensor | None = None,  # [num_kv_heads] float32: what an FP8 cache is multiplied by
-        v_scale: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Return causal attention outputs `[T, num_heads, head_dim]`; the step's own tokens are cached."""
+    def forward(self, q: torch.Tensor, cache: KVCache, meta: AttentionMetadata, scale: float) -> torch.Tensor:
+        """Return the causal attention of q [T, num_heads, head_dim], new, of the same shape.
+
+        Scores are multiplied by `scale`. The keys and values of the step's own tokens are in the cache.
+        """

@@ -12,6 +12,7 @@ import torch
 
 from nanovllm.attention.base import AttentionBackend, AttentionMetadata
 from nanovllm.device import Device
+from nanovllm.kernels.cache import KVCache
 
 
 @lru_cache
@@ -50,24 +51,15 @@ class FlashAttnBackend(AttentionBackend):
             return f"it supports head_dim up to 256 in steps of 8, and head_dim is {head_dim}"
         return None
 
-    def forward(
-        self,
-        q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        meta: AttentionMetadata,
-        scale: float,
-        k_scale: torch.Tensor | None = None,
-        v_scale: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        assert k_scale is None and v_scale is None, "flash-attn 2 reads no FP8 cache"
+    def forward(self, q: torch.Tensor, cache: KVCache, meta: AttentionMetadata, scale: float) -> torch.Tensor:
+        assert cache.k_scale is None and cache.v_scale is None, "flash-attn 2 reads no FP8 cache"
         package = _package()
         assert isinstance(package, ModuleType), "unavailable() has said why"
         if meta.is_decode:
             out = package.flash_attn_with_kvcache(
                 q[:, None],
-                k_cache,
-                v_cache,
+                cache.k,
+                cache.v,
                 cache_seqlens=meta.context_lens,
                 block_table=meta.block_tables,
                 softmax_scale=scale,
@@ -76,8 +68,8 @@ class FlashAttnBackend(AttentionBackend):
             return out[:, 0]
         return package.flash_attn_varlen_func(
             q,
-            k_cache,
-            v_cache,
+            cache.k,
+            cache.v,
             cu_seqlens_q=meta.cu_seqlens_q,
             cu_seqlens_k=meta.cu_seqlens_k,
             max_seqlen_q=meta.max_seqlen_q,

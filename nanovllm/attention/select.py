@@ -50,9 +50,7 @@ def select(
         reason = backend.unavailable(device, dtype, head_dim, cache_dtype)
         if reason is None:
             logger.info("attention backend: %s%s", backend.name, f" ({reasons})" if reasons else "")
-            chosen = backend()
-            chosen.deterministic = deterministic
-            return chosen
+            return backend(deterministic)
         if name != "auto":
             raise ValueError(f"{asked} cannot run here: {reason}")
         reasons[backend.name] = reason

@@ -9,6 +9,7 @@ import torch
 
 from nanovllm.attention.base import AttentionBackend, AttentionMetadata
 from nanovllm.device import Device
+from nanovllm.kernels.cache import KVCache
 from nanovllm.kernels.compat import HAS_TRITON, INTERPRET
 from nanovllm.kernels.decode_attention import paged_decode_attention_triton
 from nanovllm.kernels.prefill_attention import paged_prefill_attention_triton
@@ -32,40 +33,25 @@ class TritonBackend(AttentionBackend):
             return f"it supports head_dim up to 256 in steps of 8, and head_dim is {head_dim}"
         return None
 
-    def forward(
-        self,
-        q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        meta: AttentionMetadata,
-        scale: float,
-        k_scale: torch.Tensor | None = None,
-        v_scale: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def forward(self, q: torch.Tensor, cache: KVCache, meta: AttentionMetadata, scale: float) -> torch.Tensor:
         if meta.is_decode:
             return paged_decode_attention_triton(
                 q,
-                k_cache,
-                v_cache,
+                cache,
                 meta.block_tables,
                 meta.context_lens,
                 meta.max_seqlen_k,
                 scale,
-                k_scale,
-                v_scale,
-                meta.shared,
-                self.deterministic,
+                shared=meta.shared,
+                invariant=self.deterministic,
             )
         return paged_prefill_attention_triton(
             q,
-            k_cache,
-            v_cache,
+            cache,
             meta.block_tables,
             meta.cu_seqlens_q,
             meta.context_lens,
             meta.max_seqlen_q,
             scale,
-            k_scale,
-            v_scale,
-            self.deterministic,
+            invariant=self.deterministic,
         )

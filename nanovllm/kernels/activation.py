@@ -22,7 +22,7 @@ def gated(gate: tl.tensor, up: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
 def _silu_and_mul_kernel(
     x_ptr: tl.tensor,
     out_ptr: tl.tensor,
-    rows_ptr: tl.tensor,
+    rms_of_ptr: tl.tensor,
     x_stride: int,
     eps: float,
     N: tl.constexpr,
@@ -40,15 +40,15 @@ def _silu_and_mul_kernel(
     gate = tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(x_ptrs + N, mask=mask, other=0.0).to(tl.float32)
     dtype: tl.constexpr = out_ptr.dtype.element_ty
-    if rows_ptr is not None:
-        scale = inverse_rms(rows_ptr, row, eps, SIZE, SIZE_PADDED)
+    if rms_of_ptr is not None:
+        scale = inverse_rms(rms_of_ptr, row, eps, SIZE, SIZE_PADDED)
         gate = (gate * scale).to(dtype).to(tl.float32)
         up = (up * scale).to(dtype).to(tl.float32)
     tl.store(out_ptr + row * N + columns, gated(gate, up, dtype), mask=mask)
 
 
 def silu_and_mul_triton(
-    x: torch.Tensor, stream: torch.Tensor | None = None, eps: float = 0.0
+    x: torch.Tensor, rms_of: torch.Tensor | None = None, eps: float = 0.0
 ) -> torch.Tensor:
     """`silu_and_mul` by Triton."""
     rows, n = x.shape[0], x.shape[1] // 2
@@ -56,16 +56,16 @@ def silu_and_mul_triton(
     if rows == 0:
         return out
     assert x.stride(1) == 1
-    size = 1 if stream is None else stream.shape[1]
-    assert stream is None or stream.is_contiguous()
-    # Each program reads its row of the stream: fewer of them where that is long, or where rows abound.
-    fewer = size > 2 * _BLOCK or (stream is not None and rows > _MANY_ROWS)
+    size = 1 if rms_of is None else rms_of.shape[1]
+    assert rms_of is None or rms_of.is_contiguous()
+    # Each program reads its row of rms_of: fewer of them where that is long, or where rows abound.
+    fewer = size > 2 * _BLOCK or (rms_of is not None and rows > _MANY_ROWS)
     block = 4 * _BLOCK if fewer else _BLOCK
     early = launch_early(x)
     _silu_and_mul_kernel[(rows, triton.cdiv(n, block))](
         x,
         out,
-        stream,
+        rms_of,
         x.stride(0),
         eps,
         N=n,
@@ -80,19 +80,19 @@ def silu_and_mul_triton(
 
 
 def silu_and_mul_reference(
-    x: torch.Tensor, stream: torch.Tensor | None = None, eps: float = 0.0
+    x: torch.Tensor, rms_of: torch.Tensor | None = None, eps: float = 0.0
 ) -> torch.Tensor:
     """`silu_and_mul` in plain torch."""
-    if stream is not None:
-        x = (x * inverse_rms_reference(stream, eps)).to(x.dtype)
+    if rms_of is not None:
+        x = (x * inverse_rms_reference(rms_of, eps)).to(x.dtype)
     gate, up = x.chunk(2, dim=-1)
     return F.silu(gate) * up
 
 
-def silu_and_mul(x: torch.Tensor, stream: torch.Tensor | None = None, eps: float = 0.0) -> torch.Tensor:
+def silu_and_mul(x: torch.Tensor, rms_of: torch.Tensor | None = None, eps: float = 0.0) -> torch.Tensor:
     """Return silu(x[:, :N]) * x[:, N:], [T, N], for x [T, 2N]; silu is rounded to x's dtype first.
 
-    With `stream` [T, M], contiguous, each row of x is first divided by the root mean square of its row there,
+    With `rms_of` [T, M], contiguous, each row of x is first divided by the root mean square of its row there,
     and rounded.
     """
-    return (silu_and_mul_triton if use_triton(x) else silu_and_mul_reference)(x, stream, eps)
+    return (silu_and_mul_triton if use_triton(x) else silu_and_mul_reference)(x, rms_of, eps)

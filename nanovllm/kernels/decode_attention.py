@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from nanovllm.kernels.cache import KVCache
 from nanovllm.kernels.compat import (
     FEW_ROWS,
     INTERPRET,
@@ -211,14 +212,11 @@ def _block_n(dim: int, element_size: int) -> int:
 
 def paged_decode_attention_triton(
     q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    cache: KVCache,
     block_tables: torch.Tensor,
     context_lens: torch.Tensor,
     max_context_len: int,
     scale: float,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
     shared: SharedPrefixes | None = None,
     invariant: bool = True,
 ) -> torch.Tensor:
@@ -226,6 +224,7 @@ def paged_decode_attention_triton(
 
     Without `invariant` the order in which a row's values are summed may depend on how many rows there are.
     """
+    k_cache, v_cache, k_scale, v_scale = cache
     sequences, q_heads, head_dim = q.shape
     page, kv_heads = k_cache.shape[1:3]
     group = q_heads // kv_heads
@@ -330,24 +329,17 @@ def decode_gather_reference(
 
 
 def decode_attend_reference(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    slots: torch.Tensor,
-    bias: torch.Tensor,
-    scale: float,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
+    q: torch.Tensor, cache: KVCache, slots: torch.Tensor, bias: torch.Tensor, scale: float
 ) -> torch.Tensor:
     """Attention of q [S, q_heads, head_dim] over the cells that `decode_gather_reference` names, in
     float32."""
     sequences, q_heads, head_dim = q.shape
-    kv_heads = k_cache.shape[2]
+    kv_heads = cache.k.shape[2]
     k, v = (
-        dequantized(as_words(cache).flatten(0, 1).index_select(0, slots).view(cache.dtype), factor)
+        dequantized(as_words(cells).flatten(0, 1).index_select(0, slots).view(cells.dtype), factor)
         .unflatten(0, (sequences, -1))
         .transpose(1, 2)
-        for cache, factor in ((k_cache, k_scale), (v_cache, v_scale))
+        for cells, factor in ((cache.k, cache.k_scale), (cache.v, cache.v_scale))
     )  # [S, kv_heads, longest, head_dim]
     # A group's query heads stand where a sequence's queries would, so that K and V need not be repeated.
     queries = q.float().view(sequences, kv_heads, -1, head_dim)
@@ -357,49 +349,40 @@ def decode_attend_reference(
 
 def paged_decode_attention_reference(
     q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    cache: KVCache,
     block_tables: torch.Tensor,
     context_lens: torch.Tensor,
     max_context_len: int,
     scale: float,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
     shared: SharedPrefixes | None = None,
 ) -> torch.Tensor:
     """`paged_decode_attention` in plain torch, over contexts padded to the longest one, `shared` or not."""
     longest = min(max_context_len, int(context_lens.max())) if len(q) else 0
     if longest == 0:
         return torch.zeros_like(q, memory_format=torch.contiguous_format)
-    slots, bias = decode_gather_reference(block_tables, context_lens, longest, k_cache.shape[1])
-    out = decode_attend_reference(q, k_cache, v_cache, slots, bias, scale, k_scale, v_scale)
+    slots, bias = decode_gather_reference(block_tables, context_lens, longest, cache.k.shape[1])
+    out = decode_attend_reference(q, cache, slots, bias, scale)
     return out.masked_fill((context_lens == 0)[:, None, None], 0.0)
 
 
 def paged_decode_attention(
     q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    cache: KVCache,
     block_tables: torch.Tensor,
     context_lens: torch.Tensor,
     max_context_len: int,
     scale: float,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
     shared: SharedPrefixes | None = None,
 ) -> torch.Tensor:
     """Attend from each sequence's newest token to its whole context, which holds that token already.
 
-    q: [S, q_heads, head_dim], last dimension contiguous. k_cache, v_cache: contiguous [num_blocks,
-    block_size, kv_heads, head_dim] of q's dtype, or of float8_e4m3fn, whose values are then multiplied by
-    k_scale and v_scale: [kv_heads] float32 (None: 1), while q becomes float16. Cells past a context may hold
-    anything. block_tables: [S, W] int32, padded with -1. context_lens: [S] int32, each at most
-    `max_context_len`; a row of length 0 reads nothing and gives zeros. Returns a new [S, q_heads, head_dim].
+    q: [S, q_heads, head_dim], last dimension contiguous; with an FP8 cache it becomes float16. Cells of the
+    cache past a context may hold anything. block_tables: [S, W] int32, padded with -1. context_lens: [S]
+    int32, each at most `max_context_len`; a row of length 0 reads nothing and gives zeros. Returns a new [S,
+    q_heads, head_dim].
     The split over the context is flash-decoding's (Dao et al., 2023), with chunks of fixed length. `shared`
     may name sequences with a common prefix, which is then read once for several of them: with the same result
     bit for bit in units of 16 query heads, else but for rounding.
     """
     run = paged_decode_attention_triton if use_triton(q) else paged_decode_attention_reference
-    return run(
-        q, k_cache, v_cache, block_tables, context_lens, max_context_len, scale, k_scale, v_scale, shared
-    )
+    return run(q, cache, block_tables, context_lens, max_context_len, scale, shared)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from nanovllm.kernels.cache import KVCache
 from nanovllm.kernels.compat import (
     INTERPRET,
     TensorDescriptor,
@@ -211,19 +212,17 @@ def _tiles(q: torch.Tensor, k_cache: torch.Tensor, sequences: int, invariant: bo
 
 def paged_prefill_attention_triton(
     q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    cache: KVCache,
     block_tables: torch.Tensor,
     cu_seqlens_q: torch.Tensor,
     context_lens: torch.Tensor,
     max_seqlen_q: int,
     scale: float,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
     invariant: bool = False,
     tiles: Tiles | None = None,
 ) -> torch.Tensor:
     """`paged_prefill_attention` by Triton. `tiles`: those to use, instead of those that suit the inputs."""
+    k_cache, v_cache, k_scale, v_scale = cache
     tokens, q_heads, head_dim = q.shape
     page, kv_heads = k_cache.shape[1:3]
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -282,19 +281,16 @@ def paged_prefill_attention_triton(
 
 def paged_prefill_attention_reference(
     q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    cache: KVCache,
     block_tables: torch.Tensor,
     cu_seqlens_q: torch.Tensor,
     context_lens: torch.Tensor,
     max_seqlen_q: int,
     scale: float,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
     invariant: bool = False,
 ) -> torch.Tensor:
     """`paged_prefill_attention` in plain torch, in float32, one sequence at a time."""
-    page, kv_heads = k_cache.shape[1:3]
+    page, kv_heads = cache.k.shape[1:3]
     group = q.shape[1] // kv_heads
     out = torch.zeros_like(q, memory_format=torch.contiguous_format)
     bounds = cu_seqlens_q.tolist()
@@ -304,10 +300,10 @@ def paged_prefill_attention_reference(
             continue
         table = block_tables[row, : -(-context // page)].long()
         k, v = (
-            dequantized(as_words(cache)[table].view(cache.dtype).flatten(0, 1)[:context], factor)
+            dequantized(as_words(cells)[table].view(cells.dtype).flatten(0, 1)[:context], factor)
             .transpose(0, 1)
             .repeat_interleave(group, dim=0)
-            for cache, factor in ((k_cache, k_scale), (v_cache, v_scale))
+            for cells, factor in ((cache.k, cache.k_scale), (cache.v, cache.v_scale))
         )  # [q_heads, context, head_dim]
         queries = q[begin:end].float().transpose(0, 1)
         seen = None
@@ -323,39 +319,22 @@ def paged_prefill_attention_reference(
 
 def paged_prefill_attention(
     q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    cache: KVCache,
     block_tables: torch.Tensor,
     cu_seqlens_q: torch.Tensor,
     context_lens: torch.Tensor,
     max_seqlen_q: int,
     scale: float,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
     invariant: bool = False,
 ) -> torch.Tensor:
     """Causal attention of each sequence's new tokens over its context, which ends in those tokens already.
 
-    q: [T, q_heads, head_dim], the sequences' new tokens one after another, last dimension contiguous.
-    k_cache, v_cache: contiguous [num_blocks, block_size, kv_heads, head_dim] of q's dtype, or of
-    float8_e4m3fn, whose values are then multiplied by k_scale and v_scale: [kv_heads] float32 (None: 1).
-    Cells past a context may hold anything. block_tables: [S, W] int32, padded with -1. cu_seqlens_q: [S + 1]
-    int32 prefix sum of the new tokens per sequence, at most `max_seqlen_q` each. context_lens: [S] int32,
-    cached and new tokens; new token i of n sits at position context_len - n + i; a sequence of context
+    q: [T, q_heads, head_dim], the sequences' new tokens one after another, last dimension contiguous. Cells
+    of the cache past a context may hold anything. block_tables: [S, W] int32, padded with -1. cu_seqlens_q:
+    [S + 1] int32 prefix sum of the new tokens per sequence, at most `max_seqlen_q` each. context_lens: [S]
+    int32, cached and new tokens; new token i of n sits at position context_len - n + i; a sequence of context
     length 0 gives zeros. Returns a new [T, q_heads, head_dim]. With `invariant` a token's bits do not depend
     on how its prompt is cut, nor on other sequences. The tiling is FlashAttention-2's (Dao, 2023).
     """
     run = paged_prefill_attention_triton if use_triton(q) else paged_prefill_attention_reference
-    return run(
-        q,
-        k_cache,
-        v_cache,
-        block_tables,
-        cu_seqlens_q,
-        context_lens,
-        max_seqlen_q,
-        scale,
-        k_scale,
-        v_scale,
-        invariant,
-    )
+    return run(q, cache, block_tables, cu_seqlens_q, context_lens, max_seqlen_q, scale, invariant)

@@ -4,14 +4,31 @@ position embedding, and the store of keys and values into the paged cache. Owns 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
+from nanovllm.kernels.cache import KVCache
 from nanovllm.kernels.compat import INTERPRET, await_inputs, jit, launch_early, tl, triton, use_triton
 from nanovllm.kernels.paged import FP8
 from nanovllm.kernels.rms_norm import inverse_rms, inverse_rms_reference, rms_norm_reference
 
 _FP8_MAX = 448.0
 _KV_TILE = 2  # KV heads per program, with all their query heads
+
+
+class Rotation(NamedTuple):
+    """How tokens' queries and keys are turned, and normalised before that.
+
+    The two halves of a head are the pairs that turn (the "neox" layout of RoFormer's rotary embedding). With
+    weights, an RMSNorm over each head comes first.
+    """
+
+    positions: torch.Tensor  # [T] int32 or int64
+    cos_sin: torch.Tensor  # [max_positions, head_dim] float32: cosines, then as many sines
+    q_weight: torch.Tensor | None = None  # [head_dim] of the queries' dtype
+    k_weight: torch.Tensor | None = None
+    eps: float = 1e-6
 
 
 @jit()
@@ -78,7 +95,7 @@ def _qk_norm_rope_store_kernel(
     k_weight_ptr: tl.tensor,
     k_scale_ptr: tl.tensor,
     v_scale_ptr: tl.tensor,
-    stream_ptr: tl.tensor,
+    rms_of_ptr: tl.tensor,
     q_out_ptr: tl.tensor,
     k_cache_ptr: tl.tensor,
     v_cache_ptr: tl.tensor,
@@ -133,8 +150,8 @@ def _qk_norm_rope_store_kernel(
     cos, sin = _load_halves(cos_sin_ptr + position * HEAD_DIM, halves, halves < HALF, HALF)
 
     dtype: tl.constexpr = q_out_ptr.dtype.element_ty
-    if stream_ptr is not None:
-        scale = inverse_rms(stream_ptr, token, eps, SIZE, SIZE_PADDED)
+    if rms_of_ptr is not None:
+        scale = inverse_rms(rms_of_ptr, token, eps, SIZE, SIZE_PADDED)
         q_first, q_second = _round(q_first * scale, dtype), _round(q_second * scale, dtype)
         k_first, k_second = _round(k_first * scale, dtype), _round(k_second * scale, dtype)
         value = (value.to(tl.float32) * scale).to(dtype)
@@ -167,19 +184,14 @@ def qk_norm_rope_store_triton(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    positions: torch.Tensor,
-    cos_sin: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    rotation: Rotation,
+    cache: KVCache,
     slot_mapping: torch.Tensor,
-    q_weight: torch.Tensor | None = None,
-    k_weight: torch.Tensor | None = None,
-    eps: float = 1e-6,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
-    stream: torch.Tensor | None = None,
+    rms_of: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`qk_norm_rope_store` by Triton, in one launch."""
+    positions, cos_sin, q_weight, k_weight, eps = rotation
+    k_cache, v_cache, k_scale, v_scale = cache
     tokens, q_heads, head_dim = q.shape
     kv_heads = k.shape[1]
     q_out = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -192,8 +204,8 @@ def qk_norm_rope_store_triton(
     kv_tile = min(_KV_TILE, triton.next_power_of_2(kv_heads))
     q_tile_padded = triton.next_power_of_2(q_heads // kv_heads * kv_tile)
     half_padded = triton.next_power_of_2(head_dim // 2)
-    size = 1 if stream is None else stream.shape[1]
-    assert stream is None or stream.is_contiguous()
+    size = 1 if rms_of is None else rms_of.shape[1]
+    assert rms_of is None or rms_of.is_contiguous()
     warps = max(q_tile_padded * half_padded // 512, size // 1024, 1)
     _qk_norm_rope_store_kernel[(tokens, triton.cdiv(kv_heads, kv_tile))](
         q,
@@ -206,7 +218,7 @@ def qk_norm_rope_store_triton(
         cos_sin if k_weight is None else k_weight,
         cos_sin if k_scale is None else k_scale,
         cos_sin if v_scale is None else v_scale,
-        stream,
+        rms_of,
         q_out,
         k_cache,
         v_cache,
@@ -245,15 +257,10 @@ def _rotate_reference(x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
 
 
 def qk_norm_rope_reference(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    positions: torch.Tensor,
-    cos_sin: torch.Tensor,
-    q_weight: torch.Tensor | None = None,
-    k_weight: torch.Tensor | None = None,
-    eps: float = 1e-6,
+    q: torch.Tensor, k: torch.Tensor, rotation: Rotation
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return q and k as `qk_norm_rope_store` turns them, before anything is stored."""
+    positions, cos_sin, q_weight, k_weight, eps = rotation
     if q_weight is not None:
         q = rms_norm_reference(q, q_weight, eps)
     if k_weight is not None:
@@ -268,15 +275,10 @@ def quantise_reference(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 
 def store_kvcache_reference(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
+    key: torch.Tensor, value: torch.Tensor, cache: KVCache, slot_mapping: torch.Tensor
 ) -> None:
     """Store token t's key and value in slot `slot_mapping[t]`, as `qk_norm_rope_store` does."""
+    k_cache, v_cache, k_scale, v_scale = cache
     stored = slot_mapping >= 0
     if not stored.all():
         key, value, slot_mapping = key[stored], value[stored], slot_mapping[stored]
@@ -294,24 +296,17 @@ def qk_norm_rope_store_reference(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    positions: torch.Tensor,
-    cos_sin: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    rotation: Rotation,
+    cache: KVCache,
     slot_mapping: torch.Tensor,
-    q_weight: torch.Tensor | None = None,
-    k_weight: torch.Tensor | None = None,
-    eps: float = 1e-6,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
-    stream: torch.Tensor | None = None,
+    rms_of: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`qk_norm_rope_store` in plain torch."""
-    if stream is not None:
-        scale = inverse_rms_reference(stream, eps)[:, None]
+    if rms_of is not None:
+        scale = inverse_rms_reference(rms_of, rotation.eps)[:, None]
         q, k, v = ((x * scale).to(x.dtype) for x in (q, k, v))
-    q, k = qk_norm_rope_reference(q, k, positions, cos_sin, q_weight, k_weight, eps)
-    store_kvcache_reference(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
+    q, k = qk_norm_rope_reference(q, k, rotation)
+    store_kvcache_reference(k, v, cache, slot_mapping)
     return q
 
 
@@ -319,48 +314,19 @@ def qk_norm_rope_store(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    positions: torch.Tensor,
-    cos_sin: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    rotation: Rotation,
+    cache: KVCache,
     slot_mapping: torch.Tensor,
-    q_weight: torch.Tensor | None = None,
-    k_weight: torch.Tensor | None = None,
-    eps: float = 1e-6,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
-    stream: torch.Tensor | None = None,
+    rms_of: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Turn q and k by their tokens' positions, store k and v in the cache, return the new contiguous q.
 
     q: [T, q_heads, head_dim]; k, v: [T, kv_heads, head_dim]; any strides but a contiguous last dimension.
-    positions: [T] int32 or int64. cos_sin: [max_positions, head_dim] float32, cosines in the first half and
-    sines in the second. The two halves of a head are the pairs that turn (the "neox" layout of RoFormer's
-    rotary embedding). q_weight, k_weight: [head_dim] of q's dtype; where given, an RMSNorm over each head
-    comes first.
+    slot_mapping: [T] int32, block * block_size + offset; a negative slot stores nothing. What goes to an FP8
+    cache is rounded to q's dtype, divided by its head's scale, clamped to +-448 and rounded to nearest even.
 
-    k_cache, v_cache: contiguous [num_blocks, block_size, kv_heads, head_dim] of q's dtype, or float8_e4m3fn
-    with k_scale and v_scale [kv_heads] float32: what is stored, in q's dtype before, is then divided by its
-    head's scale, clamped to +-448 and rounded to nearest even. slot_mapping: [T] int32, block * block_size +
-    offset; a negative slot stores nothing.
-
-    With `stream` [T, M], contiguous, the rows of q, k and v are first of all divided by the root mean square
-    of their row there, with `eps`, and rounded.
+    With `rms_of` [T, M], contiguous, each row of q, k and v is first divided by the root mean square of its
+    row of `rms_of`, with the rotation's eps, and rounded.
     """
     run = qk_norm_rope_store_triton if use_triton(q) else qk_norm_rope_store_reference
-    return run(
-        q,
-        k,
-        v,
-        positions,
-        cos_sin,
-        k_cache,
-        v_cache,
-        slot_mapping,
-        q_weight,
-        k_weight,
-        eps,
-        k_scale,
-        v_scale,
-        stream,
-    )
+    return run(q, k, v, rotation, cache, slot_mapping, rms_of)

@@ -1,5 +1,4 @@
-"""Attention: one layer's KV cache and the backend that attends over it. Knows no projection, no position, and
-writes nothing into the cache: RotaryEmbedding does, in passing."""
+"""Attention: one layer's KV cache, and the backend that attends over it. Knows no projection and no angle."""
 
 from __future__ import annotations
 
@@ -7,10 +6,12 @@ import torch
 from torch import nn
 
 from nanovllm.attention.base import AttentionBackend, AttentionMetadata
+from nanovllm.kernels.cache import KVCache
+from nanovllm.kernels.rotary import Rotation, qk_norm_rope_store
 
 
 class Attention(nn.Module):
-    """Scaled causal attention over a paged cache. The owner sets `k_cache` and `v_cache`, empty at first."""
+    """Scaled causal attention over a paged cache. The owner of the memory sets `cache`, empty at first."""
 
     def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int, backend: AttentionBackend) -> None:
         super().__init__()
@@ -19,12 +20,21 @@ class Attention(nn.Module):
         self.head_dim = head_dim
         self.scale = head_dim**-0.5
         self.backend = backend
-        self.k_cache = self.v_cache = torch.empty(0)  # [num_blocks, block_size, num_kv_heads, head_dim]
-        self.k_scale: torch.Tensor | None = None  # [num_kv_heads] float32, what an FP8 cache was divided by
-        self.v_scale: torch.Tensor | None = None
+        self.cache = KVCache(torch.empty(0), torch.empty(0))
 
-    def forward(self, q: torch.Tensor, meta: AttentionMetadata) -> torch.Tensor:
-        """q [T, num_heads, head_dim] -> the same shape; this step's keys and values are cached already."""
-        return self.backend.forward(
-            q, self.k_cache, self.v_cache, meta, self.scale, self.k_scale, self.v_scale
-        )
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        rotation: Rotation,
+        meta: AttentionMetadata,
+        rms_of: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """q [T, num_heads, head_dim], k and v [T, num_kv_heads, head_dim] -> what q attends to, as q.
+
+        Turns q and k by `rotation`, and stores k and v in the step's slots before any token attends. With
+        `rms_of` [T, M] all three are first divided by the root mean square of its rows.
+        """
+        q = qk_norm_rope_store(q, k, v, rotation, self.cache, meta.slot_mapping, rms_of)
+        return self.backend.forward(q, self.cache, meta, self.scale)

@@ -11,7 +11,9 @@ import torch.nn.functional as F
 from nanovllm.distributed.group import TPGroup
 from nanovllm.kernels.compat import use_triton
 from nanovllm.kernels.sampling import BLOCK, VocabularyPart
-from nanovllm.layers.weights import WeightLayer, WeightShard
+from nanovllm.layers.weights import WeightLayer, WeightOptions
+from nanovllm.quantization.shards import WeightShard
+from nanovllm.quantization.unquantized import UnquantizedLinearMethod
 
 
 def rows_per_rank(vocab_size: int, ranks: int) -> int:
@@ -24,50 +26,36 @@ def rows_per_rank(vocab_size: int, ranks: int) -> int:
 class _VocabParallelLayer(WeightLayer):
     weight: torch.Tensor  # [padded vocabulary / ranks, hidden_size]; with several ranks one row of 0 more
 
-    def __init__(self, vocab_size: int, tp: TPGroup, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__(dtype, device)
+    def __init__(self, vocab_size: int, tp: TPGroup) -> None:
+        super().__init__()
         self.tp = tp
         self.vocab_size = vocab_size
         self.rows = vocab_size if tp.size == 1 else rows_per_rank(vocab_size, tp.size)
         self.first_id = min(tp.rank * self.rows, vocab_size)
 
-    def _allocate_rows(self, hidden_size: int) -> None:
+    def _allocate_rows(self, hidden_size: int, options: WeightOptions) -> None:
         owned = min(self.rows, self.vocab_size - self.first_id)
         shape = (self.vocab_size, hidden_size)
         shard = WeightShard("weight", None, shape, dim=0, start=self.first_id, length=owned, offset=0)
         rows = self.rows if self.tp.size == 1 else self.rows + 1
-        self._allocate("weight", (rows, hidden_size), [shard])
+        self._allocate("weight", (rows, hidden_size), [shard], options)
         self.weight[owned:].zero_()
 
 
 class VocabParallelEmbedding(_VocabParallelLayer):
-    """token_ids [T] -> [T, hidden_size]; each rank looks up the ids it owns, then the ranks are summed.
+    """token_ids [T] -> this rank's part of a sum over the ranks, [T, hidden_size]; 0 for other ranks' ids."""
 
-    Without `reduce_results` the sum is the caller's to make: rows of other ranks' ids are 0.
-    """
-
-    def __init__(
-        self,
-        vocab_size: int,
-        hidden_size: int,
-        tp: TPGroup,
-        reduce_results: bool = True,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        super().__init__(vocab_size, tp, dtype, device)
-        self.reduce_results = reduce_results
-        self._allocate_rows(hidden_size)
+    def __init__(self, vocab_size: int, hidden_size: int, tp: TPGroup, *, options: WeightOptions) -> None:
+        super().__init__(vocab_size, tp)
+        self._allocate_rows(hidden_size, options)
         if tp.size > 1:  # where the row of each id is here; for another rank's it is the last one, of zeros
-            own = torch.arange(vocab_size, device=device) - self.first_id
+            own = torch.arange(vocab_size, device=options.device) - self.first_id
             self._row_of = own.where((own >= 0) & (own < self.rows), self.rows)
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         if self.tp.size == 1:
             return F.embedding(token_ids, self.weight)
-        embedded = F.embedding(self._row_of[token_ids], self.weight)
-        return self.tp.all_reduce(embedded) if self.reduce_results else embedded
+        return F.embedding(self._row_of[token_ids], self.weight)
 
 
 class ParallelLMHead(_VocabParallelLayer):
@@ -83,17 +71,18 @@ class ParallelLMHead(_VocabParallelLayer):
         tp: TPGroup,
         tied_to: VocabParallelEmbedding | None = None,
         *,
-        dtype: torch.dtype,
-        device: torch.device,
+        options: WeightOptions,
     ) -> None:
-        super().__init__(vocab_size, tp, dtype, device)
+        super().__init__(vocab_size, tp)
         if tied_to is None:
-            self._allocate_rows(hidden_size)
+            self._allocate_rows(hidden_size, options)
         else:
             self.weight = tied_to.weight
+        self.method = UnquantizedLinearMethod(options.deterministic)
+        self.method.weight = self.weight[: self.rows]
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor | None:
-        logits = self.tp.gather_last_dim(self._product(hidden, self.weight[: self.rows]))
+        logits = self.tp.gather_last_dim(self.method.apply(hidden))
         return None if logits is None else logits[..., : self.vocab_size]
 
     def part(self) -> VocabularyPart | None:
@@ -104,5 +93,5 @@ class ParallelLMHead(_VocabParallelLayer):
 
     def own_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [n, hidden_size] -> logits [n, m] of the m tokens that this rank has; on every rank."""
-        logits = self._product(hidden, self.weight[: self.rows])
+        logits = self.method.apply(hidden)
         return logits[:, : self.vocab_size - self.first_id]

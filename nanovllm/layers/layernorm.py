@@ -2,12 +2,30 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from nanovllm.distributed.copied_rows import PendingSum
 from nanovllm.distributed.group import TPGroup
 from nanovllm.kernels.rms_norm import add_rms_norm, rms_norm
-from nanovllm.layers.weights import WeightLayer, WeightShard
+from nanovllm.layers.weights import WeightLayer, WeightOptions
+from nanovllm.quantization.shards import WeightShard
+
+
+class ResidualStream(NamedTuple):
+    """What flows from block to block, [T, hidden_size]: the sum of x over the ranks, plus residual.
+
+    Both additions are left to the norm that comes next. A pending sum has its residual within it.
+    """
+
+    x: torch.Tensor | PendingSum
+    residual: torch.Tensor | None = None
+
+    def advance(self) -> None:
+        """Bring a pending sum half way, if it is one."""
+        if isinstance(self.x, PendingSum):
+            self.x.advance()
 
 
 class RMSNorm(WeightLayer):
@@ -18,13 +36,11 @@ class RMSNorm(WeightLayer):
 
     weight: torch.Tensor  # [size]
 
-    def __init__(
-        self, size: int, eps: float, tp: TPGroup | None = None, *, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        super().__init__(dtype, device)
+    def __init__(self, size: int, eps: float, tp: TPGroup | None = None, *, options: WeightOptions) -> None:
+        super().__init__()
         self.eps = eps
         self.tp = tp or TPGroup()
-        self._allocate("weight", (size,), [WeightShard.whole("weight", (size,))])
+        self._allocate("weight", (size,), [WeightShard.whole("weight", (size,))], options)
 
     def forward(
         self, x: torch.Tensor | PendingSum, residual: torch.Tensor | None = None
@@ -44,6 +60,6 @@ class RMSNorm(WeightLayer):
             return rms_norm(x, self.weight, self.eps), x
         return add_rms_norm(x, residual, self.weight, self.eps)
 
-    def start(self, x: torch.Tensor, residual: torch.Tensor, whole: bool = False) -> PendingSum:
+    def start(self, x: torch.Tensor, residual: torch.Tensor, whole: bool = False) -> ResidualStream:
         """Begin `forward`, of which at most two may be under way; see `TPGroup.start_sum`."""
-        return self.tp.start_sum(x, residual, self.weight, self.eps, whole)
+        return ResidualStream(self.tp.start_sum(x, residual, self.weight, self.eps, whole))

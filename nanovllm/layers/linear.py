@@ -1,7 +1,7 @@
 """Linear layers of which each rank holds a slice: by output (column), by input (row), or all (replicated).
 
-A column layer leaves its output split over the ranks; a row layer takes a split input and sums over ranks.
-Nothing else communicates here.
+A column layer leaves its output split over the ranks. A row layer takes a split input and returns this rank's
+part of a sum. The next `RMSNorm` makes the sum, or `TPGroup.all_reduce`: nothing here communicates.
 """
 
 from __future__ import annotations
@@ -10,40 +10,56 @@ from dataclasses import dataclass
 
 import torch
 
-from nanovllm.distributed.copied_rows import PendingSum
 from nanovllm.distributed.group import TPGroup
 from nanovllm.kernels.activation import silu_and_mul
-from nanovllm.kernels.gemv import gemv
-from nanovllm.kernels.matmul import linear
-from nanovllm.layers.layernorm import RMSNorm
-from nanovllm.layers.weights import ShardId, WeightLayer, WeightShard, split_evenly
+from nanovllm.layers.layernorm import ResidualStream, RMSNorm
+from nanovllm.layers.weights import WeightLayer, WeightOptions, split_evenly
+from nanovllm.quantization.base import NormedProduct
+from nanovllm.quantization.shards import ShardId, WeightShard, WeightSource
 
 
-class ReplicatedLinear(WeightLayer):
-    """x [..., input_size] -> [..., output_size], complete on every rank."""
+class _LinearLayer(WeightLayer):
+    """A weight [N, K] in the hands of a `LinearMethod`, and a bias [N] or none, given as its shards."""
 
-    weight: torch.Tensor  # [output_size, input_size]
-    bias: torch.Tensor | None  # [output_size]
+    bias: torch.Tensor | None
 
     def __init__(
         self,
-        input_size: int,
-        output_size: int,
-        bias: bool = False,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
+        shape: tuple[int, int],
+        weight: list[WeightShard],
+        bias: list[WeightShard] | None,
+        options: WeightOptions,
     ) -> None:
-        super().__init__(dtype, device)
-        shape = (output_size, input_size)
-        self._allocate("weight", shape, [WeightShard.whole("weight", shape)])
-        if bias:
-            self._allocate("bias", shape[:1], [WeightShard.whole("bias", shape[:1])])
-        else:
+        super().__init__()
+        self.method = options.linear_method()
+        self._expect(self.method.create(self, shape, weight, options.dtype, options.device))
+        if bias is None:
             self.register_parameter("bias", None)
+        else:
+            self._allocate("bias", shape[:1], bias, options)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self._product(x, self.weight, self.bias)
+        return self.method.apply(x, self.bias)
+
+    def _load(self, shard: WeightShard, source: WeightSource) -> None:
+        if shard.param == "bias":
+            super()._load(shard, source)
+        else:
+            self.method.load(shard, source)
+
+    def finish_loading(self) -> None:
+        self.method.finish_loading()
+
+
+class ReplicatedLinear(_LinearLayer):
+    """x [..., input_size] -> [..., output_size], complete on every rank."""
+
+    def __init__(
+        self, input_size: int, output_size: int, bias: bool = False, *, options: WeightOptions
+    ) -> None:
+        shape = (output_size, input_size)
+        own_bias = [WeightShard.whole("bias", shape[:1])] if bias else None
+        super().__init__(shape, [WeightShard.whole("weight", shape)], own_bias, options)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,58 +72,32 @@ class OutputPart:
     length: int
 
 
-class _PackedColumnLinear(WeightLayer):
+class _PackedColumnLinear(_LinearLayer):
     """x [..., input_size] -> this rank's rows of each part, one behind the other: [..., sum of lengths]."""
 
-    weight: torch.Tensor  # [sum of lengths, input_size]
-    bias: torch.Tensor | None  # [sum of lengths]
-    has_norm = False  # whether the weight of the norm before it is in its own
+    def __init__(self, input_size: int, parts: list[OutputPart], bias: bool, options: WeightOptions) -> None:
+        sizes = [part.length for part in parts]
+        super().__init__(
+            (sum(sizes), input_size),
+            _row_shards("weight", parts, (input_size,)),
+            _row_shards("bias", parts, ()) if bias else None,
+            options,
+        )
+        self.output_sizes = sizes
 
-    def __init__(
-        self, input_size: int, parts: list[OutputPart], bias: bool, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        super().__init__(dtype, device)
-        self.output_sizes = [part.length for part in parts]
-        rows = sum(self.output_sizes)
-        self._allocate("weight", (rows, input_size), _row_shards("weight", parts, (input_size,)))
-        if bias:
-            self._allocate("bias", (rows,), _row_shards("bias", parts, ()))
-        else:
-            self.register_parameter("bias", None)
+    def follows(self, norm: RMSNorm) -> None:
+        """Say that all products are of what `norm` gives, so that its weight may be folded into this one."""
+        if self.bias is None:  # which would be divided too
+            self.method.follows(norm.weight)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self._product(x, self.weight, self.bias)
-
-    def take_norm(self, norm: RMSNorm) -> None:
-        """Multiply the weights by those of `norm`, which is before it: it is then left with the division."""
-        assert self.bias is None and not self.has_norm
-        self.weight.mul_(norm.weight)
-        self.has_norm = True
-
-    def after_norm(
-        self,
-        norm: RMSNorm,
-        x: torch.Tensor | PendingSum,
-        residual: torch.Tensor | None,
-        silu: bool = False,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Return (self(norm(x + residual)), x + residual, None), the first `silu_and_mul` of it with `silu`.
-
-        In one kernel if there are few rows [T, size]. Without `silu` the division by the root mean square may
-        be left to do: then the last is what to take that of.
-        """
-        if isinstance(x, torch.Tensor) and norm.tp.size == 1:
-            if self._uses_gemv(x):
-                own, eps = None if self.has_norm else norm.weight, norm.eps
-                both = gemv(x, self.weight, self.bias, norm_weight=own, eps=eps, residual=residual, silu=silu)
-                return *both, None
-            if self.has_norm:
-                x = x if residual is None else x + residual
-                out = self(x)
-                return (silu_and_mul(out, x, norm.eps), x, None) if silu else (out, x, x)
-        x, residual = norm(x, residual)
-        out = self(x)
-        return silu_and_mul(out) if silu else out, residual, None
+    def after_norm(self, norm: RMSNorm, stream: ResidualStream, silu: bool = False) -> NormedProduct:
+        """self(norm(stream)), in as few kernels as there can be; with `silu`, `silu_and_mul` of it."""
+        x, residual = stream
+        if norm.tp.size == 1 and isinstance(x, torch.Tensor):
+            return self.method.apply_after_norm(x, residual, norm.weight, norm.eps, self.bias, silu)
+        normed, total = norm(x, residual)
+        out = self(normed)
+        return NormedProduct(silu_and_mul(out) if silu else out, total, None)
 
 
 def _row_shards(param: str, parts: list[OutputPart], rest: tuple[int, ...]) -> list[WeightShard]:
@@ -129,14 +119,13 @@ class MergedColumnParallelLinear(_PackedColumnLinear):
         tp: TPGroup,
         bias: bool = False,
         *,
-        dtype: torch.dtype,
-        device: torch.device,
+        options: WeightOptions,
     ) -> None:
         parts = []
         for index, total in enumerate(output_sizes):
             length = split_evenly("output size", total, tp.size)
             parts.append(OutputPart(index, total, tp.rank * length, length))
-        super().__init__(input_size, parts, bias, dtype, device)
+        super().__init__(input_size, parts, bias, options)
 
 
 class ColumnParallelLinear(_PackedColumnLinear):
@@ -149,12 +138,11 @@ class ColumnParallelLinear(_PackedColumnLinear):
         tp: TPGroup,
         bias: bool = False,
         *,
-        dtype: torch.dtype,
-        device: torch.device,
+        options: WeightOptions,
     ) -> None:
         length = split_evenly("output size", output_size, tp.size)
         part = OutputPart(None, output_size, tp.rank * length, length)
-        super().__init__(input_size, [part], bias, dtype, device)
+        super().__init__(input_size, [part], bias, options)
 
 
 class QKVParallelLinear(_PackedColumnLinear):
@@ -172,8 +160,7 @@ class QKVParallelLinear(_PackedColumnLinear):
         tp: TPGroup,
         bias: bool = False,
         *,
-        dtype: torch.dtype,
-        device: torch.device,
+        options: WeightOptions,
     ) -> None:
         if not can_split_heads(num_heads, num_kv_heads, tp.size):
             sizes = [n for n in range(1, num_heads + 1) if can_split_heads(num_heads, num_kv_heads, n)]
@@ -188,9 +175,14 @@ class QKVParallelLinear(_PackedColumnLinear):
         for shard_id in ("k", "v"):
             start, length = first_kv_head * head_dim, kv_heads * head_dim
             parts.append(OutputPart(shard_id, num_kv_heads * head_dim, start, length))
-        super().__init__(hidden_size, parts, bias, dtype, device)
+        super().__init__(hidden_size, parts, bias, options)
         self.num_heads = own_heads
         self.num_kv_heads = kv_heads
+        self.head_dim = head_dim
+
+    def split_heads(self, qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """qkv [T, n] -> views q [T, num_heads, head_dim], k and v [T, num_kv_heads, head_dim]."""
+        return tuple(x.unflatten(-1, (-1, self.head_dim)) for x in qkv.split(self.output_sizes, dim=-1))
 
 
 def can_split_heads(num_heads: int, num_kv_heads: int, ranks: int) -> bool:
@@ -198,47 +190,22 @@ def can_split_heads(num_heads: int, num_kv_heads: int, ranks: int) -> bool:
     return num_heads % ranks == 0 and (num_kv_heads % ranks == 0 or ranks % num_kv_heads == 0)
 
 
-class RowParallelLinear(WeightLayer):
-    """x [..., input_size / ranks] -> [..., output_size], summed over the ranks.
-
-    Without `reduce_results` it is this rank's part of the sum, which is the caller's to make.
-    """
-
-    weight: torch.Tensor  # [output_size, input_size / ranks]
-    bias: torch.Tensor | None  # [output_size]
-    adds = False  # whether `add_to` adds in place
+class RowParallelLinear(_LinearLayer):
+    """x [..., input_size / ranks] -> this rank's part of a sum over the ranks, [..., output_size]."""
 
     def __init__(
-        self,
-        input_size: int,
-        output_size: int,
-        tp: TPGroup,
-        bias: bool = False,
-        reduce_results: bool = True,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, input_size: int, output_size: int, tp: TPGroup, bias: bool = False, *, options: WeightOptions
     ) -> None:
-        super().__init__(dtype, device)
-        self.tp = tp
-        self.reduce_results = reduce_results
         length = split_evenly("input size", input_size, tp.size)
         shard = WeightShard("weight", None, (output_size, input_size), 1, tp.rank * length, length, 0)
-        self._allocate("weight", (output_size, length), [shard])
-        if bias:
-            self._allocate("bias", (output_size,), [WeightShard.whole("bias", (output_size,))])
-        else:
-            self.register_parameter("bias", None)
+        own_bias = [WeightShard.whole("bias", (output_size,))] if bias else None
+        super().__init__((output_size, length), [shard], own_bias, options)
+        self._adds_bias = tp.rank == 0  # the ranks' outputs are summed: add it once
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        bias = self.bias if self.tp.rank == 0 else None  # the ranks' outputs are summed: add it once
-        out = self._product(x, self.weight, bias)
-        return self.tp.all_reduce(out) if self.reduce_results else out
+        return self.method.apply(x, self.bias if self._adds_bias else None)
 
-    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return (self(x), residual), still to be added, or (their sum, None), in the residual's place."""
-        if not self.adds or self._uses_gemv(x):
-            return self(x), residual
-        if self._uses_linear(x, self.weight):
-            return linear(x, self.weight, None, residual), None
-        return residual.addmm_(x, self.weight.T), None
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> ResidualStream:
+        """Return the stream residual + self(x), x [T, input_size / ranks]; may overwrite `residual`."""
+        bias = self.bias if self._adds_bias else None
+        return ResidualStream(*self.method.apply_and_add(x, residual, bias))

@@ -1,7 +1,7 @@
 """Rotary position embedding: the angle that each position and dimension is turned by, for each known scaling.
 
 RopeConfig is the checked form of a checkpoint's rope settings; `rope_table` the angles' cosines and sines;
-RotaryEmbedding applies them. Works in float32 throughout, and never guesses at an unknown type.
+RotaryEmbedding holds them. Works in float32 throughout, and never guesses at an unknown type.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from nanovllm.kernels.rotary import qk_norm_rope_store
+from nanovllm.kernels.rotary import Rotation
+from nanovllm.layers.layernorm import RMSNorm
 
 # Keys that each type must have, beside "rope_theta" which has a default.
 REQUIRED_KEYS: dict[str, tuple[str, ...]] = {
@@ -203,50 +204,19 @@ def _attention_factor(config: RopeConfig) -> float:
 
 
 class RotaryEmbedding(nn.Module):
-    """Turns queries and keys by their positions, and stores keys and values where attention reads them.
-
-    One instance serves all layers. Both are one pass over the projection's output: see kernels/rotary.py.
-    """
+    """The angles of all positions up to `num_positions`, in one table for all layers."""
 
     def __init__(self, config: RopeConfig, head_dim: int, num_positions: int, device: torch.device) -> None:
         super().__init__()
         self.cos_sin = rope_table(config, head_dim, num_positions).to(device)  # [num_positions, head_dim]
 
     def forward(
-        self,
-        positions: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        slot_mapping: torch.Tensor,
-        q_weight: torch.Tensor | None = None,
-        k_weight: torch.Tensor | None = None,
-        eps: float = 1e-6,
-        k_scale: torch.Tensor | None = None,
-        v_scale: torch.Tensor | None = None,
-        stream: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """positions [T], q [T, heads, head_dim], k and v [T, kv_heads, head_dim] -> turned q, new.
+        self, positions: torch.Tensor, q_norm: RMSNorm | None, k_norm: RMSNorm | None, eps: float
+    ) -> Rotation:
+        """How queries and keys at `positions` [T] are turned, for `Attention` to do.
 
-        Turned k and v go to the caches' slots [T], through the scales [kv_heads] if the caches are FP8. With
-        weights [head_dim], each head of q and k is first normalised by its root mean square (Qwen3). With
-        `stream` [T, hidden_size], all three still are to be divided by the root mean square of its rows.
+        With norms, of size head_dim, each head is first normalised by its root mean square (Qwen3).
         """
-        return qk_norm_rope_store(
-            q,
-            k,
-            v,
-            positions,
-            self.cos_sin,
-            k_cache,
-            v_cache,
-            slot_mapping,
-            q_weight,
-            k_weight,
-            eps,
-            k_scale,
-            v_scale,
-            stream,
-        )
+        q_weight = None if q_norm is None else q_norm.weight
+        k_weight = None if k_norm is None else k_norm.weight
+        return Rotation(positions, self.cos_sin, q_weight, k_weight, eps)

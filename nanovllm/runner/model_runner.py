@@ -21,6 +21,7 @@ from nanovllm.distributed.group import TPGroup
 from nanovllm.kernels.decode_attention import HEAD_TILE, WIDE_TILE, SharedPrefixes, fits_wide_tile
 from nanovllm.kernels.filters import Filters
 from nanovllm.kernels.last_tokens import keep_tokens, take_tokens
+from nanovllm.layers.weights import WeightOptions
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.loader import init_dummy_weights, load_weights, no_check
@@ -72,21 +73,18 @@ class ModelRunner:
         )
         self.block_size = resolve_block_size(config.kvcache_block_size, self.backend)
         self.max_blocks = -(-max_model_len // self.block_size)  # of one sequence
+        fuse = device.is_cuda and self.dtype == torch.bfloat16 and tp.size == 1
         self.model = DecoderForCausalLM(
             model_config,
             tp,
             self.backend,
             max_model_len,
-            device=device.torch,
-            dtype=self.dtype,
-            deterministic=config.deterministic,
+            options=WeightOptions(self.dtype, device.torch, config.deterministic, fuse),
         )
         if config.load_format == "dummy":
             init_dummy_weights(self.model, config.seed, check)
         else:
             load_weights(self.model, model_path, check)
-        if device.is_cuda and self.dtype == torch.bfloat16 and tp.size == 1:
-            self.model.fuse_norms()
         self.sampler = Sampler()
         self.filters_in_graph = device.is_cuda and self.model.lm_head.part() is None
         self.graphs: CUDAGraphs | None = None
@@ -130,7 +128,7 @@ class ModelRunner:
         largest = self.kv_cache.float().abs().amax(dim=(2, 3, 5))  # [2, layers, KV heads]
         scales = (largest / (torch.finfo(self.cache_dtype).max / 4)).clamp(min=1e-6)
         for layer, k_scale, v_scale in zip(self.model.attention_layers, *scales, strict=True):
-            layer.k_scale, layer.v_scale = k_scale, v_scale
+            layer.cache = layer.cache._replace(k_scale=k_scale, v_scale=v_scale)
         self._set_kv_cache(0)
 
     def warmup_model(self) -> int:
@@ -185,10 +183,10 @@ class ModelRunner:
         shape = (2, len(layers), num_blocks, self.block_size, layers[0].num_kv_heads, layers[0].head_dim)
         self.kv_cache = torch.empty(0, dtype=dtype, device=self.device.torch)
         for layer in layers:  # let go of the old one first
-            layer.k_cache = layer.v_cache = self.kv_cache
+            layer.cache = layer.cache._replace(k=self.kv_cache, v=self.kv_cache)
         self.kv_cache = torch.empty(shape, dtype=dtype, device=self.device.torch)
         for index, layer in enumerate(layers):
-            layer.k_cache, layer.v_cache = self.kv_cache[0, index], self.kv_cache[1, index]
+            layer.cache = layer.cache._replace(k=self.kv_cache[0, index], v=self.kv_cache[1, index])
 
     @torch.inference_mode()
     def capture_cudagraph(self, progress: bool = False) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ from nanovllm.attention.reference import ReferenceBackend
 from nanovllm.attention.select import resolve_block_size, select
 from nanovllm.attention.triton import TritonBackend
 from nanovllm.device import CPU_KV_CACHE_BYTES, Device
+from nanovllm.kernels.cache import KVCache
 from nanovllm.layers.attention import Attention
 
 CPU = Device("cpu")
@@ -54,13 +57,19 @@ def test_block_sizes_are_checked_against_the_backend() -> None:
 
 def test_a_layer_gives_its_backend_the_cache_and_its_scales(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[object] = []
+    stored: list[object] = []
     monkeypatch.setattr(ReferenceBackend, "forward", lambda _, *arguments: seen.extend(arguments))
     layer = Attention(4, 2, 16, ReferenceBackend())
-    layer.k_cache, layer.v_cache = torch.zeros(1), torch.zeros(2)
-    layer.k_scale, layer.v_scale = torch.ones(3), torch.ones(4)
-    q, meta = torch.zeros(5), object()
-    layer(q, meta)
-    wanted = [q, layer.k_cache, layer.v_cache, meta, 0.25, layer.k_scale, layer.v_scale]
+    layer.cache = KVCache(torch.zeros(1), torch.zeros(2), torch.ones(3), torch.ones(4))
+    q, meta = torch.zeros(5), SimpleNamespace(slot_mapping=torch.zeros(6))
+    monkeypatch.setattr(
+        "nanovllm.layers.attention.qk_norm_rope_store", lambda *inputs: stored.extend(inputs) or q
+    )
+    k, v, rotation, rms_of = (object() for _ in range(4))
+    layer(q, k, v, rotation, meta, rms_of)
+    wanted = [q, k, v, rotation, layer.cache, meta.slot_mapping, rms_of]
+    assert all(given is one for given, one in zip(stored, wanted, strict=True))
+    wanted = [q, layer.cache, meta, 0.25]
     assert all(given is one for given, one in zip(seen, wanted, strict=True) if not isinstance(one, float))
 
 

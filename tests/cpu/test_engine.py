@@ -96,7 +96,7 @@ def test_an_fp8_cache_is_near_and_the_same_for_every_schedule(
         with make_tiny(model, kv_cache_dtype="fp8", **options) as llm:
             assert llm._runner.kv_cache.dtype == torch.float8_e4m3fn
             for layer in llm._runner.model.attention_layers:
-                assert (layer.k_scale > 1e-4).all() and (layer.v_scale > 1e-4).all()
+                assert (layer.cache.k_scale > 1e-4).all() and (layer.cache.v_scale > 1e-4).all()
             for _ in range(2):
                 results.append(tokens(llm.generate(prompts, GREEDY, use_tqdm=False)))
     assert all(result == results[0] for result in results)

@@ -272,7 +272,7 @@ def test_dispatch_takes_the_twin_for_cpu_tensors(monkeypatch: pytest.MonkeyPatch
     assert sample(torch.eye(3), torch.zeros(3), rows.seeds, rows.positions).tolist() == [0, 1, 2]
     cache = cases.make_cache([5], Heads(2, 1, 8, 16), CPU)
     q = torch.zeros(1, 2, 8)
-    out = paged_decode_attention(q, cache.k, cache.v, cache.tables, cache.contexts, 5, 1.0)
+    out = paged_decode_attention(q, cache.kv, cache.tables, cache.contexts, 5, 1.0)
     assert torch.allclose(out[0, 0], cache.values[0].mean(dim=(0, 1)), atol=1e-6)
 
 
@@ -283,12 +283,10 @@ def test_empty_batches() -> None:
     cache = cases.make_cache([3], heads, CPU)
     q = torch.zeros(0, 2, 16)
     for attend in cases.DECODE:
-        assert attend(q, cache.k, cache.v, cache.tables[:0], cache.contexts[:0], 0, 1.0).shape == q.shape
+        assert attend(q, cache.kv, cache.tables[:0], cache.contexts[:0], 0, 1.0).shape == q.shape
     bounds = torch.zeros(1, dtype=torch.int32)
     for attend in cases.PREFILL:
-        assert (
-            attend(q, cache.k, cache.v, cache.tables[:0], bounds, cache.contexts[:0], 0, 1.0).shape == q.shape
-        )
+        assert attend(q, cache.kv, cache.tables[:0], bounds, cache.contexts[:0], 0, 1.0).shape == q.shape
     rows = cases.make_rows(0, CPU)
     for sampler in cases.SAMPLERS:
         assert sampler(torch.zeros(0, 9), *rows.pick(cases.ALL)).shape == (0,)

@@ -20,7 +20,9 @@ from nanovllm.distributed.group import TPGroup
 from nanovllm.distributed.peer_memory import PeerMemory
 from nanovllm.kernels.activation import silu_and_mul
 from nanovllm.kernels.all_reduce import EMPTY, TURNS
+from nanovllm.kernels.cache import KVCache
 from nanovllm.kernels.filters import Filters
+from nanovllm.kernels.rotary import qk_norm_rope_store
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding, rows_per_rank
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import (
@@ -31,10 +33,11 @@ from nanovllm.layers.linear import (
     RowParallelLinear,
 )
 from nanovllm.layers.rotary_embedding import RopeConfig, RotaryEmbedding, rope_table
-from nanovllm.layers.weights import ShardId, WeightLayer
+from nanovllm.layers.weights import WeightLayer, WeightOptions
+from nanovllm.quantization.shards import ShardId
 from nanovllm.sampling.sampler import Sampler, SamplingTensors
 
-PLACE: dict[str, Any] = {"dtype": torch.float32, "device": torch.device("cpu")}
+PLACE: dict[str, Any] = {"options": WeightOptions(torch.float32, torch.device("cpu"))}
 
 
 class PartialGroup(TPGroup):
@@ -55,7 +58,8 @@ def fill(layer: WeightLayer, tensors: dict[tuple[str, ShardId], torch.Tensor]) -
     """Load each tensor once, in file order, and check that the layer then has everything."""
     for (name, shard_id), tensor in tensors.items():
         layer.load_weight(name, tensor, shard_id)
-    assert layer.unloaded() == []
+    assert {(shard.param, shard.shard_id) for shard in layer.weight_shards()} == tensors.keys()
+    layer.finish_loading()
     return layer
 
 
@@ -242,18 +246,17 @@ def test_each_rank_reads_only_its_slice_of_a_file(tmp_path: Path) -> None:
 
 def test_load_weight_refuses_what_does_not_fit() -> None:
     layer = QKVParallelLinear(8, 4, 2, 2, TPGroup(), **PLACE)
-    assert [shard.shard_id for shard in layer.unloaded()] == ["q", "k", "v"]
-    layer.load_weight("weight", randn(8, 8), "q")
-    assert [shard.shard_id for shard in layer.unloaded()] == ["k", "v"]
-    with pytest.raises(ValueError, match=r"weight\['q'\] was already loaded"):
-        layer.load_weight("weight", randn(8, 8), "q")
-    with pytest.raises(ValueError, match=r"has no weight weight;"):
+    assert [shard.shard_id for shard in layer.weight_shards()] == ["q", "k", "v"]
+    before = layer.get_parameter("weight").zero_().clone()
+    with pytest.raises(
+        ValueError, match=r"has no weight weight; it has weight\['q'\], weight\['k'\], weight\['v'\]"
+    ):
         layer.load_weight("weight", randn(8, 8))
     with pytest.raises(ValueError, match=r"has no weight bias\['q'\]"):
         layer.load_weight("bias", randn(8), "q")
     with pytest.raises(ValueError, match=r"weight\['k'\] has shape \(8, 9\), expected \(8, 8\)"):
         layer.load_weight("weight", randn(8, 9), "k")
-    assert [shard.shard_id for shard in layer.unloaded()] == ["k", "v"]
+    assert torch.equal(layer.get_parameter("weight"), before)
 
 
 def test_rms_norm_with_and_without_residual() -> None:
@@ -422,7 +425,8 @@ def test_rotary_embedding_turns_pairs_of_halves() -> None:
     positions = torch.tensor([3, 9])
     k_cache, v_cache = torch.zeros(2, 1, 3, 1, 4).unbind()  # 3 slots
     v, slots = randn(2, 1, 4), torch.tensor([2, 0], dtype=torch.int32)
-    q_turned = rotary(positions, q, k, v, k_cache, v_cache, slots)
+    rotation = rotary(positions, None, None, 1e-6)
+    q_turned = qk_norm_rope_store(q, k, v, rotation, KVCache(k_cache, v_cache), slots)
     assert torch.equal(v_cache[0, slots], v)
     assert not v_cache[0, 1].any()
     for x, turned in ((q, q_turned), (k, k_cache[0, slots])):

@@ -12,7 +12,8 @@ from tiny_models import FAMILIES, edit_json, transformers_greedy, transformers_l
 from nanovllm.attention.base import AttentionMetadata
 from nanovllm.attention.reference import ReferenceBackend
 from nanovllm.distributed.group import TPGroup
-from nanovllm.layers.weights import WeightLayer
+from nanovllm.kernels.cache import KVCache
+from nanovllm.layers.weights import WeightOptions
 from nanovllm.models import registry
 from nanovllm.models.config import NEUTRAL, ModelFamily
 from nanovllm.models.decoder import DecoderForCausalLM
@@ -35,19 +36,20 @@ ROPE_TYPES: dict[str, dict[str, Any]] = {
 }
 
 
-def load(folder: Path, tp: TPGroup | None = None, max_model_len: int = 128) -> DecoderForCausalLM:
+def load(
+    folder: Path, max_model_len: int = 128, deterministic: bool = False, fuse: bool = False
+) -> DecoderForCausalLM:
     model = DecoderForCausalLM(
         load_model_config(folder),
-        tp or TPGroup(),
+        TPGroup(),
         ReferenceBackend(),
         max_model_len,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
+        options=WeightOptions(torch.float32, torch.device("cpu"), deterministic, fuse),
     )
     load_weights(model, folder)
     for layer in model.attention_layers:
         shape = (-(-max_model_len // BLOCK_SIZE), BLOCK_SIZE, layer.num_kv_heads, layer.head_dim)
-        layer.k_cache, layer.v_cache = torch.full(shape, torch.nan), torch.full(shape, torch.nan)
+        layer.cache = KVCache(torch.full(shape, torch.nan), torch.full(shape, torch.nan))
     return model
 
 
@@ -91,11 +93,8 @@ def check_against_transformers(folder: Path) -> None:
         forward(model, PROMPT), transformers_logits(folder, PROMPT), atol=1e-4, rtol=1e-4
     )
     assert greedy(model, PROMPT, 12) == transformers_greedy(folder, PROMPT, 12)
-    model.fuse_norms()  # the same but for rounding
     for deterministic in (False, True):
-        for layer in model.modules():
-            if isinstance(layer, WeightLayer):
-                layer.deterministic = deterministic
+        model = load(folder, deterministic=deterministic, fuse=True)  # the same but for rounding
         expected = transformers_logits(folder, PROMPT)
         torch.testing.assert_close(forward(model, PROMPT), expected, atol=1e-4, rtol=1e-4)
         wanted = [2, len(PROMPT) - 1]
@@ -109,11 +108,11 @@ def test_the_last_layer_stops_at_what_is_wanted(tmp_path: Path) -> None:
     model = load(write_tiny_model(tmp_path, "qwen3"))
     rows: list[int] = []
     for layer in model.model.layers:
-        layer.mlp.down_proj.register_forward_hook(lambda _, args, __: rows.append(len(args[0])))
+        layer.mlp.register_forward_hook(lambda _, __, mixed: rows.append(len(mixed[0])))
     logits = forward(model, PROMPT, wanted=[len(PROMPT) - 1])
     assert rows == [len(PROMPT)] * (len(model.model.layers) - 1) + [1]
     assert torch.equal(logits.argmax(-1), forward(model, PROMPT)[-1:].argmax(-1))
-    stored = [layer.k_cache.flatten(0, 1)[: len(PROMPT)] for layer in model.attention_layers]
+    stored = [layer.cache.k.flatten(0, 1)[: len(PROMPT)] for layer in model.attention_layers]
     assert all(cells.isfinite().all() for cells in stored)
 
 
@@ -126,9 +125,7 @@ def test_deterministic_needs_rows_of_whole_16_bytes(tmp_path: Path) -> None:
             TPGroup(),
             ReferenceBackend(),
             128,
-            dtype=torch.float32,
-            device=torch.device("cpu"),
-            deterministic=True,
+            options=WeightOptions(torch.float32, torch.device("cpu"), deterministic=True),
         )
 
 

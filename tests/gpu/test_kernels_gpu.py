@@ -12,12 +12,13 @@ from kernel_cases import BF16, F16, F32, FP8, Heads
 from measure_device import READS, read_triton
 from needs import needs_kv_cache_dtype
 
+from nanovllm.kernels.cache import KVCache
 from nanovllm.kernels.compat import in_graph
 from nanovllm.kernels.decode_attention import paged_decode_attention, paged_decode_attention_reference
 from nanovllm.kernels.gemv import gemv_triton
 from nanovllm.kernels.matmul import linear, use_linear
 from nanovllm.kernels.prefill_attention import LONG
-from nanovllm.kernels.rotary import qk_norm_rope_store
+from nanovllm.kernels.rotary import Rotation, qk_norm_rope_store
 from nanovllm.kernels.sampling import sample
 
 pytestmark = pytest.mark.gpu
@@ -142,7 +143,8 @@ def test_a_quantised_nan_stays_one() -> None:
     table = torch.cat((torch.ones(1, 8), torch.zeros(1, 8)), 1).to(GPU)
     q = cases.fused_queries(1, heads, GPU)
     scale = torch.full((1,), 0.5, device=GPU)
-    qk_norm_rope_store(q, row * 0, row, zero, table, k_cache, v_cache, zero, k_scale=scale, v_scale=scale)
+    cache = KVCache(k_cache, v_cache, scale, scale)
+    qk_norm_rope_store(q, row * 0, row, Rotation(zero, table), cache, zero)
     expected = torch.tensor([2.0, torch.nan, 448.0, -448.0] + [2.0] * 12, device=GPU)
     torch.testing.assert_close(v_cache[0, 0, 0].float(), expected, rtol=0, atol=0, equal_nan=True)
     assert k_cache[0, 0, 0].float().isnan().tolist()[1:3] == [True, True]  # 0 * inf is NaN
@@ -163,11 +165,12 @@ def test_slots_beyond_32_bits_of_elements() -> None:
     slots = torch.tensor([last - heads.page + 1, last - heads.page + 2], dtype=torch.int32, device=GPU)
     positions = torch.zeros(2, dtype=torch.int32, device=GPU)
     table = torch.cat((torch.ones(1, 64), torch.zeros(1, 64)), 1).to(GPU)  # position 0: nothing turns
-    qk_norm_rope_store(key, key, value, positions, table, k_cache, v_cache, slots)
+    cache = KVCache(k_cache, v_cache)
+    qk_norm_rope_store(key, key, value, Rotation(positions, table), cache, slots)
     table = torch.tensor([[blocks - 1]], dtype=torch.int32, device=GPU)
     context = torch.tensor([2], dtype=torch.int32, device=GPU)
     q = torch.zeros(1, 2, heads.head_dim, dtype=BF16, device=GPU)
-    out = paged_decode_attention(q, k_cache, v_cache, table, context, 2, 1.0)
+    out = paged_decode_attention(q, cache, table, context, 2, 1.0)
     cases.assert_near(out[0, 1], value.double().mean(dim=(0, 1)))
 
 
@@ -366,10 +369,10 @@ def test_a_cuda_graph_replays_decode_and_sampling() -> None:
     caches = [cases.make_cache(contexts, heads, GPU) for contexts in (first, second)]
     width = max(cache.tables.shape[1] for cache in caches)
     tables = [torch.nn.functional.pad(c.tables, (0, width - c.tables.shape[1]), value=-1) for c in caches]
-    blocks = max(len(cache.k) for cache in caches)
+    blocks = max(len(cache.kv.k) for cache in caches)
     k, v = (
         torch.empty((blocks, *cache.shape[1:]), dtype=BF16, device=GPU)
-        for cache in (caches[0].k, caches[0].v)
+        for cache in (caches[0].kv.k, caches[0].kv.v)
     )
     table, context = tables[0].clone(), caches[0].contexts.clone()
     q = cases.fused_queries(4, heads, GPU)
@@ -377,13 +380,13 @@ def test_a_cuda_graph_replays_decode_and_sampling() -> None:
     rows = cases.make_rows(4, GPU, (0.0, 1.0))
 
     def load(index: int) -> None:
-        k[: len(caches[index].k)] = caches[index].k
-        v[: len(caches[index].v)] = caches[index].v
+        k[: len(caches[index].kv.k)] = caches[index].kv.k
+        v[: len(caches[index].kv.v)] = caches[index].kv.v
         table.copy_(tables[index])
         context.copy_(caches[index].contexts)
 
     def step() -> tuple[torch.Tensor, torch.Tensor]:
-        return paged_decode_attention(q, k, v, table, context, 4096, 0.1), sample(
+        return paged_decode_attention(q, KVCache(k, v), table, context, 4096, 0.1), sample(
             logits, *rows.pick(cases.ALL)
         )
 
@@ -399,5 +402,5 @@ def test_a_cuda_graph_replays_decode_and_sampling() -> None:
         expected_out, expected_ids = step()
         assert torch.equal(out, expected_out)
         assert torch.equal(ids, expected_ids)
-        twin = paged_decode_attention_reference(q, k, v, table, context, 4096, 0.1)
+        twin = paged_decode_attention_reference(q, KVCache(k, v), table, context, 4096, 0.1)
         cases.assert_near(out, twin)

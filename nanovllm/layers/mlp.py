@@ -1,0 +1,29 @@
+"""GatedMLP: the feed-forward part of a decoder layer, up to its output product."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from nanovllm.distributed.group import TPGroup
+from nanovllm.layers.layernorm import ResidualStream, RMSNorm
+from nanovllm.layers.linear import MergedColumnParallelLinear, RowParallelLinear
+from nanovllm.layers.weights import WeightOptions
+
+
+class GatedMLP(nn.Module):
+    """down_proj(silu(gate_proj(x)) * up_proj(x)), SwiGLU (Shazeer, 2020), with inner size `size`."""
+
+    def __init__(
+        self, hidden_size: int, size: int, tp: TPGroup, bias: bool, *, options: WeightOptions
+    ) -> None:
+        super().__init__()
+        self.gate_up_proj = MergedColumnParallelLinear(hidden_size, [size, size], tp, bias, options=options)
+        self.down_proj = RowParallelLinear(size, hidden_size, tp, bias, options=options)
+
+    def forward(
+        self, norm: RMSNorm, stream: ResidualStream, tokens: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (what down_proj takes, [T, own size]; the stream's sum). Each token is by itself."""
+        gated, total, _ = self.gate_up_proj.after_norm(norm, stream, silu=True)
+        return gated, total

@@ -1,0 +1,102 @@
+"""Blocks of a decoder, and the two ways to compute a list of them: a step whole, or in two halves.
+
+A block says what is computed; a new kind of block needs no change here. Owns no weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple, Protocol
+
+import torch
+
+from nanovllm.attention.base import AttentionMetadata
+from nanovllm.layers.layernorm import ResidualStream, RMSNorm
+from nanovllm.layers.linear import RowParallelLinear
+
+
+class Tokens(NamedTuple):
+    """Where the T tokens of a step, or of a half of it, are."""
+
+    positions: torch.Tensor  # [T] in their sequences
+    meta: AttentionMetadata
+
+
+class Mixer(Protocol):
+    """What is particular to a block: attention, or an MLP."""
+
+    def __call__(
+        self, norm: RMSNorm, stream: ResidualStream, tokens: Tokens
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (what the block's output product takes of norm(stream), the stream's sum)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Adds output(mixer(norm(stream))) to the residual stream. Only one that `attends` may use the tokens."""
+
+    norm: RMSNorm
+    mixer: Mixer
+    output: RowParallelLinear
+    attends: bool
+
+    def mix(self, stream: ResidualStream, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
+        """All up to the output product, for which `leave` is."""
+        return self.mixer(self.norm, stream, tokens)
+
+    def __call__(self, stream: ResidualStream, tokens: Tokens) -> ResidualStream:
+        mixed, total = self.mix(stream, tokens)
+        return self.output.add_to(total, mixed)
+
+
+class Blocks:
+    """The blocks of a decoder in order, of which at least one attends."""
+
+    def __init__(self, blocks: Sequence[Block]) -> None:
+        last = max(index for index, block in enumerate(blocks) if block.attends)
+        self._first, self._last_attention, self._rest = blocks[:last], blocks[last], blocks[last + 1 :]
+
+    def run(self, x: torch.Tensor, tokens: Tokens) -> ResidualStream:
+        """x [T, hidden_size], this rank's part of the embeddings -> the stream after all blocks.
+
+        If the metadata names wanted rows, the stream has these alone: the others end with the last attention.
+        """
+        stream = ResidualStream(x)
+        for block in self._first:
+            stream = block(stream, tokens)
+        return self._finish(*self._last_attention.mix(stream, tokens), tokens)
+
+    def run_halves(
+        self, xs: Sequence[torch.Tensor], halves: Sequence[Tokens], tokens: Tokens
+    ) -> ResidualStream:
+        """As `run`, with the sums over the ranks of one half of the tokens behind the other's products.
+
+        xs and halves are of the two halves, `tokens` of the whole step. Two micro-batches in turn, as in
+        DeepSeek-V3's prefill and SGLang's two-batch overlap. In each layer the first half's K/V is stored
+        before the second half reads it.
+        """
+        streams = [ResidualStream(x) for x in xs]
+        for block, following in pairwise((*self._first, self._last_attention)):
+            for half in range(2):
+                mixed, total = block.mix(streams[half], halves[half])
+                streams[1 - half].advance()
+                whole = following is self._last_attention
+                streams[half] = following.norm.start(block.output(mixed), total, whole)
+        parts = []
+        for half in range(2):
+            parts.append(self._last_attention.mix(streams[half], halves[half]))
+            streams[1 - half].advance()
+        mixed, total = (torch.cat(both) for both in zip(*parts, strict=True))
+        return self._finish(mixed, total, tokens)
+
+    def _finish(self, mixed: torch.Tensor, total: torch.Tensor, tokens: Tokens) -> ResidualStream:
+        """The rest, from the last attention's output product on, of the wanted rows."""
+        rows = tokens.meta.wanted_rows
+        if rows is not None:
+            mixed, total = mixed[rows], total[rows]
+        stream = self._last_attention.output.add_to(total, mixed)
+        for block in self._rest:
+            stream = block(stream, tokens)
+        return stream

@@ -1,0 +1,58 @@
+"""WeightShard: which part of a checkpoint tensor a rank holds, and where in a parameter. Opens no file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+ShardId = str | int | None
+
+
+class WeightSlice(Protocol):
+    """A tensor in a file, of which only the indexed part is read: `safe_open(...).get_slice(name)`."""
+
+    def get_shape(self) -> list[int]: ...
+
+    def __getitem__(self, index: Any) -> torch.Tensor: ...
+
+
+WeightSource = torch.Tensor | WeightSlice
+
+
+@dataclass(frozen=True, slots=True)
+class WeightShard:
+    """Where one checkpoint tensor goes: `[start, start + length)` along `dim` is copied to the parameter's
+    `[offset, offset + length)` along the same `dim`."""
+
+    param: str
+    shard_id: ShardId
+    shape: tuple[int, ...]  # of the whole tensor in the checkpoint
+    dim: int
+    start: int
+    length: int
+    offset: int
+
+    @property
+    def label(self) -> str:
+        """What to call it beside the layer's name: the parameter, and the shard if it has several."""
+        return self.param if self.shard_id is None else f"{self.param}[{self.shard_id!r}]"
+
+    @classmethod
+    def whole(cls, param: str, shape: tuple[int, ...]) -> WeightShard:
+        """The only shard of a parameter that every rank holds completely."""
+        return cls(param, None, shape, dim=0, start=0, length=shape[0], offset=0)
+
+    def place(self, parameter: torch.Tensor) -> torch.Tensor:
+        """The part of `parameter` that this shard fills, as a view."""
+        return parameter.narrow(self.dim, self.offset, self.length)
+
+    def copy(self, source: WeightSource, parameter: torch.Tensor) -> None:
+        """Copy this rank's part of `source`, a whole checkpoint tensor, to its place, cast to its dtype.
+
+        Only that part is read when `source` is a slice of a file.
+        """
+        if self.length:
+            index = (slice(None),) * self.dim + (slice(self.start, self.start + self.length),)
+            self.place(parameter).copy_(source[index])

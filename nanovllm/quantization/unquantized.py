@@ -1,0 +1,117 @@
+"""UnquantizedLinearMethod: a weight in the model's dtype, multiplied by the kernel that suits the rows."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from nanovllm.kernels.activation import silu_and_mul
+from nanovllm.kernels.gemv import gemv, use_gemv
+from nanovllm.kernels.matmul import linear, use_linear
+from nanovllm.quantization.base import LinearMethod, NormedProduct
+from nanovllm.quantization.shards import WeightShard, WeightSource
+
+
+class UnquantizedLinearMethod(LinearMethod):
+    """x @ weight^T, by `gemv` for few rows, by `linear` where that is faster, else by torch.
+
+    With `deterministic` it is always `linear`, and a row has the same bits beside any others.
+
+    With `fuse` neither the norm before a product nor the addition after it is a kernel of its own. The norm's
+    weight is multiplied into this one, and whatever reads the product divides it by the root mean square. The
+    product adds to the residual itself. The result differs by rounding only. `fuse` is for one rank, and not
+    for float16: the product of a row that is not normalised may overflow.
+    """
+
+    weight: torch.Tensor  # [N, K]; with the norm's weight in it when loading is finished
+
+    def __init__(self, deterministic: bool = False, fuse: bool = False) -> None:
+        self.deterministic = deterministic
+        self.fuse = fuse
+        self._shards: list[WeightShard] = []
+        self._norm_weight: torch.Tensor | None = None  # what is folded, if anything is
+        self._folded: torch.Tensor | None = None  # its value at that time
+        self._unfolded: set[WeightShard] = set()  # whose part of the weight is as in the checkpoint
+
+    def create(
+        self,
+        layer: nn.Module,
+        shape: tuple[int, int],
+        shards: list[WeightShard],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> list[WeightShard]:
+        """One parameter, `weight`."""
+        weight = nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
+        layer.register_parameter("weight", weight)
+        self.weight, self._shards = weight, shards
+        return shards
+
+    def load(self, shard: WeightShard, source: WeightSource) -> None:
+        shard.copy(source, self.weight)
+        self._unfolded.add(shard)
+
+    def follows(self, norm_weight: torch.Tensor) -> None:
+        if self.fuse:
+            self._norm_weight = norm_weight
+
+    def finish_loading(self) -> None:
+        """Fold the norm's weight into what was loaded."""
+        if self._norm_weight is None:
+            return
+        if self._folded is None or not torch.equal(self._folded, self._norm_weight):
+            kept = [shard.label for shard in self._shards if shard not in self._unfolded]
+            if kept:
+                raise ValueError(f"the norm before it was loaded without {', '.join(kept)}; load both")
+            self._folded = self._norm_weight.clone()
+        for shard in self._unfolded:
+            shard.place(self.weight).mul_(self._norm_weight)
+        self._unfolded.clear()
+
+    def apply(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        if self._few_rows(x):
+            return gemv(x, self.weight, bias)[0]
+        if self._by_linear(x):
+            return linear(x.flatten(0, -2), self.weight, bias).unflatten(0, x.shape[:-1])
+        return F.linear(x, self.weight, bias)
+
+    def apply_after_norm(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        norm_weight: torch.Tensor,
+        eps: float,
+        bias: torch.Tensor | None = None,
+        silu: bool = False,
+    ) -> NormedProduct:
+        folded = self._norm_weight is not None
+        assert not (folded and self._unfolded), "finish_loading comes before a product"
+        if self._few_rows(x):
+            own = None if folded else norm_weight
+            both = gemv(x, self.weight, bias, norm_weight=own, eps=eps, residual=residual, silu=silu)
+            return NormedProduct(*both, None)
+        if not folded:
+            return super().apply_after_norm(x, residual, norm_weight, eps, bias, silu)
+        total = x if residual is None else x + residual
+        out = self.apply(total)
+        return (
+            NormedProduct(silu_and_mul(out, total, eps), total, None)
+            if silu
+            else NormedProduct(out, total, total)
+        )
+
+    def apply_and_add(
+        self, x: torch.Tensor, residual: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if not self.fuse or bias is not None or self._few_rows(x):
+            return self.apply(x, bias), residual
+        if self._by_linear(x):
+            return linear(x, self.weight, None, residual), None
+        return residual.addmm_(x, self.weight.T), None
+
+    def _few_rows(self, x: torch.Tensor) -> bool:
+        return not self.deterministic and use_gemv(x)
+
+    def _by_linear(self, x: torch.Tensor) -> bool:
+        return self.deterministic or use_linear(x, self.weight)
