@@ -109,7 +109,7 @@ def test_a_second_load_gives_a_fresh_model(tmp_path: Path, fuse: bool, dtype: to
 
 @pytest.mark.parametrize("seed", range(5))
 def test_tensors_may_come_in_any_order_and_alone(tmp_path: Path, seed: int) -> None:
-    """A norm may come after the product that it is folded into. Then some come again, from another checkpoint."""
+    """A norm may come after the product that it is folded into; then some come again, from elsewhere."""
     folders = two_checkpoints(tmp_path)
     fresh, model = build(folders[0], fuse=True), build(folders[0], fuse=True)
     load_weights(fresh, folders[0])

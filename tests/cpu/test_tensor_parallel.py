@@ -122,14 +122,14 @@ def test_a_large_step_is_computed_in_halves(model: Path, monkeypatch: pytest.Mon
     results = []
     for size in (1, *OVERLAP_RANKS):
         with make(model, size, max_num_seqs=64, max_num_batched_tokens=4096) as llm:
-            decoder, lens = llm._runner.model.model, []
-            run = decoder._forward_halves
+            blocks, lens = llm._runner.model.model.blocks, []
+            run = blocks.run_halves
 
-            def recorded(ids: torch.Tensor, *args: Any, run: Callable = run, lens: list = lens) -> Any:
-                lens.append(len(ids))
-                return run(ids, *args)
+            def recorded(xs: list, *args: Any, run: Callable = run, lens: list = lens) -> Any:
+                lens.append(sum(map(len, xs)))
+                return run(xs, *args)
 
-            monkeypatch.setattr(decoder, "_forward_halves", recorded)
+            monkeypatch.setattr(blocks, "run_halves", recorded)
             results.append(tokens(llm, prompts, params))
             assert len(lens) == (size > 1)
     assert results == [results[0]] * 3
