@@ -120,6 +120,20 @@ def test_packages_have_no_cycles() -> None:
             visit(module, ())
 
 
+PRODUCTS = {"linear", "gemv", "matmul", "mm", "bmm", "addmm", "addmm_", "einsum"}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: module_of(path) or "nanovllm")
+def test_products_have_one_home(path: Path) -> None:
+    """A layer or a model multiplies by a `LinearMethod` alone."""
+    if room_of(module_of(path)) in ("kernels", "quantization"):
+        return
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Call):
+            assert ast.unparse(node.func).split(".")[-1] not in PRODUCTS, ast.unparse(node)
+        assert not (isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult)), ast.unparse(node)
+
+
 # What may break the rules below: `room.file` of a long file, `room.file:name` of a function or a call in it.
 EXCEPT: set[str] = {"runner.model_runner"}
 MAX_FILE, MAX_FUNCTION, MAX_ARGUMENTS = 400, 60, 8

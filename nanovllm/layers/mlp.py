@@ -22,7 +22,7 @@ class GatedMLP(nn.Module):
         self.down_proj = RowParallelLinear(size, hidden_size, tp, bias, options=options)
 
     def forward(
-        self, norm: RMSNorm, stream: ResidualStream, tokens: object
+        self, norm: RMSNorm, stream: ResidualStream, places: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (what down_proj takes, [T, own size]; the stream's sum). Each token is by itself."""
         gated, total, _ = self.gate_up_proj.after_norm(norm, stream, silu=True)

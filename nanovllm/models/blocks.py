@@ -17,7 +17,7 @@ from nanovllm.layers.layernorm import ResidualStream, RMSNorm
 from nanovllm.layers.linear import RowParallelLinear
 
 
-class Tokens(NamedTuple):
+class TokenPlaces(NamedTuple):
     """Where the T tokens of a step, or of a half of it, are."""
 
     positions: torch.Tensor  # [T] in their sequences
@@ -28,26 +28,29 @@ class Mixer(Protocol):
     """What is particular to a block: attention, or an MLP."""
 
     def __call__(
-        self, norm: RMSNorm, stream: ResidualStream, tokens: Tokens
+        self, norm: RMSNorm, stream: ResidualStream, places: TokenPlaces
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (what the block's output product takes of norm(stream), the stream's sum)."""
+        """Return (what the output product takes, made of norm(stream); the stream's sum)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Adds output(mixer(norm(stream))) to the residual stream. Only one that `attends` may use the tokens."""
+    """Adds output(mixer(norm(stream))) to the residual stream.
+
+    Only a mixer that `attends` may use the places: after the last such block rows may be gone.
+    """
 
     norm: RMSNorm
     mixer: Mixer
     output: RowParallelLinear
     attends: bool
 
-    def mix(self, stream: ResidualStream, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
-        """All up to the output product, for which `leave` is."""
-        return self.mixer(self.norm, stream, tokens)
+    def mix(self, stream: ResidualStream, places: TokenPlaces) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what the output product takes, and the stream's sum."""
+        return self.mixer(self.norm, stream, places)
 
-    def __call__(self, stream: ResidualStream, tokens: Tokens) -> ResidualStream:
-        mixed, total = self.mix(stream, tokens)
+    def __call__(self, stream: ResidualStream, places: TokenPlaces) -> ResidualStream:
+        mixed, total = self.mix(stream, places)
         return self.output.add_to(total, mixed)
 
 
@@ -58,22 +61,22 @@ class Blocks:
         last = max(index for index, block in enumerate(blocks) if block.attends)
         self._first, self._last_attention, self._rest = blocks[:last], blocks[last], blocks[last + 1 :]
 
-    def run(self, x: torch.Tensor, tokens: Tokens) -> ResidualStream:
+    def run(self, x: torch.Tensor, places: TokenPlaces) -> ResidualStream:
         """x [T, hidden_size], this rank's part of the embeddings -> the stream after all blocks.
 
         If the metadata names wanted rows, the stream has these alone: the others end with the last attention.
         """
         stream = ResidualStream(x)
         for block in self._first:
-            stream = block(stream, tokens)
-        return self._finish(*self._last_attention.mix(stream, tokens), tokens)
+            stream = block(stream, places)
+        return self._finish(*self._last_attention.mix(stream, places), places)
 
     def run_halves(
-        self, xs: Sequence[torch.Tensor], halves: Sequence[Tokens], tokens: Tokens
+        self, xs: Sequence[torch.Tensor], halves: Sequence[TokenPlaces], places: TokenPlaces
     ) -> ResidualStream:
         """As `run`, with the sums over the ranks of one half of the tokens behind the other's products.
 
-        xs and halves are of the two halves, `tokens` of the whole step. Two micro-batches in turn, as in
+        xs and halves are of the two halves, `places` of the whole step. Two micro-batches in turn, as in
         DeepSeek-V3's prefill and SGLang's two-batch overlap. In each layer the first half's K/V is stored
         before the second half reads it.
         """
@@ -89,14 +92,14 @@ class Blocks:
             parts.append(self._last_attention.mix(streams[half], halves[half]))
             streams[1 - half].advance()
         mixed, total = (torch.cat(both) for both in zip(*parts, strict=True))
-        return self._finish(mixed, total, tokens)
+        return self._finish(mixed, total, places)
 
-    def _finish(self, mixed: torch.Tensor, total: torch.Tensor, tokens: Tokens) -> ResidualStream:
+    def _finish(self, mixed: torch.Tensor, total: torch.Tensor, places: TokenPlaces) -> ResidualStream:
         """The rest, from the last attention's output product on, of the wanted rows."""
-        rows = tokens.meta.wanted_rows
+        rows = places.meta.wanted_rows
         if rows is not None:
             mixed, total = mixed[rows], total[rows]
         stream = self._last_attention.output.add_to(total, mixed)
         for block in self._rest:
-            stream = block(stream, tokens)
+            stream = block(stream, places)
         return stream

@@ -20,7 +20,7 @@ from nanovllm.layers.linear import QKVParallelLinear, RowParallelLinear
 from nanovllm.layers.mlp import GatedMLP
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.layers.weights import WeightLayer, WeightOptions
-from nanovllm.models.blocks import Block, Blocks, Tokens
+from nanovllm.models.blocks import Block, Blocks, TokenPlaces
 from nanovllm.models.config import ModelConfig
 from nanovllm.quantization.shards import ShardId, WeightShard
 
@@ -64,13 +64,13 @@ class DecoderAttention(nn.Module):
         self.attn = Attention(self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads, head_dim, backend)
 
     def forward(
-        self, norm: RMSNorm, stream: ResidualStream, tokens: Tokens
+        self, norm: RMSNorm, stream: ResidualStream, places: TokenPlaces
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (what o_proj takes, [T, own heads * head_dim]; the stream's sum)."""
         qkv, total, rms_of = self.qkv_proj.after_norm(norm, stream)
         q, k, v = self.qkv_proj.split_heads(qkv)
-        rotation = self.rotary(tokens.positions, self.q_norm, self.k_norm, self.eps)
-        attended = self.attn(q, k, v, rotation, tokens.meta, rms_of)
+        rotation = self.rotary(places.positions, self.q_norm, self.k_norm, self.eps)
+        attended = self.attn(q, k, v, rotation, places.meta, rms_of)
         return attended.flatten(1), total
 
 
@@ -128,14 +128,14 @@ class DecoderModel(nn.Module):
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, meta: AttentionMetadata
     ) -> torch.Tensor:
-        tokens = Tokens(positions, meta)
+        places = TokenPlaces(positions, meta)
         if meta.halves is None:
-            stream = self.blocks.run(self.embed_tokens(input_ids), tokens)
+            stream = self.blocks.run(self.embed_tokens(input_ids), places)
         else:
             lens = [len(half.slot_mapping) for half in meta.halves]
-            halves = [Tokens(*half) for half in zip(positions.split(lens), meta.halves, strict=True)]
+            halves = [TokenPlaces(*half) for half in zip(positions.split(lens), meta.halves, strict=True)]
             xs = [self.embed_tokens(ids) for ids in input_ids.split(lens)]
-            stream = self.blocks.run_halves(xs, halves, tokens)
+            stream = self.blocks.run_halves(xs, halves, places)
         hidden: torch.Tensor = self.norm(*stream)[0]
         return hidden
 

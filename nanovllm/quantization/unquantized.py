@@ -86,6 +86,7 @@ class UnquantizedLinearMethod(LinearMethod):
         silu: bool = False,
     ) -> NormedProduct:
         folded = self._norm_weight is not None
+        assert not folded or norm_weight is self._norm_weight
         assert not (folded and self._unfolded), "finish_loading comes before a product"
         if self._few_rows(x):
             own = None if folded else norm_weight

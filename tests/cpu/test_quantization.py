@@ -1,0 +1,60 @@
+"""What a quantisation needs: one class that says how a weight is created, loaded and multiplied."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from test_models import PROMPT, forward, load
+from tiny_models import write_tiny_model
+from torch import nn
+
+from nanovllm.layers.weights import WeightOptions
+from nanovllm.quantization.base import LinearMethod
+from nanovllm.quantization.shards import WeightShard, WeightSource
+
+CPU = torch.device("cpu")
+
+
+class Int8LinearMethod(LinearMethod):
+    """A row of the weight is int8 numbers and a scale, made from the checkpoint's floats. Nothing is fused."""
+
+    def create(
+        self,
+        layer: nn.Module,
+        shape: tuple[int, int],
+        shards: list[WeightShard],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> list[WeightShard]:
+        self.codes = nn.Parameter(torch.zeros(shape, dtype=torch.int8, device=device), requires_grad=False)
+        self.scales = nn.Parameter(torch.zeros(shape[0], 1, dtype=dtype, device=device), requires_grad=False)
+        layer.register_parameter("codes", self.codes)
+        layer.register_parameter("scales", self.scales)
+        return shards
+
+    def load(self, shard: WeightShard, source: WeightSource) -> None:
+        rows = self.codes.float() * self.scales
+        shard.copy(source, rows)
+        self.scales.copy_(rows.abs().amax(1, keepdim=True).clamp(min=1e-9) / 127)
+        self.codes.copy_((rows / self.scales).round())
+
+    def apply(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        out = x @ (self.codes.float() * self.scales).T
+        return out if bias is None else out + bias
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen2"])
+def test_a_method_is_all_that_a_quantisation_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    folder = write_tiny_model(tmp_path, family)
+    exact = forward(load(folder), PROMPT)
+    monkeypatch.setattr(WeightOptions, "linear_method", lambda _: Int8LinearMethod())
+    model = load(folder)
+    kinds = {name.split(".")[-1] for name, _ in model.model.layers.named_parameters() if "proj" in name}
+    assert kinds - {"bias"} == {"codes", "scales"}
+    logits = forward(model, PROMPT)
+    assert 0 < (logits - exact).abs().max() < 0.05 * exact.abs().max()
+    assert torch.equal(forward(load(folder), PROMPT), logits)
