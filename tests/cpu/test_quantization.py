@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 
 class Int8LinearMethod(LinearMethod):
-    """A row of the weight is int8 numbers and a scale, made from the checkpoint's floats. Nothing is fused."""
+    """A row of the weight is int8 numbers and a scale, made of the checkpoint's floats. Nothing is fused."""
 
     def create(
         self,
