@@ -14,6 +14,7 @@ from unittest import mock
 import numpy as np
 import torch
 
+from nanovllm.distributed.exchanged_rows import ExchangedRows
 from nanovllm.kernels import activation, decode_attention, sampling
 from nanovllm.kernels.activation import silu_and_mul_reference, silu_and_mul_triton
 from nanovllm.kernels.cache import KVCache
@@ -52,7 +53,7 @@ from nanovllm.kernels.rotary import (
     qk_norm_rope_store_triton,
     quantise_reference,
 )
-from nanovllm.kernels.sampling import VocabularyPart, sample_reference, sample_triton
+from nanovllm.kernels.sampling import sample_reference, sample_triton
 from nanovllm.runner.shared_prefixes import find_shared_prefixes
 
 F32, F16, BF16, FP8 = torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn
@@ -719,42 +720,38 @@ def check_sampling_extremes(vocab: int, device: str) -> None:
             assert torch.equal(ids.masked_fill(tie, last // 2), expected), temperature
 
 
-def check_sampling_in_parts(vocab: int, size: int, device: str) -> None:
-    """Ranks with a part of the vocabulary each draw what one with all of it does: ties, bad rows and all."""
-    count = 12
-    logits = randn(count, vocab, dtype=F32, device=device).round(decimals=1)
-    logits[1, vocab // 2] = math.nan
-    logits[2, vocab - 1] = math.inf
-    logits[3] = -math.inf
-    logits[4, : vocab - 1] = -math.inf
-    rows = make_rows(count, device)
-    blocks = -(-vocab // (size * SAMPLE_BLOCK))
-    parts = torch.nn.functional.pad(logits, (0, size * blocks * SAMPLE_BLOCK - vocab)).chunk(size, dim=1)
-    own = [max(0, min(vocab - rank * blocks * SAMPLE_BLOCK, blocks * SAMPLE_BLOCK)) for rank in range(size)]
-
-    def sum_over_ranks(
-        x: torch.Tensor, brought: list[torch.Tensor], totals: list[torch.Tensor]
-    ) -> torch.Tensor:
-        brought.append(x)
-        return totals[len(brought) - 1] if len(brought) <= len(totals) else x
-
-    totals: list[torch.Tensor] = []  # those known so far: with each round, one sum more
-    for _ in range(3):
-        brought: list[list[torch.Tensor]] = [[] for _ in range(size)]
-        ids = []
-        for rank, (part, length) in enumerate(zip(parts, own, strict=True)):
-            total = partial(sum_over_ranks, brought=brought[rank], totals=totals)
-            ids.append(
-                sample_triton(
-                    part[:, :length], *rows.pick(ALL), part=VocabularyPart(rank, size, blocks, total)
-                )
-            )
-        totals = [torch.stack(xs).sum(0) for xs in zip(*brought, strict=True)]
-    expected = sample_triton(logits, *rows.pick(ALL))
-    assert expected[1:4].tolist() == [-1, -1, -1]
-    assert expected[4] == vocab - 1
-    for other in ids:
-        assert torch.equal(other, expected)
+def check_exchanged_rows(vocab: int, size: int, count: int, dtype: torch.dtype, device: str) -> None:
+    """Ranks that have some columns each draw what one with all of them does: filters, bad rows and all."""
+    logits = randn(count, vocab, dtype=F32, device=device).round(decimals=1).to(dtype)
+    logits[1::7, vocab // 2] = math.nan
+    logits[2::7, vocab - 1] = math.inf
+    logits[3::7] = -math.inf
+    rows, filters = make_rows(count, device).pick(ALL), make_filters(count, device)
+    part = -(-vocab // size)
+    columns = torch.nn.functional.pad(logits, (0, size * part - vocab), value=1e4).split(part, dim=1)
+    max_rows = count + 3
+    rooms = logits.new_full((size, ExchangedRows.numel(max_rows, vocab, size)), math.nan)
+    places = torch.tensor([room.data_ptr() for room in rooms], device=device)
+    ranks = [
+        ExchangedRows(rank, places, rooms[rank], max_rows, vocab, lambda x: x) for rank in range(size)
+    ]  # which do not wait for each other
+    assert ranks[0].fits(max_rows, dtype) and not ranks[0].fits(max_rows + 1, dtype)
+    for rows_now in (count, 1):
+        whole = [
+            rank.whole_rows(own[:rows_now].contiguous()) for rank, own in zip(ranks, columns, strict=True)
+        ]
+        assert torch.equal(
+            torch.cat([part for _, part in whole]).nan_to_num(), logits[:rows_now].nan_to_num()
+        )
+        ids = torch.zeros(rows_now, dtype=torch.int64, device=device)
+        for rank, (mine, part) in zip(ranks, whole, strict=True):
+            own = Filters(filters.top_k[mine], filters.top_p[mine], filters.min_p[mine])
+            drawn = sample_triton(part, *(column[mine] for column in rows), own)
+            ids += rank.join(drawn, mine, rows_now) + 1
+        first = Filters(filters.top_k[:rows_now], filters.top_p[:rows_now], filters.min_p[:rows_now])
+        expected = sample_triton(logits[:rows_now], *(column[:rows_now] for column in rows), first)
+        assert torch.equal(ids - 1, expected)
+    assert rows_now == 1 or (expected[1:4] == -1).all()
 
 
 # ---- filters ----

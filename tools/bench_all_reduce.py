@@ -19,6 +19,7 @@ import torch
 
 from nanovllm.device import Device
 from nanovllm.distributed.group import TPGroup
+from nanovllm.distributed.peer_memory import PeerRooms
 from nanovllm.distributed.rendezvous import Rendezvous
 from nanovllm.kernels.all_reduce import EMPTY, all_reduce_add_rms_norm_triton, all_reduce_triton
 from nanovllm.kernels.rms_norm import add_rms_norm
@@ -38,7 +39,7 @@ def ways(group: TPGroup, hidden: int, device: Device) -> dict[str, Callable[[tor
             work.wait()
         return x
 
-    group.make_peer_memory(max(ROWS), hidden, torch.bfloat16, device)
+    group.make_peer_memory(PeerRooms(torch.bfloat16, max(ROWS), hidden), device)
     peer_memory = group._peer_memory
     weight = torch.ones(hidden, dtype=torch.bfloat16, device=device.torch)
 

@@ -10,7 +10,8 @@ import torch.distributed as dist
 
 from nanovllm.device import Device
 from nanovllm.distributed.copied_rows import PendingSum
-from nanovllm.distributed.peer_memory import PeerMemory
+from nanovllm.distributed.exchanged_rows import ExchangedRows
+from nanovllm.distributed.peer_memory import PeerMemory, PeerRooms
 from nanovllm.distributed.rendezvous import Backend, Rendezvous, gloo, nccl
 from nanovllm.kernels.compat import HAS_TRITON
 from nanovllm.kernels.rms_norm import add_rms_norm
@@ -80,35 +81,54 @@ class TPGroup:
 
         return PendingSum(finish)
 
-    def gather_last_dim(self, x: torch.Tensor) -> torch.Tensor | None:
-        """Concatenate the ranks' `x` [..., n] to [..., size * n] on rank 0; the others get None."""
+    def whole_rows(self, x: torch.Tensor, width: int) -> tuple[slice, torch.Tensor]:
+        """Which rows of logits this rank draws from, and these, [so many, width].
+
+        Rank r brings columns r * n on of all rows, x [S, n]; columns past `width` are padding. Through peer
+        memory each rank gets a share of the rows, which hold until `join_rows`; else rank 0 gets all.
+        """
         if self.size == 1:
-            return x
+            return slice(0, len(x)), x[:, :width]
+        if self.exchanges_rows(len(x), x.dtype):
+            return self._exchanged().whole_rows(x)
         x = x.contiguous()
         parts = [torch.empty_like(x) for _ in range(self.size)] if self.rank == 0 else []
         _wait(self._group().gather(parts, x, 0))
-        return torch.cat(parts, dim=-1) if parts else None
+        if not parts:
+            return slice(0, 0), x.new_empty(0, width)
+        return slice(0, len(x)), torch.cat(parts, dim=-1)[:, :width]
 
-    def broadcast(self, x: torch.Tensor) -> torch.Tensor:
-        """Return rank 0's `x` on every rank; the others bring a contiguous tensor of its shape and dtype."""
-        if self.size > 1:
-            _wait(self._group().broadcast(x, 0))
-        return x
+    def join_rows(self, ids: torch.Tensor, mine: slice, logits: torch.Tensor) -> torch.Tensor:
+        """The ids [S] int64 of all rows, on every rank, after `whole_rows` made `mine` of `logits`."""
+        if self.size == 1:
+            return ids
+        if self.exchanges_rows(len(logits), logits.dtype):
+            return self._exchanged().join(ids, mine, len(logits))
+        if self.rank:
+            ids = ids.new_empty(len(logits))
+        _wait(self._group().broadcast(ids, 0))
+        return ids
 
-    def make_peer_memory(
-        self, max_rows: int, n: int, dtype: torch.dtype, device: Device, copied_rows: int = 0
-    ) -> None:
-        """Let sums of up to `max_rows` rows of `n` go through memory that all GPUs of the group can read.
+    def exchanges_rows(self, rows: int, dtype: torch.dtype) -> bool:
+        """Whether `whole_rows` of so many rows needs neither NCCL nor gloo, and so may be in a CUDA graph."""
+        if self.size == 1:
+            return True
+        exchanged = None if self._peer_memory is None else self._peer_memory.logits
+        return exchanged is not None and exchanged.fits(rows, dtype)
 
-        Sums of shorter rows do too, of any float dtype of 16 or 32 bits, and those that `start_sum` begins,
-        of up to `copied_rows`. A collective call. Where they cannot, and on a CPU, all sums go through the
-        process group.
+    def _exchanged(self) -> ExchangedRows:
+        assert self._peer_memory is not None and self._peer_memory.logits is not None
+        return self._peer_memory.logits
+
+    def make_peer_memory(self, rooms: PeerRooms, device: Device) -> None:
+        """Let what there are `rooms` for go through memory that all GPUs of the group can read.
+
+        Sums of shorter rows do too, of any float dtype of 16 or 32 bits. A collective call. Where they
+        cannot, and on a CPU, all goes through the process group.
         """
         power_of_2 = self.size & (self.size - 1) == 0
         if self._rendezvous is not None and device.is_cuda and power_of_2 and HAS_TRITON:
-            made = PeerMemory.make(
-                self.rank, self.size, self._rendezvous, max_rows, n, dtype, device, copied_rows
-            )
+            made = PeerMemory.make(self.rank, self.size, self._rendezvous, rooms, device)
             # All ranks' rooms are empty before anyone can fill one, for this waits for all ranks.
             everywhere = self.all_reduce(torch.tensor([float(made is not None)], device=device.torch))
             self._peer_memory = made if int(everywhere.item()) == self.size else None
@@ -117,11 +137,7 @@ class TPGroup:
         """The memory through which `x` can be summed over the ranks, if it is of such a kind."""
         if self._peer_memory is None or x.dim() != 2 or not x.is_contiguous():
             return None
-        return self._peer_memory if self.sums_in_peer_memory(len(x), x.shape[1], x.dtype) else None
-
-    def sums_in_peer_memory(self, rows: int, n: int, dtype: torch.dtype) -> bool:
-        """Whether sums of [rows, n] need neither NCCL nor gloo, and so may be in a CUDA graph."""
-        return self._peer_memory is not None and self._peer_memory.fits(rows, n, dtype)
+        return self._peer_memory if self._peer_memory.fits(len(x), x.shape[1], x.dtype) else None
 
     def abort(self) -> None:
         """Let go of the other ranks, whether they live or not; whatever waits for them ends, with garbage.

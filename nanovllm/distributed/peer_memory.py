@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 from uuid import uuid4
@@ -13,12 +14,33 @@ from torch._C._distributed_c10d import Store, TCPStore, _register_process_group,
 
 from nanovllm.device import Device
 from nanovllm.distributed.copied_rows import PeerCopies
+from nanovllm.distributed.exchanged_rows import LARGEST_ID, ExchangedRows
 from nanovllm.distributed.rendezvous import CONNECT_TIMEOUT, Rendezvous
 from nanovllm.kernels.all_reduce import EMPTY, TURNS, Peers, all_reduce_add_rms_norm_triton, all_reduce_triton
 
 logger = logging.getLogger("nanovllm")
 
 TWO_SHOT_ROWS = 48  # rows from which a sum over more than two GPUs goes in two shots
+
+
+@dataclass(frozen=True, slots=True)
+class PeerRooms:
+    """What peer memory is to have room for; rows are of `dtype`."""
+
+    dtype: torch.dtype
+    max_rows: int  # of a sum in one kernel
+    n: int  # elements of its rows
+    copied_rows: int = 0  # of a sum that copy engines bring
+    logit_rows: int = 0  # that all ranks together draw from
+    vocab_size: int = 0
+
+    def numels(self, size: int) -> tuple[int, int, int]:
+        """Elements of a rank's buffer: for sums in one kernel, for logits, for sums by copies."""
+        itemsize = self.dtype.itemsize
+        sums = PeerMemory.numel(self.max_rows, self.n, size, itemsize)
+        logits = ExchangedRows.numel(self.logit_rows, self.vocab_size, size)
+        copies = PeerCopies.numel(self.copied_rows, self.n, size, itemsize) if self.copied_rows else 0
+        return sums, logits, copies
 
 
 class PeerMemory:
@@ -32,6 +54,7 @@ class PeerMemory:
     ) -> None:
         """buffer: this rank's, of `numel(...)` elements of the rows' dtype; handle: torch's, of all."""
         self.copies: PeerCopies | None = None  # of sums of many rows, at the buffer's end
+        self.logits: ExchangedRows | None = None
         self.group_name = ""  # torch's own operations on the buffer would need it
         self._store: Store | None = None
         self._buffer = buffer
@@ -68,11 +91,8 @@ class PeerMemory:
         rank: int,
         size: int,
         rendezvous: Rendezvous,
-        max_rows: int,
-        n: int,
-        dtype: torch.dtype,
+        rooms: PeerRooms,
         device: Device,
-        copied_rows: int = 0,
     ) -> PeerMemory | None:
         """Allocate and exchange the buffers; None if that cannot be. No rank may sum before all came here."""
         made = None
@@ -87,14 +107,21 @@ class PeerMemory:
             named_group._set_group_name(name)
             _register_process_group(name, named_group)
             _SymmetricMemory.set_group_info(name, rank, size, store)
-            numel = cls.numel(max_rows, n, size, dtype.itemsize)
-            if copied_rows:
-                numel += PeerCopies.numel(copied_rows, n, size, dtype.itemsize)
-            buffer = _SymmetricMemory.empty_strided_p2p((numel,), (1,), dtype, device.torch, name)
+            sums, logits, copies = rooms.numels(size)
+            shape = (sums + logits + copies,)
+            buffer = _SymmetricMemory.empty_strided_p2p(shape, (1,), rooms.dtype, device.torch, name)
             handle = _SymmetricMemory.rendezvous(buffer, name)
-            made = cls(rank, size, device, buffer, handle, max_rows, n)
-            if copied_rows:
-                made.copies = PeerCopies(rank, device, buffer, handle, made.peers.aborted, copied_rows, n)
+            made = cls(rank, size, device, buffer, handle, rooms.max_rows, rooms.n)
+            if logits and rooms.vocab_size <= LARGEST_ID:
+                starts = made.peers.slots + sums * rooms.dtype.itemsize
+                own = buffer[sums : sums + logits]
+                made.logits = ExchangedRows(
+                    rank, starts, own, rooms.logit_rows, rooms.vocab_size, made.all_reduce
+                )
+            if copies:
+                made.copies = PeerCopies(
+                    rank, device, buffer, handle, made.peers.aborted, rooms.copied_rows, rooms.n
+                )
             made.group_name = name
             made._store = store
         except RuntimeError as error:

@@ -8,8 +8,6 @@ state exists. Never synchronises with the host.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
@@ -35,21 +33,6 @@ _SHIFTS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}  # low bits 
 _SORT_ELEMENTS = 2**23  # logits sorted at once by the twin: bounds its memory, at about 50 bytes each
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class VocabularyPart:
-    """Part `rank` of `size` equally long ones, in whole blocks; the last ones may end early or be empty."""
-
-    rank: int
-    size: int
-    blocks: int  # of each part
-    sum_over_ranks: Callable[[torch.Tensor], torch.Tensor]  # of [S, n] float32; every rank calls it
-
-    @property
-    def numbers(self) -> int:
-        """The largest n: a top and a sum for each block of the vocabulary."""
-        return 2 * self.size * self.blocks
-
-
 @jit()
 def _factor(temperature: tl.tensor, LOG2_E: tl.constexpr, LEAST: tl.constexpr) -> tl.tensor:
     return tl.maximum(LOG2_E / temperature, LEAST)
@@ -63,7 +46,6 @@ def _sample_block_kernel(
     crests_ptr: tl.tensor,
     logits_stride: int,
     vocab: int,
-    first_block: int,
     blocks: int,
     GREEDY_BELOW: tl.constexpr,
     LOG2_E: tl.constexpr,
@@ -75,8 +57,8 @@ def _sample_block_kernel(
 ) -> None:
     """One program per (row, block): its largest logit, +inf where one is bad, and the sum of its weights.
 
-    They go to tops [S, 2, blocks], behind `first_block` others. Each weight is relative to the largest one of
-    the block, so that none can overflow. With FILTERS the largest logit of each segment goes to crests.
+    They go to tops [S, 2, blocks]. Each weight is relative to the largest one of the block, so that none can
+    overflow. With FILTERS the largest logit of each segment goes to crests.
     """
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
@@ -94,7 +76,7 @@ def _sample_block_kernel(
     total = 1.0
     if (temperature >= GREEDY_BELOW) & (top > float("-inf")) & (top < float("inf")):
         total = tl.sum(tl.exp2((x - top) * _factor(temperature, LOG2_E, LEAST)), axis=0)
-    cell = row * 2 * blocks + first_block + block
+    cell = row * 2 * blocks + block
     tl.store(tops_ptr + cell, top)
     tl.store(tops_ptr + blocks + cell, total)
 
@@ -115,8 +97,6 @@ def _sample_pick_kernel(
     out_ptr: tl.tensor,
     logits_stride: int,
     vocab: int,
-    first_block: int,
-    own_blocks: int,
     blocks: int,
     GREEDY_BELOW: tl.constexpr,
     LOG2_E: tl.constexpr,
@@ -129,12 +109,10 @@ def _sample_pick_kernel(
     STAGES: tl.constexpr,
     SHIFT: tl.constexpr,
     BLOCKS_PADDED: tl.constexpr,
-    LEAST_ID: tl.constexpr,
 ) -> None:
-    """One program per row picks a block, then a token of it. A greedy row weighs its largest logit alone.
+    """One program per row picks a block, then a token of it; -1 for a bad row.
 
-    Stores the token's id + LEAST_ID; LEAST_ID - 1 for a bad row, and where the block is not among the
-    `own_blocks` whose logits are here.
+    A greedy row weighs its largest logit alone.
     """
     row = tl.program_id(0).to(tl.int64)
     await_inputs(EARLY)
@@ -155,13 +133,12 @@ def _sample_pick_kernel(
     if (best > float("-inf")) & (best < float("inf")):
         shares = tl.where(greedy, (tops == best).to(tl.float32), sums * tl.exp2((tops - best) * factor))
         block = pick(shares, block_bits, BLOCKS_PADDED)
-        if (block >= first_block) & (block < first_block + own_blocks):
-            top = tl.load(tops_ptr + row * 2 * blocks + block)
-            index = (block - first_block) * BLOCK + tl.arange(0, BLOCK)
-            x = tl.load(logits_ptr + row * logits_stride + index, mask=index < vocab, other=float("-inf"))
-            x = x.to(tl.float32)
-            weights = tl.where(greedy, (x == top).to(tl.float32), tl.exp2((x - top) * factor))
-            token = block * BLOCK + pick(weights, token_bits, BLOCK)
+        top = tl.load(tops_ptr + row * 2 * blocks + block)
+        index = block * BLOCK + tl.arange(0, BLOCK)
+        x = tl.load(logits_ptr + row * logits_stride + index, mask=index < vocab, other=float("-inf"))
+        x = x.to(tl.float32)
+        weights = tl.where(greedy, (x == top).to(tl.float32), tl.exp2((x - top) * factor))
+        token = block * BLOCK + pick(weights, token_bits, BLOCK)
         if FILTERS:
             top_k, top_p, min_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row), tl.load(min_p_ptr + row)
             filtered = ((top_k > 0) & (top_k < vocab)) | (top_p < 1) | (min_p > 0)
@@ -175,7 +152,7 @@ def _sample_pick_kernel(
                     lists_ptr + row * segments, masses_ptr + row * segments,
                     segments, vocab, SHIFT, SEGMENT, AT_ONCE, STAGES, PADDED,
                 )  # fmt: skip
-    tl.store(out_ptr + row, (token + LEAST_ID).to(out_ptr.dtype.element_ty))
+    tl.store(out_ptr + row, token.to(tl.int64))
 
 
 def sample_triton(
@@ -184,28 +161,15 @@ def sample_triton(
     seeds: torch.Tensor,
     positions: torch.Tensor,
     filters: Filters | None = None,
-    part: VocabularyPart | None = None,
 ) -> torch.Tensor:
-    """`sample` by Triton.
-
-    With `part`, logits are those of this part of the vocabulary; all ranks call this and get the same ids.
-    """
+    """`sample` by Triton."""
     rows, vocab = logits.shape
     out = torch.empty(rows, dtype=torch.int64, device=logits.device)
     if rows == 0:
         return out
     assert logits.stride(1) == 1
-    if part is None:
-        own = blocks = triton.cdiv(vocab, BLOCK)
-        first, least_id = 0, 0
-        tops = torch.empty(rows, 2 * blocks, dtype=torch.float32, device=logits.device)
-    else:
-        assert filters is None
-        own, blocks = part.blocks, part.size * part.blocks
-        first, least_id = part.rank * own, 1
-        assert vocab <= own * BLOCK
-        tops = torch.zeros(rows, part.numbers, dtype=torch.float32, device=logits.device)
-        out = torch.empty(rows, 1, dtype=torch.float32, device=logits.device)  # exact up to 2**24
+    blocks = triton.cdiv(vocab, BLOCK)
+    tops = torch.empty(rows, 2 * blocks, dtype=torch.float32, device=logits.device)
     early = launch_early(logits)
     constants = {"GREEDY_BELOW": _GREEDY_BELOW, "LOG2_E": _LOG2_E, "LEAST": _LEAST_FACTOR, "BLOCK": BLOCK}
     constants |= {"SEGMENT": SEGMENT, "FILTERS": filters is not None, "EARLY": early, "launch_pdl": early}
@@ -214,11 +178,9 @@ def sample_triton(
         crests, masses = torch.empty(2, rows, blocks * BLOCK // SEGMENT, device=logits.device)
         lists = torch.empty_like(crests, dtype=torch.int32)
         top_k, top_p, min_p = filters.top_k, filters.top_p, filters.min_p
-    _sample_block_kernel[(rows, own)](
-        logits, temperature, tops, crests, logits.stride(0), vocab, first, blocks, **constants, num_warps=2
+    _sample_block_kernel[(rows, blocks)](
+        logits, temperature, tops, crests, logits.stride(0), vocab, blocks, **constants, num_warps=2
     )
-    if part is not None:
-        tops = part.sum_over_ranks(tops)
     _sample_pick_kernel[(rows,)](
         logits,
         temperature,
@@ -234,18 +196,15 @@ def sample_triton(
         out,
         logits.stride(0),
         vocab,
-        first,
-        own,
         blocks,
         **constants,
         AT_ONCE=SEGMENTS_AT_ONCE,
         STAGES=STAGES,
         SHIFT=_SHIFTS[logits.dtype],
         BLOCKS_PADDED=triton.next_power_of_2(blocks),
-        LEAST_ID=least_id,
         num_warps=4 if filters is None else FILTER_WARPS,
     )
-    return out if part is None else part.sum_over_ranks(out)[:, 0].long() - 1
+    return out
 
 
 def _weights_reference(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
@@ -293,7 +252,6 @@ def sample(
     seeds: torch.Tensor,
     positions: torch.Tensor,
     filters: Filters | None = None,
-    part: VocabularyPart | None = None,
 ) -> torch.Tensor:
     """Draw token_ids [S] int64 from softmax(logits / temperature), row by row.
 
@@ -305,12 +263,7 @@ def sample(
     only the block that was drawn. Weights are float32, their sums and the random numbers' scale float64.
 
     filters: min_p, then top_k, then top_p, each over what the last one kept, as vLLM. None: no row has any.
-
-    With `part`, on GPUs only and without filters, each rank brings the logits of its part of fewer than 2**24
-    tokens, all else is the same on all of them, and so are the ids: as many numbers cross between ranks as
-    there are blocks.
     """
     if use_triton(logits):
-        return sample_triton(logits, temperature, seeds, positions, filters, part)
-    assert part is None
+        return sample_triton(logits, temperature, seeds, positions, filters)
     return sample_reference(logits, temperature, seeds, positions, filters)

@@ -9,18 +9,9 @@ import torch
 import torch.nn.functional as F
 
 from nanovllm.distributed.group import TPGroup
-from nanovllm.kernels.compat import use_triton
-from nanovllm.kernels.sampling import BLOCK, VocabularyPart
 from nanovllm.layers.weights import WeightLayer, WeightOptions
 from nanovllm.quantization.shards import WeightShard
 from nanovllm.quantization.unquantized import UnquantizedLinearMethod
-
-
-def rows_per_rank(vocab_size: int, ranks: int) -> int:
-    """Rows of the vocabulary that each rank holds: whole blocks of the sampler, if that is even enough."""
-    even = -(-vocab_size // ranks)
-    in_blocks = -(-vocab_size // (BLOCK * ranks)) * BLOCK
-    return in_blocks if in_blocks <= 1.125 * even else even
 
 
 class _VocabParallelLayer(WeightLayer):
@@ -30,7 +21,7 @@ class _VocabParallelLayer(WeightLayer):
         super().__init__()
         self.tp = tp
         self.vocab_size = vocab_size
-        self.rows = vocab_size if tp.size == 1 else rows_per_rank(vocab_size, tp.size)
+        self.rows = -(-vocab_size // tp.size)
         self.first_id = min(tp.rank * self.rows, vocab_size)
 
     def _allocate_rows(self, hidden_size: int, options: WeightOptions) -> None:
@@ -59,7 +50,7 @@ class VocabParallelEmbedding(_VocabParallelLayer):
 
 
 class ParallelLMHead(_VocabParallelLayer):
-    """hidden [n, hidden_size] -> logits [n, vocab_size] on rank 0, None on the others.
+    """hidden [n, hidden_size] -> logits [n, rows] of this rank's part of the vocabulary, with its padding.
 
     `tied_to` makes it use that embedding's weight; it then has nothing to load.
     """
@@ -81,17 +72,5 @@ class ParallelLMHead(_VocabParallelLayer):
         self.method = UnquantizedLinearMethod(options.deterministic)
         self.method.weight = self.weight[: self.rows]
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor | None:
-        logits = self.tp.gather_last_dim(self.method.apply(hidden))
-        return None if logits is None else logits[..., : self.vocab_size]
-
-    def part(self) -> VocabularyPart | None:
-        """Which part of the vocabulary `own_logits` are of, as sampling takes it; None where it cannot."""
-        if self.tp.size == 1 or self.rows % BLOCK or not use_triton(self.weight):
-            return None
-        return VocabularyPart(self.tp.rank, self.tp.size, self.rows // BLOCK, self.tp.all_reduce)
-
-    def own_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [n, hidden_size] -> logits [n, m] of the m tokens that this rank has; on every rank."""
-        logits = self.method.apply(hidden)
-        return logits[:, : self.vocab_size - self.first_id]
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.method.apply(hidden)

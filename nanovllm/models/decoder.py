@@ -180,9 +180,9 @@ class DecoderForCausalLM(nn.Module):
         hidden: torch.Tensor = self.model(input_ids, positions, meta)
         return hidden
 
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
-        """hidden [n, hidden_size] -> logits [n, vocab_size] on rank 0, None on the others."""
-        logits: torch.Tensor | None = self.lm_head(hidden)
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [n, hidden_size] -> logits [n, vocab_size / ranks, rounded up], of this rank's tokens."""
+        logits: torch.Tensor = self.lm_head(hidden)
         return logits
 
     def weight_slots(self) -> dict[str, WeightSlot]:

@@ -86,7 +86,7 @@ class ModelRunner:
         else:
             load_weights(self.model, model_path, check)
         self.sampler = Sampler()
-        self.filters_in_graph = device.is_cuda and self.model.lm_head.part() is None
+        self.filters_in_graph = device.is_cuda
         self.graphs: CUDAGraphs | None = None
         self.shared_graphs: CUDAGraphs | None = None
         self.prefixes: SharedPrefixFinder | None = None  # until there is a KV cache
@@ -241,7 +241,7 @@ class ModelRunner:
                 arrays = self.prepare_prefill(batch)
             inputs = self.staging.send(arrays | self.prepare_sample(batch, num_seqs))
             hidden, token_ids = self.run_model(batch, inputs), None
-        if token_ids is None or (batch.sampling.has_filters and not self.filters_in_graph):
+        if token_ids is None:
             token_ids = self._sample(hidden[:num_seqs], inputs)
         return self.staging.receive(token_ids[:num_seqs])
 
@@ -249,31 +249,21 @@ class ModelRunner:
         """What a graph holds of a step: (hidden states, sampled tokens).
 
         Sampling is in no graph where it needs NCCL, which would hold on to the graph and cannot be aborted.
-        Where ranks draw together it has no filters; a step with any is sampled anew.
         """
         hidden = self._forward(inputs, meta)
-        local, part = self.tp.size == 1, self.model.lm_head.part()
-        if part is not None:
-            local = self.tp.sums_in_peer_memory(len(hidden), part.numbers, torch.float32)
+        local = self.tp.exchanges_rows(len(hidden), self.dtype)
         return hidden, self._sample(hidden, inputs) if local else None
 
     def _sample(self, hidden: torch.Tensor, inputs: StagedFields) -> torch.Tensor:
         """Draw the tokens [n] for hidden [n, hidden_size], the step's first rows, and keep them.
 
-        All ranks draw together, or rank 0 for all where that takes all logits at one place.
+        Each rank draws those of some rows, and all get all.
         """
         num_rows = len(hidden)
-        params = self._sampling_tensors(inputs, num_rows)
-        part = self.model.lm_head.part()
-        if part is not None and params.filters is None:
-            token_ids = self.sampler(self.model.lm_head.own_logits(hidden), params, part)
-        else:
-            logits = self.model.compute_logits(hidden)
-            if logits is None:
-                token_ids = torch.empty(num_rows, dtype=torch.int64, device=self.device.torch)
-            else:
-                token_ids = self.sampler(logits, params)
-            token_ids = self.tp.broadcast(token_ids)
+        logits = self.model.compute_logits(hidden)
+        mine, whole = self.tp.whole_rows(logits, self.model_config.vocab_size)
+        token_ids = self.sampler(whole, self._sampling_tensors(inputs, mine))
+        token_ids = self.tp.join_rows(token_ids, mine, logits)
         keep_tokens(token_ids, inputs["sample_slots"][:num_rows], self.last_token_ids)
         return token_ids
 
@@ -310,14 +300,14 @@ class ModelRunner:
             shared=shared,
         )
 
-    def _sampling_tensors(self, inputs: StagedFields, num_rows: int) -> SamplingTensors:
+    def _sampling_tensors(self, inputs: StagedFields, rows: slice) -> SamplingTensors:
         filters = None
         if inputs.get("top_k") is not None:
-            filters = Filters(*(inputs[name][:num_rows] for name, *_ in FILTERS))
+            filters = Filters(*(inputs[name][rows] for name, *_ in FILTERS))
         return SamplingTensors(
-            temperature=inputs["temperature"][:num_rows],
-            seeds=inputs["seed"][:num_rows],
-            positions=inputs["sample_positions"][:num_rows],
+            temperature=inputs["temperature"][rows],
+            seeds=inputs["seed"][rows],
+            positions=inputs["sample_positions"][rows],
             filters=filters,
         )
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from nanovllm.kernels.filters import Filters
-from nanovllm.kernels.sampling import VocabularyPart, sample
+from nanovllm.kernels.sampling import sample
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -27,14 +27,10 @@ class SamplingTensors:
 class Sampler(nn.Module):
     """Temperature, min_p, top_k, then top_p, as vLLM; each renormalises over what the last one kept."""
 
-    def forward(
-        self, logits: torch.Tensor, params: SamplingTensors, part: VocabularyPart | None = None
-    ) -> torch.Tensor:
+    def forward(self, logits: torch.Tensor, params: SamplingTensors) -> torch.Tensor:
         """logits [S, V] of any float dtype of 16 or 32 bits, not changed -> token ids [S] int64.
 
         A greedy row gets its likeliest token, the lowest id of equals. A row that holds NaN or +inf, or
-        nothing finite, gets -1. With `part` as in `sample`, and no filters.
+        nothing finite, gets -1.
         """
-        return sample(
-            logits, params.temperature, params.seeds, params.positions, filters=params.filters, part=part
-        )
+        return sample(logits, params.temperature, params.seeds, params.positions, params.filters)

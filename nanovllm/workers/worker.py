@@ -32,6 +32,7 @@ from typing import Any, TypeVar, cast
 from nanovllm.config import Config
 from nanovllm.device import Device
 from nanovllm.distributed.group import TPGroup
+from nanovllm.distributed.peer_memory import PeerRooms
 from nanovllm.distributed.rendezvous import Rendezvous
 from nanovllm.errors import WorkerError
 from nanovllm.lifecycle import finalize
@@ -71,7 +72,15 @@ class RankSetup:
         max_rows = self.config.max_num_seqs
         if self.size == 2:  # short prefill steps too: one shot moves no more than NCCL, and spares a norm
             max_rows = max(max_rows, min(self.config.max_num_batched_tokens, OVERLAP_TOKENS - 1))
-        group.make_peer_memory(max_rows, self.model_config.hidden_size, dtype, device, copied_rows)
+        rooms = PeerRooms(
+            dtype,
+            max_rows,
+            self.model_config.hidden_size,
+            copied_rows,
+            logit_rows=self.config.max_num_seqs,
+            vocab_size=self.model_config.vocab_size,
+        )
+        group.make_peer_memory(rooms, device)
         return group
 
     def load(self, device: Device, group: TPGroup, check: Callable[[], None] = no_check) -> ModelRunner:

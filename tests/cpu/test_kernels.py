@@ -224,9 +224,12 @@ def test_sampling_extremes(vocab: int) -> None:
     cases.check_sampling_extremes(vocab, CPU)
 
 
-@pytest.mark.parametrize(("size", "vocab"), [(2, 3000), (2, 6200), (4, 10240)])
-def test_sampling_in_parts(size: int, vocab: int) -> None:
-    cases.check_sampling_in_parts(vocab, size, CPU)
+@pytest.mark.parametrize(
+    ("size", "vocab", "rows", "dtype"),
+    [(2, 3001, 9, BF16), (4, 1000, 7, F32), (4, 5, 4, F16), (2, 4096, 5, BF16)],
+)
+def test_rows_are_exchanged_and_drawn(size: int, vocab: int, rows: int, dtype: torch.dtype) -> None:
+    cases.check_exchanged_rows(vocab, size, rows, dtype, CPU)
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)

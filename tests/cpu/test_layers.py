@@ -23,7 +23,7 @@ from nanovllm.kernels.all_reduce import EMPTY, TURNS
 from nanovllm.kernels.cache import KVCache
 from nanovllm.kernels.filters import Filters
 from nanovllm.kernels.rotary import qk_norm_rope_store
-from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding, rows_per_rank
+from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import (
     ColumnParallelLinear,
@@ -44,9 +44,6 @@ class PartialGroup(TPGroup):
     """A rank whose collectives leave its own part as it is, so that a test can put the parts together."""
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        return x
-
-    def gather_last_dim(self, x: torch.Tensor) -> torch.Tensor:
         return x
 
 
@@ -164,22 +161,6 @@ def test_sizes_that_cannot_be_split_are_refused() -> None:
         QKVParallelLinear(8, 4, 12, 4, TPGroup(0, 3), **PLACE)
 
 
-@pytest.mark.parametrize(
-    ("vocab", "ranks", "rows"),
-    [
-        (151_936, 2, 38 * 2048),
-        (151_936, 4, 19 * 2048),
-        (151_936, 8, 10 * 2048),
-        (128_256, 2, 32 * 2048),
-        (32_000, 8, 2 * 2048),
-        (1001, 2, 501),
-        (5, 4, 2),
-    ],
-)
-def test_ranks_take_whole_blocks_of_a_large_vocabulary(vocab: int, ranks: int, rows: int) -> None:
-    assert rows_per_rank(vocab, ranks) == rows
-
-
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("tied", [False, True])
 def test_vocabulary_shards_and_their_padding(ranks: int, tied: bool) -> None:
@@ -194,21 +175,12 @@ def test_vocabulary_shards_and_their_padding(ranks: int, tied: bool) -> None:
         embedded += embedding(ids)
         head = ParallelLMHead(vocab, hidden, group, embedding if tied else None, **PLACE)
         fill(head, {} if tied else {("weight", None): head_weight})
-        logits.append(torch.nn.functional.linear(states, head.weight[: head.rows]))
+        logits.append(head(states))
     torch.testing.assert_close(embedded, table[ids])
     expected = states @ (table if tied else head_weight).T
     whole = torch.cat(logits, -1)
     torch.testing.assert_close(whole[:, :vocab], expected)
     assert (whole[:, vocab:] == 0).all()
-
-    class GatheredGroup(PartialGroup):
-        def gather_last_dim(self, x: torch.Tensor) -> torch.Tensor:
-            return whole
-
-    head = ParallelLMHead(vocab, hidden, GatheredGroup(0, ranks), **PLACE)
-    fill(head, {("weight", None): head_weight})
-    torch.testing.assert_close(head(states), expected)
-    torch.testing.assert_close(head.own_logits(states), states @ head_weight[: head.rows].T)
 
 
 def test_each_rank_reads_only_its_slice_of_a_file(tmp_path: Path) -> None:
@@ -270,7 +242,11 @@ def test_rms_norm_with_and_without_residual() -> None:
 def test_a_group_of_one_communicates_nothing_and_a_wrong_rank_is_refused() -> None:
     x = randn(2, 3)
     assert TPGroup().all_reduce(x) is x
-    assert TPGroup().gather_last_dim(x) is x
+    mine, whole = TPGroup().whole_rows(x, 3)
+    assert mine == slice(0, 2)
+    assert torch.equal(whole, x)
+    ids = torch.arange(2)
+    assert TPGroup().join_rows(ids, mine, x) is ids
     with pytest.raises(ValueError, match=r"rank must be in \[0, 2\), not 2"):
         TPGroup(2, 2)
     with pytest.raises(RuntimeError, match="rank 1 of 2 has no process group"):
@@ -287,15 +263,17 @@ def test_collectives_of_two_ranks() -> None:
         pending = group.start_sum(x.clone(), torch.ones(2, 2), torch.tensor([1.0, 2.0]), 1e-6, whole=False)
         pending.advance()
         normed, total = pending.finish()
-        results[rank] = group.gather_last_dim(x), group.all_reduce(x), normed, total
+        mine, whole = group.whole_rows(x.clone(), 3)
+        ids = group.join_rows(torch.arange(5, 7)[mine], mine, x)
+        results[rank] = (mine, whole.tolist(), ids.tolist()), group.all_reduce(x), normed, total
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(timeout=60)
-    assert results[0][0].tolist() == [[0, 1, 10, 11], [2, 3, 12, 13]]
-    assert results[1][0] is None
+    assert results[0][0] == (slice(0, 2), [[0, 1, 10], [2, 3, 12]], [5, 6])  # rank 0 draws all rows
+    assert results[1][0] == (slice(0, 0), [], [5, 6])
     for rank in range(2):
         assert results[rank][1].tolist() == [[10, 12], [14, 16]]
         assert results[rank][3].tolist() == [[11, 13], [15, 17]]

@@ -314,9 +314,13 @@ def test_sampling_extremes(vocab: int) -> None:
     cases.check_sampling_extremes(vocab, GPU)
 
 
-@pytest.mark.parametrize(("size", "vocab"), [(2, 3000), (2, 151936), (4, 10240), (4, 151936), (8, 20000)])
-def test_sampling_in_parts(size: int, vocab: int) -> None:
-    cases.check_sampling_in_parts(vocab, size, GPU)
+@pytest.mark.parametrize("rows", [4, 97, 256])
+@pytest.mark.parametrize(
+    ("size", "vocab", "dtype"),
+    [(2, 3001, BF16), (2, 151936, BF16), (4, 10240, F32), (4, 151936, F16), (8, 20000, BF16)],
+)
+def test_rows_are_exchanged_and_drawn(size: int, vocab: int, dtype: torch.dtype, rows: int) -> None:
+    cases.check_exchanged_rows(vocab, size, rows, dtype, GPU)
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)

@@ -1,0 +1,75 @@
+"""ExchangedRows: logits, of which each rank has some columns of all rows, as whole rows, some at each rank.
+
+So the ranks share the work of drawing tokens, and each draws as a single one would. Owns the room that the
+rows come to, in a buffer that others allocate and exchange.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from nanovllm.kernels.all_to_all import all_to_all_triton
+
+LARGEST_ID = 2**24 - 2  # ids are summed in float32, which holds whole numbers up to 2**24
+
+
+class ExchangedRows:
+    """Rank `rank`'s room for its share of at most `max_rows` rows [vocab_size], and the way to the others'.
+
+    Nobody overwrites a row that is still read: who has the ids of a step knows that all rows were drawn from.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        rooms: torch.Tensor,
+        own: torch.Tensor,
+        max_rows: int,
+        vocab_size: int,
+        all_reduce: Callable[[torch.Tensor], torch.Tensor],
+    ) -> None:
+        """rooms: [ranks] int64, where each rank's room is; own: this rank's room, `numel(...)` elements."""
+        self._rank, self._size = rank, len(rooms)
+        self._rooms = rooms
+        self._own = own.view(-1, self._stride(vocab_size))
+        self._max_rows = max_rows
+        self._vocab_size = vocab_size
+        self._all_reduce = all_reduce
+        self._sent = torch.zeros(max_rows, dtype=torch.int32, device=own.device)
+        self._nothing = torch.zeros(max_rows, 1, device=own.device)
+
+    @staticmethod
+    def _stride(vocab_size: int) -> int:
+        """Elements from one row to the next: each starts at a multiple of 16 bytes."""
+        return -(-vocab_size // 8) * 8
+
+    @classmethod
+    def numel(cls, max_rows: int, vocab_size: int, size: int) -> int:
+        """How many elements a room has."""
+        return -(-max_rows // size) * cls._stride(vocab_size)
+
+    def fits(self, rows: int, dtype: torch.dtype) -> bool:
+        """Whether there is room for so many rows."""
+        return rows <= self._max_rows and dtype == self._own.dtype
+
+    def whole_rows(self, x: torch.Tensor) -> tuple[slice, torch.Tensor]:
+        """Which rows are this rank's, and all their columns, when rank r brings columns r * n on, x [S, n].
+
+        The result holds until the ids of these rows are known.
+        """
+        rows, n = x.shape
+        share = -(-rows // self._size)
+        first = self._rank * n
+        columns = max(0, min(n, self._vocab_size - first))
+        all_to_all_triton(x[:, :columns], self._rooms, self._sent, self._own.shape[1], first, share)
+        self._all_reduce(self._nothing[:rows])  # a rank gives its part when it has sent its columns
+        mine = slice(min(self._rank * share, rows), min((self._rank + 1) * share, rows))
+        return mine, self._own[: mine.stop - mine.start, : self._vocab_size]
+
+    def join(self, ids: torch.Tensor, mine: slice, rows: int) -> torch.Tensor:
+        """The ids [rows] int64, -1 or more, of which each rank brings those of its rows."""
+        whole = torch.zeros(rows, 1, device=ids.device)
+        whole[mine, 0] = (ids + 1).float()
+        return self._all_reduce(whole)[:, 0].long() - 1
