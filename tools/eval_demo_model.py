@@ -15,7 +15,7 @@ import torch
 from demo_tasks import heldout, score
 
 from nanovllm import LLM, SamplingParams, demo_model_path
-from nanovllm.batch import ALL_GREEDY, Batch
+from nanovllm.batch import ALL_GREEDY, Batch, StepKind
 from nanovllm.outputs import RequestOutput
 
 
@@ -45,13 +45,14 @@ def log_probabilities(llm: LLM, outputs: Sequence[RequestOutput]) -> tuple[torch
         ids = np.array(output.prompt_token_ids + output["token_ids"], np.int32)
         length = np.full(1, len(ids), np.int32)
         batch = Batch(
+            kind=StepKind.PREFILL,
             seq_ids=(0,),
             slots=np.zeros(1, np.int32),
             token_ids=ids,
             query_lens=length,
             context_lens=length,
             block_tables=np.arange(-(-len(ids) // runner.block_size), dtype=np.int32)[None],
-            samples=np.ones(1, np.bool_),
+            draws=np.ones(1, np.int32),
             sampling=ALL_GREEDY,
         )
         inputs = runner.staging.send(runner.prepare_prefill(batch))

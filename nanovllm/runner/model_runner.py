@@ -14,7 +14,7 @@ import torch
 
 from nanovllm.attention.base import AttentionMetadata
 from nanovllm.attention.select import resolve_block_size, select
-from nanovllm.batch import ALL_GREEDY, EMPTY_BATCH, Batch, SampleOutput, prefix_sum
+from nanovllm.batch import ALL_GREEDY, EMPTY_BATCH, Batch, StepKind, StepOutput, prefix_sum
 from nanovllm.config import Config
 from nanovllm.device import Device
 from nanovllm.distributed.group import TPGroup
@@ -115,13 +115,14 @@ class ModelRunner:
         for start in range(0, num_tokens, self.config.max_num_batched_tokens):
             chunk = token_ids[start : start + self.config.max_num_batched_tokens]
             batch = Batch(
+                kind=StepKind.PREFILL,
                 seq_ids=(0,),
                 slots=np.zeros(1, np.int32),
                 token_ids=chunk,
                 query_lens=np.full(1, len(chunk), np.int32),
                 context_lens=np.full(1, start + len(chunk), np.int32),
                 block_tables=np.arange(self.kv_cache.shape[2], dtype=np.int32)[None],
-                samples=np.ones(1, np.bool_),
+                draws=np.ones(1, np.int32),
                 sampling=ALL_GREEDY,
             )
             self.run(batch)
@@ -138,21 +139,21 @@ class ModelRunner:
         num_seqs = min(self.config.max_num_seqs, self.config.max_num_batched_tokens)
         query_len = min(self.config.max_num_batched_tokens // num_seqs, self.max_model_len)
         self._set_kv_cache(-(-query_len // self.block_size))
-        needed = self._warmup_peak(num_seqs, query_len, query_len)
+        needed = self._warmup_peak(StepKind.PREFILL, num_seqs, query_len, query_len)
         if rows_of_half(self.config.max_num_batched_tokens, self.tp.size):
             few = min(num_seqs, -(-OVERLAP_TOKENS // self.max_model_len))
             whole = min((OVERLAP_TOKENS - 1) // few, self.max_model_len)  # the largest step in one piece
-            needed = max(needed, self._warmup_peak(few, whole, whole))
+            needed = max(needed, self._warmup_peak(StepKind.PREFILL, few, whole, whole))
         if self.backend.supports_cuda_graph:  # whose memory is apart from that of other steps
-            needed += self._warmup_peak(self.config.max_num_seqs, 1, self.max_model_len)
+            needed += self._warmup_peak(StepKind.DECODE, self.config.max_num_seqs, 1, self.max_model_len)
         self._set_kv_cache(0)
         self.device.release_memory()
         return needed
 
-    def _warmup_peak(self, num_seqs: int, query_len: int, context_len: int) -> int:
+    def _warmup_peak(self, kind: StepKind, num_seqs: int, query_len: int, context_len: int) -> int:
         """Run a step of equal sequences with the costliest sampling; return the bytes that it took on top."""
         num_blocks = self.kv_cache.shape[2]
-        batch = costliest_batch(num_seqs, query_len, context_len, self.block_size, num_blocks)
+        batch = costliest_batch(kind, num_seqs, query_len, context_len, self.block_size, num_blocks)
         self.device.reset_peak()
         self.run(batch)
         return self.device.peak_above_current()
@@ -212,7 +213,7 @@ class ModelRunner:
 
     # -- one step ----------------------------------------------------------------------------------------
 
-    def run(self, batch: Batch) -> SampleOutput:
+    def run(self, batch: Batch) -> StepOutput:
         """Run a step and wait for its tokens."""
         return self.launch(batch).result()
 
@@ -225,17 +226,17 @@ class ModelRunner:
     def _launch(self, batch: Batch) -> StepHandle:
         num_seqs = len(batch.slots)
         shared = None
-        if batch.is_decode and self.prefixes is not None:
+        if batch.kind is StepKind.DECODE and self.prefixes is not None:
             shared = self.prefixes.find(batch)
         graphs = self.graphs if shared is None else self.shared_graphs
-        if graphs is not None and batch.is_decode:
+        if graphs is not None and batch.kind is StepKind.DECODE:
             rows = graphs.size_for(num_seqs)
             graphs.capture(rows)
             arrays = self.prepare_decode(batch, rows, self.max_blocks, shared)
             inputs = self.staging.send(arrays | self.prepare_sample(batch, rows))
             hidden, token_ids = graphs.replay(rows)
         else:
-            if batch.is_decode:
+            if batch.kind is StepKind.DECODE:
                 arrays = self.prepare_decode(batch, num_seqs, batch.block_tables.shape[1], shared)
             else:
                 arrays = self.prepare_prefill(batch)
@@ -243,7 +244,7 @@ class ModelRunner:
             hidden, token_ids = self.run_model(batch, inputs), None
         if token_ids is None or (batch.sampling.has_filters and not self.filters_in_graph):
             token_ids = self._sample(hidden[:num_seqs], inputs)
-        return self.staging.receive(token_ids[:num_seqs])
+        return self.staging.receive(token_ids[:num_seqs], batch.draws)
 
     def _graph_step(self, inputs: StagedFields, meta: AttentionMetadata) -> GraphOutput:
         """What a graph holds of a step: (hidden states, sampled tokens).
@@ -280,7 +281,7 @@ class ModelRunner:
     def run_model(self, batch: Batch, inputs: StagedFields) -> torch.Tensor:
         """Run the model without a graph; return the hidden states [S, hidden] that logits are made from."""
         max_seqlen_q, max_seqlen_k = int(batch.query_lens.max()), int(batch.context_lens.max())
-        meta = self._metadata(inputs, batch.is_decode, max_seqlen_q, max_seqlen_k)
+        meta = self._metadata(inputs, batch.kind is StepKind.DECODE, max_seqlen_q, max_seqlen_k)
         if overlaps(batch, self.tp.size):
             meta = replace(meta, halves=halves_metadata(batch, inputs, meta))
         return self._forward(inputs, meta)
@@ -392,7 +393,7 @@ class ModelRunner:
         return blocks * np.int32(self.block_size) + positions % np.int32(self.block_size)
 
     def _sample_slots(self, batch: Batch) -> np.ndarray:
-        return np.where(batch.samples, batch.slots, self.spare_slot).astype(np.int64)
+        return np.where(batch.draws > 0, batch.slots, self.spare_slot).astype(np.int64)
 
     def exit(self) -> None:
         """Free everything on the device and leave the group. The runner cannot be used afterwards."""

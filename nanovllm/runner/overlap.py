@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from nanovllm.attention.base import AttentionMetadata
-from nanovllm.batch import Batch, prefix_sum
+from nanovllm.batch import Batch, StepKind, prefix_sum
 from nanovllm.runner.staging import StagedFields
 
 OVERLAP_RANKS = (2, 4)  # those measured
@@ -52,7 +52,8 @@ def rows_of_half(max_num_batched_tokens: int, tp_size: int) -> int:
 
 def overlaps(batch: Batch, tp_size: int) -> bool:
     """Whether to compute a step in two halves."""
-    return tp_size in OVERLAP_RANKS and not batch.is_decode and len(batch.token_ids) >= OVERLAP_TOKENS
+    large = batch.kind is StepKind.PREFILL and len(batch.token_ids) >= OVERLAP_TOKENS
+    return large and tp_size in OVERLAP_RANKS
 
 
 def halves_arrays(batch: Batch) -> dict[str, np.ndarray]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from nanovllm.batch import SampleOutput
+from nanovllm.batch import StepOutput
 from nanovllm.device import Device
 
 ALIGN = 4  # in int32 words: every field starts at a multiple of 16 bytes
@@ -22,13 +22,14 @@ class StepHandle:
     """A launched step, whose tokens can be read once the device has got that far."""
 
     token_ids: torch.Tensor  # [S] int64, on the host
+    draws: np.ndarray  # [S] int32, of the batch
     event: torch.cuda.Event | None
 
-    def result(self) -> SampleOutput:
+    def result(self) -> StepOutput:
         """Wait for the step and return its tokens."""
         if self.event is not None:
             self.event.synchronize()
-        return SampleOutput(self.token_ids.numpy().copy())
+        return StepOutput(self.token_ids.numpy().copy()[:, None], self.draws)
 
 
 class StagedFields:
@@ -83,14 +84,14 @@ class Staging:
         self._buffer[: staged.num_words].copy_(host[: staged.num_words], non_blocking=True)
         return staged
 
-    def receive(self, token_ids: torch.Tensor) -> StepHandle:
+    def receive(self, token_ids: torch.Tensor, draws: np.ndarray) -> StepHandle:
         """Queue the copy of the step's tokens [S] to the host, and end the turn of this host set."""
         host = self._token_ids[self._turn][: len(token_ids)]
         host.copy_(token_ids, non_blocking=True)
         event = self._device.record_event()
         self._events[self._turn] = event
         self._turn = 1 - self._turn
-        return StepHandle(host, event)
+        return StepHandle(host, draws, event)
 
 
 def pad(array: np.ndarray | None, size: int, value: int, dtype: type[np.generic] = np.int32) -> np.ndarray:

@@ -19,7 +19,7 @@ from tiny_models import VOCAB_SIZE, edit_json, transformers_greedy, write_tiny_m
 
 from nanovllm import LLM, EngineClosedError, KVCacheMemoryError, SamplingParams
 from nanovllm.attention import triton
-from nanovllm.batch import Batch, SamplingBatch
+from nanovllm.batch import Batch, SamplingBatch, StepKind
 from nanovllm.errors import ModelLoadError
 from nanovllm.kernels.compat import INTERPRET
 from nanovllm.kernels.decode_attention import WIDE_TILE
@@ -71,7 +71,7 @@ def test_every_schedule_gives_transformers_tokens(
             assert llm.num_free_blocks == KV[kv]
         if kv == "ample":
             assert max(seq.num_cached_tokens for seq in llm.sequences) >= 2 * BLOCK
-        assert max((len(b.token_ids) for b in llm.batches if not b.is_decode), default=0) <= budget
+        assert max((len(b.token_ids) for b in llm.batches if b.kind is StepKind.PREFILL), default=0) <= budget
     with make_tiny(model, enable_prefix_caching=False, **options) as llm:
         assert tokens(llm.generate(prompts, GREEDY, use_tqdm=False)) == expected
         assert {seq.num_cached_tokens for seq in llm.sequences} == {0}
@@ -184,13 +184,14 @@ def test_all_inputs_of_the_widest_step_fit(tmp_path: Path) -> None:
         runner = llm._runner
         ones, halves = np.ones(rows, np.int32), np.full(rows, 0.5, np.float32)
         batch = Batch(
+            kind=StepKind.DECODE,
             seq_ids=tuple(range(rows)),
             slots=np.arange(rows, dtype=np.int32),
             token_ids=ones,
             query_lens=ones,
             context_lens=ones,
             block_tables=np.zeros((rows, runner.max_blocks), np.int32),
-            samples=np.ones(rows, np.bool_),
+            draws=ones,
             sampling=SamplingBatch(halves, ones, halves, halves, np.arange(rows)),
         )
         shared = (np.zeros((rows // 2, WIDE_TILE), np.int32), ones[::2], ones, ones[:1])

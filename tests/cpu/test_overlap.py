@@ -13,7 +13,7 @@ import torch.distributed as dist
 from copying_ranks import run_late_ranks
 from tiny_models import VOCAB_SIZE, write_tiny_model
 
-from nanovllm.batch import ALL_GREEDY, EMPTY_BATCH, Batch
+from nanovllm.batch import ALL_GREEDY, EMPTY_BATCH, Batch, StepKind
 from nanovllm.config import Config
 from nanovllm.device import Device
 from nanovllm.distributed.copied_rows import PeerCopies
@@ -54,13 +54,14 @@ def prompts_batch(seed: int) -> Batch:
     rng = np.random.default_rng(seed)
     lens = rng.integers(40, 60, 50, dtype=np.int32)
     return Batch(
+        kind=StepKind.PREFILL,
         seq_ids=tuple(range(50)),
         slots=np.arange(50, dtype=np.int32),
         token_ids=rng.integers(2, VOCAB_SIZE, int(lens.sum()), dtype=np.int32),
         query_lens=lens,
         context_lens=lens,
         block_tables=np.arange(200, dtype=np.int32).reshape(50, 4),
-        samples=np.ones(50, np.bool_),
+        draws=np.ones(50, np.int32),
         sampling=ALL_GREEDY,
     )
 
