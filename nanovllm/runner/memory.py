@@ -84,12 +84,12 @@ def fit_kv_cache(spaces: list[KVCacheSpace], config: Config, block_size: int, mo
     return num_blocks
 
 
-def costliest_batch(
+def equal_batch(
     kind: StepKind, num_seqs: int, query_len: int, context_len: int, block_size: int, num_blocks: int
 ) -> Batch:
-    """A step of equal sequences with all kinds of sampling, to see what it needs.
+    """A step of equal sequences with all kinds of sampling, to see what it needs. Token ids are 0.
 
-    All share the few blocks that there are, over and over: what they read does not matter.
+    Each has the same blocks: all that there are, over and over, since what they read does not matter.
     """
     table = np.arange(-(-context_len // block_size), dtype=np.int32) % num_blocks
     return Batch(
