@@ -35,6 +35,7 @@ import torch
 from transformers import AutoTokenizer
 
 from nanovllm import SamplingParams, demo_model_path
+from nanovllm.batch import StepKind
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.loader import load_model_config
 
@@ -175,7 +176,7 @@ def host_exposed(steps: list[Step], replays: dict[str, float]) -> dict[str, floa
     The profiler makes kernels a little longer, which hides some in the first figure, and the gaps between
     them much longer, which shows too much in the second: the truth is between the two.
     """
-    first = [step for step in steps if step.is_decode][1 : PROFILE_TOKENS - 1]
+    first = [step for step in steps if step.kind is StepKind.DECODE][1 : PROFILE_TOKENS - 1]
     wall = statistics.median(step.seconds for step in first) * 1e6
     kernels, profiled = replays["kernel_us"], replays["step_us"]
     return {

@@ -1,4 +1,4 @@
-"""Batch and SampleOutput: all that crosses between the plan tower and the compute tower, both ways.
+"""Batch and StepOutput: all that crosses between the plan tower and the compute tower, both ways.
 
 Plain NumPy values that nobody changes once they are made; positions and slots are derived from them.
 """
@@ -6,11 +6,21 @@ Plain NumPy values that nobody changes once they are made; positions and slots a
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum, auto
 
 import numpy as np
 
-LAST_SAMPLED = -1  # as a token id: the token last sampled in this sequence's slot, known to the device only
-NOT_FINITE = -1  # as a sampled id: the row's logits held NaN or infinity
+LAST_SAMPLED = -1  # as an input token: the one last sampled in this sequence's slot, known to the device only
+NOT_FINITE = -1  # as a sampled token: the row's logits held NaN or infinity
+NO_SLOT = -1  # as a slot: nothing is kept of this row, or stored of this token
+PADDING = -1  # in a table: no block, or no row
+
+
+class StepKind(Enum):
+    """Which kernels a step runs; the planner says it. A prompt of one token is PREFILL all the same."""
+
+    PREFILL = auto()  # sequences bring any number of known tokens
+    DECODE = auto()  # each sequence brings its newest token alone
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,39 +46,35 @@ ALL_GREEDY = SamplingBatch(None, None, None, None, None)
 class Batch:
     """One step of S sequences and T tokens: all that a rank needs, nothing that it may change."""
 
+    kind: StepKind
     seq_ids: tuple[int, ...]
     slots: np.ndarray  # [S] int32, a stable row for each running sequence
     token_ids: np.ndarray  # [T] int32, flat; LAST_SAMPLED where only the device knows
     query_lens: np.ndarray  # [S] int32, how many of the T tokens each sequence brings
     context_lens: np.ndarray  # [S] int32, cached + new tokens
-    block_tables: np.ndarray  # [S, W] int32, padded with -1
-    samples: np.ndarray  # [S] bool: this chunk reaches the end of the sequence
+    block_tables: np.ndarray  # [S, W] int32, filled up with PADDING
+    draws: np.ndarray  # [S] int32, how many tokens to draw: 0 while the prompt is unfinished, else 1
     sampling: SamplingBatch
-
-    @property
-    def is_decode(self) -> bool:
-        """Every sequence brings exactly one token."""
-        return len(self.token_ids) == len(self.slots)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class SampleOutput:
-    """The tokens of one step."""
+class StepOutput:
+    """What one step of S sequences drew."""
 
-    token_ids: (
-        np.ndarray
-    )  # [S] int64; NOT_FINITE for a failed row; no meaning where the batch samples nothing
+    token_ids: np.ndarray  # [S, most draws of a row] int64; NOT_FINITE for a row that failed
+    counts: np.ndarray  # [S] int32, how many of a row's tokens hold, the first ones
 
 
 _NOTHING = np.empty(0, np.int32)
 EMPTY_BATCH = Batch(
+    kind=StepKind.DECODE,
     seq_ids=(),
     slots=_NOTHING,
     token_ids=_NOTHING,
     query_lens=_NOTHING,
     context_lens=_NOTHING,
     block_tables=_NOTHING.reshape(0, 1),
-    samples=_NOTHING.astype(np.bool_),
+    draws=_NOTHING,
     sampling=ALL_GREEDY,
 )
 

@@ -79,7 +79,7 @@ def logits_of(
 
     def launch_recorded(batch: Batch) -> Any:
         handle = launch(batch)
-        if seq_id in batch.seq_ids and batch.samples[batch.seq_ids.index(seq_id)]:
+        if seq_id in batch.seq_ids and batch.draws[batch.seq_ids.index(seq_id)]:
             logits = runner.model.compute_logits(steps[-1][: len(batch.slots)])
             kept.append(logits[batch.seq_ids.index(seq_id)].clone())
         return handle

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from nanovllm.batch import LAST_SAMPLED, Batch, SampleOutput
+from nanovllm.batch import LAST_SAMPLED, Batch, StepOutput
 from nanovllm.plan.scheduler import Scheduler
 from nanovllm.plan.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
@@ -61,7 +61,7 @@ class FakeDevice:
             oldest = self.queue.popleft()
             oldest.output = self._run(oldest.batch)
 
-    def _run(self, batch: Batch) -> SampleOutput:
+    def _run(self, batch: Batch) -> StepOutput:
         starts = np.cumsum(batch.query_lens) - batch.query_lens
         slots = []
         for row, (start, length) in enumerate(
@@ -81,9 +81,9 @@ class FakeDevice:
             where = self._slots(batch, row, np.arange(context_len))
             assert (self.positions[where] == np.arange(context_len)).all(), "a cell holds another position"
             output[row] = next_token(self.tokens[where].tolist())
-            if batch.samples[row]:
+            if batch.draws[row]:
                 self.last[batch.slots[row]] = output[row]
-        return SampleOutput(output)
+        return StepOutput(output[:, None], batch.draws)
 
     def _slots(self, batch: Batch, row: int, positions: np.ndarray) -> np.ndarray:
         blocks = batch.block_tables[row, positions // self.block_size]
@@ -95,9 +95,9 @@ class FakeDevice:
 class Handle:
     device: FakeDevice
     batch: Batch
-    output: SampleOutput | None = None
+    output: StepOutput | None = None
 
-    def result(self) -> SampleOutput:
+    def result(self) -> StepOutput:
         self.device.run_until(self)
         assert self.output is not None
         return self.output

@@ -14,6 +14,7 @@ from unittest import mock
 import numpy as np
 import torch
 
+from nanovllm.batch import LAST_SAMPLED, NO_SLOT, NOT_FINITE
 from nanovllm.distributed.exchanged_rows import ExchangedRows
 from nanovllm.kernels import activation, decode_attention, sampling
 from nanovllm.kernels.activation import silu_and_mul_reference, silu_and_mul_triton
@@ -21,7 +22,7 @@ from nanovllm.kernels.cache import KVCache
 from nanovllm.kernels.compat import jit, tl
 from nanovllm.kernels.decode_attention import (
     CHUNK,
-    SharedPrefixes,
+    SharedUnit,
     paged_decode_attention_reference,
     paged_decode_attention_triton,
 )
@@ -236,13 +237,13 @@ def check_shared_prefixes(
         cache.tables.cpu().numpy(),
         cache.contexts.cpu().numpy(),
         heads.page,
-        heads.q_heads // heads.kv_heads,
-        tile,
+        SharedUnit(tile // (heads.q_heads // heads.kv_heads), CHUNK),
     )
     assert fields is not None
-    shared = SharedPrefixes(*(torch.from_numpy(field).to(device) for field in fields))
+    columns = fields.members, fields.lens, fields.skips, fields.units
+    shared = tuple(torch.from_numpy(column).to(device) for column in columns)
     # A sequence may be left alone at the end of each of the groups, which are as many as their first rows.
-    assert int((shared.skips > 0).sum()) >= sum(common > 0 for common in expected)
+    assert int((shared[2] > 0).sum()) >= sum(common > 0 for common in expected)
     q = fused_queries(len(contexts), heads, device)
     inputs = (q, cache.kv, cache.tables, cache.contexts, max(contexts) + 600, heads.head_dim**-0.5)
     out, alone = (paged_decode_attention_triton(*inputs, plan) for plan in (shared, None))
@@ -416,10 +417,12 @@ def check_last_tokens(tokens: int, device: str) -> None:
     """Kept by slot and taken from there, even if they are none."""
     vocab, slots = 100, torch.randperm(tokens + 3, generator=torch.Generator().manual_seed(1)).to(device)
     drawn = torch.arange(tokens, device=device) % vocab
-    drawn[::5] = -1
+    drawn[::5] = NOT_FINITE
     drawn[1::5] = 2**40
-    ids = torch.where(torch.arange(tokens, device=device) % 3 == 0, 7, -1)
-    expected = torch.where(ids < 0, drawn.clamp(0, vocab - 1), ids)
+    ids = torch.where(torch.arange(tokens, device=device) % 3 == 0, 7, LAST_SAMPLED)
+    kept = torch.arange(tokens, device=device) % 7 != 6
+    lasts = torch.where(kept, drawn, 50).clamp(0, vocab - 1)
+    expected = torch.where(ids == LAST_SAMPLED, lasts, ids)
     if device != "cpu":
         torch.cuda.synchronize()  # slots count as an input of the step
     for keep, take in (
@@ -427,9 +430,11 @@ def check_last_tokens(tokens: int, device: str) -> None:
         (keep_tokens_reference, take_tokens_reference),
     ):
         last = torch.full((tokens + 3,), 50, device=device)
-        keep(drawn, slots[:tokens], last)
-        assert torch.equal(last[slots[:tokens]], drawn) and (last[slots[tokens:]] == 50).all()
-        assert torch.equal(take(ids, slots[:tokens], last, vocab), expected)
+        keep(drawn, torch.where(kept, slots[:tokens], NO_SLOT), last)
+        assert torch.equal(last[slots[:tokens]], torch.where(kept, drawn, 50))
+        assert (last[slots[tokens:]] == 50).all()
+        asking = torch.where(ids == LAST_SAMPLED, slots[:tokens], NO_SLOT)
+        assert torch.equal(take(ids, asking, last, vocab), expected)
 
 
 # ---- matrix products ----

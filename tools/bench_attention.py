@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from nanovllm.kernels.cache import KVCache
-from nanovllm.kernels.decode_attention import SharedPrefixes, paged_decode_attention_triton
+from nanovllm.kernels.decode_attention import CHUNK, SharedUnit, paged_decode_attention_triton
 from nanovllm.kernels.prefill_attention import paged_prefill_attention
 from nanovllm.runner.shared_prefixes import find_shared_prefixes
 
@@ -104,11 +104,11 @@ def time_decode(contexts: list[int], args: argparse.Namespace) -> tuple[float, i
     bound = max(args.max_context_len, max(contexts))
     shared = None
     if args.group:
-        group = args.q_heads // args.kv_heads
-        fields = find_shared_prefixes(
-            caches.tables.cpu().numpy(), np.array(contexts), args.block_size, group, args.tile
-        )
-        shared = fields and SharedPrefixes(*(torch.from_numpy(field).cuda() for field in fields))
+        unit = SharedUnit(args.tile * args.kv_heads // args.q_heads, CHUNK)
+        found = find_shared_prefixes(caches.tables.cpu().numpy(), np.array(contexts), args.block_size, unit)
+        if found is not None:
+            columns = found.members, found.lens, found.skips, found.units
+            shared = tuple(torch.from_numpy(column).cuda() for column in columns)
     q = queries(len(contexts), args)
     scale = args.head_dim**-0.5
     if args.backend == "flash_attn":

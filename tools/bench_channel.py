@@ -17,7 +17,7 @@ from time import perf_counter_ns, sleep
 
 import numpy as np
 
-from nanovllm.batch import LAST_SAMPLED, Batch, SamplingBatch
+from nanovllm.batch import LAST_SAMPLED, Batch, SamplingBatch, StepKind
 from nanovllm.workers.channel import Channel, ChannelReader
 
 WARM_UP = 50
@@ -25,13 +25,14 @@ WARM_UP = 50
 
 def decode_batch(size: int, width: int) -> Batch:
     return Batch(
+        kind=StepKind.DECODE,
         seq_ids=tuple(range(10_000, 10_000 + size)),
         slots=np.arange(size, dtype=np.int32),
         token_ids=np.full(size, LAST_SAMPLED, np.int32),
         query_lens=np.ones(size, np.int32),
         context_lens=np.full(size, 1000, np.int32),
         block_tables=np.arange(size * width, dtype=np.int32).reshape(size, width),
-        samples=np.ones(size, np.bool_),
+        draws=np.ones(size, np.int32),
         sampling=SamplingBatch(
             np.full(size, 0.6, np.float32), None, None, None, np.arange(size, dtype=np.int64)
         ),

@@ -11,7 +11,7 @@ import time
 
 import numpy as np
 
-from nanovllm.batch import SampleOutput
+from nanovllm.batch import StepKind, StepOutput
 from nanovllm.plan.scheduler import Scheduler
 from nanovllm.plan.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
@@ -30,7 +30,7 @@ def main() -> None:
     params = SamplingParams(temperature=0.6, max_tokens=3000, ignore_eos=True)
     for seq_id in range(args.num_seqs):  # different lengths, so that blocks fill at different steps
         scheduler.add(Sequence(seq_id, [1] * (100 + seq_id), params, seq_id, frozenset({5})))
-    tokens = np.full(args.num_seqs, 7)
+    output = StepOutput(np.full((args.num_seqs, 1), 7), np.ones(args.num_seqs, np.int32))
     in_flight = None
     times = {"schedule": [], "postprocess": [], "both": []}
     for _ in range(args.steps):
@@ -38,9 +38,9 @@ def main() -> None:
         batch = scheduler.schedule()
         planned = time.perf_counter()
         if in_flight is not None:
-            scheduler.postprocess(in_flight, SampleOutput(tokens))
+            scheduler.postprocess(in_flight, output)
         end = time.perf_counter()
-        if in_flight is not None and in_flight.is_decode:
+        if in_flight is not None and in_flight.kind is StepKind.DECODE:
             times["schedule"].append(planned - start)
             times["postprocess"].append(end - planned)
             times["both"].append(end - start)

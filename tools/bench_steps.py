@@ -24,7 +24,7 @@ import torch
 from bench_roofline import Cost, Floor, Speed
 from bench_workloads import Sharing
 
-from nanovllm.batch import LAST_SAMPLED, Batch
+from nanovllm.batch import Batch, StepKind
 from nanovllm.engine import llm_engine
 from nanovllm.engine.progress import Progress
 
@@ -37,7 +37,7 @@ class Step:
     """One step as the host saw it. While steps overlap, `seconds` is from one result to the next."""
 
     seconds: float
-    is_decode: bool
+    kind: StepKind
     query_lens: np.ndarray  # [S]
     context_lens: np.ndarray  # [S]
     rows: np.ndarray  # [S] which of the prompts
@@ -50,7 +50,7 @@ def recorded_steps() -> Iterator[list[Step]]:
     What it adds to a step is a look at the clock and an entry in a list, 0.2 to 2.7 us as measured.
     """
     starts: list[float] = []
-    log: list[tuple[float, np.ndarray, np.ndarray, np.ndarray, tuple[int, ...]]] = []
+    log: list[tuple[float, StepKind, np.ndarray, np.ndarray, tuple[int, ...]]] = []
 
     class Recorder(Progress):
         def __enter__(self) -> Progress:
@@ -61,16 +61,15 @@ def recorded_steps() -> Iterator[list[Step]]:
         def update(self, batch: Batch | None, num_finished: int) -> None:
             if batch is not None:  # the first launch of a run that is one step ahead has no result yet
                 now = time.perf_counter()
-                log.append((now, batch.token_ids, batch.query_lens, batch.context_lens, batch.seq_ids))
+                log.append((now, batch.kind, batch.query_lens, batch.context_lens, batch.seq_ids))
             super().update(batch, num_finished)
 
     steps: list[Step] = []
     with mock.patch.object(llm_engine, "Progress", Recorder):
         yield steps
     begin, first_id = starts[0], min((min(seq_ids) for *_, seq_ids in log), default=0)
-    for end, token_ids, query_lens, context_lens, seq_ids in log:
-        is_decode = len(token_ids) == len(query_lens) and bool((token_ids == LAST_SAMPLED).all())
-        steps.append(Step(end - begin, is_decode, query_lens, context_lens, np.array(seq_ids) - first_id))
+    for end, kind, query_lens, context_lens, seq_ids in log:
+        steps.append(Step(end - begin, kind, query_lens, context_lens, np.array(seq_ids) - first_id))
         begin = end
 
 
@@ -83,12 +82,12 @@ def phases(
     step, and none of what attention, norms and copies add to the weights and the K/V.
     """
     report: dict[str, Any] = {}
-    prefill = [step for step in steps if not step.is_decode]
+    prefill = [step for step in steps if step.kind is StepKind.PREFILL]
     if prefill:
         tokens = sum(int(step.query_lens.sum()) for step in prefill)
         flops = sum(cost.prefill_flops(step.query_lens, step.context_lens) for step in prefill)
         report["prefill"] = _phase(prefill, tokens, "tflops", flops, speed.flops_per_s, floor.prefill)
-    decode = [step for step in steps if step.is_decode]
+    decode = [step for step in steps if step.kind is StepKind.DECODE]
     if decode:
         tokens = sum(len(step.query_lens) for step in decode)
         contexts = sum(int(step.context_lens.sum()) for step in decode)
@@ -117,7 +116,7 @@ def _phase(
 
 def step_times(steps: list[Step]) -> dict[str, Any]:
     """The median decode step at some batch sizes and the largest, batches up to 5 % smaller counted in."""
-    decode = [(len(step.query_lens), step) for step in steps if step.is_decode]
+    decode = [(len(step.query_lens), step) for step in steps if step.kind is StepKind.DECODE]
     sizes = sorted({*BATCH_SIZES, max((size for size, _ in decode), default=1)}, reverse=True)
     report = {}
     for size in sizes:

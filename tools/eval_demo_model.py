@@ -15,8 +15,9 @@ import torch
 from demo_tasks import heldout, score
 
 from nanovllm import LLM, SamplingParams, demo_model_path
-from nanovllm.batch import ALL_GREEDY, Batch
+from nanovllm.batch import ALL_GREEDY, Batch, StepKind
 from nanovllm.outputs import RequestOutput
+from nanovllm.runner.inputs import prepare_prefill
 
 
 def answer(llm: LLM, num_problems: int, seed: int = 1, use_tqdm: bool = False) -> list[RequestOutput]:
@@ -45,18 +46,19 @@ def log_probabilities(llm: LLM, outputs: Sequence[RequestOutput]) -> tuple[torch
         ids = np.array(output.prompt_token_ids + output["token_ids"], np.int32)
         length = np.full(1, len(ids), np.int32)
         batch = Batch(
+            kind=StepKind.PREFILL,
             seq_ids=(0,),
             slots=np.zeros(1, np.int32),
             token_ids=ids,
             query_lens=length,
             context_lens=length,
             block_tables=np.arange(-(-len(ids) // runner.block_size), dtype=np.int32)[None],
-            samples=np.ones(1, np.bool_),
+            draws=np.ones(1, np.int32),
             sampling=ALL_GREEDY,
         )
-        inputs = runner.staging.send(runner.prepare_prefill(batch))
-        meta = replace(runner._metadata(inputs, False, len(ids), len(ids)), wanted_rows=None)
-        logits = runner.model.compute_logits(runner._forward(inputs, meta)[:-1])
+        inputs = runner.staging.send(prepare_prefill(batch, runner.block_size, filters=False))()
+        inputs = replace(inputs, attention=replace(inputs.attention, wanted_rows=None))
+        logits = runner.model.compute_logits(runner.run_model(inputs)[:-1])
         assert logits is not None
         scores = logits.float().log_softmax(-1).cpu()
         chosen.append(scores.gather(1, torch.from_numpy(ids[1:, None]).long())[:, 0])

@@ -4,37 +4,66 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar, Generic
 
+import numpy as np
 import torch
 
+from nanovllm.batch import NO_SLOT, PADDING
+from nanovllm.columns import A, Column
 from nanovllm.device import Device
 from nanovllm.kernels.cache import KVCache
-from nanovllm.kernels.decode_attention import SharedPrefixes
+from nanovllm.kernels.decode_attention import SharedUnit
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class AttentionMetadata:
-    """How one step's flat tokens map to sequences and to cache slots. All tensors are int32 on the model's
-    device.
+@dataclass(frozen=True, eq=False)
+class PrefillRanges(Generic[A]):
+    """Where the new tokens and the contexts of S sequences begin and end, as prefix sums."""
 
-    S sequences, T new tokens, W blocks per table. A row with context length 0 is padding: it attends to
-    nothing.
+    cu_seqlens_q: Annotated[A, Column(np.int32, lambda n: (n.seqs + 1,))]
+    cu_seqlens_k: Annotated[A, Column(np.int32, lambda n: (n.seqs + 1,))]
+    max_seqlen_q: int
+
+
+@dataclass(frozen=True, eq=False)
+class SharedPrefixes(Generic[A]):
+    """Sequences of a decode step that begin in the same blocks, in units that read them once.
+
+    They change how often shared keys and values are read. What attention returns is the same, with a
+    deterministic backend bit for bit.
     """
 
-    cu_seqlens_q: torch.Tensor  # [S + 1] prefix sum of new tokens per sequence
-    cu_seqlens_k: torch.Tensor  # [S + 1] prefix sum of context lengths
-    max_seqlen_q: int
-    max_seqlen_k: int
-    slot_mapping: torch.Tensor  # [T] block * block_size + offset of each new token; -1 stores nothing
-    context_lens: torch.Tensor  # [S] cached + new tokens
-    block_tables: torch.Tensor  # [S, W] padded with -1
-    is_decode: bool  # every sequence brings exactly one new token
-    wanted_rows: torch.Tensor | None = None  # [n] of the T rows those that logits are made from; None: all
-    shared: SharedPrefixes | None = None  # what sequences of a decode step have in common, to be read once
-    halves: tuple[AttentionMetadata, AttentionMetadata] | None = (
-        None  # the same tokens in two parts, in order
-    )
+    members: Annotated[A, Column(np.int32, lambda n: (n.seqs // 2, n.unit), PADDING)]  # rows of the step
+    lens: Annotated[A, Column(np.int32, lambda n: (n.seqs // 2,))]  # positions that a unit shares
+    skips: Annotated[A, Column(np.int32, lambda n: (n.seqs,))]  # the same by row; 0 outside all units
+    units: Annotated[A, Column(np.int32, lambda n: (1,))]  # how many there are
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionColumns(Generic[A]):
+    """How flat tokens map to sequences and to cache slots, and what these sequences may read.
+
+    A row with context length 0 is padding: it attends to nothing.
+    """
+
+    slot_mapping: Annotated[A, Column(np.int32, lambda n: (n.tokens,), NO_SLOT)]  # where K/V are stored
+    context_lens: Annotated[A, Column(np.int32, lambda n: (n.seqs,))]  # cached + new tokens
+    block_tables: Annotated[A, Column(np.int32, lambda n: (n.seqs, n.blocks), PADDING)]
+    max_seqlen_k: int  # the longest context, or more
+    prefill: PrefillRanges[A] | None = None  # None: decode, one new token a sequence
+    shared: SharedPrefixes[A] | None = None  # of decode
+
+
+@dataclass(frozen=True, eq=False)
+class StepColumns(AttentionColumns[A]):
+    """The same for a whole step, and what the model does with it besides."""
+
+    wanted_rows: Annotated[A, Column(np.int32, lambda n: (n.seqs,))] | None = None  # get logits; None: all do
+    halves: tuple[AttentionColumns[A], AttentionColumns[A]] | None = None  # the same tokens in two parts
+
+
+AttentionMetadata = AttentionColumns[torch.Tensor]
+StepMetadata = StepColumns[torch.Tensor]
 
 
 class AttentionBackend(ABC):
@@ -48,7 +77,6 @@ class AttentionBackend(ABC):
     block_size_multiple: ClassVar[int]
     default_block_size: ClassVar[int]
     supports_cuda_graph: ClassVar[bool] = True  # a decode step launches kernels and nothing else
-    supports_shared_prefixes: ClassVar[bool] = False  # others read what is shared for each sequence
 
     def __init__(self, deterministic: bool = False) -> None:
         self.deterministic = deterministic
@@ -59,6 +87,12 @@ class AttentionBackend(ABC):
         cls, device: Device, dtype: torch.dtype, head_dim: int, cache_dtype: torch.dtype
     ) -> str | None:
         """Return the reason why this backend cannot run here, or None when it can."""
+
+    def shared_unit(
+        self, group: int, head_dim: int, cache_dtype: torch.dtype, device: torch.device
+    ) -> SharedUnit | None:
+        """How shared prefixes are read, for `group` query heads of each KV head; None: for each sequence."""
+        return None
 
     @abstractmethod
     def forward(self, q: torch.Tensor, cache: KVCache, meta: AttentionMetadata, scale: float) -> torch.Tensor:

@@ -55,7 +55,7 @@ class FlashAttnBackend(AttentionBackend):
         assert cache.k_scale is None and cache.v_scale is None, "flash-attn 2 reads no FP8 cache"
         package = _package()
         assert isinstance(package, ModuleType), "unavailable() has said why"
-        if meta.is_decode:
+        if meta.prefill is None:
             out = package.flash_attn_with_kvcache(
                 q[:, None],
                 cache.k,
@@ -70,9 +70,9 @@ class FlashAttnBackend(AttentionBackend):
             q,
             cache.k,
             cache.v,
-            cu_seqlens_q=meta.cu_seqlens_q,
-            cu_seqlens_k=meta.cu_seqlens_k,
-            max_seqlen_q=meta.max_seqlen_q,
+            cu_seqlens_q=meta.prefill.cu_seqlens_q,
+            cu_seqlens_k=meta.prefill.cu_seqlens_k,
+            max_seqlen_q=meta.prefill.max_seqlen_q,
             max_seqlen_k=meta.max_seqlen_k,
             softmax_scale=scale,
             causal=True,

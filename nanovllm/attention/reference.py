@@ -32,7 +32,7 @@ class ReferenceBackend(AttentionBackend):
         return None
 
     def forward(self, q: torch.Tensor, cache: KVCache, meta: AttentionMetadata, scale: float) -> torch.Tensor:
-        if meta.is_decode:
+        if meta.prefill is None:
             if self._gather is None or self._gather[0] is not meta:  # once a step, not once a layer
                 found = decode_gather_reference(
                     meta.block_tables, meta.context_lens, meta.max_seqlen_k, cache.k.shape[1]
@@ -40,5 +40,11 @@ class ReferenceBackend(AttentionBackend):
                 self._gather = (meta, *found)
             return decode_attend_reference(q, cache, *self._gather[1:], scale)
         return paged_prefill_attention_reference(
-            q, cache, meta.block_tables, meta.cu_seqlens_q, meta.context_lens, meta.max_seqlen_q, scale
+            q,
+            cache,
+            meta.block_tables,
+            meta.prefill.cu_seqlens_q,
+            meta.context_lens,
+            meta.prefill.max_seqlen_q,
+            scale,
         )

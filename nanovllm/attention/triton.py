@@ -11,7 +11,7 @@ from nanovllm.attention.base import AttentionBackend, AttentionMetadata
 from nanovllm.device import Device
 from nanovllm.kernels.cache import KVCache
 from nanovllm.kernels.compat import HAS_TRITON, INTERPRET
-from nanovllm.kernels.decode_attention import paged_decode_attention_triton
+from nanovllm.kernels.decode_attention import SharedUnit, paged_decode_attention_triton, shared_unit
 from nanovllm.kernels.prefill_attention import paged_prefill_attention_triton
 
 
@@ -19,7 +19,6 @@ class TritonBackend(AttentionBackend):
     name = "triton"
     block_size_multiple = 16
     default_block_size = 256
-    supports_shared_prefixes = True
 
     @classmethod
     def unavailable(
@@ -33,8 +32,14 @@ class TritonBackend(AttentionBackend):
             return f"it supports head_dim up to 256 in steps of 8, and head_dim is {head_dim}"
         return None
 
+    def shared_unit(
+        self, group: int, head_dim: int, cache_dtype: torch.dtype, device: torch.device
+    ) -> SharedUnit | None:
+        return shared_unit(group, head_dim, cache_dtype, device, self.deterministic)
+
     def forward(self, q: torch.Tensor, cache: KVCache, meta: AttentionMetadata, scale: float) -> torch.Tensor:
-        if meta.is_decode:
+        if meta.prefill is None:
+            shared = meta.shared
             return paged_decode_attention_triton(
                 q,
                 cache,
@@ -42,16 +47,16 @@ class TritonBackend(AttentionBackend):
                 meta.context_lens,
                 meta.max_seqlen_k,
                 scale,
-                shared=meta.shared,
+                None if shared is None else (shared.members, shared.lens, shared.skips, shared.units),
                 invariant=self.deterministic,
             )
         return paged_prefill_attention_triton(
             q,
             cache,
             meta.block_tables,
-            meta.cu_seqlens_q,
+            meta.prefill.cu_seqlens_q,
             meta.context_lens,
-            meta.max_seqlen_q,
+            meta.prefill.max_seqlen_q,
             scale,
             invariant=self.deterministic,
         )

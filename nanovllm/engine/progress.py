@@ -13,7 +13,7 @@ from time import perf_counter
 from types import TracebackType
 from typing import Any
 
-from nanovllm.batch import LAST_SAMPLED, Batch
+from nanovllm.batch import Batch, StepKind
 
 LINE_SECONDS = 10.0  # between plain lines
 NOTEBOOK_COLUMNS = 80  # of a bar of text in a notebook, which has no width of its own
@@ -61,7 +61,7 @@ class Progress:
             return
         now = self._clock()
         if batch is not None:
-            phase = "out" if batch.token_ids[0] == LAST_SAMPLED else "in"
+            phase = "out" if batch.kind is StepKind.DECODE else "in"
             self._tokens[phase] += len(batch.token_ids)
             self._seconds[phase] += now - self._last
         self._last = now

@@ -7,7 +7,7 @@ any batch, unless a caller asks for wide tiles of what sequences share. Writes n
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -39,22 +39,33 @@ _UNITS = 16  # units of sequences at work at a time
 _MANY_PROGRAMS = 1024  # so many that each can have a single warp: eight on each multiprocessor of an H200
 _SINGLE_PROGRAMS = 128  # for a single sequence, where each has a multiprocessor to itself
 _MUCH_SHARED_MEMORY = 160 * 2**10  # bytes, which such a program may need, or one with a wide tile
-HEAD_TILE = 16  # the fewest rows tl.dot takes; a group of query heads is padded to it
-WIDE_TILE = 64  # rows of the tiles that read a shared prefix: more would not fit the registers
+_HEAD_TILE = 16  # the fewest rows tl.dot takes; a group of query heads is padded to it
+_WIDE_TILE = 64  # rows of the tiles that read a shared prefix: more would not fit the registers
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class SharedPrefixes:
-    """Sequences of a batch whose first tokens lie in the same blocks; see `find_shared_prefixes`. int32.
+# Units of sequences that begin in the same blocks, all int32: their rows [U, members], the positions each
+# shares [U], the same by row [S] or 0, and the number of units [1].
+Shared = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
-    They change how often the shared keys and values are read. What attention returns is the same, with
-    `invariant` bit for bit in units of 16 query heads; larger ones round differently.
+
+class SharedUnit(NamedTuple):
+    """What the kernel reads once for several sequences."""
+
+    sequences: int  # at most so many together
+    positions: int  # a multiple of so many
+
+
+def shared_unit(
+    group: int, head_dim: int, cache_dtype: torch.dtype, device: torch.device, invariant: bool
+) -> SharedUnit:
+    """The unit of shared prefixes for `group` query heads of each KV head: a tile of them is one program's.
+
+    With `invariant` tiles are those of all other programs, so that no bit changes; wide ones round otherwise,
+    and must fit a program's memory and registers.
     """
-
-    members: torch.Tensor  # [U, tile // query heads of a KV head] rows of the batch, padded with -1
-    lens: torch.Tensor  # [U] positions that a unit shares: whole chunks, fewer than any context
-    skips: torch.Tensor  # [S] the same for each row of the batch; 0 outside all units
-    units: torch.Tensor  # [1] how many units there are, the first of U
+    small = not invariant and head_dim <= 128 and cache_dtype.itemsize <= 2
+    wide = small and device.type == "cuda" and shared_memory(device) >= _MUCH_SHARED_MEMORY
+    return SharedUnit((_WIDE_TILE if wide else _HEAD_TILE) // group, CHUNK)
 
 
 @jit("tables_ptr", "contexts_ptr", "table_stride", "chunks")
@@ -198,12 +209,6 @@ def _decode_chunk_kernel(
                 tl.store(log_ptr + parts, logs, mask=used, eviction_policy="evict_last")
 
 
-def fits_wide_tile(cache: torch.Tensor, head_dim: int) -> bool:
-    """Whether tiles of WIDE_TILE query heads over this KV cache fit a program's memory and registers."""
-    small = head_dim <= 128 and cache.element_size() <= 2
-    return small and use_triton(cache) and shared_memory(cache.device) >= _MUCH_SHARED_MEMORY
-
-
 def _block_n(dim: int, element_size: int) -> int:
     """Positions per tile: 16 KiB of keys, so that three programs with two tiles in flight share a
     multiprocessor."""
@@ -217,7 +222,7 @@ def paged_decode_attention_triton(
     context_lens: torch.Tensor,
     max_context_len: int,
     scale: float,
-    shared: SharedPrefixes | None = None,
+    shared: Shared | None = None,
     invariant: bool = True,
 ) -> torch.Tensor:
     """`paged_decode_attention` by Triton. Launches only, so a CUDA graph can capture it.
@@ -233,7 +238,7 @@ def paged_decode_attention_triton(
     chunk = CHUNK
     if not invariant and shared is None:
         chunk = next((size for most, size in _SMALL_BATCHES.items() if sequences <= most), CHUNK)
-        full = sequences * kv_heads * triton.cdiv(group, HEAD_TILE) >= _FULL_PROGRAMS
+        full = sequences * kv_heads * triton.cdiv(group, _HEAD_TILE) >= _FULL_PROGRAMS
         if full and fp8 and dim <= 128:
             chunk = _FP8_CHUNK
     few = chunk == _SMALL_BATCHES[FEW_ROWS]
@@ -253,18 +258,22 @@ def paged_decode_attention_triton(
     early = launch_early(q)
 
     def launch(
-        units: int, lengths: torch.Tensor, prefixes: SharedPrefixes | None, skips: torch.Tensor | None
+        units: int,
+        lengths: torch.Tensor,
+        members: torch.Tensor | None,
+        used_units: torch.Tensor | None,
+        skips: torch.Tensor | None,
     ) -> None:
-        head_tile, tiles = HEAD_TILE, kv_heads * triton.cdiv(group, HEAD_TILE)
-        if prefixes is not None:
-            head_tile = max(HEAD_TILE, triton.next_power_of_2(prefixes.members.shape[1] * group))
+        head_tile, tiles = _HEAD_TILE, kv_heads * triton.cdiv(group, _HEAD_TILE)
+        if members is not None:
+            head_tile = max(_HEAD_TILE, triton.next_power_of_2(members.shape[1] * group))
             tiles, units = kv_heads, min(units, _UNITS)
         # Programs without work are cheap but not free, and the bound may lie far above the contexts.
         programs = _SINGLE_PROGRAMS if single else _PROGRAMS
         lanes = min(chunks, max(_LANES, programs // (units * tiles)))
         # With an FP8 cache programs wait for their own warps more than for memory: one warp waits for none.
-        narrow = fp8 and dim <= 128 and head_tile == HEAD_TILE and not few
-        many = narrow and not invariant and prefixes is None and units * tiles >= _MANY_PROGRAMS
+        narrow = fp8 and dim <= 128 and head_tile == _HEAD_TILE and not few
+        many = narrow and not invariant and members is None and units * tiles >= _MANY_PROGRAMS
         _decode_chunk_kernel[(tiles, units, lanes)](
             q,
             as_words(k_cache),
@@ -276,8 +285,8 @@ def paged_decode_attention_triton(
             partial,
             logs,
             out,
-            prefixes and prefixes.members,
-            prefixes and prefixes.units,
+            members,
+            used_units,
             skips,
             scale * math.log2(math.e),
             q.stride(0),
@@ -302,10 +311,11 @@ def paged_decode_attention_triton(
         )
 
     if shared is None:
-        launch(sequences, context_lens, None, None)
+        launch(sequences, context_lens, None, None, None)
     else:
-        launch(len(shared.lens), shared.lens, shared, None)
-        launch(sequences, context_lens, None, shared.skips)
+        members, lens, skips, used_units = shared
+        launch(len(lens), lens, members, used_units, None)
+        launch(sequences, context_lens, None, None, skips)
     if several:
         merge_chunks(partial, logs, context_lens, out, chunk, _MERGED_HEADS if chunk >= CHUNK else 1)
     return out
@@ -354,7 +364,7 @@ def paged_decode_attention_reference(
     context_lens: torch.Tensor,
     max_context_len: int,
     scale: float,
-    shared: SharedPrefixes | None = None,
+    shared: Shared | None = None,
 ) -> torch.Tensor:
     """`paged_decode_attention` in plain torch, over contexts padded to the longest one, `shared` or not."""
     longest = min(max_context_len, int(context_lens.max())) if len(q) else 0
@@ -372,7 +382,7 @@ def paged_decode_attention(
     context_lens: torch.Tensor,
     max_context_len: int,
     scale: float,
-    shared: SharedPrefixes | None = None,
+    shared: Shared | None = None,
 ) -> torch.Tensor:
     """Attend from each sequence's newest token to its whole context, which holds that token already.
 

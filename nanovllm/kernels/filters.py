@@ -14,10 +14,13 @@ last id that has this logit. Only those segments of the vocabulary are read whos
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated, Generic
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
+from nanovllm.columns import A, Column
 from nanovllm.kernels.compat import jit, tl
 from nanovllm.kernels.random_bits import draw_reference, pick, random_pair, random_pair_reference
 
@@ -28,13 +31,21 @@ FILTER_WARPS = 8
 STAGES = 3  # of what is read ahead, where a pass is long
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Filters:
-    """What each of S rows keeps of the vocabulary, unless it is greedy. The likeliest token always stays."""
+@dataclass(frozen=True, eq=False)
+class FilterColumns(Generic[A]):
+    """What each of S rows keeps of the vocabulary, unless it is greedy. The likeliest token always stays.
 
-    top_k: torch.Tensor  # [S] int32: so many of the likeliest tokens, the lowest ids of equals; 0: all
-    top_p: torch.Tensor  # [S] float32: of those the fewest whose probabilities reach this; 1: all
-    min_p: torch.Tensor  # [S] float32: tokens at least this times as likely as the likeliest; 0: all
+    top_k: so many of the likeliest tokens, the lowest ids of equals; 0: all
+    top_p: of those the fewest whose probabilities reach this; 1: all
+    min_p: tokens at least this times as likely as the likeliest; 0: all
+    """
+
+    top_k: Annotated[A, Column(np.int32, lambda n: (n.seqs,))]
+    top_p: Annotated[A, Column(np.float32, lambda n: (n.seqs,), 1)]
+    min_p: Annotated[A, Column(np.float32, lambda n: (n.seqs,))]
+
+
+Filters = FilterColumns[torch.Tensor]
 
 
 @jit()

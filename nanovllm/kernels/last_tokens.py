@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from nanovllm.batch import LAST_SAMPLED, NO_SLOT
 from nanovllm.kernels.compat import await_inputs, jit, launch_early, tl, triton, use_triton
 
 _BLOCK = 256
@@ -20,6 +21,7 @@ def _take_tokens_kernel(
     out_ptr: tl.tensor,
     num_tokens: int,
     vocab: int,
+    LAST_SAMPLED: tl.constexpr,
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
@@ -29,9 +31,10 @@ def _take_tokens_kernel(
     await_inputs(EARLY)
     ids = tl.load(ids_ptr + index, mask=live, other=0)
     slots = tl.load(slots_ptr + index, mask=live, other=0)
-    last = tl.load(last_ptr + slots, mask=live & (ids < 0), other=0)
+    asked = live & (ids == LAST_SAMPLED)
+    last = tl.load(last_ptr + slots, mask=asked, other=0)
     last = tl.minimum(tl.maximum(last, 0), vocab - 1)
-    tl.store(out_ptr + index, tl.where(ids < 0, last, ids), mask=live)
+    tl.store(out_ptr + index, tl.where(asked, last, ids), mask=live)
 
 
 @jit("ids_ptr", "slots_ptr", "num_tokens")
@@ -40,13 +43,14 @@ def _keep_tokens_kernel(
     slots_ptr: tl.tensor,
     last_ptr: tl.tensor,
     num_tokens: int,
+    NO_SLOT: tl.constexpr,
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
     """One program per BLOCK tokens."""
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    live = index < num_tokens
-    slots = tl.load(slots_ptr + index, mask=live, other=0)
+    slots = tl.load(slots_ptr + index, mask=index < num_tokens, other=NO_SLOT)
+    live = slots != NO_SLOT
     await_inputs(EARLY)
     tl.store(last_ptr + slots, tl.load(ids_ptr + index, mask=live, other=0), mask=live)
 
@@ -59,7 +63,7 @@ def take_tokens_triton(
     out = torch.empty_like(token_ids)
     if num_tokens:
         _take_tokens_kernel[(triton.cdiv(num_tokens, _BLOCK),)](
-            token_ids, slots, last, out, num_tokens, vocab_size, BLOCK=_BLOCK, EARLY=early, launch_pdl=early
+            token_ids, slots, last, out, num_tokens, vocab_size, LAST_SAMPLED, _BLOCK, early, launch_pdl=early
         )
     return out
 
@@ -69,7 +73,7 @@ def keep_tokens_triton(token_ids: torch.Tensor, slots: torch.Tensor, last: torch
     num_tokens, early = len(token_ids), launch_early(token_ids)
     if num_tokens:
         _keep_tokens_kernel[(triton.cdiv(num_tokens, _BLOCK),)](
-            token_ids, slots, last, num_tokens, BLOCK=_BLOCK, EARLY=early, launch_pdl=early
+            token_ids, slots, last, num_tokens, NO_SLOT, _BLOCK, early, launch_pdl=early
         )
 
 
@@ -77,18 +81,21 @@ def take_tokens_reference(
     token_ids: torch.Tensor, slots: torch.Tensor, last: torch.Tensor, vocab_size: int
 ) -> torch.Tensor:
     """`take_tokens` in plain torch."""
-    return torch.where(token_ids < 0, last.index_select(0, slots).clamp_(0, vocab_size - 1), token_ids)
+    asked = token_ids == LAST_SAMPLED
+    taken = last.index_select(0, slots.where(asked, 0)).clamp_(0, vocab_size - 1)
+    return torch.where(asked, taken, token_ids)
 
 
 def keep_tokens_reference(token_ids: torch.Tensor, slots: torch.Tensor, last: torch.Tensor) -> None:
     """`keep_tokens` in plain torch."""
-    last[slots] = token_ids
+    live = slots != NO_SLOT
+    last[slots[live]] = token_ids[live]
 
 
 def take_tokens(
     token_ids: torch.Tensor, slots: torch.Tensor, last: torch.Tensor, vocab_size: int
 ) -> torch.Tensor:
-    """Return token_ids [T] with last[slots] in the place of each negative one, all int64 and contiguous.
+    """Return token_ids [T] with last[slots] in the place of each LAST_SAMPLED, all int64 and contiguous.
 
     last: [number of slots]. Whatever it holds, what is taken is a token: 0 to vocab_size - 1.
     """
@@ -97,7 +104,7 @@ def take_tokens(
 
 
 def keep_tokens(token_ids: torch.Tensor, slots: torch.Tensor, last: torch.Tensor) -> None:
-    """last[slots] = token_ids [T], all int64 and contiguous. Which one a repeated slot keeps is open.
+    """last[slots] = token_ids [T] but where a slot is NO_SLOT, all int64 and contiguous; no slot is repeated.
 
     `slots` is an input of the step, which no kernel computed.
     """

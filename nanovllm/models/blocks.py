@@ -61,18 +61,22 @@ class Blocks:
         last = max(index for index, block in enumerate(blocks) if block.attends)
         self._first, self._last_attention, self._rest = blocks[:last], blocks[last], blocks[last + 1 :]
 
-    def run(self, x: torch.Tensor, places: TokenPlaces) -> ResidualStream:
+    def run(self, x: torch.Tensor, places: TokenPlaces, rows: torch.Tensor | None = None) -> ResidualStream:
         """x [T, hidden_size], this rank's part of the embeddings -> the stream after all blocks.
 
-        If the metadata names wanted rows, the stream has these alone: the others end with the last attention.
+        With `rows` [n] the stream has these alone: the others end with the last attention.
         """
         stream = ResidualStream(x)
         for block in self._first:
             stream = block(stream, places)
-        return self._finish(*self._last_attention.mix(stream, places), places)
+        return self._finish(*self._last_attention.mix(stream, places), places, rows)
 
     def run_halves(
-        self, xs: Sequence[torch.Tensor], halves: Sequence[TokenPlaces], places: TokenPlaces
+        self,
+        xs: Sequence[torch.Tensor],
+        halves: Sequence[TokenPlaces],
+        places: TokenPlaces,
+        rows: torch.Tensor | None = None,
     ) -> ResidualStream:
         """As `run`, with the sums over the ranks of one half of the tokens behind the other's products.
 
@@ -92,11 +96,12 @@ class Blocks:
             parts.append(self._last_attention.mix(streams[half], halves[half]))
             streams[1 - half].advance()
         mixed, total = (torch.cat(both) for both in zip(*parts, strict=True))
-        return self._finish(mixed, total, places)
+        return self._finish(mixed, total, places, rows)
 
-    def _finish(self, mixed: torch.Tensor, total: torch.Tensor, places: TokenPlaces) -> ResidualStream:
+    def _finish(
+        self, mixed: torch.Tensor, total: torch.Tensor, places: TokenPlaces, rows: torch.Tensor | None
+    ) -> ResidualStream:
         """The rest, from the last attention's output product on, of the wanted rows."""
-        rows = places.meta.wanted_rows
         if rows is not None:
             mixed, total = mixed[rows], total[rows]
         stream = self._last_attention.output.add_to(total, mixed)

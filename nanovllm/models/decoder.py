@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from nanovllm.attention.base import AttentionBackend, AttentionMetadata
+from nanovllm.attention.base import AttentionBackend, StepMetadata
 from nanovllm.distributed.group import TPGroup
 from nanovllm.kernels.matmul import is_aligned
 from nanovllm.layers.attention import Attention
@@ -125,17 +125,15 @@ class DecoderModel(nn.Module):
         self.blocks = Blocks([block for layer in layers for block in layer.blocks()])
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, tp, options=options)
 
-    def forward(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, meta: AttentionMetadata
-    ) -> torch.Tensor:
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, meta: StepMetadata) -> torch.Tensor:
         places = TokenPlaces(positions, meta)
         if meta.halves is None:
-            stream = self.blocks.run(self.embed_tokens(input_ids), places)
+            stream = self.blocks.run(self.embed_tokens(input_ids), places, meta.wanted_rows)
         else:
             lens = [len(half.slot_mapping) for half in meta.halves]
             halves = [TokenPlaces(*half) for half in zip(positions.split(lens), meta.halves, strict=True)]
             xs = [self.embed_tokens(ids) for ids in input_ids.split(lens)]
-            stream = self.blocks.run_halves(xs, halves, places)
+            stream = self.blocks.run_halves(xs, halves, places, meta.wanted_rows)
         hidden: torch.Tensor = self.norm(*stream)[0]
         return hidden
 
@@ -172,9 +170,7 @@ class DecoderForCausalLM(nn.Module):
                     f"{name.removesuffix('.weight')} are {weight.shape[1]} numbers of {options.dtype}"
                 )
 
-    def forward(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, meta: AttentionMetadata
-    ) -> torch.Tensor:
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, meta: StepMetadata) -> torch.Tensor:
         """input_ids [T], positions [T] -> hidden states [T, hidden_size] after the final norm; of the
         metadata's wanted rows only, where it names any."""
         hidden: torch.Tensor = self.model(input_ids, positions, meta)

@@ -10,7 +10,7 @@ from collections import deque
 
 import numpy as np
 
-from nanovllm.batch import LAST_SAMPLED, NOT_FINITE, Batch, SampleOutput
+from nanovllm.batch import LAST_SAMPLED, NO_SLOT, NOT_FINITE, PADDING, Batch, StepKind, StepOutput
 from nanovllm.plan.block_manager import BlockManager
 from nanovllm.plan.columns import SamplingTable
 from nanovllm.plan.sequence import Sequence, SequenceStatus
@@ -53,7 +53,7 @@ class Scheduler:
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
         self._sampling = SamplingTable(max_num_seqs)
         max_blocks = self.block_manager.blocks_for(self.max_model_len)
-        self._block_tables = np.full((max_num_seqs, max_blocks), -1, np.int32)  # a row for each slot
+        self._block_tables = np.full((max_num_seqs, max_blocks), PADDING, np.int32)  # a row for each slot
         self._table_lens = np.zeros(max_num_seqs, np.int32)
 
     def is_finished(self) -> bool:
@@ -111,32 +111,37 @@ class Scheduler:
         """
         return self._schedule_prefill() or self._schedule_decode()
 
-    def postprocess(self, batch: Batch, output: SampleOutput) -> list[Sequence]:
+    def postprocess(self, batch: Batch, output: StepOutput) -> list[Sequence]:
         """Take in the tokens of a step and return the sequences that ended with it."""
         finished = []
-        block_size = self.block_manager.block_size
-        rows = zip(batch.seq_ids, output.token_ids.tolist(), batch.samples.tolist(), strict=True)
-        for seq_id, token_id, samples in rows:
+        columns = batch.draws.tolist(), output.token_ids.tolist(), output.counts.tolist()
+        for seq_id, draws, token_ids, count in zip(batch.seq_ids, *columns, strict=True):
             seq = self._unfinished.get(seq_id)
-            if seq is None or not samples:  # a surplus row, or a chunk that ends before its prompt does
+            if seq is None:  # a surplus row
                 continue
-            seq.num_pending_tokens -= 1
-            if token_id == NOT_FINITE:
-                self._finish(seq, "error")
-                finished.append(seq)
-                continue
-            seq.token_ids.append(token_id)
-            num_tokens = len(seq.token_ids)
-            if token_id in seq.stop_ids:
-                seq.stop_reason = token_id
-                self._finish(seq, "stop")
-                finished.append(seq)
-            elif num_tokens >= seq.max_tokens_total:
-                self._finish(seq, "length")
-                finished.append(seq)
-            elif self.share_outputs and (num_tokens - 1) // block_size > seq.num_hashed_blocks:
-                self.block_manager.register(seq)
+            seq.num_pending_tokens -= draws
+            for token_id in token_ids[:count]:
+                reason = self._append(seq, token_id)
+                if reason is not None:
+                    self._finish(seq, reason)
+                    finished.append(seq)
+                    break
         return finished
+
+    def _append(self, seq: Sequence, token_id: int) -> str | None:
+        """Add a drawn token; return why the sequence ends with it, or None."""
+        if token_id == NOT_FINITE:
+            return "error"
+        seq.token_ids.append(token_id)
+        num_tokens = len(seq.token_ids)
+        if token_id in seq.stop_ids:
+            seq.stop_reason = token_id
+            return "stop"
+        if num_tokens >= seq.max_tokens_total:
+            return "length"
+        if self.share_outputs and (num_tokens - 1) // self.block_manager.block_size > seq.num_hashed_blocks:
+            self.block_manager.register(seq)
+        return None
 
     def check(self) -> None:
         """Assert every invariant of the queues, the slots and the blocks. For tests: it visits everything."""
@@ -146,12 +151,12 @@ class Scheduler:
         queued = sorted(seq.seq_id for seq in [*self.waiting, *self.running])
         assert queued == sorted(self._unfinished), "a request is lost or queued twice"
         for seq in self.waiting:
-            assert seq.status is SequenceStatus.WAITING and not seq.block_table and seq.slot == -1, seq
+            assert seq.status is SequenceStatus.WAITING and not seq.block_table and seq.slot == NO_SLOT, seq
         for seq in self.running:
             assert seq.status is SequenceStatus.RUNNING and seq.num_computed_tokens <= seq.num_tokens, seq
             assert seq.num_computed_tokens <= len(seq.block_table) * self.block_manager.block_size, seq
             row = self._block_tables[seq.slot]
-            assert row[row >= 0].tolist() == seq.block_table, f"{seq}: the slot's table differs"
+            assert row[row != PADDING].tolist() == seq.block_table, f"{seq}: the slot's table differs"
 
     def _schedule_prefill(self) -> Batch | None:
         budget = self.max_num_batched_tokens
@@ -171,18 +176,19 @@ class Scheduler:
             self.prefilling = seq if seq.num_computed_tokens < len(seq.token_ids) else None
         if not seqs:
             return None
-        samples = [seq is not self.prefilling for seq in seqs]
+        draws = [int(seq is not self.prefilling) for seq in seqs]
         token_ids: list[int] = []
-        for seq, query_len, sample in zip(seqs, query_lens, samples, strict=True):
+        for seq, query_len, drawn in zip(seqs, query_lens, draws, strict=True):
             end = seq.num_computed_tokens
             token_ids += seq.token_ids[end - query_len : end]
-            seq.num_pending_tokens += sample
+            seq.num_pending_tokens += drawn
         return self._make_batch(
+            StepKind.PREFILL,
             seqs,
             np.array(token_ids, np.int32),
             np.array(query_lens, np.int32),
             np.array([seq.num_computed_tokens for seq in seqs], np.int32),
-            np.array(samples, np.bool_),
+            np.array(draws, np.int32),
         )
 
     def _admit(self, first: bool) -> Sequence | None:
@@ -232,11 +238,12 @@ class Scheduler:
         # Longest first, as a GPU starts attention row by row: what is left at the end is short.
         order = np.argsort(-lens, kind="stable")
         return self._make_batch(
+            StepKind.DECODE,
             [seqs[row] for row in order.tolist()],
             np.full(size, LAST_SAMPLED, np.int32),
             np.ones(size, np.int32),
             lens[order],
-            np.ones(size, np.bool_),
+            np.ones(size, np.int32),
         )
 
     def _grow(self, seq: Sequence) -> bool:
@@ -271,10 +278,10 @@ class Scheduler:
             self.prefilling = None
         self.running.remove(seq)
         self.block_manager.free(seq)
-        self._block_tables[seq.slot] = -1
+        self._block_tables[seq.slot] = PADDING
         self._table_lens[seq.slot] = 0
         self._free_slots.append(seq.slot)
-        seq.slot = -1
+        seq.slot = NO_SLOT
 
     def _write_table(self, seq: Sequence) -> None:
         """Bring the slot's row up to the sequence's block table."""
@@ -283,21 +290,23 @@ class Scheduler:
 
     def _make_batch(
         self,
+        kind: StepKind,
         seqs: list[Sequence],
         token_ids: np.ndarray,
         query_lens: np.ndarray,
         context_lens: np.ndarray,
-        samples: np.ndarray,
+        draws: np.ndarray,
     ) -> Batch:
         slots = np.array([seq.slot for seq in seqs], np.int32)
         width = int(self._table_lens[slots].max())
         return Batch(
+            kind=kind,
             seq_ids=tuple([seq.seq_id for seq in seqs]),
             slots=slots,
             token_ids=token_ids,
             query_lens=query_lens,
             context_lens=context_lens,
             block_tables=self._block_tables[slots, :width],
-            samples=samples,
+            draws=draws,
             sampling=self._sampling.take(slots),
         )

@@ -7,6 +7,7 @@ from enum import Enum, auto
 
 import numpy as np
 
+from nanovllm.batch import NO_SLOT
 from nanovllm.sampling_params import SamplingParams
 
 
@@ -64,7 +65,7 @@ class Sequence:
         self.stop_ids = stop_ids
         self.max_tokens_total = 0  # of prompt and output; the scheduler sets it
         self.status = SequenceStatus.WAITING
-        self.slot = -1
+        self.slot = NO_SLOT
         self.num_pending_tokens = 0
         self.num_computed_tokens = 0
         self.num_cached_tokens: int | None = None  # at first admission

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from nanovllm.batch import Batch, SamplingBatch
+from nanovllm.batch import Batch, SamplingBatch, StepKind
 from nanovllm.config import Config
 from nanovllm.device import Device
 from nanovllm.errors import KVCacheMemoryError
@@ -84,22 +84,23 @@ def fit_kv_cache(spaces: list[KVCacheSpace], config: Config, block_size: int, mo
     return num_blocks
 
 
-def costliest_batch(
-    num_seqs: int, query_len: int, context_len: int, block_size: int, num_blocks: int
+def equal_batch(
+    kind: StepKind, num_seqs: int, query_len: int, context_len: int, block_size: int, num_blocks: int
 ) -> Batch:
-    """A step of equal sequences with all kinds of sampling, to see what it needs.
+    """A step of equal sequences with all kinds of sampling, to see what it needs. Token ids are 0.
 
-    All share the few blocks that there are, over and over: what they read does not matter.
+    Each has the same blocks: all that there are, over and over, since what they read does not matter.
     """
     table = np.arange(-(-context_len // block_size), dtype=np.int32) % num_blocks
     return Batch(
+        kind=kind,
         seq_ids=tuple(range(num_seqs)),
         slots=np.arange(num_seqs, dtype=np.int32),
         token_ids=np.zeros(num_seqs * query_len, np.int32),
         query_lens=np.full(num_seqs, query_len, np.int32),
         context_lens=np.full(num_seqs, context_len, np.int32),
         block_tables=np.tile(table, (num_seqs, 1)),
-        samples=np.ones(num_seqs, np.bool_),
+        draws=np.ones(num_seqs, np.int32),
         sampling=SamplingBatch(
             temperature=np.ones(num_seqs, np.float32),
             top_k=np.full(num_seqs, 50, np.int32),

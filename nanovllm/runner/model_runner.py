@@ -12,33 +12,28 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from nanovllm.attention.base import AttentionMetadata
 from nanovllm.attention.select import resolve_block_size, select
-from nanovllm.batch import ALL_GREEDY, EMPTY_BATCH, Batch, SampleOutput, prefix_sum
+from nanovllm.batch import EMPTY_BATCH, Batch, StepKind, StepOutput
+from nanovllm.columns import StepSize, map_columns
 from nanovllm.config import Config
 from nanovllm.device import Device
 from nanovllm.distributed.group import TPGroup
-from nanovllm.kernels.decode_attention import HEAD_TILE, WIDE_TILE, SharedPrefixes, fits_wide_tile
-from nanovllm.kernels.filters import Filters
 from nanovllm.kernels.last_tokens import keep_tokens, take_tokens
 from nanovllm.layers.weights import WeightOptions
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.loader import init_dummy_weights, load_weights, no_check
 from nanovllm.runner.cuda_graph import CUDAGraphs, graph_sizes
-from nanovllm.runner.memory import KVCacheSpace, costliest_batch
-from nanovllm.runner.overlap import OVERLAP_TOKENS, halves_arrays, halves_metadata, overlaps, rows_of_half
-from nanovllm.runner.shared_prefixes import SHARED_FIELDS, SharedPrefixFinder, SharedRows, pad_shared_prefixes
-from nanovllm.runner.staging import StagedFields, Staging, StepHandle, pad
-from nanovllm.sampling.sampler import Sampler, SamplingTensors
+from nanovllm.runner.inputs import StepInputs, prepare_decode, prepare_prefill
+from nanovllm.runner.kv_cache import allocate, set_scales
+from nanovllm.runner.memory import KVCacheSpace, equal_batch
+from nanovllm.runner.overlap import OVERLAP_TOKENS, overlaps, rows_of_half
+from nanovllm.runner.shared_prefixes import SharedPrefixFinder, SharedRows
+from nanovllm.runner.staging import Staging, StepHandle
+from nanovllm.sampling.sampler import Sampler
 
 CALIBRATION_TOKENS = 2048
 GraphOutput = tuple[torch.Tensor, torch.Tensor | None]
-FILTERS: tuple[tuple[str, int, type[np.generic]], ...] = (  # with the value that keeps all
-    ("top_k", 0, np.int32),
-    ("top_p", 1, np.float32),
-    ("min_p", 0, np.float32),
-)
 
 
 class ModelRunner:
@@ -90,11 +85,14 @@ class ModelRunner:
         self.graphs: CUDAGraphs | None = None
         self.shared_graphs: CUDAGraphs | None = None
         self.prefixes: SharedPrefixFinder | None = None  # until there is a KV cache
+        layer = self.model.attention_layers[0]
+        group = layer.num_heads // layer.num_kv_heads
+        self.shared_unit = self.backend.shared_unit(group, layer.head_dim, self.cache_dtype, device.torch)
         max_seqs, max_tokens = config.max_num_seqs, max(config.max_num_batched_tokens, config.max_num_seqs)
-        words = self.max_blocks + WIDE_TILE // 2 + 28  # of a sequence: its blocks, what it shares, all else
-        self.staging = Staging(device, 6 * max_tokens + words * max_seqs + 256, max_seqs)
-        self.spare_slot = max_seqs  # where the tokens of padded rows and of unfinished prompts go
-        self.last_token_ids = torch.zeros(max_seqs + 1, dtype=torch.int64, device=device.torch)
+        unit = 0 if self.shared_unit is None else self.shared_unit.sequences
+        self.size = StepSize(max_tokens, max_seqs, self.max_blocks, unit)  # of the largest step
+        self.staging = Staging(device, self.size)
+        self.last_token_ids = torch.zeros(max_seqs, dtype=torch.int64, device=device.torch)  # by slot
 
     # -- start-up ----------------------------------------------------------------------------------------
 
@@ -102,7 +100,6 @@ class ModelRunner:
     def calibrate_kv_cache(self) -> None:
         """Set the scales of an FP8 cache, per layer and KV head, from the K/V of a fixed random prompt.
 
-        The largest values seen map to a quarter of what FP8 can hold; larger ones still are clamped there.
         Every start and every number of ranks gets the same scales.
         """
         if self.cache_dtype == self.dtype:
@@ -114,21 +111,9 @@ class ModelRunner:
         token_ids = rng.integers(self.model_config.vocab_size, size=num_tokens, dtype=np.int32)
         for start in range(0, num_tokens, self.config.max_num_batched_tokens):
             chunk = token_ids[start : start + self.config.max_num_batched_tokens]
-            batch = Batch(
-                seq_ids=(0,),
-                slots=np.zeros(1, np.int32),
-                token_ids=chunk,
-                query_lens=np.full(1, len(chunk), np.int32),
-                context_lens=np.full(1, start + len(chunk), np.int32),
-                block_tables=np.arange(self.kv_cache.shape[2], dtype=np.int32)[None],
-                samples=np.ones(1, np.bool_),
-                sampling=ALL_GREEDY,
-            )
-            self.run(batch)
-        largest = self.kv_cache.float().abs().amax(dim=(2, 3, 5))  # [2, layers, KV heads]
-        scales = (largest / (torch.finfo(self.cache_dtype).max / 4)).clamp(min=1e-6)
-        for layer, k_scale, v_scale in zip(self.model.attention_layers, *scales, strict=True):
-            layer.cache = layer.cache._replace(k_scale=k_scale, v_scale=v_scale)
+            batch = self._equal_batch(StepKind.PREFILL, 1, len(chunk), start + len(chunk))
+            self.run(replace(batch, token_ids=chunk))
+        set_scales(self.model.attention_layers, self.kv_cache, self.cache_dtype)
         self._set_kv_cache(0)
 
     def warmup_model(self) -> int:
@@ -138,24 +123,26 @@ class ModelRunner:
         num_seqs = min(self.config.max_num_seqs, self.config.max_num_batched_tokens)
         query_len = min(self.config.max_num_batched_tokens // num_seqs, self.max_model_len)
         self._set_kv_cache(-(-query_len // self.block_size))
-        needed = self._warmup_peak(num_seqs, query_len, query_len)
+        needed = self._warmup_peak(StepKind.PREFILL, num_seqs, query_len, query_len)
         if rows_of_half(self.config.max_num_batched_tokens, self.tp.size):
             few = min(num_seqs, -(-OVERLAP_TOKENS // self.max_model_len))
             whole = min((OVERLAP_TOKENS - 1) // few, self.max_model_len)  # the largest step in one piece
-            needed = max(needed, self._warmup_peak(few, whole, whole))
+            needed = max(needed, self._warmup_peak(StepKind.PREFILL, few, whole, whole))
         if self.backend.supports_cuda_graph:  # whose memory is apart from that of other steps
-            needed += self._warmup_peak(self.config.max_num_seqs, 1, self.max_model_len)
+            needed += self._warmup_peak(StepKind.DECODE, self.config.max_num_seqs, 1, self.max_model_len)
         self._set_kv_cache(0)
         self.device.release_memory()
         return needed
 
-    def _warmup_peak(self, num_seqs: int, query_len: int, context_len: int) -> int:
+    def _warmup_peak(self, kind: StepKind, num_seqs: int, query_len: int, context_len: int) -> int:
         """Run a step of equal sequences with the costliest sampling; return the bytes that it took on top."""
-        num_blocks = self.kv_cache.shape[2]
-        batch = costliest_batch(num_seqs, query_len, context_len, self.block_size, num_blocks)
         self.device.reset_peak()
-        self.run(batch)
+        self.run(self._equal_batch(kind, num_seqs, query_len, context_len))
         return self.device.peak_above_current()
+
+    def _equal_batch(self, kind: StepKind, num_seqs: int, query_len: int, context_len: int) -> Batch:
+        num_blocks = self.kv_cache.shape[2]
+        return equal_batch(kind, num_seqs, query_len, context_len, self.block_size, num_blocks)
 
     def measure_kv_cache(self, reserve: int) -> KVCacheSpace:
         """Return what the device has for the KV cache beside `reserve` bytes, and what a block takes."""
@@ -169,24 +156,15 @@ class ModelRunner:
     def allocate_kv_cache(self, num_blocks: int) -> int:
         """Allocate the KV cache; return how many blocks it has."""
         self._set_kv_cache(num_blocks)
-        if self.backend.supports_shared_prefixes and self.config.enable_prefix_caching:
-            layer = self.model.attention_layers[0]
-            wide = not self.config.deterministic and fits_wide_tile(self.kv_cache, layer.head_dim)
-            tile = WIDE_TILE if wide else HEAD_TILE
-            self.prefixes = SharedPrefixFinder(self.block_size, layer.num_heads // layer.num_kv_heads, tile)
+        if self.shared_unit is not None and self.config.enable_prefix_caching:
+            self.prefixes = SharedPrefixFinder(self.block_size, self.shared_unit)
         return self.kv_cache.shape[2]
 
     def _set_kv_cache(self, num_blocks: int, dtype: torch.dtype | None = None) -> None:
         """Give every layer its part of one new cache of `num_blocks` blocks."""
-        dtype = self.cache_dtype if dtype is None else dtype
-        layers = self.model.attention_layers
-        shape = (2, len(layers), num_blocks, self.block_size, layers[0].num_kv_heads, layers[0].head_dim)
-        self.kv_cache = torch.empty(0, dtype=dtype, device=self.device.torch)
-        for layer in layers:  # let go of the old one first
-            layer.cache = layer.cache._replace(k=self.kv_cache, v=self.kv_cache)
-        self.kv_cache = torch.empty(shape, dtype=dtype, device=self.device.torch)
-        for index, layer in enumerate(layers):
-            layer.cache = layer.cache._replace(k=self.kv_cache[0, index], v=self.kv_cache[1, index])
+        layers, dtype = self.model.attention_layers, dtype or self.cache_dtype
+        self.kv_cache = torch.empty(0)  # let go of the old one first
+        self.kv_cache = allocate(layers, num_blocks, self.block_size, dtype, self.device.torch)
 
     @torch.inference_mode()
     def capture_cudagraph(self, progress: bool = False) -> None:
@@ -194,25 +172,25 @@ class ModelRunner:
         if self.config.enforce_eager or not (self.device.is_cuda and self.backend.supports_cuda_graph):
             return
 
-        def make_step(size: int, shared: SharedRows | None) -> Callable[[], GraphOutput]:
-            arrays = self.prepare_decode(EMPTY_BATCH, size, self.max_blocks, shared)
-            inputs = self.staging.send(arrays | self.prepare_sample(EMPTY_BATCH, size))
-            meta = self._metadata(inputs, is_decode=True, max_seqlen_q=1, max_seqlen_k=self.max_model_len)
-            return lambda: self._graph_step(inputs, meta)
+        def make_step(rows: int, shared: SharedRows | None) -> Callable[[], GraphOutput]:
+            filters, longest = self.filters_in_graph, self.max_model_len
+            arrays = prepare_decode(EMPTY_BATCH, self.block_size, filters, shared, longest)
+            inputs = self.staging.send(arrays, self._decode_size(rows))()
+            return lambda: self._graph_step(inputs)
 
         sizes, device = graph_sizes(self.config.max_num_seqs), self.device.torch
-        self.graphs = CUDAGraphs(sizes, lambda size: make_step(size, None), device)
+        self.graphs = CUDAGraphs(sizes, lambda rows: make_step(rows, None), device)
         self.graphs.capture_all(progress and self.tp.rank == 0)
         # Captured when they are first needed, and fewer of them: most workloads share no prefixes.
         if self.prefixes is not None:
             few, nothing = sizes[::-4][::-1], self.prefixes.nothing
             self.shared_graphs = CUDAGraphs(
-                few, lambda size: make_step(size, nothing), device, self.graphs.pool
+                few, lambda rows: make_step(rows, nothing), device, self.graphs.pool
             )
 
     # -- one step ----------------------------------------------------------------------------------------
 
-    def run(self, batch: Batch) -> SampleOutput:
+    def run(self, batch: Batch) -> StepOutput:
         """Run a step and wait for its tokens."""
         return self.launch(batch).result()
 
@@ -223,166 +201,57 @@ class ModelRunner:
             return self._launch(batch)
 
     def _launch(self, batch: Batch) -> StepHandle:
-        num_seqs = len(batch.slots)
-        shared = None
-        if batch.is_decode and self.prefixes is not None:
-            shared = self.prefixes.find(batch)
-        graphs = self.graphs if shared is None else self.shared_graphs
-        if graphs is not None and batch.is_decode:
+        num_seqs, graphs = len(batch.slots), None
+        filters = batch.sampling.has_filters or self.filters_in_graph
+        if batch.kind is StepKind.DECODE:
+            shared = None if self.prefixes is None else self.prefixes.find(batch)
+            arrays = prepare_decode(batch, self.block_size, filters, shared)
+            graphs = self.graphs if shared is None else self.shared_graphs
+        else:
+            arrays = prepare_prefill(batch, self.block_size, filters, overlaps(batch, self.tp.size))
+        if graphs is None:
+            inputs = self.staging.send(arrays)()
+            token_ids = self._sample(self.run_model(inputs), inputs)
+        else:
             rows = graphs.size_for(num_seqs)
             graphs.capture(rows)
-            arrays = self.prepare_decode(batch, rows, self.max_blocks, shared)
-            inputs = self.staging.send(arrays | self.prepare_sample(batch, rows))
+            staged = self.staging.send(arrays, self._decode_size(rows))
             hidden, token_ids = graphs.replay(rows)
-        else:
-            if batch.is_decode:
-                arrays = self.prepare_decode(batch, num_seqs, batch.block_tables.shape[1], shared)
-            else:
-                arrays = self.prepare_prefill(batch)
-            inputs = self.staging.send(arrays | self.prepare_sample(batch, num_seqs))
-            hidden, token_ids = self.run_model(batch, inputs), None
-        if token_ids is None:
-            token_ids = self._sample(hidden[:num_seqs], inputs)
-        return self.staging.receive(token_ids[:num_seqs])
+            if token_ids is None:
+                token_ids = self._sample(hidden[:num_seqs], staged())
+        return self.staging.receive(token_ids[:num_seqs], batch.draws)
 
-    def _graph_step(self, inputs: StagedFields, meta: AttentionMetadata) -> GraphOutput:
+    def _decode_size(self, rows: int) -> StepSize:
+        """The padded size of a graph's step of `rows` sequences."""
+        return replace(self.size, tokens=rows, seqs=rows)
+
+    def _graph_step(self, inputs: StepInputs[torch.Tensor]) -> GraphOutput:
         """What a graph holds of a step: (hidden states, sampled tokens).
 
         Sampling is in no graph where it needs NCCL, which would hold on to the graph and cannot be aborted.
         """
-        hidden = self._forward(inputs, meta)
+        hidden = self.run_model(inputs)
         local = self.tp.exchanges_rows(len(hidden), self.dtype)
         return hidden, self._sample(hidden, inputs) if local else None
 
-    def _sample(self, hidden: torch.Tensor, inputs: StagedFields) -> torch.Tensor:
+    def _sample(self, hidden: torch.Tensor, inputs: StepInputs[torch.Tensor]) -> torch.Tensor:
         """Draw the tokens [n] for hidden [n, hidden_size], the step's first rows, and keep them.
 
         Each rank draws those of some rows, and all get all.
         """
-        num_rows = len(hidden)
         logits = self.model.compute_logits(hidden)
         mine, whole = self.tp.whole_rows(logits, self.model_config.vocab_size)
-        token_ids = self.sampler(whole, self._sampling_tensors(inputs, mine))
+        token_ids = self.sampler(whole, map_columns(inputs.sampling, lambda _, column: column[mine]))
         token_ids = self.tp.join_rows(token_ids, mine, logits)
-        keep_tokens(token_ids, inputs["sample_slots"][:num_rows], self.last_token_ids)
+        keep_tokens(token_ids, inputs.sample_slots[: len(hidden)], self.last_token_ids)
         return token_ids
 
-    def run_model(self, batch: Batch, inputs: StagedFields) -> torch.Tensor:
-        """Run the model without a graph; return the hidden states [S, hidden] that logits are made from."""
-        max_seqlen_q, max_seqlen_k = int(batch.query_lens.max()), int(batch.context_lens.max())
-        meta = self._metadata(inputs, batch.is_decode, max_seqlen_q, max_seqlen_k)
-        if overlaps(batch, self.tp.size):
-            meta = replace(meta, halves=halves_metadata(batch, inputs, meta))
-        return self._forward(inputs, meta)
-
-    def _forward(self, inputs: StagedFields, meta: AttentionMetadata) -> torch.Tensor:
-        # What is kept may be a failed row's -1 or what an aborted sum left: no token either.
-        ids, slots, vocab_size = inputs["token_ids"], inputs["token_slots"], self.model_config.vocab_size
-        token_ids = take_tokens(ids, slots, self.last_token_ids, vocab_size)
-        return self.model(token_ids, inputs["positions"], meta)
-
-    def _metadata(
-        self, inputs: StagedFields, is_decode: bool, max_seqlen_q: int, max_seqlen_k: int
-    ) -> AttentionMetadata:
-        shared = None
-        if inputs.get(SHARED_FIELDS[0]) is not None:
-            shared = SharedPrefixes(*(inputs[name] for name in SHARED_FIELDS))
-        return AttentionMetadata(
-            cu_seqlens_q=inputs["cu_seqlens_q"],
-            cu_seqlens_k=inputs["cu_seqlens_k"],
-            max_seqlen_q=max_seqlen_q,
-            max_seqlen_k=max_seqlen_k,
-            slot_mapping=inputs["slot_mapping"],
-            context_lens=inputs["context_lens"],
-            block_tables=inputs["block_tables"],
-            is_decode=is_decode,
-            wanted_rows=inputs.get("last_rows"),
-            shared=shared,
-        )
-
-    def _sampling_tensors(self, inputs: StagedFields, rows: slice) -> SamplingTensors:
-        filters = None
-        if inputs.get("top_k") is not None:
-            filters = Filters(*(inputs[name][rows] for name, *_ in FILTERS))
-        return SamplingTensors(
-            temperature=inputs["temperature"][rows],
-            seeds=inputs["seed"][rows],
-            positions=inputs["sample_positions"][rows],
-            filters=filters,
-        )
-
-    # -- a batch as arrays: everything else about it is derived here, in one place -------------------------
-
-    def prepare_prefill(self, batch: Batch) -> dict[str, np.ndarray]:
-        """Inputs of a step whose sequences bring any number of tokens."""
-        query_lens = batch.query_lens
-        cu_seqlens_q = prefix_sum(query_lens)
-        rows = np.repeat(np.arange(len(query_lens), dtype=np.int32), query_lens)  # [T] whose token it is
-        num_tokens = len(batch.token_ids)
-        first_positions = batch.context_lens - query_lens - cu_seqlens_q[:-1]
-        positions = np.arange(num_tokens, dtype=np.int32) + first_positions[rows]
-        arrays = {
-            "token_ids": batch.token_ids.astype(np.int64),  # as torch's lookups want it, which else casts
-            "token_slots": batch.slots[rows].astype(np.int64),
-            "positions": positions,
-            "slot_mapping": self._slot_mapping(batch, rows, positions),
-            "context_lens": batch.context_lens,
-            "sample_slots": self._sample_slots(batch),
-            "last_rows": cu_seqlens_q[1:] - np.int32(1),
-            "cu_seqlens_q": cu_seqlens_q,
-            "cu_seqlens_k": prefix_sum(batch.context_lens),
-            "block_tables": batch.block_tables,
-        }
-        return arrays | halves_arrays(batch) if overlaps(batch, self.tp.size) else arrays
-
-    def prepare_decode(
-        self, batch: Batch, rows: int, width: int, shared: SharedRows | None = None
-    ) -> dict[str, np.ndarray]:
-        """Inputs of a step of one token a sequence, padded to `rows` rows that read and write nothing."""
-        positions = batch.context_lens - np.int32(1)
-        slot_mapping = self._slot_mapping(batch, np.arange(len(batch.slots)), positions)
-        context_lens = pad(batch.context_lens, rows, 0)
-        arrays = {
-            "token_ids": pad(batch.token_ids, rows, 0, np.int64),
-            "token_slots": pad(batch.slots, rows, self.spare_slot, np.int64),
-            "positions": pad(positions, rows, 0),
-            "slot_mapping": pad(slot_mapping, rows, -1),
-            "context_lens": context_lens,
-            "sample_slots": pad(self._sample_slots(batch), rows, self.spare_slot, np.int64),
-            "cu_seqlens_q": np.arange(rows + 1, dtype=np.int32),
-            "cu_seqlens_k": prefix_sum(context_lens),
-            "block_tables": self.prepare_block_tables(batch, rows, width),
-        }
-        return arrays if shared is None else arrays | pad_shared_prefixes(shared, rows)
-
-    def prepare_block_tables(self, batch: Batch, rows: int, width: int) -> np.ndarray:
-        """The block tables [rows, width], every unused cell -1."""
-        tables = np.full((rows, width), -1, np.int32)
-        tables[: batch.block_tables.shape[0], : batch.block_tables.shape[1]] = batch.block_tables
-        return tables
-
-    def prepare_sample(self, batch: Batch, rows: int) -> dict[str, np.ndarray]:
-        """The sampling parameters, padded to `rows`; filters where they are in use or in the graph."""
-        sampling = batch.sampling
-        fields = {
-            "temperature": pad(sampling.temperature, rows, 0, np.float32),
-            "seed": pad(sampling.seed, rows, 0, np.int64),
-            # The position of the token to come: with the seed, it picks the random numbers.
-            "sample_positions": pad(batch.context_lens, rows, 0),
-        }
-        if sampling.has_filters or self.filters_in_graph:
-            fields |= {
-                name: pad(getattr(sampling, name), rows, neutral, dtype) for name, neutral, dtype in FILTERS
-            }
-        return fields
-
-    def _slot_mapping(self, batch: Batch, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """Where in the cache each token's K/V goes: block * block_size + offset."""
-        blocks = batch.block_tables[rows, positions // self.block_size]
-        return blocks * np.int32(self.block_size) + positions % np.int32(self.block_size)
-
-    def _sample_slots(self, batch: Batch) -> np.ndarray:
-        return np.where(batch.samples, batch.slots, self.spare_slot).astype(np.int64)
+    def run_model(self, inputs: StepInputs[torch.Tensor]) -> torch.Tensor:
+        """Run the model; return the hidden states [S, hidden] that logits are made from."""
+        # What is kept may be NOT_FINITE or what an aborted sum left: no token either.
+        vocab_size = self.model_config.vocab_size
+        token_ids = take_tokens(inputs.token_ids, inputs.token_slots, self.last_token_ids, vocab_size)
+        return self.model(token_ids, inputs.positions, inputs.attention)
 
     def exit(self) -> None:
         """Free everything on the device and leave the group. The runner cannot be used afterwards."""

@@ -1,20 +1,28 @@
-"""Staging: how a step's host arrays reach the device, in one copy, and its tokens come back.
+"""Staging: how a step's inputs reach the device, in one copy, and its tokens come back.
 
-Knows shapes and offsets, nothing of what the arrays mean. The arrays are padded and summed up here too.
+Knows the columns' declared dtypes, dimensions and padding, nothing of what they mean.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from math import prod
 
 import numpy as np
 import torch
 
-from nanovllm.batch import SampleOutput
+from nanovllm.batch import StepOutput
+from nanovllm.columns import Column, StepSize, all_columns, map_columns
 from nanovllm.device import Device
+from nanovllm.runner.inputs import StepInputs
 
-ALIGN = 4  # in int32 words: every field starts at a multiple of 16 bytes
-TORCH_DTYPES = {"int32": torch.int32, "int64": torch.int64, "float32": torch.float32}
+ALIGN = 16  # bytes: every column starts at a multiple of that
+TORCH_DTYPES: dict[type[np.generic], torch.dtype] = {
+    np.int32: torch.int32,
+    np.int64: torch.int64,
+    np.float32: torch.float32,
+}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -22,80 +30,78 @@ class StepHandle:
     """A launched step, whose tokens can be read once the device has got that far."""
 
     token_ids: torch.Tensor  # [S] int64, on the host
+    draws: np.ndarray  # [S] int32, of the batch
     event: torch.cuda.Event | None
 
-    def result(self) -> SampleOutput:
+    def result(self) -> StepOutput:
         """Wait for the step and return its tokens."""
         if self.event is not None:
             self.event.synchronize()
-        return SampleOutput(self.token_ids.numpy().copy())
-
-
-class StagedFields:
-    """Views of the device buffer, made when asked for, by name."""
-
-    def __init__(self, buffer: torch.Tensor) -> None:
-        self._buffer = buffer
-        # By name: the first word and the last + 1, shape, dtype.
-        self._fields: dict[str, tuple[int, int, tuple[int, ...], str]] = {}
-        self.num_words = 0
-
-    def place(self, name: str, array: np.ndarray) -> tuple[int, int]:
-        """Give `array` the next free place; return its first and last + 1 word."""
-        start, end = self.num_words, self.num_words + array.nbytes // 4
-        self._fields[name] = (start, end, array.shape, array.dtype.name)
-        self.num_words = -(-end // ALIGN) * ALIGN
-        return start, end
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        start, end, shape, dtype = self._fields[name]
-        return self._buffer[start:end].view(TORCH_DTYPES[dtype]).view(shape)
-
-    def get(self, name: str) -> torch.Tensor | None:
-        return self[name] if name in self._fields else None
+        return StepOutput(self.token_ids.numpy().copy()[:, None], self.draws)
 
 
 class Staging:
     """One input buffer on the device, and two sets of host buffers that take turns.
 
-    The same fields in the same order and shapes always land at the same addresses, which is what lets a CUDA
-    graph read them. A host set is written again only when the device is done with its last use.
+    Inputs of the same parts and sizes always land at the same addresses, which is what lets a CUDA graph read
+    them. A host set is written again only when the device is done with its last use.
     """
 
-    def __init__(self, device: Device, num_words: int, max_num_seqs: int) -> None:
+    def __init__(self, device: Device, size: StepSize) -> None:
+        """size: of the largest step; there is room for it with every part that a step may have."""
+        num_bytes = sum(_end_of(column, 0, column.shape(size)) for column in all_columns(StepInputs))
+        words = num_bytes // 4
         self._device = device
-        self._buffer = torch.zeros(num_words, dtype=torch.int32, device=device.torch)
-        self._inputs = [device.host_buffer(num_words, torch.int32) for _ in range(2)]
-        self._token_ids = [device.host_buffer(max_num_seqs, torch.int64) for _ in range(2)]
+        self._buffer = torch.zeros(words, dtype=torch.int32, device=device.torch)
+        self._columns = {dtype: self._buffer.view(other) for dtype, other in TORCH_DTYPES.items()}
+        self._inputs = [device.host_buffer(words, torch.int32) for _ in range(2)]
+        self._token_ids = [device.host_buffer(size.seqs, torch.int64) for _ in range(2)]
         self._events: list[torch.cuda.Event | None] = [None, None]
         self._turn = 0
 
-    def send(self, arrays: dict[str, np.ndarray]) -> StagedFields:
-        """Queue one copy of all arrays (int32, int64 or float32) to the device and return where they land."""
+    def send(
+        self, inputs: StepInputs[np.ndarray], size: StepSize | None = None
+    ) -> Callable[[], StepInputs[torch.Tensor]]:
+        """Queue one copy of all inputs, padded to `size` if given; return a function for where they land.
+
+        The tensors hold them until the next call. A graph has its own, so it spares the host making them.
+        """
         event, host = self._events[self._turn], self._inputs[self._turn]
         if event is not None:
             event.synchronize()
-        staged = StagedFields(self._buffer)
-        words = host.numpy()
-        for name, array in arrays.items():
-            start, end = staged.place(name, array)
-            words[start:end].view(array.dtype)[:] = array.ravel()
-        self._buffer[: staged.num_words].copy_(host[: staged.num_words], non_blocking=True)
-        return staged
+        words, end = host.numpy(), 0
 
-    def receive(self, token_ids: torch.Tensor) -> StepHandle:
+        def put(column: Column, array: np.ndarray) -> None:
+            nonlocal end
+            shape = array.shape if size is None else column.shape(size)
+            start, end = end, _end_of(column, end, shape)
+            cells = words[start // 4 : end // 4].view(column.dtype)[: prod(shape)].reshape(shape)
+            if shape != array.shape:
+                cells[...] = column.padding
+            cells[tuple([slice(length) for length in array.shape])] = array
+            places.append((start // cells.itemsize, shape))
+
+        def view(column: Column, _: np.ndarray) -> torch.Tensor:
+            start, shape = next(rest)
+            return self._columns[column.dtype][start : start + prod(shape)].view(shape)
+
+        places: list[tuple[int, tuple[int, ...]]] = []
+        map_columns(inputs, put)
+        rest = iter(places)
+        self._buffer[: end // 4].copy_(host[: end // 4], non_blocking=True)
+        return lambda: map_columns(inputs, view)
+
+    def receive(self, token_ids: torch.Tensor, draws: np.ndarray) -> StepHandle:
         """Queue the copy of the step's tokens [S] to the host, and end the turn of this host set."""
         host = self._token_ids[self._turn][: len(token_ids)]
         host.copy_(token_ids, non_blocking=True)
         event = self._device.record_event()
         self._events[self._turn] = event
         self._turn = 1 - self._turn
-        return StepHandle(host, event)
+        return StepHandle(host, draws, event)
 
 
-def pad(array: np.ndarray | None, size: int, value: int, dtype: type[np.generic] = np.int32) -> np.ndarray:
-    """Return `array` [n] as [size] of `dtype`, filled up with `value`; None is an array of none."""
-    padded = np.full(size, value, dtype)
-    if array is not None:
-        padded[: len(array)] = array
-    return padded
+def _end_of(column: Column, start: int, shape: tuple[int, ...]) -> int:
+    """Where the next column starts, in bytes."""
+    end = start + prod(shape) * np.dtype(column.dtype).itemsize
+    return -(-end // ALIGN) * ALIGN

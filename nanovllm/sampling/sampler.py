@@ -6,22 +6,28 @@ A row's result depends on that row alone, whatever its batch mates ask for. Owns
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated, Generic
 
+import numpy as np
 import torch
 from torch import nn
 
-from nanovllm.kernels.filters import Filters
+from nanovllm.columns import A, Column
+from nanovllm.kernels.filters import FilterColumns
 from nanovllm.kernels.sampling import sample
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class SamplingTensors:
-    """The parameters of S rows, on the logits' device."""
+@dataclass(frozen=True, eq=False)
+class SamplingColumns(Generic[A]):
+    """The parameters of S rows."""
 
-    temperature: torch.Tensor  # [S] float32, 0 is greedy
-    seeds: torch.Tensor  # [S] int64
-    positions: torch.Tensor  # [S] int32: of the token to come; with the seed it picks the random numbers
-    filters: Filters | None  # None: no row uses any
+    temperature: Annotated[A, Column(np.float32, lambda n: (n.seqs,))]  # 0 is greedy
+    seeds: Annotated[A, Column(np.int64, lambda n: (n.seqs,))]
+    positions: Annotated[A, Column(np.int32, lambda n: (n.seqs,))]  # of the token to come
+    filters: FilterColumns[A] | None  # None: no row uses any
+
+
+SamplingTensors = SamplingColumns[torch.Tensor]
 
 
 class Sampler(nn.Module):

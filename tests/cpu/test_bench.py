@@ -43,6 +43,7 @@ from bench_workloads import (
 
 import bench
 import nanovllm
+from nanovllm.batch import StepKind
 from nanovllm.engine import llm_engine
 from nanovllm.engine.progress import Progress
 from nanovllm.kernels.compat import INTERPRET
@@ -313,9 +314,9 @@ def test_prompts_that_are_the_same_are_computed_once_and_read_once_a_step() -> N
     # Own contexts 1; 1, 2, 3; and 3, 4; the three shared tokens in each of 3 steps.
     assert floor.decode == pytest.approx(3 * 328 * 2 / 10 + (1 + 6 + 7 + 9) * 24 / 10)
     steps = [
-        Step(1.0, True, np.ones(3, np.int32), np.array([4, 4, 3]), np.array([1, 0, 2])),
-        Step(1.0, True, np.ones(2, np.int32), np.array([5, 4]), np.array([1, 2])),
-        Step(1.0, True, np.ones(1, np.int32), np.array([6]), np.array([1])),
+        Step(1.0, StepKind.DECODE, np.ones(3, np.int32), np.array([4, 4, 3]), np.array([1, 0, 2])),
+        Step(1.0, StepKind.DECODE, np.ones(2, np.int32), np.array([5, 4]), np.array([1, 2])),
+        Step(1.0, StepKind.DECODE, np.ones(1, np.int32), np.array([6]), np.array([1])),
     ]
     speed = Speed(10.0, 1e30)
     floor = floor_of(cost, work, speed, work.sharing())
@@ -351,7 +352,7 @@ def test_recorded_steps_count_what_the_floor_counts(run_ahead: bool) -> None:
             llm.generate(work.prompts, params, use_tqdm=False)
         cost = Cost.of(llm.model_config, 4, 4)
     assert llm_engine.Progress is Progress  # as before
-    assert [step.is_decode for step in steps] == [False] + 5 * [True]
+    assert [step.kind for step in steps] == [StepKind.PREFILL] + 5 * [StepKind.DECODE]
     assert [len(step.query_lens) for step in steps] == [3, 2, 2, 2, 1, 1]
     assert all(step.seconds > 0 for step in steps)
     speed = Speed(1e9, 1e30)  # so fast at products that weights are read, not waited for
@@ -365,10 +366,10 @@ def test_recorded_steps_count_what_the_floor_counts(run_ahead: bool) -> None:
 def test_step_times_take_batches_of_nearly_the_size() -> None:
     def step(size: int, seconds: float, context: int = 10) -> Step:
         ones = np.ones(size, np.int32)
-        return Step(seconds, True, ones, context * ones, np.arange(size))
+        return Step(seconds, StepKind.DECODE, ones, context * ones, np.arange(size))
 
     steps = [step(300, 9.0), step(256, 1.0), step(250, 2.0, 30), step(244, 3.0), step(9, 4.0), step(1, 0.5)]
-    steps.append(Step(50.0, False, *[np.ones(256, np.int32)] * 3))
+    steps.append(Step(50.0, StepKind.PREFILL, *[np.ones(256, np.int32)] * 3))
     assert step_times(steps) == {
         "300": {"ms": 9000.0, "steps": 1, "mean_context": 10.0},
         "256": {"ms": 2000.0, "steps": 3, "mean_context": pytest.approx(50 / 3)},
@@ -409,7 +410,9 @@ def test_a_trace_gives_kernel_time_and_the_gaps_between_replays(tmp_path: Path) 
 
 def test_exposed_host_time_is_of_the_same_steps() -> None:
     ones = np.ones(3, np.int32)
-    steps = [Step(s, s < 9, ones, ones, ones) for s in [9.0, 7.0, 1e-3, 1e-3, 1e-3]]
+    kinds = [StepKind.PREFILL, *[StepKind.DECODE] * 4]
+    seconds = [9.0, 7.0, 1e-3, 1e-3, 1e-3]
+    steps = [Step(s, kind, ones, ones, ones) for s, kind in zip(seconds, kinds, strict=True)]
     found = bench.host_exposed(steps, {"step_us": 1200.0, "kernel_us": 900.0, "gap_us": 20.0})
     assert found["batch"] == 3 and found["step_us"] == pytest.approx(1000)
     assert found["exposed_us"] == pytest.approx(100) and found["exposed_share"] == pytest.approx(0.1)

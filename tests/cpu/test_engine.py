@@ -11,7 +11,6 @@ import threading
 import weakref
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from checked_llm import BLOCK, make_tiny
@@ -19,10 +18,9 @@ from tiny_models import VOCAB_SIZE, edit_json, transformers_greedy, write_tiny_m
 
 from nanovllm import LLM, EngineClosedError, KVCacheMemoryError, SamplingParams
 from nanovllm.attention import triton
-from nanovllm.batch import Batch, SamplingBatch
+from nanovllm.batch import Batch, StepKind
 from nanovllm.errors import ModelLoadError
 from nanovllm.kernels.compat import INTERPRET
-from nanovllm.kernels.decode_attention import WIDE_TILE
 from nanovllm.layers import weights
 from nanovllm.runner import shared_prefixes
 from nanovllm.runner.staging import StepHandle
@@ -71,7 +69,7 @@ def test_every_schedule_gives_transformers_tokens(
             assert llm.num_free_blocks == KV[kv]
         if kv == "ample":
             assert max(seq.num_cached_tokens for seq in llm.sequences) >= 2 * BLOCK
-        assert max((len(b.token_ids) for b in llm.batches if not b.is_decode), default=0) <= budget
+        assert max((len(b.token_ids) for b in llm.batches if b.kind is StepKind.PREFILL), default=0) <= budget
     with make_tiny(model, enable_prefix_caching=False, **options) as llm:
         assert tokens(llm.generate(prompts, GREEDY, use_tqdm=False)) == expected
         assert {seq.num_cached_tokens for seq in llm.sequences} == {0}
@@ -172,31 +170,8 @@ def test_shared_beginnings_are_read_once(tmp_path: Path, monkeypatch: pytest.Mon
         assert tokens(outputs) == [
             transformers_greedy(path, p, n) for p, n in zip(prompts, lens, strict=True)
         ]
-    shapes = [sorted(skips.tolist()) for _, _, skips, _ in filter(None, found)]
+    shapes = [sorted(each.skips.tolist()) for each in filter(None, found)]
     assert [0, 512, 512, 512] in shapes and [0, 512, 512] in shapes
-
-
-def test_all_inputs_of_the_widest_step_fit(tmp_path: Path) -> None:
-    """One query head for each KV head: so many sequences may read what they share together."""
-    path = write_tiny_model(tmp_path, max_position_embeddings=64, num_hidden_layers=1)
-    rows = 64
-    with make_tiny(path, max_num_seqs=rows, max_num_batched_tokens=rows, max_model_len=32) as llm:
-        runner = llm._runner
-        ones, halves = np.ones(rows, np.int32), np.full(rows, 0.5, np.float32)
-        batch = Batch(
-            seq_ids=tuple(range(rows)),
-            slots=np.arange(rows, dtype=np.int32),
-            token_ids=ones,
-            query_lens=ones,
-            context_lens=ones,
-            block_tables=np.zeros((rows, runner.max_blocks), np.int32),
-            samples=np.ones(rows, np.bool_),
-            sampling=SamplingBatch(halves, ones, halves, halves, np.arange(rows)),
-        )
-        shared = (np.zeros((rows // 2, WIDE_TILE), np.int32), ones[::2], ones, ones[:1])
-        inputs = runner.prepare_decode(batch, rows, runner.max_blocks, shared)
-        staged = runner.staging.send(inputs | runner.prepare_sample(batch, rows))
-        assert staged["shared_members"].shape == (rows // 2, WIDE_TILE)
 
 
 def test_max_num_seqs_one_and_odd(model: Path, prompts: list, expected: list) -> None:

@@ -8,9 +8,10 @@ import pytest
 import torch
 from kernel_cases import BF16, F16, F32, FP8, Heads
 
+from nanovllm.batch import PADDING
 from nanovllm.kernels import matmul
 from nanovllm.kernels.compat import INTERPRET
-from nanovllm.kernels.decode_attention import paged_decode_attention
+from nanovllm.kernels.decode_attention import SharedUnit, paged_decode_attention
 from nanovllm.kernels.prefill_attention import Tiles
 from nanovllm.kernels.sampling import sample, sample_reference
 from nanovllm.runner.shared_prefixes import find_shared_prefixes
@@ -76,13 +77,14 @@ def test_decode_of_shared_prefixes(
 def test_nothing_is_shared() -> None:
     tables = np.arange(12, dtype=np.int32).reshape(3, 4)
     contexts = np.full(3, 2000, np.int32)
-    assert find_shared_prefixes(tables, contexts, 512, 2) is None
+    unit = SharedUnit(8, 512)
+    assert find_shared_prefixes(tables, contexts, 512, unit) is None
     same = np.broadcast_to(tables[:1], tables.shape)
-    assert find_shared_prefixes(same, contexts, 512, 16) is None  # one sequence fills a tile
-    assert find_shared_prefixes(same, np.full(3, 512, np.int32), 512, 2) is None
-    members, lens, skips, units = find_shared_prefixes(same, contexts, 512, 2)
-    assert (members.tolist(), lens.tolist()) == ([[0, 1, 2, -1, -1, -1, -1, -1]], [1536])
-    assert (skips.tolist(), units.tolist()) == ([1536] * 3, [1])
+    assert find_shared_prefixes(same, contexts, 512, SharedUnit(1, 512)) is None
+    assert find_shared_prefixes(same, np.full(3, 512, np.int32), 512, unit) is None
+    found = find_shared_prefixes(same, contexts, 512, unit)
+    assert (found.members.tolist(), found.lens.tolist()) == ([[0, 1, 2] + [PADDING] * 5], [1536])
+    assert (found.skips.tolist(), found.units.tolist()) == ([1536] * 3, [1])
 
 
 def test_decode_of_padding_alone_is_zero() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tiny_models import FAMILIES, edit_json, transformers_greedy, transformers_logits, write_tiny_model
 
-from nanovllm.attention.base import AttentionMetadata
+from nanovllm.attention.base import PrefillRanges, StepMetadata
 from nanovllm.attention.reference import ReferenceBackend
 from nanovllm.distributed.group import TPGroup
 from nanovllm.kernels.cache import KVCache
@@ -61,15 +61,14 @@ def forward(
     its past is cached."""
     end = start + len(token_ids)
     positions = torch.arange(start, end, dtype=torch.int32)
-    meta = AttentionMetadata(
-        cu_seqlens_q=torch.tensor([0, len(token_ids)], dtype=torch.int32),
-        cu_seqlens_k=torch.tensor([0, end], dtype=torch.int32),
-        max_seqlen_q=len(token_ids),
+    bounds = (torch.tensor([0, length], dtype=torch.int32) for length in (len(token_ids), end))
+    ranges = PrefillRanges(*bounds, len(token_ids))
+    meta = StepMetadata(
         max_seqlen_k=end,
         slot_mapping=positions,
         context_lens=torch.tensor([end], dtype=torch.int32),
         block_tables=torch.arange(-(-end // BLOCK_SIZE), dtype=torch.int32)[None],
-        is_decode=len(token_ids) == 1,
+        prefill=ranges if len(token_ids) > 1 else None,
         wanted_rows=None if wanted is None else torch.tensor(wanted, dtype=torch.int32),
     )
     logits = model.compute_logits(model(torch.tensor(token_ids), positions, meta))

@@ -1,8 +1,7 @@
-"""Prefill in two halves: where a batch is cut, and what ranks compute that copy their sums to each other."""
+"""Prefill in two halves: what ranks compute that copy their sums to each other."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,40 +12,14 @@ import torch.distributed as dist
 from copying_ranks import run_late_ranks
 from tiny_models import VOCAB_SIZE, write_tiny_model
 
-from nanovllm.batch import ALL_GREEDY, EMPTY_BATCH, Batch
+from nanovllm.batch import ALL_GREEDY, Batch, StepKind
 from nanovllm.config import Config
 from nanovllm.device import Device
 from nanovllm.distributed.copied_rows import PeerCopies
 from nanovllm.distributed.group import TPGroup
 from nanovllm.models.loader import load_model_config
 from nanovllm.runner.model_runner import ModelRunner
-from nanovllm.runner.overlap import OVERLAP_TOKENS, halves
-
-
-@pytest.mark.parametrize(
-    ("lens", "first", "second"),
-    [
-        ([4, 4], [4], [4]),
-        ([5, 4], [4], [1, 4]),
-        ([2], [1], [1]),
-        ([1, 1, 9, 1], [1, 1, 4], [5, 1]),
-        ([3, 3, 3, 2], [3, 2], [1, 3, 2]),
-    ],
-)
-def test_halves_of_a_batch(lens: list[int], first: list[int], second: list[int]) -> None:
-    query_lens = np.array(lens, np.int32)
-    batch = replace(EMPTY_BATCH, query_lens=query_lens, context_lens=query_lens + 10)
-    parts = halves(batch)
-    assert [part.query_lens.tolist() for part in parts] == [first, second]
-    rows = np.arange(len(lens))
-    assert rows[parts[0].rows].tolist() == list(range(len(first)))
-    assert rows[parts[1].rows].tolist() == list(range(len(lens)))[-len(second) :]
-    assert parts[1].context_lens.tolist() == [10 + n for n in lens[-len(second) :]]
-    last = lens[len(first) - 1]
-    assert parts[0].context_lens.tolist() == [10 + n for n in lens[: len(first) - 1]] + [
-        10 + last - (last - first[-1])
-    ]
-    assert batch.query_lens.tolist() == lens
+from nanovllm.runner.overlap import OVERLAP_TOKENS
 
 
 def prompts_batch(seed: int) -> Batch:
@@ -54,13 +27,14 @@ def prompts_batch(seed: int) -> Batch:
     rng = np.random.default_rng(seed)
     lens = rng.integers(40, 60, 50, dtype=np.int32)
     return Batch(
+        kind=StepKind.PREFILL,
         seq_ids=tuple(range(50)),
         slots=np.arange(50, dtype=np.int32),
         token_ids=rng.integers(2, VOCAB_SIZE, int(lens.sum()), dtype=np.int32),
         query_lens=lens,
         context_lens=lens,
         block_tables=np.arange(200, dtype=np.int32).reshape(50, 4),
-        samples=np.ones(50, np.bool_),
+        draws=np.ones(50, np.int32),
         sampling=ALL_GREEDY,
     )
 

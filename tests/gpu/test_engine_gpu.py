@@ -23,10 +23,11 @@ from tiny_models import transformers_model, write_tiny_model
 from torch.nn.functional import pad
 
 from nanovllm import LLM, SamplingParams, demo_model_path
-from nanovllm.batch import ALL_GREEDY, LAST_SAMPLED, Batch
+from nanovllm.batch import ALL_GREEDY, LAST_SAMPLED, Batch, StepKind
 from nanovllm.kernels.compat import in_graph
 from nanovllm.kernels.sampling import BLOCK, random_pair_reference
 from nanovllm.runner import shared_prefixes
+from nanovllm.runner.inputs import prepare_decode, prepare_prefill
 from nanovllm.runner.staging import StepHandle
 
 pytestmark = pytest.mark.gpu
@@ -154,13 +155,14 @@ def test_triton_with_small_blocks(model: Path, prompts: list, block_size: int) -
 
 def decode_batch(num_seqs: int, blocks_each: int, context_lens: np.ndarray) -> Batch:
     return Batch(
+        kind=StepKind.DECODE,
         seq_ids=tuple(range(num_seqs)),
         slots=np.arange(num_seqs, dtype=np.int32)[::-1].copy(),
         token_ids=np.full(num_seqs, LAST_SAMPLED, np.int32),
         query_lens=np.ones(num_seqs, np.int32),
         context_lens=context_lens.astype(np.int32),
         block_tables=np.arange(num_seqs * blocks_each, dtype=np.int32).reshape(num_seqs, blocks_each),
-        samples=np.ones(num_seqs, np.bool_),
+        draws=np.ones(num_seqs, np.int32),
         sampling=ALL_GREEDY,
     )
 
@@ -178,9 +180,9 @@ def test_a_replayed_graph_writes_only_its_own_slots(model: Path, backend: str) -
             batch = decode_batch(num_seqs, 4, rng.integers(1, 1025, num_seqs))
             runner.kv_cache.normal_()
             before = runner.kv_cache.clone()
-            runner.last_token_ids[:-1] = torch.randint(0, 1000, (130,), device="cuda")
+            runner.last_token_ids[:] = torch.randint(0, 1000, (130,), device="cuda")
             last = runner.last_token_ids.clone()
-            graph_tokens = runner.run(batch).token_ids
+            graph_tokens = runner.run(batch).token_ids[:, 0]
             changed = (runner.kv_cache != before).flatten(4).any(-1)  # [2, layers, blocks, block_size]
             want = torch.zeros_like(changed[0, 0]).flatten()
             positions = batch.context_lens - 1
@@ -192,11 +194,11 @@ def test_a_replayed_graph_writes_only_its_own_slots(model: Path, backend: str) -
             runner.last_token_ids.copy_(last)
             context = copy_context()
             context.run(in_graph.set, graphs is not None)  # with the products that a graph has
-            eager_tokens = context.run(runner.run, batch).token_ids
+            eager_tokens = context.run(runner.run, batch).token_ids[:, 0]
             runner.last_token_ids.copy_(last)
             with torch.inference_mode():
-                inputs = runner.staging.send(runner.prepare_decode(batch, num_seqs, 4))
-                scores = runner.model.compute_logits(runner.run_model(batch, inputs)).float().cpu()
+                inputs = runner.staging.send(prepare_decode(batch, runner.block_size, filters=False))()
+                scores = runner.model.compute_logits(runner.run_model(inputs)).float().cpu()
             runner.graphs = graphs
             assert (graph_tokens == eager_tokens).mean() >= 0.95  # random K/V: a near tie may fall either way
             # Other eager steps have other products, so here more may, but none may be anything else.
@@ -217,13 +219,14 @@ def test_a_backend_agrees_with_the_reference_on_logits(model: Path, seed: int, b
     )
     tables = rng.permutation(num_seqs * 4).astype(np.int32).reshape(num_seqs, 4)
     prefill = Batch(
+        kind=StepKind.PREFILL,
         seq_ids=tuple(range(num_seqs)),
         slots=np.arange(num_seqs, dtype=np.int32),
         token_ids=rng.integers(0, 1000, query_lens.sum()).astype(np.int32),
         query_lens=query_lens,
         context_lens=context_lens,
         block_tables=tables,
-        samples=np.ones(num_seqs, np.bool_),
+        draws=np.ones(num_seqs, np.int32),
         sampling=ALL_GREEDY,
     )
     decode = decode_batch(num_seqs, 4, rng.integers(1, 1025, num_seqs))
@@ -251,10 +254,10 @@ def test_a_backend_agrees_with_the_reference_on_logits(model: Path, seed: int, b
                 for batch in (prefill, decode):
                     if batch is decode:
                         runner.kv_cache.copy_(cells)
-                        arrays = runner.prepare_decode(batch, num_seqs, 4)
+                        arrays = prepare_decode(batch, runner.block_size, filters=False)
                     else:
-                        arrays = runner.prepare_prefill(batch)
-                    hidden.append(runner.run_model(batch, runner.staging.send(arrays)).float().cpu())
+                        arrays = prepare_prefill(batch, runner.block_size, filters=False)
+                    hidden.append(runner.run_model(runner.staging.send(arrays)()).float().cpu())
         results.append(hidden)
     for ours, oracle in zip(*results, strict=True):
         assert ours.isfinite().all()

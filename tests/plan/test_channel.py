@@ -21,7 +21,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanovllm.batch import ALL_GREEDY, LAST_SAMPLED, Batch, SamplingBatch
+from nanovllm.batch import ALL_GREEDY, LAST_SAMPLED, PADDING, Batch, SamplingBatch, StepKind
 from nanovllm.errors import EngineClosedError, WorkerError
 from nanovllm.workers.channel import Channel, ChannelReader
 
@@ -40,13 +40,14 @@ def dead() -> None:
 def make_batch(query_lens: list[int], width: int, sampling: SamplingBatch = ALL_GREEDY) -> Batch:
     size, rng = len(query_lens), np.random.default_rng(0)
     return Batch(
+        kind=StepKind.PREFILL,
         seq_ids=tuple(range(2**40, 2**40 + size)),
         slots=np.arange(size, dtype=np.int32),
         token_ids=rng.integers(LAST_SAMPLED, 150_000, sum(query_lens), dtype=np.int32),
         query_lens=np.array(query_lens, np.int32),
         context_lens=np.array(query_lens, np.int32) + 7,
-        block_tables=rng.integers(-1, 1000, (size, width), dtype=np.int32),
-        samples=rng.random(size) < 0.5,
+        block_tables=rng.integers(PADDING, 1000, (size, width), dtype=np.int32),
+        draws=rng.integers(2, size=size, dtype=np.int32),
         sampling=sampling,
     )
 

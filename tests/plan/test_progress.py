@@ -15,7 +15,7 @@ from typing import Any, ClassVar, TypeVar
 import numpy as np
 import pytest
 
-from nanovllm.batch import ALL_GREEDY, LAST_SAMPLED, Batch
+from nanovllm.batch import ALL_GREEDY, LAST_SAMPLED, Batch, StepKind
 from nanovllm.engine import progress
 from nanovllm.engine.progress import Progress, short
 
@@ -23,7 +23,8 @@ from nanovllm.engine.progress import Progress, short
 def batch(num_tokens: int, decode: bool) -> Batch:
     ones = np.ones(1, np.int32)
     token_ids = np.full(num_tokens, LAST_SAMPLED if decode else 7, np.int32)
-    return Batch((0,), ones, token_ids, ones, ones, ones[None], ones.astype(bool), ALL_GREEDY)
+    kind = StepKind.DECODE if decode else StepKind.PREFILL
+    return Batch(kind, (0,), ones, token_ids, ones, ones, ones[None], ones, ALL_GREEDY)
 
 
 class Terminal(io.StringIO):

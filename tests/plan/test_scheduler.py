@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from fake_device import EOS, VOCAB, FakeDevice, Loop, expected_output, make_sequ
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanovllm.batch import NOT_FINITE, SampleOutput
+from nanovllm.batch import NOT_FINITE, StepKind, StepOutput
 from nanovllm.plan import block_manager as block_manager_module
 from nanovllm.plan.scheduler import Scheduler
 from nanovllm.sampling_params import SamplingParams
@@ -240,15 +241,43 @@ def test_a_failed_row_ends_alone() -> None:
     for i in range(3):
         loop.scheduler.add(make_sequence(i, [i + 1] * 5, params))
     batch = loop.scheduler.schedule()
-    tokens = loop.device.launch(batch).result().token_ids.copy()
-    tokens[1] = NOT_FINITE
-    (failed,) = loop.scheduler.postprocess(batch, SampleOutput(tokens))
+    output = loop.device.launch(batch).result()
+    output.token_ids[1] = NOT_FINITE
+    (failed,) = loop.scheduler.postprocess(batch, output)
     assert (failed.seq_id, failed.finish_reason, failed.completion_token_ids) == (1, "error", [])
     loop.scheduler.check()
     while not loop.scheduler.is_finished():
         loop.step()
     for i in (0, 2):
         assert loop.finished[i].completion_token_ids == expected_output([i + 1] * 5, params, 60)[0]
+
+
+def test_prompts_of_one_token_are_prefill() -> None:
+    loop = make_loop(run_ahead=False)
+    for i in range(2):
+        loop.scheduler.add(make_sequence(i, [i + 1], SamplingParams(max_tokens=2, ignore_eos=True)))
+    for kind in (StepKind.PREFILL, StepKind.DECODE):
+        batch = loop.scheduler.schedule()
+        assert (batch.kind, len(batch.token_ids), batch.draws.tolist()) == (kind, 2, [1, 1])
+        loop.scheduler.postprocess(batch, loop.device.launch(batch).result())
+    assert loop.scheduler.is_finished()
+
+
+def test_several_tokens_of_a_row() -> None:
+    """As many as hold are taken, up to the one that ends the output."""
+    loop = make_loop(run_ahead=False)
+    for i, max_tokens in enumerate([9, 9, 2]):
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+        loop.scheduler.add(make_sequence(i, [i + 1] * 5, params))
+    batch = replace(loop.scheduler.schedule(), draws=np.full(3, 3, np.int32))
+    running = list(loop.scheduler.running)
+    for seq in running:
+        seq.num_pending_tokens = 3
+    output = StepOutput(np.arange(10, 19).reshape(3, 3), np.array([3, 1, 3], np.int32))
+    (ended,) = loop.scheduler.postprocess(batch, output)
+    assert [seq.completion_token_ids for seq in running] == [[10, 11, 12], [13], [16, 17]]
+    assert (ended.seq_id, ended.finish_reason) == (2, "length")
+    assert {seq.num_pending_tokens for seq in running} == {0}
 
 
 def test_what_can_never_fit_is_refused() -> None:

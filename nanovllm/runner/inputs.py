@@ -1,0 +1,105 @@
+"""StepInputs: all that one step reads, as NumPy arrays on the host and as tensors on the device.
+
+Positions, cache slots and prefix sums are derived from a `Batch` here, in one place. Copies nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Generic
+
+import numpy as np
+
+from nanovllm.attention.base import PrefillRanges, SharedPrefixes, StepColumns
+from nanovllm.batch import NO_SLOT, Batch, prefix_sum
+from nanovllm.columns import A, Column
+from nanovllm.kernels.filters import FilterColumns
+from nanovllm.runner.overlap import halves
+from nanovllm.sampling.sampler import SamplingColumns
+
+
+@dataclass(frozen=True, eq=False)
+class StepInputs(Generic[A]):
+    """One step of S sequences and T tokens. Token ids and slots are int64, as torch's lookups want them.
+
+    Sampling comes last, and last of it the filters: a CUDA graph that has none finds all else where it was.
+    """
+
+    token_ids: Annotated[A, Column(np.int64, lambda n: (n.tokens,))]  # LAST_SAMPLED: known to the device only
+    token_slots: Annotated[A, Column(np.int64, lambda n: (n.tokens,), NO_SLOT)]  # of each token's sequence
+    positions: Annotated[A, Column(np.int32, lambda n: (n.tokens,))]
+    sample_slots: Annotated[A, Column(np.int64, lambda n: (n.seqs,), NO_SLOT)]  # where drawn tokens are kept
+    attention: StepColumns[A]
+    sampling: SamplingColumns[A]
+
+
+def prepare_prefill(
+    batch: Batch, block_size: int, filters: bool, in_halves: bool = False
+) -> StepInputs[np.ndarray]:
+    """The inputs of a step whose sequences bring any number of tokens."""
+    query_lens, context_lens = batch.query_lens, batch.context_lens
+    cu_seqlens_q = prefix_sum(query_lens)
+    rows = np.repeat(np.arange(len(query_lens), dtype=np.int32), query_lens)  # [T] whose token it is
+    positions = np.arange(len(rows), dtype=np.int32) + (context_lens - query_lens - cu_seqlens_q[:-1])[rows]
+    slot_mapping = _slot_mapping(batch, rows, positions, block_size)
+    attention = StepColumns(
+        slot_mapping=slot_mapping,
+        context_lens=context_lens,
+        block_tables=batch.block_tables,
+        max_seqlen_k=int(context_lens.max()),
+        prefill=PrefillRanges(cu_seqlens_q, prefix_sum(context_lens), int(query_lens.max())),
+        wanted_rows=cu_seqlens_q[1:] - np.int32(1),
+        halves=halves(batch, slot_mapping) if in_halves else None,
+    )
+    return _inputs(batch, rows, positions, attention, filters)
+
+
+def prepare_decode(
+    batch: Batch,
+    block_size: int,
+    filters: bool,
+    shared: SharedPrefixes[np.ndarray] | None = None,
+    max_seqlen_k: int | None = None,
+) -> StepInputs[np.ndarray]:
+    """The inputs of a step of one token a sequence. max_seqlen_k: a bound of contexts; None: the longest."""
+    rows, positions = np.arange(len(batch.slots)), batch.context_lens - np.int32(1)
+    attention = StepColumns(
+        slot_mapping=_slot_mapping(batch, rows, positions, block_size),
+        context_lens=batch.context_lens,
+        block_tables=batch.block_tables,
+        max_seqlen_k=int(batch.context_lens.max()) if max_seqlen_k is None else max_seqlen_k,
+        shared=shared,
+    )
+    return _inputs(batch, rows, positions, attention, filters)
+
+
+def _slot_mapping(batch: Batch, rows: np.ndarray, positions: np.ndarray, block_size: int) -> np.ndarray:
+    """Where in the cache each token's K/V goes: block * block_size + offset."""
+    blocks = batch.block_tables[rows, positions // block_size]
+    return blocks * np.int32(block_size) + positions % np.int32(block_size)
+
+
+def _inputs(
+    batch: Batch, rows: np.ndarray, positions: np.ndarray, attention: StepColumns[np.ndarray], filters: bool
+) -> StepInputs[np.ndarray]:
+    """rows, positions [T]: whose token it is, and where in its sequence. filters: whether to name any."""
+    sampling = batch.sampling
+
+    def column(values: np.ndarray | None, neutral: int = 0) -> np.ndarray:
+        return np.full(len(batch.slots), neutral) if values is None else values
+
+    return StepInputs(
+        token_ids=batch.token_ids,
+        token_slots=batch.slots[rows],
+        positions=positions,
+        sample_slots=np.where(batch.draws > 0, batch.slots, NO_SLOT),
+        attention=attention,
+        sampling=SamplingColumns(
+            temperature=column(sampling.temperature),
+            seeds=column(sampling.seed),
+            positions=batch.context_lens,
+            filters=FilterColumns(column(sampling.top_k), column(sampling.top_p, 1), column(sampling.min_p))
+            if filters
+            else None,
+        ),
+    )

@@ -1,0 +1,198 @@
+"""A step's inputs: what is derived from a batch, how it is cut, padded and laid out, for any batch."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any
+
+import numpy as np
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nanovllm.batch import (
+    ALL_GREEDY,
+    EMPTY_BATCH,
+    LAST_SAMPLED,
+    NO_SLOT,
+    PADDING,
+    Batch,
+    SamplingBatch,
+    StepKind,
+)
+from nanovllm.columns import Column, StepSize, map_columns
+from nanovllm.device import Device
+from nanovllm.kernels.decode_attention import SharedUnit
+from nanovllm.runner.inputs import StepInputs, prepare_decode, prepare_prefill
+from nanovllm.runner.overlap import halves
+from nanovllm.runner.shared_prefixes import no_shared_prefixes
+from nanovllm.runner.staging import ALIGN, Staging
+
+BLOCK = 4
+UNIT = SharedUnit(3, 8)
+LARGEST = StepSize(tokens=60, seqs=6, blocks=8, unit=UNIT.sequences)
+
+
+@st.composite
+def batches(draw: st.DrawFn, kind: StepKind) -> Batch:
+    """Up to 6 sequences; of prefill each brings 1 to 10 tokens, and with the cached ones it has up to 32."""
+    count = draw(st.integers(1, LARGEST.seqs))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    query_lens = rng.integers(1, 11, count) if kind is StepKind.PREFILL else np.ones(count)
+    context_lens = query_lens + rng.integers(0, 22, count)
+    width = int(-(-context_lens.max() // BLOCK))
+    tables = rng.permutation(1000)[: count * width].reshape(count, width)
+    tables[np.arange(width) >= -(-context_lens[:, None] // BLOCK)] = PADDING
+    one = np.full(count, 0.5, np.float32)
+    sampling = SamplingBatch(one, None, one, None, rng.integers(0, 9, count))
+    return Batch(
+        kind=kind,
+        seq_ids=tuple(range(count)),
+        slots=rng.permutation(LARGEST.seqs)[:count].astype(np.int32),
+        token_ids=rng.integers(LAST_SAMPLED, 100, int(query_lens.sum()), dtype=np.int32),
+        query_lens=query_lens.astype(np.int32),
+        context_lens=context_lens.astype(np.int32),
+        block_tables=tables.astype(np.int32),
+        draws=rng.integers(0, 2, count, dtype=np.int32),
+        sampling=draw(st.sampled_from([ALL_GREEDY, sampling])),
+    )
+
+
+def staging() -> Staging:
+    return Staging(Device("cpu"), LARGEST)
+
+
+def columns(inputs: StepInputs[Any]) -> list[tuple[Column, Any]]:
+    found: list[tuple[Column, Any]] = []
+    map_columns(inputs, lambda column, value: found.append((column, value)))
+    return found
+
+
+def addresses(inputs: StepInputs[torch.Tensor]) -> list[tuple[int, torch.Size]]:
+    return [(tensor.data_ptr(), tensor.shape) for _, tensor in columns(inputs)]
+
+
+@given(batches(StepKind.PREFILL))
+def test_prefill_names_each_token(batch: Batch) -> None:
+    inputs = prepare_prefill(batch, BLOCK, filters=False)
+    want, index = [], 0
+    for row, (length, context) in enumerate(zip(batch.query_lens, batch.context_lens, strict=True)):
+        for position in range(context - length, context):
+            cell = batch.block_tables[row, position // BLOCK] * BLOCK + position % BLOCK
+            want.append((batch.token_ids[index], batch.slots[row], position, cell))
+            index += 1
+        assert inputs.attention.wanted_rows[row] == index - 1
+        assert inputs.attention.prefill.cu_seqlens_q[row + 1] == index
+    found = inputs.token_ids, inputs.token_slots, inputs.positions, inputs.attention.slot_mapping
+    assert list(zip(*found, strict=True)) == want
+    assert inputs.sample_slots.tolist() == [
+        slot if drawn else NO_SLOT for slot, drawn in zip(batch.slots, batch.draws, strict=True)
+    ]
+
+
+@given(batches(StepKind.PREFILL))
+def test_halves_are_the_whole(batch: Batch) -> None:
+    """Cut in the middle; of a sequence in both, the second half sees what the first one stores."""
+    if len(batch.token_ids) < 2:
+        return
+    whole = prepare_prefill(batch, BLOCK, filters=False).attention
+    parts = halves(batch, whole.slot_mapping)
+    assert np.array_equal(np.concatenate([half.slot_mapping for half in parts]), whole.slot_mapping)
+    assert len(parts[0].slot_mapping) == len(batch.token_ids) // 2
+    cells = []
+    for half in parts:
+        lens = np.diff(half.prefill.cu_seqlens_q)
+        assert (lens > 0).all() and half.prefill.max_seqlen_q == lens.max()
+        assert np.array_equal(np.diff(half.prefill.cu_seqlens_k), half.context_lens)
+        assert half.max_seqlen_k == half.context_lens.max()
+        for length, context, table in zip(lens, half.context_lens, half.block_tables, strict=True):
+            positions = np.arange(context - length, context)
+            cells.append(table[positions // BLOCK] * BLOCK + positions % BLOCK)
+    assert np.array_equal(np.concatenate(cells), whole.slot_mapping)
+
+
+@given(batches(StepKind.PREFILL), st.booleans())
+def test_prefill_arrives_as_it_is(batch: Batch, filters: bool) -> None:
+    inputs = prepare_prefill(batch, BLOCK, filters, in_halves=len(batch.token_ids) > 1)
+    staged = staging().send(inputs)()
+    assert (staged.attention.halves is not None) == (len(batch.token_ids) > 1)
+    for (column, array), (_, tensor) in zip(columns(inputs), columns(staged), strict=True):
+        assert tensor.numpy().dtype == column.dtype and np.array_equal(tensor.numpy(), array)
+
+
+@given(batches(StepKind.DECODE), st.integers(0, 2), st.booleans(), st.booleans())
+def test_decode_is_padded_with_rows_that_do_nothing(
+    batch: Batch, more: int, filters: bool, share: bool
+) -> None:
+    """After the batch's own rows, in all blocks' columns, whatever was there before."""
+    count = len(batch.slots)
+    rows = min(count + more, LARGEST.seqs)
+    size = replace(LARGEST, tokens=rows, seqs=rows)
+    shared = no_shared_prefixes(count, UNIT) if share else None
+    inputs = prepare_decode(batch, BLOCK, filters, shared)
+    buffers = staging()
+    for host in (buffers._buffer, *buffers._inputs):
+        host.fill_(77)
+    staged = buffers.send(inputs, size)()
+    for (column, array), (_, tensor) in zip(columns(inputs), columns(staged), strict=True):
+        assert tensor.shape == column.shape(size)
+        padded = np.full(tensor.shape, column.padding, column.dtype)
+        padded[tuple(map(slice, array.shape))] = array
+        assert np.array_equal(tensor.numpy(), padded)
+    assert (staged.attention.context_lens[count:] == 0).all()
+    assert (staged.attention.slot_mapping[count:] == NO_SLOT).all()
+    assert (staged.sample_slots[count:] == NO_SLOT).all() and (staged.token_ids[count:] != LAST_SAMPLED).all()
+    assert (staged.sampling.temperature[count:] == 0).all()
+
+
+@given(batches(StepKind.DECODE), st.booleans(), st.booleans())
+def test_a_graph_finds_its_inputs_where_it_was_captured(batch: Batch, filters: bool, share: bool) -> None:
+    """The addresses depend on the size and the parts alone; filters that the graph has not move nothing."""
+    buffers, size = staging(), replace(LARGEST, tokens=LARGEST.seqs)
+    nothing = no_shared_prefixes(0, UNIT) if share else None
+    empty = prepare_decode(EMPTY_BATCH, BLOCK, filters, nothing, max_seqlen_k=32)
+    captured = addresses(buffers.send(empty, size)())
+    shared = no_shared_prefixes(len(batch.slots), UNIT) if share else None
+    for with_filters in {filters, True}:
+        inputs = prepare_decode(batch, BLOCK, with_filters, shared)
+        assert addresses(buffers.send(inputs, size)())[: len(captured)] == captured
+
+
+@given(
+    st.builds(
+        StepSize,
+        tokens=st.integers(1, 300),
+        seqs=st.integers(1, 300),
+        blocks=st.integers(1, 40),
+        unit=st.integers(0, 64),
+    )
+)
+def test_every_step_up_to_the_largest_fits(size: StepSize) -> None:
+    """With all of its parts, each column on its own, aligned piece of the buffer."""
+    size = replace(size, tokens=max(size.tokens, size.seqs))
+
+    def full(column: Column, _: Any) -> np.ndarray:
+        return np.ones(column.shape(size), column.dtype)
+
+    count = 2
+    batch = replace(
+        EMPTY_BATCH,
+        slots=np.arange(count),
+        token_ids=np.ones(count, np.int32),
+        query_lens=np.ones(count, np.int32),
+        context_lens=np.ones(count, np.int32),
+        block_tables=np.ones((count, 1), np.int32),
+        draws=np.ones(count, np.int32),
+    )
+    inputs = prepare_prefill(batch, BLOCK, filters=True, in_halves=True)
+    inputs = replace(inputs, attention=replace(inputs.attention, shared=no_shared_prefixes(count, UNIT)))
+    assert all(getattr(inputs.attention, field.name) is not None for field in fields(inputs.attention))
+    buffers = Staging(Device("cpu"), size)
+    staged = buffers.send(map_columns(inputs, full))()
+    end = buffers._buffer.data_ptr()
+    for column, tensor in columns(staged):
+        assert tensor.shape == column.shape(size) and (tensor == 1).all()
+        if tensor.numel():
+            assert tensor.data_ptr() >= end and (tensor.data_ptr() - buffers._buffer.data_ptr()) % ALIGN == 0
+            end = tensor.data_ptr() + tensor.numel() * tensor.element_size()
+    assert end <= buffers._buffer.data_ptr() + buffers._buffer.nbytes
