@@ -64,7 +64,7 @@ def test_ranks_that_copy_their_sums(
 
     def run(rank: int, copies: PeerCopies) -> tuple[list[torch.Tensor], int]:
         tp = TPGroup(rank, size, dist.ProcessGroupGloo(store, rank, size))
-        tp._peer_memory = SimpleNamespace(copies=copies, fits=lambda *rows: False)  # type: ignore[assignment]
+        tp._peer_memory = SimpleNamespace(logits=None, copies=copies, fits=lambda *rows: False)  # type: ignore[assignment]
         before = copies._call
         return hidden_states(tp), copies._call - before
 
