@@ -32,12 +32,7 @@ class LinearMethod(ABC):
 
     @abstractmethod
     def create(
-        self,
-        layer: nn.Module,
-        shape: tuple[int, int],
-        shards: list[WeightShard],
-        dtype: torch.dtype,
-        device: torch.device,
+        self, layer: nn.Module, shape: tuple[int, int], shards: list[WeightShard]
     ) -> list[WeightShard]:
         """Register uninitialised parameters for a weight of `shape` on `layer`.
 
