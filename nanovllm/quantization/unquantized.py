@@ -96,11 +96,9 @@ class UnquantizedLinearMethod(LinearMethod):
             return super().apply_after_norm(x, residual, norm_weight, eps, bias, silu)
         total = x if residual is None else x + residual
         out = self.apply(total)
-        return (
-            NormedProduct(silu_and_mul(out, total, eps), total, None)
-            if silu
-            else NormedProduct(out, total, total)
-        )
+        if silu:
+            return NormedProduct(silu_and_mul(out, total, eps), total, None)
+        return NormedProduct(out, total, total)
 
     def apply_and_add(
         self, x: torch.Tensor, residual: torch.Tensor, bias: torch.Tensor | None = None
