@@ -140,7 +140,7 @@ MAX_FILE, MAX_FUNCTION, MAX_ARGUMENTS = 400, 60, 8
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: module_of(path) or "nanovllm")
 def test_files_functions_and_calls_are_short(path: Path) -> None:
-    """More arguments in order call for a value. A kernel is one function and takes its arguments one by one."""
+    """More arguments in order call for a value. A kernel is one function, with its arguments one by one."""
     text = path.read_text()
     assert len(text.splitlines()) <= MAX_FILE
     for node in ast.walk(ast.parse(text)) if room_of(module_of(path)) != "kernels" else ():
