@@ -256,40 +256,9 @@ def _rotate_reference(x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 
-def qk_norm_rope_reference(
-    q: torch.Tensor, k: torch.Tensor, rotation: Rotation
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return q and k as `qk_norm_rope_store` turns them, before anything is stored."""
-    positions, cos_sin, q_weight, k_weight, eps = rotation
-    if q_weight is not None:
-        q = rms_norm_reference(q, q_weight, eps)
-    if k_weight is not None:
-        k = rms_norm_reference(k, k_weight, eps)
-    rows = cos_sin.index_select(0, positions)
-    return _rotate_reference(q, rows), _rotate_reference(k, rows)
-
-
 def quantise_reference(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """x [T, heads, head_dim] / scale [heads] in FP8, clamped to +-448 and rounded to nearest even."""
     return (x.float() / scale[:, None]).clamp(-_FP8_MAX, _FP8_MAX).to(FP8)
-
-
-def store_kvcache_reference(
-    key: torch.Tensor, value: torch.Tensor, cache: KVCache, slot_mapping: torch.Tensor
-) -> None:
-    """Store token t's key and value in slot `slot_mapping[t]`, as `qk_norm_rope_store` does."""
-    k_cache, v_cache, k_scale, v_scale = cache
-    stored = slot_mapping >= 0
-    if not stored.all():
-        key, value, slot_mapping = key[stored], value[stored], slot_mapping[stored]
-    slots = slot_mapping.long()
-    if k_scale is not None and v_scale is not None:  # as bytes: torch indexes no 8-bit floats
-        key, value = (
-            quantise_reference(x, s).view(torch.uint8) for x, s in ((key, k_scale), (value, v_scale))
-        )
-        k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
-    k_cache.flatten(0, 1).index_copy_(0, slots, key)
-    v_cache.flatten(0, 1).index_copy_(0, slots, value)
 
 
 def qk_norm_rope_store_reference(
@@ -302,11 +271,22 @@ def qk_norm_rope_store_reference(
     rms_of: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`qk_norm_rope_store` in plain torch."""
+    positions, cos_sin, q_weight, k_weight, eps = rotation
     if rms_of is not None:
-        scale = inverse_rms_reference(rms_of, rotation.eps)[:, None]
+        scale = inverse_rms_reference(rms_of, eps)[:, None]
         q, k, v = ((x * scale).to(x.dtype) for x in (q, k, v))
-    q, k = qk_norm_rope_reference(q, k, rotation)
-    store_kvcache_reference(k, v, cache, slot_mapping)
+    q = q if q_weight is None else rms_norm_reference(q, q_weight, eps)
+    k = k if k_weight is None else rms_norm_reference(k, k_weight, eps)
+    angles = cos_sin.index_select(0, positions)
+    q, k = _rotate_reference(q, angles), _rotate_reference(k, angles)
+    stored = slot_mapping >= 0
+    if not stored.all():
+        k, v, slot_mapping = k[stored], v[stored], slot_mapping[stored]
+    slots = slot_mapping.long()
+    for x, cells, factor in ((k, cache.k, cache.k_scale), (v, cache.v, cache.v_scale)):
+        if factor is not None:  # as bytes: torch indexes no 8-bit floats
+            x, cells = quantise_reference(x, factor).view(torch.uint8), cells.view(torch.uint8)
+        cells.flatten(0, 1).index_copy_(0, slots, x)
     return q
 
 

@@ -31,7 +31,7 @@ class Attention(nn.Module):
         meta: AttentionMetadata,
         rms_of: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """q [T, num_heads, head_dim], k and v [T, num_kv_heads, head_dim] -> what q attends to, as q.
+        """q [T, num_heads, head_dim], k and v [T, num_kv_heads, head_dim] -> attended values, of q's shape.
 
         Turns q and k by `rotation`, and stores k and v in the step's slots before any token attends. With
         `rms_of` [T, M] all three are first divided by the root mean square of its rows.

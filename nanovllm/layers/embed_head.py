@@ -36,7 +36,7 @@ class _VocabParallelLayer(WeightLayer):
 class VocabParallelEmbedding(_VocabParallelLayer):
     """token_ids [T] -> this rank's part of a sum over the ranks, [T, hidden_size]; 0 for other ranks' ids."""
 
-    def __init__(self, vocab_size: int, hidden_size: int, tp: TPGroup, *, options: WeightOptions) -> None:
+    def __init__(self, vocab_size: int, hidden_size: int, tp: TPGroup, options: WeightOptions) -> None:
         super().__init__(vocab_size, tp)
         self._allocate_rows(hidden_size, options)
         if tp.size > 1:  # where the row of each id is here; for another rank's it is the last one, of zeros
@@ -60,16 +60,15 @@ class ParallelLMHead(_VocabParallelLayer):
         vocab_size: int,
         hidden_size: int,
         tp: TPGroup,
-        tied_to: VocabParallelEmbedding | None = None,
-        *,
         options: WeightOptions,
+        tied_to: VocabParallelEmbedding | None = None,
     ) -> None:
         super().__init__(vocab_size, tp)
         if tied_to is None:
             self._allocate_rows(hidden_size, options)
         else:
             self.weight = tied_to.weight
-        self.method = UnquantizedLinearMethod(options.deterministic)
+        self.method = UnquantizedLinearMethod(options.dtype, options.device, options.deterministic)
         self.method.weight = self.weight[: self.rows]
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:

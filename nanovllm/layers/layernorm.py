@@ -36,7 +36,7 @@ class RMSNorm(WeightLayer):
 
     weight: torch.Tensor  # [size]
 
-    def __init__(self, size: int, eps: float, tp: TPGroup | None = None, *, options: WeightOptions) -> None:
+    def __init__(self, size: int, eps: float, options: WeightOptions, tp: TPGroup | None = None) -> None:
         super().__init__()
         self.eps = eps
         self.tp = tp or TPGroup()

@@ -32,7 +32,7 @@ class _LinearLayer(WeightLayer):
     ) -> None:
         super().__init__()
         self.method = options.linear_method()
-        self._expect(self.method.create(self, shape, weight, options.dtype, options.device))
+        self._expect(self.method.create(self, shape, weight))
         if bias is None:
             self.register_parameter("bias", None)
         else:
@@ -54,9 +54,7 @@ class _LinearLayer(WeightLayer):
 class ReplicatedLinear(_LinearLayer):
     """x [..., input_size] -> [..., output_size], complete on every rank."""
 
-    def __init__(
-        self, input_size: int, output_size: int, bias: bool = False, *, options: WeightOptions
-    ) -> None:
+    def __init__(self, input_size: int, output_size: int, options: WeightOptions, bias: bool = False) -> None:
         shape = (output_size, input_size)
         own_bias = [WeightShard.whole("bias", shape[:1])] if bias else None
         super().__init__(shape, [WeightShard.whole("weight", shape)], own_bias, options)
@@ -110,19 +108,13 @@ def _row_shards(param: str, parts: list[OutputPart], rest: tuple[int, ...]) -> l
 
 
 class MergedColumnParallelLinear(_PackedColumnLinear):
-    """Several column-parallel layers on the same input as one product. Shard ids are 0, 1, ..."""
+    """Column-parallel layers of output `sizes` on the same input, as one product. Shard ids are 0, 1, ..."""
 
     def __init__(
-        self,
-        input_size: int,
-        output_sizes: list[int],
-        tp: TPGroup,
-        bias: bool = False,
-        *,
-        options: WeightOptions,
+        self, input_size: int, sizes: list[int], tp: TPGroup, options: WeightOptions, bias: bool = False
     ) -> None:
         parts = []
-        for index, total in enumerate(output_sizes):
+        for index, total in enumerate(sizes):
             length = split_evenly("output size", total, tp.size)
             parts.append(OutputPart(index, total, tp.rank * length, length))
         super().__init__(input_size, parts, bias, options)
@@ -132,13 +124,7 @@ class ColumnParallelLinear(_PackedColumnLinear):
     """x [..., input_size] -> [..., output_size / ranks]: each rank computes a slice of the outputs."""
 
     def __init__(
-        self,
-        input_size: int,
-        output_size: int,
-        tp: TPGroup,
-        bias: bool = False,
-        *,
-        options: WeightOptions,
+        self, input_size: int, output_size: int, tp: TPGroup, options: WeightOptions, bias: bool = False
     ) -> None:
         length = split_evenly("output size", output_size, tp.size)
         part = OutputPart(None, output_size, tp.rank * length, length)
@@ -158,9 +144,8 @@ class QKVParallelLinear(_PackedColumnLinear):
         num_heads: int,
         num_kv_heads: int,
         tp: TPGroup,
-        bias: bool = False,
-        *,
         options: WeightOptions,
+        bias: bool = False,
     ) -> None:
         if not can_split_heads(num_heads, num_kv_heads, tp.size):
             sizes = [n for n in range(1, num_heads + 1) if can_split_heads(num_heads, num_kv_heads, n)]
@@ -194,7 +179,7 @@ class RowParallelLinear(_LinearLayer):
     """x [..., input_size / ranks] -> this rank's part of a sum over the ranks, [..., output_size]."""
 
     def __init__(
-        self, input_size: int, output_size: int, tp: TPGroup, bias: bool = False, *, options: WeightOptions
+        self, input_size: int, output_size: int, tp: TPGroup, options: WeightOptions, bias: bool = False
     ) -> None:
         length = split_evenly("input size", input_size, tp.size)
         shard = WeightShard("weight", None, (output_size, input_size), 1, tp.rank * length, length, 0)

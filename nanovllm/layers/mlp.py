@@ -15,11 +15,11 @@ class GatedMLP(nn.Module):
     """down_proj(silu(gate_proj(x)) * up_proj(x)), SwiGLU (Shazeer, 2020), with inner size `size`."""
 
     def __init__(
-        self, hidden_size: int, size: int, tp: TPGroup, bias: bool, *, options: WeightOptions
+        self, hidden_size: int, size: int, tp: TPGroup, options: WeightOptions, bias: bool = False
     ) -> None:
         super().__init__()
-        self.gate_up_proj = MergedColumnParallelLinear(hidden_size, [size, size], tp, bias, options=options)
-        self.down_proj = RowParallelLinear(size, hidden_size, tp, bias, options=options)
+        self.gate_up_proj = MergedColumnParallelLinear(hidden_size, [size, size], tp, options, bias)
+        self.down_proj = RowParallelLinear(size, hidden_size, tp, options, bias)
 
     def forward(
         self, norm: RMSNorm, stream: ResidualStream, places: object

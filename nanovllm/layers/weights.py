@@ -28,7 +28,7 @@ class WeightOptions:
 
     def linear_method(self) -> LinearMethod:
         """Return a new method, for the weight of one linear layer."""
-        return UnquantizedLinearMethod(self.deterministic, self.fuse)
+        return UnquantizedLinearMethod(self.dtype, self.device, self.deterministic, self.fuse)
 
 
 class WeightLayer(nn.Module):

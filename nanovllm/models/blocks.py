@@ -5,10 +5,10 @@ A block says what is computed; a new kind of block needs no change here. Owns no
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -24,13 +24,9 @@ class TokenPlaces(NamedTuple):
     meta: AttentionMetadata
 
 
-class Mixer(Protocol):
-    """What is particular to a block: attention, or an MLP."""
-
-    def __call__(
-        self, norm: RMSNorm, stream: ResidualStream, places: TokenPlaces
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (what the output product takes, made of norm(stream); the stream's sum)."""
+# What is particular to a block: attention, or an MLP. Gives what the output product takes, made of
+# norm(stream), and the stream's sum.
+Mixer = Callable[[RMSNorm, ResidualStream, TokenPlaces], tuple[torch.Tensor, torch.Tensor]]
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,18 +48,15 @@ class DecoderAttention(nn.Module):
         tp: TPGroup,
         backend: AttentionBackend,
         rotary: RotaryEmbedding,
-        *,
         options: WeightOptions,
     ) -> None:
         super().__init__()
         hidden_size, head_dim, self.eps = config.hidden_size, config.head_dim, config.rms_norm_eps
         heads = (config.num_heads, config.num_kv_heads)
-        self.qkv_proj = QKVParallelLinear(hidden_size, head_dim, *heads, tp, config.qkv_bias, options=options)
-        self.o_proj = RowParallelLinear(
-            config.num_heads * head_dim, hidden_size, tp, config.o_bias, options=options
-        )
-        self.q_norm = RMSNorm(head_dim, self.eps, options=options) if config.qk_norm else None
-        self.k_norm = RMSNorm(head_dim, self.eps, options=options) if config.qk_norm else None
+        self.qkv_proj = QKVParallelLinear(hidden_size, head_dim, *heads, tp, options, config.qkv_bias)
+        self.o_proj = RowParallelLinear(config.num_heads * head_dim, hidden_size, tp, options, config.o_bias)
+        self.q_norm = RMSNorm(head_dim, self.eps, options) if config.qk_norm else None
+        self.k_norm = RMSNorm(head_dim, self.eps, options) if config.qk_norm else None
         self.rotary = rotary
         self.attn = Attention(self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads, head_dim, backend)
 
@@ -83,15 +80,14 @@ class DecoderLayer(nn.Module):
         tp: TPGroup,
         backend: AttentionBackend,
         rotary: RotaryEmbedding,
-        *,
         options: WeightOptions,
     ) -> None:
         super().__init__()
         hidden_size, eps = config.hidden_size, config.rms_norm_eps
-        self.input_layernorm = RMSNorm(hidden_size, eps, tp, options=options)
-        self.self_attn = DecoderAttention(config, tp, backend, rotary, options=options)
-        self.post_attention_layernorm = RMSNorm(hidden_size, eps, tp, options=options)
-        self.mlp = GatedMLP(hidden_size, config.intermediate_size, tp, config.mlp_bias, options=options)
+        self.input_layernorm = RMSNorm(hidden_size, eps, options, tp)
+        self.self_attn = DecoderAttention(config, tp, backend, rotary, options)
+        self.post_attention_layernorm = RMSNorm(hidden_size, eps, options, tp)
+        self.mlp = GatedMLP(hidden_size, config.intermediate_size, tp, options, config.mlp_bias)
         self.self_attn.qkv_proj.follows(self.input_layernorm)
         self.mlp.gate_up_proj.follows(self.post_attention_layernorm)
 
@@ -113,17 +109,14 @@ class DecoderModel(nn.Module):
         tp: TPGroup,
         backend: AttentionBackend,
         rotary: RotaryEmbedding,
-        *,
         options: WeightOptions,
     ) -> None:
         super().__init__()
-        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, tp, options=options)
-        layers = [
-            DecoderLayer(config, tp, backend, rotary, options=options) for _ in range(config.num_layers)
-        ]
+        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, tp, options)
+        layers = [DecoderLayer(config, tp, backend, rotary, options) for _ in range(config.num_layers)]
         self.layers = nn.ModuleList(layers)
         self.blocks = Blocks([block for layer in layers for block in layer.blocks()])
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, tp, options=options)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, options, tp)
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, meta: StepMetadata) -> torch.Tensor:
         places = TokenPlaces(positions, meta)
@@ -152,16 +145,15 @@ class DecoderForCausalLM(nn.Module):
         tp: TPGroup,
         backend: AttentionBackend,
         max_model_len: int,
-        *,
         options: WeightOptions,
     ) -> None:
         super().__init__()
         config.check_tensor_parallel_size(tp.size)
         self.config = config
         rotary = RotaryEmbedding(config.rope, config.head_dim, max_model_len + 1, options.device)
-        self.model = DecoderModel(config, tp, backend, rotary, options=options)
+        self.model = DecoderModel(config, tp, backend, rotary, options)
         tied_to = self.model.embed_tokens if config.tie_word_embeddings else None
-        self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, tp, tied_to, options=options)
+        self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, tp, options, tied_to)
         self.attention_layers: list[Attention] = [m for m in self.modules() if isinstance(m, Attention)]
         for name, weight in self.named_parameters():
             if options.deterministic and weight.dim() == 2 and not is_aligned(weight):

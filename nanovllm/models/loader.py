@@ -123,7 +123,7 @@ def weight_bytes(config: ModelConfig, tp: TPGroup, dtype: torch.dtype) -> int:
 def _unallocated(config: ModelConfig, tp: TPGroup, dtype: torch.dtype) -> DecoderForCausalLM:
     """The model with shapes and without memory."""
     options = WeightOptions(dtype, torch.device("meta"))
-    return DecoderForCausalLM(config, tp, ReferenceBackend(), 1, options=options)
+    return DecoderForCausalLM(config, tp, ReferenceBackend(), 1, options)
 
 
 def no_check() -> None:

@@ -21,7 +21,7 @@ class NormedProduct(NamedTuple):
 
     out: torch.Tensor  # [T, N], or [T, N / 2] after `silu_and_mul`
     total: torch.Tensor  # [T, K], x + residual
-    rms_of: torch.Tensor | None  # [T, K], by the root mean square of whose rows `out` is still to be divided
+    rms_of: torch.Tensor | None  # [T, K]: `out` is still to be divided by its rows' root mean square
 
 
 class LinearMethod(ABC):
@@ -32,12 +32,7 @@ class LinearMethod(ABC):
 
     @abstractmethod
     def create(
-        self,
-        layer: nn.Module,
-        shape: tuple[int, int],
-        shards: list[WeightShard],
-        dtype: torch.dtype,
-        device: torch.device,
+        self, layer: nn.Module, shape: tuple[int, int], shards: list[WeightShard]
     ) -> list[WeightShard]:
         """Register uninitialised parameters for a weight of `shape` on `layer`.
 
@@ -75,7 +70,7 @@ class LinearMethod(ABC):
     ) -> NormedProduct:
         """Multiply `rms_norm` of x + residual, both [T, K]; with `silu`, `silu_and_mul` of the product.
 
-        Only without `silu` the result may still have to be divided, by whatever reads it next.
+        Without `silu` the result may still have to be divided, by whatever reads it next.
         """
         if residual is None:
             normed, total = rms_norm(x, norm_weight, eps), x
@@ -87,7 +82,7 @@ class LinearMethod(ABC):
     def apply_and_add(
         self, x: torch.Tensor, residual: torch.Tensor, bias: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return (the product with x [T, K], residual [T, N]), to be added later, or (their sum, None).
+        """Return (the product with x [T, K], residual [T, N]), not added yet; or (their sum, None).
 
         The sum may take the memory of the residual.
         """

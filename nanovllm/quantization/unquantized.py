@@ -26,7 +26,11 @@ class UnquantizedLinearMethod(LinearMethod):
 
     weight: torch.Tensor  # [N, K]; with the norm's weight in it when loading is finished
 
-    def __init__(self, deterministic: bool = False, fuse: bool = False) -> None:
+    def __init__(
+        self, dtype: torch.dtype, device: torch.device, deterministic: bool = False, fuse: bool = False
+    ) -> None:
+        self.dtype = dtype
+        self.device = device
         self.deterministic = deterministic
         self.fuse = fuse
         self._shards: list[WeightShard] = []
@@ -35,15 +39,11 @@ class UnquantizedLinearMethod(LinearMethod):
         self._unfolded: set[WeightShard] = set()  # whose part of the weight is as in the checkpoint
 
     def create(
-        self,
-        layer: nn.Module,
-        shape: tuple[int, int],
-        shards: list[WeightShard],
-        dtype: torch.dtype,
-        device: torch.device,
+        self, layer: nn.Module, shape: tuple[int, int], shards: list[WeightShard]
     ) -> list[WeightShard]:
         """One parameter, `weight`."""
-        weight = nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
+        data = torch.empty(shape, dtype=self.dtype, device=self.device)
+        weight = nn.Parameter(data, requires_grad=False)
         layer.register_parameter("weight", weight)
         self.weight, self._shards = weight, shards
         return shards
@@ -96,11 +96,9 @@ class UnquantizedLinearMethod(LinearMethod):
             return super().apply_after_norm(x, residual, norm_weight, eps, bias, silu)
         total = x if residual is None else x + residual
         out = self.apply(total)
-        return (
-            NormedProduct(silu_and_mul(out, total, eps), total, None)
-            if silu
-            else NormedProduct(out, total, total)
-        )
+        if silu:
+            return NormedProduct(silu_and_mul(out, total, eps), total, None)
+        return NormedProduct(out, total, total)
 
     def apply_and_add(
         self, x: torch.Tensor, residual: torch.Tensor, bias: torch.Tensor | None = None

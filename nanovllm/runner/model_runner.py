@@ -74,7 +74,7 @@ class ModelRunner:
             tp,
             self.backend,
             max_model_len,
-            options=WeightOptions(self.dtype, device.torch, config.deterministic, fuse),
+            WeightOptions(self.dtype, device.torch, config.deterministic, fuse),
         )
         if config.load_format == "dummy":
             init_dummy_weights(self.model, config.seed, check)

@@ -37,7 +37,7 @@ from nanovllm.layers.weights import WeightLayer, WeightOptions
 from nanovllm.quantization.shards import ShardId
 from nanovllm.sampling.sampler import Sampler, SamplingTensors
 
-PLACE: dict[str, Any] = {"options": WeightOptions(torch.float32, torch.device("cpu"))}
+OPTIONS = WeightOptions(torch.float32, torch.device("cpu"))
 
 
 class PartialGroup(TPGroup):
@@ -72,7 +72,7 @@ def test_column_parallel_outputs_concatenate(ranks: int, bias: bool) -> None:
     )
     parts = []
     for rank in range(ranks):
-        layer = ColumnParallelLinear(8, 12, PartialGroup(rank, ranks), bias, **PLACE)
+        layer = ColumnParallelLinear(8, 12, PartialGroup(rank, ranks), OPTIONS, bias)
         parts.append(fill(layer, tensors)(x))
     torch.testing.assert_close(torch.cat(parts, -1), x @ weight.T + (b if bias else 0))
 
@@ -86,14 +86,14 @@ def test_row_parallel_outputs_sum(ranks: int, bias: bool) -> None:
     )
     total = torch.zeros(5, 6)
     for rank in range(ranks):
-        layer = RowParallelLinear(8, 6, PartialGroup(rank, ranks), bias, **PLACE)
+        layer = RowParallelLinear(8, 6, PartialGroup(rank, ranks), OPTIONS, bias)
         total += fill(layer, tensors)(x.chunk(ranks, -1)[rank])
     torch.testing.assert_close(total, x @ weight.T + (b if bias else 0))
 
 
 def test_replicated_linear() -> None:
     weight, bias, x = randn(6, 8), randn(6), randn(5, 8)
-    layer = fill(ReplicatedLinear(8, 6, True, **PLACE), {("weight", None): weight, ("bias", None): bias})
+    layer = fill(ReplicatedLinear(8, 6, OPTIONS, True), {("weight", None): weight, ("bias", None): bias})
     torch.testing.assert_close(layer(x), x @ weight.T + bias)
 
 
@@ -102,7 +102,7 @@ def test_merged_column_parallel_and_swiglu(ranks: int) -> None:
     gate, up, x = randn(8, 6), randn(8, 6) * 2, randn(5, 6)
     parts = []
     for rank in range(ranks):
-        layer = MergedColumnParallelLinear(6, [8, 8], PartialGroup(rank, ranks), **PLACE)
+        layer = MergedColumnParallelLinear(6, [8, 8], PartialGroup(rank, ranks), OPTIONS)
         parts.append(silu_and_mul(fill(layer, {("weight", 1): up, ("weight", 0): gate})(x)))
     expected = torch.nn.functional.silu(x @ gate.T) * (x @ up.T)
     torch.testing.assert_close(torch.cat(parts, -1), expected)
@@ -121,7 +121,7 @@ def test_qkv_is_split_by_whole_heads(heads: int, kv_heads: int, ranks: int) -> N
     bias = {"q": q[:, 0], "k": k[:, 0], "v": v[:, 0]}
     x = randn(3, hidden)
     for rank in range(ranks):
-        layer = QKVParallelLinear(hidden, head_dim, heads, kv_heads, PartialGroup(rank, ranks), True, **PLACE)
+        layer = QKVParallelLinear(hidden, head_dim, heads, kv_heads, PartialGroup(rank, ranks), OPTIONS, True)
         shards = {("weight", "q"): q, ("weight", "k"): k, ("weight", "v"): v}
         fill(layer, shards | {("bias", name): tensor for name, tensor in bias.items()})
         out_q, out_k, out_v = layer(x).split(layer.output_sizes, -1)
@@ -144,21 +144,21 @@ def test_sizes_that_cannot_be_split_are_refused() -> None:
     with pytest.raises(
         ValueError, match="output size 6 cannot be split over 4 ranks; sizes that can: 1, 2, 3, 6"
     ):
-        ColumnParallelLinear(8, 6, group, **PLACE)
+        ColumnParallelLinear(8, 6, group, OPTIONS)
     with pytest.raises(ValueError, match="output size 10 cannot be split over 4"):
-        MergedColumnParallelLinear(8, [8, 10], group, **PLACE)
+        MergedColumnParallelLinear(8, [8, 10], group, OPTIONS)
     with pytest.raises(
         ValueError, match="input size 9 cannot be split over 4 ranks; sizes that can: 1, 3, 9"
     ):
-        RowParallelLinear(9, 8, group, **PLACE)
+        RowParallelLinear(9, 8, group, OPTIONS)
     with pytest.raises(
         ValueError, match=r"14 query heads and 2 KV heads .* over 4 ranks; sizes that can: 1, 2, 14"
     ):
-        QKVParallelLinear(8, 4, 14, 2, group, **PLACE)
+        QKVParallelLinear(8, 4, 14, 2, group, OPTIONS)
     with pytest.raises(
         ValueError, match=r"12 query heads and 4 KV heads .* over 3 ranks; sizes that can: 1, 2, 4, 12"
     ):
-        QKVParallelLinear(8, 4, 12, 4, TPGroup(0, 3), **PLACE)
+        QKVParallelLinear(8, 4, 12, 4, TPGroup(0, 3), OPTIONS)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -170,10 +170,10 @@ def test_vocabulary_shards_and_their_padding(ranks: int, tied: bool) -> None:
     embedded, logits = torch.zeros(len(ids), hidden), []
     for rank in range(ranks):
         group = PartialGroup(rank, ranks)
-        embedding = VocabParallelEmbedding(vocab, hidden, group, **PLACE)
+        embedding = VocabParallelEmbedding(vocab, hidden, group, OPTIONS)
         fill(embedding, {("weight", None): table})
         embedded += embedding(ids)
-        head = ParallelLMHead(vocab, hidden, group, embedding if tied else None, **PLACE)
+        head = ParallelLMHead(vocab, hidden, group, OPTIONS, embedding if tied else None)
         fill(head, {} if tied else {("weight", None): head_weight})
         logits.append(head(states))
     torch.testing.assert_close(embedded, table[ids])
@@ -201,9 +201,9 @@ def test_each_rank_reads_only_its_slice_of_a_file(tmp_path: Path) -> None:
             return part
 
     makers: dict[str, Callable[[TPGroup], WeightLayer]] = {
-        "column": lambda tp: ColumnParallelLinear(12, 8, tp, **PLACE),
-        "row": lambda tp: RowParallelLinear(12, 8, tp, **PLACE),
-        "vocabulary": lambda tp: VocabParallelEmbedding(8, 12, tp, **PLACE),
+        "column": lambda tp: ColumnParallelLinear(12, 8, tp, OPTIONS),
+        "row": lambda tp: RowParallelLinear(12, 8, tp, OPTIONS),
+        "vocabulary": lambda tp: VocabParallelEmbedding(8, 12, tp, OPTIONS),
     }
     with safe_open(tmp_path / "w.safetensors", framework="pt") as file:
         for name, make in makers.items():
@@ -217,7 +217,7 @@ def test_each_rank_reads_only_its_slice_of_a_file(tmp_path: Path) -> None:
 
 
 def test_load_weight_refuses_what_does_not_fit() -> None:
-    layer = QKVParallelLinear(8, 4, 2, 2, TPGroup(), **PLACE)
+    layer = QKVParallelLinear(8, 4, 2, 2, TPGroup(), OPTIONS)
     assert [shard.shard_id for shard in layer.weight_shards()] == ["q", "k", "v"]
     before = layer.get_parameter("weight").zero_().clone()
     with pytest.raises(
@@ -233,7 +233,7 @@ def test_load_weight_refuses_what_does_not_fit() -> None:
 
 def test_rms_norm_with_and_without_residual() -> None:
     weight, x, residual = randn(16), randn(3, 16), randn(3, 16) * 2
-    layer = fill(RMSNorm(16, 1e-6, **PLACE), {("weight", None): weight})
+    layer = fill(RMSNorm(16, 1e-6, OPTIONS), {("weight", None): weight})
     for added, (normed, total) in ((x, layer(x)), (x + residual, layer(x, residual))):
         torch.testing.assert_close(total, added)
         torch.testing.assert_close(normed, torch.nn.functional.rms_norm(added, (16,), weight, 1e-6))

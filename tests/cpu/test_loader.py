@@ -31,7 +31,7 @@ def build(
     """The model of `folder`, or a rank's part of it; a whole one has NaN in every weight."""
     config = load_model_config(folder)
     model = DecoderForCausalLM(
-        config, tp or TPGroup(), ReferenceBackend(), 32, options=WeightOptions(dtype, CPU, fuse=fuse)
+        config, tp or TPGroup(), ReferenceBackend(), 32, WeightOptions(dtype, CPU, fuse=fuse)
     )
     for parameter in model.parameters() if tp is None else ():  # a rank's vocabulary padding is to stay zero
         parameter.data.fill_(torch.nan)

@@ -44,7 +44,7 @@ def load(
         TPGroup(),
         ReferenceBackend(),
         max_model_len,
-        options=WeightOptions(torch.float32, torch.device("cpu"), deterministic, fuse),
+        WeightOptions(torch.float32, torch.device("cpu"), deterministic, fuse),
     )
     load_weights(model, folder)
     for layer in model.attention_layers:
@@ -124,7 +124,7 @@ def test_deterministic_needs_rows_of_whole_16_bytes(tmp_path: Path) -> None:
             TPGroup(),
             ReferenceBackend(),
             128,
-            options=WeightOptions(torch.float32, torch.device("cpu"), deterministic=True),
+            WeightOptions(torch.float32, torch.device("cpu"), deterministic=True),
         )
 
 

@@ -14,22 +14,15 @@ from nanovllm.layers.weights import WeightOptions
 from nanovllm.quantization.base import LinearMethod
 from nanovllm.quantization.shards import WeightShard, WeightSource
 
-CPU = torch.device("cpu")
-
 
 class Int8LinearMethod(LinearMethod):
     """A row of the weight is int8 numbers and a scale, made of the checkpoint's floats. Nothing is fused."""
 
     def create(
-        self,
-        layer: nn.Module,
-        shape: tuple[int, int],
-        shards: list[WeightShard],
-        dtype: torch.dtype,
-        device: torch.device,
+        self, layer: nn.Module, shape: tuple[int, int], shards: list[WeightShard]
     ) -> list[WeightShard]:
-        self.codes = nn.Parameter(torch.zeros(shape, dtype=torch.int8, device=device), requires_grad=False)
-        self.scales = nn.Parameter(torch.zeros(shape[0], 1, dtype=dtype, device=device), requires_grad=False)
+        self.codes = nn.Parameter(torch.zeros(shape, dtype=torch.int8), requires_grad=False)
+        self.scales = nn.Parameter(torch.zeros(shape[0], 1, dtype=torch.float32), requires_grad=False)
         layer.register_parameter("codes", self.codes)
         layer.register_parameter("scales", self.scales)
         return shards

@@ -66,7 +66,7 @@ def test_a_prompts_logits_are_the_same_bits_in_any_company(model: Path, cache: s
     for options in MANNERS.values():
         with make(model, kv_cache_dtype=cache, **options) as llm:
             for others in (0, 1, 16, 255, 0):
-                assert llm._runner.model.lm_head.deterministic
+                assert llm._runner.model.lm_head.method.deterministic
                 again, same_tokens = answer(llm, PROMPT, others)
                 assert torch.equal(again, logits), (options, others)
                 assert same_tokens == tokens
