@@ -13,8 +13,10 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.batch import Batch
 from nanovllm.device import Device
 from nanovllm.distributed.group import TPGroup
-from nanovllm.engine import llm_engine
-from nanovllm.plan.sequence import Sequence
+from nanovllm.engine import startup
+from nanovllm.engine.stats import StepStats
+from nanovllm.outputs import RequestOutput
+from nanovllm.plan.sequence import Sequence, SequenceStatus
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.workers.worker import RankSetup
 
@@ -40,19 +42,20 @@ class CheckedSetup(RankSetup):
 class CheckedLLM(LLM):
     def __init__(self, model: Any, **options: Any) -> None:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(llm_engine, "RankSetup", CheckedSetup)
+            patch.setattr(startup, "RankSetup", CheckedSetup)
             super().__init__(str(model), **options)
         assert self._runner.kv_cache.isnan().all() or self._runner.graphs is not None
         self.batches: list[Batch] = []
         self.sequences: list[Sequence] = []
 
-    def _step(self) -> tuple[Batch | None, list[Sequence]]:
-        batch, finished = super()._step()
+    def _step(self) -> tuple[list[RequestOutput], StepStats | None]:
+        unfinished = [*self._scheduler.waiting, *self._scheduler.running]
+        outputs, stats = super()._step()
         self._scheduler.check()
-        if batch is not None:
-            self.batches.append(batch)
-        self.sequences += finished
-        return batch, finished
+        if stats is not None:
+            self.batches.append(stats.batch)
+        self.sequences += [seq for seq in unfinished if seq.status is SequenceStatus.FINISHED]
+        return outputs, stats
 
     @property
     def num_free_blocks(self) -> int:
@@ -63,7 +66,7 @@ def logits_of(
     llm: LLM, prompts: list[list[int]], params: list[SamplingParams], index: int
 ) -> tuple[torch.Tensor, list[int]]:
     """Generate; return the logits [tokens, vocabulary] behind prompt `index`'s answer, and the answer."""
-    runner, seq_id = llm._runner, llm._num_requests + index
+    runner, seq_id = llm._runner, llm._requests.next_id + index  # of one completion each
     steps: list[torch.Tensor] = []  # the hidden states of each
     kept: list[torch.Tensor] = []
 

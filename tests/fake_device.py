@@ -6,7 +6,7 @@ Any lost token, wrong page, stale block or wrong position changes the output or 
 from __future__ import annotations
 
 import zlib
-from collections import deque
+from collections import defaultdict, deque
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -112,6 +112,7 @@ class Loop:
     run_ahead: bool
     in_flight: tuple[Batch, Handle] | None = None
     finished: dict[int, Sequence] = field(default_factory=dict)
+    tokens: defaultdict[int, list[int]] = field(default_factory=lambda: defaultdict(list))  # of events
     steps: int = 0
 
     def step(self) -> None:
@@ -124,12 +125,21 @@ class Loop:
             launched, self.in_flight = self.in_flight, launched
         assert launched is not None or batch is not None, "the engine is stuck"
         if launched is not None:
-            for seq in self.scheduler.postprocess(launched[0], launched[1].result()):
-                assert seq.seq_id not in self.finished
-                self.finished[seq.seq_id] = seq
+            self.take(launched[0], launched[1].result())
         self.scheduler.check()
         self.steps += 1
         assert self.steps < 20_000, "the engine does not end"
+
+    def take(self, batch: Batch, output: StepOutput) -> None:
+        """Bring a step's tokens in; what the events say must be what the sequences are."""
+        unfinished = {seq.seq_id: seq for seq in (*self.scheduler.running, *self.scheduler.waiting)}
+        events = self.scheduler.postprocess(batch, output)
+        for seq_id, token_id in zip(events.seq_ids, events.token_ids, strict=True):
+            self.tokens[seq_id].append(token_id)
+        for seq_id, reason in events.finish_reasons.items():
+            assert seq_id not in self.finished
+            seq = self.finished[seq_id] = unfinished[seq_id]
+            assert (seq.completion_token_ids, seq.finish_reason) == (self.tokens[seq_id], reason)
 
 
 def make_sequence(seq_id: int, prompt: list[int], params: SamplingParams) -> Sequence:

@@ -28,7 +28,7 @@ from unittest import mock
 
 import nanovllm
 from nanovllm import LLM, SamplingParams, WorkerError
-from nanovllm.engine import llm_engine
+from nanovllm.engine import startup
 from nanovllm.workers.watch import Watch
 
 QUESTIONS = [
@@ -127,7 +127,7 @@ def raise_in_step(rng: random.Random, device: str) -> None:
 
 def raise_in_loading(rng: random.Random, device: str) -> None:
     """A worker finds no weights."""
-    whole = llm_engine.RankSetup
+    whole = startup.RankSetup
 
     def broken(rank: int, size: int, *rest: Any) -> Any:
         setup = whole(rank, size, *rest)
@@ -140,7 +140,7 @@ def raise_in_loading(rng: random.Random, device: str) -> None:
         return error(self)
 
     with (
-        mock.patch.object(llm_engine, "RankSetup", broken),
+        mock.patch.object(startup, "RankSetup", broken),
         mock.patch.object(Watch, "error", recorded),
     ):
         expect(WorkerError, "ModelLoadError", lambda: make_llm(device))

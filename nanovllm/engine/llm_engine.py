@@ -1,58 +1,58 @@
-"""LLMEngine: puts the parts together and turns the crank. Text and tokens outside, one Batch at a time
-inside.
+"""LLMEngine: puts the parts together and turns the crank. Text outside, one Batch at a time inside.
 
-Owns the tokenizer, the Scheduler and the ModelRunner, all freed by `close`; no state outlives it.
+Owns the Processor, the Requests, the Scheduler, the ModelRunner and the Workers; no state outlives `close`.
 """
 
 from __future__ import annotations
 
-import logging
-import struct
-from collections.abc import Callable, Iterable, Iterator
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from time import perf_counter
 from types import TracebackType
-from typing import Any, NoReturn, SupportsIndex
-
-import xxhash
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, SupportsIndex
 
 from nanovllm.batch import Batch
 from nanovllm.config import Config
 from nanovllm.device import Device
-from nanovllm.distributed.group import TPGroup
-from nanovllm.distributed.rendezvous import Rendezvous
 from nanovllm.engine.progress import Progress
+from nanovllm.engine.requests import Requests
+from nanovllm.engine.startup import resolve_max_model_len, start_ranks
+from nanovllm.engine.stats import StepStats
 from nanovllm.lifecycle import Lifecycle
-from nanovllm.models.loader import check_weights, load_model_config, resolve_model_path, weight_bytes
-from nanovllm.outputs import CompletionOutput, RequestOutput
+from nanovllm.models.loader import check_weights, load_model_config, resolve_model_path
+from nanovllm.outputs import RequestOutput
 from nanovllm.plan.scheduler import Scheduler
-from nanovllm.plan.sequence import Sequence
-from nanovllm.runner.memory import check_weights_fit, fit_kv_cache
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.staging import StepHandle
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.text.detokenizer import Detokenizer
-from nanovllm.text.prompts import (
-    Prompt,
-    PromptLike,
-    pack_token_ids,
-    parse_prompt,
-    parse_prompts,
-    parse_sampling_params,
-)
+from nanovllm.text.processor import Processor
+from nanovllm.text.prompts import Prompt, PromptLike, parse_prompt, parse_prompts, parse_sampling_params
 from nanovllm.text.tokenizer import load_tokenizer
 from nanovllm.workers.interrupts import HeldInterrupts, no_full_collections
-from nanovllm.workers.worker import RankSetup, Workers
+from nanovllm.workers.worker import Workers
 
-logger = logging.getLogger("nanovllm")
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class LaunchedStep(NamedTuple):
+    """A step that the device computes."""
+
+    batch: Batch
+    num_cached_tokens: int
+    handle: StepHandle
 
 
 class LLMEngine:
-    """One model on one device or split over several. `LLM` adds the calls that most people want."""
+    """One model on one device or split over several. `LLM` adds the calls that most people want.
 
-    _detokenizer: Detokenizer | None = None  # made with the first text
+    stats: called with the `StepStats` of every finished step, in the thread that makes the call; an exception
+    ends that call. None calls nothing.
+    """
+
+    stats: Callable[[StepStats], object] | None = None
 
     def __init__(self, model: str | Path, **options: Any) -> None:
         """Load `model`, a folder or a hub id; `options` are the fields of `Config`.
@@ -64,78 +64,25 @@ class LLMEngine:
         path = resolve_model_path(self.config.model)
         self.model_config = load_model_config(path)
         self.model_config.check_tensor_parallel_size(self.config.tensor_parallel_size)
-        max_model_len = self._max_model_len()
-        self.tokenizer = None if self.config.skip_tokenizer_init else load_tokenizer(path)
+        max_model_len = resolve_max_model_len(self.config.max_model_len, self.model_config)
+        self._processor = Processor(
+            None if self.config.skip_tokenizer_init else load_tokenizer(path),
+            self.model_config.vocab_size,
+            self.model_config.eos_token_ids,
+        )
+        self._requests = Requests(self._processor, self.config.seed)
         if self.config.load_format == "auto":
             check_weights(self.model_config, path)
         device = Device(self.config.device)
-        self._start(device, path, max_model_len)
+        self._workers, self._runner, self._num_blocks = start_ranks(
+            self.config, self.model_config, path, device, max_model_len
+        )
         asked = self.config.async_scheduling
         self._run_ahead = device.is_cuda if asked is None else asked
         self._scheduler = self._make_scheduler()
-        self._in_flight: tuple[Batch, StepHandle] | None = None
-        self._prompts: dict[int, Prompt] = {}
-        self._num_requests = 0
+        self._in_flight: LaunchedStep | None = None
+        self._last_end = 0.0  # of a step, or when the first request came, by perf_counter
         self._lifecycle = Lifecycle(self, partial(_free, self._workers, self._runner))
-
-    def _start(self, device: Device, path: Path, max_model_len: int) -> None:
-        """Bring up all ranks: nothing of them is left when this raises."""
-        config, model_config, size = self.config, self.model_config, self.config.tensor_parallel_size
-        devices = device.ranks(size)
-        dtype = device.resolve_dtype(config.dtype, model_config.dtype)
-        need = weight_bytes(model_config, TPGroup(0, size), dtype)
-        rendezvous = Rendezvous() if size > 1 else None
-        port = rendezvous.port if rendezvous else 0
-        setups = [
-            RankSetup(rank, size, devices[rank], port, config, model_config, path, max_model_len)
-            for rank in range(size)
-        ]
-        self._workers = Workers(setups[1:])
-        try:
-            check_weights_fit(need, [device.memory(), *self._workers.collect()], config, device)
-            self._runner, *_ = self._workers.call(lambda: self._load(setups[0], device, rendezvous), "load")
-            self._call("calibrate_kv_cache")
-            reserve = max(self._call("warmup_model"))
-            spaces = self._call("measure_kv_cache", reserve)
-            most = config.max_num_seqs * self._runner.max_blocks
-            self._num_blocks = fit_kv_cache(spaces, config, self._runner.block_size, most)
-            allocated = self._call("allocate_kv_cache", self._num_blocks)
-            assert set(allocated) == {self._num_blocks}, "every rank has as many blocks as the scheduler"
-            self._call("capture_cudagraph", logger.isEnabledFor(logging.INFO))
-        except BaseException:
-            self._workers.kill()
-            if hasattr(self, "_runner"):
-                self._runner.exit()
-            raise
-
-    def _load(self, setup: RankSetup, device: Device, rendezvous: Rendezvous | None) -> ModelRunner:
-        group = TPGroup()
-        if rendezvous is not None:
-            self._workers.on_failure(rendezvous.leave)
-            group = self._workers.watched(lambda: setup.meet(device, rendezvous))
-            self._workers.on_failure(group.abort)
-        return setup.load(device, group, self._workers.check)
-
-    def _call(self, method: str, *args: object) -> list[Any]:
-        """Call a method of every rank's ModelRunner; return the results, rank 0's first."""
-        return self._workers.call(getattr(self._runner, method), method, *args)
-
-    def _max_model_len(self) -> int:
-        asked, positions = self.config.max_model_len, self.model_config.max_position_embeddings
-        if asked is None:
-            asked = self.model_config.longest
-            if asked < positions:
-                logger.info(
-                    "max_model_len=%d, the length up to which full attention is what this model computes "
-                    "(it has %d positions)",
-                    asked,
-                    positions,
-                )
-        if asked > positions:
-            logger.info("max_model_len=%d is lowered to the model's own limit, %d", asked, positions)
-        max_model_len = min(asked, positions)
-        self.model_config.check_max_model_len(max_model_len)
-        return max_model_len
 
     def _make_scheduler(self) -> Scheduler:
         return Scheduler(
@@ -148,6 +95,15 @@ class LLMEngine:
             share_outputs=not self.config.deterministic,  # their K/V would differ in bits from a prompt's
             longest=self.model_config.longest,
         )
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase | None:
+        """The tokenizer of transformers that texts go through; None with `skip_tokenizer_init=True`."""
+        return self._processor.tokenizer
+
+    @tokenizer.setter
+    def tokenizer(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
+        self._processor.tokenizer = tokenizer
 
     # -- one request at a time ---------------------------------------------------------------------------
 
@@ -163,12 +119,8 @@ class LLMEngine:
         One step is launched while the one before is still running, so an empty list is no sign of the end:
         `is_finished` is. If a step fails, all unfinished requests are dropped and the engine is empty again.
         """
-        with self._calling():
-            try:
-                return [self._output(seq) for seq in self._step()[1]]
-            except BaseException:
-                self._reset()
-                raise
+        with self._calling(), self._emptied_on_error():
+            return self._step()[0]
 
     def is_finished(self) -> bool:
         """Whether no request is waiting or running."""
@@ -178,15 +130,17 @@ class LLMEngine:
     def abort(self, request_id: int) -> RequestOutput | None:
         """End a request now and return what it has so far; None when it is unknown or has finished."""
         with self._calling():
-            seq = self._scheduler.abort(request_id)
-            return None if seq is None else self._output(seq)
+            seq_ids = self._requests.unfinished_sequences(request_id)
+            for seq_id in seq_ids:
+                self._scheduler.abort(seq_id)
+            return next(iter(self._requests.finish(seq_ids)), None)
 
     # -- all at once -------------------------------------------------------------------------------------
 
     def generate(
         self,
         prompts: PromptLike | Iterable[PromptLike],
-        sampling_params: SamplingParams | SequenceOf[SamplingParams] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool | Callable[..., Any] = True,
     ) -> list[RequestOutput]:
         """Answer every prompt, in the order given.
@@ -207,23 +161,20 @@ class LLMEngine:
         params = parse_sampling_params(sampling_params, len(parsed))
         where = [f"prompts[{index}]" for index in range(len(parsed))]
         with self._calling(), no_full_collections():
-            if not self._scheduler.is_finished():
+            if self._requests:
                 raise RuntimeError(
-                    f"{self._scheduler.num_unfinished} request(s) of add_request are unfinished; "
+                    f"{len(self._requests)} request(s) of add_request are unfinished; "
                     "call step() until is_finished(), or abort() them, before generate()"
                 )
-            try:
+            with self._emptied_on_error():
                 request_ids = self._add(parsed, params, where)
                 outputs: dict[int, RequestOutput] = {}
                 with progress:
                     while not self._scheduler.is_finished():
-                        batch, finished = self._step()
-                        for seq in finished:
-                            outputs[seq.seq_id] = self._output(seq)
-                        progress.update(batch, len(finished))
-            except BaseException:
-                self._reset()
-                raise
+                        finished, stats = self._step()
+                        outputs.update((output.request_id, output) for output in finished)
+                        if stats is not None:
+                            progress.update(stats)
         return [outputs[request_id] for request_id in request_ids]
 
     # -- the end -----------------------------------------------------------------------------------------
@@ -262,123 +213,82 @@ class LLMEngine:
         with self._lifecycle.calling(), self._runner.device.current():
             yield
 
-    def _add(self, prompts: list[Prompt], params: list[SamplingParams], where: list[str]) -> list[int]:
-        """Check and tokenise all prompts, then queue them all: an error leaves nothing queued."""
-        sequences = []
-        all_ids = self._tokenize(prompts, where)
-        stop_ids: dict[int, frozenset[int]] = {}  # of each object
-        for index, (token_ids, param) in enumerate(zip(all_ids, params, strict=True)):
-            packed = pack_token_ids(token_ids, self.model_config.vocab_size, where[index])
-            if id(param) not in stop_ids:
-                stop_ids[id(param)] = self._stop_ids(param, where[index])
-            seq_id = self._num_requests + index
-            seq = Sequence(seq_id, token_ids, param, self._seed(seq_id, param), stop_ids[id(param)], packed)
-            try:
-                self._scheduler.check_fits(seq)
-            except ValueError as error:
-                raise ValueError(f"{where[index]}: {error}") from None
-            sequences.append(seq)
-        self._num_requests += len(sequences)
-        for seq, prompt in zip(sequences, prompts, strict=True):
-            self._prompts[seq.seq_id] = prompt
-            self._scheduler.add(seq)
-        return [seq.seq_id for seq in sequences]
-
-    def _stop_ids(self, params: SamplingParams, where: str) -> frozenset[int]:
-        """All token ids that end an output. ValueError when one is not in the vocabulary."""
-        stop_ids = list(params.stop_token_ids or ())
-        pack_token_ids(stop_ids, self.model_config.vocab_size, f"{where} stop_token_ids")
-        return frozenset(stop_ids if params.ignore_eos else [*stop_ids, *self.model_config.eos_token_ids])
-
-    def _tokenize(self, prompts: list[Prompt], where: list[str]) -> list[list[int]]:
-        texts = [prompt.text for prompt in prompts if prompt.token_ids is None]
-        encoded: list[list[int]] = []
-        if texts:
-            if self.tokenizer is None:
-                index = next(i for i, prompt in enumerate(prompts) if prompt.token_ids is None)
-                raise ValueError(f"{where[index]} is a text, and skip_tokenizer_init=True; pass token ids")
-            encoded = self.tokenizer(texts)["input_ids"]
-        rest = iter(encoded)
-        all_ids = [next(rest) if prompt.token_ids is None else prompt.token_ids for prompt in prompts]
-        for index, ids in enumerate(all_ids):
-            if not ids:
-                raise ValueError(f"{where[index]} has no tokens: {prompts[index].text!r}")
-        return all_ids
-
-    def _seed(self, seq_id: int, params: SamplingParams) -> int:
-        """The request's own seed, or one drawn from the engine's seed and the request's number."""
-        if params.seed is not None:
-            return int(params.seed)
-        return xxhash.xxh3_64_intdigest(struct.pack("<QQ", self.config.seed % 2**64, seq_id)) >> 1
-
-    def _step(self) -> tuple[Batch | None, list[Sequence]]:
-        """Launch the next step, then take in the one before it; or the same one, without
-        `async_scheduling`. Ctrl-C acts at the end: until then the ranks would fall out of step."""
-        with HeldInterrupts():
-            return self._held_step()
-
-    def _held_step(self) -> tuple[Batch | None, list[Sequence]]:
-        self._lifecycle.check_open()
-        batch = self._scheduler.schedule()
-        launched = None
-        if batch is not None:
-            launched = batch, self._workers.run(self._runner.launch, "launch", batch)
-        if self._run_ahead:
-            launched, self._in_flight = self._in_flight, launched
-        if launched is None:
-            idle = batch is None and self._scheduler.is_finished()
-            assert batch is not None or idle, "nothing can be scheduled, and nothing is running"
-            return None, []
-        batch, handle = launched
-        with self._workers.giving_up_on_error():
-            output = handle.result()
-        return batch, self._scheduler.postprocess(batch, output)
-
-    def _output(self, seq: Sequence) -> RequestOutput:
-        prompt = self._prompts.pop(seq.seq_id)
-        token_ids = seq.completion_token_ids
-        # A token that ended the output is part of the ids, not of the text.
-        text_ids = token_ids[:-1] if seq.finish_reason == "stop" else token_ids
-        prompt_token_ids = seq.token_ids[: seq.num_prompt_tokens]
-        stop_reason = None if self._is_eos(seq) else seq.stop_reason
-        assert seq.finish_reason is not None
-        return RequestOutput(
-            request_id=seq.seq_id,
-            prompt=prompt.text,
-            prompt_token_ids=prompt_token_ids,
-            outputs=[
-                CompletionOutput(
-                    0, self._text(prompt_token_ids, text_ids), token_ids, seq.finish_reason, stop_reason
-                )
-            ],
-            num_cached_tokens=seq.num_cached_tokens or 0,
-            error="the model's logits were not finite" if seq.finish_reason == "error" else None,
-        )
-
-    def _text(self, prompt_ids: list[int], output_ids: list[int]) -> str:
-        if self.tokenizer is None:
-            return ""
-        if self._detokenizer is None or self._detokenizer.tokenizer is not self.tokenizer:
-            self._detokenizer = Detokenizer(self.tokenizer)
-        return self._detokenizer.text(prompt_ids, output_ids)
-
-    def _is_eos(self, seq: Sequence) -> bool:
-        """Whether the model's own end-of-sequence token ended `seq`: the tokenizer's, or its only one."""
-        all_eos = self.model_config.eos_token_ids
-        only = all_eos[0] if len(all_eos) == 1 else None
-        eos = only if self.tokenizer is None else self.tokenizer.eos_token_id
-        return seq.stop_reason == eos and eos in all_eos and not seq.params.ignore_eos
-
-    def _reset(self) -> None:
-        """Drop all requests, whatever state an exception left them in, and start from an empty scheduler.
+    @contextmanager
+    def _emptied_on_error(self) -> Iterator[None]:
+        """After an exception in the block, start from an empty scheduler, whatever state that left behind.
 
         An engine whose workers are gone is closed.
         """
-        self._in_flight = None
-        self._prompts.clear()
-        self._scheduler = self._make_scheduler()
-        if self._workers.failed:
-            self.close()
+        try:
+            yield
+        except BaseException:
+            self._in_flight = None
+            self._requests.clear()
+            self._scheduler = self._make_scheduler()
+            if self._workers.failed:
+                self.close()
+            raise
+
+    def _add(self, prompts: list[Prompt], params: list[SamplingParams], where: list[str]) -> list[int]:
+        """Check and tokenise all prompts, then queue them all: an error leaves nothing queued."""
+        requests = self._processor.make_requests(prompts, params, where, self._requests.next_id)
+        sequences = [self._requests.make_sequences(request) for request in requests]
+        for name, of_request in zip(where, sequences, strict=True):
+            try:
+                self._scheduler.check_fits(of_request[0])
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from None
+        if not self._requests:
+            self._last_end = perf_counter()
+        for request, of_request in zip(requests, sequences, strict=True):
+            self._requests.add(request, of_request)
+            for seq in of_request:
+                self._scheduler.add(seq)
+        return [request.request_id for request in requests]
+
+    def _step(self) -> tuple[list[RequestOutput], StepStats | None]:
+        """Launch the next step, then take in the one before it; or the same one, without `async_scheduling`.
+
+        Returns the requests that have finished and, if a step has been taken in, its stats. Ctrl-C acts at
+        the end of both: until then the ranks would fall out of step.
+        """
+        with HeldInterrupts():
+            self._lifecycle.check_open()
+            step = self._launch()
+            if self._run_ahead:
+                step, self._in_flight = self._in_flight, step
+            if step is None:
+                return [], None
+            with self._workers.giving_up_on_error():
+                output = step.handle.result()
+            now = perf_counter()
+            seconds, self._last_end = now - self._last_end, now
+            events = self._scheduler.postprocess(step.batch, output)
+        outputs = self._requests.finish(events.finish_reasons)
+        stats = StepStats(
+            batch=step.batch,
+            seconds=seconds,
+            num_drawn_tokens=len(events.token_ids),
+            num_cached_tokens=step.num_cached_tokens,
+            num_finished=len(outputs),
+            num_running=len(self._scheduler.running),
+            num_waiting=len(self._scheduler.waiting),
+            kv_cache_usage=self._scheduler.block_manager.usage,
+        )
+        if self.stats is not None:
+            self.stats(stats)
+        return outputs, stats
+
+    def _launch(self) -> LaunchedStep | None:
+        """Plan a step and queue it on every rank; None while nothing can be planned."""
+        blocks = self._scheduler.block_manager
+        cached_before = blocks.num_cached_tokens
+        batch = self._scheduler.schedule()
+        if batch is None:
+            assert self._in_flight or self._scheduler.is_finished(), "stuck: no step runs, and none can"
+            return None
+        handle = self._workers.run(self._runner.launch, "launch", batch)
+        return LaunchedStep(batch, blocks.num_cached_tokens - cached_before, handle)
 
 
 def _free(workers: Workers, runner: ModelRunner) -> None:

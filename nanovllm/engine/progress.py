@@ -13,7 +13,8 @@ from time import perf_counter
 from types import TracebackType
 from typing import Any
 
-from nanovllm.batch import Batch, StepKind
+from nanovllm.batch import StepKind
+from nanovllm.engine.stats import StepStats
 
 LINE_SECONDS = 10.0  # between plain lines
 NOTEBOOK_COLUMNS = 80  # of a bar of text in a notebook, which has no width of its own
@@ -35,7 +36,7 @@ WIDEST = {
 
 
 class Progress:
-    """Counts steps and shows them. Time between two updates counts for the later's batch.
+    """Counts steps and shows them.
 
     `use_tqdm` is True, False, or a class like tqdm's, which is made with `total` and `desc` and used as it
     is; True shows nothing for a single request. Raises TypeError for anything else.
@@ -53,21 +54,18 @@ class Progress:
         self._display: Any = None  # update(n) and close(), as of tqdm
         self._tokens = {"in": 0, "out": 0}
         self._seconds = {"in": 0.0, "out": 0.0}
-        self._last = 0.0
 
-    def update(self, batch: Batch | None, num_finished: int) -> None:
-        """Count a step: `batch` has been computed and `num_finished` requests ended with it."""
+    def update(self, stats: StepStats) -> None:
+        """Count a finished step."""
         if self._display is None:
             return
-        now = self._clock()
-        if batch is not None:
-            phase = "out" if batch.kind is StepKind.DECODE else "in"
-            self._tokens[phase] += len(batch.token_ids)
-            self._seconds[phase] += now - self._last
-        self._last = now
+        decodes = stats.kind is StepKind.DECODE
+        phase = "out" if decodes else "in"
+        self._tokens[phase] += stats.num_drawn_tokens if decodes else stats.num_new_tokens
+        self._seconds[phase] += stats.seconds
         if callable(self._use_tqdm) and hasattr(self._display, "set_postfix_str"):
             self._display.set_postfix_str(self.rates(), refresh=False)
-        self._display.update(num_finished)
+        self._display.update(stats.num_finished)
 
     def rates(self) -> str:
         """Prompt tokens a second of prefill and output tokens a second of decode, as far as there are any."""
@@ -82,7 +80,6 @@ class Progress:
                 self._display = make_bar(self._total, self.rates)
             else:
                 self._display = Lines(self._total, self.rates, self._clock)
-        self._last = self._clock()
         return self
 
     def __exit__(

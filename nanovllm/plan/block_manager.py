@@ -54,10 +54,16 @@ class BlockManager:
         self._content: list[CachedBlock | None] = [None] * num_blocks
         self._by_key: dict[int, int] = {}  # block_key -> block
         self._next_chain = ROOT + 1
+        self.num_cached_tokens = 0  # that allocations found in the prefix cache, ever
 
     @property
     def num_free_blocks(self) -> int:
         return len(self._free)
+
+    @property
+    def usage(self) -> float:
+        """The share of the blocks that sequences hold, 0 to 1."""
+        return 1 - len(self._free) / self.num_blocks
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -80,6 +86,7 @@ class BlockManager:
             self._ref_counts[block] += 1
         seq.block_table = hits + [self._take() for _ in range(needed - len(hits))]
         seq.num_computed_tokens = len(hits) * self.block_size
+        self.num_cached_tokens += seq.num_computed_tokens
         seq.num_hashed_blocks = len(hits)
         content = self._content[hits[-1]] if hits else None
         seq.chain = content.chain if content else ROOT

@@ -7,10 +7,12 @@ to be surplus, because its sequence had already ended, is dropped in `postproces
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 
 import numpy as np
 
 from nanovllm.batch import LAST_SAMPLED, NO_SLOT, NOT_FINITE, PADDING, Batch, StepKind, StepOutput
+from nanovllm.events import TokenEvents
 from nanovllm.plan.block_manager import BlockManager
 from nanovllm.plan.columns import SamplingTable
 from nanovllm.plan.sequence import Sequence, SequenceStatus
@@ -111,37 +113,44 @@ class Scheduler:
         """
         return self._schedule_prefill() or self._schedule_decode()
 
-    def postprocess(self, batch: Batch, output: StepOutput) -> list[Sequence]:
-        """Take in the tokens of a step and return the sequences that ended with it."""
-        finished = []
-        columns = batch.draws.tolist(), output.token_ids.tolist(), output.counts.tolist()
-        for seq_id, draws, token_ids, count in zip(batch.seq_ids, *columns, strict=True):
-            seq = self._unfinished.get(seq_id)
-            if seq is None:  # a surplus row
-                continue
-            seq.num_pending_tokens -= draws
-            for token_id in token_ids[:count]:
-                reason = self._append(seq, token_id)
-                if reason is not None:
-                    self._finish(seq, reason)
-                    finished.append(seq)
-                    break
-        return finished
+    def postprocess(self, batch: Batch, output: StepOutput) -> TokenEvents:
+        """Take in the tokens of a step; return what they mean for the sequences."""
+        events = TokenEvents([], [], {})
+        for column, token_ids in enumerate(
+            output.token_ids.T.tolist()
+        ):  # every row's first token, its second
+            drawn, holds = (batch.draws > column).tolist(), (output.counts > column).tolist()
+            self._take_in(zip(batch.seq_ids, token_ids, drawn, holds, strict=True), events)
+        return events
 
-    def _append(self, seq: Sequence, token_id: int) -> str | None:
-        """Add a drawn token; return why the sequence ends with it, or None."""
-        if token_id == NOT_FINITE:
-            return "error"
-        seq.token_ids.append(token_id)
-        num_tokens = len(seq.token_ids)
-        if token_id in seq.stop_ids:
-            seq.stop_reason = token_id
-            return "stop"
-        if num_tokens >= seq.max_tokens_total:
-            return "length"
-        if self.share_outputs and (num_tokens - 1) // self.block_manager.block_size > seq.num_hashed_blocks:
-            self.block_manager.register(seq)
-        return None
+    def _take_in(self, rows: Iterable[tuple[int, int, bool, bool]], events: TokenEvents) -> None:
+        """Take in at most one token of each row: (sequence id, token id, was it drawn, does it hold)."""
+        unfinished, share_outputs = self._unfinished, self.share_outputs
+        block_size = self.block_manager.block_size
+        for seq_id, token_id, drawn, holds in rows:
+            seq = unfinished.get(seq_id)
+            if seq is None or not drawn:  # a surplus row, or a chunk that ends before its prompt does
+                continue
+            seq.num_pending_tokens -= 1
+            if not holds:
+                continue
+            if token_id == NOT_FINITE:
+                self._finish(seq, "error")
+                events.finish_reasons[seq_id] = "error"
+                continue
+            seq.token_ids.append(token_id)
+            events.seq_ids.append(seq_id)
+            events.token_ids.append(token_id)
+            num_tokens = len(seq.token_ids)
+            if token_id in seq.stop_ids:
+                seq.stop_reason = token_id
+                self._finish(seq, "stop")
+                events.finish_reasons[seq_id] = "stop"
+            elif num_tokens >= seq.max_tokens_total:
+                self._finish(seq, "length")
+                events.finish_reasons[seq_id] = "length"
+            elif share_outputs and (num_tokens - 1) // block_size > seq.num_hashed_blocks:
+                self.block_manager.register(seq)
 
     def check(self) -> None:
         """Assert every invariant of the queues, the slots and the blocks. For tests: it visits everything."""

@@ -35,7 +35,7 @@ from nanovllm.config import Config
 from nanovllm.device import Device
 from nanovllm.distributed import rendezvous
 from nanovllm.distributed.group import TPGroup
-from nanovllm.engine import llm_engine
+from nanovllm.engine import startup
 from nanovllm.runner.memory import KVCacheSpace, check_weights_fit, fit_kv_cache
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.overlap import OVERLAP_RANKS, OVERLAP_TOKENS
@@ -300,7 +300,7 @@ def test_a_rank_with_less_memory_is_named_before_loading(
     ):  # one memory for both ranks
         check_weights_fit(4 * GIB, [(6 * GIB, 8 * GIB)] * 2, config, Device("cpu"))
     monkeypatch.undo()
-    monkeypatch.setattr(llm_engine, "weight_bytes", lambda *args: 2**50)
+    monkeypatch.setattr(startup, "weight_bytes", lambda *args: 2**50)
     monkeypatch.setattr(ModelRunner, "__init__", lambda *args: pytest.fail("it was loaded"))
     with pytest.raises(KVCacheMemoryError, match="the model does not fit"):
         make(model)
@@ -319,7 +319,7 @@ def test_the_fewest_blocks_of_all_ranks_count(model: Path) -> None:
     with pytest.raises(KVCacheMemoryError, match=r"on rank 1 .* 0.0 MiB may be used"):
         fit_kv_cache([big, none], Config("m"), 16, 1000)
     with make(model, num_kvcache_blocks=9) as llm:
-        assert llm._call("allocate_kv_cache", 9) == [9, 9]
+        assert llm._workers.call(llm._runner.allocate_kv_cache, "allocate_kv_cache", 9) == [9, 9]
 
 
 @pytest.mark.parametrize(
@@ -368,7 +368,7 @@ def test_a_start_that_is_interrupted_stops_waiting_for_ranks(
 ) -> None:
     """Its ports are free again, which `nothing_is_left` sees, though the wait alone would have no end."""
     monkeypatch.setattr(rendezvous, "CONNECT_TIMEOUT", timedelta(days=1))
-    monkeypatch.setattr(llm_engine, "RankSetup", LonelySetup)
+    monkeypatch.setattr(startup, "RankSetup", LonelySetup)
     with pytest.raises(KeyboardInterrupt):
         LLM(str(model), tensor_parallel_size=2, device="cpu", skip_tokenizer_init=True, max_model_len=64)
 
@@ -391,7 +391,7 @@ def test_a_worker_that_raises_at_any_call_of_the_start(
     model: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     monkeypatch.setenv("BROKEN_CALL", call)
-    monkeypatch.setattr(llm_engine, "RankSetup", BrokenSetup)
+    monkeypatch.setattr(startup, "RankSetup", BrokenSetup)
     with pytest.raises(WorkerError, match=r"rank 1 failed:(?s:.*)invalid literal for int\(\)"):
         LLM(str(model), tensor_parallel_size=2, device="cpu", skip_tokenizer_init=True, max_model_len=64)
 

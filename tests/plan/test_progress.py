@@ -18,13 +18,17 @@ import pytest
 from nanovllm.batch import ALL_GREEDY, LAST_SAMPLED, Batch, StepKind
 from nanovllm.engine import progress
 from nanovllm.engine.progress import Progress, short
+from nanovllm.engine.stats import StepStats
 
 
-def batch(num_tokens: int, decode: bool) -> Batch:
-    ones = np.ones(1, np.int32)
+def stats(num_tokens: int, decode: bool, seconds: float, num_finished: int) -> StepStats:
+    """Of a step that computed or, in decode, drew so many tokens."""
+    ones = np.ones(num_tokens if decode else 1, np.int32)
     token_ids = np.full(num_tokens, LAST_SAMPLED if decode else 7, np.int32)
     kind = StepKind.DECODE if decode else StepKind.PREFILL
-    return Batch(kind, (0,), ones, token_ids, ones, ones, ones[None], ones, ALL_GREEDY)
+    batch = Batch(kind, (0,), ones, token_ids, ones, ones, ones[None], ones, ALL_GREEDY)
+    drawn = num_tokens if decode else 1
+    return StepStats(batch, seconds, drawn, 0, num_finished, num_running=1, num_waiting=0, kv_cache_usage=0.5)
 
 
 class Terminal(io.StringIO):
@@ -92,10 +96,10 @@ def test_a_bar_fits_its_terminal_and_cuts_no_number(total: int, columns: int, st
         for _ in range(3):
             clock.now += 1
             bar._display.last_print_t -= 1  # so that each update is drawn
-            bar.update(batch(123_456, decode=False), 0)
+            bar.update(stats(123_456, False, 1.0, 0))
             clock.now += 1
             bar._display.last_print_t -= 1
-            bar.update(batch(1_234_567, decode=True), total // 3)
+            bar.update(stats(1_234_567, True, 1.0, total // 3))
     drawn = terminal.drawn()
     assert len(drawn) >= 6
     assert max(map(len, drawn)) <= columns
@@ -113,7 +117,7 @@ def test_one_prompt_none_and_false_show_nothing(stderr: Shown) -> None:
     terminal = stderr.to(Terminal())
     for total, use_tqdm in ((1, True), (0, True), (2, False)):
         with Progress(total, use_tqdm) as shown:
-            shown.update(batch(1, decode=True), total)
+            shown.update(stats(1, True, 1.0, total))
     assert terminal.getvalue() == ""
 
 
@@ -131,10 +135,10 @@ def test_a_file_gets_a_line_every_ten_seconds_and_a_last_one(stderr: Shown) -> N
     clock = Clock()
     with Progress(1200, True, clock) as lines:
         clock.now += 2
-        lines.update(batch(20_000, decode=False), 0)
+        lines.update(stats(20_000, False, 2.0, 0))
         for _ in range(12):
             clock.now += 2
-            lines.update(batch(500, decode=True), 100)
+            lines.update(stats(500, True, 2.0, 100))
     assert file.getvalue().splitlines() == [
         "Generating: 400 of 1,200 requests after 10 s, in 10.0k, out 250 tok/s",
         "Generating: 900 of 1,200 requests after 20 s, in 10.0k, out 250 tok/s",
@@ -149,8 +153,8 @@ def test_a_file_gets_one_line_of_a_long_step_and_none_of_a_short_run(stderr: Sho
     for seconds in (9.9, 30):
         with Progress(3, True, clock) as lines:
             clock.now += seconds
-            lines.update(None, 3)
-    assert file.getvalue() == "Generating: 3 of 3 requests after 30 s\n"
+            lines.update(stats(300, True, seconds, 3))
+    assert file.getvalue() == "Generating: 3 of 3 requests after 30 s, out 10.0 tok/s\n"
 
 
 @pytest.mark.parametrize("kind", [io.StringIO, Terminal])
@@ -199,7 +203,7 @@ def test_a_class_like_tqdm_is_used_as_it_is(total: int, stderr: Shown) -> None:
         own.made.clear()
         with shown:
             clock.now += 0.5
-            shown.update(batch(4, decode=False), total)
+            shown.update(stats(4, False, 0.5, total))
         [bar] = own.made
         assert (bar.total, bar.desc) == (total, "Generating")
         assert bar.calls == [*rates, total, "closed"]
@@ -229,7 +233,7 @@ def test_a_notebook_gets_widgets_if_it_has_them_and_else_one_line_of_text(
     monkeypatch.setattr(notebook, "IProgress", object if widgets else None)
     monkeypatch.setattr(notebook, "tqdm", Widgets)
     with Progress(2, True) as shown:
-        shown.update(batch(5, decode=False), 2)
+        shown.update(stats(5, False, 1.0, 2))
     assert len(made) == widgets and not len(recwarn)
     assert bool(file.getvalue()) != widgets
     assert file.getvalue().count("\n") == (not widgets)  # at the end

@@ -243,7 +243,8 @@ def test_a_failed_row_ends_alone() -> None:
     batch = loop.scheduler.schedule()
     output = loop.device.launch(batch).result()
     output.token_ids[1] = NOT_FINITE
-    (failed,) = loop.scheduler.postprocess(batch, output)
+    loop.take(batch, output)
+    (failed,) = loop.finished.values()
     assert (failed.seq_id, failed.finish_reason, failed.completion_token_ids) == (1, "error", [])
     loop.scheduler.check()
     while not loop.scheduler.is_finished():
@@ -274,10 +275,11 @@ def test_several_tokens_of_a_row() -> None:
     for seq in running:
         seq.num_pending_tokens = 3
     output = StepOutput(np.arange(10, 19).reshape(3, 3), np.array([3, 1, 3], np.int32))
-    (ended,) = loop.scheduler.postprocess(batch, output)
+    events = loop.scheduler.postprocess(batch, output)
     assert [seq.completion_token_ids for seq in running] == [[10, 11, 12], [13], [16, 17]]
-    assert (ended.seq_id, ended.finish_reason) == (2, "length")
-    assert {seq.num_pending_tokens for seq in running} == {0}
+    assert (events.seq_ids, events.token_ids) == ([0, 1, 2, 0, 2, 0], [10, 13, 16, 11, 17, 12])
+    assert events.finish_reasons == {2: "length"} and running[2].finish_reason == "length"
+    assert [seq.num_pending_tokens for seq in running[:2]] == [0, 0]
 
 
 def test_what_can_never_fit_is_refused() -> None:

@@ -1,0 +1,104 @@
+"""Requests: which sequence computes which completion of which request, while any of them is unfinished.
+
+Makes the sequences of a request and, once the last one has ended, one RequestOutput of them. Schedules
+nothing, and leaves texts to the Processor.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import count
+
+import xxhash
+
+from nanovllm.outputs import CompletionOutput, RequestOutput
+from nanovllm.plan.sequence import Sequence
+from nanovllm.text.processor import Processor, join_completions
+from nanovllm.text.request import Request
+
+
+@dataclass(slots=True, eq=False)
+class RequestState:
+    """An unfinished request."""
+
+    request: Request
+    sequences: list[Sequence]  # one for each completion, in order
+    completions: dict[int, CompletionOutput]  # of the sequences that have ended, by index
+
+
+class Requests:
+    """The unfinished requests of an engine. Request ids count up from 0, and so do those of sequences."""
+
+    def __init__(self, processor: Processor, seed: int) -> None:
+        """seed: the engine's, from which requests without one of their own get theirs."""
+        self._processor = processor
+        self._seed = seed
+        self._seq_ids = count()
+        self._states: dict[int, RequestState] = {}  # by request id
+        self._owners: dict[int, tuple[RequestState, int]] = {}  # by id of sequence: its state and index
+        self.next_id = 0  # of the next request
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    def make_sequences(self, request: Request) -> list[Sequence]:
+        """Return a new sequence for each completion of the request, which is not added yet."""
+        return [
+            Sequence(
+                next(self._seq_ids),
+                request.prompt_token_ids,
+                request.params,
+                sequence_seed(request, index, self._seed),
+                request.stop_token_ids,
+                request.prompt_bytes,
+            )
+            for index in range(request.n)
+        ]
+
+    def add(self, request: Request, sequences: list[Sequence]) -> None:
+        """Keep a request until all of its sequences have ended."""
+        state = self._states[request.request_id] = RequestState(request, sequences, {})
+        self._owners.update((seq.seq_id, (state, index)) for index, seq in enumerate(sequences))
+        self.next_id = request.request_id + 1
+
+    def unfinished_sequences(self, request_id: int) -> list[int]:
+        """The ids of the request's sequences that have not ended; none when it is unknown or finished."""
+        state = self._states.get(request_id)
+        return [] if state is None else [s.seq_id for s in state.sequences if s.seq_id in self._owners]
+
+    def finish(self, seq_ids: Iterable[int]) -> list[RequestOutput]:
+        """Take in sequences that have ended; return the outputs of the requests that ended with them."""
+        outputs = []
+        for seq_id in seq_ids:
+            state, index = self._owners.pop(seq_id)
+            request, seq = state.request, state.sequences[index]
+            assert seq.finish_reason is not None
+            state.completions[index] = self._processor.completion(
+                request, index, seq.completion_token_ids, seq.finish_reason, seq.stop_reason
+            )
+            if len(state.completions) == request.n:
+                del self._states[request.request_id]
+                completions = [state.completions[index] for index in range(request.n)]
+                cached = state.sequences[0].num_cached_tokens or 0
+                outputs.append(join_completions(request, completions, cached))
+        return outputs
+
+    def clear(self) -> None:
+        """Forget all requests; ids go on counting."""
+        self._states.clear()
+        self._owners.clear()
+
+
+def sequence_seed(request: Request, index: int, engine_seed: int) -> int:
+    """The seed of completion `index`: of the first one the request's own, or one drawn from the engine's seed
+    and the request's number; of the others one drawn from the first one's and the index."""
+    seed = request.params.seed
+    if seed is None:
+        seed = _drawn(engine_seed, request.request_id)
+    return int(seed) if index == 0 else _drawn(seed, index)
+
+
+def _drawn(seed: int, number: int) -> int:
+    return xxhash.xxh3_64_intdigest(struct.pack("<QQ", seed % 2**64, number)) >> 1

@@ -1,0 +1,96 @@
+"""Start-up: all ranks are brought up, from processes to captured CUDA graphs, or nothing of them is left.
+
+Decides how long sequences may be. Keeps nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from nanovllm.config import Config
+from nanovllm.device import Device
+from nanovllm.distributed.group import TPGroup
+from nanovllm.distributed.rendezvous import Rendezvous
+from nanovllm.models.config import ModelConfig
+from nanovllm.models.loader import weight_bytes
+from nanovllm.runner.memory import check_weights_fit, fit_kv_cache
+from nanovllm.runner.model_runner import ModelRunner
+from nanovllm.workers.worker import RankSetup, Workers
+
+logger = logging.getLogger("nanovllm")
+
+
+def resolve_max_model_len(asked: int | None, model_config: ModelConfig) -> int:
+    """Return the most tokens of a sequence; None asks for as many as the model computes with full attention.
+
+    Raises ValueError when the model cannot compute that many.
+    """
+    positions = model_config.max_position_embeddings
+    if asked is None:
+        asked = model_config.longest
+        if asked < positions:
+            logger.info(
+                "max_model_len=%d, the length up to which full attention is what this model computes "
+                "(it has %d positions)",
+                asked,
+                positions,
+            )
+    if asked > positions:
+        logger.info("max_model_len=%d is lowered to the model's own limit, %d", asked, positions)
+    max_model_len = min(asked, positions)
+    model_config.check_max_model_len(max_model_len)
+    return max_model_len
+
+
+def start_ranks(
+    config: Config, model_config: ModelConfig, path: Path, device: Device, max_model_len: int
+) -> tuple[Workers, ModelRunner, int]:
+    """Start every rank; return the workers, this rank's ModelRunner, and how many blocks the KV cache has.
+
+    Raises what `LLMEngine` says; nothing of any rank is left then.
+    """
+    size = config.tensor_parallel_size
+    devices = device.ranks(size)
+    dtype = device.resolve_dtype(config.dtype, model_config.dtype)
+    need = weight_bytes(model_config, TPGroup(0, size), dtype)
+    rendezvous = Rendezvous() if size > 1 else None
+    port = rendezvous.port if rendezvous else 0
+    setups = [
+        RankSetup(rank, size, devices[rank], port, config, model_config, path, max_model_len)
+        for rank in range(size)
+    ]
+    workers = Workers(setups[1:])
+    runner: ModelRunner | None = None
+    try:
+        check_weights_fit(need, [device.memory(), *workers.collect()], config, device)
+        runner, *_ = workers.call(lambda: _load(workers, setups[0], device, rendezvous), "load")
+        return workers, runner, _prepare(workers, runner, config)
+    except BaseException:
+        workers.kill()
+        if runner is not None:
+            runner.exit()
+        raise
+
+
+def _load(workers: Workers, setup: RankSetup, device: Device, rendezvous: Rendezvous | None) -> ModelRunner:
+    """Meet the other ranks, if there are any, and load this rank's part of the model."""
+    group = TPGroup()
+    if rendezvous is not None:
+        workers.on_failure(rendezvous.leave)
+        group = workers.watched(lambda: setup.meet(device, rendezvous))
+        workers.on_failure(group.abort)
+    return setup.load(device, group, workers.check)
+
+
+def _prepare(workers: Workers, runner: ModelRunner, config: Config) -> int:
+    """Size and allocate the KV cache on every rank and capture its graphs; return the number of blocks."""
+    workers.call(runner.calibrate_kv_cache, "calibrate_kv_cache")
+    reserve = max(workers.call(runner.warmup_model, "warmup_model"))
+    spaces = workers.call(runner.measure_kv_cache, "measure_kv_cache", reserve)
+    most = config.max_num_seqs * runner.max_blocks
+    num_blocks = fit_kv_cache(spaces, config, runner.block_size, most)
+    allocated = workers.call(runner.allocate_kv_cache, "allocate_kv_cache", num_blocks)
+    assert set(allocated) == {num_blocks}, "every rank has as many blocks as the scheduler"
+    workers.call(runner.capture_cudagraph, "capture_cudagraph", logger.isEnabledFor(logging.INFO))
+    return num_blocks

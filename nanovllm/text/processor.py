@@ -1,0 +1,110 @@
+"""Processor: prompts become Requests, and tokens become the outputs of requests.
+
+Owns the tokenizer. Keeps no request; knows neither blocks nor tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from nanovllm.outputs import CompletionOutput, RequestOutput
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.text.detokenizer import Detokenizer
+from nanovllm.text.prompts import Prompt, pack_token_ids
+from nanovllm.text.request import Request
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class Processor:
+    """Text on the one side, token ids on the other; without a tokenizer there are only ids."""
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int, eos_token_ids: Sequence[int]
+    ) -> None:
+        """eos_token_ids: the model's own, which end every completion that does not ignore them."""
+        self.tokenizer = tokenizer  # may be replaced at any time
+        self._vocab_size = vocab_size
+        self._eos_token_ids = eos_token_ids
+        self._detokenizer: Detokenizer | None = None  # made with the first text
+
+    def make_requests(
+        self, prompts: list[Prompt], params: list[SamplingParams], where: list[str], first_id: int
+    ) -> list[Request]:
+        """Check and tokenise the prompts; the ids of the requests count up from `first_id`.
+
+        params: checked, one for each prompt. where: what an error calls each prompt.
+        Raises ValueError for a prompt without tokens, and for a token id that is not in the vocabulary.
+        """
+        requests = []
+        stop_token_ids: dict[int, frozenset[int]] = {}  # by the identity of the SamplingParams
+        all_ids = self._tokenize(prompts, where)
+        for index, (prompt, ids, param) in enumerate(zip(prompts, all_ids, params, strict=True)):
+            packed = pack_token_ids(ids, self._vocab_size, where[index])
+            if id(param) not in stop_token_ids:
+                stop_token_ids[id(param)] = self._stop_token_ids(param, where[index])
+            stop_ids = stop_token_ids[id(param)]
+            requests.append(Request(first_id + index, prompt.text, ids, packed, param, stop_ids))
+        return requests
+
+    def completion(
+        self, request: Request, index: int, token_ids: list[int], finish_reason: str, stop_token: int | None
+    ) -> CompletionOutput:
+        """Return completion `index` of the request; `stop_token` is the token that ended it, if one did."""
+        # A token that ended the completion is one of its ids, and no part of its text.
+        text_ids = token_ids[:-1] if finish_reason == "stop" else token_ids
+        text = self._text(request.prompt_token_ids, text_ids)
+        stop_reason = None if self._is_eos(stop_token, request.params) else stop_token
+        return CompletionOutput(index, text, token_ids, finish_reason, stop_reason)
+
+    def _stop_token_ids(self, params: SamplingParams, where: str) -> frozenset[int]:
+        """All token ids that end a completion. ValueError when one is not in the vocabulary."""
+        stop_ids = list(params.stop_token_ids or ())
+        pack_token_ids(stop_ids, self._vocab_size, f"{where} stop_token_ids")
+        return frozenset(stop_ids if params.ignore_eos else [*stop_ids, *self._eos_token_ids])
+
+    def _tokenize(self, prompts: list[Prompt], where: list[str]) -> list[list[int]]:
+        texts = [prompt.text for prompt in prompts if prompt.token_ids is None]
+        encoded: list[list[int]] = []
+        if texts:
+            if self.tokenizer is None:
+                index = next(i for i, prompt in enumerate(prompts) if prompt.token_ids is None)
+                raise ValueError(f"{where[index]} is a text, and skip_tokenizer_init=True; pass token ids")
+            encoded = self.tokenizer(texts)["input_ids"]
+        rest = iter(encoded)
+        all_ids = [next(rest) if prompt.token_ids is None else prompt.token_ids for prompt in prompts]
+        for index, ids in enumerate(all_ids):
+            if not ids:
+                raise ValueError(f"{where[index]} has no tokens: {prompts[index].text!r}")
+        return all_ids
+
+    def _text(self, prompt_ids: list[int], output_ids: list[int]) -> str:
+        if self.tokenizer is None:
+            return ""
+        if self._detokenizer is None or self._detokenizer.tokenizer is not self.tokenizer:
+            self._detokenizer = Detokenizer(self.tokenizer)
+        return self._detokenizer.text(prompt_ids, output_ids)
+
+    def _is_eos(self, token_id: int | None, params: SamplingParams) -> bool:
+        """Whether `token_id` is the model's own end-of-sequence token: the tokenizer's, or its only one."""
+        all_eos = self._eos_token_ids
+        only = all_eos[0] if len(all_eos) == 1 else None
+        eos = only if self.tokenizer is None else self.tokenizer.eos_token_id
+        return token_id == eos and eos in all_eos and not params.ignore_eos
+
+
+def join_completions(
+    request: Request, completions: list[CompletionOutput], num_cached_tokens: int
+) -> RequestOutput:
+    """Return what the request returns, given all of its completions in order."""
+    failed = any(completion.finish_reason == "error" for completion in completions)
+    return RequestOutput(
+        request_id=request.request_id,
+        prompt=request.prompt,
+        prompt_token_ids=request.prompt_token_ids,
+        outputs=completions,
+        num_cached_tokens=num_cached_tokens,
+        error="the model's logits were not finite" if failed else None,
+    )

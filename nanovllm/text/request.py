@@ -1,0 +1,20 @@
+"""Request: one prompt as token ids, and all that is asked of it. Made by `Processor`, never changed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from nanovllm.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a caller wants: `n` completions of a prompt. Every value is checked."""
+
+    request_id: int
+    prompt: str | None  # the text, where the caller gave one
+    prompt_token_ids: list[int]
+    prompt_bytes: bytes  # the same ids as int32
+    params: SamplingParams
+    stop_token_ids: frozenset[int]  # all that end a completion: the caller's, and the model's unless ignored
+    n: int = 1
