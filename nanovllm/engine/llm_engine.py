@@ -18,20 +18,19 @@ from nanovllm.config import Config
 from nanovllm.device import Device
 from nanovllm.engine.progress import Progress
 from nanovllm.engine.requests import Requests
-from nanovllm.engine.startup import resolve_max_model_len, start_ranks
+from nanovllm.engine.startup import resolve_max_model_len, start_ranks, stop_ranks
 from nanovllm.engine.stats import StepStats
 from nanovllm.lifecycle import Lifecycle
 from nanovllm.models.loader import check_weights, load_model_config, resolve_model_path
 from nanovllm.outputs import RequestOutput
 from nanovllm.plan.scheduler import Scheduler
-from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.staging import StepHandle
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.processor import Processor
 from nanovllm.text.prompts import Prompt, PromptLike, parse_prompt, parse_prompts, parse_sampling_params
+from nanovllm.text.request import Request
 from nanovllm.text.tokenizer import load_tokenizer
 from nanovllm.workers.interrupts import HeldInterrupts, no_full_collections
-from nanovllm.workers.worker import Workers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -82,7 +81,7 @@ class LLMEngine:
         self._scheduler = self._make_scheduler()
         self._in_flight: LaunchedStep | None = None
         self._last_end = 0.0  # of a step, or when the first request came, by perf_counter
-        self._lifecycle = Lifecycle(self, partial(_free, self._workers, self._runner))
+        self._lifecycle = Lifecycle(self, partial(stop_ranks, self._workers, self._runner))
 
     def _make_scheduler(self) -> Scheduler:
         return Scheduler(
@@ -231,11 +230,15 @@ class LLMEngine:
 
     def _add(self, prompts: list[Prompt], params: list[SamplingParams], where: list[str]) -> list[int]:
         """Check and tokenise all prompts, then queue them all: an error leaves nothing queued."""
-        requests = self._processor.make_requests(prompts, params, where, self._requests.next_id)
+        first_id = self._requests.next_id
+        return self._queue(self._processor.make_requests(prompts, params, where, first_id), where)
+
+    def _queue(self, requests: list[Request], where: list[str]) -> list[int]:
+        """Queue all requests; none of them, and ValueError, when one can never run."""
         sequences = [self._requests.make_sequences(request) for request in requests]
-        for name, of_request in zip(where, sequences, strict=True):
+        for name, (first, *_) in zip(where, sequences, strict=True):
             try:
-                self._scheduler.check_fits(of_request[0])
+                self._scheduler.check_fits(first)
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from None
         if not self._requests:
@@ -289,9 +292,3 @@ class LLMEngine:
             return None
         handle = self._workers.run(self._runner.launch, "launch", batch)
         return LaunchedStep(batch, blocks.num_cached_tokens - cached_before, handle)
-
-
-def _free(workers: Workers, runner: ModelRunner) -> None:
-    """End the workers, then free this rank's memory."""
-    workers.stop()
-    runner.exit()

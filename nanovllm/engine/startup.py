@@ -1,4 +1,5 @@
-"""Start-up: all ranks are brought up, from processes to captured CUDA graphs, or nothing of them is left.
+"""Start-up: all ranks are brought up, from processes to captured CUDA graphs, or nothing of them is left;
+and their end.
 
 Decides how long sequences may be. Keeps nothing.
 """
@@ -71,6 +72,12 @@ def start_ranks(
         if runner is not None:
             runner.exit()
         raise
+
+
+def stop_ranks(workers: Workers, runner: ModelRunner) -> None:
+    """End the workers, then free this rank's memory."""
+    workers.stop()
+    runner.exit()
 
 
 def _load(workers: Workers, setup: RankSetup, device: Device, rendezvous: Rendezvous | None) -> ModelRunner:

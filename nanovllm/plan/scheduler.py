@@ -116,9 +116,7 @@ class Scheduler:
     def postprocess(self, batch: Batch, output: StepOutput) -> TokenEvents:
         """Take in the tokens of a step; return what they mean for the sequences."""
         events = TokenEvents([], [], {})
-        for column, token_ids in enumerate(
-            output.token_ids.T.tolist()
-        ):  # every row's first token, its second
+        for column, token_ids in enumerate(output.token_ids.T.tolist()):  # 0: first tokens
             drawn, holds = (batch.draws > column).tolist(), (output.counts > column).tolist()
             self._take_in(zip(batch.seq_ids, token_ids, drawn, holds, strict=True), events)
         return events

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from checked_llm import make_tiny
+from checked_llm import BLOCK, CheckedLLM, make_tiny
 from tiny_models import VOCAB_SIZE, write_tiny_model
 from transformers import BatchEncoding
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.batch import NOT_FINITE, Batch
+from nanovllm.engine.requests import sequence_seed
+from nanovllm.outputs import RequestOutput
+from nanovllm.runner.staging import StepHandle
+from nanovllm.text.prompts import parse_prompts
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 
@@ -72,6 +78,96 @@ def test_a_request_keeps_its_own_parameters(model: Path) -> None:
         with pytest.raises(ValueError, match=rf"prompts\[1\] stop_token_ids: token id {VOCAB_SIZE}"):
             llm.generate([[5], [6]], [GREEDY, params], use_tqdm=False)
         assert llm.is_finished()
+
+
+# -- several completions ------------------------------------------------------------------------------------
+
+
+def queue(llm: CheckedLLM, prompt: list[int], params: SamplingParams, n: int) -> int:
+    """Queue one request for `n` completions; return its id."""
+    [request] = llm._processor.make_requests(
+        parse_prompts(prompt), [params.checked()], ["the prompt"], llm._requests.next_id
+    )
+    return llm._queue([replace(request, n=n)], ["the prompt"])[0]
+
+
+def run(llm: CheckedLLM) -> list[RequestOutput]:
+    outputs = []
+    while not llm.is_finished():
+        outputs += llm.step()
+    return outputs
+
+
+# About every fourth token ends a completion.
+ENDING = SamplingParams(temperature=1, seed=3, max_tokens=24, stop_token_ids=range(VOCAB_SIZE // 4))
+
+
+@pytest.mark.parametrize("run_ahead", [True, False])
+def test_a_request_of_several_sequences_is_one_output(model: Path, run_ahead: bool) -> None:
+    with make_tiny(model, async_scheduling=run_ahead, max_num_seqs=2) as llm:
+        request_id = queue(llm, [5] * 20, ENDING, n=3)
+        assert llm.add_request([7, 8], GREEDY) == request_id + 1
+        first, second = sorted(run(llm), key=lambda output: output.request_id)
+        assert (first.request_id, second.request_id) == (request_id, request_id + 1)
+        assert [completion.index for completion in first.outputs] == [0, 1, 2]
+        lens = [len(completion.token_ids) for completion in first.outputs]
+        assert len(set(lens)) > 1, "all ended with the same step"
+        assert {completion.finish_reason for completion in first.outputs} == {"stop"}
+        assert first.prompt_token_ids == [5] * 20 and len(second.outputs) == 1
+        assert first.num_cached_tokens == 0 and llm.sequences[-1].num_cached_tokens is not None
+        # Each is what a request with its seed alone gives, so the first one is what one completion gives.
+        [request] = llm._processor.make_requests(parse_prompts([5] * 20), [ENDING], ["p"], 0)
+        seeds = [sequence_seed(request, index, engine_seed=0) for index in range(3)]
+        assert seeds[0] == 3 and len(set(seeds)) == 3
+        for completion, seed in zip(first.outputs, seeds, strict=True):
+            alone = ENDING.checked()
+            alone.seed = seed
+            [output] = llm.generate([5] * 20, alone, use_tqdm=False)
+            assert output["token_ids"] == completion.token_ids
+
+
+def test_greedy_completions_are_equal_and_share_their_prompt(model: Path) -> None:
+    with make_tiny(model) as llm:
+        [expected] = llm.generate([[9] * 20], GREEDY, use_tqdm=False)
+        llm._scheduler = llm._make_scheduler()  # whose prefix cache is empty
+        llm.batches.clear()
+        queue(llm, [9] * 20, GREEDY, n=3)
+        [output] = run(llm)
+        assert [completion.token_ids for completion in output.outputs] == [expected["token_ids"]] * 3
+        assert output.num_cached_tokens == 0  # of the first sequence
+        assert llm.batches[0].query_lens.tolist() == [20, 20 - 2 * BLOCK, 20 - 2 * BLOCK]
+
+
+def test_abort_ends_every_sequence_of_a_request(model: Path) -> None:
+    with make_tiny(model) as llm:
+        free = llm.num_free_blocks
+        request_id = queue(llm, [5] * 20, ENDING, n=3)
+        while not llm.sequences:  # until the first has ended
+            assert llm.step() == []
+        output = llm.abort(request_id)
+        reasons = sorted(completion.finish_reason for completion in output.outputs)
+        assert reasons in (["abort", "abort", "stop"], ["abort", "stop", "stop"])
+        assert [completion.index for completion in output.outputs] == [0, 1, 2]
+        assert llm.is_finished() and llm.num_free_blocks == free and llm.abort(request_id) is None
+        assert len(llm.generate([[5], [6]], GREEDY, use_tqdm=False)) == 2  # nothing of it is left
+
+
+def test_one_sequence_that_fails_is_named_in_the_output(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with make_tiny(model, async_scheduling=False) as llm:
+        queue(llm, [5] * 20, GREEDY, n=3)
+        launch = llm._runner.launch
+
+        def failing(batch: Batch) -> StepHandle:
+            handle = launch(batch)
+            handle.token_ids[1] = NOT_FINITE
+            return handle
+
+        monkeypatch.setattr(llm._runner, "launch", failing)
+        assert llm.step() == []
+        monkeypatch.undo()
+        [output] = run(llm)
+        assert [c.finish_reason for c in output.outputs] == ["length", "error", "length"]
+        assert output.error == "the model's logits were not finite" and output.outputs[1].token_ids == []
 
 
 # -- prompts -------------------------------------------------------------------------------------------------
