@@ -12,25 +12,22 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import bench_roofline
-import measure_device
 import numpy as np
 import pytest
 import torch
-from bench_engines import row_sampling
-from bench_roofline import Cost, Speed, broken_floor, device_speed, floor_of
-from bench_steps import (
-    Step,
-    busy_time,
-    costliest,
-    group_replays,
-    phases,
-    read_trace,
-    recorded_steps,
-    replay_times,
-    step_times,
-)
-from bench_workloads import (
+
+import bench
+import nanovllm
+from nanovllm.batch import StepKind
+from nanovllm.kernels.compat import INTERPRET
+from nanovllm.models.loader import load_model_config
+from tools import measure_device
+from tools.benchmark import roofline
+from tools.benchmark.engines import row_sampling
+from tools.benchmark.kernels import busy_time, costliest, group_replays, read_trace, replay_times
+from tools.benchmark.roofline import Cost, Speed, broken_floor, device_speed, floor_of
+from tools.benchmark.steps import Step, StepRecorder, phases, step_times
+from tools.benchmark.workloads import (
     QWEN3,
     SYNTHETIC,
     Workload,
@@ -40,14 +37,6 @@ from bench_workloads import (
     shared_prefix,
     write_shape,
 )
-
-import bench
-import nanovllm
-from nanovllm.batch import StepKind
-from nanovllm.engine import llm_engine
-from nanovllm.engine.progress import Progress
-from nanovllm.kernels.compat import INTERPRET
-from nanovllm.models.loader import load_model_config
 
 # -- workloads ---------------------------------------------------------------------------------------------
 
@@ -254,9 +243,9 @@ def test_floor_of_a_small_workload() -> None:
 
 
 def test_an_unknown_device_is_measured_and_a_known_one_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_roofline, "measure_speed", lambda device: (10.0, 100.0))
+    monkeypatch.setattr(roofline, "measure_speed", lambda device: (10.0, 100.0))
     assert device_speed(torch.device("cpu"), 2) == Speed(20.0, 200.0)
-    monkeypatch.setitem(bench_roofline.KNOWN_DEVICES, "cpu", (3.0, 5.0))
+    monkeypatch.setitem(roofline.KNOWN_DEVICES, "cpu", (3.0, 5.0))
     assert device_speed(torch.device("cpu"), 1) == Speed(3.0, 5.0)
 
 
@@ -348,10 +337,14 @@ def test_recorded_steps_count_what_the_floor_counts(run_ahead: bool) -> None:
         nanovllm.demo_model_path(), skip_tokenizer_init=True, device="cpu", async_scheduling=run_ahead
     ) as llm:
         params = [nanovllm.SamplingParams(max_tokens=n, ignore_eos=True) for n in work.output_lens]
-        with recorded_steps() as steps:
-            llm.generate(work.prompts, params, use_tqdm=False)
+        llm.stats = recorder = StepRecorder()
+        llm.generate([[1, 2]], params[0], use_tqdm=False)
+        recorder.take()
+        llm.generate(work.prompts, params, use_tqdm=False)
+        steps = recorder.take()
         cost = Cost.of(llm.model_config, 4, 4)
-    assert llm_engine.Progress is Progress  # as before
+    assert recorder.take() == []
+    assert steps[0].rows.tolist() == [0, 1, 2] and sorted(steps[1].rows.tolist()) == [0, 2]
     assert [step.kind for step in steps] == [StepKind.PREFILL] + 5 * [StepKind.DECODE]
     assert [len(step.query_lens) for step in steps] == [3, 2, 2, 2, 1, 1]
     assert all(step.seconds > 0 for step in steps)

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from bench_workloads import write_shape
 from checked_llm import CheckedLLM, logits_of
 from needs import needs_kv_cache_dtype
 
 from nanovllm import LLM, SamplingParams
+from tools.benchmark.workloads import write_shape
 
 pytestmark = pytest.mark.gpu
 

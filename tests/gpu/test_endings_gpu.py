@@ -7,7 +7,8 @@ from pathlib import Path
 import endings
 import pytest
 import torch
-from bench_workloads import write_shape
+
+from tools.benchmark.workloads import write_shape
 
 pytestmark = pytest.mark.gpu
 

@@ -9,7 +9,6 @@ import kernel_cases as cases
 import pytest
 import torch
 from kernel_cases import BF16, F16, F32, FP8, Heads
-from measure_device import READS, read_triton
 from needs import needs_kv_cache_dtype
 
 from nanovllm.kernels.cache import KVCache
@@ -20,6 +19,7 @@ from nanovllm.kernels.matmul import linear, use_linear
 from nanovllm.kernels.prefill_attention import LONG
 from nanovllm.kernels.rotary import Rotation, qk_norm_rope_store
 from nanovllm.kernels.sampling import sample
+from tools.measure_device import READS, read_triton
 
 pytestmark = pytest.mark.gpu
 

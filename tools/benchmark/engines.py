@@ -7,22 +7,32 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from bench_workloads import Workload
 
 import nanovllm
 from nanovllm.llm import LLM
+from tools.benchmark.steps import Step, StepRecorder
+from tools.benchmark.workloads import Workload
 
 Run = Callable[[], object]
-Engine = Callable[[Workload], Run]
 
 LEAST_MODEL_LEN = 4096  # of vLLM, which takes the model's own limit otherwise
 TEMPERATURE = 0.6
 TRANSFORMERS_SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 SET_BY_WORKLOAD = ("n", "max_tokens", "ignore_eos", "stop", "stop_token_ids")  # how many tokens come out
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A loaded model."""
+
+    prepare: Callable[[Workload], Run]  # a function that runs the workload
+    take_steps: Callable[[], list[Step]]  # of what ran since the last call; a peer tells of none
+
 
 # -- sampling ------------------------------------------------------------------------------------------------
 
@@ -88,6 +98,7 @@ def load_nanovllm(args: argparse.Namespace, model: Path, dummy: bool, options: d
         device=args.device,
         **options,
     )
+    llm.stats = recorder = StepRecorder()
 
     def prepare(work: Workload) -> Run:
         rows = row_sampling(args.sampling, args.sampling_share, len(work.prompts))
@@ -103,7 +114,7 @@ def load_nanovllm(args: argparse.Namespace, model: Path, dummy: bool, options: d
 
         return run
 
-    return prepare
+    return Engine(prepare, recorder.take)
 
 
 def load_transformers(args: argparse.Namespace, model: Path, dummy: bool, options: dict[str, Any]) -> Engine:
@@ -134,7 +145,7 @@ def load_transformers(args: argparse.Namespace, model: Path, dummy: bool, option
             **sampling,
         )
 
-    return prepare
+    return Engine(prepare, list)
 
 
 def load_vllm(args: argparse.Namespace, model: Path, dummy: bool, options: dict[str, Any]) -> Engine:
@@ -158,7 +169,7 @@ def load_vllm(args: argparse.Namespace, model: Path, dummy: bool, options: dict[
         prompts = [{"prompt_token_ids": ids} for ids in work.prompts]
         return lambda: llm.generate(prompts, params, use_tqdm=False)
 
-    return prepare
+    return Engine(prepare, list)
 
 
 ENGINES = {"nanovllm": load_nanovllm, "transformers": load_transformers, "vllm": load_vllm}

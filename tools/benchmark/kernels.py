@@ -1,7 +1,6 @@
-"""Where the time of a run of nanovllm goes: by step, by phase, and by kernel.
+"""Which kernels the time of a run goes to: torch.profiler's trace of a short run, read and added up.
 
-Steps are timed by standing in for the progress bar, which the engine tells about every step; kernels come
-from torch.profiler's trace of a short run. Changes nothing in the engine and keeps no state.
+Changes nothing in the engine and keeps no state.
 """
 
 from __future__ import annotations
@@ -9,128 +8,16 @@ from __future__ import annotations
 import gzip
 import json
 import statistics
-import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
-import numpy as np
 import torch
-from bench_roofline import Cost, Floor, Speed
-from bench_workloads import Sharing
-
-from nanovllm.batch import Batch, StepKind
-from nanovllm.engine import llm_engine
-from nanovllm.engine.progress import Progress
 
 PROFILE_TOKENS = 32  # out of each sequence in the profiled run: enough steps for a median, a small trace
-BATCH_SIZES = (256, 128, 64, 8, 1)
-
-
-@dataclass(frozen=True, eq=False)
-class Step:
-    """One step as the host saw it. While steps overlap, `seconds` is from one result to the next."""
-
-    seconds: float
-    kind: StepKind
-    query_lens: np.ndarray  # [S]
-    context_lens: np.ndarray  # [S]
-    rows: np.ndarray  # [S] which of the prompts
-
-
-@contextmanager
-def recorded_steps() -> Iterator[list[Step]]:
-    """The steps of the one `generate` inside the block, in the list once the block has ended.
-
-    What it adds to a step is a look at the clock and an entry in a list, 0.2 to 2.7 us as measured.
-    """
-    starts: list[float] = []
-    log: list[tuple[float, StepKind, np.ndarray, np.ndarray, tuple[int, ...]]] = []
-
-    class Recorder(Progress):
-        def __enter__(self) -> Progress:
-            super().__enter__()
-            starts.append(time.perf_counter())
-            return self
-
-        def update(self, batch: Batch | None, num_finished: int) -> None:
-            if batch is not None:  # the first launch of a run that is one step ahead has no result yet
-                now = time.perf_counter()
-                log.append((now, batch.kind, batch.query_lens, batch.context_lens, batch.seq_ids))
-            super().update(batch, num_finished)
-
-    steps: list[Step] = []
-    with mock.patch.object(llm_engine, "Progress", Recorder):
-        yield steps
-    begin, first_id = starts[0], min((min(seq_ids) for *_, seq_ids in log), default=0)
-    for end, kind, query_lens, context_lens, seq_ids in log:
-        steps.append(Step(end - begin, kind, query_lens, context_lens, np.array(seq_ids) - first_id))
-        begin = end
-
-
-def phases(
-    steps: list[Step], cost: Cost, speed: Speed, floor: Floor, sharing: Sharing | None
-) -> dict[str, Any]:
-    """Tokens/s, TFLOP/s or TB/s and the share of the floor of prefill (with mixed steps) and decode.
-
-    The rates count what the steps that ran had to compute or read: what rows share by `sharing` one read a
-    step, and none of what attention, norms and copies add to the weights and the K/V.
-    """
-    report: dict[str, Any] = {}
-    prefill = [step for step in steps if step.kind is StepKind.PREFILL]
-    if prefill:
-        tokens = sum(int(step.query_lens.sum()) for step in prefill)
-        flops = sum(cost.prefill_flops(step.query_lens, step.context_lens) for step in prefill)
-        report["prefill"] = _phase(prefill, tokens, "tflops", flops, speed.flops_per_s, floor.prefill)
-    decode = [step for step in steps if step.kind is StepKind.DECODE]
-    if decode:
-        tokens = sum(len(step.query_lens) for step in decode)
-        contexts = sum(int(step.context_lens.sum()) for step in decode)
-        if sharing is not None:
-            contexts -= sum(sharing.saved(step.rows) for step in decode)
-        read = cost.decode_bytes(len(decode), contexts)
-        report["decode"] = _phase(decode, tokens, "tb_per_s", read, speed.bytes_per_s, floor.decode)
-    return report
-
-
-def _phase(
-    steps: list[Step], tokens: int, rate: str, work: float, peak: float, floor: float
-) -> dict[str, Any]:
-    """What `steps` did: `work` in all, `rate` in 10**12 a second, of `peak` a second; floor in seconds."""
-    seconds = sum(step.seconds for step in steps)
-    return {
-        "seconds": seconds,
-        "steps": len(steps),
-        "tokens": tokens,
-        "tokens_per_s": tokens / seconds,
-        rate: work / seconds / 1e12,
-        "share_of_peak": work / seconds / peak,
-        "share_of_floor": floor / seconds,
-    }
-
-
-def step_times(steps: list[Step]) -> dict[str, Any]:
-    """The median decode step at some batch sizes and the largest, batches up to 5 % smaller counted in."""
-    decode = [(len(step.query_lens), step) for step in steps if step.kind is StepKind.DECODE]
-    sizes = sorted({*BATCH_SIZES, max((size for size, _ in decode), default=1)}, reverse=True)
-    report = {}
-    for size in sizes:
-        chosen = [step for num_seqs, step in decode if 0.95 * size <= num_seqs <= size]
-        if chosen:
-            report[str(size)] = {
-                "ms": statistics.median(step.seconds for step in chosen) * 1e3,
-                "steps": len(chosen),
-                "mean_context": float(np.mean([step.context_lens.mean() for step in chosen])),
-            }
-    return report
-
-
-# -- kernels -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from bench_workloads import Sharing, Workload
-from measure_device import device_name, measure_speed
 
 from nanovllm.models.config import ModelConfig
+from tools.benchmark.workloads import Sharing, Workload
+from tools.measure_device import device_name, measure_speed
 
 # Bytes/s that a pure read reaches, bf16 FLOP/s that a large matrix product reaches; measured, torch 2.11.
 # tools/measure_device.py prints such a line. A device that is not here is measured in each run.

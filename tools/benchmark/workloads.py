@@ -13,8 +13,11 @@ from random import Random
 from typing import Any
 
 import numpy as np
-from demo_tasks import heldout
 from transformers import AutoTokenizer
+
+from nanovllm import SamplingParams
+from nanovllm.models.config import ModelConfig
+from tools.demo_tasks import heldout
 
 QWEN3 = {  # name: layers, hidden, intermediate, heads, tied embeddings
     "qwen3-0.6b": (28, 1024, 3072, 16, True),
@@ -212,6 +215,31 @@ def _parse_row(line: str, vocab_size: int) -> tuple[str | list[int], int | None]
         if type(token_id) is not int or not 0 <= token_id < vocab_size:
             raise ValueError(f"token id {token_id!r} is outside the vocabulary; use 0 to {vocab_size - 1}")
     return ids, max_tokens
+
+
+def make_workload(name: str, num_seqs: int | None, model: Path, config: ModelConfig, dummy: bool) -> Workload:
+    """The workload of that name, or of that file, for the model in a folder.
+
+    num_seqs: how many rows; None: as many as is usual. dummy: the model has no tokenizer.
+    ValueError: what is wrong in a file, or too long for the model; OSError when it cannot be read.
+    """
+    if name in SYNTHETIC:
+        default, draw = SYNTHETIC[name]
+        work = draw(num_seqs or default)
+    elif name == "demo":
+        work = demo(num_seqs or 64, model)
+    else:
+        tokenize = None
+        if not dummy:
+            tokenizer = AutoTokenizer.from_pretrained(model)
+            tokenize = lambda texts: tokenizer(texts)["input_ids"]  # noqa: E731
+        work = from_jsonl(Path(name), tokenize, config.vocab_size, SamplingParams().max_tokens, num_seqs)
+    if work.longest > config.longest:
+        raise ValueError(
+            f"the longest sequence has {work.longest} tokens and the model reads at most "
+            f"{config.longest}; take shorter prompts or a smaller max_tokens"
+        )
+    return work
 
 
 def write_shape(name: str, folder: Path) -> Path:

@@ -1,0 +1,106 @@
+"""The options of bench.py: parsed, checked against each other, settled where they depend on the machine."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+import torch
+
+from tools.benchmark.engines import ENGINES, TEMPERATURE, parse_sampling
+from tools.benchmark.workloads import QWEN3, SHARED, SYNTHETIC
+
+
+def make_parser(description: str | None) -> argparse.ArgumentParser:
+    """The options; what depends on others is None until `parse_args` settles it."""
+    sizes = ", ".join(f"{size} ({name})" for name, (size, _) in SYNTHETIC.items() if name != "single")
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--engine", choices=ENGINES, default="nanovllm")
+    parser.add_argument(
+        "--workload",
+        help=f"{', '.join(SYNTHETIC)}, demo, or a .jsonl file whose rows have `prompt` (a text, as it is) or "
+        "`prompt_token_ids`, and `max_tokens` (default 64); default: headline on a GPU, demo on a CPU",
+    )
+    parser.add_argument("--shape", choices=QWEN3, help="of dummy weights; default: qwen3-0.6b")
+    parser.add_argument("--model", help="a model folder to use instead of a dummy shape")
+    parser.add_argument("--num-seqs", type=int, help=f"default: {sizes}, 64 (demo) or all rows")
+    parser.add_argument("--max-num-seqs", type=int, default=512, help="the most that run at once")
+    parser.add_argument(
+        "--sampling",
+        default="",
+        metavar="NAME=VALUE,...",
+        help=f"fields of SamplingParams, such as top_p=0.95,top_k=20; default: temperature={TEMPERATURE}",
+    )
+    parser.add_argument(
+        "--sampling-share",
+        type=float,
+        default=1.0,
+        metavar="SHARE",
+        help="of the rows that --sampling is for: 0.25 is every 4th; the others are greedy and plain in turn",
+    )
+    parser.add_argument("--attention-backend", default="auto")
+    parser.add_argument("--enforce-eager", action="store_true")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--max-model-len", type=int, metavar="N", help="default: the engine's")
+    parser.add_argument("--kv-cache-dtype", help="auto or fp8")
+    parser.add_argument("--tensor-parallel-size", type=int, metavar="N")
+    parser.add_argument("--deterministic", action="store_true", default=None)
+    parser.add_argument(
+        "--prefix-caching",
+        action=argparse.BooleanOptionalAction,
+        help=f"default: for --workload {' and '.join(SHARED)} alone; every run then brings new ids",
+    )
+    parser.add_argument("--repeat", type=int, default=3, help="timed runs; the median counts")
+    parser.add_argument("--progress", action="store_true")
+    parser.add_argument("--profile", nargs="?", const="bench_profile", metavar="FOLDER")
+    return parser
+
+
+def parse_args(argv: Sequence[str] | None, description: str | None = None) -> argparse.Namespace:
+    """Parse the options and settle what depends on others; a contradiction ends the program."""
+    parser = make_parser(description)
+    args = parser.parse_args(argv)
+    args.on_gpu = args.device != "cpu" and torch.cuda.is_available()
+    args.workload = args.workload or ("headline" if args.on_gpu else "demo")
+    is_file = args.workload.endswith(".jsonl")
+    if not (is_file or args.workload == "demo" or args.workload in SYNTHETIC):
+        parser.error(f"--workload {args.workload} is none of {', '.join(SYNTHETIC)}, demo, or a file *.jsonl")
+    if args.shape and args.model:
+        parser.error("--shape is for dummy weights; leave it out with --model")
+    if args.shape and args.workload == "demo":
+        parser.error("--shape has dummy weights and --workload demo needs a tokenizer; leave one of them out")
+    if args.num_seqs is not None and (args.workload == "single" or args.num_seqs < 1):
+        parser.error("--num-seqs must be at least 1, and --workload single is one sequence; leave it out")
+    if args.repeat < 1:
+        parser.error("--repeat must be at least 1")
+    if args.profile and args.engine != "nanovllm":
+        parser.error("--profile knows the kernels of --engine nanovllm only")
+    if not 0 < args.sampling_share <= 1 or (args.sampling_share < 1 and not args.sampling):
+        parser.error("--sampling-share must be above 0 and at most 1, and needs --sampling")
+    if args.sampling_share < 1 and args.engine == "transformers":
+        parser.error("--engine transformers samples all rows alike; leave --sampling-share out")
+    try:
+        args.sampling = parse_sampling(args.sampling, args.engine)
+    except (TypeError, ValueError) as error:
+        parser.error(f"--sampling: {error}")
+    if args.prefix_caching is None:
+        args.prefix_caching = args.workload in SHARED
+    args.dummy = args.model is None and (args.workload in SYNTHETIC or args.shape is not None)
+    args.shape = args.shape or "qwen3-0.6b"
+    args.options = {  # passed on only if given: the engine says itself what it does not know
+        name: getattr(args, name)
+        for name in ("max_model_len", "kv_cache_dtype", "tensor_parallel_size", "deterministic")
+        if getattr(args, name) is not None
+    }
+    if args.engine == "transformers" and args.options:
+        parser.error(f"--engine transformers has no {', '.join(args.options)}")
+    args.num_devices = args.options.get("tensor_parallel_size", 1)
+    return args
+
+
+def device_name(args: argparse.Namespace) -> str:
+    """The GPU or the CPU's threads, and how many of them share the model."""
+    name = torch.cuda.get_device_name() if args.on_gpu else f"cpu, {torch.get_num_threads()} threads"
+    return f"{args.num_devices} x {name}" if args.num_devices > 1 else name

@@ -1,0 +1,124 @@
+"""Where the time of a run of nanovllm goes, by step and by phase, as its `stats` callback tells."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from nanovllm.batch import StepKind
+from nanovllm.engine.stats import StepStats
+from tools.benchmark.kernels import PROFILE_TOKENS
+from tools.benchmark.roofline import Cost, Floor, Speed
+from tools.benchmark.workloads import Sharing
+
+BATCH_SIZES = (256, 128, 64, 8, 1)
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """What is counted of one step, `seconds` as in StepStats."""
+
+    seconds: float
+    kind: StepKind
+    query_lens: np.ndarray  # [S]
+    context_lens: np.ndarray  # [S]
+    rows: np.ndarray  # [S] which of the prompts
+
+
+class StepRecorder:
+    """A `stats` callback that keeps what is counted; it adds an entry in a list to each step."""
+
+    def __init__(self) -> None:
+        self._log: list[tuple[float, StepKind, np.ndarray, np.ndarray, tuple[int, ...]]] = []
+
+    def __call__(self, stats: StepStats) -> None:
+        batch = stats.batch
+        self._log.append((stats.seconds, batch.kind, batch.query_lens, batch.context_lens, batch.seq_ids))
+
+    def take(self) -> list[Step]:
+        """The steps since the last call, all of one `generate` with one completion for each prompt."""
+        first_id = min((min(seq_ids) for *_, seq_ids in self._log), default=0)
+        steps = [Step(*counted, np.array(seq_ids) - first_id) for *counted, seq_ids in self._log]
+        self._log.clear()
+        return steps
+
+
+def phases(
+    steps: list[Step], cost: Cost, speed: Speed, floor: Floor, sharing: Sharing | None
+) -> dict[str, Any]:
+    """Tokens/s, TFLOP/s or TB/s and the share of the floor of prefill (with mixed steps) and decode.
+
+    The rates count what the steps that ran had to compute or read: what rows share by `sharing` one read a
+    step, and none of what attention, norms and copies add to the weights and the K/V.
+    """
+    report: dict[str, Any] = {}
+    prefill = [step for step in steps if step.kind is StepKind.PREFILL]
+    if prefill:
+        tokens = sum(int(step.query_lens.sum()) for step in prefill)
+        flops = sum(cost.prefill_flops(step.query_lens, step.context_lens) for step in prefill)
+        report["prefill"] = _phase(prefill, tokens, "tflops", flops, speed.flops_per_s, floor.prefill)
+    decode = [step for step in steps if step.kind is StepKind.DECODE]
+    if decode:
+        tokens = sum(len(step.query_lens) for step in decode)
+        contexts = sum(int(step.context_lens.sum()) for step in decode)
+        if sharing is not None:
+            contexts -= sum(sharing.saved(step.rows) for step in decode)
+        read = cost.decode_bytes(len(decode), contexts)
+        report["decode"] = _phase(decode, tokens, "tb_per_s", read, speed.bytes_per_s, floor.decode)
+    return report
+
+
+def _phase(
+    steps: list[Step], tokens: int, rate: str, work: float, peak: float, floor: float
+) -> dict[str, Any]:
+    """What `steps` did: `work` in all, `rate` in 10**12 a second, of `peak` a second; floor in seconds."""
+    seconds = sum(step.seconds for step in steps)
+    return {
+        "seconds": seconds,
+        "steps": len(steps),
+        "tokens": tokens,
+        "tokens_per_s": tokens / seconds,
+        rate: work / seconds / 1e12,
+        "share_of_peak": work / seconds / peak,
+        "share_of_floor": floor / seconds,
+    }
+
+
+def step_times(steps: list[Step]) -> dict[str, Any]:
+    """The median decode step at some batch sizes and the largest, batches up to 5 % smaller counted in."""
+    decode = [(len(step.query_lens), step) for step in steps if step.kind is StepKind.DECODE]
+    sizes = sorted({*BATCH_SIZES, max((size for size, _ in decode), default=1)}, reverse=True)
+    report = {}
+    for size in sizes:
+        chosen = [step for num_seqs, step in decode if 0.95 * size <= num_seqs <= size]
+        if chosen:
+            report[str(size)] = {
+                "ms": statistics.median(step.seconds for step in chosen) * 1e3,
+                "steps": len(chosen),
+                "mean_context": float(np.mean([step.context_lens.mean() for step in chosen])),
+            }
+    return report
+
+
+def host_exposed(steps: list[Step], replays: dict[str, float]) -> dict[str, float]:
+    """For how long of a decode step no kernel runs: of the timed run, and of the same steps profiled.
+
+    The profiler makes kernels a little longer, which hides some in the first figure, and the gaps between
+    them much longer, which shows too much in the second: the truth is between the two.
+    """
+    first = [step for step in steps if step.kind is StepKind.DECODE][1 : PROFILE_TOKENS - 1]
+    wall = statistics.median(step.seconds for step in first) * 1e6
+    kernels, profiled = replays["kernel_us"], replays["step_us"]
+    return {
+        "batch": len(first[0].query_lens),
+        "step_us": wall,
+        "kernel_us": kernels,
+        "exposed_us": wall - kernels,
+        "exposed_share": 1 - kernels / wall,
+        "profiled_step_us": profiled,
+        "profiled_exposed_share": 1 - kernels / profiled,
+        "replay_gap_us": replays["gap_us"],
+    }
