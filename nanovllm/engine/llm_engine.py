@@ -236,9 +236,9 @@ class LLMEngine:
     def _queue(self, requests: list[Request], where: list[str]) -> list[int]:
         """Queue all requests; none of them, and ValueError, when one can never run."""
         sequences = [self._requests.make_sequences(request) for request in requests]
-        for name, (first, *_) in zip(where, sequences, strict=True):
+        for name, of_request in zip(where, sequences, strict=True):
             try:
-                self._scheduler.check_fits(first)
+                self._scheduler.check_fits(of_request[0])
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from None
         if not self._requests:

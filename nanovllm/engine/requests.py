@@ -37,14 +37,14 @@ class Requests:
         self._seed = seed
         self._seq_ids = count()
         self._states: dict[int, RequestState] = {}  # by request id
-        self._owners: dict[int, tuple[RequestState, int]] = {}  # by id of sequence: its state and index
+        self._owners: dict[int, RequestState] = {}  # by id of each sequence that has not ended
         self.next_id = 0  # of the next request
 
     def __len__(self) -> int:
         return len(self._states)
 
     def make_sequences(self, request: Request) -> list[Sequence]:
-        """Return a new sequence for each completion of the request, which is not added yet."""
+        """Return a new sequence for each completion of the request, their ids in order; adds nothing yet."""
         return [
             Sequence(
                 next(self._seq_ids),
@@ -60,7 +60,8 @@ class Requests:
     def add(self, request: Request, sequences: list[Sequence]) -> None:
         """Keep a request until all of its sequences have ended."""
         state = self._states[request.request_id] = RequestState(request, sequences, {})
-        self._owners.update((seq.seq_id, (state, index)) for index, seq in enumerate(sequences))
+        for seq in sequences:
+            self._owners[seq.seq_id] = state
         self.next_id = request.request_id + 1
 
     def unfinished_sequences(self, request_id: int) -> list[int]:
@@ -72,8 +73,9 @@ class Requests:
         """Take in sequences that have ended; return the outputs of the requests that ended with them."""
         outputs = []
         for seq_id in seq_ids:
-            state, index = self._owners.pop(seq_id)
-            request, seq = state.request, state.sequences[index]
+            state = self._owners.pop(seq_id)
+            request, index = state.request, seq_id - state.sequences[0].seq_id
+            seq = state.sequences[index]
             assert seq.finish_reason is not None
             state.completions[index] = self._processor.completion(
                 request, index, seq.completion_token_ids, seq.finish_reason, seq.stop_reason
