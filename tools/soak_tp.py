@@ -26,6 +26,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from leftovers import GONE_SECONDS, SHARED_MEMORY, shared_memory, wait_until_nothing_is_left
+
 import nanovllm
 from nanovllm import LLM, SamplingParams, WorkerError
 from nanovllm.engine import startup
@@ -40,8 +42,6 @@ QUESTIONS = [
 PARAMS = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 START_SECONDS = 3.0  # about what a start takes; faults during one are spread over it
 HANG_SECONDS = 90.0  # without any news from a job
-GONE_SECONDS = 5.0  # what is to go by itself must be gone by then
-SHARED_MEMORY = Path("/dev/shm")
 
 
 def make_llm(device: str = "cpu", size: int = 2) -> LLM:
@@ -207,8 +207,6 @@ def kill_in_collective(rng: random.Random, device: str) -> None:
 
 
 RANK_0 = """
-    import sys
-    sys.path.insert(0, {tools!r})
     import soak_tp
     llm = soak_tp.make_llm({device!r})
     print(llm._workers.processes[0].pid, llm._workers._channel._segment.name, flush=True)
@@ -218,8 +216,8 @@ RANK_0 = """
 
 def kill_rank_0(rng: random.Random, device: str) -> None:
     """The caller's process is killed; its worker and its segment go by themselves."""
-    code = textwrap.dedent(RANK_0).format(tools=str(Path(__file__).parent), device=device)
-    caller = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    code, folder = textwrap.dedent(RANK_0).format(device=device), Path(__file__).parent
+    caller = subprocess.Popen([sys.executable, "-c", code], cwd=folder, stdout=subprocess.PIPE, text=True)
     assert caller.stdout is not None
     pid, segment = caller.stdout.readline().split()
     time.sleep(rng.uniform(0, 0.3))
@@ -277,46 +275,7 @@ FAULTS: dict[str, Callable[[random.Random, str], None]] = {
 }
 
 
-# -- what must not be left ---------------------------------------------------------------------------------
-
-
-def listening_ports() -> set[int]:
-    """The TCP ports that this process listens on."""
-    links = []
-    for entry in Path("/proc/self/fd").iterdir():
-        try:
-            links.append(os.readlink(entry))
-        except FileNotFoundError:
-            continue
-    inodes = {link[8:-1] for link in links if link.startswith("socket:[")}
-    ports = set()
-    for table in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
-        for line in Path(table).read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == "0A" and fields[9] in inodes:
-                ports.add(int(fields[1].rsplit(":", 1)[1], 16))
-    return ports
-
-
-def shared_memory() -> set[str]:
-    return {path.name for path in SHARED_MEMORY.iterdir() if path.name.startswith(("psm_", "sem.mp-"))}
-
-
-def leftovers() -> list[str]:
-    """What an engine that is gone must not leave in this process."""
-    processes = [f"process {child.pid}" for child in multiprocessing.active_children()]
-    segments = [
-        line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "psm_" in line
-    ]
-    return processes + segments + [f"port {port}" for port in listening_ports()]
-
-
-def wait_until_nothing_is_left() -> list[str]:
-    """What is still left after a while: an interrupted start-up may hold its port a little longer."""
-    deadline = time.monotonic() + GONE_SECONDS
-    while (left := leftovers()) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return left
+# -- many of them ------------------------------------------------------------------------------------------
 
 
 def run_job(name: str, times: int, seed: int, device: str) -> None:
@@ -335,9 +294,6 @@ def run_job(name: str, times: int, seed: int, device: str) -> None:
         left = [] if _llm is not None else wait_until_nothing_is_left()
         line = {"problem": problem, "left": left, "noticed": moment.noticed}
         print(json.dumps(line), flush=True)
-
-
-# -- many of them ------------------------------------------------------------------------------------------
 
 
 def soak(name: str, times: int, seed: int, device: str, report: dict[str, list[Any]]) -> None:
