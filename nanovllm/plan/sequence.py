@@ -1,4 +1,4 @@
-"""Sequence: the mutable state of one request, private to the engine process. Never pickled, never on a
+"""Sequence: the mutable state of one completion, private to the engine process. Never pickled, never on a
 device."""
 
 from __future__ import annotations
