@@ -1,53 +1,129 @@
-"""What the README promises is what the code has."""
+"""What the documents promise is what the code has."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
 
+import pytest
+
+from nanovllm import demo_model_path
 from nanovllm.config import Config
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.vllm_arguments import CHAT, ENGINE, SAMPLING
 
 ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text()
-HEADINGS = re.findall(r"^#+ (.*)$", README, re.M)
+PACKAGE = ROOT / "nanovllm"
+DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+README = DOCS[0].read_text()
+OPTIONS = (ROOT / "docs/options.md").read_text()
+FIELDS = {
+    "`LLM(model, ...)`": {field.name: field.default for field in fields(Config) if field.name != "model"},
+    "`SamplingParams(...)`": {field.name: field.default for field in fields(SamplingParams)},
+}
 
 
-def test_every_option_is_in_the_table_with_its_default() -> None:
-    rows = dict(re.findall(r"^\| `(\w+)` \| ([^|]+?) \|", README, re.M))
-    options = {field.name: field.default for field in fields(Config) if field.name != "model"}
-    assert rows.keys() == options.keys()
-    for name, default in options.items():
-        if default is not None:  # a None is described in words
-            assert rows[name].strip("`").strip('"') == str(default), name
+def section(text: str, heading: str) -> str:
+    """What stands under a heading of the second level."""
+    return text.split(f"\n## {heading}\n")[1].split("\n## ")[0]
 
 
-def test_every_sampling_parameter_is_named() -> None:
-    for field in fields(SamplingParams):
-        assert f"`{field.name}`" in README
+def anchors(text: str) -> set[str]:
+    """What a link can lead to within `text`."""
+    headings = re.findall(r"^#+ (.*)$", text, re.M)
+    return {"#" + re.sub(r"[^\w-]", "", line.replace(" ", "-")).lower() for line in headings}
 
 
-def test_links_lead_somewhere_on_a_package_index_too() -> None:
-    """There only the text of README.md is shown: a link to a file of the project leads nowhere."""
-    headings = {re.sub(r"[^\w-]", "", line.replace(" ", "-")).lower() for line in HEADINGS}
-    for target in re.findall(r"\]\(([^)]*)\)", README):
-        assert target.startswith("https://") or target.removeprefix("#") in headings, target
+def links(text: str) -> Iterator[str]:
+    return (match[1] for match in re.finditer(r"\]\(([^)]*)\)", text))
 
 
-def test_the_documents_it_names_exist() -> None:
-    named = set(re.findall(r"`([\w/]+\.md)`", README))
-    assert {"docs/design.md", "docs/benchmarks.md", "docs/performance.md"} < named
+def shown(default: object) -> str:
+    return f'`"{default}"`' if isinstance(default, str) else f"`{default}`"
+
+
+@pytest.mark.parametrize("heading", FIELDS)
+def test_every_option_is_in_its_table_with_its_default(heading: str) -> None:
+    rows = dict(re.findall(r"^\| `(\w+)` \| (`[^|]+`) \|", section(OPTIONS, heading), re.M))
+    assert rows == {name: shown(default) for name, default in FIELDS[heading].items()}
+
+
+def test_every_option_is_compared() -> None:
+    rows = re.findall(r"^\| `(\w+)` \|", section(OPTIONS, "Against vLLM and nano-vLLM"), re.M)
+    names = ["model", *(name for options in FIELDS.values() for name in options)]
+    assert sorted(rows) == sorted(set(names))
+
+
+def test_what_is_not_supported_is_what_is_refused() -> None:
+    rows = re.findall(
+        r"^\| ([^|]*) \| (`[^|]+) \|$", section(OPTIONS, "vLLM's arguments that are not supported"), re.M
+    )
+    for owner, table in (("`SamplingParams`", SAMPLING), ("`LLM.chat`", CHAT), ("`LLM`", ENGINE)):
+        cells = [names for of, names in rows if of.split(":")[0] == owner]
+        named = re.findall(r"`(\w+)`", " ".join(cells))
+        assert sorted(named) == sorted(name for name, each in table.items() if each.neutral is not None)
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in DOCS if path.name != "design.md"], ids=lambda path: path.name
+)
+def test_files_that_are_named_exist(path: Path) -> None:
+    """Paths are from the project's folder or from the package's; a file yet to come is called new."""
+    text = re.sub(r"new `[^`]+`", "", path.read_text())
+    named = re.findall(r"`([\w.\-/]+(?:\.(?:py|md|svg|toml)|/))`", text)
     for name in named:
-        assert (ROOT / name).is_file(), name
+        assert (ROOT / name).exists() or (PACKAGE / name).exists(), name
+
+
+@pytest.mark.parametrize("path", [*DOCS[1:], *(ROOT / "docs/log").glob("*.md")], ids=lambda path: path.name)
+def test_links_lead_somewhere(path: Path) -> None:
+    text = path.read_text()
+    for target in links(text):
+        if not target.startswith("https://"):
+            file, _, _ = target.partition("#")
+            assert (path.parent / file).exists() if file else target in anchors(text), target
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "docs/pictures").iterdir()), ids=lambda path: path.name)
+def test_pictures_are_shown_and_name_files_that_exist(path: Path) -> None:
+    assert f"](pictures/{path.name})" in (ROOT / "docs/design.md").read_text()
+    text = " ".join(ElementTree.parse(path).getroot().itertext())
+    for name in re.findall(r"\w+\.py", text):
+        assert list(PACKAGE.rglob(name)), name
+
+
+def test_links_of_the_readme_lead_somewhere_on_a_package_index_too() -> None:
+    """There only the text of README.md is shown: a link to a file of the project leads nowhere."""
+    for target in links(README):
+        assert target.startswith("https://") or target in anchors(README), target
+
+
+def test_figures_of_the_readme_are_those_of_the_benchmarks() -> None:
+    measured = set(re.findall(r"[\d,]+", (ROOT / "docs/benchmarks.md").read_text()))
+    table = README.split("| | nanovllm |")[1].split("\n\n")[0]
+    for row in table.splitlines()[2:]:
+        for figure in re.findall(r"[\d,]+", row.split("|", 2)[2]):
+            assert figure in measured, row
+
+
+def test_the_example_of_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    [code] = re.findall(r"```python\n(.*?)```", README, re.S)
+    assert code.count('"path/to/Qwen3-0.6B"') == 1
+    names: dict[str, Any] = {}
+    exec(code.replace('"path/to/Qwen3-0.6B"', repr(demo_model_path())), names)
+    output = names["outputs"][0]
+    assert output.outputs[0].text == output["text"] and output["token_ids"]
+    assert capsys.readouterr().out == output["text"] + "\n"
+
+
+def test_the_readme_names_every_document() -> None:
+    for path in DOCS[1:]:
+        assert f"`docs/{path.name}`" in README
 
 
 def test_it_says_how_long_the_tests_take() -> None:
     assert re.search(r"python -m pytest\n```\n\nwhich takes about \d+ minutes", README)
-
-
-def test_the_module_map_names_files_that_exist() -> None:
-    package = ROOT / "nanovllm"
-    table = README.split("| file | what it owns |")[1].split("\n\n")[0]
-    for name in re.findall(r"`([\w/]+(?:\.py|/))`", table):
-        assert (package / name).exists(), name

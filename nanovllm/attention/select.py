@@ -14,7 +14,7 @@ from nanovllm.device import Device
 
 logger = logging.getLogger("nanovllm")
 
-# Fastest first, as measured on an H200 (docs/benchmarks.md).
+# Fastest first, as measured on an H200 (docs/log/2026-11-22-measurements.md).
 BACKENDS: tuple[type[AttentionBackend], ...] = (TritonBackend, FlashAttnBackend, ReferenceBackend)
 
 
