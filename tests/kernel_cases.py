@@ -22,6 +22,7 @@ from nanovllm.kernels.cache import KVCache
 from nanovllm.kernels.compat import jit, tl
 from nanovllm.kernels.decode_attention import (
     CHUNK,
+    SHARED_CHUNK,
     SharedUnit,
     paged_decode_attention_reference,
     paged_decode_attention_triton,
@@ -222,22 +223,24 @@ def check_decode(contexts: Sequence[int], heads: Heads, device: str) -> None:
 def check_shared_prefixes(
     contexts: Sequence[int], shares: dict[int, int], heads: Heads, device: str, tile: int = 16
 ) -> None:
-    """Row r shares its first blocks with row shares[r], as many as both fill: no bit changes on a device.
+    """Row r shares its first blocks with row shares[r], as many as both fill.
 
-    Wider tiles than 16 sum in another order. The interpreter uses BLAS, which rounds by a row's place in its
-    tile.
+    In tiles of 16 rows, `invariant`, no bit changes on a device; wider ones sum in another order. The
+    interpreter uses BLAS, which rounds by a row's place in its tile.
     """
+    invariant = tile == 16
+    chunk = CHUNK if invariant else SHARED_CHUNK
     cache = make_cache(contexts, heads, device)
     expected = []
     for row, other in shares.items():
         blocks = max(0, min(contexts[row], contexts[other]) - 1) // heads.page
         cache.tables[row, :blocks] = cache.tables[other, :blocks]
-        expected.append(blocks * heads.page // CHUNK)
+        expected.append(blocks * heads.page // chunk)
     fields = find_shared_prefixes(
         cache.tables.cpu().numpy(),
         cache.contexts.cpu().numpy(),
         heads.page,
-        SharedUnit(tile // (heads.q_heads // heads.kv_heads), CHUNK),
+        SharedUnit(tile // (heads.q_heads // heads.kv_heads), chunk),
     )
     assert fields is not None
     columns = fields.members, fields.lens, fields.skips, fields.units
@@ -246,8 +249,8 @@ def check_shared_prefixes(
     assert int((shared[2] > 0).sum()) >= sum(common > 0 for common in expected)
     q = fused_queries(len(contexts), heads, device)
     inputs = (q, cache.kv, cache.tables, cache.contexts, max(contexts) + 600, heads.head_dim**-0.5)
-    out, alone = (paged_decode_attention_triton(*inputs, plan) for plan in (shared, None))
-    if tile > 16:
+    out, alone = (paged_decode_attention_triton(*inputs, plan, invariant) for plan in (shared, None))
+    if not invariant:
         assert_near(out, alone)
     else:
         tolerance = 0.0 if out.is_cuda else 1e-6

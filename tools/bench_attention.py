@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from nanovllm.kernels.cache import KVCache
-from nanovllm.kernels.decode_attention import CHUNK, SharedUnit, paged_decode_attention_triton
+from nanovllm.kernels.decode_attention import CHUNK, SHARED_CHUNK, SharedUnit, paged_decode_attention_triton
 from nanovllm.kernels.prefill_attention import paged_prefill_attention
 from nanovllm.runner.shared_prefixes import find_shared_prefixes
 
@@ -104,7 +104,8 @@ def time_decode(contexts: list[int], args: argparse.Namespace) -> tuple[float, i
     bound = max(args.max_context_len, max(contexts))
     shared = None
     if args.group:
-        unit = SharedUnit(args.tile * args.kv_heads // args.q_heads, CHUNK)
+        chunk = CHUNK if args.invariant else SHARED_CHUNK
+        unit = SharedUnit(args.tile * args.kv_heads // args.q_heads, chunk)
         found = find_shared_prefixes(caches.tables.cpu().numpy(), np.array(contexts), args.block_size, unit)
         if found is not None:
             columns = found.members, found.lens, found.skips, found.units

@@ -28,6 +28,7 @@ from nanovllm.kernels.merge_chunks import merge_chunks
 from nanovllm.kernels.paged import FP8, as_words, attend_range, converts_fp8, dequantized, load_pages
 
 CHUNK = 512  # positions per partial result
+SHARED_CHUNK = 256  # the same where sequences share prefixes: a block of the default size can be shared
 # The same for batches of up to so many sequences, which chunks of 512 would not spread over the device:
 _SMALL_BATCHES = {FEW_ROWS: 128, 8: 256}
 _FP8_CHUNK = 2048  # with an FP8 cache and programs enough to fill the device again and again
@@ -65,7 +66,8 @@ def shared_unit(
     """
     small = not invariant and head_dim <= 128 and cache_dtype.itemsize <= 2
     wide = small and device.type == "cuda" and shared_memory(device) >= _MUCH_SHARED_MEMORY
-    return SharedUnit((_WIDE_TILE if wide else _HEAD_TILE) // group, CHUNK)
+    tile, chunk = _WIDE_TILE if wide else _HEAD_TILE, CHUNK if invariant else SHARED_CHUNK
+    return SharedUnit(tile // group, chunk)
 
 
 @jit("tables_ptr", "contexts_ptr", "table_stride", "chunks")
@@ -235,7 +237,7 @@ def paged_decode_attention_triton(
     group = q_heads // kv_heads
     fp8 = k_cache.dtype == FP8
     dim = max(32 if fp8 else 16, triton.next_power_of_2(head_dim))
-    chunk = CHUNK
+    chunk = CHUNK if invariant or shared is None else SHARED_CHUNK
     if not invariant and shared is None:
         chunk = next((size for most, size in _SMALL_BATCHES.items() if sequences <= most), CHUNK)
         full = sequences * kv_heads * triton.cdiv(group, _HEAD_TILE) >= _FULL_PROGRAMS
@@ -317,7 +319,8 @@ def paged_decode_attention_triton(
         launch(len(lens), lens, members, used_units, None)
         launch(sequences, context_lens, None, None, skips)
     if several:
-        merge_chunks(partial, logs, context_lens, out, chunk, _MERGED_HEADS if chunk >= CHUNK else 1)
+        many = chunk >= CHUNK or shared is not None
+        merge_chunks(partial, logs, context_lens, out, chunk, _MERGED_HEADS if many else 1)
     return out
 
 

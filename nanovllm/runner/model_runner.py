@@ -129,6 +129,7 @@ class ModelRunner:
             whole = min((OVERLAP_TOKENS - 1) // few, self.max_model_len)  # the largest step in one piece
             needed = max(needed, self._warmup_peak(StepKind.PREFILL, few, whole, whole))
         if self.backend.supports_cuda_graph:  # whose memory is apart from that of other steps
+            self.prefixes = self._make_prefix_finder()  # equal sequences share all, which takes the most
             needed += self._warmup_peak(StepKind.DECODE, self.config.max_num_seqs, 1, self.max_model_len)
         self._set_kv_cache(0)
         self.device.release_memory()
@@ -156,9 +157,13 @@ class ModelRunner:
     def allocate_kv_cache(self, num_blocks: int) -> int:
         """Allocate the KV cache; return how many blocks it has."""
         self._set_kv_cache(num_blocks)
-        if self.shared_unit is not None and self.config.enable_prefix_caching:
-            self.prefixes = SharedPrefixFinder(self.block_size, self.shared_unit)
+        self.prefixes = self._make_prefix_finder()
         return self.kv_cache.shape[2]
+
+    def _make_prefix_finder(self) -> SharedPrefixFinder | None:
+        if self.shared_unit is None or not self.config.enable_prefix_caching:
+            return None
+        return SharedPrefixFinder(self.block_size, self.shared_unit)
 
     def _set_kv_cache(self, num_blocks: int, dtype: torch.dtype | None = None) -> None:
         """Give every layer its part of one new cache of `num_blocks` blocks."""
