@@ -9,20 +9,24 @@ import random
 import signal
 import threading
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from checked_llm import BLOCK, make_tiny
+from checked_llm import BLOCK, CheckedLLM, make_tiny
 from tiny_models import VOCAB_SIZE, edit_json, transformers_greedy, write_tiny_model
 
 from nanovllm import LLM, EngineClosedError, KVCacheMemoryError, SamplingParams
 from nanovllm.attention import triton
 from nanovllm.batch import Batch, StepKind
+from nanovllm.device import Device
 from nanovllm.errors import ModelLoadError
 from nanovllm.kernels.compat import INTERPRET
 from nanovllm.layers import weights
-from nanovllm.runner import shared_prefixes
+from nanovllm.runner import model_runner, shared_prefixes
+from nanovllm.runner.cuda_graph import CUDAGraphs
+from nanovllm.runner.model_runner import GraphOutput
 from nanovllm.runner.staging import StepHandle
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
@@ -145,8 +149,50 @@ def test_triton_backend(model: Path, prompts: list, expected: list, block_size: 
             assert tokens(llm.generate(few, params, use_tqdm=False)) == [ids[:5] for ids in expected[3:7]]
 
 
+class Replayed(CUDAGraphs):
+    """Steps over fixed inputs, as CUDA graphs are: what a step returns depends on what was sent last."""
+
+    def __init__(
+        self, sizes: list[int], make_step: Callable, device: torch.device, pool: None = None
+    ) -> None:
+        self.sizes, self.pool, self._make_step, self.steps = sizes, None, make_step, {}
+
+    def capture(self, size: int) -> None:
+        if size not in self.steps:
+            self.steps[size] = self._make_step(size)
+
+    def replay(self, size: int) -> GraphOutput:
+        return self.steps[size]()
+
+
+def replay_steps(llm: CheckedLLM) -> None:
+    """Have decode steps padded and replayed, on the CPU."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Device, "is_cuda", True)
+        patch.setattr(type(llm._runner.backend), "supports_cuda_graph", True)
+        patch.setattr(model_runner, "CUDAGraphs", Replayed)
+        llm._runner.capture_cudagraph()
+
+
 @pytest.mark.skipif(not INTERPRET, reason="kernels are compiled here; tests/gpu runs the engine over them")
-def test_shared_beginnings_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_padded_decode_steps(model: Path, prompts: list, expected: list) -> None:
+    """Rows come and go, one with filters, which these graphs do not have."""
+    few, lens = [prompts[index] for index in (1, 3, 4, 5)], [9, 3, 8, 5]
+    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in lens]
+    params[2] = SamplingParams(temperature=1.0, top_k=3, seed=4, max_tokens=lens[2], ignore_eos=True)
+    with make_tiny(model, attention_backend="triton", kvcache_block_size=16, max_num_seqs=7) as llm:
+        want = tokens(llm.generate(few, params, use_tqdm=False))
+        assert want[0] == expected[1][: lens[0]]
+        replay_steps(llm)
+        assert tokens(llm.generate(few, params, use_tqdm=False)) == want
+        assert sorted(llm._runner.graphs.steps) == [1, 2, 7]
+
+
+@pytest.mark.skipif(not INTERPRET, reason="kernels are compiled here; tests/gpu runs the engine over them")
+@pytest.mark.parametrize("replayed", [False, True])
+def test_shared_beginnings_are_read_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replayed: bool
+) -> None:
     """Two prompts that share 512 tokens, and one that does not; a sequence that ends changes the batch."""
     monkeypatch.setattr(shared_prefixes, "MIN_SHARED_TOKENS", 512)
     path = write_tiny_model(tmp_path, max_position_embeddings=1024, num_hidden_layers=1)
@@ -158,6 +204,8 @@ def test_shared_beginnings_are_read_once(tmp_path: Path, monkeypatch: pytest.Mon
     options = {"attention_backend": "triton", "kvcache_block_size": 64, "max_model_len": 640}
     with make_tiny(path, **options) as llm:
         llm.generate([shared], SamplingParams(max_tokens=1), use_tqdm=False)  # into the prefix cache
+        if replayed:
+            replay_steps(llm)
         found = []
         find = llm._runner.prefixes.find
 
