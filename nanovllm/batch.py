@@ -33,11 +33,6 @@ class SamplingBatch:
     min_p: np.ndarray | None  # [S] float32
     seed: np.ndarray | None  # [S] int64; None: all greedy
 
-    @property
-    def has_filters(self) -> bool:
-        """Whether any sequence uses top_k, top_p or min_p."""
-        return self.top_k is not None or self.top_p is not None or self.min_p is not None
-
 
 ALL_GREEDY = SamplingBatch(None, None, None, None, None)
 

@@ -56,7 +56,7 @@ def log_probabilities(llm: LLM, outputs: Sequence[RequestOutput]) -> tuple[torch
             draws=np.ones(1, np.int32),
             sampling=ALL_GREEDY,
         )
-        inputs = runner.staging.send(prepare_prefill(batch, runner.block_size, filters=False))()
+        inputs = runner.staging.send(prepare_prefill(batch, runner.block_size))()
         inputs = replace(inputs, attention=replace(inputs.attention, wanted_rows=None))
         logits = runner.model.compute_logits(runner.run_model(inputs)[:-1])
         assert logits is not None

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import torch
 
+from nanovllm.batch import NOT_FINITE
 from nanovllm.kernels.all_to_all import all_to_all_triton
 
 LARGEST_ID = 2**24 - 2  # ids are summed in float32, which holds whole numbers up to 2**24
@@ -69,7 +70,7 @@ class ExchangedRows:
         return mine, self._own[: mine.stop - mine.start, : self._vocab_size]
 
     def join(self, ids: torch.Tensor, mine: slice, rows: int) -> torch.Tensor:
-        """The ids [rows] int64, -1 or more, of which each rank brings those of its rows."""
+        """The ids [rows] int64, of which each rank brings those of its rows."""
         whole = torch.zeros(rows, 1, device=ids.device)
-        whole[mine, 0] = (ids + 1).float()
-        return self._all_reduce(whole)[:, 0].long() - 1
+        whole[mine, 0] = (ids - NOT_FINITE).float()
+        return self._all_reduce(whole)[:, 0].long() + NOT_FINITE

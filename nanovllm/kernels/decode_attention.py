@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from nanovllm.batch import PADDING
 from nanovllm.kernels.cache import KVCache
 from nanovllm.kernels.compat import (
     FEW_ROWS,
@@ -43,17 +44,16 @@ _MUCH_SHARED_MEMORY = 160 * 2**10  # bytes, which such a program may need, or on
 _HEAD_TILE = 16  # the fewest rows tl.dot takes; a group of query heads is padded to it
 _WIDE_TILE = 64  # rows of the tiles that read a shared prefix: more would not fit the registers
 
-
 # Units of sequences that begin in the same blocks, all int32: their rows [U, members], the positions each
 # shares [U], the same by row [S] or 0, and the number of units [1].
 Shared = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class SharedUnit(NamedTuple):
-    """What the kernel reads once for several sequences."""
+    """What the kernel reads once: a multiple of so many positions, for at most so many sequences together."""
 
-    sequences: int  # at most so many together
-    positions: int  # a multiple of so many
+    sequences: int
+    positions: int
 
 
 def shared_unit(
@@ -96,6 +96,7 @@ def _decode_chunk_kernel(
     DIM: tl.constexpr,
     PAGE: tl.constexpr,
     CHUNK: tl.constexpr,
+    PADDING: tl.constexpr,
     HEAD_TILE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     FP8: tl.constexpr,
@@ -140,9 +141,10 @@ def _decode_chunk_kernel(
             PER_UNIT: tl.constexpr = HEAD_TILE // GROUP
             unit_ptr = members_ptr + unit * PER_UNIT
             sequence = tl.load(unit_ptr).to(tl.int64)
-            sequences = tl.load(unit_ptr + rows // GROUP, mask=rows < PER_UNIT * GROUP, other=-1).to(tl.int64)
+            filled = rows < PER_UNIT * GROUP
+            sequences = tl.load(unit_ptr + rows // GROUP, mask=filled, other=PADDING).to(tl.int64)
             members = rows % GROUP
-            used = sequences >= 0
+            used = sequences != PADDING
             count = tl.cdiv(context, CHUNK)
             single = False
         heads = kv_head * GROUP + members
@@ -260,12 +262,9 @@ def paged_decode_attention_triton(
     early = launch_early(q)
 
     def launch(
-        units: int,
-        lengths: torch.Tensor,
-        members: torch.Tensor | None,
-        used_units: torch.Tensor | None,
-        skips: torch.Tensor | None,
+        units: int, lengths: torch.Tensor, prefixes: Shared | None, skips: torch.Tensor | None
     ) -> None:
+        members, used_units = (None, None) if prefixes is None else (prefixes[0], prefixes[3])
         head_tile, tiles = _HEAD_TILE, kv_heads * triton.cdiv(group, _HEAD_TILE)
         if members is not None:
             head_tile = max(_HEAD_TILE, triton.next_power_of_2(members.shape[1] * group))
@@ -301,6 +300,7 @@ def paged_decode_attention_triton(
             DIM=dim,
             PAGE=page,
             CHUNK=chunk,
+            PADDING=PADDING,
             HEAD_TILE=head_tile,
             BLOCK_N=max(16, block_n // 4) if many else block_n,
             FP8=fp8,
@@ -313,11 +313,11 @@ def paged_decode_attention_triton(
         )
 
     if shared is None:
-        launch(sequences, context_lens, None, None, None)
+        launch(sequences, context_lens, None, None)
     else:
-        members, lens, skips, used_units = shared
-        launch(len(lens), lens, members, used_units, None)
-        launch(sequences, context_lens, None, None, skips)
+        _, lens, skips, _ = shared
+        launch(len(lens), lens, shared, None)
+        launch(sequences, context_lens, None, skips)
     if several:
         many = chunk >= CHUNK or shared is not None
         merge_chunks(partial, logs, context_lens, out, chunk, _MERGED_HEADS if many else 1)
@@ -390,9 +390,9 @@ def paged_decode_attention(
     """Attend from each sequence's newest token to its whole context, which holds that token already.
 
     q: [S, q_heads, head_dim], last dimension contiguous; with an FP8 cache it becomes float16. Cells of the
-    cache past a context may hold anything. block_tables: [S, W] int32, padded with -1. context_lens: [S]
-    int32, each at most `max_context_len`; a row of length 0 reads nothing and gives zeros. Returns a new [S,
-    q_heads, head_dim].
+    cache past a context may hold anything. block_tables: [S, W] int32, of which blocks past a context are not
+    read. context_lens: [S] int32, each at most `max_context_len`; a row of length 0 reads nothing and gives
+    zeros. Returns a new [S, q_heads, head_dim].
     The split over the context is flash-decoding's (Dao et al., 2023), with chunks of fixed length. `shared`
     may name sequences with a common prefix, which is then read once for several of them: with the same result
     bit for bit in units of 16 query heads, else but for rounding.

@@ -330,7 +330,7 @@ def paged_prefill_attention(
     """Causal attention of each sequence's new tokens over its context, which ends in those tokens already.
 
     q: [T, q_heads, head_dim], the sequences' new tokens one after another, last dimension contiguous. Cells
-    of the cache past a context may hold anything. block_tables: [S, W] int32, padded with -1. cu_seqlens_q:
+    of the cache past a context may hold anything. block_tables: [S, W] int32. cu_seqlens_q:
     [S + 1] int32 prefix sum of the new tokens per sequence, at most `max_seqlen_q` each. context_lens: [S]
     int32, cached and new tokens; new token i of n sits at position context_len - n + i; a sequence of context
     length 0 gives zeros. Returns a new [T, q_heads, head_dim]. With `invariant` a token's bits do not depend

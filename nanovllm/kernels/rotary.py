@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from nanovllm.batch import NO_SLOT
 from nanovllm.kernels.cache import KVCache
 from nanovllm.kernels.compat import INTERPRET, await_inputs, jit, launch_early, tl, triton, use_triton
 from nanovllm.kernels.paged import FP8
@@ -119,6 +120,7 @@ def _qk_norm_rope_store_kernel(
     K_NORM: tl.constexpr,
     QUANTISE: tl.constexpr,
     FP8_MAX: tl.constexpr,
+    NO_SLOT: tl.constexpr,
     EARLY: tl.constexpr,
     INTERPRET: tl.constexpr,
 ) -> None:
@@ -171,7 +173,7 @@ def _qk_norm_rope_store_kernel(
     out_ptrs = q_out_ptr + token * (Q_HEADS * HEAD_DIM) + heads * HEAD_DIM + halves
     tl.store(out_ptrs, q_first, mask=live & (halves < HALF))
     tl.store(out_ptrs + HALF, q_second, mask=live & (halves < HALF))
-    if slot < 0:  # a padded row
+    if slot == NO_SLOT:
         return
     stored: tl.constexpr = k_cache_ptr.dtype.element_ty
     cells = slot * (KV_HEADS * HEAD_DIM) + kv_heads * HEAD_DIM
@@ -242,6 +244,7 @@ def qk_norm_rope_store_triton(
         K_NORM=k_weight is not None,
         QUANTISE=k_scale is not None,
         FP8_MAX=_FP8_MAX,
+        NO_SLOT=NO_SLOT,
         EARLY=launch_early(q),
         INTERPRET=INTERPRET,
         launch_pdl=launch_early(q),
@@ -279,7 +282,7 @@ def qk_norm_rope_store_reference(
     k = k if k_weight is None else rms_norm_reference(k, k_weight, eps)
     angles = cos_sin.index_select(0, positions)
     q, k = _rotate_reference(q, angles), _rotate_reference(k, angles)
-    stored = slot_mapping >= 0
+    stored = slot_mapping != NO_SLOT
     if not stored.all():
         k, v, slot_mapping = k[stored], v[stored], slot_mapping[stored]
     slots = slot_mapping.long()

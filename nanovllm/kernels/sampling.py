@@ -11,6 +11,7 @@ import math
 
 import torch
 
+from nanovllm.batch import NOT_FINITE
 from nanovllm.kernels.compat import await_inputs, jit, launch_early, tl, triton, use_triton
 from nanovllm.kernels.filters import (
     FILTER_WARPS,
@@ -109,8 +110,9 @@ def _sample_pick_kernel(
     STAGES: tl.constexpr,
     SHIFT: tl.constexpr,
     BLOCKS_PADDED: tl.constexpr,
+    NOT_FINITE: tl.constexpr,
 ) -> None:
-    """One program per row picks a block, then a token of it; -1 for a bad row.
+    """One program per row picks a block, then a token of it; NOT_FINITE for a bad row.
 
     A greedy row weighs its largest logit alone.
     """
@@ -129,7 +131,7 @@ def _sample_pick_kernel(
     token_bits = tl.where(greedy, 0, token_bits)
 
     best = tl.max(tops, axis=0)
-    token = tl.full((), -1, tl.int32)
+    token = tl.full((), NOT_FINITE, tl.int32)
     if (best > float("-inf")) & (best < float("inf")):
         shares = tl.where(greedy, (tops == best).to(tl.float32), sums * tl.exp2((tops - best) * factor))
         block = pick(shares, block_bits, BLOCKS_PADDED)
@@ -202,6 +204,7 @@ def sample_triton(
         STAGES=STAGES,
         SHIFT=_SHIFTS[logits.dtype],
         BLOCKS_PADDED=triton.next_power_of_2(blocks),
+        NOT_FINITE=NOT_FINITE,
         num_warps=4 if filters is None else FILTER_WARPS,
     )
     return out
@@ -243,7 +246,7 @@ def sample_reference(
                 _weights_reference(logits[rows], temperature[rows]),
                 ids[rows],
             )
-    return ids.masked_fill_(~finite, -1)
+    return ids.masked_fill_(~finite, NOT_FINITE)
 
 
 def sample(
@@ -258,7 +261,7 @@ def sample(
     logits: [S, V] float, contiguous rows; -inf masks a token. temperature: [S] float32; below 1e-5 the row
     is greedy: the largest logit, the lowest index in a tie. seeds: [S] int64. positions: [S] int32: with
     the seed, what the row's random numbers are hashed from; give each token of a sequence its own. A row
-    with NaN, +inf or no finite logit gives -1 and changes no other row. The inverse of the cumulated
+    with NaN, +inf or no finite logit gives NOT_FINITE and changes no other row. The inverse of the cumulated
     distribution, in two levels: a first pass weighs each block of the vocabulary, and a second one reads
     only the block that was drawn. Weights are float32, their sums and the random numbers' scale float64.
 

@@ -20,10 +20,7 @@ from nanovllm.sampling.sampler import SamplingColumns
 
 @dataclass(frozen=True, eq=False)
 class StepInputs(Generic[A]):
-    """One step of S sequences and T tokens. Token ids and slots are int64, as torch's lookups want them.
-
-    Sampling comes last, and last of it the filters: a CUDA graph that has none finds all else where it was.
-    """
+    """One step of S sequences and T tokens. Token ids and slots are int64, as torch's lookups want them."""
 
     token_ids: Annotated[A, Column(np.int64, lambda n: (n.tokens,))]  # LAST_SAMPLED: known to the device only
     token_slots: Annotated[A, Column(np.int64, lambda n: (n.tokens,), NO_SLOT)]  # of each token's sequence
@@ -33,9 +30,7 @@ class StepInputs(Generic[A]):
     sampling: SamplingColumns[A]
 
 
-def prepare_prefill(
-    batch: Batch, block_size: int, filters: bool, in_halves: bool = False
-) -> StepInputs[np.ndarray]:
+def prepare_prefill(batch: Batch, block_size: int, in_halves: bool = False) -> StepInputs[np.ndarray]:
     """The inputs of a step whose sequences bring any number of tokens."""
     query_lens, context_lens = batch.query_lens, batch.context_lens
     cu_seqlens_q = prefix_sum(query_lens)
@@ -51,13 +46,12 @@ def prepare_prefill(
         wanted_rows=cu_seqlens_q[1:] - np.int32(1),
         halves=halves(batch, slot_mapping) if in_halves else None,
     )
-    return _inputs(batch, rows, positions, attention, filters)
+    return _inputs(batch, rows, positions, attention)
 
 
 def prepare_decode(
     batch: Batch,
     block_size: int,
-    filters: bool,
     shared: SharedPrefixes[np.ndarray] | None = None,
     max_seqlen_k: int | None = None,
 ) -> StepInputs[np.ndarray]:
@@ -70,7 +64,7 @@ def prepare_decode(
         max_seqlen_k=int(batch.context_lens.max()) if max_seqlen_k is None else max_seqlen_k,
         shared=shared,
     )
-    return _inputs(batch, rows, positions, attention, filters)
+    return _inputs(batch, rows, positions, attention)
 
 
 def _slot_mapping(batch: Batch, rows: np.ndarray, positions: np.ndarray, block_size: int) -> np.ndarray:
@@ -80,9 +74,9 @@ def _slot_mapping(batch: Batch, rows: np.ndarray, positions: np.ndarray, block_s
 
 
 def _inputs(
-    batch: Batch, rows: np.ndarray, positions: np.ndarray, attention: StepColumns[np.ndarray], filters: bool
+    batch: Batch, rows: np.ndarray, positions: np.ndarray, attention: StepColumns[np.ndarray]
 ) -> StepInputs[np.ndarray]:
-    """rows, positions [T]: whose token it is, and where in its sequence. filters: whether to name any."""
+    """rows, positions [T]: whose token it is, and where in its sequence."""
     sampling = batch.sampling
 
     def column(values: np.ndarray | None, neutral: int = 0) -> np.ndarray:
@@ -98,8 +92,6 @@ def _inputs(
             temperature=column(sampling.temperature),
             seeds=column(sampling.seed),
             positions=batch.context_lens,
-            filters=FilterColumns(column(sampling.top_k), column(sampling.top_p, 1), column(sampling.min_p))
-            if filters
-            else None,
+            filters=FilterColumns(column(sampling.top_k), column(sampling.top_p, 1), column(sampling.min_p)),
         ),
     )

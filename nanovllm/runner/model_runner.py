@@ -81,7 +81,6 @@ class ModelRunner:
         else:
             load_weights(self.model, model_path, check)
         self.sampler = Sampler()
-        self.filters_in_graph = device.is_cuda
         self.graphs: CUDAGraphs | None = None
         self.shared_graphs: CUDAGraphs | None = None
         self.prefixes: SharedPrefixFinder | None = None  # until there is a KV cache
@@ -178,8 +177,7 @@ class ModelRunner:
             return
 
         def make_step(rows: int, shared: SharedRows | None) -> Callable[[], GraphOutput]:
-            filters, longest = self.filters_in_graph, self.max_model_len
-            arrays = prepare_decode(EMPTY_BATCH, self.block_size, filters, shared, longest)
+            arrays = prepare_decode(EMPTY_BATCH, self.block_size, shared, self.max_model_len)
             inputs = self.staging.send(arrays, self._decode_size(rows))()
             return lambda: self._graph_step(inputs)
 
@@ -207,13 +205,12 @@ class ModelRunner:
 
     def _launch(self, batch: Batch) -> StepHandle:
         num_seqs, graphs = len(batch.slots), None
-        filters = batch.sampling.has_filters or self.filters_in_graph
         if batch.kind is StepKind.DECODE:
             shared = None if self.prefixes is None else self.prefixes.find(batch)
-            arrays = prepare_decode(batch, self.block_size, filters, shared)
+            arrays = prepare_decode(batch, self.block_size, shared)
             graphs = self.graphs if shared is None else self.shared_graphs
         else:
-            arrays = prepare_prefill(batch, self.block_size, filters, overlaps(batch, self.tp.size))
+            arrays = prepare_prefill(batch, self.block_size, overlaps(batch, self.tp.size))
         if graphs is None:
             inputs = self.staging.send(arrays)()
             token_ids = self._sample(self.run_model(inputs), inputs)

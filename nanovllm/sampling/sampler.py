@@ -37,6 +37,6 @@ class Sampler(nn.Module):
         """logits [S, V] of any float dtype of 16 or 32 bits, not changed -> token ids [S] int64.
 
         A greedy row gets its likeliest token, the lowest id of equals. A row that holds NaN or +inf, or
-        nothing finite, gets -1.
+        nothing finite, gets NOT_FINITE.
         """
         return sample(logits, params.temperature, params.seeds, params.positions, params.filters)

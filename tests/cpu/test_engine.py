@@ -176,7 +176,7 @@ def replay_steps(llm: CheckedLLM) -> None:
 
 @pytest.mark.skipif(not INTERPRET, reason="kernels are compiled here; tests/gpu runs the engine over them")
 def test_padded_decode_steps(model: Path, prompts: list, expected: list) -> None:
-    """Rows come and go, one with filters, which these graphs do not have."""
+    """Rows come and go, one with filters."""
     few, lens = [prompts[index] for index in (1, 3, 4, 5)], [9, 3, 8, 5]
     params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in lens]
     params[2] = SamplingParams(temperature=1.0, top_k=3, seed=4, max_tokens=lens[2], ignore_eos=True)

@@ -74,7 +74,7 @@ def addresses(inputs: StepInputs[torch.Tensor]) -> list[tuple[int, torch.Size]]:
 
 @given(batches(StepKind.PREFILL))
 def test_prefill_names_each_token(batch: Batch) -> None:
-    inputs = prepare_prefill(batch, BLOCK, filters=False)
+    inputs = prepare_prefill(batch, BLOCK)
     want, index = [], 0
     for row, (length, context) in enumerate(zip(batch.query_lens, batch.context_lens, strict=True)):
         for position in range(context - length, context):
@@ -95,7 +95,7 @@ def test_halves_are_the_whole(batch: Batch) -> None:
     """Cut in the middle; of a sequence in both, the second half sees what the first one stores."""
     if len(batch.token_ids) < 2:
         return
-    whole = prepare_prefill(batch, BLOCK, filters=False).attention
+    whole = prepare_prefill(batch, BLOCK).attention
     parts = halves(batch, whole.slot_mapping)
     assert np.array_equal(np.concatenate([half.slot_mapping for half in parts]), whole.slot_mapping)
     assert len(parts[0].slot_mapping) == len(batch.token_ids) // 2
@@ -111,25 +111,23 @@ def test_halves_are_the_whole(batch: Batch) -> None:
     assert np.array_equal(np.concatenate(cells), whole.slot_mapping)
 
 
-@given(batches(StepKind.PREFILL), st.booleans())
-def test_prefill_arrives_as_it_is(batch: Batch, filters: bool) -> None:
-    inputs = prepare_prefill(batch, BLOCK, filters, in_halves=len(batch.token_ids) > 1)
+@given(batches(StepKind.PREFILL))
+def test_prefill_arrives_as_it_is(batch: Batch) -> None:
+    inputs = prepare_prefill(batch, BLOCK, in_halves=len(batch.token_ids) > 1)
     staged = staging().send(inputs)()
     assert (staged.attention.halves is not None) == (len(batch.token_ids) > 1)
     for (column, array), (_, tensor) in zip(columns(inputs), columns(staged), strict=True):
         assert tensor.numpy().dtype == column.dtype and np.array_equal(tensor.numpy(), array)
 
 
-@given(batches(StepKind.DECODE), st.integers(0, 2), st.booleans(), st.booleans())
-def test_decode_is_padded_with_rows_that_do_nothing(
-    batch: Batch, more: int, filters: bool, share: bool
-) -> None:
+@given(batches(StepKind.DECODE), st.integers(0, 2), st.booleans())
+def test_decode_is_padded_with_rows_that_do_nothing(batch: Batch, more: int, share: bool) -> None:
     """After the batch's own rows, in all blocks' columns, whatever was there before."""
     count = len(batch.slots)
     rows = min(count + more, LARGEST.seqs)
     size = replace(LARGEST, tokens=rows, seqs=rows)
     shared = no_shared_prefixes(count, UNIT) if share else None
-    inputs = prepare_decode(batch, BLOCK, filters, shared)
+    inputs = prepare_decode(batch, BLOCK, shared)
     buffers = staging()
     for host in (buffers._buffer, *buffers._inputs):
         host.fill_(77)
@@ -145,17 +143,15 @@ def test_decode_is_padded_with_rows_that_do_nothing(
     assert (staged.sampling.temperature[count:] == 0).all()
 
 
-@given(batches(StepKind.DECODE), st.booleans(), st.booleans())
-def test_a_graph_finds_its_inputs_where_it_was_captured(batch: Batch, filters: bool, share: bool) -> None:
-    """The addresses depend on the size and the parts alone; filters that the graph has not move nothing."""
+@given(batches(StepKind.DECODE), st.booleans())
+def test_a_graph_finds_its_inputs_where_it_was_captured(batch: Batch, share: bool) -> None:
+    """The addresses depend on the size and the parts alone."""
     buffers, size = staging(), replace(LARGEST, tokens=LARGEST.seqs)
     nothing = no_shared_prefixes(0, UNIT) if share else None
-    empty = prepare_decode(EMPTY_BATCH, BLOCK, filters, nothing, max_seqlen_k=32)
+    empty = prepare_decode(EMPTY_BATCH, BLOCK, nothing, max_seqlen_k=32)
     captured = addresses(buffers.send(empty, size)())
     shared = no_shared_prefixes(len(batch.slots), UNIT) if share else None
-    for with_filters in {filters, True}:
-        inputs = prepare_decode(batch, BLOCK, with_filters, shared)
-        assert addresses(buffers.send(inputs, size)())[: len(captured)] == captured
+    assert addresses(buffers.send(prepare_decode(batch, BLOCK, shared), size)()) == captured
 
 
 @given(
@@ -184,7 +180,7 @@ def test_every_step_up_to_the_largest_fits(size: StepSize) -> None:
         block_tables=np.ones((count, 1), np.int32),
         draws=np.ones(count, np.int32),
     )
-    inputs = prepare_prefill(batch, BLOCK, filters=True, in_halves=True)
+    inputs = prepare_prefill(batch, BLOCK, in_halves=True)
     inputs = replace(inputs, attention=replace(inputs.attention, shared=no_shared_prefixes(count, UNIT)))
     assert all(getattr(inputs.attention, field.name) is not None for field in fields(inputs.attention))
     buffers = Staging(Device("cpu"), size)

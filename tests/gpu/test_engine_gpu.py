@@ -197,7 +197,7 @@ def test_a_replayed_graph_writes_only_its_own_slots(model: Path, backend: str) -
             eager_tokens = context.run(runner.run, batch).token_ids[:, 0]
             runner.last_token_ids.copy_(last)
             with torch.inference_mode():
-                inputs = runner.staging.send(prepare_decode(batch, runner.block_size, filters=False))()
+                inputs = runner.staging.send(prepare_decode(batch, runner.block_size))()
                 scores = runner.model.compute_logits(runner.run_model(inputs)).float().cpu()
             runner.graphs = graphs
             assert (graph_tokens == eager_tokens).mean() >= 0.95  # random K/V: a near tie may fall either way
@@ -254,9 +254,9 @@ def test_a_backend_agrees_with_the_reference_on_logits(model: Path, seed: int, b
                 for batch in (prefill, decode):
                     if batch is decode:
                         runner.kv_cache.copy_(cells)
-                        arrays = prepare_decode(batch, runner.block_size, filters=False)
+                        arrays = prepare_decode(batch, runner.block_size)
                     else:
-                        arrays = prepare_prefill(batch, runner.block_size, filters=False)
+                        arrays = prepare_prefill(batch, runner.block_size)
                     hidden.append(runner.run_model(runner.staging.send(arrays)()).float().cpu())
         results.append(hidden)
     for ours, oracle in zip(*results, strict=True):
