@@ -1,8 +1,8 @@
 """Values made of columns, declared once for the host's arrays and the device's tensors.
 
 Such a value is a frozen dataclass over A, the type of its arrays. Each field is a column, declared as
-`Annotated[A, Column(...)]`, another such value, a tuple of them, or plain data. The class has no slots, for
-else its alias with one A, such as `Filters`, could not be called. Knows no particular column.
+`Annotated[A, Column(...)]`, another such value, a tuple of them, or plain data. The class has no slots, or
+its alias for one A, such as `Filters`, could not be called. Knows no particular column.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class StepSize:
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column's dtype, its shape in a step of some size, and what fills it up."""
+    """A column's dtype, its shape in a step of a given size, and what fills it up to that."""
 
     dtype: type[np.generic]
     shape: Callable[[StepSize], tuple[int, ...]]

@@ -56,7 +56,7 @@ class AttentionColumns(Generic[A]):
 
 @dataclass(frozen=True, eq=False)
 class StepColumns(AttentionColumns[A]):
-    """The same for a whole step, and what the model does with it besides."""
+    """The same of a whole step, with what the model has to know of it."""
 
     wanted_rows: Annotated[A, Column(np.int32, lambda n: (n.seqs,))] | None = None  # get logits; None: all do
     halves: tuple[AttentionColumns[A], AttentionColumns[A]] | None = None  # the same tokens in two parts

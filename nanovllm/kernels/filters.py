@@ -33,16 +33,11 @@ STAGES = 3  # of what is read ahead, where a pass is long
 
 @dataclass(frozen=True, eq=False)
 class FilterColumns(Generic[A]):
-    """What each of S rows keeps of the vocabulary, unless it is greedy. The likeliest token always stays.
+    """What each of S rows keeps of the vocabulary, unless it is greedy. The likeliest token always stays."""
 
-    top_k: so many of the likeliest tokens, the lowest ids of equals; 0: all
-    top_p: of those the fewest whose probabilities reach this; 1: all
-    min_p: tokens at least this times as likely as the likeliest; 0: all
-    """
-
-    top_k: Annotated[A, Column(np.int32, lambda n: (n.seqs,))]
-    top_p: Annotated[A, Column(np.float32, lambda n: (n.seqs,), 1)]
-    min_p: Annotated[A, Column(np.float32, lambda n: (n.seqs,))]
+    top_k: Annotated[A, Column(np.int32, lambda n: (n.seqs,))]  # so many, the lowest ids of equals; 0: all
+    top_p: Annotated[A, Column(np.float32, lambda n: (n.seqs,), 1)]  # the fewest that reach it; 1: all
+    min_p: Annotated[A, Column(np.float32, lambda n: (n.seqs,))]  # relative to the likeliest; 0: all
 
 
 Filters = FilterColumns[torch.Tensor]

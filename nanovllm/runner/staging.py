@@ -49,8 +49,7 @@ class Staging:
 
     def __init__(self, device: Device, size: StepSize) -> None:
         """size: of the largest step; there is room for it with every part that a step may have."""
-        num_bytes = sum(_end_of(column, 0, column.shape(size)) for column in all_columns(StepInputs))
-        words = num_bytes // 4
+        words = sum(_end_of(column, 0, column.shape(size)) for column in all_columns(StepInputs)) // 4
         self._device = device
         self._buffer = torch.zeros(words, dtype=torch.int32, device=device.torch)
         self._columns = {dtype: self._buffer.view(other) for dtype, other in TORCH_DTYPES.items()}
@@ -62,9 +61,10 @@ class Staging:
     def send(
         self, inputs: StepInputs[np.ndarray], size: StepSize | None = None
     ) -> Callable[[], StepInputs[torch.Tensor]]:
-        """Queue one copy of all inputs, padded to `size` if given; return a function for where they land.
+        """Queue one copy of all inputs to the device, padded to `size` if given.
 
-        The tensors hold them until the next call. A graph has its own, so it spares the host making them.
+        Return a function that makes their tensors there, which hold them until the next `send`. A CUDA graph
+        has those of its capture, and does not need it.
         """
         event, host = self._events[self._turn], self._inputs[self._turn]
         if event is not None:
