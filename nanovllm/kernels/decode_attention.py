@@ -214,8 +214,7 @@ def _decode_chunk_kernel(
 
 
 def _block_n(dim: int, element_size: int) -> int:
-    """Positions per tile: 16 KiB of keys, so that three programs with two tiles in flight share a
-    multiprocessor."""
+    """Positions per tile: 16 KiB of keys, so that a multiprocessor has room for three programs' two tiles."""
     return min(128, (8192 if element_size <= 2 else 4096) // dim)
 
 
