@@ -23,7 +23,7 @@ from nanovllm.batch import Batch, StepKind
 from nanovllm.device import Device
 from nanovllm.errors import ModelLoadError
 from nanovllm.kernels.compat import INTERPRET
-from nanovllm.layers import weights
+from nanovllm.quantization import unquantized
 from nanovllm.runner import model_runner, shared_prefixes
 from nanovllm.runner.cuda_graph import CUDAGraphs
 from nanovllm.runner.model_runner import GraphOutput
@@ -121,7 +121,7 @@ def test_deterministic(model: Path, prompts: list, expected: list, monkeypatch: 
     params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (2, 11)]
     with make_tiny(model, deterministic=True, kvcache_block_size=16, max_num_batched_tokens=23) as llm:
         assert llm._runner.backend.name == "triton"
-        monkeypatch.setattr(weights, "F", None)
+        monkeypatch.setattr(unquantized, "F", None)
         outputs = llm.generate(prompts[3:5], params, use_tqdm=False)
         assert tokens(outputs) == [expected[3][:2], expected[4][:11]]
         [longer] = llm.generate([prompts[4] + expected[4][:9]], params[:1], use_tqdm=False)
