@@ -73,8 +73,9 @@ def test_what_is_not_supported_is_what_is_refused() -> None:
 def test_files_that_are_named_exist(path: Path) -> None:
     """Paths are from the project's folder or from the package's; a file yet to come is called new."""
     text = re.sub(r"new `[^`]+`", "", path.read_text())
-    named = re.findall(r"`([\w.\-/]+(?:\.(?:py|md|svg|toml)|/))`", text)
-    for name in named:
+    quoted = re.findall(r"`([^`\n]+)`", text)
+    named = re.findall(r"[\w./-]+\.(?:py|md|toml)\b", " ".join(quoted))
+    for name in [*named, *(each for each in quoted if re.fullmatch(r"[\w/]+/", each))]:
         assert (ROOT / name).exists() or (PACKAGE / name).exists(), name
 
 
