@@ -1,4 +1,4 @@
-"""Who may import whom, read from the source with `ast`: the table of docs/design.md, section 2."""
+"""Who may import whom, read from the source with `ast`: the table in "Rooms and floors" of docs/design.md."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from test_architecture import FLOORS
 
 from nanovllm import demo_model_path
 from nanovllm.config import Config
@@ -68,15 +69,37 @@ def test_what_is_not_supported_is_what_is_refused() -> None:
         assert sorted(named) == sorted(name for name, each in table.items() if each.neutral is not None)
 
 
-@pytest.mark.parametrize(
-    "path", [path for path in DOCS if path.name != "design.md"], ids=lambda path: path.name
-)
+@pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)
 def test_files_that_are_named_exist(path: Path) -> None:
     """Paths are from the project's folder or from the package's; a file yet to come is called new."""
     text = re.sub(r"new `[^`]+`", "", path.read_text())
-    named = re.findall(r"`([\w.\-/]+(?:\.(?:py|md|svg|toml)|/))`", text)
-    for name in named:
+    quoted = re.findall(r"`([^`\n]+)`", text)
+    named = re.findall(r"[\w./-]+\.(?:py|md|toml)\b", " ".join(quoted))
+    for name in [*named, *(each for each in quoted if re.fullmatch(r"[\w/]+/", each))]:
         assert (ROOT / name).exists() or (PACKAGE / name).exists(), name
+
+
+def test_names_of_the_code_exist_in_the_design() -> None:
+    """A class, function or constant in backticks is somewhere in the code."""
+    code = "\n".join(
+        file.read_text()
+        for folder in ("nanovllm", "tools", "tests")
+        for file in (ROOT / folder).rglob("*.py")
+    )
+    words = set(re.findall(r"\w+", code + (ROOT / "bench.py").read_text()))
+    text = re.sub(r"new `[^`]+`", "", (ROOT / "docs/design.md").read_text())
+    for name in re.findall(r"`([A-Za-z_][\w.]*)(?:\(\))?`", text):
+        if not name.endswith((".py", ".md", ".svg")):
+            assert set(name.split(".")) <= words, name
+
+
+def test_the_floors_of_the_design_are_those_that_are_checked() -> None:
+    rows = re.findall(
+        r"^\| (\d+) \| (.*) \|$", section((ROOT / "docs/design.md").read_text(), "Rooms and floors"), re.M
+    )
+    named = [set(re.findall(r"`(\w+)(?:\.py|/)`", cell)) for _, cell in rows]
+    assert [int(number) for number, _ in rows] == list(range(1, len(FLOORS)))
+    assert named == list(FLOORS[:-1])  # the last one is nanovllm/__init__.py
 
 
 @pytest.mark.parametrize("path", [*DOCS[1:], *(ROOT / "docs/log").glob("*.md")], ids=lambda path: path.name)
