@@ -9,7 +9,9 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from multiprocessing.connection import Connection
+from multiprocessing.synchronize import Barrier
 
 import pytest
 
@@ -29,8 +31,9 @@ def sleep_on(pipe: Connection, rank: int) -> None:
     time.sleep(600)
 
 
-def fail_together(pipe: Connection, rank: int) -> None:
+def fail_together(all_here: Barrier, pipe: Connection, rank: int) -> None:
     """All fail at once; rank 2 says that it was first."""
+    all_here.wait(60)
     pipe.send(Failure(rank, f"failed: {rank}", False, 5.0 if rank == 2 else 6.0 + rank))
 
 
@@ -78,7 +81,7 @@ def test_answers_come_in_order_from_each_worker_and_an_end_after_them_loses_none
 
 
 def test_the_first_error_counts(start: Callable) -> None:
-    watch = start(fail_together, 3)
+    watch = start(partial(fail_together, CONTEXT.Barrier(3)), 3)
     with pytest.raises(WorkerError, match="rank 2 failed: 2"):
         watch.wait_for_reply(0)
 

@@ -17,7 +17,7 @@ from tools.measure_device import device_name, measure_speed
 
 # Bytes/s that a pure read reaches, bf16 FLOP/s that a large matrix product reaches; measured, torch 2.11.
 # tools/measure_device.py prints such a line. A device that is not here is measured in each run.
-KNOWN_DEVICES = {"NVIDIA H200": (4.58e12, 720e12)}
+KNOWN_DEVICES = {"NVIDIA H200": (4.58e12, 720e12), "NVIDIA H100 80GB HBM3": (3.13e12, 792e12)}
 
 
 @dataclass(frozen=True)
