@@ -81,7 +81,8 @@ def test_answers_come_in_order_from_each_worker_and_an_end_after_them_loses_none
 
 
 def test_the_first_error_counts(start: Callable) -> None:
-    watch = start(partial(fail_together, CONTEXT.Barrier(3)), 3)
+    all_here = CONTEXT.Barrier(3)  # which lives as long as this name
+    watch = start(partial(fail_together, all_here), 3)
     with pytest.raises(WorkerError, match="rank 2 failed: 2"):
         watch.wait_for_reply(0)
 
