@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from invariants import check_scheduler
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.batch import Batch
@@ -51,7 +52,7 @@ class CheckedLLM(LLM):
     def _step(self) -> tuple[list[RequestOutput], StepStats | None]:
         unfinished = [*self._scheduler.waiting, *self._scheduler.running]
         outputs, stats = super()._step()
-        self._scheduler.check()
+        check_scheduler(self._scheduler)
         if stats is not None:
             self.batches.append(stats.batch)
         self.sequences += [seq for seq in unfinished if seq.status is SequenceStatus.FINISHED]
@@ -59,7 +60,7 @@ class CheckedLLM(LLM):
 
     @property
     def num_free_blocks(self) -> int:
-        return self._scheduler.block_manager.num_free_blocks
+        return len(self._scheduler.block_manager._free)
 
 
 def logits_of(

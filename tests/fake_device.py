@@ -10,6 +10,7 @@ from collections import defaultdict, deque
 from dataclasses import dataclass, field
 
 import numpy as np
+from invariants import check_scheduler
 
 from nanovllm.batch import LAST_SAMPLED, Batch, StepOutput
 from nanovllm.plan.scheduler import Scheduler
@@ -105,7 +106,7 @@ class Handle:
 
 @dataclass
 class Loop:
-    """The engine's step loop around a fake device; `check()` runs after every step."""
+    """The engine's step loop around a fake device; `check_scheduler` runs after every step."""
 
     scheduler: Scheduler
     device: FakeDevice
@@ -126,7 +127,7 @@ class Loop:
         assert launched is not None or batch is not None, "the engine is stuck"
         if launched is not None:
             self.take(launched[0], launched[1].result())
-        self.scheduler.check()
+        check_scheduler(self.scheduler)
         self.steps += 1
         assert self.steps < 20_000, "the engine does not end"
 

@@ -9,11 +9,9 @@ will ever write it again.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
-from collections.abc import Iterable
+from collections import OrderedDict
 from dataclasses import dataclass
 
-import numpy as np
 import xxhash
 
 from nanovllm.plan.sequence import Sequence
@@ -48,17 +46,12 @@ class BlockManager:
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self._ref_counts = [0] * num_blocks
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(
-            range(num_blocks)
-        )  # next to be reused first
+        # Next to be reused first.
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._content: list[CachedBlock | None] = [None] * num_blocks
         self._by_key: dict[int, int] = {}  # block_key -> block
         self._next_chain = ROOT + 1
         self.num_cached_tokens = 0  # that allocations found in the prefix cache, ever
-
-    @property
-    def num_free_blocks(self) -> int:
-        return len(self._free)
 
     @property
     def usage(self) -> float:
@@ -109,10 +102,8 @@ class BlockManager:
             assert self._ref_counts[block] >= 0
             if self._ref_counts[block] == 0:
                 self._free[block] = None
-                if self._content[block] is None:
-                    self._free.move_to_end(
-                        block, last=False
-                    )  # nothing to lose: reuse it before any cached one
+                if self._content[block] is None:  # nothing to lose: reuse it before any cached one
+                    self._free.move_to_end(block, last=False)
         seq.block_table = []
         seq.num_computed_tokens = 0
         seq.num_hashed_blocks = 0
@@ -130,32 +121,6 @@ class BlockManager:
             tokens = seq.token_bytes(index * size, (index + 1) * size)
             seq.chain = self._register_block(seq.block_table[index], seq.chain, tokens)
             seq.num_hashed_blocks += 1
-
-    def check(self, sequences: Iterable[Sequence]) -> None:
-        """Assert every invariant, given all sequences that own blocks. For tests: it visits every block."""
-        owners = Counter(block for seq in sequences for block in seq.block_table)
-        assert all(self._ref_counts[b] == owners[b] for b in range(self.num_blocks)), (
-            "reference counts drifted"
-        )
-        assert set(self._free) == {b for b in range(self.num_blocks) if self._ref_counts[b] == 0}, (
-            "free list drifted"
-        )
-        for key, block in self._by_key.items():
-            content = self._content[block]
-            assert content is not None and content.key == key, f"hash entry {key} points at block {block}"
-        assert sum(c is not None for c in self._content) == len(self._by_key), (
-            "a cached block cannot be found"
-        )
-        for seq in sequences:
-            assert len(set(seq.block_table)) == len(seq.block_table), f"{seq} owns a block twice"
-            for index, block in enumerate(seq.block_table):
-                content = self._content[block]
-                if content is not None:  # what others can find there must be what this sequence stored
-                    tokens = seq.token_ids[index * self.block_size : (index + 1) * self.block_size]
-                    stored = np.frombuffer(content.tokens, np.int32).tolist()
-                    assert stored == tokens, f"{seq}: block {block} is stale"
-                if owners[block] > 1:
-                    assert index < seq.num_hashed_blocks, f"{seq} may write block {block}, which others share"
 
     def _find_prefix(self, seq: Sequence) -> list[int]:
         """The cached blocks that hold the sequence's beginning, all but its last token at most."""

@@ -61,10 +61,6 @@ class Scheduler:
     def is_finished(self) -> bool:
         return not self._unfinished
 
-    @property
-    def num_unfinished(self) -> int:
-        return len(self._unfinished)
-
     def check_fits(self, seq: Sequence) -> None:
         """Raise ValueError, with what helps, when the prompt leaves no room for one token of output."""
         limit, length = self.max_model_len, seq.num_prompt_tokens
@@ -149,21 +145,6 @@ class Scheduler:
                 events.finish_reasons[seq_id] = "length"
             elif share_outputs and (num_tokens - 1) // block_size > seq.num_hashed_blocks:
                 self.block_manager.register(seq)
-
-    def check(self) -> None:
-        """Assert every invariant of the queues, the slots and the blocks. For tests: it visits everything."""
-        self.block_manager.check(self.running)
-        slots = [seq.slot for seq in self.running]
-        assert sorted(slots + self._free_slots) == list(range(self.max_num_seqs)), "slots drifted"
-        queued = sorted(seq.seq_id for seq in [*self.waiting, *self.running])
-        assert queued == sorted(self._unfinished), "a request is lost or queued twice"
-        for seq in self.waiting:
-            assert seq.status is SequenceStatus.WAITING and not seq.block_table and seq.slot == NO_SLOT, seq
-        for seq in self.running:
-            assert seq.status is SequenceStatus.RUNNING and seq.num_computed_tokens <= seq.num_tokens, seq
-            assert seq.num_computed_tokens <= len(seq.block_table) * self.block_manager.block_size, seq
-            row = self._block_tables[seq.slot]
-            assert row[row != PADDING].tolist() == seq.block_table, f"{seq}: the slot's table differs"
 
     def _schedule_prefill(self) -> Batch | None:
         budget = self.max_num_batched_tokens
@@ -254,21 +235,18 @@ class Scheduler:
         )
 
     def _grow(self, seq: Sequence) -> bool:
-        """Give `seq` the block it needs, from the newest sequences if none is free; False when it gave up
-        its own."""
+        """Give `seq` the block it needs; if none is free, preempt the newest sequences. False when it was
+        preempted itself."""
         while not self.block_manager.grow(seq):
             victim = self.running[-1]
-            self._preempt(victim)
+            self._release(victim)
+            victim.status = SequenceStatus.WAITING
+            victim.num_preemptions += 1
+            self.waiting.appendleft(victim)
             if victim is seq:
                 return False
         self._write_table(seq)
         return True
-
-    def _preempt(self, seq: Sequence) -> None:
-        self._release(seq)
-        seq.status = SequenceStatus.WAITING
-        seq.num_preemptions += 1
-        self.waiting.appendleft(seq)
 
     def _finish(self, seq: Sequence, reason: str) -> None:
         if seq.status is SequenceStatus.RUNNING:

@@ -3,6 +3,7 @@ device."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from enum import Enum, auto
 
 import numpy as np
@@ -17,6 +18,7 @@ class SequenceStatus(Enum):
     FINISHED = auto()
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Sequence:
     """A prompt and what has been generated from it.
 
@@ -24,62 +26,35 @@ class Sequence:
     value on the host, and pending ones were sampled by a step that has been launched but not read back.
     """
 
-    __slots__ = (
-        "_prompt_bytes",
-        "block_table",
-        "chain",
-        "finish_reason",
-        "max_tokens_total",
-        "num_cached_tokens",
-        "num_computed_tokens",
-        "num_hashed_blocks",
-        "num_pending_tokens",
-        "num_preemptions",
-        "num_prompt_tokens",
-        "params",
-        "seed",
-        "seq_id",
-        "slot",
-        "status",
-        "stop_ids",
-        "stop_reason",
-        "token_ids",
-    )
+    seq_id: int
+    token_ids: list[int]  # known tokens; at first the prompt's, of which a copy is made
+    params: SamplingParams
+    seed: int
+    stop_ids: frozenset[int] = frozenset()
+    prompt_bytes: bytes = b""  # the prompt's ids as int32; made here where the caller has none
+    num_prompt_tokens: int = field(init=False)
+    max_tokens_total: int = 0  # of prompt and output; the scheduler sets it
+    status: SequenceStatus = SequenceStatus.WAITING
+    slot: int = NO_SLOT
+    num_pending_tokens: int = 0
+    num_computed_tokens: int = 0
+    num_cached_tokens: int | None = None  # at first admission
+    num_preemptions: int = 0
+    block_table: list[int] = field(default_factory=list)
+    num_hashed_blocks: int = 0  # leading blocks of the table that have gone through the prefix cache
+    chain: int | None = 0  # the prefix cache's id of that beginning; None once it cannot be extended
+    finish_reason: str | None = None
+    stop_reason: int | None = None
 
-    def __init__(
-        self,
-        seq_id: int,
-        prompt_token_ids: list[int],
-        params: SamplingParams,
-        seed: int,
-        stop_ids: frozenset[int] = frozenset(),
-        prompt_bytes: bytes | None = None,
-    ) -> None:
-        """prompt_bytes: the prompt's ids as int32, where the caller has them."""
-        self.seq_id = seq_id
-        self.token_ids = list(prompt_token_ids)  # known tokens
-        self.num_prompt_tokens = len(prompt_token_ids)
-        self._prompt_bytes = _as_bytes(prompt_token_ids) if prompt_bytes is None else prompt_bytes
-        self.params = params
-        self.seed = seed
-        self.stop_ids = stop_ids
-        self.max_tokens_total = 0  # of prompt and output; the scheduler sets it
-        self.status = SequenceStatus.WAITING
-        self.slot = NO_SLOT
-        self.num_pending_tokens = 0
-        self.num_computed_tokens = 0
-        self.num_cached_tokens: int | None = None  # at first admission
-        self.num_preemptions = 0
-        self.block_table: list[int] = []
-        self.num_hashed_blocks = 0  # leading blocks of the table that have gone through the prefix cache
-        self.chain: int | None = 0  # the prefix cache's id of that beginning; None once it cannot be extended
-        self.finish_reason: str | None = None
-        self.stop_reason: int | None = None
+    def __post_init__(self) -> None:
+        self.token_ids = list(self.token_ids)
+        self.num_prompt_tokens = len(self.token_ids)
+        self.prompt_bytes = self.prompt_bytes or _as_bytes(self.token_ids)
 
     def token_bytes(self, start: int, end: int) -> bytes:
         """The known tokens start .. end as int32."""
         if end <= self.num_prompt_tokens:
-            return self._prompt_bytes[4 * start : 4 * end]
+            return self.prompt_bytes[4 * start : 4 * end]
         return _as_bytes(self.token_ids[start:end])
 
     @property

@@ -11,6 +11,7 @@ import pytest
 from fake_device import EOS, VOCAB, FakeDevice, Loop, expected_output, make_sequence, next_token
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from invariants import check_scheduler
 
 from nanovllm.batch import NOT_FINITE, StepKind, StepOutput
 from nanovllm.plan import block_manager as block_manager_module
@@ -40,7 +41,7 @@ def run_all(loop: Loop, prompts: list[list[int]], params: list[SamplingParams]) 
         loop.scheduler.add(make_sequence(first + index, prompt, param))
     while not loop.scheduler.is_finished():
         loop.step()
-    assert loop.scheduler.block_manager.num_free_blocks == loop.scheduler.block_manager.num_blocks
+    assert loop.scheduler.block_manager.usage == 0
     outputs = []
     for index, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
         seq = loop.finished[first + index]
@@ -94,7 +95,7 @@ def test_any_load_gives_the_right_tokens(data: st.DataObject) -> None:
             assert (seq is None) == (victim in loop.finished or victim in aborted)
             if seq is not None:
                 aborted[victim] = seq
-            loop.scheduler.check()
+            check_scheduler(loop.scheduler)
     assert sorted([*loop.finished, *aborted]) == sorted(added)
     for seq_id, (prompt, params) in added.items():
         tokens, reason = expected_output(prompt, params, limit)
@@ -104,8 +105,7 @@ def test_any_load_gives_the_right_tokens(data: st.DataObject) -> None:
         else:
             seq = loop.finished[seq_id]
             assert (seq.completion_token_ids, seq.finish_reason) == (tokens, reason)
-    manager = loop.scheduler.block_manager
-    assert manager.num_free_blocks == manager.num_blocks
+    assert loop.scheduler.block_manager.usage == 0
 
 
 @pytest.mark.parametrize("run_ahead", [False, True])
@@ -145,7 +145,7 @@ def test_what_prompts_of_one_step_share_is_computed_once() -> None:
     batch = loop.scheduler.schedule()
     assert batch.query_lens.tolist() == [13, 2, 3, 1] and batch.context_lens.tolist() == [13, 14, 3, 13]
     assert (batch.block_tables[[1, 3], :3] == batch.block_tables[0, :3]).all()
-    loop.scheduler.check()
+    check_scheduler(loop.scheduler)
     loop = make_loop(max_num_batched_tokens=20)
     run_all(loop, prompts, [params] * 4)
     assert [loop.finished[i].num_cached_tokens for i in range(4)] == [0, 12, 0, 12]
@@ -229,7 +229,7 @@ def test_abort_between_chunks_shares_only_what_was_computed() -> None:
     loop.step()
     assert loop.scheduler.prefilling is not None
     loop.scheduler.abort(0)
-    loop.scheduler.check()
+    check_scheduler(loop.scheduler)
     loop.finished[0] = None
     run_all(loop, [prompt], [params])
     assert loop.finished[1].num_cached_tokens == 4  # one full block of the six tokens computed
@@ -246,7 +246,7 @@ def test_a_failed_row_ends_alone() -> None:
     loop.take(batch, output)
     (failed,) = loop.finished.values()
     assert (failed.seq_id, failed.finish_reason, failed.completion_token_ids) == (1, "error", [])
-    loop.scheduler.check()
+    check_scheduler(loop.scheduler)
     while not loop.scheduler.is_finished():
         loop.step()
     for i in (0, 2):
