@@ -30,7 +30,7 @@ from nanovllm.text.processor import Processor
 from nanovllm.text.prompts import Prompt, PromptLike, parse_prompt, parse_prompts, parse_sampling_params
 from nanovllm.text.request import Request
 from nanovllm.text.tokenizer import load_tokenizer
-from nanovllm.workers.interrupts import HeldInterrupts, no_full_collections
+from nanovllm.workers.interrupts import held_interrupts, no_full_collections
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -255,7 +255,7 @@ class LLMEngine:
         Returns the requests that have finished and, if a step has been taken in, its stats. Ctrl-C acts at
         the end of both: until then the ranks would fall out of step.
         """
-        with HeldInterrupts():
+        with held_interrupts():
             self._lifecycle.check_open()
             step = self._launch()
             if self._run_ahead:

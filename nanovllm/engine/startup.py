@@ -84,10 +84,10 @@ def _load(workers: Workers, setup: RankSetup, device: Device, rendezvous: Rendez
     """Meet the other ranks, if there are any, and load this rank's part of the model."""
     group = TPGroup()
     if rendezvous is not None:
-        workers.on_failure(rendezvous.leave)
+        workers.watch.on_failure(rendezvous.leave)
         group = workers.watched(lambda: setup.meet(device, rendezvous))
-        workers.on_failure(group.abort)
-    return setup.load(device, group, workers.check)
+        workers.watch.on_failure(group.abort)
+    return setup.load(device, group, workers.watch.check)
 
 
 def _prepare(workers: Workers, runner: ModelRunner, config: Config) -> int:

@@ -21,7 +21,7 @@ import pickle
 import struct
 import sys
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import dataclass, field, fields
 from multiprocessing import get_context
 from multiprocessing.shared_memory import SharedMemory
 from multiprocessing.synchronize import Semaphore
@@ -126,20 +126,18 @@ class Channel:
             written.release()
 
 
+@dataclass(eq=False)
 class ChannelReader:
     """A worker's end: an argument of its spawned process, attached to the segment by the first `receive`."""
 
-    def __init__(
-        self, name: str, num_slots: int, slot_bytes: int, written: Semaphore, emptied: Semaphore
-    ) -> None:
-        self._name = name
-        self._num_slots = num_slots
-        self._slot_bytes = slot_bytes
-        self._written = written
-        self._emptied = emptied
-        self._segment: SharedMemory | None = None
-        self._next_piece = 0
-        self._message = bytearray()  # as much of it as has come
+    _name: str  # of the segment
+    _num_slots: int
+    _slot_bytes: int
+    _written: Semaphore
+    _emptied: Semaphore
+    _segment: SharedMemory | None = None
+    _next_piece: int = 0
+    _message: bytearray = field(default_factory=bytearray)  # as much of it as has come
 
     def receive(self, timeout: float) -> tuple[str, tuple[Any, ...]] | None:
         """Return the next call as (method, arguments), or None if it is not all here after `timeout` seconds.

@@ -11,40 +11,31 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import FrameType, TracebackType
-from typing import Any
+from types import FrameType
 
 _NEVER = 2**30  # collections of younger objects before one of all
 
 
-class HeldInterrupts:
-    """`with HeldInterrupts():` runs the block to its end; a SIGINT in between acts after it.
+@contextmanager
+def held_interrupts() -> Iterator[None]:
+    """Run the block to its end; a SIGINT in between acts after it.
 
     The handler that was set before is called then, which for Python's own raises KeyboardInterrupt. When the
     block raises, its exception comes first and carries on alone. Changes nothing outside the main thread.
     """
-
-    def __enter__(self) -> HeldInterrupts:
-        self._held: tuple[int, FrameType | None] | None = None
-        self._previous: Any = None
-        if threading.current_thread() is threading.main_thread():
-            handler = signal.getsignal(signal.SIGINT)
-            if callable(handler):  # neither ignored, nor the system's own, nor set by a C library
-                self._previous = handler
-                signal.signal(signal.SIGINT, self._hold)
-        return self
-
-    def _hold(self, number: int, frame: FrameType | None) -> None:
-        self._held = number, frame
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._previous is None:
-            return
-        signal.signal(signal.SIGINT, self._previous)
-        if self._held is not None and kind is None:
-            self._previous(*self._held)
+    is_main = threading.current_thread() is threading.main_thread()
+    previous = signal.getsignal(signal.SIGINT) if is_main else None
+    if not callable(previous):  # ignored, the system's own, or set by a C library
+        yield
+        return
+    held: list[tuple[int, FrameType | None]] = []
+    signal.signal(signal.SIGINT, lambda number, frame: held.append((number, frame)))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
+    if held:
+        previous(*held[-1])
 
 
 @contextmanager

@@ -38,10 +38,6 @@ class Failure:
     by_signal: bool
     time: float  # seconds of the host's monotonic clock, the same for all processes
 
-    @property
-    def order(self) -> tuple[bool, float]:
-        return not self.by_signal, self.time
-
 
 class Watch:
     """The worker processes, what they have answered, and the first reason that one of them ended."""
@@ -51,7 +47,7 @@ class Watch:
         self.failure: Failure | None = None
         self.ended = threading.Event()  # a worker failed, or rank 0 gave them up
         self.stopping = False  # they are to exit: that is no failure
-        self._release: Callable[[], None] = _release_nothing
+        self._release: Callable[[], None] = lambda: None  # nothing waits yet
         self._pipes: list[Connection] = []
         self._replies: list[SimpleQueue[Any]] = [SimpleQueue() for _ in range(num_workers)]
         self._thread: threading.Thread | None = None
@@ -102,7 +98,7 @@ class Watch:
                 if process.pid is not None:
                     process.kill()
             self.ended.set()
-            release, self._release = self._release, _release_nothing
+            release, self._release = self._release, lambda: None
             release()
 
     def join(self, seconds: float) -> None:
@@ -141,7 +137,7 @@ class Watch:
             if failures and deadline is None and not self.stopping:
                 deadline = monotonic() + CAUSE_SECONDS
         if failures and not self.stopping:
-            self.failure = min(failures, key=lambda failure: failure.order)
+            self.failure = min(failures, key=lambda failure: (not failure.by_signal, failure.time))
             self.give_up()
         for process in self.processes:  # until all are gone, not only until the cause is known
             process.join()
@@ -167,7 +163,3 @@ class Watch:
             hint = ", perhaps because the host ran out of memory" if name == "SIGKILL" else ""
             return Failure(index + 1, f"was killed by {name}{hint}", True, monotonic())
         return Failure(index + 1, f"ended by itself with exit code {code}", False, monotonic())
-
-
-def _release_nothing() -> None:
-    """Nothing waits yet."""

@@ -41,7 +41,7 @@ from nanovllm.models.loader import no_check
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.overlap import OVERLAP_TOKENS, rows_of_half
 from nanovllm.workers.channel import Channel, ChannelReader
-from nanovllm.workers.interrupts import HeldInterrupts
+from nanovllm.workers.interrupts import held_interrupts
 from nanovllm.workers.watch import POLL_SECONDS, Failure, Result, Watch
 
 T = TypeVar("T")
@@ -148,7 +148,7 @@ class Workers:
 
     def __init__(self, setups: list[RankSetup]) -> None:
         """Start a process for each setup. Raises RuntimeError where no process can be started."""
-        self._watch = Watch(len(setups))
+        self.watch = Watch(len(setups))
         self._channel: Channel | None = None
         self._stop: Callable[[], object] = lambda: None
         if not setups:
@@ -159,7 +159,7 @@ class Workers:
                 "main process, or in one started with daemon=False"
             )
         try:
-            with HeldInterrupts():
+            with held_interrupts():
                 self._start(setups)
         except BaseException:
             self.kill()
@@ -167,10 +167,10 @@ class Workers:
 
     def _start(self, setups: list[RankSetup]) -> None:
         context = get_context("spawn")
-        self._channel = Channel(len(setups))
-        self._stop = finalize(self, _stop, self._watch, self._channel)
-        os.register_at_fork(after_in_child=partial(_disown, weakref.ref(self._watch)))
-        for setup, reader in zip(setups, self._channel.readers, strict=True):
+        self._channel = channel = Channel(len(setups))
+        self._stop = finalize(self, _stop, self.watch, channel)
+        os.register_at_fork(after_in_child=partial(_disown, weakref.ref(self.watch)))
+        for setup, reader in zip(setups, channel.readers, strict=True):
             receiver, sender = context.Pipe(duplex=False)
             process = context.Process(
                 target=worker_main,
@@ -178,30 +178,22 @@ class Workers:
                 name=f"nanovllm rank {setup.rank}",
                 daemon=True,
             )
-            self._watch.add(process, receiver)
+            self.watch.add(process, receiver)
             with _no_main_module(), _sigint_blocked():
                 process.start()
             sender.close()  # the worker's copy is the only one: its end is the pipe's end
-        self._channel.readers.clear()
-        self._watch.start()
+        channel.readers.clear()
+        self.watch.start()
 
     @property
     def processes(self) -> list[BaseProcess]:
         """The worker processes, by rank from 1 on."""
-        return self._watch.processes
+        return self.watch.processes
 
     @property
     def failed(self) -> bool:
         """Whether a worker has failed, or rank 0 has given them up."""
-        return self._watch.ended.is_set()
-
-    def on_failure(self, release: Callable[[], None]) -> None:
-        """Call `release`, from another thread, when a worker fails: it lets go of what waits for workers."""
-        self._watch.on_failure(release)
-
-    def check(self) -> None:
-        """Raise WorkerError if a worker has failed."""
-        self._watch.check()
+        return self.watch.ended.is_set()
 
     def run(self, own: Callable[..., T], method: str, *args: object) -> T:
         """Call `method` on every worker and `own` here, with the same arguments; return what that returns.
@@ -212,8 +204,8 @@ class Workers:
         if self._channel is None:
             return own(*args)
         with self.giving_up_on_error():
-            self.check()
-            self._channel.send(method, *args, check_alive=self.check)
+            self.watch.check()
+            self._channel.send(method, *args, check_alive=self.watch.check)
             return own(*args)
 
     def call(self, own: Callable[..., T], method: str, *args: object) -> list[T]:
@@ -223,24 +215,24 @@ class Workers:
     def collect(self) -> list[Any]:
         """Wait for the next answer of every worker."""
         with self.giving_up_on_error():
-            return [self._watch.wait_for_reply(index) for index in range(len(self.processes))]
+            return [self.watch.wait_for_reply(index) for index in range(len(self.processes))]
 
     @contextmanager
     def giving_up_on_error(self) -> Iterator[None]:
         """On an exception in the block, end all workers and raise the WorkerError behind it, if any."""
         try:
             yield
-            self.check()  # a wait that ended because a worker failed has no result
+            self.watch.check()  # a wait that ended because a worker failed has no result
         except BaseException as error:
             if not self.processes:
                 raise
-            with HeldInterrupts():
+            with held_interrupts():
                 is_cause = isinstance(error, (WorkerError, KeyboardInterrupt))
                 if not is_cause:
-                    self._watch.ended.wait(BLAME_SECONDS)
+                    self.watch.ended.wait(BLAME_SECONDS)
                 self.kill()
-                if not is_cause and self._watch.failure is not None:
-                    raise self._watch.error() from error
+                if not is_cause and self.watch.failure is not None:
+                    raise self.watch.error() from error
                 raise
 
     def watched(self, work: Callable[[], T]) -> T:
@@ -267,7 +259,7 @@ class Workers:
                     result, error = outcome.get(timeout=POLL_SECONDS)
                     break
                 except Empty:
-                    self.check()
+                    self.watch.check()
         finally:
             left.set()
         if error is not None:
@@ -276,27 +268,26 @@ class Workers:
 
     def stop(self) -> None:
         """Ask the workers to exit and wait until they are gone; a second call does nothing."""
-        with HeldInterrupts():
+        with held_interrupts():
             self._stop()
 
     def kill(self) -> None:
         """End the workers at once."""
-        with HeldInterrupts():
-            self._watch.give_up()
+        with held_interrupts():
+            self.watch.give_up()
             self._stop()
 
 
-def _stop(watch: Watch, channel: Channel | None) -> None:
+def _stop(watch: Watch, channel: Channel) -> None:
     """End all workers, by asking if nothing has failed, and unlink the channel. Also called at exit."""
-    if not watch.ended.is_set() and channel is not None:
+    if not watch.ended.is_set():
         watch.stopping = True
         try:
             channel.send("exit", check_alive=watch.check)
         except WorkerError:
             watch.give_up()
     watch.join(EXIT_SECONDS)
-    if channel is not None:
-        channel.close()
+    channel.close()
 
 
 def _disown(watch: weakref.ref[Watch]) -> None:

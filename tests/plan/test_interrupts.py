@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from nanovllm.workers.interrupts import HeldInterrupts, no_full_collections
+from nanovllm.workers.interrupts import held_interrupts, no_full_collections
 
 
 def interrupt() -> None:
@@ -26,18 +26,18 @@ def handler_is_put_back() -> Iterator[None]:
 
 def test_it_acts_after_the_block() -> None:
     done = []
-    with pytest.raises(KeyboardInterrupt), HeldInterrupts():  # noqa: PT012
+    with pytest.raises(KeyboardInterrupt), held_interrupts():  # noqa: PT012
         interrupt()
         done.append("the rest of the block")
     assert done
-    with HeldInterrupts():
+    with held_interrupts():
         pass  # nothing is left over
 
 
 def test_blocks_in_blocks() -> None:
     done = []
-    with pytest.raises(KeyboardInterrupt), HeldInterrupts():  # noqa: PT012
-        with HeldInterrupts():
+    with pytest.raises(KeyboardInterrupt), held_interrupts():  # noqa: PT012
+        with held_interrupts():
             interrupt()
             done.append(1)
         done.append(2)
@@ -45,7 +45,7 @@ def test_blocks_in_blocks() -> None:
 
 
 def test_an_error_of_the_block_comes_first() -> None:
-    with pytest.raises(ZeroDivisionError), HeldInterrupts():  # noqa: PT012
+    with pytest.raises(ZeroDivisionError), held_interrupts():  # noqa: PT012
         interrupt()
         _ = 1 / 0
 
@@ -54,7 +54,7 @@ def test_the_callers_own_handler_is_called() -> None:
     calls = []
     before = signal.signal(signal.SIGINT, lambda number, frame: calls.append(number))
     try:
-        with HeldInterrupts():
+        with held_interrupts():
             interrupt()
             interrupt()
             assert calls == []
@@ -66,7 +66,7 @@ def test_the_callers_own_handler_is_called() -> None:
 def test_an_ignored_signal_stays_ignored() -> None:
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        with HeldInterrupts():
+        with held_interrupts():
             assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
     finally:
         signal.signal(signal.SIGINT, before)
@@ -76,7 +76,7 @@ def test_other_threads_change_nothing() -> None:
     handlers = []
 
     def run() -> None:
-        with HeldInterrupts():
+        with held_interrupts():
             handlers.append(signal.getsignal(signal.SIGINT))
 
     thread = threading.Thread(target=run)
