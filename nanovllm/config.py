@@ -8,10 +8,12 @@ from typing import Any
 
 from nanovllm.vllm_arguments import ENGINE, refuse_absent
 
-DTYPES = ("auto", "float32", "bfloat16", "float16")
-KV_CACHE_DTYPES = ("auto", "fp8")
-LOAD_FORMATS = ("auto", "dummy")
-ATTENTION_BACKENDS = ("auto", "flash_attn", "triton", "reference")
+CHOICES = {
+    "dtype": ("auto", "float32", "bfloat16", "float16"),
+    "kv_cache_dtype": ("auto", "fp8"),
+    "load_format": ("auto", "dummy"),
+    "attention_backend": ("auto", "flash_attn", "triton", "reference"),
+}
 SAME: dict[str, dict[str | int, str | None]] = {  # other names of a value, as vLLM and torch have them
     "dtype": {"half": "float16", "float": "float32"},
     "kv_cache_dtype": {"fp8_e4m3": "fp8"},
@@ -96,25 +98,20 @@ class Config:
             if getattr(self, name) is not None:
                 _check_int(name, getattr(self, name), minimum=1)
         _check_int("seed", self.seed, minimum=0)
-        for name in (
-            "enforce_eager",
-            "enable_prefix_caching",
-            "skip_tokenizer_init",
-            "deterministic",
-            "async_scheduling",
-        ):
-            value = getattr(self, name)
-            if not isinstance(value, bool) and not (name == "async_scheduling" and value is None):
-                raise TypeError(f"{name} must be True or False, not {value!r}")
+        for name in ("enforce_eager", "enable_prefix_caching", "skip_tokenizer_init", "deterministic"):
+            _check_bool(name, getattr(self, name))
+        if self.async_scheduling is not None:
+            _check_bool("async_scheduling", self.async_scheduling)
         utilization = self.gpu_memory_utilization
         if isinstance(utilization, bool) or not isinstance(utilization, (int, float)):
             raise TypeError(f"gpu_memory_utilization must be a number, not {utilization!r}")
         if not 0 < utilization <= 1:
             raise ValueError(f"gpu_memory_utilization must be in (0, 1], not {utilization}")
-        _check_choice("dtype", self.dtype, DTYPES)
-        _check_choice("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
-        _check_choice("load_format", self.load_format, LOAD_FORMATS)
-        _check_choice("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
+        for name, choices in CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise ValueError(
+                    f"{name} must be one of {', '.join(map(repr, choices))}, not {getattr(self, name)!r}"
+                )
         if self.deterministic and self.attention_backend not in ("auto", "triton"):
             raise ValueError(
                 f"deterministic=True needs attention_backend='triton' (or 'auto'), not "
@@ -145,6 +142,6 @@ def _check_int(name: str, value: object, minimum: int) -> None:
         raise ValueError(f"{name} must be at least {minimum}, not {value}")
 
 
-def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, not {value!r}")
+def _check_bool(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, not {value!r}")

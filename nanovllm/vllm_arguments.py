@@ -1,6 +1,6 @@
 """vLLM's arguments that this engine does not have: which values ask for nothing, and what to do about others.
 
-One line for each. A neutral value is taken and forgotten, any other one is refused: nothing is swallowed. A
+A neutral value is taken and forgotten, any other one is refused: nothing is swallowed. A
 name leaves these tables when it is built. Knows neither our own options nor what they mean.
 """
 
@@ -41,7 +41,7 @@ class Absent:
 
 _NOTHING: tuple[Any, ...] = (None, [], (), {}, "", set())
 _LEAVE_OUT = "leave it out"
-_ANY = Absent(None, "")  # it qualifies what is refused by its own name, or changes nothing that can be seen
+_ANY = Absent(None, "")
 _NO_IMAGES = Absent(_NOTHING, "only text goes in; leave it out")
 _NO_LORA = Absent(_NOTHING, "merge the adapter into the weights first (peft's merge_and_unload)")
 _NO_OFFLOAD = Absent((0, None, False), "use more devices (tensor_parallel_size) or a smaller model")
@@ -51,6 +51,27 @@ _NONE = Absent(_NOTHING, _LEAVE_OUT)
 _TOKENIZER = "put the tokenizer's files into the model's folder"
 _DOWNLOAD = "download what you need with `hf download` and pass the folder"
 _WRITE_CONFIG = "write it into the model's config.json"
+
+# These change nothing that can be seen, or qualify what is refused by its own name.
+_ENGINE_ANY = """
+    served_model_name use_tqdm_on_load pt_load_map_location disable_log_requests
+    max_logprobs logprobs_mode structured_outputs_config guided_decoding_backend
+    guided_decoding_disable_fallback guided_decoding_disable_any_whitespace
+    guided_decoding_disable_additional_properties
+    mm_processor_cache_gb disable_mm_preprocessor_cache disable_chunked_mm_input
+    max_parallel_loading_workers swap_space calculate_kv_scales
+    max_num_partial_prefills max_long_partial_prefills long_prefill_token_threshold num_scheduler_steps
+    prefix_caching_hash_algo disable_sliding_window disable_cascade_attn max_seq_len_to_capture
+    multi_step_stream_outputs use_v2_block_manager
+    max_loras max_lora_rank max_cpu_loras lora_dtype lora_extra_vocab_size fully_sharded_loras
+    max_prompt_adapters max_prompt_adapter_token
+"""
+_ENGINE_NONE = """
+    model_loader_extra_config pooler_config override_pooler_config worker_extension_cls scheduler_cls
+    kv_transfer_config kv_events_config cuda_graph_sizes cudagraph_capture_sizes additional_config
+    speculative_config speculative_model num_speculative_tokens
+    show_hidden_metrics_for_version otlp_traces_endpoint collect_detailed_traces
+"""
 
 ENGINE: dict[str, Absent] = {
     # the model and its files
@@ -72,26 +93,13 @@ ENGINE: dict[str, Absent] = {
     "override_generation_config": Absent(_NOTHING, "pass its values as SamplingParams"),
     "quantization": Absent(_NOTHING, "use the model's bfloat16, float16 or float32 checkpoint"),
     "quantization_config": Absent(_NOTHING, "use the model's bfloat16, float16 or float32 checkpoint"),
-    "model_loader_extra_config": _NONE,
     "ignore_patterns": Absent(("original/**/*", ["original/**/*"], *_NOTHING), _DOWNLOAD),
-    "served_model_name": _ANY,
-    "use_tqdm_on_load": _ANY,
-    "pt_load_map_location": _ANY,
     "chat_template": Absent(_NOTHING, "pass it to chat()"),
     # what the model is used for
     "task": Absent(("auto", "generate", None), "only 'generate' is"),
     "runner": Absent(("auto", "generate", None), "only 'generate' is"),
     "convert": Absent(("auto", "none", None), _LEAVE_OUT),
-    "pooler_config": _NONE,
-    "override_pooler_config": _NONE,
     "logits_processors": Absent(_NOTHING, "use temperature, top_k, top_p and min_p of SamplingParams"),
-    "max_logprobs": _ANY,
-    "logprobs_mode": _ANY,
-    "structured_outputs_config": _ANY,
-    "guided_decoding_backend": _ANY,
-    "guided_decoding_disable_fallback": _ANY,
-    "guided_decoding_disable_any_whitespace": _ANY,
-    "guided_decoding_disable_additional_properties": _ANY,
     "reasoning_parser": Absent(_NOTHING, "split the text of the output yourself"),
     "enable_reasoning": _OFF,
     "enable_prompt_embeds": Absent((False, None), "pass texts or token ids"),
@@ -99,9 +107,6 @@ ENGINE: dict[str, Absent] = {
     "allowed_media_domains": _NO_IMAGES,
     "limit_mm_per_prompt": _NO_IMAGES,
     "mm_processor_kwargs": _NO_IMAGES,
-    "mm_processor_cache_gb": _ANY,
-    "disable_mm_preprocessor_cache": _ANY,
-    "disable_chunked_mm_input": _ANY,
     # devices and memory
     "data_parallel_size": _ONE,
     "pipeline_parallel_size": _ONE,
@@ -109,62 +114,27 @@ ENGINE: dict[str, Absent] = {
     "prefill_context_parallel_size": _ONE,
     "enable_expert_parallel": _OFF,
     "distributed_executor_backend": Absent((None, "mp", "uni"), "processes of this machine are used"),
-    "max_parallel_loading_workers": _ANY,
     "ray_workers_use_nsight": _OFF,
     "worker_cls": Absent(("auto", None), _LEAVE_OUT),
-    "worker_extension_cls": _NONE,
-    "scheduler_cls": _NONE,
     "scheduling_policy": Absent(("fcfs", None), "requests start in the order in which they came"),
     "disable_custom_all_reduce": Absent((False, None), "GPUs that reach each other's memory always use it"),
-    "swap_space": _ANY,
     "cpu_offload_gb": _NO_OFFLOAD,
     "kv_cache_memory_bytes": Absent((None,), "use num_kvcache_blocks or gpu_memory_utilization"),
     "block_size": Absent((None,), "say kvcache_block_size"),
     "num_gpu_blocks_override": Absent((None,), "say num_kvcache_blocks"),
-    "calculate_kv_scales": _ANY,
-    "kv_transfer_config": _NONE,
-    "kv_events_config": _NONE,
     "enable_sleep_mode": Absent((False, None), "close() the engine and make a new one later"),
     # how it runs
     "enable_chunked_prefill": Absent((True, None), "long prompts always go in chunks; leave it out"),
-    "max_num_partial_prefills": _ANY,
-    "max_long_partial_prefills": _ANY,
-    "long_prefill_token_threshold": _ANY,
-    "prefix_caching_hash_algo": _ANY,
-    "disable_sliding_window": _ANY,
-    "disable_cascade_attn": _ANY,
-    "max_seq_len_to_capture": _ANY,
-    "cuda_graph_sizes": _NONE,
-    "cudagraph_capture_sizes": _NONE,
     "compilation_config": Absent(_NOTHING, "CUDA graphs are on; enforce_eager=True turns them off"),
-    "speculative_config": _NONE,
-    "speculative_model": _NONE,
-    "num_speculative_tokens": _NONE,
-    "num_scheduler_steps": _ANY,
-    "multi_step_stream_outputs": _ANY,
     "disable_async_output_proc": Absent((False, None), "say async_scheduling=False"),
-    "use_v2_block_manager": _ANY,
     "preemption_mode": Absent(("recompute", None), "sequences are computed again; leave it out"),
-    "additional_config": _NONE,
-    # LoRA
     "enable_lora": Absent((False, None), _NO_LORA.advice),
     "enable_lora_bias": _OFF,
     "qlora_adapter_name_or_path": _NO_LORA,
-    "max_loras": _ANY,
-    "max_lora_rank": _ANY,
-    "max_cpu_loras": _ANY,
-    "lora_dtype": _ANY,
-    "lora_extra_vocab_size": _ANY,
-    "fully_sharded_loras": _ANY,
     "enable_prompt_adapter": _OFF,
-    "max_prompt_adapters": _ANY,
-    "max_prompt_adapter_token": _ANY,
-    # what it says
     "disable_log_stats": Absent((True, None), "generate() shows its speed; leave it out"),
-    "disable_log_requests": _ANY,
-    "show_hidden_metrics_for_version": _NONE,
-    "otlp_traces_endpoint": _NONE,
-    "collect_detailed_traces": _NONE,
+    **dict.fromkeys(_ENGINE_ANY.split(), _ANY),
+    **dict.fromkeys(_ENGINE_NONE.split(), _NONE),
 }
 
 _PENALTY = "use temperature, top_k, top_p or min_p"

@@ -142,11 +142,6 @@ class HFConfig:
         return value
 
 
-def no_window(hf: HFConfig) -> int | None:
-    """The sliding window of a family that has none."""
-    return None
-
-
 @dataclass(frozen=True)
 class ModelFamily:
     """What distinguishes one family of decoders. A bias of None is what the checkpoint's config says."""
@@ -156,7 +151,7 @@ class ModelFamily:
     o_bias: bool | None = False
     mlp_bias: bool | None = False
     qk_norm: bool = False
-    sliding_window: Callable[[HFConfig], int | None] = no_window
+    sliding_window: Callable[[HFConfig], int | None] = lambda hf: None  # it has none
 
     def model_config(
         self, architecture: str, raw: Mapping[str, Any], generation: Mapping[str, Any] | None = None
