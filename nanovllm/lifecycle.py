@@ -22,12 +22,13 @@ def finalize(owner: object, free: Callable[..., object], *args: Any) -> weakref.
 
     A forked process has copies of `owner` and of this, and what is freed is not its own: it frees nothing.
     """
-    return weakref.finalize(owner, _free_in, os.getpid(), free, args)
+    pid = os.getpid()
 
+    def free_here() -> None:
+        if os.getpid() == pid:
+            free(*args)
 
-def _free_in(pid: int, free: Callable[..., object], args: tuple[Any, ...]) -> None:
-    if os.getpid() == pid:
-        free(*args)
+    return weakref.finalize(owner, free_here)
 
 
 def _keep_for_ever(reference: weakref.ref[Any]) -> None:
@@ -83,9 +84,8 @@ class Lifecycle:
                 yield
             except BaseException:
                 if self._closed:
-                    with suppress(
-                        RuntimeError
-                    ):  # of the device, about the step that failed: there is a better one
+                    # The device's RuntimeError is about the step that failed: there is a better one.
+                    with suppress(RuntimeError):
                         self._free_once()
                 raise
             finally:

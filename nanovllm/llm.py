@@ -21,10 +21,6 @@ class LLM(LLMEngine):
     ...     llm.generate(["Hello"], SamplingParams(temperature=0, max_tokens=16))[0]["text"]
     """
 
-    def __enter__(self) -> LLM:
-        super().__enter__()
-        return self
-
     def chat(
         self,
         messages: Conversation | Iterable[Conversation],

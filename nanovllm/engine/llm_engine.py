@@ -10,8 +10,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from time import perf_counter
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, SupportsIndex
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, SupportsIndex, TypeVar
 
 from nanovllm.batch import Batch
 from nanovllm.config import Config
@@ -34,6 +33,9 @@ from nanovllm.workers.interrupts import held_interrupts, no_full_collections
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+Engine = TypeVar("Engine", bound="LLMEngine")
 
 
 class LaunchedStep(NamedTuple):
@@ -189,13 +191,11 @@ class LLMEngine:
 
     exit = close  # nano-vLLM's name
 
-    def __enter__(self) -> LLMEngine:
+    def __enter__(self: Engine) -> Engine:
         self._lifecycle.check_open()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:

@@ -10,7 +10,6 @@ import os
 import sys
 from collections.abc import Callable
 from time import perf_counter
-from types import TracebackType
 from typing import Any
 
 from nanovllm.batch import StepKind
@@ -18,7 +17,6 @@ from nanovllm.engine.stats import StepStats
 
 LINE_SECONDS = 10.0  # between plain lines
 NOTEBOOK_COLUMNS = 80  # of a bar of text in a notebook, which has no width of its own
-LEAST_BAR = 4  # columns
 
 # The first that fits is taken. `postfix` begins with a comma.
 LAYOUTS = (
@@ -28,7 +26,7 @@ LAYOUTS = (
 )
 WIDEST = {
     "percentage": 100,
-    "bar": "#" * LEAST_BAR,
+    "bar": "####",  # at least
     "elapsed": "99:59:59",
     "remaining": "99:59:59",
     "postfix": ", in 1.23M, out 1.23M tok/s",
@@ -82,9 +80,7 @@ class Progress:
                 self._display = Lines(self._total, self.rates, self._clock)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._display is not None:
             self._display.close()
 

@@ -6,6 +6,7 @@ Modules are named as in transformers, so that a parameter's path is its checkpoi
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -39,26 +40,30 @@ class WeightSlot:
     shard: WeightShard
 
 
+class SharedParts(NamedTuple):
+    """What all layers of a decoder are made from."""
+
+    config: ModelConfig
+    tp: TPGroup
+    backend: AttentionBackend
+    rotary: RotaryEmbedding
+    options: WeightOptions
+
+
 class DecoderAttention(nn.Module):
     """Self-attention of one layer with this rank's heads, up to what o_proj takes."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        tp: TPGroup,
-        backend: AttentionBackend,
-        rotary: RotaryEmbedding,
-        options: WeightOptions,
-    ) -> None:
+    def __init__(self, parts: SharedParts) -> None:
         super().__init__()
+        config, tp, options = parts.config, parts.tp, parts.options
         hidden_size, head_dim, self.eps = config.hidden_size, config.head_dim, config.rms_norm_eps
         heads = (config.num_heads, config.num_kv_heads)
         self.qkv_proj = QKVParallelLinear(hidden_size, head_dim, *heads, tp, options, config.qkv_bias)
         self.o_proj = RowParallelLinear(config.num_heads * head_dim, hidden_size, tp, options, config.o_bias)
         self.q_norm = RMSNorm(head_dim, self.eps, options) if config.qk_norm else None
         self.k_norm = RMSNorm(head_dim, self.eps, options) if config.qk_norm else None
-        self.rotary = rotary
-        self.attn = Attention(self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads, head_dim, backend)
+        self.rotary = parts.rotary
+        self.attn = Attention(self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads, head_dim, parts.backend)
 
     def forward(
         self, norm: RMSNorm, stream: ResidualStream, places: TokenPlaces
@@ -74,18 +79,12 @@ class DecoderAttention(nn.Module):
 class DecoderLayer(nn.Module):
     """Norm, attention, norm, MLP: two blocks, of which each adds to the residual stream."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        tp: TPGroup,
-        backend: AttentionBackend,
-        rotary: RotaryEmbedding,
-        options: WeightOptions,
-    ) -> None:
+    def __init__(self, parts: SharedParts) -> None:
         super().__init__()
+        config, tp, options = parts.config, parts.tp, parts.options
         hidden_size, eps = config.hidden_size, config.rms_norm_eps
         self.input_layernorm = RMSNorm(hidden_size, eps, options, tp)
-        self.self_attn = DecoderAttention(config, tp, backend, rotary, options)
+        self.self_attn = DecoderAttention(parts)
         self.post_attention_layernorm = RMSNorm(hidden_size, eps, options, tp)
         self.mlp = GatedMLP(hidden_size, config.intermediate_size, tp, options, config.mlp_bias)
         self.self_attn.qkv_proj.follows(self.input_layernorm)
@@ -103,17 +102,11 @@ class DecoderLayer(nn.Module):
 class DecoderModel(nn.Module):
     """Embedding, layers and final norm."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        tp: TPGroup,
-        backend: AttentionBackend,
-        rotary: RotaryEmbedding,
-        options: WeightOptions,
-    ) -> None:
+    def __init__(self, parts: SharedParts) -> None:
         super().__init__()
+        config, tp, options = parts.config, parts.tp, parts.options
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, tp, options)
-        layers = [DecoderLayer(config, tp, backend, rotary, options) for _ in range(config.num_layers)]
+        layers = [DecoderLayer(parts) for _ in range(config.num_layers)]
         self.layers = nn.ModuleList(layers)
         self.blocks = Blocks([block for layer in layers for block in layer.blocks()])
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, options, tp)
@@ -151,7 +144,7 @@ class DecoderForCausalLM(nn.Module):
         config.check_tensor_parallel_size(tp.size)
         self.config = config
         rotary = RotaryEmbedding(config.rope, config.head_dim, max_model_len + 1, options.device)
-        self.model = DecoderModel(config, tp, backend, rotary, options)
+        self.model = DecoderModel(SharedParts(config, tp, backend, rotary, options))
         tied_to = self.model.embed_tokens if config.tie_word_embeddings else None
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, tp, options, tied_to)
         self.attention_layers: list[Attention] = [m for m in self.modules() if isinstance(m, Attention)]

@@ -30,13 +30,7 @@ from nanovllm.quantization.shards import WeightSlice
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-HUB_PATTERNS = [
-    "*.json",
-    "*.safetensors",
-    "*.jinja",
-    "*.model",
-    "*.txt",
-]  # the last three belong to tokenizers
+HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]  # the last three: of tokenizers
 HUB_IGNORED = ["*/*", "consolidated*"]  # other formats of the same weights
 HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")

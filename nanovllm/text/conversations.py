@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeAlias
 
-from nanovllm.text.prompts import check_text, show
+from nanovllm.text.prompts import check_text, show, to_list
 
 Message: TypeAlias = "Mapping[str, Any]"
 Conversation: TypeAlias = "Iterable[Message]"
@@ -26,20 +26,14 @@ def parse_conversations(messages: Conversation | Iterable[Conversation]) -> list
         raise TypeError(
             f"messages must be a list of messages; put the one that you have into a list: [{MESSAGE}]"
         )
-    if isinstance(messages, (str, bytes)) or not isinstance(messages, Iterable):
-        raise TypeError(
-            f"messages must be a list of messages {MESSAGE} or a list of such lists, not {show(messages)}"
-        )
-    items: list[Any] = list(messages)
+    items = to_list(messages, f"messages must be a list of messages {MESSAGE} or a list of such lists")
     if items and isinstance(items[0], Mapping):
         items = [items]
     return [_conversation(item, f"conversation {index}") for index, item in enumerate(items)]
 
 
 def _conversation(value: Any, where: str) -> list[dict[str, Any]]:
-    if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
-        raise TypeError(f"{where} must be a list of messages {MESSAGE}, not {show(value)}")
-    messages = list(value)
+    messages = to_list(value, f"{where} must be a list of messages {MESSAGE}")
     if not messages:
         raise ValueError(f"{where} has no messages; give it at least one {MESSAGE}")
     return [_message(message, f"{where}, message {index}") for index, message in enumerate(messages)]
@@ -70,12 +64,9 @@ def _content(value: Any, may_be_none: bool, where: str) -> str:
     if isinstance(value, str):
         check_text(value, where)
         return value
-    if isinstance(value, (bytes, Mapping)) or not isinstance(value, Iterable):
-        raise TypeError(
-            f"{where}: content must be a text or a list of parts {{'type': 'text', 'text': ...}}, "
-            f"not {show(value)}"
-        )
-    return "\n".join(_part(part, f"{where}, content part {index}") for index, part in enumerate(value))
+    expected = "content must be a text or a list of parts {'type': 'text', 'text': ...}"
+    parts = to_list(value, f"{where}: {expected}")
+    return "\n".join(_part(part, f"{where}, content part {index}") for index, part in enumerate(parts))
 
 
 def _part(value: Any, where: str) -> str:
@@ -96,10 +87,8 @@ def _part(value: Any, where: str) -> str:
 
 def _tool_calls(value: Any, where: str) -> list[dict[str, Any]]:
     """The calls with their arguments as dictionaries, as templates want them: OpenAI's are JSON texts."""
-    if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
-        raise TypeError(f"{where}: tool_calls must be a list, not {show(value)}")
     calls = []
-    for index, call in enumerate(value):
+    for index, call in enumerate(to_list(value, f"{where}: tool_calls must be a list")):
         if not isinstance(call, Mapping):
             raise TypeError(f"{where}: tool_calls[{index}] must be a dictionary, not {show(call)}")
         call = dict(call)

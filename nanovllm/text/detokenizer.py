@@ -15,6 +15,10 @@ CONTEXT = 4  # tokens of the prompt before an output that decide how it is writt
 CUT = "\ufffd"  # what decoders write for bytes that are no character
 REMEMBERED = 1000  # contexts
 LONGEST_CUT = 3  # bytes of a character that is cut
+# GPT-2's letters: printable bytes of Latin-1 stand for themselves, others for letters from 256 on.
+PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+OTHERS = [byte for byte in range(256) if byte not in PRINTABLE]
+BYTE_OF_LETTER = {chr(byte): byte for byte in PRINTABLE} | {chr(256 + i): b for i, b in enumerate(OTHERS)}
 
 
 class Detokenizer:
@@ -79,7 +83,9 @@ class Detokenizer:
         if not text.endswith(CUT):
             return text
         kept = [token_id for token_id in token_ids if token_id not in self._special]
-        missing = _bytes_of_cut_character([self._as_bytes(token_id) for token_id in kept[-LONGEST_CUT:]])
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        decoder.decode(b"".join(self._as_bytes(token_id) for token_id in kept[-LONGEST_CUT:]))
+        missing = len(decoder.getstate()[0])  # bytes at the end that are the beginning of a character
         if not missing:
             return text
         # Byte fallback writes U+FFFD for each byte of a run that is cut, whole characters included.
@@ -97,21 +103,3 @@ class Detokenizer:
             return bytes(BYTE_OF_LETTER[letter] for letter in token)
         except KeyError:
             return token.encode(errors="replace")
-
-
-def _letters_of_bytes() -> dict[str, int]:
-    """GPT-2's letters: printable bytes of Latin-1 stand for themselves, others for letters from 256 on."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    letters = {chr(byte): byte for byte in printable}
-    return letters | {chr(256 + index): byte for index, byte in enumerate(others)}
-
-
-BYTE_OF_LETTER = _letters_of_bytes()
-
-
-def _bytes_of_cut_character(tokens: list[bytes]) -> int:
-    """How many bytes at the end are the beginning of a character; 0 when none is cut."""
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    decoder.decode(b"".join(tokens))
-    return len(decoder.getstate()[0])

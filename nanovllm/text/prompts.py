@@ -37,7 +37,7 @@ def parse_prompts(prompts: PromptLike | Iterable[PromptLike]) -> list[Prompt]:
         return [parse_prompt(row, f"the prompt's row {index}") for index, row in enumerate(rows)]
     if isinstance(prompts, (str, Mapping)):
         return [parse_prompt(prompts, "the prompt")]
-    items = _items(prompts, "prompts must be a prompt or a list of prompts")
+    items = to_list(prompts, "prompts must be a prompt or a list of prompts")
     is_empty_array = not items and hasattr(prompts, "tolist")
     if is_empty_array or (items and isinstance(items[0], (int, float, np.number))):
         return [parse_prompt(items, "the prompt")]
@@ -152,22 +152,22 @@ def _encoded_rows(encoded: Mapping[str, Any], where: str) -> list[list[Any]]:
             f"which is not supported; {sorted(ENCODED)} are"
         )
     names = [name for name in ("input_ids", "attention_mask") if encoded.get(name) is not None]
-    columns = [_items(encoded[name], f"{where}[{name!r}] must be a list of token ids") for name in names]
+    columns = [to_list(encoded[name], f"{where}[{name!r}] must be a list of token ids") for name in names]
     if not columns[0] or isinstance(columns[0][0], (int, float, np.number)):
         columns = [[column] for column in columns]
-    rows = [_items(row, f"{where}['input_ids'] must hold lists of token ids") for row in columns[0]]
+    rows = [to_list(row, f"{where}['input_ids'] must hold lists of token ids") for row in columns[0]]
     if len(columns) == 1:
         return rows
     kept = []
     for index, row in enumerate(rows):
-        mask = _items(columns[1][index], "") if index < len(columns[1]) else []
+        mask = to_list(columns[1][index], "") if index < len(columns[1]) else []
         if len(mask) != len(row):
             raise ValueError(f"{where}: row {index} has {len(row)} input_ids and {len(mask)} attention_mask")
         kept.append([token_id for token_id, wanted in zip(row, mask, strict=True) if wanted])
     return kept
 
 
-def _items(value: Any, expected: str) -> list[Any]:
+def to_list(value: Any, expected: str) -> list[Any]:
     """A list of what an array, a tensor or an iterable in a fixed order holds."""
     if hasattr(value, "tolist"):  # of NumPy, torch, pandas or array: their elements as Python's
         value = value.tolist()
@@ -177,7 +177,7 @@ def _items(value: Any, expected: str) -> list[Any]:
 
 
 def _parse_ids(value: Any, where: str) -> list[int]:
-    ids = _items(value, f"{where} must be a text, a list of token ids or a dictionary")
+    ids = to_list(value, f"{where} must be a text, a list of token ids or a dictionary")
     if not ids:
         raise ValueError(f"{where} is empty; a prompt needs at least one token")
     if set(map(type, ids)) == {int}:  # nearly always, and ten times as fast as to look at each

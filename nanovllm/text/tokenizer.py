@@ -51,10 +51,7 @@ def check_template_options(
         raise ValueError(
             "this model has no chat template; pass chat_template, or complete prompts to generate()"
         )
-    flags = {
-        "add_generation_prompt": add_generation_prompt,
-        "continue_final_message": continue_final_message,
-    }
+    flags = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
     for name, flag in flags.items():
         if not isinstance(flag, bool):
             raise TypeError(f"{name} must be True or False, not {show(flag)}")
@@ -73,20 +70,14 @@ def check_template_options(
             raise ValueError(
                 f"chat_template_kwargs holds variables of the template, and {name!r} is none; {fix}"
             )
-    options = {"chat_template": chat_template, "tools": list(tools) if tools else None, **flags}
-    _warn_of_unused(tokenizer, options, variables)
-    return options | dict(variables)
-
-
-def _warn_of_unused(
-    tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any], variables: Mapping[str, Any]
-) -> None:
-    """Say which variables the template does not mention, so that they change nothing."""
-    template = tokenizer.get_chat_template(options["chat_template"], options["tools"])
-    given = [*variables, *(["tools"] if options["tools"] else [])]
+    all_tools = list(tools) if tools else None
+    options = {"chat_template": chat_template, "tools": all_tools, **flags}
+    template = tokenizer.get_chat_template(chat_template, all_tools)
+    given = [*variables, "tools"] if all_tools else variables
     unused = [name for name in given if name not in template]
     if unused:
         logger.warning("the chat template does not use %s, which changes nothing", ", ".join(unused))
+    return options | dict(variables)
 
 
 def render_conversations(
