@@ -18,7 +18,7 @@ rng = __import__("random").Random(0)
 prompts = [[rng.randrange(2, 90) for _ in range({prompt_len})] for _ in range(16)]
 params = SamplingParams(temperature=0.6, max_tokens={max_tokens}, ignore_eos=True)
 llm = LLM({model!r}, skip_tokenizer_init=True, device={device!r}, tensor_parallel_size={size}, **{options!r})
-print(*(process.pid for process in llm._workers.processes), flush=True)
+print(*(process.pid for process in llm._workers.watch.processes), flush=True)
 """
 TWICE = "llm.generate(prompts, params, use_tqdm=False); llm.generate(prompts, params, use_tqdm=False)"
 STEPS = "[llm.add_request(p, params) for p in prompts]; [llm.step() for _ in range(5)]"

@@ -151,7 +151,7 @@ def kill_idle(rng: random.Random, device: str) -> None:
     """A worker is killed between two calls of generate."""
     with make_llm(device) as llm:
         answer(llm)
-        kill(llm._workers.processes[0].pid or 0)
+        kill(llm._workers.watch.processes[0].pid or 0)
         time.sleep(wait := rng.choice((0.0, 0.0, rng.random())))
         moment.at += wait
         expect(WorkerError, "rank 1 was killed by SIGKILL", lambda: answer(llm))
@@ -179,7 +179,7 @@ def kill_while_loading(rng: random.Random, device: str) -> None:
 def kill_in_step(rng: random.Random, device: str) -> None:
     """A worker is killed at any moment of generate."""
     with make_llm(device) as llm:
-        pid = llm._workers.processes[0].pid or 0
+        pid = llm._workers.watch.processes[0].pid or 0
         with later(rng.uniform(0, 0.5), lambda: kill(pid)):
             expect(WorkerError, "rank 1 was killed by SIGKILL", lambda: generate_for_ever(llm))
 
@@ -187,7 +187,7 @@ def kill_in_step(rng: random.Random, device: str) -> None:
 def kill_in_collective(rng: random.Random, device: str) -> None:
     """A worker is killed while it waits for rank 0 inside an all-reduce."""
     with make_llm(device) as llm:
-        pid, group, calls = llm._workers.processes[0].pid or 0, llm._runner.tp, rng.randrange(100)
+        pid, group, calls = llm._workers.watch.processes[0].pid or 0, llm._runner.tp, rng.randrange(100)
         all_reduce = group.all_reduce
 
         def late(x: Any) -> Any:
@@ -209,7 +209,7 @@ def kill_in_collective(rng: random.Random, device: str) -> None:
 RANK_0 = """
     import soak_tp
     llm = soak_tp.make_llm({device!r})
-    print(llm._workers.processes[0].pid, llm._workers._channel._segment.name, flush=True)
+    print(llm._workers.watch.processes[0].pid, llm._workers._channel._segment.name, flush=True)
     soak_tp.generate_for_ever(llm)
 """
 

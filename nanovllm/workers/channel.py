@@ -195,21 +195,20 @@ def _attach(name: str) -> SharedMemory:
 
 
 # A message: the length of its head, the head, then the arrays, each aligned. The head is pickled plain
-# Python: (method, arguments, {position: (kind, arrays)} for each argument that is a Batch), with an array as
-# (dtype, shape) and a column that nobody uses as None.
+# Python: (method, arguments, {position: (kind, sequence ids, arrays)} for each argument that is a Batch),
+# with an array as (dtype, shape) and a column that nobody uses as None.
 
 
 def _encode(method: str, args: tuple[object, ...]) -> bytes:
     plain_args = list(args)
-    batches: dict[int, tuple[int, list[tuple[str, tuple[int, ...]] | None]]] = {}
+    batches: dict[int, tuple[int, tuple[int, ...], list[tuple[str, tuple[int, ...]] | None]]] = {}
     arrays: list[np.ndarray] = []
     for position, arg in enumerate(args):
         if isinstance(arg, Batch):
-            seq_ids = np.frombuffer(struct.pack(f"{len(arg.seq_ids)}q", *arg.seq_ids), np.int64)
-            columns = (seq_ids, *_batch_arrays(arg), *_sampling_arrays(arg.sampling))
+            columns = (*_batch_arrays(arg), *_sampling_arrays(arg.sampling))
             plain_args[position] = None
             layout = [None if c is None else (c.dtype.char, c.shape) for c in columns]
-            batches[position] = arg.kind.value, layout
+            batches[position] = arg.kind.value, arg.seq_ids, layout
             arrays += [c for c in columns if c is not None]
     head = pickle.dumps((method, plain_args, batches), protocol=5)
     parts = [_HEAD_LENGTH.pack(len(head)), head, bytes(-len(head) % ALIGNMENT)]
@@ -222,7 +221,7 @@ def _decode(message: bytearray) -> tuple[str, tuple[Any, ...]]:
     (length,) = _HEAD_LENGTH.unpack_from(message)
     end = _HEAD_LENGTH.size + length
     method, args, batches = pickle.loads(memoryview(message)[_HEAD_LENGTH.size : end])
-    for position, (kind, layout) in batches.items():
+    for position, (kind, seq_ids, layout) in batches.items():
         columns: list[Any] = []
         for entry in layout:
             if entry is None:
@@ -232,11 +231,7 @@ def _decode(message: bytearray) -> tuple[str, tuple[Any, ...]]:
             array: np.ndarray = np.ndarray(shape, dtype, message, end + -end % ALIGNMENT)
             end += -end % ALIGNMENT + array.nbytes
             columns.append(array)
-        seq_ids, *columns = columns
-        args[position] = Batch(
-            kind=StepKind(kind),
-            seq_ids=tuple(seq_ids.tolist()),
-            sampling=SamplingBatch(*columns[len(_BATCH_ARRAYS) :]),
-            **dict(zip(_BATCH_ARRAYS, columns, strict=False)),
-        )
+        sampling = SamplingBatch(*columns[len(_BATCH_ARRAYS) :])
+        arrays = dict(zip(_BATCH_ARRAYS, columns, strict=False))
+        args[position] = Batch(kind=StepKind(kind), seq_ids=seq_ids, sampling=sampling, **arrays)
     return method, tuple(args)

@@ -23,13 +23,6 @@ CAUSE_SECONDS = 0.3  # after the first sign of a failure: until then, an earlier
 
 
 @dataclass(frozen=True)
-class Result:
-    """What a call returned."""
-
-    value: Any
-
-
-@dataclass(frozen=True)
 class Failure:
     """Why a worker ended. A signal comes before errors, and of these the first: the others follow from it."""
 
@@ -150,7 +143,7 @@ class Watch:
             return None
         if isinstance(message, Failure):
             return message
-        self._replies[index].put(message.value)
+        self._replies[index].put(message)
         return None
 
     def _ended(self, index: int) -> Failure:

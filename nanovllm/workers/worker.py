@@ -18,16 +18,15 @@ import traceback
 import types
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import current_process, get_context
 from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
 from pathlib import Path
-from queue import Empty, SimpleQueue
 from time import monotonic, sleep
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from nanovllm.config import Config
 from nanovllm.device import Device
@@ -42,7 +41,7 @@ from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.overlap import OVERLAP_TOKENS, rows_of_half
 from nanovllm.workers.channel import Channel, ChannelReader
 from nanovllm.workers.interrupts import held_interrupts
-from nanovllm.workers.watch import POLL_SECONDS, Failure, Result, Watch
+from nanovllm.workers.watch import POLL_SECONDS, Failure, Watch
 
 T = TypeVar("T")
 
@@ -111,7 +110,7 @@ def worker_main(setup: RankSetup, reader: ChannelReader, replies: Connection, pa
 def loop(setup: RankSetup, reader: ChannelReader, replies: Connection) -> None:
     """Make rank 0's calls until it calls `exit`. All but `launch` are answered."""
     device = Device(setup.device)
-    replies.send(Result(device.memory()))
+    replies.send(device.memory())
     runner: ModelRunner | None = None
     while True:
         call = reader.receive(timeout=60.0)
@@ -127,7 +126,7 @@ def loop(setup: RankSetup, reader: ChannelReader, replies: Connection) -> None:
         if method == "exit":
             return
         if method != "launch":
-            replies.send(Result(result))
+            replies.send(result)
 
 
 def _exit_with(parent: int) -> None:
@@ -186,11 +185,6 @@ class Workers:
         self.watch.start()
 
     @property
-    def processes(self) -> list[BaseProcess]:
-        """The worker processes, by rank from 1 on."""
-        return self.watch.processes
-
-    @property
     def failed(self) -> bool:
         """Whether a worker has failed, or rank 0 has given them up."""
         return self.watch.ended.is_set()
@@ -215,7 +209,7 @@ class Workers:
     def collect(self) -> list[Any]:
         """Wait for the next answer of every worker."""
         with self.giving_up_on_error():
-            return [self.watch.wait_for_reply(index) for index in range(len(self.processes))]
+            return [self.watch.wait_for_reply(index) for index in range(len(self.watch.processes))]
 
     @contextmanager
     def giving_up_on_error(self) -> Iterator[None]:
@@ -224,7 +218,7 @@ class Workers:
             yield
             self.watch.check()  # a wait that ended because a worker failed has no result
         except BaseException as error:
-            if not self.processes:
+            if not self.watch.processes:
                 raise
             with held_interrupts():
                 is_cause = isinstance(error, (WorkerError, KeyboardInterrupt))
@@ -240,31 +234,25 @@ class Workers:
 
         For what waits for the other ranks in a library, where no signal and no `release` ends it.
         """
-        if not self.processes:
+        if not self.watch.processes:
             return work()
-        outcome: SimpleQueue[tuple[T | None, BaseException | None]] = SimpleQueue()
+        outcome: Future[T] = Future()
         left = threading.Event()
 
         def run() -> None:
             try:
-                outcome.put((work(), None))
+                outcome.set_result(work())
             except BaseException as error:
                 if not left.is_set():  # else nobody takes it, and what its traceback refers to would stay
-                    outcome.put((None, error))
+                    outcome.set_exception(error)
 
         threading.Thread(target=run, name="nanovllm start-up", daemon=True).start()
         try:
-            while True:
-                try:
-                    result, error = outcome.get(timeout=POLL_SECONDS)
-                    break
-                except Empty:
-                    self.watch.check()
+            while not wait([outcome], POLL_SECONDS).done:
+                self.watch.check()
         finally:
             left.set()
-        if error is not None:
-            raise error
-        return cast(T, result)
+        return outcome.result()
 
     def stop(self) -> None:
         """Ask the workers to exit and wait until they are gone; a second call does nothing."""

@@ -106,7 +106,7 @@ def test_every_schedule_gives_transformers_tokens(
 ) -> None:
     """Twice, so that the second pass hits the prefix cache where there is one."""
     with make(model, size, **options) as llm:
-        assert len(llm._workers.processes) == size - 1
+        assert len(llm._workers.watch.processes) == size - 1
         for _ in range(2):
             assert tokens(llm, prompts) == expected
 
@@ -222,7 +222,7 @@ print("this is run once", __name__)
 from nanovllm import LLM, SamplingParams
 llm = LLM({model!r}, tensor_parallel_size=2, device="cpu", skip_tokenizer_init=True, max_model_len=64)
 print(llm.generate([[5, 6, 7]], SamplingParams(temperature=0, max_tokens=5), use_tqdm=False)[0]["token_ids"])
-print(llm._workers.processes[0].pid)
+print(llm._workers.watch.processes[0].pid)
 """
 
 

@@ -143,7 +143,7 @@ def test_a_killed_worker_is_noticed_in_a_replay_and_leaves_no_memory(
     rng = random.Random(0)
     for _ in range(2):
         llm = soak_tp.make_llm("cuda", size)
-        pid = llm._workers.processes[-1].pid
+        pid = llm._workers.watch.processes[-1].pid
         threading.Timer(rng.uniform(0.0, 0.5), os.kill, (pid, signal.SIGKILL)).start()
         with pytest.raises(WorkerError, match=f"rank {size - 1} was killed by SIGKILL"):
             soak_tp.generate_for_ever(llm)

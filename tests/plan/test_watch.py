@@ -16,18 +16,18 @@ from multiprocessing.synchronize import Barrier
 import pytest
 
 from nanovllm.errors import WorkerError
-from nanovllm.workers.watch import Failure, Result, Watch
+from nanovllm.workers.watch import Failure, Watch
 
 CONTEXT = multiprocessing.get_context("spawn")
 
 
 def answer(pipe: Connection, rank: int) -> None:
     for value in range(1000):
-        pipe.send(Result((rank, value)))
+        pipe.send((rank, value))
 
 
 def sleep_on(pipe: Connection, rank: int) -> None:
-    pipe.send(Result("up"))
+    pipe.send("up")
     time.sleep(600)
 
 
@@ -38,7 +38,7 @@ def fail_together(all_here: Barrier, pipe: Connection, rank: int) -> None:
 
 
 def fail_then_the_other_is_killed(pipe: Connection, rank: int) -> None:
-    pipe.send(Result("up"))
+    pipe.send("up")
     if rank == 1:
         pipe.send(Failure(rank, "failed: the other is gone", False, 0.0))
         time.sleep(600)
