@@ -68,7 +68,6 @@ ENGINE: dict[str, Absent] = {
     "rope_theta": Absent(_NOTHING, _WRITE_CONFIG),
     "config_format": Absent(("auto", "hf", None), "only the Hugging Face format is; convert the checkpoint"),
     "model_impl": Absent(("auto", "vllm", None), _LEAVE_OUT),
-    "generation_config": Absent(("vllm", None), "pass its values as SamplingParams"),
     "override_generation_config": Absent(_NOTHING, "pass its values as SamplingParams"),
     "quantization": Absent(_NOTHING, "use the model's bfloat16, float16 or float32 checkpoint"),
     "quantization_config": Absent(_NOTHING, "use the model's bfloat16, float16 or float32 checkpoint"),

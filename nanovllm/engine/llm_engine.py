@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, SupportsIndex
 from nanovllm.batch import Batch
 from nanovllm.config import Config
 from nanovllm.device import Device
+from nanovllm.engine.generation_config import read_generation_config, recommended_params
 from nanovllm.engine.progress import Progress
 from nanovllm.engine.requests import Requests
 from nanovllm.engine.startup import resolve_max_model_len, start_ranks, stop_ranks
@@ -61,7 +62,10 @@ class LLMEngine:
         """
         self.config = Config.from_kwargs(model, **options)
         path = resolve_model_path(self.config.model)
-        self.model_config = load_model_config(path)
+        generation = read_generation_config(self.config.generation_config, path)
+        self.model_config = load_model_config(path, generation)
+        self._generation = {} if self.config.generation_config == "vllm" else generation
+        self._default_params: SamplingParams | None = None  # made when it is first asked for
         self.model_config.check_tensor_parallel_size(self.config.tensor_parallel_size)
         max_model_len = resolve_max_model_len(self.config.max_model_len, self.model_config)
         self._processor = Processor(
@@ -104,11 +108,28 @@ class LLMEngine:
     def tokenizer(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
         self._processor.tokenizer = tokenizer
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What is used without `sampling_params`: the model's generation_config.json, see `Config`.
+
+        ValueError or TypeError when a value there is wrong. The first call warns of one that is left out.
+        """
+        if self._default_params is None:
+            self._default_params = recommended_params(self._generation)
+        return self._default_params.clone()
+
+    def _params(
+        self, sampling_params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
+    ) -> list[SamplingParams]:
+        """Checked parameters for each prompt."""
+        if sampling_params is None:
+            sampling_params = self.get_default_sampling_params()
+        return parse_sampling_params(sampling_params, num_prompts)
+
     # -- one request at a time ---------------------------------------------------------------------------
 
     def add_request(self, prompt: PromptLike, sampling_params: SamplingParams | None = None) -> int:
         """Queue one prompt and return its request id. ValueError or TypeError when it can never run."""
-        params = parse_sampling_params(sampling_params, 1)
+        params = self._params(sampling_params, 1)
         with self._calling():
             return self._add([parse_prompt(prompt, "the prompt")], params, ["the prompt"])[0]
 
@@ -147,7 +168,8 @@ class LLMEngine:
         prompts: a text, a list of token ids, `{"prompt": ...}` or `{"prompt_token_ids": ...}`, or a list of
         these; also generators of them, arrays and tensors (one dimension is a prompt, two are several), and
         what a tokenizer of transformers returns.
-        sampling_params: one for all prompts, or a list with one for each.
+        sampling_params: one for all prompts, or a list with one for each; None takes
+        `get_default_sampling_params()`.
         use_tqdm: whether to show progress of more than one prompt, or a class like tqdm's to show it with.
 
         Everything is checked before anything runs: ValueError or TypeError names the index and the value.
@@ -157,7 +179,7 @@ class LLMEngine:
         self._lifecycle.check_open()
         parsed = parse_prompts(prompts)
         progress = Progress(len(parsed), use_tqdm)
-        params = parse_sampling_params(sampling_params, len(parsed))
+        params = self._params(sampling_params, len(parsed))
         where = [f"prompts[{index}]" for index in range(len(parsed))]
         with self._calling(), no_full_collections():
             if self._requests:

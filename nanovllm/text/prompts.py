@@ -85,14 +85,12 @@ def pack_token_ids(token_ids: list[int], vocab_size: int, where: str) -> bytes:
 
 
 def parse_sampling_params(
-    sampling_params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
+    sampling_params: SamplingParams | Sequence[SamplingParams], num_prompts: int
 ) -> list[SamplingParams]:
     """Return a checked copy of the SamplingParams for each prompt; one object gets one copy.
 
     A list must be as long as the prompts.
     """
-    if sampling_params is None:
-        sampling_params = SamplingParams()
     if isinstance(sampling_params, SamplingParams):
         return [_checked(sampling_params, "sampling_params")] * num_prompts
     if not isinstance(sampling_params, Sequence) or isinstance(sampling_params, str):
