@@ -203,11 +203,19 @@ SAMPLING: dict[str, Absent] = {
     "skip_clone": _ANY,
 }
 
-CHAT: dict[str, Absent] = {
-    "chat_template_content_format": Absent(("auto", "string", None), "templates get contents as texts"),
+_CALL: dict[str, Absent] = {
     "lora_request": _NO_LORA,
-    "mm_processor_kwargs": _NO_IMAGES,
     "tokenization_kwargs": _NONE,
+}
+
+GENERATE: dict[str, Absent] = _CALL | {
+    "priority": Absent(_NOTHING, "requests start in the order in which they came"),
+    "prompt_token_ids": Absent(_NOTHING, "pass them as the prompts"),
+}
+
+CHAT: dict[str, Absent] = _CALL | {
+    "chat_template_content_format": Absent(("auto", "string", None), "templates get contents as texts"),
+    "mm_processor_kwargs": _NO_IMAGES,
 }
 
 

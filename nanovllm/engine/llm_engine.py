@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from time import perf_counter
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, SupportsIndex
 from nanovllm.batch import Batch
 from nanovllm.config import Config
 from nanovllm.device import Device
+from nanovllm.engine.arguments import refuse_others
 from nanovllm.engine.generation_config import read_generation_config, recommended_params
 from nanovllm.engine.progress import Progress
 from nanovllm.engine.requests import Requests
@@ -31,6 +33,7 @@ from nanovllm.text.processor import Processor
 from nanovllm.text.prompts import Prompt, PromptLike, parse_prompt, parse_prompts, parse_sampling_params
 from nanovllm.text.request import Request
 from nanovllm.text.tokenizer import load_tokenizer
+from nanovllm.vllm_arguments import GENERATE
 from nanovllm.workers.interrupts import HeldInterrupts, no_full_collections
 
 if TYPE_CHECKING:
@@ -83,6 +86,7 @@ class LLMEngine:
         asked = self.config.async_scheduling
         self._run_ahead = device.is_cuda if asked is None else asked
         self._scheduler = self._make_scheduler()
+        self.model_config = replace(self.model_config, max_model_len=self._scheduler.max_model_len)
         self._in_flight: LaunchedStep | None = None
         self._last_end = 0.0  # of a step, or when the first request came, by perf_counter
         self._lifecycle = Lifecycle(self, partial(stop_ranks, self._workers, self._runner))
@@ -107,6 +111,22 @@ class LLMEngine:
     @tokenizer.setter
     def tokenizer(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
         self._processor.tokenizer = tokenizer
+
+    def get_tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer of transformers that texts go through. ValueError with `skip_tokenizer_init=True`."""
+        if self.tokenizer is None:
+            raise ValueError("there is no tokenizer, for skip_tokenizer_init=True")
+        return self.tokenizer
+
+    @property
+    def llm_engine(self) -> LLMEngine:
+        """This object, where vLLM's scripts look for `model_config` with `max_model_len` and `vocab_size`."""
+        return self
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget what the KV cache holds. False, and nothing is done, while requests hold a part of it."""
+        with self._calling():
+            return self._scheduler.block_manager.reset()
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What is used without `sampling_params`: the model's generation_config.json, see `Config`.
@@ -162,6 +182,7 @@ class LLMEngine:
         prompts: PromptLike | Iterable[PromptLike],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool | Callable[..., Any] = True,
+        **others: Any,
     ) -> list[RequestOutput]:
         """Answer every prompt, in the order given.
 
@@ -171,12 +192,14 @@ class LLMEngine:
         sampling_params: one for all prompts, or a list with one for each; None takes
         `get_default_sampling_params()`.
         use_tqdm: whether to show progress of more than one prompt, or a class like tqdm's to show it with.
+        others: vLLM's, with values that ask for nothing.
 
         Everything is checked before anything runs: ValueError or TypeError names the index and the value.
         After an exception, Ctrl-C included, the engine is empty and usable. RuntimeError when requests of
         `add_request` are unfinished: their answers would have no one to go to.
         """
         self._lifecycle.check_open()
+        refuse_others(LLMEngine.generate, others, GENERATE)
         parsed = parse_prompts(prompts)
         progress = Progress(len(parsed), use_tqdm)
         params = self._params(sampling_params, len(parsed))

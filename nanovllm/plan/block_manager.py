@@ -131,6 +131,14 @@ class BlockManager:
             seq.chain = self._register_block(seq.block_table[index], seq.chain, tokens)
             seq.num_hashed_blocks += 1
 
+    def reset(self) -> bool:
+        """Make what blocks hold unfindable. False, and nothing is done, while a sequence owns one."""
+        if len(self._free) < self.num_blocks:
+            return False
+        self._by_key.clear()
+        self._content = [None] * self.num_blocks
+        return True
+
     def check(self, sequences: Iterable[Sequence]) -> None:
         """Assert every invariant, given all sequences that own blocks. For tests: it visits every block."""
         owners = Counter(block for seq in sequences for block in seq.block_table)
