@@ -8,7 +8,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypedDict
 
 import numpy as np
 
@@ -17,6 +17,22 @@ from nanovllm.sampling_params import SamplingParams
 PromptLike: TypeAlias = "str | Iterable[int] | Mapping[str, Any]"
 # What tokenizers of transformers return.
 ENCODED = {"input_ids", "attention_mask", "token_type_ids", "special_tokens_mask"}
+
+
+class TextPrompt(TypedDict):
+    """A text as a prompt: `TextPrompt(prompt="Hello")`, a dictionary."""
+
+    prompt: str
+
+
+class _WithText(TypedDict, total=False):
+    prompt: str  # the text that the ids came from; shown in the output
+
+
+class TokensPrompt(_WithText):
+    """Token ids as a prompt: `TokensPrompt(prompt_token_ids=[5, 6])`, a dictionary."""
+
+    prompt_token_ids: list[int]
 
 
 @dataclass(frozen=True, slots=True)
