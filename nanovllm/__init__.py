@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from nanovllm.errors import EngineClosedError, KVCacheMemoryError, ModelLoadError, NanoVLLMError, WorkerError
 from nanovllm.outputs import CompletionOutput, RequestOutput
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.text.prompts import TextPrompt, TokensPrompt
 
 if TYPE_CHECKING:
     from nanovllm.llm import LLM
@@ -25,6 +26,8 @@ __all__ = [
     "NanoVLLMError",
     "RequestOutput",
     "SamplingParams",
+    "TextPrompt",
+    "TokensPrompt",
     "WorkerError",
     "demo_model_path",
 ]

@@ -51,6 +51,8 @@ class Config:
     seed: what unseeded requests and dummy weights are drawn from.
     async_scheduling: launch a step before the last one's tokens have been read; None does so on a GPU, where
     the device works meanwhile.
+    generation_config: whose generation_config.json says how to sample without `sampling_params`: "auto" (the
+    model's), "vllm" (no one's; its end-of-sequence ids count) or a folder (instead of the model's).
     """
 
     model: str
@@ -72,6 +74,7 @@ class Config:
     deterministic: bool = False
     seed: int = 0
     async_scheduling: bool | None = None
+    generation_config: str = "auto"
 
     @classmethod
     def from_kwargs(cls, model: str | os.PathLike[str], **kwargs: Any) -> Config:
@@ -107,6 +110,10 @@ class Config:
             raise TypeError(f"gpu_memory_utilization must be a number, not {utilization!r}")
         if not 0 < utilization <= 1:
             raise ValueError(f"gpu_memory_utilization must be in (0, 1], not {utilization}")
+        if not isinstance(self.generation_config, str):
+            raise TypeError(
+                f"generation_config must be 'auto', 'vllm' or a folder, not {self.generation_config!r}"
+            )
         for name, choices in CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ValueError(
@@ -128,7 +135,9 @@ class Config:
 
 
 def _usual(name: str, value: Any) -> Any:
-    """The value as `Config` holds it: the name of a torch.dtype or torch.device, ours for vLLM's others."""
+    """The value as `Config` holds it: a text for a path or an object of torch, ours for vLLM's others."""
+    if name == "generation_config" and isinstance(value, os.PathLike):
+        value = os.fspath(value)
     if name in ("dtype", "device") and not isinstance(value, str):
         value = str(value).removeprefix("torch.")
     same = SAME.get(name, {})

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from nanovllm.engine.arguments import refuse_others
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.conversations import Conversation, parse_conversations
 from nanovllm.text.tokenizer import check_template_options, render_conversations
-from nanovllm.vllm_arguments import CHAT, SAMPLING, refuse_absent
+from nanovllm.vllm_arguments import CHAT
 
 
 class LLM(LLMEngine):
@@ -48,7 +48,8 @@ class LLM(LLMEngine):
         Otherwise as `generate`.
         """
         self._lifecycle.check_open()
-        _refuse_others(others)
+        hint = ". Variables of the template go into chat_template_kwargs"
+        refuse_others(LLM.chat, others, CHAT, hint)
         options = check_template_options(
             self.tokenizer,
             chat_template,
@@ -63,15 +64,3 @@ class LLM(LLMEngine):
         ids = self.tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
         prompts = [{"prompt": text, "prompt_token_ids": row} for text, row in zip(texts, ids, strict=True)]
         return self.generate(prompts, sampling_params, use_tqdm)
-
-
-def _refuse_others(others: Mapping[str, Any]) -> None:
-    """Check the keyword arguments that `chat` does not have."""
-    for name in others:
-        if name in SamplingParams.__dataclass_fields__ or name in SAMPLING:
-            raise TypeError(f"LLM.chat() got {name!r}; pass it as SamplingParams({name}=...)")
-    known = [name for name in inspect.signature(LLM.chat).parameters if name not in ("self", "others")]
-    try:
-        refuse_absent("LLM.chat()", others, CHAT, known)
-    except TypeError as error:
-        raise TypeError(f"{error}. Variables of the template go into chat_template_kwargs") from None

@@ -24,6 +24,10 @@ class CompletionOutput:
     finish_reason: str
     stop_reason: int | None = None
 
+    def finished(self) -> bool:
+        """Whether the answer has ended; all that the engine returns have."""
+        return True
+
 
 @dataclass(frozen=True)
 class RequestOutput(Mapping[str, Any]):

@@ -89,7 +89,6 @@ ENGINE: dict[str, Absent] = {
     "rope_theta": Absent(_NOTHING, _WRITE_CONFIG),
     "config_format": Absent(("auto", "hf", None), "only the Hugging Face format is; convert the checkpoint"),
     "model_impl": Absent(("auto", "vllm", None), _LEAVE_OUT),
-    "generation_config": Absent(("vllm", None), "pass its values as SamplingParams"),
     "override_generation_config": Absent(_NOTHING, "pass its values as SamplingParams"),
     "quantization": Absent(_NOTHING, "use the model's bfloat16, float16 or float32 checkpoint"),
     "quantization_config": Absent(_NOTHING, "use the model's bfloat16, float16 or float32 checkpoint"),
@@ -174,11 +173,19 @@ SAMPLING: dict[str, Absent] = {
     "skip_clone": _ANY,
 }
 
-CHAT: dict[str, Absent] = {
-    "chat_template_content_format": Absent(("auto", "string", None), "templates get contents as texts"),
+_CALL: dict[str, Absent] = {
     "lora_request": _NO_LORA,
-    "mm_processor_kwargs": _NO_IMAGES,
     "tokenization_kwargs": _NONE,
+}
+
+GENERATE: dict[str, Absent] = _CALL | {
+    "priority": Absent(_NOTHING, "requests start in the order in which they came"),
+    "prompt_token_ids": Absent(_NOTHING, "pass them as the prompts"),
+}
+
+CHAT: dict[str, Absent] = _CALL | {
+    "chat_template_content_format": Absent(("auto", "string", None), "templates get contents as texts"),
+    "mm_processor_kwargs": _NO_IMAGES,
 }
 
 

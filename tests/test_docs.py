@@ -15,7 +15,7 @@ from test_architecture import FLOORS
 from nanovllm import demo_model_path
 from nanovllm.config import Config
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.vllm_arguments import CHAT, ENGINE, SAMPLING
+from nanovllm.vllm_arguments import CHAT, ENGINE, GENERATE, SAMPLING
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "nanovllm"
@@ -63,8 +63,9 @@ def test_what_is_not_supported_is_what_is_refused() -> None:
     rows = re.findall(
         r"^\| ([^|]*) \| (`[^|]+) \|$", section(OPTIONS, "vLLM's arguments that are not supported"), re.M
     )
-    for owner, table in (("`SamplingParams`", SAMPLING), ("`LLM.chat`", CHAT), ("`LLM`", ENGINE)):
-        cells = [names for of, names in rows if of.split(":")[0] == owner]
+    tables = {"SamplingParams": SAMPLING, "LLM.generate": GENERATE, "LLM.chat": CHAT, "LLM": ENGINE}
+    for owner, table in tables.items():
+        cells = [names for of, names in rows if of.split(":")[0] == f"`{owner}`"]
         named = re.findall(r"`(\w+)`", " ".join(cells))
         assert sorted(named) == sorted(name for name, each in table.items() if each.neutral is not None)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from time import perf_counter
@@ -15,6 +16,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, SupportsIndex, Type
 from nanovllm.batch import Batch
 from nanovllm.config import Config
 from nanovllm.device import Device
+from nanovllm.engine.arguments import refuse_others
+from nanovllm.engine.generation_config import read_generation_config, recommended_params
 from nanovllm.engine.progress import Progress
 from nanovllm.engine.requests import Requests
 from nanovllm.engine.startup import resolve_max_model_len, start_ranks, stop_ranks
@@ -29,6 +32,7 @@ from nanovllm.text.processor import Processor
 from nanovllm.text.prompts import Prompt, PromptLike, parse_prompt, parse_prompts, parse_sampling_params
 from nanovllm.text.request import Request
 from nanovllm.text.tokenizer import load_tokenizer
+from nanovllm.vllm_arguments import GENERATE
 from nanovllm.workers.interrupts import held_interrupts, no_full_collections
 
 if TYPE_CHECKING:
@@ -63,7 +67,10 @@ class LLMEngine:
         """
         self.config = Config.from_kwargs(model, **options)
         path = resolve_model_path(self.config.model)
-        self.model_config = load_model_config(path)
+        generation = read_generation_config(self.config.generation_config, path)
+        self.model_config = load_model_config(path, generation)
+        self._generation = {} if self.config.generation_config == "vllm" else generation
+        self._default_params: SamplingParams | None = None  # made when it is first asked for
         self.model_config.check_tensor_parallel_size(self.config.tensor_parallel_size)
         max_model_len = resolve_max_model_len(self.config.max_model_len, self.model_config)
         self._processor = Processor(
@@ -81,6 +88,7 @@ class LLMEngine:
         asked = self.config.async_scheduling
         self._run_ahead = device.is_cuda if asked is None else asked
         self._scheduler = self._make_scheduler()
+        self.model_config = replace(self.model_config, max_model_len=self._scheduler.max_model_len)
         self._in_flight: LaunchedStep | None = None
         self._last_end = 0.0  # of a step, or when the first request came, by perf_counter
         self._lifecycle = Lifecycle(self, partial(stop_ranks, self._workers, self._runner))
@@ -106,11 +114,44 @@ class LLMEngine:
     def tokenizer(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
         self._processor.tokenizer = tokenizer
 
+    def get_tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer of transformers that texts go through. ValueError with `skip_tokenizer_init=True`."""
+        if self.tokenizer is None:
+            raise ValueError("there is no tokenizer, for skip_tokenizer_init=True")
+        return self.tokenizer
+
+    @property
+    def llm_engine(self) -> LLMEngine:
+        """This object, where vLLM's scripts look for `model_config` with `max_model_len` and `vocab_size`."""
+        return self
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget what the KV cache holds. False, and nothing is done, while requests hold a part of it."""
+        with self._calling():
+            return self._scheduler.block_manager.reset()
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What is used without `sampling_params`: the model's generation_config.json, see `Config`.
+
+        ValueError or TypeError when a value there is wrong. The first call warns of one that is left out.
+        """
+        if self._default_params is None:
+            self._default_params = recommended_params(self._generation)
+        return self._default_params.clone()
+
+    def _params(
+        self, sampling_params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
+    ) -> list[SamplingParams]:
+        """Checked parameters for each prompt."""
+        if sampling_params is None:
+            sampling_params = self.get_default_sampling_params()
+        return parse_sampling_params(sampling_params, num_prompts)
+
     # -- one request at a time ---------------------------------------------------------------------------
 
     def add_request(self, prompt: PromptLike, sampling_params: SamplingParams | None = None) -> int:
         """Queue one prompt and return its request id. ValueError or TypeError when it can never run."""
-        params = parse_sampling_params(sampling_params, 1)
+        params = self._params(sampling_params, 1)
         with self._calling():
             return self._add([parse_prompt(prompt, "the prompt")], params, ["the prompt"])[0]
 
@@ -143,23 +184,27 @@ class LLMEngine:
         prompts: PromptLike | Iterable[PromptLike],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool | Callable[..., Any] = True,
+        **others: Any,
     ) -> list[RequestOutput]:
         """Answer every prompt, in the order given.
 
         prompts: a text, a list of token ids, `{"prompt": ...}` or `{"prompt_token_ids": ...}`, or a list of
         these; also generators of them, arrays and tensors (one dimension is a prompt, two are several), and
         what a tokenizer of transformers returns.
-        sampling_params: one for all prompts, or a list with one for each.
+        sampling_params: one for all prompts, or a list with one for each; None takes
+        `get_default_sampling_params()`.
         use_tqdm: whether to show progress of more than one prompt, or a class like tqdm's to show it with.
+        others: vLLM's, with values that ask for nothing.
 
         Everything is checked before anything runs: ValueError or TypeError names the index and the value.
         After an exception, Ctrl-C included, the engine is empty and usable. RuntimeError when requests of
         `add_request` are unfinished: their answers would have no one to go to.
         """
         self._lifecycle.check_open()
+        refuse_others(LLMEngine.generate, others, GENERATE)
         parsed = parse_prompts(prompts)
         progress = Progress(len(parsed), use_tqdm)
-        params = parse_sampling_params(sampling_params, len(parsed))
+        params = self._params(sampling_params, len(parsed))
         where = [f"prompts[{index}]" for index in range(len(parsed))]
         with self._calling(), no_full_collections():
             if self._requests:

@@ -73,6 +73,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     sliding_window: int | None  # up to this length full attention is the same; None: always
     dual_chunk: int | None = None  # the same, of dual chunk attention
+    max_model_len: int | None = None  # tokens of a sequence in the engine that runs it; None: there is none
 
     @property
     def longest(self) -> int:

@@ -28,6 +28,7 @@ from nanovllm.models.registry import get_family, supported_architectures
 from nanovllm.quantization.shards import WeightSlice
 
 CONFIG_FILE = "config.json"
+GENERATION_FILE = "generation_config.json"
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]  # the last three: of tokenizers
@@ -70,8 +71,17 @@ def resolve_model_path(name: str | Path) -> Path:
     return Path(found)
 
 
-def load_model_config(folder: str | Path) -> ModelConfig:
-    """Read config.json and generation_config.json of a model folder.
+def load_generation_config(folder: str | Path) -> dict[str, Any]:
+    """Read generation_config.json of a model folder; empty when there is none.
+
+    Raises ModelLoadError when it is unreadable.
+    """
+    file = Path(folder) / GENERATION_FILE
+    return _read_json(file) if file.is_file() else {}
+
+
+def load_model_config(folder: str | Path, generation: dict[str, Any] | None = None) -> ModelConfig:
+    """Read config.json of a model folder; `generation` is its generation_config.json, or what stands for it.
 
     Raises ModelLoadError when config.json is missing or unreadable, ValueError when there is no such folder
     or the model is one that is not supported.
@@ -82,8 +92,8 @@ def load_model_config(folder: str | Path) -> ModelConfig:
     if not (folder / CONFIG_FILE).is_file():
         raise ModelLoadError(f"{folder} has no {CONFIG_FILE}; is it a model folder in Hugging Face format?")
     raw = _read_json(folder / CONFIG_FILE)
-    generation_file = folder / "generation_config.json"
-    generation = _read_json(generation_file) if generation_file.is_file() else {}
+    if generation is None:
+        generation = load_generation_config(folder)
     architectures = raw.get("architectures")
     if not isinstance(architectures, list) or len(architectures) != 1:
         raise ValueError(

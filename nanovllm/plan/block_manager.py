@@ -122,6 +122,14 @@ class BlockManager:
             seq.chain = self._register_block(seq.block_table[index], seq.chain, tokens)
             seq.num_hashed_blocks += 1
 
+    def reset(self) -> bool:
+        """Make what blocks hold unfindable. False, and nothing is done, while a sequence owns one."""
+        if len(self._free) < self.num_blocks:
+            return False
+        self._by_key.clear()
+        self._content = [None] * self.num_blocks
+        return True
+
     def _find_prefix(self, seq: Sequence) -> list[int]:
         """The cached blocks that hold the sequence's beginning, all but its last token at most."""
         if not self.enable_prefix_caching:

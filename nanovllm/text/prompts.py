@@ -8,7 +8,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypedDict
 
 import numpy as np
 
@@ -17,6 +17,22 @@ from nanovllm.sampling_params import SamplingParams
 PromptLike: TypeAlias = "str | Iterable[int] | Mapping[str, Any]"
 # What tokenizers of transformers return.
 ENCODED = {"input_ids", "attention_mask", "token_type_ids", "special_tokens_mask"}
+
+
+class TextPrompt(TypedDict):
+    """A text as a prompt: `TextPrompt(prompt="Hello")`, a dictionary."""
+
+    prompt: str
+
+
+class _WithText(TypedDict, total=False):
+    prompt: str  # the text that the ids came from; shown in the output
+
+
+class TokensPrompt(_WithText):
+    """Token ids as a prompt: `TokensPrompt(prompt_token_ids=[5, 6])`, a dictionary."""
+
+    prompt_token_ids: list[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,14 +101,12 @@ def pack_token_ids(token_ids: list[int], vocab_size: int, where: str) -> bytes:
 
 
 def parse_sampling_params(
-    sampling_params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
+    sampling_params: SamplingParams | Sequence[SamplingParams], num_prompts: int
 ) -> list[SamplingParams]:
     """Return a checked copy of the SamplingParams for each prompt; one object gets one copy.
 
     A list must be as long as the prompts.
     """
-    if sampling_params is None:
-        sampling_params = SamplingParams()
     if isinstance(sampling_params, SamplingParams):
         return [_checked(sampling_params, "sampling_params")] * num_prompts
     if not isinstance(sampling_params, Sequence) or isinstance(sampling_params, str):

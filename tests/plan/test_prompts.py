@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from nanovllm import TextPrompt, TokensPrompt
 from nanovllm.outputs import CompletionOutput, RequestOutput
-from nanovllm.text.prompts import parse_prompt, parse_prompts
+from nanovllm.text.prompts import Prompt, parse_prompt, parse_prompts
 
 
 class Tensor:
@@ -48,6 +49,12 @@ def test_iterables() -> None:
     assert [prompt.text for prompt in parse_prompts({"x": "a", "y": "b"}.values())] == ["a", "b"]
     assert [prompt.text for prompt in parse_prompts(np.array(["a", "b"]))] == ["a", "b"]
     assert parse_prompts([]) == parse_prompts(iter([])) == []
+
+
+def test_vllms_names_of_dictionaries() -> None:
+    assert parse_prompts(TextPrompt(prompt="a")) == [Prompt("a", None)]
+    prompts = [TokensPrompt(prompt_token_ids=[5]), TokensPrompt(prompt_token_ids=[6], prompt="b")]
+    assert parse_prompts(prompts) == [Prompt(None, [5]), Prompt("b", [6])]
 
 
 @pytest.mark.parametrize("kind", [dict, UserDict], ids=["dict", "BatchEncoding"])
@@ -104,6 +111,7 @@ def test_what_has_no_meaning(prompts: Any, error: type[Exception], message: str)
 def test_an_output_is_a_mapping() -> None:
     output = RequestOutput(0, "p", [1], [CompletionOutput(0, "text", [5, 6], "length")])
     assert isinstance(output, Mapping) and len(output) == 3 and output
+    assert output.finished is True and output.outputs[0].finished() is True
     assert "text" in output and "logprobs" not in output and None not in output
     assert list(output) == list(output.keys()) == ["text", "token_ids", "finish_reason"]
     assert dict(output) == {**output} == dict(output.items())

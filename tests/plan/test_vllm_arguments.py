@@ -18,9 +18,9 @@ from nanovllm import vllm_arguments
 from nanovllm.config import Config
 from nanovllm.sampling_params import SEED_LIMIT, SamplingParams
 from nanovllm.text.prompts import parse_sampling_params
-from nanovllm.vllm_arguments import CHAT, ENGINE, SAMPLING
+from nanovllm.vllm_arguments import CHAT, ENGINE, GENERATE, SAMPLING
 
-TABLES = {"engine": ENGINE, "sampling": SAMPLING, "chat": CHAT}
+TABLES = {"engine": ENGINE, "sampling": SAMPLING, "chat": CHAT, "generate": GENERATE}
 
 
 class RequestOutputKind(Enum):

@@ -1,0 +1,29 @@
+"""The arguments of calls that are vLLM's and not ours. Keeps nothing."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.vllm_arguments import SAMPLING, Absent, refuse_absent
+
+
+def refuse_others(
+    call: Callable[..., Any], others: Mapping[str, object], table: Mapping[str, Absent], hint: str = ""
+) -> None:
+    """Check the keyword arguments `others` that `call` of LLM does not have; `table` holds vLLM's.
+
+    ValueError for one that asks for what is not built. TypeError for one of SamplingParams, and for an
+    unknown one; that message ends with `hint`.
+    """
+    function = f"LLM.{call.__name__}()"
+    for name in others:
+        if name in SamplingParams.__dataclass_fields__ or name in SAMPLING:
+            raise TypeError(f"{function} got {name!r}; pass it as SamplingParams({name}=...)")
+    known = [name for name in inspect.signature(call).parameters if name not in ("self", "others")]
+    try:
+        refuse_absent(function, others, table, known)
+    except TypeError as error:
+        raise TypeError(f"{error}{hint}") from None

@@ -1,0 +1,63 @@
+"""What a model's generation_config.json recommends: how to sample where the caller does not say.
+
+Reads the file that the option names. Its end-of-sequence ids belong to ModelConfig.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from nanovllm.models.loader import GENERATION_FILE, load_generation_config
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.vllm_arguments import SAMPLING
+
+logger = logging.getLogger("nanovllm")
+
+# The keys that count, as in vLLM, with the names of their parameters.
+PARAMETERS = {
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
+INSTEAD = "pass sampling_params, or make the LLM with generation_config='vllm'"
+
+
+def read_generation_config(option: str, model_folder: Path) -> dict[str, Any]:
+    """Read the file of the model, or of the folder that `option` of `Config` names.
+
+    Raises ValueError when that folder has none, ModelLoadError when the file is unreadable.
+    """
+    if option in ("auto", "vllm"):
+        return load_generation_config(model_folder)
+    folder = Path(option).expanduser()
+    if not (folder / GENERATION_FILE).is_file():
+        raise ValueError(
+            f"generation_config must be 'auto', 'vllm' or a folder with {GENERATION_FILE}, not {option!r}"
+        )
+    return load_generation_config(folder)
+
+
+def recommended_params(generation: Mapping[str, Any]) -> SamplingParams:
+    """Return SamplingParams with what the file says; null says nothing.
+
+    What is not supported is left out with a warning that names it. ValueError or TypeError for a value that
+    is wrong.
+    """
+    values = {PARAMETERS[key]: generation[key] for key in PARAMETERS if generation.get(key) is not None}
+    for name in SAMPLING.keys() & values.keys():
+        value = values.pop(name)
+        if not SAMPLING[name].allows(value):
+            logger.warning(
+                "%s recommends %s=%r, which is not supported and is left out; to sample otherwise, %s",
+                *(GENERATION_FILE, name, value, INSTEAD),
+            )
+    try:
+        return SamplingParams(**values)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{GENERATION_FILE}: {error}; {INSTEAD}") from None

@@ -1,0 +1,80 @@
+"""The calls of `LLM` that scripts written for vLLM make, beside generate and chat themselves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checked_llm import BLOCK, make_tiny
+from tiny_models import VOCAB_SIZE, write_tiny_model
+
+from nanovllm import LLM, SamplingParams, demo_model_path
+
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def test_the_tokenizer() -> None:
+    with LLM(demo_model_path(), device="cpu") as llm:
+        tokenizer = llm.get_tokenizer()
+        assert tokenizer is llm.tokenizer is llm.llm_engine.get_tokenizer()
+        ids = tokenizer("Hello")["input_ids"]
+        [by_text, by_ids] = llm.generate(["Hello", ids], GREEDY, use_tqdm=False)
+        assert by_text.prompt_token_ids == ids and by_text["token_ids"] == by_ids["token_ids"]
+
+
+def test_without_a_tokenizer(model: Path) -> None:
+    with make_tiny(model) as llm, pytest.raises(ValueError, match="no tokenizer, for skip_tokenizer_init"):
+        llm.get_tokenizer()
+
+
+def test_facts_that_scripts_read(model: Path) -> None:
+    with make_tiny(model, max_model_len=40) as llm:
+        config = llm.llm_engine.model_config
+        assert (config.max_model_len, config.vocab_size, config.dtype) == (40, VOCAB_SIZE, "float32")
+    with make_tiny(model, max_model_len=40, num_kvcache_blocks=3) as llm:
+        longest = llm.llm_engine.model_config.max_model_len
+        assert longest == 3 * BLOCK, "what the KV cache holds"
+        assert len(llm.generate([5] * (longest - 1), GREEDY, use_tqdm=False)[0]["token_ids"]) == 1
+        with pytest.raises(ValueError, match="at most 23 leave room"):
+            llm.generate([5] * longest, GREEDY, use_tqdm=False)
+
+
+@pytest.mark.parametrize("run_ahead", [True, False])
+def test_the_prefix_cache_is_forgotten(model: Path, run_ahead: bool) -> None:
+    prompt = [7] * (2 * BLOCK + 3)
+    with make_tiny(model, async_scheduling=run_ahead) as llm:
+        [first] = llm.generate(prompt, GREEDY, use_tqdm=False)
+        [again] = llm.generate(prompt, GREEDY, use_tqdm=False)
+        assert (first.num_cached_tokens, again.num_cached_tokens) == (0, 2 * BLOCK)
+        assert llm.reset_prefix_cache() is True
+        llm._scheduler.check()
+        [reset] = llm.generate(prompt, GREEDY, use_tqdm=False)
+        assert reset.num_cached_tokens == 0
+        llm.add_request(prompt, GREEDY)
+        llm.step()
+        assert llm.reset_prefix_cache() is False
+        [again] = [output for _ in range(8) for output in llm.step()]
+        assert again.num_cached_tokens == 2 * BLOCK, "nothing was done"
+        assert llm.reset_prefix_cache() is True
+        assert first["token_ids"] == again["token_ids"] == reset["token_ids"]
+
+
+def test_arguments_of_vllm(model: Path) -> None:
+    with make_tiny(model) as llm:
+        neutral: dict[str, Any] = {"lora_request": None, "priority": None, "tokenization_kwargs": None}
+        assert len(llm.generate([[5]], GREEDY, False, **neutral)) == 1
+        with pytest.raises(ValueError, match=r"LLM\.generate\(\): priority=\[1\] is not supported; req"):
+            llm.generate([[5]], GREEDY, priority=[1])
+        with pytest.raises(ValueError, match=r"lora_request=.* merge the adapter"):
+            llm.generate([[5]], GREEDY, lora_request=object())
+        with pytest.raises(TypeError, match=r"generate\(\) got 'top_p'; pass it as SamplingParams"):
+            llm.generate([[5]], top_p=0.5)
+        with pytest.raises(TypeError, match="'sampling_param'; did you mean 'sampling_params'"):
+            llm.generate([[5]], sampling_param=GREEDY)
+        assert llm.is_finished()

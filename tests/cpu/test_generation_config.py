@@ -1,0 +1,110 @@
+"""generation_config.json: how requests without parameters are sampled, and what ends them."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checked_llm import make_tiny
+from tiny_models import write_tiny_model
+
+from nanovllm import LLM, ModelLoadError, SamplingParams, demo_model_path
+
+RECOMMENDED = {
+    "temperature": 0.6,
+    "top_k": 20,
+    "top_p": 0.95,
+    "min_p": None,
+    "max_new_tokens": 7,
+    "repetition_penalty": 1.0,
+    "do_sample": True,
+    "eos_token_id": [1, 9],
+}
+
+
+def write(folder: Path, **content: Any) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "generation_config.json").write_text(json.dumps(content))
+    return folder
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return write(write_tiny_model(tmp_path / "model"), **RECOMMENDED)
+
+
+def test_what_the_model_recommends_is_used_without_parameters(model: Path) -> None:
+    expected = SamplingParams(temperature=0.6, top_k=20, top_p=0.95, max_tokens=7)
+    prompts = [[5, 6], [7] * 9, [8]]
+    with make_tiny(model) as llm:
+        assert llm.get_default_sampling_params() == expected
+        llm.get_default_sampling_params().temperature = 5  # the caller's own copy
+        first = llm._requests.next_id
+        found = llm.generate(prompts, use_tqdm=False)
+        llm._requests.next_id = first  # for the same seeds
+        assert [out["token_ids"] for out in found] == [
+            out["token_ids"] for out in llm.generate(prompts, expected, use_tqdm=False)
+        ]
+        assert max(len(out["token_ids"]) for out in found) == 7
+        llm.add_request([5])
+        assert llm._scheduler.waiting[0].params == expected
+        assert llm.model_config.eos_token_ids == (1, 9)
+
+
+def test_vllm_takes_none_of_it_but_the_ends(model: Path) -> None:
+    with make_tiny(model, generation_config="vllm") as llm:
+        assert llm.get_default_sampling_params() == SamplingParams()
+        assert llm.model_config.eos_token_ids == (1, 9)
+
+
+@pytest.mark.parametrize("kind", [str, Path])
+def test_a_folder_replaces_the_models(model: Path, tmp_path: Path, kind: type) -> None:
+    other = write(tmp_path / "other", temperature=0, eos_token_id=11)
+    with make_tiny(model, generation_config=kind(other)) as llm:
+        assert llm.get_default_sampling_params() == SamplingParams(temperature=0)
+        assert llm.model_config.eos_token_ids == (1, 11)  # config.json says 1
+        assert llm.config.generation_config == str(other)
+
+
+def test_without_the_file_the_defaults_hold(model: Path) -> None:
+    (model / "generation_config.json").unlink()
+    with make_tiny(model) as llm:
+        assert llm.get_default_sampling_params() == SamplingParams()
+
+
+def test_what_is_not_supported_is_left_out_with_one_warning(
+    model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(model, repetition_penalty=1.05, top_p=0.8)
+    with caplog.at_level(logging.WARNING, "nanovllm"), make_tiny(model) as llm:
+        llm.generate([[5]], SamplingParams(max_tokens=1), use_tqdm=False)
+        assert not caplog.records, "the caller's own parameters need no warning"
+        for _ in range(2):
+            llm.generate([[5]], use_tqdm=False)
+        assert llm.get_default_sampling_params() == SamplingParams(top_p=0.8)
+    [record] = caplog.records
+    assert "repetition_penalty=1.05, which is not supported" in record.getMessage()
+    assert "generation_config='vllm'" in record.getMessage()
+
+
+def test_wrong_values_and_files(model: Path, tmp_path: Path) -> None:
+    write(model, top_p=1.5)
+    with make_tiny(model) as llm:
+        with pytest.raises(ValueError, match=r"generation_config\.json: top_p must be .* not 1\.5; pass"):
+            llm.generate([[5]], use_tqdm=False)
+        assert len(llm.generate([[5]], SamplingParams(max_tokens=1), use_tqdm=False)) == 1
+    with pytest.raises(ValueError, match=r"a folder with generation_config\.json, not '.*nowhere'"):
+        LLM(model, generation_config=tmp_path / "nowhere")
+    with pytest.raises(TypeError, match="generation_config must be 'auto', 'vllm' or a folder, not 5"):
+        LLM(model, generation_config=5)
+    (model / "generation_config.json").write_text("{")
+    with pytest.raises(ModelLoadError, match="cannot be read as JSON"):
+        make_tiny(model)
+
+
+def test_the_demo_model_recommends_nothing() -> None:
+    with LLM(demo_model_path(), device="cpu") as llm:
+        assert llm.get_default_sampling_params() == SamplingParams()
