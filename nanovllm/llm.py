@@ -1,17 +1,27 @@
-"""LLM: what a user calls. LLMEngine with conversations on top."""
+"""LLM: what a user calls. LLMEngine with streams and conversations on top."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
 
-from nanovllm.engine.arguments import refuse_others
+from nanovllm.engine.arguments import check_on_error, refuse_others
 from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.errors import EngineClosedError
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.conversations import Conversation, parse_conversations
+from nanovllm.text.prompts import PromptLike
+from nanovllm.text.reader import PromptReader
+from nanovllm.text.rows import raise_first
 from nanovllm.text.tokenizer import check_template_options, render_conversations
 from nanovllm.vllm_arguments import CHAT
+from nanovllm.workers.interrupts import no_full_collections
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 class LLM(LLMEngine):
@@ -21,12 +31,77 @@ class LLM(LLMEngine):
     ...     llm.generate(["Hello"], SamplingParams(temperature=0, max_tokens=16))[0]["text"]
     """
 
+    def get_tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer of transformers that texts go through. ValueError with `skip_tokenizer_init=True`."""
+        if self.tokenizer is None:
+            raise ValueError("there is no tokenizer, for skip_tokenizer_init=True")
+        return self.tokenizer
+
+    @property
+    def llm_engine(self) -> LLM:
+        """This object, where vLLM's scripts look for `model_config` with `max_model_len` and `vocab_size`."""
+        return self
+
+    def stream(
+        self,
+        prompts: PromptLike | Iterable[PromptLike],
+        sampling_params: SamplingParams | Iterable[SamplingParams] | None = None,
+        on_error: str = "raise",
+    ) -> Iterator[RequestOutput]:
+        """Yield the answer to each prompt as soon as it is finished; its `index` is the prompt's place.
+
+        prompts, on_error: as of `generate`; any iterable, however long. Prompts are read and tokenised in
+        batches between steps, while the device works, at most 2 * `max_num_seqs` ahead of the outputs that
+        the caller has taken.
+        sampling_params: one for all prompts, or an iterable of as many.
+
+        An error of a prompt, of an iterable or of the engine ends the stream where it is met. At its end,
+        also by `close()` of the generator, what still runs is aborted and the engine is usable. An open
+        stream has the engine for itself, from the first output that is asked for: other calls are a
+        RuntimeError, but for `abort`, `reset_prefix_cache` and `close`. The same when requests of
+        `add_request` are unfinished.
+        """
+        self._lifecycle.check_open()
+        check_on_error(on_error)
+        params = self.get_default_sampling_params() if sampling_params is None else sampling_params
+        return self._stream(PromptReader(prompts, params), on_error)
+
+    def _stream(self, reader: PromptReader, on_error: str) -> Iterator[RequestOutput]:
+        window = 2 * self.config.max_num_seqs
+        batch = max(1, window // 8)
+        ready: deque[RequestOutput] = deque()
+        with self._calling():
+            self._check_idle("stream()")
+            self._open_stream = ready
+        try:
+            while not reader.ended or self._requests or ready:
+                has_room = len(self._requests) + batch <= window
+                read = reader.read(batch if has_room else 0)
+                with self._calling(ready), no_full_collections():
+                    if read.prompts:
+                        ready += self._add(read, on_error)
+                    with self._emptied_on_error():
+                        ready += self._step()[0]
+                while ready:
+                    yield ready.popleft()
+        finally:
+            self._end_stream()
+
+    def _end_stream(self) -> None:
+        """Abort what still runs; a closed engine has nothing left that does."""
+        with suppress(EngineClosedError), self._lifecycle.calling():
+            for seq_id in self._requests.unfinished:
+                self._scheduler.abort(seq_id)
+            self._requests.clear()
+        self._open_stream = None
+
     def chat(
         self,
         messages: Conversation | Iterable[Conversation],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool | Callable[..., Any] = True,
         *,
+        on_error: str = "raise",
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
@@ -48,6 +123,7 @@ class LLM(LLMEngine):
         Otherwise as `generate`.
         """
         self._lifecycle.check_open()
+        check_on_error(on_error)
         hint = ". Variables of the template go into chat_template_kwargs"
         refuse_others(LLM.chat, others, CHAT, hint)
         options = check_template_options(
@@ -59,8 +135,9 @@ class LLM(LLMEngine):
             chat_template_kwargs,
         )
         assert self.tokenizer is not None
-        texts = render_conversations(self.tokenizer, parse_conversations(messages), options)
-        # The template has written the special tokens already.
-        ids = self.tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
-        prompts = [{"prompt": text, "prompt_token_ids": row} for text, row in zip(texts, ids, strict=True)]
-        return self.generate(prompts, sampling_params, use_tqdm)
+        conversations = parse_conversations(messages)
+        if on_error == "raise":
+            raise_first(conversations)
+        prompts = render_conversations(self.tokenizer, conversations, options)
+        where = [f"conversation {index}" for index in range(len(prompts))]
+        return self._generate(prompts, where, sampling_params, use_tqdm, on_error)

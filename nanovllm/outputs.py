@@ -37,6 +37,7 @@ class RequestOutput(Mapping[str, Any]):
 
     num_cached_tokens: prompt tokens whose K/V came from the prefix cache when the request was first admitted.
     error: why `finish_reason` is "error", else None.
+    index: the place of its prompt among those of the call.
     """
 
     request_id: int
@@ -45,6 +46,7 @@ class RequestOutput(Mapping[str, Any]):
     outputs: list[CompletionOutput]
     num_cached_tokens: int = 0
     error: str | None = None
+    index: int = 0
 
     finished = True
 

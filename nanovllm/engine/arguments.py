@@ -1,4 +1,4 @@
-"""The arguments of calls that are vLLM's and not ours. Keeps nothing."""
+"""The arguments of calls beside prompts and parameters: `on_error`, and vLLM's that are not ours."""
 
 from __future__ import annotations
 
@@ -8,6 +8,12 @@ from typing import Any
 
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.vllm_arguments import SAMPLING, Absent, refuse_absent
+
+
+def check_on_error(on_error: object) -> None:
+    """Raise ValueError unless `on_error` is "raise" or "return"."""
+    if on_error not in ("raise", "return"):
+        raise ValueError(f"on_error must be 'raise' or 'return', not {on_error!r}")
 
 
 def refuse_others(

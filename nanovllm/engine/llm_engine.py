@@ -5,6 +5,7 @@ Owns the Processor, the Requests, the Scheduler, the ModelRunner and the Workers
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, SupportsIndex, Type
 from nanovllm.batch import Batch
 from nanovllm.config import Config
 from nanovllm.device import Device
-from nanovllm.engine.arguments import refuse_others
+from nanovllm.engine.arguments import check_on_error, refuse_others
 from nanovllm.engine.generation_config import read_generation_config, recommended_params
 from nanovllm.engine.progress import Progress
 from nanovllm.engine.requests import Requests
@@ -28,9 +29,11 @@ from nanovllm.outputs import RequestOutput
 from nanovllm.plan.scheduler import Scheduler
 from nanovllm.runner.staging import StepHandle
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.text.processor import Processor
+from nanovllm.text.processor import Processor, refused_output
 from nanovllm.text.prompts import Prompt, PromptLike, parse_prompt, parse_prompts, parse_sampling_params
+from nanovllm.text.reader import PromptBatch
 from nanovllm.text.request import Request
+from nanovllm.text.rows import BadRow, attempt, raise_first
 from nanovllm.text.tokenizer import load_tokenizer
 from nanovllm.vllm_arguments import GENERATE
 from nanovllm.workers.interrupts import held_interrupts, no_full_collections
@@ -90,6 +93,7 @@ class LLMEngine:
         self._scheduler = self._make_scheduler()
         self.model_config = replace(self.model_config, max_model_len=self._scheduler.max_model_len)
         self._in_flight: LaunchedStep | None = None
+        self._open_stream: deque[RequestOutput] | None = None  # what the open one has still to give
         self._last_end = 0.0  # of a step, or when the first request came, by perf_counter
         self._lifecycle = Lifecycle(self, partial(stop_ranks, self._workers, self._runner))
 
@@ -114,20 +118,9 @@ class LLMEngine:
     def tokenizer(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
         self._processor.tokenizer = tokenizer
 
-    def get_tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer of transformers that texts go through. ValueError with `skip_tokenizer_init=True`."""
-        if self.tokenizer is None:
-            raise ValueError("there is no tokenizer, for skip_tokenizer_init=True")
-        return self.tokenizer
-
-    @property
-    def llm_engine(self) -> LLMEngine:
-        """This object, where vLLM's scripts look for `model_config` with `max_model_len` and `vocab_size`."""
-        return self
-
     def reset_prefix_cache(self) -> bool:
         """Forget what the KV cache holds. False, and nothing is done, while requests hold a part of it."""
-        with self._calling():
+        with self._calling(self._open_stream):
             return self._scheduler.block_manager.reset()
 
     def get_default_sampling_params(self) -> SamplingParams:
@@ -153,7 +146,9 @@ class LLMEngine:
         """Queue one prompt and return its request id. ValueError or TypeError when it can never run."""
         params = self._params(sampling_params, 1)
         with self._calling():
-            return self._add([parse_prompt(prompt, "the prompt")], params, ["the prompt"])[0]
+            rows, where = [attempt(parse_prompt, prompt, "the prompt")], ["the prompt"]
+            self._add(PromptBatch(0, rows, params, where))
+            return self._requests.next_id - 1
 
     def step(self) -> list[RequestOutput]:
         """Advance all requests and return those that have finished.
@@ -170,12 +165,18 @@ class LLMEngine:
         return self._scheduler.is_finished()
 
     def abort(self, request_id: int) -> RequestOutput | None:
-        """End a request now and return what it has so far; None when it is unknown or has finished."""
-        with self._calling():
+        """End a request now and return what it has so far; None when it is unknown or has finished.
+
+        An open stream gives that output too. Its request ids count up with the places of its prompts.
+        """
+        with self._calling(self._open_stream):
             seq_ids = self._requests.unfinished_sequences(request_id)
             for seq_id in seq_ids:
                 self._scheduler.abort(seq_id)
-            return next(iter(self._requests.finish(seq_ids)), None)
+            aborted = self._requests.finish(seq_ids)
+            if self._open_stream is not None:
+                self._open_stream += aborted
+            return next(iter(aborted), None)
 
     # -- all at once -------------------------------------------------------------------------------------
 
@@ -184,6 +185,8 @@ class LLMEngine:
         prompts: PromptLike | Iterable[PromptLike],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool | Callable[..., Any] = True,
+        *,
+        on_error: str = "raise",
         **others: Any,
     ) -> list[RequestOutput]:
         """Answer every prompt, in the order given.
@@ -194,6 +197,8 @@ class LLMEngine:
         sampling_params: one for all prompts, or a list with one for each; None takes
         `get_default_sampling_params()`.
         use_tqdm: whether to show progress of more than one prompt, or a class like tqdm's to show it with.
+        on_error: "return" answers a prompt that cannot run with an output whose `error` says why, and all
+        others as usual.
         others: vLLM's, with values that ask for nothing.
 
         Everything is checked before anything runs: ValueError or TypeError names the index and the value.
@@ -202,26 +207,33 @@ class LLMEngine:
         """
         self._lifecycle.check_open()
         refuse_others(LLMEngine.generate, others, GENERATE)
-        parsed = parse_prompts(prompts)
-        progress = Progress(len(parsed), use_tqdm)
-        params = self._params(sampling_params, len(parsed))
-        where = [f"prompts[{index}]" for index in range(len(parsed))]
+        return self._generate(*parse_prompts(prompts), sampling_params, use_tqdm, on_error)
+
+    def _generate(
+        self,
+        prompts: list[Prompt | BadRow],
+        where: list[str],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        use_tqdm: bool | Callable[..., Any],
+        on_error: str,
+    ) -> list[RequestOutput]:
+        """As `generate`; where: what errors call each prompt."""
+        check_on_error(on_error)
+        if on_error == "raise":
+            raise_first(prompts)
+        progress = Progress(len(prompts), use_tqdm)
+        params = self._params(sampling_params, len(prompts))
         with self._calling(), no_full_collections():
-            if self._requests:
-                raise RuntimeError(
-                    f"{len(self._requests)} request(s) of add_request are unfinished; "
-                    "call step() until is_finished(), or abort() them, before generate()"
-                )
+            self._check_idle("generate()")
             with self._emptied_on_error():
-                request_ids = self._add(parsed, params, where)
-                outputs: dict[int, RequestOutput] = {}
+                outputs = self._add(PromptBatch(0, prompts, params, where), on_error)
                 with progress:
                     while not self._scheduler.is_finished():
                         finished, stats = self._step()
-                        outputs.update((output.request_id, output) for output in finished)
+                        outputs += finished
                         if stats is not None:
                             progress.update(stats)
-        return [outputs[request_id] for request_id in request_ids]
+        return sorted(outputs, key=lambda output: output.index)
 
     # -- the end -----------------------------------------------------------------------------------------
 
@@ -252,10 +264,22 @@ class LLMEngine:
     # -- inside ------------------------------------------------------------------------------------------
 
     @contextmanager
-    def _calling(self) -> Iterator[None]:
-        """One caller at a time, whichever thread it is, with this engine's device as the current one."""
+    def _calling(self, stream: deque[RequestOutput] | None = None) -> Iterator[None]:
+        """One caller at a time, whichever thread it is, with this engine's device as the current one.
+
+        stream: the open one for which the call is made; RuntimeError when there is another.
+        """
         with self._lifecycle.calling(), self._runner.device.current():
+            if self._open_stream is not stream:
+                raise RuntimeError("a stream of this engine is open; take all of its outputs, or close() it")
             yield
+
+    def _check_idle(self, call: str) -> None:
+        if self._requests:
+            raise RuntimeError(
+                f"{len(self._requests)} request(s) of add_request are unfinished; "
+                f"call step() until is_finished(), or abort() them, before {call}"
+            )
 
     @contextmanager
     def _emptied_on_error(self) -> Iterator[None]:
@@ -273,26 +297,41 @@ class LLMEngine:
                 self.close()
             raise
 
-    def _add(self, prompts: list[Prompt], params: list[SamplingParams], where: list[str]) -> list[int]:
-        """Check and tokenise all prompts, then queue them all: an error leaves nothing queued."""
-        first_id = self._requests.next_id
-        return self._queue(self._processor.make_requests(prompts, params, where, first_id), where)
+    def _add(self, batch: PromptBatch, on_error: str = "raise") -> list[RequestOutput]:
+        """Check and tokenise all prompts, then queue them: an error that is raised leaves nothing queued.
 
-    def _queue(self, requests: list[Request], where: list[str]) -> list[int]:
-        """Queue all requests; none of them, and ValueError, when one can never run."""
-        sequences = [self._requests.make_sequences(request) for request in requests]
-        for name, of_request in zip(where, sequences, strict=True):
+        Returns the outputs of those that cannot run. Each prompt gets a request id, in order.
+        """
+        first_id, first_index, prompts, params, where = self._requests.next_id, *batch
+        requests = self._processor.make_requests(prompts, params, where, first_id, first_index)
+        fitting = [attempt(self._fitting, *row) for row in zip(requests, where, strict=True)]
+        if on_error == "raise":
+            raise_first(fitting)
+        self._queue([row for row in fitting if isinstance(row, Request)])
+        self._requests.next_id = first_id + len(prompts)
+        return [
+            refused_output(first_id + row, first_index + row, requests[row], prompts[row], error)
+            for row, error in enumerate(fitting)
+            if not isinstance(error, Request)
+        ]
+
+    def _fitting(self, request: Request | BadRow, where: str) -> Request | BadRow:
+        """The request, if there is one; ValueError when it can never run."""
+        if isinstance(request, Request):
             try:
-                self._scheduler.check_fits(of_request[0])
+                self._scheduler.check_fits(len(request.prompt_token_ids))
             except ValueError as error:
-                raise ValueError(f"{name}: {error}") from None
+                raise ValueError(f"{where}: {error}") from None
+        return request
+
+    def _queue(self, requests: list[Request]) -> None:
         if not self._requests:
             self._last_end = perf_counter()
-        for request, of_request in zip(requests, sequences, strict=True):
-            self._requests.add(request, of_request)
-            for seq in of_request:
+        for request in requests:
+            sequences = self._requests.make_sequences(request)
+            self._requests.add(request, sequences)
+            for seq in sequences:
                 self._scheduler.add(seq)
-        return [request.request_id for request in requests]
 
     def _step(self) -> tuple[list[RequestOutput], StepStats | None]:
         """Launch the next step, then take in the one before it; or the same one, without `async_scheduling`.

@@ -62,7 +62,11 @@ class Requests:
         state = self._states[request.request_id] = RequestState(request, sequences, {})
         for seq in sequences:
             self._owners[seq.seq_id] = state
-        self.next_id = request.request_id + 1
+
+    @property
+    def unfinished(self) -> list[int]:
+        """The ids of all sequences that have not ended."""
+        return list(self._owners)
 
     def unfinished_sequences(self, request_id: int) -> list[int]:
         """The ids of the request's sequences that have not ended; none when it is unknown or finished."""

@@ -61,9 +61,9 @@ class Scheduler:
     def is_finished(self) -> bool:
         return not self._unfinished
 
-    def check_fits(self, seq: Sequence) -> None:
-        """Raise ValueError, with what helps, when the prompt leaves no room for one token of output."""
-        limit, length = self.max_model_len, seq.num_prompt_tokens
+    def check_fits(self, length: int) -> None:
+        """Raise ValueError, with what helps, when a prompt of `length` tokens leaves no room for another."""
+        limit = self.max_model_len
         if length < limit:
             return
         blocks = self.block_manager
@@ -86,7 +86,7 @@ class Scheduler:
 
     def add(self, seq: Sequence) -> None:
         """Queue a sequence. Raises ValueError when its prompt leaves no room for an output."""
-        self.check_fits(seq)
+        self.check_fits(seq.num_prompt_tokens)
         seq.max_tokens_total = self.max_model_len
         if seq.params.max_tokens is not None:
             asked = seq.num_prompt_tokens + seq.params.max_tokens

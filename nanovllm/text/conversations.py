@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, TypeAlias
 
 from nanovllm.text.prompts import check_text, show, to_list
+from nanovllm.text.rows import BadRow, attempt
 
 Message: TypeAlias = "Mapping[str, Any]"
 Conversation: TypeAlias = "Iterable[Message]"
@@ -17,10 +18,13 @@ Conversation: TypeAlias = "Iterable[Message]"
 MESSAGE = "{'role': ..., 'content': ...}"
 
 
-def parse_conversations(messages: Conversation | Iterable[Conversation]) -> list[list[dict[str, Any]]]:
+def parse_conversations(
+    messages: Conversation | Iterable[Conversation],
+) -> list[list[dict[str, Any]] | BadRow]:
     """Bring one conversation or several to lists of messages, each with a text or None as its content.
 
-    ValueError or TypeError names the conversation, the message and the fix.
+    TypeError when there are none. In the place of one that is wrong stands a ValueError or TypeError that
+    names it, the message and the fix.
     """
     if isinstance(messages, Mapping):
         raise TypeError(
@@ -29,7 +33,7 @@ def parse_conversations(messages: Conversation | Iterable[Conversation]) -> list
     items = to_list(messages, f"messages must be a list of messages {MESSAGE} or a list of such lists")
     if items and isinstance(items[0], Mapping):
         items = [items]
-    return [_conversation(item, f"conversation {index}") for index, item in enumerate(items)]
+    return [attempt(_conversation, item, f"conversation {index}") for index, item in enumerate(items)]
 
 
 def _conversation(value: Any, where: str) -> list[dict[str, Any]]:

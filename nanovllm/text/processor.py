@@ -5,7 +5,7 @@ Owns the tokenizer. Keeps no request; knows neither blocks nor tensors.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from nanovllm.outputs import CompletionOutput, RequestOutput
@@ -13,6 +13,7 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.detokenizer import Detokenizer
 from nanovllm.text.prompts import Prompt, pack_token_ids
 from nanovllm.text.request import Request
+from nanovllm.text.rows import BadRow, attempt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -31,22 +32,36 @@ class Processor:
         self._detokenizer: Detokenizer | None = None  # made with the first text
 
     def make_requests(
-        self, prompts: list[Prompt], params: list[SamplingParams], where: list[str], first_id: int
-    ) -> list[Request]:
+        self,
+        prompts: Sequence[Prompt | BadRow],
+        params: list[SamplingParams],
+        where: list[str],
+        first_id: int,
+        first_index: int = 0,
+    ) -> list[Request | BadRow]:
         """Check and tokenise the prompts; the ids of the requests count up from `first_id`.
 
-        params: checked, one for each prompt. where: what an error calls each prompt.
-        Raises ValueError for a prompt without tokens, and for a token id that is not in the vocabulary.
+        params: checked, one for each prompt. where: what an error calls each prompt. first_index: the place
+        of the first prompt in its call. A bad prompt stays in its place, and a ValueError takes that of one
+        without tokens, or with a token id that is not in the vocabulary. Raises ValueError for a stop token
+        id that is not in the vocabulary.
         """
-        requests = []
+        requests: list[Request | BadRow] = []
         stop_token_ids: dict[int, frozenset[int]] = {}  # by the identity of the SamplingParams
-        all_ids = self._tokenize(prompts, where)
-        for index, (prompt, ids, param) in enumerate(zip(prompts, all_ids, params, strict=True)):
-            packed = pack_token_ids(ids, self._vocab_size, where[index])
+        encoded = self._encode(prompts)
+        for row, (prompt, param, name) in enumerate(zip(prompts, params, where, strict=True)):
             if id(param) not in stop_token_ids:
-                stop_token_ids[id(param)] = self._stop_token_ids(param, where[index])
+                stop_token_ids[id(param)] = self._stop_token_ids(param, name)
+            if isinstance(prompt, Exception):
+                requests.append(prompt)
+                continue
+            ids = attempt(self._pack, prompt, encoded, name)
+            if isinstance(ids, Exception):
+                requests.append(ids)
+                continue
             stop_ids = stop_token_ids[id(param)]
-            requests.append(Request(first_id + index, prompt.text, ids, packed, param, stop_ids))
+            index = first_index + row
+            requests.append(Request(first_id + row, prompt.text, *ids, param, stop_ids, index))
         return requests
 
     def completion(
@@ -65,20 +80,19 @@ class Processor:
         pack_token_ids(stop_ids, self._vocab_size, f"{where} stop_token_ids")
         return frozenset(stop_ids if params.ignore_eos else [*stop_ids, *self._eos_token_ids])
 
-    def _tokenize(self, prompts: list[Prompt], where: list[str]) -> list[list[int]]:
-        texts = [prompt.text for prompt in prompts if prompt.token_ids is None]
-        encoded: list[list[int]] = []
-        if texts:
-            if self.tokenizer is None:
-                index = next(i for i, prompt in enumerate(prompts) if prompt.token_ids is None)
-                raise ValueError(f"{where[index]} is a text, and skip_tokenizer_init=True; pass token ids")
-            encoded = self.tokenizer(texts)["input_ids"]
-        rest = iter(encoded)
-        all_ids = [next(rest) if prompt.token_ids is None else prompt.token_ids for prompt in prompts]
-        for index, ids in enumerate(all_ids):
-            if not ids:
-                raise ValueError(f"{where[index]} has no tokens: {prompts[index].text!r}")
-        return all_ids
+    def _encode(self, prompts: Sequence[Prompt | BadRow]) -> Iterator[list[int]]:
+        """The token ids of those prompts that are texts, if there is a tokenizer."""
+        texts = [each.text for each in prompts if isinstance(each, Prompt) and each.token_ids is None]
+        return iter(self.tokenizer(texts)["input_ids"] if texts and self.tokenizer is not None else ())
+
+    def _pack(self, prompt: Prompt, encoded: Iterator[list[int]], where: str) -> tuple[list[int], bytes]:
+        """The prompt's token ids, of a text the next of `encoded`, and the same as int32."""
+        if prompt.token_ids is None and self.tokenizer is None:
+            raise ValueError(f"{where} is a text, and skip_tokenizer_init=True; pass token ids")
+        ids = next(encoded) if prompt.token_ids is None else prompt.token_ids
+        if not ids:
+            raise ValueError(f"{where} has no tokens: {prompt.text!r}")
+        return ids, pack_token_ids(ids, self._vocab_size, where)
 
     def _text(self, prompt_ids: list[int], output_ids: list[int]) -> str:
         if self.tokenizer is None:
@@ -107,4 +121,18 @@ def join_completions(
         outputs=completions,
         num_cached_tokens=num_cached_tokens,
         error="the model's logits were not finite" if failed else None,
+        index=request.index,
     )
+
+
+def refused_output(
+    request_id: int, index: int, request: Request | BadRow, prompt: Prompt | BadRow, error: BadRow
+) -> RequestOutput:
+    """Return the output of a prompt that cannot run, with as much of the prompt as is known."""
+    text, token_ids = None, None
+    if isinstance(request, Request):
+        text, token_ids = request.prompt, request.prompt_token_ids
+    elif isinstance(prompt, Prompt):
+        text, token_ids = prompt.text, prompt.token_ids
+    answer = CompletionOutput(0, "", [], "error")
+    return RequestOutput(request_id, text, token_ids or [], [answer], error=str(error), index=index)

@@ -6,13 +6,15 @@ Knows nothing of tokenizers or devices: a text stays a text here.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, islice
 from typing import Any, TypeAlias, TypedDict
 
 import numpy as np
 
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.text.rows import BadRow, attempt
 
 PromptLike: TypeAlias = "str | Iterable[int] | Mapping[str, Any]"
 # What tokenizers of transformers return.
@@ -43,21 +45,36 @@ class Prompt:
     token_ids: list[int] | None
 
 
-def parse_prompts(prompts: PromptLike | Iterable[PromptLike]) -> list[Prompt]:
-    """Bring one prompt or several, in any iterable, to `Prompt`s. Errors name index, value and fix.
+def parse_prompts(prompts: PromptLike | Iterable[PromptLike]) -> tuple[list[Prompt | BadRow], list[str]]:
+    """Bring one prompt or several, in any iterable, to `Prompt`s; also return what errors call each.
 
     One prompt is a text, a dictionary, or integers in a list, an array or a tensor of one dimension.
+    TypeError when there are none. The error of a single bad one, with value and fix, is in its place.
+    """
+    items, where = split_prompts(prompts)
+    rows: list[Prompt | BadRow] = []
+    names: list[str] = []
+    for index, item in enumerate(items):
+        names.append(where.format(index))
+        rows.append(attempt(parse_prompt, item, names[-1]))
+    return rows, names
+
+
+def split_prompts(prompts: PromptLike | Iterable[PromptLike]) -> tuple[Iterator[Any], str]:
+    """Return the prompts one by one, as they are asked for, and what errors call each, a format of its index.
+
+    Of an iterable the first item is taken at once: it says whether this is one prompt or several.
     """
     if isinstance(prompts, Mapping) and "input_ids" in prompts:
-        rows = _encoded_rows(prompts, "the prompt")
-        return [parse_prompt(row, f"the prompt's row {index}") for index, row in enumerate(rows)]
+        return iter(_encoded_rows(prompts, "the prompt")), "the prompt's row {}"
     if isinstance(prompts, (str, Mapping)):
-        return [parse_prompt(prompts, "the prompt")]
-    items = to_list(prompts, "prompts must be a prompt or a list of prompts")
-    is_empty_array = not items and hasattr(prompts, "tolist")
-    if is_empty_array or (items and isinstance(items[0], (int, float, np.number))):
-        return [parse_prompt(items, "the prompt")]
-    return [parse_prompt(prompt, f"prompts[{index}]") for index, prompt in enumerate(items)]
+        return iter([prompts]), "the prompt"
+    items = iter(_iterable(prompts, "prompts must be a prompt or a list of prompts"))
+    first = list(islice(items, 1))
+    is_empty_array = not first and hasattr(prompts, "tolist")
+    if is_empty_array or (first and isinstance(first[0], (int, float, np.number))):
+        return iter([[*first, *items]]), "the prompt"
+    return chain(first, items), "prompts[{}]"
 
 
 def parse_prompt(prompt: Any, where: str) -> Prompt:
@@ -101,11 +118,11 @@ def pack_token_ids(token_ids: list[int], vocab_size: int, where: str) -> bytes:
 
 
 def parse_sampling_params(
-    sampling_params: SamplingParams | Sequence[SamplingParams], num_prompts: int
+    sampling_params: SamplingParams | Sequence[SamplingParams], num_prompts: int, first_index: int = 0
 ) -> list[SamplingParams]:
     """Return a checked copy of the SamplingParams for each prompt; one object gets one copy.
 
-    A list must be as long as the prompts.
+    A list must be as long as the prompts. first_index: where the list begins, for errors.
     """
     if isinstance(sampling_params, SamplingParams):
         return [_checked(sampling_params, "sampling_params")] * num_prompts
@@ -119,7 +136,7 @@ def parse_sampling_params(
             "pass one for all or one for each"
         )
     checked: dict[int, SamplingParams] = {}
-    for index, params in enumerate(sampling_params):
+    for index, params in enumerate(sampling_params, first_index):
         if not isinstance(params, SamplingParams):
             raise TypeError(f"sampling_params[{index}] must be SamplingParams, not {show(params)}")
         if id(params) not in checked:
@@ -183,11 +200,15 @@ def _encoded_rows(encoded: Mapping[str, Any], where: str) -> list[list[Any]]:
 
 def to_list(value: Any, expected: str) -> list[Any]:
     """A list of what an array, a tensor or an iterable in a fixed order holds."""
+    return list(_iterable(value, expected))
+
+
+def _iterable(value: Any, expected: str) -> Iterable[Any]:
     if hasattr(value, "tolist"):  # of NumPy, torch, pandas or array: their elements as Python's
         value = value.tolist()
     if isinstance(value, (str, bytes, bytearray, Mapping, set, frozenset)) or not isinstance(value, Iterable):
         raise TypeError(f"{expected}, not {show(value)}")
-    return list(value)
+    return value
 
 
 def _parse_ids(value: Any, where: str) -> list[int]:

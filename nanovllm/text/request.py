@@ -17,4 +17,5 @@ class Request:
     prompt_bytes: bytes  # the same ids as int32
     params: SamplingParams
     stop_token_ids: frozenset[int]  # all that end a completion: the caller's, and the model's unless ignored
+    index: int = 0  # of the prompt, in its call
     n: int = 1

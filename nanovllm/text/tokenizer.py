@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.errors import ModelLoadError
-from nanovllm.text.prompts import check_text, show
+from nanovllm.text.prompts import Prompt, check_text, show
+from nanovllm.text.rows import BadRow, attempt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -81,17 +82,37 @@ def check_template_options(
 
 
 def render_conversations(
-    tokenizer: PreTrainedTokenizerBase, conversations: list[list[dict[str, Any]]], options: Mapping[str, Any]
-) -> list[str]:
-    """Apply the chat template to each conversation. ValueError names the one at which it fails."""
-    texts: list[str] = []
-    for index, conversation in enumerate(conversations):
-        try:
-            text: Any = tokenizer.apply_chat_template(conversation, tokenize=False, **options)
-        except Exception as error:  # a template may raise anything
-            raise ValueError(
-                f"conversation {index}: the chat template cannot write it ({type(error).__name__}: {error})"
-            ) from error
-        check_text(text, f"conversation {index}")
-        texts.append(text)
-    return texts
+    tokenizer: PreTrainedTokenizerBase,
+    conversations: list[list[dict[str, Any]] | BadRow],
+    options: Mapping[str, Any],
+) -> list[Prompt | BadRow]:
+    """Apply the chat template to each conversation, and tokenise.
+
+    A bad one stays in its place; a ValueError takes that of one at which the template fails.
+    """
+    texts = [
+        each
+        if isinstance(each, Exception)
+        else attempt(_render, tokenizer, each, options, f"conversation {i}")
+        for i, each in enumerate(conversations)
+    ]
+    good = [text for text in texts if isinstance(text, str)]
+    # The template has written the special tokens already.
+    ids = iter(tokenizer(good, add_special_tokens=False)["input_ids"] if good else ())
+    return [Prompt(text, next(ids)) if isinstance(text, str) else text for text in texts]
+
+
+def _render(
+    tokenizer: PreTrainedTokenizerBase,
+    conversation: list[dict[str, Any]],
+    options: Mapping[str, Any],
+    where: str,
+) -> str:
+    try:
+        text: Any = tokenizer.apply_chat_template(conversation, tokenize=False, **options)
+    except Exception as error:  # a template may raise anything
+        raise ValueError(
+            f"{where}: the chat template cannot write it ({type(error).__name__}: {error})"
+        ) from error
+    check_text(text, where)
+    return str(text)

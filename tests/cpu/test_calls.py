@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from checked_llm import BLOCK, make_tiny
+from invariants import check_scheduler
 from tiny_models import VOCAB_SIZE, write_tiny_model
 
 from nanovllm import LLM, SamplingParams, demo_model_path
@@ -53,7 +54,7 @@ def test_the_prefix_cache_is_forgotten(model: Path, run_ahead: bool) -> None:
         [again] = llm.generate(prompt, GREEDY, use_tqdm=False)
         assert (first.num_cached_tokens, again.num_cached_tokens) == (0, 2 * BLOCK)
         assert llm.reset_prefix_cache() is True
-        llm._scheduler.check()
+        check_scheduler(llm._scheduler)
         [reset] = llm.generate(prompt, GREEDY, use_tqdm=False)
         assert reset.num_cached_tokens == 0
         llm.add_request(prompt, GREEDY)

@@ -10,6 +10,7 @@ import pytest
 
 from nanovllm import LLM, SamplingParams, demo_model_path
 from nanovllm.text.conversations import parse_conversations
+from nanovllm.text.rows import raise_first
 
 USER = {"role": "user", "content": "Hi"}
 SHOWN = "<|im_start|>user\nHi<|im_end|>\n"
@@ -170,7 +171,7 @@ def test_tool_calls(llm: LLM) -> None:
 )  # fmt: skip
 def test_wrong_messages(messages: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
-        parse_conversations(messages)
+        raise_first(parse_conversations(messages))
 
 
 def test_without_a_template(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

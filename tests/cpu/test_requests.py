@@ -86,9 +86,11 @@ def test_a_request_keeps_its_own_parameters(model: Path) -> None:
 def queue(llm: CheckedLLM, prompt: list[int], params: SamplingParams, n: int) -> int:
     """Queue one request for `n` completions; return its id."""
     [request] = llm._processor.make_requests(
-        parse_prompts(prompt), [params.checked()], ["the prompt"], llm._requests.next_id
+        parse_prompts(prompt)[0], [params.checked()], ["the prompt"], llm._requests.next_id
     )
-    return llm._queue([replace(request, n=n)], ["the prompt"])[0]
+    llm._queue([replace(request, n=n)])
+    llm._requests.next_id += 1
+    return request.request_id
 
 
 def run(llm: CheckedLLM) -> list[RequestOutput]:
@@ -116,7 +118,7 @@ def test_a_request_of_several_sequences_is_one_output(model: Path, run_ahead: bo
         assert first.prompt_token_ids == [5] * 20 and len(second.outputs) == 1
         assert first.num_cached_tokens == 0 and llm.sequences[-1].num_cached_tokens is not None
         # Each is what a request with its seed alone gives, so the first one is what one completion gives.
-        [request] = llm._processor.make_requests(parse_prompts([5] * 20), [ENDING], ["p"], 0)
+        [request] = llm._processor.make_requests(parse_prompts([5] * 20)[0], [ENDING], ["p"], 0)
         seeds = [sequence_seed(request, index, engine_seed=0) for index in range(3)]
         assert seeds[0] == 3 and len(set(seeds)) == 3
         for completion, seed in zip(first.outputs, seeds, strict=True):

@@ -14,7 +14,9 @@ import pytest
 
 from nanovllm import TextPrompt, TokensPrompt
 from nanovllm.outputs import CompletionOutput, RequestOutput
-from nanovllm.text.prompts import Prompt, parse_prompt, parse_prompts
+from nanovllm.text import prompts as forms
+from nanovllm.text.prompts import Prompt, parse_prompt
+from nanovllm.text.rows import raise_first
 
 
 class Tensor:
@@ -25,6 +27,14 @@ class Tensor:
 
     def tolist(self) -> Any:
         return self.values
+
+
+def parse_prompts(prompts: Any) -> list[Prompt]:
+    """The rows; raises the error of the first bad one."""
+    rows, where = forms.parse_prompts(prompts)
+    assert len(rows) == len(where)
+    raise_first(rows)
+    return rows
 
 
 def ids(prompts: Any) -> list[list[int] | None]:

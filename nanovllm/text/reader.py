@@ -1,0 +1,100 @@
+"""PromptReader: prompts and their parameters from iterables of any length, a batch at a time.
+
+Reads no further than it is asked to. Tokenises nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sized
+from time import perf_counter
+from typing import Any, NamedTuple
+
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.text.prompts import (
+    Prompt,
+    PromptLike,
+    parse_prompt,
+    parse_sampling_params,
+    show,
+    split_prompts,
+)
+from nanovllm.text.rows import BadRow, attempt
+
+READ_SECONDS = 0.005  # that a batch may take, unless its first prompt takes longer
+END = object()
+
+
+class PromptBatch(NamedTuple):
+    """What one read gives, a row for each prompt."""
+
+    first_index: int  # the place of the first one among all prompts
+    prompts: list[Prompt | BadRow]
+    params: list[SamplingParams]  # checked
+    where: list[str]  # what errors call each prompt
+
+
+class PromptReader:
+    """Reads prompts as `generate` takes them, and one SamplingParams for all or an iterable as long."""
+
+    ended = False  # whether all has been read
+
+    def __init__(
+        self,
+        prompts: PromptLike | Iterable[PromptLike],
+        sampling_params: SamplingParams | Iterable[SamplingParams],
+    ) -> None:
+        """Reads nothing yet. ValueError or TypeError for parameters that are wrong or, where both lengths are
+        known, not as many as the prompts."""
+        self._prompts = prompts
+        self._items: Iterator[Any] | None = None  # of `_prompts`, from the first read on
+        self._where = ""
+        self._index = 0  # of the next prompt
+        self._same: SamplingParams | None = None
+        self._params: Iterator[SamplingParams] = iter(())
+        if isinstance(sampling_params, SamplingParams):
+            [self._same] = parse_sampling_params(sampling_params, 1)
+            return
+        if isinstance(sampling_params, (str, Mapping)) or not isinstance(sampling_params, Iterable):
+            raise TypeError(
+                f"sampling_params must be SamplingParams or an iterable of them, not {show(sampling_params)}"
+            )
+        if isinstance(prompts, (list, tuple)) and isinstance(sampling_params, Sized):
+            many = not prompts or not isinstance(prompts[0], int)
+            num_prompts = len(prompts) if many else 1
+            if len(sampling_params) != num_prompts:
+                raise self._unequal(f"{len(sampling_params)} sampling_params for {num_prompts} prompts")
+        self._params = iter(sampling_params)
+
+    def read(self, most: int) -> PromptBatch:
+        """Return up to `most` prompts, at least one unless all have been read.
+
+        Raises what the iterables raise, TypeError when `prompts` are none, and ValueError when one iterable
+        ends before the other.
+        """
+        if self._items is None:
+            self._items, self._where = split_prompts(self._prompts)
+        first = self._index
+        items: list[Any] = []
+        params: list[Any] = []
+        until = perf_counter() + READ_SECONDS
+        while len(items) < most and not (items and perf_counter() > until):
+            item, param = next(self._items, END), self._same or next(self._params, END)
+            if item is END:
+                self.ended = True
+                if self._same is None and param is not END:
+                    raise self._unequal(f"prompts end after {first + len(items)}, and sampling_params go on")
+                break
+            if param is END:
+                raise self._unequal(f"sampling_params end after {first + len(items)}, and prompts go on")
+            items.append(item)
+            params.append(param)
+        self._index += len(items)
+        where = [self._where.format(index) for index in range(first, self._index)]
+        prompts = [attempt(parse_prompt, item, name) for item, name in zip(items, where, strict=True)]
+        if self._same is None:
+            params = parse_sampling_params(params, len(params), first)
+        return PromptBatch(first, prompts, params, where)
+
+    @staticmethod
+    def _unequal(what: str) -> ValueError:
+        return ValueError(f"{what}; pass one for all or one for each")

@@ -1,0 +1,24 @@
+"""Rows of a call, each checked on its own: a good row is its value, a bad one the error in its place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, TypeAlias, TypeVar
+
+Value = TypeVar("Value")
+BadRow: TypeAlias = "TypeError | ValueError"
+
+
+def attempt(check: Callable[..., Value], *args: Any) -> Value | BadRow:
+    """Return `check(*args)`, or the TypeError or ValueError that it raises."""
+    try:
+        return check(*args)
+    except (TypeError, ValueError) as error:
+        return error.with_traceback(None)  # which would hold on to the row's values
+
+
+def raise_first(rows: Iterable[object]) -> None:
+    """Raise the error of the first bad row, if there is one."""
+    for row in rows:
+        if isinstance(row, Exception):
+            raise row
