@@ -14,6 +14,7 @@ import numpy as np
 from nanovllm.vllm_arguments import SAMPLING, nearest, refuse_absent
 
 SEED_LIMIT = 2**63
+MAX_N = 16_384  # vLLM's
 TINY, HUGE = float(np.finfo(np.float32).smallest_subnormal), float(np.finfo(np.float32).max)
 NUMBERS = (int, float, np.integer, np.floating)
 Params = TypeVar("Params", bound="SamplingParams")
@@ -30,6 +31,7 @@ class SamplingParams:
     top_k: keep the k likeliest tokens; 0 or -1 keeps all.
     top_p: keep the fewest likeliest tokens whose probabilities reach top_p, in (0, 1].
     min_p: drop tokens less likely than min_p times the likeliest, in [0, 1].
+    n: how many completions of the prompt; with temperature 0 only one, for all would be equal.
     seed: the request's own random numbers, whatever else is in the batch; None takes the engine's.
     max_tokens: the most tokens to generate; None: as many as `max_model_len` has room for.
     ignore_eos: go on after an end-of-sequence token.
@@ -40,6 +42,7 @@ class SamplingParams:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    n: int = 1
     seed: int | None = None
     max_tokens: int | None = 64
     ignore_eos: bool = False
@@ -100,6 +103,13 @@ class SamplingParams:
         if not 0 <= values["min_p"] <= 1:
             raise _wrong("min_p", self.min_p, "in [0, 1]; 0 keeps all tokens")
         values["top_k"] = _int("top_k", self.top_k, -1, "a positive integer, or 0 or -1 to keep all tokens")
+        expected = f"an integer from 1 to {MAX_N}"
+        values["n"] = 1 if self.n is None else _int("n", self.n, 1, expected)
+        if values["n"] > MAX_N:
+            raise _wrong("n", self.n, expected)
+        if values["n"] > 1 and values["temperature"] == 0:
+            fix = "they would all be equal; set a temperature above 0, or pass the prompt several times"
+            raise ValueError(f"n must be 1 with temperature=0, not {values['n']}: {fix}")
         values["max_tokens"] = values["seed"] = None
         if self.max_tokens is not None:
             expected = "an integer of at least 1, or None for as many as fit"

@@ -140,8 +140,7 @@ _PENALTY = "use temperature, top_k, top_p or min_p"
 _BY_TOKEN = "choose among several outputs instead"
 
 SAMPLING: dict[str, Absent] = {
-    "n": Absent((1, None), "pass the prompt several times"),
-    "best_of": Absent((None, 1), "pass the prompt several times and choose"),
+    "best_of": Absent((None, 1), "use n, and choose"),
     "use_beam_search": _OFF,
     "length_penalty": Absent((1.0, None), _LEAVE_OUT),
     "early_stopping": _OFF,

@@ -54,7 +54,7 @@ class Requests:
                 request.stop_token_ids,
                 request.prompt_bytes,
             )
-            for index in range(request.n)
+            for index in range(request.params.n)
         ]
 
     def add(self, request: Request, sequences: list[Sequence]) -> None:
@@ -80,9 +80,9 @@ class Requests:
             state.completions[index] = self._processor.completion(
                 request, index, seq.completion_token_ids, seq.finish_reason, seq.stop_reason
             )
-            if len(state.completions) == request.n:
+            if len(state.completions) == request.params.n:
                 del self._states[request.request_id]
-                completions = [state.completions[index] for index in range(request.n)]
+                completions = [state.completions[index] for index in range(request.params.n)]
                 cached = state.sequences[0].num_cached_tokens or 0
                 outputs.append(join_completions(request, completions, cached))
         return outputs

@@ -9,7 +9,7 @@ from nanovllm.sampling_params import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a caller wants: `n` completions of a prompt. Every value is checked."""
+    """What a caller wants: `params.n` completions of a prompt. Every value is checked."""
 
     request_id: int
     prompt: str | None  # the text, where the caller gave one
@@ -17,4 +17,3 @@ class Request:
     prompt_bytes: bytes  # the same ids as int32
     params: SamplingParams
     stop_token_ids: frozenset[int]  # all that end a completion: the caller's, and the model's unless ignored
-    n: int = 1

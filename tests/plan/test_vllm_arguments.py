@@ -133,14 +133,13 @@ def test_parameters_that_ask_for_nothing_change_nothing() -> None:
         output_kind=RequestOutputKind.CUMULATIVE, stop_token_ids=None, seed=None, detokenize=True,
     )  # fmt: skip
     assert params == default
-    params.stop, params.n = [], 1
-    assert params == default and params.n == 1 and params.stop is None and params.repetition_penalty == 1
+    params.stop, params.best_of = [], 1
+    assert params == default and params.stop is params.best_of is None and params.repetition_penalty == 1
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("n", 2),
         ("best_of", 3),
         ("stop", ["x"]),
         ("stop", "x"),
