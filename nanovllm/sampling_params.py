@@ -36,6 +36,8 @@ class SamplingParams:
     max_tokens: the most tokens to generate; None: as many as `max_model_len` has room for.
     ignore_eos: go on after an end-of-sequence token.
     stop_token_ids: further tokens that end the output (and are its last token); None: no others.
+    stop: a text or a list of texts; the first that the output's text holds ends it and is cut off.
+    include_stop_str_in_output: end the text with the stop string, or the stop token's text, instead.
     """
 
     temperature: float = 1.0
@@ -47,6 +49,8 @@ class SamplingParams:
     max_tokens: int | None = 64
     ignore_eos: bool = False
     stop_token_ids: Sequence[int] | None = None
+    stop: str | Sequence[str] | None = None
+    include_stop_str_in_output: bool = False
 
     def __init__(self, *positional: object, **values: Any) -> None:
         names = self.__dataclass_fields__
@@ -80,8 +84,9 @@ class SamplingParams:
         """A copy that shares nothing with this one."""
         clone = object.__new__(type(self))
         vars(clone).update(vars(self))
-        if isinstance(self.stop_token_ids, list):
-            vars(clone)["stop_token_ids"] = list(self.stop_token_ids)
+        for name, value in vars(self).items():
+            if isinstance(value, list):
+                vars(clone)[name] = list(value)
         return clone
 
     def checked(self: Params) -> Params:
@@ -119,9 +124,11 @@ class SamplingParams:
             values["seed"] = _int("seed", self.seed, -SEED_LIMIT, expected)
             if values["seed"] >= SEED_LIMIT:
                 raise _wrong("seed", self.seed, expected)
-        if not isinstance(self.ignore_eos, bool):
-            raise TypeError(f"ignore_eos must be True or False, not {_show(self.ignore_eos)}")
+        for name in ("ignore_eos", "include_stop_str_in_output"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be True or False, not {_show(getattr(self, name))}")
         values["stop_token_ids"] = _token_ids("stop_token_ids", self.stop_token_ids)
+        values["stop"] = _texts("stop", self.stop)
         return values
 
 
@@ -160,6 +167,16 @@ def _token_ids(name: str, value: Any) -> list[int]:
     if isinstance(value, (str, bytes)) or not isinstance(value, (Sequence, set, frozenset)):
         raise TypeError(f"{name} must be a list of token ids, not {_show(value)}")
     return [_int(name, token_id, 0, "a list of token ids, integers of at least 0") for token_id in value]
+
+
+def _texts(name: str, value: Any) -> list[str]:
+    expected = "a text or a list of texts, none of them empty"
+    texts = [] if value is None else [value] if isinstance(value, str) else value
+    if not isinstance(texts, (list, tuple)) or not all(isinstance(text, str) for text in texts):
+        raise TypeError(f"{name} must be {expected}, not {_show(value)}")
+    if not all(texts):
+        raise _wrong(name, value, expected)
+    return list(texts)
 
 
 def _wrong(name: str, value: object, expected: str) -> ValueError:

@@ -148,8 +148,6 @@ SAMPLING: dict[str, Absent] = {
     "frequency_penalty": Absent((0.0, None), _PENALTY),
     "repetition_penalty": Absent((1.0, None), _PENALTY),
     "repetition_detection": Absent((None,), _PENALTY),
-    "stop": Absent(_NOTHING, "use stop_token_ids, or cut the text afterwards"),
-    "include_stop_str_in_output": _OFF,
     "bad_words": Absent(_NOTHING, _BY_TOKEN),
     "min_tokens": Absent((0, None), "use ignore_eos=True with max_tokens"),
     "logprobs": Absent((None,), _LEAVE_OUT),

@@ -13,6 +13,7 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.detokenizer import Detokenizer
 from nanovllm.text.prompts import Prompt, pack_token_ids
 from nanovllm.text.request import Request
+from nanovllm.text.stop_strings import StopStrings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -36,7 +37,8 @@ class Processor:
         """Check and tokenise the prompts; the ids of the requests count up from `first_id`.
 
         params: checked, one for each prompt. where: what an error calls each prompt.
-        Raises ValueError for a prompt without tokens, and for a token id that is not in the vocabulary.
+        Raises ValueError for a prompt without tokens, for a token id that is not in the vocabulary, and for
+        stop strings where there is no tokenizer.
         """
         requests = []
         stop_token_ids: dict[int, frozenset[int]] = {}  # by the identity of the SamplingParams
@@ -49,18 +51,37 @@ class Processor:
             requests.append(Request(first_id + index, prompt.text, ids, packed, param, stop_ids))
         return requests
 
+    def stop_strings(self, request: Request) -> StopStrings | None:
+        """Return what finds the request's stop strings in one of its completions; None when it has none."""
+        if not request.params.stop:
+            return None
+        stream = self._current_detokenizer().stream(request.prompt_token_ids)
+        return StopStrings(request.params.stop, stream)
+
     def completion(
         self, request: Request, index: int, token_ids: list[int], finish_reason: str, stop_token: int | None
     ) -> CompletionOutput:
         """Return completion `index` of the request; `stop_token` is the token that ended it, if one did."""
-        # A token that ended the completion is one of its ids, and no part of its text.
-        text_ids = token_ids[:-1] if finish_reason == "stop" else token_ids
-        text = self._text(request.prompt_token_ids, text_ids)
+        # A token that ended the completion is one of its ids, and no part of its text unless that is asked.
+        is_cut = finish_reason == "stop" and not request.params.include_stop_str_in_output
+        text = self._text(request.prompt_token_ids, token_ids[:-1] if is_cut else token_ids)
         stop_reason = None if self._is_eos(stop_token, request.params) else stop_token
         return CompletionOutput(index, text, token_ids, finish_reason, stop_reason)
 
+    def stopped_completion(
+        self, request: Request, index: int, token_ids: list[int], stop: StopStrings
+    ) -> CompletionOutput:
+        """Return completion `index` of the request, in which `stop` has found a stop string."""
+        text = stop.text(request.params.include_stop_str_in_output)
+        return CompletionOutput(index, text, token_ids[: stop.num_tokens], "stop", stop.found)
+
     def _stop_token_ids(self, params: SamplingParams, where: str) -> frozenset[int]:
-        """All token ids that end a completion. ValueError when one is not in the vocabulary."""
+        """All token ids that end a completion. ValueError as for `make_requests`."""
+        if params.stop and self.tokenizer is None:
+            raise ValueError(
+                f"{where}: stop={params.stop!r} needs a tokenizer, and skip_tokenizer_init=True; "
+                "use stop_token_ids"
+            )
         stop_ids = list(params.stop_token_ids or ())
         pack_token_ids(stop_ids, self._vocab_size, f"{where} stop_token_ids")
         return frozenset(stop_ids if params.ignore_eos else [*stop_ids, *self._eos_token_ids])
@@ -81,11 +102,14 @@ class Processor:
         return all_ids
 
     def _text(self, prompt_ids: list[int], output_ids: list[int]) -> str:
-        if self.tokenizer is None:
-            return ""
+        return "" if self.tokenizer is None else self._current_detokenizer().text(prompt_ids, output_ids)
+
+    def _current_detokenizer(self) -> Detokenizer:
+        """The detokenizer of the tokenizer that there is now."""
+        assert self.tokenizer is not None
         if self._detokenizer is None or self._detokenizer.tokenizer is not self.tokenizer:
             self._detokenizer = Detokenizer(self.tokenizer)
-        return self._detokenizer.text(prompt_ids, output_ids)
+        return self._detokenizer
 
     def _is_eos(self, token_id: int | None, params: SamplingParams) -> bool:
         """Whether `token_id` is the model's own end-of-sequence token: the tokenizer's, or its only one."""

@@ -39,6 +39,12 @@ from nanovllm.sampling_params import SamplingParams
         ({"seed": 1.5}, TypeError),
         ({"seed": 2**64}, ValueError),
         ({"ignore_eos": 1}, TypeError),
+        ({"include_stop_str_in_output": 1}, TypeError),
+        ({"stop": 5}, TypeError),
+        ({"stop": ["a", 5]}, TypeError),
+        ({"stop": b"a"}, TypeError),
+        ({"stop": ""}, ValueError),
+        ({"stop": ["", "a"]}, ValueError),
         ({"stop_token_ids": 5}, TypeError),
         ({"stop_token_ids": "ab"}, TypeError),
         ({"stop_token_ids": [-1]}, ValueError),
@@ -59,6 +65,8 @@ def test_right_sampling_params() -> None:
     assert params.stop_token_ids == [3]
     assert SamplingParams(top_k=-1).top_k == -1
     assert SamplingParams(max_tokens=None).max_tokens is None
+    assert [SamplingParams(stop=stop).stop for stop in (None, "ab", ("a", "b"))] == [[], ["ab"], ["a", "b"]]
+    assert SamplingParams(n=None).n == 1
 
 
 @pytest.mark.parametrize(
