@@ -16,6 +16,7 @@ from nanovllm.vllm_arguments import SAMPLING, nearest, refuse_absent
 SEED_LIMIT = 2**63
 MAX_N = 16_384  # vLLM's
 TINY, HUGE = float(np.finfo(np.float32).smallest_subnormal), float(np.finfo(np.float32).max)
+FLAGS = ("ignore_eos", "include_stop_str_in_output", "detokenize", "skip_special_tokens")
 NUMBERS = (int, float, np.integer, np.floating)
 Params = TypeVar("Params", bound="SamplingParams")
 
@@ -38,6 +39,8 @@ class SamplingParams:
     stop_token_ids: further tokens that end the output (and are its last token); None: no others.
     stop: a text or a list of texts; the first that the output's text holds ends it and is cut off.
     include_stop_str_in_output: end the text with the stop string, or the stop token's text, instead.
+    detokenize: give the output a text; without one there is no looking for stop strings.
+    skip_special_tokens: leave special tokens out of the text.
     """
 
     temperature: float = 1.0
@@ -51,6 +54,8 @@ class SamplingParams:
     stop_token_ids: Sequence[int] | None = None
     stop: str | Sequence[str] | None = None
     include_stop_str_in_output: bool = False
+    detokenize: bool = True
+    skip_special_tokens: bool = True
 
     def __init__(self, *positional: object, **values: Any) -> None:
         names = self.__dataclass_fields__
@@ -124,11 +129,13 @@ class SamplingParams:
             values["seed"] = _int("seed", self.seed, -SEED_LIMIT, expected)
             if values["seed"] >= SEED_LIMIT:
                 raise _wrong("seed", self.seed, expected)
-        for name in ("ignore_eos", "include_stop_str_in_output"):
+        for name in FLAGS:
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, not {_show(getattr(self, name))}")
         values["stop_token_ids"] = _token_ids("stop_token_ids", self.stop_token_ids)
         values["stop"] = _texts("stop", self.stop)
+        if values["stop"] and not self.detokenize:
+            raise ValueError(f"stop={_show(self.stop)} is looked for in the text; it needs detokenize=True")
         return values
 
 

@@ -154,8 +154,6 @@ SAMPLING: dict[str, Absent] = {
     "prompt_logprobs": Absent((None,), _LEAVE_OUT),
     "logprob_token_ids": Absent(_NOTHING, _LEAVE_OUT),
     "flat_logprobs": _ANY,
-    "detokenize": Absent((True, None), "make the LLM with skip_tokenizer_init=True"),
-    "skip_special_tokens": Absent((True, None), "decode token_ids with the tokenizer of the LLM"),
     "spaces_between_special_tokens": _ANY,
     "truncate_prompt_tokens": Absent((None,), "cut the prompt's token ids yourself"),
     "logits_processors": Absent(_NOTHING, _BY_TOKEN),

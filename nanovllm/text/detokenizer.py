@@ -25,15 +25,16 @@ BYTE_OF_LETTER = {chr(byte): byte for byte in PRINTABLE} | {chr(256 + i): b for 
 class Detokenizer:
     """The texts of outputs: what the decoding of prompt and output has behind that of the prompt.
 
-    So a space between the two is not lost. Special tokens are left out, and so is a character at the end of
-    which a byte is missing; U+FFFD that the model wrote stays.
+    So a space between the two is not lost. Special tokens are left out or kept, as asked. A character at the
+    end of which a byte is missing is left out; U+FFFD that the model wrote stays.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, skip_special_tokens: bool = True) -> None:
         self.tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
         added = tokenizer.added_tokens_decoder.items()
         special = {token_id for token_id, token in added if token.special}
-        self.special = frozenset(special.union(tokenizer.all_special_ids))
+        self.skipped = frozenset(special.union(tokenizer.all_special_ids) if skip_special_tokens else ())
         vocab = tokenizer.get_vocab()
         names = ((byte, f"<0x{byte:02X}>") for byte in range(256))  # of byte fallback
         self._bytes = {vocab[name]: bytes([byte]) for byte, name in names if name in vocab}
@@ -77,17 +78,17 @@ class Detokenizer:
         """What a token adds to the bytes of a text, where a text is its parts' texts."""
         known = self._bytes_of_tokens.get(token_id)
         if known is None:
-            known = b"" if token_id in self.special else self._as_letters(token_id)
+            known = b"" if token_id in self.skipped else self._as_letters(token_id)
             self._bytes_of_tokens[token_id] = known
         return known
 
     def context(self, prompt_ids: list[int]) -> list[int]:
-        """The last few tokens of the prompt, special ones not counted, and never a part of a run of bytes."""
+        """The last few tokens of the prompt that are text, and never a part of a run of bytes."""
         start = first = len(prompt_ids)
         count = 0
         while start > 0 and (count < CONTEXT or prompt_ids[first] in self._bytes):
             start -= 1
-            if prompt_ids[start] not in self.special:
+            if prompt_ids[start] not in self.skipped:
                 count, first = count + 1, start
         return prompt_ids[first:]
 
@@ -96,7 +97,7 @@ class Detokenizer:
         text = self._decode(token_ids)
         if not text.endswith(CUT):
             return text, False
-        kept = [token_id for token_id in token_ids if token_id not in self.special]
+        kept = [token_id for token_id in token_ids if token_id not in self.skipped]
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         decoder.decode(b"".join(self._as_bytes(token_id) for token_id in kept[-LONGEST_CUT:]))
         missing = len(decoder.getstate()[0])  # bytes at the end that are the beginning of a character
@@ -106,7 +107,9 @@ class Detokenizer:
         return self._decode(kept[:-missing]) if kept[-1] in self._bytes else text[:-1], True
 
     def _decode(self, token_ids: list[int]) -> str:
-        return str(self._decode_ids(token_ids, skip_special_tokens=True)) if token_ids else ""
+        if not token_ids:
+            return ""
+        return str(self._decode_ids(token_ids, skip_special_tokens=self._skip_special_tokens))
 
     def _as_bytes(self, token_id: int) -> bytes:
         """What a token stands for: by byte fallback, in a byte-level vocabulary's letters, or as a text."""
@@ -153,13 +156,13 @@ class WindowStream:
         self._begin_chunk()
 
     def append(self, token_id: int) -> str:
-        if token_id in self._detokenizer.special:
+        if token_id in self._detokenizer.skipped:
             return ""
         self._chunk.append(token_id)
         text, is_cut = self._detokenizer.whole_characters(self._context + self._chunk)
         if text.startswith(self._before):
             text = text[len(self._before) :]
-        else:  # the context ends within a character, and this one does not go on
+        else:  # the context ended with bytes that turn out to be no character
             text, is_cut = self._detokenizer.whole_characters(self._chunk)
         new = text[self._num_written :]
         if is_cut:

@@ -29,7 +29,7 @@ class Processor:
         self.tokenizer = tokenizer  # may be replaced at any time
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
-        self._detokenizer: Detokenizer | None = None  # made with the first text
+        self._detokenizers: dict[bool, Detokenizer] = {}  # by whether special tokens are left out
 
     def make_requests(
         self, prompts: list[Prompt], params: list[SamplingParams], where: list[str], first_id: int
@@ -55,7 +55,7 @@ class Processor:
         """Return what finds the request's stop strings in one of its completions; None when it has none."""
         if not request.params.stop:
             return None
-        stream = self._current_detokenizer().stream(request.prompt_token_ids)
+        stream = self._detokenizer(request.params).stream(request.prompt_token_ids)
         return StopStrings(request.params.stop, stream)
 
     def completion(
@@ -64,7 +64,7 @@ class Processor:
         """Return completion `index` of the request; `stop_token` is the token that ended it, if one did."""
         # A token that ended the completion is one of its ids, and no part of its text unless that is asked.
         is_cut = finish_reason == "stop" and not request.params.include_stop_str_in_output
-        text = self._text(request.prompt_token_ids, token_ids[:-1] if is_cut else token_ids)
+        text = self._text(request, token_ids[:-1] if is_cut else token_ids)
         stop_reason = None if self._is_eos(stop_token, request.params) else stop_token
         return CompletionOutput(index, text, token_ids, finish_reason, stop_reason)
 
@@ -101,15 +101,19 @@ class Processor:
                 raise ValueError(f"{where[index]} has no tokens: {prompts[index].text!r}")
         return all_ids
 
-    def _text(self, prompt_ids: list[int], output_ids: list[int]) -> str:
-        return "" if self.tokenizer is None else self._current_detokenizer().text(prompt_ids, output_ids)
+    def _text(self, request: Request, output_ids: list[int]) -> str:
+        if self.tokenizer is None or not request.params.detokenize:
+            return ""
+        return self._detokenizer(request.params).text(request.prompt_token_ids, output_ids)
 
-    def _current_detokenizer(self) -> Detokenizer:
-        """The detokenizer of the tokenizer that there is now."""
+    def _detokenizer(self, params: SamplingParams) -> Detokenizer:
+        """The detokenizer for these parameters, of the tokenizer that there is now."""
         assert self.tokenizer is not None
-        if self._detokenizer is None or self._detokenizer.tokenizer is not self.tokenizer:
-            self._detokenizer = Detokenizer(self.tokenizer)
-        return self._detokenizer
+        skip_special = params.skip_special_tokens
+        made = self._detokenizers.get(skip_special)
+        if made is None or made.tokenizer is not self.tokenizer:
+            made = self._detokenizers[skip_special] = Detokenizer(self.tokenizer, skip_special)
+        return made
 
     def _is_eos(self, token_id: int | None, params: SamplingParams) -> bool:
         """Whether `token_id` is the model's own end-of-sequence token: the tokenizer's, or its only one."""

@@ -79,13 +79,14 @@ def test_every_part_of_a_text_is_found(kind: str, letters: list[str], data: st.D
             assert check(detokenizer, prompt, output, each) or set(each) <= {"?", "xyz"}
 
 
+@pytest.mark.parametrize("skip", [True, False], ids=["skip_special", "keep_special"])
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=100, deadline=None)
 @given(letters=st.lists(LETTERS, min_size=1, max_size=14))
 @example(letters=["日", "本", "</s>", "<|turn|>", "<|turn|>", "<|turn|>", "<|turn|>", "<|turn|>", " the"])
-def test_a_stream_gives_the_text_in_parts(kind: str, letters: list[str]) -> None:
+def test_a_stream_gives_the_text_in_parts(kind: str, skip: bool, letters: list[str]) -> None:
     ids = encode(kind, "x" + "".join(letters))
-    detokenizer = Detokenizer(TOKENIZERS[kind])
+    detokenizer = Detokenizer(TOKENIZERS[kind], skip)
     for start in range(1, len(ids)):
         stream, text = detokenizer.stream(ids[:start]), ""
         for end in range(start + 1, len(ids) + 1):
@@ -288,10 +289,11 @@ def test_without_a_tokenizer_it_is_refused(tmp_path: Path) -> None:
         assert llm.is_finished()
 
 
-def test_special_tokens_are_no_text(tmp_path: Path) -> None:
-    detokenizer = Detokenizer(TOKENIZERS["byte_level"])
-    turn = TOKENIZERS["byte_level"].convert_tokens_to_ids(SPECIAL[2])
-    ids = encode("byte_level", "Hello the")
-    split = [token for token_id in ids for token in (token_id, turn)]
-    found = search(detokenizer, ids, split, ["lo th", SPECIAL[2]])
-    assert found.found == "lo th"
+@pytest.mark.parametrize("kind", KINDS)
+def test_stop_strings_go_on_behind_special_tokens_that_are_no_text(kind: str) -> None:
+    tokenizer, turn = TOKENIZERS[kind], SPECIAL[2]
+    ids = encode(kind, "Hello the")
+    mixed = [token for token_id in ids for token in (token_id, tokenizer.convert_tokens_to_ids(turn))]
+    assert search(Detokenizer(tokenizer), ids, mixed, ["lo th", turn]).found == "lo th"
+    kept = search(Detokenizer(tokenizer, skip_special_tokens=False), ids, mixed, ["lo th", turn])
+    assert (kept.found, kept.num_tokens) == (turn, 2)

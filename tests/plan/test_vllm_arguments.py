@@ -147,7 +147,6 @@ def test_parameters_that_ask_for_nothing_change_nothing() -> None:
         ("repetition_penalty", 1.1),
         ("logit_bias", {5: 1.0}),
         ("allowed_token_ids", []),
-        ("skip_special_tokens", False),
         ("output_kind", RequestOutputKind.DELTA),
     ],
 )
