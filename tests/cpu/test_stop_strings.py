@@ -251,6 +251,11 @@ def test_the_text_may_end_with_what_stopped_it(demo: LLM) -> None:
         [output] = demo.generate("Count from 3 to 9:", greedy, use_tqdm=False)
         assert output["token_ids"] == full["token_ids"][: end + 1]
         assert output["text"] == demo.tokenizer.decode(full["token_ids"][: end + include])
+    # Its text is not looked at, so the token is the reason.
+    greedy.stop_token_ids, greedy.include_stop_str_in_output = full["token_ids"][:1], False
+    greedy.stop = demo.tokenizer.decode(greedy.stop_token_ids)
+    [output] = demo.generate("Count from 3 to 9:", greedy, use_tqdm=False)
+    assert (output["text"], output.outputs[0].stop_reason) == ("", full["token_ids"][0])
 
 
 def test_the_last_token_may_complete_it(demo: LLM) -> None:
