@@ -14,15 +14,18 @@ class CompletionOutput:
     """One answer. `finish_reason` is "stop", "length", "abort" or "error".
 
     text: what the decoding of prompt and output has behind that of the prompt, without special tokens, the
-    token that ended the output, and a character that is cut at its end.
-    stop_reason: the token id that ended the output; None when it was the tokenizer's end-of-sequence token.
+    stop string or token that ended the output (SamplingParams can ask for both), and a character that is cut
+    at its end.
+    token_ids: those that ended the output included.
+    stop_reason: the stop string or token id that ended the output; None when it was the tokenizer's
+    end-of-sequence token.
     """
 
     index: int
     text: str
     token_ids: list[int]
     finish_reason: str
-    stop_reason: int | None = None
+    stop_reason: int | str | None = None
 
     def finished(self) -> bool:
         """Whether the answer has ended; all that the engine returns have."""

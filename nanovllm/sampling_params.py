@@ -14,7 +14,9 @@ import numpy as np
 from nanovllm.vllm_arguments import SAMPLING, nearest, refuse_absent
 
 SEED_LIMIT = 2**63
+MAX_N = 16_384  # vLLM's
 TINY, HUGE = float(np.finfo(np.float32).smallest_subnormal), float(np.finfo(np.float32).max)
+FLAGS = ("ignore_eos", "include_stop_str_in_output", "detokenize", "skip_special_tokens")
 NUMBERS = (int, float, np.integer, np.floating)
 Params = TypeVar("Params", bound="SamplingParams")
 
@@ -30,20 +32,30 @@ class SamplingParams:
     top_k: keep the k likeliest tokens; 0 or -1 keeps all.
     top_p: keep the fewest likeliest tokens whose probabilities reach top_p, in (0, 1].
     min_p: drop tokens less likely than min_p times the likeliest, in [0, 1].
+    n: how many completions of the prompt; with temperature 0 only one, for all would be equal.
     seed: the request's own random numbers, whatever else is in the batch; None takes the engine's.
     max_tokens: the most tokens to generate; None: as many as `max_model_len` has room for.
     ignore_eos: go on after an end-of-sequence token.
     stop_token_ids: further tokens that end the output (and are its last token); None: no others.
+    stop: a text or a list of texts; the first that the output's text holds ends it and is cut off.
+    include_stop_str_in_output: end the text with the stop string, or the stop token's text, instead.
+    detokenize: give the output a text; without one there is no looking for stop strings.
+    skip_special_tokens: leave special tokens out of the text.
     """
 
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    n: int = 1
     seed: int | None = None
     max_tokens: int | None = 64
     ignore_eos: bool = False
     stop_token_ids: Sequence[int] | None = None
+    stop: str | Sequence[str] | None = None
+    include_stop_str_in_output: bool = False
+    detokenize: bool = True
+    skip_special_tokens: bool = True
 
     def __init__(self, *positional: object, **values: Any) -> None:
         names = self.__dataclass_fields__
@@ -77,8 +89,9 @@ class SamplingParams:
         """A copy that shares nothing with this one."""
         clone = object.__new__(type(self))
         vars(clone).update(vars(self))
-        if isinstance(self.stop_token_ids, list):
-            vars(clone)["stop_token_ids"] = list(self.stop_token_ids)
+        for name, value in vars(self).items():
+            if isinstance(value, list):
+                vars(clone)[name] = list(value)
         return clone
 
     def checked(self: Params) -> Params:
@@ -100,6 +113,13 @@ class SamplingParams:
         if not 0 <= values["min_p"] <= 1:
             raise _wrong("min_p", self.min_p, "in [0, 1]; 0 keeps all tokens")
         values["top_k"] = _int("top_k", self.top_k, -1, "a positive integer, or 0 or -1 to keep all tokens")
+        expected = f"an integer from 1 to {MAX_N}"
+        values["n"] = 1 if self.n is None else _int("n", self.n, 1, expected)
+        if values["n"] > MAX_N:
+            raise _wrong("n", self.n, expected)
+        if values["n"] > 1 and values["temperature"] == 0:
+            fix = "they would all be equal; set a temperature above 0, or pass the prompt several times"
+            raise ValueError(f"n must be 1 with temperature=0, not {values['n']}: {fix}")
         values["max_tokens"] = values["seed"] = None
         if self.max_tokens is not None:
             expected = "an integer of at least 1, or None for as many as fit"
@@ -109,9 +129,13 @@ class SamplingParams:
             values["seed"] = _int("seed", self.seed, -SEED_LIMIT, expected)
             if values["seed"] >= SEED_LIMIT:
                 raise _wrong("seed", self.seed, expected)
-        if not isinstance(self.ignore_eos, bool):
-            raise TypeError(f"ignore_eos must be True or False, not {_show(self.ignore_eos)}")
+        for name in FLAGS:
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be True or False, not {_show(getattr(self, name))}")
         values["stop_token_ids"] = _token_ids("stop_token_ids", self.stop_token_ids)
+        values["stop"] = _texts("stop", self.stop)
+        if values["stop"] and not self.detokenize:
+            raise ValueError(f"stop={_show(self.stop)} is looked for in the text; it needs detokenize=True")
         return values
 
 
@@ -150,6 +174,16 @@ def _token_ids(name: str, value: Any) -> list[int]:
     if isinstance(value, (str, bytes)) or not isinstance(value, (Sequence, set, frozenset)):
         raise TypeError(f"{name} must be a list of token ids, not {_show(value)}")
     return [_int(name, token_id, 0, "a list of token ids, integers of at least 0") for token_id in value]
+
+
+def _texts(name: str, value: Any) -> list[str]:
+    expected = "a text or a list of texts, none of them empty"
+    texts = [] if value is None else [value] if isinstance(value, str) else value
+    if not isinstance(texts, (list, tuple)) or not all(isinstance(text, str) for text in texts):
+        raise TypeError(f"{name} must be {expected}, not {_show(value)}")
+    if not all(texts):
+        raise _wrong(name, value, expected)
+    return list(texts)
 
 
 def _wrong(name: str, value: object, expected: str) -> ValueError:

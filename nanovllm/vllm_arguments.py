@@ -140,8 +140,7 @@ _PENALTY = "use temperature, top_k, top_p or min_p"
 _BY_TOKEN = "choose among several outputs instead"
 
 SAMPLING: dict[str, Absent] = {
-    "n": Absent((1, None), "pass the prompt several times"),
-    "best_of": Absent((None, 1), "pass the prompt several times and choose"),
+    "best_of": Absent((None, 1), "use n, and choose"),
     "use_beam_search": _OFF,
     "length_penalty": Absent((1.0, None), _LEAVE_OUT),
     "early_stopping": _OFF,
@@ -149,16 +148,12 @@ SAMPLING: dict[str, Absent] = {
     "frequency_penalty": Absent((0.0, None), _PENALTY),
     "repetition_penalty": Absent((1.0, None), _PENALTY),
     "repetition_detection": Absent((None,), _PENALTY),
-    "stop": Absent(_NOTHING, "use stop_token_ids, or cut the text afterwards"),
-    "include_stop_str_in_output": _OFF,
     "bad_words": Absent(_NOTHING, _BY_TOKEN),
     "min_tokens": Absent((0, None), "use ignore_eos=True with max_tokens"),
     "logprobs": Absent((None,), _LEAVE_OUT),
     "prompt_logprobs": Absent((None,), _LEAVE_OUT),
     "logprob_token_ids": Absent(_NOTHING, _LEAVE_OUT),
     "flat_logprobs": _ANY,
-    "detokenize": Absent((True, None), "make the LLM with skip_tokenizer_init=True"),
-    "skip_special_tokens": Absent((True, None), "decode token_ids with the tokenizer of the LLM"),
     "spaces_between_special_tokens": _ANY,
     "truncate_prompt_tokens": Absent((None,), "cut the prompt's token ids yourself"),
     "logits_processors": Absent(_NOTHING, _BY_TOKEN),

@@ -351,7 +351,10 @@ class LLMEngine:
             now = perf_counter()
             seconds, self._last_end = now - self._last_end, now
             events = self._scheduler.postprocess(step.batch, output)
-        outputs = self._requests.finish(events.finish_reasons)
+        stopped = self._requests.find_stop_strings(events)
+        for seq_id, reason in stopped.items():
+            self._scheduler.abort(seq_id, reason)
+        outputs = self._requests.finish(events.finish_reasons | stopped)
         stats = StepStats(
             batch=step.batch,
             seconds=seconds,

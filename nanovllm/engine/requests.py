@@ -13,10 +13,12 @@ from itertools import count
 
 import xxhash
 
+from nanovllm.events import TokenEvents
 from nanovllm.outputs import CompletionOutput, RequestOutput
 from nanovllm.plan.sequence import Sequence
 from nanovllm.text.processor import Processor, join_completions
 from nanovllm.text.request import Request
+from nanovllm.text.stop_strings import StopStrings
 
 
 @dataclass(slots=True, eq=False)
@@ -38,6 +40,7 @@ class Requests:
         self._seq_ids = count()
         self._states: dict[int, RequestState] = {}  # by request id
         self._owners: dict[int, RequestState] = {}  # by id of each sequence that has not ended
+        self._stops: dict[int, StopStrings] = {}  # by id of each of them that has stop strings
         self.next_id = 0  # of the next request
 
     def __len__(self) -> int:
@@ -54,7 +57,7 @@ class Requests:
                 request.stop_token_ids,
                 request.prompt_bytes,
             )
-            for index in range(request.n)
+            for index in range(request.params.n)
         ]
 
     def add(self, request: Request, sequences: list[Sequence]) -> None:
@@ -62,6 +65,9 @@ class Requests:
         state = self._states[request.request_id] = RequestState(request, sequences, {})
         for seq in sequences:
             self._owners[seq.seq_id] = state
+            stop = self._processor.stop_strings(request)
+            if stop is not None:
+                self._stops[seq.seq_id] = stop
 
     @property
     def unfinished(self) -> list[int]:
@@ -73,6 +79,19 @@ class Requests:
         state = self._states.get(request_id)
         return [] if state is None else [s.seq_id for s in state.sequences if s.seq_id in self._owners]
 
+    def find_stop_strings(self, events: TokenEvents) -> dict[int, str]:
+        """Take in the tokens of a step; return the reason "stop" by the id of each sequence that they bring a
+        stop string. The last token of one that a token has stopped is no part of its text."""
+        found: dict[int, str] = {}
+        if self._stops:
+            for seq_id, token_id in zip(events.seq_ids, events.token_ids, strict=True):
+                stop = self._stops.get(seq_id)
+                if stop is None or events.finish_reasons.get(seq_id) == "stop":
+                    continue
+                if stop.append(token_id):
+                    found[seq_id] = "stop"
+        return found
+
     def finish(self, seq_ids: Iterable[int]) -> list[RequestOutput]:
         """Take in sequences that have ended; return the outputs of the requests that ended with them."""
         outputs = []
@@ -80,13 +99,10 @@ class Requests:
             state = self._owners.pop(seq_id)
             request, index = state.request, seq_id - state.sequences[0].seq_id
             seq = state.sequences[index]
-            assert seq.finish_reason is not None
-            state.completions[index] = self._processor.completion(
-                request, index, seq.completion_token_ids, seq.finish_reason, seq.stop_reason
-            )
-            if len(state.completions) == request.n:
+            state.completions[index] = self._complete(request, index, seq)
+            if len(state.completions) == request.params.n:
                 del self._states[request.request_id]
-                completions = [state.completions[index] for index in range(request.n)]
+                completions = [state.completions[index] for index in range(request.params.n)]
                 cached = state.sequences[0].num_cached_tokens or 0
                 outputs.append(join_completions(request, completions, cached))
         return outputs
@@ -95,6 +111,16 @@ class Requests:
         """Forget all requests; ids go on counting."""
         self._states.clear()
         self._owners.clear()
+        self._stops.clear()
+
+    def _complete(self, request: Request, index: int, seq: Sequence) -> CompletionOutput:
+        """Return completion `index` of the request, which `seq` has computed."""
+        stop = self._stops.pop(seq.seq_id, None)
+        token_ids = seq.completion_token_ids
+        if stop is not None and stop.found is not None:
+            return self._processor.stopped_completion(request, index, token_ids, stop)
+        assert seq.finish_reason is not None
+        return self._processor.completion(request, index, token_ids, seq.finish_reason, seq.stop_reason)
 
 
 def sequence_seed(request: Request, index: int, engine_seed: int) -> int:

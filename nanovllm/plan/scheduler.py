@@ -94,12 +94,12 @@ class Scheduler:
         self._unfinished[seq.seq_id] = seq
         self.waiting.append(seq)
 
-    def abort(self, seq_id: int) -> Sequence | None:
-        """End a request in whatever state it is and free what it holds; None when it is not (or no longer)
+    def abort(self, seq_id: int, reason: str = "abort") -> Sequence | None:
+        """End a sequence in whatever state it is and free what it holds; None when it is not (or no longer)
         here."""
         seq = self._unfinished.get(seq_id)
         if seq is not None:
-            self._finish(seq, "abort")
+            self._finish(seq, reason)
         return seq
 
     def schedule(self) -> Batch | None:

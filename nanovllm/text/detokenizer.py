@@ -1,4 +1,4 @@
-"""Detokenizer: the text of an output, as what follows the prompt in the decoding of both.
+"""Detokenizer: the text of an output, as what follows the prompt in the decoding of both, whole or in parts.
 
 Keeps no request.
 """
@@ -6,7 +6,8 @@ Keeps no request.
 from __future__ import annotations
 
 import codecs
-from typing import TYPE_CHECKING
+from collections import deque
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -24,15 +25,16 @@ BYTE_OF_LETTER = {chr(byte): byte for byte in PRINTABLE} | {chr(256 + i): b for 
 class Detokenizer:
     """The texts of outputs: what the decoding of prompt and output has behind that of the prompt.
 
-    So a space between the two is not lost. Special tokens are left out, and so is a character at the end of
-    which a byte is missing; U+FFFD that the model wrote stays.
+    So a space between the two is not lost. Special tokens are left out or kept, as asked. A character at the
+    end of which a byte is missing is left out; U+FFFD that the model wrote stays.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, skip_special_tokens: bool = True) -> None:
         self.tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
         added = tokenizer.added_tokens_decoder.items()
         special = {token_id for token_id, token in added if token.special}
-        self._special = frozenset(special.union(tokenizer.all_special_ids))
+        self.skipped = frozenset(special.union(tokenizer.all_special_ids) if skip_special_tokens else ())
         vocab = tokenizer.get_vocab()
         names = ((byte, f"<0x{byte:02X}>") for byte in range(256))  # of byte fallback
         self._bytes = {vocab[name]: bytes([byte]) for byte, name in names if name in vocab}
@@ -45,6 +47,7 @@ class Detokenizer:
         self._decode_ids = tokenizer.decode if fast is None else fast.decode
         # Whether a text is its parts' texts, one after the other, but for cut characters.
         self._joins = fast is not None and type(fast.decoder).__name__ == "ByteLevel"
+        self._bytes_of_tokens: dict[int, bytes] = {}
         self._before: dict[tuple[int, ...], str] = {}  # whole characters of contexts: prompts often end alike
 
     def text(self, prompt_ids: list[int], output_ids: list[int]) -> str:
@@ -55,51 +58,124 @@ class Detokenizer:
             text = self._decode(output_ids)
             if not (text.startswith(CUT) or text.endswith(CUT)):
                 return text
-        context = self._context(prompt_ids)
+        context = self.context(prompt_ids)
         before = self._before.get(tuple(context))
         if before is None:
             if len(self._before) >= REMEMBERED:
                 self._before.clear()
-            before = self._before[tuple(context)] = self._whole_characters(context)
-        both = self._whole_characters(context + output_ids)
+            before = self._before[tuple(context)] = self.whole_characters(context)[0]
+        both, _ = self.whole_characters(context + output_ids)
         if both.startswith(before):
             return both[len(before) :]
         before = self._decode(context)  # the prompt ends within a character, and the output does not go on
         return both[len(before) :] if both.startswith(before) else self._decode(output_ids)
 
-    def _context(self, prompt_ids: list[int]) -> list[int]:
-        """The last few tokens of the prompt, special ones not counted, and never a part of a run of bytes."""
+    def stream(self, prompt_ids: list[int]) -> TextStream:
+        """Return what takes in the tokens that follow `prompt_ids`."""
+        return (ByteStream if self._joins else WindowStream)(self, prompt_ids)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What a token adds to the bytes of a text, where a text is its parts' texts."""
+        known = self._bytes_of_tokens.get(token_id)
+        if known is None:
+            known = b"" if token_id in self.skipped else self._as_letters(token_id)
+            self._bytes_of_tokens[token_id] = known
+        return known
+
+    def context(self, prompt_ids: list[int]) -> list[int]:
+        """The last few tokens of the prompt that are text, and never a part of a run of bytes."""
         start = first = len(prompt_ids)
         count = 0
         while start > 0 and (count < CONTEXT or prompt_ids[first] in self._bytes):
             start -= 1
-            if prompt_ids[start] not in self._special:
+            if prompt_ids[start] not in self.skipped:
                 count, first = count + 1, start
         return prompt_ids[first:]
 
-    def _whole_characters(self, token_ids: list[int]) -> str:
-        """Decode without a character at the end of which bytes are missing."""
+    def whole_characters(self, token_ids: list[int]) -> tuple[str, bool]:
+        """Decode without a character at the end of which bytes are missing; and whether there is one."""
         text = self._decode(token_ids)
         if not text.endswith(CUT):
-            return text
-        kept = [token_id for token_id in token_ids if token_id not in self._special]
+            return text, False
+        kept = [token_id for token_id in token_ids if token_id not in self.skipped]
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         decoder.decode(b"".join(self._as_bytes(token_id) for token_id in kept[-LONGEST_CUT:]))
         missing = len(decoder.getstate()[0])  # bytes at the end that are the beginning of a character
         if not missing:
-            return text
+            return text, False
         # Byte fallback writes U+FFFD for each byte of a run that is cut, whole characters included.
-        return self._decode(kept[:-missing]) if kept[-1] in self._bytes else text[:-1]
+        return self._decode(kept[:-missing]) if kept[-1] in self._bytes else text[:-1], True
 
     def _decode(self, token_ids: list[int]) -> str:
-        return str(self._decode_ids(token_ids, skip_special_tokens=True)) if token_ids else ""
+        if not token_ids:
+            return ""
+        return str(self._decode_ids(token_ids, skip_special_tokens=self._skip_special_tokens))
 
     def _as_bytes(self, token_id: int) -> bytes:
         """What a token stands for: by byte fallback, in a byte-level vocabulary's letters, or as a text."""
-        if token_id in self._bytes:
-            return self._bytes[token_id]
-        token = str(self.tokenizer.convert_ids_to_tokens(token_id))
+        return self._bytes[token_id] if token_id in self._bytes else self._as_letters(token_id)
+
+    def _as_letters(self, token_id: int) -> bytes:
+        """What a token stands for in a byte-level vocabulary's letters, or as a text."""
+        token = str(self.tokenizer.convert_ids_to_tokens(token_id) or "")
         try:
             return bytes(BYTE_OF_LETTER[letter] for letter in token)
         except KeyError:
             return token.encode(errors="replace")
+
+
+class TextStream(Protocol):
+    """The text of one output, in parts, while its tokens come. No part is taken back."""
+
+    def append(self, token_id: int) -> str:
+        """Take in the next token; return the whole characters by which the text grows."""
+
+
+class ByteStream:
+    """Of a tokenizer whose tokens are bytes, so that each is decoded alone."""
+
+    def __init__(self, detokenizer: Detokenizer, prompt_ids: list[int]) -> None:
+        self._bytes = detokenizer.token_bytes
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        for token_id in detokenizer.context(prompt_ids):  # a character may begin there
+            self.append(token_id)
+
+    def append(self, token_id: int) -> str:
+        return self._utf8.decode(self._bytes(token_id))
+
+
+class WindowStream:
+    """Of any other tokenizer: decodes each token behind a few that came before."""
+
+    def __init__(self, detokenizer: Detokenizer, prompt_ids: list[int]) -> None:
+        self._detokenizer = detokenizer
+        # Tokens that begin and end where characters do; only the prompt may end within one.
+        self._chunks = deque([detokenizer.context(prompt_ids)], maxlen=CONTEXT)
+        self._chunk: list[int] = []
+        self._num_written = 0  # characters of the chunk's text
+        self._begin_chunk()
+
+    def append(self, token_id: int) -> str:
+        if token_id in self._detokenizer.skipped:
+            return ""
+        self._chunk.append(token_id)
+        text, is_cut = self._detokenizer.whole_characters(self._context + self._chunk)
+        if text.startswith(self._before):
+            text = text[len(self._before) :]
+        else:  # the context ended with bytes that turn out to be no character
+            text, is_cut = self._detokenizer.whole_characters(self._chunk)
+        new = text[self._num_written :]
+        if is_cut:
+            self._num_written = len(text)
+        else:
+            if self._context_is_cut:
+                self._chunks[-1] += self._chunk
+            else:
+                self._chunks.append(self._chunk)
+            self._begin_chunk()
+        return new
+
+    def _begin_chunk(self) -> None:
+        self._context = [token_id for chunk in self._chunks for token_id in chunk]
+        self._before, self._context_is_cut = self._detokenizer.whole_characters(self._context)
+        self._chunk, self._num_written = [], 0

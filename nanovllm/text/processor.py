@@ -14,6 +14,7 @@ from nanovllm.text.detokenizer import Detokenizer
 from nanovllm.text.prompts import Prompt, pack_token_ids
 from nanovllm.text.request import Request
 from nanovllm.text.rows import BadRow, attempt
+from nanovllm.text.stop_strings import StopStrings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -29,7 +30,7 @@ class Processor:
         self.tokenizer = tokenizer  # may be replaced at any time
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
-        self._detokenizer: Detokenizer | None = None  # made with the first text
+        self._detokenizers: dict[bool, Detokenizer] = {}  # by whether special tokens are left out
 
     def make_requests(
         self,
@@ -44,7 +45,7 @@ class Processor:
         params: checked, one for each prompt. where: what an error calls each prompt. first_index: the place
         of the first prompt in its call. A bad prompt stays in its place, and a ValueError takes that of one
         without tokens, or with a token id that is not in the vocabulary. Raises ValueError for a stop token
-        id that is not in the vocabulary.
+        id that is not in the vocabulary, and for stop strings where there is no tokenizer.
         """
         requests: list[Request | BadRow] = []
         stop_token_ids: dict[int, frozenset[int]] = {}  # by the identity of the SamplingParams
@@ -64,18 +65,37 @@ class Processor:
             requests.append(Request(first_id + row, prompt.text, *ids, param, stop_ids, index))
         return requests
 
+    def stop_strings(self, request: Request) -> StopStrings | None:
+        """Return what finds the request's stop strings in one of its completions; None when it has none."""
+        if not request.params.stop:
+            return None
+        stream = self._detokenizer(request.params).stream(request.prompt_token_ids)
+        return StopStrings(request.params.stop, stream)
+
     def completion(
         self, request: Request, index: int, token_ids: list[int], finish_reason: str, stop_token: int | None
     ) -> CompletionOutput:
         """Return completion `index` of the request; `stop_token` is the token that ended it, if one did."""
-        # A token that ended the completion is one of its ids, and no part of its text.
-        text_ids = token_ids[:-1] if finish_reason == "stop" else token_ids
-        text = self._text(request.prompt_token_ids, text_ids)
+        # A token that ended the completion is one of its ids, and no part of its text unless that is asked.
+        is_cut = finish_reason == "stop" and not request.params.include_stop_str_in_output
+        text = self._text(request, token_ids[:-1] if is_cut else token_ids)
         stop_reason = None if self._is_eos(stop_token, request.params) else stop_token
         return CompletionOutput(index, text, token_ids, finish_reason, stop_reason)
 
+    def stopped_completion(
+        self, request: Request, index: int, token_ids: list[int], stop: StopStrings
+    ) -> CompletionOutput:
+        """Return completion `index` of the request, in which `stop` has found a stop string."""
+        text = stop.text(request.params.include_stop_str_in_output)
+        return CompletionOutput(index, text, token_ids[: stop.num_tokens], "stop", stop.found)
+
     def _stop_token_ids(self, params: SamplingParams, where: str) -> frozenset[int]:
-        """All token ids that end a completion. ValueError when one is not in the vocabulary."""
+        """All token ids that end a completion. ValueError as for `make_requests`."""
+        if params.stop and self.tokenizer is None:
+            raise ValueError(
+                f"{where}: stop={params.stop!r} needs a tokenizer, and skip_tokenizer_init=True; "
+                "use stop_token_ids"
+            )
         stop_ids = list(params.stop_token_ids or ())
         pack_token_ids(stop_ids, self._vocab_size, f"{where} stop_token_ids")
         return frozenset(stop_ids if params.ignore_eos else [*stop_ids, *self._eos_token_ids])
@@ -94,12 +114,19 @@ class Processor:
             raise ValueError(f"{where} has no tokens: {prompt.text!r}")
         return ids, pack_token_ids(ids, self._vocab_size, where)
 
-    def _text(self, prompt_ids: list[int], output_ids: list[int]) -> str:
-        if self.tokenizer is None:
+    def _text(self, request: Request, output_ids: list[int]) -> str:
+        if self.tokenizer is None or not request.params.detokenize:
             return ""
-        if self._detokenizer is None or self._detokenizer.tokenizer is not self.tokenizer:
-            self._detokenizer = Detokenizer(self.tokenizer)
-        return self._detokenizer.text(prompt_ids, output_ids)
+        return self._detokenizer(request.params).text(request.prompt_token_ids, output_ids)
+
+    def _detokenizer(self, params: SamplingParams) -> Detokenizer:
+        """The detokenizer for these parameters, of the tokenizer that there is now."""
+        assert self.tokenizer is not None
+        skip_special = params.skip_special_tokens
+        made = self._detokenizers.get(skip_special)
+        if made is None or made.tokenizer is not self.tokenizer:
+            made = self._detokenizers[skip_special] = Detokenizer(self.tokenizer, skip_special)
+        return made
 
     def _is_eos(self, token_id: int | None, params: SamplingParams) -> bool:
         """Whether `token_id` is the model's own end-of-sequence token: the tokenizer's, or its only one."""

@@ -9,7 +9,7 @@ from nanovllm.sampling_params import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a caller wants: `n` completions of a prompt. Every value is checked."""
+    """What a caller wants: `params.n` completions of a prompt. Every value is checked."""
 
     request_id: int
     prompt: str | None  # the text, where the caller gave one
@@ -18,4 +18,3 @@ class Request:
     params: SamplingParams
     stop_token_ids: frozenset[int]  # all that end a completion: the caller's, and the model's unless ignored
     index: int = 0  # of the prompt, in its call
-    n: int = 1

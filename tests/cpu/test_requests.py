@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -83,16 +82,6 @@ def test_a_request_keeps_its_own_parameters(model: Path) -> None:
 # -- several completions ------------------------------------------------------------------------------------
 
 
-def queue(llm: CheckedLLM, prompt: list[int], params: SamplingParams, n: int) -> int:
-    """Queue one request for `n` completions; return its id."""
-    [request] = llm._processor.make_requests(
-        parse_prompts(prompt)[0], [params.checked()], ["the prompt"], llm._requests.next_id
-    )
-    llm._queue([replace(request, n=n)])
-    llm._requests.next_id += 1
-    return request.request_id
-
-
 def run(llm: CheckedLLM) -> list[RequestOutput]:
     outputs = []
     while not llm.is_finished():
@@ -101,13 +90,14 @@ def run(llm: CheckedLLM) -> list[RequestOutput]:
 
 
 # About every fourth token ends a completion.
-ENDING = SamplingParams(temperature=1, seed=3, max_tokens=24, stop_token_ids=range(VOCAB_SIZE // 4))
+ENDING = SamplingParams(n=3, temperature=1, seed=3, max_tokens=24, stop_token_ids=range(VOCAB_SIZE // 4))
+LIKELIEST = SamplingParams(n=3, top_k=1, max_tokens=24, ignore_eos=True)  # greedy in all but name
 
 
 @pytest.mark.parametrize("run_ahead", [True, False])
 def test_a_request_of_several_sequences_is_one_output(model: Path, run_ahead: bool) -> None:
     with make_tiny(model, async_scheduling=run_ahead, max_num_seqs=2) as llm:
-        request_id = queue(llm, [5] * 20, ENDING, n=3)
+        request_id = llm.add_request([5] * 20, ENDING)
         assert llm.add_request([7, 8], GREEDY) == request_id + 1
         first, second = sorted(run(llm), key=lambda output: output.request_id)
         assert (first.request_id, second.request_id) == (request_id, request_id + 1)
@@ -122,19 +112,18 @@ def test_a_request_of_several_sequences_is_one_output(model: Path, run_ahead: bo
         seeds = [sequence_seed(request, index, engine_seed=0) for index in range(3)]
         assert seeds[0] == 3 and len(set(seeds)) == 3
         for completion, seed in zip(first.outputs, seeds, strict=True):
-            alone = ENDING.checked()
-            alone.seed = seed
+            alone = ENDING.clone()
+            alone.seed, alone.n = seed, 1
             [output] = llm.generate([5] * 20, alone, use_tqdm=False)
             assert output["token_ids"] == completion.token_ids
 
 
-def test_greedy_completions_are_equal_and_share_their_prompt(model: Path) -> None:
+def test_the_likeliest_completions_are_equal_and_share_their_prompt(model: Path) -> None:
     with make_tiny(model) as llm:
         [expected] = llm.generate([[9] * 20], GREEDY, use_tqdm=False)
         llm._scheduler = llm._make_scheduler()  # whose prefix cache is empty
         llm.batches.clear()
-        queue(llm, [9] * 20, GREEDY, n=3)
-        [output] = run(llm)
+        [output] = llm.generate([[9] * 20], LIKELIEST, use_tqdm=False)
         assert [completion.token_ids for completion in output.outputs] == [expected["token_ids"]] * 3
         assert output.num_cached_tokens == 0  # of the first sequence
         assert llm.batches[0].query_lens.tolist() == [20, 20 - 2 * BLOCK, 20 - 2 * BLOCK]
@@ -143,7 +132,7 @@ def test_greedy_completions_are_equal_and_share_their_prompt(model: Path) -> Non
 def test_abort_ends_every_sequence_of_a_request(model: Path) -> None:
     with make_tiny(model) as llm:
         free = llm.num_free_blocks
-        request_id = queue(llm, [5] * 20, ENDING, n=3)
+        request_id = llm.add_request([5] * 20, ENDING)
         while not llm.sequences:  # until the first has ended
             assert llm.step() == []
         output = llm.abort(request_id)
@@ -154,9 +143,66 @@ def test_abort_ends_every_sequence_of_a_request(model: Path) -> None:
         assert len(llm.generate([[5], [6]], GREEDY, use_tqdm=False)) == 2  # nothing of it is left
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"async_scheduling": False, "max_num_seqs": 3},
+        {"num_kvcache_blocks": 9, "max_num_batched_tokens": 7},
+        {"enable_prefix_caching": False, "num_kvcache_blocks": 9, "max_num_batched_tokens": 5},
+    ],
+    ids=["ample", "few_slots", "tight", "tight_and_uncached"],
+)
+def test_completions_are_the_same_each_time_and_beside_any_others(
+    model: Path, options: dict[str, int]
+) -> None:
+    """Their number and their mates change nothing; nor do preemption, chunks of prompts and the cache."""
+    params = [
+        SamplingParams(n=5, seed=7, max_tokens=24, top_p=0.9),
+        SamplingParams(temperature=0, max_tokens=20, ignore_eos=True),
+        SamplingParams(n=4, seed=8, max_tokens=24, stop_token_ids=range(20)),
+    ]
+    prompts = [[9] * 20, [5, 6, 7], [9] * 19 + [3]]
+    with make_tiny(model) as llm:
+        alone = [llm.generate(*each, use_tqdm=False)[0] for each in zip(prompts, params, strict=True)]
+        assert [len(output.outputs) for output in alone] == [5, 1, 4]
+        for output in (alone[0], alone[2]):
+            assert len({tuple(c.token_ids) for c in output.outputs}) > 1, "all completions are equal"
+        fewer = params[0].clone()
+        fewer.n = 2
+        [first] = llm.generate(prompts[0], fewer, use_tqdm=False)
+        assert first.outputs == alone[0].outputs[:2]
+    with make_tiny(model, **options) as llm:
+        for _ in range(2):
+            together = llm.generate(prompts, params, use_tqdm=False)
+            assert [output.outputs for output in together] == [output.outputs for output in alone]
+        assert llm._scheduler.block_manager.usage == 0
+        if "num_kvcache_blocks" in options:
+            assert any(seq.num_preemptions for seq in llm.sequences)
+            assert any(not batch.draws.all() for batch in llm.batches), "no prompt went in chunks"
+
+
+def test_progress_counts_requests_of_many_completions(model: Path) -> None:
+    class Bar:
+        total, done = 0, 0
+
+        def __init__(self, total: int, desc: str) -> None:
+            Bar.total = total
+
+        def update(self, done: int) -> None:
+            Bar.done += done
+
+        def close(self) -> None:
+            pass
+
+    with make_tiny(model) as llm:
+        llm.generate([[5], [6]], ENDING, use_tqdm=Bar)
+    assert (Bar.total, Bar.done) == (2, 2)
+
+
 def test_one_sequence_that_fails_is_named_in_the_output(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with make_tiny(model, async_scheduling=False) as llm:
-        queue(llm, [5] * 20, GREEDY, n=3)
+        llm.add_request([5] * 20, LIKELIEST)
         launch = llm._runner.launch
 
         def failing(batch: Batch) -> StepHandle:

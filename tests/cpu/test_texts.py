@@ -223,3 +223,31 @@ def test_stop_reason_is_none_for_the_models_own_end(tmp_path: Path) -> None:
         assert reason(llm, eos, stop_token_ids=[eos]) == ("stop", None)
         assert reason(llm, eos, stop_token_ids=[eos], ignore_eos=True) == ("stop", eos)
         assert reason(llm, eos, ignore_eos=True) == ("length", None)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_special_tokens_are_kept_or_left_out(kind: str, tmp_path: Path) -> None:
+    """As each request asks, in one batch; the token that ended the output is left out in either case."""
+    tokenizer = TOKENIZERS[kind]
+    path = write_tiny_model(tmp_path, vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id)
+    tokenizer.save_pretrained(path)
+    prompt, turn = encode(kind, "Hello<|turn|>"), tokenizer.convert_tokens_to_ids("<|turn|>")
+    with CheckedLLM(path, device="cpu") as llm:
+        compute, steps = llm._runner.model.compute_logits, []
+        answer = [turn, *encode(kind, "Hello the")[1:], turn, tokenizer.eos_token_id]
+
+        def forced(hidden: torch.Tensor) -> torch.Tensor:
+            logits = compute(hidden)
+            logits[:, answer[len(steps)]] = 1e9
+            steps.append(1)
+            return logits
+
+        asked = [{}, {"skip_special_tokens": False}, {"detokenize": False}]
+        params = [SamplingParams(temperature=0, max_tokens=30, **options) for options in asked]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(llm._runner.model, "compute_logits", forced)
+            outputs = llm.generate([prompt] * 3, params, use_tqdm=False)
+        assert [output["token_ids"] for output in outputs] == [answer] * 3
+        text = Detokenizer(tokenizer).text(prompt, answer[1:-2])
+        assert [output["text"] for output in outputs] == [text, f"<|turn|>{text}<|turn|>", ""]
+        assert outputs[0].outputs[0].finish_reason == "stop"

@@ -31,9 +31,23 @@ from nanovllm.sampling_params import SamplingParams
         ({"max_tokens": -3}, ValueError),
         ({"max_tokens": 2.0}, TypeError),
         ({"max_tokens": True}, TypeError),
+        ({"n": 0}, ValueError),
+        ({"n": 2.0}, TypeError),
+        ({"n": True}, TypeError),
+        ({"n": 16_385}, ValueError),
+        ({"n": 2, "temperature": 0}, ValueError),
         ({"seed": 1.5}, TypeError),
         ({"seed": 2**64}, ValueError),
         ({"ignore_eos": 1}, TypeError),
+        ({"include_stop_str_in_output": 1}, TypeError),
+        ({"detokenize": None}, TypeError),
+        ({"skip_special_tokens": "no"}, TypeError),
+        ({"stop": "ab", "detokenize": False}, ValueError),
+        ({"stop": 5}, TypeError),
+        ({"stop": ["a", 5]}, TypeError),
+        ({"stop": b"a"}, TypeError),
+        ({"stop": ""}, ValueError),
+        ({"stop": ["", "a"]}, ValueError),
         ({"stop_token_ids": 5}, TypeError),
         ({"stop_token_ids": "ab"}, TypeError),
         ({"stop_token_ids": [-1]}, ValueError),
@@ -54,6 +68,8 @@ def test_right_sampling_params() -> None:
     assert params.stop_token_ids == [3]
     assert SamplingParams(top_k=-1).top_k == -1
     assert SamplingParams(max_tokens=None).max_tokens is None
+    assert [SamplingParams(stop=stop).stop for stop in (None, "ab", ("a", "b"))] == [[], ["ab"], ["a", "b"]]
+    assert SamplingParams(n=None).n == 1
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,53 @@
+"""StopStrings: finds the first stop string in the text of one completion while its tokens come.
+
+Decodes each token once, and ends nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from nanovllm.text.detokenizer import TextStream
+
+
+class StopStrings:
+    """The stop strings of a request, looked for in one completion.
+
+    The match that ends first counts; of several that end together, the one that is listed first.
+    """
+
+    def __init__(self, stops: Sequence[str], stream: TextStream) -> None:
+        """stops: not empty, and none of them is."""
+        self._stops = stops
+        self._stream = stream
+        self._num_kept = max(map(len, stops)) - 1  # characters
+        self._kept = ""  # the end of the text, in which a stop string may begin
+        self._parts: list[str] = []
+        self._end = 0  # of the match, counted from the end of the text
+        self.found: str | None = None
+        self.num_tokens = 0  # up to the one that completed the match
+
+    def append(self, token_id: int) -> bool:
+        """Take in the next token; return whether a stop string has been found. The rest is ignored then."""
+        if self.found is not None:
+            return True
+        self.num_tokens += 1
+        new = self._stream.append(token_id)
+        if not new:
+            return False
+        self._parts.append(new)
+        text = self._kept + new
+        first_end = len(text) + 1
+        for stop in self._stops:
+            start = text.find(stop)
+            if start >= 0 and start + len(stop) < first_end:
+                first_end, self.found = start + len(stop), stop
+        self._end = len(text) - first_end
+        self._kept = text[max(0, len(text) - self._num_kept) :]
+        return self.found is not None
+
+    def text(self, include: bool) -> str:
+        """Return the text before the stop string that has been found; with it, to include it."""
+        assert self.found is not None
+        text = "".join(self._parts)
+        return text[: len(text) - self._end - (0 if include else len(self.found))]

@@ -1,0 +1,304 @@
+"""Stop strings: found wherever the tokens split them, and nothing behind them is left."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from checked_llm import CheckedLLM
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from test_texts import KINDS, LETTERS, SPECIAL, TOKENIZERS, encode
+from tiny_models import write_tiny_model
+from transformers import PreTrainedTokenizerFast
+
+from nanovllm import LLM, SamplingParams, demo_model_path
+from nanovllm.engine.requests import Requests
+from nanovllm.events import TokenEvents
+from nanovllm.outputs import CompletionOutput
+from nanovllm.text.detokenizer import Detokenizer
+from nanovllm.text.processor import Processor
+from nanovllm.text.prompts import parse_prompts
+from nanovllm.text.stop_strings import StopStrings
+
+
+def first_match(texts: list[str], stops: list[str]) -> tuple[int, str, int] | None:
+    """By the definition: after how many tokens the text holds a stop string, which one, and its position.
+
+    texts: of the first 1, 2, ... tokens.
+    """
+    for count, text in enumerate(texts, 1):
+        ends = [(text.find(stop) + len(stop), index) for index, stop in enumerate(stops) if stop in text]
+        if ends:
+            stop = stops[min(ends)[1]]
+            return count, stop, text.find(stop)
+    return None
+
+
+def search(detokenizer: Detokenizer, prompt: list[int], output: list[int], stops: list[str]) -> StopStrings:
+    found = StopStrings(stops, detokenizer.stream(prompt))
+    for token_id in output:
+        found.append(token_id)
+    return found
+
+
+def check(detokenizer: Detokenizer, prompt: list[int], output: list[int], stops: list[str]) -> bool:
+    """Compare with the definition; return whether one was found."""
+    texts = [detokenizer.text(prompt, output[:end]) for end in range(1, len(output) + 1)]
+    expected, found = first_match(texts, stops), search(detokenizer, prompt, output, stops)
+    if expected is None:
+        assert found.found is None
+        return False
+    count, stop, position = expected
+    text = texts[count - 1]
+    assert (found.num_tokens, found.found) == (count, stop)
+    assert found.text(include=False) == text[:position]
+    assert found.text(include=True) == text[: position + len(stop)]
+    return True
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=60, deadline=None)
+@given(letters=st.lists(LETTERS, min_size=1, max_size=12), data=st.data())
+@example(letters=["日", "本", "語", "日", "本"], data=None)
+@example(letters=["e", "\u0301", "👨‍👩‍👧", "\ufffd", "🌍", " the"], data=None)
+def test_every_part_of_a_text_is_found(kind: str, letters: list[str], data: st.DataObject | None) -> None:
+    """However the tokens are dealt to prompt and output, and wherever tokens split the stop string."""
+    ids = encode(kind, "x" + "".join(letters))
+    detokenizer = Detokenizer(TOKENIZERS[kind])
+    for start in range(1, len(ids)):
+        prompt, output = ids[:start], ids[start:]
+        text = detokenizer.text(prompt, output)
+        parts = [text[i:j] for i in range(len(text)) for j in range(i + 1, min(i + 6, len(text) + 1))]
+        stops = [[part] for part in parts]
+        if data is not None and parts:
+            stops = [data.draw(st.lists(st.sampled_from([*parts, "?", "xyz"]), min_size=1, max_size=4))]
+        for each in stops:
+            assert check(detokenizer, prompt, output, each) or set(each) <= {"?", "xyz"}
+
+
+@pytest.mark.parametrize("skip", [True, False], ids=["skip_special", "keep_special"])
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=100, deadline=None)
+@given(letters=st.lists(LETTERS, min_size=1, max_size=14))
+@example(letters=["日", "本", "</s>", "<|turn|>", "<|turn|>", "<|turn|>", "<|turn|>", "<|turn|>", " the"])
+def test_a_stream_gives_the_text_in_parts(kind: str, skip: bool, letters: list[str]) -> None:
+    ids = encode(kind, "x" + "".join(letters))
+    detokenizer = Detokenizer(TOKENIZERS[kind], skip)
+    for start in range(1, len(ids)):
+        stream, text = detokenizer.stream(ids[:start]), ""
+        for end in range(start + 1, len(ids) + 1):
+            text += stream.append(ids[end - 1])
+            assert text == detokenizer.text(ids[:start], ids[start:end])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_random_tokens(kind: str) -> None:
+    """Bytes that are no characters, too; only such runs of byte fallback are written otherwise in parts."""
+    rng, detokenizer = random.Random(5), Detokenizer(TOKENIZERS[kind])
+    names = TOKENIZERS[kind].convert_ids_to_tokens(range(len(TOKENIZERS[kind])))
+    pool = [id_ for id_, name in enumerate(names) if kind == "byte_level" or not name.startswith("<0x")]
+    prompt, num_found = encode(kind, "x"), 0
+    for _ in range(300):
+        output = rng.choices(pool, k=12)
+        text = detokenizer.text(prompt, output)
+        stops = (
+            [text[i : i + rng.randint(1, 4)] for i in rng.sample(range(len(text)), 2)]
+            if len(text) > 1
+            else []
+        )
+        num_found += bool(stops) and check(detokenizer, prompt, output, stops)
+    assert num_found > 250
+
+
+def test_which_of_several_counts() -> None:
+    detokenizer = Detokenizer(TOKENIZERS["byte_level"])
+    prompt, output = encode("byte_level", "x"), encode("byte_level", "abcd")
+    for stops, found in [
+        (["bc", "abc"], "bc"),
+        (["abc", "bc"], "abc"),
+        (["abcd", "bc"], "bc"),
+        (["d", "c"], "c"),
+        (["x", "xa", "ac"], None),
+    ]:
+        assert search(detokenizer, prompt, output, stops).found == found
+
+
+def test_it_decodes_few_tokens_however_long_the_output_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    for kind in KINDS:
+        detokenizer, lens = Detokenizer(TOKENIZERS[kind]), [0]
+        decode = detokenizer._decode
+
+        def counted(ids: list[int], lens: list[int] = lens, decode: Callable = decode) -> str:
+            lens.append(len(ids))
+            return decode(ids)
+
+        monkeypatch.setattr(detokenizer, "_decode", counted)
+        output = encode(kind, "日本語 Hello the 🌍" * 40)
+        assert search(detokenizer, encode(kind, "x"), output, ["?"]).num_tokens == len(output)
+        assert max(lens) <= 4 * 5
+
+
+def test_tokens_behind_the_match_in_one_step_are_dropped() -> None:
+    """A step may bring several tokens of a sequence."""
+    tokenizer = TOKENIZERS["byte_level"]
+    requests = Requests(Processor(tokenizer, len(tokenizer), [tokenizer.eos_token_id]), seed=0)
+    processor = requests._processor
+    params = SamplingParams(stop="lo").checked()
+    [request] = processor.make_requests(parse_prompts("Say: "), [params], ["p"], 0)
+    [seq] = requests.make_sequences(request)
+    requests.add(request, [seq])
+    output = [*encode("byte_level", "Hello the"), tokenizer.eos_token_id]
+    seq.token_ids += output
+    seq.finish_reason = "length"
+    events = TokenEvents([seq.seq_id] * len(output), output, {seq.seq_id: "length"})
+    stopped = requests.find_stop_strings(events)
+    [out] = requests.finish(events.finish_reasons | stopped)
+    assert (out["text"], out["finish_reason"], out.outputs[0].stop_reason) == ("Hel", "stop", "lo")
+    assert tokenizer.decode(out["token_ids"]).startswith("Hello") and len(out["token_ids"]) < len(output)
+    assert not requests._stops and not requests
+
+
+# -- through the engine --------------------------------------------------------------------------------------
+
+
+def model_for(tokenizer: PreTrainedTokenizerFast, folder: Path) -> Path:
+    path = write_tiny_model(folder, vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+def expected(llm: LLM, prompt: list[int], full: CompletionOutput, stops: list[str]) -> tuple[object, ...]:
+    """What a completion without stop strings becomes with them: text, tokens and reasons."""
+    ids = full.token_ids[:-1] if full.finish_reason == "stop" else full.token_ids
+    found = search(Detokenizer(llm.tokenizer), prompt, ids, stops) if stops else None
+    if found is None or found.found is None:
+        return full.text, full.token_ids, full.finish_reason, full.stop_reason
+    text = found.text(include=False)
+    assert not any(stop in text for stop in stops)
+    return text, ids[: found.num_tokens], "stop", found.found
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"async_scheduling": True},
+        {
+            "async_scheduling": True,
+            "num_kvcache_blocks": 9,
+            "kvcache_block_size": 8,
+            "max_num_batched_tokens": 7,
+        },
+    ],
+    ids=["in_step", "ahead", "tight"],
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_through_the_engine(kind: str, options: dict[str, int], tmp_path: Path) -> None:
+    """Several completions of each, beside others; preempted, and with prompts in chunks."""
+    rng = random.Random(1)
+    path = model_for(TOKENIZERS[kind], tmp_path)
+    prompts = [encode(kind, "Hello the world, the world" + "x" * index) for index in range(12)]
+    with CheckedLLM(path, device="cpu", max_model_len=64, **options) as llm:
+        params = [
+            SamplingParams(n=1 + index % 3, temperature=3.0, seed=index, max_tokens=24) for index in range(12)
+        ]
+        full = llm.generate(prompts, params, use_tqdm=False)
+        for index, output in enumerate(full):
+            text = output.outputs[-1].text
+            at = rng.randrange(max(1, len(text) - 3))
+            params[index].stop = [text[at : at + rng.randint(1, 3)] or "x", "???"]
+        params[5].stop = []
+        free = llm.num_free_blocks
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        reasons = [c.stop_reason for output in outputs for c in output.outputs]
+        assert sum(isinstance(reason, str) for reason in reasons) >= 10
+        for before, output, param in zip(full, outputs, params, strict=True):
+            for old, new in zip(before.outputs, output.outputs, strict=True):
+                got = new.text, new.token_ids, new.finish_reason, new.stop_reason
+                assert got == expected(llm, output.prompt_token_ids, old, param.stop)
+        assert llm.num_free_blocks == free and not llm._requests._stops
+        assert {seq.finish_reason for seq in llm.sequences} == {"stop", "length"}
+        if "num_kvcache_blocks" in options:
+            assert any(seq.num_preemptions for seq in llm.sequences)
+            assert any(not batch.draws.all() for batch in llm.batches), "no prompt went in chunks"
+
+
+@pytest.fixture(scope="module")
+def demo() -> LLM:
+    with LLM(demo_model_path(), device="cpu", num_kvcache_blocks=64) as llm:
+        yield llm
+
+
+def test_the_text_may_end_with_what_stopped_it(demo: LLM) -> None:
+    greedy = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    [full] = demo.generate("Count from 3 to 9:", greedy, use_tqdm=False)
+    stop = full["text"][6:9]
+    at = full["text"].find(stop)
+    for include, text in ((False, full["text"][:at]), (True, full["text"][: at + 3])):
+        greedy.stop, greedy.include_stop_str_in_output = stop, include
+        [output] = demo.generate("Count from 3 to 9:", greedy, use_tqdm=False)
+        assert output["text"] == text and output.outputs[0].stop_reason == stop
+        assert output["token_ids"] == full["token_ids"][: len(output["token_ids"])]
+    # So with a stop token, if it is not a special one.
+    token = full["token_ids"][3]
+    end = full["token_ids"].index(token)
+    greedy.stop, greedy.stop_token_ids = [], [token]
+    for include in (False, True):
+        greedy.include_stop_str_in_output = include
+        [output] = demo.generate("Count from 3 to 9:", greedy, use_tqdm=False)
+        assert output["token_ids"] == full["token_ids"][: end + 1]
+        assert output["text"] == demo.tokenizer.decode(full["token_ids"][: end + include])
+    # Its text is not looked at, so the token is the reason.
+    greedy.stop_token_ids, greedy.include_stop_str_in_output = full["token_ids"][:1], False
+    greedy.stop = demo.tokenizer.decode(greedy.stop_token_ids)
+    [output] = demo.generate("Count from 3 to 9:", greedy, use_tqdm=False)
+    assert (output["text"], output.outputs[0].stop_reason) == ("", full["token_ids"][0])
+
+
+def test_the_last_token_may_complete_it(demo: LLM) -> None:
+    """It then is no end by length."""
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    [full] = demo.generate("Count from 3 to 9:", params, use_tqdm=False)
+    last = demo.tokenizer.decode(full["token_ids"][-1:])
+    params.stop = full["text"][-len(last) - 1 :]
+    assert full["text"].index(params.stop) + len(params.stop) == len(full["text"])
+    [output] = demo.generate("Count from 3 to 9:", params, use_tqdm=False)
+    assert output["finish_reason"] == "stop" and output["token_ids"] == full["token_ids"]
+    assert output["text"] + params.stop == full["text"]
+
+
+def test_abort_and_a_failed_call_leave_nothing(demo: LLM) -> None:
+    request_id = demo.add_request("Count:", SamplingParams(n=2, stop=["???"], ignore_eos=True))
+    demo.step()
+    assert {c.finish_reason for c in demo.abort(request_id).outputs} == {"abort"}
+    assert not demo._requests._stops
+    demo.add_request("Count:", SamplingParams(stop="???"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(demo._scheduler, "postprocess", None)
+        with pytest.raises(TypeError):
+            demo.step()
+    assert not demo._requests._stops and demo.is_finished()
+
+
+def test_without_a_tokenizer_it_is_refused(tmp_path: Path) -> None:
+    path = model_for(TOKENIZERS["byte_level"], tmp_path)
+    with CheckedLLM(path, device="cpu", skip_tokenizer_init=True) as llm:
+        params = [SamplingParams(), SamplingParams(stop=["a"])]
+        with pytest.raises(
+            ValueError, match=r"prompts\[1\]: stop=\['a'\] needs a tokenizer, and skip_tokenizer_init"
+        ):
+            llm.generate([[5], [6]], params, use_tqdm=False)
+        assert llm.is_finished()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_stop_strings_go_on_behind_special_tokens_that_are_no_text(kind: str) -> None:
+    tokenizer, turn = TOKENIZERS[kind], SPECIAL[2]
+    ids = encode(kind, "Hello the")
+    mixed = [token for token_id in ids for token in (token_id, tokenizer.convert_tokens_to_ids(turn))]
+    assert search(Detokenizer(tokenizer), ids, mixed, ["lo th", turn]).found == "lo th"
+    kept = search(Detokenizer(tokenizer, skip_special_tokens=False), ids, mixed, ["lo th", turn])
+    assert (kept.found, kept.num_tokens) == (turn, 2)
