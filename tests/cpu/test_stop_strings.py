@@ -147,7 +147,7 @@ def test_tokens_behind_the_match_in_one_step_are_dropped() -> None:
     requests = Requests(Processor(tokenizer, len(tokenizer), [tokenizer.eos_token_id]), seed=0)
     processor = requests._processor
     params = SamplingParams(stop="lo").checked()
-    [request] = processor.make_requests(parse_prompts("Say: "), [params], ["p"], 0)
+    [request] = processor.make_requests(parse_prompts("Say: ")[0], [params], ["p"], 0)
     [seq] = requests.make_sequences(request)
     requests.add(request, [seq])
     output = [*encode("byte_level", "Hello the"), tokenizer.eos_token_id]
