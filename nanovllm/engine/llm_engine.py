@@ -293,7 +293,7 @@ class LLMEngine:
             self._in_flight = None
             self._requests.clear()
             self._scheduler = self._make_scheduler()
-            if self._workers.failed:
+            if self._workers.watch.ended.is_set():
                 self.close()
             raise
 

@@ -31,12 +31,8 @@ def resolve_max_model_len(asked: int | None, model_config: ModelConfig) -> int:
     if asked is None:
         asked = model_config.longest
         if asked < positions:
-            logger.info(
-                "max_model_len=%d, the length up to which full attention is what this model computes "
-                "(it has %d positions)",
-                asked,
-                positions,
-            )
+            why = "the length up to which full attention is what this model computes"
+            logger.info("max_model_len=%d, %s (it has %d positions)", asked, why, positions)
     if asked > positions:
         logger.info("max_model_len=%d is lowered to the model's own limit, %d", asked, positions)
     max_model_len = min(asked, positions)
