@@ -41,7 +41,6 @@ from nanovllm.workers.interrupts import held_interrupts, no_full_collections
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-
 Engine = TypeVar("Engine", bound="LLMEngine")
 
 
