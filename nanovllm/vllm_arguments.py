@@ -39,18 +39,22 @@ class Absent:
         return any(value == neutral for neutral in self.neutral)
 
 
+def _each(names: str, absent: Absent) -> dict[str, Absent]:
+    """The same answer for every one of the names."""
+    return dict.fromkeys(names.split(), absent)
+
+
 _NOTHING: tuple[Any, ...] = (None, [], (), {}, "", set())
 _LEAVE_OUT = "leave it out"
 _ANY = Absent(None, "")
 _NO_IMAGES = Absent(_NOTHING, "only text goes in; leave it out")
 _NO_LORA = Absent(_NOTHING, "merge the adapter into the weights first (peft's merge_and_unload)")
-_NO_OFFLOAD = Absent((0, None, False), "use more devices (tensor_parallel_size) or a smaller model")
 _ONE = Absent((1, None), "use tensor_parallel_size, or one process for each engine")
 _OFF = Absent((False, None), _LEAVE_OUT)
 _NONE = Absent(_NOTHING, _LEAVE_OUT)
 _TOKENIZER = "put the tokenizer's files into the model's folder"
-_DOWNLOAD = "download what you need with `hf download` and pass the folder"
 _WRITE_CONFIG = "write it into the model's config.json"
+_DOWNLOAD = "download what you need with `hf download` and pass the folder"
 
 # These change nothing that can be seen, or qualify what is refused by its own name.
 _ENGINE_ANY = """
@@ -77,16 +81,13 @@ ENGINE: dict[str, Absent] = {
     # the model and its files
     "tokenizer": Absent(_NOTHING, _TOKENIZER),
     "tokenizer_mode": Absent(("auto", "hf", None), f"only 'auto' is; {_TOKENIZER}"),
-    "tokenizer_revision": Absent(("main", *_NOTHING), _DOWNLOAD),
+    **_each("tokenizer_revision revision", Absent(("main", *_NOTHING), _DOWNLOAD)),
     "trust_remote_code": Absent((False, None), "the code of a checkpoint is never run; leave it out"),
-    "revision": Absent(("main", *_NOTHING), _DOWNLOAD),
     "code_revision": Absent(_NOTHING, _DOWNLOAD),
     "download_dir": Absent(_NOTHING, "set HF_HUB_CACHE, or pass the folder of the model"),
     "hf_token": Absent((None, False), "log in with `hf auth login`, or set HF_TOKEN"),
     "hf_config_path": Absent(_NOTHING, "put config.json into the model's folder"),
-    "hf_overrides": Absent(_NOTHING, _WRITE_CONFIG),
-    "rope_scaling": Absent(_NOTHING, _WRITE_CONFIG),
-    "rope_theta": Absent(_NOTHING, _WRITE_CONFIG),
+    **_each("hf_overrides rope_scaling rope_theta", Absent(_NOTHING, _WRITE_CONFIG)),
     "config_format": Absent(("auto", "hf", None), "only the Hugging Face format is; convert the checkpoint"),
     "model_impl": Absent(("auto", "vllm", None), _LEAVE_OUT),
     "override_generation_config": Absent(_NOTHING, "pass its values as SamplingParams"),
@@ -95,29 +96,23 @@ ENGINE: dict[str, Absent] = {
     "ignore_patterns": Absent(("original/**/*", ["original/**/*"], *_NOTHING), _DOWNLOAD),
     "chat_template": Absent(_NOTHING, "pass it to chat()"),
     # what the model is used for
-    "task": Absent(("auto", "generate", None), "only 'generate' is"),
-    "runner": Absent(("auto", "generate", None), "only 'generate' is"),
+    **_each("task runner", Absent(("auto", "generate", None), "only 'generate' is")),
     "convert": Absent(("auto", "none", None), _LEAVE_OUT),
     "logits_processors": Absent(_NOTHING, "use temperature, top_k, top_p and min_p of SamplingParams"),
     "reasoning_parser": Absent(_NOTHING, "split the text of the output yourself"),
-    "enable_reasoning": _OFF,
+    **_each("enable_reasoning enable_expert_parallel ray_workers_use_nsight", _OFF),
+    **_each("enable_lora_bias enable_prompt_adapter", _OFF),
     "enable_prompt_embeds": Absent((False, None), "pass texts or token ids"),
-    "allowed_local_media_path": _NO_IMAGES,
-    "allowed_media_domains": _NO_IMAGES,
-    "limit_mm_per_prompt": _NO_IMAGES,
-    "mm_processor_kwargs": _NO_IMAGES,
+    **_each("allowed_local_media_path allowed_media_domains", _NO_IMAGES),
+    **_each("limit_mm_per_prompt mm_processor_kwargs", _NO_IMAGES),
     # devices and memory
-    "data_parallel_size": _ONE,
-    "pipeline_parallel_size": _ONE,
-    "decode_context_parallel_size": _ONE,
-    "prefill_context_parallel_size": _ONE,
-    "enable_expert_parallel": _OFF,
+    **_each("data_parallel_size pipeline_parallel_size", _ONE),
+    **_each("decode_context_parallel_size prefill_context_parallel_size", _ONE),
     "distributed_executor_backend": Absent((None, "mp", "uni"), "processes of this machine are used"),
-    "ray_workers_use_nsight": _OFF,
     "worker_cls": Absent(("auto", None), _LEAVE_OUT),
     "scheduling_policy": Absent(("fcfs", None), "requests start in the order in which they came"),
     "disable_custom_all_reduce": Absent((False, None), "GPUs that reach each other's memory always use it"),
-    "cpu_offload_gb": _NO_OFFLOAD,
+    "cpu_offload_gb": Absent((0, None, False), "use more devices (tensor_parallel_size) or a smaller model"),
     "kv_cache_memory_bytes": Absent((None,), "use num_kvcache_blocks or gpu_memory_utilization"),
     "block_size": Absent((None,), "say kvcache_block_size"),
     "num_gpu_blocks_override": Absent((None,), "say num_kvcache_blocks"),
@@ -128,12 +123,10 @@ ENGINE: dict[str, Absent] = {
     "disable_async_output_proc": Absent((False, None), "say async_scheduling=False"),
     "preemption_mode": Absent(("recompute", None), "sequences are computed again; leave it out"),
     "enable_lora": Absent((False, None), _NO_LORA.advice),
-    "enable_lora_bias": _OFF,
     "qlora_adapter_name_or_path": _NO_LORA,
-    "enable_prompt_adapter": _OFF,
     "disable_log_stats": Absent((True, None), "generate() shows its speed; leave it out"),
-    **dict.fromkeys(_ENGINE_ANY.split(), _ANY),
-    **dict.fromkeys(_ENGINE_NONE.split(), _NONE),
+    **_each(_ENGINE_ANY, _ANY),
+    **_each(_ENGINE_NONE, _NONE),
 }
 
 _PENALTY = "use temperature, top_k, top_p or min_p"
@@ -144,20 +137,15 @@ SAMPLING: dict[str, Absent] = {
     "use_beam_search": _OFF,
     "length_penalty": Absent((1.0, None), _LEAVE_OUT),
     "early_stopping": _OFF,
-    "presence_penalty": Absent((0.0, None), _PENALTY),
-    "frequency_penalty": Absent((0.0, None), _PENALTY),
+    **_each("presence_penalty frequency_penalty", Absent((0.0, None), _PENALTY)),
     "repetition_penalty": Absent((1.0, None), _PENALTY),
     "repetition_detection": Absent((None,), _PENALTY),
-    "bad_words": Absent(_NOTHING, _BY_TOKEN),
+    **_each("bad_words logits_processors logit_bias", Absent(_NOTHING, _BY_TOKEN)),
     "min_tokens": Absent((0, None), "use ignore_eos=True with max_tokens"),
-    "logprobs": Absent((None,), _LEAVE_OUT),
-    "prompt_logprobs": Absent((None,), _LEAVE_OUT),
+    **_each("logprobs prompt_logprobs", Absent((None,), _LEAVE_OUT)),
     "logprob_token_ids": Absent(_NOTHING, _LEAVE_OUT),
-    "flat_logprobs": _ANY,
-    "spaces_between_special_tokens": _ANY,
+    **_each("flat_logprobs spaces_between_special_tokens skip_clone", _ANY),
     "truncate_prompt_tokens": Absent((None,), "cut the prompt's token ids yourself"),
-    "logits_processors": Absent(_NOTHING, _BY_TOKEN),
-    "logit_bias": Absent(_NOTHING, _BY_TOKEN),
     "allowed_token_ids": Absent((None,), _BY_TOKEN),
     "structured_outputs": Absent((None,), "say in the prompt what the output must look like, and check it"),
     "guided_decoding": Absent((None,), "say in the prompt what the output must look like, and check it"),
@@ -165,7 +153,6 @@ SAMPLING: dict[str, Absent] = {
     "skip_reading_prefix_cache": Absent((None, False), "make the LLM with enable_prefix_caching=False"),
     "output_kind": Absent((None, "CUMULATIVE", "FINAL_ONLY", 0, 2), "outputs come when they are complete"),
     "extra_args": _NONE,
-    "skip_clone": _ANY,
 }
 
 _CALL: dict[str, Absent] = {

@@ -41,7 +41,6 @@ from nanovllm.workers.interrupts import held_interrupts, no_full_collections
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-
 Engine = TypeVar("Engine", bound="LLMEngine")
 
 
@@ -293,7 +292,7 @@ class LLMEngine:
             self._in_flight = None
             self._requests.clear()
             self._scheduler = self._make_scheduler()
-            if self._workers.failed:
+            if self._workers.watch.ended.is_set():
                 self.close()
             raise
 

@@ -109,11 +109,8 @@ class Lines:
             self._print(now)
 
     def _print(self, now: float) -> None:
-        parts = [
-            f"{self._done:,} of {self._total:,} requests after {now - self._start:,.0f} s",
-            self._rates(),
-        ]
-        print(f"Generating: {', '.join(filter(None, parts))}", file=sys.stderr, flush=True)
+        done = f"{self._done:,} of {self._total:,} requests after {now - self._start:,.0f} s"
+        print(f"Generating: {', '.join(filter(None, (done, self._rates())))}", file=sys.stderr, flush=True)
 
 
 def make_bar(total: int, rates: Callable[[], str]) -> Any:

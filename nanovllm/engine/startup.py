@@ -31,12 +31,8 @@ def resolve_max_model_len(asked: int | None, model_config: ModelConfig) -> int:
     if asked is None:
         asked = model_config.longest
         if asked < positions:
-            logger.info(
-                "max_model_len=%d, the length up to which full attention is what this model computes "
-                "(it has %d positions)",
-                asked,
-                positions,
-            )
+            why = "the length up to which full attention is what this model computes"
+            logger.info("max_model_len=%d, %s (it has %d positions)", asked, why, positions)
     if asked > positions:
         logger.info("max_model_len=%d is lowered to the model's own limit, %d", asked, positions)
     max_model_len = min(asked, positions)
@@ -66,7 +62,15 @@ def start_ranks(
     try:
         check_weights_fit(need, [device.memory(), *workers.collect()], config, device)
         runner, *_ = workers.call(lambda: _load(workers, setups[0], device, rendezvous), "load")
-        return workers, runner, _prepare(workers, runner, config)
+        workers.call(runner.calibrate_kv_cache, "calibrate_kv_cache")
+        reserve = max(workers.call(runner.warmup_model, "warmup_model"))
+        spaces = workers.call(runner.measure_kv_cache, "measure_kv_cache", reserve)
+        most = config.max_num_seqs * runner.max_blocks
+        num_blocks = fit_kv_cache(spaces, config, runner.block_size, most)
+        allocated = workers.call(runner.allocate_kv_cache, "allocate_kv_cache", num_blocks)
+        assert set(allocated) == {num_blocks}, "every rank has as many blocks as the scheduler"
+        workers.call(runner.capture_cudagraph, "capture_cudagraph", logger.isEnabledFor(logging.INFO))
+        return workers, runner, num_blocks
     except BaseException:
         workers.kill()
         if runner is not None:
@@ -88,16 +92,3 @@ def _load(workers: Workers, setup: RankSetup, device: Device, rendezvous: Rendez
         group = workers.watched(lambda: setup.meet(device, rendezvous))
         workers.watch.on_failure(group.abort)
     return setup.load(device, group, workers.watch.check)
-
-
-def _prepare(workers: Workers, runner: ModelRunner, config: Config) -> int:
-    """Size and allocate the KV cache on every rank and capture its graphs; return the number of blocks."""
-    workers.call(runner.calibrate_kv_cache, "calibrate_kv_cache")
-    reserve = max(workers.call(runner.warmup_model, "warmup_model"))
-    spaces = workers.call(runner.measure_kv_cache, "measure_kv_cache", reserve)
-    most = config.max_num_seqs * runner.max_blocks
-    num_blocks = fit_kv_cache(spaces, config, runner.block_size, most)
-    allocated = workers.call(runner.allocate_kv_cache, "allocate_kv_cache", num_blocks)
-    assert set(allocated) == {num_blocks}, "every rank has as many blocks as the scheduler"
-    workers.call(runner.capture_cudagraph, "capture_cudagraph", logger.isEnabledFor(logging.INFO))
-    return num_blocks

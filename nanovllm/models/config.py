@@ -82,12 +82,7 @@ class ModelConfig:
         return min(limit for limit in limits if limit)
 
     def check_max_model_len(self, max_model_len: int) -> None:
-        """Raise ValueError when sequences of `max_model_len` tokens are longer than the model can read."""
-        if max_model_len > self.max_position_embeddings:
-            raise ValueError(
-                f"max_model_len={max_model_len} is more than the {self.max_position_embeddings} positions of "
-                f"this model; use at most max_model_len={self.max_position_embeddings}"
-            )
+        """Raise ValueError when sequences of `max_model_len` tokens need more than full attention."""
         kinds = {
             f"sliding window of {self.sliding_window} tokens": self.sliding_window,
             "dual chunk attention (dual_chunk_attention_config)": self.dual_chunk,

@@ -5,7 +5,6 @@ Modules are named as in transformers, so that a parameter's path is its checkpoi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -30,14 +29,6 @@ PACKED: dict[str, dict[ShardId, str]] = {
     "qkv_proj": {"q": "q_proj", "k": "k_proj", "v": "v_proj"},
     "gate_up_proj": {0: "gate_proj", 1: "up_proj"},
 }
-
-
-@dataclass(frozen=True, slots=True)
-class WeightSlot:
-    """The layer that takes one checkpoint tensor, and as which of its shards."""
-
-    layer: WeightLayer
-    shard: WeightShard
 
 
 class SharedParts(NamedTuple):
@@ -166,8 +157,9 @@ class DecoderForCausalLM(nn.Module):
         logits: torch.Tensor = self.lm_head(hidden)
         return logits
 
-    def weight_slots(self) -> dict[str, WeightSlot]:
-        """Return every tensor that a checkpoint of this model must hold, by its name there."""
+    def weight_slots(self) -> dict[str, tuple[WeightLayer, WeightShard]]:
+        """Return which layer takes each tensor that a checkpoint of this model must hold, and as which of
+        its shards, by the tensor's name there."""
         slots = {}
         for path, layer in self.named_modules():
             if not isinstance(layer, WeightLayer):
@@ -175,7 +167,7 @@ class DecoderForCausalLM(nn.Module):
             parent, _, last = path.rpartition(".")
             for shard in layer.weight_shards():
                 module = last if shard.shard_id is None else PACKED[last][shard.shard_id]
-                slots[".".join(filter(None, (parent, module, shard.param)))] = WeightSlot(layer, shard)
+                slots[".".join(filter(None, (parent, module, shard.param)))] = layer, shard
         return slots
 
     def finish_loading(self) -> None:

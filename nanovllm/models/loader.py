@@ -23,7 +23,7 @@ from nanovllm.errors import ModelLoadError
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.weights import WeightOptions
 from nanovllm.models.config import ModelConfig
-from nanovllm.models.decoder import DecoderForCausalLM, WeightSlot
+from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.registry import get_family, supported_architectures
 from nanovllm.quantization.shards import WeightSlice
 
@@ -130,11 +130,9 @@ def _unallocated(config: ModelConfig, tp: TPGroup, dtype: torch.dtype) -> Decode
     return DecoderForCausalLM(config, tp, ReferenceBackend(), 1, options)
 
 
-def no_check() -> None:
-    """Never gives up."""
-
-
-def load_weights(model: DecoderForCausalLM, folder: str | Path, check: Callable[[], None] = no_check) -> None:
+def load_weights(
+    model: DecoderForCausalLM, folder: str | Path, check: Callable[[], None] = lambda: None
+) -> None:
     """Fill every parameter of `model`, each exactly once, from the *.safetensors files in `folder`.
 
     May be called again, with the same or other weights. `check` is called between tensors and may raise, to
@@ -144,32 +142,36 @@ def load_weights(model: DecoderForCausalLM, folder: str | Path, check: Callable[
     slots = model.weight_slots()
     with ExitStack() as stack:
         tensors, tied_head = _checked_tensors(model, Path(folder), stack)
-        if tied_head is not None:
-            _check_tied_head(folder, tied_head, tensors[EMBEDDING])
+        if tied_head is not None and not torch.equal(tied_head[:], tensors[EMBEDDING][:]):
+            raise ModelLoadError(
+                f"{folder}: {TIED_HEAD} differs from {EMBEDDING}, and {CONFIG_FILE} says they are the same; "
+                "set tie_word_embeddings to false there to use both"
+            )
         for name, source in tensors.items():
             check()
-            slot = slots[name]
-            slot.layer.load_weight(slot.shard.param, source, slot.shard.shard_id)
+            layer, shard = slots[name]
+            layer.load_weight(shard.param, source, shard.shard_id)
     model.finish_loading()
 
 
-def init_dummy_weights(model: DecoderForCausalLM, seed: int, check: Callable[[], None] = no_check) -> None:
+def init_dummy_weights(
+    model: DecoderForCausalLM, seed: int, check: Callable[[], None] = lambda: None
+) -> None:
     """Fill `model` with random weights, normal(0, 0.02) and 1 for norms, made on its own device.
 
     Each tensor depends on the seed and its name alone, and whole tensors are drawn and then cut: any number
     of ranks gets the same model. `check` as in `load_weights`.
     """
-    slots = model.weight_slots()
-    for name, slot in slots.items():
+    for name, (layer, shard) in model.weight_slots().items():
         check()
-        parameter = slot.layer.get_parameter(slot.shard.param)
-        whole = torch.empty(slot.shard.shape, dtype=parameter.dtype, device=parameter.device)
-        if isinstance(slot.layer, RMSNorm):
+        parameter = layer.get_parameter(shard.param)
+        whole = torch.empty(shard.shape, dtype=parameter.dtype, device=parameter.device)
+        if isinstance(layer, RMSNorm):
             whole.fill_(1.0)
         else:
             generator = torch.Generator(parameter.device).manual_seed(zlib.crc32(name.encode(), seed % 2**32))
             whole.normal_(0.0, 0.02, generator=generator)
-        slot.layer.load_weight(slot.shard.param, whole, slot.shard.shard_id)
+        layer.load_weight(shard.param, whole, shard.shard_id)
     model.finish_loading()
 
 
@@ -188,11 +190,28 @@ def _checked_tensors(
 ) -> tuple[dict[str, WeightSlice], WeightSlice | None]:
     """Open the checkpoint and check that it holds what `model` needs; return that, and a tied head if there
     is one."""
-    tensors = _open_checkpoint(folder, stack)
+    tensors: dict[str, Any] = _open_checkpoint(folder, stack)
     tied_head = tensors.pop(TIED_HEAD, None) if model.config.tie_word_embeddings else None
     for name in [name for name in tensors if name.endswith(".rotary_emb.inv_freq")]:
         del tensors[name]  # recomputed from the config
-    _check_tensors(folder, model.weight_slots(), tensors)
+    shapes = {name: shard.shape for name, (_, shard) in model.weight_slots().items()}
+    problems = {
+        "missing": [name for name in shapes if name not in tensors],
+        "unexpected": [name for name in tensors if name not in shapes],
+        "wrong shape": [
+            f"{name} is {shape}, the config needs {needed}"
+            for name, needed in shapes.items()
+            if name in tensors and (shape := tuple(tensors[name].get_shape())) != needed
+        ],
+        "not floating point (quantised checkpoints are not supported)": [
+            f"{name} is {tensor.get_dtype()}"
+            for name, tensor in tensors.items()
+            if name in shapes and tensor.get_dtype() not in FLOAT_DTYPES
+        ],
+    }
+    found = [f"{len(names)} {kind}: {_listing(names)}" for kind, names in problems.items() if names]
+    if found:
+        raise ModelLoadError(f"{folder}: the weights do not match {CONFIG_FILE}. " + ". ".join(found))
     return tensors, tied_head
 
 
@@ -241,36 +260,6 @@ def _weight_files(folder: Path) -> dict[str, set[str]]:
         hint = f"; it has {_listing(pickles)}, convert them to safetensors" if pickles else ""
         raise ModelLoadError(f"{folder} holds no *.safetensors weights{hint}")
     return files
-
-
-def _check_tensors(folder: str | Path, slots: dict[str, WeightSlot], tensors: dict[str, Any]) -> None:
-    """Raise ModelLoadError unless the checkpoint holds exactly what the model needs."""
-    problems = {
-        "missing": [name for name in slots if name not in tensors],
-        "unexpected": [name for name in tensors if name not in slots],
-        "wrong shape": [
-            f"{name} is {shape}, the config needs {slot.shard.shape}"
-            for name, slot in slots.items()
-            if name in tensors and (shape := tuple(tensors[name].get_shape())) != slot.shard.shape
-        ],
-        "not floating point (quantised checkpoints are not supported)": [
-            f"{name} is {tensor.get_dtype()}"
-            for name, tensor in tensors.items()
-            if name in slots and tensor.get_dtype() not in FLOAT_DTYPES
-        ],
-    }
-    found = [f"{len(names)} {kind}: {_listing(names)}" for kind, names in problems.items() if names]
-    if found:
-        raise ModelLoadError(f"{folder}: the weights do not match {CONFIG_FILE}. " + ". ".join(found))
-
-
-def _check_tied_head(folder: str | Path, head: WeightSlice, embedding: WeightSlice) -> None:
-    """Raise ModelLoadError when an output head in the file differs from the embedding it is tied to."""
-    if head.get_shape() != embedding.get_shape() or not torch.equal(head[:], embedding[:]):
-        raise ModelLoadError(
-            f"{folder}: {TIED_HEAD} differs from {EMBEDDING}, and {CONFIG_FILE} says they are the same; "
-            "set tie_word_embeddings to false there to use both"
-        )
 
 
 def _listing(names: Iterable[str]) -> str:

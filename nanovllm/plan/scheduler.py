@@ -67,12 +67,10 @@ class Scheduler:
         if length < limit:
             return
         blocks = self.block_manager
-        raises = []
+        why, raises = f"max_model_len={limit}", []
         if limit < self._option:
             why = f"the KV cache has {blocks.num_blocks} blocks of {blocks.block_size} tokens"
             raises.append("num_kvcache_blocks or gpu_memory_utilization")
-        else:
-            why = f"max_model_len={limit}"
         if length >= self._option:
             raises.append(f"max_model_len (up to {self._longest})")
         can_be_raised = length < self._longest

@@ -22,7 +22,7 @@ from nanovllm.kernels.last_tokens import keep_tokens, take_tokens
 from nanovllm.layers.weights import WeightOptions
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import DecoderForCausalLM
-from nanovllm.models.loader import init_dummy_weights, load_weights, no_check
+from nanovllm.models.loader import init_dummy_weights, load_weights
 from nanovllm.runner.cuda_graph import CUDAGraphs, graph_sizes
 from nanovllm.runner.inputs import StepInputs, prepare_decode, prepare_prefill
 from nanovllm.runner.kv_cache import allocate, set_scales
@@ -47,7 +47,7 @@ class ModelRunner:
         device: Device,
         tp: TPGroup,
         max_model_len: int,
-        check: Callable[[], None] = no_check,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         """Build the model and fill its weights. `check` is called now and then, and may raise to give up."""
         self.config = config

@@ -36,7 +36,6 @@ from nanovllm.distributed.rendezvous import Rendezvous
 from nanovllm.errors import WorkerError
 from nanovllm.lifecycle import finalize
 from nanovllm.models.config import ModelConfig
-from nanovllm.models.loader import no_check
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.overlap import OVERLAP_TOKENS, rows_of_half
 from nanovllm.workers.channel import Channel, ChannelReader
@@ -82,7 +81,7 @@ class RankSetup:
         group.make_peer_memory(rooms, device)
         return group
 
-    def load(self, device: Device, group: TPGroup, check: Callable[[], None] = no_check) -> ModelRunner:
+    def load(self, device: Device, group: TPGroup, check: Callable[[], None] = lambda: None) -> ModelRunner:
         """Load this rank's part of the model; `check` as in `ModelRunner`."""
         return ModelRunner(
             self.config, self.model_config, self.model_path, device, group, self.max_model_len, check
@@ -183,11 +182,6 @@ class Workers:
             sender.close()  # the worker's copy is the only one: its end is the pipe's end
         channel.readers.clear()
         self.watch.start()
-
-    @property
-    def failed(self) -> bool:
-        """Whether a worker has failed, or rank 0 has given them up."""
-        return self.watch.ended.is_set()
 
     def run(self, own: Callable[..., T], method: str, *args: object) -> T:
         """Call `method` on every worker and `own` here, with the same arguments; return what that returns.

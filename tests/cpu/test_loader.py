@@ -118,8 +118,8 @@ def test_tensors_may_come_in_any_order_and_alone(tmp_path: Path, seed: int) -> N
     def load(names: list[str], index: int) -> None:
         tensors = load_file(folders[index] / "model.safetensors")
         for name in names:
-            shard = slots[name].shard
-            slots[name].layer.load_weight(shard.param, tensors[name], shard.shard_id)
+            layer, shard = slots[name]
+            layer.load_weight(shard.param, tensors[name], shard.shard_id)
 
     order = [
         list(slots)[i] for i in torch.randperm(len(slots), generator=torch.Generator().manual_seed(seed))

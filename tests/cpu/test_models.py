@@ -12,6 +12,7 @@ from tiny_models import FAMILIES, edit_json, transformers_greedy, transformers_l
 from nanovllm.attention.base import PrefillRanges, StepMetadata
 from nanovllm.attention.reference import ReferenceBackend
 from nanovllm.distributed.group import TPGroup
+from nanovllm.engine.startup import resolve_max_model_len
 from nanovllm.kernels.cache import KVCache
 from nanovllm.layers.weights import WeightOptions
 from nanovllm.models import registry
@@ -268,9 +269,7 @@ def test_what_is_not_supported_is_refused(tmp_path: Path, changes: dict[str, Any
 
 def test_max_model_len() -> None:
     config = get_family("LlamaForCausalLM").model_config("X", {"max_position_embeddings": 100})
-    config.check_max_model_len(100)
-    with pytest.raises(ValueError, match=r"max_model_len=101 .* use at most max_model_len=100"):
-        config.check_max_model_len(101)
+    assert [resolve_max_model_len(asked, config) for asked in (None, 99, 100, 101)] == [100, 99, 100, 100]
 
 
 @pytest.mark.parametrize(
