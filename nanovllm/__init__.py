@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.errors import EngineClosedError, KVCacheMemoryError, ModelLoadError, NanoVLLMError, WorkerError
-from nanovllm.outputs import CompletionOutput, RequestOutput
+from nanovllm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.prompts import TextPrompt, TokensPrompt
 
@@ -22,8 +22,10 @@ __all__ = [
     "CompletionOutput",
     "EngineClosedError",
     "KVCacheMemoryError",
+    "Logprob",
     "ModelLoadError",
     "NanoVLLMError",
+    "RequestMetrics",
     "RequestOutput",
     "SamplingParams",
     "TextPrompt",

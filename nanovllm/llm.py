@@ -1,4 +1,4 @@
-"""LLM: what a user calls. LLMEngine with streams and conversations on top."""
+"""LLM: what a user calls. LLMEngine with whole lists, streams and conversations on top."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 from nanovllm.engine.arguments import check_on_error, refuse_others
 from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.progress import Progress
 from nanovllm.errors import EngineClosedError
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.conversations import Conversation, parse_conversations
-from nanovllm.text.prompts import PromptLike
-from nanovllm.text.reader import PromptReader
-from nanovllm.text.rows import raise_first
+from nanovllm.text.prompts import Prompt, PromptLike, parse_prompts
+from nanovllm.text.reader import PromptBatch, PromptReader
+from nanovllm.text.rows import BadRow, raise_first
 from nanovllm.text.tokenizer import check_template_options, render_conversations
-from nanovllm.vllm_arguments import CHAT
+from nanovllm.vllm_arguments import CHAT, GENERATE
 from nanovllm.workers.interrupts import no_full_collections
 
 if TYPE_CHECKING:
@@ -41,6 +42,61 @@ class LLM(LLMEngine):
     def llm_engine(self) -> LLM:
         """This object, where vLLM's scripts look for `model_config` with `max_model_len` and `vocab_size`."""
         return self
+
+    def generate(
+        self,
+        prompts: PromptLike | Iterable[PromptLike],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool | Callable[..., Any] = True,
+        *,
+        on_error: str = "raise",
+        **others: Any,
+    ) -> list[RequestOutput]:
+        """Answer every prompt, in the order given.
+
+        prompts: a text, a list of token ids, `{"prompt": ...}` or `{"prompt_token_ids": ...}`, or a list of
+        these; also generators of them, arrays and tensors (one dimension is a prompt, two are several), and
+        what a tokenizer of transformers returns.
+        sampling_params: one for all prompts, or a list with one for each; None takes
+        `get_default_sampling_params()`.
+        use_tqdm: whether to show progress of more than one prompt, or a class like tqdm's to show it with.
+        on_error: "return" answers a prompt that cannot run with an output whose `error` says why, and all
+        others as usual.
+        others: vLLM's, with values that ask for nothing.
+
+        Everything is checked before anything runs: ValueError or TypeError names the index and the value.
+        After an exception, Ctrl-C included, the engine is empty and usable. RuntimeError when requests of
+        `add_request` are unfinished: their answers would have no one to go to.
+        """
+        self._lifecycle.check_open()
+        refuse_others(LLM.generate, others, GENERATE)
+        return self._generate(*parse_prompts(prompts), sampling_params, use_tqdm, on_error)
+
+    def _generate(
+        self,
+        prompts: list[Prompt | BadRow],
+        where: list[str],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        use_tqdm: bool | Callable[..., Any],
+        on_error: str,
+    ) -> list[RequestOutput]:
+        """As `generate`; where: what errors call each prompt."""
+        check_on_error(on_error)
+        if on_error == "raise":
+            raise_first(prompts)
+        progress = Progress(len(prompts), use_tqdm)
+        params = self._params(sampling_params, len(prompts))
+        with self._calling(), no_full_collections():
+            self._check_idle("generate()")
+            with self._emptied_on_error():
+                outputs = self._add(PromptBatch(0, prompts, params, where), on_error)
+                with progress:
+                    while not self._scheduler.is_finished():
+                        finished, stats = self._step()
+                        outputs += finished
+                        if stats is not None:
+                            progress.update(stats)
+        return sorted(outputs, key=lambda output: output.index)
 
     def stream(
         self,

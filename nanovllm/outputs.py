@@ -4,14 +4,54 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 KEYS = ("text", "token_ids", "finish_reason")  # of a RequestOutput as a dictionary
 
 
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """The natural logarithm of a token's probability, beside its place among all tokens.
+
+    rank: 1 is the likeliest token; None where nobody asked for it.
+    decoded_token: the token's text; None without a tokenizer.
+    """
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+SampleLogprobs: TypeAlias = "list[dict[int, Logprob]]"  # for each output token, by token id
+PromptLogprobs: TypeAlias = "list[dict[int, Logprob] | None]"  # the first token has none
+
+
+@dataclass(frozen=True, slots=True)
+class RequestMetrics:
+    """The moments of a request, in seconds since 1970 by the host's clock; None for what never came.
+
+    Each is taken when the host reads the tokens of a step, or plans one. With `n` above 1 the first moments
+    are those of the completion that came first, and the last ones of the one that came last.
+
+    arrival_time: when the request was queued.
+    first_scheduled_time: when the first step for it was launched.
+    first_token_time: when its first token was read.
+    last_token_time: when its last token was read; None for one that was aborted.
+    finished_time: when it ended, by whatever reason.
+    time_in_queue: seconds from the first moment to the second.
+    """
+
+    arrival_time: float
+    first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+    last_token_time: float | None = None
+    finished_time: float | None = None
+    time_in_queue: float | None = None
+
+
 @dataclass(frozen=True)
 class CompletionOutput:
-    """One answer. `finish_reason` is "stop", "length", "abort" or "error".
+    """One answer. `finish_reason` is "stop", "length", "abort" or "error"; None in a part of an answer.
 
     text: what the decoding of prompt and output has behind that of the prompt, without special tokens, the
     stop string or token that ended the output (SamplingParams can ask for both), and a character that is cut
@@ -19,39 +59,46 @@ class CompletionOutput:
     token_ids: those that ended the output included.
     stop_reason: the stop string or token id that ended the output; None when it was the tokenizer's
     end-of-sequence token.
+    logprobs: of each token, where they were asked for; cumulative_logprob: the sum of the tokens' own.
     """
 
     index: int
     text: str
     token_ids: list[int]
-    finish_reason: str
+    finish_reason: str | None
     stop_reason: int | str | None = None
+    logprobs: SampleLogprobs | None = None
+    cumulative_logprob: float | None = None
 
     def finished(self) -> bool:
-        """Whether the answer has ended; all that the engine returns have."""
-        return True
+        """Whether the answer has ended; False in a part of an answer."""
+        return self.finish_reason is not None
 
 
 @dataclass(frozen=True)
 class RequestOutput(Mapping[str, Any]):
-    """A finished request: `out["text"]`, `out["token_ids"]`, or `out.outputs[0].text` and its siblings.
+    """What a request gives: `out["text"]`, `out["token_ids"]`, or `out.outputs[0].text` and its siblings.
 
     As a dictionary, which nano-vLLM returns, it has the keys "text", "token_ids" and "finish_reason".
 
     num_cached_tokens: prompt tokens whose K/V came from the prefix cache when the request was first admitted.
     error: why `finish_reason` is "error", else None.
     index: the place of its prompt among those of the call.
+    finished: False for a part of an answer, which `stream(deltas=True)` gives.
+    metrics: its moments; None for a prompt that could not run, and for a part of an answer.
+    prompt_logprobs: of the prompt's tokens, where they were asked for.
     """
 
-    request_id: int
+    request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     num_cached_tokens: int = 0
     error: str | None = None
     index: int = 0
-
-    finished = True
+    finished: bool = True
+    metrics: RequestMetrics | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
     def __getitem__(self, key: str) -> Any:
         if key not in KEYS:

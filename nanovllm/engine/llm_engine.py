@@ -6,7 +6,7 @@ Owns the Processor, the Requests, the Scheduler, the ModelRunner and the Workers
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -14,12 +14,10 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, SupportsIndex, TypeVar
 
-from nanovllm.batch import Batch
+from nanovllm.batch import Batch, StepKind
 from nanovllm.config import Config
 from nanovllm.device import Device
-from nanovllm.engine.arguments import check_on_error, refuse_others
 from nanovllm.engine.generation_config import read_generation_config, recommended_params
-from nanovllm.engine.progress import Progress
 from nanovllm.engine.requests import Requests
 from nanovllm.engine.startup import resolve_max_model_len, start_ranks, stop_ranks
 from nanovllm.engine.stats import StepStats
@@ -30,13 +28,12 @@ from nanovllm.plan.scheduler import Scheduler
 from nanovllm.runner.staging import StepHandle
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.processor import Processor, refused_output
-from nanovllm.text.prompts import Prompt, PromptLike, parse_prompt, parse_prompts, parse_sampling_params
+from nanovllm.text.prompts import PromptLike, parse_prompt, parse_sampling_params
 from nanovllm.text.reader import PromptBatch
 from nanovllm.text.request import Request
 from nanovllm.text.rows import BadRow, attempt, raise_first
 from nanovllm.text.tokenizer import load_tokenizer
-from nanovllm.vllm_arguments import GENERATE
-from nanovllm.workers.interrupts import held_interrupts, no_full_collections
+from nanovllm.workers.interrupts import held_interrupts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -141,13 +138,13 @@ class LLMEngine:
 
     # -- one request at a time ---------------------------------------------------------------------------
 
-    def add_request(self, prompt: PromptLike, sampling_params: SamplingParams | None = None) -> int:
+    def add_request(self, prompt: PromptLike, sampling_params: SamplingParams | None = None) -> str:
         """Queue one prompt and return its request id. ValueError or TypeError when it can never run."""
         params = self._params(sampling_params, 1)
         with self._calling():
             rows, where = [attempt(parse_prompt, prompt, "the prompt")], ["the prompt"]
             self._add(PromptBatch(0, rows, params, where))
-            return self._requests.next_id - 1
+            return str(self._requests.next_id - 1)
 
     def step(self) -> list[RequestOutput]:
         """Advance all requests and return those that have finished.
@@ -163,7 +160,7 @@ class LLMEngine:
         self._lifecycle.check_open()
         return self._scheduler.is_finished()
 
-    def abort(self, request_id: int) -> RequestOutput | None:
+    def abort(self, request_id: str | int) -> RequestOutput | None:
         """End a request now and return what it has so far; None when it is unknown or has finished.
 
         An open stream gives that output too. Its request ids count up with the places of its prompts.
@@ -172,67 +169,10 @@ class LLMEngine:
             seq_ids = self._requests.unfinished_sequences(request_id)
             for seq_id in seq_ids:
                 self._scheduler.abort(seq_id)
-            aborted = self._requests.finish(seq_ids)
+            aborted = self._requests.finish(seq_ids, perf_counter())
             if self._open_stream is not None:
                 self._open_stream += aborted
             return next(iter(aborted), None)
-
-    # -- all at once -------------------------------------------------------------------------------------
-
-    def generate(
-        self,
-        prompts: PromptLike | Iterable[PromptLike],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        use_tqdm: bool | Callable[..., Any] = True,
-        *,
-        on_error: str = "raise",
-        **others: Any,
-    ) -> list[RequestOutput]:
-        """Answer every prompt, in the order given.
-
-        prompts: a text, a list of token ids, `{"prompt": ...}` or `{"prompt_token_ids": ...}`, or a list of
-        these; also generators of them, arrays and tensors (one dimension is a prompt, two are several), and
-        what a tokenizer of transformers returns.
-        sampling_params: one for all prompts, or a list with one for each; None takes
-        `get_default_sampling_params()`.
-        use_tqdm: whether to show progress of more than one prompt, or a class like tqdm's to show it with.
-        on_error: "return" answers a prompt that cannot run with an output whose `error` says why, and all
-        others as usual.
-        others: vLLM's, with values that ask for nothing.
-
-        Everything is checked before anything runs: ValueError or TypeError names the index and the value.
-        After an exception, Ctrl-C included, the engine is empty and usable. RuntimeError when requests of
-        `add_request` are unfinished: their answers would have no one to go to.
-        """
-        self._lifecycle.check_open()
-        refuse_others(LLMEngine.generate, others, GENERATE)
-        return self._generate(*parse_prompts(prompts), sampling_params, use_tqdm, on_error)
-
-    def _generate(
-        self,
-        prompts: list[Prompt | BadRow],
-        where: list[str],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-        use_tqdm: bool | Callable[..., Any],
-        on_error: str,
-    ) -> list[RequestOutput]:
-        """As `generate`; where: what errors call each prompt."""
-        check_on_error(on_error)
-        if on_error == "raise":
-            raise_first(prompts)
-        progress = Progress(len(prompts), use_tqdm)
-        params = self._params(sampling_params, len(prompts))
-        with self._calling(), no_full_collections():
-            self._check_idle("generate()")
-            with self._emptied_on_error():
-                outputs = self._add(PromptBatch(0, prompts, params, where), on_error)
-                with progress:
-                    while not self._scheduler.is_finished():
-                        finished, stats = self._step()
-                        outputs += finished
-                        if stats is not None:
-                            progress.update(stats)
-        return sorted(outputs, key=lambda output: output.index)
 
     # -- the end -----------------------------------------------------------------------------------------
 
@@ -324,11 +264,12 @@ class LLMEngine:
         return request
 
     def _queue(self, requests: list[Request]) -> None:
+        now = perf_counter()
         if not self._requests:
-            self._last_end = perf_counter()
+            self._last_end = now
         for request in requests:
             sequences = self._requests.make_sequences(request)
-            self._requests.add(request, sequences)
+            self._requests.add(request, sequences, now)
             for seq in sequences:
                 self._scheduler.add(seq)
 
@@ -350,10 +291,12 @@ class LLMEngine:
             now = perf_counter()
             seconds, self._last_end = now - self._last_end, now
             events = self._scheduler.postprocess(step.batch, output)
+        if step.batch.kind is StepKind.PREFILL:
+            self._requests.first_tokens(events, now)
         stopped = self._requests.find_stop_strings(events)
         for seq_id, reason in stopped.items():
             self._scheduler.abort(seq_id, reason)
-        outputs = self._requests.finish(events.finish_reasons | stopped)
+        outputs = self._requests.finish(events.finish_reasons | stopped, now)
         stats = StepStats(
             batch=step.batch,
             seconds=seconds,
@@ -376,5 +319,7 @@ class LLMEngine:
         if batch is None:
             assert self._in_flight or self._scheduler.is_finished(), "stuck: no step runs, and none can"
             return None
+        if batch.kind is StepKind.PREFILL:
+            self._requests.scheduled(batch, perf_counter())
         handle = self._workers.run(self._runner.launch, "launch", batch)
         return LaunchedStep(batch, blocks.num_cached_tokens - cached_before, handle)

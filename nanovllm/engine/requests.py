@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
+from time import perf_counter, time
 
 import xxhash
 
+from nanovllm.batch import Batch
 from nanovllm.events import TokenEvents
-from nanovllm.outputs import CompletionOutput, RequestOutput
+from nanovllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from nanovllm.plan.sequence import Sequence
 from nanovllm.text.processor import Processor, join_completions
 from nanovllm.text.request import Request
@@ -23,11 +25,14 @@ from nanovllm.text.stop_strings import StopStrings
 
 @dataclass(slots=True, eq=False)
 class RequestState:
-    """An unfinished request."""
+    """An unfinished request. Its moments are by perf_counter."""
 
     request: Request
     sequences: list[Sequence]  # one for each completion, in order
-    completions: dict[int, CompletionOutput]  # of the sequences that have ended, by index
+    arrival: float
+    completions: dict[int, CompletionOutput] = field(default_factory=dict)  # of those that ended, by index
+    first_scheduled: float | None = None
+    first_token: float | None = None
 
 
 class Requests:
@@ -38,9 +43,10 @@ class Requests:
         self._processor = processor
         self._seed = seed
         self._seq_ids = count()
-        self._states: dict[int, RequestState] = {}  # by request id
+        self._states: dict[str, RequestState] = {}  # by request id
         self._owners: dict[int, RequestState] = {}  # by id of each sequence that has not ended
         self._stops: dict[int, StopStrings] = {}  # by id of each of them that has stop strings
+        self._epoch = time() - perf_counter()  # what turns a moment into seconds since 1970
         self.next_id = 0  # of the next request
 
     def __len__(self) -> int:
@@ -60,9 +66,9 @@ class Requests:
             for index in range(request.params.n)
         ]
 
-    def add(self, request: Request, sequences: list[Sequence]) -> None:
-        """Keep a request until all of its sequences have ended."""
-        state = self._states[request.request_id] = RequestState(request, sequences, {})
+    def add(self, request: Request, sequences: list[Sequence], arrival: float) -> None:
+        """Keep a request, which came at `arrival`, until all of its sequences have ended."""
+        state = self._states[str(request.request_id)] = RequestState(request, sequences, arrival)
         for seq in sequences:
             self._owners[seq.seq_id] = state
             stop = self._processor.stop_strings(request)
@@ -74,10 +80,24 @@ class Requests:
         """The ids of all sequences that have not ended."""
         return list(self._owners)
 
-    def unfinished_sequences(self, request_id: int) -> list[int]:
+    def unfinished_sequences(self, request_id: str | int) -> list[int]:
         """The ids of the request's sequences that have not ended; none when it is unknown or finished."""
-        state = self._states.get(request_id)
+        state = self._states.get(str(request_id))
         return [] if state is None else [s.seq_id for s in state.sequences if s.seq_id in self._owners]
+
+    def scheduled(self, batch: Batch, now: float) -> None:
+        """Note that a step for the sequences of `batch` is launched."""
+        for seq_id in batch.seq_ids:
+            state = self._owners[seq_id]
+            if state.first_scheduled is None:
+                state.first_scheduled = now
+
+    def first_tokens(self, events: TokenEvents, now: float) -> None:
+        """Note that the tokens of a prefill step have been read."""
+        for seq_id in events.seq_ids:
+            state = self._owners[seq_id]
+            if state.first_token is None:
+                state.first_token = now
 
     def find_stop_strings(self, events: TokenEvents) -> dict[int, str]:
         """Take in the tokens of a step; return the reason "stop" by the id of each sequence that they bring a
@@ -92,7 +112,7 @@ class Requests:
                     found[seq_id] = "stop"
         return found
 
-    def finish(self, seq_ids: Iterable[int]) -> list[RequestOutput]:
+    def finish(self, seq_ids: Iterable[int], now: float) -> list[RequestOutput]:
         """Take in sequences that have ended; return the outputs of the requests that ended with them."""
         outputs = []
         for seq_id in seq_ids:
@@ -101,11 +121,24 @@ class Requests:
             seq = state.sequences[index]
             state.completions[index] = self._complete(request, index, seq)
             if len(state.completions) == request.params.n:
-                del self._states[request.request_id]
+                del self._states[str(request.request_id)]
                 completions = [state.completions[index] for index in range(request.params.n)]
                 cached = state.sequences[0].num_cached_tokens or 0
-                outputs.append(join_completions(request, completions, cached))
+                outputs.append(join_completions(request, completions, cached, self._metrics(state, now)))
         return outputs
+
+    def _metrics(self, state: RequestState, now: float) -> RequestMetrics:
+        """The moments of a request that ends now."""
+        epoch, scheduled, token = self._epoch, state.first_scheduled, state.first_token
+        whole = all(each.finish_reason in ("stop", "length") for each in state.completions.values())
+        return RequestMetrics(
+            arrival_time=epoch + state.arrival,
+            first_scheduled_time=None if scheduled is None else epoch + scheduled,
+            first_token_time=None if token is None else epoch + token,
+            last_token_time=epoch + now if whole else None,
+            finished_time=epoch + now,
+            time_in_queue=None if scheduled is None else scheduled - state.arrival,
+        )
 
     def clear(self) -> None:
         """Forget all requests; ids go on counting."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from nanovllm.outputs import CompletionOutput, RequestOutput
+from nanovllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.detokenizer import Detokenizer
 from nanovllm.text.prompts import Prompt, pack_token_ids
@@ -137,18 +137,19 @@ class Processor:
 
 
 def join_completions(
-    request: Request, completions: list[CompletionOutput], num_cached_tokens: int
+    request: Request, completions: list[CompletionOutput], num_cached_tokens: int, metrics: RequestMetrics
 ) -> RequestOutput:
     """Return what the request returns, given all of its completions in order."""
     failed = any(completion.finish_reason == "error" for completion in completions)
     return RequestOutput(
-        request_id=request.request_id,
+        request_id=str(request.request_id),
         prompt=request.prompt,
         prompt_token_ids=request.prompt_token_ids,
         outputs=completions,
         num_cached_tokens=num_cached_tokens,
         error="the model's logits were not finite" if failed else None,
         index=request.index,
+        metrics=metrics,
     )
 
 
@@ -162,4 +163,4 @@ def refused_output(
     elif isinstance(prompt, Prompt):
         text, token_ids = prompt.text, prompt.token_ids
     answer = CompletionOutput(0, "", [], "error")
-    return RequestOutput(request_id, text, token_ids or [], [answer], error=str(error), index=index)
+    return RequestOutput(str(request_id), text, token_ids or [], [answer], error=str(error), index=index)

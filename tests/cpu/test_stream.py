@@ -63,7 +63,7 @@ def mixed() -> list[Any]:
 def check_mixed(llm: CheckedLLM, outputs: list[RequestOutput]) -> None:
     expected = [output["token_ids"] for output in llm.generate(GOOD, GREEDY, use_tqdm=False)]
     assert [output.index for output in outputs] == list(range(2 * len(BAD)))
-    ids = [output.request_id for output in outputs]
+    ids = [int(output.request_id) for output in outputs]
     assert ids == list(range(ids[0], ids[0] + len(ids)))
     for number, output in enumerate(outputs[::2]):
         assert output.error is None and output["token_ids"] == expected[number % 3]
@@ -324,7 +324,7 @@ def test_many_requests_with_bad_rows_and_aborts(tmp_path: Path) -> None:
             reasons[output.index] = output["finish_reason"]
             assert (output["finish_reason"] == "error") == (kinds[output.index] != "good")
             if rng.random() < 0.05:
-                first = output.request_id - output.index
+                first = int(output.request_id) - output.index
                 llm.abort(first + rng.randrange(len(kinds)))
         assert sorted(reasons) == list(range(count))
         assert set(reasons.values()) == {"stop", "length", "error", "abort"}

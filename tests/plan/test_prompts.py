@@ -119,7 +119,7 @@ def test_what_has_no_meaning(prompts: Any, error: type[Exception], message: str)
 
 
 def test_an_output_is_a_mapping() -> None:
-    output = RequestOutput(0, "p", [1], [CompletionOutput(0, "text", [5, 6], "length")])
+    output = RequestOutput("0", "p", [1], [CompletionOutput(0, "text", [5, 6], "length")])
     assert isinstance(output, Mapping) and len(output) == 3 and output
     assert output.finished is True and output.outputs[0].finished() is True
     assert "text" in output and "logprobs" not in output and None not in output
@@ -132,4 +132,4 @@ def test_an_output_is_a_mapping() -> None:
     ):
         output["logprobs"]
     assert pickle.loads(pickle.dumps(output)) == output == copy.deepcopy(output)
-    assert repr(output).startswith("RequestOutput(request_id=0, prompt='p'")
+    assert repr(output).startswith("RequestOutput(request_id='0', prompt='p'")
