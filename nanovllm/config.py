@@ -9,6 +9,7 @@ from typing import Any
 from nanovllm.vllm_arguments import ENGINE, refuse_absent
 
 CHOICES = {
+    "logprobs_mode": ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"),
     "dtype": ("auto", "float32", "bfloat16", "float16"),
     "kv_cache_dtype": ("auto", "fp8"),
     "load_format": ("auto", "dummy"),
@@ -53,6 +54,9 @@ class Config:
     the device works meanwhile.
     generation_config: whose generation_config.json says how to sample without `sampling_params`: "auto" (the
     model's), "vllm" (no one's; its end-of-sequence ids count) or a folder (instead of the model's).
+    max_logprobs: the most that `logprobs` and `prompt_logprobs` may ask for; -1: the whole vocabulary.
+    logprobs_mode: what they tell: "raw_logprobs" (of the model's own logits), "processed_logprobs" (after
+    penalties, masks, temperature and filters), "raw_logits" or "processed_logits". Those of prompts are raw.
     """
 
     model: str
@@ -75,6 +79,8 @@ class Config:
     seed: int = 0
     async_scheduling: bool | None = None
     generation_config: str = "auto"
+    max_logprobs: int = 20
+    logprobs_mode: str = "raw_logprobs"
 
     @classmethod
     def from_kwargs(cls, model: str | os.PathLike[str], **kwargs: Any) -> Config:
@@ -101,6 +107,7 @@ class Config:
             if getattr(self, name) is not None:
                 _check_int(name, getattr(self, name), minimum=1)
         _check_int("seed", self.seed, minimum=0)
+        _check_int("max_logprobs", self.max_logprobs, minimum=-1)
         for name in ("enforce_eager", "enable_prefix_caching", "skip_tokenizer_init", "deterministic"):
             _check_bool(name, getattr(self, name))
         if self.async_scheduling is not None:

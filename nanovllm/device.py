@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
+import numpy as np
 import torch
 
 CPU_KV_CACHE_BYTES = 4 * 2**30  # on a CPU the KV cache takes at most this much, and half of the free memory
@@ -154,6 +155,18 @@ class Device:
     def host_buffer(self, size: int, dtype: torch.dtype) -> torch.Tensor:
         """A host tensor of `size` zeros, pinned where that makes copies asynchronous."""
         return torch.zeros(size, dtype=dtype, pin_memory=self.is_cuda)
+
+    def send(self, array: np.ndarray) -> torch.Tensor:
+        """A copy of a host array on this device. Waits for nothing: what was queued before comes first."""
+        tensor = torch.from_numpy(array)
+        return tensor.pin_memory().to(self.torch, non_blocking=True) if self.is_cuda else tensor
+
+    def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy of `tensor` on the host, which holds once an event recorded after this has passed."""
+        if not self.is_cuda:
+            return tensor.clone()
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        return host.copy_(tensor, non_blocking=True)
 
     def record_event(self) -> torch.cuda.Event | None:
         """An event behind all work queued so far; None on a CPU, where work is done when it is queued."""

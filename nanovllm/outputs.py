@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -22,8 +22,8 @@ class Logprob:
     decoded_token: str | None = None
 
 
-SampleLogprobs: TypeAlias = "list[dict[int, Logprob]]"  # for each output token, by token id
-PromptLogprobs: TypeAlias = "list[dict[int, Logprob] | None]"  # the first token has none
+SampleLogprobs: TypeAlias = "Sequence[dict[int, Logprob]]"  # for each output token, by token id
+PromptLogprobs: TypeAlias = "Sequence[dict[int, Logprob] | None]"  # the first token has none
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,8 @@ Checks every value; never touches logits.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -35,6 +36,15 @@ class SamplingParams:
     n: how many completions of the prompt; with temperature 0 only one, for all would be equal.
     seed: the request's own random numbers, whatever else is in the batch; None takes the engine's.
     max_tokens: the most tokens to generate; None: as many as `max_model_len` has room for.
+    repetition_penalty: above 1 makes tokens of prompt and output less likely, below 1 more; above 0.
+    frequency_penalty, presence_penalty: subtracted from a token's logit for each time, or once, that it is in
+    the output; from -2 to 2.
+    logit_bias: what is added to the logits of token ids, `{id: number}`; -inf forbids a token.
+    logits_processors: functions (output ids, logits) -> logits, or (prompt ids, output ids, logits), called
+    for each token before anything else with a float32 tensor [vocabulary]; on one rank alone.
+    logprobs: give the logprobs of output tokens and of so many likeliest ones beside each; 0: of the tokens
+    alone, -1: of the whole vocabulary, None: none. Up to `max_logprobs` of `LLM`.
+    prompt_logprobs: the same of the prompt's tokens; `max_tokens` may be 0 then.
     ignore_eos: go on after an end-of-sequence token.
     stop_token_ids: further tokens that end the output (and are its last token); None: no others.
     stop: a text or a list of texts; the first that the output's text holds ends it and is cut off.
@@ -50,6 +60,13 @@ class SamplingParams:
     n: int = 1
     seed: int | None = None
     max_tokens: int | None = 64
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | None = None
+    logits_processors: Sequence[Callable[..., Any]] | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
     ignore_eos: bool = False
     stop_token_ids: Sequence[int] | None = None
     stop: str | Sequence[str] | None = None
@@ -90,8 +107,8 @@ class SamplingParams:
         clone = object.__new__(type(self))
         vars(clone).update(vars(self))
         for name, value in vars(self).items():
-            if isinstance(value, list):
-                vars(clone)[name] = list(value)
+            if isinstance(value, (list, dict)):
+                vars(clone)[name] = value.copy()
         return clone
 
     def checked(self: Params) -> Params:
@@ -122,8 +139,9 @@ class SamplingParams:
             raise ValueError(f"n must be 1 with temperature=0, not {values['n']}: {fix}")
         values["max_tokens"] = values["seed"] = None
         if self.max_tokens is not None:
-            expected = "an integer of at least 1, or None for as many as fit"
-            values["max_tokens"] = _int("max_tokens", self.max_tokens, 1, expected)
+            least = 1 if self.prompt_logprobs is None else 0
+            expected = f"an integer of at least {least}, or None for as many as fit"
+            values["max_tokens"] = _int("max_tokens", self.max_tokens, least, expected)
         if self.seed is not None:
             expected = "None or an integer that fits into 64 bits"
             values["seed"] = _int("seed", self.seed, -SEED_LIMIT, expected)
@@ -136,7 +154,46 @@ class SamplingParams:
         values["stop"] = _texts("stop", self.stop)
         if values["stop"] and not self.detokenize:
             raise ValueError(f"stop={_show(self.stop)} is looked for in the text; it needs detokenize=True")
+        return values | self._checked_logits()
+
+    def _checked_logits(self) -> dict[str, Any]:
+        """The fields that change logits or tell of them, as plain Python values."""
+        values: dict[str, Any] = {}
+        expected = "above 0; 1 changes nothing"
+        values["repetition_penalty"] = _float("repetition_penalty", self.repetition_penalty, expected)
+        if values["repetition_penalty"] <= 0:
+            raise _wrong("repetition_penalty", self.repetition_penalty, expected)
+        for name in ("frequency_penalty", "presence_penalty"):
+            value, expected = getattr(self, name), "from -2 to 2; 0 changes nothing"
+            values[name] = _float(name, value, expected)
+            if abs(values[name]) > 2:
+                raise _wrong(name, value, expected)
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            expected = "None, an integer of at least 0, or -1 for the whole vocabulary"
+            values[name] = None if value is None else _int(name, value, -1, expected)
+        values["logit_bias"] = _biases(self.logit_bias)
+        functions = [] if self.logits_processors is None else self.logits_processors
+        if not isinstance(functions, (list, tuple)) or not all(map(callable, functions)):
+            raise TypeError(f"logits_processors must be a list of functions, not {_show(functions)}")
+        values["logits_processors"] = list(functions)
         return values
+
+
+def _biases(value: Any) -> dict[int, float]:
+    """Checked `logit_bias`; keys may be texts of digits, as from JSON."""
+    expected = "a dict of token ids and numbers"
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise TypeError(f"logit_bias must be {expected}, not {_show(value)}")
+    biases = {}
+    for key, bias in value.items():
+        token_id = int(key) if isinstance(key, str) and key.isdecimal() else key
+        where = f"logit_bias[{_show(key)}]"
+        number = -math.inf if bias == -math.inf else _float(where, bias, "a number, or -inf")
+        biases[_int("a token id of logit_bias", token_id, 0, "an integer of at least 0")] = number
+    return biases
 
 
 def _float(name: str, value: Any, expected: str) -> float:

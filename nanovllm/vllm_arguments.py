@@ -59,7 +59,7 @@ _DOWNLOAD = "download what you need with `hf download` and pass the folder"
 # These change nothing that can be seen, or qualify what is refused by its own name.
 _ENGINE_ANY = """
     served_model_name use_tqdm_on_load pt_load_map_location disable_log_requests
-    max_logprobs logprobs_mode structured_outputs_config guided_decoding_backend
+    structured_outputs_config guided_decoding_backend
     guided_decoding_disable_fallback guided_decoding_disable_any_whitespace
     guided_decoding_disable_additional_properties
     mm_processor_cache_gb disable_mm_preprocessor_cache disable_chunked_mm_input
@@ -129,7 +129,6 @@ ENGINE: dict[str, Absent] = {
     **_each(_ENGINE_NONE, _NONE),
 }
 
-_PENALTY = "use temperature, top_k, top_p or min_p"
 _BY_TOKEN = "choose among several outputs instead"
 
 SAMPLING: dict[str, Absent] = {
@@ -137,12 +136,9 @@ SAMPLING: dict[str, Absent] = {
     "use_beam_search": _OFF,
     "length_penalty": Absent((1.0, None), _LEAVE_OUT),
     "early_stopping": _OFF,
-    **_each("presence_penalty frequency_penalty", Absent((0.0, None), _PENALTY)),
-    "repetition_penalty": Absent((1.0, None), _PENALTY),
-    "repetition_detection": Absent((None,), _PENALTY),
-    **_each("bad_words logits_processors logit_bias", Absent(_NOTHING, _BY_TOKEN)),
+    "repetition_detection": Absent((None,), "use repetition_penalty"),
+    "bad_words": Absent(_NOTHING, _BY_TOKEN),
     "min_tokens": Absent((0, None), "use ignore_eos=True with max_tokens"),
-    **_each("logprobs prompt_logprobs", Absent((None,), _LEAVE_OUT)),
     "logprob_token_ids": Absent(_NOTHING, _LEAVE_OUT),
     **_each("flat_logprobs spaces_between_special_tokens skip_clone", _ANY),
     "truncate_prompt_tokens": Absent((None,), "cut the prompt's token ids yourself"),

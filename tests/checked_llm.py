@@ -45,7 +45,7 @@ class CheckedLLM(LLM):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(startup, "RankSetup", CheckedSetup)
             super().__init__(str(model), **options)
-        assert self._runner.kv_cache.isnan().all() or self._runner.graphs is not None
+        assert self._runner.kv_cache.isnan().all() or self._runner.graphs
         self.batches: list[Batch] = []
         self.sequences: list[Sequence] = []
 
@@ -91,7 +91,7 @@ def logits_of(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runner, "_launch", launch_recorded)
         patch.setattr(runner, "run_model", recorded(runner.run_model))
-        for graphs in filter(None, (runner.graphs, runner.shared_graphs)):
+        for graphs in runner.graphs.values():
             patch.setattr(graphs, "replay", recorded(graphs.replay))
         output = llm.generate(prompts, params, use_tqdm=False)[index]
     assert len(kept) == len(output["token_ids"])

@@ -58,7 +58,8 @@ class AttentionColumns(Generic[A]):
 class StepColumns(AttentionColumns[A]):
     """The same of a whole step, with what the model has to know of it."""
 
-    wanted_rows: Annotated[A, Column(np.int32, lambda n: (n.seqs,))] | None = None  # get logits; None: all do
+    # The tokens whose hidden states are wanted, rising; None: all.
+    wanted_rows: Annotated[A, Column(np.int32, lambda n: (n.tokens,))] | None = None
     halves: tuple[AttentionColumns[A], AttentionColumns[A]] | None = None  # the same tokens in two parts
 
 

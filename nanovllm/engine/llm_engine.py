@@ -46,7 +46,7 @@ class LaunchedStep(NamedTuple):
 
     batch: Batch
     num_cached_tokens: int
-    handle: StepHandle
+    handle: StepHandle | None  # None: its tokens are still to be drawn
 
 
 class LLMEngine:
@@ -76,6 +76,7 @@ class LLMEngine:
             None if self.config.skip_tokenizer_init else load_tokenizer(path),
             self.model_config.vocab_size,
             self.model_config.eos_token_ids,
+            self.config.max_logprobs,
         )
         self._requests = Requests(self._processor, self.config.seed)
         if self.config.load_format == "auto":
@@ -258,7 +259,7 @@ class LLMEngine:
         """The request, if there is one; ValueError when it can never run."""
         if isinstance(request, Request):
             try:
-                self._scheduler.check_fits(len(request.prompt_token_ids))
+                self._scheduler.check_fits(len(request.prompt_token_ids), request.params.max_tokens != 0)
             except ValueError as error:
                 raise ValueError(f"{where}: {error}") from None
         return request
@@ -281,16 +282,19 @@ class LLMEngine:
         """
         with held_interrupts():
             self._lifecycle.check_open()
-            step = self._launch()
+            launched = self._launch()
+            step = self._in_flight if self._run_ahead else self._draw(launched)
+            if step is not None:
+                assert step.handle is not None
+                with self._workers.giving_up_on_error():
+                    output = step.handle.result()
+                now = perf_counter()
+                seconds, self._last_end = now - self._last_end, now
+                events = self._scheduler.postprocess(step.batch, output)
             if self._run_ahead:
-                step, self._in_flight = self._in_flight, step
-            if step is None:
-                return [], None
-            with self._workers.giving_up_on_error():
-                output = step.handle.result()
-            now = perf_counter()
-            seconds, self._last_end = now - self._last_end, now
-            events = self._scheduler.postprocess(step.batch, output)
+                self._in_flight = self._draw(launched)
+        if step is None:
+            return [], None
         if step.batch.kind is StepKind.PREFILL:
             self._requests.first_tokens(events, now)
         stopped = self._requests.find_stop_strings(events)
@@ -310,6 +314,13 @@ class LLMEngine:
         if self.stats is not None:
             self.stats(stats)
         return outputs, stats
+
+    def _draw(self, step: LaunchedStep | None) -> LaunchedStep | None:
+        """Let a launched step draw its tokens, if it has not: all tokens before are known by now."""
+        if step is None or step.handle is not None:
+            return step
+        masks = self._scheduler.masks(step.batch, self.model_config.vocab_size)
+        return step._replace(handle=self._workers.run(self._runner.draw, "draw", masks))
 
     def _launch(self) -> LaunchedStep | None:
         """Plan a step and queue it on every rank; None while nothing can be planned."""

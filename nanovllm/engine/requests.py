@@ -62,6 +62,8 @@ class Requests:
                 sequence_seed(request, index, self._seed),
                 request.stop_token_ids,
                 request.prompt_bytes,
+                next_wanted=request.next_wanted if index == 0 else None,
+                pooling=request.pooling,
             )
             for index in range(request.params.n)
         ]
@@ -124,7 +126,9 @@ class Requests:
                 del self._states[str(request.request_id)]
                 completions = [state.completions[index] for index in range(request.params.n)]
                 cached = state.sequences[0].num_cached_tokens or 0
-                outputs.append(join_completions(request, completions, cached, self._metrics(state, now)))
+                output = join_completions(request, completions, cached, self._metrics(state, now))
+                first = state.sequences[0]
+                outputs.append(self._processor.with_prompt_logprobs(output, request, first.prompt_logprobs))
         return outputs
 
     def _metrics(self, state: RequestState, now: float) -> RequestMetrics:
@@ -151,9 +155,11 @@ class Requests:
         stop = self._stops.pop(seq.seq_id, None)
         token_ids = seq.completion_token_ids
         if stop is not None and stop.found is not None:
-            return self._processor.stopped_completion(request, index, token_ids, stop)
-        assert seq.finish_reason is not None
-        return self._processor.completion(request, index, token_ids, seq.finish_reason, seq.stop_reason)
+            output = self._processor.stopped_completion(request, index, token_ids, stop)
+        else:
+            assert seq.finish_reason is not None
+            output = self._processor.completion(request, index, token_ids, seq.finish_reason, seq.stop_reason)
+        return self._processor.with_logprobs(output, request, seq.logprobs)
 
 
 def sequence_seed(request: Request, index: int, engine_seed: int) -> int:

@@ -25,7 +25,7 @@ from nanovllm.kernels.filters import (
 from nanovllm.kernels.random_bits import draw_reference, pick, random_pair, random_pair_reference
 
 BLOCK = 2048  # vocabulary entries per block: what is drawn depends on it, so it is the same for every batch
-_GREEDY_BELOW = 1e-5  # temperatures under this are 0: nothing but the largest logit has a chance
+GREEDY_BELOW = 1e-5  # temperatures under this are 0: nothing but the largest logit has a chance
 _LOG2_E = math.log2(math.e)
 _LEAST_FACTOR = (
     1e-30  # times -inf this is -inf still, where 0, the inverse of an endless temperature, gives NaN
@@ -173,7 +173,7 @@ def sample_triton(
     blocks = triton.cdiv(vocab, BLOCK)
     tops = torch.empty(rows, 2 * blocks, dtype=torch.float32, device=logits.device)
     early = launch_early(logits)
-    constants = {"GREEDY_BELOW": _GREEDY_BELOW, "LOG2_E": _LOG2_E, "LEAST": _LEAST_FACTOR, "BLOCK": BLOCK}
+    constants = {"GREEDY_BELOW": GREEDY_BELOW, "LOG2_E": _LOG2_E, "LEAST": _LEAST_FACTOR, "BLOCK": BLOCK}
     constants |= {"SEGMENT": SEGMENT, "FILTERS": filters is not None, "EARLY": early, "launch_pdl": early}
     crests = lists = masses = top_k = top_p = min_p = tops  # no kernel reads these without filters
     if filters is not None:
@@ -210,6 +210,35 @@ def sample_triton(
     return out
 
 
+def summarize_triton(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """log(sum(exp(logits))) [S] and the largest logit of each segment [S, segments], float32; +inf where a
+    logit is NaN."""
+    rows, vocab = logits.shape
+    blocks = triton.cdiv(vocab, BLOCK)
+    tops, sums = torch.empty(rows, 2, blocks, dtype=torch.float32, device=logits.device).unbind(1)
+    crests = torch.empty(rows, blocks * BLOCK // SEGMENT, dtype=torch.float32, device=logits.device)
+    if rows:
+        _sample_block_kernel[(rows, blocks)](
+            logits,
+            torch.ones(rows, device=logits.device),
+            tops,
+            crests,
+            logits.stride(0),
+            vocab,
+            blocks,
+            GREEDY_BELOW=GREEDY_BELOW,
+            LOG2_E=_LOG2_E,
+            LEAST=_LEAST_FACTOR,
+            BLOCK=BLOCK,
+            SEGMENT=SEGMENT,
+            FILTERS=True,
+            EARLY=False,
+            num_warps=2,
+        )
+    best = tops.amax(dim=1)
+    return best + (sums * (tops - best[:, None]).exp()).sum(dim=1).log(), crests
+
+
 def _weights_reference(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
     """What tokens weigh, relative to the likeliest: float32 like logits [S, V]."""
     factor = (_LOG2_E / temperature).clamp(min=_LEAST_FACTOR)
@@ -228,7 +257,7 @@ def sample_reference(
     top = logits.amax(dim=-1)  # NaN if there is one
     finite = torch.isfinite(top)
     ids = logits.argmax(dim=-1)
-    drawn = (temperature >= _GREEDY_BELOW) & finite
+    drawn = (temperature >= GREEDY_BELOW) & finite
     if drawn.any():
         rows = slice(None) if drawn.all() else drawn
         bits = random_pair_reference(seeds[rows], positions[rows])

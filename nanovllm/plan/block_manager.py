@@ -131,12 +131,16 @@ class BlockManager:
         return True
 
     def _find_prefix(self, seq: Sequence) -> list[int]:
-        """The cached blocks that hold the sequence's beginning, all but its last token at most."""
+        """The cached blocks that hold the sequence's beginning, before its last token and before the first one
+        whose hidden state is wanted."""
         if not self.enable_prefix_caching:
             return []
         size, parent = self.block_size, ROOT
         hits: list[int] = []
-        for index in range((len(seq.token_ids) - 1) // size):
+        most = len(seq.token_ids) - 1
+        if seq.next_wanted is not None:
+            most = min(most, seq.next_wanted)
+        for index in range(most // size):
             tokens = seq.token_bytes(index * size, (index + 1) * size)
             block = self._by_key.get(block_key(parent, tokens))
             if block is None:

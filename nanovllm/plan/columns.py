@@ -9,8 +9,20 @@ from typing import Any
 
 import numpy as np
 
-from nanovllm.batch import ALL_GREEDY, SamplingBatch
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.batch import (
+    ALL_GREEDY,
+    NO_EXTRAS,
+    NO_LOGPROBS,
+    Extras,
+    LogitBias,
+    Penalties,
+    SamplingBatch,
+    ScoredTokens,
+    WantedTokens,
+)
+from nanovllm.plan.sequence import Sequence
+
+_NO_TOKENS = np.empty(0, np.int64)
 
 
 class SamplingTable:
@@ -22,14 +34,33 @@ class SamplingTable:
         self.top_p = np.ones(num_slots, np.float32)
         self.min_p = np.zeros(num_slots, np.float32)
         self.seed = np.zeros(num_slots, np.int64)
+        self.repetition = np.ones(num_slots, np.float32)
+        self.frequency = np.zeros(num_slots, np.float32)
+        self.presence = np.zeros(num_slots, np.float32)
+        self.num_logprobs = np.full(num_slots, NO_LOGPROBS, np.int32)
+        self.has_rules = np.zeros(num_slots, bool)
+        self._bias: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # by slot: token ids and what is added
+        self._has_extras = np.zeros(num_slots, bool)
 
-    def set(self, slot: int, params: SamplingParams, seed: int) -> None:
-        """Take `params` for `slot`; `seed` is the request's own or the one that the engine drew for it."""
+    def set(self, seq: Sequence) -> None:
+        """Take the parameters of a sequence for its slot."""
+        slot, params = seq.slot, seq.params
         self.temperature[slot] = params.temperature
         self.top_k[slot] = min(max(params.top_k, 0), 2**31 - 1)
         self.top_p[slot] = params.top_p
         self.min_p[slot] = params.min_p
-        self.seed[slot] = seed
+        self.seed[slot] = seq.seed
+        self.repetition[slot] = params.repetition_penalty
+        self.frequency[slot] = params.frequency_penalty
+        self.presence[slot] = params.presence_penalty
+        self.num_logprobs[slot] = NO_LOGPROBS if params.logprobs is None else num_likeliest(params.logprobs)
+        self.has_rules[slot] = has_rules = bool(seq.rules or params.logits_processors)
+        self._bias.pop(slot, None)
+        if params.logit_bias:
+            token_ids, values = params.logit_bias.keys(), params.logit_bias.values()
+            self._bias[slot] = np.array([*token_ids], np.int64), np.array([*values], np.float32)
+        asks = seq.has_penalties or has_rules or slot in self._bias
+        self._has_extras[slot] = asks or params.logprobs is not None
 
     def take(self, slots: np.ndarray) -> SamplingBatch:
         """Return the columns for `slots` [S]; greedy rows do not make a column used."""
@@ -49,3 +80,89 @@ class SamplingTable:
             min_p=used(self.min_p, 0),
             seed=self.seed[slots],
         )
+
+    def take_extras(self, seqs: list[Sequence], slots: np.ndarray, draws: np.ndarray) -> Extras:
+        """Return what the sequences of a step ask for besides; slots, draws [S] are theirs."""
+        if not self._has_extras[slots].any():
+            return NO_EXTRAS
+        drawn = draws > 0
+        return Extras(
+            penalties=self._penalties(seqs, slots, drawn),
+            bias=self._biases(slots[drawn], np.flatnonzero(drawn)),
+            num_logprobs=int(self.num_logprobs[slots[drawn]].max(initial=NO_LOGPROBS)),
+            has_rules=bool(self.has_rules[slots[drawn]].any()),
+        )
+
+    def _penalties(self, seqs: list[Sequence], slots: np.ndarray, drawn: np.ndarray) -> Penalties | None:
+        new = [
+            seq for seq, draws in zip(seqs, drawn, strict=True) if draws and seq.is_uncounted
+        ]  # each has its first token drawn since it was admitted
+        columns = self.repetition[slots], self.frequency[slots], self.presence[slots]
+        if not (new or (columns[0] != 1).any() or columns[1].any() or columns[2].any()):
+            return None
+        for seq in new:
+            seq.is_uncounted = False
+        ids = [np.array(seq.token_ids, np.int64) for seq in new]
+        return Penalties(
+            *columns,
+            np.repeat(np.array([seq.slot for seq in new], np.int64), [len(each) for each in ids]),
+            np.concatenate([_NO_TOKENS, *ids]),
+            np.concatenate(
+                [np.empty(0, bool), *(np.arange(len(seq.token_ids)) < seq.num_prompt_tokens for seq in new)]
+            ),
+        )
+
+    def _biases(self, slots: np.ndarray, rows: np.ndarray) -> LogitBias | None:
+        pairs = zip(rows, slots.tolist(), strict=True)
+        found = [(row, *self._bias[slot]) for row, slot in pairs if slot in self._bias]
+        if not found:
+            return None
+        lens = [len(ids) for _, ids, _ in found]
+        return LogitBias(
+            np.repeat(np.array([row for row, _, _ in found], np.int64), lens),
+            np.concatenate([ids for _, ids, _ in found]),
+            np.concatenate([values for _, _, values in found]),
+        )
+
+
+def take_prompt_tokens(
+    seqs: list[Sequence], query_lens: list[int]
+) -> tuple[ScoredTokens | None, WantedTokens | None]:
+    """Return the prompt tokens of a prefill step that are to be scored, and those to be pooled.
+
+    Counts them as taken: each is taken once, also if the sequence is preempted and computed again.
+    """
+    start, num_logprobs = 0, 0
+    scored: list[tuple[int, int, int, int]] = []  # (first place, how many, row, first position)
+    pooled: list[tuple[int, int, int, int]] = []
+    for row, (seq, query_len) in enumerate(zip(seqs, query_lens, strict=True)):
+        end = seq.num_computed_tokens
+        if seq.next_wanted is not None:
+            is_scored = seq.pooling is None
+            first = max(seq.next_wanted, end - query_len)
+            count = min(end, seq.num_prompt_tokens - is_scored) - first
+            if count > 0:
+                (scored if is_scored else pooled).append((start + first - end + query_len, count, row, first))
+                seq.next_wanted = first + count
+            if is_scored:
+                num_logprobs = max(num_logprobs, num_likeliest(seq.params.prompt_logprobs or 0))
+        start += query_len
+    targets = [
+        np.frombuffer(seqs[row].prompt_bytes, np.int32)[first + 1 : first + 1 + count]
+        for _, count, row, first in scored
+    ]
+    scores = None
+    if scored:
+        scores = ScoredTokens(_wanted(scored), np.concatenate(targets).astype(np.int64), num_logprobs)
+    return scores, _wanted(pooled) if pooled else None
+
+
+def num_likeliest(asked: int) -> int:
+    """How many likeliest tokens `logprobs` asks for; of the whole vocabulary, more than there are."""
+    return asked if asked >= 0 else 2**31 - 1
+
+
+def _wanted(ranges: list[tuple[int, int, int, int]]) -> WantedTokens:
+    places = [np.arange(place, place + count, dtype=np.int32) for place, count, _, _ in ranges]
+    rows = np.array([row for _, _, row, _ in ranges], np.int64)
+    return WantedTokens(np.concatenate(places), np.repeat(rows, [count for _, count, _, _ in ranges]))

@@ -8,14 +8,26 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import replace
 
 import numpy as np
 
-from nanovllm.batch import LAST_SAMPLED, NO_SLOT, NOT_FINITE, PADDING, Batch, StepKind, StepOutput
+from nanovllm.batch import (
+    LAST_SAMPLED,
+    NO_EXTRAS,
+    NO_SLOT,
+    NOT_FINITE,
+    PADDING,
+    Batch,
+    StepKind,
+    StepOutput,
+    TokenMasks,
+)
 from nanovllm.events import TokenEvents
 from nanovllm.plan.block_manager import BlockManager
-from nanovllm.plan.columns import SamplingTable
+from nanovllm.plan.columns import SamplingTable, take_prompt_tokens
 from nanovllm.plan.sequence import Sequence, SequenceStatus
+from nanovllm.plan.token_rules import restrict_all
 
 
 class Scheduler:
@@ -61,10 +73,11 @@ class Scheduler:
     def is_finished(self) -> bool:
         return not self._unfinished
 
-    def check_fits(self, length: int) -> None:
-        """Raise ValueError, with what helps, when a prompt of `length` tokens leaves no room for another."""
+    def check_fits(self, length: int, draws: bool = True) -> None:
+        """Raise ValueError, with what helps, when a prompt of `length` tokens has no room, or none for another
+        token if it `draws`."""
         limit = self.max_model_len
-        if length < limit:
+        if length < limit or (length == limit and not draws):
             return
         blocks = self.block_manager
         why, raises = f"max_model_len={limit}", []
@@ -84,7 +97,7 @@ class Scheduler:
 
     def add(self, seq: Sequence) -> None:
         """Queue a sequence. Raises ValueError when its prompt leaves no room for an output."""
-        self.check_fits(seq.num_prompt_tokens)
+        self.check_fits(seq.num_prompt_tokens, seq.params.max_tokens != 0)
         seq.max_tokens_total = self.max_model_len
         if seq.params.max_tokens is not None:
             asked = seq.num_prompt_tokens + seq.params.max_tokens
@@ -110,10 +123,58 @@ class Scheduler:
     def postprocess(self, batch: Batch, output: StepOutput) -> TokenEvents:
         """Take in the tokens of a step; return what they mean for the sequences."""
         events = TokenEvents([], [], {})
+        self._take_extras(batch, output, events)
         for column, token_ids in enumerate(output.token_ids.T.tolist()):  # 0: first tokens
             drawn, holds = (batch.draws > column).tolist(), (output.counts > column).tolist()
             self._take_in(zip(batch.seq_ids, token_ids, drawn, holds, strict=True), events)
         return events
+
+    def masks(self, batch: Batch, vocab_size: int) -> TokenMasks:
+        """What may follow in a planned step, once `postprocess` has taken in all steps before it."""
+        rows = [
+            (row, seq)
+            for row, (seq_id, draws) in enumerate(zip(batch.seq_ids, batch.draws.tolist(), strict=True))
+            if draws and (seq := self._unfinished.get(seq_id)) is not None
+        ]
+        ruled = [(row, seq) for row, seq in rows if seq.rules]
+        bits = np.empty((len(ruled), -(-vocab_size // 32)), np.int32)
+        outputs = {row: seq.completion_token_ids for row, seq in rows}
+        restrict_all([(index, seq.rules, outputs[row]) for index, (row, seq) in enumerate(ruled)], bits)
+        return TokenMasks(
+            np.array([row for row, _ in ruled], np.int64),
+            bits,
+            tuple(
+                (row, function, seq.token_ids[: seq.num_prompt_tokens], outputs[row])
+                for row, seq in rows
+                for function in seq.params.logits_processors or ()
+            ),
+        )
+
+    def _take_extras(self, batch: Batch, output: StepOutput, events: TokenEvents) -> None:
+        """Take in what a step brings besides tokens, and end the sequences that want no token."""
+        asks = batch.extras is not NO_EXTRAS or not batch.draws.all()
+        found = enumerate(map(self._unfinished.get, batch.seq_ids))
+        seqs = {row: seq for row, seq in found if seq is not None} if asks else {}
+        if output.logprobs is not None:
+            for row, seq in seqs.items():
+                if batch.draws[row] and seq.params.logprobs is not None:
+                    seq.logprobs.append((output.logprobs, row))
+        if output.scores is not None and batch.extras.scored is not None:
+            scored_rows = batch.extras.scored.wanted.rows
+            for row in np.unique(scored_rows).tolist():
+                if row in seqs:
+                    seqs[row].prompt_logprobs.append(output.scores.take(scored_rows == row))
+        if output.pooled is not None and batch.extras.pooled is not None:
+            for row in np.unique(batch.extras.pooled.rows).tolist():
+                if row in seqs:
+                    sums = output.pooled[row]
+                    before = seqs[row].pooled
+                    seqs[row].pooled = sums if before is None else before + sums
+        for row, seq in seqs.items():
+            ended = seq.max_tokens_total == seq.num_prompt_tokens == batch.context_lens[row]
+            if ended:
+                self._finish(seq, "length")
+                events.finish_reasons[seq.seq_id] = "length"
 
     def _take_in(self, rows: Iterable[tuple[int, int, bool, bool]], events: TokenEvents) -> None:
         """Take in at most one token of each row: (sequence id, token id, was it drawn, does it hold)."""
@@ -162,7 +223,7 @@ class Scheduler:
             self.prefilling = seq if seq.num_computed_tokens < len(seq.token_ids) else None
         if not seqs:
             return None
-        draws = [int(seq is not self.prefilling) for seq in seqs]
+        draws = [int(s is not self.prefilling and s.max_tokens_total > len(s.token_ids)) for s in seqs]
         token_ids: list[int] = []
         for seq, query_len, drawn in zip(seqs, query_lens, draws, strict=True):
             end = seq.num_computed_tokens
@@ -197,7 +258,8 @@ class Scheduler:
         seq.slot = self._free_slots.pop()
         if seq.num_cached_tokens is None:
             seq.num_cached_tokens = seq.num_computed_tokens
-        self._sampling.set(seq.slot, seq.params, seq.seed)
+        self._sampling.set(seq)
+        seq.is_uncounted = seq.has_penalties
         self._write_table(seq)
         return seq
 
@@ -282,6 +344,10 @@ class Scheduler:
     ) -> Batch:
         slots = np.array([seq.slot for seq in seqs], np.int32)
         width = int(self._table_lens[slots].max())
+        extras = self._sampling.take_extras(seqs, slots, draws)
+        if kind is StepKind.PREFILL and any(seq.next_wanted is not None for seq in seqs):
+            scored, pooled = take_prompt_tokens(seqs, query_lens.tolist())
+            extras = replace(extras, scored=scored, pooled=pooled)
         return Batch(
             kind=kind,
             seq_ids=tuple([seq.seq_id for seq in seqs]),
@@ -292,4 +358,5 @@ class Scheduler:
             block_tables=self._block_tables[slots, :width],
             draws=draws,
             sampling=self._sampling.take(slots),
+            extras=extras,
         )

@@ -8,7 +8,8 @@ from enum import Enum, auto
 
 import numpy as np
 
-from nanovllm.batch import NO_SLOT
+from nanovllm.batch import NO_SLOT, TokenLogprobs
+from nanovllm.plan.token_rules import TokenRule
 from nanovllm.sampling_params import SamplingParams
 
 
@@ -32,6 +33,9 @@ class Sequence:
     seed: int
     stop_ids: frozenset[int] = frozenset()
     prompt_bytes: bytes = b""  # the prompt's ids as int32; made here where the caller has none
+    rules: list[TokenRule] = field(default_factory=list)  # what may follow its tokens
+    next_wanted: int | None = None  # the next prompt position whose hidden state is wanted, if any is
+    pooling: str | None = None  # what wanted hidden states become, as of `Request`; None: they score tokens
     num_prompt_tokens: int = field(init=False)
     max_tokens_total: int = 0  # of prompt and output; the scheduler sets it
     status: SequenceStatus = SequenceStatus.WAITING
@@ -43,6 +47,10 @@ class Sequence:
     block_table: list[int] = field(default_factory=list)
     num_hashed_blocks: int = 0  # leading blocks of the table that have gone through the prefix cache
     chain: int | None = 0  # the prefix cache's id of that beginning; None once it cannot be extended
+    is_uncounted: bool = False  # whether penalties have yet to count its tokens, since it was admitted
+    logprobs: list[tuple[TokenLogprobs, int]] = field(default_factory=list)  # a row for each output token
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # in parts, in order
+    pooled: np.ndarray | None = None  # [hidden_size] float32, the sum so far
     finish_reason: str | None = None
     stop_reason: int | None = None
 
@@ -65,6 +73,11 @@ class Sequence:
     @property
     def completion_token_ids(self) -> list[int]:
         return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def has_penalties(self) -> bool:
+        params = self.params
+        return params.repetition_penalty != 1 or bool(params.frequency_penalty or params.presence_penalty)
 
     def __repr__(self) -> str:
         return (

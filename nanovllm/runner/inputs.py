@@ -43,7 +43,7 @@ def prepare_prefill(batch: Batch, block_size: int, in_halves: bool = False) -> S
         block_tables=batch.block_tables,
         max_seqlen_k=int(context_lens.max()),
         prefill=PrefillRanges(cu_seqlens_q, prefix_sum(context_lens), int(query_lens.max())),
-        wanted_rows=cu_seqlens_q[1:] - np.int32(1),
+        wanted_rows=wanted_rows(batch),
         halves=halves(batch, slot_mapping) if in_halves else None,
     )
     return _inputs(batch, rows, positions, attention)
@@ -65,6 +65,16 @@ def prepare_decode(
         shared=shared,
     )
     return _inputs(batch, rows, positions, attention)
+
+
+def wanted_rows(batch: Batch) -> np.ndarray:
+    """The places [W] int32 of a prefill step's tokens whose hidden states are wanted: each sequence's last, and
+    what the step's extras name. In rising order, each once."""
+    last = prefix_sum(batch.query_lens)[1:] - np.int32(1)
+    extras = batch.extras
+    more = [] if extras.scored is None else [extras.scored.wanted.places]
+    more += [] if extras.pooled is None else [extras.pooled.places]
+    return np.unique(np.concatenate([last, *more])) if more else last
 
 
 def _slot_mapping(batch: Batch, rows: np.ndarray, positions: np.ndarray, block_size: int) -> np.ndarray:

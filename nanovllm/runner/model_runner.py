@@ -7,33 +7,43 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from nanovllm.attention.select import resolve_block_size, select
-from nanovllm.batch import EMPTY_BATCH, Batch, StepKind, StepOutput
-from nanovllm.columns import StepSize, map_columns
+from nanovllm.batch import EMPTY_BATCH, Batch, StepKind, StepOutput, TokenMasks
+from nanovllm.columns import StepSize
 from nanovllm.config import Config
 from nanovllm.device import Device
 from nanovllm.distributed.group import TPGroup
-from nanovllm.kernels.last_tokens import keep_tokens, take_tokens
+from nanovllm.kernels.last_tokens import take_tokens
 from nanovllm.layers.weights import WeightOptions
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.loader import init_dummy_weights, load_weights
 from nanovllm.runner.cuda_graph import CUDAGraphs, graph_sizes
-from nanovllm.runner.inputs import StepInputs, prepare_decode, prepare_prefill
+from nanovllm.runner.ending import Ending, StepTensors
+from nanovllm.runner.inputs import StepInputs, prepare_decode, prepare_prefill, wanted_rows
 from nanovllm.runner.kv_cache import allocate, set_scales
 from nanovllm.runner.memory import KVCacheSpace, equal_batch
 from nanovllm.runner.overlap import OVERLAP_TOKENS, overlaps, rows_of_half
 from nanovllm.runner.shared_prefixes import SharedPrefixFinder, SharedRows
 from nanovllm.runner.staging import Staging, StepHandle
-from nanovllm.sampling.sampler import Sampler
 
 CALIBRATION_TOKENS = 2048
 GraphOutput = tuple[torch.Tensor, torch.Tensor | None]
+
+
+class UndrawnStep(NamedTuple):
+    """A step up to its hidden states."""
+
+    batch: Batch
+    hidden: torch.Tensor  # [n, hidden_size], of the wanted tokens
+    inputs: StepInputs[torch.Tensor]
 
 
 class ModelRunner:
@@ -80,9 +90,8 @@ class ModelRunner:
             init_dummy_weights(self.model, config.seed, check)
         else:
             load_weights(self.model, model_path, check)
-        self.sampler = Sampler()
-        self.graphs: CUDAGraphs | None = None
-        self.shared_graphs: CUDAGraphs | None = None
+        self.graphs: dict[tuple[bool, bool], CUDAGraphs] = {}  # by: shares prefixes, ends in drawn tokens
+        self._undrawn: UndrawnStep | None = None
         self.prefixes: SharedPrefixFinder | None = None  # until there is a KV cache
         layer = self.model.attention_layers[0]
         group = layer.num_heads // layer.num_kv_heads
@@ -91,7 +100,7 @@ class ModelRunner:
         unit = 0 if self.shared_unit is None else self.shared_unit.sequences
         self.size = StepSize(max_tokens, max_seqs, self.max_blocks, unit)  # of the largest step
         self.staging = Staging(device, self.size)
-        self.last_token_ids = torch.zeros(max_seqs, dtype=torch.int64, device=device.torch)  # by slot
+        self.ending = Ending(self.model, tp, device, max_seqs, config.logprobs_mode)
 
     # -- start-up ----------------------------------------------------------------------------------------
 
@@ -130,6 +139,7 @@ class ModelRunner:
         if self.backend.supports_cuda_graph:  # whose memory is apart from that of other steps
             self.prefixes = self._make_prefix_finder()  # equal sequences share all, which takes the most
             needed += self._warmup_peak(StepKind.DECODE, self.config.max_num_seqs, 1, self.max_model_len)
+        needed += self.ending.reserved_bytes()
         self._set_kv_cache(0)
         self.device.release_memory()
         return needed
@@ -176,83 +186,114 @@ class ModelRunner:
         if self.config.enforce_eager or not (self.device.is_cuda and self.backend.supports_cuda_graph):
             return
 
-        def make_step(rows: int, shared: SharedRows | None) -> Callable[[], GraphOutput]:
-            arrays = prepare_decode(EMPTY_BATCH, self.block_size, shared, self.max_model_len)
-            inputs = self.staging.send(arrays, self._decode_size(rows))()
-            return lambda: self._graph_step(inputs)
+        def make(shared: SharedRows | None, drawn: bool, sizes: list[int], pool: object) -> CUDAGraphs:
+            return CUDAGraphs(sizes, partial(self._make_step, shared, drawn), self.device.torch, pool)
 
-        sizes, device = graph_sizes(self.config.max_num_seqs), self.device.torch
-        self.graphs = CUDAGraphs(sizes, lambda rows: make_step(rows, None), device)
-        self.graphs.capture_all(progress and self.tp.rank == 0)
+        sizes = graph_sizes(self.config.max_num_seqs)
+        self.graphs[False, True] = first = make(None, True, sizes, None)
+        first.capture_all(progress and self.tp.rank == 0)
         # Captured when they are first needed, and fewer of them: most workloads share no prefixes.
+        few = sizes[::-4][::-1]
+        self.graphs[False, False] = make(None, False, sorted({*sizes[:3], *few}), first.pool)
         if self.prefixes is not None:
-            few, nothing = sizes[::-4][::-1], self.prefixes.nothing
-            self.shared_graphs = CUDAGraphs(
-                few, lambda rows: make_step(rows, nothing), device, self.graphs.pool
-            )
+            for drawn in (True, False):
+                self.graphs[True, drawn] = make(self.prefixes.nothing, drawn, few, first.pool)
+
+    def _make_step(self, shared: SharedRows | None, drawn: bool, rows: int) -> Callable[[], GraphOutput]:
+        """A decode step of `rows` sequences over the fixed input buffer, for a graph to hold."""
+        arrays = prepare_decode(EMPTY_BATCH, self.block_size, shared, self.max_model_len)
+        inputs = self.staging.send(arrays, self._decode_size(rows))()
+        return lambda: self._graph_step(inputs, drawn)
 
     # -- one step ----------------------------------------------------------------------------------------
 
     def run(self, batch: Batch) -> StepOutput:
         """Run a step and wait for its tokens."""
-        return self.launch(batch).result()
+        handle = self.launch(batch)
+        assert handle is not None, "no rules, nothing to wait for"
+        return handle.result()
 
     @torch.inference_mode()
-    def launch(self, batch: Batch) -> StepHandle:
-        """Queue a step on the device; its tokens come through the handle, the same on every rank."""
+    def launch(self, batch: Batch) -> StepHandle | None:
+        """Queue a step on the device; what it gives comes through the handle, the same on every rank.
+
+        None when the sequences have rules: then `draw` is to follow before the next launch.
+        """
         with self.device.share_of_threads(self.tp.size):
             return self._launch(batch)
 
-    def _launch(self, batch: Batch) -> StepHandle:
-        num_seqs, graphs = len(batch.slots), None
+    @torch.inference_mode()
+    def draw(self, masks: TokenMasks) -> StepHandle:
+        """Queue the end of the launched step, in which `masks` say what may follow."""
+        step, self._undrawn = self._undrawn, None
+        assert step is not None, "a step with rules was launched"
+        with self.device.share_of_threads(self.tp.size):
+            return self._end(step, masks)
+
+    def _launch(self, batch: Batch) -> StepHandle | None:
+        num_seqs, graphs, extras = len(batch.slots), None, batch.extras
         if batch.kind is StepKind.DECODE:
             shared = None if self.prefixes is None else self.prefixes.find(batch)
             arrays = prepare_decode(batch, self.block_size, shared)
-            graphs = self.graphs if shared is None else self.shared_graphs
+            graphs = self.graphs.get((shared is not None, not extras.needs_logits))
         else:
             arrays = prepare_prefill(batch, self.block_size, overlaps(batch, self.tp.size))
         if graphs is None:
             inputs = self.staging.send(arrays)()
-            token_ids = self._sample(self.run_model(inputs), inputs)
+            step = UndrawnStep(batch, self.run_model(inputs), inputs)
         else:
             rows = graphs.size_for(num_seqs)
             graphs.capture(rows)
             staged = self.staging.send(arrays, self._decode_size(rows))
             hidden, token_ids = graphs.replay(rows)
-            if token_ids is None:
-                token_ids = self._sample(hidden[:num_seqs], staged())
-        return self.staging.receive(token_ids[:num_seqs], batch.draws)
+            if token_ids is not None:
+                return self.staging.receive(StepTensors(token_ids[:num_seqs]), batch.draws)
+            step = UndrawnStep(batch, hidden, staged())
+        if extras.has_rules:
+            self._undrawn = step
+            return None
+        return self._end(step, None)
+
+    def _end(self, step: UndrawnStep, masks: TokenMasks | None) -> StepHandle:
+        """Draw a step's tokens, and give what else it was asked for."""
+        batch, hidden, inputs = step
+        extras = batch.extras
+        last, scores, pooled = hidden[: len(batch.slots)], None, None
+        if extras.scored is not None or extras.pooled is not None:
+            wanted = wanted_rows(batch)
+
+            def of(places: np.ndarray) -> torch.Tensor:
+                return hidden[self.device.send(np.searchsorted(wanted, places))]
+
+            last = of(np.cumsum(batch.query_lens) - 1)
+            if extras.scored is not None:
+                scores = self.ending.score(of(extras.scored.wanted.places), extras.scored)
+            if extras.pooled is not None:
+                pooled = self.ending.pool(of(extras.pooled.places), extras.pooled, len(batch.slots))
+        if extras.needs_logits:
+            token_ids, logprobs = self.ending.draw_with(last, inputs, extras, masks)
+        else:
+            token_ids, logprobs = self.ending.draw(last, inputs), None
+        return self.staging.receive(StepTensors(token_ids, logprobs, scores, pooled), batch.draws)
 
     def _decode_size(self, rows: int) -> StepSize:
         """The padded size of a graph's step of `rows` sequences."""
         return replace(self.size, tokens=rows, seqs=rows)
 
-    def _graph_step(self, inputs: StepInputs[torch.Tensor]) -> GraphOutput:
-        """What a graph holds of a step: (hidden states, sampled tokens).
+    def _graph_step(self, inputs: StepInputs[torch.Tensor], drawn: bool) -> GraphOutput:
+        """What a graph holds of a step: (hidden states, drawn tokens if it is to end in these).
 
-        Sampling is in no graph where it needs NCCL, which would hold on to the graph and cannot be aborted.
+        Drawing is in no graph where it needs NCCL, which would hold on to the graph and cannot be aborted.
         """
         hidden = self.run_model(inputs)
-        local = self.tp.exchanges_rows(len(hidden), self.dtype)
-        return hidden, self._sample(hidden, inputs) if local else None
-
-    def _sample(self, hidden: torch.Tensor, inputs: StepInputs[torch.Tensor]) -> torch.Tensor:
-        """Draw the tokens [n] for hidden [n, hidden_size], the step's first rows, and keep them.
-
-        Each rank draws those of some rows, and all get all.
-        """
-        logits = self.model.compute_logits(hidden)
-        mine, whole = self.tp.whole_rows(logits, self.model_config.vocab_size)
-        token_ids = self.sampler(whole, map_columns(inputs.sampling, lambda _, column: column[mine]))
-        token_ids = self.tp.join_rows(token_ids, mine, logits)
-        keep_tokens(token_ids, inputs.sample_slots[: len(hidden)], self.last_token_ids)
-        return token_ids
+        drawn = drawn and self.tp.exchanges_rows(len(hidden), self.dtype)
+        return hidden, self.ending.draw(hidden, inputs) if drawn else None
 
     def run_model(self, inputs: StepInputs[torch.Tensor]) -> torch.Tensor:
         """Run the model; return the hidden states [S, hidden] that logits are made from."""
         # What is kept may be NOT_FINITE or what an aborted sum left: no token either.
         vocab_size = self.model_config.vocab_size
-        token_ids = take_tokens(inputs.token_ids, inputs.token_slots, self.last_token_ids, vocab_size)
+        token_ids = take_tokens(inputs.token_ids, inputs.token_slots, self.ending.last_token_ids, vocab_size)
         return self.model(token_ids, inputs.positions, inputs.attention)
 
     def exit(self) -> None:
@@ -260,7 +301,7 @@ class ModelRunner:
         try:
             self.device.synchronize()
         finally:
-            owned = "graphs", "shared_graphs", "model", "kv_cache", "staging", "last_token_ids", "sampler"
+            owned = "graphs", "model", "kv_cache", "staging", "ending", "_undrawn"
             for name in owned:
                 self.__dict__.pop(name, None)
             self.tp.close()

@@ -12,9 +12,10 @@ from math import prod
 import numpy as np
 import torch
 
-from nanovllm.batch import StepOutput
+from nanovllm.batch import StepOutput, TokenLogprobs
 from nanovllm.columns import Column, StepSize, all_columns, map_columns
 from nanovllm.device import Device
+from nanovllm.runner.ending import StepTensors
 from nanovllm.runner.inputs import StepInputs
 
 ALIGN = 16  # bytes: every column starts at a multiple of that
@@ -29,15 +30,22 @@ TORCH_DTYPES: dict[type[np.generic], torch.dtype] = {
 class StepHandle:
     """A launched step, whose tokens can be read once the device has got that far."""
 
-    token_ids: torch.Tensor  # [S] int64, on the host
+    tensors: StepTensors  # on the host
     draws: np.ndarray  # [S] int32, of the batch
     event: torch.cuda.Event | None
 
     def result(self) -> StepOutput:
-        """Wait for the step and return its tokens."""
+        """Wait for the step and return what it gave."""
         if self.event is not None:
             self.event.synchronize()
-        return StepOutput(self.token_ids.numpy().copy()[:, None], self.draws)
+        token_ids, logprobs, scores, pooled = self.tensors
+        return StepOutput(
+            token_ids.numpy().copy()[:, None],
+            self.draws,
+            None if logprobs is None else TokenLogprobs(*(column.numpy() for column in logprobs)),
+            None if scores is None else TokenLogprobs(*(column.numpy() for column in scores)),
+            None if pooled is None else pooled.numpy(),
+        )
 
 
 class Staging:
@@ -91,14 +99,15 @@ class Staging:
         self._buffer[: end // 4].copy_(host[: end // 4], non_blocking=True)
         return lambda: map_columns(inputs, view)
 
-    def receive(self, token_ids: torch.Tensor, draws: np.ndarray) -> StepHandle:
-        """Queue the copy of the step's tokens [S] to the host, and end the turn of this host set."""
-        host = self._token_ids[self._turn][: len(token_ids)]
-        host.copy_(token_ids, non_blocking=True)
+    def receive(self, tensors: StepTensors, draws: np.ndarray) -> StepHandle:
+        """Queue the copy of what a step gives to the host, and end the turn of this host set."""
+        host = self._token_ids[self._turn][: len(tensors.token_ids)]
+        host.copy_(tensors.token_ids, non_blocking=True)
+        fetched = tensors if tensors[1:] == (None,) * 3 else tensors.map(self._device.fetch)
         event = self._device.record_event()
         self._events[self._turn] = event
         self._turn = 1 - self._turn
-        return StepHandle(host, draws, event)
+        return StepHandle(fetched._replace(token_ids=host), draws, event)
 
 
 def _end_of(column: Column, start: int, shape: tuple[int, ...]) -> int:

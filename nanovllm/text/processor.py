@@ -6,11 +6,16 @@ Owns the tokenizer. Keeps no request; knows neither blocks nor tensors.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from nanovllm.batch import TokenLogprobs
 from nanovllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.detokenizer import Detokenizer
+from nanovllm.text.logprobs import LogprobDicts, join_parts, join_rows
 from nanovllm.text.prompts import Prompt, pack_token_ids
 from nanovllm.text.request import Request
 from nanovllm.text.rows import BadRow, attempt
@@ -24,13 +29,20 @@ class Processor:
     """Text on the one side, token ids on the other; without a tokenizer there are only ids."""
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int, eos_token_ids: Sequence[int]
+        self,
+        tokenizer: PreTrainedTokenizerBase | None,
+        vocab_size: int,
+        eos_token_ids: Sequence[int],
+        max_logprobs: int = -1,
     ) -> None:
-        """eos_token_ids: the model's own, which end every completion that does not ignore them."""
+        """eos_token_ids: the model's own, which end every completion that does not ignore them. max_logprobs:
+        as of `Config`."""
         self.tokenizer = tokenizer  # may be replaced at any time
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
+        self._max_logprobs = max_logprobs
         self._detokenizers: dict[bool, Detokenizer] = {}  # by whether special tokens are left out
+        self._decoded: dict[int, str] = {}  # the texts of single tokens
 
     def make_requests(
         self,
@@ -52,6 +64,7 @@ class Processor:
         encoded = self._encode(prompts)
         for row, (prompt, param, name) in enumerate(zip(prompts, params, where, strict=True)):
             if id(param) not in stop_token_ids:
+                self._check_logits(param, name)
                 stop_token_ids[id(param)] = self._stop_token_ids(param, name)
             if isinstance(prompt, Exception):
                 requests.append(prompt)
@@ -62,7 +75,8 @@ class Processor:
                 continue
             stop_ids = stop_token_ids[id(param)]
             index = first_index + row
-            requests.append(Request(first_id + row, prompt.text, *ids, param, stop_ids, index))
+            first_scored = None if param.prompt_logprobs is None else 1
+            requests.append(Request(first_id + row, prompt.text, *ids, param, stop_ids, index, first_scored))
         return requests
 
     def stop_strings(self, request: Request) -> StopStrings | None:
@@ -88,6 +102,49 @@ class Processor:
         """Return completion `index` of the request, in which `stop` has found a stop string."""
         text = stop.text(request.params.include_stop_str_in_output)
         return CompletionOutput(index, text, token_ids[: stop.num_tokens], "stop", stop.found)
+
+    def with_logprobs(
+        self, output: CompletionOutput, request: Request, rows: list[tuple[TokenLogprobs, int]]
+    ) -> CompletionOutput:
+        """The completion with the logprobs of its tokens, a row each, if they were asked for."""
+        asked = request.params.logprobs
+        if asked is None:
+            return output
+        columns = join_rows(rows[: len(output.token_ids)], self._width(asked))
+        total = float(columns.values[:, 0].sum(dtype=np.float64))
+        return replace(output, logprobs=LogprobDicts(columns, self._decode), cumulative_logprob=total)
+
+    def with_prompt_logprobs(
+        self, output: RequestOutput, request: Request, parts: list[TokenLogprobs]
+    ) -> RequestOutput:
+        """The output with the logprobs of its prompt's tokens, if they were asked for."""
+        if request.first_scored is None:
+            return output
+        columns = join_parts(parts, self._width(request.params.prompt_logprobs or 0))
+        return replace(output, prompt_logprobs=LogprobDicts(columns, self._decode, request.first_scored))
+
+    def _width(self, asked: int) -> int:
+        """The columns of logprobs: the token's own and those of the likeliest ones asked for; -1: of all."""
+        return 1 + (self._vocab_size if asked < 0 else min(asked, self._vocab_size))
+
+    def _decode(self, token_id: int) -> str | None:
+        """The text of a single token."""
+        if self.tokenizer is None:
+            return None
+        if token_id not in self._decoded:
+            self._decoded[token_id] = str(self.tokenizer.decode([token_id]))
+        return self._decoded[token_id]
+
+    def _check_logits(self, params: SamplingParams, where: str) -> None:
+        """ValueError for more logprobs than allowed, or biases of ids that are not in the vocabulary."""
+        for name in ("logprobs", "prompt_logprobs"):
+            asked, most = getattr(params, name), self._max_logprobs
+            if asked is not None and most >= 0 and not 0 <= asked <= most:
+                raise ValueError(
+                    f"{where}: {name}={asked} is more than max_logprobs={most} allows; make the LLM with a "
+                    f"larger max_logprobs (-1: no limit)"
+                )
+        pack_token_ids(list(params.logit_bias or ()), self._vocab_size, f"{where} logit_bias")
 
     def _stop_token_ids(self, params: SamplingParams, where: str) -> frozenset[int]:
         """All token ids that end a completion. ValueError as for `make_requests`."""

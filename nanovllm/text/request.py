@@ -18,3 +18,12 @@ class Request:
     params: SamplingParams
     stop_token_ids: frozenset[int]  # all that end a completion: the caller's, and the model's unless ignored
     index: int = 0  # of the prompt, in its call
+    first_scored: int | None = None  # the first prompt token that is to be scored; None: none
+    pooling: str | None = None  # what the prompt's hidden states become: "last" one or "mean"; None: nothing
+
+    @property
+    def next_wanted(self) -> int | None:
+        """The first prompt position whose hidden state is wanted, to score the next token or to be pooled."""
+        if self.pooling is not None:
+            return 0 if self.pooling == "mean" else len(self.prompt_token_ids) - 1
+        return None if self.first_scored is None else self.first_scored - 1

@@ -31,7 +31,7 @@ from typing import Any
 
 import numpy as np
 
-from nanovllm.batch import Batch, SamplingBatch, StepKind
+from nanovllm.batch import Batch, Extras, SamplingBatch, StepKind
 from nanovllm.errors import EngineClosedError, WorkerError
 from nanovllm.lifecycle import finalize
 
@@ -41,7 +41,8 @@ ALIGNMENT = 8  # bytes, of every array in a message: the widest dtype
 _SLOT_HEADER = struct.Struct("qqq")  # the piece's number, its offset in the message, the message's length
 _HEAD_LENGTH = struct.Struct("q")
 
-_BATCH_ARRAYS = [field.name for field in fields(Batch) if field.name not in ("kind", "seq_ids", "sampling")]
+_OTHERS = ("kind", "seq_ids", "sampling", "extras")
+_BATCH_ARRAYS = [field.name for field in fields(Batch) if field.name not in _OTHERS]
 _SAMPLING_ARRAYS = [field.name for field in fields(SamplingBatch)]
 _batch_arrays = attrgetter(*_BATCH_ARRAYS)
 _sampling_arrays = attrgetter(*_SAMPLING_ARRAYS)
@@ -195,20 +196,20 @@ def _attach(name: str) -> SharedMemory:
 
 
 # A message: the length of its head, the head, then the arrays, each aligned. The head is pickled plain
-# Python: (method, arguments, {position: (kind, sequence ids, arrays)} for each argument that is a Batch),
-# with an array as (dtype, shape) and a column that nobody uses as None.
+# Python: (method, arguments, {position: (kind, sequence ids, extras, arrays)} for each argument that is a
+# Batch), with an array as (dtype, shape) and a column that nobody uses as None.
 
 
 def _encode(method: str, args: tuple[object, ...]) -> bytes:
     plain_args = list(args)
-    batches: dict[int, tuple[int, tuple[int, ...], list[tuple[str, tuple[int, ...]] | None]]] = {}
+    batches: dict[int, tuple[int, tuple[int, ...], Extras, list[tuple[str, tuple[int, ...]] | None]]] = {}
     arrays: list[np.ndarray] = []
     for position, arg in enumerate(args):
         if isinstance(arg, Batch):
             columns = (*_batch_arrays(arg), *_sampling_arrays(arg.sampling))
             plain_args[position] = None
             layout = [None if c is None else (c.dtype.char, c.shape) for c in columns]
-            batches[position] = arg.kind.value, arg.seq_ids, layout
+            batches[position] = arg.kind.value, arg.seq_ids, arg.extras, layout
             arrays += [c for c in columns if c is not None]
     head = pickle.dumps((method, plain_args, batches), protocol=5)
     parts = [_HEAD_LENGTH.pack(len(head)), head, bytes(-len(head) % ALIGNMENT)]
@@ -221,7 +222,7 @@ def _decode(message: bytearray) -> tuple[str, tuple[Any, ...]]:
     (length,) = _HEAD_LENGTH.unpack_from(message)
     end = _HEAD_LENGTH.size + length
     method, args, batches = pickle.loads(memoryview(message)[_HEAD_LENGTH.size : end])
-    for position, (kind, seq_ids, layout) in batches.items():
+    for position, (kind, seq_ids, extras, layout) in batches.items():
         columns: list[Any] = []
         for entry in layout:
             if entry is None:
@@ -233,5 +234,5 @@ def _decode(message: bytearray) -> tuple[str, tuple[Any, ...]]:
             columns.append(array)
         sampling = SamplingBatch(*columns[len(_BATCH_ARRAYS) :])
         arrays = dict(zip(_BATCH_ARRAYS, columns, strict=False))
-        args[position] = Batch(kind=StepKind(kind), seq_ids=seq_ids, sampling=sampling, **arrays)
+        args[position] = Batch(StepKind(kind), seq_ids, **arrays, sampling=sampling, extras=extras)
     return method, tuple(args)

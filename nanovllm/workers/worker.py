@@ -107,7 +107,7 @@ def worker_main(setup: RankSetup, reader: ChannelReader, replies: Connection, pa
 
 
 def loop(setup: RankSetup, reader: ChannelReader, replies: Connection) -> None:
-    """Make rank 0's calls until it calls `exit`. All but `launch` are answered."""
+    """Make rank 0's calls until it calls `exit`. All but `launch` and `draw` are answered."""
     device = Device(setup.device)
     replies.send(device.memory())
     runner: ModelRunner | None = None
@@ -124,7 +124,7 @@ def loop(setup: RankSetup, reader: ChannelReader, replies: Connection) -> None:
             result = getattr(runner, method)(*args)
         if method == "exit":
             return
-        if method != "launch":
+        if method not in ("launch", "draw"):
             replies.send(result)
 
 

@@ -180,8 +180,8 @@ def test_a_replayed_graph_writes_only_its_own_slots(model: Path, backend: str) -
             batch = decode_batch(num_seqs, 4, rng.integers(1, 1025, num_seqs))
             runner.kv_cache.normal_()
             before = runner.kv_cache.clone()
-            runner.last_token_ids[:] = torch.randint(0, 1000, (130,), device="cuda")
-            last = runner.last_token_ids.clone()
+            runner.ending.last_token_ids[:] = torch.randint(0, 1000, (130,), device="cuda")
+            last = runner.ending.last_token_ids.clone()
             graph_tokens = runner.run(batch).token_ids[:, 0]
             changed = (runner.kv_cache != before).flatten(4).any(-1)  # [2, layers, blocks, block_size]
             want = torch.zeros_like(changed[0, 0]).flatten()
@@ -189,13 +189,13 @@ def test_a_replayed_graph_writes_only_its_own_slots(model: Path, backend: str) -
             slots = batch.block_tables[np.arange(num_seqs), positions // 256] * 256 + positions % 256
             want[torch.from_numpy(slots).cuda().long()] = True
             assert (changed == want.view_as(changed[0, 0])).all()
-            assert (runner.graphs is not None) == (backend != "reference")
-            graphs, runner.graphs = runner.graphs, None
-            runner.last_token_ids.copy_(last)
+            assert bool(runner.graphs) == (backend != "reference")
+            graphs, runner.graphs = runner.graphs, {}
+            runner.ending.last_token_ids.copy_(last)
             context = copy_context()
-            context.run(in_graph.set, graphs is not None)  # with the products that a graph has
+            context.run(in_graph.set, bool(graphs))  # with the products that a graph has
             eager_tokens = context.run(runner.run, batch).token_ids[:, 0]
-            runner.last_token_ids.copy_(last)
+            runner.ending.last_token_ids.copy_(last)
             with torch.inference_mode():
                 inputs = runner.staging.send(prepare_decode(batch, runner.block_size))()
                 scores = runner.model.compute_logits(runner.run_model(inputs)).float().cpu()
@@ -322,7 +322,7 @@ def test_shared_beginnings(
             llm.generate(beginnings, SamplingParams(max_tokens=1), use_tqdm=False)  # into the prefix cache
             outputs = llm.generate(prompts, params, use_tqdm=False)
             results.append([output["token_ids"] for output in outputs])
-            shared_graphs = llm._runner.shared_graphs
+            shared_graphs = llm._runner.graphs.get((True, True))
             if shared_graphs is not None:
                 assert bool(shared_graphs._graphs) == (least == 1)
         limit = MAX_GAP_FP8 if "kv_cache_dtype" in options else MAX_GAP

@@ -11,7 +11,7 @@ import time
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from multiprocessing import get_context, parent_process
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -65,7 +65,7 @@ def all_columns(size: int) -> SamplingBatch:
 def assert_same(got: object, expected: object) -> None:
     """Equal in type, dtype, shape and value, field by field."""
     assert type(got) is type(expected)
-    if isinstance(expected, (Batch, SamplingBatch)):
+    if is_dataclass(expected):
         for field in fields(expected):
             assert_same(getattr(got, field.name), getattr(expected, field.name))
     elif isinstance(expected, np.ndarray):

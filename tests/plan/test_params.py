@@ -10,6 +10,7 @@ import pytest
 
 from nanovllm.config import Config
 from nanovllm.plan.columns import SamplingTable
+from nanovllm.plan.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
 
 
@@ -119,10 +120,16 @@ def test_unknown_options_are_refused_with_the_nearest_name() -> None:
 
 def test_sampling_columns_hold_only_what_is_used() -> None:
     table = SamplingTable(6)
-    table.set(0, SamplingParams(temperature=0, top_k=7, top_p=0.5, min_p=0.1), 1)
-    table.set(1, SamplingParams(temperature=0.5), 2)
-    table.set(2, SamplingParams(temperature=1.0, top_k=3), 3)
-    table.set(3, SamplingParams(temperature=1.0, top_p=0.9, min_p=0.2), -4)
+    params = [
+        SamplingParams(temperature=0, top_k=7, top_p=0.5, min_p=0.1),
+        SamplingParams(temperature=0.5),
+        SamplingParams(temperature=1.0, top_k=3),
+        SamplingParams(temperature=1.0, top_p=0.9, min_p=0.2),
+    ]
+    for slot, (param, seed) in enumerate(zip(params, (1, 2, 3, -4), strict=True)):
+        seq = Sequence(slot, [5], param, seed)
+        seq.slot = slot
+        table.set(seq)
     greedy = table.take(np.array([0, 0]))
     assert greedy.temperature is None and greedy.seed is None and greedy.top_k is None
     plain = table.take(np.array([1, 0]))

@@ -141,11 +141,7 @@ def test_parameters_that_ask_for_nothing_change_nothing() -> None:
     ("name", "value"),
     [
         ("best_of", 3),
-        ("logprobs", 0),
         ("min_tokens", 5),
-        ("presence_penalty", 0.5),
-        ("repetition_penalty", 1.1),
-        ("logit_bias", {5: 1.0}),
         ("allowed_token_ids", []),
         ("output_kind", RequestOutputKind.DELTA),
     ],

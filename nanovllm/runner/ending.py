@@ -1,0 +1,200 @@
+"""Ending: what a step does with hidden states, from the LM head to tokens, logprobs and sums.
+
+Owns the sampler, each slot's last token and the counts that penalties go by. Knows no graph and no batch but
+what it is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from nanovllm.batch import NO_LOGPROBS, PADDING, Extras, Penalties, ScoredTokens, TokenMasks, WantedTokens
+from nanovllm.columns import map_columns
+from nanovllm.device import Device
+from nanovllm.distributed.group import TPGroup
+from nanovllm.kernels.last_tokens import keep_tokens
+from nanovllm.kernels.logits import RowMasks, RowPenalties, count_tokens, process_logits, restart_counts
+from nanovllm.kernels.logprobs import TokenLogprobTensors, token_logprobs
+from nanovllm.models.decoder import DecoderForCausalLM
+from nanovllm.runner.inputs import StepInputs
+from nanovllm.sampling.processors import call_processor, filtered_logits
+from nanovllm.sampling.sampler import Sampler, SamplingTensors
+
+CHUNK_BYTES = 2**28  # of float32 logits that are made at once
+
+
+class StepTensors(NamedTuple):
+    """What a step gives, on the device; see `batch.StepOutput`."""
+
+    token_ids: torch.Tensor  # [S] int64
+    logprobs: TokenLogprobTensors | None = None
+    scores: TokenLogprobTensors | None = None
+    pooled: torch.Tensor | None = None
+
+    def map(self, fetch: Callable[[torch.Tensor], torch.Tensor]) -> StepTensors:
+        """The same after `fetch` of each tensor."""
+        logprobs, scores = (
+            None if each is None else TokenLogprobTensors(*map(fetch, each))
+            for each in (self.logprobs, self.scores)
+        )
+        return StepTensors(
+            fetch(self.token_ids), logprobs, scores, None if self.pooled is None else fetch(self.pooled)
+        )
+
+
+class Ending:
+    """The end of every step of one rank. Each rank ends a part of the rows, and all get all token ids."""
+
+    def __init__(
+        self, model: DecoderForCausalLM, tp: TPGroup, device: Device, max_seqs: int, logprobs_mode: str
+    ) -> None:
+        """max_seqs: sequences of the largest step, and the number of slots. logprobs_mode: as of `Config`."""
+        self._model, self._tp, self._device = model, tp, device
+        self._vocab_size = model.config.vocab_size
+        self._mode = logprobs_mode
+        self._sampler = Sampler()
+        self._max_rows = max(1, min(max_seqs, CHUNK_BYTES // (4 * self._vocab_size)))
+        self._max_seqs = max_seqs
+        self._counts: torch.Tensor | None = None  # [slots, V] int32, once a sequence has penalties
+        self.last_token_ids = torch.zeros(max_seqs, dtype=torch.int64, device=device.torch)  # by slot
+
+    def draw(self, hidden: torch.Tensor, inputs: StepInputs[torch.Tensor]) -> torch.Tensor:
+        """Draw the tokens [n] for hidden [n, hidden_size], of the step's first n sequences, and keep them."""
+        logits = self._model.compute_logits(hidden)
+        mine, whole = self._tp.whole_rows(logits, self._vocab_size)
+        token_ids = self._sampler(whole, _rows_of(inputs.sampling, mine))
+        token_ids = self._tp.join_rows(token_ids, mine, logits)
+        keep_tokens(token_ids, inputs.sample_slots[: len(hidden)], self.last_token_ids)
+        return token_ids
+
+    def draw_with(
+        self,
+        hidden: torch.Tensor,
+        inputs: StepInputs[torch.Tensor],
+        extras: Extras,
+        masks: TokenMasks | None,
+    ) -> tuple[torch.Tensor, TokenLogprobTensors | None]:
+        """As `draw`, with what the sequences ask for besides; return the tokens and their logprobs, if asked.
+
+        A row gets the same token as from `draw` unless it asks for something that changes it.
+        """
+        slots = inputs.sample_slots[: len(hidden)]
+        penalties = self._row_penalties(extras.penalties, slots)
+        row_masks = self._row_masks(masks, len(hidden))
+        logits = self._model.compute_logits(hidden)
+        mine, whole = self._tp.whole_rows(logits, self._vocab_size)
+        token_ids: list[torch.Tensor] = []
+        logprobs: list[TokenLogprobTensors] = []
+        for start in range(0, len(whole), self._max_rows):
+            raw = whole[start : start + self._max_rows]
+            rows = slice(mine.start + start, mine.start + start + len(raw))
+            params = _rows_of(inputs.sampling, rows)
+            x = self._biased(raw, extras, masks, rows)
+            if penalties is not None or row_masks is not None:
+                x = process_logits(x, penalties and penalties.of(rows), row_masks and row_masks.of(rows))
+            ids = self._sampler(x, params)
+            token_ids.append(ids)
+            if extras.num_logprobs != NO_LOGPROBS:
+                told = filtered_logits(x, params) if self._mode.startswith("processed") else raw
+                logprobs.append(self._logprobs(told, ids, extras.num_logprobs))
+        own = torch.cat(token_ids) if token_ids else hidden.new_empty(0, dtype=torch.int64)
+        drawn = self._tp.join_rows(own, mine, logits)
+        keep_tokens(drawn, slots, self.last_token_ids)
+        if self._counts is not None and extras.penalties is not None:
+            count_tokens(self._counts, slots, drawn)
+        if extras.num_logprobs == NO_LOGPROBS:
+            return drawn, None
+        return drawn, self._join(logprobs, mine, logits, extras.num_logprobs)
+
+    def score(self, hidden: torch.Tensor, scored: ScoredTokens) -> TokenLogprobTensors:
+        """The logprobs of prompt tokens, each from the hidden state [n, hidden_size] of the token before it.
+
+        In chunks, so that their logits take no more room than those of drawn tokens.
+        """
+        targets = self._device.send(scored.token_ids)
+        parts = []
+        for start in range(0, len(hidden), self._max_rows):
+            logits = self._model.compute_logits(hidden[start : start + self._max_rows])
+            mine, whole = self._tp.whole_rows(logits, self._vocab_size)
+            ids = targets[start : start + self._max_rows][mine]
+            own = [self._logprobs(whole, ids, scored.num_logprobs)] if len(whole) else []
+            parts.append(self._join(own, mine, logits, scored.num_logprobs))
+        return TokenLogprobTensors(*map(torch.cat, zip(*parts, strict=True)))
+
+    def pool(self, hidden: torch.Tensor, wanted: WantedTokens, num_seqs: int) -> torch.Tensor:
+        """The sums [num_seqs, hidden_size] float32 of hidden [n, hidden_size] by their sequences."""
+        sums = torch.zeros(num_seqs, hidden.shape[1], device=hidden.device)
+        return sums.index_add_(0, self._device.send(wanted.rows), hidden.float())
+
+    def reserved_bytes(self) -> int:
+        """What the counts of penalties take, once they are needed."""
+        return 4 * self._max_seqs * self._vocab_size
+
+    def _row_penalties(self, penalties: Penalties | None, slots: torch.Tensor) -> RowPenalties | None:
+        """The columns of penalties on the device, after counting what is to be counted first."""
+        if penalties is None:
+            return None
+        send = self._device.send
+        if self._counts is None:
+            shape = (self._max_seqs, self._vocab_size)
+            self._counts = torch.zeros(shape, dtype=torch.int32, device=self._device.torch)
+        if len(penalties.history_ids):
+            history = (penalties.history_slots, penalties.history_ids, penalties.history_is_prompt)
+            restart_counts(self._counts, *map(send, history))
+        return RowPenalties(
+            send(penalties.repetition),
+            send(penalties.frequency),
+            send(penalties.presence),
+            slots.clamp(min=0),
+            self._counts,
+        )
+
+    def _row_masks(self, masks: TokenMasks | None, num_rows: int) -> RowMasks | None:
+        if masks is None or not len(masks.rows):
+            return None
+        mask_of_row = np.full(num_rows, PADDING, np.int64)
+        mask_of_row[masks.rows] = np.arange(len(masks.rows))
+        return RowMasks(self._device.send(mask_of_row), self._device.send(masks.bits))
+
+    def _biased(
+        self, raw: torch.Tensor, extras: Extras, masks: TokenMasks | None, rows: slice
+    ) -> torch.Tensor:
+        """Logits after the callers' own functions and biases; new where there are any."""
+        every, bias = () if masks is None else masks.processors, extras.bias
+        functions = [each for each in every if rows.start <= each[0] < rows.stop]
+        inside = None if bias is None else (bias.rows >= rows.start) & (bias.rows < rows.stop)
+        if not functions and (inside is None or not inside.any()):
+            return raw
+        x = raw.float().clone()
+        for row, function, prompt_ids, output_ids in functions:
+            x[row - rows.start] = call_processor(function, prompt_ids, output_ids, x[row - rows.start])
+        if bias is not None and inside is not None:
+            send = self._device.send
+            where = send(bias.rows[inside] - rows.start), send(bias.token_ids[inside])
+            x.index_put_(where, send(bias.values[inside]), accumulate=True)
+        return x
+
+    def _logprobs(self, logits: torch.Tensor, token_ids: torch.Tensor, k: int) -> TokenLogprobTensors:
+        return token_logprobs(logits, token_ids, k, self._mode.endswith("logprobs"))
+
+    def _join(
+        self, own: list[TokenLogprobTensors], mine: slice, logits: torch.Tensor, k: int
+    ) -> TokenLogprobTensors:
+        """The logprobs of all rows, on rank 0 at least, from those of each rank's rows."""
+        width = 1 + min(k, self._vocab_size)
+        flat = logits.new_empty(0, 2 * width + 1, dtype=torch.float32)
+        parts = [torch.cat([p.values, p.token_ids.float(), p.ranks[:, None].float()], dim=1) for p in own]
+        if self._tp.size == 1:
+            return TokenLogprobTensors(*map(torch.cat, zip(*own, strict=True)))
+        joined = self._tp.join_columns(torch.cat([flat, *parts]), mine, logits)
+        values, ids, ranks = joined.split([width, width, 1], dim=1)
+        return TokenLogprobTensors(values, ids.long(), ranks[:, 0].long())
+
+
+def _rows_of(params: SamplingTensors, rows: slice) -> SamplingTensors:
+    sliced: SamplingTensors = map_columns(params, lambda _, column: column[rows])
+    return sliced

@@ -1,0 +1,80 @@
+"""LogprobDicts: the logprobs of tokens as vLLM's list of dictionaries, each made when it is looked at.
+
+A run's logprobs stay arrays until then: an object for each token beside each token would cost more than the
+run. Computes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, overload
+
+import numpy as np
+
+from nanovllm.batch import TokenLogprobs
+from nanovllm.outputs import Logprob
+
+PromptLogprob = dict[int, Logprob] | None
+
+
+class LogprobDicts(Sequence[Any]):
+    """For each token a dictionary from token ids to `Logprob`: its own first, then those of the likeliest.
+
+    The first `num_unknown` entries are None. Equal to a list of the same; a pickle holds that list.
+    """
+
+    def __init__(
+        self, columns: TokenLogprobs, decode: Callable[[int], str | None], num_unknown: int = 0
+    ) -> None:
+        self.columns = columns
+        self._decode = decode
+        self._num_unknown = num_unknown
+
+    def __len__(self) -> int:
+        return self._num_unknown + len(self.columns.values)
+
+    @overload
+    def __getitem__(self, index: int) -> PromptLogprob: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[PromptLogprob]: ...
+    def __getitem__(self, index: int | slice) -> PromptLogprob | list[PromptLogprob]:
+        if isinstance(index, slice):
+            return [self[each] for each in range(*index.indices(len(self)))]
+        place = range(len(self))[index] - self._num_unknown
+        return None if place < 0 else self._dict(place)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, (list, LogprobDicts)) and list(self) == list(other)
+
+    def __repr__(self) -> str:
+        return repr(list(self))
+
+    def __reduce__(self) -> tuple[type[list[Any]], tuple[list[Any]]]:
+        return list, (list(self),)
+
+    def _dict(self, place: int) -> dict[int, Logprob]:
+        values = self.columns.values[place].tolist()
+        ids = self.columns.token_ids[place].tolist()
+        ranks = [int(self.columns.ranks[place]), *range(1, len(ids))]
+        dictionary: dict[int, Logprob] = {}
+        for token_id, value, rank in zip(ids, values, ranks, strict=True):
+            dictionary.setdefault(token_id, Logprob(value, rank, self._decode(token_id)))
+        return dictionary
+
+
+def join_rows(rows: Sequence[tuple[TokenLogprobs, int]], width: int) -> TokenLogprobs:
+    """One row each of several steps, `width` columns wide."""
+    return TokenLogprobs(
+        np.array([columns.values[row, :width] for columns, row in rows], np.float32).reshape(-1, width),
+        np.array([columns.token_ids[row, :width] for columns, row in rows], np.int64).reshape(-1, width),
+        np.array([columns.ranks[row] for columns, row in rows], np.int64),
+    )
+
+
+def join_parts(parts: Sequence[TokenLogprobs], width: int) -> TokenLogprobs:
+    """Several parts in order, `width` columns wide."""
+    return TokenLogprobs(
+        np.concatenate([np.empty((0, width), np.float32), *(part.values[:, :width] for part in parts)]),
+        np.concatenate([np.empty((0, width), np.int64), *(part.token_ids[:, :width] for part in parts)]),
+        np.concatenate([np.empty(0, np.int64), *(part.ranks for part in parts)]),
+    )
