@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from nanovllm.structured_outputs import StructuredOutputsParams as StructuredOutputsParams
 from nanovllm.vllm_arguments import SAMPLING, nearest, refuse_absent
 
 SEED_LIMIT = 2**63
@@ -45,12 +46,18 @@ class SamplingParams:
     logprobs: give the logprobs of output tokens and of so many likeliest ones beside each; 0: of the tokens
     alone, -1: of the whole vocabulary, None: none. Up to `max_logprobs` of `LLM`.
     prompt_logprobs: the same of the prompt's tokens; `max_tokens` may be 0 then.
-    ignore_eos: go on after an end-of-sequence token.
+    min_tokens: the fewest tokens to generate before one that ends the output, or a stop string; with
+        `structured_outputs`, a text that is complete ends before that.
+    ignore_eos: go on after an end-of-sequence token; not with `structured_outputs`.
     stop_token_ids: further tokens that end the output (and are its last token); None: no others.
     stop: a text or a list of texts; the first that the output's text holds ends it and is cut off.
     include_stop_str_in_output: end the text with the stop string, or the stop token's text, instead.
     detokenize: give the output a text; without one there is no looking for stop strings.
     skip_special_tokens: leave special tokens out of the text.
+    allowed_token_ids: draw no other tokens; None: all.
+    bad_words: texts that are not drawn, as the tokens that the tokenizer makes of them, with a space before
+        and without; None: any are.
+    structured_outputs: what the text must look like; None: anything.
     """
 
     temperature: float = 1.0
@@ -67,12 +74,16 @@ class SamplingParams:
     logits_processors: Sequence[Callable[..., Any]] | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    min_tokens: int = 0
     ignore_eos: bool = False
     stop_token_ids: Sequence[int] | None = None
     stop: str | Sequence[str] | None = None
     include_stop_str_in_output: bool = False
     detokenize: bool = True
     skip_special_tokens: bool = True
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] | None = None
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __init__(self, *positional: object, **values: Any) -> None:
         names = self.__dataclass_fields__
@@ -154,7 +165,7 @@ class SamplingParams:
         values["stop"] = _texts("stop", self.stop)
         if values["stop"] and not self.detokenize:
             raise ValueError(f"stop={_show(self.stop)} is looked for in the text; it needs detokenize=True")
-        return values | self._checked_logits()
+        return values | self._checked_logits() | self._checked_rules(values["max_tokens"])
 
     def _checked_logits(self) -> dict[str, Any]:
         """The fields that change logits or tell of them, as plain Python values."""
@@ -177,6 +188,28 @@ class SamplingParams:
         if not isinstance(functions, (list, tuple)) or not all(map(callable, functions)):
             raise TypeError(f"logits_processors must be a list of functions, not {_show(functions)}")
         values["logits_processors"] = list(functions)
+        return values
+
+    def _checked_rules(self, max_tokens: int | None) -> dict[str, Any]:
+        """The fields that say which tokens may follow, as plain Python values."""
+        values: dict[str, Any] = {}
+        expected = "an integer of at least 0 and at most max_tokens"
+        values["min_tokens"] = (
+            0 if self.min_tokens is None else _int("min_tokens", self.min_tokens, 0, expected)
+        )
+        if max_tokens is not None and values["min_tokens"] > max_tokens:
+            raise ValueError(f"min_tokens must be {expected}={max_tokens}, not {self.min_tokens}")
+        allowed = self.allowed_token_ids
+        values["allowed_token_ids"] = None if allowed is None else _token_ids("allowed_token_ids", allowed)
+        if allowed is not None and not values["allowed_token_ids"]:
+            raise _wrong("allowed_token_ids", allowed, "a list of at least one token id, or None for all")
+        if isinstance(self.bad_words, str):
+            raise TypeError(f"bad_words must be a list of texts, not {_show(self.bad_words)}")
+        values["bad_words"] = _texts("bad_words", self.bad_words)
+        structured = values["structured_outputs"] = self.structured_outputs
+        if structured is not None and not isinstance(structured, StructuredOutputsParams):
+            expected = "StructuredOutputsParams, such as StructuredOutputsParams(json=schema), or None"
+            raise TypeError(f"structured_outputs must be {expected}, not {_show(structured)}")
         return values
 
 

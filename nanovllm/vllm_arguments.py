@@ -59,9 +59,7 @@ _DOWNLOAD = "download what you need with `hf download` and pass the folder"
 # These change nothing that can be seen, or qualify what is refused by its own name.
 _ENGINE_ANY = """
     served_model_name use_tqdm_on_load pt_load_map_location disable_log_requests
-    structured_outputs_config guided_decoding_backend
-    guided_decoding_disable_fallback guided_decoding_disable_any_whitespace
-    guided_decoding_disable_additional_properties
+    guided_decoding_backend guided_decoding_disable_fallback
     mm_processor_cache_gb disable_mm_preprocessor_cache disable_chunked_mm_input
     max_parallel_loading_workers swap_space calculate_kv_scales
     max_num_partial_prefills max_long_partial_prefills long_prefill_token_threshold num_scheduler_steps
@@ -76,6 +74,9 @@ _ENGINE_NONE = """
     speculative_config speculative_model num_speculative_tokens
     show_hidden_metrics_for_version otlp_traces_endpoint collect_detailed_traces
 """
+_GUIDED = "guided_decoding_disable_any_whitespace guided_decoding_disable_additional_properties"
+_STRUCTURED = "say it in each StructuredOutputsParams"
+_BACKENDS = tuple({"backend": name} for name in ("auto", "guidance", "xgrammar", "outlines"))
 
 ENGINE: dict[str, Absent] = {
     # the model and its files
@@ -105,6 +106,8 @@ ENGINE: dict[str, Absent] = {
     "enable_prompt_embeds": Absent((False, None), "pass texts or token ids"),
     **_each("allowed_local_media_path allowed_media_domains", _NO_IMAGES),
     **_each("limit_mm_per_prompt mm_processor_kwargs", _NO_IMAGES),
+    "structured_outputs_config": Absent((*_NOTHING, *_BACKENDS), _STRUCTURED),
+    **_each(_GUIDED, Absent((False, None), _STRUCTURED)),
     # devices and memory
     **_each("data_parallel_size pipeline_parallel_size", _ONE),
     **_each("decode_context_parallel_size prefill_context_parallel_size", _ONE),
@@ -137,14 +140,10 @@ SAMPLING: dict[str, Absent] = {
     "length_penalty": Absent((1.0, None), _LEAVE_OUT),
     "early_stopping": _OFF,
     "repetition_detection": Absent((None,), "use repetition_penalty"),
-    "bad_words": Absent(_NOTHING, _BY_TOKEN),
-    "min_tokens": Absent((0, None), "use ignore_eos=True with max_tokens"),
     "logprob_token_ids": Absent(_NOTHING, _LEAVE_OUT),
     **_each("flat_logprobs spaces_between_special_tokens skip_clone", _ANY),
     "truncate_prompt_tokens": Absent((None,), "cut the prompt's token ids yourself"),
-    "allowed_token_ids": Absent((None,), _BY_TOKEN),
-    "structured_outputs": Absent((None,), "say in the prompt what the output must look like, and check it"),
-    "guided_decoding": Absent((None,), "say in the prompt what the output must look like, and check it"),
+    "guided_decoding": Absent((None,), "say structured_outputs=StructuredOutputsParams(...)"),
     "thinking_token_budget": Absent((None, -1), "use max_tokens"),
     "skip_reading_prefix_cache": Absent((None, False), "make the LLM with enable_prefix_caching=False"),
     "output_kind": Absent((None, "CUMULATIVE", "FINAL_ONLY", 0, 2), "outputs come when they are complete"),

@@ -18,6 +18,7 @@ from nanovllm.batch import Batch
 from nanovllm.events import TokenEvents
 from nanovllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from nanovllm.plan.sequence import Sequence
+from nanovllm.plan.token_rules import AllowedTokens, BadWords, Grammar, MinTokens, TokenRule
 from nanovllm.text.processor import Processor, join_completions
 from nanovllm.text.request import Request
 from nanovllm.text.stop_strings import StopStrings
@@ -160,6 +161,21 @@ class Requests:
             assert seq.finish_reason is not None
             output = self._processor.completion(request, index, token_ids, seq.finish_reason, seq.stop_reason)
         return self._processor.with_logprobs(output, request, seq.logprobs)
+
+
+def make_rules(request: Request) -> list[TokenRule]:
+    """Return new rules for one sequence of the request."""
+    params, stop_ids, constraint = request.params, request.stop_token_ids, request.constraint
+    rules: list[TokenRule] = []
+    if constraint is not None:
+        rules.append(Grammar(constraint.new_matcher, constraint.executor, stop_ids))
+    if params.allowed_token_ids is not None:
+        rules.append(AllowedTokens(params.allowed_token_ids))
+    if params.min_tokens:
+        rules.append(MinTokens(params.min_tokens, stop_ids))
+    if request.bad_words:
+        rules.append(BadWords(request.bad_words))
+    return rules
 
 
 def sequence_seed(request: Request, index: int, engine_seed: int) -> int:

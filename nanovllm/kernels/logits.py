@@ -27,7 +27,12 @@ class RowPenalties(NamedTuple):
 
     def of(self, rows: slice) -> RowPenalties:
         """Those of some rows."""
-        return RowPenalties(*(column[rows] for column in self[:-1]), self.counts)
+        return self._replace(
+            repetition=self.repetition[rows],
+            frequency=self.frequency[rows],
+            presence=self.presence[rows],
+            slots=self.slots[rows],
+        )
 
 
 class RowMasks(NamedTuple):

@@ -131,7 +131,7 @@ class BlockManager:
         return True
 
     def _find_prefix(self, seq: Sequence) -> list[int]:
-        """The cached blocks that hold the sequence's beginning, before its last token and before the first one
+        """The cached blocks that hold the sequence's beginning, before its last token and before the first
         whose hidden state is wanted."""
         if not self.enable_prefix_caching:
             return []

@@ -74,8 +74,8 @@ class Scheduler:
         return not self._unfinished
 
     def check_fits(self, length: int, draws: bool = True) -> None:
-        """Raise ValueError, with what helps, when a prompt of `length` tokens has no room, or none for another
-        token if it `draws`."""
+        """Raise ValueError, with what helps, when there is no room for a prompt of `length` tokens, and for
+        another token if it `draws`."""
         limit = self.max_model_len
         if length < limit or (length == limit and not draws):
             return

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from itertools import chain
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -20,9 +21,19 @@ from nanovllm.text.prompts import Prompt, pack_token_ids
 from nanovllm.text.request import Request
 from nanovllm.text.rows import BadRow, attempt
 from nanovllm.text.stop_strings import StopStrings
+from nanovllm.text.structured import Constraint, GrammarCompiler
+from nanovllm.text.tokenizer import bad_word_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+class OutputIds(NamedTuple):
+    """What sampling parameters mean to the tokens of an output, which `Request` holds."""
+
+    stop_token_ids: frozenset[int]
+    bad_words: tuple[tuple[int, ...], ...]
+    constraint: Constraint | None
 
 
 class Processor:
@@ -39,9 +50,10 @@ class Processor:
         as of `Config`."""
         self.tokenizer = tokenizer  # may be replaced at any time
         self._vocab_size = vocab_size
-        self._eos_token_ids = eos_token_ids
+        self._eos_token_ids = [token_id for token_id in eos_token_ids if token_id < vocab_size]
         self._max_logprobs = max_logprobs
         self._detokenizers: dict[bool, Detokenizer] = {}  # by whether special tokens are left out
+        self._grammars: GrammarCompiler | None = None  # made when it is first needed
         self._decoded: dict[int, str] = {}  # the texts of single tokens
 
     def make_requests(
@@ -56,16 +68,17 @@ class Processor:
 
         params: checked, one for each prompt. where: what an error calls each prompt. first_index: the place
         of the first prompt in its call. A bad prompt stays in its place, and a ValueError takes that of one
-        without tokens, or with a token id that is not in the vocabulary. Raises ValueError for a stop token
-        id that is not in the vocabulary, and for stop strings where there is no tokenizer.
+        without tokens, or with a token id that is not in the vocabulary. Raises ValueError for token ids of
+        parameters that are not in the vocabulary, for stop strings, bad words and structured outputs where
+        there is no tokenizer, and for a constraint that is wrong; ImportError without llguidance.
         """
         requests: list[Request | BadRow] = []
-        stop_token_ids: dict[int, frozenset[int]] = {}  # by the identity of the SamplingParams
+        output_ids: dict[int, OutputIds] = {}  # by the identity of the SamplingParams
         encoded = self._encode(prompts)
         for row, (prompt, param, name) in enumerate(zip(prompts, params, where, strict=True)):
-            if id(param) not in stop_token_ids:
+            if id(param) not in output_ids:
                 self._check_logits(param, name)
-                stop_token_ids[id(param)] = self._stop_token_ids(param, name)
+                output_ids[id(param)] = self._output_ids(param, name)
             if isinstance(prompt, Exception):
                 requests.append(prompt)
                 continue
@@ -73,10 +86,9 @@ class Processor:
             if isinstance(ids, Exception):
                 requests.append(ids)
                 continue
-            stop_ids = stop_token_ids[id(param)]
-            index = first_index + row
             first_scored = None if param.prompt_logprobs is None else 1
-            requests.append(Request(first_id + row, prompt.text, *ids, param, stop_ids, index, first_scored))
+            rest = (*ids, param, *output_ids[id(param)], first_index + row, first_scored)
+            requests.append(Request(first_id + row, prompt.text, *rest))
         return requests
 
     def stop_strings(self, request: Request) -> StopStrings | None:
@@ -84,7 +96,7 @@ class Processor:
         if not request.params.stop:
             return None
         stream = self._detokenizer(request.params).stream(request.prompt_token_ids)
-        return StopStrings(request.params.stop, stream)
+        return StopStrings(request.params.stop, stream, request.params.min_tokens)
 
     def completion(
         self, request: Request, index: int, token_ids: list[int], finish_reason: str, stop_token: int | None
@@ -146,16 +158,40 @@ class Processor:
                 )
         pack_token_ids(list(params.logit_bias or ()), self._vocab_size, f"{where} logit_bias")
 
-    def _stop_token_ids(self, params: SamplingParams, where: str) -> frozenset[int]:
-        """All token ids that end a completion. ValueError as for `make_requests`."""
-        if params.stop and self.tokenizer is None:
-            raise ValueError(
-                f"{where}: stop={params.stop!r} needs a tokenizer, and skip_tokenizer_init=True; "
-                "use stop_token_ids"
-            )
+    def _output_ids(self, params: SamplingParams, where: str) -> OutputIds:
+        """What the parameters mean to the tokens of an output. ValueError and ImportError as for
+        `make_requests`."""
+        if self.tokenizer is None:
+            for name in ("stop", "bad_words", "structured_outputs"):
+                if getattr(params, name):
+                    raise ValueError(
+                        f"{where}: {name}={getattr(params, name)!r} needs a tokenizer, and "
+                        "skip_tokenizer_init=True; use stop_token_ids or allowed_token_ids"
+                    )
         stop_ids = list(params.stop_token_ids or ())
         pack_token_ids(stop_ids, self._vocab_size, f"{where} stop_token_ids")
-        return frozenset(stop_ids if params.ignore_eos else [*stop_ids, *self._eos_token_ids])
+        pack_token_ids(list(params.allowed_token_ids or ()), self._vocab_size, f"{where} allowed_token_ids")
+        if _ends_with_eos(params):
+            stop_ids += self._eos_token_ids
+        bad_words: tuple[tuple[int, ...], ...] = ()
+        if params.bad_words:
+            assert self.tokenizer is not None
+            bad_words = bad_word_ids(self.tokenizer, params.bad_words)
+            pack_token_ids([*chain(*bad_words)], self._vocab_size, f"{where} bad_words")
+        try:
+            constraint = self._constraint(params)
+        except ValueError as error:
+            raise ValueError(f"{where} structured_outputs: {error}") from None
+        return OutputIds(frozenset(stop_ids), bad_words, constraint)
+
+    def _constraint(self, params: SamplingParams) -> Constraint | None:
+        """What the text must look like, compiled for the tokenizer that there is now."""
+        if params.structured_outputs is None:
+            return None
+        assert self.tokenizer is not None
+        if self._grammars is None or self._grammars.tokenizer is not self.tokenizer:
+            self._grammars = GrammarCompiler(self.tokenizer, self._vocab_size, self._eos_token_ids)
+        return self._grammars.constraint(params.structured_outputs)
 
     def _encode(self, prompts: Sequence[Prompt | BadRow]) -> Iterator[list[int]]:
         """The token ids of those prompts that are texts, if there is a tokenizer."""
@@ -190,7 +226,12 @@ class Processor:
         all_eos = self._eos_token_ids
         only = all_eos[0] if len(all_eos) == 1 else None
         eos = only if self.tokenizer is None else self.tokenizer.eos_token_id
-        return token_id == eos and eos in all_eos and not params.ignore_eos
+        return token_id == eos and eos in all_eos and _ends_with_eos(params)
+
+
+def _ends_with_eos(params: SamplingParams) -> bool:
+    """Whether the model's end-of-sequence tokens end an output; a constraint says itself where they may."""
+    return not params.ignore_eos or params.structured_outputs is not None
 
 
 def join_completions(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.text.structured import Constraint
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +17,9 @@ class Request:
     prompt_token_ids: list[int]
     prompt_bytes: bytes  # the same ids as int32
     params: SamplingParams
-    stop_token_ids: frozenset[int]  # all that end a completion: the caller's, and the model's unless ignored
+    stop_token_ids: frozenset[int]  # all that end a completion: the caller's and, unless ignored, the model's
+    bad_words: tuple[tuple[int, ...], ...]  # the token ids of each
+    constraint: Constraint | None  # what the text must look like
     index: int = 0  # of the prompt, in its call
     first_scored: int | None = None  # the first prompt token that is to be scored; None: none
     pooling: str | None = None  # what the prompt's hidden states become: "last" one or "mean"; None: nothing

@@ -16,9 +16,10 @@ class StopStrings:
     The match that ends first counts; of several that end together, the one that is listed first.
     """
 
-    def __init__(self, stops: Sequence[str], stream: TextStream) -> None:
-        """stops: not empty, and none of them is."""
+    def __init__(self, stops: Sequence[str], stream: TextStream, min_tokens: int = 0) -> None:
+        """stops: not empty, and none of them is. min_tokens: none is found that these tokens complete."""
         self._stops = stops
+        self._min_tokens = min_tokens
         self._stream = stream
         self._num_kept = max(map(len, stops)) - 1  # characters
         self._kept = ""  # the end of the text, in which a stop string may begin
@@ -38,8 +39,8 @@ class StopStrings:
         self._parts.append(new)
         text = self._kept + new
         first_end = len(text) + 1
-        for stop in self._stops:
-            start = text.find(stop)
+        for stop in self._stops if self.num_tokens > self._min_tokens else ():
+            start = text.find(stop, max(0, len(self._kept) - len(stop) + 1))  # it ends in what is new
             if start >= 0 and start + len(stop) < first_end:
                 first_end, self.found = start + len(stop), stop
         self._end = len(text) - first_end

@@ -37,6 +37,25 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
+def bad_word_ids(tokenizer: PreTrainedTokenizerBase, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    """Return the token ids of each word without a space before it and, where these are others, with one.
+
+    As vLLM: a form with a space counts when it is as long and begins with another token. A word is taken
+    without the whitespace before it, unless it is nothing else. ValueError for a word without tokens.
+    """
+    found: list[tuple[int, ...]] = []
+    for word in words:
+        text = word.lstrip() or word
+        bare = tuple(tokenizer.encode(text, add_special_tokens=False))
+        spaced = tuple(tokenizer.encode(f" {text}", add_special_tokens=False))
+        if not bare:
+            raise ValueError(f"bad_words has {word!r}, which has no tokens; leave it out")
+        found.append(bare)
+        if len(spaced) == len(bare) and spaced[0] != bare[0]:
+            found.append(spaced)
+    return tuple(found)
+
+
 def check_template_options(
     tokenizer: PreTrainedTokenizerBase | None,
     chat_template: str | None,

@@ -1,0 +1,146 @@
+"""GrammarCompiler: structured outputs as grammars over a tokenizer's tokens, made by llguidance.
+
+Keeps what it has compiled; follows no output.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from nanovllm.structured_outputs import StructuredOutputsParams
+
+if TYPE_CHECKING:
+    from llguidance import LLExecutor, LLMatcher, LLTokenizer
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger("nanovllm")
+
+REMEMBERED = 1024  # grammars, of a few hundred kilobytes each
+# Where the values of a JSON schema are no schemas: names with schemas, and data.
+NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+DATA = ("const", "enum", "default", "examples")
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """A constraint that has been found right, for any number of outputs to follow."""
+
+    compiler: GrammarCompiler
+    params: StructuredOutputsParams
+
+    @property
+    def executor(self) -> LLExecutor:
+        """Computes what many matchers allow side by side."""
+        return self.compiler.executor
+
+    def new_matcher(self) -> LLMatcher:
+        """Return a matcher for one output, at its beginning."""
+        return self.compiler.compile(self.params).deep_copy()
+
+
+class GrammarCompiler:
+    """Compiles constraints for one tokenizer; each one once, as long as it is remembered."""
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, eos_token_ids: Sequence[int]
+    ) -> None:
+        """vocab_size: of the model's logits. eos_token_ids: which tokens end a text.
+
+        ImportError without llguidance; ValueError for a tokenizer that it cannot read.
+        """
+        try:
+            import llguidance
+        except ImportError:
+            raise ImportError(
+                "structured_outputs need llguidance; install it with: pip install 'nanovllm[structured]'"
+            ) from None
+        if not eos_token_ids:
+            raise ValueError(
+                "structured_outputs need a token that ends a text; set eos_token_id in config.json"
+            )
+        self.tokenizer = tokenizer
+        self._llguidance: Any = llguidance
+        self._tokens = _llguidance_tokenizer(tokenizer, vocab_size, list(eos_token_ids))
+        self.executor: LLExecutor = llguidance.LLExecutor()
+        self.compile = lru_cache(REMEMBERED)(self._compile)
+
+    def constraint(self, params: StructuredOutputsParams) -> Constraint:
+        """Check a constraint. ValueError with llguidance's words when it is wrong."""
+        self.compile(params)
+        return Constraint(self, params)
+
+    def _compile(self, params: StructuredOutputsParams) -> LLMatcher:
+        """Return a matcher at its beginning, to be copied. ValueError as for `constraint`."""
+        [name] = [name for name in ("json", "regex", "choice", "grammar") if getattr(params, name)] or [
+            "json"
+        ]
+        try:
+            grammar = self._grammar(params)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+        matcher = self._llguidance.LLMatcher(self._tokens, grammar, log_level=0)
+        if matcher.is_error():
+            raise ValueError(f"{name}: {matcher.get_error().strip()}")
+        for warning in matcher.get_grammar_warnings():
+            logger.warning("structured_outputs, %s: %s", name, warning)
+        return matcher
+
+    def _grammar(self, params: StructuredOutputsParams) -> str:
+        """The constraint in llguidance's own form, not checked yet."""
+        llguidance = self._llguidance
+        if params.regex is not None:
+            return str(llguidance.grammar_from("regex", params.regex))
+        if params.choice is not None:
+            return str(llguidance.grammar_from("choice", json.dumps(params.choice)))
+        if params.grammar is not None:
+            return str(llguidance.grammar_from("grammar", params.grammar))
+        schema = {"type": "object"} if params.json is None else json.loads(str(params.json))
+        if params.disable_additional_properties:
+            schema = _without_additional_properties(schema)
+        options: dict[str, Any] = {"whitespace_flexible": not params.disable_any_whitespace}
+        if params.whitespace_pattern is not None:
+            options["whitespace_pattern"] = params.whitespace_pattern
+        return str(llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=options))
+
+
+def _without_additional_properties(schema: Any) -> Any:
+    """The schema, in which no object has properties that it does not name."""
+    if isinstance(schema, list):
+        return [_without_additional_properties(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    closed = {}
+    for name, each in schema.items():
+        if name in NAMED_SCHEMAS and isinstance(each, dict):
+            each = {key: _without_additional_properties(value) for key, value in each.items()}
+        elif name not in DATA:
+            each = _without_additional_properties(each)
+        closed[name] = each
+    if "additionalProperties" not in closed and ("properties" in closed or "patternProperties" in closed):
+        closed["additionalProperties"] = False
+    return closed
+
+
+def _llguidance_tokenizer(
+    tokenizer: PreTrainedTokenizerBase, vocab_size: int, eos_token_ids: list[int]
+) -> LLTokenizer:
+    """The tokenizer as llguidance reads it, with as many tokens as the model has logits."""
+    import llguidance
+
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise ValueError(
+            f"structured_outputs need a tokenizer with a tokenizer.json, not {type(tokenizer).__name__}"
+        )
+    content = json.loads(backend.to_str())
+    # The model never draws what it has no logits of.
+    content["added_tokens"] = [token for token in content["added_tokens"] if token["id"] < vocab_size]
+    content["padding"] = content["truncation"] = None
+    return llguidance.LLTokenizer(
+        json.dumps(content, ensure_ascii=False), n_vocab=vocab_size, eos_token=eos_token_ids
+    )

@@ -1,0 +1,149 @@
+"""Token rules against brute force: every token of a small vocabulary is asked one by one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+
+import llguidance
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import nanovllm
+from nanovllm.plan.token_rules import AllowedTokens, BadWords, Grammar, MinTokens, TokenRule, restrict_all
+
+V = 75  # three words of bits, the last one in part
+IDS = st.integers(0, V - 1)
+WORDS = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=4), max_size=6)
+EOS, OTHER_STOP = 2, 7
+TOKENS = llguidance.LLTokenizer(f"{nanovllm.demo_model_path()}/tokenizer.json", n_vocab=540, eos_token=[EOS])
+EXECUTOR = llguidance.LLExecutor()
+
+
+def ids_of(bits: np.ndarray, vocab_size: int = V) -> set[int]:
+    return {i for i in range(vocab_size) if bits[i // 32] >> (i % 32) & 1}
+
+
+def allowed(rule: TokenRule, output_ids: Sequence[int]) -> set[int]:
+    bits = np.full(-(-V // 32), -1, np.int32)
+    rule.restrict(bits, output_ids)
+    return ids_of(bits)
+
+
+@given(st.sets(IDS, min_size=1))
+def test_allowed_tokens(ids: set[int]) -> None:
+    assert allowed(AllowedTokens(ids), []) == allowed(AllowedTokens([*ids, *ids]), [1, 2]) == ids
+
+
+@given(st.integers(0, 4), st.sets(IDS), st.lists(IDS, max_size=6))
+def test_min_tokens(min_tokens: int, stop_ids: set[int], output_ids: list[int]) -> None:
+    banned = stop_ids if len(output_ids) < min_tokens else set()
+    assert allowed(MinTokens(min_tokens, stop_ids), output_ids) == set(range(V)) - banned
+
+
+@given(WORDS, st.lists(st.integers(0, 3), max_size=8))
+def test_bad_words(words: list[list[int]], output_ids: list[int]) -> None:
+    banned = {i for i in range(V) for word in words if [*output_ids, i][-len(word) :] == word}
+    assert allowed(BadWords(words), output_ids) == set(range(V)) - banned
+
+
+@settings(max_examples=50)
+@given(st.lists(st.tuples(st.sets(IDS, min_size=1), st.integers(0, 3), WORDS, st.lists(IDS, max_size=5))))
+def test_all_rows(cases: list[tuple[set[int], int, list[list[int]], list[int]]]) -> None:
+    """Rows of bits are given in any order, and those that are not named stay as they are."""
+    rules = [[AllowedTokens(ids), MinTokens(n, [0, 40]), BadWords(words)] for ids, n, words, _ in cases]
+    bits = np.full((len(cases) + 2, -(-V // 32)), 12345, np.int32)
+    rows = [(len(cases) - row, rules[row], case[3]) for row, case in enumerate(cases)]
+    restrict_all(rows, bits)
+    assert (bits[[0, -1]] == 12345).all()
+    for row, each, output_ids in rows:
+        assert ids_of(bits[row]) == set.intersection(*[allowed(rule, output_ids) for rule in each])
+
+
+def grammar(kind: str, text: str, stop_ids: Iterable[int] = (EOS,)) -> Grammar:
+    matcher = llguidance.LLMatcher(TOKENS, llguidance.grammar_from(kind, text), log_level=0)
+    assert not matcher.is_error(), matcher.get_error()
+    return Grammar(matcher.deep_copy, EXECUTOR, stop_ids)
+
+
+CHOICES = [
+    ["yes", "no", "yes, but"],
+    ["a", "ab", "abc", "b"],
+    ["", "é", "éè", "\U0001f600"],
+    ["one two three", 'quo"ted', "back\\slash", "new\nline"],
+]
+
+
+@pytest.mark.parametrize("choices", CHOICES, ids=str)
+def test_grammar_of_choices(choices: list[str]) -> None:
+    """The text goes on to each choice that it begins, and any stop token may come where it is one.
+
+    Where all choices go on alike, llguidance allows the tokenizer's own way to write that alone.
+    """
+    ends = [choice.encode() for choice in choices]
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        rule, output_ids, text = grammar("choice", json.dumps(choices), [EOS, OTHER_STOP]), [], b""
+        while True:
+            bits = np.empty((1, 17), np.int32)
+            for _ in range(2):  # a preempted sequence asks again
+                restrict_all([(0, [rule], output_ids)], bits)
+                ids = ids_of(bits[0], 540)
+                stops, others = ids & {EOS, OTHER_STOP}, ids - {EOS, OTHER_STOP}
+                assert stops == ({EOS, OTHER_STOP} if text in ends else set())
+                longer = [text + TOKENS.decode_bytes([i]) for i in others]
+                assert all(any(end.startswith(each) for end in ends) for each in longer)
+                next_bytes = {each[len(text)] for each in longer}
+                assert next_bytes == {end[len(text)] for end in ends if end.startswith(text) and end != text}
+            output_ids.append(int(rng.choice(sorted(ids))))
+            if output_ids[-1] in stops:
+                break
+            text = TOKENS.decode_bytes(output_ids)
+
+
+def test_rows_with_grammars_are_the_rows_alone() -> None:
+    kinds = [("regex", "[0-9]{1,3}"), ("choice", '["12", "34"]'), ("json", '{"type": "integer"}')] * 4
+    together = [grammar(*kind) for kind in kinds]
+    alone = [grammar(*kind) for kind in kinds]
+    outputs: list[list[int]] = [[] for _ in kinds]
+    rng = np.random.default_rng(1)
+    for _ in range(6):
+        bits = np.empty((len(kinds), 17), np.int32)
+        restrict_all([(row, [rule], outputs[row]) for row, rule in enumerate(together)], bits)
+        for row, rule in enumerate(alone):
+            own = np.full(17, -1, np.int32)
+            rule.restrict(own, outputs[row])
+            assert (own == bits[row]).all()
+            ids = ids_of(own, 540) - {EOS}
+            outputs[row] += [int(rng.choice(sorted(ids)))] if ids else []
+
+
+@pytest.mark.parametrize("calls_all", [True, False])
+def test_a_complete_text_ends_whatever_other_rules_say(calls_all: bool) -> None:
+    def ask(rules: list[TokenRule], output_ids: list[int]) -> set[int]:
+        bits = np.full((1, 17), -1, np.int32)
+        if calls_all:
+            restrict_all([(0, rules, output_ids)], bits)
+        else:
+            for rule in rules[::-1]:  # the grammar last
+                rule.restrict(bits[0], output_ids)
+        return ids_of(bits[0], 540)
+
+    [digit] = TOKENS.tokenize_str("7")
+    rules = [grammar("regex", "7{1,2}"), MinTokens(5, [EOS]), BadWords([[digit, digit, EOS]])]
+    assert ask(rules, []) == {digit}
+    assert ask(rules, [digit]) == {digit}  # it may end here, and must not yet
+    assert ask(rules, [digit, digit]) == {EOS}
+    assert ask([grammar("regex", "7"), AllowedTokens([EOS])], []) == set()  # nothing is left
+
+
+def test_a_grammar_beyond_its_limits_allows_nothing() -> None:
+    limits = llguidance.LLParserLimits(step_max_items=2)
+    text = llguidance.grammar_from("grammar", 'start: a a a a\na: ("x" | "y" | a "z")*')
+    matcher = llguidance.LLMatcher(TOKENS, text, log_level=0, limits=limits)
+    assert not matcher.is_error()
+    bits = np.empty((1, 17), np.int32)
+    restrict_all([(0, [Grammar(matcher.deep_copy, EXECUTOR, [EOS])], [])], bits)
+    assert not bits.any()
