@@ -110,7 +110,7 @@ class TPGroup:
         return ids
 
     def join_columns(self, x: torch.Tensor, mine: slice, logits: torch.Tensor) -> torch.Tensor:
-        """As `join_rows`, for columns [S, C] float32, which rank 0 needs. Whole numbers are exact to 2**24."""
+        """As `join_rows`, for columns [S, C] float32, which rank 0 needs. Integers to 2**24 are exact."""
         if self.size == 1 or not self.exchanges_rows(len(logits), logits.dtype):
             return x
         whole = x.new_zeros(len(logits), x.shape[1])

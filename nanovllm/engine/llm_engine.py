@@ -135,7 +135,17 @@ class LLMEngine:
         """Checked parameters for each prompt."""
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
-        return parse_sampling_params(sampling_params, num_prompts)
+        params = parse_sampling_params(sampling_params, num_prompts)
+        self._check_params(params)
+        return params
+
+    def _check_params(self, params: Sequence[SamplingParams]) -> None:
+        """ValueError for what this engine cannot do, though others can."""
+        if self.config.tensor_parallel_size > 1 and any(each.logits_processors for each in params):
+            raise ValueError(
+                "logits_processors are functions of this process and need tensor_parallel_size=1; use "
+                "logit_bias, allowed_token_ids or structured_outputs"
+            )
 
     # -- one request at a time ---------------------------------------------------------------------------
 

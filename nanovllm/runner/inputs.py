@@ -68,8 +68,8 @@ def prepare_decode(
 
 
 def wanted_rows(batch: Batch) -> np.ndarray:
-    """Where those of a prefill step's tokens are whose hidden states are wanted, [W] int32, rising: the last of
-    each sequence, and what the step's extras name."""
+    """The places [W] int32, rising, of a prefill step's tokens whose hidden states are wanted: the last
+    of each sequence, and what the step's extras name."""
     last = prefix_sum(batch.query_lens)[1:] - np.int32(1)
     extras = batch.extras
     more = [] if extras.scored is None else [extras.scored.wanted.places]

@@ -141,8 +141,6 @@ def test_parameters_that_ask_for_nothing_change_nothing() -> None:
     ("name", "value"),
     [
         ("best_of", 3),
-        ("min_tokens", 5),
-        ("allowed_token_ids", []),
         ("output_kind", RequestOutputKind.DELTA),
     ],
 )
