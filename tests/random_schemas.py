@@ -38,7 +38,7 @@ def _value(rng: random.Random, depth: int) -> dict[str, Any]:
         {"enum": rng.sample(["red", "green", "blue", 7, None, "grün"], 3)},
         {"type": "string", "maxLength": rng.randint(1, 6)},
         {"type": "string", "pattern": "^[a-c]{1,3}-[0-9]$"},
-        {"type": "string", "format": "date"},
+        {"type": "string", "format": "ipv4"},
         {"anyOf": [{"type": "integer", "minimum": 0, "maximum": 9}, {"const": "none"}]},
     ]
     if depth < 3:
