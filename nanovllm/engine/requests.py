@@ -63,7 +63,7 @@ class Requests:
                 sequence_seed(request, index, self._seed),
                 request.stop_token_ids,
                 request.prompt_bytes,
-                rules=make_rules(request),
+                make_rules(request),
                 next_wanted=request.next_wanted if index == 0 else None,
                 pooling=request.pooling,
             )

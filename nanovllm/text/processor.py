@@ -245,10 +245,18 @@ def join_completions(
         prompt_token_ids=request.prompt_token_ids,
         outputs=completions,
         num_cached_tokens=num_cached_tokens,
-        error="the model's logits were not finite" if failed else None,
+        error=_failure(request.params) if failed else None,
         index=request.index,
         metrics=metrics,
     )
+
+
+def _failure(params: SamplingParams) -> str:
+    """Why there was no token to draw."""
+    rules = ("allowed_token_ids", "bad_words", "min_tokens", "structured_outputs", "logit_bias")
+    given = [name for name in (*rules, "logits_processors") if getattr(params, name)]
+    left = f", or no token was left by {', '.join(given)}" if given else ""
+    return f"the model's logits were not finite{left}"
 
 
 def refused_output(

@@ -126,6 +126,31 @@ def test_which_of_several_counts() -> None:
         assert search(detokenizer, prompt, output, stops).found == found
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_min_tokens(kind: str) -> None:
+    """A stop string counts from the first one on that a token behind the first few completes."""
+    detokenizer, prompt = Detokenizer(TOKENIZERS[kind]), encode(kind, "x")
+    output = encode(kind, "ab abcab the abc")
+    texts = [detokenizer.text(prompt, output[:end]) for end in range(len(output) + 1)]
+    for stops in (["ab"], ["b", "abc"], ["c", "cab t"], ["abc"]):
+        for min_tokens in range(len(output) + 1):
+            counts = [
+                count
+                for count in range(min_tokens + 1, len(output) + 1)
+                if any(
+                    texts[count][:end].endswith(stop)
+                    for stop in stops
+                    for end in range(len(texts[count - 1]) + 1, len(texts[count]) + 1)
+                )
+            ]
+            found = StopStrings(stops, detokenizer.stream(prompt), min_tokens)
+            stopped = [found.append(token_id) for token_id in output]
+            assert stopped[-1] == bool(counts)
+            if counts:
+                assert found.num_tokens == counts[0]
+                assert found.text(include=True).endswith(str(found.found))
+
+
 def test_it_decodes_few_tokens_however_long_the_output_is(monkeypatch: pytest.MonkeyPatch) -> None:
     for kind in KINDS:
         detokenizer, lens = Detokenizer(TOKENIZERS[kind]), [0]

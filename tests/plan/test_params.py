@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import math
 from typing import Any
 
 import numpy as np
 import pytest
+from pydantic import BaseModel
 
 from nanovllm.config import Config
 from nanovllm.plan.columns import SamplingTable
 from nanovllm.plan.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.structured_outputs import StructuredOutputsParams
 
 
 @pytest.mark.parametrize(
@@ -53,12 +56,24 @@ from nanovllm.sampling_params import SamplingParams
         ({"stop_token_ids": "ab"}, TypeError),
         ({"stop_token_ids": [-1]}, ValueError),
         ({"stop_token_ids": ["a"]}, TypeError),
+        ({"min_tokens": -1}, ValueError),
+        ({"min_tokens": 1.5}, TypeError),
+        ({"min_tokens": 65}, ValueError),
+        ({"min_tokens": 6, "max_tokens": 5}, ValueError),
+        ({"allowed_token_ids": []}, ValueError),
+        ({"allowed_token_ids": [-2]}, ValueError),
+        ({"allowed_token_ids": 7}, TypeError),
+        ({"bad_words": "damn"}, TypeError),
+        ({"bad_words": [3]}, TypeError),
+        ({"bad_words": ["", "a"]}, ValueError),
+        ({"structured_outputs": {"json": {}}}, TypeError),
+        ({"structured_outputs": "json"}, TypeError),
     ],
     ids=str,
 )
 def test_wrong_sampling_params(options: dict[str, Any], error: type[Exception]) -> None:
     (name, value) = next(iter(options.items()))
-    shown = value[0] if isinstance(value, list) else value
+    shown = value[0] if isinstance(value, list) and value else value
     with pytest.raises(error) as caught:
         SamplingParams(**options)
     assert name in str(caught.value) and str(shown) in str(caught.value)
@@ -71,6 +86,61 @@ def test_right_sampling_params() -> None:
     assert SamplingParams(max_tokens=None).max_tokens is None
     assert [SamplingParams(stop=stop).stop for stop in (None, "ab", ("a", "b"))] == [[], ["ab"], ["a", "b"]]
     assert SamplingParams(n=None).n == 1
+    assert SamplingParams(min_tokens=None).min_tokens == 0
+    assert SamplingParams(min_tokens=5, max_tokens=5).min_tokens == 5
+    assert SamplingParams(min_tokens=500, max_tokens=None).min_tokens == 500
+    assert SamplingParams(allowed_token_ids=np.array([4, 2])).allowed_token_ids == [4, 2]
+    assert SamplingParams(bad_words=("a", "b")).bad_words == ["a", "b"]
+
+
+class Answer(BaseModel):
+    year: int
+
+
+@pytest.mark.parametrize(
+    "schema", [Answer.model_json_schema(), json.dumps(Answer.model_json_schema()), Answer]
+)
+def test_schemas_are_kept_as_texts(schema: Any) -> None:
+    params = StructuredOutputsParams(json=schema)
+    assert isinstance(params.json, str) and json.loads(params.json) == Answer.model_json_schema()
+    assert {params: 1}[StructuredOutputsParams(json=Answer)] == 1
+    assert SamplingParams(structured_outputs=params).clone().structured_outputs == params
+
+
+def test_one_constraint() -> None:
+    assert StructuredOutputsParams(choice=["b", "a"]).choice == ("b", "a")
+    assert StructuredOutputsParams(json_object=True, whitespace_pattern=" ?").json is None
+    assert StructuredOutputsParams(json={}, json_object=False).json == "{}"
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "named"),
+    [
+        ({}, ValueError, "not none"),
+        ({"json_object": False}, ValueError, "not none"),
+        ({"json": {}, "regex": "a"}, ValueError, "json and regex"),
+        ({"choice": ["a"], "json_object": True}, ValueError, "choice and json_object"),
+        ({"json": "{'a': 1}"}, ValueError, "{'a': 1}"),
+        ({"json": "[1]"}, ValueError, "[1]"),
+        ({"json": 5}, TypeError, "5"),
+        ({"json": {"const": {1}}}, TypeError, "{1}"),
+        ({"json": {"const": math.nan}}, ValueError, "nan"),
+        ({"json_object": "yes"}, TypeError, "yes"),
+        ({"regex": 5}, TypeError, "5"),
+        ({"regex": ""}, ValueError, "regex"),
+        ({"choice": "yes"}, TypeError, "yes"),
+        ({"choice": ["a", 5]}, TypeError, "5"),
+        ({"choice": []}, ValueError, "choice"),
+        ({"grammar": b"a"}, TypeError, "grammar"),
+        ({"json": {}, "disable_any_whitespace": 1}, TypeError, "disable_any_whitespace"),
+        ({"json": {}, "disable_any_whitespace": True, "whitespace_pattern": " "}, ValueError, "contradicts"),
+    ],
+    ids=str,
+)
+def test_wrong_constraints(options: dict[str, Any], error: type[Exception], named: str) -> None:
+    with pytest.raises(error) as caught:
+        StructuredOutputsParams(**options)
+    assert named in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,7 @@ class DType:
         {"max_model_len": None, "seed": None, "dtype": None, "device": None, "max_num_seqs": None},
         {"enable_prefix_caching": None, "max_num_batched_tokens": None, "max_model_len": -1},
         {"max_model_len": "auto", "load_format": "safetensors", "guided_decoding_backend": "xgrammar"},
+        {"structured_outputs_config": {"backend": "guidance"}},
     ],
     ids=lambda options: next(iter(options)),
 )
@@ -75,6 +76,8 @@ def test_options_that_ask_for_nothing_change_nothing(options: dict[str, Any]) ->
         ("hf_overrides", {"rope_theta": 1}, r"config\.json"),
         ("runner", "pooling", "only 'generate'"),
         ("disable_custom_all_reduce", True, "always use it"),
+        ("structured_outputs_config", {"disable_any_whitespace": True}, "each StructuredOutputsParams"),
+        ("guided_decoding_disable_any_whitespace", True, "each StructuredOutputsParams"),
     ],
 )
 def test_options_that_ask_for_what_is_not_built(name: str, value: object, advice: str) -> None:
@@ -141,6 +144,7 @@ def test_parameters_that_ask_for_nothing_change_nothing() -> None:
     ("name", "value"),
     [
         ("best_of", 3),
+        ("guided_decoding", {"json": {}}),
         ("output_kind", RequestOutputKind.DELTA),
     ],
 )

@@ -1,0 +1,161 @@
+"""Structured outputs and the other token rules through the engine, with the demo model."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+import jsonschema
+import pytest
+from checked_llm import CheckedLLM
+from random_schemas import random_schema
+
+from nanovllm import LLM, SamplingParams, StructuredOutputsParams, demo_model_path
+from nanovllm.outputs import RequestOutput
+
+ENGINES: dict[str, dict[str, Any]] = {
+    "ahead": {},
+    "in_step": {"async_scheduling": False},
+    "tight": {"num_kvcache_blocks": 12, "kvcache_block_size": 16, "max_num_batched_tokens": 13},
+    "two_ranks": {"tensor_parallel_size": 2},
+}
+# What each kind of request asks for, and what its text then matches.
+KINDS: list[tuple[dict[str, Any], str]] = [
+    ({}, "(?s).*"),
+    ({"structured_outputs": StructuredOutputsParams(regex="[a-c]{3,6}-[0-9]{2}")}, "[a-c]{3,6}-[0-9]{2}"),
+    ({"bad_words": ["e", "th", "L"], "temperature": 0}, r"(?s)[^eL]*"),
+    ({"structured_outputs": StructuredOutputsParams(choice=["red", "green"])}, "red|green"),
+    ({"temperature": 0}, "(?s).*"),
+    ({"allowed_token_ids": [67, 68, 69]}, "[abc]{24}"),
+    ({"structured_outputs": StructuredOutputsParams(grammar='root ::= "x" | "(" root ")"')}, r"\(*x\)*"),
+    ({"min_tokens": 20, "stop_token_ids": list(range(3, 300))}, "(?s).*"),
+]
+
+
+def make(**options: Any) -> CheckedLLM:
+    defaults = {"device": "cpu", "async_scheduling": True, "max_model_len": 96}
+    return CheckedLLM(demo_model_path(), **defaults | options)
+
+
+def requests() -> tuple[list[str], list[SamplingParams]]:
+    params = [
+        SamplingParams(**{"max_tokens": 24, "seed": index} | KINDS[index % len(KINDS)][0])
+        for index in range(24)
+    ]
+    return [f"Question {index}:" for index in range(24)], params
+
+
+@pytest.fixture(scope="module")
+def alone() -> list[list[int]]:
+    """The tokens of each request on its own."""
+    with make() as llm:
+        return [
+            llm.generate(*each, use_tqdm=False)[0].outputs[0].token_ids
+            for each in zip(*requests(), strict=True)
+        ]
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_a_mixed_batch_is_its_rows_alone(name: str, alone: list[list[int]]) -> None:
+    """Rows without rules, too; with preemption, chunks and several ranks."""
+    prompts, params = requests()
+    with make(**ENGINES[name]) as llm:
+        free = llm.num_free_blocks
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        assert llm.num_free_blocks == free
+        if name == "tight":
+            assert any(seq.num_preemptions and seq.rules for seq in llm.sequences)
+    for index, (output, expected) in enumerate(zip(outputs, alone, strict=True)):
+        assert output.outputs[0].token_ids == expected, index
+        constraint, pattern = KINDS[index % len(KINDS)]
+        [completion] = output.outputs
+        if "structured_outputs" not in constraint or completion.finish_reason == "stop":
+            assert re.fullmatch(pattern, completion.text), (index, completion.text)
+        if "min_tokens" in constraint:
+            assert 20 < len(expected) <= 24 and completion.finish_reason == "stop"
+    structured = [
+        output.outputs[0] for output, each in zip(outputs, params, strict=True) if each.structured_outputs
+    ]
+    assert sum(completion.finish_reason == "stop" for completion in structured) >= 6
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[CheckedLLM]:
+    with make(max_model_len=512, max_num_seqs=128) as llm:
+        yield llm
+
+
+def test_a_thousand_schemas(llm: LLM) -> None:
+    """Every answer that is not cut is valid."""
+    schemas = [random_schema(seed) for seed in range(1000)]
+    params = [
+        SamplingParams(
+            structured_outputs=StructuredOutputsParams(json=schema, disable_any_whitespace=True),
+            max_tokens=60,
+            seed=seed,
+        )
+        for seed, schema in enumerate(schemas)
+    ]
+    outputs = llm.generate(["As JSON:"] * len(schemas), params, use_tqdm=False)
+    checker, num_complete = jsonschema.Draft202012Validator.FORMAT_CHECKER, 0
+    for schema, output in zip(schemas, outputs, strict=True):
+        if output.outputs[0].finish_reason == "stop":
+            num_complete += 1
+            jsonschema.validate(json.loads(output.outputs[0].text), schema, format_checker=checker)
+        else:
+            assert output.outputs[0].finish_reason == "length"
+    assert num_complete > 700
+
+
+def test_samples_of_one_request(llm: LLM) -> None:
+    choices = ["red", "green", "blue", "grey"]
+    structured = StructuredOutputsParams(choice=choices)
+    [output] = llm.generate(
+        "Colour:",
+        SamplingParams(n=20, temperature=3, max_tokens=12, structured_outputs=structured),
+        use_tqdm=False,
+    )
+    texts = [completion.text for completion in output.outputs]
+    assert set(texts) <= set(choices) and len(set(texts)) > 1
+    assert {completion.finish_reason for completion in output.outputs} == {"stop"}
+    assert {completion.stop_reason for completion in output.outputs} <= {None, 0}
+
+
+def test_a_stream_of_constraints_and_bad_rows(llm: LLM) -> None:
+    """Constraints are compiled as they are read; a request whose rules leave no token ends alone."""
+
+    def params() -> Iterator[SamplingParams]:
+        for index in range(200):
+            if index % 10 == 3:
+                yield SamplingParams(allowed_token_ids=[70], bad_words=["d"], max_tokens=8)
+            else:
+                structured = StructuredOutputsParams(regex=f"{index}-[ab]")
+                yield SamplingParams(structured_outputs=structured, max_tokens=20)
+
+    outputs: dict[int, RequestOutput] = {
+        output.index: output for output in llm.stream((f"n {index}" for index in range(200)), params())
+    }
+    assert sorted(outputs) == list(range(200))
+    for index, output in outputs.items():
+        if index % 10 == 3:
+            assert (
+                output.error is not None
+                and "no token was left by allowed_token_ids, bad_words" in output.error
+            )
+        else:
+            assert re.fullmatch(f"{index}-[ab]", output.outputs[0].text)
+
+
+def test_a_wrong_constraint_is_found_before_anything_runs(llm: CheckedLLM) -> None:
+    bad = SamplingParams(structured_outputs=StructuredOutputsParams(regex="(a"))
+    num_batches = len(llm.batches)
+    with pytest.raises(ValueError, match=r"prompts\[1\] structured_outputs: regex: .*"):
+        llm.generate(["a", "b"], [SamplingParams(), bad], use_tqdm=False)
+    assert len(llm.batches) == num_batches and llm.is_finished()
+    outputs = llm.stream(iter(["a", "b"]), iter([SamplingParams(max_tokens=2), bad]))
+    with pytest.raises(ValueError, match=r"regex"):
+        list(islice(outputs, 5))
+    assert llm.is_finished()
