@@ -21,6 +21,7 @@ from nanovllm.engine.generation_config import read_generation_config, recommende
 from nanovllm.engine.requests import Requests
 from nanovllm.engine.startup import resolve_max_model_len, start_ranks, stop_ranks
 from nanovllm.engine.stats import Counters, EngineStats, StepStats
+from nanovllm.events import TokenEvents
 from nanovllm.lifecycle import Lifecycle
 from nanovllm.models.loader import check_weights, load_model_config, resolve_model_path
 from nanovllm.outputs import RequestOutput
@@ -183,7 +184,7 @@ class LLMEngine:
                 self._scheduler.abort(seq_id)
             aborted = self._requests.finish(seq_ids, perf_counter())
             if self._open_stream is not None:
-                self._open_stream += aborted
+                self._open_stream += self._requests.parts(TokenEvents([], [], {}), seq_ids, aborted)
             return next(iter(aborted), None)
 
     # -- the end -----------------------------------------------------------------------------------------
@@ -327,7 +328,7 @@ class LLMEngine:
         self._counters.record(stats, now)
         if self.on_step is not None:
             self.on_step(stats)
-        return outputs, stats
+        return self._requests.parts(events, events.finish_reasons | stopped, outputs), stats
 
     def _draw(self, step: LaunchedStep | None) -> LaunchedStep | None:
         """Let a launched step draw its tokens, if it has not: all tokens before are known by now."""
