@@ -8,6 +8,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.engine.arguments import check_on_error, refuse_others
+from nanovllm.engine.deltas import Deltas
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.progress import Progress
 from nanovllm.errors import EngineClosedError
@@ -103,9 +104,16 @@ class LLM(LLMEngine):
         prompts: PromptLike | Iterable[PromptLike],
         sampling_params: SamplingParams | Iterable[SamplingParams] | None = None,
         on_error: str = "raise",
+        *,
+        deltas: bool = False,
     ) -> Iterator[RequestOutput]:
         """Yield the answer to each prompt as soon as it is finished; its `index` is the prompt's place.
 
+        deltas: yield parts of answers too. Every output then holds what is new since the one before of the
+        same prompt: `outputs` lists the completions that have news, by their `index`, each with its new text
+        and tokens. `finish_reason` is None and `finished` False until the last part, which also has what
+        comes once, such as `metrics` and `cumulative_logprob`. The parts put together are the whole answer;
+        no part ends within a character, or holds any of a stop string that is cut off.
         prompts, on_error: as of `generate`; any iterable, however long. Prompts are read and tokenised in
         batches between steps, while the device works, at most 2 * `max_num_seqs` ahead of the outputs that
         the caller has taken.
@@ -120,15 +128,18 @@ class LLM(LLMEngine):
         self._lifecycle.check_open()
         check_on_error(on_error)
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
-        return self._stream(PromptReader(prompts, params), on_error)
+        if not isinstance(deltas, bool):
+            raise TypeError(f"deltas must be True or False, not {deltas!r}")
+        return self._stream(PromptReader(prompts, params), on_error, deltas)
 
-    def _stream(self, reader: PromptReader, on_error: str) -> Iterator[RequestOutput]:
+    def _stream(self, reader: PromptReader, on_error: str, deltas: bool) -> Iterator[RequestOutput]:
         window = 2 * self.config.max_num_seqs
         batch = max(1, window // 8)
         ready: deque[RequestOutput] = deque()
         with self._calling():
             self._check_idle("stream()")
             self._open_stream = ready
+            self._requests.deltas = Deltas(self._processor) if deltas else None
         try:
             while not reader.ended or self._requests or ready:
                 has_room = len(self._requests) + batch <= window
@@ -149,7 +160,7 @@ class LLM(LLMEngine):
             for seq_id in self._requests.unfinished:
                 self._scheduler.abort(seq_id)
             self._requests.clear()
-        self._open_stream = None
+        self._open_stream = self._requests.deltas = None
 
     def chat(
         self,

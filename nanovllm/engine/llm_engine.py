@@ -20,7 +20,8 @@ from nanovllm.device import Device
 from nanovllm.engine.generation_config import read_generation_config, recommended_params
 from nanovllm.engine.requests import Requests
 from nanovllm.engine.startup import resolve_max_model_len, start_ranks, stop_ranks
-from nanovllm.engine.stats import StepStats
+from nanovllm.engine.stats import Counters, EngineStats, StepStats
+from nanovllm.events import TokenEvents
 from nanovllm.lifecycle import Lifecycle
 from nanovllm.models.loader import check_weights, load_model_config, resolve_model_path
 from nanovllm.outputs import RequestOutput
@@ -46,17 +47,18 @@ class LaunchedStep(NamedTuple):
 
     batch: Batch
     num_cached_tokens: int
+    num_preemptions: int
     handle: StepHandle | None  # None: its tokens are still to be drawn
 
 
 class LLMEngine:
     """One model on one device or split over several. `LLM` adds the calls that most people want.
 
-    stats: called with the `StepStats` of every finished step, in the thread that makes the call; an exception
-    ends that call. None calls nothing.
+    on_step: called with the `StepStats` of every finished step, in the thread that makes the call; an
+    exception ends that call. None calls nothing.
     """
 
-    stats: Callable[[StepStats], object] | None = None
+    on_step: Callable[[StepStats], object] | None = None
 
     def __init__(self, model: str | Path, **options: Any) -> None:
         """Load `model`, a folder or a hub id; `options` are the fields of `Config`.
@@ -91,6 +93,7 @@ class LLMEngine:
         self.model_config = replace(self.model_config, max_model_len=self._scheduler.max_model_len)
         self._in_flight: LaunchedStep | None = None
         self._open_stream: deque[RequestOutput] | None = None  # what the open one has still to give
+        self._counters = Counters()
         self._last_end = 0.0  # of a step, or when the first request came, by perf_counter
         self._lifecycle = Lifecycle(self, partial(stop_ranks, self._workers, self._runner))
 
@@ -147,6 +150,15 @@ class LLMEngine:
                 "logit_bias, allowed_token_ids or structured_outputs"
             )
 
+    def stats(self) -> EngineStats:
+        """Return totals of this engine's life so far; printed, they are a summary in a few lines.
+
+        Any thread may ask at any time: within `on_step`, while a stream is open, and after `close`.
+        """
+        plan = self._scheduler
+        now = len(self._requests), len(plan.running), len(plan.waiting), plan.block_manager.usage
+        return self._counters.snapshot(*now)
+
     # -- one request at a time ---------------------------------------------------------------------------
 
     def add_request(self, prompt: PromptLike, sampling_params: SamplingParams | None = None) -> str:
@@ -182,7 +194,7 @@ class LLMEngine:
                 self._scheduler.abort(seq_id)
             aborted = self._requests.finish(seq_ids, perf_counter())
             if self._open_stream is not None:
-                self._open_stream += aborted
+                self._open_stream += self._requests.parts(TokenEvents([], [], {}), seq_ids, aborted)
             return next(iter(aborted), None)
 
     # -- the end -----------------------------------------------------------------------------------------
@@ -279,6 +291,7 @@ class LLMEngine:
         if not self._requests:
             self._last_end = now
         for request in requests:
+            self._counters.queued(len(request.prompt_token_ids))
             sequences = self._requests.make_sequences(request)
             self._requests.add(request, sequences, now)
             for seq in sequences:
@@ -320,10 +333,12 @@ class LLMEngine:
             num_running=len(self._scheduler.running),
             num_waiting=len(self._scheduler.waiting),
             kv_cache_usage=self._scheduler.block_manager.usage,
+            num_preemptions=step.num_preemptions,
         )
-        if self.stats is not None:
-            self.stats(stats)
-        return outputs, stats
+        self._counters.record(stats, now)
+        if self.on_step is not None:
+            self.on_step(stats)
+        return self._requests.parts(events, events.finish_reasons | stopped, outputs), stats
 
     def _draw(self, step: LaunchedStep | None) -> LaunchedStep | None:
         """Let a launched step draw its tokens, if it has not: all tokens before are known by now."""
@@ -335,12 +350,14 @@ class LLMEngine:
     def _launch(self) -> LaunchedStep | None:
         """Plan a step and queue it on every rank; None while nothing can be planned."""
         blocks = self._scheduler.block_manager
-        cached_before = blocks.num_cached_tokens
+        cached, preempted = blocks.num_cached_tokens, self._scheduler.num_preemptions
         batch = self._scheduler.schedule()
         if batch is None:
             assert self._in_flight or self._scheduler.is_finished(), "stuck: no step runs, and none can"
             return None
+        self._counters.planned(blocks.usage)
         if batch.kind is StepKind.PREFILL:
             self._requests.scheduled(batch, perf_counter())
         handle = self._workers.run(self._runner.launch, "launch", batch)
-        return LaunchedStep(batch, blocks.num_cached_tokens - cached_before, handle)
+        cached, preempted = blocks.num_cached_tokens - cached, self._scheduler.num_preemptions - preempted
+        return LaunchedStep(batch, cached, preempted, handle)

@@ -13,7 +13,7 @@ from time import perf_counter
 from typing import Any
 
 from nanovllm.batch import StepKind
-from nanovllm.engine.stats import StepStats
+from nanovllm.engine.stats import StepStats, short
 
 LINE_SECONDS = 10.0  # between plain lines
 NOTEBOOK_COLUMNS = 80  # of a bar of text in a notebook, which has no width of its own
@@ -138,15 +138,6 @@ def layout(total: int, columns: object) -> str:
     counts = {"n_fmt": str(total), "total_fmt": str(total)}
     fitting = (each for each in LAYOUTS if len(each.format(**WIDEST, **counts)) <= columns)
     return next(fitting, LAYOUTS[-1])
-
-
-def short(rate: float) -> str:
-    """A rate in at most five characters: 7.53, 981, 4.57k, 123k, 1.23M."""
-    for unit in ("", "k", "M"):
-        if rate < 999.5:
-            return f"{rate:#.3g}".rstrip(".") + unit
-        rate /= 1000
-    return f"{rate:.0f}G"
 
 
 def in_notebook() -> bool:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from itertools import count
 from time import perf_counter, time
 
 import xxhash
 
 from nanovllm.batch import Batch
+from nanovllm.engine.deltas import Deltas
+from nanovllm.engine.request_state import RequestState
 from nanovllm.events import TokenEvents
 from nanovllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from nanovllm.plan.sequence import Sequence
@@ -22,18 +23,6 @@ from nanovllm.plan.token_rules import AllowedTokens, BadWords, Grammar, MinToken
 from nanovllm.text.processor import Processor, join_completions
 from nanovllm.text.request import Request
 from nanovllm.text.stop_strings import StopStrings
-
-
-@dataclass(slots=True, eq=False)
-class RequestState:
-    """An unfinished request. Its moments are by perf_counter."""
-
-    request: Request
-    sequences: list[Sequence]  # one for each completion, in order
-    arrival: float
-    completions: dict[int, CompletionOutput] = field(default_factory=dict)  # of those that ended, by index
-    first_scheduled: float | None = None
-    first_token: float | None = None
 
 
 class Requests:
@@ -47,6 +36,7 @@ class Requests:
         self._states: dict[str, RequestState] = {}  # by request id
         self._owners: dict[int, RequestState] = {}  # by id of each sequence that has not ended
         self._stops: dict[int, StopStrings] = {}  # by id of each of them that has stop strings
+        self.deltas: Deltas | None = None  # of an open stream that gives parts of answers
         self._epoch = time() - perf_counter()  # what turns a moment into seconds since 1970
         self.next_id = 0  # of the next request
 
@@ -73,11 +63,13 @@ class Requests:
     def add(self, request: Request, sequences: list[Sequence], arrival: float) -> None:
         """Keep a request, which came at `arrival`, until all of its sequences have ended."""
         state = self._states[str(request.request_id)] = RequestState(request, sequences, arrival)
-        for seq in sequences:
+        for index, seq in enumerate(sequences):
             self._owners[seq.seq_id] = state
-            stop = self._processor.stop_strings(request)
+            stop = self._processor.stop_strings(request, always=self.deltas is not None)
             if stop is not None:
                 self._stops[seq.seq_id] = stop
+            if self.deltas is not None:
+                self.deltas.follow(seq.seq_id, state, index, stop)
 
     @property
     def unfinished(self) -> list[int]:
@@ -127,11 +119,18 @@ class Requests:
             if len(state.completions) == request.params.n:
                 del self._states[str(request.request_id)]
                 completions = [state.completions[index] for index in range(request.params.n)]
-                cached = state.sequences[0].num_cached_tokens or 0
-                output = join_completions(request, completions, cached, self._metrics(state, now))
+                output = join_completions(
+                    request, completions, state.num_cached_tokens, self._metrics(state, now)
+                )
                 first = state.sequences[0]
                 outputs.append(self._processor.with_prompt_logprobs(output, request, first.prompt_logprobs))
         return outputs
+
+    def parts(
+        self, events: TokenEvents, ended: Iterable[int], outputs: list[RequestOutput]
+    ) -> list[RequestOutput]:
+        """Return `outputs`, or what is new of all answers while a stream gives parts; as `Deltas.take`."""
+        return outputs if self.deltas is None else self.deltas.take(events, ended, outputs)
 
     def _metrics(self, state: RequestState, now: float) -> RequestMetrics:
         """The moments of a request that ends now."""

@@ -1,13 +1,19 @@
-"""StepStats: what the engine tells its `stats` callback about every finished step.
+"""What the engine says of its work: StepStats of every finished step, EngineStats of its life so far.
 
-Only what the host knows without asking the device.
+Only what the host knows without asking the device. A step costs a few microseconds, and a life of any length
+a bounded number of intervals.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from time import perf_counter
 
 from nanovllm.batch import Batch, StepKind
+
+INTERVAL_SECONDS = 0.1  # of the timeline, at first
+MOST_INTERVALS = 600  # above which pairs of them are joined
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -22,6 +28,7 @@ class StepStats:
     num_running: int  # sequences
     num_waiting: int  # sequences
     kv_cache_usage: float  # share of the blocks that sequences hold
+    num_preemptions: int = 0  # of sequences that gave up their blocks for this step
 
     @property
     def kind(self) -> StepKind:
@@ -36,3 +43,242 @@ class StepStats:
     def num_new_tokens(self) -> int:
         """Tokens whose K/V this step computed: prompts in prefill, one for each sequence in decode."""
         return len(self.batch.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class TimelinePoint:
+    """What the steps that ended within one interval did. Rates are per second of steps, not of waiting."""
+
+    time: float  # of the interval's begin, in seconds since the engine was ready
+    seconds: float  # that its steps took
+    num_steps: int
+    step_ms: float  # of the mean step
+    output_tokens_per_s: float
+    prefill_tokens_per_s: float  # prompt tokens that were computed
+    batch_size: float  # sequences of the mean step
+    num_running: float  # sequences, after the mean step
+    num_waiting: float  # sequences, after the mean step
+    kv_cache_usage: float  # share of the blocks that sequences hold, after the mean step
+    num_cached_tokens: int  # prompt tokens that the prefix cache spared
+    num_preemptions: int
+    num_finished_requests: int
+
+
+@dataclass(slots=True, eq=False)
+class Interval:
+    """Sums over the steps that ended between two moments."""
+
+    index: int  # its begin, counted in lengths of an interval
+    num_prefill_steps: int = 0
+    num_decode_steps: int = 0
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    num_computed_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_output_tokens: int = 0
+    num_decoded_tokens: int = 0
+    num_finished_requests: int = 0
+    num_preemptions: int = 0
+    decoding: int = 0  # sequences, of all decode steps
+    prefilling: int = 0
+    running: int = 0
+    waiting: int = 0
+    kv_cache_usage: float = 0.0
+
+    def add(self, step: StepStats) -> None:
+        """Count a step."""
+        batch = step.batch
+        if batch.kind is StepKind.DECODE:
+            self.num_decode_steps += 1
+            self.decode_seconds += step.seconds
+            self.num_decoded_tokens += step.num_drawn_tokens
+            self.decoding += len(batch.seq_ids)
+        else:
+            self.num_prefill_steps += 1
+            self.prefill_seconds += step.seconds
+            self.num_computed_tokens += len(batch.token_ids)
+            self.num_cached_tokens += step.num_cached_tokens
+            self.prefilling += len(batch.seq_ids)
+        self.num_output_tokens += step.num_drawn_tokens
+        self.num_finished_requests += step.num_finished
+        self.num_preemptions += step.num_preemptions
+        self.running += step.num_running
+        self.waiting += step.num_waiting
+        self.kv_cache_usage += step.kv_cache_usage
+
+    def point(self, length: float) -> TimelinePoint:
+        """What it says, where intervals are `length` seconds long."""
+        steps = self.num_prefill_steps + self.num_decode_steps
+        seconds = self.prefill_seconds + self.decode_seconds
+        return TimelinePoint(
+            time=self.index * length,
+            seconds=seconds,
+            num_steps=steps,
+            step_ms=seconds / steps * 1e3,
+            output_tokens_per_s=self.num_output_tokens / seconds,
+            prefill_tokens_per_s=self.num_computed_tokens / seconds,
+            batch_size=(self.prefilling + self.decoding) / steps,
+            num_running=self.running / steps,
+            num_waiting=self.waiting / steps,
+            kv_cache_usage=self.kv_cache_usage / steps,
+            num_cached_tokens=self.num_cached_tokens,
+            num_preemptions=self.num_preemptions,
+            num_finished_requests=self.num_finished_requests,
+        )
+
+
+SUMMED = [field.name for field in fields(Interval) if field.name != "index"]
+
+
+def joined(intervals: Iterable[Interval], index: int = 0) -> Interval:
+    """The sum of some intervals."""
+    whole = Interval(index)
+    for each in intervals:
+        for name in SUMMED:
+            setattr(whole, name, getattr(whole, name) + getattr(each, name))
+    return whole
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """Totals of an engine's life, up to the call of `stats()`. Seconds are those of steps."""
+
+    uptime: float  # seconds since the engine was ready
+    num_requests: int  # that were queued
+    num_finished_requests: int  # that ended by themselves, so neither aborted nor dropped by an exception
+    num_unfinished_requests: int  # now
+    num_running: int  # sequences, now
+    num_waiting: int  # sequences, now
+    num_prompt_tokens: int  # of the requests
+    num_output_tokens: int
+    num_prefill_steps: int
+    prefill_seconds: float
+    num_computed_tokens: int  # by prefill; what preempted sequences compute again is in here
+    num_cached_tokens: int  # that the prefix cache spared prefill
+    num_decode_steps: int
+    decode_seconds: float
+    num_decoded_tokens: int  # output tokens but for the first ones, which prefill draws
+    decode_batch_size: float  # sequences of the mean decode step
+    num_preemptions: int
+    kv_cache_usage: float  # share of the blocks that sequences hold, now
+    peak_kv_cache_usage: float
+    points: tuple[TimelinePoint, ...]
+
+    @property
+    def prefill_tokens_per_s(self) -> float:
+        """Computed prompt tokens per second of prefill; 0 before there is any."""
+        return self.num_computed_tokens / self.prefill_seconds if self.prefill_seconds else 0.0
+
+    @property
+    def decode_tokens_per_s(self) -> float:
+        """Output tokens per second of decode; 0 before there is any."""
+        return self.num_decoded_tokens / self.decode_seconds if self.decode_seconds else 0.0
+
+    @property
+    def prefix_cache_hit_rate(self) -> float:
+        """The share of prompt tokens that the prefix cache spared; 0 before there are any."""
+        return self.num_cached_tokens / ((self.num_cached_tokens + self.num_computed_tokens) or 1)
+
+    def timeline(self) -> list[TimelinePoint]:
+        """How it went, oldest first: a point for each interval of time in which a step ended.
+
+        Intervals begin at 0.1 s and become twice as long whenever there are more than 600 of them.
+        """
+        return list(self.points)
+
+    def __repr__(self) -> str:
+        return f"""\
+EngineStats after {self.uptime:,.1f} s
+  requests: {self.num_requests:,}, {self.num_finished_requests:,} finished, \
+{self.num_unfinished_requests:,} unfinished ({self.num_running:,} sequences running, \
+{self.num_waiting:,} waiting)
+  tokens: {self.num_prompt_tokens:,} of prompts, {self.num_output_tokens:,} of outputs
+  prefill: {self.num_prefill_steps:,} steps, {self.prefill_seconds:,.2f} s, \
+{self.num_computed_tokens:,} tokens, {short(self.prefill_tokens_per_s)} tok/s; \
+{self.num_cached_tokens:,} more ({self.prefix_cache_hit_rate:.0%}) from the prefix cache
+  decode: {self.num_decode_steps:,} steps, {self.decode_seconds:,.2f} s, \
+{self.num_decoded_tokens:,} tokens, {short(self.decode_tokens_per_s)} tok/s, \
+{self.decode_batch_size:,.1f} sequences a step
+  KV cache: {self.kv_cache_usage:.0%} in use, {self.peak_kv_cache_usage:.0%} at most; \
+{self.num_preemptions:,} preemptions"""
+
+
+class Counters:
+    """Counts what an engine does; one thread counts, and any may ask for a snapshot."""
+
+    def __init__(self) -> None:
+        self._origin = perf_counter()
+        self._length = INTERVAL_SECONDS
+        self._intervals: list[Interval] = []
+        self._end = 0.0  # of the last interval, in seconds since the origin
+        self._num_requests = 0
+        self._num_prompt_tokens = 0
+        self._peak_usage = 0.0
+
+    def queued(self, num_prompt_tokens: int) -> None:
+        """Count a request."""
+        self._num_requests += 1
+        self._num_prompt_tokens += num_prompt_tokens
+
+    def planned(self, kv_cache_usage: float) -> None:
+        """Take note of the blocks in use once a step is planned, when they are most."""
+        if kv_cache_usage > self._peak_usage:
+            self._peak_usage = kv_cache_usage
+
+    def record(self, step: StepStats, now: float) -> None:
+        """Count a step that ended at `now`, by perf_counter."""
+        now -= self._origin
+        if now >= self._end:
+            self._begin_interval(now)
+        self._intervals[-1].add(step)
+
+    def _begin_interval(self, now: float) -> None:
+        intervals = self._intervals
+        if len(intervals) >= MOST_INTERVALS:
+            while len(intervals) > MOST_INTERVALS // 2:
+                self._length *= 2
+                groups: dict[int, list[Interval]] = {}
+                for each in intervals:
+                    groups.setdefault(each.index // 2, []).append(each)
+                intervals = [joined(group, index) for index, group in groups.items()]
+        index = int(now / self._length)
+        if not intervals or intervals[-1].index != index:
+            intervals = [*intervals, Interval(index)]
+        self._intervals, self._end = intervals, (index + 1) * self._length
+
+    def snapshot(self, requests: int, running: int, waiting: int, kv_cache_usage: float) -> EngineStats:
+        """The totals so far; the arguments are what unfinished requests and sequences there are now, and the
+        share of the blocks that they hold."""
+        intervals, length = list(self._intervals), self._length
+        sums = joined(intervals)
+        return EngineStats(
+            uptime=perf_counter() - self._origin,
+            num_requests=self._num_requests,
+            num_finished_requests=sums.num_finished_requests,
+            num_unfinished_requests=requests,
+            num_running=running,
+            num_waiting=waiting,
+            num_prompt_tokens=self._num_prompt_tokens,
+            num_output_tokens=sums.num_output_tokens,
+            num_prefill_steps=sums.num_prefill_steps,
+            prefill_seconds=sums.prefill_seconds,
+            num_computed_tokens=sums.num_computed_tokens,
+            num_cached_tokens=sums.num_cached_tokens,
+            num_decode_steps=sums.num_decode_steps,
+            decode_seconds=sums.decode_seconds,
+            num_decoded_tokens=sums.num_decoded_tokens,
+            decode_batch_size=sums.decoding / (sums.num_decode_steps or 1),
+            num_preemptions=sums.num_preemptions,
+            kv_cache_usage=kv_cache_usage,
+            peak_kv_cache_usage=self._peak_usage,
+            points=tuple(e.point(length) for e in intervals if e.prefill_seconds + e.decode_seconds),
+        )
+
+
+def short(rate: float) -> str:
+    """A rate in at most five characters: 7.53, 981, 4.57k, 123k, 1.23M."""
+    for unit in ("", "k", "M"):
+        if rate < 999.5:
+            return f"{rate:#.3g}".rstrip(".") + unit
+        rate /= 1000
+    return f"{rate:.0f}G"

@@ -62,6 +62,7 @@ class Scheduler:
         self._longest = max_model_len if longest is None else longest
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # oldest first
+        self.num_preemptions = 0  # ever
         self.prefilling: Sequence | None = None  # the running sequence whose prompt is computed in part
         self._unfinished: dict[int, Sequence] = {}
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
@@ -302,6 +303,7 @@ class Scheduler:
             self._release(victim)
             victim.status = SequenceStatus.WAITING
             victim.num_preemptions += 1
+            self.num_preemptions += 1
             self.waiting.appendleft(victim)
             if victim is seq:
                 return False

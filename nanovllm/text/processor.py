@@ -91,12 +91,16 @@ class Processor:
             requests.append(Request(first_id + row, prompt.text, *rest))
         return requests
 
-    def stop_strings(self, request: Request) -> StopStrings | None:
-        """Return what finds the request's stop strings in one of its completions; None when it has none."""
-        if not request.params.stop:
+    def stop_strings(self, request: Request, always: bool = False) -> StopStrings | None:
+        """Return what finds the request's stop strings in one of its completions; None when it has none.
+
+        always: also of one without stop strings, for its text in parts; None when outputs have no text.
+        """
+        has_text = self.tokenizer is not None and request.params.detokenize
+        if not (request.params.stop or (always and has_text)):
             return None
         stream = self._detokenizer(request.params).stream(request.prompt_token_ids)
-        return StopStrings(request.params.stop, stream, request.params.min_tokens)
+        return StopStrings(request.params.stop or (), stream, request.params.min_tokens)
 
     def completion(
         self, request: Request, index: int, token_ids: list[int], finish_reason: str, stop_token: int | None

@@ -11,19 +11,22 @@ from nanovllm.text.detokenizer import TextStream
 
 
 class StopStrings:
-    """The stop strings of a request, looked for in one completion.
+    """The text of one completion, and the stop strings of its request, which are looked for in it.
 
     The match that ends first counts; of several that end together, the one that is listed first.
     """
 
     def __init__(self, stops: Sequence[str], stream: TextStream, min_tokens: int = 0) -> None:
-        """stops: not empty, and none of them is. min_tokens: none is found that these tokens complete."""
+        """stops: none of them is empty; there may be none. min_tokens: none is found that these tokens
+        complete."""
         self._stops = stops
         self._min_tokens = min_tokens
         self._stream = stream
-        self._num_kept = max(map(len, stops)) - 1  # characters
+        self._num_kept = max(map(len, stops), default=1) - 1  # characters
         self._kept = ""  # the end of the text, in which a stop string may begin
         self._parts: list[str] = []
+        self._num_taken = 0  # of the parts
+        self._held = ""  # the end of what was taken, in which a stop string that is not cut may begin
         self._end = 0  # of the match, counted from the end of the text
         self.found: str | None = None
         self.num_tokens = 0  # up to the one that completed the match
@@ -46,6 +49,18 @@ class StopStrings:
         self._end = len(text) - first_end
         self._kept = text[max(0, len(text) - self._num_kept) :]
         return self.found is not None
+
+    def take(self) -> str:
+        """Return the text that is new since the last call. An end with which a stop string may begin is held
+        back, for it may be cut off."""
+        text = self._held + "".join(self._parts[self._num_taken :])
+        self._num_taken = len(self._parts)
+        beginnings = [
+            size for stop in self._stops for size in range(1, len(stop)) if text.endswith(stop[:size])
+        ]
+        end = len(text) - max(beginnings, default=0)
+        self._held = text[end:]
+        return text[:end]
 
     def text(self, include: bool) -> str:
         """Return the text before the stop string that has been found; with it, to include it."""

@@ -1,4 +1,4 @@
-"""The `stats` callback: what it is told of every finished step, and what an exception in it does."""
+"""`on_step`, which is told of every finished step, and `stats()`, the totals of an engine's life."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tiny_models import write_tiny_model
 
 from nanovllm import SamplingParams
 from nanovllm.batch import StepKind
-from nanovllm.engine.stats import StepStats
+from nanovllm.engine.stats import EngineStats, StepStats
 
 PREFILL, DECODE = StepKind.PREFILL, StepKind.DECODE
 
@@ -29,7 +29,7 @@ def params(max_tokens: int) -> SamplingParams:
 def test_every_finished_step_is_reported(model: Path, run_ahead: bool) -> None:
     steps: list[StepStats] = []
     with make_tiny(model, async_scheduling=run_ahead) as llm:
-        llm.stats = steps.append
+        llm.on_step = steps.append
         llm.generate([[5] * 20, [5] * 20, [6] * 9], [params(2), params(4), params(3)], use_tqdm=False)
         assert [step.kind for step in steps] == [PREFILL, DECODE, DECODE, DECODE]
         assert [step.num_seqs for step in steps] == [3, 3, 2, 1]
@@ -39,7 +39,7 @@ def test_every_finished_step_is_reported(model: Path, run_ahead: bool) -> None:
         assert [step.num_finished for step in steps] == [0, 1, 1, 1]
         assert [step.num_running for step in steps] == [3, 2, 1, 0]
         steps.clear()
-        llm.stats = None
+        llm.on_step = None
         llm.generate([[5]], params(2), use_tqdm=False)
         assert not steps
 
@@ -48,7 +48,7 @@ def test_every_finished_step_is_reported(model: Path, run_ahead: bool) -> None:
 def test_seconds_are_those_of_the_calls(model: Path, run_ahead: bool) -> None:
     steps: list[StepStats] = []
     with make_tiny(model, async_scheduling=run_ahead) as llm:
-        llm.stats = steps.append
+        llm.on_step = steps.append
         for _ in range(2):  # the time between the two belongs to no step
             steps.clear()
             start = time.perf_counter()
@@ -63,7 +63,7 @@ def test_seconds_are_those_of_the_calls(model: Path, run_ahead: bool) -> None:
 def test_what_waits_and_what_is_held(model: Path) -> None:
     steps: list[StepStats] = []
     with make_tiny(model, async_scheduling=False, num_kvcache_blocks=16, max_num_seqs=2) as llm:
-        llm.stats = steps.append
+        llm.on_step = steps.append
         llm.generate([[5] * 20, [5] * 20, [6] * 9], [params(2), params(4), params(3)], use_tqdm=False)
     assert [step.kind for step in steps] == [PREFILL, DECODE, PREFILL, DECODE, DECODE]
     assert [step.num_waiting for step in steps] == [1, 1, 0, 0, 0]
@@ -77,12 +77,69 @@ def test_an_exception_in_the_callback_empties_the_engine(model: Path) -> None:
         raise InterruptedError
 
     with make_tiny(model) as llm:
-        llm.stats = fail
+        llm.on_step = fail
         with pytest.raises(InterruptedError):
             llm.generate([[5], [6]], params(2), use_tqdm=False)
-        llm.stats = None
+        llm.on_step = None
         assert llm.is_finished()
         assert [len(out["token_ids"]) for out in llm.generate([[5], [6]], params(2), use_tqdm=False)] == [
             2,
             2,
         ]
+
+
+# -- totals -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("run_ahead", [True, False])
+def test_totals_are_those_of_the_steps(model: Path, run_ahead: bool) -> None:
+    steps: list[StepStats] = []
+    with make_tiny(model, async_scheduling=run_ahead, num_kvcache_blocks=16, max_num_seqs=2) as llm:
+        fresh = llm.stats()
+        assert (fresh.num_requests, fresh.num_prefill_steps, fresh.peak_kv_cache_usage) == (0, 0, 0)
+        assert fresh.timeline() == [] and fresh.prefill_tokens_per_s == fresh.decode_tokens_per_s == 0
+        llm.on_step = steps.append
+        llm.generate([[5] * 20, [5] * 20, [6] * 9], [params(2), params(4), params(3)], use_tqdm=False)
+        llm.abort(llm.add_request([5, 6], params(3)))
+        llm.add_request([5, 6], params(3))
+        found = llm.stats()
+        assert (found.num_requests, found.num_finished_requests, found.num_unfinished_requests) == (5, 3, 1)
+        assert (found.num_running, found.num_waiting, found.kv_cache_usage) == (0, 1, 0)
+        assert (found.num_prompt_tokens, found.num_output_tokens) == (20 + 20 + 9 + 2 + 2, 2 + 4 + 3)
+        assert (found.num_computed_tokens, found.num_cached_tokens) == (49 - 2 * BLOCK, 2 * BLOCK)
+        assert found.prefix_cache_hit_rate == pytest.approx(2 * BLOCK / 49)
+        prefill = [step for step in steps if step.kind is PREFILL]
+        decode = [step for step in steps if step.kind is DECODE]
+        assert (found.num_prefill_steps, found.num_decode_steps) == (len(prefill), len(decode))
+        assert found.num_decoded_tokens == 6
+        assert found.decode_batch_size == sum(step.num_seqs for step in decode) / len(decode)
+        assert found.prefill_seconds == pytest.approx(sum(step.seconds for step in prefill))
+        assert found.decode_seconds == pytest.approx(sum(step.seconds for step in decode))
+        assert found.decode_tokens_per_s == pytest.approx(6 / found.decode_seconds)
+        assert found.prefill_tokens_per_s == pytest.approx((49 - 2 * BLOCK) / found.prefill_seconds)
+        assert max(step.kv_cache_usage for step in steps) <= found.peak_kv_cache_usage == 5 / 16
+        assert sum(point.num_steps for point in found.timeline()) == len(steps)
+        text = repr(found)
+        assert "5, 3 finished, 1 unfinished (0 sequences running, 1 waiting)" in text
+        assert "53 of prompts, 9 of outputs" in text and "16 more (33%) from the prefix cache" in text
+
+
+def test_preemptions_are_counted(model: Path) -> None:
+    steps: list[StepStats] = []
+    with make_tiny(model, num_kvcache_blocks=5) as llm:
+        llm.on_step = steps.append
+        llm.generate([[5] * 9, [6] * 9], params(20), use_tqdm=False)
+        found = llm.stats()
+        preempted = sum(seq.num_preemptions for seq in llm.sequences)
+        assert found.num_preemptions == sum(step.num_preemptions for step in steps) == preempted > 0
+        assert found.num_computed_tokens > 18 and found.peak_kv_cache_usage == 4 / 5
+        assert sum(point.num_preemptions for point in found.timeline()) == preempted
+
+
+def test_any_one_may_ask_at_any_time(model: Path) -> None:
+    asked: list[EngineStats] = []
+    with make_tiny(model) as llm:
+        llm.on_step = lambda step: asked.append(llm.stats())
+        list(llm.stream([[5], [6]], params(3)))
+        assert [stats.num_output_tokens for stats in asked] == [2, 4, 6]
+    assert llm.stats().num_finished_requests == 2, "after close"

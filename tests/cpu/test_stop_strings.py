@@ -174,13 +174,13 @@ def test_tokens_behind_the_match_in_one_step_are_dropped() -> None:
     params = SamplingParams(stop="lo").checked()
     [request] = processor.make_requests(parse_prompts("Say: ")[0], [params], ["p"], 0)
     [seq] = requests.make_sequences(request)
-    requests.add(request, [seq])
+    requests.add(request, [seq], 0.0)
     output = [*encode("byte_level", "Hello the"), tokenizer.eos_token_id]
     seq.token_ids += output
     seq.finish_reason = "length"
     events = TokenEvents([seq.seq_id] * len(output), output, {seq.seq_id: "length"})
     stopped = requests.find_stop_strings(events)
-    [out] = requests.finish(events.finish_reasons | stopped)
+    [out] = requests.finish(events.finish_reasons | stopped, 1.0)
     assert (out["text"], out["finish_reason"], out.outputs[0].stop_reason) == ("Hel", "stop", "lo")
     assert tokenizer.decode(out["token_ids"]).startswith("Hello") and len(out["token_ids"]) < len(output)
     assert not requests._stops and not requests

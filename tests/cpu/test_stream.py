@@ -231,10 +231,10 @@ def test_an_error_of_a_step_ends_the_stream(llm: CheckedLLM) -> None:
     def fail(stats: object) -> None:
         raise InterruptedError
 
-    llm.stats = fail
+    llm.on_step = fail
     with pytest.raises(InterruptedError):
         list(llm.stream(GOOD, GREEDY))
-    llm.stats = None
+    llm.on_step = None
     assert_idle(llm)
 
 

@@ -98,7 +98,7 @@ def load_nanovllm(args: argparse.Namespace, model: Path, dummy: bool, options: d
         device=args.device,
         **options,
     )
-    llm.stats = recorder = StepRecorder()
+    llm.on_step = recorder = StepRecorder()
 
     def prepare(work: Workload) -> Run:
         rows = row_sampling(args.sampling, args.sampling_share, len(work.prompts))

@@ -1,4 +1,4 @@
-"""Where the time of a run of nanovllm goes, by step and by phase, as its `stats` callback tells."""
+"""Where the time of a run of nanovllm goes, by step and by phase, as its `on_step` callback tells."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Step:
 
 
 class StepRecorder:
-    """A `stats` callback that keeps what is counted; it adds an entry in a list to each step."""
+    """An `on_step` callback that keeps what is counted; it adds an entry in a list to each step."""
 
     def __init__(self) -> None:
         self._log: list[tuple[float, StepKind, np.ndarray, np.ndarray, tuple[int, ...]]] = []

@@ -1,0 +1,94 @@
+"""Deltas: what each step adds to the answers of an open stream, as outputs that hold the new parts alone.
+
+Keeps how much of each completion has been given. Decodes nothing and ends nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from nanovllm.engine.request_state import RequestState
+from nanovllm.events import TokenEvents
+from nanovllm.outputs import CompletionOutput, RequestOutput
+from nanovllm.text.processor import Processor
+from nanovllm.text.stop_strings import StopStrings
+
+
+@dataclass(slots=True, eq=False)
+class Given:
+    """A completion that has not ended, and how much of it has been given."""
+
+    state: RequestState
+    index: int
+    text: StopStrings | None  # takes in its tokens; None where outputs have no text
+    num_tokens: int = 0
+    num_characters: int = 0
+
+
+class Deltas:
+    """The completions of a stream that gives each in parts."""
+
+    def __init__(self, processor: Processor) -> None:
+        self._processor = processor  # which makes log-probabilities
+        self._given: dict[int, Given] = {}  # by the id of each sequence that has not ended
+
+    def follow(self, seq_id: int, state: RequestState, index: int, text: StopStrings | None) -> None:
+        """Give completion `index` of a request in parts; `text` takes in its tokens."""
+        self._given[seq_id] = Given(state, index, text)
+
+    def take(
+        self, events: TokenEvents, ended: Iterable[int], outputs: list[RequestOutput]
+    ) -> list[RequestOutput]:
+        """Return the new parts, in an output for each request that has any.
+
+        events: the new tokens. ended: the ids of sequences that have ended. outputs: whole ones, of the
+        requests that have ended with them.
+        """
+        token_ids: dict[int, list[int]] = {seq_id: [] for seq_id in [*events.seq_ids, *ended]}
+        for seq_id, token_id in zip(events.seq_ids, events.token_ids, strict=True):
+            token_ids[seq_id].append(token_id)
+        parts: dict[str, tuple[RequestState, list[CompletionOutput]]] = {}
+        for seq_id, new in token_ids.items():
+            given = self._given[seq_id]
+            key = str(given.state.request.request_id)
+            parts.setdefault(key, (given.state, []))[1].append(self._part(seq_id, given, new))
+        whole = {output.request_id: output for output in outputs}
+        return [
+            replace(whole[key], outputs=completions) if key in whole else _unfinished(state, completions)
+            for key, (state, completions) in parts.items()
+        ]
+
+    def _part(self, seq_id: int, given: Given, token_ids: list[int]) -> CompletionOutput:
+        """What is new of a completion, `token_ids` unless it has ended."""
+        completion = given.state.completions.get(given.index)
+        if completion is not None:
+            del self._given[seq_id]
+            start, logprobs = given.num_tokens, completion.logprobs
+            return replace(
+                completion,
+                text=completion.text[given.num_characters :],
+                token_ids=completion.token_ids[start:],
+                logprobs=None if logprobs is None else logprobs[start:],
+            )
+        text = "" if given.text is None else given.text.take()
+        part = CompletionOutput(given.index, text, token_ids, None)
+        rows = given.state.sequences[given.index].logprobs[given.num_tokens :]
+        given.num_characters += len(text)
+        given.num_tokens += len(token_ids)
+        part = self._processor.with_logprobs(part, given.state.request, rows)
+        return replace(part, cumulative_logprob=None)
+
+
+def _unfinished(state: RequestState, completions: list[CompletionOutput]) -> RequestOutput:
+    """What a request gives while others of its completions go on."""
+    request = state.request
+    return RequestOutput(
+        request_id=str(request.request_id),
+        prompt=request.prompt,
+        prompt_token_ids=request.prompt_token_ids,
+        outputs=completions,
+        num_cached_tokens=state.num_cached_tokens,
+        index=request.index,
+        finished=False,
+    )

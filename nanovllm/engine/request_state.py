@@ -1,0 +1,26 @@
+"""RequestState: one unfinished request, its sequences and what has become of them. Does nothing itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from nanovllm.outputs import CompletionOutput
+from nanovllm.plan.sequence import Sequence
+from nanovllm.text.request import Request
+
+
+@dataclass(slots=True, eq=False)
+class RequestState:
+    """An unfinished request. Its moments are by perf_counter."""
+
+    request: Request
+    sequences: list[Sequence]  # one for each completion, in order
+    arrival: float
+    completions: dict[int, CompletionOutput] = field(default_factory=dict)  # of those that ended, by index
+    first_scheduled: float | None = None
+    first_token: float | None = None
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens that the prefix cache had when the first completion was admitted."""
+        return self.sequences[0].num_cached_tokens or 0
