@@ -9,8 +9,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.errors import EngineClosedError, KVCacheMemoryError, ModelLoadError, NanoVLLMError, WorkerError
-from nanovllm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.outputs import (
+    BeamSearchOutput,
+    BeamSearchSequence,
+    CompletionOutput,
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    Logprob,
+    RequestMetrics,
+    RequestOutput,
+    ScoreOutput,
+)
+from nanovllm.sampling_params import BeamSearchParams, SamplingParams
 from nanovllm.structured_outputs import StructuredOutputsParams
 from nanovllm.text.prompts import TextPrompt, TokensPrompt
 
@@ -20,7 +30,12 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "LLM",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "BeamSearchSequence",
     "CompletionOutput",
+    "EmbeddingOutput",
+    "EmbeddingRequestOutput",
     "EngineClosedError",
     "KVCacheMemoryError",
     "Logprob",
@@ -29,6 +44,7 @@ __all__ = [
     "RequestMetrics",
     "RequestOutput",
     "SamplingParams",
+    "ScoreOutput",
     "StructuredOutputsParams",
     "TextPrompt",
     "TokensPrompt",

@@ -5,18 +5,29 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.engine.arguments import check_on_error, refuse_others
+from nanovllm.engine.beam_search import beam_search
 from nanovllm.engine.deltas import Deltas
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.progress import Progress
+from nanovllm.engine.scoring import embedding_output, score_output
 from nanovllm.errors import EngineClosedError
-from nanovllm.outputs import RequestOutput
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.outputs import (
+    BeamSearchOutput,
+    EmbeddingRequestOutput,
+    Logprob,
+    RequestOutput,
+    ScoreOutput,
+)
+from nanovllm.sampling_params import BeamSearchParams, SamplingParams
+from nanovllm.text.continuations import encode_continuations
 from nanovllm.text.conversations import Conversation, parse_conversations
-from nanovllm.text.prompts import Prompt, PromptLike, parse_prompts
+from nanovllm.text.prompts import Prompt, PromptLike, parse_prompt, parse_prompts, split_prompts
 from nanovllm.text.reader import PromptBatch, PromptReader
+from nanovllm.text.request import Request
 from nanovllm.text.rows import BadRow, raise_first
 from nanovllm.text.tokenizer import check_template_options, render_conversations
 from nanovllm.vllm_arguments import CHAT, GENERATE
@@ -80,8 +91,9 @@ class LLM(LLMEngine):
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         use_tqdm: bool | Callable[..., Any],
         on_error: str,
+        change: Callable[[Request], Request] = lambda request: request,
     ) -> list[RequestOutput]:
-        """As `generate`; where: what errors call each prompt."""
+        """As `generate`; where: what errors call each prompt. change: what becomes of each request first."""
         check_on_error(on_error)
         if on_error == "raise":
             raise_first(prompts)
@@ -90,7 +102,7 @@ class LLM(LLMEngine):
         with self._calling(), no_full_collections():
             self._check_idle("generate()")
             with self._emptied_on_error():
-                outputs = self._add(PromptBatch(0, prompts, params, where), on_error)
+                outputs = self._add(PromptBatch(0, prompts, params, where), on_error, change)
                 with progress:
                     while not self._scheduler.is_finished():
                         finished, stats = self._step()
@@ -208,3 +220,90 @@ class LLM(LLMEngine):
         prompts = render_conversations(self.tokenizer, conversations, options)
         where = [f"conversation {index}" for index in range(len(prompts))]
         return self._generate(prompts, where, sampling_params, use_tqdm, on_error)
+
+    def score(
+        self,
+        prompt: PromptLike,
+        continuations: PromptLike | Iterable[PromptLike],
+        use_tqdm: bool | Callable[..., Any] = True,
+    ) -> list[ScoreOutput]:
+        """Tell how likely continuations of a prompt are, in the order given.
+
+        prompt, continuations: texts, or lists of token ids; `score_pairs` takes many prompts. Nothing is
+        generated, logits are computed for the continuations alone, and what they share is computed once.
+        ValueError or TypeError names the continuation and the value.
+        """
+        texts, _ = split_prompts(continuations)
+        return self.score_pairs([(prompt, each) for each in texts], use_tqdm)
+
+    def score_pairs(
+        self, pairs: Iterable[tuple[PromptLike, PromptLike]], use_tqdm: bool | Callable[..., Any] = True
+    ) -> list[ScoreOutput]:
+        """As `score`, for each (prompt, continuation) of any number of prompts."""
+        self._lifecycle.check_open()
+        parsed = []
+        for index, (prompt, continuation) in enumerate(pairs):
+            where = f"pair {index}"
+            parsed.append((parse_prompt(prompt, where), parse_prompt(continuation, where), where))
+        continued = encode_continuations(self.tokenizer, parsed)
+        outputs = self._generate(
+            [Prompt(None, each.token_ids) for each in continued],
+            [where for _, _, where in parsed],
+            SamplingParams(max_tokens=0, prompt_logprobs=1, detokenize=False),
+            use_tqdm,
+            "raise",
+            lambda request: replace(request, first_scored=continued[request.index].first),
+        )
+        return [score_output(output, each.first) for output, each in zip(outputs, continued, strict=True)]
+
+    def embed(
+        self,
+        prompts: PromptLike | Iterable[PromptLike],
+        use_tqdm: bool | Callable[..., Any] = True,
+        *,
+        pooling: str = "last",
+        normalize: bool = True,
+        on_error: str = "raise",
+    ) -> list[EmbeddingRequestOutput]:
+        """Give each prompt's hidden state after the final norm as `.outputs.embedding`, in the order given.
+
+        prompts, use_tqdm, on_error: as of `generate`.
+        pooling: "last" takes that of the last token, "mean" the mean over all tokens, which computes what the
+        prefix cache holds again. normalize: make its Euclidean length 1.
+        """
+        self._lifecycle.check_open()
+        if pooling not in ("last", "mean"):
+            raise ValueError(f"pooling must be 'last' or 'mean', not {pooling!r}")
+        outputs = self._generate(
+            *parse_prompts(prompts),
+            SamplingParams(max_tokens=0, prompt_logprobs=0, detokenize=False),
+            use_tqdm,
+            on_error,
+            lambda request: replace(request, first_scored=None, pooling=pooling),
+        )
+        return [embedding_output(output, pooling == "mean", normalize) for output in outputs]
+
+    def beam_search(
+        self,
+        prompts: PromptLike | Iterable[PromptLike],
+        params: BeamSearchParams,
+        use_tqdm: bool | Callable[..., Any] = False,
+    ) -> list[BeamSearchOutput]:
+        """Find the likeliest continuations of each prompt; see `engine.beam_search.beam_search`.
+
+        use_tqdm: shows the progress of every round. ValueError when 2 * `beam_width` is above `max_logprobs`.
+        """
+        self._lifecycle.check_open()
+        rows, where = parse_prompts(prompts)
+        raise_first(rows)
+        ids = self._processor.encode([row for row in rows if isinstance(row, Prompt)], where)
+        likeliest = SamplingParams(
+            temperature=0, max_tokens=1, logprobs=2 * params.beam_width, ignore_eos=True
+        )
+
+        def next_tokens(beams: Sequence[list[int]]) -> list[Mapping[int, Logprob]]:
+            outputs = self.generate(beams, likeliest, use_tqdm)
+            return [(output.outputs[0].logprobs or [{}])[0] for output in outputs]
+
+        ends, longest = self.model_config.eos_token_ids, self._scheduler.max_model_len
+        return beam_search(ids, params, next_tokens, ends, self._processor.decode, longest)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 KEYS = ("text", "token_ids", "finish_reason")  # of a RequestOutput as a dictionary
@@ -99,6 +100,7 @@ class RequestOutput(Mapping[str, Any]):
     finished: bool = True
     metrics: RequestMetrics | None = None
     prompt_logprobs: PromptLogprobs | None = None
+    pooled: Any = field(default=None, repr=False, compare=False)  # [hidden_size] float32, for `embed`
 
     def __getitem__(self, key: str) -> Any:
         if key not in KEYS:
@@ -110,3 +112,71 @@ class RequestOutput(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(KEYS)
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreOutput:
+    """How likely a continuation is behind its prompt.
+
+    token_ids, logprobs: of the continuation's tokens, each given all before it.
+    is_greedy: whether each of them is the likeliest one, so that greedy sampling gives this continuation.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+    is_greedy: bool
+    num_cached_tokens: int = 0
+
+    @property
+    def logprob(self) -> float:
+        """The natural logarithm of the continuation's probability."""
+        return math.fsum(self.logprobs)
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingOutput:
+    """A prompt's hidden state after the final norm, as numbers."""
+
+    embedding: list[float]  # [hidden_size]
+
+    @property
+    def hidden_size(self) -> int:
+        return len(self.embedding)
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingRequestOutput:
+    """What `embed` gives for a prompt; `outputs` is empty where `error` says why."""
+
+    request_id: str
+    outputs: EmbeddingOutput
+    prompt_token_ids: list[int]
+    prompt: str | None = None
+    num_cached_tokens: int = 0
+    error: str | None = None
+    index: int = 0
+    finished: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class BeamSearchSequence:
+    """A prompt with one of its likeliest continuations.
+
+    tokens, text: of both. logprobs: of each new token and those that it was chosen from. score: by which
+    sequences are ordered.
+    """
+
+    tokens: list[int]
+    logprobs: Sequence[Mapping[int, Logprob]]
+    text: str | None
+    cum_logprob: float
+    finish_reason: str
+    stop_reason: int | None = None
+    score: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class BeamSearchOutput:
+    """The best sequences of a prompt, best first."""
+
+    sequences: list[BeamSearchSequence]

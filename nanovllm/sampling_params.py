@@ -213,6 +213,32 @@ class SamplingParams:
         return values
 
 
+@dataclass(frozen=True)
+class BeamSearchParams:
+    """How `LLM.beam_search` searches; names and meaning as of vLLM.
+
+    beam_width: how many continuations are kept; twice as many tokens are looked at for each.
+    max_tokens: the most tokens to generate. length_penalty: above 1 favours long sequences.
+    temperature: kept for vLLM's sake; logprobs are of the model's own logits.
+    """
+
+    beam_width: int
+    max_tokens: int
+    ignore_eos: bool = False
+    temperature: float = 0.0
+    length_penalty: float = 1.0
+    include_stop_str_in_output: bool = False
+
+    def __post_init__(self) -> None:
+        _int("beam_width", self.beam_width, 1, "an integer of at least 1")
+        _int("max_tokens", self.max_tokens, 1, "an integer of at least 1")
+        for name in ("temperature", "length_penalty"):
+            _float(name, getattr(self, name), "a finite number")
+        for name in ("ignore_eos", "include_stop_str_in_output"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be True or False, not {_show(getattr(self, name))}")
+
+
 def _biases(value: Any) -> dict[int, float]:
     """Checked `logit_bias`; keys may be texts of digits, as from JSON."""
     expected = "a dict of token ids and numbers"

@@ -259,13 +259,20 @@ class LLMEngine:
                 self.close()
             raise
 
-    def _add(self, batch: PromptBatch, on_error: str = "raise") -> list[RequestOutput]:
+    def _add(
+        self,
+        batch: PromptBatch,
+        on_error: str = "raise",
+        change: Callable[[Request], Request] = lambda request: request,
+    ) -> list[RequestOutput]:
         """Check and tokenise all prompts, then queue them: an error that is raised leaves nothing queued.
 
-        Returns the outputs of those that cannot run. Each prompt gets a request id, in order.
+        Returns the outputs of those that cannot run. Each prompt gets a request id, in order. change: what
+        becomes of each request first.
         """
         first_id, first_index, prompts, params, where = self._requests.next_id, *batch
-        requests = self._processor.make_requests(prompts, params, where, first_id, first_index)
+        made = self._processor.make_requests(prompts, params, where, first_id, first_index)
+        requests = [change(each) if isinstance(each, Request) else each for each in made]
         fitting = [attempt(self._fitting, *row) for row in zip(requests, where, strict=True)]
         if on_error == "raise":
             raise_first(fitting)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable
+from dataclasses import replace
 from itertools import count
 from time import perf_counter, time
 
@@ -123,6 +124,8 @@ class Requests:
                     request, completions, state.num_cached_tokens, self._metrics(state, now)
                 )
                 first = state.sequences[0]
+                if first.pooled is not None:
+                    output = replace(output, pooled=first.pooled)
                 outputs.append(self._processor.with_prompt_logprobs(output, request, first.prompt_logprobs))
         return outputs
 

@@ -143,6 +143,15 @@ class Processor:
         """The columns of logprobs: the token's own and those of the likeliest ones asked for; -1: of all."""
         return 1 + (self._vocab_size if asked < 0 else min(asked, self._vocab_size))
 
+    def encode(self, prompts: Sequence[Prompt], where: list[str]) -> list[list[int]]:
+        """The token ids of prompts, checked; ValueError as `make_requests`."""
+        encoded = self._encode(prompts)
+        return [self._pack(prompt, encoded, name)[0] for prompt, name in zip(prompts, where, strict=True)]
+
+    def decode(self, token_ids: list[int]) -> str | None:
+        """The text of tokens; None without a tokenizer."""
+        return None if self.tokenizer is None else str(self.tokenizer.decode(token_ids))
+
     def _decode(self, token_id: int) -> str | None:
         """The text of a single token."""
         if self.tokenizer is None:

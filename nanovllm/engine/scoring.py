@@ -1,0 +1,38 @@
+"""What `score` and `embed` return, made of the outputs of requests that generate nothing."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from nanovllm.outputs import EmbeddingOutput, EmbeddingRequestOutput, RequestOutput, ScoreOutput
+from nanovllm.text.logprobs import LogprobDicts
+
+
+def score_output(output: RequestOutput, first: int) -> ScoreOutput:
+    """The score of the prompt's tokens from `first` on; their logprobs stand beside the likeliest ones'."""
+    assert isinstance(output.prompt_logprobs, LogprobDicts)
+    columns = output.prompt_logprobs.columns
+    return ScoreOutput(
+        output.prompt_token_ids[first:],
+        columns.values[:, 0].tolist(),
+        bool((columns.token_ids[:, 0] == columns.token_ids[:, 1]).all()),
+        output.num_cached_tokens,
+    )
+
+
+def embedding_output(output: RequestOutput, is_mean: bool, normalize: bool) -> EmbeddingRequestOutput:
+    """The embedding of a prompt, of the sum of its hidden states."""
+    values = np.empty(0) if output.pooled is None else np.asarray(output.pooled, np.float32)
+    if is_mean:
+        values = values / max(len(output.prompt_token_ids), 1)
+    if normalize:
+        values = values / max(float(np.linalg.norm(values)), 1e-12)
+    return EmbeddingRequestOutput(
+        output.request_id,
+        EmbeddingOutput(values.tolist()),
+        output.prompt_token_ids,
+        output.prompt,
+        output.num_cached_tokens,
+        output.error,
+        output.index,
+    )

@@ -1,0 +1,58 @@
+"""Prompts with continuations to be scored, as token ids. Scores nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from nanovllm.text.prompts import Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class Continued(NamedTuple):
+    """A prompt and a continuation of it."""
+
+    token_ids: list[int]  # of both
+    first: int  # where the continuation begins
+
+
+def encode_continuations(
+    tokenizer: PreTrainedTokenizerBase | None, pairs: Sequence[tuple[Prompt, Prompt, str]]
+) -> list[Continued]:
+    """Return the token ids of each (prompt, continuation, what errors call it).
+
+    Two texts are encoded together, and the continuation begins where that differs from the prompt's own
+    encoding: a token that both have a part in is the continuation's. ValueError for an empty part, and for
+    a text without a tokenizer.
+    """
+    wanted: dict[str, None] = {}  # texts to be encoded
+    for prompt, continuation, where in pairs:
+        if tokenizer is None and (prompt.token_ids is None or continuation.token_ids is None):
+            raise ValueError(f"{where} has a text, and skip_tokenizer_init=True; pass token ids")
+        if prompt.token_ids is None:
+            wanted[str(prompt.text)] = None
+            if continuation.token_ids is None:
+                wanted[f"{prompt.text}{continuation.text}"] = None
+    encoded: dict[str, list[int]] = {}
+    if tokenizer is not None and wanted:
+        encoded = dict(zip(wanted, tokenizer(list(wanted))["input_ids"], strict=True))
+    found = []
+    for prompt, continuation, where in pairs:
+        before = encoded[str(prompt.text)] if prompt.token_ids is None else prompt.token_ids
+        if continuation.token_ids is not None:
+            whole = [*before, *continuation.token_ids]
+        elif prompt.token_ids is None:
+            whole = encoded[f"{prompt.text}{continuation.text}"]
+        else:
+            assert tokenizer is not None
+            whole = [*before, *tokenizer(continuation.text, add_special_tokens=False)["input_ids"]]
+        same = (first for first, (a, b) in enumerate(zip(before, whole, strict=False)) if a != b)
+        start = next(same, min(len(before), len(whole)))
+        if start == 0:
+            raise ValueError(f"{where}: the prompt has no token of its own; begin it with another text")
+        if start == len(whole):
+            raise ValueError(f"{where}: the continuation has no tokens: {continuation.text!r}")
+        found.append(Continued(whole, start))
+    return found
