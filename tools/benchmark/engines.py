@@ -6,6 +6,8 @@ Also which sampling parameters each row of a workload has. Times nothing.
 from __future__ import annotations
 
 import argparse
+import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +25,7 @@ Run = Callable[[], object]
 LEAST_MODEL_LEN = 4096  # of vLLM, which takes the model's own limit otherwise
 TEMPERATURE = 0.6
 TRANSFORMERS_SAMPLING = ("temperature", "top_k", "top_p", "min_p")
-SET_BY_WORKLOAD = ("n", "max_tokens", "ignore_eos", "stop", "stop_token_ids")  # how many tokens come out
+SET_BY_WORKLOAD = ("n", "max_tokens", "ignore_eos", "stop_token_ids")  # how many tokens come out
 
 
 @dataclass(frozen=True)
@@ -38,12 +40,12 @@ class Engine:
 
 
 def parse_sampling(text: str, engine: str) -> dict[str, Any]:
-    """What `--sampling name=value,name=value` asks for, on top of temperature 0.6.
+    """What `--sampling name=value,name=value` asks for, on top of temperature 0.6; values may be JSON.
 
     ValueError or TypeError, nanovllm's own where that is the engine, for what is not to be had.
     """
     asked: dict[str, Any] = {}
-    for part in filter(None, text.split(",")):
+    for part in filter(None, re.split(r",(?=\s*\w+\s*(?:=|$))|,$", text)):
         name, equals, value = (piece.strip() for piece in part.partition("="))
         if not equals:
             raise ValueError(f"write name=value, not {part!r}")
@@ -52,6 +54,8 @@ def parse_sampling(text: str, engine: str) -> dict[str, Any]:
         asked[name] = _parse_value(value)
     found = {"temperature": TEMPERATURE} | asked
     if engine == "nanovllm":
+        if isinstance(found.get("structured_outputs"), dict):
+            found["structured_outputs"] = nanovllm.StructuredOutputsParams(**found["structured_outputs"])
         nanovllm.SamplingParams(**found)
     if engine == "transformers":
         unknown = found.keys() - set(TRANSFORMERS_SAMPLING)
@@ -61,15 +65,13 @@ def parse_sampling(text: str, engine: str) -> dict[str, Any]:
 
 
 def _parse_value(text: str) -> Any:
-    """A bool, an int or a float; anything else stays a text, for the engine to judge."""
+    """A bool, or what JSON reads; anything else stays a text, for the engine to judge."""
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 def row_sampling(sampling: dict[str, Any], share: float, num_rows: int) -> list[dict[str, Any]]:
@@ -91,7 +93,7 @@ def load_nanovllm(args: argparse.Namespace, model: Path, dummy: bool, options: d
     llm = LLM(
         str(model),
         load_format="dummy" if dummy else "auto",
-        skip_tokenizer_init=True,
+        skip_tokenizer_init=args.tokenizer is None,
         max_num_seqs=args.max_num_seqs,
         attention_backend=args.attention_backend,
         enforce_eager=args.enforce_eager,

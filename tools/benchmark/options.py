@@ -31,7 +31,8 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
         "--sampling",
         default="",
         metavar="NAME=VALUE,...",
-        help=f"fields of SamplingParams, such as top_p=0.95,top_k=20; default: temperature={TEMPERATURE}",
+        help="fields of SamplingParams, such as top_p=0.95,top_k=20; values may be JSON; "
+        f"default: temperature={TEMPERATURE}",
     )
     parser.add_argument(
         "--sampling-share",
@@ -40,6 +41,7 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
         metavar="SHARE",
         help="of the rows that --sampling is for: 0.25 is every 4th; the others are greedy and plain in turn",
     )
+    parser.add_argument("--tokenizer", metavar="FOLDER", help="for --sampling that needs texts")
     parser.add_argument("--attention-backend", default="auto")
     parser.add_argument("--enforce-eager", action="store_true")
     parser.add_argument("--device", default="auto")
@@ -91,7 +93,7 @@ def parse_args(argv: Sequence[str] | None, description: str | None = None) -> ar
     args.shape = args.shape or "qwen3-0.6b"
     args.options = {  # passed on only if given: the engine says itself what it does not know
         name: getattr(args, name)
-        for name in ("max_model_len", "kv_cache_dtype", "tensor_parallel_size", "deterministic")
+        for name in ("max_model_len", "kv_cache_dtype", "tensor_parallel_size", "deterministic", "tokenizer")
         if getattr(args, name) is not None
     }
     if args.engine == "transformers" and args.options:
