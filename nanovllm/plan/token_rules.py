@@ -42,21 +42,19 @@ class TokenSet:
     def take_from(self, bits: np.ndarray) -> None:
         bits[self._words] &= ~self._bits
 
-    def keep_in(self, bits: np.ndarray) -> None:
-        """Clear all others."""
-        kept = bits[self._words] & self._bits
-        bits[:] = 0
-        bits[self._words] = kept
-
 
 class AllowedTokens:
     """Nothing but some tokens, at any place."""
 
     def __init__(self, token_ids: Iterable[int]) -> None:
         self._allowed = TokenSet(token_ids)
+        self._mask: np.ndarray | None = None  # as long as the bits
 
     def restrict(self, bits: np.ndarray, output_ids: Sequence[int]) -> None:
-        self._allowed.keep_in(bits)
+        if self._mask is None:
+            self._mask = np.zeros_like(bits)
+            self._allowed.add_to(self._mask)
+        bits &= self._mask
 
 
 class MinTokens:
@@ -156,11 +154,12 @@ def restrict_all(rows: Sequence[tuple[int, Sequence[TokenRule], Sequence[int]]],
     grammars: list[tuple[int, Grammar]] = []
     matchers: list[tuple[LLMatcher, int]] = []
     for row, rules, output_ids in rows:
-        bits[row] = ALL_TOKENS
-        for rule in rules:
-            if isinstance(rule, Grammar):
-                grammars.append((row, rule))
-                matchers.append((rule.advance(output_ids), row))
+        own = [rule for rule in rules if isinstance(rule, Grammar)]
+        for grammar in own:  # at most one, whose mask is written over the row
+            grammars.append((row, grammar))
+            matchers.append((grammar.advance(output_ids), row))
+        if not own:
+            bits[row] = ALL_TOKENS
     if grammars:
         executor = grammars[0][1].executor
         executor.unsafe_compute_mask_ptr(matchers, bits.ctypes.data, bits.strides[0], len(bits))
