@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object")
+CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 FLAGS = ("disable_any_whitespace", "disable_additional_properties")
 
 
@@ -26,6 +26,9 @@ class StructuredOutputsParams:
     grammar: a context-free grammar: Lark as llguidance reads it, from the rule `start`; or GBNF (EBNF with
         `::=`), from the rule `root`.
     json_object: True for any JSON object.
+    structural_tag: any text with calls of functions in it, as a dictionary or its text: `{"structures":
+        [{"begin": text, "schema": JSON schema, "end": text}], "triggers": [text]}`. Where a trigger is
+        written, one of the structures that begin with it follows. Kept as a text.
     disable_any_whitespace: JSON without whitespace outside of its strings.
     disable_additional_properties: objects have no properties but those that the schema names, unless it says
         itself which others they may have.
@@ -43,6 +46,7 @@ class StructuredOutputsParams:
     disable_any_whitespace: bool = False
     disable_additional_properties: bool = False
     whitespace_pattern: str | None = None
+    structural_tag: str | Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         if self.json_object not in (None, True, False):
@@ -54,7 +58,10 @@ class StructuredOutputsParams:
                 f"{' and '.join(given) or 'none'}"
             )
         if self.json is not None:
-            object.__setattr__(self, "json", _schema_text(self.json))
+            expected = "a JSON schema: a dictionary, its text or a pydantic model class"
+            object.__setattr__(self, "json", _json_text("json", self.json, expected))
+        if self.structural_tag is not None:
+            object.__setattr__(self, "structural_tag", _tag_text(self.structural_tag))
         if self.choice is not None:
             object.__setattr__(self, "choice", _choices(self.choice))
         for name in ("regex", "grammar", "whitespace_pattern"):
@@ -72,24 +79,42 @@ class StructuredOutputsParams:
             )
 
 
-def _schema_text(schema: Any) -> str:
-    """A JSON schema as a JSON text."""
-    expected = "a JSON schema: a dictionary, its text or a pydantic model class"
-    if hasattr(schema, "model_json_schema"):
-        schema = schema.model_json_schema()
-    if isinstance(schema, str):
+def _json_text(name: str, value: Any, expected: str) -> str:
+    """A JSON object as a text."""
+    if hasattr(value, "model_json_schema"):
+        value = value.model_json_schema()
+    if isinstance(value, str):
         try:
-            if isinstance(json_module.loads(schema), dict):
-                return schema
+            if isinstance(json_module.loads(value), dict):
+                return value
         except ValueError as error:
-            raise ValueError(f"json must be {expected}, not {_show(schema)} ({error})") from None
-        raise ValueError(f"json must be {expected}, not {_show(schema)}")
-    if not isinstance(schema, Mapping):
-        raise TypeError(f"json must be {expected}, not {_show(schema)}")
+            raise ValueError(f"{name} must be {expected}, not {_show(value)} ({error})") from None
+        raise ValueError(f"{name} must be {expected}, not {_show(value)}")
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{name} must be {expected}, not {_show(value)}")
     try:
-        return json_module.dumps(dict(schema), ensure_ascii=False, allow_nan=False)
+        return json_module.dumps(dict(value), ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError) as error:
-        raise type(error)(f"json must be {expected}, not {_show(schema)} ({error})") from None
+        raise type(error)(f"{name} must be {expected}, not {_show(value)} ({error})") from None
+
+
+def _tag_text(value: Any) -> str:
+    """Checked `structural_tag` as a text."""
+    expected = '{"structures": [{"begin": text, "schema": JSON schema, "end": text}], "triggers": [text]}'
+    text = _json_text("structural_tag", value, expected)
+    tag = json_module.loads(text)
+    structures, triggers = tag.get("structures"), tag.get("triggers")
+    if (
+        not (isinstance(structures, list) and structures and isinstance(triggers, list) and all(triggers))
+        or not all(isinstance(trigger, str) for trigger in triggers)
+        or not all(isinstance(each, dict) and isinstance(each.get("schema"), dict) for each in structures)
+        or not all(isinstance(each.get(name), str) for each in structures for name in ("begin", "end"))
+    ):
+        raise ValueError(f"structural_tag must be {expected}, not {_show(value)}")
+    for each in structures:
+        if not each["begin"].startswith(tuple(triggers)):
+            raise ValueError(f"structural_tag: {each['begin']!r} begins with none of the triggers {triggers}")
+    return text
 
 
 def _choices(choices: Any) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.structured_outputs import StructuredOutputsParams
+from nanovllm.structured_outputs import CONSTRAINTS, StructuredOutputsParams
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
@@ -76,9 +76,7 @@ class GrammarCompiler:
 
     def _compile(self, params: StructuredOutputsParams) -> LLMatcher:
         """Return a matcher at its beginning, to be copied. ValueError as for `constraint`."""
-        [name] = [name for name in ("json", "regex", "choice", "grammar") if getattr(params, name)] or [
-            "json"
-        ]
+        name = next(name for name in CONSTRAINTS if getattr(params, name))
         try:
             grammar = self._grammar(params)
         except ValueError as error:
@@ -99,6 +97,8 @@ class GrammarCompiler:
             return str(llguidance.grammar_from("choice", json.dumps(params.choice)))
         if params.grammar is not None:
             return str(llguidance.grammar_from("grammar", params.grammar))
+        if params.structural_tag is not None:
+            return self._tagged(json.loads(str(params.structural_tag)))
         schema = {"type": "object"} if params.json is None else json.loads(str(params.json))
         if params.disable_additional_properties:
             schema = _without_additional_properties(schema)
@@ -106,6 +106,17 @@ class GrammarCompiler:
         if params.whitespace_pattern is not None:
             options["whitespace_pattern"] = params.whitespace_pattern
         return str(llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=options))
+
+    def _tagged(self, tag: dict[str, Any]) -> str:
+        """Any text, in which a trigger is followed by a structure that begins with it."""
+        StructTag = self._llguidance.StructTag
+        tags = [
+            StructTag(trigger=trigger, begin=each["begin"], grammar=each["schema"], end=each["end"])
+            for each in tag["structures"]
+            for trigger in tag["triggers"]
+            if each["begin"].startswith(trigger)
+        ]
+        return str(StructTag.to_grammar(tags))
 
 
 def _without_additional_properties(schema: Any) -> Any:

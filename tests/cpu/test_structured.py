@@ -133,6 +133,27 @@ def test_additional_properties() -> None:
         jsonschema.validate(value, schema)
 
 
+def test_structural_tags() -> None:
+    """Any text may come, but behind a trigger a structure."""
+    structures = [
+        {"begin": "<f=a>", "schema": {"enum": [1, 20]}, "end": "</f>"},
+        {"begin": "<f=b>", "schema": {"type": "boolean"}, "end": "</f>"},
+    ]
+    [request] = requests([params_of(structural_tag={"structures": structures, "triggers": ["<f="]})])
+
+    def following(text: str) -> set[str]:
+        bits = np.empty((1, -(-V // 32)), np.int32)
+        restrict_all([(0, make_rules(request), TOKENIZER.encode(text, add_special_tokens=False))], bits)
+        ids = np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little"))
+        return {"EOS" if id_ == EOS else TOKENIZER.decode([int(id_)]) for id_ in ids}
+
+    for free in ("", "Well, <", "<f=a>20</f>", "x <f=b>true</f> and "):
+        assert {"EOS", "a", "<", "{"} <= following(free)
+    assert following("Well, <f=") == {"a", "b"}
+    assert following("<f=a>1</f> <f=a>") == {"1", "2"}
+    assert following("<f=a>x") == set()
+
+
 @pytest.mark.parametrize(
     ("constraint", "words"),
     [
@@ -143,6 +164,15 @@ def test_additional_properties() -> None:
         ({"json": {"type": "object"}, "whitespace_pattern": "(("}, "unclosed group"),
         ({"grammar": "start: foo"}, "foo"),
         ({"grammar": "just words"}, "GBNF"),
+        (
+            {
+                "structural_tag": {
+                    "structures": [{"begin": "<f", "schema": {"type": "x"}, "end": ""}],
+                    "triggers": ["<"],
+                }
+            },
+            "Invalid type: x",
+        ),
     ],
     ids=str,
 )

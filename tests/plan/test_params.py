@@ -107,7 +107,11 @@ def test_schemas_are_kept_as_texts(schema: Any) -> None:
     assert SamplingParams(structured_outputs=params).clone().structured_outputs == params
 
 
+TAG = {"structures": [{"begin": "<f", "schema": {}, "end": "f>"}], "triggers": ["<"]}
+
+
 def test_one_constraint() -> None:
+    assert json.loads(str(StructuredOutputsParams(structural_tag=TAG).structural_tag)) == TAG
     assert StructuredOutputsParams(choice=["b", "a"]).choice == ("b", "a")
     assert StructuredOutputsParams(json_object=True, whitespace_pattern=" ?").json is None
     assert StructuredOutputsParams(json={}, json_object=False).json == "{}"
@@ -132,6 +136,15 @@ def test_one_constraint() -> None:
         ({"choice": ["a", 5]}, TypeError, "5"),
         ({"choice": []}, ValueError, "choice"),
         ({"grammar": b"a"}, TypeError, "grammar"),
+        ({"structural_tag": 5}, TypeError, "5"),
+        ({"structural_tag": {"type": "structural_tag", "format": {}}}, ValueError, "structures"),
+        (
+            {"structural_tag": {"structures": [{"begin": "<f", "end": ""}], "triggers": ["<"]}},
+            ValueError,
+            "schema",
+        ),
+        ({"structural_tag": TAG | {"triggers": ["<g"]}}, ValueError, "'<f' begins with none"),
+        ({"structural_tag": TAG | {"triggers": [""]}}, ValueError, "triggers"),
         ({"json": {}, "disable_any_whitespace": 1}, TypeError, "disable_any_whitespace"),
         ({"json": {}, "disable_any_whitespace": True, "whitespace_pattern": " "}, ValueError, "contradicts"),
     ],
