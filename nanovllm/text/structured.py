@@ -49,7 +49,8 @@ class GrammarCompiler:
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, eos_token_ids: Sequence[int]
     ) -> None:
-        """vocab_size: of the model's logits. eos_token_ids: which tokens end a text.
+        """vocab_size: of the model's logits. eos_token_ids: which tokens end a text; llguidance is told the
+        first one, for a sequence's rule allows all of them in its place.
 
         ImportError without llguidance; ValueError for a tokenizer that it cannot read.
         """
@@ -65,7 +66,7 @@ class GrammarCompiler:
             )
         self.tokenizer = tokenizer
         self._llguidance: Any = llguidance
-        self._tokens = _llguidance_tokenizer(tokenizer, vocab_size, list(eos_token_ids))
+        self._tokens = _llguidance_tokenizer(tokenizer, vocab_size, eos_token_ids[0])
         self.executor: LLExecutor = llguidance.LLExecutor()
         self.compile = lru_cache(REMEMBERED)(self._compile)
 
@@ -138,7 +139,7 @@ def _without_additional_properties(schema: Any) -> Any:
 
 
 def _llguidance_tokenizer(
-    tokenizer: PreTrainedTokenizerBase, vocab_size: int, eos_token_ids: list[int]
+    tokenizer: PreTrainedTokenizerBase, vocab_size: int, eos_token_id: int
 ) -> LLTokenizer:
     """The tokenizer as llguidance reads it, with as many tokens as the model has logits."""
     import llguidance
@@ -153,5 +154,5 @@ def _llguidance_tokenizer(
     content["added_tokens"] = [token for token in content["added_tokens"] if token["id"] < vocab_size]
     content["padding"] = content["truncation"] = None
     return llguidance.LLTokenizer(
-        json.dumps(content, ensure_ascii=False), n_vocab=vocab_size, eos_token=eos_token_ids
+        json.dumps(content, ensure_ascii=False), n_vocab=vocab_size, eos_token=eos_token_id
     )

@@ -18,7 +18,7 @@ V = 75  # three words of bits, the last one in part
 IDS = st.integers(0, V - 1)
 WORDS = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=4), max_size=6)
 EOS, OTHER_STOP = 2, 7
-TOKENS = llguidance.LLTokenizer(f"{nanovllm.demo_model_path()}/tokenizer.json", n_vocab=540, eos_token=[EOS])
+TOKENS = llguidance.LLTokenizer(f"{nanovllm.demo_model_path()}/tokenizer.json", n_vocab=540, eos_token=EOS)
 EXECUTOR = llguidance.LLExecutor()
 
 
