@@ -1,7 +1,7 @@
 """Logprobs of chosen tokens, and the likeliest tokens beside them, without sorting the vocabulary.
 
 The k likeliest tokens are in the k segments of the vocabulary with the largest maxima, so that only these are
-looked at. Equal logits come in the order of their ids.
+looked at. Equal logits come in the order of their ids. One pass over the logits, for sums, ranks and maxima.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from nanovllm.kernels.compat import use_triton
+from nanovllm.kernels.compat import jit, tl, triton, use_triton
 from nanovllm.kernels.filters import SEGMENT
-from nanovllm.kernels.sampling import summarize_triton
+
+BLOCK = 2048  # vocabulary entries of a program
+FEW = 64  # up to so many likeliest tokens are taken one after the other
 
 
 class TokenLogprobTensors(NamedTuple):
@@ -24,35 +26,151 @@ class TokenLogprobTensors(NamedTuple):
     ranks: torch.Tensor  # [n] int64
 
 
+@jit("ids_ptr")
+def _scan_kernel(
+    logits_ptr: tl.tensor,
+    ids_ptr: tl.tensor,
+    tops_ptr: tl.tensor,
+    sums_ptr: tl.tensor,
+    counts_ptr: tl.tensor,
+    crests_ptr: tl.tensor,
+    stride: int,
+    vocab: int,
+    blocks: int,
+    BLOCK: tl.constexpr,
+    SEGMENT: tl.constexpr,
+) -> None:
+    """One program per (row, block): its largest logit, the sum of exp(logit - largest), how many logits reach
+    the chosen token's, and the largest logit of each segment. NaN counts as +inf."""
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
+    index = block * BLOCK + tl.arange(0, BLOCK)
+    live = index < vocab
+    chosen = tl.load(logits_ptr + row * stride + tl.maximum(tl.load(ids_ptr + row), 0)).to(tl.float32)
+    x = tl.load(logits_ptr + row * stride + index, mask=live, other=float("-inf")).to(tl.float32)
+    x = tl.where(x < float("inf"), x, float("inf"))
+    PER_BLOCK: tl.constexpr = BLOCK // SEGMENT
+    crests = tl.max(tl.reshape(x, (PER_BLOCK, SEGMENT)), axis=1)
+    tl.store(crests_ptr + (row * blocks + block) * PER_BLOCK + tl.arange(0, PER_BLOCK), crests)
+    top = tl.max(x, axis=0)
+    finite = (top > float("-inf")) & (top < float("inf"))
+    total = tl.sum(tl.exp(x - tl.where(finite, top, 0.0)), axis=0)
+    cell = row * blocks + block
+    tl.store(tops_ptr + cell, top)
+    tl.store(sums_ptr + cell, tl.where(finite, total, 1.0))
+    tl.store(counts_ptr + cell, tl.sum(((x >= chosen) & live).to(tl.int32), axis=0))
+
+
+@jit("ids_ptr", "k")
+def _take_kernel(
+    logits_ptr: tl.tensor,
+    ids_ptr: tl.tensor,
+    normalizers_ptr: tl.tensor,
+    crests_ptr: tl.tensor,
+    values_ptr: tl.tensor,
+    out_ids_ptr: tl.tensor,
+    stride: int,
+    vocab: int,
+    segments: int,
+    k: int,
+    SEGMENT: tl.constexpr,
+    PADDED: tl.constexpr,
+) -> None:
+    """One program per row: the chosen token, then the k likeliest, each the best of what is left of the
+    segment with the largest maximum. What is left comes behind the one taken last."""
+    row = tl.program_id(0).to(tl.int64)
+    normalizer = tl.load(normalizers_ptr + row)
+    chosen = tl.maximum(tl.load(ids_ptr + row), 0)
+    cell = row * (k + 1)
+    tl.store(values_ptr + cell, tl.load(logits_ptr + row * stride + chosen).to(tl.float32) - normalizer)
+    tl.store(out_ids_ptr + cell, chosen)
+    place = tl.arange(0, PADDED)
+    alive = place < segments
+    crests = tl.load(crests_ptr + row * segments + place, mask=alive, other=float("-inf"))
+    last = tl.full((), float("inf"), tl.float32)
+    last_id = tl.full((), -1, tl.int32)
+    for taken in range(0, k):
+        best = tl.max(tl.where(alive, crests, float("-inf")), axis=0)
+        segment = tl.min(tl.where(alive & (crests == best), place, PADDED), axis=0)
+        index = segment * SEGMENT + tl.arange(0, SEGMENT)
+        x = tl.load(logits_ptr + row * stride + index, mask=index < vocab, other=float("-inf")).to(tl.float32)
+        x = tl.where(x < float("inf"), x, float("inf"))
+        left = (index < vocab) & ((x < last) | ((x == last) & (index > last_id)))
+        last = tl.max(tl.where(left, x, float("-inf")), axis=0)
+        last_id = tl.min(tl.where(left & (x == last), index, vocab - 1), axis=0)
+        tl.store(values_ptr + cell + 1 + taken, last - normalizer)
+        tl.store(out_ids_ptr + cell + 1 + taken, last_id.to(tl.int64))
+        left = left & (index != last_id)
+        crest = tl.max(tl.where(left, x, float("-inf")), axis=0)
+        crests = tl.where(place == segment, crest, crests)
+        alive = alive & ((place != segment) | (tl.sum(left.to(tl.int32), axis=0) > 0))
+
+
 def token_logprobs(
     logits: torch.Tensor, token_ids: torch.Tensor, k: int, normalize: bool = True
 ) -> TokenLogprobTensors:
     """The logprob and the rank of one token of each row, and the k likeliest tokens, likeliest first.
 
-    logits: [n, V] float. token_ids: [n] int64; one below 0 counts as 0. k: up to V; a larger one is V.
-    normalize: give log-softmax, in float32; else the logits themselves. rank: how many tokens are at least as
-    likely, as in vLLM.
+    logits: [n, V] float, contiguous rows. token_ids: [n] int64; one below 0 counts as 0. k: up to V; a
+    larger one is V. normalize: give log-softmax, in float32; else the logits themselves. rank: how many
+    tokens are at least as likely, as in vLLM. A row with NaN or +inf gives anything.
     """
     k = min(k, logits.shape[1])
-    chosen_ids = token_ids.clamp(min=0)[:, None]
-    chosen = logits.gather(1, chosen_ids)
-    ranks = (logits >= chosen).sum(dim=1)
     if use_triton(logits):
-        normalizer, crests = summarize_triton(logits)
-    else:
-        normalizer, crests = _summarize_reference(logits)
-    values, ids = _top_tokens(logits, crests, k)
-    values = torch.cat([chosen.float(), values], dim=1)
-    if normalize:
-        values = values - normalizer[:, None]
-    return TokenLogprobTensors(values, torch.cat([chosen_ids, ids], dim=1), ranks)
-
-
-def _summarize_reference(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """log(sum(exp(logits))) [n] and the largest logit of each segment [n, segments], float32."""
+        return _token_logprobs_triton(logits, token_ids, k, normalize)
+    chosen = token_ids.clamp(min=0)[:, None]
+    ranks = (logits >= logits.gather(1, chosen)).sum(dim=1)
     wide = logits.float()
     padded = F.pad(wide, (0, -logits.shape[1] % SEGMENT), value=float("-inf"))
-    return wide.logsumexp(dim=1), padded.view(len(logits), -1, SEGMENT).amax(dim=2)
+    crests = padded.view(len(logits), -1, SEGMENT).amax(dim=2)
+    normalizers = wide.logsumexp(dim=1) if normalize else wide.new_zeros(len(logits))
+    return _with_top_tokens(logits, chosen, ranks, normalizers, crests, k)
+
+
+def _token_logprobs_triton(
+    logits: torch.Tensor, token_ids: torch.Tensor, k: int, normalize: bool
+) -> TokenLogprobTensors:
+    """`token_logprobs` by Triton."""
+    (rows, vocab), device = logits.shape, logits.device
+    blocks = triton.cdiv(vocab, BLOCK)
+    segments = blocks * BLOCK // SEGMENT
+    tops, sums = torch.empty(2, rows, blocks, dtype=torch.float32, device=device)
+    counts = torch.empty(rows, blocks, dtype=torch.int32, device=device)
+    crests = torch.empty(rows, segments, dtype=torch.float32, device=device)
+    if rows:
+        _scan_kernel[(rows, blocks)](
+            logits, token_ids, tops, sums, counts, crests, logits.stride(0), vocab, blocks,
+            BLOCK=BLOCK, SEGMENT=SEGMENT, num_warps=2,
+        )  # fmt: skip
+    ranks = counts.sum(dim=1)
+    best = tops.amax(dim=1)
+    normalizers = best + (sums * (tops - best[:, None]).exp()).sum(dim=1).log()
+    if not normalize:
+        normalizers.zero_()
+    if k > FEW:
+        return _with_top_tokens(logits, token_ids.clamp(min=0)[:, None], ranks, normalizers, crests, k)
+    values = torch.empty(rows, 1 + k, dtype=torch.float32, device=device)
+    ids = torch.empty(rows, 1 + k, dtype=torch.int64, device=device)
+    if rows:
+        _take_kernel[(rows,)](
+            logits, token_ids, normalizers, crests, values, ids, logits.stride(0), vocab, segments, k,
+            SEGMENT=SEGMENT, PADDED=triton.next_power_of_2(segments), num_warps=4,
+        )  # fmt: skip
+    return TokenLogprobTensors(values, ids, ranks)
+
+
+def _with_top_tokens(
+    logits: torch.Tensor,
+    chosen: torch.Tensor,
+    ranks: torch.Tensor,
+    normalizers: torch.Tensor,
+    crests: torch.Tensor,
+    k: int,
+) -> TokenLogprobTensors:
+    """The logprobs of chosen tokens [n, 1] and of the k likeliest."""
+    values, ids = _top_tokens(logits, crests, k)
+    values = torch.cat([logits.gather(1, chosen).float(), values], dim=1) - normalizers[:, None]
+    return TokenLogprobTensors(values, torch.cat([chosen, ids], dim=1), ranks)
 
 
 def _top_tokens(logits: torch.Tensor, crests: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -210,35 +210,6 @@ def sample_triton(
     return out
 
 
-def summarize_triton(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """log(sum(exp(logits))) [S] and the largest logit of each segment [S, segments], float32; +inf where a
-    logit is NaN."""
-    rows, vocab = logits.shape
-    blocks = triton.cdiv(vocab, BLOCK)
-    tops, sums = torch.empty(rows, 2, blocks, dtype=torch.float32, device=logits.device).unbind(1)
-    crests = torch.empty(rows, blocks * BLOCK // SEGMENT, dtype=torch.float32, device=logits.device)
-    if rows:
-        _sample_block_kernel[(rows, blocks)](
-            logits,
-            torch.ones(rows, device=logits.device),
-            tops,
-            crests,
-            logits.stride(0),
-            vocab,
-            blocks,
-            GREEDY_BELOW=GREEDY_BELOW,
-            LOG2_E=_LOG2_E,
-            LEAST=_LEAST_FACTOR,
-            BLOCK=BLOCK,
-            SEGMENT=SEGMENT,
-            FILTERS=True,
-            EARLY=False,
-            num_warps=2,
-        )
-    best = tops.amax(dim=1)
-    return best + (sums * (tops - best[:, None]).exp()).sum(dim=1).log(), crests
-
-
 def _weights_reference(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
     """What tokens weigh, relative to the likeliest: float32 like logits [S, V]."""
     factor = (_LOG2_E / temperature).clamp(min=_LEAST_FACTOR)

@@ -194,7 +194,7 @@ class ModelRunner:
         first.capture_all(progress and self.tp.rank == 0)
         # Captured when they are first needed, and fewer of them: most workloads share no prefixes.
         few = sizes[::-4][::-1]
-        self.graphs[False, False] = make(None, False, sorted({*sizes[:3], *few}), first.pool)
+        self.graphs[False, False] = make(None, False, sorted({*sizes[:3], *sizes[::-2]}), first.pool)
         if self.prefixes is not None:
             for drawn in (True, False):
                 self.graphs[True, drawn] = make(self.prefixes.nothing, drawn, few, first.pool)

@@ -66,7 +66,8 @@ class GrammarCompiler:
             )
         self.tokenizer = tokenizer
         self._llguidance: Any = llguidance
-        self._tokens = _llguidance_tokenizer(tokenizer, vocab_size, eos_token_ids[0])
+        known = [token_id for token_id in eos_token_ids if token_id < len(tokenizer)]
+        self._tokens = _llguidance_tokenizer(tokenizer, vocab_size, (known or [tokenizer.eos_token_id])[0])
         self.executor: LLExecutor = llguidance.LLExecutor()
         self.compile = lru_cache(REMEMBERED)(self._compile)
 
