@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from nanovllm.kernels.compat import await_inputs, jit, launch_early, tl, triton, use_triton
+from nanovllm.kernels.compat import await_inputs, early, jit, tl, triton, use_triton
 from nanovllm.kernels.rms_norm import inverse_rms, inverse_rms_reference
 
 _BLOCK = 1024
@@ -61,7 +61,6 @@ def silu_and_mul_triton(
     # Each program reads its row of rms_of: fewer of them where that is long, or where rows abound.
     fewer = size > 2 * _BLOCK or (rms_of is not None and rows > _MANY_ROWS)
     block = 4 * _BLOCK if fewer else _BLOCK
-    early = launch_early(x)
     _silu_and_mul_kernel[(rows, triton.cdiv(n, block))](
         x,
         out,
@@ -72,9 +71,8 @@ def silu_and_mul_triton(
         BLOCK=block,
         SIZE=size,
         SIZE_PADDED=triton.next_power_of_2(size),
-        EARLY=early,
-        launch_pdl=early,
         num_warps=4,
+        **early(x),
     )
     return out
 

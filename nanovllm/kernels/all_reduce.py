@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import torch
 
-from nanovllm.kernels.compat import await_inputs, jit, launch_early, tl, triton
+from nanovllm.kernels.compat import await_inputs, early, jit, tl, triton
 from nanovllm.kernels.rms_norm import add_rms_norm_reference, normalised
 
 TURNS = 3
@@ -134,7 +134,6 @@ def _all_reduce_kernel(
     eps: float,
     RANK: tl.constexpr,
     SIZE: tl.constexpr,
-    TURNS: tl.constexpr,
     N: tl.constexpr,
     N_PADDED: tl.constexpr,
     ROW: tl.constexpr,
@@ -144,6 +143,7 @@ def _all_reduce_kernel(
     TWO_SHOT: tl.constexpr,
     NORM: tl.constexpr,
     EARLY: tl.constexpr,
+    TURNS: tl.constexpr = TURNS,
 ) -> None:
     """One program per row. ROW: elements in a row of a room, which x's N fit into."""
     dtype: tl.constexpr = x_ptr.dtype.element_ty
@@ -228,7 +228,6 @@ def _launch(
     assert x.is_contiguous() and residual.is_contiguous() and rows <= len(peers.turns)
     assert n * itemsize <= peers.row_bytes and (peers.sums is not None or not two_shot)
     padded, row = triton.next_power_of_2(n), peers.row_bytes // itemsize
-    early = launch_early(x)
     _all_reduce_kernel[(rows,)](
         x,
         residual,
@@ -243,7 +242,6 @@ def _launch(
         eps,
         RANK=peers.rank,
         SIZE=peers.size,
-        TURNS=TURNS,
         N=n,
         N_PADDED=padded,
         ROW=row,
@@ -252,10 +250,9 @@ def _launch(
         EMPTY=EMPTY_BY_SIZE[itemsize],
         TWO_SHOT=two_shot,
         NORM=norm,
-        EARLY=early,
-        launch_pdl=early,
         num_warps=max(1, min(16, padded // 512)),  # no more: each number is for one thread to wait for
         maxnreg=64,  # so that two programs of 16 warps share a multiprocessor, and 256 rows are all at work
+        **early(x),
     )
     return out
 

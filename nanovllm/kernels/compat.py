@@ -19,9 +19,11 @@ __all__ = [
     "FEW_ROWS",
     "HAS_TRITON",
     "INTERPRET",
+    "INTERPRETED",
     "TensorDescriptor",
     "await_inputs",
     "capability",
+    "early",
     "in_graph",
     "jit",
     "launch_early",
@@ -46,6 +48,7 @@ except ImportError:  # that, or no wheel for this platform: the torch twins do a
 
 HAS_TRITON = triton is not None
 INTERPRET = HAS_TRITON and _INTERPRETER_ASKED
+INTERPRETED = tl.constexpr(INTERPRET) if HAS_TRITON else False  # the same, as kernels can read it
 
 FEW_ROWS = 2  # up to here a step's time is in starting kernels and in reading weights: other ways pay
 
@@ -76,6 +79,11 @@ def launch_early(x: torch.Tensor) -> bool:
     By programmatic dependent launch, which compute capability 9.0 brought.
     """
     return not INTERPRET and capability(x.device) >= (9, 0)
+
+
+def early(x: torch.Tensor) -> dict[str, bool]:
+    """The options by which a kernel whose constant is EARLY is launched on the device of `x`."""
+    return dict.fromkeys(("EARLY", "launch_pdl"), launch_early(x))
 
 
 @lru_cache

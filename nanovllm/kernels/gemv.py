@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from nanovllm.kernels.activation import gated, silu_and_mul_reference
-from nanovllm.kernels.compat import FEW_ROWS, await_inputs, jit, launch_early, tl, triton, use_triton
+from nanovllm.kernels.compat import FEW_ROWS, await_inputs, early, jit, tl, triton, use_triton
 from nanovllm.kernels.rms_norm import inverse_rms_reference, normalised, rms_norm_reference
 
 _BLOCK_K = 4096  # so that most products have all their weights on the way at once
@@ -111,7 +111,6 @@ def gemv_triton(
         block_k = min(_BLOCK_K, block_k)
     tile = _TILE * triton.next_power_of_2(rows)
     block_n = max(1, tile // (2 * block_k if silu else block_k))
-    early = launch_early(x)
     _gemv_kernel[(rows * triton.cdiv(n, block_n),)](
         x,
         residual,
@@ -129,9 +128,8 @@ def gemv_triton(
         BLOCK_K=block_k,
         NORM=eps is not None,
         GATED=silu,
-        EARLY=early,
-        launch_pdl=early,
         num_warps=_WARPS,
+        **early(x),
     )
     return out, total
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from nanovllm.batch import LAST_SAMPLED, NO_SLOT
-from nanovllm.kernels.compat import await_inputs, jit, launch_early, tl, triton, use_triton
+from nanovllm.kernels.compat import await_inputs, early, jit, tl, triton, use_triton
 
 _BLOCK = 256
 
@@ -21,9 +21,9 @@ def _take_tokens_kernel(
     out_ptr: tl.tensor,
     num_tokens: int,
     vocab: int,
-    LAST_SAMPLED: tl.constexpr,
-    BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
+    LAST_SAMPLED: tl.constexpr = LAST_SAMPLED,
+    BLOCK: tl.constexpr = _BLOCK,
 ) -> None:
     """One program per BLOCK tokens."""
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -43,9 +43,9 @@ def _keep_tokens_kernel(
     slots_ptr: tl.tensor,
     last_ptr: tl.tensor,
     num_tokens: int,
-    NO_SLOT: tl.constexpr,
-    BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
+    NO_SLOT: tl.constexpr = NO_SLOT,
+    BLOCK: tl.constexpr = _BLOCK,
 ) -> None:
     """One program per BLOCK tokens."""
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -59,21 +59,21 @@ def take_tokens_triton(
     token_ids: torch.Tensor, slots: torch.Tensor, last: torch.Tensor, vocab_size: int
 ) -> torch.Tensor:
     """`take_tokens` by Triton."""
-    num_tokens, early = len(token_ids), launch_early(token_ids)
+    num_tokens = len(token_ids)
     out = torch.empty_like(token_ids)
     if num_tokens:
         _take_tokens_kernel[(triton.cdiv(num_tokens, _BLOCK),)](
-            token_ids, slots, last, out, num_tokens, vocab_size, LAST_SAMPLED, _BLOCK, early, launch_pdl=early
+            token_ids, slots, last, out, num_tokens, vocab_size, **early(token_ids)
         )
     return out
 
 
 def keep_tokens_triton(token_ids: torch.Tensor, slots: torch.Tensor, last: torch.Tensor) -> None:
     """`keep_tokens` by Triton."""
-    num_tokens, early = len(token_ids), launch_early(token_ids)
+    num_tokens = len(token_ids)
     if num_tokens:
         _keep_tokens_kernel[(triton.cdiv(num_tokens, _BLOCK),)](
-            token_ids, slots, last, num_tokens, NO_SLOT, _BLOCK, early, launch_pdl=early
+            token_ids, slots, last, num_tokens, **early(token_ids)
         )
 
 

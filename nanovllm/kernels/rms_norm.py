@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from nanovllm.kernels.compat import await_inputs, jit, launch_early, tl, triton, use_triton
+from nanovllm.kernels.compat import await_inputs, early, jit, tl, triton, use_triton
 
 
 @jit()
@@ -72,7 +72,6 @@ def _launch(
         return
     assert x.stride(1) == 1 and residual.stride(1) == 1 and weight.is_contiguous()
     padded = triton.next_power_of_2(n)
-    early = launch_early(x)
     _rms_norm_kernel[(rows,)](
         x,
         residual,
@@ -85,9 +84,8 @@ def _launch(
         N=n,
         N_PADDED=padded,
         ADD=add,
-        EARLY=early,
-        launch_pdl=early,
         num_warps=max(1, min(16, padded // 512)),
+        **early(x),
     )
 
 
