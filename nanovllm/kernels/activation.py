@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from nanovllm.kernels.compat import await_inputs, early, jit, tl, triton, use_triton
+from nanovllm.kernels.compat import await_inputs, by_device, early, jit, tl, triton
 from nanovllm.kernels.rms_norm import inverse_rms, inverse_rms_reference
 
 _BLOCK = 1024
@@ -50,7 +50,11 @@ def _silu_and_mul_kernel(
 def silu_and_mul_triton(
     x: torch.Tensor, rms_of: torch.Tensor | None = None, eps: float = 0.0
 ) -> torch.Tensor:
-    """`silu_and_mul` by Triton."""
+    """Return silu(x[:, :N]) * x[:, N:], [T, N], for x [T, 2N]; silu is rounded to x's dtype first.
+
+    With `rms_of` [T, M], contiguous, each row of x is first divided by the root mean square of its row there,
+    and rounded.
+    """
     rows, n = x.shape[0], x.shape[1] // 2
     out = torch.empty((rows, n), dtype=x.dtype, device=x.device)
     if rows == 0:
@@ -87,10 +91,4 @@ def silu_and_mul_reference(
     return F.silu(gate) * up
 
 
-def silu_and_mul(x: torch.Tensor, rms_of: torch.Tensor | None = None, eps: float = 0.0) -> torch.Tensor:
-    """Return silu(x[:, :N]) * x[:, N:], [T, N], for x [T, 2N]; silu is rounded to x's dtype first.
-
-    With `rms_of` [T, M], contiguous, each row of x is first divided by the root mean square of its row there,
-    and rounded.
-    """
-    return (silu_and_mul_triton if use_triton(x) else silu_and_mul_reference)(x, rms_of, eps)
+silu_and_mul = by_device(silu_and_mul_triton, silu_and_mul_reference)

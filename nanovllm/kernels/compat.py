@@ -10,8 +10,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextvars import ContextVar
-from functools import lru_cache
-from typing import Any
+from functools import lru_cache, wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
@@ -22,6 +22,7 @@ __all__ = [
     "INTERPRETED",
     "TensorDescriptor",
     "await_inputs",
+    "by_device",
     "capability",
     "early",
     "in_graph",
@@ -33,6 +34,9 @@ __all__ = [
     "triton",
     "use_triton",
 ]
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 # Triton reads this variable when a kernel is decorated, so it must be set before this package is imported.
 _INTERPRETER_ASKED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -71,6 +75,18 @@ def jit(*unspecialized: str) -> Callable[[Any], Any]:
 def use_triton(tensor: torch.Tensor) -> bool:
     """Whether an operation on `tensor` runs as a Triton kernel, launched on the current CUDA device."""
     return HAS_TRITON and tensor.is_cuda
+
+
+def by_device(
+    kernel: Callable[Concatenate[torch.Tensor, P], T], twin: Callable[Concatenate[torch.Tensor, P], T]
+) -> Callable[Concatenate[torch.Tensor, P], T]:
+    """An operation: `kernel` where its first argument is on a GPU that Triton knows, else `twin`."""
+
+    @wraps(kernel)
+    def operation(x: torch.Tensor, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return (kernel if use_triton(x) else twin)(x, *args, **kwargs)
+
+    return operation
 
 
 def launch_early(x: torch.Tensor) -> bool:

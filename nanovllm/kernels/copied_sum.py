@@ -11,7 +11,7 @@ import torch
 
 from nanovllm.kernels.all_reduce import all_reduce_add_rms_norm_reference
 from nanovllm.kernels.compat import await_inputs, early, jit, tl, triton
-from nanovllm.kernels.rms_norm import normalised
+from nanovllm.kernels.rms_norm import normalised, row_warps
 
 CALLS = 4096  # numbers of calls, which then begin anew
 
@@ -126,7 +126,7 @@ def copied_sum_add_rms_norm_triton(
         SIZE=len(flags),
         N=n,
         N_PADDED=padded,
-        num_warps=max(1, min(16, padded // 512)),
+        num_warps=row_warps(padded),
         **early(x),
     )
 

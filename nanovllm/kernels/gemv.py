@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from nanovllm.kernels.activation import gated, silu_and_mul_reference
-from nanovllm.kernels.compat import FEW_ROWS, await_inputs, early, jit, tl, triton, use_triton
+from nanovllm.kernels.compat import FEW_ROWS, await_inputs, by_device, early, jit, tl, triton, use_triton
 from nanovllm.kernels.rms_norm import inverse_rms_reference, normalised, rms_norm_reference
 
 _BLOCK_K = 4096  # so that most products have all their weights on the way at once
@@ -98,7 +98,12 @@ def gemv_triton(
     residual: torch.Tensor | None = None,
     silu: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`gemv` by Triton."""
+    """Return (x' @ weight^T + bias, total) for few rows x [T, K], both new or x itself, of x's dtype.
+
+    total: x, or with `residual` [T, K] the sum of both. x': total, or with `eps`, for K up to 16,384, what
+    `rms_norm` makes of it with norm_weight [K] (None: 1). weight: [N, K] contiguous; bias: [N]. With `silu`
+    the product goes through `silu_and_mul`. A row's bits are the same whatever the others hold.
+    """
     rows, k = x.shape
     n = len(weight) // 2 if silu else len(weight)
     out = x.new_empty(rows, n)
@@ -145,10 +150,7 @@ def gemv_reference(
     silu: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`gemv` in plain torch."""
-    total = x
-    if residual is not None:
-        total = x + residual
-    x = total
+    x = total = x if residual is None else x + residual
     if norm_weight is not None and eps is not None:
         x = rms_norm_reference(total, norm_weight, eps)
     elif eps is not None:
@@ -157,24 +159,7 @@ def gemv_reference(
     return silu_and_mul_reference(out) if silu else out, total
 
 
-def gemv(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    *,
-    norm_weight: torch.Tensor | None = None,
-    eps: float | None = None,
-    residual: torch.Tensor | None = None,
-    silu: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (x' @ weight^T + bias, total) for few rows x [T, K], both new or x itself, of x's dtype.
-
-    total: x, or with `residual` [T, K] the sum of both. x': total, or with `eps`, for K up to 16,384, what
-    `rms_norm` makes of it with norm_weight [K] (None: 1). weight: [N, K] contiguous; bias: [N]. With `silu`
-    the product goes through `silu_and_mul`. A row's bits are the same whatever the others hold.
-    """
-    run = gemv_triton if use_triton(x) else gemv_reference
-    return run(x, weight, bias, norm_weight=norm_weight, eps=eps, residual=residual, silu=silu)
+gemv = by_device(gemv_triton, gemv_reference)
 
 
 def use_gemv(x: torch.Tensor) -> bool:

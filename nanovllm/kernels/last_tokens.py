@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from nanovllm.batch import LAST_SAMPLED, NO_SLOT
-from nanovllm.kernels.compat import await_inputs, early, jit, tl, triton, use_triton
+from nanovllm.kernels.compat import await_inputs, by_device, early, jit, tl, triton
 
 _BLOCK = 256
 
@@ -58,7 +58,10 @@ def _keep_tokens_kernel(
 def take_tokens_triton(
     token_ids: torch.Tensor, slots: torch.Tensor, last: torch.Tensor, vocab_size: int
 ) -> torch.Tensor:
-    """`take_tokens` by Triton."""
+    """Return token_ids [T] with last[slots] in the place of each LAST_SAMPLED, all int64 and contiguous.
+
+    last: [number of slots]. Whatever it holds, what is taken is a token: 0 to vocab_size - 1.
+    """
     num_tokens = len(token_ids)
     out = torch.empty_like(token_ids)
     if num_tokens:
@@ -69,7 +72,10 @@ def take_tokens_triton(
 
 
 def keep_tokens_triton(token_ids: torch.Tensor, slots: torch.Tensor, last: torch.Tensor) -> None:
-    """`keep_tokens` by Triton."""
+    """last[slots] = token_ids [T] but where a slot is NO_SLOT, all int64 and contiguous; no slot is repeated.
+
+    `slots` is an input of the step, which no kernel computed.
+    """
     num_tokens = len(token_ids)
     if num_tokens:
         _keep_tokens_kernel[(triton.cdiv(num_tokens, _BLOCK),)](
@@ -92,20 +98,5 @@ def keep_tokens_reference(token_ids: torch.Tensor, slots: torch.Tensor, last: to
     last[slots[live]] = token_ids[live]
 
 
-def take_tokens(
-    token_ids: torch.Tensor, slots: torch.Tensor, last: torch.Tensor, vocab_size: int
-) -> torch.Tensor:
-    """Return token_ids [T] with last[slots] in the place of each LAST_SAMPLED, all int64 and contiguous.
-
-    last: [number of slots]. Whatever it holds, what is taken is a token: 0 to vocab_size - 1.
-    """
-    run = take_tokens_triton if use_triton(token_ids) else take_tokens_reference
-    return run(token_ids, slots, last, vocab_size)
-
-
-def keep_tokens(token_ids: torch.Tensor, slots: torch.Tensor, last: torch.Tensor) -> None:
-    """last[slots] = token_ids [T] but where a slot is NO_SLOT, all int64 and contiguous; no slot is repeated.
-
-    `slots` is an input of the step, which no kernel computed.
-    """
-    (keep_tokens_triton if use_triton(token_ids) else keep_tokens_reference)(token_ids, slots, last)
+take_tokens = by_device(take_tokens_triton, take_tokens_reference)
+keep_tokens = by_device(keep_tokens_triton, keep_tokens_reference)
