@@ -87,12 +87,7 @@ class PeerMemory:
 
     @classmethod
     def make(
-        cls,
-        rank: int,
-        size: int,
-        rendezvous: Rendezvous,
-        rooms: PeerRooms,
-        device: Device,
+        cls, rank: int, size: int, rendezvous: Rendezvous, rooms: PeerRooms, device: Device
     ) -> PeerMemory | None:
         """Allocate and exchange the buffers; None if that cannot be. No rank may sum before all came here."""
         made = None

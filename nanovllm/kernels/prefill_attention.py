@@ -12,15 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from nanovllm.kernels.cache import KVCache
-from nanovllm.kernels.compat import (
-    INTERPRET,
-    TensorDescriptor,
-    capability,
-    jit,
-    shared_memory,
-    tl,
-    triton,
-)
+from nanovllm.kernels.compat import INTERPRET, TensorDescriptor, capability, jit, shared_memory, tl, triton
 from nanovllm.kernels.paged import (
     FP8,
     Heads,
