@@ -15,25 +15,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
-__all__ = [
-    "FEW_ROWS",
-    "HAS_TRITON",
-    "INTERPRET",
-    "INTERPRETED",
-    "TensorDescriptor",
-    "await_inputs",
-    "by_device",
-    "capability",
-    "early",
-    "in_graph",
-    "jit",
-    "launch_early",
-    "multiprocessors",
-    "shared_memory",
-    "tl",
-    "triton",
-    "use_triton",
-]
+__all__ = ["TensorDescriptor", "tl", "triton"]  # of other modules; all that is defined here is public too
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -146,18 +146,12 @@ def _dynamic_frequencies(config: RopeConfig, head_dim: int, num_positions: int) 
 
 def _llama3_frequencies(config: RopeConfig, frequencies: torch.Tensor) -> torch.Tensor:
     """Slow dimensions are slowed by `factor`, fast ones kept, those between interpolated (Llama 3.1)."""
-    trained = config.original_max_position
+    trained, low, high = config.original_max_position, config.low_freq_factor, config.high_freq_factor
     wavelengths = 2 * math.pi / frequencies
-    scaled = torch.where(
-        wavelengths > trained / config.low_freq_factor, frequencies / config.factor, frequencies
-    )
-    smooth = (trained / wavelengths - config.low_freq_factor) / (
-        config.high_freq_factor - config.low_freq_factor
-    )
+    scaled = torch.where(wavelengths > trained / low, frequencies / config.factor, frequencies)
+    smooth = (trained / wavelengths - low) / (high - low)
     between = (1 - smooth) * scaled / config.factor + smooth * scaled
-    is_between = (wavelengths >= trained / config.high_freq_factor) & (
-        wavelengths <= trained / config.low_freq_factor
-    )
+    is_between = (wavelengths >= trained / high) & (wavelengths <= trained / low)
     return torch.where(is_between, between, scaled)
 
 
