@@ -8,8 +8,14 @@ import torch.nn.functional as F
 from nanovllm.kernels.compat import await_inputs, by_device, early, jit, tl, triton
 from nanovllm.kernels.rms_norm import inverse_rms, inverse_rms_reference
 
+# Launch choices, measured on an H200 (docs/log/2026-11-22-techniques.md).
 _BLOCK = 1024
 _MANY_ROWS = 2048
+
+
+def _block(rows: int, size: int) -> int:
+    """Columns of a program, which reads `size` numbers for the norm: fewer programs if those or rows abound."""
+    return 4 * _BLOCK if size > 2 * _BLOCK or (size > 1 and rows > _MANY_ROWS) else _BLOCK
 
 
 @jit()
@@ -62,9 +68,7 @@ def silu_and_mul_triton(
     assert x.stride(1) == 1
     size = 1 if rms_of is None else rms_of.shape[1]
     assert rms_of is None or rms_of.is_contiguous()
-    # Each program reads its row of rms_of: fewer of them where that is long, or where rows abound.
-    fewer = size > 2 * _BLOCK or (rms_of is not None and rows > _MANY_ROWS)
-    block = 4 * _BLOCK if fewer else _BLOCK
+    block = _block(rows, size)
     _silu_and_mul_kernel[(rows, triton.cdiv(n, block))](
         x,
         out,

@@ -13,9 +13,17 @@ from nanovllm.kernels.activation import gated, silu_and_mul_reference
 from nanovllm.kernels.compat import FEW_ROWS, await_inputs, by_device, early, jit, tl, triton, use_triton
 from nanovllm.kernels.rms_norm import inverse_rms_reference, normalised, rms_norm_reference
 
+# Launch choices, measured on an H200 with one and two rows (docs/log/2026-11-22-techniques.md).
 _BLOCK_K = 4096  # so that most products have all their weights on the way at once
 _TILE = 4096  # elements of the weight that a program loads at a time, for each row
 _WARPS = 4
+
+
+def _blocks(rows: int, k: int, norm: bool, silu: bool) -> tuple[int, int]:
+    """Outputs of a program, and inputs that it reads at a time: all of them for a norm."""
+    block_k = triton.next_power_of_2(k) if norm else min(_BLOCK_K, triton.next_power_of_2(k))
+    tile = _TILE * triton.next_power_of_2(rows)
+    return max(1, tile // (2 * block_k if silu else block_k)), block_k
 
 
 @jit()
@@ -111,11 +119,7 @@ def gemv_triton(
     if rows == 0:
         return out, total
     assert x.stride(1) == 1 and weight.is_contiguous() and (residual is None or residual.is_contiguous())
-    block_k = triton.next_power_of_2(k)
-    if eps is None:
-        block_k = min(_BLOCK_K, block_k)
-    tile = _TILE * triton.next_power_of_2(rows)
-    block_n = max(1, tile // (2 * block_k if silu else block_k))
+    block_n, block_k = _blocks(rows, k, eps is not None, silu)
     _gemv_kernel[(rows * triton.cdiv(n, block_n),)](
         x,
         residual,

@@ -10,7 +10,7 @@ import torch
 from nanovllm.batch import LAST_SAMPLED, NO_SLOT
 from nanovllm.kernels.compat import await_inputs, by_device, early, jit, tl, triton
 
-_BLOCK = 256
+_BLOCK = 256  # tokens of a program
 
 
 @jit("ids_ptr", "slots_ptr", "num_tokens")

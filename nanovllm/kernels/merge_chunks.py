@@ -9,7 +9,7 @@ import torch
 
 from nanovllm.kernels.compat import await_inputs, early, jit, tl, triton
 
-_MERGE_TILE = 8  # chunks merged at a time
+_MERGE_TILE = 8  # chunks merged at a time, by one warp: measured on an H200 (log)
 
 
 @jit("contexts_ptr", "chunks")

@@ -28,7 +28,7 @@ def inverse_rms(
 
 
 def row_warps(padded: int) -> int:
-    """Warps of a program that has a whole row: 512 numbers each, and 16 at most (no fewer is faster: log)."""
+    """Warps of a program that has a whole row, of `padded` numbers: one for each 512, at most 16."""
     return max(1, min(16, padded // 512))
 
 
