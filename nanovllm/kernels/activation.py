@@ -14,7 +14,7 @@ _MANY_ROWS = 2048
 
 
 def _block(rows: int, size: int) -> int:
-    """Columns of a program, which reads `size` numbers for the norm: fewer programs if those or rows abound."""
+    """Columns of a program, which reads `size` numbers for the norm: more where these or rows abound."""
     return 4 * _BLOCK if size > 2 * _BLOCK or (size > 1 and rows > _MANY_ROWS) else _BLOCK
 
 
