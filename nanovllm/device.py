@@ -172,6 +172,4 @@ class Device:
         """An event behind all work queued so far; None on a CPU, where work is done when it is queued."""
         if not self.is_cuda:
             return None
-        event = torch.cuda.Event()
-        event.record()
-        return event
+        return torch.cuda.current_stream(self.torch).record_event()

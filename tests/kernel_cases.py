@@ -19,7 +19,7 @@ from nanovllm.distributed.exchanged_rows import ExchangedRows
 from nanovllm.kernels import activation, decode_attention, sampling
 from nanovllm.kernels.activation import silu_and_mul_reference, silu_and_mul_triton
 from nanovllm.kernels.cache import KVCache
-from nanovllm.kernels.compat import jit, tl
+from nanovllm.kernels.compat import INTERPRET, jit, tl
 from nanovllm.kernels.decode_attention import (
     CHUNK,
     SHARED_CHUNK,
@@ -36,7 +36,7 @@ from nanovllm.kernels.last_tokens import (
     take_tokens_triton,
 )
 from nanovllm.kernels.matmul import _TILES, Tile, linear_reference, linear_triton
-from nanovllm.kernels.paged import converts_fp8, fp8_pair
+from nanovllm.kernels.paged import fp8_pair
 from nanovllm.kernels.prefill_attention import (
     Tiles,
     paged_prefill_attention_reference,
@@ -203,19 +203,11 @@ def check_decode(contexts: Sequence[int], heads: Heads, device: str) -> None:
         assert_near(few, expected[one])
         loose = run(*inputs, contexts[row] + 700, scale, invariant=False)
         assert torch.equal(loose, few)
-    # Few, some, and what counts as many, or as enough for long chunks, with an FP8 cache:
-    many, full, shorter = {"_MANY_PROGRAMS": 1}, {"_FULL_PROGRAMS": 1}, {"_FP8_CHUNK": 256}
-    most = len(contexts)
-    for rows, patched in (
-        (2, many),
-        (8, {}),
-        (most, {}),
-        (most, many),
-        (most, many | full),
-        (most, many | full | shorter),
-    ):
+    # Few, some, and what counts as many with an FP8 cache:
+    few, most = decode_attention._MANY_PROGRAMS, len(contexts)
+    for rows, many in ((2, 1), (8, few), (most, few), (most, 1)):
         inputs = (q[:rows], cache.kv, cache.tables[:rows], cache.contexts[:rows])
-        with mock.patch.dict(vars(decode_attention), patched):
+        with mock.patch.object(decode_attention, "_MANY_PROGRAMS", many):
             out = run(*inputs, longest, scale, invariant=False)
         assert_near(out, expected[:rows])
 
@@ -307,9 +299,9 @@ def check_chunked_prefill(length: int, chunks: Sequence[int], heads: Heads, devi
 
 
 @jit()
-def _fp8_pair_kernel(words_ptr: tl.tensor, out_ptr: tl.tensor, CONVERTS: tl.constexpr) -> None:
+def _fp8_pair_kernel(words_ptr: tl.tensor, out_ptr: tl.tensor) -> None:
     index = tl.arange(0, 256)
-    even, odd = fp8_pair(tl.load(words_ptr + index), CONVERTS)
+    even, odd = fp8_pair(tl.load(words_ptr + index))
     tl.store(out_ptr + 2 * index, even)
     tl.store(out_ptr + 2 * index + 1, odd)
 
@@ -319,11 +311,10 @@ def check_fp8_pairs(device: str) -> None:
     codes = torch.arange(256, dtype=torch.uint8, device=device)
     cells = torch.stack([codes, codes.roll(77)], dim=1)
     expected = cells.view(FP8).to(F16)
-    for converts in {False, converts_fp8(cells.device)}:
-        out = torch.empty_like(expected)
-        _fp8_pair_kernel[(1,)](cells.view(torch.int16), out, CONVERTS=converts)
-        whole = torch.where(expected.isnan(), out, expected) if not converts else expected
-        torch.testing.assert_close(out, whole, rtol=0, atol=0, equal_nan=True)
+    out = torch.empty_like(expected)
+    _fp8_pair_kernel[(1,)](cells.view(torch.int16), out)
+    whole = torch.where(expected.isnan(), out, expected) if INTERPRET else expected
+    torch.testing.assert_close(out, whole, rtol=0, atol=0, equal_nan=True)
 
 
 def guarded_bytes(num_blocks: int, heads: Heads, cache_dtype: torch.dtype, device: str) -> torch.Tensor:

@@ -18,7 +18,7 @@ import torch
 
 from nanovllm.kernels.cache import KVCache
 from nanovllm.kernels.decode_attention import CHUNK, SHARED_CHUNK, SharedUnit, paged_decode_attention_triton
-from nanovllm.kernels.prefill_attention import paged_prefill_attention
+from nanovllm.kernels.prefill_attention import paged_prefill_attention_triton
 from nanovllm.runner.shared_prefixes import find_shared_prefixes
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m3fn}
@@ -157,7 +157,7 @@ def time_prefill(lengths: list[tuple[int, int]], args: argparse.Namespace) -> tu
 
     def step() -> None:
         for cache in caches.layers:
-            paged_prefill_attention(q, cache, caches.tables, bounds, caches.contexts, longest, scale)
+            paged_prefill_attention_triton(q, cache, caches.tables, bounds, caches.contexts, longest, scale)
 
     pairs = sum(n * context - n * (n - 1) // 2 for n, context in lengths)
     return seconds(step, caches.copies), 4 * pairs * args.q_heads * args.head_dim

@@ -89,8 +89,8 @@ class TPGroup:
         """
         if self.size == 1:
             return slice(0, len(x)), x[:, :width]
-        if self.exchanges_rows(len(x), x.dtype):
-            return self._exchanged().whole_rows(x)
+        if (exchanged := self._exchanged(len(x), x.dtype)) is not None:
+            return exchanged.whole_rows(x)
         x = x.contiguous()
         parts = [torch.empty_like(x) for _ in range(self.size)] if self.rank == 0 else []
         _wait(self._group().gather(parts, x, 0))
@@ -102,8 +102,8 @@ class TPGroup:
         """The ids [S] int64 of all rows, on every rank, after `whole_rows` made `mine` of `logits`."""
         if self.size == 1:
             return ids
-        if self.exchanges_rows(len(logits), logits.dtype):
-            return self._exchanged().join(ids, mine, len(logits))
+        if (exchanged := self._exchanged(len(logits), logits.dtype)) is not None:
+            return exchanged.join(ids, mine, len(logits))
         if self.rank:
             ids = ids.new_empty(len(logits))
         _wait(self._group().broadcast(ids, 0))
@@ -119,14 +119,11 @@ class TPGroup:
 
     def exchanges_rows(self, rows: int, dtype: torch.dtype) -> bool:
         """Whether `whole_rows` of so many rows needs neither NCCL nor gloo, and so may be in a CUDA graph."""
-        if self.size == 1:
-            return True
-        exchanged = None if self._peer_memory is None else self._peer_memory.logits
-        return exchanged is not None and exchanged.fits(rows, dtype)
+        return self.size == 1 or self._exchanged(rows, dtype) is not None
 
-    def _exchanged(self) -> ExchangedRows:
-        assert self._peer_memory is not None and self._peer_memory.logits is not None
-        return self._peer_memory.logits
+    def _exchanged(self, rows: int, dtype: torch.dtype) -> ExchangedRows | None:
+        exchanged = None if self._peer_memory is None else self._peer_memory.logits
+        return exchanged if exchanged is not None and exchanged.fits(rows, dtype) else None
 
     def make_peer_memory(self, rooms: PeerRooms, device: Device) -> None:
         """Let what there are `rooms` for go through memory that all GPUs of the group can read.

@@ -87,15 +87,9 @@ class PeerMemory:
 
     @classmethod
     def make(
-        cls,
-        rank: int,
-        size: int,
-        rendezvous: Rendezvous,
-        rooms: PeerRooms,
-        device: Device,
+        cls, rank: int, size: int, rendezvous: Rendezvous, rooms: PeerRooms, device: Device
     ) -> PeerMemory | None:
         """Allocate and exchange the buffers; None if that cannot be. No rank may sum before all came here."""
-        made = None
         try:
             # torch keeps the name and the store for the life of the process, so the name must be new, and
             # the store not the one that holds the port open. Some versions look the name up elsewhere too.
@@ -124,10 +118,10 @@ class PeerMemory:
                 )
             made.group_name = name
             made._store = store
+            return made
         except RuntimeError as error:
-            made = None
             logger.info("GPUs cannot read each other's memory (%s); all-reduce goes through NCCL", error)
-        return made
+            return None
 
     def fits(self, rows: int, n: int, dtype: torch.dtype) -> bool:
         """Whether there is room for rows [rows, n], of the size that was planned for or shorter ones."""

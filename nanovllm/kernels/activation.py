@@ -5,11 +5,17 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from nanovllm.kernels.compat import await_inputs, jit, launch_early, tl, triton, use_triton
+from nanovllm.kernels.compat import await_inputs, by_device, early, jit, tl, triton
 from nanovllm.kernels.rms_norm import inverse_rms, inverse_rms_reference
 
+# Launch choices, measured on an H200 (docs/log/2026-11-22-techniques.md).
 _BLOCK = 1024
 _MANY_ROWS = 2048
+
+
+def _block(rows: int, size: int) -> int:
+    """Columns of a program, which reads `size` numbers for the norm: more where these or rows abound."""
+    return 4 * _BLOCK if size > 2 * _BLOCK or (size > 1 and rows > _MANY_ROWS) else _BLOCK
 
 
 @jit()
@@ -50,7 +56,11 @@ def _silu_and_mul_kernel(
 def silu_and_mul_triton(
     x: torch.Tensor, rms_of: torch.Tensor | None = None, eps: float = 0.0
 ) -> torch.Tensor:
-    """`silu_and_mul` by Triton."""
+    """Return silu(x[:, :N]) * x[:, N:], [T, N], for x [T, 2N]; silu is rounded to x's dtype first.
+
+    With `rms_of` [T, M], contiguous, each row of x is first divided by the root mean square of its row there,
+    and rounded.
+    """
     rows, n = x.shape[0], x.shape[1] // 2
     out = torch.empty((rows, n), dtype=x.dtype, device=x.device)
     if rows == 0:
@@ -58,10 +68,7 @@ def silu_and_mul_triton(
     assert x.stride(1) == 1
     size = 1 if rms_of is None else rms_of.shape[1]
     assert rms_of is None or rms_of.is_contiguous()
-    # Each program reads its row of rms_of: fewer of them where that is long, or where rows abound.
-    fewer = size > 2 * _BLOCK or (rms_of is not None and rows > _MANY_ROWS)
-    block = 4 * _BLOCK if fewer else _BLOCK
-    early = launch_early(x)
+    block = _block(rows, size)
     _silu_and_mul_kernel[(rows, triton.cdiv(n, block))](
         x,
         out,
@@ -72,9 +79,8 @@ def silu_and_mul_triton(
         BLOCK=block,
         SIZE=size,
         SIZE_PADDED=triton.next_power_of_2(size),
-        EARLY=early,
-        launch_pdl=early,
         num_warps=4,
+        **early(x),
     )
     return out
 
@@ -89,10 +95,4 @@ def silu_and_mul_reference(
     return F.silu(gate) * up
 
 
-def silu_and_mul(x: torch.Tensor, rms_of: torch.Tensor | None = None, eps: float = 0.0) -> torch.Tensor:
-    """Return silu(x[:, :N]) * x[:, N:], [T, N], for x [T, 2N]; silu is rounded to x's dtype first.
-
-    With `rms_of` [T, M], contiguous, each row of x is first divided by the root mean square of its row there,
-    and rounded.
-    """
-    return (silu_and_mul_triton if use_triton(x) else silu_and_mul_reference)(x, rms_of, eps)
+silu_and_mul = by_device(silu_and_mul_triton, silu_and_mul_reference)

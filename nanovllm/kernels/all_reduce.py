@@ -19,8 +19,8 @@ from dataclasses import dataclass
 
 import torch
 
-from nanovllm.kernels.compat import await_inputs, jit, launch_early, tl, triton
-from nanovllm.kernels.rms_norm import add_rms_norm_reference, normalised
+from nanovllm.kernels.compat import await_inputs, early, jit, tl, triton
+from nanovllm.kernels.rms_norm import add_rms_norm_reference, normalised, row_warps
 
 TURNS = 3
 EMPTY = -(2**15)  # in each two bytes of a room: -0.0 in any type of 16 bits, next to it in float32
@@ -134,7 +134,6 @@ def _all_reduce_kernel(
     eps: float,
     RANK: tl.constexpr,
     SIZE: tl.constexpr,
-    TURNS: tl.constexpr,
     N: tl.constexpr,
     N_PADDED: tl.constexpr,
     ROW: tl.constexpr,
@@ -142,8 +141,8 @@ def _all_reduce_kernel(
     BITS: tl.constexpr,
     EMPTY: tl.constexpr,
     TWO_SHOT: tl.constexpr,
-    NORM: tl.constexpr,
     EARLY: tl.constexpr,
+    TURNS: tl.constexpr = TURNS,
 ) -> None:
     """One program per row. ROW: elements in a row of a room, which x's N fit into."""
     dtype: tl.constexpr = x_ptr.dtype.element_ty
@@ -154,7 +153,7 @@ def _all_reduce_kernel(
     own_slots = tl.load(slots_ptr + RANK)
     if sums_ptr is not None:
         own_sums = tl.load(sums_ptr + RANK)
-    if NORM:
+    if weight_ptr is not None:
         weight = tl.load(weight_ptr + columns, mask=mask, other=0.0)
     await_inputs(EARLY)
     bits = _sendable(tl.load(x_ptr + cells, mask=mask, other=0.0), BITS, EMPTY)
@@ -184,7 +183,7 @@ def _all_reduce_kernel(
     if sums_ptr is not None:
         room = _room(own_sums, last, row, max_rows, ROW, BITS)
         tl.store(room + words, nothing, mask=words < ROW)
-    if NORM:
+    if weight_ptr is not None:
         residual = tl.load(residual_ptr + cells, mask=mask, other=0.0)
 
     if TWO_SHOT:
@@ -203,7 +202,7 @@ def _all_reduce_kernel(
         bits = _sum(x, slots, slot_size, mask, columns, aborted_ptr, RANK, SIZE, BITS, EMPTY)
     tl.store(turns_ptr + row, (turn + 1) % TURNS)  # all warps have read it: they have met in a wait
     out = bits.to(dtype, bitcast=True)
-    if NORM:  # rounded after each step, as on one rank
+    if weight_ptr is not None:  # rounded after each step, as on one rank
         rounded = (out.to(tl.float32) + residual.to(tl.float32)).to(dtype)
         tl.store(sum_ptr + cells, rounded, mask=mask)
         out = normalised(rounded.to(tl.float32), weight.to(tl.float32), eps, N, dtype)
@@ -213,22 +212,20 @@ def _all_reduce_kernel(
 def _launch(
     peers: Peers,
     x: torch.Tensor,
-    residual: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    total: torch.Tensor,
     two_shot: bool,
-    norm: bool,
+    residual: torch.Tensor | None = None,
+    weight: torch.Tensor | None = None,
+    eps: float = 0.0,
+    total: torch.Tensor | None = None,
 ) -> torch.Tensor:
     rows, n = x.shape
     out = torch.empty_like(x)
     if rows == 0:
         return out
     itemsize = x.element_size()
-    assert x.is_contiguous() and residual.is_contiguous() and rows <= len(peers.turns)
+    assert x.is_contiguous() and (residual is None or residual.is_contiguous()) and rows <= len(peers.turns)
     assert n * itemsize <= peers.row_bytes and (peers.sums is not None or not two_shot)
     padded, row = triton.next_power_of_2(n), peers.row_bytes // itemsize
-    early = launch_early(x)
     _all_reduce_kernel[(rows,)](
         x,
         residual,
@@ -243,7 +240,6 @@ def _launch(
         eps,
         RANK=peers.rank,
         SIZE=peers.size,
-        TURNS=TURNS,
         N=n,
         N_PADDED=padded,
         ROW=row,
@@ -251,11 +247,9 @@ def _launch(
         BITS=tl.int16 if itemsize == 2 else tl.int32,
         EMPTY=EMPTY_BY_SIZE[itemsize],
         TWO_SHOT=two_shot,
-        NORM=norm,
-        EARLY=early,
-        launch_pdl=early,
-        num_warps=max(1, min(16, padded // 512)),  # no more: each number is for one thread to wait for
+        num_warps=row_warps(padded),  # no more: each number is for one thread to wait for
         maxnreg=64,  # so that two programs of 16 warps share a multiprocessor, and 256 rows are all at work
+        **early(x),
     )
     return out
 
@@ -267,7 +261,7 @@ def all_reduce_triton(peers: Peers, x: torch.Tensor, two_shot: bool = False) -> 
     same on all ranks. One shot and two shots as in TensorRT-LLM and vLLM's custom_all_reduce, waiting for the
     data themselves as in TensorRT-LLM's "Lamport" kernels.
     """
-    return _launch(peers, x, x, x, 0.0, x, two_shot, norm=False)
+    return _launch(peers, x, two_shot)
 
 
 def all_reduce_add_rms_norm_triton(
@@ -283,7 +277,7 @@ def all_reduce_add_rms_norm_triton(
     residual: [T, N] contiguous, the same on all ranks; weight: [N]; all of one dtype.
     """
     total = torch.empty_like(x)
-    return _launch(peers, x, residual, weight, eps, total, two_shot, norm=True), total
+    return _launch(peers, x, two_shot, residual, weight, eps, total), total
 
 
 def all_reduce_reference(xs: list[torch.Tensor]) -> torch.Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from nanovllm.kernels.compat import await_inputs, jit, launch_early, tl, triton
+from nanovllm.kernels.compat import await_inputs, early, jit, tl, triton
 
 BLOCK = 4096  # columns of a program
 
@@ -24,8 +24,8 @@ def _all_to_all_kernel(
     first_column: int,
     rows_per_rank: int,
     BITS: tl.constexpr,
-    BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
+    BLOCK: tl.constexpr = BLOCK,
 ) -> None:
     """One program per (row, block of columns)."""
     row = tl.program_id(0).to(tl.int64)
@@ -59,7 +59,6 @@ def all_to_all_triton(
         return
     assert x.stride(1) == 1 and first_column + columns <= width and rows <= len(sent)
     assert rows <= rows_per_rank * len(rooms)
-    early = launch_early(x)
     _all_to_all_kernel[(rows, triton.cdiv(columns, BLOCK))](
         x,
         rooms,
@@ -70,10 +69,8 @@ def all_to_all_triton(
         first_column,
         rows_per_rank,
         BITS=tl.int16 if x.element_size() == 2 else tl.int32,
-        BLOCK=BLOCK,
-        EARLY=early,
-        launch_pdl=early,
         num_warps=4,
+        **early(x),
     )
 
 

@@ -10,27 +10,15 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextvars import ContextVar
-from functools import lru_cache
-from typing import Any
+from functools import lru_cache, wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
-__all__ = [
-    "FEW_ROWS",
-    "HAS_TRITON",
-    "INTERPRET",
-    "TensorDescriptor",
-    "await_inputs",
-    "capability",
-    "in_graph",
-    "jit",
-    "launch_early",
-    "multiprocessors",
-    "shared_memory",
-    "tl",
-    "triton",
-    "use_triton",
-]
+__all__ = ["TensorDescriptor", "tl", "triton"]  # of other modules; all that is defined here is public too
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 # Triton reads this variable when a kernel is decorated, so it must be set before this package is imported.
 _INTERPRETER_ASKED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -46,6 +34,7 @@ except ImportError:  # that, or no wheel for this platform: the torch twins do a
 
 HAS_TRITON = triton is not None
 INTERPRET = HAS_TRITON and _INTERPRETER_ASKED
+INTERPRETED = tl.constexpr(INTERPRET) if HAS_TRITON else False  # the same, as kernels can read it
 
 FEW_ROWS = 2  # up to here a step's time is in starting kernels and in reading weights: other ways pay
 
@@ -70,12 +59,29 @@ def use_triton(tensor: torch.Tensor) -> bool:
     return HAS_TRITON and tensor.is_cuda
 
 
+def by_device(
+    kernel: Callable[Concatenate[torch.Tensor, P], T], twin: Callable[Concatenate[torch.Tensor, P], T]
+) -> Callable[Concatenate[torch.Tensor, P], T]:
+    """An operation: `kernel` where its first argument is on a GPU that Triton knows, else `twin`."""
+
+    @wraps(kernel)
+    def operation(x: torch.Tensor, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return (kernel if use_triton(x) else twin)(x, *args, **kwargs)
+
+    return operation
+
+
 def launch_early(x: torch.Tensor) -> bool:
     """Whether kernels on the device of `x` start before the one ahead has ended; see `await_inputs`.
 
     By programmatic dependent launch, which compute capability 9.0 brought.
     """
     return not INTERPRET and capability(x.device) >= (9, 0)
+
+
+def early(x: torch.Tensor) -> dict[str, bool]:
+    """The options by which a kernel whose constant is EARLY is launched on the device of `x`."""
+    return dict.fromkeys(("EARLY", "launch_pdl"), launch_early(x))
 
 
 @lru_cache

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 
 from nanovllm.kernels.all_reduce import all_reduce_add_rms_norm_reference
-from nanovllm.kernels.compat import await_inputs, jit, launch_early, tl, triton
-from nanovllm.kernels.rms_norm import normalised
+from nanovllm.kernels.compat import await_inputs, early, jit, tl, triton
+from nanovllm.kernels.rms_norm import normalised, row_warps
 
 CALLS = 4096  # numbers of calls, which then begin anew
 
@@ -32,7 +32,7 @@ def _await(
     call: tl.tensor,
     RANK: tl.constexpr,
     SIZE: tl.constexpr,
-    CALLS: tl.constexpr,
+    CALLS: tl.constexpr = CALLS,
 ) -> None:
     """Wait for the others' flags, which only grow, modulo CALLS, and are a few calls ahead or behind."""
     ranks = tl.arange(0, SIZE)
@@ -45,7 +45,7 @@ def _await(
 def await_copies_triton(arrival: Arrival) -> None:
     """Let whatever is queued from now on begin when the copies of `arrival` have come."""
     rank, flags, aborted, call = arrival
-    _await[(1,)](flags, aborted, call, RANK=rank, SIZE=len(flags), CALLS=CALLS, num_warps=1)
+    _await[(1,)](flags, aborted, call, RANK=rank, SIZE=len(flags), num_warps=1)
 
 
 @jit("flags_ptr", "call")
@@ -63,7 +63,6 @@ def _copied_sum_kernel(
     eps: float,
     RANK: tl.constexpr,
     SIZE: tl.constexpr,
-    CALLS: tl.constexpr,
     N: tl.constexpr,
     N_PADDED: tl.constexpr,
     EARLY: tl.constexpr,
@@ -78,7 +77,7 @@ def _copied_sum_kernel(
     await_inputs(EARLY)
     x = tl.load(x_ptr + cells, mask=mask, other=0.0)
     residual = tl.load(residual_ptr + cells, mask=mask, other=0.0).to(tl.float32)
-    _await(flags_ptr, aborted_ptr, call, RANK, SIZE, CALLS)
+    _await(flags_ptr, aborted_ptr, call, RANK, SIZE)
     total = tl.zeros((N_PADDED,), tl.float32)
     for rank in tl.static_range(SIZE):  # in this order, whoever sums
         if rank == RANK:
@@ -111,7 +110,6 @@ def copied_sum_add_rms_norm_triton(
     assert all(tensor.is_contiguous() for tensor in (x, residual, slots, out, total))
     assert x.shape == residual.shape == out.shape == total.shape and rows <= slots.shape[1]
     padded = triton.next_power_of_2(n)
-    early = launch_early(x)
     _copied_sum_kernel[(rows,)](
         x,
         residual,
@@ -126,12 +124,10 @@ def copied_sum_add_rms_norm_triton(
         eps,
         RANK=rank,
         SIZE=len(flags),
-        CALLS=CALLS,
         N=n,
         N_PADDED=padded,
-        EARLY=early,
-        launch_pdl=early,
-        num_warps=max(1, min(16, padded // 512)),
+        num_warps=row_warps(padded),
+        **early(x),
     )
 
 

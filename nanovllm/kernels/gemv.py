@@ -10,12 +10,20 @@ import torch
 import torch.nn.functional as F
 
 from nanovllm.kernels.activation import gated, silu_and_mul_reference
-from nanovllm.kernels.compat import FEW_ROWS, await_inputs, jit, launch_early, tl, triton, use_triton
+from nanovllm.kernels.compat import FEW_ROWS, await_inputs, by_device, early, jit, tl, triton, use_triton
 from nanovllm.kernels.rms_norm import inverse_rms_reference, normalised, rms_norm_reference
 
+# Launch choices, measured on an H200 with one and two rows (docs/log/2026-11-22-techniques.md).
 _BLOCK_K = 4096  # so that most products have all their weights on the way at once
 _TILE = 4096  # elements of the weight that a program loads at a time, for each row
 _WARPS = 4
+
+
+def _blocks(rows: int, k: int, norm: bool, silu: bool) -> tuple[int, int]:
+    """Outputs of a program, and inputs that it reads at a time: all of them for a norm."""
+    block_k = triton.next_power_of_2(k) if norm else min(_BLOCK_K, triton.next_power_of_2(k))
+    tile = _TILE * triton.next_power_of_2(rows)
+    return max(1, tile // (2 * block_k if silu else block_k)), block_k
 
 
 @jit()
@@ -98,7 +106,12 @@ def gemv_triton(
     residual: torch.Tensor | None = None,
     silu: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`gemv` by Triton."""
+    """Return (x' @ weight^T + bias, total) for few rows x [T, K], both new or x itself, of x's dtype.
+
+    total: x, or with `residual` [T, K] the sum of both. x': total, or with `eps`, for K up to 16,384, what
+    `rms_norm` makes of it with norm_weight [K] (None: 1). weight: [N, K] contiguous; bias: [N]. With `silu`
+    the product goes through `silu_and_mul`. A row's bits are the same whatever the others hold.
+    """
     rows, k = x.shape
     n = len(weight) // 2 if silu else len(weight)
     out = x.new_empty(rows, n)
@@ -106,12 +119,7 @@ def gemv_triton(
     if rows == 0:
         return out, total
     assert x.stride(1) == 1 and weight.is_contiguous() and (residual is None or residual.is_contiguous())
-    block_k = triton.next_power_of_2(k)
-    if eps is None:
-        block_k = min(_BLOCK_K, block_k)
-    tile = _TILE * triton.next_power_of_2(rows)
-    block_n = max(1, tile // (2 * block_k if silu else block_k))
-    early = launch_early(x)
+    block_n, block_k = _blocks(rows, k, eps is not None, silu)
     _gemv_kernel[(rows * triton.cdiv(n, block_n),)](
         x,
         residual,
@@ -129,9 +137,8 @@ def gemv_triton(
         BLOCK_K=block_k,
         NORM=eps is not None,
         GATED=silu,
-        EARLY=early,
-        launch_pdl=early,
         num_warps=_WARPS,
+        **early(x),
     )
     return out, total
 
@@ -147,10 +154,7 @@ def gemv_reference(
     silu: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`gemv` in plain torch."""
-    total = x
-    if residual is not None:
-        total = x + residual
-    x = total
+    x = total = x if residual is None else x + residual
     if norm_weight is not None and eps is not None:
         x = rms_norm_reference(total, norm_weight, eps)
     elif eps is not None:
@@ -159,24 +163,7 @@ def gemv_reference(
     return silu_and_mul_reference(out) if silu else out, total
 
 
-def gemv(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    *,
-    norm_weight: torch.Tensor | None = None,
-    eps: float | None = None,
-    residual: torch.Tensor | None = None,
-    silu: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (x' @ weight^T + bias, total) for few rows x [T, K], both new or x itself, of x's dtype.
-
-    total: x, or with `residual` [T, K] the sum of both. x': total, or with `eps`, for K up to 16,384, what
-    `rms_norm` makes of it with norm_weight [K] (None: 1). weight: [N, K] contiguous; bias: [N]. With `silu`
-    the product goes through `silu_and_mul`. A row's bits are the same whatever the others hold.
-    """
-    run = gemv_triton if use_triton(x) else gemv_reference
-    return run(x, weight, bias, norm_weight=norm_weight, eps=eps, residual=residual, silu=silu)
+gemv = by_device(gemv_triton, gemv_reference)
 
 
 def use_gemv(x: torch.Tensor) -> bool:

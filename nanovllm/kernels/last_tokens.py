@@ -8,9 +8,9 @@ from __future__ import annotations
 import torch
 
 from nanovllm.batch import LAST_SAMPLED, NO_SLOT
-from nanovllm.kernels.compat import await_inputs, jit, launch_early, tl, triton, use_triton
+from nanovllm.kernels.compat import await_inputs, by_device, early, jit, tl, triton
 
-_BLOCK = 256
+_BLOCK = 256  # tokens of a program
 
 
 @jit("ids_ptr", "slots_ptr", "num_tokens")
@@ -21,9 +21,9 @@ def _take_tokens_kernel(
     out_ptr: tl.tensor,
     num_tokens: int,
     vocab: int,
-    LAST_SAMPLED: tl.constexpr,
-    BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
+    LAST_SAMPLED: tl.constexpr = LAST_SAMPLED,
+    BLOCK: tl.constexpr = _BLOCK,
 ) -> None:
     """One program per BLOCK tokens."""
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -43,9 +43,9 @@ def _keep_tokens_kernel(
     slots_ptr: tl.tensor,
     last_ptr: tl.tensor,
     num_tokens: int,
-    NO_SLOT: tl.constexpr,
-    BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
+    NO_SLOT: tl.constexpr = NO_SLOT,
+    BLOCK: tl.constexpr = _BLOCK,
 ) -> None:
     """One program per BLOCK tokens."""
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -58,22 +58,28 @@ def _keep_tokens_kernel(
 def take_tokens_triton(
     token_ids: torch.Tensor, slots: torch.Tensor, last: torch.Tensor, vocab_size: int
 ) -> torch.Tensor:
-    """`take_tokens` by Triton."""
-    num_tokens, early = len(token_ids), launch_early(token_ids)
+    """Return token_ids [T] with last[slots] in the place of each LAST_SAMPLED, all int64 and contiguous.
+
+    last: [number of slots]. Whatever it holds, what is taken is a token: 0 to vocab_size - 1.
+    """
+    num_tokens = len(token_ids)
     out = torch.empty_like(token_ids)
     if num_tokens:
         _take_tokens_kernel[(triton.cdiv(num_tokens, _BLOCK),)](
-            token_ids, slots, last, out, num_tokens, vocab_size, LAST_SAMPLED, _BLOCK, early, launch_pdl=early
+            token_ids, slots, last, out, num_tokens, vocab_size, **early(token_ids)
         )
     return out
 
 
 def keep_tokens_triton(token_ids: torch.Tensor, slots: torch.Tensor, last: torch.Tensor) -> None:
-    """`keep_tokens` by Triton."""
-    num_tokens, early = len(token_ids), launch_early(token_ids)
+    """last[slots] = token_ids [T] but where a slot is NO_SLOT, all int64 and contiguous; no slot is repeated.
+
+    `slots` is an input of the step, which no kernel computed.
+    """
+    num_tokens = len(token_ids)
     if num_tokens:
         _keep_tokens_kernel[(triton.cdiv(num_tokens, _BLOCK),)](
-            token_ids, slots, last, num_tokens, NO_SLOT, _BLOCK, early, launch_pdl=early
+            token_ids, slots, last, num_tokens, **early(token_ids)
         )
 
 
@@ -92,20 +98,5 @@ def keep_tokens_reference(token_ids: torch.Tensor, slots: torch.Tensor, last: to
     last[slots[live]] = token_ids[live]
 
 
-def take_tokens(
-    token_ids: torch.Tensor, slots: torch.Tensor, last: torch.Tensor, vocab_size: int
-) -> torch.Tensor:
-    """Return token_ids [T] with last[slots] in the place of each LAST_SAMPLED, all int64 and contiguous.
-
-    last: [number of slots]. Whatever it holds, what is taken is a token: 0 to vocab_size - 1.
-    """
-    run = take_tokens_triton if use_triton(token_ids) else take_tokens_reference
-    return run(token_ids, slots, last, vocab_size)
-
-
-def keep_tokens(token_ids: torch.Tensor, slots: torch.Tensor, last: torch.Tensor) -> None:
-    """last[slots] = token_ids [T] but where a slot is NO_SLOT, all int64 and contiguous; no slot is repeated.
-
-    `slots` is an input of the step, which no kernel computed.
-    """
-    (keep_tokens_triton if use_triton(token_ids) else keep_tokens_reference)(token_ids, slots, last)
+take_tokens = by_device(take_tokens_triton, take_tokens_reference)
+keep_tokens = by_device(keep_tokens_triton, keep_tokens_reference)

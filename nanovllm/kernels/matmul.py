@@ -18,9 +18,9 @@ from nanovllm.kernels.compat import (
     TensorDescriptor,
     await_inputs,
     capability,
+    early,
     in_graph,
     jit,
-    launch_early,
     multiprocessors,
     shared_memory,
     tl,
@@ -79,11 +79,10 @@ def _linear_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    BAND: tl.constexpr,
     SWAP: tl.constexpr,
     PERSISTENT: tl.constexpr,
     EARLY: tl.constexpr,
-    INTERPRET: tl.constexpr,
+    BAND: tl.constexpr = _BAND,
 ) -> None:
     """Tiles of the product in turn; those of a band of rows come first by rows, then by columns.
 
@@ -102,12 +101,12 @@ def _linear_kernel(
         if SWAP:
             total = tl.zeros((COLUMNS, ROWS), dtype=tl.float32)
             for k in range(0, K, BLOCK_K):
-                total = dot(weight.load([column, k]), x.load([row, k]).T, total, INTERPRET)
+                total = dot(weight.load([column, k]), x.load([row, k]).T, total)
             total = total.T
         else:
             total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
             for k in range(0, K, BLOCK_K):
-                total = dot(x.load([row, k]), weight.load([column, k]).T, total, INTERPRET)
+                total = dot(x.load([row, k]), weight.load([column, k]).T, total)
         rows = row + tl.arange(0, ROWS)
         columns = column + tl.arange(0, COLUMNS)
         if bias_ptr is not None:
@@ -171,7 +170,6 @@ def linear_triton(
         return out
     tile = tile or choose_tile(num_rows, n, x.dtype, x.device)
     programs = triton.cdiv(num_rows, tile.rows) * triton.cdiv(n, tile.columns)
-    early = launch_early(x)
     _linear_kernel[(min(programs, multiprocessors(x.device)) if tile.persistent else programs,)](
         _descriptor(x, [tile.rows, tile.k]),
         _descriptor(weight, [tile.columns, tile.k]),
@@ -184,14 +182,11 @@ def linear_triton(
         ROWS=tile.rows,
         COLUMNS=tile.columns,
         BLOCK_K=tile.k,
-        BAND=_BAND,
         SWAP=tile.swap,
         PERSISTENT=tile.persistent,
-        EARLY=early,
-        launch_pdl=early,
-        INTERPRET=INTERPRET,
         num_warps=tile.warps,
         num_stages=tile.stages,
+        **early(x),
     )
     return out
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import torch
 
-from nanovllm.kernels.compat import await_inputs, jit, launch_early, tl, triton
+from nanovllm.kernels.compat import await_inputs, early, jit, tl, triton
 
-_MERGE_TILE = 8  # chunks merged at a time
+_MERGE_TILE = 8  # chunks merged at a time, by one warp: measured on an H200 (log)
 
 
 @jit("contexts_ptr", "chunks")
@@ -24,8 +24,8 @@ def _decode_merge_kernel(
     DIM: tl.constexpr,
     CHUNK: tl.constexpr,
     HEADS: tl.constexpr,
-    MERGE_TILE: tl.constexpr,
     EARLY: tl.constexpr,
+    MERGE_TILE: tl.constexpr = _MERGE_TILE,
 ) -> None:
     """One program per (sequence, HEADS query heads): the sum of its chunks, if there are several."""
     sequence = tl.program_id(0).to(tl.int64)
@@ -75,7 +75,6 @@ def merge_chunks(
     only. The merge is flash-decoding's (Dao et al., 2023).
     """
     sequences, q_heads, chunks, head_dim = partial.shape
-    early = launch_early(out)
     _decode_merge_kernel[(sequences, triton.cdiv(q_heads, heads))](
         partial,
         logs,
@@ -87,8 +86,6 @@ def merge_chunks(
         DIM=triton.next_power_of_2(head_dim),
         CHUNK=chunk,
         HEADS=heads,
-        MERGE_TILE=_MERGE_TILE,
-        EARLY=early,
-        launch_pdl=early,
         num_warps=1,
+        **early(out),
     )

@@ -5,9 +5,12 @@ Called from inside other kernels only; owns no launch and no memory.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
-from nanovllm.kernels.compat import INTERPRET, capability, jit, tl
+from nanovllm.kernels.cache import KVCache
+from nanovllm.kernels.compat import INTERPRETED, jit, tl, triton
 
 # An FP8 cache reaches the kernels as int16: two neighbouring elements of a head in one word. Shared memory
 # hands out words in the layout that tensor cores want, but bytes one by one, at two thirds of the speed.
@@ -24,24 +27,58 @@ def dequantized(cells: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor
     return cells.float() if scale is None else cells.float() * scale[:, None]
 
 
-def converts_fp8(device: torch.device) -> bool:
-    """Whether the device has an instruction that turns FP8 into float16."""
-    return not INTERPRET and capability(device) >= (8, 9)
+class Heads(NamedTuple):
+    """How heads lie in the cache: a constant that attention kernels are compiled for."""
+
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    dim: int  # head_dim, padded to a power of 2
+    page: int  # positions of a block
+    step: int  # elements of a head in one of the cache's: 2 where it is FP8
+
+    @property
+    def group(self) -> int:
+        """Query heads of each KV head."""
+        return self.q_heads // self.kv_heads
+
+    @classmethod
+    def of(cls, q: torch.Tensor, cache: KVCache) -> Heads:
+        """The heads of queries [T, q_heads, head_dim] and of a cache, both laid out as kernels read them."""
+        assert cache.k.is_contiguous() and cache.v.is_contiguous() and q.stride(2) == 1
+        step = 2 if cache.k.dtype == FP8 else 1
+        page, kv_heads, head_dim = cache.k.shape[1:]
+        dim = max(16 * step, triton.next_power_of_2(head_dim))
+        return cls(q.shape[1], kv_heads, head_dim, dim, page, step)
+
+
+class Softmax(NamedTuple):
+    """A running softmax of M rows, in base 2 (online softmax: Milakov and Gimelshein, 2018)."""
+
+    acc: tl.tensor  # [M, dim] values times their weights; of an FP8 cache those of even elements
+    acc_odd: tl.tensor  # and those of odd ones
+    total: tl.tensor  # [M] sum of weights
+    top: tl.tensor  # [M] largest score
 
 
 @jit()
-def dot(a: tl.tensor, b: tl.tensor, total: tl.tensor, INTERPRET: tl.constexpr) -> tl.tensor:
+def dot(a: tl.tensor, b: tl.tensor, total: tl.tensor) -> tl.tensor:
     """total + a @ b in float32."""
-    if INTERPRET:  # the interpreter would multiply bfloat16 as the integers that hold its bits
+    if INTERPRETED:  # the interpreter would multiply bfloat16 as the integers that hold its bits
         a = a.to(tl.float32)
         b = b.to(tl.float32)
     return tl.dot(a, b, total, input_precision="ieee")
 
 
 @jit()
-def fp8_pair(words: tl.tensor, CONVERTS: tl.constexpr) -> tl.tensor:
+def fp8_pair(words: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
     """The float8_e4m3fn values in the lower and in the upper bytes of int16 `words`, as float16 (exactly)."""
-    if CONVERTS:  # two words in a register: tensor cores want neighbouring rows side by side there
+    if INTERPRETED:  # The exponent of float16 has one bit more, and a bias larger by 8. NaN becomes 480.
+        even = ((words & 0x80) << 8) | ((words & 0x7F) << 7)
+        odd = (words & -0x8000) | ((words >> 1) & 0x3F80)
+        even = even.to(tl.int16).to(tl.float16, bitcast=True) * 256.0
+        odd = odd.to(tl.int16).to(tl.float16, bitcast=True) * 256.0
+    else:  # two words in a register: tensor cores want neighbouring rows side by side there
         even, odd = tl.inline_asm_elementwise(
             """{
             .reg .b32 sorted;
@@ -57,11 +94,6 @@ def fp8_pair(words: tl.tensor, CONVERTS: tl.constexpr) -> tl.tensor:
             is_pure=True,
             pack=2,
         )
-    else:  # The exponent of float16 has one bit more, and a bias that is larger by 8. NaN becomes 480.
-        even = ((words & 0x80) << 8) | ((words & 0x7F) << 7)
-        odd = (words & -0x8000) | ((words >> 1) & 0x3F80)
-        even = even.to(tl.int16).to(tl.float16, bitcast=True) * 256.0
-        odd = odd.to(tl.int16).to(tl.float16, bitcast=True) * 256.0
     return even.to(tl.float16), odd.to(tl.float16)
 
 
@@ -82,158 +114,127 @@ def load_pages(
 
 
 @jit()
-def attend_tile(
-    acc: tl.tensor,
-    acc_odd: tl.tensor,
-    total: tl.tensor,
-    top: tl.tensor,
-    q: tl.tensor,
-    q_odd: tl.tensor,
-    k_ptr: tl.tensor,
-    v_ptr: tl.tensor,
-    column: tl.tensor,
-    pages: tl.tensor,
-    start: tl.tensor,
-    context: tl.tensor,
-    last: tl.tensor,
-    scale_log2: tl.tensor,
-    MASKED: tl.constexpr,
-    TOKEN_STRIDE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    DIM: tl.constexpr,
-    PAGE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    FP8: tl.constexpr,
-    CONVERTS: tl.constexpr,
-    DESCRIBED: tl.constexpr,
-    INTERPRET: tl.constexpr,
-) -> tl.tensor:
-    """Fold positions start .. start + BLOCK_N into the running softmax of q [M, DIM].
-
-    Its state is acc [M, DIM], the sum of weights `total` [M] and the top score [M]; the new ones return.
-    Row m sees positions up to last[m]; nothing at or past `context` is read. Without MASKED the caller
-    vouches that every row sees every position. `pages` are what `load_pages` found for this tile. The
-    softmax is kept in base 2; `scale_log2` holds the factor log2(e). WIDTH elements of a cache row, padded
-    to DIM, hold a head. With FP8 they are int16 words: q and acc belong to the even elements of a head,
-    q_odd and acc_odd to the odd ones, and q is float16, which holds every FP8 value. Online softmax: Milakov
-    and Gimelshein, 2018.
-
-    k_ptr and v_ptr point to the head in the first token. With DESCRIBED they are tensor descriptors of the
-    whole caches as [tokens, KV heads * DIM], in blocks [BLOCK_N, DIM], and the head begins at `column`; then
-    WIDTH is DIM, BLOCK_N divides PAGE, and cells past `context` are read but do not count.
-    """
-    offsets = tl.arange(0, BLOCK_N)
-    positions = start + offsets
-    dims = tl.arange(0, DIM)
-    readable = (dims < WIDTH)[None, :]
-    if MASKED:
-        readable = (positions < context)[:, None] & readable
-    if DESCRIBED:
-        row = pages * PAGE + start % PAGE
-        k = k_ptr.load([row, column])
-        v = v_ptr.load([row, column])
-        if MASKED:  # cells past the context may hold NaN, and 0 * NaN is NaN
-            v = tl.where((positions < context)[:, None], v, 0.0)
-    else:
-        if PAGE % BLOCK_N == 0:
-            first = (pages.to(tl.int64) * PAGE + start % PAGE) * TOKEN_STRIDE
-            k_ptr += first
-            v_ptr += first
-            cells = offsets[:, None] * TOKEN_STRIDE + dims[None, :]
-        else:
-            slots = pages.to(tl.int64) * PAGE + positions % PAGE
-            cells = slots[:, None] * TOKEN_STRIDE + dims[None, :]
-        k = tl.load(k_ptr + cells, mask=readable, other=0)
-    scores = tl.zeros((q.shape[0], BLOCK_N), tl.float32)
-    if FP8:
-        even, odd = fp8_pair(k, CONVERTS)
-        scores = dot(q, tl.trans(even), scores, INTERPRET)
-        scores = dot(q_odd, tl.trans(odd), scores, INTERPRET)
-    else:
-        scores = dot(q, tl.trans(k), scores, INTERPRET)
-    # The factor is positive, so the top score times it is the top of the scores times it, bit by bit; product
-    # and difference are one instruction. Masking comes after both: in between it would part them, and a row
-    # would not have the same bits in either kind of tile.
-    if MASKED:
-        seen = positions[None, :] <= last[:, None]
-        new_top = tl.maximum(top, tl.max(tl.where(seen, scores, float("-inf")), axis=1) * scale_log2)
-        weights = tl.where(seen, tl.exp2(scores * scale_log2 - new_top[:, None]), 0.0)
-    else:
-        new_top = tl.maximum(top, tl.max(scores, axis=1) * scale_log2)
-        weights = tl.exp2(scores * scale_log2 - new_top[:, None])
-    decay = tl.exp2(top - new_top)
-    total = total * decay + tl.sum(weights, axis=1)
-    if not DESCRIBED:
-        v = tl.load(v_ptr + cells, mask=readable, other=0)
-    if FP8:
-        even, odd = fp8_pair(v, CONVERTS)
-        acc = dot(weights.to(even.dtype), even, acc * decay[:, None], INTERPRET)
-        acc_odd = dot(weights.to(odd.dtype), odd, acc_odd * decay[:, None], INTERPRET)
-    else:
-        acc = dot(weights.to(v.dtype), v, acc * decay[:, None], INTERPRET)
-    return acc, acc_odd, total, new_top
+def start_softmax(q: tl.tensor, HEADS: tl.constexpr) -> tuple[tuple[tl.tensor, tl.tensor], Softmax]:
+    """Queries [M, dim] as `attend_range` takes them, and the softmax of rows that have seen nothing."""
+    M: tl.constexpr = q.shape[0]
+    DIM: tl.constexpr = HEADS.dim // HEADS.step
+    q_odd = q
+    if HEADS.step == 2:  # float16 holds every FP8 value
+        q, q_odd = tl.split(tl.reshape(q.to(tl.float16), (M, DIM, 2)))
+    acc = tl.zeros((M, DIM), tl.float32)
+    acc_odd = tl.zeros((M, DIM), tl.float32)
+    total = tl.zeros((M,), tl.float32)
+    return (q, q_odd), Softmax(acc, acc_odd, total, tl.full((M,), float("-inf"), tl.float32))
 
 
 @jit()
 def attend_range(
-    acc: tl.tensor,
-    acc_odd: tl.tensor,
-    total: tl.tensor,
-    top: tl.tensor,
-    q: tl.tensor,
-    q_odd: tl.tensor,
-    k_ptr: tl.tensor,
-    v_ptr: tl.tensor,
-    column: tl.tensor,
-    table_ptr: tl.tensor,
+    state: Softmax,
+    queries: tl.tuple,
+    cache: tl.tuple,
+    kv_head: tl.tensor,
     pages: tl.tensor,
-    start: tl.tensor,
-    stop: tl.tensor,
-    end: tl.tensor,
+    bounds: tl.tuple,
     last: tl.tensor,
     scale_log2: tl.tensor,
-    MASKED: tl.constexpr,
-    TOKEN_STRIDE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    DIM: tl.constexpr,
-    PAGE: tl.constexpr,
+    HEADS: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    FP8: tl.constexpr,
-    CONVERTS: tl.constexpr,
-    DESCRIBED: tl.constexpr,
-    INTERPRET: tl.constexpr,
-) -> tl.tensor:
-    """`attend_tile` over positions start .. stop, of which `pages` holds the first tile's pages.
+    MASKED: tl.constexpr,
+    DESCRIBED: tl.constexpr = False,
+) -> tuple[Softmax, tl.tensor]:
+    """Fold positions start .. stop of a KV head into the softmax of some queries' rows.
 
-    Nothing at or past `end` is read. Returns the state, and the pages of the tile at `stop`.
+    `bounds` are start, stop and end: nothing at or past `end` is read. `pages` are what `load_pages` found
+    for the first tile; those of the tile at `stop` return with the new state. Row m sees positions up to
+    last[m]. Without MASKED the caller vouches that every row sees every position. `scale_log2` holds the
+    factor log2(e).
+
+    `cache` has pointers to keys, values and the sequence's block table. With DESCRIBED the first two are
+    tensor descriptors of [tokens, KV heads * dim], in blocks [BLOCK_N, dim]; then head_dim is dim, BLOCK_N
+    divides the page, and cells past `end` are read but do not count.
     """
-    for position in range(start, stop, BLOCK_N):
-        next_pages = load_pages(table_ptr, position + BLOCK_N, end, PAGE, BLOCK_N)
-        acc, acc_odd, total, top = attend_tile(
-            acc,
-            acc_odd,
-            total,
-            top,
-            q,
-            q_odd,
-            k_ptr,
-            v_ptr,
-            column,
-            pages,
-            position,
-            end,
-            last,
-            scale_log2,
-            MASKED,
-            TOKEN_STRIDE,
-            WIDTH,
-            DIM,
-            PAGE,
-            BLOCK_N,
-            FP8,
-            CONVERTS,
-            DESCRIBED,
-            INTERPRET,
-        )
+    PAGE: tl.constexpr = HEADS.page
+    DIM: tl.constexpr = HEADS.dim // HEADS.step
+    WIDTH: tl.constexpr = HEADS.head_dim // HEADS.step
+    TOKEN_STRIDE: tl.constexpr = HEADS.kv_heads * HEADS.head_dim // HEADS.step
+    FP8: tl.constexpr = HEADS.step == 2
+    q, q_odd = queries
+    acc, acc_odd, total, top = state
+    start, stop, end = bounds
+    k_ptr, v_ptr, table_ptr = cache
+    column = kv_head * WIDTH
+    if not DESCRIBED:
+        k_ptr += column
+        v_ptr += column
+    next_pages = pages
+    for tile in range(start, stop, BLOCK_N):
         pages = next_pages
-    return acc, acc_odd, total, top, pages
+        next_pages = load_pages(table_ptr, tile + BLOCK_N, end, PAGE, BLOCK_N)
+        offsets = tl.arange(0, BLOCK_N)
+        dims = tl.arange(0, DIM)
+        positions = tile + offsets
+        readable = (dims < WIDTH)[None, :]
+        if MASKED:
+            readable = (positions < end)[:, None] & readable
+        if DESCRIBED:
+            row = pages * PAGE + tile % PAGE
+            k = k_ptr.load([row, column])
+            v = v_ptr.load([row, column])
+            if MASKED:  # cells past the end may hold NaN, and 0 * NaN is NaN
+                v = tl.where((positions < end)[:, None], v, 0.0)
+        else:
+            k_tile_ptr = k_ptr
+            v_tile_ptr = v_ptr
+            if PAGE % BLOCK_N == 0:
+                first = (pages.to(tl.int64) * PAGE + tile % PAGE) * TOKEN_STRIDE
+                k_tile_ptr += first
+                v_tile_ptr += first
+                cells = offsets[:, None] * TOKEN_STRIDE + dims[None, :]
+            else:
+                slots = pages.to(tl.int64) * PAGE + positions % PAGE
+                cells = slots[:, None] * TOKEN_STRIDE + dims[None, :]
+            k = tl.load(k_tile_ptr + cells, mask=readable, other=0)
+        scores = tl.zeros((q.shape[0], BLOCK_N), tl.float32)
+        if FP8:
+            even, odd = fp8_pair(k)
+            scores = dot(q, tl.trans(even), scores)
+            scores = dot(q_odd, tl.trans(odd), scores)
+        else:
+            scores = dot(q, tl.trans(k), scores)
+        # The factor is positive, so the top score times it is the top of the scores times it, bit by bit;
+        # product and difference are one instruction. Masking comes after both: in between it would part them,
+        # and a row would not have the same bits in either kind of tile.
+        if MASKED:
+            seen = positions[None, :] <= last[:, None]
+            new_top = tl.maximum(top, tl.max(tl.where(seen, scores, float("-inf")), axis=1) * scale_log2)
+            weights = tl.where(seen, tl.exp2(scores * scale_log2 - new_top[:, None]), 0.0)
+        else:
+            new_top = tl.maximum(top, tl.max(scores, axis=1) * scale_log2)
+            weights = tl.exp2(scores * scale_log2 - new_top[:, None])
+        decay = tl.exp2(top - new_top)
+        total = total * decay + tl.sum(weights, axis=1)
+        if not DESCRIBED:
+            v = tl.load(v_tile_ptr + cells, mask=readable, other=0)
+        if FP8:
+            even, odd = fp8_pair(v)
+            acc = dot(weights.to(even.dtype), even, acc * decay[:, None])
+            acc_odd = dot(weights.to(odd.dtype), odd, acc_odd * decay[:, None])
+        else:
+            acc = dot(weights.to(v.dtype), v, acc * decay[:, None])
+        top = new_top
+    return Softmax(acc, acc_odd, total, top), next_pages
+
+
+@jit()
+def finish_softmax(
+    state: Softmax, context: tl.tensor, v_scale_ptr: tl.tensor, kv_head: tl.tensor, HEADS: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """What rows attended to, [M, dim], zeros in an empty context; and log2 of their sums of weights [M]."""
+    acc, acc_odd, total, top = state
+    total = tl.where(context > 0, total, 1.0)
+    v_scale = 1.0
+    if v_scale_ptr is not None:
+        v_scale = tl.load(v_scale_ptr + kv_head)
+    if HEADS.step == 2:
+        acc = tl.interleave(acc, acc_odd)
+    return acc / total[:, None] * v_scale, top + tl.log2(total)

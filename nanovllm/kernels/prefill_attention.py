@@ -12,166 +12,24 @@ import torch
 import torch.nn.functional as F
 
 from nanovllm.kernels.cache import KVCache
-from nanovllm.kernels.compat import (
-    INTERPRET,
-    TensorDescriptor,
-    capability,
-    jit,
-    shared_memory,
-    tl,
-    triton,
-    use_triton,
+from nanovllm.kernels.compat import INTERPRET, TensorDescriptor, capability, jit, shared_memory, tl, triton
+from nanovllm.kernels.paged import (
+    FP8,
+    Heads,
+    as_words,
+    attend_range,
+    dequantized,
+    finish_softmax,
+    load_pages,
+    start_softmax,
 )
-from nanovllm.kernels.paged import FP8, as_words, attend_range, converts_fp8, dequantized, load_pages
 
-
-@jit("tables_ptr", "starts_ptr", "contexts_ptr", "table_stride")
-def _prefill_kernel(
-    q_ptr: tl.tensor,
-    k_ptr: tl.tensor,
-    v_ptr: tl.tensor,
-    k_scale_ptr: tl.tensor,
-    v_scale_ptr: tl.tensor,
-    tables_ptr: tl.tensor,
-    starts_ptr: tl.tensor,
-    contexts_ptr: tl.tensor,
-    out_ptr: tl.tensor,
-    scale_log2: float,
-    q_stride_t: int,
-    q_stride_h: int,
-    table_stride: int,
-    GROUPED_HEADS: tl.constexpr,
-    Q_HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    DIM: tl.constexpr,
-    PAGE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    FP8: tl.constexpr,
-    CONVERTS: tl.constexpr,
-    DESCRIBED: tl.constexpr,
-    INTERPRET: tl.constexpr,
-) -> None:
-    """One program per (tile of queries, sequence, query head).
-
-    A group of heads goes tile by tile, then the next group. The last tile has the most to read: it goes
-    first, so that it is not what the device waits for at the end. Key tiles start at position 0 whatever the
-    chunk: a query's bits do not depend on how its prompt was cut.
-    """
-    STEP: tl.constexpr = 2 if FP8 else 1  # elements of a head in one of the cache
-    groups: tl.constexpr = Q_HEADS // GROUPED_HEADS
-    sequence = (tl.program_id(2) // groups).to(tl.int64)
-    head = tl.program_id(2) % groups * GROUPED_HEADS + tl.program_id(0)
-    kv_head = head // (Q_HEADS // KV_HEADS)
-    first_token = tl.load(starts_ptr + sequence)
-    queries = tl.load(starts_ptr + sequence + 1) - first_token
-    first_row = (tl.num_programs(1) - 1 - tl.program_id(1)) * BLOCK_M
-    if first_row >= queries:
-        return
-    context = tl.load(contexts_ptr + sequence)
-    rows = first_row + tl.arange(0, BLOCK_M)
-    last = context - queries + rows  # the newest position each row sees: its own
-    dims = tl.arange(0, DIM)
-    mask = (rows < queries)[:, None] & (dims < HEAD_DIM)[None, :]
-    tokens = first_token.to(tl.int64) + rows
-    q_ptrs = q_ptr + tokens[:, None] * q_stride_t + head * q_stride_h + dims[None, :]
-    q = tl.load(q_ptrs, mask=mask, other=0.0)
-    q_odd = q
-    if FP8:
-        q, q_odd = tl.split(tl.reshape(q.to(tl.float16), (BLOCK_M, DIM // 2, 2)))
-    if k_scale_ptr is not None:
-        scale_log2 *= tl.load(k_scale_ptr + kv_head)
-
-    acc = tl.zeros((BLOCK_M, DIM // STEP), tl.float32)
-    acc_odd = tl.zeros((BLOCK_M, DIM // STEP), tl.float32)
-    total = tl.zeros((BLOCK_M,), tl.float32)
-    top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    column = kv_head * (HEAD_DIM // STEP)
-    k_head_ptr = k_ptr
-    v_head_ptr = v_ptr
-    if not DESCRIBED:
-        k_head_ptr += column
-        v_head_ptr += column
-    table_ptr = tables_ptr + sequence * table_stride
-    first_last = context - queries + first_row
-    end = tl.minimum(context, first_last + BLOCK_M)
-    whole = (
-        tl.maximum(first_last + 1, 0) // BLOCK_N * BLOCK_N
-    )  # every row of the tile sees all positions before this
-    pages = load_pages(table_ptr, 0, end, PAGE, BLOCK_N)
-    acc, acc_odd, total, top, pages = attend_range(
-        acc,
-        acc_odd,
-        total,
-        top,
-        q,
-        q_odd,
-        k_head_ptr,
-        v_head_ptr,
-        column,
-        table_ptr,
-        pages,
-        0,
-        whole,
-        end,
-        last,
-        scale_log2,
-        False,
-        KV_HEADS * HEAD_DIM // STEP,
-        HEAD_DIM // STEP,
-        DIM // STEP,
-        PAGE,
-        BLOCK_N,
-        FP8,
-        CONVERTS,
-        DESCRIBED,
-        INTERPRET,
-    )
-    acc, acc_odd, total, top, pages = attend_range(
-        acc,
-        acc_odd,
-        total,
-        top,
-        q,
-        q_odd,
-        k_head_ptr,
-        v_head_ptr,
-        column,
-        table_ptr,
-        pages,
-        whole,
-        end,
-        end,
-        last,
-        scale_log2,
-        True,
-        KV_HEADS * HEAD_DIM // STEP,
-        HEAD_DIM // STEP,
-        DIM // STEP,
-        PAGE,
-        BLOCK_N,
-        FP8,
-        CONVERTS,
-        DESCRIBED,
-        INTERPRET,
-    )
-
-    total = tl.where(context > 0, total, 1.0)
-    v_scale = 1.0
-    if v_scale_ptr is not None:
-        v_scale = tl.load(v_scale_ptr + kv_head)
-    if FP8:
-        acc = tl.interleave(acc, acc_odd)
-    out_ptrs = out_ptr + (tokens[:, None] * Q_HEADS + head) * HEAD_DIM + dims[None, :]
-    tl.store(out_ptrs, (acc / total[:, None] * v_scale).to(out_ptr.dtype.element_ty), mask=mask)
-
-
+# Launch choices, measured on H200s: prompts of 20 to 28,000 tokens (docs/log/2026-11-22-what-users-do.md).
 _GROUPED_HEADS = 4  # query heads whose programs go side by side, through the keys of few KV heads
 
 
 class Tiles(NamedTuple):
-    """How one launch is cut up. Measured on H200s, prompts of 20 to 28,000 tokens."""
+    """How one launch is cut up."""
 
     rows: int  # queries of a program
     columns: int  # keys that it reads at a time
@@ -210,6 +68,75 @@ def _tiles(q: torch.Tensor, k_cache: torch.Tensor, sequences: int, invariant: bo
     return LONG if LONG.bytes(128, 2, 2, LONG.stages) + 2048 <= shared_memory(q.device) else SHORT
 
 
+@jit("tables_ptr", "starts_ptr", "contexts_ptr", "table_stride")
+def _prefill_kernel(
+    q_ptr: tl.tensor,
+    k_ptr: tl.tensor,
+    v_ptr: tl.tensor,
+    k_scale_ptr: tl.tensor,
+    v_scale_ptr: tl.tensor,
+    tables_ptr: tl.tensor,
+    starts_ptr: tl.tensor,
+    contexts_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    scale_log2: float,
+    q_stride_t: int,
+    q_stride_h: int,
+    table_stride: int,
+    GROUPED_HEADS: tl.constexpr,
+    HEADS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    DESCRIBED: tl.constexpr,
+) -> None:
+    """One program per (tile of queries, sequence, query head).
+
+    A group of heads goes tile by tile, then the next group. The last tile has the most to read: it goes
+    first, so that it is not what the device waits for at the end. Key tiles start at position 0 whatever the
+    chunk: a query's bits do not depend on how its prompt was cut.
+    """
+    Q_HEADS: tl.constexpr = HEADS.q_heads
+    HEAD_DIM: tl.constexpr = HEADS.head_dim
+    DIM: tl.constexpr = HEADS.dim
+    groups: tl.constexpr = Q_HEADS // GROUPED_HEADS
+    sequence = (tl.program_id(2) // groups).to(tl.int64)
+    head = tl.program_id(2) % groups * GROUPED_HEADS + tl.program_id(0)
+    kv_head = head // HEADS.group
+    first_token = tl.load(starts_ptr + sequence)
+    queries = tl.load(starts_ptr + sequence + 1) - first_token
+    first_row = (tl.num_programs(1) - 1 - tl.program_id(1)) * BLOCK_M
+    if first_row >= queries:
+        return
+    context = tl.load(contexts_ptr + sequence)
+    rows = first_row + tl.arange(0, BLOCK_M)
+    last = context - queries + rows  # the newest position each row sees: its own
+    dims = tl.arange(0, DIM)
+    mask = (rows < queries)[:, None] & (dims < HEAD_DIM)[None, :]
+    tokens = first_token.to(tl.int64) + rows
+    q_ptrs = q_ptr + tokens[:, None] * q_stride_t + head * q_stride_h + dims[None, :]
+    q, state = start_softmax(tl.load(q_ptrs, mask=mask, other=0.0), HEADS)
+    if k_scale_ptr is not None:
+        scale_log2 *= tl.load(k_scale_ptr + kv_head)
+
+    table_ptr = tables_ptr + sequence * table_stride
+    first_last = context - queries + first_row
+    end = tl.minimum(context, first_last + BLOCK_M)
+    whole = tl.maximum(first_last + 1, 0) // BLOCK_N * BLOCK_N  # all rows see all positions before this
+    pages = load_pages(table_ptr, 0, end, HEADS.page, BLOCK_N)
+    cache = (k_ptr, v_ptr, table_ptr)
+    bounds = (0, whole, end)
+    state, pages = attend_range(
+        state, q, cache, kv_head, pages, bounds, last, scale_log2, HEADS, BLOCK_N, False, DESCRIBED
+    )
+    bounds = (whole, end, end)
+    state, pages = attend_range(
+        state, q, cache, kv_head, pages, bounds, last, scale_log2, HEADS, BLOCK_N, True, DESCRIBED
+    )
+    attended = finish_softmax(state, context, v_scale_ptr, kv_head, HEADS)[0]
+    out_ptrs = out_ptr + (tokens[:, None] * Q_HEADS + head) * HEAD_DIM + dims[None, :]
+    tl.store(out_ptrs, attended.to(out_ptr.dtype.element_ty), mask=mask)
+
+
 def paged_prefill_attention_triton(
     q: torch.Tensor,
     cache: KVCache,
@@ -221,31 +148,31 @@ def paged_prefill_attention_triton(
     invariant: bool = False,
     tiles: Tiles | None = None,
 ) -> torch.Tensor:
-    """`paged_prefill_attention` by Triton. `tiles`: those to use, instead of those that suit the inputs."""
-    k_cache, v_cache, k_scale, v_scale = cache
-    tokens, q_heads, head_dim = q.shape
-    page, kv_heads = k_cache.shape[1:3]
+    """Causal attention of each sequence's new tokens over its context, which ends in those tokens already.
+
+    q: [T, q_heads, head_dim], the sequences' new tokens one after another, last dimension contiguous. Cells
+    of the cache past a context may hold anything. block_tables: [S, W] int32. cu_seqlens_q:
+    [S + 1] int32 prefix sum of the new tokens per sequence, at most `max_seqlen_q` each. context_lens: [S]
+    int32, cached and new tokens; new token i of n sits at position context_len - n + i; a sequence of context
+    length 0 gives zeros. Returns a new [T, q_heads, head_dim]. With `invariant` a token's bits do not depend
+    on how its prompt is cut, nor on other sequences. `tiles`: those to use, instead of those that suit the
+    inputs. The tiling is FlashAttention-2's (Dao, 2023).
+    """
+    heads, (k, v, k_scale, v_scale) = Heads.of(q, cache), cache
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    if tokens == 0:
+    if len(q) == 0:
         return out
-    assert k_cache.is_contiguous() and v_cache.is_contiguous()
-    assert q.stride(2) == 1 and block_tables.stride(1) == 1
-    fp8 = k_cache.dtype == FP8
-    dim = max(32 if fp8 else 16, triton.next_power_of_2(head_dim))
-    if tiles is None:
-        tiles = _tiles(q, k_cache, len(context_lens), invariant)
-    rest = shared_memory(q.device) - tiles.bytes(dim, q.element_size(), k_cache.element_size(), 0)
-    stage = tiles.bytes(dim, 0, k_cache.element_size(), 1)
-    k, v = as_words(k_cache), as_words(v_cache)
+    assert block_tables.stride(1) == 1
+    tiles = tiles or _tiles(q, k, len(context_lens), invariant)
+    rest = shared_memory(q.device) - tiles.bytes(heads.dim, q.element_size(), k.element_size(), 0)
+    stage = tiles.bytes(heads.dim, 0, k.element_size(), 1)
+    k, v = as_words(k), as_words(v)
     if tiles.described:
-        assert dim == head_dim and page % tiles.columns == 0
-        block = [tiles.columns, dim]
-        k, v = (
-            TensorDescriptor(cache, [cache.shape[0] * page, kv_heads * dim], [kv_heads * dim, 1], block)
-            for cache in (k, v)
-        )
-    grouped = math.gcd(_GROUPED_HEADS, q_heads)
-    grid = (grouped, triton.cdiv(max_seqlen_q, tiles.rows), len(context_lens) * (q_heads // grouped))
+        assert heads.dim == heads.head_dim and heads.page % tiles.columns == 0
+        row, block = heads.kv_heads * heads.dim, [tiles.columns, heads.dim]
+        k, v = (TensorDescriptor(x, [len(x) * heads.page, row], [row, 1], block) for x in (k, v))
+    grouped = math.gcd(_GROUPED_HEADS, heads.q_heads)
+    grid = (grouped, triton.cdiv(max_seqlen_q, tiles.rows), len(context_lens) * (heads.q_heads // grouped))
     _prefill_kernel[grid](
         q,
         k,
@@ -261,17 +188,10 @@ def paged_prefill_attention_triton(
         q.stride(1),
         block_tables.stride(0),
         GROUPED_HEADS=grouped,
-        Q_HEADS=q_heads,
-        KV_HEADS=kv_heads,
-        HEAD_DIM=head_dim,
-        DIM=dim,
-        PAGE=page,
+        HEADS=heads,
         BLOCK_M=tiles.rows,
         BLOCK_N=tiles.columns,
-        FP8=fp8,
-        CONVERTS=fp8 and converts_fp8(q.device),
         DESCRIBED=tiles.described,
-        INTERPRET=INTERPRET,
         num_warps=tiles.warps,
         num_stages=max(1, min(tiles.stages, rest // stage)),
         maxnreg=tiles.registers,
@@ -287,9 +207,8 @@ def paged_prefill_attention_reference(
     context_lens: torch.Tensor,
     max_seqlen_q: int,
     scale: float,
-    invariant: bool = False,
 ) -> torch.Tensor:
-    """`paged_prefill_attention` in plain torch, in float32, one sequence at a time."""
+    """`paged_prefill_attention_triton` in plain torch, in float32, one sequence at a time."""
     page, kv_heads = cache.k.shape[1:3]
     group = q.shape[1] // kv_heads
     out = torch.zeros_like(q, memory_format=torch.contiguous_format)
@@ -315,26 +234,3 @@ def paged_prefill_attention_reference(
         )[0]
         out[begin:end] = attended.transpose(0, 1)
     return out
-
-
-def paged_prefill_attention(
-    q: torch.Tensor,
-    cache: KVCache,
-    block_tables: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    context_lens: torch.Tensor,
-    max_seqlen_q: int,
-    scale: float,
-    invariant: bool = False,
-) -> torch.Tensor:
-    """Causal attention of each sequence's new tokens over its context, which ends in those tokens already.
-
-    q: [T, q_heads, head_dim], the sequences' new tokens one after another, last dimension contiguous. Cells
-    of the cache past a context may hold anything. block_tables: [S, W] int32. cu_seqlens_q:
-    [S + 1] int32 prefix sum of the new tokens per sequence, at most `max_seqlen_q` each. context_lens: [S]
-    int32, cached and new tokens; new token i of n sits at position context_len - n + i; a sequence of context
-    length 0 gives zeros. Returns a new [T, q_heads, head_dim]. With `invariant` a token's bits do not depend
-    on how its prompt is cut, nor on other sequences. The tiling is FlashAttention-2's (Dao, 2023).
-    """
-    run = paged_prefill_attention_triton if use_triton(q) else paged_prefill_attention_reference
-    return run(q, cache, block_tables, cu_seqlens_q, context_lens, max_seqlen_q, scale, invariant)

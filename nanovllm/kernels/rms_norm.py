@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from nanovllm.kernels.compat import await_inputs, jit, launch_early, tl, triton, use_triton
+from nanovllm.kernels.compat import await_inputs, by_device, early, jit, tl, triton
 
 
 @jit()
@@ -27,6 +27,11 @@ def inverse_rms(
     return tl.rsqrt(tl.sum(x * x, axis=0) / N + eps)
 
 
+def row_warps(padded: int) -> int:
+    """Warps of a program that has a whole row, of `padded` numbers: one for each 512, at most 16."""
+    return max(1, min(16, padded // 512))
+
+
 @jit()
 def _rms_norm_kernel(
     x_ptr: tl.tensor,
@@ -39,7 +44,6 @@ def _rms_norm_kernel(
     eps: float,
     N: tl.constexpr,
     N_PADDED: tl.constexpr,
-    ADD: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
     """One program per row, so that a row's bits never depend on its neighbours."""
@@ -49,7 +53,7 @@ def _rms_norm_kernel(
     weight = tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
     await_inputs(EARLY)
     x = tl.load(x_ptr + row * x_stride + columns, mask=mask, other=0.0).to(tl.float32)
-    if ADD:
+    if residual_ptr is not None:
         residual = tl.load(residual_ptr + row * residual_stride + columns, mask=mask, other=0.0)
         total = (x + residual.to(tl.float32)).to(sum_ptr.dtype.element_ty)
         tl.store(sum_ptr + row * N + columns, total, mask=mask)
@@ -58,55 +62,44 @@ def _rms_norm_kernel(
     tl.store(out_ptr + row * N + columns, normed, mask=mask)
 
 
-def _launch(
-    x: torch.Tensor,
-    residual: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    out: torch.Tensor,
-    total: torch.Tensor,
-    add: bool,
-) -> None:
-    rows, n = x.shape
-    if rows == 0:
-        return
-    assert x.stride(1) == 1 and residual.stride(1) == 1 and weight.is_contiguous()
-    padded = triton.next_power_of_2(n)
-    early = launch_early(x)
-    _rms_norm_kernel[(rows,)](
-        x,
-        residual,
-        weight,
-        out,
-        total,
-        x.stride(0),
-        residual.stride(0),
-        eps,
-        N=n,
-        N_PADDED=padded,
-        ADD=add,
-        EARLY=early,
-        launch_pdl=early,
-        num_warps=max(1, min(16, padded // 512)),
-    )
+def add_rms_norm_triton(
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (rms_norm(x + residual), x + residual), both new; without a residual, (rms_norm(x), x).
+
+    x, residual: [T, N] of one dtype. The sum is rounded to that dtype before it is normalised.
+    """
+    (rows, n), summed = x.shape, x if residual is None else residual
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    total = x if residual is None else torch.empty_like(out)
+    if rows:
+        assert x.stride(1) == 1 and summed.stride(1) == 1 and weight.is_contiguous()
+        padded = triton.next_power_of_2(n)
+        _rms_norm_kernel[(rows,)](
+            x,
+            residual,
+            weight,
+            out,
+            total,
+            x.stride(0),
+            summed.stride(0),
+            eps,
+            N=n,
+            N_PADDED=padded,
+            num_warps=row_warps(padded),
+            **early(x),
+        )
+    return out, total
 
 
 def rms_norm_triton(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """`rms_norm` by Triton."""
-    rows = x.reshape(-1, x.shape[-1])
-    out = torch.empty_like(rows, memory_format=torch.contiguous_format)
-    _launch(rows, rows, weight, eps, out, out, add=False)
-    return out.view(x.shape)
+    """x / rms(x) * weight over the last dimension.
 
-
-def add_rms_norm_triton(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`add_rms_norm` by Triton."""
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    total = torch.empty_like(out)
-    _launch(x, residual, weight, eps, out, total, add=True)
-    return out, total
+    x: [..., N] with a contiguous last dimension, N up to 16,384. weight: [N] of x's dtype. Statistics are
+    in float32; the normalised value is rounded to x's dtype before the weight is applied, as transformers'
+    LlamaRMSNorm does.
+    """
+    return add_rms_norm_triton(x.reshape(-1, x.shape[-1]), None, weight, eps)[0].view(x.shape)
 
 
 def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -117,10 +110,10 @@ def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tor
 
 
 def add_rms_norm_reference(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`add_rms_norm` in plain torch."""
-    total = x + residual
+    total = x if residual is None else x + residual
     return rms_norm_reference(total, weight, eps), total
 
 
@@ -129,21 +122,5 @@ def inverse_rms_reference(x: torch.Tensor, eps: float) -> torch.Tensor:
     return (x.float().square().mean(dim=-1, keepdim=True) + eps).rsqrt()
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x / rms(x) * weight over the last dimension.
-
-    x: [..., N] with a contiguous last dimension, N up to 16,384. weight: [N] of x's dtype. Statistics are
-    in float32; the normalised value is rounded to x's dtype before the weight is applied, as transformers'
-    LlamaRMSNorm does.
-    """
-    return (rms_norm_triton if use_triton(x) else rms_norm_reference)(x, weight, eps)
-
-
-def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (rms_norm(x + residual), x + residual), both new.
-
-    x, residual: [T, N] of one dtype. The sum is rounded to that dtype before it is normalised.
-    """
-    return (add_rms_norm_triton if use_triton(x) else add_rms_norm_reference)(x, residual, weight, eps)
+rms_norm = by_device(rms_norm_triton, rms_norm_reference)
+add_rms_norm = by_device(add_rms_norm_triton, add_rms_norm_reference)

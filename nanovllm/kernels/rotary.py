@@ -10,12 +10,12 @@ import torch
 
 from nanovllm.batch import NO_SLOT
 from nanovllm.kernels.cache import KVCache
-from nanovllm.kernels.compat import INTERPRET, await_inputs, jit, launch_early, tl, triton, use_triton
+from nanovllm.kernels.compat import INTERPRETED, await_inputs, by_device, early, jit, tl, triton
 from nanovllm.kernels.paged import FP8
 from nanovllm.kernels.rms_norm import inverse_rms, inverse_rms_reference, rms_norm_reference
 
 _FP8_MAX = 448.0
-_KV_TILE = 2  # KV heads per program, with all their query heads
+_KV_TILE = 2  # KV heads per program, with all their query heads: more make decode slower on an H200 (log)
 
 
 class Rotation(NamedTuple):
@@ -52,32 +52,27 @@ def _load_halves(
 
 @jit()
 def _turned(
-    first: tl.tensor,
-    second: tl.tensor,
-    weight_first: tl.tensor,
-    weight_second: tl.tensor,
-    cos: tl.tensor,
-    sin: tl.tensor,
-    eps: tl.tensor,
-    dtype: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    NORM: tl.constexpr,
+    halves: tl.tuple, weight: tl.tuple, angle: tl.tuple, eps: tl.tensor, dtype: tl.constexpr, N: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Normalise and turn the two halves of some heads [n, dims]."""
-    if NORM:  # rounded after each of the two factors, as RMSNorm on its own is
-        variance = (tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)) / HEAD_DIM
+    """Normalise and turn the two halves of some heads [n, dims]. The angle is (cosine, sine)."""
+    first, second = halves
+    cos, sin = angle
+    if weight is not None:  # rounded after each of the two factors, as RMSNorm on its own is
+        variance = (tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)) / N
         scale = tl.rsqrt(variance + eps)[:, None]
-        first = _round(_round(first * scale, dtype) * weight_first, dtype)
-        second = _round(_round(second * scale, dtype) * weight_second, dtype)
+        first = _round(_round(first * scale, dtype) * weight[0], dtype)
+        second = _round(_round(second * scale, dtype) * weight[1], dtype)
     return (first * cos - second * sin).to(dtype), (second * cos + first * sin).to(dtype)
 
 
 @jit()
-def _quantised(x: tl.tensor, scale: tl.tensor, FP8_MAX: tl.constexpr, INTERPRET: tl.constexpr) -> tl.tensor:
+def _quantised(x: tl.tensor, scale: tl.tensor, FP8_MAX: tl.constexpr = _FP8_MAX) -> tl.tensor:
     """x [heads, dims] / scale [heads, 1] in float32, ready for the cast to FP8: no number is out of range."""
     x = tl.div_rn(x.to(tl.float32), tl.broadcast_to(scale, x.shape))
     x = tl.clamp(x, -FP8_MAX, FP8_MAX, propagate_nan=tl.PropagateNan.ALL)  # a NaN must stay one
-    if INTERPRET:  # its cast rounds wrongly: leave it nothing to round, 3 bits of mantissa and 2**-9 at least
+    if (
+        INTERPRETED
+    ):  # its cast rounds wrongly: leave it nothing to round, 3 bits of mantissa and 2**-9 at least
         exponent = tl.maximum(x.to(tl.int32, bitcast=True) & 0x7F800000, 121 << 23)
         shift = (exponent + (20 << 23)).to(tl.float32, bitcast=True) * 1.5
         x = (x + shift) - shift
@@ -116,13 +111,8 @@ def _qk_norm_rope_store_kernel(
     HEAD_DIM: tl.constexpr,
     HALF_PADDED: tl.constexpr,
     DIM_PADDED: tl.constexpr,
-    Q_NORM: tl.constexpr,
-    K_NORM: tl.constexpr,
-    QUANTISE: tl.constexpr,
-    FP8_MAX: tl.constexpr,
-    NO_SLOT: tl.constexpr,
     EARLY: tl.constexpr,
-    INTERPRET: tl.constexpr,
+    NO_SLOT: tl.constexpr = NO_SLOT,
 ) -> None:
     """One program per (token, KV_TILE KV heads and their query heads): no row's bits depend on another's."""
     HALF: tl.constexpr = HEAD_DIM // 2
@@ -147,9 +137,13 @@ def _qk_norm_rope_store_kernel(
     k_first, k_second = _load_halves(k_row, halves, kv_live, HALF)
     v_row = v_ptr + token * v_stride_t + kv_heads * v_stride_h
     value = tl.load(v_row + dims, mask=v_live, other=0.0)
-    q_weight_first, q_weight_second = _load_halves(q_weight_ptr, halves, halves < HALF, HALF)
-    k_weight_first, k_weight_second = _load_halves(k_weight_ptr, halves, halves < HALF, HALF)
-    cos, sin = _load_halves(cos_sin_ptr + position * HEAD_DIM, halves, halves < HALF, HALF)
+    q_weight = None
+    k_weight = None
+    if q_weight_ptr is not None:
+        q_weight = _load_halves(q_weight_ptr, halves, halves < HALF, HALF)
+    if k_weight_ptr is not None:
+        k_weight = _load_halves(k_weight_ptr, halves, halves < HALF, HALF)
+    angle = _load_halves(cos_sin_ptr + position * HEAD_DIM, halves, halves < HALF, HALF)
 
     dtype: tl.constexpr = q_out_ptr.dtype.element_ty
     if rms_of_ptr is not None:
@@ -157,18 +151,14 @@ def _qk_norm_rope_store_kernel(
         q_first, q_second = _round(q_first * scale, dtype), _round(q_second * scale, dtype)
         k_first, k_second = _round(k_first * scale, dtype), _round(k_second * scale, dtype)
         value = (value.to(tl.float32) * scale).to(dtype)
-    q_first, q_second = _turned(
-        q_first, q_second, q_weight_first, q_weight_second, cos, sin, eps, dtype, HEAD_DIM, Q_NORM
-    )
-    k_first, k_second = _turned(
-        k_first, k_second, k_weight_first, k_weight_second, cos, sin, eps, dtype, HEAD_DIM, K_NORM
-    )
-    if QUANTISE:
+    q_first, q_second = _turned((q_first, q_second), q_weight, angle, eps, dtype, HEAD_DIM)
+    k_first, k_second = _turned((k_first, k_second), k_weight, angle, eps, dtype, HEAD_DIM)
+    if k_scale_ptr is not None:
         k_scale = tl.load(k_scale_ptr + kv_heads, mask=kv_live, other=1.0)
         v_scale = tl.load(v_scale_ptr + kv_heads, mask=kv_live, other=1.0)
-        k_first = _quantised(k_first, k_scale, FP8_MAX, INTERPRET)
-        k_second = _quantised(k_second, k_scale, FP8_MAX, INTERPRET)
-        value = _quantised(value, v_scale, FP8_MAX, INTERPRET)
+        k_first = _quantised(k_first, k_scale)
+        k_second = _quantised(k_second, k_scale)
+        value = _quantised(value, v_scale)
 
     out_ptrs = q_out_ptr + token * (Q_HEADS * HEAD_DIM) + heads * HEAD_DIM + halves
     tl.store(out_ptrs, q_first, mask=live & (halves < HALF))
@@ -191,7 +181,15 @@ def qk_norm_rope_store_triton(
     slot_mapping: torch.Tensor,
     rms_of: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`qk_norm_rope_store` by Triton, in one launch."""
+    """Turn q and k by their tokens' positions, store k and v in the cache, return the new contiguous q.
+
+    q: [T, q_heads, head_dim]; k, v: [T, kv_heads, head_dim]; any strides but a contiguous last dimension.
+    slot_mapping: [T] int32, block * block_size + offset; a negative slot stores nothing. What goes to an FP8
+    cache is rounded to q's dtype, divided by its head's scale, clamped to +-448 and rounded to nearest even.
+
+    With `rms_of` [T, M], contiguous, each row of q, k and v is first divided by the root mean square of its
+    row of `rms_of`, with the rotation's eps, and rounded.
+    """
     positions, cos_sin, q_weight, k_weight, eps = rotation
     k_cache, v_cache, k_scale, v_scale = cache
     tokens, q_heads, head_dim = q.shape
@@ -216,10 +214,10 @@ def qk_norm_rope_store_triton(
         positions,
         cos_sin,
         slot_mapping,
-        cos_sin if q_weight is None else q_weight,  # an unused pointer must still be one
-        cos_sin if k_weight is None else k_weight,
-        cos_sin if k_scale is None else k_scale,
-        cos_sin if v_scale is None else v_scale,
+        q_weight,
+        k_weight,
+        k_scale,
+        v_scale,
         rms_of,
         q_out,
         k_cache,
@@ -240,15 +238,8 @@ def qk_norm_rope_store_triton(
         HEAD_DIM=head_dim,
         HALF_PADDED=half_padded,
         DIM_PADDED=triton.next_power_of_2(head_dim),
-        Q_NORM=q_weight is not None,
-        K_NORM=k_weight is not None,
-        QUANTISE=k_scale is not None,
-        FP8_MAX=_FP8_MAX,
-        NO_SLOT=NO_SLOT,
-        EARLY=launch_early(q),
-        INTERPRET=INTERPRET,
-        launch_pdl=launch_early(q),
         num_warps=min(8, triton.next_power_of_2(warps)),
+        **early(q),
     )
     return q_out
 
@@ -293,23 +284,4 @@ def qk_norm_rope_store_reference(
     return q
 
 
-def qk_norm_rope_store(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    rotation: Rotation,
-    cache: KVCache,
-    slot_mapping: torch.Tensor,
-    rms_of: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Turn q and k by their tokens' positions, store k and v in the cache, return the new contiguous q.
-
-    q: [T, q_heads, head_dim]; k, v: [T, kv_heads, head_dim]; any strides but a contiguous last dimension.
-    slot_mapping: [T] int32, block * block_size + offset; a negative slot stores nothing. What goes to an FP8
-    cache is rounded to q's dtype, divided by its head's scale, clamped to +-448 and rounded to nearest even.
-
-    With `rms_of` [T, M], contiguous, each row of q, k and v is first divided by the root mean square of its
-    row of `rms_of`, with the rotation's eps, and rounded.
-    """
-    run = qk_norm_rope_store_triton if use_triton(q) else qk_norm_rope_store_reference
-    return run(q, k, v, rotation, cache, slot_mapping, rms_of)
+qk_norm_rope_store = by_device(qk_norm_rope_store_triton, qk_norm_rope_store_reference)

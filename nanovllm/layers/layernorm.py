@@ -8,7 +8,7 @@ import torch
 
 from nanovllm.distributed.copied_rows import PendingSum
 from nanovllm.distributed.group import TPGroup
-from nanovllm.kernels.rms_norm import add_rms_norm, rms_norm
+from nanovllm.kernels.rms_norm import add_rms_norm
 from nanovllm.layers.weights import WeightLayer, WeightOptions
 from nanovllm.quantization.shards import WeightShard
 
@@ -55,10 +55,7 @@ class RMSNorm(WeightLayer):
         peer_memory = None if residual is None else self.tp.peer_memory_for(x)
         if residual is not None and peer_memory is not None:
             return peer_memory.all_reduce_add_rms_norm(x, residual, self.weight, self.eps)
-        x = self.tp.all_reduce(x)
-        if residual is None:
-            return rms_norm(x, self.weight, self.eps), x
-        return add_rms_norm(x, residual, self.weight, self.eps)
+        return add_rms_norm(self.tp.all_reduce(x), residual, self.weight, self.eps)
 
     def start(self, x: torch.Tensor, residual: torch.Tensor, whole: bool = False) -> ResidualStream:
         """Begin `forward`, of which at most two may be under way; see `TPGroup.start_sum`."""

@@ -72,26 +72,21 @@ class RopeConfig:
 
         original = number("original_max_position_embeddings", max_position_embeddings)
         if rope_type == "dynamic":
-            original = (
-                max_position_embeddings  # transformers grows the base from here, whatever else is stated
-            )
+            original = max_position_embeddings  # where transformers begins to grow the base
         if original <= 0:
             raise ValueError(f"original_max_position_embeddings must be positive, not {original}")
         # A yarn config without a factor states it by the ratio of the two lengths.
         factor = number("factor", max_position_embeddings / original if rope_type == "yarn" else 1.0)
+        own = ("low_freq_factor", "high_freq_factor", "attention_factor", "mscale", "mscale_all_dim")
         config = cls(
             rope_type=rope_type,
             theta=float(number("rope_theta", theta)),
             original_max_position=original,
             factor=factor,
-            low_freq_factor=number("low_freq_factor", 1.0),
-            high_freq_factor=number("high_freq_factor", 4.0),
-            attention_factor=number("attention_factor", None),
             beta_fast=number("beta_fast", 0) or 32.0,
             beta_slow=number("beta_slow", 0) or 1.0,
-            mscale=number("mscale", None),
-            mscale_all_dim=number("mscale_all_dim", None),
             truncate=params.get("truncate", True),
+            **{key: number(key, getattr(cls, key)) for key in own},
         )
         if config.theta <= 0 or config.factor <= 0:
             raise ValueError(
@@ -143,9 +138,7 @@ def _frequencies(config: RopeConfig, head_dim: int) -> torch.Tensor:
 def _dynamic_frequencies(config: RopeConfig, head_dim: int, num_positions: int) -> torch.Tensor:
     """NTK-aware scaling with a base that grows past the trained length, [num_positions, head_dim / 2]."""
     trained = config.original_max_position
-    lengths = torch.arange(1, num_positions + 1).clamp(
-        min=trained
-    )  # of the sequence that ends at each position
+    lengths = torch.arange(1, num_positions + 1).clamp(min=trained)  # of the sequence that ends there
     growth = config.factor * lengths / trained - (config.factor - 1)
     base = config.theta * growth ** (head_dim / (head_dim - 2))
     return 1.0 / (base[:, None] ** _exponents(head_dim))
@@ -153,18 +146,12 @@ def _dynamic_frequencies(config: RopeConfig, head_dim: int, num_positions: int) 
 
 def _llama3_frequencies(config: RopeConfig, frequencies: torch.Tensor) -> torch.Tensor:
     """Slow dimensions are slowed by `factor`, fast ones kept, those between interpolated (Llama 3.1)."""
-    trained = config.original_max_position
+    trained, low, high = config.original_max_position, config.low_freq_factor, config.high_freq_factor
     wavelengths = 2 * math.pi / frequencies
-    scaled = torch.where(
-        wavelengths > trained / config.low_freq_factor, frequencies / config.factor, frequencies
-    )
-    smooth = (trained / wavelengths - config.low_freq_factor) / (
-        config.high_freq_factor - config.low_freq_factor
-    )
+    scaled = torch.where(wavelengths > trained / low, frequencies / config.factor, frequencies)
+    smooth = (trained / wavelengths - low) / (high - low)
     between = (1 - smooth) * scaled / config.factor + smooth * scaled
-    is_between = (wavelengths >= trained / config.high_freq_factor) & (
-        wavelengths <= trained / config.low_freq_factor
-    )
+    is_between = (wavelengths >= trained / high) & (wavelengths <= trained / low)
     return torch.where(is_between, between, scaled)
 
 

@@ -17,34 +17,20 @@ SUPPORTED_DTYPES = ("float32", "bfloat16", "float16")
 # Keys of config.json that would change the results, each with the values that do not. The decoder has none of
 # what they ask for.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "attention_multiplier": (None,),
-    "attn_logit_softcapping": (None, 0),
-    "final_logit_softcapping": (None, 0),
-    "logit_scale": (None, 1),
-    "logits_scaling": (None, 1),
-    "query_pre_attn_scalar": (None,),
-    "clip_qkv": (None,),
-    "embedding_multiplier": (None, 1),
-    "residual_multiplier": (None, 1),
-    "scale_emb": (None, 1),
-    "scale_depth": (None,),
-    "dim_model_base": (None,),
-    "use_qk_norm": (None, False),  # Qwen3 has its own, always
-    "qk_layernorm": (None, False),
-    "attn_temperature_tuning": (None, False),
-    "attention_chunk_size": (None,),
-    "no_rope_layers": (None, []),
-    "no_rope_layer_interval": (None, 0),
-    "use_rope": (None, True),
-    "alibi": (None, False),
-    "is_causal": (None, True),
-    "use_bidirectional_attention": (None, False),
-    "use_parallel_residual": (None, False),
-    "num_experts": (None, 0),
-    "num_local_experts": (None, 0),
-    "n_routed_experts": (None, 0),
-    "compression_config": (None, {}),
-    "quantization": (None, {}),
+    key: values
+    for values, keys in (
+        ((None,), "attention_chunk_size attention_multiplier clip_qkv dim_model_base query_pre_attn_scalar"),
+        ((None,), "scale_depth"),
+        ((None, 0), "attn_logit_softcapping final_logit_softcapping no_rope_layer_interval"),
+        ((None, 0), "num_experts num_local_experts n_routed_experts"),
+        ((None, 1), "embedding_multiplier logit_scale logits_scaling residual_multiplier scale_emb"),
+        ((None, False), "alibi attn_temperature_tuning qk_layernorm use_bidirectional_attention"),
+        ((None, False), "use_parallel_residual use_qk_norm"),  # Qwen3 has its own q/k norms, always
+        ((None, True), "is_causal use_rope"),
+        ((None, []), "no_rope_layers"),
+        ((None, {}), "compression_config quantization"),
+    )
+    for key in keys.split()
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from nanovllm.models.config import HFConfig, ModelFamily
+from nanovllm.models.llama import LLAMA
 
 
 def mistral_window(hf: HFConfig) -> int | None:
@@ -13,16 +14,10 @@ def mistral_window(hf: HFConfig) -> int | None:
 
 MISTRAL = ModelFamily(
     defaults={
-        "vocab_size": 32000,
-        "hidden_size": 4096,
+        **LLAMA.defaults,
         "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
         "num_key_value_heads": 8,
-        "hidden_act": "silu",
         "max_position_embeddings": 4096 * 32,
-        "rms_norm_eps": 1e-6,
-        "eos_token_id": 2,
     },
     sliding_window=mistral_window,
 )

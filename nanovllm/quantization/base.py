@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from nanovllm.kernels.activation import silu_and_mul
-from nanovllm.kernels.rms_norm import add_rms_norm, rms_norm
+from nanovllm.kernels.rms_norm import add_rms_norm
 from nanovllm.quantization.shards import WeightShard, WeightSource
 
 
@@ -72,10 +72,7 @@ class LinearMethod(ABC):
 
         Without `silu` the result may still have to be divided, by whatever reads it next.
         """
-        if residual is None:
-            normed, total = rms_norm(x, norm_weight, eps), x
-        else:
-            normed, total = add_rms_norm(x, residual, norm_weight, eps)
+        normed, total = add_rms_norm(x, residual, norm_weight, eps)
         out = self.apply(normed, bias)
         return NormedProduct(silu_and_mul(out) if silu else out, total, None)
 

@@ -21,17 +21,14 @@ import pickle
 import struct
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
+from itertools import accumulate
 from multiprocessing import get_context
 from multiprocessing.shared_memory import SharedMemory
 from multiprocessing.synchronize import Semaphore
-from operator import attrgetter
 from time import monotonic
 from typing import Any
 
-import numpy as np
-
-from nanovllm.batch import Batch, Extras, SamplingBatch, StepKind
 from nanovllm.errors import EngineClosedError, WorkerError
 from nanovllm.lifecycle import finalize
 
@@ -39,13 +36,6 @@ CHECK_SECONDS = 0.1  # how often a waiting writer looks whether its readers are 
 ALIGNMENT = 8  # bytes, of every array in a message: the widest dtype
 
 _SLOT_HEADER = struct.Struct("qqq")  # the piece's number, its offset in the message, the message's length
-_HEAD_LENGTH = struct.Struct("q")
-
-_OTHERS = ("kind", "seq_ids", "sampling", "extras")
-_BATCH_ARRAYS = [field.name for field in fields(Batch) if field.name not in _OTHERS]
-_SAMPLING_ARRAYS = [field.name for field in fields(SamplingBatch)]
-_batch_arrays = attrgetter(*_BATCH_ARRAYS)
-_sampling_arrays = attrgetter(*_SAMPLING_ARRAYS)
 
 
 class Channel:
@@ -75,7 +65,7 @@ class Channel:
         self._sending = False
 
     def send(self, method: str, *args: object, check_alive: Callable[[], None] | None = None) -> None:
-        """Write a call for every reader: a `Batch` as its raw arrays, any other argument pickled.
+        """Write a call for every reader: its arrays as they are, all else pickled.
 
         While the slowest reader is a whole ring behind, this waits and calls `check_alive` every
         CHECK_SECONDS. What that raises comes out here: the call then was not made (readers drop the pieces
@@ -143,7 +133,7 @@ class ChannelReader:
     def receive(self, timeout: float) -> tuple[str, tuple[Any, ...]] | None:
         """Return the next call as (method, arguments), or None if it is not all here after `timeout` seconds.
 
-        The arrays of a `Batch` lie in the message's own memory, outside the segment, and can be kept.
+        Its arrays lie in the message's own memory, outside the segment, and can be kept.
         Raises FileNotFoundError when rank 0 closed the channel before the first `receive`.
         """
         if self._segment is None:
@@ -195,44 +185,27 @@ def _attach(name: str) -> SharedMemory:
     return SharedMemory(name)
 
 
-# A message: the length of its head, the head, then the arrays, each aligned. The head is pickled plain
-# Python: (method, arguments, {position: (kind, sequence ids, extras, arrays)} for each argument that is a
-# Batch), with an array as (dtype, shape) and a column that nobody uses as None.
+# A message: how many parts, their lengths, and the parts, each at a multiple of ALIGNMENT. First the pickled
+# (method, arguments), then the arrays in it, which pickle leaves out of band (PEP 574).
 
 
-def _encode(method: str, args: tuple[object, ...]) -> bytes:
-    plain_args = list(args)
-    batches: dict[int, tuple[int, tuple[int, ...], Extras, list[tuple[str, tuple[int, ...]] | None]]] = {}
-    arrays: list[np.ndarray] = []
-    for position, arg in enumerate(args):
-        if isinstance(arg, Batch):
-            columns = (*_batch_arrays(arg), *_sampling_arrays(arg.sampling))
-            plain_args[position] = None
-            layout = [None if c is None else (c.dtype.char, c.shape) for c in columns]
-            batches[position] = arg.kind.value, arg.seq_ids, arg.extras, layout
-            arrays += [c for c in columns if c is not None]
-    head = pickle.dumps((method, plain_args, batches), protocol=5)
-    parts = [_HEAD_LENGTH.pack(len(head)), head, bytes(-len(head) % ALIGNMENT)]
-    for array in arrays:
-        parts += array.tobytes(), bytes(-array.nbytes % ALIGNMENT)
-    return b"".join(parts)
+def _encode(method: str, args: tuple[object, ...]) -> bytearray:
+    arrays: list[memoryview] = []
+    call = pickle.dumps((method, args), protocol=5, buffer_callback=lambda each: arrays.append(each.raw()))
+    parts: list[bytes | memoryview] = [call, *arrays]
+    lengths = [len(part) for part in parts]
+    message = bytearray(struct.pack(f"{len(parts) + 1}q", len(parts), *lengths))
+    for part in parts:
+        message += part
+        message += bytes(-len(part) % ALIGNMENT)
+    return message
 
 
 def _decode(message: bytearray) -> tuple[str, tuple[Any, ...]]:
-    (length,) = _HEAD_LENGTH.unpack_from(message)
-    end = _HEAD_LENGTH.size + length
-    method, args, batches = pickle.loads(memoryview(message)[_HEAD_LENGTH.size : end])
-    for position, (kind, seq_ids, extras, layout) in batches.items():
-        columns: list[Any] = []
-        for entry in layout:
-            if entry is None:
-                columns.append(None)
-                continue
-            dtype, shape = entry
-            array: np.ndarray = np.ndarray(shape, dtype, message, end + -end % ALIGNMENT)
-            end += -end % ALIGNMENT + array.nbytes
-            columns.append(array)
-        sampling = SamplingBatch(*columns[len(_BATCH_ARRAYS) :])
-        arrays = dict(zip(_BATCH_ARRAYS, columns, strict=False))
-        args[position] = Batch(StepKind(kind), seq_ids, **arrays, sampling=sampling, extras=extras)
-    return method, tuple(args)
+    view = memoryview(message)
+    (count,) = struct.unpack_from("q", view)
+    lengths = struct.unpack_from(f"{count}q", view, ALIGNMENT)
+    starts = accumulate((length + -length % ALIGNMENT for length in lengths), initial=ALIGNMENT * (count + 1))
+    call, *arrays = (view[start : start + length] for start, length in zip(starts, lengths, strict=False))
+    method, args = pickle.loads(call, buffers=arrays)
+    return method, args

@@ -13,7 +13,7 @@ from needs import needs_kv_cache_dtype
 
 from nanovllm.kernels.cache import KVCache
 from nanovllm.kernels.compat import in_graph
-from nanovllm.kernels.decode_attention import paged_decode_attention, paged_decode_attention_reference
+from nanovllm.kernels.decode_attention import paged_decode_attention_reference, paged_decode_attention_triton
 from nanovllm.kernels.gemv import gemv_triton
 from nanovllm.kernels.matmul import linear, use_linear
 from nanovllm.kernels.prefill_attention import LONG
@@ -170,7 +170,7 @@ def test_slots_beyond_32_bits_of_elements() -> None:
     table = torch.tensor([[blocks - 1]], dtype=torch.int32, device=GPU)
     context = torch.tensor([2], dtype=torch.int32, device=GPU)
     q = torch.zeros(1, 2, heads.head_dim, dtype=BF16, device=GPU)
-    out = paged_decode_attention(q, cache, table, context, 2, 1.0)
+    out = paged_decode_attention_triton(q, cache, table, context, 2, 1.0)
     cases.assert_near(out[0, 1], value.double().mean(dim=(0, 1)))
 
 
@@ -390,7 +390,7 @@ def test_a_cuda_graph_replays_decode_and_sampling() -> None:
         context.copy_(caches[index].contexts)
 
     def step() -> tuple[torch.Tensor, torch.Tensor]:
-        return paged_decode_attention(q, KVCache(k, v), table, context, 4096, 0.1), sample(
+        return paged_decode_attention_triton(q, KVCache(k, v), table, context, 4096, 0.1), sample(
             logits, *rows.pick(cases.ALL)
         )
 
