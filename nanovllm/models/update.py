@@ -29,7 +29,7 @@ class WeightUpdate:
         self._updated = updated
         self._check_checkpoint = check_checkpoint
         self._seen: set[str] = set()
-        self._tied_hashes: dict[str, int] = {}
+        self._tied_values: dict[str, list[float]] = {}
 
     def accept(self, tensors: Iterable[Any]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield each (name, tensor) that is to be loaded, once it is checked; the last ones at the end.
@@ -51,7 +51,7 @@ class WeightUpdate:
                 norms[name] = tensor.detach().to(weight.device, weight.dtype, copy=True)
             elif name in self._slots:
                 yield name, tensor.detach()
-        if TIED_HEAD in self._tied_hashes and EMBEDDING not in self._tied_hashes:
+        if TIED_HEAD in self._tied_values and EMBEDDING not in self._tied_values:
             raise ValueError(
                 f"{TIED_HEAD} is {EMBEDDING} in this model (tie_word_embeddings); pass that one too"
             )
@@ -85,9 +85,11 @@ class WeightUpdate:
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}, and the model needs {shard.shape}")
 
     def _check_tied(self, name: str, tensor: torch.Tensor) -> None:
-        """Two tensors are one in this model. They are compared by a hash: the first may be gone by now."""
-        self._tied_hashes[name] = int(torch.hash_tensor(tensor.detach()))
-        if len(set(self._tied_hashes.values())) > 1:
+        """Two tensors are one in this model. Compare their rows' hashes and extremes: one may be gone by now."""
+        tensor = tensor.detach()
+        hashes = torch.hash_tensor(tensor, dim=1).view(torch.int64)
+        self._tied_values[name] = [*hashes.tolist(), *map(float, torch.aminmax(tensor))]
+        if any(values != self._tied_values[name] for values in self._tied_values.values()):
             raise ValueError(
                 f"{TIED_HEAD} differs from {EMBEDDING}, and the model's config says that they are the same "
                 "(tie_word_embeddings)"

@@ -20,6 +20,7 @@ from nanovllm.columns import StepSize
 from nanovllm.config import Config
 from nanovllm.device import Device
 from nanovllm.distributed.group import TPGroup
+from nanovllm.kernels.cache import KVCache
 from nanovllm.kernels.last_tokens import take_tokens
 from nanovllm.layers.weights import WeightOptions
 from nanovllm.models.config import ModelConfig
@@ -126,15 +127,18 @@ class ModelRunner:
         layers, kept = self.model.attention_layers, self.kv_cache
         shape = cache_shape(layers, -(-num_tokens // self.block_size), self.block_size)
         self.kv_cache = scratch_in(kept, shape, self.dtype)  # of zeros: what is not written must not count
-        attach(layers, self.kv_cache)
+        caches = [layer.cache for layer in layers]
+        for layer, k, v in zip(layers, *self.kv_cache, strict=True):
+            layer.cache = KVCache(k, v)  # of the model's dtype, without scales
         rng = np.random.default_rng(0)
         token_ids = rng.integers(self.model_config.vocab_size, size=num_tokens, dtype=np.int32)
         for start in range(0, num_tokens, self.config.max_num_batched_tokens):
             chunk = token_ids[start : start + self.config.max_num_batched_tokens]
             batch = self._equal_batch(StepKind.PREFILL, 1, len(chunk), start + len(chunk))
             self.run(replace(batch, token_ids=chunk))
+        for layer, cache in zip(layers, caches, strict=True):
+            layer.cache = cache
         set_scales(layers, self.kv_cache, self.cache_dtype)
-        attach(layers, kept)
         self.kv_cache = kept
 
     def warmup_model(self) -> int:

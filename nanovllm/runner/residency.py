@@ -53,14 +53,14 @@ class ResidentModelRunner(ModelRunner):
 
         Of what sleeps already, the copy is dropped at level 2.
         """
-        self.device.release_memory()
+        self.device.empty_cache()
         free, _ = self.device.memory()
         if KV_CACHE not in self.asleep:
             self._num_blocks = self.kv_cache.shape[2]
             kv_bytes = self.kv_cache.nbytes
             self.graphs.clear()  # they hold addresses of both
             self._set_kv_cache(0)
-            self.device.release_memory()
+            self.device.empty_cache()
             self._freed_bytes = max(kv_bytes, self.device.memory()[0] - free)
         awake = WEIGHTS not in self.asleep
         self.asleep = frozenset(TAGS)
@@ -68,7 +68,7 @@ class ResidentModelRunner(ModelRunner):
             self._freed = [freed._replace(copy=None) for freed in self._freed]
         if awake:
             self._free_weights(level == 1)
-        self.device.release_memory()
+        self.device.empty_cache()
 
     def _free_weights(self, copies: bool) -> None:
         storages = [parameter.untyped_storage() for parameter in self.model.parameters()]
@@ -80,7 +80,7 @@ class ResidentModelRunner(ModelRunner):
 
     def wake_up_need(self, tags: Collection[str]) -> WakeUpNeed:
         """What `wake_up(tags)` takes; nothing on a CPU, whose memory is taken as it is used."""
-        self.device.release_memory()
+        self.device.empty_cache()
         need = 0
         if self.device.is_cuda and WEIGHTS in self.asleep & set(tags):
             need += sum(freed.num_bytes for freed in self._freed)
