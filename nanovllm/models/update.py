@@ -85,7 +85,7 @@ class WeightUpdate:
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}, and the model needs {shard.shape}")
 
     def _check_tied(self, name: str, tensor: torch.Tensor) -> None:
-        """Two tensors are one in this model. Compare their rows' hashes and extremes: one may be gone by now."""
+        """Two tensors are one in this model. Their rows are compared by hashes: one may be gone by now."""
         tensor = tensor.detach()
         hashes = torch.hash_tensor(tensor, dim=1).view(torch.int64)
         self._tied_values[name] = [*hashes.tolist(), *map(float, torch.aminmax(tensor))]

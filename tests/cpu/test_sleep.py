@@ -1,4 +1,4 @@
-"""sleep and wake_up: memory goes down on every rank, what cannot run is refused, and answers stay the same."""
+"""sleep and wake_up: memory goes down on every rank, what cannot run is refused, answers stay the same."""
 
 from __future__ import annotations
 
