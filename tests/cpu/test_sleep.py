@@ -247,6 +247,17 @@ def test_a_sleep_that_fails_can_be_undone(
         assert same(answers(llm, prompts), before)
 
 
+def test_counts_of_penalties_are_freed_too(model: Path, prompts: list[list[int]]) -> None:
+    params = SamplingParams(temperature=0, frequency_penalty=1.5, max_tokens=12, ignore_eos=True)
+    with make_digest(model) as llm:
+        before = [output["token_ids"] for output in llm.generate(prompts, params, use_tqdm=False)]
+        assert llm._runner.ending._counts is not None
+        llm.sleep()
+        assert llm._runner.ending._counts is None
+        llm.wake_up()
+        assert [output["token_ids"] for output in llm.generate(prompts, params, use_tqdm=False)] == before
+
+
 def resident_bytes(pid: int) -> int:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
