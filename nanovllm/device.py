@@ -73,8 +73,12 @@ class Device:
             torch.cuda.synchronize(self.torch)
 
     def release_memory(self) -> None:
-        """Give what no tensor uses any more back to the driver."""
+        """Give what no tensor uses any more back to the driver, garbage that Python has not collected too."""
         gc.collect()
+        self.empty_cache()
+
+    def empty_cache(self) -> None:
+        """Give what no tensor uses any more back to the driver."""
         if self.is_cuda:
             torch.cuda.synchronize(self.torch)
             torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""LLM: what a user calls. LLMEngine with whole lists, streams and conversations on top."""
+"""LLM: what a user calls. The engine with whole lists, streams and conversations on top."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from nanovllm.engine.arguments import check_on_error, refuse_others
 from nanovllm.engine.beam_search import beam_search
 from nanovllm.engine.deltas import Deltas
-from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.progress import Progress
+from nanovllm.engine.resident_engine import ResidentEngine
 from nanovllm.engine.scoring import embedding_output, score_output
 from nanovllm.errors import EngineClosedError
 from nanovllm.outputs import (
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-class LLM(LLMEngine):
+class LLM(ResidentEngine):
     """A model, ready for prompts: `LLM(folder_or_hub_id, **options)`; the options are listed in `Config`.
 
     >>> with LLM(nanovllm.demo_model_path()) as llm:

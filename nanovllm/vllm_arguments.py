@@ -61,7 +61,7 @@ _ENGINE_ANY = """
     served_model_name use_tqdm_on_load pt_load_map_location disable_log_requests
     guided_decoding_backend guided_decoding_disable_fallback
     mm_processor_cache_gb disable_mm_preprocessor_cache disable_chunked_mm_input
-    max_parallel_loading_workers swap_space calculate_kv_scales
+    max_parallel_loading_workers enable_sleep_mode swap_space calculate_kv_scales
     max_num_partial_prefills max_long_partial_prefills long_prefill_token_threshold num_scheduler_steps
     prefix_caching_hash_algo disable_sliding_window disable_cascade_attn max_seq_len_to_capture
     multi_step_stream_outputs use_v2_block_manager
@@ -119,7 +119,6 @@ ENGINE: dict[str, Absent] = {
     "kv_cache_memory_bytes": Absent((None,), "use num_kvcache_blocks or gpu_memory_utilization"),
     "block_size": Absent((None,), "say kvcache_block_size"),
     "num_gpu_blocks_override": Absent((None,), "say num_kvcache_blocks"),
-    "enable_sleep_mode": Absent((False, None), "close() the engine and make a new one later"),
     # how it runs
     "enable_chunked_prefill": Absent((True, None), "long prompts always go in chunks; leave it out"),
     "compilation_config": Absent(_NOTHING, "CUDA graphs are on; enforce_eager=True turns them off"),

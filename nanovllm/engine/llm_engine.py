@@ -19,6 +19,7 @@ from nanovllm.config import Config
 from nanovllm.device import Device
 from nanovllm.engine.generation_config import read_generation_config, recommended_params
 from nanovllm.engine.requests import Requests
+from nanovllm.engine.residency import Residency
 from nanovllm.engine.startup import resolve_max_model_len, start_ranks, stop_ranks
 from nanovllm.engine.stats import Counters, EngineStats, StepStats
 from nanovllm.events import TokenEvents
@@ -87,6 +88,7 @@ class LLMEngine:
         self._workers, self._runner, self._num_blocks = start_ranks(
             self.config, self.model_config, path, device, max_model_len
         )
+        self._residency = Residency(self._workers, self._runner)
         asked = self.config.async_scheduling
         self._run_ahead = device.is_cuda if asked is None else asked
         self._scheduler = self._make_scheduler()
@@ -120,7 +122,7 @@ class LLMEngine:
 
     def reset_prefix_cache(self) -> bool:
         """Forget what the KV cache holds. False, and nothing is done, while requests hold a part of it."""
-        with self._calling(self._open_stream):
+        with self._calling(self._open_stream, asleep=True):
             return self._scheduler.block_manager.reset()
 
     def get_default_sampling_params(self) -> SamplingParams:
@@ -188,7 +190,7 @@ class LLMEngine:
 
         An open stream gives that output too. Its request ids count up with the places of its prompts.
         """
-        with self._calling(self._open_stream):
+        with self._calling(self._open_stream, asleep=True):
             seq_ids = self._requests.unfinished_sequences(request_id)
             for seq_id in seq_ids:
                 self._scheduler.abort(seq_id)
@@ -226,14 +228,17 @@ class LLMEngine:
     # -- inside ------------------------------------------------------------------------------------------
 
     @contextmanager
-    def _calling(self, stream: deque[RequestOutput] | None = None) -> Iterator[None]:
+    def _calling(self, stream: deque[RequestOutput] | None = None, asleep: bool = False) -> Iterator[None]:
         """One caller at a time, whichever thread it is, with this engine's device as the current one.
 
-        stream: the open one for which the call is made; RuntimeError when there is another.
+        stream: the open one for which the call is made; RuntimeError when there is another, and when the
+        engine sleeps, unless `asleep` allows that.
         """
         with self._lifecycle.calling(), self._runner.device.current():
             if self._open_stream is not stream:
                 raise RuntimeError("a stream of this engine is open; take all of its outputs, or close() it")
+            if not asleep:
+                self._residency.check_awake()
             yield
 
     def _check_idle(self, call: str) -> None:

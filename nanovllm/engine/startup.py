@@ -16,7 +16,7 @@ from nanovllm.distributed.rendezvous import Rendezvous
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.loader import weight_bytes
 from nanovllm.runner.memory import check_weights_fit, fit_kv_cache
-from nanovllm.runner.model_runner import ModelRunner
+from nanovllm.runner.residency import ResidentModelRunner
 from nanovllm.workers.worker import RankSetup, Workers
 
 logger = logging.getLogger("nanovllm")
@@ -42,8 +42,8 @@ def resolve_max_model_len(asked: int | None, model_config: ModelConfig) -> int:
 
 def start_ranks(
     config: Config, model_config: ModelConfig, path: Path, device: Device, max_model_len: int
-) -> tuple[Workers, ModelRunner, int]:
-    """Start every rank; return the workers, this rank's ModelRunner, and how many blocks the KV cache has.
+) -> tuple[Workers, ResidentModelRunner, int]:
+    """Start every rank; return the workers, this rank's runner, and how many blocks the KV cache has.
 
     Raises what `LLMEngine` says; nothing of any rank is left then.
     """
@@ -58,7 +58,7 @@ def start_ranks(
         for rank in range(size)
     ]
     workers = Workers(setups[1:])
-    runner: ModelRunner | None = None
+    runner: ResidentModelRunner | None = None
     try:
         check_weights_fit(need, [device.memory(), *workers.collect()], config, device)
         runner, *_ = workers.call(lambda: _load(workers, setups[0], device, rendezvous), "load")
@@ -78,13 +78,15 @@ def start_ranks(
         raise
 
 
-def stop_ranks(workers: Workers, runner: ModelRunner) -> None:
+def stop_ranks(workers: Workers, runner: ResidentModelRunner) -> None:
     """End the workers, then free this rank's memory."""
     workers.stop()
     runner.exit()
 
 
-def _load(workers: Workers, setup: RankSetup, device: Device, rendezvous: Rendezvous | None) -> ModelRunner:
+def _load(
+    workers: Workers, setup: RankSetup, device: Device, rendezvous: Rendezvous | None
+) -> ResidentModelRunner:
     """Meet the other ranks, if there are any, and load this rank's part of the model."""
     group = TPGroup()
     if rendezvous is not None:

@@ -47,6 +47,10 @@ class _LinearLayer(WeightLayer):
         else:
             self.method.load(shard, source)
 
+    @property
+    def folded_norm(self) -> torch.Tensor | None:
+        return self.method.norm_weight
+
     def finish_loading(self) -> None:
         self.method.finish_loading()
 

@@ -74,6 +74,11 @@ class WeightLayer(nn.Module):
     def _load(self, shard: WeightShard, source: WeightSource) -> None:
         shard.copy(source, self.get_parameter(shard.param))
 
+    @property
+    def folded_norm(self) -> torch.Tensor | None:
+        """The weight of the norm that is multiplied into this layer's; see `LinearMethod.norm_weight`."""
+        return None
+
     def finish_loading(self) -> None:
         """Get ready for use, after all tensors of a checkpoint; see `LinearMethod.finish_loading`."""
         return

@@ -170,6 +170,17 @@ class DecoderForCausalLM(nn.Module):
                 slots[".".join(filter(None, (parent, module, shard.param)))] = layer, shard
         return slots
 
+    def folded_norms(self) -> dict[str, list[str]]:
+        """Return the tensors that each norm is multiplied into, all by their names in a checkpoint; see
+        `LinearMethod.norm_weight`."""
+        slots = self.weight_slots()
+        names = {id(layer.get_parameter(shard.param)): name for name, (layer, shard) in slots.items()}
+        folded: dict[str, list[str]] = {}
+        for name, (layer, _) in slots.items():
+            if layer.folded_norm is not None:
+                folded.setdefault(names[id(layer.folded_norm)], []).append(name)
+        return folded
+
     def finish_loading(self) -> None:
         """Get ready for use, after all tensors of a checkpoint; see `LinearMethod.finish_loading`."""
         for path, layer in self.named_modules():

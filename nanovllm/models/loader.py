@@ -9,7 +9,7 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 LISTED = 40  # names of one kind in an error message
 TIED_HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+ROTARY = ".rotary_emb.inv_freq"  # in old checkpoints; computed from the config
 
 
 def resolve_model_path(name: str | Path) -> Path:
@@ -131,13 +132,16 @@ def _unallocated(config: ModelConfig, tp: TPGroup, dtype: torch.dtype) -> Decode
 
 
 def load_weights(
-    model: DecoderForCausalLM, folder: str | Path, check: Callable[[], None] = lambda: None
+    model: DecoderForCausalLM,
+    folder: str | Path,
+    check: Callable[[], None] = lambda: None,
+    names: Collection[str] | None = None,
 ) -> None:
     """Fill every parameter of `model`, each exactly once, from the *.safetensors files in `folder`.
 
-    May be called again, with the same or other weights. `check` is called between tensors and may raise, to
-    give up. Raises ModelLoadError that names all missing, unexpected, misshaped and non-float tensors; the
-    model is then untouched.
+    May be called again, with the same or other weights, also for the tensors `names` alone. `check` is called
+    between tensors and may raise, to give up. Raises ModelLoadError that names all missing, unexpected,
+    misshaped and non-float tensors; the model is then untouched.
     """
     slots = model.weight_slots()
     with ExitStack() as stack:
@@ -147,23 +151,28 @@ def load_weights(
                 f"{folder}: {TIED_HEAD} differs from {EMBEDDING}, and {CONFIG_FILE} says they are the same; "
                 "set tie_word_embeddings to false there to use both"
             )
-        for name, source in tensors.items():
+        for name in tensors if names is None else names:
             check()
-            layer, shard = slots[name]
+            source, (layer, shard) = tensors[name], slots[name]
             layer.load_weight(shard.param, source, shard.shard_id)
     model.finish_loading()
 
 
 def init_dummy_weights(
-    model: DecoderForCausalLM, seed: int, check: Callable[[], None] = lambda: None
+    model: DecoderForCausalLM,
+    seed: int,
+    check: Callable[[], None] = lambda: None,
+    names: Collection[str] | None = None,
 ) -> None:
     """Fill `model` with random weights, normal(0, 0.02) and 1 for norms, made on its own device.
 
     Each tensor depends on the seed and its name alone, and whole tensors are drawn and then cut: any number
-    of ranks gets the same model. `check` as in `load_weights`.
+    of ranks gets the same model. `check` and `names` as in `load_weights`.
     """
-    for name, (layer, shard) in model.weight_slots().items():
+    slots = model.weight_slots()
+    for name in slots if names is None else names:
         check()
+        layer, shard = slots[name]
         parameter = layer.get_parameter(shard.param)
         whole = torch.empty(shard.shape, dtype=parameter.dtype, device=parameter.device)
         if isinstance(layer, RMSNorm):
@@ -192,8 +201,8 @@ def _checked_tensors(
     is one."""
     tensors: dict[str, Any] = _open_checkpoint(folder, stack)
     tied_head = tensors.pop(TIED_HEAD, None) if model.config.tie_word_embeddings else None
-    for name in [name for name in tensors if name.endswith(".rotary_emb.inv_freq")]:
-        del tensors[name]  # recomputed from the config
+    for name in [name for name in tensors if name.endswith(ROTARY)]:
+        del tensors[name]
     shapes = {name: shard.shape for name, (_, shard) in model.weight_slots().items()}
     problems = {
         "missing": [name for name in shapes if name not in tensors],

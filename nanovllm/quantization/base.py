@@ -28,7 +28,14 @@ class LinearMethod(ABC):
     """Stores, loads and multiplies one weight [N, K]. One instance serves one layer.
 
     A subclass says how to create, load and apply. It may override the products with something fused in.
+
+    What takes memory on the device is in parameters of the layer. Loading again writes into the same memory,
+    whose addresses CUDA graphs hold, and a load of all tensors needs nothing of what it held before.
     """
+
+    norm_weight: torch.Tensor | None = (
+        None  # of the norm before it, where loading multiplies this weight by it
+    )
 
     @abstractmethod
     def create(

@@ -34,7 +34,6 @@ class UnquantizedLinearMethod(LinearMethod):
         self.deterministic = deterministic
         self.fuse = fuse
         self._shards: list[WeightShard] = []
-        self._norm_weight: torch.Tensor | None = None  # what is folded, if anything is
         self._folded: torch.Tensor | None = None  # its value at that time
         self._unfolded: set[WeightShard] = set()  # whose part of the weight is as in the checkpoint
 
@@ -54,19 +53,19 @@ class UnquantizedLinearMethod(LinearMethod):
 
     def follows(self, norm_weight: torch.Tensor) -> None:
         if self.fuse:
-            self._norm_weight = norm_weight
+            self.norm_weight = norm_weight
 
     def finish_loading(self) -> None:
         """Fold the norm's weight into what was loaded."""
-        if self._norm_weight is None:
+        if self.norm_weight is None:
             return
-        if self._folded is None or not torch.equal(self._folded, self._norm_weight):
+        if self._folded is None or not torch.equal(self._folded, self.norm_weight):
             kept = [shard.label for shard in self._shards if shard not in self._unfolded]
             if kept:
                 raise ValueError(f"the norm before it was loaded without {', '.join(kept)}; load both")
-            self._folded = self._norm_weight.clone()
+            self._folded = self.norm_weight.clone()
         for shard in self._unfolded:
-            shard.place(self.weight).mul_(self._norm_weight)
+            shard.place(self.weight).mul_(self.norm_weight)
         self._unfolded.clear()
 
     def apply(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -85,8 +84,8 @@ class UnquantizedLinearMethod(LinearMethod):
         bias: torch.Tensor | None = None,
         silu: bool = False,
     ) -> NormedProduct:
-        folded = self._norm_weight is not None
-        assert not folded or norm_weight is self._norm_weight
+        folded = self.norm_weight is not None
+        assert not folded or norm_weight is self.norm_weight
         assert not (folded and self._unfolded), "finish_loading comes before a product"
         if self._few_rows(x):
             own = None if folded else norm_weight

@@ -130,6 +130,10 @@ class Ending:
         sums = torch.zeros(num_seqs, hidden.shape[1], device=hidden.device)
         return sums.index_add_(0, self._device.send(wanted.rows), hidden.float())
 
+    def free_counts(self) -> None:
+        """Free the counts of penalties, while no sequence is unfinished; they are made again when needed."""
+        self._counts = None
+
     def reserved_bytes(self) -> int:
         """What the counts of penalties take, once they are needed."""
         return 4 * self._max_seqs * self._vocab_size

@@ -6,35 +6,50 @@ Knows no sequence; the prefix cache and the owners of blocks are the scheduler's
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 
 import torch
 
 from nanovllm.layers.attention import Attention
 
 
-def allocate(
-    layers: Sequence[Attention], num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:
-    """Give every layer its part of one new cache [2, layers, num_blocks, block_size, KV heads, head_dim].
+def cache_shape(layers: Sequence[Attention], num_blocks: int, block_size: int) -> tuple[int, ...]:
+    """[2, layers, num_blocks, block_size, KV heads, head_dim]: keys, then values."""
+    return 2, len(layers), num_blocks, block_size, layers[0].num_kv_heads, layers[0].head_dim
 
-    The layers let go of the old one first; so must the caller.
-    """
-    nothing = torch.empty(0, dtype=dtype, device=device)
-    for layer in layers:
-        layer.cache = layer.cache._replace(k=nothing, v=nothing)
-    shape = (2, len(layers), num_blocks, block_size, layers[0].num_kv_heads, layers[0].head_dim)
-    kv_cache = torch.empty(shape, dtype=dtype, device=device)
+
+def attach(layers: Sequence[Attention], kv_cache: torch.Tensor) -> None:
+    """Give every layer its part of a cache of `cache_shape`, in place of the one it has."""
     for layer, k, v in zip(layers, *kv_cache, strict=True):
         layer.cache = layer.cache._replace(k=k, v=v)
-    return kv_cache
+
+
+def detach(layers: Sequence[Attention]) -> None:
+    """Let every layer go of its part."""
+    nothing = torch.empty(0)
+    for layer in layers:
+        layer.cache = layer.cache._replace(k=nothing, v=nothing)
+
+
+def scratch_in(kv_cache: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Zeros of `shape` and `dtype`, in the memory of `kv_cache`, contiguous, if that is large enough."""
+    num_bytes = prod(shape) * dtype.itemsize
+    if num_bytes > kv_cache.nbytes:
+        return torch.zeros(shape, dtype=dtype, device=kv_cache.device)
+    return kv_cache.flatten().view(torch.uint8)[:num_bytes].zero_().view(dtype).view(shape)
 
 
 def set_scales(layers: Sequence[Attention], kv_cache: torch.Tensor, dtype: torch.dtype) -> None:
     """Set each layer's scales for a cache of `dtype`, per KV head, from what `kv_cache` holds.
 
     The largest values seen map to a quarter of what `dtype` can hold; larger ones still are clamped there.
+    Scales that there are keep their addresses, which CUDA graphs hold.
     """
     largest = kv_cache.float().abs().amax(dim=(2, 3, 5))  # [2, layers, KV heads]
     scales = (largest / (torch.finfo(dtype).max / 4)).clamp(min=1e-6)
     for layer, k_scale, v_scale in zip(layers, *scales, strict=True):
-        layer.cache = layer.cache._replace(k_scale=k_scale, v_scale=v_scale)
+        if layer.cache.k_scale is None or layer.cache.v_scale is None:
+            layer.cache = layer.cache._replace(k_scale=k_scale, v_scale=v_scale)
+        else:
+            layer.cache.k_scale.copy_(k_scale)
+            layer.cache.v_scale.copy_(v_scale)

@@ -5,7 +5,7 @@ Never sees a Sequence and never decides what runs. Nothing here waits for the de
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ from nanovllm.columns import StepSize
 from nanovllm.config import Config
 from nanovllm.device import Device
 from nanovllm.distributed.group import TPGroup
+from nanovllm.kernels.cache import KVCache
 from nanovllm.kernels.last_tokens import take_tokens
 from nanovllm.layers.weights import WeightOptions
 from nanovllm.models.config import ModelConfig
@@ -28,7 +29,7 @@ from nanovllm.models.loader import init_dummy_weights, load_weights
 from nanovllm.runner.cuda_graph import CUDAGraphs, graph_sizes
 from nanovllm.runner.ending import Ending, StepTensors
 from nanovllm.runner.inputs import StepInputs, prepare_decode, prepare_prefill, wanted_rows
-from nanovllm.runner.kv_cache import allocate, set_scales
+from nanovllm.runner.kv_cache import attach, cache_shape, detach, scratch_in, set_scales
 from nanovllm.runner.memory import KVCacheSpace, equal_batch
 from nanovllm.runner.overlap import OVERLAP_TOKENS, overlaps, rows_of_half
 from nanovllm.runner.shared_prefixes import SharedPrefixFinder, SharedRows
@@ -49,6 +50,8 @@ class UndrawnStep(NamedTuple):
 class ModelRunner:
     """Runs steps on one device, as one rank of a tensor-parallel group."""
 
+    kv_cache: torch.Tensor  # of `cache_shape`
+
     def __init__(
         self,
         config: Config,
@@ -62,6 +65,7 @@ class ModelRunner:
         """Build the model and fill its weights. `check` is called now and then, and may raise to give up."""
         self.config = config
         self.model_config = model_config
+        self.model_path = model_path
         self.device = device
         self.tp = tp
         self.max_model_len = max_model_len
@@ -86,10 +90,7 @@ class ModelRunner:
             max_model_len,
             WeightOptions(self.dtype, device.torch, config.deterministic, fuse),
         )
-        if config.load_format == "dummy":
-            init_dummy_weights(self.model, config.seed, check)
-        else:
-            load_weights(self.model, model_path, check)
+        self.load_weights(check)
         self.graphs: dict[tuple[bool, bool], CUDAGraphs] = {}  # by: shares prefixes, ends in drawn tokens
         self._undrawn: UndrawnStep | None = None
         self.prefixes: SharedPrefixFinder | None = None  # until there is a KV cache
@@ -101,6 +102,16 @@ class ModelRunner:
         self.size = StepSize(max_tokens, max_seqs, self.max_blocks, unit)  # of the largest step
         self.staging = Staging(device, self.size)
         self.ending = Ending(self.model, tp, device, max_seqs, config.logprobs_mode)
+        self._set_kv_cache(0)
+
+    def load_weights(
+        self, check: Callable[[], None] = lambda: None, names: Collection[str] | None = None
+    ) -> None:
+        """Fill the model with the checkpoint's weights, or dummy ones; see `load_weights` of the loader."""
+        if self.config.load_format == "dummy":
+            init_dummy_weights(self.model, self.config.seed, check, names)
+        else:
+            load_weights(self.model, self.model_path, check, names)
 
     # -- start-up ----------------------------------------------------------------------------------------
 
@@ -108,21 +119,27 @@ class ModelRunner:
     def calibrate_kv_cache(self) -> None:
         """Set the scales of an FP8 cache, per layer and KV head, from the K/V of a fixed random prompt.
 
-        Every start and every number of ranks gets the same scales.
+        Every start and every number of ranks gets the same scales. What the KV cache holds is lost.
         """
         if self.cache_dtype == self.dtype:
             return
         num_tokens = min(CALIBRATION_TOKENS, self.max_model_len)
-        self._set_kv_cache(-(-num_tokens // self.block_size), self.dtype)
-        self.kv_cache.zero_()  # what is not written must not count
+        layers, kept = self.model.attention_layers, self.kv_cache
+        shape = cache_shape(layers, -(-num_tokens // self.block_size), self.block_size)
+        self.kv_cache = scratch_in(kept, shape, self.dtype)  # of zeros: what is not written must not count
+        caches = [layer.cache for layer in layers]
+        for layer, k, v in zip(layers, *self.kv_cache, strict=True):
+            layer.cache = KVCache(k, v)  # of the model's dtype, without scales
         rng = np.random.default_rng(0)
         token_ids = rng.integers(self.model_config.vocab_size, size=num_tokens, dtype=np.int32)
         for start in range(0, num_tokens, self.config.max_num_batched_tokens):
             chunk = token_ids[start : start + self.config.max_num_batched_tokens]
             batch = self._equal_batch(StepKind.PREFILL, 1, len(chunk), start + len(chunk))
             self.run(replace(batch, token_ids=chunk))
-        set_scales(self.model.attention_layers, self.kv_cache, self.cache_dtype)
-        self._set_kv_cache(0)
+        for layer, cache in zip(layers, caches, strict=True):
+            layer.cache = cache
+        set_scales(layers, self.kv_cache, self.cache_dtype)
+        self.kv_cache = kept
 
     def warmup_model(self) -> int:
         """Run the largest steps once; return the bytes that they need beside the weights and the KV cache."""
@@ -174,11 +191,14 @@ class ModelRunner:
             return None
         return SharedPrefixFinder(self.block_size, self.shared_unit)
 
-    def _set_kv_cache(self, num_blocks: int, dtype: torch.dtype | None = None) -> None:
+    def _set_kv_cache(self, num_blocks: int) -> None:
         """Give every layer its part of one new cache of `num_blocks` blocks."""
-        layers, dtype = self.model.attention_layers, dtype or self.cache_dtype
-        self.kv_cache = torch.empty(0)  # let go of the old one first
-        self.kv_cache = allocate(layers, num_blocks, self.block_size, dtype, self.device.torch)
+        layers = self.model.attention_layers
+        detach(layers)
+        self.kv_cache = torch.empty(0)  # all have let go of the old one
+        shape = cache_shape(layers, num_blocks, self.block_size)
+        self.kv_cache = torch.empty(shape, dtype=self.cache_dtype, device=self.device.torch)
+        attach(layers, self.kv_cache)
 
     @torch.inference_mode()
     def capture_cudagraph(self, progress: bool = False) -> None:

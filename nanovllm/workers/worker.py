@@ -36,8 +36,8 @@ from nanovllm.distributed.rendezvous import Rendezvous
 from nanovllm.errors import WorkerError
 from nanovllm.lifecycle import finalize
 from nanovllm.models.config import ModelConfig
-from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.overlap import OVERLAP_TOKENS, rows_of_half
+from nanovllm.runner.residency import ResidentModelRunner
 from nanovllm.workers.channel import Channel, ChannelReader
 from nanovllm.workers.interrupts import held_interrupts
 from nanovllm.workers.watch import POLL_SECONDS, Failure, Watch
@@ -81,9 +81,11 @@ class RankSetup:
         group.make_peer_memory(rooms, device)
         return group
 
-    def load(self, device: Device, group: TPGroup, check: Callable[[], None] = lambda: None) -> ModelRunner:
+    def load(
+        self, device: Device, group: TPGroup, check: Callable[[], None] = lambda: None
+    ) -> ResidentModelRunner:
         """Load this rank's part of the model; `check` as in `ModelRunner`."""
-        return ModelRunner(
+        return ResidentModelRunner(
             self.config, self.model_config, self.model_path, device, group, self.max_model_len, check
         )
 
@@ -110,7 +112,7 @@ def loop(setup: RankSetup, reader: ChannelReader, replies: Connection) -> None:
     """Make rank 0's calls until it calls `exit`. All but `launch` and `draw` are answered."""
     device = Device(setup.device)
     replies.send(device.memory())
-    runner: ModelRunner | None = None
+    runner: ResidentModelRunner | None = None
     while True:
         call = reader.receive(timeout=60.0)
         if call is None:

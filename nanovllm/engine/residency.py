@@ -1,0 +1,126 @@
+"""Residency: what of a model is on the devices, the same on all ranks: sleep, wake up, and new weights.
+
+Owns no memory: each rank's runner does. Knows no request and no prefix cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import closing
+from typing import Any
+
+import torch
+
+from nanovllm.errors import KVCacheMemoryError
+from nanovllm.models.loader import check_weights
+from nanovllm.models.update import WeightUpdate
+from nanovllm.runner.residency import TAGS, WEIGHTS, ResidentModelRunner
+from nanovllm.workers.interrupts import held_interrupts
+from nanovllm.workers.shared_tensors import SharedMemoryBuffer
+from nanovllm.workers.worker import Workers
+
+BUFFER_BYTES = 2**27  # of tensors that workers take at once; a larger one goes alone
+
+
+def parse_tags(tags: object) -> frozenset[str]:
+    """Return the tags of a `wake_up`; ValueError when one is unknown."""
+    if tags is None:
+        return frozenset(TAGS)
+    if isinstance(tags, str) or not isinstance(tags, Collection) or not tags or not set(tags) <= set(TAGS):
+        raise ValueError(f"tags={tags!r} must be None or a list of {' and '.join(map(repr, TAGS))}")
+    return frozenset(tags)
+
+
+class Residency:
+    """Rank 0's calls to all ranks. A caller makes them one at a time, while no request is unfinished."""
+
+    def __init__(self, workers: Workers, runner: ResidentModelRunner) -> None:
+        self._workers = workers
+        self._runner = runner
+
+    @property
+    def asleep(self) -> frozenset[str]:
+        """What sleeps, of TAGS."""
+        return self._runner.asleep
+
+    def check_awake(self, needed: Collection[str] = TAGS, why: str = "") -> None:
+        """Raise RuntimeError when something needed sleeps."""
+        sleeping = [tag for tag in TAGS if tag in self.asleep and tag in needed]
+        if sleeping:
+            raise RuntimeError(f"this engine sleeps ({' and '.join(sleeping)}); call wake_up() first{why}")
+
+    def sleep(self, level: int) -> None:
+        """Free weights, KV cache and CUDA graphs."""
+        self._workers.call(self._runner.sleep, "sleep", level)
+
+    def wake_up(self, tags: frozenset[str]) -> None:
+        """Wake what sleeps of `tags`. KVCacheMemoryError or ModelLoadError: it sleeps on."""
+        if self._runner.drops_weights and WEIGHTS in tags:
+            self._check_checkpoint()
+        needs = self._workers.call(self._runner.wake_up_need, "wake_up_need", tags)
+        for rank, (need, free, total) in enumerate(needs):
+            if need > free:
+                raise KVCacheMemoryError(
+                    f"no room to wake up on rank {rank}: {need / 2**30:,.2f} GiB are needed, and "
+                    f"{free / 2**30:,.2f} of {total / 2**30:,.2f} GiB are free. Free what else uses the "
+                    "device (torch.cuda.empty_cache() in its process) and call wake_up() again"
+                )
+        self._workers.call(self._runner.wake_up, "wake_up", tags)
+
+    def update_weights(self, tensors: Mapping[str, Any] | Iterable[Any]) -> None:
+        """Check and load tensors on all ranks; see `LLM.update_weights`."""
+        self.check_awake((WEIGHTS,), why=", at least with tags=['weights']")
+        pairs = tensors.items() if isinstance(tensors, Mapping) else tensors
+        if not isinstance(pairs, Iterable):
+            raise TypeError(
+                f"named_tensors must be a dict or pairs (name, tensor), not {type(tensors).__name__}"
+            )
+        if isinstance(pairs, Collection):
+            for _ in self._new_update().accept(pairs):
+                pass
+        update = self._new_update()
+        with closing(_TensorLoader(self._workers, self._runner)) as loader:
+            try:
+                for name, tensor in update.accept(pairs):
+                    loader.load(name, tensor)
+            finally:
+                loader.finish(update.reload)
+
+    def _new_update(self) -> WeightUpdate:
+        return WeightUpdate(self._runner.model, self._runner.updated, self._check_checkpoint)
+
+    def _check_checkpoint(self) -> None:
+        if self._runner.config.load_format != "dummy":
+            check_weights(self._runner.model_config, self._runner.model_path)
+
+
+class _TensorLoader:
+    """Loads tensors on all ranks: one by one, or with workers as many at once as a buffer holds."""
+
+    def __init__(self, workers: Workers, runner: ResidentModelRunner) -> None:
+        self._workers = workers
+        self._runner = runner
+        self._buffer = SharedMemoryBuffer(BUFFER_BYTES) if workers.watch.processes else None
+
+    def load(self, name: str, tensor: torch.Tensor) -> None:
+        if self._buffer is None:
+            with held_interrupts():
+                self._runner.load_tensors([(name, tensor)])
+        elif not self._buffer.put(name, tensor):
+            self._flush(self._buffer)
+            self._buffer.put(name, tensor)
+
+    def finish(self, reload: Collection[str]) -> None:
+        """Load what is left, and get ready for steps."""
+        with held_interrupts():
+            if self._buffer is not None:
+                self._flush(self._buffer)
+            self._workers.call(self._runner.finish_update, "finish_update", reload)
+
+    def close(self) -> None:
+        if self._buffer is not None:
+            self._buffer.close()
+
+    def _flush(self, buffer: SharedMemoryBuffer) -> None:
+        with held_interrupts():
+            self._workers.call(self._runner.load_tensors, "load_tensors", buffer.take())

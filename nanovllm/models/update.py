@@ -1,0 +1,121 @@
+"""WeightUpdate: whether tensors may take the place of those of a checkpoint, checked before they are loaded.
+
+Knows names, shapes and dtypes, and what depends on what. Changes no weight, and knows no rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator
+from difflib import get_close_matches
+from typing import Any
+
+import torch
+
+from nanovllm.models.decoder import DecoderForCausalLM
+from nanovllm.models.loader import EMBEDDING, ROTARY, TIED_HEAD
+
+
+class WeightUpdate:
+    """The tensors of one update, which may be some of a checkpoint's, in any order."""
+
+    def __init__(
+        self, model: DecoderForCausalLM, updated: Collection[str], check_checkpoint: Callable[[], None]
+    ) -> None:
+        """updated: those of earlier updates; check_checkpoint: raises when it cannot be read again."""
+        self.reload: list[str] = []  # tensors that the checkpoint must give once more, known at the end
+        self._slots = model.weight_slots()
+        self._folded = model.folded_norms()
+        self._tied = model.config.tie_word_embeddings
+        self._updated = updated
+        self._check_checkpoint = check_checkpoint
+        self._seen: set[str] = set()
+        self._tied_values: dict[str, list[float]] = {}
+
+    def accept(self, tensors: Iterable[Any]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield each (name, tensor) that is to be loaded, once it is checked; the last ones at the end.
+
+        The weight of a norm that is multiplied into products comes last, when it is known that they come too,
+        or can be read from the checkpoint. Raises TypeError or ValueError that names the tensor.
+        """
+        norms: dict[str, torch.Tensor] = {}
+        for index, pair in enumerate(tensors):
+            name, tensor = _named_tensor(index, pair)
+            if name.endswith(ROTARY):
+                continue  # as when a checkpoint is loaded: computed from the config
+            self._check(name, tensor)
+            self._seen.add(name)
+            if self._tied and name in (TIED_HEAD, EMBEDDING):
+                self._check_tied(name, tensor)
+            if name in self._folded:  # copied, for the caller may use its memory again
+                weight = self._weight(name)
+                norms[name] = tensor.detach().to(weight.device, weight.dtype, copy=True)
+            elif name in self._slots:
+                yield name, tensor.detach()
+        if TIED_HEAD in self._tied_values and EMBEDDING not in self._tied_values:
+            raise ValueError(
+                f"{TIED_HEAD} is {EMBEDDING} in this model (tie_word_embeddings); pass that one too"
+            )
+        for name, tensor in norms.items():
+            if not torch.equal(tensor, self._weight(name)):
+                self._need_products(name)
+                yield name, tensor
+
+    def _weight(self, name: str) -> torch.Tensor:
+        layer, shard = self._slots[name]
+        return layer.get_parameter(shard.param)
+
+    def _check(self, name: str, tensor: torch.Tensor) -> None:
+        if name not in self._slots and not (self._tied and name == TIED_HEAD):
+            near = get_close_matches(name, self._slots, n=1)
+            hint = (
+                f"did you mean {near[0]!r}?" if near else f"names are a checkpoint's, such as {EMBEDDING!r}"
+            )
+            raise ValueError(f"this model has no tensor {name!r}; {hint}")
+        if name in self._seen:
+            raise ValueError(f"{name} comes twice in one update")
+        if not tensor.is_floating_point() or tensor.element_size() == 1:
+            raise ValueError(f"{name} is {tensor.dtype}; pass it as bfloat16, float16, float32 or float64")
+        if tensor.is_meta or tensor.layout is not torch.strided or hasattr(tensor, "full_tensor"):
+            raise ValueError(
+                f"{name} is a {type(tensor).__name__} of layout {tensor.layout} on {tensor.device}; pass a "
+                "whole, dense tensor (of a DTensor: full_tensor())"
+            )
+        _, shard = self._slots[EMBEDDING if name == TIED_HEAD and self._tied else name]
+        if tuple(tensor.shape) != shard.shape:
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, and the model needs {shard.shape}")
+
+    def _check_tied(self, name: str, tensor: torch.Tensor) -> None:
+        """Two tensors are one in this model. Their rows are compared by hashes: one may be gone by now."""
+        tensor = tensor.detach()
+        hashes = torch.hash_tensor(tensor, dim=1).view(torch.int64)
+        self._tied_values[name] = [*hashes.tolist(), *map(float, torch.aminmax(tensor))]
+        if any(values != self._tied_values[name] for values in self._tied_values.values()):
+            raise ValueError(
+                f"{TIED_HEAD} differs from {EMBEDDING}, and the model's config says that they are the same "
+                "(tie_word_embeddings)"
+            )
+
+    def _need_products(self, norm: str) -> None:
+        """See to it that all that `norm` is multiplied into is loaded again."""
+        missing = [name for name in self._folded[norm] if name not in self._seen]
+        lost = [name for name in missing if name in self._updated]
+        if lost:
+            raise ValueError(
+                f"{norm} is multiplied into {', '.join(lost)} of an earlier update; pass them in the same "
+                "call (all tensors may come from one generator)"
+            )
+        if missing:
+            self._check_checkpoint()
+            self.reload += missing
+
+
+def _named_tensor(index: int, pair: Any) -> tuple[str, torch.Tensor]:
+    if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not isinstance(pair[0], str):
+        raise TypeError(
+            f"element {index} of the tensors must be (name, tensor), not {type(pair).__name__}; pass a "
+            "dict of them, such as model.state_dict(), or pairs"
+        )
+    name, tensor = pair
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, not {type(tensor).__name__}")
+    return name, tensor

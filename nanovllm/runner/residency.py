@@ -1,0 +1,137 @@
+"""ResidentModelRunner: a ModelRunner that frees its device memory and takes new weights.
+
+Owns what sleeps, and the host copies of weights. Never decides when; `models/update.py` checks the tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import Any, NamedTuple
+
+import torch
+
+from nanovllm.runner.model_runner import ModelRunner
+
+WEIGHTS, KV_CACHE = TAGS = ("weights", "kv_cache")
+
+
+class FreedStorage(NamedTuple):
+    """The memory of a parameter that is freed: views of it stay, and are valid once it is allocated again."""
+
+    storage: torch.UntypedStorage
+    num_bytes: int
+    copy: torch.UntypedStorage | None  # on the host
+
+
+class WakeUpNeed(NamedTuple):
+    """What a rank needs to wake up, and what its device has, in bytes."""
+
+    need: int
+    free: int
+    total: int
+
+
+class ResidentModelRunner(ModelRunner):
+    """Runs steps while nothing of it sleeps. All ranks make the same calls."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        """As `ModelRunner`."""
+        super().__init__(*args, **options)
+        self.asleep: frozenset[str] = frozenset()  # of TAGS
+        self.updated: set[str] = set()  # tensors that are no longer the checkpoint's
+        self._freed: list[FreedStorage] = []
+        self._num_blocks = 0  # of the KV cache that is freed
+        self._freed_bytes = 0  # of the KV cache and CUDA graphs that are freed
+
+    @property
+    def drops_weights(self) -> bool:
+        """Whether weights sleep without a copy."""
+        return any(freed.copy is None for freed in self._freed)
+
+    def sleep(self, level: int) -> None:
+        """Free the weights, the KV cache and the CUDA graphs; level 1 keeps the weights on the host.
+
+        Of what sleeps already, the copy is dropped at level 2.
+        """
+        self.device.empty_cache()
+        free, _ = self.device.memory()
+        if KV_CACHE not in self.asleep:
+            self._num_blocks = self.kv_cache.shape[2]
+            kv_bytes = self.kv_cache.nbytes
+            self.graphs.clear()  # they hold addresses of both
+            self.ending.free_counts()
+            self._set_kv_cache(0)
+            self.device.empty_cache()
+            self._freed_bytes = max(kv_bytes, self.device.memory()[0] - free)
+        awake = WEIGHTS not in self.asleep
+        self.asleep = frozenset(TAGS)
+        if level > 1:
+            self._freed = [freed._replace(copy=None) for freed in self._freed]
+        if awake:
+            self._free_weights(level == 1)
+        self.device.empty_cache()
+
+    def _free_weights(self, copies: bool) -> None:
+        storages = [parameter.untyped_storage() for parameter in self.model.parameters()]
+        for storage in {storage.data_ptr(): storage for storage in storages}.values():
+            num_bytes = storage.nbytes()
+            copy = torch.UntypedStorage(num_bytes).copy_(storage) if copies else None
+            self._freed.append(FreedStorage(storage, num_bytes, copy))
+            storage.resize_(0)
+
+    def wake_up_need(self, tags: Collection[str]) -> WakeUpNeed:
+        """What `wake_up(tags)` takes; nothing on a CPU, whose memory is taken as it is used."""
+        self.device.empty_cache()
+        need = 0
+        if self.device.is_cuda and WEIGHTS in self.asleep & set(tags):
+            need += sum(freed.num_bytes for freed in self._freed)
+        if self.device.is_cuda and KV_CACHE in self.asleep & set(tags):
+            need += self._freed_bytes
+        return WakeUpNeed(need, *self.device.memory())
+
+    def wake_up(self, tags: Collection[str]) -> None:
+        """Allocate what sleeps of `tags` again; capture the CUDA graphs once nothing sleeps any more.
+
+        Weights are those before `sleep(1)`, or the checkpoint's after `sleep(2)`. The KV cache is as new.
+        """
+        waking = self.asleep & set(tags)
+        if WEIGHTS in waking:
+            self._restore_weights()
+            self.asleep -= {WEIGHTS}
+        if KV_CACHE in waking:
+            self.allocate_kv_cache(self._num_blocks)
+            self.asleep -= {KV_CACHE}
+        if waking and not self.asleep:
+            self.capture_cudagraph()
+
+    def _restore_weights(self) -> None:
+        for storage, num_bytes, copy in self._freed:
+            storage.resize_(num_bytes)
+            if copy is not None:
+                storage.copy_(copy)
+        if self.drops_weights:
+            for parameter in self.model.parameters():
+                parameter.zero_()  # some have rows of padding, which no checkpoint fills
+            self.load_weights()
+            self.calibrate_kv_cache()
+            self.updated.clear()
+        self._freed.clear()
+
+    def load_tensors(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Load checked tensors, by their names there; `finish_update` comes before the next step."""
+        slots = self.model.weight_slots()
+        for name, tensor in tensors:
+            layer, shard = slots[name]
+            layer.load_weight(shard.param, tensor, shard.shard_id)
+            self.updated.add(name)
+
+    def finish_update(self, reload: Collection[str]) -> None:
+        """Get ready for steps, with the tensors `reload` read from the checkpoint again."""
+        if reload:
+            self.load_weights(names=reload)
+        self.model.finish_loading()
+        self.calibrate_kv_cache()
+
+    def exit(self) -> None:
+        self._freed.clear()
+        super().exit()

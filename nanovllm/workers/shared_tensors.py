@@ -1,0 +1,88 @@
+"""SharedTensors: tensors that rank 0 hands to the workers through memory, not through the channel.
+
+Owns that memory, a file that has no name and ends with its processes. Knows no model.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from typing import NamedTuple
+
+import torch
+
+ALIGNMENT = 64  # bytes
+
+
+class TensorPlace(NamedTuple):
+    """Where a tensor lies in the memory."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int  # in bytes
+
+    @property
+    def num_bytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+    def view(self, memory: torch.Tensor) -> torch.Tensor:
+        """The tensor in `memory` [bytes] uint8."""
+        return memory[self.offset : self.offset + self.num_bytes].view(self.dtype).view(self.shape)
+
+
+@dataclass(frozen=True)
+class SharedTensors:
+    """An argument of a call: yields (name, tensor) on every rank, until rank 0 puts others there."""
+
+    path: str
+    num_bytes: int
+    places: tuple[TensorPlace, ...]
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        memory = _mapped(self.path, self.num_bytes)
+        for place in self.places:
+            yield place.name, place.view(memory)
+
+
+class SharedMemoryBuffer:
+    """Rank 0's end: takes tensors until it is full, and grows for one that is larger than it. Linux only."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._file = os.memfd_create("nanovllm tensors")  # not in /dev/shm, which may be small
+        self._path = f"/proc/{os.getpid()}/fd/{self._file}"
+        self._places: list[TensorPlace] = []
+        self._end = 0
+        self._reserve(num_bytes)
+
+    def _reserve(self, num_bytes: int) -> None:
+        os.posix_fallocate(self._file, 0, num_bytes)  # an OSError when there is too little memory
+        self._num_bytes = num_bytes
+        self._memory = _mapped(self._path, num_bytes)
+
+    def put(self, name: str, tensor: torch.Tensor) -> bool:
+        """Copy a tensor of any device here; False, and nothing is done, when it must be emptied first."""
+        place = TensorPlace(name, tensor.dtype, tuple(tensor.shape), self._end)
+        end = place.offset + place.num_bytes
+        if end > self._num_bytes:
+            if self._places:
+                return False
+            self._reserve(end)
+        place.view(self._memory).copy_(tensor)
+        self._places.append(place)
+        self._end = end + -end % ALIGNMENT
+        return True
+
+    def take(self) -> SharedTensors:
+        """All tensors; the buffer counts as empty then, and its memory is used again by the next `put`."""
+        places, self._places, self._end = self._places, [], 0
+        return SharedTensors(self._path, self._num_bytes, tuple(places))
+
+    def close(self) -> None:
+        os.close(self._file)
+
+
+def _mapped(path: str, num_bytes: int) -> torch.Tensor:
+    return torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8)

@@ -1,0 +1,376 @@
+"""update_weights gives the bits of a fresh load of a checkpoint with these tensors; what it refuses changes
+nothing."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checked_llm import BLOCK, logits_of
+from digests import Digest, DigestLLM, digest, make_digest
+from safetensors.torch import load_file, save_file
+from tiny_models import FAMILIES, VOCAB_SIZE, write_tiny_model
+
+from nanovllm import ModelLoadError, SamplingParams, WorkerError
+from nanovllm.attention.reference import ReferenceBackend
+from nanovllm.distributed.group import TPGroup
+from nanovllm.engine import residency
+from nanovllm.layers.weights import WeightOptions
+from nanovllm.models.decoder import DecoderForCausalLM
+from nanovllm.models.loader import load_model_config, load_weights
+from nanovllm.runner import model_runner
+
+Tensors = dict[str, torch.Tensor]
+GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
+PROMPTS = [[random.Random(n).randrange(2, VOCAB_SIZE) for _ in range(n)] for n in (3 * BLOCK + 2, BLOCK, 5)]
+NORM = "model.layers.1.post_attention_layernorm.weight"
+PRODUCTS = [f"model.layers.1.mlp.{part}_proj.weight" for part in ("gate", "up")]
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+def checkpoints(tmp_path: Path, family: str, **settings: Any) -> tuple[Path, Path]:
+    first, second = (write_tiny_model(tmp_path / str(i), family, seed=i, **settings) for i in range(2))
+    return first, second
+
+
+def tensors_of(folder: Path) -> Tensors:
+    return load_file(folder / "model.safetensors")
+
+
+def fresh(folder: Path, tensors: Tensors, ranks: int = 1, fuse: bool = False) -> list[Digest]:
+    """The weights of every rank after a fresh load of the checkpoint in `folder` with these tensors."""
+    save_file(tensors, folder / "model.safetensors")
+    digests = []
+    for rank in range(ranks):
+        model = DecoderForCausalLM(
+            load_model_config(folder),
+            TPGroup(rank, ranks),
+            ReferenceBackend(),
+            32,
+            WeightOptions(torch.float32, torch.device("cpu"), fuse=fuse),
+        )
+        load_weights(model, folder)
+        digests.append(digest(model))
+    return digests
+
+
+def answers(llm: DigestLLM) -> tuple[torch.Tensor, list[list[int]]]:
+    llm.reset_prefix_cache()
+    logits, _ = logits_of(llm, PROMPTS, [GREEDY] * len(PROMPTS), 0)
+    return logits, [output["token_ids"] for output in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
+
+
+def fused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Norms are multiplied into products, as on one GPU in bfloat16."""
+    monkeypatch.setattr(
+        model_runner,
+        "WeightOptions",
+        lambda dtype, device, deterministic, _: WeightOptions(dtype, device, fuse=True),
+    )
+
+
+# -- what is loaded -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family(tmp_path: Path, family: str, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In every form in which tensors may come, and in dtypes that are converted."""
+    tied = family in ("qwen3", "llama")
+    first, second = checkpoints(tmp_path, family, tie_word_embeddings=tied)
+    old, new = tensors_of(first), tensors_of(second)
+    wanted = {"old": fresh(first, old, ranks), "new": fresh(second, new, ranks)}
+    low = {name: tensor.bfloat16() for name, tensor in new.items()}
+    wanted["low"] = fresh(second, low, ranks)
+    with make_digest(second) as llm:
+        expected = answers(llm)
+    monkeypatch.setattr(residency, "BUFFER_BYTES", 5000)  # several at once, and some that are larger
+    with make_digest(first, tensor_parallel_size=ranks) as llm:
+        before = answers(llm)
+        ways = (
+            ("low", low),
+            ("new", [(name, tensor.double()) for name, tensor in new.items()]),
+            ("old", ((name, tensor.clone().requires_grad_()) for name, tensor in reversed(old.items()))),
+            ("low", (pair for pair in low.items())),
+            ("old", old.items()),
+        )
+        for name, tensors in ways:
+            llm.update_weights(tensors)
+            assert llm.on_ranks("digest") == wanted[name]
+            outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+            assert [output.num_cached_tokens for output in outputs] == [0] * len(PROMPTS)
+        again = answers(llm)
+        assert torch.equal(again[0], before[0]) and again[1] == before[1]
+        if ranks == 1:
+            llm.update_weights(low)
+            updated = answers(llm)
+            assert torch.equal(updated[0], expected[0]) and updated[1] == expected[1] != before[1]
+
+
+@pytest.mark.parametrize("fuse", [False, True])
+def test_any_of_the_tensors_any_number_of_times(
+    tmp_path: Path, fuse: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Folded norms included. What an earlier update brought, and a norm alone would change, is refused."""
+    first, second = checkpoints(tmp_path, "qwen3")
+    sources = [tensors_of(first), tensors_of(second)]
+    rng = random.Random(11)
+    refused = 0
+    if fuse:
+        fused(monkeypatch)
+    with make_digest(first) as llm:
+        folded = llm._runner.model.folded_norms()
+        assert set(folded) == ({name for name in sources[0] if "layernorm" in name} if fuse else set())
+        now, updated = dict(sources[0]), set[str]()
+        for _ in range(40):
+            names = rng.sample(sorted(now), rng.choice([1, 2, 3, 10, len(now)]))
+            tensors = {name: sources[rng.randrange(2)][name] for name in names}
+            changed = {
+                norm for norm in folded if norm in tensors and not torch.equal(tensors[norm], now[norm])
+            }
+            lost = {name for norm in changed for name in folded[norm]} & updated - tensors.keys()
+            if lost:
+                refused += 1
+                before = llm.on_ranks("digest")
+                with pytest.raises(
+                    ValueError, match=r"is multiplied into .* of an earlier update; pass them"
+                ):
+                    llm.update_weights(tensors)
+                assert llm.on_ranks("digest") == before
+            else:
+                llm.update_weights(tensors if rng.randrange(2) else iter(tensors.items()))
+                now |= tensors
+                updated |= tensors.keys()
+            if rng.randrange(8) == 0:
+                llm.sleep(2)
+                llm.wake_up()
+                now, updated = dict(sources[0]), set()
+            assert llm.on_ranks("digest") == fresh(second, now, fuse=fuse)
+    assert bool(refused) == fuse
+
+
+def test_a_norm_alone_takes_its_products_from_the_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = checkpoints(tmp_path, "llama")
+    old, new = tensors_of(first), tensors_of(second)
+    fused(monkeypatch)
+    for options in ({}, {"load_format": "dummy"}):
+        with make_digest(first, **options) as llm:
+            before = answers(llm)
+            for source in (new, old, new):
+                llm.update_weights({NORM: source[NORM]})
+                if not options:
+                    assert llm.on_ranks("digest") == fresh(second, old | {NORM: source[NORM]}, fuse=True)
+            assert not torch.equal(answers(llm)[0], before[0])
+            if options:
+                llm.update_weights({NORM: torch.ones_like(new[NORM])})
+                assert torch.equal(answers(llm)[0], before[0])
+            (first / "model.safetensors").rename(first / "away")
+            if not options:
+                weights = llm.on_ranks("digest")
+                with pytest.raises(ModelLoadError, match="holds no"):
+                    llm.update_weights({NORM: old[NORM]})
+                assert llm.on_ranks("digest") == weights
+            (first / "away").rename(first / "model.safetensors")
+
+
+@pytest.mark.parametrize("blocks", [2, 100])
+def test_scales_of_an_fp8_cache_are_a_fresh_loads(tmp_path: Path, blocks: int) -> None:
+    """With a KV cache that is large enough for the calibration, one that is not, and one that sleeps."""
+    first, second = checkpoints(tmp_path, "qwen3")
+    options = {"kv_cache_dtype": "fp8", "num_kvcache_blocks": blocks, "max_model_len": BLOCK * 5}
+    options["max_model_len"] = min(BLOCK * 5, BLOCK * blocks)
+    prompt = PROMPTS[1]
+    with make_digest(second, **options) as llm:
+        wanted, logits = llm.on_ranks("digest"), logits_of(llm, [prompt], [GREEDY], 0)[0]
+    with make_digest(first, **options) as llm:
+        addresses = [layer.cache.k_scale.data_ptr() for layer in llm._runner.model.attention_layers]
+        cache = llm._runner.kv_cache.data_ptr()
+        before = llm.on_ranks("digest")
+        llm.update_weights(tensors_of(second))
+        assert llm.on_ranks("digest") == wanted
+        assert torch.equal(logits_of(llm, [prompt], [GREEDY], 0)[0], logits)
+        assert [layer.cache.k_scale.data_ptr() for layer in llm._runner.model.attention_layers] == addresses
+        assert llm._runner.kv_cache.data_ptr() == cache
+        llm.sleep(2)
+        llm.wake_up(["weights"])
+        assert llm.on_ranks("digest") == before
+        llm.update_weights(tensors_of(second))
+        llm.wake_up()
+        assert llm.on_ranks("digest") == wanted
+        assert torch.equal(logits_of(llm, [prompt], [GREEDY], 0)[0], logits)
+
+
+def test_weights_stay_where_cuda_graphs_look_for_them(tmp_path: Path) -> None:
+    first, second = checkpoints(tmp_path, "qwen2")
+    with make_digest(first) as llm:
+        addresses = [parameter.data_ptr() for parameter in llm._runner.model.parameters()]
+        llm.update_weights(tensors_of(second))
+        assert [parameter.data_ptr() for parameter in llm._runner.model.parameters()] == addresses
+
+
+# -- what is refused ----------------------------------------------------------------------------------------
+
+
+class Sharded(torch.Tensor):
+    """As a DTensor: only a part of it is here."""
+
+    def full_tensor(self) -> torch.Tensor:
+        return torch.ones(32)
+
+
+@pytest.fixture(scope="module", params=[1, 2])
+def llm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DigestLLM]:
+    """Of a model whose head is its embedding."""
+    folder = write_tiny_model(tmp_path_factory.mktemp("model"), tie_word_embeddings=True)
+    with make_digest(folder, tensor_parallel_size=request.param) as llm:
+        yield llm
+
+
+FINAL = "model.norm.weight"
+BAD: dict[str, tuple[Any, type[Exception], str]] = {
+    "unknown": (
+        {"model.layers.7.mlp.up_proj.weight": torch.ones(48, 32)},
+        ValueError,
+        "no tensor 'model.layers.7",
+    ),
+    "near": ({"model.norms.weight": torch.ones(32)}, ValueError, "did you mean 'model.norm.weight'"),
+    "packed": ({"model.layers.0.mlp.gate_up_proj.weight": torch.ones(96, 32)}, ValueError, "no tensor"),
+    "shape": ({FINAL: torch.ones(33)}, ValueError, r"model.norm.weight has shape \(33,\), .* needs \(32,\)"),
+    "transposed": ({PRODUCTS[0]: torch.ones(32, 48)}, ValueError, r"shape \(32, 48\), .* needs \(48, 32\)"),
+    "integers": (
+        {FINAL: torch.ones(32, dtype=torch.int32)},
+        ValueError,
+        "norm.weight is torch.int32; pass it as",
+    ),
+    "float8": ({FINAL: torch.ones(32).to(torch.float8_e4m3fn)}, ValueError, "float8_e4m3fn; pass it as"),
+    "meta": ({FINAL: torch.ones(32, device="meta")}, ValueError, "on meta; pass a whole, dense"),
+    "sparse": (
+        {FINAL: torch.ones(32).to_sparse()},
+        ValueError,
+        "torch.sparse_coo on cpu; pass a whole, dense",
+    ),
+    "sharded": ({FINAL: torch.ones(32).as_subclass(Sharded)}, ValueError, r"a Sharded of .* full_tensor\(\)"),
+    "twice": ([(FINAL, torch.ones(32)), (FINAL, torch.ones(32))], ValueError, "comes twice"),
+    "no tensor": ({FINAL: [1.0] * 32}, TypeError, "model.norm.weight must be a torch.Tensor, not list"),
+    "no pairs": ([torch.ones(32)], TypeError, r"element 0 .* must be \(name, tensor\), not Tensor"),
+    "names": (["ab"], TypeError, r"element 0 .* must be \(name, tensor\), not str"),
+    "no name": ([(3, torch.ones(32))], TypeError, r"element 0 .* must be \(name, tensor\), not tuple"),
+    "nothing": (None, TypeError, "must be a dict or pairs .*, not NoneType"),
+    "tied": (
+        {EMBEDDING: torch.ones(97, 32), HEAD: torch.zeros(97, 32)},
+        ValueError,
+        "lm_head.* differs from",
+    ),
+    "head alone": (
+        {HEAD: torch.ones(97, 32)},
+        ValueError,
+        "lm_head.weight is model.embed_tokens.weight in this",
+    ),
+    "head's shape": ({HEAD: torch.ones(97, 31)}, ValueError, r"lm_head.weight has shape \(97, 31\)"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_tensor_changes_nothing(llm: DigestLLM, name: str) -> None:
+    tensors, error, message = BAD[name]
+    before = llm.on_ranks("digest")
+    good = {"model.layers.0.input_layernorm.weight": torch.full((32,), 3.0)}
+    if isinstance(tensors, dict):
+        tensors = good | tensors
+    elif tensors is not None:
+        tensors = [*good.items(), *tensors]
+        message = message.replace("element 0", "element 1")
+    with pytest.raises(error, match=message):
+        llm.update_weights(tensors)
+    assert llm.on_ranks("digest") == before
+    assert len(llm.generate(PROMPTS, GREEDY, use_tqdm=False)) == len(PROMPTS)
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_of_an_iterable_what_came_before_an_error_is_loaded(
+    llm: DigestLLM, error: type[BaseException]
+) -> None:
+    random_values = torch.Generator().manual_seed(len(error.__name__))
+    product, norm = torch.randn(48, 32, generator=random_values), torch.randn(32, generator=random_values)
+
+    def broken() -> Iterator[tuple[str, torch.Tensor]]:
+        yield PRODUCTS[0], product
+        yield FINAL, norm
+        if error is KeyboardInterrupt:
+            os.kill(os.getpid(), signal.SIGINT)
+        yield PRODUCTS[1], torch.ones(1)
+
+    with pytest.raises(error):
+        llm.update_weights(broken())
+    before = llm.on_ranks("digest")
+    llm.update_weights({PRODUCTS[0]: product, FINAL: norm})
+    assert llm.on_ranks("digest") == before
+    assert len(llm.generate(PROMPTS, GREEDY, use_tqdm=False)) == len(PROMPTS)
+
+
+def test_a_folded_norm_is_loaded_with_its_products_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stream that breaks between them leaves products that belong to the old norm."""
+    first, second = checkpoints(tmp_path, "llama")
+    old, new = tensors_of(first), tensors_of(second)
+    fused(monkeypatch)
+
+    def broken() -> Iterator[tuple[str, torch.Tensor]]:
+        buffer = new[NORM].clone()
+        yield NORM, buffer
+        buffer.fill_(torch.nan)  # a caller's buffer may be used again
+        yield from ((name, new[name]) for name in PRODUCTS)
+        raise OSError("the trainer is gone")
+
+    with make_digest(first) as llm:
+        with pytest.raises(OSError, match="the trainer is gone"):
+            llm.update_weights(broken())
+        assert llm.on_ranks("digest") == fresh(
+            second, old | {name: new[name] for name in PRODUCTS}, fuse=True
+        )
+
+
+def test_head_and_embedding_may_both_come(llm: DigestLLM) -> None:
+    """As in `state_dict`, in either order."""
+    both = torch.randn(97, 32)
+    for names in ((EMBEDDING, HEAD), (HEAD, EMBEDDING)):
+        llm.update_weights((name, both.clone()) for name in names)
+        assert torch.equal(llm._runner.model.lm_head.weight[:48], both[:48])
+        both = both + 1
+    llm.update_weights({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(3)})  # not used by a load
+
+
+def test_sleeping_weights_take_no_update(llm: DigestLLM) -> None:
+    for level in (1, 2):
+        llm.sleep(level)
+        llm.wake_up(["kv_cache"])
+        with pytest.raises(
+            RuntimeError, match=r"sleeps \(weights\); call wake_up\(\) first.* tags=\['weights'\]"
+        ):
+            llm.update_weights({FINAL: torch.ones(32)})
+        llm.wake_up()
+    llm.update_weights({FINAL: torch.ones(32)})
+
+
+def test_a_worker_that_dies_ends_the_engine(tmp_path: Path) -> None:
+    llm = make_digest(write_tiny_model(tmp_path), tensor_parallel_size=2)
+
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        yield FINAL, torch.ones(32)
+        pid = llm._workers.watch.processes[0].pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        yield PRODUCTS[0], torch.ones(48, 32)
+
+    with pytest.raises(WorkerError, match="rank 1 was killed by SIGKILL"):
+        llm.update_weights(tensors())
+    assert llm._lifecycle._closed

@@ -1,0 +1,70 @@
+"""Engines whose ranks say what their weights and scales are, to the bit, and how much memory they hold."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import checked_llm
+import pytest
+import torch
+from checked_llm import CheckedLLM, CheckedSetup
+
+from nanovllm.device import Device
+from nanovllm.distributed.group import TPGroup
+from nanovllm.models.decoder import DecoderForCausalLM
+from nanovllm.runner.residency import ResidentModelRunner
+
+Digest = dict[str, str]
+
+
+def digest(model: DecoderForCausalLM) -> Digest:
+    """A hash of each parameter, and of each layer's scales of an FP8 cache."""
+    tensors = dict(model.named_parameters())
+    for index, layer in enumerate(model.attention_layers):
+        for name in ("k_scale", "v_scale"):
+            scale = getattr(layer.cache, name)
+            if scale is not None:
+                tensors[f"{index}.{name}"] = scale
+    return {
+        name: hashlib.sha256(tensor.detach().to("cpu", copy=True).view(torch.uint8).numpy()).hexdigest()
+        for name, tensor in tensors.items()
+    }
+
+
+class DigestSetup(CheckedSetup):
+    def load(
+        self, device: Device, group: TPGroup, check: Callable[[], None] = lambda: None
+    ) -> ResidentModelRunner:
+        runner = super().load(device, group, check)
+
+        def weight_bytes() -> int:
+            return sum(parameter.untyped_storage().nbytes() for parameter in runner.model.parameters())
+
+        runner.digest = lambda: digest(runner.model)  # type: ignore[attr-defined]
+        runner.weight_bytes = weight_bytes  # type: ignore[attr-defined]
+        runner.cache_bytes = lambda: runner.kv_cache.untyped_storage().nbytes()  # type: ignore[attr-defined]
+        runner.free_bytes = lambda: device.memory()[0]  # type: ignore[attr-defined]
+        return runner
+
+
+class DigestLLM(CheckedLLM):
+    def __init__(self, model: Path, **options: Any) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(checked_llm, "CheckedSetup", DigestSetup)
+            super().__init__(model, **options)
+
+    def on_ranks(self, method: str) -> list[Any]:
+        """Call a method of `DigestSetup` on all ranks; rank 0's answer comes first."""
+        return self._workers.call(getattr(self._runner, method), method)
+
+
+def make_digest(model: Path, **options: Any) -> DigestLLM:
+    """As `make_tiny`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checked_llm, "CheckedLLM", DigestLLM)
+        llm = checked_llm.make_tiny(model, **options)
+    assert isinstance(llm, DigestLLM)
+    return llm
