@@ -17,11 +17,12 @@ from typing import Any
 class Absent:
     """An argument that is not built: the values that ask for nothing (None: any), and what to do instead.
 
-    The first neutral value is vLLM's default.
+    The first neutral value is vLLM's default. per_prompt: a list with one value for each prompt is taken too.
     """
 
     neutral: tuple[Any, ...] | None
     advice: str
+    per_prompt: bool = False
 
     @property
     def default(self) -> Any:
@@ -32,6 +33,8 @@ class Absent:
         """Whether `value` asks for nothing."""
         if self.neutral is None:
             return True
+        if self.per_prompt and isinstance(value, (list, tuple)):
+            return all(each in self.neutral for each in value)
         if isinstance(value, Enum):
             value = value.name
         if not isinstance(value, (bool, int, float, str, list, tuple, dict, set, type(None))):
@@ -141,17 +144,17 @@ SAMPLING: dict[str, Absent] = {
     "guided_decoding": Absent((None,), "say structured_outputs=StructuredOutputsParams(...)"),
     "thinking_token_budget": Absent((None, -1), "use max_tokens"),
     "skip_reading_prefix_cache": Absent((None, False), "make the LLM with enable_prefix_caching=False"),
-    "output_kind": Absent((None, "CUMULATIVE", "FINAL_ONLY", 0, 2), "outputs come when they are complete"),
+    "output_kind": Absent((None, "CUMULATIVE", "FINAL_ONLY", 0, 2), "use LLM.stream(deltas=True)"),
     "extra_args": _NONE,
 }
 
 _CALL: dict[str, Absent] = {
-    "lora_request": _NO_LORA,
-    "tokenization_kwargs": _NONE,
+    "lora_request": Absent((None,), _NO_LORA.advice, per_prompt=True),
+    "tokenization_kwargs": Absent(_NOTHING, "use the tokenizer yourself, and pass token ids"),
 }
 
 GENERATE: dict[str, Absent] = _CALL | {
-    "priority": Absent(_NOTHING, "requests start in the order in which they came"),
+    "priority": Absent((None, 0), "requests start in the order in which they came", per_prompt=True),
     "prompt_token_ids": Absent(_NOTHING, "pass them as the prompts"),
 }
 

@@ -33,7 +33,8 @@ def load_tokenizer(path: Path, trust_remote_code: bool = False) -> PreTrainedTok
     except Exception as error:  # transformers raises many kinds
         raise ModelLoadError(
             f"no tokenizer could be loaded from {path} ({error}); put the model's tokenizer files there, "
-            "pass a folder that has them as tokenizer, or pass skip_tokenizer_init=True and token ids as prompts"
+            "pass a folder that has them as tokenizer, or pass skip_tokenizer_init=True and token ids as "
+            "prompts"
         ) from error
     return tokenizer
 

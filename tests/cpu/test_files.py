@@ -56,7 +56,7 @@ def test_a_tokenizer_that_is_not_there(model: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"tokenizer folder '/no/such' does not exist"):
         make(model, tokenizer="/no/such")
     (tmp_path / "tokenizer.json").touch()
-    with pytest.raises(ValueError, match="tokenizer .* is a file; pass the folder that holds its files"):
+    with pytest.raises(ValueError, match=r"tokenizer .* is a file; pass the folder that holds its files"):
         make(model, tokenizer=tmp_path / "tokenizer.json")
     with pytest.raises(TypeError, match="tokenizer must be a folder, a Hugging Face hub id or a tokenizer"):
         make(model, tokenizer=print)
@@ -187,5 +187,5 @@ def test_the_kv_cache_in_bytes_and_in_blocks() -> None:
         assert llm._runner.block_size == 32
     with pytest.raises(KVCacheMemoryError, match=rf"Change kv_cache_memory_bytes \(now {block - 1}\)"):
         LLM(demo_model_path(), device="cpu", kv_cache_memory_bytes=block - 1)
-    with pytest.raises(KVCacheMemoryError, match="block.s. of 16 tokens need"):
+    with pytest.raises(KVCacheMemoryError, match=r"block.s. of 16 tokens need"):
         LLM(demo_model_path(), device="cpu", kv_cache_memory_bytes=2**50)

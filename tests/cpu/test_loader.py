@@ -19,7 +19,13 @@ from nanovllm.errors import ModelLoadError
 from nanovllm.layers.layernorm import ResidualStream
 from nanovllm.layers.weights import WeightOptions
 from nanovllm.models.decoder import DecoderForCausalLM
-from nanovllm.models.loader import Hub, init_dummy_weights, load_model_config, load_weights, resolve_model_path
+from nanovllm.models.loader import (
+    Hub,
+    init_dummy_weights,
+    load_model_config,
+    load_weights,
+    resolve_model_path,
+)
 
 Tensors = dict[str, torch.Tensor]
 CPU = torch.device("cpu")
