@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from nanovllm.vllm_arguments import ENGINE, refuse_absent
@@ -21,6 +22,10 @@ SAME: dict[str, dict[str | int, str | None]] = {  # other names of a value, as v
     "load_format": {"safetensors": "auto"},
     "max_model_len": {"auto": None, -1: None},
 }
+RENAMED = {
+    "block_size": "kvcache_block_size",
+    "num_gpu_blocks_override": "num_kvcache_blocks",
+}  # vLLM's names
 
 
 @dataclass(frozen=True)
@@ -55,6 +60,15 @@ class Config:
     generation_config: whose generation_config.json says how to sample without `sampling_params`: "auto" (the
     model's), "vllm" (no one's; its end-of-sequence ids count) or a folder (instead of the model's).
     max_logprobs: the most that `logprobs` and `prompt_logprobs` may ask for; -1: the whole vocabulary.
+    override_generation_config: values that take the place of that file's; None as a value takes one away.
+    tokenizer: a folder or hub id with another tokenizer than the model's, or a tokenizer of transformers.
+    revision, tokenizer_revision: a branch, tag or commit of the hub's; None takes the main one, and for the
+    model's own tokenizer the model's.
+    trust_remote_code: run the tokenizer's own code, if its files bring some. A model's never runs.
+    hf_overrides: values that take the place of config.json's.
+    download_dir: where models of the hub are kept; None takes the hub's own folder.
+    hf_token: the access token for the hub; True takes that of `hf auth login`.
+    kv_cache_memory_bytes: the size of the KV cache on each device, instead of `gpu_memory_utilization`.
     logprobs_mode: what they tell: "raw_logprobs" (of the model's own logits), "processed_logprobs" (after
     penalties, masks, temperature and filters), "raw_logits" or "processed_logits". Those of prompts are raw.
     """
@@ -81,6 +95,15 @@ class Config:
     generation_config: str = "auto"
     max_logprobs: int = 20
     logprobs_mode: str = "raw_logprobs"
+    override_generation_config: Mapping[str, Any] | None = None
+    tokenizer: Any = None
+    revision: str | None = None
+    tokenizer_revision: str | None = None
+    trust_remote_code: bool = False
+    hf_overrides: Mapping[str, Any] | None = None
+    download_dir: str | None = None
+    hf_token: str | bool | None = field(default=None, repr=False)
+    kv_cache_memory_bytes: int | None = None
 
     @classmethod
     def from_kwargs(cls, model: str | os.PathLike[str], **kwargs: Any) -> Config:
@@ -90,10 +113,12 @@ class Config:
             raise TypeError(
                 f"model must be a folder or a Hugging Face hub id, a str or a Path, not {model!r}"
             )
-        known = [field.name for field in fields(cls)]
+        kwargs = _renamed(kwargs)
+        known = [each.name for each in fields(cls)]
         absent = {name: value for name, value in kwargs.items() if name not in known}
-        if absent.get("tokenizer") is not None and str(absent["tokenizer"]) == str(model):
-            del absent["tokenizer"]  # which is where it comes from
+        tokenizer = kwargs.get("tokenizer")
+        if isinstance(tokenizer, (str, os.PathLike)) and os.fspath(tokenizer) in ("", os.fspath(model)):
+            del kwargs["tokenizer"]  # which is where it comes from
         refuse_absent("LLM()", absent, ENGINE, known[1:])
         options = {name: kwargs[name] for name in known[1:] if kwargs.get(name) is not None}
         return cls(os.fspath(model), **{name: _usual(name, value) for name, value in options.items()})
@@ -103,13 +128,14 @@ class Config:
             raise ValueError("model must be a folder or a Hugging Face hub id, and it is empty")
         for name in ("tensor_parallel_size", "max_num_batched_tokens", "max_num_seqs"):
             _check_int(name, getattr(self, name), minimum=1)
-        for name in ("max_model_len", "kvcache_block_size", "num_kvcache_blocks"):
+        for name in ("max_model_len", "kvcache_block_size", "num_kvcache_blocks", "kv_cache_memory_bytes"):
             if getattr(self, name) is not None:
                 _check_int(name, getattr(self, name), minimum=1)
         _check_int("seed", self.seed, minimum=0)
         _check_int("max_logprobs", self.max_logprobs, minimum=-1)
         for name in ("enforce_eager", "enable_prefix_caching", "skip_tokenizer_init", "deterministic"):
             _check_bool(name, getattr(self, name))
+        self._check_files()
         if self.async_scheduling is not None:
             _check_bool("async_scheduling", self.async_scheduling)
         utilization = self.gpu_memory_utilization
@@ -136,15 +162,67 @@ class Config:
                 f"deterministic=True needs tensor_parallel_size=1, not {self.tensor_parallel_size}: "
                 "how the GPUs' parts are summed depends on the size of the step"
             )
+        if self.kv_cache_memory_bytes is not None and self.num_kvcache_blocks is not None:
+            raise ValueError(
+                f"kv_cache_memory_bytes={self.kv_cache_memory_bytes} and num_kvcache_blocks="
+                f"{self.num_kvcache_blocks} both say how large the KV cache is; pass one of them"
+            )
         kind, _, index = self.device.partition(":")
         if kind not in ("auto", "cpu", "cuda") or (index and (kind != "cuda" or not index.isdigit())):
             raise ValueError(f"device must be 'auto', 'cpu', 'cuda' or 'cuda:N', not {self.device!r}")
 
+    def _check_files(self) -> None:
+        """Check the options that say which files are read, and how."""
+        _check_bool("trust_remote_code", self.trust_remote_code)
+        for name in ("revision", "tokenizer_revision", "download_dir"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, str) or not value):
+                raise TypeError(f"{name} must be a text that is not empty, not {value!r}")
+        if self.hf_token is not None and not isinstance(self.hf_token, (str, bool)):
+            raise TypeError(f"hf_token must be a text, True or False, not a {type(self.hf_token).__name__}")
+        for name in ("hf_overrides", "override_generation_config"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, Mapping):
+                raise TypeError(f"{name} must be a dictionary of keys and values of the file, not {value!r}")
+        if self.tokenizer is None:
+            return
+        if self.skip_tokenizer_init:
+            raise ValueError(
+                f"skip_tokenizer_init=True loads no tokenizer, and tokenizer={self.tokenizer!r} asks for "
+                "one; leave one of them out"
+            )
+        if not isinstance(self.tokenizer, str):
+            if not all(hasattr(self.tokenizer, name) for name in ("get_vocab", "convert_ids_to_tokens")):
+                raise TypeError(
+                    "tokenizer must be a folder, a Hugging Face hub id or a tokenizer of transformers, not "
+                    f"{self.tokenizer!r}"
+                )
+            if self.tokenizer_revision is not None:
+                raise ValueError(
+                    f"tokenizer_revision={self.tokenizer_revision!r} is for a hub id, and tokenizer is an "
+                    "object; leave it out"
+                )
+
+
+def _renamed(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments under our names. ValueError where both names of one are given and differ."""
+    found = {name: value for name, value in arguments.items() if name not in RENAMED}
+    for name in RENAMED.keys() & arguments.keys():
+        ours, value = RENAMED[name], arguments[name]
+        if value is None:
+            continue
+        if found.get(ours) not in (None, value):
+            raise ValueError(f"{name}={value!r} and {ours}={found[ours]!r} are one option; pass one of them")
+        found[ours] = value
+    return found
+
 
 def _usual(name: str, value: Any) -> Any:
     """The value as `Config` holds it: a text for a path or an object of torch, ours for vLLM's others."""
-    if name == "generation_config" and isinstance(value, os.PathLike):
+    if name in ("generation_config", "tokenizer", "download_dir") and isinstance(value, os.PathLike):
         value = os.fspath(value)
+    if name in ("hf_overrides", "override_generation_config") and value == {}:
+        return None
     if name in ("dtype", "device") and not isinstance(value, str):
         value = str(value).removeprefix("torch.")
     same = SAME.get(name, {})

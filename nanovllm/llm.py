@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryFile
+from time import time_ns
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.engine.arguments import check_on_error, refuse_others
@@ -22,6 +26,7 @@ from nanovllm.outputs import (
     RequestOutput,
     ScoreOutput,
 )
+from nanovllm.runner.profile import check_can_profile
 from nanovllm.sampling_params import BeamSearchParams, SamplingParams
 from nanovllm.text.continuations import encode_continuations
 from nanovllm.text.conversations import Conversation, parse_conversations
@@ -110,6 +115,34 @@ class LLM(ResidentEngine):
                         if stats is not None:
                             progress.update(stats)
         return sorted(outputs, key=lambda output: output.index)
+
+    def start_profile(self, folder: str | Path | None = None) -> None:
+        """Begin a profile of every rank by torch.profiler; generate, then call `stop_profile`.
+
+        folder: takes a Chrome trace of each rank; made if it is not there. None is the folder that the
+        environment variable VLLM_TORCH_PROFILER_DIR names. ValueError without one, OSError when it cannot be
+        written, RuntimeError while a torch profiler is on in this process.
+        """
+        folder = folder or os.environ.get("VLLM_TORCH_PROFILER_DIR")
+        if not folder:
+            raise ValueError("start_profile() needs a folder; pass one, or set VLLM_TORCH_PROFILER_DIR")
+        with self._calling(self._open_stream):
+            check_can_profile()
+            path = Path(folder).expanduser().absolute()
+            path.mkdir(parents=True, exist_ok=True)
+            with TemporaryFile(dir=path):  # it can be written to
+                pass
+            self._workers.call(self._runner.start_profile, "start_profile", str(path), str(time_ns()))
+
+    def stop_profile(self) -> list[Path]:
+        """End the profile; return the trace of each rank, for chrome://tracing or ui.perfetto.dev.
+
+        RuntimeError when there is none. `close` ends a profile too, and writes nothing.
+        """
+        with self._calling(self._open_stream):
+            if self._runner.profile is None:
+                raise RuntimeError("no profile is on; call start_profile() first")
+            return [Path(path) for path in self._workers.call(self._runner.stop_profile, "stop_profile")]
 
     def stream(
         self,

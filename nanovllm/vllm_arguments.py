@@ -17,11 +17,12 @@ from typing import Any
 class Absent:
     """An argument that is not built: the values that ask for nothing (None: any), and what to do instead.
 
-    The first neutral value is vLLM's default.
+    The first neutral value is vLLM's default. per_prompt: a list with one value for each prompt is taken too.
     """
 
     neutral: tuple[Any, ...] | None
     advice: str
+    per_prompt: bool = False
 
     @property
     def default(self) -> Any:
@@ -32,6 +33,8 @@ class Absent:
         """Whether `value` asks for nothing."""
         if self.neutral is None:
             return True
+        if self.per_prompt and isinstance(value, (list, tuple)):
+            return all(each in self.neutral for each in value)
         if isinstance(value, Enum):
             value = value.name
         if not isinstance(value, (bool, int, float, str, list, tuple, dict, set, type(None))):
@@ -48,17 +51,18 @@ _NOTHING: tuple[Any, ...] = (None, [], (), {}, "", set())
 _LEAVE_OUT = "leave it out"
 _ANY = Absent(None, "")
 _NO_IMAGES = Absent(_NOTHING, "only text goes in; leave it out")
+_NO_MEDIA = ({"image": 0}, {"image": 0, "video": 0}, {"image": 0, "video": 0, "audio": 0})
 _NO_LORA = Absent(_NOTHING, "merge the adapter into the weights first (peft's merge_and_unload)")
 _ONE = Absent((1, None), "use tensor_parallel_size, or one process for each engine")
 _OFF = Absent((False, None), _LEAVE_OUT)
 _NONE = Absent(_NOTHING, _LEAVE_OUT)
-_TOKENIZER = "put the tokenizer's files into the model's folder"
-_WRITE_CONFIG = "write it into the model's config.json"
+_OVERRIDE = "say hf_overrides={%r: ...}"
 _DOWNLOAD = "download what you need with `hf download` and pass the folder"
 
 # These change nothing that can be seen, or qualify what is refused by its own name.
 _ENGINE_ANY = """
-    served_model_name use_tqdm_on_load pt_load_map_location disable_log_requests
+    served_model_name use_tqdm_on_load pt_load_map_location disable_log_requests disable_log_stats
+    aggregate_engine_logging optimization_level stream_interval
     guided_decoding_backend guided_decoding_disable_fallback
     mm_processor_cache_gb disable_mm_preprocessor_cache disable_chunked_mm_input
     max_parallel_loading_workers enable_sleep_mode swap_space calculate_kv_scales
@@ -80,18 +84,12 @@ _BACKENDS = tuple({"backend": name} for name in ("auto", "guidance", "xgrammar",
 
 ENGINE: dict[str, Absent] = {
     # the model and its files
-    "tokenizer": Absent(_NOTHING, _TOKENIZER),
-    "tokenizer_mode": Absent(("auto", "hf", None), f"only 'auto' is; {_TOKENIZER}"),
-    **_each("tokenizer_revision revision", Absent(("main", *_NOTHING), _DOWNLOAD)),
-    "trust_remote_code": Absent((False, None), "the code of a checkpoint is never run; leave it out"),
+    "tokenizer_mode": Absent(("auto", "hf", None), "pass a tokenizer that you have made, as tokenizer"),
     "code_revision": Absent(_NOTHING, _DOWNLOAD),
-    "download_dir": Absent(_NOTHING, "set HF_HUB_CACHE, or pass the folder of the model"),
-    "hf_token": Absent((None, False), "log in with `hf auth login`, or set HF_TOKEN"),
     "hf_config_path": Absent(_NOTHING, "put config.json into the model's folder"),
-    **_each("hf_overrides rope_scaling rope_theta", Absent(_NOTHING, _WRITE_CONFIG)),
+    **{name: Absent(_NOTHING, _OVERRIDE % name) for name in ("rope_scaling", "rope_theta")},
     "config_format": Absent(("auto", "hf", None), "only the Hugging Face format is; convert the checkpoint"),
     "model_impl": Absent(("auto", "vllm", None), _LEAVE_OUT),
-    "override_generation_config": Absent(_NOTHING, "pass its values as SamplingParams"),
     "quantization": Absent(_NOTHING, "use the model's bfloat16, float16 or float32 checkpoint"),
     "quantization_config": Absent(_NOTHING, "use the model's bfloat16, float16 or float32 checkpoint"),
     "ignore_patterns": Absent(("original/**/*", ["original/**/*"], *_NOTHING), _DOWNLOAD),
@@ -105,7 +103,8 @@ ENGINE: dict[str, Absent] = {
     **_each("enable_lora_bias enable_prompt_adapter", _OFF),
     "enable_prompt_embeds": Absent((False, None), "pass texts or token ids"),
     **_each("allowed_local_media_path allowed_media_domains", _NO_IMAGES),
-    **_each("limit_mm_per_prompt mm_processor_kwargs", _NO_IMAGES),
+    "mm_processor_kwargs": _NO_IMAGES,
+    "limit_mm_per_prompt": Absent((*_NOTHING, *_NO_MEDIA), _NO_IMAGES.advice),
     "structured_outputs_config": Absent((*_NOTHING, *_BACKENDS), _STRUCTURED),
     **_each(_GUIDED, Absent((False, None), _STRUCTURED)),
     # devices and memory
@@ -116,9 +115,7 @@ ENGINE: dict[str, Absent] = {
     "scheduling_policy": Absent(("fcfs", None), "requests start in the order in which they came"),
     "disable_custom_all_reduce": Absent((False, None), "GPUs that reach each other's memory always use it"),
     "cpu_offload_gb": Absent((0, None, False), "use more devices (tensor_parallel_size) or a smaller model"),
-    "kv_cache_memory_bytes": Absent((None,), "use num_kvcache_blocks or gpu_memory_utilization"),
-    "block_size": Absent((None,), "say kvcache_block_size"),
-    "num_gpu_blocks_override": Absent((None,), "say num_kvcache_blocks"),
+    "kv_offloading_size": Absent((None, 0), "use a larger KV cache: more devices, or kv_cache_dtype='fp8'"),
     # how it runs
     "enable_chunked_prefill": Absent((True, None), "long prompts always go in chunks; leave it out"),
     "compilation_config": Absent(_NOTHING, "CUDA graphs are on; enforce_eager=True turns them off"),
@@ -126,7 +123,8 @@ ENGINE: dict[str, Absent] = {
     "preemption_mode": Absent(("recompute", None), "sequences are computed again; leave it out"),
     "enable_lora": Absent((False, None), _NO_LORA.advice),
     "qlora_adapter_name_or_path": _NO_LORA,
-    "disable_log_stats": Absent((True, None), "generate() shows its speed; leave it out"),
+    "profiler_config": Absent(_NOTHING, "pass the folder to start_profile()"),
+    "attention_config": Absent(_NOTHING, "say attention_backend"),
     **_each(_ENGINE_ANY, _ANY),
     **_each(_ENGINE_NONE, _NONE),
 }
@@ -145,17 +143,17 @@ SAMPLING: dict[str, Absent] = {
     "guided_decoding": Absent((None,), "say structured_outputs=StructuredOutputsParams(...)"),
     "thinking_token_budget": Absent((None, -1), "use max_tokens"),
     "skip_reading_prefix_cache": Absent((None, False), "make the LLM with enable_prefix_caching=False"),
-    "output_kind": Absent((None, "CUMULATIVE", "FINAL_ONLY", 0, 2), "outputs come when they are complete"),
+    "output_kind": Absent((None, "CUMULATIVE", "FINAL_ONLY", 0, 2), "use LLM.stream(deltas=True)"),
     "extra_args": _NONE,
 }
 
 _CALL: dict[str, Absent] = {
-    "lora_request": _NO_LORA,
-    "tokenization_kwargs": _NONE,
+    "lora_request": Absent((None,), _NO_LORA.advice, per_prompt=True),
+    "tokenization_kwargs": Absent(_NOTHING, "use the tokenizer yourself, and pass token ids"),
 }
 
 GENERATE: dict[str, Absent] = _CALL | {
-    "priority": Absent(_NOTHING, "requests start in the order in which they came"),
+    "priority": Absent((None, 0), "requests start in the order in which they came", per_prompt=True),
     "prompt_token_ids": Absent(_NOTHING, "pass them as the prompts"),
 }
 

@@ -43,6 +43,20 @@ def read_generation_config(option: str, model_folder: Path) -> dict[str, Any]:
     return load_generation_config(folder)
 
 
+def overridden(generation: Mapping[str, Any], option: str, changes: Mapping[str, Any]) -> dict[str, Any]:
+    """What the file says of sampling, with `changes` in the place of its values; `option` as of `Config`.
+
+    ValueError for a key that says nothing of sampling.
+    """
+    unknown = changes.keys() - PARAMETERS.keys()
+    if unknown:
+        raise ValueError(
+            f"override_generation_config: {min(map(str, unknown))!r} is none of {', '.join(PARAMETERS)}; "
+            "pass what else you want as SamplingParams"
+        )
+    return dict({} if option == "vllm" else generation) | dict(changes)
+
+
 def recommended_params(generation: Mapping[str, Any]) -> SamplingParams:
     """Return SamplingParams with what the file says; null says nothing.
 

@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, SupportsIndex, Type
 from nanovllm.batch import Batch, StepKind
 from nanovllm.config import Config
 from nanovllm.device import Device
-from nanovllm.engine.generation_config import read_generation_config, recommended_params
+from nanovllm.engine.generation_config import overridden, read_generation_config, recommended_params
 from nanovllm.engine.requests import Requests
 from nanovllm.engine.residency import Residency
-from nanovllm.engine.startup import resolve_max_model_len, start_ranks, stop_ranks
+from nanovllm.engine.startup import find_model, find_tokenizer, resolve_max_model_len, start_ranks, stop_ranks
 from nanovllm.engine.stats import Counters, EngineStats, StepStats
 from nanovllm.events import TokenEvents
 from nanovllm.lifecycle import Lifecycle
-from nanovllm.models.loader import check_weights, load_model_config, resolve_model_path
+from nanovllm.models.loader import check_weights, load_model_config
 from nanovllm.outputs import RequestOutput
 from nanovllm.plan.scheduler import Scheduler
 from nanovllm.runner.staging import StepHandle
@@ -34,7 +34,6 @@ from nanovllm.text.prompts import PromptLike, parse_prompt, parse_sampling_param
 from nanovllm.text.reader import PromptBatch
 from nanovllm.text.request import Request
 from nanovllm.text.rows import BadRow, attempt, raise_first
-from nanovllm.text.tokenizer import load_tokenizer
 from nanovllm.workers.interrupts import held_interrupts
 
 if TYPE_CHECKING:
@@ -68,15 +67,16 @@ class LLMEngine:
         loaded and KVCacheMemoryError when the device is too full, in this order, the cheap checks first.
         """
         self.config = Config.from_kwargs(model, **options)
-        path = resolve_model_path(self.config.model)
-        generation = read_generation_config(self.config.generation_config, path)
-        self.model_config = load_model_config(path, generation)
-        self._generation = {} if self.config.generation_config == "vllm" else generation
+        path = find_model(self.config)
+        option, changes = self.config.generation_config, self.config.override_generation_config or {}
+        generation = read_generation_config(option, path)
+        self.model_config = load_model_config(path, generation, self.config.hf_overrides)
+        self._generation = overridden(generation, option, changes)
         self._default_params: SamplingParams | None = None  # made when it is first asked for
         self.model_config.check_tensor_parallel_size(self.config.tensor_parallel_size)
         max_model_len = resolve_max_model_len(self.config.max_model_len, self.model_config)
         self._processor = Processor(
-            None if self.config.skip_tokenizer_init else load_tokenizer(path),
+            find_tokenizer(self.config, path),
             self.model_config.vocab_size,
             self.model_config.eos_token_ids,
             self.config.max_logprobs,

@@ -7,19 +7,51 @@ Decides how long sequences may be. Keeps nothing.
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from nanovllm.config import Config
 from nanovllm.device import Device
 from nanovllm.distributed.group import TPGroup
 from nanovllm.distributed.rendezvous import Rendezvous
 from nanovllm.models.config import ModelConfig
-from nanovllm.models.loader import weight_bytes
+from nanovllm.models.loader import Hub, resolve_model_path, weight_bytes
 from nanovllm.runner.memory import check_weights_fit, fit_kv_cache
 from nanovllm.runner.residency import ResidentModelRunner
+from nanovllm.text.tokenizer import load_tokenizer
 from nanovllm.workers.worker import RankSetup, Workers
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 logger = logging.getLogger("nanovllm")
+
+
+def find_model(config: Config) -> Path:
+    """Return the model's folder. ValueError or ModelLoadError as of `resolve_model_path`."""
+    return resolve_model_path(config.model, _hub(config, config.revision))
+
+
+def find_tokenizer(config: Config, model_path: Path) -> PreTrainedTokenizerBase | None:
+    """Return the tokenizer that `config` names, of the model in `model_path` unless it says otherwise.
+
+    None with `skip_tokenizer_init=True`. ValueError or ModelLoadError where it cannot be found.
+    """
+    if config.skip_tokenizer_init:
+        return None
+    if config.tokenizer is not None and not isinstance(config.tokenizer, str):
+        found: PreTrainedTokenizerBase = config.tokenizer
+        return found
+    path = model_path
+    if config.tokenizer is not None or config.tokenizer_revision not in (None, config.revision):
+        name = config.model if config.tokenizer is None else config.tokenizer
+        path = resolve_model_path(name, _hub(config, config.tokenizer_revision), "tokenizer")
+    return load_tokenizer(path, config.trust_remote_code)
+
+
+def _hub(config: Config, revision: str | None) -> Hub:
+    return Hub(revision, config.download_dir, config.hf_token, config.trust_remote_code)
 
 
 def resolve_max_model_len(asked: int | None, model_config: ModelConfig) -> int:
@@ -47,6 +79,7 @@ def start_ranks(
 
     Raises what `LLMEngine` says; nothing of any rank is left then.
     """
+    config = replace(config, tokenizer=None, hf_token=None)  # which no rank needs
     size = config.tensor_parallel_size
     devices = device.ranks(size)
     dtype = device.resolve_dtype(config.dtype, model_config.dtype)

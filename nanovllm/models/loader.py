@@ -9,8 +9,9 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]  # the last three: of tokenizers
+TOKENIZER_PATTERNS = ["*.json", "*.jinja", "*.model", "*.txt"]
 HUB_IGNORED = ["*/*", "consolidated*"]  # other formats of the same weights
 HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
@@ -40,31 +41,54 @@ TIED_HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 ROTARY = ".rotary_emb.inv_freq"  # in old checkpoints; computed from the config
 
 
-def resolve_model_path(name: str | Path) -> Path:
+@dataclass(frozen=True)
+class Hub:
+    """How the Hugging Face hub is asked; None stands for what huggingface_hub does by itself."""
+
+    revision: str | None = None  # a branch, tag or commit
+    download_dir: str | None = None
+    token: str | bool | None = None
+    code: bool = False  # whether Python files come too
+
+
+def resolve_model_path(name: str | Path, hub: Hub = Hub(), kind: str = "model") -> Path:
     """Return the folder of a model: `name` itself, or what the hub id `name` is downloaded to.
 
-    Raises ValueError when `name` is neither a folder nor a hub id, ModelLoadError when the hub has no answer.
+    kind: "model", or "tokenizer" for a folder of which no weights are wanted. Raises ValueError when `name`
+    is neither a folder nor a hub id, or a folder where a revision is asked for; ModelLoadError when the hub
+    has no answer.
     """
     path = Path(os.path.expanduser(name))
     if path.is_dir():
+        if hub.revision not in (None, "main"):
+            option = "revision" if kind == "model" else "tokenizer_revision"
+            raise ValueError(
+                f"{option}={hub.revision!r} is for a hub id, and {kind} {str(name)!r} is a folder, which has "
+                "no revisions; leave it out"
+            )
         return path
     if path.exists():
-        raise ValueError(
-            f"model {str(name)!r} is a file; pass the folder that holds {CONFIG_FILE} and the weights"
-        )
+        what = "its files" if kind == "tokenizer" else f"{CONFIG_FILE} and the weights"
+        raise ValueError(f"{kind} {str(name)!r} is a file; pass the folder that holds {what}")
     if not HUB_ID.fullmatch(str(name)):
         raise ValueError(
-            f"model folder {str(path)!r} does not exist, and it is not a hub id (organisation/name)"
+            f"{kind} folder {str(path)!r} does not exist, and it is not a hub id (organisation/name)"
         )
+    patterns = [*TOKENIZER_PATTERNS, *(["*.safetensors"] if kind == "model" else [])]
     import huggingface_hub  # here, for most models are folders and this takes half a second
 
     try:
         found = huggingface_hub.snapshot_download(
-            str(name), allow_patterns=HUB_PATTERNS, ignore_patterns=HUB_IGNORED
+            str(name),
+            revision=hub.revision,
+            cache_dir=hub.download_dir,
+            token=hub.token,
+            allow_patterns=[*patterns, *(["*.py"] if hub.code else [])],
+            ignore_patterns=HUB_IGNORED,
         )
     except Exception as error:  # the hub client raises its own, its HTTP library's and the system's errors
         raise ModelLoadError(
-            f"model {str(name)!r} is no folder here, and the Hugging Face hub did not deliver it "
+            f"{kind} {str(name)!r} is no folder here, and the Hugging Face hub did not deliver it "
             f"({type(error).__name__}: {error}). Check the spelling and the network (with HF_HUB_OFFLINE=1 "
             "only models downloaded before are found), or download it on another machine with "
             f"`hf download {name} --local-dir FOLDER` and pass the folder"
@@ -81,8 +105,14 @@ def load_generation_config(folder: str | Path) -> dict[str, Any]:
     return _read_json(file) if file.is_file() else {}
 
 
-def load_model_config(folder: str | Path, generation: dict[str, Any] | None = None) -> ModelConfig:
+def load_model_config(
+    folder: str | Path,
+    generation: dict[str, Any] | None = None,
+    overrides: Mapping[str, Any] | None = None,
+) -> ModelConfig:
     """Read config.json of a model folder; `generation` is its generation_config.json, or what stands for it.
+
+    overrides: values that take the place of those in config.json.
 
     Raises ModelLoadError when config.json is missing or unreadable, ValueError when there is no such folder
     or the model is one that is not supported.
@@ -92,7 +122,7 @@ def load_model_config(folder: str | Path, generation: dict[str, Any] | None = No
         raise ValueError(f"model folder {str(folder)!r} does not exist")
     if not (folder / CONFIG_FILE).is_file():
         raise ModelLoadError(f"{folder} has no {CONFIG_FILE}; is it a model folder in Hugging Face format?")
-    raw = _read_json(folder / CONFIG_FILE)
+    raw = _read_json(folder / CONFIG_FILE) | dict(overrides or {})
     if generation is None:
         generation = load_generation_config(folder)
     architectures = raw.get("architectures")
@@ -104,7 +134,8 @@ def load_model_config(folder: str | Path, generation: dict[str, Any] | None = No
     try:
         return get_family(architectures[0]).model_config(architectures[0], raw, generation)
     except ValueError as error:
-        raise ValueError(f"{folder}: {error}") from None
+        changed = f" (with hf_overrides={dict(overrides)!r})" if overrides else ""
+        raise ValueError(f"{folder}: {error}{changed}") from None
 
 
 def check_weights(config: ModelConfig, folder: str | Path) -> None:

@@ -6,7 +6,7 @@ And the step by which activations are measured. Allocates nothing and asks no de
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -53,11 +53,17 @@ def check_weights_fit(need: int, memory: list[tuple[int, int]], config: Config, 
 
 
 def fit_kv_cache(spaces: list[KVCacheSpace], config: Config, block_size: int, most: int) -> int:
-    """Return how many KV cache blocks every rank can hold: those asked for, or what fits, up to `most`.
+    """Return how many KV cache blocks every rank can hold: those or the bytes that are asked for, or what
+    fits, up to `most`.
 
     Raises KVCacheMemoryError, with what a rank has and what to change, when not one fits.
     """
-    num_blocks = config.num_kvcache_blocks
+    num_blocks, asked = config.num_kvcache_blocks, config.kv_cache_memory_bytes
+    fix = f"Raise gpu_memory_utilization (now {config.gpu_memory_utilization})"
+    if asked is not None:
+        fix = f"Change kv_cache_memory_bytes (now {asked})"
+        spaces = [replace(space, budget=asked) for space in spaces]
+        num_blocks = asked // spaces[0].per_block
     if num_blocks is None:
         num_blocks = min(most, *(space.budget // space.per_block for space in spaces))
     for rank, space in enumerate(spaces):
@@ -69,14 +75,14 @@ def fit_kv_cache(spaces: list[KVCacheSpace], config: Config, block_size: int, mo
                 f"no room for the KV cache{whose}: {num_blocks} block(s) of {block_size} tokens need "
                 f"{need:,.1f} MiB, and {may:,.1f} MiB may be used ({space.free / 2**20:,.0f} of "
                 f"{space.total / 2**20:,.0f} MiB are free, {space.reserve / 2**20:,.0f} MiB are kept for "
-                f"activations). Raise gpu_memory_utilization (now {config.gpu_memory_utilization}), lower "
-                "max_num_batched_tokens, max_num_seqs or num_kvcache_blocks, or close what else "
-                "uses the device"
+                f"activations). {fix}, lower max_num_batched_tokens, max_num_seqs or num_kvcache_blocks, or "
+                "close what else uses the device"
             )
     size = num_blocks * spaces[0].per_block / 2**30
     each = " on each rank" if len(spaces) > 1 else ""
     logger.info("KV cache: %d blocks of %d tokens, %.2f GiB%s", num_blocks, block_size, size, each)
-    if spaces[0].device == "cpu" and config.num_kvcache_blocks is None and size * 2**30 > LARGE_ON_A_CPU:
+    chosen = config.num_kvcache_blocks is not None or asked is not None
+    if spaces[0].device == "cpu" and not chosen and size * 2**30 > LARGE_ON_A_CPU:
         logger.warning(
             "the KV cache may grow to %.2f GiB%s as it is used; less with num_kvcache_blocks below %d",
             *(size, each, num_blocks),

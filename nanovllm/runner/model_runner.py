@@ -32,6 +32,7 @@ from nanovllm.runner.inputs import StepInputs, prepare_decode, prepare_prefill, 
 from nanovllm.runner.kv_cache import attach, cache_shape, detach, scratch_in, set_scales
 from nanovllm.runner.memory import KVCacheSpace, equal_batch
 from nanovllm.runner.overlap import OVERLAP_TOKENS, overlaps, rows_of_half
+from nanovllm.runner.profile import RankProfile
 from nanovllm.runner.shared_prefixes import SharedPrefixFinder, SharedRows
 from nanovllm.runner.staging import Staging, StepHandle
 
@@ -93,6 +94,7 @@ class ModelRunner:
         self.load_weights(check)
         self.graphs: dict[tuple[bool, bool], CUDAGraphs] = {}  # by: shares prefixes, ends in drawn tokens
         self._undrawn: UndrawnStep | None = None
+        self.profile: RankProfile | None = None  # while one is on
         self.prefixes: SharedPrefixFinder | None = None  # until there is a KV cache
         layer = self.model.attention_layers[0]
         group = layer.num_heads // layer.num_kv_heads
@@ -316,8 +318,20 @@ class ModelRunner:
         token_ids = take_tokens(inputs.token_ids, inputs.token_slots, self.ending.last_token_ids, vocab_size)
         return self.model(token_ids, inputs.positions, inputs.attention)
 
+    def start_profile(self, folder: str, name: str) -> None:
+        """Profile what runs from here on, for a trace in `folder` with the rank and `name` in its name."""
+        self.profile = RankProfile(Path(folder, f"rank{self.tp.rank}.{name}.pt.trace.json.gz"), self.device)
+
+    def stop_profile(self) -> str:
+        """End the profile and return the path of its trace."""
+        assert self.profile is not None, "the caller knows whether there is one"
+        profile, self.profile = self.profile, None
+        return str(profile.stop())
+
     def exit(self) -> None:
         """Free everything on the device and leave the group. The runner cannot be used afterwards."""
+        if self.profile is not None:
+            self.profile.drop()
         try:
             self.device.synchronize()
         finally:

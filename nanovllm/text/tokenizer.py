@@ -21,18 +21,20 @@ if TYPE_CHECKING:
 logger = logging.getLogger("nanovllm")
 
 
-def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
-    """Load the tokenizer in `path`. Raises ModelLoadError that says what to do without one."""
+def load_tokenizer(path: Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """Load the tokenizer in `path`; `trust_remote_code` runs code that is there. Raises ModelLoadError that
+    says what to do without one."""
     from transformers import AutoTokenizer  # here, for it takes as long to import as torch
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
         if not tokenizer("a")["input_ids"]:  # what transformers makes of a folder without tokenizer files
             raise ValueError("its vocabulary is empty")
     except Exception as error:  # transformers raises many kinds
         raise ModelLoadError(
             f"no tokenizer could be loaded from {path} ({error}); put the model's tokenizer files there, "
-            "or pass skip_tokenizer_init=True and token ids as prompts"
+            "pass a folder that has them as tokenizer, or pass skip_tokenizer_init=True and token ids as "
+            "prompts"
         ) from error
     return tokenizer
 

@@ -70,6 +70,10 @@ def test_arguments_of_vllm(model: Path) -> None:
     with make_tiny(model) as llm:
         neutral: dict[str, Any] = {"lora_request": None, "priority": None, "tokenization_kwargs": None}
         assert len(llm.generate([[5]], GREEDY, False, **neutral)) == 1
+        each: dict[str, Any] = {"lora_request": [None] * 2, "priority": [0, 0]}
+        assert len(llm.generate([[5], [6]], GREEDY, **each, use_tqdm=False)) == 2
+        with pytest.raises(ValueError, match=r"tokenization_kwargs=.* pass token ids"):
+            llm.generate([[5]], GREEDY, tokenization_kwargs={"add_special_tokens": False})
         with pytest.raises(ValueError, match=r"LLM\.generate\(\): priority=\[1\] is not supported; req"):
             llm.generate([[5]], GREEDY, priority=[1])
         with pytest.raises(ValueError, match=r"lora_request=.* merge the adapter"):

@@ -19,7 +19,13 @@ from nanovllm.errors import ModelLoadError
 from nanovllm.layers.layernorm import ResidualStream
 from nanovllm.layers.weights import WeightOptions
 from nanovllm.models.decoder import DecoderForCausalLM
-from nanovllm.models.loader import init_dummy_weights, load_model_config, load_weights, resolve_model_path
+from nanovllm.models.loader import (
+    Hub,
+    init_dummy_weights,
+    load_model_config,
+    load_weights,
+    resolve_model_path,
+)
 
 Tensors = dict[str, torch.Tensor]
 CPU = torch.device("cpu")
@@ -391,6 +397,30 @@ def test_resolve_model_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(ValueError, match="is a file; pass the folder"):
         resolve_model_path(tmp_path / "model.safetensors")
     assert len(asked) == 2
+
+
+def test_what_the_hub_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, Any]] = []
+
+    def download(name: str, **options: Any) -> str:
+        asked.append(options)
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    resolve_model_path("org/name", Hub("v1", "/cache", "token", code=True))
+    resolve_model_path("org/name", Hub(), "tokenizer")
+    first, second = asked
+    assert (first["revision"], first["cache_dir"], first["token"]) == ("v1", "/cache", "token")
+    assert "*.safetensors" in first["allow_patterns"] and "*.py" in first["allow_patterns"]
+    assert (second["revision"], second["cache_dir"], second["token"]) == (None, None, None)
+    assert not {"*.safetensors", "*.py"} & set(second["allow_patterns"])
+    assert resolve_model_path(tmp_path, Hub("main")) == tmp_path
+    with pytest.raises(ValueError, match=r"^revision='v1' is for a hub id, and model .* is a folder"):
+        resolve_model_path(tmp_path, Hub("v1"))
+    with pytest.raises(ValueError, match=r"^tokenizer_revision='v1' is for a hub id, and tokenizer .* is"):
+        resolve_model_path(tmp_path, Hub("v1"), "tokenizer")
+    with pytest.raises(ValueError, match="tokenizer folder '/no/such' does not exist"):
+        resolve_model_path("/no/such", kind="tokenizer")
 
 
 def test_a_hub_that_does_not_answer_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import math
 import pickle
 from dataclasses import fields
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -48,6 +49,8 @@ class DType:
         {name: absent.default for name, absent in ENGINE.items()},
         {"tokenizer": "model", "swap_space": 4, "max_seq_len_to_capture": 8192, "max_lora_rank": 16},
         {"trust_remote_code": False, "enable_lora": False, "limit_mm_per_prompt": {}, "hf_overrides": {}},
+        {"limit_mm_per_prompt": {"image": 0}, "disable_log_stats": False, "optimization_level": 2},
+        {"tokenizer": Path("model"), "block_size": None, "num_gpu_blocks_override": None, "hf_token": None},
         {"max_model_len": None, "seed": None, "dtype": None, "device": None, "max_num_seqs": None},
         {"enable_prefix_caching": None, "max_num_batched_tokens": None, "max_model_len": -1},
         {"max_model_len": "auto", "load_format": "safetensors", "guided_decoding_backend": "xgrammar"},
@@ -63,17 +66,16 @@ def test_options_that_ask_for_nothing_change_nothing(options: dict[str, Any]) ->
     ("name", "value", "advice"),
     [
         ("quantization", "awq", "bfloat16"),
-        ("trust_remote_code", True, "never run"),
-        ("tokenizer", "other", "model's folder"),
+        ("tokenizer_mode", "slow", "as tokenizer"),
+        ("limit_mm_per_prompt", {"image": 1}, "only text"),
+        ("profiler_config", {"profiler": "torch"}, r"start_profile\(\)"),
         ("pipeline_parallel_size", 2, "tensor_parallel_size"),
         ("data_parallel_size", 2, "tensor_parallel_size"),
         ("enable_lora", True, "merge"),
-        ("block_size", 16, "say kvcache_block_size"),
-        ("num_gpu_blocks_override", 100, "say num_kvcache_blocks"),
         ("cpu_offload_gb", 4, "smaller model"),
         ("enable_chunked_prefill", False, "always go in chunks"),
         ("speculative_config", {"method": "ngram"}, "leave it out"),
-        ("hf_overrides", {"rope_theta": 1}, r"config\.json"),
+        ("rope_theta", 1e6, r"say hf_overrides=\{'rope_theta': \.\.\.\}"),
         ("runner", "pooling", "only 'generate'"),
         ("disable_custom_all_reduce", True, "always use it"),
         ("structured_outputs_config", {"disable_any_whitespace": True}, "each StructuredOutputsParams"),
@@ -92,6 +94,20 @@ def test_other_spellings_of_a_value() -> None:
     assert Config.from_kwargs("model", kv_cache_dtype="fp8_e4m3").kv_cache_dtype == "fp8"
     with pytest.raises(ValueError, match=r"dtype must be one of .* not 'int8'"):
         Config.from_kwargs("model", dtype=DType("int8"))
+
+
+def test_vllms_names_of_our_options() -> None:
+    for name, ours in (
+        ("block_size", "kvcache_block_size"),
+        ("num_gpu_blocks_override", "num_kvcache_blocks"),
+    ):
+        assert Config.from_kwargs("model", **{name: 16}) == Config("model", **{ours: 16})
+        assert Config.from_kwargs("model", **{name: 16, ours: 16}) == Config("model", **{ours: 16})
+        with pytest.raises(ValueError, match=f"{name}=16 and {ours}=32 are one option; pass one of them"):
+            Config.from_kwargs("model", **{name: 16, ours: 32})
+        with pytest.raises(ValueError, match=f"{ours} must be at least 1, not 0"):
+            Config.from_kwargs("model", **{name: 0})
+    assert "secret" not in repr(Config.from_kwargs("model", hf_token="secret"))
 
 
 def test_a_typing_error_is_told_the_nearest_name() -> None:

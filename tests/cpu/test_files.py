@@ -1,0 +1,191 @@
+"""Options that say which files are read, and how: tokenizers, overrides, revisions, the KV cache's size."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+from checked_llm import CheckedLLM, make_tiny
+from test_texts import TOKENIZERS
+from tiny_models import edit_json, write_tiny_model
+
+from nanovllm import LLM, KVCacheMemoryError, ModelLoadError, SamplingParams, demo_model_path
+from nanovllm.workers import worker
+
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Without a tokenizer of its own."""
+    return write_tiny_model(tmp_path_factory.mktemp("model"), vocab_size=400)
+
+
+@pytest.fixture(scope="module")
+def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    TOKENIZERS["byte_level"].save_pretrained(folder)
+    return folder
+
+
+def make(model: Path | str, **options: Any) -> CheckedLLM:
+    return CheckedLLM(model, device="cpu", max_model_len=64, **options)
+
+
+# -- tokenizers ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["text", "path", "object"])
+def test_another_tokenizer(model: Path, tokenizer_folder: Path, kind: str) -> None:
+    given = {"text": str, "path": Path, "object": lambda _: TOKENIZERS["byte_level"]}[kind](tokenizer_folder)
+    with make(model, tokenizer=given) as llm:
+        [output] = llm.generate("Hello the world", GREEDY, use_tqdm=False)
+        assert output.prompt_token_ids == TOKENIZERS["byte_level"]("Hello the world")["input_ids"]
+        assert output["text"] == TOKENIZERS["byte_level"].decode(output["token_ids"])
+        if kind == "object":
+            assert llm.get_tokenizer() is given
+
+
+def test_a_tokenizer_that_is_not_there(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match=r"no tokenizer could be loaded .* as tokenizer, or pass skip"):
+        make(model)
+    with pytest.raises(ValueError, match=r"tokenizer folder '/no/such' does not exist"):
+        make(model, tokenizer="/no/such")
+    (tmp_path / "tokenizer.json").touch()
+    with pytest.raises(ValueError, match=r"tokenizer .* is a file; pass the folder that holds its files"):
+        make(model, tokenizer=tmp_path / "tokenizer.json")
+    with pytest.raises(TypeError, match="tokenizer must be a folder, a Hugging Face hub id or a tokenizer"):
+        make(model, tokenizer=print)
+    with pytest.raises(ValueError, match="tokenizer_revision='v1' is for a hub id, and tokenizer is an obj"):
+        make(model, tokenizer=TOKENIZERS["byte_level"], tokenizer_revision="v1")
+
+
+def test_code_of_a_tokenizer_runs_only_where_it_is_trusted(
+    model: Path, tokenizer_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
+    folder = tmp_path / "own"
+    shutil.copytree(tokenizer_folder, folder)
+    (folder / "own.py").write_text(
+        "from transformers import PreTrainedTokenizerFast\n"
+        "class OwnTokenizer(PreTrainedTokenizerFast):\n"
+        "    own = True\n"
+    )
+    edit_json(
+        folder / "tokenizer_config.json",
+        tokenizer_class="OwnTokenizer",
+        auto_map={"AutoTokenizer": [None, "own.OwnTokenizer"]},
+    )
+    with make(model, tokenizer=folder, trust_remote_code=True) as llm:
+        assert llm.tokenizer.own
+        assert llm.generate("Hello", GREEDY, use_tqdm=False)[0]["text"]
+    with pytest.raises(ModelLoadError, match="trust_remote_code=True"):
+        make(model, tokenizer=folder)
+
+
+def test_what_comes_from_the_hub(
+    model: Path, tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[str, str | None, bool]] = []
+
+    def download(name: str, revision: str | None, allow_patterns: list[str], **options: Any) -> str:
+        assert (options["cache_dir"], options["token"]) == ("/cache", "secret")
+        weights = "*.safetensors" in allow_patterns
+        asked.append((name, revision, weights))
+        return str(model if weights else tokenizer_folder)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    options = {"download_dir": Path("/cache"), "hf_token": "secret"}
+    with make("org/model", revision="v1", tokenizer="org/words", **options) as llm:
+        assert "secret" not in repr(llm.config)
+    with make("org/model", revision="v1", tokenizer_revision="v2", **options):
+        pass
+    assert asked == [
+        ("org/model", "v1", True),
+        ("org/words", None, False),
+        ("org/model", "v1", True),
+        ("org/model", "v2", False),
+    ]
+    asked.clear()
+    with pytest.raises(ModelLoadError, match="no tokenizer"):  # the model's own, which is not there
+        make("org/model", revision="v1", tokenizer_revision="v1", **options)
+    assert asked == [("org/model", "v1", True)]
+    with pytest.raises(ValueError, match="revision='v1' is for a hub id, and model"):
+        make(model, revision="v1")
+
+
+def test_no_worker_gets_the_token(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    configs = []
+    init = worker.RankSetup.__init__
+
+    def recorded(self: worker.RankSetup, *args: Any) -> None:
+        init(self, *args)
+        configs.append(self.config)
+
+    monkeypatch.setattr(worker.RankSetup, "__init__", recorded)
+    with make(model, tokenizer=TOKENIZERS["byte_level"], hf_token="secret", revision="main") as llm:
+        assert [(config.hf_token, config.tokenizer) for config in configs] == [(None, None)]
+        assert llm.config.hf_token == "secret"
+
+
+# -- config.json ---------------------------------------------------------------------------------------------
+
+
+def test_values_in_the_place_of_config_json(model: Path, tmp_path: Path) -> None:
+    changed = Path(shutil.copytree(model, tmp_path / "changed"))
+    scaling = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
+    overrides = {"rope_parameters": scaling, "rope_scaling": scaling, "eos_token_id": 7}
+    edit_json(changed / "config.json", **overrides)
+    prompt = [[5, 6, 7, 8] * 6]
+    with make_tiny(changed) as llm:
+        [expected] = llm.generate(prompt, GREEDY, use_tqdm=False)
+        config = llm.model_config
+    with make_tiny(model, hf_overrides=overrides) as llm:
+        assert llm.model_config == config and 7 in config.eos_token_ids
+        assert llm.generate(prompt, GREEDY, use_tqdm=False)[0]["token_ids"] == expected["token_ids"]
+    with make_tiny(model, hf_overrides={}) as llm:
+        assert llm.model_config != config
+    with pytest.raises(ValueError, match=r"hidden_act 'gelu' .* \(with hf_overrides=\{'hidden_act'"):
+        make_tiny(model, hf_overrides={"hidden_act": "gelu"})
+
+
+# -- generation_config.json ----------------------------------------------------------------------------------
+
+
+def test_values_in_the_place_of_generation_config_json(model: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(model, tmp_path / "model"))
+    recommended = {"temperature": 0.5, "top_k": 9, "eos_token_id": 11}
+    (folder / "generation_config.json").write_text(json.dumps(recommended))
+    changes = {"top_k": 5, "max_new_tokens": 3, "temperature": None}
+    with make_tiny(folder, override_generation_config=changes) as llm:
+        assert llm.get_default_sampling_params() == SamplingParams(top_k=5, max_tokens=3)
+        assert 11 in llm.model_config.eos_token_ids
+        assert len(llm.generate([[5]], use_tqdm=False)[0]["token_ids"]) <= 3
+    with make_tiny(folder, override_generation_config=changes, generation_config="vllm") as llm:
+        assert llm.get_default_sampling_params() == SamplingParams(top_k=5, max_tokens=3)
+    with make_tiny(folder, override_generation_config={}) as llm:
+        assert llm.get_default_sampling_params() == SamplingParams(temperature=0.5, top_k=9)
+    with pytest.raises(ValueError, match="override_generation_config: 'eos_token_id' is none of temperature"):
+        make_tiny(folder, override_generation_config={"eos_token_id": 5})
+
+
+# -- the KV cache --------------------------------------------------------------------------------------------
+
+
+def test_the_kv_cache_in_bytes_and_in_blocks() -> None:
+    with LLM(demo_model_path(), device="cpu", num_kvcache_blocks=10) as llm:
+        block = llm._runner.kv_cache.nbytes // 10
+    for options in ({"kv_cache_memory_bytes": 7 * block + 1}, {"num_gpu_blocks_override": 7}):
+        with LLM(demo_model_path(), device="cpu", **options) as llm:
+            assert llm._num_blocks == 7
+            assert llm.generate("What is 2 + 3?", GREEDY, use_tqdm=False)[0]["text"]
+    with LLM(demo_model_path(), device="cpu", block_size=32, num_kvcache_blocks=10) as llm:
+        assert llm._runner.block_size == 32
+    with pytest.raises(KVCacheMemoryError, match=rf"Change kv_cache_memory_bytes \(now {block - 1}\)"):
+        LLM(demo_model_path(), device="cpu", kv_cache_memory_bytes=block - 1)
+    with pytest.raises(KVCacheMemoryError, match=r"block.s. of 16 tokens need"):
+        LLM(demo_model_path(), device="cpu", kv_cache_memory_bytes=2**50)
