@@ -277,7 +277,8 @@ class LLM(ResidentEngine):
         parsed = []
         for index, (prompt, continuation) in enumerate(pairs):
             where = f"pair {index}"
-            parsed.append((parse_prompt(prompt, where), parse_prompt(continuation, where), where))
+            before = parse_prompt(prompt, f"the prompt of {where}")
+            parsed.append((before, parse_prompt(continuation, f"the continuation of {where}"), where))
         continued = encode_continuations(self.tokenizer, parsed)
         outputs = self._generate(
             [Prompt(None, each.token_ids) for each in continued],

@@ -92,8 +92,8 @@ class Scheduler:
             why += f", and the model's own limit is {self._longest}"
         fix = f", or raise {' and '.join(raises)}" if can_be_raised else ""
         raise ValueError(
-            f"the prompt has {length} tokens, and at most {limit - 1} leave room for one more ({why}); "
-            f"shorten it{fix}"
+            f"the prompt has {length} tokens, and at most {limit - draws} "
+            f"{'leave room for one more' if draws else 'fit'} ({why}); shorten it{fix}"
         )
 
     def add(self, seq: Sequence) -> None:

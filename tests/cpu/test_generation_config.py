@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -75,19 +74,13 @@ def test_without_the_file_the_defaults_hold(model: Path) -> None:
         assert llm.get_default_sampling_params() == SamplingParams()
 
 
-def test_what_is_not_supported_is_left_out_with_one_warning(
-    model: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    write(model, repetition_penalty=1.05, top_p=0.8)
-    with caplog.at_level(logging.WARNING, "nanovllm"), make_tiny(model) as llm:
-        llm.generate([[5]], SamplingParams(max_tokens=1), use_tqdm=False)
-        assert not caplog.records, "the caller's own parameters need no warning"
-        for _ in range(2):
-            llm.generate([[5]], use_tqdm=False)
-        assert llm.get_default_sampling_params() == SamplingParams(top_p=0.8)
-    [record] = caplog.records
-    assert "repetition_penalty=1.05, which is not supported" in record.getMessage()
-    assert "generation_config='vllm'" in record.getMessage()
+def test_a_repetition_penalty_counts(model: Path) -> None:
+    write(model, repetition_penalty=1.7, temperature=0.0)
+    with make_tiny(model) as llm:
+        assert llm.get_default_sampling_params().repetition_penalty == 1.7
+        params = SamplingParams(temperature=0, repetition_penalty=1.7, max_tokens=12)
+        recommended = llm.generate([[5, 6, 7]], use_tqdm=False)[0]["token_ids"]
+        assert recommended[:12] == llm.generate([[5, 6, 7]], params, use_tqdm=False)[0]["token_ids"]
 
 
 def test_wrong_values_and_files(model: Path, tmp_path: Path) -> None:

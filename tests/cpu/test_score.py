@@ -1,0 +1,154 @@
+"""score, score_pairs, embed and beam_search against transformers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from checked_llm import CheckedLLM, make_tiny
+from tiny_models import transformers_model, write_tiny_model
+
+from nanovllm import LLM, BeamSearchParams, SamplingParams, demo_model_path
+
+PROMPT = [5, 9, 17, 3, 44, 8, 61, 2, 90, 13, 7, 7, 21, 35, 1, 64, 11, 12, 13, 92]
+CONTINUATIONS = [[4], [4, 8, 15], [16, 23, 42, 16, 23], [96, 95]]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def reference(model: Path) -> Any:
+    return transformers_model(model)
+
+
+def logprobs_of(reference: Any, ids: list[int]) -> torch.Tensor:
+    with torch.inference_mode():
+        return reference(torch.tensor([ids])).logits[0].float().log_softmax(-1)
+
+
+@pytest.fixture(scope="module", params=["whole", "chunked", "tight", "two ranks"])
+def llm(request: pytest.FixtureRequest, model: Path) -> Iterator[CheckedLLM]:
+    options: dict[str, Any] = {
+        "whole": {},
+        "chunked": {"max_num_batched_tokens": 7},
+        "tight": {"num_kvcache_blocks": 4, "max_num_seqs": 2},
+        "two ranks": {"tensor_parallel_size": 2},
+    }[request.param]
+    with make_tiny(model, **options) as llm:
+        yield llm
+
+
+def test_score(llm: CheckedLLM, reference: Any) -> None:
+    for scores in (llm.score(PROMPT, CONTINUATIONS, False), llm.score(PROMPT, CONTINUATIONS, False)):
+        for score, continuation in zip(scores, CONTINUATIONS, strict=True):
+            want = logprobs_of(reference, PROMPT + continuation)[len(PROMPT) - 1 : -1]
+            own = want.gather(1, torch.tensor(continuation)[:, None])[:, 0]
+            assert score.token_ids == continuation
+            assert np.allclose(score.logprobs, own.numpy(), atol=1e-4)
+            assert math.isclose(score.logprob, float(own.sum()), abs_tol=1e-3)
+            assert score.is_greedy == (want.argmax(-1).tolist() == continuation)
+
+
+def test_a_greedy_continuation_is_said_to_be_one(llm: CheckedLLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+    greedy = llm.generate([PROMPT], params, use_tqdm=False)[0]["token_ids"]
+    other = [*greedy[:-1], (greedy[-1] + 1) % 90]
+    assert [score.is_greedy for score in llm.score(PROMPT, [greedy, other], False)] == [True, False]
+
+
+def test_logits_are_computed_for_the_continuations_alone(model: Path) -> None:
+    with make_tiny(model) as llm:
+        llm.score(PROMPT, CONTINUATIONS, False)
+        scored = [batch.extras.scored for batch in llm.batches if batch.extras.scored is not None]
+        assert sum(len(each.token_ids) for each in scored) == sum(map(len, CONTINUATIONS))
+        assert all(not batch.draws.any() for batch in llm.batches)
+        outputs = llm.score(PROMPT, CONTINUATIONS, False)
+        assert all(output.num_cached_tokens == 16 for output in outputs), "the shared prompt is computed once"
+
+
+def test_scores_of_texts() -> None:
+    with LLM(demo_model_path(), num_kvcache_blocks=500) as llm:
+        tokenizer = llm.get_tokenizer()
+        pairs = [("Reverse: abc", " cba"), ("3+4", "=7"), ("Hello", "")]
+        with pytest.raises(ValueError, match="the continuation of pair 2 is empty"):
+            llm.score_pairs(pairs, use_tqdm=False)
+        with pytest.raises(ValueError, match="the prompt of pair 0 is empty"):
+            llm.score("", "abc", use_tqdm=False)
+        for pair, score in zip(pairs, llm.score_pairs(pairs[:2], use_tqdm=False), strict=False):
+            whole = tokenizer("".join(pair))["input_ids"]
+            assert whole[-len(score.token_ids) :] == score.token_ids
+            assert tokenizer.decode(score.token_ids).endswith(pair[1].strip())
+        ids = tokenizer("3+4")["input_ids"]
+        mixed = llm.score(ids, ["=7"], use_tqdm=False)[0]
+        assert mixed.token_ids == tokenizer("=7", add_special_tokens=False)["input_ids"]
+
+
+@pytest.mark.parametrize("pooling", ["last", "mean"])
+@pytest.mark.parametrize("normalize", [True, False])
+def test_embed(llm: CheckedLLM, reference: Any, pooling: str, normalize: bool) -> None:
+    prompts = [PROMPT, PROMPT[:3], [7], PROMPT[:17]]
+    for _ in range(2):  # with the prompts in the prefix cache, too
+        outputs = llm.embed(prompts, use_tqdm=False, pooling=pooling, normalize=normalize)
+        for prompt, output in zip(prompts, outputs, strict=True):
+            with torch.inference_mode():
+                hidden = reference.model(torch.tensor([prompt])).last_hidden_state[0]
+            want = hidden[-1] if pooling == "last" else hidden.mean(0)
+            want = want / want.norm() if normalize else want
+            assert output.outputs.hidden_size == len(want) and output.finished
+            assert np.allclose(output.outputs.embedding, want.numpy(), atol=1e-4)
+
+
+def test_embeddings_of_bad_prompts(llm: CheckedLLM) -> None:
+    outputs = llm.embed([[5], []], use_tqdm=False, on_error="return")
+    assert outputs[0].error is None and len(outputs[0].outputs.embedding) > 0
+    assert "prompts[1]" in str(outputs[1].error) and outputs[1].outputs.embedding == []
+    with pytest.raises(ValueError, match="pooling must be 'last' or 'mean', not 'max'"):
+        llm.embed([[5]], pooling="max")
+    assert llm.is_finished()
+
+
+@pytest.mark.parametrize("length_penalty", [1.0, 2.5])
+def test_beam_search(llm: CheckedLLM, reference: Any, length_penalty: float) -> None:
+    """Against a search over all logprobs of transformers."""
+    width, steps, ends = 3, 4, set(llm.model_config.eos_token_ids)
+    beams: list[tuple[list[int], float]] = [(PROMPT, 0.0)]
+    ended: list[tuple[list[int], float]] = []
+
+    def score(beam: tuple[list[int], float]) -> float:
+        length = len(beam[0]) - (beam[0][-1] in ends)
+        return beam[1] / length**length_penalty
+
+    for _ in range(steps):
+        grown = []
+        for tokens, total in beams:
+            top = logprobs_of(reference, tokens)[-1].topk(2 * width)
+            for value, token_id in zip(top.values.tolist(), top.indices.tolist(), strict=True):
+                beam = ([*tokens, token_id], total + value)
+                (ended if token_id in ends else grown).append(beam)
+        beams = sorted(grown, key=score, reverse=True)[:width]
+    want = sorted([*ended, *beams], key=score, reverse=True)[:width]
+    params = BeamSearchParams(beam_width=width, max_tokens=steps, length_penalty=length_penalty)
+    [output] = llm.beam_search([PROMPT], params)
+    assert [beam.tokens for beam in output.sequences] == [tokens for tokens, _ in want]
+    for beam, (tokens, total) in zip(output.sequences, want, strict=True):
+        assert math.isclose(beam.cum_logprob, total, abs_tol=1e-3)
+        assert len(beam.logprobs) == len(tokens) - len(PROMPT)
+
+
+def test_beams_end_where_the_model_does(model: Path) -> None:
+    with make_tiny(model, max_model_len=24) as llm:
+        [output] = llm.beam_search([PROMPT], BeamSearchParams(beam_width=2, max_tokens=50, ignore_eos=True))
+        assert [len(beam.tokens) for beam in output.sequences] == [24, 24]
+        assert {beam.finish_reason for beam in output.sequences} == {"length"}
+        with pytest.raises(ValueError, match="logprobs=22 is more than max_logprobs=20"):
+            llm.beam_search([PROMPT], BeamSearchParams(beam_width=11, max_tokens=1))
+    with pytest.raises(ValueError, match="beam_width must be an integer of at least 1, not 0"):
+        BeamSearchParams(beam_width=0, max_tokens=1)
