@@ -76,7 +76,7 @@ class Config:
     model: str
     tensor_parallel_size: int = 1
     max_num_batched_tokens: int = 16384
-    max_num_seqs: int = 512
+    max_num_seqs: int = 1024
     max_model_len: int | None = None
     gpu_memory_utilization: float = 0.9
     enforce_eager: bool = False

@@ -60,6 +60,7 @@ class LLM(ResidentEngine):
         """This object, where vLLM's scripts look for `model_config` with `max_model_len` and `vocab_size`."""
         return self
 
+    @no_full_collections()
     def generate(
         self,
         prompts: PromptLike | Iterable[PromptLike],
@@ -207,6 +208,7 @@ class LLM(ResidentEngine):
             self._requests.clear()
         self._open_stream = self._requests.deltas = None
 
+    @no_full_collections()
     def chat(
         self,
         messages: Conversation | Iterable[Conversation],

@@ -61,17 +61,17 @@ class BlockManager:
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    def allocate(self, seq: Sequence) -> bool:
+    def allocate(self, seq: Sequence, spare: int = 0) -> bool:
         """Give `seq`, which owns nothing, the blocks of all its tokens, shared where the prefix cache allows.
 
         Sets its block table and `num_computed_tokens` (at least one token is left to compute). Returns False
-        and changes nothing when too few blocks are free.
+        and changes nothing when fewer than `spare` blocks would stay free.
         """
         assert not seq.block_table
         needed = self.blocks_for(seq.num_tokens)
         hits = self._find_prefix(seq) if self._free else []
         num_revived = sum(self._ref_counts[block] == 0 for block in hits)
-        if needed - len(hits) + num_revived > len(self._free):
+        if needed - len(hits) + num_revived + spare > len(self._free):
             return False
         for block in hits:
             if self._ref_counts[block] == 0:

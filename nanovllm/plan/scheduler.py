@@ -243,7 +243,9 @@ class Scheduler:
         """Move the next waiting sequence to the running ones; None when there is none or it must wait.
 
         While others decode, the first admission of a step waits until an eighth as many slots are free (or
-        the whole queue fits): a prefill step for a single prompt would stall them all for little.
+        the whole queue fits): a prefill step for a single prompt would stall them all for little. For the
+        same reason it leaves more blocks free than the others do. All leave half a block for each running
+        sequence to grow by: who is admitted to the last block is soon preempted, and computed again.
         """
         if not self.waiting or not self._free_slots:
             return None
@@ -251,7 +253,7 @@ class Scheduler:
             return None
         seq = self.waiting[0]
         assert not seq.num_pending_tokens, "a preempted sequence's last token is known one step later"
-        if not self.block_manager.allocate(seq):
+        if not self.block_manager.allocate(seq, spare=len(self.running) * (3 if first else 2) // 4):
             return None
         self.waiting.popleft()
         self.running.append(seq)

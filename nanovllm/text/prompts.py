@@ -104,8 +104,7 @@ def pack_token_ids(token_ids: list[int], vocab_size: int, where: str) -> bytes:
     """Return the ids as int32, in bytes. ValueError when one is not in the vocabulary."""
     try:
         packed = struct.pack(f"={len(token_ids)}i", *token_ids)  # three times as fast as numpy takes a list
-        ids = np.frombuffer(packed, np.int32)
-        known = not token_ids or (ids.min() >= 0 and ids.max() < vocab_size)
+        known = not token_ids or np.frombuffer(packed, np.uint32).max() < vocab_size  # below 0 is past 2**31
     except struct.error:  # one is past int32
         known = False
     if not known:
@@ -204,6 +203,8 @@ def to_list(value: Any, expected: str) -> list[Any]:
 
 
 def _iterable(value: Any, expected: str) -> Iterable[Any]:
+    if isinstance(value, list):
+        return value
     if hasattr(value, "tolist"):  # of NumPy, torch, pandas or array: their elements as Python's
         value = value.tolist()
     if isinstance(value, (str, bytes, bytearray, Mapping, set, frozenset)) or not isinstance(value, Iterable):

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+_SELDOM = 100  # times as many new objects before a collection of those
 _NEVER = 2**30  # collections of younger objects before one of all
 
 
@@ -41,12 +42,13 @@ def held_interrupts() -> Iterator[None]:
 @contextmanager
 def no_full_collections() -> Iterator[None]:
     """Put Python's full garbage collections off, which look at every object there is: with torch and
-    transformers loaded that takes 0.1 s, twenty steps long. Those of young objects go on."""
+    transformers loaded that takes 0.1 s, twenty steps long. Those of young objects go on, more seldom: they
+    look at every id of new prompts."""
     young, middle, old = gc.get_threshold()
     held = old == _NEVER  # by another engine's thread, which will set it back
     try:
         if not held:
-            gc.set_threshold(young, middle, _NEVER)
+            gc.set_threshold(_SELDOM * young, middle, _NEVER)
         yield
     finally:
         if not held:

@@ -86,7 +86,7 @@ def test_many_preemptions(model: Path, run_ahead: bool) -> None:
     with make_tiny(model, num_kvcache_blocks=6, async_scheduling=run_ahead) as llm:
         outputs = llm.generate(prompts, params, use_tqdm=False)
         preemptions = sorted(seq.num_preemptions for seq in llm.sequences)
-        assert sum(n >= 2 for n in preemptions) >= 5, preemptions
+        assert preemptions[1] >= 1 and preemptions[-1] >= 2, preemptions
     assert tokens(outputs) == [transformers_greedy(model, prompt, 44) for prompt in prompts]
 
 

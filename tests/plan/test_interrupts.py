@@ -86,7 +86,7 @@ def test_other_threads_change_nothing() -> None:
 
 
 def test_full_collections_are_put_off() -> None:
-    """And only those; whatever ends the block, and in whatever order several do."""
+    """Others become seldom; whatever ends the block, and in whatever order several do."""
     before = gc.get_threshold()
     first = no_full_collections()
     with pytest.raises(ZeroDivisionError), no_full_collections():  # noqa: PT012
@@ -94,7 +94,8 @@ def test_full_collections_are_put_off() -> None:
         with no_full_collections():
             assert gc.get_threshold() == held
         1 / 0  # noqa: B018
-    assert held[:2] == before[:2]
+    assert before[0] < held[0] < 10**6
+    assert held[1] == before[1]
     assert held[2] > 10**6 > before[2]
     assert gc.get_threshold() == before
     with first:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import subprocess
 import sys
 from dataclasses import replace
@@ -119,6 +120,22 @@ def test_preemption_keeps_every_token(num_blocks: int, run_ahead: bool) -> None:
         assert preemptions == [0] * 8
     elif num_blocks == 8:
         assert min(preemptions[2:]) >= 2, preemptions  # the oldest two always have others to take blocks from
+
+
+def test_admissions_leave_room_to_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twice as many slots as the blocks are enough for: few tokens are computed twice, and steps of prefill
+    admit several sequences."""
+    rng = random.Random(0)
+    shapes = [(rng.randint(4, 40), rng.randint(4, 40)) for _ in range(150)]
+    loop = make_loop(160, 16, max_num_seqs=128, max_num_batched_tokens=640, max_model_len=96, caching=False)
+    batches, launch = [], loop.device.launch
+    monkeypatch.setattr(loop.device, "launch", lambda batch: batches.append(batch) or launch(batch))
+    prompts = [[rng.randrange(1, VOCAB) for _ in range(length)] for length, _ in shapes]
+    run_all(loop, prompts, [SamplingParams(max_tokens=out, ignore_eos=True) for _, out in shapes])
+    prefills = [batch for batch in batches if batch.kind is StepKind.PREFILL]
+    computed, asked = sum(len(batch.token_ids) for batch in prefills), sum(map(len, prompts))
+    assert computed < 1.05 * asked
+    assert len(prefills) < 20
 
 
 @pytest.mark.parametrize("length", [3, 4, 5, 7, 8, 9])

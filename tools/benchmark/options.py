@@ -26,7 +26,7 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--shape", choices=QWEN3, help="of dummy weights; default: qwen3-0.6b")
     parser.add_argument("--model", help="a model folder to use instead of a dummy shape")
     parser.add_argument("--num-seqs", type=int, help=f"default: {sizes}, 64 (demo) or all rows")
-    parser.add_argument("--max-num-seqs", type=int, default=512, help="the most that run at once")
+    parser.add_argument("--max-num-seqs", type=int, default=1024, help="the most that run at once")
     parser.add_argument(
         "--sampling",
         default="",
