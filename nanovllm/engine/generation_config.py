@@ -5,16 +5,12 @@ Reads the file that the option names. Its end-of-sequence ids belong to ModelCon
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from nanovllm.models.loader import GENERATION_FILE, load_generation_config
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.vllm_arguments import SAMPLING
-
-logger = logging.getLogger("nanovllm")
 
 # The keys that count, as in vLLM, with the names of their parameters.
 PARAMETERS = {
@@ -60,17 +56,9 @@ def overridden(generation: Mapping[str, Any], option: str, changes: Mapping[str,
 def recommended_params(generation: Mapping[str, Any]) -> SamplingParams:
     """Return SamplingParams with what the file says; null says nothing.
 
-    What is not supported is left out with a warning that names it. ValueError or TypeError for a value that
-    is wrong.
+    ValueError or TypeError for a value that is wrong.
     """
     values = {PARAMETERS[key]: generation[key] for key in PARAMETERS if generation.get(key) is not None}
-    for name in SAMPLING.keys() & values.keys():
-        value = values.pop(name)
-        if not SAMPLING[name].allows(value):
-            logger.warning(
-                "%s recommends %s=%r, which is not supported and is left out; to sample otherwise, %s",
-                *(GENERATION_FILE, name, value, INSTEAD),
-            )
     try:
         return SamplingParams(**values)
     except (TypeError, ValueError) as error:

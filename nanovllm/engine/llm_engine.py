@@ -128,7 +128,7 @@ class LLMEngine:
     def get_default_sampling_params(self) -> SamplingParams:
         """What is used without `sampling_params`: the model's generation_config.json, see `Config`.
 
-        ValueError or TypeError when a value there is wrong. The first call warns of one that is left out.
+        ValueError or TypeError when a value there is wrong.
         """
         if self._default_params is None:
             self._default_params = recommended_params(self._generation)

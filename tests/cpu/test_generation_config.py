@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ RECOMMENDED = {
     "top_p": 0.95,
     "min_p": None,
     "max_new_tokens": 7,
-    "repetition_penalty": 1.0,
+    "repetition_penalty": 1.05,
     "do_sample": True,
     "eos_token_id": [1, 9],
 }
@@ -37,7 +36,7 @@ def model(tmp_path: Path) -> Path:
 
 
 def test_what_the_model_recommends_is_used_without_parameters(model: Path) -> None:
-    expected = SamplingParams(temperature=0.6, top_k=20, top_p=0.95, max_tokens=7)
+    expected = SamplingParams(temperature=0.6, top_k=20, top_p=0.95, repetition_penalty=1.05, max_tokens=7)
     prompts = [[5, 6], [7] * 9, [8]]
     with make_tiny(model) as llm:
         assert llm.get_default_sampling_params() == expected
@@ -73,21 +72,6 @@ def test_without_the_file_the_defaults_hold(model: Path) -> None:
     (model / "generation_config.json").unlink()
     with make_tiny(model) as llm:
         assert llm.get_default_sampling_params() == SamplingParams()
-
-
-def test_what_is_not_supported_is_left_out_with_one_warning(
-    model: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    write(model, repetition_penalty=1.05, top_p=0.8)
-    with caplog.at_level(logging.WARNING, "nanovllm"), make_tiny(model) as llm:
-        llm.generate([[5]], SamplingParams(max_tokens=1), use_tqdm=False)
-        assert not caplog.records, "the caller's own parameters need no warning"
-        for _ in range(2):
-            llm.generate([[5]], use_tqdm=False)
-        assert llm.get_default_sampling_params() == SamplingParams(top_p=0.8)
-    [record] = caplog.records
-    assert "repetition_penalty=1.05, which is not supported" in record.getMessage()
-    assert "generation_config='vllm'" in record.getMessage()
 
 
 def test_wrong_values_and_files(model: Path, tmp_path: Path) -> None:
