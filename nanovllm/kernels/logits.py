@@ -12,7 +12,8 @@ import torch
 from nanovllm.kernels.compat import jit, tl, triton, use_triton
 
 BLOCK = 2048  # vocabulary entries of a program
-IN_PROMPT = 1 << 30  # in a table of counts: the token is in the prompt; the rest says how often in the output
+IN_PROMPT = 1 << 14  # in a table of counts: the token is in the prompt; the rest says how often in the output
+MOST = IN_PROMPT - 1  # times that are counted
 WORD = 32  # tokens of a word of a mask
 
 
@@ -23,7 +24,7 @@ class RowPenalties(NamedTuple):
     frequency: torch.Tensor  # 0: none
     presence: torch.Tensor  # 0: none
     slots: torch.Tensor  # [S] int64, each row's place in `counts`
-    counts: torch.Tensor  # [slots, V] int32
+    counts: torch.Tensor  # [slots, V] int16
 
     def of(self, rows: slice) -> RowPenalties:
         """Those of some rows."""
@@ -76,7 +77,7 @@ def _process_kernel(
         presence = tl.load(presence_ptr + row)
         if (repetition != 1.0) | (frequency != 0.0) | (presence != 0.0):
             slot = tl.load(slots_ptr + row)
-            seen = tl.load(counts_ptr + slot * vocab + index, mask=live, other=0)
+            seen = tl.load(counts_ptr + slot * vocab + index, mask=live, other=0).to(tl.int32)
             count = seen & (IN_PROMPT - 1)
             x = tl.where(seen != 0, tl.where(x > 0, x / repetition, x * repetition), x)
             x -= frequency * count.to(tl.float32)
@@ -130,7 +131,7 @@ def process_logits_reference(
     x = logits.float()
     if penalties is not None:
         seen = penalties.counts[penalties.slots]
-        count = (seen & (IN_PROMPT - 1)).float()
+        count = (seen & MOST).float()
         repetition = penalties.repetition[:, None]
         x = torch.where(seen != 0, torch.where(x > 0, x / repetition, x * repetition), x)
         x = x - penalties.frequency[:, None] * count - penalties.presence[:, None] * (count > 0)
@@ -144,18 +145,26 @@ def process_logits_reference(
 
 
 def restart_counts(
-    counts: torch.Tensor, slots: torch.Tensor, token_ids: torch.Tensor, is_prompt: torch.Tensor
+    counts: torch.Tensor,
+    slots: torch.Tensor,
+    prompt_cells: torch.Tensor,
+    cells: torch.Tensor,
+    times: torch.Tensor,
 ) -> None:
-    """Forget the tokens of the slots that are named, and count these: slots, token_ids, is_prompt [N]."""
-    counts[slots.unique()] = 0
-    cells = slots * counts.shape[1] + token_ids
+    """Forget the tokens of `slots` [R], then count those of prompts [P] and of outputs [Q], each cell once.
+
+    counts: [slots, V] int16. A cell is slot * V + token id. times: [Q], up to MOST.
+    """
+    counts[slots] = 0
     flat = counts.view(-1)
-    flat[cells[is_prompt]] = IN_PROMPT
-    flat.index_add_(0, cells, torch.where(is_prompt, 0, 1).to(counts.dtype))
+    flat[cells] = times.to(counts.dtype)
+    flat[prompt_cells] |= IN_PROMPT
 
 
 def count_tokens(counts: torch.Tensor, slots: torch.Tensor, token_ids: torch.Tensor) -> None:
-    """Count the drawn tokens token_ids [S] int64 of `slots` [S] int64; what is negative in either is none."""
-    one = ((slots >= 0) & (token_ids >= 0)).to(counts.dtype)
+    """Count the drawn tokens token_ids [S] int64 of `slots` [S] int64, all different; what is negative in
+    either is none."""
     cells = slots.clamp(min=0) * counts.shape[1] + token_ids.clamp(min=0)
-    counts.view(-1).index_add_(0, cells, one)
+    flat = counts.view(-1)
+    more = (slots >= 0) & (token_ids >= 0) & ((flat[cells] & MOST) < MOST)
+    flat.index_add_(0, cells, more.to(counts.dtype))

@@ -17,7 +17,7 @@ from nanovllm.columns import map_columns
 from nanovllm.device import Device
 from nanovllm.distributed.group import TPGroup
 from nanovllm.kernels.last_tokens import keep_tokens
-from nanovllm.kernels.logits import RowMasks, RowPenalties, count_tokens, process_logits, restart_counts
+from nanovllm.kernels.logits import MOST, RowMasks, RowPenalties, count_tokens, process_logits, restart_counts
 from nanovllm.kernels.logprobs import TokenLogprobTensors, token_logprobs
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.runner.inputs import StepInputs
@@ -59,7 +59,7 @@ class Ending:
         self._sampler = Sampler()
         self._max_rows = max(1, min(max_seqs, CHUNK_BYTES // (4 * self._vocab_size)))
         self._max_seqs = max_seqs
-        self._counts: torch.Tensor | None = None  # [slots, V] int32, once a sequence has penalties
+        self._counts: torch.Tensor | None = None  # [slots, V] int16, once a sequence has penalties
         self.last_token_ids = torch.zeros(max_seqs, dtype=torch.int64, device=device.torch)  # by slot
 
     def draw(self, hidden: torch.Tensor, inputs: StepInputs[torch.Tensor]) -> torch.Tensor:
@@ -135,8 +135,8 @@ class Ending:
         self._counts = None
 
     def reserved_bytes(self) -> int:
-        """What the counts of penalties take, once they are needed."""
-        return 4 * self._max_seqs * self._vocab_size
+        """What the counts of penalties take once they are needed, and a chunk of logits as float32."""
+        return (2 * self._max_seqs + 4 * self._max_rows) * self._vocab_size
 
     def _row_penalties(self, penalties: Penalties | None, slots: torch.Tensor) -> RowPenalties | None:
         """The columns of penalties on the device, after counting what is to be counted first."""
@@ -145,10 +145,13 @@ class Ending:
         send = self._device.send
         if self._counts is None:
             shape = (self._max_seqs, self._vocab_size)
-            self._counts = torch.zeros(shape, dtype=torch.int32, device=self._device.torch)
+            self._counts = torch.zeros(shape, dtype=torch.int16, device=self._device.torch)
         if len(penalties.history_ids):
-            history = (penalties.history_slots, penalties.history_ids, penalties.history_is_prompt)
-            restart_counts(self._counts, *map(send, history))
+            cells = penalties.history_slots * self._vocab_size + penalties.history_ids
+            outputs, times = np.unique(cells[~penalties.history_is_prompt], return_counts=True)
+            prompts = np.unique(cells[penalties.history_is_prompt])
+            changed = np.unique(penalties.history_slots), prompts, outputs, np.minimum(times, MOST)
+            restart_counts(self._counts, *map(send, changed))
         return RowPenalties(
             send(penalties.repetition),
             send(penalties.frequency),
