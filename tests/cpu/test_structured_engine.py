@@ -19,7 +19,7 @@ from nanovllm.outputs import RequestOutput
 ENGINES: dict[str, dict[str, Any]] = {
     "ahead": {},
     "in_step": {"async_scheduling": False},
-    "tight": {"num_kvcache_blocks": 12, "kvcache_block_size": 16, "max_num_batched_tokens": 13},
+    "tight": {"num_kvcache_blocks": 40, "kvcache_block_size": 4, "max_num_batched_tokens": 13},
     "two_ranks": {"tensor_parallel_size": 2},
 }
 # What each kind of request asks for, and what its text then matches.
