@@ -15,8 +15,8 @@ from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from nanovllm.config import Config
+from nanovllm.jobs.params import make_params
 from nanovllm.jobs.window import WINDOW_ROWS
-from nanovllm.sampling_params import SamplingParams
 
 FORMATS = ("auto", "jsonl", "csv", "tsv", "parquet")
 EPILOG = """exit codes:
@@ -70,7 +70,7 @@ def parse_sampling(text: str) -> dict[str, Any]:
     """
     try:
         values = json.loads(text) if text.startswith("{") else dict(map(_pair, filter(None, text.split(","))))
-        SamplingParams(**values)
+        make_params(values)
     except (TypeError, ValueError) as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     return values
@@ -126,7 +126,7 @@ def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         if kind is bool:
             options["action"] = argparse.BooleanOptionalAction
         else:
-            options |= {"type": kind if kind in (int, float, str) else _json_or_text, "metavar": "VALUE"}
+            options |= {"type": str if kind is str else _json_or_text, "metavar": "VALUE"}
         engine.add_argument("--" + name.replace("_", "-"), **options)
 
 

@@ -24,6 +24,7 @@ COLUMNS = (
     "finish_reasons",
     "prompt_tokens",
     "completion_tokens",
+    "logprobs",
     "error",
 )
 LISTS = ("texts", "finish_reasons")
@@ -57,14 +58,14 @@ def _write_csv(records: Iterator[dict[str, Any]], path: Path, delimiter: str) ->
         writer = csv.writer(file, delimiter=delimiter, lineterminator="\n")
         writer.writerow(COLUMNS)
         for record in records:
-            for name in LISTS:
+            for name in (*LISTS, "logprobs"):
                 if name in record:
                     record[name] = json.dumps(record[name], ensure_ascii=False)
             writer.writerow([record.get(name) for name in COLUMNS])
 
 
 def _write_parquet(records: Iterator[dict[str, Any]], path: Path) -> None:
-    """Ids that are no texts as JSON."""
+    """Logprobs, and ids that are no texts, as JSON."""
     pyarrow = import_pyarrow()
     kinds = {name: pyarrow.string() for name in COLUMNS}
     kinds |= {name: pyarrow.int64() for name in NUMBERS}
@@ -73,6 +74,8 @@ def _write_parquet(records: Iterator[dict[str, Any]], path: Path) -> None:
     with pyarrow.parquet.ParquetWriter(path, schema) as writer:
         while batch := list(islice(records, BATCH)):
             for record in batch:
+                if "logprobs" in record:
+                    record["logprobs"] = json.dumps(record["logprobs"])
                 if not isinstance(record["id"], (str, type(None))):
                     record["id"] = json.dumps(record["id"])
             writer.write_table(pyarrow.Table.from_pylist(batch, schema))

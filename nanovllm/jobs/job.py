@@ -21,8 +21,9 @@ from typing import Any
 from nanovllm.jobs.errors import JobRefusedError
 from nanovllm.jobs.journal import hash_file
 from nanovllm.jobs.openai_batch import OpenAIFormat, looks_like_batch
+from nanovllm.jobs.params import ParamsMaker
 from nanovllm.jobs.sources import ENDINGS, Source, is_same_file, open_source
-from nanovllm.jobs.tasks import Columns, ParamsMaker, PlainFormat, RowFormat
+from nanovllm.jobs.tasks import Columns, PlainFormat, RowFormat
 from nanovllm.sampling_params import SamplingParams
 
 # Options of LLM that say where and how a job runs. It may go on with others, say on another machine.
@@ -146,10 +147,10 @@ def describe(
     }
 
 
-def versions() -> dict[str, str]:
-    """The versions of what an answer depends on."""
+def versions(more: tuple[str, ...] = ()) -> dict[str, str]:
+    """The versions of what an answer depends on, and of the packages `more`."""
     found = {"python": platform.python_version()}
-    for name in PACKAGES:
+    for name in (*PACKAGES, *more):
         try:
             found[name] = version(name)
         except PackageNotFoundError:

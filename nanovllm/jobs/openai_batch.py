@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from nanovllm.jobs.logprobs import chat_logprobs, completion_logprobs
+from nanovllm.jobs.params import ParamsMaker
 from nanovllm.jobs.sources import SourceRow, Values
-from nanovllm.jobs.tasks import ParamsMaker, RowFormat, Task, conversation
+from nanovllm.jobs.tasks import RowFormat, Task, conversation
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.prompts import show
@@ -27,9 +29,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "echo": (False, None),
     "suffix": (None, ""),
     "best_of": (None, 1),
-    "logprobs": (False, None),
-    "top_logprobs": (None, 0),
-    "response_format": (None, {"type": "text"}),
     "tool_choice": ("auto", "none", None),
     "parallel_tool_calls": (True, False, None),
     "modalities": (None, ["text"]),
@@ -77,11 +76,12 @@ class OpenAIFormat(RowFormat):
         is_chat = task.is_chat
         choices = []
         for each in output.outputs:
+            logprobs = (chat_logprobs if is_chat else completion_logprobs)(each, task.params.logprobs or 0)
             text: dict[str, Any] = {"text": each.text}
             if is_chat:
                 text = {"message": {"role": "assistant", "content": each.text}}
             choices.append(
-                {"index": each.index, **text, "logprobs": None, "finish_reason": each.finish_reason}
+                {"index": each.index, **text, "logprobs": logprobs, "finish_reason": each.finish_reason}
             )
         tokens = (len(output.prompt_token_ids), sum(len(each.token_ids) for each in output.outputs))
         return self._response(
@@ -133,13 +133,35 @@ def _read_body(url: str, body: Values) -> tuple[dict[str, Any], dict[str, Any]]:
             continue
         elif name == "max_completion_tokens":
             own["max_tokens"] = value
+        elif name == "response_format":
+            own |= _structured(value)
+        elif url == CHAT and name in ("logprobs", "top_logprobs"):
+            continue
         elif url == CHAT and name in TEMPLATE:
             template[name] = value
         elif url != EMBEDDINGS and (name in SamplingParams.__dataclass_fields__ or name in SAMPLING):
             own[name] = value
         else:
             raise ValueError(f"{name!r} in the body is not known for {url}; leave it out")
+    if url == CHAT and body.get("logprobs"):
+        own["logprobs"] = body.get("top_logprobs") or 0
     return own, template
+
+
+def _structured(response_format: Any) -> dict[str, Any]:
+    """The parameters that a `response_format` stands for."""
+    kind = response_format.get("type") if isinstance(response_format, dict) else None
+    if kind == "text":
+        return {}
+    if kind == "json_object":
+        return {"structured_outputs": {"json_object": True}}
+    schema = response_format.get("json_schema") if kind == "json_schema" else None
+    if not isinstance(schema, dict) or not isinstance(schema.get("schema"), dict):
+        raise ValueError(
+            "response_format must have the type 'text', 'json_object', or 'json_schema' with a "
+            f"json_schema.schema, not {show(response_format)}"
+        )
+    return {"structured_outputs": {"json": schema["schema"]}}
 
 
 def _one_prompt(value: Any) -> str | list[int]:

@@ -20,6 +20,7 @@ from nanovllm.jobs.errors import JobFailedError
 from nanovllm.jobs.journal import replace
 
 SYNC_SECONDS = 1.0  # after which an answer survives a power cut; `kill -9` it survives at once
+ENCODER = json.JSONEncoder(ensure_ascii=False)
 INDEX = re.compile(rb'\{"(?:index": |id": "batch_req_)(\d+)')
 
 
@@ -188,7 +189,7 @@ def line_index(line: bytes) -> int | None:
 
 def to_line(record: dict[str, Any]) -> bytes:
     """A record as a line of JSON; what is no character, half of a surrogate pair, as an escape."""
-    text = json.dumps(record, ensure_ascii=False) + "\n"
+    text = ENCODER.encode(record) + "\n"
     try:
         return text.encode()
     except UnicodeEncodeError:

@@ -65,7 +65,7 @@ class JobProgress:
         self.prompt_tokens += len(output.prompt_token_ids)
         for each in output.outputs:
             self.output_tokens += len(each.token_ids)
-            self.reasons[each.finish_reason] += 1
+            self.reasons[each.finish_reason or ""] += 1
 
     def written(self, is_error: bool) -> None:
         """Count a line of the output."""

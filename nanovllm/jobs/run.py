@@ -25,13 +25,13 @@ from nanovllm.jobs.export import export
 from nanovllm.jobs.job import check_output, describe, input_file, make_format, open_job, rows_path
 from nanovllm.jobs.journal import Journal, hash_model, locked
 from nanovllm.jobs.output import Output, put_in_order
+from nanovllm.jobs.params import make_params
 from nanovllm.jobs.progress import JobProgress
 from nanovllm.jobs.rendering import Renderer
 from nanovllm.jobs.runner import JobRunner, RunOptions
 from nanovllm.jobs.sources import Source
 from nanovllm.llm import LLM
 from nanovllm.models.loader import resolve_model_path
-from nanovllm.sampling_params import SamplingParams
 
 
 @dataclass
@@ -114,7 +114,7 @@ def _run(job: Job, runner: JobRunner, progress: JobProgress, make_llm: Callable[
         with closing(_load(job, make_llm)) as llm:
             llm.stats = progress.step
             try:
-                params = SamplingParams(**{**vars(llm.get_default_sampling_params()), **args.sampling})
+                params = make_params(args.sampling, llm.get_default_sampling_params())
             except (TypeError, ValueError) as error:
                 raise JobRefusedError(f"--sampling and the model's generation_config.json: {error}") from None
             row_format = make_format(args, job.is_batch, params, job.seed)

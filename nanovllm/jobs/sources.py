@@ -31,6 +31,13 @@ WRONG_MARKS = {codecs.BOM_UTF16_LE: "UTF-16", codecs.BOM_UTF16_BE: "UTF-16", b"\
 Values: TypeAlias = "dict[str, Any]"
 
 
+def _no_number(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON number")
+
+
+DECODER = json.JSONDecoder(parse_constant=_no_number)
+
+
 @dataclass(frozen=True, slots=True)
 class SourceRow:
     """A row as it was read.
@@ -223,7 +230,7 @@ def parse_json_line(line: bytes) -> Values:
     except UnicodeDecodeError as error:
         raise _not_utf8(line[error.start], error.start) from None
     try:
-        values = json.loads(text, parse_constant=_no_number)
+        values = DECODER.decode(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"it is not JSON: {error}") from None
     if not isinstance(values, dict):
@@ -249,10 +256,6 @@ def _not_utf8(byte: int, position: int) -> ValueError:
         f"it is not UTF-8: byte 0x{byte:02x} at position {position}; convert the file, for example with "
         "`iconv -f latin1 -t utf-8`"
     )
-
-
-def _no_number(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON number")
 
 
 def is_same_file(one: Path, other: Path) -> bool:

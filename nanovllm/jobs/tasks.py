@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from string import Formatter
 from typing import Any, Literal, TypeAlias
 
-from nanovllm.engine.requests import drawn_seed
+from nanovllm.jobs.logprobs import plain_logprobs
+from nanovllm.jobs.params import PARAMS_COLUMN, ParamsMaker, own_params
 from nanovllm.jobs.sources import SourceRow, Values
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
@@ -21,7 +22,6 @@ from nanovllm.text.prompts import show
 from nanovllm.text.rows import raise_first
 
 Kind: TypeAlias = Literal["generate", "embed"]
-PARAMS_COLUMN = "sampling_params"
 
 
 @dataclass(slots=True)
@@ -41,28 +41,6 @@ class Task:
     kind: Kind = "generate"
     template: dict[str, Any] = field(default_factory=dict)
     request: dict[str, Any] = field(default_factory=dict)
-
-
-class ParamsMaker:
-    """Makes the parameters of each row: those of the job, with the row's own on top.
-
-    A row without a seed of its own gets one from the job's seed and the row's index, the one that `generate`
-    would give it. So it has the same answer in every run of the job.
-    """
-
-    def __init__(self, params: SamplingParams, seed: int) -> None:
-        """seed: of the engine; that of `params` comes before it."""
-        self._params = params
-        self._seed = seed if params.seed is None else params.seed
-
-    def make(self, index: int, own: Mapping[str, Any]) -> SamplingParams:
-        """Return the parameters of row `index`. ValueError or TypeError for a wrong one."""
-        if not own and self._params.temperature == 0:
-            return self._params
-        params = SamplingParams(**{**vars(self._params), **own}) if own else self._params.clone()
-        if own.get("seed") is None:
-            params.seed = drawn_seed(self._seed, index)
-        return params
 
 
 class RowFormat:
@@ -141,13 +119,17 @@ class PlainFormat(RowFormat):
     def answer(self, task: Task, output: RequestOutput) -> dict[str, Any]:
         texts = [each.text for each in output.outputs]
         reasons = [each.finish_reason for each in output.outputs]
-        several = {"texts": texts, "finish_reasons": reasons} if len(texts) > 1 else {}
+        more: dict[str, Any] = {}
+        if len(texts) > 1:
+            more = {"texts": texts, "finish_reasons": reasons}
+        if output.outputs[0].logprobs is not None:
+            more["logprobs"] = [plain_logprobs(each) for each in output.outputs]
         return {
             "index": task.index,
             "id": task.id,
             "text": texts[0],
             "finish_reason": reasons[0],
-            **several,
+            **more,
             "prompt_tokens": len(output.prompt_token_ids),
             "completion_tokens": sum(len(each.token_ids) for each in output.outputs),
             "error": None,
@@ -215,20 +197,6 @@ def conversation(value: Any, column: str) -> list[dict[str, Any]]:
     messages = rows[0]
     assert isinstance(messages, list)
     return messages
-
-
-def own_params(value: Any) -> dict[str, Any]:
-    """Return a row's own parameters: a dictionary, of CSV as JSON; what is null or empty asks for nothing."""
-    if isinstance(value, str) and value:
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"column {PARAMS_COLUMN!r} is no JSON object: {error}") from None
-    if value in (None, ""):
-        return {}
-    if not isinstance(value, dict):
-        raise TypeError(f"column {PARAMS_COLUMN!r} must be an object {{...}}, not {show(value)}")
-    return {name: each for name, each in value.items() if each is not None}
 
 
 def _names(values: Sequence[str] | Values) -> str:
