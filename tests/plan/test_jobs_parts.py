@@ -1,4 +1,4 @@
-"""The parts of a job without an engine: sources, rows, the order window, the journal, the output, arguments."""
+"""The parts of a job without an engine: sources, rows, order window, journal, output and arguments."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import argparse
 import csv
 import json
 import random
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -275,7 +277,7 @@ def test_openai_bodies() -> None:
         ({}, {"url": "/v1/images"}, "url must be one of /v1/chat/completions, /v1/completions"),
         ({}, {"custom_id": 5}, "custom_id must be a text, not 5"),
         ({}, {"method": "GET"}, "method must be 'POST', not 'GET'"),
-        ({}, {"body": None}, "body must be an object"),
+        (5, {}, "body must be an object"),
         ({"prompt": ["a", "b"]}, {"url": "/v1/completions"}, "prompt has 2 prompts; write one for each row"),
         ({"input": []}, {"url": "/v1/embeddings"}, "input must be a text or a list of token ids"),
         ({"input": "a", "top_p": 1}, {"url": "/v1/embeddings"}, "'top_p' in the body is not known"),
@@ -352,7 +354,7 @@ def test_shared_prefixes_meet_and_long_outputs_come_first() -> None:
     owners = [rng.randrange(20) for _ in range(400)]
     tasks = tasks_of([f"{owner:02}" * 200 + str(rng.random()) for owner in owners])
     found = [owners[task.index] for task in arranged(tasks)]
-    assert sum(one != other for one, other in zip(found, found[1:], strict=False)) == 19
+    assert sum(one != other for one, other in pairwise(found)) == 19
     tasks = tasks_of(["a", "b", "c" * 200 + "1", "c" * 200 + "2", "d"], [5, 50, 10, 20, 1])
     assert [task.index for task in arranged(tasks)] == [1, 3, 2, 0, 4]
 
@@ -580,9 +582,10 @@ def test_wrong_arguments(argv: list[str], error: str, capsys: pytest.CaptureFixt
     with pytest.raises(SystemExit) as caught:
         parse_args(argv)
     assert caught.value.code == 2
-    assert __import__("re").search(error, capsys.readouterr().err)
+    assert re.search(error, capsys.readouterr().err)
 
 
 def test_the_parts_need_no_torch() -> None:
-    code = "import sys, nanovllm.jobs.main, nanovllm.jobs.job, nanovllm.jobs.runner; assert 'torch' not in sys.modules"
+    code = "import sys, nanovllm.jobs.main, nanovllm.jobs.job, nanovllm.jobs.runner; "
+    code += "assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
