@@ -24,7 +24,7 @@ class FakeLLM:
     """
 
     tokenizer = None
-    stats: Any = None
+    on_step: Any = None
     ahead = 64
 
     def __init__(self, *args: object, **options: object) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from nanovllm.outputs import CompletionOutput, Logprob
 
-DIGITS = 6  # behind the point
+DIGITS = 4  # behind the point
 
 
 def plain_logprobs(output: CompletionOutput) -> list[list[dict[str, Any]]] | None:

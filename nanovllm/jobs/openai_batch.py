@@ -6,14 +6,15 @@ is not is refused by its name. Runs nothing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from array import array
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nanovllm.jobs.logprobs import chat_logprobs, completion_logprobs
 from nanovllm.jobs.params import ParamsMaker
 from nanovllm.jobs.sources import SourceRow, Values
-from nanovllm.jobs.tasks import RowFormat, Task, conversation
-from nanovllm.outputs import RequestOutput
+from nanovllm.jobs.tasks import RowFormat, Task, conversation, prompt_of
+from nanovllm.outputs import EmbeddingRequestOutput, RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.prompts import show
 from nanovllm.vllm_arguments import SAMPLING
@@ -96,6 +97,16 @@ class OpenAIFormat(RowFormat):
             },
         )
 
+    def embeddings(self, task: Task, outputs: Sequence[EmbeddingRequestOutput]) -> dict[str, Any]:
+        tokens = sum(len(each.prompt_token_ids) for each in outputs)
+        data = [
+            {"object": "embedding", "index": place, "embedding": each.outputs.embedding}
+            for place, each in enumerate(outputs)
+        ]
+        usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+        body = {"object": "list", "data": data, "model": task.request["model"], "usage": usage}
+        return self._response(task, body)
+
     def error(self, index: int, row_id: Any, message: str) -> dict[str, Any]:
         return {
             "id": f"batch_req_{index}",
@@ -164,25 +175,19 @@ def _structured(response_format: Any) -> dict[str, Any]:
     return {"structured_outputs": {"json": schema["schema"]}}
 
 
-def _one_prompt(value: Any) -> str | list[int]:
+def _one_prompt(value: Any) -> str | array[int]:
     """The prompt of a completion: a text or token ids, alone or as the only one of a list."""
     if isinstance(value, list) and value and not isinstance(value[0], int):
         if len(value) > 1:
             raise ValueError(f"prompt has {len(value)} prompts; write one for each row")
         value = value[0]
-    if isinstance(value, str) or (isinstance(value, list) and value and isinstance(value[0], int)):
-        return value
-    raise TypeError(f"prompt must be a text or a list of token ids, not {show(value)}")
+    return prompt_of(value, "prompt")
 
 
-def _inputs(value: Any) -> list[str | list[int]]:
+def _inputs(value: Any) -> list[str | array[int]]:
     """The inputs of an embedding, as a list."""
-    if isinstance(value, list) and value and not isinstance(value[0], int):
-        return [_one_prompt(each) for each in value]
-    try:
-        return [_one_prompt(value)]
-    except TypeError as error:
-        raise TypeError(str(error).replace("prompt", "input", 1)) from None
+    several = isinstance(value, list) and value and not isinstance(value[0], int)
+    return [prompt_of(each, "input") for each in (value if several else [value])]
 
 
 def _usage(prompt: int, completion: int) -> dict[str, int]:

@@ -8,15 +8,15 @@ from __future__ import annotations
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from time import perf_counter
 from typing import TextIO
 
-from nanovllm.engine.progress import LINE_SECONDS, short
-from nanovllm.engine.stats import StepStats
+from nanovllm.engine.progress import LINE_SECONDS
+from nanovllm.engine.stats import StepStats, short
 from nanovllm.jobs.sources import Source
-from nanovllm.outputs import RequestOutput
+from nanovllm.outputs import EmbeddingRequestOutput, RequestOutput
 
 DRAW_SECONDS = 0.2  # in a terminal
 
@@ -66,6 +66,11 @@ class JobProgress:
         for each in output.outputs:
             self.output_tokens += len(each.token_ids)
             self.reasons[each.finish_reason or ""] += 1
+
+    def embedded(self, outputs: Sequence[EmbeddingRequestOutput]) -> None:
+        """Count the embeddings of a row."""
+        self.prompt_tokens += sum(len(each.prompt_token_ids) for each in outputs)
+        self.reasons["embedding"] += 1
 
     def written(self, is_error: bool) -> None:
         """Count a line of the output."""

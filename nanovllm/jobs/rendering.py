@@ -5,6 +5,7 @@ Works on some tasks at once, because a tokenizer is faster that way. Keeps none.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -41,8 +42,7 @@ class Renderer:
         prompts: list[dict[str, Any] | BadRow] = []
         for task in tasks:
             if not task.is_chat:
-                key = "prompt" if isinstance(task.prompt, str) else "prompt_token_ids"
-                prompts.append({key: task.prompt})
+                prompts.append(as_prompt(task.prompt))
                 continue
             found = rendered[id(task)] if id(task) in rendered else attempt(self._own, task)
             if isinstance(found, Prompt):
@@ -85,6 +85,11 @@ class Renderer:
             template.get("tools"),
             {**self._variables, **variables},
         )
+
+
+def as_prompt(prompt: str | array[int]) -> dict[str, Any]:
+    """A text or token ids as a dictionary, which is one prompt wherever it stands."""
+    return {"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt}
 
 
 def _without_number(error: BadRow) -> BadRow:

@@ -16,7 +16,7 @@ from types import FrameType
 from typing import Any
 
 from nanovllm.config import Config
-from nanovllm.engine.progress import short
+from nanovllm.engine.stats import short
 from nanovllm.errors import NanoVLLMError
 from nanovllm.jobs import errors
 from nanovllm.jobs.arguments import engine_options
@@ -112,7 +112,7 @@ def _run(job: Job, runner: JobRunner, progress: JobProgress, make_llm: Callable[
     runner.check_errors()
     if next(runner.pending(), None) is not None:
         with closing(_load(job, make_llm)) as llm:
-            llm.stats = progress.step
+            llm.on_step = progress.step
             try:
                 params = make_params(args.sampling, llm.get_default_sampling_params())
             except (TypeError, ValueError) as error:

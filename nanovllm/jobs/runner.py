@@ -15,14 +15,15 @@ from typing import Any, Protocol
 from nanovllm.jobs.errors import TooManyErrorsError
 from nanovllm.jobs.output import Output
 from nanovllm.jobs.progress import JobProgress
-from nanovllm.jobs.rendering import Renderer
+from nanovllm.jobs.rendering import Renderer, as_prompt
 from nanovllm.jobs.sources import Source, SourceRow
 from nanovllm.jobs.tasks import RowFormat, Task
 from nanovllm.jobs.window import WINDOW_ROWS, in_good_order
-from nanovllm.outputs import RequestOutput
+from nanovllm.outputs import EmbeddingRequestOutput, RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.rows import attempt
 
+EMBEDDED = 256  # rows in one call of `embed`
 RENDERED = 64  # rows whose conversations are tokenised at once
 
 
@@ -30,6 +31,8 @@ class Engine(Protocol):
     """What a job asks of `LLM`."""
 
     def stream(self, prompts: Any, sampling_params: Any, on_error: str) -> Iterator[RequestOutput]: ...
+
+    def embed(self, prompts: Any, *, use_tqdm: bool, on_error: str) -> list[EmbeddingRequestOutput]: ...
 
 
 @dataclass(frozen=True)
@@ -67,8 +70,11 @@ class JobRunner:
         tasks = self._tasks()
         if not self._options.ordered:
             tasks = in_good_order(tasks, self._options.window)
-        for _, group in groupby(tasks, key=lambda task: task.kind):
-            self._generate(llm, group, renderer)
+        for kind, group in groupby(tasks, key=lambda task: task.kind):
+            if kind == "embed":
+                self._embed(llm, group)
+            else:
+                self._generate(llm, group, renderer)
         assert not self._held
 
     def pending(self) -> Iterator[SourceRow]:
@@ -132,6 +138,22 @@ class JobRunner:
                 else:
                     self._progress.answered(output)
                     self._write(task.index, self._format.answer(task, output), is_error=False)
+
+    def _embed(self, llm: Engine, tasks: Iterator[Task]) -> None:
+        while some := list(islice(tasks, EMBEDDED)):
+            prompts = [as_prompt(prompt) for task in some for prompt in task.prompt]
+            outputs = iter(llm.embed(prompts, use_tqdm=False, on_error="return"))
+            place = 0
+            for task in some:
+                found = list(islice(outputs, len(task.prompt)))
+                errors = [(number, each.error) for number, each in enumerate(found, place) if each.error]
+                place += len(found)
+                if errors:
+                    number, error = errors[0]
+                    self._refuse(task.index, task.id, str(error).replace(f"prompts[{number}]", "the input"))
+                else:
+                    self._progress.embedded(found)
+                    self._write(task.index, self._format.embeddings(task, found), is_error=False)
 
     def _refuse(self, index: int, row_id: Any, message: str) -> None:
         self._write(index, self._format.error(index, row_id, message), is_error=True)

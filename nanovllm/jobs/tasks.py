@@ -7,6 +7,7 @@ runs nothing.
 from __future__ import annotations
 
 import json
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from string import Formatter
@@ -15,7 +16,7 @@ from typing import Any, Literal, TypeAlias
 from nanovllm.jobs.logprobs import plain_logprobs
 from nanovllm.jobs.params import PARAMS_COLUMN, ParamsMaker, own_params
 from nanovllm.jobs.sources import SourceRow, Values
-from nanovllm.outputs import RequestOutput
+from nanovllm.outputs import EmbeddingRequestOutput, RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.conversations import parse_conversations
 from nanovllm.text.prompts import show
@@ -62,6 +63,10 @@ class RowFormat:
 
     def answer(self, task: Task, output: RequestOutput) -> dict[str, Any]:
         """Return the answer to a task."""
+        raise NotImplementedError
+
+    def embeddings(self, task: Task, outputs: Sequence[EmbeddingRequestOutput]) -> dict[str, Any]:
+        """Return the answer to a task of the kind "embed", with one output for each of its prompts."""
         raise NotImplementedError
 
     def error(self, index: int, row_id: Any, message: str) -> dict[str, Any]:
@@ -154,7 +159,7 @@ class PlainFormat(RowFormat):
         if where.messages is not None:
             return conversation(values[where.messages], where.messages), True
         if where.prompt is not None:
-            return prompt_of(values[where.prompt], where.prompt), False
+            return prompt_of(values[where.prompt], f"column {where.prompt!r}"), False
         if values.get("prompt") is None and values.get("messages") is not None:
             return conversation(values["messages"], "messages"), True
         if "prompt" not in values:
@@ -162,7 +167,7 @@ class PlainFormat(RowFormat):
                 f"there is no column 'prompt' or 'messages'; there are {_names(values)}: say which one with "
                 "--prompt-column, --messages-column or --template"
             )
-        return prompt_of(values["prompt"], "prompt"), False
+        return prompt_of(values["prompt"], "column 'prompt'"), False
 
 
 def fill(template: str, values: Values) -> str:
@@ -173,11 +178,19 @@ def fill(template: str, values: Values) -> str:
         raise ValueError(f"the template cannot be filled: {type(error).__name__}: {error}") from None
 
 
-def prompt_of(value: Any, column: str) -> str | list[int]:
-    """Return a text or a list of token ids as it is; TypeError for anything else. Ids are checked later."""
-    if isinstance(value, str) or (isinstance(value, list) and value and isinstance(value[0], int)):
+def prompt_of(value: Any, where: str) -> str | array[int]:
+    """Return a text as it is, or a list of token ids in little memory; TypeError for anything else.
+
+    Whether the ids are in the vocabulary is checked when they are run.
+    """
+    if isinstance(value, str):
         return value
-    raise TypeError(f"column {column!r} must be a text or a list of token ids, not {show(value)}")
+    if isinstance(value, list) and value and set(map(type, value)) == {int}:
+        try:
+            return array("i", value)
+        except OverflowError:
+            raise ValueError(f"{where} has a token id that does not fit into 32 bits") from None
+    raise TypeError(f"{where} must be a text or a list of token ids, not {show(value)}")
 
 
 def conversation(value: Any, column: str) -> list[dict[str, Any]]:

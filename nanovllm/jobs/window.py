@@ -6,15 +6,18 @@ first. Drops and adds none.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import Any
+from typing import TypeAlias
 
 from nanovllm.jobs.tasks import Task
 
 WINDOW_ROWS = 8192
-WINDOW_CHARS = 32 * 2**20  # of prompts; at least one row is read, however long
+WINDOW_BYTES = 64 * 2**20  # of prompts, about; at least one row is read, however long
 SHARED_CHARS = 128  # from which on rows that begin alike belong together; about two blocks of 16 tokens
+NO_IDS = array("i")
+Key: TypeAlias = "tuple[str, str, array[int]]"  # the kind of a task, its text, its token ids
 UNBOUNDED = 2**40  # tokens of an output without a limit
 
 
@@ -26,13 +29,13 @@ def in_good_order(tasks: Iterator[Task], rows: int = WINDOW_ROWS) -> Iterator[Ta
     present = _fill([], 0, tasks, rows)
     while present:
         coming: list[Task] = []
-        chars = 0
+        size = 0
         for task in arranged(present):
-            if chars < WINDOW_CHARS and (read := next(tasks, None)) is not None:
+            if size < WINDOW_BYTES and (read := next(tasks, None)) is not None:
                 coming.append(read)
-                chars += _size(read)
+                size += _size(read)
             yield task
-        present = _fill(coming, chars, tasks, rows)
+        present = _fill(coming, size, tasks, rows)
 
 
 def arranged(tasks: list[Task]) -> list[Task]:
@@ -51,18 +54,18 @@ def arranged(tasks: list[Task]) -> list[Task]:
     return [task for group in groups for task in group]
 
 
-def sort_key(task: Task) -> tuple[str, str, list[Any]]:
+def sort_key(task: Task) -> Key:
     """What tasks with equal beginnings are neighbours by: their kind, and their text or their ids."""
     if task.kind == "embed":
-        return "embed", "", []
+        return "embed", "", NO_IDS
     if task.is_chat:
-        return "chat", "\0".join(str(message["content"]) for message in task.prompt), []
+        return "chat", "\0".join(str(message["content"]) for message in task.prompt), NO_IDS
     if isinstance(task.prompt, str):
-        return "text", task.prompt, []
-    return "ids", "", [each if isinstance(each, int) else -1 for each in task.prompt]
+        return "text", task.prompt, NO_IDS
+    return "ids", "", task.prompt
 
 
-def is_shared(one: tuple[str, str, list[Any]], other: tuple[str, str, list[Any]]) -> bool:
+def is_shared(one: Key, other: Key) -> bool:
     """Whether two keys begin with the same SHARED_CHARS characters, or a fourth as many ids; of long prompts
     with the same half of the shorter one."""
     chars = max(SHARED_CHARS, min(len(one[1]), len(other[1])) // 2)
@@ -76,18 +79,20 @@ def output_limit(task: Task) -> int:
     return (UNBOUNDED if limit is None else limit) * task.params.n
 
 
-def _fill(tasks: list[Task], chars: int, more: Iterator[Task], rows: int) -> list[Task]:
+def _fill(tasks: list[Task], size: int, more: Iterator[Task], rows: int) -> list[Task]:
     """`tasks` with as many more as the window has room for."""
-    while len(tasks) < rows and (chars < WINDOW_CHARS or not tasks):
+    while len(tasks) < rows and (size < WINDOW_BYTES or not tasks):
         task = next(more, None)
         if task is None:
             break
         tasks.append(task)
-        chars += _size(task)
+        size += _size(task)
     return tasks
 
 
 def _size(task: Task) -> int:
     if task.is_chat:
         return sum(len(str(message["content"])) for message in task.prompt)
-    return len(task.prompt) * (1 if isinstance(task.prompt, str) else 8)
+    if task.kind == "embed":
+        return sum(map(len, task.prompt))
+    return len(task.prompt) * (1 if isinstance(task.prompt, str) else NO_IDS.itemsize)

@@ -76,12 +76,6 @@ class Processor:
         output_ids: dict[int, OutputIds] = {}  # by the identity of the SamplingParams
         encoded = self._encode(prompts)
         for row, (prompt, param, name) in enumerate(zip(prompts, params, where, strict=True)):
-            if id(param) not in output_ids:
-                found = attempt(self._output_ids, param, name)
-                if isinstance(found, Exception):
-                    requests.append(prompt if isinstance(prompt, Exception) else found)
-                    continue
-                output_ids[id(param)] = found
             if isinstance(prompt, Exception):
                 requests.append(prompt)
                 continue
@@ -89,6 +83,12 @@ class Processor:
             if isinstance(ids, Exception):
                 requests.append(ids)
                 continue
+            if id(param) not in output_ids:
+                meaning = attempt(self._output_ids, param, name)
+                if isinstance(meaning, Exception):
+                    requests.append(meaning)
+                    continue
+                output_ids[id(param)] = meaning
             first_scored = None if param.prompt_logprobs is None else 1
             rest = (*ids, param, *output_ids[id(param)], first_index + row, first_scored)
             requests.append(Request(first_id + row, prompt.text, *rest))

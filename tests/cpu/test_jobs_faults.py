@@ -189,11 +189,16 @@ def test_an_openai_batch(tmp_path: Path, engine: SharedLLM) -> None:
         request(4, "/v1/completions", prompt="a " * 2000),
         request(5, "/v1/chat/completions", messages=chat("x"), response_format={"type": "json_schema"}),
         request(6, "/v1/completions", prompt="a", stop_token_ids=[10**6]),
+        request(7, "/v1/completions", prompt="What is 2 + 3?", max_tokens=5, temperature=0, logprobs=1),
+        request(8, "/v1/embeddings", input="What is 2 + 3?"),
+        request(9, "/v1/embeddings", input=["a b", [5, 6, 7]]),
+        request(10, "/v1/embeddings", input=["a", "a " * 2000]),
+        request(11, "/v1/completions", prompt="Spell AB.", max_tokens=1),
     ]
     source, out = write_rows(tmp_path / "batch.jsonl", rows), tmp_path / "answers.jsonl"
     assert run(source, "-o", out, make_llm=engine) == 1
     found = read_rows(out)
-    assert [row["custom_id"] for row in found] == [f"r{index}" for index in range(7)]
+    assert [row["custom_id"] for row in found] == [f"r{index}" for index in range(12)]
     first, second, third = (row["response"]["body"]["choices"] for row in found[:3])
     greedy = SamplingParams(temperature=0, max_tokens=None)
     [expected] = engine.chat(chat("What is 2 + 3?"), greedy, use_tqdm=False)
@@ -206,5 +211,14 @@ def test_an_openai_batch(tmp_path: Path, engine: SharedLLM) -> None:
         "response_format must have",
         "stop_token_ids: token id",
     ]
-    for row, error in zip(found[3:], errors, strict=True):
+    for row, error in zip(found[3:7], errors, strict=True):
         assert row["response"] is None and error in row["error"]["message"]
+    assert found[7]["response"]["body"]["choices"][0]["text"] == second[0]["text"]
+    embeddings = engine.embed(["What is 2 + 3?", "a b", [5, 6, 7]], use_tqdm=False)
+    for row, several in ((found[8], embeddings[:1]), (found[9], embeddings[1:])):
+        data = row["response"]["body"]["data"]
+        assert [each["index"] for each in data] == list(range(len(several)))
+        for each, expected in zip(data, several, strict=True):
+            assert each["embedding"] == pytest.approx(expected.outputs.embedding, abs=1e-4)
+    assert found[10]["error"]["message"].startswith("the input: the prompt has")
+    assert found[11]["response"]["body"]["usage"]["completion_tokens"] == 1

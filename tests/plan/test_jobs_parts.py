@@ -9,6 +9,7 @@ import random
 import re
 import subprocess
 import sys
+from array import array
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -181,6 +182,8 @@ def test_prompts_of_rows() -> None:
         ({"text": "Hi"}, {"prompt": "q"}, "there is no column 'q'; there are 'text'"),
         ({"prompt": None}, {}, r"column 'prompt' must be a text or a list of token ids, not None"),
         ({"prompt": 5}, {}, "column 'prompt' must be a text or a list of token ids, not 5"),
+        ({"prompt": [5, True]}, {}, "column 'prompt' must be a text or a list of token ids"),
+        ({"prompt": [2**40]}, {}, "has a token id that does not fit into 32 bits"),
         ({"prompt": "a", "sampling_params": {"top_p": 2}}, {}, r"top_p must be in \(0, 1\]"),
         ({"prompt": "a", "sampling_params": {"topp": 1}}, {}, "topp"),
         ({"prompt": "a", "sampling_params": "{"}, {}, "column 'sampling_params' is no JSON object"),
@@ -255,7 +258,7 @@ def test_openai_bodies() -> None:
     assert text.prompt == "Hi" and text.params.max_tokens == 3
     assert batch_task({"prompt": [5, 6]}, "/v1/completions").params.max_tokens is None
     embed = batch_task({"input": ["a", [5]]}, "/v1/embeddings")
-    assert embed.kind == "embed" and embed.prompt == ["a", [5]]
+    assert embed.kind == "embed" and embed.prompt == ["a", array("i", [5])]
 
 
 @pytest.mark.parametrize(
