@@ -52,8 +52,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     check.add_argument("inputs", nargs="+", type=Path, metavar="FILE")
     check.add_argument("--model", help="also check the lengths of prompts, with this model's tokenizer")
-    check.add_argument("--max-model-len", type=_positive, metavar="N", help="default: the model's own")
     _add_row_arguments(check)
+    _add_engine_arguments(check)
     commands.add_parser("version", help="print versions, devices and attention backends")
     return parser.parse_args(argv)
 
@@ -131,7 +131,8 @@ def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _engine_fields() -> dict[str, Any]:
-    return {field.name: field.default for field in fields(Config) if field.name != "model"}
+    """The options that are flags. The hub's token is none: other users can see a command line."""
+    return {field.name: field.default for field in fields(Config) if field.name not in ("model", "hf_token")}
 
 
 def _plain_type(hint: Any) -> Any:

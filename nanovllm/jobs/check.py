@@ -14,19 +14,21 @@ from typing import Any, NamedTuple
 
 import xxhash
 
-from nanovllm.engine.startup import resolve_max_model_len
+from nanovllm.config import Config
+from nanovllm.engine.generation_config import read_generation_config
+from nanovllm.engine.startup import find_model, find_tokenizer, resolve_max_model_len
 from nanovllm.errors import NanoVLLMError
+from nanovllm.jobs.arguments import engine_options
 from nanovllm.jobs.errors import ANSWERED, ERROR_ROWS, REFUSED, JobRefusedError
 from nanovllm.jobs.job import make_format, open_job
 from nanovllm.jobs.params import make_params
 from nanovllm.jobs.rendering import Renderer
 from nanovllm.jobs.sources import Source
 from nanovllm.jobs.tasks import RowFormat, Task
-from nanovllm.models.loader import load_generation_config, load_model_config, resolve_model_path
+from nanovllm.models.loader import load_model_config
 from nanovllm.text.processor import Processor
 from nanovllm.text.prompts import Prompt, parse_prompt
 from nanovllm.text.rows import BadRow, attempt
-from nanovllm.text.tokenizer import load_tokenizer
 
 SHOWN = 20  # problems of a file that are printed
 ROWS = 256  # that are tokenised at once
@@ -42,17 +44,21 @@ class Problem(NamedTuple):
 class Lengths:
     """Checks the prompts of tasks with a model's tokenizer, and what their parameters mean to it."""
 
-    def __init__(self, model: str, max_model_len: int | None, template: dict[str, Any]) -> None:
-        """JobRefusedError when there is no such model."""
+    def __init__(self, model: str, options: dict[str, Any], template: dict[str, Any]) -> None:
+        """options: of LLM. JobRefusedError when there is no such model, or an option is wrong."""
         try:
-            path = resolve_model_path(model)
-            config = load_model_config(path, load_generation_config(path))
-            self.limit = resolve_max_model_len(max_model_len, config)
-            tokenizer = load_tokenizer(path)
-        except (NanoVLLMError, ValueError) as error:
+            config = Config.from_kwargs(model, **options)
+            path = find_model(config)
+            generation = read_generation_config(config.generation_config, path)
+            model_config = load_model_config(path, generation, config.hf_overrides)
+            self.limit = resolve_max_model_len(config.max_model_len, model_config)
+            tokenizer = find_tokenizer(config, path)
+        except (NanoVLLMError, TypeError, ValueError) as error:
             raise JobRefusedError(str(error)) from None
         self._renderer = Renderer(tokenizer, template)
-        self._processor = Processor(tokenizer, config.vocab_size, config.eos_token_ids)
+        self._processor = Processor(
+            tokenizer, model_config.vocab_size, model_config.eos_token_ids, config.max_logprobs
+        )
 
     def problems(self, tasks: list[Task]) -> Iterator[Problem]:
         """What is wrong with these tasks."""
@@ -76,7 +82,8 @@ class Lengths:
 
 def main(args: argparse.Namespace) -> int:
     """Print what is wrong with each file; return 0 when nothing is, 1 for bad rows, 2 for a bad file."""
-    lengths = Lengths(args.model, args.max_model_len, args.chat_template_kwargs) if args.model else None
+    options = engine_options(args)
+    lengths = Lengths(args.model, options, args.chat_template_kwargs) if args.model else None
     args.input = ""
     codes = [_check(args, path, lengths) for path in args.inputs]
     return max(codes)

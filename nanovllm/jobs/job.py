@@ -40,8 +40,8 @@ MAY_CHANGE = {
     "attention_backend",
     "device",
     "async_scheduling",
+    "kv_cache_memory_bytes",
     "download_dir",
-    "hf_token",
 }
 LOOKED_AT = 100  # rows, to tell an OpenAI batch
 PACKAGES = ("nanovllm", "torch", "transformers", "tokenizers", "triton", "numpy")

@@ -54,8 +54,8 @@ class Journal:
                 "start anew"
             ) from None
 
-    def begin(self, job: Mapping[str, Any]) -> None:
-        """Take up the job that there is, or write down a new one.
+    def begin(self, job: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Take up the job that there is and return what its journal said, or write down a new one.
 
         job: what it is, with the keys WHAT, and whatever else the journal should say. JobRefusedError when
         the output belongs to another job, or to none.
@@ -83,6 +83,7 @@ class Journal:
         else:
             self.state = {"about": ABOUT, "state": "", **job, "started": now(), "runs": 1}
         self.update(state="running", pid=os.getpid())
+        return found if files else None
 
     def update(self, **values: Any) -> None:
         """Change what the journal says, at once and for good."""
@@ -119,7 +120,12 @@ def write_atomically(path: Path, data: bytes) -> None:
 def replace(temporary: Path, path: Path) -> None:
     """Rename a file that is on disk over another, and bring the folder to disk."""
     os.replace(temporary, path)
-    folder = os.open(path.parent, os.O_RDONLY)
+    sync_folder(path.parent)
+
+
+def sync_folder(path: Path) -> None:
+    """Bring the names in a folder to disk."""
+    folder = os.open(path, os.O_RDONLY)
     try:
         os.fsync(folder)
     finally:

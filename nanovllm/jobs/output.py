@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm.jobs.errors import JobFailedError
-from nanovllm.jobs.journal import replace
+from nanovllm.jobs.journal import replace, sync_folder
 
 SYNC_SECONDS = 1.0  # after which an answer survives a power cut; `kill -9` it survives at once
 ENCODER = json.JSONEncoder(ensure_ascii=False)
@@ -67,6 +67,7 @@ class Output:
         self.is_ordered = True
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
         try:
+            sync_folder(path.parent)
             if self._read(drop_errors):
                 self._rewrite_without_dropped(drop_errors)
             self._end = os.lseek(self._descriptor, 0, os.SEEK_END)

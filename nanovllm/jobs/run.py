@@ -16,6 +16,7 @@ from types import FrameType
 from typing import Any
 
 from nanovllm.config import Config
+from nanovllm.engine.startup import find_model
 from nanovllm.engine.stats import short
 from nanovllm.errors import NanoVLLMError
 from nanovllm.jobs import errors
@@ -31,7 +32,6 @@ from nanovllm.jobs.rendering import Renderer
 from nanovllm.jobs.runner import JobRunner, RunOptions
 from nanovllm.jobs.sources import Source
 from nanovllm.llm import LLM
-from nanovllm.models.loader import resolve_model_path
 
 
 @dataclass
@@ -59,15 +59,17 @@ def main(args: argparse.Namespace, make_llm: Callable[..., Any] = LLM) -> int:
     with locked(args.output), input_file(args) as input_path:
         source, is_batch = open_job(args, input_path)
         try:
-            model_hash = hash_model(resolve_model_path(config.model))
+            model_hash = hash_model(find_model(config))
         except (NanoVLLMError, OSError, ValueError) as error:
             raise JobRefusedError(str(error)) from None
         journal = Journal(args.output, path)
         try:
-            journal.begin(describe(args, source, is_batch, options, model_hash))
+            before = journal.begin(describe(args, source, is_batch, options, model_hash))
             output = Output(path, drop_errors=args.retry_errors)
         except OSError as error:
             raise JobRefusedError(f"{args.output} cannot be written: {error.strerror or error}") from None
+        if before is not None and before.get("versions") != journal.state["versions"]:
+            say(f"the job began with other versions, and answers may differ: {before.get('versions')}")
         with closing(output):
             return run(Job(args, source, is_batch, options, config.seed, journal, output), make_llm)
 

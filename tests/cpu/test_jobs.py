@@ -54,6 +54,11 @@ def test_a_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
     before = out.read_bytes()
     assert run(source, "-o", out, make_llm=no_model) == 0 and out.read_bytes() == before
+    assert "other versions" not in capsys.readouterr().err
+    path = tmp_path / "out.jsonl.job.json"
+    path.write_text(path.read_text().replace('"torch": "', '"torch": "0.'))
+    assert run(source, "-o", out, make_llm=no_model) == 0 and out.read_bytes() == before
+    assert "the job began with other versions, and answers may differ: {" in capsys.readouterr().err
 
 
 def test_bad_rows_are_error_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from array import array
 from collections.abc import Callable, Iterator
+from io import StringIO
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from nanovllm.jobs.journal import Journal, hash_file, hash_model, locked
 from nanovllm.jobs.openai_batch import OpenAIFormat
 from nanovllm.jobs.output import IndexSet, Output, line_index, put_in_order, to_line
 from nanovllm.jobs.params import ParamsMaker, make_params
+from nanovllm.jobs.progress import JobProgress
 from nanovllm.jobs.sources import SourceRow, open_source
 from nanovllm.jobs.tasks import Columns, PlainFormat, Task
 from nanovllm.jobs.window import arranged, in_good_order
@@ -549,6 +551,40 @@ def test_a_line_that_does_not_fit_leaves_no_part(tmp_path: Path, monkeypatch: py
 def test_what_is_no_character_is_escaped() -> None:
     assert to_line({"id": "é"}) == '{"id": "é"}\n'.encode()
     assert to_line({"id": "\ud800"}) == b'{"id": "\\ud800"}\n'
+
+
+# -- progress ----------------------------------------------------------------------------------------------
+
+
+class Terminal(StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def answer_of(tokens: int) -> RequestOutput:
+    return RequestOutput("0", "a", [1, 2], [CompletionOutput(0, "a", [5] * tokens, "stop")])
+
+
+def test_progress(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b'{"a": 1}\n' * 100)
+    source = open_source(path, "auto")
+    source.position = source.size // 2
+    now = 0.0
+    plain, terminal = StringIO(), Terminal()
+    shows = [JobProgress(source, 10, 1, stream, lambda: now) for stream in (plain, terminal)]
+    for second in range(1, 21):
+        now = float(second)
+        for progress in shows:
+            progress.rows_read = 50
+            progress.answered(answer_of(30))
+            progress.written(is_error=second == 20)
+    for progress in shows:
+        progress.close()
+    first, second_line = plain.getvalue().splitlines()
+    assert first == "20 rows (20%), 30.0 tok/s, 0:01:20 left, 1 error, KV 0%"
+    assert second_line == "30 rows (30%), 30.0 tok/s, 0:01:10 left, 2 errors, KV 0%"
+    assert terminal.getvalue().count("\r\x1b[K") == 21 and "\n" not in terminal.getvalue()
 
 
 # -- arguments ---------------------------------------------------------------------------------------------
