@@ -47,7 +47,7 @@ def export(lines: Path, path: Path, num_rows: int) -> None:
         with temporary.open("rb") as file:
             os.fsync(file.fileno())
         replace(temporary, path)
-    except OSError:
+    except BaseException:
         temporary.unlink(missing_ok=True)
         raise
 

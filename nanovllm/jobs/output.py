@@ -13,6 +13,7 @@ import re
 import threading
 from array import array
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -96,13 +97,17 @@ class Output:
         self._count(index, record)
         self._sync.dirty.set()
 
+    def sync(self) -> None:
+        """Bring everything to disk. OSError when that fails, or has failed for an earlier line."""
+        self._sync.check()
+        os.fsync(self._descriptor)
+
     def close(self) -> None:
-        """Bring everything to disk."""
+        """Bring to disk what can be, and close the file."""
         self._sync.close()
-        try:
+        with suppress(OSError):
             os.fsync(self._descriptor)
-        finally:
-            os.close(self._descriptor)
+        os.close(self._descriptor)
 
     def _count(self, index: int, record: dict[str, Any]) -> None:
         self.is_ordered = self.is_ordered and index == len(self.finished)
@@ -221,6 +226,6 @@ def put_in_order(path: Path, num_rows: int) -> None:
             out.flush()
             os.fsync(out.fileno())
         replace(temporary, path)
-    except OSError:
+    except BaseException:
         temporary.unlink(missing_ok=True)
         raise

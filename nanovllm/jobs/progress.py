@@ -9,6 +9,7 @@ import shutil
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from time import perf_counter
 from typing import TextIO
@@ -87,13 +88,16 @@ class JobProgress:
         line = self.line(now - self._start)
         if self._is_terminal:
             line = "\r\x1b[K" + line[: shutil.get_terminal_size().columns - 1]
-        self._stream.write(line if self._is_terminal else line + "\n")
-        self._stream.flush()
+        self._write(line if self._is_terminal else line + "\n")
 
     def close(self) -> None:
         """Take the line of a terminal away."""
         if self._is_terminal:
-            self._stream.write("\r\x1b[K")
+            self._write("\r\x1b[K")
+
+    def _write(self, text: str) -> None:
+        with suppress(OSError):  # a terminal or pipe that was closed is no reason to stop
+            self._stream.write(text)
             self._stream.flush()
 
     @property

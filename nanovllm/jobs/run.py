@@ -58,6 +58,10 @@ def main(args: argparse.Namespace, make_llm: Callable[..., Any] = LLM) -> int:
     path = rows_path(args.output)
     with locked(args.output), input_file(args) as input_path:
         source, is_batch = open_job(args, input_path)
+        if is_batch and path != args.output:
+            raise JobRefusedError(
+                f"-o {args.output}: an OpenAI batch is answered in a .jsonl file; choose one"
+            )
         try:
             model_hash = hash_model(find_model(config))
         except (NanoVLLMError, OSError, ValueError) as error:
@@ -146,6 +150,7 @@ def _finish(job: Job, num_rows: int) -> None:
     if num_rows == 0:
         say(f"{job.source.path} has no rows")
     try:
+        output.sync()
         if not output.is_ordered:
             put_in_order(output.path, num_rows)
         if output.path != path:
@@ -173,8 +178,9 @@ def summary(progress: JobProgress, num_rows: int | None) -> str:
 
 
 def say(text: str) -> None:
-    """Print a line for people."""
-    print(f"nanovllm: {text}", file=sys.stderr, flush=True)
+    """Print a line for people, if someone is still there."""
+    with suppress(OSError):
+        print(f"nanovllm: {text}", file=sys.stderr, flush=True)
 
 
 def _dropped(output: Output, args: argparse.Namespace) -> str:

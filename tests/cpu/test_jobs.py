@@ -14,6 +14,7 @@ import pytest
 from jobs import FakeLLM, read_rows, run, write_rows
 
 from nanovllm.jobs import main as program
+from nanovllm.jobs.output import Output
 from nanovllm.jobs.sources import import_pyarrow
 from nanovllm.sampling_params import SamplingParams
 
@@ -138,6 +139,7 @@ def test_another_job_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[st
         (["-o", "out.jsonl", "--max-num-seqs", "0"], "max_num_seqs must be at least 1, not 0"),
         (["-o", "out.jsonl", "--template", "{"], "--template: the template '{'"),
         (["-o", "out.jsonl", "--format", "csv", "--prompt-column", "q"], "has no column 'q'; it has"),
+        (["-o", "out.csv"], "an OpenAI batch is answered in a .jsonl file"),
         (["-o", "out.jsonl", "--format", "csv"], "has no column 'prompt' or 'messages'; it has"),
     ],
 )
@@ -149,7 +151,7 @@ def test_what_cannot_run_is_refused_before_anything_is_written(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    write_rows(tmp_path / "in.jsonl", rows_of(3))
+    write_rows(tmp_path / "in.jsonl", [{"custom_id": "r", "url": "/v1/completions", "body": {"prompt": "a"}}])
     (tmp_path / "folder.jsonl").mkdir()
     assert run("in.jsonl", *argv) == 2
     assert error in capsys.readouterr().out
@@ -299,6 +301,19 @@ def test_a_full_disk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         size = out.stat().st_size
     assert run(source, "-o", out) == 0
     assert [row["index"] for row in read_rows(out)] == list(range(400))
+
+
+def test_a_line_that_does_not_reach_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, out = write_rows(tmp_path / "in.jsonl", rows_of(200)), tmp_path / "out.jsonl"
+
+    def broken(output: Output) -> None:
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Output, "sync", broken)
+        assert run(source, "-o", out) == 4
+    assert "Input/output error" in (tmp_path / "out.jsonl.job.json").read_text()
+    assert run(source, "-o", out) == 0
 
 
 def test_a_disk_that_is_full_at_the_last_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from io import StringIO
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
@@ -584,6 +585,11 @@ def test_progress(tmp_path: Path) -> None:
     first, second_line = plain.getvalue().splitlines()
     assert first == "20 rows (20%), 30.0 tok/s, 0:01:20 left, 1 error, KV 0%"
     assert second_line == "30 rows (30%), 30.0 tok/s, 0:01:10 left, 2 errors, KV 0%"
+    now += 1
+    terminal.write = Mock(side_effect=BrokenPipeError)  # type: ignore[method-assign]
+    shows[1].show()
+    shows[1].close()
+    assert terminal.write.call_count == 2
     assert terminal.getvalue().count("\r\x1b[K") == 21 and "\n" not in terminal.getvalue()
 
 
