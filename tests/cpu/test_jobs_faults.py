@@ -126,7 +126,7 @@ def start(source: Path, out: Path) -> subprocess.Popen[str]:
 
 
 def wait_for_lines(process: subprocess.Popen[str], out: Path, count: int) -> None:
-    until = time.monotonic() + 120
+    until = time.monotonic() + 300
     while time.monotonic() < until and process.poll() is None:
         if out.exists() and out.read_bytes().count(b"\n") >= count:
             return
