@@ -34,6 +34,11 @@ class Device:
                 raise ValueError(f"device={spec!r}, and torch sees {count} CUDA device(s): 0 to {count - 1}")
             self.torch = torch.device("cuda", index)
 
+    @classmethod
+    def all(cls) -> list[Device]:
+        """The CPU, and every CUDA device that torch sees."""
+        return [cls("cpu"), *(cls(f"cuda:{index}") for index in range(torch.cuda.device_count()))]
+
     @property
     def is_cuda(self) -> bool:
         return self.torch.type == "cuda"

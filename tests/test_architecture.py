@@ -23,7 +23,8 @@ FLOORS = (
     {"workers"},
     {"engine"},
     {"llm"},
-    {""},  # nanovllm/__init__.py
+    {"jobs"},
+    {"", "__main__"},  # nanovllm/__init__.py and `python -m nanovllm`
 )
 # These wings never import torch; only the floors from `engine` on see what is in them.
 WINGS = {"text", "plan"}

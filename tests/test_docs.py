@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from contextlib import redirect_stdout
 from dataclasses import fields
+from io import StringIO
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -14,6 +16,8 @@ from test_architecture import FLOORS
 
 from nanovllm import demo_model_path
 from nanovllm.config import Config
+from nanovllm.jobs import errors as job_errors
+from nanovllm.jobs.arguments import EPILOG, parse_args
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.vllm_arguments import CHAT, ENGINE, GENERATE, SAMPLING
 
@@ -151,3 +155,24 @@ def test_the_readme_names_every_document() -> None:
 
 def test_it_says_how_long_the_tests_take() -> None:
     assert re.search(r"python -m pytest\n```\n\nwhich takes about \d+ minutes", README)
+
+
+def test_exit_codes_of_jobs_are_those_of_the_code() -> None:
+    codes = {value for name, value in vars(job_errors).items() if name.isupper()}
+    cells = re.findall(r"^\| ([\d, ]+) \|", section((ROOT / "docs/jobs.md").read_text(), "Going on"), re.M)
+    assert {int(code) for cell in cells for code in cell.split(",")} == codes
+    assert {int(code) for code in re.findall(r"^  (\d+) ", EPILOG, re.M)} == codes - {job_errors.TERMINATED}
+
+
+def test_every_flag_of_jobs_is_one() -> None:
+    text = (ROOT / "docs/jobs.md").read_text() + section(README, "A file of prompts")
+    known = {f"--{name.replace('_', '-')}" for name in FIELDS["`LLM(model, ...)`"]}
+    known |= {flag for name in ("run", "check") for flag in flags_of(name)}
+    assert set(re.findall(r"(?<!\w)--[a-z][\w-]+", text)) <= known
+
+
+def flags_of(command: str) -> set[str]:
+    """The flags of a command, as its help names them."""
+    with pytest.raises(SystemExit), redirect_stdout(StringIO()) as out:
+        parse_args([command, "--help"])
+    return set(re.findall(r"--[a-z][\w-]+", out.getvalue()))

@@ -186,9 +186,10 @@ def sequence_seed(request: Request, index: int, engine_seed: int) -> int:
     and the request's number; of the others one drawn from the first one's and the index."""
     seed = request.params.seed
     if seed is None:
-        seed = _drawn(engine_seed, request.request_id)
-    return int(seed) if index == 0 else _drawn(seed, index)
+        seed = drawn_seed(engine_seed, request.request_id)
+    return int(seed) if index == 0 else drawn_seed(seed, index)
 
 
-def _drawn(seed: int, number: int) -> int:
+def drawn_seed(seed: int, number: int) -> int:
+    """The seed, of at most 63 bits, that `seed` gives to its request, completion or row `number`."""
     return xxhash.xxh3_64_intdigest(struct.pack("<QQ", seed % 2**64, number)) >> 1

@@ -67,18 +67,15 @@ class Processor:
         """Check and tokenise the prompts; the ids of the requests count up from `first_id`.
 
         params: checked, one for each prompt. where: what an error calls each prompt. first_index: the place
-        of the first prompt in its call. A bad prompt stays in its place, and a ValueError takes that of one
-        without tokens, or with a token id that is not in the vocabulary. Raises ValueError for token ids of
-        parameters that are not in the vocabulary, for stop strings, bad words and structured outputs where
-        there is no tokenizer, and for a constraint that is wrong; ImportError without llguidance.
+        of the first prompt in its call. A bad prompt stays in its place. A ValueError takes that of one
+        without tokens, or with a token id that is not in the vocabulary; and of one whose parameters have
+        such an id, stop strings, bad words or structured outputs where there is no tokenizer, or a constraint
+        that is wrong. Raises ImportError without llguidance.
         """
         requests: list[Request | BadRow] = []
         output_ids: dict[int, OutputIds] = {}  # by the identity of the SamplingParams
         encoded = self._encode(prompts)
         for row, (prompt, param, name) in enumerate(zip(prompts, params, where, strict=True)):
-            if id(param) not in output_ids:
-                self._check_logits(param, name)
-                output_ids[id(param)] = self._output_ids(param, name)
             if isinstance(prompt, Exception):
                 requests.append(prompt)
                 continue
@@ -86,6 +83,12 @@ class Processor:
             if isinstance(ids, Exception):
                 requests.append(ids)
                 continue
+            if id(param) not in output_ids:
+                meaning = attempt(self._output_ids, param, name)
+                if isinstance(meaning, Exception):
+                    requests.append(meaning)
+                    continue
+                output_ids[id(param)] = meaning
             first_scored = None if param.prompt_logprobs is None else 1
             rest = (*ids, param, *output_ids[id(param)], first_index + row, first_scored)
             requests.append(Request(first_id + row, prompt.text, *rest))
@@ -174,6 +177,7 @@ class Processor:
     def _output_ids(self, params: SamplingParams, where: str) -> OutputIds:
         """What the parameters mean to the tokens of an output. ValueError and ImportError as for
         `make_requests`."""
+        self._check_logits(params, where)
         if self.tokenizer is None:
             for name in ("stop", "bad_words", "structured_outputs"):
                 if getattr(params, name):

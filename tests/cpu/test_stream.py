@@ -90,11 +90,14 @@ def test_bad_prompts_are_answered_at_their_places(llm: CheckedLLM) -> None:
         assert str(caught.value).startswith("prompts[3]") and error in str(caught.value)
 
 
-def test_parameters_are_never_answered(llm: CheckedLLM) -> None:
+def test_parameters_that_the_model_does_not_take_are_answered(llm: CheckedLLM) -> None:
     bad = SamplingParams(stop_token_ids=[VOCAB_SIZE])
     for call in (llm.generate, llm.stream):
+        outputs = sorted(call(GOOD[:2], [GREEDY, bad], on_error="return"), key=lambda output: output.index)
+        assert outputs[0].error is None and outputs[0]["finish_reason"] == "length"
+        assert "prompts[1] stop_token_ids: token id" in (outputs[1].error or "")
         with pytest.raises(ValueError, match=r"prompts\[1\] stop_token_ids: token id"):
-            list(call(GOOD[:2], [GREEDY, bad], on_error="return"))
+            list(call(GOOD[:2], [GREEDY, bad]))
         with pytest.raises(ValueError, match="on_error must be 'raise' or 'return', not 'ignore'"):
             call(GOOD, GREEDY, on_error="ignore")
         with pytest.raises(TypeError, match="prompts must be"):

@@ -22,6 +22,7 @@ from nanovllm.plan.token_rules import restrict_all
 from nanovllm.text.processor import Processor
 from nanovllm.text.prompts import parse_prompts, parse_sampling_params
 from nanovllm.text.request import Request
+from nanovllm.text.rows import raise_first
 from nanovllm.text.structured import REMEMBERED, GrammarCompiler
 
 TOKENIZER = AutoTokenizer.from_pretrained(demo_model_path())
@@ -32,7 +33,9 @@ PROCESSOR = Processor(TOKENIZER, V, [EOS])
 
 def requests(params: Sequence[SamplingParams], processor: Processor = PROCESSOR) -> list[Request]:
     prompts, where = parse_prompts([[5]] * len(params))
-    return processor.make_requests(prompts, parse_sampling_params(list(params), len(params)), where, 0)
+    made = processor.make_requests(prompts, parse_sampling_params(list(params), len(params)), where, 0)
+    raise_first(made)
+    return made
 
 
 def draw(made: Sequence[Request], seed: int = 0) -> list[list[int]]:

@@ -1,0 +1,178 @@
+"""The command line: `nanovllm run`, `check` and `version`, with argparse. The options of `LLM` become flags.
+
+Checks each argument on its own. Opens no file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from types import UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+from nanovllm.config import Config
+from nanovllm.jobs.params import make_params
+from nanovllm.jobs.window import WINDOW_ROWS
+
+FORMATS = ("auto", "jsonl", "csv", "tsv", "parquet")
+EPILOG = """exit codes:
+  0    every row has an answer
+  1    every row was run, and some are error rows
+  2    nothing was run: a wrong argument, or the output belongs to another job
+  3    stopped by --max-errors
+  4    the disk, the device or the engine failed
+  130  stopped by Ctrl-C (143: by SIGTERM)
+After 3, 4, 130 and 143, and after kill -9, the same command goes on where the job ended."""
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse a command line; SystemExit with code 2 when it is wrong. `command` is which command it is."""
+    parser = argparse.ArgumentParser(prog="nanovllm", description="Offline batch inference.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    raw = argparse.RawDescriptionHelpFormatter
+    run = commands.add_parser(
+        "run", help="answer every row of a file", epilog=EPILOG, formatter_class=raw, allow_abbrev=False
+    )
+    run.add_argument("input", help="a file of rows (.jsonl, .csv, .tsv, .parquet), or - for standard input")
+    run.add_argument("-o", "--output", type=Path, required=True, help=".jsonl, .csv, .tsv or .parquet")
+    run.add_argument("--model", required=True, help="a folder or a Hugging Face hub id")
+    _add_row_arguments(run)
+    run.add_argument("--max-errors", type=_count, metavar="N", help="stop at more error rows than this")
+    run.add_argument("--retry-errors", action="store_true", help="run the error rows of the output again")
+    run.add_argument("--ordered", action="store_true", help="run and write the rows in the input's order")
+    help_window = f"rows that are put into a good order at once (default: {WINDOW_ROWS:,})"
+    run.add_argument("--window", type=_positive, default=WINDOW_ROWS, metavar="N", help=help_window)
+    _add_engine_arguments(run)
+    check = commands.add_parser(
+        "check", help="say what is wrong with files, without running anything", allow_abbrev=False
+    )
+    check.add_argument("inputs", nargs="+", type=Path, metavar="FILE")
+    check.add_argument("--model", help="also check the lengths of prompts, with this model's tokenizer")
+    _add_row_arguments(check)
+    _add_engine_arguments(check)
+    commands.add_parser("version", help="print versions, devices and attention backends")
+    return parser.parse_args(argv)
+
+
+def engine_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The options of `LLM` that were given."""
+    return {name: value for name, value in vars(args).items() if name in _engine_fields()}
+
+
+def parse_sampling(text: str) -> dict[str, Any]:
+    """Return fields of SamplingParams from `name=value,...` or a JSON object; values are JSON or plain texts.
+
+    argparse.ArgumentTypeError says what is wrong.
+    """
+    try:
+        values = json.loads(text) if text.startswith("{") else dict(map(_pair, filter(None, text.split(","))))
+        make_params(values)
+    except (TypeError, ValueError) as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return values
+
+
+def _pair(text: str) -> tuple[str, Any]:
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise ValueError(
+            f'{text!r} is no name=value; write values with commas as JSON: \'{{"stop": ["a", "b"]}}\''
+        )
+    try:
+        return name.strip(), json.loads(value)
+    except ValueError:
+        return name.strip(), {"None": None, "True": True, "False": False}.get(value, value)
+
+
+def _add_row_arguments(parser: argparse.ArgumentParser) -> None:
+    rows = parser.add_argument_group("rows")
+    rows.add_argument("--format", choices=FORMATS, default="auto", help="default: by the ending of the name")
+    prompt = rows.add_mutually_exclusive_group()
+    prompt.add_argument("--prompt-column", metavar="NAME", help="a text (default: prompt, or messages)")
+    prompt.add_argument(
+        "--template", type=_template, metavar="TEXT", help="a text with columns in braces, or @FILE with one"
+    )
+    prompt.add_argument("--messages-column", metavar="NAME", help="a conversation for the chat template")
+    rows.add_argument("--id-column", metavar="NAME", help="default: id or custom_id, where there is one")
+    rows.add_argument(
+        "--sampling",
+        type=parse_sampling,
+        default={},
+        metavar="NAME=VALUE,...",
+        help="fields of SamplingParams on top of the model's own (also a JSON object); a row's "
+        "`sampling_params` come before these",
+    )
+    rows.add_argument(
+        "--chat-template-kwargs", type=_json_object, default={}, metavar="JSON", help="variables for it"
+    )
+
+
+def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
+    """A flag for every option of `LLM`; what is not given is not there."""
+    engine = parser.add_argument_group("options of LLM (docs/options.md)")
+    hints = get_type_hints(Config)
+    about = dict(re.findall(r"^    (\w+): ((?:.|\n(?!    \w+: |\n))*)", Config.__doc__ or "", re.M))
+    for name, default in _engine_fields().items():
+        kind = _plain_type(hints[name])
+        text = " ".join(about.get(name, "").split()).replace("%", "%%")
+        options: dict[str, Any] = {
+            "default": argparse.SUPPRESS,
+            "help": f"{text} (default: {default})" if text else None,
+        }
+        if kind is bool:
+            options["action"] = argparse.BooleanOptionalAction
+        else:
+            options |= {"type": str if kind is str else _json_or_text, "metavar": "VALUE"}
+        engine.add_argument("--" + name.replace("_", "-"), **options)
+
+
+def _engine_fields() -> dict[str, Any]:
+    """The options that are flags. The hub's token is none: other users can see a command line."""
+    return {field.name: field.default for field in fields(Config) if field.name not in ("model", "hf_token")}
+
+
+def _plain_type(hint: Any) -> Any:
+    """The type of an option without None."""
+    if get_origin(hint) not in (Union, UnionType):
+        return hint
+    kinds = [kind for kind in get_args(hint) if kind is not type(None)]
+    return kinds[0] if len(kinds) == 1 else None
+
+
+def _json_or_text(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    value = _json_or_text(text)
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"must be a JSON object {{...}}, not {text!r}")
+    return value
+
+
+def _template(text: str) -> str:
+    if not text.startswith("@"):
+        return text
+    try:
+        return Path(text[1:]).read_text()
+    except (OSError, ValueError) as error:
+        raise argparse.ArgumentTypeError(f"{text[1:]}: {error}") from None
+
+
+def _count(text: str) -> int:
+    if not text.isdigit():
+        raise argparse.ArgumentTypeError(f"must be a number of rows, 0 or more, not {text!r}")
+    return int(text)
+
+
+def _positive(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be 1 or more, not {text!r}")
+    return int(text)

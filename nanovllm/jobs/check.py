@@ -1,0 +1,149 @@
+"""`nanovllm check`: what is wrong with files of rows, before any model is loaded.
+
+Reads each file as a job would. With a model it also renders and tokenises the prompts; it computes nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+from array import array
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import xxhash
+
+from nanovllm.config import Config
+from nanovllm.engine.generation_config import read_generation_config
+from nanovllm.engine.startup import find_model, find_tokenizer, resolve_max_model_len
+from nanovllm.errors import NanoVLLMError
+from nanovllm.jobs.arguments import engine_options
+from nanovllm.jobs.errors import ANSWERED, ERROR_ROWS, REFUSED, JobRefusedError
+from nanovllm.jobs.job import make_format, open_job
+from nanovllm.jobs.params import make_params
+from nanovllm.jobs.rendering import Renderer
+from nanovllm.jobs.sources import Source
+from nanovllm.jobs.tasks import RowFormat, Task
+from nanovllm.models.loader import load_model_config
+from nanovllm.text.processor import Processor
+from nanovllm.text.prompts import Prompt, parse_prompt
+from nanovllm.text.rows import BadRow, attempt
+
+SHOWN = 20  # problems of a file that are printed
+ROWS = 256  # that are tokenised at once
+
+
+class Problem(NamedTuple):
+    """What is wrong with row number `row`."""
+
+    row: int
+    message: str
+
+
+class Lengths:
+    """Checks the prompts of tasks with a model's tokenizer, and what their parameters mean to it."""
+
+    def __init__(self, model: str, options: dict[str, Any], template: dict[str, Any]) -> None:
+        """options: of LLM. JobRefusedError when there is no such model, or an option is wrong."""
+        try:
+            config = Config.from_kwargs(model, **options)
+            path = find_model(config)
+            generation = read_generation_config(config.generation_config, path)
+            model_config = load_model_config(path, generation, config.hf_overrides)
+            self.limit = resolve_max_model_len(config.max_model_len, model_config)
+            tokenizer = find_tokenizer(config, path)
+        except (NanoVLLMError, TypeError, ValueError) as error:
+            raise JobRefusedError(str(error)) from None
+        self._renderer = Renderer(tokenizer, template)
+        self._processor = Processor(
+            tokenizer, model_config.vocab_size, model_config.eos_token_ids, config.max_logprobs
+        )
+
+    def problems(self, tasks: list[Task]) -> Iterator[Problem]:
+        """What is wrong with these tasks."""
+        rows = [task for task in tasks if task.kind == "generate"]
+        prompts: list[Prompt | BadRow] = [
+            each if isinstance(each, Exception) else attempt(parse_prompt, each, "the prompt")
+            for each in self._renderer.prompts(rows)
+        ]
+        where = ["the prompt"] * len(rows)
+        requests = self._processor.make_requests(prompts, [task.params for task in rows], where, 0)
+        for task, request in zip(rows, requests, strict=True):
+            if isinstance(request, Exception):
+                yield Problem(task.index, f"row {task.index}: {request}")
+            elif (length := len(request.prompt_token_ids)) >= self.limit:
+                yield Problem(
+                    task.index,
+                    f"row {task.index}: the prompt has {length} tokens, and at most {self.limit - 1} leave "
+                    f"room for one more (max_model_len={self.limit})",
+                )
+
+
+def main(args: argparse.Namespace) -> int:
+    """Print what is wrong with each file; return 0 when nothing is, 1 for bad rows, 2 for a bad file."""
+    options = engine_options(args)
+    lengths = Lengths(args.model, options, args.chat_template_kwargs) if args.model else None
+    args.input = ""
+    codes = [_check(args, path, lengths) for path in args.inputs]
+    return max(codes)
+
+
+def _check(args: argparse.Namespace, path: Path, lengths: Lengths | None) -> int:
+    try:
+        source, is_batch = open_job(args, path)
+        row_format = make_format(args, is_batch, make_params(args.sampling), 0)
+        found = _Findings()
+        for problem in _problems(source, row_format, lengths, found):
+            found.num_bad += 1
+            if found.num_bad <= SHOWN:
+                print(f"{path}: {problem.message}")
+    except JobRefusedError as error:
+        print(error)
+        return REFUSED
+    if found.num_bad > SHOWN:
+        print(f"{path}: and {found.num_bad - SHOWN:,} rows more")
+    twice = found.ids_that_come_twice()
+    kind = "an OpenAI batch" if is_batch else "rows"
+    print(f"{path}: {found.num_rows:,} {kind}, {found.num_bad:,} bad" + twice)
+    return ERROR_ROWS if found.num_bad or twice or not found.num_rows else ANSWERED
+
+
+class _Findings:
+    """Counts of a file. Keeps 8 bytes for each id."""
+
+    def __init__(self) -> None:
+        self.num_rows = self.num_bad = 0
+        self._ids = array("Q")
+
+    def add_id(self, row_id: Any) -> None:
+        if row_id is not None:
+            self._ids.append(xxhash.xxh3_64_intdigest(repr(row_id).encode(errors="replace")))
+
+    def ids_that_come_twice(self) -> str:
+        twice = len(self._ids) - len(set(self._ids))
+        return f"; {twice:,} ids come more than once: answers are told apart by their index" if twice else ""
+
+
+def _problems(
+    source: Source, row_format: RowFormat, lengths: Lengths | None, found: _Findings
+) -> Iterator[Problem]:
+    """What is wrong with the rows of a file, as they are read."""
+
+    def tasks() -> Iterator[Task | Problem]:
+        for row in source.rows():
+            found.num_rows += 1
+            values: Any = attempt(row.values)
+            if isinstance(values, Exception):
+                yield Problem(row.index, str(values))
+                continue
+            found.add_id(row_format.row_id(values))
+            task = attempt(row_format.task, row, values)
+            yield Problem(row.index, f"{row.place}: {task}") if isinstance(task, Exception) else task
+
+    rows = tasks()
+    while some := list(islice(rows, ROWS)):
+        problems = [each for each in some if isinstance(each, Problem)]
+        if lengths is not None:
+            problems += lengths.problems([each for each in some if isinstance(each, Task)])
+        yield from sorted(problems)

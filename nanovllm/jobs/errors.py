@@ -1,0 +1,26 @@
+"""How a job ends: its exit codes, and the exceptions that end it early.
+
+The messages say what to do next. Formats none of them.
+"""
+
+from __future__ import annotations
+
+ANSWERED = 0  # every row has an answer
+ERROR_ROWS = 1  # every row was run, and some are error rows
+REFUSED = 2  # nothing was run: a wrong argument, or an output that belongs to another job
+TOO_MANY_ERRORS = 3  # stopped by --max-errors
+FAILED = 4  # the disk, the device or the engine failed; the same command goes on
+INTERRUPTED = 130  # Ctrl-C; the same command goes on
+TERMINATED = 143  # SIGTERM; the same command goes on
+
+
+class JobRefusedError(Exception):
+    """The command cannot run as it stands; nothing has been run or written."""
+
+
+class TooManyErrorsError(Exception):
+    """There are more error rows than --max-errors allows."""
+
+
+class JobFailedError(Exception):
+    """The job cannot go on now, for a reason outside it. All whole lines of the output are kept."""

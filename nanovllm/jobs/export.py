@@ -1,0 +1,81 @@
+"""Export: CSV and Parquet files from a whole output of lines. Holds one line, or a small batch of them."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from nanovllm.jobs.journal import replace
+from nanovllm.jobs.output import ordered_lines
+from nanovllm.jobs.sources import ENDINGS, import_pyarrow
+
+BATCH = 1024  # rows of Parquet written at once
+COLUMNS = (
+    "index",
+    "id",
+    "text",
+    "finish_reason",
+    "texts",
+    "finish_reasons",
+    "prompt_tokens",
+    "completion_tokens",
+    "logprobs",
+    "error",
+)
+LISTS = ("texts", "finish_reasons")
+NUMBERS = ("index", "prompt_tokens", "completion_tokens")
+
+
+def export(lines: Path, path: Path, num_rows: int) -> None:
+    """Write the rows of `lines`, in order, to `path` in the format of its ending; all or nothing.
+
+    `texts` and `finish_reasons` are those of rows with several completions.
+    """
+    kind = ENDINGS[path.suffix.lower()]
+    temporary = path.with_name(path.name + ".tmp")
+    records = (json.loads(line) for line in ordered_lines(lines, num_rows))
+    try:
+        if kind == "parquet":
+            _write_parquet(records, temporary)
+        else:
+            _write_csv(records, temporary, "\t" if kind == "tsv" else ",")
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
+        replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def _write_csv(records: Iterator[dict[str, Any]], path: Path, delimiter: str) -> None:
+    """Lists as JSON, None as nothing, and what is no character as a question mark."""
+    with path.open("w", newline="", encoding="utf-8", errors="replace") as file:
+        writer = csv.writer(file, delimiter=delimiter, lineterminator="\n")
+        writer.writerow(COLUMNS)
+        for record in records:
+            for name in (*LISTS, "logprobs"):
+                if name in record:
+                    record[name] = json.dumps(record[name], ensure_ascii=False)
+            writer.writerow([record.get(name) for name in COLUMNS])
+
+
+def _write_parquet(records: Iterator[dict[str, Any]], path: Path) -> None:
+    """Logprobs, and ids that are no texts, as JSON."""
+    pyarrow = import_pyarrow()
+    kinds = {name: pyarrow.string() for name in COLUMNS}
+    kinds |= {name: pyarrow.int64() for name in NUMBERS}
+    kinds |= {name: pyarrow.list_(pyarrow.string()) for name in LISTS}
+    schema = pyarrow.schema(list(kinds.items()))
+    with pyarrow.parquet.ParquetWriter(path, schema) as writer:
+        while batch := list(islice(records, BATCH)):
+            for record in batch:
+                if "logprobs" in record:
+                    record["logprobs"] = json.dumps(record["logprobs"])
+                if not isinstance(record["id"], (str, type(None))):
+                    record["id"] = json.dumps(record["id"])
+            writer.write_table(pyarrow.Table.from_pylist(batch, schema))

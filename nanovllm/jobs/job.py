@@ -1,0 +1,180 @@
+"""A job from its arguments: its source, its row format, its journal, and the files that it owns.
+
+Refuses what cannot run, before anything is loaded or written. Runs nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import shlex
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from nanovllm.jobs.errors import JobRefusedError
+from nanovllm.jobs.journal import hash_file
+from nanovllm.jobs.openai_batch import OpenAIFormat, looks_like_batch
+from nanovllm.jobs.params import ParamsMaker
+from nanovllm.jobs.sources import ENDINGS, Source, is_same_file, open_source
+from nanovllm.jobs.tasks import Columns, PlainFormat, RowFormat
+from nanovllm.sampling_params import SamplingParams
+
+# Options of LLM that say where and how a job runs. It may go on with others, say on another machine.
+MAY_CHANGE = {
+    "tensor_parallel_size",
+    "data_parallel_size",
+    "max_num_batched_tokens",
+    "max_num_seqs",
+    "gpu_memory_utilization",
+    "enforce_eager",
+    "kvcache_block_size",
+    "num_kvcache_blocks",
+    "enable_prefix_caching",
+    "attention_backend",
+    "device",
+    "async_scheduling",
+    "kv_cache_memory_bytes",
+    "download_dir",
+}
+LOOKED_AT = 100  # rows, to tell an OpenAI batch
+PACKAGES = ("nanovllm", "torch", "transformers", "tokenizers", "triton", "numpy")
+
+
+@contextmanager
+def input_file(args: argparse.Namespace) -> Iterator[Path]:
+    """The file of rows. Standard input is copied beside the output first, because a job reads it twice."""
+    if args.input != "-":
+        yield Path(args.input)
+        return
+    copy = args.output.with_name(args.output.name + ".stdin.jsonl")
+    try:
+        with copy.open("wb") as file:
+            shutil.copyfileobj(sys.stdin.buffer, file)
+        yield copy
+    except OSError as error:
+        raise JobRefusedError(f"standard input cannot be copied to {copy}: {error.strerror}") from None
+    finally:
+        copy.unlink(missing_ok=True)
+
+
+def check_output(args: argparse.Namespace) -> None:
+    """Raise JobRefusedError when the output can be no output."""
+    output: Path = args.output
+    if output.suffix.lower() not in ENDINGS:
+        raise JobRefusedError(f"-o {output}: its ending must be one of {', '.join(ENDINGS)}")
+    if not output.parent.is_dir():
+        raise JobRefusedError(f"-o {output}: there is no folder {output.parent}; make it first")
+    if output.is_dir():
+        raise JobRefusedError(f"-o {output} is a folder; name a file")
+    for path in (output, output.parent):
+        if path.exists() and not os.access(path, os.W_OK):
+            raise JobRefusedError(f"-o {output}: no permission to write {path}; choose another -o")
+    if args.input != "-" and is_same_file(Path(args.input), output):
+        raise JobRefusedError(f"-o {output} is the input; choose another -o")
+
+
+def rows_path(output: Path) -> Path:
+    """The file of lines of JSON that a job writes: the output itself, or one from which it is made at the
+    end."""
+    is_lines = ENDINGS[output.suffix.lower()] == "jsonl"
+    return output if is_lines else output.with_name(output.name + ".rows.jsonl")
+
+
+def open_job(args: argparse.Namespace, path: Path) -> tuple[Source, bool]:
+    """Return the rows of a file, and whether they are an OpenAI batch.
+
+    JobRefusedError when the file cannot be read, or has not the columns that the arguments name.
+    """
+    source = open_source(path, "jsonl" if args.format == "auto" and args.input == "-" else args.format)
+    try:
+        plain = PlainFormat(ParamsMaker(SamplingParams(), 0), columns_of(args))
+    except ValueError as error:
+        raise JobRefusedError(f"--template: {error}") from None
+    if source.columns is not None:
+        _check_columns(source.columns, plain.needed, path)
+    is_batch = source.columns is None and not plain.needed and _is_batch(source)
+    if not is_batch:
+        source.wanted = plain.columns
+    return source, is_batch
+
+
+def columns_of(args: argparse.Namespace) -> Columns:
+    """Where the prompt of a row is, as the arguments say."""
+    return Columns(args.prompt_column, args.template, args.messages_column, args.id_column)
+
+
+def make_format(args: argparse.Namespace, is_batch: bool, params: SamplingParams, seed: int) -> RowFormat:
+    """Return the format of the rows. `params`: of rows without their own; seed: the engine's."""
+    maker = ParamsMaker(params, seed)
+    if is_batch:
+        return OpenAIFormat(maker, Path(args.model or "").name)
+    return PlainFormat(maker, columns_of(args))
+
+
+def describe(
+    args: argparse.Namespace, source: Source, is_batch: bool, options: dict[str, Any], model_hash: str
+) -> dict[str, Any]:
+    """What the journal says of a job."""
+    is_stdin = args.input == "-"
+    return {
+        "command": shlex.join(["nanovllm", *sys.argv[1:]]),
+        "output": args.output.name,
+        "input": {
+            "path": "standard input" if is_stdin else str(source.path.absolute()),
+            "bytes": source.size,
+            "xxh3_128": hash_file(source.path),
+        },
+        "format": "openai" if is_batch else type(source).__name__.removesuffix("Source").lower(),
+        "model": {"path": args.model, "xxh3_128": model_hash},
+        "options": {name: value for name, value in options.items() if name not in MAY_CHANGE},
+        "sampling": args.sampling,
+        "prompt": {
+            "prompt_column": args.prompt_column,
+            "template": args.template,
+            "messages_column": args.messages_column,
+            "id_column": args.id_column,
+            "chat_template_kwargs": args.chat_template_kwargs,
+        },
+        "other_options": {name: value for name, value in options.items() if name in MAY_CHANGE},
+        "versions": versions(),
+    }
+
+
+def versions(more: tuple[str, ...] = ()) -> dict[str, str]:
+    """The versions of what an answer depends on, and of the packages `more`."""
+    found = {"python": platform.python_version()}
+    for name in (*PACKAGES, *more):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+def _check_columns(columns: list[str], needed: list[str], path: Path) -> None:
+    names = ", ".join(map(repr, columns)) or "none"
+    for name in needed:
+        if name not in columns:
+            raise JobRefusedError(f"{path} has no column {name!r}; it has {names}")
+    if not needed and not {"prompt", "messages"} & set(columns):
+        raise JobRefusedError(
+            f"{path} has no column 'prompt' or 'messages'; it has {names}: say which one with "
+            "--prompt-column, --messages-column or --template"
+        )
+
+
+def _is_batch(source: Source) -> bool:
+    """Whether the first row that can be read is one of an OpenAI batch."""
+    for row in islice(source.rows(), LOOKED_AT):
+        try:
+            return looks_like_batch(row.values())
+        except ValueError:
+            continue
+    return False

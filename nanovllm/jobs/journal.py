@@ -1,0 +1,203 @@
+"""The journal: a small JSON file beside the output that says what the job is; and the lock on both.
+
+An output is gone on with only by the job that its journal describes. Holds no answers and counts none.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from nanovllm.jobs.errors import JobRefusedError
+
+ABOUT = (
+    "The state of a `nanovllm run` job. The same command goes on with it. Delete this file and the output to "
+    "start anew."
+)
+WHAT = ("input", "model", "options", "sampling", "prompt", "format")  # what a job is; all else may change
+INFORMATIVE = ("path",)  # keys within these that may change too
+CHUNK = 2**20
+SAMPLES = 16  # of a file of weights, of 64 KiB each
+TEXT_FILES = ("*.json", "*.jinja", "*.model", "*.txt")
+
+
+class Journal:
+    """The journal of one output: `OUTPUT.job.json`."""
+
+    def __init__(self, output: Path, rows: Path) -> None:
+        """rows: the file of lines, from which an output in another format is made."""
+        self.path = output.with_name(output.name + ".job.json")
+        self._output = output
+        self._rows = rows
+        self.state: dict[str, Any] = {}
+
+    def read(self) -> dict[str, Any] | None:
+        """Return what is there, None when nothing is. JobRefusedError when it is no journal."""
+        try:
+            found = json.loads(self.path.read_bytes())
+            if not isinstance(found, dict) or not {*WHAT} <= found.keys():
+                raise ValueError("it has not the keys of a journal")
+            return found
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as error:
+            raise JobRefusedError(
+                f"{self.path} cannot be read as a journal ({error}); delete it and {self._output} to "
+                "start anew"
+            ) from None
+
+    def begin(self, job: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Take up the job that there is and return what its journal said, or write down a new one.
+
+        job: what it is, with the keys WHAT, and whatever else the journal should say. JobRefusedError when
+        the output belongs to another job, or to none.
+        """
+        found = self.read()
+        files = [path for path in (self._output, self._rows) if path.exists() and path.stat().st_size]
+        if found is None and files:
+            raise JobRefusedError(
+                f"{files[0]} exists and has no journal, so it is no output of this job; choose another -o, "
+                "or delete it"
+            )
+        if found is not None and files:
+            different = list(differences(found, job))
+            if different:
+                raise JobRefusedError(
+                    f"{self._output} belongs to another job: {'; '.join(different)}. Choose another -o, or "
+                    f"delete it and {self.path.name} to start anew"
+                )
+            if self._rows not in files:
+                raise JobRefusedError(
+                    f"{self._rows} is gone, from which {self._output} was made; delete that and "
+                    f"{self.path.name} to start anew"
+                )
+            self.state = {**found, **job, "runs": found.get("runs", 1) + 1}
+        else:
+            self.state = {"about": ABOUT, "state": "", **job, "started": now(), "runs": 1}
+        self.update(state="running", pid=os.getpid())
+        return found if files else None
+
+    def update(self, **values: Any) -> None:
+        """Change what the journal says, at once and for good."""
+        self.state |= {**values, "updated": now()}
+        write_atomically(self.path, json.dumps(self.state, indent=2, ensure_ascii=False).encode() + b"\n")
+
+
+def differences(found: Mapping[str, Any], job: Mapping[str, Any]) -> Iterator[str]:
+    """Say in which parts of WHAT two jobs differ."""
+    for name in WHAT:
+        one, other = found[name], job[name]
+        if not isinstance(one, dict) or not isinstance(other, dict):
+            one, other = {"": one}, {"": other}
+        for key in sorted({*one, *other} - {*INFORMATIVE}):
+            if one.get(key) != other.get(key):
+                where = f"{name}.{key}" if key else name
+                yield f"its {where} is {json.dumps(one.get(key))}, not {json.dumps(other.get(key))}"
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Replace a file by another with these bytes; a power cut leaves the one or the other."""
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def replace(temporary: Path, path: Path) -> None:
+    """Rename a file that is on disk over another, and bring the folder to disk."""
+    os.replace(temporary, path)
+    sync_folder(path.parent)
+
+
+def sync_folder(path: Path) -> None:
+    """Bring the names in a folder to disk."""
+    folder = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+@contextmanager
+def locked(output: Path) -> Iterator[None]:
+    """Keep other processes from the output and its journal, with a lock on the file `OUTPUT.lock`.
+
+    The system frees it when the process ends, however it ends. JobRefusedError when another one has it, or
+    when the folder cannot be written.
+    """
+    path = output.with_name(output.name + ".lock")
+    descriptor = _lock(path, output)
+    try:
+        os.truncate(descriptor, 0)
+        os.write(descriptor, f"{os.getpid()}\n".encode())
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+        os.close(descriptor)
+
+
+def _lock(path: Path, output: Path) -> int:
+    while True:
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise JobRefusedError(
+                f"{output} cannot be written: {path.parent}: {error.strerror}; choose another -o"
+            ) from None
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if path.exists() and os.path.samestat(os.fstat(descriptor), path.stat()):
+                return descriptor
+        except BlockingIOError:
+            holder = os.read(descriptor, 20).decode().strip() or "another process"
+            os.close(descriptor)
+            raise JobRefusedError(
+                f"{output} is being written by process {holder}; wait for it, or choose another -o"
+            ) from None
+        except FileNotFoundError:
+            pass
+        os.close(descriptor)  # the one that held it has just deleted it
+
+
+def hash_file(path: Path) -> str:
+    """The XXH3 (128 bits) of a whole file, in hexadecimal."""
+    digest = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while chunk := file.read(CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def hash_model(folder: Path) -> str:
+    """The same of a model's folder: its small files whole; of weights the name, the size, and SAMPLES pieces
+    from beginning to end."""
+    digest = xxhash.xxh3_128()
+    for path in sorted({path for pattern in TEXT_FILES for path in folder.glob(pattern)}):
+        digest.update(f"{path.name} {hash_file(path)}\n".encode())
+    for path in sorted(folder.glob("*.safetensors")):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}\n".encode())
+        with path.open("rb") as file:
+            for sample in range(SAMPLES):
+                file.seek(size * sample // SAMPLES)
+                digest.update(file.read(2**16))
+    return digest.hexdigest()
+
+
+def now() -> str:
+    """The time in UTC, to the second."""
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")

@@ -1,0 +1,26 @@
+"""The program `nanovllm`: which command a command line is for, and its exit code.
+
+Imports a command's module when it is asked for: `run` needs torch, and a wrong argument must not wait for it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+from nanovllm.jobs.arguments import parse_args
+from nanovllm.jobs.errors import INTERRUPTED, REFUSED, JobRefusedError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command line, without the program's name; return the exit code."""
+    args = parse_args(argv)
+    try:
+        code: int = importlib.import_module(f"nanovllm.jobs.{args.command}").main(args)
+    except JobRefusedError as error:
+        print(f"nanovllm {args.command}: {error}", file=sys.stderr)
+        return REFUSED
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    return code

@@ -1,0 +1,198 @@
+"""OpenAI's batch format: lines with `custom_id`, `url` and `body`, and the lines that answer them.
+
+Bodies of chat completions, completions and embeddings are read as far as they are supported, and a key that
+is not is refused by its name. Runs nothing.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from nanovllm.jobs.logprobs import chat_logprobs, completion_logprobs
+from nanovllm.jobs.params import ParamsMaker
+from nanovllm.jobs.sources import SourceRow, Values
+from nanovllm.jobs.tasks import RowFormat, Task, conversation, prompt_of
+from nanovllm.outputs import EmbeddingRequestOutput, RequestOutput
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.text.prompts import show
+from nanovllm.vllm_arguments import SAMPLING
+
+CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
+URLS = (CHAT, COMPLETIONS, EMBEDDINGS)
+# Keys that change no answer.
+FREE = {"model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
+# Keys that may have a value which asks for nothing.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "stream": (False, None),
+    "stream_options": (None,),
+    "echo": (False, None),
+    "suffix": (None, ""),
+    "best_of": (None, 1),
+    "tool_choice": ("auto", "none", None),
+    "parallel_tool_calls": (True, False, None),
+    "modalities": (None, ["text"]),
+    "encoding_format": ("float", None),
+    "dimensions": (None,),
+}
+TEMPLATE = ("tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
+ALL_THAT_FIT = {"max_tokens": None}  # what OpenAI does without a number
+
+
+class OpenAIFormat(RowFormat):
+    """`model` names the model in answers whose body names none."""
+
+    is_openai = True
+
+    def __init__(self, params: ParamsMaker, model: str) -> None:
+        super().__init__(params)
+        self._model = model
+
+    def row_id(self, values: Values) -> Any:
+        return values.get("custom_id")
+
+    def task(self, row: SourceRow, values: Values) -> Task:
+        if not isinstance(values.get("custom_id"), str):
+            raise TypeError(f"custom_id must be a text, not {show(values.get('custom_id'))}")
+        url, body = values.get("url"), values.get("body")
+        if url not in URLS:
+            raise ValueError(f"url must be one of {', '.join(URLS)}, not {show(url)}")
+        if values.get("method", "POST") != "POST":
+            raise ValueError(f"method must be 'POST', not {show(values['method'])}")
+        if not isinstance(body, dict):
+            raise TypeError(f"body must be an object {{...}}, not {show(body)}")
+        own, template = _read_body(url, body)
+        task = Task(row.index, values["custom_id"], None, self.params.make(row.index, own), template=template)
+        task.request = {"url": url, "model": body.get("model") or self._model}
+        if url == CHAT:
+            task.prompt, task.is_chat = conversation(body.get("messages"), "messages"), True
+        elif url == COMPLETIONS:
+            task.prompt = _one_prompt(body.get("prompt"))
+        else:
+            task.prompt, task.kind = _inputs(body.get("input")), "embed"
+        return task
+
+    def answer(self, task: Task, output: RequestOutput) -> dict[str, Any]:
+        is_chat = task.is_chat
+        choices = []
+        for each in output.outputs:
+            logprobs = (chat_logprobs if is_chat else completion_logprobs)(each, task.params.logprobs or 0)
+            text: dict[str, Any] = {"text": each.text}
+            if is_chat:
+                text = {"message": {"role": "assistant", "content": each.text}}
+            choices.append(
+                {"index": each.index, **text, "logprobs": logprobs, "finish_reason": each.finish_reason}
+            )
+        tokens = (len(output.prompt_token_ids), sum(len(each.token_ids) for each in output.outputs))
+        return self._response(
+            task,
+            {
+                "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{task.index}",
+                "object": "chat.completion" if is_chat else "text_completion",
+                "created": 0,
+                "model": task.request["model"],
+                "choices": choices,
+                "usage": _usage(*tokens),
+            },
+        )
+
+    def embeddings(self, task: Task, outputs: Sequence[EmbeddingRequestOutput]) -> dict[str, Any]:
+        tokens = sum(len(each.prompt_token_ids) for each in outputs)
+        data = [
+            {"object": "embedding", "index": place, "embedding": each.outputs.embedding}
+            for place, each in enumerate(outputs)
+        ]
+        usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+        body = {"object": "list", "data": data, "model": task.request["model"], "usage": usage}
+        return self._response(task, body)
+
+    def error(self, index: int, row_id: Any, message: str) -> dict[str, Any]:
+        return {
+            "id": f"batch_req_{index}",
+            "custom_id": row_id,
+            "response": None,
+            "error": {"code": "invalid_request", "message": message},
+        }
+
+    def _response(self, task: Task, body: dict[str, Any]) -> dict[str, Any]:
+        response = {"status_code": 200, "request_id": f"req_{task.index}", "body": body}
+        return {
+            "id": f"batch_req_{task.index}",
+            "custom_id": task.id,
+            "response": response,
+            "error": None,
+        }
+
+
+def looks_like_batch(values: Mapping[str, Any]) -> bool:
+    """Whether a row is one of an OpenAI batch file."""
+    return {"custom_id", "url", "body"} <= values.keys()
+
+
+def _read_body(url: str, body: Values) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The parameters of a body, and the arguments of the chat template. ValueError for what is not there."""
+    own: dict[str, Any] = {} if url == EMBEDDINGS else dict(ALL_THAT_FIT)
+    template: dict[str, Any] = {}
+    for name, value in body.items():
+        if name in FREE or name in ("messages", "prompt", "input"):
+            continue
+        if name in NEUTRAL:
+            if value not in NEUTRAL[name]:
+                raise ValueError(f"{name}={show(value)} in the body is not supported; leave it out")
+        elif value is None:
+            continue
+        elif name == "max_completion_tokens":
+            own["max_tokens"] = value
+        elif name == "response_format":
+            own |= _structured(value)
+        elif url == CHAT and name in ("logprobs", "top_logprobs"):
+            continue
+        elif url == CHAT and name in TEMPLATE:
+            template[name] = value
+        elif url != EMBEDDINGS and (name in SamplingParams.__dataclass_fields__ or name in SAMPLING):
+            own[name] = value
+        else:
+            raise ValueError(f"{name!r} in the body is not known for {url}; leave it out")
+    if url == CHAT and body.get("logprobs"):
+        own["logprobs"] = body.get("top_logprobs") or 0
+    return own, template
+
+
+def _structured(response_format: Any) -> dict[str, Any]:
+    """The parameters that a `response_format` stands for."""
+    kind = response_format.get("type") if isinstance(response_format, dict) else None
+    if kind == "text":
+        return {}
+    if kind == "json_object":
+        return {"structured_outputs": {"json_object": True}}
+    schema = response_format.get("json_schema") if kind == "json_schema" else None
+    if not isinstance(schema, dict) or not isinstance(schema.get("schema"), dict):
+        raise ValueError(
+            "response_format must have the type 'text', 'json_object', or 'json_schema' with a "
+            f"json_schema.schema, not {show(response_format)}"
+        )
+    return {"structured_outputs": {"json": schema["schema"]}}
+
+
+def _one_prompt(value: Any) -> str | array[int]:
+    """The prompt of a completion: a text or token ids, alone or as the only one of a list."""
+    if isinstance(value, list) and value and not isinstance(value[0], int):
+        if len(value) > 1:
+            raise ValueError(f"prompt has {len(value)} prompts; write one for each row")
+        value = value[0]
+    return prompt_of(value, "prompt")
+
+
+def _inputs(value: Any) -> list[str | array[int]]:
+    """The inputs of an embedding, as a list."""
+    several = isinstance(value, list) and value and not isinstance(value[0], int)
+    return [prompt_of(each, "input") for each in (value if several else [value])]
+
+
+def _usage(prompt: int, completion: int) -> dict[str, int]:
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+    }

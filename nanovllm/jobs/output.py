@@ -1,0 +1,231 @@
+"""The output: one line of JSON for each row, appended as it is answered; repaired when a job goes on, and put
+into the order of the input at its end.
+
+Keeps a bit for each row that is there, and no row. Knows no format but lines: which row a line is of, the
+first number of its `index` or `id` says.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import threading
+from array import array
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from nanovllm.jobs.errors import JobFailedError
+from nanovllm.jobs.journal import replace, sync_folder
+
+SYNC_SECONDS = 1.0  # after which an answer survives a power cut; `kill -9` it survives at once
+ENCODER = json.JSONEncoder(ensure_ascii=False)
+INDEX = re.compile(rb'\{"(?:index": |id": "batch_req_)(\d+)')
+
+
+class IndexSet:
+    """A set of integers from 0 on, a bit each up to the largest."""
+
+    def __init__(self) -> None:
+        self._bits = bytearray()
+        self._count = 0
+
+    def __contains__(self, index: int) -> bool:
+        byte = index >> 3
+        return byte < len(self._bits) and bool(self._bits[byte] >> (index & 7) & 1)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def add(self, index: int) -> None:
+        if index in self:
+            return
+        byte = index >> 3
+        if byte >= len(self._bits):
+            self._bits.extend(bytes(byte + 1024 - len(self._bits)))
+        self._bits[byte] |= 1 << (index & 7)
+        self._count += 1
+
+
+class Output:
+    """The file of answers. Open it inside `locked` alone.
+
+    finished: the rows that have a line. num_errors: how many of these are error rows. is_ordered: whether the
+    lines are in the order of the rows.
+    """
+
+    def __init__(self, path: Path, *, drop_errors: bool = False) -> None:
+        """Open the file, made if there is none, and read what it holds.
+
+        A torn last line is cut off; other lines that are damaged, or come twice, are left out, and so are
+        error rows with `drop_errors`: their rows are run again. OSError when it cannot be written.
+        """
+        self.path = path
+        self.finished = IndexSet()
+        self.num_errors = self.num_dropped = 0
+        self.is_ordered = True
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        try:
+            sync_folder(path.parent)
+            if self._read(drop_errors):
+                self._rewrite_without_dropped(drop_errors)
+            self._end = os.lseek(self._descriptor, 0, os.SEEK_END)
+            self._sync = _Sync(self._descriptor)
+        except BaseException:
+            os.close(self._descriptor)
+            raise
+
+    def write(self, index: int, record: dict[str, Any]) -> None:
+        """Append the line of a row. JobFailedError when it cannot be written: no part of it is there then."""
+        if index in self.finished:
+            raise AssertionError(f"row {index} is answered twice")
+        line = to_line(record)
+        try:
+            self._sync.check()
+            written = os.write(self._descriptor, line)
+            while written < len(line):
+                written += os.write(self._descriptor, line[written:])
+        except OSError as error:
+            os.ftruncate(self._descriptor, self._end)
+            raise JobFailedError(
+                f"{self.path}: {error.strerror}, after {len(self.finished):,} rows, which are kept; mend "
+                "that and run the same command again"
+            ) from error
+        self._end += len(line)
+        self._count(index, record)
+        self._sync.dirty.set()
+
+    def sync(self) -> None:
+        """Bring everything to disk. OSError when that fails, or has failed for an earlier line."""
+        self._sync.check()
+        os.fsync(self._descriptor)
+
+    def close(self) -> None:
+        """Bring to disk what can be, and close the file."""
+        self._sync.close()
+        with suppress(OSError):
+            os.fsync(self._descriptor)
+        os.close(self._descriptor)
+
+    def _count(self, index: int, record: dict[str, Any]) -> None:
+        self.is_ordered = self.is_ordered and index == len(self.finished)
+        self.finished.add(index)
+        self.num_errors += record.get("error") is not None
+
+    def _read(self, drop_errors: bool) -> bool:
+        """Take in what is there and cut off a damaged end; return whether lines before it must go."""
+        good_end = num_dropped = num_before = 0
+        with self.path.open("rb") as file:
+            for line in file:
+                record = self._parse(line, drop_errors)
+                if record is None:
+                    num_dropped += 1
+                    continue
+                self._count(*record)
+                good_end, num_before = file.tell(), num_dropped
+        os.ftruncate(self._descriptor, good_end)
+        self.num_dropped += num_dropped
+        return num_before > 0
+
+    def _parse(self, line: bytes, drop_errors: bool) -> tuple[int, dict[str, Any]] | None:
+        """The index and the record of a line; None for one that is damaged, not wanted, or a second one."""
+        index = line_index(line)
+        if index is None or index in self.finished or not line.endswith(b"\n"):
+            return None
+        try:
+            record = json.loads(line)
+        except ValueError:
+            return None
+        return None if drop_errors and record.get("error") is not None else (index, record)
+
+    def _rewrite_without_dropped(self, drop_errors: bool) -> None:
+        temporary = self.path.with_name(self.path.name + ".tmp")
+        kept = IndexSet()
+        self.finished = kept
+        with self.path.open("rb") as file, temporary.open("wb") as out:
+            for line in file:
+                record = self._parse(line, drop_errors)
+                if record is not None:
+                    kept.add(record[0])
+                    out.write(line)
+            out.flush()
+            os.fsync(out.fileno())
+        replace(temporary, self.path)
+        os.close(self._descriptor)
+        self._descriptor = os.open(self.path, os.O_RDWR | os.O_APPEND)
+
+
+class _Sync:
+    """A thread that brings a file to disk, at most SYNC_SECONDS after `dirty` was set."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.dirty = threading.Event()
+        self._descriptor = descriptor
+        self._closed = threading.Event()
+        self._error: OSError | None = None
+        self._thread = threading.Thread(target=self._run, name="nanovllm-sync", daemon=True)
+        self._thread.start()
+
+    def check(self) -> None:
+        """Raise the error of an earlier write that only came up on its way to disk."""
+        if self._error is not None:
+            raise self._error
+
+    def close(self) -> None:
+        self._closed.set()
+        self.dirty.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while self.dirty.wait() and not self._closed.wait(SYNC_SECONDS):
+            self.dirty.clear()
+            try:
+                os.fsync(self._descriptor)
+            except OSError as error:
+                self._error = error
+
+
+def line_index(line: bytes) -> int | None:
+    """The row that a line is of; None when it does not say."""
+    found = INDEX.match(line)
+    return None if found is None else int(found[1])
+
+
+def to_line(record: dict[str, Any]) -> bytes:
+    """A record as a line of JSON; what is no character, half of a surrogate pair, as an escape."""
+    text = ENCODER.encode(record) + "\n"
+    try:
+        return text.encode()
+    except UnicodeEncodeError:
+        return json.dumps(record).encode() + b"\n"
+
+
+def ordered_lines(path: Path, num_rows: int) -> Iterator[bytes]:
+    """The lines of a whole output in the order of the rows. Holds 8 bytes for each of `num_rows`."""
+    offsets = array("Q", bytes(8 * num_rows))
+    with path.open("rb") as file:
+        offset = 0
+        for line in file:
+            index = line_index(line)
+            assert index is not None, f"{path} was changed by another program"
+            offsets[index] = offset
+            offset += len(line)
+        for offset in offsets:
+            file.seek(offset)
+            yield file.readline()
+
+
+def put_in_order(path: Path, num_rows: int) -> None:
+    """Rewrite a whole output in the order of the rows; a power cut leaves the one or the other."""
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        with temporary.open("wb") as out:
+            out.writelines(ordered_lines(path, num_rows))
+            out.flush()
+            os.fsync(out.fileno())
+        replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise

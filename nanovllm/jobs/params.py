@@ -1,0 +1,69 @@
+"""The sampling parameters of rows, from JSON: those of the job, a row's own on top, and a seed for each row.
+
+Checks values as SamplingParams does. Knows no prompt.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from nanovllm.engine.requests import drawn_seed
+from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
+from nanovllm.text.prompts import show
+
+PARAMS_COLUMN = "sampling_params"
+
+
+class ParamsMaker:
+    """Makes the parameters of each row.
+
+    A row without a seed of its own gets one from the job's seed and the row's index, the one that `generate`
+    would give it. So it has the same answer in every run of the job.
+    """
+
+    def __init__(self, params: SamplingParams, seed: int) -> None:
+        """seed: of the engine; that of `params` comes before it."""
+        self._params = params
+        self._seed = seed if params.seed is None else params.seed
+
+    def make(self, index: int, own: Mapping[str, Any]) -> SamplingParams:
+        """Return the parameters of row `index`; `own` as for `make_params`."""
+        if not own and self._params.temperature == 0:
+            return self._params
+        params = make_params(own, self._params) if own else self._params.clone()
+        if own.get("seed") is None:
+            params.seed = drawn_seed(self._seed, index)
+        return params
+
+
+def make_params(values: Mapping[str, Any], base: SamplingParams | None = None) -> SamplingParams:
+    """Return SamplingParams with these values, as JSON has them, on top of `base`.
+
+    `structured_outputs` is a dictionary of the fields of StructuredOutputsParams. ValueError or TypeError for
+    a wrong value, and for logprobs of prompts, which have no place in an answer.
+    """
+    given = dict(values)
+    structured = given.get("structured_outputs")
+    if structured is not None:
+        if not isinstance(structured, Mapping):
+            raise TypeError(f"structured_outputs must be an object {{...}}, not {show(structured)}")
+        given["structured_outputs"] = StructuredOutputsParams(**structured)
+    if given.get("prompt_logprobs") is not None:
+        raise ValueError("prompt_logprobs are not written by a job; leave them out, or use LLM.generate")
+    return SamplingParams(**({} if base is None else vars(base)) | given)
+
+
+def own_params(value: Any) -> dict[str, Any]:
+    """Return a row's own parameters: a dictionary, of CSV as JSON; what is null or empty asks for nothing."""
+    if isinstance(value, str) and value:
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"column {PARAMS_COLUMN!r} is no JSON object: {error}") from None
+    if value is None or value == "":
+        return {}
+    if not isinstance(value, dict):
+        raise TypeError(f"column {PARAMS_COLUMN!r} must be an object {{...}}, not {show(value)}")
+    return {name: each for name, each in value.items() if each is not None}

@@ -1,0 +1,99 @@
+"""Rendering: tasks become prompts as `LLM.stream` takes them, conversations through the chat template.
+
+Works on some tasks at once, because a tokenizer is faster that way. Keeps none.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from nanovllm.jobs.errors import JobRefusedError
+from nanovllm.jobs.tasks import Task
+from nanovllm.text.prompts import Prompt
+from nanovllm.text.rows import BadRow, attempt
+from nanovllm.text.tokenizer import check_template_options, render_conversations
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class Renderer:
+    """Applies a model's chat template.
+
+    chat_template_kwargs: variables of the template for all rows; a row's own come before them.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase | None, chat_template_kwargs: Mapping[str, Any] | None
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._variables = chat_template_kwargs or {}
+        self._options: dict[str, Any] | None = None  # of rows without their own; checked at the first chat
+
+    def prompts(self, tasks: Sequence[Task]) -> list[dict[str, Any] | BadRow]:
+        """Return the prompt of each task, or in its place a TypeError or ValueError that says what is wrong.
+
+        JobRefusedError for conversations when the model has no chat template.
+        """
+        plain = [task for task in tasks if task.is_chat and not task.template]
+        rendered = dict(zip(map(id, plain), self._plain(plain), strict=True))
+        prompts: list[dict[str, Any] | BadRow] = []
+        for task in tasks:
+            if not task.is_chat:
+                prompts.append(as_prompt(task.prompt))
+                continue
+            found = rendered[id(task)] if id(task) in rendered else attempt(self._own, task)
+            if isinstance(found, Prompt):
+                prompts.append({"prompt": found.text, "prompt_token_ids": found.token_ids})
+            else:
+                prompts.append(found)
+        return prompts
+
+    def _plain(self, tasks: Sequence[Task]) -> list[Prompt | BadRow]:
+        if not tasks:
+            return []
+        if self._options is None:
+            try:
+                self._options = self._check({})
+            except (TypeError, ValueError) as error:
+                raise JobRefusedError(f"rows with messages: {error}") from None
+        return self._render([task.prompt for task in tasks], self._options)
+
+    def _own(self, task: Task) -> Prompt:
+        """The prompt of a task with its own arguments of the template."""
+        [found] = self._render([task.prompt], self._check(task.template))
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    def _render(self, conversations: list[Any], options: Mapping[str, Any]) -> list[Prompt | BadRow]:
+        assert self._tokenizer is not None
+        found = render_conversations(self._tokenizer, conversations, options)
+        return [_without_number(each) if isinstance(each, Exception) else each for each in found]
+
+    def _check(self, template: Mapping[str, Any]) -> dict[str, Any]:
+        variables = template.get("chat_template_kwargs", {})
+        if not isinstance(variables, Mapping):
+            raise TypeError(f"chat_template_kwargs must be an object {{...}}, not {variables!r}")
+        return check_template_options(
+            self._tokenizer,
+            None,
+            template.get("add_generation_prompt", True),
+            template.get("continue_final_message", False),
+            template.get("tools"),
+            {**self._variables, **variables},
+        )
+
+
+def as_prompt(prompt: str | array[int]) -> dict[str, Any]:
+    """A text or token ids as a dictionary, which is one prompt wherever it stands."""
+    return {"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt}
+
+
+def _without_number(error: BadRow) -> BadRow:
+    """The error without the conversation's number in its call, which is not that of its row."""
+    first, colon, rest = str(error).partition(": ")
+    is_number = first.startswith("conversation ") and first.removeprefix("conversation ").isdigit()
+    return type(error)(rest) if colon and is_number else error

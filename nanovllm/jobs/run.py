@@ -1,0 +1,212 @@
+"""`nanovllm run`: from arguments to a whole output and an exit code.
+
+The order of things: refuse, lock, take up the journal, load the model, run, finish. Knows no row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+from nanovllm.config import Config
+from nanovllm.engine.startup import find_model
+from nanovllm.engine.stats import short
+from nanovllm.errors import NanoVLLMError
+from nanovllm.jobs import errors
+from nanovllm.jobs.arguments import engine_options
+from nanovllm.jobs.errors import JobFailedError, JobRefusedError, TooManyErrorsError
+from nanovllm.jobs.export import export
+from nanovllm.jobs.job import check_output, describe, input_file, make_format, open_job, rows_path
+from nanovllm.jobs.journal import Journal, hash_model, locked
+from nanovllm.jobs.output import Output, put_in_order
+from nanovllm.jobs.params import make_params
+from nanovllm.jobs.progress import JobProgress
+from nanovllm.jobs.rendering import Renderer
+from nanovllm.jobs.runner import JobRunner, RunOptions
+from nanovllm.jobs.sources import Source
+from nanovllm.llm import LLM
+
+
+@dataclass
+class Job:
+    """What `main` has checked and opened."""
+
+    args: argparse.Namespace
+    source: Source
+    is_batch: bool
+    options: dict[str, Any]  # of LLM
+    seed: int  # of the engine
+    journal: Journal
+    output: Output
+
+
+def main(args: argparse.Namespace, make_llm: Callable[..., Any] = LLM) -> int:
+    """Run a job; return its exit code. JobRefusedError when it cannot run."""
+    options = engine_options(args)
+    try:
+        config = Config.from_kwargs(args.model, **options)
+    except (TypeError, ValueError) as error:
+        raise JobRefusedError(str(error)) from None
+    check_output(args)
+    path = rows_path(args.output)
+    with locked(args.output), input_file(args) as input_path:
+        source, is_batch = open_job(args, input_path)
+        if is_batch and path != args.output:
+            raise JobRefusedError(
+                f"-o {args.output}: an OpenAI batch is answered in a .jsonl file; choose one"
+            )
+        try:
+            model_hash = hash_model(find_model(config))
+        except (NanoVLLMError, OSError, ValueError) as error:
+            raise JobRefusedError(str(error)) from None
+        journal = Journal(args.output, path)
+        try:
+            before = journal.begin(describe(args, source, is_batch, options, model_hash))
+            output = Output(path, drop_errors=args.retry_errors)
+        except OSError as error:
+            raise JobRefusedError(f"{args.output} cannot be written: {error.strerror or error}") from None
+        if before is not None and before.get("versions") != journal.state["versions"]:
+            say(f"the job began with other versions, and answers may differ: {before.get('versions')}")
+        with closing(output):
+            return run(Job(args, source, is_batch, options, config.seed, journal, output), make_llm)
+
+
+def run(job: Job, make_llm: Callable[..., Any]) -> int:
+    """Run what is left of a job; return its exit code."""
+    output, args = job.output, job.args
+    progress = JobProgress(job.source, len(output.finished), output.num_errors)
+    if output.finished or output.num_dropped:
+        say(f"{args.output}: going on after {len(output.finished):,} rows{_dropped(output, args)}")
+    runner = JobRunner(job.source, output, progress, RunOptions(args.max_errors, args.ordered, args.window))
+    code, state = errors.FAILED, "failed"
+    with _sigterm_as_interrupt() as terminated:
+        try:
+            _run(job, runner, progress, make_llm)
+            code, state = errors.ERROR_ROWS if progress.errors else errors.ANSWERED, "finished"
+        except JobRefusedError:
+            state = "refused"
+            raise
+        except TooManyErrorsError as error:
+            code, state = errors.TOO_MANY_ERRORS, f"stopped: {error}"
+        except JobFailedError as error:
+            state = f"failed: {error}"
+        except KeyboardInterrupt:
+            code, by = (errors.TERMINATED, "SIGTERM") if terminated else (errors.INTERRUPTED, "Ctrl-C")
+            state = f"stopped by {by}; the same command goes on"
+        except Exception as error:
+            traceback.print_exc()
+            state = f"failed: {type(error).__name__}: {error}; the same command goes on"
+        finally:
+            progress.close()
+            with suppress(OSError):  # on a full disk it goes on saying that the job runs
+                rows = {"rows": len(output.finished), "error_rows": output.num_errors}
+                job.journal.update(state=state, pid=None, **rows)
+    say(f"{args.output}: {state}. {summary(progress, runner.num_rows)}")
+    return code
+
+
+def _run(job: Job, runner: JobRunner, progress: JobProgress, make_llm: Callable[..., Any]) -> None:
+    args = job.args
+    stat = job.source.path.stat()
+    runner.check_errors()
+    if next(runner.pending(), None) is not None:
+        with closing(_load(job, make_llm)) as llm:
+            llm.on_step = progress.step
+            try:
+                params = make_params(args.sampling, llm.get_default_sampling_params())
+            except (TypeError, ValueError) as error:
+                raise JobRefusedError(f"--sampling and the model's generation_config.json: {error}") from None
+            row_format = make_format(args, job.is_batch, params, job.seed)
+            runner.run(llm, row_format, Renderer(llm.tokenizer, args.chat_template_kwargs))
+    after = job.source.path.stat()
+    if (stat.st_size, stat.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
+        raise JobFailedError(
+            f"{job.source.path} was changed while the job ran, so its rows may be mixed up; delete "
+            f"{args.output} and run the job anew"
+        )
+    assert runner.num_rows is not None
+    _finish(job, runner.num_rows)
+
+
+def _load(job: Job, make_llm: Callable[..., Any]) -> Any:
+    say(f"loading {job.args.model}")
+    try:
+        return make_llm(job.args.model, **job.options)
+    except (NanoVLLMError, TypeError, ValueError) as error:
+        raise JobRefusedError(str(error)) from None
+
+
+def _finish(job: Job, num_rows: int) -> None:
+    """Put the lines in order, and make the output of them."""
+    output, path = job.output, job.args.output
+    assert len(output.finished) == num_rows, "every row has a line, and no line has no row"
+    if num_rows == 0:
+        say(f"{job.source.path} has no rows")
+    try:
+        output.sync()
+        if not output.is_ordered:
+            put_in_order(output.path, num_rows)
+        if output.path != path:
+            export(output.path, path, num_rows)
+    except OSError as error:
+        raise JobFailedError(
+            f"all rows are answered, in {output.path}, and {path} could not be finished: {error.strerror}; "
+            "mend that and run the same command again"
+        ) from error
+
+
+def summary(progress: JobProgress, num_rows: int | None) -> str:
+    """Rows, errors, tokens and speed of a job, as a sentence or two."""
+    of = "" if num_rows is None else f" of {num_rows:,}"
+    parts = [f"{progress.finished:,}{of} rows, {progress.errors:,} of them with an error"]
+    if progress.reasons:
+        seconds = progress.seconds
+        parts.append(
+            f"this run: {progress.prompt_tokens:,} tokens in, {progress.output_tokens:,} out, {seconds:,.1f} "
+            f"s with loading, {short(progress.tokens_per_second)} tok/s without"
+        )
+        ends = ", ".join(f"{count:,} {reason}" for reason, count in progress.reasons.most_common())
+        parts.append(f"ended by {ends}")
+    return "; ".join(parts)
+
+
+def say(text: str) -> None:
+    """Print a line for people, if someone is still there."""
+    with suppress(OSError):
+        print(f"nanovllm: {text}", file=sys.stderr, flush=True)
+
+
+def _dropped(output: Output, args: argparse.Namespace) -> str:
+    if not output.num_dropped:
+        return ""
+    why = "damaged lines or error rows" if args.retry_errors else "damaged lines"
+    return f"; {output.num_dropped:,} {why} are run again"
+
+
+@contextmanager
+def _sigterm_as_interrupt() -> Iterator[list[int]]:
+    """Let SIGTERM end the block as Ctrl-C does, between steps of the engine; it is listed then."""
+    seen: list[int] = []
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        seen.append(number)
+        if not callable(signal.getsignal(signal.SIGINT)):  # ignored, as in the background
+            raise KeyboardInterrupt
+        signal.raise_signal(signal.SIGINT)
+
+    try:
+        before = signal.signal(signal.SIGTERM, stop)
+    except ValueError:  # not in the main thread
+        yield seen
+        return
+    try:
+        yield seen
+    finally:
+        signal.signal(signal.SIGTERM, before)

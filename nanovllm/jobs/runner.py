@@ -1,0 +1,172 @@
+"""JobRunner: the loop of a job. Rows go in by one end of `LLM.stream`, and lines come out of the other.
+
+Keeps the rows that the order window and the engine hold, and no others. Loads no model, opens no file.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from itertools import groupby, islice
+from typing import Any, Protocol
+
+from nanovllm.jobs.errors import TooManyErrorsError
+from nanovllm.jobs.output import Output
+from nanovllm.jobs.progress import JobProgress
+from nanovllm.jobs.rendering import Renderer, as_prompt
+from nanovllm.jobs.sources import Source, SourceRow
+from nanovllm.jobs.tasks import RowFormat, Task
+from nanovllm.jobs.window import WINDOW_ROWS, in_good_order
+from nanovllm.outputs import EmbeddingRequestOutput, RequestOutput
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.text.rows import attempt
+
+EMBEDDED = 256  # rows in one call of `embed`
+RENDERED = 64  # rows whose conversations are tokenised at once
+
+
+class Engine(Protocol):
+    """What a job asks of `LLM`."""
+
+    def stream(self, prompts: Any, sampling_params: Any, on_error: str) -> Iterator[RequestOutput]: ...
+
+    def embed(self, prompts: Any, *, use_tqdm: bool, on_error: str) -> list[EmbeddingRequestOutput]: ...
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """max_errors: the most error rows; None: any number. ordered: run and write rows in the input's order.
+    window: how many rows are put into an order at once."""
+
+    max_errors: int | None = None
+    ordered: bool = False
+    window: int = WINDOW_ROWS
+
+
+class JobRunner:
+    """Runs the rows that have no line in the output yet."""
+
+    num_rows: int | None = None  # of the input, once all have been read
+
+    def __init__(
+        self,
+        source: Source,
+        output: Output,
+        progress: JobProgress,
+        options: RunOptions,
+    ) -> None:
+        self._source = source
+        self._output = output
+        self._progress = progress
+        self._options = options
+        self._held: dict[int, dict[str, Any]] = {}  # lines whose turn has not come, with `ordered`
+        self._next = 0  # the row whose turn it is
+
+    def run(self, llm: Engine, row_format: RowFormat, renderer: Renderer) -> None:
+        """Answer all rows. TooManyErrorsError, JobFailedError or what the engine raises ends it early."""
+        self._format = row_format
+        tasks = self._tasks()
+        if not self._options.ordered:
+            tasks = in_good_order(tasks, self._options.window)
+        for kind, group in groupby(tasks, key=lambda task: task.kind):
+            if kind == "embed":
+                self._embed(llm, group)
+            else:
+                self._generate(llm, group, renderer)
+        assert not self._held
+
+    def pending(self) -> Iterator[SourceRow]:
+        """The rows that have no line yet; all others are counted and passed over."""
+        num_rows = 0
+        for row in self._source.rows():
+            num_rows = self._progress.rows_read = row.index + 1
+            if row.index not in self._output.finished:
+                yield row
+        self.num_rows = num_rows
+
+    def check_errors(self) -> None:
+        """Raise TooManyErrorsError when there are more error rows than there may be."""
+        most = self._options.max_errors
+        if most is not None and self._progress.errors > most:
+            raise TooManyErrorsError(
+                f"{self._progress.errors:,} error rows, and --max-errors is {most:,}; mend the input, or run "
+                "the same command with a larger --max-errors, or with --retry-errors"
+            )
+
+    def _tasks(self) -> Iterator[Task]:
+        """What the rows ask for; a row that asks for nothing that can be run becomes an error row."""
+        for row in self.pending():
+            values: Any = attempt(row.values)
+            if isinstance(values, Exception):
+                self._refuse(row.index, None, str(values))
+                continue
+            task = attempt(self._format.task, row, values)
+            if isinstance(task, Exception):
+                self._refuse(row.index, self._format.row_id(values), f"{row.place}: {task}")
+            else:
+                yield task
+
+    def _generate(self, llm: Engine, tasks: Iterator[Task], renderer: Renderer) -> None:
+        running: dict[int, Task] = {}  # by the place of its prompt in the stream
+        params: deque[SamplingParams] = deque()  # of prompts that the stream has taken, until it takes them
+
+        def prompts() -> Iterator[dict[str, Any]]:
+            place = 0
+            while some := list(islice(tasks, RENDERED)):
+                for task, prompt in zip(some, renderer.prompts(some), strict=True):
+                    if isinstance(prompt, Exception):
+                        self._refuse(task.index, task.id, str(prompt))
+                        continue
+                    running[place] = task
+                    params.append(task.params)
+                    place += 1
+                    yield prompt
+
+        def parameters() -> Iterator[SamplingParams]:
+            while params:
+                yield params.popleft()
+
+        # The stream asks for a prompt first, and then for its parameters.
+        with closing(llm.stream(prompts(), parameters(), on_error="return")) as outputs:  # type: ignore[type-var]
+            for output in outputs:
+                task = running.pop(output.index)
+                if output.error is not None:
+                    place = f"prompts[{output.index}]"
+                    self._refuse(task.index, task.id, output.error.replace(place, "the prompt"))
+                else:
+                    self._progress.answered(output)
+                    self._write(task.index, self._format.answer(task, output), is_error=False)
+
+    def _embed(self, llm: Engine, tasks: Iterator[Task]) -> None:
+        while some := list(islice(tasks, EMBEDDED)):
+            prompts = [as_prompt(prompt) for task in some for prompt in task.prompt]
+            outputs = iter(llm.embed(prompts, use_tqdm=False, on_error="return"))
+            place = 0
+            for task in some:
+                found = list(islice(outputs, len(task.prompt)))
+                errors = [(number, each.error) for number, each in enumerate(found, place) if each.error]
+                place += len(found)
+                if errors:
+                    number, error = errors[0]
+                    self._refuse(task.index, task.id, str(error).replace(f"prompts[{number}]", "the input"))
+                else:
+                    self._progress.embedded(found)
+                    self._write(task.index, self._format.embeddings(task, found), is_error=False)
+
+    def _refuse(self, index: int, row_id: Any, message: str) -> None:
+        self._write(index, self._format.error(index, row_id, message), is_error=True)
+        self.check_errors()
+
+    def _write(self, index: int, record: dict[str, Any], is_error: bool) -> None:
+        """Write the line of a row, with `ordered` when its turn has come."""
+        self._progress.written(is_error)
+        if not self._options.ordered:
+            self._output.write(index, record)
+            return
+        self._held[index] = record
+        while self._next in self._held or self._next in self._output.finished:
+            if self._next in self._held:
+                self._output.write(self._next, self._held.pop(self._next))
+            self._next += 1

@@ -1,0 +1,263 @@
+"""Sources: the rows of JSON Lines, CSV and Parquet files, one after the other, each with its place.
+
+Holds one row at a time (of Parquet a small batch). A row that cannot be read is an error in its place, never
+the end of the file. Knows nothing of prompts.
+"""
+
+from __future__ import annotations
+
+import codecs
+import csv
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, NoReturn, TypeAlias
+
+from nanovllm.jobs.errors import JobRefusedError
+
+MAX_ROW_BYTES = 8 * 2**20  # of a line or a CSV field; a longer one is an error row
+PARQUET_ROWS = 256  # read at once
+ENDINGS = {
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".json": "jsonl",
+    ".csv": "csv",
+    ".tsv": "tsv",
+    ".parquet": "parquet",
+}
+WRONG_MARKS = {codecs.BOM_UTF16_LE: "UTF-16", codecs.BOM_UTF16_BE: "UTF-16", b"\x1f\x8b": "gzip"}
+Values: TypeAlias = "dict[str, Any]"
+
+
+def _no_number(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON number")
+
+
+DECODER = json.JSONDecoder(parse_constant=_no_number)
+
+
+@dataclass(frozen=True, slots=True)
+class SourceRow:
+    """A row as it was read.
+
+    index: counts all rows from 0, bad ones too. place: of the row in its file, such as "line 7". data: its
+    values, a line of JSON still to be parsed, or why it could not be read.
+    """
+
+    index: int
+    place: str
+    data: Values | bytes | ValueError
+
+    def values(self) -> Values:
+        """The row as a dictionary. ValueError with the place and the reason when it is none."""
+        if isinstance(self.data, ValueError):
+            raise ValueError(f"{self.place}: {self.data}")
+        if isinstance(self.data, dict):
+            return self.data
+        try:
+            return parse_json_line(self.data)
+        except ValueError as error:
+            raise ValueError(f"{self.place}: {error}") from None
+
+
+class Source:
+    """A file of rows. Can be read any number of times, always with the same indexes."""
+
+    columns: list[str] | None = None  # of all rows; None where each row has its own
+    num_rows: int | None = None  # None: not known before the end
+    wanted: set[str] | None = None  # the columns that are used, of which alone Parquet is read; None: all
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.size = path.stat().st_size
+        self.position = 0  # bytes that have been read, for progress
+
+    def rows(self) -> Iterator[SourceRow]:
+        """Read the file from its beginning."""
+        raise NotImplementedError
+
+
+def open_source(path: Path, format: str) -> Source:
+    """Return the source of a file; `format` is "auto" (by the ending of its name), "jsonl", "csv", "tsv" or
+    "parquet".
+
+    Raises JobRefusedError when the file cannot be read as that.
+    """
+    if format == "auto":
+        ending = path.suffix.lower()
+        if ending not in ENDINGS:
+            raise JobRefusedError(
+                f"{path}: the ending {ending!r} says no format; rename it to one of {', '.join(ENDINGS)}, or "
+                "pass --format"
+            )
+        format = ENDINGS[ending]
+    try:
+        with path.open("rb") as file:
+            start = file.read(4)
+        for mark, name in WRONG_MARKS.items():
+            if start.startswith(mark):
+                raise JobRefusedError(f"{path} is {name}, and UTF-8 text is read; convert it first")
+        if format == "parquet":
+            return ParquetSource(path)
+        if format in ("csv", "tsv"):
+            return CSVSource(path, "\t" if format == "tsv" else ",")
+        return JSONLinesSource(path)
+    except OSError as error:
+        raise JobRefusedError(f"{path}: {error.strerror or error}") from None
+
+
+class JSONLinesSource(Source):
+    """A JSON object on every line, in UTF-8. Blank lines are no rows."""
+
+    def rows(self) -> Iterator[SourceRow]:
+        index = 0
+        with self.path.open("rb") as file:
+            for number, line in enumerate(_lines(file), 1):
+                self.position = file.tell()
+                if number == 1:
+                    line = line.removeprefix(codecs.BOM_UTF8)
+                if not line.strip():
+                    continue
+                is_long = len(line) > MAX_ROW_BYTES
+                yield SourceRow(index, f"line {number}", _too_long() if is_long else line)
+                index += 1
+
+
+class CSVSource(Source):
+    """Comma- or tab-separated values in UTF-8; the first row names the columns. Blank lines are no rows."""
+
+    def __init__(self, path: Path, delimiter: str) -> None:
+        super().__init__(path)
+        self._delimiter = delimiter
+        self._is_long = False  # whether a line of the row that is being read was cut off
+        csv.field_size_limit(MAX_ROW_BYTES)
+        with self.path.open("rb") as file:
+            first = next(self._reader(file), [])
+        if isinstance(first, ValueError):
+            raise JobRefusedError(f"{path}: the row of column names: {first}")
+        self.columns = first
+        doubled = sorted({name for name in first if first.count(name) > 1})
+        if doubled:
+            raise JobRefusedError(f"{path}: several columns are named {', '.join(doubled)}; rename them")
+
+    def rows(self) -> Iterator[SourceRow]:
+        assert self.columns is not None
+        with self.path.open("rb") as file:
+            found = self._reader(file)
+            next(found, None)  # the names
+            for index, fields in enumerate(found):
+                self.position = file.tell()
+                yield SourceRow(index, f"row {index + 2}", self._values(fields, self.columns))
+
+    def _values(self, fields: list[str] | ValueError, columns: list[str]) -> Values | ValueError:
+        if isinstance(fields, ValueError):
+            return fields
+        if len(fields) != len(columns):
+            return ValueError(f"it has {len(fields)} fields, and there are {len(columns)} columns")
+        for field in fields:
+            try:
+                field.encode()
+            except UnicodeEncodeError as error:  # `surrogateescape` stands for bytes that are not UTF-8
+                return _not_utf8(ord(field[error.start]) & 0xFF, error.start)
+        return dict(zip(columns, fields, strict=True))
+
+    def _reader(self, file: BinaryIO) -> Iterator[list[str] | ValueError]:
+        """Rows of fields. After an error the reader begins anew with the next line."""
+        reader = csv.reader(self._decoded(file), delimiter=self._delimiter)
+        while True:
+            self._is_long = False
+            try:
+                fields = next(reader)
+            except StopIteration:
+                return
+            except csv.Error as error:
+                yield _too_long() if self._is_long else ValueError(f"it is not CSV: {error}")
+                continue
+            if self._is_long:
+                yield _too_long()
+            elif fields:
+                yield fields
+
+    def _decoded(self, file: BinaryIO) -> Iterator[str]:
+        for number, line in enumerate(_lines(file)):
+            text = line.decode("utf-8", "surrogateescape")
+            self._is_long = self._is_long or len(line) > MAX_ROW_BYTES
+            yield text.removeprefix("\ufeff") if number == 0 else text
+
+
+class ParquetSource(Source):
+    """A Parquet file. Needs pyarrow, the extra `jobs`."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        pyarrow = import_pyarrow()
+        try:
+            with pyarrow.parquet.ParquetFile(path) as file:
+                self.columns = list(file.schema_arrow.names)
+                self.num_rows = file.metadata.num_rows
+        except pyarrow.ArrowException as error:
+            raise JobRefusedError(f"{path} is no Parquet file that can be read: {error}") from None
+
+    def rows(self) -> Iterator[SourceRow]:
+        index = 0
+        assert self.columns is not None
+        names = [name for name in self.columns if self.wanted is None or name in self.wanted]
+        with import_pyarrow().parquet.ParquetFile(self.path, buffer_size=2**20) as file:
+            for batch in file.iter_batches(PARQUET_ROWS, columns=names):
+                for values in batch.to_pylist():
+                    self.position = self.size * (index + 1) // (self.num_rows or 1)
+                    yield SourceRow(index, f"row {index + 1}", values)
+                    index += 1
+
+
+def import_pyarrow() -> Any:
+    """Return pyarrow with its part for Parquet. JobRefusedError says how to get it when it is missing."""
+    try:
+        import pyarrow.parquet
+    except ImportError as error:
+        raise JobRefusedError(
+            f"Parquet needs the package pyarrow ({error}); pip install 'nanovllm[jobs]'"
+        ) from None
+    return pyarrow
+
+
+def parse_json_line(line: bytes) -> Values:
+    """Return the JSON object on a line. ValueError says what is wrong with it."""
+    try:
+        text = line.decode()
+    except UnicodeDecodeError as error:
+        raise _not_utf8(line[error.start], error.start) from None
+    try:
+        values = DECODER.decode(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"it is not JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"it must be a JSON object {{...}}, not a {type(values).__name__}")
+    return values
+
+
+def _lines(file: BinaryIO) -> Iterator[bytes]:
+    """The lines of a file; of one that is too long its beginning, a byte more than there may be."""
+    while line := file.readline(MAX_ROW_BYTES + 1):
+        yield line
+        rest = line
+        while len(rest) > MAX_ROW_BYTES and not rest.endswith(b"\n"):
+            rest = file.readline(MAX_ROW_BYTES + 1)
+
+
+def _too_long() -> ValueError:
+    return ValueError(f"it is longer than {MAX_ROW_BYTES // 2**20} MiB")
+
+
+def _not_utf8(byte: int, position: int) -> ValueError:
+    return ValueError(
+        f"it is not UTF-8: byte 0x{byte:02x} at position {position}; convert the file, for example with "
+        "`iconv -f latin1 -t utf-8`"
+    )
+
+
+def is_same_file(one: Path, other: Path) -> bool:
+    """Whether both names lead to one file that is there."""
+    return one.exists() and other.exists() and os.path.samefile(one, other)

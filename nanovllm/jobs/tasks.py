@@ -1,0 +1,217 @@
+"""Tasks: what a row asks for, a prompt and its parameters; and rows as JSON Lines with answers.
+
+`RowFormat` is what the formats of rows have in common; `PlainFormat` reads columns. Renders no template and
+runs nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from string import Formatter
+from typing import Any, Literal, TypeAlias
+
+from nanovllm.jobs.logprobs import plain_logprobs
+from nanovllm.jobs.params import PARAMS_COLUMN, ParamsMaker, own_params
+from nanovllm.jobs.sources import SourceRow, Values
+from nanovllm.outputs import EmbeddingRequestOutput, RequestOutput
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.text.conversations import parse_conversations
+from nanovllm.text.prompts import show
+from nanovllm.text.rows import raise_first
+
+Kind: TypeAlias = Literal["generate", "embed"]
+
+
+@dataclass(slots=True)
+class Task:
+    """A row that can be run.
+
+    id: of the row, as its file has it. prompt: a text, token ids, or with `is_chat` a list of messages. For
+    "embed" it is a list of texts and lists of token ids. template: arguments of `LLM.chat` for this row.
+    request: what the answer repeats of an OpenAI body.
+    """
+
+    index: int
+    id: Any
+    prompt: Any
+    params: SamplingParams
+    is_chat: bool = False
+    kind: Kind = "generate"
+    template: dict[str, Any] = field(default_factory=dict)
+    request: dict[str, Any] = field(default_factory=dict)
+
+
+class RowFormat:
+    """Reads rows as tasks, and writes answers as dictionaries for JSON."""
+
+    columns: set[str] | None = None  # that are used, where the rows' own keys do not decide
+    is_openai = False
+
+    def __init__(self, params: ParamsMaker) -> None:
+        self.params = params
+
+    def task(self, row: SourceRow, values: Values) -> Task:
+        """Return what a row asks for. ValueError or TypeError says what is wrong with it."""
+        raise NotImplementedError
+
+    def row_id(self, values: Values) -> Any:
+        """Return the id of a row, None when it has none."""
+        raise NotImplementedError
+
+    def answer(self, task: Task, output: RequestOutput) -> dict[str, Any]:
+        """Return the answer to a task."""
+        raise NotImplementedError
+
+    def embeddings(self, task: Task, outputs: Sequence[EmbeddingRequestOutput]) -> dict[str, Any]:
+        """Return the answer to a task of the kind "embed", with one output for each of its prompts."""
+        raise NotImplementedError
+
+    def error(self, index: int, row_id: Any, message: str) -> dict[str, Any]:
+        """Return the error row of a row."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Where a row's prompt is: one of the three, or None of them for `prompt` or `messages`, as a row has."""
+
+    prompt: str | None = None
+    template: str | None = None
+    messages: str | None = None
+    id: str | None = None  # None: `id` or `custom_id`, where there is one
+
+    def needed(self) -> list[str]:
+        """The columns without which a row is wrong; ValueError for a template that is."""
+        if self.template is None:
+            return [name for name in (self.prompt, self.messages, self.id) if name is not None]
+        try:
+            parts = [name for _, name, _, _ in Formatter().parse(self.template) if name is not None]
+        except ValueError as error:
+            raise ValueError(f"the template {self.template!r}: {error}; write {{{{ for a brace") from None
+        names = [name.partition(".")[0].partition("[")[0] for name in parts]
+        if not names or not all(names):
+            raise ValueError(f"the template {self.template!r} must name a column in braces, such as {{text}}")
+        return [*dict.fromkeys(names), *filter(None, [self.id])]
+
+
+class PlainFormat(RowFormat):
+    """Rows with columns: a prompt, perhaps an id and a dictionary of parameters, `sampling_params`."""
+
+    def __init__(self, params: ParamsMaker, columns: Columns) -> None:
+        """ValueError for a template that is wrong."""
+        super().__init__(params)
+        self._where = columns
+        self.needed = columns.needed()
+        defaults = {"id", "custom_id"} if columns.id is None else {columns.id}
+        prompts = set(self.needed) or {"prompt", "messages"}
+        self.columns = {PARAMS_COLUMN} | defaults | prompts
+
+    def task(self, row: SourceRow, values: Values) -> Task:
+        for name in self.needed:
+            if name not in values:
+                raise ValueError(f"there is no column {name!r}; there are {_names(values)}")
+        prompt, is_chat = self._prompt(values)
+        params = self.params.make(row.index, own_params(values.get(PARAMS_COLUMN)))
+        return Task(row.index, self.row_id(values), prompt, params, is_chat)
+
+    def row_id(self, values: Values) -> Any:
+        names = ("id", "custom_id") if self._where.id is None else (self._where.id,)
+        return next((values[name] for name in names if values.get(name) is not None), None)
+
+    def answer(self, task: Task, output: RequestOutput) -> dict[str, Any]:
+        texts = [each.text for each in output.outputs]
+        reasons = [each.finish_reason for each in output.outputs]
+        more: dict[str, Any] = {}
+        if len(texts) > 1:
+            more = {"texts": texts, "finish_reasons": reasons}
+        if output.outputs[0].logprobs is not None:
+            more["logprobs"] = [plain_logprobs(each) for each in output.outputs]
+        return {
+            "index": task.index,
+            "id": task.id,
+            "text": texts[0],
+            "finish_reason": reasons[0],
+            **more,
+            "prompt_tokens": len(output.prompt_token_ids),
+            "completion_tokens": sum(len(each.token_ids) for each in output.outputs),
+            "error": None,
+        }
+
+    def error(self, index: int, row_id: Any, message: str) -> dict[str, Any]:
+        return {
+            "index": index,
+            "id": row_id,
+            "text": None,
+            "finish_reason": "error",
+            "prompt_tokens": 0,
+            "completion_tokens": 0,
+            "error": message,
+        }
+
+    def _prompt(self, values: Values) -> tuple[Any, bool]:
+        """The prompt of a row, and whether it is a conversation."""
+        where = self._where
+        if where.template is not None:
+            return fill(where.template, values), False
+        if where.messages is not None:
+            return conversation(values[where.messages], where.messages), True
+        if where.prompt is not None:
+            return prompt_of(values[where.prompt], f"column {where.prompt!r}"), False
+        if values.get("prompt") is None and values.get("messages") is not None:
+            return conversation(values["messages"], "messages"), True
+        if "prompt" not in values:
+            raise ValueError(
+                f"there is no column 'prompt' or 'messages'; there are {_names(values)}: say which one with "
+                "--prompt-column, --messages-column or --template"
+            )
+        return prompt_of(values["prompt"], "column 'prompt'"), False
+
+
+def fill(template: str, values: Values) -> str:
+    """Return the template with a row's values in its braces, as `str.format` does."""
+    try:
+        return template.format_map(values)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"the template cannot be filled: {type(error).__name__}: {error}") from None
+
+
+def prompt_of(value: Any, where: str) -> str | array[int]:
+    """Return a text as it is, or a list of token ids in little memory; TypeError for anything else.
+
+    Whether the ids are in the vocabulary is checked when they are run.
+    """
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list) and value and set(map(type, value)) == {int}:
+        try:
+            return array("i", value)
+        except OverflowError:
+            raise ValueError(f"{where} has a token id that does not fit into 32 bits") from None
+    raise TypeError(f"{where} must be a text or a list of token ids, not {show(value)}")
+
+
+def conversation(value: Any, column: str) -> list[dict[str, Any]]:
+    """Return the messages, of a text those that it holds as JSON. ValueError or TypeError for a wrong one."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"column {column!r} is a text, and no JSON list of messages: {error}") from None
+    if not isinstance(value, list) or not value or not isinstance(value[0], Mapping):
+        raise TypeError(f"column {column!r} must be a list of messages, not {show(value)}")
+    rows = parse_conversations([value])
+    try:
+        raise_first(rows)
+    except (TypeError, ValueError) as error:
+        raise type(error)(str(error).replace("conversation 0", f"column {column!r}", 1)) from None
+    messages = rows[0]
+    assert isinstance(messages, list)
+    return messages
+
+
+def _names(values: Sequence[str] | Values) -> str:
+    names = [repr(name) for name in values]
+    return ", ".join(names[:10]) + (", ..." if len(names) > 10 else "") if names else "none"

@@ -1,0 +1,33 @@
+"""`nanovllm version`: what a bug report needs: versions, devices and which attention backends run there."""
+
+from __future__ import annotations
+
+import argparse
+import platform
+
+import torch
+
+from nanovllm.attention.select import BACKENDS
+from nanovllm.device import Device
+from nanovllm.jobs.errors import ANSWERED
+from nanovllm.jobs.job import versions
+
+HEAD_DIM = 128  # of the models that a backend is asked about
+OPTIONAL = ("flash-attn", "llguidance", "pyarrow")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Print it all."""
+    for name, number in versions(OPTIONAL).items():
+        print(f"{name} {number}")
+    print(f"system {platform.platform()}")
+    print(f"torch's CUDA {torch.version.cuda or 'none'}")
+    for device in Device.all():
+        free, total = device.memory()
+        capability = f", compute capability {'.'.join(map(str, device.capability))}" if device.is_cuda else ""
+        print(f"{device.torch} {device.name}{capability}: {free / 2**30:.1f} of {total / 2**30:.1f} GiB free")
+        dtype = device.resolve_dtype("auto", "bfloat16")
+        for backend in BACKENDS:
+            reason = backend.unavailable(device, dtype, HEAD_DIM, dtype)
+            print(f"  attention backend {backend.name}: {'can run' if reason is None else f'no: {reason}'}")
+    return ANSWERED

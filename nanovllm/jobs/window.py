@@ -1,0 +1,98 @@
+"""The order window: in which order a job runs its rows.
+
+Looks at a bounded number of rows at once and brings those with the same beginning together, long outputs
+first. Drops and adds none.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import TypeAlias
+
+from nanovllm.jobs.tasks import Task
+
+WINDOW_ROWS = 8192
+WINDOW_BYTES = 64 * 2**20  # of prompts, about; at least one row is read, however long
+SHARED_CHARS = 128  # from which on rows that begin alike belong together; about two blocks of 16 tokens
+NO_IDS = array("i")
+Key: TypeAlias = "tuple[str, str, array[int]]"  # the kind of a task, its text, its token ids
+UNBOUNDED = 2**40  # tokens of an output without a limit
+
+
+def in_good_order(tasks: Iterator[Task], rows: int = WINDOW_ROWS) -> Iterator[Task]:
+    """Yield all tasks, those of a window of `rows` in the order that runs fastest.
+
+    While one window is given the next one is read, a row for each, so that reading never takes long at once.
+    """
+    present = _fill([], 0, tasks, rows)
+    while present:
+        coming: list[Task] = []
+        size = 0
+        for task in arranged(present):
+            if size < WINDOW_BYTES and (read := next(tasks, None)) is not None:
+                coming.append(read)
+                size += _size(read)
+            yield task
+        present = _fill(coming, size, tasks, rows)
+
+
+def arranged(tasks: list[Task]) -> list[Task]:
+    """Return the tasks in groups with a shared beginning. The longest outputs come first, of the groups and
+    in each of them; embeddings, which run by themselves, come last."""
+    keyed = sorted(((sort_key(task), task) for task in tasks), key=lambda each: (each[0], each[1].index))
+    groups: list[list[Task]] = [[task] for _, task in keyed[:1]]
+    for (before, _), (key, task) in pairwise(keyed):
+        if is_shared(before, key):
+            groups[-1].append(task)
+        else:
+            groups.append([task])
+    for group in groups:
+        group.sort(key=lambda task: -output_limit(task))
+    groups.sort(key=lambda group: (group[0].kind == "embed", -output_limit(group[0])))
+    return [task for group in groups for task in group]
+
+
+def sort_key(task: Task) -> Key:
+    """What tasks with equal beginnings are neighbours by: their kind, and their text or their ids."""
+    if task.kind == "embed":
+        return "embed", "", NO_IDS
+    if task.is_chat:
+        return "chat", "\0".join(str(message["content"]) for message in task.prompt), NO_IDS
+    if isinstance(task.prompt, str):
+        return "text", task.prompt, NO_IDS
+    return "ids", "", task.prompt
+
+
+def is_shared(one: Key, other: Key) -> bool:
+    """Whether two keys begin with the same SHARED_CHARS characters, or a fourth as many ids; of long prompts
+    with the same half of the shorter one."""
+    chars = max(SHARED_CHARS, min(len(one[1]), len(other[1])) // 2)
+    ids = max(SHARED_CHARS // 4, min(len(one[2]), len(other[2])) // 2)
+    return one[0] == other[0] and one[1][:chars] == other[1][:chars] and one[2][:ids] == other[2][:ids]
+
+
+def output_limit(task: Task) -> int:
+    """The most tokens that a task may generate."""
+    limit = task.params.max_tokens
+    return (UNBOUNDED if limit is None else limit) * task.params.n
+
+
+def _fill(tasks: list[Task], size: int, more: Iterator[Task], rows: int) -> list[Task]:
+    """`tasks` with as many more as the window has room for."""
+    while len(tasks) < rows and (size < WINDOW_BYTES or not tasks):
+        task = next(more, None)
+        if task is None:
+            break
+        tasks.append(task)
+        size += _size(task)
+    return tasks
+
+
+def _size(task: Task) -> int:
+    if task.is_chat:
+        return sum(len(str(message["content"])) for message in task.prompt)
+    if task.kind == "embed":
+        return sum(map(len, task.prompt))
+    return len(task.prompt) * (1 if isinstance(task.prompt, str) else NO_IDS.itemsize)

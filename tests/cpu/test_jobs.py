@@ -1,0 +1,397 @@
+"""`nanovllm run` on an engine that computes nothing: what is refused, formats, faults and memory."""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jobs
+import pytest
+from jobs import FakeLLM, read_rows, run, write_rows
+
+from nanovllm.jobs import main as program
+from nanovllm.jobs.output import Output
+from nanovllm.jobs.sources import import_pyarrow
+from nanovllm.sampling_params import SamplingParams
+
+MIB = 2**20
+
+
+def rows_of(count: int) -> list[dict[str, Any]]:
+    return [{"id": f"r{index}", "prompt": f"prompt {index}"} for index in range(count)]
+
+
+def files(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def test_a_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, out = write_rows(tmp_path / "in.jsonl", rows_of(300)), tmp_path / "out.jsonl"
+    assert run(source, "-o", out) == 0
+    found = read_rows(out)
+    assert [row["id"] for row in found] == [f"r{index}" for index in range(300)]
+    assert [row["index"] for row in found] == list(range(300))
+    assert found[0] == {
+        "index": 0,
+        "id": "r0",
+        "text": "8 None",
+        "finish_reason": "stop",
+        "prompt_tokens": 1,
+        "completion_tokens": 2,
+        "error": None,
+    }
+    assert files(tmp_path) == {"in.jsonl", "out.jsonl", "out.jsonl.job.json"}
+    journal = json.loads((tmp_path / "out.jsonl.job.json").read_text())
+    assert journal["state"] == "finished" and journal["rows"] == 300 and journal["pid"] is None
+    printed = capsys.readouterr().err
+    assert "300 of 300 rows, 0 of them with an error" in printed and "ended by 300 stop" in printed
+
+    def no_model(*args: object, **options: object) -> FakeLLM:
+        raise AssertionError("a finished job loads no model")
+
+    before = out.read_bytes()
+    assert run(source, "-o", out, make_llm=no_model) == 0 and out.read_bytes() == before
+    assert "other versions" not in capsys.readouterr().err
+    path = tmp_path / "out.jsonl.job.json"
+    path.write_text(path.read_text().replace('"torch": "', '"torch": "0.'))
+    assert run(source, "-o", out, make_llm=no_model) == 0 and out.read_bytes() == before
+    assert "the job began with other versions, and answers may differ: {" in capsys.readouterr().err
+
+
+def test_bad_rows_are_error_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bad = [b"{\n", b'{"prompt": "\xe9"}\n', {"id": 7}, {"id": 8, "prompt": ""}, b"x" * 10 * MIB + b"\n"]
+    bad += [{"id": 9, "prompt": "a", "sampling_params": {"top_p": 2}}, {"id": "r1", "prompt": "twice"}]
+    source, out = write_rows(tmp_path / "in.jsonl", [*rows_of(5), *bad, *rows_of(2)]), tmp_path / "out.jsonl"
+    assert run(source, "-o", out) == 1
+    found = read_rows(out)
+    assert [row["index"] for row in found] == list(range(14))
+    errors = {row["index"]: (row["id"], row["error"]) for row in found if row["error"] is not None}
+    assert errors.keys() == {5, 6, 7, 8, 9, 10}
+    for index, (row_id, error) in {
+        5: (None, "line 6: it is not JSON"),
+        6: (None, "line 7: it is not UTF-8"),
+        7: (7, "line 8: there is no column 'prompt'"),
+        8: (8, "the prompt is empty"),
+        9: (None, "line 10: it is longer than 8 MiB"),
+        10: (9, "line 11: top_p must be in (0, 1]"),
+    }.items():
+        assert errors[index][0] == row_id and errors[index][1].startswith(error)
+    assert found[5]["finish_reason"] == "error" and found[5]["text"] is None
+    assert found[11]["id"] == "r1" and found[11]["text"] == "5 None"  # an id may come twice
+    assert "14 of 14 rows, 6 of them with an error" in capsys.readouterr().err
+
+
+def test_errors_are_bounded_and_can_be_run_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows: list[Any] = rows_of(100)
+    rows[20:50:10] = [{"id": "x", "prompt": ""}] * 3
+    source, out = write_rows(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl"
+    assert run(source, "-o", out, "--max-errors", 2) == 3
+    assert "3 error rows, and --max-errors is 2" in capsys.readouterr().err
+    done = read_rows(out)
+    assert sum(row["error"] is not None for row in done) == 3
+    assert run(source, "-o", out, "--max-errors", 2) == 3 and read_rows(out) == done
+    assert run(source, "-o", out, "--max-errors", 3) == 1 and len(read_rows(out)) == 100
+    monkeypatch.setattr(FakeLLM, "answer", without_errors(FakeLLM.answer))
+    assert run(source, "-o", out, "--retry-errors") == 0
+    assert [row["index"] for row in read_rows(out)] == list(range(100))
+    assert "3 damaged lines or error rows are run again" in capsys.readouterr().err
+
+
+def without_errors(answer: Any) -> Any:
+    return lambda llm, index, prompt, params: answer(llm, index, {"prompt": prompt["prompt"] or "-"}, params)
+
+
+def test_another_job_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, out = write_rows(tmp_path / "in.jsonl", rows_of(20)), tmp_path / "out.jsonl"
+    assert run(source, "-o", out, "--sampling", "temperature=0") == 0
+    before = out.read_bytes()
+    capsys.readouterr()
+    for change, error in {
+        ("--sampling", "temperature=0.5"): "its sampling.temperature is 0, not 0.5",
+        ("--sampling", "temperature=0", "--dtype", "float16"): 'its options.dtype is null, not "float16"',
+        ("--sampling", "temperature=0", "--prompt-column", "id"): "its prompt.prompt_column is null",
+    }.items():
+        assert run(source, "-o", out, *change) == 2
+        assert error in capsys.readouterr().out
+    assert run(source, "-o", out, "--sampling", "temperature=0", "--max-num-seqs", 8) == 0
+    write_rows(source, rows_of(21))
+    assert run(source, "-o", out, "--sampling", "temperature=0") == 2
+    assert "belongs to another job: its input.bytes is" in capsys.readouterr().out
+    (tmp_path / "other.jsonl").write_text("text\n")
+    assert run(source, "-o", tmp_path / "other.jsonl") == 2
+    assert "has no journal, so it is no output of this job" in capsys.readouterr().out
+    assert out.read_bytes() == before and (tmp_path / "other.jsonl").read_text() == "text\n"
+
+
+@pytest.mark.parametrize(
+    ("argv", "error"),
+    [
+        (["-o", "out.txt"], "its ending must be one of .jsonl"),
+        (["-o", "none/out.jsonl"], "there is no folder none; make it first"),
+        (["-o", "folder.jsonl"], "is a folder"),
+        (["-o", "in.jsonl"], "is the input"),
+        (["-o", "out.jsonl", "--max-num-seqs", "0"], "max_num_seqs must be at least 1, not 0"),
+        (["-o", "out.jsonl", "--template", "{"], "--template: the template '{'"),
+        (["-o", "out.jsonl", "--format", "csv", "--prompt-column", "q"], "has no column 'q'; it has"),
+        (["-o", "out.csv"], "an OpenAI batch is answered in a .jsonl file"),
+        (["-o", "out.jsonl", "--format", "csv"], "has no column 'prompt' or 'messages'; it has"),
+    ],
+)
+def test_what_cannot_run_is_refused_before_anything_is_written(
+    tmp_path: Path,
+    argv: list[str],
+    error: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_rows(tmp_path / "in.jsonl", [{"custom_id": "r", "url": "/v1/completions", "body": {"prompt": "a"}}])
+    (tmp_path / "folder.jsonl").mkdir()
+    assert run("in.jsonl", *argv) == 2
+    assert error in capsys.readouterr().out
+    assert files(tmp_path) == {"in.jsonl", "folder.jsonl"}
+
+
+def test_an_output_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = write_rows(tmp_path / "in.jsonl", rows_of(3))
+    assert run(source, "-o", "/proc/out.jsonl") == 2
+    assert "/proc" in capsys.readouterr().out
+
+
+def test_an_engine_that_does_not_start_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, out = write_rows(tmp_path / "in.jsonl", rows_of(3)), tmp_path / "out.jsonl"
+
+    def make(*args: object, **options: object) -> FakeLLM:
+        raise ValueError("device='cuda', and torch sees no CUDA device")
+
+    assert run(source, "-o", out, make_llm=make) == 2
+    assert "torch sees no CUDA device" in capsys.readouterr().out
+    assert run(source, "-o", out) == 0
+
+
+def test_an_engine_that_fails_leaves_a_job_that_goes_on(tmp_path: Path) -> None:
+    source, out = write_rows(tmp_path / "in.jsonl", rows_of(300)), tmp_path / "out.jsonl"
+
+    class Failing(FakeLLM):
+        def answer(self, index: int, prompt: Any, params: SamplingParams) -> Any:
+            if index == 200:
+                raise RuntimeError("CUDA error")
+            return super().answer(index, prompt, params)
+
+    assert run(source, "-o", out, make_llm=Failing) == 4
+    assert 0 < len(read_rows(out)) < 200
+    assert "failed: RuntimeError: CUDA error" in (tmp_path / "out.jsonl.job.json").read_text()
+    assert run(source, "-o", out) == 0
+    assert [row["index"] for row in read_rows(out)] == list(range(300))
+
+
+def test_an_empty_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, out = write_rows(tmp_path / "in.jsonl", []), tmp_path / "out.jsonl"
+    assert run(source, "-o", out) == 0 and out.read_bytes() == b""
+    assert "in.jsonl has no rows" in capsys.readouterr().err
+    assert run(source, "-o", out) == 0
+
+
+def test_an_input_that_changes_while_the_job_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, out = write_rows(tmp_path / "in.jsonl", rows_of(200)), tmp_path / "out.jsonl"
+
+    class Appending(FakeLLM):
+        def answer(self, index: int, prompt: Any, params: SamplingParams) -> Any:
+            if index == 50:
+                write_rows(source, rows_of(150))
+            return super().answer(index, prompt, params)
+
+    assert run(source, "-o", out, make_llm=Appending) == 4
+    assert "was changed while the job ran" in capsys.readouterr().err
+    assert run(source, "-o", out) == 2
+
+
+def test_ordered_output_is_in_order_at_every_moment(tmp_path: Path) -> None:
+    rows: list[Any] = rows_of(300)
+    rows[10] = {"prompt": ""}
+    rows[200] = b"{\n"
+    source, out = write_rows(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl"
+    seen = 0
+
+    class Watching(FakeLLM):
+        def __init__(self, *args: object, **options: object) -> None:
+            super().__init__()
+            self.sample = self.watch
+
+        def watch(self, number: int) -> None:
+            nonlocal seen
+            found = read_rows(out)
+            assert [row["index"] for row in found] == list(range(len(found)))
+            seen = max(seen, len(found))
+            if number == 150:
+                raise KeyboardInterrupt
+
+    assert run(source, "-o", out, "--ordered", make_llm=Watching) == 130
+    assert 0 < seen < 300
+    assert run(source, "-o", out, "--ordered") == 1
+    assert [row["index"] for row in read_rows(out)] == list(range(300))
+    unordered = tmp_path / "unordered.jsonl"
+    assert run(source, "-o", unordered) == 1 and unordered.read_bytes() == out.read_bytes()
+
+
+@pytest.mark.parametrize("ending", ["csv", "tsv", "parquet"])
+def test_other_formats_in_and_out(tmp_path: Path, ending: str) -> None:
+    pyarrow = import_pyarrow()
+    rows = [{"id": f"r{index}", "prompt": f"prompt, {index}"} for index in range(50)]
+    source = tmp_path / f"in.{ending}"
+    if ending == "parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), source)
+    else:
+        tab = "\t" if ending == "tsv" else ","
+        source.write_text("\n".join([f"id{tab}prompt", *(f'{r["id"]}{tab}"{r["prompt"]}"' for r in rows)]))
+    out = tmp_path / f"out.{ending}"
+
+    class Stopping(FakeLLM):
+        def __init__(self, *args: object, **options: object) -> None:
+            super().__init__()
+            self.ahead = 4
+            self.sample = lambda number: (_ for _ in ()).throw(KeyboardInterrupt) if number == 20 else None
+
+    assert run(source, "-o", out, make_llm=Stopping) == 130 and not out.exists()
+    assert run(source, "-o", out) == 0
+    if ending == "parquet":
+        found = pyarrow.parquet.read_table(out).to_pylist()
+        assert found[3] == {
+            **{"index": 3, "id": "r3", "text": "9 None", "finish_reason": "stop", "texts": None},
+            **{"finish_reasons": None, "prompt_tokens": 1, "completion_tokens": 2, "logprobs": None},
+            "error": None,
+        }
+    else:
+        lines = out.read_text().splitlines()
+        assert lines[0].replace("\t", ",").startswith("index,id,text,finish_reason") and len(lines) == 51
+        assert lines[4].replace("\t", ",") == "3,r3,9 None,stop,,,1,2,,"
+    (tmp_path / f"out.{ending}.rows.jsonl").unlink()
+    assert run(source, "-o", out) == 2
+
+
+def test_standard_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "out.jsonl"
+    for rows, code in ((20, 0), (20, 0), (21, 2)):
+        with write_rows(tmp_path / "in.jsonl", rows_of(rows)).open() as file:
+            monkeypatch.setattr(sys, "stdin", file)
+            assert run("-", "-o", out) == code
+    assert len(read_rows(out)) == 20
+    assert files(tmp_path) == {"in.jsonl", "out.jsonl", "out.jsonl.job.json"}
+
+
+def test_a_full_disk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A limit on the size of files stands for the disk."""
+    source, out = write_rows(tmp_path / "in.jsonl", rows_of(400)), tmp_path / "out.jsonl"
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    size = 0
+    for limit in (10_000, 20_000):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+        try:
+            assert run(source, "-o", out) == 4
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        assert "File too large, after" in capsys.readouterr().err
+        assert size < out.stat().st_size <= limit and out.read_bytes().endswith(b"\n")
+        size = out.stat().st_size
+    assert run(source, "-o", out) == 0
+    assert [row["index"] for row in read_rows(out)] == list(range(400))
+
+
+def test_a_line_that_does_not_reach_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, out = write_rows(tmp_path / "in.jsonl", rows_of(200)), tmp_path / "out.jsonl"
+
+    def broken(output: Output) -> None:
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Output, "sync", broken)
+        assert run(source, "-o", out) == 4
+    assert "Input/output error" in (tmp_path / "out.jsonl.job.json").read_text()
+    assert run(source, "-o", out) == 0
+
+
+def test_a_disk_that_is_full_at_the_last_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, out = write_rows(tmp_path / "in.jsonl", rows_of(200)), tmp_path / "out.jsonl"
+
+    def full(path: Path, num_rows: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("nanovllm.jobs.run.put_in_order", full)
+        assert run(source, "-o", out) == 4
+    assert len(read_rows(out)) == 200
+
+    def no_model(*args: object, **options: object) -> FakeLLM:
+        raise AssertionError("all rows are answered")
+
+    assert run(source, "-o", out, make_llm=no_model) == 0
+    assert [row["index"] for row in read_rows(out)] == list(range(200))
+
+
+def resident() -> int:
+    """Bytes of this process that are in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def test_100_000_rows_with_bad_ones_in_flat_memory(tmp_path: Path) -> None:
+    def rows(count: int) -> Iterator[Any]:
+        for index in range(count):
+            bad = index % 100 == 7
+            yield b'{"prompt": \n' if bad else {"id": index, "prompt": f"prompt number {index} " * 9}
+
+    peaks = {}
+    for count in (10_000, 100_000):
+        peak = 0
+
+        class Sampling(FakeLLM):
+            def __init__(self, *args: object, **options: object) -> None:
+                super().__init__()
+                self.prompts.clear()
+                self.sample = self.look
+
+            def look(self, number: int) -> None:
+                nonlocal peak
+                self.prompts.clear()
+                if number % 500 == 0:
+                    peak = max(peak, resident())
+
+        source, out = write_rows(tmp_path / f"in{count}.jsonl", rows(count)), tmp_path / f"out{count}.jsonl"
+        assert run(source, "-o", out, make_llm=Sampling) == 1
+        peaks[count] = peak
+        with out.open("rb") as file:
+            for index, line in enumerate(file):
+                row = json.loads(line)
+                assert row["index"] == index and (row["error"] is not None) == (index % 100 == 7)
+                assert row["id"] == (None if index % 100 == 7 else index)
+        assert index == count - 1
+    assert peaks[100_000] < peaks[10_000] + 16 * MIB
+
+
+def test_the_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    good = write_rows(tmp_path / "good.jsonl", rows_of(30))
+    assert program.main(["check", str(good)]) == 0
+    assert capsys.readouterr().out == f"{good}: 30 rows, 0 bad\n"
+    bad = [b"{\n", *rows_of(2), *rows_of(1), {"prompt": "a " * 2000}, *[{"prompt": 5}] * 30]
+    bad += [{"messages": [{"role": "user", "content": "a " * 2000}]}]
+    bad += [{"prompt": "a", "sampling_params": {"stop_token_ids": [10**6]}}]
+    source = write_rows(tmp_path / "bad.jsonl", bad)
+    assert program.main(["check", str(source), str(good)]) == 1
+    printed = capsys.readouterr().out
+    assert f"{source}: line 1: it is not JSON" in printed and f"{source}: and 11 rows more" in printed
+    assert f"{source}: 37 rows, 31 bad; 1 ids come more than once" in printed
+    assert program.main(["check", str(source), "--model", jobs.demo_model_path()]) == 1
+    printed = capsys.readouterr().out
+    assert "row 4: the prompt has 4000 tokens, and at most 1023 leave room" in printed or "row 4" in printed
+    assert f"{source}: 37 rows, 34 bad" in printed
+    assert program.main(["check", str(tmp_path / "none.jsonl")]) == 2
+    assert program.main(["version"]) == 0
+    printed = capsys.readouterr().out
+    assert "nanovllm " in printed and "attention backend reference: can run" in printed
+    assert program.main(["run", str(good), "-o", str(good), "--model", jobs.demo_model_path()]) == 2
+    assert "nanovllm run: -o" in capsys.readouterr().err

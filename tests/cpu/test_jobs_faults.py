@@ -1,0 +1,224 @@
+"""`nanovllm run` on the demo model: killed at any moment, a job goes on and ends with the same bytes."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jobs import read_rows, run, write_rows
+
+from nanovllm import LLM, SamplingParams, demo_model_path
+from nanovllm.jobs import output
+
+CUT = 12  # tokens of most answers
+SAMPLING = f"temperature=0,max_tokens={CUT}"
+
+
+class SharedLLM:
+    """One engine for all runs of a test."""
+
+    def __init__(self, llm: LLM) -> None:
+        self._llm = llm
+
+    def __call__(self, *args: object, **options: object) -> SharedLLM:
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._llm, name)
+
+    def close(self) -> None:
+        pass
+
+
+class KilledError(BaseException):
+    """What no code of a job expects."""
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[SharedLLM]:
+    with LLM(demo_model_path(), device="cpu", max_num_seqs=4) as llm:
+        yield SharedLLM(llm)
+
+
+def chat(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
+
+
+def mixed_rows(count: int) -> list[Any]:
+    """Greedy rows, rows with their own parameters and seeds or without, conversations, and bad ones."""
+    rows: list[Any] = []
+    for index in range(count):
+        text = f"What is {index} + {index}?"
+        prompt = {"messages": chat(text)} if index % 2 else {"prompt": text}
+        rows.append({"id": index, **prompt})
+        if index % 5 == 2:
+            rows[-1]["sampling_params"] = {"temperature": 1.0, "max_tokens": 1 + index % 9}
+        if index % 7 == 3:
+            rows[-1]["sampling_params"] = {"temperature": 0.8, "n": 2, "seed": index}
+        if index % 11 == 5:
+            rows[-1] = [b"{ broken\n", {"id": "empty", "prompt": ""}][index % 2]
+    return rows
+
+
+def test_a_job_killed_at_50_moments_ends_with_the_same_bytes(
+    tmp_path: Path, engine: SharedLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = random.Random(1)
+    source = write_rows(tmp_path / "in.jsonl", mixed_rows(24))
+    undisturbed = tmp_path / "undisturbed.jsonl"
+    assert run(source, "-o", undisturbed, "--sampling", SAMPLING, make_llm=engine) == 1
+    expected = undisturbed.read_bytes()
+    assert sorted(row["index"] for row in read_rows(undisturbed)) == list(range(24))
+    real = os.write
+    out = tmp_path / "out.jsonl"
+    kills = left = 0
+    tore: set[bool] = set()
+
+    def write(descriptor: int, data: bytes) -> int:
+        """As os.write; the line after `left` others is written in part or not at all, and that is the end."""
+        nonlocal left
+        left -= 1
+        if left < 0:
+            part = rng.choice([0, rng.randrange(len(data)), len(data)])
+            tore.add(0 < part < len(data))
+            if part:
+                real(descriptor, data[:part])
+            raise KilledError
+        return real(descriptor, data)
+
+    while kills < 50:
+        for path in tmp_path.glob("out.jsonl*"):
+            path.unlink()
+        while True:
+            left = rng.randrange(12)
+            with monkeypatch.context() as patch:
+                patch.setattr(output.os, "write", write_to_output(write))
+                try:
+                    code = run(source, "-o", out, "--sampling", SAMPLING, make_llm=engine)
+                    break
+                except KilledError:
+                    kills += 1
+        assert code == 1 and out.read_bytes() == expected
+    assert tore == {True, False}
+
+
+def write_to_output(write: Any) -> Any:
+    """`write` for lines of the output, and the real one for what else is written."""
+    real = os.write
+    return lambda descriptor, data: (write if data.startswith(b'{"index"') else real)(descriptor, data)
+
+
+def start(source: Path, out: Path) -> subprocess.Popen[str]:
+    """The job as a process of its own."""
+    argv = [sys.executable, "-m", "nanovllm", "run", str(source), "-o", str(out), "--sampling", SAMPLING]
+    argv += ["--model", demo_model_path(), "--device", "cpu", "--max-num-seqs", "4"]
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(argv, env=env, stderr=subprocess.PIPE, text=True)
+
+
+def wait_for_lines(process: subprocess.Popen[str], out: Path, count: int) -> None:
+    until = time.monotonic() + 300
+    while time.monotonic() < until and process.poll() is None:
+        if out.exists() and out.read_bytes().count(b"\n") >= count:
+            return
+        time.sleep(0.005)
+    raise AssertionError(f"the job ended with code {process.poll()}, or is too slow")
+
+
+def test_kill_ctrl_c_and_sigterm(tmp_path: Path, engine: SharedLLM) -> None:
+    rows = [{"id": index, "prompt": f"What is {index} + {index}?"} for index in range(240)]
+    source, out = write_rows(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl"
+    undisturbed = tmp_path / "undisturbed.jsonl"
+    assert run(source, "-o", undisturbed, "--sampling", SAMPLING, make_llm=engine) == 0
+    lines = 0
+    for number, code in ((signal.SIGKILL, -9), (signal.SIGINT, 130), (signal.SIGTERM, 143)):
+        with start(source, out) as process:
+            wait_for_lines(process, out, lines + 5)
+            if number is signal.SIGKILL:
+                assert run(source, "-o", out, "--sampling", SAMPLING, make_llm=engine) == 2  # it is locked
+            process.send_signal(number)
+            _, printed = process.communicate(timeout=120)
+        assert process.returncode == code, printed
+        state = json.loads((tmp_path / "out.jsonl.job.json").read_text())["state"]
+        assert state.startswith("running" if code == -9 else "stopped by ")
+        found = out.read_bytes().count(b"\n")
+        assert lines + 5 <= found < 240
+        lines = found
+    assert run(source, "-o", out, "--sampling", SAMPLING, make_llm=engine) == 0
+    assert out.read_bytes() == undisturbed.read_bytes()
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "in.jsonl",
+        *("out.jsonl", "out.jsonl.job.json", "undisturbed.jsonl", "undisturbed.jsonl.job.json"),
+    }
+
+
+def test_answers_are_those_of_generate(tmp_path: Path, engine: SharedLLM) -> None:
+    """Sampled ones too: a row has the seed that a new engine gives to the prompt in its place."""
+    prompts = [f"What is {index} + 3?" for index in range(30)]
+    source = write_rows(tmp_path / "in.jsonl", [{"prompt": prompt} for prompt in prompts])
+    for sampling in ({"temperature": 0}, {"temperature": 1.0}):
+        out = tmp_path / f"out{sampling['temperature']}.jsonl"
+        values = sampling | {"max_tokens": 8, "logprobs": 0}
+        assert run(source, "-o", out, "--sampling", json.dumps(values), make_llm=engine) == 0
+        with LLM(demo_model_path(), device="cpu") as llm:
+            expected = llm.generate(prompts, SamplingParams(**values), use_tqdm=False)
+        for row, output_ in zip(read_rows(out), expected, strict=True):
+            assert row["text"] == output_["text"] and row["finish_reason"] == output_["finish_reason"]
+            assert row["prompt_tokens"] == len(output_.prompt_token_ids)
+            assert [each[0]["token_id"] for each in row["logprobs"][0]] == output_["token_ids"]
+
+
+def test_an_openai_batch(tmp_path: Path, engine: SharedLLM) -> None:
+    def request(index: int, url: str, **body: Any) -> dict[str, Any]:
+        return {"custom_id": f"r{index}", "method": "POST", "url": url, "body": {"model": "m", **body}}
+
+    rows = [
+        request(0, "/v1/chat/completions", messages=chat("What is 2 + 3?"), temperature=0),
+        request(1, "/v1/completions", prompt="What is 2 + 3?", max_tokens=5, temperature=0, logprobs=1),
+        request(2, "/v1/chat/completions", messages=chat("Spell AB."), n=2, seed=1, max_tokens=4),
+        request(3, "/v1/chat/completions", messages=[]),
+        request(4, "/v1/completions", prompt="a " * 2000),
+        request(5, "/v1/chat/completions", messages=chat("x"), response_format={"type": "json_schema"}),
+        request(6, "/v1/completions", prompt="a", stop_token_ids=[10**6]),
+        request(7, "/v1/completions", prompt="What is 2 + 3?", max_tokens=5, temperature=0, logprobs=1),
+        request(8, "/v1/embeddings", input="What is 2 + 3?"),
+        request(9, "/v1/embeddings", input=["a b", [5, 6, 7]]),
+        request(10, "/v1/embeddings", input=["a", "a " * 2000]),
+        request(11, "/v1/completions", prompt="Spell AB.", max_tokens=1),
+    ]
+    source, out = write_rows(tmp_path / "batch.jsonl", rows), tmp_path / "answers.jsonl"
+    assert run(source, "-o", out, make_llm=engine) == 1
+    found = read_rows(out)
+    assert [row["custom_id"] for row in found] == [f"r{index}" for index in range(12)]
+    first, second, third = (row["response"]["body"]["choices"] for row in found[:3])
+    greedy = SamplingParams(temperature=0, max_tokens=None)
+    [expected] = engine.chat(chat("What is 2 + 3?"), greedy, use_tqdm=False)
+    assert first[0]["message"]["content"] == expected["text"] and first[0]["finish_reason"] == "stop"
+    assert len(second[0]["logprobs"]["tokens"]) == 5
+    assert [choice["index"] for choice in third] == [0, 1]
+    errors = [
+        "must be a list of messages",
+        "the prompt: the prompt has",
+        "response_format must have",
+        "stop_token_ids: token id",
+    ]
+    for row, error in zip(found[3:7], errors, strict=True):
+        assert row["response"] is None and error in row["error"]["message"]
+    assert found[7]["response"]["body"]["choices"][0]["text"] == second[0]["text"]
+    embeddings = engine.embed(["What is 2 + 3?", "a b", [5, 6, 7]], use_tqdm=False)
+    for row, several in ((found[8], embeddings[:1]), (found[9], embeddings[1:])):
+        data = row["response"]["body"]["data"]
+        assert [each["index"] for each in data] == list(range(len(several)))
+        for each, expected in zip(data, several, strict=True):
+            assert each["embedding"] == pytest.approx(expected.outputs.embedding, abs=1e-4)
+    assert found[10]["error"]["message"].startswith("the input: the prompt has")
+    assert found[11]["response"]["body"]["usage"]["completion_tokens"] == 1

@@ -1,0 +1,83 @@
+"""Helpers for tests of jobs: files of rows, a command in this process, an engine that computes nothing."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from nanovllm import demo_model_path
+from nanovllm.jobs.arguments import parse_args
+from nanovllm.jobs.errors import REFUSED, JobRefusedError
+from nanovllm.jobs.run import main
+from nanovllm.outputs import CompletionOutput, RequestOutput
+from nanovllm.sampling_params import SamplingParams
+
+
+class FakeLLM:
+    """Answers a prompt with its length and its seed, in a random order; reads as far ahead as an LLM.
+
+    `sample`: called with the number of each answer.
+    """
+
+    tokenizer = None
+    on_step: Any = None
+    ahead = 64
+
+    def __init__(self, *args: object, **options: object) -> None:
+        self.sample: Callable[[int], object] = lambda number: None
+        self.prompts: deque[str] = deque(maxlen=100_000)
+        self._rng = random.Random(0)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        return SamplingParams(temperature=0)
+
+    def stream(
+        self, prompts: Iterable[dict[str, Any]], params: Iterator[SamplingParams], on_error: str
+    ) -> Iterator[RequestOutput]:
+        assert on_error == "return"
+        held: list[RequestOutput] = []
+        number = 0
+        for index, prompt in enumerate(prompts):
+            held.append(self.answer(index, prompt, next(params)))
+            while len(held) > self.ahead:
+                self.sample(number)
+                number += 1
+                yield held.pop(self._rng.randrange(len(held)))
+        assert next(params, None) is None
+        yield from held
+
+    def answer(self, index: int, prompt: dict[str, Any], params: SamplingParams) -> RequestOutput:
+        text = prompt["prompt"]
+        self.prompts.append(text)
+        error = f"prompts[{index}] is empty; a prompt needs at least one token" if not text else None
+        answer = CompletionOutput(0, f"{len(text)} {params.seed}", [1, 2], "error" if error else "stop")
+        return RequestOutput(index, text, [1], [answer], error=error, index=index)
+
+    def close(self) -> None:
+        pass
+
+
+def write_rows(path: Path, rows: Iterable[Any]) -> Path:
+    """Write rows as JSON Lines; bytes as they are."""
+    with path.open("wb") as file:
+        for row in rows:
+            file.write(row if isinstance(row, bytes) else json.dumps(row).encode() + b"\n")
+    return path
+
+
+def run(*argv: object, make_llm: Callable[..., Any] = FakeLLM) -> int:
+    """Run `nanovllm run` here and return its exit code."""
+    args = parse_args(["run", *map(str, argv), "--model", demo_model_path()])
+    try:
+        return main(args, make_llm)
+    except JobRefusedError as error:
+        print(f"refused: {error}")
+        return REFUSED
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_bytes().splitlines()]

@@ -1,0 +1,636 @@
+"""The parts of a job without an engine: sources, rows, order window, journal, output and arguments."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import random
+import re
+import subprocess
+import sys
+from array import array
+from collections.abc import Callable, Iterator
+from io import StringIO
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nanovllm.jobs import sources
+from nanovllm.jobs.arguments import engine_options, parse_args, parse_sampling
+from nanovllm.jobs.errors import JobFailedError, JobRefusedError
+from nanovllm.jobs.journal import Journal, hash_file, hash_model, locked
+from nanovllm.jobs.openai_batch import OpenAIFormat
+from nanovllm.jobs.output import IndexSet, Output, line_index, put_in_order, to_line
+from nanovllm.jobs.params import ParamsMaker, make_params
+from nanovllm.jobs.progress import JobProgress
+from nanovllm.jobs.sources import SourceRow, open_source
+from nanovllm.jobs.tasks import Columns, PlainFormat, Task
+from nanovllm.jobs.window import arranged, in_good_order
+from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput
+from nanovllm.sampling_params import SamplingParams
+
+GREEDY = SamplingParams(temperature=0)
+
+
+def values_of(path: Path, format: str = "auto") -> list[Any]:
+    """The rows of a file, and what is wrong with those that are bad."""
+    found: list[Any] = []
+    for index, row in enumerate(open_source(path, format).rows()):
+        assert row.index == index
+        try:
+            found.append(row.values())
+        except ValueError as error:
+            found.append(str(error))
+    return found
+
+
+# -- sources -----------------------------------------------------------------------------------------------
+
+
+def test_json_lines(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    lines = [
+        b'\xef\xbb\xbf{"a": 1}',
+        b"",
+        b"{",
+        b'{"a": "\xe9"}',
+        b"[1]",
+        b'{"a": NaN}',
+        b'{"a": "\xc3\xa9"}\r',
+    ]
+    path.write_bytes(b"\n".join([*lines, b"[" * 100_000, b'{"b": 2}']))
+    found = values_of(path)
+    assert found[0] == {"a": 1} and found[5] == {"a": "é"} and found[7] == {"b": 2} and len(found) == 8
+    for row, error in {
+        1: "line 3: it is not JSON",
+        2: "line 4: it is not UTF-8: byte 0xe9 at position 7; convert",
+        3: "line 5: it must be a JSON object {...}, not a list",
+        4: "line 6: it is not JSON: NaN is no JSON number",
+        6: "line 8: it is not JSON",
+    }.items():
+        assert found[row].startswith(error)
+    (tmp_path / "empty.jsonl").touch()
+    assert values_of(tmp_path / "empty.jsonl") == []
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "csv"])
+def test_a_line_of_10_mb_is_one_bad_row(tmp_path: Path, ending: str) -> None:
+    path = tmp_path / f"rows.{ending}"
+    rows = ["a,b", "1,2", "x" * 5_000_000 + "," + "y" * 5_000_000, "3,4"]
+    if ending == "jsonl":
+        rows = [json.dumps(dict(zip("ab", row.split(","), strict=True))) for row in rows[1:]]
+    path.write_text("\n".join(rows))
+    good, bad, last = values_of(path)
+    assert good == {"a": "1", "b": "2"} and last == {"a": "3", "b": "4"}
+    assert bad.endswith("it is longer than 8 MiB")
+
+
+def test_csv(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    rows = ['\ufefftext,"n,m"', '"two\nlines, ""quoted""",1', "", "é,2", "one,two,three", "one"]
+    path.write_bytes("\n".join(rows).encode() + b"\n\xe9t\xe9,3\nlast,4\n")
+    assert values_of(path) == [
+        {"text": 'two\nlines, "quoted"', "n,m": "1"},
+        {"text": "é", "n,m": "2"},
+        "row 4: it has 3 fields, and there are 2 columns",
+        "row 5: it has 1 fields, and there are 2 columns",
+        "row 6: it is not UTF-8: byte 0xe9 at position 0; convert the file, for example with "
+        "`iconv -f latin1 -t utf-8`",
+        {"text": "last", "n,m": "4"},
+    ]
+    (tmp_path / "rows.tsv").write_text("a\tb\n1,\t2\n")
+    assert values_of(tmp_path / "rows.tsv") == [{"a": "1,", "b": "2"}]
+    (tmp_path / "twice.csv").write_text("a,b,a\n")
+    with pytest.raises(JobRefusedError, match="several columns are named a; rename them"):
+        open_source(tmp_path / "twice.csv", "auto")
+
+
+def test_an_open_quote_does_not_swallow_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "MAX_ROW_BYTES", 100)
+    path = tmp_path / "rows.csv"
+    path.write_text('a,b\n1,"open\n' + "2,3\n" * 40)
+    found = values_of(path)
+    assert "row 2: it is not CSV: field larger than field limit" in found[0]
+    assert found[1:] == [{"a": "2", "b": "3"}] * len(found[1:]) and len(found) > 5
+    csv.field_size_limit(2**17)
+
+
+def test_parquet(tmp_path: Path) -> None:
+    pyarrow = sources.import_pyarrow()
+    path = tmp_path / "rows.parquet"
+    rows = [{"prompt": f"p{i}", "sampling_params": {"seed": i}, "other": None} for i in range(600)]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=100)
+    source = open_source(path, "auto")
+    assert source.num_rows == 600 and source.columns == ["prompt", "sampling_params", "other"]
+    assert [row.values() for row in source.rows()] == rows and source.position == source.size
+    source.wanted = {"prompt"}
+    assert next(source.rows()).values() == {"prompt": "p0"}
+    path.write_bytes(b"PAR1 no table")
+    with pytest.raises(JobRefusedError, match=r"rows\.parquet is no Parquet file that can be read"):
+        open_source(path, "auto")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "error"),
+    [
+        ("rows.txt", b"", "the ending '.txt' says no format; rename it to one of .jsonl"),
+        ("rows.jsonl", "text".encode("utf-16"), "is UTF-16, and UTF-8 text is read; convert it first"),
+        ("rows.csv", b"\x1f\x8b", "is gzip"),
+        ("rows.csv", b"\xff\xffa,b\n", None),
+        ("none.jsonl", None, "No such file or directory"),
+    ],
+)
+def test_files_that_cannot_be_read(
+    tmp_path: Path, name: str, content: bytes | None, error: str | None
+) -> None:
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    if error is None:
+        open_source(tmp_path / name, "auto")
+        return
+    with pytest.raises(JobRefusedError, match=error):
+        open_source(tmp_path / name, "auto")
+
+
+# -- rows --------------------------------------------------------------------------------------------------
+
+
+def plain_task(
+    values: dict[str, Any], index: int = 0, params: SamplingParams = GREEDY, **columns: Any
+) -> Task:
+    row_format = PlainFormat(ParamsMaker(params, 0), Columns(**columns))
+    return row_format.task(SourceRow(index, "line 1", values), values)
+
+
+def test_prompts_of_rows() -> None:
+    user = [{"role": "user", "content": "Hi"}]
+    assert plain_task({"prompt": "Hi", "id": 7}).id == 7
+    assert plain_task({"prompt": [5, 6], "custom_id": "a"}).id == "a"
+    assert plain_task({"messages": user}).is_chat
+    assert plain_task({"m": json.dumps(user)}, messages="m").prompt == user
+    assert plain_task({"body": "x{y", "n": {"m": 3}}, template="{body}: {n[m]} {{}}").prompt == "x{y: 3 {}"
+    assert plain_task({"q": "Hi", "key": 1, "id": 2}, prompt="q", id="key").id == 1
+
+
+@pytest.mark.parametrize(
+    ("values", "columns", "error"),
+    [
+        ({"text": "Hi"}, {}, "no column 'prompt' or 'messages'; there are 'text': say which one with"),
+        ({"text": "Hi"}, {"prompt": "q"}, "there is no column 'q'; there are 'text'"),
+        ({"prompt": None}, {}, r"column 'prompt' must be a text or a list of token ids, not None"),
+        ({"prompt": 5}, {}, "column 'prompt' must be a text or a list of token ids, not 5"),
+        ({"prompt": [5, True]}, {}, "column 'prompt' must be a text or a list of token ids"),
+        ({"prompt": [2**40]}, {}, "has a token id that does not fit into 32 bits"),
+        ({"prompt": "a", "sampling_params": {"top_p": 2}}, {}, r"top_p must be in \(0, 1\]"),
+        ({"prompt": "a", "sampling_params": {"topp": 1}}, {}, "topp"),
+        ({"prompt": "a", "sampling_params": "{"}, {}, "column 'sampling_params' is no JSON object"),
+        ({"prompt": "a", "sampling_params": [1]}, {}, "column 'sampling_params' must be an object"),
+        ({"prompt": "a", "sampling_params": {"prompt_logprobs": 1}}, {}, "not written by a job"),
+        ({"prompt": "a", "sampling_params": {"structured_outputs": 1}}, {}, "must be an object"),
+        ({"messages": "Hi"}, {"messages": "messages"}, "is a text, and no JSON list of messages"),
+        ({"messages": []}, {"messages": "messages"}, "column 'messages' must be a list of messages"),
+        ({"messages": [{"content": "Hi"}]}, {}, "column 'messages', message 0 needs a role"),
+        ({"a": 5}, {"template": "{a.b}"}, "the template cannot be filled: AttributeError"),
+    ],
+)
+def test_bad_rows(values: dict[str, Any], columns: dict[str, Any], error: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=error):
+        plain_task(values, **columns)
+
+
+@pytest.mark.parametrize("template", ["none", "{", "{}", "{0}{}"])
+def test_bad_templates(template: str) -> None:
+    if template == "{0}{}":  # a column may be called 0; one without a name may not
+        assert Columns(template="{0}").needed() == ["0"]
+    with pytest.raises(ValueError, match="the template"):
+        Columns(template=template).needed()
+
+
+def test_seeds_follow_from_the_job_and_the_index() -> None:
+    sampled = SamplingParams(temperature=1, seed=5)
+    seeds = [plain_task({"prompt": "a"}, index, sampled).params.seed for index in range(100)]
+    assert len(set(seeds)) == 100
+    assert plain_task({"prompt": "b"}, 7, sampled).params.seed == seeds[7]
+    assert plain_task({"prompt": "b"}, 7, SamplingParams(seed=6)).params.seed != seeds[7]
+    own = plain_task({"prompt": "a", "sampling_params": {"seed": 9, "max_tokens": 3}}, 7, sampled).params
+    assert (own.seed, own.max_tokens, own.temperature) == (9, 3, 1)
+    assert plain_task({"prompt": "a"}).params is plain_task({"prompt": "b"}).params  # greedy: one for all
+
+
+def batch_task(body: dict[str, Any], url: str = "/v1/chat/completions", **others: Any) -> Task:
+    values = {"custom_id": "r", "method": "POST", "url": url, "body": body} | others
+    row_format = OpenAIFormat(ParamsMaker(GREEDY, 0), "folder")
+    return row_format.task(SourceRow(3, "line 4", values), values)
+
+
+def test_openai_bodies() -> None:
+    messages = [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]
+    chat = batch_task(
+        {
+            "model": "m",
+            "messages": messages,
+            "max_completion_tokens": 5,
+            "temperature": 0.5,
+            "stop": ["a"],
+            "logprobs": True,
+            "top_logprobs": 2,
+            "tools": [{"type": "function"}],
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "x", "schema": {"type": "object"}},
+            },
+            "stream": False,
+            "user": "me",
+        }
+    )
+    assert (
+        chat.is_chat
+        and chat.prompt[0]["content"] == "Hi"
+        and chat.template == {"tools": [{"type": "function"}]}
+    )
+    params = chat.params
+    assert (params.max_tokens, params.temperature, params.stop, params.logprobs) == (5, 0.5, ["a"], 2)
+    assert params.structured_outputs is not None and params.structured_outputs.json == '{"type": "object"}'
+    text = batch_task({"prompt": ["Hi"], "max_tokens": 3}, "/v1/completions")
+    assert text.prompt == "Hi" and text.params.max_tokens == 3
+    assert batch_task({"prompt": [5, 6]}, "/v1/completions").params.max_tokens is None
+    embed = batch_task({"input": ["a", [5]]}, "/v1/embeddings")
+    assert embed.kind == "embed" and embed.prompt == ["a", array("i", [5])]
+
+
+@pytest.mark.parametrize(
+    ("body", "others", "error"),
+    [
+        ({"messages": []}, {}, "column 'messages' must be a list of messages"),
+        (
+            {"messages": [{"role": "user", "content": "a"}], "stream": True},
+            {},
+            "stream=True .* is not supported",
+        ),
+        ({"messages": [{"role": "user", "content": "a"}], "foo": 1}, {}, "'foo' in the body is not known"),
+        ({"messages": [{"role": "user", "content": "a"}], "top_p": 5}, {}, "top_p must be"),
+        (
+            {"messages": [{"role": "user", "content": "a"}], "response_format": 1},
+            {},
+            "response_format must have",
+        ),
+        ({}, {"url": "/v1/images"}, "url must be one of /v1/chat/completions, /v1/completions"),
+        ({}, {"custom_id": 5}, "custom_id must be a text, not 5"),
+        ({}, {"method": "GET"}, "method must be 'POST', not 'GET'"),
+        (5, {}, "body must be an object"),
+        ({"prompt": ["a", "b"]}, {"url": "/v1/completions"}, "prompt has 2 prompts; write one for each row"),
+        ({"input": []}, {"url": "/v1/embeddings"}, "input must be a text or a list of token ids"),
+        ({"input": "a", "top_p": 1}, {"url": "/v1/embeddings"}, "'top_p' in the body is not known"),
+    ],
+)
+def test_bad_openai_rows(body: dict[str, Any], others: dict[str, Any], error: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=error):
+        batch_task(body, **others)
+
+
+def test_openai_answers() -> None:
+    row_format = OpenAIFormat(ParamsMaker(GREEDY, 0), "folder")
+    logprobs = [{5: Logprob(-0.5, 1, "a"), 6: Logprob(-float("inf"), 2, "b")}]
+    completion = CompletionOutput(0, "a", [5], "stop", None, logprobs)
+    output = RequestOutput("0", "Hi", [1, 2], [completion])
+    chat = batch_task({"messages": [{"role": "user", "content": "a"}], "logprobs": True, "top_logprobs": 2})
+    answer = row_format.answer(chat, output)
+    assert answer["id"] == "batch_req_3" and answer["custom_id"] == "r" and answer["error"] is None
+    body = answer["response"]["body"]
+    assert body["object"] == "chat.completion" and body["model"] == "folder"
+    [choice] = body["choices"]
+    assert choice["message"] == {"role": "assistant", "content": "a"} and choice["finish_reason"] == "stop"
+    [entry] = choice["logprobs"]["content"]
+    assert entry["token"] == "a" and entry["bytes"] == [97]
+    assert [each["logprob"] for each in entry["top_logprobs"]] == [-0.5, -9999]
+    assert body["usage"] == {"prompt_tokens": 2, "completion_tokens": 1, "total_tokens": 3}
+    text = batch_task({"prompt": "Hi", "logprobs": 1}, "/v1/completions")
+    [choice] = row_format.answer(text, output)["response"]["body"]["choices"]
+    assert choice["text"] == "a" and choice["logprobs"] == {
+        "tokens": ["a"],
+        "token_logprobs": [-0.5],
+        "top_logprobs": [{"a": -0.5}],
+        "text_offset": [0],
+    }
+    error = row_format.error(4, "r", "why")
+    assert line_index(to_line(error)) == 4 and line_index(to_line(answer)) == 3
+    assert error["error"] == {"code": "invalid_request", "message": "why"} and error["response"] is None
+
+
+def test_parameters_from_json() -> None:
+    params = make_params({"structured_outputs": {"choice": ["a"]}, "logit_bias": {"5": 1}}, GREEDY)
+    assert params.structured_outputs is not None and params.structured_outputs.choice == ("a",)
+    assert params.logit_bias == {5: 1.0} and params.temperature == 0
+    assert parse_sampling("temperature=0.6,max_tokens=None,stop=x,ignore_eos=true") == {
+        "temperature": 0.6,
+        "max_tokens": None,
+        "stop": "x",
+        "ignore_eos": True,
+    }
+    assert parse_sampling('{"stop": ["a", "b"]}') == {"stop": ["a", "b"]}
+    for text, error in {
+        "top_p=2": "top_p",
+        "a": "is no name=value",
+        "{": "Expecting",
+        "topp=1": "topp",
+    }.items():
+        with pytest.raises(argparse.ArgumentTypeError, match=error):
+            parse_sampling(text)
+
+
+# -- the order window --------------------------------------------------------------------------------------
+
+
+def tasks_of(prompts: list[str], limits: list[int] | None = None) -> list[Task]:
+    limits = limits or [64] * len(prompts)
+    return [
+        Task(index, None, prompt, SamplingParams(temperature=0, max_tokens=limit))
+        for index, (prompt, limit) in enumerate(zip(prompts, limits, strict=True))
+    ]
+
+
+def test_shared_prefixes_meet_and_long_outputs_come_first() -> None:
+    rng = random.Random(0)
+    owners = [rng.randrange(20) for _ in range(400)]
+    tasks = tasks_of([f"{owner:02}" * 200 + str(rng.random()) for owner in owners])
+    found = [owners[task.index] for task in arranged(tasks)]
+    assert sum(one != other for one, other in pairwise(found)) == 19
+    tasks = tasks_of(["a", "b", "c" * 200 + "1", "c" * 200 + "2", "d"], [5, 50, 10, 20, 1])
+    assert [task.index for task in arranged(tasks)] == [1, 3, 2, 0, 4]
+
+
+@given(st.lists(st.text(alphabet="ab", max_size=6), max_size=60), st.integers(1, 20))
+def test_the_window_keeps_every_task(prompts: list[str], rows: int) -> None:
+    read = 0
+
+    def source() -> Iterator[Task]:
+        nonlocal read
+        for task in tasks_of(prompts):
+            read += 1
+            yield task
+
+    found = []
+    for task in in_good_order(source(), rows):
+        found.append(task.index)
+        assert read <= len(found) + 2 * rows
+    assert sorted(found) == list(range(len(prompts)))
+    assert found == [task.index for task in in_good_order(iter(tasks_of(prompts)), rows)]
+
+
+# -- the journal and the lock ------------------------------------------------------------------------------
+
+JOB = {"input": {"bytes": 1, "path": "a"}, "model": {"path": "m"}, "options": {}, "sampling": {"seed": 1}}
+JOB |= {"prompt": {}, "format": "csv"}
+
+
+def test_a_journal_takes_its_own_job_alone(tmp_path: Path) -> None:
+    output = tmp_path / "out.jsonl"
+    journal = Journal(output, output)
+    journal.begin(JOB)
+    text = journal.path.read_text()
+    assert json.loads(text)["state"] == "running" and "\n  " in text and "The same command goes on" in text
+    Journal(output, output).begin(JOB | {"format": "jsonl"})  # nothing is answered yet
+    journal.begin(JOB)
+    output.write_text("{}")
+    moved = JOB | {"input": {"bytes": 1, "path": "b"}}
+    Journal(output, output).begin(moved)
+    assert json.loads(journal.path.read_text())["runs"] == 2
+    other = JOB | {"sampling": {"seed": 2}, "options": {"dtype": "float16"}}
+    with pytest.raises(JobRefusedError) as caught:
+        Journal(output, output).begin(other)
+    assert 'its options.dtype is null, not "float16"; its sampling.seed is 1, not 2.' in str(caught.value)
+    journal.path.write_text("{")
+    with pytest.raises(JobRefusedError, match="cannot be read as a journal"):
+        Journal(output, output).begin(JOB)
+    journal.path.unlink()
+    with pytest.raises(JobRefusedError, match="exists and has no journal"):
+        Journal(output, output).begin(JOB)
+    assert output.read_text() == "{}"
+
+
+def test_a_lock_is_one_process_s(tmp_path: Path) -> None:
+    output = tmp_path / "out.jsonl"
+    code = (
+        "import sys; from pathlib import Path; from nanovllm.jobs.journal import locked\n"
+        "with locked(Path(sys.argv[1])): print('locked', flush=True); sys.stdin.read()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(output)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None and process.stdout.readline() == "locked\n"
+        with (
+            pytest.raises(JobRefusedError, match=f"is being written by process {process.pid}; wait"),
+            locked(output),
+        ):
+            pass
+        process.kill()
+    with locked(output):  # which the dead process held
+        pass
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(JobRefusedError, match="cannot be written"), locked(tmp_path / "none" / "out.jsonl"):
+        pass
+
+
+def test_hashes_tell_files_and_models_apart(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(bytes(2**22))
+    one = hash_model(tmp_path)
+    assert one == hash_model(tmp_path) and hash_file(weights) != hash_file(tmp_path / "config.json")
+    weights.write_bytes(bytes(2**22 - 1) + b"1")
+    assert hash_model(tmp_path) == one  # which no sample sees; a checkpoint's numbers all differ
+    weights.write_bytes(b"1" + bytes(2**22 - 1))
+    assert hash_model(tmp_path) != one
+    weights.write_bytes(bytes(2**22))
+    (tmp_path / "config.json").write_text('{"a": 1}')
+    assert hash_model(tmp_path) != one
+
+
+# -- the output --------------------------------------------------------------------------------------------
+
+
+def row(index: int, error: str | None = None) -> dict[str, Any]:
+    return {"index": index, "text": f"row {index}", "error": error}
+
+
+def write_all(path: Path, *rows: dict[str, Any]) -> None:
+    output = Output(path)
+    for each in rows:
+        output.write(each["index"], each)
+    output.close()
+
+
+@given(st.sets(st.integers(0, 5000)))
+def test_index_sets(indexes: set[int]) -> None:
+    found = IndexSet()
+    for index in [*indexes, *indexes]:
+        found.add(index)
+    assert len(found) == len(indexes) and {index for index in range(9000) if index in found} == indexes
+
+
+def test_an_output_is_taken_up_and_put_in_order(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    write_all(path, row(2), row(0))
+    output = Output(path)
+    assert [index in output.finished for index in range(4)] == [True, False, True, False]
+    assert (output.num_errors, output.is_ordered) == (0, False)
+    output.write(1, row(1, "bad"))
+    assert output.num_errors == 1
+    with pytest.raises(AssertionError, match="row 1 is answered twice"):
+        output.write(1, row(1))
+    output.close()
+    put_in_order(path, 3)
+    assert path.read_bytes() == b"".join(map(to_line, [row(0), row(1, "bad"), row(2)]))
+    output = Output(path)
+    assert output.is_ordered and output.num_errors == 1
+    output.close()
+    assert [each.name for each in tmp_path.iterdir()] == ["out.jsonl"]
+
+
+@pytest.mark.parametrize("cut", [1, 5, 20])
+def test_a_torn_last_line_is_cut_off(tmp_path: Path, cut: int) -> None:
+    path = tmp_path / "out.jsonl"
+    write_all(path, row(0), row(1))
+    path.write_bytes(path.read_bytes()[:-cut])
+    output = Output(path)
+    assert output.num_dropped == 1 and path.read_bytes() == to_line(row(0))
+    output.write(1, row(1))
+    output.close()
+    assert path.read_bytes() == to_line(row(0)) + to_line(row(1))
+
+
+def test_damaged_lines_are_left_out_wherever_they_are(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    good = [to_line(row(index)) for index in range(4)]
+    path.write_bytes(
+        good[0] + bytes(40) + b"\n" + good[1][:15] + b"\n" + good[2] + good[0] + good[3] + bytes(9)
+    )
+    output = Output(path)
+    assert output.num_dropped == 4 and path.read_bytes() == good[0] + good[2] + good[3]
+    output.write(1, row(1))
+    output.close()
+    assert path.read_bytes() == good[0] + good[2] + good[3] + good[1]
+
+
+def test_error_rows_can_be_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    write_all(path, row(0), row(1, "bad"), row(2), row(3, "bad"))
+    output = Output(path, drop_errors=True)
+    assert output.num_dropped == 2 and output.num_errors == 0 and 1 not in output.finished
+    assert path.read_bytes() == to_line(row(0)) + to_line(row(2))
+    output.close()
+
+
+def test_a_line_that_does_not_fit_leaves_no_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "out.jsonl"
+    output = Output(path)
+    output.write(0, row(0))
+    real = sources.os.write
+    writes: list[Callable[..., int]] = [lambda fd, data: real(fd, data[:7])]
+
+    def write(descriptor: int, data: bytes) -> int:
+        if writes:
+            return writes.pop()(descriptor, data)
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.write", write)
+        with pytest.raises(JobFailedError, match="No space left on device, after 1 rows, which are kept"):
+            output.write(1, row(1))
+    assert path.read_bytes() == to_line(row(0))
+    output.write(1, row(1))
+    output.close()
+    assert path.read_bytes() == to_line(row(0)) + to_line(row(1))
+
+
+def test_what_is_no_character_is_escaped() -> None:
+    assert to_line({"id": "é"}) == '{"id": "é"}\n'.encode()
+    assert to_line({"id": "\ud800"}) == b'{"id": "\\ud800"}\n'
+
+
+# -- progress ----------------------------------------------------------------------------------------------
+
+
+class Terminal(StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def answer_of(tokens: int) -> RequestOutput:
+    return RequestOutput("0", "a", [1, 2], [CompletionOutput(0, "a", [5] * tokens, "stop")])
+
+
+def test_progress(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b'{"a": 1}\n' * 100)
+    source = open_source(path, "auto")
+    source.position = source.size // 2
+    now = 0.0
+    plain, terminal = StringIO(), Terminal()
+    shows = [JobProgress(source, 10, 1, stream, lambda: now) for stream in (plain, terminal)]
+    for second in range(1, 21):
+        now = float(second)
+        for progress in shows:
+            progress.rows_read = 50
+            progress.answered(answer_of(30))
+            progress.written(is_error=second == 20)
+    for progress in shows:
+        progress.close()
+    first, second_line = plain.getvalue().splitlines()
+    assert first == "20 rows (20%), 30.0 tok/s, 0:01:20 left, 1 error, KV 0%"
+    assert second_line == "30 rows (30%), 30.0 tok/s, 0:01:10 left, 2 errors, KV 0%"
+    now += 1
+    terminal.write = Mock(side_effect=BrokenPipeError)  # type: ignore[method-assign]
+    shows[1].show()
+    shows[1].close()
+    assert terminal.write.call_count == 2
+    assert terminal.getvalue().count("\r\x1b[K") == 21 and "\n" not in terminal.getvalue()
+
+
+# -- arguments ---------------------------------------------------------------------------------------------
+
+RUN = ["run", "in.jsonl", "-o", "out.jsonl", "--model", "m"]
+
+
+def test_options_of_llm_are_flags() -> None:
+    args = parse_args([*RUN, "--no-enable-prefix-caching", "--max-num-seqs", "8", "--max-model-len", "auto"])
+    assert engine_options(args) == {
+        "enable_prefix_caching": False,
+        "max_num_seqs": 8,
+        "max_model_len": "auto",
+    }
+    args = parse_args([*RUN, "--gpu-memory-utilization", "0.5", "--seed", "3", "--enforce-eager"])
+    assert engine_options(args) == {"gpu_memory_utilization": 0.5, "seed": 3, "enforce_eager": True}
+
+
+@pytest.mark.parametrize(
+    ("argv", "error"),
+    [
+        (["run"], "the following arguments are required"),
+        ([*RUN, "--sampling", "top_p=3"], r"top_p must be in \(0, 1\]"),
+        ([*RUN, "--max-errors", "-1"], "must be a number of rows, 0 or more"),
+        ([*RUN, "--window", "0"], "must be 1 or more"),
+        ([*RUN, "--prompt-column", "a", "--template", "{a}"], "not allowed with argument"),
+        ([*RUN, "--template", "@/none"], "No such file"),
+        ([*RUN, "--chat-template-kwargs", "1"], "must be a JSON object"),
+        ([*RUN, "--max-num-sqs", "1"], "unrecognized arguments: --max-num-sqs"),
+        (["sing"], "invalid choice: 'sing'"),
+    ],
+)
+def test_wrong_arguments(argv: list[str], error: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parse_args(argv)
+    assert caught.value.code == 2
+    assert re.search(error, capsys.readouterr().err)
+
+
+def test_the_parts_need_no_torch() -> None:
+    code = "import sys, nanovllm.jobs.main, nanovllm.jobs.job, nanovllm.jobs.runner; "
+    code += "assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

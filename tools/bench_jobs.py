@@ -1,0 +1,127 @@
+"""What `nanovllm run` costs beside `LLM.generate`, and what its order window gains.
+
+    python tools/bench_jobs.py overhead                       # the headline workload, 8 times over
+    python tools/bench_jobs.py order --prefix 4096 --rows 2048    # 20 shared prefixes in random order
+
+Both with dummy weights of a Qwen3 shape and token ids in a JSON Lines file. Rows are run by the loop of a job
+with an engine that is loaded before, so that loading is not counted. Ends in a line of JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from random import Random
+from time import perf_counter
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+
+from nanovllm import LLM, SamplingParams  # noqa: E402
+from nanovllm.jobs.arguments import parse_args  # noqa: E402
+from nanovllm.jobs.run import main as run_job  # noqa: E402
+from tools.benchmark.workloads import QWEN3, Workload, headline, write_shape  # noqa: E402
+
+PREFIXES = 20
+
+
+class LoadedLLM:
+    """Stands for an engine that a job loads and closes, and is always the same one."""
+
+    def __init__(self, llm: LLM) -> None:
+        self._llm = llm
+
+    def __call__(self, *args: object, **options: object) -> LoadedLLM:
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._llm, name)
+
+    def close(self) -> None:
+        pass
+
+
+def shared_prefixes(rows: int, prefix: int, tokens_out: int) -> Workload:
+    """PREFIXES prefixes of `prefix` random ids, each row with one of them and 32 to 128 ids of its own."""
+    rng = Random(0)
+    prefixes = [[rng.randint(0, 10000) for _ in range(prefix)] for _ in range(PREFIXES)]
+    prompts = [
+        rng.choice(prefixes) + [rng.randint(0, 10000) for _ in range(rng.randint(32, 128))]
+        for _ in range(rows)
+    ]
+    return Workload("prefixes", prompts, [tokens_out] * rows)
+
+
+def write_rows(work: Workload, path: Path) -> None:
+    with path.open("w") as file:
+        for prompt, length in zip(work.prompts, work.output_lens, strict=True):
+            params = {"max_tokens": length, "ignore_eos": True, "temperature": 0.6, "detokenize": False}
+            file.write(json.dumps({"prompt": prompt, "sampling_params": params}) + "\n")
+
+
+def job_seconds(llm: LLM, folder: Path, number: int, *argv: str) -> float:
+    """Run the rows in `folder` as a job; return the seconds of all but loading."""
+    llm.reset_prefix_cache()
+    out = folder / f"out{number}.jsonl"
+    command = ["run", str(folder / "in.jsonl"), "-o", str(out), "--model", str(folder / "model"), *argv]
+    start = perf_counter()
+    code = run_job(parse_args(command), LoadedLLM(llm))
+    assert code == 0, f"the job ended with code {code}"
+    return perf_counter() - start
+
+
+def generate_seconds(llm: LLM, work: Workload) -> float:
+    llm.reset_prefix_cache()
+    params = [
+        SamplingParams(max_tokens=length, ignore_eos=True, temperature=0.6, detokenize=False)
+        for length in work.output_lens
+    ]
+    start = perf_counter()
+    llm.generate(work.prompts, params, use_tqdm=False)
+    return perf_counter() - start
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("what", choices=["overhead", "order"])
+    parser.add_argument("--shape", choices=QWEN3, default="qwen3-0.6b")
+    parser.add_argument("--prefix", type=int, default=4096, help="tokens that rows share")
+    parser.add_argument("--rows", type=int, default=2048)
+    parser.add_argument("--tokens-out", type=int, default=64)
+    parser.add_argument("--max-num-seqs", type=int, default=512)
+    parser.add_argument("--num-kvcache-blocks", type=int)
+    parser.add_argument("--repeat", type=int, default=2)
+    args = parser.parse_args(argv)
+    if args.what == "overhead":
+        once = headline(256)
+        work = Workload("headline x 8", once.prompts * 8, once.output_lens * 8)
+    else:
+        work = shared_prefixes(args.rows, args.prefix, args.tokens_out)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "model").mkdir()
+        model = write_shape(args.shape, folder / "model")
+        write_rows(work, folder / "in.jsonl")
+        options = {"num_kvcache_blocks": args.num_kvcache_blocks, "max_num_seqs": args.max_num_seqs}
+        with LLM(model, load_format="dummy", skip_tokenizer_init=True, **options) as llm:
+            llm.generate(work.prompts[:8], SamplingParams(max_tokens=2), use_tqdm=False)
+            seconds: dict[str, list[float]] = {"generate": [], "ordered": [], "window": []}
+            for turn in range(args.repeat):
+                if args.what == "overhead":
+                    seconds["generate"].append(generate_seconds(llm, work))
+                seconds["ordered"].append(job_seconds(llm, folder, 2 * turn, "--ordered"))
+                seconds["window"].append(job_seconds(llm, folder, 2 * turn + 1))
+            blocks = llm._num_blocks
+    figures = {"rows": len(work.prompts), "tokens_in": work.tokens_in, "tokens_out": work.tokens_out}
+    print(json.dumps({**vars(args), **figures, "kvcache_blocks": blocks, "seconds": seconds}))
+
+
+if __name__ == "__main__":
+    main()
