@@ -22,6 +22,7 @@ FLOORS = (
     {"runner"},
     {"workers"},
     {"engine"},
+    {"replicas"},
     {"llm"},
     {""},  # nanovllm/__init__.py
 )

@@ -70,7 +70,7 @@ def test_options_that_ask_for_nothing_change_nothing(options: dict[str, Any]) ->
         ("limit_mm_per_prompt", {"image": 1}, "only text"),
         ("profiler_config", {"profiler": "torch"}, r"start_profile\(\)"),
         ("pipeline_parallel_size", 2, "tensor_parallel_size"),
-        ("data_parallel_size", 2, "tensor_parallel_size"),
+        ("pipeline_parallel_size", 2, "data_parallel_size"),
         ("enable_lora", True, "merge"),
         ("cpu_offload_gb", 4, "smaller model"),
         ("enable_chunked_prefill", False, "always go in chunks"),
