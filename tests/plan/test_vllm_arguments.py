@@ -69,7 +69,6 @@ def test_options_that_ask_for_nothing_change_nothing(options: dict[str, Any]) ->
         ("tokenizer_mode", "slow", "as tokenizer"),
         ("limit_mm_per_prompt", {"image": 1}, "only text"),
         ("profiler_config", {"profiler": "torch"}, r"start_profile\(\)"),
-        ("pipeline_parallel_size", 2, "tensor_parallel_size"),
         ("pipeline_parallel_size", 2, "data_parallel_size"),
         ("enable_lora", True, "merge"),
         ("cpu_offload_gb", 4, "smaller model"),
