@@ -188,7 +188,7 @@ class Replicas:
 
     def _check_some_are_left(self) -> None:
         if all(member.process is None for member in self._members):
-            reasons = "; ".join(member.why_it_ended() for member in self._members)
+            reasons = "; ".join(member.why_it_ended for member in self._members)
             raise WorkerError(f"no replica is left: {reasons}")
 
     def _feed(self) -> None:
@@ -278,7 +278,7 @@ class Replicas:
     def _take_down(self, member: ReplicaProcess) -> None:
         """A replica has ended: see to its requests, and start it again unless that has failed too often."""
         member.end(0.0 if member.failure is not None else EXIT_SECONDS)
-        why = member.why_it_ended()
+        why = member.why_it_ended
         if self._is_starting:
             failure = member.failure
             raise WorkerError(f"{why}, at its start") if failure is None else failure.kind(why)
@@ -292,7 +292,7 @@ class Replicas:
             member.num_failures = 0  # the request is to blame
             self._arrivals.append(Arrival([], given_up, None))
         if member.num_failures >= MAX_FAILURES:
-            logger.warning("%s; that was the %dth time in a row, and it stays down", why, MAX_FAILURES)
+            logger.warning("%s; it has ended %d time(s) in a row, and stays down", why, MAX_FAILURES)
             member.forget_requests()
             member.process = None
             return

@@ -29,6 +29,7 @@ class ReplicaProcess:
         self.is_ready = False
         self.failure: Failure | None = None  # the last one
         self.num_failures = 0  # since it last answered a request
+        self.why_it_ended = ""  # the last time
         self.requests: dict[int, Request] = {}  # in flight, by id
         self.is_exclusive = False  # what is in flight must run alone
         self.cost = 0.0  # of all that is in flight
@@ -111,14 +112,11 @@ class ReplicaProcess:
             if self.process.exitcode is None:
                 self.process.kill()
                 self.process.join()
+            what = (
+                f": {self.failure.what}" if self.failure else f" {how_it_ended(self.process.exitcode or 0)}"
+            )
+            self.why_it_ended = f"replica {self.number}{what}"
         self.pipe.close()
-
-    def why_it_ended(self) -> str:
-        """What the replica said, or else how its process ended."""
-        if self.failure is not None:
-            return f"replica {self.number}: {self.failure.what}"
-        assert self.process is not None and self.process.exitcode is not None
-        return f"replica {self.number} {how_it_ended(self.process.exitcode)}"
 
 
 def cost_of(request: Request) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import struct
+from itertools import pairwise
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -67,7 +68,7 @@ def test_each_group_goes_to_one_replica_until_nothing_else_waits() -> None:
     computed = len(set(taken[0])) + len(set(taken[1]))
     assert computed <= 21, "at most the last group is shared out"
     for one in taken:  # and a group's requests come one after the other
-        assert sum(a != b for a, b in zip(one, one[1:], strict=False)) < len(set(one)) + 1
+        assert sum(a != b for a, b in pairwise(one)) < len(set(one)) + 1
 
 
 def test_a_common_beginning_of_all_does_not_hide_the_groups() -> None:
