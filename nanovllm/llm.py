@@ -184,8 +184,8 @@ class LLM(ResidentEngine):
             raise TypeError(f"deltas must be True or False, not {deltas!r}")
         if deltas and self.config.data_parallel_size > 1:
             raise ValueError(
-                f"deltas=True needs data_parallel_size=1, not {self.config.data_parallel_size}: a replica that "
-                "ends would take parts of answers back"
+                f"deltas=True needs data_parallel_size=1, not {self.config.data_parallel_size}: a replica "
+                "that ends would take parts of answers back"
             )
         return self._stream(PromptReader(prompts, params), on_error, deltas)
 

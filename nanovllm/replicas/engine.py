@@ -9,13 +9,16 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from time import perf_counter
 from typing import TYPE_CHECKING
 
 from nanovllm.device import Device
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.stats import StepStats
+from nanovllm.engine.requests import Requests
+from nanovllm.engine.stats import EngineStats, StepStats
 from nanovllm.outputs import RequestOutput
 from nanovllm.plan.scheduler import Scheduler
+from nanovllm.replicas.parcels import unpack_output
 from nanovllm.replicas.pool import Replicas
 from nanovllm.replicas.replica import ReplicaSetup
 from nanovllm.text.processor import join_completions, refused_output
@@ -25,12 +28,49 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+class RemoteRequests(Requests):
+    """The unfinished requests of an engine whose sequences are elsewhere."""
+
+    def find(self, request_id: str | int) -> Request | None:
+        """The request; None when it is unknown or finished."""
+        state = self._states.get(str(request_id))
+        return None if state is None else state.request
+
+    def take_in(self, packed: RequestOutput) -> RequestOutput:
+        """Return the output of a request that has ended, with its prompt and when it came here."""
+        state = self._states.pop(packed.request_id)
+        output, metrics = unpack_output(packed, state.request, self._processor), packed.metrics
+        if metrics is None:
+            return output
+        arrival, scheduled = self._epoch + state.arrival, metrics.first_scheduled_time
+        in_queue = None if scheduled is None else scheduled - arrival
+        return replace(output, metrics=replace(metrics, arrival_time=arrival, time_in_queue=in_queue))
+
+    def abort(self, request_id: int) -> RequestOutput:
+        """Return the output of a request that has not run, and forget it."""
+        state = self._states.pop(str(request_id))
+        request, processor = state.request, self._processor
+        for index in range(request.params.n):
+            completion = processor.completion(request, index, [], "abort", None)
+            state.completions[index] = processor.with_logprobs(completion, request, [])
+        completions = list(state.completions.values())
+        output = join_completions(request, completions, 0, self._metrics(state, perf_counter()))
+        return processor.with_prompt_logprobs(output, request, [])
+
+    def give_up(self, request_id: int, why: str) -> RequestOutput:
+        """Return the output of a request that no replica survives, and forget it."""
+        request, error = self._states.pop(str(request_id)).request, ValueError(why)
+        return refused_output(request_id, request.index, request, error, error)
+
+
 class ReplicatedEngine(LLMEngine):
     """`data_parallel_size` replicas, fed from one queue: outputs and their seeds are those of one engine.
 
     A replica that ends is started again, and what it had not answered runs again. A request that three
     replicas in turn did not survive becomes an output with an `error`. WorkerError when no replica is left.
     """
+
+    _requests: RemoteRequests
 
     def _start(self, path: Path, max_model_len: int) -> Callable[[], None]:
         config, size = self.config, self.config.tensor_parallel_size
@@ -39,6 +79,8 @@ class ReplicatedEngine(LLMEngine):
         setups = [
             ReplicaSetup(replace(own, device=device), config.data_parallel_size) for device in devices[::size]
         ]
+        self._requests = RemoteRequests(self._processor, config.seed)
+        self._last_stats: dict[int, StepStats] = {}  # by number of the replica
         self._replicas = Replicas(setups)
         try:
             room = self._replicas.smallest
@@ -73,23 +115,35 @@ class ReplicatedEngine(LLMEngine):
         with self._calling(self._open_stream):
             return not self._requests and all(self._replicas.call("reset_prefix_cache"))
 
-    def abort(self, request_id: int) -> RequestOutput | None:
+    def abort(self, request_id: str | int) -> RequestOutput | None:
         """As of any engine."""
         with self._calling(self._open_stream):
-            found = self._replicas.abort(request_id)
-            if found is None:
+            request = self._requests.find(request_id)
+            found = None if request is None else self._replicas.abort(request.request_id)
+            if request is None or found is None:
                 return None
-            request = self._requests.remove(request_id)
             if isinstance(found, Request):
-                indices = range(request.params.n)
-                completions = [self._processor.completion(request, i, [], "abort", None) for i in indices]
-                found = join_completions(request, completions, 0)
-            output = self._with_prompt(found, request)
+                output = self._requests.abort(request.request_id)
+            else:
+                output = self._requests.take_in(found)
             if self._open_stream is not None:
                 self._open_stream.append(output)
             return output
 
+    def stats(self) -> EngineStats:
+        """As of any engine, all replicas together. Seconds are a replica's share of those that all took."""
+        last = list(self._last_stats.values())
+        running = sum(each.num_running for each in last)
+        waiting = sum(each.num_waiting for each in last)
+        return self._counters.snapshot(len(self._requests), running, waiting, self._kv_cache_usage)
+
     # -- inside ------------------------------------------------------------------------------------------
+
+    @property
+    def _kv_cache_usage(self) -> float:
+        """The mean of the replicas'."""
+        usage = [each.kv_cache_usage for each in self._last_stats.values()]
+        return sum(usage) / self.config.data_parallel_size
 
     def _current_device(self) -> AbstractContextManager[object]:
         return nullcontext()
@@ -102,10 +156,14 @@ class ReplicatedEngine(LLMEngine):
     def _abort_all(self) -> None:
         self._requests.clear()
         self._replicas.clear()
+        self._last_stats.clear()
 
     def _queue(self, requests: list[Request]) -> None:
+        self._check_params([request.params for request in requests])
+        now = perf_counter()
         for request in requests:
-            self._requests.add(request, [])
+            self._counters.queued(len(request.prompt_token_ids))
+            self._requests.add(request, [], now)
         self._replicas.add(requests)
 
     def _step(self) -> tuple[list[RequestOutput], StepStats | None]:
@@ -115,17 +173,16 @@ class ReplicatedEngine(LLMEngine):
         """
         if not self._requests:
             return [], None
-        outputs, lost, stats = self._replicas.next_arrival(self._lifecycle.check_open)
-        outputs = [self._with_prompt(each, self._requests.remove(each.request_id)) for each in outputs]
-        for request_id, why in lost.items():
-            request, error = self._requests.remove(request_id), ValueError(why)
-            outputs.append(refused_output(request_id, request.index, request, error, error))
+        arrival = self._replicas.next_arrival(self._lifecycle.check_open)
+        outputs = [self._requests.take_in(packed) for packed in arrival.outputs]
+        outputs += [self._requests.give_up(request_id, why) for request_id, why in arrival.lost.items()]
+        stats = arrival.stats
         if stats is None:
             return outputs, None
-        if self.stats is not None:
-            self.stats(stats)
-        return outputs, replace(stats, seconds=stats.seconds / self.config.data_parallel_size)
-
-    @staticmethod
-    def _with_prompt(output: RequestOutput, request: Request) -> RequestOutput:
-        return replace(output, prompt=request.prompt, prompt_token_ids=request.prompt_token_ids)
+        self._last_stats[arrival.replica] = stats
+        self._counters.planned(self._kv_cache_usage)
+        share = replace(stats, seconds=stats.seconds / self.config.data_parallel_size)
+        self._counters.record(share, perf_counter())
+        if self.on_step is not None:
+            self.on_step(stats)
+        return outputs, share

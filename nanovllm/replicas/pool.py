@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from nanovllm.engine.stats import StepStats
 from nanovllm.errors import WorkerError
 from nanovllm.outputs import RequestOutput
+from nanovllm.replicas.parcels import pack_request
 from nanovllm.replicas.process import ReplicaProcess
 from nanovllm.replicas.replica import Call, Ready, ReplicaSetup, Reply, Report
 from nanovllm.replicas.router import Router
@@ -36,9 +37,10 @@ LOOK_AHEAD = 8  # times max_num_seqs: how many requests the router chooses among
 class Arrival(NamedTuple):
     """What has come of one step of a replica, or of a request that is given up."""
 
-    outputs: list[RequestOutput]  # without their prompts
+    outputs: list[RequestOutput]  # packed
     lost: dict[int, str]  # requests that are given up, by id, and why
     stats: StepStats | None
+    replica: int  # its number
 
 
 class Replicas:
@@ -113,7 +115,7 @@ class Replicas:
         return arrival
 
     def abort(self, request_id: int) -> RequestOutput | Request | None:
-        """End a request. Return its output, or itself when it has not run; None when it has ended."""
+        """End a request. Return its packed output, or itself when it has not run; None when it has ended."""
         with held_interrupts():
             while (request := self._unqueue(request_id)) is None:
                 member = next((each for each in self._members if request_id in each.requests), None)
@@ -206,7 +208,7 @@ class Replicas:
                 member.take(request)
                 chosen.setdefault(member.number, []).append(request)
             for number, requests in chosen.items():
-                self._members[number].send(requests)
+                self._members[number].send([pack_request(request) for request in requests])
 
     def _has_room(self, member: ReplicaProcess) -> bool:
         return member.has_room(self._max_num_seqs, self._max_num_tokens)
@@ -249,11 +251,11 @@ class Replicas:
             return
         if isinstance(message, Report):
             member.hear(message.num_received, message.num_waiting_tokens)
-            outputs = [each for each in message.outputs if member.drop(each.request_id) is not None]
+            outputs = [each for each in message.outputs if member.drop(int(each.request_id)) is not None]
             for output in outputs:
-                self._num_lost.pop(output.request_id, None)
+                self._num_lost.pop(int(output.request_id), None)
                 member.num_failures = 0
-            self._arrivals.append(Arrival(outputs, {}, message.stats))
+            self._arrivals.append(Arrival(outputs, {}, message.stats, member.number))
         elif isinstance(message, Reply):
             self._replies[member.number] = message.value
         elif isinstance(message, Ready):
@@ -290,7 +292,7 @@ class Replicas:
             self._run_again(request, why, given_up)
         if given_up:
             member.num_failures = 0  # the request is to blame
-            self._arrivals.append(Arrival([], given_up, None))
+            self._arrivals.append(Arrival([], given_up, None, member.number))
         if member.num_failures >= MAX_FAILURES:
             logger.warning("%s; it has ended %d time(s) in a row, and stays down", why, MAX_FAILURES)
             member.forget_requests()

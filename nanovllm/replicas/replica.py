@@ -12,7 +12,7 @@ import sys
 import threading
 import traceback
 from contextlib import suppress
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from multiprocessing import current_process
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
@@ -25,6 +25,7 @@ from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.stats import StepStats
 from nanovllm.errors import KVCacheMemoryError, ModelLoadError, WorkerError
 from nanovllm.outputs import RequestOutput
+from nanovllm.replicas.parcels import pack_output, unpack_request
 from nanovllm.workers.interrupts import no_full_collections
 from nanovllm.workers.worker import exit_with
 
@@ -40,7 +41,7 @@ class ReplicaSetup:
     settings: dict[str, Any] = field(default_factory=dict)  # methods of `Replica` to call at the start
 
 
-# To a replica: a list of requests to compute, a Call, or None to exit.
+# To a replica: a list of packed requests to compute, a Call, or None to exit.
 
 
 class Call(NamedTuple):
@@ -62,9 +63,9 @@ class Ready(NamedTuple):
 
 
 class Report(NamedTuple):
-    """A step. An output leaves its prompt out, which is known where the request came from."""
+    """A step."""
 
-    outputs: list[RequestOutput]
+    outputs: list[RequestOutput]  # packed
     stats: StepStats | None
     num_received: int  # requests, from the start on
     num_waiting_tokens: int  # of the prompts that wait to be computed
@@ -104,8 +105,11 @@ class Link:
         self._outbox.put(message)
 
     def receive(self) -> Any:
-        """Wait for the next message and return it."""
-        return self._inbox.get()
+        """Wait for the next message and return it. Raises what it raises when it is unpickled."""
+        message = self._inbox.get()
+        if isinstance(message, Exception):
+            raise message
+        return message
 
     def has_message(self) -> bool:
         return not self._inbox.empty()
@@ -121,6 +125,8 @@ class Link:
                 self._inbox.put(self._pipe.recv())
         except (EOFError, OSError):
             os._exit(1)  # whoever asks is gone
+        except Exception as error:  # of a class that is not known here, for instance
+            self._inbox.put(error)
 
     def _send(self) -> None:
         with suppress(OSError):
@@ -143,21 +149,21 @@ class Replica(LLMEngine):
                     link.send(Reply(getattr(self, message.method)(*message.args)))
                 else:
                     num_received += len(message)
-                    self._queue(message)
+                    self._queue([unpack_request(request, self._processor) for request in message])
             with self._calling(), no_full_collections():
                 outputs, stats = self._step()
-            outputs = [replace(output, prompt=None, prompt_token_ids=[]) for output in outputs]
             num_waiting_tokens = sum(seq.num_prompt_tokens for seq in self._scheduler.waiting)
-            link.send(Report(outputs, stats, num_received, num_waiting_tokens))
+            packed = [pack_output(output) for output in outputs]
+            link.send(Report(packed, stats, num_received, num_waiting_tokens))
 
     def ready(self) -> Ready:
         return Ready(self._num_blocks, self._runner.block_size, self._runner.max_model_len)
 
     # -- calls -----------------------------------------------------------------------------------------------
 
-    def abort(self, request_id: int) -> RequestOutput | None:
+    def abort(self, request_id: str | int) -> RequestOutput | None:
         output = super().abort(request_id)
-        return None if output is None else replace(output, prompt=None, prompt_token_ids=[])
+        return None if output is None else pack_output(output)
 
     def abort_all(self) -> None:
         with self._calling():

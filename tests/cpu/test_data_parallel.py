@@ -21,10 +21,12 @@ from tiny_models import VOCAB_SIZE, write_tiny_model
 
 from nanovllm import (
     LLM,
+    BeamSearchParams,
     EngineClosedError,
     KVCacheMemoryError,
     RequestOutput,
     SamplingParams,
+    StructuredOutputsParams,
     WorkerError,
     demo_model_path,
 )
@@ -62,7 +64,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def same(one: LLM, two: LLM, answer: Callable[[LLM], Any]) -> list[RequestOutput]:
     """The answers of both engines, which must be equal but for where the prefix cache helped."""
     one._requests.next_id = two._requests.next_id  # seeds follow from requests' numbers
-    outputs = [[replace(each, num_cached_tokens=0) for each in answer(llm)] for llm in (one, two)]
+    outputs = [
+        [replace(each, num_cached_tokens=0, metrics=None) for each in answer(llm)] for llm in (one, two)
+    ]
     assert outputs[0] == outputs[1]
     return outputs[1]
 
@@ -79,7 +83,7 @@ MIXED = [
     SamplingParams(temperature=1.0, max_tokens=12),
     SamplingParams(temperature=1.0, seed=5, top_p=0.9, max_tokens=12),
     SamplingParams(temperature=0.8, n=3, max_tokens=8),
-    SamplingParams(temperature=0.8, stop=["1", "\n"], max_tokens=20),
+    SamplingParams(temperature=0.8, stop=["1", "\n"], max_tokens=20, logprobs=3, prompt_logprobs=2),
 ] * 5
 MIXED.pop()  # as many as there are prompts
 
@@ -90,9 +94,35 @@ def test_answers_are_those_of_one_engine(one: LLM, two: ReplicatedLLM) -> None:
     assert [output.prompt for output in outputs] == PROMPTS
     again = same(one, two, lambda llm: llm.generate(PROMPTS, MIXED, use_tqdm=False))
     assert [each["token_ids"] for each in again[1::5]] != [each["token_ids"] for each in outputs[1::5]]
+    for output in outputs:
+        moments = output.metrics
+        assert moments is not None and moments.time_in_queue is not None and moments.time_in_queue >= 0
+        assert moments.arrival_time <= (moments.first_token_time or 0) <= (moments.finished_time or 0)
     assert two.get_default_sampling_params() == one.get_default_sampling_params()
     messages = [[{"role": "user", "content": prompt}] for prompt in PROMPTS[:5]]
     same(one, two, lambda llm: llm.chat(messages, GREEDY, use_tqdm=False))
+
+
+def test_other_calls_are_those_of_one_engine(one: LLM, two: ReplicatedLLM) -> None:
+    scores = [llm.score_pairs([(each, " is 7.") for each in PROMPTS], False) for llm in (one, two)]
+    assert [each.logprobs for each in scores[0]] == pytest.approx([each.logprobs for each in scores[1]])
+    states = [llm.embed(PROMPTS, False, pooling="mean") for llm in (one, two)]
+    for own, other in zip(*states, strict=True):
+        assert own.outputs is not None and other.outputs is not None and own.prompt == other.prompt
+        assert own.outputs.embedding == pytest.approx(other.outputs.embedding, abs=1e-5)
+    choice = SamplingParams(max_tokens=20, structured_outputs=StructuredOutputsParams(choice=["yes", "no"]))
+    outputs = same(one, two, lambda llm: llm.generate(PROMPTS, choice, use_tqdm=False))
+    assert {output["text"] for output in outputs} <= {"yes", "no"}
+    beams = [llm.beam_search(PROMPTS[:2], BeamSearchParams(2, 4)) for llm in (one, two)]
+    assert [[s.tokens for s in each.sequences] for each in beams[0]] == [
+        [s.tokens for s in each.sequences] for each in beams[1]
+    ]
+    with pytest.raises(ValueError, match=r"deltas=True needs data_parallel_size=1, not 2"):
+        two.stream(PROMPTS, deltas=True)
+    with pytest.raises(ValueError, match=r"logits_processors are functions .* data_parallel_size=1"):
+        two.generate(PROMPTS, SamplingParams(logits_processors=[lambda ids, logits: logits]))
+    with pytest.raises(ValueError, match=r"logits_processors are functions .* data_parallel_size=1"):
+        list(two.stream(PROMPTS, SamplingParams(logits_processors=[lambda ids, logits: logits])))
 
 
 def test_a_stream_gives_each_index_once_and_reads_no_further_than_it_says(
@@ -134,14 +164,14 @@ def test_bad_prompts(one: LLM, two: ReplicatedLLM) -> None:
 def test_requests_by_hand_and_abort(one: LLM, two: ReplicatedLLM) -> None:
     ids = [two.add_request(prompt, LONG) for prompt in PROMPTS]
     outputs = two.step()
-    running = next(request for each in two._replicas._members for request in each.requests)
+    running = next(str(request) for each in two._replicas._members for request in each.requests)
     aborted = two.abort(running)
     assert aborted is not None and aborted["finish_reason"] == "abort"
     assert aborted.prompt == PROMPTS[ids.index(running)] and aborted.prompt_token_ids
     waiting = two.abort(ids[-1])
     assert waiting is not None and (waiting["finish_reason"], waiting["token_ids"]) == ("abort", [])
     assert waiting.prompt == PROMPTS[-1]
-    assert two.abort(ids[-1]) is None and two.abort(10**6) is None
+    assert two.abort(ids[-1]) is None and two.abort(10**6) is None and two.abort("none") is None
     with pytest.raises(RuntimeError, match=r"request\(s\) of add_request are unfinished"):
         two.generate("Hello")
     for request in ids[10:-1]:
@@ -193,14 +223,20 @@ class Bar:
 
 def test_progress_and_statistics(two: ReplicatedLLM) -> None:
     steps: list[StepStats] = []
-    two.stats = steps.append
+    before = two.stats()
+    two.on_step = steps.append
     try:
         two.generate(PROMPTS, GREEDY, Bar)
     finally:
-        two.stats = None
+        two.on_step = None
     [bar] = Bar.made
     assert (bar.total, bar.done, bar.closed) == (24, 24, True)
     assert sum(step.num_finished for step in steps) == 24
+    stats = two.stats()
+    assert stats.num_finished_requests - before.num_finished_requests == 24
+    assert stats.num_output_tokens - before.num_output_tokens == 24 * 12
+    assert stats.num_unfinished_requests == stats.num_running == stats.num_waiting == 0
+    assert 0 < stats.peak_kv_cache_usage <= 1
     assert sum(step.num_drawn_tokens for step in steps) == 24 * 12
     assert max(step.num_seqs for step in steps) <= OPTIONS["max_num_seqs"]
 
@@ -253,11 +289,11 @@ def test_a_request_that_no_replica_survives_is_given_up(two: ReplicatedLLM) -> N
                 member.is_ready = False  # as good as dead
                 os.kill(member.process.pid or 0, signal.SIGKILL)  # type: ignore[union-attr]
 
-    two.stats = kill
+    two.on_step = kill
     try:
         outputs = two.generate(PROMPTS[:12], LONG, use_tqdm=False)
     finally:
-        two.stats = None
+        two.on_step = None
     assert [output.index for output in outputs] == list(range(12))
     bad = outputs.pop(5)
     assert bad["finish_reason"] == "error" and bad.prompt == PROMPTS[5]
