@@ -122,6 +122,7 @@ def measure(args: argparse.Namespace, folder: str) -> tuple[dict[str, Any], Floo
         "sampling": args.sampling,
         "sampling_share": args.sampling_share,
         "device": device_name(args),
+        "round_robin": args.round_robin,
         "torch": torch.__version__,
         "num_seqs": len(work.prompts),
         "tokens_in": work.tokens_in,
@@ -134,7 +135,7 @@ def measure(args: argparse.Namespace, folder: str) -> tuple[dict[str, Any], Floo
         "share_of_floor": floor.total / median,
         **start,
     }
-    if args.engine == "nanovllm":
+    if args.engine == "nanovllm" and args.num_replicas == 1:
         turn = seconds.index(statistics.median_low(seconds[1:]), 1)
         result["phases"] = phases(runs[turn], cost, speed, floor, sharing)
         result["other_s"] = seconds[turn] - sum(step.seconds for step in runs[turn])

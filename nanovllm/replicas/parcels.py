@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from nanovllm.outputs import RequestOutput
 from nanovllm.text.logprobs import LogprobDicts
 from nanovllm.text.processor import Processor
@@ -15,13 +17,14 @@ from nanovllm.text.request import Request
 
 
 def pack_request(request: Request) -> Request:
-    """Without the prompt's text, and without a compiled constraint."""
-    return replace(request, prompt=None, constraint=None)
+    """Without the prompt's text and the list of its ids, and without a compiled constraint."""
+    return replace(request, prompt=None, prompt_token_ids=[], constraint=None)
 
 
 def unpack_request(request: Request, processor: Processor) -> Request:
-    """With the constraint compiled again."""
-    return replace(request, constraint=processor.constraint(request.params))
+    """With the list of the prompt's ids, and the constraint compiled again."""
+    ids = np.frombuffer(request.prompt_bytes, np.int32).tolist()
+    return replace(request, prompt_token_ids=ids, constraint=processor.constraint(request.params))
 
 
 def pack_output(output: RequestOutput) -> RequestOutput:

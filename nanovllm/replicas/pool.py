@@ -196,15 +196,17 @@ class Replicas:
     def _feed(self) -> None:
         """Send each replica what it has room for; the one with the least to do comes first."""
         chosen: dict[int, list[Request]] = {}
+        free = list(self._members)
         with held_interrupts():
             while self._refill() or self._again or self._alone:
-                free = [each for each in self._members if self._has_room(each)]
+                free = [each for each in free if self._has_room(each)]
                 if not free:
                     break
                 member = min(free, key=lambda each: each.cost)
                 request = self._choose(member)
-                if request is None:  # what is left runs alone, where nothing else does
-                    break
+                if request is None:  # what waits is not for this one: it runs alone, where nothing else does
+                    free.remove(member)
+                    continue
                 member.take(request)
                 chosen.setdefault(member.number, []).append(request)
             for number, requests in chosen.items():
@@ -229,7 +231,7 @@ class Replicas:
         number = self.router.take(member.number)
         if number is not None:
             return self._routed.pop(number)
-        if member.requests:
+        if member.requests or not self._alone:
             return None
         member.is_exclusive = True
         return self._alone.popleft()
