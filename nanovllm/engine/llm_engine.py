@@ -158,8 +158,7 @@ class LLMEngine:
         if several and any(each.logits_processors for each in params):
             raise ValueError(
                 "logits_processors are functions of this process and need tensor_parallel_size=1 and "
-                "data_parallel_size=1; use "
-                "logit_bias, allowed_token_ids or structured_outputs"
+                "data_parallel_size=1; use logit_bias, allowed_token_ids or structured_outputs"
             )
 
     def stats(self) -> EngineStats:

@@ -21,6 +21,7 @@ from nanovllm.plan.scheduler import Scheduler
 from nanovllm.replicas.parcels import unpack_output
 from nanovllm.replicas.pool import Replicas
 from nanovllm.replicas.replica import ReplicaSetup
+from nanovllm.replicas.residency import ReplicaResidency
 from nanovllm.text.processor import join_completions, refused_output
 from nanovllm.text.request import Request
 
@@ -75,7 +76,7 @@ class ReplicatedEngine(LLMEngine):
     def _start(self, path: Path, max_model_len: int) -> Callable[[], None]:
         config, size = self.config, self.config.tensor_parallel_size
         devices = Device(config.device).ranks(size, config.data_parallel_size)
-        own = replace(config, model=str(path), data_parallel_size=1)
+        own = replace(config, data_parallel_size=1)
         setups = [
             ReplicaSetup(replace(own, device=device), config.data_parallel_size) for device in devices[::size]
         ]
@@ -93,6 +94,7 @@ class ReplicatedEngine(LLMEngine):
                 longest=self.model_config.longest,
             )
             self._replicas.set("limit_model_len", self._scheduler.max_model_len)
+            self._residency = ReplicaResidency(self._replicas)
         except BaseException:
             self._replicas.kill()
             raise
@@ -105,19 +107,19 @@ class ReplicatedEngine(LLMEngine):
 
     @tokenizer.setter
     def tokenizer(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
-        with self._calling():
+        with self._calling(asleep=True):
             self._check_idle("setting the tokenizer")
             self._replicas.set("set_tokenizer", tokenizer)
             self._processor.tokenizer = tokenizer
 
     def reset_prefix_cache(self) -> bool:
         """Forget what the KV caches hold. False, and nothing is done, while there are requests."""
-        with self._calling(self._open_stream):
+        with self._calling(self._open_stream, asleep=True):
             return not self._requests and all(self._replicas.call("reset_prefix_cache"))
 
     def abort(self, request_id: str | int) -> RequestOutput | None:
         """As of any engine."""
-        with self._calling(self._open_stream):
+        with self._calling(self._open_stream, asleep=True):
             request = self._requests.find(request_id)
             found = None if request is None else self._replicas.abort(request.request_id)
             if request is None or found is None:
@@ -129,6 +131,14 @@ class ReplicatedEngine(LLMEngine):
             if self._open_stream is not None:
                 self._open_stream.append(output)
             return output
+
+    def start_profile(self, folder: str | Path | None = None) -> None:
+        """ValueError: a profile is of one engine."""
+        raise ValueError("start_profile() needs data_parallel_size=1: a profile is of one engine")
+
+    def stop_profile(self) -> list[Path]:
+        """RuntimeError: no profile is on."""
+        raise RuntimeError("no profile is on; start_profile() needs data_parallel_size=1")
 
     def stats(self) -> EngineStats:
         """As of any engine, all replicas together. Seconds are a replica's share of those that all took."""

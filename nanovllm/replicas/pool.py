@@ -20,7 +20,7 @@ from nanovllm.errors import WorkerError
 from nanovllm.outputs import RequestOutput
 from nanovllm.replicas.parcels import pack_request
 from nanovllm.replicas.process import ReplicaProcess
-from nanovllm.replicas.replica import Call, Ready, ReplicaSetup, Reply, Report
+from nanovllm.replicas.replica import Call, Failure, Ready, ReplicaSetup, Reply, Report
 from nanovllm.replicas.router import Router
 from nanovllm.text.request import Request
 from nanovllm.workers.interrupts import held_interrupts
@@ -154,20 +154,38 @@ class Replicas:
     def call(self, method: str, *args: object) -> list[Any]:
         """Call a method of every replica, between steps; return what those return that are up.
 
-        Waits for replicas that are loading. Raises WorkerError when no replica is left.
+        Waits for replicas that are loading. Raises what a replica raises, with its number; WorkerError when
+        none is left.
         """
         while any(member.process is not None and not member.is_ready for member in self._members):
             self._receive()
         self._check_some_are_left()
         with held_interrupts():
-            called = [member for member in self._members if self._call(member, method, *args)]
-            return [self._replies.pop(member.number) for member in called]
+            called = [member.number for member in self._members if self._call(member, method, *args)]
+            values = {number: self._replies.pop(number) for number in called}
+        for number, value in values.items():
+            if isinstance(value, Failure):
+                raise value.kind(f"replica {number}: {value.what}")
+        return list(values.values())
 
     def set(self, method: str, value: object) -> None:
-        """Call a method of every replica, and of those that are started again, with `value`."""
+        """Call a method of every replica and, unless that fails, of those that are started again."""
+        before = [dict(member.setup.settings) for member in self._members]
         for member in self._members:
             member.setup.settings[method] = value
-        self.call(method, value)
+        try:
+            self.call(method, value)
+        except BaseException:
+            for member, settings in zip(self._members, before, strict=True):
+                member.setup.settings.clear()
+                member.setup.settings.update(settings)
+            raise
+
+    def unset(self, *methods: str) -> None:
+        """Have these methods not be called of replicas that are started again."""
+        for member in self._members:
+            for method in methods:
+                member.setup.settings.pop(method, None)
 
     # -- the end ---------------------------------------------------------------------------------------------
 

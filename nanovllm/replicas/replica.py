@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from nanovllm.config import Config
-from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.resident_engine import ResidentEngine
 from nanovllm.engine.stats import StepStats
 from nanovllm.errors import KVCacheMemoryError, ModelLoadError, WorkerError
 from nanovllm.outputs import RequestOutput
@@ -72,13 +72,13 @@ class Report(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """What a Call has returned."""
+    """What a Call has returned, or the Failure that it has met."""
 
     value: Any
 
 
 class Failure(NamedTuple):
-    """Why the replica ends."""
+    """Why the replica ends, or cannot do what it is told."""
 
     kind: type[Exception]
     what: str
@@ -134,7 +134,7 @@ class Link:
                 self._pipe.send(message)
 
 
-class Replica(LLMEngine):
+class Replica(ResidentEngine):
     """An engine whose requests are made elsewhere."""
 
     def serve(self, link: Link) -> None:
@@ -146,7 +146,7 @@ class Replica(LLMEngine):
                 if message is None:
                     return
                 if isinstance(message, Call):
-                    link.send(Reply(getattr(self, message.method)(*message.args)))
+                    link.send(Reply(self._answer(message)))
                 else:
                     num_received += len(message)
                     self._queue([unpack_request(request, self._processor) for request in message])
@@ -158,6 +158,12 @@ class Replica(LLMEngine):
 
     def ready(self) -> Ready:
         return Ready(self._num_blocks, self._runner.block_size, self._runner.max_model_len)
+
+    def _answer(self, call: Call) -> Any:
+        try:
+            return getattr(self, call.method)(*call.args)
+        except KEPT_ERRORS as error:
+            return Failure.of(error)
 
     # -- calls -----------------------------------------------------------------------------------------------
 

@@ -221,6 +221,30 @@ def test_a_tokenizer_that_is_set_writes_the_texts(one: LLM, two: ReplicatedLLM) 
     assert any("+" in each["text"] for each in two.generate(PROMPTS, GREEDY, use_tqdm=False))
 
 
+def test_replicas_sleep_and_wake_up(one: LLM, two: ReplicatedLLM) -> None:
+    """One that dies meanwhile sleeps again when it is back."""
+    answers = same(one, two, answer_all)
+    two.sleep()
+    with pytest.raises(RuntimeError, match=r"this engine sleeps \(weights and kv_cache\)"):
+        two.generate(PROMPTS)
+    os.kill(pids(two)[1], signal.SIGKILL)
+    two.wake_up(["weights"])
+    assert two.is_sleeping() and two._replicas.call("is_sleeping") == [True, True]
+    two.wake_up()
+    assert not two.is_sleeping() and two._replicas.call("is_sleeping") == [False, False]
+    assert len(same(one, two, answer_all)) == len(answers)
+
+
+def test_calls_that_need_one_engine(two: ReplicatedLLM, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"update_weights\(\) needs data_parallel_size=1"):
+        two.update_weights({})
+    with pytest.raises(ValueError, match=r"start_profile\(\) needs data_parallel_size=1"):
+        two.start_profile(tmp_path)
+    with pytest.raises(RuntimeError, match="no profile is on"):
+        two.stop_profile()
+    assert two.is_finished()
+
+
 class Bar:
     """As tqdm's."""
 
