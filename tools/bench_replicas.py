@@ -15,7 +15,10 @@ import sys
 from pathlib import Path
 
 BENCH = Path(__file__).parent.parent / "bench.py"
-GPU = {"queue": ["--workload", "queue", "--num-seqs", "4096"], "prefixes": ["--workload", "prefixes"]}
+GPU = {
+    "queue": ["--workload", "queue", "--num-seqs", "4096"],
+    "prefixes": ["--workload", "prefixes", "--max-num-seqs", "128"],
+}
 CPU = {
     "queue": ["--workload", "demo", "--num-seqs", "64"],
     "prefixes": ["--workload", "demo", "--num-seqs", "64", "--prefix-caching"],
