@@ -5,11 +5,13 @@
     python bench.py --workload queue          # or another of --help, or a file of rows, prompts.jsonl
     python bench.py --sampling top_p=0.95,top_k=20 --sampling-share 0.25      # of every 4th row
     python bench.py --engine transformers     # the same lists through a peer: transformers or vllm
+    python bench.py --data-parallel-size 2    # replicas, each on a GPU of its own
     python bench.py --profile FOLDER          # also a table of the costliest kernels and a Chrome trace
 
-Every run computes all of its prompts: the prefix cache is off, except for `--workload prefix` and `samples`,
-where it is on and every run brings new ids, so that what prompts share is computed once in each. Weights are
-random where there is no --model: speed does not depend on them. Outputs do not end before their length.
+Every run computes all of its prompts: the prefix cache is off, except for `--workload prefix`, `prefixes` and
+`samples`, where it is on and every run brings new ids, so that what prompts share is computed once in each.
+Weights are random where there is no --model: speed does not depend on them. Outputs do not end before their
+length.
 
 Ends in one line of JSON with every figure.
 """
@@ -122,6 +124,7 @@ def measure(args: argparse.Namespace, folder: str) -> tuple[dict[str, Any], Floo
         "sampling": args.sampling,
         "sampling_share": args.sampling_share,
         "device": device_name(args),
+        "round_robin": args.round_robin,
         "torch": torch.__version__,
         "num_seqs": len(work.prompts),
         "tokens_in": work.tokens_in,
@@ -134,7 +137,7 @@ def measure(args: argparse.Namespace, folder: str) -> tuple[dict[str, Any], Floo
         "share_of_floor": floor.total / median,
         **start,
     }
-    if args.engine == "nanovllm":
+    if args.engine == "nanovllm" and args.num_replicas == 1:
         turn = seconds.index(statistics.median_low(seconds[1:]), 1)
         result["phases"] = phases(runs[turn], cost, speed, floor, sharing)
         result["other_s"] = seconds[turn] - sum(step.seconds for step in runs[turn])

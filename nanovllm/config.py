@@ -36,6 +36,7 @@ class Config:
 
     model: a folder with config.json and *.safetensors, or a Hugging Face hub id.
     tensor_parallel_size: how many devices share the model.
+    data_parallel_size: how many replicas of the model answer, each on its own tensor_parallel_size devices.
     max_num_batched_tokens: the most prompt tokens that one prefill step computes; longer prompts go in
     chunks.
     max_num_seqs: the most sequences that run at once.
@@ -75,6 +76,7 @@ class Config:
 
     model: str
     tensor_parallel_size: int = 1
+    data_parallel_size: int = 1
     max_num_batched_tokens: int = 16384
     max_num_seqs: int = 1024
     max_model_len: int | None = None
@@ -126,7 +128,8 @@ class Config:
     def __post_init__(self) -> None:
         if not self.model:
             raise ValueError("model must be a folder or a Hugging Face hub id, and it is empty")
-        for name in ("tensor_parallel_size", "max_num_batched_tokens", "max_num_seqs"):
+        sizes = ("tensor_parallel_size", "data_parallel_size", "max_num_batched_tokens", "max_num_seqs")
+        for name in sizes:
             _check_int(name, getattr(self, name), minimum=1)
         for name in ("max_model_len", "kvcache_block_size", "num_kvcache_blocks", "kv_cache_memory_bytes"):
             if getattr(self, name) is not None:

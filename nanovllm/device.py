@@ -116,21 +116,26 @@ class Device:
             return int(total * utilization) - (total - free) - reserve
         return min(CPU_KV_CACHE_BYTES, free // 2)
 
-    def ranks(self, count: int) -> list[str]:
-        """The devices of `count` tensor-parallel ranks: GPUs from this one on, or the CPU for each.
+    def ranks(self, count: int, replicas: int = 1) -> list[str]:
+        """The devices of `count` tensor-parallel ranks, for each replica in turn: GPUs from this one on, or
+        the CPU for each.
 
         Raises ValueError with the numbers when there are fewer GPUs.
         """
         if not self.is_cuda:
-            return ["cpu"] * count
+            return ["cpu"] * count * replicas
         there = torch.cuda.device_count()
         first = self.torch.index
-        if first + count > there:
+        needed = count * replicas
+        if first + needed > there:
+            size = f"tensor_parallel_size={count}"
+            if replicas > 1:
+                size += f" and data_parallel_size={replicas}"
             raise ValueError(
-                f"tensor_parallel_size={count} needs {count} GPUs from {self.torch} on, and torch sees "
+                f"{size} needs {needed} GPUs from {self.torch} on, and torch sees "
                 f"{there} in all; use at most {there - first}, or check CUDA_VISIBLE_DEVICES"
             )
-        return [f"cuda:{first + rank}" for rank in range(count)]
+        return [f"cuda:{first + rank}" for rank in range(needed)]
 
     @contextmanager
     def share_of_threads(self, ranks: int) -> Iterator[None]:

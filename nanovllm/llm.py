@@ -26,6 +26,7 @@ from nanovllm.outputs import (
     RequestOutput,
     ScoreOutput,
 )
+from nanovllm.replicas.engine import ReplicatedEngine
 from nanovllm.runner.profile import check_can_profile
 from nanovllm.sampling_params import BeamSearchParams, SamplingParams
 from nanovllm.text.continuations import encode_continuations
@@ -48,6 +49,11 @@ class LLM(ResidentEngine):
     >>> with LLM(nanovllm.demo_model_path()) as llm:
     ...     llm.generate(["Hello"], SamplingParams(temperature=0, max_tokens=16))[0]["text"]
     """
+
+    def __new__(cls, *args: object, **options: Any) -> LLM:
+        """An LLM that has several replicas is a ReplicatedLLM."""
+        replicated = cls is LLM and options.get("data_parallel_size") not in (None, 1)
+        return super().__new__(ReplicatedLLM if replicated else cls)
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
         """The tokenizer of transformers that texts go through. ValueError with `skip_tokenizer_init=True`."""
@@ -110,7 +116,7 @@ class LLM(ResidentEngine):
             with self._emptied_on_error():
                 outputs = self._add(PromptBatch(0, prompts, params, where), on_error, change)
                 with progress:
-                    while not self._scheduler.is_finished():
+                    while self._requests:
                         finished, stats = self._step()
                         outputs += finished
                         if stats is not None:
@@ -176,10 +182,15 @@ class LLM(ResidentEngine):
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
         if not isinstance(deltas, bool):
             raise TypeError(f"deltas must be True or False, not {deltas!r}")
+        if deltas and self.config.data_parallel_size > 1:
+            raise ValueError(
+                f"deltas=True needs data_parallel_size=1, not {self.config.data_parallel_size}: a replica "
+                "that ends would take parts of answers back"
+            )
         return self._stream(PromptReader(prompts, params), on_error, deltas)
 
     def _stream(self, reader: PromptReader, on_error: str, deltas: bool) -> Iterator[RequestOutput]:
-        window = 2 * self.config.max_num_seqs
+        window = 2 * self.config.max_num_seqs * self.config.data_parallel_size
         batch = max(1, window // 8)
         ready: deque[RequestOutput] = deque()
         with self._calling():
@@ -203,9 +214,7 @@ class LLM(ResidentEngine):
     def _end_stream(self) -> None:
         """Abort what still runs; a closed engine has nothing left that does."""
         with suppress(EngineClosedError), self._lifecycle.calling():
-            for seq_id in self._requests.unfinished:
-                self._scheduler.abort(seq_id)
-            self._requests.clear()
+            self._abort_all()
         self._open_stream = self._requests.deltas = None
 
     @no_full_collections()
@@ -343,3 +352,7 @@ class LLM(ResidentEngine):
 
         ends, longest = self.model_config.eos_token_ids, self._scheduler.max_model_len
         return beam_search(ids, params, next_tokens, ends, self._processor.decode, longest)
+
+
+class ReplicatedLLM(ReplicatedEngine, LLM):
+    """What `LLM(..., data_parallel_size=2)` makes. With 1 it has one replica, in a process of its own."""

@@ -53,7 +53,7 @@ _ANY = Absent(None, "")
 _NO_IMAGES = Absent(_NOTHING, "only text goes in; leave it out")
 _NO_MEDIA = ({"image": 0}, {"image": 0, "video": 0}, {"image": 0, "video": 0, "audio": 0})
 _NO_LORA = Absent(_NOTHING, "merge the adapter into the weights first (peft's merge_and_unload)")
-_ONE = Absent((1, None), "use tensor_parallel_size, or one process for each engine")
+_ONE = Absent((1, None), "use tensor_parallel_size or data_parallel_size")
 _OFF = Absent((False, None), _LEAVE_OUT)
 _NONE = Absent(_NOTHING, _LEAVE_OUT)
 _OVERRIDE = "say hf_overrides={%r: ...}"
@@ -108,7 +108,7 @@ ENGINE: dict[str, Absent] = {
     "structured_outputs_config": Absent((*_NOTHING, *_BACKENDS), _STRUCTURED),
     **_each(_GUIDED, Absent((False, None), _STRUCTURED)),
     # devices and memory
-    **_each("data_parallel_size pipeline_parallel_size", _ONE),
+    "pipeline_parallel_size": _ONE,
     **_each("decode_context_parallel_size prefill_context_parallel_size", _ONE),
     "distributed_executor_backend": Absent((None, "mp", "uni"), "processes of this machine are used"),
     "worker_cls": Absent(("auto", None), _LEAVE_OUT),

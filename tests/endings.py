@@ -18,7 +18,8 @@ rng = __import__("random").Random(0)
 prompts = [[rng.randrange(2, 90) for _ in range({prompt_len})] for _ in range(16)]
 params = SamplingParams(temperature=0.6, max_tokens={max_tokens}, ignore_eos=True)
 llm = LLM({model!r}, skip_tokenizer_init=True, device={device!r}, tensor_parallel_size={size}, **{options!r})
-print(*(process.pid for process in llm._workers.watch.processes), flush=True)
+owner = llm._replicas if hasattr(llm, "_replicas") else llm._workers.watch
+print(*(process.pid for process in owner.processes), flush=True)
 """
 TWICE = "llm.generate(prompts, params, use_tqdm=False); llm.generate(prompts, params, use_tqdm=False)"
 STEPS = "[llm.add_request(p, params) for p in prompts]; [llm.step() for _ in range(5)]"
@@ -111,5 +112,5 @@ def check(
     if not error:
         assert result.stderr == "", (name, result)
     pids = result.stdout.splitlines()[0].split()
-    assert len(pids) == size - 1
+    assert len(pids) == options.get("data_parallel_size", size - 1)
     assert not [pid for pid in pids if Path("/proc", pid).exists()], (name, result)

@@ -22,6 +22,7 @@ FLOORS = (
     {"runner"},
     {"workers"},
     {"engine"},
+    {"replicas"},
     {"llm"},
     {"jobs"},
     {"", "__main__"},  # nanovllm/__init__.py and `python -m nanovllm`

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -84,6 +84,19 @@ class LLMEngine:
         self._requests = Requests(self._processor, self.config.seed)
         if self.config.load_format == "auto":
             check_weights(self.model_config, path)
+        free = self._start(path, max_model_len)
+        self.model_config = replace(self.model_config, max_model_len=self._scheduler.max_model_len)
+        self._in_flight: LaunchedStep | None = None
+        self._open_stream: deque[RequestOutput] | None = None  # what the open one has still to give
+        self._counters = Counters()
+        self._last_end = 0.0  # of a step, or when the first request came, by perf_counter
+        self._lifecycle = Lifecycle(self, free)
+
+    def _start(self, path: Path, max_model_len: int) -> Callable[[], None]:
+        """Load the model in `path` and make the scheduler; return what frees all of it."""
+        size, name = self.config.data_parallel_size, type(self).__name__
+        if size > 1:
+            raise ValueError(f"data_parallel_size={size} needs LLM itself; derive {name} from ReplicatedLLM")
         device = Device(self.config.device)
         self._workers, self._runner, self._num_blocks = start_ranks(
             self.config, self.model_config, path, device, max_model_len
@@ -92,12 +105,7 @@ class LLMEngine:
         asked = self.config.async_scheduling
         self._run_ahead = device.is_cuda if asked is None else asked
         self._scheduler = self._make_scheduler()
-        self.model_config = replace(self.model_config, max_model_len=self._scheduler.max_model_len)
-        self._in_flight: LaunchedStep | None = None
-        self._open_stream: deque[RequestOutput] | None = None  # what the open one has still to give
-        self._counters = Counters()
-        self._last_end = 0.0  # of a step, or when the first request came, by perf_counter
-        self._lifecycle = Lifecycle(self, partial(stop_ranks, self._workers, self._runner))
+        return partial(stop_ranks, self._workers, self._runner)
 
     def _make_scheduler(self) -> Scheduler:
         return Scheduler(
@@ -146,10 +154,11 @@ class LLMEngine:
 
     def _check_params(self, params: Sequence[SamplingParams]) -> None:
         """ValueError for what this engine cannot do, though others can."""
-        if self.config.tensor_parallel_size > 1 and any(each.logits_processors for each in params):
+        several = max(self.config.tensor_parallel_size, self.config.data_parallel_size) > 1
+        if several and any(each.logits_processors for each in params):
             raise ValueError(
-                "logits_processors are functions of this process and need tensor_parallel_size=1; use "
-                "logit_bias, allowed_token_ids or structured_outputs"
+                "logits_processors are functions of this process and need tensor_parallel_size=1 and "
+                "data_parallel_size=1; use logit_bias, allowed_token_ids or structured_outputs"
             )
 
     def stats(self) -> EngineStats:
@@ -183,7 +192,7 @@ class LLMEngine:
     def is_finished(self) -> bool:
         """Whether no request is waiting or running."""
         self._lifecycle.check_open()
-        return self._scheduler.is_finished()
+        return not self._requests
 
     def abort(self, request_id: str | int) -> RequestOutput | None:
         """End a request now and return what it has so far; None when it is unknown or has finished.
@@ -234,12 +243,15 @@ class LLMEngine:
         stream: the open one for which the call is made; RuntimeError when there is another, and when the
         engine sleeps, unless `asleep` allows that.
         """
-        with self._lifecycle.calling(), self._runner.device.current():
+        with self._lifecycle.calling(), self._current_device():
             if self._open_stream is not stream:
                 raise RuntimeError("a stream of this engine is open; take all of its outputs, or close() it")
             if not asleep:
                 self._residency.check_awake()
             yield
+
+    def _current_device(self) -> AbstractContextManager[object]:
+        return self._runner.device.current()
 
     def _check_idle(self, call: str) -> None:
         if self._requests:
@@ -250,19 +262,26 @@ class LLMEngine:
 
     @contextmanager
     def _emptied_on_error(self) -> Iterator[None]:
-        """After an exception in the block, start from an empty scheduler, whatever state that left behind.
-
-        An engine whose workers are gone is closed.
-        """
+        """After an exception in the block, drop all requests, whatever state that left behind."""
         try:
             yield
         except BaseException:
-            self._in_flight = None
             self._requests.clear()
-            self._scheduler = self._make_scheduler()
-            if self._workers.watch.ended.is_set():
-                self.close()
+            self._start_afresh()
             raise
+
+    def _start_afresh(self) -> None:
+        """Start from an empty scheduler. An engine whose workers are gone is closed."""
+        self._in_flight = None
+        self._scheduler = self._make_scheduler()
+        if self._workers.watch.ended.is_set():
+            self.close()
+
+    def _abort_all(self) -> None:
+        """Drop all requests, of an engine that works as it should."""
+        for seq_id in self._requests.unfinished:
+            self._scheduler.abort(seq_id)
+        self._requests.clear()
 
     def _add(
         self,

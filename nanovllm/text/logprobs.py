@@ -28,10 +28,10 @@ class LogprobDicts(Sequence[Any]):
     ) -> None:
         self.columns = columns
         self._decode = decode
-        self._num_unknown = num_unknown
+        self.num_unknown = num_unknown
 
     def __len__(self) -> int:
-        return self._num_unknown + len(self.columns.values)
+        return self.num_unknown + len(self.columns.values)
 
     @overload
     def __getitem__(self, index: int) -> PromptLogprob: ...
@@ -40,7 +40,7 @@ class LogprobDicts(Sequence[Any]):
     def __getitem__(self, index: int | slice) -> PromptLogprob | list[PromptLogprob]:
         if isinstance(index, slice):
             return [self[each] for each in range(*index.indices(len(self)))]
-        place = range(len(self))[index] - self._num_unknown
+        place = range(len(self))[index] - self.num_unknown
         return None if place < 0 else self._dict(place)
 
     def __eq__(self, other: object) -> bool:

@@ -131,7 +131,7 @@ class Processor:
             return output
         columns = join_rows(rows[: len(output.token_ids)], self._width(asked))
         total = float(columns.values[:, 0].sum(dtype=np.float64))
-        return replace(output, logprobs=LogprobDicts(columns, self._decode), cumulative_logprob=total)
+        return replace(output, logprobs=LogprobDicts(columns, self.decode_token), cumulative_logprob=total)
 
     def with_prompt_logprobs(
         self, output: RequestOutput, request: Request, parts: list[TokenLogprobs]
@@ -140,7 +140,7 @@ class Processor:
         if request.first_scored is None:
             return output
         columns = join_parts(parts, self._width(request.params.prompt_logprobs or 0))
-        return replace(output, prompt_logprobs=LogprobDicts(columns, self._decode, request.first_scored))
+        return replace(output, prompt_logprobs=LogprobDicts(columns, self.decode_token, request.first_scored))
 
     def _width(self, asked: int) -> int:
         """The columns of logprobs: the token's own and those of the likeliest ones asked for; -1: of all."""
@@ -155,7 +155,7 @@ class Processor:
         """The text of tokens; None without a tokenizer."""
         return None if self.tokenizer is None else str(self.tokenizer.decode(token_ids))
 
-    def _decode(self, token_id: int) -> str | None:
+    def decode_token(self, token_id: int) -> str | None:
         """The text of a single token."""
         if self.tokenizer is None:
             return None
@@ -196,12 +196,12 @@ class Processor:
             bad_words = bad_word_ids(self.tokenizer, params.bad_words)
             pack_token_ids([*chain(*bad_words)], self._vocab_size, f"{where} bad_words")
         try:
-            constraint = self._constraint(params)
+            constraint = self.constraint(params)
         except ValueError as error:
             raise ValueError(f"{where} structured_outputs: {error}") from None
         return OutputIds(frozenset(stop_ids), bad_words, constraint)
 
-    def _constraint(self, params: SamplingParams) -> Constraint | None:
+    def constraint(self, params: SamplingParams) -> Constraint | None:
         """What the text must look like, compiled for the tokenizer that there is now."""
         if params.structured_outputs is None:
             return None

@@ -151,8 +151,13 @@ class Watch:
         process.join()
         while (code := process.exitcode) is None:  # another thread reaped it, and has not written it down yet
             sleep(0.001)
-        if code < 0:
-            name = signal.Signals(-code).name
-            hint = ", perhaps because the host ran out of memory" if name == "SIGKILL" else ""
-            return Failure(index + 1, f"was killed by {name}{hint}", True, monotonic())
-        return Failure(index + 1, f"ended by itself with exit code {code}", False, monotonic())
+        return Failure(index + 1, how_it_ended(code), code < 0, monotonic())
+
+
+def how_it_ended(code: int) -> str:
+    """Say what the exit code of a process means."""
+    if code >= 0:
+        return f"ended by itself with exit code {code}"
+    name = signal.Signals(-code).name
+    hint = ", perhaps because the host ran out of memory" if name == "SIGKILL" else ""
+    return f"was killed by {name}{hint}"

@@ -96,7 +96,7 @@ class RankSetup:
 def worker_main(setup: RankSetup, reader: ChannelReader, replies: Connection, parent: int) -> None:
     """A worker process, from its start to its end; it returns in no case."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is rank 0's to handle
-    threading.Thread(target=_exit_with, args=(parent,), daemon=True).start()
+    threading.Thread(target=exit_with, args=(parent,), daemon=True).start()
     try:
         loop(setup, reader, replies)
     except BaseException:  # whatever it is, rank 0 is to know
@@ -130,7 +130,7 @@ def loop(setup: RankSetup, reader: ChannelReader, replies: Connection) -> None:
             replies.send(result)
 
 
-def _exit_with(parent: int) -> None:
+def exit_with(parent: int) -> None:
     """End this process, wherever it is, once rank 0 is gone."""
     while os.getppid() == parent:
         sleep(PARENT_SECONDS)
@@ -169,7 +169,7 @@ class Workers:
         context = get_context("spawn")
         self._channel = channel = Channel(len(setups))
         self._stop = finalize(self, _stop, self.watch, channel)
-        os.register_at_fork(after_in_child=partial(_disown, weakref.ref(self.watch)))
+        os.register_at_fork(after_in_child=partial(disown, weakref.ref(self.watch)))
         for setup, reader in zip(setups, channel.readers, strict=True):
             receiver, sender = context.Pipe(duplex=False)
             process = context.Process(
@@ -179,7 +179,7 @@ class Workers:
                 daemon=True,
             )
             self.watch.add(process, receiver)
-            with _no_main_module(), _sigint_blocked():
+            with no_main_module(), sigint_blocked():
                 process.start()
             sender.close()  # the worker's copy is the only one: its end is the pipe's end
         channel.readers.clear()
@@ -274,15 +274,15 @@ def _stop(watch: Watch, channel: Channel) -> None:
     channel.close()
 
 
-def _disown(watch: weakref.ref[Watch]) -> None:
-    """In a forked process, make multiprocessing forget the workers, which it would end there at exit."""
-    if (known := watch()) is not None:
+def disown(owner: weakref.ref[Any]) -> None:
+    """In a forked process, make multiprocessing forget `processes`, which it would end there at exit."""
+    if (known := owner()) is not None:
         children: set[Any] = multiprocessing.process._children  # type: ignore[attr-defined]
         children.difference_update(known.processes)
 
 
 @contextmanager
-def _no_main_module() -> Iterator[None]:
+def no_main_module() -> Iterator[None]:
     """Start a process that does not import the caller's script again, which then needs no __main__ guard.
 
     Workers run nothing of the script. `spawn` takes its name from this module table.
@@ -296,7 +296,7 @@ def _no_main_module() -> Iterator[None]:
 
 
 @contextmanager
-def _sigint_blocked() -> Iterator[None]:
+def sigint_blocked() -> Iterator[None]:
     """Start a process that inherits this: Ctrl-C, which goes to a terminal's every process, is rank 0's."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:

@@ -11,7 +11,7 @@ import pytest
 
 import bench
 import nanovllm
-from tools.benchmark.engines import row_sampling
+from tools.benchmark.engines import RoundRobin, row_sampling
 from tools.benchmark.roofline import Speed
 
 
@@ -109,7 +109,7 @@ def test_transformers_beside_it(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (
             ["--workload", "fast"],
-            "none of headline, queue, single, few, chat, classify, long, prefix, samples",
+            "none of headline, queue, single, few, chat, classify, long, prefix, prefixes, samples",
         ),
         (["--sampling", "topp=0.9"], "unknown argument 'topp'; did you mean 'top_p'"),
         (["--sampling", "top_p=1.5"], "top_p must be in (0, 1]; 1 keeps all tokens, not 1.5"),
@@ -229,3 +229,35 @@ def test_transformers_samples_as_asked(
         sampling = {"temperature": 0.6, "min_p": 0.1, "top_k": 0} if draws else {}
         assert {name: seen[-1].get(name) for name in sampling} == sampling
         assert draws or "temperature" not in seen[-1]
+
+
+# -- replicas ----------------------------------------------------------------------------------------------
+
+
+def test_replicas_run_a_workload_by_turns(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["--workload", "demo", "--num-seqs", "6", "--data-parallel-size", "2", "--round-robin"]
+    result = _bench(capsys, *argv, "--max-num-seqs", "2")
+    assert result["round_robin"] and result["device"].startswith("2 x ") and result["num_seqs"] == 6
+    assert result["output_tokens_per_s"] > 0 and "phases" not in result
+
+
+def test_round_robin_gives_each_replica_its_own() -> None:
+    router = RoundRobin(2)
+    for number in range(6):
+        router.add(number, b"prompt")
+    assert router.remove(2)
+    assert [router.take(1), router.take(0), router.take(0), router.take(0)] == [1, 0, 4, None]
+    assert len(router) == 2 and router.take(1) == 3
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--round-robin"], "--round-robin needs --data-parallel-size"),
+        (["--data-parallel-size", "2", "--profile"], "--profile looks at one process"),
+    ],
+)
+def test_options_of_replicas(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        bench.parse_args(argv)
+    assert message in capsys.readouterr().err

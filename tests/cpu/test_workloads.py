@@ -37,6 +37,22 @@ def test_the_other_synthetic_workloads_have_their_totals() -> None:
     assert totals("queue") == ("queue", 2048, 1_150_273, 1_128_906)
 
 
+def test_the_prefixes_are_shared_in_random_order() -> None:
+    default, draw = SYNTHETIC["prefixes"]
+    assert default == 4096
+    work = draw(100)
+    sharing = work.sharing()
+    assert sharing.tokens.tolist() == [8192] * 20 and len(set(work.groups)) == 20
+    first = {group: work.prompts[work.groups.index(group)] for group in work.groups}
+    for group, prompt in zip(work.groups, work.prompts, strict=True):
+        assert prompt[:8192] == first[group][:8192] and 32 <= len(prompt) - 8192 <= 128
+    assert len({tuple(prompt[:8192]) for prompt in work.prompts}) == 20
+    assert sharing.saved(np.array([work.groups.index(3), work.groups.index(4)])) == 0
+    assert sharing.saved(np.flatnonzero(np.array(work.groups) == 3)) == 8192 * (work.groups.count(3) - 1)
+    assert len(work.beginning(10, 5).groups) == 10
+    assert draw(100) == work
+
+
 @pytest.mark.parametrize(
     ("name", "size", "ids_in", "tokens_out"),
     [

@@ -8,15 +8,18 @@ from __future__ import annotations
 import argparse
 import json
 import re
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import nanovllm
-from nanovllm.llm import LLM
+from nanovllm.llm import LLM, ReplicatedLLM
+from nanovllm.replicas.router import Router
 from tools.benchmark.steps import Step, StepRecorder
 from tools.benchmark.workloads import Workload
 
@@ -86,6 +89,27 @@ def row_sampling(sampling: dict[str, Any], share: float, num_rows: int) -> list[
     return rows
 
 
+class RoundRobin(Router):
+    """Gives requests to the replicas in turn, for comparison."""
+
+    def __init__(self, num_replicas: int) -> None:
+        super().__init__(num_replicas, reach=0)
+        self._queues: list[deque[int]] = [deque() for _ in range(num_replicas)]
+        self._turns = cycle(self._queues)
+
+    def add(self, number: int, prompt: bytes) -> None:
+        super().add(number, b"")
+        next(self._turns).append(number)
+
+    def take(self, replica: int) -> int | None:
+        queue = self._queues[replica]
+        while queue:
+            number = queue.popleft()
+            if self.remove(number):  # else it is aborted
+                return number
+        return None
+
+
 # -- engines -------------------------------------------------------------------------------------------------
 
 
@@ -100,7 +124,12 @@ def load_nanovllm(args: argparse.Namespace, model: Path, dummy: bool, options: d
         device=args.device,
         **options,
     )
-    llm.on_step = recorder = StepRecorder()
+    recorder = StepRecorder()
+    if isinstance(llm, ReplicatedLLM):  # whose steps are of several engines, beside each other
+        if args.round_robin:
+            llm._replicas.router = RoundRobin(args.num_replicas)
+    else:
+        llm.on_step = recorder
 
     def prepare(work: Workload) -> Run:
         rows = row_sampling(args.sampling, args.sampling_share, len(work.prompts))

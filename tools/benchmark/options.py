@@ -10,6 +10,9 @@ import torch
 from tools.benchmark.engines import ENGINES, TEMPERATURE, parse_sampling
 from tools.benchmark.workloads import QWEN3, SHARED, SYNTHETIC
 
+PASSED_ON = ("max_model_len", "kv_cache_dtype", "tensor_parallel_size", "data_parallel_size")
+PASSED_ON += ("deterministic", "tokenizer")
+
 
 def make_parser(description: str | None) -> argparse.ArgumentParser:
     """The options; what depends on others is None until `parse_args` settles it."""
@@ -48,6 +51,12 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--max-model-len", type=int, metavar="N", help="default: the engine's")
     parser.add_argument("--kv-cache-dtype", help="auto or fp8")
     parser.add_argument("--tensor-parallel-size", type=int, metavar="N")
+    parser.add_argument("--data-parallel-size", type=int, metavar="N")
+    parser.add_argument(
+        "--round-robin",
+        action="store_true",
+        help="give replicas the prompts in turn, whatever they begin with; needs --data-parallel-size",
+    )
     parser.add_argument("--deterministic", action="store_true", default=None)
     parser.add_argument(
         "--prefix-caching",
@@ -92,13 +101,16 @@ def parse_args(argv: Sequence[str] | None, description: str | None = None) -> ar
     args.dummy = args.model is None and (args.workload in SYNTHETIC or args.shape is not None)
     args.shape = args.shape or "qwen3-0.6b"
     args.options = {  # passed on only if given: the engine says itself what it does not know
-        name: getattr(args, name)
-        for name in ("max_model_len", "kv_cache_dtype", "tensor_parallel_size", "deterministic", "tokenizer")
-        if getattr(args, name) is not None
+        name: getattr(args, name) for name in PASSED_ON if getattr(args, name) is not None
     }
     if args.engine == "transformers" and args.options:
         parser.error(f"--engine transformers has no {', '.join(args.options)}")
-    args.num_devices = args.options.get("tensor_parallel_size", 1)
+    args.num_replicas = args.options.get("data_parallel_size", 1)
+    if args.num_replicas == 1 and args.round_robin:
+        parser.error("--round-robin needs --data-parallel-size above 1")
+    if args.num_replicas > 1 and args.profile:
+        parser.error("--profile looks at one process; leave it or --data-parallel-size out")
+    args.num_devices = args.num_replicas * args.options.get("tensor_parallel_size", 1)
     return args
 
 

@@ -39,6 +39,8 @@ class Workload:
     name: str
     prompts: list[list[int]]
     output_lens: list[int]
+    groups: tuple[int, ...] = ()  # the number of each row's group, where rows of a group begin alike
+    group_len: int = 0  # with how many tokens
 
     @property
     def tokens_in(self) -> int:
@@ -64,7 +66,10 @@ class Workload:
         )
 
     def sharing(self) -> Sharing:
-        """What a prefix cache can save: the beginning of all prompts, or else prompts that are the same."""
+        """What a prefix cache can save: the beginnings of groups, or that of all, or prompts that are the
+        same."""
+        if self.groups:
+            return Sharing(np.array(self.groups), np.full(max(self.groups) + 1, self.group_len))
         if self.common:
             return Sharing(np.zeros(len(self.prompts), np.int64), np.array([self.common]))
         numbers: dict[tuple[int, ...], int] = {}
@@ -79,7 +84,8 @@ class Workload:
     def beginning(self, num_seqs: int, max_tokens: int) -> Workload:
         """The first `num_seqs` prompts with at most `max_tokens` tokens out each."""
         output_lens = [min(out, max_tokens) for out in self.output_lens[:num_seqs]]
-        return replace(self, prompts=self.prompts[:num_seqs], output_lens=output_lens)
+        groups = self.groups[:num_seqs]
+        return replace(self, prompts=self.prompts[:num_seqs], output_lens=output_lens, groups=groups)
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,6 +133,16 @@ def shared_prefix(num_seqs: int) -> Workload:
     return Workload("prefix", prompts, [rng.randint(128, 256) for _ in range(num_seqs)])
 
 
+def prefixes(num_seqs: int) -> Workload:
+    """20 beginnings of 8,192 random ids, in random order; then 32 to 128 of each row's own; 64 to 128 out."""
+    rng = Random(0)
+    begin = [[rng.randint(0, 10000) for _ in range(8192)] for _ in range(20)]
+    groups = tuple(rng.randrange(20) for _ in range(num_seqs))
+    prompts = [begin[g] + [rng.randint(0, 10000) for _ in range(rng.randint(32, 128))] for g in groups]
+    output_lens = [rng.randint(64, 128) for _ in range(num_seqs)]
+    return Workload("prefixes", prompts, output_lens, groups, 8192)
+
+
 def demo(num_seqs: int, model: Path) -> Workload:
     """Problems for the demo model, with as many tokens out as their right answers have: 2 to about 150."""
     tokenizer = AutoTokenizer.from_pretrained(model)
@@ -150,9 +166,10 @@ SYNTHETIC: dict[str, tuple[int, Callable[[int], Workload]]] = {  # of random ids
     "classify": (4096, lambda num_seqs: drawn("classify", num_seqs, (200, 600), (4, 4))),
     "long": (48, lambda num_seqs: drawn("long", num_seqs, (8000, 28000), (200, 200))),
     "prefix": (256, shared_prefix),
+    "prefixes": (4096, prefixes),
     "samples": (64 * SAMPLES, samples),
 }
-SHARED = ("prefix", "samples")  # those whose point is what the prefix cache saves
+SHARED = ("prefix", "prefixes", "samples")  # those whose point is what the prefix cache saves
 
 
 def from_jsonl(

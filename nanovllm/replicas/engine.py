@@ -1,0 +1,198 @@
+"""ReplicatedEngine: makes requests as any engine, has replicas compute them, and gives their outputs.
+
+Owns the Replicas. Has no model on any device; its scheduler only says which prompts fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+from nanovllm.device import Device
+from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.requests import Requests
+from nanovllm.engine.stats import EngineStats, StepStats
+from nanovllm.outputs import RequestOutput
+from nanovllm.plan.scheduler import Scheduler
+from nanovllm.replicas.parcels import unpack_output
+from nanovllm.replicas.pool import Replicas
+from nanovllm.replicas.replica import ReplicaSetup
+from nanovllm.replicas.residency import ReplicaResidency
+from nanovllm.text.processor import join_completions, refused_output
+from nanovllm.text.request import Request
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class RemoteRequests(Requests):
+    """The unfinished requests of an engine whose sequences are elsewhere."""
+
+    def find(self, request_id: str | int) -> Request | None:
+        """The request; None when it is unknown or finished."""
+        state = self._states.get(str(request_id))
+        return None if state is None else state.request
+
+    def take_in(self, packed: RequestOutput) -> RequestOutput:
+        """Return the output of a request that has ended, with its prompt and when it came here."""
+        state = self._states.pop(packed.request_id)
+        output, metrics = unpack_output(packed, state.request, self._processor), packed.metrics
+        if metrics is None:
+            return output
+        arrival, scheduled = self._epoch + state.arrival, metrics.first_scheduled_time
+        in_queue = None if scheduled is None else scheduled - arrival
+        return replace(output, metrics=replace(metrics, arrival_time=arrival, time_in_queue=in_queue))
+
+    def abort(self, request_id: int) -> RequestOutput:
+        """Return the output of a request that has not run, and forget it."""
+        state = self._states.pop(str(request_id))
+        request, processor = state.request, self._processor
+        for index in range(request.params.n):
+            completion = processor.completion(request, index, [], "abort", None)
+            state.completions[index] = processor.with_logprobs(completion, request, [])
+        completions = list(state.completions.values())
+        output = join_completions(request, completions, 0, self._metrics(state, perf_counter()))
+        return processor.with_prompt_logprobs(output, request, [])
+
+    def give_up(self, request_id: int, why: str) -> RequestOutput:
+        """Return the output of a request that no replica survives, and forget it."""
+        request, error = self._states.pop(str(request_id)).request, ValueError(why)
+        return refused_output(request_id, request.index, request, error, error)
+
+
+class ReplicatedEngine(LLMEngine):
+    """`data_parallel_size` replicas, fed from one queue: outputs and their seeds are those of one engine.
+
+    A replica that ends is started again, and what it had not answered runs again. A request that three
+    replicas in turn did not survive becomes an output with an `error`. WorkerError when no replica is left.
+    """
+
+    _requests: RemoteRequests
+
+    def _start(self, path: Path, max_model_len: int) -> Callable[[], None]:
+        config, size = self.config, self.config.tensor_parallel_size
+        devices = Device(config.device).ranks(size, config.data_parallel_size)
+        own = replace(config, data_parallel_size=1)
+        setups = [
+            ReplicaSetup(replace(own, device=device), config.data_parallel_size) for device in devices[::size]
+        ]
+        self._requests = RemoteRequests(self._processor, config.seed)
+        self._last_stats: dict[int, StepStats] = {}  # by number of the replica
+        self._replicas = Replicas(setups)
+        try:
+            room = self._replicas.smallest
+            self._scheduler = Scheduler(
+                num_blocks=room.num_blocks,
+                block_size=room.block_size,
+                max_num_seqs=1,
+                max_num_batched_tokens=1,
+                max_model_len=room.max_model_len,
+                longest=self.model_config.longest,
+            )
+            self._replicas.set("limit_model_len", self._scheduler.max_model_len)
+            self._residency = ReplicaResidency(self._replicas)
+        except BaseException:
+            self._replicas.kill()
+            raise
+        return self._replicas.stop
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase | None:
+        """As of any engine. One that is set is copied to the replicas."""
+        return self._processor.tokenizer
+
+    @tokenizer.setter
+    def tokenizer(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
+        with self._calling(asleep=True):
+            self._check_idle("setting the tokenizer")
+            self._replicas.set("set_tokenizer", tokenizer)
+            self._processor.tokenizer = tokenizer
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget what the KV caches hold. False, and nothing is done, while there are requests."""
+        with self._calling(self._open_stream, asleep=True):
+            return not self._requests and all(self._replicas.call("reset_prefix_cache"))
+
+    def abort(self, request_id: str | int) -> RequestOutput | None:
+        """As of any engine."""
+        with self._calling(self._open_stream, asleep=True):
+            request = self._requests.find(request_id)
+            found = None if request is None else self._replicas.abort(request.request_id)
+            if request is None or found is None:
+                return None
+            if isinstance(found, Request):
+                output = self._requests.abort(request.request_id)
+            else:
+                output = self._requests.take_in(found)
+            if self._open_stream is not None:
+                self._open_stream.append(output)
+            return output
+
+    def start_profile(self, folder: str | Path | None = None) -> None:
+        """ValueError: a profile is of one engine."""
+        raise ValueError("start_profile() needs data_parallel_size=1: a profile is of one engine")
+
+    def stop_profile(self) -> list[Path]:
+        """RuntimeError: no profile is on."""
+        raise RuntimeError("no profile is on; start_profile() needs data_parallel_size=1")
+
+    def stats(self) -> EngineStats:
+        """As of any engine, all replicas together. Seconds are a replica's share of those that all took."""
+        last = list(self._last_stats.values())
+        running = sum(each.num_running for each in last)
+        waiting = sum(each.num_waiting for each in last)
+        return self._counters.snapshot(len(self._requests), running, waiting, self._kv_cache_usage)
+
+    # -- inside ------------------------------------------------------------------------------------------
+
+    @property
+    def _kv_cache_usage(self) -> float:
+        """The mean of the replicas'."""
+        usage = [each.kv_cache_usage for each in self._last_stats.values()]
+        return sum(usage) / self.config.data_parallel_size
+
+    def _current_device(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def _start_afresh(self) -> None:
+        self._abort_all()
+        if not self._replicas.processes:
+            self.close()
+
+    def _abort_all(self) -> None:
+        self._requests.clear()
+        self._replicas.clear()
+        self._last_stats.clear()
+
+    def _queue(self, requests: list[Request]) -> None:
+        self._check_params([request.params for request in requests])
+        now = perf_counter()
+        for request in requests:
+            self._counters.queued(len(request.prompt_token_ids))
+            self._requests.add(request, [], now)
+        self._replicas.add(requests)
+
+    def _step(self) -> tuple[list[RequestOutput], StepStats | None]:
+        """Wait for the next step of any replica; return the requests that finished with it, and its stats.
+
+        Replicas compute at the same time, so what is returned took a replica's share of its seconds.
+        """
+        if not self._requests:
+            return [], None
+        arrival = self._replicas.next_arrival(self._lifecycle.check_open)
+        outputs = [self._requests.take_in(packed) for packed in arrival.outputs]
+        outputs += [self._requests.give_up(request_id, why) for request_id, why in arrival.lost.items()]
+        stats = arrival.stats
+        if stats is None:
+            return outputs, None
+        self._last_stats[arrival.replica] = stats
+        self._counters.planned(self._kv_cache_usage)
+        share = replace(stats, seconds=stats.seconds / self.config.data_parallel_size)
+        self._counters.record(share, perf_counter())
+        if self.on_step is not None:
+            self.on_step(stats)
+        return outputs, share

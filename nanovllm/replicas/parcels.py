@@ -1,0 +1,59 @@
+"""How requests and outputs travel between processes: without what the other side has or can make.
+
+Sends nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from nanovllm.outputs import RequestOutput
+from nanovllm.text.logprobs import LogprobDicts
+from nanovllm.text.processor import Processor
+from nanovllm.text.request import Request
+
+
+def pack_request(request: Request) -> Request:
+    """Without the prompt's text and the list of its ids, and without a compiled constraint."""
+    return replace(request, prompt=None, prompt_token_ids=[], constraint=None)
+
+
+def unpack_request(request: Request, processor: Processor) -> Request:
+    """With the list of the prompt's ids, and the constraint compiled again."""
+    ids = np.frombuffer(request.prompt_bytes, np.int32).tolist()
+    return replace(request, prompt_token_ids=ids, constraint=processor.constraint(request.params))
+
+
+def pack_output(output: RequestOutput) -> RequestOutput:
+    """Without the prompt, and with logprobs as (columns, how many entries before them are None)."""
+    completions = [replace(each, logprobs=_pack_logprobs(each.logprobs)) for each in output.outputs]
+    logprobs = _pack_logprobs(output.prompt_logprobs)
+    return replace(output, prompt=None, prompt_token_ids=[], outputs=completions, prompt_logprobs=logprobs)
+
+
+def unpack_output(output: RequestOutput, request: Request, processor: Processor) -> RequestOutput:
+    """With the request's prompt, and logprobs with the texts of their tokens."""
+    completions = [
+        replace(each, logprobs=_unpack_logprobs(each.logprobs, processor)) for each in output.outputs
+    ]
+    return replace(
+        output,
+        prompt=request.prompt,
+        prompt_token_ids=request.prompt_token_ids,
+        outputs=completions,
+        prompt_logprobs=_unpack_logprobs(output.prompt_logprobs, processor),
+    )
+
+
+def _pack_logprobs(logprobs: Any) -> Any:
+    return (logprobs.columns, logprobs.num_unknown) if isinstance(logprobs, LogprobDicts) else logprobs
+
+
+def _unpack_logprobs(logprobs: Any, processor: Processor) -> Any:
+    if not isinstance(logprobs, tuple):
+        return logprobs
+    columns, num_unknown = logprobs
+    return LogprobDicts(columns, processor.decode_token, num_unknown)

@@ -1,0 +1,334 @@
+"""Replicas: several engines with one model, fed from one queue; one that ends is started again.
+
+Owns the queue and the processes. Makes no request and no text; starts no thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import weakref
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from multiprocessing import connection, current_process
+from multiprocessing.process import BaseProcess
+from typing import Any, NamedTuple
+
+from nanovllm.engine.stats import StepStats
+from nanovllm.errors import WorkerError
+from nanovllm.outputs import RequestOutput
+from nanovllm.replicas.parcels import pack_request
+from nanovllm.replicas.process import ReplicaProcess
+from nanovllm.replicas.replica import Call, Failure, Ready, ReplicaSetup, Reply, Report
+from nanovllm.replicas.router import Router
+from nanovllm.text.request import Request
+from nanovllm.workers.interrupts import held_interrupts
+from nanovllm.workers.worker import EXIT_SECONDS, disown
+
+logger = logging.getLogger("nanovllm")
+
+MAX_RUNS = 3  # of a request whose replica ends meanwhile; the last time it runs alone
+MAX_FAILURES = 3  # of a replica in a row, without an answer in between
+POLL_SECONDS = 0.1
+LOOK_AHEAD = 8  # times max_num_seqs: how many requests the router chooses among
+
+
+class Arrival(NamedTuple):
+    """What has come of one step of a replica, or of a request that is given up."""
+
+    outputs: list[RequestOutput]  # packed
+    lost: dict[int, str]  # requests that are given up, by id, and why
+    stats: StepStats | None
+    replica: int  # its number
+
+
+class Replicas:
+    """The replicas of an engine and the queue of their requests. Used by one thread at a time."""
+
+    def __init__(self, setups: list[ReplicaSetup]) -> None:
+        """Start a process for each setup and wait until all are ready.
+
+        Raises what a replica raises, with its number, and leaves nothing behind.
+        """
+        if current_process().daemon:
+            raise RuntimeError(
+                "a daemonic process cannot start replicas: create an LLM with data_parallel_size > 1 in the "
+                "main process, or in one started with daemon=False"
+            )
+        config = setups[0].config
+        self._max_num_seqs, self._max_num_tokens = config.max_num_seqs, config.max_num_batched_tokens
+        self._routes_by_prompt = config.enable_prefix_caching
+        self._members = [ReplicaProcess(number, setup) for number, setup in enumerate(setups)]
+        self._look_ahead = LOOK_AHEAD * config.max_num_seqs
+        self.router = Router(len(setups), reach=2 * self._look_ahead)
+        self._routed: dict[int, Request] = {}  # all that wait in the router, by id
+        self._backlog: deque[Request] = deque()  # what comes behind them
+        self._again: deque[Request] = deque()  # to be run again
+        self._alone: deque[Request] = deque()  # to be run for the last time, alone
+        self._num_lost: dict[int, int] = {}  # by request id: how many replicas ended while it ran
+        self._arrivals: deque[Arrival] = deque()
+        self._replies: dict[int, Any] = {}  # by number of the replica: what its call has returned
+        self._ready: dict[int, Ready] = {}
+        self._is_starting = True
+        os.register_at_fork(after_in_child=partial(disown, weakref.ref(self)))
+        try:
+            with held_interrupts():
+                for member in self._members:
+                    member.start()
+            while not all(member.is_ready for member in self._members):
+                self._receive()
+            self._is_starting = False
+        except BaseException:
+            self.kill()
+            raise
+
+    @property
+    def processes(self) -> list[BaseProcess]:
+        """The processes that run."""
+        return [member.process for member in self._members if member.process is not None]
+
+    @property
+    def smallest(self) -> Ready:
+        """What every replica has room for."""
+        return min(self._ready.values(), key=lambda each: each.num_blocks * each.block_size)
+
+    # -- requests --------------------------------------------------------------------------------------------
+
+    def add(self, requests: list[Request]) -> None:
+        """Queue requests and send what the replicas have room for."""
+        self._backlog += requests
+        self._feed()
+
+    def next_arrival(self, check: Callable[[], None]) -> Arrival:
+        """Wait for what comes next of the requests that were added; call `check` meanwhile.
+
+        Raises WorkerError when no replica is left.
+        """
+        while not self._arrivals:
+            check()
+            self._check_some_are_left()
+            self._feed()
+            self._receive()
+        arrival = self._arrivals.popleft()
+        self._feed()
+        return arrival
+
+    def abort(self, request_id: int) -> RequestOutput | Request | None:
+        """End a request. Return its packed output, or itself when it has not run; None when it has ended."""
+        with held_interrupts():
+            while (request := self._unqueue(request_id)) is None:
+                member = next((each for each in self._members if request_id in each.requests), None)
+                if member is None:
+                    return None
+                if self._call(member, "abort", request_id):
+                    member.drop(request_id)
+                    output: RequestOutput | None = self._replies.pop(member.number)
+                    return output
+            return request
+
+    def _unqueue(self, request_id: int) -> Request | None:
+        """Take a request out of the queue; None when it is not there."""
+        if self.router.remove(request_id):
+            return self._routed.pop(request_id)
+        for queue in (self._backlog, self._again, self._alone):
+            for request in queue:
+                if request.request_id == request_id:
+                    queue.remove(request)
+                    return request
+        return None
+
+    def clear(self) -> None:
+        """Forget all requests; the replicas are idle then."""
+        with held_interrupts():
+            self.router.clear()
+            for queue in (self._routed, self._backlog, self._again, self._alone, self._num_lost):
+                queue.clear()
+            for member in self._members:
+                if member.requests:
+                    member.forget_requests()
+                    if self._call(member, "abort_all"):
+                        self._replies.pop(member.number)
+            self._arrivals.clear()
+
+    def call(self, method: str, *args: object) -> list[Any]:
+        """Call a method of every replica, between steps; return what those return that are up.
+
+        Waits for replicas that are loading. Raises what a replica raises, with its number; WorkerError when
+        none is left.
+        """
+        while any(member.process is not None and not member.is_ready for member in self._members):
+            self._receive()
+        self._check_some_are_left()
+        with held_interrupts():
+            called = [member.number for member in self._members if self._call(member, method, *args)]
+            values = {number: self._replies.pop(number) for number in called}
+        for number, value in values.items():
+            if isinstance(value, Failure):
+                raise value.kind(f"replica {number}: {value.what}")
+        return list(values.values())
+
+    def set(self, method: str, value: object) -> None:
+        """Call a method of every replica and, unless that fails, of those that are started again."""
+        before = [dict(member.setup.settings) for member in self._members]
+        for member in self._members:
+            member.setup.settings[method] = value
+        try:
+            self.call(method, value)
+        except BaseException:
+            for member, settings in zip(self._members, before, strict=True):
+                member.setup.settings.clear()
+                member.setup.settings.update(settings)
+            raise
+
+    def unset(self, *methods: str) -> None:
+        """Have these methods not be called of replicas that are started again."""
+        for member in self._members:
+            for method in methods:
+                member.setup.settings.pop(method, None)
+
+    # -- the end ---------------------------------------------------------------------------------------------
+
+    def stop(self) -> None:
+        """Ask all replicas to exit and wait until they are gone; those that load are killed."""
+        with held_interrupts():
+            for member in self._members:
+                if member.is_ready:
+                    member.send(None)
+            for member in self._members:
+                member.end(EXIT_SECONDS if member.is_ready else 0.0)
+
+    def kill(self) -> None:
+        """End all replicas at once."""
+        with held_interrupts():
+            for member in self._members:
+                member.end(0.0)
+
+    # -- inside ----------------------------------------------------------------------------------------------
+
+    def _check_some_are_left(self) -> None:
+        if all(member.process is None for member in self._members):
+            reasons = "; ".join(member.why_it_ended for member in self._members)
+            raise WorkerError(f"no replica is left: {reasons}")
+
+    def _feed(self) -> None:
+        """Send each replica what it has room for; the one with the least to do comes first."""
+        chosen: dict[int, list[Request]] = {}
+        free = list(self._members)
+        with held_interrupts():
+            while self._refill() or self._again or self._alone:
+                free = [each for each in free if self._has_room(each)]
+                if not free:
+                    break
+                member = min(free, key=lambda each: each.cost)
+                request = self._choose(member)
+                if request is None:  # what waits is not for this one: it runs alone, where nothing else does
+                    free.remove(member)
+                    continue
+                member.take(request)
+                chosen.setdefault(member.number, []).append(request)
+            for number, requests in chosen.items():
+                self._members[number].send([pack_request(request) for request in requests])
+
+    def _has_room(self, member: ReplicaProcess) -> bool:
+        return member.has_room(self._max_num_seqs, self._max_num_tokens)
+
+    def _refill(self) -> bool:
+        """Let the router choose among the next requests; return whether there are any."""
+        while self._backlog and len(self._routed) < self._look_ahead:
+            request = self._backlog.popleft()
+            self._routed[request.request_id] = request
+            prompt = request.prompt_bytes if self._routes_by_prompt else b""
+            self.router.add(request.request_id, prompt)
+        return bool(self._routed)
+
+    def _choose(self, member: ReplicaProcess) -> Request | None:
+        """What the replica, which has room, is to compute next."""
+        if self._again:
+            return self._again.popleft()
+        number = self.router.take(member.number)
+        if number is not None:
+            return self._routed.pop(number)
+        if member.requests or not self._alone:
+            return None
+        member.is_exclusive = True
+        return self._alone.popleft()
+
+    def _receive(self) -> None:
+        """Take in what has come; wait a little for it."""
+        running = [member for member in self._members if member.process is not None]
+        ready = connection.wait([member.pipe for member in running], POLL_SECONDS)
+        for member in running:
+            if member.pipe in ready:
+                with held_interrupts():
+                    self._receive_from(member)
+
+    def _receive_from(self, member: ReplicaProcess) -> None:
+        try:
+            message = member.pipe.recv()
+        except (EOFError, OSError):
+            self._take_down(member)
+            return
+        if isinstance(message, Report):
+            member.hear(message.num_received, message.num_waiting_tokens)
+            outputs = [each for each in message.outputs if member.drop(int(each.request_id)) is not None]
+            for output in outputs:
+                self._num_lost.pop(int(output.request_id), None)
+                member.num_failures = 0
+            self._arrivals.append(Arrival(outputs, {}, message.stats, member.number))
+        elif isinstance(message, Reply):
+            self._replies[member.number] = message.value
+        elif isinstance(message, Ready):
+            member.is_ready = True
+            self._ready[member.number] = message
+        else:
+            member.failure = message
+
+    def _call(self, member: ReplicaProcess, method: str, *args: object) -> bool:
+        """Call a method of a replica and wait for its reply; False when the replica is down or ends."""
+        if not member.is_ready:
+            return False
+        process = member.process
+        member.send(Call(method, args))
+        while member.number not in self._replies:
+            connection.wait([member.pipe])
+            self._receive_from(member)
+            if member.process is not process:
+                return False
+        return True
+
+    def _take_down(self, member: ReplicaProcess) -> None:
+        """A replica has ended: see to its requests, and start it again unless that has failed too often."""
+        member.end(0.0 if member.failure is not None else EXIT_SECONDS)
+        why = member.why_it_ended
+        if self._is_starting:
+            failure = member.failure
+            raise WorkerError(f"{why}, at its start") if failure is None else failure.kind(why)
+        self.router.forget(member.number)
+        member.num_failures += 1
+        given_up: dict[int, str] = {}
+        again = list(member.requests.values())
+        for request in reversed(again):
+            self._run_again(request, why, given_up)
+        if given_up:
+            member.num_failures = 0  # the request is to blame
+            self._arrivals.append(Arrival([], given_up, None, member.number))
+        if member.num_failures >= MAX_FAILURES:
+            logger.warning("%s; it has ended %d time(s) in a row, and stays down", why, MAX_FAILURES)
+            member.forget_requests()
+            member.process = None
+            return
+        logger.warning("%s; it is started again, and %d request(s) are run again", why, len(again))
+        member.failure = None
+        member.start()
+
+    def _run_again(self, request: Request, why: str, given_up: dict[int, str]) -> None:
+        number = request.request_id
+        count = self._num_lost[number] = self._num_lost.get(number, 0) + 1
+        if count == MAX_RUNS:
+            del self._num_lost[number]
+            given_up[number] = f"{MAX_RUNS} replicas ended while it ran, the last time alone: {why}"
+        elif count == MAX_RUNS - 1:
+            self._alone.append(request)
+        else:
+            self._again.appendleft(request)

@@ -1,0 +1,125 @@
+"""ReplicaProcess: one replica as its caller sees it: a process, a pipe, and what is in flight there.
+
+Starts and ends the process. Decides neither what it computes nor whether it is started again.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from contextlib import suppress
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+
+from nanovllm.replicas.replica import Failure, ReplicaSetup, replica_main
+from nanovllm.text.request import Request
+from nanovllm.workers.watch import how_it_ended
+from nanovllm.workers.worker import no_main_module, sigint_blocked
+
+
+class ReplicaProcess:
+    """A replica, which may be loading, ready, or down."""
+
+    def __init__(self, number: int, setup: ReplicaSetup) -> None:
+        self.number = number
+        self.setup = setup
+        self.process: BaseProcess | None = None  # None: it is down
+        self.pipe: Connection  # of the process
+        self.is_ready = False
+        self.failure: Failure | None = None  # the last one
+        self.num_failures = 0  # since it last answered a request
+        self.why_it_ended = ""  # the last time
+        self.requests: dict[int, Request] = {}  # in flight, by id
+        self.is_exclusive = False  # what is in flight must run alone
+        self.cost = 0.0  # of all that is in flight
+        self._num_seqs = 0  # in flight
+        self._num_sent = 0  # requests
+        self._on_the_way: deque[int] = deque()  # the prompt tokens of each request that it has not received
+        self._num_tokens_on_the_way = 0
+        self._num_waiting_tokens = 0  # of the others, as it told last
+
+    def start(self) -> None:
+        """Start the process. It loads the model and sends Ready."""
+        context = get_context("spawn")
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(
+            target=replica_main,
+            args=(self.setup, theirs, os.getpid()),
+            name=f"nanovllm replica {self.number}",
+            daemon=True,
+        )
+        with no_main_module(), sigint_blocked():
+            self.process.start()
+        theirs.close()  # the replica's copy is the only one: its end is the pipe's end
+        self.is_ready = False
+        self._num_sent = self._num_waiting_tokens = self._num_tokens_on_the_way = 0
+        self._on_the_way.clear()
+        self.forget_requests()
+
+    def forget_requests(self) -> None:
+        """Nothing is in flight."""
+        self.requests.clear()
+        self.is_exclusive = False
+        self.cost = 0.0
+        self._num_seqs = 0
+
+    def has_room(self, max_num_seqs: int, max_num_tokens: int) -> bool:
+        """Whether a request that is sent now will soon be computed: there is a place for it in a batch or
+        among the next ones, and what waits is less than a prefill step."""
+        if not self.is_ready or self.is_exclusive:
+            return False
+        waiting = self._num_waiting_tokens + self._num_tokens_on_the_way
+        most = max_num_seqs + max(1, max_num_seqs // 8)
+        return not self.requests or (self._num_seqs < most and waiting < max_num_tokens)
+
+    def take(self, request: Request) -> None:
+        """Count a request as in flight; it is to be sent."""
+        self.requests[request.request_id] = request
+        self.cost += cost_of(request)
+        self._num_seqs += request.params.n
+        self._num_sent += 1
+        self._on_the_way.append(len(request.prompt_token_ids))
+        self._num_tokens_on_the_way += len(request.prompt_token_ids)
+
+    def drop(self, request_id: int) -> Request | None:
+        """Count a request as ended; None when it is not in flight."""
+        request = self.requests.pop(request_id, None)
+        if request is not None:
+            self.cost -= cost_of(request)
+            self._num_seqs -= request.params.n
+            self.is_exclusive = False
+        return request
+
+    def hear(self, num_received: int, num_waiting_tokens: int) -> None:
+        """Take in how much the replica has received, and what of it waits."""
+        while len(self._on_the_way) > self._num_sent - num_received:
+            self._num_tokens_on_the_way -= self._on_the_way.popleft()
+        self._num_waiting_tokens = num_waiting_tokens
+
+    def send(self, message: object) -> None:
+        """Send; what a replica cannot receive any more is lost with it."""
+        with suppress(OSError):  # its end is noticed when it is read from
+            self.pipe.send(message)
+
+    def end(self, seconds: float) -> None:
+        """Wait for the process to end, and kill it when it has not in time; close the pipe."""
+        self.is_ready = False
+        if self.process is None:
+            return
+        if self.process.pid is not None:
+            self.process.join(seconds)
+            if self.process.exitcode is None:
+                self.process.kill()
+                self.process.join()
+            what = (
+                f": {self.failure.what}" if self.failure else f" {how_it_ended(self.process.exitcode or 0)}"
+            )
+            self.why_it_ended = f"replica {self.number}{what}"
+        self.pipe.close()
+
+
+def cost_of(request: Request) -> float:
+    """How much work a request may be, in output tokens; prompt tokens are computed far more quickly."""
+    max_tokens = request.params.max_tokens
+    return len(request.prompt_token_ids) / 8 + request.params.n * (1024 if max_tokens is None else max_tokens)

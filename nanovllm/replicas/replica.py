@@ -1,0 +1,212 @@
+"""Replica: one of several engines with the same model, alone in a process, fed and read through a pipe.
+
+Owns that process and its messages. Tokenises no prompt and numbers no request: that has been done.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import sys
+import threading
+import traceback
+from contextlib import suppress
+from dataclasses import dataclass, field, fields
+from multiprocessing import current_process
+from multiprocessing.connection import Connection
+from queue import SimpleQueue
+from typing import Any, NamedTuple
+
+import torch
+
+from nanovllm.config import Config
+from nanovllm.engine.resident_engine import ResidentEngine
+from nanovllm.engine.stats import StepStats
+from nanovllm.errors import KVCacheMemoryError, ModelLoadError, WorkerError
+from nanovllm.outputs import RequestOutput
+from nanovllm.replicas.parcels import pack_output, unpack_request
+from nanovllm.workers.interrupts import no_full_collections
+from nanovllm.workers.worker import exit_with
+
+KEPT_ERRORS = (ValueError, TypeError, KVCacheMemoryError, ModelLoadError)  # others become a WorkerError
+
+
+@dataclass(frozen=True)
+class ReplicaSetup:
+    """All that a process must know to become a replica."""
+
+    config: Config  # of one replica, on its own devices
+    num_replicas: int
+    settings: dict[str, Any] = field(default_factory=dict)  # methods of `Replica` to call at the start
+
+
+# To a replica: a list of packed requests to compute, a Call, or None to exit.
+
+
+class Call(NamedTuple):
+    """A method of `Replica` to call between steps; a Reply follows."""
+
+    method: str
+    args: tuple[Any, ...]
+
+
+# From a replica: Ready, then Reports and Replies; or a Failure, the last message of all.
+
+
+class Ready(NamedTuple):
+    """The model is loaded; what a scheduler is made with."""
+
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+
+
+class Report(NamedTuple):
+    """A step."""
+
+    outputs: list[RequestOutput]  # packed
+    stats: StepStats | None
+    num_received: int  # requests, from the start on
+    num_waiting_tokens: int  # of the prompts that wait to be computed
+
+
+class Reply(NamedTuple):
+    """What a Call has returned, or the Failure that it has met."""
+
+    value: Any
+
+
+class Failure(NamedTuple):
+    """Why the replica ends, or cannot do what it is told."""
+
+    kind: type[Exception]
+    what: str
+
+    @staticmethod
+    def of(error: BaseException) -> Failure:
+        if type(error) in KEPT_ERRORS:
+            return Failure(type(error), str(error))  # type: ignore[arg-type]
+        return Failure(WorkerError, f"it failed:\n{traceback.format_exc()}")
+
+
+class Link:
+    """The replica's end of the pipe. Two threads keep the pipe moving while the engine computes."""
+
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe = pipe
+        self._inbox: SimpleQueue[Any] = SimpleQueue()
+        self._outbox: SimpleQueue[Any] = SimpleQueue()
+        threading.Thread(target=self._receive, daemon=True).start()
+        self._sender = threading.Thread(target=self._send, daemon=True)
+        self._sender.start()
+
+    def send(self, message: object) -> None:
+        self._outbox.put(message)
+
+    def receive(self) -> Any:
+        """Wait for the next message and return it. Raises what it raises when it is unpickled."""
+        message = self._inbox.get()
+        if isinstance(message, Exception):
+            raise message
+        return message
+
+    def has_message(self) -> bool:
+        return not self._inbox.empty()
+
+    def flush(self) -> None:
+        """Return when all is sent. Nothing can be sent after it."""
+        self._outbox.put(None)
+        self._sender.join()
+
+    def _receive(self) -> None:
+        try:
+            while True:
+                self._inbox.put(self._pipe.recv())
+        except (EOFError, OSError):
+            os._exit(1)  # whoever asks is gone
+        except Exception as error:  # of a class that is not known here, for instance
+            self._inbox.put(error)
+
+    def _send(self) -> None:
+        with suppress(OSError):
+            while (message := self._outbox.get()) is not None:
+                self._pipe.send(message)
+
+
+class Replica(ResidentEngine):
+    """An engine whose requests are made elsewhere."""
+
+    def serve(self, link: Link) -> None:
+        """Compute what comes until None does."""
+        num_received = 0
+        while True:
+            while link.has_message() or not self._requests:
+                message = link.receive()
+                if message is None:
+                    return
+                if isinstance(message, Call):
+                    link.send(Reply(self._answer(message)))
+                else:
+                    num_received += len(message)
+                    self._queue([unpack_request(request, self._processor) for request in message])
+            with self._calling(), no_full_collections():
+                outputs, stats = self._step()
+            num_waiting_tokens = sum(seq.num_prompt_tokens for seq in self._scheduler.waiting)
+            packed = [pack_output(output) for output in outputs]
+            link.send(Report(packed, stats, num_received, num_waiting_tokens))
+
+    def ready(self) -> Ready:
+        return Ready(self._num_blocks, self._runner.block_size, self._runner.max_model_len)
+
+    def _answer(self, call: Call) -> Any:
+        try:
+            return getattr(self, call.method)(*call.args)
+        except KEPT_ERRORS as error:
+            return Failure.of(error)
+
+    # -- calls -----------------------------------------------------------------------------------------------
+
+    def abort(self, request_id: str | int) -> RequestOutput | None:
+        output = super().abort(request_id)
+        return None if output is None else pack_output(output)
+
+    def abort_all(self) -> None:
+        with self._calling():
+            self._abort_all()
+
+    def set_tokenizer(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+
+    def limit_model_len(self, max_model_len: int) -> None:
+        """Give no sequence more tokens than any other replica can, which have more or less memory."""
+        if self._scheduler.max_model_len < max_model_len:
+            raise KVCacheMemoryError(
+                f"the KV cache has room for {self._scheduler.max_model_len} tokens, and at first all "
+                f"replicas had room for {max_model_len}; close what else uses the device"
+            )
+        self._scheduler.max_model_len = max_model_len
+
+
+def replica_main(setup: ReplicaSetup, pipe: Connection, parent: int) -> None:
+    """A replica's process, from its start to its end; it returns in no case."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the caller's to handle
+    current_process().daemon = False  # multiprocessing lets no daemonic process have workers of its own
+    threading.Thread(target=exit_with, args=(parent,), daemon=True).start()
+    link = Link(pipe)
+    try:
+        if setup.config.device == "cpu":
+            torch.set_num_threads(max(1, torch.get_num_threads() // setup.num_replicas))
+        options = {each.name: getattr(setup.config, each.name) for each in fields(Config)}
+        with Replica(**options) as replica:
+            for method, value in setup.settings.items():
+                getattr(replica, method)(value)
+            gc.freeze()  # what is here by now stays
+            link.send(replica.ready())
+            replica.serve(link)
+    except BaseException as error:  # whatever it is, the caller is to know
+        link.send(Failure.of(error))
+        link.flush()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # at once: the libraries' own clean-up has nothing to do

@@ -1,0 +1,129 @@
+"""Router: which of the waiting requests a replica takes next, so that equal beginnings of prompts meet.
+
+Pure bookkeeping of numbers and hashes. Knows neither requests nor processes, and never keeps a replica idle.
+"""
+
+# A prompt is known by the hashes of its first 64, 128, 256, ... tokens. A replica holds a hash once it has
+# taken a request with it. A request costs a replica as many levels as another one holds more of it. A replica
+# goes on with what is most like its last request, as long as that costs nothing, and else takes the oldest of
+# the requests that cost it least. So each group of prompts goes to one replica, and is shared out only when
+# nothing else waits. Requests that share nothing leave in the order in which they came.
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from itertools import islice
+from typing import NamedTuple
+
+import xxhash
+
+SHORTEST = 64 * 4  # bytes of the first beginning that is hashed, of token ids as int32; each is twice as long
+SCANNED = 32  # of the oldest requests are looked at
+HELD = 100_000  # hashes that a replica is taken to hold: the last ones
+
+
+class _Waiting(NamedTuple):
+    number: int  # of the request
+    arrival: int  # counted from 0
+    hashes: list[int]  # of its beginnings, the shortest first
+
+
+class Router:
+    """The waiting requests that replicas choose from, by their numbers."""
+
+    def __init__(self, num_replicas: int, reach: int) -> None:
+        """reach: once so many requests have come after a waiting one, it is the next to be taken."""
+        self._reach = reach
+        self._waiting: OrderedDict[int, _Waiting] = OrderedDict()  # the oldest first
+        self._alike: dict[int, dict[int, None]] = {}  # by hash: the waiting requests with it, oldest first
+        self._held: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(num_replicas)]
+        self._last: list[list[int]] = [[] for _ in range(num_replicas)]  # the hashes of what each took last
+        self._num_arrivals = 0
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def add(self, number: int, prompt: bytes) -> None:
+        """Let a request wait; `prompt`: its token ids as int32, or as much of them as may be shared."""
+        self._waiting[number] = waiting = _Waiting(number, self._num_arrivals, beginnings(prompt))
+        self._num_arrivals += 1
+        for each in waiting.hashes:
+            self._alike.setdefault(each, {})[number] = None
+
+    def take(self, replica: int) -> int | None:
+        """Choose a request for the replica, which has room; None when nothing waits."""
+        if not self._waiting:
+            return None
+        oldest = next(iter(self._waiting.values()))
+        is_due = self._num_arrivals - oldest.arrival > self._reach
+        chosen = oldest if is_due else self._cheapest(replica)
+        self.remove(chosen.number)
+        self._last[replica] = chosen.hashes
+        held = self._held[replica]
+        for each in chosen.hashes:
+            held[each] = None
+            held.move_to_end(each)
+        while len(held) > HELD:
+            held.popitem(last=False)
+        return chosen.number
+
+    def remove(self, number: int) -> bool:
+        """Let a request wait no longer; False when it does not."""
+        waiting = self._waiting.pop(number, None)
+        if waiting is None:
+            return False
+        for each in waiting.hashes:
+            alike = self._alike[each]
+            del alike[number]
+            if not alike:
+                del self._alike[each]
+        return True
+
+    def forget(self, replica: int) -> None:
+        """What the replica held is gone."""
+        self._held[replica].clear()
+        self._last[replica] = []
+
+    def clear(self) -> None:
+        """Nothing waits any more."""
+        self._waiting.clear()
+        self._alike.clear()
+
+    def _cheapest(self, replica: int) -> _Waiting:
+        best, least = None, 0
+        for waiting in self._candidates(replica):
+            cost = self._cost(waiting, replica)
+            if best is None or cost < least:
+                best, least = waiting, cost
+            if cost == 0:
+                break
+        assert best is not None
+        return best
+
+    def _candidates(self, replica: int) -> Iterator[_Waiting]:
+        """What is like the replica's last request, from most to least, then the oldest."""
+        for each in reversed(self._last[replica]):
+            if each in self._alike:
+                yield self._waiting[next(iter(self._alike[each]))]
+        yield from islice(self._waiting.values(), SCANNED)
+
+    def _cost(self, waiting: _Waiting, replica: int) -> int:
+        """How many levels deeper another replica holds this prompt."""
+        own = self._held[replica]
+        for missed, each in enumerate(reversed(waiting.hashes)):
+            if each in own:
+                return 0
+            if any(each in held for held in self._held):
+                shorter = waiting.hashes[: len(waiting.hashes) - missed]
+                return next((i for i, known in enumerate(reversed(shorter)) if known in own), len(shorter))
+        return 0
+
+
+def beginnings(prompt: bytes) -> list[int]:
+    """Return the hashes of the beginnings of a prompt, the shortest first."""
+    view, hashes, length = memoryview(prompt), [], SHORTEST
+    while length <= len(prompt):
+        hashes.append(xxhash.xxh3_64_intdigest(view[:length]))
+        length *= 2
+    return hashes

@@ -1,0 +1,101 @@
+"""Replicas on GPUs of their own: right answers, a replica that is killed, and memory that comes back.
+
+Skipped where there are fewer GPUs than replicas and their ranks need.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from demo_tasks import heldout, score
+from test_engine_gpu import GREEDY, MAX_GAP, largest_gap, mixed_prompts, write_peaked_model
+
+from nanovllm import LLM, SamplingParams, demo_model_path
+from nanovllm.llm import ReplicatedLLM
+
+pytestmark = pytest.mark.gpu
+
+MEMORY_SLACK = 64 * 2**20  # bytes
+GONE_SECONDS = 10.0
+
+
+@pytest.fixture(params=[1, 2], ids=["one_rank", "two_ranks"])
+def ranks(request: pytest.FixtureRequest) -> int:
+    needs_gpus(2 * request.param)
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_peaked_model(tmp_path_factory.mktemp("model"), vocab_size=1000)
+
+
+def needs_gpus(count: int) -> None:
+    if torch.cuda.device_count() < count:
+        pytest.skip(f"the replicas need {count} GPUs; tests/cpu runs them as processes")
+
+
+def used_memory(count: int) -> list[int]:
+    """Bytes in use on the first GPUs."""
+    free = [torch.cuda.mem_get_info(index) for index in range(count)]
+    return [total - free for free, total in free]
+
+
+def test_answers_are_likely_and_each_replica_has_its_gpus(model: Path, ranks: int) -> None:
+    prompts = mixed_prompts(1, [1, 15, 16, 17, 255, 257, 700]) * 8
+    options = {"max_num_seqs": 16, "skip_tokenizer_init": True, "max_model_len": 1024}
+    before = used_memory(2 * ranks)
+    with LLM(model, data_parallel_size=2, tensor_parallel_size=ranks, **options) as llm:
+        taken = [now - then for now, then in zip(used_memory(2 * ranks), before, strict=True)]
+        assert min(taken) > 2**30, "every GPU holds a KV cache"
+        outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+    assert [output.prompt_token_ids for output in outputs] == prompts
+    assert largest_gap(model, prompts, outputs) < MAX_GAP
+
+
+def test_seeded_answers_do_not_depend_on_the_replica() -> None:
+    """With the same bits in any batch, also the same tokens."""
+    needs_gpus(2)
+    prompts = [f"Add {number} and {3 * number}." for number in range(100)]
+    params = SamplingParams(temperature=1.0, max_tokens=30)
+    tokens = []
+    for size in (1, 2):
+        with LLM(demo_model_path(), data_parallel_size=size, deterministic=True, max_num_seqs=8) as llm:
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+        tokens.append([output["token_ids"] for output in outputs])
+    assert tokens[0] == tokens[1]
+
+
+def test_a_killed_replica_is_started_again_and_leaves_no_memory(ranks: int) -> None:
+    examples = heldout(600, seed=3)
+    messages = [[{"role": "user", "content": example.prompt}] for example in examples]
+    greedy = SamplingParams(temperature=0, max_tokens=256)
+    torch.cuda.init()
+    before = used_memory(2 * ranks)
+    options = {"max_num_seqs": 16, "num_kvcache_blocks": 256}
+    with LLM(demo_model_path(), data_parallel_size=2, tensor_parallel_size=ranks, **options) as llm:
+        assert isinstance(llm, ReplicatedLLM)
+        first = llm._replicas.processes[0].pid
+        for on_step in (lambda stats: kill_once(llm, first), None):
+            llm.on_step = on_step
+            outputs = llm.chat(messages, greedy, use_tqdm=False)
+            assert score(examples, [output["text"] for output in outputs])["overall"] == 1.0
+            assert len(llm._replicas.call("ready")) == 2
+            assert llm._replicas.processes[0].pid != first
+    deadline = time.monotonic() + GONE_SECONDS
+    while any(now > then + MEMORY_SLACK for now, then in zip(used_memory(2 * ranks), before, strict=True)):
+        assert time.monotonic() < deadline, "its memory is still in use"
+        time.sleep(0.1)
+
+
+def kill_once(llm: ReplicatedLLM, pid: int | None) -> None:
+    """Kill the first replica in the midst of its work, unless that has been done."""
+    member = llm._replicas._members[0]
+    if pid is not None and member.is_ready and member.process is not None and member.process.pid == pid:
+        member.is_ready = False  # as good as dead
+        os.kill(pid, signal.SIGKILL)

@@ -1,0 +1,155 @@
+"""Router: every request is taken once, none waits for ever, and equal beginnings meet on one replica."""
+
+from __future__ import annotations
+
+import random
+import struct
+from itertools import pairwise
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nanovllm.replicas.router import SHORTEST, Router, beginnings
+
+REACH = 40
+
+
+def prompt(*ids: int) -> bytes:
+    return struct.pack(f"={len(ids)}i", *ids)
+
+
+def of_group(group: int, own: int, length: int = 300) -> bytes:
+    """`length` tokens that a group shares, then ten of its own."""
+    return prompt(*[group] * length, *[1000 + own] * 10)
+
+
+class RoundRobin:
+    """What a router is measured against."""
+
+    def __init__(self, num_replicas: int) -> None:
+        self._queues: list[list[int]] = [[] for _ in range(num_replicas)]
+        self._next = 0
+
+    def add(self, number: int, prompt: bytes) -> None:
+        self._queues[self._next].append(number)
+        self._next = (self._next + 1) % len(self._queues)
+
+    def take(self, replica: int) -> int | None:
+        return self._queues[replica].pop(0) if self._queues[replica] else None
+
+
+def test_beginnings_are_equal_where_prompts_are() -> None:
+    long, short = prompt(*range(300)), prompt(*range(200), 7)
+    assert len(beginnings(long)) == 3 and len(beginnings(short)) == 2
+    assert beginnings(long)[:2] == beginnings(short)
+    assert beginnings(prompt(5, *range(300)))[0] != beginnings(long)[0]
+    assert beginnings(bytes(SHORTEST - 4)) == [] and len(beginnings(bytes(SHORTEST))) == 1
+
+
+def test_prompts_that_share_nothing_leave_as_they_came() -> None:
+    router = Router(2, REACH)
+    for number in range(30):
+        router.add(number, prompt(*range(number, number + 200)))
+    assert [router.take(number % 2) for number in range(30)] == list(range(30))
+    assert router.take(0) is None and len(router) == 0
+
+
+def test_each_group_goes_to_one_replica_until_nothing_else_waits() -> None:
+    router, rng = Router(2, reach=10_000), random.Random(0)
+    groups = [rng.randrange(20) for _ in range(1000)]
+    for number, group in enumerate(groups):
+        router.add(number, of_group(group, number))
+    taken: list[list[int]] = [[], []]
+    for turn in range(1000):
+        number = router.take(turn % 2)
+        assert number is not None
+        taken[turn % 2].append(groups[number])
+    assert sorted(taken[0] + taken[1]) == sorted(groups)
+    computed = len(set(taken[0])) + len(set(taken[1]))
+    assert computed <= 21, "at most the last group is shared out"
+    for one in taken:  # and a group's requests come one after the other
+        assert sum(a != b for a, b in pairwise(one)) < len(set(one)) + 1
+
+
+def test_a_common_beginning_of_all_does_not_hide_the_groups() -> None:
+    """A system prompt of 70 tokens, then the groups' 1,000; both replicas soon hold the first."""
+    router, rng = Router(2, reach=10_000), random.Random(1)
+    groups = [rng.randrange(10) for _ in range(400)]
+    for number, group in enumerate(groups):
+        router.add(number, prompt(*[1] * 70, *[2 + group] * 1000, number))
+    taken: list[set[int]] = [set(), set()]
+    for turn in range(400):
+        number = router.take(turn % 2)
+        assert number is not None
+        taken[turn % 2].add(groups[number])
+    assert len(taken[0]) + len(taken[1]) <= 12
+
+
+def test_what_is_forgotten_costs_nothing_any_more() -> None:
+    router = Router(2, REACH)
+    for number in range(4):
+        router.add(number, of_group(number // 2, number))
+    assert router.take(0) == 0
+    assert router.take(1) == 2, "the first replica holds what 1 begins with"
+    router.forget(0)
+    assert router.take(1) == 3 and router.take(1) == 1
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    num_replicas=st.integers(1, 4),
+    groups=st.lists(st.integers(0, 5), max_size=150),
+    turns=st.lists(st.tuples(st.integers(0, 4), st.integers(0, 3), st.booleans()), max_size=250),
+)
+def test_every_request_is_taken_once_and_none_waits_for_ever(
+    num_replicas: int, groups: list[int], turns: list[tuple[int, int, bool]]
+) -> None:
+    router = Router(num_replicas, REACH)
+    coming = iter(enumerate(groups))
+    waiting: list[int] = []
+    seen: list[int] = []
+    num_added = 0
+    for adds, replica, aborts in [*turns, *[(1, turn, False) for turn in range(2 * len(groups))]]:
+        for number, group in [each for _, each in zip(range(adds), coming, strict=False)]:
+            router.add(number, of_group(group, number, length=64 * (1 + group)))
+            waiting.append(number)
+            num_added += 1
+        if aborts and waiting:
+            assert router.remove(waiting[-1]) and not router.remove(waiting[-1])
+            seen.append(waiting.pop())
+        was_due = waiting and num_added - waiting[0] > REACH
+        number_taken = router.take(replica % num_replicas)
+        assert (number_taken is None) == (not waiting), "no replica is left idle"
+        if number_taken is not None:
+            assert number_taken == waiting[0] or not was_due
+            waiting.remove(number_taken)
+            seen.append(number_taken)
+        assert len(router) == len(waiting)
+    assert sorted(seen) == list(range(len(groups)))
+    assert not router._alike
+
+
+def computed_prefixes(router: Router | RoundRobin, num_groups: int, room: int) -> int:
+    """How often two replicas, each with a cache for `room` prefixes, compute one of them."""
+    rng = random.Random(0)
+    groups = [group for group in range(num_groups) for _ in range(100)]
+    rng.shuffle(groups)
+    for number, group in enumerate(groups):
+        router.add(number, of_group(group, number))
+    caches: list[list[int]] = [[], []]
+    computed = 0
+    for turn in range(len(groups)):
+        number = router.take(turn % 2)
+        if number is None:
+            continue
+        cache, group = caches[turn % 2], groups[number]
+        computed += group not in cache
+        caches[turn % 2] = [group, *(each for each in cache if each != group)][:room]
+    return computed
+
+
+def test_fewer_prefixes_are_computed_than_by_round_robin() -> None:
+    assert computed_prefixes(Router(2, reach=10_000), 20, room=20) <= 21
+    assert computed_prefixes(RoundRobin(2), 20, room=20) == 40
+    assert computed_prefixes(Router(2, reach=10_000), 20, room=5) <= 21
+    assert computed_prefixes(RoundRobin(2), 20, room=5) > 1000
