@@ -1,4 +1,4 @@
-"""Checkers of the kernels between logits and tokens, for any device, as `kernel_cases` has them for the others.
+"""Checkers of the kernels between logits and tokens, for any device, as `kernel_cases` for the others.
 
 A checker runs the Triton launcher and the torch twin and holds both against a computation of its own.
 """
