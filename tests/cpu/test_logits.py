@@ -37,4 +37,4 @@ def test_token_logprobs(rows: int, vocab: int, dtype: torch.dtype) -> None:
 
 
 def test_logprobs_rows_are_independent() -> None:
-    cases.check_logprobs_rows_are_independent(21, 700, CPU)
+    cases.check_logprobs_rows_are_independent(6, 700, CPU)
