@@ -5,6 +5,7 @@ Checks every value; never touches logits.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -187,6 +188,8 @@ class SamplingParams:
         functions = [] if self.logits_processors is None else self.logits_processors
         if not isinstance(functions, (list, tuple)) or not all(map(callable, functions)):
             raise TypeError(f"logits_processors must be a list of functions, not {_show(functions)}")
+        for function in functions:
+            takes_prompt(function)
         values["logits_processors"] = list(functions)
         return values
 
@@ -239,6 +242,21 @@ class BeamSearchParams:
                 raise TypeError(f"{name} must be True or False, not {_show(getattr(self, name))}")
 
 
+def takes_prompt(function: Callable[..., Any]) -> bool:
+    """Whether a logits processor takes (prompt ids, output ids, logits), for it has three parameters or more,
+    instead of (output ids, logits). TypeError when it can take neither."""
+    try:
+        signature = inspect.signature(function)
+        with_prompt = len(signature.parameters) >= 3
+        signature.bind(*[None] * (3 if with_prompt else 2))
+    except (TypeError, ValueError):  # ValueError: one of C that does not say what it takes
+        raise TypeError(
+            "logits_processors must take (output ids, logits) or (prompt ids, output ids, logits), and "
+            f"{_show(function)} does not; wrap it: lambda ids, logits: ..."
+        ) from None
+    return with_prompt
+
+
 def _biases(value: Any) -> dict[int, float]:
     """Checked `logit_bias`; keys may be texts of digits, as from JSON."""
     expected = "a dict of token ids and numbers"
@@ -250,7 +268,7 @@ def _biases(value: Any) -> dict[int, float]:
     for key, bias in value.items():
         token_id = int(key) if isinstance(key, str) and key.isdecimal() else key
         where = f"logit_bias[{_show(key)}]"
-        number = -math.inf if bias == -math.inf else _float(where, bias, "a number, or -inf")
+        number = -math.inf if bias == -math.inf else _float(where, bias, "finite, or -inf")
         biases[_int("a token id of logit_bias", token_id, 0, "an integer of at least 0")] = number
     return biases
 

@@ -90,17 +90,10 @@ def _process_kernel(
     tl.store(out_ptr + row * vocab + index, x, mask=live)
 
 
-def process_logits(
+def process_logits_triton(
     logits: torch.Tensor, penalties: RowPenalties | None, masks: RowMasks | None
 ) -> torch.Tensor:
-    """Return logits [S, V] as float32 with penalties, then masks, applied; `logits` may be overwritten.
-
-    Repetition penalty: logits of tokens in prompt or output are divided by it where positive, else
-    multiplied (Keskar et al. 2019, CTRL). Frequency and presence penalty: subtracted for each time, or once,
-    that a token is in the output. A token whose bit is 0 gets -inf, but NaN stays.
-    """
-    if not use_triton(logits):
-        return process_logits_reference(logits, penalties, masks)
+    """`process_logits` by Triton."""
     rows, vocab = logits.shape
     out = torch.empty(rows, vocab, dtype=torch.float32, device=logits.device)
     if rows == 0:
@@ -142,6 +135,20 @@ def process_logits_reference(
         may = ((words >> (index % WORD)) & 1) != 0
         x = x.index_copy(0, rows, x[rows].where(may | x[rows].isnan(), float("-inf")))
     return x
+
+
+def process_logits(
+    logits: torch.Tensor, penalties: RowPenalties | None, masks: RowMasks | None
+) -> torch.Tensor:
+    """Return logits [S, V] as float32 with penalties, then masks, applied; `logits` stays as it is.
+
+    Repetition penalty: logits of tokens in prompt or output are divided by it where positive, else
+    multiplied (Keskar et al. 2019, CTRL). Frequency and presence penalty: subtracted for each time, or once,
+    that a token is in the output. A token whose bit is 0 gets -inf, but NaN stays.
+    """
+    if use_triton(logits):
+        return process_logits_triton(logits, penalties, masks)
+    return process_logits_reference(logits, penalties, masks)
 
 
 def restart_counts(

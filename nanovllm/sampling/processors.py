@@ -6,7 +6,6 @@ Plain torch, on every device. Draws nothing.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch.nn.functional as F
 
 from nanovllm.kernels.sampling import GREEDY_BELOW
 from nanovllm.sampling.sampler import SamplingTensors
+from nanovllm.sampling_params import takes_prompt
 
 
 def filtered_logits(logits: torch.Tensor, params: SamplingTensors) -> torch.Tensor:
@@ -47,7 +47,7 @@ def call_processor(
     It takes (output ids, logits), or (prompt ids, output ids, logits) if it has three parameters, as in vLLM.
     Raises TypeError or ValueError when it returns anything but a tensor of this shape.
     """
-    ids = [output_ids] if len(inspect.signature(function).parameters) < 3 else [prompt_ids, output_ids]
+    ids = [prompt_ids, output_ids] if takes_prompt(function) else [output_ids]
     made = function(*ids, logits)
     if not isinstance(made, torch.Tensor):
         raise TypeError(f"the logits processor {function!r} must return a tensor, not {made!r}")

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from nanovllm.kernels.filters import Filters
 from nanovllm.plan.columns import SamplingTable
+from nanovllm.plan.sequence import Sequence
 from nanovllm.sampling.sampler import Sampler, SamplingTensors
 from nanovllm.sampling_params import SamplingParams
 
@@ -37,7 +38,9 @@ def test_the_likeliest_token_stays(
         assert 0 < temperature < TINY
         return
     table = SamplingTable(1)
-    table.set(0, params, seed)
+    seq = Sequence(0, [5], params, seed)
+    seq.slot = 0
+    table.set(seq)
     temperatures, seeds, *filters = (
         torch.from_numpy(column)
         for column in (table.temperature, table.seed, table.top_k, table.top_p, table.min_p)

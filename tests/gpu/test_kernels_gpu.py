@@ -6,6 +6,7 @@ import math
 from contextvars import copy_context
 
 import kernel_cases as cases
+import logits_cases
 import pytest
 import torch
 from kernel_cases import BF16, F16, F32, FP8, Heads
@@ -321,6 +322,30 @@ def test_sampling_extremes(vocab: int) -> None:
 )
 def test_rows_are_exchanged_and_drawn(size: int, vocab: int, dtype: torch.dtype, rows: int) -> None:
     cases.check_exchanged_rows(vocab, size, rows, dtype, GPU)
+
+
+@pytest.mark.parametrize(
+    ("rows", "vocab", "dtype"), [(1, 33, F32), (17, 5003, BF16), (97, 2100, F16), (5, 151_936, BF16)]
+)
+def test_process_logits(rows: int, vocab: int, dtype: torch.dtype) -> None:
+    logits_cases.check_process_logits(rows, vocab, dtype, GPU)
+
+
+@pytest.mark.parametrize("vocab", [97, 151_936])
+def test_process_logits_as_transformers(vocab: int) -> None:
+    logits_cases.check_process_logits_as_transformers(vocab, GPU)
+    logits_cases.check_counts(vocab, GPU)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
+@pytest.mark.parametrize(("rows", "vocab"), [(1, 2), (97, 300), (256, 5003), (9, 151_936)])
+def test_token_logprobs(rows: int, vocab: int, dtype: torch.dtype) -> None:
+    logits_cases.check_token_logprobs(rows, vocab, dtype, GPU)
+
+
+@pytest.mark.parametrize("vocab", [700, 151_936])
+def test_logprobs_rows_are_independent(vocab: int) -> None:
+    logits_cases.check_logprobs_rows_are_independent(97, vocab, GPU)
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)

@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from nanovllm.config import Config
 from nanovllm.plan.columns import SamplingTable
 from nanovllm.plan.sequence import Sequence
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.sampling_params import SamplingParams, takes_prompt
 from nanovllm.structured_outputs import StructuredOutputsParams
 
 
@@ -68,6 +68,28 @@ from nanovllm.structured_outputs import StructuredOutputsParams
         ({"bad_words": ["", "a"]}, ValueError),
         ({"structured_outputs": {"json": {}}}, TypeError),
         ({"structured_outputs": "json"}, TypeError),
+        ({"repetition_penalty": 0.0}, ValueError),
+        ({"repetition_penalty": -1.0}, ValueError),
+        ({"repetition_penalty": math.nan}, ValueError),
+        ({"repetition_penalty": math.inf}, ValueError),
+        ({"repetition_penalty": "1"}, TypeError),
+        ({"frequency_penalty": 2.1}, ValueError),
+        ({"frequency_penalty": -2.1}, ValueError),
+        ({"frequency_penalty": math.nan}, ValueError),
+        ({"frequency_penalty": True}, TypeError),
+        ({"presence_penalty": 3}, ValueError),
+        ({"presence_penalty": -math.inf}, ValueError),
+        ({"presence_penalty": None}, TypeError),
+        ({"logprobs": -2}, ValueError),
+        ({"logprobs": 1.5}, TypeError),
+        ({"logprobs": True}, TypeError),
+        ({"prompt_logprobs": -2}, ValueError),
+        ({"prompt_logprobs": "all"}, TypeError),
+        ({"max_tokens": -1, "prompt_logprobs": 0}, ValueError),
+        ({"logit_bias": 5}, TypeError),
+        ({"logits_processors": 5}, TypeError),
+        ({"logits_processors": "5"}, TypeError),
+        ({"logits_processors": [5]}, TypeError),
     ],
     ids=str,
 )
@@ -77,6 +99,48 @@ def test_wrong_sampling_params(options: dict[str, Any], error: type[Exception]) 
     with pytest.raises(error) as caught:
         SamplingParams(**options)
     assert name in str(caught.value) and str(shown) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("bias", "error", "named"),
+    [
+        ([5], TypeError, "must be a dict of token ids and numbers, not [5]"),
+        ({"a": 1.0}, TypeError, "a token id of logit_bias must be an integer of at least 0, not 'a'"),
+        ({1.5: 1.0}, TypeError, "a token id of logit_bias must be an integer of at least 0, not 1.5"),
+        ({True: 1.0}, TypeError, "not True"),
+        ({-1: 1.0}, ValueError, "a token id of logit_bias must be an integer of at least 0, not -1"),
+        ({5: "x"}, TypeError, "logit_bias[5] must be a number, finite, or -inf, not 'x'"),
+        ({5: math.nan}, ValueError, "logit_bias[5] must be"),
+        ({5: math.inf}, ValueError, "logit_bias[5] must be finite, or -inf"),
+        ({5: 1e39}, ValueError, "not 1e+39"),
+    ],
+    ids=str,
+)
+def test_wrong_logit_bias(bias: Any, error: type[Exception], named: str) -> None:
+    with pytest.raises(error) as caught:
+        SamplingParams(logit_bias=bias)
+    assert named in str(caught.value)
+
+
+@pytest.mark.parametrize("function", [lambda logits: logits, lambda a, b, c, d: d, dict, max], ids=str)
+def test_functions_that_cannot_process_logits(function: Any) -> None:
+    with pytest.raises(TypeError, match=r"logits_processors must take \(output ids, logits\) or"):
+        SamplingParams(logits_processors=[function])
+
+
+def test_functions_that_can() -> None:
+    functions = [lambda ids, logits: logits, lambda *all: all, lambda prompt, ids, logits: logits]
+    assert SamplingParams(logits_processors=functions).logits_processors == functions
+    assert [takes_prompt(function) for function in functions] == [False, False, True]
+
+
+def test_right_biases_and_penalties() -> None:
+    assert SamplingParams(logit_bias={"7": 2, np.int64(3): -math.inf}).logit_bias == {7: 2.0, 3: -math.inf}
+    assert SamplingParams(logit_bias=None).logit_bias == SamplingParams(logit_bias={}).logit_bias == {}
+    params = SamplingParams(frequency_penalty=-2, presence_penalty=2, repetition_penalty=0.01)
+    assert (params.frequency_penalty, params.presence_penalty, params.repetition_penalty) == (-2, 2, 0.01)
+    assert SamplingParams(max_tokens=0, prompt_logprobs=0).max_tokens == 0
+    assert SamplingParams(logprobs=-1, prompt_logprobs=10**9).prompt_logprobs == 10**9
 
 
 def test_right_sampling_params() -> None:

@@ -1,0 +1,407 @@
+"""Each sampling parameter through the engine against a plain loop over transformers' logits, alone and beside
+all others, however the steps are planned."""
+
+from __future__ import annotations
+
+import math
+import random
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checked_llm import BLOCK, CheckedLLM
+from sampling_reference import MODES, Reference, checker
+from test_stop_strings import model_for
+from test_texts import TOKENIZERS
+
+from nanovllm import RequestOutput, SamplingParams, StructuredOutputsParams
+from nanovllm.text.logprobs import LogprobDicts
+
+TOKENIZER = TOKENIZERS["byte_level"]
+VOCAB, EOS = len(TOKENIZER), TOKENIZER.eos_token_id
+TOKENS = 12
+MAX_LEN = 64
+
+
+def shifted(output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+    return logits.roll(len(output_ids))
+
+
+def without_prompt(prompt_ids: list[int], output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+    logits[prompt_ids] -= 20.0  # in place
+    return logits
+
+
+def halved(output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+    return logits / 2
+
+
+BIAS = {7: 3.0, 40: -4.0, 100: 2.5, VOCAB - 1: -math.inf, EOS: -8.0, 0: 1.0}
+MANY = {token_id: 6.0 * (token_id % 3 - 1) for token_id in range(VOCAB)}
+# Texts of two of the first 20 tokens, "!" to "4".
+PAIRS = [chr(33 + a) + chr(33 + b) for a in range(20) for b in range(20) if a == b or (a + b) % 2]
+SAMPLED: dict[str, Any] = {"temperature": 0.9, "seed": 5}
+ALL: dict[str, Any] = {
+    "repetition_penalty": 1.4,
+    "frequency_penalty": 0.6,
+    "presence_penalty": -0.5,
+    "logit_bias": BIAS,
+    "allowed_token_ids": list(range(0, VOCAB, 2)),
+    "min_tokens": 4,
+    "stop_token_ids": list(range(0, VOCAB, 4)),
+    "bad_words": ["e", "th", "wo"],
+    "logprobs": 5,
+    "prompt_logprobs": 2,
+}
+# By name: what a request asks for besides temperature 0 and TOKENS tokens.
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "ignore_eos": {"ignore_eos": True},
+    "max_tokens": {"max_tokens": None, "ignore_eos": True},
+    "repetition": {"repetition_penalty": 1.8},
+    "repetition_below_1": {"repetition_penalty": 0.4, "ignore_eos": True},
+    "frequency": {"frequency_penalty": 1.9, "ignore_eos": True},
+    "frequency_below_0": {"frequency_penalty": -2.0},
+    "presence": {"presence_penalty": 2.0},
+    "presence_below_0": {"presence_penalty": -1.5, "ignore_eos": True},
+    "penalties": {"repetition_penalty": 1.2, "frequency_penalty": 0.7, "presence_penalty": 0.4},
+    "bias": {"logit_bias": BIAS},
+    "bias_of_all": {"logit_bias": MANY, "ignore_eos": True},
+    "one_processor": {"logits_processors": [shifted]},
+    "two_processors": {"logits_processors": [without_prompt, halved], "logprobs": 1},
+    "allowed": {"allowed_token_ids": [*range(30, 60), VOCAB - 1]},
+    "allowed_one": {"allowed_token_ids": [77]},
+    "bad_words": {"bad_words": [*map(chr, range(33, 127)), "th", "wo"]},
+    "bad_words_of_two": {"bad_words": PAIRS, "allowed_token_ids": list(range(20)), "ignore_eos": True},
+    "min_tokens": {"min_tokens": 6, "stop_token_ids": list(range(0, VOCAB, 2))},
+    "min_tokens_is_max_tokens": {"min_tokens": TOKENS, "stop_token_ids": list(range(0, VOCAB, 2))},
+    "stop_token_ids": {"stop_token_ids": list(range(0, VOCAB, 3))},
+    "logprobs_0": {"logprobs": 0},
+    "logprobs_1": {"logprobs": 1},
+    "logprobs_20": {"logprobs": 20},
+    "logprobs_of_all": {"logprobs": -1},
+    "prompt_logprobs_0": {"prompt_logprobs": 0},
+    "prompt_logprobs_3": {"prompt_logprobs": 3, "logprobs": 2},
+    "prompt_logprobs_alone": {"prompt_logprobs": 1, "max_tokens": 0},
+    "prompt_logprobs_of_all": {"prompt_logprobs": -1, "max_tokens": 0},
+    "all": ALL,
+    "sampled": SAMPLED,
+    "sampled_logprobs": SAMPLED | {"logprobs": 5},
+    "top_k": SAMPLED | {"top_k": 5, "logprobs": 3},
+    "top_p": SAMPLED | {"top_p": 0.7, "logprobs": 3},
+    "min_p": SAMPLED | {"min_p": 0.1, "logprobs": 3},
+    "filters": SAMPLED | {"top_k": 20, "top_p": 0.9, "min_p": 0.02, "temperature": 1.7},
+    "sampled_penalties": SAMPLED | {"repetition_penalty": 1.3, "presence_penalty": 1.0, "temperature": 2.0},
+    "sampled_bias": SAMPLED | {"logit_bias": MANY, "top_p": 0.9, "logprobs": 0},
+    "sampled_processor": SAMPLED | {"logits_processors": [halved], "top_k": 9, "logprobs": 2},
+    "sampled_all": ALL | SAMPLED | {"top_k": 30, "top_p": 0.95, "min_p": 0.01, "temperature": 1.5},
+}
+# Rows beside them that the reference does not know.
+MATES: list[dict[str, Any]] = [
+    {"temperature": 1.2, "n": 3, "logprobs": 4, "presence_penalty": 1.0},
+    {"temperature": 1.5, "top_p": 0.8},
+    {"structured_outputs": StructuredOutputsParams(regex="[a-c]{9}")},
+    {"temperature": 2.0, "stop": ["a", "e", "o"], "logprobs": 1},
+    {"allowed_token_ids": [5], "logit_bias": {5: -math.inf}},  # leaves no token
+    {"temperature": 1.0, "min_tokens": 3, "bad_words": ["a"], "n": 2},
+]
+ENGINES: dict[str, dict[str, Any]] = {
+    "ahead": {},
+    "in_step": {"async_scheduling": False},
+    "few_slots": {"max_num_seqs": 5},
+    "tight": {"num_kvcache_blocks": 14, "max_num_batched_tokens": 11},
+    "tight_in_step": {"num_kvcache_blocks": 14, "max_num_batched_tokens": 7, "async_scheduling": False},
+    "uncached": {"enable_prefix_caching": False, "num_kvcache_blocks": 20, "max_num_batched_tokens": 13},
+    "two_ranks": {
+        "tensor_parallel_size": 2,
+        "num_kvcache_blocks": 14,
+        "max_num_batched_tokens": 11,
+    },
+}
+Check = Callable[[RequestOutput, SamplingParams], None]
+
+
+def make(model: Path, **options: Any) -> CheckedLLM:
+    defaults = {
+        "device": "cpu",
+        "kvcache_block_size": BLOCK,
+        "max_model_len": MAX_LEN,
+        "async_scheduling": True,
+        "max_logprobs": -1,
+    }
+    return CheckedLLM(model, **defaults | options)
+
+
+def params_of(case: dict[str, Any]) -> SamplingParams:
+    return SamplingParams(**{"temperature": 0, "max_tokens": TOKENS} | case)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return model_for(TOKENIZER, tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def reference(model: Path) -> Reference:
+    return Reference(model, TOKENIZER, MAX_LEN)
+
+
+@pytest.fixture(scope="module")
+def check(reference: Reference) -> Check:
+    """Remembers the answers from test to test."""
+    return checker(reference)
+
+
+@pytest.fixture(scope="module")
+def rows() -> dict[str, tuple[list[int], SamplingParams]]:
+    """A prompt for each case; many begin alike, some are a whole number of blocks, one is a single token."""
+    rng = random.Random(2)
+    shared = [rng.randrange(VOCAB - 3) for _ in range(3 * BLOCK)]
+    lens = [1, 2, BLOCK, BLOCK + 1, 2 * BLOCK, 20, 3 * BLOCK]
+    made = {}
+    for index, (name, case) in enumerate(CASES.items()):
+        length = lens[index % len(lens)]
+        own = [rng.randrange(VOCAB - 3) for _ in range(length)]
+        made[name] = (shared[:length] if index % 2 else own, params_of(case))
+    return made
+
+
+@pytest.fixture(scope="module")
+def llm(model: Path) -> Iterator[CheckedLLM]:
+    with make(model) as llm:
+        yield llm
+        assert llm._scheduler.block_manager.usage == 0
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_each_alone(llm: CheckedLLM, rows: dict[str, Any], check: Check, name: str) -> None:
+    prompt, params = rows[name]
+    llm.reset_prefix_cache()
+    for _ in range(2):  # the second time the prefix cache holds the prompt
+        [output] = llm.generate([prompt], params, use_tqdm=False)
+        check(output, params)
+
+
+def test_what_is_asked_for_makes_a_difference(reference: Reference, rows: dict[str, Any]) -> None:
+    """A case whose answer is the plain one would show nothing."""
+    for name, (prompt, params) in rows.items():
+        if "logprobs" not in name and name not in ("plain", "max_tokens", "ignore_eos"):
+            same = ["max_tokens", "ignore_eos", *["allowed_token_ids"] * (name == "bad_words_of_two")]
+            plain = params_of({field: getattr(params, field) for field in same})
+            answers = [reference.answer(prompt, each).token_ids for each in (params, plain)]
+            assert answers[0] != answers[1], name
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_beside_all_others(model: Path, rows: dict[str, Any], check: Check, name: str) -> None:
+    """Shuffled, with mates of every kind, twice: then the prefix cache holds all prompts."""
+    rng = random.Random(len(name))
+    known = {each: row for each, row in rows.items() if "two" not in name or not row[1].logits_processors}
+    checked = {id(params) for _, params in known.values()}
+    mates = [
+        ([rng.randrange(VOCAB - 3) for _ in range(1 + 9 * index % 20)], params_of(case))
+        for index, case in enumerate(MATES)
+    ]
+    with make(model, **ENGINES[name]) as llm:
+        free = llm.num_free_blocks
+        for _ in range(2):
+            order = [*known.values(), *mates]
+            rng.shuffle(order)
+            llm.batches.clear()
+            outputs = llm.generate(*map(list, zip(*order, strict=True)), use_tqdm=False)
+            errors = 0
+            for (_, params), output in zip(order, outputs, strict=True):
+                if id(params) in checked:
+                    check(output, params)
+                elif params.structured_outputs is not None:
+                    assert re.fullmatch("[a-c]{9}", output["text"])
+                errors += output.error is not None
+            assert errors == 1
+            scored = sum(len(b.extras.scored.token_ids) for b in llm.batches if b.extras.scored is not None)
+            wanted = [len(prompt) - 1 for prompt, params in order if params.prompt_logprobs is not None]
+            assert scored == sum(wanted), "each prompt token is scored once"
+            assert llm.num_free_blocks == free
+        if "tight" in name:
+            assert sum(bool(seq.num_preemptions) for seq in llm.sequences) >= 5
+            assert any(seq.num_preemptions and seq.prompt_logprobs for seq in llm.sequences)
+            assert any(seq.num_preemptions and seq.has_penalties for seq in llm.sequences)
+            assert any(not batch.draws.all() for batch in llm.batches), "no prompt went in chunks"
+        elif name == "ahead":
+            assert max(seq.num_cached_tokens for seq in llm.sequences if seq.next_wanted is None) >= 2 * BLOCK
+
+
+@pytest.mark.parametrize(("mode", "size"), [*((mode, 1) for mode in MODES), (MODES[0], 2), (MODES[3], 2)])
+def test_logprobs_modes(
+    model: Path, rows: dict[str, Any], reference: Reference, mode: str, size: int
+) -> None:
+    """In one batch; the prompt's are raw. In chunks of rows, as a large vocabulary has them."""
+    check = checker(reference, mode)
+    names = ["logprobs_20", "prompt_logprobs_3", "all", "top_k", "top_p", "min_p", "sampled_all"]
+    with make(model, logprobs_mode=mode, tensor_parallel_size=size, max_num_batched_tokens=30) as llm:
+        llm._runner.ending._max_rows = 3 if size == 1 else llm._runner.ending._max_rows
+        chosen = [rows[name] for name in names]
+        outputs = llm.generate(*map(list, zip(*chosen, strict=True)), use_tqdm=False)
+        for (_, params), output in zip(chosen, outputs, strict=True):
+            check(output, params)
+
+
+def test_completions_share_logprobs_of_the_prompt(llm: CheckedLLM, rows: Any, reference: Reference) -> None:
+    """Each of n is what a request with its seed gives; the prompt is scored once for all of them."""
+    prompt, _ = rows["all"]
+    params = params_of(ALL | SAMPLED | {"n": 4, "temperature": 3.0})
+    llm.batches.clear()
+    [output] = llm.generate([prompt], params, use_tqdm=False)
+    assert sum(len(b.extras.scored.token_ids) for b in llm.batches if b.extras.scored) == len(prompt) - 1
+    assert len({tuple(completion.token_ids) for completion in output.outputs}) > 1
+    first = params.clone()
+    first.n = 1
+    checker(reference)(output, first)
+    for completion in output.outputs:
+        assert len(completion.logprobs) == len(completion.token_ids)
+        own = [
+            shown[token].logprob
+            for shown, token in zip(completion.logprobs, completion.token_ids, strict=True)
+        ]
+        assert completion.cumulative_logprob == pytest.approx(sum(own))
+
+
+def assert_begins(whole: LogprobDicts, part: LogprobDicts) -> None:
+    for before, now in zip(whole, part, strict=False):
+        assert list(before) == list(now)
+        for token_id, entry in now.items():
+            assert entry.logprob == pytest.approx(before[token_id].logprob, abs=1e-4)
+
+
+def test_logprobs_end_with_the_text(llm: CheckedLLM) -> None:
+    """A stop string, an abort and an error cut the logprobs as they cut the tokens."""
+    params = params_of({"logprobs": 2, "ignore_eos": True})
+    [full] = llm.generate([[5, 6, 7]], params, use_tqdm=False)
+    text = full.outputs[0].text
+    params.stop = [text[3:5]]
+    [output] = llm.generate([[5, 6, 7]], params, use_tqdm=False)
+    completion = output.outputs[0]
+    assert completion.finish_reason == "stop" and completion.text == text[: text.index(text[3:5])]
+    assert len(completion.token_ids) == len(completion.logprobs) < TOKENS
+    assert_begins(full.outputs[0].logprobs, completion.logprobs)
+    request_id = llm.add_request([5, 6, 7], params_of({"logprobs": 2, "prompt_logprobs": 1}))
+    for _ in range(4):
+        llm.step()
+    aborted = llm.abort(request_id)
+    assert aborted is not None and aborted.outputs[0].finish_reason == "abort"
+    cut = aborted.outputs[0]
+    assert 0 < len(cut.token_ids) == len(cut.logprobs) < TOKENS
+    assert_begins(full.outputs[0].logprobs, cut.logprobs)
+    assert len(aborted.prompt_logprobs) == 3
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("run_ahead", [True, False], ids=["ahead", "in_step"])
+def test_a_broken_row_ends_alone(
+    model: Path, rows: dict[str, Any], check: Check, value: float, run_ahead: bool
+) -> None:
+    """At its first token or a later one, with extras of every kind in it and in its mates."""
+
+    def breaking(output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+        logits[50] = value if len(output_ids) == 3 else logits[50]
+        return logits
+
+    good = [rows[name] for name in ("plain", "all", "sampled_all", "logprobs_of_all", "penalties", "top_p")]
+    bad = params_of(
+        {"logprobs": 3, "repetition_penalty": 1.2, "logits_processors": [breaking], "min_tokens": 5}
+    )
+    with make(model, async_scheduling=run_ahead) as llm:
+        order = [good[0], good[1], ([9] * 10, bad), *good[2:], ([9] * 10, bad)]
+        outputs = llm.generate(*map(list, zip(*order, strict=True)), use_tqdm=False)
+        for (_, params), output in zip(order, outputs, strict=True):
+            if params is not bad:
+                check(output, params)
+                continue
+            [completion] = output.outputs
+            assert completion.finish_reason == "error" and len(completion.token_ids) == 3
+            assert len(completion.logprobs) == 3
+            assert "logits were not finite" in output.error
+        assert llm._scheduler.block_manager.usage == 0
+        # The slots that they had are others' now.
+        check(llm.generate([good[1][0]], good[1][1], use_tqdm=False)[0], good[1][1])
+
+
+@pytest.mark.parametrize(
+    ("case", "named"),
+    [
+        ({"allowed_token_ids": [5], "bad_words": [TOKENIZER.decode([5])]}, "allowed_token_ids, bad_words"),
+        ({"allowed_token_ids": [EOS], "min_tokens": 2}, "allowed_token_ids, min_tokens"),
+        ({"logit_bias": dict.fromkeys(range(VOCAB), -math.inf)}, "logit_bias"),
+        ({"logits_processors": [lambda ids, logits: logits - math.inf]}, "logits_processors"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_rules_that_leave_no_token_are_named(
+    llm: CheckedLLM, rows: dict[str, Any], check: Check, case: dict[str, Any], named: str
+) -> None:
+    plain = rows["plain"]
+    for temperature in (0, 1):
+        params = params_of(case | {"temperature": temperature})
+        outputs = llm.generate([[9], plain[0]], [params, plain[1]], use_tqdm=False)
+        assert outputs[0]["finish_reason"] == "error" and outputs[0]["token_ids"] == []
+        assert f"no token was left by {named}" in outputs[0].error
+        check(outputs[1], plain[1])
+
+
+# Each drawn from n answers of one token: about 10,000 draws in all.
+DISTRIBUTIONS: dict[str, dict[str, Any]] = {
+    "penalties": {"repetition_penalty": 1.5, "temperature": 0.8},
+    "bias_and_top_k": {"logit_bias": MANY, "top_k": 12, "temperature": 1.5},
+    "mask_and_top_p": {"allowed_token_ids": list(range(40)), "top_p": 0.9, "temperature": 1.2},
+    "min_p": {"min_p": 0.05, "bad_words": ["e"], "temperature": 1.4, "logprobs": 1},
+    "all": ALL | {"top_k": 25, "top_p": 0.97, "min_p": 0.002, "temperature": 1.1, "prompt_logprobs": None},
+}
+
+
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
+def test_the_distribution_drawn_from(
+    llm: CheckedLLM, rows: dict[str, Any], reference: Reference, name: str
+) -> None:
+    """Chi-square, with the two samples' seeds fixed; |z| of so many degrees of freedom stays below 5."""
+    prompt, draws = rows["penalties"][0], 4000
+    params = SamplingParams(
+        **{"max_tokens": 1, "min_tokens": 0, "seed": 11, "n": draws} | DISTRIBUTIONS[name] | {"min_tokens": 0}
+    )
+    [output] = llm.generate([prompt], params, use_tqdm=False)
+    drawn = torch.tensor([completion.token_ids[0] for completion in output.outputs])
+    one = params.clone()
+    one.n, one.min_tokens = 1, 0
+    shares = reference.answer(prompt, one).told["processed_logprobs"][0].double().exp()
+    observed, expected = torch.bincount(drawn, minlength=VOCAB).double(), draws * shares
+    assert not observed[expected == 0].any()
+    likely = expected >= 5
+    rest = (observed[~likely].sum() - expected[~likely].sum()).abs()
+    assert rest < 5 * math.sqrt(float(expected[~likely].sum()) + 1)
+    freedom = int(likely.sum()) - 1
+    assert freedom >= 3, "nearly nothing to tell apart"
+    error = float(((observed - expected).square() / expected)[likely].sum())
+    assert abs(error - freedom) < 5 * math.sqrt(2 * freedom) + 5, (error, freedom)
+
+
+def test_errors_name_the_prompt_and_the_value(model: Path, llm: CheckedLLM) -> None:
+    """What only an engine can tell; nothing has run then."""
+    num_batches = len(llm.batches)
+    for case, error in (
+        (
+            {"logit_bias": {VOCAB: 1.0}},
+            rf"prompts\[1\] logit_bias: token id {VOCAB} at position 0 is outside",
+        ),
+        ({"allowed_token_ids": [3, VOCAB]}, rf"allowed_token_ids: token id {VOCAB} at position 1 is outside"),
+        ({"stop_token_ids": [VOCAB]}, rf"stop_token_ids: token id {VOCAB} at position 0 is outside"),
+    ):
+        with pytest.raises(ValueError, match=error):
+            llm.generate([[5], [6]], [SamplingParams(), SamplingParams(**case)], use_tqdm=False)
+    assert len(llm.batches) == num_batches and llm.is_finished()
+    with make(model, max_logprobs=4) as few:
+        for case in ({"logprobs": 5}, {"prompt_logprobs": 5}, {"logprobs": -1}):
+            [(name, value)] = case.items()
+            with pytest.raises(ValueError, match=rf"{name}={value} is more than max_logprobs=4 allows"):
+                few.generate([[5]], SamplingParams(**case), use_tqdm=False)
+        assert few.batches == []
