@@ -16,6 +16,7 @@ from transformers import RepetitionPenaltyLogitsProcessor, SuppressTokensLogitsP
 from nanovllm.kernels import logprobs
 from nanovllm.kernels.logits import (
     IN_PROMPT,
+    MOST,
     WORD,
     RowMasks,
     RowPenalties,
@@ -58,7 +59,7 @@ def make_counts(
     histories: list[tuple[list[int], list[int]]], slots: torch.Tensor, vocab: int
 ) -> torch.Tensor:
     """The table of counts for these rows. Cells of other slots hold what no row may see."""
-    counts = torch.full((len(slots) + SPARE_SLOTS, vocab), IN_PROMPT + 5, dtype=torch.int32)
+    counts = torch.full((len(slots) + SPARE_SLOTS, vocab), IN_PROMPT + 5, dtype=torch.int16)
     for (prompt, output), slot in zip(histories, slots.tolist(), strict=True):
         counts[slot] = 0
         for token_id in output:
@@ -176,19 +177,18 @@ def check_process_logits_as_transformers(vocab: int, device: str) -> None:
 
 def check_counts(vocab: int, device: str) -> None:
     """A slot that is named forgets what it had, the others do not; what is no token or in no slot counts
-    nothing."""
+    nothing, and counts end at MOST."""
     slots = torch.tensor([4, 1, 3], device=device)
     histories = [([2, 2, 7], [7, 7, 0]), ([], [5]), ([vocab - 1], [])]
     expected = make_counts(histories, slots, vocab)
     counts = torch.full_like(expected, IN_PROMPT + 5)
-    flat = [
-        (slot, token_id, is_prompt)
-        for slot, history in zip(slots.tolist(), histories, strict=True)
-        for ids, is_prompt in zip(history, (True, False), strict=True)
-        for token_id in ids
-    ]
-    columns = [torch.tensor(column, device=device) for column in zip(*flat, strict=True)]
-    restart_counts(counts, *columns)
+
+    def cells(ids: list[tuple[int, int]]) -> torch.Tensor:
+        return torch.tensor([slot * vocab + token_id for slot, token_id in ids], device=device)
+
+    prompts = cells([(4, 2), (4, 7), (3, vocab - 1)])
+    outputs, times = cells([(4, 7), (4, 0), (1, 5)]), torch.tensor([2, 1, 1], device=device)
+    restart_counts(counts, slots, prompts, outputs, times)
     assert torch.equal(counts, expected)
     drawn = torch.tensor([7, -1, vocab - 1, 3, 2], device=device)
     count_tokens(counts, torch.tensor([4, 1, 3, -1, 1], device=device), drawn)
@@ -196,9 +196,13 @@ def check_counts(vocab: int, device: str) -> None:
         expected[slot, token_id] += 1
     assert torch.equal(counts, expected)
     assert counts[4, 7] == IN_PROMPT + 3 and counts[3, vocab - 1] == IN_PROMPT + 1
-    restart_counts(counts, *(column[:1] for column in columns))
+    nothing = cells([])
+    restart_counts(counts, slots[:1], prompts[:1], nothing.long(), nothing)
     expected[4], expected[4, 2] = 0, IN_PROMPT
     assert torch.equal(counts, expected)
+    restart_counts(counts, slots[:1], prompts[:1], prompts[:1], torch.tensor([MOST], device=device))
+    count_tokens(counts, slots[:1], torch.tensor([2], device=device))
+    assert counts[4, 2] == IN_PROMPT + MOST
 
 
 # ---- logprobs ----
