@@ -203,11 +203,19 @@ def check_decode(contexts: Sequence[int], heads: Heads, device: str) -> None:
         assert_near(few, expected[one])
         loose = run(*inputs, contexts[row] + 700, scale, invariant=False)
         assert torch.equal(loose, few)
-    # Few, some, and what counts as many with an FP8 cache:
-    few, most = decode_attention._MANY_PROGRAMS, len(contexts)
-    for rows, many in ((2, 1), (8, few), (most, few), (most, 1)):
+    # Few, some, and what counts as many, or as enough for long chunks, with an FP8 cache:
+    many, full, shorter = {"_MANY_PROGRAMS": 1}, {"_FULL_PROGRAMS": 1}, {"_FP8_CHUNK": 256}
+    most = len(contexts)
+    for rows, patched in (
+        (2, many),
+        (8, {}),
+        (most, {}),
+        (most, many),
+        (most, many | full),
+        (most, many | full | shorter),
+    ):
         inputs = (q[:rows], cache.kv, cache.tables[:rows], cache.contexts[:rows])
-        with mock.patch.object(decode_attention, "_MANY_PROGRAMS", many):
+        with mock.patch.dict(vars(decode_attention), patched):
             out = run(*inputs, longest, scale, invariant=False)
         assert_near(out, expected[:rows])
 

@@ -31,20 +31,26 @@ CHUNK = 512  # positions per partial result
 SHARED_CHUNK = 256  # the same where sequences share prefixes: a block of the default size can be shared
 # The same for batches of up to so many sequences, which chunks of 512 would not spread over the device:
 _SMALL_BATCHES = {FEW_ROWS: 128, 8: 256}
+_FP8_CHUNK = 2048  # with an FP8 cache and programs enough to fill the device again and again
+_FULL_PROGRAMS = 1600  # by how many they do, each with a single warp
 _MERGED_HEADS = 4  # in a large batch: of 4,096 programs with one head most would find nothing to merge
 _LANES = 2  # chunks of a sequence at work at a time, or more in a small batch
 _PROGRAMS = 2048  # a batch is small if it has fewer programs than this
 _UNITS = 16  # units of sequences at work at a time
 _MANY_PROGRAMS = 1024  # so many that each can have a single warp: eight on each multiprocessor
-_MUCH_SHARED_MEMORY = 160 * 2**10  # bytes, which a program may need for a single sequence or a wide tile
+_SINGLE_PROGRAMS = 128  # for a single sequence, where each has a multiprocessor to itself
+_MUCH_SHARED_MEMORY = 160 * 2**10  # bytes, which such a program may need, or one with a wide tile
 _HEAD_TILE = 16  # the fewest rows tl.dot takes; a group of query heads is padded to it
 _WIDE_TILE = 64  # rows of the tiles that read a shared prefix: more would not fit the registers
 
 
-def _chunk(sequences: int, invariant: bool, shared: bool) -> int:
+def _chunk(sequences: int, heads: Heads, invariant: bool, shared: bool) -> int:
     """Positions per partial result, for so many sequences."""
     if invariant or shared:
         return CHUNK if invariant else SHARED_CHUNK
+    tiles = heads.kv_heads * triton.cdiv(heads.group, _HEAD_TILE)
+    if heads.step == 2 and heads.dim <= 128 and sequences * tiles >= _FULL_PROGRAMS:
+        return _FP8_CHUNK
     return next((size for most, size in _SMALL_BATCHES.items() if sequences <= most), CHUNK)
 
 
@@ -220,7 +226,7 @@ def paged_decode_attention_triton(
     if sequences == 0:
         return out
     assert block_tables.stride(1) == 1
-    chunk = _chunk(sequences, invariant, shared is not None)
+    chunk = _chunk(sequences, heads, invariant, shared is not None)
     chunks = max(1, triton.cdiv(max_context_len, chunk))
     few = chunk == _SMALL_BATCHES[FEW_ROWS]
     single = few and sequences == 1 and shared_memory(q.device) >= _MUCH_SHARED_MEMORY
@@ -237,7 +243,8 @@ def paged_decode_attention_triton(
             head_tile = max(_HEAD_TILE, triton.next_power_of_2(members.shape[1] * heads.group))
             tiles, units = heads.kv_heads, min(units, _UNITS)
         # Programs without work are cheap but not free, and the bound may lie far above the contexts.
-        lanes = min(chunks, max(_LANES, _PROGRAMS // (units * tiles)))
+        programs = _SINGLE_PROGRAMS if single else _PROGRAMS
+        lanes = min(chunks, max(_LANES, programs // (units * tiles)))
         many = 0 if invariant or members is not None else units * tiles
         block_n, warps, stages = _tiles(
             heads, cache.k.element_size(), chunk, many, head_tile == _HEAD_TILE, single
