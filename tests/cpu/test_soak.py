@@ -23,7 +23,7 @@ from test_stop_strings import model_for
 from test_texts import TOKENIZERS
 
 from nanovllm import LLM, RequestOutput, SamplingParams, StructuredOutputsParams
-from nanovllm.text.reader import PromptReader
+from nanovllm.text import reader
 
 TOKENIZER = TOKENIZERS["byte_level"]
 VOCAB = len(TOKENIZER)
@@ -46,7 +46,7 @@ def random_params(rng: random.Random) -> SamplingParams:
     def some(chance: float, **values: Any) -> dict[str, Any]:
         return values if rng.random() < chance else {}
 
-    options: dict[str, Any] = {"max_tokens": rng.randint(1, 8)}
+    options: dict[str, Any] = {"max_tokens": rng.choice([1, 2, 4, 12])}
     options |= some(0.5, temperature=0) or {
         "temperature": rng.choice([0.5, 1.0, 2.0]),
         "n": rng.choice([1, 1, 1, 3]),
@@ -120,11 +120,13 @@ def soak(llm: LLM, rng: random.Random, count: int) -> Counter[str]:
 
 
 @pytest.mark.parametrize("run_ahead", [True, False], ids=["ahead", "in_step"])
-def test_soak(tmp_path: Path, run_ahead: bool) -> None:
+def test_soak(tmp_path: Path, run_ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Few blocks, so that sequences are preempted, and prompts in chunks."""
     model, rng, parts = model_for(TOKENIZER, tmp_path), random.Random(6), 4
-    options = {"num_kvcache_blocks": 22, "max_num_seqs": 16, "max_num_batched_tokens": 50}
+    options = {"num_kvcache_blocks": 14, "max_num_seqs": 16, "max_num_batched_tokens": 50}
     ends: Counter[str] = Counter()
+    monkeypatch.setattr(reader, "READ_SECONDS", 60.0)  # prompts are always there, however busy the machine is
+    num_preempted = 0
     with CheckedLLM(
         model, device="cpu", kvcache_block_size=BLOCK, max_model_len=56, async_scheduling=run_ahead, **options
     ) as llm:
@@ -133,14 +135,15 @@ def test_soak(tmp_path: Path, run_ahead: bool) -> None:
         try:
             for _ in range(parts):
                 ends += soak(llm, rng, NUM_REQUESTS // (2 * parts))
-                preempted = any(seq.num_preemptions for seq in llm.sequences)
+                num_preempted += sum(bool(seq.num_preemptions) for seq in llm.sequences)
                 llm.batches.clear()
                 llm.sequences.clear()
                 gc.collect()
                 held.append(tracemalloc.get_traced_memory()[0])
         finally:
             tracemalloc.stop()
-        assert preempted and llm.is_finished() and not llm._requests and not llm._requests._stops
+        assert num_preempted >= 5
+        assert llm.is_finished() and not llm._requests and not llm._requests._stops
         assert llm._scheduler.block_manager.usage == 0
         assert held[-1] - held[0] < KEPT_BYTES, held
     assert set(ends) == {"stop", "length", "abort", "error", "refused"}, ends
@@ -149,10 +152,12 @@ def test_soak(tmp_path: Path, run_ahead: bool) -> None:
 def test_a_million_prompts_are_read_in_bounded_memory() -> None:
     """Who reads them lets go of them; then what Python holds does not grow with what has been read."""
     count, most = 1_000_000, 512
-    reader = PromptReader(([5, index % 90, 7] for index in range(count)), SamplingParams(max_tokens=1))
+    prompts = reader.PromptReader(
+        ([5, index % 90, 7] for index in range(count)), SamplingParams(max_tokens=1)
+    )
     num_read, first, held = 0, 0, 0
-    while not reader.ended:
-        batch = reader.read(most)
+    while not prompts.ended:
+        batch = prompts.read(most)
         assert batch.first_index == num_read and len(batch.prompts) <= most
         num_read += len(batch.prompts)
         first = first or sys.getallocatedblocks()
