@@ -66,12 +66,12 @@ class ReplicaProcess:
 
     def has_room(self, max_num_seqs: int, max_num_tokens: int) -> bool:
         """Whether a request that is sent now will soon be computed: there is a place for it in a batch or
-        among the next ones, and what waits is less than a prefill step."""
+        among the next ones, and what waits is less than the next two prefill steps."""
         if not self.is_ready or self.is_exclusive:
             return False
         waiting = self._num_waiting_tokens + self._num_tokens_on_the_way
         most = max_num_seqs + max(1, max_num_seqs // 8)
-        return not self.requests or (self._num_seqs < most and waiting < max_num_tokens)
+        return not self.requests or (self._num_seqs < most and waiting < 2 * max_num_tokens)
 
     def take(self, request: Request) -> None:
         """Count a request as in flight; it is to be sent."""

@@ -343,6 +343,28 @@ def test_a_request_that_no_replica_survives_is_given_up(two: ReplicatedLLM) -> N
     assert len(company) == 3 and company[-1] == {poison}
 
 
+class Unreadable(SamplingParams):
+    """Cannot be read from a pickle."""
+
+    def __reduce__(self) -> Any:
+        return int, ("none",)
+
+
+def test_what_a_replica_cannot_read_ends_in_an_output(
+    two: ReplicatedLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool, "MAX_RUNS", 1)
+    [output] = two.generate("Hello", Unreadable(max_tokens=3), use_tqdm=False)
+    assert output["finish_reason"] == "error" and "invalid literal for int()" in (output.error or "")
+    assert two.generate("Hello", GREEDY, use_tqdm=False)[0].error is None
+
+
+def test_replicas_must_have_as_much_room_as_at_first(two: ReplicatedLLM) -> None:
+    with pytest.raises(KVCacheMemoryError, match="replica 0: the KV cache has room for"):
+        two._replicas.set("limit_model_len", 10**6)
+    assert two._replicas._members[0].setup.settings["limit_model_len"] < 10**6
+
+
 def test_when_all_replicas_stay_down(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool, "MAX_FAILURES", 1)
     llm = LLM(tiny, data_parallel_size=2, **TINY)
