@@ -93,7 +93,7 @@ class Chart:
         y = Axis.of(0.0, max([*values, self.most]), from_zero=True, whole=self.whole)
         drawn = "".join(self._draw(number, line, x, y, seconds) for number, line in enumerate(self.lines))
         if not runs:
-            drawn = text((LEFT + RIGHT) / 2, (TOP + BOTTOM) / 2, "nothing to show", anchor="middle")
+            drawn = text((LEFT + RIGHT) / 2, (TOP + BOTTOM) / 2 - 12, "nothing to show", anchor="middle")
         label = escape(f"{self.title}, {self.unit}, over time")
         return (
             f'<svg xmlns="http://www.w3.org/2000/svg" class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" '

@@ -32,7 +32,8 @@ class GPUMonitor:
     ...     outputs = llm.generate(prompts)
     >>> write_report("report.html", llm, gpu=gpu)
 
-    why_not: why sampling could not begin or has ended early, for people; None when nothing is wrong.
+    It may be entered again, and goes on. why_not: why sampling could not begin or has ended early, for
+    people; None when nothing is wrong.
     """
 
     def __init__(self, llm: LLMEngine) -> None:
@@ -41,7 +42,7 @@ class GPUMonitor:
         self._interval = INTERVAL_SECONDS
         self._samples: list[GPUSample] = []
         self._end = Event()
-        self._thread = Thread(target=self._run, name="nanovllm-gpu-monitor", daemon=True)
+        self._thread: Thread | None = None
 
     @property
     def samples(self) -> list[GPUSample]:
@@ -52,14 +53,18 @@ class GPUMonitor:
         if not all(device.is_cuda for device in self._devices):
             self.why_not = "the engine runs on a CPU"
         elif self._sample():
+            self._end.clear()
+            self._thread = Thread(target=self._run, name="nanovllm-gpu-monitor", daemon=True)
             self._thread.start()
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._end.set()
-        if self._thread.is_alive():
+        if self._thread is not None:
+            self._end.set()
             self._thread.join()
-            self._sample()
+            self._thread = None
+            if self.why_not is None:
+                self._sample()
 
     def _run(self) -> None:
         while not self._end.wait(self._interval) and self._sample():
@@ -73,7 +78,8 @@ class GPUMonitor:
             power = tuple(device.power() for device in self._devices)
             memory = tuple(float(device.memory_in_use()) for device in self._devices)
         except Exception as error:
-            self.why_not = f"NVML: {error} (pip install 'nanovllm[report]' brings nvidia-ml-py)"
+            missing = isinstance(error, ModuleNotFoundError)
+            self.why_not = f"NVML: {error}" + (" Try pip install 'nanovllm[report]'" if missing else "")
             return False
         self._samples.append(GPUSample(time(), power, memory))
         return True

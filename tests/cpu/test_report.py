@@ -222,7 +222,8 @@ def test_an_engine_that_has_not_run(model: Path) -> None:
     assert rows(page, "totals")["Requests"] == "0"
     for svg in pictures(page).values():
         check_axes(svg)
-        assert "nothing to show" in words(svg) and not list(svg.iter(f"{SVG}path[@class='line line0']"))
+        assert "nothing to show" in words(svg)
+        assert {each.get("class") for each in svg.iter(f"{SVG}path")} == {"grid", "axis"}
 
 
 def test_a_run_of_one_step(model: Path) -> None:
@@ -395,8 +396,10 @@ class FakeGPU:
 
     is_cuda = True
 
-    def __init__(self, number: int, end: float = float("inf")) -> None:
-        self.number, self.end, self.calls = number, end, 0
+    def __init__(
+        self, number: int, end: float = float("inf"), error: Exception = RuntimeError("GPU is lost")
+    ) -> None:
+        self.number, self.end, self.error, self.calls = number, end, error, 0
         self.enough = threading.Event()
 
     def power(self) -> float:
@@ -404,11 +407,16 @@ class FakeGPU:
         if self.calls >= 5:
             self.enough.set()
         if self.calls >= self.end:
-            raise RuntimeError("GPU is lost")
+            raise self.error
         return 100.0 * (self.number + 1)
 
     def memory_in_use(self) -> int:
         return (self.number + 1) * 2**30
+
+
+def threads() -> list[threading.Thread]:
+    """Those that sample."""
+    return [each for each in threading.enumerate() if each.name == "nanovllm-gpu-monitor"]
 
 
 def monitor_of(devices: list[Any], monkeypatch: pytest.MonkeyPatch) -> GPUMonitor:
@@ -423,9 +431,15 @@ def test_samples_of_all_gpus(llm: CheckedLLM, monkeypatch: pytest.MonkeyPatch) -
         monitor = monitor_of(devices, patch)
         with monitor:
             assert devices[0].enough.wait(60)
-    assert monitor.why_not is None and not monitor._thread.is_alive()
+        assert threads() == []
+        before = len(monitor.samples)
+        with monitor:
+            assert len(threads()) == 1
+    assert monitor.why_not is None and threads() == []
     samples = monitor.samples
-    assert len(samples) >= 5 and begin <= samples[0].time <= samples[-1].time <= time()
+    assert (
+        before >= 5 and len(samples) >= before + 2 and begin <= samples[0].time <= samples[-1].time <= time()
+    )
     assert {sample.power for sample in samples} == {(100.0, 200.0)}
     assert {sample.memory for sample in samples} == {(2.0**30, 2.0**31)}
     found = pictures(parse(make_report(llm, gpu=monitor)))
@@ -442,8 +456,9 @@ def test_a_gpu_that_is_lost_ends_sampling_and_the_page_says_so(
     with monkeypatch.context() as patch:
         monitor = monitor_of([FakeGPU(0, end=4)], patch)
         with monitor:
-            monitor._thread.join(60)
-    assert len(monitor.samples) == 3 and "GPU is lost" in (monitor.why_not or "")
+            for thread in threads():
+                thread.join(60)
+    assert len(monitor.samples) == 3 and monitor.why_not == "NVML: GPU is lost"
     page = parse(make_report(llm, gpu=monitor))
     assert "GPU power" in pictures(page) and "are incomplete: NVML: GPU is lost" in words(page)
 
@@ -451,11 +466,12 @@ def test_a_gpu_that_is_lost_ends_sampling_and_the_page_says_so(
 def test_without_nvml_or_a_gpu_there_is_a_reason_and_no_thread(
     llm: CheckedLLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with monkeypatch.context() as patch, monitor_of([FakeGPU(0, end=1)], patch) as monitor:
-        assert not monitor._thread.is_alive()
+    missing = FakeGPU(0, 1, ModuleNotFoundError("nvidia-ml-py does not seem to be installed."))
+    with monkeypatch.context() as patch, monitor_of([missing], patch) as monitor:
+        assert threads() == []
     assert monitor.samples == [] and "pip install 'nanovllm[report]'" in (monitor.why_not or "")
     with GPUMonitor(llm) as monitor:
-        assert not monitor._thread.is_alive()
+        assert threads() == []
     assert monitor.samples == [] and monitor.why_not == "the engine runs on a CPU"
     page = parse(make_report(llm, gpu=monitor))
     assert list(pictures(page)) == TITLES and "the engine runs on a CPU" in words(page)
