@@ -94,4 +94,5 @@ def mean(a: GPUSample, b: GPUSample) -> GPUSample:
 
 def devices_of(config: Config) -> list[Device]:
     """The devices that an engine with these options runs on."""
-    return [Device(spec) for spec in Device(config.device).ranks(config.tensor_parallel_size)]
+    specs = Device(config.device).ranks(config.tensor_parallel_size, config.data_parallel_size)
+    return [Device(spec) for spec in specs]

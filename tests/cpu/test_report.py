@@ -384,6 +384,8 @@ def test_a_known_device_has_a_share_and_a_note(llm: CheckedLLM, monkeypatch: pyt
     page = parse(make_report(llm))
     check_axes(pictures(page)["Share of the roofline"])
     assert "The share of the roofline is the time" in words(page)
+    two = SimpleNamespace(config=replace(llm.config, data_parallel_size=2), model_config=llm.model_config)
+    assert roofline_of(two)[1] == Speed(4e12, 2e13)  # type: ignore[arg-type,index]
     fp8 = SimpleNamespace(config=replace(llm.config, kv_cache_dtype="fp8"), model_config=llm.model_config)
     assert roofline_of(fp8)[0].kv_bytes * 4 == cost.kv_bytes  # type: ignore[arg-type,index,union-attr]
 
@@ -396,10 +398,8 @@ class FakeGPU:
 
     is_cuda = True
 
-    def __init__(
-        self, number: int, end: float = float("inf"), error: Exception = RuntimeError("GPU is lost")
-    ) -> None:
-        self.number, self.end, self.error, self.calls = number, end, error, 0
+    def __init__(self, number: int, end: float = float("inf"), kind: type[Exception] = RuntimeError) -> None:
+        self.number, self.end, self.kind, self.calls = number, end, kind, 0
         self.enough = threading.Event()
 
     def power(self) -> float:
@@ -407,7 +407,7 @@ class FakeGPU:
         if self.calls >= 5:
             self.enough.set()
         if self.calls >= self.end:
-            raise self.error
+            raise self.kind("GPU is lost")
         return 100.0 * (self.number + 1)
 
     def memory_in_use(self) -> int:
@@ -466,7 +466,7 @@ def test_a_gpu_that_is_lost_ends_sampling_and_the_page_says_so(
 def test_without_nvml_or_a_gpu_there_is_a_reason_and_no_thread(
     llm: CheckedLLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    missing = FakeGPU(0, 1, ModuleNotFoundError("nvidia-ml-py does not seem to be installed."))
+    missing = FakeGPU(0, 1, ModuleNotFoundError)
     with monkeypatch.context() as patch, monitor_of([missing], patch) as monitor:
         assert threads() == []
     assert monitor.samples == [] and "pip install 'nanovllm[report]'" in (monitor.why_not or "")
