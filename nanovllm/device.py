@@ -98,6 +98,14 @@ class Device:
         except (AttributeError, ValueError):  # not Linux: the full KV cache budget must do
             return 2 * CPU_KV_CACHE_BYTES, 2 * CPU_KV_CACHE_BYTES
 
+    def power(self) -> float:
+        """Watts that a GPU draws, by NVML; ModuleNotFoundError without nvidia-ml-py."""
+        return torch.cuda.power_draw(self.torch) / 1e3
+
+    def memory_in_use(self) -> int:
+        """Bytes of a GPU that are in use, other processes' included, by NVML as `power`."""
+        return torch.cuda.device_memory_used(self.torch)
+
     def reset_peak(self) -> None:
         if self.is_cuda:
             torch.cuda.reset_peak_memory_stats(self.torch)

@@ -23,7 +23,7 @@ FLOORS = (
     {"workers"},
     {"engine"},
     {"replicas"},
-    {"llm"},
+    {"llm", "report"},
     {"jobs"},
     {"", "__main__"},  # nanovllm/__init__.py and `python -m nanovllm`
 )

@@ -1,6 +1,6 @@
 """How fast a device reads its memory and multiplies matrices: the two figures that a floor is made of.
 
-    python tools/measure_device.py            # a line for KNOWN_DEVICES in tools/benchmark/roofline.py
+    python tools/measure_device.py            # a line for KNOWN_DEVICES in nanovllm/report/roofline.py
 
 Each is the best of many tries, of several ways, since a floor must be what no engine can go below. On a GPU
 gigabytes are read and 8,192 x 8,192 matrices multiplied, so that neither caches nor starts of kernels count.

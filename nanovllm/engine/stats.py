@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
-from time import perf_counter
+from time import perf_counter, time
+
+import numpy as np
 
 from nanovllm.batch import Batch, StepKind
 
@@ -62,6 +64,11 @@ class TimelinePoint:
     num_cached_tokens: int  # prompt tokens that the prefix cache spared
     num_preemptions: int
     num_finished_requests: int
+    num_computed_tokens: int  # prompt tokens that were computed
+    num_attention_pairs: int  # of a prompt token that was computed and a token that it attends to
+    num_decode_steps: int
+    num_decode_rows: int  # sequences of all decode steps
+    num_context_tokens: int  # that the rows of decode attend to
 
 
 @dataclass(slots=True, eq=False)
@@ -79,6 +86,8 @@ class Interval:
     num_decoded_tokens: int = 0
     num_finished_requests: int = 0
     num_preemptions: int = 0
+    num_attention_pairs: int = 0
+    num_context_tokens: int = 0
     decoding: int = 0  # sequences, of all decode steps
     prefilling: int = 0
     running: int = 0
@@ -93,12 +102,14 @@ class Interval:
             self.decode_seconds += step.seconds
             self.num_decoded_tokens += step.num_drawn_tokens
             self.decoding += len(batch.seq_ids)
+            self.num_context_tokens += int(batch.context_lens.sum())
         else:
             self.num_prefill_steps += 1
             self.prefill_seconds += step.seconds
             self.num_computed_tokens += len(batch.token_ids)
             self.num_cached_tokens += step.num_cached_tokens
             self.prefilling += len(batch.seq_ids)
+            self.num_attention_pairs += attention_pairs(batch.query_lens, batch.context_lens)
         self.num_output_tokens += step.num_drawn_tokens
         self.num_finished_requests += step.num_finished
         self.num_preemptions += step.num_preemptions
@@ -124,7 +135,18 @@ class Interval:
             num_cached_tokens=self.num_cached_tokens,
             num_preemptions=self.num_preemptions,
             num_finished_requests=self.num_finished_requests,
+            num_computed_tokens=self.num_computed_tokens,
+            num_attention_pairs=self.num_attention_pairs,
+            num_decode_steps=self.num_decode_steps,
+            num_decode_rows=self.decoding,
+            num_context_tokens=self.num_context_tokens,
         )
+
+
+def attention_pairs(query_lens: np.ndarray, context_lens: np.ndarray) -> int:
+    """Pairs of a new token and a token that it attends to: `query_lens` new ones end `context_lens`."""
+    q, c = query_lens.astype(np.int64), context_lens.astype(np.int64)
+    return int((q * c - q * (q - 1) // 2).sum())
 
 
 SUMMED = [field.name for field in fields(Interval) if field.name != "index"]
@@ -143,7 +165,8 @@ def joined(intervals: Iterable[Interval], index: int = 0) -> Interval:
 class EngineStats:
     """Totals of an engine's life, up to the call of `stats()`. Seconds are those of steps."""
 
-    uptime: float  # seconds since the engine was ready
+    start_time: float  # when the engine was ready, in seconds since 1970
+    uptime: float  # seconds since then
     num_requests: int  # that were queued
     num_finished_requests: int  # that ended by themselves, so neither aborted nor dropped by an exception
     num_unfinished_requests: int  # now
@@ -163,6 +186,7 @@ class EngineStats:
     kv_cache_usage: float  # share of the blocks that sequences hold, now
     peak_kv_cache_usage: float
     points: tuple[TimelinePoint, ...]
+    interval: float  # seconds of a point
 
     @property
     def prefill_tokens_per_s(self) -> float:
@@ -207,7 +231,7 @@ class Counters:
     """Counts what an engine does; one thread counts, and any may ask for a snapshot."""
 
     def __init__(self) -> None:
-        self._origin = perf_counter()
+        self._origin, self._start_time = perf_counter(), time()
         self._length = INTERVAL_SECONDS
         self._intervals: list[Interval] = []
         self._end = 0.0  # of the last interval, in seconds since the origin
@@ -252,6 +276,7 @@ class Counters:
         intervals, length = list(self._intervals), self._length
         sums = joined(intervals)
         return EngineStats(
+            start_time=self._start_time,
             uptime=perf_counter() - self._origin,
             num_requests=self._num_requests,
             num_finished_requests=sums.num_finished_requests,
@@ -272,6 +297,7 @@ class Counters:
             kv_cache_usage=kv_cache_usage,
             peak_kv_cache_usage=self._peak_usage,
             points=tuple(e.point(length) for e in intervals if e.prefill_seconds + e.decode_seconds),
+            interval=length,
         )
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
+from xml.etree import ElementTree
 
 import endings
 import pytest
@@ -34,6 +35,7 @@ from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.stats import StepStats
 from nanovllm.llm import ReplicatedLLM
 from nanovllm.replicas import pool
+from nanovllm.report import make_report
 
 OPTIONS: dict[str, Any] = {"device": "cpu", "max_num_seqs": 4, "num_kvcache_blocks": 200}
 TINY: dict[str, Any] = {"device": "cpu", "skip_tokenizer_init": True, "max_model_len": 64}
@@ -279,6 +281,16 @@ def test_progress_and_statistics(two: ReplicatedLLM) -> None:
     assert 0 < stats.peak_kv_cache_usage <= 1
     assert sum(step.num_drawn_tokens for step in steps) == 24 * 12
     assert max(step.num_seqs for step in steps) <= OPTIONS["max_num_seqs"]
+
+
+def test_a_report_of_all_replicas(two: ReplicatedLLM) -> None:
+    two.generate(PROMPTS[:8], GREEDY, use_tqdm=False)
+    page = ElementTree.fromstring(make_report(two).encode())
+    cells = {row[0].text: row[1].text for row in page.iter("tr")}
+    stats = two.stats()
+    assert cells["Devices"] == "2 x cpu" and cells["Requests"] == str(stats.num_requests)
+    assert cells["Output tokens"] == f"{stats.num_output_tokens:,}" and stats.num_output_tokens >= 8 * 12
+    assert sum(point.num_context_tokens for point in stats.timeline()) > stats.num_decoded_tokens
 
 
 def test_prompts_that_begin_alike_meet_on_one_replica(two: ReplicatedLLM) -> None:

@@ -32,7 +32,7 @@ def report(result: dict[str, Any], floor: Floor) -> None:
     if r["floor_broken"]:
         shares = "; ".join(broken_floor(r))
         print(f"the floor is broken: {shares}. Measure the device again (python tools/measure_device.py)")
-        print("and set its line of KNOWN_DEVICES in tools/benchmark/roofline.py")
+        print("and set its line of KNOWN_DEVICES in nanovllm/report/roofline.py")
     for name, p in r.get("phases", {}).items():
         rate = f"{p['tb_per_s']:.3g} TB/s" if name == "decode" else f"{p['tflops']:.3g} TFLOP/s"
         print(

@@ -1,0 +1,12 @@
+"""What a run did, as a page to look at: `write_report("report.html", llm)`.
+
+Reads the engine's statistics and, with a `GPUMonitor`, power and memory of its GPUs. Changes nothing of a
+run.
+"""
+
+from __future__ import annotations
+
+from nanovllm.report.gpu import GPUMonitor
+from nanovllm.report.page import charts, check_path, make_report, write_report
+
+__all__ = ["GPUMonitor", "charts", "check_path", "make_report", "write_report"]

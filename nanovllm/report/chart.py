@@ -1,0 +1,220 @@
+"""Chart: lines over time as an SVG picture, with titles, units and round ticks.
+
+Knows nothing of engines. A picture needs no script and no network, and follows the reader's light or dark
+theme.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from html import escape
+
+Run = Sequence[tuple[float, float]]  # (seconds, value) of a line without a gap, in the order of time
+
+WIDTH, HEIGHT = 460, 236  # of a picture, in its own units, as all below
+LEFT, RIGHT, TOP, BOTTOM = 52, 446, 52, 190  # of the area with lines
+TIME_UNITS = (("s", 1), ("min", 60), ("h", 3600), ("days", 86400))
+MOST_OF_A_UNIT = {"s": 180, "min": 180, "h": 72}  # above which the next one is taken
+STEPS = (1, 2, 2.5, 5, 10)  # of ticks, times a power of ten
+COLORS = {  # of lines, on a light and on a dark page
+    "light": ("#2a78d6", "#eb6834", "#1baf7a", "#eda100", "#e87ba4", "#008300", "#4a3aa7", "#e34948"),
+    "dark": ("#3987e5", "#d95926", "#199e70", "#c98500", "#d55181", "#008300", "#9085e9", "#e66767"),
+}
+INK = {  # page, text, lesser text, grid, axis
+    "light": ("#fcfcfb", "#0b0b0b", "#52514e", "#e1e0d9", "#a9a79d"),
+    "dark": ("#1a1a19", "#ffffff", "#c3c2b7", "#2f2f2d", "#6b6a64"),
+}
+FONT = 'system-ui, -apple-system, "Segoe UI", Roboto, sans-serif'
+
+
+def variables(theme: str) -> str:
+    """The colors of a theme as CSS variables."""
+    names = ("page", "text", "lesser", "grid", "axis")
+    lines = [f"--line{number}: {color}" for number, color in enumerate(COLORS[theme])]
+    return "; ".join([f"--{name}: {color}" for name, color in zip(names, INK[theme], strict=True)] + lines)
+
+
+LINE_RULES = "".join(
+    f".chart .line{n} {{ stroke: var(--line{n}) }} .chart .area{n} {{ fill: var(--line{n}) }}\n"
+    for n in range(len(COLORS["light"]))
+)
+STYLE = f"""\
+:root {{ {variables("light")} }}
+@media (prefers-color-scheme: dark) {{ :root {{ {variables("dark")} }} }}
+.chart text {{ font: 12px {FONT}; fill: var(--lesser); font-variant-numeric: tabular-nums }}
+.chart .title {{ font-weight: 600; font-size: 14px; fill: var(--text) }}
+.chart .page {{ fill: var(--page) }}
+.chart path {{ fill: none; stroke: var(--grid) }}
+.chart .axis {{ stroke: var(--axis) }}
+.chart .line {{ stroke-width: 1.6; stroke-linejoin: round; stroke-linecap: round }}
+.chart .dot {{ stroke-width: 5 }}
+.chart .area {{ stroke: none; opacity: 0.14 }}
+{LINE_RULES}"""
+
+
+@dataclass(frozen=True)
+class Line:
+    """Values over time; a gap separates its runs."""
+
+    name: str  # in the legend of a chart with several lines
+    runs: Sequence[Run]
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A picture that shows itself in a notebook; `svg()` is its text.
+
+    unit: of the values. note: what else stands beside the title. whole: values are counts. most: what the
+    vertical axis reaches at least.
+    """
+
+    title: str
+    unit: str
+    lines: Sequence[Line]
+    note: str = ""
+    whole: bool = False
+    most: float = 0.0
+
+    def _repr_svg_(self) -> str:
+        """For a notebook: the picture with its own style."""
+        style = STYLE.replace(":root", ".chart")
+        return self.svg().replace("</title>", f"</title><style>{style}</style>", 1)
+
+    def svg(self) -> str:
+        """The picture as an `<svg>` element, for a page that has STYLE."""
+        runs = [run for line in self.lines for run in line.runs if run]
+        values = [value for run in runs for _, value in run]
+        times = [time for run in runs for time, _ in run] or [0.0]
+        unit, seconds = time_unit(max(times))
+        x = Axis.of(min(times) / seconds, max(times) / seconds, from_zero=False)
+        y = Axis.of(0.0, max([*values, self.most]), from_zero=True, whole=self.whole)
+        drawn = "".join(self._draw(number, line, x, y, seconds) for number, line in enumerate(self.lines))
+        if not runs:
+            drawn = text((LEFT + RIGHT) / 2, (TOP + BOTTOM) / 2 - 12, "nothing to show", anchor="middle")
+        label = escape(f"{self.title}, {self.unit}, over time")
+        return (
+            f'<svg xmlns="http://www.w3.org/2000/svg" class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" '
+            f'role="img" aria-label="{label}"><title>{label}</title>'
+            f'<rect class="page" width="{WIDTH}" height="{HEIGHT}"/>'
+            + text(8, 18, self.title, "title")
+            + text(RIGHT, 18, self.note, anchor="end")
+            + text(8, 39, self.unit, "unit")
+            + self._legend()
+            + "".join(y_tick(at, label) for at, label in y.ticks(BOTTOM, TOP))
+            + "".join(x_tick(at, label) for at, label in x.ticks(LEFT, RIGHT))
+            + drawn
+            + path("axis", f"M{LEFT} {BOTTOM}H{RIGHT}")
+            + text(
+                (LEFT + RIGHT) / 2, HEIGHT - 10, f"time since the engine was ready ({unit})", "unit", "middle"
+            )
+            + "</svg>"
+        )
+
+    def _draw(self, number: int, line: Line, x: Axis, y: Axis, seconds: float) -> str:
+        parts = []
+        number %= len(COLORS["light"])
+        for run in filter(None, line.runs):
+            places = [
+                f"{x.place(time / seconds, LEFT, RIGHT):.1f} {y.place(value, BOTTOM, TOP):.1f}"
+                for time, value in run
+            ]
+            if len(self.lines) == 1 and len(places) > 1:
+                first, last = (place.split()[0] for place in (places[0], places[-1]))
+                parts.append(
+                    path(f"area area{number}", f"M{first} {BOTTOM}L{' '.join(places)}L{last} {BOTTOM}Z")
+                )
+            if len(places) == 1:
+                parts.append(path(f"line line{number} dot", f"M{places[0]}h0"))
+            else:
+                parts.append(path(f"line line{number}", f"M{'L'.join(places)}"))
+        return "".join(parts)
+
+    def _legend(self) -> str:
+        """A stroke and a name for each of several lines, from right to left."""
+        parts, right = [], float(RIGHT)
+        for number, line in reversed(list(enumerate(self.lines)) if len(self.lines) > 1 else []):
+            left = right - 6.6 * len(line.name)
+            parts.append(text(left, 39, line.name))
+            parts.append(path(f"line line{number % len(COLORS['light'])}", f"M{left - 18:.1f} 35h12"))
+            right = left - 30
+        return "".join(parts)
+
+
+@dataclass(frozen=True)
+class Axis:
+    """From the value `first` to `last`, with a tick at every multiple of `step` between."""
+
+    first: float
+    last: float
+    step: float
+
+    @classmethod
+    def of(cls, least: float, most: float, from_zero: bool, whole: bool = False) -> Axis:
+        """An axis with some four to six round ticks: from zero up to a tick, or from a tick to `most`."""
+        if most <= least:
+            most = least + 1
+        step = round_step((most - least) / (4 if from_zero else 6))
+        if whole:
+            step = max(1.0, 2 * step if step % 1 else step)
+        if from_zero:
+            return cls(0.0, math.ceil(most / step - 1e-9) * step, step)
+        return cls(math.floor(least / step + 1e-9) * step, most, step)
+
+    def place(self, value: float, begin: float, end: float) -> float:
+        """Where a value is when the axis goes from `begin` to `end`."""
+        return begin + (value - self.first) / (self.last - self.first) * (end - begin)
+
+    def ticks(self, begin: float, end: float) -> Iterator[tuple[float, str]]:
+        """The place and the label of each tick."""
+        for number in range(round(self.first / self.step), math.floor(self.last / self.step + 1e-9) + 1):
+            yield self.place(number * self.step, begin, end), self.label(number * self.step)
+
+    def label(self, value: float) -> str:
+        """A tick's value: 0.25, 75, 1,500, 25k, 2.5M."""
+        for unit, size in (("M", 1e6), ("k", 1e3), ("", 1.0)):
+            if self.last >= 10 * size or not unit:
+                break
+        digits = next(d for d in range(12) if math.isclose(self.step / size, round(self.step / size, d)))
+        return f"{value / size:,.{digits}f}{unit if value else ''}"
+
+
+def round_step(step: float) -> float:
+    """The least of 1, 2, 2.5 and 5 times a power of ten that is not below `step`."""
+    power = 10.0 ** math.floor(math.log10(step))
+    return next(each * power for each in STEPS if each * power >= step * (1 - 1e-9))
+
+
+def time_unit(longest: float) -> tuple[str, int]:
+    """The unit for times up to `longest` seconds, and its seconds."""
+    return next(
+        (name, size) for name, size in TIME_UNITS if longest <= MOST_OF_A_UNIT.get(name, math.inf) * size
+    )
+
+
+def path(kind: str, data: str) -> str:
+    """An element that draws lines."""
+    return f'<path class="{kind}" d="{data}"/>'
+
+
+def text(x: float, y: float, content: str, kind: str = "", anchor: str = "start") -> str:
+    """An element with text at a place."""
+    shown = f'class="{kind}" ' if kind else ""
+    return f'<text {shown}x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(clean(content))}</text>'
+
+
+def y_tick(y: float, label: str) -> str:
+    """A line across the picture and its label."""
+    return path("grid", f"M{LEFT} {y:.1f}H{RIGHT}") + text(LEFT - 6, y + 4, label, "ytick", "end")
+
+
+def x_tick(x: float, label: str) -> str:
+    """A short line below the axis and its label."""
+    return path("axis", f"M{x:.1f} {BOTTOM}v4") + text(x, BOTTOM + 17, label, "xtick", "middle")
+
+
+def clean(content: str) -> str:
+    """Text without what neither HTML nor a file can hold: control characters and halves of surrogates."""
+    return re.sub(r"[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]", "\ufffd", content)

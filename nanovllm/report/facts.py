@@ -1,0 +1,54 @@
+"""What a report says of the model, its devices and the versions of packages, and what the devices can do.
+
+Reads options and configurations alone, so it works for any engine, an open or a closed one.
+"""
+
+from __future__ import annotations
+
+import platform
+from importlib.metadata import PackageNotFoundError, version
+
+from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.report.gpu import devices_of
+from nanovllm.report.roofline import KNOWN_DEVICES, Cost, Speed
+
+PACKAGES = ("nanovllm", "torch", "triton", "transformers", "tokenizers", "numpy")
+
+
+def model_facts(llm: LLMEngine) -> dict[str, object]:
+    """Model, shape, devices and lengths, by name, for people."""
+    model, devices = llm.model_config, devices_of(llm.config)
+    dtype = str(devices[0].resolve_dtype(llm.config.dtype, model.dtype)).removeprefix("torch.")
+    kv_cache = dtype if llm.config.kv_cache_dtype == "auto" else llm.config.kv_cache_dtype
+    return {
+        "Model": llm.config.model,
+        "Architecture": f"{model.architecture}, {model.num_layers} layers, hidden size {model.hidden_size:,}",
+        "Dtype": f"{dtype}; KV cache: {kv_cache}",
+        "Devices": f"{len(devices)} x {devices[0].name}",
+        "Longest sequence": f"{model.max_model_len or model.longest:,} tokens",
+    }
+
+
+def versions() -> dict[str, object]:
+    """The versions that matter for a run, by package."""
+    found: dict[str, object] = {
+        "Python": f"{platform.python_version()}, {platform.system()} {platform.machine()}"
+    }
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+def roofline_of(llm: LLMEngine) -> tuple[Cost, Speed] | None:
+    """What the engine's steps cost, and the speed of its devices; None where that is not known."""
+    devices = devices_of(llm.config)
+    known = KNOWN_DEVICES.get(devices[0].name)
+    if known is None:
+        return None
+    itemsize = devices[0].resolve_dtype(llm.config.dtype, llm.model_config.dtype).itemsize
+    kv_itemsize = 1 if llm.config.kv_cache_dtype == "fp8" else itemsize
+    cost = Cost.of(llm.model_config, itemsize, kv_itemsize)
+    return cost, Speed(known[0] * len(devices), known[1] * len(devices))

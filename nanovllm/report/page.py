@@ -1,0 +1,211 @@
+"""The page: totals, charts, errors, options and versions of a run as one HTML file that needs nothing else.
+
+Formats what others count and draw. Never runs anything on a device.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
+from datetime import datetime
+from html import escape
+from itertools import islice
+from pathlib import Path
+
+from nanovllm.config import Config
+from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.stats import EngineStats
+from nanovllm.report.chart import FONT, STYLE, Chart, clean
+from nanovllm.report.facts import model_facts, roofline_of, versions
+from nanovllm.report.gpu import GPUMonitor
+from nanovllm.report.series import charts_of
+
+MOST_ERRORS = 200  # rows of the table
+MOST_CHARACTERS = 1000  # of a cell
+
+PAGE_STYLE = f"""\
+html {{ color-scheme: light dark; background: var(--page); color: var(--text) }}
+body {{ font: 15px/1.5 {FONT}; max-width: 1000px; margin: 0 auto; padding: 16px }}
+h1 {{ font-size: 24px; margin: 8px 0 0 }} h2 {{ font-size: 18px; margin: 28px 0 8px }}
+p, .tile span {{ color: var(--lesser); margin: 4px 0 }}
+.tiles {{ display: grid; grid-template-columns: repeat(auto-fill, minmax(min(45%, 220px), 1fr)); gap: 10px }}
+.tile {{ border: 1px solid var(--grid); border-radius: 6px; padding: 8px 12px }}
+.tile b {{ display: block; font-size: 22px; line-height: 1.3 }} .tile span {{ font-size: 13px }}
+.charts, .columns {{ display: grid; gap: 10px;
+  grid-template-columns: repeat(auto-fill, minmax(min(100%, 420px), 1fr)) }}
+.columns {{ gap: 0 24px; align-items: start }}
+.charts svg {{ display: block; width: 100%; border: 1px solid var(--grid); border-radius: 6px }}
+table {{ border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums }}
+th, td {{ text-align: left; vertical-align: top; padding: 3px 12px 3px 0; overflow-wrap: anywhere;
+  border-bottom: 1px solid var(--grid) }}
+th {{ font-weight: 400; color: var(--lesser); width: min(14em, 40%) }}
+.errors th {{ width: 6em }} summary {{ cursor: pointer; color: var(--lesser) }}"""
+
+
+def write_report(
+    path: str | os.PathLike[str],
+    llm: LLMEngine,
+    *,
+    errors: Iterable[tuple[object, str]] = (),
+    gpu: GPUMonitor | None = None,
+    title: str = "nanovllm run",
+    facts: Mapping[str, object] | None = None,
+) -> None:
+    """Write what `llm` did so far as one HTML page in UTF-8, which is never half written.
+
+    errors: the index (or id) of each prompt that could not run, and why.
+    gpu: adds charts of what it sampled. title: of the page. facts: more lines about the run, by name.
+
+    Any thread may call it at any time, also after `llm.close()`. `check_path` says beforehand whether `path`
+    will do. OSError when it cannot be written.
+    """
+    check_path(path)
+    page = make_report(llm, errors=errors, gpu=gpu, title=title, facts=facts)
+    target = Path(path)
+    partial = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        partial.write_text(page, encoding="utf-8")
+        partial.replace(target)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def check_path(path: str | os.PathLike[str]) -> None:
+    """Raise ValueError when no file can be written at `path`."""
+    target = Path(path)
+    if target.is_dir():
+        raise ValueError(
+            f"the report {str(path)!r} is a folder; give the name of a file, such as report.html"
+        )
+    if not target.parent.is_dir():
+        raise ValueError(
+            f"the report {str(path)!r} cannot be written: there is no folder {str(target.parent)!r}"
+        )
+    if not os.access(target.parent, os.W_OK):
+        raise ValueError(f"the report {str(path)!r} cannot be written: {str(target.parent)!r} is read-only")
+
+
+def charts(llm: LLMEngine, gpu: GPUMonitor | None = None) -> dict[str, Chart]:
+    """The charts of the page, by title. A notebook shows each as a picture."""
+    samples = gpu.samples if gpu is not None else ()
+    return {chart.title: chart for chart in charts_of(llm.stats(), roofline_of(llm), samples)}
+
+
+def make_report(
+    llm: LLMEngine,
+    *,
+    errors: Iterable[tuple[object, str]] = (),
+    gpu: GPUMonitor | None = None,
+    title: str = "nanovllm run",
+    facts: Mapping[str, object] | None = None,
+) -> str:
+    """The page of `write_report` as text; it is HTML and XML at once."""
+    stats, rows, roofline = llm.stats(), list(errors), roofline_of(llm)
+    pictures = charts_of(stats, roofline, gpu.samples if gpu is not None else ())
+    start = datetime.fromtimestamp(stats.start_time).astimezone().strftime("%Y-%m-%d %H:%M:%S %Z")
+    about = model_facts(llm) | {"Engine ready": start} | dict(facts or {})
+    notes = [
+        f"A point is {stats.interval:g} s of the run. Rates are per second of steps, not of waiting; a line "
+        "is broken where no step ran."
+    ]
+    if roofline is not None:
+        notes.append(
+            "The share of the roofline is the time that a perfect engine would need on this device, divided "
+            "by the time of the steps: products at the speed of a large matrix product, and weights and K/V "
+            "read at the speed of a pure read. K/V that sequences share counts for each of them, so shared "
+            "prefixes may bring it above 100 %."
+        )
+    if gpu is not None and gpu.why_not is not None:
+        notes.append(f"GPU power and memory are incomplete: {gpu.why_not}.")
+    return "".join(
+        (
+            '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"/>',
+            '<meta name="viewport" content="width=device-width, initial-scale=1"/>',
+            f"<title>{shown(title)}</title><style>\n{STYLE}{PAGE_STYLE}\n</style></head><body>\n",
+            f"<h1>{shown(title)}</h1>\n{table(about, 'about')}\n<h2>Totals</h2>\n",
+            tiles(stats, len(rows)),
+            "<h2>Over the run</h2>\n",
+            "".join(f"<p>{shown(note)}</p>\n" for note in notes),
+            '<div class="charts">\n',
+            "".join(f"{chart.svg()}\n" for chart in pictures),
+            "</div>\n<h2>Errors</h2>\n",
+            error_table(rows),
+            '<h2>Details</h2>\n<div class="columns">',
+            table(totals(stats), "totals") + table(versions(), "versions"),
+            "</div>\n<details><summary>All options</summary>\n",
+            table(options(llm.config), "options"),
+            "</details>\n</body></html>\n",
+        )
+    )
+
+
+def tiles(stats: EngineStats, num_errors: int) -> str:
+    """The few figures that are looked for first."""
+    figures = {
+        "output tokens/s of decode": f"{stats.decode_tokens_per_s:,.0f}",
+        "prompt tokens/s of prefill": f"{stats.prefill_tokens_per_s:,.0f}",
+        "requests finished": f"{stats.num_finished_requests:,}",
+        "output tokens": f"{stats.num_output_tokens:,}",
+        "of prompts from the prefix cache": f"{stats.prefix_cache_hit_rate:.1%}",
+        "of the KV cache in use at most": f"{stats.peak_kv_cache_usage:.1%}",
+        "preemptions": f"{stats.num_preemptions:,}",
+        "errors": f"{num_errors:,}",
+    }
+    cells = "".join(
+        f'<div class="tile"><b>{value}</b><span>{name}</span></div>' for name, value in figures.items()
+    )
+    return f'<div class="tiles">{cells}</div>\n'
+
+
+def totals(stats: EngineStats) -> dict[str, object]:
+    """All totals, each with its unit."""
+    return {
+        "Time since the engine was ready": f"{stats.uptime:,.2f} s",
+        "Requests": f"{stats.num_requests:,}",
+        "Requests finished": f"{stats.num_finished_requests:,}",
+        "Requests unfinished": f"{stats.num_unfinished_requests:,}",
+        "Prompt tokens": f"{stats.num_prompt_tokens:,}",
+        "Prompt tokens computed": f"{stats.num_computed_tokens:,}",
+        "Prompt tokens from the prefix cache": f"{stats.num_cached_tokens:,}",
+        "Output tokens": f"{stats.num_output_tokens:,}",
+        "Output tokens of decode": f"{stats.num_decoded_tokens:,}",
+        "Prefill": f"{stats.num_prefill_steps:,} steps, {stats.prefill_seconds:,.2f} s",
+        "Decode": f"{stats.num_decode_steps:,} steps, {stats.decode_seconds:,.2f} s",
+        "Mean decode batch": f"{stats.decode_batch_size:,.1f} sequences",
+        "Preemptions": f"{stats.num_preemptions:,}",
+    }
+
+
+def options(config: Config) -> dict[str, object]:
+    """The engine's options, but for those that are secret."""
+    return {each.name: getattr(config, each.name) for each in fields(config) if each.repr}
+
+
+def error_table(rows: list[tuple[object, str]]) -> str:
+    """The first errors, and how many more there are."""
+    if not rows:
+        return "<p>None.</p>\n"
+    cells = "".join(row(index, error) for index, error in islice(rows, MOST_ERRORS))
+    more = len(rows) - MOST_ERRORS
+    rest = f"<p>{more:,} more are not shown.</p>\n" if more > 0 else ""
+    return f'<table class="errors"><tbody>{row("index", "error")}{cells}</tbody></table>\n{rest}'
+
+
+def table(rows: Mapping[str, object], kind: str) -> str:
+    """Names and values side by side."""
+    cells = "".join(row(name, value) for name, value in rows.items())
+    return f'<table class="{kind}"><tbody>{cells}</tbody></table>'
+
+
+def row(name: object, value: object) -> str:
+    """One of them."""
+    return f"<tr><th>{shown(name)}</th><td>{shown(value)}</td></tr>"
+
+
+def shown(value: object) -> str:
+    """A value as text of the page, cut where it is very long."""
+    content = str(value)
+    if len(content) > MOST_CHARACTERS:
+        content = content[:MOST_CHARACTERS] + "…"
+    return escape(clean(content))

@@ -1,0 +1,109 @@
+"""Which charts a report has: the lines of each, made of the timeline and of what was sampled of GPUs.
+
+Counts nothing itself, and draws nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+
+from nanovllm.engine.stats import EngineStats, TimelinePoint
+from nanovllm.report.chart import Chart, Line, Run
+from nanovllm.report.gpu import GPUSample
+from nanovllm.report.roofline import Cost, Speed
+
+
+def charts_of(
+    stats: EngineStats, roofline: tuple[Cost, Speed] | None = None, samples: Sequence[GPUSample] = ()
+) -> list[Chart]:
+    """The charts of a run; one of the roofline and two of GPUs only where they are given."""
+    points = stats.timeline()
+    prefilling = [point for point in points if num_read(point)]
+    steps = stats.num_prefill_steps + stats.num_decode_steps
+    most_waiting = max((point.num_waiting for point in points), default=0)
+    most_running = max((point.num_running for point in points), default=0)
+    preempted = accumulate(point.num_preemptions for point in points)
+
+    def lines(value: Callable[[TimelinePoint], float], of: Sequence[TimelinePoint] = points) -> list[Line]:
+        places = [(point.time + stats.interval / 2, value(point)) for point in of]
+        return [Line("", split(of, places, stats.interval))]
+
+    output = lines(lambda point: point.output_tokens_per_s)
+    prefill = lines(lambda point: point.prefill_tokens_per_s)
+    running = lines(lambda point: point.num_running)
+    waiting = lines(lambda point: point.num_waiting)
+    batch = lines(lambda point: point.batch_size)
+    step_ms = lines(lambda point: point.step_ms)
+    kv_cache = lines(lambda point: 100 * point.kv_cache_usage)
+    hits = lines(lambda point: 100 * point.num_cached_tokens / num_read(point), prefilling)
+    preemptions = lines(lambda point: next(preempted))
+    found = [
+        Chart("Output", "tokens/s", output, f"{stats.num_output_tokens:,} tokens in all"),
+        Chart("Prefill", "prompt tokens/s", prefill, f"{stats.num_computed_tokens:,} tokens in all"),
+        Chart("Running", "sequences", running, f"{most_running:,.0f} at most", whole=True),
+        Chart("Waiting", "sequences", waiting, f"{most_waiting:,.0f} at most", whole=True),
+        Chart("Batch size", "sequences of the mean step", batch, f"{stats.decode_batch_size:,.1f} in decode"),
+        Chart("Step time", "ms of the mean step", step_ms, f"{steps:,} steps in all"),
+        Chart(
+            "KV cache in use", "% of blocks", kv_cache, f"{stats.peak_kv_cache_usage:.1%} at most", most=100
+        ),
+        Chart(
+            "Prefix cache hits", "% of prompt tokens", hits, f"{stats.num_cached_tokens:,} tokens", most=100
+        ),
+        Chart(
+            "Preemptions", "sequences so far", preemptions, f"{stats.num_preemptions:,} in all", whole=True
+        ),
+    ]
+    if roofline is not None:
+        cost, speed = roofline
+        share = lines(lambda point: 100 * cost.floor(point, speed) / point.seconds)
+        found.append(
+            Chart("Share of the roofline", "% of the steps' time", share, whole_share(points, *roofline))
+        )
+    return found + gpu_charts(samples, stats.start_time)
+
+
+def whole_share(points: Sequence[TimelinePoint], cost: Cost, speed: Speed) -> str:
+    """How much of all steps' time a perfect engine would need; nothing before there is a step."""
+    seconds = sum(point.seconds for point in points)
+    return (
+        f"{sum(cost.floor(point, speed) for point in points) / seconds:.1%} of the whole run"
+        if seconds
+        else ""
+    )
+
+
+def gpu_charts(samples: Sequence[GPUSample], start: float) -> list[Chart]:
+    """Power and memory of each GPU; nothing without samples. start: of the time axis, in seconds since
+    1970."""
+    if not samples:
+        return []
+    gpus = range(len(samples[0].power))
+    by_gpu = "" if len(gpus) == 1 else ", by GPU"
+
+    def lines(value: Callable[[GPUSample, int], float]) -> list[Line]:
+        runs: list[Run] = [[(sample.time - start, value(sample, gpu)) for sample in samples] for gpu in gpus]
+        return [Line(str(gpu), [run]) for gpu, run in zip(gpus, runs, strict=True)]
+
+    return [
+        Chart("GPU power", f"W{by_gpu}", lines(lambda sample, gpu: sample.power[gpu])),
+        Chart("GPU memory in use", f"GiB{by_gpu}", lines(lambda sample, gpu: sample.memory[gpu] / 2**30)),
+    ]
+
+
+def num_read(point: TimelinePoint) -> int:
+    """Prompt tokens that were computed or came from the prefix cache."""
+    return point.num_computed_tokens + point.num_cached_tokens
+
+
+def split(points: Sequence[TimelinePoint], places: Run, length: float) -> list[Run]:
+    """The places of points in runs, with no more than two intervals between them in which no step ran."""
+    runs: list[list[tuple[float, float]]] = []
+    before = 0.0
+    for point, place in zip(points, places, strict=True):
+        if not runs or point.time - before - point.seconds > 2 * length:
+            runs.append([])
+        runs[-1].append(place)
+        before = point.time
+    return list(runs)
