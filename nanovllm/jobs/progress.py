@@ -18,6 +18,7 @@ from nanovllm.engine.progress import LINE_SECONDS
 from nanovllm.engine.stats import StepStats, short
 from nanovllm.jobs.sources import Source
 from nanovllm.outputs import EmbeddingRequestOutput, RequestOutput
+from nanovllm.report.page import MOST_ERRORS
 
 DRAW_SECONDS = 0.2  # in a terminal
 
@@ -52,6 +53,7 @@ class JobProgress:
         self.rows_read = 0
         self.prompt_tokens = self.output_tokens = 0
         self.reasons: Counter[str] = Counter()
+        self.first_errors: list[tuple[int, str]] = []  # (row, why) of this run, for its report
 
     def step(self, stats: StepStats) -> None:
         """Take in a step of the engine."""
@@ -72,6 +74,11 @@ class JobProgress:
         """Count the embeddings of a row."""
         self.prompt_tokens += sum(len(each.prompt_token_ids) for each in outputs)
         self.reasons["embedding"] += 1
+
+    def refused(self, index: int, message: str) -> None:
+        """Note why a row has no answer."""
+        if len(self.first_errors) < MOST_ERRORS:
+            self.first_errors.append((index, message))
 
     def written(self, is_error: bool) -> None:
         """Count a line of the output."""

@@ -32,6 +32,7 @@ from nanovllm.jobs.rendering import Renderer
 from nanovllm.jobs.runner import JobRunner, RunOptions
 from nanovllm.jobs.sources import Source
 from nanovllm.llm import LLM
+from nanovllm.report import GPUMonitor, check_path, write_report
 
 
 @dataclass
@@ -55,6 +56,11 @@ def main(args: argparse.Namespace, make_llm: Callable[..., Any] = LLM) -> int:
     except (TypeError, ValueError) as error:
         raise JobRefusedError(str(error)) from None
     check_output(args)
+    if args.report is not None:
+        try:
+            check_path(args.report)
+        except ValueError as error:
+            raise JobRefusedError(f"--report {args.report}: {error}") from None
     path = rows_path(args.output)
     with locked(args.output), input_file(args) as input_path:
         source, is_batch = open_job(args, input_path)
@@ -124,7 +130,10 @@ def _run(job: Job, runner: JobRunner, progress: JobProgress, make_llm: Callable[
             except (TypeError, ValueError) as error:
                 raise JobRefusedError(f"--sampling and the model's generation_config.json: {error}") from None
             row_format = make_format(args, job.is_batch, params, job.seed)
-            runner.run(llm, row_format, Renderer(llm.tokenizer, args.chat_template_kwargs))
+            with _reported(job, llm, progress):
+                runner.run(llm, row_format, Renderer(llm.tokenizer, args.chat_template_kwargs))
+    elif args.report is not None:
+        say(f"{args.report} is not written, for no row was left to run")
     after = job.source.path.stat()
     if (stat.st_size, stat.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
         raise JobFailedError(
@@ -133,6 +142,26 @@ def _run(job: Job, runner: JobRunner, progress: JobProgress, make_llm: Callable[
         )
     assert runner.num_rows is not None
     _finish(job, runner.num_rows)
+
+
+@contextmanager
+def _reported(job: Job, llm: Any, progress: JobProgress) -> Iterator[None]:
+    """Write the report at the end of the block, however it ends, if one is asked for."""
+    path = job.args.report
+    if path is None:
+        yield
+        return
+    with GPUMonitor(llm) as gpu:
+        try:
+            yield
+        finally:
+            facts = {"input": job.source.path, "output": job.args.output, "error rows": progress.errors}
+            try:
+                write_report(
+                    path, llm, errors=progress.first_errors, gpu=gpu, title="nanovllm run", facts=facts
+                )
+            except (OSError, ValueError) as error:
+                say(f"{path} could not be written: {error}")
 
 
 def _load(job: Job, make_llm: Callable[..., Any]) -> Any:

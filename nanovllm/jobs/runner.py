@@ -156,6 +156,7 @@ class JobRunner:
                     self._write(task.index, self._format.embeddings(task, found), is_error=False)
 
     def _refuse(self, index: int, row_id: Any, message: str) -> None:
+        self._progress.refused(index, message)
         self._write(index, self._format.error(index, row_id, message), is_error=True)
         self.check_errors()
 

@@ -222,3 +222,16 @@ def test_an_openai_batch(tmp_path: Path, engine: SharedLLM) -> None:
             assert each["embedding"] == pytest.approx(expected.outputs.embedding, abs=1e-4)
     assert found[10]["error"]["message"].startswith("the input: the prompt has")
     assert found[11]["response"]["body"]["usage"]["completion_tokens"] == 1
+
+
+def test_a_report_has_charts_and_the_rows_without_answers(tmp_path: Path, engine: SharedLLM) -> None:
+    write_rows(tmp_path / "in.jsonl", [{"prompt": "What is 1 + 2?"}, b"{ broken\n"])
+    page = tmp_path / "report.html"
+    asked = [tmp_path / "in.jsonl", "-o", tmp_path / "out.jsonl", "--sampling", SAMPLING, "--report", page]
+    assert run(*asked, make_llm=engine) == 1
+    text = page.read_text()
+    assert "<svg" in text and "it is not JSON" in text and "error rows" in text
+    page.unlink()
+    assert run(*asked, make_llm=engine) == 1, "nothing is left to run"
+    assert not page.exists()
+    assert run(*asked[:-1], tmp_path / "no folder" / "report.html", make_llm=engine) == 2
