@@ -23,6 +23,7 @@ from nanovllm.kernels.compat import INTERPRET, jit, tl
 from nanovllm.kernels.decode_attention import (
     CHUNK,
     SHARED_CHUNK,
+    Shared,
     SharedUnit,
     paged_decode_attention_reference,
     paged_decode_attention_triton,
@@ -244,14 +245,17 @@ def check_shared_prefixes(
     )
     assert fields is not None
     columns = fields.members, fields.lens, fields.skips, fields.units
-    shared = tuple(torch.from_numpy(column).to(device) for column in columns)
+    shared = Shared(*(torch.from_numpy(column).to(device) for column in columns), chunk)
     # A sequence may be left alone at the end of each of the groups, which are as many as their first rows.
-    assert int((shared[2] > 0).sum()) >= sum(common > 0 for common in expected)
+    assert int((shared.skips > 0).sum()) >= sum(common > 0 for common in expected)
     q = fused_queries(len(contexts), heads, device)
     inputs = (q, cache.kv, cache.tables, cache.contexts, max(contexts) + 600, heads.head_dim**-0.5)
     out, alone = (paged_decode_attention_triton(*inputs, plan, invariant) for plan in (shared, None))
     if not invariant:
         assert_near(out, alone)
+        whole = {name: getattr(shared, name) // CHUNK * CHUNK for name in ("lens", "skips")}
+        coarse = shared._replace(chunk=CHUNK, **whole)
+        assert_near(paged_decode_attention_triton(*inputs, coarse, invariant), alone)
     else:
         tolerance = 0.0 if out.is_cuda else 1e-6
         torch.testing.assert_close(out, alone, rtol=tolerance, atol=tolerance)

@@ -37,6 +37,7 @@ class SharedPrefixes(Generic[A]):
     lens: Annotated[A, Column(np.int32, lambda n: (n.seqs // 2,))]  # positions that a unit shares
     skips: Annotated[A, Column(np.int32, lambda n: (n.seqs,))]  # the same by row; 0 outside all units
     units: Annotated[A, Column(np.int32, lambda n: (1,))]  # how many there are
+    chunk: int  # positions, of which each length is a multiple
 
 
 @dataclass(frozen=True, eq=False)

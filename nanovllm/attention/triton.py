@@ -11,7 +11,7 @@ from nanovllm.attention.base import AttentionBackend, AttentionMetadata
 from nanovllm.device import Device
 from nanovllm.kernels.cache import KVCache
 from nanovllm.kernels.compat import HAS_TRITON, INTERPRET
-from nanovllm.kernels.decode_attention import SharedUnit, paged_decode_attention_triton, shared_unit
+from nanovllm.kernels.decode_attention import Shared, SharedUnit, paged_decode_attention_triton, shared_unit
 from nanovllm.kernels.prefill_attention import paged_prefill_attention_triton
 
 
@@ -47,7 +47,7 @@ class TritonBackend(AttentionBackend):
                 meta.context_lens,
                 meta.max_seqlen_k,
                 scale,
-                None if shared is None else (shared.members, shared.lens, shared.skips, shared.units),
+                None if shared is None else Shared(**vars(shared)),
                 invariant=self.deterministic,
             )
         return paged_prefill_attention_triton(

@@ -28,7 +28,8 @@ from nanovllm.kernels.paged import (
 
 # Launch choices, all measured on an H200 (docs/log/2026-11-22-techniques.md).
 CHUNK = 512  # positions per partial result
-SHARED_CHUNK = 256  # the same where sequences share prefixes: a block of the default size can be shared
+SHARED_CHUNK = 256  # the same where prefixes are shared: a block of the default size can be
+LONG_PREFIX = 2048  # from here on CHUNK is as good a unit, and half as many partial results
 # The same for batches of up to so many sequences, which chunks of 512 would not spread over the device:
 _SMALL_BATCHES = {FEW_ROWS: 128, 8: 256}
 _FP8_CHUNK = 2048  # with an FP8 cache and programs enough to fill the device again and again
@@ -44,10 +45,10 @@ _HEAD_TILE = 16  # the fewest rows tl.dot takes; a group of query heads is padde
 _WIDE_TILE = 64  # rows of the tiles that read a shared prefix: more would not fit the registers
 
 
-def _chunk(sequences: int, heads: Heads, invariant: bool, shared: bool) -> int:
-    """Positions per partial result, for so many sequences."""
-    if invariant or shared:
-        return CHUNK if invariant else SHARED_CHUNK
+def _chunk(sequences: int, heads: Heads, invariant: bool) -> int:
+    """Positions per partial result, for so many sequences that share nothing."""
+    if invariant:
+        return CHUNK
     tiles = heads.kv_heads * triton.cdiv(heads.group, _HEAD_TILE)
     if heads.step == 2 and heads.dim <= 128 and sequences * tiles >= _FULL_PROGRAMS:
         return _FP8_CHUNK
@@ -75,9 +76,14 @@ def _tiles(heads: Heads, cell_size: int, chunk: int, programs: int, plain: bool,
     return _Tiles(block_n, 2, 3)
 
 
-# Units of sequences that begin in the same blocks, all int32: their rows [U, members], the positions each
-# shares [U], the same by row [S] or 0, and the number of units [1].
-Shared = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+class Shared(NamedTuple):
+    """Units of sequences that begin in the same blocks; int32."""
+
+    members: torch.Tensor  # [U, members], their rows
+    lens: torch.Tensor  # [U], the positions each shares
+    skips: torch.Tensor  # [S], the same by row, or 0
+    units: torch.Tensor  # [1], how many there are
+    chunk: int  # positions per partial result, of which each length is a multiple
 
 
 class SharedUnit(NamedTuple):
@@ -226,7 +232,7 @@ def paged_decode_attention_triton(
     if sequences == 0:
         return out
     assert block_tables.stride(1) == 1
-    chunk = _chunk(sequences, heads, invariant, shared is not None)
+    chunk = _chunk(sequences, heads, invariant) if shared is None else shared.chunk
     chunks = max(1, triton.cdiv(max_context_len, chunk))
     few = chunk == _SMALL_BATCHES[FEW_ROWS]
     single = few and sequences == 1 and shared_memory(q.device) >= _MUCH_SHARED_MEMORY
@@ -237,7 +243,7 @@ def paged_decode_attention_triton(
     def launch(
         units: int, lengths: torch.Tensor, prefixes: Shared | None, skips: torch.Tensor | None
     ) -> None:
-        members, used_units = (None, None) if prefixes is None else (prefixes[0], prefixes[3])
+        members, used_units = (None, None) if prefixes is None else (prefixes.members, prefixes.units)
         head_tile, tiles = _HEAD_TILE, heads.kv_heads * triton.cdiv(heads.group, _HEAD_TILE)
         if members is not None:
             head_tile = max(_HEAD_TILE, triton.next_power_of_2(members.shape[1] * heads.group))
@@ -280,9 +286,8 @@ def paged_decode_attention_triton(
     if shared is None:
         launch(sequences, context_lens, None, None)
     else:
-        _, lens, skips, _ = shared
-        launch(len(lens), lens, shared, None)
-        launch(sequences, context_lens, None, skips)
+        launch(len(shared.lens), shared.lens, shared, None)
+        launch(sequences, context_lens, None, shared.skips)
     if chunks > 1:
         many = chunk >= CHUNK or shared is not None
         merge_chunks(partial, logs, context_lens, out, chunk, _MERGED_HEADS if many else 1)

@@ -92,7 +92,7 @@ class ModelRunner:
             WeightOptions(self.dtype, device.torch, config.deterministic, fuse),
         )
         self.load_weights(check)
-        self.graphs: dict[tuple[bool, bool], CUDAGraphs] = {}  # by: shares prefixes, ends in drawn tokens
+        self.graphs: dict[tuple[int, bool], CUDAGraphs] = {}  # by chunk of shared prefixes, and: draws tokens
         self._undrawn: UndrawnStep | None = None
         self.profile: RankProfile | None = None  # while one is on
         self.prefixes: SharedPrefixFinder | None = None  # until there is a KV cache
@@ -212,14 +212,15 @@ class ModelRunner:
             return CUDAGraphs(sizes, partial(self._make_step, shared, drawn), self.device.torch, pool)
 
         sizes = graph_sizes(self.config.max_num_seqs)
-        self.graphs[False, True] = first = make(None, True, sizes, None)
+        self.graphs[0, True] = first = make(None, True, sizes, None)
         first.capture_all(progress and self.tp.rank == 0)
         # Captured when they are first needed, and fewer of them: most workloads share no prefixes.
         few = sizes[::-4][::-1]
-        self.graphs[False, False] = make(None, False, sorted({*sizes[:3], *sizes[::-2]}), first.pool)
+        self.graphs[0, False] = make(None, False, sorted({*sizes[:3], *sizes[::-2]}), first.pool)
         if self.prefixes is not None:
-            for drawn in (True, False):
-                self.graphs[True, drawn] = make(self.prefixes.nothing, drawn, few, first.pool)
+            for chunk, nothing in self.prefixes.nothing.items():
+                for drawn in (True, False):
+                    self.graphs[chunk, drawn] = make(nothing, drawn, few, first.pool)
 
     def _make_step(self, shared: SharedRows | None, drawn: bool, rows: int) -> Callable[[], GraphOutput]:
         """A decode step of `rows` sequences over the fixed input buffer, for a graph to hold."""
@@ -257,7 +258,7 @@ class ModelRunner:
         if batch.kind is StepKind.DECODE:
             shared = None if self.prefixes is None else self.prefixes.find(batch)
             arrays = prepare_decode(batch, self.block_size, shared)
-            graphs = self.graphs.get((shared is not None, not extras.needs_logits))
+            graphs = self.graphs.get((shared.chunk if shared else 0, not extras.needs_logits))
         else:
             arrays = prepare_prefill(batch, self.block_size, overlaps(batch, self.tp.size))
         if graphs is None:

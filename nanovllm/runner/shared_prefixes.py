@@ -5,11 +5,13 @@ Plain NumPy on the batch's block tables. Knows when that pays; reads nothing of 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from nanovllm.attention.base import SharedPrefixes
 from nanovllm.batch import PADDING, Batch
-from nanovllm.kernels.decode_attention import SharedUnit
+from nanovllm.kernels.decode_attention import CHUNK, LONG_PREFIX, SharedUnit
 
 MIN_SHARED_TOKENS = 16384  # to be read less in a step, before a second pass over the batch pays
 SharedRows = SharedPrefixes[np.ndarray]
@@ -22,7 +24,8 @@ class SharedPrefixFinder:
         self._block_size = block_size
         self._unit = unit
         self._last: tuple[tuple[int, ...], np.ndarray, SharedRows | None] | None = None
-        self.nothing = no_shared_prefixes(0, unit)
+        nothing = no_shared_prefixes(0, unit)
+        self.nothing = {chunk: replace(nothing, chunk=chunk) for chunk in (unit.positions, CHUNK)}
 
     def find(self, batch: Batch) -> SharedRows | None:
         """What to read once for several rows of a decode step; None if that is too little to pay.
@@ -42,6 +45,9 @@ class SharedPrefixFinder:
             num_blocks = -(-int(found.lens.max()) // self._block_size)
             if int(found.skips.sum() - found.lens.sum()) < MIN_SHARED_TOKENS:
                 found = None
+        if found is not None and int(found.lens[: int(found.units[0])].min()) >= LONG_PREFIX:
+            whole = {name: getattr(found, name) // CHUNK * CHUNK for name in ("lens", "skips")}
+            found = replace(found, chunk=CHUNK, **whole)
         self._last = batch.seq_ids, tables[:, :num_blocks].copy(), found
         return found
 
@@ -88,4 +94,5 @@ def no_shared_prefixes(count: int, unit: SharedUnit) -> SharedRows:
         lens=np.zeros(count // 2, np.int32),
         skips=np.zeros(count, np.int32),
         units=np.zeros(1, np.int32),
+        chunk=unit.positions,
     )

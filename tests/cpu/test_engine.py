@@ -185,7 +185,7 @@ def test_padded_decode_steps(model: Path, prompts: list, expected: list) -> None
         assert want[0] == expected[1][: lens[0]]
         replay_steps(llm)
         assert tokens(llm.generate(few, params, use_tqdm=False)) == want
-        assert sorted(llm._runner.graphs[False, True].steps) == [1, 2, 7]
+        assert sorted(llm._runner.graphs[0, True].steps) == [1, 2, 7]
 
 
 @pytest.mark.skipif(not INTERPRET, reason="kernels are compiled here; tests/gpu runs the engine over them")

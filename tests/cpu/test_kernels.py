@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import kernel_cases as cases
 import numpy as np
 import pytest
 import torch
 from kernel_cases import BF16, F16, F32, FP8, Heads
 
-from nanovllm.batch import PADDING
+from nanovllm.batch import EMPTY_BATCH, PADDING
 from nanovllm.kernels import matmul
 from nanovllm.kernels.compat import INTERPRET
 from nanovllm.kernels.decode_attention import SharedUnit
 from nanovllm.kernels.prefill_attention import Tiles
 from nanovllm.kernels.sampling import sample, sample_reference
-from nanovllm.runner.shared_prefixes import find_shared_prefixes
+from nanovllm.runner.shared_prefixes import SharedPrefixFinder, find_shared_prefixes
 
 pytestmark = [
     pytest.mark.skipif(not INTERPRET, reason="kernels are compiled here; tests/gpu runs these cases"),
@@ -85,6 +87,24 @@ def test_nothing_is_shared() -> None:
     found = find_shared_prefixes(same, contexts, 512, unit)
     assert (found.members.tolist(), found.lens.tolist()) == ([[0, 1, 2] + [PADDING] * 5], [1536])
     assert (found.skips.tolist(), found.units.tolist()) == ([1536] * 3, [1])
+
+
+@pytest.mark.parametrize(("shared", "lens", "chunk"), [(2304, 2048, 512), (1792, 1792, 256)])
+def test_long_prefixes_are_shared_in_whole_chunks(shared: int, lens: int, chunk: int) -> None:
+    tables = np.arange(160, dtype=np.int32).reshape(16, 10)
+    tables[:, : shared // 256] = tables[0, : shared // 256]
+    batch = replace(
+        EMPTY_BATCH,
+        seq_ids=tuple(range(16)),
+        context_lens=np.full(16, shared + 5, np.int32),
+        block_tables=tables,
+    )
+    finder = SharedPrefixFinder(256, SharedUnit(8, 256))
+    for _ in range(2):  # found, then remembered
+        found = finder.find(batch)
+        assert found is not None and found.chunk == chunk and found.chunk in finder.nothing
+        assert found.units.tolist() == [2] and found.lens[:2].tolist() == [lens] * 2
+        assert set(found.skips.tolist()) == {lens}
 
 
 def test_decode_of_padding_alone_is_zero() -> None:
