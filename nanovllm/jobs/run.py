@@ -155,7 +155,7 @@ def _reported(job: Job, llm: Any, progress: JobProgress) -> Iterator[None]:
         try:
             yield
         finally:
-            facts = {"input": job.source.path, "output": job.args.output, "error rows": progress.errors}
+            facts = {"Input": job.source.path, "Output": job.args.output, "Error rows": progress.errors}
             try:
                 write_report(
                     path, llm, errors=progress.first_errors, gpu=gpu, title="nanovllm run", facts=facts

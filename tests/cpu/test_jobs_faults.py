@@ -230,7 +230,7 @@ def test_a_report_has_charts_and_the_rows_without_answers(tmp_path: Path, engine
     asked = [tmp_path / "in.jsonl", "-o", tmp_path / "out.jsonl", "--sampling", SAMPLING, "--report", page]
     assert run(*asked, make_llm=engine) == 1
     text = page.read_text()
-    assert "<svg" in text and "it is not JSON" in text and "error rows" in text
+    assert "<svg" in text and "it is not JSON" in text and "Error rows" in text
     page.unlink()
     assert run(*asked, make_llm=engine) == 1, "nothing is left to run"
     assert not page.exists()
