@@ -18,9 +18,9 @@ from nanovllm.engine.progress import LINE_SECONDS
 from nanovllm.engine.stats import StepStats, short
 from nanovllm.jobs.sources import Source
 from nanovllm.outputs import EmbeddingRequestOutput, RequestOutput
-from nanovllm.report.page import MOST_ERRORS
 
 DRAW_SECONDS = 0.2  # in a terminal
+KEPT_ERRORS = 200  # as many as a report lists
 
 
 class JobProgress:
@@ -77,7 +77,7 @@ class JobProgress:
 
     def refused(self, index: int, message: str) -> None:
         """Note why a row has no answer."""
-        if len(self.first_errors) < MOST_ERRORS:
+        if len(self.first_errors) < KEPT_ERRORS:
             self.first_errors.append((index, message))
 
     def written(self, is_error: bool) -> None:

@@ -10,6 +10,7 @@ import codecs
 import csv
 import json
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,7 +63,7 @@ class SourceRow:
             raise ValueError(f"{self.place}: {error}") from None
 
 
-class Source:
+class Source(ABC):
     """A file of rows. Can be read any number of times, always with the same indexes."""
 
     columns: list[str] | None = None  # of all rows; None where each row has its own
@@ -74,9 +75,9 @@ class Source:
         self.size = path.stat().st_size
         self.position = 0  # bytes that have been read, for progress
 
+    @abstractmethod
     def rows(self) -> Iterator[SourceRow]:
         """Read the file from its beginning."""
-        raise NotImplementedError
 
 
 def open_source(path: Path, format: str) -> Source:

@@ -7,6 +7,7 @@ runs nothing.
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -44,7 +45,7 @@ class Task:
     request: dict[str, Any] = field(default_factory=dict)
 
 
-class RowFormat:
+class RowFormat(ABC):
     """Reads rows as tasks, and writes answers as dictionaries for JSON."""
 
     columns: set[str] | None = None  # that are used, where the rows' own keys do not decide
@@ -53,25 +54,25 @@ class RowFormat:
     def __init__(self, params: ParamsMaker) -> None:
         self.params = params
 
+    @abstractmethod
     def task(self, row: SourceRow, values: Values) -> Task:
         """Return what a row asks for. ValueError or TypeError says what is wrong with it."""
-        raise NotImplementedError
 
+    @abstractmethod
     def row_id(self, values: Values) -> Any:
         """Return the id of a row, None when it has none."""
-        raise NotImplementedError
 
+    @abstractmethod
     def answer(self, task: Task, output: RequestOutput) -> dict[str, Any]:
         """Return the answer to a task."""
-        raise NotImplementedError
 
     def embeddings(self, task: Task, outputs: Sequence[EmbeddingRequestOutput]) -> dict[str, Any]:
         """Return the answer to a task of the kind "embed", with one output for each of its prompts."""
-        raise NotImplementedError
+        raise TypeError(f"{type(self).__name__} makes no tasks of the kind {task.kind!r}")
 
+    @abstractmethod
     def error(self, index: int, row_id: Any, message: str) -> dict[str, Any]:
         """Return the error row of a row."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)
