@@ -1,0 +1,239 @@
+"""A model for lm-evaluation-harness, under the name "nanovllm". Its metrics are those of `--model hf`.
+
+`python -m nanovllm.integrations.lm_eval ...` is the harness' own program, which knows this model besides. All
+requests of a kind go to the engine in one call. Holds no task and computes no metric.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from jinja2 import TemplateError
+
+from nanovllm.llm import LLM
+from nanovllm.sampling_params import SamplingParams
+
+try:
+    from lm_eval.__main__ import cli_evaluate
+    from lm_eval.api.model import TemplateLM
+    from lm_eval.api.registry import register_model
+    from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
+    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+except ImportError as error:
+    raise ImportError(
+        "nanovllm.integrations.lm_eval needs lm-evaluation-harness; install it with: "
+        f"pip install 'nanovllm[lm-eval]' ({error})"
+    ) from error
+
+if TYPE_CHECKING:
+    from lm_eval.api.instance import Instance
+
+logger = logging.getLogger("nanovllm")
+
+
+@register_model("nanovllm")
+class NanoVLLM(TemplateLM):
+    """The arguments are those of `--model_args`; the harness gives `batch_size` and `device` besides."""
+
+    def __init__(
+        self,
+        pretrained: str,
+        *,
+        max_length: int | None = None,
+        max_gen_toks: int = 256,
+        add_bos_token: bool | None = None,
+        prefix_token_id: int | None = None,
+        chat_template_args: Mapping[str, Any] | None = None,
+        enable_thinking: bool | None = None,
+        think_end_token: str | int | None = None,
+        batch_size: int | str | None = None,
+        max_batch_size: int | None = None,
+        **options: Any,
+    ) -> None:
+        """Load the model.
+
+        pretrained: a folder, or a Hugging Face hub id.
+        max_length: the most tokens that the model is given at once; None: as many as it can take. A text that
+        is scored may then have no more tokens than that, and one more where `max_length` is lower.
+        max_gen_toks: the most tokens to generate where a task does not say.
+        add_bos_token: whether prompts begin with the tokenizer's special tokens; None: as it says itself.
+        prefix_token_id: what a text that is scored from its first token on is given; None: the first token of
+        every text, or the end-of-sequence token.
+        chat_template_args, enable_thinking: variables of the chat template.
+        think_end_token: what ends the thoughts of a model, which are no part of its answers: a text or a
+        token id. Stop strings then count behind it alone.
+        batch_size: not looked at: the engine forms its batches. max_batch_size: its `max_num_seqs`.
+        options: those of `LLM`, such as `tensor_parallel_size`.
+
+        Raises what `LLM` does.
+        """
+        super().__init__()
+        if max_length is not None:
+            if options.get("max_model_len") is not None:
+                raise ValueError(f"max_length={max_length} and max_model_len say the same; give one of them")
+            options["max_model_len"] = max_length + 1  # the last token of a scored text is not computed
+        if max_batch_size is not None:
+            options.setdefault("max_num_seqs", max_batch_size)
+        self.model = LLM(pretrained, **options)
+        self.tokenizer = self.model.get_tokenizer()
+        self.batch_size = batch_size
+        self.max_gen_toks = max_gen_toks
+        self._longest: int = self.model.llm_engine.model_config.max_model_len
+        self._max_length = self._longest if max_length is None else min(max_length, self._longest)
+        self._special = {} if add_bos_token is None else {"add_special_tokens": add_bos_token}
+        self._prefix = prefix_token_id
+        self._template_args = dict(chat_template_args or {})
+        if enable_thinking is not None:
+            self._template_args["enable_thinking"] = enable_thinking
+        is_id = isinstance(think_end_token, str) and think_end_token.isdigit()
+        self._think_end = int(think_end_token) if is_id and think_end_token else think_end_token
+
+    @property
+    def eot_token_id(self) -> int:
+        return int(self.tokenizer.eos_token_id)
+
+    @property
+    def prefix_token_id(self) -> int:
+        if self._prefix is not None:
+            return self._prefix
+        return self.eot_token_id if self.tokenizer.bos_token_id is None else self.tokenizer.bos_token_id
+
+    @property
+    def max_length(self) -> int:
+        """The most tokens that the model is given at once."""
+        return self._max_length
+
+    @property
+    def tokenizer_name(self) -> str:
+        return str(self.tokenizer.name_or_path).replace("/", "__")
+
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
+        """The text of a conversation; without its system messages where the template refuses them."""
+        options = dict(
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=not add_generation_prompt,
+            **self._template_args,
+        )
+        try:
+            return self.tokenizer.apply_chat_template(chat_history, **options)
+        except TemplateError as error:
+            logger.warning("the chat template refuses a conversation (%s); system messages are dropped", error)
+            others = [message for message in chat_history if message["role"] != "system"]
+            return self.tokenizer.apply_chat_template(others, **options)
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **options: Any) -> list[int]:
+        """The token ids of a text; one that begins with the beginning-of-sequence token gets no other."""
+        special = self._special
+        if add_special_tokens is not None:
+            special = {"add_special_tokens": add_special_tokens}
+        elif string.startswith(self.tokenizer.decode(self.prefix_token_id)):
+            special = {"add_special_tokens": False}
+        return self.tokenizer.encode(string, **special, **options)
+
+    def _loglikelihood_tokens(
+        self,
+        requests: Sequence[tuple[tuple[str, str] | None, list[int], list[int]]],
+        disable_tqdm: bool = False,
+    ) -> list[tuple[float, bool]]:
+        """Score each (what the cache calls it, context, continuation), cut on the left where too long."""
+        room = min(self.max_length + 1, self._longest)
+        pairs, num_cut = [], 0
+        for key, context, continuation in requests:
+            kept = room - len(continuation)
+            if kept < 1:
+                raise ValueError(
+                    f"a continuation has {len(continuation)} tokens, and at most {room - 1} can be scored: "
+                    f"{(key or ('', 'of loglikelihood_rolling'))[1][:60]!r}; raise max_length or drop it"
+                )
+            num_cut += len(context) > kept
+            pairs.append((context[-kept:], continuation))
+        _warn_cut(num_cut, room)
+        answers = []
+        for (key, _, _), score in zip(requests, self.model.score_pairs(pairs, not disable_tqdm), strict=True):
+            answers.append((score.logprob, score.is_greedy))
+            if key is not None:
+                self.cache_hook.add_partial("loglikelihood", key, answers[-1])
+        return answers
+
+    def loglikelihood_rolling(
+        self, requests: Sequence[Instance], disable_tqdm: bool = False
+    ) -> list[float]:
+        """The logarithm of each text's probability: the sum over windows that hold every token once."""
+        length = min(self.max_length, self._longest - 1)
+        windows, owners = [], []
+        for index, request in enumerate(requests):
+            ids = self.tok_encode(request.args[0])
+            for pair in get_rolling_token_windows(ids, self.prefix_token_id, length, context_len=1):
+                windows.append((None, *make_disjoint_window(pair)))
+                owners.append(index)
+        totals = [0.0] * len(requests)
+        scores = self._loglikelihood_tokens(windows, disable_tqdm) if windows else []
+        for owner, (logprob, _) in zip(owners, scores, strict=True):
+            totals[owner] += logprob
+        for request, total in zip(requests, totals, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
+        return totals
+
+    def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
+        """The answer to each (context, how to generate), without the stop string that ended it."""
+        prompts, params, untils, num_cut = [], [], [], 0
+        for context, options in (request.args for request in requests):
+            known = dict(normalize_gen_kwargs(options, self.max_gen_toks))
+            untils.append(known.pop("until"))
+            params.append(self._sampling_params(known, untils[-1]))
+            room = self.max_length - params[-1].max_tokens
+            if room < 1:
+                raise ValueError(
+                    f"max_gen_toks={params[-1].max_tokens} leaves no room for a prompt, for "
+                    f"max_length={self.max_length}; lower it with --gen_kwargs max_gen_toks=..."
+                )
+            ids = self.tok_encode(context)
+            num_cut += len(ids) > room
+            prompts.append(ids[-room:])
+        _warn_cut(num_cut, self.max_length)
+        texts = []
+        outputs = self.model.generate(prompts, params, not disable_tqdm)
+        for request, output, until in zip(requests, outputs, untils, strict=True):
+            if output.error is not None:
+                raise RuntimeError(f"request {output.index} ended with an error: {output.error}")
+            texts.append(self._answer(output.outputs[0].text, output.outputs[0].token_ids, until))
+            self.cache_hook.add_partial("generate_until", request.args, texts[-1])
+        return texts
+
+    def _sampling_params(self, options: dict[str, Any], until: Sequence[str]) -> SamplingParams:
+        """What the harness' (normalised) options mean; others go to `SamplingParams` as they are."""
+        do_sample = options.pop("do_sample")
+        options["temperature"] = options.get("temperature", 1.0) if do_sample else 0.0
+        special = dict(zip(self.tokenizer.all_special_tokens, self.tokenizer.all_special_ids, strict=True))
+        stop = [text for text in until if text and text not in special]
+        return SamplingParams(
+            max_tokens=options.pop("max_gen_toks"),
+            stop=stop if self._think_end is None else None,
+            stop_token_ids=[self.eot_token_id, *(special[text] for text in until if text in special)],
+            # a stop string may hold a special token beside other text
+            skip_special_tokens=not any(token in text for text in stop for token in special),
+            **options,
+        )
+
+    def _answer(self, text: str, token_ids: list[int], until: Sequence[str]) -> str:
+        """The text, without thoughts and what comes behind a stop string."""
+        if isinstance(self._think_end, int):
+            ends = [place for place, token_id in enumerate(token_ids) if token_id == self._think_end]
+            if ends:
+                text = self.tokenizer.decode(token_ids[ends[-1] + 1 :], skip_special_tokens=True).lstrip()
+            return postprocess_generated_text(text, until, None)
+        return postprocess_generated_text(text, until, self._think_end)
+
+
+def _warn_cut(num_cut: int, room: int) -> None:
+    if num_cut:
+        logger.warning("%d prompts are cut on the left, to fit into %d tokens", num_cut, room)
+
+
+if __name__ == "__main__":
+    cli_evaluate()

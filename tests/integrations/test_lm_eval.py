@@ -1,0 +1,245 @@
+"""lm-evaluation-harness: metrics and answers of `--model nanovllm` are those of `--model hf`."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+from demo_tasks import make_example
+
+from nanovllm import demo_model_path
+
+pytest.importorskip("lm_eval", reason="needs lm-evaluation-harness: pip install -e '.[lm-eval]'")
+
+import yaml
+from lm_eval import simple_evaluate
+from lm_eval.api.instance import Instance
+from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
+
+from nanovllm.integrations.lm_eval import NanoVLLM
+
+LENGTH = 160  # of the models: some texts and prompts are longer
+TASKS = ("demo_choice", "demo_greedy", "demo_rolling", "demo_generate")
+
+
+def examples(task: str, number: int, seed: int = 0) -> list[dict[str, Any]]:
+    rng = Random(seed)
+    return [vars(make_example(rng, "test", task)) for _ in range(number)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with four tasks and their data, as a user of the harness writes them."""
+    folder = tmp_path_factory.mktemp("tasks")
+    # Not the same questions in two tasks: `--model hf` mixes up equal texts with other beginnings of the answer.
+    asked = [row for task in ("parity", "spell", "capitals") for row in examples(task, 5, seed=1)]
+    choices = [
+        {"prompt": row["prompt"], "choices": [row["answer"], row["answer"][::-1], "even", " odd "]}
+        for row in asked
+    ]
+    rows = [*examples("spell", 5), *examples("reverse", 5), *examples("add", 5)]
+    rows[0] = rows[0] | {"prompt": "WORDS TO BE CUT OFF " * 20 + rows[0]["prompt"]}
+    texts = [{"text": " ".join(row["answer"] for row in examples("alphabet", n))} for n in (1, 2, 5, 12)]
+    data = {"demo_choice": choices, "demo_greedy": rows, "demo_generate": rows, "demo_rolling": texts}
+    own: dict[str, dict[str, Any]] = {
+        "demo_choice": {
+            "output_type": "multiple_choice",
+            "doc_to_text": "{{prompt}}",
+            "doc_to_choice": "{{choices}}",
+            "doc_to_target": 0,
+            "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
+        },
+        "demo_greedy": {
+            "output_type": "loglikelihood",
+            "doc_to_text": "{{prompt}}",
+            "gen_prefix": "{{answer[0]}}",  # without it a line end of the chat template is scored, too
+            "doc_to_target": "{{answer[1:]}}",
+            "target_delimiter": "",
+            "metric_list": [{"metric": "perplexity"}, {"metric": "acc"}],
+        },
+        "demo_rolling": {
+            "output_type": "loglikelihood_rolling",
+            "doc_to_text": "",
+            "doc_to_target": "{{text}}",
+            "metric_list": [{"metric": "word_perplexity"}, {"metric": "bits_per_byte"}],
+        },
+        "demo_generate": {
+            "output_type": "generate_until",
+            "doc_to_text": "{{prompt}}",
+            "doc_to_target": "{{answer}}",
+            "generation_kwargs": {"until": ["\nAnswer", "<|im_end|>"], "max_gen_toks": 60},
+            "metric_list": [{"metric": "exact_match"}],
+        },
+    }
+    for task in TASKS:
+        (folder / f"{task}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in data[task]))
+        common = {
+            "task": task,
+            "dataset_path": "json",
+            "dataset_kwargs": {"data_files": {"test": str(folder / f"{task}.jsonl")}},
+            "test_split": "test",
+        }
+        (folder / f"{task}.yaml").write_text(yaml.safe_dump(common | own[task]))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model() -> Iterator[NanoVLLM]:
+    model = NanoVLLM(demo_model_path(), max_length=LENGTH, device="cpu", num_kvcache_blocks=400)
+    yield model
+    model.model.close()
+
+
+@pytest.fixture(scope="module")
+def reference() -> HFLM:
+    options = {"device": "cpu", "dtype": "float32", "batch_size": 8}
+    return HFLM(demo_model_path(), max_length=LENGTH, **options)
+
+
+@pytest.fixture(scope="module")
+def results(folder: Path, model: NanoVLLM, reference: HFLM) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What the harness reports of both models."""
+    ours, theirs = (
+        simple_evaluate(
+            lm,
+            tasks=list(TASKS),
+            task_manager=TaskManager(include_path=str(folder), include_defaults=False),
+            apply_chat_template=True,
+            bootstrap_iters=0,
+        )
+        for lm in (model, reference)
+    )
+    assert ours is not None and theirs is not None
+    return ours, theirs
+
+
+def numbers(results: dict[str, Any], task: str) -> dict[str, float]:
+    """The metrics of a task."""
+    found = results["results"][task]
+    return {name: value for name, value in found.items() if isinstance(value, float) and "stderr" not in name}
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_metrics_are_those_of_transformers(
+    results: tuple[dict[str, Any], dict[str, Any]], task: str
+) -> None:
+    ours, theirs = (numbers(each, task) for each in results)
+    assert len(ours) == (1 if task == "demo_generate" else 2)
+    assert ours == pytest.approx(theirs, rel=1e-4)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_every_answer_is_that_of_transformers(
+    results: tuple[dict[str, Any], dict[str, Any]], task: str
+) -> None:
+    ours, theirs = ({row["doc_id"]: row["resps"] for row in each["samples"][task]} for each in results)
+    assert ours.keys() == theirs.keys() and len(ours) >= 4
+    for index, answers in ours.items():
+        for answer, expected in zip(answers, theirs[index], strict=True):
+            if task == "demo_generate":
+                assert answer == expected
+            elif task == "demo_rolling":
+                assert answer[0] == pytest.approx(expected[0], rel=1e-4)
+            else:
+                assert answer[0][1] == expected[0][1]
+                assert answer[0][0] == pytest.approx(expected[0][0], rel=1e-4, abs=1e-3)
+
+
+def test_the_tasks_tell_models_apart(results: tuple[dict[str, Any], dict[str, Any]]) -> None:
+    """Right and wrong answers, greedy and others, and prompts that are cut: or equal metrics mean little."""
+    ours, _ = results
+    greedy = [row["resps"][0][0][1] for row in ours["samples"]["demo_greedy"]]
+    assert set(greedy) == {True, False}
+    assert 0 < numbers(ours, "demo_generate")["exact_match,none"] < 1
+    assert 0.5 < numbers(ours, "demo_choice")["acc,none"]
+
+
+def request(kind: str, *arguments: Any) -> Instance:
+    return Instance(request_type=kind, doc={}, arguments=arguments, idx=0)
+
+
+def test_texts_without_a_context_and_special_tokens_in_the_text(model: NanoVLLM, reference: HFLM) -> None:
+    texts = [("", "ABC"), ("", "<|im_end|>ABC"), ("<|im_end|>A ", " B"), ("A  ", "B")]
+    requests = [request("loglikelihood", *each) for each in texts]
+    ours, theirs = model.loglikelihood(requests), reference.loglikelihood(requests)
+    for answer, expected in zip(ours, theirs, strict=True):
+        assert answer[1] == expected[1] and answer[0] == pytest.approx(expected[0], rel=1e-4)
+    empty = [request("loglikelihood_rolling", "")]
+    assert model.loglikelihood_rolling(empty) == reference.loglikelihood_rolling(empty) == [0.0]
+
+
+def test_generation_options(model: NanoVLLM, reference: HFLM) -> None:
+    [prompt] = [row["prompt"] for row in examples("reverse", 1)]
+    chat = model.apply_chat_template([{"role": "user", "content": prompt}])
+    assert chat == reference.apply_chat_template([{"role": "user", "content": prompt}])
+    options: list[dict[str, Any]] = [
+        {"until": ["1"], "max_gen_toks": 40},
+        {"until": [" ", ":"], "max_gen_toks": 40, "do_sample": False, "temperature": 0.7},
+        {"until": [], "max_gen_toks": 3},
+        {"max_new_tokens": 40},
+        {"until": "\n", "temperature": 0.0, "max_tokens": 50},
+    ]
+    requests = [request("generate_until", chat, each) for each in options]
+    ours = model.generate_until(requests)
+    assert ours == reference.generate_until(requests) and len(set(ours)) >= 4
+    # A stop string that holds a special token beside text; transformers leaves the text before it as it is.
+    [whole] = model.generate_until([request("generate_until", chat, {"max_gen_toks": 80})])
+    last = whole[-1]
+    stop = {"until": [f"{last}<|im_end|>"], "max_gen_toks": 80}
+    assert model.generate_until([request("generate_until", chat, stop)]) in ([whole], [whole[:-1]])
+
+
+def test_sampled_answers(model: NanoVLLM) -> None:
+    options = {"do_sample": True, "temperature": 5.0, "seed": 7, "max_gen_toks": 12}
+    chat = model.apply_chat_template([{"role": "user", "content": "Spell KEY."}])
+    requests = [request("generate_until", chat, options | {"seed": seed}) for seed in (7, 7, 8)]
+    one, same, other = model.generate_until(requests)
+    assert one == same != other
+
+
+def test_thoughts_are_no_part_of_answers(model: NanoVLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stop strings within thoughts do not end them."""
+    [row] = examples("reverse", 1)
+    chat = model.apply_chat_template([{"role": "user", "content": row["prompt"]}])
+    asked = [request("generate_until", chat, {"until": ["\n"], "max_gen_toks": 80})]
+    [token_id] = model.tok_encode(":", add_special_tokens=False)
+    for end in ("Answer:", token_id):
+        monkeypatch.setattr(model, "_think_end", end)
+        assert model.generate_until(asked) == [row["answer"].rpartition(": ")[2]]
+
+
+def test_what_cannot_run_is_refused_by_name(model: NanoVLLM) -> None:
+    with pytest.raises(ValueError, match="max_gen_toks=160 leaves no room for a prompt"):
+        model.generate_until([request("generate_until", "A", {"max_gen_toks": LENGTH})])
+    with pytest.raises(ValueError, match="a continuation has 200 tokens, and at most 160 can be scored: ' A A"):
+        model.loglikelihood([request("loglikelihood", "A", " A" * 100)])
+    with pytest.raises(TypeError, match="num_beams"):
+        model.generate_until([request("generate_until", "A", {"num_beams": 4})])
+    with pytest.raises(ValueError, match="max_length=9 and max_model_len say the same"):
+        NanoVLLM(demo_model_path(), max_length=9, max_model_len=9)
+    assert model.generate_until([request("generate_until", "A", {"max_gen_toks": 1})])
+
+
+def test_the_program(folder: Path, results: tuple[dict[str, Any], dict[str, Any]], tmp_path: Path) -> None:
+    """The command of the README, on local data."""
+    command = [sys.executable, "-m", "nanovllm.integrations.lm_eval", "--model", "nanovllm"]
+    command += ["--model_args", f"pretrained={demo_model_path()},max_length={LENGTH},num_kvcache_blocks=400"]
+    command += ["--include_path", str(folder), "--tasks", "demo_generate,demo_greedy", "--device", "cpu"]
+    command += ["--apply_chat_template", "--output_path", str(tmp_path)]
+    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_DATASETS_CACHE": str(tmp_path / "cache")}
+    subprocess.run(command, check=True, capture_output=True, text=True, env=os.environ | offline)
+    [path] = tmp_path.rglob("results_*.json")
+    found = json.loads(path.read_text())
+    assert found["config"]["model"] == "nanovllm"
+    for task in ("demo_generate", "demo_greedy"):
+        assert numbers(found, task) == pytest.approx(numbers(results[0], task))
+        assert all(map(math.isfinite, numbers(found, task).values()))
