@@ -24,7 +24,7 @@ FLOORS = (
     {"engine"},
     {"replicas"},
     {"llm", "report"},
-    {"jobs"},
+    {"jobs", "integrations"},
     {"", "__main__"},  # nanovllm/__init__.py and `python -m nanovllm`
 )
 # These wings never import torch; only the floors from `engine` on see what is in them.

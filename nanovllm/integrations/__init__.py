@@ -1,1 +1,1 @@
-"""Models and functions for other programs: each file serves one of them, imports it, and nobody imports the file."""
+"""What other programs call: each file serves one of them and imports it; nothing imports the file."""

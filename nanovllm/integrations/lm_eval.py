@@ -80,7 +80,7 @@ class NanoVLLM(TemplateLM):
         self.tokenizer = self.model.get_tokenizer()
         self.batch_size = batch_size
         self.max_gen_toks = max_gen_toks
-        self._longest: int = self.model.llm_engine.model_config.max_model_len
+        self._longest = int(self.model.llm_engine.model_config.max_model_len or 0)
         self._max_length = self._longest if max_length is None else min(max_length, self._longest)
         self._special = {} if add_bos_token is None else {"add_special_tokens": add_bos_token}
         self._prefix = prefix_token_id
@@ -113,25 +113,25 @@ class NanoVLLM(TemplateLM):
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
         """The text of a conversation; without its system messages where the template refuses them."""
-        options = dict(
-            tokenize=False,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=not add_generation_prompt,
+        options = {
+            "tokenize": False,
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": not add_generation_prompt,
             **self._template_args,
-        )
+        }
         try:
-            return self.tokenizer.apply_chat_template(chat_history, **options)
+            return str(self.tokenizer.apply_chat_template(chat_history, **options))
         except TemplateError as error:
-            logger.warning("the chat template refuses a conversation (%s); system messages are dropped", error)
+            logger.warning("system messages are dropped, for the chat template says: %s", error)
             others = [message for message in chat_history if message["role"] != "system"]
-            return self.tokenizer.apply_chat_template(others, **options)
+            return str(self.tokenizer.apply_chat_template(others, **options))
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **options: Any) -> list[int]:
         """The token ids of a text; one that begins with the beginning-of-sequence token gets no other."""
         special = self._special
         if add_special_tokens is not None:
             special = {"add_special_tokens": add_special_tokens}
-        elif string.startswith(self.tokenizer.decode(self.prefix_token_id)):
+        elif string.startswith(str(self.tokenizer.decode(self.prefix_token_id))):
             special = {"add_special_tokens": False}
         return self.tokenizer.encode(string, **special, **options)
 
@@ -160,9 +160,7 @@ class NanoVLLM(TemplateLM):
                 self.cache_hook.add_partial("loglikelihood", key, answers[-1])
         return answers
 
-    def loglikelihood_rolling(
-        self, requests: Sequence[Instance], disable_tqdm: bool = False
-    ) -> list[float]:
+    def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
         """The logarithm of each text's probability: the sum over windows that hold every token once."""
         length = min(self.max_length, self._longest - 1)
         windows, owners = [], []
@@ -185,11 +183,12 @@ class NanoVLLM(TemplateLM):
         for context, options in (request.args for request in requests):
             known = dict(normalize_gen_kwargs(options, self.max_gen_toks))
             untils.append(known.pop("until"))
+            max_tokens = int(known["max_gen_toks"])
             params.append(self._sampling_params(known, untils[-1]))
-            room = self.max_length - params[-1].max_tokens
+            room = self.max_length - max_tokens
             if room < 1:
                 raise ValueError(
-                    f"max_gen_toks={params[-1].max_tokens} leaves no room for a prompt, for "
+                    f"max_gen_toks={max_tokens} leaves no room for a prompt, for "
                     f"max_length={self.max_length}; lower it with --gen_kwargs max_gen_toks=..."
                 )
             ids = self.tok_encode(context)
@@ -225,7 +224,9 @@ class NanoVLLM(TemplateLM):
         if isinstance(self._think_end, int):
             ends = [place for place, token_id in enumerate(token_ids) if token_id == self._think_end]
             if ends:
-                text = self.tokenizer.decode(token_ids[ends[-1] + 1 :], skip_special_tokens=True).lstrip()
+                text = str(
+                    self.tokenizer.decode(token_ids[ends[-1] + 1 :], skip_special_tokens=True)
+                ).lstrip()
             return postprocess_generated_text(text, until, None)
         return postprocess_generated_text(text, until, self._think_end)
 

@@ -18,6 +18,7 @@ from demo_tasks import make_example
 from nanovllm import demo_model_path
 
 pytest.importorskip("lm_eval", reason="needs lm-evaluation-harness: pip install -e '.[lm-eval]'")
+pytest.importorskip("accelerate", reason="needs accelerate, which --model hf does")
 
 import yaml
 from lm_eval import simple_evaluate
@@ -40,7 +41,7 @@ def examples(task: str, number: int, seed: int = 0) -> list[dict[str, Any]]:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with four tasks and their data, as a user of the harness writes them."""
     folder = tmp_path_factory.mktemp("tasks")
-    # Not the same questions in two tasks: `--model hf` mixes up equal texts with other beginnings of the answer.
+    # Not the questions of another task: `--model hf` mixes up equal texts whose answers begin elsewhere.
     asked = [row for task in ("parity", "spell", "capitals") for row in examples(task, 5, seed=1)]
     choices = [
         {"prompt": row["prompt"], "choices": [row["answer"], row["answer"][::-1], "even", " odd "]}
@@ -82,10 +83,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     }
     for task in TASKS:
         (folder / f"{task}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in data[task]))
+        files = {"test": str(folder / f"{task}.jsonl")}
         common = {
             "task": task,
             "dataset_path": "json",
-            "dataset_kwargs": {"data_files": {"test": str(folder / f"{task}.jsonl")}},
+            "dataset_kwargs": {"data_files": files, "cache_dir": str(folder / "cache")},
             "test_split": "test",
         }
         (folder / f"{task}.yaml").write_text(yaml.safe_dump(common | own[task]))
@@ -129,9 +131,7 @@ def numbers(results: dict[str, Any], task: str) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_metrics_are_those_of_transformers(
-    results: tuple[dict[str, Any], dict[str, Any]], task: str
-) -> None:
+def test_metrics_are_those_of_transformers(results: tuple[dict[str, Any], dict[str, Any]], task: str) -> None:
     ours, theirs = (numbers(each, task) for each in results)
     assert len(ours) == (1 if task == "demo_generate" else 2)
     assert ours == pytest.approx(theirs, rel=1e-4)
@@ -160,7 +160,7 @@ def test_the_tasks_tell_models_apart(results: tuple[dict[str, Any], dict[str, An
     greedy = [row["resps"][0][0][1] for row in ours["samples"]["demo_greedy"]]
     assert set(greedy) == {True, False}
     assert 0 < numbers(ours, "demo_generate")["exact_match,none"] < 1
-    assert 0.5 < numbers(ours, "demo_choice")["acc,none"]
+    assert numbers(ours, "demo_choice")["acc,none"] > 0.5
 
 
 def request(kind: str, *arguments: Any) -> Instance:
@@ -220,7 +220,7 @@ def test_thoughts_are_no_part_of_answers(model: NanoVLLM, monkeypatch: pytest.Mo
 def test_what_cannot_run_is_refused_by_name(model: NanoVLLM) -> None:
     with pytest.raises(ValueError, match="max_gen_toks=160 leaves no room for a prompt"):
         model.generate_until([request("generate_until", "A", {"max_gen_toks": LENGTH})])
-    with pytest.raises(ValueError, match="a continuation has 200 tokens, and at most 160 can be scored: ' A A"):
+    with pytest.raises(ValueError, match="a continuation has 200 tokens, and at most 160 .*: ' A A"):
         model.loglikelihood([request("loglikelihood", "A", " A" * 100)])
     with pytest.raises(TypeError, match="num_beams"):
         model.generate_until([request("generate_until", "A", {"num_beams": 4})])
@@ -235,7 +235,11 @@ def test_the_program(folder: Path, results: tuple[dict[str, Any], dict[str, Any]
     command += ["--model_args", f"pretrained={demo_model_path()},max_length={LENGTH},num_kvcache_blocks=400"]
     command += ["--include_path", str(folder), "--tasks", "demo_generate,demo_greedy", "--device", "cpu"]
     command += ["--apply_chat_template", "--output_path", str(tmp_path)]
-    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_DATASETS_CACHE": str(tmp_path / "cache")}
+    offline = {
+        "HF_HUB_OFFLINE": "1",
+        "HF_DATASETS_OFFLINE": "1",
+        "HF_DATASETS_CACHE": str(tmp_path / "cache"),
+    }
     subprocess.run(command, check=True, capture_output=True, text=True, env=os.environ | offline)
     [path] = tmp_path.rglob("results_*.json")
     found = json.loads(path.read_text())
