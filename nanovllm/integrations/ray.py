@@ -1,0 +1,176 @@
+"""`LLM` on a Ray cluster: `LLMPredictor` for `ray.data.Dataset.map_batches`, and `generate` in one call.
+
+Each replica is an actor of its own, on the GPUs of one node. Ray Data reads, writes, holds back what is ahead,
+starts actors that died again and runs their batches again. Knows nothing of files, and keeps no row.
+"""
+
+from __future__ import annotations
+
+import copy
+import secrets
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from nanovllm.config import Config
+from nanovllm.llm import LLM
+from nanovllm.outputs import CompletionOutput, RequestOutput
+from nanovllm.sampling_params import SamplingParams
+
+try:
+    from ray.data import ActorPoolStrategy, Dataset
+    from ray.data.checkpoint import CheckpointConfig
+except ImportError as error:
+    raise ImportError(
+        "nanovllm.integrations.ray needs Ray Data; install it with: "
+        f"pip install 'nanovllm[ray]' ({error})"
+    ) from error
+
+ADDED = (
+    "generated_text",
+    "generated_tokens",
+    "num_input_tokens",
+    "num_generated_tokens",
+    "finish_reason",
+    "error",
+)
+
+
+class LLMPredictor:
+    """A replica: a class for `Dataset.map_batches`, which answers a column of prompts.
+
+    Every row keeps its columns and gets those of `ADDED`: the text, the token ids (lists of them with `n`
+    above 1), numbers of tokens, `finish_reason`, and `error`: why the row has no answer, or "".
+    """
+
+    def __init__(
+        self,
+        model: str,
+        sampling_params: SamplingParams | None = None,
+        *,
+        prompt_column: str = "prompt",
+        messages_column: str | None = None,
+        id_column: str | None = None,
+        **options: Any,
+    ) -> None:
+        """Load the model.
+
+        model: a folder that every node has, or a Hugging Face hub id.
+        sampling_params: for every row; None takes `get_default_sampling_params()`.
+        prompt_column: texts, or lists of token ids. messages_column: conversations instead.
+        id_column: what rows are called by. The seed of a row without one follows from it, so that an answer
+        does not depend on the replica, the batch and how often the row is run. Without ids replicas draw
+        from seeds of their own, unless `seed` is among the options.
+        options: those of `LLM`.
+
+        Raises what `LLM` does, and TypeError for other sampling parameters.
+        """
+        _check_params(sampling_params)
+        self._prompts = prompt_column
+        self._messages = messages_column
+        self._ids = id_column
+        self.llm = LLM(model, **{"seed": secrets.randbits(31)} | options)
+        self._params = sampling_params or self.llm.get_default_sampling_params()
+
+    def __call__(self, batch: Mapping[str, np.ndarray[Any, Any]]) -> dict[str, Any]:
+        """Answer a batch, the rows by column. ValueError for a column that is missing or would be lost."""
+        asked = self._prompts if self._messages is None else self._messages
+        for name in filter(None, (asked, self._ids)):
+            if name not in batch:
+                raise ValueError(f"there is no column {name!r}; the columns are {', '.join(batch)}")
+        lost = [name for name in ADDED if name in batch]
+        if lost:
+            raise ValueError(f"the dataset has a column {lost[0]!r}, which the answers need; rename it")
+        params = self._params if self._ids is None else [self._seeded(each) for each in batch[self._ids]]
+        rows = [row.tolist() if isinstance(row, np.ndarray) else row for row in batch[asked]]
+        answer = self.llm.generate if self._messages is None else self.llm.chat
+        outputs = answer(rows, params, use_tqdm=False, on_error="return")
+        return {**batch, **self._columns(outputs)}
+
+    def _seeded(self, row_id: object) -> SamplingParams:
+        """The parameters of the row with this id."""
+        if self._params.seed is not None:
+            return self._params
+        params = copy.copy(self._params)
+        params.seed = xxhash.xxh3_64_intdigest(str(row_id).encode()) >> 1
+        return params
+
+    def _columns(self, outputs: list[RequestOutput]) -> dict[str, Any]:
+        def column(values: list[Any]) -> Any:
+            """An array of objects, also where all lists have one length."""
+            array = np.empty(len(values), object)
+            array[:] = values
+            return array
+
+        def each(name: str) -> Any:
+            return column([self._of_all(output.outputs, name) for output in outputs])
+
+        return {
+            "generated_text": each("text"),
+            "generated_tokens": each("token_ids"),
+            "num_input_tokens": np.array([len(output.prompt_token_ids) for output in outputs]),
+            "num_generated_tokens": np.array(
+                [sum(len(one.token_ids) for one in output.outputs) for output in outputs]
+            ),
+            "finish_reason": each("finish_reason"),
+            "error": column([output.error or "" for output in outputs]),
+        }
+
+    def _of_all(self, completions: list[CompletionOutput], name: str) -> Any:
+        values = [getattr(completion, name) for completion in completions]
+        return values if self._params.n > 1 else values[0]
+
+
+def generate(
+    dataset: Dataset,
+    model: str,
+    sampling_params: SamplingParams | None = None,
+    *,
+    replicas: int | tuple[int, int] = 1,
+    batch_size: int = 1024,
+    checkpoint_path: str | None = None,
+    ray_args: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> Dataset:
+    """Return the dataset with an answer to each row; nothing runs before it is read or written.
+
+    replicas: how many, or the fewest and the most that Ray may start. Each takes `tensor_parallel_size` GPUs
+    of one node, or none with `device="cpu"`.
+    batch_size: the rows of a call. The more, the better a replica is used; those of a replica that dies are
+    run again.
+    checkpoint_path: a folder that all nodes see, or a place in an object store, where Ray Data notes the ids
+    of rows that `write_parquet` and its like have written; the same pipeline run again leaves them out. Needs
+    `id_column`, and a dataset that begins with a `read_...` of files.
+    ray_args: further arguments of `Dataset.map_batches`, such as `num_cpus`.
+    options: those of `LLMPredictor` and `LLM`.
+
+    TypeError or ValueError for wrong options, before anything runs.
+    """
+    _check_params(sampling_params)
+    own = ("prompt_column", "messages_column", "id_column")
+    config = Config.from_kwargs(model, **{name: options[name] for name in options if name not in own})
+    if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
+        raise ValueError(f"batch_size must be an integer of at least 1, not {batch_size!r}")
+    id_column = options.get("id_column")
+    if checkpoint_path is not None and id_column is None:
+        raise ValueError(f"checkpoint_path={checkpoint_path!r} needs id_column, the column of row ids")
+    least, most = replicas if isinstance(replicas, tuple) else (replicas, replicas)
+    answered = dataset.map_batches(
+        LLMPredictor,
+        fn_constructor_args=(model, sampling_params),
+        fn_constructor_kwargs=options,
+        batch_size=batch_size,
+        compute=ActorPoolStrategy(min_size=least, max_size=most),
+        udf_modifying_row_count=False,
+        **{"num_gpus": 0 if config.device == "cpu" else config.tensor_parallel_size} | dict(ray_args or {}),
+    )
+    if checkpoint_path is not None:
+        answered.context.checkpoint_config = CheckpointConfig(id_column, checkpoint_path)
+    return answered
+
+
+def _check_params(params: object) -> None:
+    if params is not None and not isinstance(params, SamplingParams):
+        raise TypeError(f"sampling_params must be one SamplingParams for every row, or None, not {params!r}")

@@ -1,0 +1,149 @@
+"""Ray Data on a local cluster: two replicas, one of which is killed; every row is answered once."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanovllm import LLM, SamplingParams, demo_model_path
+
+pytest.importorskip("ray.data", reason="needs Ray Data: pip install -e '.[ray]'")
+
+import ray
+
+from nanovllm.integrations.ray import ADDED, LLMPredictor, generate
+
+CPU: dict[str, Any] = {"device": "cpu", "num_kvcache_blocks": 200}
+PROMPTS = [f"Spell {'KEY' * (1 + index % 3)}{chr(65 + index)}." for index in range(16)]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    folder = tempfile.mkdtemp(prefix="ray", dir="/tmp")  # its sockets need a short path
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # the actors import this file
+        ray.init(num_cpus=4, include_dashboard=False, object_store_memory=2**27, _temp_dir=folder)
+        ray.data.DataContext.get_current().enable_progress_bars = False
+        yield
+        ray.shutdown()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+class Killed(LLMPredictor):
+    """A replica whose process is killed on its way through a batch, the first time that row 5 is in one."""
+
+    def __init__(self, *args: Any, marker: str, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._marker = Path(marker)
+
+    def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        answered = super().__call__(batch)
+        if 5 in batch["id"] and not self._marker.exists():
+            self._marker.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return answered | {"pid": [os.getpid()] * len(batch["id"])}
+
+
+@pytest.mark.usefixtures("cluster")
+def test_every_row_is_answered_once_although_a_replica_is_killed(tmp_path: Path) -> None:
+    params = SamplingParams(temperature=1.5, max_tokens=8, ignore_eos=True)
+    marker = tmp_path / "killed"
+    rows = [{"id": index, "prompt": prompt} for index, prompt in enumerate(PROMPTS)]
+    dataset = ray.data.from_items(rows, override_num_blocks=4).map_batches(
+        Killed,
+        fn_constructor_args=(demo_model_path(), params),
+        fn_constructor_kwargs={"marker": str(marker), "id_column": "id", **CPU},
+        batch_size=2,
+        compute=ray.data.ActorPoolStrategy(size=2),
+    )
+    answers = dataset.take_all()
+    assert marker.exists()
+    assert sorted(answer["id"] for answer in answers) == list(range(len(rows)))
+    assert all(answer["prompt"] == PROMPTS[answer["id"]] and not answer["error"] for answer in answers)
+    assert len({answer["pid"] for answer in answers}) >= 2
+    # Answers are drawn from seeds that follow from the ids: the same ones come without a cluster.
+    alone = LLMPredictor(demo_model_path(), params, id_column="id", **CPU)
+    expected = alone({"id": range(len(rows)), "prompt": PROMPTS})["generated_tokens"]  # type: ignore[dict-item]
+    alone.llm.close()
+    assert [list(answer["generated_tokens"]) for answer in sorted(answers, key=lambda row: row["id"])] == list(
+        expected
+    )
+
+
+@pytest.mark.usefixtures("cluster")
+def test_a_pipeline_over_files_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    rows = [{"id": index, "prompt": prompt} for index, prompt in enumerate(PROMPTS)]
+    rows[3]["prompt"] = ""
+    ray.data.from_items(rows[:12]).write_parquet(str(tmp_path / "in"))
+    params = SamplingParams(temperature=0, max_tokens=20)
+
+    def run() -> None:
+        dataset = generate(
+            ray.data.read_parquet(str(tmp_path / "in")),
+            demo_model_path(),
+            params,
+            id_column="id",
+            checkpoint_path=str(tmp_path / "done"),
+            batch_size=5,
+            **CPU,
+        )
+        dataset.context.checkpoint_config.delete_checkpoint_on_success = False
+        dataset.write_parquet(str(tmp_path / "out"))
+
+    run()
+    ray.data.from_items(rows[12:]).write_parquet(str(tmp_path / "in"))
+    run()
+    answers = sorted(ray.data.read_parquet(str(tmp_path / "out")).take_all(), key=lambda row: row["id"])
+    assert [answer["id"] for answer in answers] == list(range(len(rows)))
+    assert [answer["id"] for answer in answers if answer["error"]] == [3]
+    with LLM(demo_model_path(), **CPU) as llm:
+        good = [row["prompt"] for row in rows if row["prompt"]]
+        expected = llm.generate(good, params, use_tqdm=False)
+    answered = [answer for answer in answers if not answer["error"]]
+    for answer, output in zip(answered, expected, strict=True):
+        assert answer["generated_text"] == output["text"]
+        assert answer["num_input_tokens"] == len(output.prompt_token_ids)
+        assert answer["num_generated_tokens"] == len(output["token_ids"])
+        assert answer["finish_reason"] == output["finish_reason"]
+
+
+def test_columns_without_a_cluster() -> None:
+    """Conversations, token ids and several samples; the seed of the caller's, and of an engine without ids."""
+    import numpy as np
+
+    chats = np.empty(2, object)
+    chats[:] = [np.array([{"role": "user", "content": f"Spell {word}."}]) for word in ("AB", "CDE")]
+    several = SamplingParams(n=2, temperature=1.0, max_tokens=20, seed=3)
+    predictor = LLMPredictor(demo_model_path(), several, messages_column="chat", id_column="id", **CPU)
+    answered = predictor({"chat": chats, "id": np.arange(2)})
+    assert set(answered) == {"chat", "id", *ADDED}
+    assert [list(texts) for texts in answered["generated_text"]] == [["A-B"] * 2, ["C-D-E"] * 2]
+    with pytest.raises(ValueError, match="no column 'chat'; the columns are id, text"):
+        predictor({"id": np.arange(1), "text": chats[:1]})
+    with pytest.raises(ValueError, match="has a column 'error'"):
+        predictor({"id": np.arange(1), "chat": chats[:1], "error": chats[:1]})
+    predictor.llm.close()
+    plain = LLMPredictor(demo_model_path(), None, **CPU)
+    answered = plain({"prompt": np.array([[5, 6, 7], [8, 9, 10]])})
+    assert [len(ids) for ids in answered["generated_tokens"]] == list(answered["num_generated_tokens"])
+    plain.llm.close()
+
+
+def test_wrong_options_are_found_before_anything_runs() -> None:
+    for error, options, text in [
+        (TypeError, {"sampling_params": {"n": 2}}, "sampling_params must be one SamplingParams"),
+        (TypeError, {"max_seqs": 3}, "max_num_seqs"),
+        (ValueError, {"batch_size": 0}, "batch_size must be an integer of at least 1"),
+        (ValueError, {"checkpoint_path": "/x"}, "needs id_column"),
+    ]:
+        with pytest.raises(error, match=text):
+            generate(None, demo_model_path(), **options)
