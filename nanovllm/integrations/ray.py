@@ -1,7 +1,7 @@
 """`LLM` on a Ray cluster: `LLMPredictor` for `ray.data.Dataset.map_batches`, and `generate` in one call.
 
-Each replica is an actor of its own, on the GPUs of one node. Ray Data reads, writes, holds back what is ahead,
-starts actors that died again and runs their batches again. Knows nothing of files, and keeps no row.
+Each replica is an actor on the GPUs of one node. Ray Data reads, writes, holds back what is ahead, and
+restarts actors that died, with their batches. Knows nothing of files, and keeps no row.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ try:
     from ray.data.checkpoint import CheckpointConfig
 except ImportError as error:
     raise ImportError(
-        "nanovllm.integrations.ray needs Ray Data; install it with: "
-        f"pip install 'nanovllm[ray]' ({error})"
+        f"nanovllm.integrations.ray needs Ray Data; install it with: pip install 'nanovllm[ray]' ({error})"
     ) from error
 
 ADDED = (
@@ -136,8 +135,8 @@ def generate(
 ) -> Dataset:
     """Return the dataset with an answer to each row; nothing runs before it is read or written.
 
-    replicas: how many, or the fewest and the most that Ray may start. Each takes `tensor_parallel_size` GPUs
-    of one node, or none with `device="cpu"`.
+    replicas: how many, or the fewest and the most that Ray may start. Each takes GPUs of one node: as many as
+    `tensor_parallel_size` and `data_parallel_size` say, or none with `device="cpu"`.
     batch_size: the rows of a call. The more, the better a replica is used; those of a replica that dies are
     run again.
     checkpoint_path: a folder that all nodes see, or a place in an object store, where Ray Data notes the ids
@@ -157,6 +156,7 @@ def generate(
     if checkpoint_path is not None and id_column is None:
         raise ValueError(f"checkpoint_path={checkpoint_path!r} needs id_column, the column of row ids")
     least, most = replicas if isinstance(replicas, tuple) else (replicas, replicas)
+    num_gpus = 0 if config.device == "cpu" else config.tensor_parallel_size * config.data_parallel_size
     answered = dataset.map_batches(
         LLMPredictor,
         fn_constructor_args=(model, sampling_params),
@@ -164,7 +164,7 @@ def generate(
         batch_size=batch_size,
         compute=ActorPoolStrategy(min_size=least, max_size=most),
         udf_modifying_row_count=False,
-        **{"num_gpus": 0 if config.device == "cpu" else config.tensor_parallel_size} | dict(ray_args or {}),
+        **{"num_gpus": num_gpus} | dict(ray_args or {}),
     )
     if checkpoint_path is not None:
         answered.context.checkpoint_config = CheckpointConfig(id_column, checkpoint_path)

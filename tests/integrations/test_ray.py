@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from nanovllm import LLM, SamplingParams, demo_model_path
@@ -74,9 +75,8 @@ def test_every_row_is_answered_once_although_a_replica_is_killed(tmp_path: Path)
     alone = LLMPredictor(demo_model_path(), params, id_column="id", **CPU)
     expected = alone({"id": range(len(rows)), "prompt": PROMPTS})["generated_tokens"]  # type: ignore[dict-item]
     alone.llm.close()
-    assert [list(answer["generated_tokens"]) for answer in sorted(answers, key=lambda row: row["id"])] == list(
-        expected
-    )
+    answers.sort(key=lambda answer: answer["id"])
+    assert [list(answer["generated_tokens"]) for answer in answers] == list(expected)
 
 
 @pytest.mark.usefixtures("cluster")
@@ -117,9 +117,7 @@ def test_a_pipeline_over_files_goes_on_where_it_stopped(tmp_path: Path) -> None:
 
 
 def test_columns_without_a_cluster() -> None:
-    """Conversations, token ids and several samples; the seed of the caller's, and of an engine without ids."""
-    import numpy as np
-
+    """Conversations, token ids and several samples; columns that are missing or taken."""
     chats = np.empty(2, object)
     chats[:] = [np.array([{"role": "user", "content": f"Spell {word}."}]) for word in ("AB", "CDE")]
     several = SamplingParams(n=2, temperature=1.0, max_tokens=20, seed=3)

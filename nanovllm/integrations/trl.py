@@ -1,0 +1,123 @@
+"""Completions for TRL's GRPOTrainer: `GRPOTrainer(..., rollout_func=Rollouts())`.
+
+Every process of the trainer has an engine of its own, on the trainer's device, which gets the trainer's
+weights after every optimiser step. Computes no reward and no loss.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nanovllm.config import Config
+from nanovllm.llm import LLM
+from nanovllm.outputs import RequestOutput
+from nanovllm.sampling_params import SamplingParams
+
+NOT_LOADED = -1
+
+
+class Rollouts:
+    """A `rollout_func`: one completion for each prompt that the trainer gives, sampled as its arguments say.
+
+    The trainer repeats a prompt for every completion of its group; they share the prompt's KV blocks. The
+    trainer's `temperature`, `top_p`, `top_k`, `min_p`, `repetition_penalty`, `max_completion_length` and
+    `generation_kwargs` hold. Logprobs are those that tokens were drawn by.
+    """
+
+    def __init__(self, model: str | None = None, *, sleep: bool = False, **options: Any) -> None:
+        """Check the options; the engine is made when the trainer first asks.
+
+        model: the checkpoint whose shapes the trainer's model has; None: the one it was loaded from.
+        sleep: give the device's memory to the trainer between rollouts.
+        options: those of `LLM`. The device is the trainer's and the seed its own plus the process's number,
+        unless they say otherwise. `gpu_memory_utilization` counts what the trainer holds.
+
+        TypeError or ValueError for wrong options, without a trainer.
+        """
+        self._model = model
+        self._sleep = sleep
+        self._options = {"logprobs_mode": "processed_logprobs", "skip_tokenizer_init": True} | options
+        Config.from_kwargs(model or ".", **self._options)
+        self.llm: LLM | None = None
+        self._loaded_step = NOT_LOADED
+
+    def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
+        """Return `prompt_ids`, `completion_ids` and `logprobs`, a list for each prompt.
+
+        prompts: texts, or conversations, which get the trainer's chat template. A completion that ended has
+        its end-of-sequence token. ValueError for adapters, whose weights the engine does not have;
+        RuntimeError for a completion that ended with an error, such as logits that are not finite.
+        """
+        prompt_ids = _encode(prompts, trainer)
+        llm = self._awake(trainer)
+        outputs = llm.generate(prompt_ids, _sampling_params(trainer), use_tqdm=False)
+        if self._sleep:
+            llm.sleep()
+        return {
+            "prompt_ids": prompt_ids,
+            "completion_ids": [output.outputs[0].token_ids for output in outputs],
+            "logprobs": [_logprobs(output) for output in outputs],
+        }
+
+    def _awake(self, trainer: Any) -> LLM:
+        """The engine, with the trainer's weights."""
+        step = trainer.state.global_step
+        if self.llm is None:
+            own = {
+                "device": str(trainer.accelerator.device),
+                "seed": trainer.args.seed + trainer.accelerator.process_index,
+            }
+            self.llm = LLM(self._model or trainer.model.config.name_or_path, **own | self._options)
+        elif self._sleep:
+            self.llm.wake_up()
+        if step != self._loaded_step:
+            model = trainer.accelerator.unwrap_model(trainer.model)
+            if hasattr(model, "peft_config"):
+                raise ValueError(
+                    "the trainer trains adapters (peft_config), which the engine does not have; train all "
+                    "weights, or use the trainer's own generation"
+                )
+            self.llm.update_weights((name, weight.detach()) for name, weight in model.named_parameters())
+            self._loaded_step = step
+        return self.llm
+
+
+def _encode(prompts: list[Any], trainer: Any) -> list[list[int]]:
+    """The token ids of prompts, as the trainer makes them."""
+    tokenizer = trainer.processing_class
+    if isinstance(prompts[0], str):
+        return list(tokenizer(text=prompts)["input_ids"])
+    encoded = tokenizer.apply_chat_template(
+        prompts,
+        tools=trainer.tools or None,
+        chat_template=trainer.chat_template,
+        add_generation_prompt=True,
+        tokenize=True,
+        return_dict=True,
+        **trainer.chat_template_kwargs,
+    )
+    return list(encoded["input_ids"])
+
+
+def _sampling_params(trainer: Any) -> SamplingParams:
+    values = {
+        "temperature": trainer.temperature,
+        "top_p": trainer.top_p,
+        "top_k": trainer.top_k,
+        "min_p": trainer.min_p or 0.0,
+        "repetition_penalty": trainer.repetition_penalty,
+        "max_tokens": trainer.max_completion_length,
+        "stop_token_ids": trainer.eos_token_ids,
+        "logprobs": 0,
+        "detokenize": False,
+    }
+    return SamplingParams(**values | (trainer.args.generation_kwargs or {}))
+
+
+def _logprobs(output: RequestOutput) -> list[float]:
+    """The logprob of each token of the completion."""
+    if output.error is not None:
+        raise RuntimeError(f"completion {output.index} ended with an error: {output.error}")
+    completion = output.outputs[0]
+    assert completion.logprobs is not None
+    return [row[token].logprob for row, token in zip(completion.logprobs, completion.token_ids, strict=True)]
