@@ -56,7 +56,9 @@ class NanoVLLM(LightevalModel):
         self._add_special_tokens = own["add_special_tokens"]
         self._pairwise = own["pairwise_tokenization"]
         self._max_length = int(self.model.llm_engine.model_config.max_model_len or 0)
-        is_chat = uses_chat_template(None, tokenizer, own["override_chat_template"])
+        is_chat = uses_chat_template(
+            tokenizer=tokenizer, override_chat_template=own["override_chat_template"]
+        )
         self.prompt_manager = PromptManager(is_chat, tokenizer, system_prompt)
         # the cache is a folder below its own, also for a model in a folder with an absolute path
         self._cache = SampleCache(self.config.model_copy(update={"model_name": config.model_name.strip("/")}))
