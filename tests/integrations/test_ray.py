@@ -18,6 +18,8 @@ from nanovllm import LLM, SamplingParams, demo_model_path
 
 pytest.importorskip("ray.data", reason="needs Ray Data: pip install -e '.[ray]'")
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import ray
 
 from nanovllm.integrations.ray import ADDED, LLMPredictor, generate
@@ -32,7 +34,8 @@ def cluster() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # the actors import this file
-        ray.init(num_cpus=4, include_dashboard=False, object_store_memory=2**27, _temp_dir=folder)
+        options = {"object_store_memory": 2**27, "_temp_dir": folder, "_node_ip_address": "127.0.0.1"}
+        ray.init(num_cpus=4, include_dashboard=False, **options)
         ray.data.DataContext.get_current().enable_progress_bars = False
         yield
         ray.shutdown()
@@ -83,7 +86,8 @@ def test_every_row_is_answered_once_although_a_replica_is_killed(tmp_path: Path)
 def test_a_pipeline_over_files_goes_on_where_it_stopped(tmp_path: Path) -> None:
     rows = [{"id": index, "prompt": prompt} for index, prompt in enumerate(PROMPTS)]
     rows[3]["prompt"] = ""
-    ray.data.from_items(rows[:12]).write_parquet(str(tmp_path / "in"))
+    (tmp_path / "in").mkdir()
+    pq.write_table(pa.Table.from_pylist(rows[:12]), tmp_path / "in/0.parquet")
     params = SamplingParams(temperature=0, max_tokens=20)
 
     def run() -> None:
@@ -100,9 +104,9 @@ def test_a_pipeline_over_files_goes_on_where_it_stopped(tmp_path: Path) -> None:
         dataset.write_parquet(str(tmp_path / "out"))
 
     run()
-    ray.data.from_items(rows[12:]).write_parquet(str(tmp_path / "in"))
+    pq.write_table(pa.Table.from_pylist(rows[12:]), tmp_path / "in/1.parquet")
     run()
-    answers = sorted(ray.data.read_parquet(str(tmp_path / "out")).take_all(), key=lambda row: row["id"])
+    answers = pq.read_table(tmp_path / "out").sort_by("id").to_pylist()
     assert [answer["id"] for answer in answers] == list(range(len(rows)))
     assert [answer["id"] for answer in answers if answer["error"]] == [3]
     with LLM(demo_model_path(), **CPU) as llm:
