@@ -398,7 +398,7 @@ def test_a_worker_that_raises_at_any_call_of_the_start(
 
 def test_an_error_of_rank_0_ends_the_engine_and_is_not_blamed_on_a_worker(model: Path) -> None:
     with make(model) as llm:
-        llm._runner.ending = None  # not callable: rank 0 fails when the workers have already gone on
+        llm._runner.ending.draw = None  # not callable: rank 0 fails when the workers have already gone on
         with pytest.raises(TypeError, match="not callable"):
             llm.generate([[5, 6]], GREEDY, use_tqdm=False)
         with pytest.raises(EngineClosedError):
