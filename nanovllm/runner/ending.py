@@ -176,7 +176,7 @@ class Ending:
         inside = None if bias is None else (bias.rows >= rows.start) & (bias.rows < rows.stop)
         if not functions and (inside is None or not inside.any()):
             return raw
-        x = raw.float().clone()
+        x = raw.to(torch.float32, copy=True)
         for row, function, prompt_ids, output_ids in functions:
             x[row - rows.start] = call_processor(function, prompt_ids, output_ids, x[row - rows.start])
         if bias is not None and inside is not None:
