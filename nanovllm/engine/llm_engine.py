@@ -375,7 +375,7 @@ class LLMEngine:
         """Let a launched step draw its tokens, if it has not: all tokens before are known by now."""
         if step is None or step.handle is not None:
             return step
-        masks = self._scheduler.masks(step.batch, self.model_config.vocab_size)
+        masks = self._scheduler.masks(step.batch, self._runner.mask_room)
         return step._replace(handle=self._workers.run(self._runner.draw, "draw", masks))
 
     def _launch(self) -> LaunchedStep | None:

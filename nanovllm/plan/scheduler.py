@@ -70,7 +70,6 @@ class Scheduler:
         max_blocks = self.block_manager.blocks_for(self.max_model_len)
         self._block_tables = np.full((max_num_seqs, max_blocks), PADDING, np.int32)  # a row for each slot
         self._table_lens = np.zeros(max_num_seqs, np.int32)
-        self._bits: np.ndarray | None = None  # of `masks`, once a sequence has rules
 
     def is_finished(self) -> bool:
         return not self._unfinished
@@ -131,10 +130,10 @@ class Scheduler:
             self._take_in(zip(batch.seq_ids, token_ids, drawn, holds, strict=True), events)
         return events
 
-    def masks(self, batch: Batch, vocab_size: int) -> TokenMasks:
+    def masks(self, batch: Batch, room: np.ndarray) -> TokenMasks:
         """What may follow in a planned step, once `postprocess` has taken in all steps before it.
 
-        The bits hold until the next call.
+        room: [max_num_seqs, ceil(vocabulary / 32)] int32, where the bits are written.
         """
         rows = [
             (row, seq)
@@ -142,9 +141,7 @@ class Scheduler:
             if draws and (seq := self._unfinished.get(seq_id)) is not None
         ]
         ruled = [(row, seq) for row, seq in rows if seq.rules]
-        if self._bits is None:  # kept, since fresh pages of megabytes cost more than what is written to them
-            self._bits = np.empty((self.max_num_seqs, -(-vocab_size // 32)), np.int32)
-        bits = self._bits[: len(ruled)]
+        bits = room[: len(ruled)]
         outputs = {row: seq.completion_token_ids for row, seq in rows}
         restrict_all([(index, seq.rules, outputs[row]) for index, (row, seq) in enumerate(ruled)], bits)
         return TokenMasks(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,6 +22,7 @@ from nanovllm.device import Device
 from nanovllm.distributed.group import TPGroup
 from nanovllm.kernels.cache import KVCache
 from nanovllm.kernels.last_tokens import take_tokens
+from nanovllm.kernels.logits import WORD
 from nanovllm.layers.weights import WeightOptions
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import DecoderForCausalLM
@@ -245,6 +246,16 @@ class ModelRunner:
         with self.device.share_of_threads(self.tp.size):
             return self._launch(batch)
 
+    @cached_property
+    def mask_room(self) -> np.ndarray:
+        """Where token masks are written on the host: [max_num_seqs, ceil(vocabulary / 32)] int32.
+
+        Free again when the step that they are for has been read. In megabytes of fresh memory page faults
+        would take longer than the writing.
+        """
+        words = -(-self.model_config.vocab_size // WORD)
+        return self.device.host_buffer(self.size.seqs * words, torch.int32).numpy().reshape(-1, words)
+
     @torch.inference_mode()
     def draw(self, masks: TokenMasks) -> StepHandle:
         """Queue the end of the launched step, in which `masks` say what may follow."""
@@ -336,7 +347,7 @@ class ModelRunner:
         try:
             self.device.synchronize()
         finally:
-            owned = "graphs", "model", "kv_cache", "staging", "ending", "_undrawn"
+            owned = "graphs", "model", "kv_cache", "staging", "ending", "_undrawn", "mask_room"
             for name in owned:
                 self.__dict__.pop(name, None)
             self.tp.close()
