@@ -103,7 +103,7 @@ def test_the_memory_goes_to_the_driver_and_comes_back(tmp_path: Path, size: int,
             llm.wake_up()
             assert abs(torch.cuda.memory_allocated() - allocated) < 16 * MIB
             for now, before in zip(llm.on_ranks("free_bytes"), free, strict=True):
-                assert abs(now - before) < 256 * MIB, "kernels that were loaded meanwhile stay"
+                assert abs(now - before) < 128 * MIB
             again = [output["token_ids"] for output in llm.generate([[5, 6, 7]] * 32, params, use_tqdm=False)]
             assert again == tokens
         for now, first in zip(slept[-1], slept[0], strict=True):  # nothing piles up
