@@ -129,7 +129,6 @@ ENGINE: dict[str, Absent] = {
     **_each(_ENGINE_NONE, _NONE),
 }
 
-_BY_TOKEN = "choose among several outputs instead"
 
 SAMPLING: dict[str, Absent] = {
     "best_of": Absent((None, 1), "use n, and choose"),

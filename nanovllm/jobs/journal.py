@@ -8,7 +8,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
@@ -88,7 +88,7 @@ class Journal:
     def update(self, **values: Any) -> None:
         """Change what the journal says, at once and for good."""
         self.state |= {**values, "updated": now()}
-        write_atomically(self.path, json.dumps(self.state, indent=2, ensure_ascii=False).encode() + b"\n")
+        write_atomically(self.path, [json.dumps(self.state, indent=2, ensure_ascii=False).encode(), b"\n"])
 
 
 def differences(found: Mapping[str, Any], job: Mapping[str, Any]) -> Iterator[str]:
@@ -103,12 +103,12 @@ def differences(found: Mapping[str, Any], job: Mapping[str, Any]) -> Iterator[st
                 yield f"its {where} is {json.dumps(one.get(key))}, not {json.dumps(other.get(key))}"
 
 
-def write_atomically(path: Path, data: bytes) -> None:
-    """Replace a file by another with these bytes; a power cut leaves the one or the other."""
+def write_atomically(path: Path, lines: Iterable[bytes]) -> None:
+    """Replace a file by another of these lines; a power cut leaves the one or the other."""
     temporary = path.with_name(path.name + ".tmp")
     try:
         with temporary.open("wb") as file:
-            file.write(data)
+            file.writelines(lines)
             file.flush()
             os.fsync(file.fileno())
         replace(temporary, path)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm.jobs.errors import JobFailedError
-from nanovllm.jobs.journal import replace, sync_folder
+from nanovllm.jobs.journal import replace, sync_folder, write_atomically
 
 SYNC_SECONDS = 1.0  # after which an answer survives a power cut; `kill -9` it survives at once
 ENCODER = json.JSONEncoder(ensure_ascii=False)
@@ -219,13 +219,4 @@ def ordered_lines(path: Path, num_rows: int) -> Iterator[bytes]:
 
 def put_in_order(path: Path, num_rows: int) -> None:
     """Rewrite a whole output in the order of the rows; a power cut leaves the one or the other."""
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        with temporary.open("wb") as out:
-            out.writelines(ordered_lines(path, num_rows))
-            out.flush()
-            os.fsync(out.fileno())
-        replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    write_atomically(path, ordered_lines(path, num_rows))

@@ -26,10 +26,10 @@ from nanovllm.kernels.paged import (
     start_softmax,
 )
 
-# Launch choices, all measured on an H200 (docs/log/2026-11-22-techniques.md).
+# Launch choices, measured on an H200 unless one says otherwise (docs/log/2026-11-22-techniques.md).
 CHUNK = 512  # positions per partial result
 SHARED_CHUNK = 256  # the same where prefixes are shared: a block of the default size can be
-LONG_PREFIX = 2048  # from here on CHUNK is as good a unit, and half as many partial results
+LONG_PREFIX = 2048  # not measured: from here on CHUNK loses little, and halves the partial results
 # The same for batches of up to so many sequences, which chunks of 512 would not spread over the device:
 _SMALL_BATCHES = {FEW_ROWS: 128, 8: 256}
 _FP8_CHUNK = 2048  # with an FP8 cache and programs enough to fill the device again and again
