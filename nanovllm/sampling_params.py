@@ -307,6 +307,8 @@ def _token_ids(name: str, value: Any) -> list[int]:
         value = value.tolist()
     if isinstance(value, (str, bytes)) or not isinstance(value, (Sequence, set, frozenset)):
         raise TypeError(f"{name} must be a list of token ids, not {_show(value)}")
+    if set(map(type, value)) == {int} and min(value) >= 0:
+        return list(value)
     return [_int(name, token_id, 0, "a list of token ids, integers of at least 0") for token_id in value]
 
 

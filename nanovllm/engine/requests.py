@@ -20,7 +20,7 @@ from nanovllm.engine.request_state import RequestState
 from nanovllm.events import TokenEvents
 from nanovllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from nanovllm.plan.sequence import Sequence
-from nanovllm.plan.token_rules import AllowedTokens, BadWords, Grammar, MinTokens, TokenRule
+from nanovllm.plan.token_rules import AllowedTokens, BadWords, Grammar, MinTokens, Rule
 from nanovllm.text.processor import Processor, join_completions
 from nanovllm.text.request import Request
 from nanovllm.text.stop_strings import StopStrings
@@ -166,10 +166,10 @@ class Requests:
         return self._processor.with_logprobs(output, request, seq.logprobs)
 
 
-def make_rules(request: Request) -> list[TokenRule]:
+def make_rules(request: Request) -> list[Rule]:
     """Return new rules for one sequence of the request."""
     params, stop_ids, constraint = request.params, request.stop_token_ids, request.constraint
-    rules: list[TokenRule] = []
+    rules: list[Rule] = []
     if constraint is not None:
         rules.append(Grammar(constraint.new_matcher, constraint.executor, stop_ids))
     if params.allowed_token_ids is not None:

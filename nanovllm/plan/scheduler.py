@@ -27,7 +27,7 @@ from nanovllm.events import TokenEvents
 from nanovllm.plan.block_manager import BlockManager
 from nanovllm.plan.columns import SamplingTable, take_prompt_tokens
 from nanovllm.plan.sequence import Sequence, SequenceStatus
-from nanovllm.plan.token_rules import restrict_all
+from nanovllm.plan.token_rules import RuledRow, restrict_all
 
 
 class Scheduler:
@@ -142,13 +142,18 @@ class Scheduler:
         ]
         ruled = [(row, seq) for row, seq in rows if seq.rules]
         bits = room[: len(ruled)]
-        outputs = {row: seq.completion_token_ids for row, seq in rows}
-        restrict_all([(index, seq.rules, outputs[row]) for index, (row, seq) in enumerate(ruled)], bits)
+        restrict_all(
+            [
+                RuledRow(index, seq.rules, seq.token_ids, seq.num_prompt_tokens)
+                for index, (_, seq) in enumerate(ruled)
+            ],
+            bits,
+        )
         return TokenMasks(
             np.array([row for row, _ in ruled], np.int64),
             bits,
             tuple(
-                (row, function, seq.token_ids[: seq.num_prompt_tokens], outputs[row])
+                (row, function, seq.token_ids[: seq.num_prompt_tokens], seq.completion_token_ids)
                 for row, seq in rows
                 for function in seq.params.logits_processors or ()
             ),

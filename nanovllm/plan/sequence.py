@@ -9,7 +9,7 @@ from enum import Enum, auto
 import numpy as np
 
 from nanovllm.batch import NO_SLOT, TokenLogprobs
-from nanovllm.plan.token_rules import TokenRule
+from nanovllm.plan.token_rules import Rule
 from nanovllm.sampling_params import SamplingParams
 
 
@@ -33,7 +33,7 @@ class Sequence:
     seed: int
     stop_ids: frozenset[int] = frozenset()
     prompt_bytes: bytes = b""  # the prompt's ids as int32; made here where the caller has none
-    rules: list[TokenRule] = field(default_factory=list)  # what may follow its tokens
+    rules: list[Rule] = field(default_factory=list)  # what may follow its tokens
     next_wanted: int | None = None  # the next prompt position whose hidden state is wanted, if any is
     pooling: str | None = None  # what wanted hidden states become, as of `Request`; None: they score tokens
     num_prompt_tokens: int = field(init=False)

@@ -6,7 +6,7 @@ A rule belongs to one sequence. Knows neither texts nor logits; who applies the 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
@@ -19,11 +19,10 @@ ALL_TOKENS = -1  # a word of bits that allows all of its 32 tokens
 class TokenRule(Protocol):
     """What may follow the output of one sequence."""
 
-    def restrict(self, bits: np.ndarray, output_ids: Sequence[int]) -> None:
-        """Clear in `bits` what may not follow `output_ids`.
+    def restrict(self, bits: np.ndarray, token_ids: Sequence[int], start: int) -> None:
+        """Clear in `bits` what may not follow `token_ids`, whose output begins at `start`.
 
-        bits: [ceil(V / 32)] int32; bit i % 32 of word i // 32 is token i. output_ids: all known tokens of the
-        output. From call to call they stay the same or grow by tokens that were allowed.
+        bits: [ceil(V / 32)] int32; bit i % 32 of word i // 32 is token i.
         """
 
 
@@ -31,10 +30,12 @@ class TokenSet:
     """Token ids as the words of bits that hold any of them."""
 
     def __init__(self, token_ids: Iterable[int]) -> None:
-        ids = np.unique(np.fromiter(token_ids, np.int64))
-        self._words, first = np.unique(ids // 32, return_index=True)
-        self._bits = (np.uint32(1) << (ids % 32).astype(np.uint32)).view(np.int32)
-        self._bits = np.bitwise_or.reduceat(self._bits, first) if len(ids) else self._bits
+        ids = np.fromiter(token_ids, np.int64)
+        is_in = np.zeros(32 * (1 + int(ids.max(initial=-1)) // 32), np.bool_)
+        is_in[ids] = True
+        bits = np.packbits(is_in, bitorder="little").view(np.int32)
+        self._words = np.flatnonzero(bits)
+        self._bits = bits[self._words]
 
     def add_to(self, bits: np.ndarray) -> None:
         bits[self._words] |= self._bits
@@ -50,7 +51,7 @@ class AllowedTokens:
         self._allowed = TokenSet(token_ids)
         self._mask: np.ndarray | None = None  # as long as the bits
 
-    def restrict(self, bits: np.ndarray, output_ids: Sequence[int]) -> None:
+    def restrict(self, bits: np.ndarray, token_ids: Sequence[int], start: int) -> None:
         if self._mask is None:
             self._mask = np.zeros_like(bits)
             self._allowed.add_to(self._mask)
@@ -64,8 +65,8 @@ class MinTokens:
         self._min_tokens = min_tokens
         self._stops = TokenSet(stop_ids)
 
-    def restrict(self, bits: np.ndarray, output_ids: Sequence[int]) -> None:
-        if len(output_ids) < self._min_tokens:
+    def restrict(self, bits: np.ndarray, token_ids: Sequence[int], start: int) -> None:
+        if len(token_ids) - start < self._min_tokens:
             self._stops.take_from(bits)
 
 
@@ -81,12 +82,12 @@ class BadWords:
         self._lasts = {before: TokenSet(ids) for before, ids in lasts.items()}
         self._lengths = sorted({len(before) for before in lasts})
 
-    def restrict(self, bits: np.ndarray, output_ids: Sequence[int]) -> None:
+    def restrict(self, bits: np.ndarray, token_ids: Sequence[int], start: int) -> None:
         for length in self._lengths:
-            start = len(output_ids) - length
-            if start < 0:
+            begin = len(token_ids) - length
+            if begin < start:
                 break
-            lasts = self._lasts.get(tuple(output_ids[start:]))
+            lasts = self._lasts.get(tuple(token_ids[begin:]))
             if lasts is not None:
                 lasts.take_from(bits)
 
@@ -112,21 +113,18 @@ class Grammar:
         self._num_consumed = 0
         self._may_end = False
 
-    def restrict(self, bits: np.ndarray, output_ids: Sequence[int]) -> None:
-        own = np.empty_like(bits)
-        self.advance(output_ids).unsafe_compute_mask_ptr(own.ctypes.data, own.nbytes)
-        self.complete(own)
-        bits &= own
-        self.end(bits)
+    def advance(self, token_ids: Sequence[int], start: int) -> tuple[LLMatcher, list[int]]:
+        """Take in the new tokens of an output that begins at `start`, all but the last.
 
-    def advance(self, output_ids: Sequence[int]) -> LLMatcher:
-        """Take in the tokens of the output that are new; return the matcher behind them."""
+        Returns the matcher, and that last one for it to consume, if there is a new one.
+        """
         if self._matcher is None:
             self._matcher = self._new_matcher()
-        if len(output_ids) > self._num_consumed:
-            self._matcher.consume_tokens(list(output_ids[self._num_consumed :]))
-            self._num_consumed = len(output_ids)
-        return self._matcher
+        new = list(token_ids[start + self._num_consumed :])
+        self._num_consumed += len(new)
+        if len(new) > 1:
+            self._matcher.consume_tokens(new[:-1])
+        return self._matcher, new[-1:]
 
     def complete(self, bits: np.ndarray) -> None:
         """Bring the mask that the matcher has computed in line with the request's stop tokens."""
@@ -143,31 +141,45 @@ class Grammar:
             self._stops.add_to(bits)
 
 
-def restrict_all(rows: Sequence[tuple[int, Sequence[TokenRule], Sequence[int]]], bits: np.ndarray) -> None:
+Rule = TokenRule | Grammar
+
+
+class RuledRow(NamedTuple):
+    """A sequence with rules, and its row of bits."""
+
+    row: int
+    rules: Sequence[Rule]  # at most one grammar
+    token_ids: Sequence[int]  # all known ones; from call to call they grow by tokens that were allowed
+    start: int  # where the output begins
+
+
+def restrict_all(rows: Sequence[RuledRow], bits: np.ndarray) -> None:
     """Fill a row of bits for each sequence: what all of its rules allow.
 
-    rows: (row of `bits`, the sequence's rules, the known tokens of its output). bits: [M, ceil(V / 32)]
-    int32, contiguous; rows that are not named stay as they are. A row may be left without any token, as when
-    allowed tokens are bad words; but a `Grammar` whose text is complete always lets the output end.
+    bits: [M, ceil(V / 32)] int32, contiguous; rows that are not named stay as they are. A row may be left
+    without any token, as when allowed tokens are bad words; but a `Grammar` whose text is complete always
+    lets the output end.
     """
     assert bits.flags.c_contiguous and bits.dtype == np.int32
-    grammars: list[tuple[int, Grammar]] = []
-    matchers: list[tuple[LLMatcher, int]] = []
-    for row, rules, output_ids in rows:
-        own = [rule for rule in rules if isinstance(rule, Grammar)]
-        for grammar in own:  # at most one, whose mask is written over the row
-            grammars.append((row, grammar))
-            matchers.append((grammar.advance(output_ids), row))
-        if not own:
-            bits[row] = ALL_TOKENS
+    grammars: list[tuple[int, Grammar, LLMatcher, list[int]]] = []
+    for each in rows:
+        grammar = next((rule for rule in each.rules if isinstance(rule, Grammar)), None)
+        if grammar is None:
+            bits[each.row] = ALL_TOKENS
+        else:
+            grammars.append((each.row, grammar, *grammar.advance(each.token_ids, each.start)))
     if grammars:
         executor = grammars[0][1].executor
+        drawn = [(matcher, new[0]) for *_, matcher, new in grammars if new]
+        if drawn:
+            executor.consume_token_par(drawn)
+        matchers = [(matcher, row) for row, _, matcher, _ in grammars]
         executor.unsafe_compute_mask_ptr(matchers, bits.ctypes.data, bits.strides[0], len(bits))
-        for row, grammar in grammars:
+        for row, grammar, *_ in grammars:
             grammar.complete(bits[row])
-    for row, rules, output_ids in rows:
-        for rule in rules:
+    for each in rows:
+        for rule in each.rules:
             if not isinstance(rule, Grammar):
-                rule.restrict(bits[row], output_ids)
-    for row, grammar in grammars:
+                rule.restrict(bits[each.row], each.token_ids, each.start)
+    for row, grammar, *_ in grammars:
         grammar.end(bits[row])

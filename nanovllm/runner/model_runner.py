@@ -115,6 +115,7 @@ class ModelRunner:
             init_dummy_weights(self.model, self.config.seed, check, names)
         else:
             load_weights(self.model, self.model_path, check, names)
+        self.device.empty_cache()  # else workspaces, which stay, might hold on to all that loading took
 
     # -- start-up ----------------------------------------------------------------------------------------
 

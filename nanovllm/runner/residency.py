@@ -103,7 +103,6 @@ class ResidentModelRunner(ModelRunner):
             self.asleep -= {KV_CACHE}
         if waking and not self.asleep:
             self.capture_cudagraph()
-        self.device.empty_cache()
 
     def _restore_weights(self) -> None:
         for storage, num_bytes, copy in self._freed:

@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 
 from nanovllm import SamplingParams, StructuredOutputsParams, demo_model_path
 from nanovllm.engine.requests import make_rules
-from nanovllm.plan.token_rules import restrict_all
+from nanovllm.plan.token_rules import RuledRow, restrict_all
 from nanovllm.text.processor import Processor
 from nanovllm.text.prompts import parse_prompts, parse_sampling_params
 from nanovllm.text.request import Request
@@ -49,7 +49,7 @@ def draw(made: Sequence[Request], seed: int = 0) -> list[list[int]]:
     running = list(range(len(made)))
     bits = np.empty((len(made), -(-V // 32)), np.int32)
     while running:
-        restrict_all([(row, rules[row], outputs[row]) for row in running], bits)
+        restrict_all([RuledRow(row, rules[row], outputs[row], 0) for row in running], bits)
         for row in list(running):
             may = np.unpackbits(bits[row].view(np.uint8), bitorder="little")[:V].astype(bool)
             assert may.any(), made[row]
@@ -146,7 +146,8 @@ def test_structural_tags() -> None:
 
     def following(text: str) -> set[str]:
         bits = np.empty((1, -(-V // 32)), np.int32)
-        restrict_all([(0, make_rules(request), TOKENIZER.encode(text, add_special_tokens=False))], bits)
+        token_ids = TOKENIZER.encode(text, add_special_tokens=False)
+        restrict_all([RuledRow(0, make_rules(request), token_ids, 0)], bits)
         ids = np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little"))
         return {"EOS" if id_ == EOS else TOKENIZER.decode([int(id_)]) for id_ in ids}
 
@@ -259,7 +260,7 @@ def test_tokens_that_the_model_has_no_logits_of() -> None:
     assert request.stop_token_ids == {EOS}
     rules, bits, ids = make_rules(request), np.empty((1, 16), np.int32), []
     while EOS not in ids:
-        restrict_all([(0, rules, ids)], bits)
+        restrict_all([RuledRow(0, rules, ids, 0)], bits)
         ids.append(int(np.unpackbits(bits[0].view(np.uint8), bitorder="little").argmax()))
     assert tokenizer.decode(ids[:-1]) == "<extra>"
 
@@ -278,5 +279,5 @@ def test_bad_words_are_not_drawn(kind: str) -> None:
     rules = make_rules(request)
     for word in request.bad_words:
         bits = np.empty((1, -(-len(tokenizer) // 32)), np.int32)
-        restrict_all([(0, rules, [9, *word[:-1]])], bits)
+        restrict_all([RuledRow(0, rules, [9, *word[:-1]], 1)], bits)
         assert not bits[0, word[-1] // 32] >> (word[-1] % 32) & 1

@@ -12,8 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import nanovllm
-from nanovllm.plan.token_rules import AllowedTokens, BadWords, Grammar, MinTokens, TokenRule, restrict_all
+from nanovllm.plan.token_rules import (
+    AllowedTokens,
+    BadWords,
+    Grammar,
+    MinTokens,
+    Rule,
+    RuledRow,
+    restrict_all,
+)
 
+PROMPT = [1, 2, 0]
 V = 75  # three words of bits, the last one in part
 IDS = st.integers(0, V - 1)
 WORDS = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=4), max_size=6)
@@ -26,9 +35,9 @@ def ids_of(bits: np.ndarray, vocab_size: int = V) -> set[int]:
     return {i for i in range(vocab_size) if bits[i // 32] >> (i % 32) & 1}
 
 
-def allowed(rule: TokenRule, output_ids: Sequence[int]) -> set[int]:
+def allowed(rule: AllowedTokens | MinTokens | BadWords, output_ids: Sequence[int]) -> set[int]:
     bits = np.full(-(-V // 32), -1, np.int32)
-    rule.restrict(bits, output_ids)
+    rule.restrict(bits, [*PROMPT, *output_ids], len(PROMPT))
     return ids_of(bits)
 
 
@@ -55,11 +64,14 @@ def test_all_rows(cases: list[tuple[set[int], int, list[list[int]], list[int]]])
     """Rows of bits are given in any order, and those that are not named stay as they are."""
     rules = [[AllowedTokens(ids), MinTokens(n, [0, 40]), BadWords(words)] for ids, n, words, _ in cases]
     bits = np.full((len(cases) + 2, -(-V // 32)), 12345, np.int32)
-    rows = [(len(cases) - row, rules[row], case[3]) for row, case in enumerate(cases)]
+    rows = [
+        RuledRow(len(cases) - row, rules[row], [*PROMPT, *case[3]], len(PROMPT))
+        for row, case in enumerate(cases)
+    ]
     restrict_all(rows, bits)
     assert (bits[[0, -1]] == 12345).all()
-    for row, each, output_ids in rows:
-        assert ids_of(bits[row]) == set.intersection(*[allowed(rule, output_ids) for rule in each])
+    for case, row in zip(cases, rows, strict=True):
+        assert ids_of(bits[row.row]) == set.intersection(*[allowed(rule, case[3]) for rule in row.rules])
 
 
 def grammar(kind: str, text: str, stop_ids: Iterable[int] = (EOS,)) -> Grammar:
@@ -89,7 +101,7 @@ def test_grammar_of_choices(choices: list[str]) -> None:
         while True:
             bits = np.empty((1, 17), np.int32)
             for _ in range(2):  # a preempted sequence asks again
-                restrict_all([(0, [rule], output_ids)], bits)
+                restrict_all([RuledRow(0, [rule], output_ids, 0)], bits)
                 ids = ids_of(bits[0], 540)
                 stops, others = ids & {EOS, OTHER_STOP}, ids - {EOS, OTHER_STOP}
                 assert stops == ({EOS, OTHER_STOP} if text in ends else set())
@@ -111,24 +123,19 @@ def test_rows_with_grammars_are_the_rows_alone() -> None:
     rng = np.random.default_rng(1)
     for _ in range(6):
         bits = np.empty((len(kinds), 17), np.int32)
-        restrict_all([(row, [rule], outputs[row]) for row, rule in enumerate(together)], bits)
+        restrict_all([RuledRow(row, [rule], outputs[row], 0) for row, rule in enumerate(together)], bits)
         for row, rule in enumerate(alone):
-            own = np.full(17, -1, np.int32)
-            rule.restrict(own, outputs[row])
-            assert (own == bits[row]).all()
-            ids = ids_of(own, 540) - {EOS}
+            own = np.empty((1, 17), np.int32)
+            restrict_all([RuledRow(0, [rule], outputs[row], 0)], own)
+            assert (own[0] == bits[row]).all()
+            ids = ids_of(own[0], 540) - {EOS}
             outputs[row] += [int(rng.choice(sorted(ids)))] if ids else []
 
 
-@pytest.mark.parametrize("calls_all", [True, False])
-def test_a_complete_text_ends_whatever_other_rules_say(calls_all: bool) -> None:
-    def ask(rules: list[TokenRule], output_ids: list[int]) -> set[int]:
-        bits = np.full((1, 17), -1, np.int32)
-        if calls_all:
-            restrict_all([(0, rules, output_ids)], bits)
-        else:
-            for rule in rules[::-1]:  # the grammar last
-                rule.restrict(bits[0], output_ids)
+def test_a_complete_text_ends_whatever_other_rules_say() -> None:
+    def ask(rules: list[Rule], output_ids: list[int]) -> set[int]:
+        bits = np.empty((1, 17), np.int32)
+        restrict_all([RuledRow(0, rules, [*PROMPT, *output_ids], len(PROMPT))], bits)
         return ids_of(bits[0], 540)
 
     [digit] = TOKENS.tokenize_str("7")
@@ -145,5 +152,5 @@ def test_a_grammar_beyond_its_limits_allows_nothing() -> None:
     matcher = llguidance.LLMatcher(TOKENS, text, log_level=0, limits=limits)
     assert not matcher.is_error()
     bits = np.empty((1, 17), np.int32)
-    restrict_all([(0, [Grammar(matcher.deep_copy, EXECUTOR, [EOS])], [])], bits)
+    restrict_all([RuledRow(0, [Grammar(matcher.deep_copy, EXECUTOR, [EOS])], [], 0)], bits)
     assert not bits.any()
