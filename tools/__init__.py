@@ -1,1 +1,1 @@
-"""Programs around the library, each run as `python tools/NAME.py`, and what bench.py is made of."""
+"""Programs around the library, each run as its first lines say, and what bench.py is made of."""

@@ -1,7 +1,7 @@
 """What `nanovllm run` costs beside `LLM.generate`, and what its order window gains.
 
-    python tools/bench_jobs.py overhead                       # the headline workload, 8 times over
-    python tools/bench_jobs.py order --prefix 4096 --rows 2048    # 20 shared prefixes in random order
+    python -m tools.bench_jobs overhead                       # the headline workload, 8 times over
+    python -m tools.bench_jobs order --prefix 4096 --rows 2048    # 20 shared prefixes in random order
 
 Both with dummy weights of a Qwen3 shape and token ids in a JSON Lines file. Rows are run by the loop of a job
 with an engine that is loaded before, so that loading is not counted. Ends in a line of JSON.
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,13 +18,10 @@ from random import Random
 from time import perf_counter
 from typing import Any
 
-ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT))
-
-from nanovllm import LLM, SamplingParams  # noqa: E402
-from nanovllm.jobs.arguments import parse_args  # noqa: E402
-from nanovllm.jobs.run import main as run_job  # noqa: E402
-from tools.benchmark.workloads import QWEN3, Workload, headline, write_shape  # noqa: E402
+from nanovllm import LLM, SamplingParams
+from nanovllm.jobs.arguments import parse_args
+from nanovllm.jobs.run import main as run_job
+from tools.benchmark.workloads import QWEN3, Workload, headline, write_shape
 
 PREFIXES = 20
 

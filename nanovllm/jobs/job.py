@@ -22,7 +22,7 @@ from nanovllm.jobs.errors import JobRefusedError
 from nanovllm.jobs.journal import hash_file
 from nanovllm.jobs.openai_batch import OpenAIFormat, looks_like_batch
 from nanovllm.jobs.params import ParamsMaker
-from nanovllm.jobs.sources import ENDINGS, Source, is_same_file, open_source
+from nanovllm.jobs.sources import ENDINGS, Source, import_pyarrow, is_same_file, open_source
 from nanovllm.jobs.tasks import Columns, PlainFormat, RowFormat
 from nanovllm.sampling_params import SamplingParams
 
@@ -69,6 +69,8 @@ def check_output(args: argparse.Namespace) -> None:
     output: Path = args.output
     if output.suffix.lower() not in ENDINGS:
         raise JobRefusedError(f"-o {output}: its ending must be one of {', '.join(ENDINGS)}")
+    if ENDINGS[output.suffix.lower()] == "parquet":
+        import_pyarrow()
     if not output.parent.is_dir():
         raise JobRefusedError(f"-o {output}: there is no folder {output.parent}; make it first")
     if output.is_dir():

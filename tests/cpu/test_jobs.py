@@ -139,6 +139,7 @@ def test_another_job_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[st
         (["-o", "out.jsonl", "--max-num-seqs", "0"], "max_num_seqs must be at least 1, not 0"),
         (["-o", "out.jsonl", "--template", "{"], "--template: the template '{'"),
         (["-o", "out.jsonl", "--format", "csv", "--prompt-column", "q"], "has no column 'q'; it has"),
+        (["-o", "out.parquet"], "pip install 'nanovllm[jobs]'"),
         (["-o", "out.csv"], "an OpenAI batch is answered in a .jsonl file"),
         (["-o", "out.jsonl", "--format", "csv"], "has no column 'prompt' or 'messages'; it has"),
     ],
@@ -151,6 +152,7 @@ def test_what_cannot_run_is_refused_before_anything_is_written(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)  # as if it were not installed
     write_rows(tmp_path / "in.jsonl", [{"custom_id": "r", "url": "/v1/completions", "body": {"prompt": "a"}}])
     (tmp_path / "folder.jsonl").mkdir()
     assert run("in.jsonl", *argv) == 2
