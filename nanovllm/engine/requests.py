@@ -171,7 +171,7 @@ def make_rules(request: Request) -> list[Rule]:
     params, stop_ids, constraint = request.params, request.stop_token_ids, request.constraint
     rules: list[Rule] = []
     if constraint is not None:
-        rules.append(Grammar(constraint.new_matcher, constraint.executor, stop_ids))
+        rules.append(Grammar(constraint, stop_ids))
     if params.allowed_token_ids is not None:
         rules.append(AllowedTokens(params.allowed_token_ids))
     if params.min_tokens:

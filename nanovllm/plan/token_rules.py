@@ -5,7 +5,7 @@ A rule belongs to one sequence. Knows neither texts nor logits; who applies the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
@@ -92,6 +92,18 @@ class BadWords:
                 lasts.take_from(bits)
 
 
+class Matchers(Protocol):
+    """Makes the matchers of one grammar, each at its beginning, with a mask as long as the rows of bits."""
+
+    executor: LLExecutor  # works on many matchers side by side
+
+    def new(self) -> LLMatcher:
+        """A matcher for one output; it may share memory, and thus limits, with others."""
+
+    def alone(self) -> LLMatcher:
+        """One that shares nothing."""
+
+
 class Grammar:
     """A text of a given form, such as a JSON schema's, followed by a token that ends the output.
 
@@ -99,16 +111,11 @@ class Grammar:
     gives up, as a state grows beyond its limits, no token is allowed.
     """
 
-    def __init__(
-        self, new_matcher: Callable[[], LLMatcher], executor: LLExecutor, stop_ids: Iterable[int]
-    ) -> None:
-        """new_matcher: makes the matcher of this sequence, at its beginning, with a mask as long as the bits;
-        called once, when the sequence begins. executor: computes the masks of many matchers side by side.
-        stop_ids: all that end the output, those of the matcher's tokenizer included.
-        """
-        self.executor = executor
-        self._new_matcher = new_matcher
-        self._matcher: LLMatcher | None = None
+    def __init__(self, matchers: Matchers, stop_ids: Iterable[int]) -> None:
+        """stop_ids: all that end the output, those of the matchers' tokenizer included."""
+        self.executor = matchers.executor
+        self._matchers = matchers
+        self._matcher: LLMatcher | None = None  # made when the sequence begins
         self._stops = TokenSet(stop_ids)
         self._num_consumed = 0
         self._may_end = False
@@ -119,16 +126,20 @@ class Grammar:
         Returns the matcher, and that last one for it to consume, if there is a new one.
         """
         if self._matcher is None:
-            self._matcher = self._new_matcher()
+            self._matcher = self._matchers.new()
         new = list(token_ids[start + self._num_consumed :])
         self._num_consumed += len(new)
         if len(new) > 1:
             self._matcher.consume_tokens(new[:-1])
         return self._matcher, new[-1:]
 
-    def complete(self, bits: np.ndarray) -> None:
+    def complete(self, bits: np.ndarray, token_ids: Sequence[int], start: int) -> None:
         """Bring the mask that the matcher has computed in line with the request's stop tokens."""
         assert self._matcher is not None
+        if self._matcher.is_error():  # perhaps at a limit that others have used up
+            self._matcher = self._matchers.alone()
+            self._matcher.consume_tokens(list(token_ids[start:]))
+            self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
         self._may_end = self._matcher.is_accepting()
         if self._may_end:
             self._stops.add_to(bits)
@@ -161,25 +172,25 @@ def restrict_all(rows: Sequence[RuledRow], bits: np.ndarray) -> None:
     lets the output end.
     """
     assert bits.flags.c_contiguous and bits.dtype == np.int32
-    grammars: list[tuple[int, Grammar, LLMatcher, list[int]]] = []
+    grammars: list[tuple[RuledRow, Grammar, LLMatcher, list[int]]] = []
     for each in rows:
         grammar = next((rule for rule in each.rules if isinstance(rule, Grammar)), None)
         if grammar is None:
             bits[each.row] = ALL_TOKENS
         else:
-            grammars.append((each.row, grammar, *grammar.advance(each.token_ids, each.start)))
+            grammars.append((each, grammar, *grammar.advance(each.token_ids, each.start)))
     if grammars:
         executor = grammars[0][1].executor
         drawn = [(matcher, new[0]) for *_, matcher, new in grammars if new]
         if drawn:
             executor.consume_token_par(drawn)
-        matchers = [(matcher, row) for row, _, matcher, _ in grammars]
+        matchers = [(matcher, each.row) for each, _, matcher, _ in grammars]
         executor.unsafe_compute_mask_ptr(matchers, bits.ctypes.data, bits.strides[0], len(bits))
-        for row, grammar, *_ in grammars:
-            grammar.complete(bits[row])
+        for each, grammar, *_ in grammars:
+            grammar.complete(bits[each.row], each.token_ids, each.start)
     for each in rows:
         for rule in each.rules:
             if not isinstance(rule, Grammar):
                 rule.restrict(bits[each.row], each.token_ids, each.start)
-    for row, grammar, *_ in grammars:
-        grammar.end(bits[row])
+    for each, grammar, *_ in grammars:
+        grammar.end(bits[each.row])

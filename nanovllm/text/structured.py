@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.structured_outputs import CONSTRAINTS, StructuredOutputsParams
@@ -21,26 +20,40 @@ if TYPE_CHECKING:
 logger = logging.getLogger("nanovllm")
 
 REMEMBERED = 1024  # grammars, of a few hundred kilobytes each
+COPIES, ORIGINALS = 32, 8  # of a matcher: so many copies in a row of one of so many originals
 # Where the values of a JSON schema are no schemas: names with schemas, and data.
 NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 DATA = ("const", "enum", "default", "examples")
 
 
-@dataclass(frozen=True, slots=True)
 class Constraint:
-    """A constraint that has been found right, for any number of outputs to follow."""
+    """A constraint that has been found right, for any number of outputs to follow.
 
-    compiler: GrammarCompiler
-    params: StructuredOutputsParams
+    A copy of a matcher shares the states of its lexer, behind a lock, so that what one output has reached
+    costs the next one nothing. As all would wait for one lock, some originals are made in time.
+    """
 
-    @property
-    def executor(self) -> LLExecutor:
-        """Computes what many matchers allow side by side."""
-        return self.compiler.executor
+    def __init__(self, first: LLMatcher, make: Callable[[], LLMatcher], executor: LLExecutor) -> None:
+        """first: an original. make: makes another one. executor: computes what many matchers allow side by
+        side."""
+        self.executor = executor
+        self._originals = [first]
+        self._make = make
+        self._num_copies = 0
 
-    def new_matcher(self) -> LLMatcher:
+    def new(self) -> LLMatcher:
         """Return a matcher for one output, at its beginning."""
-        return self.compiler.compile(self.params).deep_copy()
+        index = self._num_copies // COPIES % ORIGINALS
+        self._num_copies += 1
+        if index >= len(self._originals):
+            index = len(self._originals)
+            self._originals.append(self._make())
+        return self._originals[index].deep_copy()
+
+    def alone(self) -> LLMatcher:
+        """Return one that shares nothing, as after an error, for which all may have reached a limit."""
+        self._originals.clear()
+        return self._make()
 
 
 class GrammarCompiler:
@@ -68,27 +81,23 @@ class GrammarCompiler:
         self._llguidance: Any = llguidance
         known = [token_id for token_id in eos_token_ids if token_id < len(tokenizer)]
         self._tokens = _llguidance_tokenizer(tokenizer, vocab_size, (known or [tokenizer.eos_token_id])[0])
-        self.executor: LLExecutor = llguidance.LLExecutor()
-        self.compile = lru_cache(REMEMBERED)(self._compile)
+        self._executor: LLExecutor = llguidance.LLExecutor()
+        self.constraint = lru_cache(REMEMBERED)(self._constraint)
 
-    def constraint(self, params: StructuredOutputsParams) -> Constraint:
+    def _constraint(self, params: StructuredOutputsParams) -> Constraint:
         """Check a constraint. ValueError with llguidance's words when it is wrong."""
-        self.compile(params)
-        return Constraint(self, params)
-
-    def _compile(self, params: StructuredOutputsParams) -> LLMatcher:
-        """Return a matcher at its beginning, to be copied. ValueError as for `constraint`."""
         name = next(name for name in CONSTRAINTS if getattr(params, name))
         try:
             grammar = self._grammar(params)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
-        matcher = self._llguidance.LLMatcher(self._tokens, grammar, log_level=0)
-        if matcher.is_error():
-            raise ValueError(f"{name}: {matcher.get_error().strip()}")
-        for warning in matcher.get_grammar_warnings():
+        make = partial(self._llguidance.LLMatcher, self._tokens, grammar, log_level=0)
+        first = make()
+        if first.is_error():
+            raise ValueError(f"{name}: {first.get_error().strip()}")
+        for warning in first.get_grammar_warnings():
             logger.warning("structured_outputs, %s: %s", name, warning)
-        return matcher
+        return Constraint(first, make, self._executor)
 
     def _grammar(self, params: StructuredOutputsParams) -> str:
         """The constraint in llguidance's own form, not checked yet."""

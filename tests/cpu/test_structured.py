@@ -226,7 +226,7 @@ def test_equal_constraints_are_compiled_once() -> None:
     for _ in range(2):
         for seed in range(30):
             compiler.constraint(StructuredOutputsParams(json=random_schema(seed)))
-    assert compiler.compile.cache_info()[:4] == (30, 30, REMEMBERED, 30)
+    assert compiler.constraint.cache_info()[:4] == (30, 30, REMEMBERED, 30)
 
 
 def test_another_tokenizer_compiles_anew() -> None:

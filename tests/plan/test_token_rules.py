@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 import llguidance
 import numpy as np
@@ -28,7 +29,6 @@ IDS = st.integers(0, V - 1)
 WORDS = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=4), max_size=6)
 EOS, OTHER_STOP = 2, 7
 TOKENS = llguidance.LLTokenizer(f"{nanovllm.demo_model_path()}/tokenizer.json", n_vocab=540, eos_token=EOS)
-EXECUTOR = llguidance.LLExecutor()
 
 
 def ids_of(bits: np.ndarray, vocab_size: int = V) -> set[int]:
@@ -74,10 +74,22 @@ def test_all_rows(cases: list[tuple[set[int], int, list[list[int]], list[int]]])
         assert ids_of(bits[row.row]) == set.intersection(*[allowed(rule, case[3]) for rule in row.rules])
 
 
+class Copies:
+    """Matchers that are copies of one, and share the states of its lexer."""
+
+    executor = llguidance.LLExecutor()
+
+    def __init__(self, kind: str, text: str, **limits: int) -> None:
+        grammar = llguidance.grammar_from(kind, text)
+        limits = llguidance.LLParserLimits(**limits) if limits else None
+        self.alone = partial(llguidance.LLMatcher, TOKENS, grammar, log_level=0, limits=limits)
+        original = self.alone()
+        assert not original.is_error(), original.get_error()
+        self.new = original.deep_copy
+
+
 def grammar(kind: str, text: str, stop_ids: Iterable[int] = (EOS,)) -> Grammar:
-    matcher = llguidance.LLMatcher(TOKENS, llguidance.grammar_from(kind, text), log_level=0)
-    assert not matcher.is_error(), matcher.get_error()
-    return Grammar(matcher.deep_copy, EXECUTOR, stop_ids)
+    return Grammar(Copies(kind, text), stop_ids)
 
 
 CHOICES = [
@@ -147,10 +159,26 @@ def test_a_complete_text_ends_whatever_other_rules_say() -> None:
 
 
 def test_a_grammar_beyond_its_limits_allows_nothing() -> None:
-    limits = llguidance.LLParserLimits(step_max_items=2)
-    text = llguidance.grammar_from("grammar", 'start: a a a a\na: ("x" | "y" | a "z")*')
-    matcher = llguidance.LLMatcher(TOKENS, text, log_level=0, limits=limits)
-    assert not matcher.is_error()
+    matchers = Copies("grammar", 'start: a a a a\na: ("x" | "y" | a "z")*', step_max_items=2)
     bits = np.empty((1, 17), np.int32)
-    restrict_all([RuledRow(0, [Grammar(matcher.deep_copy, EXECUTOR, [EOS])], [], 0)], bits)
+    restrict_all([RuledRow(0, [Grammar(matchers, [EOS])], [], 0)], bits)
     assert not bits.any()
+
+
+def test_a_row_goes_on_when_others_have_used_up_what_matchers_share() -> None:
+    """Random texts take new states of the lexer, which has room for those of few of them."""
+    matchers, rng = Copies("regex", "[ab]*a[ab]{8}b", max_lexer_states=500), np.random.default_rng(0)
+    bits = np.empty((1, 17), np.int32)
+    mate = matchers.new()
+    while not mate.is_error():
+        mate = matchers.new()
+        for _ in range(40):
+            mate.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
+            if not mate.is_error():
+                mate.consume_tokens([int(rng.choice(sorted(ids_of(bits[0], 540) - {EOS})))])
+    [a, b] = TOKENS.tokenize_str("a") + TOKENS.tokenize_str("b")
+    rule = Grammar(matchers, [EOS])
+    for token_ids in ([], [a], [a, *[b] * 9]):
+        restrict_all([RuledRow(0, [rule], token_ids, 0)], bits)
+        assert ids_of(bits[0], 540) - {EOS} >= {a, b}
+    assert EOS in ids_of(bits[0], 540)
