@@ -305,7 +305,7 @@ class ModelRunner:
             if extras.pooled is not None:
                 pooled = self.ending.pool(of(extras.pooled.places), extras.pooled, len(batch.slots))
         if extras.needs_logits:
-            token_ids, logprobs = self.ending.draw_with(last, inputs, extras, masks)
+            token_ids, logprobs = self.ending.draw_with(last, inputs, batch, masks)
         else:
             token_ids, logprobs = self.ending.draw(last, inputs), None
         return self.staging.receive(StepTensors(token_ids, logprobs, scores, pooled), batch.draws)
