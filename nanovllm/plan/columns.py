@@ -140,10 +140,11 @@ def take_prompt_tokens(
         if seq.next_wanted is not None:
             is_scored = seq.pooling is None
             first = max(seq.next_wanted, end - query_len)
-            count = min(end, seq.num_prompt_tokens - is_scored) - first
+            last = seq.num_prompt_tokens - is_scored
+            count = min(end, last) - first
             if count > 0:
                 (scored if is_scored else pooled).append((start + first - end + query_len, count, row, first))
-                seq.next_wanted = first + count
+            seq.next_wanted = None if end >= last else max(seq.next_wanted, end)
             if is_scored:
                 num_logprobs = max(num_logprobs, num_likeliest(seq.params.prompt_logprobs or 0))
         start += query_len
