@@ -54,12 +54,12 @@ class SamplingTable:
         self.frequency[slot] = params.frequency_penalty
         self.presence[slot] = params.presence_penalty
         self.num_logprobs[slot] = NO_LOGPROBS if params.logprobs is None else num_likeliest(params.logprobs)
-        self.has_rules[slot] = has_rules = bool(seq.rules or params.logits_processors)
+        self.has_rules[slot] = seq.has_rules
         self._bias.pop(slot, None)
         if params.logit_bias:
             token_ids, values = params.logit_bias.keys(), params.logit_bias.values()
             self._bias[slot] = np.array([*token_ids], np.int64), np.array([*values], np.float32)
-        asks = seq.has_penalties or has_rules or slot in self._bias
+        asks = seq.has_penalties or seq.has_rules or slot in self._bias
         self._has_extras[slot] = asks or params.logprobs is not None
 
     def take(self, slots: np.ndarray) -> SamplingBatch:
