@@ -74,6 +74,32 @@ def test_logits_are_computed_for_the_continuations_alone(model: Path) -> None:
         assert all(output.num_cached_tokens == 16 for output in outputs), "the shared prompt is computed once"
 
 
+@pytest.mark.parametrize("mode", ["raw_logits", "processed_logits"])
+def test_logits_are_no_scores(model: Path, mode: str) -> None:
+    with make_tiny(model, logprobs_mode=mode) as llm:
+        for call in (
+            lambda: llm.score(PROMPT, CONTINUATIONS, False),
+            lambda: llm.beam_search([PROMPT], BeamSearchParams(beam_width=1, max_tokens=1)),
+        ):
+            with pytest.raises(
+                ValueError, match=f"adds up logprobs, and logprobs_mode='{mode}' gives logits"
+            ):
+                call()
+        assert llm.batches == []
+        assert len(llm.embed([PROMPT], False)[0].outputs.embedding) > 0
+
+
+def test_processed_logprobs_score_as_raw_ones(model: Path, llm: CheckedLLM) -> None:
+    with make_tiny(model, logprobs_mode="processed_logprobs") as processed:
+        params = BeamSearchParams(beam_width=2, max_tokens=3)
+        [found], [expected] = processed.beam_search([PROMPT], params), llm.beam_search([PROMPT], params)
+        for beam, other in zip(found.sequences, expected.sequences, strict=True):
+            assert beam.tokens == other.tokens and math.isclose(beam.score, other.score, abs_tol=1e-4)
+        scores = processed.score(PROMPT, CONTINUATIONS, False), llm.score(PROMPT, CONTINUATIONS, False)
+        for score, other in zip(*scores, strict=True):
+            assert math.isclose(score.logprob, other.logprob, abs_tol=1e-3)
+
+
 def test_scores_of_texts() -> None:
     with LLM(demo_model_path(), num_kvcache_blocks=500) as llm:
         tokenizer = llm.get_tokenizer()
