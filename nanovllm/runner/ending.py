@@ -205,12 +205,12 @@ class Ending:
         self, own: list[TokenLogprobTensors], mine: slice, logits: torch.Tensor, k: int
     ) -> TokenLogprobTensors:
         """The logprobs of all rows, on rank 0 at least, from those of each rank's rows."""
-        width = 1 + min(k, self._vocab_size)
-        flat = logits.new_empty(0, 2 * width + 1, dtype=torch.float32)
-        parts = [torch.cat([p.values, p.token_ids.float(), p.ranks[:, None].float()], dim=1) for p in own]
         if self._tp.size == 1:
             return TokenLogprobTensors(*map(torch.cat, zip(*own, strict=True)))
-        joined = self._tp.join_columns(torch.cat([flat, *parts]), mine, logits)
+        width = 1 + min(k, self._vocab_size)
+        nothing = logits.new_empty(0, 2 * width + 1, dtype=torch.float32)
+        parts = [torch.cat([p.values, p.token_ids.float(), p.ranks[:, None].float()], dim=1) for p in own]
+        joined = self._tp.join_columns(torch.cat([nothing, *parts]), mine, logits)
         values, ids, ranks = joined.split([width, width, 1], dim=1)
         return TokenLogprobTensors(values, ids.long(), ranks[:, 0].long())
 
