@@ -36,6 +36,11 @@ class SamplingBatch:
     min_p: np.ndarray | None  # [S] float32
     seed: np.ndarray | None  # [S] int64; None: all greedy
 
+    @property
+    def has_filters(self) -> bool:
+        """Whether a sequence draws from some of the tokens only."""
+        return any(column is not None for column in (self.top_k, self.top_p, self.min_p))
+
 
 ALL_GREEDY = SamplingBatch(None, None, None, None, None)
 

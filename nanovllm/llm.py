@@ -284,7 +284,7 @@ class LLM(ResidentEngine):
         self, pairs: Iterable[tuple[PromptLike, PromptLike]], use_tqdm: bool | Callable[..., Any] = True
     ) -> list[ScoreOutput]:
         """As `score`, for each (prompt, continuation) of any number of prompts."""
-        self._lifecycle.check_open()
+        self._check_tells_logprobs("score()")
         parsed = []
         for index, (prompt, continuation) in enumerate(pairs):
             where = f"pair {index}"
@@ -338,7 +338,7 @@ class LLM(ResidentEngine):
 
         use_tqdm: shows the progress of every round. ValueError when 2 * `beam_width` is above `max_logprobs`.
         """
-        self._lifecycle.check_open()
+        self._check_tells_logprobs("beam_search()")
         rows, where = parse_prompts(prompts)
         raise_first(rows)
         ids = self._processor.encode([row for row in rows if isinstance(row, Prompt)], where)
@@ -352,6 +352,16 @@ class LLM(ResidentEngine):
 
         ends, longest = self.model_config.eos_token_ids, self._scheduler.max_model_len
         return beam_search(ids, params, next_tokens, ends, self._processor.decode, longest)
+
+    def _check_tells_logprobs(self, call: str) -> None:
+        """ValueError when the engine tells logits instead, whose sums mean nothing."""
+        self._lifecycle.check_open()
+        mode = self.config.logprobs_mode
+        if not mode.endswith("logprobs"):
+            raise ValueError(
+                f"{call} adds up logprobs, and logprobs_mode={mode!r} gives logits; make the LLM with "
+                "logprobs_mode='raw_logprobs'"
+            )
 
 
 class ReplicatedLLM(ReplicatedEngine, LLM):

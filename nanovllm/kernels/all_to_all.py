@@ -72,14 +72,3 @@ def all_to_all_triton(
         num_warps=4,
         **early(x),
     )
-
-
-def all_to_all_reference(
-    xs: list[torch.Tensor], first_columns: list[int], rows_per_rank: int
-) -> list[torch.Tensor]:
-    """Each rank's rows, once all have sent, when rank r brings xs[r] [S, n] from first_columns[r] on."""
-    width = max(first + x.shape[1] for x, first in zip(xs, first_columns, strict=True))
-    whole = xs[0].new_empty(len(xs[0]), width)
-    for x, first in zip(xs, first_columns, strict=True):
-        whole[:, first : first + x.shape[1]] = x
-    return [whole[rank * rows_per_rank : (rank + 1) * rows_per_rank] for rank in range(len(xs))]

@@ -54,12 +54,12 @@ class SamplingTable:
         self.frequency[slot] = params.frequency_penalty
         self.presence[slot] = params.presence_penalty
         self.num_logprobs[slot] = NO_LOGPROBS if params.logprobs is None else num_likeliest(params.logprobs)
-        self.has_rules[slot] = has_rules = bool(seq.rules or params.logits_processors)
+        self.has_rules[slot] = seq.has_rules
         self._bias.pop(slot, None)
         if params.logit_bias:
             token_ids, values = params.logit_bias.keys(), params.logit_bias.values()
             self._bias[slot] = np.array([*token_ids], np.int64), np.array([*values], np.float32)
-        asks = seq.has_penalties or has_rules or slot in self._bias
+        asks = seq.has_penalties or seq.has_rules or slot in self._bias
         self._has_extras[slot] = asks or params.logprobs is not None
 
     def take(self, slots: np.ndarray) -> SamplingBatch:
@@ -140,10 +140,11 @@ def take_prompt_tokens(
         if seq.next_wanted is not None:
             is_scored = seq.pooling is None
             first = max(seq.next_wanted, end - query_len)
-            count = min(end, seq.num_prompt_tokens - is_scored) - first
+            last = seq.num_prompt_tokens - is_scored
+            count = min(end, last) - first
             if count > 0:
                 (scored if is_scored else pooled).append((start + first - end + query_len, count, row, first))
-                seq.next_wanted = first + count
+            seq.next_wanted = None if end >= last else max(seq.next_wanted, end)
             if is_scored:
                 num_logprobs = max(num_logprobs, num_likeliest(seq.params.prompt_logprobs or 0))
         start += query_len

@@ -138,7 +138,7 @@ class Scheduler:
         rows = [
             (row, seq)
             for row, (seq_id, draws) in enumerate(zip(batch.seq_ids, batch.draws.tolist(), strict=True))
-            if draws and (seq := self._unfinished.get(seq_id)) is not None
+            if draws and (seq := self._unfinished.get(seq_id)) is not None and seq.has_rules
         ]
         ruled = [(row, seq) for row, seq in rows if seq.rules]
         bits = room[: len(ruled)]

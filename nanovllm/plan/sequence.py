@@ -79,6 +79,11 @@ class Sequence:
         params = self.params
         return params.repetition_penalty != 1 or bool(params.frequency_penalty or params.presence_penalty)
 
+    @property
+    def has_rules(self) -> bool:
+        """Whether its tokens before say what may follow, by rules or by functions of the caller's."""
+        return bool(self.rules or self.params.logits_processors)
+
     def __repr__(self) -> str:
         return (
             f"Sequence({self.seq_id}, {self.status.name}, {len(self.token_ids)}+{self.num_pending_tokens} "

@@ -1,18 +1,28 @@
 """Ending: what a step does with hidden states, from the LM head to tokens, logprobs and sums.
 
-Owns the sampler, each slot's last token and the counts that penalties go by. Knows no graph and no batch but
-what it is asked for.
+Owns the sampler, each slot's last token and the counts that penalties go by. Knows no graph, and of a
+batch what it asks for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from nanovllm.batch import NO_LOGPROBS, PADDING, Extras, Penalties, ScoredTokens, TokenMasks, WantedTokens
+from nanovllm.batch import (
+    NO_LOGPROBS,
+    PADDING,
+    Batch,
+    Extras,
+    Penalties,
+    ScoredTokens,
+    TokenMasks,
+    WantedTokens,
+)
 from nanovllm.columns import map_columns
 from nanovllm.device import Device
 from nanovllm.distributed.group import TPGroup
@@ -75,14 +85,14 @@ class Ending:
         self,
         hidden: torch.Tensor,
         inputs: StepInputs[torch.Tensor],
-        extras: Extras,
+        batch: Batch,
         masks: TokenMasks | None,
     ) -> tuple[torch.Tensor, TokenLogprobTensors | None]:
         """As `draw`, with what the sequences ask for besides; return the tokens and their logprobs, if asked.
 
         A row gets the same token as from `draw` unless it asks for something that changes it.
         """
-        slots = inputs.sample_slots[: len(hidden)]
+        extras, slots = batch.extras, inputs.sample_slots[: len(hidden)]
         penalties = self._row_penalties(extras.penalties, slots)
         row_masks = self._row_masks(masks, len(hidden))
         logits = self._model.compute_logits(hidden)
@@ -99,7 +109,10 @@ class Ending:
             ids = self._sampler(x, params)
             token_ids.append(ids)
             if extras.num_logprobs != NO_LOGPROBS:
-                told = filtered_logits(x, params) if self._mode.startswith("processed") else raw
+                told = raw
+                if self._mode.startswith("processed"):
+                    filters = params.filters if batch.sampling.has_filters else None
+                    told = filtered_logits(x, replace(params, filters=filters))
                 logprobs.append(self._logprobs(told, ids, extras.num_logprobs))
         own = torch.cat(token_ids) if token_ids else hidden.new_empty(0, dtype=torch.int64)
         drawn = self._tp.join_rows(own, mine, logits)
@@ -192,12 +205,12 @@ class Ending:
         self, own: list[TokenLogprobTensors], mine: slice, logits: torch.Tensor, k: int
     ) -> TokenLogprobTensors:
         """The logprobs of all rows, on rank 0 at least, from those of each rank's rows."""
-        width = 1 + min(k, self._vocab_size)
-        flat = logits.new_empty(0, 2 * width + 1, dtype=torch.float32)
-        parts = [torch.cat([p.values, p.token_ids.float(), p.ranks[:, None].float()], dim=1) for p in own]
         if self._tp.size == 1:
             return TokenLogprobTensors(*map(torch.cat, zip(*own, strict=True)))
-        joined = self._tp.join_columns(torch.cat([flat, *parts]), mine, logits)
+        width = 1 + min(k, self._vocab_size)
+        nothing = logits.new_empty(0, 2 * width + 1, dtype=torch.float32)
+        parts = [torch.cat([p.values, p.token_ids.float(), p.ranks[:, None].float()], dim=1) for p in own]
+        joined = self._tp.join_columns(torch.cat([nothing, *parts]), mine, logits)
         values, ids, ranks = joined.split([width, width, 1], dim=1)
         return TokenLogprobTensors(values, ids.long(), ranks[:, 0].long())
 

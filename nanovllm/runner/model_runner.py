@@ -305,10 +305,13 @@ class ModelRunner:
                 scores = self.ending.score(of(extras.scored.wanted.places), extras.scored)
             if extras.pooled is not None:
                 pooled = self.ending.pool(of(extras.pooled.places), extras.pooled, len(batch.slots))
-        if extras.needs_logits:
-            token_ids, logprobs = self.ending.draw_with(last, inputs, extras, masks)
+        logprobs = None
+        if not batch.draws.any():  # prompts to be scored or pooled, or parts of them
+            token_ids = last.new_zeros(len(last), dtype=torch.int64)
+        elif extras.needs_logits:
+            token_ids, logprobs = self.ending.draw_with(last, inputs, batch, masks)
         else:
-            token_ids, logprobs = self.ending.draw(last, inputs), None
+            token_ids = self.ending.draw(last, inputs)
         return self.staging.receive(StepTensors(token_ids, logprobs, scores, pooled), batch.draws)
 
     def _decode_size(self, rows: int) -> StepSize:

@@ -35,16 +35,17 @@ class StepHandle:
     event: torch.cuda.Event | None
 
     def result(self) -> StepOutput:
-        """Wait for the step and return what it gave."""
+        """Wait for the step and return what it gave, in memory of its own: sequences keep it until they end,
+        and the pinned memory that it came in is for the next steps."""
         if self.event is not None:
             self.event.synchronize()
         token_ids, logprobs, scores, pooled = self.tensors
         return StepOutput(
             token_ids.numpy().copy()[:, None],
             self.draws,
-            None if logprobs is None else TokenLogprobs(*(column.numpy() for column in logprobs)),
-            None if scores is None else TokenLogprobs(*(column.numpy() for column in scores)),
-            None if pooled is None else pooled.numpy(),
+            None if logprobs is None else TokenLogprobs(*(column.numpy().copy() for column in logprobs)),
+            None if scores is None else TokenLogprobs(*(column.numpy().copy() for column in scores)),
+            None if pooled is None else pooled.numpy().copy(),
         )
 
 

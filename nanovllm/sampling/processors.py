@@ -16,27 +16,35 @@ from nanovllm.kernels.sampling import GREEDY_BELOW
 from nanovllm.sampling.sampler import SamplingTensors
 from nanovllm.sampling_params import takes_prompt
 
+SORTED_LOGITS = 2**23  # at once, at about 50 bytes each: bounds the memory
+
 
 def filtered_logits(logits: torch.Tensor, params: SamplingTensors) -> torch.Tensor:
     """logits [S, V] -> float32: over the temperature, and -inf where min_p, top_k or top_p drops the token.
 
     A greedy row stays as it is.
     """
-    greedy = params.temperature < GREEDY_BELOW
-    x = logits.float() / params.temperature.where(~greedy, 1.0)[:, None]
-    if params.filters is None:
-        return x
+    sampled = params.temperature >= GREEDY_BELOW
+    x = logits.float() / params.temperature.where(sampled, 1.0)[:, None]
+    if params.filters is not None:
+        columns = x, sampled, params.filters.top_k, params.filters.top_p, params.filters.min_p
+        at_once = max(1, SORTED_LOGITS // x.shape[1])
+        for part, drawn, *filters in zip(*(column.split(at_once) for column in columns), strict=True):
+            part.masked_fill_(_dropped(part, *filters) & drawn[:, None], float("-inf"))
+    return x
+
+
+def _dropped(x: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
+    """Which tokens [S, V] the filters, [S] each, drop of x [S, V] float32, logits over the temperature."""
     ordered, order = x.sort(dim=1, descending=True, stable=True)
-    filters = params.filters
-    top_k, top_p, min_p = (column[:, None] for column in (filters.top_k, filters.top_p, filters.min_p))
+    top_k, top_p, min_p = (column[:, None] for column in (top_k, top_p, min_p))
     place = torch.arange(x.shape[1], device=x.device)
     kept = (ordered >= ordered[:, :1] + min_p.log()) & ((top_k <= 0) | (place < top_k))
     shares = ordered.double().masked_fill(~kept, float("-inf")).softmax(dim=1)
     before = F.pad(shares.cumsum(dim=1), (1, -1))
     kept &= (before < top_p) | (top_p >= 1)
     kept[:, 0] = True
-    dropped = torch.empty_like(kept).scatter_(1, order, ~kept)
-    return x.masked_fill_(dropped & ~greedy[:, None], float("-inf"))
+    return torch.empty_like(kept).scatter_(1, order, ~kept)
 
 
 def call_processor(

@@ -23,6 +23,8 @@ from nanovllm.batch import (
 from nanovllm.columns import Column, StepSize, map_columns
 from nanovllm.device import Device
 from nanovllm.kernels.decode_attention import SharedUnit
+from nanovllm.kernels.logprobs import TokenLogprobTensors
+from nanovllm.runner.ending import StepTensors
 from nanovllm.runner.inputs import StepInputs, prepare_decode, prepare_prefill
 from nanovllm.runner.overlap import halves
 from nanovllm.runner.shared_prefixes import no_shared_prefixes
@@ -192,3 +194,18 @@ def test_every_step_up_to_the_largest_fits(size: StepSize) -> None:
             assert tensor.data_ptr() >= end and (tensor.data_ptr() - buffers._buffer.data_ptr()) % ALIGN == 0
             end = tensor.data_ptr() + tensor.numel() * tensor.element_size()
     assert end <= buffers._buffer.data_ptr() + buffers._buffer.nbytes
+
+
+def test_what_a_step_gave_is_in_memory_of_its_own() -> None:
+    """Sequences keep it, and pinned memory that is kept makes every step allocate more."""
+    shown = TokenLogprobTensors(torch.rand(3, 6), torch.arange(18).view(3, 6), torch.arange(3))
+    given_tensors = StepTensors(torch.arange(3), shown, shown, torch.rand(3, 8))
+    handle = staging().receive(given_tensors, np.ones(3, np.int32))
+    output, fetched = handle.result(), handle.tensors
+    assert output.token_ids[:, 0].tolist() == [0, 1, 2]
+    for found, tensors in ((output.logprobs, fetched.logprobs), (output.scores, fetched.scores)):
+        for name, tensor in tensors._asdict().items():
+            array = getattr(found, name)
+            assert np.array_equal(array, getattr(shown, name)) and not np.shares_memory(array, tensor.numpy())
+    assert np.array_equal(output.pooled, given_tensors.pooled)
+    assert not np.shares_memory(output.pooled, fetched.pooled.numpy())

@@ -248,6 +248,34 @@ def test_logprobs_modes(
             check(output, params)
 
 
+@pytest.mark.parametrize(
+    ("names", "largest"),
+    [
+        (["sampled_logprobs", "logprobs_20", "two_processors"], 0),
+        (["sampled_all", "logprobs_1", "all"], 2),
+    ],
+    ids=["no filters", "filters"],
+)
+def test_logprobs_sort_only_for_filters(
+    model: Path, rows: dict[str, Any], reference: Reference, names: list[str], largest: int
+) -> None:
+    """And then a few rows at a time: of a large vocabulary all would take gigabytes."""
+    sort, chosen, num_sorted = torch.Tensor.sort, [rows[name] for name in names], [0]
+
+    def recorded(logits: torch.Tensor, *args: Any, **options: Any) -> Any:
+        num_sorted.append(len(logits))
+        return sort(logits, *args, **options)
+
+    with make(model, logprobs_mode="processed_logprobs") as llm, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "sort", recorded)
+        patch.setattr("nanovllm.sampling.processors.SORTED_LOGITS", 2 * VOCAB)
+        outputs = llm.generate(*map(list, zip(*chosen, strict=True)), use_tqdm=False)
+    assert max(num_sorted) == largest
+    check = checker(reference, "processed_logprobs")
+    for (_, params), output in zip(chosen, outputs, strict=True):
+        check(output, params)
+
+
 def test_completions_share_logprobs_of_the_prompt(llm: CheckedLLM, rows: Any, reference: Reference) -> None:
     """Each of n is what a request with its seed gives; the prompt is scored once for all of them."""
     prompt, _ = rows["all"]

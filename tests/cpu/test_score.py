@@ -14,6 +14,7 @@ from checked_llm import CheckedLLM, make_tiny
 from tiny_models import transformers_model, write_tiny_model
 
 from nanovllm import LLM, BeamSearchParams, SamplingParams, demo_model_path
+from nanovllm.models.decoder import DecoderForCausalLM
 
 PROMPT = [5, 9, 17, 3, 44, 8, 61, 2, 90, 13, 7, 7, 21, 35, 1, 64, 11, 12, 13, 92]
 CONTINUATIONS = [[4], [4, 8, 15], [16, 23, 42, 16, 23], [96, 95]]
@@ -64,14 +65,51 @@ def test_a_greedy_continuation_is_said_to_be_one(llm: CheckedLLM) -> None:
     assert [score.is_greedy for score in llm.score(PROMPT, [greedy, other], False)] == [True, False]
 
 
-def test_logits_are_computed_for_the_continuations_alone(model: Path) -> None:
-    with make_tiny(model) as llm:
+def test_logits_are_computed_for_the_continuations_alone(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows, compute_logits = [], DecoderForCausalLM.compute_logits
+
+    def recorded(decoder: DecoderForCausalLM, hidden: torch.Tensor) -> torch.Tensor:
+        rows.append(len(hidden))
+        return compute_logits(decoder, hidden)
+
+    monkeypatch.setattr(DecoderForCausalLM, "compute_logits", recorded)
+    with make_tiny(model, max_num_batched_tokens=30) as llm:
         llm.score(PROMPT, CONTINUATIONS, False)
         scored = [batch.extras.scored for batch in llm.batches if batch.extras.scored is not None]
-        assert sum(len(each.token_ids) for each in scored) == sum(map(len, CONTINUATIONS))
+        assert sum(len(each.token_ids) for each in scored) == sum(map(len, CONTINUATIONS)) == sum(rows)
         assert all(not batch.draws.any() for batch in llm.batches)
+        llm.embed([PROMPT], use_tqdm=False)
+        assert sum(map(len, CONTINUATIONS)) == sum(rows)
         outputs = llm.score(PROMPT, CONTINUATIONS, False)
         assert all(output.num_cached_tokens == 16 for output in outputs), "the shared prompt is computed once"
+
+
+@pytest.mark.parametrize("mode", ["raw_logits", "processed_logits"])
+def test_logits_are_no_scores(model: Path, mode: str) -> None:
+    with make_tiny(model, logprobs_mode=mode) as llm:
+        for call in (
+            lambda: llm.score(PROMPT, CONTINUATIONS, False),
+            lambda: llm.beam_search([PROMPT], BeamSearchParams(beam_width=1, max_tokens=1)),
+        ):
+            with pytest.raises(
+                ValueError, match=f"adds up logprobs, and logprobs_mode='{mode}' gives logits"
+            ):
+                call()
+        assert llm.batches == []
+        assert len(llm.embed([PROMPT], False)[0].outputs.embedding) > 0
+
+
+def test_processed_logprobs_score_as_raw_ones(model: Path, llm: CheckedLLM) -> None:
+    with make_tiny(model, logprobs_mode="processed_logprobs") as processed:
+        params = BeamSearchParams(beam_width=2, max_tokens=3)
+        [found], [expected] = processed.beam_search([PROMPT], params), llm.beam_search([PROMPT], params)
+        for beam, other in zip(found.sequences, expected.sequences, strict=True):
+            assert beam.tokens == other.tokens and math.isclose(beam.score, other.score, abs_tol=1e-4)
+        scores = processed.score(PROMPT, CONTINUATIONS, False), llm.score(PROMPT, CONTINUATIONS, False)
+        for score, other in zip(*scores, strict=True):
+            assert math.isclose(score.logprob, other.logprob, abs_tol=1e-3)
 
 
 def test_scores_of_texts() -> None:

@@ -9,12 +9,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from fake_device import EOS, VOCAB, FakeDevice, Loop, expected_output, make_sequence, next_token
+from fake_device import EOS, VOCAB, FakeDevice, Handle, Loop, expected_output, make_sequence, next_token
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from invariants import check_scheduler
 
-from nanovllm.batch import NOT_FINITE, StepKind, StepOutput
+from nanovllm.batch import NOT_FINITE, Batch, StepKind, StepOutput
 from nanovllm.plan import block_manager as block_manager_module
 from nanovllm.plan.scheduler import Scheduler
 from nanovllm.sampling_params import SamplingParams
@@ -166,6 +166,27 @@ def test_what_prompts_of_one_step_share_is_computed_once() -> None:
     loop = make_loop(max_num_batched_tokens=20)
     run_all(loop, prompts, [params] * 4)
     assert [loop.finished[i].num_cached_tokens for i in range(4)] == [0, 12, 0, 12]
+
+
+def test_a_scored_sequence_that_is_preempted_finds_its_output_in_the_cache() -> None:
+    """Its prompt has been scored by then, and is not computed again for that."""
+    loop = make_loop(num_blocks=14, max_model_len=40)
+    params = SamplingParams(max_tokens=30, ignore_eos=True)
+    for seq_id, prompt in enumerate(([1, 2, 3, 4], [5, 6, 7, 8, 9])):
+        seq = make_sequence(seq_id, prompt, params)
+        seq.next_wanted = 0
+        loop.scheduler.add(seq)
+    cached, launch = [], loop.device.launch
+
+    def recorded(batch: Batch) -> Handle:
+        if batch.kind is StepKind.PREFILL and batch.seq_ids == (1,):
+            cached.append(int(batch.context_lens[0] - batch.query_lens[0]))
+        return launch(batch)
+
+    loop.device.launch = recorded  # type: ignore[method-assign]
+    while not loop.scheduler.is_finished():
+        loop.step()
+    assert len(cached) == loop.finished[1].num_preemptions > 0 and min(cached) > 5, cached
 
 
 def test_the_cache_is_used_and_can_be_turned_off() -> None:
