@@ -19,6 +19,7 @@ from nanovllm.engine.progress import Progress
 from nanovllm.engine.resident_engine import ResidentEngine
 from nanovllm.engine.scoring import embedding_output, score_output
 from nanovllm.errors import EngineClosedError
+from nanovllm.inputs import PromptLike
 from nanovllm.outputs import (
     BeamSearchOutput,
     EmbeddingRequestOutput,
@@ -31,7 +32,7 @@ from nanovllm.runner.profile import check_can_profile
 from nanovllm.sampling_params import BeamSearchParams, SamplingParams
 from nanovllm.text.continuations import encode_continuations
 from nanovllm.text.conversations import Conversation, parse_conversations
-from nanovllm.text.prompts import Prompt, PromptLike, parse_prompt, parse_prompts, split_prompts
+from nanovllm.text.prompts import Prompt, parse_prompt, parse_prompts, split_prompts
 from nanovllm.text.reader import PromptBatch, PromptReader
 from nanovllm.text.request import Request
 from nanovllm.text.rows import BadRow, raise_first

@@ -23,6 +23,7 @@ from nanovllm.engine.residency import Residency
 from nanovllm.engine.startup import find_model, find_tokenizer, resolve_max_model_len, start_ranks, stop_ranks
 from nanovllm.engine.stats import Counters, EngineStats, StepStats
 from nanovllm.events import TokenEvents
+from nanovllm.inputs import PromptLike
 from nanovllm.lifecycle import Lifecycle
 from nanovllm.models.loader import check_weights, load_model_config
 from nanovllm.outputs import RequestOutput
@@ -30,7 +31,7 @@ from nanovllm.plan.scheduler import Scheduler
 from nanovllm.runner.staging import StepHandle
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.processor import Processor, refused_output
-from nanovllm.text.prompts import PromptLike, parse_prompt, parse_sampling_params
+from nanovllm.text.prompts import parse_prompt, parse_sampling_params
 from nanovllm.text.reader import PromptBatch
 from nanovllm.text.request import Request
 from nanovllm.text.rows import BadRow, attempt, raise_first

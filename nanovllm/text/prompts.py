@@ -9,32 +9,16 @@ import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
-from typing import Any, TypeAlias, TypedDict
+from typing import Any
 
 import numpy as np
 
+from nanovllm.inputs import PromptLike
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.rows import BadRow, attempt
 
-PromptLike: TypeAlias = "str | Iterable[int] | Mapping[str, Any]"
 # What tokenizers of transformers return.
 ENCODED = {"input_ids", "attention_mask", "token_type_ids", "special_tokens_mask"}
-
-
-class TextPrompt(TypedDict):
-    """A text as a prompt: `TextPrompt(prompt="Hello")`, a dictionary."""
-
-    prompt: str
-
-
-class _WithText(TypedDict, total=False):
-    prompt: str  # the text that the ids came from; shown in the output
-
-
-class TokensPrompt(_WithText):
-    """Token ids as a prompt: `TokensPrompt(prompt_token_ids=[5, 6])`, a dictionary."""
-
-    prompt_token_ids: list[int]
 
 
 @dataclass(frozen=True, slots=True)

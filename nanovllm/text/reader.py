@@ -9,10 +9,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sized
 from time import perf_counter
 from typing import Any, NamedTuple
 
+from nanovllm.inputs import PromptLike
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.prompts import (
     Prompt,
-    PromptLike,
     parse_prompt,
     parse_sampling_params,
     show,
