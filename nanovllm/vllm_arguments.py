@@ -156,6 +156,14 @@ GENERATE: dict[str, Absent] = _CALL | {
     "prompt_token_ids": Absent(_NOTHING, "pass them as the prompts"),
 }
 
+PROMPT: dict[str, Absent] = {  # keys of a prompt that is a dictionary
+    **_each("multi_modal_data multi_modal_uuids mm_processor_kwargs", _NO_IMAGES),
+    "prompt_embeds": Absent(_NOTHING, "pass a text or token ids"),
+    "cache_salt": Absent(
+        _NOTHING, "call reset_prefix_cache(), or make the LLM with enable_prefix_caching=False"
+    ),
+}
+
 CHAT: dict[str, Absent] = _CALL | {
     "chat_template_content_format": Absent(("auto", "string", None), "templates get contents as texts"),
     "mm_processor_kwargs": _NO_IMAGES,

@@ -16,7 +16,9 @@ import numpy as np
 from nanovllm.inputs import PromptLike
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.rows import BadRow, attempt
+from nanovllm.vllm_arguments import PROMPT, refuse_absent
 
+KEYS = ("prompt", "prompt_token_ids")  # of a dictionary
 # What tokenizers of transformers return.
 ENCODED = {"input_ids", "attention_mask", "token_type_ids", "special_tokens_mask"}
 
@@ -143,10 +145,11 @@ def _parse_mapping(prompt: Mapping[str, Any], where: str) -> Prompt:
                 f"{where}['input_ids'] holds {len(rows)} prompts; pass the dictionary itself as the prompts"
             )
         return Prompt(None, _parse_ids(rows[0], f"{where}['input_ids']"))
-    if not prompt or set(prompt) - {"prompt", "prompt_token_ids"}:
+    if not prompt.keys() & set(KEYS):
         raise ValueError(
             f"{where} must have the key 'prompt' or 'prompt_token_ids', not {sorted(map(str, prompt))}"
         )
+    refuse_absent(where, {str(key): value for key, value in prompt.items() if key not in KEYS}, PROMPT, KEYS)
     text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
     if token_ids is None:
         if text is None or isinstance(text, Mapping):

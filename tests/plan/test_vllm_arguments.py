@@ -19,9 +19,9 @@ from nanovllm import vllm_arguments
 from nanovllm.config import Config
 from nanovllm.sampling_params import SEED_LIMIT, SamplingParams
 from nanovllm.text.prompts import parse_sampling_params
-from nanovllm.vllm_arguments import CHAT, ENGINE, GENERATE, SAMPLING
+from nanovllm.vllm_arguments import CHAT, ENGINE, GENERATE, PROMPT, SAMPLING
 
-TABLES = {"engine": ENGINE, "sampling": SAMPLING, "chat": CHAT, "generate": GENERATE}
+TABLES = {"engine": ENGINE, "sampling": SAMPLING, "chat": CHAT, "generate": GENERATE, "prompt": PROMPT}
 
 
 class RequestOutputKind(Enum):
