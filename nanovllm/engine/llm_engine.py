@@ -149,14 +149,12 @@ class LLMEngine:
         """Checked parameters for each prompt."""
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
-        params = parse_sampling_params(sampling_params, num_prompts)
-        self._check_params(params)
-        return params
+        return parse_sampling_params(sampling_params, num_prompts)
 
-    def _check_params(self, params: Sequence[SamplingParams]) -> None:
+    def _check_params(self, params: SamplingParams) -> None:
         """ValueError for what this engine cannot do, though others can."""
         several = max(self.config.tensor_parallel_size, self.config.data_parallel_size) > 1
-        if several and any(each.logits_processors for each in params):
+        if several and params.logits_processors:
             raise ValueError(
                 "logits_processors are functions of this process and need tensor_parallel_size=1 and "
                 "data_parallel_size=1; use logit_bias, allowed_token_ids or structured_outputs"
@@ -313,6 +311,7 @@ class LLMEngine:
         """The request, if there is one; ValueError when it can never run."""
         if isinstance(request, Request):
             try:
+                self._check_params(request.params)
                 self._scheduler.check_fits(len(request.prompt_token_ids), request.params.max_tokens != 0)
             except ValueError as error:
                 raise ValueError(f"{where}: {error}") from None

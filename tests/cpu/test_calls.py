@@ -83,3 +83,14 @@ def test_arguments_of_vllm(model: Path) -> None:
         with pytest.raises(TypeError, match="'sampling_param'; did you mean 'sampling_params'"):
             llm.generate([[5]], sampling_param=GREEDY)
         assert llm.is_finished()
+
+
+def test_functions_of_logits_need_one_rank(model: Path) -> None:
+    params = SamplingParams(max_tokens=2, logits_processors=[lambda ids, logits: logits])
+    with make_tiny(model, tensor_parallel_size=2) as llm:
+        for call in (llm.generate, lambda *args: list(llm.stream(*args)), llm.add_request):
+            with pytest.raises(ValueError, match=r"the prompt: logits_processors are functions .* need tens"):
+                call([5], params)
+        [output] = llm.stream([5], params, "return")
+        assert "logits_processors are functions" in str(output.error)
+        assert len(llm.generate([5], GREEDY, use_tqdm=False)[0]["token_ids"]) == 6
