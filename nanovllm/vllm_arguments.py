@@ -156,6 +156,13 @@ GENERATE: dict[str, Absent] = _CALL | {
     "prompt_token_ids": Absent(_NOTHING, "pass them as the prompts"),
 }
 
+EMBED: dict[str, Absent] = _CALL | {
+    "pooling_params": Absent((None,), "say pooling and normalize"),
+    "truncate_prompt_tokens": Absent((None,), "cut the prompt's token ids yourself"),
+}
+
+BEAM_SEARCH: dict[str, Absent] = {"lora_request": _CALL["lora_request"], "concurrency_limit": _ANY}
+
 PROMPT: dict[str, Absent] = {  # keys of a prompt that is a dictionary
     **_each("multi_modal_data multi_modal_uuids mm_processor_kwargs", _NO_IMAGES),
     "prompt_embeds": Absent(_NOTHING, "pass a text or token ids"),

@@ -10,7 +10,7 @@ from checked_llm import BLOCK, make_tiny
 from invariants import check_scheduler
 from tiny_models import VOCAB_SIZE, write_tiny_model
 
-from nanovllm import LLM, SamplingParams, demo_model_path
+from nanovllm import LLM, BeamSearchParams, SamplingParams, demo_model_path
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 
@@ -83,6 +83,20 @@ def test_arguments_of_vllm(model: Path) -> None:
         with pytest.raises(TypeError, match="'sampling_param'; did you mean 'sampling_params'"):
             llm.generate([[5]], sampling_param=GREEDY)
         assert llm.is_finished()
+
+
+def test_arguments_of_vllms_other_calls(model: Path) -> None:
+    with make_tiny(model) as llm:
+        assert len(llm.embed([5], pooling_params=None, lora_request=None, tokenization_kwargs=None)) == 1
+        with pytest.raises(ValueError, match=r"LLM\.embed\(\): pooling_params=.* say pooling and normalize"):
+            llm.embed([5], pooling_params=object())
+        params = BeamSearchParams(beam_width=2, max_tokens=3)
+        assert len(llm.beam_search([5], params, lora_request=None, concurrency_limit=4)) == 1
+        with pytest.raises(TypeError, match=r"beam_search\(\) got an unknown argument 'beam_width'"):
+            llm.beam_search([5], params, beam_width=3)
+        for wrong in (SamplingParams(), [params], None):
+            with pytest.raises(TypeError, match="params must be BeamSearchParams, one for all"):
+                llm.beam_search([5], wrong)  # type: ignore[arg-type]
 
 
 def test_functions_of_logits_need_one_rank(model: Path) -> None:
