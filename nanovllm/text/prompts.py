@@ -18,6 +18,7 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.rows import BadRow, attempt
 from nanovllm.vllm_arguments import PROMPT, refuse_absent
 
+NUMBERS = (int, float, np.number)  # in a list that is one prompt
 KEYS = ("prompt", "prompt_token_ids")  # of a dictionary
 # What tokenizers of transformers return.
 ENCODED = {"input_ids", "attention_mask", "token_type_ids", "special_tokens_mask"}
@@ -58,7 +59,7 @@ def split_prompts(prompts: PromptLike | Iterable[PromptLike]) -> tuple[Iterator[
     items = iter(_iterable(prompts, "prompts must be a prompt or a list of prompts"))
     first = list(islice(items, 1))
     is_empty_array = not first and hasattr(prompts, "tolist")
-    if is_empty_array or (first and isinstance(first[0], (int, float, np.number))):
+    if is_empty_array or (first and isinstance(first[0], NUMBERS)):
         return iter([[*first, *items]]), "the prompt"
     return chain(first, items), "prompts[{}]"
 
@@ -170,7 +171,7 @@ def _encoded_rows(encoded: Mapping[str, Any], where: str) -> list[list[Any]]:
         )
     names = [name for name in ("input_ids", "attention_mask") if encoded.get(name) is not None]
     columns = [to_list(encoded[name], f"{where}[{name!r}] must be a list of token ids") for name in names]
-    if not columns[0] or isinstance(columns[0][0], (int, float, np.number)):
+    if not columns[0] or isinstance(columns[0][0], NUMBERS):
         columns = [[column] for column in columns]
     rows = [to_list(row, f"{where}['input_ids'] must hold lists of token ids") for row in columns[0]]
     if len(columns) == 1:
