@@ -95,7 +95,7 @@ ENGINE: dict[str, Absent] = {
     "ignore_patterns": Absent(("original/**/*", ["original/**/*"], *_NOTHING), _DOWNLOAD),
     "chat_template": Absent(_NOTHING, "pass it to chat()"),
     # what the model is used for
-    **_each("task runner", Absent(("auto", "generate", None), "only 'generate' is")),
+    **_each("task runner", Absent(("auto", "generate", None), "embed() takes any model; leave it out")),
     "convert": Absent(("auto", "none", None), _LEAVE_OUT),
     "logits_processors": Absent(_NOTHING, "use temperature, top_k, top_p and min_p of SamplingParams"),
     "reasoning_parser": Absent(_NOTHING, "split the text of the output yourself"),

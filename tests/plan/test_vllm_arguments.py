@@ -76,7 +76,7 @@ def test_options_that_ask_for_nothing_change_nothing(options: dict[str, Any]) ->
         ("enable_chunked_prefill", False, "always go in chunks"),
         ("speculative_config", {"method": "ngram"}, "leave it out"),
         ("rope_theta", 1e6, r"say hf_overrides=\{'rope_theta': \.\.\.\}"),
-        ("runner", "pooling", "only 'generate'"),
+        ("runner", "pooling", r"embed\(\) takes any model"),
         ("disable_custom_all_reduce", True, "always use it"),
         ("structured_outputs_config", {"disable_any_whitespace": True}, "each StructuredOutputsParams"),
         ("guided_decoding_disable_any_whitespace", True, "each StructuredOutputsParams"),
