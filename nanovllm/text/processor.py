@@ -73,7 +73,7 @@ class Processor:
         that is wrong. Raises ImportError without llguidance.
         """
         requests: list[Request | BadRow] = []
-        output_ids: dict[int, OutputIds] = {}  # by the identity of the SamplingParams
+        output_ids: dict[int, OutputIds | BadRow] = {}  # by the identity of the SamplingParams
         encoded = self._encode(prompts)
         for row, (prompt, param, name) in enumerate(zip(prompts, params, where, strict=True)):
             if isinstance(prompt, Exception):
@@ -84,13 +84,13 @@ class Processor:
                 requests.append(ids)
                 continue
             if id(param) not in output_ids:
-                meaning = attempt(self._output_ids, param, name)
-                if isinstance(meaning, Exception):
-                    requests.append(meaning)
-                    continue
-                output_ids[id(param)] = meaning
+                output_ids[id(param)] = attempt(self._output_ids, param)
+            meaning = output_ids[id(param)]
+            if isinstance(meaning, Exception):
+                requests.append(ValueError(f"{name}: {meaning}"))
+                continue
             first_scored = None if param.prompt_logprobs is None else 1
-            rest = (*ids, param, *output_ids[id(param)], first_index + row, first_scored)
+            rest = (*ids, param, *meaning, first_index + row, first_scored)
             requests.append(Request(first_id + row, prompt.text, *rest))
         return requests
 
@@ -163,42 +163,42 @@ class Processor:
             self._decoded[token_id] = str(self.tokenizer.decode([token_id]))
         return self._decoded[token_id]
 
-    def _check_logits(self, params: SamplingParams, where: str) -> None:
+    def _check_logits(self, params: SamplingParams) -> None:
         """ValueError for more logprobs than allowed, or biases of ids that are not in the vocabulary."""
         for name in ("logprobs", "prompt_logprobs"):
             asked, most = getattr(params, name), self._max_logprobs
             if asked is not None and most >= 0 and not 0 <= asked <= most:
                 raise ValueError(
-                    f"{where}: {name}={asked} is more than max_logprobs={most} allows; make the LLM with a "
+                    f"{name}={asked} is more than max_logprobs={most} allows; make the LLM with a "
                     f"larger max_logprobs (-1: no limit)"
                 )
-        pack_token_ids(list(params.logit_bias or ()), self._vocab_size, f"{where} logit_bias")
+        pack_token_ids(list(params.logit_bias or ()), self._vocab_size, "logit_bias")
 
-    def _output_ids(self, params: SamplingParams, where: str) -> OutputIds:
+    def _output_ids(self, params: SamplingParams) -> OutputIds:
         """What the parameters mean to the tokens of an output. ValueError and ImportError as for
         `make_requests`."""
-        self._check_logits(params, where)
+        self._check_logits(params)
         if self.tokenizer is None:
             for name in ("stop", "bad_words", "structured_outputs"):
                 if getattr(params, name):
                     raise ValueError(
-                        f"{where}: {name}={getattr(params, name)!r} needs a tokenizer, and "
+                        f"{name}={getattr(params, name)!r} needs a tokenizer, and "
                         "skip_tokenizer_init=True; use stop_token_ids or allowed_token_ids"
                     )
         stop_ids = list(params.stop_token_ids or ())
-        pack_token_ids(stop_ids, self._vocab_size, f"{where} stop_token_ids")
-        pack_token_ids(list(params.allowed_token_ids or ()), self._vocab_size, f"{where} allowed_token_ids")
+        pack_token_ids(stop_ids, self._vocab_size, "stop_token_ids")
+        pack_token_ids(list(params.allowed_token_ids or ()), self._vocab_size, "allowed_token_ids")
         if _ends_with_eos(params):
             stop_ids += self._eos_token_ids
         bad_words: tuple[tuple[int, ...], ...] = ()
         if params.bad_words:
             assert self.tokenizer is not None
             bad_words = bad_word_ids(self.tokenizer, params.bad_words)
-            pack_token_ids([*chain(*bad_words)], self._vocab_size, f"{where} bad_words")
+            pack_token_ids([*chain(*bad_words)], self._vocab_size, "bad_words")
         try:
             constraint = self.constraint(params)
         except ValueError as error:
-            raise ValueError(f"{where} structured_outputs: {error}") from None
+            raise ValueError(f"structured_outputs: {error}") from None
         return OutputIds(frozenset(stop_ids), bad_words, constraint)
 
     def constraint(self, params: SamplingParams) -> Constraint | None:

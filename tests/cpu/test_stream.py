@@ -96,8 +96,8 @@ def test_parameters_that_the_model_does_not_take_are_answered(llm: CheckedLLM) -
     for call in (llm.generate, llm.stream):
         outputs = sorted(call(GOOD[:2], [GREEDY, bad], on_error="return"), key=lambda output: output.index)
         assert outputs[0].error is None and outputs[0]["finish_reason"] == "length"
-        assert "prompts[1] stop_token_ids: token id" in (outputs[1].error or "")
-        with pytest.raises(ValueError, match=r"prompts\[1\] stop_token_ids: token id"):
+        assert "prompts[1]: stop_token_ids: token id" in (outputs[1].error or "")
+        with pytest.raises(ValueError, match=r"prompts\[1\]: stop_token_ids: token id"):
             list(call(GOOD[:2], [GREEDY, bad]))
         with pytest.raises(ValueError, match="on_error must be 'raise' or 'return', not 'ignore'"):
             call(GOOD, GREEDY, on_error="ignore")

@@ -182,7 +182,7 @@ def test_structural_tags() -> None:
 def test_wrong_constraints_name_the_prompt_and_the_cause(constraint: dict[str, Any], words: str) -> None:
     good = params_of(regex="a")
     with pytest.raises(
-        ValueError, match=rf"(?s)prompts\[1\] structured_outputs: {next(iter(constraint))}: .*{words}"
+        ValueError, match=rf"(?s)prompts\[1\]: structured_outputs: {next(iter(constraint))}: .*{words}"
     ):
         requests([good, params_of(**constraint), good])
 
