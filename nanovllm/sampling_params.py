@@ -320,6 +320,11 @@ def _texts(name: str, value: Any) -> list[str]:
         raise TypeError(f"{name} must be {expected}, not {_show(value)}")
     if not all(texts):
         raise _wrong(name, value, expected)
+    for text in texts:
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise _wrong(name, text, f"{expected}, without lone surrogates") from None
     return list(texts)
 
 

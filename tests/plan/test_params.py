@@ -144,6 +144,12 @@ def test_right_biases_and_penalties() -> None:
     assert SamplingParams(logprobs=-1, prompt_logprobs=10**9).prompt_logprobs == 10**9
 
 
+@pytest.mark.parametrize("name", ["stop", "bad_words"])
+def test_texts_are_of_characters(name: str) -> None:
+    with pytest.raises(ValueError, match=rf"{name} must be .*, without lone surrogates, not 'a\\ud800'"):
+        SamplingParams(**{name: ["b", "a\ud800"]})
+
+
 def test_right_sampling_params() -> None:
     params = SamplingParams(temperature=0, top_k=np.int64(5), top_p=1, min_p=0, seed=-2, stop_token_ids={3})
     assert params.stop_token_ids == [3] and params.seed == -2
