@@ -363,7 +363,7 @@ class LLM(ResidentEngine):
             outputs = self.generate(beams, likeliest, use_tqdm)
             return [(output.outputs[0].logprobs or [{}])[0] for output in outputs]
 
-        ends, longest = self.model_config.eos_token_ids, self._scheduler.max_model_len
+        ends, longest = self._processor.eos_token_ids, self._scheduler.max_model_len
         return beam_search(ids, params, next_tokens, ends, self._processor.decode, longest)
 
 

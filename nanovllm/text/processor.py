@@ -46,8 +46,7 @@ class Processor:
         eos_token_ids: Sequence[int],
         max_logprobs: int = -1,
     ) -> None:
-        """eos_token_ids: the model's own, which end every completion that does not ignore them. max_logprobs:
-        as of `Config`."""
+        """eos_token_ids: the model's own. max_logprobs: as of `Config`."""
         self.tokenizer = tokenizer  # may be replaced at any time
         self._vocab_size = vocab_size
         self._eos_token_ids = [token_id for token_id in eos_token_ids if token_id < vocab_size]
@@ -55,6 +54,13 @@ class Processor:
         self._detokenizers: dict[bool, Detokenizer] = {}  # by whether special tokens are left out
         self._grammars: GrammarCompiler | None = None  # made when it is first needed
         self._decoded: dict[int, str] = {}  # the texts of single tokens
+
+    @property
+    def eos_token_ids(self) -> list[int]:
+        """What ends a completion that does not ignore it: the model's own tokens and, as in vLLM, the
+        tokenizer's."""
+        ids, own = self._eos_token_ids, None if self.tokenizer is None else self.tokenizer.eos_token_id
+        return ids if own is None or own >= self._vocab_size or own in ids else [*ids, own]
 
     def make_requests(
         self,
@@ -189,7 +195,7 @@ class Processor:
         pack_token_ids(stop_ids, self._vocab_size, "stop_token_ids")
         pack_token_ids(list(params.allowed_token_ids or ()), self._vocab_size, "allowed_token_ids")
         if _ends_with_eos(params):
-            stop_ids += self._eos_token_ids
+            stop_ids += self.eos_token_ids
         bad_words: tuple[tuple[int, ...], ...] = ()
         if params.bad_words:
             assert self.tokenizer is not None
@@ -207,7 +213,7 @@ class Processor:
             return None
         assert self.tokenizer is not None
         if self._grammars is None or self._grammars.tokenizer is not self.tokenizer:
-            self._grammars = GrammarCompiler(self.tokenizer, self._vocab_size, self._eos_token_ids)
+            self._grammars = GrammarCompiler(self.tokenizer, self._vocab_size, self.eos_token_ids)
         return self._grammars.constraint(params.structured_outputs)
 
     def _encode(self, prompts: Sequence[Prompt | BadRow]) -> Iterator[list[int]]:
@@ -240,7 +246,7 @@ class Processor:
 
     def _is_eos(self, token_id: int | None, params: SamplingParams) -> bool:
         """Whether `token_id` is the model's own end-of-sequence token: the tokenizer's, or its only one."""
-        all_eos = self._eos_token_ids
+        all_eos = self.eos_token_ids
         only = all_eos[0] if len(all_eos) == 1 else None
         eos = only if self.tokenizer is None else self.tokenizer.eos_token_id
         return token_id == eos and eos in all_eos and _ends_with_eos(params)

@@ -29,6 +29,24 @@ def test_the_tokenizer() -> None:
         assert by_text.prompt_token_ids == ids and by_text["token_ids"] == by_ids["token_ids"]
 
 
+def test_the_tokenizers_end_of_sequence_token_ends_an_answer_too(tmp_path: Path) -> None:
+    """As in vLLM and nano-vLLM: the config.json of many a fine-tuned model still has the base model's."""
+    params = SamplingParams(temperature=0, max_tokens=40)
+    (tmp_path / "generation_config.json").write_text("{}")
+    options: dict[str, Any] = {"hf_overrides": {"eos_token_id": 511}, "generation_config": str(tmp_path)}
+    with LLM(demo_model_path(), device="cpu", **options) as llm:
+        eos = llm.get_tokenizer().eos_token_id
+        assert eos not in llm.model_config.eos_token_ids
+        [output] = llm.generate("What is 2 + 3?", params, use_tqdm=False)
+        assert output["token_ids"][-1] == eos and eos not in output["token_ids"][:-1]
+        assert (output["finish_reason"], output.outputs[0].stop_reason) == ("stop", None)
+        params.ignore_eos = True
+        [output] = llm.generate("What is 2 + 3?", params, use_tqdm=False)
+        assert eos in output["token_ids"][:-1] and output["finish_reason"] == "length"
+        [beams] = llm.beam_search("What is 2 + 3?", BeamSearchParams(beam_width=2, max_tokens=14))
+        assert beams.sequences[0].stop_reason == eos
+
+
 def test_without_a_tokenizer(model: Path) -> None:
     with make_tiny(model) as llm, pytest.raises(ValueError, match="no tokenizer, for skip_tokenizer_init"):
         llm.get_tokenizer()

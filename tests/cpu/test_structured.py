@@ -242,8 +242,9 @@ def test_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
         requests([SamplingParams(bad_words=["x"])], Processor(None, V, [EOS]))
     with pytest.raises(ValueError, match=r"prompts\[0\]: structured_outputs=.* needs a tokenizer"):
         requests([params_of(regex="a")], Processor(None, V, [EOS]))
+    endless = AutoTokenizer.from_pretrained(demo_model_path(), eos_token=None)
     with pytest.raises(ValueError, match="eos_token_id"):
-        requests([params_of(regex="a")], Processor(TOKENIZER, V, []))
+        requests([params_of(regex="a")], Processor(endless, V, []))
     with pytest.raises(ValueError, match=r"allowed_token_ids: token id 540 at position 1"):
         requests([SamplingParams(allowed_token_ids=[3, V])])
     monkeypatch.setitem(sys.modules, "llguidance", None)
