@@ -114,8 +114,9 @@ class LLM(ResidentEngine):
         params = self._params(sampling_params, len(prompts))
         with self._calling(), no_full_collections():
             self._check_idle("generate()")
+            requests, outputs = self._check(PromptBatch(0, prompts, params, where), on_error, change)
             with self._emptied_on_error():
-                outputs = self._add(PromptBatch(0, prompts, params, where), on_error, change)
+                self._queue(requests)
                 with progress:
                     while self._requests:
                         finished, stats = self._step()

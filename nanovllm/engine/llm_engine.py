@@ -282,16 +282,21 @@ class LLMEngine:
             self._scheduler.abort(seq_id)
         self._requests.clear()
 
-    def _add(
+    def _add(self, batch: PromptBatch, on_error: str = "raise") -> list[RequestOutput]:
+        """Queue what `_check` makes of prompts; return the outputs of those that cannot run."""
+        requests, refused = self._check(batch, on_error)
+        self._queue(requests)
+        return refused
+
+    def _check(
         self,
         batch: PromptBatch,
-        on_error: str = "raise",
+        on_error: str,
         change: Callable[[Request], Request] = lambda request: request,
-    ) -> list[RequestOutput]:
-        """Check and tokenise all prompts, then queue them: an error that is raised leaves nothing queued.
+    ) -> tuple[list[Request], list[RequestOutput]]:
+        """Check and tokenise all prompts; return requests, and the outputs of prompts that cannot run.
 
-        Returns the outputs of those that cannot run. Each prompt gets a request id, in order. change: what
-        becomes of each request first.
+        Queues nothing. Each prompt gets a request id, in order. change: what becomes of each request first.
         """
         first_id, first_index, prompts, params, where = self._requests.next_id, *batch
         made = self._processor.make_requests(prompts, params, where, first_id, first_index)
@@ -299,9 +304,8 @@ class LLMEngine:
         fitting = [attempt(self._fitting, *row) for row in zip(requests, where, strict=True)]
         if on_error == "raise":
             raise_first(fitting)
-        self._queue([row for row in fitting if isinstance(row, Request)])
         self._requests.next_id = first_id + len(prompts)
-        return [
+        return [row for row in fitting if isinstance(row, Request)], [
             refused_output(first_id + row, first_index + row, requests[row], prompts[row], error)
             for row, error in enumerate(fitting)
             if not isinstance(error, Request)

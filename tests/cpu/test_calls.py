@@ -126,3 +126,13 @@ def test_functions_of_logits_need_one_rank(model: Path) -> None:
         [output] = llm.stream([5], params, "return")
         assert "logits_processors are functions" in str(output.error)
         assert len(llm.generate([5], GREEDY, use_tqdm=False)[0]["token_ids"]) == 6
+
+
+def test_a_refused_prompt_costs_no_cached_one(model: Path) -> None:
+    prompt = [7] * (2 * BLOCK + 3)
+    with make_tiny(model) as llm:
+        llm.generate(prompt, GREEDY, use_tqdm=False)
+        with pytest.raises(ValueError, match=rf"prompts\[1\]: token id {VOCAB_SIZE}"):
+            llm.generate([prompt, [VOCAB_SIZE]], GREEDY, use_tqdm=False)
+        assert llm.is_finished()
+        assert llm.generate(prompt, GREEDY, use_tqdm=False)[0].num_cached_tokens == 2 * BLOCK
