@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.errors import EngineClosedError, KVCacheMemoryError, ModelLoadError, NanoVLLMError, WorkerError
+from nanovllm.inputs import TextPrompt, TokensPrompt
 from nanovllm.outputs import (
     BeamSearchOutput,
     BeamSearchSequence,
@@ -22,7 +23,6 @@ from nanovllm.outputs import (
 )
 from nanovllm.sampling_params import BeamSearchParams, SamplingParams
 from nanovllm.structured_outputs import StructuredOutputsParams
-from nanovllm.text.prompts import TextPrompt, TokensPrompt
 
 if TYPE_CHECKING:
     from nanovllm.llm import LLM

@@ -19,6 +19,7 @@ from nanovllm.engine.progress import Progress
 from nanovllm.engine.resident_engine import ResidentEngine
 from nanovllm.engine.scoring import embedding_output, score_output
 from nanovllm.errors import EngineClosedError
+from nanovllm.inputs import PromptLike
 from nanovllm.outputs import (
     BeamSearchOutput,
     EmbeddingRequestOutput,
@@ -31,12 +32,12 @@ from nanovllm.runner.profile import check_can_profile
 from nanovllm.sampling_params import BeamSearchParams, SamplingParams
 from nanovllm.text.continuations import encode_continuations
 from nanovllm.text.conversations import Conversation, parse_conversations
-from nanovllm.text.prompts import Prompt, PromptLike, parse_prompt, parse_prompts, split_prompts
+from nanovllm.text.prompts import Prompt, parse_prompt, parse_prompts, show, split_prompts
 from nanovllm.text.reader import PromptBatch, PromptReader
 from nanovllm.text.request import Request
 from nanovllm.text.rows import BadRow, raise_first
 from nanovllm.text.tokenizer import check_template_options, render_conversations
-from nanovllm.vllm_arguments import CHAT, GENERATE
+from nanovllm.vllm_arguments import BEAM_SEARCH, CHAT, EMBED, GENERATE
 from nanovllm.workers.interrupts import no_full_collections
 
 if TYPE_CHECKING:
@@ -113,8 +114,9 @@ class LLM(ResidentEngine):
         params = self._params(sampling_params, len(prompts))
         with self._calling(), no_full_collections():
             self._check_idle("generate()")
+            requests, outputs = self._check(PromptBatch(0, prompts, params, where), on_error, change)
             with self._emptied_on_error():
-                outputs = self._add(PromptBatch(0, prompts, params, where), on_error, change)
+                self._queue(requests)
                 with progress:
                     while self._requests:
                         finished, stats = self._step()
@@ -309,14 +311,16 @@ class LLM(ResidentEngine):
         pooling: str = "last",
         normalize: bool = True,
         on_error: str = "raise",
+        **others: Any,
     ) -> list[EmbeddingRequestOutput]:
         """Give each prompt's hidden state after the final norm as `.outputs.embedding`, in the order given.
 
-        prompts, use_tqdm, on_error: as of `generate`.
+        prompts, use_tqdm, on_error, others: as of `generate`.
         pooling: "last" takes that of the last token, "mean" the mean over all tokens, which computes what the
         prefix cache holds again. normalize: make its Euclidean length 1.
         """
         self._lifecycle.check_open()
+        refuse_others(LLM.embed, others, EMBED)
         if pooling not in ("last", "mean"):
             raise ValueError(f"pooling must be 'last' or 'mean', not {pooling!r}")
         outputs = self._generate(
@@ -333,12 +337,22 @@ class LLM(ResidentEngine):
         prompts: PromptLike | Iterable[PromptLike],
         params: BeamSearchParams,
         use_tqdm: bool | Callable[..., Any] = False,
+        **others: Any,
     ) -> list[BeamSearchOutput]:
         """Find the likeliest continuations of each prompt; see `engine.beam_search.beam_search`.
 
-        use_tqdm: shows the progress of every round. ValueError when 2 * `beam_width` is above `max_logprobs`.
+        use_tqdm: shows the progress of every round. others: as of `generate`. ValueError when
+        2 * `beam_width` is above `max_logprobs`.
         """
         self._check_tells_logprobs("beam_search()")
+        refuse_others(LLM.beam_search, others, BEAM_SEARCH)
+        if not isinstance(params, BeamSearchParams):
+            raise TypeError(f"params must be BeamSearchParams, one for all prompts, not {show(params)}")
+        if 2 * params.beam_width > self.config.max_logprobs >= 0:
+            raise ValueError(
+                f"beam_width={params.beam_width} looks at {2 * params.beam_width} tokens, and max_logprobs="
+                f"{self.config.max_logprobs}; make the LLM with a larger max_logprobs (-1: no limit)"
+            )
         rows, where = parse_prompts(prompts)
         raise_first(rows)
         ids = self._processor.encode([row for row in rows if isinstance(row, Prompt)], where)
@@ -350,7 +364,7 @@ class LLM(ResidentEngine):
             outputs = self.generate(beams, likeliest, use_tqdm)
             return [(output.outputs[0].logprobs or [{}])[0] for output in outputs]
 
-        ends, longest = self.model_config.eos_token_ids, self._scheduler.max_model_len
+        ends, longest = self._processor.eos_token_ids, self._scheduler.max_model_len
         return beam_search(ids, params, next_tokens, ends, self._processor.decode, longest)
 
     def _check_tells_logprobs(self, call: str) -> None:

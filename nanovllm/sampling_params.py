@@ -36,7 +36,7 @@ class SamplingParams:
     top_p: keep the fewest likeliest tokens whose probabilities reach top_p, in (0, 1].
     min_p: drop tokens less likely than min_p times the likeliest, in [0, 1].
     n: how many completions of the prompt; with temperature 0 only one, for all would be equal.
-    seed: the request's own random numbers, whatever else is in the batch; None takes the engine's.
+    seed: the request's own random numbers, whatever else is in the batch; None or -1 takes the engine's.
     max_tokens: the most tokens to generate; None: as many as `max_model_len` has room for.
     repetition_penalty: above 1 makes tokens of prompt and output less likely, below 1 more; above 0.
     frequency_penalty, presence_penalty: subtracted from a token's logit for each time, or once, that it is in
@@ -45,7 +45,7 @@ class SamplingParams:
     logits_processors: functions (output ids, logits) -> logits, or (prompt ids, output ids, logits), called
     for each token before anything else with a float32 tensor [vocabulary]; on one rank alone.
     logprobs: give the logprobs of output tokens and of so many likeliest ones beside each; 0: of the tokens
-    alone, -1: of the whole vocabulary, None: none. Up to `max_logprobs` of `LLM`.
+    alone, True: of 1, -1: of the whole vocabulary, None: none. Up to `max_logprobs` of `LLM`.
     prompt_logprobs: the same of the prompt's tokens; `max_tokens` may be 0 then.
     min_tokens: the fewest tokens to generate before one that ends the output, or a stop string; with
         `structured_outputs`, a text that is complete ends before that.
@@ -159,6 +159,8 @@ class SamplingParams:
             values["seed"] = _int("seed", self.seed, -SEED_LIMIT, expected)
             if values["seed"] >= SEED_LIMIT:
                 raise _wrong("seed", self.seed, expected)
+            if values["seed"] == -1:  # vLLM's other name of None
+                values["seed"] = None
         for name in FLAGS:
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, not {_show(getattr(self, name))}")
@@ -183,6 +185,7 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             expected = "None, an integer of at least 0, or -1 for the whole vocabulary"
+            value = 1 if value is True else value
             values[name] = None if value is None else _int(name, value, -1, expected)
         values["logit_bias"] = _biases(self.logit_bias)
         functions = [] if self.logits_processors is None else self.logits_processors
@@ -319,6 +322,11 @@ def _texts(name: str, value: Any) -> list[str]:
         raise TypeError(f"{name} must be {expected}, not {_show(value)}")
     if not all(texts):
         raise _wrong(name, value, expected)
+    for text in texts:
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise _wrong(name, text, f"{expected}, without lone surrogates") from None
     return list(texts)
 
 

@@ -95,7 +95,7 @@ ENGINE: dict[str, Absent] = {
     "ignore_patterns": Absent(("original/**/*", ["original/**/*"], *_NOTHING), _DOWNLOAD),
     "chat_template": Absent(_NOTHING, "pass it to chat()"),
     # what the model is used for
-    **_each("task runner", Absent(("auto", "generate", None), "only 'generate' is")),
+    **_each("task runner", Absent(("auto", "generate", None), "embed() takes any model; leave it out")),
     "convert": Absent(("auto", "none", None), _LEAVE_OUT),
     "logits_processors": Absent(_NOTHING, "use temperature, top_k, top_p and min_p of SamplingParams"),
     "reasoning_parser": Absent(_NOTHING, "split the text of the output yourself"),
@@ -137,7 +137,11 @@ SAMPLING: dict[str, Absent] = {
     "early_stopping": _OFF,
     "repetition_detection": Absent((None,), "use repetition_penalty"),
     "logprob_token_ids": Absent(_NOTHING, _LEAVE_OUT),
-    **_each("flat_logprobs spaces_between_special_tokens skip_clone", _ANY),
+    "prompt_logprob_token_ids": Absent(_NOTHING, "use score()"),
+    "prompt_logprob_start": Absent((None, 0), "use score()"),
+    "trace_decode_token_ids": Absent((None,), "use score()"),
+    "routed_experts_prompt_start": Absent((0, None), _LEAVE_OUT),
+    **_each("flat_logprobs spaces_between_special_tokens skip_clone stream_interval", _ANY),
     "truncate_prompt_tokens": Absent((None,), "cut the prompt's token ids yourself"),
     "guided_decoding": Absent((None,), "say structured_outputs=StructuredOutputsParams(...)"),
     "thinking_token_budget": Absent((None, -1), "use max_tokens"),
@@ -154,6 +158,21 @@ _CALL: dict[str, Absent] = {
 GENERATE: dict[str, Absent] = _CALL | {
     "priority": Absent((None, 0), "requests start in the order in which they came", per_prompt=True),
     "prompt_token_ids": Absent(_NOTHING, "pass them as the prompts"),
+}
+
+EMBED: dict[str, Absent] = _CALL | {
+    "pooling_params": Absent((None,), "say pooling and normalize"),
+    "truncate_prompt_tokens": Absent((None,), "cut the prompt's token ids yourself"),
+}
+
+BEAM_SEARCH: dict[str, Absent] = {"lora_request": _CALL["lora_request"], "concurrency_limit": _ANY}
+
+PROMPT: dict[str, Absent] = {  # keys of a prompt that is a dictionary
+    **_each("multi_modal_data multi_modal_uuids mm_processor_kwargs", _NO_IMAGES),
+    "prompt_embeds": Absent(_NOTHING, "pass a text or token ids"),
+    "cache_salt": Absent(
+        _NOTHING, "call reset_prefix_cache(), or make the LLM with enable_prefix_caching=False"
+    ),
 }
 
 CHAT: dict[str, Absent] = _CALL | {

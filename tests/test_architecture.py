@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parent.parent / "nanovllm"
 # The floors, lowest first; a folder or file stands on one of them and imports lower ones alone. Files of the
 # first floor, and of one folder, import each other freely, but not in a circle.
 FLOORS = (
-    {"vllm_arguments", "errors", "lifecycle", "config", "sampling_params", "outputs"}
+    {"vllm_arguments", "errors", "lifecycle", "config", "sampling_params", "inputs", "outputs"}
     | {"structured_outputs", "device", "batch", "columns", "events"},
     {"text", "plan", "kernels"},
     {"sampling", "attention", "distributed", "quantization"},

@@ -19,7 +19,7 @@ from nanovllm.config import Config
 from nanovllm.jobs import errors as job_errors
 from nanovllm.jobs.arguments import EPILOG, parse_args
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.vllm_arguments import CHAT, ENGINE, GENERATE, SAMPLING
+from nanovllm.vllm_arguments import BEAM_SEARCH, CHAT, EMBED, ENGINE, GENERATE, PROMPT, SAMPLING
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "nanovllm"
@@ -68,8 +68,9 @@ def test_what_is_not_supported_is_what_is_refused() -> None:
         r"^\| ([^|]*) \| (`[^|]+) \|$", section(OPTIONS, "vLLM's arguments that are not supported"), re.M
     )
     tables = {"SamplingParams": SAMPLING, "LLM.generate": GENERATE, "LLM.chat": CHAT, "LLM": ENGINE}
+    tables |= {"TokensPrompt": PROMPT, "LLM.embed": EMBED, "LLM.beam_search": BEAM_SEARCH}
     for owner, table in tables.items():
-        cells = [names for of, names in rows if of.split(":")[0] == f"`{owner}`"]
+        cells = [names for of, names in rows if re.match(rf"`{owner}`(:|$| and)", of)]
         named = re.findall(r"`(\w+)`", " ".join(cells))
         assert sorted(named) == sorted(name for name, each in table.items() if each.neutral is not None)
 

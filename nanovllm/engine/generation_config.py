@@ -42,7 +42,7 @@ def read_generation_config(option: str, model_folder: Path) -> dict[str, Any]:
 def overridden(generation: Mapping[str, Any], option: str, changes: Mapping[str, Any]) -> dict[str, Any]:
     """What the file says of sampling, with `changes` in the place of its values; `option` as of `Config`.
 
-    ValueError for a key that says nothing of sampling.
+    ValueError or TypeError for a key that says nothing of sampling, or a value of `changes` that is wrong.
     """
     unknown = changes.keys() - PARAMETERS.keys()
     if unknown:
@@ -50,14 +50,20 @@ def overridden(generation: Mapping[str, Any], option: str, changes: Mapping[str,
             f"override_generation_config: {min(map(str, unknown))!r} is none of {', '.join(PARAMETERS)}; "
             "pass what else you want as SamplingParams"
         )
+    _params(changes, "override_generation_config: {}")
     return dict({} if option == "vllm" else generation) | dict(changes)
 
 
 def recommended_params(generation: Mapping[str, Any]) -> SamplingParams:
     """Return SamplingParams with what the file says; null says nothing. ValueError or TypeError for a value
     that is wrong."""
+    return _params(generation, f"{GENERATION_FILE}: {{}}; {INSTEAD}")
+
+
+def _params(generation: Mapping[str, Any], message: str) -> SamplingParams:
+    """SamplingParams with these values; `message` is a format of what is wrong with one."""
     values = {PARAMETERS[key]: generation[key] for key in PARAMETERS if generation.get(key) is not None}
     try:
         return SamplingParams(**values)
     except (TypeError, ValueError) as error:
-        raise type(error)(f"{GENERATION_FILE}: {error}; {INSTEAD}") from None
+        raise type(error)(message.format(error)) from None

@@ -23,6 +23,7 @@ from nanovllm.engine.residency import Residency
 from nanovllm.engine.startup import find_model, find_tokenizer, resolve_max_model_len, start_ranks, stop_ranks
 from nanovllm.engine.stats import Counters, EngineStats, StepStats
 from nanovllm.events import TokenEvents
+from nanovllm.inputs import PromptLike
 from nanovllm.lifecycle import Lifecycle
 from nanovllm.models.loader import check_weights, load_model_config
 from nanovllm.outputs import RequestOutput
@@ -30,7 +31,7 @@ from nanovllm.plan.scheduler import Scheduler
 from nanovllm.runner.staging import StepHandle
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.processor import Processor, refused_output
-from nanovllm.text.prompts import PromptLike, parse_prompt, parse_sampling_params
+from nanovllm.text.prompts import parse_prompt, parse_sampling_params
 from nanovllm.text.reader import PromptBatch
 from nanovllm.text.request import Request
 from nanovllm.text.rows import BadRow, attempt, raise_first
@@ -148,14 +149,12 @@ class LLMEngine:
         """Checked parameters for each prompt."""
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
-        params = parse_sampling_params(sampling_params, num_prompts)
-        self._check_params(params)
-        return params
+        return parse_sampling_params(sampling_params, num_prompts)
 
-    def _check_params(self, params: Sequence[SamplingParams]) -> None:
+    def _check_params(self, params: SamplingParams) -> None:
         """ValueError for what this engine cannot do, though others can."""
         several = max(self.config.tensor_parallel_size, self.config.data_parallel_size) > 1
-        if several and any(each.logits_processors for each in params):
+        if several and params.logits_processors:
             raise ValueError(
                 "logits_processors are functions of this process and need tensor_parallel_size=1 and "
                 "data_parallel_size=1; use logit_bias, allowed_token_ids or structured_outputs"
@@ -283,16 +282,21 @@ class LLMEngine:
             self._scheduler.abort(seq_id)
         self._requests.clear()
 
-    def _add(
+    def _add(self, batch: PromptBatch, on_error: str = "raise") -> list[RequestOutput]:
+        """Queue what `_check` makes of prompts; return the outputs of those that cannot run."""
+        requests, refused = self._check(batch, on_error)
+        self._queue(requests)
+        return refused
+
+    def _check(
         self,
         batch: PromptBatch,
-        on_error: str = "raise",
+        on_error: str,
         change: Callable[[Request], Request] = lambda request: request,
-    ) -> list[RequestOutput]:
-        """Check and tokenise all prompts, then queue them: an error that is raised leaves nothing queued.
+    ) -> tuple[list[Request], list[RequestOutput]]:
+        """Check and tokenise all prompts; return requests, and the outputs of prompts that cannot run.
 
-        Returns the outputs of those that cannot run. Each prompt gets a request id, in order. change: what
-        becomes of each request first.
+        Queues nothing. Each prompt gets a request id, in order. change: what becomes of each request first.
         """
         first_id, first_index, prompts, params, where = self._requests.next_id, *batch
         made = self._processor.make_requests(prompts, params, where, first_id, first_index)
@@ -300,9 +304,8 @@ class LLMEngine:
         fitting = [attempt(self._fitting, *row) for row in zip(requests, where, strict=True)]
         if on_error == "raise":
             raise_first(fitting)
-        self._queue([row for row in fitting if isinstance(row, Request)])
         self._requests.next_id = first_id + len(prompts)
-        return [
+        return [row for row in fitting if isinstance(row, Request)], [
             refused_output(first_id + row, first_index + row, requests[row], prompts[row], error)
             for row, error in enumerate(fitting)
             if not isinstance(error, Request)
@@ -312,6 +315,7 @@ class LLMEngine:
         """The request, if there is one; ValueError when it can never run."""
         if isinstance(request, Request):
             try:
+                self._check_params(request.params)
                 self._scheduler.check_fits(len(request.prompt_token_ids), request.params.max_tokens != 0)
             except ValueError as error:
                 raise ValueError(f"{where}: {error}") from None

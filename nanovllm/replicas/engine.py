@@ -169,7 +169,6 @@ class ReplicatedEngine(LLMEngine):
         self._last_stats.clear()
 
     def _queue(self, requests: list[Request]) -> None:
-        self._check_params([request.params for request in requests])
         now = perf_counter()
         for request in requests:
             self._counters.queued(len(request.prompt_token_ids))

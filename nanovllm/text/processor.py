@@ -46,8 +46,7 @@ class Processor:
         eos_token_ids: Sequence[int],
         max_logprobs: int = -1,
     ) -> None:
-        """eos_token_ids: the model's own, which end every completion that does not ignore them. max_logprobs:
-        as of `Config`."""
+        """eos_token_ids: the model's own. max_logprobs: as of `Config`."""
         self.tokenizer = tokenizer  # may be replaced at any time
         self._vocab_size = vocab_size
         self._eos_token_ids = [token_id for token_id in eos_token_ids if token_id < vocab_size]
@@ -55,6 +54,13 @@ class Processor:
         self._detokenizers: dict[bool, Detokenizer] = {}  # by whether special tokens are left out
         self._grammars: GrammarCompiler | None = None  # made when it is first needed
         self._decoded: dict[int, str] = {}  # the texts of single tokens
+
+    @property
+    def eos_token_ids(self) -> list[int]:
+        """What ends a completion that does not ignore it: the model's own tokens and, as in vLLM, the
+        tokenizer's."""
+        ids, own = self._eos_token_ids, None if self.tokenizer is None else self.tokenizer.eos_token_id
+        return ids if own is None or own >= self._vocab_size or own in ids else [*ids, own]
 
     def make_requests(
         self,
@@ -73,7 +79,7 @@ class Processor:
         that is wrong. Raises ImportError without llguidance.
         """
         requests: list[Request | BadRow] = []
-        output_ids: dict[int, OutputIds] = {}  # by the identity of the SamplingParams
+        output_ids: dict[int, OutputIds | BadRow] = {}  # by the identity of the SamplingParams
         encoded = self._encode(prompts)
         for row, (prompt, param, name) in enumerate(zip(prompts, params, where, strict=True)):
             if isinstance(prompt, Exception):
@@ -84,13 +90,13 @@ class Processor:
                 requests.append(ids)
                 continue
             if id(param) not in output_ids:
-                meaning = attempt(self._output_ids, param, name)
-                if isinstance(meaning, Exception):
-                    requests.append(meaning)
-                    continue
-                output_ids[id(param)] = meaning
+                output_ids[id(param)] = attempt(self._output_ids, param)
+            meaning = output_ids[id(param)]
+            if isinstance(meaning, Exception):
+                requests.append(ValueError(f"{name}: {meaning}"))
+                continue
             first_scored = None if param.prompt_logprobs is None else 1
-            rest = (*ids, param, *output_ids[id(param)], first_index + row, first_scored)
+            rest = (*ids, param, *meaning, first_index + row, first_scored)
             requests.append(Request(first_id + row, prompt.text, *rest))
         return requests
 
@@ -163,42 +169,42 @@ class Processor:
             self._decoded[token_id] = str(self.tokenizer.decode([token_id]))
         return self._decoded[token_id]
 
-    def _check_logits(self, params: SamplingParams, where: str) -> None:
+    def _check_logits(self, params: SamplingParams) -> None:
         """ValueError for more logprobs than allowed, or biases of ids that are not in the vocabulary."""
         for name in ("logprobs", "prompt_logprobs"):
             asked, most = getattr(params, name), self._max_logprobs
             if asked is not None and most >= 0 and not 0 <= asked <= most:
                 raise ValueError(
-                    f"{where}: {name}={asked} is more than max_logprobs={most} allows; make the LLM with a "
+                    f"{name}={asked} is more than max_logprobs={most} allows; make the LLM with a "
                     f"larger max_logprobs (-1: no limit)"
                 )
-        pack_token_ids(list(params.logit_bias or ()), self._vocab_size, f"{where} logit_bias")
+        pack_token_ids(list(params.logit_bias or ()), self._vocab_size, "logit_bias")
 
-    def _output_ids(self, params: SamplingParams, where: str) -> OutputIds:
+    def _output_ids(self, params: SamplingParams) -> OutputIds:
         """What the parameters mean to the tokens of an output. ValueError and ImportError as for
         `make_requests`."""
-        self._check_logits(params, where)
+        self._check_logits(params)
         if self.tokenizer is None:
             for name in ("stop", "bad_words", "structured_outputs"):
                 if getattr(params, name):
                     raise ValueError(
-                        f"{where}: {name}={getattr(params, name)!r} needs a tokenizer, and "
+                        f"{name}={getattr(params, name)!r} needs a tokenizer, and "
                         "skip_tokenizer_init=True; use stop_token_ids or allowed_token_ids"
                     )
         stop_ids = list(params.stop_token_ids or ())
-        pack_token_ids(stop_ids, self._vocab_size, f"{where} stop_token_ids")
-        pack_token_ids(list(params.allowed_token_ids or ()), self._vocab_size, f"{where} allowed_token_ids")
+        pack_token_ids(stop_ids, self._vocab_size, "stop_token_ids")
+        pack_token_ids(list(params.allowed_token_ids or ()), self._vocab_size, "allowed_token_ids")
         if _ends_with_eos(params):
-            stop_ids += self._eos_token_ids
+            stop_ids += self.eos_token_ids
         bad_words: tuple[tuple[int, ...], ...] = ()
         if params.bad_words:
             assert self.tokenizer is not None
             bad_words = bad_word_ids(self.tokenizer, params.bad_words)
-            pack_token_ids([*chain(*bad_words)], self._vocab_size, f"{where} bad_words")
+            pack_token_ids([*chain(*bad_words)], self._vocab_size, "bad_words")
         try:
             constraint = self.constraint(params)
         except ValueError as error:
-            raise ValueError(f"{where} structured_outputs: {error}") from None
+            raise ValueError(f"structured_outputs: {error}") from None
         return OutputIds(frozenset(stop_ids), bad_words, constraint)
 
     def constraint(self, params: SamplingParams) -> Constraint | None:
@@ -207,7 +213,7 @@ class Processor:
             return None
         assert self.tokenizer is not None
         if self._grammars is None or self._grammars.tokenizer is not self.tokenizer:
-            self._grammars = GrammarCompiler(self.tokenizer, self._vocab_size, self._eos_token_ids)
+            self._grammars = GrammarCompiler(self.tokenizer, self._vocab_size, self.eos_token_ids)
         return self._grammars.constraint(params.structured_outputs)
 
     def _encode(self, prompts: Sequence[Prompt | BadRow]) -> Iterator[list[int]]:
@@ -240,7 +246,7 @@ class Processor:
 
     def _is_eos(self, token_id: int | None, params: SamplingParams) -> bool:
         """Whether `token_id` is the model's own end-of-sequence token: the tokenizer's, or its only one."""
-        all_eos = self._eos_token_ids
+        all_eos = self.eos_token_ids
         only = all_eos[0] if len(all_eos) == 1 else None
         eos = only if self.tokenizer is None else self.tokenizer.eos_token_id
         return token_id == eos and eos in all_eos and _ends_with_eos(params)

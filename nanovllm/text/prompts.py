@@ -9,32 +9,19 @@ import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
-from typing import Any, TypeAlias, TypedDict
+from typing import Any
 
 import numpy as np
 
+from nanovllm.inputs import PromptLike
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.rows import BadRow, attempt
+from nanovllm.vllm_arguments import PROMPT, refuse_absent
 
-PromptLike: TypeAlias = "str | Iterable[int] | Mapping[str, Any]"
+NUMBERS = (int, float, np.number)  # in a list that is one prompt
+KEYS = ("prompt", "prompt_token_ids")  # of a dictionary
 # What tokenizers of transformers return.
 ENCODED = {"input_ids", "attention_mask", "token_type_ids", "special_tokens_mask"}
-
-
-class TextPrompt(TypedDict):
-    """A text as a prompt: `TextPrompt(prompt="Hello")`, a dictionary."""
-
-    prompt: str
-
-
-class _WithText(TypedDict, total=False):
-    prompt: str  # the text that the ids came from; shown in the output
-
-
-class TokensPrompt(_WithText):
-    """Token ids as a prompt: `TokensPrompt(prompt_token_ids=[5, 6])`, a dictionary."""
-
-    prompt_token_ids: list[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +59,7 @@ def split_prompts(prompts: PromptLike | Iterable[PromptLike]) -> tuple[Iterator[
     items = iter(_iterable(prompts, "prompts must be a prompt or a list of prompts"))
     first = list(islice(items, 1))
     is_empty_array = not first and hasattr(prompts, "tolist")
-    if is_empty_array or (first and isinstance(first[0], (int, float, np.number))):
+    if is_empty_array or (first and isinstance(first[0], NUMBERS)):
         return iter([[*first, *items]]), "the prompt"
     return chain(first, items), "prompts[{}]"
 
@@ -159,10 +146,11 @@ def _parse_mapping(prompt: Mapping[str, Any], where: str) -> Prompt:
                 f"{where}['input_ids'] holds {len(rows)} prompts; pass the dictionary itself as the prompts"
             )
         return Prompt(None, _parse_ids(rows[0], f"{where}['input_ids']"))
-    if not prompt or set(prompt) - {"prompt", "prompt_token_ids"}:
+    if not prompt.keys() & set(KEYS):
         raise ValueError(
             f"{where} must have the key 'prompt' or 'prompt_token_ids', not {sorted(map(str, prompt))}"
         )
+    refuse_absent(where, {str(key): value for key, value in prompt.items() if key not in KEYS}, PROMPT, KEYS)
     text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
     if token_ids is None:
         if text is None or isinstance(text, Mapping):
@@ -183,7 +171,7 @@ def _encoded_rows(encoded: Mapping[str, Any], where: str) -> list[list[Any]]:
         )
     names = [name for name in ("input_ids", "attention_mask") if encoded.get(name) is not None]
     columns = [to_list(encoded[name], f"{where}[{name!r}] must be a list of token ids") for name in names]
-    if not columns[0] or isinstance(columns[0][0], (int, float, np.number)):
+    if not columns[0] or isinstance(columns[0][0], NUMBERS):
         columns = [[column] for column in columns]
     rows = [to_list(row, f"{where}['input_ids'] must hold lists of token ids") for row in columns[0]]
     if len(columns) == 1:

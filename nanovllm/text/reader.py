@@ -9,10 +9,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sized
 from time import perf_counter
 from typing import Any, NamedTuple
 
+from nanovllm.inputs import PromptLike
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.prompts import (
+    NUMBERS,
     Prompt,
-    PromptLike,
     parse_prompt,
     parse_sampling_params,
     show,
@@ -59,7 +60,7 @@ class PromptReader:
                 f"sampling_params must be SamplingParams or an iterable of them, not {show(sampling_params)}"
             )
         if isinstance(prompts, (list, tuple)) and isinstance(sampling_params, Sized):
-            many = not prompts or not isinstance(prompts[0], int)
+            many = not prompts or not isinstance(prompts[0], NUMBERS)
             num_prompts = len(prompts) if many else 1
             if len(sampling_params) != num_prompts:
                 raise self._unequal(f"{len(sampling_params)} sampling_params for {num_prompts} prompts")

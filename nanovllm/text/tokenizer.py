@@ -69,7 +69,11 @@ def check_template_options(
     """Return what `tokenizer.apply_chat_template` takes. ValueError or TypeError names the argument."""
     if chat_template is not None and not isinstance(chat_template, str):
         raise TypeError(f"chat_template must be the text of a Jinja template, not {show(chat_template)}")
-    if tokenizer is None or (chat_template is None and not tokenizer.chat_template):
+    if tokenizer is None:
+        raise ValueError(
+            "chat() writes texts, and skip_tokenizer_init=True; pass token ids to generate() instead"
+        )
+    if chat_template is None and not tokenizer.chat_template:
         raise ValueError(
             "this model has no chat template; pass chat_template, or complete prompts to generate()"
         )

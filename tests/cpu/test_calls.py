@@ -10,7 +10,7 @@ from checked_llm import BLOCK, make_tiny
 from invariants import check_scheduler
 from tiny_models import VOCAB_SIZE, write_tiny_model
 
-from nanovllm import LLM, SamplingParams, demo_model_path
+from nanovllm import LLM, BeamSearchParams, SamplingParams, demo_model_path
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 
@@ -27,6 +27,24 @@ def test_the_tokenizer() -> None:
         ids = tokenizer("Hello")["input_ids"]
         [by_text, by_ids] = llm.generate(["Hello", ids], GREEDY, use_tqdm=False)
         assert by_text.prompt_token_ids == ids and by_text["token_ids"] == by_ids["token_ids"]
+
+
+def test_the_tokenizers_end_of_sequence_token_ends_an_answer_too(tmp_path: Path) -> None:
+    """As in vLLM and nano-vLLM: the config.json of many a fine-tuned model still has the base model's."""
+    params = SamplingParams(temperature=0, max_tokens=40)
+    (tmp_path / "generation_config.json").write_text("{}")
+    options: dict[str, Any] = {"hf_overrides": {"eos_token_id": 511}, "generation_config": str(tmp_path)}
+    with LLM(demo_model_path(), device="cpu", **options) as llm:
+        eos = llm.get_tokenizer().eos_token_id
+        assert eos not in llm.model_config.eos_token_ids
+        [output] = llm.generate("What is 2 + 3?", params, use_tqdm=False)
+        assert output["token_ids"][-1] == eos and eos not in output["token_ids"][:-1]
+        assert (output["finish_reason"], output.outputs[0].stop_reason) == ("stop", None)
+        params.ignore_eos = True
+        [output] = llm.generate("What is 2 + 3?", params, use_tqdm=False)
+        assert eos in output["token_ids"][:-1] and output["finish_reason"] == "length"
+        [beams] = llm.beam_search("What is 2 + 3?", BeamSearchParams(beam_width=2, max_tokens=14))
+        assert beams.sequences[0].stop_reason == eos
 
 
 def test_without_a_tokenizer(model: Path) -> None:
@@ -83,3 +101,38 @@ def test_arguments_of_vllm(model: Path) -> None:
         with pytest.raises(TypeError, match="'sampling_param'; did you mean 'sampling_params'"):
             llm.generate([[5]], sampling_param=GREEDY)
         assert llm.is_finished()
+
+
+def test_arguments_of_vllms_other_calls(model: Path) -> None:
+    with make_tiny(model) as llm:
+        assert len(llm.embed([5], pooling_params=None, lora_request=None, tokenization_kwargs=None)) == 1
+        with pytest.raises(ValueError, match=r"LLM\.embed\(\): pooling_params=.* say pooling and normalize"):
+            llm.embed([5], pooling_params=object())
+        params = BeamSearchParams(beam_width=2, max_tokens=3)
+        assert len(llm.beam_search([5], params, lora_request=None, concurrency_limit=4)) == 1
+        with pytest.raises(TypeError, match=r"beam_search\(\) got an unknown argument 'beam_width'"):
+            llm.beam_search([5], params, beam_width=3)
+        for wrong in (SamplingParams(), [params], None):
+            with pytest.raises(TypeError, match="params must be BeamSearchParams, one for all"):
+                llm.beam_search([5], wrong)  # type: ignore[arg-type]
+
+
+def test_functions_of_logits_need_one_rank(model: Path) -> None:
+    params = SamplingParams(max_tokens=2, logits_processors=[lambda ids, logits: logits])
+    with make_tiny(model, tensor_parallel_size=2) as llm:
+        for call in (llm.generate, lambda *args: list(llm.stream(*args)), llm.add_request):
+            with pytest.raises(ValueError, match=r"the prompt: logits_processors are functions .* need tens"):
+                call([5], params)
+        [output] = llm.stream([5], params, "return")
+        assert "logits_processors are functions" in str(output.error)
+        assert len(llm.generate([5], GREEDY, use_tqdm=False)[0]["token_ids"]) == 6
+
+
+def test_a_refused_prompt_costs_no_cached_one(model: Path) -> None:
+    prompt = [7] * (2 * BLOCK + 3)
+    with make_tiny(model) as llm:
+        llm.generate(prompt, GREEDY, use_tqdm=False)
+        with pytest.raises(ValueError, match=rf"prompts\[1\]: token id {VOCAB_SIZE}"):
+            llm.generate([prompt, [VOCAB_SIZE]], GREEDY, use_tqdm=False)
+        assert llm.is_finished()
+        assert llm.generate(prompt, GREEDY, use_tqdm=False)[0].num_cached_tokens == 2 * BLOCK

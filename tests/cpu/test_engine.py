@@ -519,9 +519,9 @@ def test_lists_of_unequal_length_and_wrong_types(model: Path) -> None:
             llm.generate([[5]], {"temperature": 0})
         with pytest.raises(TypeError, match="prompts must be"):
             llm.generate(5)
-        with pytest.raises(ValueError, match=rf"prompts\[0\] stop_token_ids: token id {VOCAB_SIZE}"):
+        with pytest.raises(ValueError, match=rf"prompts\[0\]: stop_token_ids: token id {VOCAB_SIZE}"):
             llm.generate([[5]], SamplingParams(stop_token_ids=[VOCAB_SIZE]))
-        with pytest.raises(ValueError, match="no chat template"):
+        with pytest.raises(ValueError, match="skip_tokenizer_init=True; pass token ids to gen"):
             llm.chat([{"role": "user", "content": "Hi"}])
 
 

@@ -93,6 +93,8 @@ def test_wrong_values_and_files(model: Path, tmp_path: Path) -> None:
         LLM(model, generation_config=tmp_path / "nowhere")
     with pytest.raises(TypeError, match="generation_config must be 'auto', 'vllm' or a folder, not 5"):
         LLM(model, generation_config=5)
+    with pytest.raises(ValueError, match=r"^override_generation_config: temperature must be .* not -1$"):
+        make_tiny(model, override_generation_config={"temperature": -1})
     (model / "generation_config.json").write_text("{")
     with pytest.raises(ModelLoadError, match="cannot be read as JSON"):
         make_tiny(model)

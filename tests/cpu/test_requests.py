@@ -74,7 +74,7 @@ def test_a_request_keeps_its_own_parameters(model: Path) -> None:
         with pytest.raises(TypeError, match=r"sampling_params\[1\]: temperature must be a number"):
             llm.generate([[5], [6]], [GREEDY, params], use_tqdm=False)
         params.temperature, params.stop_token_ids = 0, [VOCAB_SIZE]
-        with pytest.raises(ValueError, match=rf"prompts\[1\] stop_token_ids: token id {VOCAB_SIZE}"):
+        with pytest.raises(ValueError, match=rf"prompts\[1\]: stop_token_ids: token id {VOCAB_SIZE}"):
             llm.generate([[5], [6]], [GREEDY, params], use_tqdm=False)
         assert llm.is_finished()
 

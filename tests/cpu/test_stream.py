@@ -10,6 +10,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from checked_llm import CheckedLLM, make_tiny
 from invariants import check_scheduler
@@ -95,8 +96,8 @@ def test_parameters_that_the_model_does_not_take_are_answered(llm: CheckedLLM) -
     for call in (llm.generate, llm.stream):
         outputs = sorted(call(GOOD[:2], [GREEDY, bad], on_error="return"), key=lambda output: output.index)
         assert outputs[0].error is None and outputs[0]["finish_reason"] == "length"
-        assert "prompts[1] stop_token_ids: token id" in (outputs[1].error or "")
-        with pytest.raises(ValueError, match=r"prompts\[1\] stop_token_ids: token id"):
+        assert "prompts[1]: stop_token_ids: token id" in (outputs[1].error or "")
+        with pytest.raises(ValueError, match=r"prompts\[1\]: stop_token_ids: token id"):
             list(call(GOOD[:2], [GREEDY, bad]))
         with pytest.raises(ValueError, match="on_error must be 'raise' or 'return', not 'ignore'"):
             call(GOOD, GREEDY, on_error="ignore")
@@ -195,6 +196,8 @@ def test_parameters_must_be_as_many(llm: CheckedLLM) -> None:
         llm.stream(GOOD, 5)
     with pytest.raises(TypeError, match=r"sampling_params\[2\] must be SamplingParams, not 5"):
         list(llm.stream(iter(GOOD), iter([GREEDY, GREEDY, 5])))
+    for prompt in ([5, 6], [np.int64(5), np.int64(6)]):
+        assert [output.prompt_token_ids for output in llm.stream(prompt, [GREEDY])] == [[5, 6]]
     assert_idle(llm)
 
 

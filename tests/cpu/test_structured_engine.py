@@ -15,6 +15,7 @@ from random_schemas import random_schema
 
 from nanovllm import LLM, SamplingParams, StructuredOutputsParams, demo_model_path
 from nanovllm.outputs import RequestOutput
+from nanovllm.text.structured import GrammarCompiler
 
 ENGINES: dict[str, dict[str, Any]] = {
     "ahead": {},
@@ -152,9 +153,17 @@ def test_a_stream_of_constraints_and_bad_rows(llm: LLM) -> None:
 def test_a_wrong_constraint_is_found_before_anything_runs(llm: CheckedLLM) -> None:
     bad = SamplingParams(structured_outputs=StructuredOutputsParams(regex="(a"))
     num_batches = len(llm.batches)
-    with pytest.raises(ValueError, match=r"prompts\[1\] structured_outputs: regex: .*"):
+    with pytest.raises(ValueError, match=r"prompts\[1\]: structured_outputs: regex: .*"):
         llm.generate(["a", "b"], [SamplingParams(), bad], use_tqdm=False)
     assert len(llm.batches) == num_batches and llm.is_finished()
+    compiled = []
+    constraint = GrammarCompiler.constraint
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GrammarCompiler, "constraint", lambda *args: compiled.append(1) or constraint(*args))
+        answers = llm.generate(["a"] * 20, bad, use_tqdm=False, on_error="return")
+    assert len(compiled) == 1, "once for all prompts of a call"
+    for index, answer in enumerate(answers):
+        assert str(answer.error).startswith(f"prompts[{index}]: structured_outputs: regex: ")
     outputs = llm.stream(iter(["a", "b"]), iter([SamplingParams(max_tokens=2), bad]))
     with pytest.raises(ValueError, match=r"regex"):
         list(islice(outputs, 5))

@@ -110,7 +110,8 @@ for include in (False, True):
 """
 
 TOKENS = """
-from vllm import LLM, SamplingParams, TextPrompt, TokensPrompt
+from vllm import LLM, SamplingParams
+from vllm.inputs import TextPrompt, TokensPrompt
 
 llm = LLM(model=MODEL, skip_tokenizer_init=False)
 tokenizer = llm.get_tokenizer()

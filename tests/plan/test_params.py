@@ -41,6 +41,7 @@ from nanovllm.structured_outputs import StructuredOutputsParams
         ({"n": 16_385}, ValueError),
         ({"n": 2, "temperature": 0}, ValueError),
         ({"seed": 1.5}, TypeError),
+        ({"seed": -1.0}, TypeError),
         ({"seed": 2**64}, ValueError),
         ({"ignore_eos": 1}, TypeError),
         ({"include_stop_str_in_output": 1}, TypeError),
@@ -82,7 +83,7 @@ from nanovllm.structured_outputs import StructuredOutputsParams
         ({"presence_penalty": None}, TypeError),
         ({"logprobs": -2}, ValueError),
         ({"logprobs": 1.5}, TypeError),
-        ({"logprobs": True}, TypeError),
+        ({"logprobs": False}, TypeError),
         ({"prompt_logprobs": -2}, ValueError),
         ({"prompt_logprobs": "all"}, TypeError),
         ({"max_tokens": -1, "prompt_logprobs": 0}, ValueError),
@@ -143,13 +144,22 @@ def test_right_biases_and_penalties() -> None:
     assert SamplingParams(logprobs=-1, prompt_logprobs=10**9).prompt_logprobs == 10**9
 
 
+@pytest.mark.parametrize("name", ["stop", "bad_words"])
+def test_texts_are_of_characters(name: str) -> None:
+    with pytest.raises(ValueError, match=rf"{name} must be .*, without lone surrogates, not 'a\\ud800'"):
+        SamplingParams(**{name: ["b", "a\ud800"]})
+
+
 def test_right_sampling_params() -> None:
-    params = SamplingParams(temperature=0, top_k=np.int64(5), top_p=1, min_p=0, seed=-1, stop_token_ids={3})
-    assert params.stop_token_ids == [3]
+    params = SamplingParams(temperature=0, top_k=np.int64(5), top_p=1, min_p=0, seed=-2, stop_token_ids={3})
+    assert params.stop_token_ids == [3] and params.seed == -2
     assert SamplingParams(top_k=-1).top_k == -1
     assert SamplingParams(max_tokens=None).max_tokens is None
     assert [SamplingParams(stop=stop).stop for stop in (None, "ab", ("a", "b"))] == [[], ["ab"], ["a", "b"]]
     assert SamplingParams(n=None).n == 1
+    assert SamplingParams(seed=-1).seed is SamplingParams(seed=np.int64(-1)).seed is None
+    params = SamplingParams(logprobs=True, prompt_logprobs=True)
+    assert params.logprobs == params.prompt_logprobs == 1 and type(params.logprobs) is int
     assert SamplingParams(min_tokens=None).min_tokens == 0
     assert SamplingParams(min_tokens=5, max_tokens=5).min_tokens == 5
     assert SamplingParams(min_tokens=500, max_tokens=None).min_tokens == 500

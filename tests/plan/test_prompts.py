@@ -17,6 +17,7 @@ from nanovllm.outputs import CompletionOutput, RequestOutput
 from nanovllm.text import prompts as forms
 from nanovllm.text.prompts import Prompt, parse_prompt
 from nanovllm.text.rows import raise_first
+from nanovllm.vllm_arguments import PROMPT
 
 
 class Tensor:
@@ -67,6 +68,12 @@ def test_vllms_names_of_dictionaries() -> None:
     assert parse_prompts(prompts) == [Prompt(None, [5]), Prompt("b", [6])]
 
 
+def test_vllms_other_keys_of_dictionaries() -> None:
+    nothing = {name: absent.default for name, absent in PROMPT.items()}
+    assert parse_prompts({"prompt": "a", "multi_modal_data": {}}) == [Prompt("a", None)]
+    assert parse_prompts([{"prompt_token_ids": [5], **nothing}]) == [Prompt(None, [5])]
+
+
 @pytest.mark.parametrize("kind", [dict, UserDict], ids=["dict", "BatchEncoding"])
 @pytest.mark.parametrize("wrap", [Tensor, np.array, lambda values: values], ids=["tensor", "array", "list"])
 def test_what_a_tokenizer_returns(kind: Any, wrap: Any) -> None:
@@ -100,6 +107,11 @@ def test_what_a_tokenizer_returns(kind: Any, wrap: Any) -> None:
         ([{"prompt": None}], TypeError, r"prompts\[0\]\['prompt'\] must be a text, not None"),
         ({"text": "x"}, ValueError, r"the prompt must have the key 'prompt' or .* not \['text'\]"),
         ({5: "x"}, ValueError, r"the prompt must have the key .* not \['5'\]"),
+        ({}, ValueError, r"the prompt must have the key .* not \[\]"),
+        ({"prompt": "a", 5: "x"}, TypeError, "unknown argument '5'; it knows: prompt, prompt_tok"),
+        ({"prompt": "a", "prompt_ids": [5]}, TypeError, "argument 'prompt_ids'; did you mean 'prompt"),
+        (["a", {"prompt": "a", "cache_salt": "x"}], ValueError, r"prompts\[1\]: cache_salt='x' is not supp"),
+        ({"prompt": "a", "multi_modal_data": {"image": 5}}, ValueError, "multi_modal_data=.* only text goes"),
         ({"input_ids": [5], "pixel_values": []}, ValueError, r"has 'input_ids'.*\['pixel_values'\]"),
         ({"input_ids": []}, ValueError, "row 0 is empty"),
         ({"input_ids": "ab"}, TypeError, r"the prompt\['input_ids'\] must be a list of token ids, not 'ab'"),

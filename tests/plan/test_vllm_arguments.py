@@ -19,9 +19,10 @@ from nanovllm import vllm_arguments
 from nanovllm.config import Config
 from nanovllm.sampling_params import SEED_LIMIT, SamplingParams
 from nanovllm.text.prompts import parse_sampling_params
-from nanovllm.vllm_arguments import CHAT, ENGINE, GENERATE, SAMPLING
+from nanovllm.vllm_arguments import BEAM_SEARCH, CHAT, EMBED, ENGINE, GENERATE, PROMPT, SAMPLING
 
-TABLES = {"engine": ENGINE, "sampling": SAMPLING, "chat": CHAT, "generate": GENERATE}
+TABLES = {"engine": ENGINE, "sampling": SAMPLING, "chat": CHAT, "generate": GENERATE, "prompt": PROMPT}
+TABLES |= {"embed": EMBED, "beam search": BEAM_SEARCH}
 
 
 class RequestOutputKind(Enum):
@@ -75,7 +76,7 @@ def test_options_that_ask_for_nothing_change_nothing(options: dict[str, Any]) ->
         ("enable_chunked_prefill", False, "always go in chunks"),
         ("speculative_config", {"method": "ngram"}, "leave it out"),
         ("rope_theta", 1e6, r"say hf_overrides=\{'rope_theta': \.\.\.\}"),
-        ("runner", "pooling", "only 'generate'"),
+        ("runner", "pooling", r"embed\(\) takes any model"),
         ("disable_custom_all_reduce", True, "always use it"),
         ("structured_outputs_config", {"disable_any_whitespace": True}, "each StructuredOutputsParams"),
         ("guided_decoding_disable_any_whitespace", True, "each StructuredOutputsParams"),
@@ -286,12 +287,13 @@ def test_the_message_says_what_float32_can_hold(name: str, value: float, shown: 
 @pytest.mark.parametrize("name", ["top_k", "max_tokens", "seed"])
 @given(value=NUMBERS.filter(lambda value: isinstance(value, (int, np.integer))))
 @example(10**400)
+@example(-1)
 def test_integers_of_any_size(name: str, value: Any) -> None:
     least = {"top_k": -1, "max_tokens": 1, "seed": -SEED_LIMIT}[name]
     fits = int(value) >= least and (name != "seed" or int(value) < SEED_LIMIT)
     if fits:
         used = getattr(SamplingParams(**{name: value}), name)
-        assert type(used) is int and used == int(value)
+        assert (name, value, used) == ("seed", -1, None) or (type(used) is int and used == int(value))
     else:
         with pytest.raises(ValueError, match=f"^{name} must be"):
             SamplingParams(**{name: value})
