@@ -21,7 +21,7 @@ from nanovllm.jobs.errors import JobFailedError
 from nanovllm.jobs.journal import replace, sync_folder, write_atomically
 
 SYNC_SECONDS = 1.0  # after which an answer survives a power cut; `kill -9` it survives at once
-ENCODER = json.JSONEncoder(ensure_ascii=False)
+ENCODER = json.JSONEncoder(ensure_ascii=False, default=str)
 INDEX = re.compile(rb'\{"(?:index": |id": "batch_req_)(\d+)')
 
 
@@ -194,12 +194,13 @@ def line_index(line: bytes) -> int | None:
 
 
 def to_line(record: dict[str, Any]) -> bytes:
-    """A record as a line of JSON; what is no character, half of a surrogate pair, as an escape."""
+    """A record as a line of JSON; what JSON has not, such as a date as an id, as its text, and what is no
+    character, half of a surrogate pair, as an escape."""
     text = ENCODER.encode(record) + "\n"
     try:
         return text.encode()
     except UnicodeEncodeError:
-        return json.dumps(record).encode() + b"\n"
+        return json.dumps(record, default=str).encode() + b"\n"
 
 
 def ordered_lines(path: Path, num_rows: int) -> Iterator[bytes]:

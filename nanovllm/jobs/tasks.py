@@ -120,7 +120,8 @@ class PlainFormat(RowFormat):
 
     def row_id(self, values: Values) -> Any:
         names = ("id", "custom_id") if self._where.id is None else (self._where.id,)
-        return next((values[name] for name in names if values.get(name) is not None), None)
+        found = (values.get(name) for name in names)
+        return next((each for each in found if each is not None and each == each), None)  # NaN is no id
 
     def answer(self, task: Task, output: RequestOutput) -> dict[str, Any]:
         texts = [each.text for each in output.outputs]

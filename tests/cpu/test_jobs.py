@@ -6,6 +6,8 @@ import json
 import resource
 import sys
 from collections.abc import Iterator
+from datetime import datetime, timezone
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -273,6 +275,23 @@ def test_other_formats_in_and_out(tmp_path: Path, ending: str) -> None:
         assert lines[4].replace("\t", ",") == "3,r3,9 None,stop,,,1,2,,"
     (tmp_path / f"out.{ending}.rows.jsonl").unlink()
     assert run(source, "-o", out) == 2
+
+
+def test_ids_of_parquet_that_json_has_not(tmp_path: Path) -> None:
+    pyarrow = import_pyarrow()
+    day = datetime(2020, 1, 2, tzinfo=timezone.utc)
+    for ids, found in (
+        ([day, None], ["2020-01-02 00:00:00+00:00", None]),
+        ([b"\xff", b"a"], [r"b'\xff'", "b'a'"]),
+        ([Decimal("1.5"), Decimal(2)], ["1.5", "2.0"]),
+        ([float("nan"), 2.0], [None, 2.0]),
+    ):
+        rows = [{"id": each, "prompt": "a"} for each in ids]
+        source, out = tmp_path / "in.parquet", tmp_path / "out.jsonl"
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), source)
+        assert run(source, "-o", out) == 0
+        assert [row["id"] for row in read_rows(out)] == found
+        out.unlink()
 
 
 def test_standard_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
