@@ -214,7 +214,9 @@ def test_an_input_that_changes_while_the_job_runs(tmp_path: Path, capsys: pytest
     assert run(source, "-o", out) == 2
 
 
-def test_ordered_output_is_in_order_at_every_moment(tmp_path: Path) -> None:
+def test_ordered_output_is_in_order_at_every_moment(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     rows: list[Any] = rows_of(300)
     rows[10] = {"prompt": ""}
     rows[200] = b"{\n"
@@ -236,6 +238,9 @@ def test_ordered_output_is_in_order_at_every_moment(tmp_path: Path) -> None:
 
     assert run(source, "-o", out, "--ordered", make_llm=Watching) == 130
     assert 0 < seen < 300
+    kept = read_rows(out)
+    num_bad = sum(row["error"] is not None for row in kept)
+    assert f" {len(kept)} rows, {num_bad} of them with an error" in capsys.readouterr().err
     assert run(source, "-o", out, "--ordered") == 1
     assert [row["index"] for row in read_rows(out)] == list(range(300))
     unordered = tmp_path / "unordered.jsonl"
