@@ -10,6 +10,7 @@ from datetime import datetime, timezone
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import jobs
 import pytest
@@ -140,9 +141,13 @@ def test_another_job_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[st
         (["-o", "in.jsonl"], "is the input"),
         (["-o", "out.jsonl", "--max-num-seqs", "0"], "max_num_seqs must be at least 1, not 0"),
         (["-o", "out.jsonl", "--template", "{"], "--template: the template '{'"),
-        (["-o", "out.jsonl", "--format", "csv", "--prompt-column", "q"], "has no column 'q'; it has"),
+        (["-o", "out.jsonl", "--format", "csv", "--prompt-column", "q"], "has no column 'q', but '"),
+        (
+            ["-o", "out.jsonl", "--prompt-column", "q"],
+            "rows have no column 'q', but 'custom_id', 'url'",
+        ),
         (["-o", "out.csv"], "an OpenAI batch is answered in a .jsonl file"),
-        (["-o", "out.jsonl", "--format", "csv"], "has no column 'prompt' or 'messages'; it has"),
+        (["-o", "out.jsonl", "--format", "csv"], "has no column 'prompt' or 'messages', but '"),
     ],
 )
 def test_what_cannot_run_is_refused_before_anything_is_written(
@@ -158,6 +163,36 @@ def test_what_cannot_run_is_refused_before_anything_is_written(
     assert run("in.jsonl", *argv) == 2
     assert error in capsys.readouterr().out
     assert files(tmp_path) == {"in.jsonl", "folder.jsonl"}
+
+
+def test_a_column_that_no_row_has_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = write_rows(tmp_path / "in.jsonl", [b"{\n", {"text": "a", "id": 1}, {"text": "b", "key": 2}])
+    assert run(source, "-o", tmp_path / "out.jsonl") == 2
+    assert "have no column 'prompt' or 'messages', but 'text', 'id', 'key': say" in capsys.readouterr().out
+    assert files(tmp_path) == {"in.jsonl"}
+    assert run(source, "-o", tmp_path / "out.jsonl", "--prompt-column", "text") == 1
+
+
+def test_an_output_that_is_a_link(tmp_path: Path) -> None:
+    """The file that it leads to is written, and a link it stays."""
+    source, link = write_rows(tmp_path / "in.jsonl", rows_of(100)), tmp_path / "link.jsonl"
+    (tmp_path / "there").mkdir()
+    link.symlink_to(tmp_path / "there" / "out.jsonl")
+    assert run(source, "-o", link) == 0
+    assert link.is_symlink() and len(read_rows(link)) == 100
+    assert files(tmp_path / "there") == {"out.jsonl", "out.jsonl.job.json"}
+    assert run(source, "-o", tmp_path / "there" / "out.jsonl") == 0, "by either name it is the same job"
+
+
+def test_an_unexpected_error_has_an_exit_code_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Such as that of a file system without locks."""
+    monkeypatch.setattr("fcntl.flock", Mock(side_effect=OSError(37, "No locks available")))
+    source = write_rows(tmp_path / "in.jsonl", rows_of(3))
+    argv = ["run", str(source), "-o", str(tmp_path / "out.jsonl"), "--model", jobs.demo_model_path()]
+    assert program.main(argv) == 4
+    assert "No locks available" in capsys.readouterr().err
 
 
 def test_an_output_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
