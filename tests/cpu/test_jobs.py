@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import resource
+import subprocess
 import sys
 from collections.abc import Iterator
 from datetime import datetime, timezone
@@ -344,8 +345,7 @@ def test_standard_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert files(tmp_path) == {"in.jsonl", "out.jsonl", "out.jsonl.job.json"}
 
 
-def test_a_full_disk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A limit on the size of files stands for the disk."""
+def test_a_file_that_may_grow_no_further(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, out = write_rows(tmp_path / "in.jsonl", rows_of(400)), tmp_path / "out.jsonl"
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     size = 0
@@ -360,6 +360,34 @@ def test_a_full_disk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         size = out.stat().st_size
     assert run(source, "-o", out) == 0
     assert [row["index"] for row in read_rows(out)] == list(range(400))
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "csv"])
+def test_a_full_disk(tmp_path: Path, ending: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A small tmpfs, which has no room for the journal, then for some rows, then for the last step."""
+    source, disk = write_rows(tmp_path / "in.jsonl", rows_of(400)), tmp_path / "disk"
+    disk.mkdir()
+    out, lines = disk / f"out.{ending}", disk / ("out.jsonl" if ending == "jsonl" else "out.csv.rows.jsonl")
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4k", "tmpfs", disk], capture_output=True)
+    if mounted.returncode:
+        pytest.skip(f"this user cannot mount a tmpfs: {mounted.stderr.decode().strip()}")
+    try:
+        (disk / "other").write_bytes(bytes(4096))
+        assert run(source, "-o", out) == 2
+        assert "cannot be written: No space left on device" in capsys.readouterr().out
+        assert files(disk) == {"other"}
+        (disk / "other").unlink()
+        for size, error in ((24, "left on device, after"), (64, "could not be finished: No space left")):
+            subprocess.run(["mount", "-o", f"remount,size={size}k", disk], check=True)
+            assert run(source, "-o", out) == 4
+            assert error in capsys.readouterr().err
+            assert lines.read_bytes().endswith(b"\n") and not list(disk.glob("*.tmp"))
+        assert len(read_rows(lines)) == 400
+        subprocess.run(["mount", "-o", "remount,size=1m", disk], check=True)
+        assert run(source, "-o", out) == 0
+        assert [row["index"] for row in read_rows(lines)] == list(range(400))
+    finally:
+        subprocess.run(["umount", disk], check=True)
 
 
 def test_a_line_that_does_not_reach_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -140,7 +140,8 @@ def test_kill_ctrl_c_and_sigterm(tmp_path: Path, engine: SharedLLM) -> None:
     undisturbed = tmp_path / "undisturbed.jsonl"
     assert run(source, "-o", undisturbed, "--sampling", SAMPLING, make_llm=engine) == 0
     lines = 0
-    for number, code in ((signal.SIGKILL, -9), (signal.SIGINT, 130), (signal.SIGTERM, 143)):
+    kills = [(signal.SIGKILL, -9)] * 3
+    for number, code in (*kills, (signal.SIGINT, 130), (signal.SIGTERM, 143)):
         with start(source, out) as process:
             wait_for_lines(process, out, lines + 5)
             if number is signal.SIGKILL:
