@@ -226,12 +226,13 @@ def test_an_openai_batch(tmp_path: Path, engine: SharedLLM) -> None:
 
 
 def test_a_report_has_charts_and_the_rows_without_answers(tmp_path: Path, engine: SharedLLM) -> None:
-    write_rows(tmp_path / "in.jsonl", [{"prompt": "What is 1 + 2?"}, b"{ broken\n"])
+    write_rows(tmp_path / "in.jsonl", [{"prompt": "What is 1 + 2?"}, *[b"{ broken\n"] * 205])
     page = tmp_path / "report.html"
     asked = [tmp_path / "in.jsonl", "-o", tmp_path / "out.jsonl", "--sampling", SAMPLING, "--report", page]
     assert run(*asked, make_llm=engine) == 1
     text = page.read_text()
     assert "<svg" in text and "it is not JSON" in text and "Error rows" in text
+    assert "<b>205</b><span>errors</span>" in text and "5 more are not shown" in text
     page.unlink()
     assert run(*asked, make_llm=engine) == 1, "nothing is left to run"
     assert not page.exists()
