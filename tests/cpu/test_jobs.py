@@ -476,6 +476,10 @@ def test_the_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     printed = capsys.readouterr().out
     assert "row 4: the prompt has 4000 tokens, and at most 1023 leave room" in printed or "row 4" in printed
     assert f"{source}: 37 rows, 34 bad" in printed
+    several = write_rows(tmp_path / "n.jsonl", [{"prompt": "a", "sampling_params": {"n": 2}}])
+    own = ["--override-generation-config", '{"temperature": 0}']
+    assert program.main(["check", str(several), "--model", jobs.demo_model_path(), *own]) == 1
+    assert "n must be 1 with temperature=0" in capsys.readouterr().out, "as a run with this model says"
     assert program.main(["check", str(tmp_path / "none.jsonl")]) == 2
     assert program.main(["version"]) == 0
     printed = capsys.readouterr().out
