@@ -225,6 +225,14 @@ def test_an_openai_batch(tmp_path: Path, engine: SharedLLM) -> None:
     assert found[11]["response"]["body"]["usage"]["completion_tokens"] == 1
 
 
+def test_what_is_wrong_with_a_conversation_names_no_other_row(tmp_path: Path, engine: SharedLLM) -> None:
+    bad = b'{"id": 1e400, "messages": [{"role": "\\ud800", "content": "a"}]}\n'
+    source = write_rows(tmp_path / "in.jsonl", [{"messages": chat("Hi")}, bad])
+    assert run(source, "-o", tmp_path / "out.jsonl", "--sampling", SAMPLING, make_llm=engine) == 1
+    row = read_rows(tmp_path / "out.jsonl")[1]
+    assert row["error"].startswith("the conversation has a lone surrogate") and row["id"] is None
+
+
 def test_a_report_has_charts_and_the_rows_without_answers(tmp_path: Path, engine: SharedLLM) -> None:
     write_rows(tmp_path / "in.jsonl", [{"prompt": "What is 1 + 2?"}, *[b"{ broken\n"] * 205])
     page = tmp_path / "report.html"
