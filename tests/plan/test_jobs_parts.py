@@ -555,6 +555,19 @@ def test_error_rows_can_be_dropped(tmp_path: Path) -> None:
     output.close()
 
 
+def test_no_room_to_drop_lines_leaves_the_output_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "out.jsonl"
+    write_all(path, row(0, "bad"), row(1))
+    before = path.read_bytes()
+    with monkeypatch.context() as patch:
+        patch.setattr("os.fsync", Mock(side_effect=[None, OSError(28, "No space left on device")]))
+        with pytest.raises(OSError, match="No space left"):
+            Output(path, drop_errors=True)
+    assert path.read_bytes() == before and [each.name for each in tmp_path.iterdir()] == ["out.jsonl"]
+
+
 def test_a_line_that_does_not_fit_leaves_no_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "out.jsonl"
     output = Output(path)
