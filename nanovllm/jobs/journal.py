@@ -171,6 +171,13 @@ def _lock(path: Path, output: Path) -> int:
             ) from None
         except FileNotFoundError:
             pass
+        except OSError as error:
+            os.close(descriptor)
+            path.unlink(missing_ok=True)
+            raise JobRefusedError(
+                f"{path} cannot be locked: {error.strerror}; choose an -o on a file system with locks, such "
+                "as a local disk"
+            ) from None
         os.close(descriptor)  # the one that held it has just deleted it
 
 

@@ -188,12 +188,20 @@ def test_an_output_that_is_a_link(tmp_path: Path) -> None:
 def test_an_unexpected_error_has_an_exit_code_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Such as that of a file system without locks."""
-    monkeypatch.setattr("fcntl.flock", Mock(side_effect=OSError(37, "No locks available")))
+    monkeypatch.setattr("nanovllm.jobs.run.open_job", Mock(side_effect=OSError(5, "Input/output error")))
     source = write_rows(tmp_path / "in.jsonl", rows_of(3))
     argv = ["run", str(source), "-o", str(tmp_path / "out.jsonl"), "--model", jobs.demo_model_path()]
     assert program.main(argv) == 4
-    assert "No locks available" in capsys.readouterr().err
+    assert "Input/output error" in capsys.readouterr().err
+
+
+def test_a_file_system_without_locks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("fcntl.flock", Mock(side_effect=OSError(37, "No locks available")))
+    assert run(write_rows(tmp_path / "in.jsonl", rows_of(3)), "-o", tmp_path / "out.jsonl") == 2
+    assert "out.jsonl.lock cannot be locked: No locks available; choose an -o on" in capsys.readouterr().out
+    assert files(tmp_path) == {"in.jsonl"}
 
 
 def test_an_output_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
