@@ -117,10 +117,10 @@ def write_to_output(write: Any) -> Any:
     return lambda descriptor, data: (write if data.startswith(b'{"index"') else real)(descriptor, data)
 
 
-def start(source: Path, out: Path) -> subprocess.Popen[str]:
+def start(source: Path, out: Path, *more: str) -> subprocess.Popen[str]:
     """The job as a process of its own."""
     argv = [sys.executable, "-m", "nanovllm", "run", str(source), "-o", str(out), "--sampling", SAMPLING]
-    argv += ["--model", demo_model_path(), "--device", "cpu", "--max-num-seqs", "4"]
+    argv += ["--model", demo_model_path(), "--device", "cpu", "--max-num-seqs", "4", *more]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     return subprocess.Popen(argv, env=env, stderr=subprocess.PIPE, text=True)
 
@@ -160,6 +160,22 @@ def test_kill_ctrl_c_and_sigterm(tmp_path: Path, engine: SharedLLM) -> None:
         "in.jsonl",
         *("out.jsonl", "out.jsonl.job.json", "undisturbed.jsonl", "undisturbed.jsonl.job.json"),
     }
+
+
+def test_a_job_goes_on_when_a_replica_is_killed(tmp_path: Path, engine: SharedLLM) -> None:
+    source, out = write_rows(tmp_path / "in.jsonl", mixed_rows(300)), tmp_path / "out.jsonl"
+    undisturbed = tmp_path / "undisturbed.jsonl"
+    assert run(source, "-o", undisturbed, "--sampling", SAMPLING, make_llm=engine) == 1
+    with start(source, out, "--data-parallel-size", "2") as process:
+        wait_for_lines(process, out, 40)
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        replicas = [pid for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        assert len(replicas) == 2
+        os.kill(int(replicas[0]), signal.SIGKILL)
+        _, printed = process.communicate(timeout=120)
+    assert process.returncode == 1, printed
+    assert "was killed by SIGKILL" in printed and "it is started again" in printed
+    assert out.read_bytes() == undisturbed.read_bytes()
 
 
 def test_answers_are_those_of_generate(tmp_path: Path, engine: SharedLLM) -> None:
