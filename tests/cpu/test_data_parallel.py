@@ -292,7 +292,9 @@ def test_a_report_of_all_replicas(two: ReplicatedLLM) -> None:
     stats = two.stats()
     assert cells["Devices"] == "2 x cpu" and cells["Requests"] == str(stats.num_requests)
     assert cells["Output tokens"] == f"{stats.num_output_tokens:,}" and stats.num_output_tokens >= 8 * 12
-    assert sum(point.num_context_tokens for point in stats.timeline()) > stats.num_decoded_tokens
+    points = stats.timeline()
+    assert sum(point.num_context_tokens for point in points) > stats.num_decoded_tokens
+    assert OPTIONS["max_num_seqs"] < max(point.num_running for point in points), "those of both are counted"
 
 
 def test_prompts_that_begin_alike_meet_on_one_replica(two: ReplicatedLLM) -> None:
