@@ -362,6 +362,7 @@ class LLM(ResidentEngine):
 
         def next_tokens(beams: Sequence[list[int]]) -> list[Mapping[int, Logprob]]:
             outputs = self.generate(beams, likeliest, use_tqdm)
+            raise_first([RuntimeError(output.error) for output in outputs if output.error])
             return [(output.outputs[0].logprobs or [{}])[0] for output in outputs]
 
         ends, longest = self._processor.eos_token_ids, self._scheduler.max_model_len

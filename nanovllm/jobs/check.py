@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import xxhash
 
 from nanovllm.config import Config
-from nanovllm.engine.generation_config import read_generation_config
+from nanovllm.engine.generation_config import overridden, read_generation_config, recommended_params
 from nanovllm.engine.startup import find_model, find_tokenizer, resolve_max_model_len
 from nanovllm.errors import NanoVLLMError
 from nanovllm.jobs.arguments import engine_options
@@ -26,6 +26,7 @@ from nanovllm.jobs.rendering import Renderer
 from nanovllm.jobs.sources import Source
 from nanovllm.jobs.tasks import RowFormat, Task
 from nanovllm.models.loader import load_model_config
+from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.processor import Processor
 from nanovllm.text.prompts import Prompt, parse_prompt
 from nanovllm.text.rows import BadRow, attempt
@@ -42,7 +43,10 @@ class Problem(NamedTuple):
 
 
 class Lengths:
-    """Checks the prompts of tasks with a model's tokenizer, and what their parameters mean to it."""
+    """Checks the prompts of tasks with a model's tokenizer, and what their parameters mean to it.
+
+    params: what the model's generation_config.json recommends.
+    """
 
     def __init__(self, model: str, options: dict[str, Any], template: dict[str, Any]) -> None:
         """options: of LLM. JobRefusedError when there is no such model, or an option is wrong."""
@@ -51,6 +55,8 @@ class Lengths:
             path = find_model(config)
             generation = read_generation_config(config.generation_config, path)
             model_config = load_model_config(path, generation, config.hf_overrides)
+            changes = config.override_generation_config or {}
+            self.params = recommended_params(overridden(generation, config.generation_config, changes))
             self.limit = resolve_max_model_len(config.max_model_len, model_config)
             tokenizer = find_tokenizer(config, path)
         except (NanoVLLMError, TypeError, ValueError) as error:
@@ -84,15 +90,19 @@ def main(args: argparse.Namespace) -> int:
     """Print what is wrong with each file; return 0 when nothing is, 1 for bad rows, 2 for a bad file."""
     options = engine_options(args)
     lengths = Lengths(args.model, options, args.chat_template_kwargs) if args.model else None
+    try:
+        params = make_params(args.sampling, None if lengths is None else lengths.params)
+    except (TypeError, ValueError) as error:
+        raise JobRefusedError(f"--sampling and the model's generation_config.json: {error}") from None
     args.input = ""
-    codes = [_check(args, path, lengths) for path in args.inputs]
+    codes = [_check(args, path, params, lengths) for path in args.inputs]
     return max(codes)
 
 
-def _check(args: argparse.Namespace, path: Path, lengths: Lengths | None) -> int:
+def _check(args: argparse.Namespace, path: Path, params: SamplingParams, lengths: Lengths | None) -> int:
     try:
         source, is_batch = open_job(args, path)
-        row_format = make_format(args, is_batch, make_params(args.sampling), 0)
+        row_format = make_format(args, is_batch, params, 0)
         found = _Findings()
         for problem in _problems(source, row_format, lengths, found):
             found.num_bad += 1
@@ -104,7 +114,7 @@ def _check(args: argparse.Namespace, path: Path, lengths: Lengths | None) -> int
     if found.num_bad > SHOWN:
         print(f"{path}: and {found.num_bad - SHOWN:,} rows more")
     twice = found.ids_that_come_twice()
-    kind = "an OpenAI batch" if is_batch else "rows"
+    kind = "rows of an OpenAI batch" if is_batch else "rows"
     print(f"{path}: {found.num_rows:,} {kind}, {found.num_bad:,} bad" + twice)
     return ERROR_ROWS if found.num_bad or twice or not found.num_rows else ANSWERED
 

@@ -12,7 +12,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from itertools import islice
 from pathlib import Path
@@ -43,7 +43,7 @@ MAY_CHANGE = {
     "kv_cache_memory_bytes",
     "download_dir",
 }
-LOOKED_AT = 100  # rows, to tell an OpenAI batch
+LOOKED_AT = 100  # rows of JSON, to tell an OpenAI batch and a column that no row has
 PACKAGES = ("nanovllm", "torch", "transformers", "tokenizers", "triton", "numpy")
 
 
@@ -65,7 +65,9 @@ def input_file(args: argparse.Namespace) -> Iterator[Path]:
 
 
 def check_output(args: argparse.Namespace) -> None:
-    """Raise JobRefusedError when the output can be no output."""
+    """Raise JobRefusedError when the output can be no output. Of a link, take what it leads to."""
+    if args.output.is_symlink():
+        args.output = args.output.resolve()
     output: Path = args.output
     if output.suffix.lower() not in ENDINGS:
         raise JobRefusedError(f"-o {output}: its ending must be one of {', '.join(ENDINGS)}")
@@ -100,10 +102,13 @@ def open_job(args: argparse.Namespace, path: Path) -> tuple[Source, bool]:
     except ValueError as error:
         raise JobRefusedError(f"--template: {error}") from None
     if source.columns is not None:
-        _check_columns(source.columns, plain.needed, path)
-    is_batch = source.columns is None and not plain.needed and _is_batch(source)
-    if not is_batch:
+        _check_columns(source.columns, plain.needed, f"{path} has")
         source.wanted = plain.columns
+        return source, False
+    columns, is_batch = _first_columns(source)
+    is_batch = is_batch and not plain.needed
+    if columns and not is_batch:
+        _check_columns(columns, plain.needed, f"{path}: the first {LOOKED_AT} rows have")
     return source, is_batch
 
 
@@ -160,23 +165,25 @@ def versions(more: tuple[str, ...] = ()) -> dict[str, str]:
     return found
 
 
-def _check_columns(columns: list[str], needed: list[str], path: Path) -> None:
+def _check_columns(columns: list[str], needed: list[str], where: str) -> None:
     names = ", ".join(map(repr, columns)) or "none"
     for name in needed:
         if name not in columns:
-            raise JobRefusedError(f"{path} has no column {name!r}; it has {names}")
+            raise JobRefusedError(f"{where} no column {name!r}, but {names}")
     if not needed and not {"prompt", "messages"} & set(columns):
         raise JobRefusedError(
-            f"{path} has no column 'prompt' or 'messages'; it has {names}: say which one with "
-            "--prompt-column, --messages-column or --template"
+            f"{where} no column 'prompt' or 'messages', but {names}: say which one with --prompt-column, "
+            "--messages-column or --template"
         )
 
 
-def _is_batch(source: Source) -> bool:
-    """Whether the first row that can be read is one of an OpenAI batch."""
+def _first_columns(source: Source) -> tuple[list[str], bool]:
+    """The columns of the first rows that can be read, and whether the first one is of an OpenAI batch."""
+    columns: dict[str, None] = {}
+    is_batch = False
     for row in islice(source.rows(), LOOKED_AT):
-        try:
-            return looks_like_batch(row.values())
-        except ValueError:
-            continue
-    return False
+        with suppress(ValueError):
+            values = row.values()
+            is_batch = is_batch or (not columns and looks_like_batch(values))
+            columns |= dict.fromkeys(values)
+    return list(columns), is_batch

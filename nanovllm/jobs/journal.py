@@ -9,7 +9,7 @@ import fcntl
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -142,8 +142,9 @@ def locked(output: Path) -> Iterator[None]:
     path = output.with_name(output.name + ".lock")
     descriptor = _lock(path, output)
     try:
-        os.truncate(descriptor, 0)
-        os.write(descriptor, f"{os.getpid()}\n".encode())
+        with suppress(OSError):  # on a full disk the journal's error is the clearer one
+            os.truncate(descriptor, 0)
+            os.write(descriptor, f"{os.getpid()}\n".encode())
         yield
     finally:
         path.unlink(missing_ok=True)
@@ -170,6 +171,13 @@ def _lock(path: Path, output: Path) -> int:
             ) from None
         except FileNotFoundError:
             pass
+        except OSError as error:
+            os.close(descriptor)
+            path.unlink(missing_ok=True)
+            raise JobRefusedError(
+                f"{path} cannot be locked: {error.strerror}; choose an -o on a file system with locks, such "
+                "as a local disk"
+            ) from None
         os.close(descriptor)  # the one that held it has just deleted it
 
 

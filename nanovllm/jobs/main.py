@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import importlib
 import sys
+import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 
 from nanovllm.jobs.arguments import parse_args
-from nanovllm.jobs.errors import INTERRUPTED, REFUSED, JobRefusedError
+from nanovllm.jobs.errors import FAILED, INTERRUPTED, REFUSED, JobRefusedError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -23,4 +25,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return REFUSED
     except KeyboardInterrupt:
         return INTERRUPTED
+    except Exception:  # Python's own exit code, 1, has another meaning
+        with suppress(OSError):
+            traceback.print_exc()
+        return FAILED
     return code

@@ -43,8 +43,6 @@ ALL_THAT_FIT = {"max_tokens": None}  # what OpenAI does without a number
 class OpenAIFormat(RowFormat):
     """`model` names the model in answers whose body names none."""
 
-    is_openai = True
-
     def __init__(self, params: ParamsMaker, model: str) -> None:
         super().__init__(params)
         self._model = model

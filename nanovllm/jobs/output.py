@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm.jobs.errors import JobFailedError
-from nanovllm.jobs.journal import replace, sync_folder, write_atomically
+from nanovllm.jobs.journal import sync_folder, write_atomically
 
 SYNC_SECONDS = 1.0  # after which an answer survives a power cut; `kill -9` it survives at once
-ENCODER = json.JSONEncoder(ensure_ascii=False)
+ENCODER = json.JSONEncoder(ensure_ascii=False, default=str)
 INDEX = re.compile(rb'\{"(?:index": |id": "batch_req_)(\d+)')
 
 
@@ -141,20 +141,18 @@ class Output:
         return None if drop_errors and record.get("error") is not None else (index, record)
 
     def _rewrite_without_dropped(self, drop_errors: bool) -> None:
-        temporary = self.path.with_name(self.path.name + ".tmp")
-        kept = IndexSet()
-        self.finished = kept
-        with self.path.open("rb") as file, temporary.open("wb") as out:
+        self.finished = IndexSet()
+        write_atomically(self.path, self._kept_lines(drop_errors))
+        os.close(self._descriptor)
+        self._descriptor = os.open(self.path, os.O_RDWR | os.O_APPEND)
+
+    def _kept_lines(self, drop_errors: bool) -> Iterator[bytes]:
+        with self.path.open("rb") as file:
             for line in file:
                 record = self._parse(line, drop_errors)
                 if record is not None:
-                    kept.add(record[0])
-                    out.write(line)
-            out.flush()
-            os.fsync(out.fileno())
-        replace(temporary, self.path)
-        os.close(self._descriptor)
-        self._descriptor = os.open(self.path, os.O_RDWR | os.O_APPEND)
+                    self.finished.add(record[0])
+                    yield line
 
 
 class _Sync:
@@ -194,12 +192,13 @@ def line_index(line: bytes) -> int | None:
 
 
 def to_line(record: dict[str, Any]) -> bytes:
-    """A record as a line of JSON; what is no character, half of a surrogate pair, as an escape."""
+    """A record as a line of JSON; what JSON has not, such as a date as an id, as its text, and what is no
+    character, half of a surrogate pair, as an escape."""
     text = ENCODER.encode(record) + "\n"
     try:
         return text.encode()
     except UnicodeEncodeError:
-        return json.dumps(record).encode() + b"\n"
+        return json.dumps(record, default=str).encode() + b"\n"
 
 
 def ordered_lines(path: Path, num_rows: int) -> Iterator[bytes]:

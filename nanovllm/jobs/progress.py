@@ -53,7 +53,8 @@ class JobProgress:
         self.rows_read = 0
         self.prompt_tokens = self.output_tokens = 0
         self.reasons: Counter[str] = Counter()
-        self.first_errors: list[tuple[int, str]] = []  # (row, why) of this run, for its report
+        self.num_refused = 0  # rows of this run without an answer
+        self.first_errors: list[tuple[int, str]] = []  # (row, why), for the report
 
     def step(self, stats: StepStats) -> None:
         """Take in a step of the engine."""
@@ -77,6 +78,7 @@ class JobProgress:
 
     def refused(self, index: int, message: str) -> None:
         """Note why a row has no answer."""
+        self.num_refused += 1
         if len(self.first_errors) < KEPT_ERRORS:
             self.first_errors.append((index, message))
 

@@ -5,6 +5,7 @@ Works on some tasks at once, because a tokenizer is faster that way. Keeps none.
 
 from __future__ import annotations
 
+import re
 from array import array
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -94,6 +95,4 @@ def as_prompt(prompt: str | array[int]) -> dict[str, Any]:
 
 def _without_number(error: BadRow) -> BadRow:
     """The error without the conversation's number in its call, which is not that of its row."""
-    first, colon, rest = str(error).partition(": ")
-    is_number = first.startswith("conversation ") and first.removeprefix("conversation ").isdigit()
-    return type(error)(rest) if colon and is_number else error
+    return type(error)(re.sub(r"^conversation \d+", "the conversation", str(error)))

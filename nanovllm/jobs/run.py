@@ -158,7 +158,12 @@ def _reported(job: Job, llm: Any, progress: JobProgress) -> Iterator[None]:
             facts = {"Input": job.source.path, "Output": job.args.output, "Error rows": progress.errors}
             try:
                 write_report(
-                    path, llm, errors=progress.first_errors, gpu=gpu, title="nanovllm run", facts=facts
+                    path,
+                    llm,
+                    errors=progress.first_errors,
+                    num_errors=progress.num_refused,
+                    gpu=gpu,
+                    facts=facts,
                 )
             except (OSError, ValueError) as error:
                 say(f"{path} could not be written: {error}")

@@ -137,7 +137,7 @@ class JobRunner:
                     self._refuse(task.index, task.id, output.error.replace(place, "the prompt"))
                 else:
                     self._progress.answered(output)
-                    self._write(task.index, self._format.answer(task, output), is_error=False)
+                    self._write(task.index, self._format.answer(task, output))
 
     def _embed(self, llm: Engine, tasks: Iterator[Task]) -> None:
         while some := list(islice(tasks, EMBEDDED)):
@@ -153,21 +153,24 @@ class JobRunner:
                     self._refuse(task.index, task.id, str(error).replace(f"prompts[{number}]", "the input"))
                 else:
                     self._progress.embedded(found)
-                    self._write(task.index, self._format.embeddings(task, found), is_error=False)
+                    self._write(task.index, self._format.embeddings(task, found))
 
     def _refuse(self, index: int, row_id: Any, message: str) -> None:
         self._progress.refused(index, message)
-        self._write(index, self._format.error(index, row_id, message), is_error=True)
-        self.check_errors()
+        self._write(index, self._format.error(index, row_id, message))
 
-    def _write(self, index: int, record: dict[str, Any], is_error: bool) -> None:
+    def _write(self, index: int, record: dict[str, Any]) -> None:
         """Write the line of a row, with `ordered` when its turn has come."""
-        self._progress.written(is_error)
         if not self._options.ordered:
-            self._output.write(index, record)
+            self._append(index, record)
             return
         self._held[index] = record
         while self._next in self._held or self._next in self._output.finished:
             if self._next in self._held:
-                self._output.write(self._next, self._held.pop(self._next))
+                self._append(self._next, self._held.pop(self._next))
             self._next += 1
+
+    def _append(self, index: int, record: dict[str, Any]) -> None:
+        self._output.write(index, record)
+        self._progress.written(is_error=record["error"] is not None)
+        self.check_errors()

@@ -11,7 +11,7 @@ import csv
 import json
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn, TypeAlias
@@ -95,11 +95,21 @@ def open_source(path: Path, format: str) -> Source:
             )
         format = ENDINGS[ending]
     try:
+        if path.exists() and not path.is_file():
+            raise JobRefusedError(
+                f"{path} is no regular file, and a job reads its input twice; name a file, or pass - and "
+                "give the rows to standard input"
+            )
         with path.open("rb") as file:
-            start = file.read(4)
+            start = file.read(64)
         for mark, name in WRONG_MARKS.items():
             if start.startswith(mark):
                 raise JobRefusedError(f"{path} is {name}, and UTF-8 text is read; convert it first")
+        if format == "jsonl" and start.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
+            raise JobRefusedError(
+                f"{path} is a JSON array, and an object on every line is read; convert it, for example with "
+                "`jq -c '.[]'`"
+            )
         if format == "parquet":
             return ParquetSource(path)
         if format in ("csv", "tsv"):
@@ -127,12 +137,17 @@ class JSONLinesSource(Source):
 
 
 class CSVSource(Source):
-    """Comma- or tab-separated values in UTF-8; the first row names the columns. Blank lines are no rows."""
+    """Comma- or tab-separated values in UTF-8; the first row names the columns. Blank lines are no rows.
+
+    A quote that is not closed, or stands alone within a quoted field, makes an error row, and no text.
+    """
 
     def __init__(self, path: Path, delimiter: str) -> None:
         super().__init__(path)
         self._delimiter = delimiter
-        self._is_long = False  # whether a line of the row that is being read was cut off
+        # Of the row that is being read: whether a line was cut off, and where its first line ends.
+        self._is_long = False
+        self._first_line_end: int | None = None
         csv.field_size_limit(MAX_ROW_BYTES)
         with self.path.open("rb") as file:
             first = next(self._reader(file), [])
@@ -165,27 +180,40 @@ class CSVSource(Source):
         return dict(zip(columns, fields, strict=True))
 
     def _reader(self, file: BinaryIO) -> Iterator[list[str] | ValueError]:
-        """Rows of fields. After an error the reader begins anew with the next line."""
-        reader = csv.reader(self._decoded(file), delimiter=self._delimiter)
+        """Rows of fields. After a bad row the next one begins behind its first line, so that a quote that is
+        not closed takes no other row with it."""
+        if file.read(len(codecs.BOM_UTF8)) != codecs.BOM_UTF8:
+            file.seek(0)
         while True:
-            self._is_long = False
+            error = yield from self._good_rows(file)
+            if error is None:
+                return
+            file.seek(self._first_line_end or 0)
+            yield error
+
+    def _good_rows(self, file: BinaryIO) -> Generator[list[str], None, ValueError | None]:
+        """Rows up to the end or a bad one, of which the error is returned."""
+        reader = csv.reader(self._decoded(file), delimiter=self._delimiter, strict=True)
+        while True:
+            self._is_long, self._first_line_end = False, None
             try:
                 fields = next(reader)
             except StopIteration:
-                return
+                return None
             except csv.Error as error:
-                yield _too_long() if self._is_long else ValueError(f"it is not CSV: {error}")
-                continue
+                if not self._is_long:
+                    return ValueError(f"it is not CSV: {error}; close every quote, and double those inside")
             if self._is_long:
-                yield _too_long()
-            elif fields:
+                return _too_long()
+            if fields:
                 yield fields
 
     def _decoded(self, file: BinaryIO) -> Iterator[str]:
-        for number, line in enumerate(_lines(file)):
-            text = line.decode("utf-8", "surrogateescape")
+        for line in _lines(file):
             self._is_long = self._is_long or len(line) > MAX_ROW_BYTES
-            yield text.removeprefix("\ufeff") if number == 0 else text
+            if self._first_line_end is None:
+                self._first_line_end = file.tell()
+            yield line.decode("utf-8", "surrogateescape")
 
 
 class ParquetSource(Source):
@@ -242,10 +270,10 @@ def parse_json_line(line: bytes) -> Values:
 def _lines(file: BinaryIO) -> Iterator[bytes]:
     """The lines of a file; of one that is too long its beginning, a byte more than there may be."""
     while line := file.readline(MAX_ROW_BYTES + 1):
-        yield line
         rest = line
         while len(rest) > MAX_ROW_BYTES and not rest.endswith(b"\n"):
             rest = file.readline(MAX_ROW_BYTES + 1)
+        yield line
 
 
 def _too_long() -> ValueError:

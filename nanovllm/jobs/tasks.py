@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import isfinite
 from string import Formatter
 from typing import Any, Literal, TypeAlias
 
@@ -49,7 +50,6 @@ class RowFormat(ABC):
     """Reads rows as tasks, and writes answers as dictionaries for JSON."""
 
     columns: set[str] | None = None  # that are used, where the rows' own keys do not decide
-    is_openai = False
 
     def __init__(self, params: ParamsMaker) -> None:
         self.params = params
@@ -120,7 +120,8 @@ class PlainFormat(RowFormat):
 
     def row_id(self, values: Values) -> Any:
         names = ("id", "custom_id") if self._where.id is None else (self._where.id,)
-        return next((values[name] for name in names if values.get(name) is not None), None)
+        ids = [values[name] for name in names if values.get(name) is not None]
+        return next((each for each in ids if not isinstance(each, float) or isfinite(each)), None)
 
     def answer(self, task: Task, output: RequestOutput) -> dict[str, Any]:
         texts = [each.text for each in output.outputs]

@@ -142,10 +142,7 @@ class ReplicatedEngine(LLMEngine):
 
     def stats(self) -> EngineStats:
         """As of any engine, all replicas together. Seconds are a replica's share of those that all took."""
-        last = list(self._last_stats.values())
-        running = sum(each.num_running for each in last)
-        waiting = sum(each.num_waiting for each in last)
-        return self._counters.snapshot(len(self._requests), running, waiting, self._kv_cache_usage)
+        return self._counters.snapshot(len(self._requests), *self._running_and_waiting, self._kv_cache_usage)
 
     # -- inside ------------------------------------------------------------------------------------------
 
@@ -154,6 +151,12 @@ class ReplicatedEngine(LLMEngine):
         """The mean of the replicas'."""
         usage = [each.kv_cache_usage for each in self._last_stats.values()]
         return sum(usage) / self.config.data_parallel_size
+
+    @property
+    def _running_and_waiting(self) -> tuple[int, int]:
+        """How many sequences of all replicas there are of each, as they told last."""
+        last = self._last_stats.values()
+        return sum(each.num_running for each in last), sum(each.num_waiting for each in last)
 
     def _current_device(self) -> AbstractContextManager[object]:
         return nullcontext()
@@ -190,7 +193,14 @@ class ReplicatedEngine(LLMEngine):
             return outputs, None
         self._last_stats[arrival.replica] = stats
         self._counters.planned(self._kv_cache_usage)
-        share = replace(stats, seconds=stats.seconds / self.config.data_parallel_size)
+        running, waiting = self._running_and_waiting
+        share = replace(
+            stats,
+            seconds=stats.seconds / self.config.data_parallel_size,
+            num_running=running,
+            num_waiting=waiting,
+            kv_cache_usage=self._kv_cache_usage,
+        )
         self._counters.record(share, perf_counter())
         if self.on_step is not None:
             self.on_step(stats)

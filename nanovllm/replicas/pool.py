@@ -13,6 +13,7 @@ from collections.abc import Callable
 from functools import partial
 from multiprocessing import connection, current_process
 from multiprocessing.process import BaseProcess
+from time import monotonic
 from typing import Any, NamedTuple
 
 from nanovllm.engine.stats import StepStats
@@ -31,6 +32,8 @@ logger = logging.getLogger("nanovllm")
 MAX_RUNS = 3  # of a request whose replica ends meanwhile; the last time it runs alone
 MAX_FAILURES = 3  # of a replica in a row, without an answer in between
 POLL_SECONDS = 0.1
+HANG_SECONDS = 600.0  # without a word of a replica that has requests: it hangs; no step takes so long
+ABORT_SECONDS = 30.0  # the same when it is told to abort requests, which it does after a step
 LOOK_AHEAD = 8  # times max_num_seqs: how many requests the router chooses among
 
 
@@ -121,7 +124,7 @@ class Replicas:
                 member = next((each for each in self._members if request_id in each.requests), None)
                 if member is None:
                     return None
-                if self._call(member, "abort", request_id):
+                if self._call(member, "abort", request_id, seconds=ABORT_SECONDS):
                     member.drop(request_id)
                     output: RequestOutput | None = self._replies.pop(member.number)
                     return output
@@ -147,7 +150,7 @@ class Replicas:
             for member in self._members:
                 if member.requests:
                     member.forget_requests()
-                    if self._call(member, "abort_all"):
+                    if self._call(member, "abort_all", seconds=ABORT_SECONDS):
                         self._replies.pop(member.number)
             self._arrivals.clear()
 
@@ -257,11 +260,15 @@ class Replicas:
     def _receive(self) -> None:
         """Take in what has come; wait a little for it."""
         running = [member for member in self._members if member.process is not None]
+        began = monotonic()
         ready = connection.wait([member.pipe for member in running], POLL_SECONDS)
+        waited = min(monotonic() - began, POLL_SECONDS)  # more is the time that this process was stopped
         for member in running:
-            if member.pipe in ready:
-                with held_interrupts():
+            with held_interrupts():
+                if member.pipe in ready:
                     self._receive_from(member)
+                elif member.silent_for(waited) > HANG_SECONDS:
+                    self._take_down_hanging(member, HANG_SECONDS)
 
     def _receive_from(self, member: ReplicaProcess) -> None:
         try:
@@ -269,6 +276,7 @@ class Replicas:
         except (EOFError, OSError):
             self._take_down(member)
             return
+        member.silent_seconds = 0.0
         if isinstance(message, Report):
             member.hear(message.num_received, message.num_waiting_tokens)
             outputs = [each for each in message.outputs if member.drop(int(each.request_id)) is not None]
@@ -284,18 +292,25 @@ class Replicas:
         else:
             member.failure = message
 
-    def _call(self, member: ReplicaProcess, method: str, *args: object) -> bool:
-        """Call a method of a replica and wait for its reply; False when the replica is down or ends."""
+    def _call(self, member: ReplicaProcess, method: str, *args: object, seconds: float | None = None) -> bool:
+        """Call a method of a replica and wait for its reply; False when the replica is down or ends, or says
+        nothing for `seconds`, which ends it."""
         if not member.is_ready:
             return False
         process = member.process
         member.send(Call(method, args))
         while member.number not in self._replies:
-            connection.wait([member.pipe])
-            self._receive_from(member)
+            if connection.wait([member.pipe], seconds):
+                self._receive_from(member)
+            else:
+                self._take_down_hanging(member, seconds)
             if member.process is not process:
                 return False
         return True
+
+    def _take_down_hanging(self, member: ReplicaProcess, seconds: float | None) -> None:
+        member.failure = Failure(WorkerError, f"it hung, without a word for {seconds:g} s, and was killed")
+        self._take_down(member)
 
     def _take_down(self, member: ReplicaProcess) -> None:
         """A replica has ended: see to its requests, and start it again unless that has failed too often."""

@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from contextlib import suppress
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from socket import SO_SNDTIMEO, SOL_SOCKET, socket
+from struct import pack
 
 from nanovllm.replicas.replica import Failure, ReplicaSetup, replica_main
 from nanovllm.text.request import Request
 from nanovllm.workers.watch import how_it_ended
 from nanovllm.workers.worker import no_main_module, sigint_blocked
+
+SEND_SECONDS = 30  # for a message; a thread of the replica reads at all times
 
 
 class ReplicaProcess:
@@ -33,6 +36,7 @@ class ReplicaProcess:
         self.requests: dict[int, Request] = {}  # in flight, by id
         self.is_exclusive = False  # what is in flight must run alone
         self.cost = 0.0  # of all that is in flight
+        self.silent_seconds = 0.0  # that were waited for a message of it
         self._num_seqs = 0  # in flight
         self._num_sent = 0  # requests
         self._on_the_way: deque[int] = deque()  # the prompt tokens of each request that it has not received
@@ -51,6 +55,8 @@ class ReplicaProcess:
         )
         with no_main_module(), sigint_blocked():
             self.process.start()
+        with socket(fileno=os.dup(self.pipe.fileno())) as end:
+            end.setsockopt(SOL_SOCKET, SO_SNDTIMEO, pack("ll", SEND_SECONDS, 0))
         theirs.close()  # the replica's copy is the only one: its end is the pipe's end
         self.is_ready = False
         self._num_sent = self._num_waiting_tokens = self._num_tokens_on_the_way = 0
@@ -97,10 +103,21 @@ class ReplicaProcess:
             self._num_tokens_on_the_way -= self._on_the_way.popleft()
         self._num_waiting_tokens = num_waiting_tokens
 
+    def silent_for(self, seconds: float) -> float:
+        """Count seconds without a message of the replica; return how many there are in a row in which it
+        should have sent one: it has requests."""
+        self.silent_seconds = self.silent_seconds + seconds if self.is_ready and self.requests else 0.0
+        return self.silent_seconds
+
     def send(self, message: object) -> None:
-        """Send; what a replica cannot receive any more is lost with it."""
-        with suppress(OSError):  # its end is noticed when it is read from
+        """Send; what a replica cannot receive any more is lost with it. One that does not read is killed."""
+        try:
             self.pipe.send(message)
+        except BlockingIOError:
+            assert self.process is not None
+            self.process.kill()
+        except OSError:
+            pass  # its end is noticed when it is read from
 
     def end(self, seconds: float) -> None:
         """Wait for the process to end, and kill it when it has not in time; close the pipe."""

@@ -48,20 +48,22 @@ def write_report(
     llm: LLMEngine,
     *,
     errors: Iterable[tuple[object, str]] = (),
+    num_errors: int | None = None,
     gpu: GPUMonitor | None = None,
     title: str = "nanovllm run",
     facts: Mapping[str, object] | None = None,
 ) -> None:
     """Write what `llm` did so far as one HTML page in UTF-8, which is never half written.
 
-    errors: the index (or id) of each prompt that could not run, and why.
+    errors: the index (or id) of each prompt that could not run, and why. num_errors: how many there are, if
+    these are the first of more.
     gpu: adds charts of what it sampled. title: of the page. facts: more lines about the run, by name.
 
     Any thread may call it at any time, also after `llm.close()`. `check_path` says beforehand whether `path`
     will do. OSError when it cannot be written.
     """
     check_path(path)
-    page = make_report(llm, errors=errors, gpu=gpu, title=title, facts=facts)
+    page = make_report(llm, errors=errors, num_errors=num_errors, gpu=gpu, title=title, facts=facts)
     target = Path(path)
     partial = target.with_name(f".{target.name}.{os.getpid()}")
     try:
@@ -96,6 +98,7 @@ def make_report(
     llm: LLMEngine,
     *,
     errors: Iterable[tuple[object, str]] = (),
+    num_errors: int | None = None,
     gpu: GPUMonitor | None = None,
     title: str = "nanovllm run",
     facts: Mapping[str, object] | None = None,
@@ -103,6 +106,7 @@ def make_report(
     """The page of `write_report` as text; it is HTML and XML at once."""
     stats, rows, roofline = llm.stats(), list(errors), roofline_of(llm)
     pictures = charts_of(stats, roofline, gpu.samples if gpu is not None else ())
+    num_errors = len(rows) if num_errors is None else num_errors
     start = datetime.fromtimestamp(stats.start_time).astimezone().strftime("%Y-%m-%d %H:%M:%S %Z")
     about = model_facts(llm) | {"Engine ready": start} | dict(facts or {})
     notes = [
@@ -124,13 +128,13 @@ def make_report(
             '<meta name="viewport" content="width=device-width, initial-scale=1"/>',
             f"<title>{shown(title)}</title><style>\n{STYLE}{PAGE_STYLE}\n</style></head><body>\n",
             f"<h1>{shown(title)}</h1>\n{table(about, 'about')}\n<h2>Totals</h2>\n",
-            tiles(stats, len(rows)),
+            tiles(stats, num_errors),
             "<h2>Over the run</h2>\n",
             "".join(f"<p>{shown(note)}</p>\n" for note in notes),
             '<div class="charts">\n',
             "".join(f"{chart.svg()}\n" for chart in pictures),
             "</div>\n<h2>Errors</h2>\n",
-            error_table(rows),
+            error_table(rows, num_errors),
             '<h2>Details</h2>\n<div class="columns">',
             table(totals(stats), "totals") + table(versions(), "versions"),
             "</div>\n<details><summary>All options</summary>\n",
@@ -182,12 +186,12 @@ def options(config: Config) -> dict[str, object]:
     return {each.name: getattr(config, each.name) for each in fields(config) if each.repr}
 
 
-def error_table(rows: list[tuple[object, str]]) -> str:
+def error_table(rows: list[tuple[object, str]], num_errors: int) -> str:
     """The first errors, and how many more there are."""
     if not rows:
         return "<p>None.</p>\n"
     cells = "".join(row(index, error) for index, error in islice(rows, MOST_ERRORS))
-    more = len(rows) - MOST_ERRORS
+    more = num_errors - min(len(rows), MOST_ERRORS)
     rest = f"<p>{more:,} more are not shown.</p>\n" if more > 0 else ""
     return f'<table class="errors"><tbody>{row("index", "error")}{cells}</tbody></table>\n{rest}'
 

@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from socket import SO_SNDTIMEO, SOL_SOCKET, socket
+from struct import pack
 from typing import Any, ClassVar
 from xml.etree import ElementTree
 
@@ -290,7 +292,9 @@ def test_a_report_of_all_replicas(two: ReplicatedLLM) -> None:
     stats = two.stats()
     assert cells["Devices"] == "2 x cpu" and cells["Requests"] == str(stats.num_requests)
     assert cells["Output tokens"] == f"{stats.num_output_tokens:,}" and stats.num_output_tokens >= 8 * 12
-    assert sum(point.num_context_tokens for point in stats.timeline()) > stats.num_decoded_tokens
+    points = stats.timeline()
+    assert sum(point.num_context_tokens for point in points) > stats.num_decoded_tokens
+    assert OPTIONS["max_num_seqs"] < max(point.num_running for point in points), "those of both are counted"
 
 
 def test_prompts_that_begin_alike_meet_on_one_replica(two: ReplicatedLLM) -> None:
@@ -327,6 +331,50 @@ def test_a_replica_that_is_killed_is_started_again(one: LLM, two: ReplicatedLLM)
 
 def answer_all(llm: LLM) -> list[RequestOutput]:
     return llm.generate(PROMPTS, MIXED, use_tqdm=False)
+
+
+def test_a_replica_that_hangs_is_started_again(
+    one: LLM, two: ReplicatedLLM, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(pool, "HANG_SECONDS", 3.0)
+    before = pids(two)
+
+    def answer(llm: LLM) -> list[RequestOutput]:
+        outputs = []
+        for output in llm.stream(PROMPTS, MIXED):
+            if llm is two and not outputs:
+                os.kill(before[0], signal.SIGSTOP)
+            outputs.append(output)
+        return sorted(outputs, key=lambda output: output.index)
+
+    same(one, two, answer)
+    assert "replica 0: it hung, without a word for 3 s, and was killed; it is started again" in caplog.text
+    assert len(two._replicas.call("ready")) == 2 and pids(two)[0] != before[0]
+
+
+def test_a_stream_that_is_left_while_a_replica_hangs(
+    one: LLM, two: ReplicatedLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool, "ABORT_SECONDS", 1.0)
+    before = pids(two)
+    stream = two.stream(PROMPTS, LONG)
+    next(stream)
+    os.kill(before[1], signal.SIGSTOP)
+    stream.close()
+    assert two.is_finished() and pids(two)[0] == before[0] and pids(two)[1] != before[1]
+    same(one, two, answer_all)
+
+
+def test_a_replica_that_reads_nothing_is_killed(two: ReplicatedLLM) -> None:
+    """More than a pipe holds does not stop the caller for ever."""
+    member = two._replicas._members[0]
+    with socket(fileno=os.dup(member.pipe.fileno())) as end:
+        end.setsockopt(SOL_SOCKET, SO_SNDTIMEO, pack("ll", 1, 0))
+    before = pids(two)
+    os.kill(before[0], signal.SIGSTOP)
+    member.send([bytes(2**22)])
+    assert len(two.generate(PROMPTS, GREEDY, use_tqdm=False)) == 24
+    assert len(two._replicas.call("ready")) == 2 and pids(two)[0] != before[0]
 
 
 def test_a_request_that_no_replica_survives_is_given_up(two: ReplicatedLLM) -> None:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import resource
+import subprocess
 import sys
 from collections.abc import Iterator
+from datetime import datetime, timezone
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import jobs
 import pytest
@@ -138,10 +142,14 @@ def test_another_job_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[st
         (["-o", "in.jsonl"], "is the input"),
         (["-o", "out.jsonl", "--max-num-seqs", "0"], "max_num_seqs must be at least 1, not 0"),
         (["-o", "out.jsonl", "--template", "{"], "--template: the template '{'"),
-        (["-o", "out.jsonl", "--format", "csv", "--prompt-column", "q"], "has no column 'q'; it has"),
+        (["-o", "out.jsonl", "--format", "csv", "--prompt-column", "q"], "has no column 'q', but '"),
+        (
+            ["-o", "out.jsonl", "--prompt-column", "q"],
+            "rows have no column 'q', but 'custom_id', 'url'",
+        ),
         (["-o", "out.parquet"], "pip install 'nanovllm[jobs]'"),
         (["-o", "out.csv"], "an OpenAI batch is answered in a .jsonl file"),
-        (["-o", "out.jsonl", "--format", "csv"], "has no column 'prompt' or 'messages'; it has"),
+        (["-o", "out.jsonl", "--format", "csv"], "has no column 'prompt' or 'messages', but '"),
     ],
 )
 def test_what_cannot_run_is_refused_before_anything_is_written(
@@ -158,6 +166,44 @@ def test_what_cannot_run_is_refused_before_anything_is_written(
     assert run("in.jsonl", *argv) == 2
     assert error in capsys.readouterr().out
     assert files(tmp_path) == {"in.jsonl", "folder.jsonl"}
+
+
+def test_a_column_that_no_row_has_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = write_rows(tmp_path / "in.jsonl", [b"{\n", {"text": "a", "id": 1}, {"text": "b", "key": 2}])
+    assert run(source, "-o", tmp_path / "out.jsonl") == 2
+    assert "have no column 'prompt' or 'messages', but 'text', 'id', 'key': say" in capsys.readouterr().out
+    assert files(tmp_path) == {"in.jsonl"}
+    assert run(source, "-o", tmp_path / "out.jsonl", "--prompt-column", "text") == 1
+
+
+def test_an_output_that_is_a_link(tmp_path: Path) -> None:
+    """The file that it leads to is written, and a link it stays."""
+    source, link = write_rows(tmp_path / "in.jsonl", rows_of(100)), tmp_path / "link.jsonl"
+    (tmp_path / "there").mkdir()
+    link.symlink_to(tmp_path / "there" / "out.jsonl")
+    assert run(source, "-o", link) == 0
+    assert link.is_symlink() and len(read_rows(link)) == 100
+    assert files(tmp_path / "there") == {"out.jsonl", "out.jsonl.job.json"}
+    assert run(source, "-o", tmp_path / "there" / "out.jsonl") == 0, "by either name it is the same job"
+
+
+def test_an_unexpected_error_has_an_exit_code_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("nanovllm.jobs.run.open_job", Mock(side_effect=OSError(5, "Input/output error")))
+    source = write_rows(tmp_path / "in.jsonl", rows_of(3))
+    argv = ["run", str(source), "-o", str(tmp_path / "out.jsonl"), "--model", jobs.demo_model_path()]
+    assert program.main(argv) == 4
+    assert "Input/output error" in capsys.readouterr().err
+
+
+def test_a_file_system_without_locks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("fcntl.flock", Mock(side_effect=OSError(37, "No locks available")))
+    assert run(write_rows(tmp_path / "in.jsonl", rows_of(3)), "-o", tmp_path / "out.jsonl") == 2
+    assert "out.jsonl.lock cannot be locked: No locks available; choose an -o on" in capsys.readouterr().out
+    assert files(tmp_path) == {"in.jsonl"}
 
 
 def test_an_output_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -214,7 +260,9 @@ def test_an_input_that_changes_while_the_job_runs(tmp_path: Path, capsys: pytest
     assert run(source, "-o", out) == 2
 
 
-def test_ordered_output_is_in_order_at_every_moment(tmp_path: Path) -> None:
+def test_ordered_output_is_in_order_at_every_moment(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     rows: list[Any] = rows_of(300)
     rows[10] = {"prompt": ""}
     rows[200] = b"{\n"
@@ -236,6 +284,9 @@ def test_ordered_output_is_in_order_at_every_moment(tmp_path: Path) -> None:
 
     assert run(source, "-o", out, "--ordered", make_llm=Watching) == 130
     assert 0 < seen < 300
+    kept = read_rows(out)
+    num_bad = sum(row["error"] is not None for row in kept)
+    assert f" {len(kept)} rows, {num_bad} of them with an error" in capsys.readouterr().err
     assert run(source, "-o", out, "--ordered") == 1
     assert [row["index"] for row in read_rows(out)] == list(range(300))
     unordered = tmp_path / "unordered.jsonl"
@@ -277,6 +328,23 @@ def test_other_formats_in_and_out(tmp_path: Path, ending: str) -> None:
     assert run(source, "-o", out) == 2
 
 
+def test_ids_of_parquet_that_json_has_not(tmp_path: Path) -> None:
+    pyarrow = import_pyarrow()
+    day = datetime(2020, 1, 2, tzinfo=timezone.utc)
+    for ids, found in (
+        ([day, None], ["2020-01-02 00:00:00+00:00", None]),
+        ([b"\xff", b"a"], [r"b'\xff'", "b'a'"]),
+        ([Decimal("1.5"), Decimal(2)], ["1.5", "2.0"]),
+        ([float("nan"), 2.0], [None, 2.0]),
+    ):
+        rows = [{"id": each, "prompt": "a"} for each in ids]
+        source, out = tmp_path / "in.parquet", tmp_path / "out.jsonl"
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), source)
+        assert run(source, "-o", out) == 0
+        assert [row["id"] for row in read_rows(out)] == found
+        out.unlink()
+
+
 def test_standard_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "out.jsonl"
     for rows, code in ((20, 0), (20, 0), (21, 2)):
@@ -287,8 +355,7 @@ def test_standard_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert files(tmp_path) == {"in.jsonl", "out.jsonl", "out.jsonl.job.json"}
 
 
-def test_a_full_disk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A limit on the size of files stands for the disk."""
+def test_a_file_that_may_grow_no_further(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, out = write_rows(tmp_path / "in.jsonl", rows_of(400)), tmp_path / "out.jsonl"
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     size = 0
@@ -303,6 +370,34 @@ def test_a_full_disk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         size = out.stat().st_size
     assert run(source, "-o", out) == 0
     assert [row["index"] for row in read_rows(out)] == list(range(400))
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "csv"])
+def test_a_full_disk(tmp_path: Path, ending: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A small tmpfs, which has no room for the journal, then for some rows, then for the last step."""
+    source, disk = write_rows(tmp_path / "in.jsonl", rows_of(400)), tmp_path / "disk"
+    disk.mkdir()
+    out, lines = disk / f"out.{ending}", disk / ("out.jsonl" if ending == "jsonl" else "out.csv.rows.jsonl")
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4k", "tmpfs", disk], capture_output=True)
+    if mounted.returncode:
+        pytest.skip(f"this user cannot mount a tmpfs: {mounted.stderr.decode().strip()}")
+    try:
+        (disk / "other").write_bytes(bytes(4096))
+        assert run(source, "-o", out) == 2
+        assert "cannot be written: No space left on device" in capsys.readouterr().out
+        assert files(disk) == {"other"}
+        (disk / "other").unlink()
+        for size, error in ((24, "left on device, after"), (64, "could not be finished: No space left")):
+            subprocess.run(["mount", "-o", f"remount,size={size}k", disk], check=True)
+            assert run(source, "-o", out) == 4
+            assert error in capsys.readouterr().err
+            assert lines.read_bytes().endswith(b"\n") and not list(disk.glob("*.tmp"))
+        assert len(read_rows(lines)) == 400
+        subprocess.run(["mount", "-o", "remount,size=1m", disk], check=True)
+        assert run(source, "-o", out) == 0
+        assert [row["index"] for row in read_rows(lines)] == list(range(400))
+    finally:
+        subprocess.run(["umount", disk], check=True)
 
 
 def test_a_line_that_does_not_reach_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -391,6 +486,10 @@ def test_the_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     printed = capsys.readouterr().out
     assert "row 4: the prompt has 4000 tokens, and at most 1023 leave room" in printed or "row 4" in printed
     assert f"{source}: 37 rows, 34 bad" in printed
+    several = write_rows(tmp_path / "n.jsonl", [{"prompt": "a", "sampling_params": {"n": 2}}])
+    own = ["--override-generation-config", '{"temperature": 0}']
+    assert program.main(["check", str(several), "--model", jobs.demo_model_path(), *own]) == 1
+    assert "n must be 1 with temperature=0" in capsys.readouterr().out, "as a run with this model says"
     assert program.main(["check", str(tmp_path / "none.jsonl")]) == 2
     assert program.main(["version"]) == 0
     printed = capsys.readouterr().out

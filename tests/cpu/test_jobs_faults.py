@@ -117,10 +117,10 @@ def write_to_output(write: Any) -> Any:
     return lambda descriptor, data: (write if data.startswith(b'{"index"') else real)(descriptor, data)
 
 
-def start(source: Path, out: Path) -> subprocess.Popen[str]:
+def start(source: Path, out: Path, *more: str) -> subprocess.Popen[str]:
     """The job as a process of its own."""
     argv = [sys.executable, "-m", "nanovllm", "run", str(source), "-o", str(out), "--sampling", SAMPLING]
-    argv += ["--model", demo_model_path(), "--device", "cpu", "--max-num-seqs", "4"]
+    argv += ["--model", demo_model_path(), "--device", "cpu", "--max-num-seqs", "4", *more]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     return subprocess.Popen(argv, env=env, stderr=subprocess.PIPE, text=True)
 
@@ -140,7 +140,8 @@ def test_kill_ctrl_c_and_sigterm(tmp_path: Path, engine: SharedLLM) -> None:
     undisturbed = tmp_path / "undisturbed.jsonl"
     assert run(source, "-o", undisturbed, "--sampling", SAMPLING, make_llm=engine) == 0
     lines = 0
-    for number, code in ((signal.SIGKILL, -9), (signal.SIGINT, 130), (signal.SIGTERM, 143)):
+    kills = [(signal.SIGKILL, -9)] * 3
+    for number, code in (*kills, (signal.SIGINT, 130), (signal.SIGTERM, 143)):
         with start(source, out) as process:
             wait_for_lines(process, out, lines + 5)
             if number is signal.SIGKILL:
@@ -159,6 +160,22 @@ def test_kill_ctrl_c_and_sigterm(tmp_path: Path, engine: SharedLLM) -> None:
         "in.jsonl",
         *("out.jsonl", "out.jsonl.job.json", "undisturbed.jsonl", "undisturbed.jsonl.job.json"),
     }
+
+
+def test_a_job_goes_on_when_a_replica_is_killed(tmp_path: Path, engine: SharedLLM) -> None:
+    source, out = write_rows(tmp_path / "in.jsonl", mixed_rows(300)), tmp_path / "out.jsonl"
+    undisturbed = tmp_path / "undisturbed.jsonl"
+    assert run(source, "-o", undisturbed, "--sampling", SAMPLING, make_llm=engine) == 1
+    with start(source, out, "--data-parallel-size", "2") as process:
+        wait_for_lines(process, out, 40)
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        replicas = [pid for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        assert len(replicas) == 2
+        os.kill(int(replicas[0]), signal.SIGKILL)
+        _, printed = process.communicate(timeout=120)
+    assert process.returncode == 1, printed
+    assert "was killed by SIGKILL" in printed and "it is started again" in printed
+    assert out.read_bytes() == undisturbed.read_bytes()
 
 
 def test_answers_are_those_of_generate(tmp_path: Path, engine: SharedLLM) -> None:
@@ -224,13 +241,22 @@ def test_an_openai_batch(tmp_path: Path, engine: SharedLLM) -> None:
     assert found[11]["response"]["body"]["usage"]["completion_tokens"] == 1
 
 
+def test_what_is_wrong_with_a_conversation_names_no_other_row(tmp_path: Path, engine: SharedLLM) -> None:
+    bad = b'{"id": 1e400, "messages": [{"role": "\\ud800", "content": "a"}]}\n'
+    source = write_rows(tmp_path / "in.jsonl", [{"messages": chat("Hi")}, bad])
+    assert run(source, "-o", tmp_path / "out.jsonl", "--sampling", SAMPLING, make_llm=engine) == 1
+    row = read_rows(tmp_path / "out.jsonl")[1]
+    assert row["error"].startswith("the conversation has a lone surrogate") and row["id"] is None
+
+
 def test_a_report_has_charts_and_the_rows_without_answers(tmp_path: Path, engine: SharedLLM) -> None:
-    write_rows(tmp_path / "in.jsonl", [{"prompt": "What is 1 + 2?"}, b"{ broken\n"])
+    write_rows(tmp_path / "in.jsonl", [{"prompt": "What is 1 + 2?"}, *[b"{ broken\n"] * 205])
     page = tmp_path / "report.html"
     asked = [tmp_path / "in.jsonl", "-o", tmp_path / "out.jsonl", "--sampling", SAMPLING, "--report", page]
     assert run(*asked, make_llm=engine) == 1
     text = page.read_text()
     assert "<svg" in text and "it is not JSON" in text and "Error rows" in text
+    assert "<b>205</b><span>errors</span>" in text and "5 more are not shown" in text
     page.unlink()
     assert run(*asked, make_llm=engine) == 1, "nothing is left to run"
     assert not page.exists()

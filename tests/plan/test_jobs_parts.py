@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import os
 import random
 import re
 import subprocess
@@ -111,13 +112,29 @@ def test_csv(tmp_path: Path) -> None:
         open_source(tmp_path / "twice.csv", "auto")
 
 
-def test_an_open_quote_does_not_swallow_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "MAX_ROW_BYTES", 100)
+@pytest.mark.parametrize("limit", [100, 2**20])
+def test_an_open_quote_swallows_no_other_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int
+) -> None:
+    monkeypatch.setattr(sources, "MAX_ROW_BYTES", limit)
     path = tmp_path / "rows.csv"
-    path.write_text('a,b\n1,"open\n' + "2,3\n" * 40)
+    path.write_text('a,b\n1,"open\n' + "2,3\n" * 40 + '"he said "no"",4\n' + "5,6\n" * 30 + '7,"open')
     found = values_of(path)
-    assert "row 2: it is not CSV: field larger than field limit" in found[0]
-    assert found[1:] == [{"a": "2", "b": "3"}] * len(found[1:]) and len(found) > 5
+    for row, error in {0: "row 2: it is not CSV: ", 41: "row 43: it is not CSV: ", 72: "row 74: "}.items():
+        assert found[row].startswith(error) and "; close every quote, and double those inside" in found[row]
+    assert found[1:41] == [{"a": "2", "b": "3"}] * 40 and found[42:72] == [{"a": "5", "b": "6"}] * 30
+    assert len(found) == 73
+    csv.field_size_limit(2**17)
+
+
+def test_a_long_line_with_an_open_quote_is_one_bad_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sources, "MAX_ROW_BYTES", 100)
+    (tmp_path / "rows.csv").write_text('a,b\n1,"' + "x" * 500 + '"\n2,3\n')
+    found = values_of(tmp_path / "rows.csv")
+    assert found[0] == "row 2: it is longer than 0 MiB"
+    assert found[1:] == [{"a": "2", "b": "3"}]
     csv.field_size_limit(2**17)
 
 
@@ -142,6 +159,11 @@ def test_parquet(tmp_path: Path) -> None:
         ("rows.txt", b"", "the ending '.txt' says no format; rename it to one of .jsonl"),
         ("rows.jsonl", "text".encode("utf-16"), "is UTF-16, and UTF-8 text is read; convert it first"),
         ("rows.csv", b"\x1f\x8b", "is gzip"),
+        (
+            "rows.json",
+            b'\xef\xbb\xbf [\n{"prompt": "a"}]',
+            "is a JSON array",
+        ),
         ("rows.csv", b"\xff\xffa,b\n", None),
         ("none.jsonl", None, "No such file or directory"),
     ],
@@ -156,6 +178,12 @@ def test_files_that_cannot_be_read(
         return
     with pytest.raises(JobRefusedError, match=error):
         open_source(tmp_path / name, "auto")
+
+
+def test_a_pipe_is_refused_because_it_is_read_twice(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "rows.jsonl")
+    with pytest.raises(JobRefusedError, match=r"is no regular file, .* twice; .* pass -"):
+        open_source(tmp_path / "rows.jsonl", "auto")
 
 
 # -- rows --------------------------------------------------------------------------------------------------
@@ -525,6 +553,19 @@ def test_error_rows_can_be_dropped(tmp_path: Path) -> None:
     assert output.num_dropped == 2 and output.num_errors == 0 and 1 not in output.finished
     assert path.read_bytes() == to_line(row(0)) + to_line(row(2))
     output.close()
+
+
+def test_no_room_to_drop_lines_leaves_the_output_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "out.jsonl"
+    write_all(path, row(0, "bad"), row(1))
+    before = path.read_bytes()
+    with monkeypatch.context() as patch:
+        patch.setattr("os.fsync", Mock(side_effect=[None, OSError(28, "No space left on device")]))
+        with pytest.raises(OSError, match="No space left"):
+            Output(path, drop_errors=True)
+    assert path.read_bytes() == before and [each.name for each in tmp_path.iterdir()] == ["out.jsonl"]
 
 
 def test_a_line_that_does_not_fit_leaves_no_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
