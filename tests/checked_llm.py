@@ -108,3 +108,11 @@ def make_tiny(model: Path, **options: Any) -> CheckedLLM:
         "async_scheduling": True,
     }
     return CheckedLLM(model, **defaults | options)
+
+
+def run(llm: LLM) -> list[RequestOutput]:
+    """Step until all requests are finished; return their outputs."""
+    outputs = []
+    while not llm.is_finished():
+        outputs += llm.step()
+    return outputs

@@ -8,16 +8,12 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import replace
 
-import numpy as np
 import torch
 from demo_tasks import heldout, score
 
 from nanovllm import LLM, SamplingParams, demo_model_path
-from nanovllm.batch import ALL_GREEDY, Batch, StepKind
 from nanovllm.outputs import RequestOutput
-from nanovllm.runner.inputs import prepare_prefill
 
 
 def answer(llm: LLM, num_problems: int, seed: int = 1, use_tqdm: bool = False) -> list[RequestOutput]:
@@ -33,37 +29,18 @@ def evaluate(llm: LLM, num_problems: int, seed: int = 1, use_tqdm: bool = False)
     return score(heldout(num_problems, seed), [output["text"] for output in outputs])
 
 
-@torch.inference_mode()
 def log_probabilities(llm: LLM, outputs: Sequence[RequestOutput]) -> tuple[torch.Tensor, torch.Tensor]:
     """(the log-probability of each token of prompts and outputs but the first, given all before it; the
-    likeliest token there), [tokens].
-
-    Each sequence is one prefill step that reads its own keys and values from the cache, whose blocks it
-    overwrites: for an idle engine of one rank, which is to generate nothing afterwards.
-    """
-    runner, chosen, likeliest = llm._runner, [], []
-    for output in outputs:
-        ids = np.array(output.prompt_token_ids + output["token_ids"], np.int32)
-        length = np.full(1, len(ids), np.int32)
-        batch = Batch(
-            kind=StepKind.PREFILL,
-            seq_ids=(0,),
-            slots=np.zeros(1, np.int32),
-            token_ids=ids,
-            query_lens=length,
-            context_lens=length,
-            block_tables=np.arange(-(-len(ids) // runner.block_size), dtype=np.int32)[None],
-            draws=np.ones(1, np.int32),
-            sampling=ALL_GREEDY,
-        )
-        inputs = runner.staging.send(prepare_prefill(batch, runner.block_size))()
-        inputs = replace(inputs, attention=replace(inputs.attention, wanted_rows=None))
-        logits = runner.model.compute_logits(runner.run_model(inputs)[:-1])
-        assert logits is not None
-        scores = logits.float().log_softmax(-1).cpu()
-        chosen.append(scores.gather(1, torch.from_numpy(ids[1:, None]).long())[:, 0])
-        likeliest.append(scores.argmax(-1))
-    return torch.cat(chosen), torch.cat(likeliest)
+    likeliest token there), [tokens]."""
+    texts = [output.prompt_token_ids + output["token_ids"] for output in outputs]
+    scored = llm.generate(texts, SamplingParams(max_tokens=0, prompt_logprobs=1), use_tqdm=False)
+    rows = [
+        (entry[token].logprob, next(each for each, found in entry.items() if found.rank == 1))
+        for output in scored
+        for token, entry in zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True)
+    ]
+    chosen, likeliest = zip(*rows, strict=True)
+    return torch.tensor(chosen), torch.tensor(likeliest)
 
 
 def main() -> None:
@@ -88,8 +65,7 @@ def main() -> None:
     }
     with LLM(args.model, **options) as llm:
         outputs = answer(llm, args.num_problems, args.seed, use_tqdm=True)
-        quantised = args.kv_cache_dtype != "auto" and args.tensor_parallel_size == 1
-        found = log_probabilities(llm, outputs) if quantised else None
+        found = log_probabilities(llm, outputs) if args.kv_cache_dtype != "auto" else None
     scores = score(heldout(args.num_problems, args.seed), [output["text"] for output in outputs])
     for task, share in scores.items():
         print(f"{task:16} {share:7.2%}")

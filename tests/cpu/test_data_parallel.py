@@ -181,7 +181,7 @@ def test_bad_prompts(one: LLM, two: ReplicatedLLM) -> None:
     assert two.is_finished()
 
 
-def test_requests_by_hand_and_abort(one: LLM, two: ReplicatedLLM) -> None:
+def test_requests_by_hand_and_abort(two: ReplicatedLLM) -> None:
     ids = [two.add_request(prompt, LONG) for prompt in PROMPTS]
     outputs = two.step()
     running = next(str(request) for each in two._replicas._members for request in each.requests)

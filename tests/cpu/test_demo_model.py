@@ -22,7 +22,8 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[CheckedLLM]:
-    with CheckedLLM(demo_model_path(), device="cpu") as llm:
+    # Room for 250 problems at once, and no more: every block is checked after every step.
+    with CheckedLLM(demo_model_path(), device="cpu", num_kvcache_blocks=3000) as llm:
         yield llm
 
 
@@ -41,7 +42,8 @@ def test_log_probabilities_show_what_a_quantised_cache_costs(llm: CheckedLLM) ->
     count = sum(len(output.prompt_token_ids) + len(output["token_ids"]) - 1 for output in outputs)
     found = []
     for dtype in ("auto", "auto", "fp8"):
-        with CheckedLLM(demo_model_path(), device="cpu", kv_cache_dtype=dtype) as other:
+        options = {"device": "cpu", "num_kvcache_blocks": 300, "kv_cache_dtype": dtype}
+        with CheckedLLM(demo_model_path(), **options) as other:
             found.append(log_probabilities(other, outputs)[0])
             assert found[-1].shape == (count,)
     assert torch.equal(found[0], found[1])

@@ -256,7 +256,7 @@ class Owner:
     pass
 
 
-def test_what_is_owned_is_freed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_owned_is_freed_once() -> None:
     freed: list[str] = []
     owner = Owner()
     lifecycle = Lifecycle(owner, lambda: freed.append("once"))

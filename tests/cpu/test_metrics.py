@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
-from checked_llm import CheckedLLM, make_tiny
+from checked_llm import make_tiny, run
 from tiny_models import write_tiny_model
 
 from nanovllm import RequestMetrics, RequestOutput, SamplingParams
@@ -28,13 +28,6 @@ def moments(output: RequestOutput) -> RequestMetrics:
     assert found.last_token_time == found.finished_time
     assert found.time_in_queue == pytest.approx(found.first_scheduled_time - found.arrival_time, abs=1e-5)
     return found
-
-
-def run(llm: CheckedLLM) -> list[RequestOutput]:
-    outputs = []
-    while not llm.is_finished():
-        outputs += llm.step()
-    return outputs
 
 
 @pytest.mark.parametrize("run_ahead", [True, False])

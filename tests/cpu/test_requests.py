@@ -7,14 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from checked_llm import BLOCK, CheckedLLM, make_tiny
+from checked_llm import BLOCK, make_tiny, run
 from tiny_models import VOCAB_SIZE, write_tiny_model
 from transformers import BatchEncoding
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.batch import NOT_FINITE, Batch
 from nanovllm.engine.requests import sequence_seed
-from nanovllm.outputs import RequestOutput
 from nanovllm.runner.staging import StepHandle
 from nanovllm.text.prompts import parse_prompts
 
@@ -65,10 +64,7 @@ def test_a_request_keeps_its_own_parameters(model: Path) -> None:
     with make_tiny(model) as llm:
         llm.add_request([5, 6], params)
         params.max_tokens, params.temperature = 9, "hot"
-        outputs = []
-        while not llm.is_finished():
-            outputs += llm.step()
-        assert [len(output["token_ids"]) for output in outputs] == [4]
+        assert [len(output["token_ids"]) for output in run(llm)] == [4]
         with pytest.raises(TypeError, match="sampling_params: temperature must be a number"):
             llm.add_request([5, 6], params)
         with pytest.raises(TypeError, match=r"sampling_params\[1\]: temperature must be a number"):
@@ -80,13 +76,6 @@ def test_a_request_keeps_its_own_parameters(model: Path) -> None:
 
 
 # -- several completions ------------------------------------------------------------------------------------
-
-
-def run(llm: CheckedLLM) -> list[RequestOutput]:
-    outputs = []
-    while not llm.is_finished():
-        outputs += llm.step()
-    return outputs
 
 
 # About every fourth token ends a completion.
@@ -240,9 +229,7 @@ def test_prompts_of_torch_and_transformers(model: Path) -> None:
             llm.add_request(torch.tensor([5.0]), params)
 
 
-def test_a_model_that_is_none_and_one_at_home(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_that_is_none_and_one_at_home(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(TypeError, match=r"model must be a folder or a Hugging Face hub id.* not None"):
         LLM(None)
     monkeypatch.setenv("HOME", str(model.parent))

@@ -123,7 +123,11 @@ def test_wrong_logit_bias(bias: Any, error: type[Exception], named: str) -> None
     assert named in str(caught.value)
 
 
-@pytest.mark.parametrize("function", [lambda logits: logits, lambda a, b, c, d: d, dict, max], ids=str)
+@pytest.mark.parametrize(
+    "function",
+    [lambda logits: logits, lambda a, b, c, d: d, dict, max],
+    ids=["one", "four", "class", "built_in"],
+)
 def test_functions_that_cannot_process_logits(function: Any) -> None:
     with pytest.raises(TypeError, match=r"logits_processors must take \(output ids, logits\) or"):
         SamplingParams(logits_processors=[function])
