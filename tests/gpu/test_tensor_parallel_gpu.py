@@ -10,6 +10,7 @@ import random
 import signal
 import threading
 import time
+from itertools import cycle
 from pathlib import Path
 
 import pytest
@@ -107,6 +108,45 @@ def test_ranks_draw_together_from_a_large_vocabulary(
         assert largest_gap(path, prompts, mixed[len(prompts) :]) < MAX_GAP
         for outputs in (results[0], mixed[: len(prompts)]):
             assert largest_miss(path, prompts, outputs, list(range(len(prompts)))) < MAX_MISS
+
+
+BESIDES = [
+    {"logprobs": 5},
+    {"logprobs": 0, "prompt_logprobs": 2},
+    {"repetition_penalty": 1.3, "frequency_penalty": 0.5, "logprobs": 1},
+    {"logit_bias": {7: 3.0, 9: -100.0}, "logprobs": 2},
+    {"allowed_token_ids": range(0, 3000, 3), "logprobs": 3},
+    {"min_tokens": 3, "stop_token_ids": [4]},
+    {},
+]
+
+
+def test_what_rows_ask_for_besides_tokens_is_what_one_rank_gives(
+    tmp_path: Path, prompts: list, size: int
+) -> None:
+    path = write_peaked_model(tmp_path, vocab_size=30_001)
+    options = {"max_num_seqs": 97, "skip_tokenizer_init": True, "max_model_len": 1024, "dtype": "float32"}
+    params = [
+        SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, **each)
+        for _, each in zip(prompts, cycle(BESIDES), strict=False)
+    ]
+    results = []
+    for ranks in (1, size):
+        with LLM(path, tensor_parallel_size=ranks, **options) as llm:
+            results.append(llm.generate(prompts, params, use_tqdm=False))
+    for one, other in zip(*results, strict=True):
+        assert other["token_ids"] == one["token_ids"]
+        pairs = zip(
+            [*(one.prompt_logprobs or []), *(one.outputs[0].logprobs or [])],
+            [*(other.prompt_logprobs or []), *(other.outputs[0].logprobs or [])],
+            strict=True,
+        )
+        for before, now in pairs:
+            assert (before is None) == (now is None)
+            if before is not None:
+                for old, new in zip(before.values(), now.values(), strict=True):
+                    assert new.rank == pytest.approx(old.rank, rel=0.01)  # far down the list ties are near
+                    assert new.logprob == pytest.approx(old.logprob, abs=1e-3)
 
 
 def test_demo_accuracy(size: int) -> None:
