@@ -15,7 +15,6 @@ from random_schemas import random_schema
 
 from nanovllm import LLM, SamplingParams, StructuredOutputsParams, demo_model_path
 from nanovllm.outputs import RequestOutput
-from nanovllm.text.structured import GrammarCompiler
 
 ENGINES: dict[str, dict[str, Any]] = {
     "ahead": {},
@@ -157,9 +156,10 @@ def test_a_wrong_constraint_is_found_before_anything_runs(llm: CheckedLLM) -> No
         llm.generate(["a", "b"], [SamplingParams(), bad], use_tqdm=False)
     assert len(llm.batches) == num_batches and llm.is_finished()
     compiled = []
-    constraint = GrammarCompiler.constraint
+    compiler = llm._processor._grammars
+    constraint = compiler.constraint
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(GrammarCompiler, "constraint", lambda *args: compiled.append(1) or constraint(*args))
+        patch.setattr(compiler, "constraint", lambda params: compiled.append(1) or constraint(params))
         answers = llm.generate(["a"] * 20, bad, use_tqdm=False, on_error="return")
     assert len(compiled) == 1, "once for all prompts of a call"
     for index, answer in enumerate(answers):
