@@ -2,15 +2,18 @@
 
     python -m tools.bench_jobs overhead                       # the headline workload, 8 times over
     python -m tools.bench_jobs order --prefix 4096 --rows 2048    # 20 shared prefixes in random order
+    python -m tools.bench_jobs overhead --cpu                 # the demo model and its problems
+    python -m tools.bench_jobs order --cpu --prefix 512 --rows 512 --tokens-out 16 --num-kvcache-blocks 256
 
-Both with dummy weights of a Qwen3 shape and token ids in a JSON Lines file. Rows are run by the loop of a job
-with an engine that is loaded before, so that loading is not counted. Ends in a line of JSON.
+Without --cpu with dummy weights of a Qwen3 shape. The rows are token ids in a JSON Lines file, and are run as
+a job with an engine that is loaded before, so that loading is not counted. Ends in a line of JSON.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,10 +21,10 @@ from random import Random
 from time import perf_counter
 from typing import Any
 
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM, SamplingParams, demo_model_path
 from nanovllm.jobs.arguments import parse_args
 from nanovllm.jobs.run import main as run_job
-from tools.benchmark.workloads import QWEN3, Workload, headline, write_shape
+from tools.benchmark.workloads import QWEN3, Workload, demo, headline, write_shape
 
 PREFIXES = 20
 
@@ -42,12 +45,12 @@ class LoadedLLM:
         pass
 
 
-def shared_prefixes(rows: int, prefix: int, tokens_out: int) -> Workload:
+def shared_prefixes(rows: int, prefix: int, tokens_out: int, vocab_size: int) -> Workload:
     """PREFIXES prefixes of `prefix` random ids, each row with one of them and 32 to 128 ids of its own."""
     rng = Random(0)
-    prefixes = [[rng.randint(0, 10000) for _ in range(prefix)] for _ in range(PREFIXES)]
+    prefixes = [[rng.randrange(vocab_size) for _ in range(prefix)] for _ in range(PREFIXES)]
     prompts = [
-        rng.choice(prefixes) + [rng.randint(0, 10000) for _ in range(rng.randint(32, 128))]
+        rng.choice(prefixes) + [rng.randrange(vocab_size) for _ in range(rng.randint(32, 128))]
         for _ in range(rows)
     ]
     return Workload("prefixes", prompts, [tokens_out] * rows)
@@ -88,6 +91,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("what", choices=["overhead", "order"])
     parser.add_argument("--shape", choices=QWEN3, default="qwen3-0.6b")
+    parser.add_argument("--cpu", action="store_true", help="the demo model on a CPU")
     parser.add_argument("--prefix", type=int, default=4096, help="tokens that rows share")
     parser.add_argument("--rows", type=int, default=2048)
     parser.add_argument("--tokens-out", type=int, default=64)
@@ -95,18 +99,25 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--num-kvcache-blocks", type=int)
     parser.add_argument("--repeat", type=int, default=2)
     args = parser.parse_args(argv)
-    if args.what == "overhead":
-        once = headline(256)
-        work = Workload("headline x 8", once.prompts * 8, once.output_lens * 8)
-    else:
-        work = shared_prefixes(args.rows, args.prefix, args.tokens_out)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        (folder / "model").mkdir()
-        model = write_shape(args.shape, folder / "model")
+        options: dict[str, Any] = {"max_num_seqs": args.max_num_seqs, "skip_tokenizer_init": True}
+        options["num_kvcache_blocks"] = args.num_kvcache_blocks
+        if args.cpu:
+            model = folder / "model"
+            shutil.copytree(demo_model_path(), model)
+            options["device"] = "cpu"
+        else:
+            (folder / "model").mkdir()
+            model = write_shape(args.shape, folder / "model")
+            options["load_format"] = "dummy"
+        if args.what == "overhead":
+            once = demo(64, model) if args.cpu else headline(256)
+            work = Workload(f"{once.name} x 8", once.prompts * 8, once.output_lens * 8)
+        else:
+            work = shared_prefixes(args.rows, args.prefix, args.tokens_out, 512 if args.cpu else 10_001)
         write_rows(work, folder / "in.jsonl")
-        options = {"num_kvcache_blocks": args.num_kvcache_blocks, "max_num_seqs": args.max_num_seqs}
-        with LLM(model, load_format="dummy", skip_tokenizer_init=True, **options) as llm:
+        with LLM(model, **options) as llm:
             llm.generate(work.prompts[:8], SamplingParams(max_tokens=2), use_tqdm=False)
             seconds: dict[str, list[float]] = {"generate": [], "ordered": [], "window": []}
             for turn in range(args.repeat):

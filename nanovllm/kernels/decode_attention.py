@@ -294,6 +294,11 @@ def paged_decode_attention_triton(
     return out
 
 
+# Cells that the twin gathers at once. More leave a CPU's cache: 165 sequences of 600 tokens took 1.7 times as
+# long.
+GATHERED_CELLS = 2**14
+
+
 def decode_gather_reference(
     block_tables: torch.Tensor, context_lens: torch.Tensor, longest: int, page: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -316,6 +321,17 @@ def decode_attend_reference(
 ) -> torch.Tensor:
     """Attention of q [S, q_heads, head_dim] over the cells that `decode_gather_reference` names, in
     float32."""
+    if len(slots) <= GATHERED_CELLS:
+        return _attend_gathered(q, cache, slots, bias, scale)
+    few = max(1, GATHERED_CELLS // bias.shape[-1])
+    parts = zip(q.split(few), slots.split(few * bias.shape[-1]), bias.split(few), strict=True)
+    return torch.cat([_attend_gathered(part, cache, cells, mask, scale) for part, cells, mask in parts])
+
+
+def _attend_gathered(
+    q: torch.Tensor, cache: KVCache, slots: torch.Tensor, bias: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """`decode_attend_reference` for as many sequences as are gathered at once."""
     sequences, q_heads, head_dim = q.shape
     kv_heads = cache.k.shape[2]
     k, v = (
