@@ -235,7 +235,9 @@ def sample_reference(
         ids[rows] = draw_reference(_weights_reference(logits[rows], temperature[rows]), BLOCK, bits)
     if filters is not None:
         drawn &= (filters.top_k > 0) | (filters.top_p < 1) | (filters.min_p > 0)
-        for rows in drawn.nonzero()[:, 0].split(max(1, _SORT_ELEMENTS // logits.shape[1])):
+        filtered = drawn.nonzero()[:, 0]
+        at_once = max(1, _SORT_ELEMENTS // logits.shape[1])
+        for rows in filtered.split(at_once) if len(filtered) else ():  # nothing splits into one empty part
             own = Filters(filters.top_k[rows], filters.top_p[rows], filters.min_p[rows])
             ids[rows] = draw_filtered_reference(
                 logits[rows],
