@@ -342,7 +342,7 @@ class LLM(ResidentEngine):
         """Find the likeliest continuations of each prompt; see `engine.beam_search.beam_search`.
 
         use_tqdm: shows the progress of every round. others: as of `generate`. ValueError when
-        2 * `beam_width` is above `max_logprobs`.
+        2 * `beam_width` is above `max_logprobs`; RuntimeError when the model's logits are not finite.
         """
         self._check_tells_logprobs("beam_search()")
         refuse_others(LLM.beam_search, others, BEAM_SEARCH)

@@ -117,6 +117,15 @@ def test_arguments_of_vllms_other_calls(model: Path) -> None:
                 llm.beam_search([5], wrong)  # type: ignore[arg-type]
 
 
+def test_beam_search_needs_finite_logits(model: Path) -> None:
+    with make_tiny(model) as llm:
+        for parameter in llm._runner.model.parameters():
+            parameter.data.fill_(float("nan"))
+        with pytest.raises(RuntimeError, match="the model's logits were not finite"):
+            llm.beam_search([5], BeamSearchParams(beam_width=2, max_tokens=3))
+        assert llm.is_finished()
+
+
 def test_functions_of_logits_need_one_rank(model: Path) -> None:
     params = SamplingParams(max_tokens=2, logits_processors=[lambda ids, logits: logits])
     with make_tiny(model, tensor_parallel_size=2) as llm:
