@@ -224,11 +224,11 @@ class Replicas:
                 if not free:
                     break
                 member = min(free, key=lambda each: each.cost)
-                request = self._choose(member)
+                request, num_held_tokens = self._choose(member)
                 if request is None:  # what waits is not for this one: it runs alone, where nothing else does
                     free.remove(member)
                     continue
-                member.take(request)
+                member.take(request, num_held_tokens)
                 chosen.setdefault(member.number, []).append(request)
             for number, requests in chosen.items():
                 self._members[number].send([pack_request(request) for request in requests])
@@ -245,17 +245,17 @@ class Replicas:
             self.router.add(request.request_id, prompt)
         return bool(self._routed)
 
-    def _choose(self, member: ReplicaProcess) -> Request | None:
-        """What the replica, which has room, is to compute next."""
+    def _choose(self, member: ReplicaProcess) -> tuple[Request | None, int]:
+        """What the replica, which has room, is to compute next, and how many tokens of it are held there."""
         if self._again:
-            return self._again.popleft()
+            return self._again.popleft(), 0
         number = self.router.take(member.number)
         if number is not None:
-            return self._routed.pop(number)
+            return self._routed.pop(number), self.router.num_held_tokens(member.number)
         if member.requests or not self._alone:
-            return None
+            return None, 0
         member.is_exclusive = True
-        return self._alone.popleft()
+        return self._alone.popleft(), 0
 
     def _receive(self) -> None:
         """Take in what has come; wait a little for it."""
@@ -278,7 +278,7 @@ class Replicas:
             return
         member.silent_seconds = 0.0
         if isinstance(message, Report):
-            member.hear(message.num_received, message.num_waiting_tokens)
+            member.hear(message.num_received, message.num_waiting)
             outputs = [each for each in message.outputs if member.drop(int(each.request_id)) is not None]
             for output in outputs:
                 self._num_lost.pop(int(output.request_id), None)

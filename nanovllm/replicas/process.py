@@ -38,10 +38,9 @@ class ReplicaProcess:
         self.cost = 0.0  # of all that is in flight
         self.silent_seconds = 0.0  # that were waited for a message of it
         self._num_seqs = 0  # in flight
-        self._num_sent = 0  # requests
-        self._on_the_way: deque[int] = deque()  # the prompt tokens of each request that it has not received
-        self._num_tokens_on_the_way = 0
-        self._num_waiting_tokens = 0  # of the others, as it told last
+        self._num_sent = 0  # sequences
+        self._waiting: deque[int] = deque()  # of each that may not run yet: the tokens that it has to compute
+        self._num_waiting_tokens = 0  # their sum
 
     def start(self) -> None:
         """Start the process. It loads the model and sends Ready."""
@@ -59,8 +58,8 @@ class ReplicaProcess:
             end.setsockopt(SOL_SOCKET, SO_SNDTIMEO, pack("ll", SEND_SECONDS, 0))
         theirs.close()  # the replica's copy is the only one: its end is the pipe's end
         self.is_ready = False
-        self._num_sent = self._num_waiting_tokens = self._num_tokens_on_the_way = 0
-        self._on_the_way.clear()
+        self._num_sent = self._num_waiting_tokens = 0
+        self._waiting.clear()
         self.forget_requests()
 
     def forget_requests(self) -> None:
@@ -75,18 +74,20 @@ class ReplicaProcess:
         among the next ones, and what waits is less than the next two prefill steps."""
         if not self.is_ready or self.is_exclusive:
             return False
-        waiting = self._num_waiting_tokens + self._num_tokens_on_the_way
         most = max_num_seqs + max(1, max_num_seqs // 8)
-        return not self.requests or (self._num_seqs < most and waiting < 2 * max_num_tokens)
+        is_short = self._num_waiting_tokens < 2 * max_num_tokens
+        return not self.requests or (self._num_seqs < most and is_short)
 
-    def take(self, request: Request) -> None:
-        """Count a request as in flight; it is to be sent."""
+    def take(self, request: Request, num_held_tokens: int) -> None:
+        """Count a request as in flight; it is to be sent. num_held_tokens: of its prompt, in the prefix cache
+        there."""
         self.requests[request.request_id] = request
         self.cost += cost_of(request)
         self._num_seqs += request.params.n
-        self._num_sent += 1
-        self._on_the_way.append(len(request.prompt_token_ids))
-        self._num_tokens_on_the_way += len(request.prompt_token_ids)
+        self._num_sent += request.params.n
+        num_new = len(request.prompt_token_ids) - num_held_tokens
+        self._waiting += [num_new, *[0] * (request.params.n - 1)]  # samples share the prompt
+        self._num_waiting_tokens += num_new
 
     def drop(self, request_id: int) -> Request | None:
         """Count a request as ended; None when it is not in flight."""
@@ -97,11 +98,10 @@ class ReplicaProcess:
             self.is_exclusive = False
         return request
 
-    def hear(self, num_received: int, num_waiting_tokens: int) -> None:
-        """Take in how much the replica has received, and what of it waits."""
-        while len(self._on_the_way) > self._num_sent - num_received:
-            self._num_tokens_on_the_way -= self._on_the_way.popleft()
-        self._num_waiting_tokens = num_waiting_tokens
+    def hear(self, num_received: int, num_waiting: int) -> None:
+        """Take in how many sequences the replica has received, and how many of them, the last ones, wait."""
+        while len(self._waiting) > self._num_sent - num_received + num_waiting:
+            self._num_waiting_tokens -= self._waiting.popleft()
 
     def silent_for(self, seconds: float) -> float:
         """Count seconds without a message of the replica; return how many there are in a row in which it

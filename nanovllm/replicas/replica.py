@@ -67,8 +67,8 @@ class Report(NamedTuple):
 
     outputs: list[RequestOutput]  # packed
     stats: StepStats | None
-    num_received: int  # requests, from the start on
-    num_waiting_tokens: int  # of the prompts that wait to be computed
+    num_received: int  # sequences, from the start on
+    num_waiting: int  # of them
 
 
 class Reply(NamedTuple):
@@ -148,13 +148,13 @@ class Replica(ResidentEngine):
                 if isinstance(message, Call):
                     link.send(Reply(self._answer(message)))
                 else:
-                    num_received += len(message)
-                    self._queue([unpack_request(request, self._processor) for request in message])
+                    requests = [unpack_request(request, self._processor) for request in message]
+                    num_received += sum(request.params.n for request in requests)
+                    self._queue(requests)
             with self._calling(), no_full_collections():
                 outputs, stats = self._step()
-            num_waiting_tokens = sum(seq.num_prompt_tokens for seq in self._scheduler.waiting)
             packed = [pack_output(output) for output in outputs]
-            link.send(Report(packed, stats, num_received, num_waiting_tokens))
+            link.send(Report(packed, stats, num_received, len(self._scheduler.waiting)))
 
     def ready(self) -> Ready:
         return Ready(self._num_blocks, self._runner.block_size, self._runner.max_model_len)

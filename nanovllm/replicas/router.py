@@ -39,6 +39,7 @@ class Router:
         self._alike: dict[int, dict[int, None]] = {}  # by hash: the waiting requests with it, oldest first
         self._held: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(num_replicas)]
         self._last: list[list[int]] = [[] for _ in range(num_replicas)]  # the hashes of what each took last
+        self._num_held = [0] * num_replicas  # tokens; see `num_held_tokens`
         self._num_arrivals = 0
 
     def __len__(self) -> int:
@@ -57,16 +58,11 @@ class Router:
             return None
         oldest = next(iter(self._waiting.values()))
         is_due = self._num_arrivals - oldest.arrival > self._reach
-        chosen = oldest if is_due else self._cheapest(replica)
-        self.remove(chosen.number)
-        self._last[replica] = chosen.hashes
-        held = self._held[replica]
-        for each in chosen.hashes:
-            held[each] = None
-            held.move_to_end(each)
-        while len(held) > HELD:
-            held.popitem(last=False)
-        return chosen.number
+        return self._give(replica, oldest if is_due else self._cheapest(replica))
+
+    def num_held_tokens(self, replica: int) -> int:
+        """How many of the first tokens of what the replica took last it held already, rounded down."""
+        return self._num_held[replica]
 
     def remove(self, number: int) -> bool:
         """Let a request wait no longer; False when it does not."""
@@ -89,6 +85,20 @@ class Router:
         """Nothing waits any more."""
         self._waiting.clear()
         self._alike.clear()
+
+    def _give(self, replica: int, chosen: _Waiting) -> int:
+        """Let a request wait no longer, and the replica hold it."""
+        self.remove(chosen.number)
+        self._last[replica] = chosen.hashes
+        held = self._held[replica]
+        known = sum(each in held for each in chosen.hashes)
+        self._num_held[replica] = SHORTEST // 4 * 2 ** (known - 1) if known else 0
+        for each in chosen.hashes:
+            held[each] = None
+            held.move_to_end(each)
+        while len(held) > HELD:
+            held.popitem(last=False)
+        return chosen.number
 
     def _cheapest(self, replica: int) -> _Waiting:
         best, least = None, 0

@@ -9,7 +9,12 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nanovllm.config import Config
+from nanovllm.replicas.process import ReplicaProcess
+from nanovllm.replicas.replica import ReplicaSetup
 from nanovllm.replicas.router import SHORTEST, Router, beginnings
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.text.request import Request
 
 REACH = 40
 
@@ -153,3 +158,46 @@ def test_fewer_prefixes_are_computed_than_by_round_robin() -> None:
     assert computed_prefixes(RoundRobin(2), 20, room=20) == 40
     assert computed_prefixes(Router(2, reach=10_000), 20, room=5) <= 21
     assert computed_prefixes(RoundRobin(2), 20, room=5) > 1000
+
+
+def test_what_a_replica_holds_of_what_it_took() -> None:
+    router = Router(2, REACH)
+    for number in range(5):
+        router.add(number, of_group(1, number))  # 300 tokens alike, so the first 64, 128 and 256
+    router.add(5, prompt(7, 7))
+    assert router.take(0) == 0 and router.num_held_tokens(0) == 0
+    assert router.take(0) == 1 and router.num_held_tokens(0) == 256
+    assert router.take(1) == 5 and router.num_held_tokens(1) == 0
+    router.forget(0)
+    assert router.take(0) == 2 and router.num_held_tokens(0) == 0
+    assert router.take(1) == 3 and router.num_held_tokens(1) == 0
+    assert router.take(1) == 4 and router.num_held_tokens(1) == 256
+
+
+def request_of(number: int, length: int, n: int = 1) -> Request:
+    return Request(number, None, [0] * length, b"", SamplingParams(n=n), frozenset(), (), None)
+
+
+def test_a_replica_has_room_while_little_waits_to_be_computed() -> None:
+    member = ReplicaProcess(0, ReplicaSetup(Config(model="m"), 1))
+    member.is_ready = True
+
+    def has_room() -> bool:
+        return member.has_room(max_num_seqs=16, max_num_tokens=100)
+
+    member.take(request_of(0, 150, n=3), 0)
+    assert has_room()
+    member.take(request_of(1, 150), 128)
+    member.take(request_of(2, 60), 0)
+    assert not has_room(), "150 + 22 + 60 tokens are more than two steps"
+    member.hear(num_received=3, num_waiting=2)  # one sample of request 0 runs, and all its prompt is computed
+    assert has_room()
+    member.take(request_of(3, 150), 0)
+    assert not has_room()
+    member.hear(num_received=6, num_waiting=6)  # more than were sent wait: some were preempted
+    assert not has_room()
+    member.hear(num_received=6, num_waiting=1)
+    assert has_room()
+    for number in range(4, 16):
+        member.take(request_of(number, 1), 0)
+    assert not has_room(), "a batch and an eighth of it are in flight"

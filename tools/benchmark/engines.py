@@ -98,15 +98,15 @@ class RoundRobin(Router):
         self._turns = cycle(self._queues)
 
     def add(self, number: int, prompt: bytes) -> None:
-        super().add(number, b"")
+        super().add(number, prompt)
         next(self._turns).append(number)
 
     def take(self, replica: int) -> int | None:
         queue = self._queues[replica]
         while queue:
             number = queue.popleft()
-            if self.remove(number):  # else it is aborted
-                return number
+            if number in self._waiting:  # else it is aborted
+                return self._give(replica, self._waiting[number])
         return None
 
 
