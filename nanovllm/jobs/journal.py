@@ -105,22 +105,23 @@ def differences(found: Mapping[str, Any], job: Mapping[str, Any]) -> Iterator[st
 
 def write_atomically(path: Path, lines: Iterable[bytes]) -> None:
     """Replace a file by another of these lines; a power cut leaves the one or the other."""
+    with replaced(path) as temporary, temporary.open("wb") as file:
+        file.writelines(lines)
+
+
+@contextmanager
+def replaced(path: Path) -> Iterator[Path]:
+    """Give the path of a file to write; after the block it takes the place of `path`, all or nothing."""
     temporary = path.with_name(path.name + ".tmp")
     try:
-        with temporary.open("wb") as file:
-            file.writelines(lines)
-            file.flush()
+        yield temporary
+        with temporary.open("rb") as file:
             os.fsync(file.fileno())
-        replace(temporary, path)
+        os.replace(temporary, path)
+        sync_folder(path.parent)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-
-
-def replace(temporary: Path, path: Path) -> None:
-    """Rename a file that is on disk over another, and bring the folder to disk."""
-    os.replace(temporary, path)
-    sync_folder(path.parent)
 
 
 def sync_folder(path: Path) -> None:
