@@ -22,7 +22,7 @@ from nanovllm.jobs.errors import JobRefusedError
 from nanovllm.jobs.journal import hash_file
 from nanovllm.jobs.openai_batch import OpenAIFormat, looks_like_batch
 from nanovllm.jobs.params import ParamsMaker
-from nanovllm.jobs.sources import ENDINGS, Source, import_pyarrow, is_same_file, open_source
+from nanovllm.jobs.sources import ENDINGS, Source, import_pyarrow, open_source
 from nanovllm.jobs.tasks import Columns, PlainFormat, RowFormat
 from nanovllm.sampling_params import SamplingParams
 
@@ -80,7 +80,8 @@ def check_output(args: argparse.Namespace) -> None:
     for path in (output, output.parent):
         if path.exists() and not os.access(path, os.W_OK):
             raise JobRefusedError(f"-o {output}: no permission to write {path}; choose another -o")
-    if args.input != "-" and is_same_file(Path(args.input), output):
+    rows = Path(args.input)
+    if args.input != "-" and rows.exists() and output.exists() and rows.samefile(output):
         raise JobRefusedError(f"-o {output} is the input; choose another -o")
 
 

@@ -29,7 +29,7 @@ from nanovllm.jobs.output import Output, put_in_order
 from nanovllm.jobs.params import make_params
 from nanovllm.jobs.progress import JobProgress
 from nanovllm.jobs.rendering import Renderer
-from nanovllm.jobs.runner import JobRunner, RunOptions
+from nanovllm.jobs.runner import JobRunner
 from nanovllm.jobs.sources import Source
 from nanovllm.llm import LLM
 from nanovllm.report import GPUMonitor, check_path, write_report
@@ -90,7 +90,7 @@ def run(job: Job, make_llm: Callable[..., Any]) -> int:
     progress = JobProgress(job.source, len(output.finished), output.num_errors)
     if output.finished or output.num_dropped:
         say(f"{args.output}: going on after {len(output.finished):,} rows{_dropped(output, args)}")
-    runner = JobRunner(job.source, output, progress, RunOptions(args.max_errors, args.ordered, args.window))
+    runner = JobRunner(args, job.source, output, progress)
     code, state = errors.FAILED, "failed"
     with _sigterm_as_interrupt() as terminated:
         try:
