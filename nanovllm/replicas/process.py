@@ -42,13 +42,14 @@ class ReplicaProcess:
         self._waiting: deque[int] = deque()  # of each that may not run yet: the tokens that it has to compute
         self._num_waiting_tokens = 0  # their sum
 
-    def start(self) -> None:
-        """Start the process. It loads the model and sends Ready."""
+    def start(self, settings: dict[str, object]) -> None:
+        """Start the process. It loads the model, calls the methods `settings` of `Replica`, and sends
+        Ready."""
         context = get_context("spawn")
         self.pipe, theirs = context.Pipe()
         self.process = context.Process(
             target=replica_main,
-            args=(self.setup, theirs, os.getpid()),
+            args=(self.setup, settings, theirs, os.getpid()),
             name=f"nanovllm replica {self.number}",
             daemon=True,
         )
@@ -69,13 +70,14 @@ class ReplicaProcess:
         self.cost = 0.0
         self._num_seqs = 0
 
-    def has_room(self, max_num_seqs: int, max_num_tokens: int) -> bool:
+    def has_room(self) -> bool:
         """Whether a request that is sent now will soon be computed: there is a place for it in a batch or
         among the next ones, and what waits is less than the next two prefill steps."""
         if not self.is_ready or self.is_exclusive:
             return False
-        most = max_num_seqs + max(1, max_num_seqs // 8)
-        is_short = self._num_waiting_tokens < 2 * max_num_tokens
+        config = self.setup.config
+        most = config.max_num_seqs + max(1, config.max_num_seqs // 8)
+        is_short = self._num_waiting_tokens < 2 * config.max_num_batched_tokens
         return not self.requests or (self._num_seqs < most and is_short)
 
     def take(self, request: Request, num_held_tokens: int) -> None:

@@ -12,7 +12,7 @@ import sys
 import threading
 import traceback
 from contextlib import suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from multiprocessing import current_process
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
@@ -38,7 +38,6 @@ class ReplicaSetup:
 
     config: Config  # of one replica, on its own devices
     num_replicas: int
-    settings: dict[str, Any] = field(default_factory=dict)  # methods of `Replica` to call at the start
 
 
 # To a replica: a list of packed requests to compute, a Call, or None to exit.
@@ -188,7 +187,7 @@ class Replica(ResidentEngine):
         self._scheduler.max_model_len = max_model_len
 
 
-def replica_main(setup: ReplicaSetup, pipe: Connection, parent: int) -> None:
+def replica_main(setup: ReplicaSetup, settings: dict[str, object], pipe: Connection, parent: int) -> None:
     """A replica's process, from its start to its end; it returns in no case."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the caller's to handle
     current_process().daemon = False  # multiprocessing lets no daemonic process have workers of its own
@@ -199,7 +198,7 @@ def replica_main(setup: ReplicaSetup, pipe: Connection, parent: int) -> None:
             torch.set_num_threads(max(1, torch.get_num_threads() // setup.num_replicas))
         options = {each.name: getattr(setup.config, each.name) for each in fields(Config)}
         with Replica(**options) as replica:
-            for method, value in setup.settings.items():
+            for method, value in settings.items():
                 getattr(replica, method)(value)
             gc.freeze()  # what is here by now stays
             link.send(replica.ready())

@@ -12,7 +12,7 @@ Pure bookkeeping of numbers and hashes. Knows neither requests nor processes, an
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from itertools import islice
 from typing import NamedTuple
 
@@ -120,14 +120,14 @@ class Router:
 
     def _cost(self, waiting: _Waiting, replica: int) -> int:
         """How many levels deeper another replica holds this prompt."""
-        own = self._held[replica]
-        for missed, each in enumerate(reversed(waiting.hashes)):
-            if each in own:
-                return 0
-            if any(each in held for held in self._held):
-                shorter = waiting.hashes[: len(waiting.hashes) - missed]
-                return next((i for i, known in enumerate(reversed(shorter)) if known in own), len(shorter))
-        return 0
+        deepest = max(_levels_held(waiting, held) for held in self._held)
+        return deepest - _levels_held(waiting, self._held[replica])
+
+
+def _levels_held(waiting: _Waiting, held: Collection[int]) -> int:
+    """The number of the longest beginning that is held, counted from 1; 0 when none is."""
+    levels = range(len(waiting.hashes), 0, -1)
+    return next((level for level in levels if waiting.hashes[level - 1] in held), 0)
 
 
 def beginnings(prompt: bytes) -> list[int]:
