@@ -18,7 +18,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from nanovllm.jobs.errors import JobRefusedError
+from nanovllm.jobs.errors import JobRefusedError, refusing
 from nanovllm.jobs.journal import hash_file
 from nanovllm.jobs.openai_batch import OpenAIFormat, looks_like_batch
 from nanovllm.jobs.params import ParamsMaker
@@ -98,10 +98,8 @@ def open_job(args: argparse.Namespace, path: Path) -> tuple[Source, bool]:
     JobRefusedError when the file cannot be read, or has not the columns that the arguments name.
     """
     source = open_source(path, "jsonl" if args.format == "auto" and args.input == "-" else args.format)
-    try:
+    with refusing("--template: "):
         plain = PlainFormat(ParamsMaker(SamplingParams(), 0), columns_of(args))
-    except ValueError as error:
-        raise JobRefusedError(f"--template: {error}") from None
     if source.columns is not None:
         _check_columns(source.columns, plain.needed, f"{path} has")
         source.wanted = plain.columns

@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.jobs.errors import JobRefusedError
+from nanovllm.jobs.errors import refusing
 from nanovllm.jobs.tasks import Task
 from nanovllm.text.prompts import Prompt
 from nanovllm.text.rows import BadRow, attempt
@@ -56,10 +56,8 @@ class Renderer:
         if not tasks:
             return []
         if self._options is None:
-            try:
+            with refusing("rows with messages: "):
                 self._options = self._check({})
-            except (TypeError, ValueError) as error:
-                raise JobRefusedError(f"rows with messages: {error}") from None
         return self._render([task.prompt for task in tasks], self._options)
 
     def _own(self, task: Task) -> Prompt:

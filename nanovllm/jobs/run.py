@@ -21,12 +21,12 @@ from nanovllm.engine.stats import short
 from nanovllm.errors import NanoVLLMError
 from nanovllm.jobs import errors
 from nanovllm.jobs.arguments import engine_options
-from nanovllm.jobs.errors import JobFailedError, JobRefusedError, TooManyErrorsError
+from nanovllm.jobs.errors import JobFailedError, JobRefusedError, TooManyErrorsError, refusing
 from nanovllm.jobs.export import export
 from nanovllm.jobs.job import check_output, describe, input_file, make_format, open_job, rows_path
 from nanovllm.jobs.journal import Journal, hash_model, locked
 from nanovllm.jobs.output import Output, put_in_order
-from nanovllm.jobs.params import make_params
+from nanovllm.jobs.params import job_params
 from nanovllm.jobs.progress import JobProgress
 from nanovllm.jobs.rendering import Renderer
 from nanovllm.jobs.runner import JobRunner
@@ -51,16 +51,12 @@ class Job:
 def main(args: argparse.Namespace, make_llm: Callable[..., Any] = LLM) -> int:
     """Run a job; return its exit code. JobRefusedError when it cannot run."""
     options = engine_options(args)
-    try:
+    with refusing():
         config = Config.from_kwargs(args.model, **options)
-    except (TypeError, ValueError) as error:
-        raise JobRefusedError(str(error)) from None
     check_output(args)
     if args.report is not None:
-        try:
+        with refusing(f"--report {args.report}: "):
             check_path(args.report)
-        except ValueError as error:
-            raise JobRefusedError(f"--report {args.report}: {error}") from None
     path = rows_path(args.output)
     with locked(args.output), input_file(args) as input_path:
         source, is_batch = open_job(args, input_path)
@@ -123,12 +119,12 @@ def _run(job: Job, runner: JobRunner, progress: JobProgress, make_llm: Callable[
     stat = job.source.path.stat()
     runner.check_errors()
     if next(runner.pending(), None) is not None:
-        with closing(_load(job, make_llm)) as llm:
+        say(f"loading {args.model}")
+        with refusing():
+            llm = make_llm(args.model, **job.options)
+        with closing(llm):
             llm.on_step = progress.step
-            try:
-                params = make_params(args.sampling, llm.get_default_sampling_params())
-            except (TypeError, ValueError) as error:
-                raise JobRefusedError(f"--sampling and the model's generation_config.json: {error}") from None
+            params = job_params(args.sampling, llm.get_default_sampling_params())
             row_format = make_format(args, job.is_batch, params, job.seed)
             with _reported(job, llm, progress):
                 runner.run(llm, row_format, Renderer(llm.tokenizer, args.chat_template_kwargs))
@@ -167,14 +163,6 @@ def _reported(job: Job, llm: Any, progress: JobProgress) -> Iterator[None]:
                 )
             except (OSError, ValueError) as error:
                 say(f"{path} could not be written: {error}")
-
-
-def _load(job: Job, make_llm: Callable[..., Any]) -> Any:
-    say(f"loading {job.args.model}")
-    try:
-        return make_llm(job.args.model, **job.options)
-    except (NanoVLLMError, TypeError, ValueError) as error:
-        raise JobRefusedError(str(error)) from None
 
 
 def _finish(job: Job, num_rows: int) -> None:
