@@ -10,7 +10,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from datetime import datetime
 from html import escape
-from itertools import islice
 from pathlib import Path
 
 from nanovllm.config import Config
@@ -190,7 +189,7 @@ def error_table(rows: list[tuple[object, str]], num_errors: int) -> str:
     """The first errors, and how many more there are."""
     if not rows:
         return "<p>None.</p>\n"
-    cells = "".join(row(index, error) for index, error in islice(rows, MOST_ERRORS))
+    cells = "".join(row(index, error) for index, error in rows[:MOST_ERRORS])
     more = num_errors - min(len(rows), MOST_ERRORS)
     rest = f"<p>{more:,} more are not shown.</p>\n" if more > 0 else ""
     return f'<table class="errors"><tbody>{row("index", "error")}{cells}</tbody></table>\n{rest}'
