@@ -96,8 +96,9 @@ class JobProgress:
         self._due = now + (DRAW_SECONDS if self._is_terminal else LINE_SECONDS)
         line = self.line(now - self._start)
         if self._is_terminal:
-            line = "\r\x1b[K" + line[: shutil.get_terminal_size().columns - 1]
-        self._write(line if self._is_terminal else line + "\n")
+            self._write("\r\x1b[K" + line[: shutil.get_terminal_size().columns - 1])
+        else:
+            self._write(line + "\n")
 
     def close(self) -> None:
         """Take the line of a terminal away."""

@@ -42,7 +42,6 @@ class Job:
     args: argparse.Namespace
     source: Source
     is_batch: bool
-    options: dict[str, Any]  # of LLM
     seed: int  # of the engine
     journal: Journal
     output: Output
@@ -77,7 +76,7 @@ def main(args: argparse.Namespace, make_llm: Callable[..., Any] = LLM) -> int:
         if before is not None and before.get("versions") != journal.state["versions"]:
             say(f"the job began with other versions, and answers may differ: {before.get('versions')}")
         with closing(output):
-            return run(Job(args, source, is_batch, options, config.seed, journal, output), make_llm)
+            return run(Job(args, source, is_batch, config.seed, journal, output), make_llm)
 
 
 def run(job: Job, make_llm: Callable[..., Any]) -> int:
@@ -121,7 +120,7 @@ def _run(job: Job, runner: JobRunner, progress: JobProgress, make_llm: Callable[
     if next(runner.pending(), None) is not None:
         say(f"loading {args.model}")
         with refusing():
-            llm = make_llm(args.model, **job.options)
+            llm = make_llm(args.model, **engine_options(args))
         with closing(llm):
             llm.on_step = progress.step
             params = job_params(args.sampling, llm.get_default_sampling_params())
@@ -223,11 +222,7 @@ def _sigterm_as_interrupt() -> Iterator[list[int]]:
             raise KeyboardInterrupt
         signal.raise_signal(signal.SIGINT)
 
-    try:
-        before = signal.signal(signal.SIGTERM, stop)
-    except ValueError:  # not in the main thread
-        yield seen
-        return
+    before = signal.signal(signal.SIGTERM, stop)
     try:
         yield seen
     finally:
