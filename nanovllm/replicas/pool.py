@@ -16,12 +16,13 @@ from multiprocessing.process import BaseProcess
 from time import monotonic
 from typing import Any, NamedTuple
 
+from nanovllm.config import Config
 from nanovllm.engine.stats import StepStats
 from nanovllm.errors import WorkerError
 from nanovllm.outputs import RequestOutput
 from nanovllm.replicas.parcels import pack_request
 from nanovllm.replicas.process import ReplicaProcess
-from nanovllm.replicas.replica import Call, Failure, Ready, ReplicaSetup, Reply, Report
+from nanovllm.replicas.replica import Call, Failure, Ready, Reply, Report
 from nanovllm.replicas.router import Router
 from nanovllm.text.request import Request
 from nanovllm.workers.interrupts import held_interrupts
@@ -49,8 +50,8 @@ class Arrival(NamedTuple):
 class Replicas:
     """The replicas of an engine and the queue of their requests. Used by one thread at a time."""
 
-    def __init__(self, setups: list[ReplicaSetup]) -> None:
-        """Start a process for each setup and wait until all are ready.
+    def __init__(self, configs: list[Config]) -> None:
+        """Start a process for each configuration and wait until all are ready.
 
         Raises what a replica raises, with its number, and leaves nothing behind.
         """
@@ -59,12 +60,11 @@ class Replicas:
                 "a daemonic process cannot start replicas: create an LLM with data_parallel_size > 1 in the "
                 "main process, or in one started with daemon=False"
             )
-        config = setups[0].config
-        self._routes_by_prompt = config.enable_prefix_caching
-        self._members = [ReplicaProcess(number, setup) for number, setup in enumerate(setups)]
+        self._routes_by_prompt = configs[0].enable_prefix_caching
+        self._members = [ReplicaProcess(number, config) for number, config in enumerate(configs)]
         self._settings: dict[str, object] = {}  # methods of `Replica` that each calls at its start
-        self._look_ahead = LOOK_AHEAD * config.max_num_seqs
-        self.router = Router(len(setups), reach=2 * self._look_ahead)
+        self._look_ahead = LOOK_AHEAD * configs[0].max_num_seqs
+        self.router = Router(len(configs), reach=2 * self._look_ahead)
         self._routed: dict[int, Request] = {}  # all that wait in the router, by id
         self._backlog: deque[Request] = deque()  # what comes behind them
         self._again: deque[Request] = deque()  # to be run again

@@ -13,7 +13,8 @@ from multiprocessing.process import BaseProcess
 from socket import SO_SNDTIMEO, SOL_SOCKET, socket
 from struct import pack
 
-from nanovllm.replicas.replica import Failure, ReplicaSetup, replica_main
+from nanovllm.config import Config
+from nanovllm.replicas.replica import Failure, replica_main
 from nanovllm.text.request import Request
 from nanovllm.workers.watch import how_it_ended
 from nanovllm.workers.worker import no_main_module, sigint_blocked
@@ -24,9 +25,10 @@ SEND_SECONDS = 30  # for a message; a thread of the replica reads at all times
 class ReplicaProcess:
     """A replica, which may be loading, ready, or down."""
 
-    def __init__(self, number: int, setup: ReplicaSetup) -> None:
+    def __init__(self, number: int, config: Config) -> None:
+        """config: the engine's, with the replica's own device."""
         self.number = number
-        self.setup = setup
+        self._config = config
         self.process: BaseProcess | None = None  # None: it is down
         self.pipe: Connection  # of the process
         self.is_ready = False
@@ -49,7 +51,7 @@ class ReplicaProcess:
         self.pipe, theirs = context.Pipe()
         self.process = context.Process(
             target=replica_main,
-            args=(self.setup, settings, theirs, os.getpid()),
+            args=(self._config, settings, theirs, os.getpid()),
             name=f"nanovllm replica {self.number}",
             daemon=True,
         )
@@ -75,7 +77,7 @@ class ReplicaProcess:
         among the next ones, and what waits is less than the next two prefill steps."""
         if not self.is_ready or self.is_exclusive:
             return False
-        config = self.setup.config
+        config = self._config
         most = config.max_num_seqs + max(1, config.max_num_seqs // 8)
         is_short = self._num_waiting_tokens < 2 * config.max_num_batched_tokens
         return not self.requests or (self._num_seqs < most and is_short)

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from nanovllm.config import Config
 from nanovllm.replicas.process import ReplicaProcess
-from nanovllm.replicas.replica import ReplicaSetup
 from nanovllm.replicas.router import SHORTEST, Router, beginnings
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.request import Request
@@ -180,7 +179,7 @@ def request_of(number: int, length: int, n: int = 1) -> Request:
 
 def test_a_replica_has_room_while_little_waits_to_be_computed() -> None:
     config = Config(model="m", max_num_seqs=16, max_num_batched_tokens=100)
-    member = ReplicaProcess(0, ReplicaSetup(config, 1))
+    member = ReplicaProcess(0, config)
     member.is_ready = True
     has_room = member.has_room
     member.take(request_of(0, 150, n=3), 0)
