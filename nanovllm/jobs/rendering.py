@@ -38,14 +38,13 @@ class Renderer:
 
         JobRefusedError for conversations when the model has no chat template.
         """
-        plain = [task for task in tasks if task.is_chat and not task.template]
-        rendered = dict(zip(map(id, plain), self._plain(plain), strict=True))
+        plain = iter(self._plain([task for task in tasks if task.is_chat and not task.template]))
         prompts: list[dict[str, Any] | BadRow] = []
         for task in tasks:
             if not task.is_chat:
                 prompts.append(as_prompt(task.prompt))
                 continue
-            found = rendered[id(task)] if id(task) in rendered else attempt(self._own, task)
+            found = attempt(self._own, task) if task.template else next(plain)
             if isinstance(found, Prompt):
                 prompts.append({"prompt": found.text, "prompt_token_ids": found.token_ids})
             else:

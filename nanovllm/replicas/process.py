@@ -133,10 +133,9 @@ class ReplicaProcess:
             if self.process.exitcode is None:
                 self.process.kill()
                 self.process.join()
-            what = (
-                f": {self.failure.what}" if self.failure else f" {how_it_ended(self.process.exitcode or 0)}"
-            )
-            self.why_it_ended = f"replica {self.number}{what}"
+            how = f" {how_it_ended(self.process.exitcode or 0)}"
+            why = how if self.failure is None else f": {self.failure.what}"
+            self.why_it_ended = f"replica {self.number}{why}"
         self.pipe.close()
 
 

@@ -3,11 +3,8 @@
 Pure bookkeeping of numbers and hashes. Knows neither requests nor processes, and never keeps a replica idle.
 """
 
-# A prompt is known by the hashes of its first 64, 128, 256, ... tokens. A replica holds a hash once it has
-# taken a request with it. A request costs a replica as many levels as another one holds more of it. A replica
-# goes on with what is most like its last request, as long as that costs nothing, and else takes the oldest of
-# the requests that cost it least. So each group of prompts goes to one replica, and is shared out only when
-# nothing else waits. Requests that share nothing leave in the order in which they came.
+# How: "Routing" in docs/design.md. Each group of prompts goes to one replica, and is shared out only
+# when nothing else waits. Requests that share nothing leave in the order in which they came.
 
 from __future__ import annotations
 
@@ -119,7 +116,7 @@ class Router:
         yield from islice(self._waiting.values(), SCANNED)
 
     def _cost(self, waiting: _Waiting, replica: int) -> int:
-        """How many levels deeper another replica holds this prompt."""
+        """How many beginnings more of this prompt another replica holds."""
         deepest = max(_levels_held(waiting, held) for held in self._held)
         return deepest - _levels_held(waiting, self._held[replica])
 
