@@ -88,7 +88,6 @@ class LLMPredictor:
         return {**batch, **self._columns(outputs)}
 
     def _seeded(self, row_id: object) -> SamplingParams:
-        """The parameters of the row with this id."""
         if self._params.seed is not None:
             return self._params
         params = self._params.clone()

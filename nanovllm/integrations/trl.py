@@ -113,7 +113,6 @@ def _sampling_params(trainer: Any) -> SamplingParams:
 
 
 def _logprobs(output: RequestOutput) -> list[float]:
-    """The logprob of each token of the completion."""
     if output.error is not None:
         raise RuntimeError(f"completion {output.index} ended with an error: {output.error}")
     completion = output.outputs[0]

@@ -64,7 +64,6 @@ class Lengths:
         )
 
     def problems(self, tasks: list[Task]) -> Iterator[Problem]:
-        """What is wrong with these tasks."""
         rows = [task for task in tasks if task.kind == "generate"]
         prompts: list[Prompt | BadRow] = [
             each if isinstance(each, Exception) else attempt(parse_prompt, each, "the prompt")

@@ -43,6 +43,7 @@ MAY_CHANGE = {
     "kv_cache_memory_bytes",
     "download_dir",
 }
+PROMPT_ARGUMENTS = ("prompt_column", "template", "messages_column", "id_column", "chat_template_kwargs")
 LOOKED_AT = 100  # rows of JSON, to tell an OpenAI batch and a column that no row has
 PACKAGES = ("nanovllm", "torch", "transformers", "tokenizers", "triton", "numpy")
 
@@ -141,13 +142,7 @@ def describe(
         "model": {"path": args.model, "xxh3_128": model_hash},
         "options": {name: value for name, value in options.items() if name not in MAY_CHANGE},
         "sampling": args.sampling,
-        "prompt": {
-            "prompt_column": args.prompt_column,
-            "template": args.template,
-            "messages_column": args.messages_column,
-            "id_column": args.id_column,
-            "chat_template_kwargs": args.chat_template_kwargs,
-        },
+        "prompt": {name: getattr(args, name) for name in PROMPT_ARGUMENTS},
         "other_options": {name: value for name, value in options.items() if name in MAY_CHANGE},
         "versions": versions(),
     }

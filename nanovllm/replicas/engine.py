@@ -128,11 +128,9 @@ class ReplicatedEngine(LLMEngine):
             return output
 
     def start_profile(self, folder: str | Path | None = None) -> None:
-        """ValueError: a profile is of one engine."""
         raise ValueError("start_profile() needs data_parallel_size=1: a profile is of one engine")
 
     def stop_profile(self) -> list[Path]:
-        """RuntimeError: no profile is on."""
         raise RuntimeError("no profile is on; start_profile() needs data_parallel_size=1")
 
     def stats(self) -> EngineStats:

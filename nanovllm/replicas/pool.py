@@ -88,7 +88,6 @@ class Replicas:
 
     @property
     def processes(self) -> list[BaseProcess]:
-        """The processes that run."""
         return [member.process for member in self._members if member.process is not None]
 
     @property
@@ -198,7 +197,6 @@ class Replicas:
                 member.end(EXIT_SECONDS if member.is_ready else 0.0)
 
     def kill(self) -> None:
-        """End all replicas at once."""
         with held_interrupts():
             for member in self._members:
                 member.end(0.0)

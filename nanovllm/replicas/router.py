@@ -79,7 +79,6 @@ class Router:
         self._last[replica] = []
 
     def clear(self) -> None:
-        """Nothing waits any more."""
         self._waiting.clear()
         self._alike.clear()
 

@@ -162,7 +162,6 @@ def tiles(stats: EngineStats, num_errors: int) -> str:
 
 
 def totals(stats: EngineStats) -> dict[str, object]:
-    """All totals, each with its unit."""
     return {
         "Time since the engine was ready": f"{stats.uptime:,.2f} s",
         "Requests": f"{stats.num_requests:,}",
@@ -202,7 +201,6 @@ def table(rows: Mapping[str, object], kind: str) -> str:
 
 
 def row(name: object, value: object) -> str:
-    """One of them."""
     return f"<tr><th>{shown(name)}</th><td>{shown(value)}</td></tr>"
 
 
