@@ -42,10 +42,9 @@ class Problem(NamedTuple):
 
 
 class Lengths:
-    """Checks the prompts of tasks with a model's tokenizer, and what their parameters mean to it.
+    """Checks the prompts of tasks with a model's tokenizer, and what their parameters mean to it."""
 
-    params: what the model's generation_config.json recommends.
-    """
+    params: SamplingParams  # that the model's generation_config.json recommends
 
     def __init__(self, model: str, options: dict[str, Any], template: dict[str, Any]) -> None:
         """options: of LLM. JobRefusedError when there is no such model, or an option is wrong."""

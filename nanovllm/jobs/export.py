@@ -26,15 +26,12 @@ COLUMNS = (
     "logprobs",
     "error",
 )
-LISTS = ("texts", "finish_reasons")
+LISTS = ("texts", "finish_reasons")  # of rows with several completions
 NUMBERS = ("index", "prompt_tokens", "completion_tokens")
 
 
 def export(lines: Path, path: Path, num_rows: int) -> None:
-    """Write the rows of `lines`, in order, to `path` in the format of its ending; all or nothing.
-
-    `texts` and `finish_reasons` are those of rows with several completions.
-    """
+    """Write the rows of `lines`, in order, to `path` in the format of its ending; all or nothing."""
     kind = ENDINGS[path.suffix.lower()]
     records = (json.loads(line) for line in ordered_lines(lines, num_rows))
     with replaced(path) as temporary:
