@@ -9,7 +9,6 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Sequence
-from copy import copy
 from typing import Any
 
 from nanovllm.llm import LLM
@@ -29,7 +28,6 @@ except ImportError as error:
         f"pip install 'nanovllm[lighteval]' ({error})"
     ) from error
 
-OWN = {"override_chat_template": None, "add_special_tokens": True, "pairwise_tokenization": True}
 GENERATION = r",?(generation_parameters=\{[^}]*\})"
 
 
@@ -47,19 +45,16 @@ class NanoVLLM(LightevalModel):
         model, options, generation = _parse(config.model_name)
         if generation is not None:
             config = config.model_copy(update={"generation_parameters": generation})
-        own = {name: options.pop(name, default) for name, default in OWN.items()}
+        override = options.pop("override_chat_template", None)
+        self._add_special_tokens = options.pop("add_special_tokens", True)
+        self._pairwise = options.pop("pairwise_tokenization", True)
         system_prompt = options.pop("system_prompt", config.system_prompt)
         self.config = config.model_copy(update={"system_prompt": system_prompt})
         self.model = LLM(model, **options)
-        tokenizer: Any = self.model.get_tokenizer()
-        self._tokenizer = tokenizer
-        self._add_special_tokens = own["add_special_tokens"]
-        self._pairwise = own["pairwise_tokenization"]
+        self._tokenizer: Any = self.model.get_tokenizer()
         self._max_length = int(self.model.llm_engine.model_config.max_model_len or 0)
-        is_chat = uses_chat_template(
-            tokenizer=tokenizer, override_chat_template=own["override_chat_template"]
-        )
-        self.prompt_manager = PromptManager(is_chat, tokenizer, system_prompt)
+        is_chat = uses_chat_template(tokenizer=self._tokenizer, override_chat_template=override)
+        self.prompt_manager = PromptManager(is_chat, self._tokenizer, system_prompt)
         # the cache is a folder below its own, also for a model in a folder with an absolute path
         self._cache = SampleCache(self.config.model_copy(update={"model_name": config.model_name.strip("/")}))
 
@@ -157,7 +152,7 @@ class NanoVLLM(LightevalModel):
 
     def _sampling_params(self, given: SamplingParams, doc: Doc, prompt_len: int) -> SamplingParams:
         """The user's generation parameters, with what the task asks for."""
-        params = copy(given)
+        params = given.clone()
         room = self.max_length - prompt_len
         asked = given.max_tokens or doc.generation_size or room
         params.max_tokens = min(asked, room) if asked > 0 else room  # -1: no limit

@@ -6,7 +6,6 @@ restarts actors that died, with their batches. Knows nothing of files, and keeps
 
 from __future__ import annotations
 
-import copy
 import secrets
 from collections.abc import Mapping
 from typing import Any
@@ -16,7 +15,7 @@ import xxhash
 
 from nanovllm.config import Config
 from nanovllm.llm import LLM
-from nanovllm.outputs import CompletionOutput, RequestOutput
+from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 
 try:
@@ -89,10 +88,9 @@ class LLMPredictor:
         return {**batch, **self._columns(outputs)}
 
     def _seeded(self, row_id: object) -> SamplingParams:
-        """The parameters of the row with this id."""
         if self._params.seed is not None:
             return self._params
-        params = copy.copy(self._params)
+        params = self._params.clone()
         params.seed = xxhash.xxh3_64_intdigest(str(row_id).encode()) >> 1
         return params
 
@@ -103,23 +101,19 @@ class LLMPredictor:
             array[:] = values
             return array
 
-        def each(name: str) -> Any:
-            return column([self._of_all(output.outputs, name) for output in outputs])
+        def of_completions(name: str) -> Any:
+            rows = [[getattr(each, name) for each in output.outputs] for output in outputs]
+            return column(rows if self._params.n > 1 else [row[0] for row in rows])
 
+        num_tokens = [sum(len(each.token_ids) for each in output.outputs) for output in outputs]
         return {
-            "generated_text": each("text"),
-            "generated_tokens": each("token_ids"),
+            "generated_text": of_completions("text"),
+            "generated_tokens": of_completions("token_ids"),
             "num_input_tokens": np.array([len(output.prompt_token_ids) for output in outputs]),
-            "num_generated_tokens": np.array(
-                [sum(len(one.token_ids) for one in output.outputs) for output in outputs]
-            ),
-            "finish_reason": each("finish_reason"),
+            "num_generated_tokens": np.array(num_tokens),
+            "finish_reason": of_completions("finish_reason"),
             "error": column([output.error or "" for output in outputs]),
         }
-
-    def _of_all(self, completions: list[CompletionOutput], name: str) -> Any:
-        values = [getattr(completion, name) for completion in completions]
-        return values if self._params.n > 1 else values[0]
 
 
 def generate(

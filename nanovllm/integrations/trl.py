@@ -13,8 +13,6 @@ from nanovllm.llm import LLM
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 
-NOT_LOADED = -1
-
 
 class Rollouts:
     """A `rollout_func`: one completion for each prompt that the trainer gives, sampled as its arguments say.
@@ -39,7 +37,7 @@ class Rollouts:
         self._options = {"logprobs_mode": "processed_logprobs", "skip_tokenizer_init": True} | options
         Config.from_kwargs(model or ".", **self._options)
         self.llm: LLM | None = None
-        self._loaded_step = NOT_LOADED
+        self._loaded_step: int | None = None
 
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
         """Return `prompt_ids`, `completion_ids` and `logprobs`, a list for each prompt.
@@ -61,7 +59,6 @@ class Rollouts:
 
     def _awake(self, trainer: Any) -> LLM:
         """The engine, with the trainer's weights."""
-        step = trainer.state.global_step
         if self.llm is None:
             own = {
                 "device": str(trainer.accelerator.device),
@@ -70,6 +67,7 @@ class Rollouts:
             self.llm = LLM(self._model or trainer.model.config.name_or_path, **own | self._options)
         elif self._sleep:
             self.llm.wake_up()
+        step = trainer.state.global_step
         if step != self._loaded_step:
             model = trainer.accelerator.unwrap_model(trainer.model)
             if hasattr(model, "peft_config"):
@@ -115,7 +113,6 @@ def _sampling_params(trainer: Any) -> SamplingParams:
 
 
 def _logprobs(output: RequestOutput) -> list[float]:
-    """The logprob of each token of the completion."""
     if output.error is not None:
         raise RuntimeError(f"completion {output.index} ended with an error: {output.error}")
     completion = output.outputs[0]

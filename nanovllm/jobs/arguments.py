@@ -9,10 +9,9 @@ import argparse
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import Field, fields
 from pathlib import Path
-from types import UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any
 
 from nanovllm.config import Config
 from nanovllm.jobs.params import make_params
@@ -115,33 +114,24 @@ def _add_row_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     """A flag for every option of `LLM`; what is not given is not there."""
     engine = parser.add_argument_group("options of LLM (docs/options.md)")
-    hints = get_type_hints(Config)
     about = dict(re.findall(r"^    (\w+): ((?:.|\n(?!    \w+: |\n))*)", Config.__doc__ or "", re.M))
-    for name, default in _engine_fields().items():
-        kind = _plain_type(hints[name])
+    for name, field in _engine_fields().items():
+        kind = str(field.type).removesuffix(" | None")
         text = " ".join(about.get(name, "").split()).replace("%", "%%")
         options: dict[str, Any] = {
             "default": argparse.SUPPRESS,
-            "help": f"{text} (default: {default})" if text else None,
+            "help": f"{text} (default: {field.default})" if text else None,
         }
-        if kind is bool:
+        if kind == "bool":
             options["action"] = argparse.BooleanOptionalAction
         else:
-            options |= {"type": str if kind is str else _json_or_text, "metavar": "VALUE"}
+            options |= {"type": str if kind == "str" else _json_or_text, "metavar": "VALUE"}
         engine.add_argument("--" + name.replace("_", "-"), **options)
 
 
-def _engine_fields() -> dict[str, Any]:
+def _engine_fields() -> dict[str, Field[Any]]:
     """The options that are flags. The hub's token is none: other users can see a command line."""
-    return {field.name: field.default for field in fields(Config) if field.name not in ("model", "hf_token")}
-
-
-def _plain_type(hint: Any) -> Any:
-    """The type of an option without None."""
-    if get_origin(hint) not in (Union, UnionType):
-        return hint
-    kinds = [kind for kind in get_args(hint) if kind is not type(None)]
-    return kinds[0] if len(kinds) == 1 else None
+    return {field.name: field for field in fields(Config) if field.name not in ("model", "hf_token")}
 
 
 def _json_or_text(text: str) -> Any:

@@ -17,11 +17,10 @@ import xxhash
 from nanovllm.config import Config
 from nanovllm.engine.generation_config import overridden, read_generation_config, recommended_params
 from nanovllm.engine.startup import find_model, find_tokenizer, resolve_max_model_len
-from nanovllm.errors import NanoVLLMError
 from nanovllm.jobs.arguments import engine_options
-from nanovllm.jobs.errors import ANSWERED, ERROR_ROWS, REFUSED, JobRefusedError
+from nanovllm.jobs.errors import ANSWERED, ERROR_ROWS, REFUSED, JobRefusedError, refusing
 from nanovllm.jobs.job import make_format, open_job
-from nanovllm.jobs.params import make_params
+from nanovllm.jobs.params import job_params
 from nanovllm.jobs.rendering import Renderer
 from nanovllm.jobs.sources import Source
 from nanovllm.jobs.tasks import RowFormat, Task
@@ -43,14 +42,13 @@ class Problem(NamedTuple):
 
 
 class Lengths:
-    """Checks the prompts of tasks with a model's tokenizer, and what their parameters mean to it.
+    """Checks the prompts of tasks with a model's tokenizer, and what their parameters mean to it."""
 
-    params: what the model's generation_config.json recommends.
-    """
+    params: SamplingParams  # that the model's generation_config.json recommends
 
     def __init__(self, model: str, options: dict[str, Any], template: dict[str, Any]) -> None:
         """options: of LLM. JobRefusedError when there is no such model, or an option is wrong."""
-        try:
+        with refusing():
             config = Config.from_kwargs(model, **options)
             path = find_model(config)
             generation = read_generation_config(config.generation_config, path)
@@ -59,15 +57,12 @@ class Lengths:
             self.params = recommended_params(overridden(generation, config.generation_config, changes))
             self.limit = resolve_max_model_len(config.max_model_len, model_config)
             tokenizer = find_tokenizer(config, path)
-        except (NanoVLLMError, TypeError, ValueError) as error:
-            raise JobRefusedError(str(error)) from None
         self._renderer = Renderer(tokenizer, template)
         self._processor = Processor(
             tokenizer, model_config.vocab_size, model_config.eos_token_ids, config.max_logprobs
         )
 
     def problems(self, tasks: list[Task]) -> Iterator[Problem]:
-        """What is wrong with these tasks."""
         rows = [task for task in tasks if task.kind == "generate"]
         prompts: list[Prompt | BadRow] = [
             each if isinstance(each, Exception) else attempt(parse_prompt, each, "the prompt")
@@ -88,15 +83,10 @@ class Lengths:
 
 def main(args: argparse.Namespace) -> int:
     """Print what is wrong with each file; return 0 when nothing is, 1 for bad rows, 2 for a bad file."""
-    options = engine_options(args)
-    lengths = Lengths(args.model, options, args.chat_template_kwargs) if args.model else None
-    try:
-        params = make_params(args.sampling, None if lengths is None else lengths.params)
-    except (TypeError, ValueError) as error:
-        raise JobRefusedError(f"--sampling and the model's generation_config.json: {error}") from None
+    lengths = Lengths(args.model, engine_options(args), args.chat_template_kwargs) if args.model else None
+    params = job_params(args.sampling, None if lengths is None else lengths.params)
     args.input = ""
-    codes = [_check(args, path, params, lengths) for path in args.inputs]
-    return max(codes)
+    return max([_check(args, path, params, lengths) for path in args.inputs])
 
 
 def _check(args: argparse.Namespace, path: Path, params: SamplingParams, lengths: Lengths | None) -> int:

@@ -1,9 +1,14 @@
 """How a job ends: its exit codes, and the exceptions that end it early.
 
-The messages say what to do next. Formats none of them.
+The messages say what to do next.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from nanovllm.errors import NanoVLLMError
 
 ANSWERED = 0  # every row has an answer
 ERROR_ROWS = 1  # every row was run, and some are error rows
@@ -16,6 +21,15 @@ TERMINATED = 143  # SIGTERM; the same command goes on
 
 class JobRefusedError(Exception):
     """The command cannot run as it stands; nothing has been run or written."""
+
+
+@contextmanager
+def refusing(where: str = "") -> Iterator[None]:
+    """Raise what is wrong with a value as a JobRefusedError; `where` stands before the message."""
+    try:
+        yield
+    except (NanoVLLMError, TypeError, ValueError) as error:
+        raise JobRefusedError(f"{where}{error}") from None
 
 
 class TooManyErrorsError(Exception):

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import csv
 import json
-import os
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from nanovllm.jobs.journal import replace
+from nanovllm.jobs.journal import replaced
 from nanovllm.jobs.output import ordered_lines
 from nanovllm.jobs.sources import ENDINGS, import_pyarrow
 
@@ -27,29 +26,19 @@ COLUMNS = (
     "logprobs",
     "error",
 )
-LISTS = ("texts", "finish_reasons")
+LISTS = ("texts", "finish_reasons")  # of rows with several completions
 NUMBERS = ("index", "prompt_tokens", "completion_tokens")
 
 
 def export(lines: Path, path: Path, num_rows: int) -> None:
-    """Write the rows of `lines`, in order, to `path` in the format of its ending; all or nothing.
-
-    `texts` and `finish_reasons` are those of rows with several completions.
-    """
+    """Write the rows of `lines`, in order, to `path` in the format of its ending; all or nothing."""
     kind = ENDINGS[path.suffix.lower()]
-    temporary = path.with_name(path.name + ".tmp")
     records = (json.loads(line) for line in ordered_lines(lines, num_rows))
-    try:
+    with replaced(path) as temporary:
         if kind == "parquet":
             _write_parquet(records, temporary)
         else:
             _write_csv(records, temporary, "\t" if kind == "tsv" else ",")
-        with temporary.open("rb") as file:
-            os.fsync(file.fileno())
-        replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
 
 
 def _write_csv(records: Iterator[dict[str, Any]], path: Path, delimiter: str) -> None:

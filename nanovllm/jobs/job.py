@@ -18,11 +18,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from nanovllm.jobs.errors import JobRefusedError
+from nanovllm.jobs.errors import JobRefusedError, refusing
 from nanovllm.jobs.journal import hash_file
 from nanovllm.jobs.openai_batch import OpenAIFormat, looks_like_batch
 from nanovllm.jobs.params import ParamsMaker
-from nanovllm.jobs.sources import ENDINGS, Source, import_pyarrow, is_same_file, open_source
+from nanovllm.jobs.sources import ENDINGS, Source, import_pyarrow, open_source
 from nanovllm.jobs.tasks import Columns, PlainFormat, RowFormat
 from nanovllm.sampling_params import SamplingParams
 
@@ -43,6 +43,7 @@ MAY_CHANGE = {
     "kv_cache_memory_bytes",
     "download_dir",
 }
+PROMPT_ARGUMENTS = ("prompt_column", "template", "messages_column", "id_column", "chat_template_kwargs")
 LOOKED_AT = 100  # rows of JSON, to tell an OpenAI batch and a column that no row has
 PACKAGES = ("nanovllm", "torch", "transformers", "tokenizers", "triton", "numpy")
 
@@ -80,7 +81,8 @@ def check_output(args: argparse.Namespace) -> None:
     for path in (output, output.parent):
         if path.exists() and not os.access(path, os.W_OK):
             raise JobRefusedError(f"-o {output}: no permission to write {path}; choose another -o")
-    if args.input != "-" and is_same_file(Path(args.input), output):
+    rows = Path(args.input)
+    if args.input != "-" and rows.exists() and output.exists() and rows.samefile(output):
         raise JobRefusedError(f"-o {output} is the input; choose another -o")
 
 
@@ -97,10 +99,8 @@ def open_job(args: argparse.Namespace, path: Path) -> tuple[Source, bool]:
     JobRefusedError when the file cannot be read, or has not the columns that the arguments name.
     """
     source = open_source(path, "jsonl" if args.format == "auto" and args.input == "-" else args.format)
-    try:
+    with refusing("--template: "):
         plain = PlainFormat(ParamsMaker(SamplingParams(), 0), columns_of(args))
-    except ValueError as error:
-        raise JobRefusedError(f"--template: {error}") from None
     if source.columns is not None:
         _check_columns(source.columns, plain.needed, f"{path} has")
         source.wanted = plain.columns
@@ -142,13 +142,7 @@ def describe(
         "model": {"path": args.model, "xxh3_128": model_hash},
         "options": {name: value for name, value in options.items() if name not in MAY_CHANGE},
         "sampling": args.sampling,
-        "prompt": {
-            "prompt_column": args.prompt_column,
-            "template": args.template,
-            "messages_column": args.messages_column,
-            "id_column": args.id_column,
-            "chat_template_kwargs": args.chat_template_kwargs,
-        },
+        "prompt": {name: getattr(args, name) for name in PROMPT_ARGUMENTS},
         "other_options": {name: value for name, value in options.items() if name in MAY_CHANGE},
         "versions": versions(),
     }

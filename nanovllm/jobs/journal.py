@@ -62,26 +62,25 @@ class Journal:
         """
         found = self.read()
         files = [path for path in (self._output, self._rows) if path.exists() and path.stat().st_size]
-        if found is None and files:
+        if not files:
+            self.state = {"about": ABOUT, "state": "", **job, "started": now(), "runs": 1}
+        elif found is None:
             raise JobRefusedError(
                 f"{files[0]} exists and has no journal, so it is no output of this job; choose another -o, "
                 "or delete it"
             )
-        if found is not None and files:
-            different = list(differences(found, job))
-            if different:
-                raise JobRefusedError(
-                    f"{self._output} belongs to another job: {'; '.join(different)}. Choose another -o, or "
-                    f"delete it and {self.path.name} to start anew"
-                )
-            if self._rows not in files:
-                raise JobRefusedError(
-                    f"{self._rows} is gone, from which {self._output} was made; delete that and "
-                    f"{self.path.name} to start anew"
-                )
-            self.state = {**found, **job, "runs": found.get("runs", 1) + 1}
+        elif different := list(differences(found, job)):
+            raise JobRefusedError(
+                f"{self._output} belongs to another job: {'; '.join(different)}. Choose another -o, or "
+                f"delete it and {self.path.name} to start anew"
+            )
+        elif self._rows not in files:
+            raise JobRefusedError(
+                f"{self._rows} is gone, from which {self._output} was made; delete that and "
+                f"{self.path.name} to start anew"
+            )
         else:
-            self.state = {"about": ABOUT, "state": "", **job, "started": now(), "runs": 1}
+            self.state = {**found, **job, "runs": found.get("runs", 1) + 1}
         self.update(state="running", pid=os.getpid())
         return found if files else None
 
@@ -105,22 +104,23 @@ def differences(found: Mapping[str, Any], job: Mapping[str, Any]) -> Iterator[st
 
 def write_atomically(path: Path, lines: Iterable[bytes]) -> None:
     """Replace a file by another of these lines; a power cut leaves the one or the other."""
+    with replaced(path) as temporary, temporary.open("wb") as file:
+        file.writelines(lines)
+
+
+@contextmanager
+def replaced(path: Path) -> Iterator[Path]:
+    """Give the path of a file to write; after the block it takes the place of `path`, all or nothing."""
     temporary = path.with_name(path.name + ".tmp")
     try:
-        with temporary.open("wb") as file:
-            file.writelines(lines)
-            file.flush()
+        yield temporary
+        with temporary.open("rb") as file:
             os.fsync(file.fileno())
-        replace(temporary, path)
+        os.replace(temporary, path)
+        sync_folder(path.parent)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-
-
-def replace(temporary: Path, path: Path) -> None:
-    """Rename a file that is on disk over another, and bring the folder to disk."""
-    os.replace(temporary, path)
-    sync_folder(path.parent)
 
 
 def sync_folder(path: Path) -> None:
@@ -161,7 +161,7 @@ def _lock(path: Path, output: Path) -> int:
             ) from None
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if path.exists() and os.path.samestat(os.fstat(descriptor), path.stat()):
+            if os.path.samestat(os.fstat(descriptor), path.stat()):
                 return descriptor
         except BlockingIOError:
             holder = os.read(descriptor, 20).decode().strip() or "another process"

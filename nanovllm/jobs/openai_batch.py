@@ -82,7 +82,13 @@ class OpenAIFormat(RowFormat):
             choices.append(
                 {"index": each.index, **text, "logprobs": logprobs, "finish_reason": each.finish_reason}
             )
-        tokens = (len(output.prompt_token_ids), sum(len(each.token_ids) for each in output.outputs))
+        prompt_tokens = len(output.prompt_token_ids)
+        output_tokens = sum(len(each.token_ids) for each in output.outputs)
+        usage = {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": output_tokens,
+            "total_tokens": prompt_tokens + output_tokens,
+        }
         return self._response(
             task,
             {
@@ -91,7 +97,7 @@ class OpenAIFormat(RowFormat):
                 "created": 0,
                 "model": task.request["model"],
                 "choices": choices,
-                "usage": _usage(*tokens),
+                "usage": usage,
             },
         )
 
@@ -115,12 +121,7 @@ class OpenAIFormat(RowFormat):
 
     def _response(self, task: Task, body: dict[str, Any]) -> dict[str, Any]:
         response = {"status_code": 200, "request_id": f"req_{task.index}", "body": body}
-        return {
-            "id": f"batch_req_{task.index}",
-            "custom_id": task.id,
-            "response": response,
-            "error": None,
-        }
+        return {"id": f"batch_req_{task.index}", "custom_id": task.id, "response": response, "error": None}
 
 
 def looks_like_batch(values: Mapping[str, Any]) -> bool:
@@ -186,11 +187,3 @@ def _inputs(value: Any) -> list[str | array[int]]:
     """The inputs of an embedding, as a list."""
     several = isinstance(value, list) and value and not isinstance(value[0], int)
     return [prompt_of(each, "input") for each in (value if several else [value])]
-
-
-def _usage(prompt: int, completion: int) -> dict[str, int]:
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": completion,
-        "total_tokens": prompt + completion,
-    }

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from nanovllm.engine.requests import drawn_seed
+from nanovllm.jobs.errors import refusing
 from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
 from nanovllm.text.prompts import show
 
@@ -53,6 +54,12 @@ def make_params(values: Mapping[str, Any], base: SamplingParams | None = None) -
     if given.get("prompt_logprobs") is not None:
         raise ValueError("prompt_logprobs are not written by a job; leave them out, or use LLM.generate")
     return SamplingParams(**({} if base is None else vars(base)) | given)
+
+
+def job_params(sampling: Mapping[str, Any], recommended: SamplingParams | None) -> SamplingParams:
+    """Return the parameters of rows without their own: `--sampling` on top of what the model recommends."""
+    with refusing("--sampling and the model's generation_config.json: "):
+        return make_params(sampling, recommended)
 
 
 def own_params(value: Any) -> dict[str, Any]:

@@ -65,14 +65,12 @@ class JobProgress:
         self.show()
 
     def answered(self, output: RequestOutput) -> None:
-        """Count an answer."""
         self.prompt_tokens += len(output.prompt_token_ids)
         for each in output.outputs:
             self.output_tokens += len(each.token_ids)
             self.reasons[each.finish_reason or ""] += 1
 
     def embedded(self, outputs: Sequence[EmbeddingRequestOutput]) -> None:
-        """Count the embeddings of a row."""
         self.prompt_tokens += sum(len(each.prompt_token_ids) for each in outputs)
         self.reasons["embedding"] += 1
 
@@ -83,21 +81,20 @@ class JobProgress:
             self.first_errors.append((index, message))
 
     def written(self, is_error: bool) -> None:
-        """Count a line of the output."""
         self.finished += 1
         self.errors += is_error
         self.show()
 
     def show(self) -> None:
-        """Draw the line if it is due."""
         now = self._clock()
         if now < self._due:
             return
         self._due = now + (DRAW_SECONDS if self._is_terminal else LINE_SECONDS)
         line = self.line(now - self._start)
         if self._is_terminal:
-            line = "\r\x1b[K" + line[: shutil.get_terminal_size().columns - 1]
-        self._write(line if self._is_terminal else line + "\n")
+            self._write("\r\x1b[K" + line[: shutil.get_terminal_size().columns - 1])
+        else:
+            self._write(line + "\n")
 
     def close(self) -> None:
         """Take the line of a terminal away."""
@@ -111,7 +108,6 @@ class JobProgress:
 
     @property
     def seconds(self) -> float:
-        """Since the start."""
         return self._clock() - self._start
 
     @property
@@ -122,17 +118,14 @@ class JobProgress:
 
     def line(self, seconds: float) -> str:
         """The state `seconds` after the start."""
-        share = self._share()
-        parts = [f"{self.finished:,} rows ({share:.0%})"]
-        if self._source.num_rows:
-            parts = [f"{self.finished:,} of {self._source.num_rows:,} rows"]
-        parts.append(f"{short(self.tokens_per_second)} tok/s")
+        share, num_rows = self._share(), self._source.num_rows
+        rows = f"of {num_rows:,} rows" if num_rows else f"rows ({share:.0%})"
+        parts = [f"{self.finished:,} {rows}", f"{short(self.tokens_per_second)} tok/s"]
         done = self.finished - self._before
         if done and share:
             left = seconds * (1 - share) / (share * done / self.finished)
             parts.append(f"{timedelta(seconds=round(left))} left")
-        parts.append(f"{self.errors:,} error{'s' * (self.errors != 1)}")
-        parts.append(f"KV {self._kv_usage:.0%}")
+        parts += [f"{self.errors:,} error{'s' * (self.errors != 1)}", f"KV {self._kv_usage:.0%}"]
         return ", ".join(parts)
 
     def _share(self) -> float:

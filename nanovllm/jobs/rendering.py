@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.jobs.errors import JobRefusedError
+from nanovllm.jobs.errors import refusing
 from nanovllm.jobs.tasks import Task
 from nanovllm.text.prompts import Prompt
 from nanovllm.text.rows import BadRow, attempt
@@ -38,14 +38,13 @@ class Renderer:
 
         JobRefusedError for conversations when the model has no chat template.
         """
-        plain = [task for task in tasks if task.is_chat and not task.template]
-        rendered = dict(zip(map(id, plain), self._plain(plain), strict=True))
+        plain = iter(self._plain([task for task in tasks if task.is_chat and not task.template]))
         prompts: list[dict[str, Any] | BadRow] = []
         for task in tasks:
             if not task.is_chat:
                 prompts.append(as_prompt(task.prompt))
                 continue
-            found = rendered[id(task)] if id(task) in rendered else attempt(self._own, task)
+            found = attempt(self._own, task) if task.template else next(plain)
             if isinstance(found, Prompt):
                 prompts.append({"prompt": found.text, "prompt_token_ids": found.token_ids})
             else:
@@ -56,10 +55,8 @@ class Renderer:
         if not tasks:
             return []
         if self._options is None:
-            try:
+            with refusing("rows with messages: "):
                 self._options = self._check({})
-            except (TypeError, ValueError) as error:
-                raise JobRefusedError(f"rows with messages: {error}") from None
         return self._render([task.prompt for task in tasks], self._options)
 
     def _own(self, task: Task) -> Prompt:

@@ -21,15 +21,15 @@ from nanovllm.engine.stats import short
 from nanovllm.errors import NanoVLLMError
 from nanovllm.jobs import errors
 from nanovllm.jobs.arguments import engine_options
-from nanovllm.jobs.errors import JobFailedError, JobRefusedError, TooManyErrorsError
+from nanovllm.jobs.errors import JobFailedError, JobRefusedError, TooManyErrorsError, refusing
 from nanovllm.jobs.export import export
 from nanovllm.jobs.job import check_output, describe, input_file, make_format, open_job, rows_path
 from nanovllm.jobs.journal import Journal, hash_model, locked
 from nanovllm.jobs.output import Output, put_in_order
-from nanovllm.jobs.params import make_params
+from nanovllm.jobs.params import job_params
 from nanovllm.jobs.progress import JobProgress
 from nanovllm.jobs.rendering import Renderer
-from nanovllm.jobs.runner import JobRunner, RunOptions
+from nanovllm.jobs.runner import JobRunner
 from nanovllm.jobs.sources import Source
 from nanovllm.llm import LLM
 from nanovllm.report import GPUMonitor, check_path, write_report
@@ -42,7 +42,6 @@ class Job:
     args: argparse.Namespace
     source: Source
     is_batch: bool
-    options: dict[str, Any]  # of LLM
     seed: int  # of the engine
     journal: Journal
     output: Output
@@ -51,16 +50,12 @@ class Job:
 def main(args: argparse.Namespace, make_llm: Callable[..., Any] = LLM) -> int:
     """Run a job; return its exit code. JobRefusedError when it cannot run."""
     options = engine_options(args)
-    try:
+    with refusing():
         config = Config.from_kwargs(args.model, **options)
-    except (TypeError, ValueError) as error:
-        raise JobRefusedError(str(error)) from None
     check_output(args)
     if args.report is not None:
-        try:
+        with refusing(f"--report {args.report}: "):
             check_path(args.report)
-        except ValueError as error:
-            raise JobRefusedError(f"--report {args.report}: {error}") from None
     path = rows_path(args.output)
     with locked(args.output), input_file(args) as input_path:
         source, is_batch = open_job(args, input_path)
@@ -81,7 +76,7 @@ def main(args: argparse.Namespace, make_llm: Callable[..., Any] = LLM) -> int:
         if before is not None and before.get("versions") != journal.state["versions"]:
             say(f"the job began with other versions, and answers may differ: {before.get('versions')}")
         with closing(output):
-            return run(Job(args, source, is_batch, options, config.seed, journal, output), make_llm)
+            return run(Job(args, source, is_batch, config.seed, journal, output), make_llm)
 
 
 def run(job: Job, make_llm: Callable[..., Any]) -> int:
@@ -90,7 +85,7 @@ def run(job: Job, make_llm: Callable[..., Any]) -> int:
     progress = JobProgress(job.source, len(output.finished), output.num_errors)
     if output.finished or output.num_dropped:
         say(f"{args.output}: going on after {len(output.finished):,} rows{_dropped(output, args)}")
-    runner = JobRunner(job.source, output, progress, RunOptions(args.max_errors, args.ordered, args.window))
+    runner = JobRunner(args, job.source, output, progress)
     code, state = errors.FAILED, "failed"
     with _sigterm_as_interrupt() as terminated:
         try:
@@ -123,12 +118,12 @@ def _run(job: Job, runner: JobRunner, progress: JobProgress, make_llm: Callable[
     stat = job.source.path.stat()
     runner.check_errors()
     if next(runner.pending(), None) is not None:
-        with closing(_load(job, make_llm)) as llm:
+        say(f"loading {args.model}")
+        with refusing():
+            llm = make_llm(args.model, **engine_options(args))
+        with closing(llm):
             llm.on_step = progress.step
-            try:
-                params = make_params(args.sampling, llm.get_default_sampling_params())
-            except (TypeError, ValueError) as error:
-                raise JobRefusedError(f"--sampling and the model's generation_config.json: {error}") from None
+            params = job_params(args.sampling, llm.get_default_sampling_params())
             row_format = make_format(args, job.is_batch, params, job.seed)
             with _reported(job, llm, progress):
                 runner.run(llm, row_format, Renderer(llm.tokenizer, args.chat_template_kwargs))
@@ -167,14 +162,6 @@ def _reported(job: Job, llm: Any, progress: JobProgress) -> Iterator[None]:
                 )
             except (OSError, ValueError) as error:
                 say(f"{path} could not be written: {error}")
-
-
-def _load(job: Job, make_llm: Callable[..., Any]) -> Any:
-    say(f"loading {job.args.model}")
-    try:
-        return make_llm(job.args.model, **job.options)
-    except (NanoVLLMError, TypeError, ValueError) as error:
-        raise JobRefusedError(str(error)) from None
 
 
 def _finish(job: Job, num_rows: int) -> None:
@@ -235,11 +222,7 @@ def _sigterm_as_interrupt() -> Iterator[list[int]]:
             raise KeyboardInterrupt
         signal.raise_signal(signal.SIGINT)
 
-    try:
-        before = signal.signal(signal.SIGTERM, stop)
-    except ValueError:  # not in the main thread
-        yield seen
-        return
+    before = signal.signal(signal.SIGTERM, stop)
     try:
         yield seen
     finally:

@@ -5,12 +5,12 @@ Keeps the rows that the order window and the engine hold, and no others. Loads n
 
 from __future__ import annotations
 
+import argparse
 from collections import deque
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import dataclass
 from itertools import groupby, islice
-from typing import Any, Protocol
+from typing import Any
 
 from nanovllm.jobs.errors import TooManyErrorsError
 from nanovllm.jobs.output import Output
@@ -18,31 +18,12 @@ from nanovllm.jobs.progress import JobProgress
 from nanovllm.jobs.rendering import Renderer, as_prompt
 from nanovllm.jobs.sources import Source, SourceRow
 from nanovllm.jobs.tasks import RowFormat, Task
-from nanovllm.jobs.window import WINDOW_ROWS, in_good_order
-from nanovllm.outputs import EmbeddingRequestOutput, RequestOutput
+from nanovllm.jobs.window import in_good_order
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.rows import attempt
 
 EMBEDDED = 256  # rows in one call of `embed`
 RENDERED = 64  # rows whose conversations are tokenised at once
-
-
-class Engine(Protocol):
-    """What a job asks of `LLM`."""
-
-    def stream(self, prompts: Any, sampling_params: Any, on_error: str) -> Iterator[RequestOutput]: ...
-
-    def embed(self, prompts: Any, *, use_tqdm: bool, on_error: str) -> list[EmbeddingRequestOutput]: ...
-
-
-@dataclass(frozen=True)
-class RunOptions:
-    """max_errors: the most error rows; None: any number. ordered: run and write rows in the input's order.
-    window: how many rows are put into an order at once."""
-
-    max_errors: int | None = None
-    ordered: bool = False
-    window: int = WINDOW_ROWS
 
 
 class JobRunner:
@@ -51,25 +32,22 @@ class JobRunner:
     num_rows: int | None = None  # of the input, once all have been read
 
     def __init__(
-        self,
-        source: Source,
-        output: Output,
-        progress: JobProgress,
-        options: RunOptions,
+        self, args: argparse.Namespace, source: Source, output: Output, progress: JobProgress
     ) -> None:
+        """args: of the command line, of which `max_errors`, `ordered` and `window` count."""
+        self._args = args
         self._source = source
         self._output = output
         self._progress = progress
-        self._options = options
         self._held: dict[int, dict[str, Any]] = {}  # lines whose turn has not come, with `ordered`
         self._next = 0  # the row whose turn it is
 
-    def run(self, llm: Engine, row_format: RowFormat, renderer: Renderer) -> None:
+    def run(self, llm: Any, row_format: RowFormat, renderer: Renderer) -> None:
         """Answer all rows. TooManyErrorsError, JobFailedError or what the engine raises ends it early."""
         self._format = row_format
         tasks = self._tasks()
-        if not self._options.ordered:
-            tasks = in_good_order(tasks, self._options.window)
+        if not self._args.ordered:
+            tasks = in_good_order(tasks, self._args.window)
         for kind, group in groupby(tasks, key=lambda task: task.kind):
             if kind == "embed":
                 self._embed(llm, group)
@@ -88,7 +66,7 @@ class JobRunner:
 
     def check_errors(self) -> None:
         """Raise TooManyErrorsError when there are more error rows than there may be."""
-        most = self._options.max_errors
+        most = self._args.max_errors
         if most is not None and self._progress.errors > most:
             raise TooManyErrorsError(
                 f"{self._progress.errors:,} error rows, and --max-errors is {most:,}; mend the input, or run "
@@ -108,7 +86,7 @@ class JobRunner:
             else:
                 yield task
 
-    def _generate(self, llm: Engine, tasks: Iterator[Task], renderer: Renderer) -> None:
+    def _generate(self, llm: Any, tasks: Iterator[Task], renderer: Renderer) -> None:
         running: dict[int, Task] = {}  # by the place of its prompt in the stream
         params: deque[SamplingParams] = deque()  # of prompts that the stream has taken, until it takes them
 
@@ -139,7 +117,7 @@ class JobRunner:
                     self._progress.answered(output)
                     self._write(task.index, self._format.answer(task, output))
 
-    def _embed(self, llm: Engine, tasks: Iterator[Task]) -> None:
+    def _embed(self, llm: Any, tasks: Iterator[Task]) -> None:
         while some := list(islice(tasks, EMBEDDED)):
             prompts = [as_prompt(prompt) for task in some for prompt in task.prompt]
             outputs = iter(llm.embed(prompts, use_tqdm=False, on_error="return"))
@@ -161,7 +139,7 @@ class JobRunner:
 
     def _write(self, index: int, record: dict[str, Any]) -> None:
         """Write the line of a row, with `ordered` when its turn has come."""
-        if not self._options.ordered:
+        if not self._args.ordered:
             self._append(index, record)
             return
         self._held[index] = record

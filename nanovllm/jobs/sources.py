@@ -9,7 +9,6 @@ from __future__ import annotations
 import codecs
 import csv
 import json
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
@@ -285,8 +284,3 @@ def _not_utf8(byte: int, position: int) -> ValueError:
         f"it is not UTF-8: byte 0x{byte:02x} at position {position}; convert the file, for example with "
         "`iconv -f latin1 -t utf-8`"
     )
-
-
-def is_same_file(one: Path, other: Path) -> bool:
-    """Whether both names lead to one file that is there."""
-    return one.exists() and other.exists() and os.path.samefile(one, other)

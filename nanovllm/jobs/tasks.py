@@ -106,9 +106,9 @@ class PlainFormat(RowFormat):
         super().__init__(params)
         self._where = columns
         self.needed = columns.needed()
-        defaults = {"id", "custom_id"} if columns.id is None else {columns.id}
-        prompts = set(self.needed) or {"prompt", "messages"}
-        self.columns = {PARAMS_COLUMN} | defaults | prompts
+        self._ids = ("id", "custom_id") if columns.id is None else (columns.id,)
+        prompts = {*self.needed} - {columns.id} or {"prompt", "messages"}
+        self.columns = {PARAMS_COLUMN, *self._ids, *prompts}
 
     def task(self, row: SourceRow, values: Values) -> Task:
         for name in self.needed:
@@ -119,8 +119,7 @@ class PlainFormat(RowFormat):
         return Task(row.index, self.row_id(values), prompt, params, is_chat)
 
     def row_id(self, values: Values) -> Any:
-        names = ("id", "custom_id") if self._where.id is None else (self._where.id,)
-        ids = [values[name] for name in names if values.get(name) is not None]
+        ids = [values[name] for name in self._ids if values.get(name) is not None]
         return next((each for each in ids if not isinstance(each, float) or isfinite(each)), None)
 
     def answer(self, task: Task, output: RequestOutput) -> dict[str, Any]:

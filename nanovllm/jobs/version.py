@@ -17,7 +17,6 @@ OPTIONAL = ("flash-attn", "llguidance", "pyarrow")
 
 
 def main(args: argparse.Namespace) -> int:
-    """Print it all."""
     for name, number in versions(OPTIONAL).items():
         print(f"{name} {number}")
     print(f"system {platform.platform()}")

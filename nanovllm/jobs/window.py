@@ -74,7 +74,6 @@ def is_shared(one: Key, other: Key) -> bool:
 
 
 def output_limit(task: Task) -> int:
-    """The most tokens that a task may generate."""
     limit = task.params.max_tokens
     return (UNBOUNDED if limit is None else limit) * task.params.n
 

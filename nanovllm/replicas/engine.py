@@ -20,7 +20,6 @@ from nanovllm.outputs import RequestOutput
 from nanovllm.plan.scheduler import Scheduler
 from nanovllm.replicas.parcels import unpack_output
 from nanovllm.replicas.pool import Replicas
-from nanovllm.replicas.replica import ReplicaSetup
 from nanovllm.replicas.residency import ReplicaResidency
 from nanovllm.text.processor import join_completions, refused_output
 from nanovllm.text.request import Request
@@ -76,13 +75,9 @@ class ReplicatedEngine(LLMEngine):
     def _start(self, path: Path, max_model_len: int) -> Callable[[], None]:
         config, size = self.config, self.config.tensor_parallel_size
         devices = Device(config.device).ranks(size, config.data_parallel_size)
-        own = replace(config, data_parallel_size=1)
-        setups = [
-            ReplicaSetup(replace(own, device=device), config.data_parallel_size) for device in devices[::size]
-        ]
         self._requests = RemoteRequests(self._processor, config.seed)
         self._last_stats: dict[int, StepStats] = {}  # by number of the replica
-        self._replicas = Replicas(setups)
+        self._replicas = Replicas([replace(config, device=device) for device in devices[::size]])
         try:
             room = self._replicas.smallest
             self._scheduler = Scheduler(
@@ -133,11 +128,9 @@ class ReplicatedEngine(LLMEngine):
             return output
 
     def start_profile(self, folder: str | Path | None = None) -> None:
-        """ValueError: a profile is of one engine."""
         raise ValueError("start_profile() needs data_parallel_size=1: a profile is of one engine")
 
     def stop_profile(self) -> list[Path]:
-        """RuntimeError: no profile is on."""
         raise RuntimeError("no profile is on; start_profile() needs data_parallel_size=1")
 
     def stats(self) -> EngineStats:

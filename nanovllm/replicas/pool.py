@@ -16,12 +16,13 @@ from multiprocessing.process import BaseProcess
 from time import monotonic
 from typing import Any, NamedTuple
 
+from nanovllm.config import Config
 from nanovllm.engine.stats import StepStats
 from nanovllm.errors import WorkerError
 from nanovllm.outputs import RequestOutput
 from nanovllm.replicas.parcels import pack_request
 from nanovllm.replicas.process import ReplicaProcess
-from nanovllm.replicas.replica import Call, Failure, Ready, ReplicaSetup, Reply, Report
+from nanovllm.replicas.replica import Call, Failure, Ready, Reply, Report
 from nanovllm.replicas.router import Router
 from nanovllm.text.request import Request
 from nanovllm.workers.interrupts import held_interrupts
@@ -49,8 +50,8 @@ class Arrival(NamedTuple):
 class Replicas:
     """The replicas of an engine and the queue of their requests. Used by one thread at a time."""
 
-    def __init__(self, setups: list[ReplicaSetup]) -> None:
-        """Start a process for each setup and wait until all are ready.
+    def __init__(self, configs: list[Config]) -> None:
+        """Start a process for each configuration and wait until all are ready.
 
         Raises what a replica raises, with its number, and leaves nothing behind.
         """
@@ -59,12 +60,11 @@ class Replicas:
                 "a daemonic process cannot start replicas: create an LLM with data_parallel_size > 1 in the "
                 "main process, or in one started with daemon=False"
             )
-        config = setups[0].config
-        self._max_num_seqs, self._max_num_tokens = config.max_num_seqs, config.max_num_batched_tokens
-        self._routes_by_prompt = config.enable_prefix_caching
-        self._members = [ReplicaProcess(number, setup) for number, setup in enumerate(setups)]
-        self._look_ahead = LOOK_AHEAD * config.max_num_seqs
-        self.router = Router(len(setups), reach=2 * self._look_ahead)
+        self._routes_by_prompt = configs[0].enable_prefix_caching
+        self._members = [ReplicaProcess(number, config) for number, config in enumerate(configs)]
+        self._settings: dict[str, object] = {}  # methods of `Replica` that each calls at its start
+        self._look_ahead = LOOK_AHEAD * configs[0].max_num_seqs
+        self.router = Router(len(configs), reach=2 * self._look_ahead)
         self._routed: dict[int, Request] = {}  # all that wait in the router, by id
         self._backlog: deque[Request] = deque()  # what comes behind them
         self._again: deque[Request] = deque()  # to be run again
@@ -78,7 +78,7 @@ class Replicas:
         try:
             with held_interrupts():
                 for member in self._members:
-                    member.start()
+                    member.start(self._settings)
             while not all(member.is_ready for member in self._members):
                 self._receive()
             self._is_starting = False
@@ -88,7 +88,6 @@ class Replicas:
 
     @property
     def processes(self) -> list[BaseProcess]:
-        """The processes that run."""
         return [member.process for member in self._members if member.process is not None]
 
     @property
@@ -173,22 +172,18 @@ class Replicas:
 
     def set(self, method: str, value: object) -> None:
         """Call a method of every replica and, unless that fails, of those that are started again."""
-        before = [dict(member.setup.settings) for member in self._members]
-        for member in self._members:
-            member.setup.settings[method] = value
+        before = self._settings
+        self._settings = {**before, method: value}
         try:
             self.call(method, value)
         except BaseException:
-            for member, settings in zip(self._members, before, strict=True):
-                member.setup.settings.clear()
-                member.setup.settings.update(settings)
+            self._settings = before
             raise
 
     def unset(self, *methods: str) -> None:
         """Have these methods not be called of replicas that are started again."""
-        for member in self._members:
-            for method in methods:
-                member.setup.settings.pop(method, None)
+        for method in methods:
+            self._settings.pop(method, None)
 
     # -- the end ---------------------------------------------------------------------------------------------
 
@@ -202,7 +197,6 @@ class Replicas:
                 member.end(EXIT_SECONDS if member.is_ready else 0.0)
 
     def kill(self) -> None:
-        """End all replicas at once."""
         with held_interrupts():
             for member in self._members:
                 member.end(0.0)
@@ -220,7 +214,7 @@ class Replicas:
         free = list(self._members)
         with held_interrupts():
             while self._refill() or self._again or self._alone:
-                free = [each for each in free if self._has_room(each)]
+                free = [each for each in free if each.has_room()]
                 if not free:
                     break
                 member = min(free, key=lambda each: each.cost)
@@ -232,9 +226,6 @@ class Replicas:
                 chosen.setdefault(member.number, []).append(request)
             for number, requests in chosen.items():
                 self._members[number].send([pack_request(request) for request in requests])
-
-    def _has_room(self, member: ReplicaProcess) -> bool:
-        return member.has_room(self._max_num_seqs, self._max_num_tokens)
 
     def _refill(self) -> bool:
         """Let the router choose among the next requests; return whether there are any."""
@@ -335,7 +326,7 @@ class Replicas:
             return
         logger.warning("%s; it is started again, and %d request(s) are run again", why, len(again))
         member.failure = None
-        member.start()
+        member.start(self._settings)
 
     def _run_again(self, request: Request, why: str, given_up: dict[int, str]) -> None:
         number = request.request_id

@@ -13,7 +13,8 @@ from multiprocessing.process import BaseProcess
 from socket import SO_SNDTIMEO, SOL_SOCKET, socket
 from struct import pack
 
-from nanovllm.replicas.replica import Failure, ReplicaSetup, replica_main
+from nanovllm.config import Config
+from nanovllm.replicas.replica import Failure, replica_main
 from nanovllm.text.request import Request
 from nanovllm.workers.watch import how_it_ended
 from nanovllm.workers.worker import no_main_module, sigint_blocked
@@ -24,9 +25,10 @@ SEND_SECONDS = 30  # for a message; a thread of the replica reads at all times
 class ReplicaProcess:
     """A replica, which may be loading, ready, or down."""
 
-    def __init__(self, number: int, setup: ReplicaSetup) -> None:
+    def __init__(self, number: int, config: Config) -> None:
+        """config: the engine's, with the replica's own device."""
         self.number = number
-        self.setup = setup
+        self._config = config
         self.process: BaseProcess | None = None  # None: it is down
         self.pipe: Connection  # of the process
         self.is_ready = False
@@ -42,13 +44,14 @@ class ReplicaProcess:
         self._waiting: deque[int] = deque()  # of each that may not run yet: the tokens that it has to compute
         self._num_waiting_tokens = 0  # their sum
 
-    def start(self) -> None:
-        """Start the process. It loads the model and sends Ready."""
+    def start(self, settings: dict[str, object]) -> None:
+        """Start the process. It loads the model, calls the methods `settings` of `Replica`, and sends
+        Ready."""
         context = get_context("spawn")
         self.pipe, theirs = context.Pipe()
         self.process = context.Process(
             target=replica_main,
-            args=(self.setup, theirs, os.getpid()),
+            args=(self._config, settings, theirs, os.getpid()),
             name=f"nanovllm replica {self.number}",
             daemon=True,
         )
@@ -69,13 +72,14 @@ class ReplicaProcess:
         self.cost = 0.0
         self._num_seqs = 0
 
-    def has_room(self, max_num_seqs: int, max_num_tokens: int) -> bool:
+    def has_room(self) -> bool:
         """Whether a request that is sent now will soon be computed: there is a place for it in a batch or
         among the next ones, and what waits is less than the next two prefill steps."""
         if not self.is_ready or self.is_exclusive:
             return False
-        most = max_num_seqs + max(1, max_num_seqs // 8)
-        is_short = self._num_waiting_tokens < 2 * max_num_tokens
+        config = self._config
+        most = config.max_num_seqs + max(1, config.max_num_seqs // 8)
+        is_short = self._num_waiting_tokens < 2 * config.max_num_batched_tokens
         return not self.requests or (self._num_seqs < most and is_short)
 
     def take(self, request: Request, num_held_tokens: int) -> None:
@@ -129,10 +133,9 @@ class ReplicaProcess:
             if self.process.exitcode is None:
                 self.process.kill()
                 self.process.join()
-            what = (
-                f": {self.failure.what}" if self.failure else f" {how_it_ended(self.process.exitcode or 0)}"
-            )
-            self.why_it_ended = f"replica {self.number}{what}"
+            how = f" {how_it_ended(self.process.exitcode or 0)}"
+            why = how if self.failure is None else f": {self.failure.what}"
+            self.why_it_ended = f"replica {self.number}{why}"
         self.pipe.close()
 
 

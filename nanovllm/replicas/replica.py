@@ -12,7 +12,7 @@ import sys
 import threading
 import traceback
 from contextlib import suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import fields
 from multiprocessing import current_process
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
@@ -30,15 +30,6 @@ from nanovllm.workers.interrupts import no_full_collections
 from nanovllm.workers.worker import exit_with
 
 KEPT_ERRORS = (ValueError, TypeError, KVCacheMemoryError, ModelLoadError)  # others become a WorkerError
-
-
-@dataclass(frozen=True)
-class ReplicaSetup:
-    """All that a process must know to become a replica."""
-
-    config: Config  # of one replica, on its own devices
-    num_replicas: int
-    settings: dict[str, Any] = field(default_factory=dict)  # methods of `Replica` to call at the start
 
 
 # To a replica: a list of packed requests to compute, a Call, or None to exit.
@@ -188,18 +179,21 @@ class Replica(ResidentEngine):
         self._scheduler.max_model_len = max_model_len
 
 
-def replica_main(setup: ReplicaSetup, pipe: Connection, parent: int) -> None:
-    """A replica's process, from its start to its end; it returns in no case."""
+def replica_main(config: Config, settings: dict[str, object], pipe: Connection, parent: int) -> None:
+    """A replica's process, from its start to its end; it returns in no case.
+
+    config: the engine's, with the replica's own device.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the caller's to handle
     current_process().daemon = False  # multiprocessing lets no daemonic process have workers of its own
     threading.Thread(target=exit_with, args=(parent,), daemon=True).start()
     link = Link(pipe)
     try:
-        if setup.config.device == "cpu":
-            torch.set_num_threads(max(1, torch.get_num_threads() // setup.num_replicas))
-        options = {each.name: getattr(setup.config, each.name) for each in fields(Config)}
-        with Replica(**options) as replica:
-            for method, value in setup.settings.items():
+        if config.device == "cpu":
+            torch.set_num_threads(max(1, torch.get_num_threads() // config.data_parallel_size))
+        options = {each.name: getattr(config, each.name) for each in fields(Config)}
+        with Replica(**options | {"data_parallel_size": 1}) as replica:
+            for method, value in settings.items():
                 getattr(replica, method)(value)
             gc.freeze()  # what is here by now stays
             link.send(replica.ready())

@@ -3,16 +3,13 @@
 Pure bookkeeping of numbers and hashes. Knows neither requests nor processes, and never keeps a replica idle.
 """
 
-# A prompt is known by the hashes of its first 64, 128, 256, ... tokens. A replica holds a hash once it has
-# taken a request with it. A request costs a replica as many levels as another one holds more of it. A replica
-# goes on with what is most like its last request, as long as that costs nothing, and else takes the oldest of
-# the requests that cost it least. So each group of prompts goes to one replica, and is shared out only when
-# nothing else waits. Requests that share nothing leave in the order in which they came.
+# How: "Routing" in docs/design.md. Each group of prompts goes to one replica, and is shared out only
+# when nothing else waits. Requests that share nothing leave in the order in which they came.
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from itertools import islice
 from typing import NamedTuple
 
@@ -82,7 +79,6 @@ class Router:
         self._last[replica] = []
 
     def clear(self) -> None:
-        """Nothing waits any more."""
         self._waiting.clear()
         self._alike.clear()
 
@@ -119,15 +115,15 @@ class Router:
         yield from islice(self._waiting.values(), SCANNED)
 
     def _cost(self, waiting: _Waiting, replica: int) -> int:
-        """How many levels deeper another replica holds this prompt."""
-        own = self._held[replica]
-        for missed, each in enumerate(reversed(waiting.hashes)):
-            if each in own:
-                return 0
-            if any(each in held for held in self._held):
-                shorter = waiting.hashes[: len(waiting.hashes) - missed]
-                return next((i for i, known in enumerate(reversed(shorter)) if known in own), len(shorter))
-        return 0
+        """How many beginnings more of this prompt another replica holds."""
+        deepest = max(_levels_held(waiting, held) for held in self._held)
+        return deepest - _levels_held(waiting, self._held[replica])
+
+
+def _levels_held(waiting: _Waiting, held: Collection[int]) -> int:
+    """The number of the longest beginning that is held, counted from 1; 0 when none is."""
+    levels = range(len(waiting.hashes), 0, -1)
+    return next((level for level in levels if waiting.hashes[level - 1] in held), 0)
 
 
 def beginnings(prompt: bytes) -> list[int]:

@@ -16,8 +16,8 @@ Run = Sequence[tuple[float, float]]  # (seconds, value) of a line without a gap,
 
 WIDTH, HEIGHT = 460, 236  # of a picture, in its own units, as all below
 LEFT, RIGHT, TOP, BOTTOM = 52, 446, 52, 190  # of the area with lines
-TIME_UNITS = (("s", 1), ("min", 60), ("h", 3600), ("days", 86400))
-MOST_OF_A_UNIT = {"s": 180, "min": 180, "h": 72}  # above which the next one is taken
+# The seconds of each, and how many of it are still shown in it.
+TIME_UNITS = (("s", 1, 180), ("min", 60, 180), ("h", 3600, 72), ("days", 86400, math.inf))
 STEPS = (1, 2, 2.5, 5, 10)  # of ticks, times a power of ten
 COLORS = {  # of lines, on a light and on a dark page
     "light": ("#2a78d6", "#eb6834", "#1baf7a", "#eda100", "#e87ba4", "#008300", "#4a3aa7", "#e34948"),
@@ -189,9 +189,7 @@ def round_step(step: float) -> float:
 
 def time_unit(longest: float) -> tuple[str, int]:
     """The unit for times up to `longest` seconds, and its seconds."""
-    return next(
-        (name, size) for name, size in TIME_UNITS if longest <= MOST_OF_A_UNIT.get(name, math.inf) * size
-    )
+    return next((name, size) for name, size, most in TIME_UNITS if longest <= most * size)
 
 
 def path(kind: str, data: str) -> str:

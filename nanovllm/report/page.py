@@ -10,7 +10,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from datetime import datetime
 from html import escape
-from itertools import islice
 from pathlib import Path
 
 from nanovllm.config import Config
@@ -163,7 +162,6 @@ def tiles(stats: EngineStats, num_errors: int) -> str:
 
 
 def totals(stats: EngineStats) -> dict[str, object]:
-    """All totals, each with its unit."""
     return {
         "Time since the engine was ready": f"{stats.uptime:,.2f} s",
         "Requests": f"{stats.num_requests:,}",
@@ -190,7 +188,7 @@ def error_table(rows: list[tuple[object, str]], num_errors: int) -> str:
     """The first errors, and how many more there are."""
     if not rows:
         return "<p>None.</p>\n"
-    cells = "".join(row(index, error) for index, error in islice(rows, MOST_ERRORS))
+    cells = "".join(row(index, error) for index, error in rows[:MOST_ERRORS])
     more = num_errors - min(len(rows), MOST_ERRORS)
     rest = f"<p>{more:,} more are not shown.</p>\n" if more > 0 else ""
     return f'<table class="errors"><tbody>{row("index", "error")}{cells}</tbody></table>\n{rest}'
@@ -203,7 +201,6 @@ def table(rows: Mapping[str, object], kind: str) -> str:
 
 
 def row(name: object, value: object) -> str:
-    """One of them."""
     return f"<tr><th>{shown(name)}</th><td>{shown(value)}</td></tr>"
 
 

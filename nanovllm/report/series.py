@@ -67,11 +67,8 @@ def charts_of(
 def whole_share(points: Sequence[TimelinePoint], cost: Cost, speed: Speed) -> str:
     """How much of all steps' time a perfect engine would need; nothing before there is a step."""
     seconds = sum(point.seconds for point in points)
-    return (
-        f"{sum(cost.floor(point, speed) for point in points) / seconds:.1%} of the whole run"
-        if seconds
-        else ""
-    )
+    least = sum(cost.floor(point, speed) for point in points)
+    return f"{least / seconds:.1%} of the whole run" if seconds else ""
 
 
 def gpu_charts(samples: Sequence[GPUSample], start: float) -> list[Chart]:

@@ -340,7 +340,7 @@ def test_ids_of_parquet_that_json_has_not(tmp_path: Path) -> None:
         rows = [{"id": each, "prompt": "a"} for each in ids]
         source, out = tmp_path / "in.parquet", tmp_path / "out.jsonl"
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), source)
-        assert run(source, "-o", out) == 0
+        assert run(source, "-o", out, "--id-column", "id") == 0
         assert [row["id"] for row in read_rows(out)] == found
         out.unlink()
 

@@ -572,7 +572,7 @@ def test_a_line_that_does_not_fit_leaves_no_part(tmp_path: Path, monkeypatch: py
     path = tmp_path / "out.jsonl"
     output = Output(path)
     output.write(0, row(0))
-    real = sources.os.write
+    real = os.write
     writes: list[Callable[..., int]] = [lambda fd, data: real(fd, data[:7])]
 
     def write(descriptor: int, data: bytes) -> int:

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from nanovllm.config import Config
 from nanovllm.replicas.process import ReplicaProcess
-from nanovllm.replicas.replica import ReplicaSetup
 from nanovllm.replicas.router import SHORTEST, Router, beginnings
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.request import Request
@@ -179,12 +178,10 @@ def request_of(number: int, length: int, n: int = 1) -> Request:
 
 
 def test_a_replica_has_room_while_little_waits_to_be_computed() -> None:
-    member = ReplicaProcess(0, ReplicaSetup(Config(model="m"), 1))
+    config = Config(model="m", max_num_seqs=16, max_num_batched_tokens=100)
+    member = ReplicaProcess(0, config)
     member.is_ready = True
-
-    def has_room() -> bool:
-        return member.has_room(max_num_seqs=16, max_num_tokens=100)
-
+    has_room = member.has_room
     member.take(request_of(0, 150, n=3), 0)
     assert has_room()
     member.take(request_of(1, 150), 128)
