@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from checked_llm import BLOCK, logits_of
+from checked_llm import BLOCK, logits_of, run
 from digests import DigestLLM, make_digest
 from tiny_models import FAMILIES, VOCAB_SIZE, edit_json, write_tiny_model
 
@@ -26,11 +26,6 @@ PARAMS = [GREEDY, DRAWN, GREEDY]
 def prompts() -> list[list[int]]:
     rng = random.Random(3)
     return [[rng.randrange(2, VOCAB_SIZE) for _ in range(n)] for n in (3 * BLOCK + 1, BLOCK, 5)]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module", params=[1, 2])
@@ -138,8 +133,7 @@ def test_what_would_run_is_refused(llm: DigestLLM, call: str) -> None:
     assert llm.reset_prefix_cache() and llm.abort(5) is None and llm.is_finished()
     llm.wake_up()
     CALLS[call](llm)
-    while not llm.is_finished():
-        llm.step()
+    run(llm)
 
 
 def test_levels_and_second_calls(llm: DigestLLM, prompts: list[list[int]]) -> None:
@@ -182,10 +176,7 @@ def test_unfinished_requests_keep_it_awake(llm: DigestLLM) -> None:
     for name, call in calls.items():
         with pytest.raises(RuntimeError, match=rf"1 request.* unfinished; .* before {name[:-2]}"):
             call()
-    finished = []
-    while not llm.is_finished():
-        finished += llm.step()
-    assert len(finished) == 1 and not llm.is_sleeping()
+    assert len(run(llm)) == 1 and not llm.is_sleeping()
     stream = llm.stream([[1, 2], [3, 4]], GREEDY)
     next(stream)
     for call in calls.values():

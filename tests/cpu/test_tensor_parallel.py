@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import soak_tp
 import torch
-from checked_llm import BLOCK, CheckedLLM, CheckedSetup, make_tiny
+from checked_llm import BLOCK, CheckedLLM, CheckedSetup, make_tiny, run
 from tiny_models import VOCAB_SIZE, transformers_greedy, write_tiny_model
 
 from nanovllm import (
@@ -164,9 +164,7 @@ def test_sampling_aborts_and_broken_rows_are_those_of_one_rank(
                 llm.step()
             aborted = llm.abort(ids[2])
             assert aborted is not None
-            done = {}
-            while not llm.is_finished():
-                done |= {output.request_id: output["token_ids"] for output in llm.step()}
+            done = {output.request_id: output["token_ids"] for output in run(llm)}
             assert done == {ids[i]: expected[i] for i in range(len(ids)) if i != 2}
             compute_logits = llm._runner.model.compute_logits
 
