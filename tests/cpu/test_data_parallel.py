@@ -15,11 +15,13 @@ from dataclasses import replace
 from pathlib import Path
 from socket import SO_SNDTIMEO, SOL_SOCKET, socket
 from struct import pack
-from typing import Any, ClassVar
+from typing import Any
 from xml.etree import ElementTree
 
 import endings
 import pytest
+from checked_llm import Bar
+from threads import in_threads
 from tiny_models import VOCAB_SIZE, write_tiny_model
 
 from nanovllm import (
@@ -249,31 +251,14 @@ def test_calls_that_need_one_engine(two: ReplicatedLLM, tmp_path: Path) -> None:
     assert two.is_finished()
 
 
-class Bar:
-    """As tqdm's."""
-
-    made: ClassVar[list[Bar]] = []
-
-    def __init__(self, total: int, desc: str) -> None:
-        self.total, self.done, self.closed = total, 0, False
-        Bar.made.append(self)
-
-    def update(self, count: int) -> None:
-        self.done += count
-
-    def close(self) -> None:
-        self.closed = True
-
-
 def test_progress_and_statistics(two: ReplicatedLLM) -> None:
-    steps: list[StepStats] = []
+    bar, steps = Bar(), list[StepStats]()
     before = two.stats()
     two.on_step = steps.append
     try:
-        two.generate(PROMPTS, GREEDY, Bar)
+        two.generate(PROMPTS, GREEDY, bar)
     finally:
         two.on_step = None
-    [bar] = Bar.made
     assert (bar.total, bar.done, bar.closed) == (24, 24, True)
     assert sum(step.num_finished for step in steps) == 24
     stats = two.stats()
@@ -309,20 +294,25 @@ def test_prompts_that_begin_alike_meet_on_one_replica(two: ReplicatedLLM) -> Non
 # -- faults --------------------------------------------------------------------------------------------------
 
 
-def test_a_replica_that_is_killed_is_started_again(one: LLM, two: ReplicatedLLM) -> None:
-    """Its requests run again, the other one goes on, and nobody sees a difference."""
-    before = pids(two)
+def signalled(one: LLM, two: ReplicatedLLM, number: signal.Signals) -> None:
+    """Check that `two` answers as `one` although its first replica gets a signal after the first answer."""
 
     def answer(llm: LLM) -> list[RequestOutput]:
-        outputs = []
-        for output in llm.stream(PROMPTS, MIXED):
-            if llm is two and not outputs:
-                os.kill(before[0], signal.SIGKILL)
-            outputs.append(output)
+        stream = llm.stream(PROMPTS, MIXED)
+        outputs = [next(stream)]
+        if llm is two:
+            os.kill(pids(two)[0], number)
+        outputs += stream
         assert len(outputs) == 24
         return sorted(outputs, key=lambda output: output.index)
 
     same(one, two, answer)
+
+
+def test_a_replica_that_is_killed_is_started_again(one: LLM, two: ReplicatedLLM) -> None:
+    """Its requests run again, the other one goes on, and nobody sees a difference."""
+    before = pids(two)
+    signalled(one, two, signal.SIGKILL)
     assert len(two._replicas.call("ready")) == 2, "it is back"
     after = pids(two)
     assert len(after) == 2 and after[1] == before[1] and after[0] != before[0]
@@ -338,16 +328,7 @@ def test_a_replica_that_hangs_is_started_again(
 ) -> None:
     monkeypatch.setattr(pool, "HANG_SECONDS", 3.0)
     before = pids(two)
-
-    def answer(llm: LLM) -> list[RequestOutput]:
-        outputs = []
-        for output in llm.stream(PROMPTS, MIXED):
-            if llm is two and not outputs:
-                os.kill(before[0], signal.SIGSTOP)
-            outputs.append(output)
-        return sorted(outputs, key=lambda output: output.index)
-
-    same(one, two, answer)
+    signalled(one, two, signal.SIGSTOP)
     assert "replica 0: it hung, without a word for 3 s, and was killed; it is started again" in caplog.text
     assert len(two._replicas.call("ready")) == 2 and pids(two)[0] != before[0]
 
@@ -498,18 +479,10 @@ def test_ctrl_c_leaves_the_engine_usable(one: LLM, two: ReplicatedLLM) -> None:
     same(one, two, answer_all)
 
 
-def test_another_thread_waits_and_is_told_when_the_engine_closes(two: ReplicatedLLM) -> None:
-    results: list[Any] = [None] * 3
-
-    def work(index: int) -> None:
-        results[index] = [each["token_ids"] for each in two.generate(PROMPTS[:8], GREEDY, use_tqdm=False)]
-
-    threads = [threading.Thread(target=work, args=(index,)) for index in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert results[0] == results[1] == results[2] and len(results[0]) == 8
+def test_other_threads_wait(two: ReplicatedLLM) -> None:
+    results = in_threads(3, lambda _: two.generate(PROMPTS[:8], GREEDY, use_tqdm=False))
+    tokens = [[each["token_ids"] for each in outputs] for outputs in results]
+    assert tokens[0] == tokens[1] == tokens[2] and len(tokens[0]) == 8
 
 
 # -- the end -------------------------------------------------------------------------------------------------
