@@ -14,8 +14,7 @@ import pytest
 import torch
 from checked_llm import BLOCK, CheckedLLM
 from sampling_reference import MODES, Reference, checker
-from test_stop_strings import model_for
-from test_texts import TOKENIZERS
+from test_texts import TOKENIZERS, model_for
 
 from nanovllm import RequestOutput, SamplingParams, StructuredOutputsParams
 from nanovllm.text.logprobs import LogprobDicts
