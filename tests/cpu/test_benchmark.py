@@ -26,12 +26,7 @@ from tools.benchmark import roofline
 from tools.benchmark.kernels import busy_time, costliest, group_replays, read_trace, replay_times
 from tools.benchmark.roofline import Cost, Speed, broken_floor, device_speed, floor_of
 from tools.benchmark.steps import Step, StepRecorder, phases, step_times
-from tools.benchmark.workloads import (
-    QWEN3,
-    Workload,
-    headline,
-    write_shape,
-)
+from tools.benchmark.workloads import QWEN3, Workload, headline, write_shape
 
 # -- the floor ---------------------------------------------------------------------------------------------
 

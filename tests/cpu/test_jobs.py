@@ -139,10 +139,7 @@ def test_another_job_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[st
         (["-o", "out.jsonl", "--max-num-seqs", "0"], "max_num_seqs must be at least 1, not 0"),
         (["-o", "out.jsonl", "--template", "{"], "--template: the template '{'"),
         (["-o", "out.jsonl", "--format", "csv", "--prompt-column", "q"], "has no column 'q', but '"),
-        (
-            ["-o", "out.jsonl", "--prompt-column", "q"],
-            "rows have no column 'q', but 'custom_id', 'url'",
-        ),
+        (["-o", "out.jsonl", "--prompt-column", "q"], "rows have no column 'q', but 'custom_id', 'url'"),
         (["-o", "out.parquet"], "pip install 'nanovllm[jobs]'"),
         (["-o", "out.csv"], "an OpenAI batch is answered in a .jsonl file"),
         (["-o", "out.jsonl", "--format", "csv"], "has no column 'prompt' or 'messages', but '"),

@@ -109,12 +109,7 @@ def test_bad_conversations_are_answered_at_their_places() -> None:
         outputs = llm.chat([[user], *bad, [user]], GREEDY, use_tqdm=False, on_error="return")
         assert [output.index for output in outputs] == list(range(6))
         assert outputs[0]["text"] == outputs[5]["text"] == expected["text"]
-        errors = [
-            "has no messages",
-            "'image_url', which is not supported",
-            "at most 63",
-            "must be a dict",
-        ]
+        errors = ["has no messages", "'image_url', which is not supported", "at most 63", "must be a dict"]
         for index, (error, output) in enumerate(zip(errors, outputs[1:5], strict=True), 1):
             assert error in (output.error or "") and f"conversation {index}" in (output.error or "")
             assert output["finish_reason"] == "error"

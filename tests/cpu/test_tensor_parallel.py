@@ -23,14 +23,7 @@ import torch
 from checked_llm import BLOCK, CheckedLLM, CheckedSetup, make_tiny, run
 from tiny_models import VOCAB_SIZE, transformers_greedy, write_tiny_model
 
-from nanovllm import (
-    LLM,
-    EngineClosedError,
-    KVCacheMemoryError,
-    SamplingParams,
-    WorkerError,
-    demo_model_path,
-)
+from nanovllm import LLM, EngineClosedError, KVCacheMemoryError, SamplingParams, WorkerError, demo_model_path
 from nanovllm.config import Config
 from nanovllm.device import Device
 from nanovllm.distributed import rendezvous

@@ -159,11 +159,7 @@ def test_parquet(tmp_path: Path) -> None:
         ("rows.txt", b"", "the ending '.txt' says no format; rename it to one of .jsonl"),
         ("rows.jsonl", "text".encode("utf-16"), "is UTF-16, and UTF-8 text is read; convert it first"),
         ("rows.csv", b"\x1f\x8b", "is gzip"),
-        (
-            "rows.json",
-            b'\xef\xbb\xbf [\n{"prompt": "a"}]',
-            "is a JSON array",
-        ),
+        ("rows.json", b'\xef\xbb\xbf [\n{"prompt": "a"}]', "is a JSON array"),
         ("rows.csv", b"\xff\xffa,b\n", None),
         ("none.jsonl", None, "No such file or directory"),
     ],
