@@ -22,7 +22,7 @@ import endings
 import pytest
 from checked_llm import Bar
 from threads import in_threads
-from tiny_models import VOCAB_SIZE, write_tiny_model
+from tiny_models import VOCAB_SIZE
 
 from nanovllm import (
     LLM,
@@ -60,11 +60,6 @@ def two() -> Iterator[ReplicatedLLM]:
         assert isinstance(llm, ReplicatedLLM)
         yield llm
         assert llm.is_finished()
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("model"))
 
 
 def same(one: LLM, two: LLM, answer: Callable[[LLM], Any]) -> list[RequestOutput]:
@@ -406,9 +401,9 @@ def test_replicas_must_have_as_much_room_as_at_first(two: ReplicatedLLM) -> None
     assert two._replicas._members[0].setup.settings["limit_model_len"] < 10**6
 
 
-def test_when_all_replicas_stay_down(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_when_all_replicas_stay_down(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool, "MAX_FAILURES", 1)
-    llm = LLM(tiny, data_parallel_size=2, **TINY)
+    llm = LLM(model, data_parallel_size=2, **TINY)
     assert isinstance(llm, ReplicatedLLM)
     started, prompts = pids(llm), [[5 + number] for number in range(20)]
     expected = llm.generate(prompts, GREEDY, use_tqdm=False)
@@ -426,10 +421,10 @@ def test_when_all_replicas_stay_down(tiny: Path, monkeypatch: pytest.MonkeyPatch
     assert not [pid for pid in started if Path("/proc", str(pid)).exists()]
 
 
-def test_what_a_replica_finds_wrong_at_its_start_is_raised(tiny: Path, two: ReplicatedLLM) -> None:
+def test_what_a_replica_finds_wrong_at_its_start_is_raised(model: Path, two: ReplicatedLLM) -> None:
     before = set(multiprocessing.active_children())
     with pytest.raises(KVCacheMemoryError, match=r"^replica \d: no room for the KV cache"):
-        LLM(tiny, data_parallel_size=2, **TINY, num_kvcache_blocks=10**9)
+        LLM(model, data_parallel_size=2, **TINY, num_kvcache_blocks=10**9)
     assert set(multiprocessing.active_children()) == before
 
 
@@ -454,19 +449,19 @@ def stat_lines() -> list[str]:
     ],
 )
 def test_wrong_options_start_nothing(
-    tiny: Path, options: dict[str, Any], error: type[Exception], match: str
+    model: Path, options: dict[str, Any], error: type[Exception], match: str
 ) -> None:
     with pytest.raises(error, match=match):
-        LLM(tiny, **options)
+        LLM(model, **options)
 
 
-def test_an_engine_of_ones_own_is_not_replicated_in_silence(tiny: Path) -> None:
+def test_an_engine_of_ones_own_is_not_replicated_in_silence(model: Path) -> None:
     class Own(LLM):
         pass
 
     for kind in (Own, LLMEngine):
         with pytest.raises(ValueError, match=f"derive {kind.__name__} from ReplicatedLLM"):
-            kind(tiny, data_parallel_size=2, **TINY)
+            kind(model, data_parallel_size=2, **TINY)
 
 
 def test_ctrl_c_leaves_the_engine_usable(one: LLM, two: ReplicatedLLM) -> None:
@@ -489,8 +484,8 @@ def test_other_threads_wait(two: ReplicatedLLM) -> None:
 
 
 @pytest.mark.parametrize("ending", ["between_steps", "forked"])
-def test_a_process_may_end_without_close(tiny: Path, ending: str) -> None:
-    endings.check(ending, tiny, device="cpu", size=1, max_model_len=64, data_parallel_size=2)
+def test_a_process_may_end_without_close(model: Path, ending: str) -> None:
+    endings.check(ending, model, device="cpu", size=1, max_model_len=64, data_parallel_size=2)
 
 
 KILLED = """
@@ -503,8 +498,8 @@ print(len(next(stream)["token_ids"]), flush=True)
 """
 
 
-def test_replicas_of_several_ranks_end_with_a_caller_that_is_killed(tiny: Path) -> None:
-    script = KILLED.format(model=str(tiny), options=TINY, vocab=VOCAB_SIZE)
+def test_replicas_of_several_ranks_end_with_a_caller_that_is_killed(model: Path) -> None:
+    script = KILLED.format(model=str(model), options=TINY, vocab=VOCAB_SIZE)
     process = subprocess.Popen(
         [sys.executable, "-W", "ignore", "-c", script], stdout=subprocess.PIPE, start_new_session=True
     )

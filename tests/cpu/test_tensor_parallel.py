@@ -54,12 +54,6 @@ def nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A vocabulary of 97, which nothing divides, 4 heads and 2 KV heads, which 4 ranks must share."""
-    return write_tiny_model(tmp_path_factory.mktemp("model"), eos_token_id=1)
-
-
-@pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
     rng = random.Random(5)
     shared = [rng.randrange(2, VOCAB_SIZE) for _ in range(2 * BLOCK)]
