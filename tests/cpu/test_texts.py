@@ -35,10 +35,8 @@ def make_tokenizer(kind: str) -> PreTrainedTokenizerFast:
     Metaspace or the steps of Llama's."""
     if kind == "byte_level":
         tok = Tokenizer(models.BPE())
-        tok.pre_tokenizer, tok.decoder = (
-            pre_tokenizers.ByteLevel(add_prefix_space=False),
-            decoders.ByteLevel(),
-        )
+        tok.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tok.decoder = decoders.ByteLevel()
         alphabet = pre_tokenizers.ByteLevel.alphabet()
         tok.train_from_iterator(CORPUS, trainers.BpeTrainer(vocab_size=290, initial_alphabet=alphabet))
     else:
