@@ -274,16 +274,11 @@ def test_a_truncated_file_is_refused(tmp_path: Path, keep: int) -> None:
     refused(folder, r"model\.safetensors cannot be read, is it complete\?")
 
 
-def test_a_corrupt_file_among_several_is_found_before_any_is_copied(tmp_path: Path) -> None:
+def test_a_corrupt_or_absent_file_among_several_is_found_before_any_is_copied(tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path, max_shard_size="10KB")
     last = sorted(folder.glob("model-*.safetensors"))[-1]
     last.write_bytes(b"not safetensors at all")
     refused(folder, f"{last.name} cannot be read")
-
-
-def test_an_absent_shard_is_named(tmp_path: Path) -> None:
-    folder = write_tiny_model(tmp_path, max_shard_size="10KB")
-    last = sorted(folder.glob("model-*.safetensors"))[-1]
     last.unlink()
     refused(folder, f"names files that are not there: {last.name}")
 

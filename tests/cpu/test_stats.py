@@ -75,10 +75,8 @@ def test_an_exception_in_the_callback_empties_the_engine(model: Path) -> None:
             llm.generate([[5], [6]], params(2), use_tqdm=False)
         llm.on_step = None
         assert llm.is_finished()
-        assert [len(out["token_ids"]) for out in llm.generate([[5], [6]], params(2), use_tqdm=False)] == [
-            2,
-            2,
-        ]
+        outputs = llm.generate([[5], [6]], params(2), use_tqdm=False)
+        assert [len(output["token_ids"]) for output in outputs] == [2, 2]
 
 
 # -- totals -------------------------------------------------------------------------------------------------
