@@ -817,19 +817,8 @@ def adversarial_logits(vocab: int, device: str) -> list[torch.Tensor]:
     rising = torch.linspace(-8, 8, vocab, device=device)
     coarse = (3 * randn(vocab, dtype=F32, device=device)).round()
     grid = randn(vocab, dtype=F32, device=device).bfloat16().float()
-    zeros = torch.where(half > 0, 0.0, -0.0)
-    return [
-        torch.zeros(vocab, device=device),
-        2.0 * half,
-        one,
-        few,
-        rising,
-        rising.flip(0),
-        coarse,
-        grid,
-        8 * grid,
-        zeros,
-    ]
+    equal, zeros = torch.zeros(vocab, device=device), torch.where(half > 0, 0.0, -0.0)
+    return [equal, 2.0 * half, one, few, rising, rising.flip(0), coarse, grid, 8 * grid, zeros]
 
 
 def check_filters(count: int, vocab: int, dtype: torch.dtype, device: str) -> None:
