@@ -196,7 +196,12 @@ def test_shared_beginnings_are_read_once(
     prompts = [[*shared, 5, 6], [7, 8, 9], [*shared, 7], [*shared, 9, 9, 9]]
     lens = [5, 5, 2, 5]
     params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in lens]
-    options = {"attention_backend": "triton", "kvcache_block_size": 64, "max_model_len": 320}
+    options = {
+        "attention_backend": "triton",
+        "kvcache_block_size": 64,
+        "max_model_len": 320,
+        "max_num_seqs": 5,
+    }
     with make_tiny(path, **options) as llm:
         llm.generate([shared], SamplingParams(max_tokens=1), use_tqdm=False)  # into the prefix cache
         if replayed:
