@@ -98,6 +98,23 @@ def logits_of(
     return torch.stack(kept), output["token_ids"]
 
 
+class Bar:
+    """A bar like tqdm's, and the class that makes it."""
+
+    total, done, closed = 0, 0, False
+
+    def __call__(self, total: int, desc: str) -> Bar:
+        assert self.total == 0, "one bar is made"
+        self.total = total
+        return self
+
+    def update(self, count: int) -> None:
+        self.done += count
+
+    def close(self) -> None:
+        self.closed = True
+
+
 def make_tiny(model: Path, **options: Any) -> CheckedLLM:
     """An engine for a model of `tiny_models`, on the CPU, with blocks of BLOCK tokens and one step ahead."""
     defaults = {

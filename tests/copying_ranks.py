@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from threads import in_threads
 
 from nanovllm.distributed import copied_rows
 from nanovllm.distributed.copied_rows import PeerCopies
@@ -103,17 +104,8 @@ def run_late_ranks(
     """What `run(rank, copies)` returns on each rank, in a thread each, by plain torch and late copies."""
     copy_without_kernels(monkeypatch)
     devices = [SlowDevice(rank) for rank in range(size)]
-    results: dict[int, Any] = {}
-
-    def work(rank: int, copies: PeerCopies) -> None:
-        results[rank] = run(rank, copies)
-
-    ranks = enumerate(make_copying_ranks(max_rows, n, devices, torch.float32))
-    threads = [threading.Thread(target=work, args=each, daemon=True) for each in ranks]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
+    ranks = make_copying_ranks(max_rows, n, devices, torch.float32)
+    results = in_threads(size, lambda rank: run(rank, ranks[rank]))
     for device in devices:
         device.close()
-    return [results[rank] for rank in range(size)]
+    return results

@@ -61,6 +61,21 @@ class FakeLLM:
         pass
 
 
+def watched(watch: Callable[[int], object], ahead: int = FakeLLM.ahead) -> Callable[..., FakeLLM]:
+    """A maker of a FakeLLM that calls `watch` with the number of each answer."""
+
+    def make(*args: object, **options: object) -> FakeLLM:
+        llm = FakeLLM()
+        llm.sample, llm.ahead = watch, ahead
+        return llm
+
+    return make
+
+
+def no_model(*args: object, **options: object) -> FakeLLM:
+    raise AssertionError("a job whose rows are all answered loads no model")
+
+
 def write_rows(path: Path, rows: Iterable[Any]) -> Path:
     """Write rows as JSON Lines; bytes as they are."""
     with path.open("wb") as file:

@@ -162,17 +162,10 @@ def naive_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: fl
     return torch.einsum("hqk,khd->qhd", scores.masked_fill(future, -math.inf).softmax(-1), v)
 
 
-def fused_queries(tokens: int, heads: Heads, device: str, seed: int = 99) -> torch.Tensor:
+def fused_queries(tokens: int, heads: Heads, device: str) -> torch.Tensor:
     """Queries as a strided view, the way they lie in the output of a fused projection."""
-    wide = randn(
-        tokens,
-        heads.q_heads + 2 * heads.kv_heads,
-        heads.head_dim,
-        dtype=heads.dtype,
-        device=device,
-        seed=seed,
-    )
-    return wide[:, : heads.q_heads]
+    shape = (tokens, heads.q_heads + 2 * heads.kv_heads, heads.head_dim)
+    return randn(*shape, dtype=heads.dtype, device=device, seed=99)[:, : heads.q_heads]
 
 
 def check_decode(contexts: Sequence[int], heads: Heads, device: str) -> None:
@@ -684,28 +677,31 @@ def check_sample(count: int, vocab: int, dtype: torch.dtype, device: str) -> Non
             assert_drawn(inside[drawn], inside[drawn].sum(-1), token[drawn], token_bits[drawn])
 
 
-def check_sampling_rows_are_independent(count: int, vocab: int, device: str) -> None:
-    """A row alone, in a shuffled batch, and beside rows that hold NaN gives the same id."""
-    logits = randn(count, vocab, dtype=F32, device=device)
-    rows = make_rows(count, device, (0.0, 0.7, 1.3))
-    order = torch.randperm(count, generator=torch.Generator().manual_seed(1)).to(device)
+def check_sampling_rows_are_independent(count: int, vocab: int, device: str, filters: bool = False) -> None:
+    """A row alone, among 2, 17 and all in another order, and beside rows that hold NaN gives the same id."""
+    logits = randn(count, vocab, dtype=F32, device=device).to(BF16 if filters else F32)
+    rows, of_all = make_rows(count, device, (0.0, 0.7, 1.3)), make_filters(count, device)
     bad = torch.arange(count, device=device) % 4 == 1
     spoilt = logits.clone()
     spoilt[bad, vocab // 2] = math.nan
+
+    def draw(sampler: Sampler, logits: torch.Tensor, index: torch.Tensor | slice) -> torch.Tensor:
+        own = Filters(of_all.top_k[index], of_all.top_p[index], of_all.min_p[index]) if filters else None
+        return sampler(logits[index], *rows.pick(index), own)
+
     for sampler in SAMPLERS:
-        ids = sampler(logits, *rows.pick(ALL))
-        assert torch.equal(sampler(logits[order], *rows.pick(order)), ids[order])
-        one = slice(count // 2, count // 2 + 1)
-        assert torch.equal(sampler(logits[one], *rows.pick(one)), ids[one])
-        assert torch.equal(sampler(spoilt, *rows.pick(ALL)), ids.masked_fill(bad, -1))
+        ids = draw(sampler, logits, ALL)
+        for size in (1, 2, 17, count):
+            some = torch.randperm(count, generator=torch.Generator().manual_seed(size))[:size].to(device)
+            assert torch.equal(draw(sampler, logits, some), ids[some])
+        assert torch.equal(draw(sampler, spoilt, ALL), ids.masked_fill(bad, -1))
 
 
 def check_sampling_extremes(vocab: int, device: str) -> None:
     """Bad rows give -1, ties the lowest index, masked tokens never win, and no finite logit is too large."""
     inf, nan, last = math.inf, math.nan, vocab - 1
-    cases: list[
-        tuple[dict[int, float], float, int]
-    ] = [  # logits that differ from the base, base, expected id
+    # Logits that differ from the base, the base, the expected id.
+    cases: list[tuple[dict[int, float], float, int]] = [
         ({0: nan}, 0.0, -1),
         ({last: nan}, 0.0, -1),
         ({last: inf}, 0.0, -1),
@@ -821,19 +817,8 @@ def adversarial_logits(vocab: int, device: str) -> list[torch.Tensor]:
     rising = torch.linspace(-8, 8, vocab, device=device)
     coarse = (3 * randn(vocab, dtype=F32, device=device)).round()
     grid = randn(vocab, dtype=F32, device=device).bfloat16().float()
-    zeros = torch.where(half > 0, 0.0, -0.0)
-    return [
-        torch.zeros(vocab, device=device),
-        2.0 * half,
-        one,
-        few,
-        rising,
-        rising.flip(0),
-        coarse,
-        grid,
-        8 * grid,
-        zeros,
-    ]
+    equal, zeros = torch.zeros(vocab, device=device), torch.where(half > 0, 0.0, -0.0)
+    return [equal, 2.0 * half, one, few, rising, rising.flip(0), coarse, grid, 8 * grid, zeros]
 
 
 def check_filters(count: int, vocab: int, dtype: torch.dtype, device: str) -> None:
@@ -862,7 +847,8 @@ def check_filters_keep_all_that_they_should(sampler: Sampler, vocab: int, draws:
         *adversarial_logits(vocab, device)[:4],
         0.7 * randn(vocab, dtype=F32, device=device).bfloat16(),
     ):
-        for index, (top_k, top_p, min_p) in enumerate(FILTERS):
+        for index, case in enumerate(FILTERS):
+            top_k, top_p, min_p = case
             temperature = (0.7, 1.0, 2.0)[index % 3]
             every = slice(index, len(FILTERS) * draws, len(FILTERS))
             count = len(FILTERS) * draws
@@ -876,41 +862,15 @@ def check_filters_keep_all_that_they_should(sampler: Sampler, vocab: int, draws:
             seeds = torch.full((size,), 77, device=device)
             column = torch.full((size,), temperature, device=device)
             ids = sampler(base.float().expand(size, -1).contiguous(), column, seeds, positions, own)
-            kept = sorted(kept_by_sorting(base, temperature, top_k, top_p, min_p))
+            kept = sorted(kept_by_sorting(base, temperature, *case))
             observed = torch.bincount(ids, minlength=vocab).double()
-            assert not observed.index_fill(0, torch.tensor(kept, device=device), 0).any(), (
-                top_k,
-                top_p,
-                min_p,
-            )
+            assert not observed.index_fill(0, torch.tensor(kept, device=device), 0).any(), case
             expected = size * (base.double()[kept] / temperature).softmax(-1)
             likely = expected >= 5
             if likely.sum() > 1:
                 error = ((observed[kept] - expected).square() / expected)[likely].sum()
                 freedom = float(likely.sum()) - 1
-                assert error < freedom + 5 * (2 * freedom) ** 0.5 + 10, (
-                    top_k,
-                    top_p,
-                    min_p,
-                    float(error),
-                    freedom,
-                )
-
-
-def check_filtered_rows_are_independent(vocab: int, count: int, device: str) -> None:
-    """A row alone, among 2, 17 and all, and beside rows that hold NaN draws the same token."""
-    logits = randn(count, vocab, dtype=F32, device=device).to(BF16)
-    rows, filters = make_rows(count, device, (0.0, 0.7, 1.3)), make_filters(count, device)
-    for sampler in SAMPLERS:
-        ids = sampler(logits, *rows.pick(ALL), filters)
-        for size in (1, 2, 17):
-            some = torch.randperm(count, generator=torch.Generator().manual_seed(size))[:size].to(device)
-            own = Filters(filters.top_k[some], filters.top_p[some], filters.min_p[some])
-            assert torch.equal(sampler(logits[some], *rows.pick(some), own), ids[some])
-        bad = torch.arange(count, device=device) % 4 == 1
-        spoilt = logits.clone()
-        spoilt[bad, vocab // 2] = math.nan
-        assert torch.equal(sampler(spoilt, *rows.pick(ALL), filters), ids.masked_fill(bad, -1))
+                assert error < freedom + 5 * (2 * freedom) ** 0.5 + 10, (case, float(error), freedom)
 
 
 def check_neutral_filters_change_nothing(vocab: int, device: str) -> None:

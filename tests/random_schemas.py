@@ -20,12 +20,7 @@ def _object(rng: random.Random, depth: int, suffix: str = "") -> dict[str, Any]:
     if suffix:
         properties[f"n{suffix}"] = {"const": int(suffix)}
     required = [name for name in properties if rng.random() < 0.6 or name.startswith("n")]
-    return {
-        "type": "object",
-        "properties": properties,
-        "required": required,
-        "additionalProperties": False,
-    }
+    return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
 
 
 def _value(rng: random.Random, depth: int) -> dict[str, Any]:

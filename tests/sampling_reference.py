@@ -5,7 +5,7 @@ Nothing of the engine is used but the last draw of a row with a temperature, `sa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -44,10 +44,6 @@ class Answer:
     told: dict[str, torch.Tensor]
 
 
-def _key(folder: Path, ids: Sequence[int]) -> tuple[Path, tuple[int, ...]]:
-    return folder, tuple(ids)
-
-
 @lru_cache(maxsize=4096)
 def _last_logits(folder: Path, ids: tuple[int, ...]) -> torch.Tensor:
     with torch.inference_mode():
@@ -69,7 +65,7 @@ class Reference:
         steps: list[tuple[torch.Tensor, torch.Tensor]] = []
         most = self.max_model_len - len(prompt) if params.max_tokens is None else params.max_tokens
         while len(ids) - len(prompt) < min(most, self.max_model_len - len(prompt)):
-            raw = _last_logits(*_key(self.folder, ids))[None]
+            raw = _last_logits(self.folder, tuple(ids))[None]
             x = self._processed(raw, prompt, ids[len(prompt) :], params, sorted(stop_ids))
             token_id = self._draw(x, params, len(ids))
             steps.append((raw[0], self._filtered(x, params)[0]))

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from test_needs import GPU
 
 from nanovllm.attention.reference import ReferenceBackend
 from nanovllm.attention.select import resolve_block_size, select
@@ -28,20 +29,11 @@ def test_an_unavailable_backend_says_why() -> None:
         select("flashinfer", CPU, torch.float32, 64, torch.float32)
 
 
-class OlderGPU(Device):
-    is_cuda = True
-    name = "NVIDIA A100"
-    capability = (8, 0)
-
-    def __init__(self) -> None:
-        self.torch = torch.device("cuda", 0)
-
-
 @pytest.mark.parametrize("backend", ["auto", "triton", "reference"])
 def test_an_fp8_cache_is_refused_where_nothing_rounds_to_it(backend: str) -> None:
     """Whoever would read it."""
-    fp8, older = torch.float8_e4m3fn, OlderGPU()
-    with pytest.raises(ValueError, match=r"'fp8' needs .* 8.9 or newer .* NVIDIA A100 has 8.0; use .*'auto'"):
+    fp8, older = torch.float8_e4m3fn, GPU((8, 0))
+    with pytest.raises(ValueError, match=r"'fp8' needs .* 8.9 or newer .* GPU has 8.0; use .*'auto'"):
         select(backend, older, torch.bfloat16, 64, fp8)
     assert select("reference", older, torch.bfloat16, 64, torch.bfloat16).name == "reference"
     assert select("auto", CPU, torch.float32, 64, fp8).name == "reference"

@@ -26,12 +26,7 @@ from tools.benchmark import roofline
 from tools.benchmark.kernels import busy_time, costliest, group_replays, read_trace, replay_times
 from tools.benchmark.roofline import Cost, Speed, broken_floor, device_speed, floor_of
 from tools.benchmark.steps import Step, StepRecorder, phases, step_times
-from tools.benchmark.workloads import (
-    QWEN3,
-    Workload,
-    headline,
-    write_shape,
-)
+from tools.benchmark.workloads import QWEN3, Workload, headline, write_shape
 
 # -- the floor ---------------------------------------------------------------------------------------------
 
@@ -40,6 +35,7 @@ from tools.benchmark.workloads import (
 TINY: Any = SimpleNamespace(
     num_layers=2, hidden_size=4, intermediate_size=6, num_heads=2, num_kv_heads=1, head_dim=3, vocab_size=10
 )
+COST = Cost.of(TINY, itemsize=2, kv_itemsize=2)
 # Two prompts of 3 and 5 tokens, 2 and 4 out: decode reads contexts of 4; and of 6, 7, 8.
 WORK = Workload("w", [[1, 2, 3], [1, 2, 4, 5, 6]], [2, 4])
 
@@ -53,16 +49,15 @@ def test_cost_of_a_small_config() -> None:
 
 
 def test_floor_of_a_small_workload() -> None:
-    cost = Cost.of(TINY, itemsize=2, kv_itemsize=2)
     prefill = 2 * 288 * 8 + 2 * 40 * 2 + 48 * (6 + 15)
-    floor = floor_of(cost, WORK, Speed(bytes_per_s=10.0, flops_per_s=100.0))
+    floor = floor_of(COST, WORK, Speed(bytes_per_s=10.0, flops_per_s=100.0))
     assert floor.prefill == pytest.approx(prefill / 100)
     # 3 steps read the weights (197 s), which takes longer than 4 tokens' products (26 s); 25 contexts.
     assert floor.decode == pytest.approx(3 * 328 * 2 / 10 + 25 * 24 / 10)
     assert floor.total == floor.prefill + floor.decode
-    slow = floor_of(cost, WORK, Speed(bytes_per_s=10.0, flops_per_s=1.0))
+    slow = floor_of(COST, WORK, Speed(bytes_per_s=10.0, flops_per_s=1.0))
     assert slow.decode == pytest.approx(4 * 2 * 328 / 1 + 25 * 24 / 10)
-    two = floor_of(cost, WORK, Speed(bytes_per_s=20.0, flops_per_s=200.0))
+    two = floor_of(COST, WORK, Speed(bytes_per_s=20.0, flops_per_s=200.0))
     assert two.total == pytest.approx(floor.total / 2)
 
 
@@ -110,8 +105,7 @@ def test_shares_above_1_break_the_floor() -> None:
 
 
 def test_a_shared_beginning_is_computed_once_and_read_once_a_step() -> None:
-    cost = Cost.of(TINY, itemsize=2, kv_itemsize=2)
-    floor = floor_of(cost, WORK, Speed(10.0, 100.0), WORK.sharing())
+    floor = floor_of(COST, WORK, Speed(10.0, 100.0), WORK.sharing())
     # The second prompt computes its 3 own tokens, which see 3, 4 and 5.
     assert floor.prefill == pytest.approx((2 * 288 * 6 + 2 * 40 * 2 + 48 * (6 + 12)) / 100)
     # Own contexts 2; and 4, 5, 6; the two shared tokens in each of 3 steps.
@@ -119,9 +113,8 @@ def test_a_shared_beginning_is_computed_once_and_read_once_a_step() -> None:
 
 
 def test_prompts_that_are_the_same_are_computed_once_and_read_once_a_step() -> None:
-    cost = Cost.of(TINY, itemsize=2, kv_itemsize=2)
     work = Workload("w", [[1, 2, 3], [1, 2, 3], [4, 5]], [2, 4, 3])
-    floor = floor_of(cost, work, Speed(10.0, 100.0), work.sharing())
+    floor = floor_of(COST, work, Speed(10.0, 100.0), work.sharing())
     # 3 + 2 tokens, which see 1 to 3 and 1 to 2; each row has logits.
     assert floor.prefill == pytest.approx((2 * 288 * 5 + 2 * 40 * 3 + 48 * (6 + 3)) / 100)
     # Own contexts 1; 1, 2, 3; and 3, 4; the three shared tokens in each of 3 steps.
@@ -132,8 +125,8 @@ def test_prompts_that_are_the_same_are_computed_once_and_read_once_a_step() -> N
         Step(1.0, StepKind.DECODE, np.ones(1, np.int32), np.array([6]), np.array([1])),
     ]
     speed = Speed(10.0, 1e30)
-    floor = floor_of(cost, work, speed, work.sharing())
-    found = phases(steps, cost, speed, floor, work.sharing())["decode"]
+    floor = floor_of(COST, work, speed, work.sharing())
+    found = phases(steps, COST, speed, floor, work.sharing())["decode"]
     assert found["share_of_peak"] == pytest.approx(found["share_of_floor"])
 
 
@@ -196,13 +189,8 @@ def test_step_times_take_batches_of_nearly_the_size() -> None:
 
 def test_a_trace_gives_kernel_time_and_the_gaps_between_replays(tmp_path: Path) -> None:
     def kernel(name: str, start: float, length: float, correlation: int) -> dict[str, Any]:
-        return {
-            "cat": "kernel",
-            "name": name,
-            "ts": start,
-            "dur": length,
-            "args": {"correlation": correlation},
-        }
+        args = {"correlation": correlation}
+        return {"cat": "kernel", "name": name, "ts": start, "dur": length, "args": args}
 
     events = [
         {"name": "process_name", "ph": "M", "args": {"name": "python"}},

@@ -8,16 +8,11 @@ from typing import Any
 import pytest
 from checked_llm import BLOCK, make_tiny
 from invariants import check_scheduler
-from tiny_models import VOCAB_SIZE, write_tiny_model
+from tiny_models import VOCAB_SIZE
 
 from nanovllm import LLM, BeamSearchParams, SamplingParams, demo_model_path
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("model"))
 
 
 def test_the_tokenizer() -> None:

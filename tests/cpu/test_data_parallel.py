@@ -15,12 +15,14 @@ from dataclasses import replace
 from pathlib import Path
 from socket import SO_SNDTIMEO, SOL_SOCKET, socket
 from struct import pack
-from typing import Any, ClassVar
+from typing import Any
 from xml.etree import ElementTree
 
 import endings
 import pytest
-from tiny_models import VOCAB_SIZE, write_tiny_model
+from checked_llm import Bar
+from threads import in_threads
+from tiny_models import VOCAB_SIZE
 
 from nanovllm import (
     LLM,
@@ -58,11 +60,6 @@ def two() -> Iterator[ReplicatedLLM]:
         assert isinstance(llm, ReplicatedLLM)
         yield llm
         assert llm.is_finished()
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("model"))
 
 
 def same(one: LLM, two: LLM, answer: Callable[[LLM], Any]) -> list[RequestOutput]:
@@ -249,31 +246,14 @@ def test_calls_that_need_one_engine(two: ReplicatedLLM, tmp_path: Path) -> None:
     assert two.is_finished()
 
 
-class Bar:
-    """As tqdm's."""
-
-    made: ClassVar[list[Bar]] = []
-
-    def __init__(self, total: int, desc: str) -> None:
-        self.total, self.done, self.closed = total, 0, False
-        Bar.made.append(self)
-
-    def update(self, count: int) -> None:
-        self.done += count
-
-    def close(self) -> None:
-        self.closed = True
-
-
 def test_progress_and_statistics(two: ReplicatedLLM) -> None:
-    steps: list[StepStats] = []
+    bar, steps = Bar(), list[StepStats]()
     before = two.stats()
     two.on_step = steps.append
     try:
-        two.generate(PROMPTS, GREEDY, Bar)
+        two.generate(PROMPTS, GREEDY, bar)
     finally:
         two.on_step = None
-    [bar] = Bar.made
     assert (bar.total, bar.done, bar.closed) == (24, 24, True)
     assert sum(step.num_finished for step in steps) == 24
     stats = two.stats()
@@ -309,20 +289,25 @@ def test_prompts_that_begin_alike_meet_on_one_replica(two: ReplicatedLLM) -> Non
 # -- faults --------------------------------------------------------------------------------------------------
 
 
-def test_a_replica_that_is_killed_is_started_again(one: LLM, two: ReplicatedLLM) -> None:
-    """Its requests run again, the other one goes on, and nobody sees a difference."""
-    before = pids(two)
+def signalled(one: LLM, two: ReplicatedLLM, number: signal.Signals) -> None:
+    """Check that `two` answers as `one` although its first replica gets a signal after the first answer."""
 
     def answer(llm: LLM) -> list[RequestOutput]:
-        outputs = []
-        for output in llm.stream(PROMPTS, MIXED):
-            if llm is two and not outputs:
-                os.kill(before[0], signal.SIGKILL)
-            outputs.append(output)
+        stream = llm.stream(PROMPTS, MIXED)
+        outputs = [next(stream)]
+        if llm is two:
+            os.kill(pids(two)[0], number)
+        outputs += stream
         assert len(outputs) == 24
         return sorted(outputs, key=lambda output: output.index)
 
     same(one, two, answer)
+
+
+def test_a_replica_that_is_killed_is_started_again(one: LLM, two: ReplicatedLLM) -> None:
+    """Its requests run again, the other one goes on, and nobody sees a difference."""
+    before = pids(two)
+    signalled(one, two, signal.SIGKILL)
     assert len(two._replicas.call("ready")) == 2, "it is back"
     after = pids(two)
     assert len(after) == 2 and after[1] == before[1] and after[0] != before[0]
@@ -338,16 +323,7 @@ def test_a_replica_that_hangs_is_started_again(
 ) -> None:
     monkeypatch.setattr(pool, "HANG_SECONDS", 3.0)
     before = pids(two)
-
-    def answer(llm: LLM) -> list[RequestOutput]:
-        outputs = []
-        for output in llm.stream(PROMPTS, MIXED):
-            if llm is two and not outputs:
-                os.kill(before[0], signal.SIGSTOP)
-            outputs.append(output)
-        return sorted(outputs, key=lambda output: output.index)
-
-    same(one, two, answer)
+    signalled(one, two, signal.SIGSTOP)
     assert "replica 0: it hung, without a word for 3 s, and was killed; it is started again" in caplog.text
     assert len(two._replicas.call("ready")) == 2 and pids(two)[0] != before[0]
 
@@ -425,9 +401,9 @@ def test_replicas_must_have_as_much_room_as_at_first(two: ReplicatedLLM) -> None
     assert two._replicas._settings["limit_model_len"] < 10**6
 
 
-def test_when_all_replicas_stay_down(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_when_all_replicas_stay_down(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool, "MAX_FAILURES", 1)
-    llm = LLM(tiny, data_parallel_size=2, **TINY)
+    llm = LLM(model, data_parallel_size=2, **TINY)
     assert isinstance(llm, ReplicatedLLM)
     started, prompts = pids(llm), [[5 + number] for number in range(20)]
     expected = llm.generate(prompts, GREEDY, use_tqdm=False)
@@ -445,10 +421,10 @@ def test_when_all_replicas_stay_down(tiny: Path, monkeypatch: pytest.MonkeyPatch
     assert not [pid for pid in started if Path("/proc", str(pid)).exists()]
 
 
-def test_what_a_replica_finds_wrong_at_its_start_is_raised(tiny: Path, two: ReplicatedLLM) -> None:
+def test_what_a_replica_finds_wrong_at_its_start_is_raised(model: Path, two: ReplicatedLLM) -> None:
     before = set(multiprocessing.active_children())
     with pytest.raises(KVCacheMemoryError, match=r"^replica \d: no room for the KV cache"):
-        LLM(tiny, data_parallel_size=2, **TINY, num_kvcache_blocks=10**9)
+        LLM(model, data_parallel_size=2, **TINY, num_kvcache_blocks=10**9)
     assert set(multiprocessing.active_children()) == before
 
 
@@ -473,19 +449,19 @@ def stat_lines() -> list[str]:
     ],
 )
 def test_wrong_options_start_nothing(
-    tiny: Path, options: dict[str, Any], error: type[Exception], match: str
+    model: Path, options: dict[str, Any], error: type[Exception], match: str
 ) -> None:
     with pytest.raises(error, match=match):
-        LLM(tiny, **options)
+        LLM(model, **options)
 
 
-def test_an_engine_of_ones_own_is_not_replicated_in_silence(tiny: Path) -> None:
+def test_an_engine_of_ones_own_is_not_replicated_in_silence(model: Path) -> None:
     class Own(LLM):
         pass
 
     for kind in (Own, LLMEngine):
         with pytest.raises(ValueError, match=f"derive {kind.__name__} from ReplicatedLLM"):
-            kind(tiny, data_parallel_size=2, **TINY)
+            kind(model, data_parallel_size=2, **TINY)
 
 
 def test_ctrl_c_leaves_the_engine_usable(one: LLM, two: ReplicatedLLM) -> None:
@@ -498,26 +474,18 @@ def test_ctrl_c_leaves_the_engine_usable(one: LLM, two: ReplicatedLLM) -> None:
     same(one, two, answer_all)
 
 
-def test_another_thread_waits_and_is_told_when_the_engine_closes(two: ReplicatedLLM) -> None:
-    results: list[Any] = [None] * 3
-
-    def work(index: int) -> None:
-        results[index] = [each["token_ids"] for each in two.generate(PROMPTS[:8], GREEDY, use_tqdm=False)]
-
-    threads = [threading.Thread(target=work, args=(index,)) for index in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert results[0] == results[1] == results[2] and len(results[0]) == 8
+def test_other_threads_wait(two: ReplicatedLLM) -> None:
+    results = in_threads(3, lambda _: two.generate(PROMPTS[:8], GREEDY, use_tqdm=False))
+    tokens = [[each["token_ids"] for each in outputs] for outputs in results]
+    assert tokens[0] == tokens[1] == tokens[2] and len(tokens[0]) == 8
 
 
 # -- the end -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("ending", ["between_steps", "forked"])
-def test_a_process_may_end_without_close(tiny: Path, ending: str) -> None:
-    endings.check(ending, tiny, device="cpu", size=1, max_model_len=64, data_parallel_size=2)
+def test_a_process_may_end_without_close(model: Path, ending: str) -> None:
+    endings.check(ending, model, device="cpu", size=1, max_model_len=64, data_parallel_size=2)
 
 
 KILLED = """
@@ -530,8 +498,8 @@ print(len(next(stream)["token_ids"]), flush=True)
 """
 
 
-def test_replicas_of_several_ranks_end_with_a_caller_that_is_killed(tiny: Path) -> None:
-    script = KILLED.format(model=str(tiny), options=TINY, vocab=VOCAB_SIZE)
+def test_replicas_of_several_ranks_end_with_a_caller_that_is_killed(model: Path) -> None:
+    script = KILLED.format(model=str(model), options=TINY, vocab=VOCAB_SIZE)
     process = subprocess.Popen(
         [sys.executable, "-W", "ignore", "-c", script], stdout=subprocess.PIPE, start_new_session=True
     )

@@ -13,19 +13,12 @@ import pytest
 from checked_llm import CheckedLLM, make_tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_stop_strings import model_for
-from test_texts import KINDS, TOKENIZERS, encode
-from tiny_models import write_tiny_model
+from test_texts import KINDS, TOKENIZERS, encode, model_for
 
 from nanovllm import LLM, CompletionOutput, RequestOutput, SamplingParams, demo_model_path
 from nanovllm.text.stop_strings import StopStrings
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checked_llm import BLOCK, CheckedLLM, make_tiny
+from checked_llm import BLOCK, CheckedLLM, make_tiny, run
 from tiny_models import VOCAB_SIZE, edit_json, transformers_greedy, write_tiny_model
 
 from nanovllm import LLM, EngineClosedError, KVCacheMemoryError, SamplingParams
@@ -30,11 +30,6 @@ from nanovllm.runner.model_runner import GraphOutput
 from nanovllm.runner.staging import StepHandle
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("model"), eos_token_id=1)
 
 
 @pytest.fixture(scope="module")
@@ -201,7 +196,12 @@ def test_shared_beginnings_are_read_once(
     prompts = [[*shared, 5, 6], [7, 8, 9], [*shared, 7], [*shared, 9, 9, 9]]
     lens = [5, 5, 2, 5]
     params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in lens]
-    options = {"attention_backend": "triton", "kvcache_block_size": 64, "max_model_len": 320}
+    options = {
+        "attention_backend": "triton",
+        "kvcache_block_size": 64,
+        "max_model_len": 320,
+        "max_num_seqs": 5,
+    }
     with make_tiny(path, **options) as llm:
         llm.generate([shared], SamplingParams(max_tokens=1), use_tqdm=False)  # into the prefix cache
         if replayed:
@@ -353,8 +353,7 @@ def test_abort_at_every_step(model: Path, prompts: list, expected: list) -> None
             aborted = llm.abort(ids[4])
             assert aborted["token_ids"] == expected[4][: len(aborted["token_ids"])]
             assert llm.abort(ids[4]) is None and llm.abort(10**9) is None
-            while not llm.is_finished():
-                done += llm.step()
+            done += run(llm)
             assert {o.request_id: o["token_ids"] for o in done} == dict(
                 zip(ids[:4], expected[:4], strict=True)
             )
@@ -503,10 +502,7 @@ def test_a_bad_request_does_not_disturb_others(model: Path, prompts: list, expec
         for bad in ([], [VOCAB_SIZE], [5] * 100):
             with pytest.raises(ValueError, match="the prompt"):
                 llm.add_request(bad, GREEDY)
-        outputs = []
-        while not llm.is_finished():
-            outputs += llm.step()
-        assert [(o.request_id, o["token_ids"]) for o in outputs] == [(request, expected[3])]
+        assert [(o.request_id, o["token_ids"]) for o in run(llm)] == [(request, expected[3])]
 
 
 def test_lists_of_unequal_length_and_wrong_types(model: Path) -> None:

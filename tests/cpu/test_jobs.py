@@ -15,7 +15,7 @@ from unittest.mock import Mock
 
 import jobs
 import pytest
-from jobs import FakeLLM, read_rows, run, write_rows
+from jobs import FakeLLM, no_model, read_rows, run, watched, write_rows
 
 from nanovllm.jobs import main as program
 from nanovllm.jobs.output import Output
@@ -53,10 +53,6 @@ def test_a_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert journal["state"] == "finished" and journal["rows"] == 300 and journal["pid"] is None
     printed = capsys.readouterr().err
     assert "300 of 300 rows, 0 of them with an error" in printed and "ended by 300 stop" in printed
-
-    def no_model(*args: object, **options: object) -> FakeLLM:
-        raise AssertionError("a finished job loads no model")
-
     before = out.read_bytes()
     assert run(source, "-o", out, make_llm=no_model) == 0 and out.read_bytes() == before
     assert "other versions" not in capsys.readouterr().err
@@ -143,10 +139,7 @@ def test_another_job_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[st
         (["-o", "out.jsonl", "--max-num-seqs", "0"], "max_num_seqs must be at least 1, not 0"),
         (["-o", "out.jsonl", "--template", "{"], "--template: the template '{'"),
         (["-o", "out.jsonl", "--format", "csv", "--prompt-column", "q"], "has no column 'q', but '"),
-        (
-            ["-o", "out.jsonl", "--prompt-column", "q"],
-            "rows have no column 'q', but 'custom_id', 'url'",
-        ),
+        (["-o", "out.jsonl", "--prompt-column", "q"], "rows have no column 'q', but 'custom_id', 'url'"),
         (["-o", "out.parquet"], "pip install 'nanovllm[jobs]'"),
         (["-o", "out.csv"], "an OpenAI batch is answered in a .jsonl file"),
         (["-o", "out.jsonl", "--format", "csv"], "has no column 'prompt' or 'messages', but '"),
@@ -269,20 +262,15 @@ def test_ordered_output_is_in_order_at_every_moment(
     source, out = write_rows(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl"
     seen = 0
 
-    class Watching(FakeLLM):
-        def __init__(self, *args: object, **options: object) -> None:
-            super().__init__()
-            self.sample = self.watch
+    def watch(number: int) -> None:
+        nonlocal seen
+        found = read_rows(out)
+        assert [row["index"] for row in found] == list(range(len(found)))
+        seen = max(seen, len(found))
+        if number == 150:
+            raise KeyboardInterrupt
 
-        def watch(self, number: int) -> None:
-            nonlocal seen
-            found = read_rows(out)
-            assert [row["index"] for row in found] == list(range(len(found)))
-            seen = max(seen, len(found))
-            if number == 150:
-                raise KeyboardInterrupt
-
-    assert run(source, "-o", out, "--ordered", make_llm=Watching) == 130
+    assert run(source, "-o", out, "--ordered", make_llm=watched(watch)) == 130
     assert 0 < seen < 300
     kept = read_rows(out)
     num_bad = sum(row["error"] is not None for row in kept)
@@ -305,13 +293,11 @@ def test_other_formats_in_and_out(tmp_path: Path, ending: str) -> None:
         source.write_text("\n".join([f"id{tab}prompt", *(f'{r["id"]}{tab}"{r["prompt"]}"' for r in rows)]))
     out = tmp_path / f"out.{ending}"
 
-    class Stopping(FakeLLM):
-        def __init__(self, *args: object, **options: object) -> None:
-            super().__init__()
-            self.ahead = 4
-            self.sample = lambda number: (_ for _ in ()).throw(KeyboardInterrupt) if number == 20 else None
+    def stop(number: int) -> None:
+        if number == 20:
+            raise KeyboardInterrupt
 
-    assert run(source, "-o", out, make_llm=Stopping) == 130 and not out.exists()
+    assert run(source, "-o", out, make_llm=watched(stop, ahead=4)) == 130 and not out.exists()
     assert run(source, "-o", out) == 0
     if ending == "parquet":
         found = pyarrow.parquet.read_table(out).to_pylist()
@@ -423,10 +409,6 @@ def test_a_disk_that_is_full_at_the_last_step(tmp_path: Path, monkeypatch: pytes
         patch.setattr("nanovllm.jobs.run.put_in_order", full)
         assert run(source, "-o", out) == 4
     assert len(read_rows(out)) == 200
-
-    def no_model(*args: object, **options: object) -> FakeLLM:
-        raise AssertionError("all rows are answered")
-
     assert run(source, "-o", out, make_llm=no_model) == 0
     assert [row["index"] for row in read_rows(out)] == list(range(200))
 

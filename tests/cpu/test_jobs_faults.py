@@ -18,25 +18,10 @@ from jobs import read_rows, run, write_rows
 
 from nanovllm import LLM, SamplingParams, demo_model_path
 from nanovllm.jobs import output
+from tools.bench_jobs import LoadedLLM
 
 CUT = 12  # tokens of most answers
 SAMPLING = f"temperature=0,max_tokens={CUT}"
-
-
-class SharedLLM:
-    """One engine for all runs of a test."""
-
-    def __init__(self, llm: LLM) -> None:
-        self._llm = llm
-
-    def __call__(self, *args: object, **options: object) -> SharedLLM:
-        return self
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._llm, name)
-
-    def close(self) -> None:
-        pass
 
 
 class KilledError(BaseException):
@@ -44,9 +29,10 @@ class KilledError(BaseException):
 
 
 @pytest.fixture(scope="module")
-def engine() -> Iterator[SharedLLM]:
+def engine() -> Iterator[LoadedLLM]:
+    """One engine for all runs."""
     with LLM(demo_model_path(), device="cpu", max_num_seqs=4) as llm:
-        yield SharedLLM(llm)
+        yield LoadedLLM(llm)
 
 
 def chat(text: str) -> list[dict[str, str]]:
@@ -70,7 +56,7 @@ def mixed_rows(count: int) -> list[Any]:
 
 
 def test_a_job_killed_at_50_moments_ends_with_the_same_bytes(
-    tmp_path: Path, engine: SharedLLM, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, engine: LoadedLLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rng = random.Random(1)
     source = write_rows(tmp_path / "in.jsonl", mixed_rows(24))
@@ -134,7 +120,7 @@ def wait_for_lines(process: subprocess.Popen[str], out: Path, count: int) -> Non
     raise AssertionError(f"the job ended with code {process.poll()}, or is too slow")
 
 
-def test_kill_ctrl_c_and_sigterm(tmp_path: Path, engine: SharedLLM) -> None:
+def test_kill_ctrl_c_and_sigterm(tmp_path: Path, engine: LoadedLLM) -> None:
     rows = [{"id": index, "prompt": f"What is {index} + {index}?"} for index in range(240)]
     source, out = write_rows(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl"
     undisturbed = tmp_path / "undisturbed.jsonl"
@@ -162,7 +148,7 @@ def test_kill_ctrl_c_and_sigterm(tmp_path: Path, engine: SharedLLM) -> None:
     }
 
 
-def test_a_job_goes_on_when_a_replica_is_killed(tmp_path: Path, engine: SharedLLM) -> None:
+def test_a_job_goes_on_when_a_replica_is_killed(tmp_path: Path, engine: LoadedLLM) -> None:
     source, out = write_rows(tmp_path / "in.jsonl", mixed_rows(300)), tmp_path / "out.jsonl"
     undisturbed = tmp_path / "undisturbed.jsonl"
     assert run(source, "-o", undisturbed, "--sampling", SAMPLING, make_llm=engine) == 1
@@ -178,7 +164,7 @@ def test_a_job_goes_on_when_a_replica_is_killed(tmp_path: Path, engine: SharedLL
     assert out.read_bytes() == undisturbed.read_bytes()
 
 
-def test_answers_are_those_of_generate(tmp_path: Path, engine: SharedLLM) -> None:
+def test_answers_are_those_of_generate(tmp_path: Path, engine: LoadedLLM) -> None:
     """Sampled ones too: a row has the seed that a new engine gives to the prompt in its place."""
     prompts = [f"What is {index} + 3?" for index in range(30)]
     source = write_rows(tmp_path / "in.jsonl", [{"prompt": prompt} for prompt in prompts])
@@ -194,7 +180,7 @@ def test_answers_are_those_of_generate(tmp_path: Path, engine: SharedLLM) -> Non
             assert [each[0]["token_id"] for each in row["logprobs"][0]] == output_["token_ids"]
 
 
-def test_an_openai_batch(tmp_path: Path, engine: SharedLLM) -> None:
+def test_an_openai_batch(tmp_path: Path, engine: LoadedLLM) -> None:
     def request(index: int, url: str, **body: Any) -> dict[str, Any]:
         return {"custom_id": f"r{index}", "method": "POST", "url": url, "body": {"model": "m", **body}}
 
@@ -241,7 +227,7 @@ def test_an_openai_batch(tmp_path: Path, engine: SharedLLM) -> None:
     assert found[11]["response"]["body"]["usage"]["completion_tokens"] == 1
 
 
-def test_what_is_wrong_with_a_conversation_names_no_other_row(tmp_path: Path, engine: SharedLLM) -> None:
+def test_what_is_wrong_with_a_conversation_names_no_other_row(tmp_path: Path, engine: LoadedLLM) -> None:
     bad = b'{"id": 1e400, "messages": [{"role": "\\ud800", "content": "a"}]}\n'
     source = write_rows(tmp_path / "in.jsonl", [{"messages": chat("Hi")}, bad])
     assert run(source, "-o", tmp_path / "out.jsonl", "--sampling", SAMPLING, make_llm=engine) == 1
@@ -249,7 +235,7 @@ def test_what_is_wrong_with_a_conversation_names_no_other_row(tmp_path: Path, en
     assert row["error"].startswith("the conversation has a lone surrogate") and row["id"] is None
 
 
-def test_a_report_has_charts_and_the_rows_without_answers(tmp_path: Path, engine: SharedLLM) -> None:
+def test_a_report_has_charts_and_the_rows_without_answers(tmp_path: Path, engine: LoadedLLM) -> None:
     write_rows(tmp_path / "in.jsonl", [{"prompt": "What is 1 + 2?"}, *[b"{ broken\n"] * 205])
     page = tmp_path / "report.html"
     asked = [tmp_path / "in.jsonl", "-o", tmp_path / "out.jsonl", "--sampling", SAMPLING, "--report", page]

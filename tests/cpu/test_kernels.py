@@ -268,7 +268,7 @@ def test_filters_keep_all_that_they_should(vocab: int, draws: int) -> None:
 
 
 def test_filtered_rows_are_independent() -> None:
-    cases.check_filtered_rows_are_independent(300, 60, CPU)
+    cases.check_sampling_rows_are_independent(3 * len(cases.FILTERS), 300, CPU, filters=True)
 
 
 def test_neutral_filters_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +12,7 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import save_file
+from threads import in_threads
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -255,9 +255,8 @@ def test_a_group_of_one_communicates_nothing_and_a_wrong_rank_is_refused() -> No
 
 def test_collectives_of_two_ranks() -> None:
     store = dist.HashStore()
-    results: dict[int, Any] = {}
 
-    def run(rank: int) -> None:
+    def run(rank: int) -> tuple[Any, ...]:
         group = TPGroup(rank, 2, dist.ProcessGroupGloo(store, rank, 2))
         x = torch.arange(4.0).view(2, 2) + 10 * rank
         pending = group.start_sum(x.clone(), torch.ones(2, 2), torch.tensor([1.0, 2.0]), 1e-6, whole=False)
@@ -265,13 +264,9 @@ def test_collectives_of_two_ranks() -> None:
         normed, total = pending.finish()
         mine, whole = group.whole_rows(x.clone(), 3)
         ids = group.join_rows(torch.arange(5, 7)[mine], mine, x)
-        results[rank] = (mine, whole.tolist(), ids.tolist()), group.all_reduce(x), normed, total
+        return (mine, whole.tolist(), ids.tolist()), group.all_reduce(x), normed, total
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=60)
+    results = in_threads(2, run)
     assert results[0][0] == (slice(0, 2), [[0, 1, 10], [2, 3, 12]], [5, 6])  # rank 0 draws all rows
     assert results[1][0] == (slice(0, 0), [], [5, 6])
     for rank in range(2):

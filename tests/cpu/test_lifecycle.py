@@ -10,24 +10,19 @@ import random
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import endings
 import pytest
-from checked_llm import make_tiny
-from tiny_models import VOCAB_SIZE, transformers_greedy, write_tiny_model
+from checked_llm import make_tiny, run
+from threads import in_threads
+from tiny_models import VOCAB_SIZE, transformers_greedy
 
 from nanovllm import EngineClosedError, RequestOutput, SamplingParams
 from nanovllm.lifecycle import Lifecycle, finalize
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("model"), eos_token_id=1)
 
 
 @pytest.fixture(scope="module")
@@ -39,30 +34,6 @@ def prompts() -> list[list[int]]:
 @pytest.fixture(scope="module")
 def expected(model: Path, prompts: list) -> list[list[int]]:
     return [transformers_greedy(model, prompt, GREEDY.max_tokens) for prompt in prompts]
-
-
-def in_threads(count: int, work: Callable[[int], Any]) -> list[Any]:
-    """Run work(0) ... work(count - 1) at once, each in a thread; return the results, or raise an error."""
-    results: list[Any] = [None] * count
-    barrier = threading.Barrier(count)
-
-    def run(index: int) -> None:
-        barrier.wait()
-        try:
-            results[index] = work(index)
-        except BaseException as error:
-            results[index] = error
-
-    threads = [threading.Thread(target=run, args=(index,)) for index in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
-        assert not thread.is_alive()
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
-    return results
 
 
 # -- the end of the process --------------------------------------------------------------------------------
@@ -107,9 +78,7 @@ def test_threads_share_add_request_and_step(model: Path, prompts: list, expected
             for prompt in prompts:
                 ids.append(llm.add_request(prompt, GREEDY))
                 outputs += llm.step()
-            while not llm.is_finished():
-                outputs += llm.step()
-            return ids, outputs
+            return ids, outputs + run(llm)
 
         results = in_threads(4, work)
         found = {output.request_id: output["token_ids"] for _, outputs in results for output in outputs}

@@ -7,17 +7,11 @@ from pathlib import Path
 
 import pytest
 from checked_llm import make_tiny, run
-from tiny_models import write_tiny_model
 
 from nanovllm import RequestMetrics, RequestOutput, SamplingParams
 
 SHORT = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
 LONG = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("model"))
 
 
 def moments(output: RequestOutput) -> RequestMetrics:

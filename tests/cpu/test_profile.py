@@ -9,16 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 from checked_llm import CheckedLLM, make_tiny
-from tiny_models import write_tiny_model
 
 from nanovllm import SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("model"))
 
 
 def generate(llm: CheckedLLM) -> list[int]:

@@ -16,7 +16,6 @@ from xml.etree.ElementTree import Element
 import numpy as np
 import pytest
 from checked_llm import CheckedLLM, make_tiny
-from tiny_models import write_tiny_model
 
 from nanovllm import SamplingParams
 from nanovllm.batch import ALL_GREEDY, Batch, StepKind
@@ -33,11 +32,6 @@ SVG = "{http://www.w3.org/2000/svg}"
 TITLES = ["Output", "Prefill", "Running", "Waiting", "Batch size", "Step time", "KV cache in use"]
 TITLES += ["Prefix cache hits", "Preemptions"]
 TOKEN = "hf_very_secret"
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")

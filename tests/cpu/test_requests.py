@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checked_llm import BLOCK, make_tiny, run
+from checked_llm import BLOCK, Bar, make_tiny, run
 from tiny_models import VOCAB_SIZE, write_tiny_model
 from transformers import BatchEncoding
 
@@ -172,21 +172,10 @@ def test_completions_are_the_same_each_time_and_beside_any_others(
 
 
 def test_progress_counts_requests_of_many_completions(model: Path) -> None:
-    class Bar:
-        total, done = 0, 0
-
-        def __init__(self, total: int, desc: str) -> None:
-            Bar.total = total
-
-        def update(self, done: int) -> None:
-            Bar.done += done
-
-        def close(self) -> None:
-            pass
-
+    bar = Bar()
     with make_tiny(model) as llm:
-        llm.generate([[5], [6]], ENDING, use_tqdm=Bar)
-    assert (Bar.total, Bar.done) == (2, 2)
+        llm.generate([[5], [6]], ENDING, use_tqdm=bar)
+    assert (bar.total, bar.done) == (2, 2)
 
 
 def test_one_sequence_that_fails_is_named_in_the_output(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

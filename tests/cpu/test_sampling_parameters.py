@@ -14,8 +14,7 @@ import pytest
 import torch
 from checked_llm import BLOCK, CheckedLLM
 from sampling_reference import MODES, Reference, checker
-from test_stop_strings import model_for
-from test_texts import TOKENIZERS
+from test_texts import TOKENIZERS, model_for
 
 from nanovllm import RequestOutput, SamplingParams, StructuredOutputsParams
 from nanovllm.text.logprobs import LogprobDicts
@@ -115,11 +114,7 @@ ENGINES: dict[str, dict[str, Any]] = {
     "tight": {"num_kvcache_blocks": 14, "max_num_batched_tokens": 11},
     "tight_in_step": {"num_kvcache_blocks": 14, "max_num_batched_tokens": 7, "async_scheduling": False},
     "uncached": {"enable_prefix_caching": False, "num_kvcache_blocks": 20, "max_num_batched_tokens": 13},
-    "two_ranks": {
-        "tensor_parallel_size": 2,
-        "num_kvcache_blocks": 14,
-        "max_num_batched_tokens": 11,
-    },
+    "two_ranks": {"tensor_parallel_size": 2, "num_kvcache_blocks": 14, "max_num_batched_tokens": 11},
 }
 Check = Callable[[RequestOutput, SamplingParams], None]
 
@@ -250,10 +245,7 @@ def test_logprobs_modes(
 
 @pytest.mark.parametrize(
     ("names", "largest"),
-    [
-        (["sampled_logprobs", "logprobs_20", "two_processors"], 0),
-        (["sampled_all", "logprobs_1", "all"], 2),
-    ],
+    [(["sampled_logprobs", "logprobs_20", "two_processors"], 0), (["sampled_all", "logprobs_1", "all"], 2)],
     ids=["no filters", "filters"],
 )
 def test_logprobs_sort_only_for_filters(

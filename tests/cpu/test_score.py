@@ -11,18 +11,13 @@ import numpy as np
 import pytest
 import torch
 from checked_llm import CheckedLLM, make_tiny
-from tiny_models import transformers_model, write_tiny_model
+from tiny_models import transformers_model
 
 from nanovllm import LLM, BeamSearchParams, SamplingParams, demo_model_path
 from nanovllm.models.decoder import DecoderForCausalLM
 
 PROMPT = [5, 9, 17, 3, 44, 8, 61, 2, 90, 13, 7, 7, 21, 35, 1, 64, 11, 12, 13, 92]
 CONTINUATIONS = [[4], [4, 8, 15], [16, 23, 42, 16, 23], [96, 95]]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")

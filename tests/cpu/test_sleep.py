@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from checked_llm import BLOCK, logits_of
+from checked_llm import BLOCK, logits_of, run
 from digests import DigestLLM, make_digest
 from tiny_models import FAMILIES, VOCAB_SIZE, edit_json, write_tiny_model
 
@@ -26,11 +26,6 @@ PARAMS = [GREEDY, DRAWN, GREEDY]
 def prompts() -> list[list[int]]:
     rng = random.Random(3)
     return [[rng.randrange(2, VOCAB_SIZE) for _ in range(n)] for n in (3 * BLOCK + 1, BLOCK, 5)]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module", params=[1, 2])
@@ -82,27 +77,29 @@ def test_all_memory_goes_and_comes_back(llm: DigestLLM, prompts: list[list[int]]
         assert same(answers(llm, prompts), before)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("level", [1, 2])
-def test_every_family(tmp_path: Path, prompts: list[list[int]], family: str, level: int) -> None:
-    tied = family in ("qwen3", "llama")
-    with make_digest(write_tiny_model(tmp_path, family, tie_word_embeddings=tied)) as llm:
-        before, weights = answers(llm, prompts), llm.on_ranks("digest")
+def check_both_levels(llm: DigestLLM, prompts: list[list[int]]) -> None:
+    """Weights and answers come back as they were."""
+    before, weights = answers(llm, prompts), llm.on_ranks("digest")
+    for level in (1, 2):
         llm.sleep(level)
         llm.wake_up()
         assert llm.on_ranks("digest") == weights
         assert same(answers(llm, prompts), before)
 
 
-def test_dummy_weights_and_scales_of_an_fp8_cache_come_back(model: Path, prompts: list[list[int]]) -> None:
-    for options in ({"load_format": "dummy"}, {"kv_cache_dtype": "fp8"}):
-        with make_digest(model, **options) as llm:
-            before, weights = answers(llm, prompts), llm.on_ranks("digest")
-            for level in (1, 2):
-                llm.sleep(level)
-                llm.wake_up()
-                assert llm.on_ranks("digest") == weights
-                assert same(answers(llm, prompts), before)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family(tmp_path: Path, prompts: list[list[int]], family: str) -> None:
+    tied = family in ("qwen3", "llama")
+    with make_digest(write_tiny_model(tmp_path, family, tie_word_embeddings=tied)) as llm:
+        check_both_levels(llm, prompts)
+
+
+@pytest.mark.parametrize("options", [{"load_format": "dummy"}, {"kv_cache_dtype": "fp8"}], ids=str)
+def test_dummy_weights_and_scales_of_an_fp8_cache_come_back(
+    model: Path, prompts: list[list[int]], options: dict[str, Any]
+) -> None:
+    with make_digest(model, **options) as llm:
+        check_both_levels(llm, prompts)
 
 
 @pytest.mark.parametrize("order", [TAGS, TAGS[::-1]])
@@ -138,8 +135,7 @@ def test_what_would_run_is_refused(llm: DigestLLM, call: str) -> None:
     assert llm.reset_prefix_cache() and llm.abort(5) is None and llm.is_finished()
     llm.wake_up()
     CALLS[call](llm)
-    while not llm.is_finished():
-        llm.step()
+    run(llm)
 
 
 def test_levels_and_second_calls(llm: DigestLLM, prompts: list[list[int]]) -> None:
@@ -182,10 +178,7 @@ def test_unfinished_requests_keep_it_awake(llm: DigestLLM) -> None:
     for name, call in calls.items():
         with pytest.raises(RuntimeError, match=rf"1 request.* unfinished; .* before {name[:-2]}"):
             call()
-    finished = []
-    while not llm.is_finished():
-        finished += llm.step()
-    assert len(finished) == 1 and not llm.is_sleeping()
+    assert len(run(llm)) == 1 and not llm.is_sleeping()
     stream = llm.stream([[1, 2], [3, 4]], GREEDY)
     next(stream)
     for call in calls.values():

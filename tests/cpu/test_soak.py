@@ -19,8 +19,7 @@ from typing import Any
 import pytest
 import torch
 from checked_llm import BLOCK, CheckedLLM
-from test_stop_strings import model_for
-from test_texts import TOKENIZERS
+from test_texts import TOKENIZERS, model_for
 
 from nanovllm import LLM, RequestOutput, SamplingParams, StructuredOutputsParams
 from nanovllm.text import reader

@@ -6,19 +6,13 @@ import time
 from pathlib import Path
 
 import pytest
-from checked_llm import BLOCK, make_tiny
-from tiny_models import write_tiny_model
+from checked_llm import BLOCK, make_tiny, run
 
 from nanovllm import SamplingParams
 from nanovllm.batch import StepKind
 from nanovllm.engine.stats import EngineStats, StepStats
 
 PREFILL, DECODE = StepKind.PREFILL, StepKind.DECODE
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("model"))
 
 
 def params(max_tokens: int) -> SamplingParams:
@@ -53,8 +47,7 @@ def test_seconds_are_those_of_the_calls(model: Path, run_ahead: bool) -> None:
             steps.clear()
             start = time.perf_counter()
             llm.add_request([7] * 30, params(4))
-            while not llm.is_finished():
-                llm.step()
+            run(llm)
             assert len(steps) == 4 and min(step.seconds for step in steps) > 0
             assert sum(step.seconds for step in steps) <= time.perf_counter() - start
             time.sleep(0.1)
@@ -82,10 +75,8 @@ def test_an_exception_in_the_callback_empties_the_engine(model: Path) -> None:
             llm.generate([[5], [6]], params(2), use_tqdm=False)
         llm.on_step = None
         assert llm.is_finished()
-        assert [len(out["token_ids"]) for out in llm.generate([[5], [6]], params(2), use_tqdm=False)] == [
-            2,
-            2,
-        ]
+        outputs = llm.generate([[5], [6]], params(2), use_tqdm=False)
+        assert [len(output["token_ids"]) for output in outputs] == [2, 2]
 
 
 # -- totals -------------------------------------------------------------------------------------------------

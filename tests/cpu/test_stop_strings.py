@@ -10,9 +10,7 @@ import pytest
 from checked_llm import CheckedLLM
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from test_texts import KINDS, LETTERS, SPECIAL, TOKENIZERS, encode
-from tiny_models import write_tiny_model
-from transformers import PreTrainedTokenizerFast
+from test_texts import KINDS, LETTERS, SPECIAL, TOKENIZERS, encode, model_for
 
 from nanovllm import LLM, SamplingParams, demo_model_path
 from nanovllm.engine.requests import Requests
@@ -187,12 +185,6 @@ def test_tokens_behind_the_match_in_one_step_are_dropped() -> None:
 
 
 # -- through the engine --------------------------------------------------------------------------------------
-
-
-def model_for(tokenizer: PreTrainedTokenizerFast, folder: Path) -> Path:
-    path = write_tiny_model(folder, vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id)
-    tokenizer.save_pretrained(path)
-    return path
 
 
 def expected(llm: LLM, prompt: list[int], full: CompletionOutput, stops: list[str]) -> tuple[object, ...]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import random
-import threading
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -12,8 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from checked_llm import CheckedLLM, make_tiny
+from checked_llm import CheckedLLM, make_tiny, run
 from invariants import check_scheduler
+from threads import in_threads
 from tiny_models import VOCAB_SIZE, write_tiny_model
 
 from nanovllm import LLM, EngineClosedError, RequestOutput, SamplingParams, demo_model_path
@@ -32,11 +32,6 @@ BAD = {  # by a part of the error
     "lone surrogate": "a\ud800",
     "is a text, and skip_tokenizer_init=True": "text",
 }
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
@@ -114,12 +109,7 @@ def test_bad_conversations_are_answered_at_their_places() -> None:
         outputs = llm.chat([[user], *bad, [user]], GREEDY, use_tqdm=False, on_error="return")
         assert [output.index for output in outputs] == list(range(6))
         assert outputs[0]["text"] == outputs[5]["text"] == expected["text"]
-        errors = [
-            "has no messages",
-            "'image_url', which is not supported",
-            "at most 63",
-            "must be a dict",
-        ]
+        errors = ["has no messages", "'image_url', which is not supported", "at most 63", "must be a dict"]
         for index, (error, output) in enumerate(zip(errors, outputs[1:5], strict=True), 1):
             assert error in (output.error or "") and f"conversation {index}" in (output.error or "")
             assert output["finish_reason"] == "error"
@@ -258,18 +248,8 @@ def test_an_open_stream_has_the_engine_for_itself(llm: CheckedLLM) -> None:
             RuntimeError, match=r"a stream of this engine is open; take all .* or close\(\) it"
         ):
             call()
-    errors: list[BaseException] = []
-
-    def other() -> None:
-        try:
-            llm.generate(GOOD, GREEDY, use_tqdm=False)
-        except RuntimeError as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=other)
-    thread.start()
-    thread.join(60)
-    assert len(errors) == 1
+    with pytest.raises(RuntimeError, match="a stream of this engine is open"):
+        in_threads(1, lambda _: llm.generate(GOOD, GREEDY, use_tqdm=False))
     assert llm.reset_prefix_cache() is False
     assert sorted(output.index for output in stream) == list(range(30))[1:]
     llm.add_request([5], GREEDY)
@@ -277,8 +257,7 @@ def test_an_open_stream_has_the_engine_for_itself(llm: CheckedLLM) -> None:
         RuntimeError, match=r"1 request\(s\) of add_request are unfinished.*before stream\(\)"
     ):
         next(llm.stream(GOOD, GREEDY))
-    while not llm.is_finished():
-        llm.step()
+    run(llm)
     assert_idle(llm)
 
 

@@ -20,17 +20,10 @@ from typing import Any
 import pytest
 import soak_tp
 import torch
-from checked_llm import BLOCK, CheckedLLM, CheckedSetup, make_tiny
+from checked_llm import BLOCK, CheckedLLM, CheckedSetup, make_tiny, run
 from tiny_models import VOCAB_SIZE, transformers_greedy, write_tiny_model
 
-from nanovllm import (
-    LLM,
-    EngineClosedError,
-    KVCacheMemoryError,
-    SamplingParams,
-    WorkerError,
-    demo_model_path,
-)
+from nanovllm import LLM, EngineClosedError, KVCacheMemoryError, SamplingParams, WorkerError, demo_model_path
 from nanovllm.config import Config
 from nanovllm.device import Device
 from nanovllm.distributed import rendezvous
@@ -58,12 +51,6 @@ def nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     assert soak_tp.wait_until_nothing_is_left() == []
     assert not [name for name in segments if (soak_tp.SHARED_MEMORY / name).exists()]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A vocabulary of 97, which nothing divides, 4 heads and 2 KV heads, which 4 ranks must share."""
-    return write_tiny_model(tmp_path_factory.mktemp("model"), eos_token_id=1)
 
 
 @pytest.fixture(scope="module")
@@ -164,9 +151,7 @@ def test_sampling_aborts_and_broken_rows_are_those_of_one_rank(
                 llm.step()
             aborted = llm.abort(ids[2])
             assert aborted is not None
-            done = {}
-            while not llm.is_finished():
-                done |= {output.request_id: output["token_ids"] for output in llm.step()}
+            done = {output.request_id: output["token_ids"] for output in run(llm)}
             assert done == {ids[i]: expected[i] for i in range(len(ids)) if i != 2}
             compute_logits = llm._runner.model.compute_logits
 

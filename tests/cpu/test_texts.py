@@ -6,7 +6,9 @@ import codecs
 import json
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import repeat
 from pathlib import Path
 
 import pytest
@@ -33,10 +35,8 @@ def make_tokenizer(kind: str) -> PreTrainedTokenizerFast:
     Metaspace or the steps of Llama's."""
     if kind == "byte_level":
         tok = Tokenizer(models.BPE())
-        tok.pre_tokenizer, tok.decoder = (
-            pre_tokenizers.ByteLevel(add_prefix_space=False),
-            decoders.ByteLevel(),
-        )
+        tok.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tok.decoder = decoders.ByteLevel()
         alphabet = pre_tokenizers.ByteLevel.alphabet()
         tok.train_from_iterator(CORPUS, trainers.BpeTrainer(vocab_size=290, initial_alphabet=alphabet))
     else:
@@ -72,6 +72,12 @@ TOKENIZERS = {kind: make_tokenizer(kind) for kind in KINDS}
 
 def encode(kind: str, text: str) -> list[int]:
     return TOKENIZERS[kind](text, add_special_tokens=False)["input_ids"]
+
+
+def model_for(tokenizer: PreTrainedTokenizerFast, folder: Path) -> Path:
+    path = write_tiny_model(folder, vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id)
+    tokenizer.save_pretrained(path)
+    return path
 
 
 def written(kind: str, ids: list[int]) -> str:
@@ -178,8 +184,7 @@ def test_it_takes_no_longer_than_decoding_alone(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_through_the_engine(kind: str, tmp_path: Path) -> None:
     tokenizer = TOKENIZERS[kind]
-    path = write_tiny_model(tmp_path, vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id)
-    tokenizer.save_pretrained(path)
+    path = model_for(tokenizer, tmp_path)
     with CheckedLLM(path, device="cpu") as llm:
         params = [SamplingParams(temperature=3.0, seed=seed, max_tokens=9) for seed in range(40)]
         for output in llm.generate(["Hello"] * 40, params, use_tqdm=False):
@@ -188,18 +193,25 @@ def test_through_the_engine(kind: str, tmp_path: Path) -> None:
             assert output["text"] == Detokenizer(tokenizer).text(output.prompt_token_ids, ids)
 
 
-def reason(llm: CheckedLLM, token: int, **options: object) -> tuple[str, int | None]:
-    """How a request ends, and why, when the model writes nothing but `token`."""
+@contextmanager
+def writing(llm: CheckedLLM, token_ids: Iterator[int]) -> Iterator[None]:
+    """Let the model write `token_ids`, one a step."""
     compute = llm._runner.model.compute_logits
 
     def forced(hidden: torch.Tensor) -> torch.Tensor:
         logits = compute(hidden)
-        logits[:, token] = 1e9
+        logits[:, next(token_ids)] = 1e9
         return logits
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(llm._runner.model, "compute_logits", forced)
-        params = SamplingParams(temperature=0, max_tokens=3, **options)
+        yield
+
+
+def reason(llm: CheckedLLM, token: int, **options: object) -> tuple[str, int | None]:
+    """How a request ends, and why, when the model writes nothing but `token`."""
+    params = SamplingParams(temperature=0, max_tokens=3, **options)
+    with writing(llm, repeat(token)):
         (output,) = llm.generate([5, 6], params, use_tqdm=False)
     assert output["text"] == "", "the token is a special one"
     return output["finish_reason"], output.outputs[0].stop_reason
@@ -209,8 +221,7 @@ def test_stop_reason_is_none_for_the_models_own_end(tmp_path: Path) -> None:
     """As in vLLM: the tokenizer's EOS gives None; further ones, and stop_token_ids, give their ids."""
     tokenizer = TOKENIZERS["byte_level"]
     bos, eos, turn = tokenizer.convert_tokens_to_ids(SPECIAL)
-    path = write_tiny_model(tmp_path, vocab_size=len(tokenizer), eos_token_id=eos)
-    tokenizer.save_pretrained(path)
+    path = model_for(tokenizer, tmp_path)
     with CheckedLLM(path, device="cpu", skip_tokenizer_init=True) as llm:
         assert reason(llm, eos) == ("stop", None), "the only one that the model has"
     edit_json(path / "generation_config.json", eos_token_id=[eos, turn])
@@ -229,23 +240,13 @@ def test_stop_reason_is_none_for_the_models_own_end(tmp_path: Path) -> None:
 def test_special_tokens_are_kept_or_left_out(kind: str, tmp_path: Path) -> None:
     """As each request asks, in one batch; the token that ended the output is left out in either case."""
     tokenizer = TOKENIZERS[kind]
-    path = write_tiny_model(tmp_path, vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id)
-    tokenizer.save_pretrained(path)
+    path = model_for(tokenizer, tmp_path)
     prompt, turn = encode(kind, "Hello<|turn|>"), tokenizer.convert_tokens_to_ids("<|turn|>")
     with CheckedLLM(path, device="cpu") as llm:
-        compute, steps = llm._runner.model.compute_logits, []
         answer = [turn, *encode(kind, "Hello the")[1:], turn, tokenizer.eos_token_id]
-
-        def forced(hidden: torch.Tensor) -> torch.Tensor:
-            logits = compute(hidden)
-            logits[:, answer[len(steps)]] = 1e9
-            steps.append(1)
-            return logits
-
         asked = [{}, {"skip_special_tokens": False}, {"detokenize": False}]
         params = [SamplingParams(temperature=0, max_tokens=30, **options) for options in asked]
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(llm._runner.model, "compute_logits", forced)
+        with writing(llm, iter(answer)):
             outputs = llm.generate([prompt] * 3, params, use_tqdm=False)
         assert [output["token_ids"] for output in outputs] == [answer] * 3
         text = Detokenizer(tokenizer).text(prompt, answer[1:-2])

@@ -15,15 +15,14 @@ import torch
 from checked_llm import BLOCK, logits_of
 from digests import Digest, DigestLLM, digest, make_digest
 from safetensors.torch import load_file, save_file
+from test_loader import build
 from tiny_models import FAMILIES, VOCAB_SIZE, write_tiny_model
 
 from nanovllm import ModelLoadError, SamplingParams, WorkerError
-from nanovllm.attention.reference import ReferenceBackend
 from nanovllm.distributed.group import TPGroup
 from nanovllm.engine import residency
 from nanovllm.layers.weights import WeightOptions
-from nanovllm.models.decoder import DecoderForCausalLM
-from nanovllm.models.loader import load_model_config, load_weights
+from nanovllm.models.loader import load_weights
 from nanovllm.runner import model_runner
 
 Tensors = dict[str, torch.Tensor]
@@ -48,13 +47,7 @@ def fresh(folder: Path, tensors: Tensors, ranks: int = 1, fuse: bool = False) ->
     save_file(tensors, folder / "model.safetensors")
     digests = []
     for rank in range(ranks):
-        model = DecoderForCausalLM(
-            load_model_config(folder),
-            TPGroup(rank, ranks),
-            ReferenceBackend(),
-            32,
-            WeightOptions(torch.float32, torch.device("cpu"), fuse=fuse),
-        )
+        model = build(folder, TPGroup(rank, ranks), fuse=fuse)
         load_weights(model, folder)
         digests.append(digest(model))
     return digests

@@ -11,7 +11,8 @@ import nanovllm
 # As vLLM's, a model's name is all that differs from script to script.
 MODEL = nanovllm.demo_model_path()
 
-QUICK_START = """
+SCRIPTS = {
+    "quick start": """
 from vllm import LLM, SamplingParams
 
 prompts = ["What is 2 + 3?", "Sort: d b a", "Count from 3 to 6:", "Spell: cat"]
@@ -24,9 +25,8 @@ for output in outputs:
     print(f"Prompt: {prompt!r}, Generated text: {generated_text!r}")
 assert [output.prompt for output in outputs] == prompts
 assert [output.request_id for output in outputs] == ["0", "1", "2", "3"]
-"""
-
-DEFAULTS = """
+""",
+    "defaults": """
 from vllm import LLM
 
 llm = LLM(
@@ -52,9 +52,8 @@ sampling_params.temperature = 0.0
 outputs = llm.generate("What is 2 + 3?", sampling_params)
 assert len(outputs) == 1 and len(outputs[0].outputs[0].token_ids) <= 9
 assert llm.llm_engine.model_config.max_model_len == 256
-"""
-
-CHAT = """
+""",
+    "chat": """
 from vllm import LLM
 
 llm = LLM(model=MODEL)
@@ -81,9 +80,8 @@ outputs = llm.chat(
     chat_template_content_format="auto",
 )
 assert outputs[0].prompt.startswith("system: You are a helpful assistant\\nuser: Hello")
-"""
-
-SEVERAL_ANSWERS = """
+""",
+    "several answers": """
 from vllm import LLM, SamplingParams
 
 llm = LLM(model=MODEL)
@@ -93,9 +91,8 @@ for request in llm.generate(["What is 2 + 3?", "Sort: d b a"], params, use_tqdm=
     assert [sample.index for sample in request.outputs] == [0, 1, 2, 3]
     for sample in request.outputs:
         assert sample.finished() and sample.finish_reason in ("stop", "length")
-"""
-
-STOP_STRINGS = """
+""",
+    "stop strings": """
 from vllm import LLM, SamplingParams
 
 llm = LLM(model=MODEL)
@@ -107,9 +104,8 @@ for include in (False, True):
     completion = llm.generate("Count from 3 to 9:", params, use_tqdm=False)[0].outputs[0]
     assert completion.text == text[: text.index(stop)] + (stop if include else "")
     assert completion.stop_reason == stop and completion.finish_reason == "stop"
-"""
-
-TOKENS = """
+""",
+    "tokens": """
 from vllm import LLM, SamplingParams
 from vllm.inputs import TextPrompt, TokensPrompt
 
@@ -126,9 +122,8 @@ outputs = llm.generate(
 assert len({output.outputs[0].text for output in outputs}) == 1
 completion = outputs[0].outputs[0]
 assert tokenizer.decode(completion.token_ids, skip_special_tokens=True) == completion.text
-"""
-
-LOGPROBS = """
+""",
+    "logprobs": """
 from vllm import LLM, SamplingParams
 
 llm = LLM(model=MODEL, max_logprobs=10)
@@ -143,9 +138,8 @@ for token_id, logprobs in zip(completion.token_ids, completion.logprobs):
     assert best.logprob == logprobs[token_id].logprob <= 0 and isinstance(best.decoded_token, str)
     total += logprobs[token_id].logprob
 assert abs(total - completion.cumulative_logprob) < 1e-4
-"""
-
-PENALTIES = """
+""",
+    "penalties": """
 from vllm import LLM, SamplingParams
 
 llm = LLM(model=MODEL, enable_prefix_caching=True, block_size=16, num_gpu_blocks_override=64)
@@ -156,9 +150,8 @@ params = SamplingParams(
 for output in llm.generate(["What is 2 + 3?"] * 3, params):
     assert 4 <= len(output.outputs[0].token_ids) <= 12
     assert output.metrics.first_token_time >= output.metrics.arrival_time
-"""
-
-STRUCTURED = """
+""",
+    "structured outputs": """
 from vllm import LLM, SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
@@ -171,9 +164,8 @@ constraint = StructuredOutputsParams(regex=r"\\w+@\\w+\\.com\\n")
 params = SamplingParams(structured_outputs=constraint, stop=["\\n"], max_tokens=50)
 text = llm.generate(prompts="Generate an email address", sampling_params=params)[0].outputs[0].text
 assert text
-"""
-
-PROFILE = """
+""",
+    "profile": """
 from vllm import LLM, SamplingParams
 
 llm = LLM(model=MODEL, max_num_seqs=2)
@@ -181,19 +173,7 @@ llm.start_profile(FOLDER)
 llm.generate(["Sort: d b a"] * 3, SamplingParams(max_tokens=4), use_tqdm=False)
 llm.stop_profile()
 assert llm.reset_prefix_cache()
-"""
-
-SCRIPTS = {
-    "quick start": QUICK_START,
-    "defaults": DEFAULTS,
-    "chat": CHAT,
-    "several answers": SEVERAL_ANSWERS,
-    "stop strings": STOP_STRINGS,
-    "tokens": TOKENS,
-    "logprobs": LOGPROBS,
-    "penalties": PENALTIES,
-    "structured outputs": STRUCTURED,
-    "profile": PROFILE,
+""",
 }
 
 

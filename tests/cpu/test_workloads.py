@@ -9,14 +9,7 @@ import numpy as np
 import pytest
 
 import bench
-from tools.benchmark.workloads import (
-    SYNTHETIC,
-    Workload,
-    from_jsonl,
-    headline,
-    samples,
-    shared_prefix,
-)
+from tools.benchmark.workloads import SYNTHETIC, Workload, from_jsonl, headline, samples, shared_prefix
 
 # -- workloads ---------------------------------------------------------------------------------------------
 

@@ -362,7 +362,7 @@ def test_filters_keep_all_that_they_should(sampler: cases.Sampler, vocab: int) -
 
 @pytest.mark.parametrize("vocab", [300, 151_936])
 def test_filtered_rows_are_independent(vocab: int) -> None:
-    cases.check_filtered_rows_are_independent(vocab, 256, GPU)
+    cases.check_sampling_rows_are_independent(256, vocab, GPU, filters=True)
 
 
 def test_neutral_filters_change_nothing() -> None:

@@ -85,10 +85,10 @@ def shm_files(channel: Channel) -> list[Path]:
     return [SHM / channel._segment.name, *semaphores]
 
 
-@pytest.fixture
-def channel() -> Iterator[Channel]:
-    """Two readers, and a ring of 4 slots of 16 bytes: hardly any message fits into one slot."""
-    channel = Channel(2, num_slots=4, slot_bytes=16)
+@contextmanager
+def opened(num_readers: int, **sizes: int) -> Iterator[Channel]:
+    """A channel that is closed at the end, with all its readers."""
+    channel = Channel(num_readers, **sizes)
     readers = channel.readers.copy()
     yield channel
     for reader in readers:
@@ -97,13 +97,17 @@ def channel() -> Iterator[Channel]:
 
 
 @pytest.fixture
+def channel() -> Iterator[Channel]:
+    """Two readers, and a ring of 4 slots of 16 bytes: hardly any message fits into one slot."""
+    with opened(2, num_slots=4, slot_bytes=16) as channel:
+        yield channel
+
+
+@pytest.fixture
 def wide() -> Iterator[Channel]:
     """One reader, and the default ring."""
-    channel = Channel(1)
-    (reader,) = channel.readers
-    yield channel
-    reader.close()
-    channel.close()
+    with opened(1) as channel:
+        yield channel
 
 
 @contextmanager
@@ -207,14 +211,13 @@ def test_every_reader_gets_all_in_order(
     num_slots: int, slot_bytes: int, sizes: list[int], delays: list[list[float]]
 ) -> None:
     """Random sizes start and end messages at every place of the ring, and wrap them at every offset."""
-    channel = Channel(len(delays), num_slots, slot_bytes)
     expected = [("call", (number, os.urandom(size))) for number, size in enumerate(sizes)]
-    with listening(channel, len(sizes), delays) as got:
+    with (
+        opened(len(delays), num_slots=num_slots, slot_bytes=slot_bytes) as channel,
+        listening(channel, len(sizes), delays) as got,
+    ):
         for method, args in expected:
             channel.send(method, *args)
-    for reader in channel.readers:
-        reader.close()
-    channel.close()
     assert got == [expected] * len(delays)
 
 
@@ -300,17 +303,14 @@ def test_message_far_larger_than_the_segment() -> None:
 
 
 def test_two_channels_are_independent(channel: Channel) -> None:
-    other = Channel(2, num_slots=4, slot_bytes=16)
-    assert not set(shm_files(channel)) & set(shm_files(other))
-    for number in (1, 2):
-        with pytest.raises(DeadWorkerError):
-            channel.send("fill", bytes(1000), check_alive=dead)
-        with listening(other, 1) as got:
-            other.send("other", number)
-        assert got == [[("other", (number,))]] * 2
-    for reader in other.readers:
-        reader.close()
-    other.close()
+    with opened(2, num_slots=4, slot_bytes=16) as other:
+        assert not set(shm_files(channel)) & set(shm_files(other))
+        for number in (1, 2):
+            with pytest.raises(DeadWorkerError):
+                channel.send("fill", bytes(1000), check_alive=dead)
+            with listening(other, 1) as got:
+                other.send("other", number)
+            assert got == [[("other", (number,))]] * 2
 
 
 # Waiting, and what goes wrong

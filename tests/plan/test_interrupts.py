@@ -5,10 +5,10 @@ from __future__ import annotations
 import gc
 import os
 import signal
-import threading
 from collections.abc import Iterator
 
 import pytest
+from threads import in_threads
 
 from nanovllm.workers.interrupts import held_interrupts, no_full_collections
 
@@ -73,16 +73,11 @@ def test_an_ignored_signal_stays_ignored() -> None:
 
 
 def test_other_threads_change_nothing() -> None:
-    handlers = []
-
-    def run() -> None:
+    def handler(_: int) -> object:
         with held_interrupts():
-            handlers.append(signal.getsignal(signal.SIGINT))
+            return signal.getsignal(signal.SIGINT)
 
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    assert handlers == [signal.getsignal(signal.SIGINT)]
+    assert in_threads(1, handler) == [signal.getsignal(signal.SIGINT)]
 
 
 def test_full_collections_are_put_off() -> None:

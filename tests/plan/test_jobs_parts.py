@@ -159,11 +159,7 @@ def test_parquet(tmp_path: Path) -> None:
         ("rows.txt", b"", "the ending '.txt' says no format; rename it to one of .jsonl"),
         ("rows.jsonl", "text".encode("utf-16"), "is UTF-16, and UTF-8 text is read; convert it first"),
         ("rows.csv", b"\x1f\x8b", "is gzip"),
-        (
-            "rows.json",
-            b'\xef\xbb\xbf [\n{"prompt": "a"}]',
-            "is a JSON array",
-        ),
+        ("rows.json", b'\xef\xbb\xbf [\n{"prompt": "a"}]', "is a JSON array"),
         ("rows.csv", b"\xff\xffa,b\n", None),
         ("none.jsonl", None, "No such file or directory"),
     ],
@@ -251,6 +247,9 @@ def test_seeds_follow_from_the_job_and_the_index() -> None:
     assert plain_task({"prompt": "a"}).params is plain_task({"prompt": "b"}).params  # greedy: one for all
 
 
+CHAT = [{"role": "user", "content": "a"}]
+
+
 def batch_task(body: dict[str, Any], url: str = "/v1/chat/completions", **others: Any) -> Task:
     values = {"custom_id": "r", "method": "POST", "url": url, "body": body} | others
     row_format = OpenAIFormat(ParamsMaker(GREEDY, 0), "folder")
@@ -277,11 +276,8 @@ def test_openai_bodies() -> None:
             "user": "me",
         }
     )
-    assert (
-        chat.is_chat
-        and chat.prompt[0]["content"] == "Hi"
-        and chat.template == {"tools": [{"type": "function"}]}
-    )
+    assert chat.is_chat and chat.prompt[0]["content"] == "Hi"
+    assert chat.template == {"tools": [{"type": "function"}]}
     params = chat.params
     assert (params.max_tokens, params.temperature, params.stop, params.logprobs) == (5, 0.5, ["a"], 2)
     assert params.structured_outputs is not None and params.structured_outputs.json == '{"type": "object"}'
@@ -296,18 +292,10 @@ def test_openai_bodies() -> None:
     ("body", "others", "error"),
     [
         ({"messages": []}, {}, "column 'messages' must be a list of messages"),
-        (
-            {"messages": [{"role": "user", "content": "a"}], "stream": True},
-            {},
-            "stream=True .* is not supported",
-        ),
-        ({"messages": [{"role": "user", "content": "a"}], "foo": 1}, {}, "'foo' in the body is not known"),
-        ({"messages": [{"role": "user", "content": "a"}], "top_p": 5}, {}, "top_p must be"),
-        (
-            {"messages": [{"role": "user", "content": "a"}], "response_format": 1},
-            {},
-            "response_format must have",
-        ),
+        ({"messages": CHAT, "stream": True}, {}, "stream=True .* is not supported"),
+        ({"messages": CHAT, "foo": 1}, {}, "'foo' in the body is not known"),
+        ({"messages": CHAT, "top_p": 5}, {}, "top_p must be"),
+        ({"messages": CHAT, "response_format": 1}, {}, "response_format must have"),
         ({}, {"url": "/v1/images"}, "url must be one of /v1/chat/completions, /v1/completions"),
         ({}, {"custom_id": 5}, "custom_id must be a text, not 5"),
         ({}, {"method": "GET"}, "method must be 'POST', not 'GET'"),
@@ -327,7 +315,7 @@ def test_openai_answers() -> None:
     logprobs = [{5: Logprob(-0.5, 1, "a"), 6: Logprob(-float("inf"), 2, "b")}]
     completion = CompletionOutput(0, "a", [5], "stop", None, logprobs)
     output = RequestOutput("0", "Hi", [1, 2], [completion])
-    chat = batch_task({"messages": [{"role": "user", "content": "a"}], "logprobs": True, "top_logprobs": 2})
+    chat = batch_task({"messages": CHAT, "logprobs": True, "top_logprobs": 2})
     answer = row_format.answer(chat, output)
     assert answer["id"] == "batch_req_3" and answer["custom_id"] == "r" and answer["error"] is None
     body = answer["response"]["body"]
@@ -362,12 +350,8 @@ def test_parameters_from_json() -> None:
         "ignore_eos": True,
     }
     assert parse_sampling('{"stop": ["a", "b"]}') == {"stop": ["a", "b"]}
-    for text, error in {
-        "top_p=2": "top_p",
-        "a": "is no name=value",
-        "{": "Expecting",
-        "topp=1": "topp",
-    }.items():
+    wrong = {"top_p=2": "top_p", "a": "is no name=value", "{": "Expecting", "topp=1": "topp"}
+    for text, error in wrong.items():
         with pytest.raises(argparse.ArgumentTypeError, match=error):
             parse_sampling(text)
 

@@ -158,11 +158,7 @@ def test_parameters_that_ask_for_nothing_change_nothing() -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [
-        ("best_of", 3),
-        ("guided_decoding", {"json": {}}),
-        ("output_kind", RequestOutputKind.DELTA),
-    ],
+    [("best_of", 3), ("guided_decoding", {"json": {}}), ("output_kind", RequestOutputKind.DELTA)],
 )
 def test_parameters_that_ask_for_what_is_not_built(name: str, value: object) -> None:
     with pytest.raises(ValueError, match=rf"{name}=.* is not supported; \w+"):
