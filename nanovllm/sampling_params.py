@@ -20,6 +20,15 @@ SEED_LIMIT = 2**63
 MAX_N = 16_384  # vLLM's
 TINY, HUGE = float(np.finfo(np.float32).smallest_subnormal), float(np.finfo(np.float32).max)
 FLAGS = ("ignore_eos", "include_stop_str_in_output", "detokenize", "skip_special_tokens")
+# What a number must be, and whether it is.
+FLOATS: dict[str, tuple[str, Callable[[float], bool]]] = {
+    "temperature": ("0 for greedy or a positive number", lambda value: value >= 0),
+    "top_p": ("in (0, 1]; 1 keeps all tokens", lambda value: 0 < value <= 1),
+    "min_p": ("in [0, 1]; 0 keeps all tokens", lambda value: 0 <= value <= 1),
+    "repetition_penalty": ("above 0; 1 changes nothing", lambda value: value > 0),
+    "frequency_penalty": ("from -2 to 2; 0 changes nothing", lambda value: abs(value) <= 2),
+    "presence_penalty": ("from -2 to 2; 0 changes nothing", lambda value: abs(value) <= 2),
+}
 NUMBERS = (int, float, np.integer, np.floating)
 Params = TypeVar("Params", bound="SamplingParams")
 
@@ -132,20 +141,12 @@ class SamplingParams:
     def _checked(self) -> dict[str, Any]:
         """All fields as plain Python values."""
         values: dict[str, Any] = {}
-        values["temperature"] = _float("temperature", self.temperature, "0 for greedy or a positive number")
-        values["top_p"] = _float("top_p", self.top_p, "in (0, 1]; 1 keeps all tokens")
-        values["min_p"] = _float("min_p", self.min_p, "in [0, 1]; 0 keeps all tokens")
-        if values["temperature"] < 0:
-            raise _wrong("temperature", self.temperature, "0 for greedy or a positive number")
-        if not 0 < values["top_p"] <= 1:
-            raise _wrong("top_p", self.top_p, "in (0, 1]; 1 keeps all tokens")
-        if not 0 <= values["min_p"] <= 1:
-            raise _wrong("min_p", self.min_p, "in [0, 1]; 0 keeps all tokens")
+        for name, (expected, is_right) in FLOATS.items():
+            values[name] = _float(name, getattr(self, name), expected)
+            if not is_right(values[name]):
+                raise _wrong(name, getattr(self, name), expected)
         values["top_k"] = _int("top_k", self.top_k, -1, "a positive integer, or 0 or -1 to keep all tokens")
-        expected = f"an integer from 1 to {MAX_N}"
-        values["n"] = 1 if self.n is None else _int("n", self.n, 1, expected)
-        if values["n"] > MAX_N:
-            raise _wrong("n", self.n, expected)
+        values["n"] = 1 if self.n is None else _int("n", self.n, 1, f"an integer from 1 to {MAX_N}", MAX_N)
         if values["n"] > 1 and values["temperature"] == 0:
             fix = "they would all be equal; set a temperature above 0, or pass the prompt several times"
             raise ValueError(f"n must be 1 with temperature=0, not {values['n']}: {fix}")
@@ -156,14 +157,10 @@ class SamplingParams:
             values["max_tokens"] = _int("max_tokens", self.max_tokens, least, expected)
         if self.seed is not None:
             expected = "None or an integer that fits into 64 bits"
-            values["seed"] = _int("seed", self.seed, -SEED_LIMIT, expected)
-            if values["seed"] >= SEED_LIMIT:
-                raise _wrong("seed", self.seed, expected)
-            if values["seed"] == -1:  # vLLM's other name of None
-                values["seed"] = None
+            seed = _int("seed", self.seed, -SEED_LIMIT, expected, SEED_LIMIT - 1)
+            values["seed"] = None if seed == -1 else seed  # vLLM's other name of None
         for name in FLAGS:
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name} must be True or False, not {_show(getattr(self, name))}")
+            _check_bool(name, getattr(self, name))
         values["stop_token_ids"] = _token_ids("stop_token_ids", self.stop_token_ids)
         values["stop"] = _texts("stop", self.stop)
         if values["stop"] and not self.detokenize:
@@ -173,15 +170,6 @@ class SamplingParams:
     def _checked_logits(self) -> dict[str, Any]:
         """The fields that change logits or tell of them, as plain Python values."""
         values: dict[str, Any] = {}
-        expected = "above 0; 1 changes nothing"
-        values["repetition_penalty"] = _float("repetition_penalty", self.repetition_penalty, expected)
-        if values["repetition_penalty"] <= 0:
-            raise _wrong("repetition_penalty", self.repetition_penalty, expected)
-        for name in ("frequency_penalty", "presence_penalty"):
-            value, expected = getattr(self, name), "from -2 to 2; 0 changes nothing"
-            values[name] = _float(name, value, expected)
-            if abs(values[name]) > 2:
-                raise _wrong(name, value, expected)
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             expected = "None, an integer of at least 0, or -1 for the whole vocabulary"
@@ -241,8 +229,7 @@ class BeamSearchParams:
         for name in ("temperature", "length_penalty"):
             _float(name, getattr(self, name), "a finite number")
         for name in ("ignore_eos", "include_stop_str_in_output"):
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name} must be True or False, not {_show(getattr(self, name))}")
+            _check_bool(name, getattr(self, name))
 
 
 def takes_prompt(function: Callable[..., Any]) -> bool:
@@ -295,10 +282,15 @@ def _float(name: str, value: Any, expected: str) -> float:
     return number
 
 
-def _int(name: str, value: Any, least: int, expected: str) -> int:
+def _check_bool(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, not {_show(value)}")
+
+
+def _int(name: str, value: Any, least: int, expected: str, most: float = math.inf) -> int:
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
         raise TypeError(f"{name} must be {expected}, not {_show(value)}")
-    if int(value) < least:
+    if not least <= int(value) <= most:
         raise _wrong(name, value, expected)
     return int(value)
 
