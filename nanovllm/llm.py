@@ -20,13 +20,7 @@ from nanovllm.engine.resident_engine import ResidentEngine
 from nanovllm.engine.scoring import embedding_output, score_output
 from nanovllm.errors import EngineClosedError
 from nanovllm.inputs import PromptLike
-from nanovllm.outputs import (
-    BeamSearchOutput,
-    EmbeddingRequestOutput,
-    Logprob,
-    RequestOutput,
-    ScoreOutput,
-)
+from nanovllm.outputs import BeamSearchOutput, EmbeddingRequestOutput, Logprob, RequestOutput, ScoreOutput
 from nanovllm.replicas.engine import ReplicatedEngine
 from nanovllm.runner.profile import check_can_profile
 from nanovllm.sampling_params import BeamSearchParams, SamplingParams
