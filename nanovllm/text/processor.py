@@ -173,15 +173,14 @@ class Processor:
         return None if self.tokenizer is None else str(self.tokenizer.decode(token_ids))
 
     def decode_token(self, token_id: int) -> str | None:
-        """The text of a single token."""
         if self.tokenizer is None:
             return None
         if token_id not in self._decoded:
             self._decoded[token_id] = str(self.tokenizer.decode([token_id]))
         return self._decoded[token_id]
 
-    def _check_logits(self, params: SamplingParams) -> None:
-        """ValueError for more logprobs than allowed, or biases of ids that are not in the vocabulary."""
+    def _check_num_logprobs(self, params: SamplingParams) -> None:
+        """ValueError for more logprobs than `max_logprobs` allows."""
         for name in ("logprobs", "prompt_logprobs"):
             asked, most = getattr(params, name), self._max_logprobs
             if asked is not None and most >= 0 and not 0 <= asked <= most:
@@ -189,12 +188,11 @@ class Processor:
                     f"{name}={asked} is more than max_logprobs={most} allows; make the LLM with a "
                     f"larger max_logprobs (-1: no limit)"
                 )
-        pack_token_ids(list(params.logit_bias or ()), self._vocab_size, "logit_bias")
 
     def _output_ids(self, params: SamplingParams) -> OutputIds:
         """What the parameters mean to the tokens of an output. ValueError and ImportError as for
         `make_requests`."""
-        self._check_logits(params)
+        self._check_num_logprobs(params)
         if self.tokenizer is None:
             for name in ("stop", "bad_words", "structured_outputs"):
                 if getattr(params, name):
@@ -202,9 +200,9 @@ class Processor:
                         f"{name}={getattr(params, name)!r} needs a tokenizer, and "
                         "skip_tokenizer_init=True; use stop_token_ids or allowed_token_ids"
                     )
+        for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
+            pack_token_ids(list(getattr(params, name) or ()), self._vocab_size, name)
         stop_ids = list(params.stop_token_ids or ())
-        pack_token_ids(stop_ids, self._vocab_size, "stop_token_ids")
-        pack_token_ids(list(params.allowed_token_ids or ()), self._vocab_size, "allowed_token_ids")
         if _ends_with_eos(params):
             stop_ids += self.eos_token_ids
         bad_words: tuple[tuple[int, ...], ...] = ()
