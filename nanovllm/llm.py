@@ -205,13 +205,10 @@ class LLM(ResidentEngine):
                 while ready:
                     yield ready.popleft()
         finally:
-            self._end_stream()
-
-    def _end_stream(self) -> None:
-        """Abort what still runs; a closed engine has nothing left that does."""
-        with suppress(EngineClosedError), self._lifecycle.calling():
-            self._abort_all()
-        self._open_stream = self._requests.deltas = None
+            # What still runs is aborted; in a closed engine nothing does.
+            with suppress(EngineClosedError), self._lifecycle.calling():
+                self._abort_all()
+            self._open_stream = self._requests.deltas = None
 
     @no_full_collections()
     def chat(

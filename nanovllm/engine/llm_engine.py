@@ -146,7 +146,6 @@ class LLMEngine:
     def _params(
         self, sampling_params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
     ) -> list[SamplingParams]:
-        """Checked parameters for each prompt."""
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
         return parse_sampling_params(sampling_params, num_prompts)
@@ -175,8 +174,8 @@ class LLMEngine:
         """Queue one prompt and return its request id. ValueError or TypeError when it can never run."""
         params = self._params(sampling_params, 1)
         with self._calling():
-            rows, where = [attempt(parse_prompt, prompt, "the prompt")], ["the prompt"]
-            self._add(PromptBatch(0, rows, params, where))
+            where = "the prompt"
+            self._add(PromptBatch(0, [parse_prompt(prompt, where)], params, [where]))
             return str(self._requests.next_id - 1)
 
     def step(self) -> list[RequestOutput]:
