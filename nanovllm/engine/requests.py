@@ -129,7 +129,6 @@ class Requests:
         return outputs if self.deltas is None else self.deltas.take(events, ended, outputs)
 
     def _metrics(self, state: RequestState, now: float) -> RequestMetrics:
-        """The moments of a request that ends now."""
         epoch, scheduled, token = self._epoch, state.first_scheduled, state.first_token
         whole = all(each.finish_reason in ("stop", "length") for each in state.completions.values())
         return RequestMetrics(
@@ -142,7 +141,6 @@ class Requests:
         )
 
     def _output(self, state: RequestState, now: float) -> RequestOutput:
-        """The output of a request that ends now."""
         first = state.sequences[0]
         completions = [state.completions[index] for index in range(state.request.params.n)]
         metrics, cached = self._metrics(state, now), state.num_cached_tokens
@@ -168,7 +166,6 @@ class Requests:
 
 
 def make_rules(request: Request) -> list[Rule]:
-    """Return new rules for one sequence of the request."""
     params, stop_ids, constraint = request.params, request.stop_token_ids, request.constraint
     rules: list[Rule] = []
     if constraint is not None:

@@ -39,7 +39,6 @@ class StepStats:
 
     @property
     def num_seqs(self) -> int:
-        """Sequences in this step."""
         return len(self.batch.seq_ids)
 
     @property
@@ -96,7 +95,6 @@ class Interval:
     usage: float = 0.0
 
     def add(self, step: StepStats) -> None:
-        """Count a step."""
         batch = step.batch
         if batch.kind is StepKind.DECODE:
             self.num_decode_steps += 1
@@ -238,14 +236,12 @@ class Counters:
         self._peak_usage = 0.0
 
     def queued(self, num_prompt_tokens: int) -> None:
-        """Count a request."""
         self._num_requests += 1
         self._num_prompt_tokens += num_prompt_tokens
 
     def planned(self, kv_cache_usage: float) -> None:
         """Take note of the blocks in use once a step is planned, when they are most."""
-        if kv_cache_usage > self._peak_usage:
-            self._peak_usage = kv_cache_usage
+        self._peak_usage = max(self._peak_usage, kv_cache_usage)
 
     def record(self, step: StepStats, now: float) -> None:
         """Count a step that ended at `now`, by perf_counter."""

@@ -256,7 +256,6 @@ class Workers:
             self._stop()
 
     def kill(self) -> None:
-        """End the workers at once."""
         with held_interrupts():
             self.watch.give_up()
             self._stop()
