@@ -22,10 +22,8 @@ SAME: dict[str, dict[str | int, str | None]] = {  # other names of a value, as v
     "load_format": {"safetensors": "auto"},
     "max_model_len": {"auto": None, -1: None},
 }
-RENAMED = {
-    "block_size": "kvcache_block_size",
-    "num_gpu_blocks_override": "num_kvcache_blocks",
-}  # vLLM's names
+# vLLM's names
+RENAMED = {"block_size": "kvcache_block_size", "num_gpu_blocks_override": "num_kvcache_blocks"}
 
 
 @dataclass(frozen=True)
@@ -128,19 +126,19 @@ class Config:
     def __post_init__(self) -> None:
         if not self.model:
             raise ValueError("model must be a folder or a Hugging Face hub id, and it is empty")
-        sizes = ("tensor_parallel_size", "data_parallel_size", "max_num_batched_tokens", "max_num_seqs")
-        for name in sizes:
+        for name in ("tensor_parallel_size", "data_parallel_size", "max_num_batched_tokens", "max_num_seqs"):
             _check_int(name, getattr(self, name), minimum=1)
         for name in ("max_model_len", "kvcache_block_size", "num_kvcache_blocks", "kv_cache_memory_bytes"):
             if getattr(self, name) is not None:
                 _check_int(name, getattr(self, name), minimum=1)
         _check_int("seed", self.seed, minimum=0)
         _check_int("max_logprobs", self.max_logprobs, minimum=-1)
-        for name in ("enforce_eager", "enable_prefix_caching", "skip_tokenizer_init", "deterministic"):
+        flags = ("enforce_eager", "enable_prefix_caching", "skip_tokenizer_init", "deterministic")
+        for name in (*flags, "trust_remote_code"):
             _check_bool(name, getattr(self, name))
-        self._check_files()
         if self.async_scheduling is not None:
             _check_bool("async_scheduling", self.async_scheduling)
+        self._check_files()
         utilization = self.gpu_memory_utilization
         if isinstance(utilization, bool) or not isinstance(utilization, (int, float)):
             raise TypeError(f"gpu_memory_utilization must be a number, not {utilization!r}")
@@ -176,7 +174,6 @@ class Config:
 
     def _check_files(self) -> None:
         """Check the options that say which files are read, and how."""
-        _check_bool("trust_remote_code", self.trust_remote_code)
         for name in ("revision", "tokenizer_revision", "download_dir"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, str) or not value):

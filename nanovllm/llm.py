@@ -20,13 +20,7 @@ from nanovllm.engine.resident_engine import ResidentEngine
 from nanovllm.engine.scoring import embedding_output, score_output
 from nanovllm.errors import EngineClosedError
 from nanovllm.inputs import PromptLike
-from nanovllm.outputs import (
-    BeamSearchOutput,
-    EmbeddingRequestOutput,
-    Logprob,
-    RequestOutput,
-    ScoreOutput,
-)
+from nanovllm.outputs import BeamSearchOutput, EmbeddingRequestOutput, Logprob, RequestOutput, ScoreOutput
 from nanovllm.replicas.engine import ReplicatedEngine
 from nanovllm.runner.profile import check_can_profile
 from nanovllm.sampling_params import BeamSearchParams, SamplingParams
@@ -211,13 +205,10 @@ class LLM(ResidentEngine):
                 while ready:
                     yield ready.popleft()
         finally:
-            self._end_stream()
-
-    def _end_stream(self) -> None:
-        """Abort what still runs; a closed engine has nothing left that does."""
-        with suppress(EngineClosedError), self._lifecycle.calling():
-            self._abort_all()
-        self._open_stream = self._requests.deltas = None
+            # What still runs is aborted; in a closed engine nothing does.
+            with suppress(EngineClosedError), self._lifecycle.calling():
+                self._abort_all()
+            self._open_stream = self._requests.deltas = None
 
     @no_full_collections()
     def chat(

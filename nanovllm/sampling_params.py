@@ -14,12 +14,22 @@ from typing import Any, TypeVar
 import numpy as np
 
 from nanovllm.structured_outputs import StructuredOutputsParams as StructuredOutputsParams
+from nanovllm.structured_outputs import check_bool, show
 from nanovllm.vllm_arguments import SAMPLING, nearest, refuse_absent
 
 SEED_LIMIT = 2**63
 MAX_N = 16_384  # vLLM's
 TINY, HUGE = float(np.finfo(np.float32).smallest_subnormal), float(np.finfo(np.float32).max)
 FLAGS = ("ignore_eos", "include_stop_str_in_output", "detokenize", "skip_special_tokens")
+# What a number must be, and whether it is.
+FLOATS: dict[str, tuple[str, Callable[[float], bool]]] = {
+    "temperature": ("0 for greedy or a positive number", lambda value: value >= 0),
+    "top_p": ("in (0, 1]; 1 keeps all tokens", lambda value: 0 < value <= 1),
+    "min_p": ("in [0, 1]; 0 keeps all tokens", lambda value: 0 <= value <= 1),
+    "repetition_penalty": ("above 0; 1 changes nothing", lambda value: value > 0),
+    "frequency_penalty": ("from -2 to 2; 0 changes nothing", lambda value: abs(value) <= 2),
+    "presence_penalty": ("from -2 to 2; 0 changes nothing", lambda value: abs(value) <= 2),
+}
 NUMBERS = (int, float, np.integer, np.floating)
 Params = TypeVar("Params", bound="SamplingParams")
 
@@ -90,7 +100,7 @@ class SamplingParams:
         names = self.__dataclass_fields__
         if positional:
             raise TypeError(
-                f"SamplingParams() takes keyword arguments only, not {_show(positional)}: which come first "
+                f"SamplingParams() takes keyword arguments only, not {show(positional)}: which come first "
                 "differs from engine to engine. Write SamplingParams(temperature=..., max_tokens=...)"
             )
         absent = {name: value for name, value in values.items() if name not in names}
@@ -132,20 +142,12 @@ class SamplingParams:
     def _checked(self) -> dict[str, Any]:
         """All fields as plain Python values."""
         values: dict[str, Any] = {}
-        values["temperature"] = _float("temperature", self.temperature, "0 for greedy or a positive number")
-        values["top_p"] = _float("top_p", self.top_p, "in (0, 1]; 1 keeps all tokens")
-        values["min_p"] = _float("min_p", self.min_p, "in [0, 1]; 0 keeps all tokens")
-        if values["temperature"] < 0:
-            raise _wrong("temperature", self.temperature, "0 for greedy or a positive number")
-        if not 0 < values["top_p"] <= 1:
-            raise _wrong("top_p", self.top_p, "in (0, 1]; 1 keeps all tokens")
-        if not 0 <= values["min_p"] <= 1:
-            raise _wrong("min_p", self.min_p, "in [0, 1]; 0 keeps all tokens")
+        for name, (expected, is_right) in FLOATS.items():
+            values[name] = _float(name, getattr(self, name), expected)
+            if not is_right(values[name]):
+                raise _wrong(name, getattr(self, name), expected)
         values["top_k"] = _int("top_k", self.top_k, -1, "a positive integer, or 0 or -1 to keep all tokens")
-        expected = f"an integer from 1 to {MAX_N}"
-        values["n"] = 1 if self.n is None else _int("n", self.n, 1, expected)
-        if values["n"] > MAX_N:
-            raise _wrong("n", self.n, expected)
+        values["n"] = 1 if self.n is None else _int("n", self.n, 1, f"an integer from 1 to {MAX_N}", MAX_N)
         if values["n"] > 1 and values["temperature"] == 0:
             fix = "they would all be equal; set a temperature above 0, or pass the prompt several times"
             raise ValueError(f"n must be 1 with temperature=0, not {values['n']}: {fix}")
@@ -156,32 +158,19 @@ class SamplingParams:
             values["max_tokens"] = _int("max_tokens", self.max_tokens, least, expected)
         if self.seed is not None:
             expected = "None or an integer that fits into 64 bits"
-            values["seed"] = _int("seed", self.seed, -SEED_LIMIT, expected)
-            if values["seed"] >= SEED_LIMIT:
-                raise _wrong("seed", self.seed, expected)
-            if values["seed"] == -1:  # vLLM's other name of None
-                values["seed"] = None
+            seed = _int("seed", self.seed, -SEED_LIMIT, expected, SEED_LIMIT - 1)
+            values["seed"] = None if seed == -1 else seed  # vLLM's other name of None
         for name in FLAGS:
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name} must be True or False, not {_show(getattr(self, name))}")
+            check_bool(name, getattr(self, name))
         values["stop_token_ids"] = _token_ids("stop_token_ids", self.stop_token_ids)
         values["stop"] = _texts("stop", self.stop)
         if values["stop"] and not self.detokenize:
-            raise ValueError(f"stop={_show(self.stop)} is looked for in the text; it needs detokenize=True")
+            raise ValueError(f"stop={show(self.stop)} is looked for in the text; it needs detokenize=True")
         return values | self._checked_logits() | self._checked_rules(values["max_tokens"])
 
     def _checked_logits(self) -> dict[str, Any]:
         """The fields that change logits or tell of them, as plain Python values."""
         values: dict[str, Any] = {}
-        expected = "above 0; 1 changes nothing"
-        values["repetition_penalty"] = _float("repetition_penalty", self.repetition_penalty, expected)
-        if values["repetition_penalty"] <= 0:
-            raise _wrong("repetition_penalty", self.repetition_penalty, expected)
-        for name in ("frequency_penalty", "presence_penalty"):
-            value, expected = getattr(self, name), "from -2 to 2; 0 changes nothing"
-            values[name] = _float(name, value, expected)
-            if abs(values[name]) > 2:
-                raise _wrong(name, value, expected)
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             expected = "None, an integer of at least 0, or -1 for the whole vocabulary"
@@ -190,7 +179,7 @@ class SamplingParams:
         values["logit_bias"] = _biases(self.logit_bias)
         functions = [] if self.logits_processors is None else self.logits_processors
         if not isinstance(functions, (list, tuple)) or not all(map(callable, functions)):
-            raise TypeError(f"logits_processors must be a list of functions, not {_show(functions)}")
+            raise TypeError(f"logits_processors must be a list of functions, not {show(functions)}")
         for function in functions:
             takes_prompt(function)
         values["logits_processors"] = list(functions)
@@ -210,12 +199,12 @@ class SamplingParams:
         if allowed is not None and not values["allowed_token_ids"]:
             raise _wrong("allowed_token_ids", allowed, "a list of at least one token id, or None for all")
         if isinstance(self.bad_words, str):
-            raise TypeError(f"bad_words must be a list of texts, not {_show(self.bad_words)}")
+            raise TypeError(f"bad_words must be a list of texts, not {show(self.bad_words)}")
         values["bad_words"] = _texts("bad_words", self.bad_words)
         structured = values["structured_outputs"] = self.structured_outputs
         if structured is not None and not isinstance(structured, StructuredOutputsParams):
             expected = "StructuredOutputsParams, such as StructuredOutputsParams(json=schema), or None"
-            raise TypeError(f"structured_outputs must be {expected}, not {_show(structured)}")
+            raise TypeError(f"structured_outputs must be {expected}, not {show(structured)}")
         return values
 
 
@@ -241,8 +230,7 @@ class BeamSearchParams:
         for name in ("temperature", "length_penalty"):
             _float(name, getattr(self, name), "a finite number")
         for name in ("ignore_eos", "include_stop_str_in_output"):
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name} must be True or False, not {_show(getattr(self, name))}")
+            check_bool(name, getattr(self, name))
 
 
 def takes_prompt(function: Callable[..., Any]) -> bool:
@@ -255,7 +243,7 @@ def takes_prompt(function: Callable[..., Any]) -> bool:
     except (TypeError, ValueError):  # ValueError: one of C that does not say what it takes
         raise TypeError(
             "logits_processors must take (output ids, logits) or (prompt ids, output ids, logits), and "
-            f"{_show(function)} does not; wrap it: lambda ids, logits: ..."
+            f"{show(function)} does not; wrap it: lambda ids, logits: ..."
         ) from None
     return with_prompt
 
@@ -266,11 +254,11 @@ def _biases(value: Any) -> dict[int, float]:
     if value is None:
         return {}
     if not isinstance(value, Mapping):
-        raise TypeError(f"logit_bias must be {expected}, not {_show(value)}")
+        raise TypeError(f"logit_bias must be {expected}, not {show(value)}")
     biases = {}
     for key, bias in value.items():
         token_id = int(key) if isinstance(key, str) and key.isdecimal() else key
-        where = f"logit_bias[{_show(key)}]"
+        where = f"logit_bias[{show(key)}]"
         number = -math.inf if bias == -math.inf else _float(where, bias, "finite, or -inf")
         biases[_int("a token id of logit_bias", token_id, 0, "an integer of at least 0")] = number
     return biases
@@ -281,7 +269,7 @@ def _float(name: str, value: Any, expected: str) -> float:
     if type(value) is float and (value == 0 or TINY <= value <= HUGE):
         return value
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, NUMBERS):
-        raise TypeError(f"{name} must be a number, {expected}, not {_show(value)}")
+        raise TypeError(f"{name} must be a number, {expected}, not {show(value)}")
     with np.errstate(over="ignore", under="ignore"):
         try:
             number = float(value)
@@ -295,10 +283,10 @@ def _float(name: str, value: Any, expected: str) -> float:
     return number
 
 
-def _int(name: str, value: Any, least: int, expected: str) -> int:
+def _int(name: str, value: Any, least: int, expected: str, most: float = math.inf) -> int:
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
-        raise TypeError(f"{name} must be {expected}, not {_show(value)}")
-    if int(value) < least:
+        raise TypeError(f"{name} must be {expected}, not {show(value)}")
+    if not least <= int(value) <= most:
         raise _wrong(name, value, expected)
     return int(value)
 
@@ -309,7 +297,7 @@ def _token_ids(name: str, value: Any) -> list[int]:
     if not isinstance(value, list) and hasattr(value, "tolist"):
         value = value.tolist()
     if isinstance(value, (str, bytes)) or not isinstance(value, (Sequence, set, frozenset)):
-        raise TypeError(f"{name} must be a list of token ids, not {_show(value)}")
+        raise TypeError(f"{name} must be a list of token ids, not {show(value)}")
     if set(map(type, value)) == {int} and min(value) >= 0:
         return list(value)
     return [_int(name, token_id, 0, "a list of token ids, integers of at least 0") for token_id in value]
@@ -319,7 +307,7 @@ def _texts(name: str, value: Any) -> list[str]:
     expected = "a text or a list of texts, none of them empty"
     texts = [] if value is None else [value] if isinstance(value, str) else value
     if not isinstance(texts, (list, tuple)) or not all(isinstance(text, str) for text in texts):
-        raise TypeError(f"{name} must be {expected}, not {_show(value)}")
+        raise TypeError(f"{name} must be {expected}, not {show(value)}")
     if not all(texts):
         raise _wrong(name, value, expected)
     for text in texts:
@@ -331,12 +319,4 @@ def _texts(name: str, value: Any) -> list[str]:
 
 
 def _wrong(name: str, value: object, expected: str) -> ValueError:
-    return ValueError(f"{name} must be {expected}, not {_show(value)}")
-
-
-def _show(value: object) -> str:
-    try:
-        text = repr(value)
-    except ValueError:  # an integer with more digits than Python prints
-        text = f"a {type(value).__name__} too long to print"
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    return ValueError(f"{name} must be {expected}, not {show(value)}")

@@ -50,7 +50,7 @@ class StructuredOutputsParams:
 
     def __post_init__(self) -> None:
         if self.json_object not in (None, True, False):
-            raise TypeError(f"json_object must be True or None, not {_show(self.json_object)}")
+            raise TypeError(f"json_object must be True or None, not {show(self.json_object)}")
         given = [name for name in CONSTRAINTS if getattr(self, name) not in (None, False)]
         if len(given) != 1:
             raise ValueError(
@@ -67,15 +67,14 @@ class StructuredOutputsParams:
         for name in ("regex", "grammar", "whitespace_pattern"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, str):
-                raise TypeError(f"{name} must be a text, not {_show(value)}")
+                raise TypeError(f"{name} must be a text, not {show(value)}")
             if value == "":
                 raise ValueError(f"{name} must not be empty; leave it out")
         for name in FLAGS:
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name} must be True or False, not {_show(getattr(self, name))}")
+            check_bool(name, getattr(self, name))
         if self.disable_any_whitespace and self.whitespace_pattern is not None:
             raise ValueError(
-                f"whitespace_pattern={_show(self.whitespace_pattern)} contradicts disable_any_whitespace=True"
+                f"whitespace_pattern={show(self.whitespace_pattern)} contradicts disable_any_whitespace=True"
             )
 
 
@@ -83,19 +82,19 @@ def _json_text(name: str, value: Any, expected: str) -> str:
     """A JSON object as a text."""
     if hasattr(value, "model_json_schema"):
         value = value.model_json_schema()
-    if isinstance(value, str):
-        try:
-            if isinstance(json_module.loads(value), dict):
-                return value
-        except ValueError as error:
-            raise ValueError(f"{name} must be {expected}, not {_show(value)} ({error})") from None
-        raise ValueError(f"{name} must be {expected}, not {_show(value)}")
-    if not isinstance(value, Mapping):
-        raise TypeError(f"{name} must be {expected}, not {_show(value)}")
+    wrong = f"{name} must be {expected}, not {show(value)}"
+    if not isinstance(value, (str, Mapping)):
+        raise TypeError(wrong)
     try:
-        return json_module.dumps(dict(value), ensure_ascii=False, allow_nan=False)
+        if not isinstance(value, str):
+            value = json_module.dumps(dict(value), ensure_ascii=False, allow_nan=False)
+        is_object = isinstance(json_module.loads(value), dict)
     except (TypeError, ValueError) as error:
-        raise type(error)(f"{name} must be {expected}, not {_show(value)} ({error})") from None
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(f"{wrong} ({error})") from None
+    if not is_object:
+        raise ValueError(wrong)
+    return value
 
 
 def _tag_text(value: Any) -> str:
@@ -110,7 +109,7 @@ def _tag_text(value: Any) -> str:
         or not all(isinstance(each, dict) and isinstance(each.get("schema"), dict) for each in structures)
         or not all(isinstance(each.get(name), str) for each in structures for name in ("begin", "end"))
     ):
-        raise ValueError(f"structural_tag must be {expected}, not {_show(value)}")
+        raise ValueError(f"structural_tag must be {expected}, not {show(value)}")
     for each in structures:
         if not each["begin"].startswith(tuple(triggers)):
             raise ValueError(f"structural_tag: {each['begin']!r} begins with none of the triggers {triggers}")
@@ -119,15 +118,24 @@ def _tag_text(value: Any) -> str:
 
 def _choices(choices: Any) -> tuple[str, ...]:
     expected = "a list of texts, at least one"
-    if isinstance(choices, (str, bytes)) or not isinstance(choices, Sequence):
-        raise TypeError(f"choice must be {expected}, not {_show(choices)}")
-    if not all(isinstance(choice, str) for choice in choices):
-        raise TypeError(f"choice must be {expected}, not {_show(choices)}")
+    is_list = isinstance(choices, Sequence) and not isinstance(choices, (str, bytes))
+    if not is_list or not all(isinstance(choice, str) for choice in choices):
+        raise TypeError(f"choice must be {expected}, not {show(choices)}")
     if not choices:
-        raise ValueError(f"choice must be {expected}, not {_show(choices)}")
+        raise ValueError(f"choice must be {expected}, not {show(choices)}")
     return tuple(choices)
 
 
-def _show(value: object) -> str:
-    text = repr(value)
+def check_bool(name: str, value: object) -> None:
+    """Raise TypeError unless `value` is True or False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, not {show(value)}")
+
+
+def show(value: object) -> str:
+    """The beginning of `value`, for an error message."""
+    try:
+        text = repr(value)
+    except ValueError:  # an integer with more digits than Python prints
+        text = f"a {type(value).__name__} too long to print"
     return text if len(text) <= 60 else f"{text[:57]}..."

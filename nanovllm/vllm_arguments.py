@@ -30,7 +30,6 @@ class Absent:
         return None if self.neutral is None else self.neutral[0]
 
     def allows(self, value: object) -> bool:
-        """Whether `value` asks for nothing."""
         if self.neutral is None:
             return True
         if self.per_prompt and isinstance(value, (list, tuple)):
@@ -52,6 +51,8 @@ _LEAVE_OUT = "leave it out"
 _ANY = Absent(None, "")
 _NO_IMAGES = Absent(_NOTHING, "only text goes in; leave it out")
 _NO_MEDIA = ({"image": 0}, {"image": 0, "video": 0}, {"image": 0, "video": 0, "audio": 0})
+_NO_QUANTIZATION = Absent(_NOTHING, "use the model's bfloat16, float16 or float32 checkpoint")
+_NO_CACHE = "make the LLM with enable_prefix_caching=False"
 _NO_LORA = Absent(_NOTHING, "merge the adapter into the weights first (peft's merge_and_unload)")
 _ONE = Absent((1, None), "use tensor_parallel_size or data_parallel_size")
 _OFF = Absent((False, None), _LEAVE_OUT)
@@ -90,8 +91,7 @@ ENGINE: dict[str, Absent] = {
     **{name: Absent(_NOTHING, _OVERRIDE % name) for name in ("rope_scaling", "rope_theta")},
     "config_format": Absent(("auto", "hf", None), "only the Hugging Face format is; convert the checkpoint"),
     "model_impl": Absent(("auto", "vllm", None), _LEAVE_OUT),
-    "quantization": Absent(_NOTHING, "use the model's bfloat16, float16 or float32 checkpoint"),
-    "quantization_config": Absent(_NOTHING, "use the model's bfloat16, float16 or float32 checkpoint"),
+    **_each("quantization quantization_config", _NO_QUANTIZATION),
     "ignore_patterns": Absent(("original/**/*", ["original/**/*"], *_NOTHING), _DOWNLOAD),
     "chat_template": Absent(_NOTHING, "pass it to chat()"),
     # what the model is used for
@@ -145,7 +145,7 @@ SAMPLING: dict[str, Absent] = {
     "truncate_prompt_tokens": Absent((None,), "cut the prompt's token ids yourself"),
     "guided_decoding": Absent((None,), "say structured_outputs=StructuredOutputsParams(...)"),
     "thinking_token_budget": Absent((None, -1), "use max_tokens"),
-    "skip_reading_prefix_cache": Absent((None, False), "make the LLM with enable_prefix_caching=False"),
+    "skip_reading_prefix_cache": Absent((None, False), _NO_CACHE),
     "output_kind": Absent((None, "CUMULATIVE", "FINAL_ONLY", 0, 2), "use LLM.stream(deltas=True)"),
     "extra_args": _NONE,
 }
@@ -170,9 +170,7 @@ BEAM_SEARCH: dict[str, Absent] = {"lora_request": _CALL["lora_request"], "concur
 PROMPT: dict[str, Absent] = {  # keys of a prompt that is a dictionary
     **_each("multi_modal_data multi_modal_uuids mm_processor_kwargs", _NO_IMAGES),
     "prompt_embeds": Absent(_NOTHING, "pass a text or token ids"),
-    "cache_salt": Absent(
-        _NOTHING, "call reset_prefix_cache(), or make the LLM with enable_prefix_caching=False"
-    ),
+    "cache_salt": Absent(_NOTHING, f"call reset_prefix_cache(), or {_NO_CACHE}"),
 }
 
 CHAT: dict[str, Absent] = _CALL | {
@@ -197,7 +195,6 @@ def refuse_absent(
 
 
 def nearest(name: str, known: Iterable[str], table: Mapping[str, Absent]) -> str:
-    """Say which argument `name` may have been meant for."""
     known = list(known)
     near = difflib.get_close_matches(name, [*known, *table], n=1, cutoff=0.6)
     return f"did you mean {near[0]!r}?" if near else f"it knows: {', '.join(known)}"

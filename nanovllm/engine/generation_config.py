@@ -13,14 +13,8 @@ from nanovllm.models.loader import GENERATION_FILE, load_generation_config
 from nanovllm.sampling_params import SamplingParams
 
 # The keys that count, as in vLLM, with the names of their parameters.
-PARAMETERS = {
-    "temperature": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
-    "max_new_tokens": "max_tokens",
-}
+SAME = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+PARAMETERS = {**{name: name for name in SAME}, "max_new_tokens": "max_tokens"}
 INSTEAD = "pass sampling_params, or make the LLM with generation_config='vllm'"
 
 

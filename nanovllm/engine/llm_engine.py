@@ -146,19 +146,8 @@ class LLMEngine:
     def _params(
         self, sampling_params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
     ) -> list[SamplingParams]:
-        """Checked parameters for each prompt."""
-        if sampling_params is None:
-            sampling_params = self.get_default_sampling_params()
-        return parse_sampling_params(sampling_params, num_prompts)
-
-    def _check_params(self, params: SamplingParams) -> None:
-        """ValueError for what this engine cannot do, though others can."""
-        several = max(self.config.tensor_parallel_size, self.config.data_parallel_size) > 1
-        if several and params.logits_processors:
-            raise ValueError(
-                "logits_processors are functions of this process and need tensor_parallel_size=1 and "
-                "data_parallel_size=1; use logit_bias, allowed_token_ids or structured_outputs"
-            )
+        chosen = self.get_default_sampling_params() if sampling_params is None else sampling_params
+        return parse_sampling_params(chosen, num_prompts)
 
     def stats(self) -> EngineStats:
         """Return totals of this engine's life so far; printed, they are a summary in a few lines.
@@ -175,8 +164,8 @@ class LLMEngine:
         """Queue one prompt and return its request id. ValueError or TypeError when it can never run."""
         params = self._params(sampling_params, 1)
         with self._calling():
-            rows, where = [attempt(parse_prompt, prompt, "the prompt")], ["the prompt"]
-            self._add(PromptBatch(0, rows, params, where))
+            where = "the prompt"
+            self._add(PromptBatch(0, [parse_prompt(prompt, where)], params, [where]))
             return str(self._requests.next_id - 1)
 
     def step(self) -> list[RequestOutput]:
@@ -314,8 +303,14 @@ class LLMEngine:
     def _fitting(self, request: Request | BadRow, where: str) -> Request | BadRow:
         """The request, if there is one; ValueError when it can never run."""
         if isinstance(request, Request):
+            several = max(self.config.tensor_parallel_size, self.config.data_parallel_size) > 1
+            if several and request.params.logits_processors:
+                raise ValueError(
+                    f"{where}: logits_processors are functions of this process and need "
+                    "tensor_parallel_size=1 and data_parallel_size=1; use logit_bias, allowed_token_ids or "
+                    "structured_outputs"
+                )
             try:
-                self._check_params(request.params)
                 self._scheduler.check_fits(len(request.prompt_token_ids), request.params.max_tokens != 0)
             except ValueError as error:
                 raise ValueError(f"{where}: {error}") from None

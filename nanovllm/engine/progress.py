@@ -54,7 +54,6 @@ class Progress:
         self._seconds = {"in": 0.0, "out": 0.0}
 
     def update(self, stats: StepStats) -> None:
-        """Count a finished step."""
         if self._display is None:
             return
         decodes = stats.kind is StepKind.DECODE
@@ -95,7 +94,6 @@ class Lines:
         self._due = self._start + LINE_SECONDS
 
     def update(self, num_finished: int) -> None:
-        """Count requests; print when a line is due."""
         self._done += num_finished
         now = self._clock()
         if now >= self._due and self._done < self._total:  # `close` prints the last one
@@ -103,7 +101,6 @@ class Lines:
             self._due = now + LINE_SECONDS
 
     def close(self) -> None:
-        """Print how it ended."""
         now = self._clock()
         if now - self._start >= LINE_SECONDS:
             self._print(now)
@@ -141,7 +138,6 @@ def layout(total: int, columns: object) -> str:
 
 
 def in_notebook() -> bool:
-    """Whether this process is a Jupyter kernel."""
     ipython = sys.modules.get("IPython")
     shell = None if ipython is None else ipython.get_ipython()
     return shell is not None and "IPKernelApp" in shell.config

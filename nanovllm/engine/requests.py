@@ -21,7 +21,7 @@ from nanovllm.events import TokenEvents
 from nanovllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from nanovllm.plan.sequence import Sequence
 from nanovllm.plan.token_rules import AllowedTokens, BadWords, Grammar, MinTokens, Rule
-from nanovllm.text.processor import Processor, join_completions
+from nanovllm.text.processor import Processor
 from nanovllm.text.request import Request
 from nanovllm.text.stop_strings import StopStrings
 
@@ -119,14 +119,7 @@ class Requests:
             state.completions[index] = self._complete(request, index, seq)
             if len(state.completions) == request.params.n:
                 del self._states[str(request.request_id)]
-                completions = [state.completions[index] for index in range(request.params.n)]
-                output = join_completions(
-                    request, completions, state.num_cached_tokens, self._metrics(state, now)
-                )
-                first = state.sequences[0]
-                if first.pooled is not None:
-                    output = replace(output, pooled=first.pooled)
-                outputs.append(self._processor.with_prompt_logprobs(output, request, first.prompt_logprobs))
+                outputs.append(self._output(state, now))
         return outputs
 
     def parts(
@@ -136,7 +129,6 @@ class Requests:
         return outputs if self.deltas is None else self.deltas.take(events, ended, outputs)
 
     def _metrics(self, state: RequestState, now: float) -> RequestMetrics:
-        """The moments of a request that ends now."""
         epoch, scheduled, token = self._epoch, state.first_scheduled, state.first_token
         whole = all(each.finish_reason in ("stop", "length") for each in state.completions.values())
         return RequestMetrics(
@@ -147,6 +139,13 @@ class Requests:
             finished_time=epoch + now,
             time_in_queue=None if scheduled is None else scheduled - state.arrival,
         )
+
+    def _output(self, state: RequestState, now: float) -> RequestOutput:
+        first = state.sequences[0]
+        completions = [state.completions[index] for index in range(state.request.params.n)]
+        metrics, cached = self._metrics(state, now), state.num_cached_tokens
+        output = self._processor.output(state.request, completions, metrics, first.prompt_logprobs, cached)
+        return replace(output, pooled=first.pooled)
 
     def clear(self) -> None:
         """Forget all requests; ids go on counting."""
@@ -167,7 +166,6 @@ class Requests:
 
 
 def make_rules(request: Request) -> list[Rule]:
-    """Return new rules for one sequence of the request."""
     params, stop_ids, constraint = request.params, request.stop_token_ids, request.constraint
     rules: list[Rule] = []
     if constraint is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from time import perf_counter, time
+from typing import Any
 
 import numpy as np
 
@@ -38,7 +39,6 @@ class StepStats:
 
     @property
     def num_seqs(self) -> int:
-        """Sequences in this step."""
         return len(self.batch.seq_ids)
 
     @property
@@ -73,7 +73,7 @@ class TimelinePoint:
 
 @dataclass(slots=True, eq=False)
 class Interval:
-    """Sums over the steps that ended between two moments."""
+    """Sums over the steps that ended between two moments; many are fields of what is made of them."""
 
     index: int  # its begin, counted in lengths of an interval
     num_prefill_steps: int = 0
@@ -88,34 +88,33 @@ class Interval:
     num_preemptions: int = 0
     num_attention_pairs: int = 0
     num_context_tokens: int = 0
-    decoding: int = 0  # sequences, of all decode steps
-    prefilling: int = 0
-    running: int = 0
+    num_decode_rows: int = 0
+    num_prefill_rows: int = 0
+    running: int = 0  # this and what follows are summed after each step
     waiting: int = 0
-    kv_cache_usage: float = 0.0
+    usage: float = 0.0
 
     def add(self, step: StepStats) -> None:
-        """Count a step."""
         batch = step.batch
         if batch.kind is StepKind.DECODE:
             self.num_decode_steps += 1
             self.decode_seconds += step.seconds
             self.num_decoded_tokens += step.num_drawn_tokens
-            self.decoding += len(batch.seq_ids)
+            self.num_decode_rows += len(batch.seq_ids)
             self.num_context_tokens += int(batch.context_lens.sum())
         else:
             self.num_prefill_steps += 1
             self.prefill_seconds += step.seconds
             self.num_computed_tokens += len(batch.token_ids)
             self.num_cached_tokens += step.num_cached_tokens
-            self.prefilling += len(batch.seq_ids)
+            self.num_prefill_rows += len(batch.seq_ids)
             self.num_attention_pairs += attention_pairs(batch.query_lens, batch.context_lens)
         self.num_output_tokens += step.num_drawn_tokens
         self.num_finished_requests += step.num_finished
         self.num_preemptions += step.num_preemptions
         self.running += step.num_running
         self.waiting += step.num_waiting
-        self.kv_cache_usage += step.kv_cache_usage
+        self.usage += step.kv_cache_usage
 
     def point(self, length: float) -> TimelinePoint:
         """What it says, where intervals are `length` seconds long."""
@@ -128,19 +127,16 @@ class Interval:
             step_ms=seconds / steps * 1e3,
             output_tokens_per_s=self.num_output_tokens / seconds,
             prefill_tokens_per_s=self.num_computed_tokens / seconds,
-            batch_size=(self.prefilling + self.decoding) / steps,
+            batch_size=(self.num_prefill_rows + self.num_decode_rows) / steps,
             num_running=self.running / steps,
             num_waiting=self.waiting / steps,
-            kv_cache_usage=self.kv_cache_usage / steps,
-            num_cached_tokens=self.num_cached_tokens,
-            num_preemptions=self.num_preemptions,
-            num_finished_requests=self.num_finished_requests,
-            num_computed_tokens=self.num_computed_tokens,
-            num_attention_pairs=self.num_attention_pairs,
-            num_decode_steps=self.num_decode_steps,
-            num_decode_rows=self.decoding,
-            num_context_tokens=self.num_context_tokens,
+            kv_cache_usage=self.usage / steps,
+            **self.sums_of(TimelinePoint),
         )
+
+    def sums_of(self, kind: type[TimelinePoint | EngineStats]) -> dict[str, Any]:
+        """Those sums that are fields of `kind`."""
+        return {each.name: getattr(self, each.name) for each in fields(kind) if each.name in SUMMED}
 
 
 def attention_pairs(query_lens: np.ndarray, context_lens: np.ndarray) -> int:
@@ -240,14 +236,12 @@ class Counters:
         self._peak_usage = 0.0
 
     def queued(self, num_prompt_tokens: int) -> None:
-        """Count a request."""
         self._num_requests += 1
         self._num_prompt_tokens += num_prompt_tokens
 
     def planned(self, kv_cache_usage: float) -> None:
         """Take note of the blocks in use once a step is planned, when they are most."""
-        if kv_cache_usage > self._peak_usage:
-            self._peak_usage = kv_cache_usage
+        self._peak_usage = max(self._peak_usage, kv_cache_usage)
 
     def record(self, step: StepStats, now: float) -> None:
         """Count a step that ended at `now`, by perf_counter."""
@@ -279,25 +273,16 @@ class Counters:
             start_time=self._start_time,
             uptime=perf_counter() - self._origin,
             num_requests=self._num_requests,
-            num_finished_requests=sums.num_finished_requests,
             num_unfinished_requests=requests,
             num_running=running,
             num_waiting=waiting,
             num_prompt_tokens=self._num_prompt_tokens,
-            num_output_tokens=sums.num_output_tokens,
-            num_prefill_steps=sums.num_prefill_steps,
-            prefill_seconds=sums.prefill_seconds,
-            num_computed_tokens=sums.num_computed_tokens,
-            num_cached_tokens=sums.num_cached_tokens,
-            num_decode_steps=sums.num_decode_steps,
-            decode_seconds=sums.decode_seconds,
-            num_decoded_tokens=sums.num_decoded_tokens,
-            decode_batch_size=sums.decoding / (sums.num_decode_steps or 1),
-            num_preemptions=sums.num_preemptions,
+            decode_batch_size=sums.num_decode_rows / (sums.num_decode_steps or 1),
             kv_cache_usage=kv_cache_usage,
             peak_kv_cache_usage=self._peak_usage,
             points=tuple(e.point(length) for e in intervals if e.prefill_seconds + e.decode_seconds),
             interval=length,
+            **sums.sums_of(EngineStats),
         )
 
 

@@ -21,7 +21,7 @@ from nanovllm.plan.scheduler import Scheduler
 from nanovllm.replicas.parcels import unpack_output
 from nanovllm.replicas.pool import Replicas
 from nanovllm.replicas.residency import ReplicaResidency
-from nanovllm.text.processor import join_completions, refused_output
+from nanovllm.text.processor import refused_output
 from nanovllm.text.request import Request
 
 if TYPE_CHECKING:
@@ -54,8 +54,7 @@ class RemoteRequests(Requests):
             completion = processor.completion(request, index, [], "abort", None)
             state.completions[index] = processor.with_logprobs(completion, request, [])
         completions = list(state.completions.values())
-        output = join_completions(request, completions, 0, self._metrics(state, perf_counter()))
-        return processor.with_prompt_logprobs(output, request, [])
+        return processor.output(request, completions, self._metrics(state, perf_counter()), [])
 
     def give_up(self, request_id: int, why: str) -> RequestOutput:
         """Return the output of a request that no replica survives, and forget it."""

@@ -17,7 +17,7 @@ from nanovllm.config import Config
 from nanovllm.replicas.replica import Failure, replica_main
 from nanovllm.text.request import Request
 from nanovllm.workers.watch import how_it_ended
-from nanovllm.workers.worker import no_main_module, sigint_blocked
+from nanovllm.workers.worker import start_process
 
 SEND_SECONDS = 30  # for a message; a thread of the replica reads at all times
 
@@ -55,8 +55,7 @@ class ReplicaProcess:
             name=f"nanovllm replica {self.number}",
             daemon=True,
         )
-        with no_main_module(), sigint_blocked():
-            self.process.start()
+        start_process(self.process)
         with socket(fileno=os.dup(self.pipe.fileno())) as end:
             end.setsockopt(SOL_SOCKET, SO_SNDTIMEO, pack("ll", SEND_SECONDS, 0))
         theirs.close()  # the replica's copy is the only one: its end is the pipe's end

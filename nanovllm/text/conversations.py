@@ -12,8 +12,7 @@ from typing import Any, TypeAlias
 from nanovllm.text.prompts import check_text, show, to_list
 from nanovllm.text.rows import BadRow, attempt
 
-Message: TypeAlias = "Mapping[str, Any]"
-Conversation: TypeAlias = "Iterable[Message]"
+Conversation: TypeAlias = "Iterable[Mapping[str, Any]]"
 
 MESSAGE = "{'role': ..., 'content': ...}"
 

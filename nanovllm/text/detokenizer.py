@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import codecs
 from collections import deque
-from typing import TYPE_CHECKING, Protocol
+from functools import lru_cache
+from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -48,7 +49,8 @@ class Detokenizer:
         # Whether a text is its parts' texts, one after the other, but for cut characters.
         self._joins = fast is not None and type(fast.decoder).__name__ == "ByteLevel"
         self._bytes_of_tokens: dict[int, bytes] = {}
-        self._before: dict[tuple[int, ...], str] = {}  # whole characters of contexts: prompts often end alike
+        # The whole characters of a context: prompts often end alike.
+        self._before = lru_cache(REMEMBERED)(lambda context: self.whole_characters(list(context))[0])
 
     def text(self, prompt_ids: list[int], output_ids: list[int]) -> str:
         """Return the text of `output_ids`, which follow `prompt_ids`."""
@@ -59,11 +61,7 @@ class Detokenizer:
             if not (text.startswith(CUT) or text.endswith(CUT)):
                 return text
         context = self.context(prompt_ids)
-        before = self._before.get(tuple(context))
-        if before is None:
-            if len(self._before) >= REMEMBERED:
-                self._before.clear()
-            before = self._before[tuple(context)] = self.whole_characters(context)[0]
+        before = self._before(tuple(context))
         both, _ = self.whole_characters(context + output_ids)
         if both.startswith(before):
             return both[len(before) :]
@@ -76,11 +74,10 @@ class Detokenizer:
 
     def token_bytes(self, token_id: int) -> bytes:
         """What a token adds to the bytes of a text, where a text is its parts' texts."""
-        known = self._bytes_of_tokens.get(token_id)
-        if known is None:
-            known = b"" if token_id in self.skipped else self._as_letters(token_id)
-            self._bytes_of_tokens[token_id] = known
-        return known
+        if token_id not in self._bytes_of_tokens:
+            letters = b"" if token_id in self.skipped else self._as_letters(token_id)
+            self._bytes_of_tokens[token_id] = letters
+        return self._bytes_of_tokens[token_id]
 
     def context(self, prompt_ids: list[int]) -> list[int]:
         """The last few tokens of the prompt that are text, and never a part of a run of bytes."""
@@ -99,7 +96,8 @@ class Detokenizer:
             return text, False
         kept = [token_id for token_id in token_ids if token_id not in self.skipped]
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        decoder.decode(b"".join(self._as_bytes(token_id) for token_id in kept[-LONGEST_CUT:]))
+        ends = (self._bytes.get(token_id) or self._as_letters(token_id) for token_id in kept[-LONGEST_CUT:])
+        decoder.decode(b"".join(ends))
         missing = len(decoder.getstate()[0])  # bytes at the end that are the beginning of a character
         if not missing:
             return text, False
@@ -111,10 +109,6 @@ class Detokenizer:
             return ""
         return str(self._decode_ids(token_ids, skip_special_tokens=self._skip_special_tokens))
 
-    def _as_bytes(self, token_id: int) -> bytes:
-        """What a token stands for: by byte fallback, in a byte-level vocabulary's letters, or as a text."""
-        return self._bytes[token_id] if token_id in self._bytes else self._as_letters(token_id)
-
     def _as_letters(self, token_id: int) -> bytes:
         """What a token stands for in a byte-level vocabulary's letters, or as a text."""
         token = str(self.tokenizer.convert_ids_to_tokens(token_id) or "")
@@ -124,15 +118,8 @@ class Detokenizer:
             return token.encode(errors="replace")
 
 
-class TextStream(Protocol):
-    """The text of one output, in parts, while its tokens come. No part is taken back."""
-
-    def append(self, token_id: int) -> str:
-        """Take in the next token; return the whole characters by which the text grows."""
-
-
 class ByteStream:
-    """Of a tokenizer whose tokens are bytes, so that each is decoded alone."""
+    """A TextStream of a tokenizer whose tokens are bytes, so that each is decoded alone."""
 
     def __init__(self, detokenizer: Detokenizer, prompt_ids: list[int]) -> None:
         self._bytes = detokenizer.token_bytes
@@ -145,7 +132,7 @@ class ByteStream:
 
 
 class WindowStream:
-    """Of any other tokenizer: decodes each token behind a few that came before."""
+    """A TextStream of any other tokenizer: decodes each token behind a few that came before."""
 
     def __init__(self, detokenizer: Detokenizer, prompt_ids: list[int]) -> None:
         self._detokenizer = detokenizer
@@ -179,3 +166,8 @@ class WindowStream:
         self._context = [token_id for chunk in self._chunks for token_id in chunk]
         self._before, self._context_is_cut = self._detokenizer.whole_characters(self._context)
         self._chunk, self._num_written = [], 0
+
+
+# The text of one output, in parts, of which none is taken back: `append` takes in the next token and returns
+# the whole characters by which the text grows.
+TextStream: TypeAlias = ByteStream | WindowStream

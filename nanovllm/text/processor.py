@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
@@ -28,12 +28,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-class OutputIds(NamedTuple):
-    """What sampling parameters mean to the tokens of an output, which `Request` holds."""
-
-    stop_token_ids: frozenset[int]
-    bad_words: tuple[tuple[int, ...], ...]
-    constraint: Constraint | None
+# What sampling parameters mean to tokens: `stop_token_ids`, `bad_words` and `constraint` of a Request.
+OutputIds: TypeAlias = tuple[frozenset[int], tuple[tuple[int, ...], ...], "Constraint | None"]
 
 
 class Processor:
@@ -78,27 +74,25 @@ class Processor:
         such an id, stop strings, bad words or structured outputs where there is no tokenizer, or a constraint
         that is wrong. Raises ImportError without llguidance.
         """
-        requests: list[Request | BadRow] = []
-        output_ids: dict[int, OutputIds | BadRow] = {}  # by the identity of the SamplingParams
         encoded = self._encode(prompts)
-        for row, (prompt, param, name) in enumerate(zip(prompts, params, where, strict=True)):
-            if isinstance(prompt, Exception):
-                requests.append(prompt)
-                continue
-            ids = attempt(self._pack, prompt, encoded, name)
-            if isinstance(ids, Exception):
-                requests.append(ids)
-                continue
-            if id(param) not in output_ids:
-                output_ids[id(param)] = attempt(self._output_ids, param)
-            meaning = output_ids[id(param)]
+        known: dict[int, OutputIds | BadRow] = {}  # by the identity of the SamplingParams
+
+        def make(row: int, prompt: Prompt) -> Request:
+            param, name = params[row], where[row]
+            token_ids, packed = self._pack(prompt, encoded, name)
+            if id(param) not in known:
+                known[id(param)] = attempt(self._output_ids, param)
+            meaning = known[id(param)]
             if isinstance(meaning, Exception):
-                requests.append(ValueError(f"{name}: {meaning}"))
-                continue
+                raise ValueError(f"{name}: {meaning}")
             first_scored = None if param.prompt_logprobs is None else 1
-            rest = (*ids, param, *meaning, first_index + row, first_scored)
-            requests.append(Request(first_id + row, prompt.text, *rest))
-        return requests
+            rest = (param, *meaning, first_index + row, first_scored)
+            return Request(first_id + row, prompt.text, token_ids, packed, *rest)
+
+        return [
+            attempt(make, row, prompt) if isinstance(prompt, Prompt) else prompt
+            for row, prompt in enumerate(prompts)
+        ]
 
     def stop_strings(self, request: Request, always: bool = False) -> StopStrings | None:
         """Return what finds the request's stop strings in one of its completions; None when it has none.
@@ -139,14 +133,31 @@ class Processor:
         total = float(columns.values[:, 0].sum(dtype=np.float64))
         return replace(output, logprobs=LogprobDicts(columns, self.decode_token), cumulative_logprob=total)
 
-    def with_prompt_logprobs(
-        self, output: RequestOutput, request: Request, parts: list[TokenLogprobs]
+    def output(
+        self,
+        request: Request,
+        completions: list[CompletionOutput],
+        metrics: RequestMetrics,
+        scores: list[TokenLogprobs],
+        num_cached_tokens: int = 0,
     ) -> RequestOutput:
-        """The output with the logprobs of its prompt's tokens, if they were asked for."""
-        if request.first_scored is None:
-            return output
-        columns = join_parts(parts, self._width(request.params.prompt_logprobs or 0))
-        return replace(output, prompt_logprobs=LogprobDicts(columns, self.decode_token, request.first_scored))
+        """Return what the request returns, of all completions in order and the scores of prompt tokens."""
+        logprobs = None
+        if request.first_scored is not None:
+            columns = join_parts(scores, self._width(request.params.prompt_logprobs or 0))
+            logprobs = LogprobDicts(columns, self.decode_token, request.first_scored)
+        failed = any(completion.finish_reason == "error" for completion in completions)
+        return RequestOutput(
+            request_id=str(request.request_id),
+            prompt=request.prompt,
+            prompt_token_ids=request.prompt_token_ids,
+            outputs=completions,
+            num_cached_tokens=num_cached_tokens,
+            error=_failure(request.params) if failed else None,
+            index=request.index,
+            metrics=metrics,
+            prompt_logprobs=logprobs,
+        )
 
     def _width(self, asked: int) -> int:
         """The columns of logprobs: the token's own and those of the likeliest ones asked for; -1: of all."""
@@ -162,15 +173,14 @@ class Processor:
         return None if self.tokenizer is None else str(self.tokenizer.decode(token_ids))
 
     def decode_token(self, token_id: int) -> str | None:
-        """The text of a single token."""
         if self.tokenizer is None:
             return None
         if token_id not in self._decoded:
             self._decoded[token_id] = str(self.tokenizer.decode([token_id]))
         return self._decoded[token_id]
 
-    def _check_logits(self, params: SamplingParams) -> None:
-        """ValueError for more logprobs than allowed, or biases of ids that are not in the vocabulary."""
+    def _check_num_logprobs(self, params: SamplingParams) -> None:
+        """ValueError for more logprobs than `max_logprobs` allows."""
         for name in ("logprobs", "prompt_logprobs"):
             asked, most = getattr(params, name), self._max_logprobs
             if asked is not None and most >= 0 and not 0 <= asked <= most:
@@ -178,12 +188,11 @@ class Processor:
                     f"{name}={asked} is more than max_logprobs={most} allows; make the LLM with a "
                     f"larger max_logprobs (-1: no limit)"
                 )
-        pack_token_ids(list(params.logit_bias or ()), self._vocab_size, "logit_bias")
 
     def _output_ids(self, params: SamplingParams) -> OutputIds:
         """What the parameters mean to the tokens of an output. ValueError and ImportError as for
         `make_requests`."""
-        self._check_logits(params)
+        self._check_num_logprobs(params)
         if self.tokenizer is None:
             for name in ("stop", "bad_words", "structured_outputs"):
                 if getattr(params, name):
@@ -191,9 +200,9 @@ class Processor:
                         f"{name}={getattr(params, name)!r} needs a tokenizer, and "
                         "skip_tokenizer_init=True; use stop_token_ids or allowed_token_ids"
                     )
+        for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
+            pack_token_ids(list(getattr(params, name) or ()), self._vocab_size, name)
         stop_ids = list(params.stop_token_ids or ())
-        pack_token_ids(stop_ids, self._vocab_size, "stop_token_ids")
-        pack_token_ids(list(params.allowed_token_ids or ()), self._vocab_size, "allowed_token_ids")
         if _ends_with_eos(params):
             stop_ids += self.eos_token_ids
         bad_words: tuple[tuple[int, ...], ...] = ()
@@ -205,7 +214,7 @@ class Processor:
             constraint = self.constraint(params)
         except ValueError as error:
             raise ValueError(f"structured_outputs: {error}") from None
-        return OutputIds(frozenset(stop_ids), bad_words, constraint)
+        return frozenset(stop_ids), bad_words, constraint
 
     def constraint(self, params: SamplingParams) -> Constraint | None:
         """What the text must look like, compiled for the tokenizer that there is now."""
@@ -255,23 +264,6 @@ class Processor:
 def _ends_with_eos(params: SamplingParams) -> bool:
     """Whether the model's end-of-sequence tokens end an output; a constraint says itself where they may."""
     return not params.ignore_eos or params.structured_outputs is not None
-
-
-def join_completions(
-    request: Request, completions: list[CompletionOutput], num_cached_tokens: int, metrics: RequestMetrics
-) -> RequestOutput:
-    """Return what the request returns, given all of its completions in order."""
-    failed = any(completion.finish_reason == "error" for completion in completions)
-    return RequestOutput(
-        request_id=str(request.request_id),
-        prompt=request.prompt,
-        prompt_token_ids=request.prompt_token_ids,
-        outputs=completions,
-        num_cached_tokens=num_cached_tokens,
-        error=_failure(request.params) if failed else None,
-        index=request.index,
-        metrics=metrics,
-    )
 
 
 def _failure(params: SamplingParams) -> str:

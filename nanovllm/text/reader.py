@@ -11,14 +11,7 @@ from typing import Any, NamedTuple
 
 from nanovllm.inputs import PromptLike
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.text.prompts import (
-    NUMBERS,
-    Prompt,
-    parse_prompt,
-    parse_sampling_params,
-    show,
-    split_prompts,
-)
+from nanovllm.text.prompts import NUMBERS, Prompt, parse_prompt, parse_sampling_params, show, split_prompts
 from nanovllm.text.rows import BadRow, attempt
 
 READ_SECONDS = 0.005  # that a batch may take, unless its first prompt takes longer

@@ -18,7 +18,6 @@ def attempt(check: Callable[..., Value], *args: Any) -> Value | BadRow:
 
 
 def raise_first(rows: Iterable[object]) -> None:
-    """Raise the error of the first bad row, if there is one."""
     for row in rows:
         if isinstance(row, Exception):
             raise row

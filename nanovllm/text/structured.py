@@ -80,9 +80,24 @@ class GrammarCompiler:
         self.tokenizer = tokenizer
         self._llguidance: Any = llguidance
         known = [token_id for token_id in eos_token_ids if token_id < len(tokenizer)]
-        self._tokens = _llguidance_tokenizer(tokenizer, vocab_size, (known or [tokenizer.eos_token_id])[0])
+        self._tokens = self._read_tokenizer(vocab_size, (known or [tokenizer.eos_token_id])[0])
         self._executor: LLExecutor = llguidance.LLExecutor()
         self.constraint = lru_cache(REMEMBERED)(self._constraint)
+
+    def _read_tokenizer(self, vocab_size: int, eos_token_id: int) -> LLTokenizer:
+        """The tokenizer as llguidance reads it, with as many tokens as the model has logits."""
+        backend = getattr(self.tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            raise ValueError(
+                "structured_outputs need a tokenizer with a tokenizer.json, not "
+                f"{type(self.tokenizer).__name__}"
+            )
+        content = json.loads(backend.to_str())
+        # The model never draws what it has no logits of.
+        content["added_tokens"] = [token for token in content["added_tokens"] if token["id"] < vocab_size]
+        content["padding"] = content["truncation"] = None
+        text = json.dumps(content, ensure_ascii=False)
+        return self._llguidance.LLTokenizer(text, n_vocab=vocab_size, eos_token=eos_token_id)
 
     def _constraint(self, params: StructuredOutputsParams) -> Constraint:
         """Check a constraint. ValueError with llguidance's words when it is wrong."""
@@ -146,23 +161,3 @@ def _without_additional_properties(schema: Any) -> Any:
     if "additionalProperties" not in closed and ("properties" in closed or "patternProperties" in closed):
         closed["additionalProperties"] = False
     return closed
-
-
-def _llguidance_tokenizer(
-    tokenizer: PreTrainedTokenizerBase, vocab_size: int, eos_token_id: int
-) -> LLTokenizer:
-    """The tokenizer as llguidance reads it, with as many tokens as the model has logits."""
-    import llguidance
-
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        raise ValueError(
-            f"structured_outputs need a tokenizer with a tokenizer.json, not {type(tokenizer).__name__}"
-        )
-    content = json.loads(backend.to_str())
-    # The model never draws what it has no logits of.
-    content["added_tokens"] = [token for token in content["added_tokens"] if token["id"] < vocab_size]
-    content["padding"] = content["truncation"] = None
-    return llguidance.LLTokenizer(
-        json.dumps(content, ensure_ascii=False), n_vocab=vocab_size, eos_token=eos_token_id
-    )

@@ -62,7 +62,6 @@ class Watch:
             raise self.error()
 
     def error(self) -> WorkerError:
-        """Why the workers are gone."""
         if self.failure is None:
             return WorkerError("the workers were ended by an earlier error; make a new LLM")
         return WorkerError(f"rank {self.failure.rank} {self.failure.what}")
@@ -155,7 +154,6 @@ class Watch:
 
 
 def how_it_ended(code: int) -> str:
-    """Say what the exit code of a process means."""
     if code >= 0:
         return f"ended by itself with exit code {code}"
     name = signal.Signals(-code).name

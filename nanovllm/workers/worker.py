@@ -179,8 +179,7 @@ class Workers:
                 daemon=True,
             )
             self.watch.add(process, receiver)
-            with no_main_module(), sigint_blocked():
-                process.start()
+            start_process(process)
             sender.close()  # the worker's copy is the only one: its end is the pipe's end
         channel.readers.clear()
         self.watch.start()
@@ -256,7 +255,6 @@ class Workers:
             self._stop()
 
     def kill(self) -> None:
-        """End the workers at once."""
         with held_interrupts():
             self.watch.give_up()
             self._stop()
@@ -281,25 +279,17 @@ def disown(owner: weakref.ref[Any]) -> None:
         children.difference_update(known.processes)
 
 
-@contextmanager
-def no_main_module() -> Iterator[None]:
-    """Start a process that does not import the caller's script again, which then needs no __main__ guard.
+def start_process(process: multiprocessing.process.BaseProcess) -> None:
+    """Start a process that does not import the caller's script again, and whose SIGINT is blocked.
 
-    Workers run nothing of the script. `spawn` takes its name from this module table.
+    Scripts then need no __main__ guard: workers run nothing of them, and `spawn` takes their name from this
+    module table. Ctrl-C, which goes to a terminal's every process, is rank 0's.
     """
     main = sys.modules["__main__"]
-    sys.modules["__main__"] = types.ModuleType("__main__")
-    try:
-        yield
-    finally:
-        sys.modules["__main__"] = main
-
-
-@contextmanager
-def sigint_blocked() -> Iterator[None]:
-    """Start a process that inherits this: Ctrl-C, which goes to a terminal's every process, is rank 0's."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        yield
+        sys.modules["__main__"] = types.ModuleType("__main__")
+        process.start()
     finally:
+        sys.modules["__main__"] = main
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
