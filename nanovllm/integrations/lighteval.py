@@ -51,10 +51,11 @@ class NanoVLLM(LightevalModel):
         system_prompt = options.pop("system_prompt", config.system_prompt)
         self.config = config.model_copy(update={"system_prompt": system_prompt})
         self.model = LLM(model, **options)
-        self._tokenizer: Any = self.model.get_tokenizer()
+        tokenizer: Any = self.model.get_tokenizer()
+        self._tokenizer = tokenizer
         self._max_length = int(self.model.llm_engine.model_config.max_model_len or 0)
-        is_chat = uses_chat_template(tokenizer=self._tokenizer, override_chat_template=override)
-        self.prompt_manager = PromptManager(is_chat, self._tokenizer, system_prompt)
+        is_chat = uses_chat_template(tokenizer=tokenizer, override_chat_template=override)
+        self.prompt_manager = PromptManager(is_chat, tokenizer, system_prompt)
         # the cache is a folder below its own, also for a model in a folder with an absolute path
         self._cache = SampleCache(self.config.model_copy(update={"model_name": config.model_name.strip("/")}))
 
