@@ -61,6 +61,10 @@ class Rendezvous:
         """Let a rank go that waits in `leavable_store` for another; any thread may call this."""
         self.leavable_store.left.set()
 
+    def close(self) -> None:
+        """Let go of the port. A group that met here keeps it open until its own end."""
+        del self.store, self.leavable_store
+
 
 def nccl(store: Store, rank: int, size: int) -> Backend:
     # Else NCCL serves its state at a fixed port, 28028, and at one more, until the process ends.

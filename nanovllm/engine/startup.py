@@ -108,6 +108,8 @@ def start_ranks(
         workers.kill()
         if runner is not None:
             runner.exit()
+        if rendezvous is not None:
+            rendezvous.close()
         raise
 
 

@@ -18,7 +18,7 @@ import traceback
 import types
 import weakref
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -232,22 +232,17 @@ class Workers:
         if not self.watch.processes:
             return work()
         outcome: Future[T] = Future()
-        left = threading.Event()
-
-        def run() -> None:
-            try:
-                outcome.set_result(work())
-            except BaseException as error:
-                if not left.is_set():  # else nobody takes it, and what its traceback refers to would stay
-                    outcome.set_exception(error)
-
-        threading.Thread(target=run, name="nanovllm start-up", daemon=True).start()
+        thread = threading.Thread(
+            target=_complete, args=(outcome, work), name="nanovllm start-up", daemon=True
+        )
+        thread.start()
         try:
-            while not wait([outcome], POLL_SECONDS).done:
+            while thread.is_alive():
                 self.watch.check()
+                thread.join(POLL_SECONDS)
+            return outcome.result()
         finally:
-            left.set()
-        return outcome.result()
+            del outcome  # see `_complete`
 
     def stop(self) -> None:
         """Ask the workers to exit and wait until they are gone; a second call does nothing."""
@@ -258,6 +253,16 @@ class Workers:
         with held_interrupts():
             self.watch.give_up()
             self._stop()
+
+
+def _complete(outcome: Future[T], work: Callable[[], T]) -> None:
+    try:
+        outcome.set_result(work())
+    except BaseException as error:
+        outcome.set_exception(error)
+        # The error refers to this frame. In a cycle, the ports that `work` opened would stay open until the
+        # next garbage collection.
+        del outcome
 
 
 def _stop(watch: Watch, channel: Channel) -> None:

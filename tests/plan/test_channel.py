@@ -27,7 +27,7 @@ from nanovllm.errors import EngineClosedError, WorkerError
 from nanovllm.workers.channel import Channel, ChannelReader, _encode
 
 SHM = Path("/dev/shm")
-SECONDS = 10  # far more than anything here takes
+SECONDS = 60  # far more than anything here takes
 
 
 class DeadWorkerError(Exception):

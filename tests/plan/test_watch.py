@@ -68,7 +68,7 @@ def start() -> Iterator[Callable[[Callable[[Connection, int], None], int], Watch
     yield start_watch
     for watch in watches:
         watch.give_up()
-        watch.join(10)
+        watch.join(60)
         assert not any(process.is_alive() for process in watch.processes)
 
 
@@ -115,7 +115,7 @@ def test_who_waits_is_let_go_and_the_others_are_killed(start: Callable, sent: si
     assert waiting.wait(30)
     with pytest.raises(WorkerError, match=f"rank {victim + 1} was killed by {sent.name}"):
         watch.check()
-    watch.join(10)
+    watch.join(60)
 
 
 def test_given_up_workers_are_no_failure(start: Callable) -> None:
@@ -125,7 +125,7 @@ def test_given_up_workers_are_no_failure(start: Callable) -> None:
     watch.give_up()
     watch.give_up()
     watch.on_failure(lambda: released.append("late"))
-    watch.join(10)
+    watch.join(60)
     assert watch.failure is None and released == ["on time", "late"]
     with pytest.raises(WorkerError, match="ended by an earlier error"):
         watch.check()
