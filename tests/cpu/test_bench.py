@@ -11,8 +11,10 @@ import pytest
 
 import bench
 import nanovllm
+from tools import bench_sampling
 from tools.benchmark.engines import RoundRobin, row_sampling
 from tools.benchmark.roofline import Speed
+from tools.benchmark.workloads import demo
 
 
 @pytest.mark.parametrize(
@@ -63,6 +65,23 @@ def test_the_demo_workload_ends_in_a_line_of_json_and_writes_a_profile(
     assert all(row["name"] in table for row in result["kernels"]["all steps"])
     with gzip.open(folder / "trace.json.gz", "rt") as file:
         assert json.load(file)["traceEvents"]
+
+
+def test_what_sampling_settings_cost(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench_sampling, "demo", lambda num_seqs, model: demo(5, model))
+    asked = ["logprobs=5", "stop", "json", "n=16"]
+    bench_sampling.main(["--cpu", "--repeat", "2", *(f"--only={name}" for name in asked)])
+    *table, last = capsys.readouterr().out.splitlines()
+    speeds = json.loads(last)["output_tokens_per_s"]
+    assert list(speeds) == ["temperature=0.6", "logprobs=5", "stop", "json", "16 equal prompts", "n=16"]
+    assert all(len(found) == 2 for found in speeds.values())
+    assert [line.split("  ")[0] for line in table] == list(speeds)
+    assert table[-1].endswith("of 16 equal prompts") and table[1].endswith("of temperature=0.6")
+    with pytest.raises(SystemExit):
+        bench_sampling.main(["--cpu", "--only", "top_q=1"])
+    assert "--only top_q=1 is none of temperature=0.6; " in capsys.readouterr().err
 
 
 @pytest.fixture
