@@ -57,6 +57,7 @@ class ReplicaProcess:
         )
         start_process(self.process)
         with socket(fileno=os.dup(self.pipe.fileno())) as end:
+            end.settimeout(None)  # else the pipe would not block where socket.setdefaulttimeout was called
             end.setsockopt(SOL_SOCKET, SO_SNDTIMEO, pack("ll", SEND_SECONDS, 0))
         theirs.close()  # the replica's copy is the only one: its end is the pipe's end
         self.is_ready = False
