@@ -202,6 +202,9 @@ def test_a_replica_has_room_while_little_waits_to_be_computed() -> None:
     for number in range(4, 16):
         member.take(request_of(number, 1), 0)
     assert not has_room(), "a batch and an eighth of it are in flight"
+    member.forget_requests()
+    member.take(request_of(16, 150), 0)
+    assert has_room()
 
 
 def test_the_pipe_blocks_whatever_timeout_new_sockets_have(monkeypatch: pytest.MonkeyPatch) -> None:
