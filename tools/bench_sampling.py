@@ -63,6 +63,11 @@ def settings(vocab_size: int, shortest: int) -> dict[str, dict[str, Any]]:
     }
 
 
+def base_of(name: str) -> str:
+    """The run that one is compared with."""
+    return EQUAL if name.startswith("n=") else PLAIN
+
+
 def generate(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -> int:
     outputs = llm.generate(prompts, params, use_tqdm=False)
     return sum(len(completion.token_ids) for output in outputs for completion in output.outputs)
@@ -132,11 +137,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.only is not None:
         if unknown := [name for name in args.only if name not in names]:
             parser.error(f"--only {unknown[0]} is none of {'; '.join(names)}")
-        names = [name for name in names if name == PLAIN or name in args.only]
+        chosen = {*args.only, *map(base_of, args.only)}
+        names = [name for name in names if name in chosen]
     speeds = timed(llm, {name: runs[name] for name in names}, args.repeat)
     medians = {name: statistics.median(found) for name, found in speeds.items()}
     for name, speed in medians.items():
-        base = EQUAL if name.startswith("n=") else PLAIN
+        base = base_of(name)
         share = "" if name == EQUAL else f"{speed / medians[base]:7.1%} of {base}"
         print(f"{name:36}{speed:10,.0f} output tokens/s{share}")
     print(json.dumps({"output_tokens_per_s": speeds}))
