@@ -140,8 +140,10 @@ class Processor:
         metrics: RequestMetrics,
         scores: list[TokenLogprobs],
         num_cached_tokens: int = 0,
+        pooled: np.ndarray | None = None,
     ) -> RequestOutput:
-        """Return what the request returns, of all completions in order and the scores of prompt tokens."""
+        """Return what the request returns, of all completions in order, the scores of prompt tokens, and the
+        sum [hidden_size] of their hidden states."""
         logprobs = None
         if request.first_scored is not None:
             columns = join_parts(scores, self._width(request.params.prompt_logprobs or 0))
@@ -157,6 +159,7 @@ class Processor:
             index=request.index,
             metrics=metrics,
             prompt_logprobs=logprobs,
+            pooled=pooled,
         )
 
     def _width(self, asked: int) -> int:

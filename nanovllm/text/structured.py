@@ -53,6 +53,7 @@ class Constraint:
     def alone(self) -> LLMatcher:
         """Return one that shares nothing, as after an error, for which all may have reached a limit."""
         self._originals.clear()
+        self._num_copies = 0
         return self._make()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -266,3 +267,25 @@ def test_round_robin_gives_each_replica_its_own() -> None:
     assert router.remove(2)
     assert [router.take(1), router.take(0), router.take(0), router.take(0)] == [1, 0, 4, None]
     assert len(router) == 2 and router.take(1) == 3
+
+
+# -- what sampling costs -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("only", "base"),
+    [("n=16", "16 equal prompts"), ("logprobs=5", "temperature=0.6"), ("json", "temperature=0.6")],
+)
+def test_a_setting_is_compared_with_what_it_is_like(
+    only: str, base: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = SimpleNamespace(model_config=SimpleNamespace(vocab_size=512))
+    monkeypatch.setattr(bench_sampling, "LLM", lambda *args, **options: SimpleNamespace(llm_engine=config))
+    speeds = {base: [4.0], only: [3.0]}
+    monkeypatch.setattr(
+        bench_sampling, "timed", lambda llm, runs, repeat: {name: speeds[name] for name in runs}
+    )
+    bench_sampling.main(["--cpu", "--only", only])
+    *_, line, totals = capsys.readouterr().out.splitlines()
+    assert line.split()[0] == only and line.endswith(f"75.0% of {base}")
+    assert json.loads(totals) == {"output_tokens_per_s": speeds}
