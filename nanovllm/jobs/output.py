@@ -21,7 +21,7 @@ from nanovllm.jobs.errors import JobFailedError
 from nanovllm.jobs.journal import sync_folder, write_atomically
 
 SYNC_SECONDS = 1.0  # after which an answer survives a power cut; `kill -9` it survives at once
-ENCODER = json.JSONEncoder(ensure_ascii=False, default=str)
+ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, default=str)
 INDEX = re.compile(rb'\{"(?:index": |id": "batch_req_)(\d+)')
 
 
@@ -192,13 +192,13 @@ def line_index(line: bytes) -> int | None:
 
 
 def to_line(record: dict[str, Any]) -> bytes:
-    """A record as a line of JSON; what JSON has not, such as a date as an id, as its text, and what is no
-    character, half of a surrogate pair, as an escape."""
-    text = ENCODER.encode(record) + "\n"
+    """A record as a line of JSON. What JSON has not, such as a date as an id, becomes its text, a number that
+    is not finite null, and what is no character, half of a surrogate pair, an escape."""
     try:
-        return text.encode()
-    except UnicodeEncodeError:
-        return json.dumps(record, default=str).encode() + b"\n"
+        text = ENCODER.encode(record)
+    except ValueError:  # for such a number
+        text = ENCODER.encode(json.loads(json.dumps(record, default=str), parse_constant=lambda name: None))
+    return f"{text}\n".encode(errors="backslashreplace")
 
 
 def ordered_lines(path: Path, num_rows: int) -> Iterator[bytes]:

@@ -11,7 +11,6 @@ from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import isfinite
 from string import Formatter
 from typing import Any, Literal, TypeAlias
 
@@ -119,8 +118,7 @@ class PlainFormat(RowFormat):
         return Task(row.index, self.row_id(values), prompt, params, is_chat)
 
     def row_id(self, values: Values) -> Any:
-        ids = [values[name] for name in self._ids if values.get(name) is not None]
-        return next((each for each in ids if not isinstance(each, float) or isfinite(each)), None)
+        return next((values[name] for name in self._ids if values.get(name) is not None), None)
 
     def answer(self, task: Task, output: RequestOutput) -> dict[str, Any]:
         texts = [each.text for each in output.outputs]

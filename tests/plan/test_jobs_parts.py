@@ -576,7 +576,13 @@ def test_a_line_that_does_not_fit_leaves_no_part(tmp_path: Path, monkeypatch: py
 
 def test_what_is_no_character_is_escaped() -> None:
     assert to_line({"id": "é"}) == '{"id": "é"}\n'.encode()
-    assert to_line({"id": "\ud800"}) == b'{"id": "\\ud800"}\n'
+    assert to_line({"id": "é\ud800"}) == '{"id": "é\\ud800"}\n'.encode()
+
+
+def test_a_number_that_json_has_not_is_null() -> None:
+    infinity = float("inf")
+    record = {"id": {"a": [infinity, -infinity, float("nan"), 1.5, "é"]}, "error": "inf"}
+    assert to_line(record) == '{"id": {"a": [null, null, null, 1.5, "é"]}, "error": "inf"}\n'.encode()
 
 
 # -- progress ----------------------------------------------------------------------------------------------
