@@ -18,6 +18,8 @@ from typing import Any, BinaryIO, NoReturn, TypeAlias
 from nanovllm.jobs.errors import JobRefusedError
 
 MAX_ROW_BYTES = 8 * 2**20  # of a line or a CSV field; a longer one is an error row
+MAX_NESTING = 100  # lists and objects within each other; near 1,000 Python can no longer print or write them
+TOO_DEEP = f"more than {MAX_NESTING} lists and objects within each other"
 PARQUET_ROWS = 256  # read at once
 ENDINGS = {
     ".jsonl": "jsonl",
@@ -258,12 +260,27 @@ def parse_json_line(line: bytes) -> Values:
     except UnicodeDecodeError as error:
         raise _not_utf8(line[error.start], error.start) from None
     try:
-        values = DECODER.decode(text)
-    except (ValueError, RecursionError) as error:
+        values = parse_json(text)
+    except ValueError as error:
         raise ValueError(f"it is not JSON: {error}") from None
     if not isinstance(values, dict):
         raise ValueError(f"it must be a JSON object {{...}}, not a {type(values).__name__}")
     return values
+
+
+def parse_json(text: str) -> Any:
+    """Return what a text holds as JSON. ValueError when it is none, or nested too deeply."""
+    try:
+        value = DECODER.decode(text)
+    except RecursionError:
+        raise ValueError(TOO_DEEP) from None
+    level = [value] if text.count("[") + text.count("{") > MAX_NESTING else []
+    for _ in range(MAX_NESTING):
+        inner = [each for one in level for each in (one.values() if isinstance(one, dict) else one)]
+        level = [each for each in inner if isinstance(each, (dict, list))]
+    if level:
+        raise ValueError(TOO_DEEP)
+    return value
 
 
 def _lines(file: BinaryIO) -> Iterator[bytes]:

@@ -140,6 +140,8 @@ def test_tool_calls(llm: LLM) -> None:
         ValueError, match=r"conversation 0, message 1: the arguments of tool_calls\[0\] are no JSON"
     ):
         llm.chat([USER, call("{x")], SHORT, use_tqdm=False)
+    with pytest.raises(ValueError, match="it is nested too deeply"):
+        llm.chat([USER, call("[" * 100_000)], SHORT, use_tqdm=False)
 
 
 @pytest.mark.parametrize(

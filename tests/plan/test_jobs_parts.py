@@ -65,15 +65,19 @@ def test_json_lines(tmp_path: Path) -> None:
         b'{"a": NaN}',
         b'{"a": "\xc3\xa9"}\r',
     ]
-    path.write_bytes(b"\n".join([*lines, b"[" * 100_000, b'{"b": 2}']))
+    deep = [b'{"a": ' + b"[" * depth + b"]" * depth + b"}" for depth in (99, 100, 950)]
+    path.write_bytes(b"\n".join([*lines, b"[" * 100_000, b'{"b": 2}', *deep, b'{"a": "%b"}' % (b"[" * 200)]))
     found = values_of(path)
-    assert found[0] == {"a": 1} and found[5] == {"a": "é"} and found[7] == {"b": 2} and len(found) == 8
+    assert found[0] == {"a": 1} and found[5] == {"a": "é"} and found[7] == {"b": 2} and len(found) == 12
+    assert str(found[8]) == "{'a': %s}" % ("[" * 99 + "]" * 99) and found[11] == {"a": "[" * 200}
     for row, error in {
         1: "line 3: it is not JSON",
         2: "line 4: it is not UTF-8: byte 0xe9 at position 7; convert",
         3: "line 5: it must be a JSON object {...}, not a list",
         4: "line 6: it is not JSON: NaN is no JSON number",
-        6: "line 8: it is not JSON",
+        6: "line 8: it is not JSON: more than 100 lists and objects within each other",
+        9: "line 11: it is not JSON: more than 100 lists and objects within each other",
+        10: "line 12: it is not JSON: more than 100 lists and objects within each other",
     }.items():
         assert found[row].startswith(error)
     (tmp_path / "empty.jsonl").touch()
@@ -214,13 +218,16 @@ def test_prompts_of_rows() -> None:
         ({"prompt": "a", "sampling_params": {"top_p": 2}}, {}, r"top_p must be in \(0, 1\]"),
         ({"prompt": "a", "sampling_params": {"topp": 1}}, {}, "topp"),
         ({"prompt": "a", "sampling_params": "{"}, {}, "column 'sampling_params' is no JSON object"),
+        ({"prompt": "a", "sampling_params": "[" * 950 + "]" * 950}, {}, "more than 100 lists"),
         ({"prompt": "a", "sampling_params": [1]}, {}, "column 'sampling_params' must be an object"),
         ({"prompt": "a", "sampling_params": {"prompt_logprobs": 1}}, {}, "not written by a job"),
         ({"prompt": "a", "sampling_params": {"structured_outputs": 1}}, {}, "must be an object"),
         ({"messages": "Hi"}, {"messages": "messages"}, "is a text, and no JSON list of messages"),
+        ({"messages": "[" * 950 + "]" * 950}, {"messages": "messages"}, "more than 100 lists"),
         ({"messages": []}, {"messages": "messages"}, "column 'messages' must be a list of messages"),
         ({"messages": [{"content": "Hi"}]}, {}, "column 'messages', message 0 needs a role"),
         ({"a": 5}, {"template": "{a.b}"}, "the template cannot be filled: AttributeError"),
+        ({"a": 2**40}, {"template": "{a:c}"}, "the template cannot be filled: OverflowError"),
     ],
 )
 def test_bad_rows(values: dict[str, Any], columns: dict[str, Any], error: str) -> None:
@@ -242,6 +249,9 @@ def test_seeds_follow_from_the_job_and_the_index() -> None:
     assert len(set(seeds)) == 100
     assert plain_task({"prompt": "b"}, 7, sampled).params.seed == seeds[7]
     assert plain_task({"prompt": "b"}, 7, SamplingParams(seed=6)).params.seed != seeds[7]
+    for none in (None, -1):
+        own = plain_task({"prompt": "b", "sampling_params": {"seed": none, "top_k": 3}}, 7, sampled).params
+        assert own.seed == seeds[7]
     own = plain_task({"prompt": "a", "sampling_params": {"seed": 9, "max_tokens": 3}}, 7, sampled).params
     assert (own.seed, own.max_tokens, own.temperature) == (9, 3, 1)
     assert plain_task({"prompt": "a"}).params is plain_task({"prompt": "b"}).params  # greedy: one for all
