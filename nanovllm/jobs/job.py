@@ -68,7 +68,7 @@ def input_file(args: argparse.Namespace) -> Iterator[Path]:
 def check_output(args: argparse.Namespace) -> None:
     """Raise JobRefusedError when the output can be no output. Of a link, take what it leads to."""
     if args.output.is_symlink():
-        args.output = args.output.resolve()
+        args.output = Path(os.path.realpath(args.output))
     output: Path = args.output
     if output.suffix.lower() not in ENDINGS:
         raise JobRefusedError(f"-o {output}: its ending must be one of {', '.join(ENDINGS)}")
@@ -76,8 +76,8 @@ def check_output(args: argparse.Namespace) -> None:
         import_pyarrow()
     if not output.parent.is_dir():
         raise JobRefusedError(f"-o {output}: there is no folder {output.parent}; make it first")
-    if output.is_dir():
-        raise JobRefusedError(f"-o {output} is a folder; name a file")
+    if output.is_symlink() or (output.exists() and not output.is_file()):
+        raise JobRefusedError(f"-o {output} is a folder, a pipe, a device or a link to itself; name a file")
     for path in (output, output.parent):
         if path.exists() and not os.access(path, os.W_OK):
             raise JobRefusedError(f"-o {output}: no permission to write {path}; choose another -o")
