@@ -73,12 +73,23 @@ class Source(ABC):
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.size = path.stat().st_size
+        self._stat = path.stat()
+        self.size = self._stat.st_size
         self.position = 0  # bytes that have been read, for progress
 
     @abstractmethod
     def rows(self) -> Iterator[SourceRow]:
         """Read the file from its beginning."""
+
+    @property
+    def most_rows(self) -> int:
+        """The file has no more rows than this; a row is a byte at least."""
+        return self.size if self.num_rows is None else self.num_rows
+
+    def was_written(self) -> bool:
+        """Whether the file was written, or only touched, since it was opened first."""
+        now = self.path.stat()
+        return (now.st_size, now.st_mtime_ns) != (self.size, self._stat.st_mtime_ns)
 
 
 def open_source(path: Path, format: str) -> Source:

@@ -422,7 +422,7 @@ def test_a_journal_takes_its_own_job_alone(tmp_path: Path) -> None:
     output.write_text("{}")
     moved = JOB | {"input": {"bytes": 1, "path": "b"}}
     Journal(output, output).begin(moved)
-    assert json.loads(journal.path.read_text())["runs"] == 2
+    assert json.loads(journal.path.read_text())["input"]["path"] == "b"
     other = JOB | {"sampling": {"seed": 2}, "options": {"dtype": "float16"}}
     with pytest.raises(JobRefusedError) as caught:
         Journal(output, output).begin(other)
@@ -482,7 +482,7 @@ def row(index: int, error: str | None = None) -> dict[str, Any]:
 
 
 def write_all(path: Path, *rows: dict[str, Any]) -> None:
-    output = Output(path)
+    output = Output(path, 4)
     for each in rows:
         output.write(each["index"], each)
     output.close()
@@ -499,7 +499,7 @@ def test_index_sets(indexes: set[int]) -> None:
 def test_an_output_is_taken_up_and_put_in_order(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     write_all(path, row(2), row(0))
-    output = Output(path)
+    output = Output(path, 4)
     assert [index in output.finished for index in range(4)] == [True, False, True, False]
     assert (output.num_errors, output.is_ordered) == (0, False)
     output.write(1, row(1, "bad"))
@@ -509,7 +509,7 @@ def test_an_output_is_taken_up_and_put_in_order(tmp_path: Path) -> None:
     output.close()
     put_in_order(path, 3)
     assert path.read_bytes() == b"".join(map(to_line, [row(0), row(1, "bad"), row(2)]))
-    output = Output(path)
+    output = Output(path, 4)
     assert output.is_ordered and output.num_errors == 1
     output.close()
     assert [each.name for each in tmp_path.iterdir()] == ["out.jsonl"]
@@ -520,7 +520,7 @@ def test_a_torn_last_line_is_cut_off(tmp_path: Path, cut: int) -> None:
     path = tmp_path / "out.jsonl"
     write_all(path, row(0), row(1))
     path.write_bytes(path.read_bytes()[:-cut])
-    output = Output(path)
+    output = Output(path, 4)
     assert output.num_dropped == 1 and path.read_bytes() == to_line(row(0))
     output.write(1, row(1))
     output.close()
@@ -533,8 +533,12 @@ def test_damaged_lines_are_left_out_wherever_they_are(tmp_path: Path) -> None:
     path.write_bytes(
         good[0] + bytes(40) + b"\n" + good[1][:15] + b"\n" + good[2] + good[0] + good[3] + bytes(9)
     )
-    output = Output(path)
-    assert output.num_dropped == 4 and path.read_bytes() == good[0] + good[2] + good[3]
+    with path.open("ab") as file:
+        file.write(b"\n")
+        file.writelines(to_line(row(0)).replace(b"0", b"%d" % index) for index in (4, 10**14, 10**30))
+        file.write(b'{"index": %b}\n' % (b"9" * 5000))
+    output = Output(path, 4)
+    assert output.num_dropped == 8 and path.read_bytes() == good[0] + good[2] + good[3]
     output.write(1, row(1))
     output.close()
     assert path.read_bytes() == good[0] + good[2] + good[3] + good[1]
@@ -543,7 +547,7 @@ def test_damaged_lines_are_left_out_wherever_they_are(tmp_path: Path) -> None:
 def test_error_rows_can_be_dropped(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     write_all(path, row(0), row(1, "bad"), row(2), row(3, "bad"))
-    output = Output(path, drop_errors=True)
+    output = Output(path, 4, drop_errors=True)
     assert output.num_dropped == 2 and output.num_errors == 0 and 1 not in output.finished
     assert path.read_bytes() == to_line(row(0)) + to_line(row(2))
     output.close()
@@ -558,13 +562,13 @@ def test_no_room_to_drop_lines_leaves_the_output_as_it_is(
     with monkeypatch.context() as patch:
         patch.setattr("os.fsync", Mock(side_effect=[None, OSError(28, "No space left on device")]))
         with pytest.raises(OSError, match="No space left"):
-            Output(path, drop_errors=True)
+            Output(path, 4, drop_errors=True)
     assert path.read_bytes() == before and [each.name for each in tmp_path.iterdir()] == ["out.jsonl"]
 
 
 def test_a_line_that_does_not_fit_leaves_no_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "out.jsonl"
-    output = Output(path)
+    output = Output(path, 4)
     output.write(0, row(0))
     real = os.write
     writes: list[Callable[..., int]] = [lambda fd, data: real(fd, data[:7])]
@@ -657,6 +661,7 @@ def test_options_of_llm_are_flags() -> None:
         ([*RUN, "--sampling", "top_p=3"], r"top_p must be in \(0, 1\]"),
         ([*RUN, "--max-errors", "-1"], "must be a number of rows, 0 or more"),
         ([*RUN, "--window", "0"], "must be 1 or more"),
+        ([*RUN, "--report", "out.jsonl"], "must end in .html, not 'out.jsonl'"),
         ([*RUN, "--prompt-column", "a", "--template", "{a}"], "not allowed with argument"),
         ([*RUN, "--template", "@/none"], "No such file"),
         ([*RUN, "--chat-template-kwargs", "1"], "must be a JSON object"),
