@@ -165,10 +165,7 @@ class CSVSource(Source):
             first = next(self._reader(file), [])
         if isinstance(first, ValueError):
             raise JobRefusedError(f"{path}: the row of column names: {first}")
-        self.columns = first
-        doubled = sorted({name for name in first if first.count(name) > 1})
-        if doubled:
-            raise JobRefusedError(f"{path}: several columns are named {', '.join(doubled)}; rename them")
+        self.columns = _unique(first, path)
 
     def rows(self) -> Iterator[SourceRow]:
         assert self.columns is not None
@@ -236,7 +233,7 @@ class ParquetSource(Source):
         pyarrow = import_pyarrow()
         try:
             with pyarrow.parquet.ParquetFile(path) as file:
-                self.columns = list(file.schema_arrow.names)
+                self.columns = _unique(file.schema_arrow.names, path)
                 self.num_rows = file.metadata.num_rows
         except pyarrow.ArrowException as error:
             raise JobRefusedError(f"{path} is no Parquet file that can be read: {error}") from None
@@ -247,10 +244,31 @@ class ParquetSource(Source):
         names = [name for name in self.columns if self.wanted is None or name in self.wanted]
         with import_pyarrow().parquet.ParquetFile(self.path, buffer_size=2**20) as file:
             for batch in file.iter_batches(PARQUET_ROWS, columns=names):
-                for values in batch.to_pylist():
+                for values in _values_of(batch):
                     self.position = self.size * (index + 1) // (self.num_rows or 1)
                     yield SourceRow(index, f"row {index + 1}", values)
                     index += 1
+
+
+def _values_of(batch: Any) -> list[Values | ValueError]:
+    """The rows of a batch; an error in the place of one with a value that Python has not, such as a time in
+    nanoseconds or a text that is not UTF-8."""
+    try:
+        return list(batch.to_pylist())
+    except Exception as error:  # of many kinds
+        if batch.num_rows == 1:
+            return [ValueError(f"it cannot be read: {error}")]
+    return [row for start in range(batch.num_rows) for row in _values_of(batch.slice(start, 1))]
+
+
+def _unique(names: list[str], path: Path) -> list[str]:
+    """The names of columns; JobRefusedError when one comes twice."""
+    doubled = sorted({name for name in names if names.count(name) > 1})
+    if doubled:
+        raise JobRefusedError(
+            f"{path}: several columns are named {', '.join(map(repr, doubled))}; rename them"
+        )
+    return names
 
 
 def import_pyarrow() -> Any:

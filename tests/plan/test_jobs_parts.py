@@ -112,7 +112,7 @@ def test_csv(tmp_path: Path) -> None:
     (tmp_path / "rows.tsv").write_text("a\tb\n1,\t2\n")
     assert values_of(tmp_path / "rows.tsv") == [{"a": "1,", "b": "2"}]
     (tmp_path / "twice.csv").write_text("a,b,a\n")
-    with pytest.raises(JobRefusedError, match="several columns are named a; rename them"):
+    with pytest.raises(JobRefusedError, match="several columns are named 'a'; rename them"):
         open_source(tmp_path / "twice.csv", "auto")
 
 
@@ -152,9 +152,27 @@ def test_parquet(tmp_path: Path) -> None:
     assert [row.values() for row in source.rows()] == rows and source.position == source.size
     source.wanted = {"prompt"}
     assert next(source.rows()).values() == {"prompt": "p0"}
+    pyarrow.parquet.write_table(pyarrow.table([[1], [2]], names=["prompt", "prompt"]), path)
+    with pytest.raises(JobRefusedError, match="several columns are named 'prompt'; rename them"):
+        open_source(path, "auto")
     path.write_bytes(b"PAR1 no table")
     with pytest.raises(JobRefusedError, match=r"rows\.parquet is no Parquet file that can be read"):
         open_source(path, "auto")
+
+
+def test_a_value_that_python_has_not_makes_one_bad_row(tmp_path: Path) -> None:
+    """A text that is not UTF-8, and a date far away."""
+    pyarrow = sources.import_pyarrow()
+    path = tmp_path / "rows.parquet"
+    length = 600
+    text = pyarrow.array([b"\xff" if row == 300 else b"a" for row in range(length)]).view(pyarrow.string())
+    dates = [2**30 if row == 302 else None for row in range(length)]
+    table = pyarrow.table({"text": text, "date": pyarrow.array(dates, pyarrow.date32())})
+    pyarrow.parquet.write_table(table, path)
+    found = values_of(path)
+    assert [index for index, row in enumerate(found) if isinstance(row, str)] == [300, 302]
+    assert found[300].startswith("row 301: it cannot be read: 'utf-8' codec can't decode byte 0xff")
+    assert found[301] == {"text": "a", "date": None} and len(found) == length
 
 
 @pytest.mark.parametrize(
