@@ -124,8 +124,10 @@ def _run(job: Job, runner: JobRunner, progress: JobProgress, make_llm: Callable[
             llm.on_step = progress.step
             params = job_params(args.sampling, llm.get_default_sampling_params())
             row_format = make_format(args, job.is_batch, params, job.seed)
+            all_chats = args.messages_column is not None
+            renderer = Renderer(llm.tokenizer, args.chat_template_kwargs, all_chats)
             with _reported(job, llm, progress):
-                runner.run(llm, row_format, Renderer(llm.tokenizer, args.chat_template_kwargs))
+                runner.run(llm, row_format, renderer)
     elif args.report is not None:
         say(f"{args.report} is not written, for no row was left to run")
     before = job.journal.state["input"]["xxh3_128"]

@@ -75,7 +75,8 @@ def check_template_options(
         )
     if chat_template is None and not tokenizer.chat_template:
         raise ValueError(
-            "this model has no chat template; pass chat_template, or complete prompts to generate()"
+            "this model has no chat template; put chat_template.jinja into its folder, pass chat_template, "
+            "or complete prompts to generate()"
         )
     flags = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
     for name, flag in flags.items():

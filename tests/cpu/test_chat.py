@@ -178,6 +178,6 @@ def test_wrong_messages(messages: Any, error: type[Exception], message: str) -> 
 
 def test_without_a_template(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(llm.tokenizer, "chat_template", None)
-    with pytest.raises(ValueError, match="this model has no chat template; pass chat_template, or"):
+    with pytest.raises(ValueError, match="this model has no chat template; put"):
         llm.chat([USER])
     assert prompts(llm, [USER], chat_template=TEMPLATE) == ["[user|Hi][assistant|"]

@@ -259,6 +259,25 @@ def test_an_input_that_changes_while_the_job_runs(tmp_path: Path, capsys: pytest
     assert run(source, "-o", out) == 2
 
 
+def test_a_model_without_a_chat_template(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Rows with messages are error rows, and refused where all rows are to be conversations."""
+    rows = rows_of(5)
+    rows[2] = {"id": "c", "messages": [{"role": "user", "content": "Hi"}]}
+    source, out = write_rows(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl"
+
+    class WithoutTemplate(FakeLLM):
+        tokenizer = Mock(chat_template=None)
+
+    for more in (["--messages-column", "messages"], ["--chat-template-kwargs", '{"a": 1}']):
+        assert run(source, "-o", out, *more, make_llm=WithoutTemplate) == 2
+        assert "rows with messages: this model has no chat template" in capsys.readouterr().out
+        assert out.read_bytes() == b""
+    assert run(source, "-o", out, make_llm=WithoutTemplate) == 1
+    found = read_rows(out)
+    assert [row["error"] is None for row in found] == [True, True, False, True, True]
+    assert found[2]["id"] == "c" and "this model has no chat template; put" in found[2]["error"]
+
+
 def test_an_input_that_is_only_touched_while_the_job_runs(tmp_path: Path) -> None:
     source, out = write_rows(tmp_path / "in.jsonl", rows_of(200)), tmp_path / "out.jsonl"
     assert run(source, "-o", out, make_llm=watched(lambda number: os.utime(source, (number, number)))) == 0
