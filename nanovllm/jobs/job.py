@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import argparse
 import os
-import platform
 import shlex
 import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from importlib.metadata import PackageNotFoundError, version
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -25,6 +23,7 @@ from nanovllm.jobs.params import ParamsMaker
 from nanovllm.jobs.sources import ENDINGS, Source, import_pyarrow, open_source
 from nanovllm.jobs.tasks import Columns, PlainFormat, RowFormat
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.versions import versions
 
 # Options of LLM that say where and how a job runs. It may go on with others, say on another machine.
 MAY_CHANGE = {
@@ -45,7 +44,6 @@ MAY_CHANGE = {
 }
 PROMPT_ARGUMENTS = ("prompt_column", "template", "messages_column", "id_column", "chat_template_kwargs")
 LOOKED_AT = 100  # rows of JSON, to tell an OpenAI batch and a column that no row has
-PACKAGES = ("nanovllm", "torch", "transformers", "tokenizers", "triton", "numpy")
 
 
 @contextmanager
@@ -146,17 +144,6 @@ def describe(
         "other_options": {name: value for name, value in options.items() if name in MAY_CHANGE},
         "versions": versions(),
     }
-
-
-def versions(more: tuple[str, ...] = ()) -> dict[str, str]:
-    """The versions of what an answer depends on, and of the packages `more`."""
-    found = {"python": platform.python_version()}
-    for name in (*PACKAGES, *more):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = "not installed"
-    return found
 
 
 def _check_columns(columns: list[str], needed: list[str], where: str) -> None:

@@ -41,7 +41,7 @@ class Renderer:
             raise JobRefusedError(f"rows with messages: {self._options}")
 
     def prompts(self, tasks: Sequence[Task]) -> list[dict[str, Any] | BadRow]:
-        """Return the prompt of each task, or in its place a TypeError or ValueError: what is wrong with it."""
+        """Return the prompt of each task, or in its place the error that says what is wrong with it."""
         plain = iter(self._plain([task for task in tasks if task.is_chat and not task.template]))
         prompts: list[dict[str, Any] | BadRow] = []
         for task in tasks:

@@ -153,7 +153,7 @@ def test_figures_on_the_page_are_those_of_the_stats(llm: CheckedLLM) -> None:
     assert about["Model"] == llm.config.model and about["Devices"] == "1 x cpu"
     assert about["Dtype"] == "float32; KV cache: float32" and about["Input"] == "<rows>.jsonl"
     assert page.findtext("head/title") == page.findtext("body/h1") == "A & B"
-    assert {"Python", "torch", "nanovllm"} <= set(rows(page, "versions"))
+    assert {"python", "torch", "nanovllm", "system"} <= set(rows(page, "versions"))
 
 
 def test_options_are_there_and_secrets_are_not(llm: CheckedLLM) -> None:
