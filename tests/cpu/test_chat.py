@@ -125,6 +125,14 @@ def test_text_parts_are_joined(llm: LLM) -> None:
     assert text == SHOWN.replace("Hi", "one\ntwo\nthree") + ANSWER
 
 
+def test_what_the_template_does_not_use_is_said_once(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
+    for variables in ({"unknown": 1}, {"unknown": 2}):
+        llm.chat([USER], SHORT, use_tqdm=False, chat_template_kwargs=variables)
+    assert [each.message for each in caplog.records] == [
+        "the chat template does not use unknown, which changes nothing"
+    ]
+
+
 def test_tool_calls(llm: LLM) -> None:
     def call(arguments: Any) -> dict[str, Any]:
         call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
