@@ -329,6 +329,14 @@ def test_a_line_is_broken_where_no_step_ran() -> None:
     assert [len(run) for run in output.lines[0].runs] == [3, 2]
 
 
+def test_all_charts_have_one_time_axis() -> None:
+    prefill, decode = (made(kind, 2, 9, query=1, seconds=0.1) for kind in (StepKind.PREFILL, StepKind.DECODE))
+    stats = recorded([(0.15, prefill), (5.05, decode)])
+    samples = [GPUSample(stats.start_time + seconds, (1.0,), (1.0,)) for seconds in (0.0, 9.0)]
+    axes = {str(ticks(parse(each.svg()), "xtick")) for each in charts_of(stats, None, samples)}
+    assert len(axes) == 1 and "(8.0," in axes.pop()
+
+
 @pytest.mark.parametrize(
     ("seconds", "unit"),
     [(0.5, "s"), (180, "s"), (181, "min"), (3 * 3600, "min"), (86400, "h"), (1e6, "days")],
