@@ -196,6 +196,14 @@ def test_an_unexpected_error_has_an_exit_code_of_its_own(
     assert "Input/output error" in capsys.readouterr().err
 
 
+def test_standard_error_that_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, out = write_rows(tmp_path / "in.jsonl", rows_of(3)), tmp_path / "out.jsonl"
+    monkeypatch.setattr("sys.stderr", None)
+    monkeypatch.setattr("nanovllm.jobs.run.main.__defaults__", (FakeLLM,))
+    assert program.main(["run", str(source), "-o", str(out), "--model", jobs.demo_model_path()]) == 0
+    assert len(read_rows(out)) == 3
+
+
 def test_a_file_system_without_locks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
