@@ -43,7 +43,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     run.add_argument("--max-errors", type=_count, metavar="N", help="stop at more error rows than this")
     run.add_argument("--retry-errors", action="store_true", help="run the error rows of the output again")
     run.add_argument("--ordered", action="store_true", help="run and write the rows in the input's order")
-    run.add_argument("--report", type=Path, metavar="FILE", help="write a page with charts of the run, .html")
+    run.add_argument("--report", type=_page, metavar="FILE", help="write a page with charts, .html")
     help_window = f"rows that are put into a good order at once (default: {WINDOW_ROWS:,})"
     run.add_argument("--window", type=_positive, default=WINDOW_ROWS, metavar="N", help=help_window)
     _add_engine_arguments(run)
@@ -155,6 +155,12 @@ def _template(text: str) -> str:
         return Path(text[1:]).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise argparse.ArgumentTypeError(f"{text[1:]}: {error}") from None
+
+
+def _page(text: str) -> Path:
+    if not text.endswith(".html"):  # it could be the output
+        raise argparse.ArgumentTypeError(f"must end in .html, not {text!r}")
+    return Path(text)
 
 
 def _count(text: str) -> int:

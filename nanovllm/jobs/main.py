@@ -6,6 +6,7 @@ Imports a command's module when it is asked for: `run` needs torch, and a wrong 
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 import traceback
 from collections.abc import Sequence
@@ -17,6 +18,8 @@ from nanovllm.jobs.errors import FAILED, INTERRUPTED, REFUSED, JobRefusedError
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line, without the program's name; return the exit code."""
+    if sys.stderr is None:  # closed, as by `2>&-`
+        sys.stderr = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
     args = parse_args(argv)
     try:
         code: int = importlib.import_module(f"nanovllm.jobs.{args.command}").main(args)

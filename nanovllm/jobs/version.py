@@ -10,7 +10,7 @@ import torch
 from nanovllm.attention.select import BACKENDS
 from nanovllm.device import Device
 from nanovllm.jobs.errors import ANSWERED
-from nanovllm.jobs.job import versions
+from nanovllm.versions import versions
 
 HEAD_DIM = 128  # of the models that a backend is asked about
 OPTIONAL = ("flash-attn", "llguidance", "pyarrow")

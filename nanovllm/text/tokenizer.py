@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -75,7 +76,8 @@ def check_template_options(
         )
     if chat_template is None and not tokenizer.chat_template:
         raise ValueError(
-            "this model has no chat template; pass chat_template, or complete prompts to generate()"
+            "this model has no chat template; put chat_template.jinja into its folder, pass chat_template, "
+            "or complete prompts to generate()"
         )
     flags = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
     for name, flag in flags.items():
@@ -100,10 +102,14 @@ def check_template_options(
     options = {"chat_template": chat_template, "tools": all_tools, **flags}
     template = tokenizer.get_chat_template(chat_template, all_tools)
     given = [*variables, "tools"] if all_tools else variables
-    unused = [name for name in given if name not in template]
-    if unused:
-        logger.warning("the chat template does not use %s, which changes nothing", ", ".join(unused))
+    _warn_of_unused(template, tuple(name for name in given if name not in template))
     return options | dict(variables)
+
+
+@lru_cache  # so it is said once, and not for each row of a file
+def _warn_of_unused(template: str, names: tuple[str, ...]) -> None:
+    if names:
+        logger.warning("the chat template does not use %s, which changes nothing", ", ".join(names))
 
 
 def render_conversations(
