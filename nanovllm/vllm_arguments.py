@@ -153,6 +153,7 @@ SAMPLING: dict[str, Absent] = {
 _CALL: dict[str, Absent] = {
     "lora_request": Absent((None,), _NO_LORA.advice, per_prompt=True),
     "tokenization_kwargs": Absent(_NOTHING, "use the tokenizer yourself, and pass token ids"),
+    "mm_processor_kwargs": _NO_IMAGES,
 }
 
 GENERATE: dict[str, Absent] = _CALL | {
@@ -175,7 +176,6 @@ PROMPT: dict[str, Absent] = {  # keys of a prompt that is a dictionary
 
 CHAT: dict[str, Absent] = _CALL | {
     "chat_template_content_format": Absent(("auto", "string", None), "templates get contents as texts"),
-    "mm_processor_kwargs": _NO_IMAGES,
 }
 
 
