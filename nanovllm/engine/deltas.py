@@ -72,7 +72,7 @@ class Deltas:
                 logprobs=None if logprobs is None else logprobs[start:],
             )
         text = "" if given.text is None else given.text.take()
-        part = CompletionOutput(given.index, text, token_ids, None)
+        part = CompletionOutput(given.index, text, token_ids)
         rows = given.state.sequences[given.index].logprobs[given.num_tokens :]
         given.num_characters += len(text)
         given.num_tokens += len(token_ids)
@@ -87,6 +87,7 @@ def _unfinished(state: RequestState, completions: list[CompletionOutput]) -> Req
         request_id=str(request.request_id),
         prompt=request.prompt,
         prompt_token_ids=request.prompt_token_ids,
+        prompt_logprobs=None,
         outputs=completions,
         num_cached_tokens=state.num_cached_tokens,
         index=request.index,

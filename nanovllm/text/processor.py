@@ -113,14 +113,15 @@ class Processor:
         is_cut = finish_reason == "stop" and not request.params.include_stop_str_in_output
         text = self._text(request, token_ids[:-1] if is_cut else token_ids)
         stop_reason = None if self._is_eos(stop_token, request.params) else stop_token
-        return CompletionOutput(index, text, token_ids, finish_reason, stop_reason)
+        return CompletionOutput(index, text, token_ids, finish_reason=finish_reason, stop_reason=stop_reason)
 
     def stopped_completion(
         self, request: Request, index: int, token_ids: list[int], stop: StopStrings
     ) -> CompletionOutput:
         """Return completion `index` of the request, in which `stop` has found a stop string."""
         text = stop.text(request.params.include_stop_str_in_output)
-        return CompletionOutput(index, text, token_ids[: stop.num_tokens], "stop", stop.found)
+        kept = token_ids[: stop.num_tokens]
+        return CompletionOutput(index, text, kept, finish_reason="stop", stop_reason=stop.found)
 
     def with_logprobs(
         self, output: CompletionOutput, request: Request, rows: list[tuple[TokenLogprobs, int]]
@@ -151,12 +152,12 @@ class Processor:
             request_id=str(request.request_id),
             prompt=request.prompt,
             prompt_token_ids=request.prompt_token_ids,
+            prompt_logprobs=logprobs,
             outputs=completions,
+            metrics=metrics,
             num_cached_tokens=num_cached_tokens,
             error=_failure(request.params) if failed else None,
             index=request.index,
-            metrics=metrics,
-            prompt_logprobs=logprobs,
         )
 
     def _width(self, asked: int) -> int:
@@ -283,5 +284,6 @@ def refused_output(
         text, token_ids = request.prompt, request.prompt_token_ids
     elif isinstance(prompt, Prompt):
         text, token_ids = prompt.text, prompt.token_ids
-    answer = CompletionOutput(0, "", [], "error")
-    return RequestOutput(str(request_id), text, token_ids or [], [answer], error=str(error), index=index)
+    answer = CompletionOutput(0, "", [], finish_reason="error")
+    ids = token_ids or []
+    return RequestOutput(str(request_id), text, ids, None, [answer], error=str(error), index=index)
