@@ -15,7 +15,7 @@ import numpy as np
 from nanovllm.batch import TokenLogprobs
 from nanovllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.text.detokenizer import Detokenizer
+from nanovllm.text.detokenizer import CUT, LONGEST_CUT, Detokenizer
 from nanovllm.text.logprobs import LogprobDicts, join_parts, join_rows
 from nanovllm.text.prompts import Prompt, pack_token_ids
 from nanovllm.text.request import Request
@@ -124,15 +124,23 @@ class Processor:
         return CompletionOutput(index, text, kept, finish_reason="stop", stop_reason=stop.found)
 
     def with_logprobs(
-        self, output: CompletionOutput, request: Request, rows: list[tuple[TokenLogprobs, int]]
+        self,
+        output: CompletionOutput,
+        request: Request,
+        rows: list[tuple[TokenLogprobs, int]],
+        before: Sequence[int] = (),
     ) -> CompletionOutput:
-        """The completion with the logprobs of its tokens, a row each, if they were asked for."""
+        """The completion with the logprobs of its tokens, a row each, if they were asked for.
+
+        before: its last tokens before these, of a part of a completion.
+        """
         asked = request.params.logprobs
         if asked is None:
             return output
         columns = join_rows(rows[: len(output.token_ids)], self._width(asked))
         total = float(columns.values[:, 0].sum(dtype=np.float64))
-        return replace(output, logprobs=LogprobDicts(columns, self.decode_token), cumulative_logprob=total)
+        logprobs = LogprobDicts(columns, self.decode_token, before=before)
+        return replace(output, logprobs=logprobs, cumulative_logprob=total)
 
     def output(
         self,
@@ -173,12 +181,21 @@ class Processor:
         """The text of tokens; None without a tokenizer."""
         return None if self.tokenizer is None else str(self.tokenizer.decode(token_ids))
 
-    def decode_token(self, token_id: int) -> str | None:
+    def decode_token(self, token_id: int, before: list[int]) -> str | None:
+        """The text of a token behind the tokens `before`; None without a tokenizer.
+
+        Of a character that several tokens write, the last one has the text and the others have none, as in
+        vLLM.
+        """
         if self.tokenizer is None:
             return None
         if token_id not in self._decoded:
             self._decoded[token_id] = str(self.tokenizer.decode([token_id]))
-        return self._decoded[token_id]
+        text, token_ids = self._decoded[token_id], [token_id]
+        while text.endswith(CUT) and len(token_ids) <= min(LONGEST_CUT, len(before)):
+            token_ids.insert(0, before[-len(token_ids)])
+            text = str(self.tokenizer.decode(token_ids))
+        return "" if text.endswith(CUT) else text
 
     def _check_num_logprobs(self, params: SamplingParams) -> None:
         """ValueError for more logprobs than `max_logprobs` allows."""
