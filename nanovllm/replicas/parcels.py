@@ -28,7 +28,8 @@ def unpack_request(request: Request, processor: Processor) -> Request:
 
 
 def pack_output(output: RequestOutput) -> RequestOutput:
-    """Without the prompt, and with logprobs as (columns, how many entries before them are None)."""
+    """Without the prompt, and with logprobs as (columns, how many entries before them are None, tokens before
+    them)."""
     completions = [replace(each, logprobs=_pack_logprobs(each.logprobs)) for each in output.outputs]
     logprobs = _pack_logprobs(output.prompt_logprobs)
     return replace(output, prompt=None, prompt_token_ids=[], outputs=completions, prompt_logprobs=logprobs)
@@ -49,11 +50,13 @@ def unpack_output(output: RequestOutput, request: Request, processor: Processor)
 
 
 def _pack_logprobs(logprobs: Any) -> Any:
-    return (logprobs.columns, logprobs.num_unknown) if isinstance(logprobs, LogprobDicts) else logprobs
+    if not isinstance(logprobs, LogprobDicts):
+        return logprobs
+    return logprobs.columns, logprobs.num_unknown, logprobs.before
 
 
 def _unpack_logprobs(logprobs: Any, processor: Processor) -> Any:
     if not isinstance(logprobs, tuple):
         return logprobs
-    columns, num_unknown = logprobs
-    return LogprobDicts(columns, processor.decode_token, num_unknown)
+    columns, num_unknown, before = logprobs
+    return LogprobDicts(columns, processor.decode_token, num_unknown, before)

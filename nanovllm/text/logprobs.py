@@ -35,7 +35,7 @@ class LogprobDicts(Sequence[Any]):
         self.columns = columns
         self._decode = decode
         self.num_unknown = num_unknown
-        self._before = before
+        self.before = before[-LONGEST_CUT:]
 
     def __len__(self) -> int:
         return self.num_unknown + len(self.columns.values)
@@ -63,7 +63,7 @@ class LogprobDicts(Sequence[Any]):
         values = self.columns.values[place].tolist()
         ids = self.columns.token_ids[place].tolist()
         ranks = [int(self.columns.ranks[place]), *range(1, len(ids))]
-        before = [*self._before, *self.columns.token_ids[max(0, place - LONGEST_CUT) : place, 0].tolist()]
+        before = [*self.before, *self.columns.token_ids[max(0, place - LONGEST_CUT) : place, 0].tolist()]
         dictionary: dict[int, Logprob] = {}
         for token_id, value, rank in zip(ids, values, ranks, strict=True):
             dictionary.setdefault(token_id, Logprob(value, rank, self._decode(token_id, before)))

@@ -153,8 +153,9 @@ class Processor:
         """Return what the request returns, of all completions in order and the scores of prompt tokens."""
         logprobs = None
         if request.first_scored is not None:
+            first = request.first_scored
             columns = join_parts(scores, self._width(request.params.prompt_logprobs or 0))
-            logprobs = LogprobDicts(columns, self.decode_token, request.first_scored)
+            logprobs = LogprobDicts(columns, self.decode_token, first, request.prompt_token_ids[:first])
         failed = any(completion.finish_reason == "error" for completion in completions)
         return RequestOutput(
             request_id=str(request.request_id),
