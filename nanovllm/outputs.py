@@ -15,8 +15,8 @@ class Logprob:
     """The natural logarithm of a token's probability, beside its place among all tokens.
 
     rank: 1 is the likeliest token; None where nobody asked for it.
-    decoded_token: the token's text, None without a tokenizer; of a character that several tokens write, the
-    last one has the text and the others have "".
+    decoded_token: the token's text; of a character that several tokens write, the last one has the text and
+    the others have "". None without a tokenizer and with `detokenize=False`.
     """
 
     logprob: float

@@ -37,15 +37,17 @@ def pack_output(output: RequestOutput) -> RequestOutput:
 
 def unpack_output(output: RequestOutput, request: Request, processor: Processor) -> RequestOutput:
     """With the request's prompt, and logprobs with the texts of their tokens."""
-    completions = [
-        replace(each, logprobs=_unpack_logprobs(each.logprobs, processor)) for each in output.outputs
-    ]
+
+    def unpacked(logprobs: Any) -> Any:
+        return processor.logprob_dicts(request.params, *logprobs) if isinstance(logprobs, tuple) else logprobs
+
+    completions = [replace(each, logprobs=unpacked(each.logprobs)) for each in output.outputs]
     return replace(
         output,
         prompt=request.prompt,
         prompt_token_ids=request.prompt_token_ids,
         outputs=completions,
-        prompt_logprobs=_unpack_logprobs(output.prompt_logprobs, processor),
+        prompt_logprobs=unpacked(output.prompt_logprobs),
     )
 
 
@@ -53,10 +55,3 @@ def _pack_logprobs(logprobs: Any) -> Any:
     if not isinstance(logprobs, LogprobDicts):
         return logprobs
     return logprobs.columns, logprobs.num_unknown, logprobs.before
-
-
-def _unpack_logprobs(logprobs: Any, processor: Processor) -> Any:
-    if not isinstance(logprobs, tuple):
-        return logprobs
-    columns, num_unknown, before = logprobs
-    return LogprobDicts(columns, processor.decode_token, num_unknown, before)

@@ -22,13 +22,14 @@ class LogprobDicts(Sequence[Any]):
     """For each token a dictionary from token ids to `Logprob`: its own first, then those of the likeliest.
 
     The first `num_unknown` entries are None. Equal to a list of the same; a pickle holds that list.
-    decode: gives the text of a token behind others. before: the last tokens before the first one.
+    decode: gives the text of a token behind others; None: they have no texts. before: the last tokens before
+    the first one.
     """
 
     def __init__(
         self,
         columns: TokenLogprobs,
-        decode: Callable[[int, list[int]], str | None],
+        decode: Callable[[int, list[int]], str | None] | None,
         num_unknown: int = 0,
         before: Sequence[int] = (),
     ) -> None:
@@ -66,7 +67,8 @@ class LogprobDicts(Sequence[Any]):
         before = [*self.before, *self.columns.token_ids[max(0, place - LONGEST_CUT) : place, 0].tolist()]
         dictionary: dict[int, Logprob] = {}
         for token_id, value, rank in zip(ids, values, ranks, strict=True):
-            dictionary.setdefault(token_id, Logprob(value, rank, self._decode(token_id, before)))
+            text = None if self._decode is None else self._decode(token_id, before)
+            dictionary.setdefault(token_id, Logprob(value, rank, text))
         return dictionary
 
 

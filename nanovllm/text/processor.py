@@ -139,7 +139,7 @@ class Processor:
             return output
         columns = join_rows(rows[: len(output.token_ids)], self._width(asked))
         total = float(columns.values[:, 0].sum(dtype=np.float64))
-        logprobs = LogprobDicts(columns, self.decode_token, before=before)
+        logprobs = self.logprob_dicts(request.params, columns, before=before)
         return replace(output, logprobs=logprobs, cumulative_logprob=total)
 
     def output(
@@ -155,7 +155,8 @@ class Processor:
         if request.first_scored is not None:
             first = request.first_scored
             columns = join_parts(scores, self._width(request.params.prompt_logprobs or 0))
-            logprobs = LogprobDicts(columns, self.decode_token, first, request.prompt_token_ids[:first])
+            before = request.prompt_token_ids[:first]
+            logprobs = self.logprob_dicts(request.params, columns, first, before)
         failed = any(completion.finish_reason == "error" for completion in completions)
         return RequestOutput(
             request_id=str(request.request_id),
@@ -182,7 +183,18 @@ class Processor:
         """The text of tokens; None without a tokenizer."""
         return None if self.tokenizer is None else str(self.tokenizer.decode(token_ids))
 
-    def decode_token(self, token_id: int, before: list[int]) -> str | None:
+    def logprob_dicts(
+        self,
+        params: SamplingParams,
+        columns: TokenLogprobs,
+        num_unknown: int = 0,
+        before: Sequence[int] = (),
+    ) -> LogprobDicts:
+        """The logprobs of tokens, with their texts if outputs of these parameters have any."""
+        decode = self._decode_token if params.detokenize else None
+        return LogprobDicts(columns, decode, num_unknown, before)
+
+    def _decode_token(self, token_id: int, before: list[int]) -> str | None:
         """The text of a token behind the tokens `before`; None without a tokenizer.
 
         Of a character that several tokens write, the last one has the text and the others have none, as in

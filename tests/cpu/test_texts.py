@@ -271,3 +271,7 @@ def test_the_last_token_of_a_character_has_its_text(kind: str, tmp_path: Path) -
         for completion in output.outputs:
             mine = [part for each in parts for part in each.outputs if part.index == completion.index]
             assert [row for part in mine for row in part.logprobs] == list(completion.logprobs)
+        params.detokenize = False
+        [output] = llm.generate([ids], params, use_tqdm=False)
+        rows = [*output.prompt_logprobs[1:], *output.outputs[0].logprobs]
+        assert {each.decoded_token for row in rows for each in row.values()} == {None}
