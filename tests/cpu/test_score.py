@@ -13,7 +13,7 @@ import torch
 from checked_llm import CheckedLLM, make_tiny
 from tiny_models import transformers_model
 
-from nanovllm import LLM, BeamSearchParams, SamplingParams, demo_model_path
+from nanovllm import LLM, BeamSearchParams, SamplingParams, StructuredOutputsParams, demo_model_path
 from nanovllm.models.decoder import DecoderForCausalLM
 
 PROMPT = [5, 9, 17, 3, 44, 8, 61, 2, 90, 13, 7, 7, 21, 35, 1, 64, 11, 12, 13, 92]
@@ -185,3 +185,8 @@ def test_beams_end_where_the_model_does(model: Path) -> None:
             llm.beam_search([PROMPT], BeamSearchParams(beam_width=11, max_tokens=1))
     with pytest.raises(ValueError, match="beam_width must be an integer of at least 1, not 0"):
         BeamSearchParams(beam_width=0, max_tokens=1)
+    assert BeamSearchParams(2, 1, structured_outputs=None) == BeamSearchParams(2, 1)
+    with pytest.raises(
+        ValueError, match=r"structured_outputs=Struct.* is not supported in .*; use generate\(\)"
+    ):
+        BeamSearchParams(2, 1, structured_outputs=StructuredOutputsParams(regex="a"))

@@ -344,8 +344,8 @@ def test_bad_openai_rows(body: dict[str, Any], others: dict[str, Any], error: st
 def test_openai_answers() -> None:
     row_format = OpenAIFormat(ParamsMaker(GREEDY, 0), "folder")
     logprobs = [{5: Logprob(-0.5, 1, "a"), 6: Logprob(-float("inf"), 2, "b")}]
-    completion = CompletionOutput(0, "a", [5], "stop", None, logprobs)
-    output = RequestOutput("0", "Hi", [1, 2], [completion])
+    completion = CompletionOutput(0, "a", [5], None, logprobs, "stop")
+    output = RequestOutput("0", "Hi", [1, 2], None, [completion])
     chat = batch_task({"messages": CHAT, "logprobs": True, "top_logprobs": 2})
     answer = row_format.answer(chat, output)
     assert answer["id"] == "batch_req_3" and answer["custom_id"] == "r" and answer["error"] is None
@@ -629,7 +629,8 @@ class Terminal(StringIO):
 
 
 def answer_of(tokens: int) -> RequestOutput:
-    return RequestOutput("0", "a", [1, 2], [CompletionOutput(0, "a", [5] * tokens, "stop")])
+    completion = CompletionOutput(0, "a", [5] * tokens, finish_reason="stop")
+    return RequestOutput("0", "a", [1, 2], None, [completion])
 
 
 def test_progress(tmp_path: Path) -> None:

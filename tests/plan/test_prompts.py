@@ -13,7 +13,13 @@ import numpy as np
 import pytest
 
 from nanovllm import TextPrompt, TokensPrompt
-from nanovllm.outputs import CompletionOutput, RequestOutput
+from nanovllm.outputs import (
+    CompletionOutput,
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    Logprob,
+    RequestOutput,
+)
 from nanovllm.text import prompts as forms
 from nanovllm.text.prompts import Prompt, parse_prompt
 from nanovllm.text.rows import raise_first
@@ -131,7 +137,7 @@ def test_what_has_no_meaning(prompts: Any, error: type[Exception], message: str)
 
 
 def test_an_output_is_a_mapping() -> None:
-    output = RequestOutput("0", "p", [1], [CompletionOutput(0, "text", [5, 6], "length")])
+    output = RequestOutput("0", "p", [1], None, [CompletionOutput(0, "text", [5, 6], finish_reason="length")])
     assert isinstance(output, Mapping) and len(output) == 3 and output
     assert output.finished is True and output.outputs[0].finished() is True
     assert "text" in output and "logprobs" not in output and None not in output
@@ -145,3 +151,23 @@ def test_an_output_is_a_mapping() -> None:
         output["logprobs"]
     assert pickle.loads(pickle.dumps(output)) == output == copy.deepcopy(output)
     assert repr(output).startswith("RequestOutput(request_id='0', prompt='p'")
+
+
+def test_outputs_are_made_and_changed_as_vllms() -> None:
+    """Scripts build them for their own tests, and note their own results in them."""
+    logprobs = [{5: Logprob(-0.5, 1, " a")}]
+    completion = CompletionOutput(0, " a", [5], -0.5, logprobs)
+    assert (completion.cumulative_logprob, completion.logprobs) == (-0.5, logprobs)
+    assert not completion.finished()
+    output = RequestOutput("0", "p", [1], None, [completion], False)
+    assert output.outputs == [completion] and output.finished is False
+    completion.text, output.label = completion.text.strip(), "good"
+    assert output["text"] == "a" and copy.deepcopy(output).label == "good"
+    named = {"cumulative_logprob": None, "logprobs": None, "finish_reason": "length"}
+    assert CompletionOutput(index=0, text="", token_ids=[], **named).finished()
+
+
+def test_an_embedding_is_shown_by_its_size() -> None:
+    output = EmbeddingRequestOutput("0", EmbeddingOutput([0.5] * 128), [1, 2], 0, True)
+    assert output.finished and output.outputs.hidden_size == 128
+    assert "EmbeddingOutput(hidden_size=128)" in repr(output) and "0.5" not in repr(output)
