@@ -478,3 +478,22 @@ def test_the_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "nanovllm " in printed and "attention backend reference: can run" in printed
     assert program.main(["run", str(good), "-o", str(good), "--model", jobs.demo_model_path()]) == 2
     assert "nanovllm run: -o" in capsys.readouterr().err
+
+
+def test_a_reader_that_leaves(tmp_path: Path) -> None:
+    source = write_rows(tmp_path / "in.jsonl", rows_of(3))
+    with subprocess.Popen(
+        [sys.executable, "-m", "nanovllm", "check", source], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b"" and process.wait() == 141
+
+
+def test_standard_output_and_error_that_are_closed(tmp_path: Path) -> None:
+    source, output = write_rows(tmp_path / "in.jsonl", rows_of(3)), tmp_path / "out.jsonl"
+    model = jobs.demo_model_path()
+    argv = ["-m", "nanovllm", "run", source, "-o", output, "--model", model, "--num-kvcache-blocks", "99"]
+    closed = ["sh", "-c", 'exec "$0" "$@" >&- 2>&-', sys.executable, *argv]
+    assert subprocess.run(closed).returncode == 0
+    assert [row["error"] for row in read_rows(output)] == [None] * 3
