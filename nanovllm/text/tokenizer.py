@@ -42,7 +42,7 @@ def load_tokenizer(path: Path, trust_remote_code: bool = False) -> PreTrainedTok
 def encode(
     tokenizer: PreTrainedTokenizerBase, texts: list[str], add_special_tokens: bool = True
 ) -> list[list[int]]:
-    """Return the token ids of each text. transformers gives no warning of long ones, for the engine knows which
+    """Return the token ids of each text. transformers gives no warning of long ones: the engine knows which
     are too long."""
     return tokenizer(texts, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
 

@@ -120,7 +120,7 @@ def test_long_texts_are_the_engines_own_concern(
             lambda: llm.score(long, "b"),
             lambda: llm.chat([{"role": "user", "content": long}]),
         ):
-            with pytest.raises(ValueError, match="has 20[01][0-9] tokens, and at most"):
+            with pytest.raises(ValueError, match=r"has 20[01][0-9] tokens, and at most"):
                 call()
     assert not caplog.records
 
