@@ -472,12 +472,29 @@ def test_the_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     own = ["--override-generation-config", '{"temperature": 0}']
     assert program.main(["check", str(several), "--model", jobs.demo_model_path(), *own]) == 1
     assert "n must be 1 with temperature=0" in capsys.readouterr().out, "as a run with this model says"
+    assert program.main(["check", str(tmp_path / "none")]) == 2
+    assert "none: No such file" in capsys.readouterr().out
     assert program.main(["check", str(tmp_path / "none.jsonl")]) == 2
     assert program.main(["version"]) == 0
     printed = capsys.readouterr().out
     assert "nanovllm " in printed and "attention backend reference: can run" in printed
     assert program.main(["run", str(good), "-o", str(good), "--model", jobs.demo_model_path()]) == 2
     assert "nanovllm run: -o" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ("run a -o b --model c --max-num-seq 5", "unknown: --max-num-seq 5; did you mean --max-num-seqs?"),
+        ("run a b -o c --model d", "unknown: b; `nanovllm run --help` lists what there is"),
+        ("check a --window=5", "unknown: --window=5; `nanovllm check --help` lists"),
+    ],
+)
+def test_unknown_arguments(argv: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        program.main(argv.split())
+    printed = capsys.readouterr().err
+    assert caught.value.code == 2 and message in printed and printed.count("\n") == 2
 
 
 def test_a_reader_that_leaves(tmp_path: Path) -> None:
