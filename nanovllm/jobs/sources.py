@@ -101,6 +101,8 @@ def open_source(path: Path, format: str) -> Source:
     if format == "auto":
         ending = path.suffix.lower()
         if ending not in ENDINGS:
+            if not path.exists():
+                raise JobRefusedError(f"{path}: No such file or directory")
             raise JobRefusedError(
                 f"{path}: the ending {ending!r} says no format; rename it to one of {', '.join(ENDINGS)}, or "
                 "pass --format"

@@ -22,7 +22,7 @@ from nanovllm.text.request import Request
 from nanovllm.text.rows import BadRow, attempt
 from nanovllm.text.stop_strings import StopStrings
 from nanovllm.text.structured import Constraint, GrammarCompiler
-from nanovllm.text.tokenizer import bad_word_ids
+from nanovllm.text.tokenizer import bad_word_ids, encode
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -261,8 +261,8 @@ class Processor:
 
     def _encode(self, prompts: Sequence[Prompt | BadRow]) -> Iterator[list[int]]:
         """The token ids of those prompts that are texts, if there is a tokenizer."""
-        texts = [each.text for each in prompts if isinstance(each, Prompt) and each.token_ids is None]
-        return iter(self.tokenizer(texts)["input_ids"] if texts and self.tokenizer is not None else ())
+        texts = [str(each.text) for each in prompts if isinstance(each, Prompt) and each.token_ids is None]
+        return iter(encode(self.tokenizer, texts) if texts and self.tokenizer is not None else ())
 
     def _pack(self, prompt: Prompt, encoded: Iterator[list[int]], where: str) -> tuple[list[int], bytes]:
         """The prompt's token ids, of a text the next of `encoded`, and the same as int32."""

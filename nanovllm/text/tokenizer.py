@@ -40,6 +40,14 @@ def load_tokenizer(path: Path, trust_remote_code: bool = False) -> PreTrainedTok
     return tokenizer
 
 
+def encode(
+    tokenizer: PreTrainedTokenizerBase, texts: list[str], add_special_tokens: bool = True
+) -> list[list[int]]:
+    """Return the token ids of each text. transformers gives no warning of long ones: the engine knows which
+    are too long."""
+    return tokenizer(texts, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
+
+
 def bad_word_ids(tokenizer: PreTrainedTokenizerBase, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
     """Return the token ids of each word without a space before it and, where these are others, with one.
 
@@ -129,7 +137,7 @@ def render_conversations(
     ]
     good = [text for text in texts if isinstance(text, str)]
     # The template has written the special tokens already.
-    ids = iter(tokenizer(good, add_special_tokens=False)["input_ids"] if good else ())
+    ids = iter(encode(tokenizer, good, add_special_tokens=False) if good else ())
     return [Prompt(text, next(ids)) if isinstance(text, str) else text for text in texts]
 
 

@@ -528,9 +528,45 @@ def test_the_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     own = ["--override-generation-config", '{"temperature": 0}']
     assert program.main(["check", str(several), "--model", jobs.demo_model_path(), *own]) == 1
     assert "n must be 1 with temperature=0" in capsys.readouterr().out, "as a run with this model says"
+    assert program.main(["check", str(tmp_path / "none")]) == 2
+    assert "none: No such file" in capsys.readouterr().out
     assert program.main(["check", str(tmp_path / "none.jsonl")]) == 2
     assert program.main(["version"]) == 0
     printed = capsys.readouterr().out
     assert "nanovllm " in printed and "attention backend reference: can run" in printed
     assert program.main(["run", str(good), "-o", str(good), "--model", jobs.demo_model_path()]) == 2
     assert "nanovllm run: -o" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ("run a -o b --model c --max-num-seq 5", "unknown: --max-num-seq 5; did you mean --max-num-seqs?"),
+        ("run a b -o c --model d", "unknown: b; `nanovllm run --help` lists what there is"),
+        ("check a --window=5", "unknown: --window=5; `nanovllm check --help` lists"),
+    ],
+)
+def test_unknown_arguments(argv: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        program.main(argv.split())
+    printed = capsys.readouterr().err
+    assert caught.value.code == 2 and message in printed and printed.count("\n") == 2
+
+
+def test_a_reader_that_leaves(tmp_path: Path) -> None:
+    source = write_rows(tmp_path / "in.jsonl", rows_of(3))
+    with subprocess.Popen(
+        [sys.executable, "-m", "nanovllm", "check", source], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b"" and process.wait() == 141
+
+
+def test_standard_output_and_error_that_are_closed(tmp_path: Path) -> None:
+    source, output = write_rows(tmp_path / "in.jsonl", rows_of(3)), tmp_path / "out.jsonl"
+    model = jobs.demo_model_path()
+    argv = ["-m", "nanovllm", "run", source, "-o", output, "--model", model, "--num-kvcache-blocks", "99"]
+    closed = ["sh", "-c", 'exec "$0" "$@" >&- 2>&-', sys.executable, *argv]
+    assert subprocess.run(closed).returncode == 0
+    assert [row["error"] for row in read_rows(output)] == [None] * 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -107,6 +108,23 @@ def test_processed_logprobs_score_as_raw_ones(model: Path, llm: CheckedLLM) -> N
             assert math.isclose(score.logprob, other.logprob, abs_tol=1e-3)
 
 
+def test_long_texts_are_the_engines_own_concern(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """transformers warns of indexing errors, which there are none of."""
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    long = "a " * 2000
+    with LLM(demo_model_path(), num_kvcache_blocks=500) as llm:
+        for call in (
+            lambda: llm.generate(long, use_tqdm=False),
+            lambda: llm.score(long, "b"),
+            lambda: llm.chat([{"role": "user", "content": long}]),
+        ):
+            with pytest.raises(ValueError, match=r"has 20[01][0-9] tokens, and at most"):
+                call()
+    assert not caplog.records
+
+
 def test_scores_of_texts() -> None:
     with LLM(demo_model_path(), num_kvcache_blocks=500) as llm:
         tokenizer = llm.get_tokenizer()
@@ -145,6 +163,22 @@ def test_embeddings_of_bad_prompts(llm: CheckedLLM) -> None:
     assert "prompts[1]" in str(outputs[1].error) and outputs[1].outputs.embedding == []
     with pytest.raises(ValueError, match="pooling must be 'last' or 'mean', not 'max'"):
         llm.embed([[5]], pooling="max")
+    assert llm.is_finished()
+
+
+def test_what_cannot_be_scored(llm: CheckedLLM) -> None:
+    for call, error, message in [
+        (lambda: llm.score([5], None), TypeError, "continuations must be one or a list of them, not None"),
+        (
+            lambda: llm.score_pairs(None),
+            TypeError,
+            r"pairs must be a list of \(prompt, continuation\), not No",
+        ),
+        (lambda: llm.score_pairs(["ab"]), TypeError, r"pair 0 must be \(prompt, continuation\), not 'ab'"),
+        (lambda: llm.score_pairs([([5], [6]), ([5],)]), ValueError, r"pair 1 must be .* not \(\[5\],\)"),
+    ]:
+        with pytest.raises(error, match=message):
+            call()
     assert llm.is_finished()
 
 

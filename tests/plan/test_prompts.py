@@ -6,7 +6,7 @@ import array
 import copy
 import pickle
 from collections import UserDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -34,6 +34,16 @@ class Tensor:
 
     def tolist(self) -> Any:
         return self.values
+
+
+class Table:
+    """What prompts ask of a DataFrame of pandas."""
+
+    def keys(self) -> list[str]:
+        return ["question"]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.keys())
 
 
 def parse_prompts(prompts: Any) -> list[Prompt]:
@@ -112,6 +122,8 @@ def test_what_a_tokenizer_returns(kind: Any, wrap: Any) -> None:
         ({"prompt": "\udc00"}, ValueError, r"the prompt\['prompt'\] has a lone surrogate"),
         ([{"prompt": None}], TypeError, r"prompts\[0\]\['prompt'\] must be a text, not None"),
         ({"text": "x"}, ValueError, r"the prompt must have the key 'prompt' or .* not \['text'\]"),
+        ([{"role": "user", "content": "x"}], ValueError, "a conversation goes to chat"),
+        (Table(), TypeError, "prompts must be a prompt or a list of prompts, not .*Table"),
         ({5: "x"}, ValueError, r"the prompt must have the key .* not \['5'\]"),
         ({}, ValueError, r"the prompt must have the key .* not \[\]"),
         ({"prompt": "a", 5: "x"}, TypeError, "unknown argument '5'; it knows: prompt, prompt_tok"),

@@ -115,6 +115,8 @@ def test_a_typing_error_is_told_the_nearest_name() -> None:
         Config.from_kwargs("model", quantisation=None)
     with pytest.raises(TypeError, match="'tensor_paralel_size'; did you mean 'tensor_parallel_size'"):
         Config.from_kwargs("model", tensor_paralel_size=2)
+    with pytest.raises(TypeError, match="'torch_dtype'; did you mean 'kv_cache_dtype' or 'dtype'"):
+        Config.from_kwargs("model", torch_dtype="auto")
 
 
 @pytest.mark.parametrize("model", [None, 5, ["a"], b"folder"])
