@@ -69,7 +69,7 @@ _ENGINE_ANY = """
     max_parallel_loading_workers enable_sleep_mode swap_space calculate_kv_scales
     max_num_partial_prefills max_long_partial_prefills long_prefill_token_threshold num_scheduler_steps
     prefix_caching_hash_algo disable_sliding_window disable_cascade_attn max_seq_len_to_capture
-    multi_step_stream_outputs use_v2_block_manager
+    multi_step_stream_outputs use_v2_block_manager enable_chunked_prefill disable_custom_all_reduce
     performance_mode kernel_config max_cudagraph_capture_size enable_flashinfer_autotune use_fp64_gumbel
     max_num_scheduled_tokens scheduler_reserve_full_isl watermark disable_hybrid_kv_cache_manager
     kv_sharing_fast_prefill enable_cumem_allocator safetensors_load_strategy distributed_timeout_seconds
@@ -117,11 +117,9 @@ ENGINE: dict[str, Absent] = {
     "distributed_executor_backend": Absent((None, "mp", "uni"), "processes of this machine are used"),
     "worker_cls": Absent(("auto", None), _LEAVE_OUT),
     "scheduling_policy": Absent(("fcfs", None), "requests start in the order in which they came"),
-    "disable_custom_all_reduce": Absent((False, None), "GPUs that reach each other's memory always use it"),
     "cpu_offload_gb": Absent((0, None, False), "use more devices (tensor_parallel_size) or a smaller model"),
     "kv_offloading_size": Absent((None, 0), "use a larger KV cache: more devices, or kv_cache_dtype='fp8'"),
     # how it runs
-    "enable_chunked_prefill": Absent((True, None), "long prompts always go in chunks; leave it out"),
     "compilation_config": Absent(_NOTHING, "CUDA graphs are on; enforce_eager=True turns them off"),
     "disable_async_output_proc": Absent((False, None), "say async_scheduling=False"),
     "preemption_mode": Absent(("recompute", None), "sequences are computed again; leave it out"),
