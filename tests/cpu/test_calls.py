@@ -43,7 +43,7 @@ def test_the_tokenizers_end_of_sequence_token_ends_an_answer_too(tmp_path: Path)
 
 
 def test_without_a_tokenizer(model: Path) -> None:
-    with make_tiny(model) as llm, pytest.raises(ValueError, match="no tokenizer, for skip_tokenizer_init"):
+    with make_tiny(model) as llm, pytest.raises(ValueError, match="because of skip_tokenizer_init"):
         llm.get_tokenizer()
 
 
