@@ -41,7 +41,6 @@ class Config:
     max_model_len: the maximum number of tokens of a sequence, prompt and output. None takes the model's own
     limit; a larger value is lowered to that limit.
     gpu_memory_utilization: the share of the device's memory that may be in use, including use by others.
-
     enforce_eager: do not capture CUDA graphs.
     kvcache_block_size: tokens in a KV cache block; None takes the attention backend's default.
     num_kvcache_blocks: blocks to allocate; None allocates what fits.

@@ -22,4 +22,3 @@ class WorkerError(NanoVLLMError):
 
 class EngineClosedError(NanoVLLMError):
     """A method was called on an engine after `close()`, or in a process forked from the engine's."""
-

@@ -21,5 +21,4 @@ class _WithText(TypedDict, total=False):
 class TokensPrompt(_WithText):
     """A prompt of token ids: `TokensPrompt(prompt_token_ids=[5, 6])`, a dictionary."""
 
-
     prompt_token_ids: list[int]

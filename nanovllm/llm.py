@@ -371,4 +371,3 @@ class LLM(ResidentEngine):
 
 class ReplicatedLLM(ReplicatedEngine, LLM):
     """What `LLM(..., data_parallel_size=2)` creates. With size 1 it has one replica, in its own process."""
-

@@ -163,7 +163,6 @@ class BeamSearchSequence:
 
     tokens, text: of prompt and continuation. logprobs: of each new token and of the candidates it was chosen
     from. score: sequences are sorted by it.
-
     """
 
     tokens: list[int]

@@ -268,7 +268,6 @@ def _biases(value: Any) -> dict[int, float]:
 
 def _float(name: str, value: Any, expected: str) -> float:
     """`value` as a float that fits into float32, the dtype of sampling."""
-
     if type(value) is float and (value == 0 or TINY <= value <= HUGE):
         return value
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, NUMBERS):
