@@ -118,7 +118,6 @@ def _tag_text(value: Any) -> str:
 
 def _choices(choices: Any) -> tuple[str, ...]:
     expected = "a list of strings, at least one"
-
     is_list = isinstance(choices, Sequence) and not isinstance(choices, (str, bytes))
     if not is_list or not all(isinstance(choice, str) for choice in choices):
         raise TypeError(f"choice must be {expected}, not {show(choices)}")
