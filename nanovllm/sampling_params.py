@@ -198,7 +198,7 @@ class SamplingParams:
         if allowed is not None and not values["allowed_token_ids"]:
             raise _wrong("allowed_token_ids", allowed, "a list of at least one token id, or None for all")
         if isinstance(self.bad_words, str):
-            raise TypeError(f"bad_words must be a list of texts, not {show(self.bad_words)}")
+            raise TypeError(f"bad_words must be a list of strings, not {show(self.bad_words)}")
         values["bad_words"] = _texts("bad_words", self.bad_words)
         structured = values["structured_outputs"] = self.structured_outputs
         if structured is not None and not isinstance(structured, StructuredOutputsParams):
@@ -306,7 +306,7 @@ def _token_ids(name: str, value: Any) -> list[int]:
 
 
 def _texts(name: str, value: Any) -> list[str]:
-    expected = "a text or a list of texts, none of them empty"
+    expected = "a string or a list of strings, none of them empty"
     texts = [] if value is None else [value] if isinstance(value, str) else value
     if not isinstance(texts, (list, tuple)) or not all(isinstance(text, str) for text in texts):
         raise TypeError(f"{name} must be {expected}, not {show(value)}")

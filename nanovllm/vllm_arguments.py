@@ -101,7 +101,7 @@ ENGINE: dict[str, Absent] = {
     "reasoning_parser": Absent(_NOTHING, "split the text of the output yourself"),
     **_each("enable_reasoning enable_expert_parallel ray_workers_use_nsight", _OFF),
     **_each("enable_lora_bias enable_prompt_adapter", _OFF),
-    "enable_prompt_embeds": Absent((False, None), "pass texts or token ids"),
+    "enable_prompt_embeds": Absent((False, None), "pass strings or token ids"),
     **_each("allowed_local_media_path allowed_media_domains", _NO_IMAGES),
     "mm_processor_kwargs": _NO_IMAGES,
     "limit_mm_per_prompt": Absent((*_NOTHING, *_NO_MEDIA), _NO_IMAGES.advice),
@@ -169,12 +169,12 @@ BEAM_SEARCH: dict[str, Absent] = {"lora_request": _CALL["lora_request"], "concur
 
 PROMPT: dict[str, Absent] = {  # keys of a prompt that is a dictionary
     **_each("multi_modal_data multi_modal_uuids mm_processor_kwargs", _NO_IMAGES),
-    "prompt_embeds": Absent(_NOTHING, "pass a text or token ids"),
+    "prompt_embeds": Absent(_NOTHING, "pass a string or token ids"),
     "cache_salt": Absent(_NOTHING, f"call reset_prefix_cache(), or {_NO_CACHE}"),
 }
 
 CHAT: dict[str, Absent] = _CALL | {
-    "chat_template_content_format": Absent(("auto", "string", None), "templates get contents as texts"),
+    "chat_template_content_format": Absent(("auto", "string", None), "templates get contents as strings"),
     "mm_processor_kwargs": _NO_IMAGES,
 }
 
