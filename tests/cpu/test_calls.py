@@ -101,7 +101,7 @@ def test_arguments_of_vllm(model: Path) -> None:
 def test_arguments_of_vllms_other_calls(model: Path) -> None:
     with make_tiny(model) as llm:
         assert len(llm.embed([5], pooling_params=None, lora_request=None, tokenization_kwargs=None)) == 1
-        with pytest.raises(ValueError, match=r"LLM\.embed\(\): pooling_params=.* say pooling and normalize"):
+        with pytest.raises(ValueError, match=r"LLM\.embed\(\): pooling_params=.* use pooling and normalize"):
             llm.embed([5], pooling_params=object())
         params = BeamSearchParams(beam_width=2, max_tokens=3)
         assert len(llm.beam_search([5], params, lora_request=None, concurrency_limit=4)) == 1
