@@ -147,7 +147,7 @@ def test_figures_on_the_page_are_those_of_the_stats(llm: CheckedLLM) -> None:
     assert tiles["output tokens/s of decode"] == f"{stats.decode_tokens_per_s:,.0f}"
     assert tiles["prompt tokens/s of prefill"] == f"{stats.prefill_tokens_per_s:,.0f}"
     assert tiles["of prompts from the prefix cache"] == f"{stats.prefix_cache_hit_rate:.1%}"
-    assert tiles["of the KV cache in use at most"] == f"{stats.peak_kv_cache_usage:.1%}"
+    assert tiles["peak use of the KV cache"] == f"{stats.peak_kv_cache_usage:.1%}"
     assert (tiles["requests finished"], tiles["errors"]) == ("9", "0")
     about = rows(page, "about")
     assert about["Model"] == llm.config.model and about["Devices"] == "1 x cpu"
