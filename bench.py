@@ -1,19 +1,18 @@
-"""Throughput of offline generation, beside what the machine's memory bus allows.
+"""Throughput of offline generation, and its share of what the machine's memory bus allows.
 
     python bench.py                           # on a GPU: 256 sequences on the Qwen3-0.6B shape
                                               # on a CPU: problems for the demo model
-    python bench.py --workload queue          # or another of --help, or a file of rows, prompts.jsonl
-    python bench.py --sampling top_p=0.95,top_k=20 --sampling-share 0.25      # of every 4th row
-    python bench.py --engine transformers     # the same lists through a peer: transformers or vllm
-    python bench.py --data-parallel-size 2    # replicas, each on a GPU of its own
+    python bench.py --workload queue          # or another workload, see --help; or a file, prompts.jsonl
+    python bench.py --sampling top_p=0.95,top_k=20 --sampling-share 0.25      # for every 4th row
+    python bench.py --engine transformers     # the same workload with another engine: transformers or vllm
+    python bench.py --data-parallel-size 2    # replicas, each on its own GPU
     python bench.py --profile FOLDER          # also a table of the costliest kernels and a Chrome trace
 
-Every run computes all of its prompts: the prefix cache is off, except for `--workload prefix`, `prefixes` and
-`samples`, where it is on and every run brings new ids, so that what prompts share is computed once in each.
-Weights are random where there is no --model: speed does not depend on them. Outputs do not end before their
-length.
+Every run computes all of its prompts: the prefix cache is off. For `--workload prefix`, `prefixes` and
+`samples` it is on, and every run has new ids, so that each run computes shared prefixes once. Weights are
+random without --model, because speed does not depend on them. Every output has its full length.
 
-Ends in one line of JSON with every figure.
+The last line of output is JSON with every figure.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ IMPORT_SECONDS = time.perf_counter() - IMPORTS_BEGIN
 
 
 def started(args: argparse.Namespace, work: Workload, model: Path) -> tuple[Engine, dict[str, Any]]:
-    """The engine, once it has given a first token; its options and what that took."""
+    """Start the engine up to its first token; return it, its options and the times of the start."""
     start = time.perf_counter()
     importlib.import_module(args.engine)
     imported = time.perf_counter()
@@ -67,9 +66,9 @@ def started(args: argparse.Namespace, work: Workload, model: Path) -> tuple[Engi
 def timed(
     engine: Engine, fresh: Callable[[int], Workload], repeat: int
 ) -> tuple[list[float], list[list[Step]]]:
-    """The seconds and the steps of a run that warms up and of `repeat` more."""
+    """The seconds and the steps of a warm-up run and of `repeat` more runs."""
     seconds, runs = [], []
-    engine.take_steps()  # those of the start
+    engine.take_steps()  # drop the steps of the start
     for turn in range(repeat + 1):
         run = engine.prepare(fresh(turn + 1))
         start = time.perf_counter()
@@ -80,7 +79,7 @@ def timed(
 
 
 def least(args: argparse.Namespace, config: ModelConfig) -> tuple[Cost, Speed]:
-    """What the model costs and how fast the devices are."""
+    """The costs of the model and the speed of the devices."""
     speed = device_speed(torch.device("cuda" if args.on_gpu else "cpu"), args.num_devices)
     itemsize = 2 if args.on_gpu else 4
     kv_itemsize = 1 if "fp8" in args.options.get("kv_cache_dtype", "") else itemsize
@@ -88,7 +87,7 @@ def least(args: argparse.Namespace, config: ModelConfig) -> tuple[Cost, Speed]:
 
 
 def profiled(args: argparse.Namespace, engine: Engine, work: Workload, steps: list[Step]) -> dict[str, Any]:
-    """Figures of a short profiled run of `work` beside the same steps of a timed one."""
+    """Figures of a short profiled run of `work`, compared with the same steps of a timed run."""
     figures: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         found = profile(engine.prepare(work), Path(args.profile or folder), args.on_gpu)
@@ -100,7 +99,7 @@ def profiled(args: argparse.Namespace, engine: Engine, work: Workload, steps: li
 
 
 def measure(args: argparse.Namespace, folder: str) -> tuple[dict[str, Any], Floor]:
-    """Load, warm up, time and profile; return every figure. `folder` takes the config of a dummy shape."""
+    """Load, warm up, time and profile; return every figure. folder: for the config of a dummy shape."""
     if args.dummy:
         model = write_shape(args.shape, Path(folder), args.max_model_len or 0)
     else:

@@ -1,5 +1,4 @@
-"""Ask a model a few questions and print its answers. Without arguments: the small model that comes with
-nanovllm."""
+"""Ask a model a few questions and print its answers. Without arguments: the bundled demo model."""
 
 from __future__ import annotations
 
@@ -33,8 +32,8 @@ def main() -> None:
     )
     parser.add_argument("--max-tokens", type=int, default=256)
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
-    parser.add_argument("--enforce-eager", action="store_true", help="capture no CUDA graphs: starts sooner")
-    parser.add_argument("questions", nargs="*", help="what to ask; default: a few samples")
+    parser.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs: a faster start")
+    parser.add_argument("questions", nargs="*", help="default: a few sample questions")
     args = parser.parse_args()
 
     is_demo = args.model is None
@@ -52,8 +51,8 @@ def main() -> None:
         print(f"\n> {question}\n{output['text'].strip()}")
     if is_demo:
         print(
-            "\nThis was the bundled demo model, which knows some twenty small tasks and nothing else. "
-            "For a real one:\n"
+            "\nThis was the bundled demo model, which knows about twenty small tasks and nothing else. "
+            "For a real model:\n"
             "    python example.py --model Qwen/Qwen3-0.6B     (a hub id or a folder; more options: --help)"
         )
 

@@ -1,6 +1,6 @@
-"""Batch, TokenMasks and StepOutput: all that crosses between the plan tower and the compute tower, both ways.
+"""Batch, TokenMasks and StepOutput: the values that plan and compute exchange.
 
-Plain NumPy values that nobody changes once they are made; positions and slots are derived from them.
+Immutable NumPy values. Positions and cache slots are derived from them.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from typing import Any
 
 import numpy as np
 
-LAST_SAMPLED = -1  # as an input token: the one last sampled in this sequence's slot, known to the device only
-NOT_FINITE = -1  # as a sampled token: the row's logits held NaN or infinity
-NO_SLOT = -1  # as a slot: nothing is kept of this row, or stored of this token
+LAST_SAMPLED = -1  # as an input token: the last token sampled in this slot, which only the device knows
+NOT_FINITE = -1  # as a sampled token: the row's logits have NaN or infinity
+NO_SLOT = -1  # as a slot: the row's token is not kept, or the token's K/V not stored
 PADDING = -1  # in a table: no block, or no row
-NO_LOGPROBS = -1  # as a number of likeliest tokens: not even the token's own logprob is asked for
+NO_LOGPROBS = -1  # as a number of likeliest tokens: no logprobs, not even the token's own
 
 
 class StepKind(Enum):
-    """Which kernels a step runs; the planner says it. A prompt of one token is PREFILL all the same."""
+    """Which kernels a step runs; the planner decides. A prompt of one token is also PREFILL."""
 
-    PREFILL = auto()  # sequences bring any number of known tokens
-    DECODE = auto()  # each sequence brings its newest token alone
+    PREFILL = auto()  # each sequence has any number of known tokens
+    DECODE = auto()  # each sequence has one token, its newest
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,7 +38,7 @@ class SamplingBatch:
 
     @property
     def has_filters(self) -> bool:
-        """Whether a sequence draws from some of the tokens only."""
+        """Whether any sequence uses top-k, top-p or min-p."""
         return any(column is not None for column in (self.top_k, self.top_p, self.min_p))
 
 
@@ -47,22 +47,22 @@ ALL_GREEDY = SamplingBatch(None, None, None, None, None)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Penalties:
-    """How S sequences are kept from repeating themselves, and tokens from which counting begins anew.
+    """The repetition penalties of S sequences, and the tokens with which counting restarts.
 
-    Every rank counts the tokens of each slot that has penalties: `histories`, then what is drawn.
+    Every rank counts the tokens of each slot with penalties: first the history, then the drawn tokens.
     """
 
     repetition: np.ndarray  # [S] float32; 1: none
     frequency: np.ndarray  # [S] float32; 0: none
     presence: np.ndarray  # [S] float32; 0: none
-    history_slots: np.ndarray  # [N] int64, whose token each is; a slot that is named here forgets all others
+    history_slots: np.ndarray  # [N] int64, the slot of each token; counts of these slots restart from zero
     history_ids: np.ndarray  # [N] int64
     history_is_prompt: np.ndarray  # [N] bool
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LogitBias:
-    """What is added to logits, a row for each number."""
+    """The biases of logits, N values."""
 
     rows: np.ndarray  # [N] int64, of the step's sequences
     token_ids: np.ndarray  # [N] int64
@@ -71,90 +71,90 @@ class LogitBias:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WantedTokens:
-    """Tokens of a prefill step whose hidden states are wanted besides the last ones."""
+    """Tokens of a prefill step whose hidden states are needed, besides the last of each sequence."""
 
-    places: np.ndarray  # [N] int32, in the step's flat tokens, rising
+    places: np.ndarray  # [N] int32, ascending indices into the step's flat tokens
     rows: np.ndarray  # [N] int64, of the step's sequences
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ScoredTokens:
-    """Prompt tokens whose logprobs are asked for: each is scored by the logits of the token before it."""
+    """Prompt tokens whose logprobs are requested: the logits of the previous token score each of them."""
 
-    wanted: WantedTokens  # the tokens before
+    wanted: WantedTokens  # the previous tokens
     token_ids: np.ndarray  # [N] int64
-    num_logprobs: int  # of the likeliest tokens beside each
+    num_logprobs: int  # likeliest tokens to return for each
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Extras:
-    """What the sequences of a step ask for besides `SamplingBatch`; what nobody asks for is None."""
+    """What the sequences of a step request besides `SamplingBatch`; None if no sequence requests it."""
 
     penalties: Penalties | None = None
     bias: LogitBias | None = None
-    num_logprobs: int = NO_LOGPROBS  # the most that a row asks for of its drawn token
-    has_rules: bool = False  # TokenMasks follow, and no token is drawn before
+    num_logprobs: int = NO_LOGPROBS  # the maximum over the rows, for drawn tokens
+    has_rules: bool = False  # TokenMasks follow, and tokens are drawn after that
     scored: ScoredTokens | None = None
-    pooled: WantedTokens | None = None  # whose hidden states are summed up for each sequence
+    pooled: WantedTokens | None = None  # tokens whose hidden states are summed for each sequence
 
     @property
     def needs_logits(self) -> bool:
-        """Whether drawing takes more than logits and `SamplingBatch`."""
+        """Whether drawing needs more than logits and `SamplingBatch`."""
         asks = self.penalties is not None or self.bias is not None or self.has_rules
         return asks or self.num_logprobs != NO_LOGPROBS
 
 
 NO_EXTRAS = Extras()
-LogitsProcessor = Callable[..., Any]  # as of SamplingParams
+LogitsProcessor = Callable[..., Any]  # as in SamplingParams
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenMasks:
-    """Which tokens may follow in the M sequences of a step that have rules; known once all before them are.
+    """The allowed tokens of the M sequences of a step that have rules; made once previous tokens are known.
 
-    processors: (row of the step, function, prompt ids, output ids) of each that has functions of its own.
+    processors: (row of the step, function, prompt ids, output ids) for each logits processor.
     """
 
     rows: np.ndarray  # [M] int64, of the step's sequences
-    bits: np.ndarray  # [M, ceil(vocabulary / 32)] int32; bit i % 32 of word i // 32 is set where token i may
+    bits: np.ndarray  # [M, ceil(vocabulary / 32)] int32; bit i % 32 of word i // 32: token i is allowed
     processors: tuple[tuple[int, LogitsProcessor, list[int], list[int]], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """One step of S sequences and T tokens: all that a rank needs, nothing that it may change."""
+    """One step of S sequences and T tokens: all that a rank needs. Read-only."""
 
     kind: StepKind
     seq_ids: tuple[int, ...]
     slots: np.ndarray  # [S] int32, a stable row for each running sequence
-    token_ids: np.ndarray  # [T] int32, flat; LAST_SAMPLED where only the device knows
-    query_lens: np.ndarray  # [S] int32, how many of the T tokens each sequence brings
+    token_ids: np.ndarray  # [T] int32, flat; LAST_SAMPLED where only the device knows the token
+    query_lens: np.ndarray  # [S] int32, number of new tokens of each sequence; they sum to T
     context_lens: np.ndarray  # [S] int32, cached + new tokens
-    block_tables: np.ndarray  # [S, W] int32, filled up with PADDING
-    draws: np.ndarray  # [S] int32, how many tokens to draw: 0 while the prompt is unfinished, else 1
+    block_tables: np.ndarray  # [S, W] int32, padded with PADDING
+    draws: np.ndarray  # [S] int32, number of tokens to draw: 0 while the prompt is unfinished, else 1
     sampling: SamplingBatch
     extras: Extras = NO_EXTRAS
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenLogprobs:
-    """The logprobs of N tokens, and of the k likeliest ones beside each, likeliest first."""
+    """The logprobs of N tokens, each with the k likeliest tokens at its position, likeliest first."""
 
     values: np.ndarray  # [N, 1 + k] float32, the token's own first
     token_ids: np.ndarray  # [N, 1 + k] int64
     ranks: np.ndarray  # [N] int64, of the token itself, 1 for the likeliest
 
     def take(self, rows: np.ndarray) -> TokenLogprobs:
-        """Those of some tokens."""
+        """The logprobs of some of the tokens."""
         return TokenLogprobs(self.values[rows], self.token_ids[rows], self.ranks[rows])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepOutput:
-    """What one step of S sequences drew, and what else was asked of it."""
+    """The tokens that a step of S sequences drew, and its other requested outputs."""
 
-    token_ids: np.ndarray  # [S, most draws of a row] int64; NOT_FINITE for a row that failed
-    counts: np.ndarray  # [S] int32, how many of a row's tokens hold, the first ones
+    token_ids: np.ndarray  # [S, maximum draws of a row] int64; NOT_FINITE for a row that failed
+    counts: np.ndarray  # [S] int32, number of valid tokens at the start of each row
     logprobs: TokenLogprobs | None = None  # of the S drawn tokens
     scores: TokenLogprobs | None = None  # of `Extras.scored`
     pooled: np.ndarray | None = None  # [S, hidden_size] float32, the sums of `Extras.pooled`

@@ -1,8 +1,8 @@
 """Values made of columns, declared once for the host's arrays and the device's tensors.
 
 Such a value is a frozen dataclass over A, the type of its arrays. Each field is a column, declared as
-`Annotated[A, Column(...)]`, another such value, a tuple of them, or plain data. The class has no slots, or
-its alias for one A, such as `Filters`, could not be called. Knows no particular column.
+`Annotated[A, Column(...)]`, another such value, a tuple of them, or plain data. The class must not have
+slots, because calling an alias such as `Filters` sets an attribute. Knows no particular column.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ class StepSize:
 
     tokens: int
     seqs: int
-    blocks: int  # of a block table
-    unit: int  # sequences that read a shared prefix together
+    blocks: int  # width of a block table
+    unit: int  # sequences in a group that reads a shared prefix once
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column's dtype, its shape in a step of a given size, and what fills it up to that."""
+    """A column's dtype, its padded shape in a step of a given size, and its padding value."""
 
     dtype: type[np.generic]
     shape: Callable[[StepSize], tuple[int, ...]]
@@ -37,7 +37,7 @@ class Column:
 
 
 def all_columns(hint: Any) -> list[Column]:
-    """Every column that a type declares, with those of its optional parts."""
+    """Every column that a type declares, including those of optional parts."""
     found = [each for each in getattr(hint, "__metadata__", ()) if isinstance(each, Column)]
     return found or [column for columns in _fields(hint).values() for column in columns]
 
@@ -59,7 +59,7 @@ def map_columns(value: Any, convert: Callable[[Column, Any], Any]) -> Any:
 
 @cache
 def _fields(hint: Any) -> dict[str, list[Column]]:
-    """What each field of a dataclass declares, or each argument of another type."""
+    """The columns of each field of a dataclass, or of each argument of another type."""
     kind = get_origin(hint) or hint
     if is_dataclass(kind):
         inner = get_type_hints(kind, include_extras=True)

@@ -1,4 +1,4 @@
-"""Config: what the user asked for, checked, frozen. It never holds a fact found at run time."""
+"""Config: the user's options, checked and frozen. It never holds a fact found at run time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CHOICES = {
     "load_format": ("auto", "dummy"),
     "attention_backend": ("auto", "flash_attn", "triton", "reference"),
 }
-SAME: dict[str, dict[str | int, str | None]] = {  # other names of a value, as vLLM and torch have them
+SAME: dict[str, dict[str | int, str | None]] = {  # other names of a value, from vLLM and torch
     "dtype": {"half": "float16", "float": "float32"},
     "kv_cache_dtype": {"fp8_e4m3": "fp8"},
     "load_format": {"safetensors": "auto"},
@@ -31,48 +31,49 @@ RENAMED = {"block_size": "kvcache_block_size", "num_gpu_blocks_override": "num_k
 
 @dataclass(frozen=True)
 class Config:
-    """The options of `LLM`; every mistake is a ValueError or TypeError that names the value and the fix.
+    """The options of `LLM`. Every mistake raises ValueError or TypeError with the value and the fix.
 
-    None stands for an option's default.
+    None means an option's default.
 
     model: a folder with config.json and *.safetensors, or a Hugging Face hub id.
-    tensor_parallel_size: how many devices share the model.
-    data_parallel_size: how many replicas of the model answer, each on its own tensor_parallel_size devices.
-    max_num_batched_tokens: the most prompt tokens that one prefill step computes; longer prompts go in
-    chunks.
-    max_num_seqs: the most sequences that run at once.
-    max_model_len: the most tokens of a sequence, prompt and output; None takes the model's own limit, and a
-    larger value is lowered to it.
-    gpu_memory_utilization: the share of the device's memory that the engine may fill, others' use included.
+    tensor_parallel_size: the number of devices that share the model.
+    data_parallel_size: the number of replicas of the model, each on its own tensor_parallel_size devices.
+    max_num_batched_tokens: the maximum number of prompt tokens in one prefill step; longer prompts are
+    computed in chunks.
+    max_num_seqs: the maximum number of sequences that run at once.
+    max_model_len: the maximum number of tokens of a sequence, prompt and output. None takes the model's own
+    limit; a larger value is lowered to that limit.
+    gpu_memory_utilization: the share of the device's memory that may be in use, including use by others.
     enforce_eager: do not capture CUDA graphs.
-    kvcache_block_size: tokens per KV cache block; None takes the attention backend's own.
-    num_kvcache_blocks: blocks to allocate; None takes what fits.
-    kv_cache_dtype: "auto" (the model's own) or "fp8": half the memory and less to read, a little less exact.
-    enable_prefix_caching: share the KV blocks of equal prompt beginnings.
+    kvcache_block_size: tokens in a KV cache block; None takes the attention backend's default.
+    num_kvcache_blocks: blocks to allocate; None allocates what fits.
+    kv_cache_dtype: "auto" (the model's dtype) or "fp8": half the memory and traffic, slightly less exact.
+    enable_prefix_caching: share the KV blocks of common prefixes.
     attention_backend: "auto", "flash_attn", "triton" or "reference".
     device: "auto", "cpu", "cuda" or "cuda:N", or a torch.device.
-    dtype: "auto" (the checkpoint's own on a GPU, float32 on a CPU), "float32", "bfloat16" or "float16", or a
-    torch.dtype.
+    dtype: "auto" (the checkpoint's dtype on a GPU, float32 on a CPU), "float32", "bfloat16" or "float16", or
+    a torch.dtype.
     load_format: "auto" reads the weights, "dummy" makes random ones from config.json alone.
     skip_tokenizer_init: load no tokenizer; prompts are then token ids and outputs have no text.
-    deterministic: a token's logits have the same bits in any batch, chunk or graph; for a price in speed.
-    seed: what unseeded requests and dummy weights are drawn from.
-    async_scheduling: launch a step before the last one's tokens have been read; None does so on a GPU, where
-    the device works meanwhile.
-    generation_config: whose generation_config.json says how to sample without `sampling_params`: "auto" (the
-    model's), "vllm" (no one's; its end-of-sequence ids count) or a folder (instead of the model's).
-    max_logprobs: the most that `logprobs` and `prompt_logprobs` may ask for; -1: the whole vocabulary.
-    override_generation_config: values that take the place of that file's; None as a value takes one away.
-    tokenizer: a folder or hub id with another tokenizer than the model's, or a tokenizer of transformers.
-    revision, tokenizer_revision: a branch, tag or commit of the hub's; None takes the main one, and for the
-    model's own tokenizer the model's.
-    trust_remote_code: run the tokenizer's own code, if its files bring some. A model's never runs.
-    hf_overrides: values that take the place of config.json's.
-    download_dir: where models of the hub are kept; None takes the hub's own folder.
-    hf_token: the access token for the hub; True takes that of `hf auth login`.
-    kv_cache_memory_bytes: the size of the KV cache on each device, instead of `gpu_memory_utilization`.
-    logprobs_mode: what they tell: "raw_logprobs" (of the model's own logits), "processed_logprobs" (after
-    penalties, masks, temperature and filters), "raw_logits" or "processed_logits". Those of prompts are raw.
+    deterministic: a token's logits have the same bits in any batch, chunk or graph, at a cost in speed.
+    seed: the seed of dummy weights and of requests without their own seed.
+    async_scheduling: launch a step before the previous step's tokens are read; None means yes on a GPU, no on
+    a CPU.
+    generation_config: which generation_config.json sets the sampling parameters when `sampling_params` is not
+    given: "auto" (the model's), "vllm" (none, except for end-of-sequence ids) or a folder with the file.
+    max_logprobs: the maximum of `logprobs` and `prompt_logprobs`; -1: the whole vocabulary.
+    override_generation_config: values that replace those of that file; the value None removes a key.
+    tokenizer: a folder or hub id of another tokenizer, or a transformers tokenizer.
+    revision: a branch, tag or commit of the model on the hub; None takes the main branch.
+    tokenizer_revision: the same for the tokenizer; for the model's own tokenizer None takes `revision`.
+    trust_remote_code: run code that comes with the tokenizer. A model's code never runs.
+    hf_overrides: values that replace those of config.json.
+    download_dir: the folder for models from the hub; None takes the hub's default.
+    hf_token: the access token for the hub; True takes the token of `hf auth login`.
+    kv_cache_memory_bytes: the size of the KV cache on each device; it replaces `gpu_memory_utilization`.
+    logprobs_mode: what `logprobs` returns: "raw_logprobs" (from the model's own logits), "processed_logprobs"
+    (after penalties, masks, temperature and filters), "raw_logits" or "processed_logits". Those of prompts
+    are always raw.
     """
 
     model: str
@@ -110,8 +111,8 @@ class Config:
 
     @classmethod
     def from_kwargs(cls, model: str | os.PathLike[str] | None, **kwargs: Any) -> Config:
-        """Build a Config. An unknown option is a TypeError with the nearest name; one of vLLM's that is not
-        built may have a value that asks for nothing, and any other is a ValueError."""
+        """Build a Config. An unknown option raises TypeError with the nearest name. A vLLM option that is not
+        supported raises ValueError, unless it has a neutral value."""
         kwargs = _renamed(kwargs)
         known = [each.name for each in fields(cls)]
         absent = {name: value for name, value in kwargs.items() if name not in known}
@@ -125,7 +126,7 @@ class Config:
             )
         tokenizer = kwargs.get("tokenizer")
         if isinstance(tokenizer, (str, os.PathLike)) and os.fspath(tokenizer) in ("", os.fspath(model)):
-            del kwargs["tokenizer"]  # which is where it comes from
+            del kwargs["tokenizer"]  # the model's own tokenizer, the default
         options = {name: kwargs[name] for name in known[1:] if kwargs.get(name) is not None}
         return cls(os.fspath(model), **{name: _usual(name, value) for name, value in options.items()})
 
@@ -172,35 +173,35 @@ class Config:
         if self.kv_cache_memory_bytes is not None and self.num_kvcache_blocks is not None:
             raise ValueError(
                 f"kv_cache_memory_bytes={self.kv_cache_memory_bytes} and num_kvcache_blocks="
-                f"{self.num_kvcache_blocks} both say how large the KV cache is; pass one of them"
+                f"{self.num_kvcache_blocks} both set the size of the KV cache; pass only one of them"
             )
         kind, _, index = self.device.partition(":")
         if kind not in ("auto", "cpu", "cuda") or (index and (kind != "cuda" or not index.isdigit())):
             raise ValueError(f"device must be 'auto', 'cpu', 'cuda' or 'cuda:N', not {self.device!r}")
 
     def _check_files(self) -> None:
-        """Check the options that say which files are read, and how."""
+        """Check the options about files."""
         for name in ("revision", "tokenizer_revision", "download_dir"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, str) or not value):
-                raise TypeError(f"{name} must be a text that is not empty, not {value!r}")
+                raise TypeError(f"{name} must be a string that is not empty, not {value!r}")
         if self.hf_token is not None and not isinstance(self.hf_token, (str, bool)):
-            raise TypeError(f"hf_token must be a text, True or False, not a {type(self.hf_token).__name__}")
+            raise TypeError(f"hf_token must be a string, True or False, not a {type(self.hf_token).__name__}")
         for name in ("hf_overrides", "override_generation_config"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, Mapping):
-                raise TypeError(f"{name} must be a dictionary of keys and values of the file, not {value!r}")
+                raise TypeError(f"{name} must be a dictionary of values of the file, not {value!r}")
         if self.tokenizer is None:
             return
         if self.skip_tokenizer_init:
             raise ValueError(
                 f"skip_tokenizer_init=True loads no tokenizer, and tokenizer={self.tokenizer!r} asks for "
-                "one; leave one of them out"
+                "one; pass only one of them"
             )
         if not isinstance(self.tokenizer, str):
             if not all(hasattr(self.tokenizer, name) for name in ("get_vocab", "convert_ids_to_tokens")):
                 raise TypeError(
-                    "tokenizer must be a folder, a Hugging Face hub id or a tokenizer of transformers, not "
+                    "tokenizer must be a folder, a Hugging Face hub id or a transformers tokenizer, not "
                     f"{self.tokenizer!r}"
                 )
             if self.tokenizer_revision is not None:
@@ -211,7 +212,7 @@ class Config:
 
 
 def _renamed(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments under our names. ValueError where both names of one are given and differ."""
+    """The arguments under our names. ValueError if both names of an option are given and differ."""
     found = {name: value for name, value in arguments.items() if name not in RENAMED}
     for name in RENAMED.keys() & arguments.keys():
         ours, value = RENAMED[name], arguments[name]
@@ -224,8 +225,8 @@ def _renamed(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _usual(name: str, value: Any) -> Any:
-    """The value as `Config` holds it: a text for a path or an object of torch, Python's number for NumPy's,
-    ours for vLLM's others."""
+    """The value as `Config` holds it: a string for a path or torch object, a Python number for a NumPy one,
+    one name of several."""
     if isinstance(value, np.generic):
         value = value.item()
     if name in ("generation_config", "tokenizer", "download_dir") and isinstance(value, os.PathLike):

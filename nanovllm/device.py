@@ -1,7 +1,7 @@
-"""Device: the one place that knows whether tensors live on a GPU. Every torch.cuda call outside kernels and
-graphs.
+"""Device: the one place that knows whether tensors live on a GPU. Makes all torch.cuda calls outside kernels
+and graphs.
 
-Picks nothing at import time and keeps no state but the device itself.
+Decides nothing at import time, and keeps no state except the device itself.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import numpy as np
 import torch
 
-CPU_KV_CACHE_BYTES = 4 * 2**30  # on a CPU the KV cache takes at most this much, and half of the free memory
+CPU_KV_CACHE_BYTES = 4 * 2**30  # maximum KV cache on a CPU; also at most half of the free memory
 
 
 class Device:
-    """A torch device with the few questions that the engine asks of it."""
+    """A torch device, with the operations that the engine needs."""
 
     def __init__(self, spec: str = "auto") -> None:
-        """Resolve "auto", "cpu", "cuda" or "cuda:N". Raises ValueError when there is no such device."""
+        """Resolve "auto", "cpu", "cuda" or "cuda:N". Raises ValueError if there is no such device."""
         count = torch.cuda.device_count() if spec != "cpu" else 0
         if spec == "auto":
             spec = "cuda" if count else "cpu"
@@ -53,7 +53,8 @@ class Device:
         return torch.cuda.get_device_name(self.torch) if self.is_cuda else "cpu"
 
     def resolve_dtype(self, asked: str, checkpoint: str) -> torch.dtype:
-        """The dtype to compute in. "auto" is the checkpoint's own on a GPU that has it, float32 on a CPU."""
+        """The dtype to compute in. "auto" is the checkpoint's dtype on a GPU that supports it, float32 on a
+        CPU."""
         lacks_bf16 = self.is_cuda and self.capability < (8, 0)
         if asked == "bfloat16" and lacks_bf16:
             raise ValueError(f"dtype='bfloat16' is not supported by {self.name}; use 'float16' or 'float32'")
@@ -65,7 +66,7 @@ class Device:
         return dtype
 
     def make_current(self) -> None:
-        """Triton launches on the current device, so make it ours, for this thread from here on."""
+        """Make this the current device of the thread, because Triton launches on the current device."""
         if self.is_cuda:
             torch.cuda.set_device(self.torch)
 
@@ -78,32 +79,32 @@ class Device:
             torch.cuda.synchronize(self.torch)
 
     def release_memory(self) -> None:
-        """Give what no tensor uses any more back to the driver, garbage that Python has not collected too."""
+        """Collect garbage, then return unused memory to the driver."""
         gc.collect()
         self.empty_cache()
 
     def empty_cache(self) -> None:
-        """Give what no tensor uses any more back to the driver."""
+        """Return memory that no tensor uses to the driver."""
         if self.is_cuda:
             torch.cuda.synchronize(self.torch)
             torch.cuda.empty_cache()
 
     def memory(self) -> tuple[int, int]:
-        """Free and total bytes, other processes' use included; on a CPU, of the host's memory."""
+        """Free and total bytes of the device, or of the host's memory on a CPU; other processes count."""
         if self.is_cuda:
             return torch.cuda.mem_get_info(self.torch)
         try:
             page, total = os.sysconf("SC_PAGE_SIZE"), os.sysconf("SC_PHYS_PAGES")
             return page * os.sysconf("SC_AVPHYS_PAGES"), page * total
-        except (AttributeError, ValueError):  # not Linux: the full KV cache budget must do
+        except (AttributeError, ValueError):  # not Linux: assume room for the full KV cache budget
             return 2 * CPU_KV_CACHE_BYTES, 2 * CPU_KV_CACHE_BYTES
 
     def power(self) -> float:
-        """Watts that a GPU draws, by NVML; ModuleNotFoundError without nvidia-ml-py."""
+        """The power draw of a GPU in watts, from NVML; ModuleNotFoundError without nvidia-ml-py."""
         return torch.cuda.power_draw(self.torch) / 1e3
 
     def memory_in_use(self) -> int:
-        """Bytes of a GPU that are in use, other processes' included, by NVML as `power`."""
+        """Bytes of a GPU in use by all processes, from NVML like `power`."""
         return torch.cuda.device_memory_used(self.torch)
 
     def reset_peak(self) -> None:
@@ -111,13 +112,13 @@ class Device:
             torch.cuda.reset_peak_memory_stats(self.torch)
 
     def peak_above_current(self) -> int:
-        """Bytes by which tensors have exceeded, since `reset_peak`, what they hold now; 0 on a CPU."""
+        """Peak bytes of tensors since `reset_peak` minus their current bytes; 0 on a CPU."""
         if not self.is_cuda:
             return 0
         return torch.cuda.max_memory_allocated(self.torch) - torch.cuda.memory_allocated(self.torch)
 
     def kv_cache_budget(self, utilization: float, reserve: int) -> int:
-        """Bytes that the KV cache may take: up to `utilization` of the device, less `reserve` for
+        """Bytes that the KV cache may take: up to `utilization` of the device, minus `reserve` for
         activations."""
         free, total = self.memory()
         if self.is_cuda:
@@ -125,10 +126,10 @@ class Device:
         return min(CPU_KV_CACHE_BYTES, free // 2)
 
     def ranks(self, count: int, replicas: int = 1) -> list[str]:
-        """The devices of `count` tensor-parallel ranks, for each replica in turn: GPUs from this one on, or
-        the CPU for each.
+        """The devices of `count` tensor-parallel ranks of each replica: consecutive GPUs from this one on, or
+        the CPU for all.
 
-        Raises ValueError with the numbers when there are fewer GPUs.
+        Raises ValueError if there are fewer GPUs.
         """
         if not self.is_cuda:
             return ["cpu"] * count * replicas
@@ -147,7 +148,7 @@ class Device:
 
     @contextmanager
     def share_of_threads(self, ranks: int) -> Iterator[None]:
-        """On a CPU that `ranks` processes work on, take only this one's share of torch's threads."""
+        """On a CPU that `ranks` processes share, use only this process's share of torch's threads."""
         if self.is_cuda or ranks == 1:
             yield
             return
@@ -159,39 +160,39 @@ class Device:
             torch.set_num_threads(threads)
 
     def side_stream(self) -> torch.cuda.Stream:
-        """A stream of its own, for `run_beside` or `start_beside`."""
+        """A new stream, for `run_beside` or `start_beside`."""
         return torch.cuda.Stream(self.torch)
 
     def start_beside(self, stream: torch.cuda.Stream, work: Callable[[], object]) -> None:
-        """Queue `work` on `stream`, behind what is queued here so far."""
+        """Queue `work` on `stream`, after all work queued on the current stream so far."""
         stream.wait_stream(torch.cuda.current_stream(self.torch))
         with torch.cuda.stream(stream):
             work()
 
     def run_beside(self, stream: torch.cuda.Stream, work: Callable[[], object]) -> None:
-        """Run `work` on `stream`, beside what the device does, and wait for it."""
+        """Run `work` on `stream`, in parallel with other streams, and wait for it."""
         with torch.cuda.stream(stream):
             work()
         stream.synchronize()
 
     def host_buffer(self, size: int, dtype: torch.dtype) -> torch.Tensor:
-        """A host tensor of `size` zeros, pinned where that makes copies asynchronous."""
+        """A host tensor of `size` zeros, pinned if the device is a GPU so that copies are asynchronous."""
         return torch.zeros(size, dtype=dtype, pin_memory=self.is_cuda)
 
     def send(self, array: np.ndarray) -> torch.Tensor:
-        """A copy of a host array on this device. Waits for nothing: what was queued before comes first."""
+        """A copy of a host array on this device, queued after earlier work. Does not wait."""
         tensor = torch.from_numpy(array)
         return tensor.pin_memory().to(self.torch, non_blocking=True) if self.is_cuda else tensor
 
     def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy of `tensor` on the host, which holds once an event recorded after this has passed."""
+        """A copy of `tensor` on the host, valid once an event that is recorded after this call has passed."""
         if not self.is_cuda:
             return tensor.clone()
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         return host.copy_(tensor, non_blocking=True)
 
     def record_event(self) -> torch.cuda.Event | None:
-        """An event behind all work queued so far; None on a CPU, where work is done when it is queued."""
+        """An event after all work queued so far; None on a CPU, which runs work at once."""
         if not self.is_cuda:
             return None
         return torch.cuda.current_stream(self.torch).record_event()

@@ -1,6 +1,6 @@
-"""The few errors of the engine's own. A caller's mistake is a ValueError or TypeError instead.
+"""The engine's own exceptions. A caller's mistake raises ValueError or TypeError instead.
 
-Every message names the value at fault and what to change; this module never formats one.
+Every message names the value at fault and what to change. This module formats no message.
 """
 
 
@@ -21,4 +21,4 @@ class WorkerError(NanoVLLMError):
 
 
 class EngineClosedError(NanoVLLMError):
-    """A method was called on an engine after `close()`, or in a process that was forked from its own."""
+    """A method was called on an engine after `close()`, or in a process forked from the engine's."""

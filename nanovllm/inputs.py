@@ -1,4 +1,4 @@
-"""Prompts as users write them, by vLLM's names; `text/prompts.py` checks them."""
+"""The types of prompts that users pass, with vLLM's names; `text/prompts.py` checks them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ PromptLike: TypeAlias = "str | Iterable[int] | Mapping[str, Any]"
 
 
 class TextPrompt(TypedDict):
-    """A text as a prompt: `TextPrompt(prompt="Hello")`, a dictionary."""
+    """A text prompt: `TextPrompt(prompt="Hello")`, a dictionary."""
 
     prompt: str
 
@@ -19,6 +19,6 @@ class _WithText(TypedDict, total=False):
 
 
 class TokensPrompt(_WithText):
-    """Token ids as a prompt: `TokensPrompt(prompt_token_ids=[5, 6])`, a dictionary."""
+    """A prompt of token ids: `TokensPrompt(prompt_token_ids=[5, 6])`, a dictionary."""
 
     prompt_token_ids: list[int]

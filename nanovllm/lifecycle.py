@@ -1,6 +1,6 @@
-"""Lifecycle: who may use an engine, and when what it owns is freed. One caller at a time, in one process.
+"""Lifecycle: admits one caller at a time to an engine, in one process, and frees its resources once.
 
-Owns no device, no process and no request: it only calls what frees them, once.
+Owns no device, process or request: it only calls the function that frees them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from nanovllm.errors import EngineClosedError
 def finalize(owner: object, free: Callable[..., object], *args: Any) -> weakref.finalize[..., Any]:
     """As `weakref.finalize`: `free(*args)` is called once, when `owner` is collected or Python exits.
 
-    A forked process has copies of `owner` and of this, and what is freed is not its own: it frees nothing.
+    A forked process has a copy of `owner` but does not own its resources: there nothing is freed.
     """
     pid = os.getpid()
 
@@ -32,18 +32,18 @@ def finalize(owner: object, free: Callable[..., object], *args: Any) -> weakref.
 
 
 def _keep_for_ever(reference: weakref.ref[Any]) -> None:
-    """In a forked process, never let the object be collected: a GPU's libraries abort when something is freed
-    that another process made. Python's own references end with its modules, so this is one more in C."""
+    """In a forked process, never let the object be collected: GPU libraries abort if a process frees what
+    another one created. Python drops its own references at exit, so this adds one in C."""
     owner = reference()
     if owner is not None:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(owner))
 
 
 class Lifecycle:
-    """Open from its creation until `close`, which calls `free` once no caller is left.
+    """Open from its creation until `close`, which calls `free` as soon as no caller is left.
 
-    `owner` is the engine: its collection closes it, and so does the end of the process, before Python takes
-    its modules apart. `free` must not refer to it.
+    `owner` is the engine. Its garbage collection closes it, and so does the end of the process, before Python
+    unloads its modules. `free` must not refer to `owner`.
     """
 
     def __init__(self, owner: object, free: Callable[[], None]) -> None:
@@ -56,7 +56,7 @@ class Lifecycle:
         os.register_at_fork(after_in_child=partial(_keep_for_ever, weakref.ref(owner)))
 
     def check_open(self) -> None:
-        """Raise EngineClosedError when the engine is closed, or belongs to another process."""
+        """Raise EngineClosedError if the engine is closed, or belongs to another process."""
         if os.getpid() != self._pid:
             raise EngineClosedError(
                 f"this engine belongs to process {self._pid}, and this is process {os.getpid()}, forked from "
@@ -67,15 +67,15 @@ class Lifecycle:
 
     @contextmanager
     def calling(self) -> Iterator[None]:
-        """Let the block use the engine alone; another thread's waits until it is done.
+        """Give the block exclusive use of the engine; other threads wait until it ends.
 
-        RuntimeError in the thread that uses it already, such as in a callback or a signal handler.
+        RuntimeError if this thread already uses the engine, such as in a callback or a signal handler.
         """
         self.check_open()
         if self._caller == threading.get_ident():
             raise RuntimeError(
-                "this thread is in a call of this engine already; a callback or a signal handler must not "
-                "make another, let it set a flag instead"
+                "this thread is already in a call of this engine; a callback or a signal handler must not "
+                "make another call, let it set a flag instead"
             )
         with self._lock:
             self._caller = threading.get_ident()
@@ -84,7 +84,7 @@ class Lifecycle:
                 yield
             except BaseException:
                 if self._closed:
-                    # The device's RuntimeError is about the step that failed: there is a better one.
+                    # The device may repeat the error of the failed step; the original one is clearer.
                     with suppress(RuntimeError):
                         self._free_once()
                 raise
@@ -94,10 +94,10 @@ class Lifecycle:
                 self._free_once()
 
     def close(self) -> None:
-        """Close; a second call does nothing, nor does one in a forked process.
+        """Close the engine. A second call does nothing, and so does a call in a forked process.
 
-        A call that is going on, in another thread or in this one, ends with EngineClosedError at its next
-        `check_open`; what the engine owns is freed then, and another thread waits for it here.
+        A running call, of another thread or this one, ends with EngineClosedError at its next `check_open`;
+        the engine is freed then. If the running call is another thread's, this call waits for it.
         """
         if os.getpid() != self._pid:
             return

@@ -1,4 +1,4 @@
-"""LLM: what a user calls. The engine with whole lists, streams and conversations on top."""
+"""LLM: the API that users call. It adds lists of prompts, streams and conversations to the engine."""
 
 from __future__ import annotations
 
@@ -39,26 +39,26 @@ if TYPE_CHECKING:
 
 
 class LLM(ResidentEngine):
-    """A model, ready for prompts: `LLM(folder_or_hub_id, **options)`; the options are listed in `Config`.
+    """A loaded model: `LLM(folder_or_hub_id, **options)`; `Config` lists the options.
 
     >>> with LLM(nanovllm.demo_model_path()) as llm:
     ...     llm.generate(["Hello"], SamplingParams(temperature=0, max_tokens=16))[0]["text"]
     """
 
     def __new__(cls, *args: object, **options: Any) -> LLM:
-        """An LLM that has several replicas is a ReplicatedLLM."""
+        """With several replicas, create a ReplicatedLLM."""
         replicated = cls is LLM and options.get("data_parallel_size") not in (None, 1)
         return super().__new__(ReplicatedLLM if replicated else cls)
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer of transformers that texts go through. ValueError with `skip_tokenizer_init=True`."""
+        """The transformers tokenizer of the engine. ValueError with `skip_tokenizer_init=True`."""
         if self.tokenizer is None:
-            raise ValueError("there is no tokenizer, for skip_tokenizer_init=True")
+            raise ValueError("there is no tokenizer, because of skip_tokenizer_init=True")
         return self.tokenizer
 
     @property
     def llm_engine(self) -> LLM:
-        """This object, where vLLM's scripts look for `model_config` with `max_model_len` and `vocab_size`."""
+        """This object: vLLM scripts read `llm.llm_engine.model_config`."""
         return self
 
     @no_full_collections()
@@ -73,19 +73,19 @@ class LLM(ResidentEngine):
     ) -> list[RequestOutput]:
         """Answer every prompt, in the order given.
 
-        prompts: a text, a list of token ids, `{"prompt": ...}` or `{"prompt_token_ids": ...}`, or a list of
-        these; also generators of them, arrays and tensors (one dimension is a prompt, two are several), and
-        what a tokenizer of transformers returns.
+        prompts: a string, a list of token ids, `{"prompt": ...}` or `{"prompt_token_ids": ...}`, or a list
+        of these. Also generators of these, arrays and tensors (one dimension is one prompt, two dimensions
+        are several), and the output of a transformers tokenizer.
         sampling_params: one for all prompts, or a list with one for each; None takes
         `get_default_sampling_params()`.
-        use_tqdm: whether to show progress of more than one prompt, or a class like tqdm's to show it with.
-        on_error: "return" answers a prompt that cannot run with an output whose `error` says why, and all
-        others as usual.
-        others: vLLM's, with values that ask for nothing.
+        use_tqdm: whether to show progress of more than one prompt, or a tqdm-like class for it.
+        on_error: with "return", a prompt that cannot run gives an output whose `error` says why, and all
+        other prompts are answered.
+        others: vLLM's further arguments, with neutral values.
 
         Everything is checked before anything runs: ValueError or TypeError names the index and the value.
-        After an exception, Ctrl-C included, the engine is empty and usable. RuntimeError when requests of
-        `add_request` are unfinished: their answers would have no one to go to.
+        After an exception, Ctrl-C included, the engine is empty and usable. RuntimeError if requests of
+        `add_request` are unfinished, because their answers would be lost.
         """
         self._lifecycle.check_open()
         refuse_others(LLM.generate, others, GENERATE)
@@ -100,7 +100,7 @@ class LLM(ResidentEngine):
         on_error: str,
         change: Callable[[Request], Request] = lambda request: request,
     ) -> list[RequestOutput]:
-        """As `generate`; where: what errors call each prompt. change: what becomes of each request first."""
+        """As `generate`. where: the name of each prompt in errors. change: applied to each request first."""
         check_on_error(on_error)
         if on_error == "raise":
             raise_first(prompts)
@@ -120,11 +120,11 @@ class LLM(ResidentEngine):
         return sorted(outputs, key=lambda output: output.index)
 
     def start_profile(self, folder: str | Path | None = None) -> None:
-        """Begin a profile of every rank by torch.profiler; generate, then call `stop_profile`.
+        """Start torch.profiler on every rank; `stop_profile` ends it.
 
-        folder: takes a Chrome trace of each rank; made if it is not there. None is the folder that the
-        environment variable VLLM_TORCH_PROFILER_DIR names. ValueError without one, OSError when it cannot be
-        written, RuntimeError while a torch profiler is on in this process.
+        folder: receives a Chrome trace of each rank; created if missing. None takes the environment variable
+        VLLM_TORCH_PROFILER_DIR. ValueError without a folder, OSError if it is not writable, RuntimeError if a
+        torch profiler is active in this process.
         """
         folder = folder or os.environ.get("VLLM_TORCH_PROFILER_DIR")
         if not folder:
@@ -138,9 +138,9 @@ class LLM(ResidentEngine):
             self._workers.call(self._runner.start_profile, "start_profile", str(path), str(time_ns()))
 
     def stop_profile(self) -> list[Path]:
-        """End the profile; return the trace of each rank, for chrome://tracing or ui.perfetto.dev.
+        """End the profile; return the path of each rank's trace, for chrome://tracing or ui.perfetto.dev.
 
-        RuntimeError when there is none. `close` ends a profile too, and writes nothing.
+        RuntimeError if there is no profile. `close` also ends a profile, and writes nothing.
         """
         with self._calling(self._open_stream):
             if self._runner.profile is None:
@@ -155,23 +155,22 @@ class LLM(ResidentEngine):
         *,
         deltas: bool = False,
     ) -> Iterator[RequestOutput]:
-        """Yield the answer to each prompt as soon as it is finished; its `index` is the prompt's place.
+        """Yield the answer to each prompt as soon as it is finished; its `index` is the prompt's index.
 
-        deltas: yield parts of answers too. Every output then holds what is new since the one before of the
-        same prompt: `outputs` lists the completions that have news, by their `index`, each with its new text
-        and tokens. `finish_reason` is None and `finished` False until the last part, which also has what
-        comes once, such as `metrics` and `cumulative_logprob`. The parts put together are the whole answer;
-        no part ends within a character, or holds any of a stop string that is cut off.
-        prompts, on_error: as of `generate`; any iterable, however long. Prompts are read and tokenised in
+        prompts, on_error: as for `generate`; an iterable of any length. Prompts are read and tokenised in
         batches between steps, while the device works, at most 2 * `max_num_seqs` ahead of the outputs that
         the caller has taken.
-        sampling_params: one for all prompts, or an iterable of as many.
+        sampling_params: one for all prompts, or an iterable with one for each.
+        deltas: yield parts of answers. Each output then holds what is new since the previous output of the
+        same prompt: `outputs` lists the completions that changed, by `index`, each with its new text and
+        tokens. Until the last part `finish_reason` is None and `finished` is False. The last part also has
+        values that come once, such as `metrics` and `cumulative_logprob`. The joined parts are the whole
+        answer. No part ends within a character, or contains any of a stop string that is cut off.
 
-        An error of a prompt, of an iterable or of the engine ends the stream where it is met. At its end,
-        also by `close()` of the generator, what still runs is aborted and the engine is usable. An open
-        stream has the engine for itself, from the first output that is asked for: other calls are a
-        RuntimeError, but for `abort`, `reset_prefix_cache` and `close`. The same when requests of
-        `add_request` are unfinished.
+        An error of a prompt, an iterable or the engine ends the stream at that point. When the stream ends,
+        also by `close()` of the generator, unfinished requests are aborted and the engine is usable. From
+        the first `next()` on, the stream owns the engine: other calls except `abort`, `reset_prefix_cache`
+        and `close` raise RuntimeError. So does `stream` itself if requests of `add_request` are unfinished.
         """
         self._lifecycle.check_open()
         check_on_error(on_error)
@@ -181,7 +180,7 @@ class LLM(ResidentEngine):
         if deltas and self.config.data_parallel_size > 1:
             raise ValueError(
                 f"deltas=True needs data_parallel_size=1, not {self.config.data_parallel_size}: a replica "
-                "that ends would take parts of answers back"
+                "that dies would make sent parts of answers invalid"
             )
         return self._stream(PromptReader(prompts, params), on_error, deltas)
 
@@ -205,7 +204,7 @@ class LLM(ResidentEngine):
                 while ready:
                     yield ready.popleft()
         finally:
-            # What still runs is aborted; in a closed engine nothing does.
+            # A closed engine has nothing to abort.
             with suppress(EngineClosedError), self._lifecycle.calling():
                 self._abort_all()
             self._open_stream = self._requests.deltas = None
@@ -227,15 +226,15 @@ class LLM(ResidentEngine):
     ) -> list[RequestOutput]:
         """Answer one conversation, a list of `{"role": ..., "content": ...}`, or a list of conversations.
 
-        A content is a text or a list of `{"type": "text", "text": ...}`, which are joined by line ends.
-        chat_template: a Jinja template instead of the model's own.
-        add_generation_prompt: end the prompt with the beginning of an answer.
-        continue_final_message: go on with the last message; needs `add_generation_prompt=False`.
+        A content is a string or a list of `{"type": "text", "text": ...}`, which are joined by newlines.
+        chat_template: a Jinja template that replaces the model's own.
+        add_generation_prompt: end the prompt with the start of an assistant message.
+        continue_final_message: continue the last message; needs `add_generation_prompt=False`.
         tools: JSON schemas, or functions with types and docstrings, for the template.
         chat_template_kwargs: variables of the template, such as `{"enable_thinking": False}`.
-        others: vLLM's, with values that ask for nothing.
+        others: vLLM's further arguments, with neutral values.
 
-        ValueError or TypeError names the conversation and the message, or the argument; nothing has run then.
+        ValueError or TypeError names the conversation and the message, or the argument, before anything runs.
         Otherwise as `generate`.
         """
         self._lifecycle.check_open()
@@ -264,11 +263,11 @@ class LLM(ResidentEngine):
         continuations: PromptLike | Iterable[PromptLike],
         use_tqdm: bool | Callable[..., Any] = True,
     ) -> list[ScoreOutput]:
-        """Tell how likely continuations of a prompt are, in the order given.
+        """Return the log-probability of each continuation of a prompt, in the order given.
 
-        prompt, continuations: texts, or lists of token ids; `score_pairs` takes many prompts. Nothing is
-        generated, logits are computed for the continuations alone, and what they share is computed once.
-        ValueError or TypeError names the continuation and the value.
+        prompt, continuations: strings, or lists of token ids; `score_pairs` takes many prompts. Nothing is
+        generated, only continuations need logits, and shared prefixes are computed once. ValueError or
+        TypeError names the continuation and the value.
         """
         texts, _ = split_prompts(continuations, "continuations must be one or a list of them")
         return self.score_pairs([(prompt, each) for each in texts], use_tqdm)
@@ -276,7 +275,7 @@ class LLM(ResidentEngine):
     def score_pairs(
         self, pairs: Iterable[tuple[PromptLike, PromptLike]], use_tqdm: bool | Callable[..., Any] = True
     ) -> list[ScoreOutput]:
-        """As `score`, for each (prompt, continuation) of any number of prompts."""
+        """As `score`, for pairs (prompt, continuation)."""
         self._check_tells_logprobs("score()")
         parsed = []
         for index, pair in enumerate(to_list(pairs, "pairs must be a list of (prompt, continuation)")):
@@ -308,11 +307,11 @@ class LLM(ResidentEngine):
         on_error: str = "raise",
         **others: Any,
     ) -> list[EmbeddingRequestOutput]:
-        """Give each prompt's hidden state after the final norm as `.outputs.embedding`, in the order given.
+        """Return each prompt's hidden state after the final norm in `.outputs.embedding`, in the order given.
 
-        prompts, use_tqdm, on_error, others: as of `generate`.
-        pooling: "last" takes that of the last token, "mean" the mean over all tokens, which computes what the
-        prefix cache holds again. normalize: make its Euclidean length 1.
+        prompts, use_tqdm, on_error, others: as for `generate`.
+        pooling: "last" takes the last token's hidden state, "mean" the mean over all tokens. "mean" computes
+        all tokens, even those in the prefix cache. normalize: scale the embedding to Euclidean length 1.
         """
         self._lifecycle.check_open()
         refuse_others(LLM.embed, others, EMBED)
@@ -336,8 +335,8 @@ class LLM(ResidentEngine):
     ) -> list[BeamSearchOutput]:
         """Find the likeliest continuations of each prompt; see `engine.beam_search.beam_search`.
 
-        use_tqdm: shows the progress of every round. others: as of `generate`. ValueError when
-        2 * `beam_width` is above `max_logprobs`; RuntimeError when the model's logits are not finite.
+        use_tqdm: show the progress of every round. others: as for `generate`. ValueError if
+        2 * `beam_width` is above `max_logprobs`; RuntimeError if the model's logits are not finite.
         """
         self._check_tells_logprobs("beam_search()")
         refuse_others(LLM.beam_search, others, BEAM_SEARCH)
@@ -345,7 +344,7 @@ class LLM(ResidentEngine):
             raise TypeError(f"params must be BeamSearchParams, one for all prompts, not {show(params)}")
         if 2 * params.beam_width > self.config.max_logprobs >= 0:
             raise ValueError(
-                f"beam_width={params.beam_width} looks at {2 * params.beam_width} tokens, and max_logprobs="
+                f"beam_width={params.beam_width} needs {2 * params.beam_width} logprobs, and max_logprobs="
                 f"{self.config.max_logprobs}; make the LLM with a larger max_logprobs (-1: no limit)"
             )
         rows, where = parse_prompts(prompts)
@@ -364,15 +363,15 @@ class LLM(ResidentEngine):
         return beam_search(ids, params, next_tokens, ends, self._processor.decode, longest)
 
     def _check_tells_logprobs(self, call: str) -> None:
-        """ValueError when the engine tells logits instead, whose sums mean nothing."""
+        """ValueError if `logprobs_mode` returns logits, whose sums mean nothing."""
         self._lifecycle.check_open()
         mode = self.config.logprobs_mode
         if not mode.endswith("logprobs"):
             raise ValueError(
-                f"{call} adds up logprobs, and logprobs_mode={mode!r} gives logits; make the LLM with "
+                f"{call} adds up logprobs, and logprobs_mode={mode!r} returns logits; make the LLM with "
                 "logprobs_mode='raw_logprobs'"
             )
 
 
 class ReplicatedLLM(ReplicatedEngine, LLM):
-    """What `LLM(..., data_parallel_size=2)` makes. With 1 it has one replica, in a process of its own."""
+    """What `LLM(..., data_parallel_size=2)` creates. With size 1 it has one replica, in its own process."""

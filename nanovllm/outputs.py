@@ -12,11 +12,11 @@ KEYS = ("text", "token_ids", "finish_reason")  # of a RequestOutput as a diction
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """The natural logarithm of a token's probability, beside its place among all tokens.
+    """The natural logarithm of a token's probability, and its rank among all tokens.
 
-    rank: 1 is the likeliest token; None where nobody asked for it.
-    decoded_token: the token's text; of a character that several tokens write, the last one has the text and
-    the others have "". None without a tokenizer and with `detokenize=False`.
+    rank: 1 is the likeliest token; None if not requested.
+    decoded_token: the token's text. If several tokens form one character, the last one has the character
+        and the others have "". None without a tokenizer and with `detokenize=False`.
     """
 
     logprob: float
@@ -30,17 +30,17 @@ PromptLogprobs: TypeAlias = "Sequence[dict[int, Logprob] | None]"  # the first t
 
 @dataclass(frozen=True, slots=True)
 class RequestMetrics:
-    """The moments of a request, in seconds since 1970 by the host's clock; None for what never came.
+    """The timestamps of a request, in seconds since 1970 by the host's clock; None for what never happened.
 
-    Each is taken when the host reads the tokens of a step, or plans one. With `n` above 1 the first moments
-    are those of the completion that came first, and the last ones of the one that came last.
+    The host takes them when it plans a step or reads its tokens. With `n` above 1, the `first_` timestamps
+    are the earliest of all completions, and `last_token_time` and `finished_time` the latest.
 
     arrival_time: when the request was queued.
     first_scheduled_time: when the first step for it was launched.
     first_token_time: when its first token was read.
-    last_token_time: when its last token was read; None for one that was aborted.
-    finished_time: when it ended, by whatever reason.
-    time_in_queue: seconds from the first moment to the second.
+    last_token_time: when its last token was read; None for an aborted request.
+    finished_time: when it ended, for any reason.
+    time_in_queue: seconds from arrival_time to first_scheduled_time.
     """
 
     arrival_time: float
@@ -55,15 +55,14 @@ class RequestMetrics:
 class CompletionOutput:
     """One answer. `finish_reason` is "stop", "length", "abort" or "error"; None in a part of an answer.
 
-    Its fields can be changed and come in vLLM's order, as a RequestOutput's do.
+    The fields are mutable and have vLLM's order, as in RequestOutput.
 
-    text: what the decoding of prompt and output has behind that of the prompt, without special tokens, the
-    stop string or token that ended the output (SamplingParams can ask for both), and a character that is cut
-    at its end.
-    token_ids: those that ended the output included.
-    stop_reason: the stop string or token id that ended the output; None when it was the tokenizer's
+    text: what follows the prompt when prompt and output are decoded together. It excludes an incomplete
+    character at the end, and by default special tokens and the stop string or token that ended the output.
+    token_ids: the output's tokens, including a stop token.
+    stop_reason: the stop string or token id that ended the output; None for the tokenizer's own
     end-of-sequence token.
-    logprobs: of each token, where they were asked for; cumulative_logprob: the sum of the tokens' own.
+    logprobs: of each token, if requested. cumulative_logprob: the sum over the output's tokens.
     """
 
     index: int
@@ -81,16 +80,16 @@ class CompletionOutput:
 
 @dataclass
 class RequestOutput(Mapping[str, Any]):
-    """What a request gives: `out["text"]`, `out["token_ids"]`, or `out.outputs[0].text` and its siblings.
+    """The answer to a request: `out.outputs[0].text` as in vLLM, or `out["text"]` as in nano-vLLM.
 
-    As a dictionary, which nano-vLLM returns, it has the keys "text", "token_ids" and "finish_reason".
+    As a dictionary it has the keys "text", "token_ids" and "finish_reason".
 
     prompt_logprobs: of the prompt's tokens, where they were asked for.
     finished: False for a part of an answer, which `stream(deltas=True)` gives.
     metrics: its moments; None for a prompt that could not run, and for a part of an answer.
     num_cached_tokens: prompt tokens whose K/V came from the prefix cache when the request was first admitted.
     error: why `finish_reason` is "error", else None.
-    index: the place of its prompt among those of the call.
+    index: the index of its prompt in the call.
     """
 
     request_id: str
@@ -119,10 +118,10 @@ class RequestOutput(Mapping[str, Any]):
 
 @dataclass(frozen=True, slots=True)
 class ScoreOutput:
-    """How likely a continuation is behind its prompt.
+    """The log-probability of a continuation after its prompt.
 
-    token_ids, logprobs: of the continuation's tokens, each given all before it.
-    is_greedy: whether each of them is the likeliest one, so that greedy sampling gives this continuation.
+    token_ids, logprobs: of the continuation's tokens, each given all tokens before it.
+    is_greedy: whether each token is the likeliest one, so that greedy sampling gives this continuation.
     """
 
     token_ids: list[int]
@@ -138,7 +137,7 @@ class ScoreOutput:
 
 @dataclass(slots=True)
 class EmbeddingOutput:
-    """A prompt's hidden state after the final norm, as numbers."""
+    """A prompt's hidden state after the final norm."""
 
     embedding: list[float]  # [hidden_size]
 
@@ -152,7 +151,7 @@ class EmbeddingOutput:
 
 @dataclass
 class EmbeddingRequestOutput:
-    """What `embed` gives for a prompt; `outputs` is empty where `error` says why."""
+    """What `embed` returns for a prompt; `outputs` is empty if `error` says why."""
 
     request_id: str
     outputs: EmbeddingOutput
@@ -168,8 +167,8 @@ class EmbeddingRequestOutput:
 class BeamSearchSequence:
     """A prompt with one of its likeliest continuations.
 
-    tokens, text: of both. logprobs: of each new token and those that it was chosen from. score: by which
-    sequences are ordered.
+    tokens, text: of prompt and continuation. logprobs: of each new token and of the candidates it was chosen
+    from. score: sequences are sorted by it.
     """
 
     tokens: list[int]

@@ -1,7 +1,4 @@
-"""SamplingParams: how one request is sampled.
-
-Checks every value; never touches logits.
-"""
+"""SamplingParams: the sampling parameters of one request, checked. Never touches logits."""
 
 from __future__ import annotations
 
@@ -36,39 +33,41 @@ Params = TypeVar("Params", bound="SamplingParams")
 
 @dataclass(init=False)
 class SamplingParams:
-    """How to sample one request, by keywords alone. May be changed until a request is made of it.
+    """The sampling parameters of one request. All are keyword arguments; a request keeps its own copy.
 
     Values are checked here and when a request is made: ValueError or TypeError names the field, the value and
-    the fix. A request keeps its own copy. Further arguments of vLLM's may have values that ask for nothing.
+    the fix. vLLM's further arguments accept only their neutral value.
 
     temperature: 0 is greedy; otherwise logits are divided by it.
-    top_k: keep the k likeliest tokens; 0 or -1 keeps all.
-    top_p: keep the fewest likeliest tokens whose probabilities reach top_p, in (0, 1].
+    top_k: keep the k likeliest tokens; 0 and -1 keep all.
+    top_p: keep the smallest set of likeliest tokens whose probabilities sum to at least top_p, in (0, 1].
     min_p: drop tokens less likely than min_p times the likeliest, in [0, 1].
-    n: how many completions of the prompt; with temperature 0 only one, for all would be equal.
-    seed: the request's own random numbers, whatever else is in the batch; None or -1 takes the engine's.
-    max_tokens: the most tokens to generate; None: as many as `max_model_len` has room for.
-    repetition_penalty: above 1 makes tokens of prompt and output less likely, below 1 more; above 0.
-    frequency_penalty, presence_penalty: subtracted from a token's logit for each time, or once, that it is in
-    the output; from -2 to 2.
-    logit_bias: what is added to the logits of token ids, `{id: number}`; -inf forbids a token.
-    logits_processors: functions (output ids, logits) -> logits, or (prompt ids, output ids, logits), called
-    for each token before anything else with a float32 tensor [vocabulary]; on one rank alone.
-    logprobs: give the logprobs of output tokens and of so many likeliest ones beside each; 0: of the tokens
-    alone, True: of 1, -1: of the whole vocabulary, None: none. Up to `max_logprobs` of `LLM`.
-    prompt_logprobs: the same of the prompt's tokens; `max_tokens` may be 0 then.
-    min_tokens: the fewest tokens to generate before one that ends the output, or a stop string; with
-        `structured_outputs`, a text that is complete ends before that.
-    ignore_eos: go on after an end-of-sequence token; not with `structured_outputs`.
-    stop_token_ids: further tokens that end the output (and are its last token); None: no others.
-    stop: a text or a list of texts; the first that the output's text holds ends it and is cut off.
-    include_stop_str_in_output: end the text with the stop string, or the stop token's text, instead.
-    detokenize: give the output a text; without one there is no looking for stop strings.
+    n: the number of completions of the prompt; must be 1 with temperature 0, where all would be equal.
+    seed: the request's own seed; its random numbers do not depend on the batch. None or -1 derives a seed
+        from the engine's.
+    max_tokens: the maximum number of tokens to generate; None: as many as `max_model_len` leaves room for.
+    repetition_penalty: above 1 makes tokens of prompt and output less likely, below 1 more likely; above 0.
+    frequency_penalty: subtracted from a token's logit once for each occurrence in the output; from -2 to 2.
+    presence_penalty: subtracted once from the logit of each token in the output; from -2 to 2.
+    logit_bias: added to the logits of token ids, `{id: number}`; -inf forbids a token.
+    logits_processors: functions (output ids, logits) -> logits, or (prompt ids, output ids, logits).
+        Each is called for every token, before other processing, with a float32 tensor [vocabulary]. Not with
+        several GPUs.
+    logprobs: return the logprob of each output token and of this number of likeliest tokens. 0: the output
+        tokens alone; True: 1; -1: the whole vocabulary; None: no logprobs. At most `max_logprobs` of `LLM`.
+    prompt_logprobs: the same for prompt tokens; `max_tokens` may then be 0.
+    min_tokens: the number of tokens to generate before a token or stop string may end the output. With
+        `structured_outputs`, a complete text may end earlier.
+    ignore_eos: continue after an end-of-sequence token; no effect with `structured_outputs`.
+    stop_token_ids: further tokens that end the output; the stop token is its last token.
+    stop: a string or a list of strings; the first one found in the output's text ends it and is cut off.
+    include_stop_str_in_output: keep the stop string, or the stop token's text, in the output's text.
+    detokenize: decode the output; stop strings need it.
     skip_special_tokens: leave special tokens out of the text.
-    allowed_token_ids: draw no other tokens; None: all.
-    bad_words: texts that are not drawn, as the tokens that the tokenizer makes of them, with a space before
-        and without; None: any are.
-    structured_outputs: what the text must look like; None: anything.
+    allowed_token_ids: the only tokens that may be drawn; None: all.
+    bad_words: strings that must not be generated, as the tokenizer splits them with and without a leading
+        space.
+    structured_outputs: the required form of the text; None: any.
     """
 
     temperature: float = 1.0
@@ -100,7 +99,7 @@ class SamplingParams:
         names = self.__dataclass_fields__
         if positional:
             raise TypeError(
-                f"SamplingParams() takes keyword arguments only, not {show(positional)}: which come first "
+                f"SamplingParams() takes keyword arguments only, not {show(positional)}: their order "
                 "differs from engine to engine. Write SamplingParams(temperature=..., max_tokens=...)"
             )
         absent = {name: value for name, value in values.items() if name not in names}
@@ -109,7 +108,7 @@ class SamplingParams:
         vars(self).update(self._checked())
 
     def __setattr__(self, name: str, value: object) -> None:
-        """Set a field, to be checked when it is used. What is not built can be set to ask for nothing."""
+        """Set a field, checked when a request is made. An unsupported field accepts its neutral value."""
         if name not in self.__dataclass_fields__:
             if name not in SAMPLING:
                 hint = nearest(name, self.__dataclass_fields__, SAMPLING)
@@ -119,7 +118,7 @@ class SamplingParams:
             super().__setattr__(name, value)
 
     def __getattr__(self, name: str) -> Any:
-        """What is not built reads as asking for nothing."""
+        """An unsupported field of vLLM's reads as its neutral value."""
         if name not in SAMPLING:
             raise AttributeError(f"SamplingParams has no field {name!r}")
         return SAMPLING[name].default
@@ -134,7 +133,7 @@ class SamplingParams:
         return clone
 
     def checked(self: Params) -> Params:
-        """A copy with plain values. ValueError or TypeError as at construction, for what was set since."""
+        """A copy with plain values. Checks fields set since construction: ValueError or TypeError."""
         checked = self.clone()
         vars(checked).update(self._checked())
         return checked
@@ -165,11 +164,11 @@ class SamplingParams:
         values["stop_token_ids"] = _token_ids("stop_token_ids", self.stop_token_ids)
         values["stop"] = _texts("stop", self.stop)
         if values["stop"] and not self.detokenize:
-            raise ValueError(f"stop={show(self.stop)} is looked for in the text; it needs detokenize=True")
+            raise ValueError(f"stop={show(self.stop)} needs detokenize=True, because it is found in the text")
         return values | self._checked_logits() | self._checked_rules(values["max_tokens"])
 
     def _checked_logits(self) -> dict[str, Any]:
-        """The fields that change logits or tell of them, as plain Python values."""
+        """The fields about logits and logprobs, as plain Python values."""
         values: dict[str, Any] = {}
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
@@ -186,7 +185,7 @@ class SamplingParams:
         return values
 
     def _checked_rules(self, max_tokens: int | None) -> dict[str, Any]:
-        """The fields that say which tokens may follow, as plain Python values."""
+        """The fields that restrict which tokens may follow, as plain Python values."""
         values: dict[str, Any] = {}
         expected = "an integer of at least 0 and at most max_tokens"
         values["min_tokens"] = (
@@ -199,7 +198,7 @@ class SamplingParams:
         if allowed is not None and not values["allowed_token_ids"]:
             raise _wrong("allowed_token_ids", allowed, "a list of at least one token id, or None for all")
         if isinstance(self.bad_words, str):
-            raise TypeError(f"bad_words must be a list of texts, not {show(self.bad_words)}")
+            raise TypeError(f"bad_words must be a list of strings, not {show(self.bad_words)}")
         values["bad_words"] = _texts("bad_words", self.bad_words)
         structured = values["structured_outputs"] = self.structured_outputs
         if structured is not None and not isinstance(structured, StructuredOutputsParams):
@@ -210,11 +209,12 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class BeamSearchParams:
-    """How `LLM.beam_search` searches; names and meaning as of vLLM.
+    """The parameters of `LLM.beam_search`, as in vLLM.
 
-    beam_width: how many continuations are kept; twice as many tokens are looked at for each.
-    max_tokens: the most tokens to generate. length_penalty: above 1 favours long sequences.
-    temperature: kept for vLLM's sake; logprobs are of the model's own logits.
+    beam_width: the number of continuations to keep; each considers twice as many next tokens.
+    max_tokens: the maximum number of tokens to generate.
+    length_penalty: above 1 favours long sequences.
+    temperature: for compatibility with vLLM, no effect; logprobs come from the model's own logits.
     structured_outputs: must be None.
     """
 
@@ -239,13 +239,15 @@ class BeamSearchParams:
 
 
 def takes_prompt(function: Callable[..., Any]) -> bool:
-    """Whether a logits processor takes (prompt ids, output ids, logits), for it has three parameters or more,
-    instead of (output ids, logits). TypeError when it can take neither."""
+    """Whether a logits processor takes (prompt ids, output ids, logits) instead of (output ids, logits).
+
+    It does if it has three parameters or more. TypeError if it can take neither.
+    """
     try:
         signature = inspect.signature(function)
         with_prompt = len(signature.parameters) >= 3
         signature.bind(*[None] * (3 if with_prompt else 2))
-    except (TypeError, ValueError):  # ValueError: one of C that does not say what it takes
+    except (TypeError, ValueError):  # ValueError: a C function without a signature
         raise TypeError(
             "logits_processors must take (output ids, logits) or (prompt ids, output ids, logits), and "
             f"{show(function)} does not; wrap it: lambda ids, logits: ..."
@@ -254,7 +256,7 @@ def takes_prompt(function: Callable[..., Any]) -> bool:
 
 
 def _biases(value: Any) -> dict[int, float]:
-    """Checked `logit_bias`; keys may be texts of digits, as from JSON."""
+    """Checked `logit_bias`; keys may be strings of digits, as in JSON."""
     expected = "a dict of token ids and numbers"
     if value is None:
         return {}
@@ -270,7 +272,7 @@ def _biases(value: Any) -> dict[int, float]:
 
 
 def _float(name: str, value: Any, expected: str) -> float:
-    """`value` as a float that float32, in which sampling computes, can hold."""
+    """`value` as a float that fits into float32, the dtype of sampling."""
     if type(value) is float and (value == 0 or TINY <= value <= HUGE):
         return value
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, NUMBERS):
@@ -309,7 +311,7 @@ def _token_ids(name: str, value: Any) -> list[int]:
 
 
 def _texts(name: str, value: Any) -> list[str]:
-    expected = "a text or a list of texts, none of them empty"
+    expected = "a string or a list of strings, none of them empty"
     texts = [] if value is None else [value] if isinstance(value, str) else value
     if not isinstance(texts, (list, tuple)) or not all(isinstance(text, str) for text in texts):
         raise TypeError(f"{name} must be {expected}, not {show(value)}")

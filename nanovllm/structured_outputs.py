@@ -1,6 +1,6 @@
-"""StructuredOutputsParams: what the text of an output must look like.
+"""StructuredOutputsParams: the required form of an output's text.
 
-Checks the fields; what they mean to the tokens of a model is compiled in `text/structured.py`.
+Checks the fields; `text/structured.py` compiles them for the tokens of a model.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ FLAGS = ("disable_any_whitespace", "disable_additional_properties")
 
 @dataclass(frozen=True)
 class StructuredOutputsParams:
-    """Exactly one constraint on the text of an output, and options of JSON. Cannot be changed.
+    """Exactly one constraint on the text of an output, and JSON options. Immutable.
 
-    json: a JSON schema as a dictionary, as a text, or as a pydantic model class; kept as a text. Properties
-        come in the order of the schema.
-    regex: a regular expression that the whole text matches, in the syntax of Rust's regex crate: no
+    json: a JSON schema as a dictionary, a JSON string, or a pydantic model class; stored as a string.
+        Properties appear in the order of the schema.
+    regex: a regular expression that matches the whole text, in the syntax of Rust's regex crate: no
         look-around and no back-references.
-    choice: a list of texts, one of which is the whole text.
-    grammar: a context-free grammar: Lark as llguidance reads it, from the rule `start`; or GBNF (EBNF with
-        `::=`), from the rule `root`.
+    choice: a list of strings; the whole text is one of them.
+    grammar: a context-free grammar: Lark as llguidance reads it, with the start rule `start`; or GBNF (EBNF
+        with `::=`), with the start rule `root`.
     json_object: True for any JSON object.
-    structural_tag: any text with calls of functions in it, as a dictionary or its text: `{"structures":
-        [{"begin": text, "schema": JSON schema, "end": text}], "triggers": [text]}`. Where a trigger is
-        written, one of the structures that begin with it follows. Kept as a text.
-    disable_any_whitespace: JSON without whitespace outside of its strings.
-    disable_additional_properties: objects have no properties but those that the schema names, unless it says
-        itself which others they may have.
+    structural_tag: free text with function calls, as a dictionary or a JSON string: `{"structures":
+        [{"begin": text, "schema": JSON schema, "end": text}], "triggers": [text]}`. After a trigger, one of
+        the structures that begin with it must follow. Stored as a string.
+    disable_any_whitespace: no whitespace in JSON, except within strings.
+    disable_additional_properties: objects have only the properties that the schema names, unless the schema
+        sets `additionalProperties`.
     whitespace_pattern: a regular expression for the whitespace of JSON, such as `[ ]?`.
 
-    ValueError or TypeError names the field, the value and the fix. Whether a schema, an expression or a
-    grammar is right is checked with the request.
+    ValueError or TypeError names the field, the value and the fix. Schemas, expressions and grammars are
+    compiled, and so checked, when a request is made.
     """
 
     json: str | Mapping[str, Any] | type | None = None
@@ -58,7 +58,7 @@ class StructuredOutputsParams:
                 f"{' and '.join(given) or 'none'}"
             )
         if self.json is not None:
-            expected = "a JSON schema: a dictionary, its text or a pydantic model class"
+            expected = "a JSON schema: a dictionary, a JSON string or a pydantic model class"
             object.__setattr__(self, "json", _json_text("json", self.json, expected))
         if self.structural_tag is not None:
             object.__setattr__(self, "structural_tag", _tag_text(self.structural_tag))
@@ -67,7 +67,7 @@ class StructuredOutputsParams:
         for name in ("regex", "grammar", "whitespace_pattern"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, str):
-                raise TypeError(f"{name} must be a text, not {show(value)}")
+                raise TypeError(f"{name} must be a string, not {show(value)}")
             if value == "":
                 raise ValueError(f"{name} must not be empty; leave it out")
         for name in FLAGS:
@@ -79,7 +79,7 @@ class StructuredOutputsParams:
 
 
 def _json_text(name: str, value: Any, expected: str) -> str:
-    """A JSON object as a text."""
+    """A JSON object as a string."""
     if hasattr(value, "model_json_schema"):
         value = value.model_json_schema()
     wrong = f"{name} must be {expected}, not {show(value)}"
@@ -98,7 +98,7 @@ def _json_text(name: str, value: Any, expected: str) -> str:
 
 
 def _tag_text(value: Any) -> str:
-    """Checked `structural_tag` as a text."""
+    """Checked `structural_tag` as a string."""
     expected = '{"structures": [{"begin": text, "schema": JSON schema, "end": text}], "triggers": [text]}'
     text = _json_text("structural_tag", value, expected)
     tag = json_module.loads(text)
@@ -117,7 +117,7 @@ def _tag_text(value: Any) -> str:
 
 
 def _choices(choices: Any) -> tuple[str, ...]:
-    expected = "a list of texts, at least one"
+    expected = "a list of strings, at least one"
     is_list = isinstance(choices, Sequence) and not isinstance(choices, (str, bytes))
     if not is_list or not all(isinstance(choice, str) for choice in choices):
         raise TypeError(f"choice must be {expected}, not {show(choices)}")

@@ -1,7 +1,7 @@
-"""vLLM's arguments that this engine does not have: which values ask for nothing, and what to do about others.
+"""vLLM's arguments that this engine does not support: their neutral values, and advice for other values.
 
-A neutral value is taken and forgotten, any other one is refused: nothing is swallowed. A
-name leaves these tables when it is built. Knows neither our own options nor what they mean.
+A neutral value is accepted and has no effect; any other value raises an error. When an argument becomes
+supported, its name leaves these tables. Knows nothing of our own options.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Absent:
-    """An argument that is not built: the values that ask for nothing (None: any), and what to do instead.
+    """An unsupported argument: its neutral values (None: any value), and what to do instead.
 
-    The first neutral value is vLLM's default. per_prompt: a list with one value for each prompt is taken too.
+    The first neutral value is vLLM's default. per_prompt: a list with one value for each prompt is accepted.
     """
 
     neutral: tuple[Any, ...] | None
@@ -26,7 +26,7 @@ class Absent:
 
     @property
     def default(self) -> Any:
-        """What the argument reads as."""
+        """The value that reading the argument returns."""
         return None if self.neutral is None else self.neutral[0]
 
     def allows(self, value: object) -> bool:
@@ -42,14 +42,14 @@ class Absent:
 
 
 def _each(names: str, absent: Absent) -> dict[str, Absent]:
-    """The same answer for every one of the names."""
+    """The same entry for each of the names."""
     return dict.fromkeys(names.split(), absent)
 
 
 _NOTHING: tuple[Any, ...] = (None, [], (), {}, "", set())
 _LEAVE_OUT = "leave it out"
 _ANY = Absent(None, "")
-_NO_IMAGES = Absent(_NOTHING, "only text goes in; leave it out")
+_NO_IMAGES = Absent(_NOTHING, "only text is supported; leave it out")
 _NO_MEDIA = ({"image": 0}, {"image": 0, "video": 0}, {"image": 0, "video": 0, "audio": 0})
 _NO_QUANTIZATION = Absent(_NOTHING, "use the model's bfloat16, float16 or float32 checkpoint")
 _NO_CACHE = "make the LLM with enable_prefix_caching=False"
@@ -57,10 +57,10 @@ _NO_LORA = Absent(_NOTHING, "merge the adapter into the weights first (peft's me
 _ONE = Absent((1, None), "use tensor_parallel_size or data_parallel_size")
 _OFF = Absent((False, None), _LEAVE_OUT)
 _NONE = Absent(_NOTHING, _LEAVE_OUT)
-_OVERRIDE = "say hf_overrides={%r: ...}"
+_OVERRIDE = "use hf_overrides={%r: ...}"
 _DOWNLOAD = "download what you need with `hf download` and pass the folder"
 
-# These change nothing that can be seen, or qualify what is refused by its own name.
+# These have no visible effect, or only tune an argument that is itself refused.
 _ENGINE_ANY = """
     served_model_name use_tqdm_on_load pt_load_map_location disable_log_requests disable_log_stats
     aggregate_engine_logging optimization_level stream_interval
@@ -84,7 +84,7 @@ _ENGINE_NONE = """
     kv_cache_dtype_skip_layers
 """
 _GUIDED = "guided_decoding_disable_any_whitespace guided_decoding_disable_additional_properties"
-_STRUCTURED = "say it in each StructuredOutputsParams"
+_STRUCTURED = "set it in each StructuredOutputsParams"
 _BACKENDS = tuple({"backend": name} for name in ("auto", "guidance", "xgrammar", "outlines"))
 
 ENGINE: dict[str, Absent] = {
@@ -93,7 +93,7 @@ ENGINE: dict[str, Absent] = {
     "code_revision": Absent(_NOTHING, _DOWNLOAD),
     "hf_config_path": Absent(_NOTHING, "put config.json into the model's folder"),
     **{name: Absent(_NOTHING, _OVERRIDE % name) for name in ("rope_scaling", "rope_theta")},
-    "config_format": Absent(("auto", "hf", None), "only the Hugging Face format is; convert the checkpoint"),
+    "config_format": Absent(("auto", "hf", None), "convert the checkpoint to the Hugging Face format"),
     "model_impl": Absent(("auto", "vllm", None), _LEAVE_OUT),
     **_each("quantization quantization_config", _NO_QUANTIZATION),
     "ignore_patterns": Absent(("original/**/*", ["original/**/*"], *_NOTHING), _DOWNLOAD),
@@ -105,7 +105,7 @@ ENGINE: dict[str, Absent] = {
     "reasoning_parser": Absent(_NOTHING, "split the text of the output yourself"),
     **_each("enable_reasoning enable_expert_parallel ray_workers_use_nsight", _OFF),
     **_each("enable_lora_bias enable_prompt_adapter enable_return_routed_experts", _OFF),
-    "enable_prompt_embeds": Absent((False, None), "pass texts or token ids"),
+    "enable_prompt_embeds": Absent((False, None), "pass strings or token ids"),
     **_each("allowed_local_media_path allowed_media_domains", _NO_IMAGES),
     "mm_processor_kwargs": _NO_IMAGES,
     "limit_mm_per_prompt": Absent((*_NOTHING, *_NO_MEDIA), _NO_IMAGES.advice),
@@ -114,27 +114,27 @@ ENGINE: dict[str, Absent] = {
     # devices and memory
     "pipeline_parallel_size": _ONE,
     **_each("decode_context_parallel_size prefill_context_parallel_size", _ONE),
-    "distributed_executor_backend": Absent((None, "mp", "uni"), "processes of this machine are used"),
+    "distributed_executor_backend": Absent((None, "mp", "uni"), "ranks are processes of this machine"),
     "worker_cls": Absent(("auto", None), _LEAVE_OUT),
-    "scheduling_policy": Absent(("fcfs", None), "requests start in the order in which they came"),
+    "scheduling_policy": Absent(("fcfs", None), "requests start in the order of their arrival"),
     "cpu_offload_gb": Absent((0, None, False), "use more devices (tensor_parallel_size) or a smaller model"),
     "kv_offloading_size": Absent((None, 0), "use a larger KV cache: more devices, or kv_cache_dtype='fp8'"),
     # how it runs
     "compilation_config": Absent(_NOTHING, "CUDA graphs are on; enforce_eager=True turns them off"),
-    "disable_async_output_proc": Absent((False, None), "say async_scheduling=False"),
-    "preemption_mode": Absent(("recompute", None), "sequences are computed again; leave it out"),
+    "disable_async_output_proc": Absent((False, None), "use async_scheduling=False"),
+    "preemption_mode": Absent(("recompute", None), "preempted sequences are recomputed; leave it out"),
     "enable_lora": Absent((False, None), _NO_LORA.advice),
     "qlora_adapter_name_or_path": _NO_LORA,
     "weight_transfer_config": Absent(_NOTHING, "pass the tensors to update_weights()"),
     "profiler_config": Absent(_NOTHING, "pass the folder to start_profile()"),
-    "attention_config": Absent(_NOTHING, "say attention_backend"),
+    "attention_config": Absent(_NOTHING, "use attention_backend"),
     **_each(_ENGINE_ANY, _ANY),
     **_each(_ENGINE_NONE, _NONE),
 }
 
 
 SAMPLING: dict[str, Absent] = {
-    "best_of": Absent((None, 1), "use n, and choose"),
+    "best_of": Absent((None, 1), "use n, and choose among the completions"),
     "use_beam_search": _OFF,
     "length_penalty": Absent((1.0, None), _LEAVE_OUT),
     "early_stopping": _OFF,
@@ -146,7 +146,7 @@ SAMPLING: dict[str, Absent] = {
     "routed_experts_prompt_start": Absent((0, None), _LEAVE_OUT),
     **_each("flat_logprobs spaces_between_special_tokens skip_clone stream_interval", _ANY),
     "truncate_prompt_tokens": Absent((None,), "cut the prompt's token ids yourself"),
-    "guided_decoding": Absent((None,), "say structured_outputs=StructuredOutputsParams(...)"),
+    "guided_decoding": Absent((None,), "use structured_outputs=StructuredOutputsParams(...)"),
     "thinking_token_budget": Absent((None, -1), "use max_tokens"),
     "skip_reading_prefix_cache": Absent((None, False), _NO_CACHE),
     "output_kind": Absent((None, "CUMULATIVE", "FINAL_ONLY", 0, 2), "use LLM.stream(deltas=True)"),
@@ -160,12 +160,12 @@ _CALL: dict[str, Absent] = {
 }
 
 GENERATE: dict[str, Absent] = _CALL | {
-    "priority": Absent((None, 0), "requests start in the order in which they came", per_prompt=True),
+    "priority": Absent((None, 0), "requests start in the order of their arrival", per_prompt=True),
     "prompt_token_ids": Absent(_NOTHING, "pass them as the prompts"),
 }
 
 EMBED: dict[str, Absent] = _CALL | {
-    "pooling_params": Absent((None,), "say pooling and normalize"),
+    "pooling_params": Absent((None,), "use pooling and normalize"),
     "truncate_prompt_tokens": Absent((None,), "cut the prompt's token ids yourself"),
 }
 
@@ -173,21 +173,22 @@ BEAM_SEARCH: dict[str, Absent] = {"lora_request": _CALL["lora_request"], "concur
 
 PROMPT: dict[str, Absent] = {  # keys of a prompt that is a dictionary
     **_each("multi_modal_data multi_modal_uuids mm_processor_kwargs", _NO_IMAGES),
-    "prompt_embeds": Absent(_NOTHING, "pass a text or token ids"),
+    "prompt_embeds": Absent(_NOTHING, "pass a string or token ids"),
     "cache_salt": Absent(_NOTHING, f"call reset_prefix_cache(), or {_NO_CACHE}"),
 }
 
 CHAT: dict[str, Absent] = _CALL | {
-    "chat_template_content_format": Absent(("auto", "string", None), "templates get contents as texts"),
+    "chat_template_content_format": Absent(("auto", "string", None), "templates get contents as strings"),
 }
 
 
 def refuse_absent(
     function: str, arguments: Mapping[str, object], table: Mapping[str, Absent], known: Iterable[str]
 ) -> None:
-    """Check the arguments that `function` does not have, which has `known`.
+    """Check arguments that `function` does not have; `known` are the ones that it has.
 
-    ValueError for one of vLLM's that asks for something; TypeError with the nearest name for any other.
+    ValueError for an argument of vLLM's without a neutral value; TypeError with the nearest name for any
+    other.
     """
     for name, value in arguments.items():
         if name not in table:

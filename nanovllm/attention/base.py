@@ -1,4 +1,4 @@
-"""What every attention backend is given and must do. Owns no kernel and no state."""
+"""The interface of attention backends and their metadata. Owns no kernel and no state."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from nanovllm.kernels.decode_attention import SharedUnit
 
 @dataclass(frozen=True, eq=False)
 class PrefillRanges(Generic[A]):
-    """Where the new tokens and the contexts of S sequences begin and end, as prefix sums."""
+    """The ranges of the new tokens and the contexts of S sequences, as prefix sums."""
 
     cu_seqlens_q: Annotated[A, Column(np.int32, lambda n: (n.seqs + 1,))]
     cu_seqlens_k: Annotated[A, Column(np.int32, lambda n: (n.seqs + 1,))]
@@ -27,39 +27,39 @@ class PrefillRanges(Generic[A]):
 
 @dataclass(frozen=True, eq=False)
 class SharedPrefixes(Generic[A]):
-    """Sequences of a decode step that begin in the same blocks, in units that read them once.
+    """Sequences of a decode step that begin with the same blocks, in units that read these blocks once.
 
-    They change how often shared keys and values are read. What attention returns is the same, with a
-    deterministic backend bit for bit.
+    This changes only how often keys and values are read. The result of attention is the same; with a
+    deterministic backend, bit for bit.
     """
 
     members: Annotated[A, Column(np.int32, lambda n: (n.seqs // 2, n.unit), PADDING)]  # rows of the step
     lens: Annotated[A, Column(np.int32, lambda n: (n.seqs // 2,))]  # positions that a unit shares
-    skips: Annotated[A, Column(np.int32, lambda n: (n.seqs,))]  # the same by row; 0 outside all units
-    units: Annotated[A, Column(np.int32, lambda n: (1,))]  # how many there are
-    chunk: int  # positions, of which each length is a multiple
+    skips: Annotated[A, Column(np.int32, lambda n: (n.seqs,))]  # the same for each row; 0 outside all units
+    units: Annotated[A, Column(np.int32, lambda n: (1,))]  # the number of units
+    chunk: int  # positions; each length is a multiple of this
 
 
 @dataclass(frozen=True, eq=False)
 class AttentionColumns(Generic[A]):
-    """How flat tokens map to sequences and to cache slots, and what these sequences may read.
+    """The mapping of flat tokens to sequences and cache slots, and the blocks that sequences may read.
 
-    A row with context length 0 is padding: it attends to nothing.
+    A row with context length 0 is padding and attends to nothing.
     """
 
     slot_mapping: Annotated[A, Column(np.int32, lambda n: (n.tokens,), NO_SLOT)]  # where K/V are stored
     context_lens: Annotated[A, Column(np.int32, lambda n: (n.seqs,))]  # cached + new tokens
     block_tables: Annotated[A, Column(np.int32, lambda n: (n.seqs, n.blocks), PADDING)]
-    max_seqlen_k: int  # the longest context, or more
-    prefill: PrefillRanges[A] | None = None  # None: decode, one new token a sequence
-    shared: SharedPrefixes[A] | None = None  # of decode
+    max_seqlen_k: int  # an upper bound of the context lengths
+    prefill: PrefillRanges[A] | None = None  # None: decode, one new token for each sequence
+    shared: SharedPrefixes[A] | None = None  # only in decode
 
 
 @dataclass(frozen=True, eq=False)
 class StepColumns(AttentionColumns[A]):
-    """The same of a whole step, with what the model has to know of it."""
+    """The attention columns of a whole step, plus the columns that the model needs."""
 
-    # The tokens whose hidden states are wanted, rising; None: all.
+    # The tokens whose hidden states are needed, ascending; None: all.
     wanted_rows: Annotated[A, Column(np.int32, lambda n: (n.tokens,))] | None = None
     halves: tuple[AttentionColumns[A], AttentionColumns[A]] | None = None  # the same tokens in two parts
 
@@ -69,16 +69,16 @@ StepMetadata = StepColumns[torch.Tensor]
 
 
 class AttentionBackend(ABC):
-    """Attends over the paged cache, in which this step's keys and values are stored already.
+    """Attends over the paged cache, which already holds this step's keys and values.
 
-    Cells that no live token owns may hold NaN. With `deterministic` a row gets the same bits beside any other
+    Cells without a live token may hold NaN. With `deterministic` the bits of a row do not depend on other
     rows.
     """
 
     name: ClassVar[str]
     block_size_multiple: ClassVar[int]
     default_block_size: ClassVar[int]
-    supports_cuda_graph: ClassVar[bool] = True  # a decode step launches kernels and nothing else
+    supports_cuda_graph: ClassVar[bool] = True  # a decode step only launches kernels
 
     def __init__(self, deterministic: bool = False) -> None:
         self.deterministic = deterministic
@@ -88,17 +88,18 @@ class AttentionBackend(ABC):
     def unavailable(
         cls, device: Device, dtype: torch.dtype, head_dim: int, cache_dtype: torch.dtype
     ) -> str | None:
-        """Return the reason why this backend cannot run here, or None when it can."""
+        """Return the reason why this backend cannot run here, or None if it can."""
 
     def shared_unit(
         self, group: int, head_dim: int, cache_dtype: torch.dtype, device: torch.device
     ) -> SharedUnit | None:
-        """How shared prefixes are read, for `group` query heads of each KV head; None: for each sequence."""
+        """How to group sequences with shared prefixes, for `group` query heads of each KV head; None: not
+        supported."""
         return None
 
     @abstractmethod
     def forward(self, q: torch.Tensor, cache: KVCache, meta: AttentionMetadata, scale: float) -> torch.Tensor:
-        """Return the causal attention of q [T, num_heads, head_dim], new, of the same shape.
+        """Return the causal attention of q [T, num_heads, head_dim] as a new tensor of the same shape.
 
-        Scores are multiplied by `scale`. The keys and values of the step's own tokens are in the cache.
+        Scores are multiplied by `scale`. The cache already holds the keys and values of the step's tokens.
         """

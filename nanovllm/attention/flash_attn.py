@@ -1,6 +1,6 @@
-"""The `flash-attn` package (FlashAttention-2) over our paged cache: pages are multiples of 256 tokens.
+"""The `flash-attn` package (FlashAttention-2) over our paged cache; its blocks are multiples of 256 tokens.
 
-Imports the package only when asked whether it is there, so that everything works without it.
+Imports the package only on use, so that everything else works without it.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from nanovllm.kernels.cache import KVCache
 
 @lru_cache
 def _package() -> ModuleType | ImportError:
-    """The package, imported now; or why it cannot be, such as a wheel that was built for another torch."""
+    """The imported package, or the error of the import, for example of a wheel built for another torch."""
     try:
         import flash_attn
     except ImportError as error:
-        return error.with_traceback(None)  # whose frames would stay
+        return error.with_traceback(None)  # a traceback would keep its frames alive
     return flash_attn
 
 
@@ -46,7 +46,7 @@ class FlashAttnBackend(AttentionBackend):
         if dtype not in (torch.float16, torch.bfloat16):
             return f"it supports float16 and bfloat16, and the dtype is {dtype}"
         if cache_dtype != dtype:
-            return f"it reads no KV cache of {cache_dtype}"
+            return f"it does not support a KV cache of {cache_dtype}"
         if head_dim % 8 or head_dim > 256:
             return f"it supports head_dim up to 256 in steps of 8, and head_dim is {head_dim}"
         return None
@@ -54,7 +54,7 @@ class FlashAttnBackend(AttentionBackend):
     def forward(self, q: torch.Tensor, cache: KVCache, meta: AttentionMetadata, scale: float) -> torch.Tensor:
         assert cache.k_scale is None and cache.v_scale is None, "flash-attn 2 reads no FP8 cache"
         package = _package()
-        assert isinstance(package, ModuleType), "unavailable() has said why"
+        assert isinstance(package, ModuleType), "unavailable() returned the reason"
         if meta.prefill is None:
             out = package.flash_attn_with_kvcache(
                 q[:, None],

@@ -1,7 +1,7 @@
-"""Paged attention in plain torch: the CPU path, and the oracle that the other backends are tested against.
+"""Paged attention in plain torch: the CPU path, and the reference for tests of the other backends.
 
-Runs the kernels' own twins, which gather keys and values into dense tensors: right anywhere, fast on a CPU
-only.
+Runs the kernels' reference functions, which gather keys and values into dense tensors. They work on every
+device, but are fast only on a CPU.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class ReferenceBackend(AttentionBackend):
 
     def forward(self, q: torch.Tensor, cache: KVCache, meta: AttentionMetadata, scale: float) -> torch.Tensor:
         if meta.prefill is None:
-            if self._gather is None or self._gather[0] is not meta:  # once a step, not once a layer
+            if self._gather is None or self._gather[0] is not meta:  # once per step, not per layer
                 found = decode_gather_reference(
                     meta.block_tables, meta.context_lens, meta.max_seqlen_k, cache.k.shape[1]
                 )

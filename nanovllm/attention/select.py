@@ -1,4 +1,4 @@
-"""Which attention backend runs: the asked-for one, or with "auto" the fastest that can. Once an engine."""
+"""Selects an engine's attention backend: the requested one, or with "auto" the fastest that can run."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def select(
 ) -> AttentionBackend:
     """Return the backend called `name`, or for "auto" the first that is available.
 
-    With `deterministic`, "auto" is "triton", the one whose bits do not depend on the rest of the batch.
-    Raises ValueError with the reason when the asked-for backend cannot run here, or no backend could: what is
-    stored in an FP8 cache is rounded by one kernel for all of them.
+    With `deterministic`, "auto" is "triton", whose bits do not depend on the rest of the batch. Raises
+    ValueError with the reason if the requested backend cannot run here, or if the GPU does not support FP8
+    (all backends use the same kernel to store an FP8 cache).
     """
     if cache_dtype != dtype and device.is_cuda and device.capability < (8, 9):
         raise ValueError(
@@ -42,7 +42,7 @@ def select(
         name, asked = TritonBackend.name, "deterministic=True needs attention_backend='triton', which"
     reasons: dict[str, str] = {}
     for backend in BACKENDS:
-        # Triton's interpreter is for tests: it never wins by itself.
+        # Triton's interpreter is only for tests: "auto" never selects it.
         if name not in ("auto", backend.name) or (
             name == "auto" and not device.is_cuda and backend.name == "triton"
         ):
@@ -60,7 +60,7 @@ def select(
 
 
 def resolve_block_size(asked: int | None, backend: AttentionBackend) -> int:
-    """Return the KV cache block size: the backend's own, or the asked-for one if the backend supports it."""
+    """Return the KV cache block size: the backend's default, or the requested one if it supports that."""
     if asked is None:
         return backend.default_block_size
     if asked % backend.block_size_multiple:

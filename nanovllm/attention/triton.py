@@ -1,6 +1,6 @@
 """Our own paged attention kernels: any GPU that Triton supports, no extra package.
 
-Without a GPU it runs only in Triton's interpreter (TRITON_INTERPRET=1), which is how it is tested on a CPU.
+Without a GPU they run only in Triton's interpreter (TRITON_INTERPRET=1), for tests on a CPU.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Sums over GPUs of many rows, brought by copy engines while kernels compute.
+"""Sums over GPUs of many rows, which copy engines transfer while kernels compute.
 
-Each rank sums, adds and normalises a part of the rows, and sends it to all. Owns the rooms for that, at the
-end of a buffer that others allocate and exchange.
+Each rank sums, adds and normalises a part of the rows, and sends the result to all. Owns the receive buffers
+("rooms") at the end of a buffer that `PeerMemory` allocates and exchanges.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from nanovllm.device import Device
 from nanovllm.kernels.copied_sum import CALLS, Arrival, await_copies_triton, copied_sum_add_rms_norm_triton
 from nanovllm.kernels.rms_norm import rms_norm
 
-_FLAGS = (2, 8)  # int32 at the very end of the buffer: of each rank, of 8 at most; for parts, and for results
+_FLAGS = (2, 8)  # int32 at the very end of the buffer: [parts or results, rank], at most 8 ranks
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PendingSum:
-    """`add_rms_norm` of a sum over the ranks, under way beside whatever is computed next."""
+    """`add_rms_norm` of a sum over the ranks, in progress while other kernels run."""
 
-    finish: Callable[[], tuple[torch.Tensor, torch.Tensor]]  # waits for it
-    advance: Callable[[], None] = lambda: None  # half way there: sums what came and sends it on, if need be
+    finish: Callable[[], tuple[torch.Tensor, torch.Tensor]]  # waits for the result
+    advance: Callable[[], None] = lambda: None  # first half: sums received parts and sends the results
 
 
 class PeerCopies:
-    """Rooms that calls take in turn, and flags, at the end of a buffer that every rank can write to.
+    """Two alternating sets of rooms, and flags, at the end of a buffer that every rank can write to.
 
-    Reduce-scatter and all-gather with the norm between, as in Megatron-LM's sequence parallelism (Korthikanti
-    et al., 2022): a part of the rows goes to each rank, which keeps their sums, and what it makes of them to
-    all. From the first sum to one that is wanted whole, no rank has all of the residual stream.
+    Reduce-scatter and all-gather with the norm in between, as in Megatron-LM's sequence parallelism
+    (Korthikanti et al., 2022). Each rank receives the parts of its rows, keeps their sums, and sends the
+    results to all. From the first sum to a `whole` one, no rank has the whole residual stream.
 
-    Two sums are under way at most, and each has its rooms. A rank sends parts of the second next sum when it
-    has this one's results, for which the others had read their parts; and results of the second next when it
-    has the others' parts of it, which they sent after using this one's results.
+    At most two sums are in progress, each with its own rooms. Sum n + 2 can reuse the rooms of sum n: a rank
+    sends its parts after it has the results of sum n, for which the others had read their parts. It sends its
+    results after it has the others' parts, which they sent after using the results of sum n.
     """
 
     SETS = 2
@@ -52,9 +52,10 @@ class PeerCopies:
         max_rows: int,
         n: int,
     ) -> None:
-        """buffer: this rank's; handle: torch's, of all; aborted: as in `Peers`. Rows are [max_rows, n].
+        """buffer: this rank's. handle: torch's handle of all ranks' buffers. aborted: as in `Peers`. Rows are
+        [max_rows, n].
 
-        No rank may begin a sum before all have come here.
+        No rank may start a sum before all ranks have created theirs.
         """
         self._rank = rank
         self._max_rows = max_rows
@@ -82,7 +83,7 @@ class PeerCopies:
 
     @classmethod
     def numel(cls, max_rows: int, n: int, size: int, itemsize: int) -> int:
-        """How many elements of `itemsize` bytes this takes of the buffer."""
+        """The number of elements of `itemsize` bytes that this takes of the buffer."""
         rooms = sum(math.prod(shape) for shape in cls._shapes(max_rows, n, size))
         return rooms + math.prod(_FLAGS) * 4 // itemsize
 
@@ -123,14 +124,14 @@ class PeerCopies:
 
         def finish() -> tuple[torch.Tensor, torch.Tensor]:
             advance()
-            # Who sent results had got its part of x: when all have come, the memory of x may be another's.
+            # A rank sends results after it received its part of x. So after this, x may be overwritten.
             await_copies_triton(arrivals[1])
             return (rms_norm(results, weight, eps), results) if whole else (results, total)
 
         return PendingSum(finish, advance)
 
     def _send(self, shot: int, call: int, route: Callable[[int], tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Begin to copy to each peer, to the place that `route` names, the rows it names; then the flag."""
+        """Start copying rows to each peer, then its flag. route: peer -> (destination, rows)."""
         rank, size = self._rank, len(self._parts)
 
         def copy() -> None:

@@ -1,7 +1,7 @@
-"""ExchangedRows: logits, of which each rank has some columns of all rows, as whole rows, some at each rank.
+"""ExchangedRows: redistributes logits from some columns of all rows on each rank to whole rows on each rank.
 
-So the ranks share the work of drawing tokens, and each draws as a single one would. Owns the room that the
-rows come to, in a buffer that others allocate and exchange.
+So the ranks share the work of drawing tokens, and each draws as a single rank would. Owns the receive buffer
+("room"), in a buffer that `PeerMemory` allocates and exchanges.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ import torch
 from nanovllm.batch import NOT_FINITE
 from nanovllm.kernels.all_to_all import all_to_all_triton
 
-LARGEST_ID = 2**24 - 2  # ids are summed in float32, which holds whole numbers up to 2**24
+LARGEST_ID = 2**24 - 2  # ids are summed in float32, which is exact for integers up to 2**24
 
 
 class ExchangedRows:
-    """Rank `rank`'s room for its share of at most `max_rows` rows [vocab_size], and the way to the others'.
+    """Rank `rank`'s room for its share of at most `max_rows` rows [vocab_size], and the others' addresses.
 
-    Nobody overwrites a row that is still read: who has the ids of a step knows that all rows were drawn from.
+    No rank overwrites a row that is still read: once a rank has the ids of a step, all ranks have read their
+    rows.
     """
 
     def __init__(
@@ -31,7 +32,7 @@ class ExchangedRows:
         vocab_size: int,
         all_reduce: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:
-        """rooms: [ranks] int64, where each rank's room is; own: this rank's room, `numel(...)` elements."""
+        """rooms: [ranks] int64, the address of each rank's room. own: this rank's, `numel(...)` elements."""
         self._rank, self._size = rank, len(rooms)
         self._rooms = rooms
         self._own = own.view(-1, self._stride(vocab_size))
@@ -48,29 +49,30 @@ class ExchangedRows:
 
     @classmethod
     def numel(cls, max_rows: int, vocab_size: int, size: int) -> int:
-        """How many elements a room has."""
+        """The number of elements of a room."""
         return -(-max_rows // size) * cls._stride(vocab_size)
 
     def fits(self, rows: int, dtype: torch.dtype) -> bool:
-        """Whether there is room for so many rows."""
+        """Whether there is room for `rows` rows."""
         return rows <= self._max_rows and dtype == self._own.dtype
 
     def whole_rows(self, x: torch.Tensor) -> tuple[slice, torch.Tensor]:
-        """Which rows are this rank's, and all their columns, when rank r brings columns r * n on, x [S, n].
+        """Return the range of this rank's rows, and these rows with all columns.
 
-        The result holds until the ids of these rows are known.
+        x: [S, n], this rank's columns of all rows; rank r has the columns from r * n on. The result is valid
+        until `join` returns the ids of these rows.
         """
         rows, n = x.shape
         share = -(-rows // self._size)
         first = self._rank * n
         columns = max(0, min(n, self._vocab_size - first))
         all_to_all_triton(x[:, :columns], self._rooms, self._sent, self._own.shape[1], first, share)
-        self._all_reduce(self._nothing[:rows])  # a rank gives its part when it has sent its columns
+        self._all_reduce(self._nothing[:rows])  # a barrier: a rank contributes after it sent its columns
         mine = slice(min(self._rank * share, rows), min((self._rank + 1) * share, rows))
         return mine, self._own[: mine.stop - mine.start, : self._vocab_size]
 
     def join(self, ids: torch.Tensor, mine: slice, rows: int) -> torch.Tensor:
-        """The ids [rows] int64, of which each rank brings those of its rows."""
+        """Return the ids [rows] int64 of all rows, from each rank's ids of its rows."""
         whole = torch.zeros(rows, 1, device=ids.device)
         whole[mine, 0] = (ids - NOT_FINITE).float()
         return self._all_reduce(whole)[:, 0].long() + NOT_FINITE

@@ -1,6 +1,6 @@
-"""TPGroup: the ranks that share one model, and the collectives that they need.
+"""TPGroup: the ranks that share one model, and their collectives.
 
-It starts no process, and touches no default process group: every engine has a group of its own.
+It starts no process and does not use the default process group: every engine has its own group.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from nanovllm.kernels.rms_norm import add_rms_norm
 class TPGroup:
     """Rank `rank` of `size` tensor-parallel ranks. With one rank every collective is the identity.
 
-    Without a `process_group` the group of several ranks still says which shard a layer owns, but cannot
-    communicate: calling a collective is then a RuntimeError.
+    Without a `process_group`, a group of several ranks only defines which shard a layer owns. Collectives
+    then raise RuntimeError.
     """
 
     def __init__(self, rank: int = 0, size: int = 1, process_group: Backend | None = None) -> None:
@@ -35,9 +35,9 @@ class TPGroup:
 
     @classmethod
     def connect(cls, rank: int, size: int, device: Device, rendezvous: Rendezvous) -> TPGroup:
-        """Meet the other ranks at `rendezvous` and return the group, over NCCL on GPUs and gloo on a CPU.
+        """Connect to the other ranks at `rendezvous` and return the group, with NCCL on GPUs, gloo on a CPU.
 
-        Blocks until all ranks are here, a minute at most.
+        Blocks until all ranks are connected, at most a minute.
         """
         device.make_current()
         connect, store = (nccl, rendezvous.store) if device.is_cuda else (gloo, rendezvous.leavable_store)
@@ -55,18 +55,18 @@ class TPGroup:
         if peer_memory is not None:
             return peer_memory.all_reduce(x)
         options = dist.AllreduceOptions()
-        options.asyncOp = False  # on the current stream, which is what a CUDA graph captures best
+        options.asyncOp = False  # on the current stream, which CUDA graphs capture best
         _wait(self._group().allreduce([x], options))
         return x
 
     def start_sum(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, whole: bool
     ) -> PendingSum:
-        """Begin `add_rms_norm` of the sum of `x` [T, n] over the ranks; `x` is not to be touched any more.
+        """Start `add_rms_norm` of the sum of `x` [T, n] over the ranks; `x` must not be used afterwards.
 
-        Unless `whole` the second result may be some of its rows, for another `start_sum` to take as its
-        residual. At most two sums may be under way, and all ranks begin, advance and finish them in the same
-        order. Other use of both results must be queued before the second sum after this one is begun.
+        Without `whole`, the second result may have only some of its rows, and can only be the residual of
+        another `start_sum`. At most two sums may be in progress, and all ranks must start, advance and finish
+        them in the same order. Queue all uses of both results before you start the second sum after this one.
         """
         copies = None if self._peer_memory is None else self._peer_memory.copies
         if copies is not None and copies.fits(x):
@@ -82,10 +82,11 @@ class TPGroup:
         return PendingSum(finish)
 
     def whole_rows(self, x: torch.Tensor, width: int) -> tuple[slice, torch.Tensor]:
-        """Which rows of logits this rank draws from, and these, [so many, width].
+        """Return the range of rows that this rank draws from, and these rows of logits, [own rows, width].
 
-        Rank r brings columns r * n on of all rows, x [S, n]; columns past `width` are padding. Through peer
-        memory each rank gets a share of the rows, which hold until `join_rows`; else rank 0 gets all.
+        x: [S, n], this rank's columns of all rows; rank r has the columns from r * n on. Columns past `width`
+        are padding. With peer memory each rank gets a share of the rows, valid until `join_rows`; else rank 0
+        gets all rows.
         """
         if self.size == 1:
             return slice(0, len(x)), x[:, :width]
@@ -99,7 +100,7 @@ class TPGroup:
         return slice(0, len(x)), torch.cat(parts, dim=-1)[:, :width]
 
     def join_rows(self, ids: torch.Tensor, mine: slice, logits: torch.Tensor) -> torch.Tensor:
-        """The ids [S] int64 of all rows, on every rank, after `whole_rows` made `mine` of `logits`."""
+        """The ids [S] int64 of all rows, on every rank. mine, logits: result and argument of `whole_rows`."""
         if self.size == 1:
             return ids
         if (exchanged := self._exchanged(len(logits), logits.dtype)) is not None:
@@ -110,7 +111,7 @@ class TPGroup:
         return ids
 
     def join_columns(self, x: torch.Tensor, mine: slice, logits: torch.Tensor) -> torch.Tensor:
-        """As `join_rows`, for columns [S, C] float32, which rank 0 needs. Integers to 2**24 are exact."""
+        """As `join_rows`, for columns [S, C] float32, at least on rank 0. Integers up to 2**24 are exact."""
         if self.size == 1 or not self.exchanges_rows(len(logits), logits.dtype):
             return x
         whole = x.new_zeros(len(logits), x.shape[1])
@@ -118,7 +119,7 @@ class TPGroup:
         return self.all_reduce(whole)
 
     def exchanges_rows(self, rows: int, dtype: torch.dtype) -> bool:
-        """Whether `whole_rows` of so many rows needs neither NCCL nor gloo, and so may be in a CUDA graph."""
+        """Whether `whole_rows` of `rows` rows needs neither NCCL nor gloo, so a CUDA graph may capture it."""
         return self.size == 1 or self._exchanged(rows, dtype) is not None
 
     def _exchanged(self, rows: int, dtype: torch.dtype) -> ExchangedRows | None:
@@ -126,28 +127,28 @@ class TPGroup:
         return exchanged if exchanged is not None and exchanged.fits(rows, dtype) else None
 
     def make_peer_memory(self, rooms: PeerRooms, device: Device) -> None:
-        """Let what there are `rooms` for go through memory that all GPUs of the group can read.
+        """Use peer memory for everything that `rooms` has room for: memory that all GPUs of the group share.
 
-        Sums of shorter rows do too, of any float dtype of 16 or 32 bits. A collective call. Where they
-        cannot, and on a CPU, all goes through the process group.
+        It also serves sums of shorter rows, of any float dtype of 16 or 32 bits. A collective call. If the
+        GPUs cannot share memory, and on a CPU, everything uses the process group.
         """
         power_of_2 = self.size & (self.size - 1) == 0
         if self._rendezvous is not None and device.is_cuda and power_of_2 and HAS_TRITON:
             made = PeerMemory.make(self.rank, self.size, self._rendezvous, rooms, device)
-            # All ranks' rooms are empty before anyone can fill one, for this waits for all ranks.
+            # This waits for all ranks, so every rank's buffers are empty before any rank writes to them.
             everywhere = self.all_reduce(torch.tensor([float(made is not None)], device=device.torch))
             self._peer_memory = made if int(everywhere.item()) == self.size else None
 
     def peer_memory_for(self, x: torch.Tensor) -> PeerMemory | None:
-        """The memory through which `x` can be summed over the ranks, if it is of such a kind."""
+        """The peer memory if it can sum `x` over the ranks, else None."""
         if self._peer_memory is None or x.dim() != 2 or not x.is_contiguous():
             return None
         return self._peer_memory if self._peer_memory.fits(len(x), x.shape[1], x.dtype) else None
 
     def abort(self) -> None:
-        """Let go of the other ranks, whether they live or not; whatever waits for them ends, with garbage.
+        """Disconnect from the other ranks, alive or dead; waiting operations end, with invalid results.
 
-        Any thread may call this, also while another one waits in a collective; a second call does nothing.
+        Any thread may call this, even while another thread waits in a collective. A second call does nothing.
         """
         if self._peer_memory is not None:
             self._peer_memory.release_waiters()  # first: NCCL's abort waits for the whole device
@@ -156,7 +157,7 @@ class TPGroup:
             process_group.abort()
 
     def close(self) -> None:
-        """Leave the group, on which nothing may be waiting any more, and free its memory and its port."""
+        """Leave the group and free its memory and port. No operation may be waiting."""
         self._peer_memory = None
         self.abort()
         self._rendezvous = None

@@ -1,4 +1,4 @@
-"""PeerMemory: memory that the GPUs of a group read and write for each other, and the sums through it."""
+"""PeerMemory: memory that the GPUs of a group can write to directly, and the sums that use it."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from nanovllm.kernels.all_reduce import EMPTY, TURNS, Peers, all_reduce_add_rms_
 
 logger = logging.getLogger("nanovllm")
 
-TWO_SHOT_ROWS = 48  # rows from which a sum over more than two GPUs goes in two shots
+TWO_SHOT_ROWS = 48  # minimum rows for a two-shot sum, over more than two GPUs
 
 
 @dataclass(frozen=True, slots=True)
 class PeerRooms:
-    """What peer memory is to have room for; rows are of `dtype`."""
+    """The capacity of peer memory; rows have `dtype`."""
 
     dtype: torch.dtype
     max_rows: int  # of a sum in one kernel
-    n: int  # elements of its rows
-    copied_rows: int = 0  # of a sum that copy engines bring
-    logit_rows: int = 0  # that all ranks together draw from
+    n: int  # elements of a row
+    copied_rows: int = 0  # of a sum with copy engines
+    logit_rows: int = 0  # of all ranks together
     vocab_size: int = 0
 
     def numels(self, size: int) -> tuple[int, int, int]:
-        """Elements of a rank's buffer: for sums in one kernel, for logits, for sums by copies."""
+        """Elements of a rank's buffer: for sums in one kernel, for logits, for sums with copy engines."""
         itemsize = self.dtype.itemsize
         sums = PeerMemory.numel(self.max_rows, self.n, size, itemsize)
         logits = ExchangedRows.numel(self.logit_rows, self.vocab_size, size)
@@ -46,16 +46,16 @@ class PeerRooms:
 class PeerMemory:
     """Memory that every GPU of the group writes to directly, for sums of few rows in one kernel.
 
-    Allocated by torch's symmetric memory, which exchanges the addresses. Holds what `Peers` describes.
+    Allocated by torch's symmetric memory, which exchanges the addresses. `Peers` describes its layout.
     """
 
     def __init__(
         self, rank: int, size: int, device: Device, buffer: torch.Tensor, handle: Any, max_rows: int, n: int
     ) -> None:
-        """buffer: this rank's, of `numel(...)` elements of the rows' dtype; handle: torch's, of all."""
-        self.copies: PeerCopies | None = None  # of sums of many rows, at the buffer's end
+        """buffer: this rank's, `numel(...)` elements. handle: torch's handle of all ranks' buffers."""
+        self.copies: PeerCopies | None = None  # for sums of many rows, at the buffer's end
         self.logits: ExchangedRows | None = None
-        self.group_name = ""  # torch's own operations on the buffer would need it
+        self.group_name = ""  # for torch's own operations on the buffer
         self._store: Store | None = None
         self._buffer = buffer
         self._handle = handle  # keeps the other ranks' memory mapped
@@ -81,7 +81,7 @@ class PeerMemory:
 
     @staticmethod
     def numel(max_rows: int, n: int, size: int, itemsize: int) -> int:
-        """How many elements of `itemsize` bytes a buffer must have, those of copied rows apart."""
+        """The number of elements of `itemsize` bytes of a buffer, without copied rows."""
         rooms = size - 1 + (size > 2)  # two ranks never need two shots
         return TURNS * rooms * max_rows * PeerMemory._row_bytes(n, itemsize) // itemsize
 
@@ -89,10 +89,11 @@ class PeerMemory:
     def make(
         cls, rank: int, size: int, rendezvous: Rendezvous, rooms: PeerRooms, device: Device
     ) -> PeerMemory | None:
-        """Allocate and exchange the buffers; None if that cannot be. No rank may sum before all came here."""
+        """Allocate and exchange the buffers; None on failure. No rank may sum before all ranks are done."""
         try:
-            # torch keeps the name and the store for the life of the process, so the name must be new, and
-            # the store not the one that holds the port open. Some versions look the name up elsewhere too.
+            # torch keeps the name and the store for the life of the process. So the name must be new, and the
+            # store must not be the one that holds the port open. Some versions also look up the name in the
+            # registered process groups.
             if rank == 0:
                 rendezvous.store.set("peer memory", f"nanovllm-{uuid4().hex}")
             name: Any = rendezvous.store.get("peer memory").decode()
@@ -120,41 +121,41 @@ class PeerMemory:
             made._store = store
             return made
         except RuntimeError as error:
-            logger.info("GPUs cannot read each other's memory (%s); all-reduce goes through NCCL", error)
+            logger.info("GPUs cannot access each other's memory (%s); all-reduce uses NCCL", error)
             return None
 
     def fits(self, rows: int, n: int, dtype: torch.dtype) -> bool:
-        """Whether there is room for rows [rows, n], of the size that was planned for or shorter ones."""
+        """Whether there is room for rows [rows, n]."""
         return rows <= len(self.peers.turns) and n * dtype.itemsize <= self.peers.row_bytes
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the sum of `x` [T, n] over the ranks, new."""
+        """Return the sum of `x` [T, n] over the ranks as a new tensor."""
         return all_reduce_triton(self.peers, x, self._two_shot(x))
 
     def all_reduce_add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return what `add_rms_norm` gives for the sum of `x` [T, n] over the ranks, both new."""
+        """Return `add_rms_norm` of the sum of `x` [T, n] over the ranks, as new tensors."""
         return all_reduce_add_rms_norm_triton(self.peers, x, residual, weight, eps, self._two_shot(x))
 
     def release_waiters(self) -> None:
-        """Let kernels that wait for dead ranks go on.
+        """Release kernels that wait for dead ranks.
 
-        By a copy, not by a kernel: loading one for the first time can wait for the kernels that wait.
+        This uses a copy, not a kernel: the first load of a kernel can wait for the waiting kernels.
         """
         self._device.run_beside(self._beside, lambda: self.peers.aborted.copy_(self._one, non_blocking=True))
 
     def _two_shot(self, x: torch.Tensor) -> bool:
-        """With two ranks one shot moves no more; few rows, or short ones, save less than the second wait."""
+        """Whether to sum `x` in two shots. They do not pay for two ranks, or for few or short rows."""
         long = x.shape[1] * x.element_size() > self.peers.row_bytes // 2
         return long and self.peers.size > 2 and x.shape[0] >= TWO_SHOT_ROWS
 
 
 class _FreshStore(Store):
-    """A store in which the exchanges of a group are numbered from 0.
+    """A store that numbers the exchanges of a group from 0.
 
-    torch numbers a process's exchanges through symmetric memory one after the other, over all groups, and
-    puts the number into the keys. Rank 0 may have had groups before, of which a new worker knows nothing.
+    torch numbers a process's exchanges through symmetric memory over all groups, and puts the number into
+    the keys. Rank 0 may have had earlier groups, so its numbers would differ from those of a new worker.
     """
 
     def __init__(self, store: TCPStore) -> None:

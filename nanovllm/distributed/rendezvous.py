@@ -1,4 +1,4 @@
-"""Where the ranks of a new group find each other, and the process group that they make there."""
+"""The rendezvous of the ranks of a new group, and the creation of its process group."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from torch._C._distributed_c10d import Store, TCPStore
 
 Backend = Any  # ProcessGroupNCCL or ProcessGroupGloo: torch's stubs do not know their collectives
 
-CONNECT_TIMEOUT = timedelta(seconds=60)  # for ranks that have all said that they are ready
-CONNECT_POLL_SECONDS = 0.01  # how often one looks whether the others are here
+CONNECT_TIMEOUT = timedelta(seconds=60)  # for ranks that are all ready
+CONNECT_POLL_SECONDS = 0.01  # how often a rank checks for the others
 HOST = "127.0.0.1"
 
 
 class _LeavableStore(Store):
-    """A store in which a wait for a key ends when `left` is set: torch's own waits end by their timeout."""
+    """A store whose waits end when `left` is set; torch's own waits end only by timeout."""
 
     def __init__(self, store: TCPStore) -> None:
         super().__init__()
@@ -43,13 +43,13 @@ class _LeavableStore(Store):
 
 
 class Rendezvous:
-    """Where the ranks of a new group find each other, at a port that the system chooses.
+    """The meeting point of the ranks of a new group, at a port that the system chooses.
 
-    Rank 0 makes it, and the others join it by its port. The group that meets here keeps it open.
+    Rank 0 creates it, and the other ranks join by its port. The resulting group keeps it open.
     """
 
     def __init__(self, port: int | None = None) -> None:
-        """Open one, or join the one at `port`. RuntimeError when nobody answers there."""
+        """Open a rendezvous, or join the one at `port`. RuntimeError if no one answers there."""
         host = port is None
         self.store = TCPStore(
             HOST, port or 0, is_master=host, wait_for_workers=False, timeout=CONNECT_TIMEOUT
@@ -58,16 +58,16 @@ class Rendezvous:
         self.leavable_store = _LeavableStore(self.store)
 
     def leave(self) -> None:
-        """Let a rank go that waits in `leavable_store` for another; any thread may call this."""
+        """Release a rank that waits in `leavable_store` for another; any thread may call this."""
         self.leavable_store.left.set()
 
     def close(self) -> None:
-        """Let go of the port. A group that met here keeps it open until its own end."""
+        """Release the port. A group that met here keeps it open until its own end."""
         del self.store, self.leavable_store
 
 
 def nccl(store: Store, rank: int, size: int) -> Backend:
-    # Else NCCL serves its state at a fixed port, 28028, and at one more, until the process ends.
+    # Else NCCL serves its state at the fixed port 28028 and another port until the process ends.
     os.environ.setdefault("NCCL_RAS_ENABLE", "0")
     return dist.ProcessGroupNCCL(store, rank, size, dist.ProcessGroupNCCL.Options())
 
@@ -78,5 +78,5 @@ def gloo(store: Store, rank: int, size: int) -> Backend:
     options._devices = [make.create_device(hostname=HOST)]
     options._timeout = CONNECT_TIMEOUT
     group = make(store, rank, size, options)
-    group._set_default_timeout(timedelta(days=1))  # a rank that dies is noticed otherwise, and at once
+    group._set_default_timeout(timedelta(days=1))  # `Watch` notices a dead rank at once
     return group

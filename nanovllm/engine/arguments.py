@@ -1,4 +1,4 @@
-"""The arguments of calls beside prompts and parameters: `on_error`, and vLLM's that are not ours."""
+"""Checks of further arguments of calls: `on_error`, and those of vLLM that are not ours."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def check_on_error(on_error: object) -> None:
 def refuse_others(
     call: Callable[..., Any], others: Mapping[str, object], table: Mapping[str, Absent], hint: str = ""
 ) -> None:
-    """Check the keyword arguments `others` that `call` of LLM does not have; `table` holds vLLM's.
+    """Check keyword arguments that `call` of LLM does not have; `table` holds vLLM's arguments.
 
-    ValueError for one that asks for what is not built. TypeError for one of SamplingParams, and for an
-    unknown one; that message ends with `hint`.
+    ValueError for an unsupported value. TypeError for a field of SamplingParams, and for an unknown name;
+    that message ends with `hint`.
     """
     function = f"LLM.{call.__name__}()"
     for name in others:

@@ -1,6 +1,6 @@
-"""Beam search: the likeliest continuations of a prompt, a token at a time.
+"""Beam search: the likeliest continuations of a prompt, one token at a time.
 
-Keeps beams and scores; the engine that tells what may follow is a function here.
+Keeps beams and scores. A function argument returns the likeliest next tokens.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 from nanovllm.outputs import BeamSearchOutput, BeamSearchSequence, Logprob
 from nanovllm.sampling_params import BeamSearchParams
 
-# The likeliest tokens behind each of some token lists, by id.
+# The likeliest next tokens of each token list, by id.
 NextTokens = Callable[[Sequence[list[int]]], "Sequence[Mapping[int, Logprob]]"]
 
 
 @dataclass(slots=True)
 class Beam:
-    """A prompt and what has been chosen behind it."""
+    """A prompt and the tokens chosen after it."""
 
     tokens: list[int]
     logprobs: list[Mapping[int, Logprob]] = field(default_factory=list)
@@ -34,10 +34,10 @@ def beam_search(
 ) -> list[BeamSearchOutput]:
     """Return the `beam_width` best sequences of each prompt, best first.
 
-    Each round every beam is continued by its 2 * `beam_width` likeliest tokens, and the `beam_width` best of
-    all these go on; an end-of-sequence token ends its beam. A score is the sum of logprobs over the number
-    of tokens, prompt included, to the power of `length_penalty`, as in vLLM. longest: the most tokens of a
-    beam.
+    Each round extends every beam by its 2 * `beam_width` likeliest tokens and keeps the `beam_width` best
+    results. An end-of-sequence token ends its beam. The score is the sum of logprobs divided by
+    length ** `length_penalty`, where the length includes the prompt, as in vLLM. longest: the maximum number
+    of tokens of a beam.
     """
     width = params.beam_width
     running = [[Beam(list(prompt))] for prompt in prompts]

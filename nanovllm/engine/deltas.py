@@ -1,6 +1,6 @@
-"""Deltas: what each step adds to the answers of an open stream, as outputs that hold the new parts alone.
+"""Deltas: turns each step of an open stream into outputs with only the new text and tokens.
 
-Keeps how much of each completion has been given. Decodes nothing and ends nothing.
+Records how much of each completion was yielded. Decodes nothing and ends nothing.
 """
 
 from __future__ import annotations
@@ -18,34 +18,34 @@ from nanovllm.text.stop_strings import StopStrings
 
 @dataclass(slots=True, eq=False)
 class Given:
-    """A completion that has not ended, and how much of it has been given."""
+    """An unfinished completion, and how much of it was yielded."""
 
     state: RequestState
     index: int
-    text: StopStrings | None  # takes in its tokens; None where outputs have no text
+    text: StopStrings | None  # decodes its tokens; None if outputs have no text
     num_tokens: int = 0
     num_characters: int = 0
     before: list[int] = field(default_factory=list)  # the last tokens that have been given
 
 
 class Deltas:
-    """The completions of a stream that gives each in parts."""
+    """The completions of a stream with deltas."""
 
     def __init__(self, processor: Processor) -> None:
-        self._processor = processor  # which makes log-probabilities
-        self._given: dict[int, Given] = {}  # by the id of each sequence that has not ended
+        self._processor = processor  # creates log-probabilities
+        self._given: dict[int, Given] = {}  # by id of each unfinished sequence
 
     def follow(self, seq_id: int, state: RequestState, index: int, text: StopStrings | None) -> None:
-        """Give completion `index` of a request in parts; `text` takes in its tokens."""
+        """Yield completion `index` of a request in parts; `text` decodes its tokens."""
         self._given[seq_id] = Given(state, index, text)
 
     def take(
         self, events: TokenEvents, ended: Iterable[int], outputs: list[RequestOutput]
     ) -> list[RequestOutput]:
-        """Return the new parts, in an output for each request that has any.
+        """Return the new parts, one output for each request that has any.
 
-        events: the new tokens. ended: the ids of sequences that have ended. outputs: whole ones, of the
-        requests that have ended with them.
+        events: the new tokens. ended: the ids of sequences that ended. outputs: the whole outputs of requests
+        that ended.
         """
         token_ids: dict[int, list[int]] = {seq_id: [] for seq_id in [*events.seq_ids, *ended]}
         for seq_id, token_id in zip(events.seq_ids, events.token_ids, strict=True):
@@ -62,7 +62,7 @@ class Deltas:
         ]
 
     def _part(self, seq_id: int, given: Given, token_ids: list[int]) -> CompletionOutput:
-        """What is new of a completion, `token_ids` unless it has ended."""
+        """The new part of a completion: `token_ids`, or all that is left if it ended."""
         completion = given.state.completions.get(given.index)
         if completion is not None:
             del self._given[seq_id]
@@ -84,7 +84,7 @@ class Deltas:
 
 
 def _unfinished(state: RequestState, completions: list[CompletionOutput]) -> RequestOutput:
-    """What a request gives while others of its completions go on."""
+    """The output of a request with unfinished completions."""
     request = state.request
     return RequestOutput(
         request_id=str(request.request_id),

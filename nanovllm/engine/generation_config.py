@@ -1,6 +1,6 @@
-"""What a model's generation_config.json recommends: how to sample where the caller does not say.
+"""The sampling parameters that a model's generation_config.json recommends, used as defaults.
 
-Reads the file that the option names. Its end-of-sequence ids belong to ModelConfig.
+Reads the file that the option names. ModelConfig owns its end-of-sequence ids.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 from nanovllm.models.loader import GENERATION_FILE, load_generation_config
 from nanovllm.sampling_params import SamplingParams
 
-# The keys that count, as in vLLM, with the names of their parameters.
+# The keys that are used, as in vLLM, with the names of their parameters.
 SAME = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 PARAMETERS = {**{name: name for name in SAME}, "max_new_tokens": "max_tokens"}
 INSTEAD = "pass sampling_params, or make the LLM with generation_config='vllm'"
@@ -21,7 +21,7 @@ INSTEAD = "pass sampling_params, or make the LLM with generation_config='vllm'"
 def read_generation_config(option: str, model_folder: Path) -> dict[str, Any]:
     """Read the file of the model, or of the folder that `option` of `Config` names.
 
-    Raises ValueError when that folder has none, ModelLoadError when the file is unreadable.
+    Raises ValueError if that folder has no such file, ModelLoadError if the file is unreadable.
     """
     if option in ("auto", "vllm"):
         return load_generation_config(model_folder)
@@ -34,28 +34,28 @@ def read_generation_config(option: str, model_folder: Path) -> dict[str, Any]:
 
 
 def overridden(generation: Mapping[str, Any], option: str, changes: Mapping[str, Any]) -> dict[str, Any]:
-    """What the file says of sampling, with `changes` in the place of its values; `option` as of `Config`.
+    """The file's sampling parameters, with `changes` replacing its values; `option` as in `Config`.
 
-    ValueError or TypeError for a key that says nothing of sampling, or a value of `changes` that is wrong.
+    ValueError or TypeError for a key that is no sampling parameter, or a wrong value in `changes`.
     """
     unknown = changes.keys() - PARAMETERS.keys()
     if unknown:
         raise ValueError(
             f"override_generation_config: {min(map(str, unknown))!r} is none of {', '.join(PARAMETERS)}; "
-            "pass what else you want as SamplingParams"
+            "pass other parameters as SamplingParams"
         )
     _params(changes, "override_generation_config: {}")
     return dict({} if option == "vllm" else generation) | dict(changes)
 
 
 def recommended_params(generation: Mapping[str, Any]) -> SamplingParams:
-    """Return SamplingParams with what the file says; null says nothing. ValueError or TypeError for a value
-    that is wrong."""
+    """Return SamplingParams with the file's values; null means the default. ValueError or TypeError for a
+    wrong value."""
     return _params(generation, f"{GENERATION_FILE}: {{}}; {INSTEAD}")
 
 
 def _params(generation: Mapping[str, Any], message: str) -> SamplingParams:
-    """SamplingParams with these values; `message` is a format of what is wrong with one."""
+    """SamplingParams with these values; `message` is a format string for errors."""
     values = {PARAMETERS[key]: generation[key] for key in PARAMETERS if generation.get(key) is not None}
     try:
         return SamplingParams(**values)

@@ -1,4 +1,4 @@
-"""LLMEngine: puts the parts together and turns the crank. Text outside, one Batch at a time inside.
+"""LLMEngine: connects the parts and runs the steps. Text outside, one Batch at a time inside.
 
 Owns the Processor, the Requests, the Scheduler, the ModelRunner and the Workers; no state outlives `close`.
 """
@@ -44,19 +44,19 @@ Engine = TypeVar("Engine", bound="LLMEngine")
 
 
 class LaunchedStep(NamedTuple):
-    """A step that the device computes."""
+    """A step that was launched and not read yet."""
 
     batch: Batch
     num_cached_tokens: int
     num_preemptions: int
-    handle: StepHandle | None  # None: its tokens are still to be drawn
+    handle: StepHandle | None  # None: its tokens are not drawn yet
 
 
 class LLMEngine:
-    """One model on one device or split over several. `LLM` adds the calls that most people want.
+    """One model, on one device or split over several. `LLM` adds the calls that most users need.
 
-    on_step: called with the `StepStats` of every finished step, in the thread that makes the call; an
-    exception ends that call. None calls nothing.
+    on_step: called with the `StepStats` of every finished step, in the caller's thread; an exception ends the
+    caller's call. None: no callback.
     """
 
     on_step: Callable[[StepStats], object] | None = None
@@ -65,7 +65,7 @@ class LLMEngine:
         """Load `model`, a folder or a hub id, which must be given; `options` are the fields of `Config`.
 
         Raises TypeError or ValueError for a wrong option, ModelLoadError for a checkpoint that cannot be
-        loaded and KVCacheMemoryError when the device is too full, in this order, the cheap checks first.
+        loaded, and KVCacheMemoryError if the device is too full, in this order. Cheap checks come first.
         """
         self.config = Config.from_kwargs(model, **options)
         path = find_model(self.config)
@@ -73,7 +73,7 @@ class LLMEngine:
         generation = read_generation_config(option, path)
         self.model_config = load_model_config(path, generation, self.config.hf_overrides)
         self._generation = overridden(generation, option, changes)
-        self._default_params: SamplingParams | None = None  # made when it is first asked for
+        self._default_params: SamplingParams | None = None  # created on first use
         self.model_config.check_tensor_parallel_size(self.config.tensor_parallel_size)
         max_model_len = resolve_max_model_len(self.config.max_model_len, self.model_config)
         self._processor = Processor(
@@ -88,13 +88,13 @@ class LLMEngine:
         free = self._start(path, max_model_len)
         self.model_config = replace(self.model_config, max_model_len=self._scheduler.max_model_len)
         self._in_flight: LaunchedStep | None = None
-        self._open_stream: deque[RequestOutput] | None = None  # what the open one has still to give
+        self._open_stream: deque[RequestOutput] | None = None  # outputs that it has not yielded yet
         self._counters = Counters()
-        self._last_end = 0.0  # of a step, or when the first request came, by perf_counter
+        self._last_end = 0.0  # perf_counter at the end of the last step, or when the first request came
         self._lifecycle = Lifecycle(self, free)
 
     def _start(self, path: Path, max_model_len: int) -> Callable[[], None]:
-        """Load the model in `path` and make the scheduler; return what frees all of it."""
+        """Load the model in `path` and create the scheduler; return the function that frees both."""
         size, name = self.config.data_parallel_size, type(self).__name__
         if size > 1:
             raise ValueError(f"data_parallel_size={size} needs LLM itself; derive {name} from ReplicatedLLM")
@@ -116,13 +116,13 @@ class LLMEngine:
             max_num_batched_tokens=self.config.max_num_batched_tokens,
             max_model_len=self._runner.max_model_len,
             enable_prefix_caching=self.config.enable_prefix_caching,
-            share_outputs=not self.config.deterministic,  # their K/V would differ in bits from a prompt's
+            share_outputs=not self.config.deterministic,  # decode and prefill compute K/V with other bits
             longest=self.model_config.longest,
         )
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase | None:
-        """The tokenizer of transformers that texts go through; None with `skip_tokenizer_init=True`."""
+        """The transformers tokenizer of the engine; None with `skip_tokenizer_init=True`."""
         return self._processor.tokenizer
 
     @tokenizer.setter
@@ -130,14 +130,14 @@ class LLMEngine:
         self._processor.tokenizer = tokenizer
 
     def reset_prefix_cache(self) -> bool:
-        """Forget what the KV cache holds. False, and nothing is done, while requests hold a part of it."""
+        """Empty the prefix cache and return True. While requests hold blocks, do nothing and return False."""
         with self._calling(self._open_stream, asleep=True):
             return self._scheduler.block_manager.reset()
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What is used without `sampling_params`: the model's generation_config.json, see `Config`.
+        """The defaults for `sampling_params`, from the model's generation_config.json, see `Config`.
 
-        ValueError or TypeError when a value there is wrong.
+        ValueError or TypeError if a value there is wrong.
         """
         if self._default_params is None:
             self._default_params = recommended_params(self._generation)
@@ -150,9 +150,9 @@ class LLMEngine:
         return parse_sampling_params(chosen, num_prompts)
 
     def stats(self) -> EngineStats:
-        """Return totals of this engine's life so far; printed, they are a summary in a few lines.
+        """Return totals since the engine's start; printing them gives a summary of a few lines.
 
-        Any thread may ask at any time: within `on_step`, while a stream is open, and after `close`.
+        Any thread may call this at any time: within `on_step`, while a stream is open, and after `close`.
         """
         plan = self._scheduler
         now = len(self._requests), len(plan.running), len(plan.waiting), plan.block_manager.usage
@@ -161,7 +161,7 @@ class LLMEngine:
     # -- one request at a time ---------------------------------------------------------------------------
 
     def add_request(self, prompt: PromptLike, sampling_params: SamplingParams | None = None) -> str:
-        """Queue one prompt and return its request id. ValueError or TypeError when it can never run."""
+        """Queue one prompt and return its request id. ValueError or TypeError if it can never run."""
         params = self._params(sampling_params, 1)
         with self._calling():
             where = "the prompt"
@@ -169,10 +169,10 @@ class LLMEngine:
             return str(self._requests.next_id - 1)
 
     def step(self) -> list[RequestOutput]:
-        """Advance all requests and return those that have finished.
+        """Advance all requests and return the outputs of those that finished.
 
-        One step is launched while the one before is still running, so an empty list is no sign of the end:
-        `is_finished` is. If a step fails, all unfinished requests are dropped and the engine is empty again.
+        A step is launched while the previous one still runs, so an empty list does not mean the end: call
+        `is_finished`. If a step fails, all unfinished requests are dropped and the engine is empty.
         """
         with self._calling(), self._emptied_on_error():
             return self._step()[0]
@@ -183,9 +183,9 @@ class LLMEngine:
         return not self._requests
 
     def abort(self, request_id: str | int) -> RequestOutput | None:
-        """End a request now and return what it has so far; None when it is unknown or has finished.
+        """End a request now and return its output so far; None if it is unknown or finished.
 
-        An open stream gives that output too. Its request ids count up with the places of its prompts.
+        An open stream yields that output too. Request ids of a stream count up in the order of its prompts.
         """
         with self._calling(self._open_stream, asleep=True):
             seq_ids = self._requests.unfinished_sequences(request_id)
@@ -199,11 +199,11 @@ class LLMEngine:
     # -- the end -----------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Free the device memory and end the workers. Can be called twice.
+        """Free the device memory and end the workers. A second call does nothing.
 
-        `with`, `exit`, the collection of the engine and the end of the process do the same. A call that
-        another thread is in ends with EngineClosedError first. A forked process does not own the engine:
-        nothing happens there.
+        `with`, `exit`, garbage collection of the engine and the end of the process do the same. A running
+        call of another thread first ends with EngineClosedError. In a forked process, which does not own the
+        engine, this does nothing.
         """
         self._lifecycle.close()
 
@@ -218,7 +218,7 @@ class LLMEngine:
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise TypeError(
-            "an engine cannot be copied or pickled, for it owns a device's memory and processes; pass on the "
+            "an engine cannot be copied or pickled, because it owns device memory and processes; pass the "
             "engine itself, or make another LLM where it is needed"
         )
 
@@ -226,10 +226,10 @@ class LLMEngine:
 
     @contextmanager
     def _calling(self, stream: deque[RequestOutput] | None = None, asleep: bool = False) -> Iterator[None]:
-        """One caller at a time, whichever thread it is, with this engine's device as the current one.
+        """Admit one caller at a time, of any thread, and make this engine's device the current one.
 
-        stream: the open one for which the call is made; RuntimeError when there is another, and when the
-        engine sleeps, unless `asleep` allows that.
+        stream: the open stream that makes the call; RuntimeError if another one is open. asleep: whether the
+        engine may sleep; RuntimeError if it sleeps and may not.
         """
         with self._lifecycle.calling(), self._current_device():
             if self._open_stream is not stream:
@@ -250,7 +250,7 @@ class LLMEngine:
 
     @contextmanager
     def _emptied_on_error(self) -> Iterator[None]:
-        """After an exception in the block, drop all requests, whatever state that left behind."""
+        """After an exception in the block, drop all requests, whatever their state."""
         try:
             yield
         except BaseException:
@@ -259,20 +259,20 @@ class LLMEngine:
             raise
 
     def _start_afresh(self) -> None:
-        """Start from an empty scheduler. An engine whose workers are gone is closed."""
+        """Create an empty scheduler. If the workers are gone, close the engine."""
         self._in_flight = None
         self._scheduler = self._make_scheduler()
         if self._workers.watch.ended.is_set():
             self.close()
 
     def _abort_all(self) -> None:
-        """Drop all requests, of an engine that works as it should."""
+        """Drop all requests; the engine has not failed."""
         for seq_id in self._requests.unfinished:
             self._scheduler.abort(seq_id)
         self._requests.clear()
 
     def _add(self, batch: PromptBatch, on_error: str = "raise") -> list[RequestOutput]:
-        """Queue what `_check` makes of prompts; return the outputs of those that cannot run."""
+        """Check and queue prompts; return the outputs of prompts that cannot run."""
         requests, refused = self._check(batch, on_error)
         self._queue(requests)
         return refused
@@ -285,7 +285,7 @@ class LLMEngine:
     ) -> tuple[list[Request], list[RequestOutput]]:
         """Check and tokenise all prompts; return requests, and the outputs of prompts that cannot run.
 
-        Queues nothing. Each prompt gets a request id, in order. change: what becomes of each request first.
+        Queues nothing. Each prompt gets a request id, in order. change: applied to each request first.
         """
         first_id, first_index, prompts, params, where = self._requests.next_id, *batch
         made = self._processor.make_requests(prompts, params, where, first_id, first_index)
@@ -301,7 +301,7 @@ class LLMEngine:
         ]
 
     def _fitting(self, request: Request | BadRow, where: str) -> Request | BadRow:
-        """The request, if there is one; ValueError when it can never run."""
+        """Return the request, or the error that it already has; ValueError if it can never run."""
         if isinstance(request, Request):
             several = max(self.config.tensor_parallel_size, self.config.data_parallel_size) > 1
             if several and request.params.logits_processors:
@@ -328,10 +328,10 @@ class LLMEngine:
                 self._scheduler.add(seq)
 
     def _step(self) -> tuple[list[RequestOutput], StepStats | None]:
-        """Launch the next step, then take in the one before it; or the same one, without `async_scheduling`.
+        """Launch the next step, then read the previous one; without `async_scheduling`, read the same one.
 
-        Returns the requests that have finished and, if a step has been taken in, its stats. Ctrl-C acts at
-        the end of both: until then the ranks would fall out of step.
+        Returns the outputs of finished requests and the stats of the step that was read, or None. Ctrl-C is
+        delayed until both are done, so that all ranks make the same calls.
         """
         with held_interrupts():
             self._lifecycle.check_open()
@@ -371,14 +371,14 @@ class LLMEngine:
         return self._requests.parts(events, events.finish_reasons | stopped, outputs), stats
 
     def _draw(self, step: LaunchedStep | None) -> LaunchedStep | None:
-        """Let a launched step draw its tokens, if it has not: all tokens before are known by now."""
+        """Let a launched step draw its tokens, if it has not; all previous tokens are known now."""
         if step is None or step.handle is not None:
             return step
         masks = self._scheduler.masks(step.batch, self._runner.mask_room)
         return step._replace(handle=self._workers.run(self._runner.draw, "draw", masks))
 
     def _launch(self) -> LaunchedStep | None:
-        """Plan a step and queue it on every rank; None while nothing can be planned."""
+        """Plan a step and launch it on every rank; None if nothing can be planned."""
         blocks = self._scheduler.block_manager
         cached, preempted = blocks.num_cached_tokens, self._scheduler.num_preemptions
         batch = self._scheduler.schedule()

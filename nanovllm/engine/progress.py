@@ -1,7 +1,6 @@
-"""The progress of `generate`: requests done, and tokens a second of prefill and decode, for whoever looks on.
+"""The progress of `generate`: finished requests, and tokens per second of prefill and decode.
 
-Owns the choice between a bar in a terminal or notebook, plain lines where neither is there, and silence.
-Imports tqdm only where a bar is shown.
+Chooses between a bar (in a terminal or notebook), plain lines, and silence. Imports tqdm only for a bar.
 """
 
 from __future__ import annotations
@@ -16,9 +15,9 @@ from nanovllm.batch import StepKind
 from nanovllm.engine.stats import StepStats, short
 
 LINE_SECONDS = 10.0  # between plain lines
-NOTEBOOK_COLUMNS = 80  # of a bar of text in a notebook, which has no width of its own
+NOTEBOOK_COLUMNS = 80  # of a text bar in a notebook, which has no width
 
-# The first that fits is taken. `postfix` begins with a comma.
+# The first layout that fits is used. `postfix` begins with a comma.
 LAYOUTS = (
     "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]",
     "|{bar}| {n_fmt}/{total_fmt} <{remaining}{postfix}",
@@ -36,20 +35,20 @@ WIDEST = {
 class Progress:
     """Counts steps and shows them.
 
-    `use_tqdm` is True, False, or a class like tqdm's, which is made with `total` and `desc` and used as it
-    is; True shows nothing for a single request. Raises TypeError for anything else.
+    `use_tqdm` is True, False, or a tqdm-like class, which is called with `total` and `desc`. True shows
+    nothing for a single request. Raises TypeError for anything else.
     """
 
     def __init__(
         self, total: int, use_tqdm: bool | Callable[..., Any], clock: Callable[[], float] = perf_counter
     ) -> None:
-        """total: of requests; clock: seconds. Shows nothing before the `with` block begins."""
+        """total: number of requests; clock: returns seconds. Shows nothing before the `with` block begins."""
         if not callable(use_tqdm) and not isinstance(use_tqdm, bool):
             raise TypeError(f"use_tqdm must be True, False or a class like tqdm.tqdm, not {use_tqdm!r}")
         self._total = total
         self._use_tqdm = use_tqdm
         self._clock = clock
-        self._display: Any = None  # update(n) and close(), as of tqdm
+        self._display: Any = None  # has update(n) and close(), like tqdm
         self._tokens = {"in": 0, "out": 0}
         self._seconds = {"in": 0.0, "out": 0.0}
 
@@ -65,7 +64,7 @@ class Progress:
         self._display.update(stats.num_finished)
 
     def rates(self) -> str:
-        """Prompt tokens a second of prefill and output tokens a second of decode, as far as there are any."""
+        """Prompt tokens per second of prefill and output tokens per second of decode, if there are any."""
         rates = [f"{name} {short(self._tokens[name] / s)}" for name, s in self._seconds.items() if s > 0]
         return ", ".join(rates) + " tok/s" if rates else ""
 
@@ -85,7 +84,7 @@ class Progress:
 
 
 class Lines:
-    """A line on stderr every LINE_SECONDS and one at the end; none at all for what takes less than that."""
+    """A line on stderr every LINE_SECONDS and one at the end; no line at all if the run takes less time."""
 
     def __init__(self, total: int, rates: Callable[[], str], clock: Callable[[], float]) -> None:
         self._total, self._rates, self._clock = total, rates, clock
@@ -96,7 +95,7 @@ class Lines:
     def update(self, num_finished: int) -> None:
         self._done += num_finished
         now = self._clock()
-        if now >= self._due and self._done < self._total:  # `close` prints the last one
+        if now >= self._due and self._done < self._total:  # `close` prints the last line
             self._print(now)
             self._due = now + LINE_SECONDS
 
@@ -111,16 +110,16 @@ class Lines:
 
 
 def make_bar(total: int, rates: Callable[[], str]) -> Any:
-    """A tqdm bar that fits its terminal: widgets in a notebook that has them, text everywhere else."""
+    """A tqdm bar that fits its terminal: a widget if the notebook has widgets, else text."""
     from tqdm import notebook, tqdm
 
-    notebook_text = in_notebook() and notebook.IProgress is None  # the package ipywidgets is not there
+    notebook_text = in_notebook() and notebook.IProgress is None  # ipywidgets is not installed
     base: Any = notebook.tqdm if in_notebook() and not notebook_text else tqdm
 
     class Bar(base):  # type: ignore[misc]
         @property
         def format_dict(self) -> dict[str, Any]:
-            """What a bar is drawn from; asked for each time that one is drawn, ten times a second."""
+            """The values that a bar shows; tqdm reads them at each redraw, ten times a second."""
             values: dict[str, Any] = super().format_dict
             return values | {"bar_format": layout(total, values["ncols"]), "postfix": rates()}
 
@@ -129,7 +128,7 @@ def make_bar(total: int, rates: Callable[[], str]) -> Any:
 
 
 def layout(total: int, columns: object) -> str:
-    """The fullest of LAYOUTS that fits `columns` for `total` requests; of no number of columns, the first."""
+    """The fullest of LAYOUTS that fits `columns` for `total` requests; the first if `columns` is None."""
     if not isinstance(columns, int):  # a notebook's widget, or a terminal of unknown width
         return LAYOUTS[0]
     counts = {"n_fmt": str(total), "total_fmt": str(total)}

@@ -1,4 +1,4 @@
-"""RequestState: one unfinished request, its sequences and what has become of them. Does nothing itself."""
+"""RequestState: one unfinished request, its sequences and its finished completions. Only data."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from nanovllm.text.request import Request
 
 @dataclass(slots=True, eq=False)
 class RequestState:
-    """An unfinished request. Its moments are by perf_counter."""
+    """An unfinished request. Times are those of perf_counter."""
 
     request: Request
     sequences: list[Sequence]  # one for each completion, in order
     arrival: float
-    completions: dict[int, CompletionOutput] = field(default_factory=dict)  # of those that ended, by index
+    completions: dict[int, CompletionOutput] = field(default_factory=dict)  # the finished ones, by index
     first_scheduled: float | None = None
     first_token: float | None = None
 
     @property
     def num_cached_tokens(self) -> int:
-        """Prompt tokens that the prefix cache had when the first completion was admitted."""
+        """Prompt tokens found in the prefix cache when the first completion was admitted."""
         return self.sequences[0].num_cached_tokens or 0

@@ -1,7 +1,7 @@
-"""Requests: which sequence computes which completion of which request, while any of them is unfinished.
+"""Requests: the unfinished requests, and which sequence computes which completion.
 
-Makes the sequences of a request and, once the last one has ended, one RequestOutput of them. Schedules
-nothing, and leaves texts to the Processor.
+Creates the sequences of a request and, once the last one ends, its RequestOutput. Schedules nothing; the
+Processor handles text.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ class Requests:
     """The unfinished requests of an engine. Request ids count up from 0, and so do those of sequences."""
 
     def __init__(self, processor: Processor, seed: int) -> None:
-        """seed: the engine's, from which requests without one of their own get theirs."""
+        """seed: the engine's; seeds of requests without their own seed derive from it."""
         self._processor = processor
         self._seed = seed
         self._seq_ids = count()
         self._states: dict[str, RequestState] = {}  # by request id
-        self._owners: dict[int, RequestState] = {}  # by id of each sequence that has not ended
-        self._stops: dict[int, StopStrings] = {}  # by id of each of them that has stop strings
-        self.deltas: Deltas | None = None  # of an open stream that gives parts of answers
-        self._epoch = time() - perf_counter()  # what turns a moment into seconds since 1970
+        self._owners: dict[int, RequestState] = {}  # by id of each unfinished sequence
+        self._stops: dict[int, StopStrings] = {}  # by id of each unfinished sequence with stop strings
+        self.deltas: Deltas | None = None  # of an open stream that yields parts of answers
+        self._epoch = time() - perf_counter()  # converts perf_counter to seconds since 1970
         self.next_id = 0  # of the next request
 
     def __len__(self) -> int:
@@ -61,7 +61,7 @@ class Requests:
         ]
 
     def add(self, request: Request, sequences: list[Sequence], arrival: float) -> None:
-        """Keep a request, which came at `arrival`, until all of its sequences have ended."""
+        """Keep a request, which arrived at `arrival`, until all of its sequences have ended."""
         state = self._states[str(request.request_id)] = RequestState(request, sequences, arrival)
         for index, seq in enumerate(sequences):
             self._owners[seq.seq_id] = state
@@ -77,27 +77,29 @@ class Requests:
         return list(self._owners)
 
     def unfinished_sequences(self, request_id: str | int) -> list[int]:
-        """The ids of the request's sequences that have not ended; none when it is unknown or finished."""
+        """The ids of the request's unfinished sequences; empty if the request is unknown or finished."""
         state = self._states.get(str(request_id))
         return [] if state is None else [s.seq_id for s in state.sequences if s.seq_id in self._owners]
 
     def scheduled(self, batch: Batch, now: float) -> None:
-        """Note that a step for the sequences of `batch` is launched."""
+        """Record that a step for the sequences of `batch` is launched."""
         for seq_id in batch.seq_ids:
             state = self._owners[seq_id]
             if state.first_scheduled is None:
                 state.first_scheduled = now
 
     def first_tokens(self, events: TokenEvents, now: float) -> None:
-        """Note that the tokens of a prefill step have been read."""
+        """Record that the tokens of a prefill step were read."""
         for seq_id in events.seq_ids:
             state = self._owners[seq_id]
             if state.first_token is None:
                 state.first_token = now
 
     def find_stop_strings(self, events: TokenEvents) -> dict[int, str]:
-        """Take in the tokens of a step; return the reason "stop" by the id of each sequence that they bring a
-        stop string. The last token of one that a token has stopped is no part of its text."""
+        """Decode the tokens of a step; return {sequence id: "stop"} for sequences that reach a stop string.
+
+        The token that stopped a sequence is not part of its text.
+        """
         found: dict[int, str] = {}
         if self._stops:
             for seq_id, token_id in zip(events.seq_ids, events.token_ids, strict=True):
@@ -109,7 +111,7 @@ class Requests:
         return found
 
     def finish(self, seq_ids: Iterable[int], now: float) -> list[RequestOutput]:
-        """Take in sequences that have ended; return the outputs of the requests that ended with them."""
+        """Record sequences that ended; return the outputs of the requests that ended with them."""
         outputs = []
         for seq_id in seq_ids:
             state = self._owners.pop(seq_id)
@@ -124,7 +126,7 @@ class Requests:
     def parts(
         self, events: TokenEvents, ended: Iterable[int], outputs: list[RequestOutput]
     ) -> list[RequestOutput]:
-        """Return `outputs`, or what is new of all answers while a stream gives parts; as `Deltas.take`."""
+        """Return `outputs`; for a stream with deltas the new parts of all answers, see `Deltas.take`."""
         return outputs if self.deltas is None else self.deltas.take(events, ended, outputs)
 
     def _metrics(self, state: RequestState, now: float) -> RequestMetrics:
@@ -146,13 +148,13 @@ class Requests:
         return self._processor.output(state.request, completions, self._metrics(state, now), *prompt)
 
     def clear(self) -> None:
-        """Forget all requests; ids go on counting."""
+        """Forget all requests; ids continue to count up."""
         self._states.clear()
         self._owners.clear()
         self._stops.clear()
 
     def _complete(self, request: Request, index: int, seq: Sequence) -> CompletionOutput:
-        """Return completion `index` of the request, which `seq` has computed."""
+        """Return completion `index` of the request, computed by `seq`."""
         stop = self._stops.pop(seq.seq_id, None)
         token_ids = seq.completion_token_ids
         if stop is not None and stop.found is not None:
@@ -178,8 +180,11 @@ def make_rules(request: Request) -> list[Rule]:
 
 
 def sequence_seed(request: Request, index: int, engine_seed: int) -> int:
-    """The seed of completion `index`: of the first one the request's own, or one drawn from the engine's seed
-    and the request's number; of the others one drawn from the first one's and the index."""
+    """The seed of completion `index`.
+
+    The first completion has the request's own seed, or one derived from the engine's seed and the request's
+    number. The seeds of the others derive from the first one's seed and the index.
+    """
     seed = request.params.seed
     if seed is None:
         seed = drawn_seed(engine_seed, request.request_id)
@@ -187,5 +192,5 @@ def sequence_seed(request: Request, index: int, engine_seed: int) -> int:
 
 
 def drawn_seed(seed: int, number: int) -> int:
-    """The seed, of at most 63 bits, that `seed` gives to its request, completion or row `number`."""
+    """The seed of request, completion or row `number`, derived from `seed`; at most 63 bits."""
     return xxhash.xxh3_64_intdigest(struct.pack("<QQ", seed % 2**64, number)) >> 1

@@ -1,4 +1,4 @@
-"""Residency: what of a model is on the devices, the same on all ranks: sleep, wake up, and new weights.
+"""Residency: sleep, wake up and new weights, together on all ranks.
 
 Owns no memory: each rank's runner does. Knows no request and no prefix cache.
 """
@@ -19,11 +19,11 @@ from nanovllm.workers.interrupts import held_interrupts
 from nanovllm.workers.shared_tensors import SharedMemoryBuffer
 from nanovllm.workers.worker import Workers
 
-BUFFER_BYTES = 2**27  # of tensors that workers take at once; a larger one goes alone
+BUFFER_BYTES = 2**27  # of tensors sent to workers at once; a larger tensor is sent alone
 
 
 def parse_tags(tags: object) -> frozenset[str]:
-    """Return the tags of a `wake_up`; ValueError when one is unknown."""
+    """Return the tags of a `wake_up`; ValueError if one is unknown."""
     if tags is None:
         return frozenset(TAGS)
     if isinstance(tags, str) or not isinstance(tags, Collection) or not tags or not set(tags) <= set(TAGS):
@@ -32,7 +32,7 @@ def parse_tags(tags: object) -> frozenset[str]:
 
 
 class Residency:
-    """Rank 0's calls to all ranks. A caller makes them one at a time, while no request is unfinished."""
+    """Rank 0's calls to all ranks, one at a time, while no request is unfinished."""
 
     def __init__(self, workers: Workers, runner: ResidentModelRunner) -> None:
         self._workers = workers
@@ -40,11 +40,11 @@ class Residency:
 
     @property
     def asleep(self) -> frozenset[str]:
-        """What sleeps, of TAGS."""
+        """Which of TAGS sleep."""
         return self._runner.asleep
 
     def check_awake(self, needed: Collection[str] = TAGS, why: str = "") -> None:
-        """Raise RuntimeError when something needed sleeps."""
+        """Raise RuntimeError if one of `needed` sleeps."""
         sleeping = [tag for tag in TAGS if tag in self.asleep and tag in needed]
         if sleeping:
             raise RuntimeError(f"this engine sleeps ({' and '.join(sleeping)}); call wake_up() first{why}")
@@ -54,7 +54,7 @@ class Residency:
         self._workers.call(self._runner.sleep, "sleep", level)
 
     def wake_up(self, tags: frozenset[str]) -> None:
-        """Wake what sleeps of `tags`. KVCacheMemoryError or ModelLoadError: it sleeps on."""
+        """Wake those of `tags` that sleep. After KVCacheMemoryError or ModelLoadError they still sleep."""
         if self._runner.drops_weights and WEIGHTS in tags:
             self._check_checkpoint()
         needs = self._workers.call(self._runner.wake_up_need, "wake_up_need", tags)
@@ -62,8 +62,8 @@ class Residency:
             if need > free:
                 raise KVCacheMemoryError(
                     f"no room to wake up on rank {rank}: {need / 2**30:,.2f} GiB are needed, and "
-                    f"{free / 2**30:,.2f} of {total / 2**30:,.2f} GiB are free. Free what else uses the "
-                    "device (torch.cuda.empty_cache() in its process) and call wake_up() again"
+                    f"{free / 2**30:,.2f} of {total / 2**30:,.2f} GiB are free. Free memory that others use "
+                    "(torch.cuda.empty_cache() in their process) and call wake_up() again"
                 )
         self._workers.call(self._runner.wake_up, "wake_up", tags)
 
@@ -95,7 +95,7 @@ class Residency:
 
 
 class _TensorLoader:
-    """Loads tensors on all ranks: one by one, or with workers as many at once as a buffer holds."""
+    """Loads tensors on all ranks: one by one without workers, a buffer at a time with workers."""
 
     def __init__(self, workers: Workers, runner: ResidentModelRunner) -> None:
         self._workers = workers
@@ -111,7 +111,7 @@ class _TensorLoader:
             self._buffer.put(name, tensor)
 
     def finish(self, reload: Collection[str]) -> None:
-        """Load what is left, and get ready for steps."""
+        """Load the remaining tensors, and prepare for the next step."""
         with held_interrupts():
             if self._buffer is not None:
                 self._flush(self._buffer)

@@ -1,6 +1,6 @@
-"""ResidentEngine: an LLMEngine that gives the device's memory back, takes it again, and takes new weights.
+"""ResidentEngine: an LLMEngine that can free the device's memory, allocate it again, and take new weights.
 
-Says when that is allowed, and that nothing is cached afterwards; `Residency` does it.
+Checks when that is allowed and empties the prefix cache; `Residency` does the work.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ class ResidentEngine(LLMEngine):
     """Calls between requests: `sleep`, `wake_up`, `update_weights`."""
 
     def sleep(self, level: int = 1) -> None:
-        """Give the device's memory back: weights, KV cache and CUDA graphs, on every rank.
+        """Free the device's memory on every rank: weights, KV cache and CUDA graphs.
 
-        level: 1 keeps a copy of the weights in host memory; 2 drops them, for `wake_up` to read the
-        checkpoint again. A second call does nothing, but for level 2 after level 1, which drops the copy.
+        level: 1 keeps a copy of the weights in host memory; 2 drops them, and `wake_up` reads the checkpoint
+        again. A second call does nothing, except that level 2 after level 1 drops the copy.
 
         ValueError for another level; RuntimeError while requests of `add_request` are unfinished. Until
-        `wake_up` all that would run is a RuntimeError. The prefix cache is empty afterwards.
+        `wake_up`, calls that run the model raise RuntimeError. The prefix cache is empty afterwards.
         """
         if level not in (1, 2) or isinstance(level, bool):
             raise ValueError(f"level={level!r} must be 1 (weights to host memory) or 2 (drop them)")
@@ -35,13 +35,14 @@ class ResidentEngine(LLMEngine):
             self._residency.sleep(level)
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Take the device's memory again, for all that sleeps or for what `tags` say.
+        """Allocate the device's memory again.
 
-        tags: of "weights" and "kv_cache". The engine runs again when both are awake.
+        tags: a list of "weights" and "kv_cache"; None means both. The engine runs when both are awake.
 
-        Answers are then as before `sleep(1)`. After `sleep(2)` the weights are the checkpoint's, without
-        what `update_weights` changed. ValueError for other tags; KVCacheMemoryError when a device has too
-        little free memory, ModelLoadError when the checkpoint cannot be read: the engine still sleeps then.
+        After `sleep(1)` the answers are the same as before it. After `sleep(2)` the weights are the
+        checkpoint's, without the changes of `update_weights`. ValueError for other tags; KVCacheMemoryError
+        if a device has too little free memory, ModelLoadError if the checkpoint cannot be read. After these
+        two the engine still sleeps.
         """
         chosen = parse_tags(tags)
         with self._between_requests("wake_up()"), held_interrupts():
@@ -55,12 +56,12 @@ class ResidentEngine(LLMEngine):
     def update_weights(
         self, named_tensors: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
     ) -> None:
-        """Replace weights, all or some; the result is bit for bit a fresh load of a checkpoint with them.
+        """Replace all or some weights; the result equals, bit for bit, a fresh load of such a checkpoint.
 
         named_tensors: tensors by their names in a checkpoint's safetensors files, of any float dtype and on
-        any device. A dict or list is checked as a whole before anything changes. Of any other iterable,
-        such as a generator of tensors that do not fit in memory together, each is checked before it is
-        loaded; after an error, also one of its own, those before it are loaded, and the engine is usable.
+        any device. A dict or list is checked as a whole before any weight changes. Other iterables, such as a
+        generator of tensors that do not fit into memory together, are checked one tensor at a time, each
+        before it is loaded. After an error the earlier tensors stay loaded, and the engine is usable.
 
         TypeError or ValueError names the tensor and what is expected. RuntimeError while requests of
         `add_request` are unfinished, and while the weights sleep. The prefix cache is empty afterwards.
@@ -70,7 +71,7 @@ class ResidentEngine(LLMEngine):
 
     @contextmanager
     def _between_requests(self, call: str) -> Iterator[None]:
-        """Let the block change what answers are made of, while nothing runs; none of it is cached after."""
+        """Run the block while no request is unfinished, after emptying the prefix cache."""
         with self._calling(asleep=True):
             self._check_idle(call)
             with self._emptied_on_error():

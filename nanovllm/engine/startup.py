@@ -1,7 +1,6 @@
-"""Start-up: all ranks are brought up, from processes to captured CUDA graphs, or nothing of them is left;
-and their end.
+"""Start and end of all ranks: either all of them start, with captured CUDA graphs, or nothing is left.
 
-Decides how long sequences may be. Keeps nothing.
+Decides the maximum length of sequences. Keeps no state.
 """
 
 from __future__ import annotations
@@ -29,14 +28,14 @@ logger = logging.getLogger("nanovllm")
 
 
 def find_model(config: Config) -> Path:
-    """Return the model's folder. ValueError or ModelLoadError as of `resolve_model_path`."""
+    """Return the model's folder. ValueError or ModelLoadError as in `resolve_model_path`."""
     return resolve_model_path(config.model, _hub(config, config.revision))
 
 
 def find_tokenizer(config: Config, model_path: Path) -> PreTrainedTokenizerBase | None:
-    """Return the tokenizer that `config` names, of the model in `model_path` unless it says otherwise.
+    """Return the tokenizer that `config` names; by default that of the model in `model_path`.
 
-    None with `skip_tokenizer_init=True`. ValueError or ModelLoadError where it cannot be found.
+    None with `skip_tokenizer_init=True`. ValueError or ModelLoadError if it cannot be found.
     """
     if config.skip_tokenizer_init:
         return None
@@ -55,15 +54,15 @@ def _hub(config: Config, revision: str | None) -> Hub:
 
 
 def resolve_max_model_len(asked: int | None, model_config: ModelConfig) -> int:
-    """Return the most tokens of a sequence; None asks for as many as the model computes with full attention.
+    """Return the maximum length of a sequence; None asks for the longest that needs only full attention.
 
-    Raises ValueError when the model cannot compute that many.
+    Raises ValueError if the model cannot compute that many tokens.
     """
     positions = model_config.max_position_embeddings
     if asked is None:
         asked = model_config.longest
         if asked < positions:
-            why = "the length up to which full attention is what this model computes"
+            why = "the longest sequence that this model computes with full attention alone"
             logger.info("max_model_len=%d, %s (it has %d positions)", asked, why, positions)
     if asked > positions:
         logger.info("max_model_len=%d is lowered to the model's own limit, %d", asked, positions)
@@ -75,11 +74,11 @@ def resolve_max_model_len(asked: int | None, model_config: ModelConfig) -> int:
 def start_ranks(
     config: Config, model_config: ModelConfig, path: Path, device: Device, max_model_len: int
 ) -> tuple[Workers, ResidentModelRunner, int]:
-    """Start every rank; return the workers, this rank's runner, and how many blocks the KV cache has.
+    """Start every rank; return the workers, this rank's runner, and the number of KV cache blocks.
 
-    Raises what `LLMEngine` says; nothing of any rank is left then.
+    Raises the errors of `LLMEngine`; all ranks are then ended.
     """
-    config = replace(config, tokenizer=None, hf_token=None)  # which no rank needs
+    config = replace(config, tokenizer=None, hf_token=None)  # no rank needs them
     size = config.tensor_parallel_size
     devices = device.ranks(size)
     dtype = device.resolve_dtype(config.dtype, model_config.dtype)

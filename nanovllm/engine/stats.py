@@ -1,7 +1,7 @@
-"""What the engine says of its work: StepStats of every finished step, EngineStats of its life so far.
+"""The engine's statistics: StepStats for every finished step, EngineStats for its life so far.
 
-Only what the host knows without asking the device. A step costs a few microseconds, and a life of any length
-a bounded number of intervals.
+They hold only values that the host knows without asking the device. Recording a step takes a few
+microseconds, and the number of stored intervals is bounded.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ import numpy as np
 from nanovllm.batch import Batch, StepKind
 
 INTERVAL_SECONDS = 0.1  # of the timeline, at first
-MOST_INTERVALS = 600  # above which pairs of them are joined
+MOST_INTERVALS = 600  # above this, pairs of intervals are merged
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepStats:
-    """One finished step. Running and waiting are counted after it, so what ended with it is in neither."""
+    """One finished step. Running and waiting sequences are counted after it, without those that it ended."""
 
-    batch: Batch  # what was computed; not to be changed
-    seconds: float  # from the end of the step before; of the first one, from when its request came
+    batch: Batch  # read-only
+    seconds: float  # since the end of the previous step; for the first step, since its request arrived
     num_drawn_tokens: int  # without those of surplus rows
-    num_cached_tokens: int  # that the prefix cache spared the sequences admitted for this step
+    num_cached_tokens: int  # found in the prefix cache for the sequences admitted for this step
     num_finished: int  # requests
     num_running: int  # sequences
     num_waiting: int  # sequences
     kv_cache_usage: float  # share of the blocks that sequences hold
-    num_preemptions: int = 0  # of sequences that gave up their blocks for this step
+    num_preemptions: int = 0  # sequences that gave up their blocks for this step
 
     @property
     def kind(self) -> StepKind:
@@ -49,10 +49,10 @@ class StepStats:
 
 @dataclass(frozen=True, slots=True)
 class TimelinePoint:
-    """What the steps that ended within one interval did. Rates are per second of steps, not of waiting."""
+    """The steps that ended within one interval. Rates are per second of steps, without idle time."""
 
-    time: float  # of the interval's begin, in seconds since the engine was ready
-    seconds: float  # that its steps took
+    time: float  # start of the interval, in seconds since the engine was ready
+    seconds: float  # sum over its steps
     num_steps: int
     step_ms: float  # of the mean step
     output_tokens_per_s: float
@@ -61,21 +61,21 @@ class TimelinePoint:
     num_running: float  # sequences, after the mean step
     num_waiting: float  # sequences, after the mean step
     kv_cache_usage: float  # share of the blocks that sequences hold, after the mean step
-    num_cached_tokens: int  # prompt tokens that the prefix cache spared
+    num_cached_tokens: int  # prompt tokens found in the prefix cache
     num_preemptions: int
     num_finished_requests: int
     num_computed_tokens: int  # prompt tokens that were computed
-    num_attention_pairs: int  # of a prompt token that was computed and a token that it attends to
+    num_attention_pairs: int  # pairs of a computed prompt token and a token that it attends to
     num_decode_steps: int
-    num_decode_rows: int  # sequences of all decode steps
-    num_context_tokens: int  # that the rows of decode attend to
+    num_decode_rows: int  # sum of sequences over decode steps
+    num_context_tokens: int  # sum of context lengths over decode rows
 
 
 @dataclass(slots=True, eq=False)
 class Interval:
-    """Sums over the steps that ended between two moments; many are fields of what is made of them."""
+    """Sums over the steps that ended within an interval."""
 
-    index: int  # its begin, counted in lengths of an interval
+    index: int  # start time divided by the length of an interval
     num_prefill_steps: int = 0
     num_decode_steps: int = 0
     prefill_seconds: float = 0.0
@@ -90,7 +90,7 @@ class Interval:
     num_context_tokens: int = 0
     num_decode_rows: int = 0
     num_prefill_rows: int = 0
-    running: int = 0  # this and what follows are summed after each step
+    running: int = 0  # this and the next fields are summed after each step
     waiting: int = 0
     usage: float = 0.0
 
@@ -117,7 +117,7 @@ class Interval:
         self.usage += step.kv_cache_usage
 
     def point(self, length: float) -> TimelinePoint:
-        """What it says, where intervals are `length` seconds long."""
+        """The point of the timeline, for intervals of `length` seconds."""
         steps = self.num_prefill_steps + self.num_decode_steps
         seconds = self.prefill_seconds + self.decode_seconds
         return TimelinePoint(
@@ -135,12 +135,12 @@ class Interval:
         )
 
     def sums_of(self, kind: type[TimelinePoint | EngineStats]) -> dict[str, Any]:
-        """Those sums that are fields of `kind`."""
+        """The sums that are fields of `kind`."""
         return {each.name: getattr(self, each.name) for each in fields(kind) if each.name in SUMMED}
 
 
 def attention_pairs(query_lens: np.ndarray, context_lens: np.ndarray) -> int:
-    """Pairs of a new token and a token that it attends to: `query_lens` new ones end `context_lens`."""
+    """Pairs of a new token and a token it attends to. `query_lens`: new tokens at the end of each context."""
     q, c = query_lens.astype(np.int64), context_lens.astype(np.int64)
     return int((q * c - q * (q - 1) // 2).sum())
 
@@ -159,12 +159,12 @@ def joined(intervals: Iterable[Interval], index: int = 0) -> Interval:
 
 @dataclass(frozen=True)
 class EngineStats:
-    """Totals of an engine's life, up to the call of `stats()`. Seconds are those of steps."""
+    """Totals of an engine's life, up to the call of `stats()`. Seconds are the time of steps."""
 
     start_time: float  # when the engine was ready, in seconds since 1970
     uptime: float  # seconds since then
-    num_requests: int  # that were queued
-    num_finished_requests: int  # that ended by themselves, so neither aborted nor dropped by an exception
+    num_requests: int  # queued so far
+    num_finished_requests: int  # neither aborted nor dropped by an exception
     num_unfinished_requests: int  # now
     num_running: int  # sequences, now
     num_waiting: int  # sequences, now
@@ -172,11 +172,11 @@ class EngineStats:
     num_output_tokens: int
     num_prefill_steps: int
     prefill_seconds: float
-    num_computed_tokens: int  # by prefill; what preempted sequences compute again is in here
-    num_cached_tokens: int  # that the prefix cache spared prefill
+    num_computed_tokens: int  # by prefill, including tokens computed again after a preemption
+    num_cached_tokens: int  # prompt tokens found in the prefix cache
     num_decode_steps: int
     decode_seconds: float
-    num_decoded_tokens: int  # output tokens but for the first ones, which prefill draws
+    num_decoded_tokens: int  # output tokens except first tokens, which prefill draws
     decode_batch_size: float  # sequences of the mean decode step
     num_preemptions: int
     kv_cache_usage: float  # share of the blocks that sequences hold, now
@@ -186,23 +186,23 @@ class EngineStats:
 
     @property
     def prefill_tokens_per_s(self) -> float:
-        """Computed prompt tokens per second of prefill; 0 before there is any."""
+        """Computed prompt tokens per second of prefill; 0 before the first prefill."""
         return self.num_computed_tokens / self.prefill_seconds if self.prefill_seconds else 0.0
 
     @property
     def decode_tokens_per_s(self) -> float:
-        """Output tokens per second of decode; 0 before there is any."""
+        """Output tokens per second of decode; 0 before the first decode."""
         return self.num_decoded_tokens / self.decode_seconds if self.decode_seconds else 0.0
 
     @property
     def prefix_cache_hit_rate(self) -> float:
-        """The share of prompt tokens that the prefix cache spared; 0 before there are any."""
+        """The share of prompt tokens found in the prefix cache; 0 before the first prompt."""
         return self.num_cached_tokens / ((self.num_cached_tokens + self.num_computed_tokens) or 1)
 
     def timeline(self) -> list[TimelinePoint]:
-        """How it went, oldest first: a point for each interval of time in which a step ended.
+        """One point for each interval of time in which a step ended, oldest first.
 
-        Intervals begin at 0.1 s and become twice as long whenever there are more than 600 of them.
+        Intervals are 0.1 s long at first. Their length doubles whenever there are more than 600.
         """
         return list(self.points)
 
@@ -224,13 +224,13 @@ EngineStats after {self.uptime:,.1f} s
 
 
 class Counters:
-    """Counts what an engine does; one thread counts, and any may ask for a snapshot."""
+    """Counts steps and requests. One thread counts; any thread may take a snapshot."""
 
     def __init__(self) -> None:
         self._origin, self._start_time = perf_counter(), time()
         self._length = INTERVAL_SECONDS
         self._intervals: list[Interval] = []
-        self._end = 0.0  # of the last interval, in seconds since the origin
+        self._end = 0.0  # end of the last interval, in seconds since the origin
         self._num_requests = 0
         self._num_prompt_tokens = 0
         self._peak_usage = 0.0
@@ -240,11 +240,11 @@ class Counters:
         self._num_prompt_tokens += num_prompt_tokens
 
     def planned(self, kv_cache_usage: float) -> None:
-        """Take note of the blocks in use once a step is planned, when they are most."""
+        """Record the KV cache usage after a step is planned, when it is highest."""
         self._peak_usage = max(self._peak_usage, kv_cache_usage)
 
     def record(self, step: StepStats, now: float) -> None:
-        """Count a step that ended at `now`, by perf_counter."""
+        """Count a step that ended at `now` (perf_counter)."""
         now -= self._origin
         if now >= self._end:
             self._begin_interval(now)
@@ -265,8 +265,8 @@ class Counters:
         self._intervals, self._end = intervals, (index + 1) * self._length
 
     def snapshot(self, requests: int, running: int, waiting: int, kv_cache_usage: float) -> EngineStats:
-        """The totals so far; the arguments are what unfinished requests and sequences there are now, and the
-        share of the blocks that they hold."""
+        """The totals so far. The arguments are the current numbers of unfinished requests and of running and
+        waiting sequences, and the share of the blocks that they hold."""
         intervals, length = list(self._intervals), self._length
         sums = joined(intervals)
         return EngineStats(

@@ -1,1 +1,1 @@
-"""What other programs call: each file serves one of them and imports it; nothing imports the file."""
+"""Models for other programs: each file serves one program and imports it; nothing imports the file."""

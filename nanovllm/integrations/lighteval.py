@@ -1,7 +1,7 @@
 """A model for lighteval, which loads this file: `lighteval custom MODEL FILE TASKS`.
 
-`python -m nanovllm.integrations.lighteval` prints FILE. Metrics are those of `lighteval accelerate`. All
-requests of a kind go to the engine in one call. Holds no task, computes no metric, defines one model alone.
+`python -m nanovllm.integrations.lighteval` prints FILE. Metrics equal those of `lighteval accelerate`. All
+requests of a kind go to the engine in one call. Has no tasks and computes no metrics.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ GENERATION = r",?(generation_parameters=\{[^}]*\})"
 class NanoVLLM(LightevalModel):
     """`config.model_name` is `MODEL` or `MODEL,option=value,...`: a folder or hub id, with options of `LLM`.
 
-    Further options, as of lighteval's own models: `override_chat_template` (whether prompts go through the
-    chat template; where there is one they do), `add_special_tokens` (True), `pairwise_tokenization` (True:
-    context and continuation are tokenised apart, as `lighteval accelerate` does), `system_prompt`, and
-    `generation_parameters={temperature:0.6,top_p:0.95}`. Prompts are cut on the left where they are too long.
+    Further options are as in lighteval's own models: `override_chat_template` (whether to apply the chat
+    template; by default if the model has one), `add_special_tokens` (True), `pairwise_tokenization` (True:
+    context and continuation are tokenised separately, as in `lighteval accelerate`), `system_prompt`, and
+    `generation_parameters={temperature:0.6,top_p:0.95}`. Prompts that are too long are cut on the left.
     """
 
     def __init__(self, config: ModelConfig) -> None:
-        """Load the model. Raises what `LLM` does, and ValueError for an option that is not `name=value`."""
+        """Load the model. Raises the errors of `LLM`, and ValueError for an option without `name=value`."""
         model, options, generation = _parse(config.model_name)
         if generation is not None:
             config = config.model_copy(update={"generation_parameters": generation})
@@ -56,7 +56,7 @@ class NanoVLLM(LightevalModel):
         self._max_length = int(self.model.llm_engine.model_config.max_model_len or 0)
         is_chat = uses_chat_template(tokenizer=tokenizer, override_chat_template=override)
         self.prompt_manager = PromptManager(is_chat, tokenizer, system_prompt)
-        # the cache is a folder below its own, also for a model in a folder with an absolute path
+        # "/" is stripped so that an absolute model path also becomes a folder below the cache
         self._cache = SampleCache(self.config.model_copy(update={"model_name": config.model_name.strip("/")}))
 
     def cleanup(self) -> None:
@@ -72,12 +72,12 @@ class NanoVLLM(LightevalModel):
 
     @property
     def max_length(self) -> int:
-        """The most tokens of a sequence, prompt and output."""
+        """The maximum number of tokens of a sequence, prompt and output."""
         return self._max_length
 
     @cached(SamplingMethod.GENERATIVE)
     def greedy_until(self, docs: list[Doc]) -> list[ModelResponse]:
-        """The answers to each document, `num_samples` of them, without the stop text that ended them."""
+        """`num_samples` answers to each document, without the stop string that ended them."""
         contexts = [self.prompt_manager.prepare_prompt(doc) for doc in docs]
         prompts = [self.tok_encode(context)[-(self.max_length - 1) :] for context in contexts]
         given = SamplingParams(**self.config.generation_parameters.to_vllm_dict())
@@ -100,7 +100,7 @@ class NanoVLLM(LightevalModel):
 
     @cached(SamplingMethod.LOGPROBS)
     def loglikelihood(self, docs: list[Doc]) -> list[ModelResponse]:
-        """The logarithm of each choice's probability, and whether greedy sampling gives it."""
+        """The log-probability of each choice, and whether greedy sampling gives it."""
         pairs, responses = [], []
         for doc in docs:
             context = self.prompt_manager.prepare_prompt(doc)
@@ -118,7 +118,7 @@ class NanoVLLM(LightevalModel):
         return responses
 
     def loglikelihood_rolling(self, docs: list[Doc]) -> list[ModelResponse]:
-        """The logarithm of each text's probability: the sum over windows that hold every token once.
+        """The log-probability of each text: the sum over windows that contain every token once.
 
         Not cached: the cache of lighteval 0.13 returns no perplexities.
         """
@@ -134,25 +134,25 @@ class NanoVLLM(LightevalModel):
         return responses
 
     def _score(self, pairs: Sequence[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
-        """Score each (context, continuation), cut on the left where too long."""
+        """Score each (context, continuation); contexts that are too long are cut on the left."""
         kept = []
         for context, continuation in pairs:
             room = self.max_length - len(continuation)
             if room < 1:
                 raise ValueError(
-                    f"a choice has {len(continuation)} tokens, and max_model_len={self.max_length} leaves "
+                    f"a choice has {len(continuation)} tokens, but max_model_len={self.max_length} leaves "
                     f"room for {self.max_length - 1}; raise it or drop the choice"
                 )
             kept.append((context[-room:] or [self._first_token()], continuation))
         return [(score.logprob, score.is_greedy) for score in self.model.score_pairs(kept)]
 
     def _first_token(self) -> int:
-        """What a text without a context is given."""
+        """The context of a text that has none."""
         bos = self._tokenizer.bos_token_id
         return int(self._tokenizer.eos_token_id if bos is None else bos)
 
     def _sampling_params(self, given: SamplingParams, doc: Doc, prompt_len: int) -> SamplingParams:
-        """The user's generation parameters, with what the task asks for."""
+        """The user's generation parameters, adjusted for the task."""
         params = given.clone()
         room = self.max_length - prompt_len
         asked = given.max_tokens or doc.generation_size or room
@@ -165,7 +165,7 @@ class NanoVLLM(LightevalModel):
 
 
 def _parse(text: str) -> tuple[str, dict[str, Any], GenerationParameters | None]:
-    """The model, its options and its generation parameters, of `MODEL,option=value,...`."""
+    """Parse `MODEL,option=value,...` into the model, its options and its generation parameters."""
     found = re.search(GENERATION, text)
     model, *parts = re.sub(GENERATION, "", text).split(",")
     options: dict[str, Any] = {}
@@ -181,7 +181,7 @@ def _parse(text: str) -> tuple[str, dict[str, Any], GenerationParameters | None]
 
 
 def _windows(ids: list[int], longest: int) -> list[tuple[list[int], list[int]]]:
-    """Parts of a text of at most `longest` tokens, as (context, tokens that are scored)."""
+    """Split a text into windows of at most `longest` tokens, as (context, tokens to score)."""
     windows = []
     for start in range(1, len(ids), longest - 1):
         scored = ids[start : start + longest - 1]

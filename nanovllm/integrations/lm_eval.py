@@ -1,7 +1,7 @@
-"""A model for lm-evaluation-harness, under the name "nanovllm". Its metrics are those of `--model hf`.
+"""A model for lm-evaluation-harness, with the name "nanovllm". Its metrics equal those of `--model hf`.
 
-`python -m nanovllm.integrations.lm_eval ...` is the harness' own program, which knows this model besides. All
-requests of a kind go to the engine in one call. Holds no task and computes no metric.
+`python -m nanovllm.integrations.lm_eval ...` is the harness' own program plus this model. All requests of a
+kind go to the engine in one call. Has no tasks and computes no metrics.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ logger = logging.getLogger("nanovllm")
 
 @register_model("nanovllm")
 class NanoVLLM(TemplateLM):
-    """The arguments are those of `--model_args`; the harness gives `batch_size` and `device` besides."""
+    """The arguments are those of `--model_args`; the harness also passes `batch_size` and `device`."""
 
     def __init__(
         self,
@@ -55,24 +55,24 @@ class NanoVLLM(TemplateLM):
         """Load the model.
 
         pretrained: a folder, or a Hugging Face hub id.
-        max_length: the most tokens that the model is given at once; None: as many as it can take. A text that
-        is scored may then have no more tokens than that, and one more where `max_length` is lower.
-        max_gen_toks: the most tokens to generate where a task does not say.
-        add_bos_token: whether prompts begin with the tokenizer's special tokens; None: as it says itself.
-        prefix_token_id: what a text that is scored from its first token on is given; None: the first token of
-        every text, or the end-of-sequence token.
+        max_length: the maximum number of model input tokens; None: the model's limit. A scored text may have
+        one token more than `max_length`, but not more than the model's limit.
+        max_gen_toks: the maximum number of tokens to generate if a task does not set it.
+        add_bos_token: whether prompts begin with the tokenizer's special tokens; None: the tokenizer decides.
+        prefix_token_id: the context of a text that is scored from its first token on; None: the
+        beginning-of-sequence token, or else the end-of-sequence token.
         chat_template_args, enable_thinking: variables of the chat template.
-        think_end_token: what ends the thoughts of a model, which are no part of its answers: a text or a
-        token id. Stop strings then count behind it alone.
-        batch_size: not looked at: the engine forms its batches. max_batch_size: its `max_num_seqs`.
+        think_end_token: the string or token id that ends a model's thoughts, which are not part of answers.
+        Stop strings then count only after it.
+        batch_size: no effect; the engine forms its own batches. max_batch_size: sets `max_num_seqs`.
         options: those of `LLM`, such as `tensor_parallel_size`.
 
-        Raises what `LLM` does.
+        Raises the errors of `LLM`.
         """
         super().__init__()
         if max_length is not None:
             if options.get("max_model_len") is not None:
-                raise ValueError(f"max_length={max_length} and max_model_len say the same; give one of them")
+                raise ValueError(f"max_length={max_length} and max_model_len are one option; pass one")
             options["max_model_len"] = max_length + 1  # the last token of a scored text is not computed
         if max_batch_size is not None:
             options.setdefault("max_num_seqs", max_batch_size)
@@ -102,7 +102,7 @@ class NanoVLLM(TemplateLM):
 
     @property
     def max_length(self) -> int:
-        """The most tokens that the model is given at once."""
+        """The maximum number of model input tokens."""
         return self._max_length
 
     @property
@@ -112,7 +112,7 @@ class NanoVLLM(TemplateLM):
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """The text of a conversation; without its system messages where the template refuses them."""
+        """The text of a conversation; without system messages if the template refuses them."""
         options = {
             "tokenize": False,
             "add_generation_prompt": add_generation_prompt,
@@ -122,12 +122,12 @@ class NanoVLLM(TemplateLM):
         try:
             return str(self.tokenizer.apply_chat_template(chat_history, **options))
         except TemplateError as error:
-            logger.warning("system messages are dropped, for the chat template says: %s", error)
+            logger.warning("system messages are dropped, because the chat template says: %s", error)
             others = [message for message in chat_history if message["role"] != "system"]
             return str(self.tokenizer.apply_chat_template(others, **options))
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **options: Any) -> list[int]:
-        """The token ids of a text; one that begins with the beginning-of-sequence token gets no other."""
+        """The token ids of a string; if it begins with the beginning-of-sequence token, no other is added."""
         special = self._special
         if add_special_tokens is not None:
             special = {"add_special_tokens": add_special_tokens}
@@ -140,14 +140,14 @@ class NanoVLLM(TemplateLM):
         requests: Sequence[tuple[tuple[str, str] | None, list[int], list[int]]],
         disable_tqdm: bool = False,
     ) -> list[tuple[float, bool]]:
-        """Score each (what the cache calls it, context, continuation), cut on the left where too long."""
+        """Score each (cache key, context, continuation); contexts that are too long are cut on the left."""
         room = min(self.max_length + 1, self._longest)
         pairs, num_cut = [], 0
         for key, context, continuation in requests:
             kept = room - len(continuation)
             if kept < 1:
                 raise ValueError(
-                    f"a continuation has {len(continuation)} tokens, and at most {room - 1} can be scored: "
+                    f"a continuation has {len(continuation)} tokens, but at most {room - 1} can be scored: "
                     f"{(key or ('', 'of loglikelihood_rolling'))[1][:60]!r}; raise max_length or drop it"
                 )
             num_cut += len(context) > kept
@@ -161,7 +161,7 @@ class NanoVLLM(TemplateLM):
         return answers
 
     def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
-        """The logarithm of each text's probability: the sum over windows that hold every token once."""
+        """The log-probability of each text: the sum over windows that contain every token once."""
         length = min(self.max_length, self._longest - 1)
         windows, owners = [], []
         for index, request in enumerate(requests):
@@ -178,7 +178,7 @@ class NanoVLLM(TemplateLM):
         return totals
 
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
-        """The answer to each (context, how to generate), without the stop string that ended it."""
+        """The answer to each (context, generation options), without the stop string that ended it."""
         prompts, params, untils, num_cut = [], [], [], 0
         for context, options in (request.args for request in requests):
             known = dict(normalize_gen_kwargs(options, self.max_gen_toks))
@@ -205,7 +205,7 @@ class NanoVLLM(TemplateLM):
         return texts
 
     def _sampling_params(self, options: dict[str, Any], until: Sequence[str]) -> SamplingParams:
-        """What the harness' (normalised) options mean; others go to `SamplingParams` as they are."""
+        """Convert the harness' normalised options; other options pass to `SamplingParams` unchanged."""
         do_sample = options.pop("do_sample")
         options["temperature"] = options.get("temperature", 1.0) if do_sample else 0.0
         special = dict(zip(self.tokenizer.all_special_tokens, self.tokenizer.all_special_ids, strict=True))
@@ -220,7 +220,7 @@ class NanoVLLM(TemplateLM):
         )
 
     def _answer(self, text: str, token_ids: list[int], until: Sequence[str]) -> str:
-        """The text, without thoughts and what comes behind a stop string."""
+        """The text, without thoughts and without what follows a stop string."""
         if isinstance(self._think_end, int):
             ends = [place for place, token_id in enumerate(token_ids) if token_id == self._think_end]
             if ends:

@@ -1,7 +1,7 @@
 """`LLM` on a Ray cluster: `LLMPredictor` for `ray.data.Dataset.map_batches`, and `generate` in one call.
 
-Each replica is an actor on the GPUs of one node. Ray Data reads, writes, holds back what is ahead, and
-restarts actors that died, with their batches. Knows nothing of files, and keeps no row.
+Each replica is an actor on the GPUs of one node. Ray Data reads, writes, applies backpressure, and restarts
+actors that died, with their batches. Knows nothing of files, and keeps no row.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ ADDED = (
 class LLMPredictor:
     """A replica: a class for `Dataset.map_batches`, which answers a column of prompts.
 
-    Every row keeps its columns and gets those of `ADDED`: the text, the token ids (lists of them with `n`
-    above 1), numbers of tokens, `finish_reason`, and `error`: why the row has no answer, or "".
+    Every row keeps its columns and gets those of `ADDED`: the text, the token ids (with `n` above 1 lists of
+    both), numbers of tokens, `finish_reason`, and `error`: the reason why the row has no answer, or "".
     """
 
     def __init__(
@@ -57,13 +57,14 @@ class LLMPredictor:
 
         model: a folder that every node has, or a Hugging Face hub id.
         sampling_params: for every row; None takes `get_default_sampling_params()`.
-        prompt_column: texts, or lists of token ids. messages_column: conversations instead.
-        id_column: what rows are called by. The seed of a row without one follows from it, so that an answer
-        does not depend on the replica, the batch and how often the row is run. Without ids replicas draw
-        from seeds of their own, unless `seed` is among the options.
+        prompt_column: the column of strings, or lists of token ids. messages_column: the column of
+        conversations, instead of prompts.
+        id_column: the column of row ids. Without a `seed` in `sampling_params`, a row's seed derives from its
+        id, so that its answer does not depend on the replica, the batch or retries. Without ids each replica
+        has its own seed, unless `seed` is among the options.
         options: those of `LLM`.
 
-        Raises what `LLM` does, and TypeError for other sampling parameters.
+        Raises the errors of `LLM`, and TypeError for wrong sampling parameters.
         """
         _check_params(sampling_params)
         self._prompts = prompt_column
@@ -96,7 +97,7 @@ class LLMPredictor:
 
     def _columns(self, outputs: list[RequestOutput]) -> dict[str, Any]:
         def column(values: list[Any]) -> Any:
-            """An array of objects, also where all lists have one length."""
+            """An array of objects, even if all lists have the same length."""
             array = np.empty(len(values), object)
             array[:] = values
             return array
@@ -129,13 +130,13 @@ def generate(
 ) -> Dataset:
     """Return the dataset with an answer to each row; nothing runs before it is read or written.
 
-    replicas: how many, or the fewest and the most that Ray may start. Each takes GPUs of one node: as many as
-    `tensor_parallel_size` and `data_parallel_size` say, or none with `device="cpu"`.
-    batch_size: the rows of a call. The more, the better a replica is used; those of a replica that dies are
-    run again.
-    checkpoint_path: a folder that all nodes see, or a place in an object store, where Ray Data notes the ids
-    of rows that `write_parquet` and its like have written; the same pipeline run again leaves them out. Needs
-    `id_column`, and a dataset that begins with a `read_...` of files.
+    replicas: the number of replicas, or the minimum and maximum that Ray may start. Each replica uses
+    `tensor_parallel_size` * `data_parallel_size` GPUs of one node, or none with `device="cpu"`.
+    batch_size: the rows of a call. Larger batches use a replica better, but if a replica dies, its whole
+    batch runs again.
+    checkpoint_path: a folder that all nodes share, or a path in an object store. There Ray Data records the
+    ids of rows that `write_parquet` or a similar call has written; a second run of the same pipeline skips
+    them. Needs `id_column`, and a dataset that begins with a `read_...` of files.
     ray_args: further arguments of `Dataset.map_batches`, such as `num_cpus`.
     options: those of `LLMPredictor` and `LLM`.
 

@@ -1,7 +1,7 @@
 """Completions for TRL's GRPOTrainer: `GRPOTrainer(..., rollout_func=Rollouts())`.
 
-Every process of the trainer has an engine of its own, on the trainer's device, which gets the trainer's
-weights after every optimiser step. Computes no reward and no loss.
+Every process of the trainer has its own engine on the trainer's device, which gets the trainer's weights
+after every optimiser step. Computes no reward and no loss.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from nanovllm.sampling_params import SamplingParams
 
 
 class Rollouts:
-    """A `rollout_func`: one completion for each prompt that the trainer gives, sampled as its arguments say.
+    """A `rollout_func`: samples one completion for each of the trainer's prompts.
 
     The trainer repeats a prompt for every completion of its group; they share the prompt's KV blocks. The
     trainer's `temperature`, `top_p`, `top_k`, `min_p`, `repetition_penalty`, `max_completion_length` and
-    `generation_kwargs` hold. Logprobs are those that tokens were drawn by.
+    `generation_kwargs` apply. Logprobs are those of the distribution that tokens were drawn from.
     """
 
     def __init__(self, model: str | None = None, *, sleep: bool = False, **options: Any) -> None:
-        """Check the options; the engine is made when the trainer first asks.
+        """Check the options; the first rollout creates the engine.
 
-        model: the checkpoint whose shapes the trainer's model has; None: the one it was loaded from.
+        model: a checkpoint with the shapes of the trainer's model; None: the one that it was loaded from.
         sleep: give the device's memory to the trainer between rollouts.
-        options: those of `LLM`. The device is the trainer's and the seed its own plus the process's number,
-        unless they say otherwise. `gpu_memory_utilization` counts what the trainer holds.
+        options: those of `LLM`. By default the device is the trainer's, and the seed is the trainer's plus
+        the process index. `gpu_memory_utilization` includes the trainer's memory.
 
         TypeError or ValueError for wrong options, without a trainer.
         """
@@ -42,8 +42,8 @@ class Rollouts:
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
         """Return `prompt_ids`, `completion_ids` and `logprobs`, a list for each prompt.
 
-        prompts: texts, or conversations, which get the trainer's chat template. A completion that ended has
-        its end-of-sequence token. ValueError for adapters, whose weights the engine does not have;
+        prompts: strings, or conversations, which get the trainer's chat template. A completion that is not
+        cut includes its end-of-sequence token. ValueError for adapters, which the engine does not support;
         RuntimeError for a completion that ended with an error, such as logits that are not finite.
         """
         prompt_ids = _encode(prompts, trainer)
@@ -72,7 +72,7 @@ class Rollouts:
             model = trainer.accelerator.unwrap_model(trainer.model)
             if hasattr(model, "peft_config"):
                 raise ValueError(
-                    "the trainer trains adapters (peft_config), which the engine does not have; train all "
+                    "the trainer trains adapters (peft_config), which are not supported; train all "
                     "weights, or use the trainer's own generation"
                 )
             self.llm.update_weights((name, weight.detach()) for name, weight in model.named_parameters())
@@ -81,7 +81,7 @@ class Rollouts:
 
 
 def _encode(prompts: list[Any], trainer: Any) -> list[list[int]]:
-    """The token ids of prompts, as the trainer makes them."""
+    """Tokenise prompts like the trainer."""
     tokenizer = trainer.processing_class
     if isinstance(prompts[0], str):
         return list(tokenizer(text=prompts)["input_ids"])

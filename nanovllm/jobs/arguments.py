@@ -107,9 +107,9 @@ def _add_row_arguments(parser: argparse.ArgumentParser) -> None:
     rows = parser.add_argument_group("rows")
     rows.add_argument("--format", choices=FORMATS, default="auto", help="default: by the ending of the name")
     prompt = rows.add_mutually_exclusive_group()
-    prompt.add_argument("--prompt-column", metavar="NAME", help="a text (default: prompt, or messages)")
+    prompt.add_argument("--prompt-column", metavar="NAME", help="of strings (default: prompt, or messages)")
     prompt.add_argument(
-        "--template", type=_template, metavar="TEXT", help="a text with columns in braces, or @FILE with one"
+        "--template", type=_template, metavar="TEXT", help="a string with columns in braces, or @FILE"
     )
     prompt.add_argument("--messages-column", metavar="NAME", help="a conversation for the chat template")
     rows.add_argument("--id-column", metavar="NAME", help="default: id or custom_id, where there is one")

@@ -52,7 +52,7 @@ class OpenAIFormat(RowFormat):
 
     def task(self, row: SourceRow, values: Values) -> Task:
         if not isinstance(values.get("custom_id"), str):
-            raise TypeError(f"custom_id must be a text, not {show(values.get('custom_id'))}")
+            raise TypeError(f"custom_id must be a string, not {show(values.get('custom_id'))}")
         url, body = values.get("url"), values.get("body")
         if not isinstance(url, str) or url not in PROMPTS:
             raise ValueError(f"url must be one of {', '.join(PROMPTS)}, not {show(url)}")

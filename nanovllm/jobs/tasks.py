@@ -188,7 +188,7 @@ def prompt_of(value: Any, where: str) -> str | array[int]:
             return array("i", value)
         except OverflowError:
             raise ValueError(f"{where} has a token id that does not fit into 32 bits") from None
-    raise TypeError(f"{where} must be a text or a list of token ids, not {show(value)}")
+    raise TypeError(f"{where} must be a string or a list of token ids, not {show(value)}")
 
 
 def conversation(value: Any, column: str) -> list[dict[str, Any]]:

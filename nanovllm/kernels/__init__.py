@@ -1,4 +1,4 @@
-"""Device kernels, one operation per file: the Triton kernel, its launcher `<op>_triton`, which says what the
-operation is, its plain torch twin `<op>_reference`, and `<op>`, which takes one of the two by the device.
-Nothing here knows of sequences, layers or engines.
+"""Device kernels, one operation per file: the Triton kernel, its launcher `<op>_triton`, whose docstring
+defines the operation, its reference in plain torch `<op>_reference`, and `<op>`, which selects one of the two
+by device. Nothing here knows sequences, layers or engines.
 """

@@ -1,4 +1,4 @@
-"""The gated activation of the feed-forward block. Owns no weight."""
+"""SiLU and multiply, the activation of the MLP. Owns no weight."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _MANY_ROWS = 2048
 
 
 def _block(rows: int, size: int) -> int:
-    """Columns of a program, which reads `size` numbers for the norm: more where these or rows abound."""
+    """Columns of a program: more if the norm reads many elements (`size`) or if there are many rows."""
     return 4 * _BLOCK if size > 2 * _BLOCK or (size > 1 and rows > _MANY_ROWS) else _BLOCK
 
 
 @jit()
 def gated(gate: tl.tensor, up: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
-    """silu(gate) * up of float32 values, each of the two steps rounded."""
+    """silu(gate) * up of float32 values; both steps are rounded to `dtype`."""
     return ((gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32) * up).to(dtype)
 
 
@@ -58,8 +58,8 @@ def silu_and_mul_triton(
 ) -> torch.Tensor:
     """Return silu(x[:, :N]) * x[:, N:], [T, N], for x [T, 2N]; silu is rounded to x's dtype first.
 
-    With `rms_of` [T, M], contiguous, each row of x is first divided by the root mean square of its row there,
-    and rounded.
+    With `rms_of` [T, M], contiguous, each row of x is first divided by the root mean square of the same row
+    of `rms_of`, and rounded.
     """
     rows, n = x.shape[0], x.shape[1] // 2
     out = torch.empty((rows, n), dtype=x.dtype, device=x.device)

@@ -1,17 +1,16 @@
-"""Sum of rows over GPUs that write into each other's memory, alone or fused with residual add and RMSNorm.
-
-In one shot or in two. Owns no memory, exchanges no address; `Peers` says where all is.
+"""All-reduce of rows over GPUs that write to each other's memory, alone or fused with residual add and
+RMSNorm, in one shot or two. Owns no memory and exchanges no addresses; `Peers` has the layout.
 """
 
-# A program sums one row. In one shot it puts its rank's row into a slot at every rank, waits until the
-# others' have come into its own, and adds up in rank order, so that all ranks get the same bits. In two, the
-# ranks put the row into slots of its owner alone (row modulo ranks). That one adds up and puts the sum where
-# each rank finds it: with more than two ranks less moves, for one more wait.
+# A program sums one row. One shot: it writes its rank's row to a slot at every other rank, waits until the
+# other rows are in its own slots, and adds in rank order, so that all ranks get the same bits. Two shots: the
+# ranks write the row only to slots of its owner (row modulo ranks). The owner adds the parts and writes the
+# sum to every rank. With more than two ranks this moves less data, but waits twice.
 #
-# Nothing else crosses, no flag and no fence: rooms are filled with EMPTY, which no sender puts there, and who
-# waits reads until none is left. A row's calls take turns with three sets of rooms, and each call empties
-# those of the call before it. They are filled again two calls later, by ranks that have done the next call:
-# for that they needed what this rank sent in it, after it had emptied them.
+# There are no flags and no fences. Rooms (receive buffers) are filled with EMPTY, which no sender writes, and
+# a receiver reads until no EMPTY is left. The calls of a row use three sets of rooms in turn. Each call
+# empties the rooms of the previous call. They are filled again two calls later, by ranks that have finished
+# the call in between; for that they needed the row that this rank sent after it had emptied the rooms.
 
 from __future__ import annotations
 
@@ -23,23 +22,23 @@ from nanovllm.kernels.compat import await_inputs, early, jit, tl, triton
 from nanovllm.kernels.rms_norm import add_rms_norm_reference, normalised, row_warps
 
 TURNS = 3
-EMPTY = -(2**15)  # in each two bytes of a room: -0.0 in any type of 16 bits, next to it in float32
-EMPTY_BY_SIZE = {2: EMPTY, 4: -(2**31) + 2**15}  # the same as elements of so many bytes
+EMPTY = -(2**15)  # every two bytes of a room: -0.0 in 16-bit types, next to -0.0 in float32
+EMPTY_BY_SIZE = {2: EMPTY, 4: -(2**31) + 2**15}  # the same pattern by element size in bytes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Peers:
-    """Where rank `rank` finds what the `size` ranks share; `size` is a power of 2.
+    """The memory layout that rank `rank` of `size` ranks uses; `size` is a power of 2.
 
-    All rooms are filled with EMPTY at first.
+    All rooms start filled with EMPTY.
     """
 
     rank: int
     size: int
-    slots: torch.Tensor  # [size] int64: addresses of each rank's room [TURNS, size - 1, max_rows, row_bytes]
-    sums: torch.Tensor | None  # [size] int64: the same of [TURNS, max_rows, row_bytes]; for two shots only
-    turns: torch.Tensor  # [max_rows] int32, this rank's own: which turn a row is at; 0 at first
-    aborted: torch.Tensor  # [1] int32, this rank's own: not 0 lets all waiting programs go on, with garbage
+    slots: torch.Tensor  # [size] int64: addresses of each rank's rooms [TURNS, size - 1, max_rows, row_bytes]
+    sums: torch.Tensor | None  # [size] int64: the same for sums [TURNS, max_rows, row_bytes]; for two shots
+    turns: torch.Tensor  # [max_rows] int32, local: the current turn of each row, initially 0
+    aborted: torch.Tensor  # [1] int32, local: if not 0, waiting programs continue with invalid data
     row_bytes: int  # a multiple of 16
 
 
@@ -52,28 +51,28 @@ def _room(
     ROW: tl.constexpr,
     BITS: tl.constexpr,
 ) -> tl.tensor:
-    """A pointer to row `row`, of ROW elements, of room `index` of those at `rooms`."""
+    """A pointer to row `row`, of ROW elements, in room `index` at address `rooms`."""
     return tl.multiple_of(rooms.to(tl.pointer_type(BITS)), 16) + (index * max_rows + row) * ROW
 
 
 @jit()
 def _slot(sender: tl.tensor, receiver: tl.tensor, SIZE: tl.constexpr) -> tl.tensor:
-    """Which of a receiver's slots is the sender's: it has none of its own."""
+    """The index of the sender's slot at the receiver, which has no slot for itself."""
     return (sender - receiver - 1 + SIZE) % SIZE
 
 
 @jit()
 def _sendable(x: tl.tensor, BITS: tl.constexpr, EMPTY: tl.constexpr) -> tl.tensor:
-    """The bits of x, and 0 for EMPTY, which is -0.0 or next to it."""
+    """The bits of x, with EMPTY (-0.0 or next to it) replaced by 0."""
     bits = x.to(BITS, bitcast=True)
     return tl.where(bits == EMPTY, 0, bits).to(BITS)
 
 
 @jit()
 def _receive(rooms: tl.tensor, mask: tl.tensor, aborted_ptr: tl.tensor, EMPTY: tl.constexpr) -> tl.tensor:
-    """Wait until nothing in the `rooms` is EMPTY; return it."""
+    """Wait until no element of `rooms` is EMPTY; return the elements."""
     bits = tl.load(rooms, mask=mask, other=0, volatile=True)
-    waits = tl.load(aborted_ptr, volatile=True) == 0  # part of the maximum: all warps go on together
+    waits = tl.load(aborted_ptr, volatile=True) == 0  # part of the maximum, so all warps continue together
     while tl.max(((bits == EMPTY) & waits).to(tl.int32)) > 0:
         bits = tl.load(rooms, mask=mask, other=0, volatile=True)
         waits = tl.load(aborted_ptr, volatile=True) == 0
@@ -93,9 +92,9 @@ def _sum(
     BITS: tl.constexpr,
     EMPTY: tl.constexpr,
 ) -> tl.tensor:
-    """The bits of the sum of x and of what the others put into `slots`, once it has come."""
-    # Of several, wait for all at once and read them again: one after the other would take longer. Not by
-    # `_receive`: Triton 3.6 fails to compile one whose result is not used.
+    """Wait for the other ranks' rows in `slots`; return the bits of their sum with x."""
+    # With several ranks, wait for all rows together and then read them again: one by one takes longer.
+    # Not with `_receive`: Triton 3.6 fails to compile it if its result is unused.
     if SIZE > 2:
         ranks = tl.arange(0, SIZE)[:, None]
         rooms = slots + _slot(ranks, RANK, SIZE) * slot_size + columns[None, :]
@@ -144,7 +143,7 @@ def _all_reduce_kernel(
     EARLY: tl.constexpr,
     TURNS: tl.constexpr = TURNS,
 ) -> None:
-    """One program per row. ROW: elements in a row of a room, which x's N fit into."""
+    """One program per row. ROW: elements in a row of a room, at least N."""
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, N_PADDED)
@@ -172,7 +171,7 @@ def _all_reduce_kernel(
                 room = _room(tl.load(slots_ptr + rank), slot, row, max_rows, ROW, BITS)
                 tl.store(room + columns, bits, mask=mask)
 
-    # While the rows are on their way.
+    # Empty the previous call's rooms while the rows are in transit.
     last = (turn + TURNS - 1) % TURNS
     slot_size = max_rows.to(tl.int64) * ROW
     words = tl.arange(0, ROW_PADDED)
@@ -200,7 +199,7 @@ def _all_reduce_kernel(
     else:
         slots = _room(own_slots, turn * (SIZE - 1), row, max_rows, ROW, BITS)
         bits = _sum(x, slots, slot_size, mask, columns, aborted_ptr, RANK, SIZE, BITS, EMPTY)
-    tl.store(turns_ptr + row, (turn + 1) % TURNS)  # all warps have read it: they have met in a wait
+    tl.store(turns_ptr + row, (turn + 1) % TURNS)  # all warps have read it, because they synchronised above
     out = bits.to(dtype, bitcast=True)
     if weight_ptr is not None:  # rounded after each step, as on one rank
         rounded = (out.to(tl.float32) + residual.to(tl.float32)).to(dtype)
@@ -247,8 +246,8 @@ def _launch(
         BITS=tl.int16 if itemsize == 2 else tl.int32,
         EMPTY=EMPTY_BY_SIZE[itemsize],
         TWO_SHOT=two_shot,
-        num_warps=row_warps(padded),  # no more: each number is for one thread to wait for
-        maxnreg=64,  # so that two programs of 16 warps share a multiprocessor, and 256 rows are all at work
+        num_warps=row_warps(padded),  # not more: one thread waits for each element
+        maxnreg=64,  # so that two programs of 16 warps fit on a multiprocessor, and 256 rows run at once
         **early(x),
     )
     return out
@@ -257,9 +256,9 @@ def _launch(
 def all_reduce_triton(peers: Peers, x: torch.Tensor, two_shot: bool = False) -> torch.Tensor:
     """Return the sum of `x` [T, N] over the ranks, rounded once, in a new tensor; every rank calls this.
 
-    x is contiguous, of 16 or 32 bits an element, rows of at most `row_bytes`; T is at most `max_rows` and the
-    same on all ranks. One shot and two shots as in TensorRT-LLM and vLLM's custom_all_reduce, waiting for the
-    data themselves as in TensorRT-LLM's "Lamport" kernels.
+    x: contiguous, 16 or 32 bits per element, rows of at most `row_bytes`; T is at most `max_rows`, the same
+    on all ranks. One and two shots are as in TensorRT-LLM and vLLM's custom_all_reduce. Waiting for the data
+    itself is as in TensorRT-LLM's "Lamport" kernels.
     """
     return _launch(peers, x, two_shot)
 
@@ -272,7 +271,7 @@ def all_reduce_add_rms_norm_triton(
     eps: float,
     two_shot: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `all_reduce_triton`, then `add_rms_norm` with the sum as x: both results are new.
+    """As `all_reduce_triton`, then `add_rms_norm` of the sum; both results are new tensors.
 
     residual: [T, N] contiguous, the same on all ranks; weight: [N]; all of one dtype.
     """
@@ -281,7 +280,7 @@ def all_reduce_add_rms_norm_triton(
 
 
 def all_reduce_reference(xs: list[torch.Tensor]) -> torch.Tensor:
-    """What `all_reduce_triton` gives when rank r brings xs[r], in plain torch."""
+    """`all_reduce_triton` in plain torch; xs[r] is the input of rank r."""
     total = torch.zeros_like(xs[0], dtype=torch.float32)
     for x in xs:
         total += x.float()
@@ -291,5 +290,5 @@ def all_reduce_reference(xs: list[torch.Tensor]) -> torch.Tensor:
 def all_reduce_add_rms_norm_reference(
     xs: list[torch.Tensor], residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `all_reduce_add_rms_norm_triton` gives when rank r brings xs[r], in plain torch."""
+    """`all_reduce_add_rms_norm_triton` in plain torch; xs[r] is the input of rank r."""
     return add_rms_norm_reference(all_reduce_reference(xs), residual, weight, eps)

@@ -1,7 +1,7 @@
-"""Columns of all rows at each rank become all columns of some rows: every GPU writes into the others' memory.
+"""All-to-all from some columns of all rows to all columns of some rows: GPUs write to each other's memory.
 
-Owns no memory and exchanges no address. Nobody waits here: a sum over the ranks that comes after this kernel
-tells that all of it has arrived.
+Owns no memory and exchanges no addresses. The kernel does not wait: a later sum over the ranks acts as the
+barrier.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _all_to_all_kernel(
     place = (row - receiver * rows_per_rank) * room_stride + first_column + index
     tl.store(room + place, x.to(BITS, bitcast=True), mask=index < columns)
     tl.debug_barrier()
-    # Released to the whole system: no rank sees a later kernel's writes before these.
+    # Release at system scope: no rank sees a later kernel's writes before these.
     tl.atomic_add(sent_ptr + row, 1, sem="release", scope="sys")
 
 
@@ -51,8 +51,8 @@ def all_to_all_triton(
 ) -> None:
     """Write x [S, n] to the ranks' rooms; row s goes to row s % rows_per_rank of rank s // rows_per_rank.
 
-    rooms: [ranks] int64, the address of each rank's room [at least rows_per_rank, width] of x's dtype, in
-    which x's first column is `first_column`. sent: [at least S] int32, any numbers, which are changed.
+    rooms: [ranks] int64, the address of each rank's receive buffer [at least rows_per_rank, width] of x's
+    dtype. x's first column goes to column `first_column`. sent: [at least S] int32 scratch memory.
     """
     rows, columns = x.shape
     if not (rows and columns):

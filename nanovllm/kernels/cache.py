@@ -1,6 +1,6 @@
-"""KVCache: the tensors of one layer's paged cache, as all kernels that read or write it take them.
+"""KVCache: the tensors of one layer's paged cache, an argument of all kernels that read or write it.
 
-A kernel unpacks it; whoever owns the memory makes it.
+The owner of the memory creates it.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ class KVCache(NamedTuple):
     """Keys and values of one layer, in blocks.
 
     k, v: contiguous [num_blocks, block_size, kv_heads, head_dim] of the model's dtype, or of float8_e4m3fn.
-    k_scale, v_scale: of an FP8 cache, [kv_heads] float32; values are divided by their head's scale when they
-    are stored, and multiplied by it when they are read.
+    k_scale, v_scale: of an FP8 cache, [kv_heads] float32. A store divides by the head's scale, a load
+    multiplies by it.
     """
 
     k: torch.Tensor

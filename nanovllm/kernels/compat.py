@@ -1,8 +1,7 @@
-"""The one place that imports Triton, so that every kernel file imports cleanly where Triton does not exist.
+"""The one place that imports Triton, so that kernel files can be imported without Triton.
 
-`triton` and `tl` are None there, and where torch has no CUDA for a kernel to run on; `jit` then changes
-nothing. Never decides anything about an engine: which implementation runs is chosen at each call, from the
-tensor's device.
+`triton` and `tl` are None without Triton, or if torch has no CUDA; `jit` then does nothing. Each call selects
+its implementation from the tensor's device; nothing is decided here for an engine.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
-__all__ = ["TensorDescriptor", "tl", "triton"]  # of other modules; all that is defined here is public too
+__all__ = ["TensorDescriptor", "tl", "triton"]  # re-exported; all definitions below are public too
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -29,25 +28,25 @@ try:
     import triton
     import triton.language as tl
     from triton.tools.tensor_descriptor import TensorDescriptor
-except ImportError:  # that, or no wheel for this platform: the torch twins do all the work
+except ImportError:  # raised above, or no wheel for this platform: the torch references do all the work
     triton = tl = TensorDescriptor = None
 
 HAS_TRITON = triton is not None
 INTERPRET = HAS_TRITON and _INTERPRETER_ASKED
-INTERPRETED = tl.constexpr(INTERPRET) if HAS_TRITON else False  # the same, as kernels can read it
+INTERPRETED = tl.constexpr(INTERPRET) if HAS_TRITON else False  # the same value for kernels
 
-FEW_ROWS = 2  # up to here a step's time is in starting kernels and in reading weights: other ways pay
+FEW_ROWS = 2  # up to this size, launches and reading weights dominate a step: special kernels pay
 
-# Set while a step is captured, and run for the first time before that: a replay starts kernels for nothing.
+# Set during the capture of a step and the run before it. In a replay, kernel launches cost the host nothing.
 in_graph: ContextVar[bool] = ContextVar("in_graph", default=False)
 
 
 def jit(*unspecialized: str) -> Callable[[Any], Any]:
     """A decorator: `triton.jit`, or the identity without Triton (the function is then never called).
 
-    Triton compiles a kernel anew when an argument is 1, a multiple of 16, or a pointer not so aligned. Named
-    here are the arguments that vary from step to step and whose alignment buys nothing: no batch waits for a
-    compiler, and no graph capture meets one.
+    Triton specialises a kernel on arguments that are 1 or multiples of 16, and on pointer alignment.
+    unspecialized: arguments that vary from step to step and gain nothing from alignment. So no batch waits
+    for a compilation, and none happens during a graph capture.
     """
     if not HAS_TRITON:
         return lambda function: function
@@ -62,7 +61,7 @@ def use_triton(tensor: torch.Tensor) -> bool:
 def by_device(
     kernel: Callable[Concatenate[torch.Tensor, P], T], twin: Callable[Concatenate[torch.Tensor, P], T]
 ) -> Callable[Concatenate[torch.Tensor, P], T]:
-    """An operation: `kernel` where its first argument is on a GPU that Triton knows, else `twin`."""
+    """An operation: `kernel` if its first argument is on a GPU that Triton supports, else `twin`."""
 
     @wraps(kernel)
     def operation(x: torch.Tensor, /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -72,21 +71,21 @@ def by_device(
 
 
 def launch_early(x: torch.Tensor) -> bool:
-    """Whether kernels on the device of `x` start before the one ahead has ended; see `await_inputs`.
+    """Whether kernels on the device of `x` start before the previous kernel has ended; see `await_inputs`.
 
-    By programmatic dependent launch, which compute capability 9.0 brought.
+    This is programmatic dependent launch, available from compute capability 9.0 on.
     """
     return not INTERPRET and capability(x.device) >= (9, 0)
 
 
 def early(x: torch.Tensor) -> dict[str, bool]:
-    """The options by which a kernel whose constant is EARLY is launched on the device of `x`."""
+    """The launch options of a kernel with the constant EARLY on the device of `x`."""
     return dict.fromkeys(("EARLY", "launch_pdl"), launch_early(x))
 
 
 @lru_cache
 def shared_memory(device: torch.device) -> int:
-    """The bytes of shared memory that one program may take on `device`; plenty in the interpreter."""
+    """The bytes of shared memory that one program may use on `device`; 1 MiB in the interpreter."""
     if INTERPRET:
         return 2**20
     properties: Any = torch.cuda.get_device_properties(device)
@@ -95,7 +94,7 @@ def shared_memory(device: torch.device) -> int:
 
 @lru_cache
 def multiprocessors(device: torch.device) -> int:
-    """How many multiprocessors `device` has; 2 in the interpreter."""
+    """The number of multiprocessors of `device`; 2 in the interpreter."""
     if INTERPRET:
         return 2
     properties: Any = torch.cuda.get_device_properties(device)
@@ -110,10 +109,10 @@ def capability(device: torch.device) -> tuple[int, int]:
 
 @jit()
 def await_inputs(EARLY: tl.constexpr) -> None:
-    """In a kernel that was launched early: let the next one start too, and wait for the one ahead to end.
+    """In a kernel that was launched early: let the next kernel start, and wait until the previous one ends.
 
-    Before this call a program may read weights and the step's inputs, but nothing that a kernel computed, and
-    it writes nothing. Every program must come here: the kernel after it relies on all before being done.
+    Before this call a program may read weights and the step's inputs, but no result of a kernel, and must not
+    write. Every program must make this call: the next kernel relies on all previous kernels having ended.
     """
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()

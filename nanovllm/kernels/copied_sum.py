@@ -1,4 +1,4 @@
-"""The sum over ranks of rows that were copied here, with residual add and RMSNorm, and how a kernel waits.
+"""The sum over ranks of rows that copy engines deliver, with residual add and RMSNorm, and the wait for them.
 
 Owns no memory: `distributed/copied_rows.py` sends the rows and the flags.
 """
@@ -13,14 +13,14 @@ from nanovllm.kernels.all_reduce import all_reduce_add_rms_norm_reference
 from nanovllm.kernels.compat import await_inputs, early, jit, tl, triton
 from nanovllm.kernels.rms_norm import normalised, row_warps
 
-CALLS = 4096  # numbers of calls, which then begin anew
+CALLS = 4096  # call numbers wrap around at this value
 
 
 class Arrival(NamedTuple):
-    """How rank `rank` sees that all copies of a call have come."""
+    """The flags that tell rank `rank` that all copies of a call have arrived."""
 
     rank: int
-    flags: torch.Tensor  # [size] int32: where each rank puts the call's number when all it sends is here
+    flags: torch.Tensor  # [size] int32: each rank writes the call's number after its copies
     aborted: torch.Tensor  # as in `Peers`
     call: int  # the call's number, modulo CALLS
 
@@ -34,16 +34,16 @@ def _await(
     SIZE: tl.constexpr,
     CALLS: tl.constexpr = CALLS,
 ) -> None:
-    """Wait for the others' flags, which only grow, modulo CALLS, and are a few calls ahead or behind."""
+    """Wait for the flags of the other ranks. Flags only grow (modulo CALLS) and differ by a few calls."""
     ranks = tl.arange(0, SIZE)
     late = (tl.load(flags_ptr + ranks, volatile=True) - call + CALLS) % CALLS >= CALLS // 2
     while (tl.sum((late & (ranks != RANK)).to(tl.int32)) > 0) & (tl.load(aborted_ptr, volatile=True) == 0):
         late = (tl.load(flags_ptr + ranks, volatile=True) - call + CALLS) % CALLS >= CALLS // 2
-    tl.debug_barrier()  # nothing of the rows is read before
+    tl.debug_barrier()  # no thread reads the rows before this
 
 
 def await_copies_triton(arrival: Arrival) -> None:
-    """Let whatever is queued from now on begin when the copies of `arrival` have come."""
+    """Make kernels queued after this wait until the copies of `arrival` have arrived."""
     rank, flags, aborted, call = arrival
     _await[(1,)](flags, aborted, call, RANK=rank, SIZE=len(flags), num_warps=1)
 
@@ -67,7 +67,7 @@ def _copied_sum_kernel(
     N_PADDED: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """One program per row: waits until all others' copies of it have come, then adds, and normalises."""
+    """One program per row: waits for the copies of all other ranks, then adds and normalises."""
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, N_PADDED)
@@ -79,7 +79,7 @@ def _copied_sum_kernel(
     residual = tl.load(residual_ptr + cells, mask=mask, other=0.0).to(tl.float32)
     _await(flags_ptr, aborted_ptr, call, RANK, SIZE)
     total = tl.zeros((N_PADDED,), tl.float32)
-    for rank in tl.static_range(SIZE):  # in this order, whoever sums
+    for rank in tl.static_range(SIZE):  # in rank order on every rank
         if rank == RANK:
             total += x.to(tl.float32)
         else:  # a receiver has no slot of its own
@@ -102,7 +102,7 @@ def copied_sum_add_rms_norm_triton(
 ) -> None:
     """Write `add_rms_norm` of the sum over the ranks of `x` [T, N] to `out` and `total`, [T, N] each.
 
-    slots: [size - 1, at least T, N], into which the others' rows come, of the ranks after this one in order.
+    slots: [size - 1, at least T, N], the received rows of the ranks after this one, in cyclic order.
     """
     (rows, n), (rank, flags, aborted, call) = x.shape, arrival
     if rows == 0:
@@ -141,7 +141,7 @@ def copied_sum_add_rms_norm_reference(
     out: torch.Tensor,
     total: torch.Tensor,
 ) -> None:
-    """What `copied_sum_add_rms_norm_triton` writes when all copies have come, in plain torch."""
+    """`copied_sum_add_rms_norm_triton` in plain torch, after all copies have arrived."""
     assert x.shape == residual.shape == out.shape == total.shape
     size, rank = len(arrival.flags), arrival.rank
     parts = [x if other == rank else slots[(other - rank - 1) % size, : len(x)] for other in range(size)]

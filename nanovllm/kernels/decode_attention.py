@@ -1,7 +1,7 @@
 """Attention of one new token per sequence over its paged context, in chunks of fixed length that are merged.
 
-With `invariant` chunk length and tiles do not depend on the batch, so a row's bits are the same alone and in
-any batch, unless a caller asks for wide tiles of what sequences share. Writes no cache.
+With `invariant` chunk length and tiles do not depend on the batch, so a row has the same bits in any batch,
+unless the caller asks for wide tiles of shared prefixes. Writes no cache.
 """
 
 from __future__ import annotations
@@ -26,35 +26,35 @@ from nanovllm.kernels.paged import (
     start_softmax,
 )
 
-# Launch choices, measured on an H200 unless one says otherwise (docs/log/2026-11-22-techniques.md).
+# Launch choices, measured on an H200 unless stated otherwise (docs/log/2026-11-22-techniques.md).
 CHUNK = 512  # positions per partial result
-SHARED_CHUNK = 256  # the same where prefixes are shared: a block of the default size can be
-LONG_PREFIX = 2048  # not measured: from here on CHUNK loses little, and halves the partial results
-# The same for batches of up to so many sequences, which chunks of 512 would not spread over the device:
+SHARED_CHUNK = 256  # the same for shared prefixes: one block of the default size
+LONG_PREFIX = 2048  # not measured: from this length on CHUNK loses little, and halves the partial results
+# Chunks for batches of up to this many sequences, which chunks of 512 would not spread over the device:
 _SMALL_BATCHES = {FEW_ROWS: 128, 8: 256}
-_FP8_CHUNK = 2048  # with an FP8 cache and programs enough to fill the device again and again
-_FULL_PROGRAMS = 1600  # by how many they do, each with a single warp
-_MERGED_HEADS = 4  # in a large batch: of 4,096 programs with one head most would find nothing to merge
-_MOST_PARTIAL = 3 * 2**29  # bytes of partial results, which CUDA graphs hold on to
-_LANES = 2  # chunks of a sequence at work at a time, or more in a small batch
-_PROGRAMS = 2048  # a batch is small if it has fewer programs than this
-_UNITS = 16  # units of sequences at work at a time
-_MANY_PROGRAMS = 1024  # so many that each can have a single warp: eight on each multiprocessor
-_SINGLE_PROGRAMS = 128  # for a single sequence, where each has a multiprocessor to itself
-_MUCH_SHARED_MEMORY = 160 * 2**10  # bytes, which such a program may need, or one with a wide tile
-_HEAD_TILE = 16  # the fewest rows tl.dot takes; a group of query heads is padded to it
-_WIDE_TILE = 64  # rows of the tiles that read a shared prefix: more would not fit the registers
+_FP8_CHUNK = 2048  # with an FP8 cache and enough programs to fill the device many times
+_FULL_PROGRAMS = 1600  # the number of programs that is enough, each with a single warp
+_MERGED_HEADS = 4  # in a large batch: with one head, most of 4,096 programs would have nothing to merge
+_MOST_PARTIAL = 3 * 2**29  # bytes of partial results; CUDA graphs keep this memory
+_LANES = 2  # chunks of a sequence computed in parallel; more in a small batch
+_PROGRAMS = 2048  # a batch with fewer programs is small
+_UNITS = 16  # units of sequences computed in parallel
+_MANY_PROGRAMS = 1024  # from this number on each program has a single warp: eight on each multiprocessor
+_SINGLE_PROGRAMS = 128  # for a single sequence, with one program on each multiprocessor
+_MUCH_SHARED_MEMORY = 160 * 2**10  # bytes that such a program, or one with a wide tile, may need
+_HEAD_TILE = 16  # the minimum number of rows of tl.dot; a group of query heads is padded to it
+_WIDE_TILE = 64  # rows of the tiles for shared prefixes: more would not fit into registers
 
 
 def least_chunk(q_heads: int, head_dim: int, max_context_len: int, sequences: int) -> int:
-    """The fewest positions per partial result, a power of 2, with which all partial results of so many
-    sequences fit into `_MOST_PARTIAL` bytes."""
+    """The minimum number of positions per partial result, a power of 2, for which the partial results of
+    `sequences` sequences fit into `_MOST_PARTIAL` bytes."""
     most_chunks = max(1, _MOST_PARTIAL // (4 * sequences * q_heads * head_dim))
     return 1 << (triton.cdiv(max_context_len, most_chunks) - 1).bit_length()
 
 
 def _chunk(sequences: int, heads: Heads, invariant: bool, max_context_len: int) -> int:
-    """Positions per partial result, for so many sequences that share nothing."""
+    """Positions per partial result, for `sequences` sequences without shared prefixes."""
     if invariant:
         return CHUNK
     tiles = heads.kv_heads * triton.cdiv(heads.group, _HEAD_TILE)
@@ -65,19 +65,19 @@ def _chunk(sequences: int, heads: Heads, invariant: bool, max_context_len: int) 
 
 
 class _Tiles(NamedTuple):
-    """How one launch reads the cache."""
+    """The tile sizes of one launch."""
 
-    block_n: int  # positions at a time: 16 KiB of keys, so that two tiles of three programs fit
+    block_n: int  # positions per tile: 16 KiB of keys, so that two tiles of three programs fit
     warps: int
     stages: int
 
 
 def _tiles(heads: Heads, cell_size: int, chunk: int, programs: int, plain: bool, single: bool) -> _Tiles:
-    """The tiles for so many programs a chunk. plain: they are of `_HEAD_TILE` rows."""
+    """The tiles for `programs` programs per chunk. plain: tiles have `_HEAD_TILE` rows."""
     block_n = min(128, (8192 if cell_size <= 2 else 4096) // heads.dim)
     if single:
         block_n = min(chunk, 2 * block_n)
-    # With an FP8 cache programs wait for their own warps more than for memory: one warp waits for none.
+    # With an FP8 cache the warps of a program wait for each other more than for memory, so use one warp.
     if heads.step == 1 or heads.dim > 128 or not plain or chunk == _SMALL_BATCHES[FEW_ROWS]:
         return _Tiles(block_n, 4, 3)
     if programs >= _MANY_PROGRAMS:
@@ -86,17 +86,17 @@ def _tiles(heads: Heads, cell_size: int, chunk: int, programs: int, plain: bool,
 
 
 class Shared(NamedTuple):
-    """Units of sequences that begin in the same blocks; int32."""
+    """Units of sequences that begin with the same blocks; int32."""
 
-    members: torch.Tensor  # [U, members], their rows
-    lens: torch.Tensor  # [U], the positions each shares
-    skips: torch.Tensor  # [S], the same by row, or 0
-    units: torch.Tensor  # [1], how many there are
-    chunk: int  # positions per partial result, of which each length is a multiple
+    members: torch.Tensor  # [U, members], the rows of each unit
+    lens: torch.Tensor  # [U], the positions that each unit shares
+    skips: torch.Tensor  # [S], the same for each row, or 0
+    units: torch.Tensor  # [1], the number of units
+    chunk: int  # positions per partial result; each length is a multiple of this
 
 
 class SharedUnit(NamedTuple):
-    """What the kernel reads once: a multiple of so many positions, for at most so many sequences together."""
+    """The size of a group for shared prefixes: maximum sequences, and the unit of shared positions."""
 
     sequences: int
     positions: int
@@ -105,10 +105,10 @@ class SharedUnit(NamedTuple):
 def shared_unit(
     group: int, head_dim: int, cache_dtype: torch.dtype, device: torch.device, invariant: bool
 ) -> SharedUnit:
-    """The unit of shared prefixes for `group` query heads of each KV head: a tile of them is one program's.
+    """The unit of shared prefixes for `group` query heads of each KV head; one program computes one tile.
 
-    With `invariant` tiles are those of all other programs, so that no bit changes; wide ones round otherwise,
-    and must fit a program's memory and registers.
+    With `invariant` the tiles are the same as without sharing, so no bit changes. Wide tiles round
+    differently, and must fit into a program's shared memory and registers.
     """
     small = not invariant and head_dim <= 128 and cache_dtype.itemsize <= 2
     wide = small and device.type == "cuda" and shared_memory(device) >= _MUCH_SHARED_MEMORY
@@ -143,14 +143,14 @@ def _decode_chunk_kernel(
     EARLY: tl.constexpr,
     PADDING: tl.constexpr = PADDING,
 ) -> None:
-    """One program per (tile of a KV head's query heads, sequence, lane); a lane does each n-th chunk.
+    """One program per (tile of a KV head's query heads, sequence, lane); a lane computes every n-th chunk.
 
     Writes a chunk's own attention to partial [S, Q_HEADS, chunks, HEAD_DIM] and log2 of its softmax sum to
-    log [S, Q_HEADS, chunks]; the only chunk of a short context goes to out [S, Q_HEADS, HEAD_DIM]. The heads
-    of a sequence are neighbours in the grid, so that what is read at a time lies together. With `members`
-    [U, HEAD_TILE // GROUP], each of the `units` takes the place of a sequence, all with the same first
-    contexts[unit] positions; a program may do several. If HEAD_TILE is the same too, so is each row of the
-    tile, bit for bit.
+    log [S, Q_HEADS, chunks]. The only chunk of a short context goes to out [S, Q_HEADS, HEAD_DIM]. The heads
+    of a sequence are neighbours in the grid, so that concurrent reads are close together. With `members`
+    [U, HEAD_TILE // GROUP], units replace sequences: all members of a unit share the first contexts[unit]
+    positions, and a program may compute several units. With the same HEAD_TILE, each row of the tile has the
+    same bits as without units.
     """
     Q_HEADS: tl.constexpr = HEADS.q_heads
     HEAD_DIM: tl.constexpr = HEADS.head_dim
@@ -174,7 +174,7 @@ def _decode_chunk_kernel(
             sequences = sequence
             members = (tl.program_id(0) % TILES) * HEAD_TILE + rows
             used = members < GROUP
-            count = tl.maximum(tl.cdiv(context, CHUNK), 1)  # an empty context has zeros to be written
+            count = tl.maximum(tl.cdiv(context, CHUNK), 1)  # at least one: an empty context writes zeros
             single = context <= CHUNK
             if skips_ptr is not None:
                 first += tl.load(skips_ptr + sequence) // CHUNK
@@ -197,7 +197,7 @@ def _decode_chunk_kernel(
             start = chunk * CHUNK
             end = tl.minimum(context, start + CHUNK)
             pages = load_pages(table_ptr, start, end, HEADS.page, BLOCK_N)
-            await_inputs(EARLY)  # some program comes here in every step, so the next kernel may rely on it
+            await_inputs(EARLY)  # at least one program makes this call, which is enough for the next kernel
             q, state = start_softmax(tl.load(q_ptrs, mask=mask, other=0.0), HEADS)
             last = tl.zeros((HEAD_TILE,), tl.int32) + (end - 1)
             state, pages = attend_range(
@@ -208,7 +208,7 @@ def _decode_chunk_kernel(
                 cells = (sequences * Q_HEADS + heads)[:, None] * HEAD_DIM + dims[None, :]
                 tl.store(out_ptr + cells, attended.to(out_ptr.dtype.element_ty), mask=mask)
             else:
-                # Soon read again: not to be pushed out of the L2 cache by the keys and values that stream by.
+                # Read again soon: keep it in the L2 cache while keys and values stream through.
                 parts = (sequences * Q_HEADS + heads) * chunks + chunk
                 cells = parts[:, None] * HEAD_DIM + dims[None, :]
                 tl.store(partial_ptr + cells, attended, mask=mask, eviction_policy="evict_last")
@@ -225,16 +225,17 @@ def paged_decode_attention_triton(
     shared: Shared | None = None,
     invariant: bool = True,
 ) -> torch.Tensor:
-    """Attend from each sequence's newest token to its whole context, which holds that token already.
+    """Attend from each sequence's newest token to its whole context, which includes that token.
 
-    q: [S, q_heads, head_dim], last dimension contiguous; with an FP8 cache it becomes float16. Cells of the
-    cache past a context may hold anything. block_tables: [S, W] int32, of which blocks past a context are not
-    read. context_lens: [S] int32, each at most `max_context_len`; a row of length 0 reads nothing and gives
-    zeros. Returns a new [S, q_heads, head_dim]. Launches only, so a CUDA graph can capture it.
-    The split over the context is flash-decoding's (Dao et al., 2023), with chunks of fixed length. `shared`
-    may name sequences with a common prefix, which is then read once for several of them: with the same result
-    bit for bit in units of 16 query heads, else but for rounding. Without `invariant` the order in which a
-    row's values are summed may depend on how many rows there are.
+    q: [S, q_heads, head_dim], last dimension contiguous; with an FP8 cache it is cast to float16. Cache cells
+    past a context may hold anything. block_tables: [S, W] int32; blocks past a context are not read.
+    context_lens: [S] int32, each at most `max_context_len`; a row of length 0 gives zeros. Returns a new
+    [S, q_heads, head_dim]. Only launches kernels, so a CUDA graph can capture it.
+
+    The split over the context is that of flash-decoding (Dao et al., 2023), with chunks of fixed length.
+    shared: groups of sequences with a common prefix, which is read once for each group. In units of 16 query
+    heads the result has the same bits; in wider units it differs by rounding. Without `invariant` the order
+    of a row's sum may depend on the number of rows.
     """
     sequences, heads = len(q), Heads.of(q, cache)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -257,7 +258,7 @@ def paged_decode_attention_triton(
         if members is not None:
             head_tile = max(_HEAD_TILE, triton.next_power_of_2(members.shape[1] * heads.group))
             tiles, units = heads.kv_heads, min(units, _UNITS)
-        # Programs without work are cheap but not free, and the bound may lie far above the contexts.
+        # Programs without work are cheap but not free, and `max_context_len` may be far above the contexts.
         programs = _SINGLE_PROGRAMS if single else _PROGRAMS
         lanes = min(chunks, max(_LANES, programs // (units * tiles)))
         many = 0 if invariant or members is not None else units * tiles
@@ -303,19 +304,19 @@ def paged_decode_attention_triton(
     return out
 
 
-# Cells that the twin gathers at once. More leave a CPU's cache: 165 sequences of 600 tokens took 1.7 times as
-# long.
+# Cells that the reference gathers at once. More do not fit into a CPU's cache: 165 sequences of 600 tokens
+# took 1.7 times as long.
 GATHERED_CELLS = 2**14
 
 
 def decode_gather_reference(
     block_tables: torch.Tensor, context_lens: torch.Tensor, longest: int, page: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where each of S sequences finds its positions up to `longest`: (slots [S * longest], bias [S, 1, 1,
-    longest]).
+    """Return (slots [S * longest], bias [S, 1, 1, longest]): the cache slots of S sequences' positions up to
+    `longest`, and an attention bias, the same for all layers of a step.
 
-    The bias is 0 on a context and -inf past it, where the slot is one of the sequence's own: other cells may
-    hold NaN, and 0 * NaN is NaN. Equal for all layers of a step.
+    The bias is 0 within a context and -inf past it. There the slot is one of the sequence's own: other cells
+    may hold NaN, and 0 * NaN is NaN.
     """
     positions = torch.arange(longest, device=context_lens.device)
     slots = block_tables[:, positions // page].long() * page + positions % page
@@ -328,8 +329,7 @@ def decode_gather_reference(
 def decode_attend_reference(
     q: torch.Tensor, cache: KVCache, slots: torch.Tensor, bias: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """Attention of q [S, q_heads, head_dim] over the cells that `decode_gather_reference` names, in
-    float32."""
+    """Attention of q [S, q_heads, head_dim] over the slots of `decode_gather_reference`, in float32."""
     if len(slots) <= GATHERED_CELLS:
         return _attend_gathered(q, cache, slots, bias, scale)
     few = max(1, GATHERED_CELLS // bias.shape[-1])
@@ -340,7 +340,7 @@ def decode_attend_reference(
 def _attend_gathered(
     q: torch.Tensor, cache: KVCache, slots: torch.Tensor, bias: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """`decode_attend_reference` for as many sequences as are gathered at once."""
+    """`decode_attend_reference` for sequences that are gathered at once."""
     sequences, q_heads, head_dim = q.shape
     kv_heads = cache.k.shape[2]
     k, v = (
@@ -349,7 +349,7 @@ def _attend_gathered(
         .transpose(1, 2)
         for cells, factor in ((cache.k, cache.k_scale), (cache.v, cache.v_scale))
     )  # [S, kv_heads, longest, head_dim]
-    # A group's query heads stand where a sequence's queries would, so that K and V need not be repeated.
+    # A group's query heads take the place of a sequence's queries, so K and V need not be repeated.
     queries = q.float().view(sequences, kv_heads, -1, head_dim)
     out = F.scaled_dot_product_attention(queries, k, v, attn_mask=bias, scale=scale)
     return out.reshape(sequences, q_heads, head_dim).to(q.dtype)

@@ -1,15 +1,15 @@
-"""Filters of sampling: a token of those that top-k, top-p and min-p keep, without sorting the vocabulary.
+"""Filters of sampling: draws among the tokens that top-k, top-p and min-p keep, without sorting.
 
-Functions that the sampling kernel calls, one program a row, and their twin. What is kept is the beginning of
-the vocabulary in the order of falling logits, equal ones by rising id. It ends at a floor, a logit, and the
-last id that has this logit. Only those segments of the vocabulary are read whose largest logit reaches it.
+Functions that the sampling kernel calls, one program per row, and their reference. Kept tokens are the first
+ones in the order of descending logits, ties in ascending id order. They end at a floor (a logit) and at the
+last id with this logit. Only segments of the vocabulary whose largest logit reaches the floor are read.
 """
 
-# top-k's floor is searched for, min-p's is known. top-p is sampled by rejection: a token drawn of all that is
-# kept so far is accepted if those before it, likelier ones, weigh less than top_p of the whole; if not, the
-# next one is drawn of those before it. That gives the distribution over the tokens that top-p keeps, exactly,
-# and for a top_p near 1 one pass is nearly always enough. (The idea is FlashInfer's "sorting-free" sampling,
-# 2025.)
+# The floor of top-k is searched for; that of min-p is known. top-p uses rejection sampling. Draw a token of
+# all tokens kept so far. Accept it if the likelier tokens weigh less than top_p of the total. If not, draw
+# the next token among these likelier tokens. This gives exactly the distribution over the tokens that top-p
+# keeps. With top_p near 1, one pass is nearly always enough. (The idea is FlashInfer's "sorting-free"
+# sampling, 2025.)
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from nanovllm.kernels.compat import jit, tl
 from nanovllm.kernels.random_bits import draw_reference, pick, random_pair, random_pair_reference
 
 SEGMENT = 256  # vocabulary entries
-# Measured on an H200 with 256 and 512 rows of 151,936 bfloat16 logits, flat ones and peaked ones.
+# Measured on an H200 with 256 and 512 rows of 151,936 bfloat16 logits, with flat and peaked distributions.
 SEGMENTS_AT_ONCE = 16
 FILTER_WARPS = 8
-STAGES = 3  # of what is read ahead, where a pass is long
+STAGES = 3  # of prefetching in a long pass
 
 
 @dataclass(frozen=True, eq=False)
 class FilterColumns(Generic[A]):
-    """What each of S rows keeps of the vocabulary, unless it is greedy. The likeliest token always stays."""
+    """The filters of S rows; greedy rows ignore them. The likeliest token is always kept."""
 
-    top_k: Annotated[A, Column(np.int32, lambda n: (n.seqs,))]  # so many, the lowest ids of equals; 0: all
-    top_p: Annotated[A, Column(np.float32, lambda n: (n.seqs,), 1)]  # the fewest that reach it; 1: all
-    min_p: Annotated[A, Column(np.float32, lambda n: (n.seqs,))]  # relative to the likeliest; 0: all
+    top_k: Annotated[A, Column(np.int32, lambda n: (n.seqs,))]  # number to keep, lowest ids on ties; 0: all
+    top_p: Annotated[A, Column(np.float32, lambda n: (n.seqs,), 1)]  # keep the fewest that reach it; 1: all
+    min_p: Annotated[A, Column(np.float32, lambda n: (n.seqs,))]  # relative to the likeliest token; 0: all
 
 
 Filters = FilterColumns[torch.Tensor]
@@ -45,21 +45,21 @@ Filters = FilterColumns[torch.Tensor]
 
 @jit()
 def order_key(x: tl.tensor, SHIFT: tl.constexpr) -> tl.tensor:
-    """float32 to int32 in the same order; SHIFT: the low bits that are 0 in each `x` and go."""
+    """Map float32 to int32 in the same order. SHIFT: low bits that are 0 in each `x` and are dropped."""
     bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> SHIFT
 
 
 @jit()
 def value_of(key: tl.tensor, SHIFT: tl.constexpr) -> tl.tensor:
-    """The float32 that has this key. The bits that went are 1 in a negative one's key, else 0."""
+    """The float32 with this key. The dropped bits are 1 in the key of a negative number, else 0."""
     wide = (key << SHIFT) | tl.where(key < 0, (1 << SHIFT) - 1, 0)
     return (wide ^ ((wide >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @jit()
 def is_kept(x: tl.tensor, index: tl.tensor, floor: tl.tensor, last: tl.tensor) -> tl.tensor:
-    """Whether tokens come before the end of what is kept."""
+    """Whether tokens are kept: before the end given by `floor` and `last`."""
     return (x > floor) | ((x == floor) & (index <= last))
 
 
@@ -67,12 +67,12 @@ def is_kept(x: tl.tensor, index: tl.tensor, floor: tl.tensor, last: tl.tensor) -
 def _find_segments(
     crests_ptr: tl.tensor, list_ptr: tl.tensor, segments: int, floor: tl.tensor, PADDED: tl.constexpr
 ) -> tl.tensor:
-    """List the segments whose largest logit reaches `floor`, in rising order; return how many there are."""
+    """List the segments whose largest logit reaches `floor`, in ascending order; return their number."""
     index = tl.arange(0, PADDED)
     there = index < segments
     crests = tl.load(crests_ptr + index, mask=there, other=float("-inf"))
     reaches = there & (crests >= floor)
-    tl.debug_barrier()  # the list that stood there has been read
+    tl.debug_barrier()  # all threads have read the previous list
     tl.store(list_ptr + tl.cumsum(reaches.to(tl.int32), axis=0) - 1, index, mask=reaches)
     tl.debug_barrier()
     return tl.sum(reaches.to(tl.int32), axis=0)
@@ -88,9 +88,9 @@ def _load_tile(
     SEGMENT: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """The logits of listed segments from `start` on, [AT_ONCE, SEGMENT], their ids, and which there are.
+    """The logits of listed segments from `start` on, [AT_ONCE, SEGMENT], their ids, and which of them exist.
 
-    The others are -inf.
+    Logits that do not exist are -inf.
     """
     place = start + tl.arange(0, AT_ONCE)
     segment = tl.load(list_ptr + place, mask=place < count, other=0)
@@ -110,7 +110,7 @@ def _count_from(
     SEGMENT: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ) -> tl.tensor:
-    """How many tokens reach `floor`, which is more than -inf."""
+    """The number of tokens that reach `floor`, which is above -inf."""
     found = tl.full((AT_ONCE,), 0, tl.int32)
     for start in range(0, count, AT_ONCE):
         x, _, _ = _load_tile(logits_ptr, list_ptr, start, count, vocab, SEGMENT, AT_ONCE)
@@ -132,10 +132,10 @@ def end_of_top_k(
     AT_ONCE: tl.constexpr,
     PADDED: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """The floor and the last id of the `top_k` (1 to vocab - 1) first tokens.
+    """The floor and the last id of the first `top_k` tokens (1 to vocab - 1).
 
-    As many segments as `top_k` have a token each that reaches the crest of the last of them, so the floor is
-    no lower. From there on it is found by halving the range of keys.
+    Each of the `top_k` segments with the largest maxima has a token that reaches the smallest of these
+    maxima, so the floor is at least that. Then bisection over the keys finds the floor.
     """
     index = tl.arange(0, PADDED)
     there = index < segments
@@ -151,7 +151,7 @@ def end_of_top_k(
             end = tl.where(enough, end, middle)
     floor = value_of(low.to(tl.int32), SHIFT)
     count = _find_segments(crests_ptr, list_ptr, segments, floor, PADDED)
-    above = tl.full((), 0, tl.int32)  # how many have a key of at least `high`
+    above = tl.full((), 0, tl.int32)  # number of tokens with a key of at least `high`
     while high - low > 1:
         middle = (low + high) >> 1
         floor = value_of(middle.to(tl.int32), SHIFT)
@@ -189,9 +189,9 @@ def weigh_kept(
     STAGES: tl.constexpr,
     PADDED: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Write what the kept tokens of each segment weigh; return how many segments are listed, and the sum.
+    """Write the weight of the kept tokens of each segment; return the number of listed segments, and the sum.
 
-    A token weighs exp2((logit - best) * factor).
+    The weight of a token is exp2((logit - best) * factor).
     """
     count = _find_segments(crests_ptr, list_ptr, segments, floor, PADDED)
     for start in tl.range(0, count, AT_ONCE, num_stages=STAGES):
@@ -221,7 +221,7 @@ def _draw_kept(
     SEGMENT: tl.constexpr,
     PADDED: tl.constexpr,
 ) -> tl.tensor:
-    """Draw a token of what is kept, after `weigh_kept`: a segment of the list, then a token of it."""
+    """Draw a kept token, after `weigh_kept`: first a segment of the list, then a token of it."""
     place = tl.arange(0, PADDED)
     masses = tl.load(masses_ptr + place, mask=place < count, other=0.0)
     first = tl.load(list_ptr + pick(masses, segment_bits, PADDED)) * SEGMENT
@@ -255,7 +255,10 @@ def draw_filtered(
     STAGES: tl.constexpr,
     PADDED: tl.constexpr,
 ) -> tl.tensor:
-    """`token`, drawn of the whole vocabulary, which weighs `whole`, or another if the filters drop it."""
+    """Return `token`, or draw another one if the filters drop it.
+
+    token: drawn from the whole vocabulary. whole: the weight of the vocabulary.
+    """
     floor = tl.full((), float("-inf"), tl.float32)
     last = vocab - 1
     narrow = min_p > 0
@@ -308,7 +311,8 @@ def draw_filtered_reference(
     weights: torch.Tensor,
     ids: torch.Tensor,
 ) -> torch.Tensor:
-    """ids [S], drawn of weights [S, V], or others where the filters drop them; by a stable sort."""
+    """Return ids [S], drawn from weights [S, V]; where the filters drop an id, draw another. Uses a stable
+    sort."""
     vocab = logits.shape[1]
     ordered, order = logits.float().sort(dim=-1, descending=True, stable=True)
     rank = torch.empty_like(order).scatter_(
@@ -319,11 +323,11 @@ def draw_filtered_reference(
     limited = (filters.top_k > 0) & (filters.top_k < vocab)
     kept = torch.where(limited, torch.minimum(kept, filters.top_k), kept)
     upto = weights.gather(1, order).double().cumsum(dim=-1)
-    before = F.pad(upto, (1, 0)).gather(1, rank)  # what likelier tokens weigh
+    before = F.pad(upto, (1, 0)).gather(1, rank)  # weight of likelier tokens
     whole = upto.gather(1, kept[:, None] - 1)[:, 0]
 
     def draw(rows: torch.Tensor, attempt: int) -> torch.Tensor:
-        """A token each of those that `rows` keep."""
+        """Draw a kept token for each of `rows`."""
         bits = random_pair_reference(seeds[rows], positions[rows], attempt)
         return draw_reference(weights[rows].where(rank[rows] < kept[rows, None], 0.0), SEGMENT, bits)
 

@@ -1,7 +1,7 @@
-"""Products of a few rows with a weight, each row by itself, with what comes before fused in.
+"""Matrix-vector products of a few rows with a weight, fused with residual, norm and activation.
 
-Such a product takes as long as reading its weight, if nothing else costs time: no separate kernel for the
-norm or the activation before it, and enough reads in flight. Owns no weight.
+Such a product is limited by reading its weight, if there are no separate kernels for the norm and the
+activation, and enough reads are in flight. Owns no weight.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from nanovllm.kernels.compat import FEW_ROWS, await_inputs, by_device, early, ji
 from nanovllm.kernels.rms_norm import inverse_rms_reference, normalised, rms_norm_reference
 
 # Launch choices, measured on an H200 with one and two rows (docs/log/2026-11-22-techniques.md).
-_BLOCK_K = 4096  # so that most products have all their weights on the way at once
-_TILE = 4096  # elements of the weight that a program loads at a time, for each row
+_BLOCK_K = 4096  # most products then load all their weights at once
+_TILE = 4096  # elements of the weight that a program loads at once, for each row
 _WARPS = 4
 
 
 def _blocks(rows: int, k: int, norm: bool, silu: bool) -> tuple[int, int]:
-    """Outputs of a program, and inputs that it reads at a time: all of them for a norm."""
+    """Outputs of a program, and inputs that it reads at once: all of them with a norm."""
     block_k = triton.next_power_of_2(k) if norm else min(_BLOCK_K, triton.next_power_of_2(k))
     tile = _TILE * triton.next_power_of_2(rows)
     return max(1, tile // (2 * block_k if silu else block_k)), block_k
@@ -46,9 +46,9 @@ def _gemv_kernel(
     GATED: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """One program per row and BLOCK_N outputs. With a norm, BLOCK_K covers K: each works it out anew."""
+    """One program per row and BLOCK_N outputs. With a norm, BLOCK_K covers K."""
     dtype: tl.constexpr = x_ptr.dtype.element_ty
-    row = (tl.program_id(0) % ROWS).to(tl.int64)  # next to the others that read the same weights
+    row = (tl.program_id(0) % ROWS).to(tl.int64)  # neighbouring programs read the same weights
     block = tl.program_id(0) // ROWS
     outputs = block * BLOCK_N + tl.arange(0, BLOCK_N)
     columns = tl.arange(0, BLOCK_K)
@@ -61,7 +61,7 @@ def _gemv_kernel(
         up_weight = tl.load(weight_ptrs + N * K, mask=exists & mask[None, :], other=0.0)
     if norm_ptr is not None:
         norm = tl.load(norm_ptr + columns, mask=mask, other=0.0).to(tl.float32)
-    await_inputs(EARLY)  # while the weights are on their way
+    await_inputs(EARLY)  # while the weights are loading
     x = tl.load(x_ptr + row * x_stride + columns, mask=mask, other=0.0).to(tl.float32)
     if residual_ptr is not None:
         x += tl.load(residual_ptr + row * K + columns, mask=mask, other=0.0).to(tl.float32)
@@ -106,11 +106,11 @@ def gemv_triton(
     residual: torch.Tensor | None = None,
     silu: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (x' @ weight^T + bias, total) for few rows x [T, K], both new or x itself, of x's dtype.
+    """Return (x' @ weight^T + bias, total) for few rows x [T, K], in x's dtype.
 
-    total: x, or with `residual` [T, K] the sum of both. x': total, or with `eps`, for K up to 16,384, what
-    `rms_norm` makes of it with norm_weight [K] (None: 1). weight: [N, K] contiguous; bias: [N]. With `silu`
-    the product goes through `silu_and_mul`. A row's bits are the same whatever the others hold.
+    total: x itself, or with `residual` [T, K] their sum as a new tensor. x': total, or with `eps` its
+    `rms_norm` with norm_weight [K] (None: 1), for K up to 16,384. weight: [N, K] contiguous. bias: [N]. With
+    `silu`, `silu_and_mul` is applied to the product. A row's bits do not depend on other rows.
     """
     rows, k = x.shape
     n = len(weight) // 2 if silu else len(weight)
@@ -167,5 +167,5 @@ gemv = by_device(gemv_triton, gemv_reference)
 
 
 def use_gemv(x: torch.Tensor) -> bool:
-    """Whether `gemv` is the faster way to products of these rows."""
+    """Whether `gemv` is the fastest kernel for these rows."""
     return use_triton(x) and x.dim() == 2 and 0 < len(x) <= FEW_ROWS

@@ -1,4 +1,4 @@
-"""The tokens drawn last, kept on the device by slot: a step takes from there what the host has not seen yet.
+"""The last drawn tokens, stored on the device by slot: a step reads tokens there that the host does not know.
 
 Owns no memory.
 """
@@ -58,9 +58,9 @@ def _keep_tokens_kernel(
 def take_tokens_triton(
     token_ids: torch.Tensor, slots: torch.Tensor, last: torch.Tensor, vocab_size: int
 ) -> torch.Tensor:
-    """Return token_ids [T] with last[slots] in the place of each LAST_SAMPLED, all int64 and contiguous.
+    """Return token_ids [T] with each LAST_SAMPLED replaced by last[slots], all int64 and contiguous.
 
-    last: [number of slots]. Whatever it holds, what is taken is a token: 0 to vocab_size - 1.
+    last: [number of slots]. Its values are clamped to 0 .. vocab_size - 1.
     """
     num_tokens = len(token_ids)
     out = torch.empty_like(token_ids)
@@ -72,9 +72,9 @@ def take_tokens_triton(
 
 
 def keep_tokens_triton(token_ids: torch.Tensor, slots: torch.Tensor, last: torch.Tensor) -> None:
-    """last[slots] = token_ids [T] but where a slot is NO_SLOT, all int64 and contiguous; no slot is repeated.
+    """last[slots] = token_ids [T], except for NO_SLOT; all int64 and contiguous, without repeated slots.
 
-    `slots` is an input of the step, which no kernel computed.
+    `slots` must be an input of the step, not the result of a kernel.
     """
     num_tokens = len(token_ids)
     if num_tokens:

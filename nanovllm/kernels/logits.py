@@ -1,6 +1,6 @@
-"""Penalties and token masks on logits, and the counts of tokens that penalties go by.
+"""Penalties and token masks on logits in one pass, and the token counts for penalties.
 
-One pass over the rows. Knows no sequence and no rule: a mask is bits, a count is a number in a table.
+Knows no sequence and no rule: a mask is bits, a count is a number in a table.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ import torch
 from nanovllm.kernels.compat import jit, tl, triton, use_triton
 
 BLOCK = 2048  # vocabulary entries of a program
-IN_PROMPT = 1 << 14  # in a table of counts: the token is in the prompt; the rest says how often in the output
-MOST = IN_PROMPT - 1  # times that are counted
-WORD = 32  # tokens of a word of a mask
+IN_PROMPT = 1 << 14  # bit of a count: the token is in the prompt; the other bits count it in the output
+MOST = IN_PROMPT - 1  # the largest count
+WORD = 32  # tokens in a word of a mask
 
 
 class RowPenalties(NamedTuple):
-    """The penalties of S rows, each [S] float32, and what they go by."""
+    """The penalties of S rows, each [S] float32, and the token counts."""
 
     repetition: torch.Tensor  # 1: none
     frequency: torch.Tensor  # 0: none
     presence: torch.Tensor  # 0: none
-    slots: torch.Tensor  # [S] int64, each row's place in `counts`
+    slots: torch.Tensor  # [S] int64, each row's index into `counts`
     counts: torch.Tensor  # [slots, V] int16
 
     def of(self, rows: slice) -> RowPenalties:
-        """Those of some rows."""
+        """The penalties of some rows."""
         return self._replace(
             repetition=self.repetition[rows],
             frequency=self.frequency[rows],
@@ -40,10 +40,10 @@ class RowMasks(NamedTuple):
     """The token masks of S rows."""
 
     mask_of_row: torch.Tensor  # [S] int64; -1: the row has none
-    bits: torch.Tensor  # [M, ceil(V / 32)] int32; bit i % 32 of word i // 32 is set where token i may follow
+    bits: torch.Tensor  # [M, ceil(V / 32)] int32; bit i % 32 of word i // 32: token i is allowed
 
     def of(self, rows: slice) -> RowMasks:
-        """Those of some rows."""
+        """The masks of some rows."""
         return RowMasks(self.mask_of_row[rows], self.bits)
 
 
@@ -93,7 +93,7 @@ def _process_kernel(
 def process_logits_triton(
     logits: torch.Tensor, penalties: RowPenalties | None, masks: RowMasks | None
 ) -> torch.Tensor:
-    """`process_logits` by Triton."""
+    """`process_logits` with Triton."""
     rows, vocab = logits.shape
     out = torch.empty(rows, vocab, dtype=torch.float32, device=logits.device)
     if rows == 0:
@@ -140,11 +140,11 @@ def process_logits_reference(
 def process_logits(
     logits: torch.Tensor, penalties: RowPenalties | None, masks: RowMasks | None
 ) -> torch.Tensor:
-    """Return logits [S, V] as float32 with penalties, then masks, applied; `logits` stays as it is.
+    """Return logits [S, V] as float32 with penalties, then masks, applied; `logits` does not change.
 
-    Repetition penalty: logits of tokens in prompt or output are divided by it where positive, else
-    multiplied (Keskar et al. 2019, CTRL). Frequency and presence penalty: subtracted for each time, or once,
-    that a token is in the output. A token whose bit is 0 gets -inf, but NaN stays.
+    Repetition penalty: logits of tokens in prompt or output are divided by it if positive, else multiplied
+    (Keskar et al. 2019, CTRL). Frequency penalty: subtracted once for each occurrence in the output. Presence
+    penalty: subtracted once for each token in the output. A token whose bit is 0 gets -inf, but NaN stays.
     """
     if use_triton(logits):
         return process_logits_triton(logits, penalties, masks)
@@ -158,9 +158,10 @@ def restart_counts(
     cells: torch.Tensor,
     times: torch.Tensor,
 ) -> None:
-    """Forget the tokens of `slots` [R], then count those of prompts [P] and of outputs [Q], each cell once.
+    """Reset the counts of `slots` [R], then set those of prompt_cells [P] and cells [Q] of outputs.
 
-    counts: [slots, V] int16. A cell is slot * V + token id. times: [Q], up to MOST.
+    counts: [slots, V] int16. A cell is slot * V + token id, without repetitions. times: [Q], the counts of
+    `cells`, up to MOST.
     """
     counts[slots] = 0
     flat = counts.view(-1)
@@ -169,8 +170,8 @@ def restart_counts(
 
 
 def count_tokens(counts: torch.Tensor, slots: torch.Tensor, token_ids: torch.Tensor) -> None:
-    """Count the drawn tokens token_ids [S] int64 of `slots` [S] int64, all different; what is negative in
-    either is none."""
+    """Count the drawn tokens token_ids [S] int64 of `slots` [S] int64, all different. Negative values in
+    either are skipped."""
     cells = slots.clamp(min=0) * counts.shape[1] + token_ids.clamp(min=0)
     flat = counts.view(-1)
     more = (slots >= 0) & (token_ids >= 0) & ((flat[cells] & MOST) < MOST)

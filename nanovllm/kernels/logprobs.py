@@ -1,7 +1,7 @@
-"""Logprobs of chosen tokens, and the likeliest tokens beside them, without sorting the vocabulary.
+"""Logprobs of chosen tokens, and of the likeliest tokens, without sorting the vocabulary.
 
-The k likeliest tokens are in the k segments of the vocabulary with the largest maxima, so that only these are
-looked at. Equal logits come in the order of their ids. One pass over the logits, for sums, ranks and maxima.
+One pass over the logits computes sums, ranks and the maxima of segments. The k likeliest tokens are in the k
+segments with the largest maxima, so only these are searched. Equal logits come in the order of their ids.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from nanovllm.kernels.compat import jit, tl, triton, use_triton
 from nanovllm.kernels.filters import SEGMENT
 
 BLOCK = 2048  # vocabulary entries of a program
-FEW = 64  # up to so many likeliest tokens are taken one after the other
+FEW = 64  # up to this number, likeliest tokens are taken one by one
 
 
 class TokenLogprobTensors(NamedTuple):
@@ -40,8 +40,8 @@ def _scan_kernel(
     BLOCK: tl.constexpr,
     SEGMENT: tl.constexpr,
 ) -> None:
-    """One program per (row, block): its largest logit, the sum of exp(logit - largest), how many logits reach
-    the chosen token's, and the largest logit of each segment. NaN counts as +inf."""
+    """One program per (row, block): its largest logit, the sum of exp(logit - largest), the number of logits
+    at least as large as the chosen token's, and the largest logit of each segment. NaN counts as +inf."""
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     index = block * BLOCK + tl.arange(0, BLOCK)
@@ -76,8 +76,8 @@ def _take_kernel(
     SEGMENT: tl.constexpr,
     PADDED: tl.constexpr,
 ) -> None:
-    """One program per row: the chosen token, then the k likeliest, each the best of what is left of the
-    segment with the largest maximum. What is left comes behind the one taken last."""
+    """One program per row: the chosen token, then the k likeliest tokens. Each is the best remaining token of
+    the segment with the largest remaining maximum. Remaining tokens come after the last one in order."""
     row = tl.program_id(0).to(tl.int64)
     normalizer = tl.load(normalizers_ptr + row)
     chosen = tl.maximum(tl.load(ids_ptr + row), 0)
@@ -111,9 +111,9 @@ def token_logprobs(
 ) -> TokenLogprobTensors:
     """The logprob and the rank of one token of each row, and the k likeliest tokens, likeliest first.
 
-    logits: [n, V] float, contiguous rows. token_ids: [n] int64; one below 0 counts as 0. k: up to V; a
-    larger one is V. normalize: give log-softmax, in float32; else the logits themselves. rank: how many
-    tokens are at least as likely, as in vLLM. A row with NaN or +inf gives anything.
+    logits: [n, V] float, contiguous rows. token_ids: [n] int64; negative ids count as 0. k: at most V, larger
+    values count as V. normalize: return log-softmax in float32, else the logits. rank: the number of tokens
+    that are at least as likely, as in vLLM. The result for a row with NaN or +inf is undefined.
     """
     k = min(k, logits.shape[1])
     if use_triton(logits):
@@ -130,7 +130,7 @@ def token_logprobs(
 def _token_logprobs_triton(
     logits: torch.Tensor, token_ids: torch.Tensor, k: int, normalize: bool
 ) -> TokenLogprobTensors:
-    """`token_logprobs` by Triton."""
+    """`token_logprobs` with Triton."""
     (rows, vocab), device = logits.shape, logits.device
     blocks = triton.cdiv(vocab, BLOCK)
     segments = blocks * BLOCK // SEGMENT
@@ -167,14 +167,14 @@ def _with_top_tokens(
     crests: torch.Tensor,
     k: int,
 ) -> TokenLogprobTensors:
-    """The logprobs of chosen tokens [n, 1] and of the k likeliest."""
+    """The logprobs of chosen tokens [n, 1] and of the k likeliest tokens."""
     values, ids = _top_tokens(logits, crests, k)
     values = torch.cat([logits.gather(1, chosen).float(), values], dim=1) - normalizers[:, None]
     return TokenLogprobTensors(values, torch.cat([chosen, ids], dim=1), ranks)
 
 
 def _top_tokens(logits: torch.Tensor, crests: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The k largest logits [n, k] float32 and their ids, falling; equal ones by rising id."""
+    """The k largest logits [n, k] float32 and their ids, in descending order; ties in ascending id order."""
     rows, vocab = logits.shape
     segments = torch.arange(crests.shape[1], device=logits.device).expand_as(crests)
     best = _keys(crests, segments).topk(min(k, crests.shape[1]), dim=1).indices
@@ -187,7 +187,7 @@ def _top_tokens(logits: torch.Tensor, crests: torch.Tensor, k: int) -> tuple[tor
 
 
 def _keys(values: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """int64 keys, all different, that order float32 values, the lower id first among equals."""
+    """Unique int64 keys that order float32 values; among equal values the lower id has the larger key."""
     bits = (values + 0.0).view(torch.int32).long()  # + 0.0: -0.0 becomes 0.0
     ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     return (ordered << 32) | (0xFFFFFFFF - ids)

@@ -1,9 +1,9 @@
-"""x @ weight^T with the same bits for a row whatever the other rows, and about as fast as cuBLAS.
+"""x @ weight^T, about as fast as cuBLAS, where the bits of a row do not depend on other rows.
 
-Owns no weight. K is never split: every tile sums front to back, 16 values of K at a time, which is what a
-tensor core adds at once. So the tile may follow from the number of rows; tests/gpu compare them bit by bit.
-Tiles of x and weight are read through tensor descriptors: by the tensor memory accelerator (TMA) where there
-is one, from compute capability 9.0 on, and else as by pointers.
+K is never split: every tile sums from first to last, 16 values of K at a time, which is what a tensor core
+adds at once. So the tile can depend on the number of rows; tests/gpu compare the bits of all tiles. Tiles of
+x and weight are read through tensor descriptors, which use the tensor memory accelerator (TMA) from compute
+capability 9.0 on, else plain loads. Owns no weight.
 """
 
 from __future__ import annotations
@@ -31,21 +31,22 @@ from nanovllm.kernels.paged import dot
 
 
 class Tile(NamedTuple):
-    """What a program computes at a time, `rows` x `columns` of the product, and how it is compiled."""
+    """The part of the product that a program computes at once, `rows` x `columns`, and compile options."""
 
     rows: int
     columns: int
-    k: int  # of each step of the sum
+    k: int  # values of K in each step of the sum
     stages: int  # steps whose operands are in shared memory
-    cost: float  # what it takes beside others, with a multiprocessor to itself; or `fit` of them together
+    cost: float  # relative time of `fit` tiles that share a multiprocessor
     fit: int = 1
     warps: int = 4
-    swap: bool = False  # the columns are the rows of the tensor core's product: those are at least 64
-    persistent: bool = False  # one program a multiprocessor does tile after tile, the next one's loads early
+    swap: bool = False  # compute the transposed product: the tensor core's rows must be at least 64
+    persistent: bool = False  # one program per multiprocessor computes many tiles and loads ahead
 
 
-# By these costs an H200 takes the fastest tile, or one as fast within 5 %, for most products of the shapes of
-# Qwen3-0.6B, 8B and 32B. Larger tiles cost less for their size: fewer bytes pass through the L2.
+# With these costs `choose_tile` picks the fastest tile on an H200, or one within 5 %, for most products of
+# Qwen3-0.6B, 8B and 32B. Larger tiles cost less for their size, because fewer bytes pass through the L2
+# cache.
 _TILES = (
     Tile(128, 256, 64, 4, cost=2.0, warps=8, persistent=True),
     Tile(128, 128, 64, 6, cost=1.12),
@@ -57,13 +58,13 @@ _TILES = (
     Tile(32, 64, 256, 4, cost=0.5, swap=True),
     Tile(16, 64, 256, 4, cost=0.5, swap=True),
 )
-_PLAIN = Tile(32, 64, 32, 2, cost=1)  # the one tile where there are no tensor cores: for float32, interpreted
+_PLAIN = Tile(32, 64, 32, 2, cost=1)  # without tensor cores: for float32 and in the interpreter
 _BAND = 8  # tiles of rows that are computed together, so that a tile of the weight is read once for all
-_ALIGNMENT = 16  # bytes, of rows that a tensor descriptor takes
-# The work up to which more than 32 rows are faster by these tiles than by cuBLAS, in multiplications:
+_ALIGNMENT = 16  # bytes, required by tensor descriptors
+# The number of multiplications up to which these tiles beat cuBLAS for more than 32 rows:
 _WIDE = 2**29
-_NARROW = 3 * 2**28  # where there are no more outputs than inputs
-_SMALL = 2**22  # numbers in a weight: larger ones want tiles of 64 rows that are nearly full
+_NARROW = 3 * 2**28  # if there are at most as many outputs as inputs
+_SMALL = 2**22  # elements of a weight: larger weights need tiles of 64 rows that are nearly full
 
 
 @jit("num_rows")
@@ -84,7 +85,7 @@ def _linear_kernel(
     EARLY: tl.constexpr,
     BAND: tl.constexpr = _BAND,
 ) -> None:
-    """Tiles of the product in turn; those of a band of rows come first by rows, then by columns.
+    """Computes tiles of the product in turn: bands of rows; within a band rows first, then columns.
 
     x and weight are tensor descriptors, which read 0 past the end.
     """
@@ -96,7 +97,7 @@ def _linear_kernel(
         height = tl.minimum(tl.cdiv(num_rows, ROWS) - band, BAND)
         within = tile % (BAND * column_tiles)
         first_row = (band + within % height) * ROWS
-        row = tl.maximum(tl.minimum(first_row, num_rows - ROWS), 0)  # TMA takes longer where a tile ends
+        row = tl.maximum(tl.minimum(first_row, num_rows - ROWS), 0)  # TMA is slower past the last row
         column = within // height * COLUMNS
         if SWAP:
             total = tl.zeros((COLUMNS, ROWS), dtype=tl.float32)
@@ -120,7 +121,7 @@ def _linear_kernel(
 
 @lru_cache(maxsize=4096)
 def choose_tile(num_rows: int, n: int, dtype: torch.dtype, device: torch.device) -> Tile:
-    """The tile, not half empty, by which a product should take least time; as deep as the device allows."""
+    """The tile with the least estimated time that is not half empty, with its stages fitted to the device."""
     if INTERPRET or dtype == torch.float32:
         return _PLAIN
 
@@ -133,7 +134,7 @@ def choose_tile(num_rows: int, n: int, dtype: torch.dtype, device: torch.device)
 
 
 def _fitted(tile: Tile, device: torch.device) -> Tile:
-    """The tile with as many of its stages as the device has shared memory for."""
+    """The tile with as many stages as fit into the device's shared memory."""
     stage = 2 * (tile.rows + tile.columns) * tile.k
     rest = shared_memory(device) - 2048 - (tile.rows * tile.columns if tile.persistent else 0)
     return tile._replace(stages=max(1, min(tile.stages, rest // stage)))
@@ -146,7 +147,7 @@ def is_aligned(x: torch.Tensor) -> bool:
 
 
 def _row_stride(x: torch.Tensor) -> int:
-    return x.stride(0) if len(x) > 1 else x.shape[1]  # a single row's may be anything
+    return x.stride(0) if len(x) > 1 else x.shape[1]  # the stride of a single row may be anything
 
 
 def _descriptor(x: torch.Tensor, block: list[int]) -> Any:
@@ -160,7 +161,7 @@ def linear_triton(
     residual: torch.Tensor | None = None,
     tile: Tile | None = None,
 ) -> torch.Tensor:
-    """`linear` by Triton; `tile` is for tests, which hold all of them against each other."""
+    """`linear` with Triton; `tile` is for tests, which compare all tiles."""
     num_rows, k = x.shape
     n = weight.shape[0]
     assert weight.shape[1] == k and x.dtype == weight.dtype
@@ -197,7 +198,7 @@ def linear_reference(
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`linear` in plain torch; its bits are whatever torch makes of the shape."""
+    """`linear` in plain torch; its bits may depend on the shape."""
     out = x.float() @ weight.float().T
     for part in (bias, residual):
         out = out if part is None else out + part.float()
@@ -213,17 +214,17 @@ def linear(
     """x @ weight^T + bias + residual, [T, N] of x's dtype, summed in float32 and rounded once.
 
     x: [T, K], weight: [N, K], bias: [N], all of one dtype; the last dimensions contiguous. residual: [T, N]
-    contiguous; the result takes its place. As a kernel, a row of the result is a function of its rows of x
-    and residual alone, bit by bit, and x and weight must be `is_aligned`.
+    contiguous; the result overwrites it. With the kernel, the bits of a row depend only on its rows of x and
+    residual, and x and weight must be `is_aligned`.
     """
     return (linear_triton if use_triton(x) or INTERPRET else linear_reference)(x, weight, bias, residual)
 
 
 def use_linear(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether `linear` is faster than cuBLAS for rows x [T, K], with how the kernels around it start.
+    """Whether `linear` is faster than cuBLAS for rows x [T, K], including early launch of its neighbours.
 
-    In CUDA graphs only, since starting it costs the host 60 us more. Measured on an H200, so only for GPUs of
-    its generation.
+    Only in CUDA graphs, because its launch costs the host 60 us more. Measured on an H200, so only for GPUs
+    of that generation.
     """
     if not (in_graph.get() and use_triton(x) and capability(x.device)[0] == 9 and x.element_size() == 2):
         return False

@@ -1,6 +1,6 @@
-"""The second half of decode attention: what a sequence attended to, chunk by chunk, becomes one result.
+"""The second half of decode attention: merges a sequence's partial results of chunks into one.
 
-Weighs them by their softmax sums. Knows nothing of keys, values and pages.
+Weights them by their softmax sums. Knows nothing of keys, values and blocks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def _decode_merge_kernel(
     EARLY: tl.constexpr,
     MERGE_TILE: tl.constexpr = _MERGE_TILE,
 ) -> None:
-    """One program per (sequence, HEADS query heads): the sum of its chunks, if there are several."""
+    """One program per (sequence, HEADS query heads): merges its chunks, if there are several."""
     sequence = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     live = tl.cdiv(tl.load(contexts_ptr + sequence), CHUNK)
@@ -35,7 +35,7 @@ def _decode_merge_kernel(
     if live <= 1:
         return
     rows = sequence * Q_HEADS + heads
-    exists = heads < Q_HEADS  # what stands for the others is finite
+    exists = heads < Q_HEADS  # padding heads get finite values
     dims = tl.arange(0, DIM)
     acc = tl.zeros((HEADS, DIM), tl.float32)
     total = tl.where(exists, 0.0, 1.0)
@@ -67,12 +67,12 @@ def merge_chunks(
     chunk: int,
     heads: int,
 ) -> None:
-    """Write to out [S, q_heads, head_dim] what rows of more than one chunk attended to; leave the others.
+    """Write the merged attention of rows with more than one chunk to out [S, q_heads, head_dim].
 
     partial: [S, q_heads, chunks, head_dim] float32, each chunk's own attention over `chunk` positions. logs:
-    [S, q_heads, chunks] float32, log2 of its softmax sum. context_lens: [S] int32; what lies past a context
-    is not read. All contiguous. A program merges for `heads` query heads, which may decide bits. Launches
-    only. The merge is flash-decoding's (Dao et al., 2023).
+    [S, q_heads, chunks] float32, log2 of its softmax sum. context_lens: [S] int32; chunks past a context are
+    not read. All contiguous. heads: query heads of a program; it may change the last bits. Other rows of
+    `out` do not change. The merge is that of flash-decoding (Dao et al., 2023).
     """
     sequences, q_heads, chunks, head_dim = partial.shape
     _decode_merge_kernel[(sequences, triton.cdiv(q_heads, heads))](

@@ -1,6 +1,6 @@
-"""The attention step that decode and prefill share: a tile of queries meets a tile of paged keys and values.
+"""The attention step that decode and prefill share: a tile of queries with a tile of paged keys and values.
 
-Called from inside other kernels only; owns no launch and no memory.
+Only other kernels call it; owns no launch and no memory.
 """
 
 from __future__ import annotations
@@ -12,39 +12,39 @@ import torch
 from nanovllm.kernels.cache import KVCache
 from nanovllm.kernels.compat import INTERPRETED, jit, tl, triton
 
-# An FP8 cache reaches the kernels as int16: two neighbouring elements of a head in one word. Shared memory
-# hands out words in the layout that tensor cores want, but bytes one by one, at two thirds of the speed.
+# Kernels read an FP8 cache as int16: two neighbouring elements of a head in one word. Words can be loaded
+# from shared memory in the layout of tensor cores; bytes cannot, which reaches two thirds of the speed.
 FP8 = torch.float8_e4m3fn
 
 
 def as_words(cache: torch.Tensor) -> torch.Tensor:
-    """The cache as the kernels take it: itself, or an FP8 one as int16 with half as many elements."""
+    """The cache as kernels read it: unchanged, or FP8 as int16 with half as many elements."""
     return cache.view(torch.int16) if cache.dtype == FP8 else cache
 
 
 def dequantized(cells: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
-    """Cells [..., kv_heads, head_dim] of a cache in float32, times scale [kv_heads] if there is one."""
+    """Cells [..., kv_heads, head_dim] of a cache in float32, multiplied by scale [kv_heads] if given."""
     return cells.float() if scale is None else cells.float() * scale[:, None]
 
 
 class Heads(NamedTuple):
-    """How heads lie in the cache: a constant that attention kernels are compiled for."""
+    """The layout of heads in the cache: a compile-time constant of attention kernels."""
 
     q_heads: int
     kv_heads: int
     head_dim: int
     dim: int  # head_dim, padded to a power of 2
     page: int  # positions of a block
-    step: int  # elements of a head in one of the cache's: 2 where it is FP8
+    step: int  # elements of a head in one element of the cache: 2 for FP8, else 1
 
     @property
     def group(self) -> int:
-        """Query heads of each KV head."""
+        """The number of query heads of each KV head."""
         return self.q_heads // self.kv_heads
 
     @classmethod
     def of(cls, q: torch.Tensor, cache: KVCache) -> Heads:
-        """The heads of queries [T, q_heads, head_dim] and of a cache, both laid out as kernels read them."""
+        """The heads of queries [T, q_heads, head_dim] and a cache; checks the layout of both."""
         assert cache.k.is_contiguous() and cache.v.is_contiguous() and q.stride(2) == 1
         step = 2 if cache.k.dtype == FP8 else 1
         page, kv_heads, head_dim = cache.k.shape[1:]
@@ -55,8 +55,8 @@ class Heads(NamedTuple):
 class Softmax(NamedTuple):
     """A running softmax of M rows, in base 2 (online softmax: Milakov and Gimelshein, 2018)."""
 
-    acc: tl.tensor  # [M, dim] values times their weights; of an FP8 cache those of even elements
-    acc_odd: tl.tensor  # and those of odd ones
+    acc: tl.tensor  # [M, dim] weighted sum of values; for an FP8 cache of even elements
+    acc_odd: tl.tensor  # the same of odd elements, for an FP8 cache
     total: tl.tensor  # [M] sum of weights
     top: tl.tensor  # [M] largest score
 
@@ -101,10 +101,11 @@ def fp8_pair(words: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
 def load_pages(
     table_ptr: tl.tensor, start: tl.tensor, end: tl.tensor, PAGE: tl.constexpr, BLOCK_N: tl.constexpr
 ) -> tl.tensor:
-    """The pages of positions start .. start + BLOCK_N: one page if a tile cannot leave it, else [BLOCK_N].
+    """The blocks ("pages") of positions start .. start + BLOCK_N: one if a tile lies within a block, else
+    [BLOCK_N].
 
-    To be called one tile ahead, else the loads of keys and values wait for it and cannot run ahead
-    themselves. Nothing at or past `end` is read. `start` is a multiple of BLOCK_N.
+    Call it one tile ahead, so that the loads of keys and values do not wait for it. Nothing at or past `end`
+    is read. `start` is a multiple of BLOCK_N.
     """
     if PAGE % BLOCK_N == 0:
         return tl.load(table_ptr + start // PAGE, mask=start < end, other=0)
@@ -115,7 +116,7 @@ def load_pages(
 
 @jit()
 def start_softmax(q: tl.tensor, HEADS: tl.constexpr) -> tuple[tuple[tl.tensor, tl.tensor], Softmax]:
-    """Queries [M, dim] as `attend_range` takes them, and the softmax of rows that have seen nothing."""
+    """Queries [M, dim] in the form of `attend_range`, and the initial softmax."""
     M: tl.constexpr = q.shape[0]
     DIM: tl.constexpr = HEADS.dim // HEADS.step
     q_odd = q
@@ -142,16 +143,16 @@ def attend_range(
     MASKED: tl.constexpr,
     DESCRIBED: tl.constexpr = False,
 ) -> tuple[Softmax, tl.tensor]:
-    """Fold positions start .. stop of a KV head into the softmax of some queries' rows.
+    """Add positions start .. stop of a KV head to the softmax of some query rows.
 
-    `bounds` are start, stop and end: nothing at or past `end` is read. `pages` are what `load_pages` found
-    for the first tile; those of the tile at `stop` return with the new state. Row m sees positions up to
-    last[m]. Without MASKED the caller vouches that every row sees every position. `scale_log2` holds the
-    factor log2(e).
+    bounds: start, stop and end; nothing at or past `end` is read. pages: the result of `load_pages` for the
+    first tile; the pages of the tile at `stop` are returned with the new state. Row m sees positions up to
+    last[m]. Without MASKED the caller guarantees that every row sees every position. scale_log2: the scale
+    times log2(e).
 
-    `cache` has pointers to keys, values and the sequence's block table. With DESCRIBED the first two are
-    tensor descriptors of [tokens, KV heads * dim], in blocks [BLOCK_N, dim]; then head_dim is dim, BLOCK_N
-    divides the page, and cells past `end` are read but do not count.
+    cache: pointers to keys, values and the sequence's block table. With DESCRIBED the first two are tensor
+    descriptors of [tokens, KV heads * dim], in blocks [BLOCK_N, dim]. Then head_dim is dim, BLOCK_N divides
+    the page, and cells past `end` are read but do not count.
     """
     PAGE: tl.constexpr = HEADS.page
     DIM: tl.constexpr = HEADS.dim // HEADS.step
@@ -201,9 +202,9 @@ def attend_range(
             scores = dot(q_odd, tl.trans(odd), scores)
         else:
             scores = dot(q, tl.trans(k), scores)
-        # The factor is positive, so the top score times it is the top of the scores times it, bit by bit;
-        # product and difference are one instruction. Masking comes after both: in between it would part them,
-        # and a row would not have the same bits in either kind of tile.
+        # The factor is positive, so max(scores) * factor has the same bits as max(scores * factor), and
+        # product and difference are one instruction (FMA). Masking comes after both. In between it would
+        # split the instruction, and masked and unmasked tiles would have different bits.
         if MASKED:
             seen = positions[None, :] <= last[:, None]
             new_top = tl.maximum(top, tl.max(tl.where(seen, scores, float("-inf")), axis=1) * scale_log2)
@@ -229,7 +230,7 @@ def attend_range(
 def finish_softmax(
     state: Softmax, context: tl.tensor, v_scale_ptr: tl.tensor, kv_head: tl.tensor, HEADS: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """What rows attended to, [M, dim], zeros in an empty context; and log2 of their sums of weights [M]."""
+    """The attention output [M, dim], zeros for an empty context; and log2 of the sums of weights [M]."""
     acc, acc_odd, total, top = state
     total = tl.where(context > 0, total, 1.0)
     v_scale = 1.0

@@ -25,33 +25,32 @@ from nanovllm.kernels.paged import (
 )
 
 # Launch choices, measured on H200s: prompts of 20 to 28,000 tokens (docs/log/2026-11-22-what-users-do.md).
-_GROUPED_HEADS = 4  # query heads whose programs go side by side, through the keys of few KV heads
+_GROUPED_HEADS = 4  # query heads whose programs run in parallel, so that they read few KV heads
 
 
 class Tiles(NamedTuple):
-    """How one launch is cut up."""
+    """The tile sizes of one launch."""
 
     rows: int  # queries of a program
-    columns: int  # keys that it reads at a time
+    columns: int  # keys that it reads at once
     warps: int
-    stages: int  # at most: as many as there is shared memory for
-    described: bool = False  # caches are read through tensor descriptors, by the tensor memory accelerator
-    registers: int | None = None  # of a thread, at most
+    stages: int  # the maximum; limited by shared memory
+    described: bool = False  # read caches through tensor descriptors, with the tensor memory accelerator
+    registers: int | None = None  # maximum for a thread
 
     def bytes(self, dim: int, q_size: int, cell_size: int, stages: int) -> int:
-        """The shared memory that a program needs."""
+        """The shared memory that a program needs, in bytes."""
         return self.rows * dim * q_size + 2 * stages * self.columns * dim * cell_size
 
 
-# Heads of 65 to 128 in 16 bits: for short prompts, and for long ones, where a program has a multiprocessor to
-# itself. They round differently.
+# For heads of 65 to 128 elements of 16 bits. LONG has one program per multiprocessor. They round differently.
 SHORT = Tiles(64, 32, 4, 3)
 LONG = Tiles(128, 128, 8, 3, described=True)
-_LONG_PROMPT = 1024  # new tokens of a sequence, on average, from which that pays
+_LONG_PROMPT = 1024  # average new tokens of a sequence from which LONG pays
 
 
 def _tiles(q: torch.Tensor, k_cache: torch.Tensor, sequences: int, invariant: bool) -> Tiles:
-    """The tiles for q [T, q_heads, head_dim] of so many sequences; with `invariant` T does not count."""
+    """The tiles for q [T, q_heads, head_dim] of `sequences` sequences; with `invariant` T has no effect."""
     tokens, _, head_dim = q.shape
     fp8, page = k_cache.dtype == FP8, k_cache.shape[1]
     if q.element_size() == 4:  # no tensor cores at full precision
@@ -91,9 +90,9 @@ def _prefill_kernel(
 ) -> None:
     """One program per (tile of queries, sequence, query head).
 
-    A group of heads goes tile by tile, then the next group. The last tile has the most to read: it goes
-    first, so that it is not what the device waits for at the end. Key tiles start at position 0 whatever the
-    chunk: a query's bits do not depend on how its prompt was cut.
+    A group of heads runs tile by tile, then the next group. The last tile reads the most keys, so it starts
+    first; else the device would wait for it at the end. Key tiles start at position 0 in every chunk, so a
+    query's bits do not depend on how its prompt was split.
     """
     Q_HEADS: tl.constexpr = HEADS.q_heads
     HEAD_DIM: tl.constexpr = HEADS.head_dim
@@ -109,7 +108,7 @@ def _prefill_kernel(
         return
     context = tl.load(contexts_ptr + sequence)
     rows = first_row + tl.arange(0, BLOCK_M)
-    last = context - queries + rows  # the newest position each row sees: its own
+    last = context - queries + rows  # the last position that each row sees: its own
     dims = tl.arange(0, DIM)
     mask = (rows < queries)[:, None] & (dims < HEAD_DIM)[None, :]
     tokens = first_token.to(tl.int64) + rows
@@ -148,15 +147,14 @@ def paged_prefill_attention_triton(
     invariant: bool = False,
     tiles: Tiles | None = None,
 ) -> torch.Tensor:
-    """Causal attention of each sequence's new tokens over its context, which ends in those tokens already.
+    """Causal attention of each sequence's new tokens over its context, which ends with these tokens.
 
-    q: [T, q_heads, head_dim], the sequences' new tokens one after another, last dimension contiguous. Cells
-    of the cache past a context may hold anything. block_tables: [S, W] int32. cu_seqlens_q:
-    [S + 1] int32 prefix sum of the new tokens per sequence, at most `max_seqlen_q` each. context_lens: [S]
-    int32, cached and new tokens; new token i of n sits at position context_len - n + i; a sequence of context
-    length 0 gives zeros. Returns a new [T, q_heads, head_dim]. With `invariant` a token's bits do not depend
-    on how its prompt is cut, nor on other sequences. `tiles`: those to use, instead of those that suit the
-    inputs. The tiling is FlashAttention-2's (Dao, 2023).
+    q: [T, q_heads, head_dim], the new tokens of all sequences, last dimension contiguous. Cache cells past a
+    context may hold anything. block_tables: [S, W] int32. cu_seqlens_q: [S + 1] int32, prefix sum of the new
+    tokens of each sequence, at most `max_seqlen_q` each. context_lens: [S] int32, cached and new tokens. New
+    token i of n has position context_len - n + i. A sequence of context length 0 gives zeros. Returns a new
+    [T, q_heads, head_dim]. With `invariant` a token's bits do not depend on how its prompt is split, or on
+    other sequences. tiles: replaces the automatic choice. The tiling is that of FlashAttention-2 (Dao, 2023).
     """
     heads, (k, v, k_scale, v_scale) = Heads.of(q, cache), cache
     out = torch.empty_like(q, memory_format=torch.contiguous_format)

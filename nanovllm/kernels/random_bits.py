@@ -1,6 +1,7 @@
-"""Random numbers for sampling, a hash of (seed, position, attempt), and what they choose out of weights.
+"""Random numbers for sampling, a hash of (seed, position, attempt), and weighted choices with them.
 
-No generator has any state; kernels and their twins in plain torch get the same bits. Knows no vocabulary.
+There is no generator state; kernels and their references in plain torch get the same bits. Knows no
+vocabulary.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ import torch.nn.functional as F
 from nanovllm.kernels.compat import jit, tl
 
 # SplitMix64 (Steele, Lea, Flood 2014): a counter times an odd constant, then a mixer in which every input bit
-# sways every output bit (D. Stafford's variant 13 of MurmurHash3's). The seed goes through the mixer first,
-# so that streams of different seeds begin at unrelated places.
+# affects every output bit (D. Stafford's variant 13 of MurmurHash3's mixer). The seed passes through the
+# mixer first, so that streams of different seeds start at unrelated points.
 _FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _STEP, _OFFSET = 0x9E3779B97F4A7C15, 0xD1B54A32D192ED03
 _MASK = 0xFFFFFFFF
@@ -38,10 +39,10 @@ def random_pair(seed: tl.tensor, position: tl.tensor, attempt: tl.tensor) -> tup
 
 @jit()
 def pick(weights: tl.tensor, bits: tl.tensor, PADDED: tl.constexpr) -> tl.tensor:
-    """The index that `bits` chooses out of weights [PADDED] float32, of which one at least is positive.
+    """The index that `bits` chooses among weights [PADDED] float32, at least one of which is positive.
 
-    In float64, so that neither the width of a random number nor the order of a sum is felt. An index of
-    weight 0 is never chosen.
+    Computed in float64, so that neither the width of a random number nor the order of the sum matters. An
+    index of weight 0 is never chosen.
     """
     index = tl.arange(0, PADDED)
     sums = tl.cumsum(tl.where(weights > 0, weights, 0.0).to(tl.float64), axis=0)
@@ -51,12 +52,12 @@ def pick(weights: tl.tensor, bits: tl.tensor, PADDED: tl.constexpr) -> tl.tensor
 
 
 def _signed(constant: int) -> int:
-    """The int64 with the bits of this uint64: torch's products of int64 wrap around as those of uint64 do."""
+    """The int64 with the bits of this uint64: int64 products in torch wrap around like uint64 products."""
     return constant - 2**64 if constant >= 2**63 else constant
 
 
 def _xor_shifted(z: torch.Tensor, bits: int) -> torch.Tensor:
-    """z ^ (z >> bits) of int64 taken as uint64, in place: torch's own shift keeps the sign."""
+    """z ^ (z >> bits) of int64 as if it were uint64, in place: torch's own shift keeps the sign."""
     return z.bitwise_xor_((z >> bits).bitwise_and_((1 << (64 - bits)) - 1))
 
 
@@ -70,14 +71,14 @@ def _mix_reference(z: torch.Tensor) -> torch.Tensor:
 def random_pair_reference(
     seeds: torch.Tensor, positions: torch.Tensor, attempt: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`random_pair` in plain torch for rows of (seed int64, position): two of [S] int64 below 2**32."""
+    """`random_pair` in plain torch for rows of (seed int64, position): two [S] int64 below 2**32."""
     counters = positions.long() + ((attempt << 32) + 1)
     z = _mix_reference(_mix_reference(seeds + _signed(_OFFSET)).add_(counters.mul_(_signed(_STEP))))
     return (z >> 32).bitwise_and_(_MASK), z & _MASK
 
 
 def pick_reference(weights: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
-    """The indices [S] that bits [S] choose out of weights [S, n], row by row, none of weight 0."""
+    """The indices [S] that bits [S] choose among weights [S, n], row by row, never one of weight 0."""
     sums = weights.double().cumsum(dim=-1)
     target = bits.double() * 2.0**-32 * sums[:, -1]
     return ((sums > target[:, None]) & (weights > 0)).byte().argmax(dim=-1)
@@ -86,9 +87,9 @@ def pick_reference(weights: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
 def draw_reference(
     weights: torch.Tensor, block: int, bits: tuple[torch.Tensor, torch.Tensor]
 ) -> torch.Tensor:
-    """Choose an index [S] out of weights [S, n] row by row: first a block of entries, then one of these."""
+    """Choose an index [S] among weights [S, n] row by row: first a block of entries, then an entry of it."""
     block_bits, token_bits = bits
-    if weights.shape[1] <= block:  # there is one to draw
+    if weights.shape[1] <= block:  # a single block
         return pick_reference(weights, token_bits)
     weights = F.pad(weights, (0, -weights.shape[1] % block)).unflatten(-1, (-1, block))
     drawn = pick_reference(weights.sum(dim=-1), block_bits)

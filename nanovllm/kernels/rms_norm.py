@@ -12,7 +12,8 @@ from nanovllm.kernels.compat import await_inputs, by_device, early, jit, tl, tri
 def normalised(
     x: tl.tensor, weight: tl.tensor, eps: tl.tensor, N: tl.constexpr, dtype: tl.constexpr
 ) -> tl.tensor:
-    """A row x [padded N] float32, 0 past N, over its root mean square, times weight; both are rounded."""
+    """A row x [padded N] float32, 0 past N, divided by its root mean square, times weight. Both steps are
+    rounded to `dtype`."""
     variance = tl.sum(x * x, axis=0) / N
     return ((x * tl.rsqrt(variance + eps)).to(dtype).to(tl.float32) * weight).to(dtype)
 
@@ -21,14 +22,14 @@ def normalised(
 def inverse_rms(
     x_ptr: tl.tensor, row: tl.tensor, eps: tl.tensor, N: tl.constexpr, N_PADDED: tl.constexpr
 ) -> tl.tensor:
-    """1 / the root mean square of row `row` of x [rows, N], contiguous."""
+    """1 / root mean square of row `row` of x [rows, N], contiguous."""
     columns = tl.arange(0, N_PADDED)
     x = tl.load(x_ptr + row * N + columns, mask=columns < N, other=0.0).to(tl.float32)
     return tl.rsqrt(tl.sum(x * x, axis=0) / N + eps)
 
 
 def row_warps(padded: int) -> int:
-    """Warps of a program that has a whole row, of `padded` numbers: one for each 512, at most 16."""
+    """Warps of a program for a whole row of `padded` elements: one for every 512, at most 16."""
     return max(1, min(16, padded // 512))
 
 
@@ -65,9 +66,9 @@ def _rms_norm_kernel(
 def add_rms_norm_triton(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (rms_norm(x + residual), x + residual), both new; without a residual, (rms_norm(x), x).
+    """Return (rms_norm(x + residual), x + residual) as new tensors; without a residual, (rms_norm(x), x).
 
-    x, residual: [T, N] of one dtype. The sum is rounded to that dtype before it is normalised.
+    x, residual: [T, N] of one dtype. The sum is rounded to that dtype before the norm.
     """
     (rows, n), summed = x.shape, x if residual is None else residual
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -118,7 +119,7 @@ def add_rms_norm_reference(
 
 
 def inverse_rms_reference(x: torch.Tensor, eps: float) -> torch.Tensor:
-    """1 / rms(x) over the last dimension, which stays, in float32 and plain torch."""
+    """1 / rms(x) over the last dimension, which is kept with size 1, in float32 and plain torch."""
     return (x.float().square().mean(dim=-1, keepdim=True) + eps).rsqrt()
 
 

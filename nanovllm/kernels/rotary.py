@@ -1,5 +1,5 @@
-"""What lies between projection and attention, in one pass: an optional RMSNorm per head (Qwen3), the rotary
-position embedding, and the store of keys and values into the paged cache. Owns no table and no cache.
+"""The steps between projection and attention in one kernel: an optional RMSNorm per head (Qwen3), the rotary
+position embedding, and the store of keys and values in the paged cache. Owns no table and no cache.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from nanovllm.kernels.paged import FP8
 from nanovllm.kernels.rms_norm import inverse_rms, inverse_rms_reference, rms_norm_reference
 
 _FP8_MAX = 448.0
-_KV_TILE = 2  # KV heads per program, with all their query heads: more make decode slower on an H200 (log)
+_KV_TILE = 2  # KV heads per program, with all their query heads: more are slower in decode on an H200 (log)
 
 
 class Rotation(NamedTuple):
-    """How tokens' queries and keys are turned, and normalised before that.
+    """The rotation of queries and keys, and the norm before it.
 
-    The two halves of a head are the pairs that turn (the "neox" layout of RoFormer's rotary embedding). With
-    weights, an RMSNorm over each head comes first.
+    Element i of the first half of a head is rotated with element i of the second half (the "neox" layout of
+    RoFormer's rotary embedding). With weights, an RMSNorm over each head comes first.
     """
 
     positions: torch.Tensor  # [T] int32 or int64
-    cos_sin: torch.Tensor  # [max_positions, head_dim] float32: cosines, then as many sines
+    cos_sin: torch.Tensor  # [max_positions, head_dim] float32: head_dim / 2 cosines, then the sines
     q_weight: torch.Tensor | None = None  # [head_dim] of the queries' dtype
     k_weight: torch.Tensor | None = None
     eps: float = 1e-6
@@ -34,7 +34,7 @@ class Rotation(NamedTuple):
 
 @jit()
 def _round(x: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
-    """The float32 value that `x` keeps when it is stored as `dtype`."""
+    """`x` rounded to `dtype`, as float32."""
     return x.to(dtype).to(tl.float32)
 
 
@@ -42,7 +42,7 @@ def _round(x: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
 def _load_halves(
     ptr: tl.tensor, dims: tl.tensor, live: tl.tensor, HALF: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """The two halves of rows of 2 * HALF numbers at `ptr`, those that are `live`, in float32."""
+    """The two halves of the `live` rows of 2 * HALF elements at `ptr`, in float32."""
     mask = live & (dims < HALF)
     return (
         tl.load(ptr + dims, mask=mask, other=0.0).to(tl.float32),
@@ -54,10 +54,10 @@ def _load_halves(
 def _turned(
     halves: tl.tuple, weight: tl.tuple, angle: tl.tuple, eps: tl.tensor, dtype: tl.constexpr, N: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Normalise and turn the two halves of some heads [n, dims]. The angle is (cosine, sine)."""
+    """Normalise and rotate the two halves of some heads [n, dims]. The angle is (cosine, sine)."""
     first, second = halves
     cos, sin = angle
-    if weight is not None:  # rounded after each of the two factors, as RMSNorm on its own is
+    if weight is not None:  # rounded after each of the two factors, like the RMSNorm kernel
         variance = (tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)) / N
         scale = tl.rsqrt(variance + eps)[:, None]
         first = _round(_round(first * scale, dtype) * weight[0], dtype)
@@ -67,12 +67,10 @@ def _turned(
 
 @jit()
 def _quantised(x: tl.tensor, scale: tl.tensor, FP8_MAX: tl.constexpr = _FP8_MAX) -> tl.tensor:
-    """x [heads, dims] / scale [heads, 1] in float32, ready for the cast to FP8: no number is out of range."""
+    """x [heads, dims] / scale [heads, 1] in float32, clamped to the range of FP8."""
     x = tl.div_rn(x.to(tl.float32), tl.broadcast_to(scale, x.shape))
-    x = tl.clamp(x, -FP8_MAX, FP8_MAX, propagate_nan=tl.PropagateNan.ALL)  # a NaN must stay one
-    if (
-        INTERPRETED
-    ):  # its cast rounds wrongly: leave it nothing to round, 3 bits of mantissa and 2**-9 at least
+    x = tl.clamp(x, -FP8_MAX, FP8_MAX, propagate_nan=tl.PropagateNan.ALL)  # NaN stays NaN
+    if INTERPRETED:  # its cast rounds wrongly, so round here: to 3 bits of mantissa, 2**-9 at least
         exponent = tl.maximum(x.to(tl.int32, bitcast=True) & 0x7F800000, 121 << 23)
         shift = (exponent + (20 << 23)).to(tl.float32, bitcast=True) * 1.5
         x = (x + shift) - shift
@@ -114,7 +112,7 @@ def _qk_norm_rope_store_kernel(
     EARLY: tl.constexpr,
     NO_SLOT: tl.constexpr = NO_SLOT,
 ) -> None:
-    """One program per (token, KV_TILE KV heads and their query heads): no row's bits depend on another's."""
+    """One program per (token, KV_TILE KV heads with their query heads), so rows are independent."""
     HALF: tl.constexpr = HEAD_DIM // 2
     Q_TILE: tl.constexpr = Q_HEADS // KV_HEADS * KV_TILE
     token = tl.program_id(0).to(tl.int64)
@@ -128,7 +126,8 @@ def _qk_norm_rope_store_kernel(
     dims = tl.arange(0, DIM_PADDED)[None, :]
     v_live = kv_live & (dims < HEAD_DIM)
 
-    # All reads come before the first write, which no read could be moved across: they wait together.
+    # All loads come before the first store, because the compiler cannot move loads across a store. So their
+    # latencies overlap.
     position = tl.load(positions_ptr + token).to(tl.int64)
     slot = tl.load(slots_ptr + token).to(tl.int64)
     await_inputs(EARLY)
@@ -181,14 +180,15 @@ def qk_norm_rope_store_triton(
     slot_mapping: torch.Tensor,
     rms_of: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Turn q and k by their tokens' positions, store k and v in the cache, return the new contiguous q.
+    """Rotate q and k by their tokens' positions, store k and v in the cache, return the new contiguous q.
 
-    q: [T, q_heads, head_dim]; k, v: [T, kv_heads, head_dim]; any strides but a contiguous last dimension.
-    slot_mapping: [T] int32, block * block_size + offset; a negative slot stores nothing. What goes to an FP8
-    cache is rounded to q's dtype, divided by its head's scale, clamped to +-448 and rounded to nearest even.
+    q: [T, q_heads, head_dim]. k, v: [T, kv_heads, head_dim]. Only the last dimension must be contiguous.
+    slot_mapping: [T] int32, block * block_size + offset; a negative slot stores nothing. For an FP8 cache,
+    values are rounded to q's dtype, divided by the head's scale, clamped to +-448 and rounded to nearest
+    even.
 
-    With `rms_of` [T, M], contiguous, each row of q, k and v is first divided by the root mean square of its
-    row of `rms_of`, with the rotation's eps, and rounded.
+    With `rms_of` [T, M], contiguous, each row of q, k and v is first divided by the root mean square of the
+    same row of `rms_of`, with the rotation's eps, and rounded.
     """
     positions, cos_sin, q_weight, k_weight, eps = rotation
     k_cache, v_cache, k_scale, v_scale = cache
@@ -278,7 +278,7 @@ def qk_norm_rope_store_reference(
         k, v, slot_mapping = k[stored], v[stored], slot_mapping[stored]
     slots = slot_mapping.long()
     for x, cells, factor in ((k, cache.k, cache.k_scale), (v, cache.v, cache.v_scale)):
-        if factor is not None:  # as bytes: torch indexes no 8-bit floats
+        if factor is not None:  # as bytes, because torch cannot index 8-bit floats
             x, cells = quantise_reference(x, factor).view(torch.uint8), cells.view(torch.uint8)
         cells.flatten(0, 1).index_copy_(0, slots, x)
     return q

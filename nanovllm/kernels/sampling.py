@@ -1,8 +1,8 @@
-"""Draws one token per row of logits: by its share of the probability first a block of the vocabulary, then a
-token of that block, each with one random number. Filters keep the likeliest tokens without sorting them.
+"""Draws one token per row of logits: first a block of the vocabulary by its share of the probability, then a
+token of that block, each with one random number. Filters do not sort.
 
-The random numbers are a hash of (seed, position): a row's result depends on that row alone, and no generator
-state exists. Never synchronises with the host.
+The random numbers are a hash of (seed, position): a row's result depends on that row alone, and there is no
+generator state. Never synchronises with the host.
 """
 
 from __future__ import annotations
@@ -24,14 +24,12 @@ from nanovllm.kernels.filters import (
 )
 from nanovllm.kernels.random_bits import draw_reference, pick, random_pair, random_pair_reference
 
-BLOCK = 2048  # vocabulary entries per block: what is drawn depends on it, so it is the same for every batch
-GREEDY_BELOW = 1e-5  # temperatures under this are 0: nothing but the largest logit has a chance
+BLOCK = 2048  # vocabulary entries per block; drawn tokens depend on it, so it is the same for every batch
+GREEDY_BELOW = 1e-5  # lower temperatures count as 0: only the largest logit has a chance
 _LOG2_E = math.log2(math.e)
-_LEAST_FACTOR = (
-    1e-30  # times -inf this is -inf still, where 0, the inverse of an endless temperature, gives NaN
-)
+_LEAST_FACTOR = 1e-30  # not 0, for a very large temperature: -inf * 0 would be NaN
 _SHIFTS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}  # low bits that are 0 as float32
-_SORT_ELEMENTS = 2**23  # logits sorted at once by the twin: bounds its memory, at about 50 bytes each
+_SORT_ELEMENTS = 2**23  # logits that the reference sorts at once: bounds its memory, about 50 bytes each
 
 
 @jit()
@@ -56,10 +54,10 @@ def _sample_block_kernel(
     FILTERS: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """One program per (row, block): its largest logit, +inf where one is bad, and the sum of its weights.
+    """One program per (row, block): its largest logit, +inf if one is bad, and the sum of its weights.
 
-    They go to tops [S, 2, blocks]. Each weight is relative to the largest one of the block, so that none can
-    overflow. With FILTERS the largest logit of each segment goes to crests.
+    Both are written to tops [S, 2, blocks]. Weights are relative to the largest one of the block, so that
+    none can overflow. With FILTERS the largest logit of each segment is written to crests.
     """
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
@@ -114,7 +112,7 @@ def _sample_pick_kernel(
 ) -> None:
     """One program per row picks a block, then a token of it; NOT_FINITE for a bad row.
 
-    A greedy row weighs its largest logit alone.
+    In a greedy row only the largest logit has weight.
     """
     row = tl.program_id(0).to(tl.int64)
     await_inputs(EARLY)
@@ -164,7 +162,7 @@ def sample_triton(
     positions: torch.Tensor,
     filters: Filters | None = None,
 ) -> torch.Tensor:
-    """`sample` by Triton."""
+    """`sample` with Triton."""
     rows, vocab = logits.shape
     out = torch.empty(rows, dtype=torch.int64, device=logits.device)
     if rows == 0:
@@ -211,7 +209,7 @@ def sample_triton(
 
 
 def _weights_reference(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
-    """What tokens weigh, relative to the likeliest: float32 like logits [S, V]."""
+    """The weights of tokens relative to the likeliest one, float32 [S, V]."""
     factor = (_LOG2_E / temperature).clamp(min=_LEAST_FACTOR)
     wide = logits.float()
     return (wide - wide.amax(dim=-1, keepdim=True)).mul_(factor[:, None]).exp2_()
@@ -237,7 +235,7 @@ def sample_reference(
         drawn &= (filters.top_k > 0) | (filters.top_p < 1) | (filters.min_p > 0)
         filtered = drawn.nonzero()[:, 0]
         at_once = max(1, _SORT_ELEMENTS // logits.shape[1])
-        for rows in filtered.split(at_once) if len(filtered) else ():  # nothing splits into one empty part
+        for rows in filtered.split(at_once) if len(filtered) else ():  # an empty split gives one empty part
             own = Filters(filters.top_k[rows], filters.top_p[rows], filters.min_p[rows])
             ids[rows] = draw_filtered_reference(
                 logits[rows],
@@ -260,14 +258,17 @@ def sample(
 ) -> torch.Tensor:
     """Draw token_ids [S] int64 from softmax(logits / temperature), row by row.
 
-    logits: [S, V] float, contiguous rows; -inf masks a token. temperature: [S] float32; below 1e-5 the row
-    is greedy: the largest logit, the lowest index in a tie. seeds: [S] int64. positions: [S] int32: with
-    the seed, what the row's random numbers are hashed from; give each token of a sequence its own. A row
-    with NaN, +inf or no finite logit gives NOT_FINITE and changes no other row. The inverse of the cumulated
-    distribution, in two levels: a first pass weighs each block of the vocabulary, and a second one reads
-    only the block that was drawn. Weights are float32, their sums and the random numbers' scale float64.
+    logits: [S, V] float, contiguous rows; -inf masks a token. temperature: [S] float32; below 1e-5 the row is
+    greedy: the largest logit, the lowest index on ties. seeds: [S] int64. positions: [S] int32; seed and
+    position are hashed to the row's random numbers, so each token of a sequence needs its own position. A row
+    with NaN, +inf or no finite logit gives NOT_FINITE and changes no other row.
 
-    filters: min_p, then top_k, then top_p, each over what the last one kept, as vLLM. None: no row has any.
+    This is inverse transform sampling in two levels: the first pass computes the weight of each block of the
+    vocabulary, the second reads only the drawn block. Weights are float32, their sums and the scale of the
+    random numbers float64.
+
+    filters: min_p, then top_k, then top_p, each over the tokens that the previous one kept, as in vLLM. None:
+    no row has filters.
     """
     if use_triton(logits):
         return sample_triton(logits, temperature, seeds, positions, filters)

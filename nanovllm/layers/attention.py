@@ -1,4 +1,4 @@
-"""Attention: one layer's KV cache, and the backend that attends over it. Knows no projection and no angle."""
+"""Attention: one layer's KV cache, and the backend that attends over it. Knows no projection."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from nanovllm.kernels.rotary import Rotation, qk_norm_rope_store
 
 
 class Attention(nn.Module):
-    """Scaled causal attention over a paged cache. The owner of the memory sets `cache`, empty at first."""
+    """Scaled causal attention over a paged cache. `cache` is empty until the owner of its memory sets it."""
 
     def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int, backend: AttentionBackend) -> None:
         super().__init__()
@@ -33,8 +33,8 @@ class Attention(nn.Module):
     ) -> torch.Tensor:
         """q [T, num_heads, head_dim], k and v [T, num_kv_heads, head_dim] -> attended values, of q's shape.
 
-        Turns q and k by `rotation`, and stores k and v in the step's slots before any token attends. With
-        `rms_of` [T, M] all three are first divided by the root mean square of its rows.
+        Rotates q and k by `rotation`, and stores k and v in the step's slots before any token attends. With
+        `rms_of` [T, M], q, k and v are first divided by the root mean square of its rows.
         """
         q = qk_norm_rope_store(q, k, v, rotation, self.cache, meta.slot_mapping, rms_of)
         return self.backend.forward(q, self.cache, meta, self.scale)

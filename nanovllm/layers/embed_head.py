@@ -1,6 +1,6 @@
-"""The input embedding and the output head, both split by rows of the vocabulary.
+"""The input embedding and the LM head, both split over the ranks by rows of the vocabulary.
 
-A vocabulary that the ranks do not divide is padded with zero rows; they never appear in logits.
+A vocabulary that is not a multiple of the ranks is padded with zero rows, which callers drop from logits.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from nanovllm.quantization.unquantized import UnquantizedLinearMethod
 
 
 class _VocabParallelLayer(WeightLayer):
-    weight: torch.Tensor  # [padded vocabulary / ranks, hidden_size]; with several ranks one row of 0 more
+    weight: torch.Tensor  # [padded vocabulary / ranks, hidden_size]; with several ranks one more zero row
 
     def __init__(self, vocab_size: int, tp: TPGroup) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class VocabParallelEmbedding(_VocabParallelLayer):
     def __init__(self, vocab_size: int, hidden_size: int, tp: TPGroup, options: WeightOptions) -> None:
         super().__init__(vocab_size, tp)
         self._allocate_rows(hidden_size, options)
-        if tp.size > 1:  # where the row of each id is here; for another rank's it is the last one, of zeros
+        if tp.size > 1:  # the local row of each id; ids of other ranks map to the last row, which is zero
             own = torch.arange(vocab_size, device=options.device) - self.first_id
             self._row_of = own.where((own >= 0) & (own < self.rows), self.rows)
 
@@ -52,7 +52,7 @@ class VocabParallelEmbedding(_VocabParallelLayer):
 class ParallelLMHead(_VocabParallelLayer):
     """hidden [n, hidden_size] -> logits [n, rows] of this rank's part of the vocabulary, with its padding.
 
-    `tied_to` makes it use that embedding's weight; it then has nothing to load.
+    tied_to: use this embedding's weight; the layer then has no weights to load.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""RMSNorm, after the sum over ranks and the residual addition before it. Owns only the weight."""
+"""RMSNorm, which also does the sum over ranks and the residual addition before it. Owns only the weight."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from nanovllm.quantization.shards import WeightShard
 
 
 class ResidualStream(NamedTuple):
-    """What flows from block to block, [T, hidden_size]: the sum of x over the ranks, plus residual.
+    """The residual stream between blocks, [T, hidden_size]: the sum of x over the ranks, plus residual.
 
-    Both additions are left to the norm that comes next. A pending sum has its residual within it.
+    The next norm does both additions. A PendingSum contains its residual.
     """
 
     x: torch.Tensor | PendingSum
     residual: torch.Tensor | None = None
 
     def advance(self) -> None:
-        """Bring a pending sum half way, if it is one."""
+        """Advance x by half, if it is a PendingSum."""
         if isinstance(self.x, PendingSum):
             self.x.advance()
 
@@ -31,7 +31,7 @@ class ResidualStream(NamedTuple):
 class RMSNorm(WeightLayer):
     """Normalise the last dimension, of `size`, by its root mean square and scale it by a weight.
 
-    With a group `tp` of several ranks, x is this rank's part of a sum over them, or what `start` gave.
+    With a group `tp` of several ranks, x is this rank's part of a sum over them, or a result of `start`.
     """
 
     weight: torch.Tensor  # [size]
@@ -47,7 +47,8 @@ class RMSNorm(WeightLayer):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (norm(x + residual), x + residual), both [T, size]; without a residual, (norm(x), x).
 
-        x may be what `start` gave, which has its residual. Then the second may be this rank's rows alone.
+        x may be a result of `start`, which contains its residual. Then the second result may have only this
+        rank's rows.
         """
         if isinstance(x, PendingSum):
             assert residual is None
@@ -58,5 +59,5 @@ class RMSNorm(WeightLayer):
         return add_rms_norm(self.tp.all_reduce(x), residual, self.weight, self.eps)
 
     def start(self, x: torch.Tensor, residual: torch.Tensor, whole: bool = False) -> ResidualStream:
-        """Begin `forward`, of which at most two may be under way; see `TPGroup.start_sum`."""
+        """Start `forward`. At most two may be in progress; see `TPGroup.start_sum`."""
         return ResidualStream(self.tp.start_sum(x, residual, self.weight, self.eps, whole))

@@ -1,7 +1,7 @@
-"""Linear layers of which each rank holds a slice: by output (column), by input (row), or all (replicated).
+"""Linear layers split over the ranks: by output (column), by input (row), or not at all (replicated).
 
 A column layer leaves its output split over the ranks. A row layer takes a split input and returns this rank's
-part of a sum. The next `RMSNorm` makes the sum, or `TPGroup.all_reduce`: nothing here communicates.
+part of a sum. The next `RMSNorm` or `TPGroup.all_reduce` computes the sum: nothing here communicates.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from nanovllm.quantization.shards import ShardId, WeightShard, WeightSource
 
 
 class _LinearLayer(WeightLayer):
-    """A weight [N, K] in the hands of a `LinearMethod`, and a bias [N] or none, given as its shards."""
+    """A weight [N, K], handled by a `LinearMethod`, and an optional bias [N]; both are given as shards."""
 
     bias: torch.Tensor | None
 
@@ -66,7 +66,7 @@ class ReplicatedLinear(_LinearLayer):
 
 @dataclass(frozen=True, slots=True)
 class OutputPart:
-    """One checkpoint tensor that makes up a column layer: its rows, and which of them this rank takes."""
+    """One checkpoint tensor of a column layer: its number of rows, and the range that this rank takes."""
 
     shard_id: ShardId
     total: int
@@ -75,7 +75,7 @@ class OutputPart:
 
 
 class _PackedColumnLinear(_LinearLayer):
-    """x [..., input_size] -> this rank's rows of each part, one behind the other: [..., sum of lengths]."""
+    """x [..., input_size] -> this rank's outputs of each part, concatenated: [..., sum of lengths]."""
 
     def __init__(self, input_size: int, parts: list[OutputPart], bias: bool, options: WeightOptions) -> None:
         sizes = [part.length for part in parts]
@@ -88,12 +88,12 @@ class _PackedColumnLinear(_LinearLayer):
         self.output_sizes = sizes
 
     def follows(self, norm: RMSNorm) -> None:
-        """Say that all products are of what `norm` gives, so that its weight may be folded into this one."""
-        if self.bias is None:  # which would be divided too
+        """Declare that the input is always the output of `norm`, whose weight may then be folded."""
+        if self.bias is None:  # a bias would be divided by the root mean square too
             self.method.follows(norm.weight)
 
     def after_norm(self, norm: RMSNorm, stream: ResidualStream, silu: bool = False) -> NormedProduct:
-        """self(norm(stream)), in as few kernels as there can be; with `silu`, `silu_and_mul` of it."""
+        """self(norm(stream)), in as few kernels as possible; with `silu`, `silu_and_mul` of it."""
         x, residual = stream
         if norm.tp.size == 1 and isinstance(x, torch.Tensor):
             return self.method.apply_after_norm(x, residual, norm.weight, norm.eps, self.bias, silu)
@@ -138,7 +138,7 @@ class ColumnParallelLinear(_PackedColumnLinear):
 class QKVParallelLinear(_PackedColumnLinear):
     """Query, key and value projections as one product, split by whole heads. Shard ids are "q", "k" and "v".
 
-    With fewer KV heads than ranks, each KV head is held by the ranks whose query heads read it.
+    With fewer KV heads than ranks, each KV head is copied to all ranks whose query heads read it.
     """
 
     def __init__(
@@ -175,7 +175,7 @@ class QKVParallelLinear(_PackedColumnLinear):
 
 
 def can_split_heads(num_heads: int, num_kv_heads: int, ranks: int) -> bool:
-    """Whether all ranks get equally many whole heads, KV heads being repeated when they are fewer."""
+    """Whether all ranks get the same number of whole heads; KV heads are repeated if there are too few."""
     return num_heads % ranks == 0 and (num_kv_heads % ranks == 0 or ranks % num_kv_heads == 0)
 
 
@@ -195,6 +195,6 @@ class RowParallelLinear(_LinearLayer):
         return self.method.apply(x, self.bias if self._adds_bias else None)
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> ResidualStream:
-        """Return the stream residual + self(x), x [T, input_size / ranks]; may overwrite `residual`."""
+        """Return the stream residual + self(x), with x [T, input_size / ranks]; may overwrite `residual`."""
         bias = self.bias if self._adds_bias else None
         return ResidualStream(*self.method.apply_and_add(x, residual, bias))

@@ -1,4 +1,4 @@
-"""GatedMLP: the feed-forward part of a decoder layer, up to its output product."""
+"""GatedMLP: the feed-forward part of a decoder layer, up to the input of down_proj."""
 
 from __future__ import annotations
 
@@ -24,6 +24,6 @@ class GatedMLP(nn.Module):
     def forward(
         self, norm: RMSNorm, stream: ResidualStream, places: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (what down_proj takes, [T, own size]; the stream's sum). Each token is by itself."""
+        """Return (the input of down_proj, [T, own size]; the stream's sum). Tokens are independent."""
         gated, total, _ = self.gate_up_proj.after_norm(norm, stream, silu=True)
         return gated, total

@@ -1,7 +1,7 @@
-"""Rotary position embedding: the angle that each position and dimension is turned by, for each known scaling.
+"""Rotary position embedding: the rotation angle of each position and dimension, for each known scaling.
 
-RopeConfig is the checked form of a checkpoint's rope settings; `rope_table` the angles' cosines and sines;
-RotaryEmbedding holds them. Works in float32 throughout, and never guesses at an unknown type.
+RopeConfig holds a checkpoint's checked rope settings; `rope_table` computes the angles' cosines and sines;
+RotaryEmbedding holds them. Everything is float32; an unknown type is an error.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import nn
 from nanovllm.kernels.rotary import Rotation
 from nanovllm.layers.layernorm import RMSNorm
 
-# Keys that each type must have, beside "rope_theta" which has a default.
+# Keys that each type must have, besides "rope_theta", which has a default.
 REQUIRED_KEYS: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
@@ -29,11 +29,11 @@ REQUIRED_KEYS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rope settings, named as in transformers' `rope_parameters`; each type reads only its own."""
+    """Rope settings, named as in transformers' `rope_parameters`; each type uses only its own."""
 
     rope_type: str = "default"
     theta: float = 10000.0
-    original_max_position: int = 0  # the length trained on, before scaling; dynamic, llama3 and yarn need it
+    original_max_position: int = 0  # the training length, before scaling; for dynamic, llama3 and yarn
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
@@ -48,8 +48,8 @@ class RopeConfig:
     def from_dict(cls, params: Mapping[str, Any], theta: float, max_position_embeddings: int) -> RopeConfig:
         """Read `rope_parameters` (transformers 5) or `rope_scaling` (4, where the type may be called "type").
 
-        theta and max_position_embeddings are what to take where `params` does not say. Raises ValueError for
-        an unknown type, a key that is missing, and a value that is not a number.
+        theta, max_position_embeddings: defaults for keys missing in `params`. Raises ValueError for an
+        unknown type, a missing key, and a value that is not a number.
         """
         rope_type = params.get("rope_type", params.get("type", "default"))
         if rope_type not in REQUIRED_KEYS:
@@ -72,10 +72,10 @@ class RopeConfig:
 
         original = number("original_max_position_embeddings", max_position_embeddings)
         if rope_type == "dynamic":
-            original = max_position_embeddings  # where transformers begins to grow the base
+            original = max_position_embeddings  # from this length on transformers grows the base
         if original <= 0:
             raise ValueError(f"original_max_position_embeddings must be positive, not {original}")
-        # A yarn config without a factor states it by the ratio of the two lengths.
+        # In a yarn config without a factor, the factor is the ratio of the two lengths.
         factor = number("factor", max_position_embeddings / original if rope_type == "yarn" else 1.0)
         own = ("low_freq_factor", "high_freq_factor", "attention_factor", "mscale", "mscale_all_dim")
         config = cls(
@@ -95,7 +95,7 @@ class RopeConfig:
         return config
 
     def max_position(self, stated: int) -> int:
-        """The longest sequence that the scaling is made for, when the config states `stated` positions."""
+        """The longest sequence that the scaling supports, if the config states `stated` positions."""
         if self.rope_type in ("linear", "dynamic"):
             return int(stated * self.factor)
         if self.rope_type == "yarn":
@@ -104,11 +104,11 @@ class RopeConfig:
 
 
 def rope_table(config: RopeConfig, head_dim: int, num_positions: int) -> torch.Tensor:
-    """Return [num_positions, head_dim] float32 on the CPU: head_dim / 2 cosines, then as many sines.
+    """Return [num_positions, head_dim] float32 on the CPU: head_dim / 2 cosines, then head_dim / 2 sines.
 
     The same numbers as transformers' `modeling_rope_utils`. "dynamic" depends on the length of the sequence:
-    position p is turned as for a sequence that ends with it, as transformers does when it decodes token by
-    token, so that a cached key never has to be turned again.
+    position p is rotated as in a sequence that ends with p, as in transformers when it decodes token by
+    token. So a cached key never has to be rotated again.
     """
     positions = torch.arange(num_positions, dtype=torch.float32)
     if config.rope_type == "dynamic":
@@ -138,14 +138,14 @@ def _frequencies(config: RopeConfig, head_dim: int) -> torch.Tensor:
 def _dynamic_frequencies(config: RopeConfig, head_dim: int, num_positions: int) -> torch.Tensor:
     """NTK-aware scaling with a base that grows past the trained length, [num_positions, head_dim / 2]."""
     trained = config.original_max_position
-    lengths = torch.arange(1, num_positions + 1).clamp(min=trained)  # of the sequence that ends there
+    lengths = torch.arange(1, num_positions + 1).clamp(min=trained)  # of the sequence that ends at p
     growth = config.factor * lengths / trained - (config.factor - 1)
     base = config.theta * growth ** (head_dim / (head_dim - 2))
     return 1.0 / (base[:, None] ** _exponents(head_dim))
 
 
 def _llama3_frequencies(config: RopeConfig, frequencies: torch.Tensor) -> torch.Tensor:
-    """Slow dimensions are slowed by `factor`, fast ones kept, those between interpolated (Llama 3.1)."""
+    """Divide slow frequencies by `factor`, keep fast ones, interpolate between them (Llama 3.1)."""
     trained, low, high = config.original_max_position, config.low_freq_factor, config.high_freq_factor
     wavelengths = 2 * math.pi / frequencies
     scaled = torch.where(wavelengths > trained / low, frequencies / config.factor, frequencies)
@@ -156,10 +156,10 @@ def _llama3_frequencies(config: RopeConfig, frequencies: torch.Tensor) -> torch.
 
 
 def _yarn_frequencies(config: RopeConfig, head_dim: int) -> torch.Tensor:
-    """Dimensions that turn often in the trained length are kept, slow ones divided by `factor`, with a ramp
+    """Keep frequencies with many rotations in the training length, divide slow ones by `factor`, with a ramp
     between (YaRN, https://arxiv.org/abs/2309.00071)."""
 
-    def dimension(rotations: float) -> float:  # the one that turns this often in the trained length
+    def dimension(rotations: float) -> float:  # the dimension with this many rotations in that length
         turns = config.original_max_position / (rotations * 2 * math.pi)
         return head_dim * math.log(turns) / (2 * math.log(config.theta))
 
@@ -176,7 +176,7 @@ def _yarn_frequencies(config: RopeConfig, head_dim: int) -> torch.Tensor:
 
 
 def _attention_factor(config: RopeConfig) -> float:
-    """What cosines and sines are multiplied by; 1 for all types but yarn."""
+    """The factor of cosines and sines; 1 for all types except yarn."""
     if config.rope_type != "yarn":
         return 1.0
     if config.attention_factor is not None:
@@ -200,7 +200,7 @@ class RotaryEmbedding(nn.Module):
     def forward(
         self, positions: torch.Tensor, q_norm: RMSNorm | None, k_norm: RMSNorm | None, eps: float
     ) -> Rotation:
-        """How queries and keys at `positions` [T] are turned, for `Attention` to do.
+        """The rotation of queries and keys at `positions` [T], which `Attention` applies.
 
         With norms, of size head_dim, each head is first normalised by its root mean square (Qwen3).
         """

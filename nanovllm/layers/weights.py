@@ -1,5 +1,4 @@
-"""WeightLayer: a module whose parameters are filled from checkpoint tensors, in any order and any number of
-times.
+"""WeightLayer: a module that loads its parameters from checkpoint tensors, in any order, any number of times.
 
 A layer declares which part of which tensor it owns. Nothing here opens a file.
 """
@@ -19,7 +18,7 @@ from nanovllm.quantization.unquantized import UnquantizedLinearMethod
 
 @dataclass(frozen=True, slots=True)
 class WeightOptions:
-    """How all layers of a model hold their weights; for the last two see `UnquantizedLinearMethod`."""
+    """The weight options of all layers; for deterministic and fuse see `UnquantizedLinearMethod`."""
 
     dtype: torch.dtype
     device: torch.device
@@ -32,7 +31,7 @@ class WeightOptions:
 
 
 class WeightLayer(nn.Module):
-    """Owns parameters, uninitialised until `load_weight` was called for each of `weight_shards`."""
+    """Owns parameters, which are uninitialised until `load_weight` has loaded each of `weight_shards`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,14 +48,14 @@ class WeightLayer(nn.Module):
         self._shards |= {(shard.param, shard.shard_id): shard for shard in shards}
 
     def weight_shards(self) -> Iterator[WeightShard]:
-        """Yield what a checkpoint must hold for this layer."""
+        """Yield the shards that a checkpoint must hold for this layer."""
         return iter(self._shards.values())
 
     def load_weight(self, name: str, source: WeightSource, shard_id: ShardId = None) -> None:
         """Copy this rank's part of `source`, a whole checkpoint tensor, into parameter `name`.
 
-        Only that part is read when `source` is a slice of a file. Values are cast to the parameter's dtype.
-        May be called again at any time; call `finish_loading` before the layer is used. Raises ValueError for
+        If `source` is a slice of a file, only that part is read. Values are cast to the parameter's dtype.
+        Can be called again at any time; call `finish_loading` before the layer is used. Raises ValueError for
         an unknown name or shard, and for a wrong shape.
         """
         shard = self._shards.get((name, shard_id))
@@ -76,16 +75,16 @@ class WeightLayer(nn.Module):
 
     @property
     def folded_norm(self) -> torch.Tensor | None:
-        """The weight of the norm that is multiplied into this layer's; see `LinearMethod.norm_weight`."""
+        """The norm weight that is multiplied into this layer's weight; see `LinearMethod.norm_weight`."""
         return None
 
     def finish_loading(self) -> None:
-        """Get ready for use, after all tensors of a checkpoint; see `LinearMethod.finish_loading`."""
+        """Prepare for use after all tensors are loaded; see `LinearMethod.finish_loading`."""
         return
 
 
 def split_evenly(what: str, total: int, ranks: int) -> int:
-    """Return `total // ranks`; ValueError naming the sizes that divide when `ranks` does not."""
+    """Return `total // ranks`; ValueError with the possible sizes if `ranks` does not divide `total`."""
     if total % ranks:
         divisors = ", ".join(str(n) for n in range(1, min(total, 64) + 1) if total % n == 0)
         raise ValueError(f"{what} {total} cannot be split over {ranks} ranks; sizes that can: {divisors}")

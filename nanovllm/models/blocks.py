@@ -1,6 +1,6 @@
-"""Blocks of a decoder, and the two ways to compute a list of them: a step whole, or in two halves.
+"""Blocks of a decoder, and the two drivers that run a list of them: a step whole, or in two halves.
 
-A block says what is computed; a new kind of block needs no change here. Owns no weight.
+A new kind of block needs no change here. Owns no weight.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from nanovllm.layers.linear import RowParallelLinear
 
 
 class TokenPlaces(NamedTuple):
-    """Where the T tokens of a step, or of a half of it, are."""
+    """The positions of the T tokens of a step, or of half a step."""
 
-    positions: torch.Tensor  # [T] in their sequences
+    positions: torch.Tensor  # [T] within their sequences
     meta: AttentionMetadata
 
 
-# What is particular to a block: attention, or an MLP. Gives what the output product takes, made of
-# norm(stream), and the stream's sum.
+# The specific part of a block: attention, or an MLP. Returns the input of the block's output projection,
+# computed from norm(stream), and the stream's sum.
 Mixer = Callable[[RMSNorm, ResidualStream, TokenPlaces], tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -33,7 +33,7 @@ Mixer = Callable[[RMSNorm, ResidualStream, TokenPlaces], tuple[torch.Tensor, tor
 class Block:
     """Adds output(mixer(norm(stream))) to the residual stream.
 
-    Only a mixer that `attends` may use the places: after the last such block rows may be gone.
+    Only a mixer that `attends` may use the places: after the last such block, rows may be dropped.
     """
 
     norm: RMSNorm
@@ -42,7 +42,7 @@ class Block:
     attends: bool
 
     def mix(self, stream: ResidualStream, places: TokenPlaces) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return what the output product takes, and the stream's sum."""
+        """Return the input of the output projection, and the stream's sum."""
         return self.mixer(self.norm, stream, places)
 
     def __call__(self, stream: ResidualStream, places: TokenPlaces) -> ResidualStream:
@@ -51,7 +51,7 @@ class Block:
 
 
 class Blocks:
-    """The blocks of a decoder in order, of which at least one attends."""
+    """The blocks of a decoder in order. At least one attends."""
 
     def __init__(self, blocks: Sequence[Block]) -> None:
         last = max(index for index, block in enumerate(blocks) if block.attends)
@@ -60,7 +60,7 @@ class Blocks:
     def run(self, x: torch.Tensor, places: TokenPlaces, rows: torch.Tensor | None = None) -> ResidualStream:
         """x [T, hidden_size], this rank's part of the embeddings -> the stream after all blocks.
 
-        With `rows` [n] the stream has these alone: the others end with the last attention.
+        With `rows` [n] the result has only these rows: all others are dropped after the last attention.
         """
         stream = ResidualStream(x)
         for block in self._first:
@@ -74,11 +74,11 @@ class Blocks:
         places: TokenPlaces,
         rows: torch.Tensor | None = None,
     ) -> ResidualStream:
-        """As `run`, with the sums over the ranks of one half of the tokens behind the other's products.
+        """As `run`, but the ranks sum one half of the tokens while they compute the other half.
 
-        xs and halves are of the two halves, `places` of the whole step. Two micro-batches in turn, as in
-        DeepSeek-V3's prefill and SGLang's two-batch overlap. In each layer the first half's K/V is stored
-        before the second half reads it.
+        xs, halves: of the two halves. places: of the whole step. This is two-batch overlap, as in
+        DeepSeek-V3's prefill and SGLang. In each layer the first half's K/V is stored before the second half
+        reads it.
         """
         streams = [ResidualStream(x) for x in xs]
         for block, following in pairwise((*self._first, self._last_attention)):
@@ -97,7 +97,7 @@ class Blocks:
     def _finish(
         self, mixed: torch.Tensor, total: torch.Tensor, places: TokenPlaces, rows: torch.Tensor | None
     ) -> ResidualStream:
-        """The rest, from the last attention's output product on, of the wanted rows."""
+        """Run the rest, from the last attention's output projection on, for the wanted rows."""
         if rows is not None:
             mixed, total = mixed[rows], total[rows]
         stream = self._last_attention.output.add_to(total, mixed)

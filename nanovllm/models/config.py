@@ -1,6 +1,6 @@
-"""ModelConfig: what a checkpoint's config.json says, checked and in one form; ModelFamily: how to read it.
+"""ModelConfig: a checkpoint's config.json, checked and normalised; ModelFamily: how to read it.
 
-Reads plain dicts, of transformers 4 and 5 alike. Refuses what the decoder does not compute; opens no file.
+Reads plain dicts of transformers 4 and 5. Refuses what the decoder does not compute; opens no file.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from nanovllm.layers.rotary_embedding import RopeConfig
 
 SUPPORTED_DTYPES = ("float32", "bfloat16", "float16")
 
-# Keys of config.json that would change the results, each with the values that do not. The decoder has none of
-# what they ask for.
+# Keys of config.json for features that the decoder does not have, each with the values that turn them off.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     key: values
     for values, keys in (
@@ -36,7 +35,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The shape and the variations of a decoder. Token counts are in tokens, sizes in elements."""
+    """The shape and the variations of a decoder. Sizes are numbers of elements."""
 
     architecture: str
     vocab_size: int
@@ -57,18 +56,18 @@ class ModelConfig:
     hidden_act: str
     dtype: str  # of the checkpoint
     eos_token_ids: tuple[int, ...]
-    sliding_window: int | None  # up to this length full attention is the same; None: always
-    dual_chunk: int | None = None  # the same, of dual chunk attention
-    max_model_len: int | None = None  # tokens of a sequence in the engine that runs it; None: there is none
+    sliding_window: int | None  # up to this length full attention gives the same result; None: always
+    dual_chunk: int | None = None  # the same for dual chunk attention
+    max_model_len: int | None = None  # maximum tokens of a sequence in the engine; None: without an engine
 
     @property
     def longest(self) -> int:
-        """The most tokens of a sequence for which full attention is what the model computes."""
+        """The longest sequence for which the model computes full attention alone."""
         limits = (self.max_position_embeddings, self.sliding_window, self.dual_chunk)
         return min(limit for limit in limits if limit)
 
     def check_max_model_len(self, max_model_len: int) -> None:
-        """Raise ValueError when sequences of `max_model_len` tokens need more than full attention."""
+        """Raise ValueError if sequences of `max_model_len` tokens need more than full attention."""
         kinds = {
             f"sliding window of {self.sliding_window} tokens": self.sliding_window,
             "dual chunk attention (dual_chunk_attention_config)": self.dual_chunk,
@@ -82,7 +81,7 @@ class ModelConfig:
                 )
 
     def check_tensor_parallel_size(self, size: int) -> None:
-        """Raise ValueError with the sizes that can when the model cannot be split over `size` ranks."""
+        """Raise ValueError, with the possible sizes, if the model cannot be split over `size` ranks."""
 
         def fits(ranks: int) -> bool:
             heads_fit = can_split_heads(self.num_heads, self.num_kv_heads, ranks)
@@ -98,14 +97,14 @@ class ModelConfig:
 
 
 class HFConfig:
-    """Typed reading of a config.json dict. An absent key takes the family's default, null the caller's."""
+    """Typed reading of a config.json dict. A missing key takes the family's default, null the caller's."""
 
     def __init__(self, raw: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
         self.raw = raw
         self.defaults = defaults
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Return the value of `key`, the family's default when it is absent; `default` where that is null."""
+        """Return the value of `key`, or the family's default if it is missing; `default` if that is null."""
         value = self.raw[key] if key in self.raw else self.defaults.get(key)
         return default if value is None else value
 
@@ -126,14 +125,14 @@ class HFConfig:
 
 @dataclass(frozen=True)
 class ModelFamily:
-    """What distinguishes one family of decoders. A bias of None is what the checkpoint's config says."""
+    """The properties of one family of decoders. A bias of None means that the checkpoint's config decides."""
 
-    defaults: Mapping[str, Any]  # what transformers takes for keys that config.json leaves out
+    defaults: Mapping[str, Any]  # transformers' defaults for keys that config.json leaves out
     qkv_bias: bool | None = False
     o_bias: bool | None = False
     mlp_bias: bool | None = False
     qk_norm: bool = False
-    sliding_window: Callable[[HFConfig], int | None] = lambda hf: None  # it has none
+    sliding_window: Callable[[HFConfig], int | None] = lambda hf: None
 
     def model_config(
         self, architecture: str, raw: Mapping[str, Any], generation: Mapping[str, Any] | None = None
@@ -183,7 +182,7 @@ class ModelFamily:
 
 
 def _eos_token_ids(hf: HFConfig, generation: Mapping[str, Any]) -> tuple[int, ...]:
-    """All ids that either file names; the family's default only when neither names any."""
+    """All ids in either file; the family's default only if neither has any."""
     stated: set[int] = set()
     for source, value in (
         ("config.json", hf.raw.get("eos_token_id")),
@@ -224,8 +223,8 @@ def _refuse_unsupported(hf: HFConfig) -> None:
 
 
 def _dual_chunk(hf: HFConfig) -> int | None:
-    """Up to which length dual chunk attention (of Qwen2.5-1M) is full attention: that of one chunk, and what
-    lies before its scaling of logits and its sparse attention."""
+    """The length up to which dual chunk attention (Qwen2.5-1M) equals full attention: one chunk, before the
+    scaling of logits and sparse attention begin. None without dual chunk attention."""
     raw = hf.get("dual_chunk_attention_config")
     if raw is None:
         return None

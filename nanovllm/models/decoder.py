@@ -1,6 +1,6 @@
-"""The one decoder that all families share, driven by ModelConfig, and its weights' names in checkpoints.
+"""The one decoder that all families share, configured by ModelConfig, and its weights' checkpoint names.
 
-Modules are named as in transformers, so that a parameter's path is its checkpoint name but for packed layers.
+Modules are named as in transformers, so a parameter's path is its checkpoint name, except in packed layers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from nanovllm.models.blocks import Block, Blocks, TokenPlaces
 from nanovllm.models.config import ModelConfig
 from nanovllm.quantization.shards import ShardId, WeightShard
 
-# Packed layers: what each of their shards is called in a checkpoint.
+# Packed layers: the checkpoint name of each shard.
 PACKED: dict[str, dict[ShardId, str]] = {
     "qkv_proj": {"q": "q_proj", "k": "k_proj", "v": "v_proj"},
     "gate_up_proj": {0: "gate_proj", 1: "up_proj"},
@@ -32,7 +32,7 @@ PACKED: dict[str, dict[ShardId, str]] = {
 
 
 class SharedParts(NamedTuple):
-    """What all layers of a decoder are made from."""
+    """The arguments that all layers of a decoder share."""
 
     config: ModelConfig
     tp: TPGroup
@@ -42,7 +42,7 @@ class SharedParts(NamedTuple):
 
 
 class DecoderAttention(nn.Module):
-    """Self-attention of one layer with this rank's heads, up to what o_proj takes."""
+    """Self-attention of one layer with this rank's heads, up to the input of o_proj."""
 
     def __init__(self, parts: SharedParts) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class DecoderAttention(nn.Module):
     def forward(
         self, norm: RMSNorm, stream: ResidualStream, places: TokenPlaces
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (what o_proj takes, [T, own heads * head_dim]; the stream's sum)."""
+        """Return (the input of o_proj, [T, own heads * head_dim]; the stream's sum)."""
         qkv, total, rms_of = self.qkv_proj.after_norm(norm, stream)
         q, k, v = self.qkv_proj.split_heads(qkv)
         rotation = self.rotary(places.positions, self.q_norm, self.k_norm, self.eps)
@@ -68,7 +68,7 @@ class DecoderAttention(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Norm, attention, norm, MLP: two blocks, of which each adds to the residual stream."""
+    """Norm, attention, norm, MLP: two blocks, each of which adds to the residual stream."""
 
     def __init__(self, parts: SharedParts) -> None:
         super().__init__()
@@ -118,9 +118,9 @@ class DecoderModel(nn.Module):
 class DecoderForCausalLM(nn.Module):
     """A causal language model, or one rank's part of it. The loader must fill its weights before use.
 
-    With the options' `deterministic`, no bit of a token's result depends on the rest of the step, as far as
-    `backend` keeps that. Raises ValueError when the model cannot be split over the group's ranks, or not be
-    deterministic for its weights' sizes.
+    With `deterministic` in the options, no bit of a token's result depends on the rest of the step, provided
+    that `backend` keeps this. Raises ValueError if the model cannot be split over the group's ranks, or if
+    its weights' sizes prevent `deterministic`.
     """
 
     def __init__(
@@ -142,24 +142,23 @@ class DecoderForCausalLM(nn.Module):
         for name, weight in self.named_parameters():
             if options.deterministic and weight.dim() == 2 and not is_aligned(weight):
                 raise ValueError(
-                    f"deterministic=True needs weights whose rows are multiples of 16 bytes; those of "
-                    f"{name.removesuffix('.weight')} are {weight.shape[1]} numbers of {options.dtype}"
+                    f"deterministic=True needs weights whose rows are multiples of 16 bytes; rows of "
+                    f"{name.removesuffix('.weight')} have {weight.shape[1]} elements of {options.dtype}"
                 )
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, meta: StepMetadata) -> torch.Tensor:
-        """input_ids [T], positions [T] -> hidden states [T, hidden_size] after the final norm; of the
-        metadata's wanted rows only, where it names any."""
+        """input_ids [T], positions [T] -> hidden states [T, hidden_size] after the final norm; only of the
+        metadata's `wanted_rows`, if it has them."""
         hidden: torch.Tensor = self.model(input_ids, positions, meta)
         return hidden
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [n, hidden_size] -> logits [n, vocab_size / ranks, rounded up], of this rank's tokens."""
+        """hidden [n, hidden_size] -> logits [n, ceil(vocab_size / ranks)] of this rank's vocabulary part."""
         logits: torch.Tensor = self.lm_head(hidden)
         return logits
 
     def weight_slots(self) -> dict[str, tuple[WeightLayer, WeightShard]]:
-        """Return which layer takes each tensor that a checkpoint of this model must hold, and as which of
-        its shards, by the tensor's name there."""
+        """Return {checkpoint name: (layer, shard)} for each tensor that a checkpoint must hold."""
         slots = {}
         for path, layer in self.named_modules():
             if not isinstance(layer, WeightLayer):
@@ -171,7 +170,7 @@ class DecoderForCausalLM(nn.Module):
         return slots
 
     def folded_norms(self) -> dict[str, list[str]]:
-        """Return the tensors that each norm is multiplied into, all by their names in a checkpoint; see
+        """Return {norm: tensors that it is multiplied into}, with checkpoint names; see
         `LinearMethod.norm_weight`."""
         slots = self.weight_slots()
         names = {id(layer.get_parameter(shard.param)): name for name, (layer, shard) in slots.items()}
@@ -182,7 +181,7 @@ class DecoderForCausalLM(nn.Module):
         return folded
 
     def finish_loading(self) -> None:
-        """Get ready for use, after all tensors of a checkpoint; see `LinearMethod.finish_loading`."""
+        """Prepare for use after all tensors are loaded; see `LinearMethod.finish_loading`."""
         for path, layer in self.named_modules():
             if isinstance(layer, WeightLayer):
                 try:

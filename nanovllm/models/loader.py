@@ -1,6 +1,6 @@
-"""Finding a checkpoint, reading its config, and filling a model with its weights, all or nothing.
+"""Finds a checkpoint, reads its config, and loads its weights, all or nothing.
 
-Every file's header is checked before the first weight is copied; each rank reads only its own slices.
+Checks every file's header before it copies the first weight. Each rank reads only its own slices.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ TOKENIZER_PATTERNS = ["*.json", "*.jinja", "*.model", "*.txt"]
 HUB_IGNORED = ["*/*", "consolidated*"]  # other formats of the same weights
 HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
-LISTED = 40  # names of one kind in an error message
+LISTED = 40  # maximum names of one kind in an error message
 TIED_HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 UNREAD = {  # files that are not read, with what to do
     "*.bin": "convert them to safetensors",
@@ -49,20 +49,19 @@ ROTARY = ".rotary_emb.inv_freq"  # in old checkpoints; computed from the config
 
 @dataclass(frozen=True)
 class Hub:
-    """How the Hugging Face hub is asked; None stands for what huggingface_hub does by itself."""
+    """Options for the Hugging Face hub; None means the default of huggingface_hub."""
 
     revision: str | None = None  # a branch, tag or commit
     download_dir: str | None = None
     token: str | bool | None = None
-    code: bool = False  # whether Python files come too
+    code: bool = False  # whether to download Python files too
 
 
 def resolve_model_path(name: str | Path, hub: Hub = Hub(), kind: str = "model") -> Path:
-    """Return the folder of a model: `name` itself, or what the hub id `name` is downloaded to.
+    """Return the folder of a model: `name` itself, or the download of the hub id `name`.
 
-    kind: "model", or "tokenizer" for a folder of which no weights are wanted. Raises ValueError when `name`
-    is neither a folder nor a hub id, or a folder where a revision is asked for; ModelLoadError when the hub
-    has no answer.
+    kind: "model", or "tokenizer" for a folder without weights. Raises ValueError if `name` is neither a
+    folder nor a hub id, or a folder with a revision; ModelLoadError if the download fails.
     """
     path = Path(os.path.expanduser(name))
     if path.is_dir():
@@ -81,7 +80,7 @@ def resolve_model_path(name: str | Path, hub: Hub = Hub(), kind: str = "model") 
             f"{kind} folder {str(path)!r} does not exist, and it is not a hub id (organisation/name)"
         )
     patterns = [*TOKENIZER_PATTERNS, *(["*.safetensors"] if kind == "model" else [])]
-    import huggingface_hub  # here, for most models are folders and this takes half a second
+    import huggingface_hub  # here, because most models are folders and this takes half a second
 
     try:
         found = huggingface_hub.snapshot_download(
@@ -92,9 +91,9 @@ def resolve_model_path(name: str | Path, hub: Hub = Hub(), kind: str = "model") 
             allow_patterns=[*patterns, *(["*.py"] if hub.code else [])],
             ignore_patterns=HUB_IGNORED,
         )
-    except Exception as error:  # the hub client raises its own, its HTTP library's and the system's errors
+    except Exception as error:  # errors of the hub client, its HTTP library or the system
         raise ModelLoadError(
-            f"{kind} {str(name)!r} is no folder here, and the Hugging Face hub did not deliver it "
+            f"{kind} {str(name)!r} is not a folder here, and the Hugging Face hub did not deliver it "
             f"({type(error).__name__}: {error}). Check the spelling and the network (with HF_HUB_OFFLINE=1 "
             "only models downloaded before are found), or download it on another machine with "
             f"`hf download {name} --local-dir FOLDER` and pass the folder"
@@ -103,9 +102,9 @@ def resolve_model_path(name: str | Path, hub: Hub = Hub(), kind: str = "model") 
 
 
 def load_generation_config(folder: str | Path) -> dict[str, Any]:
-    """Read generation_config.json of a model folder; empty when there is none.
+    """Read generation_config.json of a model folder; empty if there is none.
 
-    Raises ModelLoadError when it is unreadable.
+    Raises ModelLoadError if it is unreadable.
     """
     file = Path(folder) / GENERATION_FILE
     return _read_json(file) if file.is_file() else {}
@@ -116,12 +115,13 @@ def load_model_config(
     generation: dict[str, Any] | None = None,
     overrides: Mapping[str, Any] | None = None,
 ) -> ModelConfig:
-    """Read config.json of a model folder; `generation` is its generation_config.json, or what stands for it.
+    """Read config.json of a model folder.
 
-    overrides: values that take the place of those in config.json.
+    generation: the content of generation_config.json; None reads the folder's. overrides: values that replace
+    those of config.json.
 
-    Raises ModelLoadError when config.json is missing or unreadable, ValueError when there is no such folder
-    or the model is one that is not supported.
+    Raises ModelLoadError if config.json is missing or unreadable, ValueError if there is no such folder or
+    the model is not supported.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -147,25 +147,24 @@ def load_model_config(
 
 
 def check_weights(config: ModelConfig, folder: str | Path) -> None:
-    """Check the headers of the *.safetensors files in `folder` against `config`, reading no weight.
+    """Check the headers of the *.safetensors files in `folder` against `config`, without reading weights.
 
-    Raises ModelLoadError as `load_weights` does, so that a wrong checkpoint is found before a device is
-    touched.
+    Raises ModelLoadError like `load_weights`, so that a wrong checkpoint is found before a device is used.
     """
     with ExitStack() as stack:
         _checked_tensors(_unallocated(config, TPGroup(), torch.float32), Path(folder), stack)
 
 
 def weight_bytes(config: ModelConfig, tp: TPGroup, dtype: torch.dtype) -> int:
-    """Return what a rank's weights take, in bytes: as much on each, for all padding is alike.
+    """Return the size of a rank's weights in bytes; padding makes it the same on every rank.
 
-    Raises ValueError when `tp` cannot split the model.
+    Raises ValueError if `tp` cannot split the model.
     """
     return sum(parameter.nbytes for parameter in _unallocated(config, tp, dtype).parameters())
 
 
 def _unallocated(config: ModelConfig, tp: TPGroup, dtype: torch.dtype) -> DecoderForCausalLM:
-    """The model with shapes and without memory."""
+    """The model with shapes but without memory."""
     options = WeightOptions(dtype, torch.device("meta"))
     return DecoderForCausalLM(config, tp, ReferenceBackend(), 1, options)
 
@@ -178,16 +177,16 @@ def load_weights(
 ) -> None:
     """Fill every parameter of `model`, each exactly once, from the *.safetensors files in `folder`.
 
-    May be called again, with the same or other weights, also for the tensors `names` alone. `check` is called
-    between tensors and may raise, to give up. Raises ModelLoadError that names all missing, unexpected,
-    misshaped and non-float tensors; the model is then untouched.
+    Can be called again, with the same or other weights. names: load only these tensors. check: called between
+    tensors; may raise to give up. Raises ModelLoadError that names all missing, unexpected, misshaped and
+    non-float tensors; the model is then unchanged.
     """
     slots = model.weight_slots()
     with ExitStack() as stack:
         tensors, tied_head = _checked_tensors(model, Path(folder), stack)
         if tied_head is not None and not torch.equal(tied_head[:], tensors[EMBEDDING][:]):
             raise ModelLoadError(
-                f"{folder}: {TIED_HEAD} differs from {EMBEDDING}, and {CONFIG_FILE} says they are the same; "
+                f"{folder}: {TIED_HEAD} differs from {EMBEDDING}, but {CONFIG_FILE} says they are the same; "
                 "set tie_word_embeddings to false there to use both"
             )
         for name in tensors if names is None else names:
@@ -203,10 +202,10 @@ def init_dummy_weights(
     check: Callable[[], None] = lambda: None,
     names: Collection[str] | None = None,
 ) -> None:
-    """Fill `model` with random weights, normal(0, 0.02) and 1 for norms, made on its own device.
+    """Fill `model` with random weights, normal(0, 0.02) and 1 for norms, created on its device.
 
-    Each tensor depends on the seed and its name alone, and whole tensors are drawn and then cut: any number
-    of ranks gets the same model. `check` and `names` as in `load_weights`.
+    Each tensor depends only on the seed and its name. Whole tensors are drawn and then split, so any number
+    of ranks gets the same model. check, names: as in `load_weights`.
     """
     slots = model.weight_slots()
     for name in slots if names is None else names:
@@ -236,8 +235,8 @@ def _read_json(path: Path) -> dict[str, Any]:
 def _checked_tensors(
     model: DecoderForCausalLM, folder: Path, stack: ExitStack
 ) -> tuple[dict[str, WeightSlice], WeightSlice | None]:
-    """Open the checkpoint and check that it holds what `model` needs; return that, and a tied head if there
-    is one."""
+    """Open the checkpoint and check that it holds the tensors of `model`; return these, and a tied head if
+    there is one."""
     tensors: dict[str, Any] = _open_checkpoint(folder, stack)
     tied_head = tensors.pop(TIED_HEAD, None) if model.config.tie_word_embeddings else None
     for name in [name for name in tensors if name.endswith(ROTARY)]:
@@ -264,7 +263,7 @@ def _checked_tensors(
 
 
 def _open_checkpoint(folder: Path, stack: ExitStack) -> dict[str, WeightSlice]:
-    """Open every weight file, which checks its header and its length, and return the tensors by name."""
+    """Open every weight file, which checks its header and length, and return the tensors by name."""
     tensors: dict[str, WeightSlice] = {}
     owners: dict[str, str] = {}
     for file_name, indexed in _weight_files(folder).items():
@@ -278,17 +277,17 @@ def _open_checkpoint(folder: Path, stack: ExitStack) -> dict[str, WeightSlice]:
             ) from error
         absent = sorted(indexed - slices.keys())
         if absent:
-            raise ModelLoadError(f"{path} does not hold what {INDEX_FILE} says it does: {_listing(absent)}")
+            raise ModelLoadError(f"{path} lacks tensors that {INDEX_FILE} lists for it: {_listing(absent)}")
         twice = sorted(slices.keys() & owners.keys())
         if twice:
-            raise ModelLoadError(f"{path} holds tensors that {owners[twice[0]]} holds too: {_listing(twice)}")
+            raise ModelLoadError(f"{path} has tensors that {owners[twice[0]]} has too: {_listing(twice)}")
         owners.update(dict.fromkeys(slices, file_name))
         tensors.update(slices)
     return tensors
 
 
 def _weight_files(folder: Path) -> dict[str, set[str]]:
-    """Return the weight files' names, each with the tensors that the index says it holds."""
+    """Return {weight file: tensors that the index lists for it}."""
     if (folder / WEIGHTS_FILE).is_file():
         return {WEIGHTS_FILE: set()}
     files: dict[str, set[str]] = {}
@@ -300,7 +299,7 @@ def _weight_files(folder: Path) -> dict[str, set[str]]:
             files.setdefault(file_name, set()).add(name)
         absent = sorted(file_name for file_name in files if not (folder / file_name).is_file())
         if absent:
-            raise ModelLoadError(f"{folder}: {INDEX_FILE} names files that are not there: {_listing(absent)}")
+            raise ModelLoadError(f"{folder}: {INDEX_FILE} names files that do not exist: {_listing(absent)}")
     else:
         files = {path.name: set() for path in sorted(folder.glob("*.safetensors"))}
     if not files:

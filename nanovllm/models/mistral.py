@@ -1,4 +1,4 @@
-"""Mistral: Llama without biases; a window on every layer unless the config says null."""
+"""Mistral: Llama without biases; a sliding window on every layer unless the config has null."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from nanovllm.models.llama import LLAMA
 
 
 def mistral_window(hf: HFConfig) -> int | None:
-    """The sliding window; an absent key is not the same as null."""
+    """The sliding window; a missing key means 4,096, null means none."""
     window: int | None = hf.raw.get("sliding_window", 4096)
     return window
 

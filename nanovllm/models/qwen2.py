@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5: biases on query, key and value, always; a window on upper layers only on request."""
+"""Qwen2 and Qwen2.5: biases on query, key and value; a sliding window only if the config enables it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ QWEN_DEFAULTS = {
 
 
 def qwen_window(hf: HFConfig) -> int | None:
-    """The sliding window, when the config switches it on and a layer uses it."""
+    """The sliding window, if the config enables it and a layer uses it."""
     window: int | None = hf.raw.get("sliding_window", 4096)
     if not hf.boolean("use_sliding_window") or window is None:
         return None

@@ -1,4 +1,4 @@
-"""Qwen3: RMSNorm on each query and key head, optional attention biases, a window only on request."""
+"""Qwen3: RMSNorm on each query and key head, optional attention biases and sliding window."""
 
 from __future__ import annotations
 

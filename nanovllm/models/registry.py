@@ -1,4 +1,4 @@
-"""Which family reads which of Hugging Face's `architectures`. One line for each."""
+"""The family for each name in Hugging Face's `architectures`, one line for each."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _FAMILIES: dict[str, ModelFamily] = {
 
 
 def register_model(architecture: str, family: ModelFamily) -> None:
-    """Make `architecture`, a name as in config.json's `architectures`, load as `family`."""
+    """Load models with the name `architecture` in config.json's `architectures` as `family`."""
     if not isinstance(family, ModelFamily):
         raise TypeError(f"family must be a ModelFamily, not {family!r}")
     _FAMILIES[architecture] = family
@@ -29,7 +29,7 @@ def supported_architectures() -> list[str]:
 
 
 def get_family(architecture: str) -> ModelFamily:
-    """Return the family of `architecture`; ValueError that lists the supported names when there is none."""
+    """Return the family of `architecture`; ValueError with the supported names if there is none."""
     if architecture not in _FAMILIES:
         raise ValueError(
             f"architecture {architecture!r} is not supported; "

@@ -1,6 +1,6 @@
-"""WeightUpdate: whether tensors may take the place of those of a checkpoint, checked before they are loaded.
+"""WeightUpdate: checks tensors that are to replace those of a checkpoint, before they are loaded.
 
-Knows names, shapes and dtypes, and what depends on what. Changes no weight, and knows no rank.
+Knows names, shapes, dtypes and dependencies between tensors. Changes no weight, and knows no rank.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from nanovllm.models.loader import EMBEDDING, ROTARY, TIED_HEAD
 
 
 class WeightUpdate:
-    """The tensors of one update, which may be some of a checkpoint's, in any order."""
+    """The tensors of one update: all or some of a checkpoint's, in any order."""
 
     def __init__(
         self, model: DecoderForCausalLM, updated: Collection[str], check_checkpoint: Callable[[], None]
     ) -> None:
-        """updated: those of earlier updates; check_checkpoint: raises when it cannot be read again."""
-        self.reload: list[str] = []  # tensors that the checkpoint must give once more, known at the end
+        """updated: names from earlier updates; check_checkpoint: raises if it cannot be read again."""
+        self.reload: list[str] = []  # tensors to read from the checkpoint again, complete at the end
         self._slots = model.weight_slots()
         self._folded = model.folded_norms()
         self._tied = model.config.tie_word_embeddings
@@ -32,28 +32,28 @@ class WeightUpdate:
         self._tied_values: dict[str, list[float]] = {}
 
     def accept(self, tensors: Iterable[Any]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield each (name, tensor) that is to be loaded, once it is checked; the last ones at the end.
+        """Yield each (name, tensor) to load, after checking it.
 
-        The weight of a norm that is multiplied into products comes last, when it is known that they come too,
-        or can be read from the checkpoint. Raises TypeError or ValueError that names the tensor.
+        A norm that is multiplied into products comes last: then it is known whether the update contains the
+        products, or whether the checkpoint has them. Raises TypeError or ValueError that names the tensor.
         """
         norms: dict[str, torch.Tensor] = {}
         for index, pair in enumerate(tensors):
             name, tensor = _named_tensor(index, pair)
             if name.endswith(ROTARY):
-                continue  # as when a checkpoint is loaded: computed from the config
+                continue  # computed from the config, as in a load of a checkpoint
             self._check(name, tensor)
             self._seen.add(name)
             if self._tied and name in (TIED_HEAD, EMBEDDING):
                 self._check_tied(name, tensor)
-            if name in self._folded:  # copied, for the caller may use its memory again
+            if name in self._folded:  # copied, because the caller may reuse its memory
                 weight = self._weight(name)
                 norms[name] = tensor.detach().to(weight.device, weight.dtype, copy=True)
             elif name in self._slots:
                 yield name, tensor.detach()
         if TIED_HEAD in self._tied_values and EMBEDDING not in self._tied_values:
             raise ValueError(
-                f"{TIED_HEAD} is {EMBEDDING} in this model (tie_word_embeddings); pass that one too"
+                f"{TIED_HEAD} is {EMBEDDING} in this model (tie_word_embeddings); pass {EMBEDDING} too"
             )
         for name, tensor in norms.items():
             if not torch.equal(tensor, self._weight(name)):
@@ -82,21 +82,21 @@ class WeightUpdate:
             )
         _, shard = self._slots[EMBEDDING if name == TIED_HEAD and self._tied else name]
         if tuple(tensor.shape) != shard.shape:
-            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, and the model needs {shard.shape}")
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, but the model needs {shard.shape}")
 
     def _check_tied(self, name: str, tensor: torch.Tensor) -> None:
-        """Two tensors are one in this model. Their rows are compared by hashes: one may be gone by now."""
+        """Check that the tied tensors are equal, by hashes of rows: the first one may be freed by now."""
         tensor = tensor.detach()
         hashes = torch.hash_tensor(tensor, dim=1).view(torch.int64)
         self._tied_values[name] = [*hashes.tolist(), *map(float, torch.aminmax(tensor))]
         if any(values != self._tied_values[name] for values in self._tied_values.values()):
             raise ValueError(
-                f"{TIED_HEAD} differs from {EMBEDDING}, and the model's config says that they are the same "
+                f"{TIED_HEAD} differs from {EMBEDDING}, but the model's config says that they are the same "
                 "(tie_word_embeddings)"
             )
 
     def _need_products(self, norm: str) -> None:
-        """See to it that all that `norm` is multiplied into is loaded again."""
+        """Have all tensors that `norm` is multiplied into loaded again."""
         missing = [name for name in self._folded[norm] if name not in self._seen]
         lost = [name for name in missing if name in self._updated]
         if lost:

@@ -1,10 +1,9 @@
-"""BlockManager: who owns which KV cache block, and which blocks hold a prompt beginning that can be shared.
+"""BlockManager: which sequences own each KV cache block, and which blocks hold a prefix that can be shared.
 
-Knows token ids and block numbers, never K/V itself. Blocks are handed out and taken back at planning time,
-while launched steps may still be writing. That is safe by one rule: the device runs steps in the order in
-which they were planned, so whatever an earlier step still writes into a block lands before its next owner's
-first write, and a block becomes shareable only when a step is planned that fills it, so that no later step
-will ever write it again.
+Knows token ids and block numbers, never K/V itself. Blocks are allocated and freed at planning time, while
+launched steps may still write to them. This is safe, because the device runs steps in the order of their
+plans. So an earlier step's writes to a block land before its next owner's first write. And a block becomes
+shareable only when the step that fills it is planned, so no later step writes to it.
 """
 
 from __future__ import annotations
@@ -16,12 +15,12 @@ import xxhash
 
 from nanovllm.plan.sequence import Sequence
 
-ROOT = 0  # the chain id of the empty beginning
+ROOT = 0  # the chain id of the empty prefix
 
 
 @dataclass(frozen=True, slots=True)
 class CachedBlock:
-    """The content of a full block: its tokens after its parent's. A chain id is never given twice."""
+    """The content of a full block: its tokens, and its parent in the chain. Chain ids are never reused."""
 
     key: int
     chain: int
@@ -30,15 +29,15 @@ class CachedBlock:
 
 
 def block_key(parent: int, tokens: bytes) -> int:
-    """Hash a block's tokens chained to its parent (xxHash64)."""
+    """Hash a block's tokens, seeded with its parent's chain id (xxHash64)."""
     return xxhash.xxh64_intdigest(tokens, seed=parent)
 
 
 class BlockManager:
     """Blocks with reference counts, and a prefix cache over full blocks.
 
-    A hit is confirmed by comparing the tokens and the parent's chain id, so two prompts whose hashes collide
-    never share. A freed block stays findable until it is needed, least recently used first.
+    A hit counts only if the tokens and the parent's chain id are equal, so a hash collision never shares
+    blocks. A freed block stays findable until it is reused, in least-recently-used order.
     """
 
     def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True) -> None:
@@ -46,12 +45,12 @@ class BlockManager:
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self._ref_counts = [0] * num_blocks
-        # Next to be reused first.
+        # In order of reuse.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._content: list[CachedBlock | None] = [None] * num_blocks
         self._by_key: dict[int, int] = {}  # block_key -> block
         self._next_chain = ROOT + 1
-        self.num_cached_tokens = 0  # that allocations found in the prefix cache, ever
+        self.num_cached_tokens = 0  # total tokens that allocations found in the prefix cache
 
     @property
     def usage(self) -> float:
@@ -62,10 +61,10 @@ class BlockManager:
         return -(-num_tokens // self.block_size)
 
     def allocate(self, seq: Sequence, spare: int = 0) -> bool:
-        """Give `seq`, which owns nothing, the blocks of all its tokens, shared where the prefix cache allows.
+        """Give `seq`, which owns no blocks, blocks for all its tokens, from the prefix cache if possible.
 
         Sets its block table and `num_computed_tokens` (at least one token is left to compute). Returns False
-        and changes nothing when fewer than `spare` blocks would stay free.
+        and changes nothing if fewer than `spare` blocks would stay free.
         """
         assert not seq.block_table
         needed = self.blocks_for(seq.num_tokens)
@@ -86,8 +85,8 @@ class BlockManager:
         return True
 
     def grow(self, seq: Sequence) -> bool:
-        """Make room for all of the sequence's tokens. Returns False and changes nothing when blocks are
-        short."""
+        """Add blocks for all of the sequence's tokens. Returns False and changes nothing if there are too few
+        free blocks."""
         missing = self.blocks_for(seq.num_tokens) - len(seq.block_table)
         if missing > len(self._free):
             return False
@@ -95,14 +94,14 @@ class BlockManager:
         return True
 
     def free(self, seq: Sequence) -> None:
-        """Take back the sequence's blocks. The last ones are reused first: a beginning is worth more than an
-        end."""
+        """Free the sequence's blocks. Its last blocks are reused first, because prefixes are shared more
+        often."""
         for block in reversed(seq.block_table):
             self._ref_counts[block] -= 1
             assert self._ref_counts[block] >= 0
             if self._ref_counts[block] == 0:
                 self._free[block] = None
-                if self._content[block] is None:  # nothing to lose: reuse it before any cached one
+                if self._content[block] is None:  # not cached: reuse it before all cached blocks
                     self._free.move_to_end(block, last=False)
         seq.block_table = []
         seq.num_computed_tokens = 0
@@ -110,8 +109,8 @@ class BlockManager:
         seq.chain = ROOT
 
     def register(self, seq: Sequence) -> None:
-        """Make the sequence's full blocks findable, as far as tokens are known and their K/V is computed by
-        the step that is being planned, or was before."""
+        """Make the sequence's full blocks findable, if their tokens are known and their K/V is computed by
+        the step being planned or an earlier one."""
         if not self.enable_prefix_caching:
             return
         size = self.block_size
@@ -123,7 +122,7 @@ class BlockManager:
             seq.num_hashed_blocks += 1
 
     def reset(self) -> bool:
-        """Make what blocks hold unfindable. False, and nothing is done, while a sequence owns one."""
+        """Empty the prefix cache and return True. While a sequence owns a block, do nothing, return False."""
         if len(self._free) < self.num_blocks:
             return False
         self._by_key.clear()
@@ -131,8 +130,8 @@ class BlockManager:
         return True
 
     def _find_prefix(self, seq: Sequence) -> list[int]:
-        """The cached blocks that hold the sequence's beginning, before its last token and before the first
-        whose hidden state is wanted."""
+        """The cached blocks of the sequence's prefix, without its last token and without tokens whose hidden
+        state is needed."""
         if not self.enable_prefix_caching:
             return []
         size, parent = self.block_size, ROOT
@@ -153,8 +152,8 @@ class BlockManager:
         return hits
 
     def _register_block(self, block: int, parent: int, tokens: bytes) -> int | None:
-        """Make `block` findable and return its chain id: an equal block's if there is one, None on a
-        collision."""
+        """Make `block` findable and return its chain id; if an equal block is cached, return that one's id.
+        None on a hash collision."""
         key = block_key(parent, tokens)
         if key in self._by_key:
             known = self._content[self._by_key[key]]
@@ -167,7 +166,7 @@ class BlockManager:
         return content.chain
 
     def _take(self) -> int:
-        """Take the next free block, forgetting what it held."""
+        """Take the next free block and remove its content from the prefix cache."""
         block, _ = self._free.popitem(last=False)
         content = self._content[block]
         if content is not None:

@@ -1,4 +1,4 @@
-"""SamplingTable: the sampling parameters of all running sequences, from which a step's columns are taken.
+"""SamplingTable: the sampling parameters of all running sequences; creates a step's sampling columns.
 
 Checks nothing: `SamplingParams` did.
 """
@@ -26,7 +26,7 @@ _NO_TOKENS = np.empty(0, np.int64)
 
 
 class SamplingTable:
-    """The sampling parameters of every slot, so that a step's columns are one NumPy lookup each."""
+    """The sampling parameters of every slot, so that each column of a step is one NumPy lookup."""
 
     def __init__(self, num_slots: int) -> None:
         self.temperature = np.zeros(num_slots, np.float32)
@@ -39,11 +39,11 @@ class SamplingTable:
         self.presence = np.zeros(num_slots, np.float32)
         self.num_logprobs = np.full(num_slots, NO_LOGPROBS, np.int32)
         self.has_rules = np.zeros(num_slots, bool)
-        self._bias: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # by slot: token ids and what is added
+        self._bias: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # by slot: token ids and biases
         self._has_extras = np.zeros(num_slots, bool)
 
     def set(self, seq: Sequence) -> None:
-        """Take the parameters of a sequence for its slot."""
+        """Store the parameters of a sequence in its slot."""
         slot, params = seq.slot, seq.params
         self.temperature[slot] = params.temperature
         self.top_k[slot] = min(max(params.top_k, 0), 2**31 - 1)
@@ -63,7 +63,7 @@ class SamplingTable:
         self._has_extras[slot] = asks or params.logprobs is not None
 
     def take(self, slots: np.ndarray) -> SamplingBatch:
-        """Return the columns for `slots` [S]; greedy rows do not make a column used."""
+        """Return the columns for `slots` [S]. A column that only greedy rows set counts as unused."""
         temperature = self.temperature[slots]
         sampled = temperature > 0
         if not sampled.any():
@@ -82,7 +82,7 @@ class SamplingTable:
         )
 
     def take_extras(self, seqs: list[Sequence], slots: np.ndarray, draws: np.ndarray) -> Extras:
-        """Return what the sequences of a step ask for besides; slots, draws [S] are theirs."""
+        """Return the extras that the sequences of a step request. slots, draws: [S]."""
         if not self._has_extras[slots].any():
             return NO_EXTRAS
         drawn = draws > 0
@@ -96,7 +96,7 @@ class SamplingTable:
     def _penalties(self, seqs: list[Sequence], slots: np.ndarray, drawn: np.ndarray) -> Penalties | None:
         new = [
             seq for seq, draws in zip(seqs, drawn, strict=True) if draws and seq.is_uncounted
-        ]  # each has its first token drawn since it was admitted
+        ]  # the step draws their first token since their admission
         columns = self.repetition[slots], self.frequency[slots], self.presence[slots]
         if not (new or (columns[0] != 1).any() or columns[1].any() or columns[2].any()):
             return None
@@ -128,12 +128,12 @@ class SamplingTable:
 def take_prompt_tokens(
     seqs: list[Sequence], query_lens: list[int]
 ) -> tuple[ScoredTokens | None, WantedTokens | None]:
-    """Return the prompt tokens of a prefill step that are to be scored, and those to be pooled.
+    """Return the prompt tokens of a prefill step to score, and those to pool.
 
-    Counts them as taken: each is taken once, also if the sequence is preempted and computed again.
+    Each token is returned once, even if its sequence is preempted and computed again.
     """
     start, num_logprobs = 0, 0
-    scored: list[tuple[int, int, int, int]] = []  # (first place, how many, row, first position)
+    scored: list[tuple[int, int, int, int]] = []  # (first place, count, row, first position)
     pooled: list[tuple[int, int, int, int]] = []
     for row, (seq, query_len) in enumerate(zip(seqs, query_lens, strict=True)):
         end = seq.num_computed_tokens
@@ -159,7 +159,7 @@ def take_prompt_tokens(
 
 
 def num_likeliest(asked: int) -> int:
-    """How many likeliest tokens `logprobs` asks for; of the whole vocabulary, more than there are."""
+    """The number of likeliest tokens that `logprobs` requests; for -1 the largest int32."""
     return asked if asked >= 0 else 2**31 - 1
 
 

@@ -1,7 +1,7 @@
-"""Scheduler: which sequences run in the next step, as one Batch. Pure planning: no torch, no tokens' text.
+"""Scheduler: decides which sequences run in the next step, as one Batch. No torch, no text.
 
-It plans step n+1 without the tokens of step n: lengths are known without the values, and a row that turns out
-to be surplus, because its sequence had already ended, is dropped in `postprocess`.
+It plans step n+1 without the tokens of step n, because it needs only lengths. If a sequence had already
+ended, its row is surplus, and `postprocess` drops it.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from nanovllm.plan.token_rules import RuledRow, restrict_all
 class Scheduler:
     """Queues, slots and blocks of all unfinished requests.
 
-    Prefill goes first; prompts beyond `max_num_batched_tokens` are computed in chunks. When blocks run out,
-    the newest running sequence gives up its own and goes to the front of the waiting queue, to be computed
-    again.
+    Prefill goes first; prompts longer than `max_num_batched_tokens` are computed in chunks. When blocks run
+    out, the newest running sequence is preempted: it gives up its blocks and goes to the front of the waiting
+    queue, to be computed again.
     """
 
     def __init__(
@@ -49,21 +49,21 @@ class Scheduler:
         share_outputs: bool = True,
         longest: int | None = None,
     ) -> None:
-        """share_outputs: whether the prefix cache also offers what decode steps wrote, besides prefill.
+        """share_outputs: whether the prefix cache also offers blocks that decode steps wrote.
 
-        longest: up to which value `max_model_len` can be raised; None: not above what it is.
+        longest: the value up to which the user can raise `max_model_len`; None: its current value.
         """
         self.block_manager = BlockManager(num_blocks, block_size, enable_prefix_caching)
         self.share_outputs = share_outputs
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = min(max_model_len, num_blocks * block_size)  # tokens of prompt and output
-        self._option = max_model_len  # before the KV cache lowered it
+        self._option = max_model_len  # before the size of the KV cache lowered it
         self._longest = max_model_len if longest is None else longest
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # oldest first
-        self.num_preemptions = 0  # ever
-        self.prefilling: Sequence | None = None  # the running sequence whose prompt is computed in part
+        self.num_preemptions = 0  # in total
+        self.prefilling: Sequence | None = None  # the running sequence whose prompt is partly computed
         self._unfinished: dict[int, Sequence] = {}
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
         self._sampling = SamplingTable(max_num_seqs)
@@ -75,8 +75,8 @@ class Scheduler:
         return not self._unfinished
 
     def check_fits(self, length: int, draws: bool = True) -> None:
-        """Raise ValueError, with what helps, when there is no room for a prompt of `length` tokens, and for
-        another token if it `draws`."""
+        """Raise ValueError, with the fix, if there is no room for a prompt of `length` tokens, plus one more
+        token if it `draws`."""
         limit = self.max_model_len
         if length < limit or (length == limit and not draws):
             return
@@ -97,7 +97,7 @@ class Scheduler:
         )
 
     def add(self, seq: Sequence) -> None:
-        """Queue a sequence. Raises ValueError when its prompt leaves no room for an output."""
+        """Queue a sequence. Raises ValueError if its prompt leaves no room for an output."""
         self.check_fits(seq.num_prompt_tokens, seq.params.max_tokens != 0)
         seq.max_tokens_total = self.max_model_len
         if seq.params.max_tokens is not None:
@@ -107,22 +107,21 @@ class Scheduler:
         self.waiting.append(seq)
 
     def abort(self, seq_id: int, reason: str = "abort") -> Sequence | None:
-        """End a sequence in whatever state it is and free what it holds; None when it is not (or no longer)
-        here."""
+        """End a sequence in any state and free its blocks and slot; None if it is unknown or has ended."""
         seq = self._unfinished.get(seq_id)
         if seq is not None:
             self._finish(seq, reason)
         return seq
 
     def schedule(self) -> Batch | None:
-        """Plan the next step; None when nothing can run before the launched steps' tokens are known.
+        """Plan the next step; None if nothing can run before the tokens of launched steps are known.
 
-        The plan must be launched before the next call: what it computes counts as cached from here on.
+        The plan must be launched before the next call: the K/V that it computes counts as cached at once.
         """
         return self._schedule_prefill() or self._schedule_decode()
 
     def postprocess(self, batch: Batch, output: StepOutput) -> TokenEvents:
-        """Take in the tokens of a step; return what they mean for the sequences."""
+        """Add the tokens of a step to their sequences; return the new tokens and the ended sequences."""
         events = TokenEvents([], [], {})
         self._take_extras(batch, output, events)
         for column, token_ids in enumerate(output.token_ids.T.tolist()):  # 0: first tokens
@@ -131,9 +130,9 @@ class Scheduler:
         return events
 
     def masks(self, batch: Batch, room: np.ndarray) -> TokenMasks:
-        """What may follow in a planned step, once `postprocess` has taken in all steps before it.
+        """The allowed tokens of a planned step. Call it after `postprocess` of all earlier steps.
 
-        room: [max_num_seqs, ceil(vocabulary / 32)] int32, where the bits are written.
+        room: [max_num_seqs, ceil(vocabulary / 32)] int32, the memory for the bits.
         """
         rows = [
             (row, seq)
@@ -160,7 +159,7 @@ class Scheduler:
         )
 
     def _take_extras(self, batch: Batch, output: StepOutput, events: TokenEvents) -> None:
-        """Take in what a step brings besides tokens, and end the sequences that want no token."""
+        """Store the other outputs of a step, and end the sequences that need no token."""
         asks = batch.extras is not NO_EXTRAS or not batch.draws.all()
         found = enumerate(map(self._unfinished.get, batch.seq_ids))
         seqs = {row: seq for row, seq in found if seq is not None} if asks else {}
@@ -186,12 +185,12 @@ class Scheduler:
                 events.finish_reasons[seq.seq_id] = "length"
 
     def _take_in(self, rows: Iterable[tuple[int, int, bool, bool]], events: TokenEvents) -> None:
-        """Take in at most one token of each row: (sequence id, token id, was it drawn, does it hold)."""
+        """Add at most one token of each row: (sequence id, token id, whether drawn, whether valid)."""
         unfinished, share_outputs = self._unfinished, self.share_outputs
         block_size = self.block_manager.block_size
         for seq_id, token_id, drawn, holds in rows:
             seq = unfinished.get(seq_id)
-            if seq is None or not drawn:  # a surplus row, or a chunk that ends before its prompt does
+            if seq is None or not drawn:  # a surplus row, or a chunk that is not the last of its prompt
                 continue
             seq.num_pending_tokens -= 1
             if not holds:
@@ -227,7 +226,7 @@ class Scheduler:
             query_lens.append(query_len)
             budget -= query_len
             seq.num_computed_tokens += query_len
-            # For the next row already: a layer stores a row's K/V before a later one attends.
+            # The next row can already share it: a layer stores a row's K/V before a later row attends.
             self.block_manager.register(seq)
             self.prefilling = seq if seq.num_computed_tokens < len(seq.token_ids) else None
         if not seqs:
@@ -248,12 +247,12 @@ class Scheduler:
         )
 
     def _admit(self, first: bool) -> Sequence | None:
-        """Move the next waiting sequence to the running ones; None when there is none or it must wait.
+        """Move the next waiting sequence to the running ones; None if there is none or it must wait.
 
-        While others decode, the first admission of a step waits until an eighth as many slots are free (or
-        the whole queue fits): a prefill step for a single prompt would stall them all for little. For the
-        same reason it leaves more blocks free than the others do. All leave half a block for each running
-        sequence to grow by: who is admitted to the last block is soon preempted, and computed again.
+        A prefill step for a single prompt stalls all running sequences. So the first admission of a step
+        waits until the free slots are an eighth of the running sequences (or fit the whole queue), and leaves
+        three quarters of a block free for each running sequence. Later admissions of the step leave half a
+        block for each, so that sequences can grow and few are preempted and computed again.
         """
         if not self.waiting or not self._free_slots:
             return None
@@ -283,7 +282,7 @@ class Scheduler:
             seq = self.running[index]
             index += 1
             num_tokens = len(seq.token_ids) + seq.num_pending_tokens
-            if num_tokens >= seq.max_tokens_total:  # ended; only its last tokens' values are still to come
+            if num_tokens >= seq.max_tokens_total:  # complete; only the values of its last tokens are pending
                 continue
             if num_tokens > len(seq.block_table) * block_size and not self._grow(seq):
                 continue
@@ -294,7 +293,7 @@ class Scheduler:
         if not seqs:
             return None
         size, lens = len(seqs), np.array(context_lens, np.int32)
-        # Longest first, as a GPU starts attention row by row: what is left at the end is short.
+        # Longest first: a GPU starts attention in row order, so only short rows are left at the end.
         order = np.argsort(-lens, kind="stable")
         return self._make_batch(
             StepKind.DECODE,
@@ -306,8 +305,8 @@ class Scheduler:
         )
 
     def _grow(self, seq: Sequence) -> bool:
-        """Give `seq` the block it needs; if none is free, preempt the newest sequences. False when it was
-        preempted itself."""
+        """Give `seq` the block it needs; if none is free, preempt the newest sequences. False if `seq` itself
+        was preempted."""
         while not self.block_manager.grow(seq):
             victim = self.running[-1]
             self._release(victim)
@@ -330,7 +329,7 @@ class Scheduler:
         del self._unfinished[seq.seq_id]
 
     def _release(self, seq: Sequence) -> None:
-        """Take a running sequence's blocks and slot."""
+        """Free a running sequence's blocks and slot."""
         if seq is self.prefilling:
             self.prefilling = None
         self.running.remove(seq)
@@ -341,7 +340,7 @@ class Scheduler:
         seq.slot = NO_SLOT
 
     def _write_table(self, seq: Sequence) -> None:
-        """Bring the slot's row up to the sequence's block table."""
+        """Copy the sequence's block table to the row of its slot."""
         self._block_tables[seq.slot, : len(seq.block_table)] = seq.block_table
         self._table_lens[seq.slot] = len(seq.block_table)
 

@@ -21,21 +21,21 @@ class SequenceStatus(Enum):
 
 @dataclass(slots=True, eq=False, repr=False)
 class Sequence:
-    """A prompt and what has been generated from it.
+    """A prompt and the tokens generated from it.
 
-    Tokens come in three kinds: computed ones have K/V in the cache (or launched to be), known ones have a
-    value on the host, and pending ones were sampled by a step that has been launched but not read back.
+    Computed tokens have K/V in the cache, or a launched step computes it. Known tokens have a value on the
+    host. Pending tokens are drawn by a step that was launched but not read yet.
     """
 
     seq_id: int
-    token_ids: list[int]  # known tokens; at first the prompt's, of which a copy is made
+    token_ids: list[int]  # known tokens; starts as a copy of the prompt
     params: SamplingParams
     seed: int
     stop_ids: frozenset[int] = frozenset()
-    prompt_bytes: bytes = b""  # the prompt's ids as int32; made here where the caller has none
-    rules: list[Rule] = field(default_factory=list)  # what may follow its tokens
-    next_wanted: int | None = None  # the next prompt position whose hidden state is wanted, if any is
-    pooling: str | None = None  # what wanted hidden states become, as of `Request`; None: they score tokens
+    prompt_bytes: bytes = b""  # the prompt's ids as int32; computed here if empty
+    rules: list[Rule] = field(default_factory=list)  # on the next token
+    next_wanted: int | None = None  # the next prompt position whose hidden state is needed, if any
+    pooling: str | None = None  # of these hidden states, as in `Request`; None: they score tokens
     num_prompt_tokens: int = field(init=False)
     max_tokens_total: int = 0  # of prompt and output; the scheduler sets it
     status: SequenceStatus = SequenceStatus.WAITING
@@ -45,10 +45,10 @@ class Sequence:
     num_cached_tokens: int | None = None  # at first admission
     num_preemptions: int = 0
     block_table: list[int] = field(default_factory=list)
-    num_hashed_blocks: int = 0  # leading blocks of the table that have gone through the prefix cache
-    chain: int | None = 0  # the prefix cache's id of that beginning; None once it cannot be extended
-    is_uncounted: bool = False  # whether penalties have yet to count its tokens, since it was admitted
-    logprobs: list[tuple[TokenLogprobs, int]] = field(default_factory=list)  # a row for each output token
+    num_hashed_blocks: int = 0  # leading blocks that are registered in the prefix cache
+    chain: int | None = 0  # the chain id of these blocks; None if a hash collision prevents more
+    is_uncounted: bool = False  # penalties have not counted its tokens since its admission
+    logprobs: list[tuple[TokenLogprobs, int]] = field(default_factory=list)  # one row for each output token
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # in parts, in order
     pooled: np.ndarray | None = None  # [hidden_size] float32, the sum so far
     finish_reason: str | None = None
@@ -60,7 +60,7 @@ class Sequence:
         self.prompt_bytes = self.prompt_bytes or _as_bytes(self.token_ids)
 
     def token_bytes(self, start: int, end: int) -> bytes:
-        """The known tokens start .. end as int32."""
+        """The known tokens [start, end) as int32."""
         if end <= self.num_prompt_tokens:
             return self.prompt_bytes[4 * start : 4 * end]
         return _as_bytes(self.token_ids[start:end])
@@ -81,7 +81,7 @@ class Sequence:
 
     @property
     def has_rules(self) -> bool:
-        """Whether its tokens before say what may follow, by rules or by functions of the caller's."""
+        """Whether the next token depends on previous tokens, by rules or by logits processors."""
         return bool(self.rules or self.params.logits_processors)
 
     def __repr__(self) -> str:

@@ -1,6 +1,6 @@
 """Token rules: which tokens may follow the output of a sequence, as bits.
 
-A rule belongs to one sequence. Knows neither texts nor logits; who applies the bits is the device's side.
+A rule belongs to one sequence. Knows neither text nor logits; the device applies the bits.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ ALL_TOKENS = -1  # a word of bits that allows all of its 32 tokens
 
 
 class TokenRule(Protocol):
-    """What may follow the output of one sequence."""
+    """Restricts the next token of one sequence."""
 
     def restrict(self, bits: np.ndarray, token_ids: Sequence[int], start: int) -> None:
-        """Clear in `bits` what may not follow `token_ids`, whose output begins at `start`.
+        """Clear the bits of tokens that may not follow `token_ids`, whose output begins at `start`.
 
         bits: [ceil(V / 32)] int32; bit i % 32 of word i // 32 is token i.
         """
 
 
 class TokenSet:
-    """Token ids as the words of bits that hold any of them."""
+    """A set of token ids, stored as its non-zero words of bits."""
 
     def __init__(self, token_ids: Iterable[int]) -> None:
         ids = np.fromiter(token_ids, np.int64)
@@ -45,7 +45,7 @@ class TokenSet:
 
 
 class AllowedTokens:
-    """Nothing but some tokens, at any place."""
+    """Allows only some tokens, at any position."""
 
     def __init__(self, token_ids: Iterable[int]) -> None:
         self._allowed = TokenSet(token_ids)
@@ -59,7 +59,7 @@ class AllowedTokens:
 
 
 class MinTokens:
-    """No token that ends the output before it has `min_tokens` others."""
+    """Forbids tokens that end the output before it has `min_tokens` tokens."""
 
     def __init__(self, min_tokens: int, stop_ids: Iterable[int]) -> None:
         self._min_tokens = min_tokens
@@ -71,10 +71,10 @@ class MinTokens:
 
 
 class BadWords:
-    """No word, a sequence of tokens, anywhere in the output: its last token may not follow the others."""
+    """Forbids words, which are token sequences: the last token of a word may not follow its other tokens."""
 
     def __init__(self, words: Iterable[Sequence[int]]) -> None:
-        """words: none of them empty."""
+        """words: non-empty token sequences."""
         lasts: dict[tuple[int, ...], list[int]] = {}  # by the tokens before
         for word in words:
             *before, last = word
@@ -93,37 +93,37 @@ class BadWords:
 
 
 class Matchers(Protocol):
-    """Makes the matchers of one grammar, each at its beginning, with a mask as long as the rows of bits."""
+    """Creates the matchers of one grammar, in their initial state, with masks as long as the rows of bits."""
 
-    executor: LLExecutor  # works on many matchers side by side
+    executor: LLExecutor  # processes many matchers in parallel
 
     def new(self) -> LLMatcher:
-        """A matcher for one output; it may share memory, and thus limits, with others."""
+        """A matcher for one output; it may share memory, and thus limits, with other matchers."""
 
     def alone(self) -> LLMatcher:
-        """One that shares nothing."""
+        """A matcher that shares nothing."""
 
 
 class Grammar:
-    """A text of a given form, such as a JSON schema's, followed by a token that ends the output.
+    """Enforces the form of the text, such as a JSON schema, followed by a token that ends the output.
 
-    Where the text may end, all stop tokens are allowed; where it must end, nothing else is. When llguidance
-    gives up, as a state grows beyond its limits, no token is allowed.
+    Where the text may end, all stop tokens are allowed; where it must end, only these. If llguidance fails,
+    for example because a state exceeds its limits, no token is allowed.
     """
 
     def __init__(self, matchers: Matchers, stop_ids: Iterable[int]) -> None:
-        """stop_ids: all that end the output, those of the matchers' tokenizer included."""
+        """stop_ids: all tokens that end the output, including those of the matchers' tokenizer."""
         self.executor = matchers.executor
         self._matchers = matchers
-        self._matcher: LLMatcher | None = None  # made when the sequence begins
+        self._matcher: LLMatcher | None = None  # created when the sequence begins
         self._stops = TokenSet(stop_ids)
         self._num_consumed = 0
         self._may_end = False
 
     def advance(self, token_ids: Sequence[int], start: int) -> tuple[LLMatcher, list[int]]:
-        """Take in the new tokens of an output that begins at `start`, all but the last.
+        """Consume the new tokens of an output that begins at `start`, except the last.
 
-        Returns the matcher, and that last one for it to consume, if there is a new one.
+        Returns the matcher, and a list of the last new token, which the matcher must still consume.
         """
         if self._matcher is None:
             self._matcher = self._matchers.new()
@@ -134,9 +134,9 @@ class Grammar:
         return self._matcher, new[-1:]
 
     def complete(self, bits: np.ndarray, token_ids: Sequence[int], start: int) -> None:
-        """Bring the mask that the matcher has computed in line with the request's stop tokens."""
+        """Add the request's stop tokens to the mask that the matcher computed."""
         assert self._matcher is not None
-        if self._matcher.is_error():  # perhaps at a limit that others have used up
+        if self._matcher.is_error():  # perhaps at a limit that it shares with other matchers
             self._matcher = self._matchers.alone()
             self._matcher.consume_tokens(list(token_ids[start:]))
             self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
@@ -147,7 +147,7 @@ class Grammar:
             bits[:] = 0
 
     def end(self, bits: np.ndarray) -> None:
-        """Let the output end where it may and other rules have left nothing."""
+        """If the text may end and other rules left no token, allow the stop tokens."""
         if self._may_end and not bits.any():
             self._stops.add_to(bits)
 
@@ -159,17 +159,17 @@ class RuledRow(NamedTuple):
     """A sequence with rules, and its row of bits."""
 
     row: int
-    rules: Sequence[Rule]  # at most one grammar
-    token_ids: Sequence[int]  # all known ones; from call to call they grow by tokens that were allowed
+    rules: Sequence[Rule]  # at most one Grammar
+    token_ids: Sequence[int]  # all known tokens; between calls they grow by allowed tokens
     start: int  # where the output begins
 
 
 def restrict_all(rows: Sequence[RuledRow], bits: np.ndarray) -> None:
-    """Fill a row of bits for each sequence: what all of its rules allow.
+    """Fill a row of bits for each sequence: the tokens that all of its rules allow.
 
-    bits: [M, ceil(V / 32)] int32, contiguous; rows that are not named stay as they are. A row may be left
-    without any token, as when allowed tokens are bad words; but a `Grammar` whose text is complete always
-    lets the output end.
+    bits: [M, ceil(V / 32)] int32, contiguous; rows not in `rows` keep their values. A row may end up with no
+    token, for example if all allowed tokens are bad words. But where a `Grammar` lets the text end, the
+    output can always end.
     """
     assert bits.flags.c_contiguous and bits.dtype == np.int32
     grammars: list[tuple[RuledRow, Grammar, LLMatcher, list[int]]] = []

@@ -1,6 +1,6 @@
 """LinearMethod: how the weight of one layer is stored, loaded and multiplied. A method never communicates.
 
-A layer says what is multiplied, and which part of the weight this rank holds; the method does the rest.
+A layer defines what is multiplied and which part of the weight this rank holds; the method does the rest.
 """
 
 from __future__ import annotations
@@ -21,21 +21,19 @@ class NormedProduct(NamedTuple):
 
     out: torch.Tensor  # [T, N], or [T, N / 2] after `silu_and_mul`
     total: torch.Tensor  # [T, K], x + residual
-    rms_of: torch.Tensor | None  # [T, K]: `out` is still to be divided by its rows' root mean square
+    rms_of: torch.Tensor | None  # [T, K]; the reader of `out` must divide it by the root mean square of rows
 
 
 class LinearMethod(ABC):
     """Stores, loads and multiplies one weight [N, K]. One instance serves one layer.
 
-    A subclass says how to create, load and apply. It may override the products with something fused in.
+    A subclass defines how to create, load and apply. It may override the fused products.
 
-    What takes memory on the device is in parameters of the layer. Loading again writes into the same memory,
-    whose addresses CUDA graphs hold, and a load of all tensors needs nothing of what it held before.
+    All device memory belongs to parameters of the layer. Loading again writes to the same memory, whose
+    addresses CUDA graphs hold. A load of all tensors does not depend on the previous content.
     """
 
-    norm_weight: torch.Tensor | None = (
-        None  # of the norm before it, where loading multiplies this weight by it
-    )
+    norm_weight: torch.Tensor | None = None  # of the norm before it, if it is folded into this weight
 
     @abstractmethod
     def create(
@@ -43,22 +41,22 @@ class LinearMethod(ABC):
     ) -> list[WeightShard]:
         """Register uninitialised parameters for a weight of `shape` on `layer`.
 
-        `shards` are the parts of the whole weight that this rank holds. Return what a checkpoint must hold to
-        fill the parameters; where it holds the weight itself, that is `shards`.
+        shards: the parts of the whole weight that this rank holds. Return the shards that a checkpoint must
+        hold to fill the parameters; if it holds the weight itself, these are `shards`.
         """
 
     @abstractmethod
     def load(self, shard: WeightShard, source: WeightSource) -> None:
-        """Take this rank's part of `source`, the checkpoint tensor of `shard`; again, any number of times."""
+        """Load this rank's part of `source`, the checkpoint tensor of `shard`; can be called again."""
 
     def follows(self, norm_weight: torch.Tensor) -> None:
-        """Learn the weight [K] of the norm before every product; a method may fold it into its own weight."""
+        """Declare the weight [K] of the norm before every product; a method may fold it in."""
         return
 
     def finish_loading(self) -> None:
-        """Do what needs all tensors of a checkpoint. Called after them, before the next product.
+        """Do the work that needs all tensors. Called after loading, before the next product.
 
-        Raises ValueError when tensors were loaded again without others that they were folded into.
+        Raises ValueError if a norm was loaded again without all tensors that it is folded into.
         """
         return
 
@@ -75,9 +73,9 @@ class LinearMethod(ABC):
         bias: torch.Tensor | None = None,
         silu: bool = False,
     ) -> NormedProduct:
-        """Multiply `rms_norm` of x + residual, both [T, K]; with `silu`, `silu_and_mul` of the product.
+        """The product with `rms_norm` of x + residual, both [T, K]; with `silu`, `silu_and_mul` of it.
 
-        Without `silu` the result may still have to be divided, by whatever reads it next.
+        Without `silu` the reader may have to divide the result; see `NormedProduct.rms_of`.
         """
         normed, total = add_rms_norm(x, residual, norm_weight, eps)
         out = self.apply(normed, bias)
@@ -88,6 +86,6 @@ class LinearMethod(ABC):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return (the product with x [T, K], residual [T, N]), not added yet; or (their sum, None).
 
-        The sum may take the memory of the residual.
+        The sum may use the memory of the residual.
         """
         return self.apply(x, bias), residual

@@ -11,7 +11,7 @@ ShardId = str | int | None
 
 
 class WeightSlice(Protocol):
-    """A tensor in a file, of which only the indexed part is read: `safe_open(...).get_slice(name)`."""
+    """A tensor in a file; indexing reads only the indexed part: `safe_open(...).get_slice(name)`."""
 
     def get_shape(self) -> list[int]: ...
 
@@ -23,8 +23,8 @@ WeightSource = torch.Tensor | WeightSlice
 
 @dataclass(frozen=True, slots=True)
 class WeightShard:
-    """Where one checkpoint tensor goes: `[start, start + length)` along `dim` is copied to the parameter's
-    `[offset, offset + length)` along the same `dim`."""
+    """The destination of one checkpoint tensor: its `[start, start + length)` along `dim` is copied to the
+    parameter's `[offset, offset + length)` along the same `dim`."""
 
     param: str
     shard_id: ShardId
@@ -36,7 +36,7 @@ class WeightShard:
 
     @property
     def label(self) -> str:
-        """What to call it beside the layer's name: the parameter, and the shard if it has several."""
+        """Its name within the layer: the parameter, and the shard if there are several."""
         return self.param if self.shard_id is None else f"{self.param}[{self.shard_id!r}]"
 
     @classmethod
@@ -51,7 +51,7 @@ class WeightShard:
     def copy(self, source: WeightSource, parameter: torch.Tensor) -> None:
         """Copy this rank's part of `source`, a whole checkpoint tensor, to its place, cast to its dtype.
 
-        Only that part is read when `source` is a slice of a file.
+        If `source` is a slice of a file, only that part is read.
         """
         if self.length:
             index = (slice(None),) * self.dim + (slice(self.start, self.start + self.length),)

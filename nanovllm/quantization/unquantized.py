@@ -1,4 +1,4 @@
-"""UnquantizedLinearMethod: a weight in the model's dtype, multiplied by the kernel that suits the rows."""
+"""UnquantizedLinearMethod: a weight in the model's dtype; the number of rows selects the kernel."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from nanovllm.quantization.shards import WeightShard, WeightSource
 
 
 class UnquantizedLinearMethod(LinearMethod):
-    """x @ weight^T, by `gemv` for few rows, by `linear` where that is faster, else by torch.
+    """x @ weight^T, with `gemv` for few rows, `linear` where that is faster, else torch.
 
-    With `deterministic` it is always `linear`, and a row has the same bits beside any others.
+    With `deterministic` it always uses `linear`, and the bits of a row do not depend on other rows.
 
-    With `fuse` neither the norm before a product nor the addition after it is a kernel of its own. The norm's
-    weight is multiplied into this one, and whatever reads the product divides it by the root mean square. The
-    product adds to the residual itself. The result differs by rounding only. `fuse` is for one rank, and not
-    for float16: the product of a row that is not normalised may overflow.
+    With `fuse`, the norm before a product and the addition after it have no kernels of their own. The norm's
+    weight is multiplied into this weight, and the reader of the product divides it by the root mean square.
+    The product adds to the residual itself. The result differs only by rounding. `fuse` is for one rank, and
+    not for float16, where the product of a row that is not normalised may overflow.
     """
 
-    weight: torch.Tensor  # [N, K]; with the norm's weight in it when loading is finished
+    weight: torch.Tensor  # [N, K]; multiplied by the norm's weight after `finish_loading`
 
     def __init__(
         self, dtype: torch.dtype, device: torch.device, deterministic: bool = False, fuse: bool = False
@@ -34,8 +34,8 @@ class UnquantizedLinearMethod(LinearMethod):
         self.deterministic = deterministic
         self.fuse = fuse
         self._shards: list[WeightShard] = []
-        self._folded: torch.Tensor | None = None  # its value at that time
-        self._unfolded: set[WeightShard] = set()  # whose part of the weight is as in the checkpoint
+        self._folded: torch.Tensor | None = None  # the norm's weight when it was folded
+        self._unfolded: set[WeightShard] = set()  # shards whose part of the weight is as in the checkpoint
 
     def create(
         self, layer: nn.Module, shape: tuple[int, int], shards: list[WeightShard]
@@ -56,7 +56,7 @@ class UnquantizedLinearMethod(LinearMethod):
             self.norm_weight = norm_weight
 
     def finish_loading(self) -> None:
-        """Fold the norm's weight into what was loaded."""
+        """Fold the norm's weight into the loaded shards."""
         if self.norm_weight is None:
             return
         if self._folded is None or not torch.equal(self._folded, self.norm_weight):

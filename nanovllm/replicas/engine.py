@@ -1,6 +1,6 @@
-"""ReplicatedEngine: makes requests as any engine, has replicas compute them, and gives their outputs.
+"""ReplicatedEngine: creates requests like any engine, has replicas compute them, and returns their outputs.
 
-Owns the Replicas. Has no model on any device; its scheduler only says which prompts fit.
+Owns the Replicas. Has no model on any device; its scheduler only checks which prompts fit.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ if TYPE_CHECKING:
 
 
 class RemoteRequests(Requests):
-    """The unfinished requests of an engine whose sequences are elsewhere."""
+    """The unfinished requests of an engine whose sequences are in other processes."""
 
     def find(self, request_id: str | int) -> Request | None:
-        """The request; None when it is unknown or finished."""
+        """The request; None if it is unknown or finished."""
         state = self._states.get(str(request_id))
         return None if state is None else state.request
 
     def take_in(self, packed: RequestOutput) -> RequestOutput:
-        """Return the output of a request that has ended, with its prompt and when it came here."""
+        """Return the output of a request that has ended, with its prompt and its arrival time here."""
         state = self._states.pop(packed.request_id)
         output, metrics = unpack_output(packed, state.request, self._processor), packed.metrics
         if metrics is None:
@@ -47,7 +47,7 @@ class RemoteRequests(Requests):
         return replace(output, metrics=replace(metrics, arrival_time=arrival, time_in_queue=in_queue))
 
     def abort(self, request_id: int) -> RequestOutput:
-        """Return the output of a request that has not run, and forget it."""
+        """Forget a request that has not run, and return its output."""
         state = self._states.pop(str(request_id))
         request, processor = state.request, self._processor
         for index in range(request.params.n):
@@ -57,7 +57,7 @@ class RemoteRequests(Requests):
         return processor.output(request, completions, self._metrics(state, perf_counter()), [])
 
     def give_up(self, request_id: int, why: str) -> RequestOutput:
-        """Return the output of a request that no replica survives, and forget it."""
+        """Forget a request that no replica survives, and return its output."""
         request, error = self._states.pop(str(request_id)).request, ValueError(why)
         return refused_output(request_id, request.index, request, error, error)
 
@@ -65,8 +65,8 @@ class RemoteRequests(Requests):
 class ReplicatedEngine(LLMEngine):
     """`data_parallel_size` replicas, fed from one queue: outputs and their seeds are those of one engine.
 
-    A replica that ends is started again, and what it had not answered runs again. A request that three
-    replicas in turn did not survive becomes an output with an `error`. WorkerError when no replica is left.
+    A replica that ends restarts, and its unfinished requests run again. If three replicas in turn die with a
+    request, its output has an `error`. WorkerError if no replica is left.
     """
 
     _requests: RemoteRequests
@@ -96,7 +96,7 @@ class ReplicatedEngine(LLMEngine):
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase | None:
-        """As of any engine. One that is set is copied to the replicas."""
+        """As in any engine. Setting it also sets it on the replicas."""
         return self._processor.tokenizer
 
     @tokenizer.setter
@@ -107,12 +107,12 @@ class ReplicatedEngine(LLMEngine):
             self._processor.tokenizer = tokenizer
 
     def reset_prefix_cache(self) -> bool:
-        """Forget what the KV caches hold. False, and nothing is done, while there are requests."""
+        """Empty the prefix caches and return True. While there are requests, do nothing and return False."""
         with self._calling(self._open_stream, asleep=True):
             return not self._requests and all(self._replicas.call("reset_prefix_cache"))
 
     def abort(self, request_id: str | int) -> RequestOutput | None:
-        """As of any engine."""
+        """As in any engine."""
         with self._calling(self._open_stream, asleep=True):
             request = self._requests.find(request_id)
             found = None if request is None else self._replicas.abort(request.request_id)
@@ -127,27 +127,27 @@ class ReplicatedEngine(LLMEngine):
             return output
 
     def start_profile(self, folder: str | Path | None = None) -> None:
-        raise ValueError("start_profile() needs data_parallel_size=1: a profile is of one engine")
+        raise ValueError("start_profile() needs data_parallel_size=1: a profile covers one engine")
 
     def stop_profile(self) -> list[Path]:
         raise RuntimeError("no profile is on; start_profile() needs data_parallel_size=1")
 
     def stats(self) -> EngineStats:
-        """As of any engine, all replicas together. Seconds are a replica's share of those that all took."""
+        """As in any engine, summed over replicas. Seconds are divided by the number of replicas."""
         return self._counters.snapshot(len(self._requests), *self._running_and_waiting, self._kv_cache_usage)
 
     # -- inside ------------------------------------------------------------------------------------------
 
     @property
     def _kv_cache_usage(self) -> float:
-        """The mean of the replicas'."""
+        """The mean over the replicas."""
         usage = [each.kv_cache_usage for each in list(self._last_stats.values())]
         return sum(usage) / self.config.data_parallel_size
 
     @property
     def _running_and_waiting(self) -> tuple[int, int]:
-        """How many sequences of all replicas there are of each, as they told last."""
-        last = list(self._last_stats.values())  # which another thread may add to
+        """The numbers of running and waiting sequences of all replicas, from their last reports."""
+        last = list(self._last_stats.values())  # a copy: another thread may add to it
         return sum(each.num_running for each in last), sum(each.num_waiting for each in last)
 
     def _current_device(self) -> AbstractContextManager[object]:
@@ -171,9 +171,9 @@ class ReplicatedEngine(LLMEngine):
         self._replicas.add(requests)
 
     def _step(self) -> tuple[list[RequestOutput], StepStats | None]:
-        """Wait for the next step of any replica; return the requests that finished with it, and its stats.
+        """Wait for the next step of any replica; return the outputs of its finished requests, and its stats.
 
-        Replicas compute at the same time, so what is returned took a replica's share of its seconds.
+        Replicas run in parallel, so the returned stats divide the step's seconds by the number of replicas.
         """
         if not self._requests:
             return [], None

@@ -1,7 +1,4 @@
-"""How requests and outputs travel between processes: without what the other side has or can make.
-
-Sends nothing.
-"""
+"""Packs requests and outputs for the pipe, without what the other side has or can compute. Sends nothing."""
 
 from __future__ import annotations
 
@@ -17,26 +14,26 @@ from nanovllm.text.request import Request
 
 
 def pack_request(request: Request) -> Request:
-    """Without the prompt's text and the list of its ids, and without a compiled constraint."""
+    """Remove the prompt's text, the list of its ids, and the compiled constraint."""
     return replace(request, prompt=None, prompt_token_ids=[], constraint=None)
 
 
 def unpack_request(request: Request, processor: Processor) -> Request:
-    """With the list of the prompt's ids, and the constraint compiled again."""
+    """Restore the list of the prompt's ids, and compile the constraint again."""
     ids = np.frombuffer(request.prompt_bytes, np.int32).tolist()
     return replace(request, prompt_token_ids=ids, constraint=processor.constraint(request.params))
 
 
 def pack_output(output: RequestOutput) -> RequestOutput:
-    """Without the prompt, and with logprobs as (columns, how many entries before them are None, tokens before
-    them)."""
+    """Remove the prompt, and turn logprobs into (columns, number of None entries before them, the tokens
+    before them)."""
     completions = [replace(each, logprobs=_pack_logprobs(each.logprobs)) for each in output.outputs]
     logprobs = _pack_logprobs(output.prompt_logprobs)
     return replace(output, prompt=None, prompt_token_ids=[], outputs=completions, prompt_logprobs=logprobs)
 
 
 def unpack_output(output: RequestOutput, request: Request, processor: Processor) -> RequestOutput:
-    """With the request's prompt, and logprobs with the texts of their tokens."""
+    """Restore the request's prompt, and logprobs with decoded tokens."""
 
     def unpacked(logprobs: Any) -> Any:
         return processor.logprob_dicts(request.params, *logprobs) if isinstance(logprobs, tuple) else logprobs

@@ -1,6 +1,6 @@
-"""Replicas: several engines with one model, fed from one queue; one that ends is started again.
+"""Replicas: several engines with one model, fed from one queue; a replica that ends restarts.
 
-Owns the queue and the processes. Makes no request and no text; starts no thread.
+Owns the queue and the processes. Creates no requests and no text; starts no thread.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from nanovllm.workers.worker import EXIT_SECONDS, disown
 
 logger = logging.getLogger("nanovllm")
 
-MAX_RUNS = 3  # of a request whose replica ends meanwhile; the last time it runs alone
+MAX_RUNS = 3  # of a request whose replica ends each time; the last time it runs alone
 MAX_FAILURES = 3  # of a replica in a row, without an answer in between
 POLL_SECONDS = 0.1
-HANG_SECONDS = 600.0  # without a word of a replica that has requests: it hangs; no step takes so long
-ABORT_SECONDS = 30.0  # the same when it is told to abort requests, which it does after a step
-LOOK_AHEAD = 8  # times max_num_seqs: how many requests the router chooses among
+HANG_SECONDS = 600.0  # a replica with requests that sends nothing this long hangs; no step takes so long
+ABORT_SECONDS = 30.0  # the same after a call to abort requests, which runs after the current step
+LOOK_AHEAD = 8  # requests that the router chooses from, in multiples of max_num_seqs
 
 
 class Arrival(NamedTuple):
-    """What has come of one step of a replica, or of a request that is given up."""
+    """The results of one step of a replica, or requests that are given up."""
 
     outputs: list[RequestOutput]  # packed
-    lost: dict[int, str]  # requests that are given up, by id, and why
+    lost: dict[int, str]  # the reason for each request that is given up, by id
     stats: StepStats | None
     replica: int  # its number
 
@@ -53,7 +53,7 @@ class Replicas:
     def __init__(self, configs: list[Config]) -> None:
         """Start a process for each configuration and wait until all are ready.
 
-        Raises what a replica raises, with its number, and leaves nothing behind.
+        Raises a replica's error, with its number, after ending all processes.
         """
         if current_process().daemon:
             raise RuntimeError(
@@ -62,16 +62,16 @@ class Replicas:
             )
         self._routes_by_prompt = configs[0].enable_prefix_caching
         self._members = [ReplicaProcess(number, config) for number, config in enumerate(configs)]
-        self._settings: dict[str, object] = {}  # methods of `Replica` that each calls at its start
+        self._settings: dict[str, object] = {}  # method of `Replica` -> argument; called at each start
         self._look_ahead = LOOK_AHEAD * configs[0].max_num_seqs
         self.router = Router(len(configs), reach=2 * self._look_ahead)
-        self._routed: dict[int, Request] = {}  # all that wait in the router, by id
-        self._backlog: deque[Request] = deque()  # what comes behind them
-        self._again: deque[Request] = deque()  # to be run again
-        self._alone: deque[Request] = deque()  # to be run for the last time, alone
-        self._num_lost: dict[int, int] = {}  # by request id: how many replicas ended while it ran
+        self._routed: dict[int, Request] = {}  # the requests that wait in the router, by id
+        self._backlog: deque[Request] = deque()  # the requests behind them
+        self._again: deque[Request] = deque()  # to run again
+        self._alone: deque[Request] = deque()  # to run for the last time, alone
+        self._num_lost: dict[int, int] = {}  # by request id: number of replicas that ended while it ran
         self._arrivals: deque[Arrival] = deque()
-        self._replies: dict[int, Any] = {}  # by number of the replica: what its call has returned
+        self._replies: dict[int, Any] = {}  # by number of the replica: the result of its call
         self._ready: dict[int, Ready] = {}
         self._is_starting = True
         os.register_at_fork(after_in_child=partial(disown, weakref.ref(self)))
@@ -92,21 +92,18 @@ class Replicas:
 
     @property
     def smallest(self) -> Ready:
-        """What every replica has room for."""
+        """The capacity of the replica with the smallest KV cache."""
         return min(self._ready.values(), key=lambda each: each.num_blocks * each.block_size)
 
     # -- requests --------------------------------------------------------------------------------------------
 
     def add(self, requests: list[Request]) -> None:
-        """Queue requests and send what the replicas have room for."""
+        """Queue requests, and send those for which replicas have room."""
         self._backlog += requests
         self._feed()
 
     def next_arrival(self, check: Callable[[], None]) -> Arrival:
-        """Wait for what comes next of the requests that were added; call `check` meanwhile.
-
-        Raises WorkerError when no replica is left.
-        """
+        """Wait for the next arrival; call `check` meanwhile. Raises WorkerError if no replica is left."""
         while not self._arrivals:
             check()
             self._check_some_are_left()
@@ -117,7 +114,7 @@ class Replicas:
         return arrival
 
     def abort(self, request_id: int) -> RequestOutput | Request | None:
-        """End a request. Return its packed output, or itself when it has not run; None when it has ended."""
+        """End a request. Return its packed output, or the request if it has not run; None if it has ended."""
         with held_interrupts():
             while (request := self._unqueue(request_id)) is None:
                 member = next((each for each in self._members if request_id in each.requests), None)
@@ -130,7 +127,7 @@ class Replicas:
             return request
 
     def _unqueue(self, request_id: int) -> Request | None:
-        """Take a request out of the queue; None when it is not there."""
+        """Remove a request from the queue; None if it is not there."""
         if self.router.remove(request_id):
             return self._routed.pop(request_id)
         for queue in (self._backlog, self._again, self._alone):
@@ -141,7 +138,7 @@ class Replicas:
         return None
 
     def clear(self) -> None:
-        """Forget all requests; the replicas are idle then."""
+        """Forget all requests; the replicas are idle afterwards."""
         with held_interrupts():
             self.router.clear()
             for queue in (self._routed, self._backlog, self._again, self._alone, self._num_lost):
@@ -154,10 +151,10 @@ class Replicas:
             self._arrivals.clear()
 
     def call(self, method: str, *args: object) -> list[Any]:
-        """Call a method of every replica, between steps; return what those return that are up.
+        """Call a method of every replica, between steps; return the results of those that are up.
 
-        Waits for replicas that are loading. Raises what a replica raises, with its number; WorkerError when
-        none is left.
+        Waits for replicas that are loading. Raises a replica's error, with its number; WorkerError if no
+        replica is left.
         """
         while any(member.process is not None and not member.is_ready for member in self._members):
             self._receive()
@@ -171,7 +168,7 @@ class Replicas:
         return list(values.values())
 
     def set(self, method: str, value: object) -> None:
-        """Call a method of every replica and, unless that fails, of those that are started again."""
+        """Call a method of every replica and, if that succeeds, of every replica that restarts later."""
         before = self._settings
         self._settings = {**before, method: value}
         try:
@@ -181,14 +178,14 @@ class Replicas:
             raise
 
     def unset(self, *methods: str) -> None:
-        """Have these methods not be called of replicas that are started again."""
+        """Stop calling these methods of replicas that restart."""
         for method in methods:
             self._settings.pop(method, None)
 
     # -- the end ---------------------------------------------------------------------------------------------
 
     def stop(self) -> None:
-        """Ask all replicas to exit and wait until they are gone; those that load are killed."""
+        """Ask all replicas to exit and wait until they are gone; kill those that are loading."""
         with held_interrupts():
             for member in self._members:
                 if member.is_ready:
@@ -209,7 +206,7 @@ class Replicas:
             raise WorkerError(f"no replica is left: {reasons}")
 
     def _feed(self) -> None:
-        """Send each replica what it has room for; the one with the least to do comes first."""
+        """Send each replica requests while it has room; the replica with the least work comes first."""
         chosen: dict[int, list[Request]] = {}
         free = list(self._members)
         with held_interrupts():
@@ -219,7 +216,7 @@ class Replicas:
                     break
                 member = min(free, key=lambda each: each.cost)
                 request, num_held_tokens = self._choose(member)
-                if request is None:  # what waits is not for this one: it runs alone, where nothing else does
+                if request is None:  # only requests that must run alone are left, and this replica is busy
                     free.remove(member)
                     continue
                 member.take(request, num_held_tokens)
@@ -228,7 +225,7 @@ class Replicas:
                 self._members[number].send([pack_request(request) for request in requests])
 
     def _refill(self) -> bool:
-        """Let the router choose among the next requests; return whether there are any."""
+        """Give the next requests to the router; return whether it has any."""
         while self._backlog and len(self._routed) < self._look_ahead:
             request = self._backlog.popleft()
             self._routed[request.request_id] = request
@@ -237,7 +234,8 @@ class Replicas:
         return bool(self._routed)
 
     def _choose(self, member: ReplicaProcess) -> tuple[Request | None, int]:
-        """What the replica, which has room, is to compute next, and how many tokens of it are held there."""
+        """Choose the next request for a replica with room; also return how many of its tokens are cached
+        there. None if there is no request for it."""
         if self._again:
             return self._again.popleft(), 0
         number = self.router.take(member.number)
@@ -249,11 +247,11 @@ class Replicas:
         return self._alone.popleft(), 0
 
     def _receive(self) -> None:
-        """Take in what has come; wait a little for it."""
+        """Process received messages; wait up to POLL_SECONDS for one."""
         running = [member for member in self._members if member.process is not None]
         began = monotonic()
         ready = connection.wait([member.pipe for member in running], POLL_SECONDS)
-        waited = min(monotonic() - began, POLL_SECONDS)  # more is the time that this process was stopped
+        waited = min(monotonic() - began, POLL_SECONDS)  # this process may have been stopped meanwhile
         for member in running:
             with held_interrupts():
                 if member.pipe in ready:
@@ -284,8 +282,8 @@ class Replicas:
             member.failure = message
 
     def _call(self, member: ReplicaProcess, method: str, *args: object, seconds: float | None = None) -> bool:
-        """Call a method of a replica and wait for its reply; False when the replica is down or ends, or says
-        nothing for `seconds`, which ends it."""
+        """Call a method of a replica and wait for its reply. False if the replica is down, ends, or sends
+        nothing for `seconds`, after which it is killed."""
         if not member.is_ready:
             return False
         process = member.process
@@ -304,7 +302,7 @@ class Replicas:
         self._take_down(member)
 
     def _take_down(self, member: ReplicaProcess) -> None:
-        """A replica has ended: see to its requests, and start it again unless that has failed too often."""
+        """Requeue the requests of a replica that ended, and restart it unless it has failed too often."""
         member.end(0.0 if member.failure is not None else EXIT_SECONDS)
         why = member.why_it_ended
         if self._is_starting:

@@ -1,6 +1,6 @@
-"""ReplicaProcess: one replica as its caller sees it: a process, a pipe, and what is in flight there.
+"""ReplicaProcess: one replica from the caller's side: a process, a pipe, and its requests in flight.
 
-Starts and ends the process. Decides neither what it computes nor whether it is started again.
+Starts and ends the process. Decides neither what it computes nor whether it restarts.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ class ReplicaProcess:
         self.number = number
         self._config = config
         self.process: BaseProcess | None = None  # None: it is down
-        self.pipe: Connection  # of the process
+        self.pipe: Connection  # to the process
         self.is_ready = False
         self.failure: Failure | None = None  # the last one
         self.num_failures = 0  # since it last answered a request
         self.why_it_ended = ""  # the last time
         self.requests: dict[int, Request] = {}  # in flight, by id
-        self.is_exclusive = False  # what is in flight must run alone
-        self.cost = 0.0  # of all that is in flight
-        self.silent_seconds = 0.0  # that were waited for a message of it
+        self.is_exclusive = False  # the request in flight must run alone
+        self.cost = 0.0  # of all requests in flight
+        self.silent_seconds = 0.0  # waiting time without a message
         self._num_seqs = 0  # in flight
         self._num_sent = 0  # sequences
-        self._waiting: deque[int] = deque()  # of each that may not run yet: the tokens that it has to compute
+        self._waiting: deque[int] = deque()  # tokens to compute, for each sequence that may still wait
         self._num_waiting_tokens = 0  # their sum
 
     def start(self, settings: dict[str, object]) -> None:
@@ -59,13 +59,13 @@ class ReplicaProcess:
         with socket(fileno=os.dup(self.pipe.fileno())) as end:
             end.settimeout(None)  # else the pipe would not block where socket.setdefaulttimeout was called
             end.setsockopt(SOL_SOCKET, SO_SNDTIMEO, pack("ll", SEND_SECONDS, 0))
-        theirs.close()  # the replica's copy is the only one: its end is the pipe's end
+        theirs.close()  # the replica has the only copy, so the pipe ends with the replica
         self.is_ready = False
         self._num_sent = 0
         self.forget_requests()
 
     def forget_requests(self) -> None:
-        """Nothing is in flight."""
+        """Count all requests in flight as ended."""
         self.requests.clear()
         self.is_exclusive = False
         self.cost = 0.0
@@ -73,8 +73,8 @@ class ReplicaProcess:
         self._waiting.clear()
 
     def has_room(self) -> bool:
-        """Whether a request that is sent now will soon be computed: there is a place for it in a batch or
-        among the next ones, and what waits is less than the next two prefill steps."""
+        """Whether to send another request: the batch and an eighth more are not full, and the waiting tokens
+        are less than two prefill steps."""
         if not self.is_ready or self.is_exclusive:
             return False
         config = self._config
@@ -83,8 +83,8 @@ class ReplicaProcess:
         return not self.requests or (self._num_seqs < most and is_short)
 
     def take(self, request: Request, num_held_tokens: int) -> None:
-        """Count a request as in flight; it is to be sent. num_held_tokens: of its prompt, in the prefix cache
-        there."""
+        """Count a request as in flight; the caller sends it. num_held_tokens: tokens of its prompt that the
+        replica's prefix cache holds."""
         self.requests[request.request_id] = request
         self.cost += cost_of(request)
         self._num_seqs += request.params.n
@@ -94,7 +94,7 @@ class ReplicaProcess:
         self._num_waiting_tokens += num_new
 
     def drop(self, request_id: int) -> Request | None:
-        """Count a request as ended; None when it is not in flight."""
+        """Count a request as ended; None if it is not in flight."""
         request = self.requests.pop(request_id, None)
         if request is not None:
             self.cost -= cost_of(request)
@@ -103,28 +103,28 @@ class ReplicaProcess:
         return request
 
     def hear(self, num_received: int, num_waiting: int) -> None:
-        """Take in how many sequences the replica has received, and how many of them, the last ones, wait."""
+        """Update the waiting sequences from a report: the number received, and how many of the last wait."""
         while len(self._waiting) > self._num_sent - num_received + num_waiting:
             self._num_waiting_tokens -= self._waiting.popleft()
 
     def silent_for(self, seconds: float) -> float:
-        """Count seconds without a message of the replica; return how many there are in a row in which it
-        should have sent one: it has requests."""
+        """Count seconds without a message; return their sum since the last message. Without requests in
+        flight the sum is 0."""
         self.silent_seconds = self.silent_seconds + seconds if self.is_ready and self.requests else 0.0
         return self.silent_seconds
 
     def send(self, message: object) -> None:
-        """Send; what a replica cannot receive any more is lost with it. One that does not read is killed."""
+        """Send a message. It is lost if the replica has ended. A replica that does not read is killed."""
         try:
             self.pipe.send(message)
         except BlockingIOError:
             assert self.process is not None
             self.process.kill()
         except OSError:
-            pass  # its end is noticed when it is read from
+            pass  # the next read from the pipe notices the end
 
     def end(self, seconds: float) -> None:
-        """Wait for the process to end, and kill it when it has not in time; close the pipe."""
+        """Wait for the process to end, kill it after `seconds`, and close the pipe."""
         self.is_ready = False
         if self.process is None:
             return
@@ -140,6 +140,6 @@ class ReplicaProcess:
 
 
 def cost_of(request: Request) -> float:
-    """How much work a request may be, in output tokens; prompt tokens are computed far more quickly."""
+    """The estimated work of a request, in output tokens. A prompt token counts as an eighth."""
     max_tokens = request.params.max_tokens
     return len(request.prompt_token_ids) / 8 + request.params.n * (1024 if max_tokens is None else max_tokens)

@@ -1,6 +1,6 @@
-"""Replica: one of several engines with the same model, alone in a process, fed and read through a pipe.
+"""Replica: one of several engines with the same model, in its own process, connected through a pipe.
 
-Owns that process and its messages. Tokenises no prompt and numbers no request: that has been done.
+Owns that process and its messages. Prompts arrive tokenised and requests numbered.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from nanovllm.workers.worker import exit_with
 KEPT_ERRORS = (ValueError, TypeError, KVCacheMemoryError, ModelLoadError)  # others become a WorkerError
 
 
-# To a replica: a list of packed requests to compute, a Call, or None to exit.
+# Messages to a replica: a list of packed requests, a Call, or None to exit.
 
 
 class Call(NamedTuple):
@@ -42,11 +42,11 @@ class Call(NamedTuple):
     args: tuple[Any, ...]
 
 
-# From a replica: Ready, then Reports and Replies; or a Failure, the last message of all.
+# Messages from a replica: Ready, then Reports and Replies; or a Failure as the last message.
 
 
 class Ready(NamedTuple):
-    """The model is loaded; what a scheduler is made with."""
+    """The model is loaded; the sizes for a scheduler."""
 
     num_blocks: int
     block_size: int
@@ -54,22 +54,22 @@ class Ready(NamedTuple):
 
 
 class Report(NamedTuple):
-    """A step."""
+    """The results of a step."""
 
     outputs: list[RequestOutput]  # packed
     stats: StepStats | None
-    num_received: int  # sequences, from the start on
-    num_waiting: int  # of them
+    num_received: int  # sequences since the start
+    num_waiting: int  # sequences that wait now
 
 
 class Reply(NamedTuple):
-    """What a Call has returned, or the Failure that it has met."""
+    """The result of a Call, or its Failure."""
 
     value: Any
 
 
 class Failure(NamedTuple):
-    """Why the replica ends, or cannot do what it is told."""
+    """Why the replica ends, or why a Call failed."""
 
     kind: type[Exception]
     what: str
@@ -96,7 +96,7 @@ class Link:
         self._outbox.put(message)
 
     def receive(self) -> Any:
-        """Wait for the next message and return it. Raises what it raises when it is unpickled."""
+        """Wait for the next message and return it. Raises the error of its unpickling, if any."""
         message = self._inbox.get()
         if isinstance(message, Exception):
             raise message
@@ -106,7 +106,7 @@ class Link:
         return not self._inbox.empty()
 
     def flush(self) -> None:
-        """Return when all is sent. Nothing can be sent after it."""
+        """Wait until all messages are sent. Nothing can be sent afterwards."""
         self._outbox.put(None)
         self._sender.join()
 
@@ -115,8 +115,8 @@ class Link:
             while True:
                 self._inbox.put(self._pipe.recv())
         except (EOFError, OSError):
-            os._exit(1)  # whoever asks is gone
-        except Exception as error:  # of a class that is not known here, for instance
+            os._exit(1)  # the caller's process is gone
+        except Exception as error:  # for example, a class that does not exist here
             self._inbox.put(error)
 
     def _send(self) -> None:
@@ -126,10 +126,10 @@ class Link:
 
 
 class Replica(ResidentEngine):
-    """An engine whose requests are made elsewhere."""
+    """An engine whose requests come from another process."""
 
     def serve(self, link: Link) -> None:
-        """Compute what comes until None does."""
+        """Process messages until None arrives."""
         num_received = 0
         while True:
             while link.has_message() or not self._requests:
@@ -170,22 +170,22 @@ class Replica(ResidentEngine):
         self.tokenizer = tokenizer
 
     def limit_model_len(self, max_model_len: int) -> None:
-        """Give no sequence more tokens than any other replica can, which have more or less memory."""
+        """Lower the maximum length of sequences to what all replicas have memory for."""
         if self._scheduler.max_model_len < max_model_len:
             raise KVCacheMemoryError(
-                f"the KV cache has room for {self._scheduler.max_model_len} tokens, and at first all "
-                f"replicas had room for {max_model_len}; close what else uses the device"
+                f"the KV cache has room for {self._scheduler.max_model_len} tokens, but at first all "
+                f"replicas had room for {max_model_len}; close other programs on the device"
             )
         self._scheduler.max_model_len = max_model_len
 
 
 def replica_main(config: Config, settings: dict[str, object], pipe: Connection, parent: int) -> None:
-    """A replica's process, from its start to its end; it returns in no case.
+    """The main function of a replica's process; it never returns.
 
     config: the engine's, with the replica's own device.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the caller's to handle
-    current_process().daemon = False  # multiprocessing lets no daemonic process have workers of its own
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller's process handles Ctrl-C
+    current_process().daemon = False  # multiprocessing does not let daemonic processes start workers
     threading.Thread(target=exit_with, args=(parent,), daemon=True).start()
     link = Link(pipe)
     try:
@@ -195,12 +195,12 @@ def replica_main(config: Config, settings: dict[str, object], pipe: Connection, 
         with Replica(**options | {"data_parallel_size": 1}) as replica:
             for method, value in settings.items():
                 getattr(replica, method)(value)
-            gc.freeze()  # what is here by now stays
+            gc.freeze()  # existing objects stay
             link.send(replica.ready())
             replica.serve(link)
-    except BaseException as error:  # whatever it is, the caller is to know
+    except BaseException as error:  # report everything to the caller
         link.send(Failure.of(error))
         link.flush()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # at once: the libraries' own clean-up has nothing to do
+    os._exit(0)  # at once: the libraries need no clean-up

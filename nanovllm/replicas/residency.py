@@ -1,6 +1,6 @@
-"""ReplicaResidency: sleep and wake-up of all replicas, also of one that is started again meanwhile.
+"""ReplicaResidency: sleep and wake-up of all replicas, including replicas that restart meanwhile.
 
-Each replica's own Residency does it. Knows no request.
+Each replica's own Residency does the work. Knows no request.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from nanovllm.runner.residency import TAGS
 
 
 class ReplicaResidency(Residency):
-    """As Residency, for all replicas; they take no new weights."""
+    """As Residency, for all replicas; they do not support new weights."""
 
     def __init__(self, replicas: Replicas) -> None:
         self._replicas = replicas
@@ -37,6 +37,6 @@ class ReplicaResidency(Residency):
 
     def update_weights(self, tensors: Mapping[str, Any] | Iterable[Any]) -> None:
         raise ValueError(
-            "update_weights() needs data_parallel_size=1: a replica that is started again has the "
-            "checkpoint's weights. Write a checkpoint and make a new LLM"
+            "update_weights() needs data_parallel_size=1: a replica that restarts has the checkpoint's "
+            "weights. Write a checkpoint and make a new LLM"
         )

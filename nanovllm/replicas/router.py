@@ -1,10 +1,10 @@
-"""Router: which of the waiting requests a replica takes next, so that equal beginnings of prompts meet.
+"""Router: chooses the next waiting request for a replica, so that prompts with a common prefix meet on one.
 
-Pure bookkeeping of numbers and hashes. Knows neither requests nor processes, and never keeps a replica idle.
+Only counts numbers and hashes. Knows neither requests nor processes, and never keeps a replica idle.
 """
 
-# How: "Routing" in docs/design.md. Each group of prompts goes to one replica, and is shared out only
-# when nothing else waits. Requests that share nothing leave in the order in which they came.
+# See "Routing" in docs/design.md. Each group of prompts goes to one replica, and is split only when nothing
+# else waits. Requests without a common prefix leave in the order of their arrival.
 
 from __future__ import annotations
 
@@ -15,27 +15,29 @@ from typing import NamedTuple
 
 import xxhash
 
-SHORTEST = 64 * 4  # bytes of the first beginning that is hashed, of token ids as int32; each is twice as long
-SCANNED = 32  # of the oldest requests are looked at
-HELD = 100_000  # hashes that a replica is taken to hold: the last ones
+SHORTEST = (
+    64 * 4
+)  # bytes of the shortest hashed prefix, in int32 token ids; each next prefix is twice as long
+SCANNED = 32  # number of oldest requests to consider
+HELD = 100_000  # the last hashes of a replica that are assumed to be in its prefix cache
 
 
 class _Waiting(NamedTuple):
     number: int  # of the request
     arrival: int  # counted from 0
-    hashes: list[int]  # of its beginnings, the shortest first
+    hashes: list[int]  # of its prefixes, the shortest first
 
 
 class Router:
-    """The waiting requests that replicas choose from, by their numbers."""
+    """The waiting requests, by their numbers."""
 
     def __init__(self, num_replicas: int, reach: int) -> None:
-        """reach: once so many requests have come after a waiting one, it is the next to be taken."""
+        """reach: when more requests than this have arrived after a waiting one, it is taken next."""
         self._reach = reach
         self._waiting: OrderedDict[int, _Waiting] = OrderedDict()  # the oldest first
         self._alike: dict[int, dict[int, None]] = {}  # by hash: the waiting requests with it, oldest first
         self._held: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(num_replicas)]
-        self._last: list[list[int]] = [[] for _ in range(num_replicas)]  # the hashes of what each took last
+        self._last: list[list[int]] = [[] for _ in range(num_replicas)]  # of each replica's last request
         self._num_held = [0] * num_replicas  # tokens; see `num_held_tokens`
         self._num_arrivals = 0
 
@@ -43,14 +45,14 @@ class Router:
         return len(self._waiting)
 
     def add(self, number: int, prompt: bytes) -> None:
-        """Let a request wait; `prompt`: its token ids as int32, or as much of them as may be shared."""
+        """Add a waiting request. prompt: its token ids as int32, or the part that may be shared."""
         self._waiting[number] = waiting = _Waiting(number, self._num_arrivals, beginnings(prompt))
         self._num_arrivals += 1
         for each in waiting.hashes:
             self._alike.setdefault(each, {})[number] = None
 
     def take(self, replica: int) -> int | None:
-        """Choose a request for the replica, which has room; None when nothing waits."""
+        """Choose a request for a replica with room; None if no request waits."""
         if not self._waiting:
             return None
         oldest = next(iter(self._waiting.values()))
@@ -58,11 +60,11 @@ class Router:
         return self._give(replica, oldest if is_due else self._cheapest(replica))
 
     def num_held_tokens(self, replica: int) -> int:
-        """How many of the first tokens of what the replica took last it held already, rounded down."""
+        """How many leading tokens of its last request the replica had cached before, rounded down."""
         return self._num_held[replica]
 
     def remove(self, number: int) -> bool:
-        """Let a request wait no longer; False when it does not."""
+        """Remove a waiting request; False if it does not wait."""
         waiting = self._waiting.pop(number, None)
         if waiting is None:
             return False
@@ -74,7 +76,7 @@ class Router:
         return True
 
     def forget(self, replica: int) -> None:
-        """What the replica held is gone."""
+        """Forget what the replica has cached."""
         self._held[replica].clear()
         self._last[replica] = []
 
@@ -83,7 +85,7 @@ class Router:
         self._alike.clear()
 
     def _give(self, replica: int, chosen: _Waiting) -> int:
-        """Let a request wait no longer, and the replica hold it."""
+        """Move a request from the waiting ones to the replica."""
         self.remove(chosen.number)
         self._last[replica] = chosen.hashes
         held = self._held[replica]
@@ -108,26 +110,26 @@ class Router:
         return best
 
     def _candidates(self, replica: int) -> Iterator[_Waiting]:
-        """What is like the replica's last request, from most to least, then the oldest."""
+        """Requests that share a prefix with the replica's last one, longest first; then the oldest."""
         for each in reversed(self._last[replica]):
             if each in self._alike:
                 yield self._waiting[next(iter(self._alike[each]))]
         yield from islice(self._waiting.values(), SCANNED)
 
     def _cost(self, waiting: _Waiting, replica: int) -> int:
-        """How many beginnings more of this prompt another replica holds."""
+        """How many more prefixes of this prompt another replica holds."""
         deepest = max(_levels_held(waiting, held) for held in self._held)
         return deepest - _levels_held(waiting, self._held[replica])
 
 
 def _levels_held(waiting: _Waiting, held: Collection[int]) -> int:
-    """The number of the longest beginning that is held, counted from 1; 0 when none is."""
+    """The index of the longest held prefix, counted from 1; 0 if none is held."""
     levels = range(len(waiting.hashes), 0, -1)
     return next((level for level in levels if waiting.hashes[level - 1] in held), 0)
 
 
 def beginnings(prompt: bytes) -> list[int]:
-    """Return the hashes of the beginnings of a prompt, the shortest first."""
+    """Return the hashes of the prefixes of a prompt, the shortest first."""
     view, hashes, length = memoryview(prompt), [], SHORTEST
     while length <= len(prompt):
         hashes.append(xxhash.xxh3_64_intdigest(view[:length]))

@@ -1,7 +1,6 @@
-"""What a run did, as a page to look at: `write_report("report.html", llm)`.
+"""A page about a run: `write_report("report.html", llm)`.
 
-Reads the engine's statistics and, with a `GPUMonitor`, power and memory of its GPUs. Changes nothing of a
-run.
+Reads the engine's statistics and, with a `GPUMonitor`, power and memory of its GPUs. Does not affect the run.
 """
 
 from __future__ import annotations

@@ -14,11 +14,11 @@ from html import escape
 
 Run = Sequence[tuple[float, float]]  # (seconds, value) of a line without a gap, in the order of time
 
-WIDTH, HEIGHT = 460, 236  # of a picture, in its own units, as all below
+WIDTH, HEIGHT = 460, 236  # of a picture, in its own units, like all sizes below
 LEFT, RIGHT, TOP, BOTTOM = 52, 446, 52, 190  # of the area with lines
-# The seconds of each, and how many of it are still shown in it.
+# Name, seconds, and the largest number of this unit before the next one is used.
 TIME_UNITS = (("s", 1, 180), ("min", 60, 180), ("h", 3600, 72), ("days", 86400, math.inf))
-STEPS = (1, 2, 2.5, 5, 10)  # of ticks, times a power of ten
+STEPS = (1, 2, 2.5, 5, 10)  # distances of ticks, times a power of ten
 COLORS = {  # of lines, on a light and on a dark page
     "light": ("#2a78d6", "#eb6834", "#1baf7a", "#eda100", "#e87ba4", "#008300", "#4a3aa7", "#e34948"),
     "dark": ("#3987e5", "#d95926", "#199e70", "#c98500", "#d55181", "#008300", "#9085e9", "#e66767"),
@@ -65,10 +65,10 @@ class Line:
 
 @dataclass(frozen=True)
 class Chart:
-    """A picture that shows itself in a notebook; `svg()` is its text.
+    """A picture that a notebook displays; `svg()` returns its source.
 
-    unit: of the values. note: what else stands beside the title. whole: values are counts. most: what the
-    vertical axis reaches at least. span: seconds that the time axis covers besides those of the lines.
+    unit: of the values. note: text beside the title. whole: values are counts. most: minimum end of the
+    vertical axis. span: minimum number of seconds on the time axis.
     """
 
     title: str
@@ -154,7 +154,7 @@ class Axis:
 
     @classmethod
     def of(cls, least: float, most: float, from_zero: bool, whole: bool = False) -> Axis:
-        """An axis with some four to six round ticks: from zero up to a tick, or from a tick to `most`."""
+        """An axis with about four to six round ticks: from zero to a tick, or from a tick to `most`."""
         if most <= least:
             most = least + 1
         step = round_step((most - least) / (4 if from_zero else 6))
@@ -165,7 +165,7 @@ class Axis:
         return cls(math.floor(least / step + 1e-9) * step, most, step)
 
     def place(self, value: float, begin: float, end: float) -> float:
-        """Where a value is when the axis goes from `begin` to `end`."""
+        """The coordinate of a value on an axis from `begin` to `end`."""
         return begin + (value - self.first) / (self.last - self.first) * (end - begin)
 
     def ticks(self, begin: float, end: float) -> Iterator[tuple[float, str]]:
@@ -183,7 +183,7 @@ class Axis:
 
 
 def round_step(step: float) -> float:
-    """The least of 1, 2, 2.5 and 5 times a power of ten that is not below `step`."""
+    """The smallest of 1, 2, 2.5 and 5 times a power of ten that is at least `step`."""
     power = 10.0 ** math.floor(math.log10(step))
     return next(each * power for each in STEPS if each * power >= step * (1 - 1e-9))
 
@@ -215,5 +215,5 @@ def x_tick(x: float, label: str) -> str:
 
 
 def clean(content: str) -> str:
-    """Text without what neither HTML nor a file can hold: control characters and halves of surrogates."""
+    """Replace what HTML and files cannot hold: control characters and lone surrogates."""
     return re.sub(r"[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]", "\ufffd", content)

@@ -1,6 +1,6 @@
-"""What a report says of the model and its devices, and what the devices can do.
+"""The facts of a report: the model, its devices, and the devices' speed.
 
-Reads options and configurations alone, so it works for any engine, an open or a closed one.
+Reads only options and configurations, so it works for open and closed engines.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from nanovllm.report.roofline import KNOWN_DEVICES, Cost, Speed
 
 
 def model_facts(llm: LLMEngine) -> dict[str, object]:
-    """Model, shape, devices and lengths, by name, for people."""
+    """Model, shape, devices and lengths, by name, as readable text."""
     model, devices = llm.model_config, devices_of(llm.config)
     dtype = str(devices[0].resolve_dtype(llm.config.dtype, model.dtype)).removeprefix("torch.")
     kv_cache = dtype if llm.config.kv_cache_dtype == "auto" else llm.config.kv_cache_dtype
@@ -25,7 +25,7 @@ def model_facts(llm: LLMEngine) -> dict[str, object]:
 
 
 def roofline_of(llm: LLMEngine) -> tuple[Cost, Speed] | None:
-    """What the engine's steps cost, and the speed of its devices; None where that is not known."""
+    """The costs of the engine's steps, and the speed of its devices; None if the speed is not known."""
     devices = devices_of(llm.config)
     known = KNOWN_DEVICES.get(devices[0].name)
     if known is None:

@@ -1,6 +1,6 @@
-"""GPUMonitor: power and memory of an engine's GPUs over time, asked of NVML in a thread of its own.
+"""GPUMonitor: power and memory of an engine's GPUs over time, from NVML, in its own thread.
 
-Never touches the engine or the GPU's work. Where NVML is not there it says why, and has no samples.
+Does not affect the engine or the GPU's work. Without NVML it has no samples and says why.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from nanovllm.engine.stats import INTERVAL_SECONDS, MOST_INTERVALS
 
 @dataclass(frozen=True, slots=True)
 class GPUSample:
-    """What NVML says at one moment, a value for each GPU."""
+    """Values from NVML at one time, one for each GPU."""
 
     time: float  # seconds since 1970
-    power: tuple[float, ...]  # watts, as averaged by the GPU
-    memory: tuple[float, ...]  # bytes in use, by other processes too
+    power: tuple[float, ...]  # watts, averaged by the GPU
+    memory: tuple[float, ...]  # bytes in use by all processes
 
 
 class GPUMonitor:
-    """Samples while its `with` block runs: ten times a second at first, and half as often whenever there
-    are more than 600 samples; pairs of them are then averaged.
+    """Takes samples while its `with` block runs: ten per second at first. Whenever there are more than 600
+    samples, pairs of them are averaged and the rate halves.
 
     >>> with GPUMonitor(llm) as gpu:
     ...     outputs = llm.generate(prompts)
     >>> write_report("report.html", llm, gpu=gpu)
 
-    It may be entered again, and goes on. why_not: why sampling could not begin or has ended early, for
-    people; None when nothing is wrong.
+    It can be entered again, and then continues. why_not: why sampling could not start or ended early, as
+    readable text; None if nothing is wrong.
     """
 
     def __init__(self, llm: LLMEngine) -> None:
@@ -46,7 +46,7 @@ class GPUMonitor:
 
     @property
     def samples(self) -> list[GPUSample]:
-        """What was sampled so far, oldest first."""
+        """The samples so far, oldest first."""
         return list(self._samples)
 
     def __enter__(self) -> GPUMonitor:
@@ -73,7 +73,7 @@ class GPUMonitor:
                 self._samples = [mean(a, b) for a, b in zip(old[::2], old[1::2], strict=False)]
 
     def _sample(self) -> bool:
-        """Take a sample; False when NVML does not give one, for a reason that its own errors tell best."""
+        """Take a sample; False if NVML fails, with its error in `why_not`."""
         try:
             power = tuple(device.power() for device in self._devices)
             memory = tuple(float(device.memory_in_use()) for device in self._devices)
@@ -86,7 +86,7 @@ class GPUMonitor:
 
 
 def mean(a: GPUSample, b: GPUSample) -> GPUSample:
-    """What lies between two samples."""
+    """The mean of two samples."""
     power = tuple((x + y) / 2 for x, y in zip(a.power, b.power, strict=True))
     memory = tuple((x + y) / 2 for x, y in zip(a.memory, b.memory, strict=True))
     return GPUSample((a.time + b.time) / 2, power, memory)

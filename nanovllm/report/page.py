@@ -1,6 +1,6 @@
-"""The page: totals, charts, errors, options and versions of a run as one HTML file that needs nothing else.
+"""The page: totals, charts, errors, options and versions of a run as one self-contained HTML file.
 
-Formats what others count and draw. Never runs anything on a device.
+Only formats. Never runs anything on a device.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ def write_report(
     title: str = "nanovllm run",
     facts: Mapping[str, object] | None = None,
 ) -> None:
-    """Write what `llm` did so far as one HTML page in UTF-8, which is never half written.
+    """Write a report of what `llm` did so far as one HTML page in UTF-8, atomically.
 
-    errors: the index (or id) of each prompt that could not run, and why. num_errors: how many there are, if
-    these are the first of more.
-    gpu: adds charts of what it sampled. title: of the page. facts: more lines about the run, by name.
+    errors: the index (or id) of each prompt that could not run, and the reason. num_errors: the total number
+    of errors, if `errors` has only the first ones.
+    gpu: adds charts of its samples. title: of the page. facts: more lines about the run, by name.
 
-    Any thread may call it at any time, also after `llm.close()`. `check_path` says beforehand whether `path`
-    will do. OSError when it cannot be written.
+    Any thread may call it at any time, also after `llm.close()`. `check_path` checks `path` before a run.
+    OSError if the page cannot be written.
     """
     check_path(path)
     page = make_report(llm, errors=errors, num_errors=num_errors, gpu=gpu, title=title, facts=facts)
@@ -75,11 +75,11 @@ def write_report(
 
 
 def check_path(path: str | os.PathLike[str]) -> None:
-    """Raise ValueError when no file can be written at `path`."""
+    """Raise ValueError if no file can be written at `path`."""
     target = Path(path)
     if target.is_dir():
         raise ValueError(
-            f"the report {str(path)!r} is a folder; give the name of a file, such as report.html"
+            f"the report {str(path)!r} is a folder; pass the name of a file, such as report.html"
         )
     if not target.parent.is_dir():
         raise ValueError(
@@ -90,7 +90,7 @@ def check_path(path: str | os.PathLike[str]) -> None:
 
 
 def charts(llm: LLMEngine, gpu: GPUMonitor | None = None) -> dict[str, Chart]:
-    """The charts of the page, by title. A notebook shows each as a picture."""
+    """The charts of the page, by title. A notebook displays each as a picture."""
     samples = gpu.samples if gpu is not None else ()
     return {chart.title: chart for chart in charts_of(llm.stats(), roofline_of(llm), samples)}
 
@@ -104,22 +104,22 @@ def make_report(
     title: str = "nanovllm run",
     facts: Mapping[str, object] | None = None,
 ) -> str:
-    """The page of `write_report` as text; it is HTML and XML at once."""
+    """The page of `write_report` as a string; it is valid HTML and XML."""
     stats, rows, roofline = llm.stats(), list(errors), roofline_of(llm)
     pictures = charts_of(stats, roofline, gpu.samples if gpu is not None else ())
     num_errors = len(rows) if num_errors is None else num_errors
     start = datetime.fromtimestamp(stats.start_time).astimezone().strftime("%Y-%m-%d %H:%M:%S %Z")
     about = model_facts(llm) | {"Engine ready": start} | dict(facts or {})
     notes = [
-        f"A point is {stats.interval:g} s of the run. Rates are per second of steps, not of waiting; a line "
-        "is broken where no step ran."
+        f"A point is {stats.interval:g} s of the run. Rates are per second of steps, without idle time; a "
+        "line has a gap where no step ran."
     ]
     if roofline is not None:
         notes.append(
             "The share of the roofline is the time that a perfect engine would need on this device, divided "
-            "by the time of the steps: products at the speed of a large matrix product, and weights and K/V "
-            "read at the speed of a pure read. K/V that sequences share counts for each of them, so shared "
-            "prefixes may bring it above 100 %."
+            "by the time of the steps. A perfect engine computes products at the speed of a large matrix "
+            "product, and reads weights and K/V at the speed of a pure read. Shared K/V counts once for each "
+            "sequence, so shared prefixes may raise the share above 100 %."
         )
     if gpu is not None and gpu.why_not is not None:
         notes.append(f"GPU power and memory are incomplete: {gpu.why_not}.")
@@ -146,14 +146,14 @@ def make_report(
 
 
 def tiles(stats: EngineStats, num_errors: int) -> str:
-    """The few figures that are looked for first."""
+    """The most important figures."""
     figures = {
         "output tokens/s of decode": f"{stats.decode_tokens_per_s:,.0f}",
         "prompt tokens/s of prefill": f"{stats.prefill_tokens_per_s:,.0f}",
         "requests finished": f"{stats.num_finished_requests:,}",
         "output tokens": f"{stats.num_output_tokens:,}",
         "of prompts from the prefix cache": f"{stats.prefix_cache_hit_rate:.1%}",
-        "of the KV cache in use at most": f"{stats.peak_kv_cache_usage:.1%}",
+        "peak use of the KV cache": f"{stats.peak_kv_cache_usage:.1%}",
         "preemptions": f"{stats.num_preemptions:,}",
         "errors": f"{num_errors:,}",
     }
@@ -182,12 +182,12 @@ def totals(stats: EngineStats) -> dict[str, object]:
 
 
 def options(config: Config) -> dict[str, object]:
-    """The engine's options, but for those that are secret."""
+    """The engine's options, without secrets."""
     return {each.name: getattr(config, each.name) for each in fields(config) if each.repr}
 
 
 def error_table(rows: list[tuple[object, str]], num_errors: int) -> str:
-    """The first errors, and how many more there are."""
+    """The first errors, and the number of further ones."""
     if not rows:
         return "<p>None.</p>\n"
     cells = "".join(row(index, error) for index, error in rows[:MOST_ERRORS])
@@ -207,7 +207,7 @@ def row(name: object, value: object) -> str:
 
 
 def shown(value: object) -> str:
-    """A value as text of the page, cut where it is very long."""
+    """A value as text of the page, cut if it is very long."""
     content = str(value)
     if len(content) > MOST_CHARACTERS:
         content = content[:MOST_CHARACTERS] + "…"

@@ -1,4 +1,4 @@
-"""What steps cost at least: bytes to read and floating-point operations, and the device's speed at both.
+"""The minimum cost of steps in bytes and floating-point operations, and the device's speed for both.
 
 Pure arithmetic on the sizes of a model and the counts of a run; measures nothing.
 """
@@ -12,14 +12,14 @@ import numpy as np
 from nanovllm.engine.stats import TimelinePoint, attention_pairs
 from nanovllm.models.config import ModelConfig
 
-# Bytes/s that a pure read reaches, bf16 FLOP/s that a large matrix product reaches; measured, torch 2.11.
+# Measured bytes/s of a pure read and bf16 FLOP/s of a large matrix product, torch 2.11.
 # tools/measure_device.py prints such a line.
 KNOWN_DEVICES = {"NVIDIA H200": (4.58e12, 720e12), "NVIDIA H100 80GB HBM3": (3.13e12, 792e12)}
 
 
 @dataclass(frozen=True)
 class Speed:
-    """Of all devices that share the model: each reads its part of the weights and of the K/V."""
+    """The speed of all devices that share the model; each reads its part of the weights and of the K/V."""
 
     bytes_per_s: float
     flops_per_s: float
@@ -27,17 +27,17 @@ class Speed:
 
 @dataclass(frozen=True)
 class Cost:
-    """The sizes of a model that decide how long a step must take."""
+    """The sizes of a model that determine the minimum time of a step."""
 
     layer_params: int  # of the matrices of all layers
-    head_params: int  # of the matrix that makes logits
+    head_params: int  # of the LM head
     kv_bytes: int  # of one token's K and V in all layers
     pair_flops: int  # of attention between one query token and one key token, in all layers
     itemsize: int  # bytes of a weight
 
     @classmethod
     def of(cls, config: ModelConfig, itemsize: int, kv_itemsize: int) -> Cost:
-        """The sizes of a model whose weights and K/V have elements of so many bytes."""
+        """The sizes of a model. itemsize, kv_itemsize: bytes of an element of the weights and of K/V."""
         c = config
         qkv = (c.num_heads + 2 * c.num_kv_heads) * c.head_dim * c.hidden_size
         per_layer = qkv + c.num_heads * c.head_dim * c.hidden_size + 3 * c.hidden_size * c.intermediate_size
@@ -50,26 +50,26 @@ class Cost:
         )
 
     def prompt_flops(self, num_tokens: int, num_pairs: int) -> float:
-        """Of the layers for `num_tokens` prompt tokens that attend to `num_pairs` tokens in all."""
+        """FLOPs of the layers for `num_tokens` prompt tokens that attend to `num_pairs` tokens in total."""
         return 2.0 * self.layer_params * num_tokens + float(self.pair_flops * num_pairs)
 
     def prefill_flops(self, query_lens: np.ndarray, context_lens: np.ndarray) -> float:
-        """Of chunks of `query_lens` new tokens at the end of `context_lens`; logits of last rows only."""
+        """FLOPs of chunks of `query_lens` new tokens at the end of `context_lens`, and last logits."""
         layers = self.prompt_flops(int(query_lens.sum()), attention_pairs(query_lens, context_lens))
         return layers + 2.0 * self.head_params * len(query_lens)
 
     def decode_bytes(self, num_steps: int, num_contexts: int) -> float:
-        """Of `num_steps` decode steps that read the K/V of `num_contexts` tokens in all."""
+        """Bytes of `num_steps` decode steps that read the K/V of `num_contexts` tokens in total."""
         weights = self.layer_params + self.head_params
         return float(weights * self.itemsize * num_steps + self.kv_bytes * num_contexts)
 
     def decode_flops(self, num_tokens: int) -> float:
-        """Of the products that make `num_tokens` tokens, one for each row of a step."""
+        """FLOPs of the products for `num_tokens` tokens, one for each row of a step."""
         return 2.0 * (self.layer_params + self.head_params) * num_tokens
 
     def floor(self, point: TimelinePoint, speed: Speed) -> float:
-        """The least seconds of an interval's steps: the layers of its prompt tokens at full FLOP/s; the
-        weights once a decode step (or their products, if slower), and the K/V of every row."""
+        """The minimum seconds of an interval's steps: the layers of its prompt tokens at full FLOP/s; in each
+        decode step one read of the weights (or their products, if slower), and the K/V of every row."""
         flops = self.prompt_flops(point.num_computed_tokens, point.num_attention_pairs)
         weight_seconds = max(
             self.decode_bytes(point.num_decode_steps, 0) / speed.bytes_per_s,

@@ -1,7 +1,4 @@
-"""Which charts a report has: the lines of each, made of the timeline and of what was sampled of GPUs.
-
-Counts nothing itself, and draws nothing.
-"""
+"""The charts of a report: their lines, from the timeline and from GPU samples. Counts and draws nothing."""
 
 from __future__ import annotations
 
@@ -18,8 +15,8 @@ from nanovllm.report.roofline import Cost, Speed
 def charts_of(
     stats: EngineStats, roofline: tuple[Cost, Speed] | None = None, samples: Sequence[GPUSample] = ()
 ) -> list[Chart]:
-    """The charts of a run, with one time axis; one of the roofline and two of GPUs only where they are
-    given."""
+    """The charts of a run, with one time axis. A chart of the roofline and two of GPUs are included if their
+    data are given."""
     points = stats.timeline()
     prefilling = [point for point in points if num_read(point)]
     steps = stats.num_prefill_steps + stats.num_decode_steps
@@ -69,15 +66,14 @@ def charts_of(
 
 
 def whole_share(points: Sequence[TimelinePoint], cost: Cost, speed: Speed) -> str:
-    """How much of all steps' time a perfect engine would need; nothing before there is a step."""
+    """The share of the time of all steps that a perfect engine would need; "" before the first step."""
     seconds = sum(point.seconds for point in points)
     least = sum(cost.floor(point, speed) for point in points)
     return f"{least / seconds:.1%} of the whole run" if seconds else ""
 
 
 def gpu_charts(samples: Sequence[GPUSample], start: float) -> list[Chart]:
-    """Power and memory of each GPU; nothing without samples. start: of the time axis, in seconds since
-    1970."""
+    """Power and memory of each GPU; empty without samples. start: of the time axis, in seconds since 1970."""
     if not samples:
         return []
     gpus = range(len(samples[0].power))
@@ -99,7 +95,7 @@ def num_read(point: TimelinePoint) -> int:
 
 
 def split(points: Sequence[TimelinePoint], places: Run, length: float) -> list[Run]:
-    """The places of points in runs, with no more than two intervals between them in which no step ran."""
+    """Split the places of points into runs, at gaps of more than two intervals without a step."""
     runs: list[list[tuple[float, float]]] = []
     before = 0.0
     for point, place in zip(points, places, strict=True):

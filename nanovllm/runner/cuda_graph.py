@@ -1,6 +1,6 @@
 """CUDA graphs of the decode step: captured over fixed input buffers, replayed by batch size.
 
-Knows no batch and no model, only sizes and functions that run one padded step.
+Knows no batch and no model, only sizes and functions that run a padded step.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from nanovllm.kernels.compat import FEW_ROWS, in_graph
 def graph_sizes(max_num_seqs: int) -> list[int]:
     """Batch sizes to capture: every 8 up to 64, then every 16; the last one is `max_num_seqs`.
 
-    Below 8 there are those for which other kernels than cuBLAS's are used. On an H200 that takes twice as
-    long for some products of one to three rows as for eight (2048 x 1024 in bfloat16: 12.7 us and 5.9 us).
+    Below 8, only the sizes that use our own kernels instead of cuBLAS. On an H200 cuBLAS takes twice as long
+    for some products of one to three rows as for eight (2048 x 1024 in bfloat16: 12.7 us and 5.9 us).
     """
     few = range(1, FEW_ROWS + 1)
     sizes = {*few, *range(8, 65, 8), *range(80, max_num_seqs, 16), max_num_seqs}
@@ -27,7 +27,7 @@ def graph_sizes(max_num_seqs: int) -> list[int]:
 
 
 class CUDAGraphs:
-    """One graph per size, each over the tensors that its step was made with; they share one memory pool."""
+    """One graph for each size, over the fixed tensors of its step; all share one memory pool."""
 
     def __init__(
         self,
@@ -44,9 +44,9 @@ class CUDAGraphs:
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Any]] = {}
 
     def capture_all(self, progress: bool) -> None:
-        """Capture every size, largest first so that smaller ones reuse its memory."""
+        """Capture every size, largest first, so that smaller sizes reuse its memory."""
         sizes: Iterable[int] = self.sizes[::-1]
-        if progress:  # else not even a disabled bar: a worker must not own the semaphore that tqdm makes
+        if progress:  # else not even a disabled bar: a worker must not own the semaphore that tqdm creates
             from tqdm import tqdm
 
             sizes = tqdm(sizes, "Capturing CUDA graphs", leave=False)
@@ -54,17 +54,17 @@ class CUDAGraphs:
             self.capture(size)
 
     def capture(self, size: int) -> None:
-        """Capture one size, if that has not been done. Makes its step, so it overwrites the input buffers."""
+        """Capture one size, unless it is captured. Runs its step, so it overwrites the input buffers."""
         if size in self._graphs:
             return
         run_step = self._make_step(size)
         context = copy_context()
         context.run(in_graph.set, True)
-        context.run(run_step)  # compiles kernels and makes library handles: not to happen in a capture
+        context.run(run_step)  # compiles kernels and creates library handles, which a capture must not do
         torch.cuda.synchronize(self._device)
         graph = torch.cuda.CUDAGraph()
-        # On torch's own capture stream: cuBLAS keeps a workspace for every stream it has ever seen. And other
-        # threads, such as NCCL's watchdog, may ask the device something meanwhile.
+        # On torch's own capture stream, because cuBLAS keeps a workspace for every stream it has seen.
+        # Thread-local, because other threads, such as NCCL's watchdog, may query the device meanwhile.
         with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
             output = context.run(run_step)
         self._graphs[size] = (graph, output)
@@ -74,8 +74,8 @@ class CUDAGraphs:
         return self.sizes[bisect_left(self.sizes, num_seqs)]
 
     def replay(self, size: int) -> Any:
-        """Run the captured step of `size` rows on what its tensors hold now; return what the step returned,
-        which lasts until the next replay."""
+        """Run the captured step of `size` rows on the current content of its tensors; return its output,
+        which is valid until the next replay."""
         graph, output = self._graphs[size]
         graph.replay()
         return output

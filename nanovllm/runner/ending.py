@@ -1,7 +1,7 @@
-"""Ending: what a step does with hidden states, from the LM head to tokens, logprobs and sums.
+"""Ending: the end of a step, from hidden states through the LM head to tokens, logprobs and pooled sums.
 
-Owns the sampler, each slot's last token and the counts that penalties go by. Knows no graph, and of a
-batch what it asks for.
+Owns the sampler, each slot's last token and the token counts of penalties. Knows no graph, and reads only the
+extras of a batch.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from nanovllm.runner.inputs import StepInputs
 from nanovllm.sampling.processors import call_processor, filtered_logits
 from nanovllm.sampling.sampler import Sampler, SamplingTensors
 
-CHUNK_BYTES = 2**28  # of float32 logits that are made at once
+CHUNK_BYTES = 2**28  # of float32 logits that are computed at once
 
 
 class StepTensors(NamedTuple):
-    """What a step gives, on the device; see `batch.StepOutput`."""
+    """The outputs of a step on the device; see `batch.StepOutput`."""
 
     token_ids: torch.Tensor  # [S] int64
     logprobs: TokenLogprobTensors | None = None
@@ -46,7 +46,7 @@ class StepTensors(NamedTuple):
     pooled: torch.Tensor | None = None
 
     def map(self, fetch: Callable[[torch.Tensor], torch.Tensor]) -> StepTensors:
-        """The same after `fetch` of each tensor."""
+        """The same with `fetch` applied to each tensor."""
         logprobs, scores = (
             None if each is None else TokenLogprobTensors(*map(fetch, each))
             for each in (self.logprobs, self.scores)
@@ -57,12 +57,12 @@ class StepTensors(NamedTuple):
 
 
 class Ending:
-    """The end of every step of one rank. Each rank ends a part of the rows, and all get all token ids."""
+    """The end of every step of one rank. Each rank processes a part of the rows; all get all token ids."""
 
     def __init__(
         self, model: DecoderForCausalLM, tp: TPGroup, device: Device, max_seqs: int, logprobs_mode: str
     ) -> None:
-        """max_seqs: sequences of the largest step, and the number of slots. logprobs_mode: as of `Config`."""
+        """max_seqs: sequences of the largest step, and the number of slots. logprobs_mode: as in `Config`."""
         self._model, self._tp, self._device = model, tp, device
         self._vocab_size = model.config.vocab_size
         self._mode = logprobs_mode
@@ -73,7 +73,8 @@ class Ending:
         self.last_token_ids = torch.zeros(max_seqs, dtype=torch.int64, device=device.torch)  # by slot
 
     def draw(self, hidden: torch.Tensor, inputs: StepInputs[torch.Tensor]) -> torch.Tensor:
-        """Draw the tokens [n] for hidden [n, hidden_size], of the step's first n sequences, and keep them."""
+        """Draw the tokens [n] for hidden [n, hidden_size] of the step's first n sequences, and store them by
+        slot."""
         logits = self._model.compute_logits(hidden)
         mine, whole = self._tp.whole_rows(logits, self._vocab_size)
         token_ids = self._sampler(whole, _rows_of(inputs.sampling, mine))
@@ -88,9 +89,9 @@ class Ending:
         batch: Batch,
         masks: TokenMasks | None,
     ) -> tuple[torch.Tensor, TokenLogprobTensors | None]:
-        """As `draw`, with what the sequences ask for besides; return the tokens and their logprobs, if asked.
+        """As `draw`, with the step's extras; return the tokens, and their logprobs if requested.
 
-        A row gets the same token as from `draw` unless it asks for something that changes it.
+        A row without extras gets the same token as from `draw`.
         """
         extras, slots = batch.extras, inputs.sample_slots[: len(hidden)]
         penalties = self._row_penalties(extras.penalties, slots)
@@ -124,9 +125,9 @@ class Ending:
         return drawn, self._join(logprobs, mine, logits, extras.num_logprobs)
 
     def score(self, hidden: torch.Tensor, scored: ScoredTokens) -> TokenLogprobTensors:
-        """The logprobs of prompt tokens, each from the hidden state [n, hidden_size] of the token before it.
+        """The logprobs of prompt tokens. hidden: [n, hidden_size], of the token before each of them.
 
-        In chunks, so that their logits take no more room than those of drawn tokens.
+        Computed in chunks, so that their logits take no more memory than those of drawn tokens.
         """
         targets = self._device.send(scored.token_ids)
         parts = []
@@ -139,20 +140,21 @@ class Ending:
         return TokenLogprobTensors(*map(torch.cat, zip(*parts, strict=True)))
 
     def pool(self, hidden: torch.Tensor, wanted: WantedTokens, num_seqs: int) -> torch.Tensor:
-        """The sums [num_seqs, hidden_size] float32 of hidden [n, hidden_size] by their sequences."""
+        """The sums [num_seqs, hidden_size] float32 of hidden [n, hidden_size] over each sequence."""
         sums = torch.zeros(num_seqs, hidden.shape[1], device=hidden.device)
         return sums.index_add_(0, self._device.send(wanted.rows), hidden.float())
 
     def free_counts(self) -> None:
-        """Free the counts of penalties, while no sequence is unfinished; they are made again when needed."""
+        """Free the counts of penalties, while no sequence is unfinished; they are created again on use."""
         self._counts = None
 
     def reserved_bytes(self) -> int:
-        """What the counts of penalties take once they are needed, and a chunk of logits as float32."""
+        """The bytes of the counts of penalties, which are created on first use, and of a float32 chunk of
+        logits."""
         return (2 * self._max_seqs + 4 * self._max_rows) * self._vocab_size
 
     def _row_penalties(self, penalties: Penalties | None, slots: torch.Tensor) -> RowPenalties | None:
-        """The columns of penalties on the device, after counting what is to be counted first."""
+        """Count the history tokens, then return the columns of penalties on the device."""
         if penalties is None:
             return None
         send = self._device.send
@@ -183,7 +185,7 @@ class Ending:
     def _biased(
         self, raw: torch.Tensor, extras: Extras, masks: TokenMasks | None, rows: slice
     ) -> torch.Tensor:
-        """Logits after the callers' own functions and biases; new where there are any."""
+        """Logits after logits processors and biases; a new tensor if there are any."""
         every, bias = () if masks is None else masks.processors, extras.bias
         functions = [each for each in every if rows.start <= each[0] < rows.stop]
         inside = None if bias is None else (bias.rows >= rows.start) & (bias.rows < rows.stop)
@@ -204,7 +206,7 @@ class Ending:
     def _join(
         self, own: list[TokenLogprobTensors], mine: slice, logits: torch.Tensor, k: int
     ) -> TokenLogprobTensors:
-        """The logprobs of all rows, on rank 0 at least, from those of each rank's rows."""
+        """The logprobs of all rows, at least on rank 0, from those of each rank's rows."""
         if self._tp.size == 1:
             return TokenLogprobTensors(*map(torch.cat, zip(*own, strict=True)))
         width = 1 + min(k, self._vocab_size)

@@ -1,6 +1,6 @@
-"""StepInputs: all that one step reads, as NumPy arrays on the host and as tensors on the device.
+"""StepInputs: all inputs of one step, as NumPy arrays on the host and as tensors on the device.
 
-Positions, cache slots and prefix sums are derived from a `Batch` here, in one place. Copies nothing.
+Computes positions, cache slots and prefix sums from a `Batch`. Copies nothing.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from nanovllm.sampling.sampler import SamplingColumns
 
 @dataclass(frozen=True, eq=False)
 class StepInputs(Generic[A]):
-    """One step of S sequences and T tokens. Token ids and slots are int64, as torch's lookups want them."""
+    """One step of S sequences and T tokens. Token ids and slots are int64, as torch's indexing requires."""
 
-    token_ids: Annotated[A, Column(np.int64, lambda n: (n.tokens,))]  # LAST_SAMPLED: known to the device only
+    token_ids: Annotated[A, Column(np.int64, lambda n: (n.tokens,))]  # LAST_SAMPLED: only the device knows it
     token_slots: Annotated[A, Column(np.int64, lambda n: (n.tokens,), NO_SLOT)]  # of each token's sequence
     positions: Annotated[A, Column(np.int32, lambda n: (n.tokens,))]
-    sample_slots: Annotated[A, Column(np.int64, lambda n: (n.seqs,), NO_SLOT)]  # where drawn tokens are kept
+    sample_slots: Annotated[A, Column(np.int64, lambda n: (n.seqs,), NO_SLOT)]  # where drawn tokens go
     attention: StepColumns[A]
     sampling: SamplingColumns[A]
 
 
 def prepare_prefill(batch: Batch, block_size: int, in_halves: bool = False) -> StepInputs[np.ndarray]:
-    """The inputs of a step whose sequences bring any number of tokens."""
+    """The inputs of a prefill step."""
     query_lens, context_lens = batch.query_lens, batch.context_lens
     cu_seqlens_q = prefix_sum(query_lens)
-    rows = np.repeat(np.arange(len(query_lens), dtype=np.int32), query_lens)  # [T] whose token it is
+    rows = np.repeat(np.arange(len(query_lens), dtype=np.int32), query_lens)  # [T] the row of each token
     positions = np.arange(len(rows), dtype=np.int32) + (context_lens - query_lens - cu_seqlens_q[:-1])[rows]
     slot_mapping = _slot_mapping(batch, rows, positions, block_size)
     attention = StepColumns(
@@ -55,7 +55,7 @@ def prepare_decode(
     shared: SharedPrefixes[np.ndarray] | None = None,
     max_seqlen_k: int | None = None,
 ) -> StepInputs[np.ndarray]:
-    """The inputs of a step of one token a sequence. max_seqlen_k: a bound of contexts; None: the longest."""
+    """The inputs of a decode step. max_seqlen_k: an upper bound of context lengths; None: the longest."""
     rows, positions = np.arange(len(batch.slots)), batch.context_lens - np.int32(1)
     attention = StepColumns(
         slot_mapping=_slot_mapping(batch, rows, positions, block_size),
@@ -68,8 +68,8 @@ def prepare_decode(
 
 
 def wanted_rows(batch: Batch) -> np.ndarray:
-    """The places [W] int32, rising, of a prefill step's tokens whose hidden states are wanted: the last
-    of each sequence, and what the step's extras name."""
+    """The indices [W] int32, ascending, of a prefill step's tokens whose hidden states are needed: the last
+    token of each sequence, and the tokens of the step's extras."""
     last = prefix_sum(batch.query_lens)[1:] - np.int32(1)
     extras = batch.extras
     more = [] if extras.scored is None else [extras.scored.wanted.places]
@@ -78,7 +78,7 @@ def wanted_rows(batch: Batch) -> np.ndarray:
 
 
 def _slot_mapping(batch: Batch, rows: np.ndarray, positions: np.ndarray, block_size: int) -> np.ndarray:
-    """Where in the cache each token's K/V goes: block * block_size + offset."""
+    """The cache slot of each token's K/V: block * block_size + offset."""
     blocks = batch.block_tables[rows, positions // block_size]
     return blocks * np.int32(block_size) + positions % np.int32(block_size)
 
@@ -86,7 +86,7 @@ def _slot_mapping(batch: Batch, rows: np.ndarray, positions: np.ndarray, block_s
 def _inputs(
     batch: Batch, rows: np.ndarray, positions: np.ndarray, attention: StepColumns[np.ndarray]
 ) -> StepInputs[np.ndarray]:
-    """rows, positions [T]: whose token it is, and where in its sequence."""
+    """rows, positions [T]: the row of each token, and its position in its sequence."""
     sampling = batch.sampling
 
     def column(values: np.ndarray | None, neutral: int = 0) -> np.ndarray:

@@ -1,6 +1,6 @@
-"""The memory of the KV cache, one tensor of which every attention layer has its part, and its scales for FP8.
+"""The memory of the KV cache, one tensor that all attention layers share, and its scales for FP8.
 
-Knows no sequence; the prefix cache and the owners of blocks are the scheduler's.
+Knows no sequence; the scheduler owns the prefix cache and the block tables.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ def cache_shape(layers: Sequence[Attention], num_blocks: int, block_size: int) -
 
 
 def attach(layers: Sequence[Attention], kv_cache: torch.Tensor) -> None:
-    """Give every layer its part of a cache of `cache_shape`, in place of the one it has."""
+    """Give every layer its part of a cache of `cache_shape`, instead of its current one."""
     for layer, k, v in zip(layers, *kv_cache, strict=True):
         layer.cache = layer.cache._replace(k=k, v=v)
 
 
 def detach(layers: Sequence[Attention]) -> None:
-    """Let every layer go of its part."""
+    """Make every layer drop its part of the cache."""
     nothing = torch.empty(0)
     for layer in layers:
         layer.cache = layer.cache._replace(k=nothing, v=nothing)
 
 
 def scratch_in(kv_cache: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Zeros of `shape` and `dtype`, in the memory of `kv_cache`, contiguous, if that is large enough."""
+    """Contiguous zeros of `shape` and `dtype`, in the memory of `kv_cache` if that is large enough."""
     num_bytes = prod(shape) * dtype.itemsize
     if num_bytes > kv_cache.nbytes:
         return torch.zeros(shape, dtype=dtype, device=kv_cache.device)
@@ -40,10 +40,10 @@ def scratch_in(kv_cache: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtyp
 
 
 def set_scales(layers: Sequence[Attention], kv_cache: torch.Tensor, dtype: torch.dtype) -> None:
-    """Set each layer's scales for a cache of `dtype`, per KV head, from what `kv_cache` holds.
+    """Set each layer's scales for a cache of `dtype`, per KV head, from the content of `kv_cache`.
 
-    The largest values seen map to a quarter of what `dtype` can hold; larger ones still are clamped there.
-    Scales that there are keep their addresses, which CUDA graphs hold.
+    The largest value maps to a quarter of the largest value of `dtype`; later values beyond the range are
+    clamped. Existing scales keep their addresses, which CUDA graphs hold.
     """
     largest = kv_cache.float().abs().amax(dim=(2, 3, 5))  # [2, layers, KV heads]
     scales = (largest / (torch.finfo(dtype).max / 4)).clamp(min=1e-6)

@@ -1,6 +1,6 @@
-"""Whether weights and KV cache fit, on every rank: the numbers, and errors that name the rank and the fix.
+"""Checks that weights and KV cache fit on every rank, with errors that name the rank and the fix.
 
-And the step by which activations are measured. Allocates nothing and asks no device.
+Also creates the step that measures activations. Allocates nothing and asks no device.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from nanovllm.errors import KVCacheMemoryError
 
 logger = logging.getLogger("nanovllm")
 
-LARGE_ON_A_CPU = 2**30  # bytes, above which a KV cache of the default size is named at start
+LARGE_ON_A_CPU = 2**30  # bytes; a KV cache of the default size above this gives a warning at start
 
 
 @dataclass(frozen=True, slots=True)
 class KVCacheSpace:
-    """What one rank's device has for the KV cache, in bytes."""
+    """The memory of one rank's device for the KV cache, in bytes."""
 
     device: str
     free: int
     total: int
-    budget: int  # what the KV cache may take
-    reserve: int  # kept for activations
+    budget: int  # for the KV cache
+    reserve: int  # for activations
     per_block: int
 
 
 def check_weights_fit(need: int, memory: list[tuple[int, int]], config: Config, device: Device) -> None:
-    """Raise KVCacheMemoryError when a rank's weights need more than it may use; all in bytes.
+    """Raise KVCacheMemoryError if a rank's weights need more memory than it may use.
 
-    memory: free and total of each rank's device; ranks on a CPU share one.
+    need: bytes. memory: free and total bytes of each rank's device; ranks on a CPU share one memory.
     """
     devices = device.ranks(len(memory))
     for rank, (free, total) in enumerate(memory):
@@ -47,16 +47,16 @@ def check_weights_fit(need: int, memory: list[tuple[int, int]], config: Config, 
             raise KVCacheMemoryError(
                 f"the model does not fit: its weights need {need / 2**30:,.2f} GiB on {whose}, and "
                 f"{max(may, 0) / 2**30:,.2f} GiB may be used ({free / 2**30:,.2f} of {total / 2**30:,.2f} "
-                f"GiB are free, gpu_memory_utilization is {config.gpu_memory_utilization}). Close what else "
-                "uses the device, or use more devices (tensor_parallel_size) or a smaller model"
+                f"GiB are free, gpu_memory_utilization is {config.gpu_memory_utilization}). Close other "
+                "programs on the device, or use more devices (tensor_parallel_size) or a smaller model"
             )
 
 
 def fit_kv_cache(spaces: list[KVCacheSpace], config: Config, block_size: int, most: int) -> int:
-    """Return how many KV cache blocks every rank can hold: those or the bytes that are asked for, or what
-    fits, up to `most`.
+    """Return the number of KV cache blocks of every rank: what the options ask for, or what fits, up to
+    `most`.
 
-    Raises KVCacheMemoryError, with what a rank has and what to change, when not one fits.
+    Raises KVCacheMemoryError, with a rank's memory and the fix, if they do not fit.
     """
     num_blocks, asked = config.num_kvcache_blocks, config.kv_cache_memory_bytes
     fix = f"Raise gpu_memory_utilization (now {config.gpu_memory_utilization})"
@@ -76,7 +76,7 @@ def fit_kv_cache(spaces: list[KVCacheSpace], config: Config, block_size: int, mo
                 f"{need:,.1f} MiB, and {may:,.1f} MiB may be used ({space.free / 2**20:,.0f} of "
                 f"{space.total / 2**20:,.0f} MiB are free, {space.reserve / 2**20:,.0f} MiB are kept for "
                 f"activations). {fix}, lower max_num_batched_tokens, max_num_seqs or num_kvcache_blocks, or "
-                "close what else uses the device"
+                "close other programs on the device"
             )
     size = num_blocks * spaces[0].per_block / 2**30
     each = " on each rank" if len(spaces) > 1 else ""
@@ -84,7 +84,7 @@ def fit_kv_cache(spaces: list[KVCacheSpace], config: Config, block_size: int, mo
     chosen = config.num_kvcache_blocks is not None or asked is not None
     if spaces[0].device == "cpu" and not chosen and size * 2**30 > LARGE_ON_A_CPU:
         logger.warning(
-            "the KV cache may grow to %.2f GiB%s as it is used; less with num_kvcache_blocks below %d",
+            "the KV cache may grow to %.2f GiB%s during use; to limit it, set num_kvcache_blocks below %d",
             *(size, each, num_blocks),
         )
     return num_blocks
@@ -93,9 +93,9 @@ def fit_kv_cache(spaces: list[KVCacheSpace], config: Config, block_size: int, mo
 def equal_batch(
     kind: StepKind, num_seqs: int, query_len: int, context_len: int, block_size: int, num_blocks: int
 ) -> Batch:
-    """A step of equal sequences with all kinds of sampling, to see what it needs. Token ids are 0.
+    """A step of equal sequences with all kinds of sampling, to measure its memory. Token ids are 0.
 
-    Each has the same blocks: all that there are, over and over, since what they read does not matter.
+    All sequences have the same block table, which repeats the existing blocks: their content does not matter.
     """
     table = np.arange(-(-context_len // block_size), dtype=np.int32) % num_blocks
     return Batch(

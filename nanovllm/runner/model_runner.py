@@ -1,6 +1,6 @@
 """ModelRunner: one Batch in, one set of sampled tokens out. Owns the model, the KV cache and the buffers.
 
-Never sees a Sequence and never decides what runs. Nothing here waits for the device but `StepHandle.result`.
+Never sees a Sequence and never decides what runs. Only `StepHandle.result` waits for the device.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class UndrawnStep(NamedTuple):
     """A step up to its hidden states."""
 
     batch: Batch
-    hidden: torch.Tensor  # [n, hidden_size], of the wanted tokens
+    hidden: torch.Tensor  # [n, hidden_size], of the tokens in `wanted_rows`, or of all decode rows
     inputs: StepInputs[torch.Tensor]
 
 
@@ -65,7 +65,7 @@ class ModelRunner:
         max_model_len: int,
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        """Build the model and fill its weights. `check` is called now and then, and may raise to give up."""
+        """Build the model and load its weights. check: called regularly meanwhile; may raise to give up."""
         self.config = config
         self.model_config = model_config
         self.model_path = model_path
@@ -94,10 +94,10 @@ class ModelRunner:
             WeightOptions(self.dtype, device.torch, config.deterministic, fuse),
         )
         self.load_weights(check)
-        self.graphs: dict[tuple[int, bool], CUDAGraphs] = {}  # by chunk of shared prefixes, and: draws tokens
+        self.graphs: dict[tuple[int, bool], CUDAGraphs] = {}  # by chunk of shared prefixes, and whether drawn
         self._undrawn: UndrawnStep | None = None
-        self.profile: RankProfile | None = None  # while one is on
-        self.prefixes: SharedPrefixFinder | None = None  # until there is a KV cache
+        self.profile: RankProfile | None = None  # the active one
+        self.prefixes: SharedPrefixFinder | None = None  # None without a KV cache
         layer = self.model.attention_layers[0]
         group = layer.num_heads // layer.num_kv_heads
         self.shared_unit = self.backend.shared_unit(group, layer.head_dim, self.cache_dtype, device.torch)
@@ -111,12 +111,12 @@ class ModelRunner:
     def load_weights(
         self, check: Callable[[], None] = lambda: None, names: Collection[str] | None = None
     ) -> None:
-        """Fill the model with the checkpoint's weights, or dummy ones; see `load_weights` of the loader."""
+        """Load the checkpoint's weights, or dummy weights; see `load_weights` of the loader."""
         if self.config.load_format == "dummy":
             init_dummy_weights(self.model, self.config.seed, check, names)
         else:
             load_weights(self.model, self.model_path, check, names)
-        self.device.empty_cache()  # else workspaces, which stay, might hold on to all that loading took
+        self.device.empty_cache()  # else permanent workspaces might keep all memory of the loading
 
     # -- start-up ----------------------------------------------------------------------------------------
 
@@ -124,14 +124,14 @@ class ModelRunner:
     def calibrate_kv_cache(self) -> None:
         """Set the scales of an FP8 cache, per layer and KV head, from the K/V of a fixed random prompt.
 
-        Every start and every number of ranks gets the same scales. What the KV cache holds is lost.
+        The scales are the same for every start and number of ranks. The content of the KV cache is lost.
         """
         if self.cache_dtype == self.dtype:
             return
         num_tokens = min(CALIBRATION_TOKENS, self.max_model_len)
         layers, kept = self.model.attention_layers, self.kv_cache
         shape = cache_shape(layers, -(-num_tokens // self.block_size), self.block_size)
-        self.kv_cache = scratch_in(kept, shape, self.dtype)  # of zeros: what is not written must not count
+        self.kv_cache = scratch_in(kept, shape, self.dtype)  # zeros: unwritten positions must not count
         caches = [layer.cache for layer in layers]
         for layer, k, v in zip(layers, *self.kv_cache, strict=True):
             layer.cache = KVCache(k, v)  # of the model's dtype, without scales
@@ -147,19 +147,19 @@ class ModelRunner:
         self.kv_cache = kept
 
     def warmup_model(self) -> int:
-        """Run the largest steps once; return the bytes that they need beside the weights and the KV cache."""
+        """Run the largest steps once; return the bytes that they need besides weights and KV cache."""
         if not self.device.is_cuda:
-            return 0  # there is no kernel to compile, and the KV cache does not take what is left
+            return 0  # no kernel to compile, and the KV cache does not fill the memory
         num_seqs = min(self.config.max_num_seqs, self.config.max_num_batched_tokens)
         query_len = min(self.config.max_num_batched_tokens // num_seqs, self.max_model_len)
         self._set_kv_cache(-(-query_len // self.block_size))
         needed = self._warmup_peak(StepKind.PREFILL, num_seqs, query_len, query_len)
         if rows_of_half(self.config.max_num_batched_tokens, self.tp.size):
             few = min(num_seqs, -(-OVERLAP_TOKENS // self.max_model_len))
-            whole = min((OVERLAP_TOKENS - 1) // few, self.max_model_len)  # the largest step in one piece
+            whole = min((OVERLAP_TOKENS - 1) // few, self.max_model_len)  # the largest step that is not split
             needed = max(needed, self._warmup_peak(StepKind.PREFILL, few, whole, whole))
-        if self.backend.supports_cuda_graph:  # whose memory is apart from that of other steps
-            self.prefixes = self._make_prefix_finder()  # equal sequences share all, which takes the most
+        if self.backend.supports_cuda_graph:  # graphs have their own memory
+            self.prefixes = self._make_prefix_finder()  # equal sequences share everything: the most memory
             needed += self._warmup_peak(StepKind.DECODE, self.config.max_num_seqs, 1, self.max_model_len)
         needed += self.ending.reserved_bytes()
         self._set_kv_cache(0)
@@ -167,7 +167,7 @@ class ModelRunner:
         return needed
 
     def _warmup_peak(self, kind: StepKind, num_seqs: int, query_len: int, context_len: int) -> int:
-        """Run a step of equal sequences with the costliest sampling; return the bytes that it took on top."""
+        """Run a step of equal sequences with the costliest sampling; return its peak of additional bytes."""
         self.device.reset_peak()
         self.run(self._equal_batch(kind, num_seqs, query_len, context_len))
         return self.device.peak_above_current()
@@ -177,7 +177,7 @@ class ModelRunner:
         return equal_batch(kind, num_seqs, query_len, context_len, self.block_size, num_blocks)
 
     def measure_kv_cache(self, reserve: int) -> KVCacheSpace:
-        """Return what the device has for the KV cache beside `reserve` bytes, and what a block takes."""
+        """Return the device's memory for the KV cache besides `reserve` bytes, and the size of a block."""
         layers = self.model.attention_layers
         per_token = 2 * len(layers) * layers[0].num_kv_heads * layers[0].head_dim * self.cache_dtype.itemsize
         ranks_here = 1 if self.device.is_cuda else self.tp.size
@@ -186,7 +186,7 @@ class ModelRunner:
         return KVCacheSpace(str(self.device.torch), free, total, budget, reserve, per_token * self.block_size)
 
     def allocate_kv_cache(self, num_blocks: int) -> int:
-        """Allocate the KV cache; return how many blocks it has."""
+        """Allocate the KV cache; return its number of blocks."""
         self._set_kv_cache(num_blocks)
         self.prefixes = self._make_prefix_finder()
         return self.kv_cache.shape[2]
@@ -201,10 +201,10 @@ class ModelRunner:
         return SharedPrefixFinder(self.block_size, self.shared_unit, max_num_seqs, least)
 
     def _set_kv_cache(self, num_blocks: int) -> None:
-        """Give every layer its part of one new cache of `num_blocks` blocks."""
+        """Give every layer its part of a new cache of `num_blocks` blocks."""
         layers = self.model.attention_layers
         detach(layers)
-        self.kv_cache = torch.empty(0)  # all have let go of the old one
+        self.kv_cache = torch.empty(0)  # frees the old cache
         shape = cache_shape(layers, num_blocks, self.block_size)
         self.kv_cache = torch.empty(shape, dtype=self.cache_dtype, device=self.device.torch)
         attach(layers, self.kv_cache)
@@ -221,7 +221,7 @@ class ModelRunner:
         sizes = graph_sizes(self.config.max_num_seqs)
         self.graphs[0, True] = first = make(None, True, sizes, None)
         first.capture_all(progress and self.tp.rank == 0)
-        # Captured when they are first needed, and fewer of them: most workloads share no prefixes.
+        # Captured on first use, and in fewer sizes: most workloads do not need them.
         few = sizes[::-4][::-1]
         self.graphs[0, False] = make(None, False, sorted({*sizes[:3], *sizes[::-2]}), first.pool)
         if self.prefixes is not None:
@@ -230,7 +230,7 @@ class ModelRunner:
                     self.graphs[chunk, drawn] = make(nothing, drawn, few, first.pool)
 
     def _make_step(self, shared: SharedRows | None, drawn: bool, rows: int) -> Callable[[], GraphOutput]:
-        """A decode step of `rows` sequences over the fixed input buffer, for a graph to hold."""
+        """A decode step of `rows` sequences over the fixed input buffer, to capture as a graph."""
         arrays = prepare_decode(EMPTY_BATCH, self.block_size, shared, self.max_model_len)
         inputs = self.staging.send(arrays, self._decode_size(rows))()
         return lambda: self._graph_step(inputs, drawn)
@@ -245,18 +245,18 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, batch: Batch) -> StepHandle | None:
-        """Queue a step on the device; what it gives comes through the handle, the same on every rank.
+        """Queue a step on the device; the handle returns its outputs, the same on every rank.
 
-        None when the sequences have rules: then `draw` is to follow before the next launch.
+        None if the sequences have rules: then call `draw` before the next launch.
         """
         with self.device.share_of_threads(self.tp.size):
             return self._launch(batch)
 
     @cached_property
     def mask_room(self) -> np.ndarray:
-        """Where token masks are written on the host: [max_num_seqs, ceil(vocabulary / 32)] int32.
+        """Host memory for token masks: [max_num_seqs, ceil(vocabulary / 32)] int32.
 
-        Free again when the step that they are for has been read. In megabytes of fresh memory page faults
+        It can be reused once its step was read. It is kept, because page faults in megabytes of fresh memory
         would take longer than the writing.
         """
         words = -(-self.model_config.vocab_size // WORD)
@@ -264,7 +264,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def draw(self, masks: TokenMasks) -> StepHandle:
-        """Queue the end of the launched step, in which `masks` say what may follow."""
+        """Queue the end of the launched step; `masks` are its allowed tokens."""
         step, self._undrawn = self._undrawn, None
         assert step is not None, "a step with rules was launched"
         with self.device.share_of_threads(self.tp.size):
@@ -295,7 +295,7 @@ class ModelRunner:
         return self._end(step, None)
 
     def _end(self, step: UndrawnStep, masks: TokenMasks | None) -> StepHandle:
-        """Draw a step's tokens, and give what else it was asked for."""
+        """Draw a step's tokens, and compute its other requested outputs."""
         batch, hidden, inputs = step
         extras = batch.extras
         last, scores, pooled = hidden[: len(batch.slots)], None, None
@@ -311,7 +311,7 @@ class ModelRunner:
             if extras.pooled is not None:
                 pooled = self.ending.pool(of(extras.pooled.places), extras.pooled, len(batch.slots))
         logprobs = None
-        if not batch.draws.any():  # prompts to be scored or pooled, or parts of them
+        if not batch.draws.any():  # only prompts to score or pool, or chunks of prompts
             token_ids = last.new_zeros(len(last), dtype=torch.int64)
         elif extras.needs_logits:
             token_ids, logprobs = self.ending.draw_with(last, inputs, batch, masks)
@@ -324,28 +324,28 @@ class ModelRunner:
         return replace(self.size, tokens=rows, seqs=rows)
 
     def _graph_step(self, inputs: StepInputs[torch.Tensor], drawn: bool) -> GraphOutput:
-        """What a graph holds of a step: (hidden states, drawn tokens if it is to end in these).
+        """The part of a step that a graph captures: (hidden states, drawn tokens or None).
 
-        Drawing is in no graph where it needs NCCL, which would hold on to the graph and cannot be aborted.
+        Drawing that needs NCCL is not captured, because NCCL keeps the graph alive and cannot be aborted.
         """
         hidden = self.run_model(inputs)
         drawn = drawn and self.tp.exchanges_rows(len(hidden), self.dtype)
         return hidden, self.ending.draw(hidden, inputs) if drawn else None
 
     def run_model(self, inputs: StepInputs[torch.Tensor]) -> torch.Tensor:
-        """Run the model; return the hidden states [S, hidden] that logits are made from."""
-        # What is kept may be NOT_FINITE or what an aborted sum left: no token either.
+        """Run the model; return the hidden states [n, hidden_size] that are needed for logits."""
+        # A stored token may be NOT_FINITE, or garbage from an aborted sum: `take_tokens` clamps it.
         vocab_size = self.model_config.vocab_size
         token_ids = take_tokens(inputs.token_ids, inputs.token_slots, self.ending.last_token_ids, vocab_size)
         return self.model(token_ids, inputs.positions, inputs.attention)
 
     def start_profile(self, folder: str, name: str) -> None:
-        """Profile what runs from here on, for a trace in `folder` with the rank and `name` in its name."""
+        """Start a profile, for a trace in `folder` with the rank and `name` in its file name."""
         self.profile = RankProfile(Path(folder, f"rank{self.tp.rank}.{name}.pt.trace.json.gz"), self.device)
 
     def stop_profile(self) -> str:
         """End the profile and return the path of its trace."""
-        assert self.profile is not None, "the caller knows whether there is one"
+        assert self.profile is not None, "the caller checks that a profile is active"
         profile, self.profile = self.profile, None
         return str(profile.stop())
 

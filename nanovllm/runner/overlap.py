@@ -1,7 +1,7 @@
-"""Prefill in two halves, so that the ranks sum the one while they compute the other.
+"""Prefill in two halves, so that the ranks sum one half while they compute the other.
 
-Says which steps are cut, and where. Plans nothing: a batch stays one batch, whose tokens, positions and cache
-slots are staged as ever.
+Decides which steps are split, and where. The batch stays one batch; its tokens, positions and cache slots are
+staged as usual.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import numpy as np
 from nanovllm.attention.base import AttentionColumns, PrefillRanges
 from nanovllm.batch import Batch, StepKind, prefix_sum
 
-OVERLAP_RANKS = (2, 4)  # those measured
-OVERLAP_TOKENS = 2048  # the fewest tokens of a step that is cut
+OVERLAP_RANKS = (2, 4)  # measured to be faster
+OVERLAP_TOKENS = 2048  # minimum tokens of a step that is split
 Half = AttentionColumns[np.ndarray]
 
 
 def rows_of_half(max_num_batched_tokens: int, tp_size: int) -> int:
-    """The most tokens of a half; 0 where no step is cut."""
+    """The maximum number of tokens of a half; 0 if no step is split."""
     cut = tp_size in OVERLAP_RANKS and max_num_batched_tokens >= OVERLAP_TOKENS
     return -(-max_num_batched_tokens // 2) if cut else 0
 
@@ -29,11 +29,11 @@ def overlaps(batch: Batch, tp_size: int) -> bool:
 
 
 def halves(batch: Batch, slot_mapping: np.ndarray) -> tuple[Half, Half]:
-    """Cut a batch of two tokens or more in the middle of its tokens; one sequence may be in both halves."""
+    """Split a batch of two or more tokens in the middle; one sequence may be in both halves."""
     ends = np.cumsum(batch.query_lens)
     cut = int(ends[-1]) // 2
-    row = int(np.searchsorted(ends, cut))  # has the last token of the first half
-    left = int(ends[row]) - cut  # of its tokens, for the second half
+    row = int(np.searchsorted(ends, cut))  # the row of the last token of the first half
+    left = int(ends[row]) - cut  # tokens of this row in the second half
     next_row = row if left else row + 1
     first, second = batch.query_lens[: row + 1].copy(), batch.query_lens[next_row:].copy()
     contexts = batch.context_lens[: row + 1].copy()

@@ -1,6 +1,6 @@
-"""RankProfile: torch.profiler over one rank's steps, and the Chrome trace that it leaves.
+"""RankProfile: torch.profiler over one rank's steps; writes a Chrome trace.
 
-Changes nothing in the runner. A process has one torch profiler at most.
+Changes nothing in the runner. A process has at most one torch profiler.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from nanovllm.device import Device
 
 
 def check_can_profile() -> None:
-    """Raise RuntimeError when a torch profiler is on in this process."""
+    """Raise RuntimeError if a torch profiler is active in this process."""
     if torch._C._autograd._profiler_enabled():
-        raise RuntimeError("a torch profiler is on in this process already; stop that one first")
+        raise RuntimeError("a torch profiler is already active in this process; stop it first")
 
 
 class RankProfile:
-    """A profile that is on from the start, until `stop` or `drop`."""
+    """A profile that starts at creation and ends with `stop` or `drop`."""
 
     def __init__(self, path: Path, device: Device) -> None:
-        """path: of the trace, a .json or .json.gz in a folder that is there."""
+        """path: of the trace, a .json or .json.gz in an existing folder."""
         activities = [torch.profiler.ProfilerActivity.CPU]
         if device.is_cuda:
             activities.append(torch.profiler.ProfilerActivity.CUDA)
@@ -31,12 +31,12 @@ class RankProfile:
         self._profiler.start()
 
     def stop(self) -> Path:
-        """End the profile once the device has done its work; write the trace and return its path."""
+        """Wait for the device, end the profile, write the trace and return its path."""
         self._device.synchronize()
         self.drop()
         self._profiler.export_chrome_trace(str(self._path))
         return self._path
 
     def drop(self) -> None:
-        """End the profile and write nothing."""
+        """End the profile without writing a trace."""
         self._profiler.stop()

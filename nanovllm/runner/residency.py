@@ -1,6 +1,7 @@
-"""ResidentModelRunner: a ModelRunner that frees its device memory and takes new weights.
+"""ResidentModelRunner: a ModelRunner that can free its device memory and take new weights.
 
-Owns what sleeps, and the host copies of weights. Never decides when; `models/update.py` checks the tensors.
+Owns the freed storages and the host copies of weights. Never decides when to sleep; `models/update.py` checks
+new tensors.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ WEIGHTS, KV_CACHE = TAGS = ("weights", "kv_cache")
 
 
 class FreedStorage(NamedTuple):
-    """The memory of a parameter that is freed: views of it stay, and are valid once it is allocated again."""
+    """The freed memory of a parameter. Views of it stay, and are valid after it is allocated again."""
 
     storage: torch.UntypedStorage
     num_bytes: int
@@ -24,7 +25,7 @@ class FreedStorage(NamedTuple):
 
 
 class WakeUpNeed(NamedTuple):
-    """What a rank needs to wake up, and what its device has, in bytes."""
+    """The memory that a rank needs to wake up, and its device's memory, in bytes."""
 
     need: int
     free: int
@@ -32,16 +33,16 @@ class WakeUpNeed(NamedTuple):
 
 
 class ResidentModelRunner(ModelRunner):
-    """Runs steps while nothing of it sleeps. All ranks make the same calls."""
+    """Runs steps while nothing sleeps. All ranks make the same calls."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         """As `ModelRunner`."""
         super().__init__(*args, **options)
-        self.asleep: frozenset[str] = frozenset()  # of TAGS
-        self.updated: set[str] = set()  # tensors that are no longer the checkpoint's
+        self.asleep: frozenset[str] = frozenset()  # subset of TAGS
+        self.updated: set[str] = set()  # names of tensors that differ from the checkpoint
         self._freed: list[FreedStorage] = []
-        self._num_blocks = 0  # of the KV cache that is freed
-        self._freed_bytes = 0  # of the KV cache and CUDA graphs that are freed
+        self._num_blocks = 0  # of the freed KV cache
+        self._freed_bytes = 0  # of the freed KV cache and CUDA graphs
 
     @property
     def drops_weights(self) -> bool:
@@ -51,14 +52,14 @@ class ResidentModelRunner(ModelRunner):
     def sleep(self, level: int) -> None:
         """Free the weights, the KV cache and the CUDA graphs; level 1 keeps the weights on the host.
 
-        Of what sleeps already, the copy is dropped at level 2.
+        If the weights already sleep, level 2 drops their host copy.
         """
         self.device.empty_cache()
         free, _ = self.device.memory()
         if KV_CACHE not in self.asleep:
             self._num_blocks = self.kv_cache.shape[2]
             kv_bytes = self.kv_cache.nbytes
-            self.graphs.clear()  # they hold addresses of both
+            self.graphs.clear()  # they hold addresses of weights and KV cache
             self.ending.free_counts()
             self._set_kv_cache(0)
             self.device.empty_cache()
@@ -80,7 +81,7 @@ class ResidentModelRunner(ModelRunner):
             storage.resize_(0)
 
     def wake_up_need(self, tags: Collection[str]) -> WakeUpNeed:
-        """What `wake_up(tags)` takes; nothing on a CPU, whose memory is taken as it is used."""
+        """The memory that `wake_up(tags)` takes; 0 on a CPU, which takes memory on use."""
         self.device.empty_cache()
         need = 0
         if self.device.is_cuda and WEIGHTS in self.asleep & set(tags):
@@ -90,9 +91,10 @@ class ResidentModelRunner(ModelRunner):
         return WakeUpNeed(need, *self.device.memory())
 
     def wake_up(self, tags: Collection[str]) -> None:
-        """Allocate what sleeps of `tags` again; capture the CUDA graphs once nothing sleeps any more.
+        """Allocate those of `tags` that sleep; when nothing sleeps any more, capture the CUDA graphs.
 
-        Weights are those before `sleep(1)`, or the checkpoint's after `sleep(2)`. The KV cache is as new.
+        After `sleep(1)` the weights are the same as before, after `sleep(2)` the checkpoint's. The KV cache
+        is empty.
         """
         waking = self.asleep & set(tags)
         if WEIGHTS in waking:
@@ -111,14 +113,14 @@ class ResidentModelRunner(ModelRunner):
                 storage.copy_(copy)
         if self.drops_weights:
             for parameter in self.model.parameters():
-                parameter.zero_()  # some have rows of padding, which no checkpoint fills
+                parameter.zero_()  # some have padding rows, which no checkpoint fills
             self.load_weights()
             self.calibrate_kv_cache()
             self.updated.clear()
         self._freed.clear()
 
     def load_tensors(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Load checked tensors, by their names there; `finish_update` comes before the next step."""
+        """Load checked tensors by their checkpoint names. Call `finish_update` before the next step."""
         slots = self.model.weight_slots()
         for name, tensor in tensors:
             layer, shard = slots[name]
@@ -126,7 +128,7 @@ class ResidentModelRunner(ModelRunner):
             self.updated.add(name)
 
     def finish_update(self, reload: Collection[str]) -> None:
-        """Get ready for steps, with the tensors `reload` read from the checkpoint again."""
+        """Prepare for the next step. reload: names of tensors to read from the checkpoint again."""
         if reload:
             self.load_weights(names=reload)
         self.model.finish_loading()

@@ -1,6 +1,6 @@
-"""Which sequences of a batch begin in the same blocks, so that decode reads what they share once for several.
+"""Shared-prefix grouping: finds sequences that begin with the same blocks, so that decode reads these once.
 
-Plain NumPy on the batch's block tables. Knows when that pays; reads nothing of what is shared.
+Plain NumPy on the batch's block tables. Decides when grouping pays; reads no K/V.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from nanovllm.attention.base import SharedPrefixes
 from nanovllm.batch import PADDING, Batch
 from nanovllm.kernels.decode_attention import CHUNK, LONG_PREFIX, SharedUnit
 
-MIN_SHARED_TOKENS = 16384  # to be read less in a step, before a second pass over the batch pays
+MIN_SHARED_TOKENS = 16384  # saved reads in a step from which a second pass over the batch pays
 SharedRows = SharedPrefixes[np.ndarray]
 
 
 class SharedPrefixFinder:
-    """Finds the prefixes that sequences of each decode step share, and remembers them for the next step."""
+    """Finds the shared prefixes of each decode step, and caches them for the next step."""
 
     def __init__(
         self,
@@ -40,10 +40,9 @@ class SharedPrefixFinder:
         self.nothing = {chunk: replace(nothing, chunk=chunk) for chunk in chunks}
 
     def find(self, batch: Batch) -> SharedRows | None:
-        """What to read once for several rows of a decode step; None if that is too little to pay.
+        """The prefixes to read once for several rows of a decode step; None if grouping does not pay.
 
-        Found anew when the batch is made of other sequences, or these lie in other blocks; else the last
-        result holds.
+        Returns the last result while the batch has the same sequences in the same blocks.
         """
         tables = batch.block_tables
         if self._last is not None:
@@ -72,11 +71,11 @@ class SharedPrefixFinder:
 def find_shared_prefixes(
     block_tables: np.ndarray, context_lens: np.ndarray, block_size: int, unit: SharedUnit
 ) -> SharedRows | None:
-    """What rows with block_tables [S, W] and context_lens [S] share; None if nothing.
+    """The prefixes that rows with block_tables [S, W] and context_lens [S] share; None if there are none.
 
-    Up to `unit.sequences` sequences form a unit, so None too if that is one. There are S // 2 units at most:
-    that much is returned, and how many of them there are. A unit shares a multiple of `unit.positions`, and
-    each of its sequences has tokens past them.
+    Up to `unit.sequences` sequences form a unit; None too if that is one. The result has room for S // 2
+    units, the maximum, and the number of actual units. A unit shares a multiple of `unit.positions` tokens,
+    and each of its sequences has more tokens than these.
     """
     count = len(context_lens)
     found = no_shared_prefixes(count, unit)
@@ -84,7 +83,7 @@ def find_shared_prefixes(
         return None
     tables = np.ascontiguousarray(block_tables)
     order = np.argsort(tables.view(np.dtype((np.void, tables.strides[0]))).ravel(), kind="stable")
-    # What neighbours in this order have in common, in tokens, is a bound for each two of them.
+    # Common tokens of neighbours in this order; the minimum over a range bounds every pair in it.
     equal = np.cumprod(tables[order[1:]] == tables[order[:-1]], axis=1).sum(axis=1) * block_size
     own = np.maximum(context_lens[order] - 1, 0)
     common = np.minimum(np.minimum(own[1:], own[:-1]), equal) // unit.positions * unit.positions
@@ -105,7 +104,7 @@ def find_shared_prefixes(
 
 
 def no_shared_prefixes(count: int, unit: SharedUnit) -> SharedRows:
-    """What `find_shared_prefixes` fills in for `count` sequences: no unit yet."""
+    """An empty result of `find_shared_prefixes` for `count` sequences, without units."""
     return SharedPrefixes(
         members=np.full((count // 2, unit.sequences), PADDING, np.int32),
         lens=np.zeros(count // 2, np.int32),

@@ -1,6 +1,6 @@
-"""Staging: how a step's inputs reach the device, in one copy, and its tokens come back.
+"""Staging: copies a step's inputs to the device, in one copy, and its tokens back to the host.
 
-Knows the columns' declared dtypes, dimensions and padding, nothing of what they mean.
+Knows the declared dtype, shape and padding of each column, but not its meaning.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from nanovllm.device import Device
 from nanovllm.runner.ending import StepTensors
 from nanovllm.runner.inputs import StepInputs
 
-ALIGN = 16  # bytes: every column starts at a multiple of that
+ALIGN = 16  # bytes; every column starts at a multiple of this
 TORCH_DTYPES: dict[type[np.generic], torch.dtype] = {
     np.int32: torch.int32,
     np.int64: torch.int64,
@@ -28,15 +28,15 @@ TORCH_DTYPES: dict[type[np.generic], torch.dtype] = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepHandle:
-    """A launched step, whose tokens can be read once the device has got that far."""
+    """A launched step, whose outputs can be read once the device has computed it."""
 
     tensors: StepTensors  # on the host
     draws: np.ndarray  # [S] int32, of the batch
     event: torch.cuda.Event | None
 
     def result(self) -> StepOutput:
-        """Wait for the step and return what it gave, in memory of its own: sequences keep it until they end,
-        and the pinned memory that it came in is for the next steps."""
+        """Wait for the step and return a copy of its outputs. Sequences keep them until they end, while later
+        steps reuse the pinned memory."""
         if self.event is not None:
             self.event.synchronize()
         token_ids, logprobs, scores, pooled = self.tensors
@@ -50,14 +50,14 @@ class StepHandle:
 
 
 class Staging:
-    """One input buffer on the device, and two sets of host buffers that take turns.
+    """One input buffer on the device, and two alternating sets of host buffers.
 
-    Inputs of the same parts and sizes always land at the same addresses, which is what lets a CUDA graph read
-    them. A host set is written again only when the device is done with its last use.
+    Inputs with the same parts and sizes always have the same addresses, so a CUDA graph can read them. A host
+    set is written again only after the device has finished its last use.
     """
 
     def __init__(self, device: Device, size: StepSize) -> None:
-        """size: of the largest step; there is room for it with every part that a step may have."""
+        """size: of the largest step. The buffer has room for it with all optional parts."""
         words = sum(_end_of(column, 0, column.shape(size)) for column in all_columns(StepInputs)) // 4
         self._device = device
         self._buffer = torch.zeros(words, dtype=torch.int32, device=device.torch)
@@ -72,8 +72,8 @@ class Staging:
     ) -> Callable[[], StepInputs[torch.Tensor]]:
         """Queue one copy of all inputs to the device, padded to `size` if given.
 
-        Return a function that makes their tensors there, which hold them until the next `send`. A CUDA graph
-        has those of its capture, and does not need it.
+        Return a function that creates the device tensors, which are valid until the next `send`. A CUDA graph
+        already has the tensors of its capture and need not call it.
         """
         event, host = self._events[self._turn], self._inputs[self._turn]
         if event is not None:
@@ -101,7 +101,7 @@ class Staging:
         return lambda: map_columns(inputs, view)
 
     def receive(self, tensors: StepTensors, draws: np.ndarray) -> StepHandle:
-        """Queue the copy of what a step gives to the host, and end the turn of this host set."""
+        """Queue the copy of a step's outputs to the host, and switch to the other host set."""
         host = self._token_ids[self._turn][: len(tensors.token_ids)]
         host.copy_(tensors.token_ids, non_blocking=True)
         fetched = tensors if tensors[1:] == (None,) * 3 else tensors.map(self._device.fetch)
@@ -112,6 +112,6 @@ class Staging:
 
 
 def _end_of(column: Column, start: int, shape: tuple[int, ...]) -> int:
-    """Where the next column starts, in bytes."""
+    """The offset of the next column, in bytes."""
     end = start + prod(shape) * np.dtype(column.dtype).itemsize
     return -(-end // ALIGN) * ALIGN

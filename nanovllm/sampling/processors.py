@@ -1,5 +1,4 @@
-"""What else happens to logits: functions of the caller's own, and what filters leave of them, for
-`logprobs_mode` "processed_...", which tells the distribution drawn from.
+"""Other changes of logits: the caller's logits processors, and filters for `logprobs_mode` "processed_...".
 
 Plain torch, on every device. Draws nothing.
 """
@@ -16,13 +15,13 @@ from nanovllm.kernels.sampling import GREEDY_BELOW
 from nanovllm.sampling.sampler import SamplingTensors
 from nanovllm.sampling_params import takes_prompt
 
-SORTED_LOGITS = 2**23  # at once, at about 50 bytes each: bounds the memory
+SORTED_LOGITS = 2**23  # sorted at once, at about 50 bytes each; bounds the memory
 
 
 def filtered_logits(logits: torch.Tensor, params: SamplingTensors) -> torch.Tensor:
-    """logits [S, V] -> float32: over the temperature, and -inf where min_p, top_k or top_p drops the token.
+    """logits [S, V] -> float32: divided by temperature, and -inf where min_p, top_k or top_p drops the token.
 
-    A greedy row stays as it is.
+    Greedy rows do not change.
     """
     sampled = params.temperature >= GREEDY_BELOW
     x = logits.float() / params.temperature.where(sampled, 1.0)[:, None]
@@ -35,7 +34,7 @@ def filtered_logits(logits: torch.Tensor, params: SamplingTensors) -> torch.Tens
 
 
 def _dropped(x: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
-    """Which tokens [S, V] the filters, [S] each, drop of x [S, V] float32, logits over the temperature."""
+    """The tokens [S, V] that the filters [S] drop. x: [S, V] float32, logits divided by temperature."""
     ordered, order = x.sort(dim=1, descending=True, stable=True)
     top_k, top_p, min_p = (column[:, None] for column in (top_k, top_p, min_p))
     place = torch.arange(x.shape[1], device=x.device)
@@ -50,10 +49,10 @@ def _dropped(x: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: t
 def call_processor(
     function: Callable[..., Any], prompt_ids: list[int], output_ids: list[int], logits: torch.Tensor
 ) -> torch.Tensor:
-    """What a function of the caller's makes of one row of logits [V] float32.
+    """Apply a logits processor to one row of logits [V] float32.
 
     It takes (output ids, logits), or (prompt ids, output ids, logits) if it has three parameters, as in vLLM.
-    Raises TypeError or ValueError when it returns anything but a tensor of this shape.
+    Raises TypeError or ValueError if it does not return a tensor of the same shape.
     """
     ids = [prompt_ids, output_ids] if takes_prompt(function) else [output_ids]
     made = function(*ids, logits)

@@ -1,6 +1,6 @@
 """Sampler: from logits and per-row parameters to token ids. The kernels filter and draw.
 
-A row's result depends on that row alone, whatever its batch mates ask for. Owns no random state.
+A row's result depends on that row alone. Owns no random state.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ class SamplingColumns(Generic[A]):
 
     temperature: Annotated[A, Column(np.float32, lambda n: (n.seqs,))]  # 0 is greedy
     seeds: Annotated[A, Column(np.int64, lambda n: (n.seqs,))]
-    positions: Annotated[A, Column(np.int32, lambda n: (n.seqs,))]  # of the token to come
-    filters: FilterColumns[A] | None  # None: no row uses any
+    positions: Annotated[A, Column(np.int32, lambda n: (n.seqs,))]  # of the token to draw
+    filters: FilterColumns[A] | None  # None: no row uses filters
 
 
 SamplingTensors = SamplingColumns[torch.Tensor]
 
 
 class Sampler(nn.Module):
-    """Temperature, min_p, top_k, then top_p, as vLLM; each renormalises over what the last one kept."""
+    """Applies temperature, min_p, top_k, then top_p, as in vLLM; each renormalises over the kept tokens."""
 
     def forward(self, logits: torch.Tensor, params: SamplingTensors) -> torch.Tensor:
-        """logits [S, V] of any float dtype of 16 or 32 bits, not changed -> token ids [S] int64.
+        """logits [S, V], float16, bfloat16 or float32, not modified -> token ids [S] int64.
 
-        A greedy row gets its likeliest token, the lowest id of equals. A row that holds NaN or +inf, or
-        nothing finite, gets NOT_FINITE.
+        A greedy row gets its likeliest token, the lowest id on ties. A row with NaN or +inf, or without
+        finite values, gets NOT_FINITE.
         """
         return sample(logits, params.temperature, params.seeds, params.positions, params.filters)

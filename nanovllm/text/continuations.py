@@ -1,4 +1,4 @@
-"""Prompts with continuations to be scored, as token ids. Scores nothing."""
+"""Encodes prompts with continuations as token ids, for scoring. Scores nothing."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ class Continued(NamedTuple):
 def encode_continuations(
     tokenizer: PreTrainedTokenizerBase | None, pairs: Sequence[tuple[Prompt, Prompt, str]]
 ) -> list[Continued]:
-    """Return the token ids of each (prompt, continuation, what errors call it).
+    """Return the token ids of each (prompt, continuation, name in errors).
 
-    Two texts are encoded together, and the continuation begins where that differs from the prompt's own
-    encoding: a token that both have a part in is the continuation's. ValueError for an empty part, and for
-    a text without a tokenizer.
+    Two strings are encoded together. The continuation begins where the result differs from the encoding of
+    the prompt alone, so a token that spans both belongs to the continuation. ValueError for an empty part,
+    and for a string without a tokenizer.
     """
-    wanted: dict[str, None] = {}  # texts to be encoded
+    wanted: dict[str, None] = {}  # strings to encode
     for prompt, continuation, where in pairs:
         if tokenizer is None and (prompt.token_ids is None or continuation.token_ids is None):
-            raise ValueError(f"{where} has a text, and skip_tokenizer_init=True; pass token ids")
+            raise ValueError(f"{where} has a string, and skip_tokenizer_init=True; pass token ids")
         if prompt.token_ids is None:
             wanted[str(prompt.text)] = None
             if continuation.token_ids is None:
@@ -52,7 +52,7 @@ def encode_continuations(
         same = (first for first, (a, b) in enumerate(zip(before, whole, strict=False)) if a != b)
         start = next(same, min(len(before), len(whole)))
         if start == 0:
-            raise ValueError(f"{where}: the prompt has no token of its own; begin it with another text")
+            raise ValueError(f"{where}: the prompt has no token of its own; start it with other text")
         if start == len(whole):
             raise ValueError(f"{where}: the continuation has no tokens: {continuation.text!r}")
         found.append(Continued(whole, start))

@@ -1,4 +1,4 @@
-"""Conversations as users write them, checked and brought to one form: lists of messages with texts.
+"""Checks conversations and normalises them to lists of messages with string contents.
 
 Knows nothing of templates or tokenizers.
 """
@@ -20,15 +20,13 @@ MESSAGE = "{'role': ..., 'content': ...}"
 def parse_conversations(
     messages: Conversation | Iterable[Conversation],
 ) -> list[list[dict[str, Any]] | BadRow]:
-    """Bring one conversation or several to lists of messages, each with a text or None as its content.
+    """Normalise one conversation or several to lists of messages with string contents.
 
-    TypeError when there are none. In the place of one that is wrong stands a ValueError or TypeError that
-    names it, the message and the fix.
+    TypeError if `messages` is neither. A bad conversation is replaced by a ValueError or TypeError that names
+    the conversation, the message and the fix.
     """
     if isinstance(messages, Mapping):
-        raise TypeError(
-            f"messages must be a list of messages; put the one that you have into a list: [{MESSAGE}]"
-        )
+        raise TypeError(f"messages must be a list of messages; put a single message into a list: [{MESSAGE}]")
     items = to_list(messages, f"messages must be a list of messages {MESSAGE} or a list of such lists")
     if items and isinstance(items[0], Mapping):
         items = [items]
@@ -59,15 +57,15 @@ def _message(value: Any, where: str) -> dict[str, Any]:
 
 
 def _content(value: Any, may_be_none: bool, where: str) -> str:
-    """The text of a message: a text as it is, parts joined by line ends; none is empty beside tool calls."""
+    """The content of a message as a string: parts are joined by newlines; None is '' beside tool calls."""
     if value is None:
         if not may_be_none:
-            raise ValueError(f"{where} has no content; write a text, '' for none")
+            raise ValueError(f"{where} has no content; pass a string, '' for an empty one")
         return ""
     if isinstance(value, str):
         check_text(value, where)
         return value
-    expected = "content must be a text or a list of parts {'type': 'text', 'text': ...}"
+    expected = "content must be a string or a list of parts {'type': 'text', 'text': ...}"
     parts = to_list(value, f"{where}: {expected}")
     return "\n".join(_part(part, f"{where}, content part {index}") for index, part in enumerate(parts))
 
@@ -78,18 +76,18 @@ def _part(value: Any, where: str) -> str:
         kind = value.get("type")
         if kind != "text":
             raise ValueError(
-                f"{where} has the type {kind!r}, which is not supported; only text is: "
+                f"{where} has the type {kind!r}, which is not supported; only text is supported: "
                 "{'type': 'text', 'text': ...}"
             )
         text = value.get("text")
     if not isinstance(text, str):
-        raise TypeError(f"{where} must be {{'type': 'text', 'text': ...}} with a text, not {show(value)}")
+        raise TypeError(f"{where} must be {{'type': 'text', 'text': ...}} with a string, not {show(value)}")
     check_text(text, where)
     return text
 
 
 def _tool_calls(value: Any, where: str) -> list[dict[str, Any]]:
-    """The calls with their arguments as dictionaries, as templates want them: OpenAI's are JSON texts."""
+    """The calls with arguments as dictionaries, as templates expect; OpenAI's arguments are JSON strings."""
     calls = []
     for index, call in enumerate(to_list(value, f"{where}: tool_calls must be a list")):
         if not isinstance(call, Mapping):
@@ -103,7 +101,7 @@ def _tool_calls(value: Any, where: str) -> list[dict[str, Any]]:
                     arguments = json.loads(arguments)
                 except ValueError as error:
                     raise ValueError(
-                        f"{where}: the arguments of tool_calls[{index}] are no JSON ({error}): "
+                        f"{where}: the arguments of tool_calls[{index}] are not valid JSON ({error}): "
                         f"{show(arguments)}"
                     ) from None
             function["arguments"] = arguments

@@ -1,7 +1,4 @@
-"""Detokenizer: the text of an output, as what follows the prompt in the decoding of both, whole or in parts.
-
-Keeps no request.
-"""
+"""Detokenizer: the text of an output, whole or in parts. Keeps no request."""
 
 from __future__ import annotations
 
@@ -13,21 +10,21 @@ from typing import TYPE_CHECKING, TypeAlias
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-CONTEXT = 4  # tokens of the prompt before an output that decide how it is written
+CONTEXT = 4  # last tokens of the prompt that influence how an output is decoded
 CUT = "\ufffd"  # what decoders write for bytes that are no character
-REMEMBERED = 1000  # contexts
-LONGEST_CUT = 3  # bytes of a character that is cut
-# GPT-2's letters: printable bytes of Latin-1 stand for themselves, others for letters from 256 on.
+REMEMBERED = 1000  # cached contexts
+LONGEST_CUT = 3  # maximum bytes of an incomplete character
+# GPT-2's byte alphabet: printable Latin-1 bytes map to themselves, others to code points from 256 on.
 PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 OTHERS = [byte for byte in range(256) if byte not in PRINTABLE]
 BYTE_OF_LETTER = {chr(byte): byte for byte in PRINTABLE} | {chr(256 + i): b for i, b in enumerate(OTHERS)}
 
 
 class Detokenizer:
-    """The texts of outputs: what the decoding of prompt and output has behind that of the prompt.
+    """Decodes outputs: prompt and output are decoded together, and the prompt's text is removed.
 
-    So a space between the two is not lost. Special tokens are left out or kept, as asked. A character at the
-    end of which a byte is missing is left out; U+FFFD that the model wrote stays.
+    This keeps a space between the two. Special tokens are skipped or kept, as requested. An incomplete
+    character at the end is left out; a U+FFFD that the model generated stays.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, skip_special_tokens: bool = True) -> None:
@@ -39,17 +36,17 @@ class Detokenizer:
         vocab = tokenizer.get_vocab()
         names = ((byte, f"<0x{byte:02X}>") for byte in range(256))  # of byte fallback
         self._bytes = {vocab[name]: bytes([byte]) for byte, name in names if name in vocab}
-        # transformers' own steps take as long as a short text; they are spared where they do nothing.
+        # transformers' wrapper takes as long as decoding a short text; skip it where it does nothing.
         methods = type(tokenizer).decode, getattr(type(tokenizer), "_decode", type(tokenizer).decode)
         is_plain = all(method.__module__.startswith("transformers.tokenization_utils") for method in methods)
         fast = getattr(tokenizer, "backend_tokenizer", None)
         if not is_plain or tokenizer.clean_up_tokenization_spaces:
             fast = None
         self._decode_ids = tokenizer.decode if fast is None else fast.decode
-        # Whether a text is its parts' texts, one after the other, but for cut characters.
+        # Whether decoding in parts and joining gives the same text, except for split characters.
         self._joins = fast is not None and type(fast.decoder).__name__ == "ByteLevel"
         self._bytes_of_tokens: dict[int, bytes] = {}
-        # The whole characters of a context: prompts often end alike.
+        # The whole characters of a context; cached, because prompts often have the same end.
         self._before = lru_cache(REMEMBERED)(lambda context: self.whole_characters(list(context))[0])
 
     def text(self, prompt_ids: list[int], output_ids: list[int]) -> str:
@@ -65,22 +62,22 @@ class Detokenizer:
         both, _ = self.whole_characters(context + output_ids)
         if both.startswith(before):
             return both[len(before) :]
-        before = self._decode(context)  # the prompt ends within a character, and the output does not go on
+        before = self._decode(context)  # the prompt ends within a character that the output does not finish
         return both[len(before) :] if both.startswith(before) else self._decode(output_ids)
 
     def stream(self, prompt_ids: list[int]) -> TextStream:
-        """Return what takes in the tokens that follow `prompt_ids`."""
+        """Return a decoder for the tokens that follow `prompt_ids`, one at a time."""
         return (ByteStream if self._joins else WindowStream)(self, prompt_ids)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What a token adds to the bytes of a text, where a text is its parts' texts."""
+        """The bytes that a token adds to the text, for byte-level tokenizers."""
         if token_id not in self._bytes_of_tokens:
             letters = b"" if token_id in self.skipped else self._as_letters(token_id)
             self._bytes_of_tokens[token_id] = letters
         return self._bytes_of_tokens[token_id]
 
     def context(self, prompt_ids: list[int]) -> list[int]:
-        """The last few tokens of the prompt that are text, and never a part of a run of bytes."""
+        """The last few tokens of the prompt that are text. A run of byte tokens is never split."""
         start = first = len(prompt_ids)
         count = 0
         while start > 0 and (count < CONTEXT or prompt_ids[first] in self._bytes):
@@ -90,7 +87,7 @@ class Detokenizer:
         return prompt_ids[first:]
 
     def whole_characters(self, token_ids: list[int]) -> tuple[str, bool]:
-        """Decode without a character at the end of which bytes are missing; and whether there is one."""
+        """Decode without an incomplete character at the end; also return whether there is one."""
         text = self._decode(token_ids)
         if not text.endswith(CUT):
             return text, False
@@ -98,10 +95,10 @@ class Detokenizer:
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         ends = (self._bytes.get(token_id) or self._as_letters(token_id) for token_id in kept[-LONGEST_CUT:])
         decoder.decode(b"".join(ends))
-        missing = len(decoder.getstate()[0])  # bytes at the end that are the beginning of a character
+        missing = len(decoder.getstate()[0])  # bytes of the incomplete character at the end
         if not missing:
             return text, False
-        # Byte fallback writes U+FFFD for each byte of a run that is cut, whole characters included.
+        # Byte fallback writes U+FFFD for each byte of an incomplete run, even for its whole characters.
         return self._decode(kept[:-missing]) if kept[-1] in self._bytes else text[:-1], True
 
     def _decode(self, token_ids: list[int]) -> str:
@@ -110,7 +107,7 @@ class Detokenizer:
         return str(self._decode_ids(token_ids, skip_special_tokens=self._skip_special_tokens))
 
     def _as_letters(self, token_id: int) -> bytes:
-        """What a token stands for in a byte-level vocabulary's letters, or as a text."""
+        """The bytes of a token, from a byte-level vocabulary's alphabet or as UTF-8."""
         token = str(self.tokenizer.convert_ids_to_tokens(token_id) or "")
         try:
             return bytes(BYTE_OF_LETTER[letter] for letter in token)
@@ -119,7 +116,7 @@ class Detokenizer:
 
 
 class ByteStream:
-    """A TextStream of a tokenizer whose tokens are bytes, so that each is decoded alone."""
+    """A TextStream for byte-level tokenizers, which can decode each token alone."""
 
     def __init__(self, detokenizer: Detokenizer, prompt_ids: list[int]) -> None:
         self._bytes = detokenizer.token_bytes
@@ -132,11 +129,11 @@ class ByteStream:
 
 
 class WindowStream:
-    """A TextStream of any other tokenizer: decodes each token behind a few that came before."""
+    """A TextStream for all other tokenizers: decodes each token together with a few previous tokens."""
 
     def __init__(self, detokenizer: Detokenizer, prompt_ids: list[int]) -> None:
         self._detokenizer = detokenizer
-        # Tokens that begin and end where characters do; only the prompt may end within one.
+        # Runs of tokens that begin and end at character boundaries; only the prompt may end within one.
         self._chunks = deque([detokenizer.context(prompt_ids)], maxlen=CONTEXT)
         self._chunk: list[int] = []
         self._num_written = 0  # characters of the chunk's text
@@ -149,7 +146,7 @@ class WindowStream:
         text, is_cut = self._detokenizer.whole_characters(self._context + self._chunk)
         if text.startswith(self._before):
             text = text[len(self._before) :]
-        else:  # the context ended with bytes that turn out to be no character
+        else:  # the context ended with bytes that do not become a character
             text, is_cut = self._detokenizer.whole_characters(self._chunk)
         new = text[self._num_written :]
         if is_cut:
@@ -168,6 +165,6 @@ class WindowStream:
         self._chunk, self._num_written = [], 0
 
 
-# The text of one output, in parts, of which none is taken back: `append` takes in the next token and returns
-# the whole characters by which the text grows.
+# Decodes one output token by token: `append` takes the next token and returns the new whole characters.
+# Returned characters never change later.
 TextStream: TypeAlias = ByteStream | WindowStream

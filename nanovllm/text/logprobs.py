@@ -1,7 +1,6 @@
-"""LogprobDicts: the logprobs of tokens as vLLM's list of dictionaries, each made when it is looked at.
+"""LogprobDicts: the logprobs of tokens as vLLM's list of dictionaries, each created on access.
 
-A run's logprobs stay arrays until then: an object for each token beside each token would cost more than the
-run. Computes nothing.
+Until then logprobs stay arrays: creating all objects would take longer than the run. Computes nothing.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ PromptLogprob = dict[int, Logprob] | None
 
 
 class LogprobDicts(Sequence[Any]):
-    """For each token a dictionary from token ids to `Logprob`: its own first, then those of the likeliest.
+    """For each token a dictionary {token id: `Logprob`}: the token itself first, then the likeliest tokens.
 
-    The first `num_unknown` entries are None. Equal to a list of the same; a pickle holds that list.
-    decode: gives the text of a token behind others; None: they have no texts. before: the last tokens before
-    the first one.
+    The first `num_unknown` entries are None. Compares equal to the list of dictionaries, and is pickled as
+    that list. decode: returns the text of a token that follows other tokens; None: tokens have no text.
+    before: the last tokens before the first entry.
     """
 
     def __init__(
@@ -73,7 +72,7 @@ class LogprobDicts(Sequence[Any]):
 
 
 def join_rows(rows: Sequence[tuple[TokenLogprobs, int]], width: int) -> TokenLogprobs:
-    """One row each of several steps, `width` columns wide."""
+    """Join one row from each of several steps, `width` columns wide."""
     return TokenLogprobs(
         np.array([columns.values[row, :width] for columns, row in rows], np.float32).reshape(-1, width),
         np.array([columns.token_ids[row, :width] for columns, row in rows], np.int64).reshape(-1, width),
@@ -82,7 +81,7 @@ def join_rows(rows: Sequence[tuple[TokenLogprobs, int]], width: int) -> TokenLog
 
 
 def join_parts(parts: Sequence[TokenLogprobs], width: int) -> TokenLogprobs:
-    """Several parts in order, `width` columns wide."""
+    """Join several parts in order, `width` columns wide."""
     return TokenLogprobs(
         np.concatenate([np.empty((0, width), np.float32), *(part.values[:, :width] for part in parts)]),
         np.concatenate([np.empty((0, width), np.int64), *(part.token_ids[:, :width] for part in parts)]),

@@ -1,4 +1,4 @@
-"""Processor: prompts become Requests, and tokens become the outputs of requests.
+"""Processor: converts prompts to Requests, and tokens to the outputs of requests.
 
 Owns the tokenizer. Keeps no request; knows neither blocks nor tensors.
 """
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-# What sampling parameters mean to tokens: `stop_token_ids`, `bad_words` and `constraint` of a Request.
+# The tokenised sampling parameters: `stop_token_ids`, `bad_words` and `constraint` of a Request.
 OutputIds: TypeAlias = tuple[frozenset[int], tuple[tuple[int, ...], ...], "Constraint | None"]
 
 
 class Processor:
-    """Text on the one side, token ids on the other; without a tokenizer there are only ids."""
+    """Converts between text and token ids; without a tokenizer there are only ids."""
 
     def __init__(
         self,
@@ -42,19 +42,18 @@ class Processor:
         eos_token_ids: Sequence[int],
         max_logprobs: int = -1,
     ) -> None:
-        """eos_token_ids: the model's own. max_logprobs: as of `Config`."""
+        """eos_token_ids: the model's own. max_logprobs: as in `Config`."""
         self.tokenizer = tokenizer  # may be replaced at any time
         self._vocab_size = vocab_size
         self._eos_token_ids = [token_id for token_id in eos_token_ids if token_id < vocab_size]
         self._max_logprobs = max_logprobs
-        self._detokenizers: dict[bool, Detokenizer] = {}  # by whether special tokens are left out
-        self._grammars: GrammarCompiler | None = None  # made when it is first needed
-        self._decoded: dict[int, str] = {}  # the texts of single tokens
+        self._detokenizers: dict[bool, Detokenizer] = {}  # by whether special tokens are skipped
+        self._grammars: GrammarCompiler | None = None  # created on first use
+        self._decoded: dict[int, str] = {}  # the text of single tokens
 
     @property
     def eos_token_ids(self) -> list[int]:
-        """What ends a completion that does not ignore it: the model's own tokens and, as in vLLM, the
-        tokenizer's."""
+        """The end-of-sequence tokens: the model's own and, as in vLLM, the tokenizer's."""
         ids, own = self._eos_token_ids, None if self.tokenizer is None else self.tokenizer.eos_token_id
         return ids if own is None or own >= self._vocab_size or own in ids else [*ids, own]
 
@@ -68,11 +67,13 @@ class Processor:
     ) -> list[Request | BadRow]:
         """Check and tokenise the prompts; the ids of the requests count up from `first_id`.
 
-        params: checked, one for each prompt. where: what an error calls each prompt. first_index: the place
-        of the first prompt in its call. A bad prompt stays in its place. A ValueError takes that of one
-        without tokens, or with a token id that is not in the vocabulary; and of one whose parameters have
-        such an id, stop strings, bad words or structured outputs where there is no tokenizer, or a constraint
-        that is wrong. Raises ImportError without llguidance.
+        params: checked, one for each prompt. where: the name of each prompt in errors. first_index: the index
+        of the first prompt in its call.
+
+        A bad prompt stays in the list. A ValueError replaces a prompt without tokens or with a token id
+        outside the vocabulary. The same holds if the parameters have such an id or an invalid constraint, or
+        need a tokenizer (stop strings, bad words, structured outputs) and there is none. Raises ImportError
+        without llguidance.
         """
         encoded = self._encode(prompts)
         known: dict[int, OutputIds | BadRow] = {}  # by the identity of the SamplingParams
@@ -95,9 +96,10 @@ class Processor:
         ]
 
     def stop_strings(self, request: Request, always: bool = False) -> StopStrings | None:
-        """Return what finds the request's stop strings in one of its completions; None when it has none.
+        """Return a StopStrings for one completion of the request; None if it has no stop strings.
 
-        always: also of one without stop strings, for its text in parts; None when outputs have no text.
+        always: return one even without stop strings, to decode the text in parts; None only if outputs have
+        no text.
         """
         has_text = self.tokenizer is not None and request.params.detokenize
         if not (request.params.stop or (always and has_text)):
@@ -108,8 +110,8 @@ class Processor:
     def completion(
         self, request: Request, index: int, token_ids: list[int], finish_reason: str, stop_token: int | None
     ) -> CompletionOutput:
-        """Return completion `index` of the request; `stop_token` is the token that ended it, if one did."""
-        # A token that ended the completion is one of its ids, and no part of its text unless that is asked.
+        """Return completion `index` of the request. stop_token: the token that ended it, if any."""
+        # A stop token is always in `token_ids`, but in the text only if requested.
         is_cut = finish_reason == "stop" and not request.params.include_stop_str_in_output
         text = self._text(request, token_ids[:-1] if is_cut else token_ids)
         stop_reason = None if self._is_eos(stop_token, request.params) else stop_token
@@ -130,9 +132,9 @@ class Processor:
         rows: list[tuple[TokenLogprobs, int]],
         before: Sequence[int] = (),
     ) -> CompletionOutput:
-        """The completion with the logprobs of its tokens, a row each, if they were asked for.
+        """Return the completion with the logprobs of its tokens, one row for each, if requested.
 
-        before: its last tokens before these, of a part of a completion.
+        before: for a part of a completion, the last tokens before it.
         """
         asked = request.params.logprobs
         if asked is None:
@@ -151,8 +153,8 @@ class Processor:
         num_cached_tokens: int = 0,
         pooled: np.ndarray | None = None,
     ) -> RequestOutput:
-        """Return what the request returns, of all completions in order, the scores of prompt tokens, and the
-        sum [hidden_size] of their hidden states."""
+        """Return the output of the request, from its completions in order, the scores of prompt tokens, and
+        the sum [hidden_size] of the prompt's hidden states."""
         logprobs = None
         if request.first_scored is not None:
             first = request.first_scored
@@ -174,11 +176,11 @@ class Processor:
         )
 
     def _width(self, asked: int) -> int:
-        """The columns of logprobs: the token's own and those of the likeliest ones asked for; -1: of all."""
+        """The number of logprob columns: one for the token itself, and `asked` more; -1: the vocabulary."""
         return 1 + (self._vocab_size if asked < 0 else min(asked, self._vocab_size))
 
     def encode(self, prompts: Sequence[Prompt], where: list[str]) -> list[list[int]]:
-        """The token ids of prompts, checked; ValueError as `make_requests`."""
+        """The checked token ids of prompts; ValueError as in `make_requests`."""
         encoded = self._encode(prompts)
         return [self._pack(prompt, encoded, name)[0] for prompt, name in zip(prompts, where, strict=True)]
 
@@ -224,8 +226,7 @@ class Processor:
                 )
 
     def _output_ids(self, params: SamplingParams) -> OutputIds:
-        """What the parameters mean to the tokens of an output. ValueError and ImportError as for
-        `make_requests`."""
+        """Tokenise and compile the parameters. ValueError and ImportError as in `make_requests`."""
         self._check_num_logprobs(params)
         if self.tokenizer is None:
             for name in ("stop", "bad_words", "structured_outputs"):
@@ -251,7 +252,7 @@ class Processor:
         return frozenset(stop_ids), bad_words, constraint
 
     def constraint(self, params: SamplingParams) -> Constraint | None:
-        """What the text must look like, compiled for the tokenizer that there is now."""
+        """The compiled constraint on the text, for the current tokenizer; None without a constraint."""
         if params.structured_outputs is None:
             return None
         assert self.tokenizer is not None
@@ -260,14 +261,14 @@ class Processor:
         return self._grammars.constraint(params.structured_outputs)
 
     def _encode(self, prompts: Sequence[Prompt | BadRow]) -> Iterator[list[int]]:
-        """The token ids of those prompts that are texts, if there is a tokenizer."""
+        """The token ids of the prompts that are strings, if there is a tokenizer."""
         texts = [str(each.text) for each in prompts if isinstance(each, Prompt) and each.token_ids is None]
         return iter(encode(self.tokenizer, texts) if texts and self.tokenizer is not None else ())
 
     def _pack(self, prompt: Prompt, encoded: Iterator[list[int]], where: str) -> tuple[list[int], bytes]:
-        """The prompt's token ids, of a text the next of `encoded`, and the same as int32."""
+        """The prompt's token ids, as a list and as int32 bytes. A string takes the next of `encoded`."""
         if prompt.token_ids is None and self.tokenizer is None:
-            raise ValueError(f"{where} is a text, and skip_tokenizer_init=True; pass token ids")
+            raise ValueError(f"{where} is a string, and skip_tokenizer_init=True; pass token ids")
         ids = next(encoded) if prompt.token_ids is None else prompt.token_ids
         if not ids:
             raise ValueError(f"{where} has no tokens: {prompt.text!r}")
@@ -279,7 +280,7 @@ class Processor:
         return self._detokenizer(request.params).text(request.prompt_token_ids, output_ids)
 
     def _detokenizer(self, params: SamplingParams) -> Detokenizer:
-        """The detokenizer for these parameters, of the tokenizer that there is now."""
+        """The detokenizer for these parameters and the current tokenizer."""
         assert self.tokenizer is not None
         skip_special = params.skip_special_tokens
         made = self._detokenizers.get(skip_special)
@@ -296,7 +297,7 @@ class Processor:
 
 
 def _ends_with_eos(params: SamplingParams) -> bool:
-    """Whether the model's end-of-sequence tokens end an output; a constraint says itself where they may."""
+    """Whether the model's end-of-sequence tokens end an output. A constraint decides where they may occur."""
     return not params.ignore_eos or params.structured_outputs is not None
 
 
@@ -311,7 +312,7 @@ def _failure(params: SamplingParams) -> str:
 def refused_output(
     request_id: int, index: int, request: Request | BadRow, prompt: Prompt | BadRow, error: BadRow
 ) -> RequestOutput:
-    """Return the output of a prompt that cannot run, with as much of the prompt as is known."""
+    """Return the output of a prompt that cannot run, with the known part of the prompt."""
     text, token_ids = None, None
     if isinstance(request, Request):
         text, token_ids = request.prompt, request.prompt_token_ids

@@ -1,6 +1,6 @@
-"""Prompts as users write them, checked and brought to one form, before anything is queued.
+"""Checks prompts and normalises them to `Prompt`s, before anything is queued.
 
-Knows nothing of tokenizers or devices: a text stays a text here.
+Knows nothing of tokenizers or devices: a string stays a string here.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.rows import BadRow, attempt
 from nanovllm.vllm_arguments import PROMPT, refuse_absent
 
-NUMBERS = (int, float, np.number)  # in a list that is one prompt
+NUMBERS = (int, float, np.number)  # elements of a list that is one prompt
 KEYS = ("prompt", "prompt_token_ids")  # of a dictionary
-# What tokenizers of transformers return.
+# The keys that transformers tokenizers return.
 ENCODED = {"input_ids", "attention_mask", "token_type_ids", "special_tokens_mask"}
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A text, or token ids, or ids with the text that they came from."""
+    """A string, or token ids, or token ids with the string that they came from."""
 
     text: str | None
     token_ids: list[int] | None
 
 
 def parse_prompts(prompts: PromptLike | Iterable[PromptLike]) -> tuple[list[Prompt | BadRow], list[str]]:
-    """Bring one prompt or several, in any iterable, to `Prompt`s; also return what errors call each.
+    """Normalise one prompt, or an iterable of prompts; also return the name of each prompt for errors.
 
-    One prompt is a text, a dictionary, or integers in a list, an array or a tensor of one dimension.
-    TypeError when there are none. The error of a single bad one, with value and fix, is in its place.
+    One prompt is a string, a dictionary, or integers in a list, an array or a one-dimensional tensor.
+    TypeError if `prompts` is neither. A bad prompt is replaced by its error, with value and fix.
     """
     items, where = split_prompts(prompts)
     rows: list[Prompt | BadRow] = []
@@ -51,10 +51,10 @@ def split_prompts(
     prompts: PromptLike | Iterable[PromptLike],
     expected: str = "prompts must be a prompt or a list of prompts",
 ) -> tuple[Iterator[Any], str]:
-    """Return the prompts one by one, as they are asked for, and what errors call each, a format of its index.
+    """Return an iterator of the prompts, and their name for errors, a format string of the index.
 
-    Of an iterable the first item is taken at once: it says whether this is one prompt or several. expected:
-    what a TypeError says that `prompts` must be.
+    The first item of an iterable is read at once: it decides whether this is one prompt or several.
+    expected: the beginning of a TypeError's message.
     """
     if isinstance(prompts, Mapping) and "input_ids" in prompts:
         return iter(_encoded_rows(prompts, "the prompt")), "the prompt's row {}"
@@ -69,7 +69,7 @@ def split_prompts(
 
 
 def parse_prompt(prompt: Any, where: str) -> Prompt:
-    """Bring one prompt to a `Prompt`; `where` says which one it is in an error."""
+    """Normalise one prompt to a `Prompt`. where: its name in errors."""
     if isinstance(prompt, Mapping):
         return _parse_mapping(prompt, where)
     if isinstance(prompt, str):
@@ -81,22 +81,22 @@ def parse_prompt(prompt: Any, where: str) -> Prompt:
 
 
 def check_text(text: str, where: str) -> None:
-    """Raise ValueError when `text` has half of a surrogate pair, which is no character."""
+    """Raise ValueError if `text` has half of a surrogate pair, which is no character."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise ValueError(
             f"{where} has a lone surrogate, {text[error.start]!r}, at position {error.start}, which is no "
-            "character; mend it with text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')"
+            "character; repair it with text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')"
         ) from None
 
 
 def pack_token_ids(token_ids: list[int], vocab_size: int, where: str) -> bytes:
-    """Return the ids as int32, in bytes. ValueError when one is not in the vocabulary."""
+    """Return the ids as int32 bytes. ValueError if one is not in the vocabulary."""
     try:
-        packed = struct.pack(f"={len(token_ids)}i", *token_ids)  # three times as fast as numpy takes a list
-        known = not token_ids or np.frombuffer(packed, np.uint32).max() < vocab_size  # below 0 is past 2**31
-    except struct.error:  # one is past int32
+        packed = struct.pack(f"={len(token_ids)}i", *token_ids)  # three times as fast as np.array(list)
+        known = not token_ids or np.frombuffer(packed, np.uint32).max() < vocab_size  # negative: above 2**31
+    except struct.error:  # an id does not fit into int32
         known = False
     if not known:
         position, bad = next((i, id_) for i, id_ in enumerate(token_ids) if not 0 <= id_ < vocab_size)
@@ -110,9 +110,9 @@ def pack_token_ids(token_ids: list[int], vocab_size: int, where: str) -> bytes:
 def parse_sampling_params(
     sampling_params: SamplingParams | Sequence[SamplingParams], num_prompts: int, first_index: int = 0
 ) -> list[SamplingParams]:
-    """Return a checked copy of the SamplingParams for each prompt; one object gets one copy.
+    """Return a checked copy of the SamplingParams for each prompt; each object is copied once.
 
-    A list must be as long as the prompts. first_index: where the list begins, for errors.
+    A list must be as long as the prompts. first_index: index of the first element, for errors.
     """
     if isinstance(sampling_params, SamplingParams):
         return [_checked(sampling_params, "sampling_params")] * num_prompts
@@ -142,7 +142,7 @@ def _checked(params: SamplingParams, where: str) -> SamplingParams:
 
 
 def _parse_mapping(prompt: Mapping[str, Any], where: str) -> Prompt:
-    """A dictionary of ours, or what a tokenizer of transformers returns for one text."""
+    """A dictionary of ours, or the output of a transformers tokenizer for one string."""
     if "input_ids" in prompt:
         rows = _encoded_rows(prompt, where)
         if len(rows) != 1:
@@ -159,20 +159,20 @@ def _parse_mapping(prompt: Mapping[str, Any], where: str) -> Prompt:
     text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
     if token_ids is None:
         if text is None or isinstance(text, Mapping):
-            raise TypeError(f"{where}['prompt'] must be a text, not {show(text)}")
+            raise TypeError(f"{where}['prompt'] must be a string, not {show(text)}")
         return parse_prompt(text, f"{where}['prompt']")
     if text is not None and not isinstance(text, str):
-        raise TypeError(f"{where}['prompt'] must be a text, not {show(text)}")
+        raise TypeError(f"{where}['prompt'] must be a string, not {show(text)}")
     return Prompt(text, _parse_ids(token_ids, f"{where}['prompt_token_ids']"))
 
 
 def _encoded_rows(encoded: Mapping[str, Any], where: str) -> list[list[Any]]:
-    """The prompts in what a tokenizer of transformers returns, without padding: one or several rows."""
+    """The rows of a transformers tokenizer's output, without padding."""
     unknown = set(encoded) - ENCODED
     if unknown:
         raise ValueError(
-            f"{where} has 'input_ids', as transformers' tokenizers return, and {sorted(map(str, unknown))}, "
-            f"which is not supported; {sorted(ENCODED)} are"
+            f"{where} has 'input_ids', like the output of a transformers tokenizer, and the keys "
+            f"{sorted(map(str, unknown))}, which are not supported; {sorted(ENCODED)} are"
         )
     names = [name for name in ("input_ids", "attention_mask") if encoded.get(name) is not None]
     columns = [to_list(encoded[name], f"{where}[{name!r}] must be a list of token ids") for name in names]
@@ -191,14 +191,14 @@ def _encoded_rows(encoded: Mapping[str, Any], where: str) -> list[list[Any]]:
 
 
 def to_list(value: Any, expected: str) -> list[Any]:
-    """A list of what an array, a tensor or an iterable in a fixed order holds."""
+    """The elements of an array, a tensor or an ordered iterable, as a list."""
     return list(_iterable(value, expected))
 
 
 def _iterable(value: Any, expected: str) -> Iterable[Any]:
     if isinstance(value, list):
         return value
-    if hasattr(value, "tolist"):  # of NumPy, torch, pandas or array: their elements as Python's
+    if hasattr(value, "tolist"):  # NumPy, torch, pandas or array: gives Python numbers
         value = value.tolist()
     has_keys = hasattr(value, "keys")  # a dictionary, or a table, which gives the names of its columns
     if (
@@ -211,10 +211,10 @@ def _iterable(value: Any, expected: str) -> Iterable[Any]:
 
 
 def _parse_ids(value: Any, where: str) -> list[int]:
-    ids = to_list(value, f"{where} must be a text, a list of token ids or a dictionary")
+    ids = to_list(value, f"{where} must be a string, a list of token ids or a dictionary")
     if not ids:
         raise ValueError(f"{where} is empty; a prompt needs at least one token")
-    if set(map(type, ids)) == {int}:  # nearly always, and ten times as fast as to look at each
+    if set(map(type, ids)) == {int}:  # nearly always, and ten times as fast as the loop below
         return ids
     for position, token_id in enumerate(ids):
         if isinstance(token_id, bool) or not isinstance(token_id, (int, np.integer)):

@@ -1,6 +1,6 @@
-"""PromptReader: prompts and their parameters from iterables of any length, a batch at a time.
+"""PromptReader: reads prompts and their parameters from iterables of any length, in batches.
 
-Reads no further than it is asked to. Tokenises nothing.
+Reads no further than requested. Tokenises nothing.
 """
 
 from __future__ import annotations
@@ -14,31 +14,31 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.prompts import NUMBERS, Prompt, parse_prompt, parse_sampling_params, show, split_prompts
 from nanovllm.text.rows import BadRow, attempt
 
-READ_SECONDS = 0.005  # that a batch may take, unless its first prompt takes longer
+READ_SECONDS = 0.005  # time limit for reading a batch, checked after each prompt
 END = object()
 
 
 class PromptBatch(NamedTuple):
-    """What one read gives, a row for each prompt."""
+    """The result of one read, with one element for each prompt."""
 
-    first_index: int  # the place of the first one among all prompts
+    first_index: int  # index of the first prompt among all prompts
     prompts: list[Prompt | BadRow]
     params: list[SamplingParams]  # checked
-    where: list[str]  # what errors call each prompt
+    where: list[str]  # the name of each prompt in errors
 
 
 class PromptReader:
-    """Reads prompts as `generate` takes them, and one SamplingParams for all or an iterable as long."""
+    """Reads prompts in the forms of `generate`, with one SamplingParams for all or one for each."""
 
-    ended = False  # whether all has been read
+    ended = False  # whether all prompts were read
 
     def __init__(
         self,
         prompts: PromptLike | Iterable[PromptLike],
         sampling_params: SamplingParams | Iterable[SamplingParams],
     ) -> None:
-        """Reads nothing yet. ValueError or TypeError for parameters that are wrong or, where both lengths are
-        known, not as many as the prompts."""
+        """Reads nothing yet. ValueError or TypeError for wrong parameters, or for a wrong number of them if
+        both lengths are known."""
         self._prompts = prompts
         self._items: Iterator[Any] | None = None  # of `_prompts`, from the first read on
         self._where = ""
@@ -60,10 +60,10 @@ class PromptReader:
         self._params = iter(sampling_params)
 
     def read(self, most: int) -> PromptBatch:
-        """Return up to `most` prompts, at least one unless all have been read.
+        """Return up to `most` prompts, at least one unless all were read.
 
-        Raises what the iterables raise, TypeError when `prompts` are none, and ValueError when one iterable
-        ends before the other.
+        Raises the iterables' own errors, TypeError if `prompts` is not iterable, and ValueError if one
+        iterable ends before the other.
         """
         if self._items is None:
             self._items, self._where = split_prompts(self._prompts)
@@ -76,10 +76,10 @@ class PromptReader:
             if item is END:
                 self.ended = True
                 if self._same is None and param is not END:
-                    raise self._unequal(f"prompts end after {first + len(items)}, and sampling_params go on")
+                    raise self._unequal(f"prompts end after {first + len(items)}, but sampling_params do not")
                 break
             if param is END:
-                raise self._unequal(f"sampling_params end after {first + len(items)}, and prompts go on")
+                raise self._unequal(f"sampling_params end after {first + len(items)}, but prompts do not")
             items.append(item)
             params.append(param)
         self._index += len(items)

@@ -1,4 +1,4 @@
-"""Request: one prompt as token ids, and all that is asked of it. Made by `Processor`, never changed."""
+"""Request: one prompt as token ids, with its parameters. Created by `Processor`, immutable."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from nanovllm.text.structured import Constraint
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a caller wants: `params.n` completions of a prompt. Every value is checked."""
+    """A request for `params.n` completions of a prompt. Every value is checked."""
 
     request_id: int
-    prompt: str | None  # the text, where the caller gave one
+    prompt: str | None  # the prompt's string, if the caller passed one
     prompt_token_ids: list[int]
     prompt_bytes: bytes  # the same ids as int32
     params: SamplingParams
-    stop_token_ids: frozenset[int]  # all that end a completion: the caller's and, unless ignored, the model's
+    stop_token_ids: frozenset[int]  # the caller's and, unless ignored, the model's end-of-sequence ids
     bad_words: tuple[tuple[int, ...], ...]  # the token ids of each
-    constraint: Constraint | None  # what the text must look like
+    constraint: Constraint | None  # on the output's text
     index: int = 0  # of the prompt, in its call
-    first_scored: int | None = None  # the first prompt token that is to be scored; None: none
-    pooling: str | None = None  # what the prompt's hidden states become: "last" one or "mean"; None: nothing
+    first_scored: int | None = None  # the first prompt token to score; None: none
+    pooling: str | None = None  # of the prompt's hidden states: "last" or "mean"; None: no pooling
 
     @property
     def next_wanted(self) -> int | None:
-        """The first prompt position whose hidden state is wanted, to score the next token or to be pooled."""
+        """The first prompt position whose hidden state is needed, to score the next token or for pooling."""
         if self.pooling is not None:
             return 0 if self.pooling == "mean" else len(self.prompt_token_ids) - 1
         return None if self.first_scored is None else self.first_scored - 1

@@ -1,4 +1,4 @@
-"""Rows of a call, each checked on its own: a good row is its value, a bad one the error in its place."""
+"""Rows of a call, each checked on its own: a bad row is replaced by its error."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def attempt(check: Callable[..., Value], *args: Any) -> Value | BadRow:
     except RecursionError:
         return ValueError("it is nested too deeply")
     except (TypeError, ValueError) as error:
-        return error.with_traceback(None)  # which would hold on to the row's values
+        return error.with_traceback(None)  # a traceback would keep the row's values alive
 
 
 def raise_first(rows: Iterable[object]) -> None:

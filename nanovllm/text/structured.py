@@ -1,6 +1,6 @@
-"""GrammarCompiler: structured outputs as grammars over a tokenizer's tokens, made by llguidance.
+"""GrammarCompiler: compiles structured outputs to grammars over a tokenizer's tokens, with llguidance.
 
-Keeps what it has compiled; follows no output.
+Caches the compiled grammars; follows no output.
 """
 
 from __future__ import annotations
@@ -19,30 +19,29 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("nanovllm")
 
-REMEMBERED = 1024  # grammars, of a few hundred kilobytes each
-COPIES, ORIGINALS = 32, 8  # of a matcher: so many copies in a row of one of so many originals
-# Where the values of a JSON schema are no schemas: names with schemas, and data.
+REMEMBERED = 1024  # cached grammars, a few hundred kilobytes each
+COPIES, ORIGINALS = 32, 8  # consecutive copies of one original matcher; number of originals
+# Keys of a JSON schema whose values are not schemas: dictionaries of schemas, and data.
 NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 DATA = ("const", "enum", "default", "examples")
 
 
 class Constraint:
-    """A constraint that has been found right, for any number of outputs to follow.
+    """A valid constraint, for any number of outputs.
 
-    A copy of a matcher shares the states of its lexer, behind a lock, so that what one output has reached
-    costs the next one nothing. As all would wait for one lock, some originals are made in time.
+    Copies of a matcher share the lexer's states behind a lock, so a state that one output computed is free
+    for the next. Several originals avoid that all copies wait for one lock.
     """
 
     def __init__(self, first: LLMatcher, make: Callable[[], LLMatcher], executor: LLExecutor) -> None:
-        """first: an original. make: makes another one. executor: computes what many matchers allow side by
-        side."""
+        """first: an original. make: creates another original. executor: runs many matchers in parallel."""
         self.executor = executor
         self._originals = [first]
         self._make = make
         self._num_copies = 0
 
     def new(self) -> LLMatcher:
-        """Return a matcher for one output, at its beginning."""
+        """Return a matcher for one output, in its initial state."""
         index = self._num_copies // COPIES % ORIGINALS
         self._num_copies += 1
         if index >= len(self._originals):
@@ -51,20 +50,20 @@ class Constraint:
         return self._originals[index].deep_copy()
 
     def alone(self) -> LLMatcher:
-        """Return one that shares nothing, as after an error, for which all may have reached a limit."""
+        """Return a matcher that shares nothing. Use it after an error: shared states may be at a limit."""
         self._originals.clear()
         self._num_copies = 0
         return self._make()
 
 
 class GrammarCompiler:
-    """Compiles constraints for one tokenizer; each one once, as long as it is remembered."""
+    """Compiles constraints for one tokenizer, each once while it is cached."""
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, eos_token_ids: Sequence[int]
     ) -> None:
-        """vocab_size: of the model's logits. eos_token_ids: which tokens end a text; llguidance is told the
-        first one, for a sequence's rule allows all of them in its place.
+        """vocab_size: of the model's logits. eos_token_ids: the tokens that end a text. llguidance gets only
+        the first one; a sequence's `Grammar` rule then allows all of them.
 
         ImportError without llguidance; ValueError for a tokenizer that it cannot read.
         """
@@ -94,14 +93,14 @@ class GrammarCompiler:
                 f"{type(self.tokenizer).__name__}"
             )
         content = json.loads(backend.to_str())
-        # The model never draws what it has no logits of.
+        # The model never draws tokens without logits.
         content["added_tokens"] = [token for token in content["added_tokens"] if token["id"] < vocab_size]
         content["padding"] = content["truncation"] = None
         text = json.dumps(content, ensure_ascii=False)
         return self._llguidance.LLTokenizer(text, n_vocab=vocab_size, eos_token=eos_token_id)
 
     def _constraint(self, params: StructuredOutputsParams) -> Constraint:
-        """Check a constraint. ValueError with llguidance's words when it is wrong."""
+        """Compile a constraint. ValueError with llguidance's message if it is invalid."""
         name = next(name for name in CONSTRAINTS if getattr(params, name))
         try:
             grammar = self._grammar(params)
@@ -116,7 +115,7 @@ class GrammarCompiler:
         return Constraint(first, make, self._executor)
 
     def _grammar(self, params: StructuredOutputsParams) -> str:
-        """The constraint in llguidance's own form, not checked yet."""
+        """The constraint in llguidance's format, not checked yet."""
         llguidance = self._llguidance
         if params.regex is not None:
             return str(llguidance.grammar_from("regex", params.regex))
@@ -135,7 +134,7 @@ class GrammarCompiler:
         return str(llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=options))
 
     def _tagged(self, tag: dict[str, Any]) -> str:
-        """Any text, in which a trigger is followed by a structure that begins with it."""
+        """Free text, in which a structure that begins with a trigger follows the trigger."""
         StructTag = self._llguidance.StructTag
         tags = [
             StructTag(trigger=trigger, begin=each["begin"], grammar=each["schema"], end=each["end"])
@@ -147,7 +146,7 @@ class GrammarCompiler:
 
 
 def _without_additional_properties(schema: Any) -> Any:
-    """The schema, in which no object has properties that it does not name."""
+    """The schema, with objects limited to the properties that it names."""
     if isinstance(schema, list):
         return [_without_additional_properties(each) for each in schema]
     if not isinstance(schema, dict):

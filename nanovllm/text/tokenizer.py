@@ -1,7 +1,4 @@
-"""Between texts and token ids: tokenizers and chat templates, with errors that name the prompt.
-
-Keeps no request.
-"""
+"""Tokenizers and chat templates, with errors that name the prompt. Keeps no request."""
 
 from __future__ import annotations
 
@@ -23,13 +20,15 @@ logger = logging.getLogger("nanovllm")
 
 
 def load_tokenizer(path: Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """Load the tokenizer in `path`; `trust_remote_code` runs code that is there. Raises ModelLoadError that
-    says what to do without one."""
-    from transformers import AutoTokenizer  # here, for it takes as long to import as torch
+    """Load the tokenizer in `path`; `trust_remote_code` runs code from that folder.
+
+    Raises ModelLoadError that says what to do without a tokenizer.
+    """
+    from transformers import AutoTokenizer  # here, because importing it takes as long as importing torch
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-        if not tokenizer("a")["input_ids"]:  # what transformers makes of a folder without tokenizer files
+        if not tokenizer("a")["input_ids"]:  # transformers' result for a folder without tokenizer files
             raise ValueError("its vocabulary is empty")
     except Exception as error:  # transformers raises many kinds
         raise ModelLoadError(
@@ -49,10 +48,11 @@ def encode(
 
 
 def bad_word_ids(tokenizer: PreTrainedTokenizerBase, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-    """Return the token ids of each word without a space before it and, where these are others, with one.
+    """Return the token ids of each word, without and with a leading space.
 
-    As vLLM: a form with a space counts when it is as long and begins with another token. A word is taken
-    without the whitespace before it, unless it is nothing else. ValueError for a word without tokens.
+    As in vLLM, the form with a space is used only if it has the same number of tokens and begins with another
+    token. Leading whitespace of a word is removed, unless the word is only whitespace. ValueError for a word
+    without tokens.
     """
     found: list[tuple[int, ...]] = []
     for word in words:
@@ -75,17 +75,17 @@ def check_template_options(
     tools: Sequence[Any] | None,
     chat_template_kwargs: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
-    """Return what `tokenizer.apply_chat_template` takes. ValueError or TypeError names the argument."""
+    """Return the arguments of `tokenizer.apply_chat_template`. ValueError or TypeError names the argument."""
     if chat_template is not None and not isinstance(chat_template, str):
-        raise TypeError(f"chat_template must be the text of a Jinja template, not {show(chat_template)}")
+        raise TypeError(f"chat_template must be a Jinja template as a string, not {show(chat_template)}")
     if tokenizer is None:
         raise ValueError(
-            "chat() writes texts, and skip_tokenizer_init=True; pass token ids to generate() instead"
+            "chat() needs a tokenizer, and skip_tokenizer_init=True; pass token ids to generate() instead"
         )
     if chat_template is None and not tokenizer.chat_template:
         raise ValueError(
             "this model has no chat template; put chat_template.jinja into its folder, pass chat_template, "
-            "or complete prompts to generate()"
+            "or pass whole prompts to generate()"
         )
     flags = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
     for name, flag in flags.items():
@@ -104,7 +104,7 @@ def check_template_options(
             is_argument = name in flags or name in ("tools", "chat_template")
             fix = f"write chat(..., {name}=...)" if is_argument else "leave it out"
             raise ValueError(
-                f"chat_template_kwargs holds variables of the template, and {name!r} is none; {fix}"
+                f"chat_template_kwargs holds variables of the template, and {name!r} is not one; {fix}"
             )
     all_tools = list(tools) if tools else None
     options = {"chat_template": chat_template, "tools": all_tools, **flags}
@@ -125,9 +125,9 @@ def render_conversations(
     conversations: list[list[dict[str, Any]] | BadRow],
     options: Mapping[str, Any],
 ) -> list[Prompt | BadRow]:
-    """Apply the chat template to each conversation, and tokenise.
+    """Apply the chat template to each conversation, and tokenise the results.
 
-    A bad one stays in its place; a ValueError takes that of one at which the template fails.
+    An error stays in its place. If the template fails, a ValueError replaces the conversation.
     """
     texts = [
         each
@@ -150,8 +150,6 @@ def _render(
     try:
         text: Any = tokenizer.apply_chat_template(conversation, tokenize=False, **options)
     except Exception as error:  # a template may raise anything
-        raise ValueError(
-            f"{where}: the chat template cannot write it ({type(error).__name__}: {error})"
-        ) from error
+        raise ValueError(f"{where}: the chat template fails ({type(error).__name__}: {error})") from error
     check_text(text, where)
     return str(text)

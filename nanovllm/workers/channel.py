@@ -1,19 +1,20 @@
-"""Channel: rank 0's calls, broadcast to the worker processes of one host through shared memory.
+"""Channel: broadcasts rank 0's calls to the worker processes of one host through shared memory.
 
-Owns the segment, the wake-ups and the wire format. A message is a method name and its arguments; it reaches
-every reader once, in order and whole, however large. Starts no process, never answers, imports no torch.
+Owns the segment, the semaphores and the wire format. A message is a method name and its arguments; it reaches
+every reader once, in order and whole, whatever its size. Starts no process, never answers, imports no torch.
 """
 
-# The segment is a ring of slots that hold pieces of messages. Each reader has two counting semaphores: the
-# pieces written for it, and the slots that it has emptied. So the writer waits for the slowest reader, and
-# overwrites nothing unread.
+# The segment is a ring of slots for pieces of messages. Each reader has two counting semaphores: pieces
+# written for it, and slots that it has emptied. So the writer waits for the slowest reader, and overwrites
+# nothing unread.
 #
-# The semaphores are all the synchronisation and all the memory ordering there is: a piece is stored before
-# its `release` and loaded after the `acquire` which that allows, and so for an emptied slot. POSIX semaphores
-# order memory at both, on arm64 as on x86-64; nothing in the segment is read on any other evidence.
+# The semaphores are the only synchronisation and memory ordering. The writer stores a piece before its
+# `release`, and the reader loads it after the matching `acquire`; the same holds for emptied slots. POSIX
+# semaphores order memory at both operations, on arm64 and x86-64.
 #
-# Not an `Event`: its `set` waits for an answer from the process that it wakes, and hangs for ever when that
-# was killed in `wait`. `release` waits for nobody, and nobody here holds a lock that could die with them.
+# An `Event` would not do: its `set` waits for an answer from the process that it wakes, and hangs forever if
+# that process was killed in `wait`. `release` waits for no one, and no process holds a lock that could die
+# with it.
 
 from __future__ import annotations
 
@@ -33,8 +34,8 @@ from typing import Any
 from nanovllm.errors import EngineClosedError, WorkerError
 from nanovllm.lifecycle import finalize
 
-CHECK_SECONDS = 0.1  # how often a waiting writer looks whether its readers are alive
-ALIGNMENT = 8  # bytes, of every array in a message: the widest dtype
+CHECK_SECONDS = 0.1  # how often a waiting writer checks that its readers are alive
+ALIGNMENT = 8  # bytes; of every array in a message, for the widest dtype
 
 _SLOT_HEADER = struct.Struct("qqq")  # the piece's number, its offset in the message, the message's length
 
@@ -42,17 +43,17 @@ _SLOT_HEADER = struct.Struct("qqq")  # the piece's number, its offset in the mes
 class Channel:
     """Rank 0's end: the only writer, used by one thread.
 
-    num_readers: how many workers read. `readers` holds a handle for each, to be an argument of its process.
-    num_slots, slot_bytes: the size of the ring; WorkerError where /dev/shm has no room for it. A decode step
-    of 512 sequences fits into one slot; a message larger than the whole ring goes through it in pieces.
+    num_readers: the number of workers. `readers` has a handle for each, an argument of its process.
+    num_slots, slot_bytes: the size of the ring; WorkerError if /dev/shm has no room for it. A decode step of
+    512 sequences fits into one slot; a message larger than the ring passes through it in pieces.
     """
 
     def __init__(self, num_readers: int, num_slots: int = 16, slot_bytes: int = 64 * 1024) -> None:
         context = get_context("spawn")
         self._num_slots = num_slots
         self._slot_bytes = slot_bytes
-        # The system chooses a free name. From here on the resource tracker knows it: if rank 0 is killed
-        # before it unlinks the segment, the tracker does, as soon as rank 0 and all its children are gone.
+        # The system chooses a free name, and the resource tracker registers it. If rank 0 is killed before it
+        # unlinks the segment, the tracker unlinks it as soon as rank 0 and all its children are gone.
         self._segment = _create(num_slots * (_SLOT_HEADER.size + slot_bytes))
         self._unlink = finalize(self, _close_and_unlink, self._segment)
         self._written = [context.Semaphore(0) for _ in range(num_readers)]
@@ -62,24 +63,22 @@ class Channel:
             for written, emptied in zip(self._written, self._emptied, strict=True)
         ]
         self._next_piece = 0
-        self._claimed = [False] * num_readers  # known to have emptied the slot of the next piece
+        self._claimed = [False] * num_readers  # whether the reader has emptied the slot of the next piece
         self._sending = False
 
     def send(self, method: str, *args: object, check_alive: Callable[[], None] | None = None) -> None:
-        """Write a call for every reader: its arrays as they are, all else pickled.
+        """Write a call for every reader: arrays as raw bytes, everything else pickled.
 
         While the slowest reader is a whole ring behind, this waits and calls `check_alive` every
-        CHECK_SECONDS. What that raises comes out here: the call then was not made (readers drop the pieces
-        they have), and the channel is as good as before. Any other exception on the way, such as a
-        KeyboardInterrupt, leaves it open which readers have the call, so all later calls raise WorkerError:
-        hold SIGINT back meanwhile, and let `check_alive` raise it. EngineClosedError after `close`.
+        CHECK_SECONDS. If `check_alive` raises, the call was not made (readers drop its pieces), and the
+        channel stays usable. After any other exception, such as KeyboardInterrupt, some readers may have the
+        call, so all later calls raise WorkerError. To avoid this, block SIGINT during the call, and raise it
+        from `check_alive`. EngineClosedError after `close`.
         """
         if not self._unlink.alive:
             raise EngineClosedError(f"{method!r} was called after the workers' channel was closed")
         if self._sending:
-            raise WorkerError(
-                "the workers are out of step: an earlier call was interrupted while it was sent"
-            )
+            raise WorkerError("the workers are out of step: an earlier call was interrupted during sending")
         message = memoryview(_encode(method, args))
         self._sending = True
         for offset in range(0, len(message), self._slot_bytes):
@@ -95,7 +94,7 @@ class Channel:
         self._emptied.clear()
 
     def _claim_slot(self, check_alive: Callable[[], None] | None) -> None:
-        """Wait until every reader has emptied the next piece's slot; claims are kept when this raises."""
+        """Wait until every reader has emptied the next piece's slot; claims are kept if this raises."""
         for index, emptied in enumerate(self._emptied):
             while not self._claimed[index]:
                 self._claimed[index] = emptied.acquire(True, CHECK_SECONDS)
@@ -120,7 +119,7 @@ class Channel:
 
 @dataclass(eq=False)
 class ChannelReader:
-    """A worker's end: an argument of its spawned process, attached to the segment by the first `receive`."""
+    """A worker's end, passed to its process. The first `receive` attaches it to the segment."""
 
     _name: str  # of the segment
     _num_slots: int
@@ -129,13 +128,13 @@ class ChannelReader:
     _emptied: Semaphore
     _segment: SharedMemory | None = None
     _next_piece: int = 0
-    _message: bytearray = field(default_factory=bytearray)  # as much of it as has come
+    _message: bytearray = field(default_factory=bytearray)  # the received part of it
 
     def receive(self, timeout: float) -> tuple[str, tuple[Any, ...]] | None:
-        """Return the next call as (method, arguments), or None if it is not all here after `timeout` seconds.
+        """Return the next call as (method, arguments), or None if it is not complete after `timeout` seconds.
 
-        Its arrays lie in the message's own memory, outside the segment, and can be kept.
-        Raises FileNotFoundError when rank 0 closed the channel before the first `receive`.
+        Its arrays lie in the message's own memory, outside the segment, and can be kept. Raises
+        FileNotFoundError if rank 0 closed the channel before the first `receive`.
         """
         if self._segment is None:
             self._segment = _attach(self._name)
@@ -160,7 +159,7 @@ class ChannelReader:
         start = slot + _SLOT_HEADER.size
         number, offset, length = _SLOT_HEADER.unpack_from(buffer, slot)
         assert number == self._next_piece, f"piece {number} is where {self._next_piece} should be"
-        if offset == 0:  # drops what came of a message that rank 0 gave up
+        if offset == 0:  # drops the pieces of a message that rank 0 gave up
             self._message = bytearray(length)
         end = min(offset + self._slot_bytes, length)
         self._message[offset:end] = buffer[start : start + end - offset]
@@ -191,19 +190,18 @@ def _close_and_unlink(segment: SharedMemory) -> None:
 
 
 def _attach(name: str) -> SharedMemory:
-    """Map rank 0's segment for a reader, of which the resource tracker need not know.
+    """Map rank 0's segment for a reader, without the resource tracker.
 
-    Rank 0 and its spawned children share one tracker. Before Python 3.13 attaching registers the name there
-    once more, but the tracker keeps a set of names: that changes nothing, so nothing is to be undone either,
-    which would take rank 0's own entry out.
+    Before Python 3.13 attaching registers the name again. This has no effect, because rank 0 and its children
+    share one tracker, which keeps a set of names. Unregistering would remove rank 0's own entry.
     """
     if sys.version_info >= (3, 13):
         return SharedMemory(name, track=False)
     return SharedMemory(name)
 
 
-# A message: how many parts, their lengths, and the parts, each at a multiple of ALIGNMENT. First the pickled
-# (method, arguments), then the arrays in it, which pickle leaves out of band (PEP 574).
+# A message: the number of parts, their lengths, and the parts, each at a multiple of ALIGNMENT. The first one
+# is the pickled (method, arguments); the others are its arrays, which pickle keeps out of band (PEP 574).
 
 
 def _encode(method: str, args: tuple[object, ...]) -> bytearray:

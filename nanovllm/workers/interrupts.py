@@ -1,5 +1,5 @@
-"""What must not come between the steps of a batch is held back, then acts as it would have: Ctrl-C while
-ranks would fall out of step, and Python's full garbage collections.
+"""Delays interruptions during steps: Ctrl-C, so that all ranks make the same calls, and Python's full garbage
+collections.
 
 Owns no state beyond one `with` block.
 """
@@ -13,16 +13,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-_SELDOM = 100  # times as many new objects before a collection of those
-_NEVER = 2**30  # collections of younger objects before one of all
+_SELDOM = 100  # factor of the threshold of new objects
+_NEVER = 2**30  # threshold of younger collections before a full one
 
 
 @contextmanager
 def held_interrupts() -> Iterator[None]:
-    """Run the block to its end; a SIGINT in between acts after it.
+    """Run the block to its end; a SIGINT during the block acts after it.
 
-    The handler that was set before is called then, which for Python's own raises KeyboardInterrupt. When the
-    block raises, its exception comes first and carries on alone. Changes nothing outside the main thread.
+    Then the previous handler is called; Python's default raises KeyboardInterrupt. If the block raises, its
+    exception propagates and the SIGINT is dropped. Does nothing outside the main thread.
     """
     is_main = threading.current_thread() is threading.main_thread()
     previous = signal.getsignal(signal.SIGINT) if is_main else None
@@ -41,11 +41,11 @@ def held_interrupts() -> Iterator[None]:
 
 @contextmanager
 def no_full_collections() -> Iterator[None]:
-    """Put Python's full garbage collections off, which look at every object there is: with torch and
-    transformers loaded that takes 0.1 s, twenty steps long. Those of young objects go on, more seldom: they
-    look at every id of new prompts."""
+    """Delay Python's full garbage collections. They visit every object, which with torch and transformers
+    takes 0.1 s, as long as twenty steps. Collections of young objects, which visit the token ids of new
+    prompts, run less often."""
     young, middle, old = gc.get_threshold()
-    held = old == _NEVER  # by another engine's thread, which will set it back
+    held = old == _NEVER  # by another engine's thread, which will restore it
     try:
         if not held:
             gc.set_threshold(_SELDOM * young, middle, _NEVER)

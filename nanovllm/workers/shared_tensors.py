@@ -1,6 +1,6 @@
-"""SharedTensors: tensors that rank 0 hands to the workers through memory, not through the channel.
+"""SharedTensors: tensors that rank 0 sends to the workers through shared memory instead of the channel.
 
-Owns that memory, a file that has no name and ends with its processes. Knows no model.
+Owns that memory, an anonymous file that ends with its processes. Knows no model.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ ALIGNMENT = 64  # bytes
 
 
 class TensorPlace(NamedTuple):
-    """Where a tensor lies in the memory."""
+    """The location of a tensor in the memory."""
 
     name: str
     dtype: torch.dtype
@@ -35,7 +35,7 @@ class TensorPlace(NamedTuple):
 
 @dataclass(frozen=True)
 class SharedTensors:
-    """An argument of a call: yields (name, tensor) on every rank, until rank 0 puts others there."""
+    """An argument of a call: yields (name, tensor) on every rank, until rank 0 overwrites the memory."""
 
     path: str
     num_bytes: int
@@ -48,7 +48,7 @@ class SharedTensors:
 
 
 class SharedMemoryBuffer:
-    """Rank 0's end: takes tensors until it is full, and grows for one that is larger than it. Linux only."""
+    """Rank 0's end: stores tensors until it is full, and grows for larger tensors. Linux only."""
 
     def __init__(self, num_bytes: int) -> None:
         self._file = os.memfd_create("nanovllm tensors")  # not in /dev/shm, which may be small
@@ -58,12 +58,12 @@ class SharedMemoryBuffer:
         self._reserve(num_bytes)
 
     def _reserve(self, num_bytes: int) -> None:
-        os.posix_fallocate(self._file, 0, num_bytes)  # an OSError when there is too little memory
+        os.posix_fallocate(self._file, 0, num_bytes)  # OSError if there is too little memory
         self._num_bytes = num_bytes
         self._memory = _mapped(self._path, num_bytes)
 
     def put(self, name: str, tensor: torch.Tensor) -> bool:
-        """Copy a tensor of any device here; False, and nothing is done, when it must be emptied first."""
+        """Copy a tensor from any device. False, without a copy, if the buffer must be emptied first."""
         place = TensorPlace(name, tensor.dtype, tuple(tensor.shape), self._end)
         end = place.offset + place.num_bytes
         if end > self._num_bytes:
@@ -76,7 +76,7 @@ class SharedMemoryBuffer:
         return True
 
     def take(self) -> SharedTensors:
-        """All tensors; the buffer counts as empty then, and its memory is used again by the next `put`."""
+        """Return all tensors and empty the buffer; the next `put` reuses its memory."""
         places, self._places, self._end = self._places, [], 0
         return SharedTensors(self._path, self._num_bytes, tuple(places))
 

@@ -1,6 +1,6 @@
-"""Watch over worker processes: a thread that takes in their answers and finds out why one ended.
+"""Watch over worker processes: a thread that receives their answers and finds the reason if one ends.
 
-Kills all when one has failed, and lets go of what waits for them. Starts no process, imports no torch.
+When one fails, it kills all and releases whatever waits for them. Starts no process, imports no torch.
 """
 
 from __future__ import annotations
@@ -18,41 +18,41 @@ from typing import Any
 
 from nanovllm.errors import WorkerError
 
-POLL_SECONDS = 0.05  # how often rank 0 looks, while it waits for workers, whether one has failed
-CAUSE_SECONDS = 0.3  # after the first sign of a failure: until then, an earlier or clearer one counts
+POLL_SECONDS = 0.05  # how often rank 0 checks for failures while it waits for workers
+CAUSE_SECONDS = 0.3  # after the first sign of a failure, wait this long for an earlier or clearer cause
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a worker ended. A signal comes before errors, and of these the first: the others follow from it."""
+    """Why a worker ended. The cause is a signal if there is one, else the first error: later ones follow."""
 
     rank: int
     what: str
     by_signal: bool
-    time: float  # seconds of the host's monotonic clock, the same for all processes
+    time: float  # seconds of the host's monotonic clock, which all processes share
 
 
 class Watch:
-    """The worker processes, what they have answered, and the first reason that one of them ended."""
+    """The worker processes, their answers, and the cause of the first failure."""
 
     def __init__(self, num_workers: int) -> None:
         self.processes: list[BaseProcess] = []
         self.failure: Failure | None = None
-        self.ended = threading.Event()  # a worker failed, or rank 0 gave them up
-        self.stopping = False  # they are to exit: that is no failure
-        self._release: Callable[[], None] = lambda: None  # nothing waits yet
+        self.ended = threading.Event()  # a worker failed, or rank 0 gave up the workers
+        self.stopping = False  # workers were asked to exit, so an exit is no failure
+        self._release: Callable[[], None] = lambda: None
         self._pipes: list[Connection] = []
         self._replies: list[SimpleQueue[Any]] = [SimpleQueue() for _ in range(num_workers)]
         self._thread: threading.Thread | None = None
         self._giving_up = threading.Lock()
 
     def add(self, process: BaseProcess, pipe: Connection) -> None:
-        """Take a process that is about to be started, and the pipe of its answers."""
+        """Add a process that is about to start, and the pipe of its answers."""
         self.processes.append(process)
         self._pipes.append(pipe)
 
     def start(self) -> None:
-        """Watch, in a thread of its own, until all workers have ended."""
+        """Start the thread, which watches until all workers have ended."""
         self._thread = threading.Thread(target=self._run, name="nanovllm workers", daemon=True)
         self._thread.start()
 
@@ -67,7 +67,7 @@ class Watch:
         return WorkerError(f"rank {self.failure.rank} {self.failure.what}")
 
     def wait_for_reply(self, index: int) -> Any:
-        """Return the next answer of the worker at `index`. Raises WorkerError when none will come."""
+        """Return the next answer of the worker at `index`. Raises WorkerError if none will come."""
         while True:
             try:
                 return self._replies[index].get(timeout=POLL_SECONDS)
@@ -75,7 +75,7 @@ class Watch:
                 self.check()
 
     def on_failure(self, release: Callable[[], None]) -> None:
-        """Have `release` called once the workers are given up, at once if they have been."""
+        """Call `release` when the workers are given up; at once if they already are."""
         with self._giving_up:
             if not self.ended.is_set():
                 self._release = release
@@ -83,8 +83,8 @@ class Watch:
         release()
 
     def give_up(self) -> None:
-        """Kill all workers, and let go of what waits for them in rank 0."""
-        with self._giving_up:  # the thread here and rank 0's own may come at once: let go a single time
+        """Kill all workers, and release whatever waits for them in rank 0."""
+        with self._giving_up:  # this thread and rank 0's may come at the same time: release once
             self.stopping = True
             for process in self.processes:
                 if process.pid is not None:
@@ -94,7 +94,7 @@ class Watch:
             release()
 
     def join(self, seconds: float) -> None:
-        """Wait for all workers to end, and kill those that have not in time."""
+        """Wait for all workers to end; kill those that have not ended after `seconds`."""
         if self._thread is None:  # not all of them were started
             for process in self.processes:
                 if process.pid is not None:
@@ -131,13 +131,13 @@ class Watch:
         if failures and not self.stopping:
             self.failure = min(failures, key=lambda failure: (not failure.by_signal, failure.time))
             self.give_up()
-        for process in self.processes:  # until all are gone, not only until the cause is known
+        for process in self.processes:  # wait until all are gone, even if the cause is known
             process.join()
 
     def _receive(self, pipe: Connection, index: int) -> Failure | None:
         try:
             message = pipe.recv()
-        except (EOFError, OSError):  # its process ends: the sentinel says how
+        except (EOFError, OSError):  # the process ends; its sentinel tells how
             pipe.close()
             return None
         if isinstance(message, Failure):
@@ -148,7 +148,7 @@ class Watch:
     def _ended(self, index: int) -> Failure:
         process = self.processes[index]
         process.join()
-        while (code := process.exitcode) is None:  # another thread reaped it, and has not written it down yet
+        while (code := process.exitcode) is None:  # another thread reaped it and has not stored the code yet
             sleep(0.001)
         return Failure(index + 1, how_it_ended(code), code < 0, monotonic())
 

@@ -1,10 +1,10 @@
-"""Worker processes: ranks 1..N-1 of a tensor-parallel engine, which make every call that rank 0 makes.
+"""Worker processes: ranks 1..N-1 of a tensor-parallel engine, which repeat every call of rank 0.
 
-Owns the processes, the channel to them and the watch over them, and leaves nothing behind. Never schedules.
+Owns the processes, their channel and their watch, and cleans up after them. Never schedules.
 """
 
-# Rank 0 sends a call through the channel and makes it too; the ranks meet in the model's collectives. Results
-# and errors come back through a pipe for each worker, which `Watch` reads. A worker watches its parent.
+# Rank 0 sends a call through the channel and makes the same call; the ranks meet in the model's collectives.
+# Results and errors come back through one pipe per worker, which `Watch` reads. A worker watches its parent.
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ from nanovllm.workers.watch import POLL_SECONDS, Failure, Watch
 
 T = TypeVar("T")
 
-BLAME_SECONDS = 2.0  # after an error in rank 0: until then, a worker can turn out to be its cause
-EXIT_SECONDS = 5.0  # for workers to exit when asked to; then they are killed
-PARENT_SECONDS = 0.5  # how often a worker looks whether rank 0 lives
+BLAME_SECONDS = 2.0  # after an error in rank 0, wait this long for a worker's failure as its cause
+EXIT_SECONDS = 5.0  # time for workers to exit on request; then they are killed
+PARENT_SECONDS = 0.5  # how often a worker checks that rank 0 is alive
 
 
 @dataclass(frozen=True)
 class RankSetup:
-    """All that a process must know to become rank `rank` of `size`."""
+    """Everything that a process needs to become rank `rank` of `size`."""
 
     rank: int
     size: int
@@ -63,12 +63,12 @@ class RankSetup:
     max_model_len: int
 
     def meet(self, device: Device, rendezvous: Rendezvous) -> TPGroup:
-        """Meet the other ranks, each of which does the same; a minute at most."""
+        """Connect to the other ranks, which make the same call; takes at most a minute."""
         group = TPGroup.connect(self.rank, self.size, device, rendezvous)
         dtype = device.resolve_dtype(self.config.dtype, self.model_config.dtype)
         copied_rows = rows_of_half(self.config.max_num_batched_tokens, self.size)
         max_rows = self.config.max_num_seqs
-        if self.size == 2:  # short prefill steps too: one shot moves no more than NCCL, and spares a norm
+        if self.size == 2:  # also short prefill steps: one shot moves as much as NCCL, and includes the norm
             max_rows = max(max_rows, min(self.config.max_num_batched_tokens, OVERLAP_TOKENS - 1))
         rooms = PeerRooms(
             dtype,
@@ -94,22 +94,22 @@ class RankSetup:
 
 
 def worker_main(setup: RankSetup, reader: ChannelReader, replies: Connection, parent: int) -> None:
-    """A worker process, from its start to its end; it returns in no case."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is rank 0's to handle
+    """The main function of a worker process; it never returns."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 handles Ctrl-C
     threading.Thread(target=exit_with, args=(parent,), daemon=True).start()
     try:
         loop(setup, reader, replies)
-    except BaseException:  # whatever it is, rank 0 is to know
+    except BaseException:  # report everything to rank 0
         failure = Failure(setup.rank, f"failed:\n{traceback.format_exc()}", False, monotonic())
         with suppress(OSError):  # rank 0 is gone
             replies.send(failure)
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # at once: the libraries' own clean-up may wait for ranks that are gone
+    os._exit(0)  # at once: the libraries' clean-up may wait for ranks that are gone
 
 
 def loop(setup: RankSetup, reader: ChannelReader, replies: Connection) -> None:
-    """Make rank 0's calls until it calls `exit`. All but `launch` and `draw` are answered."""
+    """Repeat rank 0's calls until it calls `exit`. Answer all calls except `launch` and `draw`."""
     device = Device(setup.device)
     replies.send(device.memory())
     runner: ResidentModelRunner | None = None
@@ -121,7 +121,7 @@ def loop(setup: RankSetup, reader: ChannelReader, replies: Connection) -> None:
         result = None
         if method == "load":
             runner = setup.load(device, setup.meet(device, Rendezvous(setup.port)))
-            gc.freeze()  # what is here by now stays: no full collection while all ranks wait
+            gc.freeze()  # existing objects stay: no full collection while all ranks wait
         elif runner is not None:
             result = getattr(runner, method)(*args)
         if method == "exit":
@@ -131,7 +131,7 @@ def loop(setup: RankSetup, reader: ChannelReader, replies: Connection) -> None:
 
 
 def exit_with(parent: int) -> None:
-    """End this process, wherever it is, once rank 0 is gone."""
+    """End this process, whatever it does, once its parent is gone."""
     while os.getppid() == parent:
         sleep(PARENT_SECONDS)
     os._exit(1)
@@ -141,13 +141,13 @@ def exit_with(parent: int) -> None:
 
 
 class Workers:
-    """Rank 0's hold on ranks 1..N-1. Without any, calls are made on rank 0 alone.
+    """Rank 0's handle for ranks 1..N-1. Without other ranks, calls run on rank 0 alone.
 
     After a failure all workers are gone, and every call raises the same WorkerError.
     """
 
     def __init__(self, setups: list[RankSetup]) -> None:
-        """Start a process for each setup. Raises RuntimeError where no process can be started."""
+        """Start a process for each setup. Raises RuntimeError if this process cannot start processes."""
         self.watch = Watch(len(setups))
         self._channel: Channel | None = None
         self._stop: Callable[[], object] = lambda: None
@@ -180,15 +180,15 @@ class Workers:
             )
             self.watch.add(process, receiver)
             start_process(process)
-            sender.close()  # the worker's copy is the only one: its end is the pipe's end
+            sender.close()  # the worker has the only copy, so the pipe ends with the worker
         channel.readers.clear()
         self.watch.start()
 
     def run(self, own: Callable[..., T], method: str, *args: object) -> T:
-        """Call `method` on every worker and `own` here, with the same arguments; return what that returns.
+        """Call `method` on every worker and `own` here, with the same arguments; return the result of `own`.
 
-        Raises WorkerError when a worker fails meanwhile. After any exception the workers are gone: they
-        cannot know how far rank 0 has come.
+        Raises WorkerError if a worker fails meanwhile. After any exception the workers are ended, because
+        they cannot know how far rank 0 got.
         """
         if self._channel is None:
             return own(*args)
@@ -198,7 +198,7 @@ class Workers:
             return own(*args)
 
     def call(self, own: Callable[..., T], method: str, *args: object) -> list[T]:
-        """As `run`, for a method that answers: return what all ranks return, rank 0's first."""
+        """As `run`, for a method with an answer: return the results of all ranks, rank 0's first."""
         return [self.run(own, method, *args), *self.collect()]
 
     def collect(self) -> list[Any]:
@@ -211,7 +211,7 @@ class Workers:
         """On an exception in the block, end all workers and raise the WorkerError behind it, if any."""
         try:
             yield
-            self.watch.check()  # a wait that ended because a worker failed has no result
+            self.watch.check()  # a failed worker ends waits without a result
         except BaseException as error:
             if not self.watch.processes:
                 raise
@@ -225,9 +225,9 @@ class Workers:
                 raise
 
     def watched(self, work: Callable[[], T]) -> T:
-        """Run `work` in another thread, and leave it there when a worker fails or on Ctrl-C.
+        """Run `work` in another thread; abandon that thread if a worker fails or on Ctrl-C.
 
-        For what waits for the other ranks in a library, where no signal and no `release` ends it.
+        For library calls that wait for other ranks and that no signal and no `release` can end.
         """
         if not self.watch.processes:
             return work()
@@ -260,13 +260,13 @@ def _complete(outcome: Future[T], work: Callable[[], T]) -> None:
         outcome.set_result(work())
     except BaseException as error:
         outcome.set_exception(error)
-        # The error refers to this frame. In a cycle, the ports that `work` opened would stay open until the
+        # The error refers to this frame. A reference cycle would keep the ports that `work` opened until the
         # next garbage collection.
         del outcome
 
 
 def _stop(watch: Watch, channel: Channel) -> None:
-    """End all workers, by asking if nothing has failed, and unlink the channel. Also called at exit."""
+    """End all workers, on request if nothing failed, and unlink the channel. Also called at process exit."""
     if not watch.ended.is_set():
         watch.stopping = True
         try:
@@ -278,17 +278,17 @@ def _stop(watch: Watch, channel: Channel) -> None:
 
 
 def disown(owner: weakref.ref[Any]) -> None:
-    """In a forked process, make multiprocessing forget `processes`, which it would end there at exit."""
+    """In a forked process, make multiprocessing forget `processes`; else it would end them at exit."""
     if (known := owner()) is not None:
         children: set[Any] = multiprocessing.process._children  # type: ignore[attr-defined]
         children.difference_update(known.processes)
 
 
 def start_process(process: multiprocessing.process.BaseProcess) -> None:
-    """Start a process that does not import the caller's script again, and whose SIGINT is blocked.
+    """Start a process that does not import the caller's script again, with SIGINT blocked.
 
-    Scripts then need no __main__ guard: workers run nothing of them, and `spawn` takes their name from this
-    module table. Ctrl-C, which goes to a terminal's every process, is rank 0's.
+    `spawn` takes the script from sys.modules["__main__"], which is empty here. So scripts need no __main__
+    guard. A terminal sends Ctrl-C to every process; rank 0 handles it.
     """
     main = sys.modules["__main__"]
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})

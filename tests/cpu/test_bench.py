@@ -142,16 +142,16 @@ def test_transformers_beside_it(capsys: pytest.CaptureFixture[str]) -> None:
         (["--sampling", "top_k=5", "--sampling-share", "0"], "--sampling-share must be above 0"),
         (
             ["--sampling", "top_k=5", "--sampling-share", "0.5", "--engine", "transformers"],
-            "--engine transformers samples all rows alike",
+            "--engine transformers samples all rows in the same way",
         ),
         (["--shape", "qwen3-8b", "--model", "x"], "--shape is for dummy weights"),
         (["--shape", "qwen3-8b", "--workload", "demo"], "needs a tokenizer"),
         (["--workload", "single", "--num-seqs", "2"], "is one sequence"),
         (["--repeat", "0"], "--repeat must be at least 1"),
-        (["--engine", "vllm", "--profile"], "--engine nanovllm only"),
+        (["--engine", "vllm", "--profile"], "only with --engine nanovllm"),
         (["--engine", "transformers", "--tensor-parallel-size", "2"], "has no tensor_parallel_size"),
         (["--round-robin"], "--round-robin needs --data-parallel-size"),
-        (["--data-parallel-size", "2", "--profile"], "--profile looks at one process"),
+        (["--data-parallel-size", "2", "--profile"], "--profile covers one process"),
     ],
 )
 def test_contradictions_are_refused(

@@ -72,14 +72,14 @@ def test_arguments_reach_the_template(llm: LLM) -> None:
         ({"chat_template_content_format": "openai"}, ValueError, "format='openai' is not supported"),
         ({"continue_final_message": True}, ValueError, "needs add_generation_prompt=False"),
         ({"add_generation_prompt": 1}, TypeError, "add_generation_prompt must be True or False, not 1"),
-        ({"chat_template": 5}, TypeError, "chat_template must be the text of a Jinja template, not 5"),
+        ({"chat_template": 5}, TypeError, "chat_template must be a Jinja template as a string, not 5"),
         ({"tools": {"name": "add"}}, TypeError, "tools must be a list"),
         ({"chat_template_kwargs": "x"}, TypeError, "chat_template_kwargs must be a dictionary, not 'x'"),
-        ({"chat_template_kwargs": {"tokenize": True}}, ValueError, "'tokenize' is none; leave it out"),
+        ({"chat_template_kwargs": {"tokenize": True}}, ValueError, "'tokenize' is not one; leave it out"),
         (
             {"chat_template_kwargs": {"add_generation_prompt": False}},
             ValueError,
-            r"'add_generation_prompt' is none; write chat\(\.\.\., add_generation_prompt=",
+            r"'add_generation_prompt' is not one; write chat\(\.\.\., add_generation_prompt=",
         ),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
@@ -145,7 +145,7 @@ def test_tool_calls(llm: LLM) -> None:
         assert text == "[user|Hi][assistant||f5][tool|7][assistant|"
     assert given == call('{"x": 5}'), "what the caller holds is not changed"
     with pytest.raises(
-        ValueError, match=r"conversation 0, message 1: the arguments of tool_calls\[0\] are no JSON"
+        ValueError, match=r"conversation 0, message 1: the arguments of tool_calls\[0\] are not valid JSON"
     ):
         llm.chat([USER, call("{x")], SHORT, use_tqdm=False)
     with pytest.raises(ValueError, match="it is nested too deeply"):
@@ -155,7 +155,7 @@ def test_tool_calls(llm: LLM) -> None:
 @pytest.mark.parametrize(
     ("messages", "error", "message"),
     [
-        (USER, TypeError, "put the one that you have into a list"),
+        (USER, TypeError, "put a single message into a list"),
         ("Hi", TypeError, "messages must be a list of messages .* not 'Hi'"),
         (None, TypeError, "messages must be a list of messages .* not None"),
         (["Hi"], TypeError, "conversation 0 must be a list of messages .* not 'Hi'"),
@@ -166,8 +166,8 @@ def test_tool_calls(llm: LLM) -> None:
         ([{"role": 5, "content": "x"}], ValueError, "conversation 0, message 0 needs a role.*5"),
         ([{"role": "user", "content": None}], ValueError, "conversation 0, message 0 has no content"),
         ([{"role": "user"}], ValueError, "conversation 0, message 0 has no content"),
-        ([{"role": "user", "content": 5}], TypeError, "message 0: content must be a text"),
-        ([{"role": "user", "content": {"type": "text"}}], TypeError, "message 0: content must be a text"),
+        ([{"role": "user", "content": 5}], TypeError, "message 0: content must be a string"),
+        ([{"role": "user", "content": {"type": "text"}}], TypeError, "message 0: content must be a string"),
         (
             [USER, {"role": "user", "content": ["a", {"type": "image_url", "image_url": {"url": "x"}}]}],
             ValueError,

@@ -468,7 +468,7 @@ def test_with_closes_also_after_an_error(model: Path) -> None:
     [
         ([], ValueError, r"prompts\[1\] is empty"),
         ("", ValueError, r"prompts\[1\] is empty"),
-        ("text", ValueError, r"prompts\[1\] is a text, and skip_tokenizer_init"),
+        ("text", ValueError, r"prompts\[1\] is a string, and skip_tokenizer_init"),
         (
             [5, VOCAB_SIZE],
             ValueError,
@@ -479,10 +479,10 @@ def test_with_closes_also_after_an_error(model: Path) -> None:
         ([5, 1.5], TypeError, r"prompts\[1\]: token id at position 1 .* 1.5"),
         ([5, True], TypeError, r"prompts\[1\]: token id at position 1"),
         ([5] * 65, ValueError, r"prompts\[1\]: the prompt has 65 tokens, and at most 63 leave room"),
-        (None, TypeError, r"prompts\[1\] must be a text, a list of token ids or a dictionary, not None"),
+        (None, TypeError, r"prompts\[1\] must be a string, a list of token ids or a dictionary, not None"),
         ({"text": "x"}, ValueError, r"prompts\[1\] must have the key 'prompt' or 'prompt_token_ids'"),
         ({"prompt_token_ids": []}, ValueError, r"prompts\[1\]\['prompt_token_ids'\] is empty"),
-        ({"prompt": 5, "prompt_token_ids": [5]}, TypeError, r"prompts\[1\]\['prompt'\] must be a text"),
+        ({"prompt": 5, "prompt_token_ids": [5]}, TypeError, r"prompts\[1\]\['prompt'\] must be a string"),
     ],
 )
 def test_a_bad_prompt_is_named_and_nothing_is_queued(

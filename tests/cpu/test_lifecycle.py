@@ -125,7 +125,7 @@ def test_a_call_within_a_call_is_refused(model: Path, prompts: list, expected: l
                 lambda: llm.add_request([5]),
                 lambda: llm.abort(0),
             ):
-                with pytest.raises(RuntimeError, match="in a call of this engine already") as caught:
+                with pytest.raises(RuntimeError, match="already in a call of this engine") as caught:
                     call()
                 errors.append(caught.value)
             return launch(batch)

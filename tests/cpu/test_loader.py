@@ -280,7 +280,7 @@ def test_a_corrupt_or_absent_file_among_several_is_found_before_any_is_copied(tm
     last.write_bytes(b"not safetensors at all")
     refused(folder, f"{last.name} cannot be read")
     last.unlink()
-    refused(folder, f"names files that are not there: {last.name}")
+    refused(folder, f"names files that do not exist: {last.name}")
 
 
 def test_an_index_that_disagrees_with_its_files_is_refused(tmp_path: Path) -> None:
@@ -289,7 +289,7 @@ def test_an_index_that_disagrees_with_its_files_is_refused(tmp_path: Path) -> No
     index = json.loads(path.read_text())
     first = sorted(index["weight_map"].values())[0]
     edit_json(path, weight_map=index["weight_map"] | {"model.extra.weight": first})
-    refused(folder, f"{first} does not hold what .* says it does: model.extra.weight")
+    refused(folder, f"{first} lacks tensors that .* lists for it: model.extra.weight")
     edit_json(path, weight_map={})
     refused(folder, "has no weight_map")
     path.write_text("{")
@@ -300,7 +300,7 @@ def test_a_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path, max_shard_size="10KB")
     (folder / "model.safetensors.index.json").unlink()
     save_file({"model.norm.weight": torch.ones(32)}, folder / "zzz.safetensors")
-    refused(folder, r"zzz\.safetensors holds tensors that model-.* holds too: model\.norm\.weight")
+    refused(folder, r"zzz\.safetensors has tensors that model-.* has too: model\.norm\.weight")
 
 
 def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:

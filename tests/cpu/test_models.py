@@ -118,7 +118,7 @@ def test_the_last_layer_stops_at_what_is_wanted(tmp_path: Path) -> None:
 
 def test_deterministic_needs_rows_of_whole_16_bytes(tmp_path: Path) -> None:
     config = load_model_config(write_tiny_model(tmp_path, "qwen3", intermediate_size=90))
-    message = r"multiples of 16 bytes; those of model.layers.0.mlp.down_proj are 90 numbers of torch.float32"
+    message = r"multiples of 16 bytes; rows of model.layers.0.mlp.down_proj have 90 elements of torch.float32"
     with pytest.raises(ValueError, match=message):
         DecoderForCausalLM(
             config,

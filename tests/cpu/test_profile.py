@@ -59,7 +59,7 @@ def test_mistakes_leave_the_engine_usable(model: Path, tmp_path: Path) -> None:
         with pytest.raises(FileExistsError):
             llm.start_profile(tmp_path / "file")
         llm.start_profile(tmp_path)
-        with pytest.raises(RuntimeError, match="a torch profiler is on in this process already"):
+        with pytest.raises(RuntimeError, match="a torch profiler is already active in this process"):
             llm.start_profile(tmp_path)
         assert len(generate(llm)) == 3
     assert not torch._C._autograd._profiler_enabled(), "close() ends it"

@@ -147,7 +147,7 @@ def test_figures_on_the_page_are_those_of_the_stats(llm: CheckedLLM) -> None:
     assert tiles["output tokens/s of decode"] == f"{stats.decode_tokens_per_s:,.0f}"
     assert tiles["prompt tokens/s of prefill"] == f"{stats.prefill_tokens_per_s:,.0f}"
     assert tiles["of prompts from the prefix cache"] == f"{stats.prefix_cache_hit_rate:.1%}"
-    assert tiles["of the KV cache in use at most"] == f"{stats.peak_kv_cache_usage:.1%}"
+    assert tiles["peak use of the KV cache"] == f"{stats.peak_kv_cache_usage:.1%}"
     assert (tiles["requests finished"], tiles["errors"]) == ("9", "0")
     about = rows(page, "about")
     assert about["Model"] == llm.config.model and about["Devices"] == "1 x cpu"
@@ -255,7 +255,7 @@ def test_a_report_replaces_the_one_before(llm: CheckedLLM, tmp_path: Path) -> No
 
 
 def test_a_path_that_will_not_do(llm: CheckedLLM, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="is a folder; give the name of a file"):
+    with pytest.raises(ValueError, match="is a folder; pass the name of a file"):
         write_report(tmp_path, llm)
     with pytest.raises(ValueError, match=r"there is no folder '.*missing'"):
         write_report(str(tmp_path / "missing" / "report.html"), llm)

@@ -90,7 +90,7 @@ def test_logits_are_no_scores(model: Path, mode: str) -> None:
             lambda: llm.beam_search([PROMPT], BeamSearchParams(beam_width=1, max_tokens=1)),
         ):
             with pytest.raises(
-                ValueError, match=f"adds up logprobs, and logprobs_mode='{mode}' gives logits"
+                ValueError, match=f"adds up logprobs, and logprobs_mode='{mode}' returns logits"
             ):
                 call()
         assert llm.batches == []
@@ -215,7 +215,7 @@ def test_beams_end_where_the_model_does(model: Path) -> None:
         [output] = llm.beam_search([PROMPT], BeamSearchParams(beam_width=2, max_tokens=50, ignore_eos=True))
         assert [len(beam.tokens) for beam in output.sequences] == [24, 24]
         assert {beam.finish_reason for beam in output.sequences} == {"length"}
-        with pytest.raises(ValueError, match="beam_width=11 looks at 22 tokens, and max_logprobs=20; make"):
+        with pytest.raises(ValueError, match="beam_width=11 needs 22 logprobs, and max_logprobs=20; make"):
             llm.beam_search([PROMPT], BeamSearchParams(beam_width=11, max_tokens=1))
     with pytest.raises(ValueError, match="beam_width must be an integer of at least 1, not 0"):
         BeamSearchParams(beam_width=0, max_tokens=1)

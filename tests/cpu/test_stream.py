@@ -25,12 +25,12 @@ GOOD = [[5, 6, 7], [8] * 20, [9]]
 BAD = {  # by a part of the error
     "is empty; a prompt needs": [],
     "has 64 tokens, and at most 63": [5] * 64,
-    "must be a text, a list of token ids": None,
+    "must be a string, a list of token ids": None,
     f"token id {VOCAB_SIZE} at position 1": [5, VOCAB_SIZE],
     "must be an integer, not 'x'": [5, "x"],
     "must have the key 'prompt'": {"text": "x"},
     "lone surrogate": "a\ud800",
-    "is a text, and skip_tokenizer_init=True": "text",
+    "is a string, and skip_tokenizer_init=True": "text",
 }
 
 
@@ -79,7 +79,7 @@ def test_bad_prompts_are_answered_at_their_places(llm: CheckedLLM) -> None:
     check_mixed(llm, llm.generate(mixed(), GREEDY, use_tqdm=False, on_error="return"))
     assert llm.generate([], GREEDY, use_tqdm=False, on_error="return") == []
     [output] = llm.generate("text", GREEDY, use_tqdm=False, on_error="return")
-    assert output.error == "the prompt is a text, and skip_tokenizer_init=True; pass token ids"
+    assert output.error == "the prompt is a string, and skip_tokenizer_init=True; pass token ids"
     for error, prompt in BAD.items():
         with pytest.raises((TypeError, ValueError)) as caught:
             llm.generate([*GOOD, prompt], GREEDY, use_tqdm=False)
@@ -178,9 +178,9 @@ def test_a_slow_iterable_does_not_hold_back_what_is_there(
 def test_parameters_must_be_as_many(llm: CheckedLLM) -> None:
     with pytest.raises(ValueError, match="2 sampling_params for 3 prompts; pass one for all or one for each"):
         llm.stream(GOOD, [GREEDY] * 2)
-    with pytest.raises(ValueError, match="sampling_params end after 2, and prompts go on"):
+    with pytest.raises(ValueError, match="sampling_params end after 2, but prompts do not"):
         list(llm.stream(iter(GOOD), iter([GREEDY] * 2)))
-    with pytest.raises(ValueError, match="prompts end after 3, and sampling_params go on"):
+    with pytest.raises(ValueError, match="prompts end after 3, but sampling_params do not"):
         list(llm.stream(GOOD, iter([GREEDY] * 4)))
     with pytest.raises(TypeError, match="sampling_params must be SamplingParams or an iterable"):
         llm.stream(GOOD, 5)

@@ -316,7 +316,7 @@ def test_the_fewest_blocks_of_all_ranks_count(model: Path) -> None:
 @pytest.mark.parametrize(
     ("device", "budget", "options", "said"),
     [
-        ("cpu", 4, {}, "grow to 4.00 GiB as it is used; less with num_kvcache_blocks below 4096"),
+        ("cpu", 4, {}, "grow to 4.00 GiB during use; to limit it, set num_kvcache_blocks below 4096"),
         ("cpu", 1, {}, None),
         ("cpu", 4, {"num_kvcache_blocks": 4096}, None),
         ("cuda:0", 4, {}, None),
@@ -332,7 +332,7 @@ def test_a_large_kv_cache_in_a_computers_own_memory_is_named(
     assert said is None or said in shown[0].getMessage()
     if said is not None:  # by rank 0, for all of them
         fit_kv_cache([space, space], Config("m"), 16, 10**6)
-        assert "4.00 GiB on each rank as it is used" in caplog.records[-1].getMessage()
+        assert "4.00 GiB on each rank during use" in caplog.records[-1].getMessage()
 
 
 # -- faults: tools/soak_tp.py makes each of them many more times -------------------------------------------

@@ -75,7 +75,7 @@ def test_options_that_ask_for_nothing_change_nothing(options: dict[str, Any]) ->
         ("enable_lora", True, "merge"),
         ("cpu_offload_gb", 4, "smaller model"),
         ("speculative_config", {"method": "ngram"}, "leave it out"),
-        ("rope_theta", 1e6, r"say hf_overrides=\{'rope_theta': \.\.\.\}"),
+        ("rope_theta", 1e6, r"use hf_overrides=\{'rope_theta': \.\.\.\}"),
         ("runner", "pooling", r"embed\(\) takes any model"),
         ("structured_outputs_config", {"disable_any_whitespace": True}, "each StructuredOutputsParams"),
         ("guided_decoding_disable_any_whitespace", True, "each StructuredOutputsParams"),

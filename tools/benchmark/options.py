@@ -1,4 +1,4 @@
-"""The options of bench.py: parsed, checked against each other, settled where they depend on the machine."""
+"""The options of bench.py: parses and checks them, and fills in defaults that depend on the machine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PASSED_ON += ("deterministic", "tokenizer")
 
 
 def make_parser(description: str | None) -> argparse.ArgumentParser:
-    """The options; what depends on others is None until `parse_args` settles it."""
+    """The parser; defaults that depend on other options are None until `parse_args` fills them in."""
     sizes = ", ".join(f"{size} ({name})" for name, (size, _) in SYNTHETIC.items() if name != "single")
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -23,13 +23,13 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--engine", choices=ENGINES, default="nanovllm")
     parser.add_argument(
         "--workload",
-        help=f"{', '.join(SYNTHETIC)}, demo, or a .jsonl file whose rows have `prompt` (a text, as it is) or "
+        help=f"{', '.join(SYNTHETIC)}, demo, or a .jsonl file whose rows have `prompt` (a string) or "
         "`prompt_token_ids`, and `max_tokens` (default 64); default: headline on a GPU, demo on a CPU",
     )
     parser.add_argument("--shape", choices=QWEN3, help="of dummy weights; default: qwen3-0.6b")
     parser.add_argument("--model", help="a model folder to use instead of a dummy shape")
     parser.add_argument("--num-seqs", type=int, help=f"default: {sizes}, 64 (demo) or all rows")
-    parser.add_argument("--max-num-seqs", type=int, default=1024, help="the most that run at once")
+    parser.add_argument("--max-num-seqs", type=int, default=1024, help="maximum sequences that run at once")
     parser.add_argument(
         "--sampling",
         default="",
@@ -42,9 +42,9 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
         type=float,
         default=1.0,
         metavar="SHARE",
-        help="of the rows that --sampling is for: 0.25 is every 4th; the others are greedy and plain in turn",
+        help="share of rows with --sampling: 0.25 is every 4th; the rest alternate between greedy and plain",
     )
-    parser.add_argument("--tokenizer", metavar="FOLDER", help="for --sampling that needs texts")
+    parser.add_argument("--tokenizer", metavar="FOLDER", help="for --sampling that needs text")
     parser.add_argument("--attention-backend", default="auto")
     parser.add_argument("--enforce-eager", action="store_true")
     parser.add_argument("--device", default="auto")
@@ -55,22 +55,22 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument(
         "--round-robin",
         action="store_true",
-        help="give replicas the prompts in turn, whatever they begin with; needs --data-parallel-size",
+        help="feed the replicas in turn, without prefix routing; needs --data-parallel-size",
     )
     parser.add_argument("--deterministic", action="store_true", default=None)
     parser.add_argument(
         "--prefix-caching",
         action=argparse.BooleanOptionalAction,
-        help=f"default: for --workload {' and '.join(SHARED)} alone; every run then brings new ids",
+        help=f"default: only for --workload {' and '.join(SHARED)}; every run then has new ids",
     )
-    parser.add_argument("--repeat", type=int, default=3, help="timed runs; the median counts")
+    parser.add_argument("--repeat", type=int, default=3, help="timed runs; the result is their median")
     parser.add_argument("--progress", action="store_true")
     parser.add_argument("--profile", nargs="?", const="bench_profile", metavar="FOLDER")
     return parser
 
 
 def parse_args(argv: Sequence[str] | None, description: str | None = None) -> argparse.Namespace:
-    """Parse the options and settle what depends on others; a contradiction ends the program."""
+    """Parse the options and fill in dependent defaults; a contradiction ends the program."""
     parser = make_parser(description)
     args = parser.parse_args(argv)
     args.on_gpu = args.device != "cpu" and torch.cuda.is_available()
@@ -81,17 +81,17 @@ def parse_args(argv: Sequence[str] | None, description: str | None = None) -> ar
     if args.shape and args.model:
         parser.error("--shape is for dummy weights; leave it out with --model")
     if args.shape and args.workload == "demo":
-        parser.error("--shape has dummy weights and --workload demo needs a tokenizer; leave one of them out")
+        parser.error("--shape has dummy weights, but --workload demo needs a tokenizer; pass only one")
     if args.num_seqs is not None and (args.workload == "single" or args.num_seqs < 1):
         parser.error("--num-seqs must be at least 1, and --workload single is one sequence; leave it out")
     if args.repeat < 1:
         parser.error("--repeat must be at least 1")
     if args.profile and args.engine != "nanovllm":
-        parser.error("--profile knows the kernels of --engine nanovllm only")
+        parser.error("--profile works only with --engine nanovllm")
     if not 0 < args.sampling_share <= 1 or (args.sampling_share < 1 and not args.sampling):
         parser.error("--sampling-share must be above 0 and at most 1, and needs --sampling")
     if args.sampling_share < 1 and args.engine == "transformers":
-        parser.error("--engine transformers samples all rows alike; leave --sampling-share out")
+        parser.error("--engine transformers samples all rows in the same way; leave --sampling-share out")
     try:
         args.sampling = parse_sampling(args.sampling, args.engine)
     except (TypeError, ValueError) as error:
@@ -100,7 +100,7 @@ def parse_args(argv: Sequence[str] | None, description: str | None = None) -> ar
         args.prefix_caching = args.workload in SHARED
     args.dummy = args.model is None and (args.workload in SYNTHETIC or args.shape is not None)
     args.shape = args.shape or "qwen3-0.6b"
-    args.options = {  # passed on only if given: the engine says itself what it does not know
+    args.options = {  # passed on only if given; the engine itself refuses unknown options
         name: getattr(args, name) for name in PASSED_ON if getattr(args, name) is not None
     }
     if args.engine == "transformers" and args.options:
@@ -109,12 +109,12 @@ def parse_args(argv: Sequence[str] | None, description: str | None = None) -> ar
     if args.num_replicas == 1 and args.round_robin:
         parser.error("--round-robin needs --data-parallel-size above 1")
     if args.num_replicas > 1 and args.profile:
-        parser.error("--profile looks at one process; leave it or --data-parallel-size out")
+        parser.error("--profile covers one process; leave it or --data-parallel-size out")
     args.num_devices = args.num_replicas * args.options.get("tensor_parallel_size", 1)
     return args
 
 
 def device_name(args: argparse.Namespace) -> str:
-    """The GPU or the CPU's threads, and how many of them share the model."""
+    """The GPU, or the CPU's threads, and the number of devices."""
     name = torch.cuda.get_device_name() if args.on_gpu else f"cpu, {torch.get_num_threads()} threads"
     return f"{args.num_devices} x {name}" if args.num_devices > 1 else name

@@ -223,7 +223,7 @@ def _parse_row(line: str, vocab_size: int) -> tuple[str | list[int], int | None]
         raise ValueError(f"'max_tokens' must be an integer of at least 1, not {max_tokens!r}")
     if "prompt" in row:
         if not isinstance(row["prompt"], str) or not row["prompt"]:
-            raise ValueError(f"'prompt' must be a text that is not empty, not {row['prompt']!r}")
+            raise ValueError(f"'prompt' must be a string that is not empty, not {row['prompt']!r}")
         return row["prompt"], max_tokens
     ids = row["prompt_token_ids"]
     if not isinstance(ids, list) or not ids:
