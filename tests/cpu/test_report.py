@@ -255,7 +255,7 @@ def test_a_report_replaces_the_one_before(llm: CheckedLLM, tmp_path: Path) -> No
 
 
 def test_a_path_that_will_not_do(llm: CheckedLLM, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="is a folder; give the name of a file"):
+    with pytest.raises(ValueError, match="is a folder; pass the name of a file"):
         write_report(tmp_path, llm)
     with pytest.raises(ValueError, match=r"there is no folder '.*missing'"):
         write_report(str(tmp_path / "missing" / "report.html"), llm)
