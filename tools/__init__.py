@@ -1,1 +1,1 @@
-"""Programs around the library, each run as its first lines say, and what bench.py is made of."""
+"""Programs around the library, whose first lines say how to run them, and the parts of bench.py."""

@@ -1,4 +1,4 @@
-"""Time the ways to sum a decode step's activations over GPUs, inside a CUDA graph as the engine does.
+"""Time several all-reduces of a decode step's activations over GPUs, in a CUDA graph, as in the engine.
 
     python tools/bench_all_reduce.py --ranks 2 --hidden 4096
 
@@ -29,7 +29,7 @@ CALLS = 40  # in one graph
 
 
 def ways(group: TPGroup, hidden: int, device: Device) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
-    """The candidates by name; each takes and returns one rank's tensor."""
+    """The all-reduces by name; each takes and returns one rank's tensor."""
 
     def nccl(x: torch.Tensor) -> torch.Tensor:
         options = torch.distributed.AllreduceOptions()
@@ -73,13 +73,13 @@ def ways(group: TPGroup, hidden: int, device: Device) -> dict[str, Callable[[tor
         "nccl+norm": nccl_norm,
         "one+norm": partial(own_norm, two=False),
     }
-    if group.size > 2:  # two ranks have no room for sums: the other way would move no less
+    if group.size > 2:  # for two ranks, two shots move as much as one
         found |= {"own two": partial(own, two=True), "two+norm": partial(own_norm, two=True)}
     return found
 
 
 def graph_us(way: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> float:
-    """Microseconds of one call: the median over replays of a graph that holds CALLS of them in a row."""
+    """Microseconds of one call: the median over replays of a graph with CALLS calls."""
     way(x.clone())
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -98,7 +98,7 @@ def graph_us(way: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> fl
 
 
 def work(rank: int, ranks: int, hidden: int, port: int | None, ports: multiprocessing.Queue) -> None:
-    logging.basicConfig(level=logging.INFO)  # says why symmetric memory is not there, if so
+    logging.basicConfig(level=logging.INFO)  # tells why symmetric memory is missing, if it is
     device = Device(f"cuda:{rank}")
     rendezvous = Rendezvous(port)
     if port is None:

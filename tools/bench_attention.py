@@ -2,7 +2,7 @@
 
 python tools/bench_attention.py --q-heads 16 --kv-heads 8 --cache-dtype fp8
 
-The calls go round over several caches, so that no call finds its keys and values in the L2 cache.
+The calls rotate over several caches, so that no call finds its keys and values in the L2 cache.
 """
 
 from __future__ import annotations
@@ -79,14 +79,14 @@ class Caches:
 
 
 def queries(tokens: int, args: argparse.Namespace) -> torch.Tensor:
-    """A view into what a fused projection of queries, keys and values would return."""
+    """A view into the output of a fused projection of queries, keys and values."""
     dtype = torch.bfloat16 if args.cache_dtype == "fp8" else DTYPES[args.cache_dtype]
     heads = args.q_heads + 2 * args.kv_heads
     return torch.randn(tokens, heads, args.head_dim, device="cuda", dtype=dtype)[:, : args.q_heads]
 
 
 def seconds(run: Callable[[], object], calls: int) -> float:
-    """The median time of one of the `calls` that a run makes."""
+    """The median time of one of the `calls` calls of a run."""
     times = []
     for _ in range(9):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -99,7 +99,7 @@ def seconds(run: Callable[[], object], calls: int) -> float:
 
 
 def time_decode(contexts: list[int], args: argparse.Namespace) -> tuple[float, int]:
-    """Seconds of one call and the bytes of keys and values that it attends to."""
+    """Seconds of one call, and the bytes of keys and values that it reads."""
     caches = Caches(contexts, args, args.common)
     bound = max(args.max_context_len, max(contexts))
     shared = None

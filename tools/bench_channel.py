@@ -1,4 +1,5 @@
-"""Time of telling the workers one decode step: `Channel.send` on rank 0, and until each worker has the Batch.
+"""Time of sending one decode step to the workers: `Channel.send` on rank 0, and until each worker has the
+Batch.
 
 python tools/bench_channel.py --num-seqs 512 --width 16 --readers 2
 """
@@ -40,7 +41,7 @@ def decode_batch(size: int, width: int) -> Batch:
 
 
 def read(reader: ChannelReader, results: Connection, cpu: int) -> None:
-    """Return by `results` the nanoseconds from each call of `send` to the Batch in this process's hands."""
+    """Put into `results` the nanoseconds from each call of `send` until this process has the Batch."""
     os.sched_setaffinity(0, {cpu})
     latencies = []
     results.send("ready")
@@ -60,7 +61,7 @@ def read(reader: ChannelReader, results: Connection, cpu: int) -> None:
 
 
 def work(seconds: float) -> None:
-    """Keep the processor busy, as planning and launching the next step does."""
+    """Keep the processor busy, like planning and launching the next step."""
     end = perf_counter_ns() + seconds * 1e9
     while perf_counter_ns() < end:
         pass

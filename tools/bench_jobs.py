@@ -1,12 +1,12 @@
-"""What `nanovllm run` costs beside `LLM.generate`, and what its order window gains.
+"""The overhead of `nanovllm run` over `LLM.generate`, and the gain of its order window.
 
     python -m tools.bench_jobs overhead                       # the headline workload, 8 times over
     python -m tools.bench_jobs order --prefix 4096 --rows 2048    # 20 shared prefixes in random order
     python -m tools.bench_jobs overhead --cpu                 # the demo model and its problems
     python -m tools.bench_jobs order --cpu --prefix 512 --rows 512 --tokens-out 16 --num-kvcache-blocks 256
 
-Without --cpu with dummy weights of a Qwen3 shape. The rows are token ids in a JSON Lines file, and are run as
-a job with an engine that is loaded before, so that loading is not counted. Ends in a line of JSON.
+Without --cpu it uses dummy weights of a Qwen3 shape. The rows are token ids in a JSON Lines file. They run as
+a job with an engine that is already loaded, so that loading does not count. The last line of output is JSON.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PREFIXES = 20
 
 
 class LoadedLLM:
-    """Stands for an engine that a job loads and closes, and is always the same one."""
+    """Acts as an engine that a job loads and closes, but always uses the same one."""
 
     def __init__(self, llm: LLM) -> None:
         self._llm = llm
@@ -64,7 +64,7 @@ def write_rows(work: Workload, path: Path) -> None:
 
 
 def job_seconds(llm: LLM, folder: Path, number: int, *argv: str) -> float:
-    """Run the rows in `folder` as a job; return the seconds of all but loading."""
+    """Run the rows in `folder` as a job; return its seconds without loading."""
     llm.reset_prefix_cache()
     out = folder / f"out{number}.jsonl"
     command = ["run", str(folder / "in.jsonl"), "-o", str(out), "--model", str(folder / "model"), *argv]

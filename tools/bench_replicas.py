@@ -1,9 +1,9 @@
-"""What replicas gain: bench.py on one GPU and on several, and prefix routing beside round robin.
+"""The gain of replicas: bench.py on one GPU and on several, and prefix routing compared with round robin.
 
     python tools/bench_replicas.py            # two GPUs; --data-parallel-size 4 for more
-    python tools/bench_replicas.py --cpu      # the same with the demo model, to see that it runs
+    python tools/bench_replicas.py --cpu      # the same with the demo model, as a test
 
-Each line is a bench.py of its own. Prints its output tokens/s, and the ratios at the end.
+Each line is a separate run of bench.py. Prints its output tokens/s, and the ratios at the end.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--data-parallel-size", type=int, default=2, metavar="N")
-    parser.add_argument("--repeat", type=int, default=2, help="timed runs of each; the median counts")
+    parser.add_argument("--repeat", type=int, default=2, help="timed runs of each; the result is the median")
     parser.add_argument("--cpu", action="store_true")
     args = parser.parse_args()
     lists, common = (CPU, ["--device", "cpu"]) if args.cpu else (GPU, [])

@@ -1,12 +1,12 @@
-"""What sampling settings cost: a list with each setting in every row, and n=16 beside 16 equal prompts.
+"""The cost of sampling settings: a workload with a setting in every row, and n=16 against 16 equal prompts.
 
     python -m tools.bench_sampling --tokenizer FOLDER        # on a GPU: bench.py's headline, dummy weights
     python -m tools.bench_sampling --cpu                     # the demo model and its problems
     python -m tools.bench_sampling --cpu --only logprobs=5 --only json
 
-All in turn in one engine: a run of each that warms up, then --repeat rounds of all; the medians count. Stop
-strings and schemas need texts: without --tokenizer they are left out. `bench.py --sampling` times any other
-setting. Ends in a line of JSON.
+All settings run in turn in one engine: a warm-up run of each, then --repeat rounds; the results are medians.
+Stop strings and schemas need text: without --tokenizer they are left out. `bench.py --sampling` times any
+other setting. Ends in a line of JSON.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ NEED_TEXTS = ("stop", "json", "json, bounded")
 
 
 def people(name: dict[str, Any]) -> StructuredOutputsParams:
-    """A list of people, longer than any output; `name` says what a name is."""
+    """A schema of a list of people, longer than any output. name: the schema of a name."""
     tags = {"type": "array", "items": {"enum": ["a", "b", "c"]}}
     properties = {"name": name, "age": {"type": "integer"}, "tags": tags}
     person = {"type": "object", "properties": properties, "required": list(properties)}
@@ -102,7 +102,7 @@ def base_of(name: str) -> str:
 
 
 def timed(llm: LLM, runs: dict[str, Run], repeat: int) -> dict[str, list[float]]:
-    """Output tokens/s of each run, round by round; the first round warms up and is left out."""
+    """Output tokens/s of each run, round by round, without the warm-up round."""
     speeds: dict[str, list[float]] = {name: [] for name in runs}
     for turn in range(repeat + 1):
         for name, run in runs.items():

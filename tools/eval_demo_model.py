@@ -1,4 +1,4 @@
-"""How many held-out problems the bundled demo model answers exactly right, through nanovllm, greedily.
+"""The share of held-out problems that the bundled demo model solves exactly, with nanovllm, greedily.
 
 python tools/eval_demo_model.py            # 1,000 problems that it was never trained on
 python tools/eval_demo_model.py --kv-cache-dtype fp8      # and what the cache changes in log-probabilities
@@ -17,7 +17,7 @@ from nanovllm.outputs import RequestOutput
 
 
 def answer(llm: LLM, num_problems: int, seed: int = 1, use_tqdm: bool = False) -> list[RequestOutput]:
-    """Return the greedy answers to that many held-out problems."""
+    """Return the greedy answers to some held-out problems."""
     prompts = [example.prompt for example in heldout(num_problems, seed)]
     conversations = [[{"role": "user", "content": prompt}] for prompt in prompts]
     return llm.chat(conversations, SamplingParams(temperature=0, max_tokens=400), use_tqdm=use_tqdm)

@@ -1,9 +1,9 @@
-"""How fast a device reads its memory and multiplies matrices: the two figures that a floor is made of.
+"""The speed at which a device reads its memory and multiplies matrices: the two figures of the floor.
 
     python tools/measure_device.py            # a line for KNOWN_DEVICES in nanovllm/report/roofline.py
 
-Each is the best of many tries, of several ways, since a floor must be what no engine can go below. On a GPU
-gigabytes are read and 8,192 x 8,192 matrices multiplied, so that neither caches nor starts of kernels count.
+Each figure is the best of many tries with several kernels, because no engine may be faster than the floor. On
+a GPU it reads gigabytes and multiplies 8,192 x 8,192 matrices, so that caches and launches do not matter.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ import torch
 
 from nanovllm.kernels.compat import HAS_TRITON, jit, multiprocessors, tl
 
-GPU_BYTES = 4 * 2**30  # read at a time, or half of what is free
+GPU_BYTES = 4 * 2**30  # read at once; at most half of the free memory
 CPU_BYTES = 2**29
 GPU_SIDE, CPU_SIDE = 8192, 2048  # of the matrices that are multiplied
 GPU_TRIES, CPU_TRIES = 50, 4
-# Values that a program reads at a time, warps, and programs for each multiprocessor.
+# Values that a program reads at once, warps, and programs for each multiprocessor.
 READS = [(2048, 4, 8), (4096, 4, 8), (4096, 8, 4), (8192, 8, 2), (8192, 8, 4), (16384, 16, 2)]
 
 
 @jit()
 def _read_kernel(data_ptr, sums_ptr, num_blocks, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """Each program adds up every n-th block of BLOCK values, so that all of them are read."""
-    first = tl.program_id(0).to(tl.int64)  # 32 bits are too few for what comes of it
+    first = tl.program_id(0).to(tl.int64)  # offsets do not fit into 32 bits
     total = tl.zeros([BLOCK], tl.float32)
     for turn in range(tl.cdiv(num_blocks - tl.program_id(0), tl.num_programs(0))):
         block = first + turn * tl.num_programs(0)
@@ -46,7 +46,7 @@ def read_triton(data: torch.Tensor, block: int, warps: int, programs: int) -> to
 
 
 def best_seconds(work: Callable[[], object], device: torch.device, tries: int) -> float:
-    """The shortest of `tries` runs, on a GPU by its own clock, after one that warms up."""
+    """The shortest of `tries` runs after a warm-up, on a GPU by its own clock."""
     work()
     if device.type != "cuda":
         return min(_host_seconds(work) for _ in range(tries))
@@ -66,7 +66,7 @@ def _host_seconds(work: Callable[[], object]) -> float:
 
 
 def read_speed(device: torch.device) -> float:
-    """Bytes a second that a pure read reaches: our kernel on a GPU, and torch's own reductions."""
+    """Bytes/s of a pure read: with our kernel on a GPU, and with torch's reductions."""
     on_gpu = device.type == "cuda"
     size = min(GPU_BYTES, torch.cuda.mem_get_info(device)[0] // 2) if on_gpu else CPU_BYTES
     data = torch.ones(size // 2**20 * 2**18, device=device)  # float32, in whole MiB
@@ -80,7 +80,7 @@ def read_speed(device: torch.device) -> float:
 
 
 def product_speed(device: torch.device) -> float:
-    """FLOP/s of a large product of the dtype that models have there: bfloat16 on a GPU, float32 on a CPU."""
+    """FLOP/s of a large product, in bfloat16 on a GPU and float32 on a CPU."""
     on_gpu = device.type == "cuda"
     side, dtype = (GPU_SIDE, torch.bfloat16) if on_gpu else (CPU_SIDE, torch.float32)
     tries = GPU_TRIES if on_gpu else CPU_TRIES
@@ -91,7 +91,7 @@ def product_speed(device: torch.device) -> float:
 
 
 def measure_speed(device: torch.device) -> tuple[float, float]:
-    """Bytes a second and FLOP/s of one device; a second or two, and on a GPU the time to compile kernels."""
+    """Bytes/s and FLOP/s of one device; takes a second or two, and on a GPU the time to compile kernels."""
     return read_speed(device), product_speed(device)
 
 
@@ -118,7 +118,7 @@ def main() -> None:
 
 
 def _up(value: float) -> float:
-    """Rounded up to three digits: what was measured must not be above it."""
+    """Rounded up to three digits, so that it is not below the measurement."""
     digit = 10.0 ** (math.floor(math.log10(value)) - 2)
     return math.ceil(value / digit) * digit
 

@@ -64,7 +64,7 @@ def start_and_use(device: str) -> None:
 
 @dataclass
 class Moment:
-    """When the latest fault was made, and how long the caller took to see it, in seconds."""
+    """The time of the latest fault, and how long the caller took to notice it, in seconds."""
 
     at: float = 0.0
     noticed: float = 0.0
@@ -214,7 +214,7 @@ RANK_0 = """
 
 
 def kill_rank_0(rng: random.Random, device: str) -> None:
-    """The caller's process is killed; its worker and its segment go by themselves."""
+    """The caller's process is killed; its worker and its segment disappear by themselves."""
     code, folder = textwrap.dedent(RANK_0).format(device=device), Path(__file__).parent
     caller = subprocess.Popen([sys.executable, "-c", code], cwd=folder, stdout=subprocess.PIPE, text=True)
     assert caller.stdout is not None
@@ -291,7 +291,7 @@ def run_job(name: str, times: int, seed: int, device: str) -> None:
 
 
 def soak(name: str, times: int, seed: int, device: str, report: dict[str, list[Any]]) -> None:
-    """Run a job in a process of its own; a job without news counts as a hang and is started anew."""
+    """Run a job in its own process; a job that reports nothing counts as a hang and restarts."""
     while len(report[name]) < times:
         count = times - len(report[name])
         command = [sys.executable, __file__, "--job", name, "--times", str(count), "--device", device]

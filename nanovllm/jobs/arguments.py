@@ -26,11 +26,11 @@ EPILOG = """exit codes:
   3    stopped by --max-errors
   4    the disk, the device or the engine failed
   130  stopped by Ctrl-C (143: by SIGTERM)
-After 3, 4, 130 and 143, and after kill -9, the same command goes on where the job ended."""
+After 3, 4, 130 and 143, and after kill -9, the same command resumes the job."""
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse a command line; SystemExit with code 2 when it is wrong. `command` is which command it is."""
+    """Parse a command line; SystemExit with code 2 if it is wrong. `command` is the name of the command."""
     parser = argparse.ArgumentParser(prog="nanovllm", description="Offline batch inference.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     raw = argparse.RawDescriptionHelpFormatter
@@ -50,7 +50,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     run.add_argument("--retry-errors", action="store_true", help="run the error rows of the output again")
     run.add_argument("--ordered", action="store_true", help="run and write the rows in the input's order")
     run.add_argument("--report", type=_page, metavar="FILE", help="write a page with charts, .html")
-    help_window = f"rows that are put into a good order at once (default: {WINDOW_ROWS:,})"
+    help_window = f"rows that are reordered together (default: {WINDOW_ROWS:,})"
     run.add_argument("--window", type=_positive, default=WINDOW_ROWS, metavar="N", help=help_window)
     _add_engine_arguments(run)
     check = commands.add_parser(
@@ -79,9 +79,9 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def parse_sampling(text: str) -> dict[str, Any]:
-    """Return fields of SamplingParams from `name=value,...` or a JSON object; values are JSON or plain texts.
+    """Return fields of SamplingParams from `name=value,...` or a JSON object; values are JSON or strings.
 
-    argparse.ArgumentTypeError says what is wrong.
+    argparse.ArgumentTypeError for a wrong value.
     """
     try:
         values = json.loads(text) if text.startswith("{") else dict(map(_pair, filter(None, text.split(","))))
@@ -118,16 +118,16 @@ def _add_row_arguments(parser: argparse.ArgumentParser) -> None:
         type=parse_sampling,
         default={},
         metavar="NAME=VALUE,...",
-        help="fields of SamplingParams on top of the model's own (also a JSON object); a row's "
-        "`sampling_params` come before these",
+        help="fields of SamplingParams, or a JSON object; they override the model's defaults, and a row's "
+        "`sampling_params` override these",
     )
     rows.add_argument(
-        "--chat-template-kwargs", type=_json_object, default={}, metavar="JSON", help="variables for it"
+        "--chat-template-kwargs", type=_json_object, default={}, metavar="JSON", help="its variables"
     )
 
 
 def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
-    """A flag for every option of `LLM`; what is not given is not there."""
+    """A flag for every option of `LLM`; options that are not given are missing in the result."""
     engine = parser.add_argument_group("options of LLM (docs/options.md)")
     about = dict(re.findall(r"^    (\w+): ((?:.|\n(?!    \w+: |\n))*)", Config.__doc__ or "", re.M))
     for name, field in _engine_fields().items():
@@ -145,7 +145,7 @@ def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _engine_fields() -> dict[str, Field[Any]]:
-    """The options that are flags. The hub's token is none: other users can see a command line."""
+    """The options that are flags. The hub's token is not one: other users can see a command line."""
     return {field.name: field for field in fields(Config) if field.name not in ("model", "hf_token")}
 
 

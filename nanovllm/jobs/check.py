@@ -1,6 +1,6 @@
-"""`nanovllm check`: what is wrong with files of rows, before any model is loaded.
+"""`nanovllm check`: reports errors in files of rows, before any model is loaded.
 
-Reads each file as a job would. With a model it also renders and tokenises the prompts; it computes nothing.
+Reads each file like a job. With a model it also renders and tokenises the prompts; it computes nothing.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ from nanovllm.text.processor import Processor
 from nanovllm.text.prompts import Prompt, parse_prompt
 from nanovllm.text.rows import BadRow, attempt
 
-SHOWN = 20  # problems of a file that are printed
-ROWS = 256  # that are tokenised at once
+SHOWN = 20  # printed problems of a file
+ROWS = 256  # tokenised at once
 
 
 class Problem(NamedTuple):
-    """What is wrong with row number `row`."""
+    """An error in row number `row`."""
 
     row: int
     message: str
 
 
 class Lengths:
-    """Checks the prompts of tasks with a model's tokenizer, and what their parameters mean to it."""
+    """Checks the prompts and parameters of tasks with a model's tokenizer."""
 
-    params: SamplingParams  # that the model's generation_config.json recommends
+    params: SamplingParams  # the defaults from the model's generation_config.json
 
     def __init__(self, args: argparse.Namespace) -> None:
-        """args: of the command line. JobRefusedError when there is no such model, or an option is wrong."""
+        """args: of the command line. JobRefusedError if there is no such model, or an option is wrong."""
         with refusing():
             config = Config.from_kwargs(args.model, **engine_options(args))
             path = find_model(config)
@@ -82,7 +82,7 @@ class Lengths:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Print what is wrong with each file; return 0 when nothing is, 1 for bad rows, 2 for a bad file."""
+    """Print the errors of each file; return 0 if there are none, 1 for bad rows, 2 for a bad file."""
     lengths = Lengths(args) if args.model else None
     params = job_params(args.sampling, None if lengths is None else lengths.params)
     args.input = ""
@@ -110,7 +110,7 @@ def _check(args: argparse.Namespace, path: Path, params: SamplingParams, lengths
 
 
 class _Findings:
-    """Counts of a file. Keeps 8 bytes for each id."""
+    """Counts of a file. Stores 8 bytes for each id."""
 
     def __init__(self) -> None:
         self.num_rows = self.num_bad = 0
@@ -128,7 +128,7 @@ class _Findings:
 def _problems(
     source: Source, row_format: RowFormat, lengths: Lengths | None, found: _Findings
 ) -> Iterator[Problem]:
-    """What is wrong with the rows of a file, as they are read."""
+    """Yield the errors in the rows of a file while it is read."""
 
     def tasks() -> Iterator[Task | Problem]:
         for row in source.rows():

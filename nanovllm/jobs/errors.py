@@ -14,19 +14,19 @@ ANSWERED = 0  # every row has an answer
 ERROR_ROWS = 1  # every row was run, and some are error rows
 REFUSED = 2  # nothing was run: a wrong argument, or an output that belongs to another job
 TOO_MANY_ERRORS = 3  # stopped by --max-errors
-FAILED = 4  # the disk, the device or the engine failed; the same command goes on
-INTERRUPTED = 130  # Ctrl-C; the same command goes on
-READER_LEFT = 141  # what read standard output, such as `head`, did not read all of it
-TERMINATED = 143  # SIGTERM; the same command goes on
+FAILED = 4  # the disk, the device or the engine failed; the same command resumes
+INTERRUPTED = 130  # Ctrl-C; the same command resumes
+READER_LEFT = 141  # the reader of standard output, such as `head`, closed it early
+TERMINATED = 143  # SIGTERM; the same command resumes
 
 
 class JobRefusedError(Exception):
-    """The command cannot run as it stands; nothing has been run or written."""
+    """The command cannot run; nothing was run or written."""
 
 
 @contextmanager
 def refusing(where: str = "") -> Iterator[None]:
-    """Raise what is wrong with a value as a JobRefusedError; `where` stands before the message."""
+    """Raise errors of the block as JobRefusedError; `where` is put before the message."""
     try:
         yield
     except (NanoVLLMError, TypeError, ValueError) as error:
@@ -38,4 +38,4 @@ class TooManyErrorsError(Exception):
 
 
 class JobFailedError(Exception):
-    """The job cannot go on now, for a reason outside it. All whole lines of the output are kept."""
+    """The job cannot continue, for an external reason. All complete lines of the output are kept."""

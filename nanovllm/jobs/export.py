@@ -1,4 +1,4 @@
-"""Export: CSV and Parquet files from a whole output of lines. Holds one line, or a small batch of them."""
+"""Export: CSV and Parquet files from a complete output of lines. Holds one line, or a small batch of them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NUMBERS = ("index", "prompt_tokens", "completion_tokens")
 
 
 def export(lines: Path, path: Path, num_rows: int) -> None:
-    """Write the rows of `lines`, in order, to `path` in the format of its ending; all or nothing."""
+    """Write the rows of `lines`, in order, atomically to `path`, in the format of its ending."""
     kind = ENDINGS[path.suffix.lower()]
     records = (json.loads(line) for line in ordered_lines(lines, num_rows))
     with replaced(path) as temporary:
@@ -42,7 +42,7 @@ def export(lines: Path, path: Path, num_rows: int) -> None:
 
 
 def _write_csv(records: Iterator[dict[str, Any]], path: Path, delimiter: str) -> None:
-    """Lists as JSON, None as nothing, and what is no character as a question mark."""
+    """Write lists as JSON, None as an empty field, and lone surrogates as question marks."""
     with path.open("w", newline="", encoding="utf-8", errors="replace") as file:
         writer = csv.writer(file, delimiter=delimiter, lineterminator="\n")
         writer.writerow(COLUMNS)
@@ -54,7 +54,7 @@ def _write_csv(records: Iterator[dict[str, Any]], path: Path, delimiter: str) ->
 
 
 def _write_parquet(records: Iterator[dict[str, Any]], path: Path) -> None:
-    """Logprobs, and ids that are no texts, as JSON."""
+    """Write logprobs, and ids that are not strings, as JSON."""
     pyarrow = import_pyarrow()
     kinds = {name: pyarrow.string() for name in COLUMNS}
     kinds |= {name: pyarrow.int64() for name in NUMBERS}

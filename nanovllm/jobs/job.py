@@ -1,6 +1,6 @@
-"""A job from its arguments: its source, its row format, its journal, and the files that it owns.
+"""A job from its arguments: its source, its row format, its journal entry, and its files.
 
-Refuses what cannot run, before anything is loaded or written. Runs nothing.
+Refuses a job that cannot run, before anything is loaded or written. Runs nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from nanovllm.jobs.tasks import Columns, PlainFormat, RowFormat
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.versions import versions
 
-# Options of LLM that say where and how a job runs. It may go on with others, say on another machine.
+# Options of LLM that only set where and how a job runs. They may change when a job resumes.
 MAY_CHANGE = {
     "tensor_parallel_size",
     "data_parallel_size",
@@ -43,7 +43,7 @@ MAY_CHANGE = {
     "download_dir",
 }
 PROMPT_ARGUMENTS = ("prompt_column", "template", "messages_column", "id_column", "chat_template_kwargs")
-LOOKED_AT = 100  # rows of JSON, to tell an OpenAI batch and a column that no row has
+LOOKED_AT = 100  # rows of JSON to inspect, for an OpenAI batch or a missing column
 
 
 @contextmanager
@@ -64,7 +64,7 @@ def input_file(args: argparse.Namespace) -> Iterator[Path]:
 
 
 def check_output(args: argparse.Namespace) -> None:
-    """Raise JobRefusedError when the output can be no output. Of a link, take what it leads to."""
+    """Raise JobRefusedError if the output path cannot be used. Resolves a symbolic link."""
     if args.output.is_symlink():
         args.output = Path(os.path.realpath(args.output))
     output: Path = args.output
@@ -85,8 +85,7 @@ def check_output(args: argparse.Namespace) -> None:
 
 
 def rows_path(output: Path) -> Path:
-    """The file of lines of JSON that a job writes: the output itself, or one from which it is made at the
-    end."""
+    """The JSON Lines file that a job writes: the output itself, or the file that is exported at the end."""
     is_lines = ENDINGS[output.suffix.lower()] == "jsonl"
     return output if is_lines else output.with_name(output.name + ".rows.jsonl")
 
@@ -94,7 +93,7 @@ def rows_path(output: Path) -> Path:
 def open_job(args: argparse.Namespace, path: Path) -> tuple[Source, bool]:
     """Return the rows of a file, and whether they are an OpenAI batch.
 
-    JobRefusedError when the file cannot be read, or has not the columns that the arguments name.
+    JobRefusedError if the file cannot be read, or lacks the columns that the arguments name.
     """
     source = open_source(path, "jsonl" if args.format == "auto" and args.input == "-" else args.format)
     with refusing("--template: "):
@@ -111,12 +110,12 @@ def open_job(args: argparse.Namespace, path: Path) -> tuple[Source, bool]:
 
 
 def columns_of(args: argparse.Namespace) -> Columns:
-    """Where the prompt of a row is, as the arguments say."""
+    """The columns of prompts and ids, from the arguments."""
     return Columns(args.prompt_column, args.template, args.messages_column, args.id_column)
 
 
 def make_format(args: argparse.Namespace, is_batch: bool, params: SamplingParams, seed: int) -> RowFormat:
-    """Return the format of the rows. `params`: of rows without their own; seed: the engine's."""
+    """Return the format of the rows. params: for rows without their own. seed: the engine's."""
     maker = ParamsMaker(params, seed)
     if is_batch:
         return OpenAIFormat(maker, Path(args.model or "").name)
@@ -126,7 +125,7 @@ def make_format(args: argparse.Namespace, is_batch: bool, params: SamplingParams
 def describe(
     args: argparse.Namespace, source: Source, is_batch: bool, options: dict[str, Any], model_hash: str
 ) -> dict[str, Any]:
-    """What the journal says of a job."""
+    """The journal entry of a job."""
     is_stdin = args.input == "-"
     return {
         "command": shlex.join(["nanovllm", *sys.argv[1:]]),

@@ -1,6 +1,6 @@
-"""The journal: a small JSON file beside the output that says what the job is; and the lock on both.
+"""The journal: a small JSON file beside the output that describes the job; and the lock on both.
 
-An output is gone on with only by the job that its journal describes. Holds no answers and counts none.
+Only the job that the journal describes can resume its output. Holds and counts no answers.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ ABOUT = (
     "The state of a `nanovllm run` job. The same command goes on with it. Delete this file and the output to "
     "start anew."
 )
-WHAT = ("input", "model", "options", "sampling", "prompt", "format")  # what a job is; all else may change
+WHAT = ("input", "model", "options", "sampling", "prompt", "format")  # define a job; other keys may change
 INFORMATIVE = ("path",)  # keys within these that may change too
 CHUNK = 2**20
-SAMPLES = 16  # of a file of weights, of 64 KiB each
+SAMPLES = 16  # of a weight file, 64 KiB each
 TEXT_FILES = ("*.json", "*.jinja", "*.model", "*.txt")
 
 
@@ -33,18 +33,18 @@ class Journal:
     """The journal of one output: `OUTPUT.job.json`."""
 
     def __init__(self, output: Path, rows: Path) -> None:
-        """rows: the file of lines, from which an output in another format is made."""
+        """rows: the JSON Lines file, from which an output in another format is exported."""
         self.path = output.with_name(output.name + ".job.json")
         self._output = output
         self._rows = rows
         self.state: dict[str, Any] = {}
 
     def read(self) -> dict[str, Any] | None:
-        """Return what is there, None when nothing is. JobRefusedError when it is no journal."""
+        """Return the stored journal, None if there is none. JobRefusedError if the file is not a journal."""
         try:
             found = json.loads(self.path.read_bytes())
             if not isinstance(found, dict) or not {*WHAT} <= found.keys():
-                raise ValueError("it has not the keys of a journal")
+                raise ValueError("it lacks the keys of a journal")
             return found
         except FileNotFoundError:
             return None
@@ -55,10 +55,10 @@ class Journal:
             ) from None
 
     def begin(self, job: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Take up the job that there is and return what its journal said, or write down a new one.
+        """Resume the existing job and return its previous journal, or write a new journal and return None.
 
-        job: what it is, with the keys WHAT, and whatever else the journal should say. JobRefusedError when
-        the output belongs to another job, or to none.
+        job: its description with the keys WHAT, and further keys to store. JobRefusedError if the output
+        belongs to another job, or to none.
         """
         found = self.read()
         files = [path for path in (self._output, self._rows) if path.exists() and path.stat().st_size]
@@ -85,7 +85,7 @@ class Journal:
         return found if files else None
 
     def update(self, **values: Any) -> None:
-        """Change what the journal says, at once and for good."""
+        """Change values of the journal and write it to disk."""
         self.state |= {**values, "updated": now()}
         text = json.dumps(self.state, indent=2, ensure_ascii=False) + "\n"
         # What stands for a byte of an argument that is not UTF-8 is written as an escape.
@@ -93,7 +93,7 @@ class Journal:
 
 
 def differences(found: Mapping[str, Any], job: Mapping[str, Any]) -> Iterator[str]:
-    """Say in which parts of WHAT two jobs differ."""
+    """Yield the differences between two jobs in WHAT, as text."""
     for name in WHAT:
         one, other = found[name], job[name]
         if not isinstance(one, dict) or not isinstance(other, dict):
@@ -105,14 +105,14 @@ def differences(found: Mapping[str, Any], job: Mapping[str, Any]) -> Iterator[st
 
 
 def write_atomically(path: Path, lines: Iterable[bytes]) -> None:
-    """Replace a file by another of these lines; a power cut leaves the one or the other."""
+    """Replace a file by one with these lines. After a power cut either the old or the new file is there."""
     with replaced(path) as temporary, temporary.open("wb") as file:
         file.writelines(lines)
 
 
 @contextmanager
 def replaced(path: Path) -> Iterator[Path]:
-    """Give the path of a file to write; after the block it takes the place of `path`, all or nothing."""
+    """Yield the path of a file to write; after the block it replaces `path` atomically."""
     temporary = path.with_name(path.name + ".tmp")
     try:
         yield temporary
@@ -126,7 +126,7 @@ def replaced(path: Path) -> Iterator[Path]:
 
 
 def sync_folder(path: Path) -> None:
-    """Bring the names in a folder to disk."""
+    """Flush the names in a folder to disk."""
     folder = os.open(path, os.O_RDONLY)
     try:
         os.fsync(folder)
@@ -180,7 +180,7 @@ def _lock(path: Path, output: Path) -> int:
                 f"{path} cannot be locked: {error.strerror}; choose an -o on a file system with locks, such "
                 "as a local disk"
             ) from None
-        os.close(descriptor)  # the one that held it has just deleted it
+        os.close(descriptor)  # the process that held the lock has just deleted its file
 
 
 def hash_file(path: Path) -> str:
@@ -194,7 +194,7 @@ def hash_file(path: Path) -> str:
 
 def hash_model(folder: Path) -> str:
     """The same of a model's folder: its small files whole; of weights the name, the size, and SAMPLES pieces
-    from beginning to end."""
+    spread over the file."""
     digest = xxhash.xxh3_128()
     for path in sorted({path for pattern in TEXT_FILES for path in folder.glob(pattern)}):
         digest.update(f"{path.name} {hash_file(path)}\n".encode())

@@ -1,4 +1,4 @@
-"""The logprobs of an answer as JSON: of our rows, and in OpenAI's two forms. Computes none."""
+"""The logprobs of an answer as JSON: for our rows, and in OpenAI's two formats. Computes none."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from typing import Any
 
 from nanovllm.outputs import CompletionOutput, Logprob
 
-DIGITS = 4  # behind the point
+DIGITS = 4  # after the decimal point
 
 
 def plain_logprobs(output: CompletionOutput) -> list[list[dict[str, Any]]] | None:
-    """For each token a list: the token that was drawn, then the likeliest ones that were asked for."""
+    """For each token a list: the drawn token, then the requested likeliest tokens."""
     if output.logprobs is None:
         return None
     return [

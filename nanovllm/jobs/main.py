@@ -1,6 +1,6 @@
-"""The program `nanovllm`: which command a command line is for, and its exit code.
+"""The program `nanovllm`: runs the command of a command line and returns its exit code.
 
-Imports a command's module when it is asked for: `run` needs torch, and a wrong argument must not wait for it.
+Imports a command's module only on use: `run` needs torch, and a wrong argument should not wait for it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """OpenAI's batch format: lines with `custom_id`, `url` and `body`, and the lines that answer them.
 
-Bodies of chat completions, completions and embeddings are read as far as they are supported, and a key that
-is not is refused by its name. Runs nothing.
+Reads bodies of chat completions, completions and embeddings. An unsupported key is an error that names it.
+Runs nothing.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from nanovllm.vllm_arguments import SAMPLING
 
 CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
 PROMPTS = {CHAT: "messages", COMPLETIONS: "prompt", EMBEDDINGS: "input"}  # by URL: the key of the prompt
-# Keys that change no answer.
+# Keys without effect on the answer.
 FREE = {"model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
-# Keys that may have a value which asks for nothing.
+# Keys that are accepted only with these neutral values.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "stream": (False, None),
     "stream_options": (None,),
@@ -37,11 +37,11 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "dimensions": (None,),
 }
 TEMPLATE = ("tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
-ALL_THAT_FIT = {"max_tokens": None}  # what OpenAI does without a number
+ALL_THAT_FIT = {"max_tokens": None}  # OpenAI's default
 
 
 class OpenAIFormat(RowFormat):
-    """`model` names the model in answers whose body names none."""
+    """model: the name of the model in answers whose body has none."""
 
     def __init__(self, params: ParamsMaker, model: str) -> None:
         super().__init__(params)
@@ -130,7 +130,7 @@ def looks_like_batch(values: Mapping[str, Any]) -> bool:
 
 
 def _read_body(url: str, body: Values) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The parameters of a body, and the arguments of the chat template. ValueError for what is not there."""
+    """The parameters of a body, and the arguments of the chat template. ValueError for unsupported keys."""
     own: dict[str, Any] = {} if url == EMBEDDINGS else dict(ALL_THAT_FIT)
     template: dict[str, Any] = {}
     for name, value in body.items():
@@ -161,7 +161,7 @@ def _read_body(url: str, body: Values) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _structured(response_format: Any) -> dict[str, Any]:
-    """The parameters that a `response_format` stands for."""
+    """Convert a `response_format` to sampling parameters."""
     kind = response_format.get("type") if isinstance(response_format, dict) else None
     if kind == "text":
         return {}
@@ -177,7 +177,7 @@ def _structured(response_format: Any) -> dict[str, Any]:
 
 
 def _one_prompt(value: Any) -> str | array[int]:
-    """The prompt of a completion: a text or token ids, alone or as the only one of a list."""
+    """The prompt of a completion: a string or token ids, alone or in a list of one."""
     if isinstance(value, list) and value and not isinstance(value[0], int):
         if len(value) > 1:
             raise ValueError(f"prompt has {len(value)} prompts; write one for each row")

@@ -1,8 +1,8 @@
-"""The output: one line of JSON for each row, appended as it is answered; repaired when a job goes on, and put
-into the order of the input at its end.
+"""The output: one line of JSON for each row, appended when it is answered; repaired when a job resumes, and
+sorted into the order of the input at its end.
 
-Keeps a bit for each row that is there, and no row. Knows no format but lines: which row a line is of, the
-first number of its `index` or `id` says.
+Keeps one bit for each finished row, and no rows. Knows only lines: the first number of the `index` or `id`
+tells the row of a line.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from typing import Any
 from nanovllm.jobs.errors import JobFailedError
 from nanovllm.jobs.journal import sync_folder, write_atomically
 
-SYNC_SECONDS = 1.0  # after which an answer survives a power cut; `kill -9` it survives at once
+SYNC_SECONDS = 1.0  # after this time an answer survives a power cut; it survives `kill -9` at once
 ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, default=str)
 INDEX = re.compile(rb'\{"(?:index": |id": "batch_req_)(\d{1,18})')
 
 
 class IndexSet:
-    """A set of integers from 0 on, a bit each up to the largest."""
+    """A set of non-negative integers, with one bit for each up to the largest."""
 
     def __init__(self) -> None:
         self._bits = bytearray()
@@ -50,10 +50,10 @@ class IndexSet:
 
 
 class Output:
-    """The file of answers. Open it inside `locked` alone.
+    """The file of answers. Open it only inside `locked`.
 
-    finished: the rows that have a line. num_errors: how many of these are error rows. is_ordered: whether the
-    lines are in the order of the rows.
+    finished: the rows that have a line. num_errors: the number of error rows. is_ordered: whether the lines
+    are in the order of the rows.
     """
 
     def __init__(self, path: Path, most_rows: int, *, drop_errors: bool = False) -> None:
@@ -80,7 +80,7 @@ class Output:
             raise
 
     def write(self, index: int, record: dict[str, Any]) -> None:
-        """Append the line of a row. JobFailedError when it cannot be written: no part of it is there then."""
+        """Append the line of a row, whole or not at all. JobFailedError if it cannot be written."""
         if index in self.finished:
             raise AssertionError(f"row {index} is answered twice")
         line = to_line(record)
@@ -105,7 +105,7 @@ class Output:
         os.fsync(self._descriptor)
 
     def close(self) -> None:
-        """Bring to disk what can be, and close the file."""
+        """Try to flush everything to disk, and close the file."""
         self._sync.close()
         with suppress(OSError):
             os.fsync(self._descriptor)
@@ -117,7 +117,7 @@ class Output:
         self.num_errors += record.get("error") is not None
 
     def _read(self, drop_errors: bool) -> bool:
-        """Take in what is there and cut off a damaged end; return whether lines before it must go."""
+        """Read the lines and cut off a damaged end; return whether lines before the end must be removed."""
         good_end = num_dropped = num_before = 0
         with self.path.open("rb") as file:
             for line in file:
@@ -132,7 +132,7 @@ class Output:
         return num_before > 0
 
     def _parse(self, line: bytes, drop_errors: bool) -> tuple[int, dict[str, Any]] | None:
-        """The index and the record of a line; None for one that is damaged, not wanted, or a second one."""
+        """The index and the record of a line; None for a damaged, unwanted or repeated line."""
         index = line_index(line)
         if index is None or not line.endswith(b"\n"):
             return None
@@ -160,7 +160,7 @@ class Output:
 
 
 class _Sync:
-    """A thread that brings a file to disk, at most SYNC_SECONDS after `dirty` was set."""
+    """A thread that flushes a file to disk, at most SYNC_SECONDS after `dirty` was set."""
 
     def __init__(self, descriptor: int) -> None:
         self.dirty = threading.Event()
@@ -171,7 +171,7 @@ class _Sync:
         self._thread.start()
 
     def check(self) -> None:
-        """Raise the error of an earlier write that only came up on its way to disk."""
+        """Raise the error of an earlier flush."""
         if self._error is not None:
             raise self._error
 
@@ -190,7 +190,7 @@ class _Sync:
 
 
 def line_index(line: bytes) -> int | None:
-    """The row that a line is of; None when it does not say."""
+    """The row of a line; None if the line does not tell."""
     found = INDEX.match(line)
     return None if found is None else int(found[1])
 
@@ -206,7 +206,7 @@ def to_line(record: dict[str, Any]) -> bytes:
 
 
 def ordered_lines(path: Path, num_rows: int) -> Iterator[bytes]:
-    """The lines of a whole output in the order of the rows. Holds 8 bytes for each of `num_rows`."""
+    """The lines of a complete output in the order of the rows. Stores 8 bytes for each of `num_rows`."""
     offsets = array("Q", bytes(8 * num_rows))
     with path.open("rb") as file:
         offset = 0
@@ -221,5 +221,5 @@ def ordered_lines(path: Path, num_rows: int) -> Iterator[bytes]:
 
 
 def put_in_order(path: Path, num_rows: int) -> None:
-    """Rewrite a whole output in the order of the rows; a power cut leaves the one or the other."""
+    """Rewrite a complete output in the order of the rows, atomically."""
     write_atomically(path, ordered_lines(path, num_rows))

@@ -1,6 +1,6 @@
-"""The sampling parameters of rows, from JSON: those of the job, a row's own on top, and a seed for each row.
+"""The sampling parameters of rows, from JSON: the job's, overridden by a row's own, and a seed for each row.
 
-Checks values as SamplingParams does. Knows no prompt.
+Checks values like SamplingParams. Knows no prompt.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ PARAMS_COLUMN = "sampling_params"
 
 
 class ParamsMaker:
-    """Makes the parameters of each row.
+    """Creates the parameters of each row.
 
-    A row without a seed of its own gets one from the job's seed and the row's index, the one that `generate`
-    would give it. So it has the same answer in every run of the job.
+    A row without its own seed gets one from the job's seed and the row's index, the same as from `generate`.
+    So it has the same answer in every run of the job.
     """
 
     def __init__(self, params: SamplingParams, seed: int) -> None:
-        """seed: of the engine; that of `params` comes before it."""
+        """seed: of the engine; a seed in `params` overrides it."""
         self._params = params
         self._seed = seed if params.seed is None else params.seed
 
@@ -57,7 +57,7 @@ def make_params(values: Mapping[str, Any], base: SamplingParams | None = None) -
 
 
 def job_params(sampling: Mapping[str, Any], recommended: SamplingParams | None) -> SamplingParams:
-    """Return the parameters of rows without their own: `--sampling` on top of what the model recommends."""
+    """Return the parameters of rows without their own: the model's defaults, overridden by `--sampling`."""
     with refusing("--sampling and the model's generation_config.json: "):
         return make_params(sampling, recommended)
 

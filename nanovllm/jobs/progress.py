@@ -1,4 +1,4 @@
-"""The progress of a job: one line that is drawn anew in a terminal, plain lines where there is none.
+"""The progress of a job: one line that is redrawn in a terminal, else plain lines.
 
 Counts rows and tokens; decides nothing.
 """
@@ -20,13 +20,13 @@ from nanovllm.jobs.sources import Source
 from nanovllm.outputs import EmbeddingRequestOutput, RequestOutput
 
 DRAW_SECONDS = 0.2  # in a terminal
-KEPT_ERRORS = 200  # as many as a report lists
+KEPT_ERRORS = 200  # the number that a report lists
 
 
 class JobProgress:
-    """What a job has done so far, this run of it.
+    """The progress of one run of a job.
 
-    finished: rows with a line in the output, of earlier runs too. errors: those of them that are error rows.
+    finished: rows with a line in the output, including those of earlier runs. errors: error rows among them.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class JobProgress:
         self.first_errors: list[tuple[int, str]] = []  # (row, why), for the report
 
     def step(self, stats: StepStats) -> None:
-        """Take in a step of the engine."""
+        """Count a step of the engine."""
         if self._first_step is None:
             self._first_step = self._clock() - stats.seconds
         self._drawn_tokens += stats.num_drawn_tokens
@@ -75,7 +75,7 @@ class JobProgress:
         self.reasons["embedding"] += 1
 
     def refused(self, index: int, message: str) -> None:
-        """Note why a row has no answer."""
+        """Record why a row has no answer."""
         self.num_refused += 1
         if len(self.first_errors) < KEPT_ERRORS:
             self.first_errors.append((index, message))

@@ -1,6 +1,6 @@
-"""Rendering: tasks become prompts as `LLM.stream` takes them, conversations through the chat template.
+"""Rendering: converts tasks to prompts for `LLM.stream`, conversations with the chat template.
 
-Works on some tasks at once, because a tokenizer is faster that way. Keeps none.
+Processes several tasks at once, because a tokenizer is faster that way. Keeps no task.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class Renderer:
     """Applies a model's chat template.
 
-    chat_template_kwargs: variables of the template for all rows; a row's own come before them.
+    chat_template_kwargs: variables of the template for all rows; a row's own variables override them.
     """
 
     def __init__(
@@ -87,10 +87,10 @@ class Renderer:
 
 
 def as_prompt(prompt: str | array[int]) -> dict[str, Any]:
-    """A text or token ids as a dictionary, which is one prompt wherever it stands."""
+    """A string or token ids as a dictionary, which is always one prompt."""
     return {"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt}
 
 
 def _without_number(error: BadRow) -> BadRow:
-    """The error without the conversation's number in its call, which is not that of its row."""
+    """The error without the conversation's index in its call, which differs from that of its row."""
     return type(error)(re.sub(r"^conversation \d+", "the conversation", str(error)))

@@ -48,7 +48,7 @@ class Job:
 
 
 def main(args: argparse.Namespace, make_llm: Callable[..., Any] = LLM) -> int:
-    """Run a job; return its exit code. JobRefusedError when it cannot run."""
+    """Run a job; return its exit code. JobRefusedError if it cannot run."""
     options = engine_options(args)
     with refusing():
         config = Config.from_kwargs(args.model, **options)
@@ -80,7 +80,7 @@ def main(args: argparse.Namespace, make_llm: Callable[..., Any] = LLM) -> int:
 
 
 def run(job: Job, make_llm: Callable[..., Any]) -> int:
-    """Run what is left of a job; return its exit code."""
+    """Run the remaining rows of a job; return its exit code."""
     output, args = job.output, job.args
     progress = JobProgress(job.source, len(output.finished), output.num_errors)
     if output.finished or output.num_dropped:
@@ -106,7 +106,7 @@ def run(job: Job, make_llm: Callable[..., Any]) -> int:
             state = f"failed: {type(error).__name__}: {error}; the same command goes on"
         finally:
             progress.close()
-            with suppress(OSError):  # on a full disk it goes on saying that the job runs
+            with suppress(OSError):  # on a full disk the journal still says that the job runs
                 rows = {"rows": len(output.finished), "error_rows": output.num_errors}
                 job.journal.update(state=state, pid=None, **rows)
     say(f"{args.output}: {state}. {summary(progress, runner.num_rows)}")
@@ -129,7 +129,7 @@ def _run(job: Job, runner: JobRunner, progress: JobProgress, make_llm: Callable[
             with _reported(job, llm, progress):
                 runner.run(llm, row_format, renderer)
     elif args.report is not None:
-        say(f"{args.report} is not written, for no row was left to run")
+        say(f"{args.report} is not written, because no row was left to run")
     before = job.journal.state["input"]["xxh3_128"]
     if job.source.was_written() and hash_file(job.source.path) != before:
         raise JobFailedError(
@@ -142,7 +142,7 @@ def _run(job: Job, runner: JobRunner, progress: JobProgress, make_llm: Callable[
 
 @contextmanager
 def _reported(job: Job, llm: Any, progress: JobProgress) -> Iterator[None]:
-    """Write the report at the end of the block, however it ends, if one is asked for."""
+    """Write the report at the end of the block, however it ends, if one is requested."""
     path = job.args.report
     if path is None:
         yield
@@ -166,7 +166,7 @@ def _reported(job: Job, llm: Any, progress: JobProgress) -> Iterator[None]:
 
 
 def _finish(job: Job, num_rows: int) -> None:
-    """Put the lines in order, and make the output of them."""
+    """Sort the lines, and export them to the output."""
     output, path = job.output, job.args.output
     if surplus := len(output.finished) - num_rows:
         raise JobFailedError(
@@ -184,12 +184,12 @@ def _finish(job: Job, num_rows: int) -> None:
     except OSError as error:
         raise JobFailedError(
             f"all rows are answered, in {output.path}, and {path} could not be finished: {error.strerror}; "
-            "mend that and run the same command again"
+            "repair that and run the same command again"
         ) from error
 
 
 def summary(progress: JobProgress, num_rows: int | None) -> str:
-    """Rows, errors, tokens and speed of a job, as a sentence or two."""
+    """Rows, errors, tokens and speed of a job, as text."""
     of = "" if num_rows is None else f" of {num_rows:,}"
     parts = [f"{progress.finished:,}{of} rows, {progress.errors:,} of them with an error"]
     if progress.reasons:
@@ -204,7 +204,7 @@ def summary(progress: JobProgress, num_rows: int | None) -> str:
 
 
 def say(text: str) -> None:
-    """Print a line for people, if someone is still there."""
+    """Print a line on standard error, if it is still open."""
     with suppress(OSError):
         print(f"nanovllm: {text}", file=sys.stderr, flush=True)
 
@@ -218,7 +218,7 @@ def _dropped(output: Output, args: argparse.Namespace) -> str:
 
 @contextmanager
 def _sigterm_as_interrupt() -> Iterator[list[int]]:
-    """Let SIGTERM end the block as Ctrl-C does, between steps of the engine; it is listed then."""
+    """Let SIGTERM end the block like Ctrl-C, between steps of the engine; the yielded list then has it."""
     seen: list[int] = []
 
     def stop(number: int, frame: FrameType | None) -> None:

@@ -1,6 +1,6 @@
-"""JobRunner: the loop of a job. Rows go in by one end of `LLM.stream`, and lines come out of the other.
+"""JobRunner: the loop of a job. It feeds rows to `LLM.stream` and writes the answers as lines.
 
-Keeps the rows that the order window and the engine hold, and no others. Loads no model, opens no file.
+Holds only the rows in the order window and in the engine. Loads no model, opens no file.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ class JobRunner:
     def __init__(
         self, args: argparse.Namespace, source: Source, output: Output, progress: JobProgress
     ) -> None:
-        """args: of the command line, of which `max_errors`, `ordered` and `window` count."""
+        """args: of the command line; uses `max_errors`, `ordered` and `window`."""
         self._args = args
         self._source = source
         self._output = output
         self._progress = progress
-        self._held: dict[int, dict[str, Any]] = {}  # lines whose turn has not come, with `ordered`
-        self._next = 0  # the row whose turn it is
+        self._held: dict[int, dict[str, Any]] = {}  # lines that wait for earlier rows, with `ordered`
+        self._next = 0  # the next row to write, with `ordered`
 
     def run(self, llm: Any, row_format: RowFormat, renderer: Renderer) -> None:
-        """Answer all rows. TooManyErrorsError, JobFailedError or what the engine raises ends it early."""
+        """Answer all rows. TooManyErrorsError, JobFailedError or an engine's error ends it early."""
         self._format = row_format
         tasks = self._tasks()
         if not self._args.ordered:
@@ -56,7 +56,7 @@ class JobRunner:
         assert not self._held
 
     def pending(self) -> Iterator[SourceRow]:
-        """The rows that have no line yet; all others are counted and passed over."""
+        """The rows that have no line yet; all others are only counted."""
         num_rows = 0
         for row in self._source.rows():
             num_rows = self._progress.rows_read = row.index + 1
@@ -65,7 +65,7 @@ class JobRunner:
         self.num_rows = num_rows
 
     def check_errors(self) -> None:
-        """Raise TooManyErrorsError when there are more error rows than there may be."""
+        """Raise TooManyErrorsError if there are more error rows than `--max-errors`."""
         most = self._args.max_errors
         if most is not None and self._progress.errors > most:
             raise TooManyErrorsError(
@@ -74,7 +74,7 @@ class JobRunner:
             )
 
     def _tasks(self) -> Iterator[Task]:
-        """What the rows ask for; a row that asks for nothing that can be run becomes an error row."""
+        """The tasks of the rows; a row without a valid task becomes an error row."""
         for row in self.pending():
             values: Any = attempt(row.values)
             if isinstance(values, Exception):
@@ -87,8 +87,8 @@ class JobRunner:
                 yield task
 
     def _generate(self, llm: Any, tasks: Iterator[Task], renderer: Renderer) -> None:
-        running: dict[int, Task] = {}  # by the place of its prompt in the stream
-        params: deque[SamplingParams] = deque()  # of prompts that the stream has taken, until it takes them
+        running: dict[int, Task] = {}  # by the index of its prompt in the stream
+        params: deque[SamplingParams] = deque()  # of prompts that the stream has read
 
         def prompts() -> Iterator[dict[str, Any]]:
             place = 0
@@ -106,7 +106,7 @@ class JobRunner:
             while params:
                 yield params.popleft()
 
-        # The stream asks for a prompt first, and then for its parameters.
+        # The stream reads a prompt first, and then its parameters.
         with closing(llm.stream(prompts(), parameters(), on_error="return")) as outputs:  # type: ignore[type-var]
             for output in outputs:
                 task = running.pop(output.index)
@@ -138,7 +138,7 @@ class JobRunner:
         self._write(index, self._format.error(index, row_id, message))
 
     def _write(self, index: int, record: dict[str, Any]) -> None:
-        """Write the line of a row, with `ordered` when its turn has come."""
+        """Write the line of a row; with `ordered`, after all earlier rows."""
         if not self._args.ordered:
             self._append(index, record)
             return

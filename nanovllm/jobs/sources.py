@@ -1,7 +1,7 @@
-"""Sources: the rows of JSON Lines, CSV and Parquet files, one after the other, each with its place.
+"""Sources: read the rows of JSON Lines, CSV and Parquet files one by one, each with its place in the file.
 
-Holds one row at a time (of Parquet a small batch). A row that cannot be read is an error in its place, never
-the end of the file. Knows nothing of prompts.
+Holds one row at a time (for Parquet a small batch). An unreadable row becomes an error in its place and never
+ends the file. Knows nothing of prompts.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ DECODER = json.JSONDecoder(parse_constant=_no_number)
 
 @dataclass(frozen=True, slots=True)
 class SourceRow:
-    """A row as it was read.
+    """A row of a file.
 
-    index: counts all rows from 0, bad ones too. place: of the row in its file, such as "line 7". data: its
-    values, a line of JSON still to be parsed, or why it could not be read.
+    index: counts all rows from 0, including bad ones. place: in the file, such as "line 7". data: its values,
+    an unparsed line of JSON, or the reason why it could not be read.
     """
 
     index: int
@@ -53,7 +53,7 @@ class SourceRow:
     data: Values | bytes | ValueError
 
     def values(self) -> Values:
-        """The row as a dictionary. ValueError with the place and the reason when it is none."""
+        """The row as a dictionary. ValueError with the place and the reason if it is not one."""
         if isinstance(self.data, ValueError):
             raise ValueError(f"{self.place}: {self.data}")
         if isinstance(self.data, dict):
@@ -67,15 +67,15 @@ class SourceRow:
 class Source(ABC):
     """A file of rows. Can be read any number of times, always with the same indexes."""
 
-    columns: list[str] | None = None  # of all rows; None where each row has its own
+    columns: list[str] | None = None  # of all rows; None if each row has its own
     num_rows: int | None = None  # None: not known before the end
-    wanted: set[str] | None = None  # the columns that are used, of which alone Parquet is read; None: all
+    wanted: set[str] | None = None  # the columns to read from Parquet; None: all
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._stat = path.stat()
         self.size = self._stat.st_size
-        self.position = 0  # bytes that have been read, for progress
+        self.position = 0  # bytes read so far, for progress
 
     @abstractmethod
     def rows(self) -> Iterator[SourceRow]:
@@ -93,10 +93,9 @@ class Source(ABC):
 
 
 def open_source(path: Path, format: str) -> Source:
-    """Return the source of a file; `format` is "auto" (by the ending of its name), "jsonl", "csv", "tsv" or
-    "parquet".
+    """Return the source of a file; `format` is "auto" (by its ending), "jsonl", "csv", "tsv" or "parquet".
 
-    Raises JobRefusedError when the file cannot be read as that.
+    Raises JobRefusedError if the file cannot be read in that format.
     """
     if format == "auto":
         ending = path.suffix.lower()
@@ -134,7 +133,7 @@ def open_source(path: Path, format: str) -> Source:
 
 
 class JSONLinesSource(Source):
-    """A JSON object on every line, in UTF-8. Blank lines are no rows."""
+    """A JSON object on every line, in UTF-8. Blank lines are skipped."""
 
     def rows(self) -> Iterator[SourceRow]:
         index = 0
@@ -159,7 +158,7 @@ class CSVSource(Source):
     def __init__(self, path: Path, delimiter: str) -> None:
         super().__init__(path)
         self._delimiter = delimiter
-        # Of the row that is being read: whether a line was cut off, and where its first line ends.
+        # For the current row: whether a line was cut off, and where its first line ends.
         self._is_long = False
         self._first_line_end: int | None = None
         csv.field_size_limit(MAX_ROW_BYTES)
@@ -191,8 +190,8 @@ class CSVSource(Source):
         return dict(zip(columns, fields, strict=True))
 
     def _reader(self, file: BinaryIO) -> Iterator[list[str] | ValueError]:
-        """Rows of fields. After a bad row the next one begins behind its first line, so that a quote that is
-        not closed takes no other row with it."""
+        """Rows of fields. After a bad row the next one begins after its first line, so that an unclosed quote
+        spoils no other row."""
         if file.read(len(codecs.BOM_UTF8)) != codecs.BOM_UTF8:
             file.seek(0)
         while True:
@@ -203,7 +202,7 @@ class CSVSource(Source):
             yield error
 
     def _good_rows(self, file: BinaryIO) -> Generator[list[str], None, ValueError | None]:
-        """Rows up to the end or a bad one, of which the error is returned."""
+        """Yield rows up to the end or a bad row; return the error of the bad row."""
         reader = csv.reader(self._decoded(file), delimiter=self._delimiter, strict=True)
         while True:
             self._is_long, self._first_line_end = False, None
@@ -274,7 +273,7 @@ def _unique(names: list[str], path: Path) -> list[str]:
 
 
 def import_pyarrow() -> Any:
-    """Return pyarrow with its part for Parquet. JobRefusedError says how to get it when it is missing."""
+    """Return pyarrow with its Parquet module. JobRefusedError if it is not installed."""
     try:
         import pyarrow.parquet
     except ImportError as error:
@@ -285,7 +284,7 @@ def import_pyarrow() -> Any:
 
 
 def parse_json_line(line: bytes) -> Values:
-    """Return the JSON object on a line. ValueError says what is wrong with it."""
+    """Return the JSON object on a line. ValueError if there is none."""
     try:
         text = line.decode()
     except UnicodeDecodeError as error:
@@ -315,7 +314,7 @@ def parse_json(text: str) -> Any:
 
 
 def _lines(file: BinaryIO) -> Iterator[bytes]:
-    """The lines of a file; of one that is too long its beginning, a byte more than there may be."""
+    """The lines of a file; a line that is too long is cut to one byte more than the limit."""
     while line := file.readline(MAX_ROW_BYTES + 1):
         rest = line
         while len(rest) > MAX_ROW_BYTES and not rest.endswith(b"\n"):

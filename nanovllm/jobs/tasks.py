@@ -1,7 +1,6 @@
-"""Tasks: what a row asks for, a prompt and its parameters; and rows as JSON Lines with answers.
+"""Tasks: the prompt and parameters of a row; and the JSON of its answer.
 
-`RowFormat` is what the formats of rows have in common; `PlainFormat` reads columns. Renders no template and
-runs nothing.
+`RowFormat` is the interface of row formats; `PlainFormat` reads columns. Renders and runs nothing.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ Kind: TypeAlias = Literal["generate", "embed"]
 
 @dataclass(slots=True)
 class Task:
-    """A row that can be run.
+    """A row that can run.
 
-    id: of the row, as its file has it. prompt: a text, token ids, or with `is_chat` a list of messages. For
-    "embed" it is a list of texts and lists of token ids. template: arguments of `LLM.chat` for this row.
-    request: what the answer repeats of an OpenAI body.
+    id: of the row in its file. prompt: a string, token ids, or with `is_chat` a list of messages; for "embed"
+    a list of strings and lists of token ids. template: arguments of `LLM.chat` for this row. request: the
+    parts of an OpenAI body that the answer repeats.
     """
 
     index: int
@@ -47,18 +46,18 @@ class Task:
 class RowFormat(ABC):
     """Reads rows as tasks, and writes answers as dictionaries for JSON."""
 
-    columns: set[str] | None = None  # that are used, where the rows' own keys do not decide
+    columns: set[str] | None = None  # the columns that it uses; None: each row's keys decide
 
     def __init__(self, params: ParamsMaker) -> None:
         self.params = params
 
     @abstractmethod
     def task(self, row: SourceRow, values: Values) -> Task:
-        """Return what a row asks for. ValueError or TypeError says what is wrong with it."""
+        """Return the task of a row. ValueError or TypeError if the row is wrong."""
 
     @abstractmethod
     def row_id(self, values: Values) -> Any:
-        """Return the id of a row, None when it has none."""
+        """Return the id of a row, None if it has none."""
 
     @abstractmethod
     def answer(self, task: Task, output: RequestOutput) -> dict[str, Any]:
@@ -75,15 +74,15 @@ class RowFormat(ABC):
 
 @dataclass(frozen=True)
 class Columns:
-    """Where a row's prompt is: one of the three, or None of them for `prompt` or `messages`, as a row has."""
+    """The column of a row's prompt: one of three options, or all None for its `prompt` or `messages`."""
 
     prompt: str | None = None
     template: str | None = None
     messages: str | None = None
-    id: str | None = None  # None: `id` or `custom_id`, where there is one
+    id: str | None = None  # None: `id` or `custom_id`, if there is one
 
     def needed(self) -> list[str]:
-        """The columns without which a row is wrong; ValueError for a template that is."""
+        """The required columns; ValueError for a wrong template."""
         if self.template is None:
             return [name for name in (self.prompt, self.messages, self.id) if name is not None]
         try:
@@ -97,10 +96,10 @@ class Columns:
 
 
 class PlainFormat(RowFormat):
-    """Rows with columns: a prompt, perhaps an id and a dictionary of parameters, `sampling_params`."""
+    """Rows with columns: a prompt, and optionally an id and a dictionary `sampling_params`."""
 
     def __init__(self, params: ParamsMaker, columns: Columns) -> None:
-        """ValueError for a template that is wrong."""
+        """ValueError for a wrong template."""
         super().__init__(params)
         self._where = columns
         self.needed = columns.needed()
@@ -169,7 +168,7 @@ class PlainFormat(RowFormat):
 
 
 def fill(template: str, values: Values) -> str:
-    """Return the template with a row's values in its braces, as `str.format` does."""
+    """Fill a row's values into the braces of the template, like `str.format`."""
     try:
         return template.format_map(values)
     except Exception as error:  # a format may raise anything
@@ -177,9 +176,9 @@ def fill(template: str, values: Values) -> str:
 
 
 def prompt_of(value: Any, where: str) -> str | array[int]:
-    """Return a text as it is, or a list of token ids in little memory; TypeError for anything else.
+    """Return a string unchanged, or token ids as a compact array; TypeError for anything else.
 
-    Whether the ids are in the vocabulary is checked when they are run.
+    The vocabulary is checked later, when the prompt runs.
     """
     if isinstance(value, str):
         return value

@@ -1,4 +1,4 @@
-"""`nanovllm version`: what a bug report needs: versions, devices and which attention backends run there."""
+"""`nanovllm version`: the facts for a bug report: versions, devices and their attention backends."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from nanovllm.device import Device
 from nanovllm.jobs.errors import ANSWERED
 from nanovllm.versions import versions
 
-HEAD_DIM = 128  # of the models that a backend is asked about
+HEAD_DIM = 128  # assumed when checking the attention backends
 OPTIONAL = ("flash-attn", "llguidance", "pyarrow")
 
 

@@ -1,7 +1,6 @@
-"""The order window: in which order a job runs its rows.
+"""The order window: reorders the rows of a job.
 
-Looks at a bounded number of rows at once and brings those with the same beginning together, long outputs
-first. Drops and adds none.
+Groups rows with a common prefix within a bounded number of rows, long outputs first. Drops and adds no rows.
 """
 
 from __future__ import annotations
@@ -14,17 +13,17 @@ from typing import TypeAlias
 from nanovllm.jobs.tasks import Task
 
 WINDOW_ROWS = 8192
-WINDOW_BYTES = 64 * 2**20  # of prompts, about; at least one row is read, however long
-SHARED_CHARS = 128  # from which on rows that begin alike belong together; about two blocks of 16 tokens
+WINDOW_BYTES = 64 * 2**20  # of prompts, approximately; a window has at least one row
+SHARED_CHARS = 128  # minimum common prefix of a group; about two blocks of 16 tokens
 NO_IDS = array("i")
 Key: TypeAlias = "tuple[str, str, array[int]]"  # the kind of a task, its text, its token ids
 UNBOUNDED = 2**40  # tokens of an output without a limit
 
 
 def in_good_order(tasks: Iterator[Task], rows: int = WINDOW_ROWS) -> Iterator[Task]:
-    """Yield all tasks, those of a window of `rows` in the order that runs fastest.
+    """Yield all tasks, each window of `rows` in the order that runs fastest.
 
-    While one window is given the next one is read, a row for each, so that reading never takes long at once.
+    For each task that is yielded, one task of the next window is read, so that reading never takes long.
     """
     present = _fill([], 0, tasks, rows)
     while present:
@@ -39,8 +38,8 @@ def in_good_order(tasks: Iterator[Task], rows: int = WINDOW_ROWS) -> Iterator[Ta
 
 
 def arranged(tasks: list[Task]) -> list[Task]:
-    """Return the tasks in groups with a shared beginning. The longest outputs come first, of the groups and
-    in each of them; embeddings, which run by themselves, come last."""
+    """Return the tasks in groups with a common prefix. Groups with the longest outputs come first, and so do
+    the longest outputs in each group. Embeddings, which run separately, come last."""
     keyed = sorted(((sort_key(task), task) for task in tasks), key=lambda each: (each[0], each[1].index))
     groups: list[list[Task]] = [[task] for _, task in keyed[:1]]
     for (before, _), (key, task) in pairwise(keyed):
@@ -55,7 +54,7 @@ def arranged(tasks: list[Task]) -> list[Task]:
 
 
 def sort_key(task: Task) -> Key:
-    """What tasks with equal beginnings are neighbours by: their kind, and their text or their ids."""
+    """A key by which tasks with a common prefix are neighbours: their kind, and their text or ids."""
     if task.kind == "embed":
         return "embed", "", NO_IDS
     if task.is_chat:
@@ -66,8 +65,8 @@ def sort_key(task: Task) -> Key:
 
 
 def is_shared(one: Key, other: Key) -> bool:
-    """Whether two keys begin with the same SHARED_CHARS characters, or a fourth as many ids; of long prompts
-    with the same half of the shorter one."""
+    """Whether two keys have a common prefix: SHARED_CHARS characters, or a quarter as many ids, but at least
+    half of the shorter prompt."""
     chars = max(SHARED_CHARS, min(len(one[1]), len(other[1])) // 2)
     ids = max(SHARED_CHARS // 4, min(len(one[2]), len(other[2])) // 2)
     return one[0] == other[0] and one[1][:chars] == other[1][:chars] and one[2][:ids] == other[2][:ids]
@@ -79,7 +78,7 @@ def output_limit(task: Task) -> int:
 
 
 def _fill(tasks: list[Task], size: int, more: Iterator[Task], rows: int) -> list[Task]:
-    """`tasks` with as many more as the window has room for."""
+    """Add tasks to `tasks` until the window is full."""
     while len(tasks) < rows and (size < WINDOW_BYTES or not tasks):
         task = next(more, None)
         if task is None:

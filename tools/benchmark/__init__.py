@@ -1,1 +1,1 @@
-"""What bench.py is made of: options, workloads, engines, the floor, steps, kernels and the report."""
+"""The parts of bench.py: options, workloads, engines, the floor, steps, kernels and the report."""

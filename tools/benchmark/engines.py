@@ -1,6 +1,6 @@
 """The engines that bench.py compares: each loads a model and turns a workload into a function that runs it.
 
-Also which sampling parameters each row of a workload has. Times nothing.
+Also creates the sampling parameters of each row. Times nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tools.benchmark.workloads import Workload
 
 Run = Callable[[], object]
 
-LEAST_MODEL_LEN = 4096  # of vLLM, which takes the model's own limit otherwise
+LEAST_MODEL_LEN = 4096  # for vLLM, whose default is the model's own limit
 TEMPERATURE = 0.6
 TRANSFORMERS_SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 SET_BY_WORKLOAD = ("n", "max_tokens", "ignore_eos", "stop_token_ids")  # how many tokens come out
@@ -36,16 +36,16 @@ class Engine:
     """A loaded model."""
 
     prepare: Callable[[Workload], Run]  # a function that runs the workload
-    take_steps: Callable[[], list[Step]]  # of what ran since the last call; a peer tells of none
+    take_steps: Callable[[], list[Step]]  # steps since the last call; empty for other engines
 
 
 # -- sampling ------------------------------------------------------------------------------------------------
 
 
 def parse_sampling(text: str, engine: str) -> dict[str, Any]:
-    """What `--sampling name=value,name=value` asks for, on top of temperature 0.6; values may be JSON.
+    """Parse `--sampling name=value,name=value`, on top of temperature 0.6; values may be JSON.
 
-    ValueError or TypeError, nanovllm's own where that is the engine, for what is not to be had.
+    ValueError or TypeError for wrong parameters; with the engine nanovllm its own errors.
     """
     asked: dict[str, Any] = {}
     for part in filter(None, re.split(r",(?=\s*\w+\s*(?:=|$))|,$", text)):
@@ -68,7 +68,7 @@ def parse_sampling(text: str, engine: str) -> dict[str, Any]:
 
 
 def _parse_value(text: str) -> Any:
-    """A bool, or what JSON reads; anything else stays a text, for the engine to judge."""
+    """A bool or a JSON value; anything else stays a string, which the engine checks."""
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
     try:
@@ -78,7 +78,7 @@ def _parse_value(text: str) -> Any:
 
 
 def row_sampling(sampling: dict[str, Any], share: float, num_rows: int) -> list[dict[str, Any]]:
-    """Each row's parameters: `sampling` for `share` of them, evenly; the others greedy and plain in turn."""
+    """Each row's parameters: `sampling` for a `share` of the rows; the rest alternate greedy and plain."""
     rows, others = [], 0
     for row in range(num_rows):
         if int((row + 1) * share) > int(row * share):
@@ -90,7 +90,7 @@ def row_sampling(sampling: dict[str, Any], share: float, num_rows: int) -> list[
 
 
 class RoundRobin(Router):
-    """Gives requests to the replicas in turn, for comparison."""
+    """Feeds the replicas in turn, for comparison."""
 
     def __init__(self, num_replicas: int) -> None:
         super().__init__(num_replicas, reach=0)
@@ -125,7 +125,7 @@ def load_nanovllm(args: argparse.Namespace, model: Path, dummy: bool, options: d
         **options,
     )
     recorder = StepRecorder()
-    if isinstance(llm, ReplicatedLLM):  # whose steps are of several engines, beside each other
+    if isinstance(llm, ReplicatedLLM):  # its steps come from several engines in parallel
         if args.round_robin:
             llm._replicas.router = RoundRobin(args.num_replicas)
     else:

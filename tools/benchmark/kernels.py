@@ -1,4 +1,4 @@
-"""Which kernels the time of a run goes to: torch.profiler's trace of a short run, read and added up.
+"""The time of each kernel in a short run, from the trace of torch.profiler.
 
 Changes nothing in the engine and keeps no state.
 """
@@ -17,25 +17,25 @@ from typing import Any
 
 import torch
 
-PROFILE_TOKENS = 32  # out of each sequence in the profiled run: enough steps for a median, a small trace
+PROFILE_TOKENS = 32  # output tokens of a sequence in the profiled run: enough for a median, a small trace
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """One kernel on the device, times in microseconds, or what the calls of one operation took on a CPU."""
+    """One kernel on the device, or all calls of an operation on a CPU; times in microseconds."""
 
     name: str
     start: float
     end: float
-    correlation: int  # which call on the host launched it; a graph's kernels share one
+    correlation: int  # id of the host call that launched it; a graph's kernels share one
 
 
 def profile(run: Callable[[], object], folder: Path, on_gpu: bool) -> dict[str, Any]:
     """Run under torch.profiler; write `trace.json.gz` and `kernels.txt` into `folder`.
 
-    Returns {"kernels": {part: ten costliest}} and, where CUDA graphs were replayed, {"replays": ...} as
-    `replay_times` gives it. On a CPU the table is of operations, by the time that is their own. With several
-    devices it is the first one's.
+    Returns {"kernels": {part: ten costliest}} and, if CUDA graphs were replayed, {"replays": ...} from
+    `replay_times`. On a CPU the table lists operations by their own time. With several devices it is that of
+    the first one.
     """
     activities = [torch.profiler.ProfilerActivity.CPU]
     if on_gpu:
@@ -96,8 +96,8 @@ def group_replays(kernels: list[Kernel], graph_calls: set[int]) -> list[list[Ker
 def replay_times(kernels: list[Kernel], replays: list[list[Kernel]]) -> dict[str, float]:
     """Medians over the steps from one replay to the next, in microseconds.
 
-    step_us: all of it, as slow as the profiler makes it. kernel_us: at least one kernel ran. gap_us: none
-    did, between the end of a replay and the start of the next; sampling and its launches lie there.
+    step_us: the whole step, slowed down by the profiler. kernel_us: time with at least one running kernel.
+    gap_us: time without a kernel between the end of a replay and the start of the next.
     """
     whole, busy, gaps = [], [], []
     for this, following in pairwise(replays):

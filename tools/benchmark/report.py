@@ -1,4 +1,4 @@
-"""How bench.py prints what it found: lines to read, and at the end one line of JSON."""
+"""Prints the results of bench.py: readable lines, and at the end one line of JSON."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tools.benchmark.roofline import Floor, broken_floor
 
 
 def rounded(value: Any) -> Any:
-    """Floats to five significant digits, all the way down."""
+    """Round all floats within `value` to five significant digits."""
     if isinstance(value, dict):
         return {key: rounded(item) for key, item in value.items()}
     if isinstance(value, list):

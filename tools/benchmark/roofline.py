@@ -1,6 +1,6 @@
-"""What a workload costs at least, by `nanovllm.report.roofline`; devices that it does not know are measured.
+"""The minimum time of a workload, with `nanovllm.report.roofline`; unknown devices are measured.
 
-Counts what the answers need whatever engine computes them.
+Counts the work that any engine must do for the answers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tools.measure_device import device_name, measure_speed
 
 @dataclass(frozen=True)
 class Floor:
-    """The least seconds of a workload. Its prompts make the first tokens, decode steps all others."""
+    """The minimum seconds of a workload. Prefill computes first tokens, decode steps all others."""
 
     prefill: float
     decode: float
@@ -29,9 +29,9 @@ class Floor:
 
 
 def floor_of(cost: Cost, work: Workload, speed: Speed, sharing: Sharing | None = None) -> Floor:
-    """Prompts at full FLOP/s; then the weights once a step (or their products, if slower) and every K/V once.
+    """Prompts at full FLOP/s; then in each step the weights (or their products, if slower) and all K/V once.
 
-    sharing: whose beginnings are computed once and read once a step for all of a group.
+    sharing: groups whose common prefix is computed once, and read once in each step.
     """
     lens = np.array([len(prompt) for prompt in work.prompts], np.int64)
     outs = np.array(work.output_lens, np.int64)
@@ -57,14 +57,14 @@ def floor_of(cost: Cost, work: Workload, speed: Speed, sharing: Sharing | None =
 
 
 def device_speed(device: torch.device, num_devices: int) -> Speed:
-    """Known for some GPUs, else measured, in some seconds, on one device."""
+    """The speed of the devices: known for some GPUs, else measured on one device, in a few seconds."""
     known = KNOWN_DEVICES.get(device_name(device))
     bandwidth, flops = known or measure_speed(device)
     return Speed(bandwidth * num_devices, flops * num_devices)
 
 
 def broken_floor(result: dict[str, Any]) -> list[str]:
-    """Which shares of `result`, a report of bench.py, are above 1: what an engine goes below is no floor."""
+    """The shares above 1 in `result`, a report of bench.py: no engine can be faster than the floor."""
     shares = [("the whole", "the floor", result["share_of_floor"])]
     for name, phase in result.get("phases", {}).items():
         shares.append((name, "the device's speed", phase["share_of_peak"]))

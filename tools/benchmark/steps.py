@@ -1,4 +1,4 @@
-"""Where the time of a run of nanovllm goes, by step and by phase, as its `on_step` callback tells."""
+"""The time of a run of nanovllm by step and by phase, from its `on_step` callback."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ BATCH_SIZES = (256, 128, 64, 8, 1)
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """What is counted of one step, `seconds` as in StepStats."""
+    """The data of one step, `seconds` as in StepStats."""
 
     seconds: float
     kind: StepKind
     query_lens: np.ndarray  # [S]
     context_lens: np.ndarray  # [S]
-    rows: np.ndarray  # [S] which of the prompts
+    rows: np.ndarray  # [S] the index of each prompt
 
 
 class StepRecorder:
-    """An `on_step` callback that keeps what is counted; it adds an entry in a list to each step."""
+    """An `on_step` callback that records each step in a list."""
 
     def __init__(self) -> None:
         self._log: list[tuple[float, StepKind, np.ndarray, np.ndarray, tuple[int, ...]]] = []
@@ -51,8 +51,8 @@ def phases(
 ) -> dict[str, Any]:
     """Tokens/s, TFLOP/s or TB/s and the share of the floor of prefill (with mixed steps) and decode.
 
-    The rates count what the steps that ran had to compute or read: what rows share by `sharing` one read a
-    step, and none of what attention, norms and copies add to the weights and the K/V.
+    The rates count what the steps had to compute or read: weights and K/V, with shared prefixes (`sharing`)
+    read once in each step, but not the further traffic of attention, norms and copies.
     """
     report: dict[str, Any] = {}
     prefill = [step for step in steps if step.kind is StepKind.PREFILL]
@@ -74,7 +74,8 @@ def phases(
 def _phase(
     steps: list[Step], tokens: int, rate: str, work: float, peak: float, floor: float
 ) -> dict[str, Any]:
-    """What `steps` did: `work` in all, `rate` in 10**12 a second, of `peak` a second; floor in seconds."""
+    """The figures of `steps`. work: their total. rate: in 10**12 per second. peak: the maximum per second.
+    floor: in seconds."""
     seconds = sum(step.seconds for step in steps)
     return {
         "seconds": seconds,
@@ -104,10 +105,10 @@ def step_times(steps: list[Step]) -> dict[str, Any]:
 
 
 def host_exposed(steps: list[Step], replays: dict[str, float]) -> dict[str, float]:
-    """For how long of a decode step no kernel runs: of the timed run, and of the same steps profiled.
+    """The time of a decode step without a running kernel, in the timed run and in the profiled run.
 
-    The profiler makes kernels a little longer, which hides some in the first figure, and the gaps between
-    them much longer, which shows too much in the second: the truth is between the two.
+    The profiler makes kernels a little longer, so the first figure is too small. It makes the gaps between
+    kernels much longer, so the second figure is too large. The truth is between the two.
     """
     first = [step for step in steps if step.kind is StepKind.DECODE][1 : PROFILE_TOKENS - 1]
     wall = statistics.median(step.seconds for step in first) * 1e6

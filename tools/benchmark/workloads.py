@@ -1,4 +1,4 @@
-"""The workloads of bench.py: token ids in, numbers of tokens out; and config.json of the Qwen3 shapes.
+"""The workloads of bench.py: prompts as token ids, numbers of output tokens; config.json of Qwen3 shapes.
 
 Every draw is seeded, so the totals are the same everywhere. Loads no model and runs nothing.
 """
@@ -27,20 +27,20 @@ QWEN3 = {  # name: layers, hidden, intermediate, heads, tied embeddings
     "qwen3-14b": (40, 5120, 17408, 40, False),
     "qwen3-32b": (64, 5120, 25600, 64, False),
 }
-SAMPLES = 16  # of each prompt of the workload of that name
+SAMPLES = 16  # of each prompt in the workload `samples`
 ROW_KEYS = ("prompt", "prompt_token_ids", "max_tokens")
 Tokenize = Callable[[list[str]], list[list[int]]]
 
 
 @dataclass(frozen=True)
 class Workload:
-    """Prompts, and how many tokens each is answered with."""
+    """Prompts, and the number of output tokens of each."""
 
     name: str
     prompts: list[list[int]]
     output_lens: list[int]
-    groups: tuple[int, ...] = ()  # the number of each row's group, where rows of a group begin alike
-    group_len: int = 0  # with how many tokens
+    groups: tuple[int, ...] = ()  # the number of each row's group; rows of a group share a prefix
+    group_len: int = 0  # tokens of the shared prefix
 
     @property
     def tokens_in(self) -> int:
@@ -52,22 +52,21 @@ class Workload:
 
     @property
     def longest(self) -> int:
-        """The most tokens of a sequence, prompt and output."""
+        """The maximum number of tokens of a sequence, prompt and output."""
         return max(len(p) + out for p, out in zip(self.prompts, self.output_lens, strict=True))
 
     @property
     def common(self) -> int:
-        """How many tokens at their beginning all prompts share; 0 for a single one, which shares nothing."""
+        """The length of the prefix that all prompts share; 0 for a single prompt."""
         if len(self.prompts) == 1:
             return 0
-        low, high = min(self.prompts), max(self.prompts)  # what these share, all between them share too
+        low, high = min(self.prompts), max(self.prompts)  # all prompts in between share their common prefix
         return next(
             (i for i, pair in enumerate(zip(low, high, strict=False)) if pair[0] != pair[1]), len(low)
         )
 
     def sharing(self) -> Sharing:
-        """What a prefix cache can save: the beginnings of groups, or that of all, or prompts that are the
-        same."""
+        """What a prefix cache can save: prefixes of groups, a prefix of all prompts, or equal prompts."""
         if self.groups:
             return Sharing(np.array(self.groups), np.full(max(self.groups) + 1, self.group_len))
         if self.common:
@@ -78,11 +77,11 @@ class Workload:
         return Sharing(groups, np.where(np.bincount(groups) > 1, tokens, 0))
 
     def shifted(self, by: int, vocab_size: int) -> Workload:
-        """The same lengths and the same sharing with other ids: nothing of it is in a prefix cache yet."""
+        """The same lengths and sharing with other ids, so that no prompt is in a prefix cache yet."""
         return replace(self, prompts=[[(i + by) % vocab_size for i in prompt] for prompt in self.prompts])
 
     def beginning(self, num_seqs: int, max_tokens: int) -> Workload:
-        """The first `num_seqs` prompts with at most `max_tokens` tokens out each."""
+        """The first `num_seqs` prompts with at most `max_tokens` output tokens each."""
         output_lens = [min(out, max_tokens) for out in self.output_lens[:num_seqs]]
         groups = self.groups[:num_seqs]
         return replace(self, prompts=self.prompts[:num_seqs], output_lens=output_lens, groups=groups)
@@ -90,21 +89,21 @@ class Workload:
 
 @dataclass(frozen=True, eq=False)
 class Sharing:
-    """Which rows begin with the same tokens, that need be computed once and read once a step."""
+    """Groups of rows with a common prefix, which is computed once and read once in each step."""
 
     groups: np.ndarray  # [rows] the number of each row's group
-    tokens: np.ndarray  # [groups] how many tokens at their beginning all rows of a group share
+    tokens: np.ndarray  # [groups] the length of each group's common prefix
 
     def saved(self, rows: np.ndarray) -> int:
-        """How many tokens' K/V a step of `rows` reads less than it would without sharing."""
+        """The number of tokens whose K/V a step of `rows` need not read, due to sharing."""
         counts = np.bincount(self.groups[rows], minlength=len(self.tokens))
         return int((np.maximum(counts - 1, 0) * self.tokens).sum())
 
 
 def drawn(name: str, num_seqs: int, ids_in: tuple[int, int], tokens_out: tuple[int, int]) -> Workload:
-    """Random ids, so many from least to most, and so many tokens out; in the order of nano-vLLM's benchmark.
+    """Random ids and output lengths within the given ranges, in the order of nano-vLLM's benchmark.
 
-    All ids are drawn before the first output length, so `num_seqs` changes every one of the latter.
+    All ids are drawn before the first output length, so `num_seqs` changes every output length.
     """
     rng = Random(0)
     prompts = [[rng.randint(0, 10000) for _ in range(rng.randint(*ids_in))] for _ in range(num_seqs)]
@@ -126,7 +125,7 @@ def samples(num_seqs: int) -> Workload:
 
 
 def shared_prefix(num_seqs: int) -> Workload:
-    """4,096 random ids that all share, then 64 to 256 of each one's own; 128 to 256 tokens out."""
+    """4,096 random ids that all prompts share, then 64 to 256 ids of their own; 128 to 256 tokens out."""
     rng = Random(0)
     common = [rng.randint(0, 10000) for _ in range(4096)]
     prompts = [common + [rng.randint(0, 10000) for _ in range(rng.randint(64, 256))] for _ in range(num_seqs)]
@@ -134,7 +133,7 @@ def shared_prefix(num_seqs: int) -> Workload:
 
 
 def prefixes(num_seqs: int) -> Workload:
-    """20 beginnings of 8,192 random ids, in random order; then 32 to 128 of each row's own; 64 to 128 out."""
+    """20 prefixes of 8,192 random ids, in random order; then 32 to 128 ids of their own; 64 to 128 out."""
     rng = Random(0)
     begin = [[rng.randint(0, 10000) for _ in range(8192)] for _ in range(20)]
     groups = tuple(rng.randrange(20) for _ in range(num_seqs))
@@ -144,7 +143,7 @@ def prefixes(num_seqs: int) -> Workload:
 
 
 def demo(num_seqs: int, model: Path) -> Workload:
-    """Problems for the demo model, with as many tokens out as their right answers have: 2 to about 150."""
+    """Problems for the demo model, with output lengths of the right answers: 2 to about 150 tokens."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     examples = heldout(num_seqs, seed=0)
     texts = [
@@ -169,18 +168,18 @@ SYNTHETIC: dict[str, tuple[int, Callable[[int], Workload]]] = {  # of random ids
     "prefixes": (4096, prefixes),
     "samples": (64 * SAMPLES, samples),
 }
-SHARED = ("prefix", "prefixes", "samples")  # those whose point is what the prefix cache saves
+SHARED = ("prefix", "prefixes", "samples")  # the workloads for the prefix cache
 
 
 def from_jsonl(
     path: Path, tokenize: Tokenize | None, vocab_size: int, default_max_tokens: int, num_seqs: int | None
 ) -> Workload:
-    """Read rows of `prompt` (a text) or `prompt_token_ids`, and optionally `max_tokens`.
+    """Read rows of `prompt` (a string) or `prompt_token_ids`, and optionally `max_tokens`.
 
-    tokenize: texts to ids; None when there is no tokenizer, and a text is then an error.
-    num_seqs: read only so many rows; None reads all. Blank lines are skipped.
+    tokenize: strings to ids; None without a tokenizer, and a string is then an error. num_seqs: the number of
+    rows to read; None reads all. Blank lines are skipped.
 
-    ValueError names the line and the fix; OSError when the file cannot be read.
+    ValueError names the line and the fix; OSError if the file cannot be read.
     """
     rows: list[tuple[str | list[int], int]] = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
@@ -206,7 +205,7 @@ def from_jsonl(
 
 
 def _parse_row(line: str, vocab_size: int) -> tuple[str | list[int], int | None]:
-    """The prompt and `max_tokens` of one line; ValueError says what to change in it."""
+    """The prompt and `max_tokens` of one line; ValueError names the fix."""
     try:
         row: Any = json.loads(line)
     except json.JSONDecodeError as error:
@@ -235,10 +234,10 @@ def _parse_row(line: str, vocab_size: int) -> tuple[str | list[int], int | None]
 
 
 def make_workload(name: str, num_seqs: int | None, model: Path, config: ModelConfig, dummy: bool) -> Workload:
-    """The workload of that name, or of that file, for the model in a folder.
+    """The workload with this name, or from this file, for the model in a folder.
 
-    num_seqs: how many rows; None: as many as is usual. dummy: the model has no tokenizer.
-    ValueError: what is wrong in a file, or too long for the model; OSError when it cannot be read.
+    num_seqs: number of rows; None: the default. dummy: the model has no tokenizer. ValueError for a wrong
+    file, or a row too long for the model; OSError if the file cannot be read.
     """
     if name in SYNTHETIC:
         default, draw = SYNTHETIC[name]
