@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import resource
@@ -246,9 +247,10 @@ def test_an_engine_that_fails_leaves_a_job_that_goes_on(tmp_path: Path) -> None:
     assert [row["index"] for row in read_rows(out)] == list(range(300))
 
 
-def test_an_empty_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    source, out = write_rows(tmp_path / "in.jsonl", []), tmp_path / "out.jsonl"
-    assert run(source, "-o", out) == 0 and out.read_bytes() == b""
+@pytest.mark.parametrize("ending", ["jsonl", "csv"])
+def test_an_empty_file(tmp_path: Path, ending: str, capsys: pytest.CaptureFixture[str]) -> None:
+    source, out = write_rows(tmp_path / "in.jsonl", []), tmp_path / f"out.{ending}"
+    assert run(source, "-o", out) == 0 and out.read_bytes().count(b"\n") == (ending == "csv")
     assert "in.jsonl has no rows" in capsys.readouterr().err
     assert run(source, "-o", out) == 0
 
@@ -368,6 +370,18 @@ def test_other_formats_in_and_out(tmp_path: Path, ending: str) -> None:
         assert lines[4].replace("\t", ",") == "3,r3,9 None,stop,,,1,2,,"
     (tmp_path / f"out.{ending}.rows.jsonl").unlink()
     assert run(source, "-o", out) == 2
+
+
+def test_csv_with_line_ends_of_all_kinds(tmp_path: Path) -> None:
+    ids = ["a\rb", "c\nd", "e\r\nf", '"', "g"]
+    source = write_rows(tmp_path / "in.jsonl", [{"id": each, "prompt": "a"} for each in ids])
+    assert run(source, "-o", tmp_path / "out.csv") == 0
+    content = (tmp_path / "out.csv").read_bytes()
+    assert content.startswith(b"index,id,text,finish_reason") and content.endswith(
+        b"4,g,1 None,stop,,,1,2,,\n"
+    )
+    with (tmp_path / "out.csv").open(newline="") as file:
+        assert [row["id"] for row in csv.DictReader(file)] == ids
 
 
 def test_ids_of_parquet_that_json_has_not(tmp_path: Path) -> None:
