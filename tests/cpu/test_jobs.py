@@ -19,6 +19,7 @@ import jobs
 import pytest
 from jobs import FakeLLM, no_model, read_rows, run, watched, write_rows
 
+from nanovllm.errors import WorkerError
 from nanovllm.jobs import main as program
 from nanovllm.jobs.output import Output
 from nanovllm.jobs.sources import import_pyarrow
@@ -228,6 +229,13 @@ def test_an_engine_that_does_not_start_is_refused(tmp_path: Path, capsys: pytest
 
     assert run(source, "-o", out, make_llm=make) == 2
     assert "torch sees no CUDA device" in capsys.readouterr().out
+    assert run(source, "-o", out) == 0
+
+
+def test_a_worker_that_dies_at_the_start_leaves_a_job_that_goes_on(tmp_path: Path) -> None:
+    source, out = write_rows(tmp_path / "in.jsonl", rows_of(3)), tmp_path / "out.jsonl"
+    killed = Mock(side_effect=WorkerError("replica 0 was killed by SIGKILL, at its start"))
+    assert run(source, "-o", out, make_llm=killed) == 4
     assert run(source, "-o", out) == 0
 
 
