@@ -301,6 +301,26 @@ def test_an_input_that_is_only_touched_while_the_job_runs(tmp_path: Path) -> Non
     assert run(source, "-o", out, make_llm=watched(lambda number: os.utime(source, (number, number)))) == 0
 
 
+@pytest.mark.parametrize("more", [[], ["--ordered"]])
+@pytest.mark.parametrize("change", ["replace", "truncate", "delete"])
+def test_an_output_that_another_program_changes(
+    tmp_path: Path, change: str, more: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, out = write_rows(tmp_path / "in.jsonl", rows_of(200)), tmp_path / "out.jsonl"
+
+    def disturb(number: int) -> None:
+        if number == 50 and change == "replace":  # as an editor does
+            (tmp_path / "saved").write_bytes(out.read_bytes())
+            (tmp_path / "saved").replace(out)
+        elif number == 50:
+            out.write_bytes(b"") if change == "truncate" else out.unlink()
+
+    assert run(source, "-o", out, *more, make_llm=watched(disturb)) == 4
+    assert "changed" in (error := capsys.readouterr().err) or "No such file" in error
+    assert run(source, "-o", out) == 0
+    assert [row["index"] for row in read_rows(out)] == list(range(200))
+
+
 def test_lines_of_rows_that_the_input_has_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, out = write_rows(tmp_path / "in.jsonl", rows_of(20)), tmp_path / "out.jsonl"
     assert run(source, "-o", out) == 0
