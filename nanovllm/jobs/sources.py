@@ -10,7 +10,7 @@ import codecs
 import csv
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn, TypeAlias
@@ -122,11 +122,7 @@ def open_source(path: Path, format: str) -> Source:
                 f"{path} is a JSON array, and an object on every line is read; convert it, for example with "
                 "`jq -c '.[]'`"
             )
-        if format == "parquet":
-            return ParquetSource(path)
-        if format in ("csv", "tsv"):
-            return CSVSource(path, "\t" if format == "tsv" else ",")
-        return JSONLinesSource(path)
+        return SOURCES[format](path)
     except OSError as error:
         raise JobRefusedError(f"{path}: {error.strerror or error}") from None
 
@@ -149,14 +145,15 @@ class JSONLinesSource(Source):
 
 
 class CSVSource(Source):
-    """Comma- or tab-separated values in UTF-8; the first row names the columns. Blank lines are no rows.
+    """Comma-separated values in UTF-8; the first row names the columns. Blank lines are no rows.
 
     A quote that is not closed, or stands alone within a quoted field, makes an error row, and no text.
     """
 
-    def __init__(self, path: Path, delimiter: str) -> None:
+    delimiter = ","
+
+    def __init__(self, path: Path) -> None:
         super().__init__(path)
-        self._delimiter = delimiter
         # Of the row that is being read: whether a line was cut off, and where its first line ends.
         self._is_long = False
         self._first_line_end: int | None = None
@@ -202,7 +199,7 @@ class CSVSource(Source):
 
     def _good_rows(self, file: BinaryIO) -> Generator[list[str], None, ValueError | None]:
         """Rows up to the end or a bad one, of which the error is returned."""
-        reader = csv.reader(self._decoded(file), delimiter=self._delimiter, strict=True)
+        reader = csv.reader(self._decoded(file), delimiter=self.delimiter, strict=True)
         while True:
             self._is_long, self._first_line_end = False, None
             try:
@@ -223,6 +220,12 @@ class CSVSource(Source):
             if self._first_line_end is None:
                 self._first_line_end = file.tell()
             yield line.decode("utf-8", "surrogateescape")
+
+
+class TSVSource(CSVSource):
+    """The same with tabs."""
+
+    delimiter = "\t"
 
 
 class ParquetSource(Source):
@@ -248,6 +251,14 @@ class ParquetSource(Source):
                     self.position = self.size * (index + 1) // (self.num_rows or 1)
                     yield SourceRow(index, f"row {index + 1}", values)
                     index += 1
+
+
+SOURCES: dict[str, Callable[[Path], Source]] = {
+    "jsonl": JSONLinesSource,
+    "csv": CSVSource,
+    "tsv": TSVSource,
+    "parquet": ParquetSource,
+}
 
 
 def _values_of(batch: Any) -> list[Values | ValueError]:

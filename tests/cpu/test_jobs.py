@@ -123,6 +123,11 @@ def test_another_job_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[st
         assert run(source, "-o", out, *change) == 2
         assert error in capsys.readouterr().out
     assert run(source, "-o", out, "--sampling", "temperature=0", "--max-num-seqs", 8) == 0
+    table = tmp_path / "in.csv"
+    table.write_text("prompt\na\tb\n")
+    assert run(table, "-o", tmp_path / "table.jsonl") == 0
+    assert run(table, "-o", tmp_path / "table.jsonl", "--format", "tsv") == 2
+    assert 'its format is "csv", not "tsv"' in capsys.readouterr().out
     write_rows(source, rows_of(21))
     assert run(source, "-o", out, "--sampling", "temperature=0") == 2
     assert "belongs to another job: its input.bytes is" in capsys.readouterr().out
