@@ -152,6 +152,7 @@ def test_another_job_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[st
         (["-o", "out.jsonl", "--prompt-column", "q"], "rows have no column 'q', but 'custom_id', 'url'"),
         (["-o", "out.parquet"], "pip install 'nanovllm[jobs]'"),
         (["-o", "out.csv"], "an OpenAI batch is answered in a .jsonl file"),
+        (["-o", "out.jsonl", "--id-column", "custom_id"], "have no column 'prompt' or 'messages', but 'cust"),
         (["-o", "out.jsonl", "--format", "csv"], "has no column 'prompt' or 'messages', but '"),
     ],
 )
