@@ -98,12 +98,14 @@ def run(job: Job, make_llm: Callable[..., Any]) -> int:
             code, state = errors.TOO_MANY_ERRORS, f"stopped: {error}"
         except JobFailedError as error:
             state = f"failed: {error}"
-        except KeyboardInterrupt:
-            code, by = (errors.TERMINATED, "SIGTERM") if terminated else (errors.INTERRUPTED, "Ctrl-C")
-            state = f"stopped by {by}; the same command goes on"
-        except Exception as error:
-            traceback.print_exc()
-            state = f"failed: {type(error).__name__}: {error}; the same command goes on"
+        except (KeyboardInterrupt, Exception) as error:
+            if terminated:  # its workers perhaps, too, which is another error
+                code, state = errors.TERMINATED, "stopped by SIGTERM; the same command goes on"
+            elif isinstance(error, KeyboardInterrupt):
+                code, state = errors.INTERRUPTED, "stopped by Ctrl-C; the same command goes on"
+            else:
+                traceback.print_exc()
+                state = f"failed: {type(error).__name__}: {error}; the same command goes on"
         finally:
             progress.close()
             with suppress(OSError):  # on a full disk it goes on saying that the job runs

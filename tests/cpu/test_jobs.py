@@ -6,6 +6,7 @@ import csv
 import json
 import os
 import resource
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -259,6 +260,22 @@ def test_an_engine_that_fails_leaves_a_job_that_goes_on(tmp_path: Path) -> None:
     assert "failed: RuntimeError: CUDA error" in (tmp_path / "out.jsonl.job.json").read_text()
     assert run(source, "-o", out) == 0
     assert [row["index"] for row in read_rows(out)] == list(range(300))
+
+
+def test_sigterm_that_ends_a_worker_too(tmp_path: Path) -> None:
+    """As a scheduler sends it, to all processes of a job; the engine holds interrupts back in its steps."""
+    source, out = write_rows(tmp_path / "in.jsonl", rows_of(300)), tmp_path / "out.jsonl"
+
+    def terminate(number: int) -> None:
+        if number == 50:
+            before = signal.signal(signal.SIGINT, lambda number, frame: None)
+            os.kill(os.getpid(), signal.SIGTERM)
+            signal.signal(signal.SIGINT, before)
+            raise WorkerError("rank 1 was killed by SIGTERM")
+
+    assert run(source, "-o", out, make_llm=watched(terminate)) == 143
+    assert "stopped by SIGTERM" in (tmp_path / "out.jsonl.job.json").read_text()
+    assert run(source, "-o", out) == 0
 
 
 @pytest.mark.parametrize("ending", ["jsonl", "csv"])
