@@ -11,6 +11,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
+from io import TextIOWrapper
 
 from nanovllm.jobs.arguments import parse_args
 from nanovllm.jobs.errors import FAILED, INTERRUPTED, REFUSED, JobRefusedError
@@ -20,6 +21,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line, without the program's name; return the exit code."""
     if sys.stderr is None:  # closed, as by `2>&-`
         sys.stderr = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
+    if isinstance(sys.stdout, TextIOWrapper):  # names of files need not be UTF-8
+        sys.stdout.reconfigure(errors="backslashreplace")
     args = parse_args(argv)
     try:
         code: int = importlib.import_module(f"nanovllm.jobs.{args.command}").main(args)

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from datetime import datetime, timezone
 from decimal import Decimal
+from io import BytesIO, TextIOWrapper
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -355,11 +356,15 @@ def test_lines_of_rows_that_the_input_has_not(tmp_path: Path, capsys: pytest.Cap
     assert run(source, "-o", out, make_llm=no_model) == 0 and out.read_bytes() == whole
 
 
-def test_names_that_are_not_utf8(tmp_path: Path) -> None:
+def test_names_that_are_not_utf8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, out = (tmp_path / os.fsdecode(name) for name in (b"in\xff.jsonl", b"out\xff.jsonl"))
     write_rows(source, rows_of(20))
     assert run(source, "-o", out) == 0 and len(read_rows(out)) == 20
     assert run(source, "-o", out, make_llm=no_model) == 0
+    printed = BytesIO()
+    monkeypatch.setattr("sys.stdout", TextIOWrapper(printed, "utf-8", write_through=True))
+    assert program.main(["check", str(source)]) == 0
+    assert printed.getvalue().endswith(b"in\\udcff.jsonl: 20 rows, 0 bad\n")
 
 
 def test_ordered_output_is_in_order_at_every_moment(
