@@ -170,7 +170,9 @@ def _reported(job: Job, llm: Any, progress: JobProgress) -> Iterator[None]:
 def _finish(job: Job, num_rows: int) -> None:
     """Put the lines in order, and make the output of them."""
     output, path = job.output, job.args.output
-    if surplus := len(output.finished) - num_rows:
+    surplus = len(output.finished) - num_rows
+    assert surplus >= 0, "every row has a line"
+    if surplus:
         raise JobFailedError(
             f"{output.path} was changed: it has {surplus:,} lines of rows that the input has not; delete "
             f"those with an index above {num_rows - 1} and run the same command again"

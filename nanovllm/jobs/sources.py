@@ -314,10 +314,10 @@ def parse_json(text: str) -> Any:
         value = DECODER.decode(text)
     except RecursionError:
         raise ValueError(TOO_DEEP) from None
-    level = [value] if text.count("[") + text.count("{") > MAX_NESTING else []
-    for _ in range(MAX_NESTING):
+    depth, level = 1, [value] if text.count("[") + text.count("{") > MAX_NESTING else []
+    while level and depth <= MAX_NESTING:
         inner = [each for one in level for each in (one.values() if isinstance(one, dict) else one)]
-        level = [each for each in inner if isinstance(each, (dict, list))]
+        depth, level = depth + 1, [each for each in inner if isinstance(each, (dict, list))]
     if level:
         raise ValueError(TOO_DEEP)
     return value
