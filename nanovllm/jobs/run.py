@@ -104,7 +104,8 @@ def run(job: Job, make_llm: Callable[..., Any]) -> int:
             elif isinstance(error, KeyboardInterrupt):
                 code, state = errors.INTERRUPTED, "stopped by Ctrl-C; the same command goes on"
             else:
-                traceback.print_exc()
+                if not isinstance(error, NanoVLLMError):  # whose message says all
+                    traceback.print_exc()
                 state = f"failed: {type(error).__name__}: {error}; the same command goes on"
         finally:
             progress.close()

@@ -240,10 +240,14 @@ def test_an_engine_that_does_not_start_is_refused(tmp_path: Path, capsys: pytest
     assert run(source, "-o", out) == 0
 
 
-def test_a_worker_that_dies_at_the_start_leaves_a_job_that_goes_on(tmp_path: Path) -> None:
+def test_a_worker_that_dies_at_the_start_leaves_a_job_that_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     source, out = write_rows(tmp_path / "in.jsonl", rows_of(3)), tmp_path / "out.jsonl"
     killed = Mock(side_effect=WorkerError("replica 0 was killed by SIGKILL, at its start"))
     assert run(source, "-o", out, make_llm=killed) == 4
+    printed = capsys.readouterr().err
+    assert "failed: WorkerError: replica 0 was killed" in printed and "Traceback" not in printed
     assert run(source, "-o", out) == 0
 
 
