@@ -83,10 +83,19 @@ class LLMPredictor:
         if lost:
             raise ValueError(f"the dataset has a column {lost[0]!r}, which the answers need; rename it")
         params = self._params if self._ids is None else [self._seeded(each) for each in batch[self._ids]]
-        rows = [row.tolist() if isinstance(row, np.ndarray) else row for row in batch[asked]]
+        rows = [self._row(value) for value in batch[asked]]
         answer = self.llm.generate if self._messages is None else self.llm.chat
         outputs = answer(rows, params, use_tqdm=False, on_error="return")
         return {**batch, **self._columns(outputs)}
+
+    def _row(self, value: Any) -> Any:
+        """A value as what is one prompt or conversation, also as the first of a batch."""
+        if isinstance(value, np.ndarray):
+            return value.tolist()
+        if self._messages is not None:
+            return [value] if isinstance(value, Mapping) else value
+        is_number = isinstance(value, (int, float, np.number))  # NaN, where a prompt is missing
+        return {"prompt_token_ids": value} if is_number else value
 
     def _seeded(self, row_id: object) -> SamplingParams:
         if self._params.seed is not None:

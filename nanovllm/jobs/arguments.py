@@ -167,7 +167,7 @@ def _template(text: str) -> str:
     if not text.startswith("@"):
         return text
     try:
-        return Path(text[1:]).read_text(encoding="utf-8")
+        return Path(text[1:]).read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as error:
         raise argparse.ArgumentTypeError(f"{text[1:]}: {error}") from None
 

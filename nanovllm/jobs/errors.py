@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from nanovllm.errors import NanoVLLMError
+from nanovllm.errors import NanoVLLMError, WorkerError
 
 ANSWERED = 0  # every row has an answer
 ERROR_ROWS = 1  # every row was run, and some are error rows
@@ -29,6 +29,8 @@ def refusing(where: str = "") -> Iterator[None]:
     """Raise errors of the block as JobRefusedError; `where` is put before the message."""
     try:
         yield
+    except WorkerError:  # no value is wrong: a process was killed, say
+        raise
     except (NanoVLLMError, TypeError, ValueError) as error:
         raise JobRefusedError(f"{where}{error}") from None
 

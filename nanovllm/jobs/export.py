@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from nanovllm.jobs.journal import replaced
@@ -44,7 +45,9 @@ def export(lines: Path, path: Path, num_rows: int) -> None:
 def _write_csv(records: Iterator[dict[str, Any]], path: Path, delimiter: str) -> None:
     """Write lists as JSON, None as an empty field, and lone surrogates as question marks."""
     with path.open("w", newline="", encoding="utf-8", errors="replace") as file:
-        writer = csv.writer(file, delimiter=delimiter, lineterminator="\n")
+        # With "\r\n" at its end the module quotes both; up to Python 3.12 with "\n" it leaves "\r" alone.
+        lines = SimpleNamespace(write=lambda line: file.write(line.removesuffix("\r\n") + "\n"))
+        writer = csv.writer(lines, delimiter=delimiter, lineterminator="\r\n")
         writer.writerow(COLUMNS)
         for record in records:
             for name in (*LISTS, "logprobs"):

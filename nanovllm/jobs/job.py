@@ -21,7 +21,7 @@ from nanovllm.jobs.journal import hash_file
 from nanovllm.jobs.openai_batch import OpenAIFormat, looks_like_batch
 from nanovllm.jobs.params import ParamsMaker
 from nanovllm.jobs.sources import ENDINGS, Source, import_pyarrow, open_source
-from nanovllm.jobs.tasks import Columns, PlainFormat, RowFormat
+from nanovllm.jobs.tasks import DEFAULTS, Columns, PlainFormat, RowFormat
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.versions import versions
 
@@ -99,13 +99,13 @@ def open_job(args: argparse.Namespace, path: Path) -> tuple[Source, bool]:
     with refusing("--template: "):
         plain = PlainFormat(ParamsMaker(SamplingParams(), 0), columns_of(args))
     if source.columns is not None:
-        _check_columns(source.columns, plain.needed, f"{path} has")
+        _check_columns(source.columns, plain, f"{path} has")
         source.wanted = plain.columns
         return source, False
     columns, is_batch = _first_columns(source)
     is_batch = is_batch and not plain.needed
     if columns and not is_batch:
-        _check_columns(columns, plain.needed, f"{path}: the first {LOOKED_AT} rows have")
+        _check_columns(columns, plain, f"{path}: the first {LOOKED_AT} rows have")
     return source, is_batch
 
 
@@ -145,12 +145,12 @@ def describe(
     }
 
 
-def _check_columns(columns: list[str], needed: list[str], where: str) -> None:
+def _check_columns(columns: list[str], plain: PlainFormat, where: str) -> None:
     names = ", ".join(map(repr, columns)) or "none"
-    for name in needed:
+    for name in plain.needed:
         if name not in columns:
             raise JobRefusedError(f"{where} no column {name!r}, but {names}")
-    if not needed and not {"prompt", "messages"} & set(columns):
+    if plain.needs_default and not DEFAULTS & set(columns):
         raise JobRefusedError(
             f"{where} no column 'prompt' or 'messages', but {names}: say which one with --prompt-column, "
             "--messages-column or --template"

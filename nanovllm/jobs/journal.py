@@ -74,7 +74,7 @@ class Journal:
                 f"{self._output} belongs to another job: {'; '.join(different)}. Choose another -o, or "
                 f"delete it and {self.path.name} to start anew"
             )
-        elif self._rows not in files:
+        elif not self._rows.exists():
             raise JobRefusedError(
                 f"{self._rows} is gone, from which {self._output} was made; delete that and "
                 f"{self.path.name} to start anew"

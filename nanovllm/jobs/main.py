@@ -11,6 +11,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
+from io import TextIOWrapper
 
 from nanovllm.jobs.arguments import parse_args
 from nanovllm.jobs.errors import FAILED, INTERRUPTED, READER_LEFT, REFUSED, JobRefusedError
@@ -21,6 +22,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed; else the next file that is opened gets its number
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 (for as long as the process lives)
+    if isinstance(sys.stdout, TextIOWrapper):  # file names may not be UTF-8
+        sys.stdout.reconfigure(errors="backslashreplace")
     args = parse_args(argv)
     try:
         code: int = importlib.import_module(f"nanovllm.jobs.{args.command}").main(args)

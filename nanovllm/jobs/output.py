@@ -100,9 +100,16 @@ class Output:
         self._sync.dirty.set()
 
     def sync(self) -> None:
-        """Bring everything to disk. OSError when that fails, or has failed for an earlier line."""
+        """Bring everything to disk. OSError when that fails, or has failed for an earlier line;
+        JobFailedError when the file is not what was written."""
         self._sync.check()
         os.fsync(self._descriptor)
+        there = self.path.stat()
+        if not os.path.samestat(there, os.fstat(self._descriptor)) or there.st_size != self._end:
+            raise JobFailedError(
+                f"another program changed {self.path} while the job ran; run the same command again, which "
+                "runs the rows that are missing now"
+            )
 
     def close(self) -> None:
         """Try to flush everything to disk, and close the file."""

@@ -98,12 +98,15 @@ def run(job: Job, make_llm: Callable[..., Any]) -> int:
             code, state = errors.TOO_MANY_ERRORS, f"stopped: {error}"
         except JobFailedError as error:
             state = f"failed: {error}"
-        except KeyboardInterrupt:
-            code, by = (errors.TERMINATED, "SIGTERM") if terminated else (errors.INTERRUPTED, "Ctrl-C")
-            state = f"stopped by {by}; the same command goes on"
-        except Exception as error:
-            traceback.print_exc()
-            state = f"failed: {type(error).__name__}: {error}; the same command goes on"
+        except (KeyboardInterrupt, Exception) as error:
+            if terminated:  # its workers perhaps, too, which is another error
+                code, state = errors.TERMINATED, "stopped by SIGTERM; the same command goes on"
+            elif isinstance(error, KeyboardInterrupt):
+                code, state = errors.INTERRUPTED, "stopped by Ctrl-C; the same command goes on"
+            else:
+                if not isinstance(error, NanoVLLMError):  # whose message says all
+                    traceback.print_exc()
+                state = f"failed: {type(error).__name__}: {error}; the same command goes on"
         finally:
             progress.close()
             with suppress(OSError):  # on a full disk the journal still says that the job runs
@@ -168,7 +171,9 @@ def _reported(job: Job, llm: Any, progress: JobProgress) -> Iterator[None]:
 def _finish(job: Job, num_rows: int) -> None:
     """Sort the lines, and export them to the output."""
     output, path = job.output, job.args.output
-    if surplus := len(output.finished) - num_rows:
+    surplus = len(output.finished) - num_rows
+    assert surplus >= 0, "every row has a line"
+    if surplus:
         raise JobFailedError(
             f"{output.path} was changed: it has {surplus:,} lines of rows that the input has not; delete "
             f"those with an index above {num_rows - 1} and run the same command again"

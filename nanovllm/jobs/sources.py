@@ -10,7 +10,7 @@ import codecs
 import csv
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn, TypeAlias
@@ -123,11 +123,7 @@ def open_source(path: Path, format: str) -> Source:
                 f"{path} is a JSON array, and an object on every line is read; convert it, for example with "
                 "`jq -c '.[]'`"
             )
-        if format == "parquet":
-            return ParquetSource(path)
-        if format in ("csv", "tsv"):
-            return CSVSource(path, "\t" if format == "tsv" else ",")
-        return JSONLinesSource(path)
+        return SOURCES[format](path)
     except OSError as error:
         raise JobRefusedError(f"{path}: {error.strerror or error}") from None
 
@@ -150,14 +146,15 @@ class JSONLinesSource(Source):
 
 
 class CSVSource(Source):
-    """Comma- or tab-separated values in UTF-8; the first row names the columns. Blank lines are no rows.
+    """Comma-separated values in UTF-8; the first row names the columns. Blank lines are no rows.
 
     A quote that is not closed, or stands alone within a quoted field, makes an error row, and no text.
     """
 
-    def __init__(self, path: Path, delimiter: str) -> None:
+    delimiter = ","
+
+    def __init__(self, path: Path) -> None:
         super().__init__(path)
-        self._delimiter = delimiter
         # For the current row: whether a line was cut off, and where its first line ends.
         self._is_long = False
         self._first_line_end: int | None = None
@@ -203,7 +200,7 @@ class CSVSource(Source):
 
     def _good_rows(self, file: BinaryIO) -> Generator[list[str], None, ValueError | None]:
         """Yield rows up to the end or a bad row; return the error of the bad row."""
-        reader = csv.reader(self._decoded(file), delimiter=self._delimiter, strict=True)
+        reader = csv.reader(self._decoded(file), delimiter=self.delimiter, strict=True)
         while True:
             self._is_long, self._first_line_end = False, None
             try:
@@ -224,6 +221,12 @@ class CSVSource(Source):
             if self._first_line_end is None:
                 self._first_line_end = file.tell()
             yield line.decode("utf-8", "surrogateescape")
+
+
+class TSVSource(CSVSource):
+    """The same with tabs."""
+
+    delimiter = "\t"
 
 
 class ParquetSource(Source):
@@ -249,6 +252,14 @@ class ParquetSource(Source):
                     self.position = self.size * (index + 1) // (self.num_rows or 1)
                     yield SourceRow(index, f"row {index + 1}", values)
                     index += 1
+
+
+SOURCES: dict[str, Callable[[Path], Source]] = {
+    "jsonl": JSONLinesSource,
+    "csv": CSVSource,
+    "tsv": TSVSource,
+    "parquet": ParquetSource,
+}
 
 
 def _values_of(batch: Any) -> list[Values | ValueError]:
@@ -304,10 +315,10 @@ def parse_json(text: str) -> Any:
         value = DECODER.decode(text)
     except RecursionError:
         raise ValueError(TOO_DEEP) from None
-    level = [value] if text.count("[") + text.count("{") > MAX_NESTING else []
-    for _ in range(MAX_NESTING):
+    depth, level = 1, [value] if text.count("[") + text.count("{") > MAX_NESTING else []
+    while level and depth <= MAX_NESTING:
         inner = [each for one in level for each in (one.values() if isinstance(one, dict) else one)]
-        level = [each for each in inner if isinstance(each, (dict, list))]
+        depth, level = depth + 1, [each for each in inner if isinstance(each, (dict, list))]
     if level:
         raise ValueError(TOO_DEEP)
     return value

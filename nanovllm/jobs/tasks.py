@@ -95,6 +95,9 @@ class Columns:
         return [*dict.fromkeys(names), *filter(None, [self.id])]
 
 
+DEFAULTS = {"prompt", "messages"}  # columns of a prompt where none is named
+
+
 class PlainFormat(RowFormat):
     """Rows with columns: a prompt, and optionally an id and a dictionary `sampling_params`."""
 
@@ -104,8 +107,10 @@ class PlainFormat(RowFormat):
         self._where = columns
         self.needed = columns.needed()
         self._ids = ("id", "custom_id") if columns.id is None else (columns.id,)
-        prompts = {*self.needed} - {columns.id} or {"prompt", "messages"}
-        self.columns = {PARAMS_COLUMN, *self._ids, *prompts}
+        self.needs_default = (columns.prompt, columns.template, columns.messages) == (None, None, None)
+        self.columns = {PARAMS_COLUMN, *self._ids, *self.needed}
+        if self.needs_default:
+            self.columns |= DEFAULTS
 
     def task(self, row: SourceRow, values: Values) -> Task:
         for name in self.needed:

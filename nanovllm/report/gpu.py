@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from threading import Event, Thread
-from time import time
+from time import perf_counter
 
 from nanovllm.config import Config
 from nanovllm.device import Device
@@ -38,6 +38,9 @@ class GPUMonitor:
 
     def __init__(self, llm: LLMEngine) -> None:
         self.why_not: str | None = None
+        stats = llm.stats()
+        # What turns a moment into seconds since 1970, as for the timeline: a clock that is set moves neither.
+        self._epoch = stats.start_time + stats.uptime - perf_counter()
         self._devices = devices_of(llm.config)
         self._interval = INTERVAL_SECONDS
         self._samples: list[GPUSample] = []
@@ -81,7 +84,7 @@ class GPUMonitor:
             missing = isinstance(error, ModuleNotFoundError)
             self.why_not = f"NVML: {error}" + (" Try pip install 'nanovllm[report]'" if missing else "")
             return False
-        self._samples.append(GPUSample(time(), power, memory))
+        self._samples.append(GPUSample(self._epoch + perf_counter(), power, memory))
         return True
 
 

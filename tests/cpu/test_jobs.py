@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import resource
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from datetime import datetime, timezone
 from decimal import Decimal
+from io import BytesIO, TextIOWrapper
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -18,6 +21,7 @@ import jobs
 import pytest
 from jobs import FakeLLM, no_model, read_rows, run, watched, write_rows
 
+from nanovllm.errors import WorkerError
 from nanovllm.jobs import main as program
 from nanovllm.jobs.output import Output
 from nanovllm.jobs.sources import import_pyarrow
@@ -121,6 +125,11 @@ def test_another_job_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[st
         assert run(source, "-o", out, *change) == 2
         assert error in capsys.readouterr().out
     assert run(source, "-o", out, "--sampling", "temperature=0", "--max-num-seqs", 8) == 0
+    table = tmp_path / "in.csv"
+    table.write_text("prompt\na\tb\n")
+    assert run(table, "-o", tmp_path / "table.jsonl") == 0
+    assert run(table, "-o", tmp_path / "table.jsonl", "--format", "tsv") == 2
+    assert 'its format is "csv", not "tsv"' in capsys.readouterr().out
     write_rows(source, rows_of(21))
     assert run(source, "-o", out, "--sampling", "temperature=0") == 2
     assert "belongs to another job: its input.bytes is" in capsys.readouterr().out
@@ -145,6 +154,7 @@ def test_another_job_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[st
         (["-o", "out.jsonl", "--prompt-column", "q"], "rows have no column 'q', but 'custom_id', 'url'"),
         (["-o", "out.parquet"], "pip install 'nanovllm[jobs]'"),
         (["-o", "out.csv"], "an OpenAI batch is answered in a .jsonl file"),
+        (["-o", "out.jsonl", "--id-column", "custom_id"], "have no column 'prompt' or 'messages', but 'cust"),
         (["-o", "out.jsonl", "--format", "csv"], "has no column 'prompt' or 'messages', but '"),
     ],
 )
@@ -230,6 +240,17 @@ def test_an_engine_that_does_not_start_is_refused(tmp_path: Path, capsys: pytest
     assert run(source, "-o", out) == 0
 
 
+def test_a_worker_that_dies_at_the_start_leaves_a_job_that_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, out = write_rows(tmp_path / "in.jsonl", rows_of(3)), tmp_path / "out.jsonl"
+    killed = Mock(side_effect=WorkerError("replica 0 was killed by SIGKILL, at its start"))
+    assert run(source, "-o", out, make_llm=killed) == 4
+    printed = capsys.readouterr().err
+    assert "failed: WorkerError: replica 0 was killed" in printed and "Traceback" not in printed
+    assert run(source, "-o", out) == 0
+
+
 def test_an_engine_that_fails_leaves_a_job_that_goes_on(tmp_path: Path) -> None:
     source, out = write_rows(tmp_path / "in.jsonl", rows_of(300)), tmp_path / "out.jsonl"
 
@@ -246,9 +267,26 @@ def test_an_engine_that_fails_leaves_a_job_that_goes_on(tmp_path: Path) -> None:
     assert [row["index"] for row in read_rows(out)] == list(range(300))
 
 
-def test_an_empty_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    source, out = write_rows(tmp_path / "in.jsonl", []), tmp_path / "out.jsonl"
-    assert run(source, "-o", out) == 0 and out.read_bytes() == b""
+def test_sigterm_that_ends_a_worker_too(tmp_path: Path) -> None:
+    """As a scheduler sends it, to all processes of a job; the engine holds interrupts back in its steps."""
+    source, out = write_rows(tmp_path / "in.jsonl", rows_of(300)), tmp_path / "out.jsonl"
+
+    def terminate(number: int) -> None:
+        if number == 50:
+            before = signal.signal(signal.SIGINT, lambda number, frame: None)
+            os.kill(os.getpid(), signal.SIGTERM)
+            signal.signal(signal.SIGINT, before)
+            raise WorkerError("rank 1 was killed by SIGTERM")
+
+    assert run(source, "-o", out, make_llm=watched(terminate)) == 143
+    assert "stopped by SIGTERM" in (tmp_path / "out.jsonl.job.json").read_text()
+    assert run(source, "-o", out) == 0
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "csv"])
+def test_an_empty_file(tmp_path: Path, ending: str, capsys: pytest.CaptureFixture[str]) -> None:
+    source, out = write_rows(tmp_path / "in.jsonl", []), tmp_path / f"out.{ending}"
+    assert run(source, "-o", out) == 0 and out.read_bytes().count(b"\n") == (ending == "csv")
     assert "in.jsonl has no rows" in capsys.readouterr().err
     assert run(source, "-o", out) == 0
 
@@ -291,6 +329,26 @@ def test_an_input_that_is_only_touched_while_the_job_runs(tmp_path: Path) -> Non
     assert run(source, "-o", out, make_llm=watched(lambda number: os.utime(source, (number, number)))) == 0
 
 
+@pytest.mark.parametrize("more", [[], ["--ordered"]])
+@pytest.mark.parametrize("change", ["replace", "truncate", "delete"])
+def test_an_output_that_another_program_changes(
+    tmp_path: Path, change: str, more: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, out = write_rows(tmp_path / "in.jsonl", rows_of(200)), tmp_path / "out.jsonl"
+
+    def disturb(number: int) -> None:
+        if number == 50 and change == "replace":  # as an editor does
+            (tmp_path / "saved").write_bytes(out.read_bytes())
+            (tmp_path / "saved").replace(out)
+        elif number == 50:
+            out.write_bytes(b"") if change == "truncate" else out.unlink()
+
+    assert run(source, "-o", out, *more, make_llm=watched(disturb)) == 4
+    assert "changed" in (error := capsys.readouterr().err) or "No such file" in error
+    assert run(source, "-o", out) == 0
+    assert [row["index"] for row in read_rows(out)] == list(range(200))
+
+
 def test_lines_of_rows_that_the_input_has_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, out = write_rows(tmp_path / "in.jsonl", rows_of(20)), tmp_path / "out.jsonl"
     assert run(source, "-o", out) == 0
@@ -302,11 +360,15 @@ def test_lines_of_rows_that_the_input_has_not(tmp_path: Path, capsys: pytest.Cap
     assert run(source, "-o", out, make_llm=no_model) == 0 and out.read_bytes() == whole
 
 
-def test_names_that_are_not_utf8(tmp_path: Path) -> None:
+def test_names_that_are_not_utf8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, out = (tmp_path / os.fsdecode(name) for name in (b"in\xff.jsonl", b"out\xff.jsonl"))
     write_rows(source, rows_of(20))
     assert run(source, "-o", out) == 0 and len(read_rows(out)) == 20
     assert run(source, "-o", out, make_llm=no_model) == 0
+    printed = BytesIO()
+    monkeypatch.setattr("sys.stdout", TextIOWrapper(printed, "utf-8", write_through=True))
+    assert program.main(["check", str(source)]) == 0
+    assert printed.getvalue().endswith(b"in\\udcff.jsonl: 20 rows, 0 bad\n")
 
 
 def test_ordered_output_is_in_order_at_every_moment(
@@ -368,6 +430,18 @@ def test_other_formats_in_and_out(tmp_path: Path, ending: str) -> None:
         assert lines[4].replace("\t", ",") == "3,r3,9 None,stop,,,1,2,,"
     (tmp_path / f"out.{ending}.rows.jsonl").unlink()
     assert run(source, "-o", out) == 2
+
+
+def test_csv_with_line_ends_of_all_kinds(tmp_path: Path) -> None:
+    ids = ["a\rb", "c\nd", "e\r\nf", '"', "g"]
+    source = write_rows(tmp_path / "in.jsonl", [{"id": each, "prompt": "a"} for each in ids])
+    assert run(source, "-o", tmp_path / "out.csv") == 0
+    content = (tmp_path / "out.csv").read_bytes()
+    assert content.startswith(b"index,id,text,finish_reason") and content.endswith(
+        b"4,g,1 None,stop,,,1,2,,\n"
+    )
+    with (tmp_path / "out.csv").open(newline="") as file:
+        assert [row["id"] for row in csv.DictReader(file)] == ids
 
 
 def test_ids_of_parquet_that_json_has_not(tmp_path: Path) -> None:

@@ -133,8 +133,14 @@ def test_columns_without_a_cluster() -> None:
         predictor({"id": np.arange(1), "text": chats[:1]})
     with pytest.raises(ValueError, match="has a column 'error'"):
         predictor({"id": np.arange(1), "chat": chats[:1], "error": chats[:1]})
+    message = {"role": "user", "content": "Spell AB."}
+    answered = predictor({"chat": np.array([message, message]), "id": np.arange(2)})
+    assert [list(texts) for texts in answered["generated_text"]] == [["A-B"] * 2] * 2
     predictor.llm.close()
     plain = LLMPredictor(demo_model_path(), None, **CPU)
+    answered = plain({"prompt": np.array([np.nan, "Spell AB."], object)})
+    assert "prompts[0]" in answered["error"][0] and list(answered["error"])[1] == ""
+    assert all(plain({"prompt": np.array([5, 6])})["error"]), "a number is no prompt"
     answered = plain({"prompt": np.array([[5, 6, 7], [8, 9, 10]])})
     assert [len(ids) for ids in answered["generated_tokens"]] == list(answered["num_generated_tokens"])
     plain.llm.close()

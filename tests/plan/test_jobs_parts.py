@@ -676,6 +676,11 @@ def test_options_of_llm_are_flags() -> None:
     assert engine_options(args) == {"gpu_memory_utilization": 0.5, "seed": 3, "enforce_eager": True}
 
 
+def test_a_template_from_a_file(tmp_path: Path) -> None:
+    (tmp_path / "t.txt").write_bytes(b"\xef\xbb\xbfOne {a}\r\ntwo")
+    assert parse_args([*RUN, "--template", f"@{tmp_path}/t.txt"]).template == "One {a}\ntwo"
+
+
 @pytest.mark.parametrize(
     ("argv", "error"),
     [
