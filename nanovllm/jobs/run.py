@@ -98,12 +98,15 @@ def run(job: Job, make_llm: Callable[..., Any]) -> int:
             code, state = errors.TOO_MANY_ERRORS, f"stopped: {error}"
         except JobFailedError as error:
             state = f"failed: {error}"
-        except KeyboardInterrupt:
-            code, by = (errors.TERMINATED, "SIGTERM") if terminated else (errors.INTERRUPTED, "Ctrl-C")
-            state = f"stopped by {by}; the same command goes on"
-        except Exception as error:
-            traceback.print_exc()
-            state = f"failed: {type(error).__name__}: {error}; the same command goes on"
+        except (KeyboardInterrupt, Exception) as error:
+            if terminated:  # a SIGTERM for all processes may have ended a worker, which is an error then
+                code, state = errors.TERMINATED, "stopped by SIGTERM"
+            elif isinstance(error, KeyboardInterrupt):
+                code, state = errors.INTERRUPTED, "stopped by Ctrl-C"
+            else:
+                traceback.print_exc()
+                state = f"failed: {type(error).__name__}: {error}"
+            state += "; the same command goes on"
         finally:
             progress.close()
             with suppress(OSError):  # on a full disk it goes on saying that the job runs

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import resource
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from datetime import datetime, timezone
 from decimal import Decimal
 from pathlib import Path
@@ -17,6 +19,7 @@ import jobs
 import pytest
 from jobs import FakeLLM, no_model, read_rows, run, watched, write_rows
 
+from nanovllm.errors import WorkerError
 from nanovllm.jobs import main as program
 from nanovllm.jobs.output import Output
 from nanovllm.jobs.sources import import_pyarrow
@@ -507,10 +510,34 @@ def test_a_reader_that_leaves(tmp_path: Path) -> None:
         assert process.stderr.read() == b"" and process.wait() == 141
 
 
-def test_standard_output_and_error_that_are_closed(tmp_path: Path) -> None:
+def test_sigterm_that_ends_a_worker_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def terminated(number: int) -> None:
+        with suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGTERM)
+        raise WorkerError("rank 1 was killed by SIGTERM")
+
+    source = write_rows(tmp_path / "in.jsonl", rows_of(100))
+    assert run(source, "-o", tmp_path / "out.jsonl", make_llm=watched(terminated)) == 143
+    printed = capsys.readouterr().err
+    assert "stopped by SIGTERM; the same command goes on" in printed and "Traceback" not in printed
+
+
+def test_standard_streams_that_are_closed(tmp_path: Path) -> None:
     source, output = write_rows(tmp_path / "in.jsonl", rows_of(3)), tmp_path / "out.jsonl"
     model = jobs.demo_model_path()
     argv = ["-m", "nanovllm", "run", source, "-o", output, "--model", model, "--num-kvcache-blocks", "99"]
     closed = ["sh", "-c", 'exec "$0" "$@" >&- 2>&-', sys.executable, *argv]
     assert subprocess.run(closed).returncode == 0
     assert [row["error"] for row in read_rows(output)] == [None] * 3
+    closed = [
+        "sh",
+        "-c",
+        'exec "$0" "$@" <&-',
+        sys.executable,
+        *argv[:3],
+        "-",
+        "-o",
+        tmp_path / "b.jsonl",
+        *argv[6:],
+    ]
+    assert subprocess.run(closed, capture_output=True).returncode == 0, "no rows"
