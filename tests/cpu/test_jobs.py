@@ -459,6 +459,10 @@ def test_the_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     good = write_rows(tmp_path / "good.jsonl", rows_of(30))
     assert program.main(["check", str(good)]) == 0
     assert capsys.readouterr().out == f"{good}: 30 rows, 0 bad\n"
+    empty = write_rows(tmp_path / "empty.jsonl", [{"prompt": ""}, {"prompt": []}, {"prompt": [5]}])
+    assert program.main(["check", str(empty)]) == 1
+    printed = capsys.readouterr().out
+    assert "line 1: the prompt is empty; a prompt needs" in printed and "3 rows, 2 bad" in printed
     bad = [b"{\n", *rows_of(2), *rows_of(1), {"prompt": "a " * 2000}, *[{"prompt": 5}] * 30]
     bad += [{"messages": [{"role": "user", "content": "a " * 2000}]}]
     bad += [{"prompt": "a", "sampling_params": {"stop_token_ids": [10**6]}}]
