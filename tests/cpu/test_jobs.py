@@ -492,9 +492,9 @@ def test_the_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ("run a -o b --model c --max-num-seq 5", "unknown: --max-num-seq 5; did you mean --max-num-seqs?"),
-        ("run a b -o c --model d", "unknown: b; `nanovllm run --help` lists what there is"),
-        ("check a --window=5", "unknown: --window=5; `nanovllm check --help` lists"),
+        ("run a -o b --model c --max-num-seq 5", "arguments: --max-num-seq 5; did you mean --max-num-seqs?"),
+        ("run a b -o c --model d", "arguments: b; `nanovllm run --help` lists what there is"),
+        ("check a --window=5", "arguments: --window=5; `nanovllm check --help` lists"),
     ],
 )
 def test_unknown_arguments(argv: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
