@@ -112,6 +112,7 @@ class LLM(ResidentEngine):
             with self._emptied_on_error():
                 self._queue(requests)
                 with progress:
+                    progress.refused(len(outputs))
                     while self._requests:
                         finished, stats = self._step()
                         outputs += finished

@@ -63,6 +63,11 @@ class Progress:
             self._display.set_postfix_str(self.rates(), refresh=False)
         self._display.update(stats.num_finished)
 
+    def refused(self, count: int) -> None:
+        """Count requests that are done, for they cannot run."""
+        if self._display is not None and count:
+            self._display.update(count)
+
     def rates(self) -> str:
         """Prompt tokens per second of prefill and output tokens per second of decode, if there are any."""
         rates = [f"{name} {short(self._tokens[name] / s)}" for name, s in self._seconds.items() if s > 0]

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 
+from nanovllm.device import Device
 from nanovllm.llm import LLM
 from nanovllm.sampling_params import SamplingParams
 
@@ -50,6 +51,7 @@ class NanoVLLM(TemplateLM):
         think_end_token: str | int | None = None,
         batch_size: int | str | None = None,
         max_batch_size: int | None = None,
+        device: str | None = None,
         **options: Any,
     ) -> None:
         """Load the model.
@@ -65,6 +67,8 @@ class NanoVLLM(TemplateLM):
         think_end_token: the string or token id that ends a model's thoughts, which are not part of answers.
         Stop strings then count only after it.
         batch_size: no effect; the engine forms its own batches. max_batch_size: sets `max_num_seqs`.
+        device: as in `LLM`. "cuda:0", the harness's default, becomes the CPU if there is no GPU, as with
+        `--model hf`.
         options: those of `LLM`, such as `tensor_parallel_size`.
 
         Raises the errors of `LLM`.
@@ -76,7 +80,9 @@ class NanoVLLM(TemplateLM):
             options["max_model_len"] = max_length + 1  # the last token of a scored text is not computed
         if max_batch_size is not None:
             options.setdefault("max_num_seqs", max_batch_size)
-        self.model = LLM(pretrained, **options)
+        if device == "cuda:0" and len(Device.all()) == 1:
+            device = "cpu"
+        self.model = LLM(pretrained, device=device, **options)
         self.tokenizer = self.model.get_tokenizer()
         self.batch_size = batch_size
         self.max_gen_toks = max_gen_toks

@@ -22,7 +22,7 @@ from nanovllm.jobs.errors import ANSWERED, ERROR_ROWS, REFUSED, JobRefusedError,
 from nanovllm.jobs.job import make_format, open_job
 from nanovllm.jobs.params import job_params
 from nanovllm.jobs.rendering import Renderer
-from nanovllm.jobs.sources import Source
+from nanovllm.jobs.sources import Source, SourceRow, Values
 from nanovllm.jobs.tasks import RowFormat, Task
 from nanovllm.models.loader import load_model_config
 from nanovllm.sampling_params import SamplingParams
@@ -130,6 +130,12 @@ def _problems(
 ) -> Iterator[Problem]:
     """Yield the errors in the rows of a file while it is read."""
 
+    def make(row: SourceRow, values: Values) -> Task:
+        task = row_format.task(row, values)
+        if task.kind == "generate" and not task.is_chat:
+            parse_prompt(task.prompt, "the prompt")
+        return task
+
     def tasks() -> Iterator[Task | Problem]:
         for row in source.rows():
             found.num_rows += 1
@@ -138,7 +144,7 @@ def _problems(
                 yield Problem(row.index, str(values))
                 continue
             found.add_id(row_format.row_id(values))
-            task = attempt(row_format.task, row, values)
+            task = attempt(make, row, values)
             yield Problem(row.index, f"{row.place}: {task}") if isinstance(task, Exception) else task
 
     rows = tasks()

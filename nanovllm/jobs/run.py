@@ -99,14 +99,15 @@ def run(job: Job, make_llm: Callable[..., Any]) -> int:
         except JobFailedError as error:
             state = f"failed: {error}"
         except (KeyboardInterrupt, Exception) as error:
-            if terminated:  # its workers perhaps, too, which is another error
-                code, state = errors.TERMINATED, "stopped by SIGTERM; the same command goes on"
+            if terminated:  # perhaps its workers too, which gives another error
+                code, state = errors.TERMINATED, "stopped by SIGTERM"
             elif isinstance(error, KeyboardInterrupt):
-                code, state = errors.INTERRUPTED, "stopped by Ctrl-C; the same command goes on"
+                code, state = errors.INTERRUPTED, "stopped by Ctrl-C"
             else:
-                if not isinstance(error, NanoVLLMError):  # whose message says all
+                if not isinstance(error, NanoVLLMError):  # its message is complete
                     traceback.print_exc()
-                state = f"failed: {type(error).__name__}: {error}; the same command goes on"
+                state = f"failed: {type(error).__name__}: {error}"
+            state += "; the same command goes on"
         finally:
             progress.close()
             with suppress(OSError):  # on a full disk the journal still says that the job runs

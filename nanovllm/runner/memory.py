@@ -84,7 +84,7 @@ def fit_kv_cache(spaces: list[KVCacheSpace], config: Config, block_size: int, mo
     chosen = config.num_kvcache_blocks is not None or asked is not None
     if spaces[0].device == "cpu" and not chosen and size * 2**30 > LARGE_ON_A_CPU:
         logger.warning(
-            "the KV cache may grow to %.2f GiB%s during use; to limit it, set num_kvcache_blocks below %d",
+            "the KV cache may grow to %.2f GiB%s during use; to limit it, pass num_kvcache_blocks below %d",
             *(size, each, num_blocks),
         )
     return num_blocks

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import cached_property, partial
+from math import prod
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,6 +21,7 @@ from nanovllm.columns import StepSize
 from nanovllm.config import Config
 from nanovllm.device import Device
 from nanovllm.distributed.group import TPGroup
+from nanovllm.errors import KVCacheMemoryError
 from nanovllm.kernels.cache import KVCache
 from nanovllm.kernels.decode_attention import least_chunk
 from nanovllm.kernels.last_tokens import take_tokens
@@ -201,12 +203,22 @@ class ModelRunner:
         return SharedPrefixFinder(self.block_size, self.shared_unit, max_num_seqs, least)
 
     def _set_kv_cache(self, num_blocks: int) -> None:
-        """Give every layer its part of a new cache of `num_blocks` blocks."""
+        """Give every layer its part of a new cache of `num_blocks` blocks.
+
+        KVCacheMemoryError if the device has less memory for it than it reported, as under `ulimit -v`.
+        """
         layers = self.model.attention_layers
         detach(layers)
         self.kv_cache = torch.empty(0)  # frees the old cache
         shape = cache_shape(layers, num_blocks, self.block_size)
-        self.kv_cache = torch.empty(shape, dtype=self.cache_dtype, device=self.device.torch)
+        try:
+            self.kv_cache = torch.empty(shape, dtype=self.cache_dtype, device=self.device.torch)
+        except RuntimeError as error:
+            size = prod(shape) * self.cache_dtype.itemsize / 2**30
+            raise KVCacheMemoryError(
+                f"{self.device.torch} has no memory for a KV cache of {num_blocks} blocks, {size:.2f} GiB; "
+                "give LLM a smaller num_kvcache_blocks"
+            ) from error
         attach(layers, self.kv_cache)
 
     @torch.inference_mode()

@@ -521,6 +521,16 @@ def test_lists_of_unequal_length_and_wrong_types(model: Path) -> None:
             llm.chat([{"role": "user", "content": "Hi"}])
 
 
+def test_memory_that_is_not_there_after_all(model: Path) -> None:
+    with (
+        make_tiny(model) as llm,
+        pytest.raises(
+            KVCacheMemoryError, match=r"cpu has no memory for a KV cache of 1000000000000 blocks, .* Gi"
+        ),
+    ):
+        llm._runner.allocate_kv_cache(10**12)
+
+
 def test_options_are_checked(model: Path, tmp_path: Path) -> None:
     with pytest.raises(TypeError, match=r"model must be a folder or a Hugging Face hub id, .* not None"):
         LLM()

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from datetime import datetime, timezone
 from decimal import Decimal
 from io import BytesIO, TextIOWrapper
@@ -586,6 +587,10 @@ def test_the_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     good = write_rows(tmp_path / "good.jsonl", rows_of(30))
     assert program.main(["check", str(good)]) == 0
     assert capsys.readouterr().out == f"{good}: 30 rows, 0 bad\n"
+    empty = write_rows(tmp_path / "empty.jsonl", [{"prompt": ""}, {"prompt": []}, {"prompt": [5]}])
+    assert program.main(["check", str(empty)]) == 1
+    printed = capsys.readouterr().out
+    assert "line 1: the prompt is empty; a prompt needs" in printed and "3 rows, 2 bad" in printed
     bad = [b"{\n", *rows_of(2), *rows_of(1), {"prompt": "a " * 2000}, *[{"prompt": 5}] * 30]
     bad += [{"messages": [{"role": "user", "content": "a " * 2000}]}]
     bad += [{"prompt": "a", "sampling_params": {"stop_token_ids": [10**6]}}]
@@ -615,9 +620,9 @@ def test_the_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ("run a -o b --model c --max-num-seq 5", "unknown: --max-num-seq 5; did you mean --max-num-seqs?"),
-        ("run a b -o c --model d", "unknown: b; `nanovllm run --help` lists what there is"),
-        ("check a --window=5", "unknown: --window=5; `nanovllm check --help` lists"),
+        ("run a -o b --model c --max-num-seq 5", "arguments: --max-num-seq 5; did you mean --max-num-seqs?"),
+        ("run a b -o c --model d", "arguments: b; `nanovllm run --help` lists what there is"),
+        ("check a --window=5", "arguments: --window=5; `nanovllm check --help` lists"),
     ],
 )
 def test_unknown_arguments(argv: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -637,10 +642,34 @@ def test_a_reader_that_leaves(tmp_path: Path) -> None:
         assert process.stderr.read() == b"" and process.wait() == 141
 
 
-def test_standard_output_and_error_that_are_closed(tmp_path: Path) -> None:
+def test_sigterm_that_ends_a_worker_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def terminated(number: int) -> None:
+        with suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGTERM)
+        raise WorkerError("rank 1 was killed by SIGTERM")
+
+    source = write_rows(tmp_path / "in.jsonl", rows_of(100))
+    assert run(source, "-o", tmp_path / "out.jsonl", make_llm=watched(terminated)) == 143
+    printed = capsys.readouterr().err
+    assert "stopped by SIGTERM; the same command goes on" in printed and "Traceback" not in printed
+
+
+def test_standard_streams_that_are_closed(tmp_path: Path) -> None:
     source, output = write_rows(tmp_path / "in.jsonl", rows_of(3)), tmp_path / "out.jsonl"
     model = jobs.demo_model_path()
     argv = ["-m", "nanovllm", "run", source, "-o", output, "--model", model, "--num-kvcache-blocks", "99"]
     closed = ["sh", "-c", 'exec "$0" "$@" >&- 2>&-', sys.executable, *argv]
     assert subprocess.run(closed).returncode == 0
     assert [row["error"] for row in read_rows(output)] == [None] * 3
+    closed = [
+        "sh",
+        "-c",
+        'exec "$0" "$@" <&-',
+        sys.executable,
+        *argv[:3],
+        "-",
+        "-o",
+        tmp_path / "b.jsonl",
+        *argv[6:],
+    ]
+    assert subprocess.run(closed, capture_output=True).returncode == 0, "no rows"

@@ -178,6 +178,13 @@ def test_progress_counts_requests_of_many_completions(model: Path) -> None:
     assert (bar.total, bar.done) == (2, 2)
 
 
+def test_progress_counts_prompts_that_cannot_run(model: Path) -> None:
+    bar = Bar()
+    with make_tiny(model) as llm:
+        llm.generate([[5], [], [6]], ENDING, use_tqdm=bar, on_error="return")
+    assert (bar.total, bar.done) == (3, 3)
+
+
 def test_one_sequence_that_fails_is_named_in_the_output(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with make_tiny(model, async_scheduling=False) as llm:
         llm.add_request([5] * 20, LIKELIEST)

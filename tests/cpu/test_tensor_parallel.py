@@ -316,7 +316,7 @@ def test_the_fewest_blocks_of_all_ranks_count(model: Path) -> None:
 @pytest.mark.parametrize(
     ("device", "budget", "options", "said"),
     [
-        ("cpu", 4, {}, "grow to 4.00 GiB during use; to limit it, set num_kvcache_blocks below 4096"),
+        ("cpu", 4, {}, "grow to 4.00 GiB during use; to limit it, pass num_kvcache_blocks below 4096"),
         ("cpu", 1, {}, None),
         ("cpu", 4, {"num_kvcache_blocks": 4096}, None),
         ("cuda:0", 4, {}, None),

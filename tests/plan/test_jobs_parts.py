@@ -692,7 +692,7 @@ def test_a_template_from_a_file(tmp_path: Path) -> None:
         ([*RUN, "--prompt-column", "a", "--template", "{a}"], "not allowed with argument"),
         ([*RUN, "--template", "@/none"], "No such file"),
         ([*RUN, "--chat-template-kwargs", "1"], "must be a JSON object"),
-        ([*RUN, "--max-num-sqs", "1"], "unknown: --max-num-sqs 1; did you mean --max-num-seqs"),
+        ([*RUN, "--max-num-sqs", "1"], "unrecognized arguments: --max-num-sqs 1; did you mean --max-num-seqs"),
         (["sing"], "invalid choice: 'sing'"),
     ],
 )
