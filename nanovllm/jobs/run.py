@@ -133,7 +133,7 @@ def _run(job: Job, runner: JobRunner, progress: JobProgress, make_llm: Callable[
     if (stat.st_size, stat.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
         raise JobFailedError(
             f"{job.source.path} was changed while the job ran, so its rows may be mixed up; delete "
-            f"{args.output} and run the job anew"
+            f"{args.output} and run the job again"
         )
     assert runner.num_rows is not None
     _finish(job, runner.num_rows)

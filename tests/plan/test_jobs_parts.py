@@ -406,7 +406,7 @@ def test_a_journal_takes_its_own_job_alone(tmp_path: Path) -> None:
     journal = Journal(output, output)
     journal.begin(JOB)
     text = journal.path.read_text()
-    assert json.loads(text)["state"] == "running" and "\n  " in text and "The same command goes on" in text
+    assert json.loads(text)["state"] == "running" and "\n  " in text and "The same command resumes it" in text
     Journal(output, output).begin(JOB | {"format": "jsonl"})  # nothing is answered yet
     journal.begin(JOB)
     output.write_text("{}")
