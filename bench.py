@@ -100,7 +100,10 @@ def profiled(args: argparse.Namespace, engine: Engine, work: Workload, steps: li
 
 def measure(args: argparse.Namespace, folder: str) -> tuple[dict[str, Any], Floor]:
     """Load, warm up, time and profile; return every figure. folder: for the config of a dummy shape."""
-    model = write_shape(args.shape, Path(folder)) if args.dummy else Path(args.model or demo_model_path())
+    if args.dummy:
+        model = write_shape(args.shape, Path(folder), args.max_model_len or 0)
+    else:
+        model = Path(args.model or demo_model_path())
     config = load_model_config(model)
     try:
         work = make_workload(args.workload, args.num_seqs, model, config, args.dummy)

@@ -7,6 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+import numpy as np
+
+from nanovllm.sampling_params import SamplingParams
 from nanovllm.vllm_arguments import ENGINE, refuse_absent
 
 CHOICES = {
@@ -107,20 +110,23 @@ class Config:
     kv_cache_memory_bytes: int | None = None
 
     @classmethod
-    def from_kwargs(cls, model: str | os.PathLike[str], **kwargs: Any) -> Config:
+    def from_kwargs(cls, model: str | os.PathLike[str] | None, **kwargs: Any) -> Config:
         """Build a Config. An unknown option raises TypeError with the nearest name. A vLLM option that is not
         supported raises ValueError, unless it has a neutral value."""
+        kwargs = _renamed(kwargs)
+        known = [each.name for each in fields(cls)]
+        absent = {name: value for name, value in kwargs.items() if name not in known}
+        for name in absent:
+            if name in SamplingParams.__dataclass_fields__ and name not in ENGINE:
+                raise TypeError(f"LLM() got {name!r}; pass it to generate() as SamplingParams({name}=...)")
+        refuse_absent("LLM()", absent, ENGINE, known)
         if not isinstance(model, (str, os.PathLike)):
             raise TypeError(
                 f"model must be a folder or a Hugging Face hub id, a str or a Path, not {model!r}"
             )
-        kwargs = _renamed(kwargs)
-        known = [each.name for each in fields(cls)]
-        absent = {name: value for name, value in kwargs.items() if name not in known}
         tokenizer = kwargs.get("tokenizer")
         if isinstance(tokenizer, (str, os.PathLike)) and os.fspath(tokenizer) in ("", os.fspath(model)):
             del kwargs["tokenizer"]  # the model's own tokenizer, the default
-        refuse_absent("LLM()", absent, ENGINE, known[1:])
         options = {name: kwargs[name] for name in known[1:] if kwargs.get(name) is not None}
         return cls(os.fspath(model), **{name: _usual(name, value) for name, value in options.items()})
 
@@ -219,8 +225,10 @@ def _renamed(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _usual(name: str, value: Any) -> Any:
-    """The value as `Config` holds it: a string for a path or torch object, one name of several."""
-
+    """The value as `Config` holds it: a string for a path or torch object, Python's number for NumPy's, one
+    name of several."""
+    if isinstance(value, np.generic):
+        value = value.item()
     if name in ("generation_config", "tokenizer", "download_dir") and isinstance(value, os.PathLike):
         value = os.fspath(value)
     if name in ("hf_overrides", "override_generation_config") and value == {}:

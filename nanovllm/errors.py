@@ -17,7 +17,7 @@ class KVCacheMemoryError(NanoVLLMError):
 
 
 class WorkerError(NanoVLLMError):
-    """A tensor-parallel worker failed or died."""
+    """A tensor-parallel worker failed, died, or could not be started."""
 
 
 class EngineClosedError(NanoVLLMError):

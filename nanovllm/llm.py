@@ -26,7 +26,7 @@ from nanovllm.runner.profile import check_can_profile
 from nanovllm.sampling_params import BeamSearchParams, SamplingParams
 from nanovllm.text.continuations import encode_continuations
 from nanovllm.text.conversations import Conversation, parse_conversations
-from nanovllm.text.prompts import Prompt, parse_prompt, parse_prompts, show, split_prompts
+from nanovllm.text.prompts import Prompt, parse_prompt, parse_prompts, show, split_prompts, to_list
 from nanovllm.text.reader import PromptBatch, PromptReader
 from nanovllm.text.request import Request
 from nanovllm.text.rows import BadRow, raise_first
@@ -269,7 +269,7 @@ class LLM(ResidentEngine):
         generated, only continuations need logits, and shared prefixes are computed once. ValueError or
         TypeError names the continuation and the value.
         """
-        texts, _ = split_prompts(continuations)
+        texts, _ = split_prompts(continuations, "continuations must be one or a list of them")
         return self.score_pairs([(prompt, each) for each in texts], use_tqdm)
 
     def score_pairs(
@@ -278,8 +278,12 @@ class LLM(ResidentEngine):
         """As `score`, for pairs (prompt, continuation)."""
         self._check_tells_logprobs("score()")
         parsed = []
-        for index, (prompt, continuation) in enumerate(pairs):
+        for index, pair in enumerate(to_list(pairs, "pairs must be a list of (prompt, continuation)")):
             where = f"pair {index}"
+            both = to_list(pair, f"{where} must be (prompt, continuation)")
+            if len(both) != 2:
+                raise ValueError(f"{where} must be (prompt, continuation), not {show(pair)}")
+            prompt, continuation = both
             before = parse_prompt(prompt, f"the prompt of {where}")
             parsed.append((before, parse_prompt(continuation, f"the continuation of {where}"), where))
         continued = encode_continuations(self.tokenizer, parsed)

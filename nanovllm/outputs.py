@@ -15,7 +15,8 @@ class Logprob:
     """The natural logarithm of a token's probability, and its rank among all tokens.
 
     rank: 1 is the likeliest token; None if not requested.
-    decoded_token: the token's text; None without a tokenizer.
+    decoded_token: the token's text. If several tokens form one character, the last one has the text and the
+    others have "". None without a tokenizer and with `detokenize=False`.
     """
 
     logprob: float
@@ -50,9 +51,11 @@ class RequestMetrics:
     time_in_queue: float | None = None
 
 
-@dataclass(frozen=True)
+@dataclass
 class CompletionOutput:
     """One answer. `finish_reason` is "stop", "length", "abort" or "error"; None in a part of an answer.
+
+    Its fields are mutable and in vLLM's order, like those of a RequestOutput.
 
     text: what follows the prompt when prompt and output are decoded together. It excludes an incomplete
     character at the end, and by default special tokens and the stop string or token that ended the output.
@@ -65,40 +68,40 @@ class CompletionOutput:
     index: int
     text: str
     token_ids: list[int]
-    finish_reason: str | None
-    stop_reason: int | str | None = None
-    logprobs: SampleLogprobs | None = None
     cumulative_logprob: float | None = None
+    logprobs: SampleLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
 
     def finished(self) -> bool:
         """Whether the answer has ended; False in a part of an answer."""
         return self.finish_reason is not None
 
 
-@dataclass(frozen=True)
+@dataclass
 class RequestOutput(Mapping[str, Any]):
     """The answer to a request: `out.outputs[0].text` as in vLLM, or `out["text"]` as in nano-vLLM.
 
     As a dictionary it has the keys "text", "token_ids" and "finish_reason".
 
+    prompt_logprobs: of the prompt's tokens, where they were asked for.
+    finished: False for a part of an answer, which `stream(deltas=True)` gives.
+    metrics: its moments; None for a prompt that could not run, and for a part of an answer.
     num_cached_tokens: prompt tokens whose K/V came from the prefix cache when the request was first admitted.
     error: why `finish_reason` is "error", else None.
     index: the index of its prompt in the call.
-    finished: False for a part of an answer from `stream(deltas=True)`, except for the last part.
-    metrics: its timestamps; None for a prompt that could not run, and for a part of an answer.
-    prompt_logprobs: of the prompt's tokens, if requested.
     """
 
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
+    prompt_logprobs: PromptLogprobs | None
     outputs: list[CompletionOutput]
+    finished: bool = True
+    metrics: RequestMetrics | None = None
     num_cached_tokens: int = 0
     error: str | None = None
     index: int = 0
-    finished: bool = True
-    metrics: RequestMetrics | None = None
-    prompt_logprobs: PromptLogprobs | None = None
     pooled: Any = field(default=None, repr=False, compare=False)  # [hidden_size] float32, for `embed`
 
     def __getitem__(self, key: str) -> Any:
@@ -132,7 +135,7 @@ class ScoreOutput:
         return math.fsum(self.logprobs)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class EmbeddingOutput:
     """A prompt's hidden state after the final norm."""
 
@@ -142,22 +145,25 @@ class EmbeddingOutput:
     def hidden_size(self) -> int:
         return len(self.embedding)
 
+    def __repr__(self) -> str:
+        return f"EmbeddingOutput(hidden_size={self.hidden_size})"
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass
 class EmbeddingRequestOutput:
     """What `embed` returns for a prompt; `outputs` is empty if `error` says why."""
 
     request_id: str
     outputs: EmbeddingOutput
     prompt_token_ids: list[int]
-    prompt: str | None = None
     num_cached_tokens: int = 0
+    finished: bool = True
+    prompt: str | None = None
     error: str | None = None
     index: int = 0
-    finished: bool = True
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class BeamSearchSequence:
     """A prompt with one of its likeliest continuations.
 

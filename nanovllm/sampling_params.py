@@ -215,6 +215,7 @@ class BeamSearchParams:
     max_tokens: the maximum number of tokens to generate.
     length_penalty: above 1 favours long sequences.
     temperature: for compatibility with vLLM, no effect; logprobs come from the model's own logits.
+    structured_outputs: must be None.
     """
 
     beam_width: int
@@ -223,6 +224,7 @@ class BeamSearchParams:
     temperature: float = 0.0
     length_penalty: float = 1.0
     include_stop_str_in_output: bool = False
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
         _int("beam_width", self.beam_width, 1, "an integer of at least 1")
@@ -231,6 +233,9 @@ class BeamSearchParams:
             _float(name, getattr(self, name), "a finite number")
         for name in ("ignore_eos", "include_stop_str_in_output"):
             check_bool(name, getattr(self, name))
+        if self.structured_outputs is not None:
+            given = show(self.structured_outputs)
+            raise ValueError(f"structured_outputs={given} is not supported in a beam search; use generate()")
 
 
 def takes_prompt(function: Callable[..., Any]) -> bool:

@@ -69,7 +69,10 @@ _ENGINE_ANY = """
     max_parallel_loading_workers enable_sleep_mode swap_space calculate_kv_scales
     max_num_partial_prefills max_long_partial_prefills long_prefill_token_threshold num_scheduler_steps
     prefix_caching_hash_algo disable_sliding_window disable_cascade_attn max_seq_len_to_capture
-    multi_step_stream_outputs use_v2_block_manager
+    multi_step_stream_outputs use_v2_block_manager enable_chunked_prefill disable_custom_all_reduce
+    performance_mode kernel_config max_cudagraph_capture_size enable_flashinfer_autotune use_fp64_gumbel
+    max_num_scheduled_tokens scheduler_reserve_full_isl watermark disable_hybrid_kv_cache_manager
+    kv_sharing_fast_prefill enable_cumem_allocator safetensors_load_strategy distributed_timeout_seconds
     max_loras max_lora_rank max_cpu_loras lora_dtype lora_extra_vocab_size fully_sharded_loras
     max_prompt_adapters max_prompt_adapter_token
 """
@@ -78,6 +81,7 @@ _ENGINE_NONE = """
     kv_transfer_config kv_events_config cuda_graph_sizes cudagraph_capture_sizes additional_config
     speculative_config speculative_model num_speculative_tokens
     show_hidden_metrics_for_version otlp_traces_endpoint collect_detailed_traces
+    kv_cache_dtype_skip_layers
 """
 _GUIDED = "guided_decoding_disable_any_whitespace guided_decoding_disable_additional_properties"
 _STRUCTURED = "set it in each StructuredOutputsParams"
@@ -100,7 +104,7 @@ ENGINE: dict[str, Absent] = {
     "logits_processors": Absent(_NOTHING, "use temperature, top_k, top_p and min_p of SamplingParams"),
     "reasoning_parser": Absent(_NOTHING, "split the text of the output yourself"),
     **_each("enable_reasoning enable_expert_parallel ray_workers_use_nsight", _OFF),
-    **_each("enable_lora_bias enable_prompt_adapter", _OFF),
+    **_each("enable_lora_bias enable_prompt_adapter enable_return_routed_experts", _OFF),
     "enable_prompt_embeds": Absent((False, None), "pass strings or token ids"),
     **_each("allowed_local_media_path allowed_media_domains", _NO_IMAGES),
     "mm_processor_kwargs": _NO_IMAGES,
@@ -113,16 +117,15 @@ ENGINE: dict[str, Absent] = {
     "distributed_executor_backend": Absent((None, "mp", "uni"), "ranks are processes of this machine"),
     "worker_cls": Absent(("auto", None), _LEAVE_OUT),
     "scheduling_policy": Absent(("fcfs", None), "requests start in the order of their arrival"),
-    "disable_custom_all_reduce": Absent((False, None), "GPUs with peer access always use it"),
     "cpu_offload_gb": Absent((0, None, False), "use more devices (tensor_parallel_size) or a smaller model"),
     "kv_offloading_size": Absent((None, 0), "use a larger KV cache: more devices, or kv_cache_dtype='fp8'"),
     # how it runs
-    "enable_chunked_prefill": Absent((True, None), "long prompts always use chunks; leave it out"),
     "compilation_config": Absent(_NOTHING, "CUDA graphs are on; enforce_eager=True turns them off"),
     "disable_async_output_proc": Absent((False, None), "use async_scheduling=False"),
     "preemption_mode": Absent(("recompute", None), "preempted sequences are recomputed; leave it out"),
     "enable_lora": Absent((False, None), _NO_LORA.advice),
     "qlora_adapter_name_or_path": _NO_LORA,
+    "weight_transfer_config": Absent(_NOTHING, "pass the tensors to update_weights()"),
     "profiler_config": Absent(_NOTHING, "pass the folder to start_profile()"),
     "attention_config": Absent(_NOTHING, "use attention_backend"),
     **_each(_ENGINE_ANY, _ANY),
@@ -153,6 +156,7 @@ SAMPLING: dict[str, Absent] = {
 _CALL: dict[str, Absent] = {
     "lora_request": Absent((None,), _NO_LORA.advice, per_prompt=True),
     "tokenization_kwargs": Absent(_NOTHING, "use the tokenizer yourself, and pass token ids"),
+    "mm_processor_kwargs": _NO_IMAGES,
 }
 
 GENERATE: dict[str, Absent] = _CALL | {
@@ -175,7 +179,6 @@ PROMPT: dict[str, Absent] = {  # keys of a prompt that is a dictionary
 
 CHAT: dict[str, Absent] = _CALL | {
     "chat_template_content_format": Absent(("auto", "string", None), "templates get contents as strings"),
-    "mm_processor_kwargs": _NO_IMAGES,
 }
 
 
@@ -196,6 +199,7 @@ def refuse_absent(
 
 
 def nearest(name: str, known: Iterable[str], table: Mapping[str, Absent]) -> str:
-    known = list(known)
-    near = difflib.get_close_matches(name, [*known, *table], n=1, cutoff=0.6)
-    return f"did you mean {near[0]!r}?" if near else f"it knows: {', '.join(known)}"
+    """A hint at the name that is meant: of those that are known, and those that the table has advice for."""
+    known, advised = list(known), (each for each, absent in table.items() if absent.neutral is not None)
+    near = difflib.get_close_matches(name, [*known, *advised], n=2, cutoff=0.6)
+    return f"did you mean {' or '.join(map(repr, near))}?" if near else f"it knows: {', '.join(known)}"

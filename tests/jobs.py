@@ -54,8 +54,9 @@ class FakeLLM:
         text = prompt["prompt"]
         self.prompts.append(text)
         error = f"prompts[{index}] is empty; a prompt needs at least one token" if not text else None
-        answer = CompletionOutput(0, f"{len(text)} {params.seed}", [1, 2], "error" if error else "stop")
-        return RequestOutput(index, text, [1], [answer], error=error, index=index)
+        reason = "error" if error else "stop"
+        answer = CompletionOutput(0, f"{len(text)} {params.seed}", [1, 2], finish_reason=reason)
+        return RequestOutput(index, text, [1], None, [answer], error=error, index=index)
 
     def close(self) -> None:
         pass

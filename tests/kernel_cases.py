@@ -246,9 +246,10 @@ def check_shared_prefixes(
     out, alone = (paged_decode_attention_triton(*inputs, plan, invariant) for plan in (shared, None))
     if not invariant:
         assert_near(out, alone)
-        whole = {name: getattr(shared, name) // CHUNK * CHUNK for name in ("lens", "skips")}
-        coarse = shared._replace(chunk=CHUNK, **whole)
-        assert_near(paged_decode_attention_triton(*inputs, coarse, invariant), alone)
+        for chunk in (CHUNK, 2 * CHUNK):
+            whole = {name: getattr(shared, name) // chunk * chunk for name in ("lens", "skips")}
+            coarse = shared._replace(chunk=chunk, **whole)
+            assert_near(paged_decode_attention_triton(*inputs, coarse, invariant), alone)
     else:
         tolerance = 0.0 if out.is_cuda else 1e-6
         torch.testing.assert_close(out, alone, rtol=tolerance, atol=tolerance)

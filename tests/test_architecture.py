@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).parent.parent / "nanovllm"
 # first floor, and of one folder, import each other freely, but not in a circle.
 FLOORS = (
     {"vllm_arguments", "errors", "lifecycle", "config", "sampling_params", "inputs", "outputs"}
-    | {"structured_outputs", "device", "batch", "columns", "events"},
+    | {"structured_outputs", "device", "batch", "columns", "events", "versions"},
     {"text", "plan", "kernels"},
     {"sampling", "attention", "distributed", "quantization"},
     {"layers"},

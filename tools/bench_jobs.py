@@ -118,7 +118,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             work = shared_prefixes(args.rows, args.prefix, args.tokens_out, 512 if args.cpu else 10_001)
         write_rows(work, folder / "in.jsonl")
         with LLM(model, **options) as llm:
-            llm.generate(work.prompts[:8], SamplingParams(max_tokens=2), use_tqdm=False)
+            warm_up = work.beginning(args.max_num_seqs, max(work.output_lens))
+            generate_seconds(llm, warm_up)  # batches of all sizes: each is slow when it first comes
             seconds: dict[str, list[float]] = {"generate": [], "ordered": [], "window": []}
             for turn in range(args.repeat):
                 if args.what == "overhead":

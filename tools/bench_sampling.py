@@ -29,6 +29,7 @@ Run = Callable[[], int]  # returns how many tokens came out
 
 PLAIN = f"temperature={TEMPERATURE}"
 EQUAL = f"{SAMPLES} equal prompts"
+N = f"n={SAMPLES}"
 NEED_TEXTS = ("stop", "json", "json, bounded")
 
 
@@ -92,7 +93,12 @@ def sample_runs(llm: LLM, num_prompts: int, tokens_in: tuple[int, int], tokens_o
         rows = [prompt for prompt in prompts for _ in range(copies)]
         return generate(llm, rows, [params] * len(rows))
 
-    return {EQUAL: lambda: run(SAMPLES, 1), f"n={SAMPLES}": lambda: run(1, SAMPLES)}
+    return {EQUAL: lambda: run(SAMPLES, 1), N: lambda: run(1, SAMPLES)}
+
+
+def base_of(name: str) -> str:
+    """What a run is compared with."""
+    return EQUAL if name in (EQUAL, N) else PLAIN
 
 
 def timed(llm: LLM, runs: dict[str, Run], repeat: int) -> dict[str, list[float]]:
@@ -118,26 +124,27 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--repeat", type=int, default=3, help="timed runs of each; the median counts")
     args = parser.parse_args(argv)
+    has_texts = args.cpu or args.tokenizer is not None
+    names = [*settings(1100, 1), EQUAL, N]
+    names = [name for name in names if has_texts or name not in NEED_TEXTS]
+    if args.only is not None:
+        if unknown := [name for name in args.only if name not in names]:
+            parser.error(f"--only {unknown[0]} is none of {'; '.join(names)}")
+        wanted = {*args.only, *map(base_of, args.only)}
+        names = [name for name in names if name in wanted]
     with tempfile.TemporaryDirectory() as folder:
         model = demo_model_path() if args.cpu else write_shape("qwen3-0.6b", Path(folder))
         options: dict[str, Any] = {"device": "cpu"} if args.cpu else {"load_format": "dummy"}
         if args.tokenizer is not None:
             options["tokenizer"] = args.tokenizer
-        has_texts = args.cpu or args.tokenizer is not None
         llm = LLM(model, skip_tokenizer_init=not has_texts, **options)
     work = demo(64, Path(model)) if args.cpu else headline(256)
     runs = list_runs(llm, work.prompts, work.output_lens)
     runs |= sample_runs(llm, 4, (20, 60), 16) if args.cpu else sample_runs(llm, 64, (300, 900), 350)
-    names = [name for name in runs if has_texts or name not in NEED_TEXTS]
-    if args.only is not None:
-        if unknown := [name for name in args.only if name not in names]:
-            parser.error(f"--only {unknown[0]} is none of {'; '.join(names)}")
-        names = [name for name in names if name == PLAIN or name in args.only]
     speeds = timed(llm, {name: runs[name] for name in names}, args.repeat)
     medians = {name: statistics.median(found) for name, found in speeds.items()}
     for name, speed in medians.items():
-        base = EQUAL if name.startswith("n=") else PLAIN
-        share = "" if name == EQUAL else f"{speed / medians[base]:7.1%} of {base}"
+        share = f"{speed / medians[base_of(name)]:7.1%} of {base_of(name)}"
         print(f"{name:36}{speed:10,.0f} output tokens/s{share}")
     print(json.dumps({"output_tokens_per_s": speeds}))
 

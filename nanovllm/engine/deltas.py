@@ -6,11 +6,12 @@ Records how much of each completion was yielded. Decodes nothing and ends nothin
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from nanovllm.engine.request_state import RequestState
 from nanovllm.events import TokenEvents
 from nanovllm.outputs import CompletionOutput, RequestOutput
+from nanovllm.text.detokenizer import LONGEST_CUT
 from nanovllm.text.processor import Processor
 from nanovllm.text.stop_strings import StopStrings
 
@@ -24,6 +25,7 @@ class Given:
     text: StopStrings | None  # decodes its tokens; None if outputs have no text
     num_tokens: int = 0
     num_characters: int = 0
+    before: list[int] = field(default_factory=list)  # the last tokens that have been given
 
 
 class Deltas:
@@ -72,11 +74,12 @@ class Deltas:
                 logprobs=None if logprobs is None else logprobs[start:],
             )
         text = "" if given.text is None else given.text.take()
-        part = CompletionOutput(given.index, text, token_ids, None)
+        part = CompletionOutput(given.index, text, token_ids)
         rows = given.state.sequences[given.index].logprobs[given.num_tokens :]
         given.num_characters += len(text)
         given.num_tokens += len(token_ids)
-        part = self._processor.with_logprobs(part, given.state.request, rows)
+        part = self._processor.with_logprobs(part, given.state.request, rows, given.before)
+        given.before = [*given.before, *token_ids][-LONGEST_CUT:]
         return replace(part, cumulative_logprob=None)
 
 
@@ -87,6 +90,7 @@ def _unfinished(state: RequestState, completions: list[CompletionOutput]) -> Req
         request_id=str(request.request_id),
         prompt=request.prompt,
         prompt_token_ids=request.prompt_token_ids,
+        prompt_logprobs=None,
         outputs=completions,
         num_cached_tokens=state.num_cached_tokens,
         index=request.index,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable
-from dataclasses import replace
 from itertools import count
 from time import perf_counter, time
 
@@ -145,9 +144,8 @@ class Requests:
     def _output(self, state: RequestState, now: float) -> RequestOutput:
         first = state.sequences[0]
         completions = [state.completions[index] for index in range(state.request.params.n)]
-        metrics, cached = self._metrics(state, now), state.num_cached_tokens
-        output = self._processor.output(state.request, completions, metrics, first.prompt_logprobs, cached)
-        return replace(output, pooled=first.pooled)
+        prompt = first.prompt_logprobs, state.num_cached_tokens, first.pooled
+        return self._processor.output(state.request, completions, self._metrics(state, now), *prompt)
 
     def clear(self) -> None:
         """Forget all requests; ids continue to count up."""

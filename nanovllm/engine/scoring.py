@@ -32,8 +32,8 @@ def embedding_output(output: RequestOutput, is_mean: bool, normalize: bool) -> E
         output.request_id,
         EmbeddingOutput(values.tolist()),
         output.prompt_token_ids,
-        output.prompt,
         output.num_cached_tokens,
-        output.error,
-        output.index,
+        prompt=output.prompt,
+        error=output.error,
+        index=output.index,
     )

@@ -6,6 +6,7 @@ Checks each argument on its own. Opens no file.
 from __future__ import annotations
 
 import argparse
+import difflib
 import json
 import re
 from collections.abc import Sequence
@@ -34,7 +35,12 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     raw = argparse.RawDescriptionHelpFormatter
     run = commands.add_parser(
-        "run", help="answer every row of a file", epilog=EPILOG, formatter_class=raw, allow_abbrev=False
+        "run",
+        help="answer every row of a file",
+        usage="nanovllm run INPUT -o OUTPUT --model MODEL [option ...]",
+        epilog=EPILOG,
+        formatter_class=raw,
+        allow_abbrev=False,
     )
     run.add_argument("input", help="a file of rows (.jsonl, .csv, .tsv, .parquet), or - for standard input")
     run.add_argument("-o", "--output", type=Path, required=True, help=".jsonl, .csv, .tsv or .parquet")
@@ -43,19 +49,28 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     run.add_argument("--max-errors", type=_count, metavar="N", help="stop at more error rows than this")
     run.add_argument("--retry-errors", action="store_true", help="run the error rows of the output again")
     run.add_argument("--ordered", action="store_true", help="run and write the rows in the input's order")
-    run.add_argument("--report", type=Path, metavar="FILE", help="write a page with charts of the run, .html")
+    run.add_argument("--report", type=_page, metavar="FILE", help="write a page with charts, .html")
     help_window = f"rows that are reordered together (default: {WINDOW_ROWS:,})"
     run.add_argument("--window", type=_positive, default=WINDOW_ROWS, metavar="N", help=help_window)
     _add_engine_arguments(run)
     check = commands.add_parser(
-        "check", help="say what is wrong with files, without running anything", allow_abbrev=False
+        "check",
+        help="say what is wrong with files, without running anything",
+        usage="nanovllm check FILE ... [option ...]",
+        allow_abbrev=False,
     )
     check.add_argument("inputs", nargs="+", type=Path, metavar="FILE")
     check.add_argument("--model", help="also check the lengths of prompts, with this model's tokenizer")
     _add_row_arguments(check)
     _add_engine_arguments(check)
     commands.add_parser("version", help="print versions, devices and attention backends")
-    return parser.parse_args(argv)
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        flags = ["--" + name.replace("_", "-") for name in (*vars(args), *_engine_fields())]
+        near = difflib.get_close_matches(unknown[0].partition("=")[0], flags, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"`nanovllm {args.command} --help` lists what there is"
+        commands.choices[args.command].error(f"unknown: {' '.join(unknown)}; {hint}")
+    return args
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -155,6 +170,12 @@ def _template(text: str) -> str:
         return Path(text[1:]).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise argparse.ArgumentTypeError(f"{text[1:]}: {error}") from None
+
+
+def _page(text: str) -> Path:
+    if not text.endswith(".html"):  # it could be the output
+        raise argparse.ArgumentTypeError(f"must end in .html, not {text!r}")
+    return Path(text)
 
 
 def _count(text: str) -> int:

@@ -46,10 +46,10 @@ class Lengths:
 
     params: SamplingParams  # the defaults from the model's generation_config.json
 
-    def __init__(self, model: str, options: dict[str, Any], template: dict[str, Any]) -> None:
-        """options: of LLM. JobRefusedError when there is no such model, or an option is wrong."""
+    def __init__(self, args: argparse.Namespace) -> None:
+        """args: of the command line. JobRefusedError when there is no such model, or an option is wrong."""
         with refusing():
-            config = Config.from_kwargs(model, **options)
+            config = Config.from_kwargs(args.model, **engine_options(args))
             path = find_model(config)
             generation = read_generation_config(config.generation_config, path)
             model_config = load_model_config(path, generation, config.hf_overrides)
@@ -57,7 +57,7 @@ class Lengths:
             self.params = recommended_params(overridden(generation, config.generation_config, changes))
             self.limit = resolve_max_model_len(config.max_model_len, model_config)
             tokenizer = find_tokenizer(config, path)
-        self._renderer = Renderer(tokenizer, template)
+        self._renderer = Renderer(tokenizer, args.chat_template_kwargs, args.messages_column is not None)
         self._processor = Processor(
             tokenizer, model_config.vocab_size, model_config.eos_token_ids, config.max_logprobs
         )
@@ -83,7 +83,7 @@ class Lengths:
 
 def main(args: argparse.Namespace) -> int:
     """Print the errors of each file; return 0 if there are none, 1 for bad rows, 2 for a bad file."""
-    lengths = Lengths(args.model, engine_options(args), args.chat_template_kwargs) if args.model else None
+    lengths = Lengths(args) if args.model else None
     params = job_params(args.sampling, None if lengths is None else lengths.params)
     args.input = ""
     return max([_check(args, path, params, lengths) for path in args.inputs])

@@ -16,6 +16,7 @@ REFUSED = 2  # nothing was run: a wrong argument, or an output that belongs to a
 TOO_MANY_ERRORS = 3  # stopped by --max-errors
 FAILED = 4  # the disk, the device or the engine failed; the same command resumes
 INTERRUPTED = 130  # Ctrl-C; the same command resumes
+READER_LEFT = 141  # the reader of standard output, such as `head`, did not read all of it
 TERMINATED = 143  # SIGTERM; the same command resumes
 
 

@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import argparse
 import os
-import platform
 import shlex
 import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from importlib.metadata import PackageNotFoundError, version
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -25,6 +23,7 @@ from nanovllm.jobs.params import ParamsMaker
 from nanovllm.jobs.sources import ENDINGS, Source, import_pyarrow, open_source
 from nanovllm.jobs.tasks import Columns, PlainFormat, RowFormat
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.versions import versions
 
 # Options of LLM that only set where and how a job runs. They may change when a job resumes.
 MAY_CHANGE = {
@@ -45,7 +44,6 @@ MAY_CHANGE = {
 }
 PROMPT_ARGUMENTS = ("prompt_column", "template", "messages_column", "id_column", "chat_template_kwargs")
 LOOKED_AT = 100  # rows of JSON to inspect, for an OpenAI batch or a missing column
-PACKAGES = ("nanovllm", "torch", "transformers", "tokenizers", "triton", "numpy")
 
 
 @contextmanager
@@ -68,7 +66,7 @@ def input_file(args: argparse.Namespace) -> Iterator[Path]:
 def check_output(args: argparse.Namespace) -> None:
     """Raise JobRefusedError if the output path cannot be used. Resolves a symbolic link."""
     if args.output.is_symlink():
-        args.output = args.output.resolve()
+        args.output = Path(os.path.realpath(args.output))
     output: Path = args.output
     if output.suffix.lower() not in ENDINGS:
         raise JobRefusedError(f"-o {output}: its ending must be one of {', '.join(ENDINGS)}")
@@ -76,8 +74,8 @@ def check_output(args: argparse.Namespace) -> None:
         import_pyarrow()
     if not output.parent.is_dir():
         raise JobRefusedError(f"-o {output}: there is no folder {output.parent}; make it first")
-    if output.is_dir():
-        raise JobRefusedError(f"-o {output} is a folder; name a file")
+    if output.is_symlink() or (output.exists() and not output.is_file()):
+        raise JobRefusedError(f"-o {output} is a folder, a pipe, a device or a link to itself; name a file")
     for path in (output, output.parent):
         if path.exists() and not os.access(path, os.W_OK):
             raise JobRefusedError(f"-o {output}: no permission to write {path}; choose another -o")
@@ -145,17 +143,6 @@ def describe(
         "other_options": {name: value for name, value in options.items() if name in MAY_CHANGE},
         "versions": versions(),
     }
-
-
-def versions(more: tuple[str, ...] = ()) -> dict[str, str]:
-    """The versions of what an answer depends on, and of the packages `more`."""
-    found = {"python": platform.python_version()}
-    for name in (*PACKAGES, *more):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = "not installed"
-    return found
 
 
 def _check_columns(columns: list[str], needed: list[str], where: str) -> None:

@@ -19,7 +19,7 @@ import xxhash
 from nanovllm.jobs.errors import JobRefusedError
 
 ABOUT = (
-    "The state of a `nanovllm run` job. The same command goes on with it. Delete this file and the output to "
+    "The state of a `nanovllm run` job. The same command resumes it. Delete this file and the output to "
     "start over."
 )
 WHAT = ("input", "model", "options", "sampling", "prompt", "format")  # define a job; other keys may change
@@ -63,7 +63,7 @@ class Journal:
         found = self.read()
         files = [path for path in (self._output, self._rows) if path.exists() and path.stat().st_size]
         if not files:
-            self.state = {"about": ABOUT, "state": "", **job, "started": now(), "runs": 1}
+            self.state = {"about": ABOUT, "state": "", **job, "started": now()}
         elif found is None:
             raise JobRefusedError(
                 f"{files[0]} exists and has no journal, so it is no output of this job; choose another -o, "
@@ -80,14 +80,16 @@ class Journal:
                 f"{self.path.name} to start over"
             )
         else:
-            self.state = {**found, **job, "runs": found.get("runs", 1) + 1}
+            self.state = {**found, **job}
         self.update(state="running", pid=os.getpid())
         return found if files else None
 
     def update(self, **values: Any) -> None:
         """Change values of the journal and write it to disk."""
         self.state |= {**values, "updated": now()}
-        write_atomically(self.path, [json.dumps(self.state, indent=2, ensure_ascii=False).encode(), b"\n"])
+        text = json.dumps(self.state, indent=2, ensure_ascii=False) + "\n"
+        # What stands for a byte of an argument that is not UTF-8 is written as an escape.
+        write_atomically(self.path, [text.encode(errors="backslashreplace")])
 
 
 def differences(found: Mapping[str, Any], job: Mapping[str, Any]) -> Iterator[str]:

@@ -6,25 +6,33 @@ Imports a command's module only on use: `run` needs torch, and a wrong argument 
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 
 from nanovllm.jobs.arguments import parse_args
-from nanovllm.jobs.errors import FAILED, INTERRUPTED, REFUSED, JobRefusedError
+from nanovllm.jobs.errors import FAILED, INTERRUPTED, READER_LEFT, REFUSED, JobRefusedError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line, without the program's name; return the exit code."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed; else the next file that is opened gets its number
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 (for as long as the process lives)
     args = parse_args(argv)
     try:
         code: int = importlib.import_module(f"nanovllm.jobs.{args.command}").main(args)
+        sys.stdout.flush()
     except JobRefusedError as error:
         print(f"nanovllm {args.command}: {error}", file=sys.stderr)
         return REFUSED
     except KeyboardInterrupt:
         return INTERRUPTED
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python's own flush at exit is silent
+        return READER_LEFT
     except Exception:  # Python's own exit code, 1, has another meaning
         with suppress(OSError):
             traceback.print_exc()

@@ -20,7 +20,7 @@ from nanovllm.text.prompts import show
 from nanovllm.vllm_arguments import SAMPLING
 
 CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
-URLS = (CHAT, COMPLETIONS, EMBEDDINGS)
+PROMPTS = {CHAT: "messages", COMPLETIONS: "prompt", EMBEDDINGS: "input"}  # by URL: the key of the prompt
 # Keys without effect on the answer.
 FREE = {"model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
 # Keys that are accepted only with these neutral values.
@@ -54,8 +54,8 @@ class OpenAIFormat(RowFormat):
         if not isinstance(values.get("custom_id"), str):
             raise TypeError(f"custom_id must be a string, not {show(values.get('custom_id'))}")
         url, body = values.get("url"), values.get("body")
-        if url not in URLS:
-            raise ValueError(f"url must be one of {', '.join(URLS)}, not {show(url)}")
+        if not isinstance(url, str) or url not in PROMPTS:
+            raise ValueError(f"url must be one of {', '.join(PROMPTS)}, not {show(url)}")
         if values.get("method", "POST") != "POST":
             raise ValueError(f"method must be 'POST', not {show(values['method'])}")
         if not isinstance(body, dict):
@@ -134,7 +134,7 @@ def _read_body(url: str, body: Values) -> tuple[dict[str, Any], dict[str, Any]]:
     own: dict[str, Any] = {} if url == EMBEDDINGS else dict(ALL_THAT_FIT)
     template: dict[str, Any] = {}
     for name, value in body.items():
-        if name in FREE or name in ("messages", "prompt", "input"):
+        if name in FREE or name == PROMPTS[url]:
             continue
         if name in NEUTRAL:
             if value not in NEUTRAL[name]:
@@ -155,6 +155,8 @@ def _read_body(url: str, body: Values) -> tuple[dict[str, Any], dict[str, Any]]:
             raise ValueError(f"{name!r} in the body is not known for {url}; leave it out")
     if url == CHAT and body.get("logprobs"):
         own["logprobs"] = body.get("top_logprobs") or 0
+    elif url == CHAT and body.get("top_logprobs"):
+        raise ValueError("top_logprobs in the body needs logprobs=true")
     return own, template
 
 

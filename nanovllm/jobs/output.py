@@ -21,8 +21,8 @@ from nanovllm.jobs.errors import JobFailedError
 from nanovllm.jobs.journal import sync_folder, write_atomically
 
 SYNC_SECONDS = 1.0  # after this time an answer survives a power cut; it survives `kill -9` at once
-ENCODER = json.JSONEncoder(ensure_ascii=False, default=str)
-INDEX = re.compile(rb'\{"(?:index": |id": "batch_req_)(\d+)')
+ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, default=str)
+INDEX = re.compile(rb'\{"(?:index": |id": "batch_req_)(\d{1,18})')
 
 
 class IndexSet:
@@ -56,13 +56,15 @@ class Output:
     are in the order of the rows.
     """
 
-    def __init__(self, path: Path, *, drop_errors: bool = False) -> None:
+    def __init__(self, path: Path, most_rows: int, *, drop_errors: bool = False) -> None:
         """Open the file, made if there is none, and read what it holds.
 
-        A torn last line is cut off; other lines that are damaged, or come twice, are left out, and so are
-        error rows with `drop_errors`: their rows are run again. OSError when it cannot be written.
+        A torn last line is cut off; other lines that are damaged, come twice, or are of a row that none of
+        `most_rows` is, are left out, and so are error rows with `drop_errors`: their rows are run again.
+        OSError when it cannot be written.
         """
         self.path = path
+        self._most_rows = most_rows
         self.finished = IndexSet()
         self.num_errors = self.num_dropped = 0
         self.is_ordered = True
@@ -132,7 +134,9 @@ class Output:
     def _parse(self, line: bytes, drop_errors: bool) -> tuple[int, dict[str, Any]] | None:
         """The index and the record of a line; None for a damaged, unwanted or repeated line."""
         index = line_index(line)
-        if index is None or index in self.finished or not line.endswith(b"\n"):
+        if index is None or not line.endswith(b"\n"):
+            return None
+        if index >= self._most_rows or index in self.finished:
             return None
         try:
             record = json.loads(line)
@@ -192,13 +196,13 @@ def line_index(line: bytes) -> int | None:
 
 
 def to_line(record: dict[str, Any]) -> bytes:
-    """A record as a line of JSON; what JSON has not, such as a date as an id, as its text, and what is no
-    character, half of a surrogate pair, as an escape."""
-    text = ENCODER.encode(record) + "\n"
+    """A record as a line of JSON. What JSON has not, such as a date as an id, becomes its text, a number that
+    is not finite null, and what is no character, half of a surrogate pair, an escape."""
     try:
-        return text.encode()
-    except UnicodeEncodeError:
-        return json.dumps(record, default=str).encode() + b"\n"
+        text = ENCODER.encode(record)
+    except ValueError:  # for such a number
+        text = ENCODER.encode(json.loads(json.dumps(record, default=str), parse_constant=lambda name: None))
+    return f"{text}\n".encode(errors="backslashreplace")
 
 
 def ordered_lines(path: Path, num_rows: int) -> Iterator[bytes]:

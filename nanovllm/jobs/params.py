@@ -5,12 +5,12 @@ Checks values like SamplingParams. Knows no prompt.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
 from nanovllm.engine.requests import drawn_seed
 from nanovllm.jobs.errors import refusing
+from nanovllm.jobs.sources import parse_json
 from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
 from nanovllm.text.prompts import show
 
@@ -34,7 +34,7 @@ class ParamsMaker:
         if not own and self._params.temperature == 0:
             return self._params
         params = make_params(own, self._params) if own else self._params.clone()
-        if own.get("seed") is None:
+        if own.get("seed") in (None, -1):  # two names of none
             params.seed = drawn_seed(self._seed, index)
         return params
 
@@ -66,8 +66,8 @@ def own_params(value: Any) -> dict[str, Any]:
     """Return a row's own parameters: a dictionary, of CSV as JSON; what is null or empty asks for nothing."""
     if isinstance(value, str) and value:
         try:
-            value = json.loads(value)
-        except (ValueError, RecursionError) as error:
+            value = parse_json(value)
+        except ValueError as error:
             raise ValueError(f"column {PARAMS_COLUMN!r} is no JSON object: {error}") from None
     if value is None or value == "":
         return {}

@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.jobs.errors import refusing
+from nanovllm.jobs.errors import JobRefusedError
 from nanovllm.jobs.tasks import Task
 from nanovllm.text.prompts import Prompt
 from nanovllm.text.rows import BadRow, attempt
@@ -27,17 +27,21 @@ class Renderer:
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase | None, chat_template_kwargs: Mapping[str, Any] | None
+        self,
+        tokenizer: PreTrainedTokenizerBase | None,
+        chat_template_kwargs: Mapping[str, Any],
+        all_chats: bool = False,
     ) -> None:
+        """all_chats: whether each row is a conversation. JobRefusedError when the model then has no chat
+        template, and for variables that cannot be."""
         self._tokenizer = tokenizer
-        self._variables = chat_template_kwargs or {}
-        self._options: dict[str, Any] | None = None  # of rows without their own; checked at the first chat
+        self._variables = chat_template_kwargs
+        self._options = attempt(self._check, {})  # of rows without their own
+        if isinstance(self._options, Exception) and (all_chats or chat_template_kwargs):
+            raise JobRefusedError(f"rows with messages: {self._options}")
 
     def prompts(self, tasks: Sequence[Task]) -> list[dict[str, Any] | BadRow]:
-        """Return the prompt of each task, or in its place a TypeError or ValueError that says what is wrong.
-
-        JobRefusedError for conversations when the model has no chat template.
-        """
+        """Return the prompt of each task, or in its place the error that says what is wrong with it."""
         plain = iter(self._plain([task for task in tasks if task.is_chat and not task.template]))
         prompts: list[dict[str, Any] | BadRow] = []
         for task in tasks:
@@ -52,11 +56,8 @@ class Renderer:
         return prompts
 
     def _plain(self, tasks: Sequence[Task]) -> list[Prompt | BadRow]:
-        if not tasks:
-            return []
-        if self._options is None:
-            with refusing("rows with messages: "):
-                self._options = self._check({})
+        if isinstance(self._options, Exception):
+            return [self._options] * len(tasks)
         return self._render([task.prompt for task in tasks], self._options)
 
     def _own(self, task: Task) -> Prompt:

@@ -24,7 +24,7 @@ from nanovllm.jobs.arguments import engine_options
 from nanovllm.jobs.errors import JobFailedError, JobRefusedError, TooManyErrorsError, refusing
 from nanovllm.jobs.export import export
 from nanovllm.jobs.job import check_output, describe, input_file, make_format, open_job, rows_path
-from nanovllm.jobs.journal import Journal, hash_model, locked
+from nanovllm.jobs.journal import Journal, hash_file, hash_model, locked
 from nanovllm.jobs.output import Output, put_in_order
 from nanovllm.jobs.params import job_params
 from nanovllm.jobs.progress import JobProgress
@@ -70,7 +70,7 @@ def main(args: argparse.Namespace, make_llm: Callable[..., Any] = LLM) -> int:
         journal = Journal(args.output, path)
         try:
             before = journal.begin(describe(args, source, is_batch, options, model_hash))
-            output = Output(path, drop_errors=args.retry_errors)
+            output = Output(path, source.most_rows, drop_errors=args.retry_errors)
         except OSError as error:
             raise JobRefusedError(f"{args.output} cannot be written: {error.strerror or error}") from None
         if before is not None and before.get("versions") != journal.state["versions"]:
@@ -100,10 +100,10 @@ def run(job: Job, make_llm: Callable[..., Any]) -> int:
             state = f"failed: {error}"
         except KeyboardInterrupt:
             code, by = (errors.TERMINATED, "SIGTERM") if terminated else (errors.INTERRUPTED, "Ctrl-C")
-            state = f"stopped by {by}; the same command goes on"
+            state = f"stopped by {by}; the same command resumes"
         except Exception as error:
             traceback.print_exc()
-            state = f"failed: {type(error).__name__}: {error}; the same command goes on"
+            state = f"failed: {type(error).__name__}: {error}; the same command resumes"
         finally:
             progress.close()
             with suppress(OSError):  # on a full disk the journal still says that the job runs
@@ -115,7 +115,6 @@ def run(job: Job, make_llm: Callable[..., Any]) -> int:
 
 def _run(job: Job, runner: JobRunner, progress: JobProgress, make_llm: Callable[..., Any]) -> None:
     args = job.args
-    stat = job.source.path.stat()
     runner.check_errors()
     if next(runner.pending(), None) is not None:
         say(f"loading {args.model}")
@@ -125,12 +124,14 @@ def _run(job: Job, runner: JobRunner, progress: JobProgress, make_llm: Callable[
             llm.on_step = progress.step
             params = job_params(args.sampling, llm.get_default_sampling_params())
             row_format = make_format(args, job.is_batch, params, job.seed)
+            all_chats = args.messages_column is not None
+            renderer = Renderer(llm.tokenizer, args.chat_template_kwargs, all_chats)
             with _reported(job, llm, progress):
-                runner.run(llm, row_format, Renderer(llm.tokenizer, args.chat_template_kwargs))
+                runner.run(llm, row_format, renderer)
     elif args.report is not None:
         say(f"{args.report} is not written, because no row was left to run")
-    after = job.source.path.stat()
-    if (stat.st_size, stat.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
+    before = job.journal.state["input"]["xxh3_128"]
+    if job.source.was_written() and hash_file(job.source.path) != before:
         raise JobFailedError(
             f"{job.source.path} was changed while the job ran, so its rows may be mixed up; delete "
             f"{args.output} and run the job again"
@@ -167,7 +168,11 @@ def _reported(job: Job, llm: Any, progress: JobProgress) -> Iterator[None]:
 def _finish(job: Job, num_rows: int) -> None:
     """Sort the lines, and export them to the output."""
     output, path = job.output, job.args.output
-    assert len(output.finished) == num_rows, "every row has a line, and no line has no row"
+    if surplus := len(output.finished) - num_rows:
+        raise JobFailedError(
+            f"{output.path} was changed: it has {surplus:,} lines of rows that the input has not; delete "
+            f"those with an index above {num_rows - 1} and run the same command again"
+        )
     if num_rows == 0:
         say(f"{job.source.path} has no rows")
     try:

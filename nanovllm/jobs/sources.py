@@ -18,6 +18,8 @@ from typing import Any, BinaryIO, NoReturn, TypeAlias
 from nanovllm.jobs.errors import JobRefusedError
 
 MAX_ROW_BYTES = 8 * 2**20  # of a line or a CSV field; a longer one is an error row
+MAX_NESTING = 100  # lists and objects within each other; near 1,000 Python can no longer print or write them
+TOO_DEEP = f"more than {MAX_NESTING} lists and objects within each other"
 PARQUET_ROWS = 256  # read at once
 ENDINGS = {
     ".jsonl": "jsonl",
@@ -71,12 +73,23 @@ class Source(ABC):
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.size = path.stat().st_size
+        self._stat = path.stat()
+        self.size = self._stat.st_size
         self.position = 0  # bytes read so far, for progress
 
     @abstractmethod
     def rows(self) -> Iterator[SourceRow]:
         """Read the file from its beginning."""
+
+    @property
+    def most_rows(self) -> int:
+        """The file has no more rows than this; a row is a byte at least."""
+        return self.size if self.num_rows is None else self.num_rows
+
+    def was_written(self) -> bool:
+        """Whether the file was written, or only touched, since it was opened first."""
+        now = self.path.stat()
+        return (now.st_size, now.st_mtime_ns) != (self.size, self._stat.st_mtime_ns)
 
 
 def open_source(path: Path, format: str) -> Source:
@@ -87,6 +100,8 @@ def open_source(path: Path, format: str) -> Source:
     if format == "auto":
         ending = path.suffix.lower()
         if ending not in ENDINGS:
+            if not path.exists():
+                raise JobRefusedError(f"{path}: No such file or directory")
             raise JobRefusedError(
                 f"{path}: the ending {ending!r} says no format; rename it to one of {', '.join(ENDINGS)}, or "
                 "pass --format"
@@ -151,10 +166,7 @@ class CSVSource(Source):
             first = next(self._reader(file), [])
         if isinstance(first, ValueError):
             raise JobRefusedError(f"{path}: the row of column names: {first}")
-        self.columns = first
-        doubled = sorted({name for name in first if first.count(name) > 1})
-        if doubled:
-            raise JobRefusedError(f"{path}: several columns are named {', '.join(doubled)}; rename them")
+        self.columns = _unique(first, path)
 
     def rows(self) -> Iterator[SourceRow]:
         assert self.columns is not None
@@ -222,7 +234,7 @@ class ParquetSource(Source):
         pyarrow = import_pyarrow()
         try:
             with pyarrow.parquet.ParquetFile(path) as file:
-                self.columns = list(file.schema_arrow.names)
+                self.columns = _unique(file.schema_arrow.names, path)
                 self.num_rows = file.metadata.num_rows
         except pyarrow.ArrowException as error:
             raise JobRefusedError(f"{path} is no Parquet file that can be read: {error}") from None
@@ -233,10 +245,31 @@ class ParquetSource(Source):
         names = [name for name in self.columns if self.wanted is None or name in self.wanted]
         with import_pyarrow().parquet.ParquetFile(self.path, buffer_size=2**20) as file:
             for batch in file.iter_batches(PARQUET_ROWS, columns=names):
-                for values in batch.to_pylist():
+                for values in _values_of(batch):
                     self.position = self.size * (index + 1) // (self.num_rows or 1)
                     yield SourceRow(index, f"row {index + 1}", values)
                     index += 1
+
+
+def _values_of(batch: Any) -> list[Values | ValueError]:
+    """The rows of a batch; an error in the place of one with a value that Python has not, such as a time in
+    nanoseconds or a text that is not UTF-8."""
+    try:
+        return list(batch.to_pylist())
+    except Exception as error:  # of many kinds
+        if batch.num_rows == 1:
+            return [ValueError(f"it cannot be read: {error}")]
+    return [row for start in range(batch.num_rows) for row in _values_of(batch.slice(start, 1))]
+
+
+def _unique(names: list[str], path: Path) -> list[str]:
+    """The names of columns; JobRefusedError when one comes twice."""
+    doubled = sorted({name for name in names if names.count(name) > 1})
+    if doubled:
+        raise JobRefusedError(
+            f"{path}: several columns are named {', '.join(map(repr, doubled))}; rename them"
+        )
+    return names
 
 
 def import_pyarrow() -> Any:
@@ -257,12 +290,27 @@ def parse_json_line(line: bytes) -> Values:
     except UnicodeDecodeError as error:
         raise _not_utf8(line[error.start], error.start) from None
     try:
-        values = DECODER.decode(text)
-    except (ValueError, RecursionError) as error:
+        values = parse_json(text)
+    except ValueError as error:
         raise ValueError(f"it is not JSON: {error}") from None
     if not isinstance(values, dict):
         raise ValueError(f"it must be a JSON object {{...}}, not a {type(values).__name__}")
     return values
+
+
+def parse_json(text: str) -> Any:
+    """Return what a text holds as JSON. ValueError when it is none, or nested too deeply."""
+    try:
+        value = DECODER.decode(text)
+    except RecursionError:
+        raise ValueError(TOO_DEEP) from None
+    level = [value] if text.count("[") + text.count("{") > MAX_NESTING else []
+    for _ in range(MAX_NESTING):
+        inner = [each for one in level for each in (one.values() if isinstance(one, dict) else one)]
+        level = [each for each in inner if isinstance(each, (dict, list))]
+    if level:
+        raise ValueError(TOO_DEEP)
+    return value
 
 
 def _lines(file: BinaryIO) -> Iterator[bytes]:

@@ -5,18 +5,16 @@
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import isfinite
 from string import Formatter
 from typing import Any, Literal, TypeAlias
 
 from nanovllm.jobs.logprobs import plain_logprobs
 from nanovllm.jobs.params import PARAMS_COLUMN, ParamsMaker, own_params
-from nanovllm.jobs.sources import SourceRow, Values
+from nanovllm.jobs.sources import SourceRow, Values, parse_json
 from nanovllm.outputs import EmbeddingRequestOutput, RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.conversations import parse_conversations
@@ -118,8 +116,7 @@ class PlainFormat(RowFormat):
         return Task(row.index, self.row_id(values), prompt, params, is_chat)
 
     def row_id(self, values: Values) -> Any:
-        ids = [values[name] for name in self._ids if values.get(name) is not None]
-        return next((each for each in ids if not isinstance(each, float) or isfinite(each)), None)
+        return next((values[name] for name in self._ids if values.get(name) is not None), None)
 
     def answer(self, task: Task, output: RequestOutput) -> dict[str, Any]:
         texts = [each.text for each in output.outputs]
@@ -174,7 +171,7 @@ def fill(template: str, values: Values) -> str:
     """Fill a row's values into the braces of the template, like `str.format`."""
     try:
         return template.format_map(values)
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+    except Exception as error:  # a format may raise anything
         raise ValueError(f"the template cannot be filled: {type(error).__name__}: {error}") from None
 
 
@@ -197,9 +194,9 @@ def conversation(value: Any, column: str) -> list[dict[str, Any]]:
     """Return the messages, of a text those that it holds as JSON. ValueError or TypeError for a wrong one."""
     if isinstance(value, str):
         try:
-            value = json.loads(value)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"column {column!r} is a text, and no JSON list of messages: {error}") from None
+            value = parse_json(value)
+        except ValueError as error:
+            raise ValueError(f"column {column!r} is a string, but not a JSON list of messages: {error}") from None
     if not isinstance(value, list) or not value or not isinstance(value[0], Mapping):
         raise TypeError(f"column {column!r} must be a list of messages, not {show(value)}")
     rows = parse_conversations([value])

@@ -10,7 +10,7 @@ import torch
 from nanovllm.attention.select import BACKENDS
 from nanovllm.device import Device
 from nanovllm.jobs.errors import ANSWERED
-from nanovllm.jobs.job import versions
+from nanovllm.versions import versions
 
 HEAD_DIM = 128  # assumed when checking the attention backends
 OPTIONAL = ("flash-attn", "llguidance", "pyarrow")

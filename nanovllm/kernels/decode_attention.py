@@ -35,6 +35,7 @@ _SMALL_BATCHES = {FEW_ROWS: 128, 8: 256}
 _FP8_CHUNK = 2048  # with an FP8 cache and enough programs to fill the device many times
 _FULL_PROGRAMS = 1600  # the number of programs that is enough, each with a single warp
 _MERGED_HEADS = 4  # in a large batch: with one head, most of 4,096 programs would have nothing to merge
+_MOST_PARTIAL = 3 * 2**29  # bytes of partial results, which CUDA graphs keep allocated
 _LANES = 2  # chunks of a sequence computed in parallel; more in a small batch
 _PROGRAMS = 2048  # a batch with fewer programs is small
 _UNITS = 16  # units of sequences computed in parallel
@@ -45,14 +46,22 @@ _HEAD_TILE = 16  # the minimum number of rows of tl.dot; a group of query heads 
 _WIDE_TILE = 64  # rows of the tiles for shared prefixes: more would not fit into registers
 
 
-def _chunk(sequences: int, heads: Heads, invariant: bool) -> int:
+def least_chunk(q_heads: int, head_dim: int, max_context_len: int, sequences: int) -> int:
+    """The minimum positions per partial result, a power of 2, with which the partial results of `sequences`
+    sequences fit into `_MOST_PARTIAL` bytes."""
+    most_chunks = max(1, _MOST_PARTIAL // (4 * sequences * q_heads * head_dim))
+    return 1 << (triton.cdiv(max_context_len, most_chunks) - 1).bit_length()
+
+
+def _chunk(sequences: int, heads: Heads, invariant: bool, max_context_len: int) -> int:
     """Positions per partial result, for `sequences` sequences without shared prefixes."""
     if invariant:
         return CHUNK
     tiles = heads.kv_heads * triton.cdiv(heads.group, _HEAD_TILE)
+    chunk = next((size for most, size in _SMALL_BATCHES.items() if sequences <= most), CHUNK)
     if heads.step == 2 and heads.dim <= 128 and sequences * tiles >= _FULL_PROGRAMS:
-        return _FP8_CHUNK
-    return next((size for most, size in _SMALL_BATCHES.items() if sequences <= most), CHUNK)
+        chunk = _FP8_CHUNK
+    return max(chunk, least_chunk(heads.q_heads, heads.head_dim, max_context_len, sequences))
 
 
 class _Tiles(NamedTuple):
@@ -233,7 +242,7 @@ def paged_decode_attention_triton(
     if sequences == 0:
         return out
     assert block_tables.stride(1) == 1
-    chunk = _chunk(sequences, heads, invariant) if shared is None else shared.chunk
+    chunk = _chunk(sequences, heads, invariant, max_context_len) if shared is None else shared.chunk
     chunks = max(1, triton.cdiv(max_context_len, chunk))
     few = chunk == _SMALL_BATCHES[FEW_ROWS]
     single = few and sequences == 1 and shared_memory(q.device) >= _MUCH_SHARED_MEMORY

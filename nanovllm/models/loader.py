@@ -38,6 +38,12 @@ HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 LISTED = 40  # maximum names of one kind in an error message
 TIED_HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+UNREAD = {  # files that are not read, with what to do
+    "*.bin": "convert them to safetensors",
+    "*.pth": "convert them to safetensors",
+    "*.gguf": "pass the safetensors checkpoint that they were made from",
+    "adapter_config.json": "merge the adapter into its base model first (peft's merge_and_unload)",
+}
 ROTARY = ".rotary_emb.inv_freq"  # in old checkpoints; computed from the config
 
 
@@ -67,7 +73,7 @@ def resolve_model_path(name: str | Path, hub: Hub = Hub(), kind: str = "model") 
             )
         return path
     if path.exists():
-        what = "its files" if kind == "tokenizer" else f"{CONFIG_FILE} and the weights"
+        what = "its files" if kind == "tokenizer" else f"{CONFIG_FILE} and the *.safetensors weights"
         raise ValueError(f"{kind} {str(name)!r} is a file; pass the folder that holds {what}")
     if not HUB_ID.fullmatch(str(name)):
         raise ValueError(
@@ -121,7 +127,9 @@ def load_model_config(
     if not folder.is_dir():
         raise ValueError(f"model folder {str(folder)!r} does not exist")
     if not (folder / CONFIG_FILE).is_file():
-        raise ModelLoadError(f"{folder} has no {CONFIG_FILE}; is it a model folder in Hugging Face format?")
+        raise ModelLoadError(
+            f"{folder} has no {CONFIG_FILE}, as a model folder in Hugging Face format has{_unread(folder)}"
+        )
     raw = _read_json(folder / CONFIG_FILE) | dict(overrides or {})
     if generation is None:
         generation = load_generation_config(folder)
@@ -295,10 +303,16 @@ def _weight_files(folder: Path) -> dict[str, set[str]]:
     else:
         files = {path.name: set() for path in sorted(folder.glob("*.safetensors"))}
     if not files:
-        pickles = sorted(path.name for path in (*folder.glob("*.bin"), *folder.glob("*.pth")))
-        hint = f"; it has {_listing(pickles)}, convert them to safetensors" if pickles else ""
-        raise ModelLoadError(f"{folder} holds no *.safetensors weights{hint}")
+        raise ModelLoadError(f"{folder} holds no *.safetensors weights{_unread(folder)}")
     return files
+
+
+def _unread(folder: Path) -> str:
+    """What to say of files in `folder` that are not read; an empty text when there are none."""
+    for pattern, fix in UNREAD.items():
+        if names := sorted(path.name for path in folder.glob(pattern)):
+            return f"; it has {_listing(names)}, which is not read: {fix}"
+    return ""
 
 
 def _listing(names: Iterable[str]) -> str:

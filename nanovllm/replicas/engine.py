@@ -141,13 +141,13 @@ class ReplicatedEngine(LLMEngine):
     @property
     def _kv_cache_usage(self) -> float:
         """The mean over the replicas."""
-        usage = [each.kv_cache_usage for each in self._last_stats.values()]
+        usage = [each.kv_cache_usage for each in list(self._last_stats.values())]
         return sum(usage) / self.config.data_parallel_size
 
     @property
     def _running_and_waiting(self) -> tuple[int, int]:
         """The numbers of running and waiting sequences of all replicas, from their last reports."""
-        last = self._last_stats.values()
+        last = list(self._last_stats.values())  # a copy, because another thread may add to it
         return sum(each.num_running for each in last), sum(each.num_waiting for each in last)
 
     def _current_device(self) -> AbstractContextManager[object]:

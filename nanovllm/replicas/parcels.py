@@ -25,7 +25,8 @@ def unpack_request(request: Request, processor: Processor) -> Request:
 
 
 def pack_output(output: RequestOutput) -> RequestOutput:
-    """Remove the prompt, and turn logprobs into (columns, number of None entries before them)."""
+    """Remove the prompt, and turn logprobs into (columns, number of None entries before them, tokens before
+    them)."""
     completions = [replace(each, logprobs=_pack_logprobs(each.logprobs)) for each in output.outputs]
     logprobs = _pack_logprobs(output.prompt_logprobs)
     return replace(output, prompt=None, prompt_token_ids=[], outputs=completions, prompt_logprobs=logprobs)
@@ -33,24 +34,21 @@ def pack_output(output: RequestOutput) -> RequestOutput:
 
 def unpack_output(output: RequestOutput, request: Request, processor: Processor) -> RequestOutput:
     """Restore the request's prompt, and logprobs with decoded tokens."""
-    completions = [
-        replace(each, logprobs=_unpack_logprobs(each.logprobs, processor)) for each in output.outputs
-    ]
+
+    def unpacked(logprobs: Any) -> Any:
+        return processor.logprob_dicts(request.params, *logprobs) if isinstance(logprobs, tuple) else logprobs
+
+    completions = [replace(each, logprobs=unpacked(each.logprobs)) for each in output.outputs]
     return replace(
         output,
         prompt=request.prompt,
         prompt_token_ids=request.prompt_token_ids,
         outputs=completions,
-        prompt_logprobs=_unpack_logprobs(output.prompt_logprobs, processor),
+        prompt_logprobs=unpacked(output.prompt_logprobs),
     )
 
 
 def _pack_logprobs(logprobs: Any) -> Any:
-    return (logprobs.columns, logprobs.num_unknown) if isinstance(logprobs, LogprobDicts) else logprobs
-
-
-def _unpack_logprobs(logprobs: Any, processor: Processor) -> Any:
-    if not isinstance(logprobs, tuple):
+    if not isinstance(logprobs, LogprobDicts):
         return logprobs
-    columns, num_unknown = logprobs
-    return LogprobDicts(columns, processor.decode_token, num_unknown)
+    return logprobs.columns, logprobs.num_unknown, logprobs.before

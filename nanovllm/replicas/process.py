@@ -57,11 +57,11 @@ class ReplicaProcess:
         )
         start_process(self.process)
         with socket(fileno=os.dup(self.pipe.fileno())) as end:
+            end.settimeout(None)  # else the pipe would not block where socket.setdefaulttimeout was called
             end.setsockopt(SOL_SOCKET, SO_SNDTIMEO, pack("ll", SEND_SECONDS, 0))
         theirs.close()  # the replica has the only copy, so the pipe ends with the replica
         self.is_ready = False
-        self._num_sent = self._num_waiting_tokens = 0
-        self._waiting.clear()
+        self._num_sent = 0
         self.forget_requests()
 
     def forget_requests(self) -> None:
@@ -69,7 +69,8 @@ class ReplicaProcess:
         self.requests.clear()
         self.is_exclusive = False
         self.cost = 0.0
-        self._num_seqs = 0
+        self._num_seqs = self._num_waiting_tokens = 0
+        self._waiting.clear()
 
     def has_room(self) -> bool:
         """Whether to send another request: the batch and an eighth more are not full, and the waiting tokens

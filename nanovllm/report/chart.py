@@ -68,7 +68,7 @@ class Chart:
     """A picture that a notebook displays; `svg()` returns its source.
 
     unit: of the values. note: text beside the title. whole: values are counts. most: minimum end of the
-    vertical axis.
+    vertical axis. span: seconds that the time axis covers at least, besides those of the lines.
     """
 
     title: str
@@ -77,6 +77,7 @@ class Chart:
     note: str = ""
     whole: bool = False
     most: float = 0.0
+    span: Sequence[float] = ()
 
     def _repr_svg_(self) -> str:
         """For a notebook: the picture with its own style."""
@@ -87,7 +88,7 @@ class Chart:
         """The picture as an `<svg>` element, for a page that has STYLE."""
         runs = [run for line in self.lines for run in line.runs if run]
         values = [value for run in runs for _, value in run]
-        times = [time for run in runs for time, _ in run] or [0.0]
+        times = [*(time for run in runs for time, _ in run), *self.span] or [0.0]
         unit, seconds = time_unit(max(times))
         x = Axis.of(min(times) / seconds, max(times) / seconds, from_zero=False)
         y = Axis.of(0.0, max([*values, self.most]), from_zero=True, whole=self.whole)

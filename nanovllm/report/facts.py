@@ -1,18 +1,13 @@
-"""The facts of a report: the model, its devices, the versions of packages, and the devices' speed.
+"""The facts of a report: the model, its devices, and the devices' speed.
 
 Reads only options and configurations, so it works for open and closed engines.
 """
 
 from __future__ import annotations
 
-import platform
-from importlib.metadata import PackageNotFoundError, version
-
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.report.gpu import devices_of
 from nanovllm.report.roofline import KNOWN_DEVICES, Cost, Speed
-
-PACKAGES = ("nanovllm", "torch", "triton", "transformers", "tokenizers", "numpy")
 
 
 def model_facts(llm: LLMEngine) -> dict[str, object]:
@@ -27,19 +22,6 @@ def model_facts(llm: LLMEngine) -> dict[str, object]:
         "Devices": f"{len(devices)} x {devices[0].name}",
         "Longest sequence": f"{model.max_model_len or model.longest:,} tokens",
     }
-
-
-def versions() -> dict[str, object]:
-    """The versions that matter for a run, by package."""
-    found: dict[str, object] = {
-        "Python": f"{platform.python_version()}, {platform.system()} {platform.machine()}"
-    }
-    for name in PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = "not installed"
-    return found
 
 
 def roofline_of(llm: LLMEngine) -> tuple[Cost, Speed] | None:

@@ -6,6 +6,7 @@ Only formats. Never runs anything on a device.
 from __future__ import annotations
 
 import os
+import platform
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from datetime import datetime
@@ -16,9 +17,10 @@ from nanovllm.config import Config
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.stats import EngineStats
 from nanovllm.report.chart import FONT, STYLE, Chart, clean
-from nanovllm.report.facts import model_facts, roofline_of, versions
+from nanovllm.report.facts import model_facts, roofline_of
 from nanovllm.report.gpu import GPUMonitor
 from nanovllm.report.series import charts_of
+from nanovllm.versions import versions
 
 MOST_ERRORS = 200  # rows of the table
 MOST_CHARACTERS = 1000  # of a cell
@@ -135,7 +137,7 @@ def make_report(
             "</div>\n<h2>Errors</h2>\n",
             error_table(rows, num_errors),
             '<h2>Details</h2>\n<div class="columns">',
-            table(totals(stats), "totals") + table(versions(), "versions"),
+            table(totals(stats), "totals") + table(versions() | {"system": platform.platform()}, "versions"),
             "</div>\n<details><summary>All options</summary>\n",
             table(options(llm.config), "options"),
             "</details>\n</body></html>\n",

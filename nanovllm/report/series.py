@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import accumulate
 
 from nanovllm.engine.stats import EngineStats, TimelinePoint
@@ -14,7 +15,8 @@ from nanovllm.report.roofline import Cost, Speed
 def charts_of(
     stats: EngineStats, roofline: tuple[Cost, Speed] | None = None, samples: Sequence[GPUSample] = ()
 ) -> list[Chart]:
-    """The charts of a run, with a chart of the roofline and two of GPUs if their data are given."""
+    """The charts of a run, with one time axis, and with a chart of the roofline and two of GPUs if their data
+    are given."""
     points = stats.timeline()
     prefilling = [point for point in points if num_read(point)]
     steps = stats.num_prefill_steps + stats.num_decode_steps
@@ -58,7 +60,9 @@ def charts_of(
         found.append(
             Chart("Share of the roofline", "% of the steps' time", share, whole_share(points, *roofline))
         )
-    return found + gpu_charts(samples, stats.start_time)
+    found += gpu_charts(samples, stats.start_time)
+    times = [time for chart in found for line in chart.lines for run in line.runs for time, _ in run]
+    return [replace(chart, span=(min(times, default=0.0), max(times, default=0.0))) for chart in found]
 
 
 def whole_share(points: Sequence[TimelinePoint], cost: Cost, speed: Speed) -> str:

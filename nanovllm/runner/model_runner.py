@@ -21,6 +21,7 @@ from nanovllm.config import Config
 from nanovllm.device import Device
 from nanovllm.distributed.group import TPGroup
 from nanovllm.kernels.cache import KVCache
+from nanovllm.kernels.decode_attention import least_chunk
 from nanovllm.kernels.last_tokens import take_tokens
 from nanovllm.kernels.logits import WORD
 from nanovllm.layers.weights import WeightOptions
@@ -193,7 +194,11 @@ class ModelRunner:
     def _make_prefix_finder(self) -> SharedPrefixFinder | None:
         if self.shared_unit is None or not self.config.enable_prefix_caching:
             return None
-        return SharedPrefixFinder(self.block_size, self.shared_unit)
+        layer, max_num_seqs = self.model.attention_layers[0], self.config.max_num_seqs
+        if self.config.deterministic:
+            return SharedPrefixFinder(self.block_size, self.shared_unit, max_num_seqs)
+        least = partial(least_chunk, layer.num_heads, layer.head_dim, self.max_model_len)
+        return SharedPrefixFinder(self.block_size, self.shared_unit, max_num_seqs, least)
 
     def _set_kv_cache(self, num_blocks: int) -> None:
         """Give every layer its part of a new cache of `num_blocks` blocks."""

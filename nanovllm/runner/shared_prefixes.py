@@ -5,6 +5,7 @@ Plain NumPy on the batch's block tables. Decides when grouping pays; reads no K/
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -20,12 +21,23 @@ SharedRows = SharedPrefixes[np.ndarray]
 class SharedPrefixFinder:
     """Finds the shared prefixes of each decode step, and caches them for the next step."""
 
-    def __init__(self, block_size: int, unit: SharedUnit) -> None:
+    def __init__(
+        self,
+        block_size: int,
+        unit: SharedUnit,
+        max_num_seqs: int,
+        least_chunk: Callable[[int], int] = lambda sequences: 1,
+    ) -> None:
+        """least_chunk: the fewest positions per partial result, for a step of so many sequences."""
         self._block_size = block_size
         self._unit = unit
+        self._least_chunk = least_chunk
         self._last: tuple[tuple[int, ...], np.ndarray, SharedRows | None] | None = None
         nothing = no_shared_prefixes(0, unit)
-        self.nothing = {chunk: replace(nothing, chunk=chunk) for chunk in (unit.positions, CHUNK)}
+        chunks = [unit.positions, CHUNK]
+        while chunks[-1] < least_chunk(max_num_seqs):
+            chunks.append(2 * chunks[-1])
+        self.nothing = {chunk: replace(nothing, chunk=chunk) for chunk in chunks}
 
     def find(self, batch: Batch) -> SharedRows | None:
         """The prefixes to read once for several rows of a decode step; None if grouping does not pay.
@@ -42,13 +54,18 @@ class SharedPrefixFinder:
             found = find_shared_prefixes(tables, batch.context_lens, self._block_size, self._unit)
         if found is not None:
             num_blocks = -(-int(found.lens.max()) // self._block_size)
+            found = self._in_whole_chunks(found)
             if int(found.skips.sum() - found.lens.sum()) < MIN_SHARED_TOKENS:
                 found = None
-        if found is not None and int(found.lens[: int(found.units[0])].min()) >= LONG_PREFIX:
-            whole = {name: getattr(found, name) // CHUNK * CHUNK for name in ("lens", "skips")}
-            found = replace(found, chunk=CHUNK, **whole)
         self._last = batch.seq_ids, tables[:, :num_blocks].copy(), found
         return found
+
+    def _in_whole_chunks(self, found: SharedRows) -> SharedRows:
+        shortest = int(found.lens[: int(found.units[0])].min())
+        chunk = CHUNK if shortest >= LONG_PREFIX else self._unit.positions
+        chunk = max(chunk, self._least_chunk(len(found.skips)))
+        whole = {name: getattr(found, name) // chunk * chunk for name in ("lens", "skips")}
+        return replace(found, chunk=chunk, **whole)
 
 
 def find_shared_prefixes(

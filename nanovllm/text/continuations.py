@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from nanovllm.text.prompts import Prompt
+from nanovllm.text.tokenizer import encode
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -37,7 +38,7 @@ def encode_continuations(
                 wanted[f"{prompt.text}{continuation.text}"] = None
     encoded: dict[str, list[int]] = {}
     if tokenizer is not None and wanted:
-        encoded = dict(zip(wanted, tokenizer(list(wanted))["input_ids"], strict=True))
+        encoded = dict(zip(wanted, encode(tokenizer, list(wanted)), strict=True))
     found = []
     for prompt, continuation, where in pairs:
         before = encoded[str(prompt.text)] if prompt.token_ids is None else prompt.token_ids
@@ -47,7 +48,7 @@ def encode_continuations(
             whole = encoded[f"{prompt.text}{continuation.text}"]
         else:
             assert tokenizer is not None
-            whole = [*before, *tokenizer(continuation.text, add_special_tokens=False)["input_ids"]]
+            whole = [*before, *encode(tokenizer, [str(continuation.text)], add_special_tokens=False)[0]]
         same = (first for first, (a, b) in enumerate(zip(before, whole, strict=False)) if a != b)
         start = next(same, min(len(before), len(whole)))
         if start == 0:

@@ -12,6 +12,7 @@ import numpy as np
 
 from nanovllm.batch import TokenLogprobs
 from nanovllm.outputs import Logprob
+from nanovllm.text.detokenizer import LONGEST_CUT
 
 PromptLogprob = dict[int, Logprob] | None
 
@@ -21,14 +22,21 @@ class LogprobDicts(Sequence[Any]):
 
     The first `num_unknown` entries are None. Compares equal to the list of dictionaries, and is pickled as
     that list.
+    decode: returns the text of a token after other tokens; None: tokens have no text. before: the last tokens
+    before the first one.
     """
 
     def __init__(
-        self, columns: TokenLogprobs, decode: Callable[[int], str | None], num_unknown: int = 0
+        self,
+        columns: TokenLogprobs,
+        decode: Callable[[int, list[int]], str | None] | None,
+        num_unknown: int = 0,
+        before: Sequence[int] = (),
     ) -> None:
         self.columns = columns
         self._decode = decode
         self.num_unknown = num_unknown
+        self.before = before[-LONGEST_CUT:]
 
     def __len__(self) -> int:
         return self.num_unknown + len(self.columns.values)
@@ -56,9 +64,11 @@ class LogprobDicts(Sequence[Any]):
         values = self.columns.values[place].tolist()
         ids = self.columns.token_ids[place].tolist()
         ranks = [int(self.columns.ranks[place]), *range(1, len(ids))]
+        before = [*self.before, *self.columns.token_ids[max(0, place - LONGEST_CUT) : place, 0].tolist()]
         dictionary: dict[int, Logprob] = {}
         for token_id, value, rank in zip(ids, values, ranks, strict=True):
-            dictionary.setdefault(token_id, Logprob(value, rank, self._decode(token_id)))
+            text = None if self._decode is None else self._decode(token_id, before)
+            dictionary.setdefault(token_id, Logprob(value, rank, text))
         return dictionary
 
 

@@ -15,14 +15,14 @@ import numpy as np
 from nanovllm.batch import TokenLogprobs
 from nanovllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.text.detokenizer import Detokenizer
+from nanovllm.text.detokenizer import CUT, LONGEST_CUT, Detokenizer
 from nanovllm.text.logprobs import LogprobDicts, join_parts, join_rows
 from nanovllm.text.prompts import Prompt, pack_token_ids
 from nanovllm.text.request import Request
 from nanovllm.text.rows import BadRow, attempt
 from nanovllm.text.stop_strings import StopStrings
 from nanovllm.text.structured import Constraint, GrammarCompiler
-from nanovllm.text.tokenizer import bad_word_ids
+from nanovllm.text.tokenizer import bad_word_ids, encode
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -115,25 +115,34 @@ class Processor:
         is_cut = finish_reason == "stop" and not request.params.include_stop_str_in_output
         text = self._text(request, token_ids[:-1] if is_cut else token_ids)
         stop_reason = None if self._is_eos(stop_token, request.params) else stop_token
-        return CompletionOutput(index, text, token_ids, finish_reason, stop_reason)
+        return CompletionOutput(index, text, token_ids, finish_reason=finish_reason, stop_reason=stop_reason)
 
     def stopped_completion(
         self, request: Request, index: int, token_ids: list[int], stop: StopStrings
     ) -> CompletionOutput:
         """Return completion `index` of the request, in which `stop` has found a stop string."""
         text = stop.text(request.params.include_stop_str_in_output)
-        return CompletionOutput(index, text, token_ids[: stop.num_tokens], "stop", stop.found)
+        kept = token_ids[: stop.num_tokens]
+        return CompletionOutput(index, text, kept, finish_reason="stop", stop_reason=stop.found)
 
     def with_logprobs(
-        self, output: CompletionOutput, request: Request, rows: list[tuple[TokenLogprobs, int]]
+        self,
+        output: CompletionOutput,
+        request: Request,
+        rows: list[tuple[TokenLogprobs, int]],
+        before: Sequence[int] = (),
     ) -> CompletionOutput:
-        """Return the completion with the logprobs of its tokens, one row for each, if requested."""
+        """Return the completion with the logprobs of its tokens, one row for each, if requested.
+
+        before: the last tokens before these, for a part of a completion.
+        """
         asked = request.params.logprobs
         if asked is None:
             return output
         columns = join_rows(rows[: len(output.token_ids)], self._width(asked))
         total = float(columns.values[:, 0].sum(dtype=np.float64))
-        return replace(output, logprobs=LogprobDicts(columns, self.decode_token), cumulative_logprob=total)
+        logprobs = self.logprob_dicts(request.params, columns, before=before)
+        return replace(output, logprobs=logprobs, cumulative_logprob=total)
 
     def output(
         self,
@@ -142,23 +151,28 @@ class Processor:
         metrics: RequestMetrics,
         scores: list[TokenLogprobs],
         num_cached_tokens: int = 0,
+        pooled: np.ndarray | None = None,
     ) -> RequestOutput:
-        """Return the output of the request, from its completions in order and the scores of prompt tokens."""
+        """Return the output of the request, from its completions in order, the scores of prompt tokens, and
+        the sum [hidden_size] of their hidden states."""
         logprobs = None
         if request.first_scored is not None:
+            first = request.first_scored
             columns = join_parts(scores, self._width(request.params.prompt_logprobs or 0))
-            logprobs = LogprobDicts(columns, self.decode_token, request.first_scored)
+            before = request.prompt_token_ids[:first]
+            logprobs = self.logprob_dicts(request.params, columns, first, before)
         failed = any(completion.finish_reason == "error" for completion in completions)
         return RequestOutput(
             request_id=str(request.request_id),
             prompt=request.prompt,
             prompt_token_ids=request.prompt_token_ids,
+            prompt_logprobs=logprobs,
             outputs=completions,
+            metrics=metrics,
             num_cached_tokens=num_cached_tokens,
             error=_failure(request.params) if failed else None,
             index=request.index,
-            metrics=metrics,
-            prompt_logprobs=logprobs,
+            pooled=pooled,
         )
 
     def _width(self, asked: int) -> int:
@@ -174,12 +188,32 @@ class Processor:
         """The text of tokens; None without a tokenizer."""
         return None if self.tokenizer is None else str(self.tokenizer.decode(token_ids))
 
-    def decode_token(self, token_id: int) -> str | None:
+    def logprob_dicts(
+        self,
+        params: SamplingParams,
+        columns: TokenLogprobs,
+        num_unknown: int = 0,
+        before: Sequence[int] = (),
+    ) -> LogprobDicts:
+        """The logprobs of tokens, with their texts if outputs of these parameters have any."""
+        decode = self._decode_token if params.detokenize else None
+        return LogprobDicts(columns, decode, num_unknown, before)
+
+    def _decode_token(self, token_id: int, before: list[int]) -> str | None:
+        """The text of a token behind the tokens `before`; None without a tokenizer.
+
+        Of a character that several tokens write, the last one has the text and the others have none, as in
+        vLLM.
+        """
         if self.tokenizer is None:
             return None
         if token_id not in self._decoded:
             self._decoded[token_id] = str(self.tokenizer.decode([token_id]))
-        return self._decoded[token_id]
+        text, token_ids = self._decoded[token_id], [token_id]
+        while text.endswith(CUT) and len(token_ids) <= min(LONGEST_CUT, len(before)):
+            token_ids.insert(0, before[-len(token_ids)])
+            text = str(self.tokenizer.decode(token_ids))
+        return "" if text.endswith(CUT) else text
 
     def _check_num_logprobs(self, params: SamplingParams) -> None:
         """ValueError for more logprobs than `max_logprobs` allows."""
@@ -228,8 +262,8 @@ class Processor:
 
     def _encode(self, prompts: Sequence[Prompt | BadRow]) -> Iterator[list[int]]:
         """The token ids of the prompts that are strings, if there is a tokenizer."""
-        texts = [each.text for each in prompts if isinstance(each, Prompt) and each.token_ids is None]
-        return iter(self.tokenizer(texts)["input_ids"] if texts and self.tokenizer is not None else ())
+        texts = [str(each.text) for each in prompts if isinstance(each, Prompt) and each.token_ids is None]
+        return iter(encode(self.tokenizer, texts) if texts and self.tokenizer is not None else ())
 
     def _pack(self, prompt: Prompt, encoded: Iterator[list[int]], where: str) -> tuple[list[int], bytes]:
         """The prompt's token ids, as a list and as int32 bytes. A string takes the next of `encoded`."""
@@ -284,5 +318,6 @@ def refused_output(
         text, token_ids = request.prompt, request.prompt_token_ids
     elif isinstance(prompt, Prompt):
         text, token_ids = prompt.text, prompt.token_ids
-    answer = CompletionOutput(0, "", [], "error")
-    return RequestOutput(str(request_id), text, token_ids or [], [answer], error=str(error), index=index)
+    answer = CompletionOutput(0, "", [], finish_reason="error")
+    ids = token_ids or []
+    return RequestOutput(str(request_id), text, ids, None, [answer], error=str(error), index=index)

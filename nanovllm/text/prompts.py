@@ -47,16 +47,20 @@ def parse_prompts(prompts: PromptLike | Iterable[PromptLike]) -> tuple[list[Prom
     return rows, names
 
 
-def split_prompts(prompts: PromptLike | Iterable[PromptLike]) -> tuple[Iterator[Any], str]:
+def split_prompts(
+    prompts: PromptLike | Iterable[PromptLike],
+    expected: str = "prompts must be a prompt or a list of prompts",
+) -> tuple[Iterator[Any], str]:
     """Return an iterator of the prompts, and their name for errors, a format string of the index.
 
-    The first item of an iterable is read at once: it decides whether this is one prompt or several.
+    The first item of an iterable is read at once: it decides whether this is one prompt or several. expected:
+    the start of the message of a TypeError.
     """
     if isinstance(prompts, Mapping) and "input_ids" in prompts:
         return iter(_encoded_rows(prompts, "the prompt")), "the prompt's row {}"
     if isinstance(prompts, (str, Mapping)):
         return iter([prompts]), "the prompt"
-    items = iter(_iterable(prompts, "prompts must be a prompt or a list of prompts"))
+    items = iter(_iterable(prompts, expected))
     first = list(islice(items, 1))
     is_empty_array = not first and hasattr(prompts, "tolist")
     if is_empty_array or (first and isinstance(first[0], NUMBERS)):
@@ -147,8 +151,9 @@ def _parse_mapping(prompt: Mapping[str, Any], where: str) -> Prompt:
             )
         return Prompt(None, _parse_ids(rows[0], f"{where}['input_ids']"))
     if not prompt.keys() & set(KEYS):
+        hint = "; a conversation goes to chat()" if "role" in prompt else ""
         raise ValueError(
-            f"{where} must have the key 'prompt' or 'prompt_token_ids', not {sorted(map(str, prompt))}"
+            f"{where} must have the key 'prompt' or 'prompt_token_ids', not {sorted(map(str, prompt))}{hint}"
         )
     refuse_absent(where, {str(key): value for key, value in prompt.items() if key not in KEYS}, PROMPT, KEYS)
     text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
@@ -195,7 +200,12 @@ def _iterable(value: Any, expected: str) -> Iterable[Any]:
         return value
     if hasattr(value, "tolist"):  # NumPy, torch, pandas or array: gives Python numbers
         value = value.tolist()
-    if isinstance(value, (str, bytes, bytearray, Mapping, set, frozenset)) or not isinstance(value, Iterable):
+    has_keys = hasattr(value, "keys")  # a dictionary, or a table, which gives the names of its columns
+    if (
+        has_keys
+        or isinstance(value, (str, bytes, bytearray, set, frozenset))
+        or not isinstance(value, Iterable)
+    ):
         raise TypeError(f"{expected}, not {show(value)}")
     return value
 

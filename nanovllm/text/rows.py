@@ -10,9 +10,12 @@ BadRow: TypeAlias = "TypeError | ValueError"
 
 
 def attempt(check: Callable[..., Value], *args: Any) -> Value | BadRow:
-    """Return `check(*args)`, or the TypeError or ValueError that it raises."""
+    """Return `check(*args)`, or the TypeError or ValueError that it raises, one too for what is nested so
+    deeply that Python cannot read or print it."""
     try:
         return check(*args)
+    except RecursionError:
+        return ValueError("it is nested too deeply")
     except (TypeError, ValueError) as error:
         return error.with_traceback(None)  # a traceback would keep the row's values alive
 

@@ -52,6 +52,7 @@ class Constraint:
     def alone(self) -> LLMatcher:
         """Return a matcher that shares nothing. Use it after an error: shared states may be at a limit."""
         self._originals.clear()
+        self._num_copies = 0
         return self._make()
 
 

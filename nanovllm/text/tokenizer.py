@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +37,14 @@ def load_tokenizer(path: Path, trust_remote_code: bool = False) -> PreTrainedTok
             "prompts"
         ) from error
     return tokenizer
+
+
+def encode(
+    tokenizer: PreTrainedTokenizerBase, texts: list[str], add_special_tokens: bool = True
+) -> list[list[int]]:
+    """Return the token ids of each text. transformers gives no warning of long ones: the engine knows which
+    are too long."""
+    return tokenizer(texts, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
 
 
 def bad_word_ids(tokenizer: PreTrainedTokenizerBase, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
@@ -75,7 +84,8 @@ def check_template_options(
         )
     if chat_template is None and not tokenizer.chat_template:
         raise ValueError(
-            "this model has no chat template; pass chat_template, or pass whole prompts to generate()"
+            "this model has no chat template; put chat_template.jinja into its folder, pass chat_template, "
+            "or pass whole prompts to generate()"
         )
     flags = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
     for name, flag in flags.items():
@@ -100,10 +110,14 @@ def check_template_options(
     options = {"chat_template": chat_template, "tools": all_tools, **flags}
     template = tokenizer.get_chat_template(chat_template, all_tools)
     given = [*variables, "tools"] if all_tools else variables
-    unused = [name for name in given if name not in template]
-    if unused:
-        logger.warning("the chat template does not use %s, so it has no effect", ", ".join(unused))
+    _warn_of_unused(template, tuple(name for name in given if name not in template))
     return options | dict(variables)
+
+
+@lru_cache  # so it is said once, and not for each row of a file
+def _warn_of_unused(template: str, names: tuple[str, ...]) -> None:
+    if names:
+        logger.warning("the chat template does not use %s, which changes nothing", ", ".join(names))
 
 
 def render_conversations(
@@ -123,7 +137,7 @@ def render_conversations(
     ]
     good = [text for text in texts if isinstance(text, str)]
     # The template has written the special tokens already.
-    ids = iter(tokenizer(good, add_special_tokens=False)["input_ids"] if good else ())
+    ids = iter(encode(tokenizer, good, add_special_tokens=False) if good else ())
     return [Prompt(text, next(ids)) if isinstance(text, str) else text for text in texts]
 
 

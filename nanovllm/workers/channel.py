@@ -18,6 +18,7 @@ every reader once, in order and whole, whatever its size. Starts no process, nev
 
 from __future__ import annotations
 
+import os
 import pickle
 import struct
 import sys
@@ -43,8 +44,8 @@ class Channel:
     """Rank 0's end: the only writer, used by one thread.
 
     num_readers: the number of workers. `readers` has a handle for each, an argument of its process.
-    num_slots, slot_bytes: the size of the ring. A decode step of 512 sequences fits into one slot; a message
-    larger than the ring passes through it in pieces.
+    num_slots, slot_bytes: the size of the ring; WorkerError if /dev/shm has no room for it. A decode step of
+    512 sequences fits into one slot; a message larger than the ring passes through it in pieces.
     """
 
     def __init__(self, num_readers: int, num_slots: int = 16, slot_bytes: int = 64 * 1024) -> None:
@@ -53,7 +54,7 @@ class Channel:
         self._slot_bytes = slot_bytes
         # The system chooses a free name, and the resource tracker registers it. If rank 0 is killed before it
         # unlinks the segment, the tracker unlinks it as soon as rank 0 and all its children are gone.
-        self._segment = SharedMemory(create=True, size=num_slots * (_SLOT_HEADER.size + slot_bytes))
+        self._segment = _create(num_slots * (_SLOT_HEADER.size + slot_bytes))
         self._unlink = finalize(self, _close_and_unlink, self._segment)
         self._written = [context.Semaphore(0) for _ in range(num_readers)]
         self._emptied = [context.Semaphore(num_slots) for _ in range(num_readers)]
@@ -165,6 +166,22 @@ class ChannelReader:
         self._next_piece += 1
         self._emptied.release()
         return end == length
+
+
+def _create(size: int) -> SharedMemory:
+    """A segment all of which is there: a byte that /dev/shm has no room for ends its writer with SIGBUS."""
+    segment: SharedMemory | None = None
+    try:
+        segment = SharedMemory(create=True, size=size)
+        os.posix_fallocate(segment._fd, 0, size)  # type: ignore[attr-defined]
+    except OSError as error:
+        if segment is not None:
+            _close_and_unlink(segment)
+        raise WorkerError(
+            f"tensor_parallel_size above 1 needs {size / 2**20:.1f} MiB of shared memory, and /dev/shm gives "
+            f"none ({error.strerror}); make room there, or give a container more (docker run --shm-size=1g)"
+        ) from error
+    return segment
 
 
 def _close_and_unlink(segment: SharedMemory) -> None:

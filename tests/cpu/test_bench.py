@@ -5,14 +5,17 @@ from __future__ import annotations
 import gzip
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import bench
 import nanovllm
+from tools import bench_sampling
 from tools.benchmark.engines import RoundRobin, row_sampling
 from tools.benchmark.roofline import Speed
+from tools.benchmark.workloads import demo
 
 
 @pytest.mark.parametrize(
@@ -63,6 +66,23 @@ def test_the_demo_workload_ends_in_a_line_of_json_and_writes_a_profile(
     assert all(row["name"] in table for row in result["kernels"]["all steps"])
     with gzip.open(folder / "trace.json.gz", "rt") as file:
         assert json.load(file)["traceEvents"]
+
+
+def test_what_sampling_settings_cost(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench_sampling, "demo", lambda num_seqs, model: demo(5, model))
+    asked = ["logprobs=5", "stop", "json", "n=16"]
+    bench_sampling.main(["--cpu", "--repeat", "2", *(f"--only={name}" for name in asked)])
+    *table, last = capsys.readouterr().out.splitlines()
+    speeds = json.loads(last)["output_tokens_per_s"]
+    assert list(speeds) == ["temperature=0.6", "logprobs=5", "stop", "json", "16 equal prompts", "n=16"]
+    assert all(len(found) == 2 for found in speeds.values())
+    assert [line.split("  ")[0] for line in table] == list(speeds)
+    assert table[-1].endswith("of 16 equal prompts") and table[1].endswith("of temperature=0.6")
+    with pytest.raises(SystemExit):
+        bench_sampling.main(["--cpu", "--only", "top_q=1"])
+    assert "--only top_q=1 is none of temperature=0.6; " in capsys.readouterr().err
 
 
 @pytest.fixture
@@ -247,3 +267,25 @@ def test_round_robin_gives_each_replica_its_own() -> None:
     assert router.remove(2)
     assert [router.take(1), router.take(0), router.take(0), router.take(0)] == [1, 0, 4, None]
     assert len(router) == 2 and router.take(1) == 3
+
+
+# -- what sampling costs -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("only", "base"),
+    [("n=16", "16 equal prompts"), ("logprobs=5", "temperature=0.6"), ("json", "temperature=0.6")],
+)
+def test_a_setting_is_compared_with_what_it_is_like(
+    only: str, base: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = SimpleNamespace(model_config=SimpleNamespace(vocab_size=512))
+    monkeypatch.setattr(bench_sampling, "LLM", lambda *args, **options: SimpleNamespace(llm_engine=config))
+    speeds = {base: [4.0], only: [3.0]}
+    monkeypatch.setattr(
+        bench_sampling, "timed", lambda llm, runs, repeat: {name: speeds[name] for name in runs}
+    )
+    bench_sampling.main(["--cpu", "--only", only])
+    *_, line, totals = capsys.readouterr().out.splitlines()
+    assert line.split()[0] == only and line.endswith(f"75.0% of {base}")
+    assert json.loads(totals) == {"output_tokens_per_s": speeds}

@@ -141,7 +141,8 @@ def test_the_headlines_floor_on_an_h200(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", QWEN3)
 def test_every_shape_is_one_the_loader_reads(tmp_path: Path, name: str) -> None:
     config = load_model_config(write_shape(name, tmp_path))
-    assert (config.num_layers, config.num_kv_heads) == (QWEN3[name][0], 8)
+    assert (config.num_layers, config.num_kv_heads, config.longest) == (QWEN3[name][0], 8, 40_960)
+    assert load_model_config(write_shape(name, tmp_path, 131_072)).longest == 131_072
 
 
 # -- steps and kernels -------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from invariants import check_scheduler
 from tiny_models import VOCAB_SIZE
 
 from nanovllm import LLM, BeamSearchParams, SamplingParams, demo_model_path
+from nanovllm.vllm_arguments import EMBED, GENERATE
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 
@@ -81,8 +82,10 @@ def test_the_prefix_cache_is_forgotten(model: Path, run_ahead: bool) -> None:
 
 def test_arguments_of_vllm(model: Path) -> None:
     with make_tiny(model) as llm:
-        neutral: dict[str, Any] = {"lora_request": None, "priority": None, "tokenization_kwargs": None}
+        neutral: dict[str, Any] = dict.fromkeys(GENERATE)
         assert len(llm.generate([[5]], GREEDY, False, **neutral)) == 1
+        with pytest.raises(ValueError, match=r"generate\(\): mm_processor_kwargs=.* only text goes in"):
+            llm.generate([[5]], GREEDY, mm_processor_kwargs={"num_crops": 4})
         each: dict[str, Any] = {"lora_request": [None] * 2, "priority": [0, 0]}
         assert len(llm.generate([[5], [6]], GREEDY, **each, use_tqdm=False)) == 2
         with pytest.raises(ValueError, match=r"tokenization_kwargs=.* pass token ids"):
@@ -100,7 +103,10 @@ def test_arguments_of_vllm(model: Path) -> None:
 
 def test_arguments_of_vllms_other_calls(model: Path) -> None:
     with make_tiny(model) as llm:
-        assert len(llm.embed([5], pooling_params=None, lora_request=None, tokenization_kwargs=None)) == 1
+        neutral = {name: absent.default for name, absent in EMBED.items()}
+        assert len(llm.embed([5], **neutral)) == 1
+        with pytest.raises(ValueError, match=r"embed\(\): truncate_prompt_tokens=4 is not supported; cut"):
+            llm.embed([5], truncate_prompt_tokens=4)
         with pytest.raises(ValueError, match=r"LLM\.embed\(\): pooling_params=.* use pooling and normalize"):
             llm.embed([5], pooling_params=object())
         params = BeamSearchParams(beam_width=2, max_tokens=3)

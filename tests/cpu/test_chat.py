@@ -125,6 +125,14 @@ def test_text_parts_are_joined(llm: LLM) -> None:
     assert text == SHOWN.replace("Hi", "one\ntwo\nthree") + ANSWER
 
 
+def test_what_the_template_does_not_use_is_said_once(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
+    for variables in ({"unknown": 1}, {"unknown": 2}):
+        llm.chat([USER], SHORT, use_tqdm=False, chat_template_kwargs=variables)
+    assert [each.message for each in caplog.records] == [
+        "the chat template does not use unknown, which changes nothing"
+    ]
+
+
 def test_tool_calls(llm: LLM) -> None:
     def call(arguments: Any) -> dict[str, Any]:
         call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
@@ -140,6 +148,8 @@ def test_tool_calls(llm: LLM) -> None:
         ValueError, match=r"conversation 0, message 1: the arguments of tool_calls\[0\] are not valid JSON"
     ):
         llm.chat([USER, call("{x")], SHORT, use_tqdm=False)
+    with pytest.raises(ValueError, match="it is nested too deeply"):
+        llm.chat([USER, call("[" * 100_000)], SHORT, use_tqdm=False)
 
 
 @pytest.mark.parametrize(
@@ -176,6 +186,6 @@ def test_wrong_messages(messages: Any, error: type[Exception], message: str) -> 
 
 def test_without_a_template(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(llm.tokenizer, "chat_template", None)
-    with pytest.raises(ValueError, match="this model has no chat template; pass chat_template, or"):
+    with pytest.raises(ValueError, match="this model has no chat template; put"):
         llm.chat([USER])
     assert prompts(llm, [USER], chat_template=TEMPLATE) == ["[user|Hi][assistant|"]

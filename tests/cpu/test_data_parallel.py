@@ -277,6 +277,23 @@ def test_a_report_of_all_replicas(two: ReplicatedLLM) -> None:
     assert OPTIONS["max_num_seqs"] < max(point.num_running for point in points), "those of both are counted"
 
 
+def test_any_thread_may_ask_for_statistics_while_a_replica_reports(two: ReplicatedLLM) -> None:
+    class Told:
+        """What a replica told last; the next one tells while it is read."""
+
+        num_running, num_waiting, kv_cache_usage = 1, 0, 0.5
+
+        def __getattribute__(self, name: str) -> Any:
+            told[len(told)] = self
+            return object.__getattribute__(self, name)
+
+    told: dict[int, Any] = {}
+    told[0] = Told()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(two, "_last_stats", told)
+        assert two.stats().num_running == 1
+
+
 def test_prompts_that_begin_alike_meet_on_one_replica(two: ReplicatedLLM) -> None:
     """Each computes a half of the beginnings, or it would find them in no cache."""
     two.reset_prefix_cache()

@@ -43,7 +43,7 @@ def put_together(parts: Iterable[RequestOutput]) -> dict[int, list[CompletionOut
             texts[key] += part.text
             token_ids[key] += part.token_ids
             if part.finished():
-                ended = part.finish_reason, part.stop_reason
+                ended = None, None, part.finish_reason, part.stop_reason
                 whole[output.index][part.index] = CompletionOutput(
                     part.index, texts[key], token_ids[key], *ended
                 )

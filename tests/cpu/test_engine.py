@@ -522,6 +522,10 @@ def test_lists_of_unequal_length_and_wrong_types(model: Path) -> None:
 
 
 def test_options_are_checked(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"model must be a folder or a Hugging Face hub id, .* not None"):
+        LLM()
+    with pytest.raises(TypeError, match="'modle'; did you mean 'model'"):
+        LLM(modle=str(model))
     with pytest.raises(TypeError, match="did you mean 'max_num_seqs'"):
         LLM(str(model), max_num_seq=4)
     with pytest.raises(ValueError, match="tensor_parallel_size=3 does not divide"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -135,6 +136,8 @@ def test_another_job_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[st
         (["-o", "out.txt"], "its ending must be one of .jsonl"),
         (["-o", "none/out.jsonl"], "there is no folder none; make it first"),
         (["-o", "folder.jsonl"], "is a folder"),
+        (["-o", "pipe.csv"], "is a folder, a pipe, a device or a link to itself; name a file"),
+        (["-o", "itself.jsonl"], "or a link to itself; name a file"),
         (["-o", "in.jsonl"], "is the input"),
         (["-o", "out.jsonl", "--max-num-seqs", "0"], "max_num_seqs must be at least 1, not 0"),
         (["-o", "out.jsonl", "--template", "{"], "--template: the template '{'"),
@@ -156,9 +159,12 @@ def test_what_cannot_run_is_refused_before_anything_is_written(
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)  # as if it were not installed
     write_rows(tmp_path / "in.jsonl", [{"custom_id": "r", "url": "/v1/completions", "body": {"prompt": "a"}}])
     (tmp_path / "folder.jsonl").mkdir()
+    os.mkfifo(tmp_path / "pipe.csv")
+    (tmp_path / "itself.jsonl").symlink_to("itself.jsonl")
+    before = files(tmp_path)
     assert run("in.jsonl", *argv) == 2
     assert error in capsys.readouterr().out
-    assert files(tmp_path) == {"in.jsonl", "folder.jsonl"}
+    assert files(tmp_path) == before
 
 
 def test_a_column_that_no_row_has_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -188,6 +194,14 @@ def test_an_unexpected_error_has_an_exit_code_of_its_own(
     argv = ["run", str(source), "-o", str(tmp_path / "out.jsonl"), "--model", jobs.demo_model_path()]
     assert program.main(argv) == 4
     assert "Input/output error" in capsys.readouterr().err
+
+
+def test_standard_error_that_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, out = write_rows(tmp_path / "in.jsonl", rows_of(3)), tmp_path / "out.jsonl"
+    monkeypatch.setattr("sys.stderr", None)
+    monkeypatch.setattr("nanovllm.jobs.run.main.__defaults__", (FakeLLM,))
+    assert program.main(["run", str(source), "-o", str(out), "--model", jobs.demo_model_path()]) == 0
+    assert len(read_rows(out)) == 3
 
 
 def test_a_file_system_without_locks(
@@ -251,6 +265,48 @@ def test_an_input_that_changes_while_the_job_runs(tmp_path: Path, capsys: pytest
     assert run(source, "-o", out, make_llm=Appending) == 4
     assert "was changed while the job ran" in capsys.readouterr().err
     assert run(source, "-o", out) == 2
+
+
+def test_a_model_without_a_chat_template(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Rows with messages are error rows, and refused where all rows are to be conversations."""
+    rows = rows_of(5)
+    rows[2] = {"id": "c", "messages": [{"role": "user", "content": "Hi"}]}
+    source, out = write_rows(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl"
+
+    class WithoutTemplate(FakeLLM):
+        tokenizer = Mock(chat_template=None)
+
+    for more in (["--messages-column", "messages"], ["--chat-template-kwargs", '{"a": 1}']):
+        assert run(source, "-o", out, *more, make_llm=WithoutTemplate) == 2
+        assert "rows with messages: this model has no chat template" in capsys.readouterr().out
+        assert out.read_bytes() == b""
+    assert run(source, "-o", out, make_llm=WithoutTemplate) == 1
+    found = read_rows(out)
+    assert [row["error"] is None for row in found] == [True, True, False, True, True]
+    assert found[2]["id"] == "c" and "this model has no chat template; put" in found[2]["error"]
+
+
+def test_an_input_that_is_only_touched_while_the_job_runs(tmp_path: Path) -> None:
+    source, out = write_rows(tmp_path / "in.jsonl", rows_of(200)), tmp_path / "out.jsonl"
+    assert run(source, "-o", out, make_llm=watched(lambda number: os.utime(source, (number, number)))) == 0
+
+
+def test_lines_of_rows_that_the_input_has_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, out = write_rows(tmp_path / "in.jsonl", rows_of(20)), tmp_path / "out.jsonl"
+    assert run(source, "-o", out) == 0
+    whole = out.read_bytes()
+    out.write_bytes(whole + b'{"index": 20, "error": null}\n{"index": 9999, "error": null}\n')
+    assert run(source, "-o", out, make_llm=no_model) == 4
+    assert "it has 1 lines of rows that the input has not" in capsys.readouterr().err
+    out.write_bytes(out.read_bytes().replace(b'{"index": 20, "error": null}\n', b""))
+    assert run(source, "-o", out, make_llm=no_model) == 0 and out.read_bytes() == whole
+
+
+def test_names_that_are_not_utf8(tmp_path: Path) -> None:
+    source, out = (tmp_path / os.fsdecode(name) for name in (b"in\xff.jsonl", b"out\xff.jsonl"))
+    write_rows(source, rows_of(20))
+    assert run(source, "-o", out) == 0 and len(read_rows(out)) == 20
+    assert run(source, "-o", out, make_llm=no_model) == 0
 
 
 def test_ordered_output_is_in_order_at_every_moment(
@@ -472,9 +528,45 @@ def test_the_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     own = ["--override-generation-config", '{"temperature": 0}']
     assert program.main(["check", str(several), "--model", jobs.demo_model_path(), *own]) == 1
     assert "n must be 1 with temperature=0" in capsys.readouterr().out, "as a run with this model says"
+    assert program.main(["check", str(tmp_path / "none")]) == 2
+    assert "none: No such file" in capsys.readouterr().out
     assert program.main(["check", str(tmp_path / "none.jsonl")]) == 2
     assert program.main(["version"]) == 0
     printed = capsys.readouterr().out
     assert "nanovllm " in printed and "attention backend reference: can run" in printed
     assert program.main(["run", str(good), "-o", str(good), "--model", jobs.demo_model_path()]) == 2
     assert "nanovllm run: -o" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ("run a -o b --model c --max-num-seq 5", "unknown: --max-num-seq 5; did you mean --max-num-seqs?"),
+        ("run a b -o c --model d", "unknown: b; `nanovllm run --help` lists what there is"),
+        ("check a --window=5", "unknown: --window=5; `nanovllm check --help` lists"),
+    ],
+)
+def test_unknown_arguments(argv: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        program.main(argv.split())
+    printed = capsys.readouterr().err
+    assert caught.value.code == 2 and message in printed and printed.count("\n") == 2
+
+
+def test_a_reader_that_leaves(tmp_path: Path) -> None:
+    source = write_rows(tmp_path / "in.jsonl", rows_of(3))
+    with subprocess.Popen(
+        [sys.executable, "-m", "nanovllm", "check", source], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b"" and process.wait() == 141
+
+
+def test_standard_output_and_error_that_are_closed(tmp_path: Path) -> None:
+    source, output = write_rows(tmp_path / "in.jsonl", rows_of(3)), tmp_path / "out.jsonl"
+    model = jobs.demo_model_path()
+    argv = ["-m", "nanovllm", "run", source, "-o", output, "--model", model, "--num-kvcache-blocks", "99"]
+    closed = ["sh", "-c", 'exec "$0" "$@" >&- 2>&-', sys.executable, *argv]
+    assert subprocess.run(closed).returncode == 0
+    assert [row["error"] for row in read_rows(output)] == [None] * 3

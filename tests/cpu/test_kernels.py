@@ -11,9 +11,9 @@ import torch
 from kernel_cases import BF16, F16, F32, FP8, Heads
 
 from nanovllm.batch import EMPTY_BATCH, PADDING
-from nanovllm.kernels import matmul, sampling
+from nanovllm.kernels import decode_attention, matmul, paged, sampling
 from nanovllm.kernels.compat import INTERPRET
-from nanovllm.kernels.decode_attention import SharedUnit
+from nanovllm.kernels.decode_attention import CHUNK, SHARED_CHUNK, SharedUnit
 from nanovllm.kernels.prefill_attention import Tiles
 from nanovllm.kernels.sampling import sample, sample_reference
 from nanovllm.runner.shared_prefixes import SharedPrefixFinder, find_shared_prefixes
@@ -57,7 +57,9 @@ def test_decode_merges_more_chunks_than_one_merge_tile(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("sequences", [1, 3, 17, 97])
-def test_decode_batches(sequences: int) -> None:
+def test_decode_batches(sequences: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large ones are more than the twin gathers at once."""
+    monkeypatch.setattr("nanovllm.kernels.decode_attention.GATHERED_CELLS", 100)
     cases.check_decode([(7 * row) % 40 for row in range(1, sequences + 1)], Heads(2, 1, 16, 16), CPU)
 
 
@@ -90,8 +92,11 @@ def test_nothing_is_shared() -> None:
     assert (found.skips.tolist(), found.units.tolist()) == ([1536] * 3, [1])
 
 
-@pytest.mark.parametrize(("shared", "lens", "chunk"), [(2304, 2048, 512), (1792, 1792, 256)])
-def test_long_prefixes_are_shared_in_whole_chunks(shared: int, lens: int, chunk: int) -> None:
+@pytest.mark.parametrize(
+    ("shared", "lens", "chunk", "least"),
+    [(2304, 2048, 512, 1), (1792, 1792, 256, 256), (2304, 2048, 1024, 1024), (2304, 2048, 2048, 2048)],
+)
+def test_prefixes_are_shared_in_whole_chunks(shared: int, lens: int, chunk: int, least: int) -> None:
     tables = np.arange(160, dtype=np.int32).reshape(16, 10)
     tables[:, : shared // 256] = tables[0, : shared // 256]
     batch = replace(
@@ -100,12 +105,40 @@ def test_long_prefixes_are_shared_in_whole_chunks(shared: int, lens: int, chunk:
         context_lens=np.full(16, shared + 5, np.int32),
         block_tables=tables,
     )
-    finder = SharedPrefixFinder(256, SharedUnit(8, 256))
+    finder = SharedPrefixFinder(256, SharedUnit(8, 256), 32, lambda sequences: least * sequences // 16)
+    assert finder.nothing.keys() == {256, 512} | {1024, 2048, 4096} & set(range(2 * least + 1))
     for _ in range(2):  # found, then remembered
         found = finder.find(batch)
         assert found is not None and found.chunk == chunk and found.chunk in finder.nothing
         assert found.units.tolist() == [2] and found.lens[:2].tolist() == [lens] * 2
         assert set(found.skips.tolist()) == {lens}
+
+
+def test_a_prefix_shorter_than_a_chunk_is_not_shared() -> None:
+    tables = np.zeros((64, 10), np.int32)
+    contexts = np.full(64, 1800, np.int32)
+    batch = replace(EMPTY_BATCH, seq_ids=tuple(range(64)), context_lens=contexts, block_tables=tables)
+    for least, is_shared in ((1024, True), (2048, False)):
+        finder = SharedPrefixFinder(256, SharedUnit(8, 256), 64, lambda sequences, least=least: least)
+        assert (finder.find(batch) is not None) == is_shared
+
+
+@pytest.mark.parametrize("longest", [4096, 40_960, 131_072, 1_048_576])
+@pytest.mark.parametrize(("q_heads", "head_dim"), [(16, 128), (32, 128), (64, 128), (8, 256)])
+def test_partial_results_of_decode_stay_small(longest: int, q_heads: int, head_dim: int) -> None:
+    heads = paged.Heads(q_heads, 8, head_dim, head_dim, page=256, step=1)
+    for sequences in (1, 2, 3, 8, 9, 97, 256, 819, 1024):
+        chunk = decode_attention._chunk(sequences, heads, False, longest)
+        least = decode_attention.least_chunk(q_heads, head_dim, longest, sequences)
+        usual = 128 if sequences <= 2 else 256 if sequences <= 8 else CHUNK
+        assert chunk == max(usual, least)
+        assert sequences * q_heads * -(-longest // least) * head_dim * 4 <= 3 * 2**29, "bytes"
+        assert longest > 40_960 or q_heads > 16 or least <= SHARED_CHUNK
+
+
+def test_decode_in_chunks_of_the_least_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode_attention, "_MOST_PARTIAL", 1)
+    cases.check_decode([1, 256, 0, 257, 2100, 128], Heads(2, 1, 16, 16), CPU)
 
 
 def test_decode_of_padding_alone_is_zero() -> None:

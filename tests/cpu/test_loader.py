@@ -308,13 +308,23 @@ def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
     (folder / "model.safetensors").unlink()
     assert ".bin" not in refused(folder, r"holds no \*\.safetensors weights")
     (folder / "pytorch_model.bin").write_bytes(b"")
-    refused(folder, r"holds no \*\.safetensors weights; it has pytorch_model\.bin, convert")
+    refused(
+        folder, r"holds no \*\.safetensors weights; it has pytorch_model\.bin, which is not read: convert"
+    )
 
 
 def test_a_folder_without_a_readable_config_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"'.*nowhere' does not exist"):
         load_model_config(tmp_path / "nowhere")
     with pytest.raises(ModelLoadError, match=r"has no config\.json"):
+        load_model_config(tmp_path)
+    (tmp_path / "adapter_config.json").touch()
+    with pytest.raises(
+        ModelLoadError, match=r"no config\.json.* has adapter_config\.json, .* merge the adapter"
+    ):
+        load_model_config(tmp_path)
+    (tmp_path / "model.Q4_K_M.gguf").touch()
+    with pytest.raises(ModelLoadError, match=r"no config\.json.* has model\.Q4_K_M\.gguf, which is not read"):
         load_model_config(tmp_path)
     for content in ("", '{"hidden_size": 3', "[]"):
         (tmp_path / "config.json").write_text(content)

@@ -153,7 +153,7 @@ def test_figures_on_the_page_are_those_of_the_stats(llm: CheckedLLM) -> None:
     assert about["Model"] == llm.config.model and about["Devices"] == "1 x cpu"
     assert about["Dtype"] == "float32; KV cache: float32" and about["Input"] == "<rows>.jsonl"
     assert page.findtext("head/title") == page.findtext("body/h1") == "A & B"
-    assert {"Python", "torch", "nanovllm"} <= set(rows(page, "versions"))
+    assert {"python", "torch", "nanovllm", "system"} <= set(rows(page, "versions"))
 
 
 def test_options_are_there_and_secrets_are_not(llm: CheckedLLM) -> None:
@@ -327,6 +327,14 @@ def test_a_line_is_broken_where_no_step_ran() -> None:
     stats = recorded([(0.15, step), (0.25, step), (2.25, slow), (5.05, step), (5.15, step)])
     [output, *_] = charts_of(stats)
     assert [len(run) for run in output.lines[0].runs] == [3, 2]
+
+
+def test_all_charts_have_one_time_axis() -> None:
+    prefill, decode = (made(kind, 2, 9, query=1, seconds=0.1) for kind in (StepKind.PREFILL, StepKind.DECODE))
+    stats = recorded([(0.15, prefill), (5.05, decode)])
+    samples = [GPUSample(stats.start_time + seconds, (1.0,), (1.0,)) for seconds in (0.0, 9.0)]
+    axes = {str(ticks(parse(each.svg()), "xtick")) for each in charts_of(stats, None, samples)}
+    assert len(axes) == 1 and "(8.0," in axes.pop()
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 from checked_llm import CheckedLLM, make_tiny
 from tiny_models import transformers_model
 
-from nanovllm import LLM, BeamSearchParams, SamplingParams, demo_model_path
+from nanovllm import LLM, BeamSearchParams, SamplingParams, StructuredOutputsParams, demo_model_path
 from nanovllm.models.decoder import DecoderForCausalLM
 
 PROMPT = [5, 9, 17, 3, 44, 8, 61, 2, 90, 13, 7, 7, 21, 35, 1, 64, 11, 12, 13, 92]
@@ -107,6 +108,23 @@ def test_processed_logprobs_score_as_raw_ones(model: Path, llm: CheckedLLM) -> N
             assert math.isclose(score.logprob, other.logprob, abs_tol=1e-3)
 
 
+def test_long_texts_are_the_engines_own_concern(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """transformers warns of indexing errors, which there are none of."""
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    long = "a " * 2000
+    with LLM(demo_model_path(), num_kvcache_blocks=500) as llm:
+        for call in (
+            lambda: llm.generate(long, use_tqdm=False),
+            lambda: llm.score(long, "b"),
+            lambda: llm.chat([{"role": "user", "content": long}]),
+        ):
+            with pytest.raises(ValueError, match=r"has 20[01][0-9] tokens, and at most"):
+                call()
+    assert not caplog.records
+
+
 def test_scores_of_texts() -> None:
     with LLM(demo_model_path(), num_kvcache_blocks=500) as llm:
         tokenizer = llm.get_tokenizer()
@@ -148,6 +166,22 @@ def test_embeddings_of_bad_prompts(llm: CheckedLLM) -> None:
     assert llm.is_finished()
 
 
+def test_what_cannot_be_scored(llm: CheckedLLM) -> None:
+    for call, error, message in [
+        (lambda: llm.score([5], None), TypeError, "continuations must be one or a list of them, not None"),
+        (
+            lambda: llm.score_pairs(None),
+            TypeError,
+            r"pairs must be a list of \(prompt, continuation\), not No",
+        ),
+        (lambda: llm.score_pairs(["ab"]), TypeError, r"pair 0 must be \(prompt, continuation\), not 'ab'"),
+        (lambda: llm.score_pairs([([5], [6]), ([5],)]), ValueError, r"pair 1 must be .* not \(\[5\],\)"),
+    ]:
+        with pytest.raises(error, match=message):
+            call()
+    assert llm.is_finished()
+
+
 @pytest.mark.parametrize("length_penalty", [1.0, 2.5])
 def test_beam_search(llm: CheckedLLM, reference: Any, length_penalty: float) -> None:
     """Against a search over all logprobs of transformers."""
@@ -185,3 +219,8 @@ def test_beams_end_where_the_model_does(model: Path) -> None:
             llm.beam_search([PROMPT], BeamSearchParams(beam_width=11, max_tokens=1))
     with pytest.raises(ValueError, match="beam_width must be an integer of at least 1, not 0"):
         BeamSearchParams(beam_width=0, max_tokens=1)
+    assert BeamSearchParams(2, 1, structured_outputs=None) == BeamSearchParams(2, 1)
+    with pytest.raises(
+        ValueError, match=r"structured_outputs=Struct.* is not supported in .*; use generate\(\)"
+    ):
+        BeamSearchParams(2, 1, structured_outputs=StructuredOutputsParams(regex="a"))

@@ -23,7 +23,7 @@ from nanovllm.text.processor import Processor
 from nanovllm.text.prompts import parse_prompts, parse_sampling_params
 from nanovllm.text.request import Request
 from nanovllm.text.rows import raise_first
-from nanovllm.text.structured import REMEMBERED, GrammarCompiler
+from nanovllm.text.structured import COPIES, ORIGINALS, REMEMBERED, Constraint, GrammarCompiler
 
 TOKENIZER = AutoTokenizer.from_pretrained(demo_model_path())
 V = 540  # more logits than tokens, as models have whose embeddings are padded
@@ -227,6 +227,31 @@ def test_equal_constraints_are_compiled_once() -> None:
         for seed in range(30):
             compiler.constraint(StructuredOutputsParams(json=random_schema(seed)))
     assert compiler.constraint.cache_info()[:4] == (30, 30, REMEMBERED, 30)
+
+
+class Original:
+    copies = 0
+
+    def deep_copy(self) -> None:
+        self.copies += 1
+
+
+def test_few_originals_share_the_copies_in_turn() -> None:
+    """After an error they are made anew, and what replaced the row's own is copied for no other."""
+    originals = [Original()]
+
+    def make() -> Original:
+        originals.append(Original())
+        return originals[-1]
+
+    constraint: Any = Constraint(originals[0], make, None)
+    for _ in range(2 * ORIGINALS * COPIES - 1):
+        constraint.new()
+    assert [each.copies for each in originals] == [*[2 * COPIES] * (ORIGINALS - 1), 2 * COPIES - 1]
+    assert constraint.alone() is originals[ORIGINALS]
+    for _ in range(ORIGINALS * COPIES):
+        constraint.new()
+    assert [each.copies for each in originals[ORIGINALS:]] == [0, *[COPIES] * ORIGINALS]
 
 
 def test_another_tokenizer_compiles_anew() -> None:

@@ -249,3 +249,29 @@ def test_special_tokens_are_kept_or_left_out(kind: str, tmp_path: Path) -> None:
         text = Detokenizer(tokenizer).text(prompt, answer[1:-2])
         assert [output["text"] for output in outputs] == [text, f"<|turn|>{text}<|turn|>", ""]
         assert outputs[0].outputs[0].finish_reason == "stop"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_last_token_of_a_character_has_its_text(kind: str, tmp_path: Path) -> None:
+    """As in vLLM. Put together, the texts of the tokens are the text."""
+    tokenizer, text = TOKENIZERS[kind], "字 the wörld: 🌍🦀, the日"
+    ids = encode(kind, text)
+    params = SamplingParams(temperature=3.0, seed=1, max_tokens=40, logprobs=3, prompt_logprobs=0, n=2)
+    with CheckedLLM(model_for(tokenizer, tmp_path), device="cpu") as llm:
+        [output] = llm.generate([ids], params, use_tqdm=False)
+        rows = zip(ids[1:], output.prompt_logprobs[1:], strict=True)
+        shown = [row[token_id].decoded_token for token_id, row in rows]
+        assert {"字", "🌍", "🦀"} <= {each.strip() for each in shown} and shown.count("") >= 4
+        assert text.replace(" ", "").endswith("".join(shown[1:]).replace(" ", ""))
+        own: list[str] = []
+        for token_id, row in zip(output.outputs[0].token_ids, output.outputs[0].logprobs, strict=True):
+            own.append(row[token_id].decoded_token)
+            assert not own[-1].endswith("\ufffd")
+        parts = list(llm.stream([ids], params, deltas=True))
+        for completion in output.outputs:
+            mine = [part for each in parts for part in each.outputs if part.index == completion.index]
+            assert [row for part in mine for row in part.logprobs] == list(completion.logprobs)
+        params.detokenize = False
+        [output] = llm.generate([ids], params, use_tqdm=False)
+        rows = [*output.prompt_logprobs[1:], *output.outputs[0].logprobs]
+        assert {each.decoded_token for row in rows for each in row.values()} == {None}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import struct
@@ -429,6 +430,22 @@ def test_close_leaves_nothing_and_can_be_repeated() -> None:
     assert not [file for file in files if file.exists()]
     with pytest.raises(EngineClosedError):
         channel.send("call")
+
+
+def test_shared_memory_that_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    created: list[Path] = []
+
+    def full(descriptor: int, offset: int, size: int) -> None:
+        created.append(Path(f"/proc/self/fd/{descriptor}").resolve())
+        assert created[0].stat().st_size == size
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(
+        WorkerError, match=r"needs 1\.0 MiB of shared memory.*\(No space left on device\); make"
+    ):
+        Channel(2)
+    assert created and not created[0].exists()
 
 
 def test_a_channel_that_is_dropped_is_unlinked() -> None:

@@ -65,15 +65,19 @@ def test_json_lines(tmp_path: Path) -> None:
         b'{"a": NaN}',
         b'{"a": "\xc3\xa9"}\r',
     ]
-    path.write_bytes(b"\n".join([*lines, b"[" * 100_000, b'{"b": 2}']))
+    deep = [b'{"a": ' + b"[" * depth + b"]" * depth + b"}" for depth in (99, 100, 950)]
+    path.write_bytes(b"\n".join([*lines, b"[" * 100_000, b'{"b": 2}', *deep, b'{"a": "%b"}' % (b"[" * 200)]))
     found = values_of(path)
-    assert found[0] == {"a": 1} and found[5] == {"a": "é"} and found[7] == {"b": 2} and len(found) == 8
+    assert found[0] == {"a": 1} and found[5] == {"a": "é"} and found[7] == {"b": 2} and len(found) == 12
+    assert str(found[8]) == "{'a': %s}" % ("[" * 99 + "]" * 99) and found[11] == {"a": "[" * 200}
     for row, error in {
         1: "line 3: it is not JSON",
         2: "line 4: it is not UTF-8: byte 0xe9 at position 7; convert",
         3: "line 5: it must be a JSON object {...}, not a list",
         4: "line 6: it is not JSON: NaN is no JSON number",
-        6: "line 8: it is not JSON",
+        6: "line 8: it is not JSON: more than 100 lists and objects within each other",
+        9: "line 11: it is not JSON: more than 100 lists and objects within each other",
+        10: "line 12: it is not JSON: more than 100 lists and objects within each other",
     }.items():
         assert found[row].startswith(error)
     (tmp_path / "empty.jsonl").touch()
@@ -108,7 +112,7 @@ def test_csv(tmp_path: Path) -> None:
     (tmp_path / "rows.tsv").write_text("a\tb\n1,\t2\n")
     assert values_of(tmp_path / "rows.tsv") == [{"a": "1,", "b": "2"}]
     (tmp_path / "twice.csv").write_text("a,b,a\n")
-    with pytest.raises(JobRefusedError, match="several columns are named a; rename them"):
+    with pytest.raises(JobRefusedError, match="several columns are named 'a'; rename them"):
         open_source(tmp_path / "twice.csv", "auto")
 
 
@@ -148,9 +152,27 @@ def test_parquet(tmp_path: Path) -> None:
     assert [row.values() for row in source.rows()] == rows and source.position == source.size
     source.wanted = {"prompt"}
     assert next(source.rows()).values() == {"prompt": "p0"}
+    pyarrow.parquet.write_table(pyarrow.table([[1], [2]], names=["prompt", "prompt"]), path)
+    with pytest.raises(JobRefusedError, match="several columns are named 'prompt'; rename them"):
+        open_source(path, "auto")
     path.write_bytes(b"PAR1 no table")
     with pytest.raises(JobRefusedError, match=r"rows\.parquet is no Parquet file that can be read"):
         open_source(path, "auto")
+
+
+def test_a_value_that_python_has_not_makes_one_bad_row(tmp_path: Path) -> None:
+    """A text that is not UTF-8, and a date far away."""
+    pyarrow = sources.import_pyarrow()
+    path = tmp_path / "rows.parquet"
+    length = 600
+    text = pyarrow.array([b"\xff" if row == 300 else b"a" for row in range(length)]).view(pyarrow.string())
+    dates = [2**30 if row == 302 else None for row in range(length)]
+    table = pyarrow.table({"text": text, "date": pyarrow.array(dates, pyarrow.date32())})
+    pyarrow.parquet.write_table(table, path)
+    found = values_of(path)
+    assert [index for index, row in enumerate(found) if isinstance(row, str)] == [300, 302]
+    assert found[300].startswith("row 301: it cannot be read: 'utf-8' codec can't decode byte 0xff")
+    assert found[301] == {"text": "a", "date": None} and len(found) == length
 
 
 @pytest.mark.parametrize(
@@ -214,13 +236,16 @@ def test_prompts_of_rows() -> None:
         ({"prompt": "a", "sampling_params": {"top_p": 2}}, {}, r"top_p must be in \(0, 1\]"),
         ({"prompt": "a", "sampling_params": {"topp": 1}}, {}, "topp"),
         ({"prompt": "a", "sampling_params": "{"}, {}, "column 'sampling_params' is no JSON object"),
+        ({"prompt": "a", "sampling_params": "[" * 950 + "]" * 950}, {}, "more than 100 lists"),
         ({"prompt": "a", "sampling_params": [1]}, {}, "column 'sampling_params' must be an object"),
         ({"prompt": "a", "sampling_params": {"prompt_logprobs": 1}}, {}, "not written by a job"),
         ({"prompt": "a", "sampling_params": {"structured_outputs": 1}}, {}, "must be an object"),
-        ({"messages": "Hi"}, {"messages": "messages"}, "is a text, and no JSON list of messages"),
+        ({"messages": "Hi"}, {"messages": "messages"}, "is a string, but not a JSON list of messages"),
+        ({"messages": "[" * 950 + "]" * 950}, {"messages": "messages"}, "more than 100 lists"),
         ({"messages": []}, {"messages": "messages"}, "column 'messages' must be a list of messages"),
         ({"messages": [{"content": "Hi"}]}, {}, "column 'messages', message 0 needs a role"),
         ({"a": 5}, {"template": "{a.b}"}, "the template cannot be filled: AttributeError"),
+        ({"a": 2**40}, {"template": "{a:c}"}, "the template cannot be filled: OverflowError"),
     ],
 )
 def test_bad_rows(values: dict[str, Any], columns: dict[str, Any], error: str) -> None:
@@ -242,6 +267,9 @@ def test_seeds_follow_from_the_job_and_the_index() -> None:
     assert len(set(seeds)) == 100
     assert plain_task({"prompt": "b"}, 7, sampled).params.seed == seeds[7]
     assert plain_task({"prompt": "b"}, 7, SamplingParams(seed=6)).params.seed != seeds[7]
+    for none in (None, -1):
+        own = plain_task({"prompt": "b", "sampling_params": {"seed": none, "top_k": 3}}, 7, sampled).params
+        assert own.seed == seeds[7]
     own = plain_task({"prompt": "a", "sampling_params": {"seed": 9, "max_tokens": 3}}, 7, sampled).params
     assert (own.seed, own.max_tokens, own.temperature) == (9, 3, 1)
     assert plain_task({"prompt": "a"}).params is plain_task({"prompt": "b"}).params  # greedy: one for all
@@ -295,8 +323,11 @@ def test_openai_bodies() -> None:
         ({"messages": CHAT, "stream": True}, {}, "stream=True .* is not supported"),
         ({"messages": CHAT, "foo": 1}, {}, "'foo' in the body is not known"),
         ({"messages": CHAT, "top_p": 5}, {}, "top_p must be"),
+        ({"messages": CHAT, "top_logprobs": 2}, {}, "top_logprobs in the body needs logprobs=true"),
+        ({"messages": CHAT, "prompt": "a"}, {}, "'prompt' in the body is not known for /v1/chat"),
         ({"messages": CHAT, "response_format": 1}, {}, "response_format must have"),
         ({}, {"url": "/v1/images"}, "url must be one of /v1/chat/completions, /v1/completions"),
+        ({}, {"url": ["/v1/completions"]}, "url must be one of /v1/chat/completions, /v1/completions"),
         ({}, {"custom_id": 5}, "custom_id must be a string, not 5"),
         ({}, {"method": "GET"}, "method must be 'POST', not 'GET'"),
         (5, {}, "body must be an object"),
@@ -313,8 +344,8 @@ def test_bad_openai_rows(body: dict[str, Any], others: dict[str, Any], error: st
 def test_openai_answers() -> None:
     row_format = OpenAIFormat(ParamsMaker(GREEDY, 0), "folder")
     logprobs = [{5: Logprob(-0.5, 1, "a"), 6: Logprob(-float("inf"), 2, "b")}]
-    completion = CompletionOutput(0, "a", [5], "stop", None, logprobs)
-    output = RequestOutput("0", "Hi", [1, 2], [completion])
+    completion = CompletionOutput(0, "a", [5], None, logprobs, "stop")
+    output = RequestOutput("0", "Hi", [1, 2], None, [completion])
     chat = batch_task({"messages": CHAT, "logprobs": True, "top_logprobs": 2})
     answer = row_format.answer(chat, output)
     assert answer["id"] == "batch_req_3" and answer["custom_id"] == "r" and answer["error"] is None
@@ -412,7 +443,7 @@ def test_a_journal_takes_its_own_job_alone(tmp_path: Path) -> None:
     output.write_text("{}")
     moved = JOB | {"input": {"bytes": 1, "path": "b"}}
     Journal(output, output).begin(moved)
-    assert json.loads(journal.path.read_text())["runs"] == 2
+    assert json.loads(journal.path.read_text())["input"]["path"] == "b"
     other = JOB | {"sampling": {"seed": 2}, "options": {"dtype": "float16"}}
     with pytest.raises(JobRefusedError) as caught:
         Journal(output, output).begin(other)
@@ -472,7 +503,7 @@ def row(index: int, error: str | None = None) -> dict[str, Any]:
 
 
 def write_all(path: Path, *rows: dict[str, Any]) -> None:
-    output = Output(path)
+    output = Output(path, 4)
     for each in rows:
         output.write(each["index"], each)
     output.close()
@@ -489,7 +520,7 @@ def test_index_sets(indexes: set[int]) -> None:
 def test_an_output_is_taken_up_and_put_in_order(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     write_all(path, row(2), row(0))
-    output = Output(path)
+    output = Output(path, 4)
     assert [index in output.finished for index in range(4)] == [True, False, True, False]
     assert (output.num_errors, output.is_ordered) == (0, False)
     output.write(1, row(1, "bad"))
@@ -499,7 +530,7 @@ def test_an_output_is_taken_up_and_put_in_order(tmp_path: Path) -> None:
     output.close()
     put_in_order(path, 3)
     assert path.read_bytes() == b"".join(map(to_line, [row(0), row(1, "bad"), row(2)]))
-    output = Output(path)
+    output = Output(path, 4)
     assert output.is_ordered and output.num_errors == 1
     output.close()
     assert [each.name for each in tmp_path.iterdir()] == ["out.jsonl"]
@@ -510,7 +541,7 @@ def test_a_torn_last_line_is_cut_off(tmp_path: Path, cut: int) -> None:
     path = tmp_path / "out.jsonl"
     write_all(path, row(0), row(1))
     path.write_bytes(path.read_bytes()[:-cut])
-    output = Output(path)
+    output = Output(path, 4)
     assert output.num_dropped == 1 and path.read_bytes() == to_line(row(0))
     output.write(1, row(1))
     output.close()
@@ -523,8 +554,12 @@ def test_damaged_lines_are_left_out_wherever_they_are(tmp_path: Path) -> None:
     path.write_bytes(
         good[0] + bytes(40) + b"\n" + good[1][:15] + b"\n" + good[2] + good[0] + good[3] + bytes(9)
     )
-    output = Output(path)
-    assert output.num_dropped == 4 and path.read_bytes() == good[0] + good[2] + good[3]
+    with path.open("ab") as file:
+        file.write(b"\n")
+        file.writelines(to_line(row(0)).replace(b"0", b"%d" % index) for index in (4, 10**14, 10**30))
+        file.write(b'{"index": %b}\n' % (b"9" * 5000))
+    output = Output(path, 4)
+    assert output.num_dropped == 8 and path.read_bytes() == good[0] + good[2] + good[3]
     output.write(1, row(1))
     output.close()
     assert path.read_bytes() == good[0] + good[2] + good[3] + good[1]
@@ -533,7 +568,7 @@ def test_damaged_lines_are_left_out_wherever_they_are(tmp_path: Path) -> None:
 def test_error_rows_can_be_dropped(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     write_all(path, row(0), row(1, "bad"), row(2), row(3, "bad"))
-    output = Output(path, drop_errors=True)
+    output = Output(path, 4, drop_errors=True)
     assert output.num_dropped == 2 and output.num_errors == 0 and 1 not in output.finished
     assert path.read_bytes() == to_line(row(0)) + to_line(row(2))
     output.close()
@@ -548,13 +583,13 @@ def test_no_room_to_drop_lines_leaves_the_output_as_it_is(
     with monkeypatch.context() as patch:
         patch.setattr("os.fsync", Mock(side_effect=[None, OSError(28, "No space left on device")]))
         with pytest.raises(OSError, match="No space left"):
-            Output(path, drop_errors=True)
+            Output(path, 4, drop_errors=True)
     assert path.read_bytes() == before and [each.name for each in tmp_path.iterdir()] == ["out.jsonl"]
 
 
 def test_a_line_that_does_not_fit_leaves_no_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "out.jsonl"
-    output = Output(path)
+    output = Output(path, 4)
     output.write(0, row(0))
     real = os.write
     writes: list[Callable[..., int]] = [lambda fd, data: real(fd, data[:7])]
@@ -576,7 +611,13 @@ def test_a_line_that_does_not_fit_leaves_no_part(tmp_path: Path, monkeypatch: py
 
 def test_what_is_no_character_is_escaped() -> None:
     assert to_line({"id": "é"}) == '{"id": "é"}\n'.encode()
-    assert to_line({"id": "\ud800"}) == b'{"id": "\\ud800"}\n'
+    assert to_line({"id": "é\ud800"}) == '{"id": "é\\ud800"}\n'.encode()
+
+
+def test_a_number_that_json_has_not_is_null() -> None:
+    infinity = float("inf")
+    record = {"id": {"a": [infinity, -infinity, float("nan"), 1.5, "é"]}, "error": "inf"}
+    assert to_line(record) == '{"id": {"a": [null, null, null, 1.5, "é"]}, "error": "inf"}\n'.encode()
 
 
 # -- progress ----------------------------------------------------------------------------------------------
@@ -588,7 +629,8 @@ class Terminal(StringIO):
 
 
 def answer_of(tokens: int) -> RequestOutput:
-    return RequestOutput("0", "a", [1, 2], [CompletionOutput(0, "a", [5] * tokens, "stop")])
+    completion = CompletionOutput(0, "a", [5] * tokens, finish_reason="stop")
+    return RequestOutput("0", "a", [1, 2], None, [completion])
 
 
 def test_progress(tmp_path: Path) -> None:
@@ -641,10 +683,11 @@ def test_options_of_llm_are_flags() -> None:
         ([*RUN, "--sampling", "top_p=3"], r"top_p must be in \(0, 1\]"),
         ([*RUN, "--max-errors", "-1"], "must be a number of rows, 0 or more"),
         ([*RUN, "--window", "0"], "must be 1 or more"),
+        ([*RUN, "--report", "out.jsonl"], "must end in .html, not 'out.jsonl'"),
         ([*RUN, "--prompt-column", "a", "--template", "{a}"], "not allowed with argument"),
         ([*RUN, "--template", "@/none"], "No such file"),
         ([*RUN, "--chat-template-kwargs", "1"], "must be a JSON object"),
-        ([*RUN, "--max-num-sqs", "1"], "unrecognized arguments: --max-num-sqs"),
+        ([*RUN, "--max-num-sqs", "1"], "unknown: --max-num-sqs 1; did you mean --max-num-seqs"),
         (["sing"], "invalid choice: 'sing'"),
     ],
 )

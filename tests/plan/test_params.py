@@ -280,11 +280,21 @@ def test_wrong_options(options: dict[str, Any], error: type[Exception]) -> None:
         assert name in str(caught.value) and str(value) in str(caught.value)
 
 
+def test_numbers_of_numpy() -> None:
+    config = Config.from_kwargs(
+        "model", max_model_len=np.int64(5), gpu_memory_utilization=np.float64(0.5), enforce_eager=np.True_
+    )
+    assert config == Config("model", max_model_len=5, gpu_memory_utilization=0.5, enforce_eager=True)
+    assert type(config.max_model_len) is int and type(config.enforce_eager) is bool
+
+
 def test_unknown_options_are_refused_with_the_nearest_name() -> None:
     with pytest.raises(TypeError, match="'max_seqs'; did you mean 'max_num_seqs'"):
         Config.from_kwargs("model", max_seqs=3)
-    with pytest.raises(TypeError, match="'zzz'; it knows: tensor_parallel_size"):
+    with pytest.raises(TypeError, match="'zzz'; it knows: model, tensor_parallel_size"):
         Config.from_kwargs("model", zzz=3)
+    with pytest.raises(TypeError, match=r"LLM\(\) got 'temperature'; pass it to generate\(\) as SamplingPar"):
+        Config.from_kwargs("model", temperature=0.5)
     with pytest.raises(ValueError, match="model must be a folder"):
         Config.from_kwargs("")
 

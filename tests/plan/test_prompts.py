@@ -6,14 +6,20 @@ import array
 import copy
 import pickle
 from collections import UserDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import pytest
 
 from nanovllm import TextPrompt, TokensPrompt
-from nanovllm.outputs import CompletionOutput, RequestOutput
+from nanovllm.outputs import (
+    CompletionOutput,
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    Logprob,
+    RequestOutput,
+)
 from nanovllm.text import prompts as forms
 from nanovllm.text.prompts import Prompt, parse_prompt
 from nanovllm.text.rows import raise_first
@@ -28,6 +34,16 @@ class Tensor:
 
     def tolist(self) -> Any:
         return self.values
+
+
+class Table:
+    """What prompts ask of a DataFrame of pandas."""
+
+    def keys(self) -> list[str]:
+        return ["question"]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.keys())
 
 
 def parse_prompts(prompts: Any) -> list[Prompt]:
@@ -106,12 +122,14 @@ def test_what_a_tokenizer_returns(kind: Any, wrap: Any) -> None:
         ({"prompt": "\udc00"}, ValueError, r"the prompt\['prompt'\] has a lone surrogate"),
         ([{"prompt": None}], TypeError, r"prompts\[0\]\['prompt'\] must be a string, not None"),
         ({"text": "x"}, ValueError, r"the prompt must have the key 'prompt' or .* not \['text'\]"),
+        ([{"role": "user", "content": "x"}], ValueError, "a conversation goes to chat"),
+        (Table(), TypeError, "prompts must be a prompt or a list of prompts, not .*Table"),
         ({5: "x"}, ValueError, r"the prompt must have the key .* not \['5'\]"),
         ({}, ValueError, r"the prompt must have the key .* not \[\]"),
         ({"prompt": "a", 5: "x"}, TypeError, "unknown argument '5'; it knows: prompt, prompt_tok"),
         ({"prompt": "a", "prompt_ids": [5]}, TypeError, "argument 'prompt_ids'; did you mean 'prompt"),
         (["a", {"prompt": "a", "cache_salt": "x"}], ValueError, r"prompts\[1\]: cache_salt='x' is not supp"),
-        ({"prompt": "a", "multi_modal_data": {"image": 5}}, ValueError, "multi_modal_data=.* only text goes"),
+        ({"prompt": "a", "multi_modal_data": {"image": 5}}, ValueError, "multi_modal_data=.* only text is"),
         ({"input_ids": [5], "pixel_values": []}, ValueError, r"has 'input_ids'.*\['pixel_values'\]"),
         ({"input_ids": []}, ValueError, "row 0 is empty"),
         ({"input_ids": "ab"}, TypeError, r"the prompt\['input_ids'\] must be a list of token ids, not 'ab'"),
@@ -131,7 +149,7 @@ def test_what_has_no_meaning(prompts: Any, error: type[Exception], message: str)
 
 
 def test_an_output_is_a_mapping() -> None:
-    output = RequestOutput("0", "p", [1], [CompletionOutput(0, "text", [5, 6], "length")])
+    output = RequestOutput("0", "p", [1], None, [CompletionOutput(0, "text", [5, 6], finish_reason="length")])
     assert isinstance(output, Mapping) and len(output) == 3 and output
     assert output.finished is True and output.outputs[0].finished() is True
     assert "text" in output and "logprobs" not in output and None not in output
@@ -145,3 +163,23 @@ def test_an_output_is_a_mapping() -> None:
         output["logprobs"]
     assert pickle.loads(pickle.dumps(output)) == output == copy.deepcopy(output)
     assert repr(output).startswith("RequestOutput(request_id='0', prompt='p'")
+
+
+def test_outputs_are_made_and_changed_as_vllms() -> None:
+    """Scripts build them for their own tests, and note their own results in them."""
+    logprobs = [{5: Logprob(-0.5, 1, " a")}]
+    completion = CompletionOutput(0, " a", [5], -0.5, logprobs)
+    assert (completion.cumulative_logprob, completion.logprobs) == (-0.5, logprobs)
+    assert not completion.finished()
+    output = RequestOutput("0", "p", [1], None, [completion], False)
+    assert output.outputs == [completion] and output.finished is False
+    completion.text, output.label = completion.text.strip(), "good"
+    assert output["text"] == "a" and copy.deepcopy(output).label == "good"
+    named = {"cumulative_logprob": None, "logprobs": None, "finish_reason": "length"}
+    assert CompletionOutput(index=0, text="", token_ids=[], **named).finished()
+
+
+def test_an_embedding_is_shown_by_its_size() -> None:
+    output = EmbeddingRequestOutput("0", EmbeddingOutput([0.5] * 128), [1, 2], 0, True)
+    assert output.finished and output.outputs.hidden_size == 128
+    assert "EmbeddingOutput(hidden_size=128)" in repr(output) and "0.5" not in repr(output)

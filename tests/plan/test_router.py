@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import random
+import socket
 import struct
 from itertools import pairwise
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanovllm.config import Config
+from nanovllm.replicas import process as replica_process
 from nanovllm.replicas.process import ReplicaProcess
 from nanovllm.replicas.router import SHORTEST, Router, beginnings
 from nanovllm.sampling_params import SamplingParams
@@ -198,3 +202,19 @@ def test_a_replica_has_room_while_little_waits_to_be_computed() -> None:
     for number in range(4, 16):
         member.take(request_of(number, 1), 0)
     assert not has_room(), "a batch and an eighth of it are in flight"
+    member.forget_requests()
+    member.take(request_of(16, 150), 0)
+    assert has_room()
+
+
+def test_the_pipe_blocks_whatever_timeout_new_sockets_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replica_process, "start_process", lambda process: None)
+    member = ReplicaProcess(0, Config(model="m"))
+    before = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(5)
+    try:
+        member.start({})
+    finally:
+        socket.setdefaulttimeout(before)
+    assert os.get_blocking(member.pipe.fileno())
+    member.end(0)

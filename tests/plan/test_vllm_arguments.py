@@ -56,6 +56,7 @@ class DType:
         {"enable_prefix_caching": None, "max_num_batched_tokens": None, "max_model_len": -1},
         {"max_model_len": "auto", "load_format": "safetensors", "guided_decoding_backend": "xgrammar"},
         {"structured_outputs_config": {"backend": "guidance"}},
+        {"enable_chunked_prefill": False, "disable_custom_all_reduce": True},
     ],
     ids=lambda options: next(iter(options)),
 )
@@ -73,11 +74,9 @@ def test_options_that_ask_for_nothing_change_nothing(options: dict[str, Any]) ->
         ("pipeline_parallel_size", 2, "data_parallel_size"),
         ("enable_lora", True, "merge"),
         ("cpu_offload_gb", 4, "smaller model"),
-        ("enable_chunked_prefill", False, "always use chunks"),
         ("speculative_config", {"method": "ngram"}, "leave it out"),
         ("rope_theta", 1e6, r"use hf_overrides=\{'rope_theta': \.\.\.\}"),
         ("runner", "pooling", r"embed\(\) takes any model"),
-        ("disable_custom_all_reduce", True, "always use it"),
         ("structured_outputs_config", {"disable_any_whitespace": True}, "each StructuredOutputsParams"),
         ("guided_decoding_disable_any_whitespace", True, "each StructuredOutputsParams"),
     ],
@@ -115,6 +114,8 @@ def test_a_typing_error_is_told_the_nearest_name() -> None:
         Config.from_kwargs("model", quantisation=None)
     with pytest.raises(TypeError, match="'tensor_paralel_size'; did you mean 'tensor_parallel_size'"):
         Config.from_kwargs("model", tensor_paralel_size=2)
+    with pytest.raises(TypeError, match="'torch_dtype'; did you mean 'kv_cache_dtype' or 'dtype'"):
+        Config.from_kwargs("model", torch_dtype="auto")
 
 
 @pytest.mark.parametrize("model", [None, 5, ["a"], b"folder"])

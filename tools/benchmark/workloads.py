@@ -191,7 +191,7 @@ def from_jsonl(
             prompt, max_tokens = _parse_row(line, vocab_size)
             if isinstance(prompt, str) and tokenize is None:
                 raise ValueError(
-                    "'prompt' is a text, and a dummy shape has no tokenizer: pass --model FOLDER"
+                    "'prompt' is a string, and a dummy shape has no tokenizer: pass --model FOLDER"
                 )
         except ValueError as error:
             raise ValueError(f"{path}, line {number}: {error}") from None
@@ -258,8 +258,8 @@ def make_workload(name: str, num_seqs: int | None, model: Path, config: ModelCon
     return work
 
 
-def write_shape(name: str, folder: Path) -> Path:
-    """Write the config.json of a Qwen3 shape, for dummy weights."""
+def write_shape(name: str, folder: Path, longest: int = 0) -> Path:
+    """Write the config.json of a Qwen3 shape, for dummy weights and sequences of up to `longest` tokens."""
     layers, hidden, intermediate, heads, tied = QWEN3[name]
     config = {
         "architectures": ["Qwen3ForCausalLM"],
@@ -274,7 +274,7 @@ def write_shape(name: str, folder: Path) -> Path:
         "hidden_act": "silu",
         "rms_norm_eps": 1e-6,
         "rope_theta": 1000000,
-        "max_position_embeddings": 40960,
+        "max_position_embeddings": max(40960, longest),
         "tie_word_embeddings": tied,
         "attention_bias": False,
         "torch_dtype": "bfloat16",
