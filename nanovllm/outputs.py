@@ -84,9 +84,9 @@ class RequestOutput(Mapping[str, Any]):
 
     As a dictionary it has the keys "text", "token_ids" and "finish_reason".
 
-    prompt_logprobs: of the prompt's tokens, where they were asked for.
-    finished: False for a part of an answer, which `stream(deltas=True)` gives.
-    metrics: its moments; None for a prompt that could not run, and for a part of an answer.
+    prompt_logprobs: of the prompt's tokens, if requested.
+    finished: False for a part of an answer from `stream(deltas=True)`, except for the last part.
+    metrics: its timestamps; None for a prompt that could not run, and for a part of an answer.
     num_cached_tokens: prompt tokens whose K/V came from the prefix cache when the request was first admitted.
     error: why `finish_reason` is "error", else None.
     index: the index of its prompt in the call.

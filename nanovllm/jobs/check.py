@@ -47,7 +47,7 @@ class Lengths:
     params: SamplingParams  # the defaults from the model's generation_config.json
 
     def __init__(self, args: argparse.Namespace) -> None:
-        """args: of the command line. JobRefusedError when there is no such model, or an option is wrong."""
+        """args: of the command line. JobRefusedError if there is no such model, or an option is wrong."""
         with refusing():
             config = Config.from_kwargs(args.model, **engine_options(args))
             path = find_model(config)

@@ -88,7 +88,7 @@ class Journal:
         """Change values of the journal and write it to disk."""
         self.state |= {**values, "updated": now()}
         text = json.dumps(self.state, indent=2, ensure_ascii=False) + "\n"
-        # What stands for a byte of an argument that is not UTF-8 is written as an escape.
+        # Write bytes of arguments that are not UTF-8 as escapes.
         write_atomically(self.path, [text.encode(errors="backslashreplace")])
 
 

@@ -19,7 +19,7 @@ from nanovllm.jobs.errors import FAILED, INTERRUPTED, READER_LEFT, REFUSED, JobR
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line, without the program's name; return the exit code."""
     for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # closed; else the next file that is opened gets its number
+        if getattr(sys, name) is None:  # closed; without this the next opened file gets its number
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 (for as long as the process lives)
     args = parse_args(argv)
     try:

@@ -84,7 +84,7 @@ def test_arguments_of_vllm(model: Path) -> None:
     with make_tiny(model) as llm:
         neutral: dict[str, Any] = dict.fromkeys(GENERATE)
         assert len(llm.generate([[5]], GREEDY, False, **neutral)) == 1
-        with pytest.raises(ValueError, match=r"generate\(\): mm_processor_kwargs=.* only text goes in"):
+        with pytest.raises(ValueError, match=r"generate\(\): mm_processor_kwargs=.* only text is supported"):
             llm.generate([[5]], GREEDY, mm_processor_kwargs={"num_crops": 4})
         each: dict[str, Any] = {"lora_request": [None] * 2, "priority": [0, 0]}
         assert len(llm.generate([[5], [6]], GREEDY, **each, use_tqdm=False)) == 2
