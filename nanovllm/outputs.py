@@ -15,8 +15,8 @@ class Logprob:
     """The natural logarithm of a token's probability, and its rank among all tokens.
 
     rank: 1 is the likeliest token; None if not requested.
-    decoded_token: the token's text. If several tokens form one character, the last one has the character
-        and the others have "". None without a tokenizer and with `detokenize=False`.
+    decoded_token: the token's text. If several tokens form one character, the last one has the text and the
+    others have "". None without a tokenizer and with `detokenize=False`.
     """
 
     logprob: float
@@ -55,7 +55,7 @@ class RequestMetrics:
 class CompletionOutput:
     """One answer. `finish_reason` is "stop", "length", "abort" or "error"; None in a part of an answer.
 
-    The fields are mutable and have vLLM's order, as in RequestOutput.
+    Its fields are mutable and in vLLM's order, like those of a RequestOutput.
 
     text: what follows the prompt when prompt and output are decoded together. It excludes an incomplete
     character at the end, and by default special tokens and the stop string or token that ended the output.
@@ -84,9 +84,9 @@ class RequestOutput(Mapping[str, Any]):
 
     As a dictionary it has the keys "text", "token_ids" and "finish_reason".
 
-    prompt_logprobs: of the prompt's tokens, where they were asked for.
-    finished: False for a part of an answer, which `stream(deltas=True)` gives.
-    metrics: its moments; None for a prompt that could not run, and for a part of an answer.
+    prompt_logprobs: of the prompt's tokens, if requested.
+    finished: False for a part of an answer from `stream(deltas=True)`, except for the last part.
+    metrics: its timestamps; None for a prompt that could not run, and for a part of an answer.
     num_cached_tokens: prompt tokens whose K/V came from the prefix cache when the request was first admitted.
     error: why `finish_reason` is "error", else None.
     index: the index of its prompt in the call.

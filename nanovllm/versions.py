@@ -9,7 +9,7 @@ PACKAGES = ("nanovllm", "torch", "transformers", "tokenizers", "triton", "numpy"
 
 
 def versions(more: tuple[str, ...] = ()) -> dict[str, str]:
-    """The versions of Python, of what an answer depends on, and of the packages `more`, by name."""
+    """The versions of Python, of the packages that answers depend on, and of the packages `more`, by name."""
     found = {"python": platform.python_version()}
     for name in (*PACKAGES, *more):
         try:

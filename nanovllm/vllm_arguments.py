@@ -199,7 +199,7 @@ def refuse_absent(
 
 
 def nearest(name: str, known: Iterable[str], table: Mapping[str, Absent]) -> str:
-    """A hint at the name that is meant: of those that are known, and those that the table has advice for."""
+    """A hint about the intended name: one of `known`, or one that the table has advice for."""
     known, advised = list(known), (each for each, absent in table.items() if absent.neutral is not None)
     near = difflib.get_close_matches(name, [*known, *advised], n=2, cutoff=0.6)
     return f"did you mean {' or '.join(map(repr, near))}?" if near else f"it knows: {', '.join(known)}"

@@ -25,7 +25,7 @@ class Given:
     text: StopStrings | None  # decodes its tokens; None if outputs have no text
     num_tokens: int = 0
     num_characters: int = 0
-    before: list[int] = field(default_factory=list)  # the last tokens that have been given
+    before: list[int] = field(default_factory=list)  # the last yielded tokens
 
 
 class Deltas:

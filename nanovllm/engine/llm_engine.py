@@ -62,7 +62,7 @@ class LLMEngine:
     on_step: Callable[[StepStats], object] | None = None
 
     def __init__(self, model: str | Path | None = None, **options: Any) -> None:
-        """Load `model`, a folder or a hub id, which must be given; `options` are the fields of `Config`.
+        """Load `model`, a folder or a hub id (required); `options` are the fields of `Config`.
 
         Raises TypeError or ValueError for a wrong option, ModelLoadError for a checkpoint that cannot be
         loaded, and KVCacheMemoryError if the device is too full, in this order. Cheap checks come first.

@@ -1,4 +1,4 @@
-"""What `score` and `embed` return, made of the outputs of requests that generate nothing."""
+"""Creates the results of `score` and `embed` from the outputs of requests that generate nothing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from nanovllm.text.logprobs import LogprobDicts
 
 
 def score_output(output: RequestOutput, first: int) -> ScoreOutput:
-    """The score of the prompt's tokens from `first` on; their logprobs stand beside the likeliest ones'."""
+    """The score of the prompt's tokens from `first` on. The output's prompt logprobs include the likeliest
+    token at each position."""
     assert isinstance(output.prompt_logprobs, LogprobDicts)
     columns = output.prompt_logprobs.columns
     return ScoreOutput(
@@ -21,7 +22,7 @@ def score_output(output: RequestOutput, first: int) -> ScoreOutput:
 
 
 def embedding_output(output: RequestOutput, is_mean: bool, normalize: bool) -> EmbeddingRequestOutput:
-    """The embedding of a prompt, of the sum of its hidden states."""
+    """The embedding of a prompt, from the sum of its hidden states."""
     values = np.empty(0) if output.pooled is None else np.asarray(output.pooled, np.float32)
     if is_mean:
         values = values / max(len(output.prompt_token_ids), 1)

@@ -173,7 +173,7 @@ def _template(text: str) -> str:
 
 
 def _page(text: str) -> Path:
-    if not text.endswith(".html"):  # it could be the output
+    if not text.endswith(".html"):  # it may be the path of the output by mistake
         raise argparse.ArgumentTypeError(f"must end in .html, not {text!r}")
     return Path(text)
 

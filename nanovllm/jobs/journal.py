@@ -19,8 +19,8 @@ import xxhash
 from nanovllm.jobs.errors import JobRefusedError
 
 ABOUT = (
-    "The state of a `nanovllm run` job. The same command goes on with it. Delete this file and the output to "
-    "start anew."
+    "The state of a `nanovllm run` job. The same command resumes it. Delete this file and the output to "
+    "start over."
 )
 WHAT = ("input", "model", "options", "sampling", "prompt", "format")  # define a job; other keys may change
 INFORMATIVE = ("path",)  # keys within these that may change too
@@ -51,7 +51,7 @@ class Journal:
         except (OSError, ValueError) as error:
             raise JobRefusedError(
                 f"{self.path} cannot be read as a journal ({error}); delete it and {self._output} to "
-                "start anew"
+                "start over"
             ) from None
 
     def begin(self, job: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -72,12 +72,12 @@ class Journal:
         elif different := list(differences(found, job)):
             raise JobRefusedError(
                 f"{self._output} belongs to another job: {'; '.join(different)}. Choose another -o, or "
-                f"delete it and {self.path.name} to start anew"
+                f"delete it and {self.path.name} to start over"
             )
         elif not self._rows.exists():
             raise JobRefusedError(
                 f"{self._rows} is gone, from which {self._output} was made; delete that and "
-                f"{self.path.name} to start anew"
+                f"{self.path.name} to start over"
             )
         else:
             self.state = {**found, **job}
@@ -88,7 +88,7 @@ class Journal:
         """Change values of the journal and write it to disk."""
         self.state |= {**values, "updated": now()}
         text = json.dumps(self.state, indent=2, ensure_ascii=False) + "\n"
-        # What stands for a byte of an argument that is not UTF-8 is written as an escape.
+        # Write bytes of arguments that are not UTF-8 as escapes.
         write_atomically(self.path, [text.encode(errors="backslashreplace")])
 
 

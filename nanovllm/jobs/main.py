@@ -20,7 +20,7 @@ from nanovllm.jobs.errors import FAILED, INTERRUPTED, READER_LEFT, REFUSED, JobR
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line, without the program's name; return the exit code."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:  # closed; else the next file that is opened gets its number
+        if getattr(sys, name) is None:  # closed; without this the next opened file gets its number
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 (for as long as the process lives)
     if isinstance(sys.stdout, TextIOWrapper):  # file names may not be UTF-8
         sys.stdout.reconfigure(errors="backslashreplace")

@@ -203,11 +203,11 @@ def line_index(line: bytes) -> int | None:
 
 
 def to_line(record: dict[str, Any]) -> bytes:
-    """A record as a line of JSON. What JSON has not, such as a date as an id, becomes its text, a number that
-    is not finite null, and what is no character, half of a surrogate pair, an escape."""
+    """A record as a line of JSON. Values that JSON does not have, such as dates as ids, become strings,
+    numbers that are not finite become null, and lone surrogates become escapes."""
     try:
         text = ENCODER.encode(record)
-    except ValueError:  # for such a number
+    except ValueError:  # a number that is not finite
         text = ENCODER.encode(json.loads(json.dumps(record, default=str), parse_constant=lambda name: None))
     return f"{text}\n".encode(errors="backslashreplace")
 

@@ -34,7 +34,7 @@ class ParamsMaker:
         if not own and self._params.temperature == 0:
             return self._params
         params = make_params(own, self._params) if own else self._params.clone()
-        if own.get("seed") in (None, -1):  # two names of none
+        if own.get("seed") in (None, -1):  # both mean no seed
             params.seed = drawn_seed(self._seed, index)
         return params
 

@@ -97,7 +97,7 @@ class JobProgress:
             self._write(line + "\n")
 
     def close(self) -> None:
-        """Take the line of a terminal away."""
+        """Remove the line from a terminal."""
         if self._is_terminal:
             self._write("\r\x1b[K")
 
@@ -112,12 +112,12 @@ class JobProgress:
 
     @property
     def tokens_per_second(self) -> float:
-        """Output tokens from the first step on."""
+        """Output tokens per second since the first step."""
         begin = self._start if self._first_step is None else self._first_step
         return max(self._drawn_tokens, self.output_tokens) / max(self._clock() - begin, 1e-9)
 
     def line(self, seconds: float) -> str:
-        """The state `seconds` after the start."""
+        """The line of progress, `seconds` after the start."""
         share, num_rows = self._share(), self._source.num_rows
         rows = f"of {num_rows:,} rows" if num_rows else f"rows ({share:.0%})"
         parts = [f"{self.finished:,} {rows}", f"{short(self.tokens_per_second)} tok/s"]
@@ -129,7 +129,7 @@ class JobProgress:
         return ", ".join(parts)
 
     def _share(self) -> float:
-        """Of the job that is done, by the bytes of the rows that have been read."""
+        """The finished share of the job, by the bytes of the rows read so far."""
         if not self.rows_read or not self._source.size:
             return 0.0
         read = self._source.position / self._source.size

@@ -32,8 +32,8 @@ class Renderer:
         chat_template_kwargs: Mapping[str, Any],
         all_chats: bool = False,
     ) -> None:
-        """all_chats: whether each row is a conversation. JobRefusedError when the model then has no chat
-        template, and for variables that cannot be."""
+        """all_chats: whether each row is a conversation. JobRefusedError if the model then has no chat
+        template, and for wrong variables."""
         self._tokenizer = tokenizer
         self._variables = chat_template_kwargs
         self._options = attempt(self._check, {})  # of rows without their own
@@ -41,7 +41,7 @@ class Renderer:
             raise JobRefusedError(f"rows with messages: {self._options}")
 
     def prompts(self, tasks: Sequence[Task]) -> list[dict[str, Any] | BadRow]:
-        """Return the prompt of each task, or in its place the error that says what is wrong with it."""
+        """Return the prompt of each task, or the error of a bad one."""
         plain = iter(self._plain([task for task in tasks if task.is_chat and not task.template]))
         prompts: list[dict[str, Any] | BadRow] = []
         for task in tasks:

@@ -107,7 +107,7 @@ def run(job: Job, make_llm: Callable[..., Any]) -> int:
                 if not isinstance(error, NanoVLLMError):  # its message is complete
                     traceback.print_exc()
                 state = f"failed: {type(error).__name__}: {error}"
-            state += "; the same command goes on"
+            state += "; the same command resumes"
         finally:
             progress.close()
             with suppress(OSError):  # on a full disk the journal still says that the job runs
@@ -138,7 +138,7 @@ def _run(job: Job, runner: JobRunner, progress: JobProgress, make_llm: Callable[
     if job.source.was_written() and hash_file(job.source.path) != before:
         raise JobFailedError(
             f"{job.source.path} was changed while the job ran, so its rows may be mixed up; delete "
-            f"{args.output} and run the job anew"
+            f"{args.output} and run the job again"
         )
     assert runner.num_rows is not None
     _finish(job, runner.num_rows)

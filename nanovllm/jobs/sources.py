@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, NoReturn, TypeAlias
 from nanovllm.jobs.errors import JobRefusedError
 
 MAX_ROW_BYTES = 8 * 2**20  # of a line or a CSV field; a longer one is an error row
-MAX_NESTING = 100  # lists and objects within each other; near 1,000 Python can no longer print or write them
+MAX_NESTING = 100  # depth of lists and objects; near 1,000 Python can no longer print or write them
 TOO_DEEP = f"more than {MAX_NESTING} lists and objects within each other"
 PARQUET_ROWS = 256  # read at once
 ENDINGS = {
@@ -83,11 +83,11 @@ class Source(ABC):
 
     @property
     def most_rows(self) -> int:
-        """The file has no more rows than this; a row is a byte at least."""
+        """An upper bound of the number of rows: each row has at least one byte."""
         return self.size if self.num_rows is None else self.num_rows
 
     def was_written(self) -> bool:
-        """Whether the file was written, or only touched, since it was opened first."""
+        """Whether the file was written or touched since it was first opened."""
         now = self.path.stat()
         return (now.st_size, now.st_mtime_ns) != (self.size, self._stat.st_mtime_ns)
 
@@ -263,8 +263,8 @@ SOURCES: dict[str, Callable[[Path], Source]] = {
 
 
 def _values_of(batch: Any) -> list[Values | ValueError]:
-    """The rows of a batch; an error in the place of one with a value that Python has not, such as a time in
-    nanoseconds or a text that is not UTF-8."""
+    """The rows of a batch. A row with a value that Python cannot hold, such as a time in nanoseconds or a
+    string that is not UTF-8, is replaced by an error."""
     try:
         return list(batch.to_pylist())
     except Exception as error:  # of many kinds
@@ -274,7 +274,7 @@ def _values_of(batch: Any) -> list[Values | ValueError]:
 
 
 def _unique(names: list[str], path: Path) -> list[str]:
-    """The names of columns; JobRefusedError when one comes twice."""
+    """The names of columns; JobRefusedError if a name is repeated."""
     doubled = sorted({name for name in names if names.count(name) > 1})
     if doubled:
         raise JobRefusedError(
@@ -310,7 +310,7 @@ def parse_json_line(line: bytes) -> Values:
 
 
 def parse_json(text: str) -> Any:
-    """Return what a text holds as JSON. ValueError when it is none, or nested too deeply."""
+    """Parse a string as JSON. ValueError if it is not JSON, or nested too deeply."""
     try:
         value = DECODER.decode(text)
     except RecursionError:

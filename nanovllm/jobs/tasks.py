@@ -176,7 +176,7 @@ def fill(template: str, values: Values) -> str:
     """Fill a row's values into the braces of the template, like `str.format`."""
     try:
         return template.format_map(values)
-    except Exception as error:  # a format may raise anything
+    except Exception as error:  # formatting may raise anything
         raise ValueError(f"the template cannot be filled: {type(error).__name__}: {error}") from None
 
 
@@ -201,7 +201,9 @@ def conversation(value: Any, column: str) -> list[dict[str, Any]]:
         try:
             value = parse_json(value)
         except ValueError as error:
-            raise ValueError(f"column {column!r} is a text, and no JSON list of messages: {error}") from None
+            raise ValueError(
+                f"column {column!r} is a string, but not a JSON list of messages: {error}"
+            ) from None
     if not isinstance(value, list) or not value or not isinstance(value[0], Mapping):
         raise TypeError(f"column {column!r} must be a list of messages, not {show(value)}")
     rows = parse_conversations([value])

@@ -91,7 +91,7 @@ class ModelConfig:
             sizes = ", ".join(str(ranks) for ranks in range(1, self.num_heads + 1) if fits(ranks))
             raise ValueError(
                 f"tensor_parallel_size={size} does not divide this model's {self.num_heads} query heads, "
-                f"{self.num_kv_heads} KV heads (or is no multiple of them) and intermediate size "
+                f"{self.num_kv_heads} KV heads (or is not a multiple of them) and intermediate size "
                 f"{self.intermediate_size}; sizes that do: {sizes}"
             )
 
@@ -148,7 +148,7 @@ class ModelFamily:
         head_dim = hf.integer("head_dim", hidden_size // num_heads)
         if num_heads % num_kv_heads:
             raise ValueError(
-                f"config.json: num_attention_heads {num_heads} is no multiple of "
+                f"config.json: num_attention_heads {num_heads} is not a multiple of "
                 f"num_key_value_heads {num_kv_heads}"
             )
         if head_dim % 2 or head_dim < 4:

@@ -38,7 +38,7 @@ HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 LISTED = 40  # maximum names of one kind in an error message
 TIED_HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-UNREAD = {  # files that are not read, with what to do
+UNREAD = {  # unsupported files, with what to do instead
     "*.bin": "convert them to safetensors",
     "*.pth": "convert them to safetensors",
     "*.gguf": "pass the safetensors checkpoint that they were made from",
@@ -308,7 +308,7 @@ def _weight_files(folder: Path) -> dict[str, set[str]]:
 
 
 def _unread(folder: Path) -> str:
-    """What to say of files in `folder` that are not read; an empty text when there are none."""
+    """A hint about unsupported files in `folder`; an empty string if there are none."""
     for pattern, fix in UNREAD.items():
         if names := sorted(path.name for path in folder.glob(pattern)):
             return f"; it has {_listing(names)}, which is not read: {fix}"

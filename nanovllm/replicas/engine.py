@@ -147,7 +147,7 @@ class ReplicatedEngine(LLMEngine):
     @property
     def _running_and_waiting(self) -> tuple[int, int]:
         """The numbers of running and waiting sequences of all replicas, from their last reports."""
-        last = list(self._last_stats.values())  # a copy: another thread may add to it
+        last = list(self._last_stats.values())  # a copy, because another thread may add to it
         return sum(each.num_running for each in last), sum(each.num_waiting for each in last)
 
     def _current_device(self) -> AbstractContextManager[object]:

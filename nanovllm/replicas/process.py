@@ -57,7 +57,7 @@ class ReplicaProcess:
         )
         start_process(self.process)
         with socket(fileno=os.dup(self.pipe.fileno())) as end:
-            end.settimeout(None)  # else the pipe would not block where socket.setdefaulttimeout was called
+            end.settimeout(None)  # else the pipe would not block after a call of socket.setdefaulttimeout
             end.setsockopt(SOL_SOCKET, SO_SNDTIMEO, pack("ll", SEND_SECONDS, 0))
         theirs.close()  # the replica has the only copy, so the pipe ends with the replica
         self.is_ready = False

@@ -28,7 +28,7 @@ class SharedPrefixFinder:
         max_num_seqs: int,
         least_chunk: Callable[[int], int] = lambda sequences: 1,
     ) -> None:
-        """least_chunk: the fewest positions per partial result, for a step of so many sequences."""
+        """least_chunk: number of sequences of a step -> minimum positions per partial result."""
         self._block_size = block_size
         self._unit = unit
         self._least_chunk = least_chunk

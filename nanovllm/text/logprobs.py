@@ -21,8 +21,9 @@ class LogprobDicts(Sequence[Any]):
     """For each token a dictionary {token id: `Logprob`}: the token itself first, then the likeliest tokens.
 
     The first `num_unknown` entries are None. Compares equal to the list of dictionaries, and is pickled as
-    that list. decode: returns the text of a token that follows other tokens; None: tokens have no text.
-    before: the last tokens before the first entry.
+    that list.
+    decode: returns the text of a token after other tokens; None: tokens have no text. before: the last tokens
+    before the first one.
     """
 
     def __init__(

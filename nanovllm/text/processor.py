@@ -195,12 +195,12 @@ class Processor:
         num_unknown: int = 0,
         before: Sequence[int] = (),
     ) -> LogprobDicts:
-        """The logprobs of tokens, with their texts if outputs of these parameters have any."""
+        """The logprobs of tokens, with their text if outputs with these parameters have text."""
         decode = self._decode_token if params.detokenize else None
         return LogprobDicts(columns, decode, num_unknown, before)
 
     def _decode_token(self, token_id: int, before: list[int]) -> str | None:
-        """The text of a token behind the tokens `before`; None without a tokenizer.
+        """The text of a token after the tokens `before`; None without a tokenizer.
 
         Of a character that several tokens write, the last one has the text and the others have none, as in
         vLLM.

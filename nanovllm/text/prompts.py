@@ -200,7 +200,7 @@ def _iterable(value: Any, expected: str) -> Iterable[Any]:
         return value
     if hasattr(value, "tolist"):  # NumPy, torch, pandas or array: gives Python numbers
         value = value.tolist()
-    has_keys = hasattr(value, "keys")  # a dictionary, or a table, which gives the names of its columns
+    has_keys = hasattr(value, "keys")  # a dictionary, or a table, which iterates over column names
     if (
         has_keys
         or isinstance(value, (str, bytes, bytearray, set, frozenset))

@@ -10,8 +10,8 @@ BadRow: TypeAlias = "TypeError | ValueError"
 
 
 def attempt(check: Callable[..., Value], *args: Any) -> Value | BadRow:
-    """Return `check(*args)`, or the TypeError or ValueError that it raises, one too for what is nested so
-    deeply that Python cannot read or print it."""
+    """Return `check(*args)`, or the TypeError or ValueError that it raises. Values that are nested too deeply
+    for Python to read or print give an error too."""
     try:
         return check(*args)
     except RecursionError:

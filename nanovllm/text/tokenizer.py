@@ -42,8 +42,8 @@ def load_tokenizer(path: Path, trust_remote_code: bool = False) -> PreTrainedTok
 def encode(
     tokenizer: PreTrainedTokenizerBase, texts: list[str], add_special_tokens: bool = True
 ) -> list[list[int]]:
-    """Return the token ids of each text. transformers gives no warning of long ones: the engine knows which
-    are too long."""
+    """Return the token ids of each string. transformers' warnings about long strings are off: the engine
+    checks the length."""
     return tokenizer(texts, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
 
 
@@ -114,7 +114,7 @@ def check_template_options(
     return options | dict(variables)
 
 
-@lru_cache  # so it is said once, and not for each row of a file
+@lru_cache  # warn once, not for each row of a file
 def _warn_of_unused(template: str, names: tuple[str, ...]) -> None:
     if names:
         logger.warning("the chat template does not use %s, which changes nothing", ", ".join(names))

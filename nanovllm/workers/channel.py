@@ -169,7 +169,8 @@ class ChannelReader:
 
 
 def _create(size: int) -> SharedMemory:
-    """A segment all of which is there: a byte that /dev/shm has no room for ends its writer with SIGBUS."""
+    """Create a fully allocated segment: a write beyond the room of /dev/shm would end the process with
+    SIGBUS."""
     segment: SharedMemory | None = None
     try:
         segment = SharedMemory(create=True, size=size)
@@ -179,7 +180,7 @@ def _create(size: int) -> SharedMemory:
             _close_and_unlink(segment)
         raise WorkerError(
             f"tensor_parallel_size above 1 needs {size / 2**20:.1f} MiB of shared memory, and /dev/shm gives "
-            f"none ({error.strerror}); make room there, or give a container more (docker run --shm-size=1g)"
+            f"none ({error.strerror}); free space there, or give a container more (docker run --shm-size=1g)"
         ) from error
     return segment
 

@@ -651,7 +651,7 @@ def test_sigterm_that_ends_a_worker_first(tmp_path: Path, capsys: pytest.Capture
     source = write_rows(tmp_path / "in.jsonl", rows_of(100))
     assert run(source, "-o", tmp_path / "out.jsonl", make_llm=watched(terminated)) == 143
     printed = capsys.readouterr().err
-    assert "stopped by SIGTERM; the same command goes on" in printed and "Traceback" not in printed
+    assert "stopped by SIGTERM; the same command resumes" in printed and "Traceback" not in printed
 
 
 def test_standard_streams_that_are_closed(tmp_path: Path) -> None:

@@ -159,7 +159,7 @@ def test_rows_are_texts_or_ids_in_their_order(tmp_path: Path) -> None:
             '{"prompt_token_ids": [1], "max_tokens": 0}',
             "'max_tokens' must be an integer of at least 1, not 0",
         ),
-        ('{"prompt": "a"}', "'prompt' is a text, and a dummy shape has no tokenizer: pass --model"),
+        ('{"prompt": "a"}', "'prompt' is a string, and a dummy shape has no tokenizer: pass --model"),
     ],
 )
 def test_a_bad_row_is_named_by_its_line(tmp_path: Path, line: str, message: str) -> None:

@@ -220,11 +220,11 @@ def test_thoughts_are_no_part_of_answers(model: NanoVLLM, monkeypatch: pytest.Mo
 def test_what_cannot_run_is_refused_by_name(model: NanoVLLM) -> None:
     with pytest.raises(ValueError, match="max_gen_toks=160 leaves no room for a prompt"):
         model.generate_until([request("generate_until", "A", {"max_gen_toks": LENGTH})])
-    with pytest.raises(ValueError, match=r"a continuation has 200 tokens, and at most 160 .*: ' A A"):
+    with pytest.raises(ValueError, match=r"a continuation has 200 tokens, but at most 160 .*: ' A A"):
         model.loglikelihood([request("loglikelihood", "A", " A" * 100)])
     with pytest.raises(TypeError, match="num_beams"):
         model.generate_until([request("generate_until", "A", {"num_beams": 4})])
-    with pytest.raises(ValueError, match="max_length=9 and max_model_len say the same"):
+    with pytest.raises(ValueError, match="max_length=9 and max_model_len are one option"):
         NanoVLLM(demo_model_path(), max_length=9, max_model_len=9)
     assert model.generate_until([request("generate_until", "A", {"max_gen_toks": 1})])
 

@@ -240,7 +240,7 @@ def test_prompts_of_rows() -> None:
         ({"prompt": "a", "sampling_params": [1]}, {}, "column 'sampling_params' must be an object"),
         ({"prompt": "a", "sampling_params": {"prompt_logprobs": 1}}, {}, "not written by a job"),
         ({"prompt": "a", "sampling_params": {"structured_outputs": 1}}, {}, "must be an object"),
-        ({"messages": "Hi"}, {"messages": "messages"}, "is a text, and no JSON list of messages"),
+        ({"messages": "Hi"}, {"messages": "messages"}, "is a string, but not a JSON list of messages"),
         ({"messages": "[" * 950 + "]" * 950}, {"messages": "messages"}, "more than 100 lists"),
         ({"messages": []}, {"messages": "messages"}, "column 'messages' must be a list of messages"),
         ({"messages": [{"content": "Hi"}]}, {}, "column 'messages', message 0 needs a role"),
@@ -437,7 +437,7 @@ def test_a_journal_takes_its_own_job_alone(tmp_path: Path) -> None:
     journal = Journal(output, output)
     journal.begin(JOB)
     text = journal.path.read_text()
-    assert json.loads(text)["state"] == "running" and "\n  " in text and "The same command goes on" in text
+    assert json.loads(text)["state"] == "running" and "\n  " in text and "The same command resumes it" in text
     Journal(output, output).begin(JOB | {"format": "jsonl"})  # nothing is answered yet
     journal.begin(JOB)
     output.write_text("{}")
@@ -692,7 +692,7 @@ def test_a_template_from_a_file(tmp_path: Path) -> None:
         ([*RUN, "--prompt-column", "a", "--template", "{a}"], "not allowed with argument"),
         ([*RUN, "--template", "@/none"], "No such file"),
         ([*RUN, "--chat-template-kwargs", "1"], "must be a JSON object"),
-        ([*RUN, "--max-num-sqs", "1"], "unrecognized arguments: --max-num-sqs 1; did you mean --max-num-seqs"),
+        ([*RUN, "--max-num-sqs", "1"], "unrecognized arguments: --max-num-sqs 1; did you mean --max-num-s"),
         (["sing"], "invalid choice: 'sing'"),
     ],
 )

@@ -191,7 +191,7 @@ def from_jsonl(
             prompt, max_tokens = _parse_row(line, vocab_size)
             if isinstance(prompt, str) and tokenize is None:
                 raise ValueError(
-                    "'prompt' is a text, and a dummy shape has no tokenizer: pass --model FOLDER"
+                    "'prompt' is a string, and a dummy shape has no tokenizer: pass --model FOLDER"
                 )
         except ValueError as error:
             raise ValueError(f"{path}, line {number}: {error}") from None
