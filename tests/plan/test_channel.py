@@ -442,7 +442,7 @@ def test_shared_memory_that_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(
-        WorkerError, match=r"needs 1\.0 MiB of shared memory.*\(No space left on device\); make"
+        WorkerError, match=r"needs 1\.0 MiB of shared memory.*\(No space left on device\); free space"
     ):
         Channel(2)
     assert created and not created[0].exists()
