@@ -155,7 +155,7 @@ def test_the_readme_names_every_document() -> None:
 
 
 def test_it_says_how_long_the_tests_take() -> None:
-    assert re.search(r"python -m pytest [^\n]*\n```\n\nwhich takes about \d+ minutes", README)
+    assert re.search(r"python -m pytest [^\n]*\n```\n\nThe tests take about \d+ minutes", README)
 
 
 def test_exit_codes_of_jobs_are_those_of_the_code() -> None:
