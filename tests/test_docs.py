@@ -160,7 +160,9 @@ def test_it_says_how_long_the_tests_take() -> None:
 
 def test_exit_codes_of_jobs_are_those_of_the_code() -> None:
     codes = {value for name, value in vars(job_errors).items() if name.isupper()}
-    cells = re.findall(r"^\| ([\d, ]+) \|", section((ROOT / "docs/jobs.md").read_text(), "Going on"), re.M)
+    cells = re.findall(
+        r"^\| ([\d, ]+) \|", section((ROOT / "docs/jobs.md").read_text(), "Resuming a job"), re.M
+    )
     assert {int(code) for cell in cells for code in cell.split(",")} == codes
     others = {job_errors.TERMINATED, job_errors.READER_LEFT}  # named in passing, and not of `run`
     assert {int(code) for code in re.findall(r"^  (\d+) ", EPILOG, re.M)} == codes - others

@@ -84,7 +84,7 @@ def run(job: Job, make_llm: Callable[..., Any]) -> int:
     output, args = job.output, job.args
     progress = JobProgress(job.source, len(output.finished), output.num_errors)
     if output.finished or output.num_dropped:
-        say(f"{args.output}: going on after {len(output.finished):,} rows{_dropped(output, args)}")
+        say(f"{args.output}: resumes after {len(output.finished):,} rows{_dropped(output, args)}")
     runner = JobRunner(args, job.source, output, progress)
     code, state = errors.FAILED, "failed"
     with _sigterm_as_interrupt() as terminated:
