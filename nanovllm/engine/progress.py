@@ -64,7 +64,7 @@ class Progress:
         self._display.update(stats.num_finished)
 
     def refused(self, count: int) -> None:
-        """Count requests that are done, for they cannot run."""
+        """Count requests that cannot run as done."""
         if self._display is not None and count:
             self._display.update(count)
 

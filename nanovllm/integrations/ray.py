@@ -89,12 +89,12 @@ class LLMPredictor:
         return {**batch, **self._columns(outputs)}
 
     def _row(self, value: Any) -> Any:
-        """A value as what is one prompt or conversation, also as the first of a batch."""
+        """A value in a form that is one prompt or conversation, even at the start of a batch."""
         if isinstance(value, np.ndarray):
             return value.tolist()
         if self._messages is not None:
             return [value] if isinstance(value, Mapping) else value
-        is_number = isinstance(value, (int, float, np.number))  # NaN, where a prompt is missing
+        is_number = isinstance(value, (int, float, np.number))  # NaN stands for a missing prompt
         return {"prompt_token_ids": value} if is_number else value
 
     def _seeded(self, row_id: object) -> SamplingParams:

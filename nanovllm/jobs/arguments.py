@@ -68,7 +68,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     if unknown:
         flags = ["--" + name.replace("_", "-") for name in (*vars(args), *_engine_fields())]
         near = difflib.get_close_matches(unknown[0].partition("=")[0], flags, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"`nanovllm {args.command} --help` lists what there is"
+        hint = f"did you mean {near[0]}?" if near else f"`nanovllm {args.command} --help` lists all arguments"
         commands.choices[args.command].error(f"unrecognized arguments: {' '.join(unknown)}; {hint}")
     return args
 

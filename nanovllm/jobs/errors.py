@@ -29,7 +29,7 @@ def refusing(where: str = "") -> Iterator[None]:
     """Raise errors of the block as JobRefusedError; `where` is put before the message."""
     try:
         yield
-    except WorkerError:  # no value is wrong: a process was killed, say
+    except WorkerError:  # a process ended, for example; no value is wrong
         raise
     except (NanoVLLMError, TypeError, ValueError) as error:
         raise JobRefusedError(f"{where}{error}") from None

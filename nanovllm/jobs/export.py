@@ -45,7 +45,8 @@ def export(lines: Path, path: Path, num_rows: int) -> None:
 def _write_csv(records: Iterator[dict[str, Any]], path: Path, delimiter: str) -> None:
     """Write lists as JSON, None as an empty field, and lone surrogates as question marks."""
     with path.open("w", newline="", encoding="utf-8", errors="replace") as file:
-        # With "\r\n" at its end the module quotes both; up to Python 3.12 with "\n" it leaves "\r" alone.
+        # With the line end "\r\n" the csv module quotes both characters. With "\n" it does not quote "\r", up
+        # to Python 3.12.
         lines = SimpleNamespace(write=lambda line: file.write(line.removesuffix("\r\n") + "\n"))
         writer = csv.writer(lines, delimiter=delimiter, lineterminator="\r\n")
         writer.writerow(COLUMNS)

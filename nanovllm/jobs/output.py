@@ -57,11 +57,11 @@ class Output:
     """
 
     def __init__(self, path: Path, most_rows: int, *, drop_errors: bool = False) -> None:
-        """Open the file, made if there is none, and read what it holds.
+        """Open or create the file, and read its lines.
 
-        A torn last line is cut off; other lines that are damaged, come twice, or are of a row that none of
-        `most_rows` is, are left out, and so are error rows with `drop_errors`: their rows are run again.
-        OSError when it cannot be written.
+        An incomplete last line is cut off. Lines that are damaged, repeated, or have an index of `most_rows`
+        or more are removed; with `drop_errors` so are error rows. The rows of removed lines run again.
+        OSError if the file cannot be written.
         """
         self.path = path
         self._most_rows = most_rows
@@ -92,7 +92,7 @@ class Output:
         except OSError as error:
             os.ftruncate(self._descriptor, self._end)
             raise JobFailedError(
-                f"{self.path}: {error.strerror}, after {len(self.finished):,} rows, which are kept; mend "
+                f"{self.path}: {error.strerror}, after {len(self.finished):,} rows, which are kept; fix "
                 "that and run the same command again"
             ) from error
         self._end += len(line)
@@ -100,8 +100,8 @@ class Output:
         self._sync.dirty.set()
 
     def sync(self) -> None:
-        """Bring everything to disk. OSError when that fails, or has failed for an earlier line;
-        JobFailedError when the file is not what was written."""
+        """Flush everything to disk. OSError if that fails or failed for an earlier line; JobFailedError if
+        another program changed the file."""
         self._sync.check()
         os.fsync(self._descriptor)
         there = self.path.stat()

@@ -176,7 +176,7 @@ def _finish(job: Job, num_rows: int) -> None:
     assert surplus >= 0, "every row has a line"
     if surplus:
         raise JobFailedError(
-            f"{output.path} was changed: it has {surplus:,} lines of rows that the input has not; delete "
+            f"{output.path} was changed: it has {surplus:,} lines for rows that are not in the input; delete "
             f"those with an index above {num_rows - 1} and run the same command again"
         )
     if num_rows == 0:

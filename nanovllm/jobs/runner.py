@@ -69,7 +69,7 @@ class JobRunner:
         most = self._args.max_errors
         if most is not None and self._progress.errors > most:
             raise TooManyErrorsError(
-                f"{self._progress.errors:,} error rows, and --max-errors is {most:,}; mend the input, or run "
+                f"{self._progress.errors:,} error rows, and --max-errors is {most:,}; fix the input, or run "
                 "the same command with a larger --max-errors, or with --retry-errors"
             )
 

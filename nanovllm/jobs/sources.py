@@ -103,8 +103,8 @@ def open_source(path: Path, format: str) -> Source:
             if not path.exists():
                 raise JobRefusedError(f"{path}: No such file or directory")
             raise JobRefusedError(
-                f"{path}: the ending {ending!r} says no format; rename it to one of {', '.join(ENDINGS)}, or "
-                "pass --format"
+                f"{path}: the ending {ending!r} is no known format; rename it to one of "
+                f"{', '.join(ENDINGS)}, or pass --format"
             )
         format = ENDINGS[ending]
     try:

@@ -95,7 +95,7 @@ class Columns:
         return [*dict.fromkeys(names), *filter(None, [self.id])]
 
 
-DEFAULTS = {"prompt", "messages"}  # columns of a prompt where none is named
+DEFAULTS = {"prompt", "messages"}  # columns of the prompt if none is given
 
 
 class PlainFormat(RowFormat):

@@ -39,7 +39,8 @@ class GPUMonitor:
     def __init__(self, llm: LLMEngine) -> None:
         self.why_not: str | None = None
         stats = llm.stats()
-        # What turns a moment into seconds since 1970, as for the timeline: a clock that is set moves neither.
+        # Plus a time of perf_counter this gives seconds since 1970, as in the timeline. A change of the
+        # system clock moves neither.
         self._epoch = stats.start_time + stats.uptime - perf_counter()
         self._devices = devices_of(llm.config)
         self._interval = INTERVAL_SECONDS

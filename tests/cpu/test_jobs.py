@@ -356,7 +356,7 @@ def test_lines_of_rows_that_the_input_has_not(tmp_path: Path, capsys: pytest.Cap
     whole = out.read_bytes()
     out.write_bytes(whole + b'{"index": 20, "error": null}\n{"index": 9999, "error": null}\n')
     assert run(source, "-o", out, make_llm=no_model) == 4
-    assert "it has 1 lines of rows that the input has not" in capsys.readouterr().err
+    assert "it has 1 lines for rows that are not in the input" in capsys.readouterr().err
     out.write_bytes(out.read_bytes().replace(b'{"index": 20, "error": null}\n', b""))
     assert run(source, "-o", out, make_llm=no_model) == 0 and out.read_bytes() == whole
 
@@ -621,7 +621,7 @@ def test_the_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     ("argv", "message"),
     [
         ("run a -o b --model c --max-num-seq 5", "arguments: --max-num-seq 5; did you mean --max-num-seqs?"),
-        ("run a b -o c --model d", "arguments: b; `nanovllm run --help` lists what there is"),
+        ("run a b -o c --model d", "arguments: b; `nanovllm run --help` lists all arguments"),
         ("check a --window=5", "arguments: --window=5; `nanovllm check --help` lists"),
     ],
 )

@@ -178,7 +178,7 @@ def test_a_value_that_python_has_not_makes_one_bad_row(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "error"),
     [
-        ("rows.txt", b"", "the ending '.txt' says no format; rename it to one of .jsonl"),
+        ("rows.txt", b"", "the ending '.txt' is no known format; rename it to one of .jsonl"),
         ("rows.jsonl", "text".encode("utf-16"), "is UTF-16, and UTF-8 text is read; convert it first"),
         ("rows.csv", b"\x1f\x8b", "is gzip"),
         ("rows.json", b'\xef\xbb\xbf [\n{"prompt": "a"}]', "is a JSON array"),
