@@ -80,8 +80,9 @@ def timed(
 
 def least(args: argparse.Namespace, config: ModelConfig) -> tuple[Cost, Speed]:
     """The costs of the model and the speed of the devices."""
-    speed = device_speed(torch.device("cuda" if args.on_gpu else "cpu"), args.num_devices)
-    itemsize = 2 if args.on_gpu else 4
+    device = torch.device("cuda" if args.on_gpu else "cpu")
+    speed = device_speed(device, args.num_devices, args.torch_dtype)
+    itemsize = args.torch_dtype.itemsize
     kv_itemsize = 1 if "fp8" in args.options.get("kv_cache_dtype", "") else itemsize
     return Cost.of(config, itemsize, kv_itemsize), speed
 

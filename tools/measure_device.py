@@ -79,20 +79,18 @@ def read_speed(device: torch.device) -> float:
     return data.nbytes / min(best_seconds(way, device, tries) for way in ways)
 
 
-def product_speed(device: torch.device) -> float:
-    """FLOP/s of a large product, in bfloat16 on a GPU and float32 on a CPU."""
-    on_gpu = device.type == "cuda"
-    side, dtype = (GPU_SIDE, torch.bfloat16) if on_gpu else (CPU_SIDE, torch.float32)
-    tries = GPU_TRIES if on_gpu else CPU_TRIES
+def product_speed(device: torch.device, dtype: torch.dtype) -> float:
+    """FLOP/s of a large product in `dtype`."""
+    side, tries = (GPU_SIDE, GPU_TRIES) if device.type == "cuda" else (CPU_SIDE, CPU_TRIES)
     a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
     out = torch.empty_like(a)
     ways = (lambda: torch.mm(a, b, out=out), lambda: torch.mm(a, b.T, out=out))
     return 2 * side**3 / min(best_seconds(way, device, tries) for way in ways)
 
 
-def measure_speed(device: torch.device) -> tuple[float, float]:
+def measure_speed(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
     """Bytes/s and FLOP/s of one device; takes a second or two, and on a GPU the time to compile kernels."""
-    return read_speed(device), product_speed(device)
+    return read_speed(device), product_speed(device, dtype)
 
 
 def device_name(device: torch.device) -> str:
@@ -110,7 +108,8 @@ def main() -> None:
     device = torch.device(args.device)
     if device.type == "cuda":
         torch.cuda.set_device(device.index or 0)  # where Triton launches
-    found = [measure_speed(device) for _ in range(args.times)]
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    found = [measure_speed(device, dtype) for _ in range(args.times)]
     for reads, products in found:
         print(f"# {reads / 1e12:.4g} TB/s, {products / 1e12:.4g} TFLOP/s")
     reads, products = (max(figures) for figures in zip(*found, strict=True))

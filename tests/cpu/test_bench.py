@@ -13,6 +13,7 @@ import pytest
 import bench
 import nanovllm
 from tools import bench_sampling
+from tools.benchmark import engines
 from tools.benchmark.engines import RoundRobin, row_sampling
 from tools.benchmark.roofline import Speed
 from tools.benchmark.workloads import demo
@@ -88,7 +89,9 @@ def test_what_sampling_settings_cost(
 @pytest.fixture
 def known_speed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Spares measuring the machine's."""
-    monkeypatch.setattr(bench, "device_speed", lambda device, num_devices: Speed(1e10 * num_devices, 1e12))
+    monkeypatch.setattr(
+        bench, "device_speed", lambda device, num_devices, dtype: Speed(1e10 * num_devices, 1e12)
+    )
 
 
 @pytest.mark.usefixtures("known_speed")
@@ -110,7 +113,7 @@ def test_a_broken_floor_is_reported(
     broken: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     speed = Speed(1e3, 1e3) if broken else Speed(1e15, 1e15)
-    monkeypatch.setattr(bench, "device_speed", lambda device, num_devices: speed)
+    monkeypatch.setattr(bench, "device_speed", lambda device, num_devices, dtype: speed)
     bench.main(["--workload", "demo", "--num-seqs", "2", "--device", "cpu", "--repeat", "1"])
     printed = capsys.readouterr().out
     assert json.loads(printed.splitlines()[-1])["floor_broken"] is broken
@@ -119,8 +122,26 @@ def test_a_broken_floor_is_reported(
 
 
 @pytest.mark.usefixtures("known_speed")
-def test_transformers_beside_it(capsys: pytest.CaptureFixture[str]) -> None:
-    result = _bench(capsys, "--engine", "transformers", "--workload", "demo", "--num-seqs", "2")
+def test_the_dtype_counts_for_the_engine_and_for_the_floor(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+    loaded = engines.LLM
+    monkeypatch.setattr(engines, "LLM", lambda *a, **kw: seen.append(kw["dtype"]) or loaded(*a, **kw))
+    argv = ["--workload", "demo", "--num-seqs", "1"]
+    slow, fast = (_bench(capsys, *argv, *more) for more in ([], ["--dtype", "bfloat16"]))
+    assert seen == ["auto", "bfloat16"]
+    decode = [result["phases"]["decode"] for result in (slow, fast)]
+    floors = [phase["share_of_floor"] * phase["seconds"] for phase in decode]  # the least seconds
+    assert floors[0] == pytest.approx(2 * floors[1], rel=1e-3)  # half the bytes
+
+
+@pytest.mark.usefixtures("known_speed")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_transformers_beside_it(dtype: str, capsys: pytest.CaptureFixture[str]) -> None:
+    result = _bench(
+        capsys, "--engine", "transformers", "--workload", "demo", "--num-seqs", "2", "--dtype", dtype
+    )
     assert result["engine"] == "transformers" and "phases" not in result
 
 

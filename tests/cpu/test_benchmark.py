@@ -62,17 +62,19 @@ def test_floor_of_a_small_workload() -> None:
 
 
 def test_an_unknown_device_is_measured_and_a_known_one_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(roofline, "measure_speed", lambda device: (10.0, 100.0))
-    assert device_speed(torch.device("cpu"), 2) == Speed(20.0, 200.0)
+    monkeypatch.setattr(roofline, "measure_speed", lambda device, dtype: (10.0, 2e2 / dtype.itemsize))
+    cpu = torch.device("cpu")
+    assert device_speed(cpu, 2, torch.bfloat16) == Speed(20.0, 200.0)
     monkeypatch.setitem(roofline.KNOWN_DEVICES, "cpu", (3.0, 5.0))
-    assert device_speed(torch.device("cpu"), 1) == Speed(3.0, 5.0)
+    assert device_speed(cpu, 1, torch.bfloat16) == Speed(3.0, 5.0)
+    assert device_speed(cpu, 1, torch.float32) == Speed(10.0, 50.0)  # known are products in bfloat16
 
 
 def test_measuring_ends_in_a_line_for_the_table(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     figures = iter([(3.0121e12, 640.2e12), (2.9e12, 654.9e12)])
-    monkeypatch.setattr(measure_device, "measure_speed", lambda device: next(figures))
+    monkeypatch.setattr(measure_device, "measure_speed", lambda device, dtype: next(figures))
     monkeypatch.setattr("sys.argv", ["measure_device.py", "--device", "cpu", "--times", "2"])
     measure_device.main()
     line = capsys.readouterr().out.splitlines()[-1]
@@ -84,7 +86,7 @@ def test_a_device_is_measured_by_what_it_reads_and_multiplies(monkeypatch: pytes
     monkeypatch.setattr(measure_device, "CPU_BYTES", 2**20)
     monkeypatch.setattr(measure_device, "CPU_SIDE", 8)
     monkeypatch.setattr(measure_device, "best_seconds", lambda work, device, tries: next(seconds))
-    assert measure_device.measure_speed(torch.device("cpu")) == (2**20 / 0.25, 2 * 8**3 / 2.0)
+    assert measure_device.measure_speed(torch.device("cpu"), torch.float32) == (2**20 / 0.25, 2 * 8**3 / 2.0)
 
 
 @pytest.mark.skipif(not INTERPRET, reason="kernels are compiled here; python tools/measure_device.py runs it")

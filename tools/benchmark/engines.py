@@ -119,6 +119,7 @@ def load_nanovllm(args: argparse.Namespace, model: Path, dummy: bool, options: d
         load_format="dummy" if dummy else "auto",
         skip_tokenizer_init=args.tokenizer is None,
         max_num_seqs=args.max_num_seqs,
+        dtype=args.dtype or "auto",
         attention_backend=args.attention_backend,
         enforce_eager=args.enforce_eager,
         device=args.device,
@@ -154,11 +155,10 @@ def load_transformers(args: argparse.Namespace, model: Path, dummy: bool, option
 
     on_gpu = args.device != "cpu" and torch.cuda.is_available()
     device = torch.device(args.device if args.device != "auto" else "cuda" if on_gpu else "cpu")
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     if dummy:
-        net = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model)).to(device, dtype)
+        net = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model)).to(device, args.torch_dtype)
     else:
-        net = AutoModelForCausalLM.from_pretrained(model).to(device, dtype)
+        net = AutoModelForCausalLM.from_pretrained(model).to(device, args.torch_dtype)
     draws = args.sampling["temperature"] > 0
     sampling = {"top_k": 0, **args.sampling} if draws else {}
 
@@ -188,6 +188,7 @@ def load_vllm(args: argparse.Namespace, model: Path, dummy: bool, options: dict[
         load_format="dummy" if dummy else "auto",
         skip_tokenizer_init=True,
         max_num_seqs=args.max_num_seqs,
+        dtype=args.dtype or "auto",
         **options,
     )
 

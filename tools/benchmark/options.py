@@ -49,6 +49,11 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--enforce-eager", action="store_true")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--max-model-len", type=int, metavar="N", help="default: the engine's")
+    parser.add_argument(
+        "--dtype",
+        choices=["float32", "bfloat16", "float16"],
+        help="to compute in; default: bfloat16 on a GPU, float32 on a CPU",
+    )
     parser.add_argument("--kv-cache-dtype", help="auto or fp8")
     parser.add_argument("--tensor-parallel-size", type=int, metavar="N")
     parser.add_argument("--data-parallel-size", type=int, metavar="N")
@@ -100,6 +105,7 @@ def parse_args(argv: Sequence[str] | None, description: str | None = None) -> ar
         args.prefix_caching = args.workload in SHARED
     args.dummy = args.model is None and (args.workload in SYNTHETIC or args.shape is not None)
     args.shape = args.shape or "qwen3-0.6b"
+    args.torch_dtype = getattr(torch, args.dtype or ("bfloat16" if args.on_gpu else "float32"))
     args.options = {  # passed on only if given; the engine itself refuses unknown options
         name: getattr(args, name) for name in PASSED_ON if getattr(args, name) is not None
     }

@@ -56,10 +56,13 @@ def floor_of(cost: Cost, work: Workload, speed: Speed, sharing: Sharing | None =
     )
 
 
-def device_speed(device: torch.device, num_devices: int) -> Speed:
-    """The speed of the devices: known for some GPUs, else measured on one device, in a few seconds."""
-    known = KNOWN_DEVICES.get(device_name(device))
-    bandwidth, flops = known or measure_speed(device)
+def device_speed(device: torch.device, num_devices: int, dtype: torch.dtype) -> Speed:
+    """The speed of the devices with products in `dtype`: known for some GPUs in bfloat16, else measured.
+
+    Measuring takes a few seconds, on one device.
+    """
+    known = KNOWN_DEVICES.get(device_name(device)) if dtype == torch.bfloat16 else None
+    bandwidth, flops = known or measure_speed(device, dtype)
     return Speed(bandwidth * num_devices, flops * num_devices)
 
 
