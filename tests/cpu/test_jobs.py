@@ -220,7 +220,8 @@ def test_a_file_system_without_locks(
 ) -> None:
     monkeypatch.setattr("fcntl.flock", Mock(side_effect=OSError(37, "No locks available")))
     assert run(write_rows(tmp_path / "in.jsonl", rows_of(3)), "-o", tmp_path / "out.jsonl") == 2
-    assert "out.jsonl.lock cannot be locked: No locks available; choose an -o on" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "out.jsonl.nanovllm.lock cannot be locked: No locks available; choose an -o on" in printed
     assert files(tmp_path) == {"in.jsonl"}
 
 
@@ -470,6 +471,23 @@ def test_standard_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
             assert run("-", "-o", out) == code
     assert len(read_rows(out)) == 20
     assert files(tmp_path) == {"in.jsonl", "out.jsonl", "out.jsonl.job.json"}
+
+
+@pytest.mark.parametrize("name", ["out.jsonl", "out.csv"])
+def test_files_of_the_user_beside_the_output(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a killed job leaves is replaced; nothing else is touched."""
+    endings = [".lock", ".tmp", ".stdin.jsonl", ".job.json.tmp", ".rows.jsonl.tmp", ".job.json.lock"]
+    theirs = [tmp_path / (name + ending) for ending in endings]
+    left = [tmp_path / (name + ending) for ending in (".nanovllm.lock", ".nanovllm.tmp", ".nanovllm.stdin")]
+    for path in theirs + left:
+        path.write_text(f"{path.name}\n")
+    with write_rows(tmp_path / "in.jsonl", rows_of(200)).open() as file:
+        monkeypatch.setattr(sys, "stdin", file)
+        assert run("-", "-o", tmp_path / name) == 0
+    assert [path.read_text() for path in theirs] == [f"{path.name}\n" for path in theirs]
+    assert not any(path.exists() for path in left)
 
 
 def test_a_file_that_may_grow_no_further(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
