@@ -1,0 +1,58 @@
+"""`nanovllm run` and `check` on input that is damaged or unusual."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jobs import read_rows, run
+
+from nanovllm.jobs import main as program
+from nanovllm.jobs.sources import import_pyarrow
+
+
+def write_damaged_parquet(path: Path) -> Path:
+    """1,500 rows in three row groups; the second page of prompts in row group 1 is damaged."""
+    parquet = import_pyarrow().parquet
+    rows = [{"id": index, "prompt": f"prompt {index}"} for index in range(1500)]
+    table = import_pyarrow().Table.from_pylist(rows)
+    options = {"row_group_size": 500, "use_dictionary": False, "compression": "none"}
+    parquet.write_table(table, path, data_page_size=2048, write_batch_size=50, **options)
+    content = bytearray(path.read_bytes())
+    column = parquet.ParquetFile(path).metadata.row_group(1).column(1)
+    start = column.data_page_offset + 5000
+    content[start : start + 1000] = b"\xff" * 1000
+    path.write_bytes(content)
+    return path
+
+
+def test_a_damaged_row_group_costs_its_rows_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, out = write_damaged_parquet(tmp_path / "in.parquet"), tmp_path / "out.jsonl"
+    assert run(source, "-o", out) == 1
+    found = read_rows(out)
+    bad = [row["index"] for row in found if row["error"] is not None]
+    assert len(found) == 1500 and bad == list(range(bad[0], 1000)) and 500 <= bad[0] < 800
+    assert found[999]["error"].startswith(
+        f"row 1000: row group 1 of the file is damaged, and its rows {bad[0] + 1} to 1000 cannot be read ("
+    )
+    assert found[999]["error"].endswith("); replace the file by a good copy")
+    assert found[1000]["text"] == "11 None"
+    assert program.main(["check", str(source)]) == 1
+    printed = capsys.readouterr().out
+    assert "row group 1 of the file is damaged" in printed and f"1,500 rows, {len(bad)} bad" in printed
+
+
+def test_a_disk_that_fails_is_no_damaged_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*args: Any, **options: Any) -> Any:
+        raise OSError(5, "Input/output error")
+
+    source, out = write_damaged_parquet(tmp_path / "in.parquet"), tmp_path / "out.jsonl"
+    with monkeypatch.context() as patch:
+        patch.setattr(import_pyarrow().parquet.ParquetFile, "iter_batches", fail)
+        assert run(source, "-o", out) == 4
+    assert "Input/output error; the same command resumes" in capsys.readouterr().err
+    assert read_rows(out) == []
+    assert run(source, "-o", out) == 1
