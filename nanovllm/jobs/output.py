@@ -17,6 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from nanovllm.engine.stats import counted
 from nanovllm.jobs.errors import JobFailedError
 from nanovllm.jobs.journal import sync_folder, write_atomically
 
@@ -92,7 +93,7 @@ class Output:
         except OSError as error:
             os.ftruncate(self._descriptor, self._end)
             raise JobFailedError(
-                f"{self.path}: {error.strerror}, after {len(self.finished):,} rows, which are kept; fix "
+                f"{self.path}: {error.strerror}, after {counted(len(self.finished), 'row')}, all kept; fix "
                 "that and run the same command again"
             ) from error
         self._end += len(line)

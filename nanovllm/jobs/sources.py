@@ -16,6 +16,7 @@ from itertools import repeat
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn, TypeAlias
 
+from nanovllm.engine.stats import counted
 from nanovllm.jobs.errors import JobRefusedError
 
 MAX_ROW_BYTES = 8 * 2**20  # of a line or a CSV field; a longer one is an error row
@@ -179,7 +180,8 @@ class CSVSource(Source):
         if isinstance(fields, ValueError):
             return fields
         if len(fields) != len(columns):
-            return ValueError(f"it has {len(fields)} fields, and there are {len(columns)} columns")
+            found = counted(len(fields), "field")
+            return ValueError(f"it has {found}, and the row of column names has {len(columns)}")
         for field in fields:
             try:
                 field.encode()

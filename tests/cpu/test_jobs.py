@@ -106,7 +106,7 @@ def test_errors_are_bounded_and_can_be_run_again(
     monkeypatch.setattr(FakeLLM, "answer", without_errors(FakeLLM.answer))
     assert run(source, "-o", out, "--retry-errors") == 0
     assert [row["index"] for row in read_rows(out)] == list(range(100))
-    assert "3 damaged lines or error rows are run again" in capsys.readouterr().err
+    assert "and runs 3 rows again (damaged lines or error rows)" in capsys.readouterr().err
 
 
 def without_errors(answer: Any) -> Any:
@@ -357,7 +357,7 @@ def test_lines_of_rows_that_the_input_has_not(tmp_path: Path, capsys: pytest.Cap
     whole = out.read_bytes()
     out.write_bytes(whole + b'{"index": 20, "error": null}\n{"index": 9999, "error": null}\n')
     assert run(source, "-o", out, make_llm=no_model) == 4
-    assert "it has 1 lines for rows that are not in the input" in capsys.readouterr().err
+    assert "it has 1 line for rows that are not in the input" in capsys.readouterr().err
     out.write_bytes(out.read_bytes().replace(b'{"index": 20, "error": null}\n', b""))
     assert run(source, "-o", out, make_llm=no_model) == 0 and out.read_bytes() == whole
 
@@ -616,7 +616,7 @@ def test_the_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert program.main(["check", str(source), str(good)]) == 1
     printed = capsys.readouterr().out
     assert f"{source}: line 1: it is not JSON" in printed and f"{source}: and 11 rows more" in printed
-    assert f"{source}: 37 rows, 31 bad; 1 ids come more than once" in printed
+    assert f"{source}: 37 rows, 31 bad; 1 id comes more than once" in printed
     assert program.main(["check", str(source), "--model", jobs.demo_model_path()]) == 1
     printed = capsys.readouterr().out
     assert "row 4: the prompt has 4000 tokens, and at most 1023 leave room" in printed or "row 4" in printed

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import read_rows, run
+from jobs import read_rows, run, write_rows
 
 from nanovllm.jobs import main as program
 from nanovllm.jobs.sources import import_pyarrow
@@ -56,3 +56,15 @@ def test_a_disk_that_fails_is_no_damaged_row(
     assert "Input/output error; the same command resumes" in capsys.readouterr().err
     assert read_rows(out) == []
     assert run(source, "-o", out) == 1
+
+
+def test_one_row_is_no_plural(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, out = write_rows(tmp_path / "in.jsonl", [{"id": "a", "prompt": ""}]), tmp_path / "out.jsonl"
+    assert run(source, "-o", out, "--max-errors", 0) == 3
+    assert "1 error row, and --max-errors is 0" in capsys.readouterr().err
+    assert run(source, "-o", out, "--retry-errors") == 1
+    printed = capsys.readouterr().err
+    assert "resumes after 0 rows, and runs 1 row again (damaged lines or error rows)" in printed
+    assert "1 of 1 row, 1 of them with an error" in printed
+    assert program.main(["check", str(source)]) == 1
+    assert capsys.readouterr().out.endswith("in.jsonl: 1 row, 1 bad\n")
