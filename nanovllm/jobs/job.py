@@ -54,11 +54,12 @@ def input_file(args: argparse.Namespace) -> Iterator[Path]:
         return
     copy = own_file(args.output, "stdin")
     try:
-        with copy.open("wb") as file:
-            shutil.copyfileobj(sys.stdin.buffer, file)
+        try:
+            with copy.open("wb") as file:
+                shutil.copyfileobj(sys.stdin.buffer, file)
+        except OSError as error:
+            raise JobRefusedError(f"standard input cannot be copied to {copy}: {error.strerror}") from None
         yield copy
-    except OSError as error:
-        raise JobRefusedError(f"standard input cannot be copied to {copy}: {error.strerror}") from None
     finally:
         copy.unlink(missing_ok=True)
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import csv
+import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from jobs import read_rows, run, write_rows
@@ -68,3 +71,36 @@ def test_one_row_is_no_plural(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "1 of 1 row, 1 of them with an error" in printed
     assert program.main(["check", str(source)]) == 1
     assert capsys.readouterr().out.endswith("in.jsonl: 1 row, 1 bad\n")
+
+
+def test_a_null_is_no_text_for_a_template(tmp_path: Path) -> None:
+    rows = [{"id": 1, "a": "x", "b": None}, {"id": None, "a": "x", "b": 0}]
+    source, out = write_rows(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl"
+    assert run(source, "-o", out, "--template", "{a} {b}", "--id-column", "id") == 1
+    [bad, good] = read_rows(out)
+    assert bad["error"] == "line 1: column 'b' is null, and the template needs it; give it a value"
+    assert (bad["id"], good["error"], good["text"]) == (1, None, "3 None")
+
+
+@pytest.mark.parametrize("ending", ["csv", "parquet"])
+def test_ids_that_no_table_holds(tmp_path: Path, ending: str) -> None:
+    ids = [b'"\\ud800"', b'{"a": ["\\u00e9", null]}', b"true", b'"\\ud83d\\ude00"', b'"n\\u0000l"', b"7"]
+    rows = [b'{"prompt": "a", "id": ' + each + b"}\n" for each in ids]
+    source, out = write_rows(tmp_path / "in.jsonl", rows), tmp_path / f"out.{ending}"
+    assert run(source, "-o", out) == 0
+    if ending == "csv":
+        found = [row["id"] for row in csv.DictReader(out.open(encoding="utf-8"))]
+    else:
+        found = import_pyarrow().parquet.read_table(out)["id"].to_pylist()
+    assert found == ["?", '{"a": ["é", null]}', "true", "\N{GRINNING FACE}", "n\0l", "7"]
+
+
+def test_standard_input_is_not_blamed_for_another_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nanovllm.jobs.run.open_job", Mock(side_effect=OSError(5, "Input/output error")))
+    with write_rows(tmp_path / "in.jsonl", [{"prompt": "a"}]).open() as file:
+        monkeypatch.setattr(sys, "stdin", file)
+        with pytest.raises(OSError, match="Input/output error"):
+            run("-", "-o", tmp_path / "out.jsonl")
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
