@@ -48,7 +48,7 @@ class Journal:
             return found
         except FileNotFoundError:
             return None
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise JobRefusedError(
                 f"{self.path} cannot be read as a journal ({error}); delete it and {self._output} to "
                 "start over"

@@ -105,8 +105,9 @@ class Output:
         another program changed the file."""
         self._sync.check()
         os.fsync(self._descriptor)
-        there = self.path.stat()
-        if not os.path.samestat(there, os.fstat(self._descriptor)) or there.st_size != self._end:
+        there = self.path.stat() if self.path.exists() else None
+        same = there is not None and os.path.samestat(there, os.fstat(self._descriptor))
+        if there is None or not same or there.st_size != self._end:
             raise JobFailedError(
                 f"another program changed {self.path} while the job ran; run the same command again, which "
                 "runs the rows that are missing now"
@@ -148,7 +149,7 @@ class Output:
             return None
         try:
             record = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             return None
         return None if drop_errors and record.get("error") is not None else (index, record)
 

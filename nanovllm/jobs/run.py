@@ -135,7 +135,14 @@ def _run(job: Job, runner: JobRunner, progress: JobProgress, make_llm: Callable[
     elif args.report is not None:
         say(f"{args.report} is not written, because no row was left to run")
     before = job.journal.state["input"]["xxh3_128"]
-    if job.source.was_written() and hash_file(job.source.path) != before:
+    try:
+        is_changed = job.source.was_written() and hash_file(job.source.path) != before
+    except OSError as error:
+        raise JobFailedError(
+            f"{job.source.path} can no longer be read: {error.strerror}; restore it and run the same command "
+            "again"
+        ) from error
+    if is_changed:
         raise JobFailedError(
             f"{job.source.path} was changed while the job ran, so its rows may be mixed up; delete "
             f"{args.output} and run the job again"

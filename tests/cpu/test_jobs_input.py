@@ -9,7 +9,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from jobs import read_rows, run, write_rows
+from jobs import no_model, read_rows, run, watched, write_rows
 
 from nanovllm.jobs import main as program
 from nanovllm.jobs.sources import import_pyarrow
@@ -104,3 +104,32 @@ def test_standard_input_is_not_blamed_for_another_file(
         with pytest.raises(OSError, match="Input/output error"):
             run("-", "-o", tmp_path / "out.jsonl")
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+
+
+def test_files_that_vanish_while_the_job_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"prompt": "a"}] * 300
+    source, out = write_rows(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl"
+    gone = watched(lambda number: source.unlink() if number == 5 else None)
+    assert run(source, "-o", out, make_llm=gone) == 4
+    printed = capsys.readouterr().err
+    assert "in.jsonl can no longer be read: No such file or directory; restore it and run" in printed
+    assert "Traceback" not in printed
+    write_rows(source, rows)
+    assert run(source, "-o", out, make_llm=no_model) == 0 and len(read_rows(out)) == 300
+    out.unlink()
+    gone = watched(lambda number: out.unlink() if number == 5 else None)
+    assert run(source, "-o", out, make_llm=gone) == 4
+    printed = capsys.readouterr().err
+    assert "another program changed" in printed and "all rows are answered" not in printed
+    assert run(source, "-o", out) == 0 and len(read_rows(out)) == 300
+
+
+def test_a_line_and_a_journal_of_endless_lists(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, out = write_rows(tmp_path / "in.jsonl", [{"prompt": "a"}] * 3), tmp_path / "out.jsonl"
+    assert run(source, "-o", out) == 0
+    before = out.read_bytes()
+    out.write_bytes(b'{"index": 0, "id": ' + b"[" * 100_000 + b"\n" + before.split(b"\n", 1)[1])
+    assert run(source, "-o", out) == 0 and out.read_bytes() == before
+    (tmp_path / "out.jsonl.job.json").write_text("[" * 100_000)
+    assert run(source, "-o", out) == 2 and out.read_bytes() == before
+    assert "cannot be read as a journal (maximum recursion depth" in capsys.readouterr().out
