@@ -210,17 +210,17 @@ class EngineStats:
         return f"""\
 EngineStats after {self.uptime:,.1f} s
   requests: {self.num_requests:,}, {self.num_finished_requests:,} finished, \
-{self.num_unfinished_requests:,} unfinished ({self.num_running:,} sequences running, \
+{self.num_unfinished_requests:,} unfinished ({counted(self.num_running, "sequence")} running, \
 {self.num_waiting:,} waiting)
   tokens: {self.num_prompt_tokens:,} of prompts, {self.num_output_tokens:,} of outputs
-  prefill: {self.num_prefill_steps:,} steps, {self.prefill_seconds:,.2f} s, \
-{self.num_computed_tokens:,} tokens, {short(self.prefill_tokens_per_s)} tok/s; \
+  prefill: {counted(self.num_prefill_steps, "step")}, {self.prefill_seconds:,.2f} s, \
+{counted(self.num_computed_tokens, "token")}, {short(self.prefill_tokens_per_s)} tok/s; \
 {self.num_cached_tokens:,} more ({self.prefix_cache_hit_rate:.0%}) from the prefix cache
-  decode: {self.num_decode_steps:,} steps, {self.decode_seconds:,.2f} s, \
-{self.num_decoded_tokens:,} tokens, {short(self.decode_tokens_per_s)} tok/s, \
+  decode: {counted(self.num_decode_steps, "step")}, {self.decode_seconds:,.2f} s, \
+{counted(self.num_decoded_tokens, "token")}, {short(self.decode_tokens_per_s)} tok/s, \
 {self.decode_batch_size:,.1f} sequences a step
   KV cache: {self.kv_cache_usage:.0%} in use, {self.peak_kv_cache_usage:.0%} at most; \
-{self.num_preemptions:,} preemptions"""
+{counted(self.num_preemptions, "preemption")}"""
 
 
 class Counters:
@@ -284,6 +284,11 @@ class Counters:
             interval=length,
             **sums.sums_of(EngineStats),
         )
+
+
+def counted(number: int, noun: str) -> str:
+    """A number and its noun: 1 row, 2,000 rows."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
 def short(rate: float) -> str:

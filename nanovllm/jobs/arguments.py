@@ -26,7 +26,8 @@ EPILOG = """exit codes:
   3    stopped by --max-errors
   4    the disk, the device or the engine failed
   130  stopped by Ctrl-C (143: by SIGTERM)
-After 3, 4, 130 and 143, and after kill -9, the same command resumes the job."""
+After 4, 130 and 143, and after kill -9, the same command resumes the job; after 3 it needs a larger
+--max-errors, or --retry-errors."""
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:

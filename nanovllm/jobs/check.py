@@ -17,6 +17,7 @@ import xxhash
 from nanovllm.config import Config
 from nanovllm.engine.generation_config import overridden, read_generation_config, recommended_params
 from nanovllm.engine.startup import find_model, find_tokenizer, resolve_max_model_len
+from nanovllm.engine.stats import counted
 from nanovllm.jobs.arguments import engine_options
 from nanovllm.jobs.errors import ANSWERED, ERROR_ROWS, REFUSED, JobRefusedError, refusing
 from nanovllm.jobs.job import make_format, open_job
@@ -102,10 +103,10 @@ def _check(args: argparse.Namespace, path: Path, params: SamplingParams, lengths
         print(error)
         return REFUSED
     if found.num_bad > SHOWN:
-        print(f"{path}: and {found.num_bad - SHOWN:,} rows more")
+        print(f"{path}: and {counted(found.num_bad - SHOWN, 'row')} more")
     twice = found.ids_that_come_twice()
-    kind = "rows of an OpenAI batch" if is_batch else "rows"
-    print(f"{path}: {found.num_rows:,} {kind}, {found.num_bad:,} bad" + twice)
+    kind = counted(found.num_rows, "row") + " of an OpenAI batch" * is_batch
+    print(f"{path}: {kind}, {found.num_bad:,} bad" + twice)
     return ERROR_ROWS if found.num_bad or twice or not found.num_rows else ANSWERED
 
 
@@ -122,7 +123,10 @@ class _Findings:
 
     def ids_that_come_twice(self) -> str:
         twice = len(self._ids) - len(set(self._ids))
-        return f"; {twice:,} ids come more than once: answers are told apart by their index" if twice else ""
+        if not twice:
+            return ""
+        come = f"{counted(twice, 'id')} {'comes' if twice == 1 else 'come'} more than once"
+        return f"; {come}: answers are told apart by their index"
 
 
 def _problems(

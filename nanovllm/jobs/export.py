@@ -34,7 +34,7 @@ NUMBERS = ("index", "prompt_tokens", "completion_tokens")
 def export(lines: Path, path: Path, num_rows: int) -> None:
     """Write the rows of `lines`, in order, atomically to `path`, in the format of its ending."""
     kind = ENDINGS[path.suffix.lower()]
-    records = (json.loads(line) for line in ordered_lines(lines, num_rows))
+    records = map(_record, ordered_lines(lines, num_rows))
     with replaced(path) as temporary:
         if kind == "parquet":
             _write_parquet(records, temporary)
@@ -42,23 +42,35 @@ def export(lines: Path, path: Path, num_rows: int) -> None:
             _write_csv(records, temporary, "\t" if kind == "tsv" else ",")
 
 
+def _record(line: bytes) -> dict[str, Any]:
+    """The record of a line. Logprobs, and an id that is not a string, are JSON; lone surrogates are question
+    marks."""
+    record: dict[str, Any] = json.loads(line)
+    if b"\\u" in line:
+        record = json.loads(json.dumps(record, ensure_ascii=False).encode(errors="replace"))
+    if "logprobs" in record:
+        record["logprobs"] = json.dumps(record["logprobs"], ensure_ascii=False)
+    if not isinstance(record["id"], (str, type(None))):
+        record["id"] = json.dumps(record["id"], ensure_ascii=False)
+    return record
+
+
 def _write_csv(records: Iterator[dict[str, Any]], path: Path, delimiter: str) -> None:
-    """Write lists as JSON, None as an empty field, and lone surrogates as question marks."""
-    with path.open("w", newline="", encoding="utf-8", errors="replace") as file:
+    """Write lists as JSON, and None as an empty field."""
+    with path.open("w", newline="", encoding="utf-8") as file:
         # With the line end "\r\n" the csv module quotes both characters. With "\n" it does not quote "\r", up
         # to Python 3.12.
         lines = SimpleNamespace(write=lambda line: file.write(line.removesuffix("\r\n") + "\n"))
         writer = csv.writer(lines, delimiter=delimiter, lineterminator="\r\n")
         writer.writerow(COLUMNS)
         for record in records:
-            for name in (*LISTS, "logprobs"):
+            for name in LISTS:
                 if name in record:
                     record[name] = json.dumps(record[name], ensure_ascii=False)
             writer.writerow([record.get(name) for name in COLUMNS])
 
 
 def _write_parquet(records: Iterator[dict[str, Any]], path: Path) -> None:
-    """Write logprobs, and ids that are not strings, as JSON."""
     pyarrow = import_pyarrow()
     kinds = {name: pyarrow.string() for name in COLUMNS}
     kinds |= {name: pyarrow.int64() for name in NUMBERS}
@@ -66,9 +78,4 @@ def _write_parquet(records: Iterator[dict[str, Any]], path: Path) -> None:
     schema = pyarrow.schema(list(kinds.items()))
     with pyarrow.parquet.ParquetWriter(path, schema) as writer:
         while batch := list(islice(records, BATCH)):
-            for record in batch:
-                if "logprobs" in record:
-                    record["logprobs"] = json.dumps(record["logprobs"])
-                if not isinstance(record["id"], (str, type(None))):
-                    record["id"] = json.dumps(record["id"])
             writer.write_table(pyarrow.Table.from_pylist(batch, schema))

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm.jobs.errors import JobRefusedError, refusing
-from nanovllm.jobs.journal import hash_file
+from nanovllm.jobs.journal import hash_file, own_file
 from nanovllm.jobs.openai_batch import OpenAIFormat, looks_like_batch
 from nanovllm.jobs.params import ParamsMaker
 from nanovllm.jobs.sources import ENDINGS, Source, import_pyarrow, open_source
@@ -52,13 +52,14 @@ def input_file(args: argparse.Namespace) -> Iterator[Path]:
     if args.input != "-":
         yield Path(args.input)
         return
-    copy = args.output.with_name(args.output.name + ".stdin.jsonl")
+    copy = own_file(args.output, "stdin")
     try:
-        with copy.open("wb") as file:
-            shutil.copyfileobj(sys.stdin.buffer, file)
+        try:
+            with copy.open("wb") as file:
+                shutil.copyfileobj(sys.stdin.buffer, file)
+        except OSError as error:
+            raise JobRefusedError(f"standard input cannot be copied to {copy}: {error.strerror}") from None
         yield copy
-    except OSError as error:
-        raise JobRefusedError(f"standard input cannot be copied to {copy}: {error.strerror}") from None
     finally:
         copy.unlink(missing_ok=True)
 

@@ -48,7 +48,7 @@ class Journal:
             return found
         except FileNotFoundError:
             return None
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise JobRefusedError(
                 f"{self.path} cannot be read as a journal ({error}); delete it and {self._output} to "
                 "start over"
@@ -113,7 +113,7 @@ def write_atomically(path: Path, lines: Iterable[bytes]) -> None:
 @contextmanager
 def replaced(path: Path) -> Iterator[Path]:
     """Yield the path of a file to write; after the block it replaces `path` atomically."""
-    temporary = path.with_name(path.name + ".tmp")
+    temporary = own_file(path, "tmp")
     try:
         yield temporary
         with temporary.open("rb") as file:
@@ -123,6 +123,12 @@ def replaced(path: Path) -> Iterator[Path]:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def own_file(path: Path, use: str) -> Path:
+    """A file beside `path` that exists only while a job runs. Only a job gives a file such a name, so what it
+    finds there is left from a killed job."""
+    return path.with_name(f"{path.name}.nanovllm.{use}")
 
 
 def sync_folder(path: Path) -> None:
@@ -136,12 +142,12 @@ def sync_folder(path: Path) -> None:
 
 @contextmanager
 def locked(output: Path) -> Iterator[None]:
-    """Keep other processes from the output and its journal, with a lock on the file `OUTPUT.lock`.
+    """Keep other processes from the output and its journal, with a lock on a file beside it.
 
     The system frees it when the process ends, however it ends. JobRefusedError when another one has it, or
     when the folder cannot be written.
     """
-    path = output.with_name(output.name + ".lock")
+    path = own_file(output, "lock")
     descriptor = _lock(path, output)
     try:
         with suppress(OSError):  # on a full disk the journal's error is the clearer one

@@ -17,6 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from nanovllm.engine.stats import counted
 from nanovllm.jobs.errors import JobFailedError
 from nanovllm.jobs.journal import sync_folder, write_atomically
 
@@ -92,7 +93,7 @@ class Output:
         except OSError as error:
             os.ftruncate(self._descriptor, self._end)
             raise JobFailedError(
-                f"{self.path}: {error.strerror}, after {len(self.finished):,} rows, which are kept; fix "
+                f"{self.path}: {error.strerror}, after {counted(len(self.finished), 'row')}, all kept; fix "
                 "that and run the same command again"
             ) from error
         self._end += len(line)
@@ -104,8 +105,9 @@ class Output:
         another program changed the file."""
         self._sync.check()
         os.fsync(self._descriptor)
-        there = self.path.stat()
-        if not os.path.samestat(there, os.fstat(self._descriptor)) or there.st_size != self._end:
+        there = self.path.stat() if self.path.exists() else None
+        same = there is not None and os.path.samestat(there, os.fstat(self._descriptor))
+        if there is None or not same or there.st_size != self._end:
             raise JobFailedError(
                 f"another program changed {self.path} while the job ran; run the same command again, which "
                 "runs the rows that are missing now"
@@ -147,7 +149,7 @@ class Output:
             return None
         try:
             record = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             return None
         return None if drop_errors and record.get("error") is not None else (index, record)
 

@@ -15,7 +15,7 @@ from time import perf_counter
 from typing import TextIO
 
 from nanovllm.engine.progress import LINE_SECONDS
-from nanovllm.engine.stats import StepStats, short
+from nanovllm.engine.stats import StepStats, counted, short
 from nanovllm.jobs.sources import Source
 from nanovllm.outputs import EmbeddingRequestOutput, RequestOutput
 
@@ -119,13 +119,13 @@ class JobProgress:
     def line(self, seconds: float) -> str:
         """The line of progress, `seconds` after the start."""
         share, num_rows = self._share(), self._source.num_rows
-        rows = f"of {num_rows:,} rows" if num_rows else f"rows ({share:.0%})"
+        rows = f"of {counted(num_rows, 'row')}" if num_rows else f"rows ({share:.0%})"
         parts = [f"{self.finished:,} {rows}", f"{short(self.tokens_per_second)} tok/s"]
         done = self.finished - self._before
         if done and share:
             left = seconds * (1 - share) / (share * done / self.finished)
             parts.append(f"{timedelta(seconds=round(left))} left")
-        parts += [f"{self.errors:,} error{'s' * (self.errors != 1)}", f"KV {self._kv_usage:.0%}"]
+        parts += [counted(self.errors, "error"), f"KV {self._kv_usage:.0%}"]
         return ", ".join(parts)
 
     def _share(self) -> float:

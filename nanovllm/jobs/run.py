@@ -17,7 +17,7 @@ from typing import Any
 
 from nanovllm.config import Config
 from nanovllm.engine.startup import find_model
-from nanovllm.engine.stats import short
+from nanovllm.engine.stats import counted, short
 from nanovllm.errors import NanoVLLMError
 from nanovllm.jobs import errors
 from nanovllm.jobs.arguments import engine_options
@@ -84,7 +84,7 @@ def run(job: Job, make_llm: Callable[..., Any]) -> int:
     output, args = job.output, job.args
     progress = JobProgress(job.source, len(output.finished), output.num_errors)
     if output.finished or output.num_dropped:
-        say(f"{args.output}: resumes after {len(output.finished):,} rows{_dropped(output, args)}")
+        say(f"{args.output}: resumes after {counted(len(output.finished), 'row')}{_dropped(output, args)}")
     runner = JobRunner(args, job.source, output, progress)
     code, state = errors.FAILED, "failed"
     with _sigterm_as_interrupt() as terminated:
@@ -135,7 +135,14 @@ def _run(job: Job, runner: JobRunner, progress: JobProgress, make_llm: Callable[
     elif args.report is not None:
         say(f"{args.report} is not written, because no row was left to run")
     before = job.journal.state["input"]["xxh3_128"]
-    if job.source.was_written() and hash_file(job.source.path) != before:
+    try:
+        is_changed = job.source.was_written() and hash_file(job.source.path) != before
+    except OSError as error:
+        raise JobFailedError(
+            f"{job.source.path} can no longer be read: {error.strerror}; restore it and run the same command "
+            "again"
+        ) from error
+    if is_changed:
         raise JobFailedError(
             f"{job.source.path} was changed while the job ran, so its rows may be mixed up; delete "
             f"{args.output} and run the job again"
@@ -176,8 +183,8 @@ def _finish(job: Job, num_rows: int) -> None:
     assert surplus >= 0, "every row has a line"
     if surplus:
         raise JobFailedError(
-            f"{output.path} was changed: it has {surplus:,} lines for rows that are not in the input; delete "
-            f"those with an index above {num_rows - 1} and run the same command again"
+            f"{output.path} was changed: it has {counted(surplus, 'line')} for rows that are not in the "
+            f"input; delete all with an index above {num_rows - 1} and run the same command again"
         )
     if num_rows == 0:
         say(f"{job.source.path} has no rows")
@@ -196,13 +203,14 @@ def _finish(job: Job, num_rows: int) -> None:
 
 def summary(progress: JobProgress, num_rows: int | None) -> str:
     """Rows, errors, tokens and speed of a job, as text."""
-    of = "" if num_rows is None else f" of {num_rows:,}"
-    parts = [f"{progress.finished:,}{of} rows, {progress.errors:,} of them with an error"]
+    of = "" if num_rows is None else f"{progress.finished:,} of "
+    rows = counted(progress.finished if num_rows is None else num_rows, "row")
+    parts = [f"{of}{rows}, {progress.errors:,} of them with an error"]
     if progress.reasons:
         seconds = progress.seconds
         parts.append(
-            f"this run: {progress.prompt_tokens:,} tokens in, {progress.output_tokens:,} out, {seconds:,.1f} "
-            f"s with loading, {short(progress.tokens_per_second)} tok/s without"
+            f"this run: {counted(progress.prompt_tokens, 'token')} in, {progress.output_tokens:,} out, "
+            f"{seconds:,.1f} s with loading, {short(progress.tokens_per_second)} tok/s without"
         )
         ends = ", ".join(f"{count:,} {reason}" for reason, count in progress.reasons.most_common())
         parts.append(f"ended by {ends}")
@@ -219,7 +227,7 @@ def _dropped(output: Output, args: argparse.Namespace) -> str:
     if not output.num_dropped:
         return ""
     why = "damaged lines or error rows" if args.retry_errors else "damaged lines"
-    return f"; {output.num_dropped:,} {why} are run again"
+    return f", and runs {counted(output.num_dropped, 'row')} again ({why})"
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from contextlib import closing
 from itertools import groupby, islice
 from typing import Any
 
+from nanovllm.engine.stats import counted
 from nanovllm.jobs.errors import TooManyErrorsError
 from nanovllm.jobs.output import Output
 from nanovllm.jobs.progress import JobProgress
@@ -69,8 +70,8 @@ class JobRunner:
         most = self._args.max_errors
         if most is not None and self._progress.errors > most:
             raise TooManyErrorsError(
-                f"{self._progress.errors:,} error rows, and --max-errors is {most:,}; fix the input, or run "
-                "the same command with a larger --max-errors, or with --retry-errors"
+                f"{counted(self._progress.errors, 'error row')}, and --max-errors is {most:,}; fix "
+                "the input, or run the same command with a larger --max-errors, or with --retry-errors"
             )
 
     def _tasks(self) -> Iterator[Task]:

@@ -12,9 +12,11 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
+from itertools import repeat
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn, TypeAlias
 
+from nanovllm.engine.stats import counted
 from nanovllm.jobs.errors import JobRefusedError
 
 MAX_ROW_BYTES = 8 * 2**20  # of a line or a CSV field; a longer one is an error row
@@ -178,7 +180,8 @@ class CSVSource(Source):
         if isinstance(fields, ValueError):
             return fields
         if len(fields) != len(columns):
-            return ValueError(f"it has {len(fields)} fields, and there are {len(columns)} columns")
+            found = counted(len(fields), "field")
+            return ValueError(f"it has {found}, and the row of column names has {len(columns)}")
         for field in fields:
             try:
                 field.encode()
@@ -243,15 +246,34 @@ class ParquetSource(Source):
             raise JobRefusedError(f"{path} is no Parquet file that can be read: {error}") from None
 
     def rows(self) -> Iterator[SourceRow]:
-        index = 0
-        assert self.columns is not None
-        names = [name for name in self.columns if self.wanted is None or name in self.wanted]
+        index = end = 0
         with import_pyarrow().parquet.ParquetFile(self.path, buffer_size=2**20) as file:
-            for batch in file.iter_batches(PARQUET_ROWS, columns=names):
-                for values in _values_of(batch):
+            for group in range(file.num_row_groups):
+                end += file.metadata.row_group(group).num_rows
+                for values in self._values_in(file, group, index, end):
                     self.position = self.size * (index + 1) // (self.num_rows or 1)
                     yield SourceRow(index, f"row {index + 1}", values)
                     index += 1
+
+    def _values_in(self, file: Any, group: int, index: int, end: int) -> Iterator[Values | ValueError]:
+        """The values of rows `index` to `end`, which are those of a row group. If it is damaged, an error
+        takes the place of each row from the damaged batch on. OSError if the system cannot read the file."""
+        assert self.columns is not None
+        names = [name for name in self.columns if self.wanted is None or name in self.wanted]
+        why = "it ends early"
+        try:
+            for batch in file.iter_batches(PARQUET_ROWS, row_groups=[group], columns=names):
+                yield from _values_of(batch)
+                index += batch.num_rows
+        except (OSError, import_pyarrow().ArrowException) as error:
+            if isinstance(error, MemoryError) or getattr(error, "errno", None) is not None:
+                raise
+            why = " ".join(str(error).split())
+        damaged = ValueError(
+            f"row group {group} of the file is damaged, and its rows {index + 1} to {end} cannot be read "
+            f"({why}); replace the file by a good copy"
+        )
+        yield from repeat(damaged, end - index)
 
 
 SOURCES: dict[str, Callable[[Path], Source]] = {

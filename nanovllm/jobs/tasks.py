@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from string import Formatter
 from typing import Any, Literal, TypeAlias
 
@@ -106,6 +106,7 @@ class PlainFormat(RowFormat):
         super().__init__(params)
         self._where = columns
         self.needed = columns.needed()
+        self._filled = replace(columns, id=None).needed()  # of a template
         self._ids = ("id", "custom_id") if columns.id is None else (columns.id,)
         self.needs_default = (columns.prompt, columns.template, columns.messages) == (None, None, None)
         self.columns = {PARAMS_COLUMN, *self._ids, *self.needed}
@@ -157,6 +158,8 @@ class PlainFormat(RowFormat):
         """The prompt of a row, and whether it is a conversation."""
         where = self._where
         if where.template is not None:
+            if empty := [name for name in self._filled if values[name] is None]:
+                raise ValueError(f"column {empty[0]!r} is null, and the template needs it; give it a value")
             return fill(where.template, values), False
         if where.messages is not None:
             return conversation(values[where.messages], where.messages), True

@@ -174,7 +174,8 @@ class Replica(ResidentEngine):
         if self._scheduler.max_model_len < max_model_len:
             raise KVCacheMemoryError(
                 f"the KV cache has room for {self._scheduler.max_model_len} tokens, but at first all "
-                f"replicas had room for {max_model_len}; close other programs on the device"
+                f"replicas had room for {max_model_len}; close other programs on the device, or start again "
+                f"with max_model_len={self._scheduler.max_model_len}"
             )
         self._scheduler.max_model_len = max_model_len
 

@@ -6,6 +6,7 @@ Reads only options and configurations, so it works for open and closed engines.
 from __future__ import annotations
 
 from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.stats import counted
 from nanovllm.report.gpu import devices_of
 from nanovllm.report.roofline import KNOWN_DEVICES, Cost, Speed
 
@@ -14,10 +15,11 @@ def model_facts(llm: LLMEngine) -> dict[str, object]:
     """Model, shape, devices and lengths, by name, as readable text."""
     model, devices = llm.model_config, devices_of(llm.config)
     dtype = str(devices[0].resolve_dtype(llm.config.dtype, model.dtype)).removeprefix("torch.")
+    layers = counted(model.num_layers, "layer")
     kv_cache = dtype if llm.config.kv_cache_dtype == "auto" else llm.config.kv_cache_dtype
     return {
         "Model": llm.config.model,
-        "Architecture": f"{model.architecture}, {model.num_layers} layers, hidden size {model.hidden_size:,}",
+        "Architecture": f"{model.architecture}, {layers}, hidden size {model.hidden_size:,}",
         "Dtype": f"{dtype}; KV cache: {kv_cache}",
         "Devices": f"{len(devices)} x {devices[0].name}",
         "Longest sequence": f"{model.max_model_len or model.longest:,} tokens",

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from nanovllm.config import Config
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.stats import EngineStats
+from nanovllm.engine.stats import EngineStats, counted
 from nanovllm.report.chart import FONT, STYLE, Chart, clean
 from nanovllm.report.facts import model_facts, roofline_of
 from nanovllm.report.gpu import GPUMonitor
@@ -174,8 +174,8 @@ def totals(stats: EngineStats) -> dict[str, object]:
         "Prompt tokens from the prefix cache": f"{stats.num_cached_tokens:,}",
         "Output tokens": f"{stats.num_output_tokens:,}",
         "Output tokens of decode": f"{stats.num_decoded_tokens:,}",
-        "Prefill": f"{stats.num_prefill_steps:,} steps, {stats.prefill_seconds:,.2f} s",
-        "Decode": f"{stats.num_decode_steps:,} steps, {stats.decode_seconds:,.2f} s",
+        "Prefill": f"{counted(stats.num_prefill_steps, 'step')}, {stats.prefill_seconds:,.2f} s",
+        "Decode": f"{counted(stats.num_decode_steps, 'step')}, {stats.decode_seconds:,.2f} s",
         "Mean decode batch": f"{stats.decode_batch_size:,.1f} sequences",
         "Preemptions": f"{stats.num_preemptions:,}",
     }
@@ -192,7 +192,7 @@ def error_table(rows: list[tuple[object, str]], num_errors: int) -> str:
         return "<p>None.</p>\n"
     cells = "".join(row(index, error) for index, error in rows[:MOST_ERRORS])
     more = num_errors - min(len(rows), MOST_ERRORS)
-    rest = f"<p>{more:,} more are not shown.</p>\n" if more > 0 else ""
+    rest = f"<p>And {more:,} more.</p>\n" if more > 0 else ""
     return f'<table class="errors"><tbody>{row("index", "error")}{cells}</tbody></table>\n{rest}'
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
-from nanovllm.engine.stats import EngineStats, TimelinePoint
+from nanovllm.engine.stats import EngineStats, TimelinePoint, counted
 from nanovllm.report.chart import Chart, Line, Run
 from nanovllm.report.gpu import GPUSample
 from nanovllm.report.roofline import Cost, Speed
@@ -38,17 +38,21 @@ def charts_of(
     hits = lines(lambda point: 100 * point.num_cached_tokens / num_read(point), prefilling)
     preemptions = lines(lambda point: next(preempted))
     found = [
-        Chart("Output", "tokens/s", output, f"{stats.num_output_tokens:,} tokens in all"),
-        Chart("Prefill", "prompt tokens/s", prefill, f"{stats.num_computed_tokens:,} tokens in all"),
+        Chart("Output", "tokens/s", output, f"{counted(stats.num_output_tokens, 'token')} in all"),
+        Chart("Prefill", "prompt tokens/s", prefill, f"{counted(stats.num_computed_tokens, 'token')} in all"),
         Chart("Running", "sequences", running, f"{most_running:,.0f} at most", whole=True),
         Chart("Waiting", "sequences", waiting, f"{most_waiting:,.0f} at most", whole=True),
         Chart("Batch size", "sequences of the mean step", batch, f"{stats.decode_batch_size:,.1f} in decode"),
-        Chart("Step time", "ms of the mean step", step_ms, f"{steps:,} steps in all"),
+        Chart("Step time", "ms of the mean step", step_ms, f"{counted(steps, 'step')} in all"),
         Chart(
             "KV cache in use", "% of blocks", kv_cache, f"{stats.peak_kv_cache_usage:.1%} at most", most=100
         ),
         Chart(
-            "Prefix cache hits", "% of prompt tokens", hits, f"{stats.num_cached_tokens:,} tokens", most=100
+            "Prefix cache hits",
+            "% of prompt tokens",
+            hits,
+            counted(stats.num_cached_tokens, "token"),
+            most=100,
         ),
         Chart(
             "Preemptions", "sequences so far", preemptions, f"{stats.num_preemptions:,} in all", whole=True

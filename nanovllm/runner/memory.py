@@ -59,7 +59,12 @@ def fit_kv_cache(spaces: list[KVCacheSpace], config: Config, block_size: int, mo
     Raises KVCacheMemoryError, with a rank's memory and the fix, if they do not fit.
     """
     num_blocks, asked = config.num_kvcache_blocks, config.kv_cache_memory_bytes
-    fix = f"Raise gpu_memory_utilization (now {config.gpu_memory_utilization})"
+    fix = (
+        f"Raise gpu_memory_utilization (now {config.gpu_memory_utilization}), or lower max_model_len, "
+        "max_num_batched_tokens or max_num_seqs, which need memory for activations"
+    )
+    if num_blocks is not None:
+        fix = f"Lower num_kvcache_blocks (now {num_blocks})"
     if asked is not None:
         fix = f"Change kv_cache_memory_bytes (now {asked})"
         spaces = [replace(space, budget=asked) for space in spaces]
@@ -75,8 +80,7 @@ def fit_kv_cache(spaces: list[KVCacheSpace], config: Config, block_size: int, mo
                 f"no room for the KV cache{whose}: {num_blocks} block(s) of {block_size} tokens need "
                 f"{need:,.1f} MiB, and {may:,.1f} MiB may be used ({space.free / 2**20:,.0f} of "
                 f"{space.total / 2**20:,.0f} MiB are free, {space.reserve / 2**20:,.0f} MiB are kept for "
-                f"activations). {fix}, lower max_num_batched_tokens, max_num_seqs or num_kvcache_blocks, or "
-                "close other programs on the device"
+                f"activations). {fix}; or close other programs on the device"
             )
     size = num_blocks * spaces[0].per_block / 2**30
     each = " on each rank" if len(spaces) > 1 else ""

@@ -106,7 +106,7 @@ def test_errors_are_bounded_and_can_be_run_again(
     monkeypatch.setattr(FakeLLM, "answer", without_errors(FakeLLM.answer))
     assert run(source, "-o", out, "--retry-errors") == 0
     assert [row["index"] for row in read_rows(out)] == list(range(100))
-    assert "3 damaged lines or error rows are run again" in capsys.readouterr().err
+    assert "and runs 3 rows again (damaged lines or error rows)" in capsys.readouterr().err
 
 
 def without_errors(answer: Any) -> Any:
@@ -220,7 +220,8 @@ def test_a_file_system_without_locks(
 ) -> None:
     monkeypatch.setattr("fcntl.flock", Mock(side_effect=OSError(37, "No locks available")))
     assert run(write_rows(tmp_path / "in.jsonl", rows_of(3)), "-o", tmp_path / "out.jsonl") == 2
-    assert "out.jsonl.lock cannot be locked: No locks available; choose an -o on" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "out.jsonl.nanovllm.lock cannot be locked: No locks available; choose an -o on" in printed
     assert files(tmp_path) == {"in.jsonl"}
 
 
@@ -356,7 +357,7 @@ def test_lines_of_rows_that_the_input_has_not(tmp_path: Path, capsys: pytest.Cap
     whole = out.read_bytes()
     out.write_bytes(whole + b'{"index": 20, "error": null}\n{"index": 9999, "error": null}\n')
     assert run(source, "-o", out, make_llm=no_model) == 4
-    assert "it has 1 lines for rows that are not in the input" in capsys.readouterr().err
+    assert "it has 1 line for rows that are not in the input" in capsys.readouterr().err
     out.write_bytes(out.read_bytes().replace(b'{"index": 20, "error": null}\n', b""))
     assert run(source, "-o", out, make_llm=no_model) == 0 and out.read_bytes() == whole
 
@@ -470,6 +471,23 @@ def test_standard_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
             assert run("-", "-o", out) == code
     assert len(read_rows(out)) == 20
     assert files(tmp_path) == {"in.jsonl", "out.jsonl", "out.jsonl.job.json"}
+
+
+@pytest.mark.parametrize("name", ["out.jsonl", "out.csv"])
+def test_files_of_the_user_beside_the_output(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a killed job leaves is replaced; nothing else is touched."""
+    endings = [".lock", ".tmp", ".stdin.jsonl", ".job.json.tmp", ".rows.jsonl.tmp", ".job.json.lock"]
+    theirs = [tmp_path / (name + ending) for ending in endings]
+    left = [tmp_path / (name + ending) for ending in (".nanovllm.lock", ".nanovllm.tmp", ".nanovllm.stdin")]
+    for path in theirs + left:
+        path.write_text(f"{path.name}\n")
+    with write_rows(tmp_path / "in.jsonl", rows_of(200)).open() as file:
+        monkeypatch.setattr(sys, "stdin", file)
+        assert run("-", "-o", tmp_path / name) == 0
+    assert [path.read_text() for path in theirs] == [f"{path.name}\n" for path in theirs]
+    assert not any(path.exists() for path in left)
 
 
 def test_a_file_that_may_grow_no_further(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -598,7 +616,7 @@ def test_the_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert program.main(["check", str(source), str(good)]) == 1
     printed = capsys.readouterr().out
     assert f"{source}: line 1: it is not JSON" in printed and f"{source}: and 11 rows more" in printed
-    assert f"{source}: 37 rows, 31 bad; 1 ids come more than once" in printed
+    assert f"{source}: 37 rows, 31 bad; 1 id comes more than once" in printed
     assert program.main(["check", str(source), "--model", jobs.demo_model_path()]) == 1
     printed = capsys.readouterr().out
     assert "row 4: the prompt has 4000 tokens, and at most 1023 leave room" in printed or "row 4" in printed

@@ -242,7 +242,7 @@ def test_a_report_has_charts_and_the_rows_without_answers(tmp_path: Path, engine
     assert run(*asked, make_llm=engine) == 1
     text = page.read_text()
     assert "<svg" in text and "it is not JSON" in text and "Error rows" in text
-    assert "<b>205</b><span>errors</span>" in text and "5 more are not shown" in text
+    assert "<b>205</b><span>errors</span>" in text and "And 5 more." in text
     page.unlink()
     assert run(*asked, make_llm=engine) == 1, "nothing is left to run"
     assert not page.exists()

@@ -207,7 +207,7 @@ def test_errors_are_text_and_as_many_as_are_legible(llm: CheckedLLM) -> None:
     assert cells[1] == ("row-<7>", shown)
     assert cells[2] == ("long", "x" * MOST_CHARACTERS + "…")
     assert cells[3] == ("0", "error 0")
-    assert "52 more are not shown." in words(page)
+    assert "And 52 more." in words(page)
     assert "None." in words(parse(make_report(llm))) and "None." not in words(page)
 
 
@@ -226,6 +226,10 @@ def test_a_run_of_one_step(model: Path) -> None:
         llm.generate([[5] * 9], SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)
         page, stats = parse(make_report(llm)), llm.stats()
     assert (stats.num_prefill_steps, stats.num_decode_steps) == (1, 0)
+    assert "1 token in all" in words(pictures(page)["Output"])
+    assert "1 step in all" in words(pictures(page)["Step time"])
+    assert rows(page, "totals")["Prefill"].startswith("1 step, ")
+    assert "prefill: 1 step, " in repr(stats) and "decode: 0 steps, 0.00 s, 0 tokens, " in repr(stats)
     for svg in pictures(page).values():
         check_axes(svg)
         [dot] = [each for each in svg.iter(f"{SVG}path") if "dot" in (each.get("class") or "")]

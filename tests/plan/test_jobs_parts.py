@@ -103,8 +103,8 @@ def test_csv(tmp_path: Path) -> None:
     assert values_of(path) == [
         {"text": 'two\nlines, "quoted"', "n,m": "1"},
         {"text": "é", "n,m": "2"},
-        "row 4: it has 3 fields, and there are 2 columns",
-        "row 5: it has 1 fields, and there are 2 columns",
+        "row 4: it has 3 fields, and the row of column names has 2",
+        "row 5: it has 1 field, and the row of column names has 2",
         "row 6: it is not UTF-8: byte 0xe9 at position 0; convert the file, for example with "
         "`iconv -f latin1 -t utf-8`",
         {"text": "last", "n,m": "4"},
@@ -601,7 +601,7 @@ def test_a_line_that_does_not_fit_leaves_no_part(tmp_path: Path, monkeypatch: py
 
     with monkeypatch.context() as patch:
         patch.setattr("os.write", write)
-        with pytest.raises(JobFailedError, match="No space left on device, after 1 rows, which are kept"):
+        with pytest.raises(JobFailedError, match="No space left on device, after 1 row, all kept"):
             output.write(1, row(1))
     assert path.read_bytes() == to_line(row(0))
     output.write(1, row(1))

@@ -1,0 +1,135 @@
+"""`nanovllm run` and `check` on input that is damaged or unusual."""
+
+from __future__ import annotations
+
+import csv
+import sys
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+from jobs import no_model, read_rows, run, watched, write_rows
+
+from nanovllm.jobs import main as program
+from nanovllm.jobs.sources import import_pyarrow
+
+
+def write_damaged_parquet(path: Path) -> Path:
+    """1,500 rows in three row groups; the second page of prompts in row group 1 is damaged."""
+    parquet = import_pyarrow().parquet
+    rows = [{"id": index, "prompt": f"prompt {index}"} for index in range(1500)]
+    table = import_pyarrow().Table.from_pylist(rows)
+    options = {"row_group_size": 500, "use_dictionary": False, "compression": "none"}
+    parquet.write_table(table, path, data_page_size=2048, write_batch_size=50, **options)
+    content = bytearray(path.read_bytes())
+    column = parquet.ParquetFile(path).metadata.row_group(1).column(1)
+    start = column.data_page_offset + 5000
+    content[start : start + 1000] = b"\xff" * 1000
+    path.write_bytes(content)
+    return path
+
+
+def test_a_damaged_row_group_costs_its_rows_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, out = write_damaged_parquet(tmp_path / "in.parquet"), tmp_path / "out.jsonl"
+    assert run(source, "-o", out) == 1
+    found = read_rows(out)
+    bad = [row["index"] for row in found if row["error"] is not None]
+    assert len(found) == 1500 and bad == list(range(bad[0], 1000)) and 500 <= bad[0] < 800
+    assert found[999]["error"].startswith(
+        f"row 1000: row group 1 of the file is damaged, and its rows {bad[0] + 1} to 1000 cannot be read ("
+    )
+    assert found[999]["error"].endswith("); replace the file by a good copy")
+    assert found[1000]["text"] == "11 None"
+    assert program.main(["check", str(source)]) == 1
+    printed = capsys.readouterr().out
+    assert "row group 1 of the file is damaged" in printed and f"1,500 rows, {len(bad)} bad" in printed
+
+
+def test_a_disk_that_fails_is_no_damaged_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*args: Any, **options: Any) -> Any:
+        raise OSError(5, "Input/output error")
+
+    source, out = write_damaged_parquet(tmp_path / "in.parquet"), tmp_path / "out.jsonl"
+    with monkeypatch.context() as patch:
+        patch.setattr(import_pyarrow().parquet.ParquetFile, "iter_batches", fail)
+        assert run(source, "-o", out) == 4
+    assert "Input/output error; the same command resumes" in capsys.readouterr().err
+    assert read_rows(out) == []
+    assert run(source, "-o", out) == 1
+
+
+def test_one_row_is_no_plural(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, out = write_rows(tmp_path / "in.jsonl", [{"id": "a", "prompt": ""}]), tmp_path / "out.jsonl"
+    assert run(source, "-o", out, "--max-errors", 0) == 3
+    assert "1 error row, and --max-errors is 0" in capsys.readouterr().err
+    assert run(source, "-o", out, "--retry-errors") == 1
+    printed = capsys.readouterr().err
+    assert "resumes after 0 rows, and runs 1 row again (damaged lines or error rows)" in printed
+    assert "1 of 1 row, 1 of them with an error" in printed
+    assert program.main(["check", str(source)]) == 1
+    assert capsys.readouterr().out.endswith("in.jsonl: 1 row, 1 bad\n")
+
+
+def test_a_null_is_no_text_for_a_template(tmp_path: Path) -> None:
+    rows = [{"id": 1, "a": "x", "b": None}, {"id": None, "a": "x", "b": 0}]
+    source, out = write_rows(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl"
+    assert run(source, "-o", out, "--template", "{a} {b}", "--id-column", "id") == 1
+    [bad, good] = read_rows(out)
+    assert bad["error"] == "line 1: column 'b' is null, and the template needs it; give it a value"
+    assert (bad["id"], good["error"], good["text"]) == (1, None, "3 None")
+
+
+@pytest.mark.parametrize("ending", ["csv", "parquet"])
+def test_ids_that_no_table_holds(tmp_path: Path, ending: str) -> None:
+    ids = [b'"\\ud800"', b'{"a": ["\\u00e9", null]}', b"true", b'"\\ud83d\\ude00"', b'"n\\u0000l"', b"7"]
+    rows = [b'{"prompt": "a", "id": ' + each + b"}\n" for each in ids]
+    source, out = write_rows(tmp_path / "in.jsonl", rows), tmp_path / f"out.{ending}"
+    assert run(source, "-o", out) == 0
+    if ending == "csv":
+        found = [row["id"] for row in csv.DictReader(out.open(encoding="utf-8"))]
+    else:
+        found = import_pyarrow().parquet.read_table(out)["id"].to_pylist()
+    assert found == ["?", '{"a": ["é", null]}', "true", "\N{GRINNING FACE}", "n\0l", "7"]
+
+
+def test_standard_input_is_not_blamed_for_another_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nanovllm.jobs.run.open_job", Mock(side_effect=OSError(5, "Input/output error")))
+    with write_rows(tmp_path / "in.jsonl", [{"prompt": "a"}]).open() as file:
+        monkeypatch.setattr(sys, "stdin", file)
+        with pytest.raises(OSError, match="Input/output error"):
+            run("-", "-o", tmp_path / "out.jsonl")
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+
+
+def test_files_that_vanish_while_the_job_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"prompt": "a"}] * 300
+    source, out = write_rows(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl"
+    gone = watched(lambda number: source.unlink() if number == 5 else None)
+    assert run(source, "-o", out, make_llm=gone) == 4
+    printed = capsys.readouterr().err
+    assert "in.jsonl can no longer be read: No such file or directory; restore it and run" in printed
+    assert "Traceback" not in printed
+    write_rows(source, rows)
+    assert run(source, "-o", out, make_llm=no_model) == 0 and len(read_rows(out)) == 300
+    out.unlink()
+    gone = watched(lambda number: out.unlink() if number == 5 else None)
+    assert run(source, "-o", out, make_llm=gone) == 4
+    printed = capsys.readouterr().err
+    assert "another program changed" in printed and "all rows are answered" not in printed
+    assert run(source, "-o", out) == 0 and len(read_rows(out)) == 300
+
+
+def test_a_line_and_a_journal_of_endless_lists(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, out = write_rows(tmp_path / "in.jsonl", [{"prompt": "a"}] * 3), tmp_path / "out.jsonl"
+    assert run(source, "-o", out) == 0
+    before = out.read_bytes()
+    out.write_bytes(b'{"index": 0, "id": ' + b"[" * 100_000 + b"\n" + before.split(b"\n", 1)[1])
+    assert run(source, "-o", out) == 0 and out.read_bytes() == before
+    (tmp_path / "out.jsonl.job.json").write_text("[" * 100_000)
+    assert run(source, "-o", out) == 2 and out.read_bytes() == before
+    assert "cannot be read as a journal (maximum recursion depth" in capsys.readouterr().out
