@@ -114,9 +114,9 @@ class HFConfig:
             raise ValueError(f"config.json: {key} must be a positive integer, not {value!r}")
         return value
 
-    def boolean(self, key: str, default: bool = False) -> bool:
-        """Return True or False."""
-        value = self.get(key, default)
+    def boolean(self, key: str) -> bool:
+        """Return True or False; null counts as False."""
+        value = self.get(key, False)
         if not isinstance(value, bool):
             raise ValueError(f"config.json: {key} must be true or false, not {value!r}")
         return value
