@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.structured_outputs import check_bool
 from nanovllm.vllm_arguments import ENGINE, refuse_absent
 
 CHOICES = {
@@ -142,9 +143,9 @@ class Config:
         _check_int("max_logprobs", self.max_logprobs, minimum=-1)
         flags = ("enforce_eager", "enable_prefix_caching", "skip_tokenizer_init", "deterministic")
         for name in (*flags, "trust_remote_code"):
-            _check_bool(name, getattr(self, name))
+            check_bool(name, getattr(self, name))
         if self.async_scheduling is not None:
-            _check_bool("async_scheduling", self.async_scheduling)
+            check_bool("async_scheduling", self.async_scheduling)
         self._check_files()
         utilization = self.gpu_memory_utilization
         if isinstance(utilization, bool) or not isinstance(utilization, (int, float)):
@@ -244,8 +245,3 @@ def _check_int(name: str, value: object, minimum: int) -> None:
         raise TypeError(f"{name} must be an integer, not {value!r}")
     if value < minimum:
         raise ValueError(f"{name} must be at least {minimum}, not {value}")
-
-
-def _check_bool(name: str, value: object) -> None:
-    if not isinstance(value, bool):
-        raise TypeError(f"{name} must be True or False, not {value!r}")

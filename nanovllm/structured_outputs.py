@@ -137,5 +137,5 @@ def show(value: object) -> str:
     try:
         text = repr(value)
     except ValueError:  # an integer with more digits than Python prints
-        text = f"a {type(value).__name__} too long to print"
+        text = "a value too long to print"
     return text if len(text) <= 60 else f"{text[:57]}..."

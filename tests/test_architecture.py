@@ -77,6 +77,7 @@ def test_imports(path: Path) -> None:
         target = room_of(name.removeprefix("nanovllm").removeprefix("."))
         if module == "" and target == "llm":
             continue  # the one lazy import: `import nanovllm` stays cheap
+        assert target in NO_TORCH or room not in NO_TORCH, f"{module} must not need torch, as {name} does"
         assert node in tree.body, f"{module}: the import of {name} is hidden in a block"
         if target == room or (floor == 0 and target in FLOORS[0]):
             continue

@@ -120,7 +120,12 @@ def test_links_lead_somewhere(path: Path) -> None:
 @pytest.mark.parametrize("path", sorted((ROOT / "docs/pictures").iterdir()), ids=lambda path: path.name)
 def test_pictures_are_shown_and_name_files_that_exist(path: Path) -> None:
     assert f"](pictures/{path.name})" in (ROOT / "docs/design.md").read_text()
-    text = " ".join(ElementTree.parse(path).getroot().itertext())
+    picture = ElementTree.parse(path).getroot()
+    width, height = (float(size) for size in picture.attrib["viewBox"].split()[2:])
+    card = picture.find("{http://www.w3.org/2000/svg}rect")  # its background, on a light and on a dark page
+    assert card is not None and card.attrib["class"] == "card"
+    assert float(card.attrib["width"]) >= width - 2 and float(card.attrib["height"]) >= height - 2
+    text = " ".join(picture.itertext())
     for name in re.findall(r"\w+\.py", text):
         assert list(PACKAGE.rglob(name)), name
 

@@ -16,17 +16,15 @@ import json
 import shutil
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from random import Random
 from time import perf_counter
 from typing import Any
 
 from nanovllm import LLM, SamplingParams, demo_model_path
 from nanovllm.jobs.arguments import parse_args
 from nanovllm.jobs.run import main as run_job
-from tools.benchmark.workloads import QWEN3, Workload, demo, headline, write_shape
-
-PREFIXES = 20
+from tools.benchmark.workloads import QWEN3, Workload, demo, headline, prefixes, write_shape
 
 
 class LoadedLLM:
@@ -43,17 +41,6 @@ class LoadedLLM:
 
     def close(self) -> None:
         pass
-
-
-def shared_prefixes(rows: int, prefix: int, tokens_out: int, vocab_size: int) -> Workload:
-    """PREFIXES prefixes of `prefix` random ids, each row with one of them and 32 to 128 ids of its own."""
-    rng = Random(0)
-    prefixes = [[rng.randrange(vocab_size) for _ in range(prefix)] for _ in range(PREFIXES)]
-    prompts = [
-        rng.choice(prefixes) + [rng.randrange(vocab_size) for _ in range(rng.randint(32, 128))]
-        for _ in range(rows)
-    ]
-    return Workload("prefixes", prompts, [tokens_out] * rows)
 
 
 def write_rows(work: Workload, path: Path) -> None:
@@ -115,7 +102,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             once = demo(64, model) if args.cpu else headline(256)
             work = Workload(f"{once.name} x 8", once.prompts * 8, once.output_lens * 8)
         else:
-            work = shared_prefixes(args.rows, args.prefix, args.tokens_out, 512 if args.cpu else 10_001)
+            drawn = prefixes(args.rows, args.prefix, 512 if args.cpu else 10_001)
+            work = replace(drawn, output_lens=[args.tokens_out] * args.rows)
         write_rows(work, folder / "in.jsonl")
         with LLM(model, **options) as llm:
             warm_up = work.beginning(args.max_num_seqs, max(work.output_lens))

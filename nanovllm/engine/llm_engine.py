@@ -73,7 +73,6 @@ class LLMEngine:
         generation = read_generation_config(option, path)
         self.model_config = load_model_config(path, generation, self.config.hf_overrides)
         self._generation = overridden(generation, option, changes)
-        self._default_params: SamplingParams | None = None  # created on first use
         self.model_config.check_tensor_parallel_size(self.config.tensor_parallel_size)
         max_model_len = resolve_max_model_len(self.config.max_model_len, self.model_config)
         self._processor = Processor(
@@ -139,9 +138,7 @@ class LLMEngine:
 
         ValueError or TypeError if a value there is wrong.
         """
-        if self._default_params is None:
-            self._default_params = recommended_params(self._generation)
-        return self._default_params.clone()
+        return recommended_params(self._generation)
 
     def _params(
         self, sampling_params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int

@@ -53,7 +53,6 @@ class ModelConfig:
     o_bias: bool
     mlp_bias: bool
     qk_norm: bool
-    hidden_act: str
     dtype: str  # of the checkpoint
     eos_token_ids: tuple[int, ...]
     sliding_window: int | None  # up to this length full attention gives the same result; None: always
@@ -115,9 +114,9 @@ class HFConfig:
             raise ValueError(f"config.json: {key} must be a positive integer, not {value!r}")
         return value
 
-    def boolean(self, key: str, default: bool = False) -> bool:
-        """Return True or False."""
-        value = self.get(key, default)
+    def boolean(self, key: str) -> bool:
+        """Return True or False; null counts as False."""
+        value = self.get(key, False)
         if not isinstance(value, bool):
             raise ValueError(f"config.json: {key} must be true or false, not {value!r}")
         return value
@@ -173,7 +172,6 @@ class ModelFamily:
             o_bias=attention_bias if self.o_bias is None else self.o_bias,
             mlp_bias=hf.boolean("mlp_bias") if self.mlp_bias is None else self.mlp_bias,
             qk_norm=self.qk_norm,
-            hidden_act=hf.get("hidden_act"),
             dtype=_dtype(hf),
             eos_token_ids=_eos_token_ids(hf, generation or {}),
             sliding_window=self.sliding_window(hf),

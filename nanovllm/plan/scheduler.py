@@ -106,12 +106,10 @@ class Scheduler:
         self._unfinished[seq.seq_id] = seq
         self.waiting.append(seq)
 
-    def abort(self, seq_id: int, reason: str = "abort") -> Sequence | None:
-        """End a sequence in any state and free its blocks and slot; None if it is unknown or has ended."""
-        seq = self._unfinished.get(seq_id)
-        if seq is not None:
-            self._finish(seq, reason)
-        return seq
+    def abort(self, seq_id: int, reason: str = "abort") -> None:
+        """End a sequence in any state and free its blocks and slot; nothing if it is unknown or has ended."""
+        if seq_id in self._unfinished:
+            self._finish(self._unfinished[seq_id], reason)
 
     def schedule(self) -> Batch | None:
         """Plan the next step; None if nothing can run before the tokens of launched steps are known.

@@ -15,6 +15,7 @@ import numpy as np
 
 from nanovllm.inputs import PromptLike
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.structured_outputs import show as show_value
 from nanovllm.text.rows import BadRow, attempt
 from nanovllm.vllm_arguments import PROMPT, refuse_absent
 
@@ -101,7 +102,7 @@ def pack_token_ids(token_ids: list[int], vocab_size: int, where: str) -> bytes:
     if not known:
         position, bad = next((i, id_) for i, id_ in enumerate(token_ids) if not 0 <= id_ < vocab_size)
         raise ValueError(
-            f"{where}: token id {bad} at position {position} is outside the vocabulary "
+            f"{where}: token id {show_value(bad)} at position {position} is outside the vocabulary "
             f"(0 to {vocab_size - 1})"
         )
     return packed
@@ -226,5 +227,4 @@ def _parse_ids(value: Any, where: str) -> list[int]:
 
 def show(value: object) -> str:
     """The beginning of `value` and its type, for an error message."""
-    text = repr(value)
-    return f"{text[:60]}{'...' if len(text) > 60 else ''} ({type(value).__name__})"
+    return f"{show_value(value)} ({type(value).__name__})"

@@ -41,6 +41,10 @@ def test_the_tokenizers_end_of_sequence_token_ends_an_answer_too(tmp_path: Path)
         assert eos in output["token_ids"][:-1] and output["finish_reason"] == "length"
         [beams] = llm.beam_search("What is 2 + 3?", BeamSearchParams(beam_width=2, max_tokens=14))
         assert beams.sequences[0].stop_reason == eos
+        whole = BeamSearchParams(beam_width=2, max_tokens=14, include_stop_str_in_output=True)
+        [included] = llm.beam_search("What is 2 + 3?", whole)
+        stop = llm.get_tokenizer().decode([eos])
+        assert included.sequences[0].text == f"{beams.sequences[0].text}{stop}"
 
 
 def test_without_a_tokenizer(model: Path) -> None:

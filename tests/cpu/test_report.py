@@ -450,7 +450,7 @@ def test_samples_of_all_gpus(llm: CheckedLLM, monkeypatch: pytest.MonkeyPatch) -
     assert {sample.power for sample in samples} == {(100.0, 200.0)}
     assert {sample.memory for sample in samples} == {(2.0**30, 2.0**31)}
     found = pictures(parse(make_report(llm, gpu=monitor)))
-    assert list(found)[-2:] == ["GPU power", "GPU memory in use"]
+    assert list(found)[-2:] == list(charts(llm, monitor))[-2:] == ["GPU power", "GPU memory in use"]
     check_axes(found["GPU power"])
     assert named(found["GPU power"], "unit")[0] == "W, by GPU"
     assert [round(drawn(found["GPU power"], number)[0][1]) for number in (0, 1)] == [100, 200]

@@ -25,6 +25,8 @@ from nanovllm.text.prompts import Prompt, parse_prompt
 from nanovllm.text.rows import raise_first
 from nanovllm.vllm_arguments import PROMPT
 
+LONG = 10**5000  # Python refuses to print it
+
 
 class Tensor:
     """What prompts ask of torch's."""
@@ -117,6 +119,7 @@ def test_what_a_tokenizer_returns(kind: Any, wrap: Any) -> None:
         (np.array([True]), TypeError, "the prompt: token id at position 0 must be an integer, not True"),
         (np.array([[[5]]]), TypeError, r"prompts\[0\]: token id at position 0 must be an integer, not \[5\]"),
         (["a", 5], TypeError, r"prompts\[1\] must be a string, a list of token ids or a dictionary, not 5"),
+        (["a", LONG], TypeError, r"prompts\[1\] must be a string, .* not (a value too long to print|1000)"),
         ([[5], {5, 6}], TypeError, r"prompts\[1\] must be a string, .* not \{5, 6\}"),
         (["a", "b\ud800c"], ValueError, r"prompts\[1\] has a lone surrogate, .* at position 1.*repair it"),
         ({"prompt": "\udc00"}, ValueError, r"the prompt\['prompt'\] has a lone surrogate"),
@@ -143,6 +146,11 @@ def test_what_a_tokenizer_returns(kind: Any, wrap: Any) -> None:
 def test_what_has_no_meaning(prompts: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         parse_prompts(prompts)
+
+
+def test_a_token_id_that_cannot_be_printed_is_named_by_its_position() -> None:
+    with pytest.raises(ValueError, match=r"prompts\[0\]: token id .* at position 1 is outside"):
+        forms.pack_token_ids([5, LONG], 10, "prompts[0]")
 
 
 # -- outputs -------------------------------------------------------------------------------------------------

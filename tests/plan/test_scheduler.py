@@ -92,10 +92,11 @@ def test_any_load_gives_the_right_tokens(data: st.DataObject) -> None:
         loop.step()
         if added and draw(st.integers(0, 9)) == 0:
             victim = draw(st.sampled_from(sorted(added)))
-            seq = loop.scheduler.abort(victim)
-            assert (seq is None) == (victim in loop.finished or victim in aborted)
-            if seq is not None:
-                aborted[victim] = seq
+            unfinished = {seq.seq_id: seq for seq in (*loop.scheduler.running, *loop.scheduler.waiting)}
+            assert (victim in unfinished) != (victim in loop.finished or victim in aborted)
+            loop.scheduler.abort(victim)
+            if victim in unfinished:
+                aborted[victim] = unfinished[victim]
             check_scheduler(loop.scheduler)
     assert sorted([*loop.finished, *aborted]) == sorted(added)
     for seq_id, (prompt, params) in added.items():

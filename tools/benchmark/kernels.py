@@ -131,10 +131,10 @@ def _totals(kernels: list[Kernel]) -> list[tuple[str, int, float]]:
     return [(name, calls, microseconds) for name, (calls, microseconds) in totals.items()]
 
 
-def costliest(rows: list[tuple[str, int, float]], count: int = 10) -> list[dict[str, Any]]:
-    """The `count` rows (name, calls, microseconds) with the most time, and each one's share of all."""
+def costliest(rows: list[tuple[str, int, float]]) -> list[dict[str, Any]]:
+    """The ten rows (name, calls, microseconds) with the most time, and each one's share of all."""
     everything = sum(microseconds for _, _, microseconds in rows) or 1.0
-    top = sorted(rows, key=lambda row: -row[2])[:count]
+    top = sorted(rows, key=lambda row: -row[2])[:10]
     return [
         {"name": name[:100], "calls": calls, "total_us": round(us, 1), "share": round(us / everything, 4)}
         for name, calls, us in top

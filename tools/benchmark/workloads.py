@@ -132,14 +132,17 @@ def shared_prefix(num_seqs: int) -> Workload:
     return Workload("prefix", prompts, [rng.randint(128, 256) for _ in range(num_seqs)])
 
 
-def prefixes(num_seqs: int) -> Workload:
-    """20 prefixes of 8,192 random ids, in random order; then 32 to 128 ids of their own; 64 to 128 out."""
+def prefixes(num_seqs: int, length: int = 8192, num_ids: int = 10_001) -> Workload:
+    """20 prefixes of `length` random ids, in random order; then 32 to 128 ids of their own; 64 to 128 out.
+
+    num_ids: ids are below this.
+    """
     rng = Random(0)
-    begin = [[rng.randint(0, 10000) for _ in range(8192)] for _ in range(20)]
+    begin = [[rng.randrange(num_ids) for _ in range(length)] for _ in range(20)]
     groups = tuple(rng.randrange(20) for _ in range(num_seqs))
-    prompts = [begin[g] + [rng.randint(0, 10000) for _ in range(rng.randint(32, 128))] for g in groups]
+    prompts = [begin[g] + [rng.randrange(num_ids) for _ in range(rng.randint(32, 128))] for g in groups]
     output_lens = [rng.randint(64, 128) for _ in range(num_seqs)]
-    return Workload("prefixes", prompts, output_lens, groups, 8192)
+    return Workload("prefixes", prompts, output_lens, groups, length)
 
 
 def demo(num_seqs: int, model: Path) -> Workload:
