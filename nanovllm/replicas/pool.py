@@ -33,8 +33,8 @@ logger = logging.getLogger("nanovllm")
 MAX_RUNS = 3  # of a request whose replica ends each time; the last time it runs alone
 MAX_FAILURES = 3  # of a replica in a row, without an answer in between
 POLL_SECONDS = 0.1
-HANG_SECONDS = 600.0  # a replica with requests that sends nothing this long hangs; no step takes so long
-ABORT_SECONDS = 30.0  # the same after a call to abort requests, which runs after the current step
+HANG_SECONDS = 600.0  # a replica with requests or a call that sends nothing this long hangs
+LOADING = ("wake_up",)  # calls that may read the checkpoint; like a start, they may take any time
 LOOK_AHEAD = 8  # requests that the router chooses from, in multiples of max_num_seqs
 
 
@@ -120,7 +120,7 @@ class Replicas:
                 member = next((each for each in self._members if request_id in each.requests), None)
                 if member is None:
                     return None
-                if self._call(member, "abort", request_id, seconds=ABORT_SECONDS):
+                if self._call(member, "abort", request_id):
                     member.drop(request_id)
                     output: RequestOutput | None = self._replies.pop(member.number)
                     return output
@@ -138,7 +138,7 @@ class Replicas:
         return None
 
     def clear(self) -> None:
-        """Forget all requests; the replicas are idle afterwards."""
+        """Forget all requests. Replicas abort theirs after the current step; nothing waits for that."""
         with held_interrupts():
             self.router.clear()
             for queue in (self._routed, self._backlog, self._again, self._alone, self._num_lost):
@@ -146,22 +146,23 @@ class Replicas:
             for member in self._members:
                 if member.requests:
                     member.forget_requests()
-                    if self._call(member, "abort_all", seconds=ABORT_SECONDS):
-                        self._replies.pop(member.number)
+                    member.send(Call("abort_all", (), has_reply=False))
             self._arrivals.clear()
 
     def call(self, method: str, *args: object) -> list[Any]:
         """Call a method of every replica, between steps; return the results of those that are up.
 
-        Waits for replicas that are loading. Raises a replica's error, with its number; WorkerError if no
-        replica is left.
+        Waits for replicas that are loading. Replicas run the call in parallel. One that sends nothing for
+        HANG_SECONDS is killed and restarts, except in calls of LOADING. Raises a replica's error, with its
+        number; WorkerError if no replica is left.
         """
         while any(member.process is not None and not member.is_ready for member in self._members):
             self._receive()
         self._check_some_are_left()
         with held_interrupts():
-            called = [member.number for member in self._members if self._call(member, method, *args)]
-            values = {number: self._replies.pop(number) for number in called}
+            called = [member for member in self._members if self._ask(member, method, *args)]
+            answered = [member.number for member in called if self._has_reply(member, method)]
+            values = {number: self._replies.pop(number) for number in answered}
         for number, value in values.items():
             if isinstance(value, Failure):
                 raise value.kind(f"replica {number}: {value.what}")
@@ -257,7 +258,7 @@ class Replicas:
                 if member.pipe in ready:
                     self._receive_from(member)
                 elif member.silent_for(waited) > HANG_SECONDS:
-                    self._take_down_hanging(member, HANG_SECONDS)
+                    self._take_down_hanging(member)
 
     def _receive_from(self, member: ReplicaProcess) -> None:
         try:
@@ -267,7 +268,8 @@ class Replicas:
             return
         member.silent_seconds = 0.0
         if isinstance(message, Report):
-            member.hear(message.num_received, message.num_waiting)
+            if not member.hear(message.num_received, message.num_waiting):
+                return
             outputs = [each for each in message.outputs if member.drop(int(each.request_id)) is not None]
             for output in outputs:
                 self._num_lost.pop(int(output.request_id), None)
@@ -281,24 +283,31 @@ class Replicas:
         else:
             member.failure = message
 
-    def _call(self, member: ReplicaProcess, method: str, *args: object, seconds: float | None = None) -> bool:
-        """Call a method of a replica and wait for its reply. False if the replica is down, ends, or sends
-        nothing for `seconds`, after which it is killed."""
-        if not member.is_ready:
-            return False
-        process = member.process
-        member.send(Call(method, args))
+    def _call(self, member: ReplicaProcess, method: str, *args: object) -> bool:
+        """Call a method of a replica and wait for its reply; False if the replica is down, ends or hangs."""
+        return self._ask(member, method, *args) and self._has_reply(member, method)
+
+    def _ask(self, member: ReplicaProcess, method: str, *args: object) -> bool:
+        """Call a method of a replica; False if the replica is down."""
+        if member.is_ready:
+            member.send(Call(method, args))
+        return member.is_ready
+
+    def _has_reply(self, member: ReplicaProcess, method: str) -> bool:
+        """Wait for the reply to a call; False if the replica ends or hangs."""
+        process, seconds = member.process, None if method in LOADING else HANG_SECONDS
         while member.number not in self._replies:
             if connection.wait([member.pipe], seconds):
                 self._receive_from(member)
             else:
-                self._take_down_hanging(member, seconds)
+                self._take_down_hanging(member)
             if member.process is not process:
                 return False
         return True
 
-    def _take_down_hanging(self, member: ReplicaProcess, seconds: float | None) -> None:
-        member.failure = Failure(WorkerError, f"it hung, without a word for {seconds:g} s, and was killed")
+    def _take_down_hanging(self, member: ReplicaProcess) -> None:
+        why = f"it hung, without a word for {HANG_SECONDS:g} s, and was killed"
+        member.failure = Failure(WorkerError, why)
         self._take_down(member)
 
     def _take_down(self, member: ReplicaProcess) -> None:

@@ -41,6 +41,7 @@ class ReplicaProcess:
         self.silent_seconds = 0.0  # waiting time without a message
         self._num_seqs = 0  # in flight
         self._num_sent = 0  # sequences
+        self._num_forgotten = 0  # of these, by `forget_requests`
         self._waiting: deque[int] = deque()  # tokens to compute, for each sequence that may still wait
         self._num_waiting_tokens = 0  # their sum
 
@@ -69,6 +70,7 @@ class ReplicaProcess:
         self.requests.clear()
         self.is_exclusive = False
         self.cost = 0.0
+        self._num_forgotten = self._num_sent
         self._num_seqs = self._num_waiting_tokens = 0
         self._waiting.clear()
 
@@ -102,10 +104,16 @@ class ReplicaProcess:
             self.is_exclusive = False
         return request
 
-    def hear(self, num_received: int, num_waiting: int) -> None:
-        """Update the waiting sequences from a report: the number received, and how many of the last wait."""
+    def hear(self, num_received: int, num_waiting: int) -> bool:
+        """Update the waiting sequences from a report: the number received, and how many of the last wait.
+
+        False, without an update, if the report is about forgotten requests.
+        """
+        if num_received <= self._num_forgotten:
+            return False
         while len(self._waiting) > self._num_sent - num_received + num_waiting:
             self._num_waiting_tokens -= self._waiting.popleft()
+        return True
 
     def silent_for(self, seconds: float) -> float:
         """Count seconds without a message; return their sum since the last message. Without requests in

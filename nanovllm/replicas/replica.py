@@ -36,10 +36,11 @@ KEPT_ERRORS = (ValueError, TypeError, KVCacheMemoryError, ModelLoadError)  # oth
 
 
 class Call(NamedTuple):
-    """A method of `Replica` to call between steps; a Reply follows."""
+    """A method of `Replica` to call between steps."""
 
     method: str
     args: tuple[Any, ...]
+    has_reply: bool = True  # whether a Reply follows
 
 
 # Messages from a replica: Ready, then Reports and Replies; or a Failure as the last message.
@@ -137,7 +138,9 @@ class Replica(ResidentEngine):
                 if message is None:
                     return
                 if isinstance(message, Call):
-                    link.send(Reply(self._answer(message)))
+                    value = self._answer(message)
+                    if message.has_reply:
+                        link.send(Reply(value))
                 else:
                     requests = [unpack_request(request, self._processor) for request in message]
                     num_received += sum(request.params.n for request in requests)

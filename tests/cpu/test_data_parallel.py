@@ -345,16 +345,30 @@ def test_a_replica_that_hangs_is_started_again(
     assert len(two._replicas.call("ready")) == 2 and pids(two)[0] != before[0]
 
 
-def test_a_stream_that_is_left_while_a_replica_hangs(
-    one: LLM, two: ReplicatedLLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(pool, "ABORT_SECONDS", 1.0)
+def test_a_stream_that_is_left_waits_for_no_step(one: LLM, two: ReplicatedLLM) -> None:
+    """A slow replica lives on, and what its step computed counts nowhere."""
     before = pids(two)
     stream = two.stream(PROMPTS, LONG)
     next(stream)
     os.kill(before[1], signal.SIGSTOP)
     stream.close()
-    assert two.is_finished() and pids(two)[0] == before[0] and pids(two)[1] != before[1]
+    assert two.is_finished() and two.stats().num_running == 0
+    os.kill(before[1], signal.SIGCONT)
+    two._replicas.call("ready")
+    assert not two._replicas._arrivals
+    same(one, two, answer_all)
+    assert pids(two) == before
+
+
+def test_a_replica_that_hangs_while_idle_is_started_again(
+    one: LLM, two: ReplicatedLLM, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(pool, "HANG_SECONDS", 2.0)
+    before = pids(two)
+    os.kill(before[1], signal.SIGSTOP)
+    assert two.reset_prefix_cache()
+    assert "replica 1: it hung, without a word for 2 s, and was killed; it is started again" in caplog.text
+    assert pids(two)[0] == before[0] and pids(two)[1] != before[1]
     same(one, two, answer_all)
 
 
