@@ -132,7 +132,10 @@ class LLMEngine:
     def reset_prefix_cache(self) -> bool:
         """Empty the prefix cache and return True. While requests hold blocks, do nothing and return False."""
         with self._calling(self._open_stream, asleep=True):
-            return self._scheduler.block_manager.reset()
+            return self._empty_prefix_cache()
+
+    def _empty_prefix_cache(self) -> bool:
+        return self._scheduler.block_manager.reset()
 
     def get_default_sampling_params(self) -> SamplingParams:
         """The defaults for `sampling_params`, from the model's generation_config.json, see `Config`.

@@ -76,5 +76,5 @@ class ResidentEngine(LLMEngine):
             self._check_idle(call)
             with self._emptied_on_error():
                 self._in_flight = None  # surplus rows of requests that have ended
-                self._scheduler.block_manager.reset()
+                self._empty_prefix_cache()
                 yield

@@ -106,10 +106,8 @@ class ReplicatedEngine(LLMEngine):
             self._replicas.set("set_tokenizer", tokenizer)
             self._processor.tokenizer = tokenizer
 
-    def reset_prefix_cache(self) -> bool:
-        """Empty the prefix caches and return True. While there are requests, do nothing and return False."""
-        with self._calling(self._open_stream, asleep=True):
-            return not self._requests and all(self._replicas.call("reset_prefix_cache"))
+    def _empty_prefix_cache(self) -> bool:
+        return not self._requests and self._replicas.reset_prefix_cache()
 
     def abort(self, request_id: str | int) -> RequestOutput | None:
         """As in any engine."""

@@ -168,6 +168,12 @@ class Replicas:
                 raise value.kind(f"replica {number}: {value.what}")
         return list(values.values())
 
+    def reset_prefix_cache(self) -> bool:
+        """Empty the prefix caches of all replicas, which hold no requests; False if one of them is in use."""
+        for member in self._members:
+            self.router.forget(member.number)
+        return all(self.call("reset_prefix_cache"))
+
     def set(self, method: str, value: object) -> None:
         """Call a method of every replica and, if that succeeds, of every replica that restarts later."""
         before = self._settings

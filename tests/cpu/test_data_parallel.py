@@ -200,11 +200,16 @@ def test_requests_by_hand_and_abort(two: ReplicatedLLM) -> None:
 
 
 def test_the_prefix_cache_can_be_reset(two: ReplicatedLLM) -> None:
-    prompts = [[5 + number] * 40 for number in range(8)]
+    prompts = [[5 + number] * 70 for number in range(8)]
     two.generate(prompts, GREEDY, use_tqdm=False)
     assert all(each.num_cached_tokens > 0 for each in two.generate(prompts, GREEDY, use_tqdm=False))
-    assert two.reset_prefix_cache()
-    assert all(each.num_cached_tokens == 0 for each in two.generate(prompts, GREEDY, use_tqdm=False))
+    router = two._replicas.router
+    for empty in (two.reset_prefix_cache, two.sleep):
+        assert any(router._held)
+        empty()
+        assert not any(router._held), "nothing is expected in an empty cache"
+        two.wake_up()
+        assert all(each.num_cached_tokens == 0 for each in two.generate(prompts, GREEDY, use_tqdm=False))
 
 
 def test_a_tokenizer_that_is_set_writes_the_texts(one: LLM, two: ReplicatedLLM) -> None:
