@@ -125,18 +125,21 @@ class LLM(ResidentEngine):
 
         folder: receives a Chrome trace of each rank; created if missing. None takes the environment variable
         VLLM_TORCH_PROFILER_DIR. ValueError without a folder, OSError if it is not writable, RuntimeError if a
-        torch profiler is active in this process.
+        torch profiler is active in the engine's process.
         """
         folder = folder or os.environ.get("VLLM_TORCH_PROFILER_DIR")
         if not folder:
             raise ValueError("start_profile() needs a folder; pass one, or set VLLM_TORCH_PROFILER_DIR")
         with self._calling(self._open_stream):
-            check_can_profile()
             path = Path(folder).expanduser().absolute()
             path.mkdir(parents=True, exist_ok=True)
             with TemporaryFile(dir=path):  # it can be written to
                 pass
-            self._workers.call(self._runner.start_profile, "start_profile", str(path), str(time_ns()))
+            self._start_profile(str(path), str(time_ns()))
+
+    def _start_profile(self, folder: str, name: str) -> None:
+        check_can_profile()
+        self._workers.call(self._runner.start_profile, "start_profile", folder, name)
 
     def stop_profile(self) -> list[Path]:
         """End the profile; return the path of each rank's trace, for chrome://tracing or ui.perfetto.dev.
@@ -144,9 +147,12 @@ class LLM(ResidentEngine):
         RuntimeError if there is no profile. `close` also ends a profile, and writes nothing.
         """
         with self._calling(self._open_stream):
-            if self._runner.profile is None:
-                raise RuntimeError("no profile is on; call start_profile() first")
-            return [Path(path) for path in self._workers.call(self._runner.stop_profile, "stop_profile")]
+            return [Path(path) for path in self._stop_profile()]
+
+    def _stop_profile(self) -> list[str]:
+        if self._runner.profile is None:
+            raise RuntimeError("no profile is on; call start_profile() first")
+        return self._workers.call(self._runner.stop_profile, "stop_profile")
 
     def stream(
         self,

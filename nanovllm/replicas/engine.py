@@ -124,12 +124,6 @@ class ReplicatedEngine(LLMEngine):
                 self._open_stream.append(output)
             return output
 
-    def start_profile(self, folder: str | Path | None = None) -> None:
-        raise ValueError("start_profile() needs data_parallel_size=1: a profile covers one engine")
-
-    def stop_profile(self) -> list[Path]:
-        raise RuntimeError("no profile is on; start_profile() needs data_parallel_size=1")
-
     def stats(self) -> EngineStats:
         """As in any engine, summed over replicas. Seconds are divided by the number of replicas."""
         return self._counters.snapshot(len(self._requests), *self._running_and_waiting, self._kv_cache_usage)
@@ -147,6 +141,18 @@ class ReplicatedEngine(LLMEngine):
         """The numbers of running and waiting sequences of all replicas, from their last reports."""
         last = list(self._last_stats.values())  # a copy, because another thread may add to it
         return sum(each.num_running for each in last), sum(each.num_waiting for each in last)
+
+    def _start_profile(self, folder: str, name: str) -> None:
+        """A replica that restarts begins its trace again."""
+        if self._replicas.is_set("start_profile"):
+            raise RuntimeError("a profile is already on; call stop_profile() first")
+        self._replicas.set("start_profile", (folder, name))
+
+    def _stop_profile(self) -> list[str]:
+        if not self._replicas.is_set("start_profile"):
+            raise RuntimeError("no profile is on; call start_profile() first")
+        self._replicas.unset("start_profile")
+        return [path for paths in self._replicas.call("stop_profile") for path in paths]
 
     def _current_device(self) -> AbstractContextManager[object]:
         return nullcontext()

@@ -184,6 +184,10 @@ class Replicas:
             self._settings = before
             raise
 
+    def is_set(self, method: str) -> bool:
+        """Whether replicas that restart call this method."""
+        return method in self._settings
+
     def unset(self, *methods: str) -> None:
         """Stop calling these methods of replicas that restart."""
         for method in methods:

@@ -52,7 +52,7 @@ class ReplicaProcess:
         self.pipe, theirs = context.Pipe()
         self.process = context.Process(
             target=replica_main,
-            args=(self._config, settings, theirs, os.getpid()),
+            args=(self.number, self._config, settings, theirs, os.getpid()),
             name=f"nanovllm replica {self.number}",
             daemon=True,
         )

@@ -129,6 +129,8 @@ class Link:
 class Replica(ResidentEngine):
     """An engine whose requests come from another process."""
 
+    number = 0  # of the replica
+
     def serve(self, link: Link) -> None:
         """Process messages until None arrives."""
         num_received = 0
@@ -172,6 +174,16 @@ class Replica(ResidentEngine):
     def set_tokenizer(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
 
+    def start_profile(self, trace: tuple[str, str]) -> None:
+        """trace: the folder and the name of the traces of all replicas."""
+        folder, name = trace
+        self._workers.call(
+            self._runner.start_profile, "start_profile", folder, f"replica{self.number}.{name}"
+        )
+
+    def stop_profile(self) -> list[str]:
+        return self._workers.call(self._runner.stop_profile, "stop_profile")
+
     def limit_model_len(self, max_model_len: int) -> None:
         """Lower the maximum length of sequences to what all replicas have memory for."""
         if self._scheduler.max_model_len < max_model_len:
@@ -182,7 +194,9 @@ class Replica(ResidentEngine):
         self._scheduler.max_model_len = max_model_len
 
 
-def replica_main(config: Config, settings: dict[str, object], pipe: Connection, parent: int) -> None:
+def replica_main(
+    number: int, config: Config, settings: dict[str, object], pipe: Connection, parent: int
+) -> None:
     """The main function of a replica's process; it never returns.
 
     config: the engine's, with the replica's own device.
@@ -196,6 +210,7 @@ def replica_main(config: Config, settings: dict[str, object], pipe: Connection, 
             torch.set_num_threads(max(1, torch.get_num_threads() // config.data_parallel_size))
         options = {each.name: getattr(config, each.name) for each in fields(Config)}
         with Replica(**options | {"data_parallel_size": 1}) as replica:
+            replica.number = number
             for method, value in settings.items():
                 getattr(replica, method)(value)
             gc.freeze()  # existing objects stay

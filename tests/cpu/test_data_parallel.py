@@ -241,14 +241,26 @@ def test_replicas_sleep_and_wake_up(one: LLM, two: ReplicatedLLM) -> None:
     assert len(same(one, two, answer_all)) == len(answers)
 
 
-def test_calls_that_need_one_engine(two: ReplicatedLLM, tmp_path: Path) -> None:
+def test_calls_that_need_one_engine(two: ReplicatedLLM) -> None:
     with pytest.raises(ValueError, match=r"update_weights\(\) needs data_parallel_size=1"):
         two.update_weights({})
-    with pytest.raises(ValueError, match=r"start_profile\(\) needs data_parallel_size=1"):
+    assert two.is_finished()
+
+
+def test_every_replica_leaves_a_trace(two: ReplicatedLLM, tmp_path: Path) -> None:
+    """Also one that restarts meanwhile."""
+    with pytest.raises(RuntimeError, match=r"no profile is on; call start_profile\(\) first"):
+        two.stop_profile()
+    two.start_profile(tmp_path / "new")
+    with pytest.raises(RuntimeError, match=r"a profile is already on; call stop_profile\(\) first"):
         two.start_profile(tmp_path)
+    os.kill(pids(two)[1], signal.SIGKILL)
+    two.generate(PROMPTS, GREEDY, use_tqdm=False)
+    traces = two.stop_profile()
+    assert [path.name.split(".")[:2] for path in traces] == [["rank0", "replica0"], ["rank0", "replica1"]]
+    assert sorted(traces) == sorted((tmp_path / "new").iterdir())
     with pytest.raises(RuntimeError, match="no profile is on"):
         two.stop_profile()
-    assert two.is_finished()
 
 
 def test_progress_and_statistics(two: ReplicatedLLM) -> None:
