@@ -61,7 +61,8 @@ class ResidentEngine(LLMEngine):
         named_tensors: tensors by their names in a checkpoint's safetensors files, of any float dtype and on
         any device. A dict or list is checked as a whole before any weight changes. Other iterables, such as a
         generator of tensors that do not fit into memory together, are checked one tensor at a time, each
-        before it is loaded. After an error the earlier tensors stay loaded, and the engine is usable.
+        before it is loaded. After an error the earlier tensors stay loaded, and the engine is usable. With
+        replicas all tensors are checked first, and stay in host memory for replicas that restart.
 
         TypeError or ValueError names the tensor and what is expected. RuntimeError while requests of
         `add_request` are unfinished, and while the weights sleep. The prefix cache is empty afterwards.

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING
@@ -62,6 +63,11 @@ class RemoteRequests(Requests):
         return refused_output(request_id, request.index, request, error, error)
 
 
+def _free(replicas: Replicas, residency: ReplicaResidency) -> None:
+    replicas.stop()
+    residency.forget_updates()
+
+
 class ReplicatedEngine(LLMEngine):
     """`data_parallel_size` replicas, fed from one queue: outputs and their seeds are those of one engine.
 
@@ -88,11 +94,11 @@ class ReplicatedEngine(LLMEngine):
                 longest=self.model_config.longest,
             )
             self._replicas.set("limit_model_len", self._scheduler.max_model_len)
-            self._residency = ReplicaResidency(self._replicas)
+            self._residency = residency = ReplicaResidency(self._replicas)
         except BaseException:
             self._replicas.kill()
             raise
-        return self._replicas.stop
+        return partial(_free, self._replicas, residency)
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase | None:

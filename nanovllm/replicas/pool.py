@@ -34,7 +34,10 @@ MAX_RUNS = 3  # of a request whose replica ends each time; the last time it runs
 MAX_FAILURES = 3  # of a replica in a row, without an answer in between
 POLL_SECONDS = 0.1
 HANG_SECONDS = 600.0  # a replica with requests or a call that sends nothing this long hangs
-LOADING = ("wake_up",)  # calls that may read the checkpoint; like a start, they may take any time
+LOADING = (
+    "wake_up",
+    "load_updates",
+)  # calls that may read the checkpoint; like a start, they may take any time
 LOOK_AHEAD = 8  # requests that the router chooses from, in multiples of max_num_seqs
 
 

@@ -27,6 +27,7 @@ from nanovllm.errors import KVCacheMemoryError, ModelLoadError, WorkerError
 from nanovllm.outputs import RequestOutput
 from nanovllm.replicas.parcels import pack_output, unpack_request
 from nanovllm.workers.interrupts import no_full_collections
+from nanovllm.workers.shared_tensors import SharedTensors
 from nanovllm.workers.worker import exit_with
 
 KEPT_ERRORS = (ValueError, TypeError, KVCacheMemoryError, ModelLoadError)  # others become a WorkerError
@@ -130,6 +131,7 @@ class Replica(ResidentEngine):
     """An engine whose requests come from another process."""
 
     number = 0  # of the replica
+    _num_updates = 0  # the number of the last weight update that it has
 
     def serve(self, link: Link) -> None:
         """Process messages until None arrives."""
@@ -173,6 +175,14 @@ class Replica(ResidentEngine):
 
     def set_tokenizer(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
+
+    def load_updates(self, updates: dict[int, SharedTensors]) -> None:
+        """Load weight updates, in the order of their numbers, except those that this replica has. Each one is
+        checked as a whole."""
+        for number, tensors in updates.items():
+            if number > self._num_updates:
+                self.update_weights(list(tensors))
+                self._num_updates = number
 
     def start_profile(self, trace: tuple[str, str]) -> None:
         """trace: the folder and the name of the traces of all replicas."""

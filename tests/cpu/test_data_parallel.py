@@ -242,8 +242,6 @@ def test_replicas_sleep_and_wake_up(one: LLM, two: ReplicatedLLM) -> None:
 
 
 def test_calls_that_need_one_engine(two: ReplicatedLLM) -> None:
-    with pytest.raises(ValueError, match=r"update_weights\(\) needs data_parallel_size=1"):
-        two.update_weights({})
     assert two.is_finished()
 
 
