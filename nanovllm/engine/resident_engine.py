@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from nanovllm.engine.deltas import Deltas
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.residency import parse_tags
 from nanovllm.workers.interrupts import held_interrupts
@@ -18,7 +19,15 @@ if TYPE_CHECKING:
 
 
 class ResidentEngine(LLMEngine):
-    """Calls between requests: `sleep`, `wake_up`, `update_weights`."""
+    """Calls between requests: `sleep`, `wake_up`, `update_weights`; and `reset_prefix_cache`."""
+
+    def reset_prefix_cache(self) -> bool:
+        """Empty the prefix cache and return True. While requests hold blocks, do nothing and return False."""
+        with self._calling(self._open_stream, asleep=True):
+            return self._empty_prefix_cache()
+
+    def _empty_prefix_cache(self) -> bool:
+        return self._scheduler.block_manager.reset()
 
     def sleep(self, level: int = 1) -> None:
         """Free the device's memory on every rank: weights, KV cache and CUDA graphs.
@@ -69,6 +78,10 @@ class ResidentEngine(LLMEngine):
         """
         with self._between_requests("update_weights()"):
             self._residency.update_weights(named_tensors)
+
+    def _yield_deltas(self, deltas: bool) -> None:
+        """Whether steps from now on return parts of answers; there are no requests."""
+        self._requests.deltas = Deltas(self._processor) if deltas else None
 
     @contextmanager
     def _between_requests(self, call: str) -> Iterator[None]:

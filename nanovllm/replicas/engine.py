@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from nanovllm.device import Device
 from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.request_state import RequestState
 from nanovllm.engine.requests import Requests
 from nanovllm.engine.stats import EngineStats, StepStats
 from nanovllm.outputs import RequestOutput
@@ -37,9 +38,15 @@ class RemoteRequests(Requests):
         state = self._states.get(str(request_id))
         return None if state is None else state.request
 
-    def take_in(self, packed: RequestOutput) -> RequestOutput:
-        """Return the output of a request that has ended, with its prompt and its arrival time here."""
-        state = self._states.pop(packed.request_id)
+    def take_in(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
+        """Return outputs, with their prompts and arrival times here, and forget requests that have ended."""
+        unpacked = [self._unpacked(each, self._states[each.request_id]) for each in outputs]
+        for each in outputs:
+            if each.finished:
+                self._states.pop(each.request_id, None)
+        return unpacked
+
+    def _unpacked(self, packed: RequestOutput, state: RequestState) -> RequestOutput:
         output, metrics = unpack_output(packed, state.request, self._processor), packed.metrics
         if metrics is None:
             return output
@@ -115,21 +122,6 @@ class ReplicatedEngine(LLMEngine):
     def _empty_prefix_cache(self) -> bool:
         return not self._requests and self._replicas.reset_prefix_cache()
 
-    def abort(self, request_id: str | int) -> RequestOutput | None:
-        """As in any engine."""
-        with self._calling(self._open_stream, asleep=True):
-            request = self._requests.find(request_id)
-            found = None if request is None else self._replicas.abort(request.request_id)
-            if request is None or found is None:
-                return None
-            if isinstance(found, Request):
-                output = self._requests.abort(request.request_id)
-            else:
-                output = self._requests.take_in(found)
-            if self._open_stream is not None:
-                self._open_stream.append(output)
-            return output
-
     def stats(self) -> EngineStats:
         """As in any engine, summed over replicas. Seconds are divided by the number of replicas."""
         return self._counters.snapshot(len(self._requests), *self._running_and_waiting, self._kv_cache_usage)
@@ -147,6 +139,18 @@ class ReplicatedEngine(LLMEngine):
         """The numbers of running and waiting sequences of all replicas, from their last reports."""
         last = list(self._last_stats.values())  # a copy, because another thread may add to it
         return sum(each.num_running for each in last), sum(each.num_waiting for each in last)
+
+    def _abort(self, request_id: str | int) -> tuple[RequestOutput | None, list[RequestOutput]]:
+        request = self._requests.find(request_id)
+        found = [] if request is None else self._replicas.abort(request.request_id)
+        if isinstance(found, Request):
+            outputs = [self._requests.abort(found.request_id)] * 2
+        else:
+            outputs = self._requests.take_in(found)
+        return next(iter(outputs), None), outputs[1:]
+
+    def _yield_deltas(self, deltas: bool) -> None:
+        self._replicas.deltas = deltas
 
     def _start_profile(self, folder: str, name: str) -> None:
         """A replica that restarts begins its trace again."""
@@ -188,7 +192,7 @@ class ReplicatedEngine(LLMEngine):
         if not self._requests:
             return [], None
         arrival = self._replicas.next_arrival(self._lifecycle.check_open)
-        outputs = [self._requests.take_in(packed) for packed in arrival.outputs]
+        outputs = self._requests.take_in(arrival.outputs)
         outputs += [self._requests.give_up(request_id, why) for request_id, why in arrival.lost.items()]
         stats = arrival.stats
         if stats is None:

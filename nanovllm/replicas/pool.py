@@ -22,7 +22,7 @@ from nanovllm.errors import WorkerError
 from nanovllm.outputs import RequestOutput
 from nanovllm.replicas.parcels import pack_request
 from nanovllm.replicas.process import ReplicaProcess
-from nanovllm.replicas.replica import Call, Failure, Ready, Reply, Report
+from nanovllm.replicas.replica import Call, Failure, Ready, Reply, Report, Work
 from nanovllm.replicas.router import Router
 from nanovllm.text.request import Request
 from nanovllm.workers.interrupts import held_interrupts
@@ -34,10 +34,7 @@ MAX_RUNS = 3  # of a request whose replica ends each time; the last time it runs
 MAX_FAILURES = 3  # of a replica in a row, without an answer in between
 POLL_SECONDS = 0.1
 HANG_SECONDS = 600.0  # a replica with requests or a call that sends nothing this long hangs
-LOADING = (
-    "wake_up",
-    "load_updates",
-)  # calls that may read the checkpoint; like a start, they may take any time
+LOADING = ("wake_up", "load_updates")  # may read the checkpoint, so like a start they may take any time
 LOOK_AHEAD = 8  # requests that the router chooses from, in multiples of max_num_seqs
 
 
@@ -67,6 +64,7 @@ class Replicas:
         self._members = [ReplicaProcess(number, config) for number, config in enumerate(configs)]
         self._settings: dict[str, object] = {}  # method of `Replica` -> argument; called at each start
         self._look_ahead = LOOK_AHEAD * configs[0].max_num_seqs
+        self.deltas = False  # whether replicas return parts of answers
         self.router = Router(len(configs), reach=2 * self._look_ahead)
         self._routed: dict[int, Request] = {}  # the requests that wait in the router, by id
         self._backlog: deque[Request] = deque()  # the requests behind them
@@ -116,18 +114,26 @@ class Replicas:
         self._feed()
         return arrival
 
-    def abort(self, request_id: int) -> RequestOutput | Request | None:
-        """End a request. Return its packed output, or the request if it has not run; None if it has ended."""
+    def abort(self, request_id: int) -> list[RequestOutput] | Request:
+        """End a request. Return the request if it has not run; else its packed output, and then what a stream
+        yields of it, or nothing if it has ended."""
         with held_interrupts():
             while (request := self._unqueue(request_id)) is None:
                 member = next((each for each in self._members if request_id in each.requests), None)
                 if member is None:
-                    return None
-                if self._call(member, "abort", request_id):
+                    return []
+                if self._call(member, "abort_one", request_id):
                     member.drop(request_id)
-                    output: RequestOutput | None = self._replies.pop(member.number)
-                    return output
+                    outputs: list[RequestOutput] = self._replies.pop(member.number)
+                    return outputs and [outputs[0], *self._take_parts(str(request_id)), *outputs[1:]]
             return request
+
+    def _take_parts(self, request_id: str) -> list[RequestOutput]:
+        """Remove the parts of a request's output from the arrivals, and return them."""
+        parts = [part for each in self._arrivals for part in each.outputs if part.request_id == request_id]
+        for each in self._arrivals:
+            each.outputs[:] = [part for part in each.outputs if part.request_id != request_id]
+        return parts
 
     def _unqueue(self, request_id: int) -> Request | None:
         """Remove a request from the queue; None if it is not there."""
@@ -236,7 +242,8 @@ class Replicas:
                 member.take(request, num_held_tokens)
                 chosen.setdefault(member.number, []).append(request)
             for number, requests in chosen.items():
-                self._members[number].send([pack_request(request) for request in requests])
+                packed = [pack_request(request) for request in requests]
+                self._members[number].send(Work(packed, self.deltas))
 
     def _refill(self) -> bool:
         """Give the next requests to the router; return whether it has any."""
@@ -283,10 +290,9 @@ class Replicas:
         if isinstance(message, Report):
             if not member.hear(message.num_received, message.num_waiting):
                 return
-            outputs = [each for each in message.outputs if member.drop(int(each.request_id)) is not None]
+            outputs = [each for each in message.outputs if member.answer(each)]
             for output in outputs:
                 self._num_lost.pop(int(output.request_id), None)
-                member.num_failures = 0
             self._arrivals.append(Arrival(outputs, {}, message.stats, member.number))
         elif isinstance(message, Reply):
             self._replies[member.number] = message.value
@@ -335,7 +341,10 @@ class Replicas:
         given_up: dict[int, str] = {}
         again = list(member.requests.values())
         for request in reversed(again):
-            self._run_again(request, why, given_up)
+            if (number := request.request_id) in member.begun:
+                given_up[number] = f"its replica ended after a part of the answer was yielded: {why}"
+            else:
+                self._run_again(request, why, given_up)
         if given_up:
             member.num_failures = 0  # the request is to blame
             self._arrivals.append(Arrival([], given_up, None, member.number))
@@ -344,7 +353,8 @@ class Replicas:
             member.forget_requests()
             member.process = None
             return
-        logger.warning("%s; it is started again, and %d request(s) are run again", why, len(again))
+        num_again = len(again) - len(given_up)
+        logger.warning("%s; it is started again, and %d request(s) are run again", why, num_again)
         member.failure = None
         member.start(self._settings)
 

@@ -14,6 +14,7 @@ from socket import SO_SNDTIMEO, SOL_SOCKET, socket
 from struct import pack
 
 from nanovllm.config import Config
+from nanovllm.outputs import RequestOutput
 from nanovllm.replicas.replica import Failure, replica_main
 from nanovllm.text.request import Request
 from nanovllm.workers.watch import how_it_ended
@@ -36,6 +37,7 @@ class ReplicaProcess:
         self.num_failures = 0  # since it last answered a request
         self.why_it_ended = ""  # the last time
         self.requests: dict[int, Request] = {}  # in flight, by id
+        self.begun: set[int] = set()  # of these, the ids of those with parts that were yielded
         self.is_exclusive = False  # the request in flight must run alone
         self.cost = 0.0  # of all requests in flight
         self.silent_seconds = 0.0  # waiting time without a message
@@ -68,6 +70,7 @@ class ReplicaProcess:
     def forget_requests(self) -> None:
         """Count all requests in flight as ended."""
         self.requests.clear()
+        self.begun.clear()
         self.is_exclusive = False
         self.cost = 0.0
         self._num_forgotten = self._num_sent
@@ -95,9 +98,23 @@ class ReplicaProcess:
         self._waiting += [num_new, *[0] * (request.params.n - 1)]  # samples share the prompt
         self._num_waiting_tokens += num_new
 
+    def answer(self, output: RequestOutput) -> bool:
+        """Count a request as ended, or as begun if this is a part of its output; False if it is not in
+        flight."""
+        request_id = int(output.request_id)
+        if request_id not in self.requests:
+            return False
+        self.num_failures = 0
+        if output.finished:
+            self.drop(request_id)
+        else:
+            self.begun.add(request_id)
+        return True
+
     def drop(self, request_id: int) -> Request | None:
         """Count a request as ended; None if it is not in flight."""
         request = self.requests.pop(request_id, None)
+        self.begun.discard(request_id)
         if request is not None:
             self.cost -= cost_of(request)
             self._num_seqs -= request.params.n

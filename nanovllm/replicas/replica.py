@@ -26,6 +26,7 @@ from nanovllm.engine.stats import StepStats
 from nanovllm.errors import KVCacheMemoryError, ModelLoadError, WorkerError
 from nanovllm.outputs import RequestOutput
 from nanovllm.replicas.parcels import pack_output, unpack_request
+from nanovllm.text.request import Request
 from nanovllm.workers.interrupts import no_full_collections
 from nanovllm.workers.shared_tensors import SharedTensors
 from nanovllm.workers.worker import exit_with
@@ -33,7 +34,14 @@ from nanovllm.workers.worker import exit_with
 KEPT_ERRORS = (ValueError, TypeError, KVCacheMemoryError, ModelLoadError)  # others become a WorkerError
 
 
-# Messages to a replica: a list of packed requests, a Call, or None to exit.
+# Messages to a replica: Work, a Call, or None to exit.
+
+
+class Work(NamedTuple):
+    """Requests to answer, in parts or whole; only replicas without requests change between the two."""
+
+    requests: list[Request]  # packed
+    deltas: bool
 
 
 class Call(NamedTuple):
@@ -58,7 +66,7 @@ class Ready(NamedTuple):
 class Report(NamedTuple):
     """The results of a step."""
 
-    outputs: list[RequestOutput]  # packed
+    outputs: list[RequestOutput]  # packed; parts of them in a stream with deltas
     stats: StepStats | None
     num_received: int  # sequences since the start
     num_waiting: int  # sequences that wait now
@@ -146,7 +154,9 @@ class Replica(ResidentEngine):
                     if message.has_reply:
                         link.send(Reply(value))
                 else:
-                    requests = [unpack_request(request, self._processor) for request in message]
+                    if not self._requests:
+                        self._yield_deltas(message.deltas)
+                    requests = [unpack_request(request, self._processor) for request in message.requests]
                     num_received += sum(request.params.n for request in requests)
                     self._queue(requests)
             with self._calling(), no_full_collections():
@@ -165,9 +175,11 @@ class Replica(ResidentEngine):
 
     # -- calls -----------------------------------------------------------------------------------------------
 
-    def abort(self, request_id: str | int) -> RequestOutput | None:
-        output = super().abort(request_id)
-        return None if output is None else pack_output(output)
+    def abort_one(self, request_id: int) -> list[RequestOutput]:
+        """Return the output, and then what a stream yields of it; nothing if the request has ended."""
+        with self._calling():
+            output, parts = self._abort(request_id)
+        return [] if output is None else [pack_output(each) for each in (output, *parts)]
 
     def abort_all(self) -> None:
         with self._calling():
@@ -186,10 +198,8 @@ class Replica(ResidentEngine):
 
     def start_profile(self, trace: tuple[str, str]) -> None:
         """trace: the folder and the name of the traces of all replicas."""
-        folder, name = trace
-        self._workers.call(
-            self._runner.start_profile, "start_profile", folder, f"replica{self.number}.{name}"
-        )
+        folder, name = trace[0], f"replica{self.number}.{trace[1]}"
+        self._workers.call(self._runner.start_profile, "start_profile", folder, name)
 
     def stop_profile(self) -> list[str]:
         return self._workers.call(self._runner.stop_profile, "stop_profile")

@@ -134,9 +134,9 @@ def test_other_calls_are_those_of_one_engine(one: LLM, two: ReplicatedLLM) -> No
     assert [[s.tokens for s in each.sequences] for each in beams[0]] == [
         [s.tokens for s in each.sequences] for each in beams[1]
     ]
-    with pytest.raises(ValueError, match=r"deltas=True needs data_parallel_size=1, not 2"):
-        two.stream(PROMPTS, deltas=True)
-    with pytest.raises(ValueError, match=r"logits_processors are functions .* data_parallel_size=1"):
+    with pytest.raises(
+        ValueError, match=r"logits_processors are functions .* data_parallel_size=1, not 1 and 2"
+    ):
         two.generate(PROMPTS, SamplingParams(logits_processors=[lambda ids, logits: logits]))
     with pytest.raises(ValueError, match=r"logits_processors are functions .* data_parallel_size=1"):
         list(two.stream(PROMPTS, SamplingParams(logits_processors=[lambda ids, logits: logits])))
@@ -394,7 +394,7 @@ def test_a_replica_that_reads_nothing_is_killed(two: ReplicatedLLM) -> None:
         end.setsockopt(SOL_SOCKET, SO_SNDTIMEO, pack("ll", 1, 0))
     before = pids(two)
     os.kill(before[0], signal.SIGSTOP)
-    member.send([bytes(2**22)])
+    member.send(bytes(2**22))
     assert len(two.generate(PROMPTS, GREEDY, use_tqdm=False)) == 24
     assert len(two._replicas.call("ready")) == 2 and pids(two)[0] != before[0]
 
