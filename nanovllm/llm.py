@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from nanovllm.engine.arguments import check_on_error, refuse_others
 from nanovllm.engine.beam_search import beam_search
-from nanovllm.engine.deltas import Deltas
 from nanovllm.engine.progress import Progress
 from nanovllm.engine.resident_engine import ResidentEngine
 from nanovllm.engine.scoring import embedding_output, score_output
@@ -125,18 +124,21 @@ class LLM(ResidentEngine):
 
         folder: receives a Chrome trace of each rank; created if missing. None takes the environment variable
         VLLM_TORCH_PROFILER_DIR. ValueError without a folder, OSError if it is not writable, RuntimeError if a
-        torch profiler is active in this process.
+        torch profiler is active in the engine's process.
         """
         folder = folder or os.environ.get("VLLM_TORCH_PROFILER_DIR")
         if not folder:
             raise ValueError("start_profile() needs a folder; pass one, or set VLLM_TORCH_PROFILER_DIR")
         with self._calling(self._open_stream):
-            check_can_profile()
             path = Path(folder).expanduser().absolute()
             path.mkdir(parents=True, exist_ok=True)
             with TemporaryFile(dir=path):  # it can be written to
                 pass
-            self._workers.call(self._runner.start_profile, "start_profile", str(path), str(time_ns()))
+            self._start_profile(str(path), str(time_ns()))
+
+    def _start_profile(self, folder: str, name: str) -> None:
+        check_can_profile()
+        self._workers.call(self._runner.start_profile, "start_profile", folder, name)
 
     def stop_profile(self) -> list[Path]:
         """End the profile; return the path of each rank's trace, for chrome://tracing or ui.perfetto.dev.
@@ -144,9 +146,12 @@ class LLM(ResidentEngine):
         RuntimeError if there is no profile. `close` also ends a profile, and writes nothing.
         """
         with self._calling(self._open_stream):
-            if self._runner.profile is None:
-                raise RuntimeError("no profile is on; call start_profile() first")
-            return [Path(path) for path in self._workers.call(self._runner.stop_profile, "stop_profile")]
+            return [Path(path) for path in self._stop_profile()]
+
+    def _stop_profile(self) -> list[str]:
+        if self._runner.profile is None:
+            raise RuntimeError("no profile is on; call start_profile() first")
+        return self._workers.call(self._runner.stop_profile, "stop_profile")
 
     def stream(
         self,
@@ -166,7 +171,8 @@ class LLM(ResidentEngine):
         same prompt: `outputs` lists the completions that changed, by `index`, each with its new text and
         tokens. Until the last part `finish_reason` is None and `finished` is False. The last part also has
         values that come once, such as `metrics` and `cumulative_logprob`. The joined parts are the whole
-        answer. No part ends within a character, or contains any of a stop string that is cut off.
+        answer. No part ends within a character, or contains any of a stop string that is cut off. If a
+        replica ends after a part was yielded, the last part has an `error`.
 
         An error of a prompt, an iterable or the engine ends the stream at that point. When the stream ends,
         also by `close()` of the generator, unfinished requests are aborted and the engine is usable. From
@@ -178,11 +184,6 @@ class LLM(ResidentEngine):
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
         if not isinstance(deltas, bool):
             raise TypeError(f"deltas must be True or False, not {deltas!r}")
-        if deltas and self.config.data_parallel_size > 1:
-            raise ValueError(
-                f"deltas=True needs data_parallel_size=1, not {self.config.data_parallel_size}: a replica "
-                "that dies would make sent parts of answers invalid"
-            )
         return self._stream(PromptReader(prompts, params), on_error, deltas)
 
     def _stream(self, reader: PromptReader, on_error: str, deltas: bool) -> Iterator[RequestOutput]:
@@ -192,7 +193,7 @@ class LLM(ResidentEngine):
         with self._calling():
             self._check_idle("stream()")
             self._open_stream = ready
-            self._requests.deltas = Deltas(self._processor) if deltas else None
+            self._yield_deltas(deltas)
         try:
             while not reader.ended or self._requests or ready:
                 has_room = len(self._requests) + batch <= window
@@ -208,7 +209,8 @@ class LLM(ResidentEngine):
             # A closed engine has nothing to abort.
             with suppress(EngineClosedError), self._lifecycle.calling():
                 self._abort_all()
-            self._open_stream = self._requests.deltas = None
+            self._open_stream = None
+            self._yield_deltas(False)
 
     @no_full_collections()
     def chat(

@@ -128,11 +128,6 @@ class LLMEngine:
     def tokenizer(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
         self._processor.tokenizer = tokenizer
 
-    def reset_prefix_cache(self) -> bool:
-        """Empty the prefix cache and return True. While requests hold blocks, do nothing and return False."""
-        with self._calling(self._open_stream, asleep=True):
-            return self._scheduler.block_manager.reset()
-
     def get_default_sampling_params(self) -> SamplingParams:
         """The defaults for `sampling_params`, from the model's generation_config.json, see `Config`.
 
@@ -185,13 +180,19 @@ class LLMEngine:
         An open stream yields that output too. Request ids of a stream count up in the order of its prompts.
         """
         with self._calling(self._open_stream, asleep=True):
-            seq_ids = self._requests.unfinished_sequences(request_id)
-            for seq_id in seq_ids:
-                self._scheduler.abort(seq_id)
-            aborted = self._requests.finish(seq_ids, perf_counter())
+            aborted, parts = self._abort(request_id)
             if self._open_stream is not None:
-                self._open_stream += self._requests.parts(TokenEvents([], [], {}), seq_ids, aborted)
-            return next(iter(aborted), None)
+                self._open_stream += parts
+            return aborted
+
+    def _abort(self, request_id: str | int) -> tuple[RequestOutput | None, list[RequestOutput]]:
+        """End a request; return its output, and what a stream yields of it."""
+        seq_ids = self._requests.unfinished_sequences(request_id)
+        for seq_id in seq_ids:
+            self._scheduler.abort(seq_id)
+        aborted = self._requests.finish(seq_ids, perf_counter())
+        parts = self._requests.parts(TokenEvents([], [], {}), seq_ids, aborted)
+        return next(iter(aborted), None), parts
 
     # -- the end -----------------------------------------------------------------------------------------
 
@@ -300,12 +301,12 @@ class LLMEngine:
     def _fitting(self, request: Request | BadRow, where: str) -> Request | BadRow:
         """Return the request, or the error that it already has; ValueError if it can never run."""
         if isinstance(request, Request):
-            several = max(self.config.tensor_parallel_size, self.config.data_parallel_size) > 1
-            if several and request.params.logits_processors:
+            ranks, replicas = self.config.tensor_parallel_size, self.config.data_parallel_size
+            if max(ranks, replicas) > 1 and request.params.logits_processors:
                 raise ValueError(
                     f"{where}: logits_processors are functions of this process and need "
-                    "tensor_parallel_size=1 and data_parallel_size=1; use logit_bias, allowed_token_ids or "
-                    "structured_outputs"
+                    f"tensor_parallel_size=1 and data_parallel_size=1, not {ranks} and {replicas}; use "
+                    "logit_bias, allowed_token_ids or structured_outputs"
                 )
             try:
                 self._scheduler.check_fits(len(request.prompt_token_ids), request.params.max_tokens != 0)

@@ -13,7 +13,7 @@ import torch
 
 from nanovllm.errors import KVCacheMemoryError
 from nanovllm.models.loader import check_weights
-from nanovllm.models.update import WeightUpdate
+from nanovllm.models.update import WeightUpdate, named_pairs
 from nanovllm.runner.residency import TAGS, WEIGHTS, ResidentModelRunner
 from nanovllm.workers.interrupts import held_interrupts
 from nanovllm.workers.shared_tensors import SharedMemoryBuffer
@@ -70,11 +70,7 @@ class Residency:
     def update_weights(self, tensors: Mapping[str, Any] | Iterable[Any]) -> None:
         """Check and load tensors on all ranks; see `LLM.update_weights`."""
         self.check_awake((WEIGHTS,), why=", at least with tags=['weights']")
-        pairs = tensors.items() if isinstance(tensors, Mapping) else tensors
-        if not isinstance(pairs, Iterable):
-            raise TypeError(
-                f"named_tensors must be a dict or pairs (name, tensor), not {type(tensors).__name__}"
-            )
+        pairs = named_pairs(tensors)
         if isinstance(pairs, Collection):
             for _ in self._new_update().accept(pairs):
                 pass

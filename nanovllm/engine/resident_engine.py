@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from nanovllm.engine.deltas import Deltas
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.residency import parse_tags
 from nanovllm.workers.interrupts import held_interrupts
@@ -18,7 +19,15 @@ if TYPE_CHECKING:
 
 
 class ResidentEngine(LLMEngine):
-    """Calls between requests: `sleep`, `wake_up`, `update_weights`."""
+    """Calls between requests: `sleep`, `wake_up`, `update_weights`; and `reset_prefix_cache`."""
+
+    def reset_prefix_cache(self) -> bool:
+        """Empty the prefix cache and return True. While requests hold blocks, do nothing and return False."""
+        with self._calling(self._open_stream, asleep=True):
+            return self._empty_prefix_cache()
+
+    def _empty_prefix_cache(self) -> bool:
+        return self._scheduler.block_manager.reset()
 
     def sleep(self, level: int = 1) -> None:
         """Free the device's memory on every rank: weights, KV cache and CUDA graphs.
@@ -61,13 +70,18 @@ class ResidentEngine(LLMEngine):
         named_tensors: tensors by their names in a checkpoint's safetensors files, of any float dtype and on
         any device. A dict or list is checked as a whole before any weight changes. Other iterables, such as a
         generator of tensors that do not fit into memory together, are checked one tensor at a time, each
-        before it is loaded. After an error the earlier tensors stay loaded, and the engine is usable.
+        before it is loaded. After an error the earlier tensors stay loaded, and the engine is usable. With
+        replicas all tensors are checked first, and stay in host memory for replicas that restart.
 
         TypeError or ValueError names the tensor and what is expected. RuntimeError while requests of
         `add_request` are unfinished, and while the weights sleep. The prefix cache is empty afterwards.
         """
         with self._between_requests("update_weights()"):
             self._residency.update_weights(named_tensors)
+
+    def _yield_deltas(self, deltas: bool) -> None:
+        """Whether steps from now on return parts of answers; there are no requests."""
+        self._requests.deltas = Deltas(self._processor) if deltas else None
 
     @contextmanager
     def _between_requests(self, call: str) -> Iterator[None]:
@@ -76,5 +90,5 @@ class ResidentEngine(LLMEngine):
             self._check_idle(call)
             with self._emptied_on_error():
                 self._in_flight = None  # surplus rows of requests that have ended
-                self._scheduler.block_manager.reset()
+                self._empty_prefix_cache()
                 yield

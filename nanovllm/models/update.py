@@ -5,7 +5,7 @@ Knows names, shapes, dtypes and dependencies between tensors. Changes no weight,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from typing import Any
 
@@ -39,7 +39,7 @@ class WeightUpdate:
         """
         norms: dict[str, torch.Tensor] = {}
         for index, pair in enumerate(tensors):
-            name, tensor = _named_tensor(index, pair)
+            name, tensor = named_tensor(index, pair)
             if name.endswith(ROTARY):
                 continue  # computed from the config, as in a load of a checkpoint
             self._check(name, tensor)
@@ -73,13 +73,7 @@ class WeightUpdate:
             raise ValueError(f"this model has no tensor {name!r}; {hint}")
         if name in self._seen:
             raise ValueError(f"{name} comes twice in one update")
-        if not tensor.is_floating_point() or tensor.element_size() == 1:
-            raise ValueError(f"{name} is {tensor.dtype}; pass it as bfloat16, float16, float32 or float64")
-        if tensor.is_meta or tensor.layout is not torch.strided or hasattr(tensor, "full_tensor"):
-            raise ValueError(
-                f"{name} is a {type(tensor).__name__} of layout {tensor.layout} on {tensor.device}; pass a "
-                "whole, dense tensor (of a DTensor: full_tensor())"
-            )
+        check_dense(name, tensor)
         _, shard = self._slots[EMBEDDING if name == TIED_HEAD and self._tied else name]
         if tuple(tensor.shape) != shard.shape:
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}, but the model needs {shard.shape}")
@@ -109,7 +103,27 @@ class WeightUpdate:
             self.reload += missing
 
 
-def _named_tensor(index: int, pair: Any) -> tuple[str, torch.Tensor]:
+def check_dense(name: str, tensor: torch.Tensor) -> None:
+    """ValueError unless the tensor is whole, dense and of a float dtype that a checkpoint may have."""
+    if not tensor.is_floating_point() or tensor.element_size() == 1:
+        raise ValueError(f"{name} is {tensor.dtype}; pass it as bfloat16, float16, float32 or float64")
+    if tensor.is_meta or tensor.layout is not torch.strided or hasattr(tensor, "full_tensor"):
+        raise ValueError(
+            f"{name} is a {type(tensor).__name__} of layout {tensor.layout} on {tensor.device}; pass a "
+            "whole, dense tensor (of a DTensor: full_tensor())"
+        )
+
+
+def named_pairs(tensors: Any) -> Iterable[Any]:
+    """The pairs of a dict, or the iterable itself; TypeError for anything else."""
+    pairs = tensors.items() if isinstance(tensors, Mapping) else tensors
+    if not isinstance(pairs, Iterable):
+        raise TypeError(f"named_tensors must be a dict or pairs (name, tensor), not {type(tensors).__name__}")
+    return pairs
+
+
+def named_tensor(index: int, pair: Any) -> tuple[str, torch.Tensor]:
+    """Return element `index` of an update; TypeError unless it is (name, tensor)."""
     if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not isinstance(pair[0], str):
         raise TypeError(
             f"element {index} of the tensors must be (name, tensor), not {type(pair).__name__}; pass a "

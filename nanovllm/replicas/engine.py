@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING
 
 from nanovllm.device import Device
 from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.request_state import RequestState
 from nanovllm.engine.requests import Requests
 from nanovllm.engine.stats import EngineStats, StepStats
 from nanovllm.outputs import RequestOutput
@@ -36,9 +38,15 @@ class RemoteRequests(Requests):
         state = self._states.get(str(request_id))
         return None if state is None else state.request
 
-    def take_in(self, packed: RequestOutput) -> RequestOutput:
-        """Return the output of a request that has ended, with its prompt and its arrival time here."""
-        state = self._states.pop(packed.request_id)
+    def take_in(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
+        """Return outputs, with their prompts and arrival times here, and forget requests that have ended."""
+        unpacked = [self._unpacked(each, self._states[each.request_id]) for each in outputs]
+        for each in outputs:
+            if each.finished:
+                self._states.pop(each.request_id, None)
+        return unpacked
+
+    def _unpacked(self, packed: RequestOutput, state: RequestState) -> RequestOutput:
         output, metrics = unpack_output(packed, state.request, self._processor), packed.metrics
         if metrics is None:
             return output
@@ -60,6 +68,11 @@ class RemoteRequests(Requests):
         """Forget a request that no replica survives, and return its output."""
         request, error = self._states.pop(str(request_id)).request, ValueError(why)
         return refused_output(request_id, request.index, request, error, error)
+
+
+def _free(replicas: Replicas, residency: ReplicaResidency) -> None:
+    replicas.stop()
+    residency.forget_updates()
 
 
 class ReplicatedEngine(LLMEngine):
@@ -88,11 +101,11 @@ class ReplicatedEngine(LLMEngine):
                 longest=self.model_config.longest,
             )
             self._replicas.set("limit_model_len", self._scheduler.max_model_len)
-            self._residency = ReplicaResidency(self._replicas)
+            self._residency = residency = ReplicaResidency(self._replicas)
         except BaseException:
             self._replicas.kill()
             raise
-        return self._replicas.stop
+        return partial(_free, self._replicas, residency)
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase | None:
@@ -106,31 +119,8 @@ class ReplicatedEngine(LLMEngine):
             self._replicas.set("set_tokenizer", tokenizer)
             self._processor.tokenizer = tokenizer
 
-    def reset_prefix_cache(self) -> bool:
-        """Empty the prefix caches and return True. While there are requests, do nothing and return False."""
-        with self._calling(self._open_stream, asleep=True):
-            return not self._requests and all(self._replicas.call("reset_prefix_cache"))
-
-    def abort(self, request_id: str | int) -> RequestOutput | None:
-        """As in any engine."""
-        with self._calling(self._open_stream, asleep=True):
-            request = self._requests.find(request_id)
-            found = None if request is None else self._replicas.abort(request.request_id)
-            if request is None or found is None:
-                return None
-            if isinstance(found, Request):
-                output = self._requests.abort(request.request_id)
-            else:
-                output = self._requests.take_in(found)
-            if self._open_stream is not None:
-                self._open_stream.append(output)
-            return output
-
-    def start_profile(self, folder: str | Path | None = None) -> None:
-        raise ValueError("start_profile() needs data_parallel_size=1: a profile covers one engine")
-
-    def stop_profile(self) -> list[Path]:
-        raise RuntimeError("no profile is on; start_profile() needs data_parallel_size=1")
+    def _empty_prefix_cache(self) -> bool:
+        return not self._requests and self._replicas.reset_prefix_cache()
 
     def stats(self) -> EngineStats:
         """As in any engine, summed over replicas. Seconds are divided by the number of replicas."""
@@ -149,6 +139,30 @@ class ReplicatedEngine(LLMEngine):
         """The numbers of running and waiting sequences of all replicas, from their last reports."""
         last = list(self._last_stats.values())  # a copy, because another thread may add to it
         return sum(each.num_running for each in last), sum(each.num_waiting for each in last)
+
+    def _abort(self, request_id: str | int) -> tuple[RequestOutput | None, list[RequestOutput]]:
+        request = self._requests.find(request_id)
+        found = [] if request is None else self._replicas.abort(request.request_id)
+        if isinstance(found, Request):
+            outputs = [self._requests.abort(found.request_id)] * 2
+        else:
+            outputs = self._requests.take_in(found)
+        return next(iter(outputs), None), outputs[1:]
+
+    def _yield_deltas(self, deltas: bool) -> None:
+        self._replicas.deltas = deltas
+
+    def _start_profile(self, folder: str, name: str) -> None:
+        """A replica that restarts begins its trace again."""
+        if self._replicas.is_set("start_profile"):
+            raise RuntimeError("a profile is already on; call stop_profile() first")
+        self._replicas.set("start_profile", (folder, name))
+
+    def _stop_profile(self) -> list[str]:
+        if not self._replicas.is_set("start_profile"):
+            raise RuntimeError("no profile is on; call start_profile() first")
+        self._replicas.unset("start_profile")
+        return [path for paths in self._replicas.call("stop_profile") for path in paths]
 
     def _current_device(self) -> AbstractContextManager[object]:
         return nullcontext()
@@ -178,7 +192,7 @@ class ReplicatedEngine(LLMEngine):
         if not self._requests:
             return [], None
         arrival = self._replicas.next_arrival(self._lifecycle.check_open)
-        outputs = [self._requests.take_in(packed) for packed in arrival.outputs]
+        outputs = self._requests.take_in(arrival.outputs)
         outputs += [self._requests.give_up(request_id, why) for request_id, why in arrival.lost.items()]
         stats = arrival.stats
         if stats is None:

@@ -22,7 +22,7 @@ from nanovllm.errors import WorkerError
 from nanovllm.outputs import RequestOutput
 from nanovllm.replicas.parcels import pack_request
 from nanovllm.replicas.process import ReplicaProcess
-from nanovllm.replicas.replica import Call, Failure, Ready, Reply, Report
+from nanovllm.replicas.replica import Call, Failure, Ready, Reply, Report, Work
 from nanovllm.replicas.router import Router
 from nanovllm.text.request import Request
 from nanovllm.workers.interrupts import held_interrupts
@@ -33,8 +33,8 @@ logger = logging.getLogger("nanovllm")
 MAX_RUNS = 3  # of a request whose replica ends each time; the last time it runs alone
 MAX_FAILURES = 3  # of a replica in a row, without an answer in between
 POLL_SECONDS = 0.1
-HANG_SECONDS = 600.0  # a replica with requests that sends nothing this long hangs; no step takes so long
-ABORT_SECONDS = 30.0  # the same after a call to abort requests, which runs after the current step
+HANG_SECONDS = 600.0  # a replica with requests or a call that sends nothing this long hangs
+LOADING = ("wake_up", "load_updates")  # may read the checkpoint, so like a start they may take any time
 LOOK_AHEAD = 8  # requests that the router chooses from, in multiples of max_num_seqs
 
 
@@ -64,6 +64,7 @@ class Replicas:
         self._members = [ReplicaProcess(number, config) for number, config in enumerate(configs)]
         self._settings: dict[str, object] = {}  # method of `Replica` -> argument; called at each start
         self._look_ahead = LOOK_AHEAD * configs[0].max_num_seqs
+        self.deltas = False  # whether replicas return parts of answers
         self.router = Router(len(configs), reach=2 * self._look_ahead)
         self._routed: dict[int, Request] = {}  # the requests that wait in the router, by id
         self._backlog: deque[Request] = deque()  # the requests behind them
@@ -113,18 +114,26 @@ class Replicas:
         self._feed()
         return arrival
 
-    def abort(self, request_id: int) -> RequestOutput | Request | None:
-        """End a request. Return its packed output, or the request if it has not run; None if it has ended."""
+    def abort(self, request_id: int) -> list[RequestOutput] | Request:
+        """End a request. Return the request if it has not run; else its packed output, and then what a stream
+        yields of it, or nothing if it has ended."""
         with held_interrupts():
             while (request := self._unqueue(request_id)) is None:
                 member = next((each for each in self._members if request_id in each.requests), None)
                 if member is None:
-                    return None
-                if self._call(member, "abort", request_id, seconds=ABORT_SECONDS):
+                    return []
+                if self._call(member, "abort_one", request_id):
                     member.drop(request_id)
-                    output: RequestOutput | None = self._replies.pop(member.number)
-                    return output
+                    outputs: list[RequestOutput] = self._replies.pop(member.number)
+                    return outputs and [outputs[0], *self._take_parts(str(request_id)), *outputs[1:]]
             return request
+
+    def _take_parts(self, request_id: str) -> list[RequestOutput]:
+        """Remove the parts of a request's output from the arrivals, and return them."""
+        parts = [part for each in self._arrivals for part in each.outputs if part.request_id == request_id]
+        for each in self._arrivals:
+            each.outputs[:] = [part for part in each.outputs if part.request_id != request_id]
+        return parts
 
     def _unqueue(self, request_id: int) -> Request | None:
         """Remove a request from the queue; None if it is not there."""
@@ -138,7 +147,7 @@ class Replicas:
         return None
 
     def clear(self) -> None:
-        """Forget all requests; the replicas are idle afterwards."""
+        """Forget all requests. Replicas abort theirs after the current step; nothing waits for that."""
         with held_interrupts():
             self.router.clear()
             for queue in (self._routed, self._backlog, self._again, self._alone, self._num_lost):
@@ -146,26 +155,33 @@ class Replicas:
             for member in self._members:
                 if member.requests:
                     member.forget_requests()
-                    if self._call(member, "abort_all", seconds=ABORT_SECONDS):
-                        self._replies.pop(member.number)
+                    member.send(Call("abort_all", (), has_reply=False))
             self._arrivals.clear()
 
     def call(self, method: str, *args: object) -> list[Any]:
         """Call a method of every replica, between steps; return the results of those that are up.
 
-        Waits for replicas that are loading. Raises a replica's error, with its number; WorkerError if no
-        replica is left.
+        Waits for replicas that are loading. Replicas run the call in parallel. One that sends nothing for
+        HANG_SECONDS is killed and restarts, except in calls of LOADING. Raises a replica's error, with its
+        number; WorkerError if no replica is left.
         """
         while any(member.process is not None and not member.is_ready for member in self._members):
             self._receive()
         self._check_some_are_left()
         with held_interrupts():
-            called = [member.number for member in self._members if self._call(member, method, *args)]
-            values = {number: self._replies.pop(number) for number in called}
+            called = [member for member in self._members if self._ask(member, method, *args)]
+            answered = [member.number for member in called if self._has_reply(member, method)]
+            values = {number: self._replies.pop(number) for number in answered}
         for number, value in values.items():
             if isinstance(value, Failure):
                 raise value.kind(f"replica {number}: {value.what}")
         return list(values.values())
+
+    def reset_prefix_cache(self) -> bool:
+        """Empty the prefix caches of all replicas, which hold no requests; False if one of them is in use."""
+        for member in self._members:
+            self.router.forget(member.number)
+        return all(self.call("reset_prefix_cache"))
 
     def set(self, method: str, value: object) -> None:
         """Call a method of every replica and, if that succeeds, of every replica that restarts later."""
@@ -176,6 +192,10 @@ class Replicas:
         except BaseException:
             self._settings = before
             raise
+
+    def is_set(self, method: str) -> bool:
+        """Whether replicas that restart call this method."""
+        return method in self._settings
 
     def unset(self, *methods: str) -> None:
         """Stop calling these methods of replicas that restart."""
@@ -222,7 +242,8 @@ class Replicas:
                 member.take(request, num_held_tokens)
                 chosen.setdefault(member.number, []).append(request)
             for number, requests in chosen.items():
-                self._members[number].send([pack_request(request) for request in requests])
+                packed = [pack_request(request) for request in requests]
+                self._members[number].send(Work(packed, self.deltas))
 
     def _refill(self) -> bool:
         """Give the next requests to the router; return whether it has any."""
@@ -257,7 +278,7 @@ class Replicas:
                 if member.pipe in ready:
                     self._receive_from(member)
                 elif member.silent_for(waited) > HANG_SECONDS:
-                    self._take_down_hanging(member, HANG_SECONDS)
+                    self._take_down_hanging(member)
 
     def _receive_from(self, member: ReplicaProcess) -> None:
         try:
@@ -267,11 +288,11 @@ class Replicas:
             return
         member.silent_seconds = 0.0
         if isinstance(message, Report):
-            member.hear(message.num_received, message.num_waiting)
-            outputs = [each for each in message.outputs if member.drop(int(each.request_id)) is not None]
+            if not member.hear(message.num_received, message.num_waiting):
+                return
+            outputs = [each for each in message.outputs if member.answer(each)]
             for output in outputs:
                 self._num_lost.pop(int(output.request_id), None)
-                member.num_failures = 0
             self._arrivals.append(Arrival(outputs, {}, message.stats, member.number))
         elif isinstance(message, Reply):
             self._replies[member.number] = message.value
@@ -281,24 +302,31 @@ class Replicas:
         else:
             member.failure = message
 
-    def _call(self, member: ReplicaProcess, method: str, *args: object, seconds: float | None = None) -> bool:
-        """Call a method of a replica and wait for its reply. False if the replica is down, ends, or sends
-        nothing for `seconds`, after which it is killed."""
-        if not member.is_ready:
-            return False
-        process = member.process
-        member.send(Call(method, args))
+    def _call(self, member: ReplicaProcess, method: str, *args: object) -> bool:
+        """Call a method of a replica and wait for its reply; False if the replica is down, ends or hangs."""
+        return self._ask(member, method, *args) and self._has_reply(member, method)
+
+    def _ask(self, member: ReplicaProcess, method: str, *args: object) -> bool:
+        """Call a method of a replica; False if the replica is down."""
+        if member.is_ready:
+            member.send(Call(method, args))
+        return member.is_ready
+
+    def _has_reply(self, member: ReplicaProcess, method: str) -> bool:
+        """Wait for the reply to a call; False if the replica ends or hangs."""
+        process, seconds = member.process, None if method in LOADING else HANG_SECONDS
         while member.number not in self._replies:
             if connection.wait([member.pipe], seconds):
                 self._receive_from(member)
             else:
-                self._take_down_hanging(member, seconds)
+                self._take_down_hanging(member)
             if member.process is not process:
                 return False
         return True
 
-    def _take_down_hanging(self, member: ReplicaProcess, seconds: float | None) -> None:
-        member.failure = Failure(WorkerError, f"it hung, without a word for {seconds:g} s, and was killed")
+    def _take_down_hanging(self, member: ReplicaProcess) -> None:
+        why = f"it hung, without a word for {HANG_SECONDS:g} s, and was killed"
+        member.failure = Failure(WorkerError, why)
         self._take_down(member)
 
     def _take_down(self, member: ReplicaProcess) -> None:
@@ -313,7 +341,10 @@ class Replicas:
         given_up: dict[int, str] = {}
         again = list(member.requests.values())
         for request in reversed(again):
-            self._run_again(request, why, given_up)
+            if (number := request.request_id) in member.begun:
+                given_up[number] = f"its replica ended after a part of the answer was yielded: {why}"
+            else:
+                self._run_again(request, why, given_up)
         if given_up:
             member.num_failures = 0  # the request is to blame
             self._arrivals.append(Arrival([], given_up, None, member.number))
@@ -322,7 +353,8 @@ class Replicas:
             member.forget_requests()
             member.process = None
             return
-        logger.warning("%s; it is started again, and %d request(s) are run again", why, len(again))
+        num_again = len(again) - len(given_up)
+        logger.warning("%s; it is started again, and %d request(s) are run again", why, num_again)
         member.failure = None
         member.start(self._settings)
 

@@ -14,6 +14,7 @@ from socket import SO_SNDTIMEO, SOL_SOCKET, socket
 from struct import pack
 
 from nanovllm.config import Config
+from nanovllm.outputs import RequestOutput
 from nanovllm.replicas.replica import Failure, replica_main
 from nanovllm.text.request import Request
 from nanovllm.workers.watch import how_it_ended
@@ -36,11 +37,13 @@ class ReplicaProcess:
         self.num_failures = 0  # since it last answered a request
         self.why_it_ended = ""  # the last time
         self.requests: dict[int, Request] = {}  # in flight, by id
+        self.begun: set[int] = set()  # of these, the ids of those with parts that were yielded
         self.is_exclusive = False  # the request in flight must run alone
         self.cost = 0.0  # of all requests in flight
         self.silent_seconds = 0.0  # waiting time without a message
         self._num_seqs = 0  # in flight
         self._num_sent = 0  # sequences
+        self._num_forgotten = 0  # of these, by `forget_requests`
         self._waiting: deque[int] = deque()  # tokens to compute, for each sequence that may still wait
         self._num_waiting_tokens = 0  # their sum
 
@@ -51,7 +54,7 @@ class ReplicaProcess:
         self.pipe, theirs = context.Pipe()
         self.process = context.Process(
             target=replica_main,
-            args=(self._config, settings, theirs, os.getpid()),
+            args=(self.number, self._config, settings, theirs, os.getpid()),
             name=f"nanovllm replica {self.number}",
             daemon=True,
         )
@@ -67,8 +70,10 @@ class ReplicaProcess:
     def forget_requests(self) -> None:
         """Count all requests in flight as ended."""
         self.requests.clear()
+        self.begun.clear()
         self.is_exclusive = False
         self.cost = 0.0
+        self._num_forgotten = self._num_sent
         self._num_seqs = self._num_waiting_tokens = 0
         self._waiting.clear()
 
@@ -93,19 +98,39 @@ class ReplicaProcess:
         self._waiting += [num_new, *[0] * (request.params.n - 1)]  # samples share the prompt
         self._num_waiting_tokens += num_new
 
+    def answer(self, output: RequestOutput) -> bool:
+        """Count a request as ended, or as begun if this is a part of its output; False if it is not in
+        flight."""
+        request_id = int(output.request_id)
+        if request_id not in self.requests:
+            return False
+        self.num_failures = 0
+        if output.finished:
+            self.drop(request_id)
+        else:
+            self.begun.add(request_id)
+        return True
+
     def drop(self, request_id: int) -> Request | None:
         """Count a request as ended; None if it is not in flight."""
         request = self.requests.pop(request_id, None)
+        self.begun.discard(request_id)
         if request is not None:
             self.cost -= cost_of(request)
             self._num_seqs -= request.params.n
             self.is_exclusive = False
         return request
 
-    def hear(self, num_received: int, num_waiting: int) -> None:
-        """Update the waiting sequences from a report: the number received, and how many of the last wait."""
+    def hear(self, num_received: int, num_waiting: int) -> bool:
+        """Update the waiting sequences from a report: the number received, and how many of the last wait.
+
+        False, without an update, if the report is about forgotten requests.
+        """
+        if num_received <= self._num_forgotten:
+            return False
         while len(self._waiting) > self._num_sent - num_received + num_waiting:
             self._num_waiting_tokens -= self._waiting.popleft()
+        return True
 
     def silent_for(self, seconds: float) -> float:
         """Count seconds without a message; return their sum since the last message. Without requests in

@@ -26,20 +26,30 @@ from nanovllm.engine.stats import StepStats
 from nanovllm.errors import KVCacheMemoryError, ModelLoadError, WorkerError
 from nanovllm.outputs import RequestOutput
 from nanovllm.replicas.parcels import pack_output, unpack_request
+from nanovllm.text.request import Request
 from nanovllm.workers.interrupts import no_full_collections
+from nanovllm.workers.shared_tensors import SharedTensors
 from nanovllm.workers.worker import exit_with
 
 KEPT_ERRORS = (ValueError, TypeError, KVCacheMemoryError, ModelLoadError)  # others become a WorkerError
 
 
-# Messages to a replica: a list of packed requests, a Call, or None to exit.
+# Messages to a replica: Work, a Call, or None to exit.
+
+
+class Work(NamedTuple):
+    """Requests to answer, in parts or whole; only replicas without requests change between the two."""
+
+    requests: list[Request]  # packed
+    deltas: bool
 
 
 class Call(NamedTuple):
-    """A method of `Replica` to call between steps; a Reply follows."""
+    """A method of `Replica` to call between steps."""
 
     method: str
     args: tuple[Any, ...]
+    has_reply: bool = True  # whether a Reply follows
 
 
 # Messages from a replica: Ready, then Reports and Replies; or a Failure as the last message.
@@ -56,7 +66,7 @@ class Ready(NamedTuple):
 class Report(NamedTuple):
     """The results of a step."""
 
-    outputs: list[RequestOutput]  # packed
+    outputs: list[RequestOutput]  # packed; parts of them in a stream with deltas
     stats: StepStats | None
     num_received: int  # sequences since the start
     num_waiting: int  # sequences that wait now
@@ -128,6 +138,9 @@ class Link:
 class Replica(ResidentEngine):
     """An engine whose requests come from another process."""
 
+    number = 0  # of the replica
+    _num_updates = 0  # the number of the last weight update that it has
+
     def serve(self, link: Link) -> None:
         """Process messages until None arrives."""
         num_received = 0
@@ -137,9 +150,13 @@ class Replica(ResidentEngine):
                 if message is None:
                     return
                 if isinstance(message, Call):
-                    link.send(Reply(self._answer(message)))
+                    value = self._answer(message)
+                    if message.has_reply:
+                        link.send(Reply(value))
                 else:
-                    requests = [unpack_request(request, self._processor) for request in message]
+                    if not self._requests:
+                        self._yield_deltas(message.deltas)
+                    requests = [unpack_request(request, self._processor) for request in message.requests]
                     num_received += sum(request.params.n for request in requests)
                     self._queue(requests)
             with self._calling(), no_full_collections():
@@ -158,9 +175,11 @@ class Replica(ResidentEngine):
 
     # -- calls -----------------------------------------------------------------------------------------------
 
-    def abort(self, request_id: str | int) -> RequestOutput | None:
-        output = super().abort(request_id)
-        return None if output is None else pack_output(output)
+    def abort_one(self, request_id: int) -> list[RequestOutput]:
+        """Return the output, and then what a stream yields of it; nothing if the request has ended."""
+        with self._calling():
+            output, parts = self._abort(request_id)
+        return [] if output is None else [pack_output(each) for each in (output, *parts)]
 
     def abort_all(self) -> None:
         with self._calling():
@@ -168,6 +187,22 @@ class Replica(ResidentEngine):
 
     def set_tokenizer(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
+
+    def load_updates(self, updates: dict[int, SharedTensors]) -> None:
+        """Load weight updates, in the order of their numbers, except those that this replica has. Each one is
+        checked as a whole."""
+        for number, tensors in updates.items():
+            if number > self._num_updates:
+                self.update_weights(list(tensors))
+                self._num_updates = number
+
+    def start_profile(self, trace: tuple[str, str]) -> None:
+        """trace: the folder and the name of the traces of all replicas."""
+        folder, name = trace[0], f"replica{self.number}.{trace[1]}"
+        self._workers.call(self._runner.start_profile, "start_profile", folder, name)
+
+    def stop_profile(self) -> list[str]:
+        return self._workers.call(self._runner.stop_profile, "stop_profile")
 
     def limit_model_len(self, max_model_len: int) -> None:
         """Lower the maximum length of sequences to what all replicas have memory for."""
@@ -180,7 +215,9 @@ class Replica(ResidentEngine):
         self._scheduler.max_model_len = max_model_len
 
 
-def replica_main(config: Config, settings: dict[str, object], pipe: Connection, parent: int) -> None:
+def replica_main(
+    number: int, config: Config, settings: dict[str, object], pipe: Connection, parent: int
+) -> None:
     """The main function of a replica's process; it never returns.
 
     config: the engine's, with the replica's own device.
@@ -194,6 +231,7 @@ def replica_main(config: Config, settings: dict[str, object], pipe: Connection, 
             torch.set_num_threads(max(1, torch.get_num_threads() // config.data_parallel_size))
         options = {each.name: getattr(config, each.name) for each in fields(Config)}
         with Replica(**options | {"data_parallel_size": 1}) as replica:
+            replica.number = number
             for method, value in settings.items():
                 getattr(replica, method)(value)
             gc.freeze()  # existing objects stay

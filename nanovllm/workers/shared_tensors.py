@@ -1,4 +1,5 @@
-"""SharedTensors: tensors that rank 0 sends to the workers through shared memory instead of the channel.
+"""SharedTensors: tensors that go to other processes through shared memory, not through their channel or pipe:
+from rank 0 to the workers, and from the caller to replicas.
 
 Owns that memory, an anonymous file that ends with its processes. Knows no model.
 """
@@ -35,7 +36,7 @@ class TensorPlace(NamedTuple):
 
 @dataclass(frozen=True)
 class SharedTensors:
-    """An argument of a call: yields (name, tensor) on every rank, until rank 0 overwrites the memory."""
+    """An argument of a call: yields (name, tensor) anywhere, until the sender overwrites the memory."""
 
     path: str
     num_bytes: int
@@ -48,9 +49,11 @@ class SharedTensors:
 
 
 class SharedMemoryBuffer:
-    """Rank 0's end: stores tensors until it is full, and grows for larger tensors. Linux only."""
+    """The sender's end: stores tensors until it is full, and grows for larger tensors. Linux only."""
 
-    def __init__(self, num_bytes: int) -> None:
+    def __init__(self, num_bytes: int, grows: bool = False) -> None:
+        """grows: grow for every tensor, so that the buffer is never full."""
+        self._grows = grows
         self._file = os.memfd_create("nanovllm tensors")  # not in /dev/shm, which may be small
         self._path = f"/proc/{os.getpid()}/fd/{self._file}"
         self._places: list[TensorPlace] = []
@@ -67,7 +70,7 @@ class SharedMemoryBuffer:
         place = TensorPlace(name, tensor.dtype, tuple(tensor.shape), self._end)
         end = place.offset + place.num_bytes
         if end > self._num_bytes:
-            if self._places:
+            if self._places and not self._grows:
                 return False
             self._reserve(end)
         place.view(self._memory).copy_(tensor)

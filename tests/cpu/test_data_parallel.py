@@ -134,9 +134,9 @@ def test_other_calls_are_those_of_one_engine(one: LLM, two: ReplicatedLLM) -> No
     assert [[s.tokens for s in each.sequences] for each in beams[0]] == [
         [s.tokens for s in each.sequences] for each in beams[1]
     ]
-    with pytest.raises(ValueError, match=r"deltas=True needs data_parallel_size=1, not 2"):
-        two.stream(PROMPTS, deltas=True)
-    with pytest.raises(ValueError, match=r"logits_processors are functions .* data_parallel_size=1"):
+    with pytest.raises(
+        ValueError, match=r"logits_processors are functions .* data_parallel_size=1, not 1 and 2"
+    ):
         two.generate(PROMPTS, SamplingParams(logits_processors=[lambda ids, logits: logits]))
     with pytest.raises(ValueError, match=r"logits_processors are functions .* data_parallel_size=1"):
         list(two.stream(PROMPTS, SamplingParams(logits_processors=[lambda ids, logits: logits])))
@@ -200,11 +200,16 @@ def test_requests_by_hand_and_abort(two: ReplicatedLLM) -> None:
 
 
 def test_the_prefix_cache_can_be_reset(two: ReplicatedLLM) -> None:
-    prompts = [[5 + number] * 40 for number in range(8)]
+    prompts = [[5 + number] * 70 for number in range(8)]
     two.generate(prompts, GREEDY, use_tqdm=False)
     assert all(each.num_cached_tokens > 0 for each in two.generate(prompts, GREEDY, use_tqdm=False))
-    assert two.reset_prefix_cache()
-    assert all(each.num_cached_tokens == 0 for each in two.generate(prompts, GREEDY, use_tqdm=False))
+    router = two._replicas.router
+    for empty in (two.reset_prefix_cache, two.sleep):
+        assert any(router._held)
+        empty()
+        assert not any(router._held), "nothing is expected in an empty cache"
+        two.wake_up()
+        assert all(each.num_cached_tokens == 0 for each in two.generate(prompts, GREEDY, use_tqdm=False))
 
 
 def test_a_tokenizer_that_is_set_writes_the_texts(one: LLM, two: ReplicatedLLM) -> None:
@@ -236,14 +241,24 @@ def test_replicas_sleep_and_wake_up(one: LLM, two: ReplicatedLLM) -> None:
     assert len(same(one, two, answer_all)) == len(answers)
 
 
-def test_calls_that_need_one_engine(two: ReplicatedLLM, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"update_weights\(\) needs data_parallel_size=1"):
-        two.update_weights({})
-    with pytest.raises(ValueError, match=r"start_profile\(\) needs data_parallel_size=1"):
+def test_calls_that_need_one_engine(two: ReplicatedLLM) -> None:
+    assert two.is_finished()
+
+
+def test_every_replica_leaves_a_trace(two: ReplicatedLLM, tmp_path: Path) -> None:
+    """Also one that restarts meanwhile."""
+    with pytest.raises(RuntimeError, match=r"no profile is on; call start_profile\(\) first"):
+        two.stop_profile()
+    two.start_profile(tmp_path / "new")
+    with pytest.raises(RuntimeError, match=r"a profile is already on; call stop_profile\(\) first"):
         two.start_profile(tmp_path)
+    os.kill(pids(two)[1], signal.SIGKILL)
+    two.generate(PROMPTS, GREEDY, use_tqdm=False)
+    traces = two.stop_profile()
+    assert [path.name.split(".")[:2] for path in traces] == [["rank0", "replica0"], ["rank0", "replica1"]]
+    assert sorted(traces) == sorted((tmp_path / "new").iterdir())
     with pytest.raises(RuntimeError, match="no profile is on"):
         two.stop_profile()
-    assert two.is_finished()
 
 
 def test_progress_and_statistics(two: ReplicatedLLM) -> None:
@@ -345,16 +360,30 @@ def test_a_replica_that_hangs_is_started_again(
     assert len(two._replicas.call("ready")) == 2 and pids(two)[0] != before[0]
 
 
-def test_a_stream_that_is_left_while_a_replica_hangs(
-    one: LLM, two: ReplicatedLLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(pool, "ABORT_SECONDS", 1.0)
+def test_a_stream_that_is_left_waits_for_no_step(one: LLM, two: ReplicatedLLM) -> None:
+    """A slow replica lives on, and what its step computed counts nowhere."""
     before = pids(two)
     stream = two.stream(PROMPTS, LONG)
     next(stream)
     os.kill(before[1], signal.SIGSTOP)
     stream.close()
-    assert two.is_finished() and pids(two)[0] == before[0] and pids(two)[1] != before[1]
+    assert two.is_finished() and two.stats().num_running == 0
+    os.kill(before[1], signal.SIGCONT)
+    two._replicas.call("ready")
+    assert not two._replicas._arrivals
+    same(one, two, answer_all)
+    assert pids(two) == before
+
+
+def test_a_replica_that_hangs_while_idle_is_started_again(
+    one: LLM, two: ReplicatedLLM, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(pool, "HANG_SECONDS", 2.0)
+    before = pids(two)
+    os.kill(before[1], signal.SIGSTOP)
+    assert two.reset_prefix_cache()
+    assert "replica 1: it hung, without a word for 2 s, and was killed; it is started again" in caplog.text
+    assert pids(two)[0] == before[0] and pids(two)[1] != before[1]
     same(one, two, answer_all)
 
 
@@ -365,7 +394,7 @@ def test_a_replica_that_reads_nothing_is_killed(two: ReplicatedLLM) -> None:
         end.setsockopt(SOL_SOCKET, SO_SNDTIMEO, pack("ll", 1, 0))
     before = pids(two)
     os.kill(before[0], signal.SIGSTOP)
-    member.send([bytes(2**22)])
+    member.send(bytes(2**22))
     assert len(two.generate(PROMPTS, GREEDY, use_tqdm=False)) == 24
     assert len(two._replicas.call("ready")) == 2 and pids(two)[0] != before[0]
 

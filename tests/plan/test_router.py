@@ -191,7 +191,7 @@ def test_a_replica_has_room_while_little_waits_to_be_computed() -> None:
     member.take(request_of(1, 150), 128)
     member.take(request_of(2, 60), 0)
     assert not has_room(), "150 + 22 + 60 tokens are more than two steps"
-    member.hear(num_received=3, num_waiting=2)  # one sample of request 0 runs, and all its prompt is computed
+    assert member.hear(3, num_waiting=2)  # one sample of request 0 runs, and all its prompt is computed
     assert has_room()
     member.take(request_of(3, 150), 0)
     assert not has_room()
@@ -205,6 +205,8 @@ def test_a_replica_has_room_while_little_waits_to_be_computed() -> None:
     member.forget_requests()
     member.take(request_of(16, 150), 0)
     assert has_room()
+    assert not member.hear(num_received=18, num_waiting=0), "a step of forgotten requests"
+    assert member.hear(num_received=19, num_waiting=0)
 
 
 def test_the_pipe_blocks_whatever_timeout_new_sockets_have(monkeypatch: pytest.MonkeyPatch) -> None:
