@@ -177,7 +177,7 @@ def test_a_killed_worker_is_noticed_in_a_replay_and_leaves_no_memory(
 ) -> None:
     if large:
         path = write_peaked_model(tmp_path, vocab_size=30_001)
-        monkeypatch.setattr(soak_tp, "QUESTIONS", mixed_prompts(2, [5, 17, 400, 900]))
+        monkeypatch.setattr(soak_tp, "PROMPTS", mixed_prompts(2, [5, 17, 400, 900]))
         monkeypatch.setattr(soak_tp, "make_llm", lambda device, size: make_large_llm(path, size))
     before = used_memory()
     rng = random.Random(0)
@@ -186,7 +186,7 @@ def test_a_killed_worker_is_noticed_in_a_replay_and_leaves_no_memory(
         pid = llm._workers.watch.processes[-1].pid
         threading.Timer(rng.uniform(0.0, 0.5), os.kill, (pid, signal.SIGKILL)).start()
         with pytest.raises(WorkerError, match=f"rank {size - 1} was killed by SIGKILL"):
-            soak_tp.generate_for_ever(llm)
+            soak_tp.generate_forever(llm)
         with pytest.raises(EngineClosedError):
             soak_tp.answer(llm)
         deadline = time.monotonic() + 20
@@ -206,7 +206,7 @@ def test_ctrl_c_leaves_the_engine_usable(size: int) -> None:
             timer = threading.Timer(delay, os.kill, (os.getpid(), signal.SIGINT))
             with pytest.raises(KeyboardInterrupt):  # noqa: PT012
                 timer.start()
-                soak_tp.generate_for_ever(llm)
+                soak_tp.generate_forever(llm)
             timer.join()
             assert soak_tp.answer(llm) == expected
 
