@@ -16,7 +16,7 @@ from transformers import RepetitionPenaltyLogitsProcessor, SuppressTokensLogitsP
 from nanovllm.kernels import logprobs
 from nanovllm.kernels.logits import (
     IN_PROMPT,
-    MOST,
+    MAX_COUNT,
     WORD,
     RowMasks,
     RowPenalties,
@@ -177,7 +177,7 @@ def check_process_logits_as_transformers(vocab: int, device: str) -> None:
 
 def check_counts(vocab: int, device: str) -> None:
     """A slot that is named forgets what it had, the others do not; what is no token or in no slot counts
-    nothing, and counts end at MOST."""
+    nothing, and counts end at MAX_COUNT."""
     slots = torch.tensor([4, 1, 3], device=device)
     histories = [([2, 2, 7], [7, 7, 0]), ([], [5]), ([vocab - 1], [])]
     expected = make_counts(histories, slots, vocab)
@@ -200,9 +200,9 @@ def check_counts(vocab: int, device: str) -> None:
     restart_counts(counts, slots[:1], prompts[:1], nothing.long(), nothing)
     expected[4], expected[4, 2] = 0, IN_PROMPT
     assert torch.equal(counts, expected)
-    restart_counts(counts, slots[:1], prompts[:1], prompts[:1], torch.tensor([MOST], device=device))
+    restart_counts(counts, slots[:1], prompts[:1], prompts[:1], torch.tensor([MAX_COUNT], device=device))
     count_tokens(counts, slots[:1], torch.tensor([2], device=device))
-    assert counts[4, 2] == IN_PROMPT + MOST
+    assert counts[4, 2] == IN_PROMPT + MAX_COUNT
 
 
 # ---- logprobs ----

@@ -137,7 +137,7 @@ def test_partial_results_of_decode_stay_small(longest: int, q_heads: int, head_d
 
 
 def test_decode_in_chunks_of_the_least_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode_attention, "_MOST_PARTIAL", 1)
+    monkeypatch.setattr(decode_attention, "_MAX_PARTIAL", 1)
     cases.check_decode([1, 256, 0, 257, 2100, 128], Heads(2, 1, 16, 16), CPU)
 
 

@@ -399,14 +399,14 @@ def test_rotary_embedding_turns_pairs_of_halves() -> None:
     k_cache, v_cache = torch.zeros(2, 1, 3, 1, 4).unbind()  # 3 slots
     v, slots = randn(2, 1, 4), torch.tensor([2, 0], dtype=torch.int32)
     rotation = rotary(positions, None, None, 1e-6)
-    q_turned = qk_norm_rope_store(q, k, v, rotation, KVCache(k_cache, v_cache), slots)
+    q_rotated = qk_norm_rope_store(q, k, v, rotation, KVCache(k_cache, v_cache), slots)
     assert torch.equal(v_cache[0, slots], v)
     assert not v_cache[0, 1].any()
-    for x, turned in ((q, q_turned), (k, k_cache[0, slots])):
+    for x, rotated in ((q, q_rotated), (k, k_cache[0, slots])):
         pairs = torch.complex(x[..., :2], x[..., 2:])
         angles = positions[:, None].double() * torch.tensor([1.0, 0.1]).double()
         expected = pairs * torch.polar(torch.ones_like(angles), angles)[:, None]
-        torch.testing.assert_close(turned, torch.cat((expected.real, expected.imag), -1).float())
+        torch.testing.assert_close(rotated, torch.cat((expected.real, expected.imag), -1).float())
 
 
 # -- sampler ------------------------------------------------------------------------------------------------
