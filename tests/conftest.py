@@ -16,14 +16,14 @@ if not HAS_GPU:
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined, so before any import of nanovllm
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # for small models the fastest, beside other processes
 os.environ.setdefault("TQDM_DISABLE", "1")
-MOST_WORKERS = 8  # each holds about 1 GiB; the longest file takes an eighth of the whole
+MAX_WORKERS = 8  # each holds about 1 GiB; the longest file takes an eighth of the whole
 # What was started in the background by a shell ignores Ctrl-C, and the tests of Ctrl-C would run for ever.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    return 0 if HAS_GPU else min(os.cpu_count() or 1, MOST_WORKERS)
+    return 0 if HAS_GPU else min(os.cpu_count() or 1, MAX_WORKERS)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -53,7 +53,7 @@ class CopyingDevice:
     def side_stream(self) -> None:
         return None
 
-    def start_beside(self, stream: None, work: Callable[[], object]) -> None:
+    def start_on_stream(self, stream: None, work: Callable[[], object]) -> None:
         work()
 
 
@@ -71,7 +71,7 @@ class SlowDevice(CopyingDevice):
             time.sleep(self.rng.choice([0.0, self.rng.uniform(0.0, 0.004)]))
             work()
 
-    def start_beside(self, stream: None, work: Callable[[], object]) -> None:
+    def start_on_stream(self, stream: None, work: Callable[[], object]) -> None:
         self.jobs.put(work)
 
     def close(self) -> None:

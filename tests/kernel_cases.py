@@ -738,10 +738,10 @@ def check_exchanged_rows(vocab: int, size: int, count: int, dtype: torch.dtype, 
     part = -(-vocab // size)
     columns = torch.nn.functional.pad(logits, (0, size * part - vocab), value=1e4).split(part, dim=1)
     max_rows = count + 3
-    rooms = logits.new_full((size, ExchangedRows.numel(max_rows, vocab, size)), math.nan)
-    places = torch.tensor([room.data_ptr() for room in rooms], device=device)
+    buffers = logits.new_full((size, ExchangedRows.numel(max_rows, vocab, size)), math.nan)
+    places = torch.tensor([buffer.data_ptr() for buffer in buffers], device=device)
     ranks = [
-        ExchangedRows(rank, places, rooms[rank], max_rows, vocab, lambda x: x) for rank in range(size)
+        ExchangedRows(rank, places, buffers[rank], max_rows, vocab, lambda x: x) for rank in range(size)
     ]  # which do not wait for each other
     assert ranks[0].fits(max_rows, dtype) and not ranks[0].fits(max_rows + 1, dtype)
     for rows_now in (count, 1):

@@ -37,25 +37,27 @@ _INTS = {torch.float16: torch.int16, torch.float32: torch.int32}
 
 
 class Awaited(NamedTuple):
-    """What another rank puts into a room of one that waits for it."""
+    """What another rank puts into a buffer of one that waits for it."""
 
     other: int
-    room: torch.Tensor
+    buffer: torch.Tensor
     row: torch.Tensor
 
 
 class Group:
-    """All ranks' memory in one process, with rooms that are longer than the rows."""
+    """All ranks' memory in one process, with buffers that are longer than the rows."""
 
     def __init__(self, size: int, rows: int, n: int, dtype: torch.dtype, sums: bool = True) -> None:
         max_rows, row_bytes = rows + SPARE_ROWS, (n * dtype.itemsize + 31) // 16 * 16
 
-        def rooms(*shape: int) -> list[torch.Tensor]:
+        def buffers(*shape: int) -> list[torch.Tensor]:
             words = torch.full((size, *shape, max_rows, row_bytes // 2), EMPTY, dtype=torch.int16)
             return list(words.view(dtype))
 
-        self.slots, self.sums = rooms(TURNS, size - 1), rooms(TURNS)  # by rank
-        addresses = [torch.tensor([room.data_ptr() for room in rooms]) for rooms in (self.slots, self.sums)]
+        self.slots, self.sums = buffers(TURNS, size - 1), buffers(TURNS)  # by rank
+        addresses = [
+            torch.tensor([buffer.data_ptr() for buffer in buffers]) for buffers in (self.slots, self.sums)
+        ]
         self.peers = [
             Peers(
                 rank,
@@ -70,14 +72,14 @@ class Group:
         ]
 
     def awaited(self, rank: int, xs: list[torch.Tensor], two_shot: bool) -> list[Awaited]:
-        """Which rank puts what into which room of `rank` next, if it gets all that it waits for itself."""
+        """Which rank puts what into which buffer of `rank` next, if it gets all that it waits for itself."""
         found, n = [], xs[0].shape[1]
         for other, x in enumerate(xs):
             for row in range(len(x)):
                 owner, turn = row % len(xs), int(self.peers[rank].turns[row])
                 if other != rank and (not two_shot or owner == rank):
-                    room = self.slots[rank][turn, (other - rank - 1) % len(xs), row]
-                    found.append(Awaited(other, room.view(x.dtype)[:n], x[row]))
+                    buffer = self.slots[rank][turn, (other - rank - 1) % len(xs), row]
+                    found.append(Awaited(other, buffer.view(x.dtype)[:n], x[row]))
                 elif other != rank and owner == other:
                     total = all_reduce_reference([x[row] for x in xs])
                     found.append(Awaited(other, self.sums[rank][turn, row].view(x.dtype)[:n], total))
@@ -86,21 +88,21 @@ class Group:
     def let_others_come(self, rank: int, xs: list[torch.Tensor], two_shot: bool) -> None:
         """Check what the ranks before `rank` have sent it, and send what those after it will."""
         empty = EMPTY_BY_SIZE[xs[0].element_size()]
-        for other, room, row in self.awaited(rank, xs, two_shot):
-            bits = room.view(_INTS[row.dtype])
+        for other, buffer, row in self.awaited(rank, xs, two_shot):
+            bits = buffer.view(_INTS[row.dtype])
             if other < rank:
-                torch.testing.assert_close(room, row)
+                torch.testing.assert_close(buffer, row)
                 assert not (bits == empty).any()
             else:
-                room.copy_(row)
+                buffer.copy_(row)
                 bits.masked_fill_(bits == empty, 0)
 
     def check_emptied(self, rank: int, rows: int) -> None:
         """That nothing is left of the call before the last one in its first `rows` rows."""
         for row in range(rows):
             turn = (int(self.peers[rank].turns[row]) - 2) % TURNS
-            for room in (self.slots[rank][turn, :, row], self.sums[rank][turn, row]):
-                assert (room.view(torch.int16) == EMPTY).all()
+            for buffer in (self.slots[rank][turn, :, row], self.sums[rank][turn, row]):
+                assert (buffer.view(torch.int16) == EMPTY).all()
 
 
 @pytest.mark.parametrize("two_shot", [False, True])
@@ -114,7 +116,7 @@ def test_every_rank_gets_the_sum(size: int, rows: int, n: int, dtype: torch.dtyp
     weight, residual = (torch.randn(shape, generator=generator).to(dtype) for shape in ((n,), (rows, n)))
     for call in range(2 * TURNS):
         xs = [torch.randn(rows, n, generator=generator).to(dtype) for _ in range(size)]
-        for x in xs[call % 2 :]:  # what looks like an empty room, in some of the sums too
+        for x in xs[call % 2 :]:  # what looks like an empty buffer, in some of the sums too
             x.view(_INTS[dtype])[:, ::3] = EMPTY_BY_SIZE[dtype.itemsize]
         results = []
         for rank, peers in enumerate(group.peers):
@@ -136,7 +138,7 @@ def test_every_rank_gets_the_sum(size: int, rows: int, n: int, dtype: torch.dtyp
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_rows_of_other_kinds_in_the_same_rooms(size: int) -> None:
+def test_rows_of_other_kinds_in_the_same_buffers(size: int) -> None:
     """Calls take turns whatever their shape: shorter rows of another type, fewer rows, one shot and two."""
     group = Group(size, 4, 64, torch.float16, sums=size > 2)
     kinds = [(4, 64, torch.float16), (2, 20, torch.float32), (3, 1, torch.float32), (4, 64, torch.float16)]
@@ -162,16 +164,16 @@ def test_rows_are_waited_for(abort: bool) -> None:
 
     thread = threading.Thread(target=run)
     thread.start()
-    for _, room, row in awaited[:-1]:
-        room.copy_(row)
-    _, room, row = awaited[-1]
-    room[:15].copy_(row[:15])  # all but one number
+    for _, buffer, row in awaited[:-1]:
+        buffer.copy_(row)
+    _, buffer, row = awaited[-1]
+    buffer[:15].copy_(row[:15])  # all but one number
     thread.join(0.3)
     assert thread.is_alive()
     if abort:
         group.peers[1].aborted.fill_(1)
     else:
-        room.copy_(row)
+        buffer.copy_(row)
     thread.join(60)
     assert not thread.is_alive()
     assert abort or torch.equal(results[0], torch.full((2, 16), 10.0))
@@ -199,9 +201,9 @@ def test_rows_that_the_others_copied(size: int, rows: int, n: int, call: int) ->
         results = torch.empty(rows, n), torch.empty(rows, n)
         copied_sum_add_rms_norm_triton(xs[rank], residual, weight, 1e-6, slots, arrival, *results)
         torch.testing.assert_close(results, expected)
-        twins = torch.empty(rows, n), torch.empty(rows, n)
-        copied_sum_add_rms_norm_reference(xs[rank], residual, weight, 1e-6, slots, arrival, *twins)
-        torch.testing.assert_close(twins, expected)
+        references = torch.empty(rows, n), torch.empty(rows, n)
+        copied_sum_add_rms_norm_reference(xs[rank], residual, weight, 1e-6, slots, arrival, *references)
+        torch.testing.assert_close(references, expected)
 
 
 @pytest.mark.parametrize("abort", [False, True])
@@ -249,7 +251,7 @@ def test_an_aborted_group_does_not_wait() -> None:
 
 @pytest.mark.parametrize(("size", "rows"), [(2, 5), (4, 9), (4, 16), (4, 3), (8, 11)])
 def test_sums_of_copied_rows(size: int, rows: int) -> None:
-    """Two are always under way, in all rooms and past the last number; ranks come in any order.
+    """Two are always under way, in all buffers and past the last number; ranks come in any order.
 
     Three in turn add to one stream, of which a rank has its own rows; the last of them is wanted whole.
     """
@@ -290,7 +292,7 @@ def test_sums_of_copied_rows(size: int, rows: int) -> None:
 def test_no_row_comes_before_the_last_one_in_its_place_was_used(
     size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With late copies and a slow rank; with one set of rooms, not two, this fails.
+    """With late copies and a slow rank; with one set of buffers, not two, this fails.
 
     And what was summed may be overwritten as soon as its sum is there.
     """

@@ -281,7 +281,7 @@ def test_collectives_of_two_ranks() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("n", [16, 13])
 @pytest.mark.parametrize("size", [2, 4])
-def test_rooms_for_sums_fill_their_memory(size: int, n: int, dtype: torch.dtype) -> None:
+def test_buffers_of_sums_fill_their_memory(size: int, n: int, dtype: torch.dtype) -> None:
     class FakeDevice:
         def side_stream(self) -> None:
             return None

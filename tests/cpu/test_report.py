@@ -23,8 +23,8 @@ from nanovllm.engine.stats import Counters, EngineStats, StepStats
 from nanovllm.report import GPUMonitor, charts, gpu, make_report, write_report
 from nanovllm.report.chart import BOTTOM, LEFT, RIGHT, STYLE, TOP, Axis, Chart, Line, time_unit
 from nanovllm.report.facts import roofline_of
-from nanovllm.report.gpu import MOST_INTERVALS, GPUSample
-from nanovllm.report.page import MOST_CHARACTERS, MOST_ERRORS
+from nanovllm.report.gpu import MAX_INTERVALS, GPUSample
+from nanovllm.report.page import MAX_CELL_CHARACTERS, MAX_ERROR_ROWS
 from nanovllm.report.roofline import KNOWN_DEVICES, Cost, Speed
 from nanovllm.report.series import charts_of
 
@@ -199,13 +199,13 @@ def test_lines_show_the_timeline(llm: CheckedLLM) -> None:
 
 def test_errors_are_text_and_as_many_as_are_legible(llm: CheckedLLM) -> None:
     message = "</td><script>alert('&')</script> \x00\x1b[0m \ud800 \N{SNOWMAN} \ufffe"
-    many = [(number, f"error {number}") for number in range(MOST_ERRORS + 50)]
+    many = [(number, f"error {number}") for number in range(MAX_ERROR_ROWS + 50)]
     page = parse(make_report(llm, errors=[("row-<7>", message), ("long", "x" * 5000), *many]))
     cells = list(rows(page, "errors").items())
-    assert cells[0] == ("index", "error") and len(cells) == MOST_ERRORS + 1
+    assert cells[0] == ("index", "error") and len(cells) == MAX_ERROR_ROWS + 1
     shown = message.translate({0: "\ufffd", 0x1B: "\ufffd", 0xD800: "\ufffd", 0xFFFE: "\ufffd"})
     assert cells[1] == ("row-<7>", shown)
-    assert cells[2] == ("long", "x" * MOST_CHARACTERS + "…")
+    assert cells[2] == ("long", "x" * MAX_CELL_CHARACTERS + "…")
     assert cells[3] == ("0", "error 0")
     assert "And 52 more." in words(page)
     assert "None." in words(parse(make_report(llm))) and "None." not in words(page)
@@ -490,13 +490,13 @@ def test_samples_of_a_long_run_are_bounded(monkeypatch: pytest.MonkeyPatch) -> N
 
     def wait(seconds: float) -> bool:
         waits.append(seconds)
-        assert len(monitor._samples) <= MOST_INTERVALS
-        return len(waits) > 3 * MOST_INTERVALS
+        assert len(monitor._samples) <= MAX_INTERVALS
+        return len(waits) > 3 * MAX_INTERVALS
 
     monkeypatch.setattr(monitor, "_end", SimpleNamespace(wait=wait))
     monitor._run()
     assert waits[0] == 0.002 and set(waits) == {0.002, 0.004, 0.008, 0.016, 0.032}
     times = [sample.time for sample in monitor.samples]
-    assert MOST_INTERVALS // 2 <= len(times) <= MOST_INTERVALS and times == sorted(times)
+    assert MAX_INTERVALS // 2 <= len(times) <= MAX_INTERVALS and times == sorted(times)
     middle = gpu.mean(GPUSample(1.0, (10.0,), (4.0,)), GPUSample(2.0, (30.0,), (8.0,)))
     assert middle == GPUSample(1.5, (20.0,), (6.0,))

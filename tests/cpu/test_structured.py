@@ -23,7 +23,7 @@ from nanovllm.text.processor import Processor
 from nanovllm.text.prompts import parse_prompts, parse_sampling_params
 from nanovllm.text.request import Request
 from nanovllm.text.rows import raise_first
-from nanovllm.text.structured import COPIES, ORIGINALS, REMEMBERED, Constraint, GrammarCompiler
+from nanovllm.text.structured import CACHE_SIZE, COPIES, ORIGINALS, Constraint, GrammarCompiler
 
 TOKENIZER = AutoTokenizer.from_pretrained(demo_model_path())
 V = 540  # more logits than tokens, as models have whose embeddings are padded
@@ -226,7 +226,7 @@ def test_equal_constraints_are_compiled_once() -> None:
     for _ in range(2):
         for seed in range(30):
             compiler.constraint(StructuredOutputsParams(json=random_schema(seed)))
-    assert compiler.constraint.cache_info()[:4] == (30, 30, REMEMBERED, 30)
+    assert compiler.constraint.cache_info()[:4] == (30, 30, CACHE_SIZE, 30)
 
 
 class Original:

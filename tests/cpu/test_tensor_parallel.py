@@ -347,11 +347,11 @@ def test_fault(fault: str) -> None:
 class LonelySetup(CheckedSetup):
     """Rank 1 never meets rank 0, whose user presses Ctrl-C."""
 
-    def meet(self, *args: Any) -> TPGroup:
+    def join_group(self, *args: Any) -> TPGroup:
         if self.rank == 1:
             time.sleep(3600)
         threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
-        return super().meet(*args)
+        return super().join_group(*args)
 
 
 def test_a_start_that_is_interrupted_stops_waiting_for_ranks(

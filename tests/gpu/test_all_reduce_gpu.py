@@ -24,13 +24,15 @@ MAX_ROWS = 24  # all ranks' programs fit the GPU at once
 
 
 def make_group(size: int, n: int) -> tuple[list[Peers], list[torch.Tensor]]:
-    """Each rank's view; and all rooms, which must stay alive."""
+    """Each rank's view; and all buffers, which must stay alive."""
 
-    def rooms(*shape: int) -> torch.Tensor:
+    def buffers(*shape: int) -> torch.Tensor:
         return torch.empty(size, TURNS, *shape, MAX_ROWS, (n + 7) // 8 * 8, dtype=torch.int16, device="cuda")
 
-    slots, sums = rooms(size - 1), rooms()
-    addresses = [torch.tensor([room.data_ptr() for room in part], device="cuda") for part in (slots, sums)]
+    slots, sums = buffers(size - 1), buffers()
+    addresses = [
+        torch.tensor([buffer.data_ptr() for buffer in part], device="cuda") for part in (slots, sums)
+    ]
     views = []
     for rank in range(size):
         turns = torch.zeros(MAX_ROWS, dtype=torch.int32, device="cuda")
@@ -39,7 +41,7 @@ def make_group(size: int, n: int) -> tuple[list[Peers], list[torch.Tensor]]:
     return views, [slots, sums]
 
 
-def load_kernels(views: list[Peers], rooms: list[torch.Tensor], x: torch.Tensor) -> None:
+def load_kernels(views: list[Peers], buffers: list[torch.Tensor], x: torch.Tensor) -> None:
     """Run each rank's kernels once without waiting: loading one can wait for kernels that wait for others."""
     for peers in views:
         peers.aborted.fill_(1)
@@ -49,8 +51,8 @@ def load_kernels(views: list[Peers], rooms: list[torch.Tensor], x: torch.Tensor)
             all_reduce_add_rms_norm_triton(peers, x, x, x[0], 1e-6, two_shot)
         peers.aborted.zero_()
         peers.turns.zero_()
-    for room in rooms:
-        room.fill_(EMPTY)
+    for buffer in buffers:
+        buffer.fill_(EMPTY)
     torch.cuda.synchronize()
 
 
@@ -58,8 +60,8 @@ def load_kernels(views: list[Peers], rooms: list[torch.Tensor], x: torch.Tensor)
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("n", [1024, 4096, 5120, 1000])
 def test_ranks_on_streams(size: int, n: int, shots: tuple[int, ...]) -> None:
-    views, rooms = make_group(size, n)
-    load_kernels(views, rooms, torch.ones(1, n, dtype=torch.bfloat16, device="cuda"))
+    views, buffers = make_group(size, n)
+    load_kernels(views, buffers, torch.ones(1, n, dtype=torch.bfloat16, device="cuda"))
     streams = [torch.cuda.Stream() for _ in range(size)]
     weight = torch.randn(n, device="cuda").bfloat16()
     for rows in (1, 3, MAX_ROWS, 2, MAX_ROWS):
@@ -83,7 +85,7 @@ def test_ranks_on_streams(size: int, n: int, shots: tuple[int, ...]) -> None:
                     else:
                         result = (all_reduce_triton(peers, xs[rank], two_shot),)
                     # A copy by a kernel that does not start early: else those of all steps would, one after
-                    # the other, and leave a GPU that the ranks share no room for what they wait for.
+                    # the other, and leave a GPU that the ranks share no buffer for what they wait for.
                     results[rank].append(tuple(part.clone() for part in result))
         torch.cuda.synchronize()
         for step, xs in enumerate(steps):
@@ -98,9 +100,9 @@ def test_ranks_on_streams(size: int, n: int, shots: tuple[int, ...]) -> None:
 
 
 def test_an_abort_ends_a_wait() -> None:
-    views, rooms = make_group(2, 1024)
+    views, buffers = make_group(2, 1024)
     x = torch.ones(3, 1024, dtype=torch.bfloat16, device="cuda")
-    load_kernels(views, rooms, x)
+    load_kernels(views, buffers, x)
     stream = torch.cuda.Stream()
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):

@@ -431,5 +431,5 @@ def test_a_cuda_graph_replays_decode_and_sampling() -> None:
         expected_out, expected_ids = step()
         assert torch.equal(out, expected_out)
         assert torch.equal(ids, expected_ids)
-        twin = paged_decode_attention_reference(q, KVCache(k, v), table, context, 4096, 0.1)
-        cases.assert_near(out, twin)
+        reference = paged_decode_attention_reference(q, KVCache(k, v), table, context, 4096, 0.1)
+        cases.assert_near(out, reference)

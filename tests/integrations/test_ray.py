@@ -22,7 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import ray
 
-from nanovllm.integrations.ray import ADDED, LLMPredictor, generate
+from nanovllm.integrations.ray import OUTPUT_COLUMNS, LLMPredictor, generate
 
 CPU: dict[str, Any] = {"device": "cpu", "num_kvcache_blocks": 200}
 PROMPTS = [f"Spell {'KEY' * (1 + index % 3)}{chr(65 + index)}." for index in range(16)]
@@ -127,7 +127,7 @@ def test_columns_without_a_cluster() -> None:
     several = SamplingParams(n=2, temperature=1.0, max_tokens=20, seed=3)
     predictor = LLMPredictor(demo_model_path(), several, messages_column="chat", id_column="id", **CPU)
     answered = predictor({"chat": chats, "id": np.arange(2)})
-    assert set(answered) == {"chat", "id", *ADDED}
+    assert set(answered) == {"chat", "id", *OUTPUT_COLUMNS}
     assert [list(texts) for texts in answered["generated_text"]] == [["A-B"] * 2, ["C-D-E"] * 2]
     with pytest.raises(ValueError, match="no column 'chat'; the columns are id, text"):
         predictor({"id": np.arange(1), "text": chats[:1]})

@@ -67,7 +67,7 @@ def start() -> Iterator[Callable[[Callable[[Connection, int], None], int], Watch
 
     yield start_watch
     for watch in watches:
-        watch.give_up()
+        watch.kill()
         watch.join(60)
         assert not any(process.is_alive() for process in watch.processes)
 
@@ -122,8 +122,8 @@ def test_given_up_workers_are_no_failure(start: Callable) -> None:
     watch = start(sleep_on)
     released = []
     watch.on_failure(lambda: released.append("on time"))
-    watch.give_up()
-    watch.give_up()
+    watch.kill()
+    watch.kill()
     watch.on_failure(lambda: released.append("late"))
     watch.join(60)
     assert watch.failure is None and released == ["on time", "late"]
