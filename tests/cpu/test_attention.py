@@ -1,4 +1,4 @@
-"""Choosing a device, an attention backend and a block size."""
+"""The choice of device, attention backend and block size."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_an_unavailable_backend_says_why() -> None:
 
 @pytest.mark.parametrize("backend", ["auto", "triton", "reference"])
 def test_an_fp8_cache_is_refused_where_nothing_rounds_to_it(backend: str) -> None:
-    """Whoever would read it."""
+    """Every backend refuses it."""
     fp8, older = torch.float8_e4m3fn, GPU((8, 0))
     with pytest.raises(ValueError, match=r"'fp8' needs .* 8.9 or newer .* GPU has 8.0; use .*'auto'"):
         select(backend, older, torch.bfloat16, 64, fp8)

@@ -1,4 +1,4 @@
-"""bench.py as a program: its options, what it prints and writes. No test looks at how fast anything was."""
+"""bench.py as a program: its options, output and files. No test measures time."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_what_sampling_settings_cost(
 
 @pytest.fixture
 def known_speed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Spares measuring the machine's."""
+    """A fixed device speed instead of a measurement."""
     monkeypatch.setattr(
         bench, "device_speed", lambda device, num_devices, dtype: Speed(1e10 * num_devices, 1e12)
     )
@@ -104,7 +104,7 @@ def test_a_file_and_a_prefix_cache(tmp_path: Path, capsys: pytest.CaptureFixture
     )
     result = _bench(capsys, "--workload", str(path), "--prefix-caching")
     assert (result["num_seqs"], result["tokens_out"], result["tokens_shared"]) == (3, 8, 0)
-    # No earlier run had these ids; the second long one finds 37 blocks of 16 tokens that the first computes.
+    # The cache starts empty. The second long prompt finds 37 blocks of 16 tokens of the first.
     assert result["phases"]["prefill"]["tokens"] == result["tokens_in"] - 592
 
 
@@ -213,7 +213,7 @@ def test_sampling_is_parsed_into_fields() -> None:
     assert parsed("temperature=0") == {"temperature": 0}
     assert parsed("top_p=0.95, top_k=20") == {"temperature": 0.6, "top_p": 0.95, "top_k": 20}
     assert parsed("seed=7,min_p=1e-1") == {"temperature": 0.6, "seed": 7, "min_p": 0.1}
-    others = {"flag": True, "word": "x"}  # which vLLM judges
+    others = {"flag": True, "word": "x"}  # vLLM checks it
     assert parsed("flag=true,word=x", "vllm") == {"temperature": 0.6} | others
     assert type(parsed("top_k=20")["top_k"]) is int
 

@@ -1,4 +1,4 @@
-"""The calls of `LLM` that scripts written for vLLM make, beside generate and chat themselves."""
+"""The calls of `LLM` that scripts for vLLM make, apart from generate and chat."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ def test_the_tokenizer() -> None:
 
 
 def test_the_tokenizers_end_of_sequence_token_ends_an_answer_too(tmp_path: Path) -> None:
-    """As in vLLM and nano-vLLM: the config.json of many a fine-tuned model still has the base model's."""
+    """As in vLLM and nano-vLLM: in many fine-tuned models, config.json still has the EOS token of the base
+    model.
+    """
     params = SamplingParams(temperature=0, max_tokens=40)
     (tmp_path / "generation_config.json").write_text("{}")
     options: dict[str, Any] = {"hf_overrides": {"eos_token_id": 511}, "generation_config": str(tmp_path)}

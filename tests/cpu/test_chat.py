@@ -1,4 +1,4 @@
-"""LLM.chat: what reaches the template, and what is refused before anything runs."""
+"""LLM.chat: what reaches the chat template, and what is refused before anything runs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ USER = {"role": "user", "content": "Hi"}
 SHOWN = "<|im_start|>user\nHi<|im_end|>\n"
 ANSWER = "<|im_start|>assistant\n"
 SHORT = SamplingParams(temperature=0, max_tokens=2)
-# What templates of real models do: think unless told not to, list tools, look at contents and calls.
+# Like templates of real models: think unless disabled, list tools, read contents and tool calls.
 TEMPLATE = (
     "{% if tools %}TOOLS:{% for t in tools %}{{ t.function.name }};{% endfor %}{% endif %}"
     "{% for m in messages %}{% if m.role == 'system' and not loop.first %}"

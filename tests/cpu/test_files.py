@@ -1,4 +1,4 @@
-"""Options that say which files are read, and how: tokenizers, overrides, revisions, the KV cache's size."""
+"""Options that name files to read: tokenizers, overrides, revisions; and the KV cache's size."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Without a tokenizer of its own."""
+    """A checkpoint without a tokenizer."""
     return write_tiny_model(tmp_path_factory.mktemp("model"), vocab_size=400)
 
 
@@ -111,7 +111,8 @@ def test_what_comes_from_the_hub(
         ("org/model", "v2", False),
     ]
     asked.clear()
-    with pytest.raises(ModelLoadError, match="no tokenizer"):  # the model's own, which is not there
+    # The model's own tokenizer, which does not exist.
+    with pytest.raises(ModelLoadError, match="no tokenizer"):
         make("org/model", revision="v1", tokenizer_revision="v1", **options)
     assert asked == [("org/model", "v1", True)]
     with pytest.raises(ValueError, match="revision='v1' is for a hub id, and model"):

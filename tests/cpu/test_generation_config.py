@@ -1,4 +1,4 @@
-"""generation_config.json: how requests without parameters are sampled, and what ends them."""
+"""generation_config.json: default sampling parameters and end-of-sequence tokens."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ def test_what_the_model_recommends_is_used_without_parameters(model: Path) -> No
     prompts = [[5, 6], [7] * 9, [8]]
     with make_tiny(model) as llm:
         assert llm.get_default_sampling_params() == expected
-        llm.get_default_sampling_params().temperature = 5  # the caller's own copy
+        llm.get_default_sampling_params().temperature = 5  # a copy that the caller may change
         first = llm._requests.next_id
         found = llm.generate(prompts, use_tqdm=False)
-        llm._requests.next_id = first  # for the same seeds
+        llm._requests.next_id = first  # with the same seeds
         assert [out["token_ids"] for out in found] == [
             out["token_ids"] for out in llm.generate(prompts, expected, use_tqdm=False)
         ]

@@ -1,4 +1,4 @@
-"""`RequestOutput.metrics`: the moments of a request, and that they come in order."""
+"""`RequestOutput.metrics`: the timestamps of a request, and their order."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LONG = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
 
 def moments(output: RequestOutput) -> RequestMetrics:
-    """The metrics of a request that ended by itself, checked."""
+    """The metrics of a request that ended by itself, after checking them."""
     found = output.metrics
     assert found is not None and found.time_in_queue is not None
     assert found.first_scheduled_time is not None and found.first_token_time is not None

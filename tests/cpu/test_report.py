@@ -1,4 +1,4 @@
-"""The report of a run: what its page says, what its charts show, and what is sampled of GPUs."""
+"""The report of a run: its page, its charts, and samples of GPUs."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ SVG = "{http://www.w3.org/2000/svg}"
 TITLES = ["Output", "Prefill", "Running", "Waiting", "Batch size", "Step time", "KV cache in use"]
 TITLES += ["Prefix cache hits", "Preemptions"]
 TOKEN = "hf_very_secret"
-AHEAD = 100.0  # seconds of an engine's clock, by which samples go; the host's was set back since
+AHEAD = 100.0  # in seconds: samples use the engine's clock, and the host's clock was set back by this much
 
 
 @pytest.fixture(scope="module")
 def llm(model: Path) -> CheckedLLM:
-    """An engine that has run, and is closed; some sequences had to wait, and some were preempted."""
+    """A closed engine after a run in which some sequences waited and some were preempted."""
     with make_tiny(model, num_kvcache_blocks=9, max_num_seqs=3, hf_token=TOKEN) as llm:
         params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
         llm.generate([[5] * 17, *([5] * 17 + [each] for each in range(8))], params, use_tqdm=False)
@@ -55,7 +55,7 @@ def words(element: Element) -> str:
 
 
 def rows(page: Element, kind: str) -> dict[str, str]:
-    """A table's cells by their names."""
+    """The cells of a table by name."""
     [table] = page.findall(f".//table[@class='{kind}']")
     return {words(row[0]): words(row[1]) for row in table.iter("tr")}
 
@@ -81,7 +81,7 @@ def ticks(svg: Element, kind: str) -> list[tuple[float, float]]:
 
 
 def drawn(svg: Element, number: int = 0) -> list[tuple[float, float]]:
-    """The (time in the axis's unit, value) of all points of a line, read off the picture by its ticks."""
+    """All points of a line as (time in the axis's unit, value), measured in the picture with the ticks."""
     places = [
         tuple(map(float, place.split()))
         for each in svg.iter(f"{SVG}path")
@@ -97,7 +97,7 @@ def drawn(svg: Element, number: int = 0) -> list[tuple[float, float]]:
 
 
 def check_axes(svg: Element) -> None:
-    """A title, a unit for each axis, and round ticks at equal steps within the picture."""
+    """Check for a title, a unit for each axis, and round ticks at equal distances within the picture."""
     assert len(named(svg, "title")) == 1 and named(svg, "title")[0]
     unit, time_axis = named(svg, "unit")
     assert unit and re.fullmatch(r"time since the engine was ready \((s|min|h|days)\)", time_axis)
@@ -239,7 +239,7 @@ def test_a_run_of_one_step(model: Path) -> None:
 
 
 def test_while_it_runs(model: Path) -> None:
-    """`on_step` may write one: the engine is within a call then."""
+    """`on_step` may write a report, although the engine is in a call."""
     with make_tiny(model) as llm:
         pages = []
         llm.on_step = lambda stats: pages.append(make_report(llm))
@@ -356,7 +356,8 @@ def test_times_have_a_unit_that_suits_them(seconds: float, unit: str) -> None:
 
 # -- the roofline ------------------------------------------------------------------------------------------
 
-# As in test_benchmark.py: 288 parameters in layers, 40 in the head, 24 bytes of K/V a token, 48 FLOP a pair.
+# As in test_benchmark.py: 288 parameters in layers, 40 in the head, 24 bytes of K/V per token, 48 FLOP per
+# pair.
 COST = Cost(layer_params=288, head_params=40, kv_bytes=24, pair_flops=48, itemsize=2)
 
 
@@ -379,7 +380,7 @@ def test_the_share_of_the_roofline_is_the_floor_by_the_time() -> None:
         pytest.approx(100 * floors[0] / 0.8),
         pytest.approx(100 * floors[1] / 0.4),
     ]
-    slow = Speed(bytes_per_s=1e9, flops_per_s=1e3)  # where products decide
+    slow = Speed(bytes_per_s=1e9, flops_per_s=1e3)  # where compute is the limit
     assert COST.floor(points[1], slow) == pytest.approx(2 * 328 * 3 / 1e3, rel=1e-5)
 
 
@@ -401,7 +402,7 @@ def test_a_known_device_has_a_share_and_a_note(llm: CheckedLLM, monkeypatch: pyt
 
 
 class FakeGPU:
-    """Counts what it is asked; fails from the call number `end` on."""
+    """Counts its calls; from call number `end` on they fail."""
 
     is_cuda = True
 
@@ -422,7 +423,7 @@ class FakeGPU:
 
 
 def threads() -> list[threading.Thread]:
-    """Those that sample."""
+    """The threads that sample GPUs."""
     return [each for each in threading.enumerate() if each.name == "nanovllm-gpu-monitor"]
 
 

@@ -111,7 +111,7 @@ def test_processed_logprobs_score_as_raw_ones(model: Path, llm: CheckedLLM) -> N
 def test_long_texts_are_the_engines_own_concern(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """transformers warns of indexing errors, which there are none of."""
+    """transformers warns of indexing errors that do not occur here."""
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     long = "a " * 2000
     with LLM(demo_model_path(), num_kvcache_blocks=500) as llm:
@@ -146,7 +146,7 @@ def test_scores_of_texts() -> None:
 @pytest.mark.parametrize("normalize", [True, False])
 def test_embed(llm: CheckedLLM, reference: Any, pooling: str, normalize: bool) -> None:
     prompts = [PROMPT, PROMPT[:3], [7], PROMPT[:17]]
-    for _ in range(2):  # with the prompts in the prefix cache, too
+    for _ in range(2):  # also if the prefix cache has the prompts
         outputs = llm.embed(prompts, use_tqdm=False, pooling=pooling, normalize=normalize)
         for prompt, output in zip(prompts, outputs, strict=True):
             with torch.inference_mode():

@@ -1,4 +1,4 @@
-"""The tutorial runs from its first cell to its last, and says what it shows."""
+"""The tutorial runs completely, and its cells print what its text says."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SECONDS = 300  # for one cell
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the notebook runs."""
+    """The folder in which the notebook runs."""
     return tmp_path_factory.mktemp("tutorial")
 
 
@@ -36,7 +36,7 @@ def ran(folder: Path) -> list[Any]:
 
 
 def printed(ran: list[Any], code: str) -> str:
-    """What the cell that holds `code` prints or shows as text."""
+    """The text output of the cell that contains `code`."""
     [cell] = [cell for cell in ran if code in cell.source]
     texts = [each.text for each in cell.outputs if each.get("name") == "stdout"]
     texts += [each.data["text/plain"] for each in cell.outputs if each.output_type == "execute_result"]
