@@ -1,4 +1,4 @@
-"""Ranks that copy rows to each other in one process: on a CPU at once, on a CPU late, or on streams of a GPU."""
+"""Ranks in one process that copy rows to each other: at once or delayed on a CPU, or on streams of a GPU."""
 
 from __future__ import annotations
 

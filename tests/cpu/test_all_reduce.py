@@ -139,7 +139,7 @@ def test_every_rank_gets_the_sum(size: int, rows: int, n: int, dtype: torch.dtyp
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_rows_of_other_kinds_in_the_same_buffers(size: int) -> None:
-    """Buffers alternate for calls of any shape: shorter rows of another dtype, fewer rows, one and two shots."""
+    """Buffers alternate for all shapes: shorter rows of another dtype, fewer rows, one and two shots."""
     group = Group(size, 4, 64, torch.float16, sums=size > 2)
     kinds = [(4, 64, torch.float16), (2, 20, torch.float32), (3, 1, torch.float32), (4, 64, torch.float16)]
     for call in range(12):

@@ -32,7 +32,6 @@ REAL = {  # package and file
 NAMES = [*KINDS, "demo", *REAL]
 # What a reader sees as one character: emoji with skin tones or joiners, flags, letters with combining marks.
 # And ends of sentences in scripts without spaces.
-# ends of scripts that do without spaces.
 PIECES = [
     *"aZ09 .,'\"\n\t_(",
     *["🦀", "👍🏽", "👨‍👩‍👧‍👦", "🏳️‍🌈", "🇨🇭", "❤️", "1️⃣", "🫠", "👩🏿‍🚀"],

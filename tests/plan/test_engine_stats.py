@@ -1,4 +1,4 @@
-"""EngineStats: totals and the timeline, whatever the engine's age."""
+"""EngineStats: totals and the timeline, for any age of the engine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def step(num_seqs: int = 2, decode: bool = True, seconds: float = 0.5) -> StepSt
 
 
 def recorded(steps: list[tuple[float, StepStats]]) -> EngineStats:
-    """After steps that end at the given seconds."""
+    """The stats after steps that end at the given seconds."""
     counters = Counters()
     for time, each in steps:
         counters.record(each, counters._origin + time)

@@ -1,4 +1,4 @@
-"""vLLM's arguments: what asks for nothing is taken, what asks for something is refused by its own name."""
+"""vLLM's arguments: neutral values are accepted, all others are refused by name."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class RequestOutputKind(Enum):
 
 
 class DType:
-    """Prints as torch's do."""
+    """Prints like torch's dtypes."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -181,7 +181,7 @@ def test_unknown_parameters() -> None:
 
 
 def test_keywords_only() -> None:
-    """The first two are temperature and max_tokens in nano-vLLM, n and presence_penalty in vLLM."""
+    """nano-vLLM begins with temperature and max_tokens, vLLM with n and presence_penalty."""
     message = r"keyword arguments only, not \(0\.6, 256\).*SamplingParams\(temperature=\.\.\., max_tokens="
     with pytest.raises(TypeError, match=message):
         SamplingParams(0.6, 256)

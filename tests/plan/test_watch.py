@@ -1,4 +1,6 @@
-"""The watch over workers, with small processes instead of models: what rank 0 learns, and when it is free."""
+"""The watch over workers, with small processes instead of models: which failure it reports, and what it
+releases.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ def sleep_on(pipe: Connection, rank: int) -> None:
 
 
 def fail_together(all_here: Barrier, pipe: Connection, rank: int) -> None:
-    """All fail at once; rank 2 says that it was first."""
+    """All fail at once; rank 2 reports the earliest time."""
     all_here.wait(60)
     pipe.send(Failure(rank, f"failed: {rank}", False, 5.0 if rank == 2 else 6.0 + rank))
 
@@ -81,7 +83,7 @@ def test_answers_come_in_order_from_each_worker_and_an_end_after_them_loses_none
 
 
 def test_the_first_error_counts(start: Callable) -> None:
-    all_here = CONTEXT.Barrier(3)  # which lives as long as this name
+    all_here = CONTEXT.Barrier(3)  # lives as long as this name
     watch = start(partial(fail_together, all_here), 3)
     with pytest.raises(WorkerError, match="rank 2 failed: 2"):
         watch.wait_for_reply(0)
