@@ -87,7 +87,7 @@ def test_imports(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: module_of(path) or "nanovllm")
-def test_cuda_calls_have_one_home(path: Path) -> None:
+def test_cuda_calls_are_in_one_place(path: Path) -> None:
     """Only `Device`, kernels and the CUDA graphs call torch.cuda; its types may be named anywhere."""
     module = module_of(path)
     if room_of(module) in ("device", "kernels") or module == "runner.cuda_graph":
@@ -127,7 +127,7 @@ PRODUCTS = {"linear", "gemv", "matmul", "mm", "bmm", "addmm", "addmm_", "einsum"
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: module_of(path) or "nanovllm")
-def test_products_have_one_home(path: Path) -> None:
+def test_products_are_in_one_place(path: Path) -> None:
     """A layer or a model multiplies only through a `LinearMethod`."""
     if room_of(module_of(path)) in ("kernels", "quantization"):
         return

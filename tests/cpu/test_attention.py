@@ -65,7 +65,7 @@ def test_a_layer_gives_its_backend_the_cache_and_its_scales(monkeypatch: pytest.
     assert all(given is one for given, one in zip(seen, wanted, strict=True) if not isinstance(one, float))
 
 
-def test_a_host_that_does_not_tell_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_that_does_not_report_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     def unknown(name: str) -> int:
         raise ValueError(f"unrecognized configuration name {name}")
 
@@ -74,7 +74,7 @@ def test_a_host_that_does_not_tell_its_memory(monkeypatch: pytest.MonkeyPatch) -
     assert CPU.kv_cache_budget(0.9, reserve=0) == CPU_KV_CACHE_BYTES
 
 
-def test_devices_that_are_not_there() -> None:
+def test_devices_that_do_not_exist() -> None:
     with pytest.raises(ValueError, match="torch sees"):
         Device("cuda:99")
     assert Device("cpu").resolve_dtype("auto", "bfloat16") == torch.float32

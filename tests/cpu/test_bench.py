@@ -28,7 +28,7 @@ from tools.benchmark.workloads import demo
         (["--engine", "vllm", "--max-model-len", "77"], 77),
     ],
 )
-def test_which_length_an_engine_is_told(
+def test_the_max_model_len_of_an_engine(
     argv: list[str], expected: int | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     seen = {}
@@ -138,7 +138,7 @@ def test_the_dtype_counts_for_the_engine_and_for_the_floor(
 
 @pytest.mark.usefixtures("known_speed")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_transformers_beside_it(dtype: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_also_runs_transformers(dtype: str, capsys: pytest.CaptureFixture[str]) -> None:
     result = _bench(
         capsys, "--engine", "transformers", "--workload", "demo", "--num-seqs", "2", "--dtype", dtype
     )
@@ -297,7 +297,7 @@ def test_round_robin_gives_each_replica_its_own() -> None:
     ("only", "base"),
     [("n=16", "16 equal prompts"), ("logprobs=5", "temperature=0.6"), ("json", "temperature=0.6")],
 )
-def test_a_setting_is_compared_with_what_it_is_like(
+def test_a_setting_is_compared_with_its_baseline(
     only: str, base: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = SimpleNamespace(model_config=SimpleNamespace(vocab_size=512))

@@ -177,7 +177,7 @@ def test_recorded_steps_count_what_the_floor_counts(run_ahead: bool) -> None:
     assert found["decode"]["tokens"] == work.tokens_out - 3
 
 
-def test_step_times_take_batches_of_nearly_the_size() -> None:
+def test_step_times_group_batches_of_similar_size() -> None:
     def step(size: int, seconds: float, context: int = 10) -> Step:
         ones = np.ones(size, np.int32)
         return Step(seconds, StepKind.DECODE, ones, context * ones, np.arange(size))
@@ -228,7 +228,7 @@ def test_exposed_host_time_is_of_the_same_steps() -> None:
     assert found["profiled_exposed_share"] == 0.25 and found["replay_gap_us"] == 20
 
 
-def test_the_costliest_come_first_and_their_shares_are_of_everything() -> None:
+def test_kernels_are_sorted_by_time_with_shares_of_the_total() -> None:
     rows = costliest([(str(number), number, 10.0 * number) for number in range(12)])
     found = [(row["name"], row["calls"], row["share"]) for row in rows]
     assert found == [(str(number), number, round(number / 66, 4)) for number in range(11, 1, -1)]

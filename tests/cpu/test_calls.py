@@ -67,7 +67,7 @@ def test_facts_that_scripts_read(model: Path) -> None:
 
 
 @pytest.mark.parametrize("run_ahead", [True, False])
-def test_the_prefix_cache_is_forgotten(model: Path, run_ahead: bool) -> None:
+def test_reset_prefix_cache(model: Path, run_ahead: bool) -> None:
     prompt = [7] * (2 * BLOCK + 3)
     with make_tiny(model, async_scheduling=run_ahead) as llm:
         [first] = llm.generate(prompt, GREEDY, use_tqdm=False)
@@ -144,7 +144,7 @@ def test_functions_of_logits_need_one_rank(model: Path) -> None:
         assert len(llm.generate([5], GREEDY, use_tqdm=False)[0]["token_ids"]) == 6
 
 
-def test_a_refused_prompt_costs_no_cached_one(model: Path) -> None:
+def test_a_refused_prompt_leaves_the_prefix_cache(model: Path) -> None:
     prompt = [7] * (2 * BLOCK + 3)
     with make_tiny(model) as llm:
         llm.generate(prompt, GREEDY, use_tqdm=False)

@@ -178,7 +178,7 @@ def test_bad_prompts(one: LLM, two: ReplicatedLLM) -> None:
     assert two.is_finished()
 
 
-def test_requests_by_hand_and_abort(two: ReplicatedLLM) -> None:
+def test_add_request_step_and_abort(two: ReplicatedLLM) -> None:
     ids = [two.add_request(prompt, LONG) for prompt in PROMPTS]
     outputs = two.step()
     running = next(str(request) for each in two._replicas._members for request in each.requests)
@@ -207,7 +207,7 @@ def test_the_prefix_cache_can_be_reset(two: ReplicatedLLM) -> None:
     assert all(each.num_cached_tokens == 0 for each in two.generate(prompts, GREEDY, use_tqdm=False))
 
 
-def test_a_tokenizer_that_is_set_writes_the_texts(one: LLM, two: ReplicatedLLM) -> None:
+def test_a_new_tokenizer_decodes_the_outputs(one: LLM, two: ReplicatedLLM) -> None:
     before = two.get_tokenizer()
     other = copy.deepcopy(before)
     other.add_special_tokens({"additional_special_tokens": ["+"]})
@@ -294,7 +294,7 @@ def test_any_thread_may_ask_for_statistics_while_a_replica_reports(two: Replicat
         assert two.stats().num_running == 1
 
 
-def test_prompts_that_begin_alike_meet_on_one_replica(two: ReplicatedLLM) -> None:
+def test_prompts_with_a_common_prefix_go_to_one_replica(two: ReplicatedLLM) -> None:
     """Each replica computes half of the prefixes; only their first prompts find nothing in a cache."""
     two.reset_prefix_cache()
     begin = [[20 + group] * 100 for group in range(6)]
@@ -345,7 +345,7 @@ def test_a_replica_that_hangs_is_started_again(
     assert len(two._replicas.call("ready")) == 2 and pids(two)[0] != before[0]
 
 
-def test_a_stream_that_is_left_while_a_replica_hangs(
+def test_an_abandoned_stream_while_a_replica_hangs(
     one: LLM, two: ReplicatedLLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pool, "ABORT_SECONDS", 1.0)
@@ -403,7 +403,7 @@ class Unreadable(SamplingParams):
         return int, ("none",)
 
 
-def test_what_a_replica_cannot_read_ends_in_an_output(
+def test_a_request_that_a_replica_cannot_unpickle_gives_an_output(
     two: ReplicatedLLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pool, "MAX_RUNS", 1)
@@ -474,7 +474,7 @@ def test_wrong_options_start_nothing(
         LLM(model, **options)
 
 
-def test_an_engine_of_ones_own_is_not_replicated_in_silence(model: Path) -> None:
+def test_a_subclass_of_llm_cannot_be_replicated(model: Path) -> None:
     class Own(LLM):
         pass
 

@@ -59,7 +59,7 @@ def put_together(parts: Iterable[RequestOutput]) -> dict[int, list[CompletionOut
     ids=["in_step", "ahead", "tight"],
 )
 @pytest.mark.parametrize("kind", KINDS)
-def test_put_together_they_are_the_whole(kind: str, options: dict[str, int], tmp_path: Path) -> None:
+def test_joined_deltas_equal_the_whole_output(kind: str, options: dict[str, int], tmp_path: Path) -> None:
     """With several completions, stop strings split at any place, stop tokens or none, and preemption."""
     rng, count = random.Random(2), 20
     path = model_for(TOKENIZERS[kind], tmp_path)
@@ -146,7 +146,7 @@ def test_refused_and_aborted_prompts(llm: CheckedLLM) -> None:
         llm.stream(prompts, GREEDY, deltas=1)
 
 
-def test_a_stream_that_gives_none_follows_no_text() -> None:
+def test_a_stream_without_deltas_decodes_nothing() -> None:
     with LLM(demo_model_path(), device="cpu", num_kvcache_blocks=64) as llm:
         stream = llm.stream(["What is 2 + 3?"] * 3, [SamplingParams(max_tokens=1), GREEDY, GREEDY])
         next(stream)
@@ -172,7 +172,7 @@ class Pieces:
     token_ids=st.lists(st.integers(0, 8), max_size=20),
     stops=st.lists(st.text("abc", min_size=1, max_size=4), max_size=3),
 )
-def test_nothing_is_given_that_is_cut_off_later(token_ids: list[int], stops: list[str]) -> None:
+def test_no_delta_has_text_that_is_cut_later(token_ids: list[int], stops: list[str]) -> None:
     stop, given_, whole = StopStrings(stops, Pieces()), "", ""
     for token_id in token_ids:
         whole += Pieces().append(token_id)

@@ -187,7 +187,7 @@ def test_padded_decode_steps(model: Path, prompts: list, expected: list) -> None
 
 @pytest.mark.skipif(not INTERPRET, reason="kernels are compiled here; tests/gpu runs the engine over them")
 @pytest.mark.parametrize("replayed", [False, True])
-def test_shared_beginnings_are_read_once(
+def test_shared_prefixes_are_read_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replayed: bool
 ) -> None:
     """Two prompts share 256 tokens, one shares nothing; the batch changes when a sequence ends."""
@@ -362,7 +362,7 @@ def test_abort_at_every_step(model: Path, prompts: list, expected: list) -> None
             assert llm.num_free_blocks == 30
 
 
-def test_outputs_read_like_both_rivals(model: Path) -> None:
+def test_outputs_have_the_fields_of_vllm_and_nano_vllm(model: Path) -> None:
     with make_tiny(model) as llm:
         (output,) = llm.generate([5, 6, 7], SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False)
         assert output["token_ids"] == output.outputs[0].token_ids and len(output["token_ids"]) == 3
@@ -523,7 +523,7 @@ def test_lists_of_unequal_length_and_wrong_types(model: Path) -> None:
             llm.chat([{"role": "user", "content": "Hi"}])
 
 
-def test_memory_that_is_not_there_after_all(model: Path) -> None:
+def test_a_failed_kv_cache_allocation(model: Path) -> None:
     with (
         make_tiny(model) as llm,
         pytest.raises(

@@ -75,7 +75,7 @@ def addresses(inputs: StepInputs[torch.Tensor]) -> list[tuple[int, torch.Size]]:
 
 
 @given(batches(StepKind.PREFILL))
-def test_prefill_names_each_token(batch: Batch) -> None:
+def test_prefill_inputs_of_each_token(batch: Batch) -> None:
     inputs = prepare_prefill(batch, BLOCK)
     want, index = [], 0
     for row, (length, context) in enumerate(zip(batch.query_lens, batch.context_lens, strict=True)):
@@ -93,7 +93,7 @@ def test_prefill_names_each_token(batch: Batch) -> None:
 
 
 @given(batches(StepKind.PREFILL))
-def test_halves_are_the_whole(batch: Batch) -> None:
+def test_halves_together_equal_the_batch(batch: Batch) -> None:
     """Cut the batch in the middle. If this splits a sequence, its second part attends to its first part."""
     if len(batch.token_ids) < 2:
         return
@@ -114,7 +114,7 @@ def test_halves_are_the_whole(batch: Batch) -> None:
 
 
 @given(batches(StepKind.PREFILL))
-def test_prefill_arrives_as_it_is(batch: Batch) -> None:
+def test_prefill_inputs_are_staged_unchanged(batch: Batch) -> None:
     inputs = prepare_prefill(batch, BLOCK, in_halves=len(batch.token_ids) > 1)
     staged = staging().send(inputs)()
     assert (staged.attention.halves is not None) == (len(batch.token_ids) > 1)
@@ -196,7 +196,7 @@ def test_every_step_up_to_the_largest_fits(size: StepSize) -> None:
     assert end <= buffers._buffer.data_ptr() + buffers._buffer.nbytes
 
 
-def test_what_a_step_gave_is_in_memory_of_its_own() -> None:
+def test_outputs_have_their_own_memory() -> None:
     """Sequences keep outputs; if these were pinned, every step would allocate more pinned memory."""
     shown = TokenLogprobTensors(torch.rand(3, 6), torch.arange(18).view(3, 6), torch.arange(3))
     given_tensors = StepTensors(torch.arange(3), shown, shown, torch.rand(3, 8))

@@ -324,7 +324,7 @@ def test_random_pairs() -> None:
     cases.check_random_pairs(CPU)
 
 
-def test_dispatch_takes_the_twin_for_cpu_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dispatch_takes_the_reference_for_cpu_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise AssertionError("a CPU tensor reached Triton")
 

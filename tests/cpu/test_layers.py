@@ -392,7 +392,7 @@ def test_rope_lengths_and_inferred_values() -> None:
     assert (llama3.original_max_position, llama3.max_position(200)) == (200, 200)
 
 
-def test_rotary_embedding_turns_pairs_of_halves() -> None:
+def test_rotary_embedding_rotates_pairs_of_halves() -> None:
     rotary = RotaryEmbedding(RopeConfig(theta=100.0), 4, 10, torch.device("cpu"))
     q, k = randn(2, 3, 4), randn(2, 1, 4)
     positions = torch.tensor([3, 9])
@@ -522,7 +522,7 @@ def test_a_row_alone_is_the_row_in_any_batch() -> None:
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_a_broken_row_gives_minus_one_and_changes_no_other(value: float) -> None:
+def test_a_row_that_is_not_finite_gives_minus_one_and_changes_no_other(value: float) -> None:
     sampler = Sampler()
     rows = KINDS * 3
     logits = torch.randn(len(rows), 50, generator=torch.Generator().manual_seed(2))
@@ -535,7 +535,7 @@ def test_a_broken_row_gives_minus_one_and_changes_no_other(value: float) -> None
     assert sampler(logits, params).tolist() == expected.tolist()
 
 
-def test_rows_are_sorted_in_pieces_of_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_sorted_in_chunks_of_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = KINDS * 5
     logits = torch.randn(len(rows), 50, generator=torch.Generator().manual_seed(4))
     expected = Sampler()(logits, sampling(rows))

@@ -342,7 +342,7 @@ def test_a_folder_without_a_readable_config_is_refused(tmp_path: Path) -> None:
 # -- dummy weights ------------------------------------------------------------------------------------------
 
 
-def test_dummy_weights_are_the_seeds_alone(tmp_path: Path) -> None:
+def test_dummy_weights_depend_only_on_the_seed(tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path, hidden_size=64, vocab_size=500)
     (folder / "model.safetensors").unlink()
     models = [build(folder) for _ in range(3)]
@@ -398,7 +398,7 @@ def test_resolve_model_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert len(asked) == 2
 
 
-def test_what_the_hub_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arguments_of_the_hub_download(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[dict[str, Any]] = []
 
     def download(name: str, **options: Any) -> str:

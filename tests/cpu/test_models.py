@@ -104,7 +104,7 @@ def check_against_transformers(folder: Path) -> None:
         )
 
 
-def test_the_last_layer_stops_at_what_is_wanted(tmp_path: Path) -> None:
+def test_the_last_layer_computes_only_wanted_rows(tmp_path: Path) -> None:
     """After attention, the last layer computes only the wanted rows. All other layers, and its keys and
     values, have all rows.
     """

@@ -41,7 +41,7 @@ class Int8LinearMethod(LinearMethod):
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen2"])
-def test_a_method_is_all_that_a_quantisation_takes(
+def test_a_quantisation_is_one_linear_method(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
     folder = write_tiny_model(tmp_path, family)

@@ -74,7 +74,7 @@ def test_seeds_at_one_position_and_attempts_are_independent() -> None:
     assert_independent(base, random_pair_reference(seeds, torch.full_like(seeds, 7), 1))
 
 
-def test_what_has_no_weight_is_never_picked() -> None:
+def test_an_entry_of_weight_zero_is_never_picked() -> None:
     weights = torch.tensor([[0.0, 1.0, 0.0, 1e-30, 0.0]])
     for bits in (0, 1, 2**31, 2**32 - 1):
         assert pick_reference(weights, torch.tensor([bits])).item() == 1

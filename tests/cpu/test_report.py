@@ -238,7 +238,7 @@ def test_a_run_of_one_step(model: Path) -> None:
     assert rate == pytest.approx(9 / stats.prefill_seconds, rel=0.02)
 
 
-def test_while_it_runs(model: Path) -> None:
+def test_a_report_during_a_run(model: Path) -> None:
     """`on_step` may write a report, although the engine is in a call."""
     with make_tiny(model) as llm:
         pages = []
@@ -259,7 +259,7 @@ def test_a_report_replaces_the_one_before(llm: CheckedLLM, tmp_path: Path) -> No
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_path_that_will_not_do(llm: CheckedLLM, tmp_path: Path) -> None:
+def test_invalid_paths(llm: CheckedLLM, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is a folder; pass the name of a file"):
         write_report(tmp_path, llm)
     with pytest.raises(ValueError, match=r"there is no folder '.*missing'"):

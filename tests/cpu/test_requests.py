@@ -227,7 +227,7 @@ def test_prompts_of_torch_and_transformers(model: Path) -> None:
             llm.add_request(torch.tensor([5.0]), params)
 
 
-def test_a_model_that_is_none_and_one_at_home(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_model_argument(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(TypeError, match=r"model must be a folder or a Hugging Face hub id.* not None"):
         LLM(None)
     monkeypatch.setenv("HOME", str(model.parent))

@@ -181,7 +181,7 @@ def test_each_alone(llm: CheckedLLM, rows: dict[str, Any], check: Check, name: s
         check(output, params)
 
 
-def test_what_is_asked_for_makes_a_difference(reference: Reference, rows: dict[str, Any]) -> None:
+def test_each_case_differs_from_the_plain_one(reference: Reference, rows: dict[str, Any]) -> None:
     """A case with the same answer as the plain one would test nothing."""
     for name, (prompt, params) in rows.items():
         if "logprobs" not in name and name not in ("plain", "max_tokens", "ignore_eos"):
@@ -322,7 +322,7 @@ def test_logprobs_end_with_the_text(llm: CheckedLLM) -> None:
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("run_ahead", [True, False], ids=["ahead", "in_step"])
-def test_a_broken_row_ends_alone(
+def test_a_row_that_is_not_finite_ends_alone(
     model: Path, rows: dict[str, Any], check: Check, value: float, run_ahead: bool
 ) -> None:
     """Logits that are not finite end a row at its first token or later; it and the other rows have extras of

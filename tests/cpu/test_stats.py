@@ -53,7 +53,7 @@ def test_seconds_are_those_of_the_calls(model: Path, run_ahead: bool) -> None:
             time.sleep(0.1)
 
 
-def test_what_waits_and_what_is_held(model: Path) -> None:
+def test_waiting_requests_and_kv_cache_usage(model: Path) -> None:
     steps: list[StepStats] = []
     with make_tiny(model, async_scheduling=False, num_kvcache_blocks=16, max_num_seqs=2) as llm:
         llm.on_step = steps.append
@@ -127,7 +127,7 @@ def test_preemptions_are_counted(model: Path) -> None:
         assert sum(point.num_preemptions for point in found.timeline()) == preempted
 
 
-def test_any_one_may_ask_at_any_time(model: Path) -> None:
+def test_stats_from_any_thread(model: Path) -> None:
     asked: list[EngineStats] = []
     with make_tiny(model) as llm:
         llm.on_step = lambda step: asked.append(llm.stats())

@@ -114,7 +114,7 @@ def test_random_tokens(kind: str) -> None:
     assert num_found > 250
 
 
-def test_which_of_several_counts() -> None:
+def test_which_of_several_stop_strings_counts() -> None:
     detokenizer = Detokenizer(TOKENIZERS["byte_level"])
     prompt, output = encode("byte_level", "x"), encode("byte_level", "abcd")
     for stops, found in [

@@ -160,7 +160,7 @@ def test_how_far_ahead_prompts_are_read(model: Path, max_num_seqs: int) -> None:
         assert_idle(llm)
 
 
-def test_a_slow_iterable_does_not_hold_back_what_is_there(
+def test_a_slow_iterable_does_not_delay_ready_prompts(
     llm: CheckedLLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reader, "READ_SECONDS", 0.0)

@@ -324,7 +324,7 @@ def test_the_fewest_blocks_of_all_ranks_count(model: Path) -> None:
         ("cuda:0", 4, {}, None),
     ],
 )
-def test_a_large_kv_cache_in_a_computers_own_memory_is_named(
+def test_a_large_kv_cache_on_a_cpu_gives_a_warning(
     device: str, budget: int, options: dict, said: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     space = KVCacheSpace(device, free=2**34, total=2**34, budget=budget * 2**30, reserve=0, per_block=2**20)

@@ -147,7 +147,7 @@ def test_bytes_that_are_no_character_stay(kind: str) -> None:
     assert Detokenizer(tokenizer).text(encode(kind, "Hello"), broken) == "\ufffd"
 
 
-def test_a_slow_tokenizer_writes_in_its_own_way() -> None:
+def test_a_slow_tokenizer_decodes_by_its_own_method() -> None:
     class Shouting(PreTrainedTokenizerFast):
         def decode(self, *args: object, **options: object) -> str:
             return super().decode(*args, **options).upper()

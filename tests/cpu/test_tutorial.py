@@ -67,7 +67,7 @@ def test_it_ends_with_a_chart_and_a_report(ran: list[Any], folder: Path) -> None
     assert len(page.findall(".//table[@class='errors']//tr")) == 2
 
 
-def test_it_is_kept_without_outputs() -> None:
+def test_the_notebook_is_stored_without_outputs() -> None:
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     for cell in notebook.cells:
         if cell.cell_type == "code":

@@ -287,7 +287,7 @@ def test_a_bad_tensor_changes_nothing(llm: DigestLLM, name: str) -> None:
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-def test_of_an_iterable_what_came_before_an_error_is_loaded(
+def test_tensors_before_an_error_of_the_iterable_are_loaded(
     llm: DigestLLM, error: type[BaseException]
 ) -> None:
     random_values = torch.Generator().manual_seed(len(error.__name__))
@@ -331,7 +331,7 @@ def test_a_folded_norm_is_loaded_with_its_products_or_not_at_all(
         )
 
 
-def test_head_and_embedding_may_both_come(llm: DigestLLM) -> None:
+def test_head_and_embedding_may_both_be_updated(llm: DigestLLM) -> None:
     """As in `state_dict`, in either order."""
     both = torch.randn(97, 32)
     for names in ((EMBEDDING, HEAD), (HEAD, EMBEDDING)):
@@ -342,7 +342,7 @@ def test_head_and_embedding_may_both_come(llm: DigestLLM) -> None:
     llm.update_weights({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(3)})
 
 
-def test_sleeping_weights_take_no_update(llm: DigestLLM) -> None:
+def test_an_update_is_refused_while_weights_sleep(llm: DigestLLM) -> None:
     for level in (1, 2):
         llm.sleep(level)
         llm.wake_up(["kv_cache"])

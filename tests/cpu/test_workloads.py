@@ -56,7 +56,7 @@ def test_the_prefixes_are_shared_in_random_order() -> None:
         ("samples", 1024, (300, 900), (100, 600)),
     ],
 )
-def test_drawn_workloads_are_of_their_sizes_and_the_same_each_time(
+def test_random_workloads_have_their_sizes_and_are_deterministic(
     name: str, size: int, ids_in: tuple[int, int], tokens_out: tuple[int, int]
 ) -> None:
     default, draw = SYNTHETIC[name]

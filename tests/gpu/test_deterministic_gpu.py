@@ -56,7 +56,7 @@ def answer(llm: LLM, prompt: list[int], others: int) -> tuple[torch.Tensor, list
 
 
 @pytest.mark.parametrize("cache", ["auto", "fp8"])
-def test_a_prompts_logits_are_the_same_bits_in_any_company(model: Path, cache: str) -> None:
+def test_a_prompts_logits_are_the_same_bits_in_any_batch(model: Path, cache: str) -> None:
     needs_kv_cache_dtype(cache)
     with make(model, kv_cache_dtype=cache) as llm:
         logits, tokens = answer(llm, PROMPT, 0)

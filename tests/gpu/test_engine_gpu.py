@@ -293,7 +293,7 @@ def test_demo_accuracy_with_an_fp8_cache() -> None:
 
 @pytest.mark.parametrize("deterministic", [True, False])
 @pytest.mark.parametrize("options", [{}, {"enforce_eager": True}, {"kv_cache_dtype": "fp8"}], ids=str)
-def test_shared_beginnings(
+def test_shared_prefixes(
     model: Path, options: dict, deterministic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three groups that share a prefix, and rows that share nothing. Sequences end one by one, so groups

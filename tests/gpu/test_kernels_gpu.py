@@ -202,7 +202,7 @@ def test_rows_of_a_product_are_independent(n: int, k: int, dtype: torch.dtype) -
     cases.check_linear_rows_are_independent(n, k, dtype, GPU, counts, tiles)
 
 
-def test_which_products_are_ours_by_default() -> None:
+def test_which_products_use_our_kernel_by_default() -> None:
     """In a graph: products of few rows or little work, aligned to 16 bytes, on GPUs like the one measured.
 
     Not for a large weight if the rows fill little of a tile of 64.
@@ -268,7 +268,7 @@ def test_gemv(rows: int, n: int, k: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 2])
-def test_kernels_that_start_early_wait_for_what_they_read(rows: int) -> None:
+def test_kernels_with_pdl_wait_for_their_inputs(rows: int) -> None:
     """A long chain of products in a graph, each of the last result, equals one product after another."""
     n = 1024
     torch.manual_seed(0)

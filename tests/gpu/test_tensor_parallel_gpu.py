@@ -121,9 +121,7 @@ BESIDES = [
 ]
 
 
-def test_what_rows_ask_for_besides_tokens_is_what_one_rank_gives(
-    tmp_path: Path, prompts: list, size: int
-) -> None:
+def test_extras_are_those_of_one_rank(tmp_path: Path, prompts: list, size: int) -> None:
     path = write_peaked_model(tmp_path, vocab_size=30_001)
     options = {"max_num_seqs": 97, "skip_tokenizer_init": True, "max_model_len": 1024, "dtype": "float32"}
     params = [

@@ -339,7 +339,7 @@ def test_receive_wakes_up_for_a_message(wide: Channel) -> None:
     timer.join()
 
 
-def test_a_call_given_up_is_dropped_whole(channel: Channel) -> None:
+def test_an_abandoned_call_is_dropped_whole(channel: Channel) -> None:
     """`check_alive` raises while the ring is full; the readers never get that call, but they get the next
     ones.
     """

@@ -80,7 +80,7 @@ def test_other_threads_change_nothing() -> None:
     assert in_threads(1, handler) == [signal.getsignal(signal.SIGINT)]
 
 
-def test_full_collections_are_put_off() -> None:
+def test_full_collections_are_delayed() -> None:
     """Other collections become rare. The thresholds come back however the block ends, and in any order of
     several blocks.
     """

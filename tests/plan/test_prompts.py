@@ -143,7 +143,7 @@ def test_what_a_tokenizer_returns(kind: Any, wrap: Any) -> None:
         ),
     ],
 )  # fmt: skip
-def test_what_has_no_meaning(prompts: Any, error: type[Exception], message: str) -> None:
+def test_ambiguous_prompts(prompts: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         parse_prompts(prompts)
 

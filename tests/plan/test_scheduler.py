@@ -375,7 +375,7 @@ def test_prompt_and_output_are_at_most_max_model_len(length: int) -> None:
         (3, 32, 64, 70, r"of 4 tokens, and the model's own limit is 64\); shorten it$"),
     ],
 )
-def test_what_is_too_long_is_told_what_helps(
+def test_errors_of_long_prompts_name_the_fix(
     num_blocks: int, asked: int, longest: int | None, length: int, advice: str
 ) -> None:
     scheduler = Scheduler(num_blocks, 4, 8, 64, asked, longest=longest)
@@ -430,7 +430,7 @@ def test_the_fake_model_can_end() -> None:
     assert any(next_token(rng.integers(1, VOCAB, 5).tolist()) == EOS for _ in range(500))
 
 
-def test_the_plan_tower_runs_without_torch() -> None:
+def test_plan_runs_without_torch() -> None:
     code = (
         "import sys; sys.modules['torch'] = None\n"
         "import nanovllm, nanovllm.config, nanovllm.plan.scheduler, nanovllm.text.prompts"

@@ -165,7 +165,7 @@ def test_a_grammar_beyond_its_limits_allows_nothing() -> None:
     assert not bits.any()
 
 
-def test_a_row_goes_on_when_others_have_used_up_what_matchers_share() -> None:
+def test_a_row_continues_after_others_exhaust_the_shared_lexer() -> None:
     """Random texts use new states of the lexer, whose limit is enough for few of them."""
     matchers, rng = Copies("regex", "[ab]*a[ab]{8}b", max_lexer_states=500), np.random.default_rng(0)
     bits = np.empty((1, 17), np.int32)

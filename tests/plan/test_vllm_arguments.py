@@ -60,7 +60,7 @@ class DType:
     ],
     ids=lambda options: next(iter(options)),
 )
-def test_options_that_ask_for_nothing_change_nothing(options: dict[str, Any]) -> None:
+def test_neutral_options_change_nothing(options: dict[str, Any]) -> None:
     assert Config.from_kwargs("model", **options) == Config("model")
 
 
@@ -81,7 +81,7 @@ def test_options_that_ask_for_nothing_change_nothing(options: dict[str, Any]) ->
         ("guided_decoding_disable_any_whitespace", True, "each StructuredOutputsParams"),
     ],
 )
-def test_options_that_ask_for_what_is_not_built(name: str, value: object, advice: str) -> None:
+def test_options_of_unsupported_features(name: str, value: object, advice: str) -> None:
     with pytest.raises(ValueError, match=rf"{name}=.* is not supported; .*{advice}") as caught:
         Config.from_kwargs("model", **{name: value})
     assert repr(value) in str(caught.value) and "did you mean" not in str(caught.value)
@@ -109,7 +109,7 @@ def test_vllms_names_of_our_options() -> None:
     assert "secret" not in repr(Config.from_kwargs("model", hf_token="secret"))
 
 
-def test_a_typing_error_is_told_the_nearest_name() -> None:
+def test_a_typo_gets_the_nearest_name() -> None:
     with pytest.raises(TypeError, match="'quantisation'; did you mean 'quantization'"):
         Config.from_kwargs("model", quantisation=None)
     with pytest.raises(TypeError, match="'tensor_paralel_size'; did you mean 'tensor_parallel_size'"):
@@ -145,7 +145,7 @@ def test_values_of_any_kind_are_judged_without_comparing_arrays() -> None:
 # -- SamplingParams ------------------------------------------------------------------------------------------
 
 
-def test_parameters_that_ask_for_nothing_change_nothing() -> None:
+def test_neutral_parameters_change_nothing() -> None:
     default = SamplingParams()
     assert SamplingParams(**{name: absent.default for name, absent in SAMPLING.items()}) == default
     params = SamplingParams(
@@ -161,7 +161,7 @@ def test_parameters_that_ask_for_nothing_change_nothing() -> None:
     ("name", "value"),
     [("best_of", 3), ("guided_decoding", {"json": {}}), ("output_kind", RequestOutputKind.DELTA)],
 )
-def test_parameters_that_ask_for_what_is_not_built(name: str, value: object) -> None:
+def test_parameters_of_unsupported_features(name: str, value: object) -> None:
     with pytest.raises(ValueError, match=rf"{name}=.* is not supported; \w+"):
         SamplingParams(**{name: value})
     params = SamplingParams()

@@ -89,7 +89,7 @@ def test_the_first_error_counts(start: Callable) -> None:
         watch.wait_for_reply(0)
 
 
-def test_a_signal_comes_before_an_error(start: Callable) -> None:
+def test_a_signal_takes_precedence_over_an_error(start: Callable) -> None:
     watch = start(fail_then_the_other_is_killed)
     assert [watch.wait_for_reply(index) for index in range(2)] == ["up", "up"]
     with pytest.raises(WorkerError, match="rank 2 was killed by SIGKILL, perhaps because the host ran out"):
@@ -105,7 +105,7 @@ def test_an_exit_code_is_told(start: Callable) -> None:
 
 
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV])
-def test_who_waits_is_let_go_and_the_others_are_killed(start: Callable, sent: signal.Signals) -> None:
+def test_waiting_calls_are_released_and_other_workers_killed(start: Callable, sent: signal.Signals) -> None:
     watch = start(sleep_on, 3)
     for index in range(3):
         assert watch.wait_for_reply(index) == "up"
@@ -120,7 +120,7 @@ def test_who_waits_is_let_go_and_the_others_are_killed(start: Callable, sent: si
     watch.join(60)
 
 
-def test_given_up_workers_are_no_failure(start: Callable) -> None:
+def test_killed_workers_are_no_failure(start: Callable) -> None:
     watch = start(sleep_on)
     released = []
     watch.on_failure(lambda: released.append("on time"))
