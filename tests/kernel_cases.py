@@ -201,8 +201,7 @@ def check_decode(contexts: Sequence[int], heads: Heads, device: str) -> None:
         assert_near(few, expected[one])
         loose = run(*inputs, contexts[row] + 700, scale, invariant=False)
         assert torch.equal(loose, few)
-    # Few sequences, some, and enough of them for the choices of large batches, and with an FP8 cache for long
-    # chunks:
+    # Few rows, some, and many by lowered thresholds, also with long chunks and with those of an FP8 cache.
     many, full, shorter = {"_MANY_PROGRAMS": 1}, {"_FULL_PROGRAMS": 1}, {"_FP8_CHUNK": 256}
     most = len(contexts)
     for rows, patched in (
@@ -244,7 +243,7 @@ def check_shared_prefixes(
     assert fields is not None
     columns = fields.members, fields.lens, fields.skips, fields.units
     shared = Shared(*(torch.from_numpy(column).to(device) for column in columns), chunk)
-    # The end of each group may leave one sequence alone; there are as many groups as distinct first rows.
+    # In each group one sequence may share with none; `shares` has no entry for the first row of a group.
     assert int((shared.skips > 0).sum()) >= sum(common > 0 for common in expected)
     q = fused_queries(len(contexts), heads, device)
     inputs = (q, cache.kv, cache.tables, cache.contexts, max(contexts) + 600, heads.head_dim**-0.5)

@@ -123,7 +123,7 @@ def test_notebook(notebook: Notebook, size: int, tmp_path: Path) -> None:
     assert len(pids) == 2 * (size - 1) and all(Path("/proc", str(pid)).exists() for pid in pids)
     notebook.run("llm.close()")
     assert notebook.value(f"second.{answer}") == expected
-    notebook.client.shutdown()  # because the second engine was still open
+    notebook.client.shutdown()  # while the second engine is open
     deadline = time.monotonic() + SECONDS
     while any(Path("/proc", str(pid)).exists() for pid in pids):
         assert time.monotonic() < deadline

@@ -194,7 +194,7 @@ def test_generation_options(model: NanoVLLM, reference: HFLM) -> None:
     requests = [request("generate_until", chat, each) for each in options]
     ours = model.generate_until(requests)
     assert ours == reference.generate_until(requests) and len(set(ours)) >= 4
-    # A stop string with text before a special token; transformers does not remove that text.
+    # A stop string of text and a special token; transformers keeps the text before the token.
     [whole] = model.generate_until([request("generate_until", chat, {"max_gen_toks": 80})])
     last = whole[-1]
     stop = {"until": [f"{last}<|im_end|>"], "max_gen_toks": 80}
