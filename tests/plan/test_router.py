@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from nanovllm.config import Config
 from nanovllm.replicas import process as replica_process
 from nanovllm.replicas.process import ReplicaProcess
-from nanovllm.replicas.router import SHORTEST, Router, beginnings
+from nanovllm.replicas.router import MIN_PREFIX_BYTES, Router, prefix_hashes
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.request import Request
 
@@ -48,12 +48,13 @@ class RoundRobin:
         return self._queues[replica].pop(0) if self._queues[replica] else None
 
 
-def test_beginnings_are_equal_where_prompts_are() -> None:
+def test_prefix_hashes_are_equal_where_prompts_are() -> None:
     long, short = prompt(*range(300)), prompt(*range(200), 7)
-    assert len(beginnings(long)) == 3 and len(beginnings(short)) == 2
-    assert beginnings(long)[:2] == beginnings(short)
-    assert beginnings(prompt(5, *range(300)))[0] != beginnings(long)[0]
-    assert beginnings(bytes(SHORTEST - 4)) == [] and len(beginnings(bytes(SHORTEST))) == 1
+    assert len(prefix_hashes(long)) == 3 and len(prefix_hashes(short)) == 2
+    assert prefix_hashes(long)[:2] == prefix_hashes(short)
+    assert prefix_hashes(prompt(5, *range(300)))[0] != prefix_hashes(long)[0]
+    assert prefix_hashes(bytes(MIN_PREFIX_BYTES - 4)) == []
+    assert len(prefix_hashes(bytes(MIN_PREFIX_BYTES))) == 1
 
 
 def test_prompts_that_share_nothing_leave_as_they_came() -> None:
@@ -97,7 +98,7 @@ def test_a_common_beginning_of_all_does_not_hide_the_groups() -> None:
     assert len(taken[0]) + len(taken[1]) <= 12
 
 
-def test_what_is_forgotten_costs_nothing_any_more() -> None:
+def test_forgotten_prefixes_have_no_cost() -> None:
     router = Router(2, REACH)
     for number in range(4):
         router.add(number, of_group(number // 2, number))
@@ -138,7 +139,7 @@ def test_every_request_is_taken_once_and_none_waits_for_ever(
             seen.append(number_taken)
         assert len(router) == len(waiting)
     assert sorted(seen) == list(range(len(groups)))
-    assert not router._alike
+    assert not router._by_hash
 
 
 def computed_prefixes(router: Router | RoundRobin, num_groups: int, room: int) -> int:
