@@ -32,7 +32,7 @@ from nanovllm.jobs.params import ParamsMaker, make_params
 from nanovllm.jobs.progress import JobProgress
 from nanovllm.jobs.sources import SourceRow, open_source
 from nanovllm.jobs.tasks import Columns, PlainFormat, Task
-from nanovllm.jobs.window import arranged, in_good_order
+from nanovllm.jobs.window import grouped_by_prefix, reordered
 from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput
 from nanovllm.sampling_params import SamplingParams
 
@@ -403,10 +403,10 @@ def test_shared_prefixes_meet_and_long_outputs_come_first() -> None:
     rng = random.Random(0)
     owners = [rng.randrange(20) for _ in range(400)]
     tasks = tasks_of([f"{owner:02}" * 200 + str(rng.random()) for owner in owners])
-    found = [owners[task.index] for task in arranged(tasks)]
+    found = [owners[task.index] for task in grouped_by_prefix(tasks)]
     assert sum(one != other for one, other in pairwise(found)) == 19
     tasks = tasks_of(["a", "b", "c" * 200 + "1", "c" * 200 + "2", "d"], [5, 50, 10, 20, 1])
-    assert [task.index for task in arranged(tasks)] == [1, 3, 2, 0, 4]
+    assert [task.index for task in grouped_by_prefix(tasks)] == [1, 3, 2, 0, 4]
 
 
 @given(st.lists(st.text(alphabet="ab", max_size=6), max_size=60), st.integers(1, 20))
@@ -420,11 +420,11 @@ def test_the_window_keeps_every_task(prompts: list[str], rows: int) -> None:
             yield task
 
     found = []
-    for task in in_good_order(source(), rows):
+    for task in reordered(source(), rows):
         found.append(task.index)
         assert read <= len(found) + 2 * rows
     assert sorted(found) == list(range(len(prompts)))
-    assert found == [task.index for task in in_good_order(iter(tasks_of(prompts)), rows)]
+    assert found == [task.index for task in reordered(iter(tasks_of(prompts)), rows)]
 
 
 # -- the journal and the lock ------------------------------------------------------------------------------
