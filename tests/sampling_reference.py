@@ -37,13 +37,11 @@ MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
 
 @dataclass(frozen=True)
 class Answer:
-    """One completion. `told`: by logprobs_mode, the [tokens, V] float32 values from which each token was
-    chosen.
-    """
+    """One completion. `logprob_values`: by logprobs_mode, values [tokens, V] for the choice of each token."""
 
     token_ids: list[int]
     finish_reason: str
-    told: dict[str, torch.Tensor]
+    logprob_values: dict[str, torch.Tensor]
 
 
 @lru_cache(maxsize=4096)
@@ -79,8 +77,8 @@ class Reference:
             torch.stack(column) if column else torch.empty(0, self.vocab_size)
             for column in (zip(*steps, strict=True) if steps else ([], []))
         )
-        told = [raw.log_softmax(-1), filtered.log_softmax(-1), raw, filtered]
-        return Answer(ids[len(prompt) :], reason, dict(zip(MODES, told, strict=True)))
+        logprob_values = [raw.log_softmax(-1), filtered.log_softmax(-1), raw, filtered]
+        return Answer(ids[len(prompt) :], reason, dict(zip(MODES, logprob_values, strict=True)))
 
     def prompt_logits(self, prompt: list[int]) -> torch.Tensor:
         """[len(prompt) - 1, V]: the logits that score each token but the first."""
@@ -182,7 +180,7 @@ def check_completion(
         assert output.logprobs is None and output.cumulative_logprob is None
         return
     assert len(output.logprobs) == len(answer.token_ids)
-    values, total = answer.told[mode], 0.0
+    values, total = answer.logprob_values[mode], 0.0
     for place, (shown, token_id) in enumerate(zip(output.logprobs, answer.token_ids, strict=True)):
         check_token(shown, token_id, values[place], params.logprobs)
         total += float(values[place, token_id])

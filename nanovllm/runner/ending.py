@@ -117,11 +117,11 @@ class Ending:
             ids = self._sampler(x, params)
             token_ids.append(ids)
             if extras.num_logprobs != NO_LOGPROBS:
-                told = raw
+                logprob_logits = raw
                 if self._mode.startswith("processed"):
                     filters = params.filters if batch.sampling.has_filters else None
-                    told = filtered_logits(x, replace(params, filters=filters))
-                logprobs.append(self._logprobs(told, ids, extras.num_logprobs))
+                    logprob_logits = filtered_logits(x, replace(params, filters=filters))
+                logprobs.append(self._logprobs(logprob_logits, ids, extras.num_logprobs))
         own = torch.cat(token_ids) if token_ids else hidden.new_empty(0, dtype=torch.int64)
         drawn = self._tp.join_rows(own, mine, logits)
         keep_tokens(drawn, slots, self.last_token_ids)

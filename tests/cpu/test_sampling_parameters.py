@@ -398,7 +398,7 @@ def test_the_distribution_drawn_from(
     drawn = torch.tensor([completion.token_ids[0] for completion in output.outputs])
     one = params.clone()
     one.n, one.min_tokens = 1, 0
-    shares = reference.answer(prompt, one).told["processed_logprobs"][0].double().exp()
+    shares = reference.answer(prompt, one).logprob_values["processed_logprobs"][0].double().exp()
     observed, expected = torch.bincount(drawn, minlength=VOCAB).double(), draws * shares
     assert not observed[expected == 0].any()
     likely = expected >= 5
