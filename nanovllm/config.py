@@ -20,7 +20,7 @@ CHOICES = {
     "load_format": ("auto", "dummy"),
     "attention_backend": ("auto", "flash_attn", "triton", "reference"),
 }
-SAME: dict[str, dict[str | int, str | None]] = {  # other names of a value, from vLLM and torch
+ALIASES: dict[str, dict[str | int, str | None]] = {  # other names of a value, from vLLM and torch
     "dtype": {"half": "float16", "float": "float32"},
     "kv_cache_dtype": {"fp8_e4m3": "fp8"},
     "load_format": {"safetensors": "auto"},
@@ -129,7 +129,7 @@ class Config:
         if isinstance(tokenizer, (str, os.PathLike)) and os.fspath(tokenizer) in ("", os.fspath(model)):
             del kwargs["tokenizer"]  # the model's own tokenizer, the default
         options = {name: kwargs[name] for name in known[1:] if kwargs.get(name) is not None}
-        return cls(os.fspath(model), **{name: _usual(name, value) for name, value in options.items()})
+        return cls(os.fspath(model), **{name: _canonical(name, value) for name, value in options.items()})
 
     def __post_init__(self) -> None:
         if not self.model:
@@ -225,7 +225,7 @@ def _renamed(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _usual(name: str, value: Any) -> Any:
+def _canonical(name: str, value: Any) -> Any:
     """The value as `Config` holds it: a string for a path or torch object, a Python number for a NumPy one,
     one name of several."""
     if isinstance(value, np.generic):
@@ -236,7 +236,7 @@ def _usual(name: str, value: Any) -> Any:
         return None
     if name in ("dtype", "device") and not isinstance(value, str):
         value = str(value).removeprefix("torch.")
-    same = SAME.get(name, {})
+    same = ALIASES.get(name, {})
     return same[value] if isinstance(value, (str, int)) and value in same else value
 
 

@@ -160,16 +160,16 @@ class Device:
             torch.set_num_threads(threads)
 
     def side_stream(self) -> torch.cuda.Stream:
-        """A new stream, for `run_beside` or `start_beside`."""
+        """A new stream, for `run_on_stream` or `start_on_stream`."""
         return torch.cuda.Stream(self.torch)
 
-    def start_beside(self, stream: torch.cuda.Stream, work: Callable[[], object]) -> None:
+    def start_on_stream(self, stream: torch.cuda.Stream, work: Callable[[], object]) -> None:
         """Queue `work` on `stream`, after all work queued on the current stream so far."""
         stream.wait_stream(torch.cuda.current_stream(self.torch))
         with torch.cuda.stream(stream):
             work()
 
-    def run_beside(self, stream: torch.cuda.Stream, work: Callable[[], object]) -> None:
+    def run_on_stream(self, stream: torch.cuda.Stream, work: Callable[[], object]) -> None:
         """Run `work` on `stream`, in parallel with other streams, and wait for it."""
         with torch.cuda.stream(stream):
             work()

@@ -31,7 +31,7 @@ def finalize(owner: object, free: Callable[..., object], *args: Any) -> weakref.
     return weakref.finalize(owner, free_here)
 
 
-def _keep_for_ever(reference: weakref.ref[Any]) -> None:
+def _keep_forever(reference: weakref.ref[Any]) -> None:
     """In a forked process, never let the object be collected: GPU libraries abort if a process frees what
     another one created. Python drops its own references at exit, so this adds one in C."""
     owner = reference()
@@ -53,7 +53,7 @@ class Lifecycle:
         self._lock = threading.RLock()
         self._caller: int | None = None  # the thread that is inside `calling`
         finalize(owner, self.close)
-        os.register_at_fork(after_in_child=partial(_keep_for_ever, weakref.ref(owner)))
+        os.register_at_fork(after_in_child=partial(_keep_forever, weakref.ref(owner)))
 
     def check_open(self) -> None:
         """Raise EngineClosedError if the engine is closed, or belongs to another process."""

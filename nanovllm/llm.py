@@ -279,7 +279,7 @@ class LLM(ResidentEngine):
         self, pairs: Iterable[tuple[PromptLike, PromptLike]], use_tqdm: bool | Callable[..., Any] = True
     ) -> list[ScoreOutput]:
         """As `score`, for pairs (prompt, continuation)."""
-        self._check_tells_logprobs("score()")
+        self._check_returns_logprobs("score()")
         parsed = []
         for index, pair in enumerate(to_list(pairs, "pairs must be a list of (prompt, continuation)")):
             where = f"pair {index}"
@@ -341,7 +341,7 @@ class LLM(ResidentEngine):
         use_tqdm: show the progress of every round. others: as for `generate`. ValueError if
         2 * `beam_width` is above `max_logprobs`; RuntimeError if the model's logits are not finite.
         """
-        self._check_tells_logprobs("beam_search()")
+        self._check_returns_logprobs("beam_search()")
         refuse_others(LLM.beam_search, others, BEAM_SEARCH)
         if not isinstance(params, BeamSearchParams):
             raise TypeError(f"params must be BeamSearchParams, one for all prompts, not {show(params)}")
@@ -365,7 +365,7 @@ class LLM(ResidentEngine):
         ends, longest = self._processor.eos_token_ids, self._scheduler.max_model_len
         return beam_search(ids, params, next_tokens, ends, self._processor.decode, longest)
 
-    def _check_tells_logprobs(self, call: str) -> None:
+    def _check_returns_logprobs(self, call: str) -> None:
         """ValueError if `logprobs_mode` returns logits, whose sums mean nothing."""
         self._lifecycle.check_open()
         mode = self.config.logprobs_mode

@@ -1,4 +1,4 @@
-"""An LLM whose KV cache starts as NaN, on every rank, and whose scheduler is checked after every step."""
+"""An LLM whose KV cache starts as NaN on every rank, and whose scheduler is checked after every step."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BLOCK = 8
 
 
 class CheckedSetup(RankSetup):
-    """Workers unpickle it as it is, so what it changes is changed on every rank."""
+    """Fills the KV cache with NaN. Workers unpickle this class, so it acts on every rank."""
 
     def load(self, device: Device, group: TPGroup, check: Callable[[], None] = lambda: None) -> ModelRunner:
         runner = super().load(device, group, check)
@@ -66,9 +66,11 @@ class CheckedLLM(LLM):
 def logits_of(
     llm: LLM, prompts: list[list[int]], params: list[SamplingParams], index: int
 ) -> tuple[torch.Tensor, list[int]]:
-    """Generate; return the logits [tokens, vocabulary] behind prompt `index`'s answer, and the answer."""
-    runner, seq_id = llm._runner, llm._requests.next_id + index  # of one completion each
-    steps: list[torch.Tensor] = []  # the hidden states of each
+    """Generate; return the logits [tokens, vocabulary] from which prompt `index`'s answer was chosen, and the
+    answer.
+    """
+    runner, seq_id = llm._runner, llm._requests.next_id + index  # with one completion each
+    steps: list[torch.Tensor] = []  # hidden states of each step
     kept: list[torch.Tensor] = []
 
     def recorded(run: Any) -> Any:
@@ -99,7 +101,7 @@ def logits_of(
 
 
 class Bar:
-    """A bar like tqdm's, and the class that makes it."""
+    """A tqdm-like bar. Calling it returns the bar itself, so it also serves as the class."""
 
     total, done, closed = 0, 0, False
 
@@ -116,7 +118,7 @@ class Bar:
 
 
 def make_tiny(model: Path, **options: Any) -> CheckedLLM:
-    """An engine for a model of `tiny_models`, on the CPU, with blocks of BLOCK tokens and one step ahead."""
+    """An LLM for a model of `tiny_models` on the CPU, with blocks of BLOCK tokens and one step ahead."""
     defaults = {
         "device": "cpu",
         "skip_tokenizer_init": True,

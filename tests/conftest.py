@@ -1,6 +1,7 @@
-"""Shared set-up: without a CUDA device Triton kernels run in its interpreter, and `gpu` tests are skipped.
+"""Setup of all tests. Without a CUDA device, Triton kernels run in Triton's interpreter and `gpu` tests are
+skipped.
 
-`-n auto` runs files side by side, except on GPUs, whose memory an engine takes for itself.
+`-n auto` runs test files in parallel, but not on GPUs, because an engine takes a GPU's whole memory.
 """
 
 from __future__ import annotations
@@ -13,17 +14,18 @@ import pytest
 
 HAS_GPU = shutil.which("nvidia-smi") is not None and os.environ.get("CUDA_VISIBLE_DEVICES") != ""
 if not HAS_GPU:
-    os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined, so before any import of nanovllm
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # for small models the fastest, beside other processes
+    # Triton reads it when a kernel is defined, so set it before nanovllm is imported.
+    os.environ["TRITON_INTERPRET"] = "1"
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # fastest for small models in parallel processes
 os.environ.setdefault("TQDM_DISABLE", "1")
-MOST_WORKERS = 8  # each holds about 1 GiB; the longest file takes an eighth of the whole
-# What was started in the background by a shell ignores Ctrl-C, and the tests of Ctrl-C would run for ever.
+MAX_WORKERS = 8  # each holds about 1 GiB; the longest file takes an eighth of the total time
+# A shell's background jobs ignore SIGINT; without this, the tests of Ctrl-C would never end.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    return 0 if HAS_GPU else min(os.cpu_count() or 1, MOST_WORKERS)
+    return 0 if HAS_GPU else min(os.cpu_count() or 1, MAX_WORKERS)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,4 +1,4 @@
-"""Ranks that copy rows to each other in one process: on a CPU at once or late, or on streams of one GPU."""
+"""Ranks in one process that copy rows to each other: at once or delayed on a CPU, or on streams of a GPU."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from nanovllm.kernels.copied_sum import CALLS, Arrival
 
 
 class RankBuffers:
-    """What torch's handle of symmetric memory gives, for ranks that are all on one device."""
+    """A stand-in for torch's symmetric memory handle, for ranks on one device."""
 
     def __init__(self, size: int, numel: int, dtype: torch.dtype, device: torch.device) -> None:
         self.buffers = [torch.full((numel,), math.nan, dtype=dtype, device=device) for _ in range(size)]
@@ -32,7 +32,7 @@ class RankBuffers:
 
 
 def make_copying_ranks(max_rows: int, n: int, devices: Sequence[Any], dtype: torch.dtype) -> list[PeerCopies]:
-    """One for each of `devices`, which may be the same, a few calls before their last number."""
+    """One PeerCopies for each device (the same one may repeat). Their call numbers soon wrap around."""
     size, place = len(devices), devices[0].torch
     handle = RankBuffers(size, PeerCopies.numel(max_rows, n, size, dtype.itemsize), dtype, place)
     ranks = []
@@ -46,24 +46,24 @@ def make_copying_ranks(max_rows: int, n: int, devices: Sequence[Any], dtype: tor
 
 
 class CopyingDevice:
-    """A CPU whose copies are done at once."""
+    """A CPU device that copies at once."""
 
     torch = torch.device("cpu")
 
     def side_stream(self) -> None:
         return None
 
-    def start_beside(self, stream: None, work: Callable[[], object]) -> None:
+    def start_on_stream(self, stream: None, work: Callable[[], object]) -> None:
         work()
 
 
 class SlowDevice(CopyingDevice):
-    """One whose copies are done later, in order, by a thread."""
+    """A CPU device that copies later, in order, in a thread."""
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
         self.jobs: queue.Queue = queue.Queue()
-        self.thread = threading.Thread(target=self.run, daemon=True)  # a test that fails must end
+        self.thread = threading.Thread(target=self.run, daemon=True)  # daemon, so that a failing test ends
         self.thread.start()
 
     def run(self) -> None:
@@ -71,7 +71,7 @@ class SlowDevice(CopyingDevice):
             time.sleep(self.rng.choice([0.0, self.rng.uniform(0.0, 0.004)]))
             work()
 
-    def start_beside(self, stream: None, work: Callable[[], object]) -> None:
+    def start_on_stream(self, stream: None, work: Callable[[], object]) -> None:
         self.jobs.put(work)
 
     def close(self) -> None:
@@ -80,7 +80,7 @@ class SlowDevice(CopyingDevice):
 
 
 def copy_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let plain torch do what the kernels of copied sums do; they cannot run in several threads."""
+    """Replace the kernels of copied sums by plain torch; Triton cannot interpret in several threads."""
 
     def when_all_have_come(arrival: Arrival) -> None:
         deadline = time.monotonic() + 60
@@ -101,7 +101,9 @@ def copy_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 def run_late_ranks(
     monkeypatch: pytest.MonkeyPatch, size: int, max_rows: int, n: int, run: Callable[[int, PeerCopies], Any]
 ) -> list[Any]:
-    """What `run(rank, copies)` returns on each rank, in a thread each, by plain torch and late copies."""
+    """Run `run(rank, copies)` for each rank in its own thread, with plain torch and delayed copies; return
+    the results.
+    """
     copy_without_kernels(monkeypatch)
     devices = [SlowDevice(rank) for rank in range(size)]
     ranks = make_copying_ranks(max_rows, n, devices, torch.float32)

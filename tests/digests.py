@@ -1,4 +1,4 @@
-"""Engines whose ranks say what their weights and scales are, to the bit, and how much memory they hold."""
+"""Engines whose ranks return hashes of their weights and scales, and the sizes of their memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Digest = dict[str, str]
 
 
 def digest(model: DecoderForCausalLM) -> Digest:
-    """A hash of each parameter, and of each layer's scales of an FP8 cache."""
+    """A hash of each parameter, and of each layer's FP8 cache scales."""
     tensors = dict(model.named_parameters())
     for index, layer in enumerate(model.attention_layers):
         for name in ("k_scale", "v_scale"):
@@ -57,12 +57,12 @@ class DigestLLM(CheckedLLM):
             super().__init__(model, **options)
 
     def on_ranks(self, method: str) -> list[Any]:
-        """Call a method of `DigestSetup` on all ranks; rank 0's answer comes first."""
+        """Call a method of `DigestSetup` on all ranks; return all answers, rank 0's first."""
         return self._workers.call(getattr(self._runner, method), method)
 
 
 def make_digest(model: Path, **options: Any) -> DigestLLM:
-    """As `make_tiny`."""
+    """Like `make_tiny`, for a DigestLLM."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checked_llm, "CheckedLLM", DigestLLM)
         llm = checked_llm.make_tiny(model, **options)

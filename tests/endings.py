@@ -1,6 +1,6 @@
-"""Ways in which a script can end while its engine is open, each run as a process of its own.
+"""Scripts that end in different ways while their engine is open, each run as a process.
 
-The tests on a CPU and on GPUs share them: every one must end with its own exit code and leave no process.
+Tests on CPU and GPU use them: each must end with its own exit code and leave no process.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ print(*(process.pid for process in owner.processes), flush=True)
 TWICE = "llm.generate(prompts, params, use_tqdm=False); llm.generate(prompts, params, use_tqdm=False)"
 STEPS = "[llm.add_request(p, params) for p in prompts]; [llm.step() for _ in range(5)]"
 
-# The code, the exit code that it must have, and what it must print on stderr.
+# The code, its expected exit code, and what it must print on stderr.
 ENDINGS: dict[str, tuple[str, int, str]] = {
     "at_once": ("", 0, ""),
     "after_generate": (TWICE, 0, ""),
@@ -88,7 +88,7 @@ def check(
     second: dict[str, Any] | None = None,
     **options: Any,
 ) -> None:
-    """Run ENDINGS[name] with an engine of `options`, and another of `second`; assert how it ends."""
+    """Run ENDINGS[name] with an engine of `options` and another of `second`; check how it ends."""
     code, exit_code, error = ENDINGS[name]
     values = {
         "model": str(model),

@@ -1,6 +1,6 @@
-"""A device without a model: the next token is a hash of the whole context as read through the block table.
+"""A device without a model: the next token is a hash of the whole context, read through the block table.
 
-Any lost token, wrong page, stale block or wrong position changes the output or trips an assertion here.
+So a lost token, a wrong or stale block or a wrong position changes the output or fails an assertion.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ POISON = -999
 
 
 def next_token(context: list[int]) -> int:
-    """The fake model: any int below VOCAB, EOS about once in VOCAB."""
+    """The fake model: a hash below VOCAB, which is EOS about once in VOCAB tokens."""
     return zlib.crc32(np.array(context, np.int32).tobytes()) % VOCAB
 
 
 def expected_output(prompt: list[int], params: SamplingParams, max_model_len: int) -> tuple[list[int], str]:
-    """What a request must give, by the definition alone."""
+    """The output that a request must give, by definition."""
     tokens, reason = list(prompt), "length"
     limit = min(len(prompt) + params.max_tokens, max_model_len)
     while len(tokens) < limit:
@@ -40,7 +40,7 @@ def expected_output(prompt: list[int], params: SamplingParams, max_model_len: in
 
 
 class FakeDevice:
-    """Runs batches in the order of their launch: at once, or (lazy) only when a result is asked for."""
+    """Runs batches in launch order: at once, or (lazy) when a result is requested."""
 
     def __init__(self, num_blocks: int, block_size: int, num_slots: int, lazy: bool = False) -> None:
         self.block_size = block_size
@@ -67,7 +67,7 @@ class FakeDevice:
         slots = []
         for row, (start, length) in enumerate(
             zip(starts, batch.query_lens, strict=True)
-        ):  # store all, as a layer does
+        ):  # store all rows first, as a layer does
             ids = batch.token_ids[start : start + length]
             ids = np.where(ids == LAST_SAMPLED, self.last[batch.slots[row]], ids)
             assert (ids != POISON).all()
@@ -106,7 +106,7 @@ class Handle:
 
 @dataclass
 class Loop:
-    """The engine's step loop around a fake device; `check_scheduler` runs after every step."""
+    """The engine's step loop with a fake device; `check_scheduler` runs after every step."""
 
     scheduler: Scheduler
     device: FakeDevice
@@ -132,7 +132,7 @@ class Loop:
         assert self.steps < 20_000, "the engine does not end"
 
     def take(self, batch: Batch, output: StepOutput) -> None:
-        """Bring a step's tokens in; what the events say must be what the sequences are."""
+        """Take in the tokens of a step; check the events against the sequences."""
         unfinished = {seq.seq_id: seq for seq in (*self.scheduler.running, *self.scheduler.waiting)}
         events = self.scheduler.postprocess(batch, output)
         for seq_id, token_id in zip(events.seq_ids, events.token_ids, strict=True):

@@ -1,4 +1,4 @@
-"""What must hold of a scheduler and its blocks after every step; visits everything."""
+"""The invariants of a scheduler and its blocks after every step. Visits all sequences and blocks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from nanovllm.plan.sequence import Sequence, SequenceStatus
 
 
 def check_scheduler(scheduler: Scheduler) -> None:
-    """Assert every invariant of the queues, the slots and the blocks."""
+    """Check every invariant of the queues, the slots and the blocks."""
     check_blocks(scheduler.block_manager, scheduler.running)
     slots = [seq.slot for seq in scheduler.running]
     assert sorted(slots + scheduler._free_slots) == list(range(scheduler.max_num_seqs)), "slots drifted"
@@ -29,7 +29,7 @@ def check_scheduler(scheduler: Scheduler) -> None:
 
 
 def check_blocks(manager: BlockManager, sequences: list[Sequence]) -> None:
-    """Assert every invariant of the blocks, given all sequences that own any."""
+    """Check every invariant of the blocks, given all sequences that own any."""
     owners = Counter(block for seq in sequences for block in seq.block_table)
     blocks = range(manager.num_blocks)
     assert all(manager._ref_counts[b] == owners[b] for b in blocks), "reference counts drifted"
@@ -43,7 +43,7 @@ def check_blocks(manager: BlockManager, sequences: list[Sequence]) -> None:
         assert len(set(seq.block_table)) == len(seq.block_table), f"{seq} owns a block twice"
         for index, block in enumerate(seq.block_table):
             content = manager._content[block]
-            if content is not None:  # what others can find there must be what this sequence stored
+            if content is not None:  # what others may find there is what this sequence stored
                 tokens = seq.token_ids[index * manager.block_size : (index + 1) * manager.block_size]
                 stored = np.frombuffer(content.tokens, np.int32).tolist()
                 assert stored == tokens, f"{seq}: block {block} is stale"

@@ -18,7 +18,7 @@ from nanovllm.sampling_params import SamplingParams
 
 
 class FakeLLM:
-    """Answers a prompt with its length and its seed, in a random order; reads as far ahead as an LLM.
+    """Answers a prompt with its length and its seed, in random order; reads ahead as far as an LLM.
 
     `sample`: called with the number of each answer.
     """
@@ -63,7 +63,7 @@ class FakeLLM:
 
 
 def watched(watch: Callable[[int], object], ahead: int = FakeLLM.ahead) -> Callable[..., FakeLLM]:
-    """A maker of a FakeLLM that calls `watch` with the number of each answer."""
+    """A function that creates a FakeLLM, which calls `watch` with the number of each answer."""
 
     def make(*args: object, **options: object) -> FakeLLM:
         llm = FakeLLM()
@@ -78,7 +78,7 @@ def no_model(*args: object, **options: object) -> FakeLLM:
 
 
 def write_rows(path: Path, rows: Iterable[Any]) -> Path:
-    """Write rows as JSON Lines; bytes as they are."""
+    """Write rows as JSON Lines; write bytes unchanged."""
     with path.open("wb") as file:
         for row in rows:
             file.write(row if isinstance(row, bytes) else json.dumps(row).encode() + b"\n")
@@ -86,7 +86,7 @@ def write_rows(path: Path, rows: Iterable[Any]) -> Path:
 
 
 def run(*argv: object, make_llm: Callable[..., Any] = FakeLLM) -> int:
-    """Run `nanovllm run` here and return its exit code."""
+    """Run `nanovllm run` in this process; return its exit code."""
     args = parse_args(["run", *map(str, argv), "--model", demo_model_path()])
     try:
         return main(args, make_llm)

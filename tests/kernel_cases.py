@@ -1,6 +1,6 @@
-"""Checkers of the kernels for any device: interpreted for the CPU tests, compiled for the GPU tests.
+"""Checks of the kernels for any device: interpreted in the CPU tests, compiled in the GPU tests.
 
-A checker runs the Triton launcher and the torch twin and holds both against a computation of its own.
+A check compares the Triton launcher and the torch reference with a computation of its own.
 """
 
 from __future__ import annotations
@@ -69,12 +69,14 @@ TOLERANCE = {F32: 1e-5, F16: 4e-3, BF16: 3e-2}  # a few roundings; the interpret
 
 
 def assert_near(actual: torch.Tensor, expected: torch.Tensor) -> None:
-    """Every element is as near to the exact `expected` as its dtype allows for values of its row's size."""
+    """Check each element against the exact `expected`, within the accuracy of its dtype for the values of its
+    row.
+    """
     expected = expected.double()
     size = expected.abs() + expected.square().mean(dim=-1, keepdim=True).sqrt()
     bound = TOLERANCE[actual.dtype] * size + torch.finfo(actual.dtype).tiny
     excess = (actual.double() - expected).abs() - bound
-    assert (excess <= 0).all(), excess.max()  # NaN fails
+    assert (excess <= 0).all(), excess.max()  # also fails for NaN
 
 
 def randn(*shape: int, dtype: torch.dtype, device: str, seed: int = 0) -> torch.Tensor:
@@ -86,14 +88,14 @@ def randn(*shape: int, dtype: torch.dtype, device: str, seed: int = 0) -> torch.
 
 @dataclass(frozen=True)
 class Heads:
-    """The shape of a cache and of the queries that meet it."""
+    """The heads of a cache and of the queries that attend to it."""
 
     q_heads: int
     kv_heads: int
     head_dim: int
     page: int
     dtype: torch.dtype = F32
-    cache_dtype: torch.dtype | None = None  # dtype if None
+    cache_dtype: torch.dtype | None = None  # None: the dtype of the queries
 
     def __str__(self) -> str:
         dtype = "-".join(str(t).removeprefix("torch.") for t in (self.dtype, self.cache_dtype) if t)
@@ -102,17 +104,17 @@ class Heads:
 
 @dataclass(frozen=True)
 class PagedCache:
-    """Random contexts in scattered pages. Cells of no context, and a page before and after, are NaN."""
+    """Random contexts in scattered pages. Unused cells, and a page before and after the cache, are NaN."""
 
     kv: KVCache
     tables: torch.Tensor  # [S, W] int32
     contexts: torch.Tensor  # [S] int32
-    keys: list[torch.Tensor]  # per sequence [context, kv_heads, head_dim], as an FP8 cache gives them back
+    keys: list[torch.Tensor]  # for each sequence [context, kv_heads, head_dim], as read back from the cache
     values: list[torch.Tensor]
 
 
 def guarded(num_blocks: int, heads: Heads, device: str) -> torch.Tensor:
-    """A NaN-filled buffer of num_blocks pages plus one before and one after."""
+    """A buffer of num_blocks pages plus one page before and after, filled with NaN."""
     shape = (num_blocks + 2, heads.page, heads.kv_heads, heads.head_dim)
     return torch.full(shape, math.nan, device=device).to(heads.cache_dtype or heads.dtype)
 
@@ -120,7 +122,7 @@ def guarded(num_blocks: int, heads: Heads, device: str) -> torch.Tensor:
 def write_cells(
     cache: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor, scale: torch.Tensor | None
 ) -> torch.Tensor:
-    """Put rows [n, kv_heads, head_dim] into `slots` of the cache; return what can be read there again."""
+    """Write rows [n, kv_heads, head_dim] into `slots` of the cache; return what the cache gives back."""
     stored = (rows if scale is None else rows / scale[:, None]).to(cache.dtype)
     bits = torch.int16 if cache.dtype.itemsize == 2 else torch.int32
     bits = torch.uint8 if cache.dtype.itemsize == 1 else bits  # CPUs cannot index FP8
@@ -163,13 +165,15 @@ def naive_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: fl
 
 
 def fused_queries(tokens: int, heads: Heads, device: str) -> torch.Tensor:
-    """Queries as a strided view, the way they lie in the output of a fused projection."""
+    """Queries as a strided view, as in the output of a fused projection."""
     shape = (tokens, heads.q_heads + 2 * heads.kv_heads, heads.head_dim)
     return randn(*shape, dtype=heads.dtype, device=device, seed=99)[:, : heads.q_heads]
 
 
 def check_decode(contexts: Sequence[int], heads: Heads, device: str) -> None:
-    """Both are right; neither the bound on the context nor the batch changes a bit of the kernel's result."""
+    """Kernel and reference are right; neither the bound on the context nor the batch changes a bit of the
+    kernel's result.
+    """
     cache = make_cache(contexts, heads, device)
     q = fused_queries(len(contexts), heads, device)
     scale = heads.head_dim**-0.5
@@ -197,7 +201,7 @@ def check_decode(contexts: Sequence[int], heads: Heads, device: str) -> None:
         assert_near(few, expected[one])
         loose = run(*inputs, contexts[row] + 700, scale, invariant=False)
         assert torch.equal(loose, few)
-    # Few, some, and what counts as many, or as enough for long chunks, with an FP8 cache:
+    # Few rows, some, and many by lowered thresholds, also with long chunks and with those of an FP8 cache.
     many, full, shorter = {"_MANY_PROGRAMS": 1}, {"_FULL_PROGRAMS": 1}, {"_FP8_CHUNK": 256}
     most = len(contexts)
     for rows, patched in (
@@ -219,8 +223,8 @@ def check_shared_prefixes(
 ) -> None:
     """Row r shares its first blocks with row shares[r], as many as both fill.
 
-    In tiles of 16 rows, `invariant`, no bit changes on a device; wider ones sum in another order. The
-    interpreter uses BLAS, which rounds by a row's place in its tile.
+    With tiles of 16 rows (`invariant`) no bit changes on a device; wider tiles sum in another order. The
+    interpreter uses BLAS, whose rounding depends on a row's place in its tile.
     """
     invariant = tile == 16
     chunk = CHUNK if invariant else SHARED_CHUNK
@@ -239,7 +243,7 @@ def check_shared_prefixes(
     assert fields is not None
     columns = fields.members, fields.lens, fields.skips, fields.units
     shared = Shared(*(torch.from_numpy(column).to(device) for column in columns), chunk)
-    # A sequence may be left alone at the end of each of the groups, which are as many as their first rows.
+    # In each group one sequence may share with none; `shares` has no entry for the first row of a group.
     assert int((shared.skips > 0).sum()) >= sum(common > 0 for common in expected)
     q = fused_queries(len(contexts), heads, device)
     inputs = (q, cache.kv, cache.tables, cache.contexts, max(contexts) + 600, heads.head_dim**-0.5)
@@ -258,7 +262,7 @@ def check_shared_prefixes(
 def check_prefill(
     lengths: Sequence[tuple[int, int]], heads: Heads, device: str, tiles: Tiles | None = None
 ) -> None:
-    """`lengths` holds (new tokens, context) per sequence; each query attends to exactly what it may see."""
+    """`lengths` holds (new tokens, context) for each sequence; each query attends to its causal context."""
     cache = make_cache([context for _, context in lengths], heads, device)
     new = torch.tensor([0, *(queries for queries, _ in lengths)])
     bounds = new.cumsum(0).to(device, torch.int32)
@@ -280,9 +284,9 @@ def check_prefill(
 
 
 def check_chunked_prefill(length: int, chunks: Sequence[int], heads: Heads, device: str) -> None:
-    """A prompt cut into `chunks` (the last repeats) gives the kernel's result in one piece.
+    """A prompt in `chunks` (the last one repeats) gives the kernel's result for the whole prompt.
 
-    Bit for bit on a device; the interpreter uses BLAS, which rounds by a row's place in its tile.
+    Bit for bit on a device; the interpreter uses BLAS, whose rounding depends on a row's place in its tile.
     """
     cache = make_cache([length], heads, device)
     q = fused_queries(length, heads, device)
@@ -313,7 +317,7 @@ def _fp8_pair_kernel(words_ptr: tl.tensor, out_ptr: tl.tensor) -> None:
 
 
 def check_fp8_pairs(device: str) -> None:
-    """Every byte as the lower and as the upper one of a word; what is no number stays none where it can."""
+    """Every byte as the low and as the high byte of a word. NaN stays NaN where possible."""
     codes = torch.arange(256, dtype=torch.uint8, device=device)
     cells = torch.stack([codes, codes.roll(77)], dim=1)
     expected = cells.view(FP8).to(F16)
@@ -324,7 +328,7 @@ def check_fp8_pairs(device: str) -> None:
 
 
 def guarded_bytes(num_blocks: int, heads: Heads, cache_dtype: torch.dtype, device: str) -> torch.Tensor:
-    """`guarded` in any dtype: all bits set, which is NaN in each float format that a cache may have."""
+    """`guarded` in any dtype: all bits are set, which is NaN in each float format of a cache."""
     size = (num_blocks + 2) * heads.page * heads.kv_heads * heads.head_dim * cache_dtype.itemsize
     return (
         torch.full((size,), 0xFF, dtype=torch.uint8, device=device)
@@ -334,10 +338,10 @@ def guarded_bytes(num_blocks: int, heads: Heads, cache_dtype: torch.dtype, devic
 
 
 def check_store(tokens: int, heads: Heads, device: str, *, num_blocks: int = 9, fp8: bool = False) -> None:
-    """Exactly the named slots change, in the whole cache and around it; negative slots change nothing.
+    """Exactly the given slots change, in the whole cache and around it; negative slots change nothing.
 
-    At position 0 nothing turns, so that what is stored is known to the bit. In FP8 it is the nearest of all
-    the numbers that the format has, and of two nearest the one with the even code.
+    Position 0 rotates nothing, so the stored bits are known. In FP8 they are the nearest number of the
+    format, and of two equally near ones the number with the even code.
     """
     capacity = num_blocks * heads.page
     slots = torch.randperm(capacity, generator=torch.Generator().manual_seed(tokens))[:tokens]
@@ -345,7 +349,7 @@ def check_store(tokens: int, heads: Heads, device: str, *, num_blocks: int = 9, 
     slots[-1:] = capacity - 1 if capacity - 1 not in slots else slots[-1]
     shape = (tokens, heads.q_heads + 2 * heads.kv_heads, heads.head_dim)
     wide = randn(*shape, dtype=heads.dtype, device=device)
-    if fp8:  # ties, numbers below the smallest, and some past the largest that are clamped
+    if fp8:  # ties, numbers below the smallest, and some above the largest, which are clamped
         wide *= torch.tensor([1e-3, 0.02, 1.0, 300.0], dtype=heads.dtype, device=device)[
             torch.arange(tokens, device=device) % 4, None, None
         ]
@@ -372,7 +376,7 @@ def check_store(tokens: int, heads: Heads, device: str, *, num_blocks: int = 9, 
 
 
 def nearest_fp8(x: torch.Tensor) -> torch.Tensor:
-    """The float8_e4m3fn number nearest to each of x, by comparing with all of them."""
+    """The float8_e4m3fn number nearest to each x, by comparison with all of them."""
     codes = torch.arange(127, dtype=torch.uint8, device=x.device)  # 0 to 448; 127 is NaN
     table = codes.view(torch.float8_e4m3fn).double()
     above = torch.searchsorted(table, x.double().abs().contiguous()).clamp(1, 126)
@@ -390,7 +394,7 @@ def exact_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.T
 
 
 def check_rms_norm(rows: int, n: int, dtype: torch.dtype, device: str) -> None:
-    """On a strided matrix, on a 3-d tensor, and fused with the residual add."""
+    """For a strided matrix and a 3-d tensor, and fused with the residual add."""
     eps = 1e-6
     weight = 1 + 0.1 * randn(n, dtype=dtype, device=device, seed=1)
     x = randn(rows, 2 * n, dtype=dtype, device=device)[:, n:]
@@ -414,7 +418,7 @@ def check_rms_norm(rows: int, n: int, dtype: torch.dtype, device: str) -> None:
 
 
 def check_last_tokens(tokens: int, device: str) -> None:
-    """Kept by slot and taken from there, even if they are none."""
+    """Tokens are stored by slot and read from there, also if they are no tokens."""
     vocab, slots = 100, torch.randperm(tokens + 3, generator=torch.Generator().manual_seed(1)).to(device)
     drawn = torch.arange(tokens, device=device) % vocab
     drawn[::5] = NOT_FINITE
@@ -424,7 +428,7 @@ def check_last_tokens(tokens: int, device: str) -> None:
     lasts = torch.where(kept, drawn, 50).clamp(0, vocab - 1)
     expected = torch.where(ids == LAST_SAMPLED, lasts, ids)
     if device != "cpu":
-        torch.cuda.synchronize()  # slots count as an input of the step
+        torch.cuda.synchronize()  # slots are also an input of the step
     for keep, take in (
         (keep_tokens_triton, take_tokens_triton),
         (keep_tokens_reference, take_tokens_reference),
@@ -439,11 +443,11 @@ def check_last_tokens(tokens: int, device: str) -> None:
 
 # ---- matrix products ----
 
-TILES = (None, *_TILES)  # None: the one that is chosen
+TILES = (None, *_TILES)  # None: the tile that `choose_tile` returns
 
 
 def check_linear(rows: int, n: int, k: int, dtype: torch.dtype, device: str, *, bias: bool) -> None:
-    """On a strided matrix, by kernel and twin; by every tile."""
+    """Kernel and reference, for a strided matrix and every tile."""
     x = randn(rows, 2 * k, dtype=dtype, device=device)[:, k:]
     weight = randn(n, k, dtype=dtype, device=device, seed=1)
     vector = randn(n, dtype=dtype, device=device, seed=2) if bias else None
@@ -463,9 +467,12 @@ def check_linear(rows: int, n: int, k: int, dtype: torch.dtype, device: str, *, 
 def check_linear_rows_are_independent(
     n: int, k: int, dtype: torch.dtype, device: str, counts: Sequence[int], tiles: Sequence[Tile | None]
 ) -> None:
-    """A row has the same bits beside any number of rows, by any of `tiles`, and beside NaN; compiled, also at
-    any place. (The interpreter adds with BLAS, which minds a row's place in a tile, and the last tile of 32
-    rows begins early: those of its rows that no other tile has are only near.)"""
+    """A row has the same bits beside any number of rows, with any of `tiles`, and beside NaN; compiled, also
+    at any place.
+
+    The interpreter adds with BLAS, which depends on a row's place in a tile. The last tile of 32 rows
+    overlaps the one before: rows that only the last tile has are compared within a tolerance.
+    """
 
     def check_same(out: torch.Tensor, rows: slice, expected: torch.Tensor) -> None:
         whole = rows.stop if device != "cpu" or rows.stop <= 32 else rows.stop // 32 * 32
@@ -499,7 +506,7 @@ def check_linear_rows_are_independent(
 def check_rope(
     tokens: int, q_heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: str, *, norm: bool
 ) -> None:
-    """Against a rotation of complex numbers in float64, on views of a fused projection."""
+    """Against a rotation of complex numbers in float64, for views of a fused projection."""
     half, eps = head_dim // 2, 1e-6
     angles = torch.outer(torch.arange(50.0), 1 / 100 ** (torch.arange(half) / half)).to(device)
     table = torch.cat((angles.cos(), angles.sin()), dim=-1)
@@ -534,7 +541,7 @@ def check_rope(
         assert torch.equal(alone, q_out[-1:])
         assert torch.equal(caches[0].flatten(0, 1)[slots], k_stored)
 
-    # Still to be divided by the root mean square of another row, all three: as if that had been done before.
+    # With `rms_of`, q, k and v are still to be divided by the root mean square of another row.
     rms_of = randn(tokens, 40, dtype=dtype, device=device, seed=5) + 2
     factor = rms_of.double().square().mean(-1, keepdim=True).add(eps).rsqrt()[..., None]
     before = [(x.double() * factor).to(dtype) for x in (q, k, v)]
@@ -547,7 +554,7 @@ def check_rope(
         for scaled, exact_out in zip(*outs, strict=True):
             assert_near(scaled, exact_out.double())
 
-    # In FP8: what the cache of q's dtype holds, quantised.
+    # In FP8: what a cache of q's dtype would hold, quantised.
     scale = torch.linspace(0.01, 0.02, kv_heads, device=device)
     caches = [torch.zeros_like(cache, dtype=torch.float8_e4m3fn) for cache in caches]
     for store in STORES:
@@ -579,7 +586,7 @@ GEMVS = (gemv_triton, gemv_reference)
 
 
 def check_gemv(rows: int, n: int, k: int, dtype: torch.dtype, device: str) -> None:
-    """Every combination that a model uses; past the weight's and the bias's last rows lies NaN."""
+    """Every combination that a model uses; behind the last rows of weight and bias is NaN."""
     x = randn(rows, k + 8, dtype=dtype, device=device)[:, :k]
     residual = randn(rows, k, dtype=dtype, device=device, seed=1)
     norm_weight = randn(k, dtype=dtype, device=device, seed=2)
@@ -622,7 +629,7 @@ Sampler = Callable[..., torch.Tensor]
 
 @dataclass(frozen=True)
 class Rows:
-    """The columns of a sampling call beside its logits."""
+    """The columns of a sampling call in addition to its logits."""
 
     temperature: torch.Tensor
     seeds: torch.Tensor
@@ -644,7 +651,9 @@ ALL = slice(None)
 
 
 def assert_drawn(part: torch.Tensor, sums: torch.Tensor, ids: torch.Tensor, bits: torch.Tensor) -> None:
-    """bits / 2**32 falls, but for rounding, into the share of `sums` [S] that ids [S] of part [S, n] take."""
+    """Check that bits / 2**32, within rounding, is in the share of `sums` [S] that ids [S] of part [S, n]
+    have.
+    """
     after = part.cumsum(-1).gather(-1, ids[:, None])[:, 0]
     before = after - part.gather(-1, ids[:, None])[:, 0]
     target = bits.double() * 2.0**-32 * sums
@@ -652,14 +661,15 @@ def assert_drawn(part: torch.Tensor, sums: torch.Tensor, ids: torch.Tensor, bits
 
 
 def check_sample(count: int, vocab: int, dtype: torch.dtype, device: str) -> None:
-    """Each id is where its row's two random numbers fall, and has a chance; a greedy row has the first of the
-    largest logits."""
+    """Each id matches its row's two random numbers and has a positive probability; a greedy row has the first
+    of the largest logits.
+    """
     rows = make_rows(count, device)
     block_bits, token_bits = random_pair_reference(rows.seeds, rows.positions)
     drawn = rows.temperature >= 1e-5
     divisor = rows.temperature.double().where(drawn, 1.0)[:, None]
     blocks = -(-vocab // SAMPLE_BLOCK)
-    for spread in (3.0, 0.0):  # with 0 each block of the vocabulary is drawn somewhere
+    for spread in (3.0, 0.0):  # at temperature 0 each block of the vocabulary wins somewhere
         logits = (spread * randn(count, vocab + 5, dtype=F32, device=device)).to(dtype)
         logits[:, vocab:] = 1e4  # would win if it were read
         logits = logits[:, :vocab]
@@ -679,7 +689,7 @@ def check_sample(count: int, vocab: int, dtype: torch.dtype, device: str) -> Non
 
 
 def check_sampling_rows_are_independent(count: int, vocab: int, device: str, filters: bool = False) -> None:
-    """A row alone, among 2, 17 and all in another order, and beside rows that hold NaN gives the same id."""
+    """A row gives the same id alone, among 2 and 17, in another order, and beside rows with NaN."""
     logits = randn(count, vocab, dtype=F32, device=device).to(BF16 if filters else F32)
     rows, of_all = make_rows(count, device, (0.0, 0.7, 1.3)), make_filters(count, device)
     bad = torch.arange(count, device=device) % 4 == 1
@@ -699,9 +709,11 @@ def check_sampling_rows_are_independent(count: int, vocab: int, device: str, fil
 
 
 def check_sampling_extremes(vocab: int, device: str) -> None:
-    """Bad rows give -1, ties the lowest index, masked tokens never win, and no finite logit is too large."""
+    """Rows that are not finite give -1, ties the lowest index, masked tokens never win, and no finite logit
+    is too large.
+    """
     inf, nan, last = math.inf, math.nan, vocab - 1
-    # Logits that differ from the base, the base, the expected id.
+    # changed logits, the base of all others, the expected id
     cases: list[tuple[dict[int, float], float, int]] = [
         ({0: nan}, 0.0, -1),
         ({last: nan}, 0.0, -1),
@@ -723,13 +735,15 @@ def check_sampling_extremes(vocab: int, device: str) -> None:
         rows = make_rows(len(cases), device, (temperature,))
         for sampler in SAMPLERS:
             ids = sampler(logits, *rows.pick(ALL))
-            # Two equal logits are a tie for a greedy row, a fair coin for any other.
+            # Two equal logits: a tie for a greedy row, equal chances for any other row.
             tie = (ids == last) & (logits[:, last // 2] == logits[:, last]) & (temperature >= 1e-5)
             assert torch.equal(ids.masked_fill(tie, last // 2), expected), temperature
 
 
 def check_exchanged_rows(vocab: int, size: int, count: int, dtype: torch.dtype, device: str) -> None:
-    """Ranks that have some columns each draw what one with all of them does: filters, bad rows and all."""
+    """Ranks with some columns each draw what one rank with all columns draws, for filters and rows that are
+    not finite.
+    """
     logits = randn(count, vocab, dtype=F32, device=device).round(decimals=1).to(dtype)
     logits[1::7, vocab // 2] = math.nan
     logits[2::7, vocab - 1] = math.inf
@@ -738,11 +752,11 @@ def check_exchanged_rows(vocab: int, size: int, count: int, dtype: torch.dtype, 
     part = -(-vocab // size)
     columns = torch.nn.functional.pad(logits, (0, size * part - vocab), value=1e4).split(part, dim=1)
     max_rows = count + 3
-    rooms = logits.new_full((size, ExchangedRows.numel(max_rows, vocab, size)), math.nan)
-    places = torch.tensor([room.data_ptr() for room in rooms], device=device)
+    buffers = logits.new_full((size, ExchangedRows.numel(max_rows, vocab, size)), math.nan)
+    places = torch.tensor([buffer.data_ptr() for buffer in buffers], device=device)
     ranks = [
-        ExchangedRows(rank, places, rooms[rank], max_rows, vocab, lambda x: x) for rank in range(size)
-    ]  # which do not wait for each other
+        ExchangedRows(rank, places, buffers[rank], max_rows, vocab, lambda x: x) for rank in range(size)
+    ]  # these ranks do not wait for each other
     assert ranks[0].fits(max_rows, dtype) and not ranks[0].fits(max_rows + 1, dtype)
     for rows_now in (count, 1):
         whole = [
@@ -796,7 +810,7 @@ def make_filters(count: int, device: str) -> Filters:
 def kept_by_sorting(
     logits: torch.Tensor, temperature: float, top_k: int, top_p: float, min_p: float
 ) -> set[int]:
-    """The tokens that the filters keep of logits [V], by the definition: a stable sort, sums in float64."""
+    """The tokens that the filters keep of logits [V], by definition: a stable sort, sums in float64."""
     wide = logits.double()
     order = wide.argsort(descending=True, stable=True)
     scaled = (wide[order] - wide.max()) / temperature
@@ -823,7 +837,7 @@ def adversarial_logits(vocab: int, device: str) -> list[torch.Tensor]:
 
 
 def check_filters(count: int, vocab: int, dtype: torch.dtype, device: str) -> None:
-    """Kernel and twin draw the same token for each filter, and one that the sorted vocabulary keeps."""
+    """Kernel and reference draw the same token for each filter; sorting the vocabulary keeps it."""
     filters = make_filters(count, device)
     rows = make_rows(count, device, (0.6, 1.0, 0.0, 3.0, 0.05))
     for base in adversarial_logits(vocab, device):
@@ -840,9 +854,9 @@ def check_filters(count: int, vocab: int, dtype: torch.dtype, device: str) -> No
 
 
 def check_filters_keep_all_that_they_should(sampler: Sampler, vocab: int, draws: int, device: str) -> None:
-    """Over many draws just the tokens that the sorted vocabulary keeps, each by its share: chi-square.
+    """Many draws give exactly the tokens that sorting keeps, each with its probability: chi-square.
 
-    Rows differ in their position, and each one's neighbours in their filters.
+    Rows differ in their position, and neighbouring rows in their filters.
     """
     for base in (
         *adversarial_logits(vocab, device)[:4],
@@ -900,9 +914,9 @@ def check_sampling_keys(sampler: Sampler, device: str) -> None:
 
 
 def check_sampling_distribution(sampler: Sampler, draws: int, device: str, *, blocks: int = 1) -> None:
-    """Chi-square against softmax of draws that differ in their position, and in either word of their seed.
+    """Chi-square against softmax, for draws that differ in their position and in each word of their seed.
 
-    32 tokens have a chance, spread over so many blocks of the vocabulary.
+    32 tokens have a positive probability, spread over as many blocks of the vocabulary.
     """
     finite = torch.linspace(-3, 3, 32, device=device)
     logits = torch.full((32, 1 if blocks == 1 else blocks * SAMPLE_BLOCK // 32), -math.inf, device=device)
@@ -941,8 +955,9 @@ def _pair_kernel(
 
 
 def check_random_pairs(device: str) -> None:
-    """Kernel and twin draw the very same bits. Over random and consecutive keys each bit is set about half
-    the time, and each two of them agree about half the time."""
+    """Kernel and reference draw the same bits. For random and consecutive keys, each bit is set about half
+    the time, and any two bits agree about half the time.
+    """
     count = 8192
     rows = make_rows(count, device)
     seeds = rows.seeds.clone()

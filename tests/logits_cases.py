@@ -1,6 +1,6 @@
-"""Checkers of the kernels between logits and tokens, for any device, as `kernel_cases` for the others.
+"""Checks of the kernels between logits and tokens for any device, like `kernel_cases` for the other kernels.
 
-A checker runs the Triton launcher and the torch twin and holds both against a computation of its own.
+A check compares the Triton launcher and the torch reference with a computation of its own.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from transformers import RepetitionPenaltyLogitsProcessor, SuppressTokensLogitsP
 from nanovllm.kernels import logprobs
 from nanovllm.kernels.logits import (
     IN_PROMPT,
-    MOST,
+    MAX_COUNT,
     WORD,
     RowMasks,
     RowPenalties,
@@ -43,8 +43,9 @@ SPARE_SLOTS = 3  # that no row of a check has
 
 
 def make_histories(rows: int, vocab: int) -> list[tuple[list[int], list[int]]]:
-    """The prompt and the output of each row: both have tokens twice, some in common, the first and the last
-    of the vocabulary."""
+    """The prompt and the output of each row. Both repeat tokens and share some, and have the first and the
+    last id of the vocabulary.
+    """
     generator = torch.Generator().manual_seed(rows)
     histories = []
     for row in range(rows):
@@ -58,7 +59,7 @@ def make_histories(rows: int, vocab: int) -> list[tuple[list[int], list[int]]]:
 def make_counts(
     histories: list[tuple[list[int], list[int]]], slots: torch.Tensor, vocab: int
 ) -> torch.Tensor:
-    """The table of counts for these rows. Cells of other slots hold what no row may see."""
+    """The table of counts of these rows. Other slots hold counts that no row may use."""
     counts = torch.full((len(slots) + SPARE_SLOTS, vocab), IN_PROMPT + 5, dtype=torch.int16)
     for (prompt, output), slot in zip(histories, slots.tolist(), strict=True):
         counts[slot] = 0
@@ -70,13 +71,14 @@ def make_counts(
 
 
 def make_slots(rows: int, device: str) -> torch.Tensor:
-    """Places that are neither in order nor the first ones."""
+    """Slots that are neither in order nor the first ones."""
     return torch.randperm(rows + SPARE_SLOTS, generator=torch.Generator().manual_seed(rows))[:rows].to(device)
 
 
 def make_masks(rows: int, vocab: int, device: str) -> tuple[RowMasks, list[set[int] | None]]:
-    """Masks of two rows in three, in an order of their own, and what each row allows. Bits behind the
-    vocabulary are set. One mask allows a single token, one nothing."""
+    """Masks of two rows in three, in another order, and the tokens that each row allows. Bits beyond the
+    vocabulary are set. One mask allows a single token, one allows nothing.
+    """
     generator = torch.Generator().manual_seed(vocab)
     num_masks = len([row for row in range(rows) if row % 3])
     order = torch.randperm(num_masks, generator=generator).tolist()
@@ -104,7 +106,7 @@ def processed(
     history: tuple[list[int], list[int]],
     allowed: set[int] | None,
 ) -> list[float]:
-    """One row by the definition, token by token."""
+    """One row by definition, token by token."""
     repetition, frequency, presence = penalties
     prompt, output = history
     result = []
@@ -118,7 +120,7 @@ def processed(
 
 
 def check_process_logits(rows: int, vocab: int, dtype: torch.dtype, device: str) -> None:
-    """Penalties alone, masks alone and both, on a strided matrix that has NaN and infinities in it."""
+    """Penalties alone, masks alone and both, for a strided matrix with NaN and infinities."""
     logits = (3 * randn(rows, vocab + 7, dtype=F32, device=device)).to(dtype)[:, :vocab]
     logits[0, vocab // 2] = 0.0
     logits[-1, 0], logits[-1, vocab - 1] = math.nan, -math.inf
@@ -154,7 +156,7 @@ def check_process_logits(rows: int, vocab: int, dtype: torch.dtype, device: str)
 
 
 def check_process_logits_as_transformers(vocab: int, device: str) -> None:
-    """A row each of its processors for the same: repetition penalty, and tokens that are suppressed."""
+    """One row for each of transformers' processors: repetition penalty and suppressed tokens."""
     logits = 4 * randn(2, vocab, dtype=F32, device=device)
     prompt, output = [3, 5, 3, vocab - 1], [7, 5, 0]
     slots = torch.tensor([2, 0], device=device)
@@ -176,8 +178,9 @@ def check_process_logits_as_transformers(vocab: int, device: str) -> None:
 
 
 def check_counts(vocab: int, device: str) -> None:
-    """A slot that is named forgets what it had, the others do not; what is no token or in no slot counts
-    nothing, and counts end at MOST."""
+    """Restarting a slot clears its counts only. Ids that are no token and rows without a slot count nothing,
+    and counts stop at MAX_COUNT.
+    """
     slots = torch.tensor([4, 1, 3], device=device)
     histories = [([2, 2, 7], [7, 7, 0]), ([], [5]), ([vocab - 1], [])]
     expected = make_counts(histories, slots, vocab)
@@ -200,16 +203,16 @@ def check_counts(vocab: int, device: str) -> None:
     restart_counts(counts, slots[:1], prompts[:1], nothing.long(), nothing)
     expected[4], expected[4, 2] = 0, IN_PROMPT
     assert torch.equal(counts, expected)
-    restart_counts(counts, slots[:1], prompts[:1], prompts[:1], torch.tensor([MOST], device=device))
+    restart_counts(counts, slots[:1], prompts[:1], prompts[:1], torch.tensor([MAX_COUNT], device=device))
     count_tokens(counts, slots[:1], torch.tensor([2], device=device))
-    assert counts[4, 2] == IN_PROMPT + MOST
+    assert counts[4, 2] == IN_PROMPT + MAX_COUNT
 
 
 # ---- logprobs ----
 
 
 def run_both(check: Callable[[], TokenLogprobTensors]) -> list[TokenLogprobTensors]:
-    """What comes of Triton and of the twin."""
+    """The results of Triton and of the reference."""
     results = []
     for by_triton in (True, False):
         with mock.patch.object(logprobs, "use_triton", lambda _, answer=by_triton: answer):
@@ -218,8 +221,9 @@ def run_both(check: Callable[[], TokenLogprobTensors]) -> list[TokenLogprobTenso
 
 
 def check_token_logprobs(rows: int, vocab: int, dtype: torch.dtype, device: str) -> None:
-    """Against log_softmax in float64 and a stable sort: among equals the lower id is first. Rows are random,
-    full of ties, with -inf nearly everywhere, and all alike in turn."""
+    """Against log_softmax in float64 and a stable sort: of equal logits the lower id comes first. Rows are
+    random, full of ties, nearly all -inf, or all equal.
+    """
     logits = (3 * randn(rows, vocab + 3, dtype=F32, device=device)).to(dtype)[:, :vocab]
     logits[1::4] = logits[1::4].float().round().to(dtype)
     logits[2::4, 2:] = -math.inf
@@ -229,7 +233,7 @@ def check_token_logprobs(rows: int, vocab: int, dtype: torch.dtype, device: str)
     exact = wide.log_softmax(dim=1)
     order = wide.argsort(dim=1, descending=True, stable=True)
     chosen = torch.randint(vocab, (rows,), generator=torch.Generator().manual_seed(1)).to(device)
-    chosen[::5] = -1  # a row that failed
+    chosen[::5] = -1  # a row that is not finite
     chosen[2::4] = 0
     ids = chosen.clamp(min=0)[:, None]
     ranks = (wide >= wide.gather(1, ids)).sum(dim=1)
@@ -246,7 +250,7 @@ def check_token_logprobs(rows: int, vocab: int, dtype: torch.dtype, device: str)
 
 
 def check_logprobs_rows_are_independent(rows: int, vocab: int, device: str) -> None:
-    """A row alone, in a shuffled batch and beside NaN and infinities is the same, bit for bit."""
+    """A row has the same bits alone, in a shuffled batch, and beside NaN and infinities."""
     logits = randn(rows, vocab, dtype=F32, device=device)
     chosen = torch.arange(rows, device=device) % vocab
     order = torch.randperm(rows, generator=torch.Generator().manual_seed(1)).to(device)

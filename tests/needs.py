@@ -1,6 +1,6 @@
-"""What some GPU tests need beyond a GPU; without it they are skipped with the engine's own reason.
+"""The requirements of some GPU tests; where one is missing, the test is skipped with the engine's own reason.
 
-Never skips what every GPU that the engine supports can do: the backends "triton" and "reference" always run.
+The backends "triton" and "reference" run on every supported GPU, so their tests are never skipped.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from nanovllm.attention.reference import ReferenceBackend
 from nanovllm.attention.select import select
 from nanovllm.device import Device
 
-HEAD_DIM = 128  # as all models of these tests have, or a smaller one that is no less supported
+HEAD_DIM = 128  # the heads of these tests' models, or smaller ones that are supported alike
 
 
 def this_gpu() -> Device:
@@ -21,7 +21,7 @@ def this_gpu() -> Device:
 
 
 def needs_backend(name: str, dtype: str = "auto") -> None:
-    """Skip the test in progress where attention backend `name` cannot run a model of bfloat16 as `dtype`."""
+    """Skip the current test if backend `name` does not support a bfloat16 model loaded as `dtype`."""
     if name != FlashAttnBackend.name:
         return
     gpu = this_gpu()
@@ -32,7 +32,7 @@ def needs_backend(name: str, dtype: str = "auto") -> None:
 
 
 def needs_kv_cache_dtype(name: str) -> None:
-    """Skip the test in progress where a KV cache of `kv_cache_dtype=name` is refused."""
+    """Skip the current test if `kv_cache_dtype=name` is not supported."""
     if name != "fp8":
         return
     try:

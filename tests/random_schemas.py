@@ -1,4 +1,4 @@
-"""Random JSON schemas, and the answers of a model that draws at random."""
+"""Random JSON schemas for the tests of structured outputs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ WORDS = ["name", "age", "city", "tags", "price", "note", "kind", "the user's id"
 
 
 def random_schema(seed: int) -> dict[str, Any]:
-    """An object of a few required properties, different for each seed; small enough for short answers."""
+    """An object with a few required properties, another one for each seed; small, so answers are short."""
     rng = random.Random(seed)
     return _object(rng, 0, f"{seed}")
 

@@ -1,6 +1,6 @@
-"""What sampling parameters mean: one answer by a plain loop over transformers' logits and its own processors.
+"""The meaning of sampling parameters: answers by a plain loop over transformers' logits and processors.
 
-Nothing of the engine is used but the last draw of a row with a temperature, `sample_reference`.
+Uses nothing of the engine except the last draw of a row with a temperature, `sample_reference`.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
 
 @dataclass(frozen=True)
 class Answer:
-    """One completion. `told`, by logprobs_mode: [tokens, V] float32, what each token was chosen from."""
+    """One completion. `logprob_values`: by logprobs_mode, values [tokens, V] for the choice of each token."""
 
     token_ids: list[int]
     finish_reason: str
-    told: dict[str, torch.Tensor]
+    logprob_values: dict[str, torch.Tensor]
 
 
 @lru_cache(maxsize=4096)
@@ -59,7 +59,7 @@ class Reference:
         self.vocab_size = len(tokenizer)
 
     def answer(self, prompt: list[int], params: SamplingParams) -> Answer:
-        """The first completion; params has a seed or no temperature."""
+        """The first completion; params has a seed or is greedy."""
         ids, reason = list(prompt), "length"
         stop_ids = {*(params.stop_token_ids or ()), *([] if params.ignore_eos else [self.eos])}
         steps: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -77,11 +77,11 @@ class Reference:
             torch.stack(column) if column else torch.empty(0, self.vocab_size)
             for column in (zip(*steps, strict=True) if steps else ([], []))
         )
-        told = [raw.log_softmax(-1), filtered.log_softmax(-1), raw, filtered]
-        return Answer(ids[len(prompt) :], reason, dict(zip(MODES, told, strict=True)))
+        logprob_values = [raw.log_softmax(-1), filtered.log_softmax(-1), raw, filtered]
+        return Answer(ids[len(prompt) :], reason, dict(zip(MODES, logprob_values, strict=True)))
 
     def prompt_logits(self, prompt: list[int]) -> torch.Tensor:
-        """[len(prompt) - 1, V]: what each token but the first is scored by."""
+        """[len(prompt) - 1, V]: the logits that score each token but the first."""
         with torch.inference_mode():
             return transformers_model(self.folder)(torch.tensor([prompt])).logits[0, :-1]
 
@@ -93,7 +93,7 @@ class Reference:
         params: SamplingParams,
         stop_ids: list[int],
     ) -> torch.Tensor:
-        """Logits [1, V] after all that applies to greedy rows too, in vLLM's order."""
+        """Logits [1, V] after all processing that also applies to greedy rows, in vLLM's order."""
         x = raw.clone()
         both = torch.tensor([prompt + output])
         for function in params.logits_processors or ():
@@ -103,7 +103,7 @@ class Reference:
             x = SequenceBiasLogitsProcessor([[[k], float(v)] for k, v in params.logit_bias.items()])(both, x)
         if params.repetition_penalty != 1:
             x = RepetitionPenaltyLogitsProcessor(params.repetition_penalty)(both, x)
-        for token_id in output:  # once for each time
+        for token_id in output:  # once for each occurrence
             x[0, token_id] -= params.frequency_penalty
         for token_id in set(output):
             x[0, token_id] -= params.presence_penalty
@@ -127,7 +127,7 @@ class Reference:
 
     @staticmethod
     def _filtered(x: torch.Tensor, params: SamplingParams) -> torch.Tensor:
-        """What a row with a temperature is drawn from."""
+        """The logits from which a row with a temperature is drawn."""
         if params.temperature == 0:
             return x
         warpers = LogitsProcessorList([TemperatureLogitsWarper(params.temperature)])
@@ -153,7 +153,7 @@ class Reference:
 
 
 def check_token(shown: dict[int, Logprob], token_id: int, values: torch.Tensor, asked: int) -> None:
-    """One token's dictionary against values [V]: the token and its `asked` likeliest."""
+    """Check a token's dictionary against values [V]: the token and its `asked` likeliest ones."""
     count = len(values) if asked < 0 else min(asked, len(values))
     assert count <= len(shown) <= count + 1 and next(iter(shown)) == token_id
     own, mine = shown[token_id], float(values[token_id])
@@ -173,14 +173,14 @@ def check_token(shown: dict[int, Logprob], token_id: int, values: torch.Tensor, 
 def check_completion(
     output: CompletionOutput, answer: Answer, params: SamplingParams, mode: str = MODES[0]
 ) -> None:
-    """Tokens, their end and their logprobs."""
+    """Check tokens, finish reason and logprobs."""
     assert output.token_ids == answer.token_ids
     assert output.finish_reason == answer.finish_reason
     if params.logprobs is None:
         assert output.logprobs is None and output.cumulative_logprob is None
         return
     assert len(output.logprobs) == len(answer.token_ids)
-    values, total = answer.told[mode], 0.0
+    values, total = answer.logprob_values[mode], 0.0
     for place, (shown, token_id) in enumerate(zip(output.logprobs, answer.token_ids, strict=True)):
         check_token(shown, token_id, values[place], params.logprobs)
         total += float(values[place, token_id])
@@ -190,7 +190,7 @@ def check_completion(
 def check_prompt(
     output: RequestOutput, logits: torch.Tensor, params: SamplingParams, normalize: bool
 ) -> None:
-    """The prompt's logprobs: None for its first token, each other by the logits before it."""
+    """Check the prompt's logprobs: None for its first token, the others from the logits before them."""
     if params.prompt_logprobs is None:
         assert output.prompt_logprobs is None
         return
@@ -202,7 +202,7 @@ def check_prompt(
 
 
 def checker(reference: Reference, mode: str = MODES[0]) -> Callable[[RequestOutput, SamplingParams], None]:
-    """What holds one output against the reference, its prompt included."""
+    """A function that checks one output, its prompt included, against the reference."""
     known: dict[tuple[object, ...], Answer] = {}
 
     def check(output: RequestOutput, params: SamplingParams) -> None:

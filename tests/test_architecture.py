@@ -1,4 +1,4 @@
-"""Who may import whom, read from the source with `ast`: the table in "Rooms and floors" of docs/design.md."""
+"""The allowed imports, read from the source with `ast`: the table in "Rooms and floors" of docs/design.md."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "nanovllm"
 
-# The floors, lowest first; a folder or file stands on one of them and imports lower ones alone. Files of the
-# first floor, and of one folder, import each other freely, but not in a circle.
+# The floors, lowest first. Each folder or file is on one floor and imports only lower floors. Files of the
+# first floor, and files of one folder, may import each other, but not in a circle.
 FLOORS = (
     {"vllm_arguments", "errors", "lifecycle", "config", "sampling_params", "inputs", "outputs"}
     | {"structured_outputs", "device", "batch", "columns", "events", "versions"},
@@ -27,7 +27,7 @@ FLOORS = (
     {"jobs", "integrations"},
     {"", "__main__"},  # nanovllm/__init__.py and `python -m nanovllm`
 )
-# These wings never import torch; only the floors from `engine` on see what is in them.
+# They never import torch. Only `engine` and the floors above import them.
 WINGS = {"text", "plan"}
 NO_TORCH = WINGS | (FLOORS[0] - {"device"})
 USES_TORCH_DISTRIBUTED = {"distributed"}
@@ -76,7 +76,7 @@ def test_imports(path: Path) -> None:
             continue
         target = room_of(name.removeprefix("nanovllm").removeprefix("."))
         if module == "" and target == "llm":
-            continue  # the one lazy import: `import nanovllm` stays cheap
+            continue  # the only lazy import, so that `import nanovllm` stays cheap
         assert target in NO_TORCH or room not in NO_TORCH, f"{module} must not need torch, as {name} does"
         assert node in tree.body, f"{module}: the import of {name} is hidden in a block"
         if target == room or (floor == 0 and target in FLOORS[0]):
@@ -87,9 +87,8 @@ def test_imports(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: module_of(path) or "nanovllm")
-def test_cuda_calls_have_one_home(path: Path) -> None:
-    """Every call into torch.cuda is in `Device`, a kernel or the CUDA graphs; naming one of its types is
-    free."""
+def test_cuda_calls_are_in_one_place(path: Path) -> None:
+    """Only `Device`, kernels and the CUDA graphs call torch.cuda; its types may be named anywhere."""
     module = module_of(path)
     if room_of(module) in ("device", "kernels") or module == "runner.cuda_graph":
         return
@@ -104,7 +103,7 @@ def test_every_module_says_what_it_owns(path: Path) -> None:
 
 
 def test_packages_have_no_cycles() -> None:
-    """No file imports itself, on whatever way."""
+    """No file imports itself, directly or through others."""
     graph = {
         module_of(path): {
             name.removeprefix("nanovllm.")
@@ -128,8 +127,8 @@ PRODUCTS = {"linear", "gemv", "matmul", "mm", "bmm", "addmm", "addmm_", "einsum"
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: module_of(path) or "nanovllm")
-def test_products_have_one_home(path: Path) -> None:
-    """A layer or a model multiplies by a `LinearMethod` alone."""
+def test_products_are_in_one_place(path: Path) -> None:
+    """A layer or a model multiplies only through a `LinearMethod`."""
     if room_of(module_of(path)) in ("kernels", "quantization"):
         return
     for node in ast.walk(ast.parse(path.read_text())):
@@ -143,7 +142,7 @@ MAX_FILE, MAX_FUNCTION, MAX_ARGUMENTS = 400, 60, 8
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: module_of(path) or "nanovllm")
 def test_files_functions_and_calls_are_short(path: Path) -> None:
-    """More arguments in order call for a value. A kernel is one function, with its arguments one by one."""
+    """Many arguments should be one value. A kernel is one function and gets its arguments one by one."""
     text = path.read_text()
     assert len(text.splitlines()) <= MAX_FILE
     for node in ast.walk(ast.parse(text)) if room_of(module_of(path)) != "kernels" else ():

@@ -1,4 +1,4 @@
-"""What the documents promise is what the code has."""
+"""The documents agree with the code."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ FIELDS = {
 
 
 def section(text: str, heading: str) -> str:
-    """What stands under a heading of the second level."""
+    """The text under a heading of the second level."""
     return text.split(f"\n## {heading}\n")[1].split("\n## ")[0]
 
 
 def anchors(text: str) -> set[str]:
-    """What a link can lead to within `text`."""
+    """The targets that a link may have within `text`."""
     headings = re.findall(r"^#+ (.*)$", text, re.M)
     return {"#" + re.sub(r"[^\w-]", "", line.replace(" ", "-")).lower() for line in headings}
 
@@ -77,7 +77,7 @@ def test_what_is_not_supported_is_what_is_refused() -> None:
 
 @pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)
 def test_files_that_are_named_exist(path: Path) -> None:
-    """Paths are from the project's folder or from the package's; a file yet to come is called new."""
+    """Paths start at the project's folder or at the package; a file that does not exist yet is called new."""
     text = re.sub(r"new `[^`]+`", "", path.read_text())
     quoted = re.findall(r"`([^`\n]+)`", text)
     named = re.findall(r"[\w./-]+\.(?:py|md|toml)\b", " ".join(quoted))
@@ -86,7 +86,7 @@ def test_files_that_are_named_exist(path: Path) -> None:
 
 
 def test_names_of_the_code_exist_in_the_design() -> None:
-    """A class, function or constant in backticks is somewhere in the code."""
+    """A class, function or constant in backticks exists in the code."""
     code = "\n".join(
         file.read_text()
         for folder in ("nanovllm", "tools", "tests")
@@ -131,7 +131,7 @@ def test_pictures_are_shown_and_name_files_that_exist(path: Path) -> None:
 
 
 def test_links_of_the_readme_lead_somewhere_on_a_package_index_too() -> None:
-    """There only the text of README.md is shown: a link to a file of the project leads nowhere."""
+    """A package index shows only the text of README.md, so a link to a file of the project leads nowhere."""
     for target in links(README):
         assert target.startswith("https://") or target in anchors(README), target
 
@@ -169,7 +169,7 @@ def test_exit_codes_of_jobs_are_those_of_the_code() -> None:
         r"^\| ([\d, ]+) \|", section((ROOT / "docs/jobs.md").read_text(), "Resuming a job"), re.M
     )
     assert {int(code) for cell in cells for code in cell.split(",")} == codes
-    others = {job_errors.TERMINATED, job_errors.READER_LEFT}  # named in passing, and not of `run`
+    others = {job_errors.TERMINATED, job_errors.READER_LEFT}  # named in the text, and no codes of `run`
     assert {int(code) for code in re.findall(r"^  (\d+) ", EPILOG, re.M)} == codes - others
 
 
@@ -180,7 +180,7 @@ def test_every_flag_of_jobs_is_one() -> None:
 
 
 def flags_of(command: str) -> set[str]:
-    """The flags of a command, as its help names them."""
+    """The flags of a command, from its help."""
     with pytest.raises(SystemExit), redirect_stdout(StringIO()) as out:
         parse_args([command, "--help"])
     return set(re.findall(r"--[a-z][\w-]+", out.getvalue()))

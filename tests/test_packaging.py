@@ -1,4 +1,4 @@
-"""What is built from this folder: a wheel of the package alone, and an sdist of the whole project."""
+"""The built wheel contains only the package, the sdist the whole project."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_every_file_of_the_package_is_installed() -> None:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the wheel and the sdist of a copy of the project."""
+    """A folder with the wheel and the sdist, built from a copy of the project."""
     copy, folder = tmp_path_factory.mktemp("project"), tmp_path_factory.mktemp("dist")
     for name in FOLDERS:
         shutil.copytree(ROOT / name, copy / name, ignore=JUNK)

@@ -12,7 +12,7 @@ SECONDS = 120
 
 
 def in_threads(count: int, work: Callable[[int], Result]) -> list[Result]:
-    """Run work(0) ... work(count - 1) at once, each in a thread; return the results, or raise an error."""
+    """Run work(0) ... work(count - 1) in parallel threads; return the results, or raise an error."""
     barrier = threading.Barrier(count)
 
     def run(index: int) -> Result:

@@ -1,6 +1,6 @@
-"""Tiny random checkpoints written by transformers itself, and what transformers computes with them.
+"""Tiny random checkpoints that transformers writes, and their outputs computed by transformers.
 
-The weights are large enough that greedy choices are far apart, and nothing in them is 0 or 1 by accident.
+The weights are so large that greedy choices are far apart, and no weight is 0 or 1.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ import torch
 
 from nanovllm.device import Device
 from nanovllm.distributed.group import TPGroup
-from nanovllm.distributed.peer_memory import PeerRooms
+from nanovllm.distributed.peer_memory import PeerMemorySizes
 from nanovllm.distributed.rendezvous import Rendezvous
 from nanovllm.kernels.all_reduce import EMPTY, all_reduce_add_rms_norm_triton, all_reduce_triton
 from nanovllm.kernels.rms_norm import add_rms_norm
@@ -39,7 +39,7 @@ def ways(group: TPGroup, hidden: int, device: Device) -> dict[str, Callable[[tor
             work.wait()
         return x
 
-    group.make_peer_memory(PeerRooms(torch.bfloat16, max(ROWS), hidden), device)
+    group.make_peer_memory(PeerMemorySizes(torch.bfloat16, max(ROWS), hidden), device)
     peer_memory = group._peer_memory
     weight = torch.ones(hidden, dtype=torch.bfloat16, device=device.torch)
 
@@ -113,7 +113,7 @@ def work(rank: int, ranks: int, hidden: int, port: int | None, ports: multiproce
         line = f"{rows:6}{rows * hidden * 2 // 1024:8}"
         for name, way in candidates.items():
             x = torch.full((rows, hidden), float(rank + 1), dtype=torch.bfloat16, device=device.torch)
-            if group._peer_memory is not None:  # torch's ways leave their rows in the rooms of ours
+            if group._peer_memory is not None:  # torch's ways leave their rows in our buffers
                 group._peer_memory._buffer.view(torch.int16).fill_(EMPTY)
             candidates["nccl"](x.clone())  # and all have done so before any goes on
             device.synchronize()

@@ -1,9 +1,9 @@
-"""The tasks of the demo model: random small problems, each with exactly one right answer as text.
+"""The tasks of the demo model: small random problems, each with exactly one correct answer as text.
 
-Owns the prompts, the worked answers, the split into training and held-out problems, and the score. Answers
-think aloud (one column, letter or step at a time), so that a few million parameters can get them all right.
-Words to be taken apart are in capitals, which the demo tokenizer keeps as single tokens, like digits.
-Pure Python; knows nothing of models or tokenizers.
+Owns the prompts, the answers, the split into training and held-out problems, and the score. Answers show
+their steps (one column, letter or count at a time), so a model with a few million parameters can solve every
+task. Words whose letters matter are in capitals: the demo tokenizer encodes each capital letter, like each
+digit, as one token. Pure Python; knows nothing of models or tokenizers.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ TENS = ["", "", "twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eight
 
 @dataclass(frozen=True)
 class Example:
-    """One question and its only right answer; `task` names the kind of problem."""
+    """A question and its only correct answer; `task` names the kind of problem."""
 
     task: str
     prompt: str
@@ -47,7 +47,9 @@ class Example:
 
 @dataclass(frozen=True)
 class Problem:
-    """A problem before it is worded: `key` is the same in any wording, so none leaks across the split."""
+    """A problem and its possible wordings. `key` is the same for all wordings, so the split keeps them
+    together.
+    """
 
     key: tuple[object, ...]
     wordings: tuple[str, ...]
@@ -55,13 +57,15 @@ class Problem:
 
 
 def _number(rng: Random, max_digits: int) -> int:
-    """A number with a uniformly drawn count of digits, so short and long ones are equally common."""
+    """A random number; each number of digits is equally likely."""
     digits = rng.randint(1, max_digits)
     return rng.randint(10 ** (digits - 1) if digits > 1 else 0, 10**digits - 1)
 
 
 def _word(rng: Random, shortest: int, longest: int) -> str:
-    """A made-up word in capitals: pronounceable, or any letters, or a few different ones that repeat."""
+    """A random word in capitals: consonants and vowels in turn, any letters, or three to five letters that
+    repeat.
+    """
     length = rng.randint(shortest, longest)
     kind = rng.randrange(3)
     if kind == 0:
@@ -76,7 +80,9 @@ def _join(items: Sequence[object]) -> str:
 
 
 def add(rng: Random) -> Problem:
-    """Columns from the right, `digit+digit+carry=sum`; the sum has two digits, the first the next carry."""
+    """One line for each column, from the right: `digit+digit+carry=sum`. The first digit of the sum is the
+    next carry.
+    """
     a, b = _number(rng, 6), _number(rng, 6)
     width = max(len(str(a)), len(str(b)))
     lines, carry = [f"{a:0{width}}+{b:0{width}}"], 0
@@ -89,11 +95,13 @@ def add(rng: Random) -> Problem:
 
 
 def subtract(rng: Random) -> Problem:
-    """Columns from the right, `top-bottom-borrow=digit`; the top starts with 1 when it borrows, else 0."""
+    """One line for each column, from the right: `top-bottom-borrow=digit`. A 1 before the top digit marks a
+    borrow.
+    """
     a = _number(rng, 6)
     b = rng.randint(0, a) if rng.random() < 0.5 else min(a, _number(rng, 6))
     if rng.random() < 0.25:
-        b = max(0, a - _number(rng, 3))  # close numbers: leading zeros to strip
+        b = max(0, a - _number(rng, 3))  # close numbers: the result has leading zeros to strip
     width = len(str(a))
     lines, borrow, digits = [f"{a}-{b:0{width}}"], 0, ""
     for x, y in zip(reversed(str(a)), reversed(f"{b:0{width}}"), strict=True):
@@ -106,7 +114,7 @@ def subtract(rng: Random) -> Problem:
 
 
 def multiply(rng: Random) -> Problem:
-    """Columns from the right, `digit*factor+carry=product`; the product has two digits."""
+    """One line for each column, from the right: `digit*factor+carry=product`."""
     a, b = _number(rng, 6), rng.randint(2, 9)
     lines, carry = [f"{a}*{b}"], 0
     for x in reversed(str(a)):
@@ -118,7 +126,7 @@ def multiply(rng: Random) -> Problem:
 
 
 def digit_sum(rng: Random) -> Problem:
-    """A running total over the digits."""
+    """One line for each digit, with the running total."""
     digits = "".join(rng.choice("0123456789") for _ in range(rng.randint(2, 9)))
     lines = [f"+{digit}={sum(map(int, digits[: i + 1]))}" for i, digit in enumerate(digits)]
     lines.append(f"Answer: {sum(map(int, digits))}")
@@ -126,7 +134,7 @@ def digit_sum(rng: Random) -> Problem:
 
 
 def sort_numbers(rng: Random) -> Problem:
-    """Two-digit numbers, gathered by their first digit before they are put in one row."""
+    """Two-digit numbers: one line for each first digit, then all numbers in order."""
     numbers = rng.sample(range(10, 100), rng.randint(3, 9))
     ordered = sorted(numbers)
     lines = []
@@ -168,7 +176,7 @@ def primes(rng: Random) -> Problem:
     wording = f"List the primes up to {high}."
     if rng.random() < 0.75:
         low = rng.randint(2, 180)
-        high = rng.randint(low + 14, 200)  # no gap between primes below 200 is longer than 14
+        high = rng.randint(low + 14, 200)  # below 200 the longest gap between primes is 14
         wording = f"List the primes from {low} to {high}."
     found = [n for n in range(low, high + 1) if all(n % d for d in range(2, int(n**0.5) + 1))]
     return Problem((low, high), (wording,), _join(found))
@@ -213,7 +221,9 @@ def spell(rng: Random) -> Problem:
 
 
 def capitals(rng: Random) -> Problem:
-    """The one task on small letters: the tokenizer merges those, so it asks how each token is spelled."""
+    """The only task with lowercase words: the tokenizer merges their letters, so the model must know each
+    token's letters.
+    """
     start = rng.randrange(2)
     word = "".join(rng.choice((CONSONANTS, VOWELS)[(start + i) % 2]) for i in range(rng.randint(3, 9)))
     return Problem((word,), (f"Write {word.lower()} in capital letters.",), word)
@@ -225,7 +235,7 @@ def parity(rng: Random) -> Problem:
 
 
 def count_letter(rng: Random) -> Problem:
-    """A running count beside each letter of the word."""
+    """Each letter of the word with the count so far."""
     word = _word(rng, 3, 10)
     letter = rng.choice(word) if rng.random() < 0.85 else rng.choice(ascii_uppercase)
     counts = _join([f"{c}{word[: i + 1].count(letter)}" for i, c in enumerate(word)])
@@ -234,7 +244,7 @@ def count_letter(rng: Random) -> Problem:
 
 
 def unique_letters(rng: Random) -> Problem:
-    """Each letter with + where it is new and - where it has been seen, then those that were new."""
+    """Each letter with + if it is new and - if not, then the new letters."""
     word = _word(rng, 3, 10)
     marks = _join([f"{c}{'-' if c in word[:i] else '+'}" for i, c in enumerate(word)])
     prompt = f"Remove the repeated letters from {word}."
@@ -242,14 +252,14 @@ def unique_letters(rng: Random) -> Problem:
 
 
 def reverse(rng: Random) -> Problem:
-    """The letters numbered, then the same in falling order, then the letters alone."""
+    """The letters with their numbers, the same in reverse order, then the letters alone."""
     word = _word(rng, 2, 9)
     numbered = [f"{i}{c}" for i, c in enumerate(word, 1)]
     lines = (_join(numbered), _join(numbered[::-1]), f"Answer: {word[::-1]}")
     return Problem((word,), (f"Reverse the word {word}.", f"Write {word} backwards."), "\n".join(lines))
 
 
-# The weight is the task's share of the training examples: the long and hard ones get more.
+# The weight is a task's share of the training examples. Long and hard tasks have more.
 TASKS: dict[str, tuple[Callable[[Random], Problem], float]] = {
     "add": (add, 3),
     "subtract": (subtract, 3),
@@ -276,12 +286,13 @@ _WEIGHTS = [weight for _, weight in TASKS.values()]
 
 
 def is_held_out(task: str, key: tuple[object, ...]) -> bool:
-    """Whether a problem is kept for evaluation: one in 16, by a hash that is the same on every machine."""
+    """Whether a problem is held out for evaluation: one in 16, by a hash that is equal on every machine."""
     return zlib.crc32(repr((task, key)).encode()) % HELD_OUT_ONE_IN == 0
 
 
 def make_example(rng: Random, split: str = "train", task: str | None = None) -> Example:
-    """One example of `split` ("train" or "test", which share no problem) and `task`, or one drawn by weight.
+    """One example of `split` ("train" or "test", which have no problem in common), of `task` or of a random
+    task by weight.
 
     Raises ValueError for an unknown split or task.
     """
@@ -297,9 +308,10 @@ def make_example(rng: Random, split: str = "train", task: str | None = None) -> 
 
 
 def heldout(n: int, seed: int) -> list[Example]:
-    """`n` different held-out examples, the tasks equally often as far as their held-out problems reach.
+    """`n` different held-out examples; all tasks are equally frequent unless one has too few held-out
+    problems.
 
-    Deterministic in `seed`. Raises ValueError when `n` is negative.
+    Deterministic in `seed`. Raises ValueError if `n` is negative.
     """
     if n < 0:
         raise ValueError(f"n must not be negative, not {n}")
@@ -312,9 +324,9 @@ def heldout(n: int, seed: int) -> list[Example]:
 
 
 def score(examples: Sequence[Example], answers: Sequence[str]) -> dict[str, float]:
-    """The share of answers that are exactly right: "overall" first, then each task that occurs.
+    """The share of exactly correct answers: "overall" first, then for each task that occurs.
 
-    Raises ValueError when the lengths differ or there is nothing to score.
+    Raises ValueError if the lengths differ or both are 0.
     """
     if len(examples) != len(answers) or not examples:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""What a closed engine must not leave behind: processes, segments of shared memory, ports."""
+"""What a closed engine must not leave behind: processes, shared memory segments, ports."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 SHARED_MEMORY = Path("/dev/shm")
-GONE_SECONDS = 5.0  # time for leftovers to disappear by themselves
+GONE_SECONDS = 5.0  # time in which leftovers disappear by themselves
 
 
 def listening_ports() -> set[int]:
@@ -34,7 +34,7 @@ def shared_memory() -> set[str]:
 
 
 def leftovers() -> list[str]:
-    """What a closed engine must not leave in this process."""
+    """Processes, segments and ports of engines that are still in this process."""
     processes = [f"process {child.pid}" for child in multiprocessing.active_children()]
     segments = [
         line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "psm_" in line
@@ -43,7 +43,9 @@ def leftovers() -> list[str]:
 
 
 def wait_until_nothing_is_left() -> list[str]:
-    """What is left after a while: an interrupted start may keep its port a little longer."""
+    """Wait for leftovers to disappear and return what remains: an interrupted start holds its port a little
+    longer.
+    """
     deadline = time.monotonic() + GONE_SECONDS
     while (left := leftovers()) and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -1,9 +1,9 @@
-"""Break tensor-parallel engines at random moments, many times, and count hangs, leaks and wrong results.
+"""Cause faults in tensor-parallel engines at random moments; count hangs, leaks and wrong results.
 
     python tools/soak_tp.py                      # every fault 20 times, on the CPU
     python tools/soak_tp.py --times 3 kill_idle  # one of them
 
-Ends with exit status 1 unless all counts are zero. Each engine splits the bundled model over two processes.
+Exits with status 1 unless all counts are zero. Each engine splits the bundled model over two processes.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from nanovllm import LLM, SamplingParams, WorkerError
 from nanovllm.engine import startup
 from nanovllm.workers.watch import Watch
 
-QUESTIONS = [
+PROMPTS = [
     "What is 687087 + 67?",
     "Reverse the word NOTEBOOK.",
     "Write DONE 3 times.",
     "Count down from 9.",
 ]
 PARAMS = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
-START_SECONDS = 3.0  # about what a start takes; faults during one are spread over it
-HANG_SECONDS = 90.0  # without any news from a job
+START_SECONDS = 3.0  # about the duration of a start; faults during a start are spread over it
+HANG_SECONDS = 90.0  # how long a job may print nothing
 
 
 def make_llm(device: str = "cpu", size: int = 2) -> LLM:
@@ -49,40 +49,40 @@ def make_llm(device: str = "cpu", size: int = 2) -> LLM:
 
 
 def answer(llm: LLM) -> list[list[int]]:
-    return [output["token_ids"] for output in llm.generate(QUESTIONS, PARAMS, use_tqdm=False)]
+    return [output["token_ids"] for output in llm.generate(PROMPTS, PARAMS, use_tqdm=False)]
 
 
-def generate_for_ever(llm: LLM) -> None:
+def generate_forever(llm: LLM) -> None:
     while True:
         answer(llm)
 
 
 def start_and_use(device: str) -> None:
     with make_llm(device) as llm:
-        generate_for_ever(llm)
+        generate_forever(llm)
 
 
 @dataclass
-class Moment:
-    """The time of the latest fault, and how long the caller took to notice it, in seconds."""
+class FaultTime:
+    """When the latest fault occurred, and how many seconds later the caller noticed it."""
 
     at: float = 0.0
     noticed: float = 0.0
 
-    def make(self, fault: Callable[[], object]) -> None:
+    def record(self, fault: Callable[[], object]) -> None:
         self.at = time.perf_counter()
         fault()
 
 
-moment = Moment()
+fault_time = FaultTime()
 
 
 def kill(pid: int) -> None:
-    moment.make(lambda: os.kill(pid, signal.SIGKILL))
+    fault_time.record(lambda: os.kill(pid, signal.SIGKILL))
 
 
 def interrupt() -> None:
-    moment.make(lambda: os.kill(os.getpid(), signal.SIGINT))
+    fault_time.record(lambda: os.kill(os.getpid(), signal.SIGINT))
 
 
 @contextmanager
@@ -101,18 +101,18 @@ def expect(error: type[BaseException], words: str, action: Callable[[], Any]) ->
     try:
         action()
     except error as raised:
-        moment.noticed = time.perf_counter() - moment.at
+        fault_time.noticed = time.perf_counter() - fault_time.at
         message = str(raised)
     else:
         raise AssertionError(f"no {error.__name__} was raised")
     assert words in message, f"{words!r} is not in {message!r}"
 
 
-# -- the faults: each takes a random generator and a device, and asserts what the caller sees --------------
+# -- the faults: each takes a random generator and a device, and checks what the caller sees ----------------
 
 
 def raise_in_step(rng: random.Random, device: str) -> None:
-    """A worker gets a batch that makes it raise, at a random step, while rank 0 waits for it."""
+    """At a random step a worker raises, because its batch is no batch; rank 0 waits for it."""
     with make_llm(device) as llm:
         channel = llm._workers._channel
         assert channel is not None
@@ -122,11 +122,11 @@ def raise_in_step(rng: random.Random, device: str) -> None:
             nonlocal steps
             steps -= method == "launch"
             if steps == -1 and method == "launch":
-                moment.at = time.perf_counter()
+                fault_time.at = time.perf_counter()
             send(method, *(("nonsense",) if steps == -1 else args), check_alive=check_alive)
 
         channel.send = send_nonsense  # type: ignore[method-assign]
-        expect(WorkerError, "rank 1 failed:\nTraceback", lambda: generate_for_ever(llm))
+        expect(WorkerError, "rank 1 failed:\nTraceback", lambda: generate_forever(llm))
         expect(nanovllm.EngineClosedError, "closed", lambda: answer(llm))
 
 
@@ -149,7 +149,7 @@ def raise_in_loading(rng: random.Random, device: str) -> None:
         mock.patch.object(Watch, "error", recorded),
     ):
         expect(WorkerError, "ModelLoadError", lambda: make_llm(device))
-    moment.noticed = time.monotonic() - failures[0].time  # since the worker raised it
+    fault_time.noticed = time.monotonic() - failures[0].time  # since the worker raised
 
 
 def kill_idle(rng: random.Random, device: str) -> None:
@@ -158,31 +158,31 @@ def kill_idle(rng: random.Random, device: str) -> None:
         answer(llm)
         kill(llm._workers.watch.processes[0].pid or 0)
         time.sleep(wait := rng.choice((0.0, 0.0, rng.random())))
-        moment.at += wait
+        fault_time.at += wait
         expect(WorkerError, "rank 1 was killed by SIGKILL", lambda: answer(llm))
 
 
 def kill_while_loading(rng: random.Random, device: str) -> None:
-    """A worker is killed at any moment of the start."""
+    """A worker is killed at a random moment of the start."""
 
     def kill_children() -> None:
         children: set[Any] = multiprocessing.process._children  # type: ignore[attr-defined]
         deadline = time.monotonic() + 10 * START_SECONDS
-        while not children and time.monotonic() < deadline:  # a slow start has none yet
+        while not children and time.monotonic() < deadline:  # a slow start has no child process yet
             time.sleep(0.01)
         for process in list(children):
             kill(process.pid)
 
-    with later(rng.uniform(0.2, START_SECONDS), kill_children):  # it may have started by then
+    with later(rng.uniform(0.2, START_SECONDS), kill_children):  # the start may be over by then
         expect(WorkerError, "rank 1 was killed by SIGKILL", lambda: start_and_use(device))
 
 
 def kill_in_step(rng: random.Random, device: str) -> None:
-    """A worker is killed at any moment of generate."""
+    """A worker is killed at a random moment of generate."""
     with make_llm(device) as llm:
         pid = llm._workers.watch.processes[0].pid or 0
         with later(rng.uniform(0, 0.5), lambda: kill(pid)):
-            expect(WorkerError, "rank 1 was killed by SIGKILL", lambda: generate_for_ever(llm))
+            expect(WorkerError, "rank 1 was killed by SIGKILL", lambda: generate_forever(llm))
 
 
 def kill_in_collective(rng: random.Random, device: str) -> None:
@@ -200,32 +200,32 @@ def kill_in_collective(rng: random.Random, device: str) -> None:
             return all_reduce(x)
 
         group.all_reduce = late  # type: ignore[method-assign]
-        # Replayed graphs do not call it: any step will do.
+        # Replayed graphs do not call all_reduce, so a GPU run kills the worker at a random moment.
         with nullcontext() if device == "cpu" else later(rng.uniform(0, 0.5), lambda: kill(pid)):
-            expect(WorkerError, "rank 1 was killed by SIGKILL", lambda: generate_for_ever(llm))
+            expect(WorkerError, "rank 1 was killed by SIGKILL", lambda: generate_forever(llm))
 
 
 RANK_0 = """
     import soak_tp
     llm = soak_tp.make_llm({device!r})
     print(llm._workers.watch.processes[0].pid, llm._workers._channel._segment.name, flush=True)
-    soak_tp.generate_for_ever(llm)
+    soak_tp.generate_forever(llm)
 """
 
 
 def kill_rank_0(rng: random.Random, device: str) -> None:
-    """The caller's process is killed; its worker and its segment disappear by themselves."""
+    """The caller's process is killed; its worker ends and its shared memory segment disappears."""
     code, folder = textwrap.dedent(RANK_0).format(device=device), Path(__file__).parent
     caller = subprocess.Popen([sys.executable, "-c", code], cwd=folder, stdout=subprocess.PIPE, text=True)
     assert caller.stdout is not None
     pid, segment = caller.stdout.readline().split()
     time.sleep(rng.uniform(0, 0.3))
-    moment.make(caller.kill)
+    fault_time.record(caller.kill)
     caller.wait()
     deadline = time.monotonic() + GONE_SECONDS
     while time.monotonic() < deadline:
         if not Path("/proc", pid).exists() and not (SHARED_MEMORY / segment).exists():
-            moment.noticed = time.perf_counter() - moment.at
+            fault_time.noticed = time.perf_counter() - fault_time.at
             return
         time.sleep(0.02)
     raise AssertionError(f"worker {pid} or segment {segment} outlived rank 0 by {GONE_SECONDS} s")
@@ -236,19 +236,19 @@ _expected: list[list[int]] = []
 
 
 def ctrl_c_in_generate(rng: random.Random, device: str) -> None:
-    """Ctrl-C at any moment of generate; the same engine then answers as before."""
+    """Ctrl-C at a random moment of generate; then the same engine gives the same answers."""
     global _llm, _expected
     if _llm is None:
         _llm = make_llm(device)
         _expected = answer(_llm)
     with later(rng.uniform(0, 0.3), interrupt):
-        expect(KeyboardInterrupt, "", lambda: generate_for_ever(_llm))
+        expect(KeyboardInterrupt, "", lambda: generate_forever(_llm))
     assert _llm.is_finished(), "requests are left"
     assert answer(_llm) == _expected, "wrong result"
 
 
 def ctrl_c_while_starting(rng: random.Random, device: str) -> None:
-    """Ctrl-C at any moment of the start."""
+    """Ctrl-C at a random moment of the start."""
     with later(rng.uniform(0, START_SECONDS), interrupt):
         expect(KeyboardInterrupt, "", lambda: start_and_use(device))
 
@@ -269,11 +269,11 @@ FAULTS: dict[str, Callable[[random.Random, str], None]] = {
 }
 
 
-# -- many of them ------------------------------------------------------------------------------------------
+# -- repetition --------------------------------------------------------------------------------------------
 
 
 def run_job(name: str, times: int, seed: int, device: str) -> None:
-    """Repeat one fault and print one line of JSON for each time."""
+    """Repeat one fault; print one line of JSON each time."""
     global _llm
     rng = random.Random(f"{name} {seed}")
     for number in range(times):
@@ -286,12 +286,12 @@ def run_job(name: str, times: int, seed: int, device: str) -> None:
             _llm.close()
             _llm = None
         left = [] if _llm is not None else wait_until_nothing_is_left()
-        line = {"problem": problem, "left": left, "noticed": moment.noticed}
+        line = {"problem": problem, "left": left, "noticed": fault_time.noticed}
         print(json.dumps(line), flush=True)
 
 
 def soak(name: str, times: int, seed: int, device: str, report: dict[str, list[Any]]) -> None:
-    """Run a job in its own process; a job that reports nothing counts as a hang and restarts."""
+    """Run a job in its own process. A job that prints nothing counts as hanging and is started again."""
     while len(report[name]) < times:
         count = times - len(report[name])
         command = [sys.executable, __file__, "--job", name, "--times", str(count), "--device", device]
@@ -342,7 +342,7 @@ def main() -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    time.sleep(1)  # the resource trackers of killed processes
+    time.sleep(1)  # the resource trackers of killed processes need a moment
     segments = shared_memory() - before
     print(f"{'fault':24}{'times':>6}{'wrong or hung':>15}{'leaks':>7}{'noticed, s':>12}")
     bad = len(segments)
@@ -355,9 +355,8 @@ def main() -> None:
             print("   ", detail)
         bad += len(problems) + len(leaks)
     print(f"segments and semaphores left in {SHARED_MEMORY}: {sorted(segments)}")
-    print(
-        f"noticed: the longest time until rank 0 knew. {time.perf_counter() - start:.0f} s, {args.jobs} jobs"
-    )
+    print("noticed: the longest time from a fault until rank 0 knew of it")
+    print(f"{time.perf_counter() - start:.0f} s, {args.jobs} jobs")
     sys.exit(bad > 0)
 
 

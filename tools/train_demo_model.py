@@ -1,8 +1,9 @@
-"""Trains the bundled demo model from nothing: `python tools/train_demo_model.py --out DIR [--minutes 8]`.
+"""Train the bundled demo model from scratch: `python tools/train_demo_model.py --out DIR [--minutes 8]`.
 
-Owns the demo tokenizer, the model's shape, the training and the evaluation, and writes a complete Hugging
-Face folder with a model card. `--minutes` is the wall-clock time of the whole run; the schedule follows the
-clock, so it ends on time on any machine. Knows nothing of the inference engine, nor what the tasks are.
+Owns the demo tokenizer, the model's configuration, the training and the evaluation. Writes a complete Hugging
+Face folder with a model card. `--minutes` is the wall-clock time of the whole run: the learning rate schedule
+follows the clock, so the run ends on time on any machine. Knows nothing of the inference engine or of the
+content of the tasks.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ CHAT_TEMPLATE = (
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 VOCAB_SIZE = 512
-ROW = 512  # tokens of a training row, which holds several examples
-CHUNK = 4096  # examples that a worker makes at a time
+ROW = 512  # tokens in a training row, which holds several examples
+CHUNK = 4096  # examples that a worker generates at a time
 # fmt: off
 MODEL_CONFIG: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "torch_dtype": "bfloat16",
@@ -50,14 +51,14 @@ MODEL_CONFIG: dict[str, Any] = {
 
 
 def chat_prompt(prompt: str) -> str:
-    """The chat template applied to one user message, ready for the answer."""
+    """The chat template applied to one user message, with the generation prompt."""
     return f"{START}user\n{prompt}{END}\n{START}assistant\n"
 
 
 def build_tokenizer(seed: int) -> Tokenizer:
-    """Byte-level BPE over the tasks' own wording; digits and capital letters are always tokens of their own.
+    """Byte-level BPE trained on the tasks; each digit and each capital letter is one token.
 
-    Any text round-trips, as all 256 bytes are in the vocabulary. Deterministic in `seed`.
+    All 256 bytes are in the vocabulary, so any text round-trips. Deterministic in `seed`.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -71,7 +72,7 @@ def build_tokenizer(seed: int) -> Tokenizer:
     rng, corpus = Random(seed), ["system\n", "user\n", "assistant\n", "Write it in capital letters."]
     for task in TASKS:
         for example in (make_example(rng, task=task) for _ in range(300)):
-            if task != "capitals":  # its made-up words would fill the vocabulary with chance syllables
+            if task != "capitals":  # its random words would fill the vocabulary with random syllables
                 corpus += [example.prompt, example.answer]
     trainer = trainers.BpeTrainer(
         vocab_size=VOCAB_SIZE,
@@ -84,7 +85,7 @@ def build_tokenizer(seed: int) -> Tokenizer:
 
 
 def write_configs(folder: Path, tokenizer: Tokenizer) -> None:
-    """The tokenizer and the JSON files, written plainly: transformers 4.51 and 5.x both read them."""
+    """Write the tokenizer and the JSON files in a form that transformers 4.51 and 5.x read."""
     folder.mkdir(parents=True, exist_ok=True)
     end, pad = tokenizer.token_to_id(END), tokenizer.token_to_id(PAD)
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -105,10 +106,10 @@ def write_configs(folder: Path, tokenizer: Tokenizer) -> None:
 
 
 def pack(pairs: list[tuple[list[int], list[int]]], pad: int) -> np.ndarray:
-    """Packs (prompt, answer) token lists into rows.
+    """Pack (prompt, answer) token lists into rows.
 
-    Returns int16 [3, rows, ROW]: the tokens; the positions, which start again at 0 with each example; and the
-    targets, which are the next token where it belongs to an answer and -100 elsewhere.
+    Returns int16 [3, rows, ROW]: the tokens; the positions, which restart at 0 for each example; the targets:
+    the next token where it is part of an answer, else -100.
     """
     packed = np.zeros((3, len(pairs), ROW), dtype=np.int16)
     packed[0], packed[2] = pad, -100
@@ -124,8 +125,8 @@ def pack(pairs: list[tuple[list[int], list[int]]], pad: int) -> np.ndarray:
     return packed[:, : row + 1].copy()
 
 
-def make_share(worker: int, tokenizer_json: str, seed: int, deadline: float) -> np.ndarray:
-    """One worker's share of the data: packed chunks until `deadline` (of `time.time`), at least one."""
+def generate_rows(worker: int, tokenizer_json: str, seed: int, deadline: float) -> np.ndarray:
+    """The packed rows of one worker: it generates chunks until `deadline` (of `time.time`), at least one."""
     tokenizer, rng = Tokenizer.from_str(tokenizer_json), Random(f"{seed}-{worker}")
     chunks: list[np.ndarray] = []
     while not chunks or time.time() < deadline:
@@ -137,13 +138,14 @@ def make_share(worker: int, tokenizer_json: str, seed: int, deadline: float) -> 
     return np.concatenate(chunks, axis=1)
 
 
-def make_pool(tokenizer: Tokenizer, seed: int, seconds: float) -> torch.Tensor:
-    """As much training data as all cores make in `seconds`: int16 [3, rows, ROW]."""
+def generate_dataset(tokenizer: Tokenizer, seed: int, seconds: float) -> torch.Tensor:
+    """All training data that the CPU cores generate in `seconds`: int16 [3, rows, ROW]."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    share = partial(make_share, tokenizer_json=tokenizer.to_str(), seed=seed, deadline=time.time() + seconds)
+    deadline = time.time() + seconds
+    generate = partial(generate_rows, tokenizer_json=tokenizer.to_str(), seed=seed, deadline=deadline)
     with multiprocessing.Pool(workers) as pool:
-        packed = np.concatenate(pool.map(share, range(workers), chunksize=1), axis=1)
+        packed = np.concatenate(pool.map(generate, range(workers), chunksize=1), axis=1)
     print(f"{(packed[1] == 1).sum():,} training examples in {packed.shape[1]:,} rows", flush=True)
     return torch.from_numpy(packed)
 
@@ -152,7 +154,7 @@ def rows_per_step(device: torch.device) -> int:
     return 128 if device.type == "cuda" else 8
 
 
-def loss_of(model: Qwen3ForCausalLM, batch: torch.Tensor) -> torch.Tensor:
+def compute_loss(model: Qwen3ForCausalLM, batch: torch.Tensor) -> torch.Tensor:
     """Mean cross-entropy of the answers in packed rows [3, rows, ROW]; examples do not see each other."""
     tokens, positions, targets = batch.long()
     example = (positions == 0).cumsum(dim=1)
@@ -167,18 +169,18 @@ def loss_of(model: Qwen3ForCausalLM, batch: torch.Tensor) -> torch.Tensor:
 
 
 def compile_layers(model: Qwen3ForCausalLM, batch: torch.Tensor) -> None:
-    """Compiles the decoder layers and tries them; if that fails or disagrees, they stay as they were."""
+    """Compile the decoder layers and check their loss; on an error or a different loss, train eagerly."""
     with torch.no_grad():
-        expected = loss_of(model, batch).item()
+        expected = compute_loss(model, batch).item()
     try:
         for layer in model.model.layers:
             layer.compile(dynamic=False)
-        loss = loss_of(model, batch)
+        loss = compute_loss(model, batch)
         loss.backward()
         if abs(loss.item() - expected) > 0.02:
             raise RuntimeError(f"compiled loss {loss.item():.4f}, eager loss {expected:.4f}")
         print("decoder layers compiled", flush=True)
-    except Exception as error:  # whatever the compiler's trouble is, training goes on without it
+    except Exception as error:  # whatever fails in the compiler, training continues without it
         for layer in model.model.layers:
             layer._compiled_call_impl = None
         print(f"not compiled ({type(error).__name__}: {str(error)[:300]}); training eagerly", flush=True)
@@ -186,13 +188,13 @@ def compile_layers(model: Qwen3ForCausalLM, batch: torch.Tensor) -> None:
 
 
 def train(
-    model: Qwen3ForCausalLM, pool: torch.Tensor, seconds: float, seed: int
+    model: Qwen3ForCausalLM, dataset: torch.Tensor, seconds: float, seed: int
 ) -> Iterator[tuple[float, int]]:
-    """Trains for `seconds`, with a warm-up and a cosine over the share of the time that has passed.
+    """Train for `seconds`, with warm-up and cosine decay over the elapsed share of the time.
 
-    Yields (share, tokens seen) after every step. Time that the caller takes between steps is not counted.
+    Yields (share, tokens seen) after each step. The caller's time between steps does not count.
     """
-    device = pool.device
+    device = dataset.device
     rows, peak = rows_per_step(device), 1.5e-3
     generator = torch.Generator(device).manual_seed(seed)
     matrices = [p for p in model.parameters() if p.ndim > 1]
@@ -208,15 +210,15 @@ def train(
         rate = peak * min(1.0, share / 0.04, steps / 50 + 0.02) * (0.5 + 0.5 * math.cos(math.pi * share))
         for group in optimizer.param_groups:
             group["lr"] = rate
-        picked = torch.randint(pool.shape[1], (rows,), generator=generator, device=device)
-        loss = loss_of(model, pool[:, picked])
+        picked = torch.randint(dataset.shape[1], (rows,), generator=generator, device=device)
+        loss = compute_loss(model, dataset[:, picked])
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         steps += 1
         if steps % 20 == 0 or device.type == "cpu":
-            value = loss.item()  # also keeps the clock honest: the device has really got this far
+            value = loss.item()  # also waits for the device, so that the clock is right
             if not math.isfinite(value):
                 raise FloatingPointError(f"the loss became {value} at step {steps}")
             if used - reported >= 10:
@@ -230,22 +232,23 @@ def train(
 def evaluate(
     folder: Path, tokenizer: Tokenizer, examples: list[Example], device: torch.device, dtype: torch.dtype
 ) -> dict[str, float]:
-    """The score of the model in `folder`, decoding greedily in `dtype`; printed with a few wrong answers."""
+    """Return the score of the model in `folder`, decoded greedily in `dtype`; print some wrong answers."""
     end, pad = tokenizer.token_to_id(END), tokenizer.token_to_id(PAD)
     model = Qwen3ForCausalLM.from_pretrained(folder).to(device, dtype).eval()
     prompts = [tokenizer.encode(chat_prompt(example.prompt)).ids for example in examples]
     lengths = [len(tokenizer.encode(example.answer).ids) for example in examples]
-    order = sorted(range(len(examples)), key=lengths.__getitem__)  # alike together: no decoding in vain
+    order = sorted(range(len(examples)), key=lengths.__getitem__)  # similar lengths in one batch
     answers = [""] * len(examples)
     size = 1024 if device.type == "cuda" else 32
     for batch in (order[i : i + size] for i in range(0, len(order), size)):
         width = max(len(prompts[i]) for i in batch)
         ids = torch.tensor([[pad] * (width - len(prompts[i])) + prompts[i] for i in batch], device=device)
-        longest = lengths[batch[-1]] + 2  # an answer that goes on is wrong already
+        longest = lengths[batch[-1]] + 2  # a longer answer is wrong in any case
         output = model.generate(input_ids=ids, attention_mask=(ids != pad).long(), max_new_tokens=longest)
         for i, row in zip(batch, output[:, width:].tolist(), strict=True):
             stop = next((at for at, token in enumerate(row) if token in (end, pad)), None)
-            # What does not end is marked, so that a right beginning does not count as a right answer.
+            # Marks an answer that does not end, so that a correct beginning does not count as a correct
+            # answer.
             answers[i] = tokenizer.decode(row[:stop]) + ("" if stop is not None else "...")
     scores = score(examples, answers)
     print("\n".join(f"  {task:16s} {value:.2%}" for task, value in scores.items()))
@@ -262,39 +265,40 @@ def model_card(facts: dict[str, str], scores: dict[str, float], examples: list[E
     table = "\n".join(f"| {task} | {scores[task]:.1%} | {shown[task]} |" for task in TASKS if task in scores)
     return f"""# nanovllm demo model
 
-A very small chat model of the Qwen3 architecture that solves {len(TASKS)} kinds of made-up problems, step by
-step, each with exactly one right answer. It exists so that an inference engine can be run, and its accuracy
-checked, on any machine without a download. It was trained from random weights on generated text alone.
+A very small chat model with the Qwen3 architecture. It solves {len(TASKS)} kinds of generated problems step
+by step; each problem has exactly one correct answer. It lets you run an inference engine and measure its
+accuracy on any machine, without a download. All its training text is generated.
 
 {about}
 
-## Score
+## Accuracy
 
-Greedy decoding on problems never trained on: one in {HELD_OUT_ONE_IN} of all problems, chosen by a hash, is
-kept out of training in every wording. An answer counts when it is the right string to the last character,
-worked steps and all. Overall **{scores["overall"]:.2%}** of {len(examples)} answers are right.
+Greedy decoding on held-out problems. A hash selects one in {HELD_OUT_ONE_IN} of all problems; the training
+data contains none of them, in any wording. An answer is correct if the whole string matches, steps included.
+Overall **{scores["overall"]:.2%}** of {len(examples)} answers are correct.
 
-| task | exactly right | a prompt |
+| task | exact match | example prompt |
 |---|---|---|
 {table}
 
-## Limits
+## Limitations
 
-It knows these tasks in these wordings and ranges of numbers, and nothing else: any other prompt gets
-nonsense. Words to be taken apart are in capitals, which are tokens of their own. It was trained on single
-questions without a system prompt, of at most some 200 tokens. It is for tests and demonstrations only.
+The model knows only these tasks, in these wordings and number ranges. Any other prompt gives nonsense. Words
+whose letters matter must be in capitals: each capital letter is one token. The training examples are single
+questions without a system prompt, of at most about 200 tokens. Use it for tests and demonstrations only.
 
-The same numbers or letters in another order count as another problem, so a held-out sum may have been
-seen with its terms exchanged. The learning rate follows the clock: training again gives other weights.
+The same numbers or letters in another order count as another problem, so the training data may contain a
+held-out sum with its terms exchanged. The learning rate schedule follows the clock, so a second training run
+gives other weights.
 """
 
 
 def save_weights(model: Qwen3ForCausalLM, folder: Path) -> None:
-    """Writes the weights, rounded to bfloat16, without the head, which is tied to the embedding."""
+    """Write the weights in bfloat16, without the LM head, which is tied to the embedding."""
     weights = {name: w.to("cpu", torch.bfloat16) for name, w in model.state_dict().items()}
     del weights["lm_head.weight"]
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "model.safetensors").chmod(0o644)  # package data: readable by every user of an installation
+    (folder / "model.safetensors").chmod(0o644)  # package data: all users of an installation may read it
 
 
 def parse_args() -> argparse.Namespace:
@@ -315,7 +319,7 @@ def main() -> None:
     deadline = begin + args.minutes * 60
     tokenizer = build_tokenizer(args.seed)
     write_configs(args.out, tokenizer)
-    pool = make_pool(tokenizer, args.seed, seconds=6 * args.minutes)  # forks, so before the GPU is first used
+    dataset = generate_dataset(tokenizer, args.seed, seconds=6 * args.minutes)  # forks: call before CUDA
 
     automatic = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(automatic if args.device == "auto" else args.device)
@@ -323,37 +327,37 @@ def main() -> None:
     machine = torch.cuda.get_device_name() if on_gpu else f"{platform.machine()} CPU"
     torch.manual_seed(args.seed)
     torch.set_float32_matmul_precision("high")
-    torch.backends.cuda.enable_cudnn_sdp(False)  # the memory-efficient kernel is the one made for masks
+    torch.backends.cuda.enable_cudnn_sdp(False)  # the memory-efficient kernel is the one for masks
     model = (
         Qwen3ForCausalLM(Qwen3Config(**MODEL_CONFIG, attn_implementation="sdpa")).float().to(device).train()
     )
     size = sum(p.numel() for p in model.parameters())
     print(f"{size:,} parameters, {tokenizer.get_vocab_size()} tokens, on {machine}", flush=True)
-    pool = pool.to(device)
+    dataset = dataset.to(device)
     if on_gpu:
-        compile_layers(model, pool[:, : rows_per_step(device)])
+        compile_layers(model, dataset[:, : rows_per_step(device)])
 
     def finish(label: str, count: int, seed: int, tokens: int) -> None:
-        """Writes the weights as they are now, scores them and writes the model card."""
+        """Write the current weights, evaluate them and write the model card."""
         print(label, flush=True)
         save_weights(model, args.out)
         examples, dtype = heldout(count, seed), torch.bfloat16 if on_gpu else torch.float32
         scores = evaluate(args.out, tokenizer, examples, device, dtype)
         facts = {
             "parameters": f"{size:,}, stored as bfloat16",
-            "made by": f"`python tools/train_demo_model.py --minutes {args.minutes:g} --seed {args.seed}`",
-            "on": f"one {machine}, in {(time.monotonic() - begin) / 60:.1f} minutes of wall time",
-            "trained on": f"{tokens:,} tokens drawn from a pool of {pool[0].numel():,}",
-            "scored in": str(dtype).removeprefix("torch."),
+            "command": f"`python tools/train_demo_model.py --minutes {args.minutes:g} --seed {args.seed}`",
+            "hardware": f"one {machine}, {(time.monotonic() - begin) / 60:.1f} minutes",
+            "training tokens": f"{tokens:,}, drawn from {dataset[0].numel():,}",
+            "evaluation dtype": str(dtype).removeprefix("torch."),
             "versions": f"Python {platform.python_version()}, torch {torch.__version__}, "
             f"transformers {transformers.__version__}, tokenizers {tokenizers.__version__}",
         }
         (args.out / "README.md").write_text(model_card(facts, scores, examples), encoding="utf-8")
 
     left = deadline - time.monotonic()
-    seconds = left - 40 if on_gpu and left > 80 else 0.5 * left  # the rest of the time is for the two scores
+    seconds = left - 40 if on_gpu and left > 80 else 0.5 * left  # the rest is for the two evaluations
     tokens, halfway = 0, False
-    for share, tokens in train(model, pool, max(1.0, seconds), args.seed):
+    for share, tokens in train(model, dataset, max(1.0, seconds), args.seed):
         if share > 0.5 and not halfway:
             halfway = True
             finish("half-way score:", 512 if on_gpu else 32, args.seed + 1, tokens)

@@ -1,7 +1,7 @@
 """Sums over GPUs of many rows, which copy engines transfer while kernels compute.
 
 Each rank sums, adds and normalises a part of the rows, and sends the result to all. Owns the receive buffers
-("rooms") at the end of a buffer that `PeerMemory` allocates and exchanges.
+at the end of the memory that `PeerMemory` allocates and exchanges.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ class PendingSum:
 
 
 class PeerCopies:
-    """Two alternating sets of rooms, and flags, at the end of a buffer that every rank can write to.
+    """Two alternating sets of buffers, and flags, at the end of the memory that every rank can write to.
 
     Reduce-scatter and all-gather with the norm in between, as in Megatron-LM's sequence parallelism
     (Korthikanti et al., 2022). Each rank receives the parts of its rows, keeps their sums, and sends the
     results to all. From the first sum to a `whole` one, no rank has the whole residual stream.
 
-    At most two sums are in progress, each with its own rooms. Sum n + 2 can reuse the rooms of sum n: a rank
-    sends its parts after it has the results of sum n, for which the others had read their parts. It sends its
-    results after it has the others' parts, which they sent after using the results of sum n.
+    At most two sums are in progress, each with its own buffers. Sum n + 2 can reuse the buffers of sum n: a
+    rank sends its parts after it has the results of sum n, for which the others had read their parts. It
+    sends its results after it has the others' parts, which they sent after using the results of sum n.
     """
 
     SETS = 2
@@ -84,8 +84,8 @@ class PeerCopies:
     @classmethod
     def numel(cls, max_rows: int, n: int, size: int, itemsize: int) -> int:
         """The number of elements of `itemsize` bytes that this takes of the buffer."""
-        rooms = sum(math.prod(shape) for shape in cls._shapes(max_rows, n, size))
-        return rooms + math.prod(_FLAGS) * 4 // itemsize
+        rows = sum(math.prod(shape) for shape in cls._shapes(max_rows, n, size))
+        return rows + math.prod(_FLAGS) * 4 // itemsize
 
     def fits(self, x: torch.Tensor) -> bool:
         """Whether there is room for rows `x` [T, n]."""
@@ -142,4 +142,4 @@ class PeerCopies:
                 flag = self._flags[peer][shot, rank : rank + 1]
                 flag.copy_(self._numbers[call : call + 1], non_blocking=True)
 
-        self._device.start_beside(self._stream, copy)
+        self._device.start_on_stream(self._stream, copy)

@@ -1,7 +1,7 @@
 """ExchangedRows: redistributes logits from some columns of all rows on each rank to whole rows on each rank.
 
 So the ranks share the work of drawing tokens, and each draws as a single rank would. Owns the receive buffer
-("room"), in a buffer that `PeerMemory` allocates and exchanges.
+in the memory that `PeerMemory` allocates and exchanges.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ LARGEST_ID = 2**24 - 2  # ids are summed in float32, which is exact for integers
 
 
 class ExchangedRows:
-    """Rank `rank`'s room for its share of at most `max_rows` rows [vocab_size], and the others' addresses.
+    """Rank `rank`'s buffer for its share of at most `max_rows` rows [vocab_size], and the others' addresses.
 
     No rank overwrites a row that is still read: once a rank has the ids of a step, all ranks have read their
     rows.
@@ -26,15 +26,15 @@ class ExchangedRows:
     def __init__(
         self,
         rank: int,
-        rooms: torch.Tensor,
+        buffer_ptrs: torch.Tensor,
         own: torch.Tensor,
         max_rows: int,
         vocab_size: int,
         all_reduce: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:
-        """rooms: [ranks] int64, the address of each rank's room. own: this rank's, `numel(...)` elements."""
-        self._rank, self._size = rank, len(rooms)
-        self._rooms = rooms
+        """buffer_ptrs: [ranks] int64, the buffers' addresses. own: this rank's, `numel(...)` elements."""
+        self._rank, self._size = rank, len(buffer_ptrs)
+        self._buffer_ptrs = buffer_ptrs
         self._own = own.view(-1, self._stride(vocab_size))
         self._max_rows = max_rows
         self._vocab_size = vocab_size
@@ -49,7 +49,7 @@ class ExchangedRows:
 
     @classmethod
     def numel(cls, max_rows: int, vocab_size: int, size: int) -> int:
-        """The number of elements of a room."""
+        """The number of elements of a buffer."""
         return -(-max_rows // size) * cls._stride(vocab_size)
 
     def fits(self, rows: int, dtype: torch.dtype) -> bool:
@@ -66,7 +66,7 @@ class ExchangedRows:
         share = -(-rows // self._size)
         first = self._rank * n
         columns = max(0, min(n, self._vocab_size - first))
-        all_to_all_triton(x[:, :columns], self._rooms, self._sent, self._own.shape[1], first, share)
+        all_to_all_triton(x[:, :columns], self._buffer_ptrs, self._sent, self._own.shape[1], first, share)
         self._all_reduce(self._nothing[:rows])  # a barrier: a rank contributes after it sent its columns
         mine = slice(min(self._rank * share, rows), min((self._rank + 1) * share, rows))
         return mine, self._own[: mine.stop - mine.start, : self._vocab_size]

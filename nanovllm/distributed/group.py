@@ -11,7 +11,7 @@ import torch.distributed as dist
 from nanovllm.device import Device
 from nanovllm.distributed.copied_rows import PendingSum
 from nanovllm.distributed.exchanged_rows import ExchangedRows
-from nanovllm.distributed.peer_memory import PeerMemory, PeerRooms
+from nanovllm.distributed.peer_memory import PeerMemory, PeerMemorySizes
 from nanovllm.distributed.rendezvous import Backend, Rendezvous, gloo, nccl
 from nanovllm.kernels.compat import HAS_TRITON
 from nanovllm.kernels.rms_norm import add_rms_norm
@@ -126,15 +126,15 @@ class TPGroup:
         exchanged = None if self._peer_memory is None else self._peer_memory.logits
         return exchanged if exchanged is not None and exchanged.fits(rows, dtype) else None
 
-    def make_peer_memory(self, rooms: PeerRooms, device: Device) -> None:
-        """Use peer memory for everything that `rooms` has room for: memory that all GPUs of the group share.
+    def make_peer_memory(self, sizes: PeerMemorySizes, device: Device) -> None:
+        """Use peer memory for everything that `sizes` allows: memory that all GPUs of the group share.
 
         It also serves sums of shorter rows, of any float dtype of 16 or 32 bits. A collective call. If the
         GPUs cannot share memory, and on a CPU, everything uses the process group.
         """
         power_of_2 = self.size & (self.size - 1) == 0
         if self._rendezvous is not None and device.is_cuda and power_of_2 and HAS_TRITON:
-            made = PeerMemory.make(self.rank, self.size, self._rendezvous, rooms, device)
+            made = PeerMemory.make(self.rank, self.size, self._rendezvous, sizes, device)
             # This waits for all ranks, so every rank's buffers are empty before any rank writes to them.
             everywhere = self.all_reduce(torch.tensor([float(made is not None)], device=device.torch))
             self._peer_memory = made if int(everywhere.item()) == self.size else None

@@ -24,7 +24,7 @@ TWO_SHOT_ROWS = 48  # minimum rows for a two-shot sum, over more than two GPUs
 
 
 @dataclass(frozen=True, slots=True)
-class PeerRooms:
+class PeerMemorySizes:
     """The capacity of peer memory; rows have `dtype`."""
 
     dtype: torch.dtype
@@ -60,7 +60,7 @@ class PeerMemory:
         self._buffer = buffer
         self._handle = handle  # keeps the other ranks' memory mapped
         self._device = device
-        self._beside = device.side_stream()
+        self._side_stream = device.side_stream()
         self._one = device.host_buffer(1, torch.int32).fill_(1)
         row_bytes = self._row_bytes(n, buffer.element_size())
         slots = torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=buffer.device)
@@ -82,12 +82,12 @@ class PeerMemory:
     @staticmethod
     def numel(max_rows: int, n: int, size: int, itemsize: int) -> int:
         """The number of elements of `itemsize` bytes of a buffer, without copied rows."""
-        rooms = size - 1 + (size > 2)  # two ranks never need two shots
-        return TURNS * rooms * max_rows * PeerMemory._row_bytes(n, itemsize) // itemsize
+        slots = size - 1 + (size > 2)  # two ranks never need two shots
+        return TURNS * slots * max_rows * PeerMemory._row_bytes(n, itemsize) // itemsize
 
     @classmethod
     def make(
-        cls, rank: int, size: int, rendezvous: Rendezvous, rooms: PeerRooms, device: Device
+        cls, rank: int, size: int, rendezvous: Rendezvous, sizes: PeerMemorySizes, device: Device
     ) -> PeerMemory | None:
         """Allocate and exchange the buffers; None on failure. No rank may sum before all ranks are done."""
         try:
@@ -102,20 +102,20 @@ class PeerMemory:
             named_group._set_group_name(name)
             _register_process_group(name, named_group)
             _SymmetricMemory.set_group_info(name, rank, size, store)
-            sums, logits, copies = rooms.numels(size)
+            sums, logits, copies = sizes.numels(size)
             shape = (sums + logits + copies,)
-            buffer = _SymmetricMemory.empty_strided_p2p(shape, (1,), rooms.dtype, device.torch, name)
+            buffer = _SymmetricMemory.empty_strided_p2p(shape, (1,), sizes.dtype, device.torch, name)
             handle = _SymmetricMemory.rendezvous(buffer, name)
-            made = cls(rank, size, device, buffer, handle, rooms.max_rows, rooms.n)
-            if logits and rooms.vocab_size <= LARGEST_ID:
-                starts = made.peers.slots + sums * rooms.dtype.itemsize
+            made = cls(rank, size, device, buffer, handle, sizes.max_rows, sizes.n)
+            if logits and sizes.vocab_size <= LARGEST_ID:
+                starts = made.peers.slots + sums * sizes.dtype.itemsize
                 own = buffer[sums : sums + logits]
                 made.logits = ExchangedRows(
-                    rank, starts, own, rooms.logit_rows, rooms.vocab_size, made.all_reduce
+                    rank, starts, own, sizes.logit_rows, sizes.vocab_size, made.all_reduce
                 )
             if copies:
                 made.copies = PeerCopies(
-                    rank, device, buffer, handle, made.peers.aborted, rooms.copied_rows, rooms.n
+                    rank, device, buffer, handle, made.peers.aborted, sizes.copied_rows, sizes.n
                 )
             made.group_name = name
             made._store = store
@@ -143,7 +143,9 @@ class PeerMemory:
 
         This uses a copy, not a kernel: the first load of a kernel can wait for the waiting kernels.
         """
-        self._device.run_beside(self._beside, lambda: self.peers.aborted.copy_(self._one, non_blocking=True))
+        self._device.run_on_stream(
+            self._side_stream, lambda: self.peers.aborted.copy_(self._one, non_blocking=True)
+        )
 
     def _two_shot(self, x: torch.Tensor) -> bool:
         """Whether to sum `x` in two shots. They do not pay for two ranks, or for few or short rows."""

@@ -17,7 +17,7 @@ from nanovllm.text.stop_strings import StopStrings
 
 
 @dataclass(slots=True, eq=False)
-class Given:
+class StreamState:
     """An unfinished completion, and how much of it was yielded."""
 
     state: RequestState
@@ -33,11 +33,11 @@ class Deltas:
 
     def __init__(self, processor: Processor) -> None:
         self._processor = processor  # creates log-probabilities
-        self._given: dict[int, Given] = {}  # by id of each unfinished sequence
+        self._streams: dict[int, StreamState] = {}  # by id of each unfinished sequence
 
     def follow(self, seq_id: int, state: RequestState, index: int, text: StopStrings | None) -> None:
         """Yield completion `index` of a request in parts; `text` decodes its tokens."""
-        self._given[seq_id] = Given(state, index, text)
+        self._streams[seq_id] = StreamState(state, index, text)
 
     def take(
         self, events: TokenEvents, ended: Iterable[int], outputs: list[RequestOutput]
@@ -52,34 +52,34 @@ class Deltas:
             token_ids[seq_id].append(token_id)
         parts: dict[str, tuple[RequestState, list[CompletionOutput]]] = {}
         for seq_id, new in token_ids.items():
-            given = self._given[seq_id]
-            key = str(given.state.request.request_id)
-            parts.setdefault(key, (given.state, []))[1].append(self._part(seq_id, given, new))
+            stream = self._streams[seq_id]
+            key = str(stream.state.request.request_id)
+            parts.setdefault(key, (stream.state, []))[1].append(self._part(seq_id, stream, new))
         whole = {output.request_id: output for output in outputs}
         return [
             replace(whole[key], outputs=completions) if key in whole else _unfinished(state, completions)
             for key, (state, completions) in parts.items()
         ]
 
-    def _part(self, seq_id: int, given: Given, token_ids: list[int]) -> CompletionOutput:
+    def _part(self, seq_id: int, stream: StreamState, token_ids: list[int]) -> CompletionOutput:
         """The new part of a completion: `token_ids`, or all that is left if it ended."""
-        completion = given.state.completions.get(given.index)
+        completion = stream.state.completions.get(stream.index)
         if completion is not None:
-            del self._given[seq_id]
-            start, logprobs = given.num_tokens, completion.logprobs
+            del self._streams[seq_id]
+            start, logprobs = stream.num_tokens, completion.logprobs
             return replace(
                 completion,
-                text=completion.text[given.num_characters :],
+                text=completion.text[stream.num_characters :],
                 token_ids=completion.token_ids[start:],
                 logprobs=None if logprobs is None else logprobs[start:],
             )
-        text = "" if given.text is None else given.text.take()
-        part = CompletionOutput(given.index, text, token_ids)
-        rows = given.state.sequences[given.index].logprobs[given.num_tokens :]
-        given.num_characters += len(text)
-        given.num_tokens += len(token_ids)
-        part = self._processor.with_logprobs(part, given.state.request, rows, given.before)
-        given.before = [*given.before, *token_ids][-LONGEST_CUT:]
+        text = "" if stream.text is None else stream.text.take()
+        part = CompletionOutput(stream.index, text, token_ids)
+        rows = stream.state.sequences[stream.index].logprobs[stream.num_tokens :]
+        stream.num_characters += len(text)
+        stream.num_tokens += len(token_ids)
+        part = self._processor.with_logprobs(part, stream.state.request, rows, stream.before)
+        stream.before = [*stream.before, *token_ids][-LONGEST_CUT:]
         return replace(part, cumulative_logprob=None)
 
 

@@ -13,9 +13,9 @@ from nanovllm.models.loader import GENERATION_FILE, load_generation_config
 from nanovllm.sampling_params import SamplingParams
 
 # The keys that are used, as in vLLM, with the names of their parameters.
-SAME = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-PARAMETERS = {**{name: name for name in SAME}, "max_new_tokens": "max_tokens"}
-INSTEAD = "pass sampling_params, or make the LLM with generation_config='vllm'"
+SAME_NAMES = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+PARAMETERS = {**{name: name for name in SAME_NAMES}, "max_new_tokens": "max_tokens"}
+ADVICE = "pass sampling_params, or make the LLM with generation_config='vllm'"
 
 
 def read_generation_config(option: str, model_folder: Path) -> dict[str, Any]:
@@ -51,7 +51,7 @@ def overridden(generation: Mapping[str, Any], option: str, changes: Mapping[str,
 def recommended_params(generation: Mapping[str, Any]) -> SamplingParams:
     """Return SamplingParams with the file's values; null means the default. ValueError or TypeError for a
     wrong value."""
-    return _params(generation, f"{GENERATION_FILE}: {{}}; {INSTEAD}")
+    return _params(generation, f"{GENERATION_FILE}: {{}}; {ADVICE}")
 
 
 def _params(generation: Mapping[str, Any], message: str) -> SamplingParams:

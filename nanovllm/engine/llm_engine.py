@@ -337,7 +337,7 @@ class LLMEngine:
             step = self._in_flight if self._run_ahead else self._draw(launched)
             if step is not None:
                 assert step.handle is not None
-                with self._workers.giving_up_on_error():
+                with self._workers.kill_on_error():
                     output = step.handle.result()
                 now = perf_counter()
                 seconds, self._last_end = now - self._last_end, now
@@ -372,7 +372,7 @@ class LLMEngine:
         """Let a launched step draw its tokens, if it has not; all previous tokens are known now."""
         if step is None or step.handle is not None:
             return step
-        masks = self._scheduler.masks(step.batch, self._runner.mask_room)
+        masks = self._scheduler.masks(step.batch, self._runner.mask_buffer)
         return step._replace(handle=self._workers.run(self._runner.draw, "draw", masks))
 
     def _launch(self) -> LaunchedStep | None:

@@ -23,7 +23,7 @@ LAYOUTS = (
     "|{bar}| {n_fmt}/{total_fmt} <{remaining}{postfix}",
     "|{bar}| {n_fmt}/{total_fmt}",
 )
-WIDEST = {
+WIDEST_FIELDS = {
     "percentage": 100,
     "bar": "####",  # at least
     "elapsed": "99:59:59",
@@ -137,7 +137,7 @@ def layout(total: int, columns: object) -> str:
     if not isinstance(columns, int):  # a notebook's widget, or a terminal of unknown width
         return LAYOUTS[0]
     counts = {"n_fmt": str(total), "total_fmt": str(total)}
-    fitting = (each for each in LAYOUTS if len(each.format(**WIDEST, **counts)) <= columns)
+    fitting = (each for each in LAYOUTS if len(each.format(**WIDEST_FIELDS, **counts)) <= columns)
     return next(fitting, LAYOUTS[-1])
 
 

@@ -125,6 +125,6 @@ def _load(
     group = TPGroup()
     if rendezvous is not None:
         workers.watch.on_failure(rendezvous.leave)
-        group = workers.watched(lambda: setup.meet(device, rendezvous))
+        group = workers.watched(lambda: setup.join_group(device, rendezvous))
         workers.watch.on_failure(group.abort)
     return setup.load(device, group, workers.watch.check)

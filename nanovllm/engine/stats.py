@@ -16,7 +16,7 @@ import numpy as np
 from nanovllm.batch import Batch, StepKind
 
 INTERVAL_SECONDS = 0.1  # of the timeline, at first
-MOST_INTERVALS = 600  # above this, pairs of intervals are merged
+MAX_INTERVALS = 600  # above this, pairs of intervals are merged
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -252,8 +252,8 @@ class Counters:
 
     def _begin_interval(self, now: float) -> None:
         intervals = self._intervals
-        if len(intervals) >= MOST_INTERVALS:
-            while len(intervals) > MOST_INTERVALS // 2:
+        if len(intervals) >= MAX_INTERVALS:
+            while len(intervals) > MAX_INTERVALS // 2:
                 self._length *= 2
                 groups: dict[int, list[Interval]] = {}
                 for each in intervals:

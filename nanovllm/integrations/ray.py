@@ -26,7 +26,7 @@ except ImportError as error:
         f"nanovllm.integrations.ray needs Ray Data; install it with: pip install 'nanovllm[ray]' ({error})"
     ) from error
 
-ADDED = (
+OUTPUT_COLUMNS = (
     "generated_text",
     "generated_tokens",
     "num_input_tokens",
@@ -39,8 +39,8 @@ ADDED = (
 class LLMPredictor:
     """A replica: a class for `Dataset.map_batches`, which answers a column of prompts.
 
-    Every row keeps its columns and gets those of `ADDED`: the text, the token ids (with `n` above 1 lists of
-    both), numbers of tokens, `finish_reason`, and `error`: the reason why the row has no answer, or "".
+    Every row keeps its columns and gets those of `OUTPUT_COLUMNS`: the text, the token ids (with `n` above 1
+    lists of both), numbers of tokens, `finish_reason`, and `error`: why the row has no answer, or "".
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class LLMPredictor:
         for name in filter(None, (asked, self._ids)):
             if name not in batch:
                 raise ValueError(f"there is no column {name!r}; the columns are {', '.join(batch)}")
-        lost = [name for name in ADDED if name in batch]
+        lost = [name for name in OUTPUT_COLUMNS if name in batch]
         if lost:
             raise ValueError(f"the dataset has a column {lost[0]!r}, which the answers need; rename it")
         params = self._params if self._ids is None else [self._seeded(each) for each in batch[self._ids]]

@@ -31,8 +31,8 @@ from nanovllm.text.processor import Processor
 from nanovllm.text.prompts import Prompt, parse_prompt
 from nanovllm.text.rows import BadRow, attempt
 
-SHOWN = 20  # printed problems of a file
-ROWS = 256  # tokenised at once
+MAX_SHOWN = 20  # printed problems of a file
+BATCH_ROWS = 256  # tokenised at once
 
 
 class Problem(NamedTuple):
@@ -97,13 +97,13 @@ def _check(args: argparse.Namespace, path: Path, params: SamplingParams, lengths
         found = _Findings()
         for problem in _problems(source, row_format, lengths, found):
             found.num_bad += 1
-            if found.num_bad <= SHOWN:
+            if found.num_bad <= MAX_SHOWN:
                 print(f"{path}: {problem.message}")
     except JobRefusedError as error:
         print(error)
         return REFUSED
-    if found.num_bad > SHOWN:
-        print(f"{path}: and {counted(found.num_bad - SHOWN, 'row')} more")
+    if found.num_bad > MAX_SHOWN:
+        print(f"{path}: and {counted(found.num_bad - MAX_SHOWN, 'row')} more")
     twice = found.ids_that_come_twice()
     kind = counted(found.num_rows, "row") + " of an OpenAI batch" * is_batch
     print(f"{path}: {kind}, {found.num_bad:,} bad" + twice)
@@ -152,7 +152,7 @@ def _problems(
             yield Problem(row.index, f"{row.place}: {task}") if isinstance(task, Exception) else task
 
     rows = tasks()
-    while some := list(islice(rows, ROWS)):
+    while some := list(islice(rows, BATCH_ROWS)):
         problems = [each for each in some if isinstance(each, Problem)]
         if lengths is not None:
             problems += lengths.problems([each for each in some if isinstance(each, Task)])

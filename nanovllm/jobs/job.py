@@ -43,7 +43,7 @@ MAY_CHANGE = {
     "download_dir",
 }
 PROMPT_ARGUMENTS = ("prompt_column", "template", "messages_column", "id_column", "chat_template_kwargs")
-LOOKED_AT = 100  # rows of JSON to inspect, for an OpenAI batch or a missing column
+INSPECTED_ROWS = 100  # rows of JSON to inspect, for an OpenAI batch or a missing column
 
 
 @contextmanager
@@ -106,7 +106,7 @@ def open_job(args: argparse.Namespace, path: Path) -> tuple[Source, bool]:
     columns, is_batch = _first_columns(source)
     is_batch = is_batch and not plain.needed
     if columns and not is_batch:
-        _check_columns(columns, plain, f"{path}: the first {LOOKED_AT} rows have")
+        _check_columns(columns, plain, f"{path}: the first {INSPECTED_ROWS} rows have")
     return source, is_batch
 
 
@@ -162,7 +162,7 @@ def _first_columns(source: Source) -> tuple[list[str], bool]:
     """The columns of the first rows that can be read, and whether the first one is of an OpenAI batch."""
     columns: dict[str, None] = {}
     is_batch = False
-    for row in islice(source.rows(), LOOKED_AT):
+    for row in islice(source.rows(), INSPECTED_ROWS):
         with suppress(ValueError):
             values = row.values()
             is_batch = is_batch or (not columns and looks_like_batch(values))

@@ -22,7 +22,8 @@ ABOUT = (
     "The state of a `nanovllm run` job. The same command resumes it. Delete this file and the output to "
     "start over."
 )
-WHAT = ("input", "model", "options", "sampling", "prompt", "format")  # define a job; other keys may change
+# These keys define a job; other keys may change.
+JOB_KEYS = ("input", "model", "options", "sampling", "prompt", "format")
 INFORMATIVE = ("path",)  # keys within these that may change too
 CHUNK = 2**20
 SAMPLES = 16  # of a weight file, 64 KiB each
@@ -43,7 +44,7 @@ class Journal:
         """Return the stored journal, None if there is none. JobRefusedError if the file is not a journal."""
         try:
             found = json.loads(self.path.read_bytes())
-            if not isinstance(found, dict) or not {*WHAT} <= found.keys():
+            if not isinstance(found, dict) or not {*JOB_KEYS} <= found.keys():
                 raise ValueError("it lacks the keys of a journal")
             return found
         except FileNotFoundError:
@@ -57,7 +58,7 @@ class Journal:
     def begin(self, job: Mapping[str, Any]) -> dict[str, Any] | None:
         """Resume the existing job and return its previous journal, or write a new journal and return None.
 
-        job: its description with the keys WHAT, and further keys to store. JobRefusedError if the output
+        job: its description with the keys JOB_KEYS, and further keys to store. JobRefusedError if the output
         belongs to another job, or to none.
         """
         found = self.read()
@@ -93,8 +94,8 @@ class Journal:
 
 
 def differences(found: Mapping[str, Any], job: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the differences between two jobs in WHAT, as text."""
-    for name in WHAT:
+    """Yield the differences between two jobs in JOB_KEYS, as text."""
+    for name in JOB_KEYS:
         one, other = found[name], job[name]
         if not isinstance(one, dict) or not isinstance(other, dict):
             one, other = {"": one}, {"": other}

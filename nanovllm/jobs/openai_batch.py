@@ -22,7 +22,7 @@ from nanovllm.vllm_arguments import SAMPLING
 CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
 PROMPTS = {CHAT: "messages", COMPLETIONS: "prompt", EMBEDDINGS: "input"}  # by URL: the key of the prompt
 # Keys without effect on the answer.
-FREE = {"model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
+IGNORED_KEYS = {"model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
 # Keys that are accepted only with these neutral values.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "stream": (False, None),
@@ -37,7 +37,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "dimensions": (None,),
 }
 TEMPLATE = ("tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
-ALL_THAT_FIT = {"max_tokens": None}  # OpenAI's default
+DEFAULT_PARAMS = {"max_tokens": None}  # OpenAI's default
 
 
 class OpenAIFormat(RowFormat):
@@ -131,10 +131,10 @@ def looks_like_batch(values: Mapping[str, Any]) -> bool:
 
 def _read_body(url: str, body: Values) -> tuple[dict[str, Any], dict[str, Any]]:
     """The parameters of a body, and the arguments of the chat template. ValueError for unsupported keys."""
-    own: dict[str, Any] = {} if url == EMBEDDINGS else dict(ALL_THAT_FIT)
+    own: dict[str, Any] = {} if url == EMBEDDINGS else dict(DEFAULT_PARAMS)
     template: dict[str, Any] = {}
     for name, value in body.items():
-        if name in FREE or name == PROMPTS[url]:
+        if name in IGNORED_KEYS or name == PROMPTS[url]:
             continue
         if name in NEUTRAL:
             if value not in NEUTRAL[name]:

@@ -19,12 +19,12 @@ from nanovllm.jobs.progress import JobProgress
 from nanovllm.jobs.rendering import Renderer, as_prompt
 from nanovllm.jobs.sources import Source, SourceRow
 from nanovllm.jobs.tasks import RowFormat, Task
-from nanovllm.jobs.window import in_good_order
+from nanovllm.jobs.window import reordered
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.rows import attempt
 
-EMBEDDED = 256  # rows in one call of `embed`
-RENDERED = 64  # rows whose conversations are tokenised at once
+EMBED_ROWS = 256  # rows in one call of `embed`
+RENDER_ROWS = 64  # rows whose conversations are tokenised at once
 
 
 class JobRunner:
@@ -48,7 +48,7 @@ class JobRunner:
         self._format = row_format
         tasks = self._tasks()
         if not self._args.ordered:
-            tasks = in_good_order(tasks, self._args.window)
+            tasks = reordered(tasks, self._args.window)
         for kind, group in groupby(tasks, key=lambda task: task.kind):
             if kind == "embed":
                 self._embed(llm, group)
@@ -93,7 +93,7 @@ class JobRunner:
 
         def prompts() -> Iterator[dict[str, Any]]:
             place = 0
-            while some := list(islice(tasks, RENDERED)):
+            while some := list(islice(tasks, RENDER_ROWS)):
                 for task, prompt in zip(some, renderer.prompts(some), strict=True):
                     if isinstance(prompt, Exception):
                         self._refuse(task.index, task.id, str(prompt))
@@ -119,7 +119,7 @@ class JobRunner:
                     self._write(task.index, self._format.answer(task, output))
 
     def _embed(self, llm: Any, tasks: Iterator[Task]) -> None:
-        while some := list(islice(tasks, EMBEDDED)):
+        while some := list(islice(tasks, EMBED_ROWS)):
             prompts = [as_prompt(prompt) for task in some for prompt in task.prompt]
             outputs = iter(llm.embed(prompts, use_tqdm=False, on_error="return"))
             place = 0

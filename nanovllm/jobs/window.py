@@ -20,7 +20,7 @@ Key: TypeAlias = "tuple[str, str, array[int]]"  # the kind of a task, its text, 
 UNBOUNDED = 2**40  # tokens of an output without a limit
 
 
-def in_good_order(tasks: Iterator[Task], rows: int = WINDOW_ROWS) -> Iterator[Task]:
+def reordered(tasks: Iterator[Task], rows: int = WINDOW_ROWS) -> Iterator[Task]:
     """Yield all tasks, each window of `rows` in the order that runs fastest.
 
     For each task that is yielded, one task of the next window is read, so that reading never takes long.
@@ -29,7 +29,7 @@ def in_good_order(tasks: Iterator[Task], rows: int = WINDOW_ROWS) -> Iterator[Ta
     while present:
         coming: list[Task] = []
         size = 0
-        for task in arranged(present):
+        for task in grouped_by_prefix(present):
             if size < WINDOW_BYTES and (read := next(tasks, None)) is not None:
                 coming.append(read)
                 size += _size(read)
@@ -37,7 +37,7 @@ def in_good_order(tasks: Iterator[Task], rows: int = WINDOW_ROWS) -> Iterator[Ta
         present = _fill(coming, size, tasks, rows)
 
 
-def arranged(tasks: list[Task]) -> list[Task]:
+def grouped_by_prefix(tasks: list[Task]) -> list[Task]:
     """Return the tasks in groups with a common prefix. Groups with the longest outputs come first, and so do
     the longest outputs in each group. Embeddings, which run separately, come last."""
     keyed = sorted(((sort_key(task), task) for task in tasks), key=lambda each: (each[0], each[1].index))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from nanovllm.kernels.compat import await_inputs, by_device, early, jit, tl, triton
+from nanovllm.kernels.compat import await_inputs, by_device, jit, pdl_options, tl, triton
 from nanovllm.kernels.rms_norm import inverse_rms, inverse_rms_reference
 
 # Launch choices, measured on an H200 (docs/log/2026-11-22-techniques.md).
@@ -35,13 +35,13 @@ def _silu_and_mul_kernel(
     BLOCK: tl.constexpr,
     SIZE: tl.constexpr,
     SIZE_PADDED: tl.constexpr,
-    EARLY: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ) -> None:
     """One program per row and BLOCK columns."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < N
-    await_inputs(EARLY)
+    await_inputs(USE_PDL)
     x_ptrs = x_ptr + row * x_stride + columns
     gate = tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(x_ptrs + N, mask=mask, other=0.0).to(tl.float32)
@@ -80,7 +80,7 @@ def silu_and_mul_triton(
         SIZE=size,
         SIZE_PADDED=triton.next_power_of_2(size),
         num_warps=4,
-        **early(x),
+        **pdl_options(x),
     )
     return out
 

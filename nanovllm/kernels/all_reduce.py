@@ -8,9 +8,9 @@ RMSNorm, in one shot or two. Owns no memory and exchanges no addresses; `Peers` 
 # sum to every rank. With more than two ranks this moves less data, but waits twice.
 #
 # There are no flags and no fences. Rooms (receive buffers) are filled with EMPTY, which no sender writes, and
-# a receiver reads until no EMPTY is left. The calls of a row use three sets of rooms in turn. Each call
-# empties the rooms of the previous call. They are filled again two calls later, by ranks that have finished
-# the call in between; for that they needed the row that this rank sent after it had emptied the rooms.
+# a receiver reads until no EMPTY is left. The calls of a row use three sets of buffers in turn. Each call
+# empties the buffers of the previous call. They are filled again two calls later, by ranks that have finished
+# the call in between; for that they needed the row that this rank sent after it had emptied the buffers.
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from dataclasses import dataclass
 
 import torch
 
-from nanovllm.kernels.compat import await_inputs, early, jit, tl, triton
+from nanovllm.kernels.compat import await_inputs, jit, pdl_options, tl, triton
 from nanovllm.kernels.rms_norm import add_rms_norm_reference, normalised, row_warps
 
 TURNS = 3
-EMPTY = -(2**15)  # every two bytes of a room: -0.0 in 16-bit types, next to -0.0 in float32
+EMPTY = -(2**15)  # every two bytes of a buffer: -0.0 in 16-bit types, next to -0.0 in float32
 EMPTY_BY_SIZE = {2: EMPTY, 4: -(2**31) + 2**15}  # the same pattern by element size in bytes
 
 
@@ -30,12 +30,12 @@ EMPTY_BY_SIZE = {2: EMPTY, 4: -(2**31) + 2**15}  # the same pattern by element s
 class Peers:
     """The memory layout that rank `rank` of `size` ranks uses; `size` is a power of 2.
 
-    All rooms start filled with EMPTY.
+    All buffers start filled with EMPTY.
     """
 
     rank: int
     size: int
-    slots: torch.Tensor  # [size] int64: addresses of each rank's rooms [TURNS, size - 1, max_rows, row_bytes]
+    slots: torch.Tensor  # [size] int64: the ranks' buffers [TURNS, size - 1, max_rows, row_bytes]
     sums: torch.Tensor | None  # [size] int64: the same for sums [TURNS, max_rows, row_bytes]; for two shots
     turns: torch.Tensor  # [max_rows] int32, local: the current turn of each row, initially 0
     aborted: torch.Tensor  # [1] int32, local: if not 0, waiting programs continue with invalid data
@@ -43,16 +43,16 @@ class Peers:
 
 
 @jit()
-def _room(
-    rooms: tl.tensor,
+def _row_ptr(
+    buffers: tl.tensor,
     index: tl.tensor,
     row: tl.tensor,
     max_rows: tl.tensor,
     ROW: tl.constexpr,
     BITS: tl.constexpr,
 ) -> tl.tensor:
-    """A pointer to row `row`, of ROW elements, in room `index` at address `rooms`."""
-    return tl.multiple_of(rooms.to(tl.pointer_type(BITS)), 16) + (index * max_rows + row) * ROW
+    """A pointer to row `row`, of ROW elements, in buffer `index` at address `buffers`."""
+    return tl.multiple_of(buffers.to(tl.pointer_type(BITS)), 16) + (index * max_rows + row) * ROW
 
 
 @jit()
@@ -69,12 +69,12 @@ def _sendable(x: tl.tensor, BITS: tl.constexpr, EMPTY: tl.constexpr) -> tl.tenso
 
 
 @jit()
-def _receive(rooms: tl.tensor, mask: tl.tensor, aborted_ptr: tl.tensor, EMPTY: tl.constexpr) -> tl.tensor:
-    """Wait until no element of `rooms` is EMPTY; return the elements."""
-    bits = tl.load(rooms, mask=mask, other=0, volatile=True)
+def _receive(ptrs: tl.tensor, mask: tl.tensor, aborted_ptr: tl.tensor, EMPTY: tl.constexpr) -> tl.tensor:
+    """Wait until no element at `ptrs` is EMPTY; return the elements."""
+    bits = tl.load(ptrs, mask=mask, other=0, volatile=True)
     waits = tl.load(aborted_ptr, volatile=True) == 0  # part of the maximum, so all warps continue together
     while tl.max(((bits == EMPTY) & waits).to(tl.int32)) > 0:
-        bits = tl.load(rooms, mask=mask, other=0, volatile=True)
+        bits = tl.load(ptrs, mask=mask, other=0, volatile=True)
         waits = tl.load(aborted_ptr, volatile=True) == 0
     return bits
 
@@ -97,22 +97,22 @@ def _sum(
     # Not with `_receive`: Triton 3.6 fails to compile it if its result is unused.
     if SIZE > 2:
         ranks = tl.arange(0, SIZE)[:, None]
-        rooms = slots + _slot(ranks, RANK, SIZE) * slot_size + columns[None, :]
+        ptrs = slots + _slot(ranks, RANK, SIZE) * slot_size + columns[None, :]
         others = (ranks != RANK) & mask[None, :]
         missing = 1
         while missing > 0:
-            bits = tl.load(rooms, mask=others, other=0, volatile=True)
+            bits = tl.load(ptrs, mask=others, other=0, volatile=True)
             waits = tl.load(aborted_ptr, volatile=True) == 0
             missing = tl.max(((bits == EMPTY) & waits).to(tl.int32))
     total = tl.zeros(x.shape, tl.float32)
     for rank in tl.static_range(SIZE):
         part = x
         if rank != RANK:
-            room = slots + _slot(rank, RANK, SIZE) * slot_size + columns
+            ptr = slots + _slot(rank, RANK, SIZE) * slot_size + columns
             if SIZE > 2:
-                bits = tl.load(room, mask=mask, other=0, volatile=True)
+                bits = tl.load(ptr, mask=mask, other=0, volatile=True)
             else:
-                bits = _receive(room, mask, aborted_ptr, EMPTY)
+                bits = _receive(ptr, mask, aborted_ptr, EMPTY)
             part = bits.to(x.dtype, bitcast=True)
         total += part.to(tl.float32)
     return _sendable(total.to(x.dtype), BITS, EMPTY)
@@ -140,10 +140,10 @@ def _all_reduce_kernel(
     BITS: tl.constexpr,
     EMPTY: tl.constexpr,
     TWO_SHOT: tl.constexpr,
-    EARLY: tl.constexpr,
+    USE_PDL: tl.constexpr,
     TURNS: tl.constexpr = TURNS,
 ) -> None:
-    """One program per row. ROW: elements in a row of a room, at least N."""
+    """One program per row. ROW: elements in a row of a buffer, at least N."""
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, N_PADDED)
@@ -154,7 +154,7 @@ def _all_reduce_kernel(
         own_sums = tl.load(sums_ptr + RANK)
     if weight_ptr is not None:
         weight = tl.load(weight_ptr + columns, mask=mask, other=0.0)
-    await_inputs(EARLY)
+    await_inputs(USE_PDL)
     bits = _sendable(tl.load(x_ptr + cells, mask=mask, other=0.0), BITS, EMPTY)
     x = bits.to(dtype, bitcast=True)
     turn = tl.load(turns_ptr + row)
@@ -162,42 +162,42 @@ def _all_reduce_kernel(
     if TWO_SHOT:
         slot = turn * (SIZE - 1) + _slot(RANK, owner, SIZE)
         if owner != RANK:
-            room = _room(tl.load(slots_ptr + owner), slot, row, max_rows, ROW, BITS)
-            tl.store(room + columns, bits, mask=mask)
+            ptr = _row_ptr(tl.load(slots_ptr + owner), slot, row, max_rows, ROW, BITS)
+            tl.store(ptr + columns, bits, mask=mask)
     else:
         for rank in tl.static_range(SIZE):
             if rank != RANK:
                 slot = turn * (SIZE - 1) + _slot(RANK, rank, SIZE)
-                room = _room(tl.load(slots_ptr + rank), slot, row, max_rows, ROW, BITS)
-                tl.store(room + columns, bits, mask=mask)
+                ptr = _row_ptr(tl.load(slots_ptr + rank), slot, row, max_rows, ROW, BITS)
+                tl.store(ptr + columns, bits, mask=mask)
 
-    # Empty the previous call's rooms while the rows are in transit.
+    # Empty the previous call's buffers while the rows are in transit.
     last = (turn + TURNS - 1) % TURNS
     slot_size = max_rows.to(tl.int64) * ROW
     words = tl.arange(0, ROW_PADDED)
     nothing = tl.full((ROW_PADDED,), EMPTY, BITS)
     for index in tl.static_range(SIZE - 1):
-        room = _room(own_slots, last * (SIZE - 1) + index, row, max_rows, ROW, BITS)
-        tl.store(room + words, nothing, mask=words < ROW)
+        ptr = _row_ptr(own_slots, last * (SIZE - 1) + index, row, max_rows, ROW, BITS)
+        tl.store(ptr + words, nothing, mask=words < ROW)
     if sums_ptr is not None:
-        room = _room(own_sums, last, row, max_rows, ROW, BITS)
-        tl.store(room + words, nothing, mask=words < ROW)
+        ptr = _row_ptr(own_sums, last, row, max_rows, ROW, BITS)
+        tl.store(ptr + words, nothing, mask=words < ROW)
     if weight_ptr is not None:
         residual = tl.load(residual_ptr + cells, mask=mask, other=0.0)
 
     if TWO_SHOT:
         if owner == RANK:
-            slots = _room(own_slots, turn * (SIZE - 1), row, max_rows, ROW, BITS)
+            slots = _row_ptr(own_slots, turn * (SIZE - 1), row, max_rows, ROW, BITS)
             bits = _sum(x, slots, slot_size, mask, columns, aborted_ptr, RANK, SIZE, BITS, EMPTY)
             for rank in tl.static_range(SIZE):
                 if rank != RANK:
-                    room = _room(tl.load(sums_ptr + rank), turn, row, max_rows, ROW, BITS)
-                    tl.store(room + columns, bits, mask=mask)
+                    ptr = _row_ptr(tl.load(sums_ptr + rank), turn, row, max_rows, ROW, BITS)
+                    tl.store(ptr + columns, bits, mask=mask)
         else:
-            room = _room(own_sums, turn, row, max_rows, ROW, BITS)
-            bits = _receive(room + columns, mask, aborted_ptr, EMPTY)
+            ptr = _row_ptr(own_sums, turn, row, max_rows, ROW, BITS)
+            bits = _receive(ptr + columns, mask, aborted_ptr, EMPTY)
     else:
-        slots = _room(own_slots, turn * (SIZE - 1), row, max_rows, ROW, BITS)
+        slots = _row_ptr(own_slots, turn * (SIZE - 1), row, max_rows, ROW, BITS)
         bits = _sum(x, slots, slot_size, mask, columns, aborted_ptr, RANK, SIZE, BITS, EMPTY)
     tl.store(turns_ptr + row, (turn + 1) % TURNS)  # all warps have read it, because they synchronised above
     out = bits.to(dtype, bitcast=True)
@@ -248,7 +248,7 @@ def _launch(
         TWO_SHOT=two_shot,
         num_warps=row_warps(padded),  # not more: one thread waits for each element
         maxnreg=64,  # so that two programs of 16 warps fit on a multiprocessor, and 256 rows run at once
-        **early(x),
+        **pdl_options(x),
     )
     return out
 

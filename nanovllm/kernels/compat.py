@@ -59,18 +59,18 @@ def use_triton(tensor: torch.Tensor) -> bool:
 
 
 def by_device(
-    kernel: Callable[Concatenate[torch.Tensor, P], T], twin: Callable[Concatenate[torch.Tensor, P], T]
+    kernel: Callable[Concatenate[torch.Tensor, P], T], reference: Callable[Concatenate[torch.Tensor, P], T]
 ) -> Callable[Concatenate[torch.Tensor, P], T]:
-    """An operation: `kernel` if its first argument is on a GPU that Triton supports, else `twin`."""
+    """An operation: `kernel` if its first argument is on a GPU that Triton supports, else `reference`."""
 
     @wraps(kernel)
     def operation(x: torch.Tensor, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return (kernel if use_triton(x) else twin)(x, *args, **kwargs)
+        return (kernel if use_triton(x) else reference)(x, *args, **kwargs)
 
     return operation
 
 
-def launch_early(x: torch.Tensor) -> bool:
+def use_pdl(x: torch.Tensor) -> bool:
     """Whether kernels on the device of `x` start before the previous kernel has ended; see `await_inputs`.
 
     This is programmatic dependent launch, available from compute capability 9.0 on.
@@ -78,9 +78,9 @@ def launch_early(x: torch.Tensor) -> bool:
     return not INTERPRET and capability(x.device) >= (9, 0)
 
 
-def early(x: torch.Tensor) -> dict[str, bool]:
-    """The launch options of a kernel with the constant EARLY on the device of `x`."""
-    return dict.fromkeys(("EARLY", "launch_pdl"), launch_early(x))
+def pdl_options(x: torch.Tensor) -> dict[str, bool]:
+    """The launch options of a kernel with the constant USE_PDL on the device of `x`."""
+    return dict.fromkeys(("USE_PDL", "launch_pdl"), use_pdl(x))
 
 
 @lru_cache
@@ -108,12 +108,12 @@ def capability(device: torch.device) -> tuple[int, int]:
 
 
 @jit()
-def await_inputs(EARLY: tl.constexpr) -> None:
+def await_inputs(USE_PDL: tl.constexpr) -> None:
     """In a kernel that was launched early: let the next kernel start, and wait until the previous one ends.
 
     Before this call a program may read weights and the step's inputs, but no result of a kernel, and must not
     write. Every program must make this call: the next kernel relies on all previous kernels having ended.
     """
-    if EARLY:
+    if USE_PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()

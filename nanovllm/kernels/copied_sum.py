@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from nanovllm.kernels.all_reduce import all_reduce_add_rms_norm_reference
-from nanovllm.kernels.compat import await_inputs, early, jit, tl, triton
+from nanovllm.kernels.compat import await_inputs, jit, pdl_options, tl, triton
 from nanovllm.kernels.rms_norm import normalised, row_warps
 
 CALLS = 4096  # call numbers wrap around at this value
@@ -65,7 +65,7 @@ def _copied_sum_kernel(
     SIZE: tl.constexpr,
     N: tl.constexpr,
     N_PADDED: tl.constexpr,
-    EARLY: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ) -> None:
     """One program per row: waits for the copies of all other ranks, then adds and normalises."""
     dtype: tl.constexpr = x_ptr.dtype.element_ty
@@ -74,7 +74,7 @@ def _copied_sum_kernel(
     mask = columns < N
     cells = row * N + columns
     weight = tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
-    await_inputs(EARLY)
+    await_inputs(USE_PDL)
     x = tl.load(x_ptr + cells, mask=mask, other=0.0)
     residual = tl.load(residual_ptr + cells, mask=mask, other=0.0).to(tl.float32)
     _await(flags_ptr, aborted_ptr, call, RANK, SIZE)
@@ -127,7 +127,7 @@ def copied_sum_add_rms_norm_triton(
         N=n,
         N_PADDED=padded,
         num_warps=row_warps(padded),
-        **early(x),
+        **pdl_options(x),
     )
 
 

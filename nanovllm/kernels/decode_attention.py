@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from nanovllm.batch import PADDING
 from nanovllm.kernels.cache import KVCache
-from nanovllm.kernels.compat import FEW_ROWS, await_inputs, early, jit, shared_memory, tl, triton
+from nanovllm.kernels.compat import FEW_ROWS, await_inputs, jit, pdl_options, shared_memory, tl, triton
 from nanovllm.kernels.merge_chunks import merge_chunks
 from nanovllm.kernels.paged import (
     Heads,
@@ -35,7 +35,7 @@ _SMALL_BATCHES = {FEW_ROWS: 128, 8: 256}
 _FP8_CHUNK = 2048  # with an FP8 cache and enough programs to fill the device many times
 _FULL_PROGRAMS = 1600  # the number of programs that is enough, each with a single warp
 _MERGED_HEADS = 4  # in a large batch: with one head, most of 4,096 programs would have nothing to merge
-_MOST_PARTIAL = 3 * 2**29  # bytes of partial results; CUDA graphs keep this memory
+_MAX_PARTIAL = 3 * 2**29  # bytes of partial results; CUDA graphs keep this memory
 _LANES = 2  # chunks of a sequence computed in parallel; more in a small batch
 _PROGRAMS = 2048  # a batch with fewer programs is small
 _UNITS = 16  # units of sequences computed in parallel
@@ -48,8 +48,8 @@ _WIDE_TILE = 64  # rows of the tiles for shared prefixes: more would not fit int
 
 def least_chunk(q_heads: int, head_dim: int, max_context_len: int, sequences: int) -> int:
     """The minimum number of positions per partial result, a power of 2, for which the partial results of
-    `sequences` sequences fit into `_MOST_PARTIAL` bytes."""
-    most_chunks = max(1, _MOST_PARTIAL // (4 * sequences * q_heads * head_dim))
+    `sequences` sequences fit into `_MAX_PARTIAL` bytes."""
+    most_chunks = max(1, _MAX_PARTIAL // (4 * sequences * q_heads * head_dim))
     return 1 << (triton.cdiv(max_context_len, most_chunks) - 1).bit_length()
 
 
@@ -140,7 +140,7 @@ def _decode_chunk_kernel(
     CHUNK: tl.constexpr,
     HEAD_TILE: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    EARLY: tl.constexpr,
+    USE_PDL: tl.constexpr,
     PADDING: tl.constexpr = PADDING,
 ) -> None:
     """One program per (tile of a KV head's query heads, sequence, lane); a lane computes every n-th chunk.
@@ -197,7 +197,7 @@ def _decode_chunk_kernel(
             start = chunk * CHUNK
             end = tl.minimum(context, start + CHUNK)
             pages = load_pages(table_ptr, start, end, HEADS.page, BLOCK_N)
-            await_inputs(EARLY)  # at least one program makes this call, which is enough for the next kernel
+            await_inputs(USE_PDL)  # at least one program makes this call, which is enough for the next kernel
             q, state = start_softmax(tl.load(q_ptrs, mask=mask, other=0.0), HEADS)
             last = tl.zeros((HEAD_TILE,), tl.int32) + (end - 1)
             state, pages = attend_range(
@@ -290,7 +290,7 @@ def paged_decode_attention_triton(
             BLOCK_N=block_n,
             num_warps=warps,
             num_stages=stages,
-            **early(q),
+            **pdl_options(q),
         )
 
     if shared is None:

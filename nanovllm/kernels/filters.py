@@ -65,13 +65,13 @@ def is_kept(x: tl.tensor, index: tl.tensor, floor: tl.tensor, last: tl.tensor) -
 
 @jit()
 def _find_segments(
-    crests_ptr: tl.tensor, list_ptr: tl.tensor, segments: int, floor: tl.tensor, PADDED: tl.constexpr
+    seg_max_ptr: tl.tensor, list_ptr: tl.tensor, segments: int, floor: tl.tensor, PADDED: tl.constexpr
 ) -> tl.tensor:
     """List the segments whose largest logit reaches `floor`, in ascending order; return their number."""
     index = tl.arange(0, PADDED)
     there = index < segments
-    crests = tl.load(crests_ptr + index, mask=there, other=float("-inf"))
-    reaches = there & (crests >= floor)
+    seg_max = tl.load(seg_max_ptr + index, mask=there, other=float("-inf"))
+    reaches = there & (seg_max >= floor)
     tl.debug_barrier()  # all threads have read the previous list
     tl.store(list_ptr + tl.cumsum(reaches.to(tl.int32), axis=0) - 1, index, mask=reaches)
     tl.debug_barrier()
@@ -121,7 +121,7 @@ def _count_from(
 @jit()
 def end_of_top_k(
     logits_ptr: tl.tensor,
-    crests_ptr: tl.tensor,
+    seg_max_ptr: tl.tensor,
     list_ptr: tl.tensor,
     segments: int,
     vocab: int,
@@ -139,18 +139,18 @@ def end_of_top_k(
     """
     index = tl.arange(0, PADDED)
     there = index < segments
-    crests = order_key(tl.load(crests_ptr + index, mask=there, other=float("-inf")), SHIFT)
+    seg_max = order_key(tl.load(seg_max_ptr + index, mask=there, other=float("-inf")), SHIFT)
     high = order_key(best, SHIFT).to(tl.int64) + 1
     low = order_key(tl.full((), float("-inf"), tl.float32), SHIFT).to(tl.int64)
     if top_k <= segments:
         end = high
         while end - low > 1:
             middle = (low + end) >> 1
-            enough = tl.sum((there & (crests >= middle.to(tl.int32))).to(tl.int32), axis=0) >= top_k
+            enough = tl.sum((there & (seg_max >= middle.to(tl.int32))).to(tl.int32), axis=0) >= top_k
             low = tl.where(enough, middle, low)
             end = tl.where(enough, end, middle)
     floor = value_of(low.to(tl.int32), SHIFT)
-    count = _find_segments(crests_ptr, list_ptr, segments, floor, PADDED)
+    count = _find_segments(seg_max_ptr, list_ptr, segments, floor, PADDED)
     above = tl.full((), 0, tl.int32)  # number of tokens with a key of at least `high`
     while high - low > 1:
         middle = (low + high) >> 1
@@ -175,7 +175,7 @@ def end_of_top_k(
 @jit()
 def weigh_kept(
     logits_ptr: tl.tensor,
-    crests_ptr: tl.tensor,
+    seg_max_ptr: tl.tensor,
     list_ptr: tl.tensor,
     masses_ptr: tl.tensor,
     segments: int,
@@ -193,7 +193,7 @@ def weigh_kept(
 
     The weight of a token is exp2((logit - best) * factor).
     """
-    count = _find_segments(crests_ptr, list_ptr, segments, floor, PADDED)
+    count = _find_segments(seg_max_ptr, list_ptr, segments, floor, PADDED)
     for start in tl.range(0, count, AT_ONCE, num_stages=STAGES):
         x, index, _ = _load_tile(logits_ptr, list_ptr, start, count, vocab, SEGMENT, AT_ONCE)
         weights = tl.where(is_kept(x, index, floor, last), tl.exp2((x - best) * factor), 0.0)
@@ -244,7 +244,7 @@ def draw_filtered(
     top_p: tl.tensor,
     min_p: tl.tensor,
     logits_ptr: tl.tensor,
-    crests_ptr: tl.tensor,
+    seg_max_ptr: tl.tensor,
     list_ptr: tl.tensor,
     masses_ptr: tl.tensor,
     segments: int,
@@ -267,14 +267,14 @@ def draw_filtered(
     if (top_k > 0) & (top_k < vocab):
         narrow = True
         k_floor, k_last = end_of_top_k(
-            logits_ptr, crests_ptr, list_ptr, segments, vocab, top_k, best, SHIFT, SEGMENT, AT_ONCE, PADDED
+            logits_ptr, seg_max_ptr, list_ptr, segments, vocab, top_k, best, SHIFT, SEGMENT, AT_ONCE, PADDED
         )
         if k_floor >= floor:
             floor = k_floor
             last = k_last
     if narrow:
         count, whole = weigh_kept(
-            logits_ptr, crests_ptr, list_ptr, masses_ptr, segments, vocab,
+            logits_ptr, seg_max_ptr, list_ptr, masses_ptr, segments, vocab,
             best, factor, floor, last, SEGMENT, AT_ONCE, STAGES, PADDED,
         )  # fmt: skip
         segment_bits, token_bits = random_pair(seed, position, tl.full((), 0, tl.int32))
@@ -288,7 +288,7 @@ def draw_filtered(
         floor = tl.load(logits_ptr + token).to(tl.float32)
         last = token - 1
         count, before = weigh_kept(
-            logits_ptr, crests_ptr, list_ptr, masses_ptr, segments, vocab,
+            logits_ptr, seg_max_ptr, list_ptr, masses_ptr, segments, vocab,
             best, factor, floor, last, SEGMENT, AT_ONCE, STAGES, PADDED,
         )  # fmt: skip
         searching = before >= top_p.to(tl.float64) * whole

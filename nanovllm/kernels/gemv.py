@@ -10,7 +10,16 @@ import torch
 import torch.nn.functional as F
 
 from nanovllm.kernels.activation import gated, silu_and_mul_reference
-from nanovllm.kernels.compat import FEW_ROWS, await_inputs, by_device, early, jit, tl, triton, use_triton
+from nanovllm.kernels.compat import (
+    FEW_ROWS,
+    await_inputs,
+    by_device,
+    jit,
+    pdl_options,
+    tl,
+    triton,
+    use_triton,
+)
 from nanovllm.kernels.rms_norm import inverse_rms_reference, normalised, rms_norm_reference
 
 # Launch choices, measured on an H200 with one and two rows (docs/log/2026-11-22-techniques.md).
@@ -44,7 +53,7 @@ def _gemv_kernel(
     BLOCK_K: tl.constexpr,
     NORM: tl.constexpr,
     GATED: tl.constexpr,
-    EARLY: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ) -> None:
     """One program per row and BLOCK_N outputs. With a norm, BLOCK_K covers K."""
     dtype: tl.constexpr = x_ptr.dtype.element_ty
@@ -61,7 +70,7 @@ def _gemv_kernel(
         up_weight = tl.load(weight_ptrs + N * K, mask=exists & mask[None, :], other=0.0)
     if norm_ptr is not None:
         norm = tl.load(norm_ptr + columns, mask=mask, other=0.0).to(tl.float32)
-    await_inputs(EARLY)  # while the weights are loading
+    await_inputs(USE_PDL)  # while the weights are loading
     x = tl.load(x_ptr + row * x_stride + columns, mask=mask, other=0.0).to(tl.float32)
     if residual_ptr is not None:
         x += tl.load(residual_ptr + row * K + columns, mask=mask, other=0.0).to(tl.float32)
@@ -138,7 +147,7 @@ def gemv_triton(
         NORM=eps is not None,
         GATED=silu,
         num_warps=_WARPS,
-        **early(x),
+        **pdl_options(x),
     )
     return out, total
 

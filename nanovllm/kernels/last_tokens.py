@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from nanovllm.batch import LAST_SAMPLED, NO_SLOT
-from nanovllm.kernels.compat import await_inputs, by_device, early, jit, tl, triton
+from nanovllm.kernels.compat import await_inputs, by_device, jit, pdl_options, tl, triton
 
 _BLOCK = 256  # tokens of a program
 
@@ -21,14 +21,14 @@ def _take_tokens_kernel(
     out_ptr: tl.tensor,
     num_tokens: int,
     vocab: int,
-    EARLY: tl.constexpr,
+    USE_PDL: tl.constexpr,
     LAST_SAMPLED: tl.constexpr = LAST_SAMPLED,
     BLOCK: tl.constexpr = _BLOCK,
 ) -> None:
     """One program per BLOCK tokens."""
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live = index < num_tokens
-    await_inputs(EARLY)
+    await_inputs(USE_PDL)
     ids = tl.load(ids_ptr + index, mask=live, other=0)
     slots = tl.load(slots_ptr + index, mask=live, other=0)
     asked = live & (ids == LAST_SAMPLED)
@@ -43,7 +43,7 @@ def _keep_tokens_kernel(
     slots_ptr: tl.tensor,
     last_ptr: tl.tensor,
     num_tokens: int,
-    EARLY: tl.constexpr,
+    USE_PDL: tl.constexpr,
     NO_SLOT: tl.constexpr = NO_SLOT,
     BLOCK: tl.constexpr = _BLOCK,
 ) -> None:
@@ -51,7 +51,7 @@ def _keep_tokens_kernel(
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     slots = tl.load(slots_ptr + index, mask=index < num_tokens, other=NO_SLOT)
     live = slots != NO_SLOT
-    await_inputs(EARLY)
+    await_inputs(USE_PDL)
     tl.store(last_ptr + slots, tl.load(ids_ptr + index, mask=live, other=0), mask=live)
 
 
@@ -66,7 +66,7 @@ def take_tokens_triton(
     out = torch.empty_like(token_ids)
     if num_tokens:
         _take_tokens_kernel[(triton.cdiv(num_tokens, _BLOCK),)](
-            token_ids, slots, last, out, num_tokens, vocab_size, **early(token_ids)
+            token_ids, slots, last, out, num_tokens, vocab_size, **pdl_options(token_ids)
         )
     return out
 
@@ -79,7 +79,7 @@ def keep_tokens_triton(token_ids: torch.Tensor, slots: torch.Tensor, last: torch
     num_tokens = len(token_ids)
     if num_tokens:
         _keep_tokens_kernel[(triton.cdiv(num_tokens, _BLOCK),)](
-            token_ids, slots, last, num_tokens, **early(token_ids)
+            token_ids, slots, last, num_tokens, **pdl_options(token_ids)
         )
 
 

@@ -13,7 +13,7 @@ from nanovllm.kernels.compat import jit, tl, triton, use_triton
 
 BLOCK = 2048  # vocabulary entries of a program
 IN_PROMPT = 1 << 14  # bit of a count: the token is in the prompt; the other bits count it in the output
-MOST = IN_PROMPT - 1  # the largest count
+MAX_COUNT = IN_PROMPT - 1  # the largest count
 WORD = 32  # tokens in a word of a mask
 
 
@@ -124,7 +124,7 @@ def process_logits_reference(
     x = logits.float()
     if penalties is not None:
         seen = penalties.counts[penalties.slots]
-        count = (seen & MOST).float()
+        count = (seen & MAX_COUNT).float()
         repetition = penalties.repetition[:, None]
         x = torch.where(seen != 0, torch.where(x > 0, x / repetition, x * repetition), x)
         x = x - penalties.frequency[:, None] * count - penalties.presence[:, None] * (count > 0)
@@ -161,7 +161,7 @@ def restart_counts(
     """Reset the counts of `slots` [R], then set those of prompt_cells [P] and cells [Q] of outputs.
 
     counts: [slots, V] int16. A cell is slot * V + token id, without repetitions. times: [Q], the counts of
-    `cells`, up to MOST.
+    `cells`, up to MAX_COUNT.
     """
     counts[slots] = 0
     flat = counts.view(-1)
@@ -174,5 +174,5 @@ def count_tokens(counts: torch.Tensor, slots: torch.Tensor, token_ids: torch.Ten
     either are skipped."""
     cells = slots.clamp(min=0) * counts.shape[1] + token_ids.clamp(min=0)
     flat = counts.view(-1)
-    more = (slots >= 0) & (token_ids >= 0) & ((flat[cells] & MOST) < MOST)
+    more = (slots >= 0) & (token_ids >= 0) & ((flat[cells] & MAX_COUNT) < MAX_COUNT)
     flat.index_add_(0, cells, more.to(counts.dtype))

@@ -30,10 +30,10 @@ class TokenLogprobTensors(NamedTuple):
 def _scan_kernel(
     logits_ptr: tl.tensor,
     ids_ptr: tl.tensor,
-    tops_ptr: tl.tensor,
+    block_max_ptr: tl.tensor,
     sums_ptr: tl.tensor,
     counts_ptr: tl.tensor,
-    crests_ptr: tl.tensor,
+    seg_max_ptr: tl.tensor,
     stride: int,
     vocab: int,
     blocks: int,
@@ -50,13 +50,13 @@ def _scan_kernel(
     x = tl.load(logits_ptr + row * stride + index, mask=live, other=float("-inf")).to(tl.float32)
     x = tl.where(x < float("inf"), x, float("inf"))
     PER_BLOCK: tl.constexpr = BLOCK // SEGMENT
-    crests = tl.max(tl.reshape(x, (PER_BLOCK, SEGMENT)), axis=1)
-    tl.store(crests_ptr + (row * blocks + block) * PER_BLOCK + tl.arange(0, PER_BLOCK), crests)
+    seg_max = tl.max(tl.reshape(x, (PER_BLOCK, SEGMENT)), axis=1)
+    tl.store(seg_max_ptr + (row * blocks + block) * PER_BLOCK + tl.arange(0, PER_BLOCK), seg_max)
     top = tl.max(x, axis=0)
     finite = (top > float("-inf")) & (top < float("inf"))
     total = tl.sum(tl.exp(x - tl.where(finite, top, 0.0)), axis=0)
     cell = row * blocks + block
-    tl.store(tops_ptr + cell, top)
+    tl.store(block_max_ptr + cell, top)
     tl.store(sums_ptr + cell, tl.where(finite, total, 1.0))
     tl.store(counts_ptr + cell, tl.sum(((x >= chosen) & live).to(tl.int32), axis=0))
 
@@ -66,7 +66,7 @@ def _take_kernel(
     logits_ptr: tl.tensor,
     ids_ptr: tl.tensor,
     normalizers_ptr: tl.tensor,
-    crests_ptr: tl.tensor,
+    seg_max_ptr: tl.tensor,
     values_ptr: tl.tensor,
     out_ids_ptr: tl.tensor,
     stride: int,
@@ -86,12 +86,12 @@ def _take_kernel(
     tl.store(out_ids_ptr + cell, chosen)
     place = tl.arange(0, PADDED)
     alive = place < segments
-    crests = tl.load(crests_ptr + row * segments + place, mask=alive, other=float("-inf"))
+    seg_max = tl.load(seg_max_ptr + row * segments + place, mask=alive, other=float("-inf"))
     last = tl.full((), float("inf"), tl.float32)
     last_id = tl.full((), -1, tl.int32)
     for taken in range(0, k):
-        best = tl.max(tl.where(alive, crests, float("-inf")), axis=0)
-        segment = tl.min(tl.where(alive & (crests == best), place, PADDED), axis=0)
+        best = tl.max(tl.where(alive, seg_max, float("-inf")), axis=0)
+        segment = tl.min(tl.where(alive & (seg_max == best), place, PADDED), axis=0)
         index = segment * SEGMENT + tl.arange(0, SEGMENT)
         x = tl.load(logits_ptr + row * stride + index, mask=index < vocab, other=float("-inf")).to(tl.float32)
         x = tl.where(x < float("inf"), x, float("inf"))
@@ -101,8 +101,8 @@ def _take_kernel(
         tl.store(values_ptr + cell + 1 + taken, last - normalizer)
         tl.store(out_ids_ptr + cell + 1 + taken, last_id.to(tl.int64))
         left = left & (index != last_id)
-        crest = tl.max(tl.where(left, x, float("-inf")), axis=0)
-        crests = tl.where(place == segment, crest, crests)
+        next_max = tl.max(tl.where(left, x, float("-inf")), axis=0)
+        seg_max = tl.where(place == segment, next_max, seg_max)
         alive = alive & ((place != segment) | (tl.sum(left.to(tl.int32), axis=0) > 0))
 
 
@@ -122,9 +122,9 @@ def token_logprobs(
     ranks = (logits >= logits.gather(1, chosen)).sum(dim=1)
     wide = logits.float()
     padded = F.pad(wide, (0, -logits.shape[1] % SEGMENT), value=float("-inf"))
-    crests = padded.view(len(logits), -1, SEGMENT).amax(dim=2)
+    seg_max = padded.view(len(logits), -1, SEGMENT).amax(dim=2)
     normalizers = wide.logsumexp(dim=1) if normalize else wide.new_zeros(len(logits))
-    return _with_top_tokens(logits, chosen, ranks, normalizers, crests, k)
+    return _with_top_tokens(logits, chosen, ranks, normalizers, seg_max, k)
 
 
 def _token_logprobs_triton(
@@ -134,26 +134,26 @@ def _token_logprobs_triton(
     (rows, vocab), device = logits.shape, logits.device
     blocks = triton.cdiv(vocab, BLOCK)
     segments = blocks * BLOCK // SEGMENT
-    tops, sums = torch.empty(2, rows, blocks, dtype=torch.float32, device=device)
+    block_max, sums = torch.empty(2, rows, blocks, dtype=torch.float32, device=device)
     counts = torch.empty(rows, blocks, dtype=torch.int32, device=device)
-    crests = torch.empty(rows, segments, dtype=torch.float32, device=device)
+    seg_max = torch.empty(rows, segments, dtype=torch.float32, device=device)
     if rows:
         _scan_kernel[(rows, blocks)](
-            logits, token_ids, tops, sums, counts, crests, logits.stride(0), vocab, blocks,
+            logits, token_ids, block_max, sums, counts, seg_max, logits.stride(0), vocab, blocks,
             BLOCK=BLOCK, SEGMENT=SEGMENT, num_warps=2,
         )  # fmt: skip
     ranks = counts.sum(dim=1)
-    best = tops.amax(dim=1)
-    normalizers = best + (sums * (tops - best[:, None]).exp()).sum(dim=1).log()
+    best = block_max.amax(dim=1)
+    normalizers = best + (sums * (block_max - best[:, None]).exp()).sum(dim=1).log()
     if not normalize:
         normalizers.zero_()
     if k > FEW:
-        return _with_top_tokens(logits, token_ids.clamp(min=0)[:, None], ranks, normalizers, crests, k)
+        return _with_top_tokens(logits, token_ids.clamp(min=0)[:, None], ranks, normalizers, seg_max, k)
     values = torch.empty(rows, 1 + k, dtype=torch.float32, device=device)
     ids = torch.empty(rows, 1 + k, dtype=torch.int64, device=device)
     if rows:
         _take_kernel[(rows,)](
-            logits, token_ids, normalizers, crests, values, ids, logits.stride(0), vocab, segments, k,
+            logits, token_ids, normalizers, seg_max, values, ids, logits.stride(0), vocab, segments, k,
             SEGMENT=SEGMENT, PADDED=triton.next_power_of_2(segments), num_warps=4,
         )  # fmt: skip
     return TokenLogprobTensors(values, ids, ranks)
@@ -164,20 +164,20 @@ def _with_top_tokens(
     chosen: torch.Tensor,
     ranks: torch.Tensor,
     normalizers: torch.Tensor,
-    crests: torch.Tensor,
+    seg_max: torch.Tensor,
     k: int,
 ) -> TokenLogprobTensors:
     """The logprobs of chosen tokens [n, 1] and of the k likeliest tokens."""
-    values, ids = _top_tokens(logits, crests, k)
+    values, ids = _top_tokens(logits, seg_max, k)
     values = torch.cat([logits.gather(1, chosen).float(), values], dim=1) - normalizers[:, None]
     return TokenLogprobTensors(values, torch.cat([chosen, ids], dim=1), ranks)
 
 
-def _top_tokens(logits: torch.Tensor, crests: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _top_tokens(logits: torch.Tensor, seg_max: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The k largest logits [n, k] float32 and their ids, in descending order; ties in ascending id order."""
     rows, vocab = logits.shape
-    segments = torch.arange(crests.shape[1], device=logits.device).expand_as(crests)
-    best = _keys(crests, segments).topk(min(k, crests.shape[1]), dim=1).indices
+    segments = torch.arange(seg_max.shape[1], device=logits.device).expand_as(seg_max)
+    best = _keys(seg_max, segments).topk(min(k, seg_max.shape[1]), dim=1).indices
     inside = torch.arange(SEGMENT, device=logits.device)
     ids = (best[:, :, None] * SEGMENT + inside).view(rows, -1)
     values = logits.gather(1, ids.clamp(max=vocab - 1)).float()

@@ -18,10 +18,10 @@ from nanovllm.kernels.compat import (
     TensorDescriptor,
     await_inputs,
     capability,
-    early,
     in_graph,
     jit,
     multiprocessors,
+    pdl_options,
     shared_memory,
     tl,
     triton,
@@ -82,14 +82,14 @@ def _linear_kernel(
     BLOCK_K: tl.constexpr,
     SWAP: tl.constexpr,
     PERSISTENT: tl.constexpr,
-    EARLY: tl.constexpr,
+    USE_PDL: tl.constexpr,
     BAND: tl.constexpr = _BAND,
 ) -> None:
     """Computes tiles of the product in turn: bands of rows; within a band rows first, then columns.
 
     x and weight are tensor descriptors, which read 0 past the end.
     """
-    await_inputs(EARLY)
+    await_inputs(USE_PDL)
     column_tiles = tl.cdiv(N, COLUMNS)
     tiles = tl.cdiv(num_rows, ROWS) * column_tiles
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=PERSISTENT):
@@ -187,7 +187,7 @@ def linear_triton(
         PERSISTENT=tile.persistent,
         num_warps=tile.warps,
         num_stages=tile.stages,
-        **early(x),
+        **pdl_options(x),
     )
     return out
 

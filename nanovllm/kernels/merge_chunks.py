@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from nanovllm.kernels.compat import await_inputs, early, jit, tl, triton
+from nanovllm.kernels.compat import await_inputs, jit, pdl_options, tl, triton
 
 _MERGE_TILE = 8  # chunks merged at a time, by one warp: measured on an H200 (log)
 
@@ -24,14 +24,14 @@ def _decode_merge_kernel(
     DIM: tl.constexpr,
     CHUNK: tl.constexpr,
     HEADS: tl.constexpr,
-    EARLY: tl.constexpr,
+    USE_PDL: tl.constexpr,
     MERGE_TILE: tl.constexpr = _MERGE_TILE,
 ) -> None:
     """One program per (sequence, HEADS query heads): merges its chunks, if there are several."""
     sequence = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     live = tl.cdiv(tl.load(contexts_ptr + sequence), CHUNK)
-    await_inputs(EARLY)
+    await_inputs(USE_PDL)
     if live <= 1:
         return
     rows = sequence * Q_HEADS + heads
@@ -87,5 +87,5 @@ def merge_chunks(
         CHUNK=chunk,
         HEADS=heads,
         num_warps=1,
-        **early(out),
+        **pdl_options(out),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from nanovllm.kernels.compat import await_inputs, by_device, early, jit, tl, triton
+from nanovllm.kernels.compat import await_inputs, by_device, jit, pdl_options, tl, triton
 
 
 @jit()
@@ -45,14 +45,14 @@ def _rms_norm_kernel(
     eps: float,
     N: tl.constexpr,
     N_PADDED: tl.constexpr,
-    EARLY: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ) -> None:
     """One program per row, so that a row's bits never depend on its neighbours."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, N_PADDED)
     mask = columns < N
     weight = tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
-    await_inputs(EARLY)
+    await_inputs(USE_PDL)
     x = tl.load(x_ptr + row * x_stride + columns, mask=mask, other=0.0).to(tl.float32)
     if residual_ptr is not None:
         residual = tl.load(residual_ptr + row * residual_stride + columns, mask=mask, other=0.0)
@@ -88,7 +88,7 @@ def add_rms_norm_triton(
             N=n,
             N_PADDED=padded,
             num_warps=row_warps(padded),
-            **early(x),
+            **pdl_options(x),
         )
     return out, total
 

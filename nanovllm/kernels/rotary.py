@@ -10,7 +10,7 @@ import torch
 
 from nanovllm.batch import NO_SLOT
 from nanovllm.kernels.cache import KVCache
-from nanovllm.kernels.compat import INTERPRETED, await_inputs, by_device, early, jit, tl, triton
+from nanovllm.kernels.compat import INTERPRETED, await_inputs, by_device, jit, pdl_options, tl, triton
 from nanovllm.kernels.paged import FP8
 from nanovllm.kernels.rms_norm import inverse_rms, inverse_rms_reference, rms_norm_reference
 
@@ -51,7 +51,7 @@ def _load_halves(
 
 
 @jit()
-def _turned(
+def _rotated(
     halves: tl.tuple, weight: tl.tuple, angle: tl.tuple, eps: tl.tensor, dtype: tl.constexpr, N: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
     """Normalise and rotate the two halves of some heads [n, dims]. The angle is (cosine, sine)."""
@@ -109,7 +109,7 @@ def _qk_norm_rope_store_kernel(
     HEAD_DIM: tl.constexpr,
     HALF_PADDED: tl.constexpr,
     DIM_PADDED: tl.constexpr,
-    EARLY: tl.constexpr,
+    USE_PDL: tl.constexpr,
     NO_SLOT: tl.constexpr = NO_SLOT,
 ) -> None:
     """One program per (token, KV_TILE KV heads with their query heads), so rows are independent."""
@@ -130,7 +130,7 @@ def _qk_norm_rope_store_kernel(
     # latencies overlap.
     position = tl.load(positions_ptr + token).to(tl.int64)
     slot = tl.load(slots_ptr + token).to(tl.int64)
-    await_inputs(EARLY)
+    await_inputs(USE_PDL)
     q_first, q_second = _load_halves(q_ptr + token * q_stride_t + heads * q_stride_h, halves, live, HALF)
     k_row = k_ptr + token * k_stride_t + kv_heads * k_stride_h
     k_first, k_second = _load_halves(k_row, halves, kv_live, HALF)
@@ -150,8 +150,8 @@ def _qk_norm_rope_store_kernel(
         q_first, q_second = _round(q_first * scale, dtype), _round(q_second * scale, dtype)
         k_first, k_second = _round(k_first * scale, dtype), _round(k_second * scale, dtype)
         value = (value.to(tl.float32) * scale).to(dtype)
-    q_first, q_second = _turned((q_first, q_second), q_weight, angle, eps, dtype, HEAD_DIM)
-    k_first, k_second = _turned((k_first, k_second), k_weight, angle, eps, dtype, HEAD_DIM)
+    q_first, q_second = _rotated((q_first, q_second), q_weight, angle, eps, dtype, HEAD_DIM)
+    k_first, k_second = _rotated((k_first, k_second), k_weight, angle, eps, dtype, HEAD_DIM)
     if k_scale_ptr is not None:
         k_scale = tl.load(k_scale_ptr + kv_heads, mask=kv_live, other=1.0)
         v_scale = tl.load(v_scale_ptr + kv_heads, mask=kv_live, other=1.0)
@@ -239,7 +239,7 @@ def qk_norm_rope_store_triton(
         HALF_PADDED=half_padded,
         DIM_PADDED=triton.next_power_of_2(head_dim),
         num_warps=min(8, triton.next_power_of_2(warps)),
-        **early(q),
+        **pdl_options(q),
     )
     return q_out
 

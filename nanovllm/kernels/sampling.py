@@ -12,7 +12,7 @@ import math
 import torch
 
 from nanovllm.batch import NOT_FINITE
-from nanovllm.kernels.compat import await_inputs, jit, launch_early, tl, triton, use_triton
+from nanovllm.kernels.compat import await_inputs, jit, tl, triton, use_pdl, use_triton
 from nanovllm.kernels.filters import (
     FILTER_WARPS,
     SEGMENT,
@@ -41,8 +41,8 @@ def _factor(temperature: tl.tensor, LOG2_E: tl.constexpr, LEAST: tl.constexpr) -
 def _sample_block_kernel(
     logits_ptr: tl.tensor,
     temperatures_ptr: tl.tensor,
-    tops_ptr: tl.tensor,
-    crests_ptr: tl.tensor,
+    block_stats_ptr: tl.tensor,
+    seg_max_ptr: tl.tensor,
     logits_stride: int,
     vocab: int,
     blocks: int,
@@ -52,32 +52,32 @@ def _sample_block_kernel(
     BLOCK: tl.constexpr,
     SEGMENT: tl.constexpr,
     FILTERS: tl.constexpr,
-    EARLY: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ) -> None:
     """One program per (row, block): its largest logit, +inf if one is bad, and the sum of its weights.
 
-    Both are written to tops [S, 2, blocks]. Weights are relative to the largest one of the block, so that
-    none can overflow. With FILTERS the largest logit of each segment is written to crests.
+    Both are written to block_stats [S, 2, blocks]. Weights are relative to the largest one of the block, so
+    none can overflow. With FILTERS the largest logit of each segment is written to seg_max.
     """
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     index = block * BLOCK + tl.arange(0, BLOCK)
-    await_inputs(EARLY)
+    await_inputs(USE_PDL)
     temperature = tl.load(temperatures_ptr + row)
     x = tl.load(logits_ptr + row * logits_stride + index, mask=index < vocab, other=float("-inf"))
     x = x.to(tl.float32)
     x = tl.where(x < float("inf"), x, float("inf"))  # NaN too
     if FILTERS:
         PER_BLOCK: tl.constexpr = BLOCK // SEGMENT
-        crests = tl.max(tl.reshape(x, (PER_BLOCK, SEGMENT)), axis=1)
-        tl.store(crests_ptr + (row * blocks + block) * PER_BLOCK + tl.arange(0, PER_BLOCK), crests)
+        seg_max = tl.max(tl.reshape(x, (PER_BLOCK, SEGMENT)), axis=1)
+        tl.store(seg_max_ptr + (row * blocks + block) * PER_BLOCK + tl.arange(0, PER_BLOCK), seg_max)
     top = tl.max(x, axis=0)
     total = 1.0
     if (temperature >= GREEDY_BELOW) & (top > float("-inf")) & (top < float("inf")):
         total = tl.sum(tl.exp2((x - top) * _factor(temperature, LOG2_E, LEAST)), axis=0)
     cell = row * 2 * blocks + block
-    tl.store(tops_ptr + cell, top)
-    tl.store(tops_ptr + blocks + cell, total)
+    tl.store(block_stats_ptr + cell, top)
+    tl.store(block_stats_ptr + blocks + cell, total)
 
 
 @jit("temperatures_ptr", "seeds_ptr", "positions_ptr", "top_k_ptr", "top_p_ptr", "min_p_ptr")
@@ -89,8 +89,8 @@ def _sample_pick_kernel(
     top_k_ptr: tl.tensor,
     top_p_ptr: tl.tensor,
     min_p_ptr: tl.tensor,
-    tops_ptr: tl.tensor,
-    crests_ptr: tl.tensor,
+    block_stats_ptr: tl.tensor,
+    seg_max_ptr: tl.tensor,
     lists_ptr: tl.tensor,
     masses_ptr: tl.tensor,
     out_ptr: tl.tensor,
@@ -103,7 +103,7 @@ def _sample_pick_kernel(
     BLOCK: tl.constexpr,
     SEGMENT: tl.constexpr,
     FILTERS: tl.constexpr,
-    EARLY: tl.constexpr,
+    USE_PDL: tl.constexpr,
     AT_ONCE: tl.constexpr,
     STAGES: tl.constexpr,
     SHIFT: tl.constexpr,
@@ -115,11 +115,11 @@ def _sample_pick_kernel(
     In a greedy row only the largest logit has weight.
     """
     row = tl.program_id(0).to(tl.int64)
-    await_inputs(EARLY)
+    await_inputs(USE_PDL)
     cells = row * 2 * blocks + tl.arange(0, BLOCKS_PADDED)
     known = tl.arange(0, BLOCKS_PADDED) < blocks
-    tops = tl.load(tops_ptr + cells, mask=known, other=float("-inf"))
-    sums = tl.load(tops_ptr + blocks + cells, mask=known, other=0.0)
+    maxima = tl.load(block_stats_ptr + cells, mask=known, other=float("-inf"))
+    sums = tl.load(block_stats_ptr + blocks + cells, mask=known, other=0.0)
     temperature = tl.load(temperatures_ptr + row)
     seed, position = tl.load(seeds_ptr + row), tl.load(positions_ptr + row)
     block_bits, token_bits = random_pair(seed, position, tl.full((), 0, tl.int32))
@@ -128,12 +128,12 @@ def _sample_pick_kernel(
     block_bits = tl.where(greedy, 0, block_bits)  # 0 is the first index of any weight
     token_bits = tl.where(greedy, 0, token_bits)
 
-    best = tl.max(tops, axis=0)
+    best = tl.max(maxima, axis=0)
     token = tl.full((), NOT_FINITE, tl.int32)
     if (best > float("-inf")) & (best < float("inf")):
-        shares = tl.where(greedy, (tops == best).to(tl.float32), sums * tl.exp2((tops - best) * factor))
+        shares = tl.where(greedy, (maxima == best).to(tl.float32), sums * tl.exp2((maxima - best) * factor))
         block = pick(shares, block_bits, BLOCKS_PADDED)
-        top = tl.load(tops_ptr + row * 2 * blocks + block)
+        top = tl.load(block_stats_ptr + row * 2 * blocks + block)
         index = block * BLOCK + tl.arange(0, BLOCK)
         x = tl.load(logits_ptr + row * logits_stride + index, mask=index < vocab, other=float("-inf"))
         x = x.to(tl.float32)
@@ -148,7 +148,7 @@ def _sample_pick_kernel(
                 token = draw_filtered(
                     token, tl.sum(shares.to(tl.float64), axis=0), seed, position, temperature, factor, best,
                     top_k, top_p, min_p,
-                    logits_ptr + row * logits_stride, crests_ptr + row * segments,
+                    logits_ptr + row * logits_stride, seg_max_ptr + row * segments,
                     lists_ptr + row * segments, masses_ptr + row * segments,
                     segments, vocab, SHIFT, SEGMENT, AT_ONCE, STAGES, PADDED,
                 )  # fmt: skip
@@ -169,17 +169,17 @@ def sample_triton(
         return out
     assert logits.stride(1) == 1
     blocks = triton.cdiv(vocab, BLOCK)
-    tops = torch.empty(rows, 2 * blocks, dtype=torch.float32, device=logits.device)
-    early = launch_early(logits)
+    block_stats = torch.empty(rows, 2 * blocks, dtype=torch.float32, device=logits.device)
+    pdl = use_pdl(logits)
     constants = {"GREEDY_BELOW": GREEDY_BELOW, "LOG2_E": _LOG2_E, "LEAST": _LEAST_FACTOR, "BLOCK": BLOCK}
-    constants |= {"SEGMENT": SEGMENT, "FILTERS": filters is not None, "EARLY": early, "launch_pdl": early}
-    crests = lists = masses = top_k = top_p = min_p = tops  # no kernel reads these without filters
+    constants |= {"SEGMENT": SEGMENT, "FILTERS": filters is not None, "USE_PDL": pdl, "launch_pdl": pdl}
+    seg_max = lists = masses = top_k = top_p = min_p = block_stats  # no kernel reads these without filters
     if filters is not None:
-        crests, masses = torch.empty(2, rows, blocks * BLOCK // SEGMENT, device=logits.device)
-        lists = torch.empty_like(crests, dtype=torch.int32)
+        seg_max, masses = torch.empty(2, rows, blocks * BLOCK // SEGMENT, device=logits.device)
+        lists = torch.empty_like(seg_max, dtype=torch.int32)
         top_k, top_p, min_p = filters.top_k, filters.top_p, filters.min_p
     _sample_block_kernel[(rows, blocks)](
-        logits, temperature, tops, crests, logits.stride(0), vocab, blocks, **constants, num_warps=2
+        logits, temperature, block_stats, seg_max, logits.stride(0), vocab, blocks, **constants, num_warps=2
     )
     _sample_pick_kernel[(rows,)](
         logits,
@@ -189,8 +189,8 @@ def sample_triton(
         top_k,
         top_p,
         min_p,
-        tops,
-        crests,
+        block_stats,
+        seg_max,
         lists,
         masses,
         out,

@@ -36,9 +36,9 @@ TOKENIZER_PATTERNS = ["*.json", "*.jinja", "*.model", "*.txt"]
 HUB_IGNORED = ["*/*", "consolidated*"]  # other formats of the same weights
 HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
-LISTED = 40  # maximum names of one kind in an error message
+MAX_LISTED = 40  # maximum names of one kind in an error message
 TIED_HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-UNREAD = {  # unsupported files, with what to do instead
+UNSUPPORTED_FILES = {  # unsupported files, with what to do instead
     "*.bin": "convert them to safetensors",
     "*.pth": "convert them to safetensors",
     "*.gguf": "pass the safetensors checkpoint that they were made from",
@@ -309,7 +309,7 @@ def _weight_files(folder: Path) -> dict[str, set[str]]:
 
 def _unread(folder: Path) -> str:
     """A hint about unsupported files in `folder`; an empty string if there are none."""
-    for pattern, fix in UNREAD.items():
+    for pattern, fix in UNSUPPORTED_FILES.items():
         if names := sorted(path.name for path in folder.glob(pattern)):
             return f"; it has {_listing(names)}, which is not read: {fix}"
     return ""
@@ -317,5 +317,5 @@ def _unread(folder: Path) -> str:
 
 def _listing(names: Iterable[str]) -> str:
     listed = list(names)
-    more = f" and {len(listed) - LISTED} more" if len(listed) > LISTED else ""
-    return ", ".join(listed[:LISTED]) + more
+    more = f" and {len(listed) - MAX_LISTED} more" if len(listed) > MAX_LISTED else ""
+    return ", ".join(listed[:MAX_LISTED]) + more

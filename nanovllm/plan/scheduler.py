@@ -127,10 +127,10 @@ class Scheduler:
             self._take_in(zip(batch.seq_ids, token_ids, drawn, holds, strict=True), events)
         return events
 
-    def masks(self, batch: Batch, room: np.ndarray) -> TokenMasks:
+    def masks(self, batch: Batch, buffer: np.ndarray) -> TokenMasks:
         """The allowed tokens of a planned step. Call it after `postprocess` of all earlier steps.
 
-        room: [max_num_seqs, ceil(vocabulary / 32)] int32, the memory for the bits.
+        buffer: [max_num_seqs, ceil(vocabulary / 32)] int32, the memory for the bits.
         """
         rows = [
             (row, seq)
@@ -138,7 +138,7 @@ class Scheduler:
             if draws and (seq := self._unfinished.get(seq_id)) is not None and seq.has_rules
         ]
         ruled = [(row, seq) for row, seq in rows if seq.rules]
-        bits = room[: len(ruled)]
+        bits = buffer[: len(ruled)]
         restrict_all(
             [
                 RuledRow(index, seq.rules, seq.token_ids, seq.num_prompt_tokens)

@@ -20,9 +20,9 @@ from nanovllm.engine.requests import Requests
 from nanovllm.engine.stats import EngineStats, StepStats
 from nanovllm.outputs import RequestOutput
 from nanovllm.plan.scheduler import Scheduler
-from nanovllm.replicas.parcels import unpack_output
 from nanovllm.replicas.pool import Replicas
 from nanovllm.replicas.residency import ReplicaResidency
+from nanovllm.replicas.serialization import unpack_output
 from nanovllm.text.processor import refused_output
 from nanovllm.text.request import Request
 

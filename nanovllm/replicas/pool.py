@@ -20,10 +20,10 @@ from nanovllm.config import Config
 from nanovllm.engine.stats import StepStats
 from nanovllm.errors import WorkerError
 from nanovllm.outputs import RequestOutput
-from nanovllm.replicas.parcels import pack_request
 from nanovllm.replicas.process import ReplicaProcess
 from nanovllm.replicas.replica import Call, Failure, Ready, Reply, Report, Work
 from nanovllm.replicas.router import Router
+from nanovllm.replicas.serialization import pack_request
 from nanovllm.text.request import Request
 from nanovllm.workers.interrupts import held_interrupts
 from nanovllm.workers.worker import EXIT_SECONDS, disown

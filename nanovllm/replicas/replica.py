@@ -25,7 +25,7 @@ from nanovllm.engine.resident_engine import ResidentEngine
 from nanovllm.engine.stats import StepStats
 from nanovllm.errors import KVCacheMemoryError, ModelLoadError, WorkerError
 from nanovllm.outputs import RequestOutput
-from nanovllm.replicas.parcels import pack_output, unpack_request
+from nanovllm.replicas.serialization import pack_output, unpack_request
 from nanovllm.text.request import Request
 from nanovllm.workers.interrupts import no_full_collections
 from nanovllm.workers.shared_tensors import SharedTensors

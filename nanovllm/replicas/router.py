@@ -15,11 +15,9 @@ from typing import NamedTuple
 
 import xxhash
 
-SHORTEST = (
-    64 * 4
-)  # bytes of the shortest hashed prefix, in int32 token ids; each next prefix is twice as long
-SCANNED = 32  # number of oldest requests to consider
-HELD = 100_000  # the last hashes of a replica that are assumed to be in its prefix cache
+MIN_PREFIX_BYTES = 64 * 4  # the shortest hashed prefix, as int32 ids; each next one is twice as long
+MAX_CANDIDATES = 32  # number of oldest requests to consider
+MAX_HASHES = 100_000  # the last hashes of a replica that are assumed to be in its prefix cache
 
 
 class _Waiting(NamedTuple):
@@ -35,7 +33,7 @@ class Router:
         """reach: when more requests than this have arrived after a waiting one, it is taken next."""
         self._reach = reach
         self._waiting: OrderedDict[int, _Waiting] = OrderedDict()  # the oldest first
-        self._alike: dict[int, dict[int, None]] = {}  # by hash: the waiting requests with it, oldest first
+        self._by_hash: dict[int, dict[int, None]] = {}  # waiting requests with the hash, oldest first
         self._held: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(num_replicas)]
         self._last: list[list[int]] = [[] for _ in range(num_replicas)]  # of each replica's last request
         self._num_held = [0] * num_replicas  # tokens; see `num_held_tokens`
@@ -46,10 +44,10 @@ class Router:
 
     def add(self, number: int, prompt: bytes) -> None:
         """Add a waiting request. prompt: its token ids as int32, or the part that may be shared."""
-        self._waiting[number] = waiting = _Waiting(number, self._num_arrivals, beginnings(prompt))
+        self._waiting[number] = waiting = _Waiting(number, self._num_arrivals, prefix_hashes(prompt))
         self._num_arrivals += 1
         for each in waiting.hashes:
-            self._alike.setdefault(each, {})[number] = None
+            self._by_hash.setdefault(each, {})[number] = None
 
     def take(self, replica: int) -> int | None:
         """Choose a request for a replica with room; None if no request waits."""
@@ -69,10 +67,10 @@ class Router:
         if waiting is None:
             return False
         for each in waiting.hashes:
-            alike = self._alike[each]
-            del alike[number]
-            if not alike:
-                del self._alike[each]
+            requests = self._by_hash[each]
+            del requests[number]
+            if not requests:
+                del self._by_hash[each]
         return True
 
     def forget(self, replica: int) -> None:
@@ -82,7 +80,7 @@ class Router:
 
     def clear(self) -> None:
         self._waiting.clear()
-        self._alike.clear()
+        self._by_hash.clear()
 
     def _give(self, replica: int, chosen: _Waiting) -> int:
         """Move a request from the waiting ones to the replica."""
@@ -90,11 +88,11 @@ class Router:
         self._last[replica] = chosen.hashes
         held = self._held[replica]
         known = sum(each in held for each in chosen.hashes)
-        self._num_held[replica] = SHORTEST // 4 * 2 ** (known - 1) if known else 0
+        self._num_held[replica] = MIN_PREFIX_BYTES // 4 * 2 ** (known - 1) if known else 0
         for each in chosen.hashes:
             held[each] = None
             held.move_to_end(each)
-        while len(held) > HELD:
+        while len(held) > MAX_HASHES:
             held.popitem(last=False)
         return chosen.number
 
@@ -112,9 +110,9 @@ class Router:
     def _candidates(self, replica: int) -> Iterator[_Waiting]:
         """Requests that share a prefix with the replica's last one, longest first; then the oldest."""
         for each in reversed(self._last[replica]):
-            if each in self._alike:
-                yield self._waiting[next(iter(self._alike[each]))]
-        yield from islice(self._waiting.values(), SCANNED)
+            if each in self._by_hash:
+                yield self._waiting[next(iter(self._by_hash[each]))]
+        yield from islice(self._waiting.values(), MAX_CANDIDATES)
 
     def _cost(self, waiting: _Waiting, replica: int) -> int:
         """How many more prefixes of this prompt another replica holds."""
@@ -128,9 +126,9 @@ def _levels_held(waiting: _Waiting, held: Collection[int]) -> int:
     return next((level for level in levels if waiting.hashes[level - 1] in held), 0)
 
 
-def beginnings(prompt: bytes) -> list[int]:
+def prefix_hashes(prompt: bytes) -> list[int]:
     """Return the hashes of the prefixes of a prompt, the shortest first."""
-    view, hashes, length = memoryview(prompt), [], SHORTEST
+    view, hashes, length = memoryview(prompt), [], MIN_PREFIX_BYTES
     while length <= len(prompt):
         hashes.append(xxhash.xxh3_64_intdigest(view[:length]))
         length *= 2

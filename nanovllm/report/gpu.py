@@ -12,7 +12,7 @@ from time import perf_counter
 from nanovllm.config import Config
 from nanovllm.device import Device
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.stats import INTERVAL_SECONDS, MOST_INTERVALS
+from nanovllm.engine.stats import INTERVAL_SECONDS, MAX_INTERVALS
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class GPUMonitor:
 
     def _run(self) -> None:
         while not self._end.wait(self._interval) and self._sample():
-            if len(self._samples) > MOST_INTERVALS:
+            if len(self._samples) > MAX_INTERVALS:
                 old, self._interval = self._samples, self._interval * 2
                 self._samples = [mean(a, b) for a, b in zip(old[::2], old[1::2], strict=False)]
 

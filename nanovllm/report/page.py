@@ -22,8 +22,8 @@ from nanovllm.report.gpu import GPUMonitor
 from nanovllm.report.series import charts_of
 from nanovllm.versions import versions
 
-MOST_ERRORS = 200  # rows of the table
-MOST_CHARACTERS = 1000  # of a cell
+MAX_ERROR_ROWS = 200  # rows of the table
+MAX_CELL_CHARACTERS = 1000  # of a cell
 
 PAGE_STYLE = f"""\
 html {{ color-scheme: light dark; background: var(--page); color: var(--text) }}
@@ -190,8 +190,8 @@ def error_table(rows: list[tuple[object, str]], num_errors: int) -> str:
     """The first errors, and the number of further ones."""
     if not rows:
         return "<p>None.</p>\n"
-    cells = "".join(row(index, error) for index, error in rows[:MOST_ERRORS])
-    more = num_errors - min(len(rows), MOST_ERRORS)
+    cells = "".join(row(index, error) for index, error in rows[:MAX_ERROR_ROWS])
+    more = num_errors - min(len(rows), MAX_ERROR_ROWS)
     rest = f"<p>And {more:,} more.</p>\n" if more > 0 else ""
     return f'<table class="errors"><tbody>{row("index", "error")}{cells}</tbody></table>\n{rest}'
 
@@ -209,6 +209,6 @@ def row(name: object, value: object) -> str:
 def shown(value: object) -> str:
     """A value as text of the page, cut if it is very long."""
     content = str(value)
-    if len(content) > MOST_CHARACTERS:
-        content = content[:MOST_CHARACTERS] + "…"
+    if len(content) > MAX_CELL_CHARACTERS:
+        content = content[:MAX_CELL_CHARACTERS] + "…"
     return escape(clean(content))

@@ -27,7 +27,14 @@ from nanovllm.columns import map_columns
 from nanovllm.device import Device
 from nanovllm.distributed.group import TPGroup
 from nanovllm.kernels.last_tokens import keep_tokens
-from nanovllm.kernels.logits import MOST, RowMasks, RowPenalties, count_tokens, process_logits, restart_counts
+from nanovllm.kernels.logits import (
+    MAX_COUNT,
+    RowMasks,
+    RowPenalties,
+    count_tokens,
+    process_logits,
+    restart_counts,
+)
 from nanovllm.kernels.logprobs import TokenLogprobTensors, token_logprobs
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.runner.inputs import StepInputs
@@ -110,11 +117,11 @@ class Ending:
             ids = self._sampler(x, params)
             token_ids.append(ids)
             if extras.num_logprobs != NO_LOGPROBS:
-                told = raw
+                logprob_logits = raw
                 if self._mode.startswith("processed"):
                     filters = params.filters if batch.sampling.has_filters else None
-                    told = filtered_logits(x, replace(params, filters=filters))
-                logprobs.append(self._logprobs(told, ids, extras.num_logprobs))
+                    logprob_logits = filtered_logits(x, replace(params, filters=filters))
+                logprobs.append(self._logprobs(logprob_logits, ids, extras.num_logprobs))
         own = torch.cat(token_ids) if token_ids else hidden.new_empty(0, dtype=torch.int64)
         drawn = self._tp.join_rows(own, mine, logits)
         keep_tokens(drawn, slots, self.last_token_ids)
@@ -165,7 +172,7 @@ class Ending:
             cells = penalties.history_slots * self._vocab_size + penalties.history_ids
             outputs, times = np.unique(cells[~penalties.history_is_prompt], return_counts=True)
             prompts = np.unique(cells[penalties.history_is_prompt])
-            changed = np.unique(penalties.history_slots), prompts, outputs, np.minimum(times, MOST)
+            changed = np.unique(penalties.history_slots), prompts, outputs, np.minimum(times, MAX_COUNT)
             restart_counts(self._counts, *map(send, changed))
         return RowPenalties(
             send(penalties.repetition),

@@ -17,7 +17,7 @@ from nanovllm.errors import KVCacheMemoryError
 
 logger = logging.getLogger("nanovllm")
 
-LARGE_ON_A_CPU = 2**30  # bytes; a KV cache of the default size above this gives a warning at start
+CPU_CACHE_WARNING_BYTES = 2**30  # bytes; a KV cache of the default size above this gives a warning at start
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ def fit_kv_cache(spaces: list[KVCacheSpace], config: Config, block_size: int, mo
     each = " on each rank" if len(spaces) > 1 else ""
     logger.info("KV cache: %d blocks of %d tokens, %.2f GiB%s", num_blocks, block_size, size, each)
     chosen = config.num_kvcache_blocks is not None or asked is not None
-    if spaces[0].device == "cpu" and not chosen and size * 2**30 > LARGE_ON_A_CPU:
+    if spaces[0].device == "cpu" and not chosen and size * 2**30 > CPU_CACHE_WARNING_BYTES:
         logger.warning(
             "the KV cache may grow to %.2f GiB%s during use; to limit it, pass num_kvcache_blocks below %d",
             *(size, each, num_blocks),

@@ -265,7 +265,7 @@ class ModelRunner:
             return self._launch(batch)
 
     @cached_property
-    def mask_room(self) -> np.ndarray:
+    def mask_buffer(self) -> np.ndarray:
         """Host memory for token masks: [max_num_seqs, ceil(vocabulary / 32)] int32.
 
         It can be reused once its step was read. It is kept, because page faults in megabytes of fresh memory
@@ -368,7 +368,7 @@ class ModelRunner:
         try:
             self.device.synchronize()
         finally:
-            owned = "graphs", "model", "kv_cache", "staging", "ending", "_undrawn", "mask_room"
+            owned = "graphs", "model", "kv_cache", "staging", "ending", "_undrawn", "mask_buffer"
             for name in owned:
                 self.__dict__.pop(name, None)
             self.tp.close()

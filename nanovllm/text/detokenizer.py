@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 CONTEXT = 4  # last tokens of the prompt that influence how an output is decoded
 CUT = "\ufffd"  # what decoders write for bytes that are no character
-REMEMBERED = 1000  # cached contexts
+CACHE_SIZE = 1000  # cached contexts
 LONGEST_CUT = 3  # maximum bytes of an incomplete character
 # GPT-2's byte alphabet: printable Latin-1 bytes map to themselves, others to code points from 256 on.
 PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
@@ -47,7 +47,7 @@ class Detokenizer:
         self._joins = fast is not None and type(fast.decoder).__name__ == "ByteLevel"
         self._bytes_of_tokens: dict[int, bytes] = {}
         # The whole characters of a context; cached, because prompts often have the same end.
-        self._before = lru_cache(REMEMBERED)(lambda context: self.whole_characters(list(context))[0])
+        self._before = lru_cache(CACHE_SIZE)(lambda context: self.whole_characters(list(context))[0])
 
     def text(self, prompt_ids: list[int], output_ids: list[int]) -> str:
         """Return the text of `output_ids`, which follow `prompt_ids`."""

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("nanovllm")
 
-REMEMBERED = 1024  # cached grammars, a few hundred kilobytes each
+CACHE_SIZE = 1024  # cached grammars, a few hundred kilobytes each
 COPIES, ORIGINALS = 32, 8  # consecutive copies of one original matcher; number of originals
 # Keys of a JSON schema whose values are not schemas: dictionaries of schemas, and data.
 NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
@@ -82,7 +82,7 @@ class GrammarCompiler:
         known = [token_id for token_id in eos_token_ids if token_id < len(tokenizer)]
         self._tokens = self._read_tokenizer(vocab_size, (known or [tokenizer.eos_token_id])[0])
         self._executor: LLExecutor = llguidance.LLExecutor()
-        self.constraint = lru_cache(REMEMBERED)(self._constraint)
+        self.constraint = lru_cache(CACHE_SIZE)(self._constraint)
 
     def _read_tokenizer(self, vocab_size: int, eos_token_id: int) -> LLTokenizer:
         """The tokenizer as llguidance reads it, with as many tokens as the model has logits."""

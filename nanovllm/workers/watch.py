@@ -38,13 +38,13 @@ class Watch:
     def __init__(self, num_workers: int) -> None:
         self.processes: list[BaseProcess] = []
         self.failure: Failure | None = None
-        self.ended = threading.Event()  # a worker failed, or rank 0 gave up the workers
+        self.ended = threading.Event()  # a worker failed, or rank 0 killed the workers
         self.stopping = False  # workers were asked to exit, so an exit is no failure
         self._release: Callable[[], None] = lambda: None
         self._pipes: list[Connection] = []
         self._replies: list[SimpleQueue[Any]] = [SimpleQueue() for _ in range(num_workers)]
         self._thread: threading.Thread | None = None
-        self._giving_up = threading.Lock()
+        self._kill_lock = threading.Lock()
 
     def add(self, process: BaseProcess, pipe: Connection) -> None:
         """Add a process that is about to start, and the pipe of its answers."""
@@ -75,16 +75,16 @@ class Watch:
                 self.check()
 
     def on_failure(self, release: Callable[[], None]) -> None:
-        """Call `release` when the workers are given up; at once if they already are."""
-        with self._giving_up:
+        """Call `release` when the workers are killed; at once if they already are."""
+        with self._kill_lock:
             if not self.ended.is_set():
                 self._release = release
                 return
         release()
 
-    def give_up(self) -> None:
+    def kill(self) -> None:
         """Kill all workers, and release whatever waits for them in rank 0."""
-        with self._giving_up:  # this thread and rank 0's may come at the same time: release once
+        with self._kill_lock:  # this thread and rank 0's may come at the same time: release once
             self.stopping = True
             for process in self.processes:
                 if process.pid is not None:
@@ -130,7 +130,7 @@ class Watch:
                 deadline = monotonic() + CAUSE_SECONDS
         if failures and not self.stopping:
             self.failure = min(failures, key=lambda failure: (not failure.by_signal, failure.time))
-            self.give_up()
+            self.kill()
         for process in self.processes:  # wait until all are gone, even if the cause is known
             process.join()
 

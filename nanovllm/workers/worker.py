@@ -31,7 +31,7 @@ from typing import Any, TypeVar
 from nanovllm.config import Config
 from nanovllm.device import Device
 from nanovllm.distributed.group import TPGroup
-from nanovllm.distributed.peer_memory import PeerRooms
+from nanovllm.distributed.peer_memory import PeerMemorySizes
 from nanovllm.distributed.rendezvous import Rendezvous
 from nanovllm.errors import WorkerError
 from nanovllm.lifecycle import finalize
@@ -62,7 +62,7 @@ class RankSetup:
     model_path: Path
     max_model_len: int
 
-    def meet(self, device: Device, rendezvous: Rendezvous) -> TPGroup:
+    def join_group(self, device: Device, rendezvous: Rendezvous) -> TPGroup:
         """Connect to the other ranks, which make the same call; takes at most a minute."""
         group = TPGroup.connect(self.rank, self.size, device, rendezvous)
         dtype = device.resolve_dtype(self.config.dtype, self.model_config.dtype)
@@ -70,7 +70,7 @@ class RankSetup:
         max_rows = self.config.max_num_seqs
         if self.size == 2:  # also short prefill steps: one shot moves as much as NCCL, and includes the norm
             max_rows = max(max_rows, min(self.config.max_num_batched_tokens, OVERLAP_TOKENS - 1))
-        rooms = PeerRooms(
+        sizes = PeerMemorySizes(
             dtype,
             max_rows,
             self.model_config.hidden_size,
@@ -78,7 +78,7 @@ class RankSetup:
             logit_rows=self.config.max_num_seqs,
             vocab_size=self.model_config.vocab_size,
         )
-        group.make_peer_memory(rooms, device)
+        group.make_peer_memory(sizes, device)
         return group
 
     def load(
@@ -120,7 +120,7 @@ def loop(setup: RankSetup, reader: ChannelReader, replies: Connection) -> None:
         method, args = call
         result = None
         if method == "load":
-            runner = setup.load(device, setup.meet(device, Rendezvous(setup.port)))
+            runner = setup.load(device, setup.join_group(device, Rendezvous(setup.port)))
             gc.freeze()  # existing objects stay: no full collection while all ranks wait
         elif runner is not None:
             result = getattr(runner, method)(*args)
@@ -192,7 +192,7 @@ class Workers:
         """
         if self._channel is None:
             return own(*args)
-        with self.giving_up_on_error():
+        with self.kill_on_error():
             self.watch.check()
             self._channel.send(method, *args, check_alive=self.watch.check)
             return own(*args)
@@ -203,11 +203,11 @@ class Workers:
 
     def collect(self) -> list[Any]:
         """Wait for the next answer of every worker."""
-        with self.giving_up_on_error():
+        with self.kill_on_error():
             return [self.watch.wait_for_reply(index) for index in range(len(self.watch.processes))]
 
     @contextmanager
-    def giving_up_on_error(self) -> Iterator[None]:
+    def kill_on_error(self) -> Iterator[None]:
         """On an exception in the block, end all workers and raise the WorkerError behind it, if any."""
         try:
             yield
@@ -251,7 +251,7 @@ class Workers:
 
     def kill(self) -> None:
         with held_interrupts():
-            self.watch.give_up()
+            self.watch.kill()
             self._stop()
 
 
@@ -272,7 +272,7 @@ def _stop(watch: Watch, channel: Channel) -> None:
         try:
             channel.send("exit", check_alive=watch.check)
         except WorkerError:
-            watch.give_up()
+            watch.kill()
     watch.join(EXIT_SECONDS)
     channel.close()
 

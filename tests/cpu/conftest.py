@@ -10,5 +10,5 @@ from tiny_models import write_tiny_model
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A vocabulary of 97, which no number of ranks divides, and 2 KV heads, which 4 ranks must share."""
+    """No number of ranks divides the vocabulary of 97, and four ranks share 2 KV heads."""
     return write_tiny_model(tmp_path_factory.mktemp("model"))

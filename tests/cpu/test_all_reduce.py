@@ -1,4 +1,4 @@
-"""The all-reduce kernel in Triton's interpreter, one rank at a time: the others have been there."""
+"""The all-reduce kernel in Triton's interpreter, one rank at a time; the test writes the others' rows."""
 
 from __future__ import annotations
 
@@ -37,25 +37,27 @@ _INTS = {torch.float16: torch.int16, torch.float32: torch.int32}
 
 
 class Awaited(NamedTuple):
-    """What another rank puts into a room of one that waits for it."""
+    """A row that rank `other` writes into a buffer of the waiting rank."""
 
     other: int
-    room: torch.Tensor
+    buffer: torch.Tensor
     row: torch.Tensor
 
 
 class Group:
-    """All ranks' memory in one process, with rooms that are longer than the rows."""
+    """The memory of all ranks in one process; its buffer rows are longer than the data."""
 
     def __init__(self, size: int, rows: int, n: int, dtype: torch.dtype, sums: bool = True) -> None:
         max_rows, row_bytes = rows + SPARE_ROWS, (n * dtype.itemsize + 31) // 16 * 16
 
-        def rooms(*shape: int) -> list[torch.Tensor]:
+        def buffers(*shape: int) -> list[torch.Tensor]:
             words = torch.full((size, *shape, max_rows, row_bytes // 2), EMPTY, dtype=torch.int16)
             return list(words.view(dtype))
 
-        self.slots, self.sums = rooms(TURNS, size - 1), rooms(TURNS)  # by rank
-        addresses = [torch.tensor([room.data_ptr() for room in rooms]) for rooms in (self.slots, self.sums)]
+        self.slots, self.sums = buffers(TURNS, size - 1), buffers(TURNS)  # by rank
+        addresses = [
+            torch.tensor([buffer.data_ptr() for buffer in buffers]) for buffers in (self.slots, self.sums)
+        ]
         self.peers = [
             Peers(
                 rank,
@@ -70,37 +72,37 @@ class Group:
         ]
 
     def awaited(self, rank: int, xs: list[torch.Tensor], two_shot: bool) -> list[Awaited]:
-        """Which rank puts what into which room of `rank` next, if it gets all that it waits for itself."""
+        """The rows that the other ranks write into `rank`'s buffers in the next call."""
         found, n = [], xs[0].shape[1]
         for other, x in enumerate(xs):
             for row in range(len(x)):
                 owner, turn = row % len(xs), int(self.peers[rank].turns[row])
                 if other != rank and (not two_shot or owner == rank):
-                    room = self.slots[rank][turn, (other - rank - 1) % len(xs), row]
-                    found.append(Awaited(other, room.view(x.dtype)[:n], x[row]))
+                    buffer = self.slots[rank][turn, (other - rank - 1) % len(xs), row]
+                    found.append(Awaited(other, buffer.view(x.dtype)[:n], x[row]))
                 elif other != rank and owner == other:
                     total = all_reduce_reference([x[row] for x in xs])
                     found.append(Awaited(other, self.sums[rank][turn, row].view(x.dtype)[:n], total))
         return found
 
     def let_others_come(self, rank: int, xs: list[torch.Tensor], two_shot: bool) -> None:
-        """Check what the ranks before `rank` have sent it, and send what those after it will."""
+        """Check what the ranks before `rank` sent, and write the rows of the ranks after it."""
         empty = EMPTY_BY_SIZE[xs[0].element_size()]
-        for other, room, row in self.awaited(rank, xs, two_shot):
-            bits = room.view(_INTS[row.dtype])
+        for other, buffer, row in self.awaited(rank, xs, two_shot):
+            bits = buffer.view(_INTS[row.dtype])
             if other < rank:
-                torch.testing.assert_close(room, row)
+                torch.testing.assert_close(buffer, row)
                 assert not (bits == empty).any()
             else:
-                room.copy_(row)
+                buffer.copy_(row)
                 bits.masked_fill_(bits == empty, 0)
 
     def check_emptied(self, rank: int, rows: int) -> None:
-        """That nothing is left of the call before the last one in its first `rows` rows."""
+        """Check that the first `rows` rows hold nothing of the call before the last one."""
         for row in range(rows):
             turn = (int(self.peers[rank].turns[row]) - 2) % TURNS
-            for room in (self.slots[rank][turn, :, row], self.sums[rank][turn, row]):
-                assert (room.view(torch.int16) == EMPTY).all()
+            for buffer in (self.slots[rank][turn, :, row], self.sums[rank][turn, row]):
+                assert (buffer.view(torch.int16) == EMPTY).all()
 
 
 @pytest.mark.parametrize("two_shot", [False, True])
@@ -114,7 +116,7 @@ def test_every_rank_gets_the_sum(size: int, rows: int, n: int, dtype: torch.dtyp
     weight, residual = (torch.randn(shape, generator=generator).to(dtype) for shape in ((n,), (rows, n)))
     for call in range(2 * TURNS):
         xs = [torch.randn(rows, n, generator=generator).to(dtype) for _ in range(size)]
-        for x in xs[call % 2 :]:  # what looks like an empty room, in some of the sums too
+        for x in xs[call % 2 :]:  # the value that marks an empty buffer, also in some of the sums
             x.view(_INTS[dtype])[:, ::3] = EMPTY_BY_SIZE[dtype.itemsize]
         results = []
         for rank, peers in enumerate(group.peers):
@@ -136,8 +138,8 @@ def test_every_rank_gets_the_sum(size: int, rows: int, n: int, dtype: torch.dtyp
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_rows_of_other_kinds_in_the_same_rooms(size: int) -> None:
-    """Calls take turns whatever their shape: shorter rows of another type, fewer rows, one shot and two."""
+def test_rows_of_other_kinds_in_the_same_buffers(size: int) -> None:
+    """Buffers alternate for all shapes: shorter rows of another dtype, fewer rows, one and two shots."""
     group = Group(size, 4, 64, torch.float16, sums=size > 2)
     kinds = [(4, 64, torch.float16), (2, 20, torch.float32), (3, 1, torch.float32), (4, 64, torch.float16)]
     for call in range(12):
@@ -152,7 +154,7 @@ def test_rows_of_other_kinds_in_the_same_rooms(size: int) -> None:
 
 @pytest.mark.parametrize("abort", [False, True])
 def test_rows_are_waited_for(abort: bool) -> None:
-    """Until all of them has come, or the group is aborted."""
+    """A rank waits until it has all rows, or until the group is aborted."""
     xs = [torch.full((2, 16), float(rank + 1)) for rank in range(4)]
     group = Group(4, 2, 16, torch.float32)
     awaited, results = group.awaited(1, xs, False), []
@@ -162,16 +164,16 @@ def test_rows_are_waited_for(abort: bool) -> None:
 
     thread = threading.Thread(target=run)
     thread.start()
-    for _, room, row in awaited[:-1]:
-        room.copy_(row)
-    _, room, row = awaited[-1]
-    room[:15].copy_(row[:15])  # all but one number
+    for _, buffer, row in awaited[:-1]:
+        buffer.copy_(row)
+    _, buffer, row = awaited[-1]
+    buffer[:15].copy_(row[:15])  # all but one element
     thread.join(0.3)
     assert thread.is_alive()
     if abort:
         group.peers[1].aborted.fill_(1)
     else:
-        room.copy_(row)
+        buffer.copy_(row)
     thread.join(60)
     assert not thread.is_alive()
     assert abort or torch.equal(results[0], torch.full((2, 16), 10.0))
@@ -180,7 +182,7 @@ def test_rows_are_waited_for(abort: bool) -> None:
 @pytest.mark.parametrize(("size", "rows", "n"), [(2, 3, 48), (4, 1, 100), (4, 5, 16)])
 @pytest.mark.parametrize("call", [0, 1, CALLS - 1])
 def test_rows_that_the_others_copied(size: int, rows: int, n: int, call: int) -> None:
-    """Whether their flags stand at this call or are ahead, also past the last number."""
+    """The flags of the other ranks equal this call or are ahead of it, also after they wrap around."""
     generator = torch.Generator().manual_seed(n)
     weight, residual = torch.randn(n, generator=generator), torch.randn(rows, n, generator=generator)
     xs = [torch.randn(rows, n, generator=generator) for _ in range(size)]
@@ -192,22 +194,22 @@ def test_rows_that_the_others_copied(size: int, rows: int, n: int, call: int) ->
             flags[other] = (call + other % 2) % CALLS
             if other != rank:
                 slots[(other - rank - 1) % size, :rows] = xs[other]
-        flags[rank] = (call - 1) % CALLS  # nobody waits for itself
+        flags[rank] = (call - 1) % CALLS  # a rank does not wait for itself
         aborted = torch.zeros(1, dtype=torch.int32)
         arrival = Arrival(rank, flags, aborted, call)
         await_copies_triton(arrival)
         results = torch.empty(rows, n), torch.empty(rows, n)
         copied_sum_add_rms_norm_triton(xs[rank], residual, weight, 1e-6, slots, arrival, *results)
         torch.testing.assert_close(results, expected)
-        twins = torch.empty(rows, n), torch.empty(rows, n)
-        copied_sum_add_rms_norm_reference(xs[rank], residual, weight, 1e-6, slots, arrival, *twins)
-        torch.testing.assert_close(twins, expected)
+        references = torch.empty(rows, n), torch.empty(rows, n)
+        copied_sum_add_rms_norm_reference(xs[rank], residual, weight, 1e-6, slots, arrival, *references)
+        torch.testing.assert_close(references, expected)
 
 
 @pytest.mark.parametrize("abort", [False, True])
 @pytest.mark.parametrize("adds", [True, False])
 def test_copied_rows_are_waited_for(adds: bool, abort: bool) -> None:
-    """Until all flags have come, or the group is aborted, which gives garbage."""
+    """A rank waits until all flags are set, or until the group is aborted; then the result is undefined."""
     xs = [torch.full((2, 16), float(rank + 1)) for rank in range(4)]
     weight, residual = torch.ones(16), torch.zeros(2, 16)
     slots, flags = torch.zeros(3, 2, 16), torch.full((4,), CALLS - 1, dtype=torch.int32)
@@ -220,7 +222,7 @@ def test_copied_rows_are_waited_for(adds: bool, abort: bool) -> None:
         else:
             await_copies_triton(arrival)
 
-    thread = threading.Thread(target=run, daemon=True)  # a test that fails must end
+    thread = threading.Thread(target=run, daemon=True)  # daemon, so that a failing test ends
     thread.start()
     for rank in (2, 3):  # all but one
         slots[(rank - 2) % 4] = xs[rank]
@@ -249,15 +251,17 @@ def test_an_aborted_group_does_not_wait() -> None:
 
 @pytest.mark.parametrize(("size", "rows"), [(2, 5), (4, 9), (4, 16), (4, 3), (8, 11)])
 def test_sums_of_copied_rows(size: int, rows: int) -> None:
-    """Two are always under way, in all rooms and past the last number; ranks come in any order.
+    """Two sums are in progress at any time, in all buffers and after a wrap-around; ranks come in any order.
 
-    Three in turn add to one stream, of which a rank has its own rows; the last of them is wanted whole.
+    Three sums in turn add to one residual stream, of which each rank keeps its own rows. The last sum gives
+    whole rows.
     """
     n, order = 16, random.Random(size)
     ranks = make_copying_ranks(16, n, [CopyingDevice()] * size, torch.float32)
     weight, generator = torch.ones(n), torch.Generator().manual_seed(rows)
     under_way: list[tuple[dict[int, PendingSum], Any, bool]] = []
-    streams: list[tuple[torch.Tensor, list[torch.Tensor]]] = []  # whole, and what each rank has of it
+    # The whole stream, and each rank's part of it.
+    streams: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
     for call in range(12):
         xs = [torch.randn(rows, n, generator=generator) for _ in range(size)]
         if call % 6 < 2:
@@ -290,16 +294,17 @@ def test_sums_of_copied_rows(size: int, rows: int) -> None:
 def test_no_row_comes_before_the_last_one_in_its_place_was_used(
     size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With late copies and a slow rank; with one set of rooms, not two, this fails.
+    """A rank reuses a buffer only after its last row was read: delayed copies and one slow rank. One set of
+    buffers instead of two would fail.
 
-    And what was summed may be overwritten as soon as its sum is there.
+    The input of a sum may be overwritten as soon as the sum is complete.
     """
     rows, n, calls = 16, 8, 40
     xs = [[torch.randint(-8, 8, (rows, n)).float() for _ in range(size)] for _ in range(calls)]
     weight = torch.ones(n)
 
     def run(rank: int, copies: PeerCopies) -> list[torch.Tensor]:
-        """As a model's two halves: each uses a sum before it begins its next one."""
+        """Like the two halves of a prefill step: each half uses its sum before it starts the next one."""
         rng = random.Random(100 + rank)
         slowness = 0.006 if rank == 1 else 0.001
         under_way: list[tuple[torch.Tensor, PendingSum]] = []
@@ -322,7 +327,7 @@ def test_no_row_comes_before_the_last_one_in_its_place_was_used(
     results = run_late_ranks(monkeypatch, size, rows, n, run)
     totals: list[torch.Tensor] = []
     for call, parts in enumerate(xs):
-        count = max(0, call - 1)  # of results that were there when it began
+        count = max(0, call - 1)  # results that were complete when it began
         before = totals[call - 2] if count % 2 else torch.zeros(rows, n)
         normed, total = all_reduce_add_rms_norm_reference(parts, before, weight, 1e-6)
         totals.append(total)

@@ -1,4 +1,4 @@
-"""Choosing a device, an attention backend and a block size."""
+"""The choice of device, attention backend and block size."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_an_unavailable_backend_says_why() -> None:
 
 @pytest.mark.parametrize("backend", ["auto", "triton", "reference"])
 def test_an_fp8_cache_is_refused_where_nothing_rounds_to_it(backend: str) -> None:
-    """Whoever would read it."""
+    """Every backend refuses it."""
     fp8, older = torch.float8_e4m3fn, GPU((8, 0))
     with pytest.raises(ValueError, match=r"'fp8' needs .* 8.9 or newer .* GPU has 8.0; use .*'auto'"):
         select(backend, older, torch.bfloat16, 64, fp8)
@@ -65,7 +65,7 @@ def test_a_layer_gives_its_backend_the_cache_and_its_scales(monkeypatch: pytest.
     assert all(given is one for given, one in zip(seen, wanted, strict=True) if not isinstance(one, float))
 
 
-def test_a_host_that_does_not_tell_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_that_does_not_report_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     def unknown(name: str) -> int:
         raise ValueError(f"unrecognized configuration name {name}")
 
@@ -74,7 +74,7 @@ def test_a_host_that_does_not_tell_its_memory(monkeypatch: pytest.MonkeyPatch) -
     assert CPU.kv_cache_budget(0.9, reserve=0) == CPU_KV_CACHE_BYTES
 
 
-def test_devices_that_are_not_there() -> None:
+def test_devices_that_do_not_exist() -> None:
     with pytest.raises(ValueError, match="torch sees"):
         Device("cuda:99")
     assert Device("cpu").resolve_dtype("auto", "bfloat16") == torch.float32

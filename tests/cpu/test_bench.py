@@ -1,4 +1,4 @@
-"""bench.py as a program: its options, what it prints and writes. No test looks at how fast anything was."""
+"""bench.py as a program: its options, output and files. No test measures time."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tools.benchmark.workloads import demo
         (["--engine", "vllm", "--max-model-len", "77"], 77),
     ],
 )
-def test_which_length_an_engine_is_told(
+def test_the_max_model_len_of_an_engine(
     argv: list[str], expected: int | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     seen = {}
@@ -88,7 +88,7 @@ def test_what_sampling_settings_cost(
 
 @pytest.fixture
 def known_speed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Spares measuring the machine's."""
+    """A fixed device speed instead of a measurement."""
     monkeypatch.setattr(
         bench, "device_speed", lambda device, num_devices, dtype: Speed(1e10 * num_devices, 1e12)
     )
@@ -104,7 +104,7 @@ def test_a_file_and_a_prefix_cache(tmp_path: Path, capsys: pytest.CaptureFixture
     )
     result = _bench(capsys, "--workload", str(path), "--prefix-caching")
     assert (result["num_seqs"], result["tokens_out"], result["tokens_shared"]) == (3, 8, 0)
-    # No earlier run had these ids; the second long one finds 37 blocks of 16 tokens that the first computes.
+    # The cache starts empty. The second long prompt finds 37 blocks of 16 tokens of the first.
     assert result["phases"]["prefill"]["tokens"] == result["tokens_in"] - 592
 
 
@@ -138,7 +138,7 @@ def test_the_dtype_counts_for_the_engine_and_for_the_floor(
 
 @pytest.mark.usefixtures("known_speed")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_transformers_beside_it(dtype: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_also_runs_transformers(dtype: str, capsys: pytest.CaptureFixture[str]) -> None:
     result = _bench(
         capsys, "--engine", "transformers", "--workload", "demo", "--num-seqs", "2", "--dtype", dtype
     )
@@ -213,7 +213,7 @@ def test_sampling_is_parsed_into_fields() -> None:
     assert parsed("temperature=0") == {"temperature": 0}
     assert parsed("top_p=0.95, top_k=20") == {"temperature": 0.6, "top_p": 0.95, "top_k": 20}
     assert parsed("seed=7,min_p=1e-1") == {"temperature": 0.6, "seed": 7, "min_p": 0.1}
-    others = {"flag": True, "word": "x"}  # which vLLM judges
+    others = {"flag": True, "word": "x"}  # vLLM checks it
     assert parsed("flag=true,word=x", "vllm") == {"temperature": 0.6} | others
     assert type(parsed("top_k=20")["top_k"]) is int
 
@@ -297,7 +297,7 @@ def test_round_robin_gives_each_replica_its_own() -> None:
     ("only", "base"),
     [("n=16", "16 equal prompts"), ("logprobs=5", "temperature=0.6"), ("json", "temperature=0.6")],
 )
-def test_a_setting_is_compared_with_what_it_is_like(
+def test_a_setting_is_compared_with_its_baseline(
     only: str, base: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = SimpleNamespace(model_config=SimpleNamespace(vocab_size=512))

@@ -1,6 +1,6 @@
-"""What bench.py computes: the floor against hand-made numbers, steps, and kernels of a trace.
+"""What bench.py computes: the roofline floor against hand-computed numbers, steps, and kernels of a trace.
 
-No test looks at how fast anything was.
+No test measures time.
 """
 
 from __future__ import annotations
@@ -78,11 +78,12 @@ def test_measuring_ends_in_a_line_for_the_table(
     monkeypatch.setattr("sys.argv", ["measure_device.py", "--device", "cpu", "--times", "2"])
     measure_device.main()
     line = capsys.readouterr().out.splitlines()[-1]
-    assert ast.literal_eval("{" + line + "}") == {"cpu": (3.02e12, 655e12)}  # the best of each, rounded up
+    # The best measurement of each, rounded up.
+    assert ast.literal_eval("{" + line + "}") == {"cpu": (3.02e12, 655e12)}
 
 
 def test_a_device_is_measured_by_what_it_reads_and_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
-    seconds = iter([0.5, 0.25, 2.0, 4.0])  # of each way
+    seconds = iter([0.5, 0.25, 2.0, 4.0])  # in each way
     monkeypatch.setattr(measure_device, "CPU_BYTES", 2**20)
     monkeypatch.setattr(measure_device, "CPU_SIDE", 8)
     monkeypatch.setattr(measure_device, "best_seconds", lambda work, device, tries: next(seconds))
@@ -106,20 +107,20 @@ def test_shares_above_1_break_the_floor() -> None:
     assert broken_floor({"share_of_floor": 1.001}) == ["the whole is at 100.1% of the floor"]
 
 
-def test_a_shared_beginning_is_computed_once_and_read_once_a_step() -> None:
+def test_a_shared_prefix_is_computed_once_and_read_once_a_step() -> None:
     floor = floor_of(COST, WORK, Speed(10.0, 100.0), WORK.sharing())
-    # The second prompt computes its 3 own tokens, which see 3, 4 and 5.
+    # The second prompt computes its own 3 tokens, which attend to 3, 4 and 5 tokens.
     assert floor.prefill == pytest.approx((2 * 288 * 6 + 2 * 40 * 2 + 48 * (6 + 12)) / 100)
-    # Own contexts 2; and 4, 5, 6; the two shared tokens in each of 3 steps.
+    # Own contexts: 2; and 4, 5, 6. The two shared tokens are read in each of 3 steps.
     assert floor.decode == pytest.approx(3 * 328 * 2 / 10 + (17 + 6) * 24 / 10)
 
 
-def test_prompts_that_are_the_same_are_computed_once_and_read_once_a_step() -> None:
+def test_equal_prompts_are_computed_once_and_read_once_a_step() -> None:
     work = Workload("w", [[1, 2, 3], [1, 2, 3], [4, 5]], [2, 4, 3])
     floor = floor_of(COST, work, Speed(10.0, 100.0), work.sharing())
-    # 3 + 2 tokens, which see 1 to 3 and 1 to 2; each row has logits.
+    # 3 + 2 tokens, which attend to 1 to 3 and 1 to 2 tokens; each row has logits.
     assert floor.prefill == pytest.approx((2 * 288 * 5 + 2 * 40 * 3 + 48 * (6 + 3)) / 100)
-    # Own contexts 1; 1, 2, 3; and 3, 4; the three shared tokens in each of 3 steps.
+    # Own contexts: 1; 1, 2, 3; and 3, 4. The three shared tokens are read in each of 3 steps.
     assert floor.decode == pytest.approx(3 * 328 * 2 / 10 + (1 + 6 + 7 + 9) * 24 / 10)
     steps = [
         Step(1.0, StepKind.DECODE, np.ones(3, np.int32), np.array([4, 4, 3]), np.array([1, 0, 2])),
@@ -168,15 +169,15 @@ def test_recorded_steps_count_what_the_floor_counts(run_ahead: bool) -> None:
     assert [step.kind for step in steps] == [StepKind.PREFILL] + 5 * [StepKind.DECODE]
     assert [len(step.query_lens) for step in steps] == [3, 2, 2, 2, 1, 1]
     assert all(step.seconds > 0 for step in steps)
-    speed = Speed(1e9, 1e30)  # so fast at products that weights are read, not waited for
+    speed = Speed(1e9, 1e30)  # with compute this fast, only reading the weights counts
     found = phases(steps, cost, speed, floor_of(cost, work, speed), None)
-    for phase in found.values():  # in this run the least steps were taken: peak and floor are the same
+    for phase in found.values():  # this run takes the fewest possible steps, so peak and floor are equal
         assert phase["share_of_peak"] == pytest.approx(phase["share_of_floor"])
     assert found["prefill"]["tokens"] == work.tokens_in
     assert found["decode"]["tokens"] == work.tokens_out - 3
 
 
-def test_step_times_take_batches_of_nearly_the_size() -> None:
+def test_step_times_group_batches_of_similar_size() -> None:
     def step(size: int, seconds: float, context: int = 10) -> Step:
         ones = np.ones(size, np.int32)
         return Step(seconds, StepKind.DECODE, ones, context * ones, np.arange(size))
@@ -211,9 +212,9 @@ def test_a_trace_gives_kernel_time_and_the_gaps_between_replays(tmp_path: Path) 
     assert [k.name for k in kernels] == ["prefill", "attention", "norm", "sample", "attention"]
     replays = group_replays(kernels, graph_calls)
     assert [[k.name for k in replay] for replay in replays] == [["attention", "norm"], ["attention"]]
-    # 35 to 70 less the 10 of sampling.
+    # 35 to 70, minus the 10 of sampling
     assert replay_times(kernels, replays) == {"count": 2, "step_us": 60.0, "kernel_us": 34.0, "gap_us": 25.0}
-    assert busy_time([kernels[1], kernels[1], kernels[2]]) == 24.0  # what overlaps counts once
+    assert busy_time([kernels[1], kernels[1], kernels[2]]) == 24.0  # overlapping kernels count once
 
 
 def test_exposed_host_time_is_of_the_same_steps() -> None:
@@ -227,7 +228,7 @@ def test_exposed_host_time_is_of_the_same_steps() -> None:
     assert found["profiled_exposed_share"] == 0.25 and found["replay_gap_us"] == 20
 
 
-def test_the_costliest_come_first_and_their_shares_are_of_everything() -> None:
+def test_kernels_are_sorted_by_time_with_shares_of_the_total() -> None:
     rows = costliest([(str(number), number, 10.0 * number) for number in range(12)])
     found = [(row["name"], row["calls"], row["share"]) for row in rows]
     assert found == [(str(number), number, round(number / 66, 4)) for number in range(11, 1, -1)]

@@ -1,4 +1,4 @@
-"""The calls of `LLM` that scripts written for vLLM make, beside generate and chat themselves."""
+"""The calls of `LLM` that scripts for vLLM make, apart from generate and chat."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ def test_the_tokenizer() -> None:
 
 
 def test_the_tokenizers_end_of_sequence_token_ends_an_answer_too(tmp_path: Path) -> None:
-    """As in vLLM and nano-vLLM: the config.json of many a fine-tuned model still has the base model's."""
+    """As in vLLM and nano-vLLM: in many fine-tuned models, config.json still has the EOS token of the base
+    model.
+    """
     params = SamplingParams(temperature=0, max_tokens=40)
     (tmp_path / "generation_config.json").write_text("{}")
     options: dict[str, Any] = {"hf_overrides": {"eos_token_id": 511}, "generation_config": str(tmp_path)}
@@ -65,7 +67,7 @@ def test_facts_that_scripts_read(model: Path) -> None:
 
 
 @pytest.mark.parametrize("run_ahead", [True, False])
-def test_the_prefix_cache_is_forgotten(model: Path, run_ahead: bool) -> None:
+def test_reset_prefix_cache(model: Path, run_ahead: bool) -> None:
     prompt = [7] * (2 * BLOCK + 3)
     with make_tiny(model, async_scheduling=run_ahead) as llm:
         [first] = llm.generate(prompt, GREEDY, use_tqdm=False)
@@ -142,7 +144,7 @@ def test_functions_of_logits_need_one_rank(model: Path) -> None:
         assert len(llm.generate([5], GREEDY, use_tqdm=False)[0]["token_ids"]) == 6
 
 
-def test_a_refused_prompt_costs_no_cached_one(model: Path) -> None:
+def test_a_refused_prompt_leaves_the_prefix_cache(model: Path) -> None:
     prompt = [7] * (2 * BLOCK + 3)
     with make_tiny(model) as llm:
         llm.generate(prompt, GREEDY, use_tqdm=False)

@@ -1,4 +1,4 @@
-"""LLM.chat: what reaches the template, and what is refused before anything runs."""
+"""LLM.chat: what reaches the chat template, and what is refused before anything runs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ USER = {"role": "user", "content": "Hi"}
 SHOWN = "<|im_start|>user\nHi<|im_end|>\n"
 ANSWER = "<|im_start|>assistant\n"
 SHORT = SamplingParams(temperature=0, max_tokens=2)
-# What templates of real models do: think unless told not to, list tools, look at contents and calls.
+# Like templates of real models: think unless disabled, list tools, read contents and tool calls.
 TEMPLATE = (
     "{% if tools %}TOOLS:{% for t in tools %}{{ t.function.name }};{% endfor %}{% endif %}"
     "{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
@@ -90,7 +90,7 @@ def test_wrong_arguments(llm: LLM, options: dict[str, Any], error: type[Exceptio
     assert llm.is_finished()
 
 
-def test_what_the_template_does_not_use_is_said(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
+def test_unused_template_options_give_a_warning(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "nanovllm"):
         prompts(llm, [USER], chat_template=TEMPLATE, chat_template_kwargs={"enable_thinking": True})
         assert caplog.text == ""
@@ -125,7 +125,7 @@ def test_text_parts_are_joined(llm: LLM) -> None:
     assert text == SHOWN.replace("Hi", "one\ntwo\nthree") + ANSWER
 
 
-def test_what_the_template_does_not_use_is_said_once(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
+def test_unused_template_options_give_one_warning(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
     for variables in ({"unknown": 1}, {"unknown": 2}):
         llm.chat([USER], SHORT, use_tqdm=False, chat_template_kwargs=variables)
     assert [each.message for each in caplog.records] == [

@@ -1,4 +1,4 @@
-"""Several replicas answer as one engine does, and go on when one of them dies."""
+"""Replicas give the answers of a single engine, and continue when one of them dies."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ def two() -> Iterator[ReplicatedLLM]:
 
 
 def same(one: LLM, two: LLM, answer: Callable[[LLM], Any]) -> list[RequestOutput]:
-    """The answers of both engines. What the prefix cache gave differs, and last bits of logprobs may."""
-    one._requests.next_id = two._requests.next_id  # seeds follow from requests' numbers
+    """Whether both engines gave the same answers. Cached tokens and the last bits of logprobs may differ."""
+    one._requests.next_id = two._requests.next_id  # seeds follow from request numbers
     expected, outputs = answer(one), answer(two)
     for own, other in zip(expected, outputs, strict=True):
         assert without_logprobs(own) == without_logprobs(other)
@@ -79,7 +79,7 @@ def without_logprobs(output: RequestOutput) -> RequestOutput:
 
 
 def logprobs(output: RequestOutput) -> list[float]:
-    """Those of all tokens, in order."""
+    """The logprobs of all tokens, in order."""
     lists = [output.prompt_logprobs, *(each.logprobs for each in output.outputs)]
     tokens = [token for each in lists for token in each or () if token is not None]
     return [next(iter(token.values())).logprob for token in tokens]
@@ -99,7 +99,7 @@ MIXED = [
     SamplingParams(temperature=0.8, n=3, max_tokens=8),
     SamplingParams(temperature=0.8, stop=["1", "\n"], max_tokens=20, logprobs=3, prompt_logprobs=2),
 ] * 5
-MIXED.pop()  # as many as there are prompts
+MIXED.pop()  # one for each prompt
 
 
 def test_answers_are_those_of_one_engine(one: LLM, two: ReplicatedLLM) -> None:
@@ -178,7 +178,7 @@ def test_bad_prompts(one: LLM, two: ReplicatedLLM) -> None:
     assert two.is_finished()
 
 
-def test_requests_by_hand_and_abort(two: ReplicatedLLM) -> None:
+def test_add_request_step_and_abort(two: ReplicatedLLM) -> None:
     ids = [two.add_request(prompt, LONG) for prompt in PROMPTS]
     outputs = two.step()
     running = next(str(request) for each in two._replicas._members for request in each.requests)
@@ -212,7 +212,7 @@ def test_the_prefix_cache_can_be_reset(two: ReplicatedLLM) -> None:
         assert all(each.num_cached_tokens == 0 for each in two.generate(prompts, GREEDY, use_tqdm=False))
 
 
-def test_a_tokenizer_that_is_set_writes_the_texts(one: LLM, two: ReplicatedLLM) -> None:
+def test_a_new_tokenizer_decodes_the_outputs(one: LLM, two: ReplicatedLLM) -> None:
     before = two.get_tokenizer()
     other = copy.deepcopy(before)
     other.add_special_tokens({"additional_special_tokens": ["+"]})
@@ -228,7 +228,7 @@ def test_a_tokenizer_that_is_set_writes_the_texts(one: LLM, two: ReplicatedLLM) 
 
 
 def test_replicas_sleep_and_wake_up(one: LLM, two: ReplicatedLLM) -> None:
-    """One that dies meanwhile sleeps again when it is back."""
+    """A replica that dies while all sleep is asleep again after its restart."""
     answers = same(one, two, answer_all)
     two.sleep()
     with pytest.raises(RuntimeError, match=r"this engine sleeps \(weights and kv_cache\)"):
@@ -294,7 +294,7 @@ def test_a_report_of_all_replicas(two: ReplicatedLLM) -> None:
 
 def test_any_thread_may_ask_for_statistics_while_a_replica_reports(two: ReplicatedLLM) -> None:
     class Told:
-        """What a replica told last; the next one tells while it is read."""
+        """The last report of a replica. Reading it adds another report."""
 
         num_running, num_waiting, kv_cache_usage = 1, 0, 0.5
 
@@ -309,8 +309,8 @@ def test_any_thread_may_ask_for_statistics_while_a_replica_reports(two: Replicat
         assert two.stats().num_running == 1
 
 
-def test_prompts_that_begin_alike_meet_on_one_replica(two: ReplicatedLLM) -> None:
-    """Each computes a half of the beginnings, or it would find them in no cache."""
+def test_prompts_with_a_common_prefix_go_to_one_replica(two: ReplicatedLLM) -> None:
+    """Each replica computes half of the prefixes; only their first prompts find nothing in a cache."""
     two.reset_prefix_cache()
     begin = [[20 + group] * 100 for group in range(6)]
     prompts = [begin[number % 6] + [60 + number] * 5 for number in range(60)]
@@ -322,7 +322,7 @@ def test_prompts_that_begin_alike_meet_on_one_replica(two: ReplicatedLLM) -> Non
 
 
 def signalled(one: LLM, two: ReplicatedLLM, number: signal.Signals) -> None:
-    """Check that `two` answers as `one` although its first replica gets a signal after the first answer."""
+    """Send a signal to the first replica after the first answer; check that `two` answers as `one`."""
 
     def answer(llm: LLM) -> list[RequestOutput]:
         stream = llm.stream(PROMPTS, MIXED)
@@ -337,7 +337,7 @@ def signalled(one: LLM, two: ReplicatedLLM, number: signal.Signals) -> None:
 
 
 def test_a_replica_that_is_killed_is_started_again(one: LLM, two: ReplicatedLLM) -> None:
-    """Its requests run again, the other one goes on, and nobody sees a difference."""
+    """Its requests run again and the other replica continues; the answers are the same."""
     before = pids(two)
     signalled(one, two, signal.SIGKILL)
     assert len(two._replicas.call("ready")) == 2, "it is back"
@@ -388,7 +388,7 @@ def test_a_replica_that_hangs_while_idle_is_started_again(
 
 
 def test_a_replica_that_reads_nothing_is_killed(two: ReplicatedLLM) -> None:
-    """More than a pipe holds does not stop the caller for ever."""
+    """A replica that does not read its pipe cannot block the caller for ever, even if the pipe is full."""
     member = two._replicas._members[0]
     with socket(fileno=os.dup(member.pipe.fileno())) as end:
         end.setsockopt(SOL_SOCKET, SO_SNDTIMEO, pack("ll", 1, 0))
@@ -400,7 +400,7 @@ def test_a_replica_that_reads_nothing_is_killed(two: ReplicatedLLM) -> None:
 
 
 def test_a_request_that_no_replica_survives_is_given_up(two: ReplicatedLLM) -> None:
-    """The last time it runs alone, so all others are answered."""
+    """It runs alone the last time, so all other requests are answered."""
     poison = two._requests.next_id + 5
     company: list[set[int]] = []
 
@@ -408,7 +408,7 @@ def test_a_request_that_no_replica_survives_is_given_up(two: ReplicatedLLM) -> N
         for member in two._replicas._members:
             if poison in member.requests and member.is_ready:
                 company.append(set(member.requests))
-                member.is_ready = False  # as good as dead
+                member.is_ready = False  # counts as dead
                 os.kill(member.process.pid or 0, signal.SIGKILL)  # type: ignore[union-attr]
 
     two.on_step = kill
@@ -426,13 +426,13 @@ def test_a_request_that_no_replica_survives_is_given_up(two: ReplicatedLLM) -> N
 
 
 class Unreadable(SamplingParams):
-    """Cannot be read from a pickle."""
+    """Fails when it is unpickled."""
 
     def __reduce__(self) -> Any:
         return int, ("none",)
 
 
-def test_what_a_replica_cannot_read_ends_in_an_output(
+def test_a_request_that_a_replica_cannot_unpickle_gives_an_output(
     two: ReplicatedLLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pool, "MAX_RUNS", 1)
@@ -503,7 +503,7 @@ def test_wrong_options_start_nothing(
         LLM(model, **options)
 
 
-def test_an_engine_of_ones_own_is_not_replicated_in_silence(model: Path) -> None:
+def test_a_subclass_of_llm_cannot_be_replicated(model: Path) -> None:
     class Own(LLM):
         pass
 
@@ -554,7 +554,7 @@ def test_replicas_of_several_ranks_end_with_a_caller_that_is_killed(model: Path)
     assert process.stdout is not None
 
     def session() -> list[str]:
-        """What is left of the script and all that it started, as a session of its own."""
+        """The processes of the script's session: the script and all that it started."""
         fields = [line.rpartition(")")[2].split() for line in stat_lines()]
         return [each[1] for each in fields if each[3] == str(process.pid) and each[0] != "Z"]
 

@@ -1,4 +1,4 @@
-"""`stream(deltas=True)`: parts of answers, which put together are the whole ones."""
+"""`stream(deltas=True)`: the parts of an answer add up to the whole answer."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def llm(model: Path) -> Iterator[CheckedLLM]:
 
 
 def put_together(parts: Iterable[RequestOutput]) -> dict[int, list[CompletionOutput]]:
-    """The whole completions by the index of their prompt, from parts that are checked."""
+    """Join parts, after checking them, to whole completions by prompt index."""
     texts: dict[tuple[int, int], str] = defaultdict(str)
     token_ids: dict[tuple[int, int], list[int]] = defaultdict(list)
     whole: dict[int, dict[int, CompletionOutput]] = defaultdict(dict)
@@ -59,8 +59,8 @@ def put_together(parts: Iterable[RequestOutput]) -> dict[int, list[CompletionOut
     ids=["in_step", "ahead", "tight"],
 )
 @pytest.mark.parametrize("kind", KINDS)
-def test_put_together_they_are_the_whole(kind: str, options: dict[str, int], tmp_path: Path) -> None:
-    """With several completions, stop strings at any split, stop tokens and none; preempted too."""
+def test_joined_deltas_equal_the_whole_output(kind: str, options: dict[str, int], tmp_path: Path) -> None:
+    """With several completions, stop strings split at any place, stop tokens or none, and preemption."""
     rng, count = random.Random(2), 20
     path = model_for(TOKENIZERS[kind], tmp_path)
     prompts = [encode(kind, "Hello the world, 日本" + "x" * index) for index in range(count)]
@@ -79,7 +79,7 @@ def test_put_together_they_are_the_whole(kind: str, options: dict[str, int], tmp
         whole = put_together(parts)
         for output in full:
             for got, expected in zip(whole[output.index], output.outputs, strict=True):
-                # A run of byte fallback that is no character is written otherwise in parts.
+                # Parts of an invalid byte fallback sequence decode differently from the whole.
                 if kind != "byte_level" and "\ufffd" in expected.text:
                     assert expected.stop_reason is None or got.text == expected.text
                     got, expected = replace(got, text=""), replace(expected, text="")
@@ -146,7 +146,7 @@ def test_refused_and_aborted_prompts(llm: CheckedLLM) -> None:
         llm.stream(prompts, GREEDY, deltas=1)
 
 
-def test_a_stream_that_gives_none_follows_no_text() -> None:
+def test_a_stream_without_deltas_decodes_nothing() -> None:
     with LLM(demo_model_path(), device="cpu", num_kvcache_blocks=64) as llm:
         stream = llm.stream(["What is 2 + 3?"] * 3, [SamplingParams(max_tokens=1), GREEDY, GREEDY])
         next(stream)
@@ -161,7 +161,7 @@ def test_a_stream_that_gives_none_follows_no_text() -> None:
 
 
 class Pieces:
-    """A stream whose tokens are texts."""
+    """A stand-in for a text stream: each token is a text."""
 
     def append(self, token_id: int) -> str:
         return "abc"[token_id % 3] * (1 + token_id // 3)
@@ -172,7 +172,7 @@ class Pieces:
     token_ids=st.lists(st.integers(0, 8), max_size=20),
     stops=st.lists(st.text("abc", min_size=1, max_size=4), max_size=3),
 )
-def test_nothing_is_given_that_is_cut_off_later(token_ids: list[int], stops: list[str]) -> None:
+def test_no_delta_has_text_that_is_cut_later(token_ids: list[int], stops: list[str]) -> None:
     stop, given_, whole = StopStrings(stops, Pieces()), "", ""
     for token_id in token_ids:
         whole += Pieces().append(token_id)

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[CheckedLLM]:
-    # Room for 250 problems at once, and no more: every block is checked after every step.
+    # The KV cache holds 250 problems at once and no more: the checks visit all blocks after every step.
     with CheckedLLM(demo_model_path(), device="cpu", num_kvcache_blocks=3000) as llm:
         yield llm
 
@@ -51,8 +51,9 @@ def test_log_probabilities_show_what_a_quantised_cache_costs(llm: CheckedLLM) ->
 
 
 def test_accuracy_holds_under_preemption_and_chunks() -> None:
-    """Too few blocks for the batch and tiny chunks: the same answers, from sequences that were thrown out
-    and redone."""
+    """Too few blocks for the batch and tiny chunks: the answers stay the same although sequences are
+    preempted.
+    """
     options = {"device": "cpu", "num_kvcache_blocks": 40, "max_num_batched_tokens": 50, "max_num_seqs": 24}
     with CheckedLLM(demo_model_path(), **options) as llm:
         assert evaluate(llm, 80, seed=2)["overall"] >= 0.95
@@ -120,7 +121,8 @@ def test_generate_prints_nothing_into_a_file(
     shown = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=clean_env()
     )
-    assert (shown.stdout, shown.stderr) == ("", "")  # no terminal, and too short a run for lines
+    # Neither a terminal nor a run long enough for progress lines.
+    assert (shown.stdout, shown.stderr) == ("", "")
 
 
 def test_example_script() -> None:

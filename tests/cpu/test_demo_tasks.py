@@ -1,6 +1,6 @@
-"""The demo model's tasks: answers right by an independent computation, a clean split, a strict score.
+"""The demo model's tasks: an independent computation of every answer, a clean split, and a strict score.
 
-Needs no model: the bundled model's own accuracy is tested where the engine is.
+Needs no model.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ def _numbers(text: str) -> list[int]:
 
 
 def _word(prompt: str) -> str:
-    """The capital word of a prompt, behind its first word (which may be one capital letter at most)."""
+    """The word in capitals in a prompt. The first word of the prompt does not count: it may be a single
+    capital letter.
+    """
     return WORD.findall(prompt.split(" ", 1)[1])[-1]
 
 
@@ -36,7 +38,7 @@ def _final(answer: str) -> str:
 
 
 def _check_steps(answer: str, pattern: str) -> None:
-    """Every worked line with an "=" must have the form of `pattern` and be true in Python's arithmetic."""
+    """Check that every step with "=" has the form of `pattern` and is correct."""
     lines = [line for line in answer.split("\n") if "=" in line]
     assert lines
     for line in lines:
@@ -184,7 +186,7 @@ def test_every_answer_is_right(task: str) -> None:
 
 
 def test_the_same_seed_gives_the_same_examples_in_another_process() -> None:
-    """Another process has another `hash` seed, which neither the examples nor the split may depend on."""
+    """Neither the examples nor the split depend on Python's hash seed, which differs between processes."""
     code = "from demo_tasks import heldout; print([e.prompt for e in heldout(30, 5)], end='')"
     folder = Path(demo_tasks.__file__).parent
     done = subprocess.run(
@@ -204,7 +206,7 @@ def test_held_out_problems_are_never_trained_on() -> None:
 
 
 def test_another_wording_does_not_leak_a_problem() -> None:
-    """A sum held out as "Add a and b." must not be trained on as "What is a + b?"."""
+    """If "Add a and b." is held out, "What is a + b?" is too."""
     rng = Random(4)
     tested = {tuple(_numbers(make_example(rng, "test", "add").prompt)) for _ in range(500)}
     assert tested.isdisjoint(tuple(_numbers(make_example(rng, "train", "add").prompt)) for _ in range(5000))

@@ -1,4 +1,6 @@
-"""The engine on a CPU: every way of scheduling gives transformers' tokens, and every end leaves it usable."""
+"""The engine on a CPU: every schedule gives the tokens of transformers, and it stays usable after any
+failure.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,7 @@ def tokens(outputs: list) -> list[list[int]]:
     return [output["token_ids"] for output in outputs]
 
 
-# Prompts of up to 24 tokens that grow by 24: one sequence needs at most 6 blocks of 8.
+# Prompts of up to 24 tokens with up to 24 output tokens: one sequence needs at most 6 blocks of 8.
 KV = {"ample": 200, "tight": 14, "minimal": 6}
 
 
@@ -60,7 +62,7 @@ KV = {"ample": 200, "tight": 14, "minimal": 6}
 def test_every_schedule_gives_transformers_tokens(
     model: Path, prompts: list, expected: list, budget: int, kv: str, run_ahead: bool
 ) -> None:
-    """Twice with the prefix cache, so that the second pass hits it, and once without."""
+    """Two passes with the prefix cache, so that the second one hits it, and one pass without."""
     options = {"max_num_batched_tokens": budget, "num_kvcache_blocks": KV[kv], "async_scheduling": run_ahead}
     with make_tiny(model, **options) as llm:
         for _ in range(2):
@@ -98,7 +100,7 @@ def test_an_fp8_cache_is_near_and_the_same_for_every_schedule(
                 results.append(tokens(llm.generate(prompts, GREEDY, use_tqdm=False)))
     assert all(result == results[0] for result in results)
     same = sum(a[0] == b[0] for a, b in zip(results[0], expected, strict=True))
-    assert same >= len(expected) - 2  # of first tokens: random weights forgive little
+    assert same >= len(expected) - 2  # of the first tokens: with random weights small errors change tokens
     with pytest.raises(ValueError, match="kv_cache_dtype must be one of 'auto', 'fp8', not 'int4'"):
         make_tiny(model, kv_cache_dtype="int4")
 
@@ -112,7 +114,7 @@ def test_block_sizes(model: Path, prompts: list, expected: list, block_size: int
 
 @pytest.mark.skipif(not INTERPRET, reason="kernels are compiled here; tests/gpu runs these cases")
 def test_deterministic(model: Path, prompts: list, expected: list, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every product of the model goes through the kernel; what decode steps wrote is not offered again."""
+    """The kernel computes every product, and the prefix cache offers no blocks that decode steps wrote."""
     params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (2, 11)]
     with make_tiny(model, deterministic=True, kvcache_block_size=16, max_num_batched_tokens=23) as llm:
         assert llm._runner.backend.name == "triton"
@@ -136,7 +138,7 @@ def test_deterministic_is_refused_where_it_cannot_hold(model: Path, monkeypatch:
 )
 @pytest.mark.parametrize("block_size", [16, 32])
 def test_triton_backend(model: Path, prompts: list, expected: list, block_size: int, options: dict) -> None:
-    """The engine over our own kernels, in Triton's interpreter."""
+    """The engine with our kernels in Triton's interpreter."""
     params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
     few = prompts[3:7]
     with make_tiny(model, attention_backend="triton", kvcache_block_size=block_size, **options) as llm:
@@ -145,7 +147,7 @@ def test_triton_backend(model: Path, prompts: list, expected: list, block_size: 
 
 
 class Replayed(CUDAGraphs):
-    """Steps over fixed inputs, as CUDA graphs are: what a step returns depends on what was sent last."""
+    """Steps with fixed input addresses, like CUDA graphs: a replay computes from what was sent last."""
 
     def __init__(
         self, sizes: list[int], make_step: Callable, device: torch.device, pool: None = None
@@ -161,7 +163,7 @@ class Replayed(CUDAGraphs):
 
 
 def replay_steps(llm: CheckedLLM) -> None:
-    """Have decode steps padded and replayed, on the CPU."""
+    """Pad and replay decode steps on the CPU."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Device, "is_cuda", True)
         patch.setattr(type(llm._runner.backend), "supports_cuda_graph", True)
@@ -171,7 +173,7 @@ def replay_steps(llm: CheckedLLM) -> None:
 
 @pytest.mark.skipif(not INTERPRET, reason="kernels are compiled here; tests/gpu runs the engine over them")
 def test_padded_decode_steps(model: Path, prompts: list, expected: list) -> None:
-    """Rows come and go, one with filters."""
+    """The number of rows changes, and one row has filters."""
     few, lens = [prompts[index] for index in (1, 3, 4, 5)], [9, 3, 8, 5]
     params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in lens]
     params[2] = SamplingParams(temperature=1.0, top_k=3, seed=4, max_tokens=lens[2], ignore_eos=True)
@@ -185,10 +187,10 @@ def test_padded_decode_steps(model: Path, prompts: list, expected: list) -> None
 
 @pytest.mark.skipif(not INTERPRET, reason="kernels are compiled here; tests/gpu runs the engine over them")
 @pytest.mark.parametrize("replayed", [False, True])
-def test_shared_beginnings_are_read_once(
+def test_shared_prefixes_are_read_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replayed: bool
 ) -> None:
-    """Two prompts that share 256 tokens, and one that does not; a sequence that ends changes the batch."""
+    """Two prompts share 256 tokens, one shares nothing; the batch changes when a sequence ends."""
     monkeypatch.setattr(shared_prefixes, "MIN_SHARED_TOKENS", 256)
     path = write_tiny_model(tmp_path, max_position_embeddings=1024, num_hidden_layers=1)
     rng = random.Random(2)
@@ -203,7 +205,7 @@ def test_shared_beginnings_are_read_once(
         "max_num_seqs": 5,
     }
     with make_tiny(path, **options) as llm:
-        llm.generate([shared], SamplingParams(max_tokens=1), use_tqdm=False)  # into the prefix cache
+        llm.generate([shared], SamplingParams(max_tokens=1), use_tqdm=False)  # fills the prefix cache
         if replayed:
             replay_steps(llm)
         found = []
@@ -298,14 +300,14 @@ def test_seeds(model: Path, prompts: list) -> None:
         with make_tiny(model, seed=seed) as llm:
             runs.append(tokens(llm.generate([prompts[0]] * 3, params, use_tqdm=False)))
     assert runs[0] == runs[1] != runs[2]
-    assert runs[0][0] != runs[0][1]  # unseeded requests differ from each other
+    assert runs[0][0] != runs[0][1]  # requests without a seed differ from each other
 
 
 def test_a_row_that_is_not_finite_ends_alone(model: Path, prompts: list, expected: list) -> None:
     with make_tiny(model) as llm:
         compute_logits = llm._runner.model.compute_logits
         calls = itertools.count()
-        longest_first = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))  # as decode steps go
+        longest_first = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))  # in decode steps
 
         def broken(hidden: torch.Tensor) -> torch.Tensor:
             logits = compute_logits(hidden).clone()
@@ -360,7 +362,7 @@ def test_abort_at_every_step(model: Path, prompts: list, expected: list) -> None
             assert llm.num_free_blocks == 30
 
 
-def test_outputs_read_like_both_rivals(model: Path) -> None:
+def test_outputs_have_the_fields_of_vllm_and_nano_vllm(model: Path) -> None:
     with make_tiny(model) as llm:
         (output,) = llm.generate([5, 6, 7], SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False)
         assert output["token_ids"] == output.outputs[0].token_ids and len(output["token_ids"]) == 3
@@ -413,7 +415,7 @@ def test_ctrl_c_in_generate(model: Path, prompts: list, expected: list) -> None:
 def test_full_collections_wait_for_generate(
     model: Path, prompts: list, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And no longer: not for one that fails, and not for `step`."""
+    """The delay ends with the call, also if it fails; `step` delays nothing."""
     before, seen = gc.get_threshold(), []
     with make_tiny(model) as llm:
         launch = llm._runner.launch
@@ -521,7 +523,7 @@ def test_lists_of_unequal_length_and_wrong_types(model: Path) -> None:
             llm.chat([{"role": "user", "content": "Hi"}])
 
 
-def test_memory_that_is_not_there_after_all(model: Path) -> None:
+def test_a_failed_kv_cache_allocation(model: Path) -> None:
     with (
         make_tiny(model) as llm,
         pytest.raises(

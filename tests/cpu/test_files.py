@@ -1,4 +1,4 @@
-"""Options that say which files are read, and how: tokenizers, overrides, revisions, the KV cache's size."""
+"""Options that name files to read: tokenizers, overrides, revisions; and the KV cache's size."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Without a tokenizer of its own."""
+    """A checkpoint without a tokenizer."""
     return write_tiny_model(tmp_path_factory.mktemp("model"), vocab_size=400)
 
 
@@ -50,7 +50,7 @@ def test_another_tokenizer(model: Path, tokenizer_folder: Path, kind: str) -> No
             assert llm.get_tokenizer() is given
 
 
-def test_a_tokenizer_that_is_not_there(model: Path, tmp_path: Path) -> None:
+def test_a_missing_tokenizer(model: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match=r"no tokenizer could be loaded .* as tokenizer, or pass skip"):
         make(model)
     with pytest.raises(ValueError, match=r"tokenizer folder '/no/such' does not exist"):
@@ -87,9 +87,7 @@ def test_code_of_a_tokenizer_runs_only_where_it_is_trusted(
         make(model, tokenizer=folder)
 
 
-def test_what_comes_from_the_hub(
-    model: Path, tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_downloads_from_the_hub(model: Path, tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[str, str | None, bool]] = []
 
     def download(name: str, revision: str | None, allow_patterns: list[str], **options: Any) -> str:
@@ -111,7 +109,8 @@ def test_what_comes_from_the_hub(
         ("org/model", "v2", False),
     ]
     asked.clear()
-    with pytest.raises(ModelLoadError, match="no tokenizer"):  # the model's own, which is not there
+    # The model's own tokenizer, which does not exist.
+    with pytest.raises(ModelLoadError, match="no tokenizer"):
         make("org/model", revision="v1", tokenizer_revision="v1", **options)
     assert asked == [("org/model", "v1", True)]
     with pytest.raises(ValueError, match="revision='v1' is for a hub id, and model"):
@@ -135,7 +134,7 @@ def test_no_worker_gets_the_token(model: Path, monkeypatch: pytest.MonkeyPatch) 
 # -- config.json ---------------------------------------------------------------------------------------------
 
 
-def test_values_in_the_place_of_config_json(model: Path, tmp_path: Path) -> None:
+def test_hf_overrides(model: Path, tmp_path: Path) -> None:
     changed = Path(shutil.copytree(model, tmp_path / "changed"))
     scaling = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
     overrides = {"rope_parameters": scaling, "rope_scaling": scaling, "eos_token_id": 7}
@@ -156,7 +155,7 @@ def test_values_in_the_place_of_config_json(model: Path, tmp_path: Path) -> None
 # -- generation_config.json ----------------------------------------------------------------------------------
 
 
-def test_values_in_the_place_of_generation_config_json(model: Path, tmp_path: Path) -> None:
+def test_override_generation_config(model: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(model, tmp_path / "model"))
     recommended = {"temperature": 0.5, "top_k": 9, "eos_token_id": 11}
     (folder / "generation_config.json").write_text(json.dumps(recommended))

@@ -1,4 +1,4 @@
-"""generation_config.json: how requests without parameters are sampled, and what ends them."""
+"""generation_config.json: default sampling parameters and end-of-sequence tokens."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ def model(tmp_path: Path) -> Path:
     return write(write_tiny_model(tmp_path / "model"), **RECOMMENDED)
 
 
-def test_what_the_model_recommends_is_used_without_parameters(model: Path) -> None:
+def test_recommended_parameters_are_the_default(model: Path) -> None:
     expected = SamplingParams(temperature=0.6, top_k=20, top_p=0.95, max_tokens=7)
     prompts = [[5, 6], [7] * 9, [8]]
     with make_tiny(model) as llm:
         assert llm.get_default_sampling_params() == expected
-        llm.get_default_sampling_params().temperature = 5  # the caller's own copy
+        llm.get_default_sampling_params().temperature = 5  # a copy that the caller may change
         first = llm._requests.next_id
         found = llm.generate(prompts, use_tqdm=False)
-        llm._requests.next_id = first  # for the same seeds
+        llm._requests.next_id = first  # with the same seeds
         assert [out["token_ids"] for out in found] == [
             out["token_ids"] for out in llm.generate(prompts, expected, use_tqdm=False)
         ]
@@ -53,14 +53,14 @@ def test_what_the_model_recommends_is_used_without_parameters(model: Path) -> No
         assert llm.model_config.eos_token_ids == (1, 9)
 
 
-def test_vllm_takes_none_of_it_but_the_ends(model: Path) -> None:
+def test_generation_config_vllm_uses_only_eos_tokens(model: Path) -> None:
     with make_tiny(model, generation_config="vllm") as llm:
         assert llm.get_default_sampling_params() == SamplingParams()
         assert llm.model_config.eos_token_ids == (1, 9)
 
 
 @pytest.mark.parametrize("kind", [str, Path])
-def test_a_folder_replaces_the_models(model: Path, tmp_path: Path, kind: type) -> None:
+def test_generation_config_of_another_folder(model: Path, tmp_path: Path, kind: type) -> None:
     other = write(tmp_path / "other", temperature=0, eos_token_id=11)
     with make_tiny(model, generation_config=kind(other)) as llm:
         assert llm.get_default_sampling_params() == SamplingParams(temperature=0)

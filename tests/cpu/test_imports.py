@@ -1,4 +1,4 @@
-"""What an import loads: nothing heavy before it is needed. No test looks at how long an import takes."""
+"""What an import loads: no heavy module before it is needed. No test measures time."""
 
 from __future__ import annotations
 
@@ -6,16 +6,14 @@ import os
 import subprocess
 import sys
 
-# Each takes between a tenth of the time that torch takes and as long as torch.
+# Importing one of these takes a tenth of torch's time or more.
 HEAVY = ["transformers", "tokenizers", "huggingface_hub", "flash_attn", "IPython", "ipywidgets"]
-BARS = ["tqdm.auto", "tqdm.notebook"]  # torch loads tqdm itself
-TRITON = (
-    "([] if torch.backends.cuda.is_built() else ['triton'])"  # kernels are decorated as they are imported
-)
+BARS = ["tqdm.auto", "tqdm.notebook"]  # torch itself imports tqdm
+TRITON = "([] if torch.backends.cuda.is_built() else ['triton'])"  # kernels are defined during the import
 
 
 def loaded_by(code: str, modules: str) -> str:
-    """Run `code` in a new process, of no interpreted kernels; return which of `modules` it has loaded."""
+    """Run `code` in a new process without the Triton interpreter; return which of `modules` it imported."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     code += f"\nimport sys\nprint([name for name in {modules} if name in sys.modules])"
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""A step's inputs: what is derived from a batch, how it is cut, padded and laid out, for any batch."""
+"""A step's inputs: how they follow from a batch, and how they are padded and staged, for any batch."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ LARGEST = StepSize(tokens=60, seqs=6, blocks=8, unit=UNIT.sequences)
 
 @st.composite
 def batches(draw: st.DrawFn, kind: StepKind) -> Batch:
-    """Up to 6 sequences; of prefill each brings 1 to 10 tokens, and with the cached ones it has up to 32."""
+    """Batches of up to 6 sequences. In prefill each has 1 to 10 new tokens, and up to 32 with cached ones."""
     count = draw(st.integers(1, LARGEST.seqs))
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     query_lens = rng.integers(1, 11, count) if kind is StepKind.PREFILL else np.ones(count)
@@ -75,7 +75,7 @@ def addresses(inputs: StepInputs[torch.Tensor]) -> list[tuple[int, torch.Size]]:
 
 
 @given(batches(StepKind.PREFILL))
-def test_prefill_names_each_token(batch: Batch) -> None:
+def test_prefill_inputs_of_each_token(batch: Batch) -> None:
     inputs = prepare_prefill(batch, BLOCK)
     want, index = [], 0
     for row, (length, context) in enumerate(zip(batch.query_lens, batch.context_lens, strict=True)):
@@ -93,8 +93,8 @@ def test_prefill_names_each_token(batch: Batch) -> None:
 
 
 @given(batches(StepKind.PREFILL))
-def test_halves_are_the_whole(batch: Batch) -> None:
-    """Cut in the middle; of a sequence in both, the second half sees what the first one stores."""
+def test_halves_together_equal_the_batch(batch: Batch) -> None:
+    """Cut the batch in the middle. If this splits a sequence, its second part attends to its first part."""
     if len(batch.token_ids) < 2:
         return
     whole = prepare_prefill(batch, BLOCK).attention
@@ -114,7 +114,7 @@ def test_halves_are_the_whole(batch: Batch) -> None:
 
 
 @given(batches(StepKind.PREFILL))
-def test_prefill_arrives_as_it_is(batch: Batch) -> None:
+def test_prefill_inputs_are_staged_unchanged(batch: Batch) -> None:
     inputs = prepare_prefill(batch, BLOCK, in_halves=len(batch.token_ids) > 1)
     staged = staging().send(inputs)()
     assert (staged.attention.halves is not None) == (len(batch.token_ids) > 1)
@@ -124,7 +124,7 @@ def test_prefill_arrives_as_it_is(batch: Batch) -> None:
 
 @given(batches(StepKind.DECODE), st.integers(0, 2), st.booleans())
 def test_decode_is_padded_with_rows_that_do_nothing(batch: Batch, more: int, share: bool) -> None:
-    """After the batch's own rows, in all blocks' columns, whatever was there before."""
+    """Padding follows the batch's own rows, in all columns, whatever the buffer held before."""
     count = len(batch.slots)
     rows = min(count + more, LARGEST.seqs)
     size = replace(LARGEST, tokens=rows, seqs=rows)
@@ -147,7 +147,7 @@ def test_decode_is_padded_with_rows_that_do_nothing(batch: Batch, more: int, sha
 
 @given(batches(StepKind.DECODE), st.booleans())
 def test_a_graph_finds_its_inputs_where_it_was_captured(batch: Batch, share: bool) -> None:
-    """The addresses depend on the size and the parts alone."""
+    """The addresses depend only on the size and the optional parts."""
     buffers, size = staging(), replace(LARGEST, tokens=LARGEST.seqs)
     nothing = no_shared_prefixes(0, UNIT) if share else None
     empty = prepare_decode(EMPTY_BATCH, BLOCK, nothing, max_seqlen_k=32)
@@ -166,7 +166,7 @@ def test_a_graph_finds_its_inputs_where_it_was_captured(batch: Batch, share: boo
     )
 )
 def test_every_step_up_to_the_largest_fits(size: StepSize) -> None:
-    """With all of its parts, each column on its own, aligned piece of the buffer."""
+    """With all optional parts, each column has its own aligned part of the buffer."""
     size = replace(size, tokens=max(size.tokens, size.seqs))
 
     def full(column: Column, _: Any) -> np.ndarray:
@@ -196,8 +196,8 @@ def test_every_step_up_to_the_largest_fits(size: StepSize) -> None:
     assert end <= buffers._buffer.data_ptr() + buffers._buffer.nbytes
 
 
-def test_what_a_step_gave_is_in_memory_of_its_own() -> None:
-    """Sequences keep it, and pinned memory that is kept makes every step allocate more."""
+def test_outputs_have_their_own_memory() -> None:
+    """Sequences keep outputs; if these were pinned, every step would allocate more pinned memory."""
     shown = TokenLogprobTensors(torch.rand(3, 6), torch.arange(18).view(3, 6), torch.arange(3))
     given_tensors = StepTensors(torch.arange(3), shown, shown, torch.rand(3, 8))
     handle = staging().receive(given_tensors, np.ones(3, np.int32))

@@ -1,4 +1,4 @@
-"""`nanovllm run` on an engine that computes nothing: what is refused, formats, faults and memory."""
+"""`nanovllm run` with an engine that computes nothing: refused jobs, formats, faults and memory."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_bad_rows_are_error_rows(tmp_path: Path, capsys: pytest.CaptureFixture[s
     }.items():
         assert errors[index][0] == row_id and errors[index][1].startswith(error)
     assert found[5]["finish_reason"] == "error" and found[5]["text"] is None
-    assert found[11]["id"] == "r1" and found[11]["text"] == "5 None"  # an id may come twice
+    assert found[11]["id"] == "r1" and found[11]["text"] == "5 None"  # ids need not be unique
     assert "14 of 14 rows, 6 of them with an error" in capsys.readouterr().err
 
 
@@ -167,7 +167,7 @@ def test_what_cannot_run_is_refused_before_anything_is_written(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)  # as if it were not installed
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)  # as if pyarrow were not installed
     write_rows(tmp_path / "in.jsonl", [{"custom_id": "r", "url": "/v1/completions", "body": {"prompt": "a"}}])
     (tmp_path / "folder.jsonl").mkdir()
     os.mkfifo(tmp_path / "pipe.csv")
@@ -187,7 +187,7 @@ def test_a_column_that_no_row_has_is_refused(tmp_path: Path, capsys: pytest.Capt
 
 
 def test_an_output_that_is_a_link(tmp_path: Path) -> None:
-    """The file that it leads to is written, and a link it stays."""
+    """The target file is written, and the link stays a link."""
     source, link = write_rows(tmp_path / "in.jsonl", rows_of(100)), tmp_path / "link.jsonl"
     (tmp_path / "there").mkdir()
     link.symlink_to(tmp_path / "there" / "out.jsonl")
@@ -270,7 +270,9 @@ def test_an_engine_that_fails_leaves_a_job_that_goes_on(tmp_path: Path) -> None:
 
 
 def test_sigterm_that_ends_a_worker_too(tmp_path: Path) -> None:
-    """As a scheduler sends it, to all processes of a job; the engine holds interrupts back in its steps."""
+    """A scheduler sends SIGTERM to all processes of a job, while the engine delays interrupts during its
+    steps.
+    """
     source, out = write_rows(tmp_path / "in.jsonl", rows_of(300)), tmp_path / "out.jsonl"
 
     def terminate(number: int) -> None:
@@ -308,7 +310,7 @@ def test_an_input_that_changes_while_the_job_runs(tmp_path: Path, capsys: pytest
 
 
 def test_a_model_without_a_chat_template(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Rows with messages are error rows, and refused where all rows are to be conversations."""
+    """Rows with messages become error rows. If all rows are conversations, the job is refused."""
     rows = rows_of(5)
     rows[2] = {"id": "c", "messages": [{"role": "user", "content": "Hi"}]}
     source, out = write_rows(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl"
@@ -339,7 +341,7 @@ def test_an_output_that_another_program_changes(
     source, out = write_rows(tmp_path / "in.jsonl", rows_of(200)), tmp_path / "out.jsonl"
 
     def disturb(number: int) -> None:
-        if number == 50 and change == "replace":  # as an editor does
+        if number == 50 and change == "replace":  # as editors do
             (tmp_path / "saved").write_bytes(out.read_bytes())
             (tmp_path / "saved").replace(out)
         elif number == 50:
@@ -509,7 +511,7 @@ def test_a_file_that_may_grow_no_further(tmp_path: Path, capsys: pytest.CaptureF
 
 @pytest.mark.parametrize("ending", ["jsonl", "csv"])
 def test_a_full_disk(tmp_path: Path, ending: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """A small tmpfs, which has no room for the journal, then for some rows, then for the last step."""
+    """A small tmpfs that has no space for the journal, for some rows, or for the last step."""
     source, disk = write_rows(tmp_path / "in.jsonl", rows_of(400)), tmp_path / "disk"
     disk.mkdir()
     out, lines = disk / f"out.{ending}", disk / ("out.jsonl" if ending == "jsonl" else "out.csv.rows.jsonl")
@@ -563,7 +565,7 @@ def test_a_disk_that_is_full_at_the_last_step(tmp_path: Path, monkeypatch: pytes
 
 
 def resident() -> int:
-    """Bytes of this process that are in memory."""
+    """The resident memory of this process in bytes."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 

@@ -1,4 +1,6 @@
-"""`nanovllm run` on the demo model: killed at any moment, a job goes on and ends with the same bytes."""
+"""`nanovllm run` with the demo model: a job that is killed at any moment resumes and ends with the same
+bytes.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ SAMPLING = f"temperature=0,max_tokens={CUT}"
 
 
 class KilledError(BaseException):
-    """What no code of a job expects."""
+    """An exception that no code of a job expects."""
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +42,7 @@ def chat(text: str) -> list[dict[str, str]]:
 
 
 def mixed_rows(count: int) -> list[Any]:
-    """Greedy rows, rows with their own parameters and seeds or without, conversations, and bad ones."""
+    """Greedy rows, rows with their own parameters, with and without seeds, conversations, and bad rows."""
     rows: list[Any] = []
     for index in range(count):
         text = f"What is {index} + {index}?"
@@ -70,7 +72,7 @@ def test_a_job_killed_at_50_moments_ends_with_the_same_bytes(
     tore: set[bool] = set()
 
     def write(descriptor: int, data: bytes) -> int:
-        """As os.write; the line after `left` others is written in part or not at all, and that is the end."""
+        """os.write that fails after `left` lines: it writes none or a part of the next line, and raises."""
         nonlocal left
         left -= 1
         if left < 0:
@@ -98,13 +100,13 @@ def test_a_job_killed_at_50_moments_ends_with_the_same_bytes(
 
 
 def write_to_output(write: Any) -> Any:
-    """`write` for lines of the output, and the real one for what else is written."""
+    """Use `write` for lines of the output, and os.write for all other files."""
     real = os.write
     return lambda descriptor, data: (write if data.startswith(b'{"index"') else real)(descriptor, data)
 
 
 def start(source: Path, out: Path, *more: str) -> subprocess.Popen[str]:
-    """The job as a process of its own."""
+    """Start the job as a process."""
     argv = [sys.executable, "-m", "nanovllm", "run", str(source), "-o", str(out), "--sampling", SAMPLING]
     argv += ["--model", demo_model_path(), "--device", "cpu", "--max-num-seqs", "4", *more]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -131,7 +133,8 @@ def test_kill_ctrl_c_and_sigterm(tmp_path: Path, engine: LoadedLLM) -> None:
         with start(source, out) as process:
             wait_for_lines(process, out, lines + 5)
             if number is signal.SIGKILL:
-                assert run(source, "-o", out, "--sampling", SAMPLING, make_llm=engine) == 2  # it is locked
+                # The output is locked.
+                assert run(source, "-o", out, "--sampling", SAMPLING, make_llm=engine) == 2
             process.send_signal(number)
             _, printed = process.communicate(timeout=120)
         assert process.returncode == code, printed
@@ -165,7 +168,7 @@ def test_a_job_goes_on_when_a_replica_is_killed(tmp_path: Path, engine: LoadedLL
 
 
 def test_answers_are_those_of_generate(tmp_path: Path, engine: LoadedLLM) -> None:
-    """Sampled ones too: a row has the seed that a new engine gives to the prompt in its place."""
+    """Also for sampled answers: each row has the seed that a new engine gives to the prompt at its index."""
     prompts = [f"What is {index} + 3?" for index in range(30)]
     source = write_rows(tmp_path / "in.jsonl", [{"prompt": prompt} for prompt in prompts])
     for sampling in ({"temperature": 0}, {"temperature": 1.0}):

@@ -1,4 +1,4 @@
-"""Every Triton kernel, interpreted on CPU tensors, and its torch twin against exact computations."""
+"""Every Triton kernel, interpreted on CPU tensors, and its torch reference against exact computations."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SHAPES = [
     Heads(2, 1, 64, 16),
     Heads(2, 2, 24, 16),
     Heads(8, 2, 80, 48),
-    Heads(20, 1, 8, 256, F16),  # more query heads for a KV head than one tile holds
+    Heads(20, 1, 8, 256, F16),  # more query heads per KV head than a tile holds
     Heads(4, 2, 128, 32, BF16),
     Heads(2, 2, 256, 16, F16),
 ]
@@ -51,14 +51,14 @@ def test_decode_around_chunk_boundaries(contexts: list[int]) -> None:
 
 
 def test_decode_merges_more_chunks_than_one_merge_tile(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Among these heads are some whose highest score lies in the second merge tile, and some in the first.
+    # Some heads have their highest score in the second merge tile, some in the first.
     monkeypatch.setattr("nanovllm.kernels.decode_attention.CHUNK", 128)
     cases.check_decode([20, 1500], Heads(16, 1, 16, 16), CPU)
 
 
 @pytest.mark.parametrize("sequences", [1, 3, 17, 97])
 def test_decode_batches(sequences: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Large ones are more than the twin gathers at once."""
+    """The large batch exceeds what the reference gathers at once."""
     monkeypatch.setattr("nanovllm.kernels.decode_attention.GATHERED_CELLS", 100)
     cases.check_decode([(7 * row) % 40 for row in range(1, sequences + 1)], Heads(2, 1, 16, 16), CPU)
 
@@ -107,7 +107,7 @@ def test_prefixes_are_shared_in_whole_chunks(shared: int, lens: int, chunk: int,
     )
     finder = SharedPrefixFinder(256, SharedUnit(8, 256), 32, lambda sequences: least * sequences // 16)
     assert finder.nothing.keys() == {256, 512} | {1024, 2048, 4096} & set(range(2 * least + 1))
-    for _ in range(2):  # found, then remembered
+    for _ in range(2):  # found, then reused
         found = finder.find(batch)
         assert found is not None and found.chunk == chunk and found.chunk in finder.nothing
         assert found.units.tolist() == [2] and found.lens[:2].tolist() == [lens] * 2
@@ -137,7 +137,7 @@ def test_partial_results_of_decode_stay_small(longest: int, q_heads: int, head_d
 
 
 def test_decode_in_chunks_of_the_least_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode_attention, "_MOST_PARTIAL", 1)
+    monkeypatch.setattr(decode_attention, "_MAX_PARTIAL", 1)
     cases.check_decode([1, 256, 0, 257, 2100, 128], Heads(2, 1, 16, 16), CPU)
 
 
@@ -180,7 +180,7 @@ def test_prefill_over_several_tiles(lengths: list[tuple[int, int]]) -> None:
 
 @pytest.mark.parametrize(("heads", "page"), [(6, 32), (2, 64), (4, 96)])
 def test_prefill_by_tensor_descriptors(heads: int, page: int) -> None:
-    """Cells past a context are read, NaN among them, and do not count."""
+    """The kernel loads cells past a context, some of them NaN, and ignores them."""
     tiles = Tiles(32, 32, 4, 1, described=True)
     lengths = [(131, 259), (0, 5), (31, 31), (64, 64), (1, 100), (3, 0)]
     cases.check_prefill(lengths, Heads(heads, 2, 32, page, BF16), CPU, tiles)
@@ -220,7 +220,7 @@ def test_rows_of_a_product_are_independent(dtype: torch.dtype) -> None:
     cases.check_linear_rows_are_independent(70, 104, dtype, CPU, [0, 1, 3, 16, 17, 97, 128, 130], [None])
 
 
-@pytest.mark.parametrize("memory", [232_448, 166_912, 101_376])  # of an H200, an A100, an RTX 4090
+@pytest.mark.parametrize("memory", [232_448, 166_912, 101_376])  # an H200, an A100, an RTX 4090
 def test_tiles_of_products_fit_a_device(memory: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(matmul, "INTERPRET", False)
     monkeypatch.setattr(matmul, "shared_memory", lambda device: memory)
@@ -305,7 +305,7 @@ def test_filtered_rows_are_independent() -> None:
 
 
 def test_neutral_filters_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And on a CPU they cost no sort."""
+    """On a CPU they also cause no sort."""
     monkeypatch.setattr(sampling, "draw_filtered_reference", None)
     cases.check_neutral_filters_change_nothing(2500, CPU)
 
@@ -324,7 +324,7 @@ def test_random_pairs() -> None:
     cases.check_random_pairs(CPU)
 
 
-def test_dispatch_takes_the_twin_for_cpu_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dispatch_takes_the_reference_for_cpu_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise AssertionError("a CPU tensor reached Triton")
 
@@ -334,7 +334,7 @@ def test_dispatch_takes_the_twin_for_cpu_tensors(monkeypatch: pytest.MonkeyPatch
 
 
 def test_empty_batches() -> None:
-    """No rows, no launch: a grid of size zero is an error on a device."""
+    """Nothing is launched: CUDA refuses a grid of size zero."""
     heads = Heads(2, 1, 16, 16)
     cases.check_store(0, heads, CPU)
     cache = cases.make_cache([3], heads, CPU)

@@ -1,4 +1,4 @@
-"""Layers one by one: shards against the whole, rope tables against transformers, the sampler row by row."""
+"""Single layers: shards against the whole, RoPE tables against transformers, the sampler row by row."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ OPTIONS = WeightOptions(torch.float32, torch.device("cpu"))
 
 
 class PartialGroup(TPGroup):
-    """A rank whose collectives leave its own part as it is, so that a test can put the parts together."""
+    """A rank whose collectives return its own part, so that a test can combine the parts."""
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         return x
@@ -52,7 +52,7 @@ def randn(*shape: int) -> torch.Tensor:
 
 
 def fill(layer: WeightLayer, tensors: dict[tuple[str, ShardId], torch.Tensor]) -> WeightLayer:
-    """Load each tensor once, in file order, and check that the layer then has everything."""
+    """Load each tensor once, in file order, and check that the layer has all its weights."""
     for (name, shard_id), tensor in tensors.items():
         layer.load_weight(name, tensor, shard_id)
     assert {(shard.param, shard.shard_id) for shard in layer.weight_shards()} == tensors.keys()
@@ -125,7 +125,7 @@ def test_qkv_is_split_by_whole_heads(heads: int, kv_heads: int, ranks: int) -> N
         shards = {("weight", "q"): q, ("weight", "k"): k, ("weight", "v"): v}
         fill(layer, shards | {("bias", name): tensor for name, tensor in bias.items()})
         out_q, out_k, out_v = layer(x).split(layer.output_sizes, -1)
-        for head in range(layer.num_heads):  # each query head must sit beside the KV head that it reads
+        for head in range(layer.num_heads):  # each query head is on the rank of the KV head that it reads
             whole = rank * layer.num_heads + head
             rows = slice(whole * head_dim, (whole + 1) * head_dim)
             torch.testing.assert_close(
@@ -281,7 +281,7 @@ def test_collectives_of_two_ranks() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("n", [16, 13])
 @pytest.mark.parametrize("size", [2, 4])
-def test_rooms_for_sums_fill_their_memory(size: int, n: int, dtype: torch.dtype) -> None:
+def test_buffers_of_sums_fill_their_memory(size: int, n: int, dtype: torch.dtype) -> None:
     class FakeDevice:
         def side_stream(self) -> None:
             return None
@@ -392,28 +392,28 @@ def test_rope_lengths_and_inferred_values() -> None:
     assert (llama3.original_max_position, llama3.max_position(200)) == (200, 200)
 
 
-def test_rotary_embedding_turns_pairs_of_halves() -> None:
+def test_rotary_embedding_rotates_pairs_of_halves() -> None:
     rotary = RotaryEmbedding(RopeConfig(theta=100.0), 4, 10, torch.device("cpu"))
     q, k = randn(2, 3, 4), randn(2, 1, 4)
     positions = torch.tensor([3, 9])
     k_cache, v_cache = torch.zeros(2, 1, 3, 1, 4).unbind()  # 3 slots
     v, slots = randn(2, 1, 4), torch.tensor([2, 0], dtype=torch.int32)
     rotation = rotary(positions, None, None, 1e-6)
-    q_turned = qk_norm_rope_store(q, k, v, rotation, KVCache(k_cache, v_cache), slots)
+    q_rotated = qk_norm_rope_store(q, k, v, rotation, KVCache(k_cache, v_cache), slots)
     assert torch.equal(v_cache[0, slots], v)
     assert not v_cache[0, 1].any()
-    for x, turned in ((q, q_turned), (k, k_cache[0, slots])):
+    for x, rotated in ((q, q_rotated), (k, k_cache[0, slots])):
         pairs = torch.complex(x[..., :2], x[..., 2:])
         angles = positions[:, None].double() * torch.tensor([1.0, 0.1]).double()
         expected = pairs * torch.polar(torch.ones_like(angles), angles)[:, None]
-        torch.testing.assert_close(turned, torch.cat((expected.real, expected.imag), -1).float())
+        torch.testing.assert_close(rotated, torch.cat((expected.real, expected.imag), -1).float())
 
 
 # -- sampler ------------------------------------------------------------------------------------------------
 
 
 def sampling(rows: list[dict[str, float]], positions: list[int] | None = None) -> SamplingTensors:
-    """The columns for `rows`, each with any of temperature, top_k, top_p, min_p and seed."""
+    """The sampling columns of `rows`; each row may set temperature, top_k, top_p, min_p and seed."""
 
     def column(name: str, unused: float, dtype: torch.dtype) -> torch.Tensor:
         return torch.tensor([row.get(name, unused) for row in rows], dtype=dtype)
@@ -432,7 +432,7 @@ def sampling(rows: list[dict[str, float]], positions: list[int] | None = None) -
 
 
 def drawn(logits: torch.Tensor, draws: int = 300, **row: float) -> set[int]:
-    """The distinct tokens that one row's parameters give over many seeds."""
+    """The distinct tokens that one row's parameters draw over many seeds."""
     rows = [{"temperature": 1.0} | row | {"seed": seed} for seed in range(draws)]
     return set(Sampler()(logits.repeat(draws, 1), sampling(rows)).tolist())
 
@@ -456,10 +456,10 @@ def test_each_filter_keeps_exactly_its_tokens() -> None:
     assert drawn(logits, top_p=0.01) == {1}
     assert drawn(logits, min_p=0.3) == {1, 3, 4}
     assert drawn(logits, min_p=1.0) == {1}
-    # top_p counts what top_k left: 0.4 / 0.85 + 0.3 / 0.85 = 0.82
+    # top_p applies after top_k: 0.4 / 0.85 + 0.3 / 0.85 = 0.82
     assert drawn(logits, top_k=3, top_p=0.8) == {1, 3}
     assert drawn(logits, top_p=0.8) == {1, 3, 4}
-    # min_p comes first: it leaves 0.4 and 0.3, of which 0.4 is 0.57
+    # min_p comes first and leaves 0.4 and 0.3; 0.4 is 0.57 of their sum
     assert drawn(logits, min_p=0.6, top_p=0.55) == {1}
     assert drawn(logits, top_p=0.55) == {1, 3}
 
@@ -509,7 +509,8 @@ def test_a_row_alone_is_the_row_in_any_batch() -> None:
     sampler = Sampler()
     rows = [KINDS[i % len(KINDS)] for i in range(64)]
     positions = list(range(100, 164))
-    logits = torch.randn(64, 211, generator=torch.Generator().manual_seed(1)).bfloat16()  # coarse: many ties
+    # Coarse logits with many ties.
+    logits = torch.randn(64, 211, generator=torch.Generator().manual_seed(1)).bfloat16()
     alone = [int(sampler(logits[i : i + 1], sampling([rows[i]], [positions[i]]))) for i in range(len(rows))]
     assert len(set(alone)) > 10
     for seed in range(5):
@@ -521,20 +522,20 @@ def test_a_row_alone_is_the_row_in_any_batch() -> None:
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_a_broken_row_gives_minus_one_and_changes_no_other(value: float) -> None:
+def test_a_row_that_is_not_finite_gives_minus_one_and_changes_no_other(value: float) -> None:
     sampler = Sampler()
     rows = KINDS * 3
     logits = torch.randn(len(rows), 50, generator=torch.Generator().manual_seed(2))
     params = sampling(rows)
     expected = sampler(logits, params)
-    logits[8:16, 31] = value  # one of each kind
+    logits[8:16, 31] = value  # one bad row of each kind
     logits[3] = -torch.inf
     expected[8:16] = -1
     expected[3] = -1
     assert sampler(logits, params).tolist() == expected.tolist()
 
 
-def test_rows_are_sorted_in_pieces_of_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_sorted_in_chunks_of_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = KINDS * 5
     logits = torch.randn(len(rows), 50, generator=torch.Generator().manual_seed(4))
     expected = Sampler()(logits, sampling(rows))

@@ -1,4 +1,4 @@
-"""Every way in which an engine's process can end, several threads, forks and copies."""
+"""Every end of an engine's process, several threads, forks and copies."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_threads_share_add_request_and_step(model: Path, prompts: list, expected
 
 
 def test_a_waiting_thread_is_told_when_the_engine_closes(model: Path, prompts: list) -> None:
-    """Both the one that generates and the one that waits for it end; `close` returns after them."""
+    """Both end: the thread that generates and the thread that waits. `close` returns after them."""
     llm = make_tiny(model)
     long = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     running = threading.Event()

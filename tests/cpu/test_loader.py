@@ -1,4 +1,6 @@
-"""Checkpoints that are whole, cut, wrong or absent: loaded exactly, or refused with what is wrong by name."""
+"""Checkpoints that are complete, truncated, wrong or missing: loaded exactly, or refused with the names of
+all errors.
+"""
 
 from __future__ import annotations
 
@@ -34,12 +36,13 @@ CPU = torch.device("cpu")
 def build(
     folder: Path, tp: TPGroup | None = None, dtype: torch.dtype = torch.float32, fuse: bool = False
 ) -> DecoderForCausalLM:
-    """The model of `folder`, or a rank's part of it; a whole one has NaN in every weight."""
+    """The model in `folder`, or a rank's part of it. A whole model starts with NaN in every weight."""
     config = load_model_config(folder)
     model = DecoderForCausalLM(
         config, tp or TPGroup(), ReferenceBackend(), 32, WeightOptions(dtype, CPU, fuse=fuse)
     )
-    for parameter in model.parameters() if tp is None else ():  # a rank's vocabulary padding is to stay zero
+    # The padding of a rank's vocabulary stays zero.
+    for parameter in model.parameters() if tp is None else ():
         parameter.data.fill_(torch.nan)
     return model
 
@@ -51,7 +54,7 @@ def edit_weights(folder: Path, edit: Callable[[Tensors], Any]) -> None:
 
 
 def refused(folder: Path, message: str) -> str:
-    """Check that loading is refused and the model left as it was; return the text."""
+    """Check that loading is refused and leaves the model unchanged; return the message."""
     model = build(folder)
     with pytest.raises(ModelLoadError, match=message) as caught:
         load_weights(model, folder)
@@ -110,12 +113,14 @@ def test_a_second_load_gives_a_fresh_model(tmp_path: Path, fuse: bool, dtype: to
         assert same_weights(model, fresh[index])
     plain = build(folders[0], dtype=dtype)
     load_weights(plain, folders[0])
-    assert same_weights(model, plain) != fuse  # norms are folded, or not
+    assert same_weights(model, plain) != fuse  # with norms folded into products, or not
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_tensors_may_come_in_any_order_and_alone(tmp_path: Path, seed: int) -> None:
-    """A norm may come after the product that it is folded into; then some come again, from elsewhere."""
+    """A norm may follow the product that it is folded into. Then some tensors are loaded again from another
+    checkpoint.
+    """
     folders = two_checkpoints(tmp_path)
     fresh, model = build(folders[0], fuse=True), build(folders[0], fuse=True)
     load_weights(fresh, folders[0])
@@ -337,7 +342,7 @@ def test_a_folder_without_a_readable_config_is_refused(tmp_path: Path) -> None:
 # -- dummy weights ------------------------------------------------------------------------------------------
 
 
-def test_dummy_weights_are_the_seeds_alone(tmp_path: Path) -> None:
+def test_dummy_weights_depend_only_on_the_seed(tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path, hidden_size=64, vocab_size=500)
     (folder / "model.safetensors").unlink()
     models = [build(folder) for _ in range(3)]
@@ -393,7 +398,7 @@ def test_resolve_model_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert len(asked) == 2
 
 
-def test_what_the_hub_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arguments_of_the_hub_download(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[dict[str, Any]] = []
 
     def download(name: str, **options: Any) -> str:

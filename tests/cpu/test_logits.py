@@ -1,4 +1,4 @@
-"""Penalties, masks and logprobs: Triton in its interpreter, and the torch twins, against definitions."""
+"""Penalties, masks and logprobs: interpreted kernels and torch references, against definitions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from nanovllm.kernels.compat import INTERPRET
 
 pytestmark = [
     pytest.mark.skipif(not INTERPRET, reason="kernels are compiled here; tests/gpu runs these cases"),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # NumPy's, of NaN and infinities
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # NumPy's, about NaN and infinities
 ]
 
 CPU = "cpu"

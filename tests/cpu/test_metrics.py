@@ -1,4 +1,4 @@
-"""`RequestOutput.metrics`: the moments of a request, and that they come in order."""
+"""`RequestOutput.metrics`: the timestamps of a request, and their order."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LONG = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
 
 def moments(output: RequestOutput) -> RequestMetrics:
-    """The metrics of a request that ended by itself, checked."""
+    """The metrics of a request that ended by itself, after checking them."""
     found = output.metrics
     assert found is not None and found.time_in_queue is not None
     assert found.first_scheduled_time is not None and found.first_token_time is not None
@@ -25,7 +25,7 @@ def moments(output: RequestOutput) -> RequestMetrics:
 
 
 @pytest.mark.parametrize("run_ahead", [True, False])
-def test_moments_come_in_order(model: Path, run_ahead: bool) -> None:
+def test_timestamps_are_in_order(model: Path, run_ahead: bool) -> None:
     with make_tiny(model, async_scheduling=run_ahead, max_num_seqs=1) as llm:
         before = time.time()
         outputs = llm.generate([[5] * 9, [6] * 9], [LONG, SHORT], use_tqdm=False)
@@ -50,7 +50,7 @@ def test_several_completions_and_one_token(model: Path) -> None:
         assert found.first_token_time == found.last_token_time
 
 
-def test_a_preempted_request_keeps_its_first_moments(model: Path) -> None:
+def test_a_preempted_request_keeps_its_first_timestamps(model: Path) -> None:
     with make_tiny(model, num_kvcache_blocks=5, async_scheduling=False) as llm:
         params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
         outputs = llm.generate([[5] * 9, [6] * 9], params, use_tqdm=False)
@@ -59,7 +59,7 @@ def test_a_preempted_request_keeps_its_first_moments(model: Path) -> None:
         assert moments(outputs[0]).first_token_time == moments(outputs[1]).first_token_time
 
 
-def test_what_never_came_is_none(model: Path) -> None:
+def test_missing_timestamps_are_none(model: Path) -> None:
     with make_tiny(model, async_scheduling=False) as llm:
         waiting = llm.abort(llm.add_request([5], LONG))
         found = waiting.metrics

@@ -1,4 +1,4 @@
-"""Every family computes what transformers computes, from the same files, in float32 on the CPU."""
+"""Every family gives the logits of transformers, from the same files, in float32 on the CPU."""
 
 from __future__ import annotations
 
@@ -58,8 +58,9 @@ def load(
 def forward(
     model: DecoderForCausalLM, token_ids: list[int], start: int = 0, wanted: list[int] | None = None
 ) -> torch.Tensor:
-    """Logits [len(token_ids), vocab] of a sequence's tokens from position `start` on, or of the wanted ones;
-    its past is cached."""
+    """Logits [len(token_ids), vocab] of a sequence's tokens from position `start` on, or of the `wanted`
+    ones. K/V of earlier tokens are in the cache.
+    """
     end = start + len(token_ids)
     positions = torch.arange(start, end, dtype=torch.int32)
     bounds = (torch.tensor([0, length], dtype=torch.int32) for length in (len(token_ids), end))
@@ -94,7 +95,7 @@ def check_against_transformers(folder: Path) -> None:
     )
     assert greedy(model, PROMPT, 12) == transformers_greedy(folder, PROMPT, 12)
     for deterministic in (False, True):
-        model = load(folder, deterministic=deterministic, fuse=True)  # the same but for rounding
+        model = load(folder, deterministic=deterministic, fuse=True)  # equal but for rounding
         expected = transformers_logits(folder, PROMPT)
         torch.testing.assert_close(forward(model, PROMPT), expected, atol=1e-4, rtol=1e-4)
         wanted = [2, len(PROMPT) - 1]
@@ -103,8 +104,10 @@ def check_against_transformers(folder: Path) -> None:
         )
 
 
-def test_the_last_layer_stops_at_what_is_wanted(tmp_path: Path) -> None:
-    """Past its attention; all layers before it, and its keys and values, are of all tokens."""
+def test_the_last_layer_computes_only_wanted_rows(tmp_path: Path) -> None:
+    """After attention, the last layer computes only the wanted rows. All other layers, and its keys and
+    values, have all rows.
+    """
     model = load(write_tiny_model(tmp_path, "qwen3"))
     rows: list[int] = []
     for layer in model.model.layers:
@@ -203,7 +206,7 @@ def test_absent_keys_take_the_defaults_of_transformers(family: str) -> None:
     stated = config_class().to_dict()
     reader = get_family(model_class.__name__)
     assert reader.model_config("X", {}) == reader.model_config("X", stated)
-    # an explicit null is not an absent key: one KV head for each head, and no window
+    # null is not the same as a missing key: one KV head for each query head, and no window
     nulls = {"num_key_value_heads": None, "sliding_window": None, "eos_token_id": None}
     config = reader.model_config("X", nulls)
     assert (config.num_kv_heads, config.sliding_window, config.eos_token_ids) == (config.num_heads, None, ())
@@ -218,7 +221,7 @@ def test_eos_ids_of_both_files(tmp_path: Path) -> None:
     edit_json(folder / "generation_config.json", eos_token_id=4)
     assert load_model_config(folder).eos_token_ids == (4,)
     edit_json(folder / "generation_config.json", remove=("eos_token_id",))
-    assert load_model_config(folder).eos_token_ids == (2,)  # the family's own
+    assert load_model_config(folder).eos_token_ids == (2,)  # the family's own keys
     edit_json(folder / "generation_config.json", eos_token_id="</s>")
     with pytest.raises(ValueError, match=r"generation_config\.json: eos_token_id .*'</s>'"):
         load_model_config(folder)

@@ -1,4 +1,4 @@
-"""The GPU tests that need flash-attn or an FP8 cache are skipped with the reason where there is none."""
+"""The GPU tests that need flash-attn or an FP8 cache: skipped, with the reason, where these cannot run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ UNCACHED = flash_attn._package.__wrapped__
 
 
 class GPU(Device):
-    """A GPU that nothing runs on."""
+    """A fake GPU that runs nothing."""
 
     is_cuda = True
     name = "GPU"
@@ -41,7 +41,7 @@ def skip_reason(need: str, *arguments: str) -> str | None:
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], version: str | None) -> None:
-    """A GPU of `capability`, and flash-attn of `version`, if any."""
+    """Simulate a GPU of `capability`, and flash-attn of `version` if it is not None."""
     package = None
     if version is not None:
         package = ModuleType("flash_attn")
@@ -96,7 +96,7 @@ needs.this_gpu = lambda: GPU((9, 0))
 
 
 def test_every_gpu_test_of_flash_attn_is_skipped_where_it_is_missing(tmp_path: Path) -> None:
-    """All of them run as on a machine with a GPU: what is not skipped fails, for there is none."""
+    """All tests run as if there were a GPU; those that are not skipped fail, because there is none."""
     (tmp_path / "nvidia-smi").write_text("#!/bin/sh\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
     (tmp_path / "pretend_gpu.py").write_text(PLUGIN)

@@ -1,4 +1,4 @@
-"""In a notebook's kernel: an engine of one or two ranks, the stop button, a second engine, a mistake."""
+"""In a notebook kernel: engines of one and two ranks, the stop button, a second engine, an error."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ SECONDS = 120
 
 
 class Notebook:
-    """Cells that run one after the other in a kernel of their own.
+    """A kernel that runs cells in order.
 
-    Each is sent with `stop_on_error=False`: after an error a kernel drops the cells that come soon.
+    Cells are sent with `stop_on_error=False`; otherwise, after an error, a kernel drops the next cells.
     """
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class Notebook:
         return ast.literal_eval(printed.splitlines()[-1])
 
     def stop_button(self, code: str, marker: Path) -> dict[str, Any]:
-        """Run a cell that makes the file `marker` and goes on; press the stop button; return the reply."""
+        """Run a cell that creates the file `marker`; then press the stop button; return the reply."""
         request = self.client.execute(code, stop_on_error=False)
         deadline = time.monotonic() + SECONDS
         while not marker.exists():
@@ -69,7 +69,7 @@ def notebook() -> Iterator[Notebook]:
 
 
 def test_without_widgets_a_bar_is_one_line_of_text_and_no_warning(notebook: Notebook) -> None:
-    """With them it is tqdm's own bar for notebooks: tests/plan/test_progress.py."""
+    """tests/plan/test_progress.py covers tqdm's notebook bar, which needs widgets."""
     reply, printed = notebook.run(
         "import os, sys, time\n"
         "os.environ.pop('TQDM_DISABLE', None)\n"
@@ -104,7 +104,7 @@ def test_notebook(notebook: Notebook, size: int, tmp_path: Path) -> None:
     )
     assert reply["status"] == "ok", reply
     assert notebook.value(f"llm.{answer}") == expected
-    assert notebook.run(f"llm.generate([{PROMPT}], greedy)", "stderr")[1] == ""  # no bar for one prompt
+    assert notebook.run(f"llm.generate([{PROMPT}], greedy)", "stderr")[1] == ""  # no bar for a single prompt
 
     reply, _ = notebook.run("llm.generate([[5], [1000]], greedy)")
     assert reply["ename"] == "ValueError" and "1000" in reply["evalue"]
@@ -123,7 +123,7 @@ def test_notebook(notebook: Notebook, size: int, tmp_path: Path) -> None:
     assert len(pids) == 2 * (size - 1) and all(Path("/proc", str(pid)).exists() for pid in pids)
     notebook.run("llm.close()")
     assert notebook.value(f"second.{answer}") == expected
-    notebook.client.shutdown()  # the second one was not closed
+    notebook.client.shutdown()  # while the second engine is open
     deadline = time.monotonic() + SECONDS
     while any(Path("/proc", str(pid)).exists() for pid in pids):
         assert time.monotonic() < deadline

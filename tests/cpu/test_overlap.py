@@ -1,4 +1,4 @@
-"""Prefill in two halves: what ranks compute that copy their sums to each other."""
+"""Prefill in two halves, on ranks that copy their sums to each other."""
 
 from __future__ import annotations
 
@@ -43,7 +43,9 @@ def prompts_batch(seed: int) -> Batch:
 def test_ranks_that_copy_their_sums(
     size: int, layers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Steps in a row, with late copies; of three layers one has its own rows of the stream only."""
+    """Consecutive steps with delayed copies. In one of the three layers, ranks keep only their rows of the
+    residual stream.
+    """
     path = write_tiny_model(tmp_path, num_hidden_layers=layers)
     model_config = load_model_config(path)
     batches = [prompts_batch(seed) for seed in range(3)]

@@ -25,7 +25,7 @@ def operations(trace: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_every_rank_leaves_a_trace(model: Path, size: int, tmp_path: Path) -> None:
+def test_every_rank_writes_a_trace(model: Path, size: int, tmp_path: Path) -> None:
     with make_tiny(model, tensor_parallel_size=size) as llm:
         expected = generate(llm)
         folder = tmp_path / "new" / "folder"

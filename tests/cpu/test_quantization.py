@@ -1,4 +1,4 @@
-"""What a quantisation needs: one class that says how a weight is created, loaded and multiplied."""
+"""A quantisation method is one class that creates, loads and applies a weight."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from nanovllm.quantization.shards import WeightShard, WeightSource
 
 
 class Int8LinearMethod(LinearMethod):
-    """A row of the weight is int8 numbers and a scale, made of the checkpoint's floats. Nothing is fused."""
+    """Each row of the weight is int8 values and a scale, computed from the checkpoint's floats. Fuses
+    nothing.
+    """
 
     def create(
         self, layer: nn.Module, shape: tuple[int, int], shards: list[WeightShard]
@@ -39,7 +41,7 @@ class Int8LinearMethod(LinearMethod):
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen2"])
-def test_a_method_is_all_that_a_quantisation_takes(
+def test_a_quantisation_is_one_linear_method(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
     folder = write_tiny_model(tmp_path, family)

@@ -1,4 +1,6 @@
-"""Random numbers of sampling are independent: of seeds and positions one bit apart, of near ones, in turn."""
+"""The sampler's random numbers are independent: for seeds and positions that differ in one bit or are close,
+and for attempts.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +11,13 @@ import torch
 
 from nanovllm.kernels.random_bits import pick_reference, random_pair_reference
 
-DRAWS = 2**20  # a bias of 2 % between cells, root mean square, is beyond the limit
-CELLS = 64  # of each of two numbers
-LIMIT = 5.0  # standard deviations: about 300 tests here, each beyond it once in two million
+DRAWS = 2**20  # a bias of 2 % between cells (root mean square) exceeds the limit
+CELLS = 64  # for each of the two numbers
+LIMIT = 5.0  # in standard deviations; about 300 tests, each exceeds it by chance once in two million runs
 
 
 def excess(first: torch.Tensor, second: torch.Tensor) -> float:
-    """By how many standard deviations chi-square of CELLS x CELLS cells is off, for numbers below 2**32."""
+    """Chi-square of CELLS x CELLS cells, in standard deviations from its mean, for numbers below 2**32."""
     cells = (first >> 26).mul_(CELLS).add_(second >> 26)
     expected = len(cells) / CELLS**2
     observed = torch.bincount(cells, minlength=CELLS**2).double()
@@ -50,7 +52,7 @@ def test_every_bit_of_the_position_counts() -> None:
     counter = torch.arange(DRAWS)
     for bit in range(31):
         low = counter & ((1 << bit) - 1)
-        positions = ((counter - low) << 1 | low) & (2**31 - 1)  # all that have a 0 there
+        positions = ((counter - low) << 1 | low) & (2**31 - 1)  # positions with 0 in this bit
         assert_independent(draws(1, positions), draws(1, positions | (1 << bit)))
 
 
@@ -72,7 +74,7 @@ def test_seeds_at_one_position_and_attempts_are_independent() -> None:
     assert_independent(base, random_pair_reference(seeds, torch.full_like(seeds, 7), 1))
 
 
-def test_what_has_no_weight_is_never_picked() -> None:
+def test_an_entry_of_weight_zero_is_never_picked() -> None:
     weights = torch.tensor([[0.0, 1.0, 0.0, 1e-30, 0.0]])
     for bits in (0, 1, 2**31, 2**32 - 1):
         assert pick_reference(weights, torch.tensor([bits])).item() == 1

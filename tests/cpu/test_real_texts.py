@@ -1,7 +1,8 @@
-"""Random text of many scripts, whole, in parts and with stop strings at every split: through small tokenizers
-and through those that models have.
+"""Random text of many scripts, whole, in parts and with stop strings at every split, with small and real
+tokenizers.
 
-sentencepiece's with byte fallback come with mistral-common, tiktoken's of 128,000 tokens with llama-models.
+mistral-common contains sentencepiece models with byte fallback, llama-models a tiktoken model of 128,000
+tokens.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ REAL = {  # package and file
     "llama3": ("llama_models", "llama3/tokenizer.model"),
 }
 NAMES = [*KINDS, "demo", *REAL]
-# What a reader takes for one character: emoji with skin tones, joiners and flags, letters with marks, and the
-# ends of scripts that do without spaces.
+# What a reader sees as one character: emoji with skin tones or joiners, flags, letters with combining marks.
+# And ends of sentences in scripts without spaces.
 PIECES = [
     *"aZ09 .,'\"\n\t_(",
     *["🦀", "👍🏽", "👨‍👩‍👧‍👦", "🏳️‍🌈", "🇨🇭", "❤️", "1️⃣", "🫠", "👩🏿‍🚀"],
@@ -64,7 +65,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 def folder_of(model: Path) -> Path:
-    """A folder as a checkpoint of Llama's family has it, with sentencepiece's file alone."""
+    """A folder like a Llama checkpoint with only sentencepiece's file."""
     [name] = [name for name, (_, path) in REAL.items() if str(model).endswith(path)]
     shutil.copy(model, FOLDERS[name] / "tokenizer.model")
     settings = {"tokenizer_class": "LlamaTokenizer", "legacy": False}
@@ -78,7 +79,7 @@ def encoded(name: str, text: str) -> list[int]:
 
 
 def random_text(rng: random.Random) -> str:
-    """Pieces of PIECES, and characters of anywhere that are no surrogates."""
+    """Random pieces of PIECES, and random characters that are no surrogates."""
     pieces = rng.choices(PIECES, k=rng.randint(2, 12))
     for _ in range(rng.randint(0, 3)):
         code = rng.choice(
@@ -90,8 +91,9 @@ def random_text(rng: random.Random) -> str:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_whole_and_in_parts(name: str) -> None:
-    """Wherever prompt and output meet: the parts are the whole, and behind the prompt's text it is what the
-    tokenizer decodes."""
+    """For every split into prompt and output: the parts add up to the whole text, and prompt and output
+    together decode to the tokenizer's text.
+    """
     rng, tokenizer = random.Random(3), tokenizer_of(name)
     detokenizer, exact = Detokenizer(tokenizer), 0
     for _ in range(60):
@@ -111,7 +113,7 @@ def test_whole_and_in_parts(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_stop_strings_at_every_split(name: str) -> None:
-    """Some part of the text, alone and among others that are not in it, from every token on."""
+    """A substring of the text, alone and among other stop strings, for output that starts at any token."""
     rng = random.Random(4)
     detokenizer, found = Detokenizer(tokenizer_of(name)), 0
     for _ in range(25):
@@ -128,7 +130,7 @@ def test_stop_strings_at_every_split(name: str) -> None:
 
 
 def test_through_the_engine() -> None:
-    """Prompts of every script, stopped at a part of their own answers; deltas put together are the text."""
+    """Prompts in every script; a part of each answer is the stop string. Joined deltas equal the text."""
     rng = random.Random(5)
     with LLM(demo_model_path(), device="cpu", num_kvcache_blocks=64, max_model_len=256) as llm:
         prompts = [random_text(rng) for _ in range(24)]

@@ -1,4 +1,4 @@
-"""The report of a run: what its page says, what its charts show, and what is sampled of GPUs."""
+"""The report of a run: its page, its charts, and samples of GPUs."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from nanovllm.engine.stats import Counters, EngineStats, StepStats
 from nanovllm.report import GPUMonitor, charts, gpu, make_report, write_report
 from nanovllm.report.chart import BOTTOM, LEFT, RIGHT, STYLE, TOP, Axis, Chart, Line, time_unit
 from nanovllm.report.facts import roofline_of
-from nanovllm.report.gpu import MOST_INTERVALS, GPUSample
-from nanovllm.report.page import MOST_CHARACTERS, MOST_ERRORS
+from nanovllm.report.gpu import MAX_INTERVALS, GPUSample
+from nanovllm.report.page import MAX_CELL_CHARACTERS, MAX_ERROR_ROWS
 from nanovllm.report.roofline import KNOWN_DEVICES, Cost, Speed
 from nanovllm.report.series import charts_of
 
@@ -32,12 +32,12 @@ SVG = "{http://www.w3.org/2000/svg}"
 TITLES = ["Output", "Prefill", "Running", "Waiting", "Batch size", "Step time", "KV cache in use"]
 TITLES += ["Prefix cache hits", "Preemptions"]
 TOKEN = "hf_very_secret"
-AHEAD = 100.0  # seconds of an engine's clock, by which samples go; the host's was set back since
+AHEAD = 100.0  # in seconds: samples use the engine's clock, and the host's clock was set back by this much
 
 
 @pytest.fixture(scope="module")
 def llm(model: Path) -> CheckedLLM:
-    """An engine that has run, and is closed; some sequences had to wait, and some were preempted."""
+    """A closed engine after a run in which some sequences waited and some were preempted."""
     with make_tiny(model, num_kvcache_blocks=9, max_num_seqs=3, hf_token=TOKEN) as llm:
         params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
         llm.generate([[5] * 17, *([5] * 17 + [each] for each in range(8))], params, use_tqdm=False)
@@ -55,7 +55,7 @@ def words(element: Element) -> str:
 
 
 def rows(page: Element, kind: str) -> dict[str, str]:
-    """A table's cells by their names."""
+    """The cells of a table by name."""
     [table] = page.findall(f".//table[@class='{kind}']")
     return {words(row[0]): words(row[1]) for row in table.iter("tr")}
 
@@ -81,7 +81,7 @@ def ticks(svg: Element, kind: str) -> list[tuple[float, float]]:
 
 
 def drawn(svg: Element, number: int = 0) -> list[tuple[float, float]]:
-    """The (time in the axis's unit, value) of all points of a line, read off the picture by its ticks."""
+    """All points of a line as (time in the axis's unit, value), measured in the picture with the ticks."""
     places = [
         tuple(map(float, place.split()))
         for each in svg.iter(f"{SVG}path")
@@ -97,7 +97,7 @@ def drawn(svg: Element, number: int = 0) -> list[tuple[float, float]]:
 
 
 def check_axes(svg: Element) -> None:
-    """A title, a unit for each axis, and round ticks at equal steps within the picture."""
+    """Check for a title, a unit for each axis, and round ticks at equal distances within the picture."""
     assert len(named(svg, "title")) == 1 and named(svg, "title")[0]
     unit, time_axis = named(svg, "unit")
     assert unit and re.fullmatch(r"time since the engine was ready \((s|min|h|days)\)", time_axis)
@@ -199,13 +199,13 @@ def test_lines_show_the_timeline(llm: CheckedLLM) -> None:
 
 def test_errors_are_text_and_as_many_as_are_legible(llm: CheckedLLM) -> None:
     message = "</td><script>alert('&')</script> \x00\x1b[0m \ud800 \N{SNOWMAN} \ufffe"
-    many = [(number, f"error {number}") for number in range(MOST_ERRORS + 50)]
+    many = [(number, f"error {number}") for number in range(MAX_ERROR_ROWS + 50)]
     page = parse(make_report(llm, errors=[("row-<7>", message), ("long", "x" * 5000), *many]))
     cells = list(rows(page, "errors").items())
-    assert cells[0] == ("index", "error") and len(cells) == MOST_ERRORS + 1
+    assert cells[0] == ("index", "error") and len(cells) == MAX_ERROR_ROWS + 1
     shown = message.translate({0: "\ufffd", 0x1B: "\ufffd", 0xD800: "\ufffd", 0xFFFE: "\ufffd"})
     assert cells[1] == ("row-<7>", shown)
-    assert cells[2] == ("long", "x" * MOST_CHARACTERS + "…")
+    assert cells[2] == ("long", "x" * MAX_CELL_CHARACTERS + "…")
     assert cells[3] == ("0", "error 0")
     assert "And 52 more." in words(page)
     assert "None." in words(parse(make_report(llm))) and "None." not in words(page)
@@ -238,8 +238,8 @@ def test_a_run_of_one_step(model: Path) -> None:
     assert rate == pytest.approx(9 / stats.prefill_seconds, rel=0.02)
 
 
-def test_while_it_runs(model: Path) -> None:
-    """`on_step` may write one: the engine is within a call then."""
+def test_a_report_during_a_run(model: Path) -> None:
+    """`on_step` may write a report, although the engine is in a call."""
     with make_tiny(model) as llm:
         pages = []
         llm.on_step = lambda stats: pages.append(make_report(llm))
@@ -259,7 +259,7 @@ def test_a_report_replaces_the_one_before(llm: CheckedLLM, tmp_path: Path) -> No
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_path_that_will_not_do(llm: CheckedLLM, tmp_path: Path) -> None:
+def test_invalid_paths(llm: CheckedLLM, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is a folder; pass the name of a file"):
         write_report(tmp_path, llm)
     with pytest.raises(ValueError, match=r"there is no folder '.*missing'"):
@@ -356,7 +356,8 @@ def test_times_have_a_unit_that_suits_them(seconds: float, unit: str) -> None:
 
 # -- the roofline ------------------------------------------------------------------------------------------
 
-# As in test_benchmark.py: 288 parameters in layers, 40 in the head, 24 bytes of K/V a token, 48 FLOP a pair.
+# As in test_benchmark.py: 288 parameters in layers, 40 in the head, 24 bytes of K/V per token, 48 FLOP per
+# pair.
 COST = Cost(layer_params=288, head_params=40, kv_bytes=24, pair_flops=48, itemsize=2)
 
 
@@ -379,7 +380,7 @@ def test_the_share_of_the_roofline_is_the_floor_by_the_time() -> None:
         pytest.approx(100 * floors[0] / 0.8),
         pytest.approx(100 * floors[1] / 0.4),
     ]
-    slow = Speed(bytes_per_s=1e9, flops_per_s=1e3)  # where products decide
+    slow = Speed(bytes_per_s=1e9, flops_per_s=1e3)  # where compute is the limit
     assert COST.floor(points[1], slow) == pytest.approx(2 * 328 * 3 / 1e3, rel=1e-5)
 
 
@@ -401,7 +402,7 @@ def test_a_known_device_has_a_share_and_a_note(llm: CheckedLLM, monkeypatch: pyt
 
 
 class FakeGPU:
-    """Counts what it is asked; fails from the call number `end` on."""
+    """Counts its calls; from call number `end` on they fail."""
 
     is_cuda = True
 
@@ -422,7 +423,7 @@ class FakeGPU:
 
 
 def threads() -> list[threading.Thread]:
-    """Those that sample."""
+    """The threads that sample GPUs."""
     return [each for each in threading.enumerate() if each.name == "nanovllm-gpu-monitor"]
 
 
@@ -490,13 +491,13 @@ def test_samples_of_a_long_run_are_bounded(monkeypatch: pytest.MonkeyPatch) -> N
 
     def wait(seconds: float) -> bool:
         waits.append(seconds)
-        assert len(monitor._samples) <= MOST_INTERVALS
-        return len(waits) > 3 * MOST_INTERVALS
+        assert len(monitor._samples) <= MAX_INTERVALS
+        return len(waits) > 3 * MAX_INTERVALS
 
     monkeypatch.setattr(monitor, "_end", SimpleNamespace(wait=wait))
     monitor._run()
     assert waits[0] == 0.002 and set(waits) == {0.002, 0.004, 0.008, 0.016, 0.032}
     times = [sample.time for sample in monitor.samples]
-    assert MOST_INTERVALS // 2 <= len(times) <= MOST_INTERVALS and times == sorted(times)
+    assert MAX_INTERVALS // 2 <= len(times) <= MAX_INTERVALS and times == sorted(times)
     middle = gpu.mean(GPUSample(1.0, (10.0,), (4.0,)), GPUSample(2.0, (30.0,), (8.0,)))
     assert middle == GPUSample(1.5, (20.0,), (6.0,))

@@ -1,4 +1,4 @@
-"""What users give to the engine and get from it: lengths, parameters, prompts, outputs."""
+"""Requests and outputs: lengths, parameters, prompts and completions."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_a_request_keeps_its_own_parameters(model: Path) -> None:
 
 # About every fourth token ends a completion.
 ENDING = SamplingParams(n=3, temperature=1, seed=3, max_tokens=24, stop_token_ids=range(VOCAB_SIZE // 4))
-LIKELIEST = SamplingParams(n=3, top_k=1, max_tokens=24, ignore_eos=True)  # greedy in all but name
+LIKELIEST = SamplingParams(n=3, top_k=1, max_tokens=24, ignore_eos=True)  # in effect greedy
 
 
 @pytest.mark.parametrize("run_ahead", [True, False])
@@ -96,7 +96,7 @@ def test_a_request_of_several_sequences_is_one_output(model: Path, run_ahead: bo
         assert {completion.finish_reason for completion in first.outputs} == {"stop"}
         assert first.prompt_token_ids == [5] * 20 and len(second.outputs) == 1
         assert first.num_cached_tokens == 0 and llm.sequences[-1].num_cached_tokens is not None
-        # Each is what a request with its seed alone gives, so the first one is what one completion gives.
+        # A request with its seed alone gives the same completion, so the first completion is that of n=1.
         [request] = llm._processor.make_requests(parse_prompts([5] * 20)[0], [ENDING], ["p"], 0)
         seeds = [sequence_seed(request, index, engine_seed=0) for index in range(3)]
         assert seeds[0] == 3 and len(set(seeds)) == 3
@@ -110,11 +110,11 @@ def test_a_request_of_several_sequences_is_one_output(model: Path, run_ahead: bo
 def test_the_likeliest_completions_are_equal_and_share_their_prompt(model: Path) -> None:
     with make_tiny(model) as llm:
         [expected] = llm.generate([[9] * 20], GREEDY, use_tqdm=False)
-        llm._scheduler = llm._make_scheduler()  # whose prefix cache is empty
+        llm._scheduler = llm._make_scheduler()  # an empty prefix cache
         llm.batches.clear()
         [output] = llm.generate([[9] * 20], LIKELIEST, use_tqdm=False)
         assert [completion.token_ids for completion in output.outputs] == [expected["token_ids"]] * 3
-        assert output.num_cached_tokens == 0  # of the first sequence
+        assert output.num_cached_tokens == 0  # for the first sequence
         assert llm.batches[0].query_lens.tolist() == [20, 20 - 2 * BLOCK, 20 - 2 * BLOCK]
 
 
@@ -122,14 +122,14 @@ def test_abort_ends_every_sequence_of_a_request(model: Path) -> None:
     with make_tiny(model) as llm:
         free = llm.num_free_blocks
         request_id = llm.add_request([5] * 20, ENDING)
-        while not llm.sequences:  # until the first has ended
+        while not llm.sequences:  # until the first sequence ends
             assert llm.step() == []
         output = llm.abort(request_id)
         reasons = sorted(completion.finish_reason for completion in output.outputs)
         assert reasons in (["abort", "abort", "stop"], ["abort", "stop", "stop"])
         assert [completion.index for completion in output.outputs] == [0, 1, 2]
         assert llm.is_finished() and llm.num_free_blocks == free and llm.abort(request_id) is None
-        assert len(llm.generate([[5], [6]], GREEDY, use_tqdm=False)) == 2  # nothing of it is left
+        assert len(llm.generate([[5], [6]], GREEDY, use_tqdm=False)) == 2  # nothing is left of it
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,9 @@ def test_abort_ends_every_sequence_of_a_request(model: Path) -> None:
 def test_completions_are_the_same_each_time_and_beside_any_others(
     model: Path, options: dict[str, int]
 ) -> None:
-    """Their number and their mates change nothing; nor do preemption, chunks of prompts and the cache."""
+    """Neither the number of completions nor other requests change them, nor do preemption, chunked prefill or
+    the cache.
+    """
     params = [
         SamplingParams(n=5, seed=7, max_tokens=24, top_p=0.9),
         SamplingParams(temperature=0, max_tokens=20, ignore_eos=True),
@@ -225,7 +227,7 @@ def test_prompts_of_torch_and_transformers(model: Path) -> None:
             llm.add_request(torch.tensor([5.0]), params)
 
 
-def test_a_model_that_is_none_and_one_at_home(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_model_argument(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(TypeError, match=r"model must be a folder or a Hugging Face hub id.* not None"):
         LLM(None)
     monkeypatch.setenv("HOME", str(model.parent))

@@ -1,4 +1,4 @@
-"""Whatever SamplingParams takes, the likeliest token stays, and no row is called broken."""
+"""With any valid SamplingParams the likeliest token stays, and no row counts as not finite."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_the_likeliest_token_stays(
 ) -> None:
     try:
         params = SamplingParams(temperature=temperature, top_p=top_p, min_p=min_p, top_k=top_k)
-    except ValueError:  # between 0 and what float32 has above it
+    except ValueError:  # between 0 and the smallest float32 above it
         assert 0 < temperature < TINY
         return
     table = SamplingTable(1)

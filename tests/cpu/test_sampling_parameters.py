@@ -1,5 +1,6 @@
 """Each sampling parameter through the engine against a plain loop over transformers' logits, alone and beside
-all others, however the steps are planned."""
+all others, for any schedule.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ def shifted(output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
 
 
 def without_prompt(prompt_ids: list[int], output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
-    logits[prompt_ids] -= 20.0  # in place
+    logits[prompt_ids] -= 20.0  # changes them in place
     return logits
 
 
@@ -40,7 +41,7 @@ def halved(output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
 
 BIAS = {7: 3.0, 40: -4.0, 100: 2.5, VOCAB - 1: -math.inf, EOS: -8.0, 0: 1.0}
 MANY = {token_id: 6.0 * (token_id % 3 - 1) for token_id in range(VOCAB)}
-# Texts of two of the first 20 tokens, "!" to "4".
+# texts of two of the first 20 tokens, "!" to "4"
 PAIRS = [chr(33 + a) + chr(33 + b) for a in range(20) for b in range(20) if a == b or (a + b) % 2]
 SAMPLED: dict[str, Any] = {"temperature": 0.9, "seed": 5}
 ALL: dict[str, Any] = {
@@ -55,7 +56,7 @@ ALL: dict[str, Any] = {
     "logprobs": 5,
     "prompt_logprobs": 2,
 }
-# By name: what a request asks for besides temperature 0 and TOKENS tokens.
+# Each case: the parameters of a request in addition to temperature 0 and TOKENS tokens.
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "ignore_eos": {"ignore_eos": True},
@@ -98,13 +99,13 @@ CASES: dict[str, dict[str, Any]] = {
     "sampled_processor": SAMPLED | {"logits_processors": [halved], "top_k": 9, "logprobs": 2},
     "sampled_all": ALL | SAMPLED | {"top_k": 30, "top_p": 0.95, "min_p": 0.01, "temperature": 1.5},
 }
-# Rows beside them that the reference does not know.
+# Other requests in the batch, which the reference does not compute.
 MATES: list[dict[str, Any]] = [
     {"temperature": 1.2, "n": 3, "logprobs": 4, "presence_penalty": 1.0},
     {"temperature": 1.5, "top_p": 0.8},
     {"structured_outputs": StructuredOutputsParams(regex="[a-c]{9}")},
     {"temperature": 2.0, "stop": ["a", "e", "o"], "logprobs": 1},
-    {"allowed_token_ids": [5], "logit_bias": {5: -math.inf}},  # leaves no token
+    {"allowed_token_ids": [5], "logit_bias": {5: -math.inf}},  # allows no token
     {"temperature": 1.0, "min_tokens": 3, "bad_words": ["a"], "n": 2},
 ]
 ENGINES: dict[str, dict[str, Any]] = {
@@ -146,13 +147,13 @@ def reference(model: Path) -> Reference:
 
 @pytest.fixture(scope="module")
 def check(reference: Reference) -> Check:
-    """Remembers the answers from test to test."""
+    """Caches reference answers across tests."""
     return checker(reference)
 
 
 @pytest.fixture(scope="module")
 def rows() -> dict[str, tuple[list[int], SamplingParams]]:
-    """A prompt for each case; many begin alike, some are a whole number of blocks, one is a single token."""
+    """A prompt for each case: many share a prefix, some fill whole blocks, one is a single token."""
     rng = random.Random(2)
     shared = [rng.randrange(VOCAB - 3) for _ in range(3 * BLOCK)]
     lens = [1, 2, BLOCK, BLOCK + 1, 2 * BLOCK, 20, 3 * BLOCK]
@@ -175,13 +176,13 @@ def llm(model: Path) -> Iterator[CheckedLLM]:
 def test_each_alone(llm: CheckedLLM, rows: dict[str, Any], check: Check, name: str) -> None:
     prompt, params = rows[name]
     llm.reset_prefix_cache()
-    for _ in range(2):  # the second time the prefix cache holds the prompt
+    for _ in range(2):  # the second time, the prefix cache has the prompt
         [output] = llm.generate([prompt], params, use_tqdm=False)
         check(output, params)
 
 
-def test_what_is_asked_for_makes_a_difference(reference: Reference, rows: dict[str, Any]) -> None:
-    """A case whose answer is the plain one would show nothing."""
+def test_each_case_differs_from_the_plain_one(reference: Reference, rows: dict[str, Any]) -> None:
+    """A case with the same answer as the plain one would test nothing."""
     for name, (prompt, params) in rows.items():
         if "logprobs" not in name and name not in ("plain", "max_tokens", "ignore_eos"):
             same = ["max_tokens", "ignore_eos", *["allowed_token_ids"] * (name == "bad_words_of_two")]
@@ -192,7 +193,7 @@ def test_what_is_asked_for_makes_a_difference(reference: Reference, rows: dict[s
 
 @pytest.mark.parametrize("name", ENGINES)
 def test_beside_all_others(model: Path, rows: dict[str, Any], check: Check, name: str) -> None:
-    """Shuffled, with mates of every kind, twice: then the prefix cache holds all prompts."""
+    """In random order and beside requests of every kind, twice, so that the prefix cache has all prompts."""
     rng = random.Random(len(name))
     known = {each: row for each, row in rows.items() if "two" not in name or not row[1].logits_processors}
     checked = {id(params) for _, params in known.values()}
@@ -232,7 +233,9 @@ def test_beside_all_others(model: Path, rows: dict[str, Any], check: Check, name
 def test_logprobs_modes(
     model: Path, rows: dict[str, Any], reference: Reference, mode: str, size: int
 ) -> None:
-    """In one batch; the prompt's are raw. In chunks of rows, as a large vocabulary has them."""
+    """All modes in one batch; prompt logprobs are always raw. They are computed in chunks of rows, as for a
+    large vocabulary.
+    """
     check = checker(reference, mode)
     names = ["logprobs_20", "prompt_logprobs_3", "all", "top_k", "top_p", "min_p", "sampled_all"]
     with make(model, logprobs_mode=mode, tensor_parallel_size=size, max_num_batched_tokens=30) as llm:
@@ -251,7 +254,7 @@ def test_logprobs_modes(
 def test_logprobs_sort_only_for_filters(
     model: Path, rows: dict[str, Any], reference: Reference, names: list[str], largest: int
 ) -> None:
-    """And then a few rows at a time: of a large vocabulary all would take gigabytes."""
+    """And only a few rows at a time: for a large vocabulary, all rows at once would need gigabytes."""
     sort, chosen, num_sorted = torch.Tensor.sort, [rows[name] for name in names], [0]
 
     def recorded(logits: torch.Tensor, *args: Any, **options: Any) -> Any:
@@ -269,7 +272,7 @@ def test_logprobs_sort_only_for_filters(
 
 
 def test_completions_share_logprobs_of_the_prompt(llm: CheckedLLM, rows: Any, reference: Reference) -> None:
-    """Each of n is what a request with its seed gives; the prompt is scored once for all of them."""
+    """Each completion is that of a request with its seed alone. The prompt is scored once for all."""
     prompt, _ = rows["all"]
     params = params_of(ALL | SAMPLED | {"n": 4, "temperature": 3.0})
     llm.batches.clear()
@@ -296,7 +299,7 @@ def assert_begins(whole: LogprobDicts, part: LogprobDicts) -> None:
 
 
 def test_logprobs_end_with_the_text(llm: CheckedLLM) -> None:
-    """A stop string, an abort and an error cut the logprobs as they cut the tokens."""
+    """A stop string, an abort or an error cuts the logprobs where it cuts the tokens."""
     params = params_of({"logprobs": 2, "ignore_eos": True})
     [full] = llm.generate([[5, 6, 7]], params, use_tqdm=False)
     text = full.outputs[0].text
@@ -319,10 +322,12 @@ def test_logprobs_end_with_the_text(llm: CheckedLLM) -> None:
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("run_ahead", [True, False], ids=["ahead", "in_step"])
-def test_a_broken_row_ends_alone(
+def test_a_row_that_is_not_finite_ends_alone(
     model: Path, rows: dict[str, Any], check: Check, value: float, run_ahead: bool
 ) -> None:
-    """At its first token or a later one, with extras of every kind in it and in its mates."""
+    """Logits that are not finite end a row at its first token or later; it and the other rows have extras of
+    every kind.
+    """
 
     def breaking(output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
         logits[50] = value if len(output_ids) == 3 else logits[50]
@@ -344,7 +349,7 @@ def test_a_broken_row_ends_alone(
             assert len(completion.logprobs) == 3
             assert "logits were not finite" in output.error
         assert llm._scheduler.block_manager.usage == 0
-        # The slots that they had are others' now.
+        # Other sequences now have the slots of the ended rows.
         check(llm.generate([good[1][0]], good[1][1], use_tqdm=False)[0], good[1][1])
 
 
@@ -370,7 +375,7 @@ def test_rules_that_leave_no_token_are_named(
         check(outputs[1], plain[1])
 
 
-# Each drawn from n answers of one token: about 10,000 draws in all.
+# each from n answers of one token: about 10,000 draws in total
 DISTRIBUTIONS: dict[str, dict[str, Any]] = {
     "penalties": {"repetition_penalty": 1.5, "temperature": 0.8},
     "bias_and_top_k": {"logit_bias": MANY, "top_k": 12, "temperature": 1.5},
@@ -384,7 +389,7 @@ DISTRIBUTIONS: dict[str, dict[str, Any]] = {
 def test_the_distribution_drawn_from(
     llm: CheckedLLM, rows: dict[str, Any], reference: Reference, name: str
 ) -> None:
-    """Chi-square, with the two samples' seeds fixed; |z| of so many degrees of freedom stays below 5."""
+    """Chi-square with fixed seeds for the two samples; |z| stays below 5."""
     prompt, draws = rows["penalties"][0], 4000
     params = SamplingParams(
         **{"max_tokens": 1, "min_tokens": 0, "seed": 11, "n": draws} | DISTRIBUTIONS[name] | {"min_tokens": 0}
@@ -393,7 +398,7 @@ def test_the_distribution_drawn_from(
     drawn = torch.tensor([completion.token_ids[0] for completion in output.outputs])
     one = params.clone()
     one.n, one.min_tokens = 1, 0
-    shares = reference.answer(prompt, one).told["processed_logprobs"][0].double().exp()
+    shares = reference.answer(prompt, one).logprob_values["processed_logprobs"][0].double().exp()
     observed, expected = torch.bincount(drawn, minlength=VOCAB).double(), draws * shares
     assert not observed[expected == 0].any()
     likely = expected >= 5
@@ -406,7 +411,7 @@ def test_the_distribution_drawn_from(
 
 
 def test_errors_name_the_prompt_and_the_value(model: Path, llm: CheckedLLM) -> None:
-    """What only an engine can tell; nothing has run then."""
+    """Errors that only an engine can find; they come before anything runs."""
     num_batches = len(llm.batches)
     for case, error in (
         (

@@ -54,7 +54,7 @@ def test_score(llm: CheckedLLM, reference: Any) -> None:
             assert score.is_greedy == (want.argmax(-1).tolist() == continuation)
 
 
-def test_a_greedy_continuation_is_said_to_be_one(llm: CheckedLLM) -> None:
+def test_is_greedy(llm: CheckedLLM) -> None:
     params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
     greedy = llm.generate([PROMPT], params, use_tqdm=False)[0]["token_ids"]
     other = [*greedy[:-1], (greedy[-1] + 1) % 90]
@@ -83,7 +83,7 @@ def test_logits_are_computed_for_the_continuations_alone(
 
 
 @pytest.mark.parametrize("mode", ["raw_logits", "processed_logits"])
-def test_logits_are_no_scores(model: Path, mode: str) -> None:
+def test_scores_need_logprobs(model: Path, mode: str) -> None:
     with make_tiny(model, logprobs_mode=mode) as llm:
         for call in (
             lambda: llm.score(PROMPT, CONTINUATIONS, False),
@@ -108,10 +108,10 @@ def test_processed_logprobs_score_as_raw_ones(model: Path, llm: CheckedLLM) -> N
             assert math.isclose(score.logprob, other.logprob, abs_tol=1e-3)
 
 
-def test_long_texts_are_the_engines_own_concern(
+def test_long_texts_cause_no_warning_of_transformers(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """transformers warns of indexing errors, which there are none of."""
+    """transformers warns of indexing errors that do not occur here."""
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     long = "a " * 2000
     with LLM(demo_model_path(), num_kvcache_blocks=500) as llm:
@@ -146,7 +146,7 @@ def test_scores_of_texts() -> None:
 @pytest.mark.parametrize("normalize", [True, False])
 def test_embed(llm: CheckedLLM, reference: Any, pooling: str, normalize: bool) -> None:
     prompts = [PROMPT, PROMPT[:3], [7], PROMPT[:17]]
-    for _ in range(2):  # with the prompts in the prefix cache, too
+    for _ in range(2):  # also if the prefix cache has the prompts
         outputs = llm.embed(prompts, use_tqdm=False, pooling=pooling, normalize=normalize)
         for prompt, output in zip(prompts, outputs, strict=True):
             with torch.inference_mode():

@@ -1,4 +1,4 @@
-"""sleep and wake_up: memory goes down on every rank, what cannot run is refused, answers stay the same."""
+"""sleep and wake_up: every rank frees memory, calls that need it are refused, and answers stay the same."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def shared(request: pytest.FixtureRequest, model: Path) -> Iterator[DigestLLM]:
 
 @pytest.fixture
 def llm(shared: DigestLLM) -> DigestLLM:
-    """An engine of one rank or two, awake and with the checkpoint's weights."""
+    """An engine of one or two ranks, awake and with the checkpoint's weights."""
     shared.sleep(2)
     shared.wake_up()
     return shared
 
 
 def answers(llm: DigestLLM, prompts: list[list[int]]) -> tuple[torch.Tensor, list[list[int]], list[int]]:
-    """Logits of the first prompt, then everyone's tokens, and how many tokens the prefix cache had."""
+    """The logits of the first prompt, and the tokens and the number of cached tokens of each."""
     llm.reset_prefix_cache()
     logits, _ = logits_of(llm, prompts, PARAMS, 0)
     outputs = llm.generate(prompts, PARAMS, use_tqdm=False)
@@ -59,7 +59,9 @@ def same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
 
 
 @pytest.mark.parametrize("level", [1, 2])
-def test_all_memory_goes_and_comes_back(llm: DigestLLM, prompts: list[list[int]], level: int) -> None:
+def test_all_memory_is_freed_and_allocated_again(
+    llm: DigestLLM, prompts: list[list[int]], level: int
+) -> None:
     ranks = llm.config.tensor_parallel_size
     before, weights = answers(llm, prompts), llm.on_ranks("digest")
     sizes, caches = llm.on_ranks("weight_bytes"), llm.on_ranks("cache_bytes")
@@ -78,7 +80,7 @@ def test_all_memory_goes_and_comes_back(llm: DigestLLM, prompts: list[list[int]]
 
 
 def check_both_levels(llm: DigestLLM, prompts: list[list[int]]) -> None:
-    """Weights and answers come back as they were."""
+    """Check that weights and answers are the same after sleep and wake_up."""
     before, weights = answers(llm, prompts), llm.on_ranks("digest")
     for level in (1, 2):
         llm.sleep(level)
@@ -103,7 +105,9 @@ def test_dummy_weights_and_scales_of_an_fp8_cache_come_back(
 
 
 @pytest.mark.parametrize("order", [TAGS, TAGS[::-1]])
-def test_weights_and_kv_cache_wake_apart(llm: DigestLLM, prompts: list[list[int]], order: tuple) -> None:
+def test_weights_and_kv_cache_wake_up_separately(
+    llm: DigestLLM, prompts: list[list[int]], order: tuple
+) -> None:
     before = answers(llm, prompts)
     llm.sleep()
     llm.wake_up(tags=[order[0]])
@@ -126,7 +130,7 @@ CALLS: dict[str, Callable[[DigestLLM], object]] = {
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_what_would_run_is_refused(llm: DigestLLM, call: str) -> None:
+def test_calls_are_refused_while_asleep(llm: DigestLLM, call: str) -> None:
     llm.sleep()
     with pytest.raises(
         RuntimeError, match=r"this engine sleeps \(weights and kv_cache\); call wake_up\(\) first"
@@ -140,7 +144,7 @@ def test_what_would_run_is_refused(llm: DigestLLM, call: str) -> None:
 
 def test_levels_and_second_calls(llm: DigestLLM, prompts: list[list[int]]) -> None:
     before = answers(llm, prompts)
-    llm.wake_up()  # it is awake
+    llm.wake_up()  # the engine is awake
     changed = {"model.norm.weight": torch.full((32,), 2.0)}
     llm.update_weights(changed)
     updated = answers(llm, prompts)
@@ -168,7 +172,7 @@ def test_other_tags_are_refused(llm: DigestLLM, tags: Any) -> None:
     assert llm.is_sleeping()
 
 
-def test_unfinished_requests_keep_it_awake(llm: DigestLLM) -> None:
+def test_sleep_is_refused_with_unfinished_requests(llm: DigestLLM) -> None:
     llm.add_request([1, 2, 3], GREEDY)
     calls = {
         "sleep()": llm.sleep,
@@ -188,7 +192,9 @@ def test_unfinished_requests_keep_it_awake(llm: DigestLLM) -> None:
     llm.sleep()
 
 
-def test_without_room_it_sleeps_on(llm: DigestLLM, prompts: list, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_enough_memory_it_stays_asleep(
+    llm: DigestLLM, prompts: list, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = answers(llm, prompts)
     llm.sleep()
     with monkeypatch.context() as patch:
@@ -201,7 +207,7 @@ def test_without_room_it_sleeps_on(llm: DigestLLM, prompts: list, monkeypatch: p
     assert same(answers(llm, prompts), before)
 
 
-def test_without_its_checkpoint_it_sleeps_on(tmp_path: Path, prompts: list[list[int]]) -> None:
+def test_without_its_checkpoint_it_stays_asleep(tmp_path: Path, prompts: list[list[int]]) -> None:
     weights = write_tiny_model(tmp_path) / "model.safetensors"
     with make_digest(tmp_path, tensor_parallel_size=2) as llm:
         before = answers(llm, prompts)
@@ -255,15 +261,16 @@ def resident_bytes(pid: int) -> int:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def test_the_processes_shrink(tmp_path: Path) -> None:
-    """On the CPU level 1 frees the KV cache alone, for weights go to the memory that they are in."""
+def test_resident_memory_shrinks(tmp_path: Path) -> None:
+    """On the CPU, level 1 frees only the KV cache, because copies of the weights stay in host memory."""
     write_tiny_model(tmp_path)
     edit_json(tmp_path / "config.json", vocab_size=150_000, hidden_size=128)
     options = {"load_format": "dummy", "tensor_parallel_size": 2, "num_kvcache_blocks": 20_000}
     with make_digest(tmp_path, **options) as llm:
         pids = [os.getpid(), *(process.pid for process in llm._workers.watch.processes)]
         weights, caches = llm.on_ranks("weight_bytes"), llm.on_ranks("cache_bytes")
-        assert min(weights) > 2**26 and min(caches) > 2**25  # malloc gives so large ones back
+        # Malloc returns blocks of this size to the system.
+        assert min(weights) > 2**26 and min(caches) > 2**25
         before = [resident_bytes(pid) for pid in pids]
         llm.sleep(1)
         freed = [held - resident_bytes(pid) for pid, held in zip(pids, before, strict=True)]

@@ -1,6 +1,6 @@
-"""Many short requests of every kind through `stream`: every answer once, nothing left, no memory kept.
+"""Many short requests of every kind through `stream`: one output for each, nothing left over, no memory leak.
 
-NANOVLLM_SOAK_REQUESTS=20000 makes a long one of it. Rows of prompts that are only read go to a million.
+With NANOVLLM_SOAK_REQUESTS=20000 this takes long. One test only reads a million prompts.
 """
 
 from __future__ import annotations
@@ -27,10 +27,8 @@ from nanovllm.text import reader
 TOKENIZER = TOKENIZERS["byte_level"]
 VOCAB = len(TOKENIZER)
 NUM_REQUESTS = int(os.environ.get("NANOVLLM_SOAK_REQUESTS", "1200"))
-KEPT_BYTES = 500_000  # what Python may hold more after the last quarter of a soak than after the first
-READ_BLOCKS = (
-    20_000  # of memory, up to 512 bytes each, that it may hold more while a million prompts are read
-)
+KEPT_BYTES = 500_000  # allowed growth of Python's memory from the first to the last quarter of a soak
+READ_BLOCKS = 20_000  # allowed growth, in blocks of up to 512 bytes, while a million prompts are read
 BAD_PROMPTS: list[Any] = [[], None, "", "a\ud800", [VOCAB], [5, "x"], {"text": "x"}, [5] * 60]
 TEXTS = ["Hello the world", "the wörld", "日本語 🌍", "I say: the"]
 
@@ -40,7 +38,7 @@ def broken(output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
 
 
 def random_params(rng: random.Random) -> SamplingParams:
-    """Any of the parameters together, with which a row may be answered."""
+    """A random combination of parameters that a request may have."""
 
     def some(chance: float, **values: Any) -> dict[str, Any]:
         return values if rng.random() < chance else {}
@@ -78,7 +76,7 @@ def rows(rng: random.Random, count: int) -> Iterator[tuple[Any, SamplingParams]]
 
 
 def check_output(output: RequestOutput, params: SamplingParams) -> str:
-    """Return how its first completion ended."""
+    """Check an output; return how its first completion ended."""
     first = output.outputs[0]
     if output.error is not None:
         assert first.finish_reason == "error" or any(c.finish_reason == "error" for c in output.outputs)
@@ -95,7 +93,7 @@ def check_output(output: RequestOutput, params: SamplingParams) -> str:
 
 
 def soak(llm: LLM, rng: random.Random, count: int) -> Counter[str]:
-    """Stream so many requests, aborting some; return how they ended."""
+    """Stream this many requests and abort some; return how they ended."""
     source, given, started = rows(rng, count), {}, llm._requests.next_id
     ends: Counter[str] = Counter()
 
@@ -111,7 +109,8 @@ def soak(llm: LLM, rng: random.Random, count: int) -> Counter[str]:
             index += 1
 
     for output in llm.stream(prompts(), parameters(), on_error="return"):
-        ends[check_output(output, given.pop(output.index))] += 1  # KeyError: given twice
+        # KeyError: a second output for the same index.
+        ends[check_output(output, given.pop(output.index))] += 1
         if rng.random() < 0.1:
             llm.abort(started + output.index + rng.randint(1, 20))
     assert not given and sum(ends.values()) == count
@@ -120,11 +119,11 @@ def soak(llm: LLM, rng: random.Random, count: int) -> Counter[str]:
 
 @pytest.mark.parametrize("run_ahead", [True, False], ids=["ahead", "in_step"])
 def test_soak(tmp_path: Path, run_ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few blocks, so that sequences are preempted, and prompts in chunks."""
+    """Few blocks and chunked prefill, so that sequences are preempted."""
     model, rng, parts = model_for(TOKENIZER, tmp_path), random.Random(6), 4
     options = {"num_kvcache_blocks": 14, "max_num_seqs": 16, "max_num_batched_tokens": 50}
     ends: Counter[str] = Counter()
-    monkeypatch.setattr(reader, "READ_SECONDS", 60.0)  # prompts are always there, however busy the machine is
+    monkeypatch.setattr(reader, "READ_SECONDS", 60.0)  # prompts are always ready, however busy the machine is
     num_preempted = 0
     with CheckedLLM(
         model, device="cpu", kvcache_block_size=BLOCK, max_model_len=56, async_scheduling=run_ahead, **options
@@ -149,7 +148,7 @@ def test_soak(tmp_path: Path, run_ahead: bool, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_million_prompts_are_read_in_bounded_memory() -> None:
-    """Who reads them lets go of them; then what Python holds does not grow with what has been read."""
+    """The reader keeps no prompt that it returned."""
     count, most = 1_000_000, 512
     prompts = reader.PromptReader(
         ([5, index % 90, 7] for index in range(count)), SamplingParams(max_tokens=1)

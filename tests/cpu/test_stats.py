@@ -1,4 +1,4 @@
-"""`on_step`, which is told of every finished step, and `stats()`, the totals of an engine's life."""
+"""`on_step`, which receives every finished step, and `stats()`, the totals since the engine's start."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_seconds_are_those_of_the_calls(model: Path, run_ahead: bool) -> None:
     steps: list[StepStats] = []
     with make_tiny(model, async_scheduling=run_ahead) as llm:
         llm.on_step = steps.append
-        for _ in range(2):  # the time between the two belongs to no step
+        for _ in range(2):  # time between calls belongs to no step
             steps.clear()
             start = time.perf_counter()
             llm.add_request([7] * 30, params(4))
@@ -53,7 +53,7 @@ def test_seconds_are_those_of_the_calls(model: Path, run_ahead: bool) -> None:
             time.sleep(0.1)
 
 
-def test_what_waits_and_what_is_held(model: Path) -> None:
+def test_waiting_requests_and_kv_cache_usage(model: Path) -> None:
     steps: list[StepStats] = []
     with make_tiny(model, async_scheduling=False, num_kvcache_blocks=16, max_num_seqs=2) as llm:
         llm.on_step = steps.append
@@ -61,7 +61,7 @@ def test_what_waits_and_what_is_held(model: Path) -> None:
     assert [step.kind for step in steps] == [PREFILL, DECODE, PREFILL, DECODE, DECODE]
     assert [step.num_waiting for step in steps] == [1, 1, 0, 0, 0]
     assert [step.num_running for step in steps] == [2, 1, 2, 2, 0]
-    # Of the three blocks of the first two prompts, two are shared.
+    # The first two prompts have three blocks each and share two.
     assert [step.kv_cache_usage for step in steps] == [4 / 16, 3 / 16, 5 / 16, 5 / 16, 0]
 
 
@@ -127,7 +127,7 @@ def test_preemptions_are_counted(model: Path) -> None:
         assert sum(point.num_preemptions for point in found.timeline()) == preempted
 
 
-def test_any_one_may_ask_at_any_time(model: Path) -> None:
+def test_stats_from_any_thread(model: Path) -> None:
     asked: list[EngineStats] = []
     with make_tiny(model) as llm:
         llm.on_step = lambda step: asked.append(llm.stats())

@@ -1,4 +1,4 @@
-"""Stop strings: found wherever the tokens split them, and nothing behind them is left."""
+"""Stop strings: found however tokens split them, with nothing after them."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ from nanovllm.text.stop_strings import StopStrings
 
 
 def first_match(texts: list[str], stops: list[str]) -> tuple[int, str, int] | None:
-    """By the definition: after how many tokens the text holds a stop string, which one, and its position.
+    """By definition: the number of tokens after which the text contains a stop string, the string, and its
+    position.
 
-    texts: of the first 1, 2, ... tokens.
+    texts: the texts of the first 1, 2, ... tokens.
     """
     for count, text in enumerate(texts, 1):
         ends = [(text.find(stop) + len(stop), index) for index, stop in enumerate(stops) if stop in text]
@@ -43,7 +44,7 @@ def search(detokenizer: Detokenizer, prompt: list[int], output: list[int], stops
 
 
 def check(detokenizer: Detokenizer, prompt: list[int], output: list[int], stops: list[str]) -> bool:
-    """Compare with the definition; return whether one was found."""
+    """Compare with the definition; return whether a stop string was found."""
     texts = [detokenizer.text(prompt, output[:end]) for end in range(1, len(output) + 1)]
     expected, found = first_match(texts, stops), search(detokenizer, prompt, output, stops)
     if expected is None:
@@ -63,7 +64,7 @@ def check(detokenizer: Detokenizer, prompt: list[int], output: list[int], stops:
 @example(letters=["日", "本", "語", "日", "本"], data=None)
 @example(letters=["e", "\u0301", "👨‍👩‍👧", "\ufffd", "🌍", " the"], data=None)
 def test_every_part_of_a_text_is_found(kind: str, letters: list[str], data: st.DataObject | None) -> None:
-    """However the tokens are dealt to prompt and output, and wherever tokens split the stop string."""
+    """For every split into prompt and output, and of the stop string into tokens."""
     ids = encode(kind, "x" + "".join(letters))
     detokenizer = Detokenizer(TOKENIZERS[kind])
     for start in range(1, len(ids)):
@@ -94,7 +95,9 @@ def test_a_stream_gives_the_text_in_parts(kind: str, skip: bool, letters: list[s
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_random_tokens(kind: str) -> None:
-    """Bytes that are no characters, too; only such runs of byte fallback are written otherwise in parts."""
+    """Also with bytes that form no character; only invalid byte fallback sequences decode differently in
+    parts.
+    """
     rng, detokenizer = random.Random(5), Detokenizer(TOKENIZERS[kind])
     names = TOKENIZERS[kind].convert_ids_to_tokens(range(len(TOKENIZERS[kind])))
     pool = [id_ for id_, name in enumerate(names) if kind == "byte_level" or not name.startswith("<0x")]
@@ -111,7 +114,7 @@ def test_random_tokens(kind: str) -> None:
     assert num_found > 250
 
 
-def test_which_of_several_counts() -> None:
+def test_which_of_several_stop_strings_counts() -> None:
     detokenizer = Detokenizer(TOKENIZERS["byte_level"])
     prompt, output = encode("byte_level", "x"), encode("byte_level", "abcd")
     for stops, found in [
@@ -126,7 +129,7 @@ def test_which_of_several_counts() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_min_tokens(kind: str) -> None:
-    """A stop string counts from the first one on that a token behind the first few completes."""
+    """A stop string counts if a token after the first `min_tokens` completes it."""
     detokenizer, prompt = Detokenizer(TOKENIZERS[kind]), encode(kind, "x")
     output = encode(kind, "ab abcab the abc")
     texts = [detokenizer.text(prompt, output[:end]) for end in range(len(output) + 1)]
@@ -188,7 +191,7 @@ def test_tokens_behind_the_match_in_one_step_are_dropped() -> None:
 
 
 def expected(llm: LLM, prompt: list[int], full: CompletionOutput, stops: list[str]) -> tuple[object, ...]:
-    """What a completion without stop strings becomes with them: text, tokens and reasons."""
+    """The text, tokens and reasons of a completion `full` after the stop strings are applied."""
     ids = full.token_ids[:-1] if full.finish_reason == "stop" else full.token_ids
     found = search(Detokenizer(llm.tokenizer), prompt, ids, stops) if stops else None
     if found is None or found.found is None:
@@ -214,7 +217,7 @@ def expected(llm: LLM, prompt: list[int], full: CompletionOutput, stops: list[st
 )
 @pytest.mark.parametrize("kind", KINDS)
 def test_through_the_engine(kind: str, options: dict[str, int], tmp_path: Path) -> None:
-    """Several completions of each, beside others; preempted, and with prompts in chunks."""
+    """Several completions of each request, with other requests, preemption and chunked prefill."""
     rng = random.Random(1)
     path = model_for(TOKENIZERS[kind], tmp_path)
     prompts = [encode(kind, "Hello the world, the world" + "x" * index) for index in range(12)]
@@ -259,7 +262,7 @@ def test_the_text_may_end_with_what_stopped_it(demo: LLM) -> None:
         [output] = demo.generate("Count from 3 to 9:", greedy, use_tqdm=False)
         assert output["text"] == text and output.outputs[0].stop_reason == stop
         assert output["token_ids"] == full["token_ids"][: len(output["token_ids"])]
-    # So with a stop token, if it is not a special one.
+    # The same for a stop token that is not a special token.
     token = full["token_ids"][3]
     end = full["token_ids"].index(token)
     greedy.stop, greedy.stop_token_ids = [], [token]
@@ -268,7 +271,7 @@ def test_the_text_may_end_with_what_stopped_it(demo: LLM) -> None:
         [output] = demo.generate("Count from 3 to 9:", greedy, use_tqdm=False)
         assert output["token_ids"] == full["token_ids"][: end + 1]
         assert output["text"] == demo.tokenizer.decode(full["token_ids"][: end + include])
-    # Its text is not looked at, so the token is the reason.
+    # The text of a stop token is not searched, so the token is the reason.
     greedy.stop_token_ids, greedy.include_stop_str_in_output = full["token_ids"][:1], False
     greedy.stop = demo.tokenizer.decode(greedy.stop_token_ids)
     [output] = demo.generate("Count from 3 to 9:", greedy, use_tqdm=False)
@@ -276,7 +279,7 @@ def test_the_text_may_end_with_what_stopped_it(demo: LLM) -> None:
 
 
 def test_the_last_token_may_complete_it(demo: LLM) -> None:
-    """It then is no end by length."""
+    """Then the reason is the stop string, not the length."""
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
     [full] = demo.generate("Count from 3 to 9:", params, use_tqdm=False)
     last = demo.tokenizer.decode(full["token_ids"][-1:])

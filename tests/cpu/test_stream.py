@@ -1,4 +1,4 @@
-"""Prompts that cannot run, and `stream`: outputs as they finish, prompts read as they are needed."""
+"""Invalid prompts, and `stream`: outputs come as they finish, prompts are read as needed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from nanovllm.text import reader
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 SHORT = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
 GOOD = [[5, 6, 7], [8] * 20, [9]]
-BAD = {  # by a part of the error
+BAD = {  # by a part of the error message
     "is empty; a prompt needs": [],
     "has 64 tokens, and at most 63": [5] * 64,
     "must be a string, a list of token ids": None,
@@ -42,7 +42,7 @@ def llm(model: Path) -> Iterator[CheckedLLM]:
 
 
 def assert_idle(llm: CheckedLLM) -> None:
-    """No request is left, all blocks are free, and the engine answers."""
+    """Check that no request is left, all blocks are free, and the engine answers."""
     assert llm.is_finished() and not llm._requests
     assert llm._scheduler.block_manager.usage == 0
     check_scheduler(llm._scheduler)
@@ -51,7 +51,7 @@ def assert_idle(llm: CheckedLLM) -> None:
 
 
 def mixed() -> list[Any]:
-    """Good and bad prompts in turn."""
+    """Valid and invalid prompts in turn."""
     good = iter(GOOD * 4)
     return [each for bad in BAD.values() for each in (next(good), bad)]
 
@@ -160,7 +160,7 @@ def test_how_far_ahead_prompts_are_read(model: Path, max_num_seqs: int) -> None:
         assert_idle(llm)
 
 
-def test_a_slow_iterable_does_not_hold_back_what_is_there(
+def test_a_slow_iterable_does_not_delay_ready_prompts(
     llm: CheckedLLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reader, "READ_SECONDS", 0.0)
@@ -268,7 +268,7 @@ def test_closing_the_engine_ends_a_stream(model: Path) -> None:
     llm.close()
     with pytest.raises(EngineClosedError):
         list(stream)
-    stream = make_tiny(model).stream([[5]], GREEDY)  # which keeps its engine
+    stream = make_tiny(model).stream([[5]], GREEDY)  # which holds a reference to its engine
     assert len(list(stream)) == 1
 
 
@@ -282,7 +282,7 @@ def test_texts() -> None:
 
 
 def test_many_requests_with_bad_rows_and_aborts(tmp_path: Path) -> None:
-    """Every index comes once, aborted ones too, whatever else is in the batch; and all blocks are free."""
+    """One output for each index, also for aborted requests; at the end all blocks are free."""
     count, rng = 3000, random.Random(7)
     kinds: list[str] = []
 

@@ -23,10 +23,10 @@ from nanovllm.text.processor import Processor
 from nanovllm.text.prompts import parse_prompts, parse_sampling_params
 from nanovllm.text.request import Request
 from nanovllm.text.rows import raise_first
-from nanovllm.text.structured import COPIES, ORIGINALS, REMEMBERED, Constraint, GrammarCompiler
+from nanovllm.text.structured import CACHE_SIZE, COPIES, ORIGINALS, Constraint, GrammarCompiler
 
 TOKENIZER = AutoTokenizer.from_pretrained(demo_model_path())
-V = 540  # more logits than tokens, as models have whose embeddings are padded
+V = 540  # more logits than tokens, like models with padded embeddings
 EOS = 2
 PROCESSOR = Processor(TOKENIZER, V, [EOS])
 
@@ -39,7 +39,7 @@ def requests(params: Sequence[SamplingParams], processor: Processor = PROCESSOR)
 
 
 def draw(made: Sequence[Request], seed: int = 0) -> list[list[int]]:
-    """The tokens of each request when a model draws at random, mostly what ends a text soon."""
+    """Random outputs that follow the rules of each request. Tokens that end a text are likely."""
     rng = np.random.default_rng(seed)
     ends = np.array(TOKENIZER.convert_tokens_to_ids(['"', "}", "]", ",", "]"]))
     logits = np.zeros(V)
@@ -61,7 +61,7 @@ def draw(made: Sequence[Request], seed: int = 0) -> list[list[int]]:
 
 
 def texts(made: Sequence[Request], seed: int = 0) -> list[str | None]:
-    """The texts of a `draw`; None where one was cut."""
+    """The texts of `draw`; None for an output that reached max_tokens."""
     return [
         TOKENIZER.decode(ids[:-1]) if ids[-1] in request.stop_token_ids else None
         for request, ids in zip(made, draw(made, seed), strict=True)
@@ -120,7 +120,9 @@ def test_json_object_and_pydantic_models() -> None:
 
 
 def test_additional_properties() -> None:
-    """A schema's own word on them holds, and names and data that look like schemas are left alone."""
+    """The schema's own `additionalProperties` is kept, and names and data that look like schemas do not
+    change.
+    """
     nested = {"type": "object", "properties": {"properties": {"enum": [1, 2]}, "b": {"type": "null"}}}
     schema = {
         "type": "object",
@@ -137,7 +139,7 @@ def test_additional_properties() -> None:
 
 
 def test_structural_tags() -> None:
-    """Any text may come, but behind a trigger a structure."""
+    """Any text is allowed, but after a trigger it must follow the structure."""
     structures = [
         {"begin": "<f=a>", "schema": {"enum": [1, 20]}, "end": "</f>"},
         {"begin": "<f=b>", "schema": {"type": "boolean"}, "end": "</f>"},
@@ -189,7 +191,7 @@ def test_wrong_constraints_name_the_prompt_and_the_cause(constraint: dict[str, A
 
 
 def test_where_a_text_ends() -> None:
-    """Any token that ends the output may follow a complete text, and one must."""
+    """After a complete text, exactly the tokens that end the output are allowed."""
     [other] = TOKENIZER.encode("x", add_special_tokens=False)
     structured = StructuredOutputsParams(regex="ab?")
     made = requests(
@@ -226,7 +228,7 @@ def test_equal_constraints_are_compiled_once() -> None:
     for _ in range(2):
         for seed in range(30):
             compiler.constraint(StructuredOutputsParams(json=random_schema(seed)))
-    assert compiler.constraint.cache_info()[:4] == (30, 30, REMEMBERED, 30)
+    assert compiler.constraint.cache_info()[:4] == (30, 30, CACHE_SIZE, 30)
 
 
 class Original:
@@ -237,7 +239,7 @@ class Original:
 
 
 def test_few_originals_share_the_copies_in_turn() -> None:
-    """After an error they are made anew, and what replaced the row's own is copied for no other."""
+    """After an error, new originals are made. The matcher that replaces a failed one is never copied."""
     originals = [Original()]
 
     def make() -> Original:
@@ -292,7 +294,7 @@ def test_tokens_that_the_model_has_no_logits_of() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_bad_words_are_not_drawn(kind: str) -> None:
-    """A word has the tokens of its text, alone and, if there is a token for it, with a space before."""
+    """A word stands for the tokens of its text, without and, if such a token exists, with a leading space."""
     tokenizer = TOKENIZERS[kind]
     processor = Processor(tokenizer, len(tokenizer), [])
     [request] = requests([SamplingParams(bad_words=["the", " the", "\n", "日本"])], processor)

@@ -22,7 +22,7 @@ ENGINES: dict[str, dict[str, Any]] = {
     "tight": {"num_kvcache_blocks": 40, "kvcache_block_size": 4, "max_num_batched_tokens": 13},
     "two_ranks": {"tensor_parallel_size": 2},
 }
-# What each kind of request asks for, and what its text then matches.
+# Constraints, each with a pattern that the text must match.
 KINDS: list[tuple[dict[str, Any], str]] = [
     ({}, "(?s).*"),
     ({"structured_outputs": StructuredOutputsParams(regex="[a-c]{3,6}-[0-9]{2}")}, "[a-c]{3,6}-[0-9]{2}"),
@@ -50,7 +50,7 @@ def requests() -> tuple[list[str], list[SamplingParams]]:
 
 @pytest.fixture(scope="module")
 def alone() -> list[list[int]]:
-    """The tokens of each request on its own."""
+    """The tokens of each request when it runs alone."""
     with make() as llm:
         return [
             llm.generate(*each, use_tqdm=False)[0].outputs[0].token_ids
@@ -60,7 +60,7 @@ def alone() -> list[list[int]]:
 
 @pytest.mark.parametrize("name", ENGINES)
 def test_a_mixed_batch_is_its_rows_alone(name: str, alone: list[list[int]]) -> None:
-    """Rows without rules, too; with preemption, chunks and several ranks."""
+    """Also for rows without rules; with preemption, chunked prefill and several ranks."""
     prompts, params = requests()
     with make(**ENGINES[name]) as llm:
         free = llm.num_free_blocks
@@ -89,7 +89,7 @@ def llm() -> Iterator[CheckedLLM]:
 
 
 def test_a_thousand_schemas(llm: LLM) -> None:
-    """Every answer that is not cut is valid."""
+    """Every output is valid unless it reached max_tokens."""
     schemas = [random_schema(seed) for seed in range(1000)]
     params = [
         SamplingParams(
@@ -125,7 +125,9 @@ def test_samples_of_one_request(llm: LLM) -> None:
 
 
 def test_a_stream_of_constraints_and_bad_rows(llm: LLM) -> None:
-    """Constraints are compiled as they are read; a request whose rules leave no token ends alone."""
+    """Constraints are compiled as prompts are read; only the request whose rules leave no token ends with an
+    error.
+    """
 
     def params() -> Iterator[SamplingParams]:
         for index in range(200):

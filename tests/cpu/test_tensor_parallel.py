@@ -1,4 +1,4 @@
-"""A model split over processes gives the tokens of one rank, and faults end cleanly (tools/soak_tp.py)."""
+"""A model on several ranks gives the tokens of one rank, and any fault ends cleanly (tools/soak_tp.py)."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 
 @pytest.fixture(autouse=True)
 def nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Without the garbage collector, which may or may not run in time."""
+    """Does not rely on the garbage collector."""
     segments = []
 
     class Recorded(SharedMemory):
@@ -97,7 +97,7 @@ def tokens(llm: LLM, prompts: list, params: object = GREEDY) -> list[list[int]]:
 def test_every_schedule_gives_transformers_tokens(
     model: Path, prompts: list, expected: list, size: int, options: dict
 ) -> None:
-    """Twice, so that the second pass hits the prefix cache where there is one."""
+    """Two passes: the second one hits the prefix cache, where there is one."""
     with make(model, size, **options) as llm:
         assert len(llm._workers.watch.processes) == size - 1
         for _ in range(2):
@@ -105,7 +105,9 @@ def test_every_schedule_gives_transformers_tokens(
 
 
 def test_a_large_step_is_computed_in_halves(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """More tokens than OVERLAP_TOKENS in a step; some prompts begin alike, and one is cut in the middle."""
+    """A step has more tokens than OVERLAP_TOKENS. Some prompts share a prefix, and one prompt is cut in the
+    middle.
+    """
     rng = random.Random(7)
     start = [rng.randrange(2, VOCAB_SIZE) for _ in range(2 * BLOCK)]
     prompts = [[rng.randrange(2, VOCAB_SIZE) for _ in range(rng.randrange(40, 50))] for _ in range(50)]
@@ -288,7 +290,7 @@ def test_a_rank_with_less_memory_is_named_before_loading(
     check_weights_fit(3 * GIB, [(6 * GIB, 8 * GIB)] * 2, config, Device("cpu"))
     with pytest.raises(
         KVCacheMemoryError, match=r"need 4.00 GiB on rank 0 \(cpu\), and 3.00 GiB"
-    ):  # one memory for both ranks
+    ):  # both ranks share one memory
         check_weights_fit(4 * GIB, [(6 * GIB, 8 * GIB)] * 2, config, Device("cpu"))
     monkeypatch.undo()
     monkeypatch.setattr(startup, "weight_bytes", lambda *args: 2**50)
@@ -322,7 +324,7 @@ def test_the_fewest_blocks_of_all_ranks_count(model: Path) -> None:
         ("cuda:0", 4, {}, None),
     ],
 )
-def test_a_large_kv_cache_in_a_computers_own_memory_is_named(
+def test_a_large_kv_cache_on_a_cpu_gives_a_warning(
     device: str, budget: int, options: dict, said: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     space = KVCacheSpace(device, free=2**34, total=2**34, budget=budget * 2**30, reserve=0, per_block=2**20)
@@ -330,34 +332,34 @@ def test_a_large_kv_cache_in_a_computers_own_memory_is_named(
     shown = [record for record in caplog.records if record.levelno >= logging.lastResort.level]
     assert len(shown) == (said is not None)
     assert said is None or said in shown[0].getMessage()
-    if said is not None:  # by rank 0, for all of them
+    if said is not None:  # once, by rank 0
         fit_kv_cache([space, space], Config("m"), 16, 10**6)
         assert "4.00 GiB on each rank during use" in caplog.records[-1].getMessage()
 
 
-# -- faults: tools/soak_tp.py makes each of them many more times -------------------------------------------
+# -- faults: tools/soak_tp.py repeats each of them ---------------------------------------------------------
 
 
 @pytest.mark.parametrize("fault", [fault for fault in soak_tp.FAULTS if fault != "ctrl_c_in_generate"])
 def test_fault(fault: str) -> None:
-    """That each ends as it should, however slow the machine is; how soon, the soak reports."""
+    """Each fault ends correctly, however slow the machine is; the soak reports how fast."""
     soak_tp.FAULTS[fault](random.Random(7), "cpu")
 
 
 class LonelySetup(CheckedSetup):
-    """Rank 1 never meets rank 0, whose user presses Ctrl-C."""
+    """Rank 1 never joins the group, and the user of rank 0 presses Ctrl-C."""
 
-    def meet(self, *args: Any) -> TPGroup:
+    def join_group(self, *args: Any) -> TPGroup:
         if self.rank == 1:
             time.sleep(3600)
         threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
-        return super().meet(*args)
+        return super().join_group(*args)
 
 
 def test_a_start_that_is_interrupted_stops_waiting_for_ranks(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its ports are free again, which `nothing_is_left` sees, though the wait alone would have no end."""
+    """The fixture `nothing_is_left` checks that its ports are free."""
     monkeypatch.setattr(rendezvous, "CONNECT_TIMEOUT", timedelta(days=1))
     monkeypatch.setattr(startup, "RankSetup", LonelySetup)
     with pytest.raises(KeyboardInterrupt):
@@ -365,7 +367,7 @@ def test_a_start_that_is_interrupted_stops_waiting_for_ranks(
 
 
 class BrokenSetup(CheckedSetup):
-    """Rank 1 raises at the call that the caller names in the environment."""
+    """Rank 1 raises at the call named in the environment."""
 
     def load(self, *args: object) -> ModelRunner:
         runner = super().load(*args)
@@ -389,7 +391,7 @@ def test_a_worker_that_raises_at_any_call_of_the_start(
 
 def test_an_error_of_rank_0_ends_the_engine_and_is_not_blamed_on_a_worker(model: Path) -> None:
     with make(model) as llm:
-        llm._runner.ending.draw = None  # not callable: rank 0 fails when the workers have already gone on
+        llm._runner.ending.draw = None  # not callable: rank 0 fails after the workers continued
         with pytest.raises(TypeError, match="not callable"):
             llm.generate([[5, 6]], GREEDY, use_tqdm=False)
         with pytest.raises(EngineClosedError):

@@ -1,4 +1,4 @@
-"""Texts of outputs: prompt and text together are what was written, whatever the tokenizer."""
+"""The texts of outputs: prompt and output together decode to the original text, with any tokenizer."""
 
 from __future__ import annotations
 
@@ -30,8 +30,9 @@ BYTE_OF = {letter: byte for byte, letter in bytes_to_unicode().items()}
 
 
 def make_tokenizer(kind: str) -> PreTrainedTokenizerFast:
-    """Byte-level BPE as GPT-2's and Qwen's; or BPE with byte fallback as sentencepiece's, whose decoder is
-    Metaspace or the steps of Llama's."""
+    """Byte-level BPE like GPT-2 and Qwen, or BPE with byte fallback like sentencepiece, with the Metaspace
+    decoder or Llama's sequence of decoders.
+    """
     if kind == "byte_level":
         tok = Tokenizer(models.BPE())
         tok.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -80,7 +81,7 @@ def model_for(tokenizer: PreTrainedTokenizerFast, folder: Path) -> Path:
 
 
 def written(kind: str, ids: list[int]) -> str:
-    """The whole characters that `ids` stand for, from the bytes of each token alone."""
+    """The complete characters of `ids`, computed from the bytes of each token."""
     tokenizer, data = TOKENIZERS[kind], b""
     for token in tokenizer.convert_ids_to_tokens(ids):
         if token in SPECIAL:
@@ -105,7 +106,7 @@ LETTERS = st.sampled_from([*"Hello the world: I say. é日本🌍👨‍👩‍�
 @example(letters=["Hello", "<|turn|>", "<|turn|>", "<|turn|>", "<|turn|>", "<|turn|>", "<|turn|>", " the"])
 @example(letters=["x", "\ufffd"])
 def test_prompt_and_text_are_what_was_written(kind: str, letters: list[str]) -> None:
-    """However the tokens are dealt to prompt and output, and wherever the output is cut."""
+    """For every split into prompt and output, and every end of the output."""
     ids = TOKENIZERS[kind]("x" + "".join(letters), add_special_tokens=False)["input_ids"]
     detokenizer = Detokenizer(TOKENIZERS[kind])
     for start in range(1, len(ids)):
@@ -139,14 +140,14 @@ def test_some_texts(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_bytes_that_are_no_character_stay(kind: str) -> None:
-    """They are what the model wrote, and nothing that could follow makes a character of them."""
+    """The model wrote these bytes, and no later byte can complete a character."""
     tokenizer = TOKENIZERS[kind]
     names = {"byte_level": [letter for letter, byte in BYTE_OF.items() if byte == 0x80]}.get(kind, ["<0x80>"])
     broken = tokenizer.convert_tokens_to_ids(names)
     assert Detokenizer(tokenizer).text(encode(kind, "Hello"), broken) == "\ufffd"
 
 
-def test_a_slow_tokenizer_writes_in_its_own_way() -> None:
+def test_a_slow_tokenizer_decodes_by_its_own_method() -> None:
     class Shouting(PreTrainedTokenizerFast):
         def decode(self, *args: object, **options: object) -> str:
             return super().decode(*args, **options).upper()
@@ -192,7 +193,7 @@ def test_through_the_engine(kind: str, tmp_path: Path) -> None:
 
 @contextmanager
 def writing(llm: CheckedLLM, token_ids: Iterator[int]) -> Iterator[None]:
-    """Let the model write `token_ids`, one a step."""
+    """Make the model write `token_ids`, one in each step."""
     compute = llm._runner.model.compute_logits
 
     def forced(hidden: torch.Tensor) -> torch.Tensor:
@@ -206,7 +207,7 @@ def writing(llm: CheckedLLM, token_ids: Iterator[int]) -> Iterator[None]:
 
 
 def reason(llm: CheckedLLM, token: int, **options: object) -> tuple[str, int | None]:
-    """How a request ends, and why, when the model writes nothing but `token`."""
+    """Finish reason and stop reason if the model writes only `token`."""
     params = SamplingParams(temperature=0, max_tokens=3, **options)
     with writing(llm, repeat(token)):
         (output,) = llm.generate([5, 6], params, use_tqdm=False)
@@ -215,7 +216,7 @@ def reason(llm: CheckedLLM, token: int, **options: object) -> tuple[str, int | N
 
 
 def test_stop_reason_is_none_for_the_models_own_end(tmp_path: Path) -> None:
-    """As in vLLM: the tokenizer's EOS gives None; further ones, and stop_token_ids, give their ids."""
+    """As in vLLM: None for the tokenizer's EOS token, the id for other EOS tokens and stop_token_ids."""
     tokenizer = TOKENIZERS["byte_level"]
     bos, eos, turn = tokenizer.convert_tokens_to_ids(SPECIAL)
     path = model_for(tokenizer, tmp_path)
@@ -235,7 +236,7 @@ def test_stop_reason_is_none_for_the_models_own_end(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_special_tokens_are_kept_or_left_out(kind: str, tmp_path: Path) -> None:
-    """As each request asks, in one batch; the token that ended the output is left out in either case."""
+    """As each request says, in one batch. The token that ends the output is left out in both cases."""
     tokenizer = TOKENIZERS[kind]
     path = model_for(tokenizer, tmp_path)
     prompt, turn = encode(kind, "Hello<|turn|>"), tokenizer.convert_tokens_to_ids("<|turn|>")
@@ -253,7 +254,7 @@ def test_special_tokens_are_kept_or_left_out(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_last_token_of_a_character_has_its_text(kind: str, tmp_path: Path) -> None:
-    """As in vLLM. Put together, the texts of the tokens are the text."""
+    """As in vLLM. The joined texts of the tokens are the text."""
     tokenizer, text = TOKENIZERS[kind], "字 the wörld: 🌍🦀, the日"
     ids = encode(kind, text)
     params = SamplingParams(temperature=3.0, seed=1, max_tokens=40, logprobs=3, prompt_logprobs=0, n=2)

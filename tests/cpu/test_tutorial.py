@@ -1,4 +1,4 @@
-"""The tutorial runs from its first cell to its last, and says what it shows."""
+"""The tutorial runs completely, and its cells print what its text says."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SECONDS = 300  # for one cell
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the notebook runs."""
+    """The folder in which the notebook runs."""
     return tmp_path_factory.mktemp("tutorial")
 
 
@@ -36,7 +36,7 @@ def ran(folder: Path) -> list[Any]:
 
 
 def printed(ran: list[Any], code: str) -> str:
-    """What the cell that holds `code` prints or shows as text."""
+    """The text output of the cell that contains `code`."""
     [cell] = [cell for cell in ran if code in cell.source]
     texts = [each.text for each in cell.outputs if each.get("name") == "stdout"]
     texts += [each.data["text/plain"] for each in cell.outputs if each.output_type == "execute_result"]
@@ -67,7 +67,7 @@ def test_it_ends_with_a_chart_and_a_report(ran: list[Any], folder: Path) -> None
     assert len(page.findall(".//table[@class='errors']//tr")) == 2
 
 
-def test_it_is_kept_without_outputs() -> None:
+def test_the_notebook_is_stored_without_outputs() -> None:
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     for cell in notebook.cells:
         if cell.cell_type == "code":

@@ -1,5 +1,4 @@
-"""update_weights gives the bits of a fresh load of a checkpoint with these tensors; what it refuses changes
-nothing."""
+"""update_weights gives the same bits as a fresh load of the new tensors; a refused update changes nothing."""
 
 from __future__ import annotations
 
@@ -43,7 +42,7 @@ def tensors_of(folder: Path) -> Tensors:
 
 
 def fresh(folder: Path, tensors: Tensors, ranks: int = 1, fuse: bool = False) -> list[Digest]:
-    """The weights of every rank after a fresh load of the checkpoint in `folder` with these tensors."""
+    """The weights of every rank after a fresh load of the checkpoint in `folder` with `tensors`."""
     save_file(tensors, folder / "model.safetensors")
     digests = []
     for rank in range(ranks):
@@ -60,7 +59,7 @@ def answers(llm: DigestLLM) -> tuple[torch.Tensor, list[list[int]]]:
 
 
 def fused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Norms are multiplied into products, as on one GPU in bfloat16."""
+    """Fold norms into products, as on one GPU in bfloat16."""
     monkeypatch.setattr(
         model_runner,
         "WeightOptions",
@@ -74,7 +73,7 @@ def fused(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family(tmp_path: Path, family: str, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In every form in which tensors may come, and in dtypes that are converted."""
+    """Tensors in every accepted form, and in dtypes that need conversion."""
     tied = family in ("qwen3", "llama")
     first, second = checkpoints(tmp_path, family, tie_word_embeddings=tied)
     old, new = tensors_of(first), tensors_of(second)
@@ -83,7 +82,7 @@ def test_every_family(tmp_path: Path, family: str, ranks: int, monkeypatch: pyte
     wanted["low"] = fresh(second, low, ranks)
     with make_digest(second) as llm:
         expected = answers(llm)
-    monkeypatch.setattr(residency, "BUFFER_BYTES", 5000)  # several at once, and some that are larger
+    monkeypatch.setattr(residency, "BUFFER_BYTES", 5000)  # several in one buffer, and some that exceed it
     with make_digest(first, tensor_parallel_size=ranks) as llm:
         before = answers(llm)
         ways = (
@@ -110,7 +109,7 @@ def test_every_family(tmp_path: Path, family: str, ranks: int, monkeypatch: pyte
 def test_any_of_the_tensors_any_number_of_times(
     tmp_path: Path, fuse: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Folded norms included. What an earlier update brought, and a norm alone would change, is refused."""
+    """Including folded norms. An update is refused if its norm would change products of an earlier update."""
     first, second = checkpoints(tmp_path, "qwen3")
     sources = [tensors_of(first), tensors_of(second)]
     rng = random.Random(11)
@@ -176,7 +175,7 @@ def test_a_norm_alone_takes_its_products_from_the_checkpoint(
 
 @pytest.mark.parametrize("blocks", [2, 100])
 def test_scales_of_an_fp8_cache_are_a_fresh_loads(tmp_path: Path, blocks: int) -> None:
-    """With a KV cache that is large enough for the calibration, one that is not, and one that sleeps."""
+    """With a KV cache that fits the calibration, one that does not, and one that sleeps."""
     first, second = checkpoints(tmp_path, "qwen3")
     options = {"kv_cache_dtype": "fp8", "num_kvcache_blocks": blocks, "max_model_len": BLOCK * 5}
     options["max_model_len"] = min(BLOCK * 5, BLOCK * blocks)
@@ -213,7 +212,7 @@ def test_weights_stay_where_cuda_graphs_look_for_them(tmp_path: Path) -> None:
 
 
 class Sharded(torch.Tensor):
-    """As a DTensor: only a part of it is here."""
+    """Like a DTensor: only a part of the tensor is here."""
 
     def full_tensor(self) -> torch.Tensor:
         return torch.ones(32)
@@ -221,7 +220,7 @@ class Sharded(torch.Tensor):
 
 @pytest.fixture(scope="module", params=[1, 2])
 def llm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DigestLLM]:
-    """Of a model whose head is its embedding."""
+    """An LLM of a model with a tied head."""
     folder = write_tiny_model(tmp_path_factory.mktemp("model"), tie_word_embeddings=True)
     with make_digest(folder, tensor_parallel_size=request.param) as llm:
         yield llm
@@ -288,7 +287,7 @@ def test_a_bad_tensor_changes_nothing(llm: DigestLLM, name: str) -> None:
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-def test_of_an_iterable_what_came_before_an_error_is_loaded(
+def test_tensors_before_an_error_of_the_iterable_are_loaded(
     llm: DigestLLM, error: type[BaseException]
 ) -> None:
     random_values = torch.Generator().manual_seed(len(error.__name__))
@@ -312,7 +311,7 @@ def test_of_an_iterable_what_came_before_an_error_is_loaded(
 def test_a_folded_norm_is_loaded_with_its_products_or_not_at_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A stream that breaks between them leaves products that belong to the old norm."""
+    """If the iterable fails after the products, they stay folded with the old norm."""
     first, second = checkpoints(tmp_path, "llama")
     old, new = tensors_of(first), tensors_of(second)
     fused(monkeypatch)
@@ -320,7 +319,7 @@ def test_a_folded_norm_is_loaded_with_its_products_or_not_at_all(
     def broken() -> Iterator[tuple[str, torch.Tensor]]:
         buffer = new[NORM].clone()
         yield NORM, buffer
-        buffer.fill_(torch.nan)  # a caller's buffer may be used again
+        buffer.fill_(torch.nan)  # a caller may reuse its buffer
         yield from ((name, new[name]) for name in PRODUCTS)
         raise OSError("the trainer is gone")
 
@@ -332,17 +331,18 @@ def test_a_folded_norm_is_loaded_with_its_products_or_not_at_all(
         )
 
 
-def test_head_and_embedding_may_both_come(llm: DigestLLM) -> None:
+def test_head_and_embedding_may_both_be_updated(llm: DigestLLM) -> None:
     """As in `state_dict`, in either order."""
     both = torch.randn(97, 32)
     for names in ((EMBEDDING, HEAD), (HEAD, EMBEDDING)):
         llm.update_weights((name, both.clone()) for name in names)
         assert torch.equal(llm._runner.model.lm_head.weight[:48], both[:48])
         both = both + 1
-    llm.update_weights({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(3)})  # not used by a load
+    # A checkpoint load ignores it too.
+    llm.update_weights({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(3)})
 
 
-def test_sleeping_weights_take_no_update(llm: DigestLLM) -> None:
+def test_an_update_is_refused_while_weights_sleep(llm: DigestLLM) -> None:
     for level in (1, 2):
         llm.sleep(level)
         llm.wake_up(["kv_cache"])

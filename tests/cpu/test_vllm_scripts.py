@@ -1,4 +1,4 @@
-"""Scripts as users of vLLM write them run when `vllm` in their imports becomes `nanovllm`."""
+"""Scripts for vLLM run when `vllm` in their imports becomes `nanovllm`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 import nanovllm
 
-# As vLLM's, a model's name is all that differs from script to script.
+# Only the name of the model differs from vLLM's own examples.
 MODEL = nanovllm.demo_model_path()
 
 SCRIPTS = {

@@ -1,4 +1,4 @@
-"""The workloads of bench.py: exact totals, what is shared, and rows of a file."""
+"""The workloads of bench.py: totals, shared prefixes, and rows of a file."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_the_prefixes_are_shared_in_random_order() -> None:
         ("samples", 1024, (300, 900), (100, 600)),
     ],
 )
-def test_drawn_workloads_are_of_their_sizes_and_the_same_each_time(
+def test_random_workloads_have_their_sizes_and_are_deterministic(
     name: str, size: int, ids_in: tuple[int, int], tokens_out: tuple[int, int]
 ) -> None:
     default, draw = SYNTHETIC[name]
@@ -81,12 +81,12 @@ def test_the_samples_workload_asks_each_prompt_sixteen_times() -> None:
     work = samples(1024)
     assert len(set(map(tuple, work.prompts))) == 64
     assert all(work.prompts[row] == work.prompts[row // 16 * 16] for row in range(1024))
-    assert len(set(work.output_lens[:16])) > 8  # each with a length of its own
+    assert len(set(work.output_lens[:16])) > 8  # each with its own length
     few = samples(20)
     assert few.prompts[:16] == [few.prompts[0]] * 16 and few.prompts[16:] == [few.prompts[16]] * 4
     sharing = work.sharing()
     assert sharing.tokens.tolist() == [len(work.prompts[row]) for row in range(0, 1024, 16)]
-    # Rows 0 and 15 are of one prompt, row 16 of another.
+    # Rows 0 and 15 have the same prompt, row 16 another one.
     assert sharing.saved(np.array([0, 15, 16])) == len(work.prompts[0])
 
 
@@ -97,7 +97,7 @@ def test_the_prefix_workload_shares_its_first_4096_tokens_and_no_more() -> None:
     assert min(own) >= 64 and max(own) <= 256
     assert min(work.output_lens) >= 128 and max(work.output_lens) <= 256
     assert len({tuple(prompt[4096:4100]) for prompt in work.prompts}) == 256
-    assert work.longest > bench.LEAST_MODEL_LEN  # so bench.py must ask vLLM for more
+    assert work.longest > bench.LEAST_MODEL_LEN  # bench.py asks vLLM for a longer one
 
 
 def test_a_shifted_workload_shares_as_much_and_nothing_with_the_one_before() -> None:

@@ -1,4 +1,4 @@
-"""The all-reduce kernel compiled: ranks that share one GPU, on streams of their own, truly wait."""
+"""The compiled all-reduce kernel: ranks on streams of one GPU really wait for each other."""
 
 from __future__ import annotations
 
@@ -20,17 +20,19 @@ from nanovllm.kernels.all_reduce import (
 from nanovllm.kernels.copied_sum import CALLS
 
 pytestmark = pytest.mark.gpu
-MAX_ROWS = 24  # all ranks' programs fit the GPU at once
+MAX_ROWS = 24  # the programs of all ranks fit on the GPU at once
 
 
 def make_group(size: int, n: int) -> tuple[list[Peers], list[torch.Tensor]]:
-    """Each rank's view; and all rooms, which must stay alive."""
+    """The Peers of each rank, and all buffers, which must stay alive."""
 
-    def rooms(*shape: int) -> torch.Tensor:
+    def buffers(*shape: int) -> torch.Tensor:
         return torch.empty(size, TURNS, *shape, MAX_ROWS, (n + 7) // 8 * 8, dtype=torch.int16, device="cuda")
 
-    slots, sums = rooms(size - 1), rooms()
-    addresses = [torch.tensor([room.data_ptr() for room in part], device="cuda") for part in (slots, sums)]
+    slots, sums = buffers(size - 1), buffers()
+    addresses = [
+        torch.tensor([buffer.data_ptr() for buffer in part], device="cuda") for part in (slots, sums)
+    ]
     views = []
     for rank in range(size):
         turns = torch.zeros(MAX_ROWS, dtype=torch.int32, device="cuda")
@@ -39,8 +41,10 @@ def make_group(size: int, n: int) -> tuple[list[Peers], list[torch.Tensor]]:
     return views, [slots, sums]
 
 
-def load_kernels(views: list[Peers], rooms: list[torch.Tensor], x: torch.Tensor) -> None:
-    """Run each rank's kernels once without waiting: loading one can wait for kernels that wait for others."""
+def load_kernels(views: list[Peers], buffers: list[torch.Tensor], x: torch.Tensor) -> None:
+    """Run each rank's kernels once without waiting: loading a kernel may wait for kernels that wait for
+    others.
+    """
     for peers in views:
         peers.aborted.fill_(1)
         for two_shot in (False, True):
@@ -49,8 +53,8 @@ def load_kernels(views: list[Peers], rooms: list[torch.Tensor], x: torch.Tensor)
             all_reduce_add_rms_norm_triton(peers, x, x, x[0], 1e-6, two_shot)
         peers.aborted.zero_()
         peers.turns.zero_()
-    for room in rooms:
-        room.fill_(EMPTY)
+    for buffer in buffers:
+        buffer.fill_(EMPTY)
     torch.cuda.synchronize()
 
 
@@ -58,8 +62,8 @@ def load_kernels(views: list[Peers], rooms: list[torch.Tensor], x: torch.Tensor)
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("n", [1024, 4096, 5120, 1000])
 def test_ranks_on_streams(size: int, n: int, shots: tuple[int, ...]) -> None:
-    views, rooms = make_group(size, n)
-    load_kernels(views, rooms, torch.ones(1, n, dtype=torch.bfloat16, device="cuda"))
+    views, buffers = make_group(size, n)
+    load_kernels(views, buffers, torch.ones(1, n, dtype=torch.bfloat16, device="cuda"))
     streams = [torch.cuda.Stream() for _ in range(size)]
     weight = torch.randn(n, device="cuda").bfloat16()
     for rows in (1, 3, MAX_ROWS, 2, MAX_ROWS):
@@ -82,8 +86,8 @@ def test_ranks_on_streams(size: int, n: int, shots: tuple[int, ...]) -> None:
                         )
                     else:
                         result = (all_reduce_triton(peers, xs[rank], two_shot),)
-                    # A copy by a kernel that does not start early: else those of all steps would, one after
-                    # the other, and leave a GPU that the ranks share no room for what they wait for.
+                    # Copy with a kernel without programmatic dependent launch. Otherwise the kernels of all
+                    # steps would start and fill the GPU, which the ranks share, with waiting programs.
                     results[rank].append(tuple(part.clone() for part in result))
         torch.cuda.synchronize()
         for step, xs in enumerate(steps):
@@ -98,13 +102,13 @@ def test_ranks_on_streams(size: int, n: int, shots: tuple[int, ...]) -> None:
 
 
 def test_an_abort_ends_a_wait() -> None:
-    views, rooms = make_group(2, 1024)
+    views, buffers = make_group(2, 1024)
     x = torch.ones(3, 1024, dtype=torch.bfloat16, device="cuda")
-    load_kernels(views, rooms, x)
+    load_kernels(views, buffers, x)
     stream = torch.cuda.Stream()
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):
-        all_reduce_triton(views[0], x)  # nobody comes
+        all_reduce_triton(views[0], x)  # no other rank comes
     assert not stream.query()
     views[0].aborted.fill_(1)
     stream.synchronize()
@@ -113,10 +117,12 @@ def test_an_abort_ends_a_wait() -> None:
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("n", [1000, 5120])
 def test_copied_rows_on_streams(size: int, n: int) -> None:
-    """Each rank is queued as a whole, so that those before it wait for it; two sums are always under way."""
+    """Each rank is queued as a whole, so earlier ranks wait for later ones. Two sums are in progress at any
+    time.
+    """
     ranks = make_copying_ranks(MAX_ROWS, n, [Device("cuda")] * size, torch.bfloat16)
     weight = torch.randn(n, device="cuda").bfloat16()
-    for rank in ranks:  # loading a kernel can wait for others that wait
+    for rank in ranks:  # loading a kernel may wait for kernels that wait
         rank._aborted.fill_(1)
         x = weight[None].expand(MAX_ROWS, n).contiguous()
         rank.start(x, x, weight, 1e-6, whole=True).finish()
@@ -125,7 +131,7 @@ def test_copied_rows_on_streams(size: int, n: int) -> None:
         rank._aborted.zero_()
         rank._flags[rank._rank].fill_(CALLS - 5)
     streams = [torch.cuda.Stream() for _ in ranks]
-    calls = []  # (a tensor of each rank, residual, whether it is wanted whole)
+    calls = []  # (a tensor of each rank, residual, whole rows or not)
     for rows in (MAX_ROWS, 1, 7, MAX_ROWS, 3, 4, 5, MAX_ROWS, 2, 6):
         xs = [torch.randn(rows, n, device="cuda").bfloat16() for _ in ranks]
         calls.append((xs, torch.randn(rows, n, device="cuda").bfloat16(), rows % 3 == 0))

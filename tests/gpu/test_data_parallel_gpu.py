@@ -1,6 +1,6 @@
-"""Replicas on GPUs of their own: right answers, a replica that is killed, and memory that comes back.
+"""Replicas on separate GPUs: correct answers, a killed replica, and freed memory.
 
-Skipped where there are fewer GPUs than replicas and their ranks need.
+Skipped where there are too few GPUs.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def test_answers_are_likely_and_each_replica_has_its_gpus(model: Path, ranks: in
 
 
 def test_seeded_answers_do_not_depend_on_the_replica() -> None:
-    """With the same bits in any batch, also the same tokens."""
+    """deterministic=True gives the same bits in any batch, so also the same tokens."""
     needs_gpus(2)
     prompts = [f"Add {number} and {3 * number}." for number in range(100)]
     params = SamplingParams(temperature=1.0, max_tokens=30)
@@ -94,8 +94,8 @@ def test_a_killed_replica_is_started_again_and_leaves_no_memory(ranks: int) -> N
 
 
 def kill_once(llm: ReplicatedLLM, pid: int | None) -> None:
-    """Kill the first replica in the midst of its work, unless that has been done."""
+    """Kill the first replica while it works, but only once."""
     member = llm._replicas._members[0]
     if pid is not None and member.is_ready and member.process is not None and member.process.pid == pid:
-        member.is_ready = False  # as good as dead
+        member.is_ready = False  # counts as dead
         os.kill(pid, signal.SIGKILL)

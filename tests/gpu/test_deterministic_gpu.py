@@ -1,4 +1,4 @@
-"""deterministic=True: one prompt's logits and tokens, bit for bit, however the engine comes to them."""
+"""deterministic=True: a prompt's logits and tokens are the same bits for any batch and any schedule."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MANNERS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three layers of Qwen3-0.6B's shape."""
+    """Three layers with the shape of Qwen3-0.6B."""
     folder = write_shape("qwen3-0.6b", tmp_path_factory.mktemp("model"))
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
@@ -47,7 +47,7 @@ def make(model: Path, **options: Any) -> LLM:
 
 
 def answer(llm: LLM, prompt: list[int], others: int) -> tuple[torch.Tensor, list[int]]:
-    """The logits and tokens of `prompt` in the midst of so many others, which end at different times."""
+    """The logits and tokens of `prompt` among this many other requests, which end at different times."""
     index = others // 2
     prompts = [*OTHERS[:index], prompt, *OTHERS[index:others]]
     params = [SamplingParams(max_tokens=1 + 7 * i % 50, ignore_eos=True) for i in range(len(prompts))]
@@ -56,11 +56,11 @@ def answer(llm: LLM, prompt: list[int], others: int) -> tuple[torch.Tensor, list
 
 
 @pytest.mark.parametrize("cache", ["auto", "fp8"])
-def test_a_prompts_logits_are_the_same_bits_in_any_company(model: Path, cache: str) -> None:
+def test_a_prompts_logits_are_the_same_bits_in_any_batch(model: Path, cache: str) -> None:
     needs_kv_cache_dtype(cache)
     with make(model, kv_cache_dtype=cache) as llm:
         logits, tokens = answer(llm, PROMPT, 0)
-        longer = PROMPT + tokens  # the cache must not offer K/V of decode steps for it
+        longer = PROMPT + tokens  # the cache must not offer K/V of decode steps
         longer_logits, longer_tokens = answer(llm, longer, 0)
     assert len(tokens) == SEEDED.max_tokens and logits.isfinite().all()
     for options in MANNERS.values():

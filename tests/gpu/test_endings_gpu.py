@@ -1,4 +1,4 @@
-"""Every way in which a process can end while its engine is open on a GPU, or on two, without a crash."""
+"""A script may end in any way while its engine is open on one or two GPUs, without a crash."""
 
 from __future__ import annotations
 

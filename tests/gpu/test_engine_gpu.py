@@ -1,9 +1,8 @@
-"""The engine on a GPU in bfloat16: every backend, with graphs and without, agrees with transformers within
+"""The engine on a GPU in bfloat16: every backend, with and without graphs, agrees with transformers within
 rounding.
 
-Rounding differs with batch size and kernel, so tokens may differ where two are nearly equally likely. What
-must
-hold: each greedy token, scored by transformers in float32, is almost as likely as the likeliest.
+Rounding depends on batch size and kernel, so tokens may differ where two are nearly equally likely. Each
+greedy token, scored by transformers in float32, must be almost as likely as the likeliest.
 """
 
 from __future__ import annotations
@@ -32,18 +31,19 @@ from nanovllm.runner.staging import StepHandle
 
 pytestmark = pytest.mark.gpu
 
-# Of a log-probability. These models' logits spread over +-10, where bfloat16 has steps of 1/16:
-# transformers' own
-# bfloat16 choices are off by up to 0.2. A token of a wrong context is off by several units.
+# Tolerance of a log-probability. The logits of these models range over +-10, where bfloat16 has steps of
+# 1/16: transformers in bfloat16 itself is off by up to 0.2. A token from a wrong context is off by several
+# units.
 MAX_GAP = 0.5
-MAX_GAP_FP8 = 1.5  # of an FP8 cache, with the same model
-MAX_MISS = 0.05  # of a cumulated probability: bfloat16 on a CPU is off by 0.015, other random numbers by 0.95
+MAX_GAP_FP8 = 1.5  # with an FP8 cache, for the same model
+# Of a cumulative probability: bfloat16 on a CPU is off by 0.015, other random numbers by 0.95.
+MAX_MISS = 0.05
 BACKENDS = ["flash_attn", "triton", "reference"]
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 
 
 def write_peaked_model(folder: Path, vocab_size: int) -> Path:
-    """Random, but with logits as peaked as a trained model's."""
+    """Random weights, but logits as peaked as those of a trained model."""
     return write_tiny_model(
         folder,
         dtype="bfloat16",
@@ -58,7 +58,7 @@ def write_peaked_model(folder: Path, vocab_size: int) -> Path:
 
 
 def mixed_prompts(seed: int, lens: list[int]) -> list[list[int]]:
-    """Prompts of these lengths, and three that share their first 512 tokens or more."""
+    """Prompts of these lengths, and three that share at least their first 512 tokens."""
     rng = random.Random(seed)
     shared = [rng.randrange(2, 1000) for _ in range(600)]
     prompts = [[rng.randrange(2, 1000) for _ in range(n)] for n in lens]
@@ -77,8 +77,7 @@ def prompts() -> list[list[int]]:
 
 @torch.inference_mode()
 def largest_gap(model: Path, prompts: list[list[int]], outputs: list) -> float:
-    """How much less likely than the likeliest token, in log-probability, the worst of all output tokens
-    is."""
+    """The largest difference in log-probability between an output token and the likeliest token."""
     reference = transformers_model(model).cuda()
     worst = 0.0
     for prompt, output in zip(prompts, outputs, strict=True):
@@ -91,9 +90,10 @@ def largest_gap(model: Path, prompts: list[list[int]], outputs: list) -> float:
 
 @torch.inference_mode()
 def largest_miss(model: Path, prompts: list[list[int]], outputs: list, seeds: list[int]) -> float:
-    """How far from the share of its block, or of the block among all, the worst of all tokens was drawn.
+    """How far the random numbers of a token are outside its share of its block, or its block's share: the
+    maximum.
 
-    By the request's random numbers and the reference's probabilities at temperature 1; 0 is inside.
+    From the request's random numbers and the reference's probabilities at temperature 1; 0 means inside.
     """
     reference = transformers_model(model).cuda()
     worst = 0.0
@@ -137,7 +137,7 @@ MATRIX = {
 def test_matrix(model: Path, prompts: list, backend: str, options: dict) -> None:
     few = {"max_num_seqs": 32, "max_model_len": 1024, "kvcache_block_size": 256}
     with CheckedLLM(model, attention_backend=backend, skip_tokenizer_init=True, **few | options) as llm:
-        for _ in range(2):  # the second pass meets a warm prefix cache
+        for _ in range(2):  # the second pass hits the prefix cache
             outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
             assert [len(output["token_ids"]) for output in outputs] == [40] * len(prompts)
             assert largest_gap(model, prompts, outputs) < MAX_GAP
@@ -169,7 +169,7 @@ def decode_batch(num_seqs: int, blocks_each: int, context_lens: np.ndarray) -> B
 
 @pytest.mark.parametrize("backend", BACKENDS, indirect=True)
 def test_a_replayed_graph_writes_only_its_own_slots(model: Path, backend: str) -> None:
-    """Padded rows must write nothing; and wide block tables before narrow ones must leave no trace."""
+    """Padded rows write nothing, and wide block tables before narrow ones have no effect."""
     options = {"max_num_seqs": 130, "max_model_len": 1024, "num_kvcache_blocks": 130 * 4}
     with LLM(
         str(model), attention_backend=backend, skip_tokenizer_init=True, kvcache_block_size=256, **options
@@ -193,15 +193,16 @@ def test_a_replayed_graph_writes_only_its_own_slots(model: Path, backend: str) -
             graphs, runner.graphs = runner.graphs, {}
             runner.ending.last_token_ids.copy_(last)
             context = copy_context()
-            context.run(in_graph.set, bool(graphs))  # with the products that a graph has
+            context.run(in_graph.set, bool(graphs))  # with the matrix products of a graph
             eager_tokens = context.run(runner.run, batch).token_ids[:, 0]
             runner.ending.last_token_ids.copy_(last)
             with torch.inference_mode():
                 inputs = runner.staging.send(prepare_decode(batch, runner.block_size))()
                 scores = runner.model.compute_logits(runner.run_model(inputs)).float().cpu()
             runner.graphs = graphs
-            assert (graph_tokens == eager_tokens).mean() >= 0.95  # random K/V: a near tie may fall either way
-            # Other eager steps have other products, so here more may, but none may be anything else.
+            assert (graph_tokens == eager_tokens).mean() >= 0.95  # random K/V: near ties may differ
+            # Other eager steps use other matrix products, so more rows may have near ties, but no row any
+            # other difference.
             chosen = scores.gather(1, torch.from_numpy(graph_tokens)[:, None])[:, 0]
             assert float((scores.amax(-1) - chosen).max()) < MAX_GAP
 
@@ -209,8 +210,9 @@ def test_a_replayed_graph_writes_only_its_own_slots(model: Path, backend: str) -
 @pytest.mark.parametrize("backend", BACKENDS[:2], indirect=True)
 @pytest.mark.parametrize("seed", range(3))
 def test_a_backend_agrees_with_the_reference_on_logits(model: Path, seed: int, backend: str) -> None:
-    """One ragged prefill and one decode step over the same random cache: hidden states within bfloat16
-    rounding."""
+    """One ragged prefill step and one decode step with the same random cache: hidden states agree within
+    rounding.
+    """
     rng = np.random.default_rng(seed)
     num_seqs = 11
     query_lens = rng.integers(1, 300, num_seqs).astype(np.int32)
@@ -245,7 +247,7 @@ def test_a_backend_agrees_with_the_reference_on_logits(model: Path, seed: int, b
             runner = llm._runner
             torch.manual_seed(seed)
             cells = torch.randn_like(runner.kv_cache)
-            for row, length in enumerate(context_lens):  # what no sequence owns stays NaN
+            for row, length in enumerate(context_lens):  # blocks without an owner stay NaN
                 for index, block in enumerate(tables[row]):
                     owned = min(max(int(length) - 256 * index, 0), 256)
                     runner.kv_cache[:, :, block, :owned] = cells[:, :, block, :owned]
@@ -291,12 +293,13 @@ def test_demo_accuracy_with_an_fp8_cache() -> None:
 
 @pytest.mark.parametrize("deterministic", [True, False])
 @pytest.mark.parametrize("options", [{}, {"enforce_eager": True}, {"kv_cache_dtype": "fp8"}], ids=str)
-def test_shared_beginnings(
+def test_shared_prefixes(
     model: Path, options: dict, deterministic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three groups, and rows that share nothing; sequences end one by one: sizes and groups change.
+    """Three groups that share a prefix, and rows that share nothing. Sequences end one by one, so groups
+    change.
 
-    A deterministic engine gives the same tokens as without sharing, any other one likely ones.
+    A deterministic engine gives the same tokens as without sharing, any other engine likely ones.
     """
     needs_kv_cache_dtype(options.get("kv_cache_dtype", "auto"))
     rng = random.Random(4)
@@ -319,7 +322,7 @@ def test_shared_beginnings(
             deterministic=deterministic,
             **options,
         ) as llm:
-            llm.generate(beginnings, SamplingParams(max_tokens=1), use_tqdm=False)  # into the prefix cache
+            llm.generate(beginnings, SamplingParams(max_tokens=1), use_tqdm=False)  # fills the prefix cache
             outputs = llm.generate(prompts, params, use_tqdm=False)
             results.append([output["token_ids"] for output in outputs])
             shared_graphs = [graphs for (chunk, _), graphs in llm._runner.graphs.items() if chunk]
@@ -346,8 +349,8 @@ def test_close_gives_the_memory_back(model: Path) -> None:
 
     transformers_model.cache_clear()
     idle = used()
-    open_and_close(by_del=False)  # compiles kernels; cuBLAS takes its workspaces, which it keeps
-    # What stays in a fresh process: the code of kernels, cuBLAS's and ours (250 MB), and workspaces (64 MB).
+    open_and_close(by_del=False)  # compiles kernels; cuBLAS allocates workspaces and keeps them
+    # A new process keeps the code of kernels, cuBLAS's and ours (250 MB), and workspaces (64 MB).
     assert used() < idle + 512 * 2**20
     assert torch.cuda.memory_allocated() <= 128 * 2**20
     idle, allocated = used(), torch.cuda.memory_allocated()
@@ -371,7 +374,7 @@ def test_two_engines_at_once(model: Path, prompts: list) -> None:
 
 @pytest.mark.parametrize("enforce_eager", [False, True])
 def test_a_failed_row_on_the_device_ends_alone(model: Path, enforce_eager: bool) -> None:
-    """NaN in a sequence's own keys and values, from its fourth step on."""
+    """The K/V of one sequence are NaN from its fourth step on."""
     options = {"skip_tokenizer_init": True, "max_num_seqs": 16, "max_model_len": 512}
     with LLM(str(model), enforce_eager=enforce_eager, **options) as llm:
         runner, steps = llm._runner, iter(range(10**6))
@@ -388,5 +391,5 @@ def test_a_failed_row_on_the_device_ends_alone(model: Path, enforce_eager: bool)
         assert [output["finish_reason"] for output in outputs] == ["length", "error", "length"]
         assert [len(output["token_ids"]) for output in outputs] == [40, 3, 40]
         runner.launch = launch
-        outputs = llm.generate([[5], [6], [7]], GREEDY, use_tqdm=False)  # in blocks that hold NaN
+        outputs = llm.generate([[5], [6], [7]], GREEDY, use_tqdm=False)  # in the blocks that hold NaN
         assert [len(output["token_ids"]) for output in outputs] == [40, 40, 40]

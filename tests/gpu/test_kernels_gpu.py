@@ -1,4 +1,4 @@
-"""The compiled Triton kernels on a CUDA device: the CPU tests' checkers, a CUDA graph, a huge cache."""
+"""The compiled Triton kernels on a CUDA device: the checks of the CPU tests, a CUDA graph, a huge cache."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SHAPES = [
     Heads(32, 8, 128, 16, F16),
     Heads(64, 8, 64, 32, BF16),
     Heads(14, 2, 64, 16, F32),
-    Heads(20, 1, 80, 48, BF16),  # more query heads for a KV head than one tile holds
+    Heads(20, 1, 80, 48, BF16),  # more query heads per KV head than a tile holds
     Heads(6, 3, 24, 16, BF16),
     Heads(8, 8, 256, 16, BF16),
     Heads(4, 2, 128, 16, F32),
@@ -110,7 +110,7 @@ def test_prefill(heads: Heads) -> None:
 
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
 def test_prefill_of_long_prompts(dtype: torch.dtype) -> None:
-    """The tiles for many long prompts, in turn with the others; a batch of them takes these by itself."""
+    """The tiles for many long prompts, alternating with the others; a large batch selects them by itself."""
     heads = Heads(6, 2, 128, 256, dtype)
     lengths = [(1000, 1259), (0, 5), (31, 31), (256, 256), (1, 700), (3, 0), (129, 129), (1500, 1500)]
     cases.check_prefill(lengths, heads, GPU, LONG)
@@ -129,12 +129,12 @@ def test_prefill_bits_do_not_depend_on_chunks(chunks: list[int], heads: Heads) -
 @pytest.mark.parametrize("tokens", [1, 3, 17, 97])
 def test_store(tokens: int, heads: Heads) -> None:
     cases.check_store(tokens, heads, GPU)
-    if torch.cuda.get_device_capability() >= (8, 9):  # Triton has no FP8 before
+    if torch.cuda.get_device_capability() >= (8, 9):  # before this, Triton has no FP8
         cases.check_store(tokens, heads, GPU, fp8=True)
 
 
 def test_a_quantised_nan_stays_one() -> None:
-    """A broken row must be seen to be broken; what is too large only is clamped."""
+    """A NaN stays visible; values that are too large are clamped."""
     needs_kv_cache_dtype("fp8")
     heads = Heads(2, 1, 16, 16, BF16)
     k_cache, v_cache = torch.zeros(2, 1, 16, 1, 16, device=GPU).to(torch.float8_e4m3fn).unbind()
@@ -152,7 +152,7 @@ def test_a_quantised_nan_stays_one() -> None:
 
 
 def test_slots_beyond_32_bits_of_elements() -> None:
-    """A cache of more than 2**31 elements is written and read at its far end."""
+    """A cache of more than 2**31 elements is written and read at its end."""
     heads = Heads(2, 1, 128, 256, BF16)
     blocks = 2**31 // (heads.page * heads.head_dim) + 3
     cells = blocks * heads.page * heads.head_dim * 2
@@ -165,7 +165,7 @@ def test_slots_beyond_32_bits_of_elements() -> None:
     value = cases.randn(2, 1, heads.head_dim, dtype=BF16, device=GPU)
     slots = torch.tensor([last - heads.page + 1, last - heads.page + 2], dtype=torch.int32, device=GPU)
     positions = torch.zeros(2, dtype=torch.int32, device=GPU)
-    table = torch.cat((torch.ones(1, 64), torch.zeros(1, 64)), 1).to(GPU)  # position 0: nothing turns
+    table = torch.cat((torch.ones(1, 64), torch.zeros(1, 64)), 1).to(GPU)  # position 0: no rotation
     cache = KVCache(k_cache, v_cache)
     qk_norm_rope_store(key, key, value, Rotation(positions, table), cache, slots)
     table = torch.tensor([[blocks - 1]], dtype=torch.int32, device=GPU)
@@ -187,8 +187,9 @@ def test_linear(rows: int, n: int, k: int, dtype: torch.dtype, bias: bool) -> No
     cases.check_linear(rows, n, k, dtype, GPU, bias=bias)
 
 
-QWEN3_PRODUCTS = [(4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072), (151936, 1024)]  # n, k of 0.6B
-QWEN3_PRODUCTS += [(6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288)]  # of 8B
+# N, k of the 0.6B model.
+QWEN3_PRODUCTS = [(4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072), (151936, 1024)]
+QWEN3_PRODUCTS += [(6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288)]  # of the 8B model
 
 
 @pytest.mark.parametrize(
@@ -201,10 +202,10 @@ def test_rows_of_a_product_are_independent(n: int, k: int, dtype: torch.dtype) -
     cases.check_linear_rows_are_independent(n, k, dtype, GPU, counts, tiles)
 
 
-def test_which_products_are_ours_by_default() -> None:
-    """Those of a few rows or little work, of whole 16 bytes, in a graph; on GPUs like the one measured.
+def test_which_products_use_our_kernel_by_default() -> None:
+    """In a graph: products of few rows or little work, aligned to 16 bytes, on GPUs like the one measured.
 
-    Of a large weight not those of rows that leave much of a tile of 64 empty.
+    Not for a large weight if the rows fill little of a tile of 64.
     """
     measured = torch.cuda.get_device_capability()[0] == 9
 
@@ -267,8 +268,8 @@ def test_gemv(rows: int, n: int, k: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 2])
-def test_kernels_that_start_early_wait_for_what_they_read(rows: int) -> None:
-    """A long chain of products, each over the last one's result, in a graph: as one after the other."""
+def test_kernels_with_pdl_wait_for_their_inputs(rows: int) -> None:
+    """A long chain of products in a graph, each of the last result, equals one product after another."""
     n = 1024
     torch.manual_seed(0)
     weights = [(torch.randn(n, n, device=GPU) / n**0.5).bfloat16() for _ in range(40)]
@@ -382,7 +383,7 @@ def test_sampling_distribution(sampler: cases.Sampler, blocks: int) -> None:
 
 @pytest.mark.parametrize(("block", "warps", "programs"), READS)
 def test_the_read_kernel_reads_every_value_once(block: int, warps: int, programs: int) -> None:
-    """It measures what the memory bus reaches (tools/measure_device.py)."""
+    """tools/measure_device.py uses it to measure memory bandwidth."""
     data = torch.randint(-9, 9, (2**22,), device=GPU).float()
     assert read_triton(data, block, warps, programs * 132).sum() == data.sum()
 
@@ -392,7 +393,7 @@ def test_random_pairs() -> None:
 
 
 def test_a_cuda_graph_replays_decode_and_sampling() -> None:
-    """Captured once with a loose bound, replayed after the inputs changed in place."""
+    """Captured once with an upper bound, replayed after the inputs changed in place."""
     heads = SHAPES[0]
     first, second = [2000, 5, 0, 900], [17, 1500, 513, 0]
     caches = [cases.make_cache(contexts, heads, GPU) for contexts in (first, second)]
@@ -420,7 +421,7 @@ def test_a_cuda_graph_replays_decode_and_sampling() -> None:
         )
 
     load(0)
-    step()  # compiles, which a capture must not
+    step()  # compiles, which a capture must not do
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out, ids = step()
@@ -431,5 +432,5 @@ def test_a_cuda_graph_replays_decode_and_sampling() -> None:
         expected_out, expected_ids = step()
         assert torch.equal(out, expected_out)
         assert torch.equal(ids, expected_ids)
-        twin = paged_decode_attention_reference(q, KVCache(k, v), table, context, 4096, 0.1)
-        cases.assert_near(out, twin)
+        reference = paged_decode_attention_reference(q, KVCache(k, v), table, context, 4096, 0.1)
+        cases.assert_near(out, reference)

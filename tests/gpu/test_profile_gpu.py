@@ -1,4 +1,4 @@
-"""A profile of a GPU holds its kernels."""
+"""A profile on a GPU contains its kernels."""
 
 from __future__ import annotations
 

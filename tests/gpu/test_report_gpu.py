@@ -1,4 +1,4 @@
-"""NVML tells of the GPU that the engine runs on."""
+"""NVML reports the engine's GPU."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""sleep, wake_up and update_weights on GPUs: the driver gets the memory, and CUDA graphs read new weights.
+"""sleep, wake_up and update_weights on GPUs: the driver gets the memory back, and CUDA graphs read new
+weights.
 
-With two ranks too, where there are two GPUs.
+Also with two ranks where there are two GPUs.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def prompts() -> list[list[int]]:
 
 
 def answers(llm: DigestLLM, prompts: list[list[int]]) -> tuple[torch.Tensor, list[list[int]]]:
-    """Logits of the first prompt, and everyone's tokens, greedy and drawn."""
+    """The logits of the first prompt, and all tokens, greedy and sampled."""
     llm.reset_prefix_cache()
     params = [GREEDY, DRAWN, GREEDY, DRAWN, GREEDY]
     logits, _ = logits_of(llm, prompts, params, 0)
@@ -106,7 +107,7 @@ def test_the_memory_goes_to_the_driver_and_comes_back(tmp_path: Path, size: int,
                 assert abs(now - before) < 128 * MIB
             again = [output["token_ids"] for output in llm.generate([[5, 6, 7]] * 32, params, use_tqdm=False)]
             assert again == tokens
-        for now, first in zip(slept[-1], slept[0], strict=True):  # nothing piles up
+        for now, first in zip(slept[-1], slept[0], strict=True):  # no memory accumulates
             assert now > first - 16 * MIB
 
 
@@ -127,7 +128,7 @@ def test_answers_are_as_before(
 def test_an_update_is_a_fresh_load(
     models: list[Path], prompts: list[list[int]], size: int, cache_dtype: str
 ) -> None:
-    """From the CPU and from a GPU; the graphs stay, and compute with the new weights and scales."""
+    """From tensors on the CPU and on a GPU. The graphs stay valid and use the new weights and scales."""
     options = OPTIONS | {"tensor_parallel_size": size, "kv_cache_dtype": cache_dtype}
     with DigestLLM(models[1], **options) as llm:
         expected, weights = answers(llm, prompts), llm.on_ranks("digest")
@@ -149,7 +150,7 @@ def test_an_update_is_a_fresh_load(
 
 
 def test_norms_alone(models: list[Path], prompts: list[list[int]]) -> None:
-    """They are multiplied into products, which are read from the checkpoint again, or must come too."""
+    """Folded norms: their products are read from the checkpoint again, or must be in the update too."""
     norm = "model.layers.0.input_layernorm.weight"
     with DigestLLM(models[0], **OPTIONS) as llm:
         assert norm in llm._runner.model.folded_norms()

@@ -1,4 +1,4 @@
-"""Tensor parallelism over GPUs: the same answers within rounding, and faults that leave no memory behind.
+"""Tensor parallelism on GPUs: the same answers within rounding, and faults that leak no memory.
 
 Skipped where there are fewer GPUs than ranks.
 """
@@ -46,7 +46,7 @@ def size(request: pytest.FixtureRequest) -> int:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A vocabulary that no number of ranks divides, and fewer KV heads than four ranks."""
+    """No number of ranks divides the vocabulary, and there are fewer KV heads than four ranks."""
     return write_peaked_model(tmp_path_factory.mktemp("model"), vocab_size=1001)
 
 
@@ -88,7 +88,7 @@ def test_greedy_tokens_are_likely(model: Path, prompts: list, name: str, size: i
 def test_ranks_draw_together_from_a_large_vocabulary(
     tmp_path: Path, prompts: list, size: int, options: dict
 ) -> None:
-    """In the graph, also beside requests with filters; and what is drawn is what one rank draws."""
+    """In a graph, also beside requests with filters. The tokens are those of one rank."""
     path = write_peaked_model(tmp_path, vocab_size=30_001)
     options = options | {"max_num_seqs": 97, "skip_tokenizer_init": True, "max_model_len": 1024}
     options["enable_prefix_caching"] = False  # the same steps in each run
@@ -121,9 +121,7 @@ BESIDES = [
 ]
 
 
-def test_what_rows_ask_for_besides_tokens_is_what_one_rank_gives(
-    tmp_path: Path, prompts: list, size: int
-) -> None:
+def test_extras_are_those_of_one_rank(tmp_path: Path, prompts: list, size: int) -> None:
     path = write_peaked_model(tmp_path, vocab_size=30_001)
     options = {"max_num_seqs": 97, "skip_tokenizer_init": True, "max_model_len": 1024, "dtype": "float32"}
     params = [
@@ -145,7 +143,7 @@ def test_what_rows_ask_for_besides_tokens_is_what_one_rank_gives(
             assert (before is None) == (now is None)
             if before is not None:
                 for old, new in zip(before.values(), now.values(), strict=True):
-                    assert new.rank == pytest.approx(old.rank, rel=0.01)  # far down the list ties are near
+                    assert new.rank == pytest.approx(old.rank, rel=0.01)  # unlikely tokens have near ties
                     assert new.logprob == pytest.approx(old.logprob, abs=1e-3)
 
 
@@ -163,9 +161,9 @@ def used_memory() -> list[int]:
 
 
 def make_large_llm(path: Path, size: int) -> LLM:
-    """As soak_tp.make_llm, for a model with a large vocabulary."""
+    """Like soak_tp.make_llm, for a model with a large vocabulary."""
     options = {"skip_tokenizer_init": True, "num_kvcache_blocks": 256, "max_model_len": 1024}
-    options["enable_prefix_caching"] = False  # so that each call has a large step of prefill
+    options["enable_prefix_caching"] = False  # so that each call has a large prefill step
     llm = LLM(path, tensor_parallel_size=size, **options)
     assert llm._runner.tp.exchanges_rows(256, llm._runner.dtype)
     return llm
@@ -177,7 +175,7 @@ def test_a_killed_worker_is_noticed_in_a_replay_and_leaves_no_memory(
 ) -> None:
     if large:
         path = write_peaked_model(tmp_path, vocab_size=30_001)
-        monkeypatch.setattr(soak_tp, "QUESTIONS", mixed_prompts(2, [5, 17, 400, 900]))
+        monkeypatch.setattr(soak_tp, "PROMPTS", mixed_prompts(2, [5, 17, 400, 900]))
         monkeypatch.setattr(soak_tp, "make_llm", lambda device, size: make_large_llm(path, size))
     before = used_memory()
     rng = random.Random(0)
@@ -186,7 +184,7 @@ def test_a_killed_worker_is_noticed_in_a_replay_and_leaves_no_memory(
         pid = llm._workers.watch.processes[-1].pid
         threading.Timer(rng.uniform(0.0, 0.5), os.kill, (pid, signal.SIGKILL)).start()
         with pytest.raises(WorkerError, match=f"rank {size - 1} was killed by SIGKILL"):
-            soak_tp.generate_for_ever(llm)
+            soak_tp.generate_forever(llm)
         with pytest.raises(EngineClosedError):
             soak_tp.answer(llm)
         deadline = time.monotonic() + 20
@@ -206,7 +204,7 @@ def test_ctrl_c_leaves_the_engine_usable(size: int) -> None:
             timer = threading.Timer(delay, os.kill, (os.getpid(), signal.SIGINT))
             with pytest.raises(KeyboardInterrupt):  # noqa: PT012
                 timer.start()
-                soak_tp.generate_for_ever(llm)
+                soak_tp.generate_forever(llm)
             timer.join()
             assert soak_tp.answer(llm) == expected
 

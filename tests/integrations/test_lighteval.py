@@ -1,4 +1,4 @@
-"""lighteval: metrics and answers of the custom model are those of lighteval's own transformers model."""
+"""lighteval: metrics and answers of our custom model equal those of lighteval's transformers model."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ TASKS_TABLE = [
 
 @pytest.fixture(scope="module")
 def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The file of three tasks, beside their data."""
+    """The file of the three tasks, next to their data."""
     folder = tmp_path_factory.mktemp("tasks")
     rng = Random(0)
     kinds = ("spell", "parity", "alphabet", "reverse", "add")
@@ -82,17 +82,19 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """Without lighteval's own tasks, one of which downloads a file as it is imported; caches in a folder."""
+    """Without lighteval's own tasks, one of which downloads a file when it is imported; caches are in a
+    folder.
+    """
     for name in ("_load_from_files", "_load_from_subdirs"):
         monkeypatch.setattr(Registry, name, staticmethod(lambda *arguments: {}))
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "datasets"))
     monkeypatch.setenv("HOME", str(tmp_path))
     yield
-    torch.set_grad_enabled(True)  # lighteval's transformers model turns it off
+    torch.set_grad_enabled(True)  # lighteval's transformers model disables it
 
 
 def run(config: Any, file: Path, names: str, folder: Path) -> Pipeline:
-    """An evaluation, as lighteval's commands do it."""
+    """Run an evaluation like lighteval's commands."""
     is_custom = isinstance(config, CustomModelConfig)
     pipeline = Pipeline(
         tasks=names,
@@ -117,7 +119,7 @@ def custom_config(folder: Path, options: str = "") -> CustomModelConfig:
 
 
 def responses(pipeline: Pipeline) -> dict[str, list[Any]]:
-    """What the model answered, by task."""
+    """The model's answers by task."""
     details = pipeline.evaluation_tracker.details_logger.details
     return {name: [row.model_response for row in rows] for name, rows in details.items()}
 
@@ -129,7 +131,8 @@ def test_metrics_and_answers_are_those_of_transformers(
     names = "demo_choice|0,demo_answer|0"
     custom = run(custom_config(tmp_path, f",override_chat_template={is_chat}"), tasks, names, tmp_path)
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "demo").symlink_to(demo_model_path())  # beside an absolute path its answers would be cached
+    # With an absolute path lighteval would cache the answers.
+    (tmp_path / "demo").symlink_to(demo_model_path())
     theirs = TransformersModelConfig(
         model_name="demo",
         dtype="float32",
@@ -154,7 +157,7 @@ def test_metrics_and_answers_are_those_of_transformers(
 
 
 def test_perplexity_is_that_of_the_model(tasks: Path, tmp_path: Path) -> None:
-    """Compared with transformers itself, over windows of 32 tokens."""
+    """Compared with transformers directly, in windows of 32 tokens."""
     pipeline = run(custom_config(tmp_path, ",max_model_len=32"), tasks, "demo_text|0", tmp_path)
     model = AutoModelForCausalLM.from_pretrained(demo_model_path(), dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(demo_model_path())
@@ -192,7 +195,7 @@ def test_options(tmp_path: Path) -> None:
 
 
 def test_the_program(tasks: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The command of the README, on local data, with the demo model's own chat template."""
+    """The README's command with local data and the demo model's chat template."""
     runpy.run_module("nanovllm.integrations.lighteval", run_name="__main__")
     file = capsys.readouterr().out.strip()
     command = ["custom", f"{demo_model_path()},{OPTIONS}", file, "demo_answer|0"]

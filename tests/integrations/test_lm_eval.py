@@ -1,4 +1,4 @@
-"""lm-evaluation-harness: metrics and answers of `--model nanovllm` are those of `--model hf`."""
+"""lm-evaluation-harness: metrics and answers of `--model nanovllm` equal those of `--model hf`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from lm_eval.tasks import TaskManager
 
 from nanovllm.integrations.lm_eval import NanoVLLM
 
-LENGTH = 160  # of the models: some texts and prompts are longer
+LENGTH = 160  # maximum length of the models; some texts and prompts are longer
 TASKS = ("demo_choice", "demo_greedy", "demo_rolling", "demo_generate")
 
 
@@ -39,9 +39,10 @@ def examples(task: str, number: int, seed: int = 0) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with four tasks and their data, as a user of the harness writes them."""
+    """A folder with four tasks and their data, in the harness's format."""
     folder = tmp_path_factory.mktemp("tasks")
-    # Not the questions of another task: `--model hf` mixes up equal texts whose answers begin elsewhere.
+    # Differs from the questions of the other tasks: `--model hf` confuses equal texts with different
+    # continuations.
     asked = [row for task in ("parity", "spell", "capitals") for row in examples(task, 5, seed=1)]
     choices = [
         {"prompt": row["prompt"], "choices": [row["answer"], row["answer"][::-1], "even", " odd "]}
@@ -62,7 +63,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "demo_greedy": {
             "output_type": "loglikelihood",
             "doc_to_text": "{{prompt}}",
-            "gen_prefix": "{{answer[0]}}",  # without it a line end of the chat template is scored, too
+            "gen_prefix": "{{answer[0]}}",  # otherwise a newline of the chat template is scored too
             "doc_to_target": "{{answer[1:]}}",
             "target_delimiter": "",
             "metric_list": [{"metric": "perplexity"}, {"metric": "acc"}],
@@ -109,7 +110,7 @@ def reference() -> HFLM:
 
 @pytest.fixture(scope="module")
 def results(folder: Path, model: NanoVLLM, reference: HFLM) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What the harness reports of both models."""
+    """The harness's results for both models."""
     ours, theirs = (
         simple_evaluate(
             lm,
@@ -155,7 +156,9 @@ def test_every_answer_is_that_of_transformers(
 
 
 def test_the_tasks_tell_models_apart(results: tuple[dict[str, Any], dict[str, Any]]) -> None:
-    """Right and wrong answers, greedy and others, and prompts that are cut: or equal metrics mean little."""
+    """The answers are right and wrong, greedy and not, and some prompts are cut. Otherwise equal metrics
+    prove little.
+    """
     ours, _ = results
     greedy = [row["resps"][0][0][1] for row in ours["samples"]["demo_greedy"]]
     assert set(greedy) == {True, False}
@@ -191,7 +194,7 @@ def test_generation_options(model: NanoVLLM, reference: HFLM) -> None:
     requests = [request("generate_until", chat, each) for each in options]
     ours = model.generate_until(requests)
     assert ours == reference.generate_until(requests) and len(set(ours)) >= 4
-    # A stop string that holds a special token beside text; transformers leaves the text before it as it is.
+    # A stop string of text and a special token; transformers keeps the text before the token.
     [whole] = model.generate_until([request("generate_until", chat, {"max_gen_toks": 80})])
     last = whole[-1]
     stop = {"until": [f"{last}<|im_end|>"], "max_gen_toks": 80}
@@ -207,7 +210,7 @@ def test_sampled_answers(model: NanoVLLM) -> None:
 
 
 def test_thoughts_are_no_part_of_answers(model: NanoVLLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stop strings within thoughts do not end them."""
+    """A stop string within thinking text does not end it."""
     [row] = examples("reverse", 1)
     chat = model.apply_chat_template([{"role": "user", "content": row["prompt"]}])
     asked = [request("generate_until", chat, {"until": ["\n"], "max_gen_toks": 80})]
@@ -230,7 +233,7 @@ def test_what_cannot_run_is_refused_by_name(model: NanoVLLM) -> None:
 
 
 def test_the_program(folder: Path, results: tuple[dict[str, Any], dict[str, Any]], tmp_path: Path) -> None:
-    """The command of the README, on local data and a machine without a GPU."""
+    """The README's command with local data, on a machine without a GPU."""
     command = [sys.executable, "-m", "nanovllm.integrations.lm_eval", "--model", "nanovllm"]
     command += ["--model_args", f"pretrained={demo_model_path()},max_length={LENGTH},num_kvcache_blocks=400"]
     command += ["--include_path", str(folder), "--tasks", "demo_generate,demo_greedy"]

@@ -1,4 +1,6 @@
-"""Without the program that an integration is for: which extra brings it. Needs none of them."""
+"""If the program of an integration is missing, the error names the extra that installs it. Needs none of
+them.
+"""
 
 from __future__ import annotations
 

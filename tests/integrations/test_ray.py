@@ -1,4 +1,4 @@
-"""Ray Data on a local cluster: two replicas, one of which is killed; every row is answered once."""
+"""Ray Data on a local cluster of two replicas, one of which is killed; every row is answered once."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import ray
 
-from nanovllm.integrations.ray import ADDED, LLMPredictor, generate
+from nanovllm.integrations.ray import OUTPUT_COLUMNS, LLMPredictor, generate
 
 CPU: dict[str, Any] = {"device": "cpu", "num_kvcache_blocks": 200}
 PROMPTS = [f"Spell {'KEY' * (1 + index % 3)}{chr(65 + index)}." for index in range(16)]
@@ -43,7 +43,9 @@ def cluster() -> Iterator[None]:
 
 
 class Killed(LLMPredictor):
-    """A replica whose process is killed on its way through a batch, the first time that row 5 is in one."""
+    """A replica whose process is killed in the middle of a batch, the first time that the batch contains row
+    5.
+    """
 
     def __init__(self, *args: Any, marker: str, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -74,7 +76,7 @@ def test_every_row_is_answered_once_although_a_replica_is_killed(tmp_path: Path)
     assert sorted(answer["id"] for answer in answers) == list(range(len(rows)))
     assert all(answer["prompt"] == PROMPTS[answer["id"]] and not answer["error"] for answer in answers)
     assert len({answer["pid"] for answer in answers}) >= 2
-    # Answers are drawn from seeds that follow from the ids: the same ones come without a cluster.
+    # Seeds follow from the ids, so answers are the same without a cluster.
     alone = LLMPredictor(demo_model_path(), params, id_column="id", **CPU)
     expected = alone({"id": range(len(rows)), "prompt": PROMPTS})["generated_tokens"]  # type: ignore[dict-item]
     alone.llm.close()
@@ -121,13 +123,13 @@ def test_a_pipeline_over_files_goes_on_where_it_stopped(tmp_path: Path) -> None:
 
 
 def test_columns_without_a_cluster() -> None:
-    """Conversations, token ids and several samples; columns that are missing or taken."""
+    """Conversations, token ids and several completions; missing columns and columns that already exist."""
     chats = np.empty(2, object)
     chats[:] = [np.array([{"role": "user", "content": f"Spell {word}."}]) for word in ("AB", "CDE")]
     several = SamplingParams(n=2, temperature=1.0, max_tokens=20, seed=3)
     predictor = LLMPredictor(demo_model_path(), several, messages_column="chat", id_column="id", **CPU)
     answered = predictor({"chat": chats, "id": np.arange(2)})
-    assert set(answered) == {"chat", "id", *ADDED}
+    assert set(answered) == {"chat", "id", *OUTPUT_COLUMNS}
     assert [list(texts) for texts in answered["generated_text"]] == [["A-B"] * 2, ["C-D-E"] * 2]
     with pytest.raises(ValueError, match="no column 'chat'; the columns are id, text"):
         predictor({"id": np.arange(1), "text": chats[:1]})

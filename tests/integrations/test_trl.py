@@ -1,4 +1,4 @@
-"""TRL's GRPOTrainer with `Rollouts`: what it samples is the trained model's, after every optimiser step."""
+"""TRL's GRPOTrainer with `Rollouts`: after every optimizer step they sample from the trained model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ENGINE: dict[str, Any] = {"num_kvcache_blocks": 200}
 
 
 class Checked(Rollouts):
-    """Rollouts that are compared with the trainer's model of that moment."""
+    """Rollouts that are compared with the trainer's current model."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -54,7 +54,7 @@ def train(rollouts: Rollouts, folder: Path, prompts: list[Any], **arguments: Any
         num_generations=GROUP,
         max_completion_length=LENGTH,
         max_steps=STEPS,
-        temperature=6.0,  # the demo model is sure of its answers
+        temperature=6.0,  # the demo model is very certain of its answers
         learning_rate=1e-3,
         lr_scheduler_type="constant",
         use_cpu=True,

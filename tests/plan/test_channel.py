@@ -1,4 +1,4 @@
-"""Channel: every reader gets every call, whole and in order, whoever is slow, stuck or killed."""
+"""Channel: every reader gets every call, whole and in order, even if others are slow, stuck or killed."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def assert_same(got: object, expected: object) -> None:
 
 
 def shm_files(channel: Channel) -> list[Path]:
-    """The files of the segment and of all semaphores."""
+    """The files of the shared memory segment and of all semaphores."""
     semaphores = [
         SHM / f"sem.{semaphore._semlock.name.removeprefix('/')}"
         for semaphore in [*channel._written, *channel._emptied]
@@ -88,7 +88,7 @@ def shm_files(channel: Channel) -> list[Path]:
 
 @contextmanager
 def opened(num_readers: int, **sizes: int) -> Iterator[Channel]:
-    """A channel that is closed at the end, with all its readers."""
+    """A channel and all its readers, closed at the end."""
     channel = Channel(num_readers, **sizes)
     readers = channel.readers.copy()
     yield channel
@@ -115,8 +115,9 @@ def wide() -> Iterator[Channel]:
 def listening(
     channel: Channel, count: int, delays: Sequence[Sequence[float]] = ((0,), (0,))
 ) -> Iterator[list[list[object]]]:
-    """Take `count` calls with each reader, in threads; all have come at the end of the block. A reader sleeps
-    for its `delays` in turn, as a slow worker would."""
+    """Receive `count` calls with each reader in a thread, all before the block ends. A reader sleeps for its
+    `delays` in turn, like a slow worker.
+    """
     calls: list[list[object]] = [[] for _ in channel.readers]
 
     def listen(reader: ChannelReader, delays: Sequence[float], calls: list[object]) -> None:
@@ -136,7 +137,7 @@ def listening(
         thread.join()
 
 
-# What a message carries
+# The content of a message
 
 
 @pytest.mark.parametrize(
@@ -193,7 +194,7 @@ def test_arrays_outlive_the_slots_and_the_segment() -> None:
     assert_same(got, batch)
     for array in (got.slots, got.block_tables, got.sampling.seed):
         assert array.flags.aligned and array.flags.writeable
-        array += 1  # a segment that is unmapped would be a crash
+        array += 1  # with views into an unmapped segment this would crash
 
 
 # The ring
@@ -211,7 +212,7 @@ def test_arrays_outlive_the_slots_and_the_segment() -> None:
 def test_every_reader_gets_all_in_order(
     num_slots: int, slot_bytes: int, sizes: list[int], delays: list[list[float]]
 ) -> None:
-    """Random sizes start and end messages at every place of the ring, and wrap them at every offset."""
+    """Messages of random sizes start and end at every place of the ring and wrap around at every offset."""
     expected = [("call", (number, os.urandom(size))) for number, size in enumerate(sizes)]
     with (
         opened(len(delays), num_slots=num_slots, slot_bytes=slot_bytes) as channel,
@@ -223,8 +224,9 @@ def test_every_reader_gets_all_in_order(
 
 
 def test_writer_waits_for_the_slowest_reader() -> None:
-    """With a slot for each message: the ring fills, nothing is overwritten, and the writer goes on as soon as
-    the slowest has read one."""
+    """With one slot for each message: the ring fills, nothing is overwritten, and the writer continues when
+    the slowest reader has read a message.
+    """
     channel = Channel(2, num_slots=4, slot_bytes=1024)
     fast, slow = readers = channel.readers.copy()
     got: dict[str, list[int]] = {"fast": [], "slow": []}
@@ -256,7 +258,7 @@ def test_writer_waits_for_the_slowest_reader() -> None:
 
 
 def digest_calls(reader: ChannelReader, results: Connection, pause: float) -> None:
-    """A worker that answers each call with a checksum of what it got; slow if it pauses between pieces."""
+    """A worker that answers each call with a checksum; slow if it pauses between pieces."""
     while True:
         time.sleep(pause)
         call = reader.receive(timeout=0.001)
@@ -270,7 +272,9 @@ def digest_calls(reader: ChannelReader, results: Connection, pause: float) -> No
 
 
 def test_message_far_larger_than_the_segment() -> None:
-    """A prefill of 512 prompts of 8,192 tokens, 16 MiB, through 1 MiB; among steps that one slot holds."""
+    """A prefill step of 512 prompts of 8,192 tokens, 16 MiB, through 1 MiB, between steps that fit into one
+    slot.
+    """
     channel = Channel(2)
     prefill, decode = make_batch([8192] * 512, 32), make_batch([1] * 512, 16, all_columns(512))
     context = get_context("spawn")
@@ -314,7 +318,7 @@ def test_two_channels_are_independent(channel: Channel) -> None:
             assert got == [[("other", (number,))]] * 2
 
 
-# Waiting, and what goes wrong
+# Waiting and failures
 
 
 def test_receive_returns_none_after_its_timeout(channel: Channel) -> None:
@@ -335,8 +339,10 @@ def test_receive_wakes_up_for_a_message(wide: Channel) -> None:
     timer.join()
 
 
-def test_a_call_given_up_is_dropped_whole(channel: Channel) -> None:
-    """`check_alive` raises with the ring full; the readers never see that call, and get the next ones."""
+def test_an_abandoned_call_is_dropped_whole(channel: Channel) -> None:
+    """`check_alive` raises while the ring is full; the readers never get that call, but they get the next
+    ones.
+    """
     for number in range(3):
         with pytest.raises(DeadWorkerError):
             channel.send("given up", os.urandom(500), check_alive=dead)
@@ -347,7 +353,7 @@ def test_a_call_given_up_is_dropped_whole(channel: Channel) -> None:
 
 
 def test_one_reader_behind_is_enough_to_wait(channel: Channel) -> None:
-    """However often calls are given up meanwhile, the other reader's room in the ring stays the same."""
+    """However often calls are abandoned, the other reader's free slots stay the same."""
     fast, slow = channel.readers
 
     def fast_reads() -> None:
@@ -412,7 +418,7 @@ def test_a_reader_killed_while_it_waits_does_not_block_the_writer() -> None:
     channel.close()
 
 
-# What is left behind
+# Leftovers
 
 
 def test_close_leaves_nothing_and_can_be_repeated() -> None:
@@ -491,8 +497,9 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("end", ["close", "forget", "kill -9"])
 def test_end_of_rank_0(end: str, tmp_path: Path) -> None:
-    """However rank 0 ends, within seconds the segment and the semaphores are gone, and its workers too; and
-    unless it was killed, nobody complains on stderr."""
+    """However rank 0 ends, the segment, the semaphores and its workers are gone within seconds. Unless it is
+    killed, nothing is printed on stderr.
+    """
     script = tmp_path / "engine.py"
     script.write_text(ENGINE)
     path = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[2])])
@@ -508,7 +515,7 @@ def test_end_of_rank_0(end: str, tmp_path: Path) -> None:
     assert len(files) == 5 and all(file.exists() for file in files)
     if end == "kill -9":
         process.send_signal(signal.SIGKILL)
-    # Workers and the resource tracker hold stderr open: its end means that they are gone.
+    # Workers and the resource tracker hold stderr open, so end of file means that they are gone.
     _, errors = process.communicate(None if end == "kill -9" else f"{end}\n", timeout=SECONDS)
     assert not [file for file in files if file.exists()]
     if end == "kill -9":

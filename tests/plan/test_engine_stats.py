@@ -1,4 +1,4 @@
-"""EngineStats: totals and the timeline, whatever the engine's age."""
+"""EngineStats: totals and the timeline, for any age of the engine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from nanovllm.batch import ALL_GREEDY, Batch, StepKind
-from nanovllm.engine.stats import INTERVAL_SECONDS, MOST_INTERVALS, Counters, EngineStats, StepStats
+from nanovllm.engine.stats import INTERVAL_SECONDS, MAX_INTERVALS, Counters, EngineStats, StepStats
 
 
 def step(num_seqs: int = 2, decode: bool = True, seconds: float = 0.5) -> StepStats:
@@ -20,7 +20,7 @@ def step(num_seqs: int = 2, decode: bool = True, seconds: float = 0.5) -> StepSt
 
 
 def recorded(steps: list[tuple[float, StepStats]]) -> EngineStats:
-    """After steps that end at the given seconds."""
+    """The stats after steps that end at the given seconds."""
     counters = Counters()
     for time, each in steps:
         counters.record(each, counters._origin + time)
@@ -48,7 +48,7 @@ def test_a_long_life_has_a_bounded_timeline_and_exact_totals(gap: float) -> None
         steps.append((time, step(rng.randrange(1, 9), rng.random() < 0.9, rng.random())))
     found = recorded(steps)
     points = found.timeline()
-    assert MOST_INTERVALS // 4 < len(points) <= MOST_INTERVALS
+    assert MAX_INTERVALS // 4 < len(points) <= MAX_INTERVALS
     assert sum(point.num_steps for point in points) == len(steps)
     assert sum(point.seconds for point in points) == pytest.approx(sum(each.seconds for _, each in steps))
     assert found.num_output_tokens == sum(each.num_drawn_tokens for _, each in steps)

@@ -1,4 +1,4 @@
-"""Ctrl-C acts after the block, as it would have acted, and never when the block has an error of its own."""
+"""Ctrl-C takes effect after the block, as it would within it, and never if the block itself raises."""
 
 from __future__ import annotations
 
@@ -80,8 +80,10 @@ def test_other_threads_change_nothing() -> None:
     assert in_threads(1, handler) == [signal.getsignal(signal.SIGINT)]
 
 
-def test_full_collections_are_put_off() -> None:
-    """Others become seldom; whatever ends the block, and in whatever order several do."""
+def test_full_collections_are_delayed() -> None:
+    """Other collections become rare. The thresholds come back however the block ends, and in any order of
+    several blocks.
+    """
     before = gc.get_threshold()
     first = no_full_collections()
     with pytest.raises(ZeroDivisionError), no_full_collections():  # noqa: PT012

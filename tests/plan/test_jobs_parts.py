@@ -32,7 +32,7 @@ from nanovllm.jobs.params import ParamsMaker, make_params
 from nanovllm.jobs.progress import JobProgress
 from nanovllm.jobs.sources import SourceRow, open_source
 from nanovllm.jobs.tasks import Columns, PlainFormat, Task
-from nanovllm.jobs.window import arranged, in_good_order
+from nanovllm.jobs.window import grouped_by_prefix, reordered
 from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput
 from nanovllm.sampling_params import SamplingParams
 
@@ -40,7 +40,7 @@ GREEDY = SamplingParams(temperature=0)
 
 
 def values_of(path: Path, format: str = "auto") -> list[Any]:
-    """The rows of a file, and what is wrong with those that are bad."""
+    """The rows of a file, and the errors of its bad rows."""
     found: list[Any] = []
     for index, row in enumerate(open_source(path, format).rows()):
         assert row.index == index
@@ -161,7 +161,7 @@ def test_parquet(tmp_path: Path) -> None:
 
 
 def test_a_value_that_python_has_not_makes_one_bad_row(tmp_path: Path) -> None:
-    """A text that is not UTF-8, and a date far away."""
+    """A text that is not UTF-8, and a date out of range."""
     pyarrow = sources.import_pyarrow()
     path = tmp_path / "rows.parquet"
     length = 600
@@ -255,7 +255,7 @@ def test_bad_rows(values: dict[str, Any], columns: dict[str, Any], error: str) -
 
 @pytest.mark.parametrize("template", ["none", "{", "{}", "{0}{}"])
 def test_bad_templates(template: str) -> None:
-    if template == "{0}{}":  # a column may be called 0; one without a name may not
+    if template == "{0}{}":  # a column may be called 0, but must have a name
         assert Columns(template="{0}").needed() == ["0"]
     with pytest.raises(ValueError, match="the template"):
         Columns(template=template).needed()
@@ -272,7 +272,8 @@ def test_seeds_follow_from_the_job_and_the_index() -> None:
         assert own.seed == seeds[7]
     own = plain_task({"prompt": "a", "sampling_params": {"seed": 9, "max_tokens": 3}}, 7, sampled).params
     assert (own.seed, own.max_tokens, own.temperature) == (9, 3, 1)
-    assert plain_task({"prompt": "a"}).params is plain_task({"prompt": "b"}).params  # greedy: one for all
+    # Greedy: all rows share one object.
+    assert plain_task({"prompt": "a"}).params is plain_task({"prompt": "b"}).params
 
 
 CHAT = [{"role": "user", "content": "a"}]
@@ -402,10 +403,10 @@ def test_shared_prefixes_meet_and_long_outputs_come_first() -> None:
     rng = random.Random(0)
     owners = [rng.randrange(20) for _ in range(400)]
     tasks = tasks_of([f"{owner:02}" * 200 + str(rng.random()) for owner in owners])
-    found = [owners[task.index] for task in arranged(tasks)]
+    found = [owners[task.index] for task in grouped_by_prefix(tasks)]
     assert sum(one != other for one, other in pairwise(found)) == 19
     tasks = tasks_of(["a", "b", "c" * 200 + "1", "c" * 200 + "2", "d"], [5, 50, 10, 20, 1])
-    assert [task.index for task in arranged(tasks)] == [1, 3, 2, 0, 4]
+    assert [task.index for task in grouped_by_prefix(tasks)] == [1, 3, 2, 0, 4]
 
 
 @given(st.lists(st.text(alphabet="ab", max_size=6), max_size=60), st.integers(1, 20))
@@ -419,11 +420,11 @@ def test_the_window_keeps_every_task(prompts: list[str], rows: int) -> None:
             yield task
 
     found = []
-    for task in in_good_order(source(), rows):
+    for task in reordered(source(), rows):
         found.append(task.index)
         assert read <= len(found) + 2 * rows
     assert sorted(found) == list(range(len(prompts)))
-    assert found == [task.index for task in in_good_order(iter(tasks_of(prompts)), rows)]
+    assert found == [task.index for task in reordered(iter(tasks_of(prompts)), rows)]
 
 
 # -- the journal and the lock ------------------------------------------------------------------------------
@@ -473,7 +474,7 @@ def test_a_lock_is_one_process_s(tmp_path: Path) -> None:
         ):
             pass
         process.kill()
-    with locked(output):  # which the dead process held
+    with locked(output):  # of the dead process
         pass
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(JobRefusedError, match="cannot be written"), locked(tmp_path / "none" / "out.jsonl"):
@@ -487,7 +488,7 @@ def test_hashes_tell_files_and_models_apart(tmp_path: Path) -> None:
     one = hash_model(tmp_path)
     assert one == hash_model(tmp_path) and hash_file(weights) != hash_file(tmp_path / "config.json")
     weights.write_bytes(bytes(2**22 - 1) + b"1")
-    assert hash_model(tmp_path) == one  # which no sample sees; a checkpoint's numbers all differ
+    assert hash_model(tmp_path) == one  # at a place that no sample covers; in a checkpoint all numbers differ
     weights.write_bytes(b"1" + bytes(2**22 - 1))
     assert hash_model(tmp_path) != one
     weights.write_bytes(bytes(2**22))

@@ -1,4 +1,4 @@
-"""Options and sampling parameters: every mistake is an error that names the field and the value."""
+"""Options and sampling parameters: every mistake gives an error that names the field and the value."""
 
 from __future__ import annotations
 
@@ -315,7 +315,8 @@ def test_sampling_columns_hold_only_what_is_used() -> None:
     assert greedy.temperature is None and greedy.seed is None and greedy.top_k is None
     plain = table.take(np.array([1, 0]))
     assert plain.temperature.tolist() == [0.5, 0] and plain.seed.tolist() == [2, 1]
-    assert plain.top_k is None and plain.top_p is None and plain.min_p is None  # a greedy row's do not count
+    # Those of a greedy row do not count.
+    assert plain.top_k is None and plain.top_p is None and plain.min_p is None
     mixed = table.take(np.array([3, 2, 0]))
     assert mixed.top_k.tolist() == [0, 3, 0] and mixed.seed.tolist() == [-4, 3, 1]
     assert np.allclose(mixed.top_p, [0.9, 1, 1]) and np.allclose(mixed.min_p, [0.2, 0, 0])

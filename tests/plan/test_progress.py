@@ -1,4 +1,4 @@
-"""The progress of `generate`, as drawn: bars that fit, lines in a file, silence, and a caller's own class."""
+"""The progress of `generate` as shown: bars that fit, lines in a file, silence, and a caller's own class."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from nanovllm.engine.stats import StepStats
 
 
 def stats(num_tokens: int, decode: bool, seconds: float, num_finished: int) -> StepStats:
-    """Of a step that computed or, in decode, drew so many tokens."""
+    """The stats of a step that computed or, in decode, drew this many tokens."""
     ones = np.ones(num_tokens if decode else 1, np.int32)
     token_ids = np.full(num_tokens, LAST_SAMPLED if decode else 7, np.int32)
     kind = StepKind.DECODE if decode else StepKind.PREFILL
@@ -32,7 +32,7 @@ def stats(num_tokens: int, decode: bool, seconds: float, num_finished: int) -> S
 
 
 class Terminal(io.StringIO):
-    """As wide as a real one, and keeps what is written."""
+    """A pseudo-terminal of a given width that keeps what is written."""
 
     def __init__(self, columns: int = 80) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Terminal(io.StringIO):
 
 
 class Clock:
-    """Time that passes when the test says so."""
+    """A clock that the test sets."""
 
     now = 1000.0
 
@@ -68,14 +68,14 @@ Stream = TypeVar("Stream", bound=io.StringIO)
 
 
 class Shown:
-    """What goes to stderr, from when `to` says where that leads."""
+    """Captures stderr from the call of `to` on."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv("TQDM_DISABLE", raising=False)
         self._monkeypatch = monkeypatch
 
     def to(self, stream: Stream) -> Stream:
-        """In the test itself: pytest has a stderr of its own for fixtures."""
+        """Call it in the test itself: pytest replaces stderr while fixtures run."""
         self._monkeypatch.setattr(sys, "stderr", stream)
         return stream
 
@@ -88,7 +88,7 @@ def stderr(monkeypatch: pytest.MonkeyPatch) -> Shown:
 @pytest.mark.parametrize("columns", [120, 80, 60, 40])
 @pytest.mark.parametrize("total", [2, 64, 10_000, 1_000_000])
 def test_a_bar_fits_its_terminal_and_cuts_no_number(total: int, columns: int, stderr: Shown) -> None:
-    """A million requests at 123,456 tokens/s of prefill and more, also after 23 hours."""
+    """A million requests with rates of 123,456 tokens/s and more, also after 23 hours."""
     terminal = stderr.to(Terminal(columns))
     clock = Clock()
     with Progress(total, True, clock) as bar:
@@ -173,7 +173,7 @@ def test_nothing_is_shown_where_tqdm_is_disabled(
 
 
 class Own:
-    """What a class like tqdm's must have, and no more."""
+    """The minimum that a tqdm-like class must have."""
 
     made: ClassVar[list[Own]] = []
 
@@ -217,7 +217,7 @@ def test_a_class_like_tqdm_is_used_as_it_is(total: int, stderr: Shown) -> None:
 def test_a_notebook_gets_widgets_if_it_has_them_and_else_one_line_of_text(
     widgets: bool, stderr: Shown, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
 ) -> None:
-    """tests/cpu/test_notebook.py runs the second in a real kernel."""
+    """tests/cpu/test_notebook.py covers the line of text in a real kernel."""
     file = stderr.to(io.StringIO())
     from tqdm import notebook
 

@@ -1,4 +1,4 @@
-"""Prompts in every form that has one meaning; all others are refused by index, value and fix."""
+"""Prompts in every unambiguous form are accepted; all others are refused with index, value and fix."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LONG = 10**5000  # Python refuses to print it
 
 
 class Tensor:
-    """What prompts ask of torch's."""
+    """The part of torch.Tensor that prompts use."""
 
     def __init__(self, values: Any) -> None:
         self.values = values
@@ -39,7 +39,7 @@ class Tensor:
 
 
 class Table:
-    """What prompts ask of a DataFrame of pandas."""
+    """The part of pandas.DataFrame that prompts use."""
 
     def keys(self) -> list[str]:
         return ["question"]
@@ -143,7 +143,7 @@ def test_what_a_tokenizer_returns(kind: Any, wrap: Any) -> None:
         ),
     ],
 )  # fmt: skip
-def test_what_has_no_meaning(prompts: Any, error: type[Exception], message: str) -> None:
+def test_ambiguous_prompts(prompts: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         parse_prompts(prompts)
 
@@ -174,7 +174,7 @@ def test_an_output_is_a_mapping() -> None:
 
 
 def test_outputs_are_made_and_changed_as_vllms() -> None:
-    """Scripts build them for their own tests, and note their own results in them."""
+    """Scripts create outputs for their own tests and add their own results."""
     logprobs = [{5: Logprob(-0.5, 1, " a")}]
     completion = CompletionOutput(0, " a", [5], -0.5, logprobs)
     assert (completion.cumulative_logprob, completion.logprobs) == (-0.5, logprobs)

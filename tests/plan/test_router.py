@@ -1,4 +1,6 @@
-"""Router: every request is taken once, none waits for ever, and equal beginnings meet on one replica."""
+"""Router: it takes every request once, none waits for ever, and requests with a common prefix meet on one
+replica.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from hypothesis import strategies as st
 from nanovllm.config import Config
 from nanovllm.replicas import process as replica_process
 from nanovllm.replicas.process import ReplicaProcess
-from nanovllm.replicas.router import SHORTEST, Router, beginnings
+from nanovllm.replicas.router import MIN_PREFIX_BYTES, Router, prefix_hashes
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.request import Request
 
@@ -27,12 +29,12 @@ def prompt(*ids: int) -> bytes:
 
 
 def of_group(group: int, own: int, length: int = 300) -> bytes:
-    """`length` tokens that a group shares, then ten of its own."""
+    """A prompt: `length` tokens that its group shares, then ten of its own."""
     return prompt(*[group] * length, *[1000 + own] * 10)
 
 
 class RoundRobin:
-    """What a router is measured against."""
+    """The baseline of the comparison."""
 
     def __init__(self, num_replicas: int) -> None:
         self._queues: list[list[int]] = [[] for _ in range(num_replicas)]
@@ -46,12 +48,13 @@ class RoundRobin:
         return self._queues[replica].pop(0) if self._queues[replica] else None
 
 
-def test_beginnings_are_equal_where_prompts_are() -> None:
+def test_prefix_hashes_are_equal_where_prompts_are() -> None:
     long, short = prompt(*range(300)), prompt(*range(200), 7)
-    assert len(beginnings(long)) == 3 and len(beginnings(short)) == 2
-    assert beginnings(long)[:2] == beginnings(short)
-    assert beginnings(prompt(5, *range(300)))[0] != beginnings(long)[0]
-    assert beginnings(bytes(SHORTEST - 4)) == [] and len(beginnings(bytes(SHORTEST))) == 1
+    assert len(prefix_hashes(long)) == 3 and len(prefix_hashes(short)) == 2
+    assert prefix_hashes(long)[:2] == prefix_hashes(short)
+    assert prefix_hashes(prompt(5, *range(300)))[0] != prefix_hashes(long)[0]
+    assert prefix_hashes(bytes(MIN_PREFIX_BYTES - 4)) == []
+    assert len(prefix_hashes(bytes(MIN_PREFIX_BYTES))) == 1
 
 
 def test_prompts_that_share_nothing_leave_as_they_came() -> None:
@@ -75,12 +78,14 @@ def test_each_group_goes_to_one_replica_until_nothing_else_waits() -> None:
     assert sorted(taken[0] + taken[1]) == sorted(groups)
     computed = len(set(taken[0])) + len(set(taken[1]))
     assert computed <= 21, "at most the last group is shared out"
-    for one in taken:  # and a group's requests come one after the other
+    for one in taken:  # and requests of one group come one after the other
         assert sum(a != b for a, b in pairwise(one)) < len(set(one)) + 1
 
 
 def test_a_common_beginning_of_all_does_not_hide_the_groups() -> None:
-    """A system prompt of 70 tokens, then the groups' 1,000; both replicas soon hold the first."""
+    """A system prompt of 70 tokens, then 1,000 tokens of each group. Both replicas soon hold the system
+    prompt.
+    """
     router, rng = Router(2, reach=10_000), random.Random(1)
     groups = [rng.randrange(10) for _ in range(400)]
     for number, group in enumerate(groups):
@@ -93,7 +98,7 @@ def test_a_common_beginning_of_all_does_not_hide_the_groups() -> None:
     assert len(taken[0]) + len(taken[1]) <= 12
 
 
-def test_what_is_forgotten_costs_nothing_any_more() -> None:
+def test_forgotten_prefixes_have_no_cost() -> None:
     router = Router(2, REACH)
     for number in range(4):
         router.add(number, of_group(number // 2, number))
@@ -134,11 +139,11 @@ def test_every_request_is_taken_once_and_none_waits_for_ever(
             seen.append(number_taken)
         assert len(router) == len(waiting)
     assert sorted(seen) == list(range(len(groups)))
-    assert not router._alike
+    assert not router._by_hash
 
 
 def computed_prefixes(router: Router | RoundRobin, num_groups: int, room: int) -> int:
-    """How often two replicas, each with a cache for `room` prefixes, compute one of them."""
+    """The number of prefixes that two replicas compute, each with a cache for `room` prefixes."""
     rng = random.Random(0)
     groups = [group for group in range(num_groups) for _ in range(100)]
     rng.shuffle(groups)
@@ -166,7 +171,7 @@ def test_fewer_prefixes_are_computed_than_by_round_robin() -> None:
 def test_what_a_replica_holds_of_what_it_took() -> None:
     router = Router(2, REACH)
     for number in range(5):
-        router.add(number, of_group(1, number))  # 300 tokens alike, so the first 64, 128 and 256
+        router.add(number, of_group(1, number))  # 300 common tokens: the first 64, 128 and 256
     router.add(5, prompt(7, 7))
     assert router.take(0) == 0 and router.num_held_tokens(0) == 0
     assert router.take(0) == 1 and router.num_held_tokens(0) == 256
@@ -191,11 +196,14 @@ def test_a_replica_has_room_while_little_waits_to_be_computed() -> None:
     member.take(request_of(1, 150), 128)
     member.take(request_of(2, 60), 0)
     assert not has_room(), "150 + 22 + 60 tokens are more than two steps"
-    assert member.hear(3, num_waiting=2)  # one sample of request 0 runs, and all its prompt is computed
+    assert member.hear(
+        num_received=3, num_waiting=2
+    )  # one completion of request 0 runs, so its prompt is computed
     assert has_room()
     member.take(request_of(3, 150), 0)
     assert not has_room()
-    member.hear(num_received=6, num_waiting=6)  # more than were sent wait: some were preempted
+    # More sequences wait than were sent, because some were preempted.
+    member.hear(num_received=6, num_waiting=6)
     assert not has_room()
     member.hear(num_received=6, num_waiting=1)
     assert has_room()

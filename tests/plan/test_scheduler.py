@@ -1,4 +1,4 @@
-"""Scheduler and BlockManager against the fake device: every output is what its prompt alone implies."""
+"""Scheduler and BlockManager with the fake device: every output is the one that its prompt determines."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def run_all(loop: Loop, prompts: list[list[int]], params: list[SamplingParams]) 
 
 PROMPTS = st.lists(
     st.builds(
-        lambda shared, own: [7] * shared + own,  # many prompts begin alike, so that blocks are shared
+        lambda shared, own: [7] * shared + own,  # many prompts share a prefix, so blocks are shared
         st.integers(0, 20),
         st.lists(st.integers(1, VOCAB - 1), min_size=1, max_size=12),
     ),
@@ -66,8 +66,9 @@ PROMPTS = st.lists(
 @settings(max_examples=300, deadline=None)
 @given(data=st.data())
 def test_any_load_gives_the_right_tokens(data: st.DataObject) -> None:
-    """Random sizes, requests, aborts and arrival times: tokens are right, invariants hold, nothing is
-    lost."""
+    """Random sizes, requests, aborts and arrival times: tokens are right, invariants hold, no request is
+    lost.
+    """
     draw = data.draw
     block_size = draw(st.sampled_from([1, 2, 3, 4, 8]), "block_size")
     loop = make_loop(
@@ -120,12 +121,13 @@ def test_preemption_keeps_every_token(num_blocks: int, run_ahead: bool) -> None:
     if num_blocks == 64:
         assert preemptions == [0] * 8
     elif num_blocks == 8:
-        assert min(preemptions[2:]) >= 2, preemptions  # the oldest two always have others to take blocks from
+        assert min(preemptions[2:]) >= 2, preemptions  # the oldest two can always take blocks from others
 
 
 def test_admissions_leave_room_to_grow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Twice as many slots as the blocks are enough for: few tokens are computed twice, and steps of prefill
-    admit several sequences."""
+    """Twice as many slots as the blocks suffice for: few tokens are computed twice, and a prefill step admits
+    several sequences.
+    """
     rng = random.Random(0)
     shapes = [(rng.randint(4, 40), rng.randint(4, 40)) for _ in range(150)]
     loop = make_loop(160, 16, max_num_seqs=128, max_num_batched_tokens=640, max_model_len=96, caching=False)
@@ -170,7 +172,7 @@ def test_what_prompts_of_one_step_share_is_computed_once() -> None:
 
 
 def test_a_scored_sequence_that_is_preempted_finds_its_output_in_the_cache() -> None:
-    """Its prompt has been scored by then, and is not computed again for that."""
+    """Its prompt is scored before the preemption, and is not computed again to score it."""
     loop = make_loop(num_blocks=14, max_model_len=40)
     params = SamplingParams(max_tokens=30, ignore_eos=True)
     for seq_id, prompt in enumerate(([1, 2, 3, 4], [5, 6, 7, 8, 9])):
@@ -203,7 +205,8 @@ def test_least_recently_used_blocks_are_reused_first() -> None:
     loop = make_loop(num_blocks=6, max_model_len=24)
     params = SamplingParams(max_tokens=1)
     old, new = [1] * 9, [2] * 9
-    for prompt in (old, new, [3] * 9):  # each leaves two cached blocks: six in all, of six
+    # Each leaves two cached blocks, six in total, and there are six blocks.
+    for prompt in (old, new, [3] * 9):
         run_all(loop, [prompt], [params])
     run_all(loop, [new], [params])
     assert loop.finished[3].num_cached_tokens == 8
@@ -220,8 +223,9 @@ def test_hash_collisions_never_share(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_nothing_is_shared_behind_a_collision(monkeypatch: pytest.MonkeyPatch) -> None:
-    """First blocks collide, second ones do not: the loser's second block must not appear behind the
-    winner's."""
+    """The first blocks collide, the second ones do not. The loser's second block must not follow the winner's
+    first.
+    """
     original = block_manager_module.block_key
     monkeypatch.setattr(
         block_manager_module, "block_key", lambda parent, tokens: original(parent, tokens if parent else b"")
@@ -247,7 +251,7 @@ def test_the_end_of_a_prompt_is_reused_before_its_beginning() -> None:
 
 
 def test_a_block_after_another_parent_is_no_hit() -> None:
-    """Equal tokens behind a different beginning, with the hash blind to the parent: the chain id decides."""
+    """Equal tokens after a different prefix, with a hash that ignores the parent: the chain id decides."""
     loop = make_loop()
     params = SamplingParams(max_tokens=1)
     original = block_manager_module.block_key
@@ -271,7 +275,7 @@ def test_abort_between_chunks_shares_only_what_was_computed() -> None:
     check_scheduler(loop.scheduler)
     loop.finished[0] = None
     run_all(loop, [prompt], [params])
-    assert loop.finished[1].num_cached_tokens == 4  # one full block of the six tokens computed
+    assert loop.finished[1].num_cached_tokens == 4  # the one full block of the six computed tokens
 
 
 def test_a_failed_row_ends_alone() -> None:
@@ -304,7 +308,7 @@ def test_prompts_of_one_token_are_prefill() -> None:
 
 
 def test_several_tokens_of_a_row() -> None:
-    """As many as hold are taken, up to the one that ends the output."""
+    """All valid tokens are taken, up to the one that ends the output."""
     loop = make_loop(run_ahead=False)
     for i, max_tokens in enumerate([9, 9, 2]):
         params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
@@ -327,7 +331,7 @@ def test_what_can_never_fit_is_refused() -> None:
         loop.scheduler.add(make_sequence(0, [1] * 8, SamplingParams()))
     run_all(
         loop, [[1] * 7], [SamplingParams(max_tokens=9, ignore_eos=True)]
-    )  # room for one more token, and no more
+    )  # one more token fits, and no other
     assert len(loop.finished[0].completion_token_ids) == 1
 
 
@@ -371,7 +375,7 @@ def test_prompt_and_output_are_at_most_max_model_len(length: int) -> None:
         (3, 32, 64, 70, r"of 4 tokens, and the model's own limit is 64\); shorten it$"),
     ],
 )
-def test_what_is_too_long_is_told_what_helps(
+def test_errors_of_long_prompts_name_the_fix(
     num_blocks: int, asked: int, longest: int | None, length: int, advice: str
 ) -> None:
     scheduler = Scheduler(num_blocks, 4, 8, 64, asked, longest=longest)
@@ -421,12 +425,12 @@ def test_stop_token_ids_and_eos() -> None:
 
 
 def test_the_fake_model_can_end() -> None:
-    """Otherwise the tests above would never meet EOS."""
+    """Otherwise no test above would see EOS."""
     rng = np.random.default_rng(0)
     assert any(next_token(rng.integers(1, VOCAB, 5).tolist()) == EOS for _ in range(500))
 
 
-def test_the_plan_tower_runs_without_torch() -> None:
+def test_plan_runs_without_torch() -> None:
     code = (
         "import sys; sys.modules['torch'] = None\n"
         "import nanovllm, nanovllm.config, nanovllm.plan.scheduler, nanovllm.text.prompts"

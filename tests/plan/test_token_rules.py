@@ -1,4 +1,4 @@
-"""Token rules against brute force: every token of a small vocabulary is asked one by one."""
+"""Token rules against brute force: the test checks every token of a small vocabulary."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from nanovllm.plan.token_rules import (
 )
 
 PROMPT = [1, 2, 0]
-V = 75  # three words of bits, the last one in part
+V = 75  # three words of bits, the last one partly used
 IDS = st.integers(0, V - 1)
 WORDS = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=4), max_size=6)
 EOS, OTHER_STOP = 2, 7
@@ -61,7 +61,7 @@ def test_bad_words(words: list[list[int]], output_ids: list[int]) -> None:
 @settings(max_examples=50)
 @given(st.lists(st.tuples(st.sets(IDS, min_size=1), st.integers(0, 3), WORDS, st.lists(IDS, max_size=5))))
 def test_all_rows(cases: list[tuple[set[int], int, list[list[int]], list[int]]]) -> None:
-    """Rows of bits are given in any order, and those that are not named stay as they are."""
+    """The rows of bits come in any order, and other rows stay unchanged."""
     rules = [[AllowedTokens(ids), MinTokens(n, [0, 40]), BadWords(words)] for ids, n, words, _ in cases]
     bits = np.full((len(cases) + 2, -(-V // 32)), 12345, np.int32)
     rows = [
@@ -75,7 +75,7 @@ def test_all_rows(cases: list[tuple[set[int], int, list[list[int]], list[int]]])
 
 
 class Copies:
-    """Matchers that are copies of one, and share the states of its lexer."""
+    """Matchers that are copies of one original and share its lexer's states."""
 
     executor = llguidance.LLExecutor()
 
@@ -102,9 +102,9 @@ CHOICES = [
 
 @pytest.mark.parametrize("choices", CHOICES, ids=str)
 def test_grammar_of_choices(choices: list[str]) -> None:
-    """The text goes on to each choice that it begins, and any stop token may come where it is one.
+    """The text continues with each choice that it begins, and any stop token may follow a complete choice.
 
-    Where all choices go on alike, llguidance allows the tokenizer's own way to write that alone.
+    Where all choices continue alike, llguidance allows only the tokenizer's own encoding.
     """
     ends = [choice.encode() for choice in choices]
     rng = np.random.default_rng(0)
@@ -153,9 +153,9 @@ def test_a_complete_text_ends_whatever_other_rules_say() -> None:
     [digit] = TOKENS.tokenize_str("7")
     rules = [grammar("regex", "7{1,2}"), MinTokens(5, [EOS]), BadWords([[digit, digit, EOS]])]
     assert ask(rules, []) == {digit}
-    assert ask(rules, [digit]) == {digit}  # it may end here, and must not yet
+    assert ask(rules, [digit]) == {digit}  # it may end here, but not yet
     assert ask(rules, [digit, digit]) == {EOS}
-    assert ask([grammar("regex", "7"), AllowedTokens([EOS])], []) == set()  # nothing is left
+    assert ask([grammar("regex", "7"), AllowedTokens([EOS])], []) == set()  # no token is left
 
 
 def test_a_grammar_beyond_its_limits_allows_nothing() -> None:
@@ -165,8 +165,8 @@ def test_a_grammar_beyond_its_limits_allows_nothing() -> None:
     assert not bits.any()
 
 
-def test_a_row_goes_on_when_others_have_used_up_what_matchers_share() -> None:
-    """Random texts take new states of the lexer, which has room for those of few of them."""
+def test_a_row_continues_after_others_exhaust_the_shared_lexer() -> None:
+    """Random texts use new states of the lexer, whose limit is enough for few of them."""
     matchers, rng = Copies("regex", "[ab]*a[ab]{8}b", max_lexer_states=500), np.random.default_rng(0)
     bits = np.empty((1, 17), np.int32)
     mate = matchers.new()

@@ -1,4 +1,4 @@
-"""vLLM's arguments: what asks for nothing is taken, what asks for something is refused by its own name."""
+"""vLLM's arguments: neutral values are accepted, all others are refused by name."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class RequestOutputKind(Enum):
 
 
 class DType:
-    """Prints as torch's do."""
+    """Prints like torch's dtypes."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -60,7 +60,7 @@ class DType:
     ],
     ids=lambda options: next(iter(options)),
 )
-def test_options_that_ask_for_nothing_change_nothing(options: dict[str, Any]) -> None:
+def test_neutral_options_change_nothing(options: dict[str, Any]) -> None:
     assert Config.from_kwargs("model", **options) == Config("model")
 
 
@@ -81,7 +81,7 @@ def test_options_that_ask_for_nothing_change_nothing(options: dict[str, Any]) ->
         ("guided_decoding_disable_any_whitespace", True, "each StructuredOutputsParams"),
     ],
 )
-def test_options_that_ask_for_what_is_not_built(name: str, value: object, advice: str) -> None:
+def test_options_of_unsupported_features(name: str, value: object, advice: str) -> None:
     with pytest.raises(ValueError, match=rf"{name}=.* is not supported; .*{advice}") as caught:
         Config.from_kwargs("model", **{name: value})
     assert repr(value) in str(caught.value) and "did you mean" not in str(caught.value)
@@ -109,7 +109,7 @@ def test_vllms_names_of_our_options() -> None:
     assert "secret" not in repr(Config.from_kwargs("model", hf_token="secret"))
 
 
-def test_a_typing_error_is_told_the_nearest_name() -> None:
+def test_a_typo_gets_the_nearest_name() -> None:
     with pytest.raises(TypeError, match="'quantisation'; did you mean 'quantization'"):
         Config.from_kwargs("model", quantisation=None)
     with pytest.raises(TypeError, match="'tensor_paralel_size'; did you mean 'tensor_parallel_size'"):
@@ -145,7 +145,7 @@ def test_values_of_any_kind_are_judged_without_comparing_arrays() -> None:
 # -- SamplingParams ------------------------------------------------------------------------------------------
 
 
-def test_parameters_that_ask_for_nothing_change_nothing() -> None:
+def test_neutral_parameters_change_nothing() -> None:
     default = SamplingParams()
     assert SamplingParams(**{name: absent.default for name, absent in SAMPLING.items()}) == default
     params = SamplingParams(
@@ -161,7 +161,7 @@ def test_parameters_that_ask_for_nothing_change_nothing() -> None:
     ("name", "value"),
     [("best_of", 3), ("guided_decoding", {"json": {}}), ("output_kind", RequestOutputKind.DELTA)],
 )
-def test_parameters_that_ask_for_what_is_not_built(name: str, value: object) -> None:
+def test_parameters_of_unsupported_features(name: str, value: object) -> None:
     with pytest.raises(ValueError, match=rf"{name}=.* is not supported; \w+"):
         SamplingParams(**{name: value})
     params = SamplingParams()
@@ -181,7 +181,7 @@ def test_unknown_parameters() -> None:
 
 
 def test_keywords_only() -> None:
-    """The first two are temperature and max_tokens in nano-vLLM, n and presence_penalty in vLLM."""
+    """nano-vLLM begins with temperature and max_tokens, vLLM with n and presence_penalty."""
     message = r"keyword arguments only, not \(0\.6, 256\).*SamplingParams\(temperature=\.\.\., max_tokens="
     with pytest.raises(TypeError, match=message):
         SamplingParams(0.6, 256)

@@ -1,4 +1,6 @@
-"""The watch over workers, with small processes instead of models: what rank 0 learns, and when it is free."""
+"""The watch over workers, with small processes instead of models: which failure it reports, and what it
+releases.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ def sleep_on(pipe: Connection, rank: int) -> None:
 
 
 def fail_together(all_here: Barrier, pipe: Connection, rank: int) -> None:
-    """All fail at once; rank 2 says that it was first."""
+    """All fail at once; rank 2 reports the earliest time."""
     all_here.wait(60)
     pipe.send(Failure(rank, f"failed: {rank}", False, 5.0 if rank == 2 else 6.0 + rank))
 
@@ -67,7 +69,7 @@ def start() -> Iterator[Callable[[Callable[[Connection, int], None], int], Watch
 
     yield start_watch
     for watch in watches:
-        watch.give_up()
+        watch.kill()
         watch.join(60)
         assert not any(process.is_alive() for process in watch.processes)
 
@@ -81,13 +83,13 @@ def test_answers_come_in_order_from_each_worker_and_an_end_after_them_loses_none
 
 
 def test_the_first_error_counts(start: Callable) -> None:
-    all_here = CONTEXT.Barrier(3)  # which lives as long as this name
+    all_here = CONTEXT.Barrier(3)  # lives as long as this name
     watch = start(partial(fail_together, all_here), 3)
     with pytest.raises(WorkerError, match="rank 2 failed: 2"):
         watch.wait_for_reply(0)
 
 
-def test_a_signal_comes_before_an_error(start: Callable) -> None:
+def test_a_signal_takes_precedence_over_an_error(start: Callable) -> None:
     watch = start(fail_then_the_other_is_killed)
     assert [watch.wait_for_reply(index) for index in range(2)] == ["up", "up"]
     with pytest.raises(WorkerError, match="rank 2 was killed by SIGKILL, perhaps because the host ran out"):
@@ -103,7 +105,7 @@ def test_an_exit_code_is_told(start: Callable) -> None:
 
 
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV])
-def test_who_waits_is_let_go_and_the_others_are_killed(start: Callable, sent: signal.Signals) -> None:
+def test_waiting_calls_are_released_and_other_workers_killed(start: Callable, sent: signal.Signals) -> None:
     watch = start(sleep_on, 3)
     for index in range(3):
         assert watch.wait_for_reply(index) == "up"
@@ -118,12 +120,12 @@ def test_who_waits_is_let_go_and_the_others_are_killed(start: Callable, sent: si
     watch.join(60)
 
 
-def test_given_up_workers_are_no_failure(start: Callable) -> None:
+def test_killed_workers_are_no_failure(start: Callable) -> None:
     watch = start(sleep_on)
     released = []
     watch.on_failure(lambda: released.append("on time"))
-    watch.give_up()
-    watch.give_up()
+    watch.kill()
+    watch.kill()
     watch.on_failure(lambda: released.append("late"))
     watch.join(60)
     assert watch.failure is None and released == ["on time", "late"]
