@@ -288,6 +288,26 @@ def test_completions_share_logprobs_of_the_prompt(llm: CheckedLLM, rows: Any, re
         assert completion.cumulative_logprob == pytest.approx(sum(own))
 
 
+def test_a_request_keeps_no_more_logprobs_than_its_own(model: Path) -> None:
+    """Beside rows that ask for the whole vocabulary, and beside rows that ask for none."""
+    asked = [None, -1, 0, None, 2, 0]
+    params = [params_of({"logprobs": each, "prompt_logprobs": each, "ignore_eos": True}) for each in asked]
+    with make(model, async_scheduling=False) as llm:
+        outputs = llm.generate([[5, 6, 7 + index] for index in range(6)], params, use_tqdm=False)
+        sequences = sorted(llm.sequences, key=lambda seq: seq.seq_id)
+    for seq, each in zip(sequences, asked, strict=True):
+        width = 1 + (VOCAB if each == -1 else each or 0)
+        count = asked.count(each)
+        assert [len(seq.logprobs), len(seq.prompt_logprobs)] == ([0, 0] if each is None else [TOKENS, 1])
+        assert all(columns.values.shape == (count, width) for columns, _ in seq.logprobs)
+        assert all(columns.token_ids.base is None for columns, _ in seq.logprobs), "a view keeps all of it"
+        assert all(columns.values.shape == (2, width) for columns in seq.prompt_logprobs)
+    for output, each in zip(outputs, asked, strict=True):
+        if each is not None:
+            count = VOCAB if each == -1 else each
+            assert all(count <= len(shown) <= count + 1 for shown in output.outputs[0].logprobs)
+
+
 def assert_begins(whole: LogprobDicts, part: LogprobDicts) -> None:
     for before, now in zip(whole, part, strict=False):
         assert list(before) == list(now)
