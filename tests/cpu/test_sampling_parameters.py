@@ -17,6 +17,7 @@ from sampling_reference import MODES, Reference, checker
 from test_texts import TOKENIZERS, model_for
 
 from nanovllm import RequestOutput, SamplingParams, StructuredOutputsParams
+from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.text.logprobs import LogprobDicts
 
 TOKENIZER = TOKENIZERS["byte_level"]
@@ -286,6 +287,24 @@ def test_completions_share_logprobs_of_the_prompt(llm: CheckedLLM, rows: Any, re
             for shown, token in zip(completion.logprobs, completion.token_ids, strict=True)
         ]
         assert completion.cumulative_logprob == pytest.approx(sum(own))
+
+
+def test_logits_of_a_token_are_computed_once(
+    model: Path, rows: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the rows of a step ask for."""
+    num_rows, compute_logits = [0], DecoderForCausalLM.compute_logits
+
+    def recorded(decoder: DecoderForCausalLM, hidden: torch.Tensor) -> torch.Tensor:
+        num_rows.append(len(hidden))
+        return compute_logits(decoder, hidden)
+
+    monkeypatch.setattr(DecoderForCausalLM, "compute_logits", recorded)
+    names = ["plain", "filters", "penalties", "logprobs_20", "allowed", "bias", "sampled_all"]
+    with make(model, logprobs_mode="processed_logprobs") as llm:
+        llm.generate(*map(list, zip(*(rows[name] for name in names), strict=True)), use_tqdm=False)
+        scored = sum(len(b.extras.scored.token_ids) for b in llm.batches if b.extras.scored is not None)
+        assert scored > 0 and sum(num_rows) == scored + sum(int(b.draws.sum()) for b in llm.batches)
 
 
 def test_a_request_keeps_no_more_logprobs_than_its_own(model: Path) -> None:
