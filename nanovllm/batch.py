@@ -144,9 +144,9 @@ class TokenLogprobs:
     token_ids: np.ndarray  # [N, 1 + k] int64
     ranks: np.ndarray  # [N] int64, of the token itself, 1 for the likeliest
 
-    def take(self, rows: np.ndarray) -> TokenLogprobs:
-        """The logprobs of some of the tokens."""
-        return TokenLogprobs(self.values[rows], self.token_ids[rows], self.ranks[rows])
+    def take(self, rows: np.ndarray, k: int) -> TokenLogprobs:
+        """A copy of the logprobs of some of the tokens, with at most k likeliest tokens."""
+        return TokenLogprobs(self.values[rows, : 1 + k], self.token_ids[rows, : 1 + k], self.ranks[rows])
 
 
 @dataclass(frozen=True, slots=True, eq=False)

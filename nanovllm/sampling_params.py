@@ -156,7 +156,7 @@ class SamplingParams:
             expected = f"an integer of at least {least}, or None for as many as fit"
             values["max_tokens"] = _int("max_tokens", self.max_tokens, least, expected)
         if self.seed is not None:
-            expected = "None or an integer that fits into 64 bits"
+            expected = "None or an integer from -2**63 to 2**63 - 1"
             seed = _int("seed", self.seed, -SEED_LIMIT, expected, SEED_LIMIT - 1)
             values["seed"] = None if seed == -1 else seed  # vLLM's other name of None
         for name in FLAGS:

@@ -708,9 +708,11 @@ def check_sampling_rows_are_independent(count: int, vocab: int, device: str, fil
         assert torch.equal(draw(sampler, spoilt, ALL), ids.masked_fill(bad, -1))
 
 
-def check_sampling_extremes(vocab: int, device: str) -> None:
+def check_sampling_extremes(vocab: int, device: str, kept: tuple[int, float, float] | None = None) -> None:
     """Rows that are not finite give -1, ties the lowest index, masked tokens never win, and no finite logit
     is too large.
+
+    kept: top_k, top_p and min_p of all rows.
     """
     inf, nan, last = math.inf, math.nan, vocab - 1
     # changed logits, the base of all others, the expected id
@@ -731,10 +733,15 @@ def check_sampling_extremes(vocab: int, device: str) -> None:
         for column, value in cells.items():
             logits[row, column] = value
     expected = torch.tensor([case[2] for case in cases], device=device)
+    filters = None
+    if kept is not None:
+        dtypes = torch.int32, F32, F32
+        columns = zip(kept, dtypes, strict=True)
+        filters = Filters(*(torch.full((len(cases),), x, dtype=t, device=device) for x, t in columns))
     for temperature in (0.0, 1e-8, 1e-4, 1.0):
         rows = make_rows(len(cases), device, (temperature,))
         for sampler in SAMPLERS:
-            ids = sampler(logits, *rows.pick(ALL))
+            ids = sampler(logits, *rows.pick(ALL), filters)
             # Two equal logits: a tie for a greedy row, equal chances for any other row.
             tie = (ids == last) & (logits[:, last // 2] == logits[:, last]) & (temperature >= 1e-5)
             assert torch.equal(ids.masked_fill(tie, last // 2), expected), temperature

@@ -25,7 +25,7 @@ from nanovllm.batch import (
 )
 from nanovllm.events import TokenEvents
 from nanovllm.plan.block_manager import BlockManager
-from nanovllm.plan.columns import SamplingTable, take_prompt_tokens
+from nanovllm.plan.columns import SamplingTable, num_likeliest, take_prompt_tokens
 from nanovllm.plan.sequence import Sequence, SequenceStatus
 from nanovllm.plan.token_rules import RuledRow, restrict_all
 
@@ -162,14 +162,21 @@ class Scheduler:
         found = enumerate(map(self._unfinished.get, batch.seq_ids))
         seqs = {row: seq for row, seq in found if seq is not None} if asks else {}
         if output.logprobs is not None:
+            # A sequence keeps no more than it asked for: a step's columns are as wide as its widest row.
+            asked: dict[int, list[int]] = {}
             for row, seq in seqs.items():
                 if batch.draws[row] and seq.params.logprobs is not None:
-                    seq.logprobs.append((output.logprobs, row))
+                    asked.setdefault(num_likeliest(seq.params.logprobs), []).append(row)
+            for k, rows in asked.items():
+                columns = output.logprobs.take(np.array(rows), k)
+                for place, row in enumerate(rows):
+                    seqs[row].logprobs.append((columns, place))
         if output.scores is not None and batch.extras.scored is not None:
             scored_rows = batch.extras.scored.wanted.rows
             for row in np.unique(scored_rows).tolist():
                 if row in seqs:
-                    seqs[row].prompt_logprobs.append(output.scores.take(scored_rows == row))
+                    k = num_likeliest(seqs[row].params.prompt_logprobs or 0)
+                    seqs[row].prompt_logprobs.append(output.scores.take(scored_rows == row, k))
         if output.pooled is not None and batch.extras.pooled is not None:
             for row in np.unique(batch.extras.pooled.rows).tolist():
                 if row in seqs:

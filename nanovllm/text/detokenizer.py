@@ -24,7 +24,8 @@ class Detokenizer:
     """Decodes outputs: prompt and output are decoded together, and the prompt's text is removed.
 
     This keeps a space between the two. Special tokens are skipped or kept, as requested. An incomplete
-    character at the end is left out; a U+FFFD that the model generated stays.
+    character at the end is left out; a U+FFFD that the model generated stays. A character that the prompt
+    begins and the output does not continue is a U+FFFD of the prompt.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, skip_special_tokens: bool = True) -> None:
@@ -46,24 +47,27 @@ class Detokenizer:
         # Whether decoding in parts and joining gives the same text, except for split characters.
         self._joins = fast is not None and type(fast.decoder).__name__ == "ByteLevel"
         self._bytes_of_tokens: dict[int, bytes] = {}
-        # The whole characters of a context; cached, because prompts often have the same end.
-        self._before = lru_cache(CACHE_SIZE)(lambda context: self.whole_characters(list(context))[0])
+        # `whole_characters` of a context; cached, because prompts often have the same end.
+        self._before = lru_cache(CACHE_SIZE)(lambda context: self.whole_characters(list(context)))
 
     def text(self, prompt_ids: list[int], output_ids: list[int]) -> str:
         """Return the text of `output_ids`, which follow `prompt_ids`."""
         if not output_ids:
             return ""
         if self._joins:
-            text = self._decode(output_ids)
+            text = self.decode(output_ids)
             if not (text.startswith(CUT) or text.endswith(CUT)):
                 return text
         context = self.context(prompt_ids)
-        before = self._before(tuple(context))
+        before, is_cut = self._before(tuple(context))
+        first = next((token_id for token_id in output_ids if token_id not in self.skipped), None)
+        if is_cut and first is not None and not self.continues(first):
+            before = self.decode(context)
         both, _ = self.whole_characters(context + output_ids)
         if both.startswith(before):
             return both[len(before) :]
-        before = self._decode(context)  # the prompt ends within a character that the output does not finish
-        return both[len(before) :] if both.startswith(before) else self._decode(output_ids)
+        before = self.decode(context)  # the output continues the prompt's character and does not finish it
+        return both[len(before) :] if both.startswith(before) else self.decode(output_ids)
 
     def stream(self, prompt_ids: list[int]) -> TextStream:
         """Return a decoder for the tokens that follow `prompt_ids`, one at a time."""
@@ -75,6 +79,10 @@ class Detokenizer:
             letters = b"" if token_id in self.skipped else self._as_letters(token_id)
             self._bytes_of_tokens[token_id] = letters
         return self._bytes_of_tokens[token_id]
+
+    def continues(self, token_id: int) -> bool:
+        """Whether a token's first byte is not the first of a character."""
+        return b"\x80" <= (self._bytes.get(token_id) or self._as_letters(token_id))[:1] < b"\xc0"
 
     def context(self, prompt_ids: list[int]) -> list[int]:
         """The last few tokens of the prompt that are text. A run of byte tokens is never split."""
@@ -88,7 +96,7 @@ class Detokenizer:
 
     def whole_characters(self, token_ids: list[int]) -> tuple[str, bool]:
         """Decode without an incomplete character at the end; also return whether there is one."""
-        text = self._decode(token_ids)
+        text = self.decode(token_ids)
         if not text.endswith(CUT):
             return text, False
         kept = [token_id for token_id in token_ids if token_id not in self.skipped]
@@ -99,9 +107,10 @@ class Detokenizer:
         if not missing:
             return text, False
         # Byte fallback writes U+FFFD for each byte of an incomplete run, even for its whole characters.
-        return self._decode(kept[:-missing]) if kept[-1] in self._bytes else text[:-1], True
+        return self.decode(kept[:-missing]) if kept[-1] in self._bytes else text[:-1], True
 
-    def _decode(self, token_ids: list[int]) -> str:
+    def decode(self, token_ids: list[int]) -> str:
+        """The text of tokens, with U+FFFD for bytes that are no character."""
         if not token_ids:
             return ""
         return str(self._decode_ids(token_ids, skip_special_tokens=self._skip_special_tokens))
@@ -122,10 +131,17 @@ class ByteStream:
         self._bytes = detokenizer.token_bytes
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         for token_id in detokenizer.context(prompt_ids):  # a character may begin there
-            self.append(token_id)
+            self._utf8.decode(self._bytes(token_id))
+        self._continues = detokenizer.continues
+        self._begins = True  # no text of the output has come yet
 
     def append(self, token_id: int) -> str:
-        return self._utf8.decode(self._bytes(token_id))
+        new = self._bytes(token_id)
+        if new and self._begins:
+            self._begins = False
+            if not self._continues(token_id):
+                self._utf8.reset()
+        return self._utf8.decode(new)
 
 
 class WindowStream:
@@ -137,11 +153,15 @@ class WindowStream:
         self._chunks = deque([detokenizer.context(prompt_ids)], maxlen=CONTEXT)
         self._chunk: list[int] = []
         self._num_written = 0  # characters of the chunk's text
+        self._before, self._context_is_cut = "", False  # what the chunks decode to
         self._begin_chunk()
 
     def append(self, token_id: int) -> str:
         if token_id in self._detokenizer.skipped:
             return ""
+        if self._context_is_cut and not self._chunk and not self._detokenizer.continues(token_id):
+            self._before = self._detokenizer.decode(self._context)
+            self._context_is_cut = False
         self._chunk.append(token_id)
         text, is_cut = self._detokenizer.whole_characters(self._context + self._chunk)
         if text.startswith(self._before):

@@ -280,6 +280,11 @@ def test_sampling_extremes(vocab: int) -> None:
     cases.check_sampling_extremes(vocab, CPU)
 
 
+@pytest.mark.parametrize("kept", cases.FILTERS, ids=str)
+def test_extremes_with_filters(kept: tuple[int, float, float]) -> None:
+    cases.check_sampling_extremes(300, CPU, kept)
+
+
 @pytest.mark.parametrize(
     ("size", "vocab", "rows", "dtype"),
     [(2, 3001, 9, BF16), (4, 1000, 7, F32), (4, 5, 4, F16), (2, 4096, 5, BF16)],

@@ -18,6 +18,7 @@ from sampling_reference import MODES, Reference, checker
 from test_texts import TOKENIZERS, model_for
 
 from nanovllm import RequestOutput, SamplingParams, StructuredOutputsParams
+from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.text.logprobs import LogprobDicts
 
 TOKENIZER = TOKENIZERS["byte_level"]
@@ -289,6 +290,44 @@ def test_completions_share_logprobs_of_the_prompt(llm: CheckedLLM, rows: Any, re
             for shown, token in zip(completion.logprobs, completion.token_ids, strict=True)
         ]
         assert completion.cumulative_logprob == pytest.approx(sum(own))
+
+
+def test_logits_of_a_token_are_computed_once(
+    model: Path, rows: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the rows of a step ask for."""
+    num_rows, compute_logits = [0], DecoderForCausalLM.compute_logits
+
+    def recorded(decoder: DecoderForCausalLM, hidden: torch.Tensor) -> torch.Tensor:
+        num_rows.append(len(hidden))
+        return compute_logits(decoder, hidden)
+
+    monkeypatch.setattr(DecoderForCausalLM, "compute_logits", recorded)
+    names = ["plain", "filters", "penalties", "logprobs_20", "allowed", "bias", "sampled_all"]
+    with make(model, logprobs_mode="processed_logprobs") as llm:
+        llm.generate(*map(list, zip(*(rows[name] for name in names), strict=True)), use_tqdm=False)
+        scored = sum(len(b.extras.scored.token_ids) for b in llm.batches if b.extras.scored is not None)
+        assert scored > 0 and sum(num_rows) == scored + sum(int(b.draws.sum()) for b in llm.batches)
+
+
+def test_a_request_keeps_no_more_logprobs_than_its_own(model: Path) -> None:
+    """Beside rows that ask for the whole vocabulary, and beside rows that ask for none."""
+    asked = [None, -1, 0, None, 2, 0]
+    params = [params_of({"logprobs": each, "prompt_logprobs": each, "ignore_eos": True}) for each in asked]
+    with make(model, async_scheduling=False) as llm:
+        outputs = llm.generate([[5, 6, 7 + index] for index in range(6)], params, use_tqdm=False)
+        sequences = sorted(llm.sequences, key=lambda seq: seq.seq_id)
+    for seq, each in zip(sequences, asked, strict=True):
+        width = 1 + (VOCAB if each == -1 else each or 0)
+        count = asked.count(each)
+        assert [len(seq.logprobs), len(seq.prompt_logprobs)] == ([0, 0] if each is None else [TOKENS, 1])
+        assert all(columns.values.shape == (count, width) for columns, _ in seq.logprobs)
+        assert all(columns.token_ids.base is None for columns, _ in seq.logprobs), "a view keeps all of it"
+        assert all(columns.values.shape == (2, width) for columns in seq.prompt_logprobs)
+    for output, each in zip(outputs, asked, strict=True):
+        if each is not None:
+            count = VOCAB if each == -1 else each
+            assert all(count <= len(shown) <= count + 1 for shown in output.outputs[0].logprobs)
 
 
 def assert_begins(whole: LogprobDicts, part: LogprobDicts) -> None:

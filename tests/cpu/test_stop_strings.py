@@ -94,6 +94,24 @@ def test_a_stream_gives_the_text_in_parts(kind: str, skip: bool, letters: list[s
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_a_prompt_that_ends_within_a_character(kind: str) -> None:
+    """An output that does not continue it is what the tokenizer decodes: whole, in parts, when it stops."""
+    tokenizer = TOKENIZERS[kind]
+    detokenizer, hello = Detokenizer(tokenizer), encode(kind, "Hello the")
+    for letter in ("日", "🌍"):
+        whole, start = encode(kind, "x" + letter), len(encode(kind, "x"))
+        for end in range(start + 1, len(whole)):
+            prompt = whole[:end]
+            assert detokenizer.text(prompt, whole[end:]) == letter
+            for output in (hello, [*hello, whole[start]], [tokenizer.eos_token_id, *hello]):
+                text = detokenizer.text(prompt, output)
+                assert text.strip() == "Hello the"
+                stream = detokenizer.stream(prompt)
+                assert "".join(map(stream.append, output)) == text
+                assert check(detokenizer, prompt, output, ["lo"])
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_random_tokens(kind: str) -> None:
     """Also with bytes that form no character; only invalid byte fallback sequences decode differently in
     parts.
@@ -155,13 +173,13 @@ def test_min_tokens(kind: str) -> None:
 def test_it_decodes_few_tokens_however_long_the_output_is(monkeypatch: pytest.MonkeyPatch) -> None:
     for kind in KINDS:
         detokenizer, lens = Detokenizer(TOKENIZERS[kind]), [0]
-        decode = detokenizer._decode
+        decode = detokenizer.decode
 
         def counted(ids: list[int], lens: list[int] = lens, decode: Callable = decode) -> str:
             lens.append(len(ids))
             return decode(ids)
 
-        monkeypatch.setattr(detokenizer, "_decode", counted)
+        monkeypatch.setattr(detokenizer, "decode", counted)
         output = encode(kind, "日本語 Hello the 🌍" * 40)
         assert search(detokenizer, encode(kind, "x"), output, ["?"]).num_tokens == len(output)
         assert max(lens) <= 4 * 5

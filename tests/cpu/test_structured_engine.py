@@ -82,6 +82,22 @@ def test_a_mixed_batch_is_its_rows_alone(name: str, alone: list[list[int]]) -> N
     assert sum(completion.finish_reason == "stop" for completion in structured) >= 6
 
 
+@pytest.mark.parametrize("name", ["ahead", "tight"])
+def test_the_schedule_is_that_without_constraints(name: str) -> None:
+    """Rows with a constraint neither wait nor make others wait."""
+    prompts = [f"Question {index}:" for index in range(12)]
+    plans = []
+    for constraint in (None, StructuredOutputsParams(regex="[a-z]{400}")):
+        params = [
+            SamplingParams(max_tokens=9 + index, ignore_eos=True, structured_outputs=form)
+            for index, form in enumerate([None, constraint] * 6)
+        ]
+        with make(**ENGINES[name]) as llm:
+            llm.generate(prompts, params, use_tqdm=False)
+            plans.append([(batch.kind, batch.seq_ids, batch.query_lens.tolist()) for batch in llm.batches])
+    assert plans[0] == plans[1]
+
+
 @pytest.fixture(scope="module")
 def llm() -> Iterator[CheckedLLM]:
     with make(max_model_len=512, max_num_seqs=128) as llm:

@@ -294,3 +294,8 @@ def test_integers_of_any_size(name: str, value: Any) -> None:
     else:
         with pytest.raises(ValueError, match=f"^{name} must be"):
             SamplingParams(**{name: value})
+
+
+def test_the_message_says_how_large_a_seed_may_be() -> None:
+    with pytest.raises(ValueError, match=r"seed must be .* -2\*\*63 to 2\*\*63 - 1, not 9223372036854775808"):
+        SamplingParams(seed=2**63)
