@@ -12,6 +12,22 @@ from nanovllm.kernels.matmul import linear, use_linear
 from nanovllm.quantization.base import LinearMethod, NormedProduct
 from nanovllm.quantization.shards import WeightShard, WeightSource
 
+# oneDNN's product, which torch itself has for other dtypes and for its compiler. For float32 `F.linear` takes
+# MKL, which needs up to 2.4 times as long on a CPU that Intel did not make. None: this torch has no oneDNN.
+_onednn_linear = (
+    getattr(torch.ops.mkldnn, "_linear_pointwise", None) if torch.backends.mkldnn.is_available() else None
+)
+ONEDNN_NUMEL = 2**19  # least elements of a weight; it starts all threads even for a small product
+
+
+def torch_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """`F.linear`, by oneDNN for a large float32 weight on a CPU."""
+    large = weight.device.type == "cpu" and weight.numel() >= ONEDNN_NUMEL
+    if _onednn_linear is None or not large or weight.dtype != torch.float32:
+        return F.linear(x, weight, bias)
+    product: torch.Tensor = _onednn_linear(x, weight, bias, "none", [], "")
+    return product
+
 
 class UnquantizedLinearMethod(LinearMethod):
     """x @ weight^T, with `gemv` for few rows, `linear` where that is faster, else torch.
@@ -73,7 +89,7 @@ class UnquantizedLinearMethod(LinearMethod):
             return gemv(x, self.weight, bias)[0]
         if self._by_linear(x):
             return linear(x.flatten(0, -2), self.weight, bias).unflatten(0, x.shape[:-1])
-        return F.linear(x, self.weight, bias)
+        return torch_linear(x, self.weight, bias)
 
     def apply_after_norm(
         self,

@@ -1,4 +1,4 @@
-"""A quantisation method is one class that creates, loads and applies a weight."""
+"""A quantisation method is one class that creates, loads and applies a weight. Products on a CPU."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from tiny_models import write_tiny_model
 from torch import nn
 
 from nanovllm.layers.weights import WeightOptions
+from nanovllm.quantization import unquantized
 from nanovllm.quantization.base import LinearMethod
 from nanovllm.quantization.shards import WeightShard, WeightSource
+from nanovllm.quantization.unquantized import ONEDNN_NUMEL, torch_linear
 
 
 class Int8LinearMethod(LinearMethod):
@@ -53,3 +55,35 @@ def test_a_quantisation_is_one_linear_method(
     logits = forward(model, PROMPT)
     assert 0 < (logits - exact).abs().max() < 0.05 * exact.abs().max()
     assert torch.equal(forward(load(folder), PROMPT), logits)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_large_products_on_a_cpu(dtype: torch.dtype, bias: bool) -> None:
+    """oneDNN's product is that of a float64 product, for any number of rows and for rows with gaps."""
+    shape = (1024, 512)
+    assert shape[0] * shape[1] == ONEDNN_NUMEL
+    weight, offset = torch.randn(shape).to(dtype), torch.randn(shape[0]).to(dtype) if bias else None
+    wide = torch.randn(37, 2 * shape[1]).to(dtype)
+    for x in (wide[:0, : shape[1]], wide[:1, shape[1] :], wide[::2, 5 : 5 + shape[1]], wide.view(37, 2, -1)):
+        out = torch_linear(x, weight, offset)
+        exact = nn.functional.linear(x.double(), weight.double(), None if offset is None else offset.double())
+        assert out.dtype == dtype and out.shape == exact.shape
+        torch.testing.assert_close(
+            out.double(), exact, rtol=1e-2 if dtype == torch.bfloat16 else 1e-4, atol=1e-3
+        )
+
+
+def test_which_products_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = []
+    product = unquantized._onednn_linear
+    assert product is not None, "this torch has oneDNN"
+    monkeypatch.setattr(unquantized, "_onednn_linear", lambda *args: taken.append(1) or product(*args))
+    large, x = torch.randn(1024, 512), torch.randn(3, 512)
+    expected = torch_linear(x, large, None)
+    assert taken == [1]
+    torch_linear(x, large[:-1], None)  # small
+    torch_linear(x.bfloat16(), large.bfloat16(), None)  # torch itself takes oneDNN
+    assert taken == [1]
+    monkeypatch.setattr(unquantized, "_onednn_linear", None)  # a torch without it
+    torch.testing.assert_close(torch_linear(x, large, None), expected, rtol=1e-4, atol=1e-3)
