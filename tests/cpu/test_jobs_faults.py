@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,17 +16,13 @@ from typing import Any
 
 import pytest
 from jobs import read_rows, run, write_rows
+from killed_jobs import fork_server, run_and_kill
 
 from nanovllm import LLM, SamplingParams, demo_model_path
-from nanovllm.jobs import output
 from tools.bench_jobs import LoadedLLM
 
 CUT = 12  # tokens of most answers
 SAMPLING = f"temperature=0,max_tokens={CUT}"
-
-
-class KilledError(BaseException):
-    """What no code of a job expects."""
 
 
 @pytest.fixture(scope="module")
@@ -55,52 +52,64 @@ def mixed_rows(count: int) -> list[Any]:
     return rows
 
 
-def test_a_job_killed_at_50_moments_ends_with_the_same_bytes(
-    tmp_path: Path, engine: LoadedLLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rng = random.Random(1)
+KINDS: dict[str, tuple[str, bool, list[str]]] = {  # the output, whether the input is standard input, flags
+    "plain": ("out.jsonl", False, []),
+    "ordered": ("out.jsonl", False, ["--ordered"]),
+    "stdin to csv": ("out.csv", True, []),
+    "parquet": ("out.parquet", False, []),
+    "retry errors": ("out.jsonl", False, ["--retry-errors"]),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_job_killed_at_ten_random_moments_ends_with_the_same_bytes(tmp_path: Path, kind: str) -> None:
+    """After a kill no answer is lost; after the end each row is there once, and no other file."""
+    rng = random.Random(kind)
+    name, is_stdin, more = KINDS[kind]
     source = write_rows(tmp_path / "in.jsonl", mixed_rows(24))
-    undisturbed = tmp_path / "undisturbed.jsonl"
-    assert run(source, "-o", undisturbed, "--sampling", SAMPLING, make_llm=engine) == 1
-    expected = undisturbed.read_bytes()
-    assert sorted(row["index"] for row in read_rows(undisturbed)) == list(range(24))
-    real = os.write
-    out = tmp_path / "out.jsonl"
-    kills = left = 0
-    tore: set[bool] = set()
+    killed, whole, begin = tmp_path / "killed", tmp_path / "whole", tmp_path / "begin"
 
-    def write(descriptor: int, data: bytes) -> int:
-        """As os.write; the line after `left` others is written in part or not at all, and that is the end."""
-        nonlocal left
-        left -= 1
-        if left < 0:
-            part = rng.choice([0, rng.randrange(len(data)), len(data)])
-            tore.add(0 < part < len(data))
-            if part:
-                real(descriptor, data[:part])
-            raise KilledError
-        return real(descriptor, data)
+    def run_in(folder: Path, *more: str, **kill: Any) -> int | None:
+        argv = ["-" if is_stdin else source, "-o", folder / name, "--sampling", SAMPLING, *more]
+        return run_and_kill(argv, source, **kill)
 
-    while kills < 50:
-        for path in tmp_path.glob("out.jsonl*"):
-            path.unlink()
-        while True:
-            left = rng.randrange(12)
-            with monkeypatch.context() as patch:
-                patch.setattr(output.os, "write", write_to_output(write))
-                try:
-                    code = run(source, "-o", out, "--sampling", SAMPLING, make_llm=engine)
-                    break
-                except KilledError:
-                    kills += 1
-        assert code == 1 and out.read_bytes() == expected
-    assert tore == {True, False}
+    with fork_server():
+        whole.mkdir()
+        assert run_in(whole) == 1
+        expected = contents(whole / name)
+        lines = whole / next(each for each in expected if each.endswith(".jsonl"))
+        assert [row["index"] for row in read_rows(lines)] == list(range(24))
+        shutil.copytree(whole, begin) if more == ["--retry-errors"] else begin.mkdir()
+        shutil.copytree(begin, killed)
+        kills = 0
+        while kills < 10:
+            before = answered(killed / lines.name)
+            # A job without kills changes files about 35 times, and once for each line.
+            kill = [{"seconds": rng.random()}, {"change": rng.randrange(24 + 35 - len(before))}][kills % 2]
+            code = run_in(killed, *more, **kill)
+            assert code in (-9, 1) and before <= answered(killed / lines.name)
+            kills += code == -9
+            if code == 1:
+                assert contents(killed / name) == expected
+                shutil.rmtree(killed)
+                shutil.copytree(begin, killed)
+        assert run_in(killed, *more) == 1 and contents(killed / name) == expected
 
 
-def write_to_output(write: Any) -> Any:
-    """`write` for lines of the output, and the real one for what else is written."""
-    real = os.write
-    return lambda descriptor, data: (write if data.startswith(b'{"index"') else real)(descriptor, data)
+def answered(lines: Path) -> set[int]:
+    """The rows that have an answer; a last line without an end counts for nothing."""
+    found = lines.read_bytes().split(b"\n")[:-1] if lines.exists() else []
+    indexes = [row["index"] for row in map(json.loads, found) if row["error"] is None]
+    assert len(indexes) == len(set(indexes))
+    return set(indexes)
+
+
+def contents(output: Path) -> dict[str, bytes]:
+    """The files of a job that has ended, without its journal."""
+    files = {path.name: path.read_bytes() for path in output.parent.iterdir()}
+    assert json.loads(files.pop(f"{output.name}.job.json"))["state"] == "finished"
+    assert files.keys() - {f"{output.name}.rows.jsonl"} == {output.name}
+    return files
 
 
 def start(source: Path, out: Path, *more: str) -> subprocess.Popen[str]:
@@ -126,8 +135,7 @@ def test_kill_ctrl_c_and_sigterm(tmp_path: Path, engine: LoadedLLM) -> None:
     undisturbed = tmp_path / "undisturbed.jsonl"
     assert run(source, "-o", undisturbed, "--sampling", SAMPLING, make_llm=engine) == 0
     lines = 0
-    kills = [(signal.SIGKILL, -9)] * 3
-    for number, code in (*kills, (signal.SIGINT, 130), (signal.SIGTERM, 143)):
+    for number, code in ((signal.SIGKILL, -9), (signal.SIGINT, 130), (signal.SIGTERM, 143)):
         with start(source, out) as process:
             wait_for_lines(process, out, lines + 5)
             if number is signal.SIGKILL:
