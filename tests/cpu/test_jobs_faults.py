@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import resource
 import shutil
 import signal
 import subprocess
@@ -17,6 +18,7 @@ from typing import Any
 import pytest
 from jobs import read_rows, run, write_rows
 from killed_jobs import fork_server, run_and_kill
+from tiny_models import write_tiny_model
 
 from nanovllm import LLM, SamplingParams, demo_model_path
 from tools.bench_jobs import LoadedLLM
@@ -110,6 +112,52 @@ def contents(output: Path) -> dict[str, bytes]:
     assert json.loads(files.pop(f"{output.name}.job.json"))["state"] == "finished"
     assert files.keys() - {f"{output.name}.rows.jsonl"} == {output.name}
     return files
+
+
+def resident() -> int:
+    """Bytes of this process that are in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+class Weighed(LoadedLLM):
+    """An engine that notes the memory of its process on the way."""
+
+    peak = 0
+
+    def stream(self, *args: Any, **options: Any) -> Iterator[Any]:
+        for number, output in enumerate(self._llm.stream(*args, **options)):
+            if number % 500 == 0:
+                self.peak = max(self.peak, resident())
+            yield output
+
+
+def test_100_000_rows_with_bad_ones_in_flat_memory(tmp_path: Path) -> None:
+    """On a model of one tiny layer: every row once, in its place, with its own answer."""
+
+    def rows(count: int) -> Iterator[Any]:
+        for index in range(count):
+            yield b'{"prompt": \n' if index % 100 == 7 else {"id": index, "prompt": f"row {index}"}
+
+    shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "vocab_size": 512}
+    model = write_tiny_model(tmp_path / "model", **shape)
+    params = {"temperature": 0, "max_tokens": 2, "ignore_eos": True}
+    peaks = []
+    with LLM(model, tokenizer=demo_model_path(), device="cpu", num_kvcache_blocks=600) as llm:
+        for count in (10_000, 100_000):
+            source, out = write_rows(tmp_path / "in.jsonl", rows(count)), tmp_path / f"out{count}.jsonl"
+            engine = Weighed(llm)
+            assert run(source, "-o", out, "--sampling", json.dumps(params), make_llm=engine) == 1
+            peaks.append(engine.peak)
+        some = range(0, 100_000, 1000)
+        expected = llm.generate([f"row {index}" for index in some], SamplingParams(**params), use_tqdm=False)
+    with out.open("rb") as file:
+        for index, line in enumerate(file):
+            row = json.loads(line)
+            assert row["index"] == index and (row["error"] is not None) == (index % 100 == 7)
+            assert row["id"] == (None if index % 100 == 7 else index)
+            assert index not in some or row["text"] == expected[index // 1000]["text"]
+    assert index == 99_999
+    assert peaks[1] < peaks[0] + 16 * 2**20
 
 
 def start(source: Path, out: Path, *more: str) -> subprocess.Popen[str]:
