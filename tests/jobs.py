@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,6 @@ class FakeLLM:
 
     def __init__(self, *args: object, **options: object) -> None:
         self.sample: Callable[[int], object] = lambda number: None
-        self.prompts: deque[str] = deque(maxlen=100_000)
         self._rng = random.Random(0)
 
     def get_default_sampling_params(self) -> SamplingParams:
@@ -52,7 +50,6 @@ class FakeLLM:
 
     def answer(self, index: int, prompt: dict[str, Any], params: SamplingParams) -> RequestOutput:
         text = prompt["prompt"]
-        self.prompts.append(text)
         error = f"prompts[{index}] is empty; a prompt needs at least one token" if not text else None
         reason = "error" if error else "stop"
         answer = CompletionOutput(0, f"{len(text)} {params.seed}", [1, 2], finish_reason=reason)

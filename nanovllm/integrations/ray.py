@@ -145,7 +145,8 @@ def generate(
     batch runs again.
     checkpoint_path: a folder that all nodes share, or a path in an object store. There Ray Data records the
     ids of rows that `write_parquet` or a similar call has written; a second run of the same pipeline skips
-    them. Needs `id_column`, and a dataset that begins with a `read_...` of files.
+    them, even after a complete run; delete the folder to answer all rows again. Needs `id_column`, and a
+    dataset that begins with a `read_...` of files.
     ray_args: further arguments of `Dataset.map_batches`, such as `num_cpus`.
     options: those of `LLMPredictor` and `LLM`.
 
@@ -171,7 +172,9 @@ def generate(
         **{"num_gpus": num_gpus} | dict(ray_args or {}),
     )
     if checkpoint_path is not None:
-        answered.context.checkpoint_config = CheckpointConfig(id_column, checkpoint_path)
+        # By default Ray deletes it after a complete run, and the next run writes all rows once more.
+        checkpoint = CheckpointConfig(id_column, checkpoint_path, delete_checkpoint_on_success=False)
+        answered.context.checkpoint_config = checkpoint
     return answered
 
 

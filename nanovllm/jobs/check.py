@@ -42,6 +42,13 @@ class Problem(NamedTuple):
     message: str
 
 
+class PlacedTask(NamedTuple):
+    """A task and the place of its row in the file."""
+
+    place: str
+    task: Task
+
+
 class Lengths:
     """Checks the prompts and parameters of tasks with a model's tokenizer."""
 
@@ -63,21 +70,22 @@ class Lengths:
             tokenizer, model_config.vocab_size, model_config.eos_token_ids, config.max_logprobs
         )
 
-    def problems(self, tasks: list[Task]) -> Iterator[Problem]:
-        rows = [task for task in tasks if task.kind == "generate"]
+    def problems(self, placed: list[PlacedTask]) -> Iterator[Problem]:
+        placed = [each for each in placed if each.task.kind == "generate"]
+        tasks = [each.task for each in placed]
         prompts: list[Prompt | BadRow] = [
             each if isinstance(each, Exception) else attempt(parse_prompt, each, "the prompt")
-            for each in self._renderer.prompts(rows)
+            for each in self._renderer.prompts(tasks)
         ]
-        where = ["the prompt"] * len(rows)
-        requests = self._processor.make_requests(prompts, [task.params for task in rows], where, 0)
-        for task, request in zip(rows, requests, strict=True):
+        where = ["the prompt"] * len(tasks)
+        requests = self._processor.make_requests(prompts, [task.params for task in tasks], where, 0)
+        for (place, task), request in zip(placed, requests, strict=True):
             if isinstance(request, Exception):
-                yield Problem(task.index, f"row {task.index}: {request}")
+                yield Problem(task.index, f"{place}: {request}")
             elif (length := len(request.prompt_token_ids)) >= self.limit:
                 yield Problem(
                     task.index,
-                    f"row {task.index}: the prompt has {length} tokens, and at most {self.limit - 1} leave "
+                    f"{place}: the prompt has {length} tokens, and at most {self.limit - 1} leave "
                     f"room for one more (max_model_len={self.limit})",
                 )
 
@@ -134,13 +142,13 @@ def _problems(
 ) -> Iterator[Problem]:
     """Yield the errors in the rows of a file while it is read."""
 
-    def make(row: SourceRow, values: Values) -> Task:
+    def make(row: SourceRow, values: Values) -> PlacedTask:
         task = row_format.task(row, values)
         if task.kind == "generate" and not task.is_chat:
             parse_prompt(task.prompt, "the prompt")
-        return task
+        return PlacedTask(row.place, task)
 
-    def tasks() -> Iterator[Task | Problem]:
+    def tasks() -> Iterator[PlacedTask | Problem]:
         for row in source.rows():
             found.num_rows += 1
             values: Any = attempt(row.values)
@@ -155,5 +163,5 @@ def _problems(
     while some := list(islice(rows, BATCH_ROWS)):
         problems = [each for each in some if isinstance(each, Problem)]
         if lengths is not None:
-            problems += lengths.problems([each for each in some if isinstance(each, Task)])
+            problems += lengths.problems([each for each in some if isinstance(each, PlacedTask)])
         yield from sorted(problems)

@@ -1,4 +1,4 @@
-"""`nanovllm run` with an engine that computes nothing: refused jobs, formats, faults and memory."""
+"""`nanovllm run` with an engine that computes nothing: refused jobs, formats and faults."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from contextlib import suppress
 from datetime import datetime, timezone
 from decimal import Decimal
@@ -89,6 +88,39 @@ def test_bad_rows_are_error_rows(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert found[5]["finish_reason"] == "error" and found[5]["text"] is None
     assert found[11]["id"] == "r1" and found[11]["text"] == "5 None"  # ids need not be unique
     assert "14 of 14 rows, 6 of them with an error" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "csv", "openai"])
+def test_ids_that_repeat(tmp_path: Path, kind: str) -> None:
+    """Every row is answered once, in an interrupted job too: rows are told apart by their index."""
+    rows: list[dict[str, Any]] = [{"id": f"r{row % 7}", "prompt": "a" * (1 + row)} for row in range(200)]
+    if kind == "openai":
+        rows = [
+            {"custom_id": row["id"], "url": "/v1/completions", "body": {"prompt": row["prompt"]}}
+            for row in rows
+        ]
+    source = write_rows(tmp_path / "in.jsonl", rows)
+    out = tmp_path / ("out.csv" if kind == "csv" else "out.jsonl")
+
+    def stop(number: int) -> None:
+        if number == 90:
+            raise KeyboardInterrupt
+
+    assert run(source, "-o", out, make_llm=watched(stop)) == 130
+    assert run(source, "-o", out) == 0
+    if kind == "csv":
+        with out.open(newline="") as file:
+            found = [(int(row["index"]), row["id"], row["text"]) for row in csv.DictReader(file)]
+    elif kind == "openai":
+        found = [
+            (int(row["id"].removeprefix("batch_req_")), row["custom_id"], choice["text"])
+            for row in read_rows(out)
+            for choice in row["response"]["body"]["choices"]
+        ]
+    else:
+        found = [(row["index"], row["id"], row["text"]) for row in read_rows(out)]
+    lengths = [(index, row_id, int(text.split()[0])) for index, row_id, text in found]
+    assert lengths == [(row, f"r{row % 7}", row + 1) for row in range(200)]
 
 
 def test_errors_are_bounded_and_can_be_run_again(
@@ -564,45 +596,6 @@ def test_a_disk_that_is_full_at_the_last_step(tmp_path: Path, monkeypatch: pytes
     assert [row["index"] for row in read_rows(out)] == list(range(200))
 
 
-def resident() -> int:
-    """The resident memory of this process in bytes."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-
-
-def test_100_000_rows_with_bad_ones_in_flat_memory(tmp_path: Path) -> None:
-    def rows(count: int) -> Iterator[Any]:
-        for index in range(count):
-            bad = index % 100 == 7
-            yield b'{"prompt": \n' if bad else {"id": index, "prompt": f"prompt number {index} " * 9}
-
-    peaks = {}
-    for count in (10_000, 100_000):
-        peak = 0
-
-        class Sampling(FakeLLM):
-            def __init__(self, *args: object, **options: object) -> None:
-                super().__init__()
-                self.prompts.clear()
-                self.sample = self.look
-
-            def look(self, number: int) -> None:
-                nonlocal peak
-                self.prompts.clear()
-                if number % 500 == 0:
-                    peak = max(peak, resident())
-
-        source, out = write_rows(tmp_path / f"in{count}.jsonl", rows(count)), tmp_path / f"out{count}.jsonl"
-        assert run(source, "-o", out, make_llm=Sampling) == 1
-        peaks[count] = peak
-        with out.open("rb") as file:
-            for index, line in enumerate(file):
-                row = json.loads(line)
-                assert row["index"] == index and (row["error"] is not None) == (index % 100 == 7)
-                assert row["id"] == (None if index % 100 == 7 else index)
-        assert index == count - 1
-    assert peaks[100_000] < peaks[10_000] + 16 * MIB
-
-
 def test_the_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     good = write_rows(tmp_path / "good.jsonl", rows_of(30))
     assert program.main(["check", str(good)]) == 0
@@ -621,8 +614,10 @@ def test_the_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert f"{source}: 37 rows, 31 bad; 1 id comes more than once" in printed
     assert program.main(["check", str(source), "--model", jobs.demo_model_path()]) == 1
     printed = capsys.readouterr().out
-    assert "row 4: the prompt has 4000 tokens, and at most 1023 leave room" in printed or "row 4" in printed
-    assert f"{source}: 37 rows, 34 bad" in printed
+    [_, first, *_, last, total] = printed.splitlines()
+    why = "the prompt has 2001 tokens, and at most 1023 leave room for one more (max_model_len=1024)"
+    assert first == f"{source}: line 5: {why}" and last == f"{source}: and 14 rows more"
+    assert total.startswith(f"{source}: 37 rows, 34 bad; 1 id comes more than once")
     several = write_rows(tmp_path / "n.jsonl", [{"prompt": "a", "sampling_params": {"n": 2}}])
     own = ["--override-generation-config", '{"temperature": 0}']
     assert program.main(["check", str(several), "--model", jobs.demo_model_path(), *own]) == 1

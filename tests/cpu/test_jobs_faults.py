@@ -7,6 +7,8 @@ from __future__ import annotations
 import json
 import os
 import random
+import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,17 +19,14 @@ from typing import Any
 
 import pytest
 from jobs import read_rows, run, write_rows
+from killed_jobs import fork_server, run_and_kill
+from tiny_models import write_tiny_model
 
 from nanovllm import LLM, SamplingParams, demo_model_path
-from nanovllm.jobs import output
 from tools.bench_jobs import LoadedLLM
 
 CUT = 12  # tokens of most answers
 SAMPLING = f"temperature=0,max_tokens={CUT}"
-
-
-class KilledError(BaseException):
-    """An exception that no code of a job expects."""
 
 
 @pytest.fixture(scope="module")
@@ -57,52 +56,110 @@ def mixed_rows(count: int) -> list[Any]:
     return rows
 
 
-def test_a_job_killed_at_50_moments_ends_with_the_same_bytes(
-    tmp_path: Path, engine: LoadedLLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rng = random.Random(1)
+KINDS: dict[str, tuple[str, bool, list[str]]] = {  # the output, whether the input is standard input, flags
+    "plain": ("out.jsonl", False, []),
+    "ordered": ("out.jsonl", False, ["--ordered"]),
+    "stdin to csv": ("out.csv", True, []),
+    "parquet": ("out.parquet", False, []),
+    "retry errors": ("out.jsonl", False, ["--retry-errors"]),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_job_killed_at_ten_random_moments_ends_with_the_same_bytes(tmp_path: Path, kind: str) -> None:
+    """After a kill no answer is lost; after the end each row is there once, and no other file."""
+    rng = random.Random(kind)
+    name, is_stdin, more = KINDS[kind]
     source = write_rows(tmp_path / "in.jsonl", mixed_rows(24))
-    undisturbed = tmp_path / "undisturbed.jsonl"
-    assert run(source, "-o", undisturbed, "--sampling", SAMPLING, make_llm=engine) == 1
-    expected = undisturbed.read_bytes()
-    assert sorted(row["index"] for row in read_rows(undisturbed)) == list(range(24))
-    real = os.write
-    out = tmp_path / "out.jsonl"
-    kills = left = 0
-    tore: set[bool] = set()
+    killed, whole, begin = tmp_path / "killed", tmp_path / "whole", tmp_path / "begin"
 
-    def write(descriptor: int, data: bytes) -> int:
-        """os.write that fails after `left` lines: it writes none or a part of the next line, and raises."""
-        nonlocal left
-        left -= 1
-        if left < 0:
-            part = rng.choice([0, rng.randrange(len(data)), len(data)])
-            tore.add(0 < part < len(data))
-            if part:
-                real(descriptor, data[:part])
-            raise KilledError
-        return real(descriptor, data)
+    def run_in(folder: Path, *more: str, **kill: Any) -> int | None:
+        argv = ["-" if is_stdin else source, "-o", folder / name, "--sampling", SAMPLING, *more]
+        return run_and_kill(argv, source, **kill)
 
-    while kills < 50:
-        for path in tmp_path.glob("out.jsonl*"):
-            path.unlink()
-        while True:
-            left = rng.randrange(12)
-            with monkeypatch.context() as patch:
-                patch.setattr(output.os, "write", write_to_output(write))
-                try:
-                    code = run(source, "-o", out, "--sampling", SAMPLING, make_llm=engine)
-                    break
-                except KilledError:
-                    kills += 1
-        assert code == 1 and out.read_bytes() == expected
-    assert tore == {True, False}
+    with fork_server():
+        whole.mkdir()
+        assert run_in(whole) == 1
+        expected = contents(whole / name)
+        lines = whole / next(each for each in expected if each.endswith(".jsonl"))
+        assert [row["index"] for row in read_rows(lines)] == list(range(24))
+        shutil.copytree(whole, begin) if more == ["--retry-errors"] else begin.mkdir()
+        shutil.copytree(begin, killed)
+        kills = 0
+        while kills < 10:
+            before = answered(killed / lines.name)
+            # A job without kills changes files about 35 times, and once for each line.
+            kill = [{"seconds": rng.random()}, {"change": rng.randrange(24 + 35 - len(before))}][kills % 2]
+            code = run_in(killed, *more, **kill)
+            assert code in (-9, 1) and before <= answered(killed / lines.name)
+            kills += code == -9
+            if code == 1:
+                assert contents(killed / name) == expected
+                shutil.rmtree(killed)
+                shutil.copytree(begin, killed)
+        assert run_in(killed, *more) == 1 and contents(killed / name) == expected
 
 
-def write_to_output(write: Any) -> Any:
-    """Use `write` for lines of the output, and os.write for all other files."""
-    real = os.write
-    return lambda descriptor, data: (write if data.startswith(b'{"index"') else real)(descriptor, data)
+def answered(lines: Path) -> set[int]:
+    """The rows that have an answer; a last line without an end counts for nothing."""
+    found = lines.read_bytes().split(b"\n")[:-1] if lines.exists() else []
+    indexes = [row["index"] for row in map(json.loads, found) if row["error"] is None]
+    assert len(indexes) == len(set(indexes))
+    return set(indexes)
+
+
+def contents(output: Path) -> dict[str, bytes]:
+    """The files of a job that has ended, without its journal."""
+    files = {path.name: path.read_bytes() for path in output.parent.iterdir()}
+    assert json.loads(files.pop(f"{output.name}.job.json"))["state"] == "finished"
+    assert files.keys() - {f"{output.name}.rows.jsonl"} == {output.name}
+    return files
+
+
+def resident() -> int:
+    """Bytes of this process that are in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+class Weighed(LoadedLLM):
+    """An engine that notes the memory of its process on the way."""
+
+    peak = 0
+
+    def stream(self, *args: Any, **options: Any) -> Iterator[Any]:
+        for number, output in enumerate(self._llm.stream(*args, **options)):
+            if number % 500 == 0:
+                self.peak = max(self.peak, resident())
+            yield output
+
+
+def test_100_000_rows_with_bad_ones_in_flat_memory(tmp_path: Path) -> None:
+    """On a model of one tiny layer: every row once, in its place, with its own answer."""
+
+    def rows(count: int) -> Iterator[Any]:
+        for index in range(count):
+            yield b'{"prompt": \n' if index % 100 == 7 else {"id": index, "prompt": f"row {index}"}
+
+    shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "vocab_size": 512}
+    model = write_tiny_model(tmp_path / "model", **shape)
+    params = {"temperature": 0, "max_tokens": 2, "ignore_eos": True}
+    peaks = []
+    with LLM(model, tokenizer=demo_model_path(), device="cpu", num_kvcache_blocks=600) as llm:
+        for count in (10_000, 100_000):
+            source, out = write_rows(tmp_path / "in.jsonl", rows(count)), tmp_path / f"out{count}.jsonl"
+            engine = Weighed(llm)
+            assert run(source, "-o", out, "--sampling", json.dumps(params), make_llm=engine) == 1
+            peaks.append(engine.peak)
+        some = range(0, 100_000, 1000)
+        expected = llm.generate([f"row {index}" for index in some], SamplingParams(**params), use_tqdm=False)
+    with out.open("rb") as file:
+        for index, line in enumerate(file):
+            row = json.loads(line)
+            assert row["index"] == index and (row["error"] is not None) == (index % 100 == 7)
+            assert row["id"] == (None if index % 100 == 7 else index)
+            assert index not in some or row["text"] == expected[index // 1000]["text"]
+    assert index == 99_999
+    assert peaks[1] < peaks[0] + 16 * 2**20
 
 
 def start(source: Path, out: Path, *more: str) -> subprocess.Popen[str]:
@@ -128,8 +185,7 @@ def test_kill_ctrl_c_and_sigterm(tmp_path: Path, engine: LoadedLLM) -> None:
     undisturbed = tmp_path / "undisturbed.jsonl"
     assert run(source, "-o", undisturbed, "--sampling", SAMPLING, make_llm=engine) == 0
     lines = 0
-    kills = [(signal.SIGKILL, -9)] * 3
-    for number, code in (*kills, (signal.SIGINT, 130), (signal.SIGTERM, 143)):
+    for number, code in ((signal.SIGKILL, -9), (signal.SIGINT, 130), (signal.SIGTERM, 143)):
         with start(source, out) as process:
             wait_for_lines(process, out, lines + 5)
             if number is signal.SIGKILL:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import sys
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nanovllm import LLM, SamplingParams, demo_model_path
+from nanovllm import SamplingParams, demo_model_path
 
 pytest.importorskip("ray.data", reason="needs Ray Data: pip install -e '.[ray]'")
 
@@ -85,41 +86,34 @@ def test_every_row_is_answered_once_although_a_replica_is_killed(tmp_path: Path)
 
 
 @pytest.mark.usefixtures("cluster")
-def test_a_pipeline_over_files_goes_on_where_it_stopped(tmp_path: Path) -> None:
-    rows = [{"id": index, "prompt": prompt} for index, prompt in enumerate(PROMPTS)]
+def test_the_lines_of_the_readme_answer_every_row_once_in_several_runs(tmp_path: Path) -> None:
+    """Only paths, sizes and the device are others. A run answers what the input has gained, if anything."""
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    [code] = re.findall(r"```py\n(import ray\n.*?)```", readme, re.S)
+    for shown, used, times in [
+        ('"s3://bucket/', f'"{tmp_path}/', 3),
+        ('"path/to/Qwen3-0.6B"', repr(demo_model_path()), 1),
+        ("max_tokens=256", "max_tokens=20", 1),
+        ("replicas=8", 'replicas=2, batch_size=5, device="cpu", num_kvcache_blocks=200', 1),
+    ]:
+        assert code.count(shown) == times
+        code = code.replace(shown, used)
+    rows = [{"id": f"r{index:02}", "prompt": prompt, "n": index} for index, prompt in enumerate(PROMPTS)]
     rows[3]["prompt"] = ""
-    (tmp_path / "in").mkdir()
-    pq.write_table(pa.Table.from_pylist(rows[:12]), tmp_path / "in/0.parquet")
-    params = SamplingParams(temperature=0, max_tokens=20)
-
-    def run() -> None:
-        dataset = generate(
-            ray.data.read_parquet(str(tmp_path / "in")),
-            demo_model_path(),
-            params,
-            id_column="id",
-            checkpoint_path=str(tmp_path / "done"),
-            batch_size=5,
-            **CPU,
-        )
-        dataset.context.checkpoint_config.delete_checkpoint_on_success = False
-        dataset.write_parquet(str(tmp_path / "out"))
-
-    run()
-    pq.write_table(pa.Table.from_pylist(rows[12:]), tmp_path / "in/1.parquet")
-    run()
-    answers = pq.read_table(tmp_path / "out").sort_by("id").to_pylist()
-    assert [answer["id"] for answer in answers] == list(range(len(rows)))
-    assert [answer["id"] for answer in answers if answer["error"]] == [3]
-    with LLM(demo_model_path(), **CPU) as llm:
-        good = [row["prompt"] for row in rows if row["prompt"]]
-        expected = llm.generate(good, params, use_tqdm=False)
-    answered = [answer for answer in answers if not answer["error"]]
-    for answer, output in zip(answered, expected, strict=True):
-        assert answer["generated_text"] == output["text"]
-        assert answer["num_input_tokens"] == len(output.prompt_token_ids)
-        assert answer["num_generated_tokens"] == len(output["token_ids"])
-        assert answer["finish_reason"] == output["finish_reason"]
+    (tmp_path / "prompts").mkdir()
+    for some in (rows[:12], rows[12:], []):
+        if some:
+            pq.write_table(pa.Table.from_pylist(some), tmp_path / f"prompts/{len(some)}.parquet")
+        exec(code, {})
+    answers = pq.read_table(tmp_path / "answers").sort_by("id").to_pylist()
+    params = SamplingParams(temperature=0.6, max_tokens=20)
+    alone = LLMPredictor(demo_model_path(), params, id_column="id", **CPU)
+    expected = alone({name: np.array([row[name] for row in rows], object) for name in rows[0]})
+    alone.llm.close()
+    assert answers == [
+        {name: column[index] for name, column in expected.items()} for index in range(len(rows))
+    ]
+    assert [answer["n"] for answer in answers if answer["error"]] == [3]
 
 
 def test_columns_without_a_cluster() -> None:
@@ -138,6 +132,10 @@ def test_columns_without_a_cluster() -> None:
     message = {"role": "user", "content": "Spell AB."}
     answered = predictor({"chat": np.array([message, message]), "id": np.arange(2)})
     assert [list(texts) for texts in answered["generated_text"]] == [["A-B"] * 2] * 2
+    output = predictor.llm.chat([message], several, use_tqdm=False)[0]
+    assert answered["num_input_tokens"][0] == len(output.prompt_token_ids)
+    assert answered["num_generated_tokens"][0] == sum(len(each.token_ids) for each in output.outputs)
+    assert answered["finish_reason"][0] == [each.finish_reason for each in output.outputs]
     predictor.llm.close()
     plain = LLMPredictor(demo_model_path(), None, **CPU)
     answered = plain({"prompt": np.array([np.nan, "Spell AB."], object)})

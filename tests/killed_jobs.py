@@ -1,0 +1,101 @@
+"""Jobs that SIGKILL ends.
+
+Each is a process of its own, forked from a server that has imported everything and has one thread.
+"""
+
+from __future__ import annotations
+
+import io
+import multiprocessing
+import os
+import random
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from jobs import run
+from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: F401 (the server imports them once)
+
+from nanovllm import LLM
+
+CHANGES = ("open", "ftruncate", "truncate", "fsync", "replace", "unlink")  # functions of `os`, like write
+PIECE = 512  # bytes that a buffered file writes at once
+FORKED = multiprocessing.get_context("forkserver")
+
+
+@contextmanager
+def fork_server() -> Iterator[None]:
+    """Have processes of FORKED forked from one that imported this module."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+        FORKED.set_forkserver_preload([__name__])
+        yield
+
+
+def run_and_kill(
+    argv: list[Any], stdin: Path, *, change: int | None = None, seconds: float | None = None
+) -> int | None:
+    """Run a job in a forked process and return its exit code, or -9 if SIGKILL came first.
+
+    The signal comes after `seconds`, or when the job has changed files `change` times and does so again.
+    """
+    process = FORKED.Process(target=job, args=(argv, stdin, change))
+    process.start()
+    process.join(seconds)
+    process.kill()
+    process.join()
+    return process.exitcode
+
+
+def job(argv: list[Any], stdin: Path, change: int | None) -> None:
+    """Run a job as this process."""
+    torch.set_num_threads(1)
+    sys.stdin = stdin.open()
+    if change is not None:
+        kill_at(change)
+    sys.exit(run(*argv, "--device", "cpu", "--max-num-seqs", 4, "--num-kvcache-blocks", 99, make_llm=LLM))
+
+
+def kill_at(change: int) -> None:
+    """End this process before its change of a file with this number, or in the middle of what it writes."""
+    left = change
+
+    def count(write: Callable[[], object] = lambda: None) -> None:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            write()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def counted(call: Callable[..., Any]) -> Callable[..., Any]:
+        def counted_call(*args: Any, **options: Any) -> Any:
+            count()
+            return call(*args, **options)
+
+        return counted_call
+
+    class Pieces(io.FileIO):
+        def write(self, data: Any) -> int:
+            count()
+            return super().write(data)
+
+    def open_(path: Path, mode: str = "r", *args: Any, **options: Any) -> Any:
+        if "w" not in mode:
+            return real_open(path, mode, *args, **options)
+        file = io.BufferedWriter(Pieces(path, "w"), PIECE)
+        return file if "b" in mode else io.TextIOWrapper(file, *args[1:], **options, write_through=True)
+
+    def write(descriptor: int, data: bytes) -> int:
+        part = random.Random(change).randrange(len(data) + 1)
+        count(lambda: real_write(descriptor, data[:part]))
+        return real_write(descriptor, data)
+
+    real_open, real_write = Path.open, os.write
+    for name in CHANGES:
+        setattr(os, name, counted(getattr(os, name)))
+    os.write, Path.open = write, open_  # type: ignore[method-assign]
