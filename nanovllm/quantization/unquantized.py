@@ -12,16 +12,17 @@ from nanovllm.kernels.matmul import linear, use_linear
 from nanovllm.quantization.base import LinearMethod, NormedProduct
 from nanovllm.quantization.shards import WeightShard, WeightSource
 
-# oneDNN's product, which torch itself has for other dtypes and for its compiler. For float32 `F.linear` takes
-# MKL, which needs up to 2.4 times as long on a CPU that Intel did not make. None: this torch has no oneDNN.
+# oneDNN's product, a private operator of torch, which calls it for other dtypes and in compiled code. For
+# float32 `F.linear` calls MKL, which took up to 2.4 times as long on an AMD CPU. None: this torch has no
+# oneDNN.
 _onednn_linear = (
     getattr(torch.ops.mkldnn, "_linear_pointwise", None) if torch.backends.mkldnn.is_available() else None
 )
-ONEDNN_NUMEL = 2**19  # least elements of a weight; it starts all threads even for a small product
+ONEDNN_NUMEL = 2**19  # minimum elements of a weight: oneDNN starts all threads even for a small product
 
 
 def torch_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """`F.linear`, by oneDNN for a large float32 weight on a CPU."""
+    """`F.linear`; on a CPU oneDNN multiplies large float32 weights."""
     large = weight.device.type == "cpu" and weight.numel() >= ONEDNN_NUMEL
     if _onednn_linear is None or not large or weight.dtype != torch.float32:
         return F.linear(x, weight, bias)
