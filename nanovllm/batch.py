@@ -14,6 +14,7 @@ import numpy as np
 
 LAST_SAMPLED = -1  # as an input token: the last token sampled in this slot, which only the device knows
 NOT_FINITE = -1  # as a sampled token: the row's logits have NaN or infinity
+NOT_DRAWN = -2  # as a sampled token: none, the row has fewer tokens than others
 NO_SLOT = -1  # as a slot: the row's token is not kept, or the token's K/V not stored
 PADDING = -1  # in a table: no block, or no row
 NO_LOGPROBS = -1  # as a number of likeliest tokens: no logprobs, not even the token's own
@@ -153,8 +154,7 @@ class TokenLogprobs:
 class StepOutput:
     """The tokens that a step of S sequences drew, and its other requested outputs."""
 
-    token_ids: np.ndarray  # [S, maximum draws of a row] int64; NOT_FINITE for a row that failed
-    counts: np.ndarray  # [S] int32, number of valid tokens at the start of each row
+    token_ids: np.ndarray  # [S, maximum draws of a row] int64; may be NOT_FINITE or NOT_DRAWN
     logprobs: TokenLogprobs | None = None  # of the S drawn tokens
     scores: TokenLogprobs | None = None  # of `Extras.scored`
     pooled: np.ndarray | None = None  # [S, hidden_size] float32, the sums of `Extras.pooled`

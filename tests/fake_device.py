@@ -84,7 +84,7 @@ class FakeDevice:
             output[row] = next_token(self.tokens[where].tolist())
             if batch.draws[row]:
                 self.last[batch.slots[row]] = output[row]
-        return StepOutput(output[:, None], batch.draws)
+        return StepOutput(output[:, None])
 
     def _slots(self, batch: Batch, row: int, positions: np.ndarray) -> np.ndarray:
         blocks = batch.block_tables[row, positions // self.block_size]

@@ -12,6 +12,7 @@ import time
 import numpy as np
 
 from nanovllm.batch import StepKind, StepOutput
+from nanovllm.config import Config
 from nanovllm.plan.scheduler import Scheduler
 from nanovllm.plan.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
@@ -26,11 +27,12 @@ def main() -> None:
     parser.add_argument("--block-size", type=int, default=256)
     args = parser.parse_args()
 
-    scheduler = Scheduler(args.num_seqs * 16, args.block_size, args.num_seqs, 10**6, 4096)
+    config = Config("model", max_num_seqs=args.num_seqs, max_num_batched_tokens=10**6)
+    scheduler = Scheduler(config, args.num_seqs * 16, args.block_size, max_model_len=4096)
     params = SamplingParams(temperature=0.6, max_tokens=3000, ignore_eos=True)
     for seq_id in range(args.num_seqs):  # different lengths, so that blocks fill at different steps
         scheduler.add(Sequence(seq_id, [1] * (100 + seq_id), params, seq_id, frozenset({5})))
-    output = StepOutput(np.full((args.num_seqs, 1), 7), np.ones(args.num_seqs, np.int32))
+    output = StepOutput(np.full((args.num_seqs, 1), 7))
     in_flight = None
     times = {"schedule": [], "postprocess": [], "both": []}
     for _ in range(args.steps):

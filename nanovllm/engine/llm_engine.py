@@ -108,15 +108,9 @@ class LLMEngine:
         return partial(stop_ranks, self._workers, self._runner)
 
     def _make_scheduler(self) -> Scheduler:
+        runner = self._runner
         return Scheduler(
-            num_blocks=self._num_blocks,
-            block_size=self._runner.block_size,
-            max_num_seqs=self.config.max_num_seqs,
-            max_num_batched_tokens=self.config.max_num_batched_tokens,
-            max_model_len=self._runner.max_model_len,
-            enable_prefix_caching=self.config.enable_prefix_caching,
-            share_outputs=not self.config.deterministic,  # decode and prefill compute K/V with other bits
-            longest=self.model_config.longest,
+            self.config, self._num_blocks, runner.block_size, runner.max_model_len, self.model_config.longest
         )
 
     @property

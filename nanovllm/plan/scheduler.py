@@ -16,6 +16,7 @@ from nanovllm.batch import (
     LAST_SAMPLED,
     NO_EXTRAS,
     NO_SLOT,
+    NOT_DRAWN,
     NOT_FINITE,
     PADDING,
     Batch,
@@ -23,6 +24,7 @@ from nanovllm.batch import (
     StepOutput,
     TokenMasks,
 )
+from nanovllm.config import Config
 from nanovllm.events import TokenEvents
 from nanovllm.plan.block_manager import BlockManager
 from nanovllm.plan.columns import SamplingTable, num_likeliest, take_prompt_tokens
@@ -40,23 +42,18 @@ class Scheduler:
 
     def __init__(
         self,
+        config: Config,
         num_blocks: int,
         block_size: int,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
         max_model_len: int,
-        enable_prefix_caching: bool = True,
-        share_outputs: bool = True,
         longest: int | None = None,
     ) -> None:
-        """share_outputs: whether the prefix cache also offers blocks that decode steps wrote.
-
-        longest: the value up to which the user can raise `max_model_len`; None: its current value.
-        """
-        self.block_manager = BlockManager(num_blocks, block_size, enable_prefix_caching)
-        self.share_outputs = share_outputs
-        self.max_num_seqs = max_num_seqs
-        self.max_num_batched_tokens = max_num_batched_tokens
+        """longest: the value up to which the user can raise `max_model_len`; None: its current value."""
+        self.block_manager = BlockManager(num_blocks, block_size, config.enable_prefix_caching)
+        # Whether the prefix cache also offers blocks that decode steps wrote, with other bits than prefill.
+        self._share_outputs = not config.deterministic
+        self.max_num_seqs = max_num_seqs = config.max_num_seqs
+        self.max_num_batched_tokens = config.max_num_batched_tokens
         self.max_model_len = min(max_model_len, num_blocks * block_size)  # tokens of prompt and output
         self._option = max_model_len  # before the size of the KV cache lowered it
         self._longest = max_model_len if longest is None else longest
@@ -123,8 +120,7 @@ class Scheduler:
         events = TokenEvents([], [], {})
         self._take_extras(batch, output, events)
         for column, token_ids in enumerate(output.token_ids.T.tolist()):  # 0: first tokens
-            drawn, holds = (batch.draws > column).tolist(), (output.counts > column).tolist()
-            self._take_in(zip(batch.seq_ids, token_ids, drawn, holds, strict=True), events)
+            self._take_in(zip(batch.seq_ids, token_ids, (batch.draws > column).tolist(), strict=True), events)
         return events
 
     def masks(self, batch: Batch, buffer: np.ndarray) -> TokenMasks:
@@ -189,16 +185,16 @@ class Scheduler:
                 self._finish(seq, "length")
                 events.finish_reasons[seq.seq_id] = "length"
 
-    def _take_in(self, rows: Iterable[tuple[int, int, bool, bool]], events: TokenEvents) -> None:
-        """Add at most one token of each row: (sequence id, token id, whether drawn, whether valid)."""
-        unfinished, share_outputs = self._unfinished, self.share_outputs
+    def _take_in(self, rows: Iterable[tuple[int, int, bool]], events: TokenEvents) -> None:
+        """Add at most one token of each row: (sequence id, token id, whether the plan counts on one)."""
+        unfinished, share_outputs = self._unfinished, self._share_outputs
         block_size = self.block_manager.block_size
-        for seq_id, token_id, drawn, holds in rows:
+        for seq_id, token_id, drawn in rows:
             seq = unfinished.get(seq_id)
             if seq is None or not drawn:  # a surplus row, or a chunk that is not the last of its prompt
                 continue
             seq.num_pending_tokens -= 1
-            if not holds:
+            if token_id == NOT_DRAWN:
                 continue
             if token_id == NOT_FINITE:
                 self._finish(seq, "error")

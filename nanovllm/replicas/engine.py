@@ -93,12 +93,11 @@ class ReplicatedEngine(LLMEngine):
         try:
             room = self._replicas.smallest
             self._scheduler = Scheduler(
-                num_blocks=room.num_blocks,
-                block_size=room.block_size,
-                max_num_seqs=1,
-                max_num_batched_tokens=1,
-                max_model_len=room.max_model_len,
-                longest=self.model_config.longest,
+                replace(config, max_num_seqs=1),  # it runs nothing, and only checks what fits
+                room.num_blocks,
+                room.block_size,
+                room.max_model_len,
+                self.model_config.longest,
             )
             self._replicas.set("limit_model_len", self._scheduler.max_model_len)
             self._residency = residency = ReplicaResidency(self._replicas)

@@ -15,6 +15,7 @@ import torch
 
 from nanovllm.batch import (
     NO_LOGPROBS,
+    NOT_DRAWN,
     PADDING,
     Batch,
     Extras,
@@ -37,17 +38,25 @@ from nanovllm.kernels.logits import (
 )
 from nanovllm.kernels.logprobs import TokenLogprobTensors, token_logprobs
 from nanovllm.models.decoder import DecoderForCausalLM
-from nanovllm.runner.inputs import StepInputs
+from nanovllm.runner.inputs import StepInputs, last_rows, wanted_rows
 from nanovllm.sampling.processors import call_processor, filtered_logits
 from nanovllm.sampling.sampler import Sampler, SamplingTensors
 
 CHUNK_BYTES = 2**28  # of float32 logits that are computed at once
 
 
+class UndrawnStep(NamedTuple):
+    """A step up to its hidden states."""
+
+    batch: Batch
+    hidden: torch.Tensor  # [n, hidden_size], of the tokens in `wanted_rows`, or of all decode rows
+    inputs: StepInputs[torch.Tensor]
+
+
 class StepTensors(NamedTuple):
     """The outputs of a step on the device; see `batch.StepOutput`."""
 
-    token_ids: torch.Tensor  # [S] int64
+    token_ids: torch.Tensor  # [S, maximum draws of a row] int64
     logprobs: TokenLogprobTensors | None = None
     scores: TokenLogprobTensors | None = None
     pooled: torch.Tensor | None = None
@@ -79,6 +88,30 @@ class Ending:
         self._counts: torch.Tensor | None = None  # [slots, V] int16, once a sequence has penalties
         self.last_token_ids = torch.zeros(max_seqs, dtype=torch.int64, device=device.torch)  # by slot
 
+    def end(self, step: UndrawnStep, masks: TokenMasks | None) -> StepTensors:
+        """Draw a step's tokens, and compute its other requested outputs."""
+        batch, hidden, inputs = step
+        extras = batch.extras
+        last, scores, pooled, logprobs = hidden[: len(batch.slots)], None, None, None
+        if extras.scored is not None or extras.pooled is not None:
+            wanted = wanted_rows(batch)
+
+            def of(places: np.ndarray) -> torch.Tensor:
+                return hidden[self._device.send(np.searchsorted(wanted, places))]
+
+            last = of(last_rows(batch))
+            if extras.scored is not None:
+                scores = self._score(of(extras.scored.wanted.places), extras.scored)
+            if extras.pooled is not None:
+                pooled = self._pool(of(extras.pooled.places), extras.pooled, len(batch.slots))
+        if not batch.draws.any():  # only prompts to score or pool, or chunks of prompts
+            token_ids = last.new_full((len(last),), NOT_DRAWN, dtype=torch.int64)
+        elif extras.needs_logits:
+            token_ids, logprobs = self._draw_with(last, inputs, batch, masks)
+        else:
+            token_ids = self.draw(last, inputs)
+        return StepTensors(token_ids[:, None], logprobs, scores, pooled)
+
     def draw(self, hidden: torch.Tensor, inputs: StepInputs[torch.Tensor]) -> torch.Tensor:
         """Draw the tokens [n] for hidden [n, hidden_size] of the step's first n sequences, and store them by
         slot."""
@@ -89,7 +122,7 @@ class Ending:
         keep_tokens(token_ids, inputs.sample_slots[: len(hidden)], self.last_token_ids)
         return token_ids
 
-    def draw_with(
+    def _draw_with(
         self,
         hidden: torch.Tensor,
         inputs: StepInputs[torch.Tensor],
@@ -131,7 +164,7 @@ class Ending:
             return drawn, None
         return drawn, self._join(logprobs, mine, logits, extras.num_logprobs)
 
-    def score(self, hidden: torch.Tensor, scored: ScoredTokens) -> TokenLogprobTensors:
+    def _score(self, hidden: torch.Tensor, scored: ScoredTokens) -> TokenLogprobTensors:
         """The logprobs of prompt tokens. hidden: [n, hidden_size], of the token before each of them.
 
         Computed in chunks, so that their logits take no more memory than those of drawn tokens.
@@ -146,7 +179,7 @@ class Ending:
             parts.append(self._join(own, mine, logits, scored.num_logprobs))
         return TokenLogprobTensors(*map(torch.cat, zip(*parts, strict=True)))
 
-    def pool(self, hidden: torch.Tensor, wanted: WantedTokens, num_seqs: int) -> torch.Tensor:
+    def _pool(self, hidden: torch.Tensor, wanted: WantedTokens, num_seqs: int) -> torch.Tensor:
         """The sums [num_seqs, hidden_size] float32 of hidden [n, hidden_size] over each sequence."""
         sums = torch.zeros(num_seqs, hidden.shape[1], device=hidden.device)
         return sums.index_add_(0, self._device.send(wanted.rows), hidden.float())

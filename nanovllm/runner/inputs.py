@@ -67,11 +67,18 @@ def prepare_decode(
     return _inputs(batch, rows, positions, attention)
 
 
+def last_rows(batch: Batch) -> np.ndarray:
+    """The indices int32, ascending, of the tokens that precede a drawn one: the last `draws` tokens of each
+    sequence; of a sequence that draws none, the last token."""
+    counts = np.maximum(batch.draws, 1)
+    starts = prefix_sum(batch.query_lens)[1:] - counts
+    return np.repeat(starts - prefix_sum(counts)[:-1], counts) + np.arange(counts.sum(), dtype=np.int32)
+
+
 def wanted_rows(batch: Batch) -> np.ndarray:
-    """The indices [W] int32, ascending, of a prefill step's tokens whose hidden states are needed: the last
-    token of each sequence, and the tokens of the step's extras."""
-    last = prefix_sum(batch.query_lens)[1:] - np.int32(1)
-    extras = batch.extras
+    """The indices [W] int32, ascending, of a prefill step's tokens whose hidden states are needed: those of
+    `last_rows`, and the tokens of the step's extras."""
+    last, extras = last_rows(batch), batch.extras
     more = [] if extras.scored is None else [extras.scored.wanted.places]
     more += [] if extras.pooled is None else [extras.pooled.places]
     return np.unique(np.concatenate([last, *more])) if more else last

@@ -10,7 +10,6 @@ from dataclasses import replace
 from functools import cached_property, partial
 from math import prod
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -31,8 +30,8 @@ from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.loader import init_dummy_weights, load_weights
 from nanovllm.runner.cuda_graph import CUDAGraphs, graph_sizes
-from nanovllm.runner.ending import Ending, StepTensors
-from nanovllm.runner.inputs import StepInputs, prepare_decode, prepare_prefill, wanted_rows
+from nanovllm.runner.ending import Ending, StepTensors, UndrawnStep
+from nanovllm.runner.inputs import StepInputs, prepare_decode, prepare_prefill
 from nanovllm.runner.kv_cache import attach, cache_shape, detach, scratch_in, set_scales
 from nanovllm.runner.memory import KVCacheSpace, equal_batch
 from nanovllm.runner.overlap import OVERLAP_TOKENS, overlaps, rows_of_half
@@ -42,14 +41,6 @@ from nanovllm.runner.staging import Staging, StepHandle
 
 CALIBRATION_TOKENS = 2048
 GraphOutput = tuple[torch.Tensor, torch.Tensor | None]
-
-
-class UndrawnStep(NamedTuple):
-    """A step up to its hidden states."""
-
-    batch: Batch
-    hidden: torch.Tensor  # [n, hidden_size], of the tokens in `wanted_rows`, or of all decode rows
-    inputs: StepInputs[torch.Tensor]
 
 
 class ModelRunner:
@@ -280,7 +271,7 @@ class ModelRunner:
         step, self._undrawn = self._undrawn, None
         assert step is not None, "a step with rules was launched"
         with self.device.share_of_threads(self.tp.size):
-            return self._end(step, masks)
+            return self.staging.receive(self.ending.end(step, masks))
 
     def _launch(self, batch: Batch) -> StepHandle | None:
         num_seqs, graphs, extras = len(batch.slots), None, batch.extras
@@ -299,37 +290,12 @@ class ModelRunner:
             staged = self.staging.send(arrays, self._decode_size(rows))
             hidden, token_ids = graphs.replay(rows)
             if token_ids is not None:
-                return self.staging.receive(StepTensors(token_ids[:num_seqs]), batch.draws)
+                return self.staging.receive(StepTensors(token_ids[:num_seqs, None]))
             step = UndrawnStep(batch, hidden, staged())
         if extras.has_rules:
             self._undrawn = step
             return None
-        return self._end(step, None)
-
-    def _end(self, step: UndrawnStep, masks: TokenMasks | None) -> StepHandle:
-        """Draw a step's tokens, and compute its other requested outputs."""
-        batch, hidden, inputs = step
-        extras = batch.extras
-        last, scores, pooled = hidden[: len(batch.slots)], None, None
-        if extras.scored is not None or extras.pooled is not None:
-            wanted = wanted_rows(batch)
-
-            def of(places: np.ndarray) -> torch.Tensor:
-                return hidden[self.device.send(np.searchsorted(wanted, places))]
-
-            last = of(np.cumsum(batch.query_lens) - 1)
-            if extras.scored is not None:
-                scores = self.ending.score(of(extras.scored.wanted.places), extras.scored)
-            if extras.pooled is not None:
-                pooled = self.ending.pool(of(extras.pooled.places), extras.pooled, len(batch.slots))
-        logprobs = None
-        if not batch.draws.any():  # only prompts to score or pool, or chunks of prompts
-            token_ids = last.new_zeros(len(last), dtype=torch.int64)
-        elif extras.needs_logits:
-            token_ids, logprobs = self.ending.draw_with(last, inputs, batch, masks)
-        else:
-            token_ids = self.ending.draw(last, inputs)
-        return self.staging.receive(StepTensors(token_ids, logprobs, scores, pooled), batch.draws)
+        return self.staging.receive(self.ending.end(step, None))
 
     def _decode_size(self, rows: int) -> StepSize:
         """The padded size of a graph's step of `rows` sequences."""

@@ -31,7 +31,6 @@ class StepHandle:
     """A launched step, whose outputs can be read once the device has computed it."""
 
     tensors: StepTensors  # on the host
-    draws: np.ndarray  # [S] int32, of the batch
     event: torch.cuda.Event | None
 
     def result(self) -> StepOutput:
@@ -41,8 +40,7 @@ class StepHandle:
             self.event.synchronize()
         token_ids, logprobs, scores, pooled = self.tensors
         return StepOutput(
-            token_ids.numpy().copy()[:, None],
-            self.draws,
+            token_ids.numpy().copy(),
             None if logprobs is None else TokenLogprobs(*(column.numpy().copy() for column in logprobs)),
             None if scores is None else TokenLogprobs(*(column.numpy().copy() for column in scores)),
             None if pooled is None else pooled.numpy().copy(),
@@ -50,10 +48,10 @@ class StepHandle:
 
 
 class Staging:
-    """One input buffer on the device, and two alternating sets of host buffers.
+    """One input buffer on the device, and two alternating buffers on the host.
 
     Inputs with the same parts and sizes always have the same addresses, so a CUDA graph can read them. A host
-    set is written again only after the device has finished its last use.
+    buffer is written again only after the device has finished its last use.
     """
 
     def __init__(self, device: Device, size: StepSize) -> None:
@@ -63,7 +61,6 @@ class Staging:
         self._buffer = torch.zeros(words, dtype=torch.int32, device=device.torch)
         self._columns = {dtype: self._buffer.view(other) for dtype, other in TORCH_DTYPES.items()}
         self._inputs = [device.host_buffer(words, torch.int32) for _ in range(2)]
-        self._token_ids = [device.host_buffer(size.seqs, torch.int64) for _ in range(2)]
         self._events: list[torch.cuda.Event | None] = [None, None]
         self._turn = 0
 
@@ -100,15 +97,13 @@ class Staging:
         self._buffer[: end // 4].copy_(host[: end // 4], non_blocking=True)
         return lambda: map_columns(inputs, view)
 
-    def receive(self, tensors: StepTensors, draws: np.ndarray) -> StepHandle:
-        """Queue the copy of a step's outputs to the host, and switch to the other host set."""
-        host = self._token_ids[self._turn][: len(tensors.token_ids)]
-        host.copy_(tensors.token_ids, non_blocking=True)
-        fetched = tensors if tensors[1:] == (None,) * 3 else tensors.map(self._device.fetch)
+    def receive(self, tensors: StepTensors) -> StepHandle:
+        """Queue the copy of a step's outputs to the host, and switch to the other host buffer."""
+        fetched = tensors.map(self._device.fetch)
         event = self._device.record_event()
         self._events[self._turn] = event
         self._turn = 1 - self._turn
-        return StepHandle(fetched._replace(token_ids=host), draws, event)
+        return StepHandle(fetched, event)
 
 
 def _end_of(column: Column, start: int, shape: tuple[int, ...]) -> int:

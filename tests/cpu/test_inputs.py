@@ -25,7 +25,7 @@ from nanovllm.device import Device
 from nanovllm.kernels.decode_attention import SharedUnit
 from nanovllm.kernels.logprobs import TokenLogprobTensors
 from nanovllm.runner.ending import StepTensors
-from nanovllm.runner.inputs import StepInputs, prepare_decode, prepare_prefill
+from nanovllm.runner.inputs import StepInputs, last_rows, prepare_decode, prepare_prefill
 from nanovllm.runner.overlap import halves
 from nanovllm.runner.shared_prefixes import no_shared_prefixes
 from nanovllm.runner.staging import ALIGN, Staging
@@ -90,6 +90,19 @@ def test_prefill_inputs_of_each_token(batch: Batch) -> None:
     assert inputs.sample_slots.tolist() == [
         slot if drawn else NO_SLOT for slot, drawn in zip(batch.slots, batch.draws, strict=True)
     ]
+
+
+@given(batches(StepKind.PREFILL), st.data())
+def test_a_sequence_can_draw_several_tokens(batch: Batch, data: st.DataObject) -> None:
+    """Each token is drawn after one of the sequence's last tokens, whose hidden states are needed."""
+    draws = [data.draw(st.integers(0, length), "draws") for length in batch.query_lens.tolist()]
+    ends = np.cumsum(batch.query_lens).tolist()
+    want = [row for end, drawn in zip(ends, draws, strict=True) for row in range(end - max(drawn, 1), end)]
+    batch = replace(batch, draws=np.array(draws, np.int32))
+    assert last_rows(batch).tolist() == want
+    inputs = prepare_prefill(batch, BLOCK)
+    assert inputs.attention.wanted_rows.tolist() == want
+    assert inputs.attention.wanted_rows.dtype == np.int32
 
 
 @given(batches(StepKind.PREFILL))
@@ -199,8 +212,8 @@ def test_every_step_up_to_the_largest_fits(size: StepSize) -> None:
 def test_outputs_have_their_own_memory() -> None:
     """Sequences keep outputs; if these were pinned, every step would allocate more pinned memory."""
     shown = TokenLogprobTensors(torch.rand(3, 6), torch.arange(18).view(3, 6), torch.arange(3))
-    given_tensors = StepTensors(torch.arange(3), shown, shown, torch.rand(3, 8))
-    handle = staging().receive(given_tensors, np.ones(3, np.int32))
+    given_tensors = StepTensors(torch.arange(3)[:, None], shown, shown, torch.rand(3, 8))
+    handle = staging().receive(given_tensors)
     output, fetched = handle.result(), handle.tensors
     assert output.token_ids[:, 0].tolist() == [0, 1, 2]
     for found, tensors in ((output.logprobs, fetched.logprobs), (output.scores, fetched.scores)):

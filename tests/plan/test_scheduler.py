@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from invariants import check_scheduler
 
-from nanovllm.batch import NOT_FINITE, Batch, StepKind, StepOutput
+from nanovllm.batch import NOT_DRAWN, NOT_FINITE, Batch, StepKind, StepOutput
+from nanovllm.config import Config
 from nanovllm.plan import block_manager as block_manager_module
 from nanovllm.plan.scheduler import Scheduler
 from nanovllm.sampling_params import SamplingParams
@@ -30,9 +31,13 @@ def make_loop(
     run_ahead: bool = True,
     lazy: bool = True,
 ) -> Loop:
-    scheduler = Scheduler(
-        num_blocks, block_size, max_num_seqs, max_num_batched_tokens, max_model_len, caching
+    config = Config(
+        "model",
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        enable_prefix_caching=caching,
     )
+    scheduler = Scheduler(config, num_blocks, block_size, max_model_len)
     return Loop(scheduler, FakeDevice(num_blocks, block_size, max_num_seqs, lazy), run_ahead)
 
 
@@ -317,7 +322,7 @@ def test_several_tokens_of_a_row() -> None:
     running = list(loop.scheduler.running)
     for seq in running:
         seq.num_pending_tokens = 3
-    output = StepOutput(np.arange(10, 19).reshape(3, 3), np.array([3, 1, 3], np.int32))
+    output = StepOutput(np.array([[10, 11, 12], [13, NOT_DRAWN, NOT_DRAWN], [16, 17, 18]]))
     events = loop.scheduler.postprocess(batch, output)
     assert [seq.completion_token_ids for seq in running] == [[10, 11, 12], [13], [16, 17]]
     assert (events.seq_ids, events.token_ids) == ([0, 1, 2, 0, 2, 0], [10, 13, 16, 11, 17, 12])
@@ -378,7 +383,7 @@ def test_prompt_and_output_are_at_most_max_model_len(length: int) -> None:
 def test_errors_of_long_prompts_name_the_fix(
     num_blocks: int, asked: int, longest: int | None, length: int, advice: str
 ) -> None:
-    scheduler = Scheduler(num_blocks, 4, 8, 64, asked, longest=longest)
+    scheduler = Scheduler(Config("model"), num_blocks, 4, asked, longest)
     with pytest.raises(ValueError, match=advice):
         scheduler.check_fits(length)
 
