@@ -47,6 +47,8 @@ PREFILL_CASES = {  # (new tokens, context) of each sequence
     "30 x 100-1024": [(n, n) for n in draw(30, 100, 1024)],
     "4 x 4096": [(4096, 4096)] * 4,
     "8 x 512 after 3584": [(512, 4096)] * 8,
+    "88 x 177 after 4096": [(177, 4273)] * 88,
+    "150 x 20-200": [(n, n) for n in draw(150, 20, 200)],
 }
 
 
@@ -148,7 +150,7 @@ def time_decode(contexts: list[int], args: argparse.Namespace) -> tuple[float, i
 
 def time_prefill(lengths: list[tuple[int, int]], args: argparse.Namespace) -> tuple[float, int]:
     """Seconds of one call and the floating-point operations that a causal mask leaves."""
-    caches = Caches([context for _, context in lengths], args)
+    caches = Caches([context for _, context in lengths], args, args.common)
     new = torch.tensor([0, *(tokens for tokens, _ in lengths)])
     bounds = new.cumsum(0).to("cuda", torch.int32)
     q = queries(int(new.sum()), args)
@@ -179,7 +181,7 @@ def main() -> None:
         "--max-context-len", type=int, default=4096, help="the bound that a graph is made for"
     )
     parser.add_argument("--peak", type=float, default=4.58, help="TB/s of a plain read, for the last column")
-    parser.add_argument("--common", type=int, default=0, help="tokens that all sequences share (decode)")
+    parser.add_argument("--common", type=int, default=0, help="tokens that all sequences share")
     parser.add_argument("--group", action="store_true", help="and read once for several sequences")
     parser.add_argument("--tile", type=int, default=64, help="query heads that read it together (--group)")
     parser.add_argument("--cases", help="only those whose name holds this text")

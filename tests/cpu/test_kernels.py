@@ -14,7 +14,7 @@ from nanovllm.batch import EMPTY_BATCH, PADDING
 from nanovllm.kernels import decode_attention, matmul, paged, sampling
 from nanovllm.kernels.compat import INTERPRET
 from nanovllm.kernels.decode_attention import CHUNK, SHARED_CHUNK, SharedUnit
-from nanovllm.kernels.prefill_attention import Tiles
+from nanovllm.kernels.prefill_attention import SHORT, WIDE, Tiles
 from nanovllm.kernels.sampling import sample, sample_reference
 from nanovllm.runner.shared_prefixes import SharedPrefixFinder, find_shared_prefixes
 
@@ -176,6 +176,13 @@ def test_prefill(heads: Heads) -> None:
 def test_prefill_over_several_tiles(lengths: list[tuple[int, int]]) -> None:
     cases.check_prefill(lengths, Heads(2, 1, 64, 16), CPU)
     cases.check_prefill(lengths, Heads(1, 1, 64, 16, BF16), CPU)
+
+
+@pytest.mark.parametrize("tiles", [SHORT, WIDE], ids=str)
+def test_prefill_by_the_tiles_of_wide_heads(tiles: Tiles) -> None:
+    cases.check_prefill(
+        [(70, 200), (0, 5), (65, 65), (1, 130), (3, 0)], Heads(2, 1, 96, 16, BF16), CPU, tiles
+    )
 
 
 @pytest.mark.parametrize(("heads", "page"), [(6, 32), (2, 64), (4, 96)])

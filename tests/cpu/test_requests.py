@@ -194,7 +194,7 @@ def test_one_sequence_that_fails_is_named_in_the_output(model: Path, monkeypatch
 
         def failing(batch: Batch) -> StepHandle:
             handle = launch(batch)
-            handle.tensors.token_ids[1] = NOT_FINITE
+            handle.tensors.token_ids.numpy()[1] = NOT_FINITE
             return handle
 
         monkeypatch.setattr(llm._runner, "launch", failing)

@@ -17,7 +17,7 @@ from nanovllm.kernels.compat import in_graph
 from nanovllm.kernels.decode_attention import paged_decode_attention_reference, paged_decode_attention_triton
 from nanovllm.kernels.gemv import gemv_triton
 from nanovllm.kernels.matmul import linear, use_linear
-from nanovllm.kernels.prefill_attention import LONG
+from nanovllm.kernels.prefill_attention import LONG, SHORT, WIDE
 from nanovllm.kernels.rotary import Rotation, qk_norm_rope_store
 from nanovllm.kernels.sampling import sample
 from tools.measure_device import READS, read_triton
@@ -115,6 +115,16 @@ def test_prefill_of_long_prompts(dtype: torch.dtype) -> None:
     lengths = [(1000, 1259), (0, 5), (31, 31), (256, 256), (1, 700), (3, 0), (129, 129), (1500, 1500)]
     cases.check_prefill(lengths, heads, GPU, LONG)
     cases.check_prefill([(2049, 2049), (1025, 3000)], heads, GPU)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+def test_prefill_after_long_prefixes(dtype: torch.dtype) -> None:
+    """A context beyond 1,024 positions selects other tiles for the whole step."""
+    lengths = [(177, 4273), (1, 1), (80, 1104), (63, 63), (0, 9), (4, 0), (65, 1025)]
+    for heads in (Heads(6, 2, 128, 256, dtype), Heads(4, 2, 80, 48, dtype)):
+        cases.check_prefill(lengths, heads, GPU)
+        cases.check_prefill(lengths, heads, GPU, WIDE)
+        cases.check_prefill(lengths, heads, GPU, SHORT)
 
 
 @pytest.mark.parametrize(
