@@ -81,8 +81,10 @@ def check_output(args: argparse.Namespace) -> None:
         if path.exists() and not os.access(path, os.W_OK):
             raise JobRefusedError(f"-o {output}: no permission to write {path}; choose another -o")
     rows = Path(args.input)
-    if args.input != "-" and rows.exists() and output.exists() and rows.samefile(output):
-        raise JobRefusedError(f"-o {output} is the input; choose another -o")
+    for option, path in (("-o", output), ("--report", args.report)):
+        both = args.input != "-" and path is not None and path.exists() and rows.exists()
+        if both and rows.samefile(path):
+            raise JobRefusedError(f"{option} {path} is the input; choose another {option}")
 
 
 def rows_path(output: Path) -> Path:

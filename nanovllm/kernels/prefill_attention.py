@@ -24,7 +24,8 @@ from nanovllm.kernels.paged import (
     start_softmax,
 )
 
-# Launch choices, measured on H200s: prompts of 20 to 28,000 tokens (docs/log/2026-11-22-what-users-do.md).
+# Launch choices, measured on H200s: for prompts of 20 to 28,000 tokens, and after cached prefixes
+# (docs/log/2026-11-22-what-users-do.md and 2026-11-23-prefixes.md).
 _GROUPED_HEADS = 4  # query heads whose programs run in parallel, so that they read few KV heads
 
 
