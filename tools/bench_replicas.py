@@ -1,9 +1,10 @@
 """The gain of replicas: bench.py on one GPU and on several, and prefix routing compared with round robin.
 
-    python tools/bench_replicas.py            # two GPUs; --data-parallel-size 4 for more
-    python tools/bench_replicas.py --cpu      # the same with the demo model, as a test
+    python tools/bench_replicas.py              # two GPUs; --data-parallel-size 4 for more
+    python tools/bench_replicas.py --share-gpu  # prefix routing alone, with both replicas on one GPU
+    python tools/bench_replicas.py --cpu        # all with the demo model, as a test
 
-Each line is a separate run of bench.py. Prints its output tokens/s, and the ratios at the end.
+Each figure comes from a separate run of bench.py. Prints output tokens/s, and the ratios.
 """
 
 from __future__ import annotations
@@ -43,15 +44,19 @@ def main() -> None:
     parser.add_argument("--data-parallel-size", type=int, default=2, metavar="N")
     parser.add_argument("--repeat", type=int, default=2, help="timed runs of each; the result is the median")
     parser.add_argument("--cpu", action="store_true")
+    parser.add_argument("--share-gpu", action="store_true", help="only prefix routing, on a single GPU")
     args = parser.parse_args()
     lists, common = (CPU, ["--device", "cpu"]) if args.cpu else (GPU, [])
     common += ["--repeat", str(args.repeat)]
     several = [*common, "--data-parallel-size", str(args.data_parallel_size)]
-    one = output_tokens_per_s(lists["queue"] + common)
-    all_of_them = output_tokens_per_s(lists["queue"] + several)
+    if args.share_gpu:
+        several.append("--share-gpu")
+    else:
+        one = output_tokens_per_s(lists["queue"] + common)
+        all_of_them = output_tokens_per_s(lists["queue"] + several)
+        print(f"{args.data_parallel_size} replicas give {all_of_them / one:.2f} times one replica's tokens/s")
     in_turn = output_tokens_per_s([*lists["prefixes"], *several, "--round-robin"])
     routed = output_tokens_per_s(lists["prefixes"] + several)
-    print(f"{args.data_parallel_size} replicas give {all_of_them / one:.2f} times one replica's tokens/s")
     print(f"prefix routing gives {routed / in_turn:.2f} times round robin's tokens/s")
 
 

@@ -172,6 +172,7 @@ def test_bench_also_runs_transformers(dtype: str, capsys: pytest.CaptureFixture[
         (["--engine", "vllm", "--profile"], "only with --engine nanovllm"),
         (["--engine", "transformers", "--tensor-parallel-size", "2"], "has no tensor_parallel_size"),
         (["--round-robin"], "--round-robin needs --data-parallel-size"),
+        (["--share-gpu"], "--share-gpu needs --data-parallel-size"),
         (["--data-parallel-size", "2", "--profile"], "--profile covers one process"),
     ],
 )

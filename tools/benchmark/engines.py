@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 import nanovllm
+from nanovllm.device import Device
 from nanovllm.llm import LLM, ReplicatedLLM
 from nanovllm.replicas.router import Router
 from tools.benchmark.steps import Step, StepRecorder
@@ -27,6 +28,7 @@ Run = Callable[[], object]
 
 LEAST_MODEL_LEN = 4096  # for vLLM, whose default is the model's own limit
 TEMPERATURE = 0.6
+SHARED_GPU_BLOCKS = 1600  # of a replica with --share-gpu: with the 0.6B shape 47 GB
 TRANSFORMERS_SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 SET_BY_WORKLOAD = ("n", "max_tokens", "ignore_eos", "stop_token_ids")  # how many tokens come out
 
@@ -114,6 +116,9 @@ class RoundRobin(Router):
 
 
 def load_nanovllm(args: argparse.Namespace, model: Path, dummy: bool, options: dict[str, Any]) -> Engine:
+    if args.share_gpu:
+        Device.ranks = lambda self, count, replicas=1: [str(self.torch)] * (count * replicas)
+        options = {"num_kvcache_blocks": SHARED_GPU_BLOCKS, **options}
     llm = LLM(
         str(model),
         load_format="dummy" if dummy else "auto",

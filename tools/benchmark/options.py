@@ -62,6 +62,9 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
         action="store_true",
         help="feed the replicas in turn, without prefix routing; needs --data-parallel-size",
     )
+    parser.add_argument(
+        "--share-gpu", action="store_true", help="put all replicas on one GPU, which serves them in turn"
+    )
     parser.add_argument("--deterministic", action="store_true", default=None)
     parser.add_argument(
         "--prefix-caching",
@@ -112,11 +115,14 @@ def parse_args(argv: Sequence[str] | None, description: str | None = None) -> ar
     if args.engine == "transformers" and args.options:
         parser.error(f"--engine transformers has no {', '.join(args.options)}")
     args.num_replicas = args.options.get("data_parallel_size", 1)
-    if args.num_replicas == 1 and args.round_robin:
-        parser.error("--round-robin needs --data-parallel-size above 1")
+    if args.num_replicas == 1 and (args.round_robin or args.share_gpu):
+        name = "--round-robin" if args.round_robin else "--share-gpu"
+        parser.error(f"{name} needs --data-parallel-size above 1")
     if args.num_replicas > 1 and args.profile:
         parser.error("--profile covers one process; leave it or --data-parallel-size out")
-    args.num_devices = args.num_replicas * args.options.get("tensor_parallel_size", 1)
+    args.num_devices = (
+        1 if args.share_gpu else args.num_replicas * args.options.get("tensor_parallel_size", 1)
+    )
     return args
 
 
