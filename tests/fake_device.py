@@ -13,6 +13,7 @@ import numpy as np
 from invariants import check_scheduler
 
 from nanovllm.batch import LAST_SAMPLED, Batch, StepOutput
+from nanovllm.config import Config
 from nanovllm.plan.scheduler import Scheduler
 from nanovllm.plan.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
@@ -147,3 +148,40 @@ def make_sequence(seq_id: int, prompt: list[int], params: SamplingParams) -> Seq
     return Sequence(
         seq_id, prompt, params, seed=seq_id, stop_ids=frozenset() if params.ignore_eos else frozenset({EOS})
     )
+
+
+def make_loop(
+    num_blocks: int = 64,
+    block_size: int = 4,
+    max_num_seqs: int = 8,
+    max_num_batched_tokens: int = 64,
+    max_model_len: int = 60,
+    caching: bool = True,
+    run_ahead: bool = True,
+    lazy: bool = True,
+) -> Loop:
+    config = Config(
+        "model",
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        enable_prefix_caching=caching,
+    )
+    scheduler = Scheduler(config, num_blocks, block_size, max_model_len)
+    return Loop(scheduler, FakeDevice(num_blocks, block_size, max_num_seqs, lazy), run_ahead)
+
+
+def run_all(loop: Loop, prompts: list[list[int]], params: list[SamplingParams]) -> list[list[int]]:
+    """Run requests to their end; check and return their outputs."""
+    first = max(loop.finished, default=-1) + 1
+    for index, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
+        loop.scheduler.add(make_sequence(first + index, prompt, param))
+    while not loop.scheduler.is_finished():
+        loop.step()
+    assert loop.scheduler.block_manager.usage == 0
+    outputs = []
+    for index, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
+        seq = loop.finished[first + index]
+        tokens, reason = expected_output(prompt, param, loop.scheduler.max_model_len)
+        assert (seq.completion_token_ids, seq.finish_reason) == (tokens, reason)
+        outputs.append(tokens)
+    return outputs

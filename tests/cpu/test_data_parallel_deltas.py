@@ -9,7 +9,7 @@ from contextlib import closing
 from typing import Any
 
 import pytest
-from test_data_parallel import LONG, MIXED, OPTIONS, PROMPTS, logprobs
+from replica_answers import LONG, MIXED, OPTIONS, PROMPTS, logprobs
 from test_deltas import put_together
 
 from nanovllm import LLM, RequestOutput, SamplingParams, demo_model_path

@@ -1,42 +1,26 @@
-"""Channel: every reader gets every call, whole and in order, even if others are slow, stuck or killed."""
+"""Channel: every reader gets every call, whole and in order, even if others are slow or stuck."""
 
 from __future__ import annotations
 
-import errno
 import os
-import signal
 import struct
-import subprocess
-import sys
 import threading
 import time
 import zlib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from multiprocessing import get_context, parent_process
 from multiprocessing.connection import Connection
-from pathlib import Path
 
 import numpy as np
 import pytest
+from channels import SECONDS, DeadWorkerError, dead, listening, opened, shm_files
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanovllm.batch import ALL_GREEDY, LAST_SAMPLED, PADDING, Batch, SamplingBatch, StepKind
-from nanovllm.errors import EngineClosedError, WorkerError
+from nanovllm.errors import WorkerError
 from nanovllm.workers.channel import Channel, ChannelReader, _encode
-
-SHM = Path("/dev/shm")
-SECONDS = 60  # far more than anything here takes
-
-
-class DeadWorkerError(Exception):
-    pass
-
-
-def dead() -> None:
-    raise DeadWorkerError
 
 
 def make_batch(query_lens: list[int], width: int, sampling: SamplingBatch = ALL_GREEDY) -> Batch:
@@ -77,26 +61,6 @@ def assert_same(got: object, expected: object) -> None:
         assert got == expected
 
 
-def shm_files(channel: Channel) -> list[Path]:
-    """The files of the shared memory segment and of all semaphores."""
-    semaphores = [
-        SHM / f"sem.{semaphore._semlock.name.removeprefix('/')}"
-        for semaphore in [*channel._written, *channel._emptied]
-    ]
-    return [SHM / channel._segment.name, *semaphores]
-
-
-@contextmanager
-def opened(num_readers: int, **sizes: int) -> Iterator[Channel]:
-    """A channel and all its readers, closed at the end."""
-    channel = Channel(num_readers, **sizes)
-    readers = channel.readers.copy()
-    yield channel
-    for reader in readers:
-        reader.close()
-    channel.close()
-
-
 @pytest.fixture
 def channel() -> Iterator[Channel]:
     """Two readers, and a ring of 4 slots of 16 bytes: hardly any message fits into one slot."""
@@ -109,32 +73,6 @@ def wide() -> Iterator[Channel]:
     """One reader, and the default ring."""
     with opened(1) as channel:
         yield channel
-
-
-@contextmanager
-def listening(
-    channel: Channel, count: int, delays: Sequence[Sequence[float]] = ((0,), (0,))
-) -> Iterator[list[list[object]]]:
-    """Receive `count` calls with each reader in a thread, all before the block ends. A reader sleeps for its
-    `delays` in turn, like a slow worker.
-    """
-    calls: list[list[object]] = [[] for _ in channel.readers]
-
-    def listen(reader: ChannelReader, delays: Sequence[float], calls: list[object]) -> None:
-        deadline = time.monotonic() + SECONDS
-        while len(calls) < count and time.monotonic() < deadline:
-            time.sleep(delays[len(calls) % len(delays)])
-            call = reader.receive(timeout=0.01)
-            if call is not None:
-                calls.append(call)
-
-    rows = zip(channel.readers, delays, calls, strict=True)
-    threads = [threading.Thread(target=listen, args=row) for row in rows]
-    for thread in threads:
-        thread.start()
-    yield calls
-    for thread in threads:
-        thread.join()
 
 
 # The content of a message
@@ -388,137 +326,3 @@ def test_an_interrupted_send_is_never_followed_by_another(
     monkeypatch.undo()
     with pytest.raises(WorkerError, match="interrupted"):
         wide.send("call")
-
-
-def wait_for_calls(reader: ChannelReader, ready: Connection) -> None:
-    ready.send(reader.receive(0))
-    while os.getppid() == parent_process().pid:
-        reader.receive(timeout=0.2)
-
-
-def test_a_reader_killed_while_it_waits_does_not_block_the_writer() -> None:
-    channel = Channel(1, num_slots=2, slot_bytes=1024)
-    context = get_context("spawn")
-    here, there = context.Pipe()
-    process = context.Process(target=wait_for_calls, args=(channel.readers[0], there), daemon=True)
-    process.start()
-    assert here.recv() is None
-    time.sleep(0.05)
-    process.kill()
-    process.join(SECONDS)
-
-    def check_alive() -> None:
-        if not process.is_alive():
-            raise DeadWorkerError
-
-    channel.send("first", check_alive=check_alive)
-    channel.send("second", check_alive=check_alive)
-    with pytest.raises(DeadWorkerError):
-        channel.send("third", check_alive=check_alive)
-    channel.close()
-
-
-# Leftovers
-
-
-def test_close_leaves_nothing_and_can_be_repeated() -> None:
-    channel = Channel(3)
-    files = shm_files(channel)
-    assert len(files) == 7 and all(file.exists() for file in files)
-    reader = channel.readers[0]
-    channel.send("call")
-    assert reader.receive(SECONDS) == ("call", ())
-    reader.close()
-    reader.close()
-    del reader
-    channel.close()
-    channel.close()
-    assert not [file for file in files if file.exists()]
-    with pytest.raises(EngineClosedError):
-        channel.send("call")
-
-
-def test_shared_memory_that_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
-    created: list[Path] = []
-
-    def full(descriptor: int, offset: int, size: int) -> None:
-        created.append(Path(f"/proc/self/fd/{descriptor}").resolve())
-        assert created[0].stat().st_size == size
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(
-        WorkerError, match=r"needs 1\.0 MiB of shared memory.*\(No space left on device\); free space"
-    ):
-        Channel(2)
-    assert created and not created[0].exists()
-
-
-def test_a_channel_that_is_dropped_is_unlinked() -> None:
-    channel = Channel(1)
-    files = shm_files(channel)
-    del channel
-    assert not [file for file in files if file.exists()]
-
-
-def test_attaching_to_a_closed_channel_is_an_error() -> None:
-    channel = Channel(1)
-    (reader,) = channel.readers
-    channel.close()
-    with pytest.raises(FileNotFoundError):
-        reader.receive(0)
-
-
-ENGINE = """
-import time
-from multiprocessing import get_context
-from nanovllm.workers.channel import Channel
-from test_channel import shm_files, wait_for_calls
-
-if __name__ == "__main__":
-    context = get_context("spawn")
-    channel = Channel(2)
-    processes = []
-    for reader in channel.readers:
-        here, there = context.Pipe()
-        processes.append(context.Process(target=wait_for_calls, args=(reader, there), daemon=True))
-        processes[-1].start()
-        here.recv()
-    channel.send("call")
-    print(*shm_files(channel), sep="\\n")
-    print(flush=True)
-    if input() == "close":
-        for process in processes:
-            process.kill()
-            process.join()
-        channel.close()
-"""
-
-
-@pytest.mark.parametrize("end", ["close", "forget", "kill -9"])
-def test_end_of_rank_0(end: str, tmp_path: Path) -> None:
-    """However rank 0 ends, the segment, the semaphores and its workers are gone within seconds. Unless it is
-    killed, nothing is printed on stderr.
-    """
-    script = tmp_path / "engine.py"
-    script.write_text(ENGINE)
-    path = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[2])])
-    process = subprocess.Popen(
-        [sys.executable, script],
-        env=os.environ | {"PYTHONPATH": path},
-        text=True,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
-    files = [Path(line.strip()) for line in iter(process.stdout.readline, "\n")]
-    assert len(files) == 5 and all(file.exists() for file in files)
-    if end == "kill -9":
-        process.send_signal(signal.SIGKILL)
-    # Workers and the resource tracker hold stderr open, so end of file means that they are gone.
-    _, errors = process.communicate(None if end == "kill -9" else f"{end}\n", timeout=SECONDS)
-    assert not [file for file in files if file.exists()]
-    if end == "kill -9":
-        assert process.returncode == -signal.SIGKILL and "leaked shared_memory" in errors
-    else:
-        assert process.returncode == 0 and not errors
