@@ -1,4 +1,4 @@
-"""Checks of the kernels between logits and tokens for any device, like `kernel_cases` for the other kernels.
+"""Checks of the kernels between logits and tokens for any device: penalties, masks and logprobs.
 
 A check compares the Triton launcher and the torch reference with a computation of its own.
 """
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from unittest import mock
 
 import torch
-from kernel_cases import F32, randn
+from tensors import F32, randn
 from transformers import RepetitionPenaltyLogitsProcessor, SuppressTokensLogitsProcessor
 
 from nanovllm.kernels import logprobs

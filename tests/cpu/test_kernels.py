@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import kernel_cases as cases
+import attention_cases
+import filter_cases
+import layer_cases
 import numpy as np
 import pytest
+import sampling_cases
 import torch
-from kernel_cases import BF16, F16, F32, FP8, Heads
+from attention_cases import Heads
+from tensors import BF16, F16, F32, FP8
 
 from nanovllm.batch import EMPTY_BATCH, PADDING
 from nanovllm.kernels import decode_attention, matmul, paged, sampling
@@ -42,31 +46,33 @@ FP8_SHAPES = [
 @pytest.mark.parametrize("heads", SHAPES + FP8_SHAPES, ids=str)
 def test_decode_around_block_boundaries(heads: Heads) -> None:
     page = heads.page
-    cases.check_decode([1, page - 1, page, page + 1, 0, 2 * page, 3 * page + 1], heads, CPU)
+    attention_cases.check_decode([1, page - 1, page, page + 1, 0, 2 * page, 3 * page + 1], heads, CPU)
 
 
 @pytest.mark.parametrize("contexts", [[511], [512, 513, 1], [1024, 0, 1030]], ids=str)
 def test_decode_around_chunk_boundaries(contexts: list[int]) -> None:
-    cases.check_decode(contexts, Heads(2, 1, 64, 16), CPU)
+    attention_cases.check_decode(contexts, Heads(2, 1, 64, 16), CPU)
 
 
 def test_decode_merges_more_chunks_than_one_merge_tile(monkeypatch: pytest.MonkeyPatch) -> None:
     # Some heads have their highest score in the second merge tile, some in the first.
     monkeypatch.setattr("nanovllm.kernels.decode_attention.CHUNK", 128)
-    cases.check_decode([20, 1500], Heads(16, 1, 16, 16), CPU)
+    attention_cases.check_decode([20, 1500], Heads(16, 1, 16, 16), CPU)
 
 
 @pytest.mark.parametrize("sequences", [1, 3, 17, 97])
 def test_decode_batches(sequences: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The large batch exceeds what the reference gathers at once."""
     monkeypatch.setattr("nanovllm.kernels.decode_attention.GATHERED_CELLS", 100)
-    cases.check_decode([(7 * row) % 40 for row in range(1, sequences + 1)], Heads(2, 1, 16, 16), CPU)
+    attention_cases.check_decode(
+        [(7 * row) % 40 for row in range(1, sequences + 1)], Heads(2, 1, 16, 16), CPU
+    )
 
 
 def test_decode_of_more_chunks_than_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"CHUNK": 128, "_LANES": 2, "_PROGRAMS": 1}.items():
         monkeypatch.setattr(f"nanovllm.kernels.decode_attention.{name}", value)
-    cases.check_decode([1, 256, 0, 257, 700, 128], Heads(2, 1, 16, 16), CPU)
+    attention_cases.check_decode([1, 256, 0, 257, 700, 128], Heads(2, 1, 16, 16), CPU)
 
 
 @pytest.mark.parametrize(("tile", "at_a_time"), [(16, 16), (16, 1), (64, 16)])
@@ -76,7 +82,7 @@ def test_decode_of_shared_prefixes(
 ) -> None:
     monkeypatch.setattr("nanovllm.kernels.decode_attention._UNITS", at_a_time)
     contexts = [1100, 1030, 513, 0, 1025, 40, 600, 1100, 512]
-    cases.check_shared_prefixes(contexts, {1: 0, 4: 0, 6: 2, 5: 2, 8: 0}, heads, CPU, tile)
+    attention_cases.check_shared_prefixes(contexts, {1: 0, 4: 0, 6: 2, 5: 2, 8: 0}, heads, CPU, tile)
 
 
 def test_nothing_is_shared() -> None:
@@ -138,11 +144,11 @@ def test_partial_results_of_decode_stay_small(longest: int, q_heads: int, head_d
 
 def test_decode_in_chunks_of_the_least_size(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode_attention, "_MAX_PARTIAL", 1)
-    cases.check_decode([1, 256, 0, 257, 2100, 128], Heads(2, 1, 16, 16), CPU)
+    attention_cases.check_decode([1, 256, 0, 257, 2100, 128], Heads(2, 1, 16, 16), CPU)
 
 
 def test_decode_of_padding_alone_is_zero() -> None:
-    cases.check_decode([0, 0, 0], Heads(2, 1, 16, 16), CPU)
+    attention_cases.check_decode([0, 0, 0], Heads(2, 1, 16, 16), CPU)
 
 
 @pytest.mark.parametrize(
@@ -169,18 +175,18 @@ def test_prefill(heads: Heads) -> None:
         (3, 0),
         (2, 3),
     ]
-    cases.check_prefill(lengths, heads, CPU)
+    attention_cases.check_prefill(lengths, heads, CPU)
 
 
 @pytest.mark.parametrize("lengths", [[(1, 200)], [(140, 140)], [(131, 259), (0, 5), (130, 131)]], ids=str)
 def test_prefill_over_several_tiles(lengths: list[tuple[int, int]]) -> None:
-    cases.check_prefill(lengths, Heads(2, 1, 64, 16), CPU)
-    cases.check_prefill(lengths, Heads(1, 1, 64, 16, BF16), CPU)
+    attention_cases.check_prefill(lengths, Heads(2, 1, 64, 16), CPU)
+    attention_cases.check_prefill(lengths, Heads(1, 1, 64, 16, BF16), CPU)
 
 
 @pytest.mark.parametrize("tiles", [SHORT, WIDE], ids=str)
 def test_prefill_by_the_tiles_of_wide_heads(tiles: Tiles) -> None:
-    cases.check_prefill(
+    attention_cases.check_prefill(
         [(70, 200), (0, 5), (65, 65), (1, 130), (3, 0)], Heads(2, 1, 96, 16, BF16), CPU, tiles
     )
 
@@ -190,41 +196,43 @@ def test_prefill_by_tensor_descriptors(heads: int, page: int) -> None:
     """The kernel loads cells past a context, some of them NaN, and ignores them."""
     tiles = Tiles(32, 32, 4, 1, described=True)
     lengths = [(131, 259), (0, 5), (31, 31), (64, 64), (1, 100), (3, 0)]
-    cases.check_prefill(lengths, Heads(heads, 2, 32, page, BF16), CPU, tiles)
+    attention_cases.check_prefill(lengths, Heads(heads, 2, 32, page, BF16), CPU, tiles)
 
 
 @pytest.mark.parametrize("chunks", [[1], [7], [15, 16, 17], [100, 20]], ids=str)
 def test_prefill_bits_do_not_depend_on_chunks(chunks: list[int]) -> None:
     length = 30 if chunks == [1] else 150
-    cases.check_chunked_prefill(length, chunks, Heads(2, 1, 32, 16), CPU)
+    attention_cases.check_chunked_prefill(length, chunks, Heads(2, 1, 32, 16), CPU)
 
 
 def test_fp8_pairs() -> None:
-    cases.check_fp8_pairs(CPU)
+    attention_cases.check_fp8_pairs(CPU)
 
 
 @pytest.mark.parametrize("heads", SHAPES, ids=str)
 @pytest.mark.parametrize("tokens", [1, 3, 17])
 def test_store(tokens: int, heads: Heads) -> None:
-    cases.check_store(tokens, heads, CPU)
-    cases.check_store(tokens, heads, CPU, fp8=True)
+    layer_cases.check_store(tokens, heads, CPU)
+    layer_cases.check_store(tokens, heads, CPU, fp8=True)
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 97, 256, 1000])
 def test_last_tokens(tokens: int) -> None:
-    cases.check_last_tokens(tokens, CPU)
+    sampling_cases.check_last_tokens(tokens, CPU)
 
 
 @pytest.mark.parametrize("rows", [0, 1, 3, 16, 17, 97, 130])
 @pytest.mark.parametrize(("n", "k"), [(70, 104), (16, 64), (33, 8)])
 @pytest.mark.parametrize(("dtype", "bias"), [(F32, False), (BF16, True), (F16, False)], ids=str)
 def test_linear(rows: int, n: int, k: int, dtype: torch.dtype, bias: bool) -> None:
-    cases.check_linear(rows, n, k, dtype, CPU, bias=bias)
+    layer_cases.check_linear(rows, n, k, dtype, CPU, bias=bias)
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 def test_rows_of_a_product_are_independent(dtype: torch.dtype) -> None:
-    cases.check_linear_rows_are_independent(70, 104, dtype, CPU, [0, 1, 3, 16, 17, 97, 128, 130], [None])
+    layer_cases.check_linear_rows_are_independent(
+        70, 104, dtype, CPU, [0, 1, 3, 16, 17, 97, 128, 130], [None]
+    )
 
 
 @pytest.mark.parametrize("memory", [232_448, 166_912, 101_376])  # an H200, an A100, an RTX 4090
@@ -247,7 +255,7 @@ def test_tiles_of_products_fit_a_device(memory: int, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
 @pytest.mark.parametrize(("rows", "n"), [(1, 1), (3, 24), (17, 80), (33, 128), (5, 1000)])
 def test_rms_norm(rows: int, n: int, dtype: torch.dtype) -> None:
-    cases.check_rms_norm(rows, n, dtype, CPU)
+    layer_cases.check_rms_norm(rows, n, dtype, CPU)
 
 
 @pytest.mark.parametrize("norm", [False, True], ids=["plain", "norm"])
@@ -256,40 +264,40 @@ def test_rms_norm(rows: int, n: int, dtype: torch.dtype) -> None:
     ("tokens", "heads", "head_dim"), [(1, (1, 1), 8), (3, (14, 2), 80), (17, (3, 3), 24)]
 )
 def test_rope(tokens: int, heads: tuple[int, int], head_dim: int, dtype: torch.dtype, norm: bool) -> None:
-    cases.check_rope(tokens, *heads, head_dim, dtype, CPU, norm=norm)
+    layer_cases.check_rope(tokens, *heads, head_dim, dtype, CPU, norm=norm)
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
 @pytest.mark.parametrize(("rows", "n"), [(1, 1), (3, 24), (17, 1000), (2, 1025)])
 def test_silu_and_mul(rows: int, n: int, dtype: torch.dtype) -> None:
-    cases.check_silu(rows, n, dtype, CPU)
+    layer_cases.check_silu(rows, n, dtype, CPU)
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
 @pytest.mark.parametrize(("rows", "n", "k"), [(1, 1, 1), (2, 40, 24), (3, 7, 1000), (2, 5, 4100)])
 def test_gemv(rows: int, n: int, k: int, dtype: torch.dtype) -> None:
-    cases.check_gemv(rows, n, k, dtype, CPU)
+    layer_cases.check_gemv(rows, n, k, dtype, CPU)
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 @pytest.mark.parametrize(("rows", "vocab"), [(1, 1), (3, 2), (17, 1000), (97, 257), (14, 4096), (7, 8193)])
 def test_sample(rows: int, vocab: int, dtype: torch.dtype) -> None:
-    cases.check_sample(rows, vocab, dtype, CPU)
+    sampling_cases.check_sample(rows, vocab, dtype, CPU)
 
 
 @pytest.mark.parametrize("vocab", [50, 5000])
 def test_sampling_rows_are_independent(vocab: int) -> None:
-    cases.check_sampling_rows_are_independent(17, vocab, CPU)
+    sampling_cases.check_sampling_rows_are_independent(17, vocab, CPU)
 
 
 @pytest.mark.parametrize("vocab", [3, 1000, 9000])
 def test_sampling_extremes(vocab: int) -> None:
-    cases.check_sampling_extremes(vocab, CPU)
+    sampling_cases.check_sampling_extremes(vocab, CPU)
 
 
-@pytest.mark.parametrize("kept", cases.FILTERS, ids=str)
+@pytest.mark.parametrize("kept", sampling_cases.FILTERS, ids=str)
 def test_extremes_with_filters(kept: tuple[int, float, float]) -> None:
-    cases.check_sampling_extremes(300, CPU, kept)
+    sampling_cases.check_sampling_extremes(300, CPU, kept)
 
 
 @pytest.mark.parametrize(
@@ -297,43 +305,45 @@ def test_extremes_with_filters(kept: tuple[int, float, float]) -> None:
     [(2, 3001, 9, BF16), (4, 1000, 7, F32), (4, 5, 4, F16), (2, 4096, 5, BF16)],
 )
 def test_rows_are_exchanged_and_drawn(size: int, vocab: int, rows: int, dtype: torch.dtype) -> None:
-    cases.check_exchanged_rows(vocab, size, rows, dtype, CPU)
+    sampling_cases.check_exchanged_rows(vocab, size, rows, dtype, CPU)
 
 
 @pytest.mark.parametrize(
     ("vocab", "dtype"), [(2, F32), (300, F32), (300, BF16), (300, F16), (2500, BF16)], ids=str
 )
 def test_filters(vocab: int, dtype: torch.dtype) -> None:
-    cases.check_filters(len(cases.FILTERS), vocab, dtype, CPU)
+    filter_cases.check_filters(len(sampling_cases.FILTERS), vocab, dtype, CPU)
 
 
 @pytest.mark.parametrize(("vocab", "draws"), [(3, 4000), (60, 4000), (2100, 400)])
 def test_filters_keep_all_that_they_should(vocab: int, draws: int) -> None:
-    cases.check_filters_keep_all_that_they_should(sample_reference, vocab, draws, CPU)
+    filter_cases.check_filters_keep_all_that_they_should(sample_reference, vocab, draws, CPU)
 
 
 def test_filtered_rows_are_independent() -> None:
-    cases.check_sampling_rows_are_independent(3 * len(cases.FILTERS), 300, CPU, filters=True)
+    sampling_cases.check_sampling_rows_are_independent(
+        3 * len(sampling_cases.FILTERS), 300, CPU, filters=True
+    )
 
 
 def test_neutral_filters_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU they also cause no sort."""
     monkeypatch.setattr(sampling, "draw_filtered_reference", None)
-    cases.check_neutral_filters_change_nothing(2500, CPU)
+    filter_cases.check_neutral_filters_change_nothing(2500, CPU)
 
 
-@pytest.mark.parametrize("sampler", cases.SAMPLERS)
-def test_sampling_keys(sampler: cases.Sampler) -> None:
-    cases.check_sampling_keys(sampler, CPU)
+@pytest.mark.parametrize("sampler", sampling_cases.SAMPLERS)
+def test_sampling_keys(sampler: sampling_cases.Sampler) -> None:
+    sampling_cases.check_sampling_keys(sampler, CPU)
 
 
 @pytest.mark.parametrize(("draws", "blocks"), [(20_000, 1), (4_000, 3)])
 def test_sampling_distribution(draws: int, blocks: int) -> None:
-    cases.check_sampling_distribution(sample_reference, draws, CPU, blocks=blocks)
+    sampling_cases.check_sampling_distribution(sample_reference, draws, CPU, blocks=blocks)
 
 
 def test_random_pairs() -> None:
-    cases.check_random_pairs(CPU)
+    sampling_cases.check_random_pairs(CPU)
 
 
 def test_dispatch_takes_the_reference_for_cpu_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -341,21 +351,21 @@ def test_dispatch_takes_the_reference_for_cpu_tensors(monkeypatch: pytest.Monkey
         raise AssertionError("a CPU tensor reached Triton")
 
     monkeypatch.setattr("nanovllm.kernels.sampling.sample_triton", refuse)
-    rows = cases.make_rows(3, CPU)
+    rows = sampling_cases.make_rows(3, CPU)
     assert sample(torch.eye(3), torch.zeros(3), rows.seeds, rows.positions).tolist() == [0, 1, 2]
 
 
 def test_empty_batches() -> None:
     """Nothing is launched: CUDA refuses a grid of size zero."""
     heads = Heads(2, 1, 16, 16)
-    cases.check_store(0, heads, CPU)
-    cache = cases.make_cache([3], heads, CPU)
+    layer_cases.check_store(0, heads, CPU)
+    cache = attention_cases.make_cache([3], heads, CPU)
     q = torch.zeros(0, 2, 16)
-    for attend in cases.DECODE:
+    for attend in attention_cases.DECODE:
         assert attend(q, cache.kv, cache.tables[:0], cache.contexts[:0], 0, 1.0).shape == q.shape
     bounds = torch.zeros(1, dtype=torch.int32)
-    for attend in cases.PREFILL:
+    for attend in attention_cases.PREFILL:
         assert attend(q, cache.kv, cache.tables[:0], bounds, cache.contexts[:0], 0, 1.0).shape == q.shape
-    rows = cases.make_rows(0, CPU)
-    for sampler in cases.SAMPLERS:
-        assert sampler(torch.zeros(0, 9), *rows.pick(cases.ALL)).shape == (0,)
+    rows = sampling_cases.make_rows(0, CPU)
+    for sampler in sampling_cases.SAMPLERS:
+        assert sampler(torch.zeros(0, 9), *rows.pick(sampling_cases.ALL)).shape == (0,)

@@ -1,4 +1,4 @@
-"""Single layers: shards against the whole, RoPE tables against transformers, the sampler row by row."""
+"""Single layers and the groups of ranks that share them: shards against the whole."""
 
 from __future__ import annotations
 
@@ -13,16 +13,11 @@ import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import save_file
 from threads import in_threads
-from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from nanovllm.distributed.group import TPGroup
 from nanovllm.distributed.peer_memory import PeerMemory
 from nanovllm.kernels.activation import silu_and_mul
 from nanovllm.kernels.all_reduce import EMPTY, TURNS
-from nanovllm.kernels.cache import KVCache
-from nanovllm.kernels.filters import Filters
-from nanovllm.kernels.rotary import qk_norm_rope_store
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import (
@@ -32,10 +27,8 @@ from nanovllm.layers.linear import (
     ReplicatedLinear,
     RowParallelLinear,
 )
-from nanovllm.layers.rotary_embedding import RopeConfig, RotaryEmbedding, rope_table
 from nanovllm.layers.weights import WeightLayer, WeightOptions
 from nanovllm.quantization.shards import ShardId
-from nanovllm.sampling.sampler import Sampler, SamplingTensors
 
 OPTIONS = WeightOptions(torch.float32, torch.device("cpu"))
 
@@ -58,9 +51,6 @@ def fill(layer: WeightLayer, tensors: dict[tuple[str, ShardId], torch.Tensor]) -
     assert {(shard.param, shard.shard_id) for shard in layer.weight_shards()} == tensors.keys()
     layer.finish_loading()
     return layer
-
-
-# -- shards -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
@@ -303,241 +293,3 @@ def test_buffers_of_sums_fill_their_memory(size: int, n: int, dtype: torch.dtype
     assert buffer.nbytes == slots + sums
     assert (buffer.view(torch.int16) == EMPTY).all()
     assert peers.turns.tolist() == [0] * max_rows
-
-
-# -- rotary embedding ----------------------------------------------------------------------------------------
-
-ROPES: dict[str, dict[str, Any]] = {
-    "default": {},
-    "linear": {"factor": 2.5},
-    "llama3": {
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    },
-    "yarn": {"factor": 4.0, "original_max_position_embeddings": 32768},
-    "yarn betas": {"factor": 3.0, "original_max_position_embeddings": 4096, "beta_fast": 16, "beta_slow": 2},
-    "yarn untruncated": {"factor": 8.0, "original_max_position_embeddings": 4096, "truncate": False},
-    "yarn attention_factor": {
-        "factor": 4.0,
-        "original_max_position_embeddings": 4096,
-        "attention_factor": 0.7,
-    },
-    "yarn mscale": {
-        "factor": 40.0,
-        "original_max_position_embeddings": 4096,
-        "mscale": 0.8,
-        "mscale_all_dim": 0.5,
-    },
-}
-MAX_POSITIONS = 131072
-
-
-def transformers_rope(
-    params: dict[str, Any], theta: float, head_dim: int, stated: int
-) -> tuple[LlamaRotaryEmbedding, RopeConfig]:
-    params = params | {"rope_theta": theta}
-    config = LlamaConfig(
-        hidden_size=head_dim,
-        num_attention_heads=1,
-        head_dim=head_dim,
-        max_position_embeddings=stated,
-        rope_parameters=dict(params),
-    )
-    return LlamaRotaryEmbedding(config), RopeConfig.from_dict(params, 10000.0, stated)
-
-
-@pytest.mark.parametrize("head_dim", [16, 64, 128])
-@pytest.mark.parametrize("theta", [10000.0, 1e6])
-@pytest.mark.parametrize("name", ROPES)
-def test_rope_table_is_that_of_transformers(name: str, theta: float, head_dim: int) -> None:
-    params = {"rope_type": name.split()[0]} | ROPES[name]
-    module, config = transformers_rope(params, theta, head_dim, MAX_POSITIONS)
-    positions = torch.tensor([0, 1, 2, 77, 4095, 4096, 40001, MAX_POSITIONS - 1])
-    cos, sin = module(torch.empty(0), positions[None])
-    table = rope_table(config, head_dim, MAX_POSITIONS)
-    assert table.dtype == torch.float32
-    half = head_dim // 2
-    assert torch.equal(table[positions], torch.cat((cos[0, :, :half], sin[0, :, :half]), -1))
-
-
-def test_dynamic_rope_is_that_of_transformers_fed_token_by_token() -> None:
-    stated, length = 32, 100
-    module, config = transformers_rope({"rope_type": "dynamic", "factor": 2.0}, 10000.0, 16, stated)
-    table = rope_table(config, 16, length)
-    for position in range(length):
-        cos, sin = module(torch.empty(0), torch.tensor([[position]]))
-        expected = torch.cat((cos[0, 0, :8], sin[0, 0, :8]))
-        torch.testing.assert_close(table[position], expected, atol=2e-6, rtol=0)
-    plain = rope_table(RopeConfig(), 16, length)
-    torch.testing.assert_close(table[:stated], plain[:stated], atol=2e-6, rtol=0)
-    assert (table[stated + 1 :] - plain[stated + 1 :]).abs().amax(-1).min() > 1e-3
-
-
-def test_rope_lengths_and_inferred_values() -> None:
-    def read(stated: int, **params: Any) -> RopeConfig:
-        return RopeConfig.from_dict(params, 10000.0, stated)
-
-    assert read(100, rope_type="default").max_position(100) == 100
-    assert read(100, rope_type="linear", factor=4.0).max_position(100) == 400
-    assert read(100, type="dynamic", factor=1.5).max_position(100) == 150
-    yarn = read(40960, rope_type="yarn", factor=4.0, original_max_position_embeddings=32768)
-    assert yarn.max_position(40960) == 131072
-    assert (
-        read(200, rope_type="yarn", factor=2.0, original_max_position_embeddings=50).max_position(200) == 200
-    )
-    assert read(200, rope_type="yarn", original_max_position_embeddings=50).factor == 4.0
-    llama3 = read(200, rope_type="llama3", factor=8, low_freq_factor=1, high_freq_factor=4)
-    assert (llama3.original_max_position, llama3.max_position(200)) == (200, 200)
-
-
-def test_rotary_embedding_rotates_pairs_of_halves() -> None:
-    rotary = RotaryEmbedding(RopeConfig(theta=100.0), 4, 10, torch.device("cpu"))
-    q, k = randn(2, 3, 4), randn(2, 1, 4)
-    positions = torch.tensor([3, 9])
-    k_cache, v_cache = torch.zeros(2, 1, 3, 1, 4).unbind()  # 3 slots
-    v, slots = randn(2, 1, 4), torch.tensor([2, 0], dtype=torch.int32)
-    rotation = rotary(positions, None, None, 1e-6)
-    q_rotated = qk_norm_rope_store(q, k, v, rotation, KVCache(k_cache, v_cache), slots)
-    assert torch.equal(v_cache[0, slots], v)
-    assert not v_cache[0, 1].any()
-    for x, rotated in ((q, q_rotated), (k, k_cache[0, slots])):
-        pairs = torch.complex(x[..., :2], x[..., 2:])
-        angles = positions[:, None].double() * torch.tensor([1.0, 0.1]).double()
-        expected = pairs * torch.polar(torch.ones_like(angles), angles)[:, None]
-        torch.testing.assert_close(rotated, torch.cat((expected.real, expected.imag), -1).float())
-
-
-# -- sampler ------------------------------------------------------------------------------------------------
-
-
-def sampling(rows: list[dict[str, float]], positions: list[int] | None = None) -> SamplingTensors:
-    """The sampling columns of `rows`; each row may set temperature, top_k, top_p, min_p and seed."""
-
-    def column(name: str, unused: float, dtype: torch.dtype) -> torch.Tensor:
-        return torch.tensor([row.get(name, unused) for row in rows], dtype=dtype)
-
-    filters = Filters(
-        column("top_k", 0, torch.int32),
-        column("top_p", 1.0, torch.float32),
-        column("min_p", 0.0, torch.float32),
-    )
-    return SamplingTensors(
-        temperature=column("temperature", 0.0, torch.float32),
-        seeds=column("seed", 0, torch.int64),
-        positions=torch.tensor(positions or [0] * len(rows), dtype=torch.int32),
-        filters=filters if any(row.keys() & {"top_k", "top_p", "min_p"} for row in rows) else None,
-    )
-
-
-def drawn(logits: torch.Tensor, draws: int = 300, **row: float) -> set[int]:
-    """The distinct tokens that one row's parameters draw over many seeds."""
-    rows = [{"temperature": 1.0} | row | {"seed": seed} for seed in range(draws)]
-    return set(Sampler()(logits.repeat(draws, 1), sampling(rows)).tolist())
-
-
-def log_probs(*probs: float) -> torch.Tensor:
-    return torch.tensor(probs).log()
-
-
-def test_greedy_takes_the_lowest_of_equals() -> None:
-    logits = torch.tensor([[0.0, 3.0, 3.0, 1.0], [5.0, 1.0, 5.0, 5.0]])
-    assert Sampler()(logits, sampling([{}, {}])).tolist() == [1, 0]
-
-
-def test_each_filter_keeps_exactly_its_tokens() -> None:
-    logits = log_probs(0.1, 0.4, 0.05, 0.3, 0.15) + 7
-    assert drawn(logits) == {0, 1, 2, 3, 4}
-    assert drawn(logits, top_k=2) == {1, 3}
-    assert drawn(logits, top_k=99) == {0, 1, 2, 3, 4}
-    assert drawn(logits, top_p=0.65) == {1, 3}
-    assert drawn(logits, top_p=0.75) == {1, 3, 4}
-    assert drawn(logits, top_p=0.01) == {1}
-    assert drawn(logits, min_p=0.3) == {1, 3, 4}
-    assert drawn(logits, min_p=1.0) == {1}
-    # top_p applies after top_k: 0.4 / 0.85 + 0.3 / 0.85 = 0.82
-    assert drawn(logits, top_k=3, top_p=0.8) == {1, 3}
-    assert drawn(logits, top_p=0.8) == {1, 3, 4}
-    # min_p comes first and leaves 0.4 and 0.3; 0.4 is 0.57 of their sum
-    assert drawn(logits, min_p=0.6, top_p=0.55) == {1}
-    assert drawn(logits, top_p=0.55) == {1, 3}
-
-
-def test_filters_see_the_scaled_logits() -> None:
-    logits = log_probs(0.5, 0.3, 0.2)
-    assert drawn(logits, temperature=0.25, top_p=0.85) == {0}  # 0.5**4 is 0.87 of the sum
-    assert drawn(logits, temperature=4.0, top_p=0.85) == {0, 1, 2}
-    assert drawn(logits, temperature=0.25, min_p=0.2) == {0}
-    assert drawn(logits, temperature=4.0, min_p=0.5) == {0, 1, 2}
-
-
-def test_top_k_cuts_ties_at_the_lowest_ids() -> None:
-    logits = torch.tensor([1.0, 2.0, 1.0, 2.0, 2.0])
-    assert drawn(logits, top_k=1) == {1}
-    assert drawn(logits, top_k=2) == {1, 3}
-    assert drawn(torch.zeros(5), top_p=0.5) == {0, 1, 2}
-
-
-def test_tiny_temperature_is_greedy() -> None:
-    logits = randn(1, 50)[0]
-    for temperature in (1e-8, 1e-38):
-        for filters in ({}, {"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}):
-            assert drawn(logits, 20, temperature=temperature, **filters) == {int(logits.argmax())}
-
-
-def test_frequencies_are_the_probabilities() -> None:
-    probs = torch.tensor([0.5, 0.25, 0.15, 0.1])
-    rows = [{"temperature": 2.0, "seed": seed} for seed in range(20000)]
-    ids = Sampler()((probs.log() * 2).repeat(len(rows), 1), sampling(rows))
-    torch.testing.assert_close(ids.bincount(minlength=4) / len(rows), probs, atol=0.015, rtol=0)
-
-
-KINDS: list[dict[str, float]] = [
-    {},
-    {"temperature": 1.0, "seed": 3},
-    {"temperature": 0.7, "seed": -5, "top_k": 3},
-    {"temperature": 1.5, "seed": 2**62, "top_p": 0.8},
-    {"temperature": 1.2, "seed": 9, "min_p": 0.1},
-    {"temperature": 1.0, "seed": 11, "top_k": 20, "top_p": 0.9, "min_p": 0.01},
-    {"temperature": 0.9, "seed": 3, "top_k": 1},
-    {"temperature": 0.0, "top_k": 4, "top_p": 0.3},
-]
-
-
-def test_a_row_alone_is_the_row_in_any_batch() -> None:
-    sampler = Sampler()
-    rows = [KINDS[i % len(KINDS)] for i in range(64)]
-    positions = list(range(100, 164))
-    # Coarse logits with many ties.
-    logits = torch.randn(64, 211, generator=torch.Generator().manual_seed(1)).bfloat16()
-    alone = [int(sampler(logits[i : i + 1], sampling([rows[i]], [positions[i]]))) for i in range(len(rows))]
-    assert len(set(alone)) > 10
-    for seed in range(5):
-        order = torch.randperm(64, generator=torch.Generator().manual_seed(seed))[: 64 - 9 * seed].tolist()
-        before = logits.clone()
-        params = sampling([rows[i] for i in order], [positions[i] for i in order])
-        assert sampler(logits[order], params).tolist() == [alone[i] for i in order]
-        assert torch.equal(logits, before)
-
-
-@pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_a_row_that_is_not_finite_gives_minus_one_and_changes_no_other(value: float) -> None:
-    sampler = Sampler()
-    rows = KINDS * 3
-    logits = torch.randn(len(rows), 50, generator=torch.Generator().manual_seed(2))
-    params = sampling(rows)
-    expected = sampler(logits, params)
-    logits[8:16, 31] = value  # one bad row of each kind
-    logits[3] = -torch.inf
-    expected[8:16] = -1
-    expected[3] = -1
-    assert sampler(logits, params).tolist() == expected.tolist()
-
-
-def test_rows_are_sorted_in_chunks_of_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = KINDS * 5
-    logits = torch.randn(len(rows), 50, generator=torch.Generator().manual_seed(4))
-    expected = Sampler()(logits, sampling(rows))
-    monkeypatch.setattr("nanovllm.kernels.sampling._SORT_ELEMENTS", 150)
-    assert Sampler()(logits, sampling(rows)).tolist() == expected.tolist()

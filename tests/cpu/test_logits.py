@@ -5,7 +5,7 @@ from __future__ import annotations
 import logits_cases as cases
 import pytest
 import torch
-from kernel_cases import BF16, F16, F32
+from tensors import BF16, F16, F32
 
 from nanovllm.kernels.compat import INTERPRET
 
