@@ -8,13 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
 from nanovllm.attention.base import AttentionMetadata
 from nanovllm.layers.layernorm import ResidualStream, RMSNorm
-from nanovllm.layers.linear import RowParallelLinear
 
 
 class TokenPlaces(NamedTuple):
@@ -29,6 +28,14 @@ class TokenPlaces(NamedTuple):
 Mixer = Callable[[RMSNorm, ResidualStream, TokenPlaces], tuple[torch.Tensor, torch.Tensor]]
 
 
+class Output(Protocol):
+    """The output projection of a block, such as `RowParallelLinear`."""
+
+    def __call__(self, x: torch.Tensor, /) -> torch.Tensor: ...
+
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> ResidualStream: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Block:
     """Adds output(mixer(norm(stream))) to the residual stream.
@@ -38,7 +45,7 @@ class Block:
 
     norm: RMSNorm
     mixer: Mixer
-    output: RowParallelLinear
+    output: Output
     attends: bool
 
     def mix(self, stream: ResidualStream, places: TokenPlaces) -> tuple[torch.Tensor, torch.Tensor]:

@@ -124,12 +124,12 @@ class HFConfig:
 
 @dataclass(frozen=True)
 class ModelFamily:
-    """The properties of one family of decoders. A bias of None means that the checkpoint's config decides."""
+    """The properties of one family of decoders. A bias may be the name of its key in config.json."""
 
     defaults: Mapping[str, Any]  # transformers' defaults for keys that config.json leaves out
-    qkv_bias: bool | None = False
-    o_bias: bool | None = False
-    mlp_bias: bool | None = False
+    qkv_bias: bool | str = False
+    o_bias: bool | str = False
+    mlp_bias: bool | str = False
     qk_norm: bool = False
     sliding_window: Callable[[HFConfig], int | None] = lambda hf: None
 
@@ -154,7 +154,10 @@ class ModelFamily:
             raise ValueError(f"config.json: head_dim must be even and at least 4, not {head_dim}")
         stated_positions = hf.integer("max_position_embeddings")
         rope = _rope_config(hf, stated_positions)
-        attention_bias = hf.boolean("attention_bias")
+        biases = {
+            name: hf.boolean(value) if isinstance(value := getattr(self, name), str) else value
+            for name in ("qkv_bias", "o_bias", "mlp_bias")
+        }
         return ModelConfig(
             architecture=architecture,
             vocab_size=hf.integer("vocab_size"),
@@ -168,9 +171,7 @@ class ModelFamily:
             max_position_embeddings=rope.max_position(stated_positions),
             rope=rope,
             tie_word_embeddings=hf.boolean("tie_word_embeddings"),
-            qkv_bias=attention_bias if self.qkv_bias is None else self.qkv_bias,
-            o_bias=attention_bias if self.o_bias is None else self.o_bias,
-            mlp_bias=hf.boolean("mlp_bias") if self.mlp_bias is None else self.mlp_bias,
+            **biases,
             qk_norm=self.qk_norm,
             dtype=_dtype(hf),
             eos_token_ids=_eos_token_ids(hf, generation or {}),

@@ -16,7 +16,7 @@ LLAMA = ModelFamily(
         "rms_norm_eps": 1e-6,
         "eos_token_id": 2,
     },
-    qkv_bias=None,
-    o_bias=None,
-    mlp_bias=None,
+    qkv_bias="attention_bias",
+    o_bias="attention_bias",
+    mlp_bias="mlp_bias",
 )

@@ -7,8 +7,8 @@ from nanovllm.models.qwen2 import QWEN_DEFAULTS, qwen_window
 
 QWEN3 = ModelFamily(
     defaults=QWEN_DEFAULTS | {"head_dim": 128},
-    qkv_bias=None,
-    o_bias=None,
+    qkv_bias="attention_bias",
+    o_bias="attention_bias",
     qk_norm=True,
     sliding_window=qwen_window,
 )
