@@ -74,6 +74,10 @@ def no_model(*args: object, **options: object) -> FakeLLM:
     raise AssertionError("a job whose rows are all answered loads no model")
 
 
+def rows_of(count: int) -> list[dict[str, Any]]:
+    return [{"id": f"r{index}", "prompt": f"prompt {index}"} for index in range(count)]
+
+
 def write_rows(path: Path, rows: Iterable[Any]) -> Path:
     """Write rows as JSON Lines; write bytes unchanged."""
     with path.open("wb") as file:
@@ -94,3 +98,7 @@ def run(*argv: object, make_llm: Callable[..., Any] = FakeLLM) -> int:
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_bytes().splitlines()]
+
+
+def files(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}

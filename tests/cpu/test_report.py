@@ -1,113 +1,46 @@
-"""The report of a run: its page, its charts, and samples of GPUs."""
+"""The report of a run: its page and its charts."""
 
 from __future__ import annotations
 
 import random
 import re
-import threading
 from dataclasses import replace
 from pathlib import Path
-from time import time
 from types import SimpleNamespace
-from typing import Any
-from xml.etree import ElementTree
-from xml.etree.ElementTree import Element
 
 import numpy as np
 import pytest
 from checked_llm import CheckedLLM, make_tiny
+from report_pages import (
+    SVG,
+    TITLES,
+    TOKEN,
+    check_axes,
+    drawn,
+    named,
+    parse,
+    pictures,
+    preempted_llm,
+    rows,
+    ticks,
+    words,
+)
 
 from nanovllm import SamplingParams
 from nanovllm.batch import ALL_GREEDY, Batch, StepKind
 from nanovllm.engine.stats import Counters, EngineStats, StepStats
-from nanovllm.report import GPUMonitor, charts, gpu, make_report, write_report
-from nanovllm.report.chart import BOTTOM, LEFT, RIGHT, STYLE, TOP, Axis, Chart, Line, time_unit
+from nanovllm.report import charts, make_report, write_report
+from nanovllm.report.chart import STYLE, Axis, Chart, Line, time_unit
 from nanovllm.report.facts import roofline_of
-from nanovllm.report.gpu import MAX_INTERVALS, GPUSample
+from nanovllm.report.gpu import GPUSample
 from nanovllm.report.page import MAX_CELL_CHARACTERS, MAX_ERROR_ROWS
 from nanovllm.report.roofline import KNOWN_DEVICES, Cost, Speed
 from nanovllm.report.series import charts_of
 
-SVG = "{http://www.w3.org/2000/svg}"
-TITLES = ["Output", "Prefill", "Running", "Waiting", "Batch size", "Step time", "KV cache in use"]
-TITLES += ["Prefix cache hits", "Preemptions"]
-TOKEN = "hf_very_secret"
-AHEAD = 100.0  # in seconds: samples use the engine's clock, and the host's clock was set back by this much
-
 
 @pytest.fixture(scope="module")
 def llm(model: Path) -> CheckedLLM:
-    """A closed engine after a run in which some sequences waited and some were preempted."""
-    with make_tiny(model, num_kvcache_blocks=9, max_num_seqs=3, hf_token=TOKEN) as llm:
-        params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
-        llm.generate([[5] * 17, *([5] * 17 + [each] for each in range(8))], params, use_tqdm=False)
-    stats = llm.stats()
-    assert stats.num_preemptions and stats.num_cached_tokens and stats.num_decode_steps > 20
-    return llm
-
-
-def parse(page: str) -> Element:
-    return ElementTree.fromstring(page.encode())
-
-
-def words(element: Element) -> str:
-    return "".join(element.itertext())
-
-
-def rows(page: Element, kind: str) -> dict[str, str]:
-    """The cells of a table by name."""
-    [table] = page.findall(f".//table[@class='{kind}']")
-    return {words(row[0]): words(row[1]) for row in table.iter("tr")}
-
-
-def pictures(page: Element) -> dict[str, Element]:
-    return {named(svg, "title")[0]: svg for svg in page.iter(f"{SVG}svg")}
-
-
-def named(svg: Element, kind: str) -> list[str]:
-    return [words(each) for each in svg.iter(f"{SVG}text") if each.get("class") == kind]
-
-
-def ticks(svg: Element, kind: str) -> list[tuple[float, float]]:
-    """(value, place) of each tick of an axis."""
-    scale = {"k": 1e3, "M": 1e6}
-    found = []
-    for each in svg.iter(f"{SVG}text"):
-        if each.get("class") == kind:
-            number, unit = re.fullmatch(r"([\d,.]+)([kM]?)", words(each)).groups()  # type: ignore[union-attr]
-            place = float(each.attrib["x"]) if kind == "xtick" else float(each.attrib["y"]) - 4
-            found.append((float(number.replace(",", "")) * scale.get(unit, 1.0), place))
-    return found
-
-
-def drawn(svg: Element, number: int = 0) -> list[tuple[float, float]]:
-    """All points of a line as (time in the axis's unit, value), measured in the picture with the ticks."""
-    places = [
-        tuple(map(float, place.split()))
-        for each in svg.iter(f"{SVG}path")
-        if (each.get("class") or "").startswith(f"line line{number}") and not each.attrib["d"].endswith("h12")
-        for place in re.findall(r"[-\d.]+ [-\d.]+", each.attrib["d"])
-    ]
-    (x0, left), (x1, right) = ticks(svg, "xtick")[:: len(ticks(svg, "xtick")) - 1]
-    (y0, low), (y1, high) = ticks(svg, "ytick")[:: len(ticks(svg, "ytick")) - 1]
-    return [
-        (x0 + (x - left) / (right - left) * (x1 - x0), y0 + (y - low) / (high - low) * (y1 - y0))
-        for x, y in places
-    ]
-
-
-def check_axes(svg: Element) -> None:
-    """Check for a title, a unit for each axis, and round ticks at equal distances within the picture."""
-    assert len(named(svg, "title")) == 1 and named(svg, "title")[0]
-    unit, time_axis = named(svg, "unit")
-    assert unit and re.fullmatch(r"time since the engine was ready \((s|min|h|days)\)", time_axis)
-    for kind, begin, end in (("xtick", LEFT, RIGHT), ("ytick", TOP, BOTTOM)):
-        found = ticks(svg, kind)
-        assert 2 <= len(found) <= 9, found
-        steps = np.diff([value for value, _ in found])
-        assert steps[0] > 0 and np.allclose(steps, steps[0]), found
-        assert float(f"{steps[0]:.1e}"[:3]) in (1, 2, 2.5, 5), found
-        assert all(begin - 0.1 <= place <= end + 0.1 for _, place in found), found
+    return preempted_llm(model)
 
 
 # -- the page ----------------------------------------------------------------------------------------------
@@ -396,108 +329,3 @@ def test_a_known_device_has_a_share_and_a_note(llm: CheckedLLM, monkeypatch: pyt
     assert roofline_of(two)[1] == Speed(4e12, 2e13)  # type: ignore[arg-type,index]
     fp8 = SimpleNamespace(config=replace(llm.config, kv_cache_dtype="fp8"), model_config=llm.model_config)
     assert roofline_of(fp8)[0].kv_bytes * 4 == cost.kv_bytes  # type: ignore[arg-type,index,union-attr]
-
-
-# -- GPUs --------------------------------------------------------------------------------------------------
-
-
-class FakeGPU:
-    """Counts its calls; from call number `end` on they fail."""
-
-    is_cuda = True
-
-    def __init__(self, number: int, end: float = float("inf"), kind: type[Exception] = RuntimeError) -> None:
-        self.number, self.end, self.kind, self.calls = number, end, kind, 0
-        self.enough = threading.Event()
-
-    def power(self) -> float:
-        self.calls += 1
-        if self.calls >= 5:
-            self.enough.set()
-        if self.calls >= self.end:
-            raise self.kind("GPU is lost")
-        return 100.0 * (self.number + 1)
-
-    def memory_in_use(self) -> int:
-        return (self.number + 1) * 2**30
-
-
-def threads() -> list[threading.Thread]:
-    """The threads that sample GPUs."""
-    return [each for each in threading.enumerate() if each.name == "nanovllm-gpu-monitor"]
-
-
-def monitor_of(devices: list[Any], monkeypatch: pytest.MonkeyPatch) -> GPUMonitor:
-    monkeypatch.setattr(gpu, "devices_of", lambda config: devices)
-    monkeypatch.setattr(gpu, "INTERVAL_SECONDS", 0.002)
-    stats = SimpleNamespace(start_time=time() + AHEAD, uptime=1.0)
-    return GPUMonitor(SimpleNamespace(config=None, stats=lambda: stats))  # type: ignore[arg-type]
-
-
-def test_samples_of_all_gpus(llm: CheckedLLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    devices, begin = [FakeGPU(0), FakeGPU(1)], time() + AHEAD + 1.0
-    with monkeypatch.context() as patch:
-        monitor = monitor_of(devices, patch)
-        with monitor:
-            assert devices[0].enough.wait(60)
-        assert threads() == []
-        before = len(monitor.samples)
-        with monitor:
-            assert len(threads()) == 1
-    assert monitor.why_not is None and threads() == []
-    samples = monitor.samples
-    assert before >= 5 and len(samples) >= before + 2
-    assert begin <= samples[0].time < samples[-1].time <= time() + AHEAD + 1.0
-    assert {sample.power for sample in samples} == {(100.0, 200.0)}
-    assert {sample.memory for sample in samples} == {(2.0**30, 2.0**31)}
-    found = pictures(parse(make_report(llm, gpu=monitor)))
-    assert list(found)[-2:] == list(charts(llm, monitor))[-2:] == ["GPU power", "GPU memory in use"]
-    check_axes(found["GPU power"])
-    assert named(found["GPU power"], "unit")[0] == "W, by GPU"
-    assert [round(drawn(found["GPU power"], number)[0][1]) for number in (0, 1)] == [100, 200]
-    assert [round(drawn(found["GPU memory in use"], number)[-1][1], 1) for number in (0, 1)] == [1.0, 2.0]
-
-
-def test_a_gpu_that_is_lost_ends_sampling_and_the_page_says_so(
-    llm: CheckedLLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as patch:
-        monitor = monitor_of([FakeGPU(0, end=4)], patch)
-        with monitor:
-            for thread in threads():
-                thread.join(60)
-    assert len(monitor.samples) == 3 and monitor.why_not == "NVML: GPU is lost"
-    page = parse(make_report(llm, gpu=monitor))
-    assert "GPU power" in pictures(page) and "are incomplete: NVML: GPU is lost" in words(page)
-
-
-def test_without_nvml_or_a_gpu_there_is_a_reason_and_no_thread(
-    llm: CheckedLLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    missing = FakeGPU(0, 1, ModuleNotFoundError)
-    with monkeypatch.context() as patch, monitor_of([missing], patch) as monitor:
-        assert threads() == []
-    assert monitor.samples == [] and "pip install 'nanovllm[report]'" in (monitor.why_not or "")
-    with GPUMonitor(llm) as monitor:
-        assert threads() == []
-    assert monitor.samples == [] and monitor.why_not == "the engine runs on a CPU"
-    page = parse(make_report(llm, gpu=monitor))
-    assert list(pictures(page)) == TITLES and "the engine runs on a CPU" in words(page)
-
-
-def test_samples_of_a_long_run_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monitor = monitor_of([FakeGPU(0)], monkeypatch)
-    waits: list[float] = []
-
-    def wait(seconds: float) -> bool:
-        waits.append(seconds)
-        assert len(monitor._samples) <= MAX_INTERVALS
-        return len(waits) > 3 * MAX_INTERVALS
-
-    monkeypatch.setattr(monitor, "_end", SimpleNamespace(wait=wait))
-    monitor._run()
-    assert waits[0] == 0.002 and set(waits) == {0.002, 0.004, 0.008, 0.016, 0.032}
-    times = [sample.time for sample in monitor.samples]
-    assert MAX_INTERVALS // 2 <= len(times) <= MAX_INTERVALS and times == sorted(times)
-    middle = gpu.mean(GPUSample(1.0, (10.0,), (4.0,)), GPUSample(2.0, (30.0,), (8.0,)))
-    assert middle == GPUSample(1.5, (20.0,), (6.0,))
