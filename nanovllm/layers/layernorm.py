@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -40,7 +41,8 @@ class RMSNorm(WeightLayer):
         super().__init__()
         self.eps = eps
         self.tp = tp or TPGroup()
-        self._allocate("weight", (size,), [WeightShard.whole("weight", (size,))], options)
+        shard = replace(WeightShard.whole("weight", (size,)), dummy=1.0)
+        self._allocate("weight", (size,), [shard], options)
 
     def forward(
         self, x: torch.Tensor | PendingSum, residual: torch.Tensor | None = None

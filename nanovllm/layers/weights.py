@@ -63,11 +63,8 @@ class WeightLayer(nn.Module):
             wanted = name if shard_id is None else f"{name}[{shard_id!r}]"
             has = ", ".join(shard.label for shard in self._shards.values())
             raise ValueError(f"{type(self).__name__} has no weight {wanted}; it has {has}")
-        shape = tuple(source.shape if isinstance(source, torch.Tensor) else source.get_shape())
-        if shape != shard.shape:
-            raise ValueError(
-                f"{type(self).__name__}'s weight {shard.label} has shape {shape}, expected {shard.shape}"
-            )
+        if wrong := shard.wrong_shape(source):
+            raise ValueError(f"{type(self).__name__}'s weight {shard.label} has shape {wrong}")
         self._load(shard, source)
 
     def _load(self, shard: WeightShard, source: WeightSource) -> None:

@@ -21,7 +21,6 @@ from safetensors import SafetensorError, safe_open
 from nanovllm.attention.reference import ReferenceBackend
 from nanovllm.distributed.group import TPGroup
 from nanovllm.errors import ModelLoadError
-from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.weights import WeightOptions
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import DecoderForCausalLM
@@ -35,7 +34,6 @@ INDEX_FILE = "model.safetensors.index.json"
 TOKENIZER_PATTERNS = ["*.json", "*.jinja", "*.model", "*.txt"]
 HUB_IGNORED = ["*/*", "consolidated*"]  # other formats of the same weights
 HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
-FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 MAX_LISTED = 40  # maximum names of one kind in an error message
 TIED_HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 UNSUPPORTED_FILES = {  # unsupported files, with what to do instead
@@ -204,17 +202,17 @@ def init_dummy_weights(
 ) -> None:
     """Fill `model` with random weights, normal(0, 0.02) and 1 for norms, created on its device.
 
-    Each tensor depends only on the seed and its name. Whole tensors are drawn and then split, so any number
-    of ranks gets the same model. check, names: as in `load_weights`.
+    Each tensor depends only on the seed and its name. Whole tensors are drawn, in float32, and then split and
+    cast, so any number of ranks gets the same model. check, names: as in `load_weights`.
     """
     slots = model.weight_slots()
     for name in slots if names is None else names:
         check()
         layer, shard = slots[name]
         parameter = layer.get_parameter(shard.param)
-        whole = torch.empty(shard.shape, dtype=parameter.dtype, device=parameter.device)
-        if isinstance(layer, RMSNorm):
-            whole.fill_(1.0)
+        whole = torch.empty(shard.shape, dtype=torch.float32, device=parameter.device)
+        if shard.dummy is not None:
+            whole.fill_(shard.dummy)
         else:
             generator = torch.Generator(parameter.device).manual_seed(zlib.crc32(name.encode(), seed % 2**32))
             whole.normal_(0.0, 0.02, generator=generator)
@@ -241,19 +239,16 @@ def _checked_tensors(
     tied_head = tensors.pop(TIED_HEAD, None) if model.config.tie_word_embeddings else None
     for name in [name for name in tensors if name.endswith(ROTARY)]:
         del tensors[name]
-    shapes = {name: shard.shape for name, (_, shard) in model.weight_slots().items()}
+    shards = {name: shard for name, (_, shard) in model.weight_slots().items()}
+    both = [(name, shard, tensors[name]) for name, shard in shards.items() if name in tensors]
     problems = {
-        "missing": [name for name in shapes if name not in tensors],
-        "unexpected": [name for name in tensors if name not in shapes],
+        "missing": [name for name in shards if name not in tensors],
+        "unexpected": [name for name in tensors if name not in shards],
         "wrong shape": [
-            f"{name} is {shape}, the config needs {needed}"
-            for name, needed in shapes.items()
-            if name in tensors and (shape := tuple(tensors[name].get_shape())) != needed
+            f"{name} is {wrong}" for name, shard, tensor in both if (wrong := shard.wrong_shape(tensor))
         ],
         "not floating point (quantised checkpoints are not supported)": [
-            f"{name} is {tensor.get_dtype()}"
-            for name, tensor in tensors.items()
-            if name in shapes and tensor.get_dtype() not in FLOAT_DTYPES
+            f"{name} is {wrong}" for name, shard, tensor in both if (wrong := shard.wrong_dtype(tensor))
         ],
     }
     found = [f"{len(names)} {kind}: {_listing(names)}" for kind, names in problems.items() if names]

@@ -75,8 +75,11 @@ class WeightUpdate:
             raise ValueError(f"{name} comes twice in one update")
         check_dense(name, tensor)
         _, shard = self._slots[EMBEDDING if name == TIED_HEAD and self._tied else name]
-        if tuple(tensor.shape) != shard.shape:
-            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, but the model needs {shard.shape}")
+        if wrong := shard.wrong_dtype(tensor):
+            right = " or ".join(str(dtype).removeprefix("torch.") for dtype in shard.dtypes)
+            raise ValueError(f"{name} is {wrong}; pass it as {right}")
+        if wrong := shard.wrong_shape(tensor):
+            raise ValueError(f"{name} has shape {wrong}")
 
     def _check_tied(self, name: str, tensor: torch.Tensor) -> None:
         """Check that the tied tensors are equal, by hashes of rows: the first one may be freed by now."""
@@ -104,9 +107,7 @@ class WeightUpdate:
 
 
 def check_dense(name: str, tensor: torch.Tensor) -> None:
-    """ValueError unless the tensor is whole, dense and of a float dtype that a checkpoint may have."""
-    if not tensor.is_floating_point() or tensor.element_size() == 1:
-        raise ValueError(f"{name} is {tensor.dtype}; pass it as bfloat16, float16, float32 or float64")
+    """ValueError unless the tensor is whole and dense."""
     if tensor.is_meta or tensor.layout is not torch.strided or hasattr(tensor, "full_tensor"):
         raise ValueError(
             f"{name} is a {type(tensor).__name__} of layout {tensor.layout} on {tensor.device}; pass a "

@@ -1,4 +1,4 @@
-"""WeightShard: which part of a checkpoint tensor a rank holds, and where in a parameter. Opens no file."""
+"""WeightShard: a tensor that a checkpoint must hold, and the part of it that a rank keeps. Opens no file."""
 
 from __future__ import annotations
 
@@ -8,12 +8,21 @@ from typing import Any, Protocol
 import torch
 
 ShardId = str | int | None
+FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+FILE_DTYPES = {  # the names of safetensors
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+}
 
 
 class WeightSlice(Protocol):
     """A tensor in a file; indexing reads only the indexed part: `safe_open(...).get_slice(name)`."""
 
     def get_shape(self) -> list[int]: ...
+
+    def get_dtype(self) -> str: ...
 
     def __getitem__(self, index: Any) -> torch.Tensor: ...
 
@@ -33,6 +42,8 @@ class WeightShard:
     start: int
     length: int
     offset: int
+    dtypes: tuple[torch.dtype, ...] = FLOATS  # of the tensor in the checkpoint
+    dummy: float | None = None  # the value of all elements of a dummy weight; None: random values
 
     @property
     def label(self) -> str:
@@ -43,6 +54,18 @@ class WeightShard:
     def whole(cls, param: str, shape: tuple[int, ...]) -> WeightShard:
         """The only shard of a parameter that every rank holds completely."""
         return cls(param, None, shape, dim=0, start=0, length=shape[0], offset=0)
+
+    def wrong_shape(self, source: WeightSource) -> str | None:
+        """The shape of `source` and the one that is needed, for an error; None if they are the same."""
+        shape = tuple(source.shape if isinstance(source, torch.Tensor) else source.get_shape())
+        return None if shape == self.shape else f"{shape}, but the model needs {self.shape}"
+
+    def wrong_dtype(self, source: WeightSource) -> str | None:
+        """The dtype of `source`, for an error; None if the checkpoint may have it."""
+        if isinstance(source, torch.Tensor):
+            return None if source.dtype in self.dtypes else str(source.dtype)
+        name = source.get_dtype()
+        return None if FILE_DTYPES.get(name) in self.dtypes else name
 
     def place(self, parameter: torch.Tensor) -> torch.Tensor:
         """The part of `parameter` that this shard fills, as a view."""

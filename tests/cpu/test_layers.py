@@ -216,7 +216,7 @@ def test_load_weight_refuses_what_does_not_fit() -> None:
         layer.load_weight("weight", randn(8, 8))
     with pytest.raises(ValueError, match=r"has no weight bias\['q'\]"):
         layer.load_weight("bias", randn(8), "q")
-    with pytest.raises(ValueError, match=r"weight\['k'\] has shape \(8, 9\), expected \(8, 8\)"):
+    with pytest.raises(ValueError, match=r"weight\['k'\] has shape \(8, 9\), but the model needs \(8, 8\)"):
         layer.load_weight("weight", randn(8, 9), "k")
     assert torch.equal(layer.get_parameter("weight"), before)
 
