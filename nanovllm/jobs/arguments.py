@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm.config import Config
+from nanovllm.jobs.formats import ENDINGS, FORMATS
 from nanovllm.jobs.params import make_params
 from nanovllm.jobs.window import WINDOW_ROWS
 
-FORMATS = ("auto", "jsonl", "csv", "tsv", "parquet")
+ENDING_NAMES = ", ".join(ENDINGS)
 EPILOG = """exit codes:
   0    every row has an answer
   1    every row was run, and some are error rows
@@ -43,8 +44,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         formatter_class=raw,
         allow_abbrev=False,
     )
-    run.add_argument("input", help="a file of rows (.jsonl, .csv, .tsv, .parquet), or - for standard input")
-    run.add_argument("-o", "--output", type=Path, required=True, help=".jsonl, .csv, .tsv or .parquet")
+    run.add_argument("input", help=f"a file of rows ({ENDING_NAMES}), or - for standard input")
+    run.add_argument("-o", "--output", type=Path, required=True, help=f"one of {ENDING_NAMES}")
     run.add_argument("--model", required=True, help="a folder or a Hugging Face hub id")
     _add_row_arguments(run)
     run.add_argument("--max-errors", type=_count, metavar="N", help="stop at more error rows than this")
@@ -106,7 +107,9 @@ def _pair(text: str) -> tuple[str, Any]:
 
 def _add_row_arguments(parser: argparse.ArgumentParser) -> None:
     rows = parser.add_argument_group("rows")
-    rows.add_argument("--format", choices=FORMATS, default="auto", help="default: by the ending of the name")
+    rows.add_argument(
+        "--format", choices=("auto", *FORMATS), default="auto", help="default: by the ending of the name"
+    )
     prompt = rows.add_mutually_exclusive_group()
     prompt.add_argument("--prompt-column", metavar="NAME", help="of strings (default: prompt, or messages)")
     prompt.add_argument(

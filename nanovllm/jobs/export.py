@@ -1,20 +1,16 @@
-"""Export: CSV and Parquet files from a complete output of lines. Holds one line, or a small batch of them."""
+"""Export: the records of a complete output of lines, and CSV files from them. Holds one line."""
 
 from __future__ import annotations
 
 import csv
 import json
 from collections.abc import Iterator
-from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from nanovllm.jobs.journal import replaced
 from nanovllm.jobs.output import ordered_lines
-from nanovllm.jobs.sources import ENDINGS, import_pyarrow
 
-BATCH = 1024  # rows of Parquet written at once
 COLUMNS = (
     "index",
     "id",
@@ -31,15 +27,9 @@ LISTS = ("texts", "finish_reasons")  # of rows with several completions
 NUMBERS = ("index", "prompt_tokens", "completion_tokens")
 
 
-def export(lines: Path, path: Path, num_rows: int) -> None:
-    """Write the rows of `lines`, in order, atomically to `path`, in the format of its ending."""
-    kind = ENDINGS[path.suffix.lower()]
-    records = map(_record, ordered_lines(lines, num_rows))
-    with replaced(path) as temporary:
-        if kind == "parquet":
-            _write_parquet(records, temporary)
-        else:
-            _write_csv(records, temporary, "\t" if kind == "tsv" else ",")
+def records(lines: Path, num_rows: int) -> Iterator[dict[str, Any]]:
+    """The records of a complete output of lines, in order."""
+    return map(_record, ordered_lines(lines, num_rows))
 
 
 def _record(line: bytes) -> dict[str, Any]:
@@ -55,8 +45,8 @@ def _record(line: bytes) -> dict[str, Any]:
     return record
 
 
-def _write_csv(records: Iterator[dict[str, Any]], path: Path, delimiter: str) -> None:
-    """Write lists as JSON, and None as an empty field."""
+def write_csv(records: Iterator[dict[str, Any]], path: Path, delimiter: str = ",") -> None:
+    """Write a CSV file, with lists as JSON, and None as an empty field."""
     with path.open("w", newline="", encoding="utf-8") as file:
         # With the line end "\r\n" the csv module quotes both characters. With "\n" it does not quote "\r", up
         # to Python 3.12.
@@ -68,14 +58,3 @@ def _write_csv(records: Iterator[dict[str, Any]], path: Path, delimiter: str) ->
                 if name in record:
                     record[name] = json.dumps(record[name], ensure_ascii=False)
             writer.writerow([record.get(name) for name in COLUMNS])
-
-
-def _write_parquet(records: Iterator[dict[str, Any]], path: Path) -> None:
-    pyarrow = import_pyarrow()
-    kinds = {name: pyarrow.string() for name in COLUMNS}
-    kinds |= {name: pyarrow.int64() for name in NUMBERS}
-    kinds |= {name: pyarrow.list_(pyarrow.string()) for name in LISTS}
-    schema = pyarrow.schema(list(kinds.items()))
-    with pyarrow.parquet.ParquetWriter(path, schema) as writer:
-        while batch := list(islice(records, BATCH)):
-            writer.write_table(pyarrow.Table.from_pylist(batch, schema))

@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm.jobs.errors import JobRefusedError, refusing
+from nanovllm.jobs.formats import check_can_write, is_exported, open_source
 from nanovllm.jobs.journal import hash_file, own_file
 from nanovllm.jobs.openai_batch import OpenAIFormat, looks_like_batch
 from nanovllm.jobs.params import ParamsMaker
-from nanovllm.jobs.sources import ENDINGS, Source, import_pyarrow, open_source
+from nanovllm.jobs.sources import Source
 from nanovllm.jobs.tasks import DEFAULTS, Columns, PlainFormat, RowFormat
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.versions import versions
@@ -69,10 +70,7 @@ def check_output(args: argparse.Namespace) -> None:
     if args.output.is_symlink():
         args.output = Path(os.path.realpath(args.output))
     output: Path = args.output
-    if output.suffix.lower() not in ENDINGS:
-        raise JobRefusedError(f"-o {output}: its ending must be one of {', '.join(ENDINGS)}")
-    if ENDINGS[output.suffix.lower()] == "parquet":
-        import_pyarrow()
+    check_can_write(output)
     if not output.parent.is_dir():
         raise JobRefusedError(f"-o {output}: there is no folder {output.parent}; make it first")
     if output.is_symlink() or (output.exists() and not output.is_file()):
@@ -89,8 +87,7 @@ def check_output(args: argparse.Namespace) -> None:
 
 def rows_path(output: Path) -> Path:
     """The JSON Lines file that a job writes: the output itself, or the file that is exported at the end."""
-    is_lines = ENDINGS[output.suffix.lower()] == "jsonl"
-    return output if is_lines else output.with_name(output.name + ".rows.jsonl")
+    return output.with_name(output.name + ".rows.jsonl") if is_exported(output) else output
 
 
 def open_job(args: argparse.Namespace, path: Path) -> tuple[Source, bool]:

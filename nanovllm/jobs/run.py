@@ -22,7 +22,7 @@ from nanovllm.errors import NanoVLLMError
 from nanovllm.jobs import errors
 from nanovllm.jobs.arguments import engine_options
 from nanovllm.jobs.errors import JobFailedError, JobRefusedError, TooManyErrorsError, refusing
-from nanovllm.jobs.export import export
+from nanovllm.jobs.formats import export
 from nanovllm.jobs.job import check_output, describe, input_file, make_format, open_job, rows_path
 from nanovllm.jobs.journal import Journal, hash_file, hash_model, locked
 from nanovllm.jobs.output import Output, put_in_order

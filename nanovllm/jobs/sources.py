@@ -1,7 +1,7 @@
-"""Sources: read the rows of JSON Lines, CSV and Parquet files one by one, each with its place in the file.
+"""Source: reads the rows of a file one by one, each with its place; here, of JSON Lines, CSV and TSV.
 
-Holds one row at a time (for Parquet a small batch). An unreadable row becomes an error in its place and never
-ends the file. Knows nothing of prompts.
+Holds one row at a time. An unreadable row becomes an error in its place and never ends the file. Knows
+nothing of prompts.
 """
 
 from __future__ import annotations
@@ -10,9 +10,8 @@ import codecs
 import csv
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
-from itertools import repeat
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn, TypeAlias
 
@@ -22,16 +21,6 @@ from nanovllm.jobs.errors import JobRefusedError
 MAX_ROW_BYTES = 8 * 2**20  # of a line or a CSV field; a longer one is an error row
 MAX_NESTING = 100  # depth of lists and objects; near 1,000 Python can no longer print or write them
 TOO_DEEP = f"more than {MAX_NESTING} lists and objects within each other"
-PARQUET_ROWS = 256  # read at once
-ENDINGS = {
-    ".jsonl": "jsonl",
-    ".ndjson": "jsonl",
-    ".json": "jsonl",
-    ".csv": "csv",
-    ".tsv": "tsv",
-    ".parquet": "parquet",
-}
-WRONG_MARKS = {codecs.BOM_UTF16_LE: "UTF-16", codecs.BOM_UTF16_BE: "UTF-16", b"\x1f\x8b": "gzip"}
 Values: TypeAlias = "dict[str, Any]"
 
 
@@ -94,42 +83,6 @@ class Source(ABC):
         return (now.st_size, now.st_mtime_ns) != (self.size, self._stat.st_mtime_ns)
 
 
-def open_source(path: Path, format: str) -> Source:
-    """Return the source of a file; `format` is "auto" (by its ending), "jsonl", "csv", "tsv" or "parquet".
-
-    Raises JobRefusedError if the file cannot be read in that format.
-    """
-    if format == "auto":
-        ending = path.suffix.lower()
-        if ending not in ENDINGS:
-            if not path.exists():
-                raise JobRefusedError(f"{path}: No such file or directory")
-            raise JobRefusedError(
-                f"{path}: the ending {ending!r} is no known format; rename it to one of "
-                f"{', '.join(ENDINGS)}, or pass --format"
-            )
-        format = ENDINGS[ending]
-    try:
-        if path.exists() and not path.is_file():
-            raise JobRefusedError(
-                f"{path} is no regular file, and a job reads its input twice; name a file, or pass - and "
-                "give the rows to standard input"
-            )
-        with path.open("rb") as file:
-            start = file.read(64)
-        for mark, name in WRONG_MARKS.items():
-            if start.startswith(mark):
-                raise JobRefusedError(f"{path} is {name}, and UTF-8 text is read; convert it first")
-        if format == "jsonl" and start.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
-            raise JobRefusedError(
-                f"{path} is a JSON array, and an object on every line is read; convert it, for example with "
-                "`jq -c '.[]'`"
-            )
-        return SOURCES[format](path)
-    except OSError as error:
-        raise JobRefusedError(f"{path}: {error.strerror or error}") from None
-
-
 class JSONLinesSource(Source):
     """A JSON object on every line, in UTF-8. Blank lines are skipped."""
 
@@ -165,7 +118,7 @@ class CSVSource(Source):
             first = next(self._reader(file), [])
         if isinstance(first, ValueError):
             raise JobRefusedError(f"{path}: the row of column names: {first}")
-        self.columns = _unique(first, path)
+        self.columns = unique_names(first, path)
 
     def rows(self) -> Iterator[SourceRow]:
         assert self.columns is not None
@@ -232,70 +185,7 @@ class TSVSource(CSVSource):
     delimiter = "\t"
 
 
-class ParquetSource(Source):
-    """A Parquet file. Needs pyarrow, the extra `jobs`."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        pyarrow = import_pyarrow()
-        try:
-            with pyarrow.parquet.ParquetFile(path) as file:
-                self.columns = _unique(file.schema_arrow.names, path)
-                self.num_rows = file.metadata.num_rows
-        except pyarrow.ArrowException as error:
-            raise JobRefusedError(f"{path} is no Parquet file that can be read: {error}") from None
-
-    def rows(self) -> Iterator[SourceRow]:
-        index = end = 0
-        with import_pyarrow().parquet.ParquetFile(self.path, buffer_size=2**20) as file:
-            for group in range(file.num_row_groups):
-                end += file.metadata.row_group(group).num_rows
-                for values in self._values_in(file, group, index, end):
-                    self.position = self.size * (index + 1) // (self.num_rows or 1)
-                    yield SourceRow(index, f"row {index + 1}", values)
-                    index += 1
-
-    def _values_in(self, file: Any, group: int, index: int, end: int) -> Iterator[Values | ValueError]:
-        """The values of rows `index` to `end`, which are those of a row group. If it is damaged, an error
-        takes the place of each row from the damaged batch on. OSError if the system cannot read the file."""
-        assert self.columns is not None
-        names = [name for name in self.columns if self.wanted is None or name in self.wanted]
-        why = "it ends early"
-        try:
-            for batch in file.iter_batches(PARQUET_ROWS, row_groups=[group], columns=names):
-                yield from _values_of(batch)
-                index += batch.num_rows
-        except (OSError, import_pyarrow().ArrowException) as error:
-            if isinstance(error, MemoryError) or getattr(error, "errno", None) is not None:
-                raise
-            why = " ".join(str(error).split())
-        damaged = ValueError(
-            f"row group {group} of the file is damaged, and its rows {index + 1} to {end} cannot be read "
-            f"({why}); replace the file by a good copy"
-        )
-        yield from repeat(damaged, end - index)
-
-
-SOURCES: dict[str, Callable[[Path], Source]] = {
-    "jsonl": JSONLinesSource,
-    "csv": CSVSource,
-    "tsv": TSVSource,
-    "parquet": ParquetSource,
-}
-
-
-def _values_of(batch: Any) -> list[Values | ValueError]:
-    """The rows of a batch. A row with a value that Python cannot hold, such as a time in nanoseconds or a
-    string that is not UTF-8, is replaced by an error."""
-    try:
-        return list(batch.to_pylist())
-    except Exception as error:  # of many kinds
-        if batch.num_rows == 1:
-            return [ValueError(f"it cannot be read: {error}")]
-    return [row for start in range(batch.num_rows) for row in _values_of(batch.slice(start, 1))]
-
-
-def _unique(names: list[str], path: Path) -> list[str]:
+def unique_names(names: list[str], path: Path) -> list[str]:
     """The names of columns; JobRefusedError if a name is repeated."""
     doubled = sorted({name for name in names if names.count(name) > 1})
     if doubled:
@@ -303,17 +193,6 @@ def _unique(names: list[str], path: Path) -> list[str]:
             f"{path}: several columns are named {', '.join(map(repr, doubled))}; rename them"
         )
     return names
-
-
-def import_pyarrow() -> Any:
-    """Return pyarrow with its Parquet module. JobRefusedError if it is not installed."""
-    try:
-        import pyarrow.parquet
-    except ImportError as error:
-        raise JobRefusedError(
-            f"Parquet needs the package pyarrow ({error}); pip install 'nanovllm[jobs]'"
-        ) from None
-    return pyarrow
 
 
 def parse_json_line(line: bytes) -> Values:

@@ -18,7 +18,7 @@ import pytest
 from jobs import FakeLLM, files, no_model, read_rows, rows_of, run, watched, write_rows
 
 from nanovllm.jobs import main as program
-from nanovllm.jobs.sources import import_pyarrow
+from nanovllm.jobs.parquet import import_pyarrow
 
 MIB = 2**20
 

@@ -89,6 +89,14 @@ def test_what_cannot_run_is_refused_before_anything_is_written(
     assert files(tmp_path) == before
 
 
+def test_a_report_that_is_the_input_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = write_rows(tmp_path / "in.html", rows_of(3))
+    before = source.read_bytes()
+    assert run(source, "--format", "jsonl", "-o", tmp_path / "out.jsonl", "--report", source) == 2
+    assert "in.html is the input; choose another --report" in capsys.readouterr().out
+    assert source.read_bytes() == before and files(tmp_path) == {"in.html"}
+
+
 def test_a_column_that_no_row_has_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = write_rows(tmp_path / "in.jsonl", [b"{\n", {"text": "a", "id": 1}, {"text": "b", "key": 2}])
     assert run(source, "-o", tmp_path / "out.jsonl") == 2

@@ -12,7 +12,7 @@ import pytest
 from jobs import no_model, read_rows, run, watched, write_rows
 
 from nanovllm.jobs import main as program
-from nanovllm.jobs.sources import import_pyarrow
+from nanovllm.jobs.parquet import import_pyarrow
 
 
 def write_damaged_parquet(path: Path) -> Path:

@@ -21,10 +21,10 @@ from hypothesis import strategies as st
 
 from nanovllm.jobs.arguments import engine_options, parse_args
 from nanovllm.jobs.errors import JobFailedError, JobRefusedError
+from nanovllm.jobs.formats import open_source
 from nanovllm.jobs.journal import Journal, hash_file, hash_model, locked
 from nanovllm.jobs.output import IndexSet, Output, put_in_order, to_line
 from nanovllm.jobs.progress import JobProgress
-from nanovllm.jobs.sources import open_source
 from nanovllm.jobs.tasks import Task
 from nanovllm.jobs.window import grouped_by_prefix, reordered
 from nanovllm.outputs import CompletionOutput, RequestOutput

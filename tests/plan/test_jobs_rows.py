@@ -15,10 +15,12 @@ import pytest
 from nanovllm.jobs import sources
 from nanovllm.jobs.arguments import parse_sampling
 from nanovllm.jobs.errors import JobRefusedError
+from nanovllm.jobs.formats import open_source
 from nanovllm.jobs.openai_batch import OpenAIFormat
 from nanovllm.jobs.output import line_index, to_line
 from nanovllm.jobs.params import ParamsMaker, make_params
-from nanovllm.jobs.sources import SourceRow, open_source
+from nanovllm.jobs.parquet import import_pyarrow
+from nanovllm.jobs.sources import SourceRow
 from nanovllm.jobs.tasks import Columns, PlainFormat, Task
 from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput
 from nanovllm.sampling_params import SamplingParams
@@ -130,7 +132,7 @@ def test_a_long_line_with_an_open_quote_is_one_bad_row(
 
 
 def test_parquet(tmp_path: Path) -> None:
-    pyarrow = sources.import_pyarrow()
+    pyarrow = import_pyarrow()
     path = tmp_path / "rows.parquet"
     rows = [{"prompt": f"p{i}", "sampling_params": {"seed": i}, "other": None} for i in range(600)]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=100)
@@ -149,7 +151,7 @@ def test_parquet(tmp_path: Path) -> None:
 
 def test_a_value_that_python_has_not_makes_one_bad_row(tmp_path: Path) -> None:
     """A text that is not UTF-8, and a date out of range."""
-    pyarrow = sources.import_pyarrow()
+    pyarrow = import_pyarrow()
     path = tmp_path / "rows.parquet"
     length = 600
     text = pyarrow.array([b"\xff" if row == 300 else b"a" for row in range(length)]).view(pyarrow.string())

@@ -1,0 +1,96 @@
+"""The file formats of jobs: opens a file of rows, and exports an output, in the format of a name's ending."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from nanovllm.jobs.errors import JobRefusedError
+from nanovllm.jobs.export import records, write_csv
+from nanovllm.jobs.journal import replaced
+from nanovllm.jobs.parquet import ParquetSource, import_pyarrow, write_parquet
+from nanovllm.jobs.sources import CSVSource, JSONLinesSource, Source, TSVSource
+
+
+class Format(NamedTuple):
+    """How to read and write the files of one format."""
+
+    source: Callable[[Path], Source]
+    write: Callable[[Iterator[dict[str, Any]], Path], None] | None  # None: the lines of a job are the file
+    check: Callable[[], object] = lambda: None  # JobRefusedError if a package is missing
+
+
+FORMATS = {
+    "jsonl": Format(JSONLinesSource, None),
+    "csv": Format(CSVSource, write_csv),
+    "tsv": Format(TSVSource, partial(write_csv, delimiter="\t")),
+    "parquet": Format(ParquetSource, write_parquet, import_pyarrow),
+}
+ENDINGS = {
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".json": "jsonl",
+    ".csv": "csv",
+    ".tsv": "tsv",
+    ".parquet": "parquet",
+}
+WRONG_MARKS = {codecs.BOM_UTF16_LE: "UTF-16", codecs.BOM_UTF16_BE: "UTF-16", b"\x1f\x8b": "gzip"}
+
+
+def open_source(path: Path, format: str) -> Source:
+    """Return the source of a file; `format` is "auto" (by its ending) or one of `FORMATS`.
+
+    Raises JobRefusedError if the file cannot be read in that format.
+    """
+    if format == "auto":
+        ending = path.suffix.lower()
+        if ending not in ENDINGS:
+            if not path.exists():
+                raise JobRefusedError(f"{path}: No such file or directory")
+            raise JobRefusedError(
+                f"{path}: the ending {ending!r} is no known format; rename it to one of "
+                f"{', '.join(ENDINGS)}, or pass --format"
+            )
+        format = ENDINGS[ending]
+    try:
+        if path.exists() and not path.is_file():
+            raise JobRefusedError(
+                f"{path} is no regular file, and a job reads its input twice; name a file, or pass - and "
+                "give the rows to standard input"
+            )
+        with path.open("rb") as file:
+            start = file.read(64)
+        for mark, name in WRONG_MARKS.items():
+            if start.startswith(mark):
+                raise JobRefusedError(f"{path} is {name}, and UTF-8 text is read; convert it first")
+        if format == "jsonl" and start.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
+            raise JobRefusedError(
+                f"{path} is a JSON array, and an object on every line is read; convert it, for example with "
+                "`jq -c '.[]'`"
+            )
+        return FORMATS[format].source(path)
+    except OSError as error:
+        raise JobRefusedError(f"{path}: {error.strerror or error}") from None
+
+
+def check_can_write(path: Path) -> None:
+    """JobRefusedError if the ending of `path` is no known format, or the format needs a package."""
+    if path.suffix.lower() not in ENDINGS:
+        raise JobRefusedError(f"-o {path}: its ending must be one of {', '.join(ENDINGS)}")
+    FORMATS[ENDINGS[path.suffix.lower()]].check()
+
+
+def is_exported(path: Path) -> bool:
+    """Whether an output of this name is written at the end, from the lines of a job."""
+    return FORMATS[ENDINGS[path.suffix.lower()]].write is not None
+
+
+def export(lines: Path, path: Path, num_rows: int) -> None:
+    """Write the rows of `lines`, in order, atomically to `path`, in the format of its ending."""
+    write = FORMATS[ENDINGS[path.suffix.lower()]].write
+    assert write is not None, "only such outputs are exported"
+    with replaced(path) as temporary:
+        write(records(lines, num_rows), temporary)

@@ -1,0 +1,93 @@
+"""Parquet files: reads rows and writes records, a small batch at a time. Needs pyarrow, the extra `jobs`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice, repeat
+from pathlib import Path
+from typing import Any
+
+from nanovllm.jobs.errors import JobRefusedError
+from nanovllm.jobs.export import COLUMNS, LISTS, NUMBERS
+from nanovllm.jobs.sources import Source, SourceRow, Values, unique_names
+
+READ_ROWS = 256  # at once
+WRITTEN_ROWS = 1024  # at once
+
+
+class ParquetSource(Source):
+    """A Parquet file."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        pyarrow = import_pyarrow()
+        try:
+            with pyarrow.parquet.ParquetFile(path) as file:
+                self.columns = unique_names(file.schema_arrow.names, path)
+                self.num_rows = file.metadata.num_rows
+        except pyarrow.ArrowException as error:
+            raise JobRefusedError(f"{path} is no Parquet file that can be read: {error}") from None
+
+    def rows(self) -> Iterator[SourceRow]:
+        index = end = 0
+        with import_pyarrow().parquet.ParquetFile(self.path, buffer_size=2**20) as file:
+            for group in range(file.num_row_groups):
+                end += file.metadata.row_group(group).num_rows
+                for values in self._values_in(file, group, index, end):
+                    self.position = self.size * (index + 1) // (self.num_rows or 1)
+                    yield SourceRow(index, f"row {index + 1}", values)
+                    index += 1
+
+    def _values_in(self, file: Any, group: int, index: int, end: int) -> Iterator[Values | ValueError]:
+        """The values of rows `index` to `end`, which are those of a row group. If it is damaged, an error
+        takes the place of each row from the damaged batch on. OSError if the system cannot read the file."""
+        assert self.columns is not None
+        names = [name for name in self.columns if self.wanted is None or name in self.wanted]
+        why = "it ends early"
+        try:
+            for batch in file.iter_batches(READ_ROWS, row_groups=[group], columns=names):
+                yield from _values_of(batch)
+                index += batch.num_rows
+        except (OSError, import_pyarrow().ArrowException) as error:
+            if isinstance(error, MemoryError) or getattr(error, "errno", None) is not None:
+                raise
+            why = " ".join(str(error).split())
+        damaged = ValueError(
+            f"row group {group} of the file is damaged, and its rows {index + 1} to {end} cannot be read "
+            f"({why}); replace the file by a good copy"
+        )
+        yield from repeat(damaged, end - index)
+
+
+def _values_of(batch: Any) -> list[Values | ValueError]:
+    """The rows of a batch. A row with a value that Python cannot hold, such as a time in nanoseconds or a
+    string that is not UTF-8, is replaced by an error."""
+    try:
+        return list(batch.to_pylist())
+    except Exception as error:  # of many kinds
+        if batch.num_rows == 1:
+            return [ValueError(f"it cannot be read: {error}")]
+    return [row for start in range(batch.num_rows) for row in _values_of(batch.slice(start, 1))]
+
+
+def write_parquet(records: Iterator[dict[str, Any]], path: Path) -> None:
+    """Write a Parquet file, a batch at a time."""
+    pyarrow = import_pyarrow()
+    kinds = {name: pyarrow.string() for name in COLUMNS}
+    kinds |= {name: pyarrow.int64() for name in NUMBERS}
+    kinds |= {name: pyarrow.list_(pyarrow.string()) for name in LISTS}
+    schema = pyarrow.schema(list(kinds.items()))
+    with pyarrow.parquet.ParquetWriter(path, schema) as writer:
+        while batch := list(islice(records, WRITTEN_ROWS)):
+            writer.write_table(pyarrow.Table.from_pylist(batch, schema))
+
+
+def import_pyarrow() -> Any:
+    """Return pyarrow with its Parquet module. JobRefusedError if it is not installed."""
+    try:
+        import pyarrow.parquet
+    except ImportError as error:
+        raise JobRefusedError(
+            f"Parquet needs the package pyarrow ({error}); pip install 'nanovllm[jobs]'"
+        ) from None
+    return pyarrow
