@@ -25,6 +25,12 @@ class TokenLogprobTensors(NamedTuple):
     token_ids: torch.Tensor  # [n, 1 + k] int64
     ranks: torch.Tensor  # [n] int64
 
+    @classmethod
+    def empty(cls, width: int, device: torch.device) -> TokenLogprobTensors:
+        """No rows, of `width` columns."""
+        none = torch.empty(0, width, dtype=torch.float32, device=device)
+        return cls(none, none.long(), none[:, 0].long())
+
 
 @jit("ids_ptr")
 def _scan_kernel(

@@ -249,12 +249,14 @@ class Ending:
         """The logprobs of all rows, at least on rank 0, from those of each rank's rows."""
         if self._tp.size == 1:
             return TokenLogprobTensors(*map(torch.cat, zip(*own, strict=True)))
-        width = 1 + min(k, self._vocab_size)
-        nothing = logits.new_empty(0, 2 * width + 1, dtype=torch.float32)
-        parts = [torch.cat([p.values, p.token_ids.float(), p.ranks[:, None].float()], dim=1) for p in own]
-        joined = self._tp.join_columns(torch.cat([nothing, *parts]), mine, logits)
-        values, ids, ranks = joined.split([width, width, 1], dim=1)
-        return TokenLogprobTensors(values, ids.long(), ranks[:, 0].long())
+        nothing = TokenLogprobTensors.empty(1 + min(k, self._vocab_size), logits.device)
+        columns = [torch.cat(parts) for parts in zip(nothing, *own, strict=True)]
+        flat = [(x if x.dim() == 2 else x[:, None]).float() for x in columns]
+        joined = self._tp.join_columns(torch.cat(flat, dim=1), mine, logits)
+        split = joined.split([x.shape[1] for x in flat], dim=1)
+        return TokenLogprobTensors(
+            *(part.to(x.dtype).reshape(-1, *x.shape[1:]) for part, x in zip(split, columns, strict=True))
+        )
 
 
 def _rows_of(params: SamplingTensors, rows: slice) -> SamplingTensors:
