@@ -189,9 +189,9 @@ class Ending:
         self._counts = None
 
     def reserved_bytes(self) -> int:
-        """The bytes of the counts of penalties, which are created on first use, and of a float32 chunk of
-        logits."""
-        return (2 * self._max_seqs + 4 * self._max_rows) * self._vocab_size
+        """The bytes of the counts of penalties, which are created on first use, and of two float32 chunks of
+        logits: each change of logits copies them."""
+        return (2 * self._max_seqs + 2 * 4 * self._max_rows) * self._vocab_size
 
     def _row_penalties(self, penalties: Penalties | None, slots: torch.Tensor) -> RowPenalties | None:
         """Count the history tokens, then return the columns of penalties on the device."""
