@@ -14,7 +14,7 @@ import numpy as np
 
 LAST_SAMPLED = -1  # as an input token: the last token sampled in this slot, which only the device knows
 NOT_FINITE = -1  # as a sampled token: the row's logits have NaN or infinity
-NOT_DRAWN = -2  # as a sampled token: none, the row has fewer tokens than others
+NOT_DRAWN = -2  # as a sampled token: the step drew fewer tokens for this row than `draws`
 NO_SLOT = -1  # as a slot: the row's token is not kept, or the token's K/V not stored
 PADDING = -1  # in a table: no block, or no row
 NO_LOGPROBS = -1  # as a number of likeliest tokens: no logprobs, not even the token's own
@@ -154,7 +154,8 @@ class TokenLogprobs:
 class StepOutput:
     """The tokens that a step of S sequences drew, and its other requested outputs."""
 
-    token_ids: np.ndarray  # [S, maximum draws of a row] int64; may be NOT_FINITE or NOT_DRAWN
+    # [S, maximum draws of a row] int64; may be NOT_FINITE or NOT_DRAWN. Undefined from column `draws` on.
+    token_ids: np.ndarray
     logprobs: TokenLogprobs | None = None  # of the S drawn tokens
     scores: TokenLogprobs | None = None  # of `Extras.scored`
     pooled: np.ndarray | None = None  # [S, hidden_size] float32, the sums of `Extras.pooled`

@@ -25,7 +25,7 @@ from nanovllm.layers.weights import WeightOptions
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.registry import get_family, supported_architectures
-from nanovllm.quantization.shards import WeightSlice
+from nanovllm.quantization.shards import FLOATS, WeightSlice
 
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
@@ -202,15 +202,16 @@ def init_dummy_weights(
 ) -> None:
     """Fill `model` with random weights, normal(0, 0.02) and 1 for norms, created on its device.
 
-    Each tensor depends only on the seed and its name. Whole tensors are drawn, in float32, and then split and
-    cast, so any number of ranks gets the same model. check, names: as in `load_weights`.
+    Each tensor depends only on the seed and its name. Whole tensors are drawn and then split, so any number
+    of ranks gets the same model. check, names: as in `load_weights`.
     """
     slots = model.weight_slots()
     for name in slots if names is None else names:
         check()
         layer, shard = slots[name]
         parameter = layer.get_parameter(shard.param)
-        whole = torch.empty(shard.shape, dtype=torch.float32, device=parameter.device)
+        dtype = parameter.dtype if parameter.dtype in FLOATS else torch.float32
+        whole = torch.empty(shard.shape, dtype=dtype, device=parameter.device)
         if shard.dummy is not None:
             whole.fill_(shard.dummy)
         else:

@@ -76,8 +76,8 @@ class WeightUpdate:
         check_dense(name, tensor)
         _, shard = self._slots[EMBEDDING if name == TIED_HEAD and self._tied else name]
         if wrong := shard.wrong_dtype(tensor):
-            right = " or ".join(str(dtype).removeprefix("torch.") for dtype in shard.dtypes)
-            raise ValueError(f"{name} is {wrong}; pass it as {right}")
+            *others, last = (str(dtype).removeprefix("torch.") for dtype in shard.dtypes)
+            raise ValueError(f"{name} is {wrong}; pass it as {', '.join(others)} or {last}")
         if wrong := shard.wrong_shape(tensor):
             raise ValueError(f"{name} has shape {wrong}")
 
@@ -107,7 +107,9 @@ class WeightUpdate:
 
 
 def check_dense(name: str, tensor: torch.Tensor) -> None:
-    """ValueError unless the tensor is whole and dense."""
+    """ValueError unless the tensor is whole, dense and of floats; a shard knows which floats it accepts."""
+    if not tensor.is_floating_point():
+        raise ValueError(f"{name} is {tensor.dtype}; pass it as bfloat16, float16, float32 or float64")
     if tensor.is_meta or tensor.layout is not torch.strided or hasattr(tensor, "full_tensor"):
         raise ValueError(
             f"{name} is a {type(tensor).__name__} of layout {tensor.layout} on {tensor.device}; pass a "

@@ -186,7 +186,7 @@ class Scheduler:
                 events.finish_reasons[seq.seq_id] = "length"
 
     def _take_in(self, rows: Iterable[tuple[int, int, bool]], events: TokenEvents) -> None:
-        """Add at most one token of each row: (sequence id, token id, whether the plan counts on one)."""
+        """Add at most one token of each row: (sequence id, token id, whether the plan draws one)."""
         unfinished, share_outputs = self._unfinished, self._share_outputs
         block_size = self.block_manager.block_size
         for seq_id, token_id, drawn in rows:

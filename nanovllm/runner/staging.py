@@ -1,4 +1,4 @@
-"""Staging: copies a step's inputs to the device, in one copy, and its tokens back to the host.
+"""Staging: copies a step's inputs to the device, in one copy, and its outputs to the host.
 
 Knows the declared dtype, shape and padding of each column, but not its meaning.
 """

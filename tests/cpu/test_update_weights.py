@@ -242,6 +242,11 @@ BAD: dict[str, tuple[Any, type[Exception], str]] = {
         ValueError,
         "norm.weight is torch.int32; pass it as",
     ),
+    "quantized": (
+        {FINAL: torch.quantize_per_tensor(torch.ones(32), 1.0, 0, torch.qint8)},
+        ValueError,
+        "norm.weight is torch.qint8; pass it as bfloat16, float16, float32 or float64",
+    ),
     "float8": ({FINAL: torch.ones(32).to(torch.float8_e4m3fn)}, ValueError, "float8_e4m3fn; pass it as"),
     "meta": ({FINAL: torch.ones(32, device="meta")}, ValueError, "on meta; pass a whole, dense"),
     "sparse": (

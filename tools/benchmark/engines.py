@@ -28,7 +28,7 @@ Run = Callable[[], object]
 
 LEAST_MODEL_LEN = 4096  # for vLLM, whose default is the model's own limit
 TEMPERATURE = 0.6
-SHARED_GPU_BLOCKS = 1600  # of a replica with --share-gpu: with the 0.6B shape 47 GB
+SHARED_GPU_BLOCKS = 3200  # of all replicas with --share-gpu: with the 0.6B shape 94 GB
 TRANSFORMERS_SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 SET_BY_WORKLOAD = ("n", "max_tokens", "ignore_eos", "stop_token_ids")  # how many tokens come out
 
@@ -118,7 +118,7 @@ class RoundRobin(Router):
 def load_nanovllm(args: argparse.Namespace, model: Path, dummy: bool, options: dict[str, Any]) -> Engine:
     if args.share_gpu:
         Device.ranks = lambda self, count, replicas=1: [str(self.torch)] * (count * replicas)
-        options = {"num_kvcache_blocks": SHARED_GPU_BLOCKS, **options}
+        options = {"num_kvcache_blocks": SHARED_GPU_BLOCKS // args.num_replicas, **options}
     llm = LLM(
         str(model),
         load_format="dummy" if dummy else "auto",

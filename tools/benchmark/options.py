@@ -63,7 +63,7 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
         help="feed the replicas in turn, without prefix routing; needs --data-parallel-size",
     )
     parser.add_argument(
-        "--share-gpu", action="store_true", help="put all replicas on one GPU, which serves them in turn"
+        "--share-gpu", action="store_true", help="put all replicas on one GPU, which divides its time"
     )
     parser.add_argument("--deterministic", action="store_true", default=None)
     parser.add_argument(
@@ -120,6 +120,8 @@ def parse_args(argv: Sequence[str] | None, description: str | None = None) -> ar
         parser.error(f"{name} needs --data-parallel-size above 1")
     if args.num_replicas > 1 and args.profile:
         parser.error("--profile covers one process; leave it or --data-parallel-size out")
+    if args.share_gpu and (args.engine != "nanovllm" or "tensor_parallel_size" in args.options):
+        parser.error("--share-gpu is for --engine nanovllm, without --tensor-parallel-size")
     args.num_devices = (
         1 if args.share_gpu else args.num_replicas * args.options.get("tensor_parallel_size", 1)
     )
