@@ -20,25 +20,10 @@ from nanovllm import (
     RequestOutput,
     SamplingParams,
     StructuredOutputsParams,
-    demo_model_path,
 )
 from nanovllm.engine.stats import StepStats
 from nanovllm.llm import ReplicatedLLM
 from nanovllm.report import make_report
-
-
-@pytest.fixture(scope="module")
-def one() -> Iterator[LLM]:
-    with LLM(demo_model_path(), **OPTIONS) as llm:
-        yield llm
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[ReplicatedLLM]:
-    with LLM(demo_model_path(), data_parallel_size=2, **OPTIONS) as llm:
-        assert isinstance(llm, ReplicatedLLM)
-        yield llm
-        assert llm.is_finished()
 
 
 def test_answers_are_those_of_one_engine(one: LLM, two: ReplicatedLLM) -> None:

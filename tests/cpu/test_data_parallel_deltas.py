@@ -4,27 +4,19 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
 
 import pytest
-from replica_answers import LONG, MIXED, OPTIONS, PROMPTS, logprobs
+from replica_answers import LONG, MIXED, PROMPTS, logprobs
 from test_deltas import put_together
 
-from nanovllm import LLM, RequestOutput, SamplingParams, demo_model_path
+from nanovllm import LLM, RequestOutput, SamplingParams
 from nanovllm.llm import ReplicatedLLM
 
 SEEDED = [params.clone() for params in MIXED]
 for number, each in enumerate(SEEDED):
     each.seed = number
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[ReplicatedLLM]:
-    with LLM(demo_model_path(), data_parallel_size=2, **OPTIONS) as llm:
-        assert isinstance(llm, ReplicatedLLM)
-        yield llm
 
 
 def answers(llm: LLM, params: list[SamplingParams] | SamplingParams) -> list[RequestOutput]:

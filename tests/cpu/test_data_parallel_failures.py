@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from socket import SO_SNDTIMEO, SOL_SOCKET, socket
 from struct import pack
@@ -17,7 +16,7 @@ from typing import Any
 
 import endings
 import pytest
-from replica_answers import GREEDY, LONG, MIXED, OPTIONS, PROMPTS, answer_all, pids, same
+from replica_answers import GREEDY, LONG, MIXED, PROMPTS, answer_all, pids, same
 from threads import in_threads
 from tiny_models import VOCAB_SIZE
 
@@ -28,7 +27,6 @@ from nanovllm import (
     RequestOutput,
     SamplingParams,
     WorkerError,
-    demo_model_path,
 )
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.stats import StepStats
@@ -36,20 +34,6 @@ from nanovllm.llm import ReplicatedLLM
 from nanovllm.replicas import pool
 
 TINY: dict[str, Any] = {"device": "cpu", "skip_tokenizer_init": True, "max_model_len": 64}
-
-
-@pytest.fixture(scope="module")
-def one() -> Iterator[LLM]:
-    with LLM(demo_model_path(), **OPTIONS) as llm:
-        yield llm
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[ReplicatedLLM]:
-    with LLM(demo_model_path(), data_parallel_size=2, **OPTIONS) as llm:
-        assert isinstance(llm, ReplicatedLLM)
-        yield llm
-        assert llm.is_finished()
 
 
 # -- faults --------------------------------------------------------------------------------------------------
