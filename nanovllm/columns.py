@@ -48,11 +48,13 @@ def map_columns(value: Any, convert: Callable[[Column, Any], Any]) -> Any:
     kind: Any = type(value)
     for name, columns in _fields(kind).items():
         field = fields[name] = getattr(value, name)
-        if is_dataclass(field):
-            fields[name] = map_columns(field, convert)
-        elif columns and isinstance(field, tuple):
+        if not columns or field is None:
+            continue
+        if isinstance(field, tuple):
             fields[name] = tuple([map_columns(each, convert) for each in field])
-        elif columns and field is not None:
+        elif is_dataclass(field):
+            fields[name] = map_columns(field, convert)
+        else:
             fields[name] = convert(columns[0], field)
     return kind(**fields)
 

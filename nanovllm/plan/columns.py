@@ -70,8 +70,9 @@ class SamplingTable:
             return ALL_GREEDY
 
         def used(column: np.ndarray, unused: Any) -> np.ndarray | None:
-            values = np.where(sampled, column[slots], column.dtype.type(unused))
-            return values if (values != unused).any() else None
+            values = column[slots]
+            is_used = (values != unused) & sampled
+            return np.where(is_used, values, column.dtype.type(unused)) if is_used.any() else None
 
         return SamplingBatch(
             temperature=temperature,

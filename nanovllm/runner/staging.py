@@ -61,6 +61,7 @@ class Staging:
         self._buffer = torch.zeros(words, dtype=torch.int32, device=device.torch)
         self._columns = {dtype: self._buffer.view(other) for dtype, other in TORCH_DTYPES.items()}
         self._inputs = [device.host_buffer(words, torch.int32) for _ in range(2)]
+        self._words = [{each: host.numpy().view(each) for each in TORCH_DTYPES} for host in self._inputs]
         self._events: list[torch.cuda.Event | None] = [None, None]
         self._turn = 0
 
@@ -72,20 +73,22 @@ class Staging:
         Return a function that creates the device tensors, which are valid until the next `send`. A CUDA graph
         already has the tensors of its capture and need not call it.
         """
-        event, host = self._events[self._turn], self._inputs[self._turn]
+        event, host, words = self._events[self._turn], self._inputs[self._turn], self._words[self._turn]
         if event is not None:
             event.synchronize()
-        words, end = host.numpy(), 0
+        end = 0
 
         def put(column: Column, array: np.ndarray) -> None:
             nonlocal end
             shape = array.shape if size is None else column.shape(size)
-            start, end = end, _end_of(column, end, shape)
-            cells = words[start // 4 : end // 4].view(column.dtype)[: prod(shape)].reshape(shape)
-            if shape != array.shape:
+            first, end = end // words[column.dtype].itemsize, _end_of(column, end, shape)
+            cells = words[column.dtype][first : first + prod(shape)].reshape(shape)
+            if shape == array.shape:
+                cells[...] = array
+            else:
                 cells[...] = column.padding
-            cells[tuple([slice(length) for length in array.shape])] = array
-            places.append((start // cells.itemsize, shape))
+                cells[tuple([slice(length) for length in array.shape])] = array
+            places.append((first, shape))
 
         def view(column: Column, _: np.ndarray) -> torch.Tensor:
             start, shape = next(rest)
@@ -108,5 +111,5 @@ class Staging:
 
 def _end_of(column: Column, start: int, shape: tuple[int, ...]) -> int:
     """The offset of the next column, in bytes."""
-    end = start + prod(shape) * np.dtype(column.dtype).itemsize
+    end = start + prod(shape) * TORCH_DTYPES[column.dtype].itemsize
     return -(-end // ALIGN) * ALIGN
