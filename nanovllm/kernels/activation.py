@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from nanovllm.kernels.compat import await_inputs, by_device, jit, pdl_options, tl, triton
+from nanovllm.kernels.compat import await_inputs, by_device, jit, next_power_of_2, pdl_options, tl
 from nanovllm.kernels.rms_norm import inverse_rms, inverse_rms_reference
 
 # Launch choices, measured on an H200 (docs/log/2026-11-22-techniques.md).
@@ -69,7 +69,7 @@ def silu_and_mul_triton(
     size = 1 if rms_of is None else rms_of.shape[1]
     assert rms_of is None or rms_of.is_contiguous()
     block = _block(rows, size)
-    _silu_and_mul_kernel[(rows, triton.cdiv(n, block))](
+    _silu_and_mul_kernel[(rows, -(-n // block))](
         x,
         out,
         rms_of,
@@ -78,7 +78,7 @@ def silu_and_mul_triton(
         N=n,
         BLOCK=block,
         SIZE=size,
-        SIZE_PADDED=triton.next_power_of_2(size),
+        SIZE_PADDED=next_power_of_2(size),
         num_warps=4,
         **pdl_options(x),
     )

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
-from nanovllm.kernels.compat import await_inputs, jit, pdl_options, tl, triton
+from nanovllm.kernels.compat import await_inputs, jit, next_power_of_2, pdl_options, tl
 from nanovllm.kernels.rms_norm import add_rms_norm_reference, normalised, row_warps
 
 TURNS = 3
@@ -224,7 +224,7 @@ def _launch(
     itemsize = x.element_size()
     assert x.is_contiguous() and (residual is None or residual.is_contiguous()) and rows <= len(peers.turns)
     assert n * itemsize <= peers.row_bytes and (peers.sums is not None or not two_shot)
-    padded, row = triton.next_power_of_2(n), peers.row_bytes // itemsize
+    padded, row = next_power_of_2(n), peers.row_bytes // itemsize
     _all_reduce_kernel[(rows,)](
         x,
         residual,
@@ -242,7 +242,7 @@ def _launch(
         N=n,
         N_PADDED=padded,
         ROW=row,
-        ROW_PADDED=triton.next_power_of_2(row),
+        ROW_PADDED=next_power_of_2(row),
         BITS=tl.int16 if itemsize == 2 else tl.int32,
         EMPTY=EMPTY_BY_SIZE[itemsize],
         TWO_SHOT=two_shot,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from nanovllm.kernels.compat import await_inputs, jit, pdl_options, tl, triton
+from nanovllm.kernels.compat import await_inputs, jit, pdl_options, tl
 
 BLOCK = 4096  # columns of a program
 
@@ -59,7 +59,7 @@ def all_to_all_triton(
         return
     assert x.stride(1) == 1 and first_column + columns <= width and rows <= len(sent)
     assert rows <= rows_per_rank * len(buffer_ptrs)
-    _all_to_all_kernel[(rows, triton.cdiv(columns, BLOCK))](
+    _all_to_all_kernel[(rows, -(-columns // BLOCK))](
         x,
         buffer_ptrs,
         sent,

@@ -53,6 +53,11 @@ def jit(*unspecialized: str) -> Callable[[Any], Any]:
     return lambda function: triton.jit(function, do_not_specialize=unspecialized)
 
 
+def next_power_of_2(n: int) -> int:
+    """The least power of 2 from `n` on, for positive `n`. Triton's own function is 20 times slower."""
+    return 1 << (n - 1).bit_length()
+
+
 def use_triton(tensor: torch.Tensor) -> bool:
     """Whether an operation on `tensor` runs as a Triton kernel, launched on the current CUDA device."""
     return HAS_TRITON and tensor.is_cuda

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from nanovllm.kernels.all_reduce import all_reduce_add_rms_norm_reference
-from nanovllm.kernels.compat import await_inputs, jit, pdl_options, tl, triton
+from nanovllm.kernels.compat import await_inputs, jit, next_power_of_2, pdl_options, tl
 from nanovllm.kernels.rms_norm import normalised, row_warps
 
 CALLS = 4096  # call numbers wrap around at this value
@@ -109,7 +109,7 @@ def copied_sum_add_rms_norm_triton(
         return
     assert all(tensor.is_contiguous() for tensor in (x, residual, slots, out, total))
     assert x.shape == residual.shape == out.shape == total.shape and rows <= slots.shape[1]
-    padded = triton.next_power_of_2(n)
+    padded = next_power_of_2(n)
     _copied_sum_kernel[(rows,)](
         x,
         residual,

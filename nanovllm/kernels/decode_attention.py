@@ -14,7 +14,15 @@ import torch.nn.functional as F
 
 from nanovllm.batch import PADDING
 from nanovllm.kernels.cache import KVCache
-from nanovllm.kernels.compat import FEW_ROWS, await_inputs, jit, pdl_options, shared_memory, tl, triton
+from nanovllm.kernels.compat import (
+    FEW_ROWS,
+    await_inputs,
+    jit,
+    next_power_of_2,
+    pdl_options,
+    shared_memory,
+    tl,
+)
 from nanovllm.kernels.merge_chunks import merge_chunks
 from nanovllm.kernels.paged import (
     Heads,
@@ -50,14 +58,14 @@ def least_chunk(q_heads: int, head_dim: int, max_context_len: int, sequences: in
     """The minimum number of positions per partial result, a power of 2, for which the partial results of
     `sequences` sequences fit into `_MAX_PARTIAL` bytes."""
     most_chunks = max(1, _MAX_PARTIAL // (4 * sequences * q_heads * head_dim))
-    return 1 << (triton.cdiv(max_context_len, most_chunks) - 1).bit_length()
+    return next_power_of_2(-(-max_context_len // most_chunks))
 
 
 def _chunk(sequences: int, heads: Heads, invariant: bool, max_context_len: int) -> int:
     """Positions per partial result, for `sequences` sequences without shared prefixes."""
     if invariant:
         return CHUNK
-    tiles = heads.kv_heads * triton.cdiv(heads.group, _HEAD_TILE)
+    tiles = heads.kv_heads * -(-heads.group // _HEAD_TILE)
     chunk = next((size for most, size in _SMALL_BATCHES.items() if sequences <= most), CHUNK)
     if heads.step == 2 and heads.dim <= 128 and sequences * tiles >= _FULL_PROGRAMS:
         chunk = _FP8_CHUNK
@@ -243,7 +251,7 @@ def paged_decode_attention_triton(
         return out
     assert block_tables.stride(1) == 1
     chunk = _chunk(sequences, heads, invariant, max_context_len) if shared is None else shared.chunk
-    chunks = max(1, triton.cdiv(max_context_len, chunk))
+    chunks = max(1, -(-max_context_len // chunk))
     few = chunk == _SMALL_BATCHES[FEW_ROWS]
     single = few and sequences == 1 and shared_memory(q.device) >= _MUCH_SHARED_MEMORY
     shape = (sequences, heads.q_heads, chunks) if chunks > 1 else (1, 1, 1)
@@ -254,9 +262,9 @@ def paged_decode_attention_triton(
         units: int, lengths: torch.Tensor, prefixes: Shared | None, skips: torch.Tensor | None
     ) -> None:
         members, used_units = (None, None) if prefixes is None else (prefixes.members, prefixes.units)
-        head_tile, tiles = _HEAD_TILE, heads.kv_heads * triton.cdiv(heads.group, _HEAD_TILE)
+        head_tile, tiles = _HEAD_TILE, heads.kv_heads * -(-heads.group // _HEAD_TILE)
         if members is not None:
-            head_tile = max(_HEAD_TILE, triton.next_power_of_2(members.shape[1] * heads.group))
+            head_tile = max(_HEAD_TILE, next_power_of_2(members.shape[1] * heads.group))
             tiles, units = heads.kv_heads, min(units, _UNITS)
         # Programs without work are cheap but not free, and `max_context_len` may be far above the contexts.
         programs = _SINGLE_PROGRAMS if single else _PROGRAMS

@@ -15,9 +15,9 @@ from nanovllm.kernels.compat import (
     await_inputs,
     by_device,
     jit,
+    next_power_of_2,
     pdl_options,
     tl,
-    triton,
     use_triton,
 )
 from nanovllm.kernels.rms_norm import inverse_rms_reference, normalised, rms_norm_reference
@@ -30,8 +30,8 @@ _WARPS = 4
 
 def _blocks(rows: int, k: int, norm: bool, silu: bool) -> tuple[int, int]:
     """Outputs of a program, and inputs that it reads at once: all of them with a norm."""
-    block_k = triton.next_power_of_2(k) if norm else min(_BLOCK_K, triton.next_power_of_2(k))
-    tile = _TILE * triton.next_power_of_2(rows)
+    block_k = next_power_of_2(k) if norm else min(_BLOCK_K, next_power_of_2(k))
+    tile = _TILE * next_power_of_2(rows)
     return max(1, tile // (2 * block_k if silu else block_k)), block_k
 
 
@@ -129,7 +129,7 @@ def gemv_triton(
         return out, total
     assert x.stride(1) == 1 and weight.is_contiguous() and (residual is None or residual.is_contiguous())
     block_n, block_k = _blocks(rows, k, eps is not None, silu)
-    _gemv_kernel[(rows * triton.cdiv(n, block_n),)](
+    _gemv_kernel[(rows * -(-n // block_n),)](
         x,
         residual,
         norm_weight,
@@ -177,4 +177,4 @@ gemv = by_device(gemv_triton, gemv_reference)
 
 def use_gemv(x: torch.Tensor) -> bool:
     """Whether `gemv` is the fastest kernel for these rows."""
-    return use_triton(x) and x.dim() == 2 and 0 < len(x) <= FEW_ROWS
+    return use_triton(x) and x.dim() == 2 and 0 < x.shape[0] <= FEW_ROWS

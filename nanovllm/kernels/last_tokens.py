@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from nanovllm.batch import LAST_SAMPLED, NO_SLOT
-from nanovllm.kernels.compat import await_inputs, by_device, jit, pdl_options, tl, triton
+from nanovllm.kernels.compat import await_inputs, by_device, jit, pdl_options, tl
 
 _BLOCK = 256  # tokens of a program
 
@@ -65,7 +65,7 @@ def take_tokens_triton(
     num_tokens = len(token_ids)
     out = torch.empty_like(token_ids)
     if num_tokens:
-        _take_tokens_kernel[(triton.cdiv(num_tokens, _BLOCK),)](
+        _take_tokens_kernel[(-(-num_tokens // _BLOCK),)](
             token_ids, slots, last, out, num_tokens, vocab_size, **pdl_options(token_ids)
         )
     return out
@@ -78,7 +78,7 @@ def keep_tokens_triton(token_ids: torch.Tensor, slots: torch.Tensor, last: torch
     """
     num_tokens = len(token_ids)
     if num_tokens:
-        _keep_tokens_kernel[(triton.cdiv(num_tokens, _BLOCK),)](
+        _keep_tokens_kernel[(-(-num_tokens // _BLOCK),)](
             token_ids, slots, last, num_tokens, **pdl_options(token_ids)
         )
 

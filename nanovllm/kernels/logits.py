@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from nanovllm.kernels.compat import jit, tl, triton, use_triton
+from nanovllm.kernels.compat import jit, tl, use_triton
 
 BLOCK = 2048  # vocabulary entries of a program
 IN_PROMPT = 1 << 14  # bit of a count: the token is in the prompt; the other bits count it in the output
@@ -99,7 +99,7 @@ def process_logits_triton(
     if rows == 0:
         return out
     nothing = logits
-    _process_kernel[(rows, triton.cdiv(vocab, BLOCK))](
+    _process_kernel[(rows, -(-vocab // BLOCK))](
         logits,
         out,
         *(penalties or (nothing,) * len(RowPenalties._fields)),

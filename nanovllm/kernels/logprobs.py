@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from nanovllm.kernels.compat import jit, tl, triton, use_triton
+from nanovllm.kernels.compat import jit, next_power_of_2, tl, use_triton
 from nanovllm.kernels.filters import SEGMENT
 
 BLOCK = 2048  # vocabulary entries of a program
@@ -138,7 +138,7 @@ def _token_logprobs_triton(
 ) -> TokenLogprobTensors:
     """`token_logprobs` with Triton."""
     (rows, vocab), device = logits.shape, logits.device
-    blocks = triton.cdiv(vocab, BLOCK)
+    blocks = -(-vocab // BLOCK)
     segments = blocks * BLOCK // SEGMENT
     block_max, sums = torch.empty(2, rows, blocks, dtype=torch.float32, device=device)
     counts = torch.empty(rows, blocks, dtype=torch.int32, device=device)
@@ -160,7 +160,7 @@ def _token_logprobs_triton(
     if rows:
         _take_kernel[(rows,)](
             logits, token_ids, normalizers, seg_max, values, ids, logits.stride(0), vocab, segments, k,
-            SEGMENT=SEGMENT, PADDED=triton.next_power_of_2(segments), num_warps=4,
+            SEGMENT=SEGMENT, PADDED=next_power_of_2(segments), num_warps=4,
         )  # fmt: skip
     return TokenLogprobTensors(values, ids, ranks)
 

@@ -24,7 +24,6 @@ from nanovllm.kernels.compat import (
     pdl_options,
     shared_memory,
     tl,
-    triton,
     use_triton,
 )
 from nanovllm.kernels.paged import dot
@@ -170,7 +169,7 @@ def linear_triton(
     if num_rows == 0:
         return out
     tile = tile or choose_tile(num_rows, n, x.dtype, x.device)
-    programs = triton.cdiv(num_rows, tile.rows) * triton.cdiv(n, tile.columns)
+    programs = -(-num_rows // tile.rows) * -(-n // tile.columns)
     _linear_kernel[(min(programs, multiprocessors(x.device)) if tile.persistent else programs,)](
         _descriptor(x, [tile.rows, tile.k]),
         _descriptor(weight, [tile.columns, tile.k]),

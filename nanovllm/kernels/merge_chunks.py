@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from nanovllm.kernels.compat import await_inputs, jit, pdl_options, tl, triton
+from nanovllm.kernels.compat import await_inputs, jit, next_power_of_2, pdl_options, tl
 
 _MERGE_TILE = 8  # chunks merged at a time, by one warp: measured on an H200 (log)
 
@@ -75,7 +75,7 @@ def merge_chunks(
     `out` do not change. The merge is that of flash-decoding (Dao et al., 2023).
     """
     sequences, q_heads, chunks, head_dim = partial.shape
-    _decode_merge_kernel[(sequences, triton.cdiv(q_heads, heads))](
+    _decode_merge_kernel[(sequences, -(-q_heads // heads))](
         partial,
         logs,
         context_lens,
@@ -83,7 +83,7 @@ def merge_chunks(
         chunks,
         Q_HEADS=q_heads,
         HEAD_DIM=head_dim,
-        DIM=triton.next_power_of_2(head_dim),
+        DIM=next_power_of_2(head_dim),
         CHUNK=chunk,
         HEADS=heads,
         num_warps=1,

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from nanovllm.kernels.cache import KVCache
-from nanovllm.kernels.compat import INTERPRETED, jit, tl, triton
+from nanovllm.kernels.compat import INTERPRETED, jit, next_power_of_2, tl
 
 # Kernels read an FP8 cache as int16: two neighbouring elements of a head in one word. Words can be loaded
 # from shared memory in the layout of tensor cores; bytes cannot, which reaches two thirds of the speed.
@@ -48,7 +48,7 @@ class Heads(NamedTuple):
         assert cache.k.is_contiguous() and cache.v.is_contiguous() and q.stride(2) == 1
         step = 2 if cache.k.dtype == FP8 else 1
         page, kv_heads, head_dim = cache.k.shape[1:]
-        dim = max(16 * step, triton.next_power_of_2(head_dim))
+        dim = max(16 * step, next_power_of_2(head_dim))
         return cls(q.shape[1], kv_heads, head_dim, dim, page, step)
 
 

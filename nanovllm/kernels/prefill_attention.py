@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from nanovllm.kernels.cache import KVCache
-from nanovllm.kernels.compat import INTERPRET, TensorDescriptor, capability, jit, shared_memory, tl, triton
+from nanovllm.kernels.compat import INTERPRET, TensorDescriptor, capability, jit, shared_memory, tl
 from nanovllm.kernels.paged import (
     FP8,
     Heads,
@@ -182,7 +182,7 @@ def paged_prefill_attention_triton(
         row, block = heads.kv_heads * heads.dim, [tiles.columns, heads.dim]
         k, v = (TensorDescriptor(x, [len(x) * heads.page, row], [row, 1], block) for x in (k, v))
     grouped = math.gcd(_GROUPED_HEADS, heads.q_heads)
-    grid = (grouped, triton.cdiv(max_seqlen_q, tiles.rows), len(context_lens) * (heads.q_heads // grouped))
+    grid = (grouped, -(-max_seqlen_q // tiles.rows), len(context_lens) * (heads.q_heads // grouped))
     _prefill_kernel[grid](
         q,
         k,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from nanovllm.kernels.compat import await_inputs, by_device, jit, pdl_options, tl, triton
+from nanovllm.kernels.compat import await_inputs, by_device, jit, next_power_of_2, pdl_options, tl
 
 
 @jit()
@@ -75,7 +75,7 @@ def add_rms_norm_triton(
     total = x if residual is None else torch.empty_like(out)
     if rows:
         assert x.stride(1) == 1 and summed.stride(1) == 1 and weight.is_contiguous()
-        padded = triton.next_power_of_2(n)
+        padded = next_power_of_2(n)
         _rms_norm_kernel[(rows,)](
             x,
             residual,

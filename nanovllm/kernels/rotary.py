@@ -10,7 +10,15 @@ import torch
 
 from nanovllm.batch import NO_SLOT
 from nanovllm.kernels.cache import KVCache
-from nanovllm.kernels.compat import INTERPRETED, await_inputs, by_device, jit, pdl_options, tl, triton
+from nanovllm.kernels.compat import (
+    INTERPRETED,
+    await_inputs,
+    by_device,
+    jit,
+    next_power_of_2,
+    pdl_options,
+    tl,
+)
 from nanovllm.kernels.paged import FP8
 from nanovllm.kernels.rms_norm import inverse_rms, inverse_rms_reference, rms_norm_reference
 
@@ -201,13 +209,13 @@ def qk_norm_rope_store_triton(
     assert k_cache.is_contiguous() and v_cache.is_contiguous()
     assert cos_sin.is_contiguous() and cos_sin.dtype == torch.float32 and cos_sin.shape[1] == head_dim
     assert (k_cache.dtype == FP8) == (k_scale is not None) == (v_scale is not None)
-    kv_tile = min(_KV_TILE, triton.next_power_of_2(kv_heads))
-    q_tile_padded = triton.next_power_of_2(q_heads // kv_heads * kv_tile)
-    half_padded = triton.next_power_of_2(head_dim // 2)
+    kv_tile = min(_KV_TILE, next_power_of_2(kv_heads))
+    q_tile_padded = next_power_of_2(q_heads // kv_heads * kv_tile)
+    half_padded = next_power_of_2(head_dim // 2)
     size = 1 if rms_of is None else rms_of.shape[1]
     assert rms_of is None or rms_of.is_contiguous()
     warps = max(q_tile_padded * half_padded // 512, size // 1024, 1)
-    _qk_norm_rope_store_kernel[(tokens, triton.cdiv(kv_heads, kv_tile))](
+    _qk_norm_rope_store_kernel[(tokens, -(-kv_heads // kv_tile))](
         q,
         k,
         v,
@@ -230,15 +238,15 @@ def qk_norm_rope_store_triton(
         v.stride(1),
         eps,
         SIZE=size,
-        SIZE_PADDED=triton.next_power_of_2(size),
+        SIZE_PADDED=next_power_of_2(size),
         Q_HEADS=q_heads,
         KV_HEADS=kv_heads,
         KV_TILE=kv_tile,
         Q_TILE_PADDED=q_tile_padded,
         HEAD_DIM=head_dim,
         HALF_PADDED=half_padded,
-        DIM_PADDED=triton.next_power_of_2(head_dim),
-        num_warps=min(8, triton.next_power_of_2(warps)),
+        DIM_PADDED=next_power_of_2(head_dim),
+        num_warps=min(8, next_power_of_2(warps)),
         **pdl_options(q),
     )
     return q_out

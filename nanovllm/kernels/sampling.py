@@ -12,7 +12,7 @@ import math
 import torch
 
 from nanovllm.batch import NOT_FINITE
-from nanovllm.kernels.compat import await_inputs, jit, tl, triton, use_pdl, use_triton
+from nanovllm.kernels.compat import await_inputs, jit, next_power_of_2, tl, use_pdl, use_triton
 from nanovllm.kernels.filters import (
     FILTER_WARPS,
     SEGMENT,
@@ -168,7 +168,7 @@ def sample_triton(
     if rows == 0:
         return out
     assert logits.stride(1) == 1
-    blocks = triton.cdiv(vocab, BLOCK)
+    blocks = -(-vocab // BLOCK)
     block_stats = torch.empty(rows, 2 * blocks, dtype=torch.float32, device=logits.device)
     pdl = use_pdl(logits)
     constants = {"GREEDY_BELOW": GREEDY_BELOW, "LOG2_E": _LOG2_E, "LEAST": _LEAST_FACTOR, "BLOCK": BLOCK}
@@ -201,7 +201,7 @@ def sample_triton(
         AT_ONCE=SEGMENTS_AT_ONCE,
         STAGES=STAGES,
         SHIFT=_SHIFTS[logits.dtype],
-        BLOCKS_PADDED=triton.next_power_of_2(blocks),
+        BLOCKS_PADDED=next_power_of_2(blocks),
         NOT_FINITE=NOT_FINITE,
         num_warps=4 if filters is None else FILTER_WARPS,
     )
