@@ -52,14 +52,14 @@ ENDINGS: dict[str, tuple[str, int, str]] = {
         0,
         "",
     ),
-    "beside_a_daemon_thread": (
+    "beside_a_daemon_thread": (  # it does not print, because Python aborts if it holds the lock of stdout
         "started = threading.Event()\n"
         "def forever():\n"
         "    while True:\n"
         "        started.set(); llm.generate(prompts, params, use_tqdm=False)\n"
         "def run():\n"
         "    try: forever()\n"
-        "    except BaseException as error: print(type(error).__name__, flush=True)\n"
+        "    except BaseException as error: os.write(1, type(error).__name__.encode())\n"
         "threading.Thread(target=run, daemon=True).start(); started.wait(); __import__('time').sleep(0.05)",
         0,
         "",
