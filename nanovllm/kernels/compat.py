@@ -54,7 +54,7 @@ def jit(*unspecialized: str) -> Callable[[Any], Any]:
 
 
 def next_power_of_2(n: int) -> int:
-    """The least power of 2 from `n` on, for positive `n`. Triton's own function is 20 times slower."""
+    """The least power of 2 from `n` on, for positive `n`. Triton's own takes 35 times as long."""
     return 1 << (n - 1).bit_length()
 
 

@@ -61,7 +61,7 @@ class Staging:
         self._buffer = torch.zeros(words, dtype=torch.int32, device=device.torch)
         self._columns = {dtype: self._buffer.view(other) for dtype, other in TORCH_DTYPES.items()}
         self._inputs = [device.host_buffer(words, torch.int32) for _ in range(2)]
-        self._words = [{each: host.numpy().view(each) for each in TORCH_DTYPES} for host in self._inputs]
+        self._views = [{each: host.numpy().view(each) for each in TORCH_DTYPES} for host in self._inputs]
         self._events: list[torch.cuda.Event | None] = [None, None]
         self._turn = 0
 
@@ -73,7 +73,7 @@ class Staging:
         Return a function that creates the device tensors, which are valid until the next `send`. A CUDA graph
         already has the tensors of its capture and need not call it.
         """
-        event, host, words = self._events[self._turn], self._inputs[self._turn], self._words[self._turn]
+        event, host, views = self._events[self._turn], self._inputs[self._turn], self._views[self._turn]
         if event is not None:
             event.synchronize()
         end = 0
@@ -81,8 +81,8 @@ class Staging:
         def put(column: Column, array: np.ndarray) -> None:
             nonlocal end
             shape = array.shape if size is None else column.shape(size)
-            first, end = end // words[column.dtype].itemsize, _end_of(column, end, shape)
-            cells = words[column.dtype][first : first + prod(shape)].reshape(shape)
+            first, end = end // views[column.dtype].itemsize, _end_of(column, end, shape)
+            cells = views[column.dtype][first : first + prod(shape)].reshape(shape)
             if shape == array.shape:
                 cells[...] = array
             else:
