@@ -95,9 +95,8 @@ class SamplingTable:
         )
 
     def _penalties(self, seqs: list[Sequence], slots: np.ndarray, drawn: np.ndarray) -> Penalties | None:
-        new = [
-            seq for seq, draws in zip(seqs, drawn, strict=True) if draws and seq.is_uncounted
-        ]  # the step draws their first token since their admission
+        # Sequences whose first token since their admission is drawn by this step.
+        new = [seq for seq, draws in zip(seqs, drawn, strict=True) if draws and seq.is_uncounted]
         columns = self.repetition[slots], self.frequency[slots], self.presence[slots]
         if not (new or (columns[0] != 1).any() or columns[1].any() or columns[2].any()):
             return None

@@ -106,7 +106,7 @@ class Scheduler:
     def abort(self, seq_id: int, reason: str = "abort") -> None:
         """End a sequence in any state and free its blocks and slot; nothing if it is unknown or has ended."""
         if seq_id in self._unfinished:
-            self._finish(self._unfinished[seq_id], reason)
+            self._finish(self._unfinished[seq_id], reason, {})
 
     def schedule(self) -> Batch | None:
         """Plan the next step; None if nothing can run before the tokens of launched steps are known.
@@ -180,10 +180,8 @@ class Scheduler:
                     before = seqs[row].pooled
                     seqs[row].pooled = sums if before is None else before + sums
         for row, seq in seqs.items():
-            ended = seq.max_tokens_total == seq.num_prompt_tokens == batch.context_lens[row]
-            if ended:
-                self._finish(seq, "length")
-                events.finish_reasons[seq.seq_id] = "length"
+            if seq.max_tokens_total == seq.num_prompt_tokens == batch.context_lens[row]:
+                self._finish(seq, "length", events.finish_reasons)
 
     def _take_in(self, rows: Iterable[tuple[int, int, bool]], events: TokenEvents) -> None:
         """Add at most one token of each row: (sequence id, token id, whether the plan draws one)."""
@@ -197,8 +195,7 @@ class Scheduler:
             if token_id == NOT_DRAWN:
                 continue
             if token_id == NOT_FINITE:
-                self._finish(seq, "error")
-                events.finish_reasons[seq_id] = "error"
+                self._finish(seq, "error", events.finish_reasons)
                 continue
             seq.token_ids.append(token_id)
             events.seq_ids.append(seq_id)
@@ -206,11 +203,9 @@ class Scheduler:
             num_tokens = len(seq.token_ids)
             if token_id in seq.stop_ids:
                 seq.stop_reason = token_id
-                self._finish(seq, "stop")
-                events.finish_reasons[seq_id] = "stop"
+                self._finish(seq, "stop", events.finish_reasons)
             elif num_tokens >= seq.max_tokens_total:
-                self._finish(seq, "length")
-                events.finish_reasons[seq_id] = "length"
+                self._finish(seq, "length", events.finish_reasons)
             elif share_outputs and (num_tokens - 1) // block_size > seq.num_hashed_blocks:
                 self.block_manager.register(seq)
 
@@ -320,13 +315,14 @@ class Scheduler:
         self._write_table(seq)
         return True
 
-    def _finish(self, seq: Sequence, reason: str) -> None:
+    def _finish(self, seq: Sequence, reason: str, reasons: dict[int, str]) -> None:
+        """End a sequence, and note the reason in `reasons`."""
         if seq.status is SequenceStatus.RUNNING:
             self._release(seq)
         else:
             self.waiting.remove(seq)
         seq.status = SequenceStatus.FINISHED
-        seq.finish_reason = reason
+        seq.finish_reason = reasons[seq.seq_id] = reason
         del self._unfinished[seq.seq_id]
 
     def _release(self, seq: Sequence) -> None:

@@ -24,13 +24,6 @@ def attach(layers: Sequence[Attention], kv_cache: torch.Tensor) -> None:
         layer.cache = layer.cache._replace(k=k, v=v)
 
 
-def detach(layers: Sequence[Attention]) -> None:
-    """Make every layer drop its part of the cache."""
-    nothing = torch.empty(0)
-    for layer in layers:
-        layer.cache = layer.cache._replace(k=nothing, v=nothing)
-
-
 def scratch_in(kv_cache: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Contiguous zeros of `shape` and `dtype`, in the memory of `kv_cache` if that is large enough."""
     num_bytes = prod(shape) * dtype.itemsize

@@ -32,7 +32,7 @@ from nanovllm.models.loader import init_dummy_weights, load_weights
 from nanovllm.runner.cuda_graph import CUDAGraphs, graph_sizes
 from nanovllm.runner.ending import Ending, StepTensors, UndrawnStep
 from nanovllm.runner.inputs import StepInputs, prepare_decode, prepare_prefill
-from nanovllm.runner.kv_cache import attach, cache_shape, detach, scratch_in, set_scales
+from nanovllm.runner.kv_cache import attach, cache_shape, scratch_in, set_scales
 from nanovllm.runner.memory import KVCacheSpace, equal_batch
 from nanovllm.runner.overlap import OVERLAP_TOKENS, overlaps, rows_of_half
 from nanovllm.runner.profile import RankProfile
@@ -199,8 +199,8 @@ class ModelRunner:
         KVCacheMemoryError if the device has less memory for it than it reported, as under `ulimit -v`.
         """
         layers = self.model.attention_layers
-        detach(layers)
-        self.kv_cache = torch.empty(0)  # frees the old cache
+        self.kv_cache = torch.empty(2, len(layers), 0)
+        attach(layers, self.kv_cache)  # frees the old cache
         shape = cache_shape(layers, num_blocks, self.block_size)
         try:
             self.kv_cache = torch.empty(shape, dtype=self.cache_dtype, device=self.device.torch)
@@ -235,7 +235,7 @@ class ModelRunner:
     def _make_step(self, shared: SharedRows | None, drawn: bool, rows: int) -> Callable[[], GraphOutput]:
         """A decode step of `rows` sequences over the fixed input buffer, to capture as a graph."""
         arrays = prepare_decode(EMPTY_BATCH, self.block_size, shared, self.max_model_len)
-        inputs = self.staging.send(arrays, self._decode_size(rows))()
+        inputs = self.staging.send(arrays, replace(self.size, tokens=rows, seqs=rows))()
         return lambda: self._graph_step(inputs, drawn)
 
     # -- one step ----------------------------------------------------------------------------------------
@@ -287,7 +287,7 @@ class ModelRunner:
         else:
             rows = graphs.size_for(num_seqs)
             graphs.capture(rows)
-            staged = self.staging.send(arrays, self._decode_size(rows))
+            staged = self.staging.send(arrays, replace(self.size, tokens=rows, seqs=rows))
             hidden, token_ids = graphs.replay(rows)
             if token_ids is not None:
                 return self.staging.receive(StepTensors(token_ids[:num_seqs, None]))
@@ -296,10 +296,6 @@ class ModelRunner:
             self._undrawn = step
             return None
         return self.staging.receive(self.ending.end(step, None))
-
-    def _decode_size(self, rows: int) -> StepSize:
-        """The padded size of a graph's step of `rows` sequences."""
-        return replace(self.size, tokens=rows, seqs=rows)
 
     def _graph_step(self, inputs: StepInputs[torch.Tensor], drawn: bool) -> GraphOutput:
         """The part of a step that a graph captures: (hidden states, drawn tokens or None).
