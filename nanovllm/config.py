@@ -44,7 +44,7 @@ class Config:
     max_num_seqs: the maximum number of sequences that run at once.
     max_model_len: the maximum number of tokens of a sequence, prompt and output. None takes the model's own
     limit; a larger value is lowered to that limit.
-    gpu_memory_utilization: the share of the device's memory that may be in use, including use by others.
+    gpu_memory_utilization: this engine's share of the device's memory, at most what is free.
     enforce_eager: do not capture CUDA graphs.
     kvcache_block_size: tokens in a KV cache block; None takes the attention backend's default.
     num_kvcache_blocks: blocks to allocate; None allocates what fits.

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 CPU_KV_CACHE_BYTES = 4 * 2**30  # maximum KV cache on a CPU; also at most half of the free memory
+SPARE_BYTES = 2**30  # of a GPU, for CUDA graphs and kernels, which load after the KV cache is allocated
 
 
 class Device:
@@ -111,19 +112,28 @@ class Device:
         if self.is_cuda:
             torch.cuda.reset_peak_memory_stats(self.torch)
 
+    def tensor_bytes(self) -> int:
+        """Bytes of this process's tensors on a GPU; 0 on a CPU."""
+        return torch.cuda.memory_allocated(self.torch) if self.is_cuda else 0
+
     def peak_above_current(self) -> int:
         """Peak bytes of tensors since `reset_peak` minus their current bytes; 0 on a CPU."""
         if not self.is_cuda:
             return 0
         return torch.cuda.max_memory_allocated(self.torch) - torch.cuda.memory_allocated(self.torch)
 
-    def kv_cache_budget(self, utilization: float, reserve: int) -> int:
-        """Bytes that the KV cache may take: up to `utilization` of the device, minus `reserve` for
-        activations."""
+    def kv_cache_budget(self, utilization: float, held: int, reserve: int) -> tuple[int, int]:
+        """Bytes that the KV cache may take, and bytes of the engine's share that are not free.
+
+        On a GPU the share is `utilization` of the device, minus the `held` bytes of the engine's own tensors
+        and `reserve` for activations. Other processes count only in what is free.
+        """
         free, total = self.memory()
-        if self.is_cuda:
-            return int(total * utilization) - (total - free) - reserve
-        return min(CPU_KV_CACHE_BYTES, free // 2)
+        if not self.is_cuda:
+            return min(CPU_KV_CACHE_BYTES, free // 2), 0
+        share = int(total * utilization) - held - reserve
+        budget = min(share, free - reserve - SPARE_BYTES)
+        return budget, share - budget
 
     def ranks(self, count: int, replicas: int = 1) -> list[str]:
         """The devices of `count` tensor-parallel ranks of each replica: consecutive GPUs from this one on, or

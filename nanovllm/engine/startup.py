@@ -10,10 +10,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
 from nanovllm.config import Config
 from nanovllm.device import Device
 from nanovllm.distributed.group import TPGroup
 from nanovllm.distributed.rendezvous import Rendezvous
+from nanovllm.errors import KVCacheMemoryError
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.loader import Hub, resolve_model_path, weight_bytes
 from nanovllm.runner.memory import check_weights_fit, fit_kv_cache
@@ -25,6 +28,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger("nanovllm")
+
+KV_CACHE_TRIES = 3
 
 
 def find_model(config: Config) -> Path:
@@ -96,20 +101,39 @@ def start_ranks(
         runner, *_ = workers.call(lambda: _load(workers, setups[0], device, rendezvous), "load")
         workers.call(runner.calibrate_kv_cache, "calibrate_kv_cache")
         reserve = max(workers.call(runner.warmup_model, "warmup_model"))
-        spaces = workers.call(runner.measure_kv_cache, "measure_kv_cache", reserve)
-        most = config.max_num_seqs * runner.max_blocks
-        num_blocks = fit_kv_cache(spaces, config, runner.block_size, most)
-        allocated = workers.call(runner.allocate_kv_cache, "allocate_kv_cache", num_blocks)
-        assert set(allocated) == {num_blocks}, "every rank has as many blocks as the scheduler"
+        num_blocks = _allocate_kv_cache(workers, runner, reserve)
         workers.call(runner.capture_cudagraph, "capture_cudagraph", logger.isEnabledFor(logging.INFO))
         return workers, runner, num_blocks
-    except BaseException:
+    except BaseException as error:
         workers.kill()
         if runner is not None:
             runner.exit()
         if rendezvous is not None:
             rendezvous.close()
+        if isinstance(error, torch.OutOfMemoryError):
+            raise KVCacheMemoryError(
+                f"{device.torch} ran out of memory while the engine started; other programs, or engines that "
+                f"start at the same time, use it. Start again, or lower gpu_memory_utilization (now "
+                f"{config.gpu_memory_utilization}), max_num_batched_tokens or max_num_seqs ({error})"
+            ) from error
         raise
+
+
+def _allocate_kv_cache(workers: Workers, runner: ResidentModelRunner, reserve: int) -> int:
+    """Allocate the KV cache on every rank and return its number of blocks.
+
+    Other processes may take memory between the measurement and the allocation; then measure again.
+    """
+    most = runner.config.max_num_seqs * runner.max_blocks
+    for _ in range(KV_CACHE_TRIES):
+        spaces = workers.call(runner.measure_kv_cache, "measure_kv_cache", reserve)
+        num_blocks = fit_kv_cache(spaces, runner.config, runner.block_size, most)
+        if all(workers.call(runner.try_kv_cache, "try_kv_cache", num_blocks)):
+            return num_blocks
+        logger.warning("the memory for the KV cache was taken while the engine started; measuring it again")
+    allocated = workers.call(runner.allocate_kv_cache, "allocate_kv_cache", num_blocks)
+    assert set(allocated) == {num_blocks}, "every rank has as many blocks as the scheduler"
+    return num_blocks
 
 
 def stop_ranks(workers: Workers, runner: ResidentModelRunner) -> None:

@@ -28,7 +28,7 @@ class Rollouts:
         model: a checkpoint with the shapes of the trainer's model; None: the one that it was loaded from.
         sleep: give the device's memory to the trainer between rollouts.
         options: those of `LLM`. By default the device is the trainer's, and the seed is the trainer's plus
-        the process index. `gpu_memory_utilization` includes the trainer's memory.
+        the process index. `gpu_memory_utilization` is the engine's share, without the trainer's memory.
 
         TypeError or ValueError for wrong options, without a trainer.
         """

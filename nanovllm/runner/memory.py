@@ -30,6 +30,7 @@ class KVCacheSpace:
     budget: int  # for the KV cache
     reserve: int  # for activations
     per_block: int
+    lacking: int = 0  # of the engine's share, because other programs use the device
 
 
 def check_weights_fit(need: int, memory: list[tuple[int, int]], config: Config, device: Device) -> None:
@@ -39,16 +40,17 @@ def check_weights_fit(need: int, memory: list[tuple[int, int]], config: Config, 
     """
     devices = device.ranks(len(memory))
     for rank, (free, total) in enumerate(memory):
-        may = int(total * config.gpu_memory_utilization) - (total - free)
+        may = min(int(total * config.gpu_memory_utilization), free)
         if not device.is_cuda:
             may = free // len(memory)
         if need > may:
             whose = f"rank {rank} ({devices[rank]})" if len(memory) > 1 else devices[rank]
+            fix = "Raise gpu_memory_utilization" if need <= free else "Close other programs on the device"
             raise KVCacheMemoryError(
                 f"the model does not fit: its weights need {need / 2**30:,.2f} GiB on {whose}, and "
-                f"{max(may, 0) / 2**30:,.2f} GiB may be used ({free / 2**30:,.2f} of {total / 2**30:,.2f} "
-                f"GiB are free, gpu_memory_utilization is {config.gpu_memory_utilization}). Close other "
-                "programs on the device, or use more devices (tensor_parallel_size) or a smaller model"
+                f"{may / 2**30:,.2f} GiB may be used ({free / 2**30:,.2f} of {total / 2**30:,.2f} "
+                f"GiB are free, gpu_memory_utilization is {config.gpu_memory_utilization}). {fix}, or use "
+                "more devices (tensor_parallel_size) or a smaller model"
             )
 
 
@@ -82,10 +84,18 @@ def fit_kv_cache(spaces: list[KVCacheSpace], config: Config, block_size: int, mo
                 f"{space.total / 2**20:,.0f} MiB are free, {space.reserve / 2**20:,.0f} MiB are kept for "
                 f"activations). {fix}; or close other programs on the device"
             )
+    tight = min(spaces, key=lambda space: space.budget // space.per_block)
+    chosen = config.num_kvcache_blocks is not None or asked is not None
+    if tight.lacking > 0 and not chosen and num_blocks < most:
+        logger.warning(
+            "other programs use %s: %.2f of %.2f GiB are free, so the KV cache is %.2f GiB smaller than "
+            "gpu_memory_utilization=%s allows",
+            *(tight.device, tight.free / 2**30, tight.total / 2**30, tight.lacking / 2**30),
+            config.gpu_memory_utilization,
+        )
     size = num_blocks * spaces[0].per_block / 2**30
     each = " on each rank" if len(spaces) > 1 else ""
     logger.info("KV cache: %d blocks of %d tokens, %.2f GiB%s", num_blocks, block_size, size, each)
-    chosen = config.num_kvcache_blocks is not None or asked is not None
     if spaces[0].device == "cpu" and not chosen and size * 2**30 > CPU_CACHE_WARNING_BYTES:
         logger.warning(
             "the KV cache may grow to %.2f GiB%s during use; to limit it, pass num_kvcache_blocks below %d",

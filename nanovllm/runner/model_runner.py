@@ -66,6 +66,7 @@ class ModelRunner:
         self.tp = tp
         self.max_model_len = max_model_len
         device.make_current()
+        self._held_by_others = device.tensor_bytes()  # other engines of this process, or a trainer
         self.dtype = device.resolve_dtype(config.dtype, model_config.dtype)
         self.cache_dtype = torch.float8_e4m3fn if config.kv_cache_dtype == "fp8" else self.dtype
         self.backend = select(
@@ -174,9 +175,21 @@ class ModelRunner:
         layers = self.model.attention_layers
         per_token = 2 * len(layers) * layers[0].num_kv_heads * layers[0].head_dim * self.cache_dtype.itemsize
         ranks_here = 1 if self.device.is_cuda else self.tp.size
-        budget = self.device.kv_cache_budget(self.config.gpu_memory_utilization, reserve) // ranks_here
+        held = max(self.device.tensor_bytes() - self._held_by_others, 0)
+        share = self.config.gpu_memory_utilization
+        budget, lacking = self.device.kv_cache_budget(share, held, reserve)
         free, total = self.device.memory()
-        return KVCacheSpace(str(self.device.torch), free, total, budget, reserve, per_token * self.block_size)
+        per_block, name = per_token * self.block_size, str(self.device.torch)
+        return KVCacheSpace(name, free, total, budget // ranks_here, reserve, per_block, lacking)
+
+    def try_kv_cache(self, num_blocks: int) -> bool:
+        """Allocate the KV cache if the device still has the memory; return whether it has."""
+        try:
+            self.allocate_kv_cache(num_blocks)
+        except KVCacheMemoryError:
+            self._set_kv_cache(0)
+            return False
+        return True
 
     def allocate_kv_cache(self, num_blocks: int) -> int:
         """Allocate the KV cache; return its number of blocks."""

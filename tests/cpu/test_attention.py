@@ -69,9 +69,9 @@ def test_a_host_that_does_not_report_its_memory(monkeypatch: pytest.MonkeyPatch)
     def unknown(name: str) -> int:
         raise ValueError(f"unrecognized configuration name {name}")
 
-    assert 0 < CPU.kv_cache_budget(0.9, reserve=0) <= CPU_KV_CACHE_BYTES
+    assert 0 < CPU.kv_cache_budget(0.9, 0, 0)[0] <= CPU_KV_CACHE_BYTES
     monkeypatch.setattr("os.sysconf", unknown)
-    assert CPU.kv_cache_budget(0.9, reserve=0) == CPU_KV_CACHE_BYTES
+    assert CPU.kv_cache_budget(0.9, 0, 0) == (CPU_KV_CACHE_BYTES, 0)
 
 
 def test_devices_that_do_not_exist() -> None:

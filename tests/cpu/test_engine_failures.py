@@ -232,6 +232,6 @@ def test_too_little_memory_says_how_much(model: Path, monkeypatch: pytest.Monkey
         KVCacheMemoryError, match=r"MiB.*Lower num_kvcache_blocks \(now 1000000000\); or close"
     ):
         make_tiny(model, num_kvcache_blocks=10**9)
-    monkeypatch.setattr("nanovllm.device.Device.kv_cache_budget", lambda *_: 100)
+    monkeypatch.setattr("nanovllm.device.Device.kv_cache_budget", lambda *_: (100, 0))
     with pytest.raises(KVCacheMemoryError, match=r"1 block\(s\) of 8 .*gpu_memory_u.* lower max_model_len, "):
         make_tiny(model)

@@ -342,7 +342,7 @@ def test_close_gives_the_memory_back(model: Path) -> None:
 
     def open_and_close(by_del: bool) -> None:
         llm = LLM(str(model), skip_tokenizer_init=True, max_num_seqs=2000)
-        assert used() > idle + 0.9 * llm._runner.kv_cache.nbytes > idle + 2**30
+        assert used() > idle + 0.9 * llm._runner.kv_cache.nbytes > idle
         llm.generate([[5] * 300], SamplingParams(max_tokens=5), use_tqdm=False)
         if not by_del:
             llm.close()

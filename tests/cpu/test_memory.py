@@ -1,0 +1,111 @@
+"""The memory of an engine: its share of a GPU beside other programs, and memory that is taken while it starts."""
+
+from __future__ import annotations
+
+import logging
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from checked_llm import make_tiny
+
+from nanovllm.config import Config
+from nanovllm.device import SPARE_BYTES, Device
+from nanovllm.errors import KVCacheMemoryError
+from nanovllm.runner.memory import KVCacheSpace, check_weights_fit, fit_kv_cache
+from nanovllm.runner.model_runner import ModelRunner
+
+GIB = 2**30
+
+
+def gpu(monkeypatch: pytest.MonkeyPatch, free: int, total: int = 80) -> Device:
+    """A GPU with so many free GiB; no kernel runs on it."""
+    device = Device("cpu")
+    device.torch = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free * GIB, total * GIB))
+    return device
+
+
+@pytest.mark.parametrize("free", [80, 60, 45, 42])
+def test_memory_of_other_processes_is_not_part_of_the_share(
+    free: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine at 0.5 that holds 10 GiB and needs 3 for activations has 27 left, whatever others hold."""
+    device = gpu(monkeypatch, free)
+    assert device.kv_cache_budget(0.5, 10 * GIB, 3 * GIB) == (27 * GIB, 0)
+
+
+def test_a_share_that_is_not_free_is_cut_to_what_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = gpu(monkeypatch, free=20)
+    left = 20 * GIB - 3 * GIB - SPARE_BYTES
+    assert device.kv_cache_budget(0.5, 10 * GIB, 3 * GIB) == (left, 27 * GIB - left)
+
+
+def test_weights_may_take_the_share_if_it_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = Config("m", gpu_memory_utilization=0.16)
+    device = gpu(monkeypatch, free=66, total=79)
+    check_weights_fit(12 * GIB, [(66 * GIB, 79 * GIB)], config, device)
+    with pytest.raises(
+        KVCacheMemoryError, match=r"12.64 GiB may be used \(66.00 of .*Raise gpu_memory_utilization"
+    ):
+        check_weights_fit(13 * GIB, [(66 * GIB, 79 * GIB)], config, device)
+    with pytest.raises(KVCacheMemoryError, match=r"5.00 GiB may be used .*Close other programs"):
+        check_weights_fit(6 * GIB, [(5 * GIB, 79 * GIB)], config, device)
+
+
+@pytest.mark.parametrize(
+    ("options", "most", "said"),
+    [({}, 10**6, True), ({}, 100, False), ({"num_kvcache_blocks": 4}, 10**6, False)],
+    ids=["tight", "enough", "chosen"],
+)
+def test_a_smaller_share_is_said(
+    options: dict, most: int, said: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    tight = KVCacheSpace("cuda:1", 40 * GIB, 80 * GIB, 30 * GIB, GIB, 2**20, lacking=12 * GIB)
+    ample = KVCacheSpace("cuda:0", 80 * GIB, 80 * GIB, 70 * GIB, GIB, 2**20)
+    fit_kv_cache([ample, tight], Config("m", **options), 16, most)
+    shown = [each.getMessage() for each in caplog.records if each.levelno >= logging.WARNING]
+    assert len(shown) == said
+    assert not said or re.search(r"use cuda:1: 40.00 of 80.00 GiB are free.* 12.00 GiB smaller", shown[0])
+
+
+@pytest.mark.parametrize("failures", [1, 3])
+def test_memory_that_is_taken_during_the_start_is_measured_again(
+    failures: int, model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The other engine takes half of what was measured; the third time there is nothing left to take."""
+    measure, allocate = ModelRunner.measure_kv_cache, ModelRunner.allocate_kv_cache
+    measured: list[int] = []
+
+    def measured_less(self: ModelRunner, reserve: int) -> KVCacheSpace:
+        space = measure(self, reserve)
+        measured.append(space.per_block * (64 >> len(measured)))
+        return KVCacheSpace("cuda:0", space.free, space.total, measured[-1], 0, space.per_block)
+
+    def taken(self: ModelRunner, num_blocks: int) -> int:
+        if num_blocks == 64 >> (len(measured) - 1) and len(measured) <= failures:
+            raise KVCacheMemoryError("taken")
+        return allocate(self, num_blocks)
+
+    monkeypatch.setattr(ModelRunner, "measure_kv_cache", measured_less)
+    monkeypatch.setattr(ModelRunner, "allocate_kv_cache", taken)
+    if failures == 3:
+        with pytest.raises(KVCacheMemoryError, match="taken"):
+            make_tiny(model)
+        return
+    with make_tiny(model) as llm:
+        assert llm._runner.kv_cache.shape[2] == 32
+    assert len([each for each in caplog.records if "measuring it again" in each.getMessage()]) == failures
+
+
+def test_a_device_that_is_full_while_the_weights_load_has_a_named_error(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: object) -> None:
+        raise torch.OutOfMemoryError("tried to allocate 2.00 GiB")
+
+    monkeypatch.setattr(ModelRunner, "load_weights", full)
+    with pytest.raises(KVCacheMemoryError, match=r"ran out of memory .*start at the same .*2.00 GiB\)$"):
+        make_tiny(model)
