@@ -1,4 +1,4 @@
-"""The memory of an engine: its share of a GPU beside other programs, and memory that is taken while it starts."""
+"""An engine's share of a GPU beside other programs, and memory that is taken while it starts."""
 
 from __future__ import annotations
 
