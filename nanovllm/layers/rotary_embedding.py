@@ -72,7 +72,7 @@ class RopeConfig:
 
         original = number("original_max_position_embeddings", max_position_embeddings)
         if rope_type == "dynamic":
-            original = max_position_embeddings  # from this length on transformers grows the base
+            original = max_position_embeddings  # beyond this length transformers grows the base
         if original <= 0:
             raise ValueError(f"original_max_position_embeddings must be positive, not {original}")
         # In a yarn config without a factor, the factor is the ratio of the two lengths.
@@ -94,6 +94,11 @@ class RopeConfig:
             )
         return config
 
+    @property
+    def longest_fixed(self) -> int | None:
+        """In longer sequences the angle of a position depends on their length; None: it never does."""
+        return self.original_max_position if self.rope_type == "dynamic" else None
+
     def max_position(self, stated: int) -> int:
         """The longest sequence that the scaling supports, if the config states `stated` positions."""
         if self.rope_type in ("linear", "dynamic"):
@@ -106,15 +111,11 @@ class RopeConfig:
 def rope_table(config: RopeConfig, head_dim: int, num_positions: int) -> torch.Tensor:
     """Return [num_positions, head_dim] float32 on the CPU: head_dim / 2 cosines, then head_dim / 2 sines.
 
-    The same numbers as transformers' `modeling_rope_utils`. "dynamic" depends on the length of the sequence:
-    position p is rotated as in a sequence that ends with p, as in transformers when it decodes token by
-    token. So a cached key never has to be rotated again.
+    The same numbers as transformers' `modeling_rope_utils`. Those of "dynamic" hold up to `longest_fixed`: in
+    a longer sequence every token changes them all, and a cache of rotated keys cannot follow.
     """
     positions = torch.arange(num_positions, dtype=torch.float32)
-    if config.rope_type == "dynamic":
-        angles = positions[:, None] * _dynamic_frequencies(config, head_dim, num_positions)
-    else:
-        angles = positions[:, None] * _frequencies(config, head_dim)
+    angles = positions[:, None] * _frequencies(config, head_dim)
     scale = _attention_factor(config)
     return torch.cat((angles.cos() * scale, angles.sin() * scale), dim=-1)
 
@@ -133,15 +134,6 @@ def _frequencies(config: RopeConfig, head_dim: int) -> torch.Tensor:
     if config.rope_type == "llama3":
         return _llama3_frequencies(config, frequencies)
     return frequencies
-
-
-def _dynamic_frequencies(config: RopeConfig, head_dim: int, num_positions: int) -> torch.Tensor:
-    """NTK-aware scaling with a base that grows past the trained length, [num_positions, head_dim / 2]."""
-    trained = config.original_max_position
-    lengths = torch.arange(1, num_positions + 1).clamp(min=trained)  # of the sequence that ends at p
-    growth = config.factor * lengths / trained - (config.factor - 1)
-    base = config.theta * growth ** (head_dim / (head_dim - 2))
-    return 1.0 / (base[:, None] ** _exponents(head_dim))
 
 
 def _llama3_frequencies(config: RopeConfig, frequencies: torch.Tensor) -> torch.Tensor:

@@ -61,22 +61,33 @@ class ModelConfig:
 
     @property
     def longest(self) -> int:
-        """The longest sequence for which the model computes full attention alone."""
-        limits = (self.max_position_embeddings, self.sliding_window, self.dual_chunk)
-        return min(limit for limit in limits if limit)
+        """The longest sequence for which the model needs nothing that is not supported."""
+        return min([self.max_position_embeddings, *self._unsupported.values()])
 
-    def check_max_model_len(self, max_model_len: int) -> None:
-        """Raise ValueError if sequences of `max_model_len` tokens need more than full attention."""
+    @property
+    def _unsupported(self) -> dict[str, int]:
+        """What longer sequences need and is not supported, with the lengths up to which nothing needs it."""
+        trained = self.rope.longest_fixed
         kinds = {
             f"sliding window of {self.sliding_window} tokens": self.sliding_window,
             "dual chunk attention (dual_chunk_attention_config)": self.dual_chunk,
+            f"dynamic rope scaling beyond its trained length of {trained} tokens": trained,
         }
-        for kind, limit in kinds.items():
-            if limit is not None and max_model_len > limit:
+        return {kind: limit for kind, limit in kinds.items() if limit is not None}
+
+    @property
+    def why_shorter(self) -> str:
+        """What makes `longest` shorter than `max_position_embeddings`; empty if nothing does."""
+        kinds = self._unsupported
+        return min(kinds, key=kinds.__getitem__) if self.longest < self.max_position_embeddings else ""
+
+    def check_max_model_len(self, max_model_len: int) -> None:
+        """Raise ValueError if sequences of `max_model_len` tokens need what is not supported."""
+        for kind, limit in self._unsupported.items():
+            if max_model_len > limit:
                 raise ValueError(
-                    f"max_model_len={max_model_len} needs this model's {kind}, which is not supported; "
-                    f"full attention is the same up to max_model_len={limit}, use at most "
-                    f"max_model_len={self.longest}"
+                    f"max_model_len={max_model_len} needs this model's {kind}, which is not supported and "
+                    f"changes nothing up to {limit} tokens; use at most max_model_len={self.longest}"
                 )
 
     def check_tensor_parallel_size(self, size: int) -> None:
