@@ -25,6 +25,7 @@ REQUIRED_KEYS: dict[str, tuple[str, ...]] = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "yarn": (),
 }
+LARGEST = 2.0**31  # settings and positions are below
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class RopeConfig:
         unknown type, a missing key, and a value that is not a number.
         """
         rope_type = params.get("rope_type", params.get("type", "default"))
-        if rope_type not in REQUIRED_KEYS:
+        if not isinstance(rope_type, str) or rope_type not in REQUIRED_KEYS:
             raise ValueError(
                 f"rope type {rope_type!r} is not supported; supported: {', '.join(REQUIRED_KEYS)}"
             )
@@ -65,8 +66,10 @@ class RopeConfig:
         def number(key: str, default: float | None) -> Any:
             value = params.get(key)
             if value is None:
-                return default
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+                value = default
+            if value is None:
+                return None
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < LARGEST:
                 raise ValueError(f"rope setting {key!r} must be a number of at least 0, not {value!r}")
             return value
 
@@ -85,14 +88,28 @@ class RopeConfig:
             factor=factor,
             beta_fast=number("beta_fast", 0) or 32.0,
             beta_slow=number("beta_slow", 0) or 1.0,
-            truncate=params.get("truncate", True),
+            truncate=bool(params.get("truncate", True)),
             **{key: number(key, getattr(cls, key)) for key in own},
         )
-        if config.theta <= 0 or config.factor <= 0:
-            raise ValueError(
-                f"rope_theta and factor must be positive, not {config.theta} and {config.factor}"
-            )
+        config._check(max_position_embeddings)
         return config
+
+    def _check(self, stated: int) -> None:
+        """Raise ValueError for values that do not go together, with `stated` positions."""
+        if self.theta <= 0 or self.factor <= 0:
+            raise ValueError(f"rope_theta and factor must be positive, not {self.theta} and {self.factor}")
+        if self.rope_type == "yarn" and self.theta == 1:
+            raise ValueError("rope_theta must not be 1 with rope type 'yarn': no dimension would differ")
+        if self.rope_type == "llama3" and not 0 < self.low_freq_factor < self.high_freq_factor:
+            raise ValueError(
+                "low_freq_factor must be positive and below high_freq_factor, not "
+                f"{self.low_freq_factor} and {self.high_freq_factor}"
+            )
+        if not 1 <= self.max_position(stated) < LARGEST:
+            raise ValueError(
+                f"max_position_embeddings {stated} with the factor {self.factor} must "
+                "be at least 1 and below 2**31"
+            )
 
     @property
     def longest_fixed(self) -> int | None:
