@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from nanovllm.models.loader import GENERATION_FILE, load_generation_config
+from nanovllm.models.files import GENERATION_FILE
+from nanovllm.models.loader import load_generation_config
 from nanovllm.sampling_params import SamplingParams
 
 # The keys that are used, as in vLLM, with the names of their parameters.

@@ -18,6 +18,7 @@ from nanovllm.distributed.group import TPGroup
 from nanovllm.distributed.rendezvous import Rendezvous
 from nanovllm.errors import KVCacheMemoryError
 from nanovllm.models.config import ModelConfig
+from nanovllm.models.files import check_tokenizer_files
 from nanovllm.models.loader import Hub, resolve_model_path, weight_bytes
 from nanovllm.runner.memory import check_weights_fit, fit_kv_cache
 from nanovllm.runner.residency import ResidentModelRunner
@@ -51,6 +52,7 @@ def find_tokenizer(config: Config, model_path: Path) -> PreTrainedTokenizerBase 
     if config.tokenizer is not None or config.tokenizer_revision not in (None, config.revision):
         name = config.model if config.tokenizer is None else config.tokenizer
         path = resolve_model_path(name, _hub(config, config.tokenizer_revision), "tokenizer")
+    check_tokenizer_files(path)
     return load_tokenizer(path, config.trust_remote_code)
 
 
@@ -59,21 +61,24 @@ def _hub(config: Config, revision: str | None) -> Hub:
 
 
 def resolve_max_model_len(asked: int | None, model_config: ModelConfig) -> int:
-    """Return the maximum length of a sequence; None asks for the longest that needs only full attention.
+    """Return the maximum length of a sequence; None asks for the longest that the model supports here.
 
-    Raises ValueError if the model cannot compute that many tokens.
+    A length that is not the one asked for, or not the model's own, is a warning. Raises ValueError if the
+    model cannot compute that many tokens.
     """
-    positions = model_config.max_position_embeddings
-    if asked is None:
-        asked = model_config.longest
-        if asked < positions:
-            why = "the longest sequence that this model computes with full attention alone"
-            logger.info("max_model_len=%d, %s (it has %d positions)", asked, why, positions)
-    if asked > positions:
-        logger.info("max_model_len=%d is lowered to the model's own limit, %d", asked, positions)
-    max_model_len = min(asked, positions)
-    model_config.check_max_model_len(max_model_len)
-    return max_model_len
+    positions, longest = model_config.max_position_embeddings, model_config.longest
+    if asked is not None:
+        model_config.check_max_model_len(asked)
+        if asked > positions:
+            logger.warning("max_model_len is %d, not %d: the model has no more positions", positions, asked)
+        return min(asked, positions)
+    if longest < positions:
+        why = model_config.why_shorter
+        logger.warning(
+            "max_model_len is %d, not the model's %d: longer sequences need its %s, which is not supported",
+            *(longest, positions, why),
+        )
+    return longest
 
 
 def start_ranks(

@@ -17,6 +17,7 @@ from typing import Any
 import xxhash
 
 from nanovllm.jobs.errors import JobRefusedError
+from nanovllm.models.files import model_files
 
 ABOUT = (
     "The state of a `nanovllm run` job. The same command resumes it. Delete this file and the output to "
@@ -27,7 +28,6 @@ JOB_KEYS = ("input", "model", "options", "sampling", "prompt", "format")
 INFORMATIVE = ("path",)  # keys within these that may change too
 CHUNK = 2**20
 SAMPLES = 16  # of a weight file, 64 KiB each
-TEXT_FILES = ("*.json", "*.jinja", "*.model", "*.txt")
 
 
 class Journal:
@@ -200,12 +200,13 @@ def hash_file(path: Path) -> str:
 
 
 def hash_model(folder: Path) -> str:
-    """The same of a model's folder: its small files whole; of weights the name, the size, and SAMPLES pieces
-    spread over the file."""
+    """The same of the files of a model that loading it reads: small files whole; of weights the name, the
+    size, and SAMPLES pieces spread over the file. ModelLoadError if the index of the weights is malformed."""
     digest = xxhash.xxh3_128()
-    for path in sorted({path for pattern in TEXT_FILES for path in folder.glob(pattern)}):
+    small, weights = model_files(folder)
+    for path in small:
         digest.update(f"{path.name} {hash_file(path)}\n".encode())
-    for path in sorted(folder.glob("*.safetensors")):
+    for path in sorted(weights):
         size = path.stat().st_size
         digest.update(f"{path.name} {size}\n".encode())
         with path.open("rb") as file:

@@ -25,6 +25,7 @@ REQUIRED_KEYS: dict[str, tuple[str, ...]] = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "yarn": (),
 }
+LARGEST = 2.0**31  # settings and positions are below
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class RopeConfig:
         unknown type, a missing key, and a value that is not a number.
         """
         rope_type = params.get("rope_type", params.get("type", "default"))
-        if rope_type not in REQUIRED_KEYS:
+        if not isinstance(rope_type, str) or rope_type not in REQUIRED_KEYS:
             raise ValueError(
                 f"rope type {rope_type!r} is not supported; supported: {', '.join(REQUIRED_KEYS)}"
             )
@@ -65,14 +66,16 @@ class RopeConfig:
         def number(key: str, default: float | None) -> Any:
             value = params.get(key)
             if value is None:
-                return default
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+                value = default
+            if value is None:
+                return None
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < LARGEST:
                 raise ValueError(f"rope setting {key!r} must be a number of at least 0, not {value!r}")
             return value
 
         original = number("original_max_position_embeddings", max_position_embeddings)
         if rope_type == "dynamic":
-            original = max_position_embeddings  # from this length on transformers grows the base
+            original = max_position_embeddings  # beyond this length transformers grows the base
         if original <= 0:
             raise ValueError(f"original_max_position_embeddings must be positive, not {original}")
         # In a yarn config without a factor, the factor is the ratio of the two lengths.
@@ -85,14 +88,33 @@ class RopeConfig:
             factor=factor,
             beta_fast=number("beta_fast", 0) or 32.0,
             beta_slow=number("beta_slow", 0) or 1.0,
-            truncate=params.get("truncate", True),
+            truncate=bool(params.get("truncate", True)),
             **{key: number(key, getattr(cls, key)) for key in own},
         )
-        if config.theta <= 0 or config.factor <= 0:
-            raise ValueError(
-                f"rope_theta and factor must be positive, not {config.theta} and {config.factor}"
-            )
+        config._check(max_position_embeddings)
         return config
+
+    def _check(self, stated: int) -> None:
+        """Raise ValueError for values that do not go together, with `stated` positions."""
+        if self.theta <= 0 or self.factor <= 0:
+            raise ValueError(f"rope_theta and factor must be positive, not {self.theta} and {self.factor}")
+        if self.rope_type == "yarn" and self.theta == 1:
+            raise ValueError("rope_theta must not be 1 with rope type 'yarn': no dimension would differ")
+        if self.rope_type == "llama3" and not 0 < self.low_freq_factor < self.high_freq_factor:
+            raise ValueError(
+                "low_freq_factor must be positive and below high_freq_factor, not "
+                f"{self.low_freq_factor} and {self.high_freq_factor}"
+            )
+        if not 1 <= self.max_position(stated) < LARGEST:
+            raise ValueError(
+                f"max_position_embeddings {stated} with the factor {self.factor} must "
+                "be at least 1 and below 2**31"
+            )
+
+    @property
+    def longest_fixed(self) -> int | None:
+        """In longer sequences the angle of a position depends on their length; None: it never does."""
+        return self.original_max_position if self.rope_type == "dynamic" else None
 
     def max_position(self, stated: int) -> int:
         """The longest sequence that the scaling supports, if the config states `stated` positions."""
@@ -106,15 +128,11 @@ class RopeConfig:
 def rope_table(config: RopeConfig, head_dim: int, num_positions: int) -> torch.Tensor:
     """Return [num_positions, head_dim] float32 on the CPU: head_dim / 2 cosines, then head_dim / 2 sines.
 
-    The same numbers as transformers' `modeling_rope_utils`. "dynamic" depends on the length of the sequence:
-    position p is rotated as in a sequence that ends with p, as in transformers when it decodes token by
-    token. So a cached key never has to be rotated again.
+    The same numbers as transformers' `modeling_rope_utils`. Those of "dynamic" hold up to `longest_fixed`: in
+    a longer sequence every token changes them all, and a cache of rotated keys cannot follow.
     """
     positions = torch.arange(num_positions, dtype=torch.float32)
-    if config.rope_type == "dynamic":
-        angles = positions[:, None] * _dynamic_frequencies(config, head_dim, num_positions)
-    else:
-        angles = positions[:, None] * _frequencies(config, head_dim)
+    angles = positions[:, None] * _frequencies(config, head_dim)
     scale = _attention_factor(config)
     return torch.cat((angles.cos() * scale, angles.sin() * scale), dim=-1)
 
@@ -133,15 +151,6 @@ def _frequencies(config: RopeConfig, head_dim: int) -> torch.Tensor:
     if config.rope_type == "llama3":
         return _llama3_frequencies(config, frequencies)
     return frequencies
-
-
-def _dynamic_frequencies(config: RopeConfig, head_dim: int, num_positions: int) -> torch.Tensor:
-    """NTK-aware scaling with a base that grows past the trained length, [num_positions, head_dim / 2]."""
-    trained = config.original_max_position
-    lengths = torch.arange(1, num_positions + 1).clamp(min=trained)  # of the sequence that ends at p
-    growth = config.factor * lengths / trained - (config.factor - 1)
-    base = config.theta * growth ** (head_dim / (head_dim - 2))
-    return 1.0 / (base[:, None] ** _exponents(head_dim))
 
 
 def _llama3_frequencies(config: RopeConfig, frequencies: torch.Tensor) -> torch.Tensor:

@@ -13,6 +13,9 @@ from nanovllm.layers.linear import can_split_heads
 from nanovllm.layers.rotary_embedding import RopeConfig
 
 SUPPORTED_DTYPES = ("float32", "bfloat16", "float16")
+SUPPORTED_LAYERS = ("full_attention", "sliding_attention")
+MAX_RANKS = 1024  # tensor_parallel_size up to this is proposed in an error
+MAX_ELEMENTS = 2**48  # of one weight
 
 # Keys of config.json for features that the decoder does not have, each with the values that turn them off.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -61,22 +64,33 @@ class ModelConfig:
 
     @property
     def longest(self) -> int:
-        """The longest sequence for which the model computes full attention alone."""
-        limits = (self.max_position_embeddings, self.sliding_window, self.dual_chunk)
-        return min(limit for limit in limits if limit)
+        """The longest sequence for which the model needs nothing that is not supported."""
+        return min([self.max_position_embeddings, *self._unsupported.values()])
 
-    def check_max_model_len(self, max_model_len: int) -> None:
-        """Raise ValueError if sequences of `max_model_len` tokens need more than full attention."""
+    @property
+    def _unsupported(self) -> dict[str, int]:
+        """What longer sequences need and is not supported, with the lengths up to which nothing needs it."""
+        trained = self.rope.longest_fixed
         kinds = {
             f"sliding window of {self.sliding_window} tokens": self.sliding_window,
             "dual chunk attention (dual_chunk_attention_config)": self.dual_chunk,
+            f"dynamic rope scaling beyond its trained length of {trained} tokens": trained,
         }
-        for kind, limit in kinds.items():
-            if limit is not None and max_model_len > limit:
+        return {kind: limit for kind, limit in kinds.items() if limit is not None}
+
+    @property
+    def why_shorter(self) -> str:
+        """What makes `longest` shorter than `max_position_embeddings`; empty if nothing does."""
+        kinds = self._unsupported
+        return min(kinds, key=kinds.__getitem__) if self.longest < self.max_position_embeddings else ""
+
+    def check_max_model_len(self, max_model_len: int) -> None:
+        """Raise ValueError if sequences of `max_model_len` tokens need what is not supported."""
+        for kind, limit in self._unsupported.items():
+            if max_model_len > limit:
                 raise ValueError(
-                    f"max_model_len={max_model_len} needs this model's {kind}, which is not supported; "
-                    f"full attention is the same up to max_model_len={limit}, use at most "
-                    f"max_model_len={self.longest}"
+                    f"max_model_len={max_model_len} needs this model's {kind}, which is not supported and "
+                    f"changes nothing up to {limit} tokens; use at most max_model_len={self.longest}"
                 )
 
     def check_tensor_parallel_size(self, size: int) -> None:
@@ -87,7 +101,9 @@ class ModelConfig:
             return heads_fit and self.intermediate_size % ranks == 0
 
         if not fits(size):
-            sizes = ", ".join(str(ranks) for ranks in range(1, self.num_heads + 1) if fits(ranks))
+            sizes = ", ".join(
+                str(ranks) for ranks in range(1, min(self.num_heads, MAX_RANKS) + 1) if fits(ranks)
+            )
             raise ValueError(
                 f"tensor_parallel_size={size} does not divide this model's {self.num_heads} query heads, "
                 f"{self.num_kv_heads} KV heads (or is not a multiple of them) and intermediate size "
@@ -112,6 +128,8 @@ class HFConfig:
         value = self.get(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"config.json: {key} must be a positive integer, not {value!r}")
+        if value >= 2**31:
+            raise ValueError(f"config.json: {key} must be below 2**31, not {value!r}")
         return value
 
     def boolean(self, key: str) -> bool:
@@ -120,6 +138,11 @@ class HFConfig:
         if not isinstance(value, bool):
             raise ValueError(f"config.json: {key} must be true or false, not {value!r}")
         return value
+
+
+def window_length(hf: HFConfig) -> int | None:
+    """The sliding window; a missing key means 4,096, null means none."""
+    return None if hf.raw.get("sliding_window", 4096) is None else hf.integer("sliding_window", 4096)
 
 
 @dataclass(frozen=True)
@@ -152,6 +175,12 @@ class ModelFamily:
             )
         if head_dim % 2 or head_dim < 4:
             raise ValueError(f"config.json: head_dim must be even and at least 4, not {head_dim}")
+        intermediate_size, vocab_size = hf.integer("intermediate_size"), hf.integer("vocab_size")
+        if hidden_size * max(vocab_size, 2 * intermediate_size, 3 * num_heads * head_dim) > MAX_ELEMENTS:
+            raise ValueError(
+                f"config.json: hidden_size {hidden_size} with vocab_size {vocab_size}, intermediate_size "
+                f"{intermediate_size} or num_attention_heads {num_heads} gives weights that no memory holds"
+            )
         stated_positions = hf.integer("max_position_embeddings")
         rope = _rope_config(hf, stated_positions)
         biases = {
@@ -160,9 +189,9 @@ class ModelFamily:
         }
         return ModelConfig(
             architecture=architecture,
-            vocab_size=hf.integer("vocab_size"),
+            vocab_size=vocab_size,
             hidden_size=hidden_size,
-            intermediate_size=hf.integer("intermediate_size"),
+            intermediate_size=intermediate_size,
             num_layers=hf.integer("num_hidden_layers"),
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
@@ -203,10 +232,12 @@ def _refuse_unsupported(hf: HFConfig) -> None:
         raise ValueError(
             f"config.json: hidden_act {hf.get('hidden_act')!r} is not supported; supported: 'silu'"
         )
-    if hf.get("quantization_config") is not None:
+    if (quantization := hf.get("quantization_config")) is not None:
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
         raise ValueError(
-            "config.json: quantization_config is set, and quantised checkpoints are not supported; "
-            "use the model's bfloat16, float16 or float32 checkpoint"
+            f"config.json: the weights are quantised (quantization_config: quant_method {method!r}), and "
+            "quantised checkpoints are not supported; use the model's bfloat16, float16 or float32 "
+            "checkpoint, on the hub usually the one without a suffix such as AWQ, GPTQ, FP8 or bnb-4bit"
         )
     for key, neutral in NEUTRAL.items():
         if not any(hf.get(key) == value for value in neutral):
@@ -214,10 +245,11 @@ def _refuse_unsupported(hf: HFConfig) -> None:
                 f"config.json: {key} {hf.get(key)!r} is not supported; supported: "
                 f"{', '.join(map(repr, neutral))}, which change nothing"
             )
-    kinds = set(hf.get("layer_types", [])) - {"full_attention", "sliding_attention"}
-    if kinds:
+    kinds = hf.get("layer_types", [])
+    if not isinstance(kinds, list) or not all(kind in SUPPORTED_LAYERS for kind in kinds):
+        other = [kind for kind in kinds if kind not in SUPPORTED_LAYERS] if isinstance(kinds, list) else kinds
         raise ValueError(
-            f"config.json: layer_types {sorted(kinds)} are not supported; supported: full attention"
+            f"config.json: layer_types {other!r} are not supported; supported: {', '.join(SUPPORTED_LAYERS)}"
         )
 
 
@@ -258,7 +290,10 @@ def _rope_config(hf: HFConfig, max_position_embeddings: int) -> RopeConfig:
         raise ValueError(
             f"config.json: partial_rotary_factor {rotary_share} is not supported; supported: 1.0"
         )
-    return RopeConfig.from_dict(params, hf.get("rope_theta", 10000.0), max_position_embeddings)
+    try:
+        return RopeConfig.from_dict(params, hf.get("rope_theta", 10000.0), max_position_embeddings)
+    except ValueError as error:
+        raise ValueError(f"config.json: {error}") from None
 
 
 def _positive_float(hf: HFConfig, key: str) -> float:

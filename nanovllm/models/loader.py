@@ -5,13 +5,12 @@ Checks every file's header before it copies the first weight. Each rank reads on
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import zlib
-from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,17 +23,24 @@ from nanovllm.errors import ModelLoadError
 from nanovllm.layers.weights import WeightOptions
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import DecoderForCausalLM
+from nanovllm.models.files import (
+    CONFIG_FILE,
+    GENERATION_FILE,
+    INDEX_FILE,
+    LFS_POINTER,
+    check_no_pointer,
+    listing,
+    read_json,
+    regular_files,
+    shortened,
+    weight_files,
+)
 from nanovllm.models.registry import get_family, supported_architectures
 from nanovllm.quantization.shards import FLOATS, WeightSlice
 
-CONFIG_FILE = "config.json"
-GENERATION_FILE = "generation_config.json"
-WEIGHTS_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
 TOKENIZER_PATTERNS = ["*.json", "*.jinja", "*.model", "*.txt"]
 HUB_IGNORED = ["*/*", "consolidated*"]  # other formats of the same weights
 HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
-MAX_LISTED = 40  # maximum names of one kind in an error message
 TIED_HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 UNSUPPORTED_FILES = {  # unsupported files, with what to do instead
     "*.bin": "convert them to safetensors",
@@ -42,6 +48,7 @@ UNSUPPORTED_FILES = {  # unsupported files, with what to do instead
     "*.gguf": "pass the safetensors checkpoint that they were made from",
     "adapter_config.json": "merge the adapter into its base model first (peft's merge_and_unload)",
 }
+LAYER = re.compile(r"model\.layers\.(\d+)\.")
 ROTARY = ".rotary_emb.inv_freq"  # in old checkpoints; computed from the config
 
 
@@ -105,7 +112,7 @@ def load_generation_config(folder: str | Path) -> dict[str, Any]:
     Raises ModelLoadError if it is unreadable.
     """
     file = Path(folder) / GENERATION_FILE
-    return _read_json(file) if file.is_file() else {}
+    return read_json(file) if file.is_file() else {}
 
 
 def load_model_config(
@@ -128,20 +135,24 @@ def load_model_config(
         raise ModelLoadError(
             f"{folder} has no {CONFIG_FILE}, as a model folder in Hugging Face format has{_unread(folder)}"
         )
-    raw = _read_json(folder / CONFIG_FILE) | dict(overrides or {})
+    raw = read_json(folder / CONFIG_FILE) | dict(overrides or {})
     if generation is None:
         generation = load_generation_config(folder)
     architectures = raw.get("architectures")
-    if not isinstance(architectures, list) or len(architectures) != 1:
+    if (
+        not isinstance(architectures, list)
+        or len(architectures) != 1
+        or not isinstance(architectures[0], str)
+    ):
         raise ValueError(
-            f"{folder / CONFIG_FILE}: architectures must name one model, not {architectures!r}; "
+            f"{folder / CONFIG_FILE}: architectures must name one model, not {shortened(architectures)}; "
             f"supported: {', '.join(supported_architectures())}"
         )
     try:
         return get_family(architectures[0]).model_config(architectures[0], raw, generation)
     except ValueError as error:
         changed = f" (with hf_overrides={dict(overrides)!r})" if overrides else ""
-        raise ValueError(f"{folder}: {error}{changed}") from None
+        raise ValueError(f"{folder}: {shortened(error)}{changed}") from None
 
 
 def check_weights(config: ModelConfig, folder: str | Path) -> None:
@@ -150,15 +161,21 @@ def check_weights(config: ModelConfig, folder: str | Path) -> None:
     Raises ModelLoadError like `load_weights`, so that a wrong checkpoint is found before a device is used.
     """
     with ExitStack() as stack:
-        _checked_tensors(_unallocated(config, TPGroup(), torch.float32), Path(folder), stack)
+        tensors = _open_checkpoint(Path(folder), stack)
+        _check_layers(
+            config, tensors, Path(folder)
+        )  # first, because the model is as large as the config says
+        _checked_tensors(_unallocated(config, TPGroup(), torch.float32), tensors, Path(folder))
 
 
 def weight_bytes(config: ModelConfig, tp: TPGroup, dtype: torch.dtype) -> int:
     """Return the size of a rank's weights in bytes; padding makes it the same on every rank.
 
-    Raises ValueError if `tp` cannot split the model.
+    Computed from one layer, because all are alike. Raises ValueError if `tp` cannot split the model.
     """
-    return sum(parameter.nbytes for parameter in _unallocated(config, tp, dtype).parameters())
+    model = _unallocated(replace(config, num_layers=1), tp, dtype)
+    one, layer = (sum(each.nbytes for each in part.parameters()) for part in (model, model.model.layers))
+    return one + (config.num_layers - 1) * layer
 
 
 def _unallocated(config: ModelConfig, tp: TPGroup, dtype: torch.dtype) -> DecoderForCausalLM:
@@ -181,7 +198,9 @@ def load_weights(
     """
     slots = model.weight_slots()
     with ExitStack() as stack:
-        tensors, tied_head = _checked_tensors(model, Path(folder), stack)
+        found = _open_checkpoint(Path(folder), stack)
+        _check_layers(model.config, found, Path(folder))
+        tensors, tied_head = _checked_tensors(model, found, Path(folder))
         if tied_head is not None and not torch.equal(tied_head[:], tensors[EMBEDDING][:]):
             raise ModelLoadError(
                 f"{folder}: {TIED_HEAD} differs from {EMBEDDING}, but {CONFIG_FILE} says they are the same; "
@@ -221,22 +240,23 @@ def init_dummy_weights(
     model.finish_loading()
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelLoadError(f"{path} cannot be read as JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ModelLoadError(f"{path} must hold a JSON object, not {type(content).__name__}")
-    return content
+def _check_layers(config: ModelConfig, tensors: Mapping[str, WeightSlice], folder: Path) -> None:
+    """Raise ModelLoadError if the checkpoint has fewer layers than its config says: a model of so many layers
+    takes long to build, even without memory."""
+    layers = {match[1] for match in map(LAYER.match, tensors) if match}
+    if config.num_layers > len(layers):
+        has = f"{len(layers)} layers" if layers else f"no model.layers.N, but {listing(tensors) or 'nothing'}"
+        raise ModelLoadError(
+            f"{folder}: {CONFIG_FILE} says num_hidden_layers={config.num_layers}, and the weights have "
+            f"{has}; use the files of one model"
+        )
 
 
 def _checked_tensors(
-    model: DecoderForCausalLM, folder: Path, stack: ExitStack
+    model: DecoderForCausalLM, found: Mapping[str, WeightSlice], folder: Path
 ) -> tuple[dict[str, WeightSlice], WeightSlice | None]:
-    """Open the checkpoint and check that it holds the tensors of `model`; return these, and a tied head if
-    there is one."""
-    tensors: dict[str, Any] = _open_checkpoint(folder, stack)
+    """Check that a checkpoint holds the tensors of `model`; return these, and a tied head if there is one."""
+    tensors: dict[str, Any] = dict(found)
     tied_head = tensors.pop(TIED_HEAD, None) if model.config.tie_word_embeddings else None
     for name in [name for name in tensors if name.endswith(ROTARY)]:
         del tensors[name]
@@ -246,15 +266,15 @@ def _checked_tensors(
         "missing": [name for name in shards if name not in tensors],
         "unexpected": [name for name in tensors if name not in shards],
         "wrong shape": [
-            f"{name} is {wrong}" for name, shard, tensor in both if (wrong := shard.wrong_shape(tensor))
+            f"{name} is {is_}" for name, shard, tensor in both if (is_ := shard.wrong_shape(tensor))
         ],
         "not floating point (quantised checkpoints are not supported)": [
-            f"{name} is {wrong}" for name, shard, tensor in both if (wrong := shard.wrong_dtype(tensor))
+            f"{name} is {is_}" for name, shard, tensor in both if (is_ := shard.wrong_dtype(tensor))
         ],
     }
-    found = [f"{len(names)} {kind}: {_listing(names)}" for kind, names in problems.items() if names]
-    if found:
-        raise ModelLoadError(f"{folder}: the weights do not match {CONFIG_FILE}. " + ". ".join(found))
+    wrong = [f"{len(names)} {kind}: {listing(names)}" for kind, names in problems.items() if names]
+    if wrong:
+        raise ModelLoadError(f"{folder}: the weights do not match {CONFIG_FILE}. " + ". ".join(wrong))
     return tensors, tied_head
 
 
@@ -262,56 +282,34 @@ def _open_checkpoint(folder: Path, stack: ExitStack) -> dict[str, WeightSlice]:
     """Open every weight file, which checks its header and length, and return the tensors by name."""
     tensors: dict[str, WeightSlice] = {}
     owners: dict[str, str] = {}
-    for file_name, indexed in _weight_files(folder).items():
+    files = weight_files(folder)
+    if not files:
+        raise ModelLoadError(f"{folder} holds no *.safetensors weights{_unread(folder)}")
+    for file_name, indexed in files.items():
         path = folder / file_name
         try:
             opened = stack.enter_context(safe_open(path, framework="pt"))
             slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (no mapping)
         except (OSError, SafetensorError) as error:
+            with suppress(OSError), path.open("rb") as file:
+                check_no_pointer(path, file.read(len(LFS_POINTER)))
             raise ModelLoadError(
-                f"{path} cannot be read, is it complete? {type(error).__name__}: {error}"
+                f"{path} cannot be read, is it complete? {type(error).__name__}: {shortened(error)}"
             ) from error
         absent = sorted(indexed - slices.keys())
         if absent:
-            raise ModelLoadError(f"{path} lacks tensors that {INDEX_FILE} lists for it: {_listing(absent)}")
+            raise ModelLoadError(f"{path} lacks tensors that {INDEX_FILE} lists for it: {listing(absent)}")
         twice = sorted(slices.keys() & owners.keys())
         if twice:
-            raise ModelLoadError(f"{path} has tensors that {owners[twice[0]]} has too: {_listing(twice)}")
+            raise ModelLoadError(f"{path} has tensors that {owners[twice[0]]} has too: {listing(twice)}")
         owners.update(dict.fromkeys(slices, file_name))
         tensors.update(slices)
     return tensors
 
 
-def _weight_files(folder: Path) -> dict[str, set[str]]:
-    """Return {weight file: tensors that the index lists for it}."""
-    if (folder / WEIGHTS_FILE).is_file():
-        return {WEIGHTS_FILE: set()}
-    files: dict[str, set[str]] = {}
-    if (folder / INDEX_FILE).is_file():
-        weight_map = _read_json(folder / INDEX_FILE).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise ModelLoadError(f"{folder / INDEX_FILE} has no weight_map")
-        for name, file_name in weight_map.items():
-            files.setdefault(file_name, set()).add(name)
-        absent = sorted(file_name for file_name in files if not (folder / file_name).is_file())
-        if absent:
-            raise ModelLoadError(f"{folder}: {INDEX_FILE} names files that do not exist: {_listing(absent)}")
-    else:
-        files = {path.name: set() for path in sorted(folder.glob("*.safetensors"))}
-    if not files:
-        raise ModelLoadError(f"{folder} holds no *.safetensors weights{_unread(folder)}")
-    return files
-
-
 def _unread(folder: Path) -> str:
     """A hint about unsupported files in `folder`; an empty string if there are none."""
     for pattern, fix in UNSUPPORTED_FILES.items():
-        if names := sorted(path.name for path in folder.glob(pattern)):
-            return f"; it has {_listing(names)}, which is not read: {fix}"
+        if names := [path.name for path in regular_files(folder, [pattern])]:
+            return f"; it has {listing(names)}, which is not read: {fix}"
     return ""
-
-
-def _listing(names: Iterable[str]) -> str:
-    listed = list(names)
-    more = f" and {len(listed) - MAX_LISTED} more" if len(listed) > MAX_LISTED else ""
-    return ", ".join(listed[:MAX_LISTED]) + more

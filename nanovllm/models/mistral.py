@@ -2,15 +2,8 @@
 
 from __future__ import annotations
 
-from nanovllm.models.config import HFConfig, ModelFamily
+from nanovllm.models.config import ModelFamily, window_length
 from nanovllm.models.llama import LLAMA
-
-
-def mistral_window(hf: HFConfig) -> int | None:
-    """The sliding window; a missing key means 4,096, null means none."""
-    window: int | None = hf.raw.get("sliding_window", 4096)
-    return window
-
 
 MISTRAL = ModelFamily(
     defaults={
@@ -19,5 +12,5 @@ MISTRAL = ModelFamily(
         "num_key_value_heads": 8,
         "max_position_embeddings": 4096 * 32,
     },
-    sliding_window=mistral_window,
+    sliding_window=window_length,
 )

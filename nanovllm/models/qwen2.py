@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nanovllm.models.config import HFConfig, ModelFamily
+from nanovllm.models.config import HFConfig, ModelFamily, window_length
 
 QWEN_DEFAULTS = {
     "vocab_size": 151936,
@@ -19,12 +19,14 @@ QWEN_DEFAULTS = {
 
 def qwen_window(hf: HFConfig) -> int | None:
     """The sliding window, if the config enables it and a layer uses it."""
-    window: int | None = hf.raw.get("sliding_window", 4096)
-    if not hf.boolean("use_sliding_window") or window is None:
+    if not hf.boolean("use_sliding_window") or (window := window_length(hf)) is None:
         return None
     layer_types = hf.get("layer_types")
     if layer_types is None:
-        used = hf.integer("num_hidden_layers") > hf.raw.get("max_window_layers", 28)
+        first = hf.get("max_window_layers", 28)
+        if isinstance(first, bool) or not isinstance(first, int):
+            raise ValueError(f"config.json: max_window_layers must be an integer, not {first!r}")
+        used = hf.integer("num_hidden_layers") > first
     else:
         used = "sliding_attention" in layer_types
     return window if used else None

@@ -89,7 +89,8 @@ class ReplicatedEngine(LLMEngine):
         devices = Device(config.device).ranks(size, config.data_parallel_size)
         self._requests = RemoteRequests(self._processor, config.seed)
         self._last_stats: dict[int, StepStats] = {}  # by number of the replica
-        self._replicas = Replicas([replace(config, device=device) for device in devices[::size]])
+        own = replace(config, max_model_len=max_model_len)  # resolved, and what it differs in is said once
+        self._replicas = Replicas([replace(own, device=device) for device in devices[::size]])
         try:
             room = self._replicas.smallest
             self._scheduler = Scheduler(

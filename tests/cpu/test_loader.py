@@ -249,12 +249,17 @@ DIFFERS = r"lm_head\.weight differs from model\.embed_tokens\.weight.*tie_word_e
 @pytest.mark.parametrize(
     ("written", "stated", "message"),
     [
-        ({}, {"num_hidden_layers": 8}, r"66 missing: .*model\.layers\.2\..* and 26 more"),
+        ({}, {"num_hidden_layers": 8}, "says num_hidden_layers=8, and the weights have 2 layers; use the"),
+        (
+            {"num_hidden_layers": 6},
+            {"num_hidden_layers": 2},
+            r"44 unexpected: .*model\.layers\.2\..* and 4 more",
+        ),
         ({"attention_bias": True}, {"attention_bias": False}, r"8 unexpected: .*q_proj\.bias"),
         ({}, {"tie_word_embeddings": True}, DIFFERS),
         ({"tie_word_embeddings": True}, {"tie_word_embeddings": False}, "1 missing: lm_head.weight"),
     ],
-    ids=["a long list, which is cut", "a bias", "a head that differs", "no head"],
+    ids=["too few layers", "a long list, which is cut", "a bias", "a head that differs", "no head"],
 )
 def test_weights_of_another_config_are_refused(
     tmp_path: Path, written: dict[str, Any], stated: dict[str, Any], message: str

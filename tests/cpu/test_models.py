@@ -169,11 +169,24 @@ def test_rope_types(tmp_path: Path, family: str, rope_type: str) -> None:
     check_against_transformers(write_tiny_model(tmp_path, family, rope_parameters=rope))
 
 
-def test_dynamic_rope_across_the_trained_length(tmp_path: Path) -> None:
+def test_dynamic_rope_ends_at_the_trained_length(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Beyond it every new token changes the rotation of all keys in transformers."""
     rope = ROPE_TYPES["dynamic"] | {"rope_theta": 500.0}
     folder = write_tiny_model(tmp_path, "llama", rope_parameters=rope, max_position_embeddings=16)
-    assert load_model_config(folder).max_position_embeddings == 32
-    assert greedy(load(folder, max_model_len=32), PROMPT, 20) == transformers_greedy(folder, PROMPT, 20)
+    config = load_model_config(folder)
+    assert (config.max_position_embeddings, config.longest) == (32, 16)
+    assert resolve_max_model_len(None, config) == 16
+    beyond = "dynamic rope scaling beyond its trained length of 16 tokens, which is not supported"
+    assert f"max_model_len is 16, not the model's 32: longer sequences need its {beyond}" in caplog.text
+    for asked in (17, 32, 99):
+        with pytest.raises(
+            ValueError, match=f"max_model_len={asked} needs this model's {beyond}.* use at most"
+        ):
+            resolve_max_model_len(asked, config)
+    prompt = [*PROMPT, 3, 55, 41, 9, 70]  # as long as the trained length
+    found, expected = forward(load(folder, max_model_len=16), prompt), transformers_logits(folder, prompt)
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    assert greedy(load(folder, max_model_len=16), PROMPT, 5) == transformers_greedy(folder, PROMPT, 5)
 
 
 def test_sharded_bfloat16_checkpoint(tmp_path: Path) -> None:
@@ -268,76 +281,6 @@ def test_what_is_not_supported_is_refused(tmp_path: Path, changes: dict[str, Any
     with pytest.raises(ValueError, match=message) as caught:
         load_model_config(folder)
     assert str(folder) in str(caught.value)
-
-
-def test_max_model_len() -> None:
-    config = get_family("LlamaForCausalLM").model_config("X", {"max_position_embeddings": 100})
-    assert [resolve_max_model_len(asked, config) for asked in (None, 99, 100, 101)] == [100, 99, 100, 100]
-
-
-@pytest.mark.parametrize(
-    ("architecture", "raw", "window"),
-    [
-        ("MistralForCausalLM", {}, 4096),
-        ("MistralForCausalLM", {"sliding_window": 64}, 64),
-        ("MistralForCausalLM", {"sliding_window": None}, None),
-        ("LlamaForCausalLM", {"sliding_window": 64}, None),
-        ("Qwen2ForCausalLM", {"sliding_window": 64}, None),
-        ("Qwen2ForCausalLM", {"sliding_window": 64, "use_sliding_window": True}, 64),
-        (
-            "Qwen2ForCausalLM",
-            {"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 32},
-            None,
-        ),
-        ("Qwen3ForCausalLM", {"sliding_window": None, "use_sliding_window": True}, None),
-        ("Qwen3ForCausalLM", {"use_sliding_window": True, "layer_types": ["full_attention"]}, None),
-        ("Qwen3ForCausalLM", {"use_sliding_window": True, "layer_types": ["sliding_attention"]}, 4096),
-    ],
-)
-def test_sliding_window_limits_the_length(architecture: str, raw: dict[str, Any], window: int | None) -> None:
-    config = get_family(architecture).model_config(architecture, raw)
-    assert config.sliding_window == window
-    if window is None:
-        config.check_max_model_len(config.max_position_embeddings)
-    else:
-        config.check_max_model_len(window)
-        with pytest.raises(ValueError, match=f"sliding window of {window} tokens.* max_model_len={window}"):
-            config.check_max_model_len(window + 1)
-
-
-QWEN_1M = {"chunk_size": 262144, "local_size": 8192, "original_max_position_embeddings": 262144}
-
-
-@pytest.mark.parametrize(
-    ("changes", "longest"),
-    [
-        ({}, 253952),
-        ({"original_max_position_embeddings": 32768}, 32768),
-        ({"original_max_position_embeddings": 0}, 253952),
-        ({"sparse_attention_enabled": True}, 32768),
-        ({"sparse_attention_enabled": True, "sparse_attention_threshold": 1000}, 1000),
-    ],
-)
-def test_dual_chunk_attention_limits_the_length(changes: dict[str, Any], longest: int) -> None:
-    raw = {"max_position_embeddings": 1010000, "dual_chunk_attention_config": QWEN_1M | changes}
-    config = get_family("Qwen2ForCausalLM").model_config("X", raw)
-    assert config.longest == longest
-    config.check_max_model_len(longest)
-    message = rf"max_model_len={longest + 1} needs .*dual_chunk_attention_config.*max_model_len={longest}$"
-    with pytest.raises(ValueError, match=message):
-        config.check_max_model_len(longest + 1)
-
-
-def test_the_longest_sequence_meets_all_limits() -> None:
-    raw = {"max_position_embeddings": 1000, "sliding_window": 300}
-    family = get_family("MistralForCausalLM")
-    assert family.model_config("X", raw).longest == 300
-    chunks = {"dual_chunk_attention_config": {"chunk_size": 250, "local_size": 50}}
-    config = family.model_config("X", raw | chunks)
-    assert config.longest == 200
-    with pytest.raises(ValueError, match=r"sliding window of 300 tokens.* use at most max_model_len=200"):
-        config.check_max_model_len(301)
-    assert family.model_config("X", raw | {"sliding_window": None}).longest == 1000
 
 
 @pytest.mark.parametrize("family", FAMILIES)

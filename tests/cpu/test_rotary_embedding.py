@@ -69,17 +69,18 @@ def test_rope_table_is_that_of_transformers(name: str, theta: float, head_dim: i
     assert torch.equal(table[positions], torch.cat((cos[0, :, :half], sin[0, :, :half]), -1))
 
 
-def test_dynamic_rope_is_that_of_transformers_fed_token_by_token() -> None:
-    stated, length = 32, 100
+@pytest.mark.parametrize("length", [1, 20, 32])
+def test_dynamic_rope_is_that_of_transformers_up_to_the_trained_length(length: int) -> None:
+    stated = 32
     module, config = transformers_rope({"rope_type": "dynamic", "factor": 2.0}, 10000.0, 16, stated)
-    table = rope_table(config, 16, length)
-    for position in range(length):
-        cos, sin = module(torch.empty(0), torch.tensor([[position]]))
-        expected = torch.cat((cos[0, 0, :8], sin[0, 0, :8]))
-        torch.testing.assert_close(table[position], expected, atol=2e-6, rtol=0)
-    plain = rope_table(RopeConfig(), 16, length)
-    torch.testing.assert_close(table[:stated], plain[:stated], atol=2e-6, rtol=0)
-    assert (table[stated + 1 :] - plain[stated + 1 :]).abs().amax(-1).min() > 1e-3
+    assert config.longest_fixed == stated
+    cos, sin = module(torch.empty(0), torch.arange(length)[None])
+    expected = torch.cat((cos[0, :, :8], sin[0, :, :8]), -1)
+    torch.testing.assert_close(rope_table(config, 16, length), expected, atol=2e-6, rtol=0)
+    # One token more, and transformers rotates all positions by other angles.
+    longer, _ = module(torch.empty(0), torch.arange(stated + 1)[None])
+    plain = rope_table(config, 16, stated)[:, :8]
+    assert (longer[0, :stated, :8] - plain).abs().amax(-1)[1:].min() > 1e-5
 
 
 def test_rope_lengths_and_inferred_values() -> None:
