@@ -20,7 +20,7 @@ from nanovllm.jobs.errors import JobRefusedError, refusing
 from nanovllm.jobs.formats import check_can_write, is_exported, open_source
 from nanovllm.jobs.journal import hash_file, own_file
 from nanovllm.jobs.openai_batch import OpenAIFormat, looks_like_batch
-from nanovllm.jobs.params import ParamsMaker
+from nanovllm.jobs.params import ParamsMaker, job_params
 from nanovllm.jobs.sources import Source
 from nanovllm.jobs.tasks import DEFAULTS, Columns, PlainFormat, RowFormat
 from nanovllm.sampling_params import SamplingParams
@@ -114,12 +114,15 @@ def columns_of(args: argparse.Namespace) -> Columns:
     return Columns(args.prompt_column, args.template, args.messages_column, args.id_column)
 
 
-def make_format(args: argparse.Namespace, is_batch: bool, params: SamplingParams, seed: int) -> RowFormat:
-    """Return the format of the rows. params: for rows without their own. seed: the engine's."""
-    maker = ParamsMaker(params, seed)
-    if is_batch:
-        return OpenAIFormat(maker, Path(args.model or "").name)
-    return PlainFormat(maker, columns_of(args))
+def make_format(
+    args: argparse.Namespace, is_batch: bool, recommended: SamplingParams | None, seed: int
+) -> RowFormat:
+    """Return the format of the rows. recommended: the model's sampling parameters. seed: the engine's."""
+    kind = OpenAIFormat if is_batch else PlainFormat
+    maker = ParamsMaker(job_params(args.sampling, recommended, kind.default_params), seed)
+    return (
+        OpenAIFormat(maker, Path(args.model or "").name) if is_batch else PlainFormat(maker, columns_of(args))
+    )
 
 
 def describe(

@@ -26,7 +26,6 @@ from nanovllm.jobs.formats import export
 from nanovllm.jobs.job import check_output, describe, input_file, make_format, open_job, rows_path
 from nanovllm.jobs.journal import Journal, hash_file, hash_model, locked
 from nanovllm.jobs.output import Output, put_in_order
-from nanovllm.jobs.params import job_params
 from nanovllm.jobs.progress import JobProgress
 from nanovllm.jobs.rendering import Renderer
 from nanovllm.jobs.runner import JobRunner
@@ -126,8 +125,7 @@ def _run(job: Job, runner: JobRunner, progress: JobProgress, make_llm: Callable[
             llm = make_llm(args.model, **engine_options(args))
         with closing(llm):
             llm.on_step = progress.step
-            params = job_params(args.sampling, llm.get_default_sampling_params())
-            row_format = make_format(args, job.is_batch, params, job.seed)
+            row_format = make_format(args, job.is_batch, llm.get_default_sampling_params(), job.seed)
             all_chats = args.messages_column is not None
             renderer = Renderer(llm.tokenizer, args.chat_template_kwargs, all_chats)
             with _reported(job, llm, progress):
