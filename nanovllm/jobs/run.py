@@ -11,11 +11,13 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from nanovllm.config import Config
+from nanovllm.engine.generation_config import overridden, read_generation_config, recommended_params
 from nanovllm.engine.startup import find_model
 from nanovllm.engine.stats import counted, short
 from nanovllm.errors import NanoVLLMError
@@ -23,7 +25,15 @@ from nanovllm.jobs import errors
 from nanovllm.jobs.arguments import engine_options
 from nanovllm.jobs.errors import JobFailedError, JobRefusedError, TooManyErrorsError, refusing
 from nanovllm.jobs.formats import export
-from nanovllm.jobs.job import check_output, describe, input_file, make_format, open_job, rows_path
+from nanovllm.jobs.job import (
+    check_output,
+    describe,
+    input_file,
+    make_format,
+    open_job,
+    row_format_of,
+    rows_path,
+)
 from nanovllm.jobs.journal import Journal, hash_file, hash_model, locked
 from nanovllm.jobs.output import Output, put_in_order
 from nanovllm.jobs.progress import JobProgress
@@ -63,12 +73,13 @@ def main(args: argparse.Namespace, make_llm: Callable[..., Any] = LLM) -> int:
                 f"-o {args.output}: an OpenAI batch is answered in a .jsonl file; choose one"
             )
         try:
-            model_hash = hash_model(find_model(config))
+            folder = find_model(config)
+            defaults, model_hash = defaults_of(config, folder, is_batch), hash_model(folder)
         except (NanoVLLMError, OSError, ValueError) as error:
             raise JobRefusedError(str(error)) from None
         journal = Journal(args.output, path)
         try:
-            before = journal.begin(describe(args, source, is_batch, options, model_hash))
+            before = journal.begin(describe(args, source, is_batch, config, model_hash), defaults)
             output = Output(path, source.most_rows, drop_errors=args.retry_errors)
         except OSError as error:
             raise JobRefusedError(f"{args.output} cannot be written: {error.strerror or error}") from None
@@ -197,6 +208,20 @@ def _finish(job: Job, num_rows: int) -> None:
             f"all rows are answered, in {output.path}, and {path} could not be finished: {error.strerror}; "
             "repair that and run the same command again"
         ) from error
+
+
+def defaults_of(config: Config, model_folder: Path, is_batch: bool) -> dict[str, dict[str, Any]]:
+    """The values of a journal entry that a command line need not give. JobRefusedError if the
+    model's generation_config.json is wrong."""
+    with refusing():
+        generation = read_generation_config(config.generation_config, model_folder)
+        changes = config.override_generation_config or {}
+        recommended = recommended_params(overridden(generation, config.generation_config, changes))
+    of_format = row_format_of(is_batch).default_params
+    return {
+        "options": {each.name: each.default for each in fields(Config)},
+        "sampling": {**vars(recommended), **of_format},
+    }
 
 
 def summary(progress: JobProgress, num_rows: int | None) -> str:

@@ -127,3 +127,27 @@ def test_a_seed_of_the_command_line_is_that_of_every_row(tmp_path: Path, engine:
     with LLM(demo_model_path(), device="cpu") as llm:
         free = llm.generate([prompts[0]] * 6, SamplingParams(temperature=1.0, max_tokens=12), use_tqdm=False)
     assert texts[4] == free[4]["text"]
+
+
+# -- resuming ----------------------------------------------------------------------------------------------
+
+
+def test_a_default_that_is_given_is_no_difference(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of an option of LLM, of a sampling parameter, and of the other arguments; given first or later."""
+    rows = [{"prompt": "a"}, {"prompt": "b"}]
+    source, out = write_rows(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl"
+    given = ["--seed", 0, "--no-deterministic", "--max-model-len", -1, "--tokenizer", demo_model_path()]
+    given += ["--hf-overrides", "{}", "--generation-config", "auto", "--sampling", "max_tokens=64,top_p=1"]
+    given += ["--chat-template-kwargs", "{}", "--format", "jsonl"]
+    assert run(source, "-o", out) == 0
+    assert run(source, "-o", out, *given) == 0
+    assert run(source, "-o", out, "--dtype", "half") == 2
+    assert 'its options.dtype is "auto", not "float16"' in capsys.readouterr().out
+    out.unlink()
+    assert run(source, "-o", out, *given, "--dtype", "half") == 0
+    assert run(source, "-o", out, "--dtype", "float16") == 0
+    for more in (["--seed", 1], ["--sampling", "max_tokens=63"], ["--sampling", "seed=0"]):
+        assert run(source, "-o", out, "--dtype", "float16", *more) == 2
+    printed = capsys.readouterr().out
+    assert "its options.seed is 0, not 1" in printed and "its sampling.max_tokens is 64, not 63" in printed
+    assert "its sampling.seed is null, not 0" in printed
