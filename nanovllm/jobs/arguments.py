@@ -26,8 +26,10 @@ EPILOG = """exit codes:
   2    nothing was run: a wrong argument, or the output belongs to another job
   3    stopped by --max-errors
   4    the disk, the device or the engine failed
-  130  stopped by Ctrl-C (143: by SIGTERM)
-After 4, 130 and 143, and after kill -9, the same command resumes the job; after 3 it needs a larger
+  129  stopped by SIGHUP, because the terminal was closed
+  130  stopped by Ctrl-C; a second one does not wait for the engine to close
+  143  stopped by SIGTERM
+After 4, 129, 130 and 143, and after kill -9, the same command resumes the job; after 3 it needs a larger
 --max-errors, or --retry-errors."""
 
 

@@ -21,7 +21,6 @@ from nanovllm.engine.stats import counted
 from nanovllm.jobs.arguments import engine_options
 from nanovllm.jobs.errors import ANSWERED, ERROR_ROWS, REFUSED, JobRefusedError, refusing
 from nanovllm.jobs.job import make_format, open_job
-from nanovllm.jobs.params import job_params
 from nanovllm.jobs.rendering import Renderer
 from nanovllm.jobs.sources import Source, SourceRow, Values
 from nanovllm.jobs.tasks import RowFormat, Task
@@ -93,12 +92,14 @@ class Lengths:
 def main(args: argparse.Namespace) -> int:
     """Print the errors of each file; return 0 if there are none, 1 for bad rows, 2 for a bad file."""
     lengths = Lengths(args) if args.model else None
-    params = job_params(args.sampling, None if lengths is None else lengths.params)
+    params = None if lengths is None else lengths.params
     args.input = ""
     return max([_check(args, path, params, lengths) for path in args.inputs])
 
 
-def _check(args: argparse.Namespace, path: Path, params: SamplingParams, lengths: Lengths | None) -> int:
+def _check(
+    args: argparse.Namespace, path: Path, params: SamplingParams | None, lengths: Lengths | None
+) -> int:
     try:
         source, is_batch = open_job(args, path)
         row_format = make_format(args, is_batch, params, 0)

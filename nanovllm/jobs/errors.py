@@ -15,6 +15,7 @@ ERROR_ROWS = 1  # every row was run, and some are error rows
 REFUSED = 2  # nothing was run: a wrong argument, or an output that belongs to another job
 TOO_MANY_ERRORS = 3  # stopped by --max-errors
 FAILED = 4  # the disk, the device or the engine failed; the same command resumes
+HUNG_UP = 129  # SIGHUP, because the terminal was closed; the same command resumes
 INTERRUPTED = 130  # Ctrl-C; the same command resumes
 READER_LEFT = 141  # the reader of standard output, such as `head`, closed it early
 TERMINATED = 143  # SIGTERM; the same command resumes

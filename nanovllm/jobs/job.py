@@ -16,11 +16,13 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from nanovllm.config import Config
+from nanovllm.jobs.arguments import engine_options
 from nanovllm.jobs.errors import JobRefusedError, refusing
 from nanovllm.jobs.formats import check_can_write, is_exported, open_source
 from nanovllm.jobs.journal import hash_file, own_file
 from nanovllm.jobs.openai_batch import OpenAIFormat, looks_like_batch
-from nanovllm.jobs.params import ParamsMaker
+from nanovllm.jobs.params import ParamsMaker, job_params
 from nanovllm.jobs.sources import Source
 from nanovllm.jobs.tasks import DEFAULTS, Columns, PlainFormat, RowFormat
 from nanovllm.sampling_params import SamplingParams
@@ -114,18 +116,26 @@ def columns_of(args: argparse.Namespace) -> Columns:
     return Columns(args.prompt_column, args.template, args.messages_column, args.id_column)
 
 
-def make_format(args: argparse.Namespace, is_batch: bool, params: SamplingParams, seed: int) -> RowFormat:
-    """Return the format of the rows. params: for rows without their own. seed: the engine's."""
-    maker = ParamsMaker(params, seed)
-    if is_batch:
-        return OpenAIFormat(maker, Path(args.model or "").name)
-    return PlainFormat(maker, columns_of(args))
+def row_format_of(is_batch: bool) -> type[RowFormat]:
+    return OpenAIFormat if is_batch else PlainFormat
+
+
+def make_format(
+    args: argparse.Namespace, is_batch: bool, recommended: SamplingParams | None, seed: int
+) -> RowFormat:
+    """Return the format of the rows. recommended: the model's sampling parameters. seed: the engine's."""
+    of_format = row_format_of(is_batch).default_params
+    maker = ParamsMaker(job_params(args.sampling, recommended, of_format), seed)
+    return (
+        OpenAIFormat(maker, Path(args.model or "").name) if is_batch else PlainFormat(maker, columns_of(args))
+    )
 
 
 def describe(
-    args: argparse.Namespace, source: Source, is_batch: bool, options: dict[str, Any], model_hash: str
+    args: argparse.Namespace, source: Source, is_batch: bool, config: Config, model_hash: str
 ) -> dict[str, Any]:
     """The journal entry of a job."""
+    options = {name: getattr(config, name) for name in engine_options(args)}
     is_stdin = args.input == "-"
     return {
         "command": shlex.join(["nanovllm", *sys.argv[1:]]),

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import datetime, timezone
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import xxhash
@@ -55,11 +56,13 @@ class Journal:
                 "start over"
             ) from None
 
-    def begin(self, job: Mapping[str, Any]) -> dict[str, Any] | None:
+    def begin(
+        self, job: Mapping[str, Any], defaults: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
+    ) -> dict[str, Any] | None:
         """Resume the existing job and return its previous journal, or write a new journal and return None.
 
-        job: its description with the keys JOB_KEYS, and further keys to store. JobRefusedError if the output
-        belongs to another job, or to none.
+        job: its description with the keys JOB_KEYS, and further keys to store. defaults: for some of these
+        keys, the values that are not given. JobRefusedError if the output belongs to another job, or to none.
         """
         found = self.read()
         files = [path for path in (self._output, self._rows) if path.exists() and path.stat().st_size]
@@ -70,7 +73,7 @@ class Journal:
                 f"{files[0]} exists and has no journal, so it is no output of this job; choose another -o, "
                 "or delete it"
             )
-        elif different := list(differences(found, job)):
+        elif different := list(differences(found, job, defaults)):
             raise JobRefusedError(
                 f"{self._output} belongs to another job: {'; '.join(different)}. Choose another -o, or "
                 f"delete it and {self.path.name} to start over"
@@ -93,11 +96,15 @@ class Journal:
         write_atomically(self.path, [text.encode(errors="backslashreplace")])
 
 
-def differences(found: Mapping[str, Any], job: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the differences between two jobs in JOB_KEYS, as text."""
+def differences(
+    found: Mapping[str, Any], job: Mapping[str, Any], defaults: Mapping[str, Mapping[str, Any]]
+) -> Iterator[str]:
+    """Yield the differences between two jobs in JOB_KEYS, as text. A default that is given is none."""
     for name in JOB_KEYS:
         one, other = found[name], job[name]
-        if not isinstance(one, dict) or not isinstance(other, dict):
+        if isinstance(one, dict) and isinstance(other, dict):
+            one, other = ({**defaults.get(name, {}), **each} for each in (one, other))
+        else:
             one, other = {"": one}, {"": other}
         for key in sorted({*one, *other} - {*INFORMATIVE}):
             if one.get(key) != other.get(key):

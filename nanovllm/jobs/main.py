@@ -5,16 +5,20 @@ Imports a command's module only on use: `run` needs torch, and a wrong argument 
 
 from __future__ import annotations
 
+import argparse
 import importlib
+import multiprocessing
 import os
 import sys
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from io import TextIOWrapper
+from typing import NoReturn
 
 from nanovllm.jobs.arguments import parse_args
-from nanovllm.jobs.errors import FAILED, INTERRUPTED, READER_LEFT, REFUSED, JobRefusedError
+from nanovllm.jobs.errors import FAILED, READER_LEFT, REFUSED, JobRefusedError
+from nanovllm.jobs.signals import Signals, caught_signals
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -25,6 +29,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, TextIOWrapper):  # file names may not be UTF-8
         sys.stdout.reconfigure(errors="backslashreplace")
     args = parse_args(argv)
+    with caught_signals() as signals:
+        code = _code(args, signals)
+        if signals.seen:
+            _leave(code)
+        return code
+
+
+def _code(args: argparse.Namespace, signals: Signals) -> int:
+    """Run a command; return its exit code."""
     try:
         code: int = importlib.import_module(f"nanovllm.jobs.{args.command}").main(args)
         sys.stdout.flush()
@@ -32,12 +45,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"nanovllm {args.command}: {error}", file=sys.stderr)
         return REFUSED
     except KeyboardInterrupt:
-        return INTERRUPTED
+        return signals.code
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python's own flush at exit is silent
         return READER_LEFT
     except Exception:  # Python's own exit code, 1, has another meaning
+        if signals.seen:  # an import that is interrupted may raise anything
+            return signals.code
         with suppress(OSError):
             traceback.print_exc()
         return FAILED
     return code
+
+
+def _leave(code: int) -> NoReturn:
+    """End this process and its children at once. Python's own exit may wait for an engine whose close was
+    interrupted, and a further signal would change the code."""
+    for child in multiprocessing.active_children():
+        child.kill()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from nanovllm.jobs.logprobs import chat_logprobs, completion_logprobs
@@ -37,11 +38,12 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "dimensions": (None,),
 }
 TEMPLATE = ("tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
-DEFAULT_PARAMS = {"max_tokens": None}  # OpenAI's default
 
 
 class OpenAIFormat(RowFormat):
     """model: the name of the model in answers whose body has none."""
+
+    default_params = MappingProxyType({"max_tokens": None})  # OpenAI's default
 
     def __init__(self, params: ParamsMaker, model: str) -> None:
         super().__init__(params)
@@ -131,7 +133,7 @@ def looks_like_batch(values: Mapping[str, Any]) -> bool:
 
 def _read_body(url: str, body: Values) -> tuple[dict[str, Any], dict[str, Any]]:
     """The parameters of a body, and the arguments of the chat template. ValueError for unsupported keys."""
-    own: dict[str, Any] = {} if url == EMBEDDINGS else dict(DEFAULT_PARAMS)
+    own: dict[str, Any] = {}
     template: dict[str, Any] = {}
     for name, value in body.items():
         if name in IGNORED_KEYS or name == PROMPTS[url]:

@@ -192,6 +192,8 @@ class _Sync:
     def _run(self) -> None:
         while self.dirty.wait() and not self._closed.wait(SYNC_SECONDS):
             self.dirty.clear()
+            if self._closed.is_set():  # `close` set both just before
+                return
             try:
                 os.fsync(self._descriptor)
             except OSError as error:

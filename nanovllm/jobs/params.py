@@ -6,6 +6,7 @@ Checks values like SamplingParams. Knows no prompt.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from nanovllm.engine.requests import drawn_seed
@@ -20,23 +21,31 @@ PARAMS_COLUMN = "sampling_params"
 class ParamsMaker:
     """Creates the parameters of each row.
 
-    A row without its own seed gets one from the job's seed and the row's index, the same as from `generate`.
-    So it has the same answer in every run of the job.
+    A row without a seed gets one from the engine's seed and the row's index, see `row_seed`. So it has the
+    same answer in every run of the job.
     """
 
     def __init__(self, params: SamplingParams, seed: int) -> None:
-        """seed: of the engine; a seed in `params` overrides it."""
+        """params: of rows without their own. seed: of the engine."""
         self._params = params
-        self._seed = seed if params.seed is None else params.seed
+        self._seed = seed
 
     def make(self, index: int, own: Mapping[str, Any]) -> SamplingParams:
         """Return the parameters of row `index`; `own` as for `make_params`."""
         if not own and self._params.temperature == 0:
             return self._params
         params = make_params(own, self._params) if own else self._params.clone()
-        if own.get("seed") in (None, -1):  # both mean no seed
-            params.seed = drawn_seed(self._seed, index)
+        if params.seed is None:
+            params.seed = row_seed(self._seed, index)
         return params
+
+
+def row_seed(seed: int, index: int) -> int:
+    """The seed of row `index` (from 0) of a job if none is given; `seed` is the engine's, as in `LLM`.
+
+    `LLM.generate` of a new engine gives the prompt at this index the same seed.
+    """
+    return drawn_seed(seed, index)
 
 
 def make_params(values: Mapping[str, Any], base: SamplingParams | None = None) -> SamplingParams:
@@ -56,10 +65,15 @@ def make_params(values: Mapping[str, Any], base: SamplingParams | None = None) -
     return SamplingParams(**({} if base is None else vars(base)) | given)
 
 
-def job_params(sampling: Mapping[str, Any], recommended: SamplingParams | None) -> SamplingParams:
-    """Return the parameters of rows without their own: the model's defaults, overridden by `--sampling`."""
+def job_params(
+    sampling: Mapping[str, Any],
+    recommended: SamplingParams | None,
+    of_format: Mapping[str, Any] = MappingProxyType({}),
+) -> SamplingParams:
+    """Return the parameters of rows without their own: the model's defaults, overridden by those of the row
+    format, overridden by `--sampling`."""
     with refusing("--sampling and the model's generation_config.json: "):
-        return make_params(sampling, recommended)
+        return make_params({**of_format, **sampling}, recommended)
 
 
 def own_params(value: Any) -> dict[str, Any]:

@@ -6,16 +6,16 @@ The order of things: refuse, lock, take up the journal, load the model, run, fin
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass
-from types import FrameType
+from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
 from nanovllm.config import Config
+from nanovllm.engine.generation_config import overridden, read_generation_config, recommended_params
 from nanovllm.engine.startup import find_model
 from nanovllm.engine.stats import counted, short
 from nanovllm.errors import NanoVLLMError
@@ -23,13 +23,21 @@ from nanovllm.jobs import errors
 from nanovllm.jobs.arguments import engine_options
 from nanovllm.jobs.errors import JobFailedError, JobRefusedError, TooManyErrorsError, refusing
 from nanovllm.jobs.formats import export
-from nanovllm.jobs.job import check_output, describe, input_file, make_format, open_job, rows_path
+from nanovllm.jobs.job import (
+    check_output,
+    describe,
+    input_file,
+    make_format,
+    open_job,
+    row_format_of,
+    rows_path,
+)
 from nanovllm.jobs.journal import Journal, hash_file, hash_model, locked
 from nanovllm.jobs.output import Output, put_in_order
-from nanovllm.jobs.params import job_params
 from nanovllm.jobs.progress import JobProgress
 from nanovllm.jobs.rendering import Renderer
 from nanovllm.jobs.runner import JobRunner
+from nanovllm.jobs.signals import Signals, caught_signals
 from nanovllm.jobs.sources import Source
 from nanovllm.llm import LLM
 from nanovllm.report import GPUMonitor, check_path, write_report
@@ -57,64 +65,71 @@ def main(args: argparse.Namespace, make_llm: Callable[..., Any] = LLM) -> int:
         with refusing(f"--report {args.report}: "):
             check_path(args.report)
     path = rows_path(args.output)
-    with locked(args.output), input_file(args) as input_path:
+    with caught_signals() as signals, locked(args.output), input_file(args) as input_path:
         source, is_batch = open_job(args, input_path)
         if is_batch and path != args.output:
             raise JobRefusedError(
                 f"-o {args.output}: an OpenAI batch is answered in a .jsonl file; choose one"
             )
         try:
-            model_hash = hash_model(find_model(config))
+            folder = find_model(config)
+            defaults, model_hash = defaults_of(config, folder, is_batch), hash_model(folder)
         except (NanoVLLMError, OSError, ValueError) as error:
             raise JobRefusedError(str(error)) from None
         journal = Journal(args.output, path)
         try:
-            before = journal.begin(describe(args, source, is_batch, options, model_hash))
+            before = journal.begin(describe(args, source, is_batch, config, model_hash), defaults)
             output = Output(path, source.most_rows, drop_errors=args.retry_errors)
         except OSError as error:
             raise JobRefusedError(f"{args.output} cannot be written: {error.strerror or error}") from None
         if before is not None and before.get("versions") != journal.state["versions"]:
             say(f"the job began with other versions, and answers may differ: {before.get('versions')}")
         with closing(output):
-            return run(Job(args, source, is_batch, config.seed, journal, output), make_llm)
+            job = Job(args, source, is_batch, config.seed, journal, output)
+            return run(job, make_llm, signals)
 
 
-def run(job: Job, make_llm: Callable[..., Any]) -> int:
+def run(job: Job, make_llm: Callable[..., Any], signals: Signals) -> int:
     """Run the remaining rows of a job; return its exit code."""
     output, args = job.output, job.args
     progress = JobProgress(job.source, len(output.finished), output.num_errors)
     if output.finished or output.num_dropped:
         say(f"{args.output}: resumes after {counted(len(output.finished), 'row')}{_dropped(output, args)}")
     runner = JobRunner(args, job.source, output, progress)
-    code, state = errors.FAILED, "failed"
-    with _sigterm_as_interrupt() as terminated:
-        try:
-            _run(job, runner, progress, make_llm)
-            code, state = errors.ERROR_ROWS if progress.errors else errors.ANSWERED, "finished"
-        except JobRefusedError:
-            state = "refused"
-            raise
-        except TooManyErrorsError as error:
-            code, state = errors.TOO_MANY_ERRORS, f"stopped: {error}"
-        except JobFailedError as error:
-            state = f"failed: {error}"
-        except (KeyboardInterrupt, Exception) as error:
-            if terminated:  # perhaps its workers too, which gives another error
-                code, state = errors.TERMINATED, "stopped by SIGTERM"
-            elif isinstance(error, KeyboardInterrupt):
-                code, state = errors.INTERRUPTED, "stopped by Ctrl-C"
-            else:
-                if not isinstance(error, NanoVLLMError):  # its message is complete
-                    traceback.print_exc()
-                state = f"failed: {type(error).__name__}: {error}"
-            state += "; the same command resumes"
-        finally:
-            progress.close()
-            with suppress(OSError):  # on a full disk the journal still says that the job runs
-                rows = {"rows": len(output.finished), "error_rows": output.num_errors}
-                job.journal.update(state=state, pid=None, **rows)
+    error: BaseException | None = None
+    try:
+        _run(job, runner, progress, make_llm)
+    except (KeyboardInterrupt, Exception) as caught:
+        error = caught
+    signals.hold()
+    code, state = _end(error, signals, progress)
+    progress.close()
+    with suppress(OSError):  # on a full disk the journal still says that the job runs
+        rows = {"rows": len(output.finished), "error_rows": output.num_errors}
+        job.journal.update(state=state, pid=None, **rows)
+    if isinstance(error, JobRefusedError):
+        raise error
     say(f"{args.output}: {state}. {summary(progress, runner.num_rows)}")
     return code
+
+
+def _end(error: BaseException | None, signals: Signals, progress: JobProgress) -> tuple[int, str]:
+    """The exit code and the state of a job that ended with this error."""
+    if error is None:
+        return errors.ERROR_ROWS if progress.errors else errors.ANSWERED, "finished"
+    if isinstance(error, JobRefusedError):
+        return errors.REFUSED, "refused"
+    if isinstance(error, TooManyErrorsError):
+        return errors.TOO_MANY_ERRORS, f"stopped: {error}"
+    if isinstance(error, JobFailedError):
+        return errors.FAILED, f"failed: {error}"
+    resumes = "; the same command resumes"
+    if signals.seen or isinstance(error, KeyboardInterrupt):  # the signal may give another error: of a worker
+        return signals.code, f"stopped by {signals.name}{resumes}"
+    if not isinstance(error, NanoVLLMError):  # its message is complete
+        with suppress(OSError):
+            traceback.print_exception(error)
+    return errors.FAILED, f"failed: {type(error).__name__}: {error}{resumes}"
 
 
 def _run(job: Job, runner: JobRunner, progress: JobProgress, make_llm: Callable[..., Any]) -> None:
@@ -126,8 +141,7 @@ def _run(job: Job, runner: JobRunner, progress: JobProgress, make_llm: Callable[
             llm = make_llm(args.model, **engine_options(args))
         with closing(llm):
             llm.on_step = progress.step
-            params = job_params(args.sampling, llm.get_default_sampling_params())
-            row_format = make_format(args, job.is_batch, params, job.seed)
+            row_format = make_format(args, job.is_batch, llm.get_default_sampling_params(), job.seed)
             all_chats = args.messages_column is not None
             renderer = Renderer(llm.tokenizer, args.chat_template_kwargs, all_chats)
             with _reported(job, llm, progress):
@@ -201,6 +215,20 @@ def _finish(job: Job, num_rows: int) -> None:
         ) from error
 
 
+def defaults_of(config: Config, model_folder: Path, is_batch: bool) -> dict[str, dict[str, Any]]:
+    """The values of a journal entry that a command line need not give. JobRefusedError if the
+    model's generation_config.json is wrong."""
+    with refusing():
+        generation = read_generation_config(config.generation_config, model_folder)
+        changes = config.override_generation_config or {}
+        recommended = recommended_params(overridden(generation, config.generation_config, changes))
+    of_format = row_format_of(is_batch).default_params
+    return {
+        "options": {each.name: each.default for each in fields(Config)},
+        "sampling": {**vars(recommended), **of_format},
+    }
+
+
 def summary(progress: JobProgress, num_rows: int | None) -> str:
     """Rows, errors, tokens and speed of a job, as text."""
     of = "" if num_rows is None else f"{progress.finished:,} of "
@@ -228,21 +256,3 @@ def _dropped(output: Output, args: argparse.Namespace) -> str:
         return ""
     why = "damaged lines or error rows" if args.retry_errors else "damaged lines"
     return f", and runs {counted(output.num_dropped, 'row')} again ({why})"
-
-
-@contextmanager
-def _sigterm_as_interrupt() -> Iterator[list[int]]:
-    """Let SIGTERM end the block like Ctrl-C, between steps of the engine; the yielded list then has it."""
-    seen: list[int] = []
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        seen.append(number)
-        if not callable(signal.getsignal(signal.SIGINT)):  # ignored, as in the background
-            raise KeyboardInterrupt
-        signal.raise_signal(signal.SIGINT)
-
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield seen
-    finally:
-        signal.signal(signal.SIGTERM, before)

@@ -10,6 +10,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from string import Formatter
+from types import MappingProxyType
 from typing import Any, Literal, TypeAlias
 
 from nanovllm.jobs.logprobs import plain_logprobs
@@ -47,6 +48,7 @@ class RowFormat(ABC):
     """Reads rows as tasks, and writes answers as dictionaries for JSON."""
 
     columns: set[str] | None = None  # the columns that it uses; None: each row's keys decide
+    default_params: Mapping[str, Any] = MappingProxyType({})  # of rows, beneath `--sampling`
 
     def __init__(self, params: ParamsMaker) -> None:
         self.params = params

@@ -31,7 +31,7 @@ def test_another_job_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[st
     capsys.readouterr()
     for change, error in {
         ("--sampling", "temperature=0.5"): "its sampling.temperature is 0, not 0.5",
-        ("--sampling", "temperature=0", "--dtype", "float16"): 'its options.dtype is null, not "float16"',
+        ("--sampling", "temperature=0", "--dtype", "float16"): 'its options.dtype is "auto", not "float16"',
         ("--sampling", "temperature=0", "--prompt-column", "id"): "its prompt.prompt_column is null",
     }.items():
         assert run(source, "-o", out, *change) == 2

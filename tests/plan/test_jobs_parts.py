@@ -8,6 +8,7 @@ import random
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from io import StringIO
 from itertools import pairwise
@@ -250,6 +251,23 @@ def test_a_line_that_does_not_fit_leaves_no_part(tmp_path: Path, monkeypatch: py
     output.write(1, row(1))
     output.close()
     assert path.read_bytes() == to_line(row(0)) + to_line(row(1))
+
+
+def test_a_flush_that_begins_while_the_file_is_closed_ends(tmp_path: Path) -> None:
+    output = Output(tmp_path / "out.jsonl", 4)
+    sync = output._sync
+
+    class ClosedMeanwhile(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            self.set()
+            sync.dirty.set()
+            return False
+
+    sync._closed = ClosedMeanwhile()
+    sync.dirty.set()
+    sync._thread.join(60)
+    assert not sync._thread.is_alive()
+    output.close()
 
 
 def test_what_is_no_character_is_escaped() -> None:

@@ -18,7 +18,7 @@ from nanovllm.jobs.errors import JobRefusedError
 from nanovllm.jobs.formats import open_source
 from nanovllm.jobs.openai_batch import OpenAIFormat
 from nanovllm.jobs.output import line_index, to_line
-from nanovllm.jobs.params import ParamsMaker, make_params
+from nanovllm.jobs.params import ParamsMaker, job_params, make_params, row_seed
 from nanovllm.jobs.parquet import import_pyarrow
 from nanovllm.jobs.sources import SourceRow
 from nanovllm.jobs.tasks import Columns, PlainFormat, Task
@@ -250,12 +250,15 @@ def test_bad_templates(template: str) -> None:
         Columns(template=template).needed()
 
 
-def test_seeds_follow_from_the_job_and_the_index() -> None:
-    sampled = SamplingParams(temperature=1, seed=5)
+def test_seeds_follow_from_the_engine_and_the_index() -> None:
+    sampled = SamplingParams(temperature=1)
     seeds = [plain_task({"prompt": "a"}, index, sampled).params.seed for index in range(100)]
     assert len(set(seeds)) == 100
     assert plain_task({"prompt": "b"}, 7, sampled).params.seed == seeds[7]
-    assert plain_task({"prompt": "b"}, 7, SamplingParams(seed=6)).params.seed != seeds[7]
+    assert seeds[7] == row_seed(0, 7) != row_seed(1, 7)
+    given = SamplingParams(temperature=1, seed=5)
+    assert plain_task({"prompt": "b"}, 7, given).params.seed == 5
+    assert plain_task({"prompt": "b", "sampling_params": {"seed": -1}}, 7, given).params.seed == seeds[7]
     for none in (None, -1):
         own = plain_task({"prompt": "b", "sampling_params": {"seed": none, "top_k": 3}}, 7, sampled).params
         assert own.seed == seeds[7]
@@ -270,7 +273,8 @@ CHAT = [{"role": "user", "content": "a"}]
 
 def batch_task(body: dict[str, Any], url: str = "/v1/chat/completions", **others: Any) -> Task:
     values = {"custom_id": "r", "method": "POST", "url": url, "body": body} | others
-    row_format = OpenAIFormat(ParamsMaker(GREEDY, 0), "folder")
+    params = job_params({"temperature": 0}, None, OpenAIFormat.default_params)
+    row_format = OpenAIFormat(ParamsMaker(params, 0), "folder")
     return row_format.task(SourceRow(3, "line 4", values), values)
 
 

@@ -1,0 +1,153 @@
+"""The sampling parameters of a job's rows: which place gives them, and how to get one answer again."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jobs import FakeLLM, read_rows, run, write_rows
+
+from nanovllm import LLM, SamplingParams, demo_model_path
+from tools.bench_jobs import LoadedLLM
+
+DOCS = Path(__file__).parent.parent.parent / "docs/jobs.md"
+# The places of the table in docs/jobs.md, in its order, each with the max_tokens that the tests have it give.
+PLACES: dict[str, int | None] = {"row": 5, "command line": 6, "format": None, "model": 8, "class": 64}
+
+
+class Noting(FakeLLM):
+    """Notes the parameters of its prompts. recommended: from generation_config.json."""
+
+    def __init__(self, **recommended: Any) -> None:
+        super().__init__()
+        self.recommended = recommended
+        self.params: list[SamplingParams] = []
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        return SamplingParams(**self.recommended)
+
+    def answer(self, index: int, prompt: dict[str, Any], params: SamplingParams) -> Any:
+        self.params.append(params)
+        return super().answer(index, prompt, params)
+
+
+def params_of(folder: Path, row: dict[str, Any], *argv: str, **recommended: Any) -> SamplingParams:
+    """The parameters of a job's only row."""
+    llm = Noting(**recommended)
+    source = write_rows(folder / "in.jsonl", [row])
+    assert run(source, "-o", folder / "out.jsonl", *argv, make_llm=lambda *args, **options: llm) == 0
+    [params] = llm.params
+    return params
+
+
+def test_the_table_has_these_places() -> None:
+    rows = re.findall(r"^\| (\d) \| ([^|]*) \|", DOCS.read_text(), re.M)
+    names = ["the row", "the command line", "the file format", "the model", "`SamplingParams`"]
+    assert rows[:5] == [(str(number), name) for number, name in enumerate(names, 1)]
+
+
+@pytest.mark.parametrize("kind", ["plain", "/v1/completions", "/v1/completions, max_completion_tokens"])
+@pytest.mark.parametrize("given", combinations([*PLACES], 2), ids=" over ".join)
+def test_the_first_place_gives_the_limit(tmp_path: Path, kind: str, given: tuple[str, str]) -> None:
+    """Of every two places; that of the format and the class are always there."""
+    is_batch = kind != "plain"
+    name = "max_completion_tokens" if "completion_tokens" in kind else "max_tokens"
+    own = {name: PLACES["row"] if "row" in given else None}
+    row: dict[str, Any] = {"prompt": "a", "sampling_params": own}
+    if is_batch:
+        row = {"custom_id": "r", "url": "/v1/completions", "body": {"prompt": "a"} | own}
+    argv = ["--sampling", f"max_tokens={PLACES['command line']}"] if "command line" in given else []
+    recommended = {"max_tokens": PLACES["model"]} if "model" in given else {}
+    there = {*given, "class"} - {"format"} | ({"format"} if is_batch else set())
+    first = next(place for place in PLACES if place in there)
+    assert params_of(tmp_path, row, *argv, **recommended).max_tokens == PLACES[first]
+
+
+def test_each_parameter_comes_from_its_own_place(tmp_path: Path) -> None:
+    body = {"prompt": "a", "temperature": 0.5, "top_p": None}
+    row = {"custom_id": "r", "url": "/v1/completions", "body": body}
+    params = params_of(tmp_path, row, "--sampling", "top_p=0.6,temperature=0.7", top_k=8, top_p=0.9)
+    found = (params.temperature, params.top_p, params.top_k, params.max_tokens, params.min_p)
+    assert found == (0.5, 0.6, 8, None, 0.0)
+
+
+def test_a_limit_of_the_command_line_ends_the_rows_of_a_batch(tmp_path: Path, engine: LoadedLLM) -> None:
+    bodies: list[dict[str, Any]] = [{}, {"max_tokens": 2}, {"max_tokens": None}]
+    rows = [
+        {"custom_id": "r", "url": "/v1/completions", "body": {"prompt": "What is 2 + 3?", **body}}
+        for body in bodies
+    ]
+    source, out = write_rows(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl"
+    sampling = "max_tokens=3,ignore_eos=true,temperature=0"
+    assert run(source, "-o", out, "--sampling", sampling, make_llm=engine) == 0
+    usages = [row["response"]["body"]["usage"]["completion_tokens"] for row in read_rows(out)]
+    assert usages == [3, 2, 3]
+
+
+# -- seeds -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[LoadedLLM]:
+    with LLM(demo_model_path(), device="cpu", max_num_seqs=4) as llm:
+        yield LoadedLLM(llm)
+
+
+def test_one_rows_answer_again(tmp_path: Path, engine: LoadedLLM) -> None:
+    """As docs/jobs.md shows it; the engine has answered other prompts before."""
+    rows = [{"prompt": f"What is {index} + 3?"} for index in range(18)]
+    source, out = write_rows(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl"
+    assert run(source, "-o", out, "--sampling", "temperature=1.0,max_tokens=32", make_llm=engine) == 0
+    found = read_rows(out)[17]
+    [code] = re.findall(r"```python\n(.*?)```", DOCS.read_text(), re.S)
+    head, call = code.split('LLM("path/to/Qwen3-0.6B")')
+    names: dict[str, Any] = {"engine": engine}
+    exec(f"{head}engine{call}", names)
+    assert names["output"]["text"] == found["text"]
+
+
+def test_a_seed_of_the_command_line_is_that_of_every_row(tmp_path: Path, engine: LoadedLLM) -> None:
+    """As with LLM.generate; a row's own seed, or -1 for none, comes first."""
+    prompts = ["What is 1 + 3?", "What is 2 + 3?", "What is 1 + 3?"]
+    rows: list[dict[str, Any]] = [{"prompt": prompt} for prompt in prompts]
+    rows += [{"prompt": prompts[0], "sampling_params": {"seed": seed}} for seed in (6, -1, None)]
+    values = {"temperature": 1.0, "max_tokens": 12, "seed": 5}
+    source, out = write_rows(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl"
+    assert run(source, "-o", out, "--sampling", json.dumps(values), make_llm=engine) == 0
+    texts = [row["text"] for row in read_rows(out)]
+    expected = engine.generate(prompts, SamplingParams(**values), use_tqdm=False)
+    assert texts[:3] == [output["text"] for output in expected]
+    own = engine.generate(prompts[0], SamplingParams(**values | {"seed": 6}), use_tqdm=False)[0]["text"]
+    assert texts[3] == own and texts[5] == texts[0] == texts[2]
+    with LLM(demo_model_path(), device="cpu") as llm:
+        free = llm.generate([prompts[0]] * 6, SamplingParams(temperature=1.0, max_tokens=12), use_tqdm=False)
+    assert texts[4] == free[4]["text"]
+
+
+# -- resuming ----------------------------------------------------------------------------------------------
+
+
+def test_a_default_that_is_given_is_no_difference(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of an option of LLM, of a sampling parameter, and of the other arguments; given first or later."""
+    rows = [{"prompt": "a"}, {"prompt": "b"}]
+    source, out = write_rows(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl"
+    given = ["--seed", 0, "--no-deterministic", "--max-model-len", -1, "--tokenizer", demo_model_path()]
+    given += ["--hf-overrides", "{}", "--generation-config", "auto", "--sampling", "max_tokens=64,top_p=1"]
+    given += ["--chat-template-kwargs", "{}", "--format", "jsonl"]
+    assert run(source, "-o", out) == 0
+    assert run(source, "-o", out, *given) == 0
+    assert run(source, "-o", out, "--dtype", "half") == 2
+    assert 'its options.dtype is "auto", not "float16"' in capsys.readouterr().out
+    out.unlink()
+    assert run(source, "-o", out, *given, "--dtype", "half") == 0
+    assert run(source, "-o", out, "--dtype", "float16") == 0
+    for more in (["--seed", 1], ["--sampling", "max_tokens=63"], ["--sampling", "seed=0"]):
+        assert run(source, "-o", out, "--dtype", "float16", *more) == 2
+    printed = capsys.readouterr().out
+    assert "its options.seed is 0, not 1" in printed and "its sampling.max_tokens is 64, not 63" in printed
+    assert "its sampling.seed is null, not 0" in printed
