@@ -75,6 +75,20 @@ def test_what_is_not_supported_is_what_is_refused() -> None:
         assert sorted(named) == sorted(name for name, each in table.items() if each.neutral is not None)
 
 
+def test_lines_are_short() -> None:
+    """At most 120 characters outside of tables."""
+    folders = ("docs", "nanovllm", "tests", "tools")
+    paths = [*ROOT.glob("*.md"), *(path for folder in folders for path in (ROOT / folder).rglob("*.md"))]
+    assert len(paths) > len(DOCS)
+    long = [
+        f"{path.relative_to(ROOT)}:{number}"
+        for path in paths
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if len(line) > 120 and not line.lstrip().startswith("|")
+    ]
+    assert not long
+
+
 @pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)
 def test_files_that_are_named_exist(path: Path) -> None:
     """Paths start at the project's folder or at the package; a file that does not exist yet is called new."""

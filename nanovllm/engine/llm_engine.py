@@ -303,7 +303,9 @@ class LLMEngine:
                     "logit_bias, allowed_token_ids or structured_outputs"
                 )
             try:
-                self._scheduler.check_fits(len(request.prompt_token_ids), request.params.max_tokens != 0)
+                length = len(request.prompt_token_ids)
+                more = 1 if request.params.max_tokens != 0 else request.num_needed - length
+                self._scheduler.check_fits(length, more)
             except ValueError as error:
                 raise ValueError(f"{where}: {error}") from None
         return request

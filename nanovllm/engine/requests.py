@@ -48,7 +48,7 @@ class Requests:
         return [
             Sequence(
                 next(self._seq_ids),
-                request.prompt_token_ids,
+                request.prompt_token_ids[: request.num_needed],
                 request.params,
                 sequence_seed(request, index, self._seed),
                 request.stop_token_ids,

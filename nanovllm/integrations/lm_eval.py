@@ -58,7 +58,7 @@ class NanoVLLM(TemplateLM):
 
         pretrained: a folder, or a Hugging Face hub id.
         max_length: the maximum number of model input tokens; None: the model's limit. A scored text may have
-        one token more than `max_length`, but not more than the model's limit.
+        one token more, which the model does not compute.
         max_gen_toks: the maximum number of tokens to generate if a task does not set it.
         add_bos_token: whether prompts begin with the tokenizer's special tokens; None: the tokenizer decides.
         prefix_token_id: the context of a text that is scored from its first token on; None: the
@@ -77,7 +77,7 @@ class NanoVLLM(TemplateLM):
         if max_length is not None:
             if options.get("max_model_len") is not None:
                 raise ValueError(f"max_length={max_length} and max_model_len are one option; pass one")
-            options["max_model_len"] = max_length + 1  # the last token of a scored text is not computed
+            options["max_model_len"] = max_length
         if max_batch_size is not None:
             options.setdefault("max_num_seqs", max_batch_size)
         if device == "cuda:0" and len(Device.all()) == 1:
@@ -86,8 +86,7 @@ class NanoVLLM(TemplateLM):
         self.tokenizer = self.model.get_tokenizer()
         self.batch_size = batch_size
         self.max_gen_toks = max_gen_toks
-        self._longest = int(self.model.llm_engine.model_config.max_model_len or 0)
-        self._max_length = self._longest if max_length is None else min(max_length, self._longest)
+        self._max_length = int(self.model.llm_engine.model_config.max_model_len or 0)
         self._special = {} if add_bos_token is None else {"add_special_tokens": add_bos_token}
         self._prefix = prefix_token_id
         self._template_args = dict(chat_template_args or {})
@@ -147,7 +146,7 @@ class NanoVLLM(TemplateLM):
         disable_tqdm: bool = False,
     ) -> list[tuple[float, bool]]:
         """Score each (cache key, context, continuation); contexts that are too long are cut on the left."""
-        room = min(self.max_length + 1, self._longest)
+        room = self.max_length + 1
         pairs, num_cut = [], 0
         for key, context, continuation in requests:
             kept = room - len(continuation)
@@ -168,11 +167,10 @@ class NanoVLLM(TemplateLM):
 
     def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
         """The log-probability of each text: the sum over windows that contain every token once."""
-        length = min(self.max_length, self._longest - 1)
         windows, owners = [], []
         for index, request in enumerate(requests):
             ids = self.tok_encode(request.args[0])
-            for pair in get_rolling_token_windows(ids, self.prefix_token_id, length, context_len=1):
+            for pair in get_rolling_token_windows(ids, self.prefix_token_id, self.max_length, context_len=1):
                 windows.append((None, *make_disjoint_window(pair)))
                 owners.append(index)
         totals = [0.0] * len(requests)

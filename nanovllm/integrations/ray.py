@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping
+from copy import deepcopy
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 
 try:
+    import ray
     from ray.data import ActorPoolStrategy, Dataset
     from ray.data.checkpoint import CheckpointConfig
 except ImportError as error:
@@ -71,7 +73,8 @@ class LLMPredictor:
         self._messages = messages_column
         self._ids = id_column
         self.llm = LLM(model, **{"seed": secrets.randbits(31)} | options)
-        self._params = sampling_params or self.llm.get_default_sampling_params()
+        given = sampling_params or self.llm.get_default_sampling_params()
+        self._params = given.clone()
 
     def __call__(self, batch: Mapping[str, np.ndarray[Any, Any]]) -> dict[str, Any]:
         """Answer a batch, the rows by column. ValueError for a column that is missing or would be lost."""
@@ -147,10 +150,12 @@ def generate(
     ids of rows that `write_parquet` or a similar call has written; a second run of the same pipeline skips
     them, even after a complete run; delete the folder to answer all rows again. Needs `id_column`, and a
     dataset that begins with a `read_...` of files.
-    ray_args: further arguments of `Dataset.map_batches`, such as `num_cpus`.
+    ray_args: further arguments of `Dataset.map_batches`. `num_cpus` is what a replica takes of Ray's CPUs: 1
+    by default, or less if the two CPUs that Ray needs beside it for a checkpoint would not be left.
     options: those of `LLMPredictor` and `LLM`.
 
-    TypeError or ValueError for wrong options, before anything runs.
+    The arguments stay as they are, and later changes to them have no effect. TypeError or ValueError for
+    wrong options, and for a `num_cpus` that leaves too few CPUs for the checkpoint, before anything runs.
     """
     _check_params(sampling_params)
     own = ("prompt_column", "messages_column", "id_column")
@@ -162,20 +167,45 @@ def generate(
         raise ValueError(f"checkpoint_path={checkpoint_path!r} needs id_column, the column of row ids")
     least, most = replicas if isinstance(replicas, tuple) else (replicas, replicas)
     num_gpus = 0 if config.device == "cpu" else config.tensor_parallel_size * config.data_parallel_size
+    compute = ActorPoolStrategy(min_size=least, max_size=most)
+    given = {"num_gpus": num_gpus} | dict(ray_args or {})
+    if checkpoint_path is not None:
+        given["num_cpus"] = _cpus_of_replica(least, given.get("num_cpus"))
     answered = dataset.map_batches(
         LLMPredictor,
-        fn_constructor_args=(model, sampling_params),
-        fn_constructor_kwargs=options,
+        fn_constructor_args=(model, deepcopy(sampling_params)),
+        fn_constructor_kwargs=deepcopy(options),
         batch_size=batch_size,
-        compute=ActorPoolStrategy(min_size=least, max_size=most),
+        compute=compute,
         udf_modifying_row_count=False,
-        **{"num_gpus": num_gpus} | dict(ray_args or {}),
+        **given,
     )
     if checkpoint_path is not None:
+        # Datasets share the context of the one that they come from; this one gets its own.
+        answered = Dataset.copy(answered, _deep_copy=True)
         # By default Ray deletes it after a complete run, and the next run writes all rows once more.
         checkpoint = CheckpointConfig(id_column, checkpoint_path, delete_checkpoint_on_success=False)
         answered.context.checkpoint_config = checkpoint
     return answered
+
+
+def _cpus_of_replica(replicas: int, asked: float | None) -> float:
+    """The share of Ray's CPUs that a replica of a pipeline with a checkpoint takes; None asks for at most 1.
+
+    Replicas keep their CPUs to the end. If they leave fewer than two, one to read rows and one for Ray's
+    actor that skips the rows of the checkpoint, the pipeline never starts: ValueError.
+    """
+    total = ray.cluster_resources().get("CPU", 0.0) if ray.is_initialized() else 0.0
+    if not total:  # not known yet
+        return 1 if asked is None else asked
+    cpus = max(0.0, min(1.0, (total - 2) / replicas)) if asked is None else asked
+    if (needed := replicas * cpus + 2) > total:
+        raise ValueError(
+            f"the cluster has {total:g} CPUs, and a pipeline with checkpoint_path needs {needed:g}: one to "
+            f"read rows, one to skip answered rows, and num_cpus={cpus:g} for each of {replicas} replicas; "
+            + ("give Ray more CPUs" if asked is None else "leave num_cpus out of ray_args")
+        )
+    return cpus
 
 
 def _check_params(params: object) -> None:

@@ -140,7 +140,7 @@ def take_prompt_tokens(
         if seq.next_wanted is not None:
             is_scored = seq.pooling is None
             first = max(seq.next_wanted, end - query_len)
-            last = seq.num_prompt_tokens - is_scored
+            last = len(seq.prompt_bytes) // 4 - is_scored
             count = min(end, last) - first
             if count > 0:
                 (scored if is_scored else pooled).append((start + first - end + query_len, count, row, first))

@@ -71,26 +71,26 @@ class Scheduler:
     def is_finished(self) -> bool:
         return not self._unfinished
 
-    def check_fits(self, length: int, draws: bool = True) -> None:
-        """Raise ValueError, with the fix, if there is no room for a prompt of `length` tokens, plus one more
-        token if it `draws`."""
+    def check_fits(self, length: int, more: int = 1) -> None:
+        """Raise ValueError, with the fix, if there is no room for a prompt of `length` tokens and `more`
+        drawn ones. -1: the prompt's last token is scored and not computed, so it needs no room."""
         limit = self.max_model_len
-        if length < limit or (length == limit and not draws):
+        if length + more <= limit:
             return
         blocks = self.block_manager
         why, raises = f"max_model_len={limit}", []
         if limit < self._option:
             why = f"the KV cache has {blocks.num_blocks} blocks of {blocks.block_size} tokens"
             raises.append("num_kvcache_blocks or gpu_memory_utilization")
-        if length >= self._option:
+        if length + more > self._option:
             raises.append(f"max_model_len (up to {self._longest})")
-        can_be_raised = length < self._longest
+        can_be_raised = length + more <= self._longest
         if not can_be_raised:
             why += f", and the model's own limit is {self._longest}"
         fix = f", or raise {' and '.join(raises)}" if can_be_raised else ""
         raise ValueError(
-            f"the prompt has {length} tokens, and at most {limit - draws} "
-            f"{'leave room for one more' if draws else 'fit'} ({why}); shorten it{fix}"
+            f"the prompt has {length} tokens, and at most {limit - more} "
+            f"{'leave room for one more' if more > 0 else 'fit'} ({why}); shorten it{fix}"
         )
 
     def add(self, seq: Sequence) -> None:

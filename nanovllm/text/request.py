@@ -25,6 +25,13 @@ class Request:
     pooling: str | None = None  # of the prompt's hidden states: "last" or "mean"; None: no pooling
 
     @property
+    def num_needed(self) -> int:
+        """The number of leading prompt tokens to compute: the score of the last token does not need its own
+        hidden state."""
+        scores_only = self.params.max_tokens == 0 and self.first_scored is not None
+        return max(1, len(self.prompt_token_ids) - scores_only)
+
+    @property
     def next_wanted(self) -> int | None:
         """The first prompt position whose hidden state is needed, to score the next token or for pooling."""
         if self.pooling is not None:

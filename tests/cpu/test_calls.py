@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import gc
+import os
+import random
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from checked_llm import BLOCK, make_tiny
 from invariants import check_scheduler
 from tiny_models import VOCAB_SIZE
+from transformers import AutoModelForCausalLM
 
 from nanovllm import LLM, BeamSearchParams, SamplingParams, demo_model_path
 from nanovllm.vllm_arguments import EMBED, GENERATE
@@ -23,6 +30,65 @@ def test_the_tokenizer() -> None:
         ids = tokenizer("Hello")["input_ids"]
         [by_text, by_ids] = llm.generate(["Hello", ids], GREEDY, use_tqdm=False)
         assert by_text.prompt_token_ids == ids and by_text["token_ids"] == by_ids["token_ids"]
+
+
+def test_what_a_caller_hands_over_stays_as_it_is() -> None:
+    """Options, prompts, parameters, conversations, tools and weights; outputs share no list with them; the
+    process keeps its random state, threads and environment."""
+    options: dict[str, Any] = {
+        "hf_overrides": {"rope_theta": 1e4},
+        "override_generation_config": {"top_k": 5},
+    }
+    ids, params = (
+        [5, 6, 7],
+        SamplingParams(max_tokens=3, stop=["z"], logit_bias={5: 1.0}, bad_words=["q"], n=2),
+    )
+    prompts: list[Any] = [ids, {"prompt_token_ids": ids}, "Spell AB.", {"prompt": "A"}]
+    chat = [
+        {"role": "user", "content": [{"type": "text", "text": "Spell AB."}], "tool_calls": []},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}],
+        },
+    ]
+    variables, tools = {"enable_thinking": False}, [{"type": "function", "function": {"name": "f"}}]
+    pairs = [("Spell", " AB"), (ids, [8])]
+    beams = BeamSearchParams(beam_width=2, max_tokens=2)
+    weights = AutoModelForCausalLM.from_pretrained(demo_model_path(), dtype=torch.float32).state_dict()
+    handed = (options, ids, params, prompts, chat, variables, tools, pairs, beams)
+    before, own = deepcopy(handed), {name: weight.clone() for name, weight in weights.items()}
+
+    def state() -> tuple[Any, ...]:
+        numbers = torch.get_rng_state().tolist(), random.getstate(), str(np.random.get_state())
+        return (
+            *numbers,
+            dict(os.environ),
+            torch.get_num_threads(),
+            gc.get_threshold(),
+            torch.get_default_dtype(),
+        )
+
+    process = state()
+    with LLM(demo_model_path(), device="cpu", num_kvcache_blocks=100, **options) as llm:
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        assert all(output.prompt_token_ids is not ids for output in outputs)
+        one, other = outputs[0].outputs
+        assert one.token_ids is not other.token_ids
+        llm.get_default_sampling_params().top_k = 9
+        assert llm.get_default_sampling_params().top_k == 5
+        template = "{{ messages[0]['content'] }}"
+        llm.chat(chat, params, False, chat_template=template, chat_template_kwargs=variables, tools=tools)
+        list(llm.stream(prompts, params))
+        llm.score_pairs(pairs, False)
+        llm.embed(prompts, False)
+        llm.beam_search([ids], beams)
+        llm.update_weights(weights)
+        places = {weight.data_ptr() for weight in weights.values()}
+        assert not any(weight.data_ptr() in places for weight in llm._runner.model.parameters())
+        llm.sleep(level=2)
+    assert handed == before and all(torch.equal(weights[name], own[name]) for name in own)
+    assert state() == process
 
 
 def test_the_tokenizers_end_of_sequence_token_ends_an_answer_too(tmp_path: Path) -> None:

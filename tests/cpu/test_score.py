@@ -61,6 +61,26 @@ def test_is_greedy(llm: CheckedLLM) -> None:
     assert [score.is_greedy for score in llm.score(PROMPT, [greedy, other], False)] == [True, False]
 
 
+def test_the_last_token_needs_no_room(model: Path, reference: Any) -> None:
+    """Its own hidden state is not needed, so a scored text may have one token more than `max_model_len`."""
+    ids = [*PROMPT, 4, 8, 15, 16, 23]
+    want = logprobs_of(reference, ids)
+    want = want[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0].numpy()
+    with make_tiny(model, max_model_len=24) as llm:
+        assert np.allclose(llm.score(PROMPT, [ids[20:]], False)[0].logprobs, want[19:], atol=1e-4)
+        assert sum(len(batch.token_ids) for batch in llm.batches) == 24
+        params = SamplingParams(max_tokens=0, prompt_logprobs=0)
+        logprobs = llm.generate([ids], params, use_tqdm=False)[0].prompt_logprobs
+        assert logprobs is not None and len(logprobs) == 25
+        found = [next(iter(row.values())).logprob for row in logprobs[1:] if row]
+        assert np.allclose(found, want, atol=1e-4)
+        with pytest.raises(ValueError, match="has 26 tokens, and at most 25 fit"):
+            llm.score(PROMPT, [[*ids[20:], 3]], False)
+        with pytest.raises(ValueError, match="has 25 tokens, and at most 24 fit"):
+            llm.embed([ids], use_tqdm=False)
+        assert llm.generate([[5]], params, use_tqdm=False)[0].prompt_logprobs == [None]
+
+
 def test_logits_are_computed_for_the_continuations_alone(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -168,6 +169,43 @@ def test_the_tasks_tell_models_apart(results: tuple[dict[str, Any], dict[str, An
 
 def request(kind: str, *arguments: Any) -> Instance:
     return Instance(request_type=kind, doc={}, arguments=arguments, idx=0)
+
+
+def test_the_models_own_limit(tmp_path: Path, reference: HFLM) -> None:
+    """Long texts, texts that fill the model's limit of 64 tokens and prompts that are cut, without
+    `max_length`."""
+    folder = tmp_path / "short"
+    shutil.copytree(demo_model_path(), folder)
+    config = json.loads((folder / "config.json").read_text()) | {"max_position_embeddings": 64}
+    (folder / "config.json").write_text(json.dumps(config))
+    theirs = HFLM(str(folder), device="cpu", dtype="float32", batch_size=1)
+    ours = NanoVLLM(str(folder), device="cpu", num_kvcache_blocks=400)
+    assert ours.max_length == theirs.max_length == 64
+    letters = " ".join(row["answer"] for row in examples("alphabet", 40))
+    ids = ours.tok_encode(letters)
+    texts = [ours.tokenizer.decode(ids[:size]) for size in (1, 63, 64, 65, 128, 129, 130, 193, 700)]
+    lengths = [len(ours.tok_encode(text)) for text in texts]
+    assert {63, 64, 65} <= set(lengths) and max(lengths) > 600
+    asked = [request("loglikelihood_rolling", text) for text in texts]
+    found = ours.loglikelihood_rolling(asked)
+    assert found == pytest.approx(theirs.loglikelihood_rolling(asked), rel=1e-5)
+    whole = ours.tokenizer.decode(ids[:66])
+    pairs = [(whole[:place], whole[place : place + size]) for place in (1, 20, 40) for size in (1, 9, 22)]
+    pairs += [(whole, "A"), (whole * 3, whole[:20]), ("A", ours.tokenizer.decode(ids[:63]))]
+    pairs += [
+        (ours.tokenizer.decode(ids[:-9]), ours.tokenizer.decode(ids[-9:])) for ids in (ids[:65], ids[:66])
+    ]
+    assert {64, 65, 66} <= {len(ours.tok_encode(a + b)) for a, b in pairs}
+    asked = [request("loglikelihood", *pair) for pair in pairs]
+    for answer, expected in zip(ours.loglikelihood(asked), theirs.loglikelihood(asked), strict=True):
+        assert answer[1] == expected[1] and answer[0] == pytest.approx(expected[0], rel=1e-4, abs=1e-4)
+    options = {"until": [], "max_gen_toks": 20}
+    prompts = [letters[-size:] for size in (20, 43, 44, 45, 60, 300)]
+    asked = [request("generate_until", prompt, options) for prompt in prompts]
+    answers = ours.generate_until(asked)
+    assert answers == theirs.generate_until(asked) and all(answers)
+    assert options == {"until": [], "max_gen_toks": 20}
+    ours.model.close()
 
 
 def test_texts_without_a_context_and_special_tokens_in_the_text(model: NanoVLLM, reference: HFLM) -> None:

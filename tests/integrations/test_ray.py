@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import re
 import shutil
@@ -36,7 +37,7 @@ def cluster() -> Iterator[None]:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # the actors import this file
         options = {"object_store_memory": 2**27, "_temp_dir": folder, "_node_ip_address": "127.0.0.1"}
-        ray.init(num_cpus=4, include_dashboard=False, **options)
+        ray.init(num_cpus=2, include_dashboard=False, **options)
         ray.data.DataContext.get_current().enable_progress_bars = False
         yield
         ray.shutdown()
@@ -87,7 +88,10 @@ def test_every_row_is_answered_once_although_a_replica_is_killed(tmp_path: Path)
 
 @pytest.mark.usefixtures("cluster")
 def test_the_lines_of_the_readme_answer_every_row_once_in_several_runs(tmp_path: Path) -> None:
-    """Only paths, sizes and the device are others. A run answers what the input has gained, if anything."""
+    """Only paths, sizes and the device are others. A run answers what the input has gained, if anything.
+
+    The cluster has 2 CPUs: one reads rows and one skips answered rows, so none is left for the replicas.
+    """
     readme = (Path(__file__).parents[2] / "README.md").read_text()
     [code] = re.findall(r"```py\n(import ray\n.*?)```", readme, re.S)
     for shown, used, times in [
@@ -104,7 +108,11 @@ def test_the_lines_of_the_readme_answer_every_row_once_in_several_runs(tmp_path:
     for some in (rows[:12], rows[12:], []):
         if some:
             pq.write_table(pa.Table.from_pylist(some), tmp_path / f"prompts/{len(some)}.parquet")
+        faulthandler.dump_traceback_later(
+            300, exit=True
+        )  # Ray waits without end for a CPU that it never gets
         exec(code, {})
+        faulthandler.cancel_dump_traceback_later()
     answers = pq.read_table(tmp_path / "answers").sort_by("id").to_pylist()
     params = SamplingParams(temperature=0.6, max_tokens=20)
     alone = LLMPredictor(demo_model_path(), params, id_column="id", **CPU)
@@ -114,6 +122,50 @@ def test_the_lines_of_the_readme_answer_every_row_once_in_several_runs(tmp_path:
         {name: column[index] for name, column in expected.items()} for index in range(len(rows))
     ]
     assert [answer["n"] for answer in answers if answer["error"]] == [3]
+
+
+@pytest.mark.usefixtures("cluster")
+def test_what_a_caller_hands_over_stays_as_it_is(tmp_path: Path) -> None:
+    """Two pipelines on one input do not see each other, and the input can be written without either."""
+    pq.write_table(
+        pa.Table.from_pylist([{"id": i, "prompt": "A"} for i in range(40)]), tmp_path / "p.parquet"
+    )
+    dataset = ray.data.read_parquet(str(tmp_path / "p.parquet"))
+    before = dataset.context
+    params, ray_args, overrides = SamplingParams(stop=["a"]), {"resources": {}}, {"rope_theta": 1e5}
+    pipelines = []
+    for name in ("one", "other"):
+        options = {"id_column": "id", "hf_overrides": overrides, "ray_args": ray_args, **CPU}
+        path = str(tmp_path / name)
+        pipelines.append(generate(dataset, demo_model_path(), params, checkpoint_path=path, **options))
+        params.stop.append("b")  # for the next pipeline
+        overrides["rope_theta"] = 1e6
+    assert dataset.context is before and before.checkpoint_config is None
+    assert ray.data.DataContext.get_current().checkpoint_config is None
+    assert ray_args == {"resources": {}}
+    paths = [each.context.checkpoint_config.checkpoint_path for each in pipelines]
+    assert paths == [str(tmp_path / "one"), str(tmp_path / "other")]
+    maps = [each._logical_plan.dag for each in pipelines]
+    assert [each.fn_constructor_args[1].stop for each in maps] == [["a"], ["a", "b"]]
+    assert [each.fn_constructor_kwargs["hf_overrides"]["rope_theta"] for each in maps] == [1e5, 1e6]
+    dataset.write_parquet(str(tmp_path / "copy"))
+    assert pq.read_table(tmp_path / "copy").num_rows == 40
+    assert not (tmp_path / "one").exists() and not (tmp_path / "other").exists()
+
+
+@pytest.mark.usefixtures("cluster")
+def test_replicas_that_leave_no_cpu_for_the_checkpoint_are_refused() -> None:
+    dataset = ray.data.range(1)
+    options = {"id_column": "id", "checkpoint_path": "/tmp/checkpoint", **CPU}
+    with pytest.raises(
+        ValueError, match=r"has 2 CPUs, .* needs 3: .*num_cpus=0.5 for each of 2 replicas; leave"
+    ):
+        generate(dataset, demo_model_path(), replicas=2, ray_args={"num_cpus": 0.5}, **options)
+    for asked, taken in (({}, 0), ({"num_cpus": 0}, 0)):
+        answers = generate(dataset, demo_model_path(), ray_args=asked, **options)
+        assert answers._logical_plan.dag.ray_remote_args["num_cpus"] == taken
+    with pytest.raises(ValueError, match="min_size"):
+        generate(dataset, demo_model_path(), replicas=0, **options)
 
 
 def test_columns_without_a_cluster() -> None:
