@@ -84,7 +84,7 @@ class RequestOutput(Mapping[str, Any]):
 
     As a dictionary it has the keys "text", "token_ids" and "finish_reason".
 
-    prompt_logprobs: of the prompt's tokens, if requested.
+    prompt_logprobs: of the prompt's tokens, if requested; None if not all were computed, as after an error.
     finished: False for a part of an answer from `stream(deltas=True)`, except for the last part.
     metrics: its timestamps; None for a prompt that could not run, and for a part of an answer.
     num_cached_tokens: prompt tokens whose K/V came from the prefix cache when the request was first admitted.
@@ -122,12 +122,14 @@ class ScoreOutput:
 
     token_ids, logprobs: of the continuation's tokens, each given all tokens before it.
     is_greedy: whether each token is the likeliest one, so that greedy sampling gives this continuation.
+    error: why there is no score, else None; the logprobs are then NaN.
     """
 
     token_ids: list[int]
     logprobs: list[float]
     is_greedy: bool
     num_cached_tokens: int = 0
+    error: str | None = None
 
     @property
     def logprob(self) -> float:

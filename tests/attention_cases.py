@@ -234,6 +234,27 @@ def check_prefill(
         assert_near(out, expected)
 
 
+def check_keys_that_are_not_finite(device: str) -> None:
+    """A key that is NaN makes the tokens NaN that attend to it, and changes no token before it."""
+    length, spoilt, heads = 40, 20, Heads(2, 2, 64, 16)
+    cache = make_cache([length], heads, device)
+    cells = cache.kv.k[int(cache.tables[0, spoilt // heads.page]), spoilt % heads.page]
+    for new in (length, 30):  # a whole prompt, and a chunk of one
+        q, bounds = (
+            fused_queries(new, heads, device),
+            torch.tensor([0, new], dtype=torch.int32, device=device),
+        )
+        for attend in PREFILL:
+            inputs = (q, cache.kv, cache.tables, bounds, cache.contexts, new, heads.head_dim**-0.5)
+            kept, expected = cells.clone(), attend(*inputs)
+            cells[0] = math.nan
+            out = attend(*inputs)
+            cells.copy_(kept)
+            before = spoilt - (length - new)
+            assert torch.equal(out[:before], expected[:before]) and torch.equal(out[:, 1], expected[:, 1])
+            assert out[before:, 0].isnan().all()
+
+
 def check_chunked_prefill(length: int, chunks: Sequence[int], heads: Heads, device: str) -> None:
     """A prompt in `chunks` (the last one repeats) gives the kernel's result for the whole prompt.
 

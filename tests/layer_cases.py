@@ -289,6 +289,15 @@ def check_store(tokens: int, heads: Heads, device: str, *, num_blocks: int = 9, 
         assert torch.equal(out, q)
         for buffer, target in zip(buffers, expected, strict=True):
             torch.testing.assert_close(buffer.float(), target.float(), rtol=0, atol=0, equal_nan=True)
+        if not tokens:
+            continue
+        spoilt, kept = v.clone(), int((slots >= 0).nonzero()[0])
+        spoilt[kept, -1, 3] = math.nan
+        store(q, k, spoilt, Rotation(zeros, table), cache, slots.to(device, torch.int32))
+        keys, values = (x.float().flatten(0, 1)[int(slots[kept])] for x in (cache.k, cache.v))
+        if not (fp8 and device == "cpu"):  # Triton's interpreter has no NaN in FP8
+            assert keys[-1].isnan().all() and keys[:-1].isfinite().all(), "the head's own key"
+        assert values[-1, 3] == 0 and values.isfinite().all()
 
 
 def nearest_fp8(x: torch.Tensor) -> torch.Tensor:

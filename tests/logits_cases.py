@@ -273,3 +273,11 @@ def check_logprobs_rows_are_independent(rows: int, vocab: int, device: str) -> N
             assert torch.equal(mixed, column[order])
             assert torch.equal(single, column[one])
             assert torch.equal(near[~bad], column[~bad])
+        for value in (math.nan, math.inf):  # a row that is not finite has no logprobs and no logits
+            spoilt = logits.clone()
+            spoilt[bad, vocab // 2] = value
+            for k, normalize in ((0, True), (5, True), (5, False), (vocab, True)):
+                found = run_both(lambda x=spoilt, k=k, n=normalize: token_logprobs(x, chosen, k, n))[
+                    by_triton
+                ]
+                assert found.values[bad].isnan().all() and not found.values[~bad].isnan().any()

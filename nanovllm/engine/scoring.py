@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from nanovllm.outputs import EmbeddingOutput, EmbeddingRequestOutput, RequestOutput, ScoreOutput
@@ -10,11 +12,15 @@ from nanovllm.text.logprobs import LogprobDicts
 
 def score_output(output: RequestOutput, first: int) -> ScoreOutput:
     """The score of the prompt's tokens from `first` on. The output's prompt logprobs include the likeliest
-    token at each position."""
+    token at each position, unless it has an error."""
+    token_ids = output.prompt_token_ids[first:]
+    if output.error is not None:
+        unknown = [math.nan] * len(token_ids)
+        return ScoreOutput(token_ids, unknown, False, output.num_cached_tokens, output.error)
     assert isinstance(output.prompt_logprobs, LogprobDicts)
     columns = output.prompt_logprobs.columns
     return ScoreOutput(
-        output.prompt_token_ids[first:],
+        token_ids,
         columns.values[:, 0].tolist(),
         bool((columns.token_ids[:, 0] == columns.token_ids[:, 1]).all()),
         output.num_cached_tokens,

@@ -144,7 +144,11 @@ class NanoVLLM(LightevalModel):
                     f"room for {self.max_length - 1}; raise it or drop the choice"
                 )
             kept.append((context[-room:] or [self._first_token()], continuation))
-        return [(score.logprob, score.is_greedy) for score in self.model.score_pairs(kept)]
+        scores = self.model.score_pairs(kept)
+        for score in scores:
+            if score.error is not None:
+                raise RuntimeError(f"a choice has no score: {score.error}")
+        return [(score.logprob, score.is_greedy) for score in scores]
 
     def _first_token(self) -> int:
         """The context of a text that has none."""

@@ -160,6 +160,8 @@ class NanoVLLM(TemplateLM):
         _warn_cut(num_cut, room)
         answers = []
         for (key, _, _), score in zip(requests, self.model.score_pairs(pairs, not disable_tqdm), strict=True):
+            if score.error is not None:
+                raise RuntimeError(f"a continuation has no score: {score.error}")
             answers.append((score.logprob, score.is_greedy))
             if key is not None:
                 self.cache_hook.add_partial("loglikelihood", key, answers[-1])

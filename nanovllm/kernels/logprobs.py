@@ -119,7 +119,8 @@ def token_logprobs(
 
     logits: [n, V] float, contiguous rows. token_ids: [n] int64; negative ids count as 0. k: at most V, larger
     values count as V. normalize: return log-softmax in float32, else the logits. rank: the number of tokens
-    that are at least as likely, as in vLLM. The result for a row with NaN or +inf is undefined.
+    that are at least as likely, as in vLLM. All values of a row with NaN, +inf or no finite logit are NaN;
+    its ids and rank are undefined.
     """
     k = min(k, logits.shape[1])
     if use_triton(logits):
@@ -129,7 +130,7 @@ def token_logprobs(
     wide = logits.float()
     padded = F.pad(wide, (0, -logits.shape[1] % SEGMENT), value=float("-inf"))
     seg_max = padded.view(len(logits), -1, SEGMENT).amax(dim=2)
-    normalizers = wide.logsumexp(dim=1) if normalize else wide.new_zeros(len(logits))
+    normalizers = _normalizers(wide.logsumexp(dim=1), normalize)
     return _with_top_tokens(logits, chosen, ranks, normalizers, seg_max, k)
 
 
@@ -151,8 +152,7 @@ def _token_logprobs_triton(
     ranks = counts.sum(dim=1)
     best = block_max.amax(dim=1)
     normalizers = best + (sums * (block_max - best[:, None]).exp()).sum(dim=1).log()
-    if not normalize:
-        normalizers.zero_()
+    normalizers = _normalizers(normalizers, normalize)
     if k > FEW:
         return _with_top_tokens(logits, token_ids.clamp(min=0)[:, None], ranks, normalizers, seg_max, k)
     values = torch.empty(rows, 1 + k, dtype=torch.float32, device=device)
@@ -163,6 +163,12 @@ def _token_logprobs_triton(
             SEGMENT=SEGMENT, PADDED=next_power_of_2(segments), num_warps=4,
         )  # fmt: skip
     return TokenLogprobTensors(values, ids, ranks)
+
+
+def _normalizers(log_sums: torch.Tensor, normalize: bool) -> torch.Tensor:
+    """What to subtract from the logits of each row [n]: NaN for a row whose log-sum-exp is not finite."""
+    nothing = log_sums * 0  # NaN if not finite
+    return log_sums + nothing if normalize else nothing
 
 
 def _with_top_tokens(

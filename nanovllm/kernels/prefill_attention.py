@@ -239,8 +239,19 @@ def paged_prefill_attention_reference(
         if end - begin < context:
             positions = torch.arange(context, device=q.device)
             seen = positions <= positions[context - (end - begin) :, None]  # [queries, context]
-        attended = F.scaled_dot_product_attention(
-            queries[None], k[None], v[None], attn_mask=seen, is_causal=seen is None, scale=scale
-        )[0]
+        attended = attend(queries, k, v, seen, scale)
+        if not attended.sum().isfinite():  # torch's mask is -inf, and NaN - inf is NaN
+            spoilt = ~k.isfinite().all(2, keepdim=True)
+            attended = attend(queries, k.masked_fill(spoilt, 0), v, seen, scale)
+            attended.masked_fill_(spoilt.cummax(1).values[:, context - (end - begin) :], float("nan"))
         out[begin:end] = attended.transpose(0, 1)
     return out
+
+
+def attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor | None, scale: float
+) -> torch.Tensor:
+    """Attention of q [heads, n, dim] over k and v [heads, context, dim]. seen [n, context]; None: causal."""
+    return F.scaled_dot_product_attention(
+        q[None], k[None], v[None], attn_mask=seen, is_causal=seen is None, scale=scale
+    )[0]

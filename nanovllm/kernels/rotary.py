@@ -160,6 +160,11 @@ def _qk_norm_rope_store_kernel(
         value = (value.to(tl.float32) * scale).to(dtype)
     q_first, q_second = _rotated((q_first, q_second), q_weight, angle, eps, dtype, HEAD_DIM)
     k_first, k_second = _rotated((k_first, k_second), k_weight, angle, eps, dtype, HEAD_DIM)
+    # A masked token's weight is 0, but 0 * NaN is NaN. A key that is NaN has no effect where it is masked.
+    nothing = value.to(tl.float32) * 0.0
+    spoilt = tl.sum(nothing, axis=1)[:, None]
+    k_first, k_second = (k_first + spoilt).to(dtype), (k_second + spoilt).to(dtype)
+    value = tl.where(nothing == 0.0, value, 0.0)
     if k_scale_ptr is not None:
         k_scale = tl.load(k_scale_ptr + kv_heads, mask=kv_live, other=1.0)
         v_scale = tl.load(v_scale_ptr + kv_heads, mask=kv_live, other=1.0)
@@ -193,7 +198,8 @@ def qk_norm_rope_store_triton(
     q: [T, q_heads, head_dim]. k, v: [T, kv_heads, head_dim]. Only the last dimension must be contiguous.
     slot_mapping: [T] int32, block * block_size + offset; a negative slot stores nothing. For an FP8 cache,
     values are rounded to q's dtype, divided by the head's scale, clamped to +-448 and rounded to nearest
-    even.
+    even. An element of v that is not finite is stored as 0, and the head's key as NaN, so that only tokens
+    that attend to it have NaN.
 
     With `rms_of` [T, M], contiguous, each row of q, k and v is first divided by the root mean square of the
     same row of `rms_of`, with the rotation's eps, and rounded.
@@ -281,6 +287,9 @@ def qk_norm_rope_store_reference(
     k = k if k_weight is None else rms_norm_reference(k, k_weight, eps)
     angles = cos_sin.index_select(0, positions)
     q, k = _rotate_reference(q, angles), _rotate_reference(k, angles)
+    if not v.sum().isfinite():
+        nothing = v * 0  # NaN where v is not finite
+        k, v = k + nothing.sum(dim=2, keepdim=True), v.masked_fill(nothing != 0, 0)
     stored = slot_mapping != NO_SLOT
     if not stored.all():
         k, v, slot_mapping = k[stored], v[stored], slot_mapping[stored]

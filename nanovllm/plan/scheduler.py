@@ -157,6 +157,7 @@ class Scheduler:
         asks = batch.extras is not NO_EXTRAS or not batch.draws.all()
         found = enumerate(map(self._unfinished.get, batch.seq_ids))
         seqs = {row: seq for row, seq in found if seq is not None} if asks else {}
+        not_finite: list[Sequence] = []  # their scores or hidden states are not
         if output.logprobs is not None:
             # A sequence keeps no more than it asked for: a step's columns are as wide as its widest row.
             asked: dict[int, list[int]] = {}
@@ -172,13 +173,21 @@ class Scheduler:
             for row in np.unique(scored_rows).tolist():
                 if row in seqs:
                     k = num_likeliest(seqs[row].params.prompt_logprobs or 0)
-                    seqs[row].prompt_logprobs.append(output.scores.take(scored_rows == row, k))
+                    scores = output.scores.take(scored_rows == row, k)
+                    seqs[row].prompt_logprobs.append(scores)
+                    if np.isnan(scores.values[:, 0]).any():
+                        not_finite.append(seqs.pop(row))
         if output.pooled is not None and batch.extras.pooled is not None:
             for row in np.unique(batch.extras.pooled.rows).tolist():
                 if row in seqs:
                     sums = output.pooled[row]
                     before = seqs[row].pooled
                     seqs[row].pooled = sums if before is None else before + sums
+                    if not np.isfinite(sums).all():
+                        not_finite.append(seqs.pop(row))
+        for seq in not_finite:
+            seq.prompt_logprobs, seq.pooled = [], None
+            self._finish(seq, "error", events.finish_reasons)
         for row, seq in seqs.items():
             if seq.max_tokens_total == seq.num_prompt_tokens == batch.context_lens[row]:
                 self._finish(seq, "length", events.finish_reasons)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 from collections import deque
 from functools import lru_cache
+from itertools import groupby
 from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
@@ -23,7 +24,8 @@ BYTE_OF_LETTER = {chr(byte): byte for byte in PRINTABLE} | {chr(256 + i): b for 
 class Detokenizer:
     """Decodes outputs: prompt and output are decoded together, and the prompt's text is removed.
 
-    This keeps a space between the two. Special tokens are skipped or kept, as requested. An incomplete
+    This keeps a space between the two. Special tokens are skipped or kept, as requested. Bytes that are no
+    character become U+FFFD, as in Python's decoding of UTF-8, and change no text around them. An incomplete
     character at the end is left out; a U+FFFD that the model generated stays. A character that the prompt
     begins and the output does not continue is a U+FFFD of the prompt.
     """
@@ -37,6 +39,9 @@ class Detokenizer:
         vocab = tokenizer.get_vocab()
         names = ((byte, f"<0x{byte:02X}>") for byte in range(256))  # of byte fallback
         self._bytes = {vocab[name]: bytes([byte]) for byte, name in names if name in vocab}
+        if len(self._bytes) < 256:  # not those of byte fallback
+            self._bytes = {}
+        self._token_of_byte = {each[0]: token_id for token_id, each in self._bytes.items()}
         # transformers' wrapper takes as long as decoding a short text; skip it where it does nothing.
         methods = type(tokenizer).decode, getattr(type(tokenizer), "_decode", type(tokenizer).decode)
         is_plain = all(method.__module__.startswith("transformers.tokenization_utils") for method in methods)
@@ -103,17 +108,32 @@ class Detokenizer:
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         ends = (self._bytes.get(token_id) or self._as_letters(token_id) for token_id in kept[-LONGEST_CUT:])
         decoder.decode(b"".join(ends))
-        missing = len(decoder.getstate()[0])  # bytes of the incomplete character at the end
-        if not missing:
-            return text, False
-        # Byte fallback writes U+FFFD for each byte of an incomplete run, even for its whole characters.
-        return self.decode(kept[:-missing]) if kept[-1] in self._bytes else text[:-1], True
+        held = decoder.getstate()[0].decode(errors="replace")  # U+FFFD, for half of a surrogate pair two
+        return text[: len(text) - len(held)], bool(held)
 
     def decode(self, token_ids: list[int]) -> str:
         """The text of tokens, with U+FFFD for bytes that are no character."""
         if not token_ids:
             return ""
+        if not self._bytes.keys().isdisjoint(token_ids):
+            token_ids = self._repaired(token_ids)
         return str(self._decode_ids(token_ids, skip_special_tokens=self._skip_special_tokens))
+
+    def _repaired(self, token_ids: list[int]) -> list[int]:
+        """The tokens, with the bytes of U+FFFD for bytes of byte fallback that are no character.
+
+        Tokenizers write U+FFFD for each byte of a run that is not valid as a whole. So a byte would change
+        the text of characters before it, and differ from what byte-level tokenizers write.
+        """
+        repaired: list[int] = []
+        kept = (token_id for token_id in token_ids if token_id not in self.skipped)
+        for is_byte, run in groupby(kept, self._bytes.__contains__):
+            if is_byte:
+                data = b"".join(self._bytes[token_id] for token_id in run)
+                repaired += [self._token_of_byte[byte] for byte in data.decode(errors="replace").encode()]
+            else:
+                repaired += run
+        return repaired
 
     def _as_letters(self, token_id: int) -> bytes:
         """The bytes of a token, from a byte-level vocabulary's alphabet or as UTF-8."""

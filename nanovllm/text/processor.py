@@ -155,9 +155,9 @@ class Processor:
     ) -> RequestOutput:
         """Return the output of the request, from its completions in order, the scores of prompt tokens, and
         the sum [hidden_size] of the prompt's hidden states."""
-        logprobs = None
-        if request.first_scored is not None:
-            first = request.first_scored
+        first, logprobs = request.first_scored, None
+        num_scored = sum(len(part.ranks) for part in scores)
+        if first is not None and num_scored == len(request.prompt_token_ids) - first:  # the prompt ran whole
             columns = join_parts(scores, self._width(request.params.prompt_logprobs or 0))
             before = request.prompt_token_ids[:first]
             logprobs = self.logprob_dicts(request.params, columns, first, before)
@@ -170,7 +170,7 @@ class Processor:
             outputs=completions,
             metrics=metrics,
             num_cached_tokens=num_cached_tokens,
-            error=_failure(request.params) if failed else None,
+            error=_failure(request) if failed else None,
             index=request.index,
             pooled=pooled,
         )
@@ -301,8 +301,11 @@ def _ends_with_eos(params: SamplingParams) -> bool:
     return not params.ignore_eos or params.structured_outputs is not None
 
 
-def _failure(params: SamplingParams) -> str:
-    """Why there was no token to draw."""
+def _failure(request: Request) -> str:
+    """Why there was no token to draw, or no score or embedding."""
+    params = request.params
+    if request.pooling is not None:
+        return "the model's hidden states were not finite"
     rules = ("allowed_token_ids", "bad_words", "min_tokens", "structured_outputs", "logit_bias")
     given = [name for name in (*rules, "logits_processors") if getattr(params, name)]
     left = f", or no token was left by {', '.join(given)}" if given else ""

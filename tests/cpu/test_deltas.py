@@ -6,7 +6,6 @@ import random
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -79,13 +78,9 @@ def test_joined_deltas_equal_the_whole_output(kind: str, options: dict[str, int]
         whole = put_together(parts)
         for output in full:
             for got, expected in zip(whole[output.index], output.outputs, strict=True):
-                # Parts of an invalid byte fallback sequence decode differently from the whole.
-                if kind != "byte_level" and "\ufffd" in expected.text:
-                    assert expected.stop_reason is None or got.text == expected.text
-                    got, expected = replace(got, text=""), replace(expected, text="")
                 assert got == expected
         texts = [each.text for output in full for each in output.outputs]
-        assert sum(bool(text) and (kind == "byte_level" or "\ufffd" not in text) for text in texts) > 5
+        assert sum("\ufffd" in text for text in texts) > 5
         reasons = [c.stop_reason for output in full for c in output.outputs]
         assert sum(isinstance(reason, str) for reason in reasons) >= 10
         again = sorted(llm.stream(prompts, params), key=lambda output: output.index)

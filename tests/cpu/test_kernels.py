@@ -205,6 +205,10 @@ def test_prefill_bits_do_not_depend_on_chunks(chunks: list[int]) -> None:
     attention_cases.check_chunked_prefill(length, chunks, Heads(2, 1, 32, 16), CPU)
 
 
+def test_keys_that_are_not_finite() -> None:
+    attention_cases.check_keys_that_are_not_finite(CPU)
+
+
 def test_fp8_pairs() -> None:
     attention_cases.check_fp8_pairs(CPU)
 

@@ -7,6 +7,7 @@ tokens.
 
 from __future__ import annotations
 
+import codecs
 import json
 import random
 import shutil
@@ -109,6 +110,38 @@ def test_whole_and_in_parts(name: str) -> None:
                 assert before + text == whole.removesuffix("\ufffd") or before + text == whole
                 exact += 1
     assert exact > 60
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_bytes_that_are_no_character_in_parts(name: str) -> None:
+    """Random tokens, half of them bytes, and bytes within text. At every cut the parts are the whole text,
+    and U+FFFD is where Python's decoding of UTF-8 has it.
+    """
+    rng, tokenizer = random.Random(6), tokenizer_of(name)
+    detokenizer = Detokenizer(tokenizer)
+    tokens = [(f"<0x{byte:02X}>", bytes([byte])) for byte in range(256)]
+    byte_of = {tokenizer.convert_tokens_to_ids(token): byte for token, byte in tokens}
+    if not detokenizer._bytes:  # a byte-level tokenizer: its tokens of one byte
+        byte_of = {index: detokenizer.token_bytes(index) for index in range(300)}
+        byte_of = {index: byte for index, byte in byte_of.items() if len(byte) == 1}
+    few = list(byte_of)
+    for turn in range(80):
+        ids = encoded(name, "x" + random_text(rng))
+        if turn % 2:
+            ids = [
+                rng.choice(few) if rng.random() < 0.5 else rng.randrange(len(tokenizer)) for _ in range(12)
+            ]
+        for _ in range(3):
+            ids.insert(rng.randrange(1, len(ids)), rng.choice(few))
+        start = rng.randrange(1, len(ids))
+        stream, text = detokenizer.stream(ids[:start]), ""
+        for end in range(start + 1, len(ids) + 1):
+            text += stream.append(ids[end - 1])
+            assert text == detokenizer.text(ids[:start], ids[start:end])
+        run = [*encoded(name, "x"), *rng.choices(few, k=8)]
+        written = b"".join(byte_of[token_id] for token_id in run[-8:])
+        expected = codecs.getincrementaldecoder("utf-8")("replace").decode(written)
+        assert detokenizer.text(run[:-8], run[-8:]) == expected
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,14 @@ import numpy as np
 import pytest
 import torch
 from checked_llm import CheckedLLM, make_tiny
+from jobs import read_rows, write_rows
+from safetensors.torch import load_file, save_file
 from tiny_models import transformers_model
 
 from nanovllm import LLM, BeamSearchParams, SamplingParams, StructuredOutputsParams, demo_model_path
+from nanovllm.jobs import main as program
 from nanovllm.models.decoder import DecoderForCausalLM
+from nanovllm.outputs import RequestOutput
 
 PROMPT = [5, 9, 17, 3, 44, 8, 61, 2, 90, 13, 7, 7, 21, 35, 1, 64, 11, 12, 13, 92]
 CONTINUATIONS = [[4], [4, 8, 15], [16, 23, 42, 16, 23], [96, 95]]
@@ -200,6 +205,97 @@ def test_what_cannot_be_scored(llm: CheckedLLM) -> None:
         with pytest.raises(error, match=message):
             call()
     assert llm.is_finished()
+
+
+BAD = 30  # a token whose embedding is not finite
+MIXED = [PROMPT, [5, BAD, 7], [8, 9], [*PROMPT[:12], BAD], [3]]
+
+
+def with_a_bad_token(model: Path, folder: Path, token_id: int) -> Path:
+    shutil.copytree(model, folder, dirs_exist_ok=True)
+    [file] = folder.glob("*.safetensors")
+    tensors = load_file(file)
+    tensors["model.embed_tokens.weight"][token_id, 3] = math.nan
+    save_file(tensors, file, metadata={"format": "pt"})
+    return folder
+
+
+def values_of(output: RequestOutput) -> list[float]:
+    """All logprobs of an output."""
+    rows = [*(output.prompt_logprobs or [])[1:], *(output.outputs[0].logprobs or [])]
+    return [each.logprob for row in rows for each in row.values()]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"max_num_batched_tokens": 4},
+        {"num_kvcache_blocks": 4, "max_num_seqs": 2},
+        {"tensor_parallel_size": 2},
+        {"logprobs_mode": "raw_logits"},
+    ],
+    ids=["whole", "chunked", "tight", "two ranks", "logits"],
+)
+def test_numbers_that_are_not_finite_are_an_error_of_their_row(
+    model: Path, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    """In each kind of output as in generation. The other rows keep their values, also those that share the
+    beginning of a prompt, and so do the tokens before it."""
+    spoilt = with_a_bad_token(model, tmp_path, BAD)
+    few = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    prompt_only = SamplingParams(max_tokens=0, prompt_logprobs=1)
+    both = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, prompt_logprobs=0, logprobs=1)
+    with make_tiny(spoilt, **options) as llm, make_tiny(model, **options) as good:
+        free = llm.num_free_blocks
+        for params in (few, prompt_only, both):
+            found, expected = (each.generate(MIXED, params, use_tqdm=False) for each in (llm, good))
+            for ids, output, want in zip(MIXED, found, expected, strict=True):
+                if BAD in (ids[:-1] if params is prompt_only else ids):  # nothing follows the last token
+                    assert output["finish_reason"] == "error" and not output["token_ids"]
+                    assert str(output.error).startswith("the model's logits were not finite")
+                    assert BAD not in ids[:-1] or output.prompt_logprobs is None
+                else:
+                    assert output["token_ids"] == want["token_ids"] and output.error is None
+                    assert values_of(output) == pytest.approx(values_of(want), abs=1e-4)
+        if "logprobs_mode" not in options:
+            pairs = [(ids[:1], ids[1:] or [4]) for ids in MIXED]
+            scores, wanted = llm.score_pairs(pairs, False), good.score_pairs(pairs, False)
+            for ids, score, want in zip(MIXED, scores, wanted, strict=True):
+                if BAD in ids[:-1]:
+                    assert str(score.error).startswith("the model's logits were not finite")
+                    assert math.isnan(score.logprob) and len(score.logprobs) == len(score.token_ids)
+                else:
+                    assert score.error is None and score.logprobs == pytest.approx(want.logprobs, abs=1e-4)
+        for pooling in ("last", "mean"):
+            vectors, wanted = (each.embed(MIXED, False, pooling=pooling) for each in (llm, good))
+            for ids, vector, want in zip(MIXED, vectors, wanted, strict=True):
+                if BAD in ids:
+                    assert vector.error == "the model's hidden states were not finite"
+                    assert vector.outputs.embedding == []
+                else:
+                    near = pytest.approx(want.outputs.embedding, abs=1e-5)
+                    assert vector.error is None and vector.outputs.embedding == near
+        assert llm.is_finished() and llm.num_free_blocks == free
+
+
+def test_rows_of_a_job_that_are_not_finite(model: Path, tmp_path: Path) -> None:
+    """Of both kinds: generation and embeddings."""
+    spoilt = with_a_bad_token(model, tmp_path / "model", BAD)
+    rows = [
+        {"custom_id": f"{number}", "url": url, "body": {key: prompt, **more}}
+        for url, key, more in (
+            ("/v1/embeddings", "input", {}),
+            ("/v1/completions", "prompt", {"max_tokens": 3, "temperature": 0}),
+        )
+        for number, prompt in enumerate([[5, 6], [5, BAD, 6], [7]])
+    ]
+    source, answers = write_rows(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl"
+    argv = ["run", source, "-o", answers, "--model", spoilt, "--device", "cpu", "--num-kvcache-blocks", 64]
+    assert program.main([*map(str, argv), "--skip-tokenizer-init"]) == 1
+    errors = [row["error"] and row["error"]["message"] for row in read_rows(answers)]
+    assert errors[:3] == [None, "the model's hidden states were not finite", None]
+    assert errors[3:] == [None, "the model's logits were not finite", None]
 
 
 @pytest.mark.parametrize("length_penalty", [1.0, 2.5])

@@ -132,6 +132,10 @@ def test_prefill_bits_do_not_depend_on_chunks(chunks: list[int], heads: Heads) -
     attention_cases.check_chunked_prefill(1111, chunks, heads, GPU)
 
 
+def test_keys_that_are_not_finite() -> None:
+    attention_cases.check_keys_that_are_not_finite(GPU)
+
+
 @pytest.mark.parametrize("heads", SHAPES, ids=str)
 @pytest.mark.parametrize("tokens", [1, 3, 17, 97])
 def test_store(tokens: int, heads: Heads) -> None:
