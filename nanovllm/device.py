@@ -15,7 +15,9 @@ import numpy as np
 import torch
 
 CPU_KV_CACHE_BYTES = 4 * 2**30  # maximum KV cache on a CPU; also at most half of the free memory
-SPARE_BYTES = 2**30  # of a GPU, for CUDA graphs and kernels, which load after the KV cache is allocated
+SPARE_BYTES = (
+    5 * 2**29
+)  # of a GPU, or a sixteenth of it: for CUDA graphs and kernels, which follow the KV cache
 
 
 class Device:
@@ -132,7 +134,7 @@ class Device:
         if not self.is_cuda:
             return min(CPU_KV_CACHE_BYTES, free // 2), 0
         share = int(total * utilization) - held - reserve
-        budget = min(share, free - reserve - SPARE_BYTES)
+        budget = min(share, free - reserve - min(SPARE_BYTES, total // 16))
         return budget, share - budget
 
     def ranks(self, count: int, replicas: int = 1) -> list[str]:

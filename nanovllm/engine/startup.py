@@ -6,6 +6,8 @@ Decides the maximum length of sequences. Keeps no state.
 from __future__ import annotations
 
 import logging
+import random
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,7 +32,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("nanovllm")
 
-KV_CACHE_TRIES = 3
+START_TRIES = KV_CACHE_TRIES = 3
+PAUSE_SECONDS = 1.0, 6.0  # between two tries of a start
 
 
 def find_model(config: Config) -> Path:
@@ -86,8 +89,47 @@ def start_ranks(
 ) -> tuple[Workers, ResidentModelRunner, int]:
     """Start every rank; return the workers, this rank's runner, and the number of KV cache blocks.
 
+    Engines that start on one GPU at the same moment may need its last memory together. So a start that runs
+    out of memory is tried again, after a random time.
+
     Raises the errors of `LLMEngine`; all ranks are then ended.
     """
+    for left in range(START_TRIES)[::-1]:
+        try:
+            return _start_ranks(config, model_config, path, device, max_model_len)
+        except Exception as error:
+            if not _is_out_of_memory(error):
+                raise
+            if not left:
+                raise KVCacheMemoryError(
+                    f"{device.torch} ran out of memory while the engine started ({error}). Close other "
+                    f"programs on the device, or lower gpu_memory_utilization (now {config.gpu_memory_utilization}), "
+                    "max_num_batched_tokens or max_num_seqs"
+                ) from error
+        pause = random.uniform(*PAUSE_SECONDS)
+        logger.warning(
+            "%s ran out of memory while the engine started; other programs may have taken it at the same "
+            "moment; trying again in %.1f s",
+            *(device.torch, pause),
+        )
+        device.release_memory()
+        time.sleep(pause)
+    raise AssertionError("the last try returns or raises")
+
+
+def _is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether the device was full; a failed CUDA graph or kernel has torch's error only as its context."""
+    while error is not None:
+        if isinstance(error, torch.OutOfMemoryError) or "CUDA]: out of memory" in str(error):
+            return True
+        error = error.__context__
+    return False
+
+
+def _start_ranks(
+    config: Config, model_config: ModelConfig, path: Path, device: Device, max_model_len: int
+) -> tuple[Workers, ResidentModelRunner, int]:
+    """One try."""
     config = replace(config, tokenizer=None, hf_token=None)  # no rank needs them
     size = config.tensor_parallel_size
     devices = device.ranks(size)
@@ -109,18 +151,12 @@ def start_ranks(
         num_blocks = _allocate_kv_cache(workers, runner, reserve)
         workers.call(runner.capture_cudagraph, "capture_cudagraph", logger.isEnabledFor(logging.INFO))
         return workers, runner, num_blocks
-    except BaseException as error:
+    except BaseException:
         workers.kill()
         if runner is not None:
             runner.exit()
         if rendezvous is not None:
             rendezvous.close()
-        if isinstance(error, torch.OutOfMemoryError):
-            raise KVCacheMemoryError(
-                f"{device.torch} ran out of memory while the engine started; other programs, or engines that "
-                f"start at the same time, use it. Start again, or lower gpu_memory_utilization (now "
-                f"{config.gpu_memory_utilization}), max_num_batched_tokens or max_num_seqs ({error})"
-            ) from error
         raise
 
 

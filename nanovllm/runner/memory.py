@@ -88,7 +88,7 @@ def fit_kv_cache(spaces: list[KVCacheSpace], config: Config, block_size: int, mo
     chosen = config.num_kvcache_blocks is not None or asked is not None
     if tight.lacking > 0 and not chosen and num_blocks < most:
         logger.warning(
-            "other programs use %s: %.2f of %.2f GiB are free, so the KV cache is %.2f GiB smaller than "
+            "%s has %.2f of %.2f GiB free, so the KV cache is %.2f GiB smaller than "
             "gpu_memory_utilization=%s allows",
             *(tight.device, tight.free / 2**30, tight.total / 2**30, tight.lacking / 2**30),
             config.gpu_memory_utilization,

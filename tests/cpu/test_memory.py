@@ -12,6 +12,7 @@ from checked_llm import make_tiny
 
 from nanovllm.config import Config
 from nanovllm.device import SPARE_BYTES, Device
+from nanovllm.engine import startup
 from nanovllm.errors import KVCacheMemoryError
 from nanovllm.runner.memory import KVCacheSpace, check_weights_fit, fit_kv_cache
 from nanovllm.runner.model_runner import ModelRunner
@@ -68,7 +69,7 @@ def test_a_smaller_share_is_said(
     fit_kv_cache([ample, tight], Config("m", **options), 16, most)
     shown = [each.getMessage() for each in caplog.records if each.levelno >= logging.WARNING]
     assert len(shown) == said
-    assert not said or re.search(r"use cuda:1: 40.00 of 80.00 GiB are free.* 12.00 GiB smaller", shown[0])
+    assert not said or re.search(r"cuda:1 has 40.00 of 80.00 GiB free.* 12.00 GiB smaller", shown[0])
 
 
 @pytest.mark.parametrize("failures", [1, 3])
@@ -100,12 +101,28 @@ def test_memory_that_is_taken_during_the_start_is_measured_again(
     assert len([each for each in caplog.records if "measuring it again" in each.getMessage()]) == failures
 
 
-def test_a_device_that_is_full_while_the_weights_load_has_a_named_error(
-    model: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("times", [2, 3])
+def test_a_start_on_a_full_device_is_tried_again(
+    times: int, model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def full(*args: object) -> None:
-        raise torch.OutOfMemoryError("tried to allocate 2.00 GiB")
+    """A graph that cannot be captured has the error of the allocation only as its context."""
+    calls = []
 
-    monkeypatch.setattr(ModelRunner, "load_weights", full)
-    with pytest.raises(KVCacheMemoryError, match=r"ran out of memory .*start at the same .*2.00 GiB\)$"):
-        make_tiny(model)
+    def full(*args: object) -> None:
+        calls.append(args)
+        if len(calls) <= times:
+            try:
+                raise torch.OutOfMemoryError("tried to allocate 2.00 GiB")
+            finally:
+                raise RuntimeError("the capture failed")
+
+    monkeypatch.setattr(ModelRunner, "capture_cudagraph", full)
+    monkeypatch.setattr(startup, "PAUSE_SECONDS", (0.0, 0.0))
+    if times == 2:
+        with make_tiny(model) as llm:
+            assert llm.generate([[5]], use_tqdm=False)
+    else:
+        with pytest.raises(KVCacheMemoryError, match=r"ran out of memory while the engine started .*Close"):
+            make_tiny(model)
+    assert len(calls) == 3
+    assert len([each for each in caplog.records if "trying again in" in each.getMessage()]) == 2

@@ -73,7 +73,7 @@ def test_engines_take_their_shares_in_any_order(
         sizes = sizes or [taken(engine) for engine in engines]
         total = torch.cuda.mem_get_info()[1]
         assert min(sizes) == max(sizes) < share * total
-        assert "other programs use" not in "".join(finish(engines))
+        assert "GiB smaller than" not in "".join(finish(engines))
     finally:
         for engine in engines:
             engine.kill()
@@ -88,7 +88,7 @@ def test_a_large_share_beside_another_program_is_what_is_free(model: Path) -> No
         size = taken(engine)
         assert 0.1 * total < size < 0.4 * total
         [said] = finish([engine])
-        assert "other programs use cuda:0" in said and "gpu_memory_utilization=0.9 allows" in said
+        assert "GiB smaller than gpu_memory_utilization=0.9 allows" in said
     finally:
         engine.kill()
         del other
@@ -106,7 +106,7 @@ def test_two_large_shares_at_the_same_moment(model: Path) -> None:
                 started.append(engine)
             except AssertionError as error:
                 errors.append(str(error).splitlines()[-1])
-        assert started
+        assert started, errors
         assert all("KVCacheMemoryError" in error for error in errors), errors
         finish(started)
     finally:
