@@ -103,8 +103,8 @@ def start_ranks(
             if not left:
                 raise KVCacheMemoryError(
                     f"{device.torch} ran out of memory while the engine started ({error}). Close other "
-                    f"programs on the device, or lower gpu_memory_utilization (now {config.gpu_memory_utilization}), "
-                    "max_num_batched_tokens or max_num_seqs"
+                    "programs on the device, or lower gpu_memory_utilization "
+                    f"(now {config.gpu_memory_utilization}), max_num_batched_tokens or max_num_seqs"
                 ) from error
         pause = random.uniform(*PAUSE_SECONDS)
         logger.warning(
