@@ -234,7 +234,7 @@ def _canonical(name: str, value: Any) -> Any:
         value = os.fspath(value)
     if name in ("hf_overrides", "override_generation_config") and value == {}:
         return None
-    if name in ("dtype", "device") and not isinstance(value, str):
+    if name in ("dtype", "device"):
         value = str(value).removeprefix("torch.")
     same = ALIASES.get(name, {})
     return same[value] if isinstance(value, (str, int)) and value in same else value

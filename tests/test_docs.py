@@ -168,6 +168,14 @@ def test_the_example_of_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> N
     assert capsys.readouterr().out == output["text"] + "\n"
 
 
+def test_versions_of_the_readme_are_those_that_pip_accepts() -> None:
+    settings = (ROOT / "pyproject.toml").read_text()
+    [(least, above)] = re.findall(r'requires-python = ">=3\.(\d+),<3\.(\d+)"', settings)
+    assert f"Python 3.{least} to 3.{int(above) - 1}." in README
+    [(least, above)] = re.findall(r'"torch>=2\.(\d+),<2\.(\d+)"', settings)
+    assert f"torch 2.{least} to 2.{int(above) - 1}" in section(README, "Models and hardware")
+
+
 def test_the_readme_names_every_document() -> None:
     for path in DOCS[1:]:
         assert f"`docs/{path.name}`" in README
@@ -187,6 +195,19 @@ def test_exit_codes_of_jobs_are_those_of_the_code() -> None:
     assert {int(code) for code in re.findall(r"^  (\d+) ", EPILOG, re.M)} == codes - not_of_run
 
 
+@pytest.mark.parametrize("command", ["run", "check"])
+def test_the_help_speaks_of_a_command_line(command: str) -> None:
+    """Whole sentences, and no value that only Python has."""
+    text = " ".join(help_of(command).split())
+    assert "None" not in text and "torch." not in text and "transformers tokenizer" not in text
+    assert 'parameters when `sampling_params` is not given: "auto" (the model\'s)' in text
+    options = text.partition("options of LLM")[2].partition("exit codes:")[0]
+    about = re.split(r" --[a-z][\w-]+ ", options)[1:]
+    assert len(about) >= 30
+    for each in about:
+        assert re.search(r"\.( \(default: [^)]+\))?( --[\w-]+,?| [A-Z]+)?$", each.strip()), each
+
+
 def test_every_flag_of_jobs_is_one() -> None:
     text = (ROOT / "docs/jobs.md").read_text() + section(README, "A file of prompts")
     known = {flag for name in ("run", "check") for flag in flags_of(name)}
@@ -195,6 +216,10 @@ def test_every_flag_of_jobs_is_one() -> None:
 
 def flags_of(command: str) -> set[str]:
     """The flags of a command, from its help."""
+    return set(re.findall(r"--[a-z][\w-]+", help_of(command)))
+
+
+def help_of(command: str) -> str:
     with pytest.raises(SystemExit), redirect_stdout(StringIO()) as out:
         parse_args([command, "--help"])
-    return set(re.findall(r"--[a-z][\w-]+", out.getvalue()))
+    return out.getvalue()

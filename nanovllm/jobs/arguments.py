@@ -19,6 +19,13 @@ from nanovllm.jobs.formats import ENDINGS, FORMATS
 from nanovllm.jobs.params import make_params
 from nanovllm.jobs.window import WINDOW_ROWS
 
+# Python's words in texts about options, and those of a command line.
+_REWORDED = (
+    (r", or a (torch|transformers)[.\w ]*\w", ""),
+    (r"\bthe value None\b", "null"),
+    (r"(^|\. )None\b", r"\1The default"),
+    (r"\bNone\b", "the default"),
+)
 ENDING_NAMES = ", ".join(ENDINGS)
 EPILOG = """exit codes:
   0    every row has an answer
@@ -135,19 +142,28 @@ def _add_row_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     """A flag for every option of `LLM`; options that are not given are missing in the result."""
     engine = parser.add_argument_group("options of LLM (docs/options.md)")
-    about = dict(re.findall(r"^    (\w+): ((?:.|\n(?!    \w+: |\n))*)", Config.__doc__ or "", re.M))
+    about = _texts_of_options()
     for name, field in _engine_fields().items():
         kind = str(field.type).removesuffix(" | None")
-        text = " ".join(about.get(name, "").split()).replace("%", "%%")
-        options: dict[str, Any] = {
-            "default": argparse.SUPPRESS,
-            "help": f"{text} (default: {field.default})" if text else None,
-        }
+        shown = "" if field.default is None else f" (default: {field.default})"
+        options: dict[str, Any] = {"default": argparse.SUPPRESS, "help": about[name] + shown}
         if kind == "bool":
             options["action"] = argparse.BooleanOptionalAction
         else:
             options |= {"type": str if kind == "str" else _json_or_text, "metavar": "VALUE"}
         engine.add_argument("--" + name.replace("_", "-"), **options)
+
+
+def _texts_of_options() -> dict[str, str]:
+    """What the docstring of Config says of each option, without values that a command line cannot pass."""
+    names = "|".join(field.name for field in fields(Config))
+    found = re.findall(rf"^    ({names}): ((?:.|\n(?!    (?:{names}): |\n))*)", Config.__doc__ or "", re.M)
+    texts = {name: " ".join(text.split()).replace("%", "%%") for name, text in found}
+    for name, text in texts.items():
+        for pattern, replacement in _REWORDED:
+            text = re.sub(pattern, replacement, text)
+        texts[name] = text
+    return texts
 
 
 def _engine_fields() -> dict[str, Field[Any]]:

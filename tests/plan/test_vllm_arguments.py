@@ -88,7 +88,12 @@ def test_options_of_unsupported_features(name: str, value: object, advice: str) 
 
 
 def test_other_spellings_of_a_value() -> None:
-    for value, dtype in [("half", "float16"), ("float", "float32"), (DType("bfloat16"), "bfloat16")]:
+    for value, dtype in [
+        ("half", "float16"),
+        ("torch.bfloat16", "bfloat16"),
+        ("float", "float32"),
+        (DType("bfloat16"), "bfloat16"),
+    ]:
         assert Config.from_kwargs("model", dtype=value).dtype == dtype
     assert Config.from_kwargs("model", kv_cache_dtype="fp8_e4m3").kv_cache_dtype == "fp8"
     with pytest.raises(ValueError, match=r"dtype must be one of .* not 'int8'"):
