@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm import demo_model_path
+from nanovllm.engine.stats import Counters, EngineStats
 from nanovllm.jobs.arguments import parse_args
 from nanovllm.jobs.errors import REFUSED, JobRefusedError
 from nanovllm.jobs.run import main
@@ -54,6 +55,9 @@ class FakeLLM:
         reason = "error" if error else "stop"
         answer = CompletionOutput(0, f"{len(text)} {params.seed}", [1, 2], finish_reason=reason)
         return RequestOutput(index, text, [1], None, [answer], error=error, index=index)
+
+    def stats(self) -> EngineStats:
+        return Counters().snapshot(0, 0, 0, 0.0)
 
     def close(self) -> None:
         pass

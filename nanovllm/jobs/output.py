@@ -21,6 +21,7 @@ from nanovllm.engine.stats import counted
 from nanovllm.jobs.errors import JobFailedError
 from nanovllm.jobs.journal import sync_folder, write_atomically
 
+KEPT_ERRORS = 200  # the number that a report lists
 SYNC_SECONDS = 1.0  # after this time an answer survives a power cut; it survives `kill -9` at once
 ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, default=str)
 INDEX = re.compile(rb'\{"(?:index": |id": "batch_req_)(\d{1,18})')
@@ -53,8 +54,9 @@ class IndexSet:
 class Output:
     """The file of answers. Open it only inside `locked`.
 
-    finished: the rows that have a line. num_errors: the number of error rows. is_ordered: whether the lines
-    are in the order of the rows.
+    finished: the rows that have a line. num_errors: the number of error rows. first_errors: (row, why) of the
+    first ones. num_requests, prompt_tokens, output_tokens: of the answers. is_ordered: whether the lines are
+    in the order of the rows.
     """
 
     def __init__(self, path: Path, most_rows: int, *, drop_errors: bool = False) -> None:
@@ -68,6 +70,8 @@ class Output:
         self._most_rows = most_rows
         self.finished = IndexSet()
         self.num_errors = self.num_dropped = 0
+        self.num_requests = self.prompt_tokens = self.output_tokens = 0
+        self.first_errors: list[tuple[int, str]] = []
         self.is_ordered = True
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
         try:
@@ -123,7 +127,17 @@ class Output:
     def _count(self, index: int, record: dict[str, Any]) -> None:
         self.is_ordered = self.is_ordered and index == len(self.finished)
         self.finished.add(index)
-        self.num_errors += record.get("error") is not None
+        error = record.get("error")
+        if error is not None:
+            self.num_errors += 1
+            if len(self.first_errors) < KEPT_ERRORS:
+                self.first_errors.append((index, str(error["message"] if isinstance(error, dict) else error)))
+            return
+        body = (record.get("response") or {}).get("body") or {}  # of an OpenAI batch
+        usage = body.get("usage", record)
+        self.num_requests += len(body["data"]) if "data" in body else 1  # embeddings
+        self.prompt_tokens += usage.get("prompt_tokens", 0)
+        self.output_tokens += usage.get("completion_tokens", 0)
 
     def _read(self, drop_errors: bool) -> bool:
         """Read the lines and cut off a damaged end; return whether lines before the end must be removed."""

@@ -20,7 +20,6 @@ from nanovllm.jobs.sources import Source
 from nanovllm.outputs import EmbeddingRequestOutput, RequestOutput
 
 DRAW_SECONDS = 0.2  # in a terminal
-KEPT_ERRORS = 200  # the number that a report lists
 
 
 class JobProgress:
@@ -53,8 +52,6 @@ class JobProgress:
         self.rows_read = 0
         self.prompt_tokens = self.output_tokens = 0
         self.reasons: Counter[str] = Counter()
-        self.num_refused = 0  # rows of this run without an answer
-        self.first_errors: list[tuple[int, str]] = []  # (row, why), for the report
 
     def step(self, stats: StepStats) -> None:
         """Count a step of the engine."""
@@ -73,12 +70,6 @@ class JobProgress:
     def embedded(self, outputs: Sequence[EmbeddingRequestOutput]) -> None:
         self.prompt_tokens += sum(len(each.prompt_token_ids) for each in outputs)
         self.reasons["embedding"] += 1
-
-    def refused(self, index: int, message: str) -> None:
-        """Record why a row has no answer."""
-        self.num_refused += 1
-        if len(self.first_errors) < KEPT_ERRORS:
-            self.first_errors.append((index, message))
 
     def written(self, is_error: bool) -> None:
         self.finished += 1

@@ -17,12 +17,13 @@ from typing import Any
 from nanovllm.config import Config
 from nanovllm.engine.generation_config import overridden, read_generation_config, recommended_params
 from nanovllm.engine.startup import find_model
-from nanovllm.engine.stats import counted, short
+from nanovllm.engine.stats import StepStats, counted, short
 from nanovllm.errors import NanoVLLMError
 from nanovllm.jobs import errors
 from nanovllm.jobs.arguments import engine_options
 from nanovllm.jobs.errors import JobFailedError, JobRefusedError, TooManyErrorsError, refusing
 from nanovllm.jobs.formats import export
+from nanovllm.jobs.history import History
 from nanovllm.jobs.job import (
     check_output,
     describe,
@@ -140,12 +141,21 @@ def _run(job: Job, runner: JobRunner, progress: JobProgress, make_llm: Callable[
         with refusing():
             llm = make_llm(args.model, **engine_options(args))
         with closing(llm):
-            llm.on_step = progress.step
+            history = History(job.journal, job.output)
+
+            def on_step(step: StepStats) -> None:
+                progress.step(step)
+                history.save_when_due(llm.stats)
+
+            llm.on_step = on_step
             row_format = make_format(args, job.is_batch, llm.get_default_sampling_params(), job.seed)
             all_chats = args.messages_column is not None
             renderer = Renderer(llm.tokenizer, args.chat_template_kwargs, all_chats)
-            with _reported(job, llm, progress):
-                runner.run(llm, row_format, renderer)
+            with _reported(job, llm, history):
+                try:
+                    runner.run(llm, row_format, renderer)
+                finally:
+                    history.save(llm.stats())
     elif args.report is not None:
         say(f"{args.report} is not written, because no row was left to run")
     before = job.journal.state["input"]["xxh3_128"]
@@ -166,7 +176,7 @@ def _run(job: Job, runner: JobRunner, progress: JobProgress, make_llm: Callable[
 
 
 @contextmanager
-def _reported(job: Job, llm: Any, progress: JobProgress) -> Iterator[None]:
+def _reported(job: Job, llm: Any, history: History) -> Iterator[None]:
     """Write the report at the end of the block, however it ends, if one is requested."""
     path = job.args.report
     if path is None:
@@ -176,15 +186,20 @@ def _reported(job: Job, llm: Any, progress: JobProgress) -> Iterator[None]:
         try:
             yield
         finally:
-            facts = {"Input": job.source.path, "Output": job.args.output, "Error rows": progress.errors}
+            output, marks = job.output, history.marks
+            facts = {"Input": job.source.path, "Output": job.args.output, "Error rows": output.num_errors}
+            if marks:
+                facts["Resumed"] = f"after {', '.join(f'{mark:,.1f} s' for mark in marks)} of running"
             try:
                 write_report(
                     path,
                     llm,
-                    errors=progress.first_errors,
-                    num_errors=progress.num_refused,
+                    errors=sorted(output.first_errors),
+                    num_errors=output.num_errors,
                     gpu=gpu,
                     facts=facts,
+                    stats=history.whole(llm.stats()),
+                    marks=marks,
                 )
             except (OSError, ValueError) as error:
                 say(f"{path} could not be written: {error}")

@@ -135,7 +135,6 @@ class JobRunner:
                     self._write(task.index, self._format.embeddings(task, found))
 
     def _refuse(self, index: int, row_id: Any, message: str) -> None:
-        self._progress.refused(index, message)
         self._write(index, self._format.error(index, row_id, message))
 
     def _write(self, index: int, record: dict[str, Any]) -> None:

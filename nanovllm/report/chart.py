@@ -49,6 +49,7 @@ STYLE = f"""\
 .chart .page {{ fill: var(--page) }}
 .chart path {{ fill: none; stroke: var(--grid) }}
 .chart .axis {{ stroke: var(--axis) }}
+.chart .mark {{ stroke: var(--lesser); stroke-dasharray: 4 3 }}
 .chart .line {{ stroke-width: 1.6; stroke-linejoin: round; stroke-linecap: round }}
 .chart .dot {{ stroke-width: 5 }}
 .chart .area {{ stroke: none; opacity: 0.14 }}
@@ -68,7 +69,8 @@ class Chart:
     """A picture that a notebook displays; `svg()` returns its source.
 
     unit: of the values. note: text beside the title. whole: values are counts. most: minimum end of the
-    vertical axis. span: minimum number of seconds on the time axis.
+    vertical axis. span: minimum number of seconds on the time axis. marks: seconds with a vertical
+    line.
     """
 
     title: str
@@ -78,6 +80,7 @@ class Chart:
     whole: bool = False
     most: float = 0.0
     span: Sequence[float] = ()
+    marks: Sequence[float] = ()
 
     def _repr_svg_(self) -> str:
         """For a notebook: the picture with its own style."""
@@ -88,7 +91,7 @@ class Chart:
         """The picture as an `<svg>` element, for a page that has STYLE."""
         runs = [run for line in self.lines for run in line.runs if run]
         values = [value for run in runs for _, value in run]
-        times = [*(time for run in runs for time, _ in run), *self.span] or [0.0]
+        times = [*(time for run in runs for time, _ in run), *self.span, *self.marks] or [0.0]
         unit, seconds = time_unit(max(times))
         x = Axis.of(min(times) / seconds, max(times) / seconds, from_zero=False)
         y = Axis.of(0.0, max([*values, self.most]), from_zero=True, whole=self.whole)
@@ -106,6 +109,9 @@ class Chart:
             + self._legend()
             + "".join(y_tick(at, label) for at, label in y.ticks(BOTTOM, TOP))
             + "".join(x_tick(at, label) for at, label in x.ticks(LEFT, RIGHT))
+            + "".join(
+                path("mark", f"M{x.place(at / seconds, LEFT, RIGHT):.1f} {TOP}V{BOTTOM}") for at in self.marks
+            )
             + drawn
             + path("axis", f"M{LEFT} {BOTTOM}H{RIGHT}")
             + text(

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from datetime import datetime
 from html import escape
 from pathlib import Path
+from typing import Any
 
 from nanovllm.config import Config
 from nanovllm.engine.llm_engine import LLMEngine
@@ -53,18 +54,23 @@ def write_report(
     gpu: GPUMonitor | None = None,
     title: str = "nanovllm run",
     facts: Mapping[str, object] | None = None,
+    stats: EngineStats | None = None,
+    marks: Sequence[float] = (),
 ) -> None:
     """Write a report of what `llm` did so far as one HTML page in UTF-8, atomically.
 
     errors: the index (or id) of each prompt that could not run, and the reason. num_errors: the total number
     of errors, if `errors` has only the first ones.
     gpu: adds charts of its samples. title: of the page. facts: more lines about the run, by name.
+    stats: to show instead of `llm.stats()`, such as those of several runs. marks: seconds of the time axis at
+    which all charts have a vertical line.
 
     Any thread may call it at any time, also after `llm.close()`. `check_path` checks `path` before a run.
     OSError if the page cannot be written.
     """
     check_path(path)
-    page = make_report(llm, errors=errors, num_errors=num_errors, gpu=gpu, title=title, facts=facts)
+    about: dict[str, Any] = {"title": title, "facts": facts, "stats": stats, "marks": marks}
+    page = make_report(llm, errors=errors, num_errors=num_errors, gpu=gpu, **about)
     target = Path(path)
     partial = target.with_name(f".{target.name}.{os.getpid()}")
     try:
@@ -103,17 +109,25 @@ def make_report(
     gpu: GPUMonitor | None = None,
     title: str = "nanovllm run",
     facts: Mapping[str, object] | None = None,
+    stats: EngineStats | None = None,
+    marks: Sequence[float] = (),
 ) -> str:
     """The page of `write_report` as a string; it is valid HTML and XML."""
-    stats, rows, roofline = llm.stats(), list(errors), roofline_of(llm)
-    pictures = charts_of(stats, roofline, gpu.samples if gpu is not None else ())
+    rows, roofline = list(errors), roofline_of(llm)
+    ready, stats = llm.stats().start_time, llm.stats() if stats is None else stats
+    pictures = charts_of(stats, roofline, gpu.samples if gpu is not None else (), marks)
     num_errors = len(rows) if num_errors is None else num_errors
-    start = datetime.fromtimestamp(stats.start_time).astimezone().strftime("%Y-%m-%d %H:%M:%S %Z")
+    start = datetime.fromtimestamp(ready).astimezone().strftime("%Y-%m-%d %H:%M:%S %Z")
     about = model_facts(llm) | {"Engine ready": start} | dict(facts or {})
     notes = [
         f"A point is {stats.interval:g} s of the run. Rates are per second of steps, without idle time; a "
         "line has a gap where no step ran."
     ]
+    if marks:
+        notes.append(
+            "The job was resumed at each dashed line. Totals of requests and tokens count each answer once; "
+            "those of steps, times and the prefix cache also count what an interrupted run had to give up."
+        )
     if roofline is not None:
         notes.append(
             "The share of the roofline is the time that a perfect engine would need on this device, divided "

@@ -13,7 +13,10 @@ from nanovllm.report.roofline import Cost, Speed
 
 
 def charts_of(
-    stats: EngineStats, roofline: tuple[Cost, Speed] | None = None, samples: Sequence[GPUSample] = ()
+    stats: EngineStats,
+    roofline: tuple[Cost, Speed] | None = None,
+    samples: Sequence[GPUSample] = (),
+    marks: Sequence[float] = (),
 ) -> list[Chart]:
     """The charts of a run, with one time axis. A chart of the roofline and two of GPUs are included if their
     data are given."""
@@ -66,7 +69,8 @@ def charts_of(
         )
     found += gpu_charts(samples, stats.start_time)
     times = [time for chart in found for line in chart.lines for run in line.runs for time, _ in run]
-    return [replace(chart, span=(min(times, default=0.0), max(times, default=0.0))) for chart in found]
+    span = (min(times, default=0.0), max(times, default=0.0))
+    return [replace(chart, span=span, marks=marks) for chart in found]
 
 
 def whole_share(points: Sequence[TimelinePoint], cost: Cost, speed: Speed) -> str:
