@@ -54,7 +54,8 @@ class Config:
     device: "auto", "cpu", "cuda" or "cuda:N", or a torch.device.
     dtype: "auto" (the checkpoint's dtype on a GPU, float32 on a CPU), "float32", "bfloat16" or "float16", or
     a torch.dtype.
-    load_format: "auto" reads the weights, "dummy" makes random ones from config.json alone.
+    load_format: "auto" reads the weights, "dummy" makes random ones from config.json alone. Both load the
+    tokenizer.
     skip_tokenizer_init: load no tokenizer; prompts are then token ids and outputs have no text.
     deterministic: a token's logits have the same bits in any batch, chunk or graph, at a cost in speed.
     seed: the seed of dummy weights and of requests without their own seed.

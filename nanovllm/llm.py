@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from tempfile import TemporaryFile
 from time import time_ns
@@ -269,11 +270,19 @@ class LLM(ResidentEngine):
         """Return the log-probability of each continuation of a prompt, in the order given.
 
         prompt, continuations: strings, or lists of token ids; `score_pairs` takes many prompts. Nothing is
-        generated, only continuations need logits, and shared prefixes are computed once. ValueError or
-        TypeError names the continuation and the value.
+        generated, only continuations need logits, and shared prefixes are computed once. A prompt and its
+        continuation together may have `max_model_len` + 1 tokens. ValueError or TypeError names the prompt or
+        the continuation, and the value.
         """
+        self._check_returns_logprobs("score()")
         texts, _ = split_prompts(continuations, "continuations must be one or a list of them")
-        return self.score_pairs([(prompt, each) for each in texts], use_tqdm)
+        before = parse_prompt(prompt, "the prompt")
+        names = (f"continuations[{index}]" for index in count())
+        parsed = [
+            (before, parse_prompt(each, name), f"the prompt with {name}")
+            for each, name in zip(texts, names, strict=False)
+        ]
+        return self._score(parsed, use_tqdm)
 
     def score_pairs(
         self, pairs: Iterable[tuple[PromptLike, PromptLike]], use_tqdm: bool | Callable[..., Any] = True
@@ -289,6 +298,12 @@ class LLM(ResidentEngine):
             prompt, continuation = both
             before = parse_prompt(prompt, f"the prompt of {where}")
             parsed.append((before, parse_prompt(continuation, f"the continuation of {where}"), where))
+        return self._score(parsed, use_tqdm)
+
+    def _score(
+        self, parsed: Sequence[tuple[Prompt, Prompt, str]], use_tqdm: bool | Callable[..., Any]
+    ) -> list[ScoreOutput]:
+        """Score each (prompt, continuation, name of both in errors)."""
         continued = encode_continuations(self.tokenizer, parsed)
         outputs = self._generate(
             [Prompt(None, each.token_ids) for each in continued],

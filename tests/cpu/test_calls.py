@@ -17,7 +17,7 @@ from invariants import check_scheduler
 from tiny_models import VOCAB_SIZE
 from transformers import AutoModelForCausalLM
 
-from nanovllm import LLM, BeamSearchParams, SamplingParams, demo_model_path
+from nanovllm import LLM, BeamSearchParams, ModelLoadError, SamplingParams, demo_model_path
 from nanovllm.vllm_arguments import EMBED, GENERATE
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -118,6 +118,11 @@ def test_the_tokenizers_end_of_sequence_token_ends_an_answer_too(tmp_path: Path)
 def test_without_a_tokenizer(model: Path) -> None:
     with make_tiny(model) as llm, pytest.raises(ValueError, match="because of skip_tokenizer_init"):
         llm.get_tokenizer()
+
+
+def test_dummy_weights_need_a_tokenizer_too(model: Path) -> None:
+    with pytest.raises(ModelLoadError, match="no tokenizer .* pass skip_tokenizer_init=True"):
+        LLM(str(model), device="cpu", load_format="dummy")
 
 
 def test_facts_that_scripts_read(model: Path) -> None:

@@ -156,7 +156,7 @@ def test_scores_of_texts() -> None:
         pairs = [("Reverse: abc", " cba"), ("3+4", "=7"), ("Hello", "")]
         with pytest.raises(ValueError, match="the continuation of pair 2 is empty"):
             llm.score_pairs(pairs, use_tqdm=False)
-        with pytest.raises(ValueError, match="the prompt of pair 0 is empty"):
+        with pytest.raises(ValueError, match="^the prompt is empty"):
             llm.score("", "abc", use_tqdm=False)
         for pair, score in zip(pairs, llm.score_pairs(pairs[:2], use_tqdm=False), strict=False):
             whole = tokenizer("".join(pair))["input_ids"]
@@ -201,6 +201,14 @@ def test_what_cannot_be_scored(llm: CheckedLLM) -> None:
         ),
         (lambda: llm.score_pairs(["ab"]), TypeError, r"pair 0 must be \(prompt, continuation\), not 'ab'"),
         (lambda: llm.score_pairs([([5], [6]), ([5],)]), ValueError, r"pair 1 must be .* not \(\[5\],\)"),
+        (lambda: llm.score("", [[5]]), ValueError, "^the prompt is empty"),
+        (lambda: llm.score([5], [[6], []]), ValueError, r"^continuations\[1\] "),
+        (lambda: llm.score([5], [[6], [999]]), ValueError, r"^the prompt with continuations\[1\].* 999"),
+        (
+            lambda: llm.score([5], [[6], [7] * 5000]),
+            ValueError,
+            r"^the prompt with continuations\[1\]: the prompt has 5001 tokens",
+        ),
     ]:
         with pytest.raises(error, match=message):
             call()

@@ -43,6 +43,11 @@ def printed(ran: list[Any], code: str) -> str:
     return "".join(texts)
 
 
+def test_its_title_counts_its_cells() -> None:
+    cells = nbformat.read(NOTEBOOK, as_version=4).cells
+    assert cells[0].source.startswith(f"# nanovllm in {len(cells)} cells\n")
+
+
 def test_cells_print_what_they_promise(ran: list[Any]) -> None:
     assert printed(ran, "Sort these numbers").strip().endswith("20 45 67 92")
     lines = printed(ran, "Count down from").splitlines()
