@@ -26,6 +26,7 @@ ALIASES: dict[str, dict[str | int, str | None]] = {  # other names of a value, f
     "load_format": {"safetensors": "auto"},
     "max_model_len": {"auto": None, -1: None},
 }
+OTHER_DEVICES = ("mps", "metal", "rocm", "hip", "xpu", "hpu", "npu", "tpu", "xla")
 # vLLM's names
 RENAMED = {"block_size": "kvcache_block_size", "num_gpu_blocks_override": "num_kvcache_blocks"}
 
@@ -178,7 +179,8 @@ class Config:
             )
         kind, _, index = self.device.partition(":")
         if kind not in ("auto", "cpu", "cuda") or (index and (kind != "cuda" or not index.isdigit())):
-            raise ValueError(f"device must be 'auto', 'cpu', 'cuda' or 'cuda:N', not {self.device!r}")
+            fix = "; GPUs that are not NVIDIA's are not supported, use 'cpu'" if kind in OTHER_DEVICES else ""
+            raise ValueError(f"device must be 'auto', 'cpu', 'cuda' or 'cuda:N', not {self.device!r}{fix}")
 
     def _check_files(self) -> None:
         """Check the options about files."""
