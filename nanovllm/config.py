@@ -45,10 +45,11 @@ class Config:
     max_num_seqs: the maximum number of sequences that run at once.
     max_model_len: the maximum number of tokens of a sequence, prompt and output. None takes the model's own
     limit; a larger value is lowered to that limit.
-    gpu_memory_utilization: the share of the device's memory that may be in use, including use by others.
+    gpu_memory_utilization: the share of the device's memory that may be in use, including use by others. It
+    does nothing on a CPU.
     enforce_eager: do not capture CUDA graphs.
     kvcache_block_size: tokens in a KV cache block; None takes the attention backend's default.
-    num_kvcache_blocks: blocks to allocate; None allocates what fits.
+    num_kvcache_blocks: blocks to allocate; None allocates what fits and `max_num_seqs` sequences may need.
     kv_cache_dtype: "auto" (the model's dtype) or "fp8": half the memory and traffic, slightly less exact.
     enable_prefix_caching: share the KV blocks of common prefixes.
     attention_backend: "auto", "flash_attn", "triton" or "reference".
