@@ -26,6 +26,7 @@ ALIASES: dict[str, dict[str | int, str | None]] = {  # other names of a value, f
     "load_format": {"safetensors": "auto"},
     "max_model_len": {"auto": None, -1: None},
 }
+OTHER_DEVICES = ("mps", "metal", "rocm", "hip", "xpu", "hpu", "npu", "tpu", "xla")
 # vLLM's names
 RENAMED = {"block_size": "kvcache_block_size", "num_gpu_blocks_override": "num_kvcache_blocks"}
 
@@ -44,10 +45,11 @@ class Config:
     max_num_seqs: the maximum number of sequences that run at once.
     max_model_len: the maximum number of tokens of a sequence, prompt and output. None takes the model's own
     limit; a larger value is lowered to that limit.
-    gpu_memory_utilization: this engine's share of the device's memory, at most what is free.
+    gpu_memory_utilization: this engine's share of the device's memory, at most what is free. It
+    does nothing on a CPU.
     enforce_eager: do not capture CUDA graphs.
     kvcache_block_size: tokens in a KV cache block; None takes the attention backend's default.
-    num_kvcache_blocks: blocks to allocate; None allocates what fits.
+    num_kvcache_blocks: blocks to allocate; None allocates what fits and `max_num_seqs` sequences may need.
     kv_cache_dtype: "auto" (the model's dtype) or "fp8": half the memory and traffic, slightly less exact.
     enable_prefix_caching: share the KV blocks of common prefixes.
     attention_backend: "auto", "flash_attn", "triton" or "reference".
@@ -179,7 +181,8 @@ class Config:
             )
         kind, _, index = self.device.partition(":")
         if kind not in ("auto", "cpu", "cuda") or (index and (kind != "cuda" or not index.isdigit())):
-            raise ValueError(f"device must be 'auto', 'cpu', 'cuda' or 'cuda:N', not {self.device!r}")
+            fix = "; GPUs that are not NVIDIA's are not supported, use 'cpu'" if kind in OTHER_DEVICES else ""
+            raise ValueError(f"device must be 'auto', 'cpu', 'cuda' or 'cuda:N', not {self.device!r}{fix}")
 
     def _check_files(self) -> None:
         """Check the options about files."""

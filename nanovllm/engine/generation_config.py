@@ -37,6 +37,8 @@ def read_generation_config(option: str, model_folder: Path) -> dict[str, Any]:
 def overridden(generation: Mapping[str, Any], option: str, changes: Mapping[str, Any]) -> dict[str, Any]:
     """The file's sampling parameters, with `changes` replacing its values; `option` as in `Config`.
 
+    `do_sample: false` in the file means greedy, as in transformers, unless `changes` set a temperature.
+
     ValueError or TypeError for a key that is no sampling parameter, or a wrong value in `changes`.
     """
     unknown = changes.keys() - PARAMETERS.keys()
@@ -46,7 +48,10 @@ def overridden(generation: Mapping[str, Any], option: str, changes: Mapping[str,
             "pass other parameters as SamplingParams"
         )
     _params(changes, "override_generation_config: {}")
-    return dict({} if option == "vllm" else generation) | dict(changes)
+    found = dict({} if option == "vllm" else generation) | dict(changes)
+    if found.get("do_sample") is False and changes.get("temperature") is None:
+        found["temperature"] = 0.0
+    return found
 
 
 def recommended_params(generation: Mapping[str, Any]) -> SamplingParams:

@@ -20,7 +20,15 @@ from nanovllm.device import Device
 from nanovllm.engine.generation_config import overridden, read_generation_config, recommended_params
 from nanovllm.engine.requests import Requests
 from nanovllm.engine.residency import Residency
-from nanovllm.engine.startup import find_model, find_tokenizer, resolve_max_model_len, start_ranks, stop_ranks
+from nanovllm.engine.startup import (
+    cache_options,
+    find_model,
+    find_tokenizer,
+    resolve_max_model_len,
+    start_ranks,
+    stop_ranks,
+    warn_of_options,
+)
 from nanovllm.engine.stats import Counters, EngineStats, StepStats
 from nanovllm.events import TokenEvents
 from nanovllm.inputs import PromptLike
@@ -60,6 +68,7 @@ class LLMEngine:
     """
 
     on_step: Callable[[StepStats], object] | None = None
+    _warns = True  # of options that do something else than one expects
 
     def __init__(self, model: str | Path | None = None, **options: Any) -> None:
         """Load `model`, a folder or a hub id (required); `options` are the fields of `Config`.
@@ -86,6 +95,8 @@ class LLMEngine:
             check_weights(self.model_config, path)
         free = self._start(path, max_model_len)
         self.model_config = replace(self.model_config, max_model_len=self._scheduler.max_model_len)
+        if self._warns:
+            warn_of_options(self.config, max_model_len, self._scheduler.max_model_len)
         self._in_flight: LaunchedStep | None = None
         self._open_stream: deque[RequestOutput] | None = None  # outputs that it has not yielded yet
         self._counters = Counters()
@@ -104,14 +115,14 @@ class LLMEngine:
         self._residency = Residency(self._workers, self._runner)
         asked = self.config.async_scheduling
         self._run_ahead = device.is_cuda if asked is None else asked
+        self._max_model_len = max_model_len
         self._scheduler = self._make_scheduler()
         return partial(stop_ranks, self._workers, self._runner)
 
     def _make_scheduler(self) -> Scheduler:
         runner = self._runner
-        return Scheduler(
-            self.config, self._num_blocks, runner.block_size, runner.max_model_len, self.model_config.longest
-        )
+        sizes = self._num_blocks, runner.block_size, self._max_model_len, self.model_config.longest
+        return Scheduler(self.config, *sizes, cache_options(self.config, runner.device))
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase | None:

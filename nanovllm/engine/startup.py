@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from nanovllm.config import Config
-from nanovllm.device import Device
+from nanovllm.device import CPU_KV_CACHE_BYTES, Device
 from nanovllm.distributed.group import TPGroup
 from nanovllm.distributed.rendezvous import Rendezvous
 from nanovllm.errors import KVCacheMemoryError
@@ -34,6 +34,7 @@ logger = logging.getLogger("nanovllm")
 
 START_TRIES = KV_CACHE_TRIES = 3
 PAUSE_SECONDS = 1.0, 6.0  # between two tries of a start
+LARGEST_BLOCK = 256  # tokens; no attention backend has larger blocks by default
 
 
 def find_model(config: Config) -> Path:
@@ -82,6 +83,47 @@ def resolve_max_model_len(asked: int | None, model_config: ModelConfig) -> int:
             *(longest, positions, why),
         )
     return longest
+
+
+def cache_options(config: Config, device: Device) -> str:
+    """The options that make the KV cache larger on this device, for messages."""
+    if config.kv_cache_memory_bytes is not None:
+        return "kv_cache_memory_bytes"
+    if config.num_kvcache_blocks is not None:
+        return "num_kvcache_blocks"
+    return "gpu_memory_utilization" if device.is_cuda else "kv_cache_memory_bytes or num_kvcache_blocks"
+
+
+def warn_of_options(config: Config, max_model_len: int, longest: int) -> None:
+    """Say that an option does nothing here, and that the KV cache has room for only `longest` tokens."""
+    device = Device(config.device)
+    if not device.is_cuda and config.gpu_memory_utilization != Config.gpu_memory_utilization:
+        logger.warning(
+            "gpu_memory_utilization=%s does nothing on a CPU, where %s sets the size of the KV cache",
+            *(config.gpu_memory_utilization, cache_options(config, device)),
+        )
+    if longest < max_model_len:
+        logger.warning(
+            "max_model_len is %d, not %d: the KV cache has room for no more; raise %s for longer sequences",
+            *(longest, max_model_len, cache_options(config, device)),
+        )
+
+
+def usable_length(config: Config, model_config: ModelConfig, device: Device, max_model_len: int) -> int:
+    """`max_model_len`, or the most tokens that any KV cache of this device may hold, if that is less.
+
+    So that no table is made for positions that nothing can use. The cache itself is never larger than this.
+    """
+    layers, heads = model_config.num_layers, model_config.num_kv_heads
+    dtype = device.resolve_dtype(config.dtype, model_config.dtype)
+    item = 1 if config.kv_cache_dtype == "fp8" else dtype.itemsize
+    own_heads = max(1, heads // config.tensor_parallel_size)
+    per_token = 2 * layers * own_heads * model_config.head_dim * item
+    num_bytes = device.memory()[1] if device.is_cuda else CPU_KV_CACHE_BYTES // config.tensor_parallel_size
+    most = (config.kv_cache_memory_bytes or num_bytes) // per_token
+    if config.num_kvcache_blocks is not None:
+        most = config.num_kvcache_blocks * (config.kvcache_block_size or LARGEST_BLOCK)
+    return min(max_model_len, max(most, 1))
 
 
 def start_ranks(
@@ -135,11 +177,11 @@ def _start_ranks(
     devices = device.ranks(size)
     dtype = device.resolve_dtype(config.dtype, model_config.dtype)
     need = weight_bytes(model_config, TPGroup(0, size), dtype)
+    usable = usable_length(config, model_config, device, max_model_len)
     rendezvous = Rendezvous() if size > 1 else None
     port = rendezvous.port if rendezvous else 0
     setups = [
-        RankSetup(rank, size, devices[rank], port, config, model_config, path, max_model_len)
-        for rank in range(size)
+        RankSetup(rank, size, devices[rank], port, config, model_config, path, usable) for rank in range(size)
     ]
     workers = Workers(setups[1:])
     runner: ResidentModelRunner | None = None

@@ -18,6 +18,8 @@ from nanovllm.config import Config
 from nanovllm.jobs.formats import ENDINGS, FORMATS
 from nanovllm.jobs.params import make_params
 from nanovllm.jobs.window import WINDOW_ROWS
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.vllm_arguments import ENGINE
 
 # Python's words in texts about options, and those of a command line.
 _REWORDED = (
@@ -78,10 +80,21 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args, unknown = parser.parse_known_args(argv)
     if unknown:
         flags = ["--" + name.replace("_", "-") for name in (*vars(args), *_engine_fields())]
-        near = difflib.get_close_matches(unknown[0].partition("=")[0], flags, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"`nanovllm {args.command} --help` lists all arguments"
+        hint = _hint(unknown[0].partition("=")[0], flags, args.command)
         commands.choices[args.command].error(f"unrecognized arguments: {' '.join(unknown)}; {hint}")
     return args
+
+
+def _hint(flag: str, flags: Sequence[str], command: str) -> str:
+    """What to write instead of an unknown flag."""
+    name = flag.removeprefix("--").replace("-", "_")
+    if name in SamplingParams.__dataclass_fields__:
+        return f"it is a sampling parameter: write --sampling {name}=VALUE"
+    if name in ENGINE:
+        advice = ENGINE[name].advice or "it has no effect here; leave it out"
+        return f"this option of vLLM is not supported; {advice}"
+    near = difflib.get_close_matches(flag, flags, n=1)
+    return f"did you mean {near[0]}?" if near else f"`nanovllm {command} --help` lists all arguments"
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:

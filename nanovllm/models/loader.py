@@ -78,6 +78,11 @@ def resolve_model_path(name: str | Path, hub: Hub = Hub(), kind: str = "model") 
             )
         return path
     if path.exists():
+        if path.suffix == ".gguf":
+            raise ValueError(
+                f"{kind} {str(name)!r} is a GGUF file, which is not read; pass the folder or hub id of the "
+                "safetensors checkpoint that it was made from"
+            )
         what = "its files" if kind == "tokenizer" else f"{CONFIG_FILE} and the *.safetensors weights"
         raise ValueError(f"{kind} {str(name)!r} is a file; pass the folder that holds {what}")
     if not HUB_ID.fullmatch(str(name)):
@@ -97,8 +102,9 @@ def resolve_model_path(name: str | Path, hub: Hub = Hub(), kind: str = "model") 
             ignore_patterns=HUB_IGNORED,
         )
     except Exception as error:  # errors of the hub client, its HTTP library or the system
+        fix = "" if "/" in str(name) else "; a hub id mostly has an organisation, such as Qwen/Qwen3-0.6B"
         raise ModelLoadError(
-            f"{kind} {str(name)!r} is not a folder here, and the Hugging Face hub did not deliver it "
+            f"{kind} {str(name)!r} is not a folder here{fix}, and the Hugging Face hub did not deliver it "
             f"({type(error).__name__}: {error}). Check the spelling and the network (with HF_HUB_OFFLINE=1 "
             "only models downloaded before are found), or download it on another machine with "
             f"`hf download {name} --local-dir FOLDER` and pass the folder"
@@ -149,7 +155,7 @@ def load_model_config(
             f"supported: {', '.join(supported_architectures())}"
         )
     try:
-        return get_family(architectures[0]).model_config(architectures[0], raw, generation)
+        return get_family(architectures[0], raw).model_config(architectures[0], raw, generation)
     except ValueError as error:
         changed = f" (with hf_overrides={dict(overrides)!r})" if overrides else ""
         raise ValueError(f"{folder}: {shortened(error)}{changed}") from None

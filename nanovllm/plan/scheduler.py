@@ -47,8 +47,10 @@ class Scheduler:
         block_size: int,
         max_model_len: int,
         longest: int | None = None,
+        cache_options: str = "num_kvcache_blocks or gpu_memory_utilization",
     ) -> None:
-        """longest: the value up to which the user can raise `max_model_len`; None: its current value."""
+        """longest: the value up to which the user can raise `max_model_len`; None: its current value.
+        cache_options: the options that make the KV cache larger on this device, for errors."""
         self.block_manager = BlockManager(num_blocks, block_size, config.enable_prefix_caching)
         # Whether the prefix cache also offers blocks that decode steps wrote, with other bits than prefill.
         self._share_outputs = not config.deterministic
@@ -56,6 +58,7 @@ class Scheduler:
         self.max_num_batched_tokens = config.max_num_batched_tokens
         self.max_model_len = min(max_model_len, num_blocks * block_size)  # tokens of prompt and output
         self._option = max_model_len  # before the size of the KV cache lowered it
+        self._cache_options = cache_options
         self._longest = max_model_len if longest is None else longest
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # oldest first
@@ -81,7 +84,7 @@ class Scheduler:
         why, raises = f"max_model_len={limit}", []
         if limit < self._option:
             why = f"the KV cache has {blocks.num_blocks} blocks of {blocks.block_size} tokens"
-            raises.append("num_kvcache_blocks or gpu_memory_utilization")
+            raises.append(self._cache_options)
         if length + more > self._option:
             raises.append(f"max_model_len (up to {self._longest})")
         can_be_raised = length + more <= self._longest

@@ -17,6 +17,7 @@ from nanovllm.device import Device
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.request_state import RequestState
 from nanovllm.engine.requests import Requests
+from nanovllm.engine.startup import cache_options
 from nanovllm.engine.stats import EngineStats, StepStats
 from nanovllm.outputs import RequestOutput
 from nanovllm.plan.scheduler import Scheduler
@@ -99,6 +100,7 @@ class ReplicatedEngine(LLMEngine):
                 room.block_size,
                 room.max_model_len,
                 self.model_config.longest,
+                cache_options(config, Device(config.device)),
             )
             self._replicas.set("limit_model_len", self._scheduler.max_model_len)
             self._residency = residency = ReplicaResidency(self._replicas)

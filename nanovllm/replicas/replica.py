@@ -139,6 +139,7 @@ class Replica(ResidentEngine):
     """An engine whose requests come from another process."""
 
     number = 0  # of the replica
+    _warns = False  # the caller's process does
     _num_updates = 0  # the number of the last weight update that it has
 
     def serve(self, link: Link) -> None:
@@ -165,7 +166,7 @@ class Replica(ResidentEngine):
             link.send(Report(packed, stats, num_received, len(self._scheduler.waiting)))
 
     def ready(self) -> Ready:
-        return Ready(self._num_blocks, self._runner.block_size, self._runner.max_model_len)
+        return Ready(self._num_blocks, self._runner.block_size, self._max_model_len)
 
     def _answer(self, call: Call) -> Any:
         try:

@@ -98,8 +98,9 @@ def fit_kv_cache(spaces: list[KVCacheSpace], config: Config, block_size: int, mo
     logger.info("KV cache: %d blocks of %d tokens, %.2f GiB%s", num_blocks, block_size, size, each)
     if spaces[0].device == "cpu" and not chosen and size * 2**30 > CPU_CACHE_WARNING_BYTES:
         logger.warning(
-            "the KV cache may grow to %.2f GiB%s during use; to limit it, pass num_kvcache_blocks below %d",
-            *(size, each, num_blocks),
+            "up to %.2f GiB of memory%s will be used for keys and values of the texts that run at once; to "
+            "use less, pass kv_cache_memory_bytes, for example 2**30 for 1 GiB",
+            *(size, each),
         )
     return num_blocks
 

@@ -236,7 +236,7 @@ class Processor:
                         "skip_tokenizer_init=True; use stop_token_ids or allowed_token_ids"
                     )
         for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
-            pack_token_ids(list(getattr(params, name) or ()), self._vocab_size, name)
+            pack_token_ids(list(getattr(params, name) or ()), self._vocab_size, name, ordered=False)
         stop_ids = list(params.stop_token_ids or ())
         if _ends_with_eos(params):
             stop_ids += self.eos_token_ids
@@ -244,7 +244,7 @@ class Processor:
         if params.bad_words:
             assert self.tokenizer is not None
             bad_words = bad_word_ids(self.tokenizer, params.bad_words)
-            pack_token_ids([*chain(*bad_words)], self._vocab_size, "bad_words")
+            pack_token_ids([*chain(*bad_words)], self._vocab_size, "bad_words", ordered=False)
         try:
             constraint = self.constraint(params)
         except ValueError as error:

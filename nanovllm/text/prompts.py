@@ -92,8 +92,9 @@ def check_text(text: str, where: str) -> None:
         ) from None
 
 
-def pack_token_ids(token_ids: list[int], vocab_size: int, where: str) -> bytes:
-    """Return the ids as int32 bytes. ValueError if one is not in the vocabulary."""
+def pack_token_ids(token_ids: list[int], vocab_size: int, where: str, ordered: bool = True) -> bytes:
+    """Return the ids as int32 bytes. ValueError if one is not in the vocabulary, with its position if the ids
+    are `ordered`."""
     try:
         packed = struct.pack(f"={len(token_ids)}i", *token_ids)  # three times as fast as np.array(list)
         known = not token_ids or np.frombuffer(packed, np.uint32).max() < vocab_size  # negative: above 2**31
@@ -101,9 +102,9 @@ def pack_token_ids(token_ids: list[int], vocab_size: int, where: str) -> bytes:
         known = False
     if not known:
         position, bad = next((i, id_) for i, id_ in enumerate(token_ids) if not 0 <= id_ < vocab_size)
+        at = f" at position {position}" if ordered else ""
         raise ValueError(
-            f"{where}: token id {show_value(bad)} at position {position} is outside the vocabulary "
-            f"(0 to {vocab_size - 1})"
+            f"{where}: token id {show_value(bad)}{at} is outside the vocabulary (0 to {vocab_size - 1})"
         )
     return packed
 

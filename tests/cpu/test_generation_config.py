@@ -74,6 +74,26 @@ def test_without_the_file_the_defaults_hold(model: Path) -> None:
         assert llm.get_default_sampling_params() == SamplingParams()
 
 
+def test_do_sample_false_is_greedy(model: Path) -> None:
+    """As in transformers. Five answers to one prompt are one answer, whatever temperature the file has."""
+    write(model, do_sample=False, temperature=0.6, top_p=0.8, max_new_tokens=6)
+    with make_tiny(model) as llm:
+        assert llm.get_default_sampling_params().temperature == 0
+        found = [out["token_ids"] for out in llm.generate([[5, 6, 7]] * 5, use_tqdm=False)]
+        greedy = SamplingParams(temperature=0, max_tokens=6)
+        assert found == [llm.generate([[5, 6, 7]], greedy, use_tqdm=False)[0]["token_ids"]] * 5
+    for options, temperature in (
+        ({"override_generation_config": {"temperature": 0.3}}, 0.3),
+        ({"override_generation_config": {"temperature": None, "top_k": 3}}, 0),
+        ({"generation_config": "vllm"}, 1),
+    ):
+        with make_tiny(model, **options) as llm:
+            assert llm.get_default_sampling_params().temperature == temperature
+    write(model, do_sample=True, temperature=0.6)
+    with make_tiny(model) as llm:
+        assert llm.get_default_sampling_params().temperature == 0.6
+
+
 def test_a_repetition_penalty_counts(model: Path) -> None:
     write(model, repetition_penalty=1.7, temperature=0.0)
     with make_tiny(model) as llm:
@@ -100,6 +120,10 @@ def test_wrong_values_and_files(model: Path, tmp_path: Path) -> None:
         make_tiny(model)
 
 
-def test_the_demo_model_recommends_nothing() -> None:
-    with LLM(demo_model_path(), device="cpu") as llm:
-        assert llm.get_default_sampling_params() == SamplingParams()
+def test_the_demo_model_recommends_greedy_answers() -> None:
+    with LLM(demo_model_path(), device="cpu", num_kvcache_blocks=64) as llm:
+        assert llm.get_default_sampling_params() == SamplingParams(temperature=0)
+        assert (
+            len({llm.chat([{"role": "user", "content": "a"}], use_tqdm=False)[0]["text"] for _ in "12345"})
+            == 1
+        )

@@ -9,7 +9,11 @@ import pytest
 from checked_llm import make_tiny
 from tiny_models import write_tiny_model
 
-from nanovllm.engine.startup import resolve_max_model_len
+from nanovllm import LLM, SamplingParams
+from nanovllm.config import Config
+from nanovllm.device import CPU_KV_CACHE_BYTES, Device
+from nanovllm.engine.startup import cache_options, resolve_max_model_len, usable_length
+from nanovllm.models.loader import load_model_config
 from nanovllm.models.registry import get_family
 
 
@@ -102,3 +106,79 @@ def test_the_longest_sequence_meets_all_limits() -> None:
     with pytest.raises(ValueError, match=r"sliding window of 300 tokens.* use at most max_model_len=200"):
         config.check_max_model_len(301)
     assert family.model_config("X", raw | {"sliding_window": None}).longest == 1000
+
+
+# -- the size of the KV cache ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "longest", "raised"),
+    [
+        ({"num_kvcache_blocks": 5}, 40, "num_kvcache_blocks"),
+        ({"kv_cache_memory_bytes": 30_000}, 56, "kv_cache_memory_bytes"),
+    ],
+)
+def test_a_small_cache_is_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, options: dict[str, int], longest: int, raised: str
+) -> None:
+    folder = write_tiny_model(tmp_path)
+    with make_tiny(folder, **options) as llm:
+        assert [each for each in caplog.messages if "max_model_len" in each] == [
+            f"max_model_len is {longest}, not 64: the KV cache has room for no more; raise {raised} for "
+            "longer sequences"
+        ]
+        assert llm.model_config.max_model_len == longest
+        with pytest.raises(ValueError, match=f"prompt has {longest} tokens.* or raise {raised}$"):
+            llm.generate([[5] * longest], use_tqdm=False)
+    caplog.clear()
+    make_tiny(folder, num_kvcache_blocks=8).close()
+    assert "max_model_len" not in caplog.text
+
+
+def test_gpu_memory_utilization_on_a_cpu(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It does nothing there: this is said where it is given, and no error advises it."""
+    folder = write_tiny_model(tmp_path)
+    make_tiny(folder).close()
+    assert "gpu_memory_utilization" not in caplog.text
+    make_tiny(folder, gpu_memory_utilization=0.5, num_kvcache_blocks=8).close()
+    assert caplog.messages == [
+        "gpu_memory_utilization=0.5 does nothing on a CPU, where num_kvcache_blocks sets the size of the KV "
+        "cache"
+    ]
+    config = Config.from_kwargs("m", device="cpu")
+    assert cache_options(config, Device("cpu")) == "kv_cache_memory_bytes or num_kvcache_blocks"
+
+
+def test_replicas_say_it_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    folder = write_tiny_model(tmp_path, "mistral", sliding_window=64)
+    options = {"device": "cpu", "skip_tokenizer_init": True, "kvcache_block_size": 8}
+    with LLM(folder, data_parallel_size=2, num_kvcache_blocks=5, **options) as llm:
+        assert llm.model_config.max_model_len == 40
+        with pytest.raises(ValueError, match=r"has 5 blocks of 8 tokens.* or raise num_kvcache_blocks$"):
+            llm.generate([[5] * 40], use_tqdm=False)
+    assert capfd.readouterr().err.count("max_model_len") == 0  # in this process pytest takes the two lines
+
+
+@pytest.mark.parametrize("rope", [{}, {"rope_type": "linear", "factor": 9.0}])
+def test_tables_follow_what_can_be_used(tmp_path: Path, rope: dict[str, Any]) -> None:
+    """A config of 2 * 10**7 positions makes no table of that length: memory and time follow the KV cache."""
+    rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4} | rope}
+    folder = write_tiny_model(tmp_path, max_position_embeddings=2 * 10**7, **rope)
+    with make_tiny(folder, max_model_len=None, num_kvcache_blocks=16, kvcache_block_size=16) as llm:
+        table = llm._runner.model.model.layers[0].self_attn.rotary.cos_sin
+        assert len(table) == 16 * 16 + 1 and llm.model_config.max_model_len == 256
+        assert llm._runner.max_model_len == 256
+        params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
+        [out] = llm.generate([[5] * 200], params, use_tqdm=False)
+        assert len(out["token_ids"]) == 56
+    config = load_model_config(folder)
+    per_token = 2 * 2 * 2 * 16 * 4  # K and V, layers, KV heads, head_dim, float32
+    for options, most in (
+        ({}, CPU_KV_CACHE_BYTES // per_token),
+        ({"tensor_parallel_size": 2}, CPU_KV_CACHE_BYTES // per_token),  # half of the memory and of the heads
+        ({"kv_cache_memory_bytes": 2**20}, 2**20 // per_token),
+        ({"num_kvcache_blocks": 3}, 3 * 256),
+    ):
+        of = Config.from_kwargs(str(folder), device="cpu", **options)
+        assert usable_length(of, config, Device("cpu"), 2 * 10**7) == most
+        assert usable_length(of, config, Device("cpu"), 700) == 700

@@ -358,10 +358,10 @@ def test_errors_name_the_prompt_and_the_value(model: Path, llm: CheckedLLM) -> N
     for case, error in (
         (
             {"logit_bias": {VOCAB: 1.0}},
-            rf"prompts\[1\]: logit_bias: token id {VOCAB} at position 0 is outside",
+            rf"prompts\[1\]: logit_bias: token id {VOCAB} is outside",
         ),
-        ({"allowed_token_ids": [3, VOCAB]}, rf"allowed_token_ids: token id {VOCAB} at position 1 is outside"),
-        ({"stop_token_ids": [VOCAB]}, rf"stop_token_ids: token id {VOCAB} at position 0 is outside"),
+        ({"allowed_token_ids": [3, VOCAB]}, rf"allowed_token_ids: token id {VOCAB} is outside"),
+        ({"stop_token_ids": [VOCAB]}, rf"stop_token_ids: token id {VOCAB} is outside"),
     ):
         with pytest.raises(ValueError, match=error):
             llm.generate([[5], [6]], [SamplingParams(), SamplingParams(**case)], use_tqdm=False)

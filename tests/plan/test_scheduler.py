@@ -211,6 +211,10 @@ def test_errors_of_long_prompts_name_the_fix(
     scheduler = Scheduler(Config("model"), num_blocks, 4, asked, longest)
     with pytest.raises(ValueError, match=advice):
         scheduler.check_fits(length)
+    on_cpu = Scheduler(Config("model"), num_blocks, 4, asked, longest, "kv_cache_memory_bytes")
+    own = advice.replace("num_kvcache_blocks or gpu_memory_utilization", "kv_cache_memory_bytes")
+    with pytest.raises(ValueError, match=own):
+        on_cpu.check_fits(length)
 
 
 def test_running_never_exceeds_max_num_seqs_and_order_is_kept() -> None:

@@ -1,0 +1,185 @@
+"""Model folders that are broken or hostile: loaded, or refused by name, before anything is built."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checked_llm import make_tiny
+from model_folders import try_folder, within, write_base
+from tiny_models import edit_json, write_tiny_model
+
+from nanovllm import LLM, KVCacheMemoryError, ModelLoadError
+from nanovllm.jobs.journal import hash_model
+from nanovllm.models import loader
+from nanovllm.models.config import ModelConfig
+from nanovllm.models.decoder import DecoderForCausalLM
+from nanovllm.models.files import MAX_DEPTH, MAX_JSON_BYTES, read_json
+from nanovllm.models.loader import check_weights, load_model_config
+
+FOLDERS = 200
+
+
+@pytest.fixture
+def small_heap() -> Iterator[None]:
+    """Closing an engine collects garbage; here without the objects of all tests before."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.mark.usefixtures("small_heap")
+def test_mutated_folders_load_or_are_refused_by_name(tmp_path: Path) -> None:
+    base = write_base(tmp_path / "base")
+    outcomes = Counter(try_folder(base, tmp_path / "work", seed)[1] for seed in range(FOLDERS))
+    assert outcomes["refused"] > FOLDERS / 3 and outcomes["loaded"] > FOLDERS / 10
+
+
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+@pytest.mark.parametrize(
+    "sizes", [{"num_hidden_layers": 10**7}, {"num_hidden_layers": 10**9, "layer_types": None}]
+)
+def test_a_config_of_endless_layers_builds_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sizes: dict[str, Any], load_format: str
+) -> None:
+    folder = write_tiny_model(tmp_path)
+    edit_json(folder / "config.json", **sizes)
+
+    def build(config: ModelConfig, *args: Any) -> DecoderForCausalLM:
+        assert config.num_layers <= 2, "a model is built"
+        return DecoderForCausalLM(config, *args)
+
+    monkeypatch.setattr(loader, "DecoderForCausalLM", build)
+    wrong = f"says num_hidden_layers={sizes['num_hidden_layers']}, and the weights have 2 layers"
+    message = wrong if load_format == "auto" else "the model does not fit: its weights need"
+    with within(60), pytest.raises((ModelLoadError, KVCacheMemoryError), match=message):
+        make_tiny(folder, load_format=load_format)
+
+
+def test_the_size_of_the_weights_is_that_of_all_layers(tmp_path: Path) -> None:
+    config = load_model_config(write_tiny_model(tmp_path, num_hidden_layers=3))
+    stored = sum(path.stat().st_size for path in tmp_path.glob("*.safetensors"))
+    found = loader.weight_bytes(config, loader.TPGroup(), loader.torch.float32)
+    assert stored - 8192 < found < stored
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "model.safetensors.index.json"])
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000, '{"a": ' + "[" * 90 + "]" * 90 + "}"])
+def test_files_that_are_nested_too_deeply(tmp_path: Path, name: str, text: str) -> None:
+    folder = write_tiny_model(tmp_path, max_shard_size="10KB")
+    (folder / name).write_text(text)
+    with pytest.raises(ModelLoadError, match=rf"{name} is nested more than {MAX_DEPTH} deep"):
+        make_tiny(folder)
+
+
+def test_files_that_are_too_large(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    with path.open("wb") as file:
+        file.truncate(MAX_JSON_BYTES + 1)
+    with pytest.raises(ModelLoadError, match=r"config\.json has 33,554,433 bytes, and at most 33,554,432"):
+        read_json(path)
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "special_tokens_map.json"])
+def test_a_tokenizers_files_go_through_the_same_reader(tmp_path: Path, name: str) -> None:
+    folder = write_base(tmp_path)
+    (folder / name).write_text('{"a":' * 100_000)
+    with pytest.raises(ModelLoadError, match=f"{name} is nested more than"):
+        LLM(folder, device="cpu")
+
+
+# -- which files count --------------------------------------------------------------------------------------
+
+
+def test_what_is_no_regular_file_does_not_count(tmp_path: Path) -> None:
+    """Pipes, folders and dangling links beside the model's files change nothing: loading reads none of them,
+    nor does the job's fingerprint. Nor do other files that loading does not read."""
+    folder = write_base(tmp_path)
+    before = hash_model(folder)
+    for name in ("x.json", "added_tokens.json", "zzz.safetensors", "chat_template.jinja", "vocab.txt"):
+        os.mkfifo(folder / name)
+    for name in ("sub.json", "special_tokens_map.json", "sub.safetensors", "sub.model"):
+        (folder / name).mkdir()
+    for name in ("dangling.json", "tokenizer_1.json", "dangling.safetensors"):
+        (folder / name).symlink_to(folder / "nowhere")
+    (folder / "notes.txt").write_text("not read")
+    with within(60):
+        assert hash_model(folder) == before
+        with LLM(folder, device="cpu", num_kvcache_blocks=4, max_num_seqs=2) as llm:
+            assert len(llm.generate(["a"], use_tqdm=False)) == 1
+    (folder / "tokenizer_config.json").write_text("{}")
+    assert hash_model(folder) != before
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
+@pytest.mark.parametrize("kind", ["pipe", "folder", "dangling link"])
+def test_a_needed_file_that_is_none_is_missing(tmp_path: Path, name: str, kind: str) -> None:
+    path = write_base(tmp_path) / name
+    path.unlink()
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to(tmp_path / "nowhere")
+    missing = r"has no config\.json|holds no \*\.safetensors weights|no tokenizer could be loaded"
+    with within(60), pytest.raises(ModelLoadError, match=missing):
+        LLM(tmp_path, device="cpu")
+
+
+def test_links_into_a_hub_cache_are_followed(tmp_path: Path) -> None:
+    """A snapshot holds links to `../../blobs/<hash>`."""
+    written = write_tiny_model(tmp_path / "written", max_shard_size="10KB")
+    snapshot = tmp_path / "models--a--b" / "snapshots" / "1234"
+    blobs = tmp_path / "models--a--b" / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for path in written.iterdir():
+        path.rename(blobs / f"blob-{path.name}")
+        (snapshot / path.name).symlink_to(f"../../blobs/blob-{path.name}")
+    make_tiny(snapshot).close()
+    assert hash_model(snapshot)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../x.safetensors",
+        "/x.safetensors",
+        "sub/x.safetensors",
+        "..\\x",
+        "..",
+        ".",
+        "",
+        "a\0b",
+        5,
+        None,
+        ["x"],
+    ],
+)
+def test_an_index_names_files_of_its_folder_only(tmp_path: Path, name: Any) -> None:
+    folder = write_tiny_model(tmp_path, max_shard_size="10KB")
+    path = folder / "model.safetensors.index.json"
+    shards = json.loads(path.read_text())["weight_map"]
+    edit_json(path, weight_map=shards | {"model.norm.weight": name})
+    message = (
+        r"index\.json: weight_map\['model\.norm\.weight'\] must be the name of a file in the same folder"
+    )
+    with pytest.raises(ModelLoadError, match=message):
+        check_weights(load_model_config(folder), folder)
+
+
+def test_a_tensor_that_an_index_names_twice(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path, max_shard_size="10KB")
+    path = folder / "model.safetensors.index.json"
+    text = path.read_text()
+    path.write_text(text.replace('"model.norm.weight":', '"lm_head.weight": "x", "model.norm.weight":', 1))
+    with pytest.raises(ModelLoadError, match=r"index\.json has the key 'lm_head\.weight' twice"):
+        check_weights(load_model_config(folder), folder)
