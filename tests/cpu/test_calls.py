@@ -121,7 +121,7 @@ def test_without_a_tokenizer(model: Path) -> None:
 
 
 def test_dummy_weights_need_a_tokenizer_too(model: Path) -> None:
-    with pytest.raises(ModelLoadError, match="no tokenizer .* pass skip_tokenizer_init=True"):
+    with pytest.raises(ModelLoadError, match=r"no tokenizer .* pass skip_tokenizer_init=True"):
         LLM(str(model), device="cpu", load_format="dummy")
 
 
