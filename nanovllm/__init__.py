@@ -23,9 +23,11 @@ from nanovllm.outputs import (
 )
 from nanovllm.sampling_params import BeamSearchParams, SamplingParams
 from nanovllm.structured_outputs import StructuredOutputsParams
+from nanovllm.vllm_arguments import elsewhere
 
 if TYPE_CHECKING:
     from nanovllm.llm import LLM
+    from nanovllm.llm import LLM as LLMEngine
 
 __version__ = "0.1.0"
 __all__ = [
@@ -38,6 +40,7 @@ __all__ = [
     "EmbeddingRequestOutput",
     "EngineClosedError",
     "KVCacheMemoryError",
+    "LLMEngine",
     "Logprob",
     "ModelLoadError",
     "NanoVLLMError",
@@ -59,8 +62,13 @@ def demo_model_path() -> str:
 
 
 def __getattr__(name: str) -> Any:
-    if name == "LLM":
+    if name in ("LLM", "LLMEngine"):
         from nanovllm.llm import LLM
 
         return LLM
-    raise AttributeError(f"module 'nanovllm' has no attribute {name!r}")
+    message = f"module 'nanovllm' has no attribute {name!r}"
+    if (write := elsewhere(name)) is not None:
+        raise ImportError(
+            f"{message}; {write}"
+        )  # `from nanovllm import ...` drops an AttributeError's message
+    raise AttributeError(message)

@@ -13,7 +13,7 @@ from tempfile import TemporaryFile
 from time import time_ns
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.engine.arguments import check_on_error, refuse_others
+from nanovllm.engine.arguments import OtherNames, check_on_error, given_prompts, refuse_others
 from nanovllm.engine.beam_search import beam_search
 from nanovllm.engine.progress import Progress
 from nanovllm.engine.resident_engine import ResidentEngine
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-class LLM(ResidentEngine):
+class LLM(OtherNames, ResidentEngine):
     """A loaded model: `LLM(folder_or_hub_id, **options)`; `Config` lists the options.
 
     >>> with LLM(nanovllm.demo_model_path()) as llm:
@@ -64,10 +64,11 @@ class LLM(ResidentEngine):
     @no_full_collections()
     def generate(
         self,
-        prompts: PromptLike | Iterable[PromptLike],
+        prompts: PromptLike | Iterable[PromptLike] | None = None,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool | Callable[..., Any] = True,
         *,
+        prompt_token_ids: PromptLike | Iterable[PromptLike] | None = None,
         on_error: str = "raise",
         **others: Any,
     ) -> list[RequestOutput]:
@@ -75,7 +76,7 @@ class LLM(ResidentEngine):
 
         prompts: a string, a list of token ids, `{"prompt": ...}` or `{"prompt_token_ids": ...}`, or a list
         of these. Also generators of these, arrays and tensors (one dimension is one prompt, two dimensions
-        are several), and the output of a transformers tokenizer.
+        are several), and the output of a transformers tokenizer. prompt_token_ids: vLLM's other name.
         sampling_params: one for all prompts, or a list with one for each; None takes
         `get_default_sampling_params()`.
         use_tqdm: whether to show progress of more than one prompt, or a tqdm-like class for it.
@@ -89,6 +90,7 @@ class LLM(ResidentEngine):
         """
         self._lifecycle.check_open()
         refuse_others(LLM.generate, others, GENERATE)
+        prompts = given_prompts(prompts, prompt_token_ids)
         return self._generate(*parse_prompts(prompts), sampling_params, use_tqdm, on_error)
 
     def _generate(

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
+
+from nanovllm.vllm_arguments import elsewhere
 
 KEYS = ("text", "token_ids", "finish_reason")  # of a RequestOutput as a dictionary
 
@@ -108,6 +110,12 @@ class RequestOutput(Mapping[str, Any]):
         if key not in KEYS:
             raise KeyError(f"{key!r}; a RequestOutput has {', '.join(map(repr, KEYS))}")
         return getattr(self.outputs[0], key)
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            hint = elsewhere(name)
+            raise AttributeError(f"RequestOutput has no attribute {name!r}{f'; {hint}' if hint else ''}")
 
     def __iter__(self) -> Iterator[str]:
         return iter(KEYS)

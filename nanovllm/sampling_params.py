@@ -120,8 +120,16 @@ class SamplingParams:
     def __getattr__(self, name: str) -> Any:
         """An unsupported field of vLLM's reads as its neutral value."""
         if name not in SAMPLING:
-            raise AttributeError(f"SamplingParams has no field {name!r}")
+            hint = "" if name.startswith("_") else f"; {nearest(name, self.__dataclass_fields__, SAMPLING)}"
+            raise AttributeError(f"SamplingParams has no field {name!r}{hint}")
         return SAMPLING[name].default
+
+    @classmethod
+    def from_optional(cls: type[Params], **values: Any) -> Params:
+        """vLLM's form: None means the default, except for `max_tokens`, which it does not limit."""
+        return cls(
+            **{name: each for name, each in values.items() if each is not None or name == "max_tokens"}
+        )
 
     def clone(self: Params) -> Params:
         """A copy that shares nothing with this one."""

@@ -1,7 +1,8 @@
-"""vLLM's arguments that this engine does not support: their neutral values, and advice for other values.
+"""Names of other libraries: vLLM's arguments that this engine does not support, and what to write instead of
+names that do not exist here.
 
-A neutral value is accepted and has no effect; any other value raises an error. When an argument becomes
-supported, its name leaves these tables. Knows nothing of our own options.
+A neutral value of an argument is accepted and has no effect; any other value raises an error. When an
+argument becomes supported, its name leaves these tables. Knows nothing of our own options.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +162,6 @@ _CALL: dict[str, Absent] = {
 
 GENERATE: dict[str, Absent] = _CALL | {
     "priority": Absent((None, 0), "requests start in the order of their arrival", per_prompt=True),
-    "prompt_token_ids": Absent(_NOTHING, "pass them as the prompts"),
 }
 
 EMBED: dict[str, Absent] = _CALL | {
@@ -176,6 +176,62 @@ PROMPT: dict[str, Absent] = {  # keys of a prompt that is a dictionary
     "prompt_embeds": Absent(_NOTHING, "pass a string or token ids"),
     "cache_salt": Absent(_NOTHING, f"call reset_prefix_cache(), or {_NO_CACHE}"),
 }
+
+
+class Elsewhere(NamedTuple):
+    """A name that other libraries have: where it comes from, and what to write here."""
+
+    origin: str
+    write: str
+
+
+_SCHEMA = "SamplingParams(structured_outputs=StructuredOutputsParams(json=...))"
+_LOOP = "llm.stream(prompts, params), or a loop over add_request() and step()"
+ELSEWHERE: dict[str, Elsewhere] = {
+    # arguments
+    "stream": Elsewhere("OpenAI", "llm.stream(prompts, params)"),
+    "max_new_tokens": Elsewhere("transformers", "SamplingParams(max_tokens=...)"),
+    "max_completion_tokens": Elsewhere("OpenAI", "SamplingParams(max_tokens=...)"),
+    "do_sample": Elsewhere("transformers", "SamplingParams(temperature=0) for greedy answers"),
+    "num_beams": Elsewhere(
+        "transformers", "llm.beam_search(prompts, BeamSearchParams(beam_width=..., max_tokens=...))"
+    ),
+    "num_return_sequences": Elsewhere("transformers", "SamplingParams(n=...)"),
+    "repeat_penalty": Elsewhere("llama.cpp", "SamplingParams(repetition_penalty=...)"),
+    "stop_sequences": Elsewhere("Text Generation Inference", "SamplingParams(stop=[...])"),
+    "response_format": Elsewhere("OpenAI", _SCHEMA),
+    "guided_json": Elsewhere("vLLM", _SCHEMA),
+    # classes
+    "GuidedDecodingParams": Elsewhere(
+        "vLLM", "StructuredOutputsParams, with the same json, regex, choice and grammar"
+    ),
+    "PoolingParams": Elsewhere("vLLM", "llm.embed(prompts, pooling=..., normalize=...)"),
+    "EngineArgs": Elsewhere("vLLM", "LLM(model, ...) with the same options"),
+    "AsyncEngineArgs": Elsewhere("vLLM", "LLM(model, ...) with the same options"),
+    "AsyncLLMEngine": Elsewhere("vLLM", _LOOP),
+    "AsyncLLM": Elsewhere("vLLM", _LOOP),
+    # methods and attributes
+    "encode": Elsewhere(
+        "vLLM", "llm.embed(prompts) for embeddings, llm.get_tokenizer().encode(text) for token ids"
+    ),
+    "get_stats": Elsewhere("vLLM", "llm.stats()"),
+    "get_metrics": Elsewhere("vLLM", "llm.stats()"),
+    "from_pretrained": Elsewhere("transformers", "LLM(folder_or_hub_id)"),
+    "__call__": Elsewhere("transformers", "llm.generate(prompts, params)"),
+    "text": Elsewhere("CompletionOutput", "out.outputs[0].text, or out['text']"),
+    # commands
+    "serve": Elsewhere("vLLM", "nanovllm run for a file of prompts; there is no server"),
+    "chat": Elsewhere(
+        "vLLM", "llm.chat(messages) in Python, or nanovllm run for a file with a column of messages"
+    ),
+}
+
+
+def elsewhere(name: str) -> str | None:
+    """One sentence on what to write instead of a name of another library; None for any other name."""
+    known = ELSEWHERE.get(name)
+    return None if known is None else f"that name is from {known.origin}; write {known.write}"
+
 
 CHAT: dict[str, Absent] = _CALL | {
     "chat_template_content_format": Absent(("auto", "string", None), "templates get contents as strings"),
@@ -199,7 +255,10 @@ def refuse_absent(
 
 
 def nearest(name: str, known: Iterable[str], table: Mapping[str, Absent]) -> str:
-    """A hint about the intended name: one of `known`, or one that the table has advice for."""
+    """A hint about the intended name: what to write for another library's, one of `known`, or one that the
+    table has advice for."""
+    if (write := elsewhere(name)) is not None:
+        return write
     known, advised = list(known), (each for each, absent in table.items() if absent.neutral is not None)
     near = difflib.get_close_matches(name, [*known, *advised], n=2, cutoff=0.6)
     return f"did you mean {' or '.join(map(repr, near))}?" if near else f"it knows: {', '.join(known)}"

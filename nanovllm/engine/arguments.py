@@ -1,13 +1,52 @@
-"""Checks of further arguments of calls: `on_error`, and those of vLLM that are not ours."""
+"""Checks of further arguments of calls: `on_error`, and those of vLLM that are not ours. Errors for
+attributes that LLM does not have."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.vllm_arguments import SAMPLING, Absent, refuse_absent
+from nanovllm.vllm_arguments import SAMPLING, Absent, elsewhere, nearest, refuse_absent
+
+
+class OtherNames:
+    """Errors for what other libraries' models have and LLM does not. They say what to write."""
+
+    def __init_subclass__(cls) -> None:
+        """Name public methods after LLM in Python's own errors, whichever class defines them."""
+        for owner in cls.__mro__:
+            for name, function in vars(owner).items():
+                is_ours = inspect.isfunction(function) and function.__module__.startswith("nanovllm.")
+                if is_ours and not name.startswith("_"):
+                    function.__qualname__ = f"LLM.{name}"
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            hint = "" if name.startswith("_") else f"; {nearest(name, _public(type(self)), {})}"
+            raise AttributeError(f"LLM has no attribute {name!r}{hint}", name=name, obj=self)
+
+    def __call__(self, *args: object, **others: object) -> NoReturn:
+        raise TypeError(f"LLM is not a function; {elsewhere('__call__')}")
+
+    @classmethod
+    def from_pretrained(cls, *args: object, **others: object) -> NoReturn:
+        raise TypeError(f"LLM.from_pretrained() does not exist; {elsewhere('from_pretrained')}")
+
+
+def _public(owner: type) -> Iterable[str]:
+    return [name for name in dir(owner) if not name.startswith("_") and name != "from_pretrained"]
+
+
+def given_prompts(prompts: Any, prompt_token_ids: Any) -> Any:
+    """The prompts, under either of vLLM's names. TypeError for none, ValueError for both."""
+    if prompts is None and prompt_token_ids is None:
+        raise TypeError("LLM.generate() needs prompts: a string, token ids, or a list of these")
+    if prompts is not None and prompt_token_ids is not None:
+        raise ValueError("prompts and prompt_token_ids are the same argument; pass one of them")
+    return prompt_token_ids if prompts is None else prompts
 
 
 def check_on_error(on_error: object) -> None:

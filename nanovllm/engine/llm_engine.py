@@ -210,7 +210,7 @@ class LLMEngine:
         """
         self._lifecycle.close()
 
-    exit = close  # nano-vLLM's name
+    exit = shutdown = close  # nano-vLLM's and vLLM's names
 
     def __enter__(self: Engine) -> Engine:
         self._lifecycle.check_open()

@@ -21,8 +21,11 @@ if TYPE_CHECKING:
 class ResidentEngine(LLMEngine):
     """Calls between requests: `sleep`, `wake_up`, `update_weights`; and `reset_prefix_cache`."""
 
-    def reset_prefix_cache(self) -> bool:
-        """Empty the prefix cache and return True. While requests hold blocks, do nothing and return False."""
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """Empty the prefix cache and return True. While requests hold blocks, do nothing and return False.
+
+        The arguments are vLLM's and change nothing: no request runs between calls, and there is no connector.
+        """
         with self._calling(self._open_stream, asleep=True):
             return self._empty_prefix_cache()
 

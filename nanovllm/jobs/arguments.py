@@ -9,6 +9,7 @@ import argparse
 import difflib
 import json
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import Field, fields
 from pathlib import Path
@@ -19,7 +20,7 @@ from nanovllm.jobs.formats import ENDINGS, FORMATS
 from nanovllm.jobs.params import make_params
 from nanovllm.jobs.window import WINDOW_ROWS
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.vllm_arguments import ENGINE
+from nanovllm.vllm_arguments import ENGINE, elsewhere
 
 # Python's words in texts about options, and those of a command line.
 _REWORDED = (
@@ -77,7 +78,10 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     _add_row_arguments(check)
     _add_engine_arguments(check)
     commands.add_parser("version", help="print versions, devices and attention backends")
-    args, unknown = parser.parse_known_args(argv)
+    given = sys.argv[1:] if argv is None else argv
+    if given and given[0] not in commands.choices and (write := elsewhere(given[0])) is not None:
+        parser.error(f"there is no command {given[0]!r}; {write}")
+    args, unknown = parser.parse_known_args(given)
     if unknown:
         flags = ["--" + name.replace("_", "-") for name in (*vars(args), *_engine_fields())]
         hint = _hint(unknown[0].partition("=")[0], flags, args.command)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import random
+import re
+from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -17,8 +19,17 @@ from invariants import check_scheduler
 from tiny_models import VOCAB_SIZE
 from transformers import AutoModelForCausalLM
 
-from nanovllm import LLM, BeamSearchParams, ModelLoadError, SamplingParams, demo_model_path
-from nanovllm.vllm_arguments import EMBED, GENERATE
+import nanovllm
+from nanovllm import (
+    LLM,
+    BeamSearchParams,
+    EngineClosedError,
+    ModelLoadError,
+    SamplingParams,
+    demo_model_path,
+)
+from nanovllm.jobs.arguments import parse_args
+from nanovllm.vllm_arguments import ELSEWHERE, EMBED, GENERATE
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 
@@ -121,7 +132,7 @@ def test_without_a_tokenizer(model: Path) -> None:
 
 
 def test_dummy_weights_need_a_tokenizer_too(model: Path) -> None:
-    with pytest.raises(ModelLoadError, match="no tokenizer .* pass skip_tokenizer_init=True"):
+    with pytest.raises(ModelLoadError, match=r"no tokenizer .* pass skip_tokenizer_init=True"):
         LLM(str(model), device="cpu", load_format="dummy")
 
 
@@ -155,6 +166,78 @@ def test_reset_prefix_cache(model: Path, run_ahead: bool) -> None:
         assert again.num_cached_tokens == 2 * BLOCK, "nothing was done"
         assert llm.reset_prefix_cache() is True
         assert first["token_ids"] == again["token_ids"] == reset["token_ids"]
+
+
+OTHERS = ("encode", "get_stats", "get_metrics", "__call__", "from_pretrained", "text", "serve", "chat")
+ARGUMENTS = [name for name in ELSEWHERE if name.islower() and name not in OTHERS]
+
+
+def test_names_of_other_libraries_say_what_to_write(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every name of the table, and no message names a class that users do not import."""
+    messages: dict[str, list[str]] = {name: [] for name in ELSEWHERE}
+
+    def refused(name: str, call: Callable[[], object]) -> None:
+        with pytest.raises((TypeError, AttributeError, ImportError)) as caught:
+            call()
+        messages[name].append(str(caught.value))
+
+    with make_tiny(model) as llm:
+        for name in ARGUMENTS:
+            given: dict[str, Any] = {name: 1}
+            refused(name, lambda given=given: SamplingParams(**given))  # type: ignore[misc]
+            refused(name, lambda given=given: setattr(SamplingParams(), *next(iter(given.items()))))  # type: ignore[misc]
+            refused(name, lambda given=given: llm.generate([[5]], **given))  # type: ignore[misc]
+            refused(name, lambda given=given: llm.embed([[5]], **given))  # type: ignore[misc]
+            refused(name, lambda given=given: LLM(str(model), **given))  # type: ignore[misc]
+        refused("encode", lambda: llm.encode)
+        refused("get_stats", lambda: llm.get_stats())
+        refused("get_metrics", lambda: llm.get_metrics())
+        refused("__call__", lambda: llm("hi"))
+        refused("from_pretrained", lambda: LLM.from_pretrained("folder"))
+        [output] = llm.generate(prompt_token_ids=[[5]], sampling_params=GREEDY, use_tqdm=False)
+        refused("text", lambda: output.text)
+        for wrong in (
+            lambda: llm.step(1),
+            lambda: llm.sleep(depth=1),
+            lambda: llm.close(1),
+            lambda: llm.statz,
+        ):
+            refused("text", wrong)  # type: ignore[arg-type]
+        assert not [line for line in messages["text"] if re.search(r"\w+Engine|Replicated|Resident", line)]
+        assert "did you mean 'stats'" in messages["text"].pop()
+        del messages["text"][1:]
+    for name in [name for name in ELSEWHERE if name[0].isupper()]:
+        refused(name, lambda name=name: getattr(nanovllm, name))  # type: ignore[misc]
+    for name in ("serve", "chat"):
+        with pytest.raises(SystemExit):
+            parse_args([name, "model"])
+        messages[name].append(capsys.readouterr().err)
+    for name, lines in messages.items():
+        assert lines and all(ELSEWHERE[name].write in line for line in lines), (name, lines)
+
+
+def test_forms_of_vllm_that_work(model: Path) -> None:
+    from nanovllm import LLMEngine
+
+    assert LLMEngine is LLM and not hasattr(nanovllm, "no_such_name")
+    params = SamplingParams.from_optional(
+        temperature=0, top_p=None, max_tokens=None, stop=None, logit_bias=None
+    )
+    assert params == SamplingParams(temperature=0, max_tokens=None)
+    with make_tiny(model) as llm:
+        expected = [output["token_ids"] for output in llm.generate([[5, 6], [7]], GREEDY, use_tqdm=False)]
+        for ids in ([[5, 6], [7]], [np.array([5, 6]), [7]]):
+            outputs = llm.generate(prompt_token_ids=ids, sampling_params=GREEDY, use_tqdm=False)
+            assert [output["token_ids"] for output in outputs] == expected
+        assert llm.generate(None, GREEDY, False, prompt_token_ids=[7])[0]["token_ids"] == expected[1]
+        with pytest.raises(TypeError, match=r"LLM.generate\(\) needs prompts"):
+            llm.generate(sampling_params=GREEDY)
+        with pytest.raises(ValueError, match="pass one of them"):
+            llm.generate([[5]], GREEDY, prompt_token_ids=[[5]])
+        assert llm.reset_prefix_cache(True) and llm.reset_prefix_cache(reset_running_requests=True)
+        llm.shutdown()
+        with pytest.raises(EngineClosedError):
+            llm.generate([[5]], GREEDY)
 
 
 def test_arguments_of_vllm(model: Path) -> None:

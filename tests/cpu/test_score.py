@@ -156,7 +156,7 @@ def test_scores_of_texts() -> None:
         pairs = [("Reverse: abc", " cba"), ("3+4", "=7"), ("Hello", "")]
         with pytest.raises(ValueError, match="the continuation of pair 2 is empty"):
             llm.score_pairs(pairs, use_tqdm=False)
-        with pytest.raises(ValueError, match="^the prompt is empty"):
+        with pytest.raises(ValueError, match=r"^the prompt is empty"):
             llm.score("", "abc", use_tqdm=False)
         for pair, score in zip(pairs, llm.score_pairs(pairs[:2], use_tqdm=False), strict=False):
             whole = tokenizer("".join(pair))["input_ids"]
