@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
-FLAGS = ("disable_any_whitespace", "disable_additional_properties")
 
 
 @dataclass(frozen=True)
@@ -29,7 +28,8 @@ class StructuredOutputsParams:
     structural_tag: free text with function calls, as a dictionary or a JSON string: `{"structures":
         [{"begin": text, "schema": JSON schema, "end": text}], "triggers": [text]}`. After a trigger, one of
         the structures that begin with it must follow. Stored as a string.
-    disable_any_whitespace: no whitespace in JSON, except within strings.
+    disable_any_whitespace: no whitespace in JSON, except within strings, so that a model cannot write it
+        without end. False allows any whitespace; None: True, unless there is a `whitespace_pattern`.
     disable_additional_properties: objects have only the properties that the schema names, unless the schema
         sets `additionalProperties`.
     whitespace_pattern: a regular expression for the whitespace of JSON, such as `[ ]?`.
@@ -43,7 +43,7 @@ class StructuredOutputsParams:
     choice: Sequence[str] | None = None
     grammar: str | None = None
     json_object: bool | None = None
-    disable_any_whitespace: bool = False
+    disable_any_whitespace: bool | None = None
     disable_additional_properties: bool = False
     whitespace_pattern: str | None = None
     structural_tag: str | Mapping[str, Any] | None = None
@@ -70,8 +70,9 @@ class StructuredOutputsParams:
                 raise TypeError(f"{name} must be a string, not {show(value)}")
             if value == "":
                 raise ValueError(f"{name} must not be empty; leave it out")
-        for name in FLAGS:
-            check_bool(name, getattr(self, name))
+        check_bool("disable_additional_properties", self.disable_additional_properties)
+        if self.disable_any_whitespace is not None:
+            check_bool("disable_any_whitespace", self.disable_any_whitespace)
         if self.disable_any_whitespace and self.whitespace_pattern is not None:
             raise ValueError(
                 f"whitespace_pattern={show(self.whitespace_pattern)} contradicts disable_any_whitespace=True"

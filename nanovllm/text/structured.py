@@ -123,21 +123,29 @@ class GrammarCompiler:
             return str(llguidance.grammar_from("choice", json.dumps(params.choice)))
         if params.grammar is not None:
             return str(llguidance.grammar_from("grammar", params.grammar))
+        is_flexible = params.disable_any_whitespace is False or params.whitespace_pattern is not None
+        options: dict[str, Any] = {"whitespace_flexible": is_flexible}
+        if params.whitespace_pattern is not None:
+            options["whitespace_pattern"] = params.whitespace_pattern
         if params.structural_tag is not None:
-            return self._tagged(json.loads(str(params.structural_tag)))
+            return self._tagged(json.loads(str(params.structural_tag)), options)
         schema = {"type": "object"} if params.json is None else json.loads(str(params.json))
         if params.disable_additional_properties:
             schema = _without_additional_properties(schema)
-        options: dict[str, Any] = {"whitespace_flexible": not params.disable_any_whitespace}
-        if params.whitespace_pattern is not None:
-            options["whitespace_pattern"] = params.whitespace_pattern
         return str(llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=options))
 
-    def _tagged(self, tag: dict[str, Any]) -> str:
-        """Free text, in which a structure that begins with a trigger follows the trigger."""
+    def _tagged(self, tag: dict[str, Any], options: dict[str, Any]) -> str:
+        """Free text, in which a structure that begins with a trigger follows the trigger.
+
+        options: of the JSON in structures."""
         StructTag = self._llguidance.StructTag
         tags = [
-            StructTag(trigger=trigger, begin=each["begin"], grammar=each["schema"], end=each["end"])
+            StructTag(
+                trigger=trigger,
+                begin=each["begin"],
+                grammar=each["schema"] | {"x-guidance": options},
+                end=each["end"],
+            )
             for each in tag["structures"]
             for trigger in tag["triggers"]
             if each["begin"].startswith(trigger)

@@ -97,7 +97,9 @@ CONSTRAINTS: list[tuple[dict[str, Any], str]] = [
     ({"grammar": 'start: "[" item ("," item)* "]"\nitem: /[0-9]{1,2}/ | start'}, r"\[[\[\],0-9]*\]"),
     ({"grammar": 'root ::= ("a" | "b" root "c")'}, "(b*)a(c*)"),
     ({"json": {"type": "integer", "minimum": 3, "maximum": 12}}, "[3-9]|1[0-2]"),
+    ({"json": '{"const": {"a": [1, " "]}}'}, r'\{"a":\[1," "\]\}'),
     ({"json": '{"const": {"a": 1}}', "disable_any_whitespace": True}, r'\{"a":1\}'),
+    ({"json": {"const": {"a": 1}}, "disable_any_whitespace": False}, r'\{\s*"a"\s*:\s*1\s*\}'),
     ({"json": {"const": [1, 2]}, "whitespace_pattern": "_"}, r"\[_*1_*,_*2_*\]"),
 ]
 
@@ -144,20 +146,49 @@ def test_structural_tags() -> None:
         {"begin": "<f=a>", "schema": {"enum": [1, 20]}, "end": "</f>"},
         {"begin": "<f=b>", "schema": {"type": "boolean"}, "end": "</f>"},
     ]
-    [request] = requests([params_of(structural_tag={"structures": structures, "triggers": ["<f="]})])
 
     def following(text: str) -> set[str]:
-        bits = np.empty((1, -(-V // 32)), np.int32)
-        token_ids = TOKENIZER.encode(text, add_special_tokens=False)
-        restrict_all([RuledRow(0, make_rules(request), token_ids, 0)], bits)
-        ids = np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little"))
-        return {"EOS" if id_ == EOS else TOKENIZER.decode([int(id_)]) for id_ in ids}
+        return allowed_after(text, structural_tag={"structures": structures, "triggers": ["<f="]})
 
     for free in ("", "Well, <", "<f=a>20</f>", "x <f=b>true</f> and "):
         assert {"EOS", "a", "<", "{"} <= following(free)
     assert following("Well, <f=") == {"a", "b"}
     assert following("<f=a>1</f> <f=a>") == {"1", "2"}
     assert following("<f=a>x") == set()
+
+
+def allowed_after(text: str, **constraint: Any) -> set[str]:
+    """The letters and ends that may follow a text."""
+    [request] = requests([params_of(**constraint)])
+    bits = np.empty((1, -(-V // 32)), np.int32)
+    token_ids = TOKENIZER.encode(text, add_special_tokens=False)
+    restrict_all([RuledRow(0, make_rules(request), token_ids, 0)], bits)
+    ids = np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little"))
+    return {"EOS" if id_ == EOS else TOKENIZER.decode([int(id_)]) for id_ in ids}
+
+
+WHITE = {" ", "\n", "\t", "  "}
+
+
+@pytest.mark.parametrize("name", ["json", "json_object", "structural_tag"])
+def test_whitespace_in_json_is_an_option(name: str) -> None:
+    """Without it no text can go on with white space for ever. A space within a string is allowed."""
+    schema = {
+        "$defs": {"o": {"type": "object", "properties": {"a b": {"type": "string"}}}},
+        "$ref": "#/$defs/o",
+    }
+    tag = {"structures": [{"begin": "[f]", "schema": schema, "end": "[/f]"}], "triggers": ["[f"]}
+    value: Any = {"json": schema, "json_object": True, "structural_tag": tag}[name]
+    begin = "[f]" * (name == "structural_tag")
+    places = ["", "{", '{"a b"', '{"a b":', '{"a b":"x"']
+    for place in places:
+        compact = allowed_after(begin + place, **{name: value})
+        assert compact and not compact & WHITE, place
+        spaced = allowed_after(begin + place, **{name: value}, disable_any_whitespace=False)
+        assert spaced & WHITE or not place
+        chosen = allowed_after(begin + place, **{name: value}, whitespace_pattern="\\n")
+        assert chosen & WHITE <= {"\n"}
+    assert " " in allowed_after(begin + '{"a b":"', **{name: value})
 
 
 @pytest.mark.parametrize(

@@ -109,7 +109,7 @@ def test_a_thousand_schemas(llm: LLM) -> None:
     schemas = [random_schema(seed) for seed in range(1000)]
     params = [
         SamplingParams(
-            structured_outputs=StructuredOutputsParams(json=schema, disable_any_whitespace=True),
+            structured_outputs=StructuredOutputsParams(json=schema),
             max_tokens=60,
             seed=seed,
         )
