@@ -60,6 +60,8 @@ class LLMEngine:
     """
 
     on_step: Callable[[StepStats], object] | None = None
+    # As in `start_ranks`; it must not refer to the engine.
+    _on_progress: Callable[[], None] = staticmethod(lambda: None)
 
     def __init__(self, model: str | Path | None = None, **options: Any) -> None:
         """Load `model`, a folder or a hub id (required); `options` are the fields of `Config`.
@@ -99,7 +101,7 @@ class LLMEngine:
             raise ValueError(f"data_parallel_size={size} needs LLM itself; derive {name} from ReplicatedLLM")
         device = Device(self.config.device)
         self._workers, self._runner, self._num_blocks = start_ranks(
-            self.config, self.model_config, path, device, max_model_len
+            self.config, self.model_config, path, device, max_model_len, self._on_progress
         )
         self._residency = Residency(self._workers, self._runner)
         asked = self.config.async_scheduling
@@ -331,7 +333,7 @@ class LLMEngine:
             step = self._in_flight if self._run_ahead else self._draw(launched)
             if step is not None:
                 assert step.handle is not None
-                with self._workers.kill_on_error():
+                with self._workers.kill_on_error("a step"):
                     output = step.handle.result()
                 now = perf_counter()
                 seconds, self._last_end = now - self._last_end, now

@@ -6,6 +6,7 @@ Decides the maximum length of sequences. Keeps no state.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -72,10 +73,16 @@ def resolve_max_model_len(asked: int | None, model_config: ModelConfig) -> int:
 
 
 def start_ranks(
-    config: Config, model_config: ModelConfig, path: Path, device: Device, max_model_len: int
+    config: Config,
+    model_config: ModelConfig,
+    path: Path,
+    device: Device,
+    max_model_len: int,
+    on_progress: Callable[[], None],
 ) -> tuple[Workers, ResidentModelRunner, int]:
     """Start every rank; return the workers, this rank's runner, and the number of KV cache blocks.
 
+    on_progress: called by any thread for each tensor that loads, and after each call of all ranks.
     Raises the errors of `LLMEngine`; all ranks are then ended.
     """
     config = replace(config, tokenizer=None, hf_token=None)  # no rank needs them
@@ -84,15 +91,15 @@ def start_ranks(
     dtype = device.resolve_dtype(config.dtype, model_config.dtype)
     need = weight_bytes(model_config, TPGroup(0, size), dtype)
     rendezvous = Rendezvous() if size > 1 else None
-    port = rendezvous.port if rendezvous else 0
+    folder = rendezvous.folder if rendezvous else ""
     setups = [
-        RankSetup(rank, size, devices[rank], port, config, model_config, path, max_model_len)
+        RankSetup(rank, size, devices[rank], folder, config, model_config, path, max_model_len)
         for rank in range(size)
     ]
-    workers = Workers(setups[1:])
+    workers = Workers(setups[1:], config.distributed_timeout_seconds, on_progress)
     runner: ResidentModelRunner | None = None
     try:
-        check_weights_fit(need, [device.memory(), *workers.collect()], config, device)
+        check_weights_fit(need, [device.memory(), *workers.collect("the start")], config, device)
         runner, *_ = workers.call(lambda: _load(workers, setups[0], device, rendezvous), "load")
         workers.call(runner.calibrate_kv_cache, "calibrate_kv_cache")
         reserve = max(workers.call(runner.warmup_model, "warmup_model"))
@@ -127,4 +134,4 @@ def _load(
         workers.watch.on_failure(rendezvous.leave)
         group = workers.watched(lambda: setup.join_group(device, rendezvous))
         workers.watch.on_failure(group.abort)
-    return setup.load(device, group, workers.watch.check)
+    return setup.load(device, group, workers.watch.progress)

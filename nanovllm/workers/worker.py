@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 import multiprocessing.process
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -40,13 +41,19 @@ from nanovllm.runner.overlap import OVERLAP_TOKENS, rows_of_half
 from nanovllm.runner.residency import ResidentModelRunner
 from nanovllm.workers.channel import Channel, ChannelReader
 from nanovllm.workers.interrupts import held_interrupts
-from nanovllm.workers.watch import POLL_SECONDS, Failure, Watch
+from nanovllm.workers.watch import POLL_SECONDS, Failure, Progress, Watch
 
 T = TypeVar("T")
 
 BLAME_SECONDS = 2.0  # after an error in rank 0, wait this long for a worker's failure as its cause
 EXIT_SECONDS = 5.0  # time for workers to exit on request; then they are killed
 PARENT_SECONDS = 0.5  # how often a worker checks that rank 0 is alive
+PHASES = {
+    "launch": "a step",
+    "draw": "a step",
+    "load_tensors": "update_weights",
+    "finish_update": "update_weights",
+}
 
 
 @dataclass(frozen=True)
@@ -56,14 +63,14 @@ class RankSetup:
     rank: int
     size: int
     device: str
-    port: int  # of the Rendezvous
+    rendezvous: str  # the folder of the Rendezvous
     config: Config
     model_config: ModelConfig
     model_path: Path
     max_model_len: int
 
     def join_group(self, device: Device, rendezvous: Rendezvous) -> TPGroup:
-        """Connect to the other ranks, which make the same call; takes at most a minute."""
+        """Connect to the other ranks, which make the same call."""
         group = TPGroup.connect(self.rank, self.size, device, rendezvous)
         dtype = device.resolve_dtype(self.config.dtype, self.model_config.dtype)
         copied_rows = rows_of_half(self.config.max_num_batched_tokens, self.size)
@@ -96,7 +103,7 @@ class RankSetup:
 def worker_main(setup: RankSetup, reader: ChannelReader, replies: Connection, parent: int) -> None:
     """The main function of a worker process; it never returns."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 handles Ctrl-C
-    threading.Thread(target=exit_with, args=(parent,), daemon=True).start()
+    threading.Thread(target=exit_with, args=(parent, setup.rendezvous), daemon=True).start()
     try:
         loop(setup, reader, replies)
     except BaseException:  # report everything to rank 0
@@ -120,7 +127,8 @@ def loop(setup: RankSetup, reader: ChannelReader, replies: Connection) -> None:
         method, args = call
         result = None
         if method == "load":
-            runner = setup.load(device, setup.join_group(device, Rendezvous(setup.port)))
+            group = setup.join_group(device, Rendezvous(setup.rendezvous))
+            runner = setup.load(device, group, lambda: replies.send(Progress()))
             gc.freeze()  # existing objects stay: no full collection while all ranks wait
         elif runner is not None:
             result = getattr(runner, method)(*args)
@@ -130,10 +138,12 @@ def loop(setup: RankSetup, reader: ChannelReader, replies: Connection) -> None:
             replies.send(result)
 
 
-def exit_with(parent: int) -> None:
-    """End this process, whatever it does, once its parent is gone."""
+def exit_with(parent: int, folder: str = "") -> None:
+    """End this process, whatever it does, once its parent is gone. folder: the parent's, to remove."""
     while os.getppid() == parent:
         sleep(PARENT_SECONDS)
+    if folder:
+        shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)
 
 
@@ -146,9 +156,14 @@ class Workers:
     After a failure all workers are gone, and every call raises the same WorkerError.
     """
 
-    def __init__(self, setups: list[RankSetup]) -> None:
-        """Start a process for each setup. Raises RuntimeError if this process cannot start processes."""
-        self.watch = Watch(len(setups))
+    def __init__(
+        self, setups: list[RankSetup], limit: float, on_progress: Callable[[], None] = lambda: None
+    ) -> None:
+        """Start a process for each setup. limit, on_progress: as in `Watch`.
+
+        Raises RuntimeError if this process cannot start processes.
+        """
+        self.watch = Watch(len(setups), limit, on_progress)
         self._channel: Channel | None = None
         self._stop: Callable[[], object] = lambda: None
         if not setups:
@@ -192,25 +207,31 @@ class Workers:
         """
         if self._channel is None:
             return own(*args)
-        with self.kill_on_error():
+        with self.kill_on_error(PHASES.get(method, method)):
             self.watch.check()
             self._channel.send(method, *args, check_alive=self.watch.check)
             return own(*args)
 
     def call(self, own: Callable[..., T], method: str, *args: object) -> list[T]:
         """As `run`, for a method with an answer: return the results of all ranks, rank 0's first."""
-        return [self.run(own, method, *args), *self.collect()]
+        return [self.run(own, method, *args), *self.collect(PHASES.get(method, method))]
 
-    def collect(self) -> list[Any]:
-        """Wait for the next answer of every worker."""
-        with self.kill_on_error():
-            return [self.watch.wait_for_reply(index) for index in range(len(self.watch.processes))]
+    def collect(self, phase: str) -> list[Any]:
+        """Wait for the next answer of every worker. phase: as in `kill_on_error`."""
+        with self.kill_on_error(phase):
+            answers = [self.watch.wait_for_reply(index) for index in range(len(self.watch.processes))]
+            self.watch.progress()
+            return answers
 
     @contextmanager
-    def kill_on_error(self) -> Iterator[None]:
-        """On an exception in the block, end all workers and raise the WorkerError behind it, if any."""
+    def kill_on_error(self, phase: str) -> Iterator[None]:
+        """On an exception in the block, end all workers and raise the WorkerError behind it, if any.
+
+        phase: what the block does, for the error of a wait that reaches the watch's limit.
+        """
         try:
-            yield
+            with self.watch.waiting(phase):
+                yield
             self.watch.check()  # a failed worker ends waits without a result
         except BaseException as error:
             if not self.watch.processes:
@@ -270,11 +291,22 @@ def _stop(watch: Watch, channel: Channel) -> None:
     if not watch.ended.is_set():
         watch.stopping = True
         try:
-            channel.send("exit", check_alive=watch.check)
+            channel.send("exit", check_alive=_until(monotonic() + EXIT_SECONDS, watch))
         except WorkerError:
             watch.kill()
     watch.join(EXIT_SECONDS)
     channel.close()
+
+
+def _until(deadline: float, watch: Watch) -> Callable[[], None]:
+    """A check that raises WorkerError when no worker is left, and after `deadline`."""
+
+    def check() -> None:
+        watch.check()
+        if monotonic() > deadline:
+            raise WorkerError("a worker reads nothing")
+
+    return check
 
 
 def disown(owner: weakref.ref[Any]) -> None:
