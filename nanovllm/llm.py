@@ -108,15 +108,20 @@ class LLM(ResidentEngine):
         with self._calling(), no_full_collections():
             self._check_idle("generate()")
             requests, outputs = self._check(PromptBatch(0, prompts, params, where), on_error, change)
-            with self._emptied_on_error():
-                self._queue(requests)
-                with progress:
+            self._awaited = aborted = deque[RequestOutput]()
+            try:
+                with self._emptied_on_error(), progress:
+                    self._queue(requests)
                     progress.refused(len(outputs))
                     while self._requests:
                         finished, stats = self._step()
                         outputs += finished
                         if stats is not None:
                             progress.update(stats)
+                        self._lifecycle.admit()
+            finally:
+                self._awaited = None
+            outputs += aborted
         return sorted(outputs, key=lambda output: output.index)
 
     def start_profile(self, folder: str | Path | None = None) -> None:
@@ -129,7 +134,7 @@ class LLM(ResidentEngine):
         folder = folder or os.environ.get("VLLM_TORCH_PROFILER_DIR")
         if not folder:
             raise ValueError("start_profile() needs a folder; pass one, or set VLLM_TORCH_PROFILER_DIR")
-        with self._calling(self._open_stream):
+        with self._calling(beside=True):
             path = Path(folder).expanduser().absolute()
             path.mkdir(parents=True, exist_ok=True)
             with TemporaryFile(dir=path):  # it can be written to
@@ -145,7 +150,7 @@ class LLM(ResidentEngine):
 
         RuntimeError if there is no profile. `close` also ends a profile, and writes nothing.
         """
-        with self._calling(self._open_stream):
+        with self._calling(beside=True):
             return [Path(path) for path in self._stop_profile()]
 
     def _stop_profile(self) -> list[str]:
@@ -175,9 +180,11 @@ class LLM(ResidentEngine):
         replica ends after a part was yielded, the last part has an `error`.
 
         An error of a prompt, an iterable or the engine ends the stream at that point. When the stream ends,
-        also by `close()` of the generator, unfinished requests are aborted and the engine is usable. From
-        the first `next()` on, the stream owns the engine: other calls except `abort`, `reset_prefix_cache`
-        and `close` raise RuntimeError. So does `stream` itself if requests of `add_request` are unfinished.
+        also by `close()` of the generator, unfinished requests are aborted and the engine is usable. Leaving
+        the loop ends a stream that no variable keeps. From the first `next()` on, the stream owns the engine:
+        another call of the same thread raises RuntimeError, except `abort`, `reset_prefix_cache` and `close`,
+        and a call of another thread waits for the stream's end. The first `next()` raises RuntimeError if
+        requests of `add_request` are unfinished.
         """
         self._lifecycle.check_open()
         check_on_error(on_error)
@@ -192,7 +199,8 @@ class LLM(ResidentEngine):
         ready: deque[RequestOutput] = deque()
         with self._calling():
             self._check_idle("stream()")
-            self._open_stream = ready
+            self._lifecycle.open_stream(ready)
+            self._awaited = ready
             self._yield_deltas(deltas)
         try:
             while not reader.ended or self._requests or ready:
@@ -207,10 +215,11 @@ class LLM(ResidentEngine):
                     yield ready.popleft()
         finally:
             # A closed engine has nothing to abort.
-            with suppress(EngineClosedError), self._lifecycle.calling():
+            with suppress(EngineClosedError), self._lifecycle.calling(ready):
                 self._abort_all()
-            self._open_stream = None
             self._yield_deltas(False)
+            self._awaited = None
+            self._lifecycle.end_stream()
 
     @no_full_collections()
     def chat(
@@ -298,6 +307,9 @@ class LLM(ResidentEngine):
             "raise",
             lambda request: replace(request, first_scored=continued[request.index].first),
         )
+        aborted = [output.index for output in outputs if output["finish_reason"] == "abort"]
+        if aborted:
+            raise RuntimeError(f"{parsed[aborted[0]][2]} was aborted")
         return [score_output(output, each.first) for output, each in zip(outputs, continued, strict=True)]
 
     def embed(

@@ -14,7 +14,7 @@ from xml.etree import ElementTree
 import pytest
 from test_architecture import FLOORS
 
-from nanovllm import demo_model_path
+from nanovllm import LLM, demo_model_path
 from nanovllm.config import Config
 from nanovllm.jobs import errors as job_errors
 from nanovllm.jobs.arguments import EPILOG, parse_args
@@ -152,6 +152,14 @@ def test_the_example_of_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> N
     output = names["outputs"][0]
     assert output.outputs[0].text == output["text"] and output["token_ids"]
     assert capsys.readouterr().out == output["text"] + "\n"
+
+
+def test_the_loop_over_steps_runs() -> None:
+    [code] = re.findall(r"```python\n(.*?)```", section(OPTIONS, "Step by step"), re.S)
+    names: dict[str, Any] = {"LLM": LLM, "SamplingParams": SamplingParams, "demo_model_path": demo_model_path}
+    exec(code, names)
+    names["llm"].close()
+    assert len(names["answers"]) == 2 and all(names["answers"].values())
 
 
 def test_the_readme_names_every_document() -> None:

@@ -62,7 +62,8 @@ class Rendezvous:
     def __init__(self, folder: str | None = None) -> None:
         """Open a rendezvous, or join the one in `folder`. WorkerError if there is no room for one."""
         try:
-            self.folder = mkdtemp(prefix="nanovllm-", dir=SHARED_MEMORY) if folder is None else folder
+            own = f"nanovllm-{os.getpid()}-"
+            self.folder = mkdtemp(prefix=own, dir=SHARED_MEMORY) if folder is None else folder
             self.close = finalize(self, shutil.rmtree, self.folder, True) if folder is None else lambda: None
             self._stores: list[FileStore] = []
             self.store = LeavableStore(self._open(FILE_TIMEOUT))

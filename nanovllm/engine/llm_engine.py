@@ -89,7 +89,7 @@ class LLMEngine:
         free = self._start(path, max_model_len)
         self.model_config = replace(self.model_config, max_model_len=self._scheduler.max_model_len)
         self._in_flight: LaunchedStep | None = None
-        self._open_stream: deque[RequestOutput] | None = None  # outputs that it has not yielded yet
+        self._awaited: deque[RequestOutput] | None = None  # receives outputs of `abort`, for a call or stream
         self._counters = Counters()
         self._last_end = 0.0  # perf_counter at the end of the last step, or when the first request came
         self._lifecycle = Lifecycle(self, free)
@@ -171,15 +171,20 @@ class LLMEngine:
         return not self._requests
 
     def abort(self, request_id: str | int) -> RequestOutput | None:
-        """End a request now and return its output so far; None if it is unknown or finished.
+        """End a request and return its output so far; None if it is unknown or finished.
 
-        An open stream yields that output too. Request ids of a stream count up in the order of its prompts.
+        Any thread may call this. If another thread's call runs, the request ends before that call's next
+        step, and this call waits until then. A running `generate` and an open stream return the output too.
+        Request ids of a call count up in the order of its prompts.
         """
-        with self._calling(self._open_stream, asleep=True):
+        return self._lifecycle.visit(lambda: self._abort_between_steps(request_id))
+
+    def _abort_between_steps(self, request_id: str | int) -> RequestOutput | None:
+        with self._current_device():
             aborted, parts = self._abort(request_id)
-            if self._open_stream is not None:
-                self._open_stream += parts
-            return aborted
+        if self._awaited is not None:
+            self._awaited += parts
+        return aborted
 
     def _abort(self, request_id: str | int) -> tuple[RequestOutput | None, list[RequestOutput]]:
         """End a request; return its output, and what a stream yields of it."""
@@ -219,15 +224,13 @@ class LLMEngine:
     # -- inside ------------------------------------------------------------------------------------------
 
     @contextmanager
-    def _calling(self, stream: deque[RequestOutput] | None = None, asleep: bool = False) -> Iterator[None]:
+    def _calling(self, stream: object = None, asleep: bool = False, beside: bool = False) -> Iterator[None]:
         """Admit one caller at a time, of any thread, and make this engine's device the current one.
 
-        stream: the open stream that makes the call; RuntimeError if another one is open. asleep: whether the
-        engine may sleep; RuntimeError if it sleeps and may not.
+        stream, beside: as in `Lifecycle.calling`. asleep: whether the engine may sleep; RuntimeError if it
+        sleeps and may not.
         """
-        with self._lifecycle.calling(), self._current_device():
-            if self._open_stream is not stream:
-                raise RuntimeError("a stream of this engine is open; take all of its outputs, or close() it")
+        with self._lifecycle.calling(stream, beside), self._current_device():
             if not asleep:
                 self._residency.check_awake()
             yield

@@ -23,7 +23,7 @@ class ResidentEngine(LLMEngine):
 
     def reset_prefix_cache(self) -> bool:
         """Empty the prefix cache and return True. While requests hold blocks, do nothing and return False."""
-        with self._calling(self._open_stream, asleep=True):
+        with self._calling(asleep=True, beside=True):
             return self._empty_prefix_cache()
 
     def _empty_prefix_cache(self) -> bool:

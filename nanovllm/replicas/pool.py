@@ -27,7 +27,7 @@ from nanovllm.replicas.serialization import pack_request
 from nanovllm.text.request import Request
 from nanovllm.workers.interrupts import held_interrupts
 from nanovllm.workers.watch import stalled_for
-from nanovllm.workers.worker import EXIT_SECONDS, disown
+from nanovllm.workers.worker import EXIT_SECONDS, check_open_files, disown
 
 logger = logging.getLogger("nanovllm")
 
@@ -61,6 +61,7 @@ class Replicas:
                 "a daemonic process cannot start replicas: create an LLM with data_parallel_size > 1 in the "
                 "main process, or in one started with daemon=False"
             )
+        check_open_files("data_parallel_size", len(configs))
         self._routes_by_prompt = configs[0].enable_prefix_caching
         self._members = [ReplicaProcess(number, config) for number, config in enumerate(configs)]
         self._settings: dict[str, object] = {}  # method of `Replica` -> argument; called at each start

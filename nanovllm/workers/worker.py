@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 import multiprocessing.process
 import os
+import resource
 import shutil
 import signal
 import sys
@@ -25,6 +26,7 @@ from dataclasses import dataclass
 from functools import partial
 from multiprocessing import current_process, get_context
 from multiprocessing.connection import Connection
+from os import scandir
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Any, TypeVar
@@ -47,6 +49,7 @@ T = TypeVar("T")
 
 BLAME_SECONDS = 2.0  # after an error in rank 0, wait this long for a worker's failure as its cause
 EXIT_SECONDS = 5.0  # time for workers to exit on request; then they are killed
+OWN_FILES, FILES_PER_PROCESS = 16, 8  # that may be open at once: weights, pipes, sockets
 PARENT_SECONDS = 0.5  # how often a worker checks that rank 0 is alive
 PHASES = {
     "launch": "a step",
@@ -161,7 +164,7 @@ class Workers:
     ) -> None:
         """Start a process for each setup. limit, on_progress: as in `Watch`.
 
-        Raises RuntimeError if this process cannot start processes.
+        Raises RuntimeError if this process cannot start processes, WorkerError if it may open too few files.
         """
         self.watch = Watch(len(setups), limit, on_progress)
         self._channel: Channel | None = None
@@ -173,6 +176,7 @@ class Workers:
                 "a daemonic process cannot start workers: create an LLM with tensor_parallel_size > 1 in the "
                 "main process, or in one started with daemon=False"
             )
+        check_open_files("tensor_parallel_size", len(setups))
         try:
             with held_interrupts():
                 self._start(setups)
@@ -314,6 +318,19 @@ def disown(owner: weakref.ref[Any]) -> None:
     if (known := owner()) is not None:
         children: set[Any] = multiprocessing.process._children  # type: ignore[attr-defined]
         children.difference_update(known.processes)
+
+
+def check_open_files(option: str, count: int) -> None:
+    """Raise WorkerError if this process may not open the files that `count` more processes need."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with scandir("/proc/self/fd") as entries:
+        is_open = sum(1 for _ in entries)
+    need = OWN_FILES + FILES_PER_PROCESS * count
+    if limit != resource.RLIM_INFINITY and limit - is_open < need:
+        raise WorkerError(
+            f"{option} above 1 needs {need} more open files here, and the limit of open files is {limit}, of "
+            f"which {is_open} are in use; raise the limit, for example with `ulimit -n 1024`"
+        )
 
 
 def start_process(process: multiprocessing.process.BaseProcess) -> None:
