@@ -40,6 +40,8 @@ class Config:
     model: a folder with config.json and *.safetensors, or a Hugging Face hub id.
     tensor_parallel_size: the number of devices that share the model.
     data_parallel_size: the number of replicas of the model, each on its own tensor_parallel_size devices.
+    distributed_timeout_seconds: the seconds for which the other ranks and replicas may make no progress. Each
+    loaded tensor, finished step and finished call is progress, so a slow load may take any time.
     max_num_batched_tokens: the maximum number of prompt tokens in one prefill step; longer prompts are
     computed in chunks.
     max_num_seqs: the maximum number of sequences that run at once.
@@ -83,6 +85,7 @@ class Config:
     model: str
     tensor_parallel_size: int = 1
     data_parallel_size: int = 1
+    distributed_timeout_seconds: int = 600
     max_num_batched_tokens: int = 16384
     max_num_seqs: int = 1024
     max_model_len: int | None = None
@@ -142,6 +145,7 @@ class Config:
         for name in ("max_model_len", "kvcache_block_size", "num_kvcache_blocks", "kv_cache_memory_bytes"):
             if getattr(self, name) is not None:
                 _check_int(name, getattr(self, name), minimum=1)
+        _check_int("distributed_timeout_seconds", self.distributed_timeout_seconds, minimum=1)
         _check_int("seed", self.seed, minimum=0)
         _check_int("max_logprobs", self.max_logprobs, minimum=-1)
         flags = ("enforce_eager", "enable_prefix_caching", "skip_tokenizer_init", "deterministic")

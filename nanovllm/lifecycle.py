@@ -9,12 +9,19 @@ import ctypes
 import os
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any
+from time import sleep
+from typing import Any, TypeVar
 
 from nanovllm.errors import EngineClosedError
+
+T = TypeVar("T")
+
+STREAM_SECONDS = 0.05  # how often a waiting call checks whether another thread's stream has ended
 
 
 def finalize(owner: object, free: Callable[..., object], *args: Any) -> weakref.finalize[..., Any]:
@@ -52,6 +59,9 @@ class Lifecycle:
         self._closed = False
         self._lock = threading.RLock()
         self._caller: int | None = None  # the thread that is inside `calling`
+        self._stream: object = None  # the open one
+        self._stream_thread: threading.Thread | None = None  # the one that last used it
+        self._visits: deque[tuple[Callable[[], Any], Future[Any]]] = deque()  # see `visit`
         finalize(owner, self.close)
         os.register_at_fork(after_in_child=partial(_keep_forever, weakref.ref(owner)))
 
@@ -66,32 +76,104 @@ class Lifecycle:
             raise EngineClosedError("this engine is closed; make a new LLM")
 
     @contextmanager
-    def calling(self) -> Iterator[None]:
+    def calling(self, stream: object = None, beside: bool = False) -> Iterator[None]:
         """Give the block exclusive use of the engine; other threads wait until it ends.
 
-        RuntimeError if this thread already uses the engine, such as in a callback or a signal handler.
+        stream: the open stream that makes the call. Without one, this waits until no stream is open, unless
+        `beside` is True. RuntimeError if this thread has the open stream, or already uses the engine, such as
+        in a callback or a signal handler.
         """
+        self._check_outside()
+        try:
+            while True:
+                with self._lock:
+                    if beside or self._stream is stream:
+                        if stream is not None:
+                            self._stream_thread = threading.current_thread()
+                        with self._as_caller():
+                            yield
+                        return
+                self._wait_for_stream()
+        finally:
+            self._admit_if_free()
+
+    def open_stream(self, stream: object) -> None:
+        """From now on only calls of `stream` run, or beside it, until `end_stream`. Called within a call."""
+        self._stream, self._stream_thread = stream, threading.current_thread()
+
+    def end_stream(self) -> None:
+        self._stream_thread = None
+        self._stream = None  # last: from now on another one may open
+
+    def _wait_for_stream(self) -> None:
+        """Wait until no stream is open. RuntimeError if its thread cannot end it meanwhile."""
+        while (thread := self._stream_thread) is not None:
+            self.check_open()
+            if thread is threading.current_thread() or not thread.is_alive():
+                raise RuntimeError("a stream of this engine is open; take all of its outputs, or close() it")
+            sleep(STREAM_SECONDS)
+
+    @contextmanager
+    def _as_caller(self) -> Iterator[None]:
+        self._caller = threading.get_ident()
+        try:
+            self.check_open()
+            yield
+        except BaseException:
+            if self._closed:
+                # The device may repeat the error of the failed step; the original one is clearer.
+                with suppress(RuntimeError):
+                    self._free_once()
+            raise
+        finally:
+            self._caller = None
+        if self._closed:
+            self._free_once()
+
+    def visit(self, work: Callable[[], T]) -> T:
+        """Run `work` and return its result: at once if no call runs, else in the running call's thread,
+        between its steps. RuntimeError if this thread already uses the engine."""
+        self._check_outside()
+        outcome: Future[T] = Future()
+        self._visits.append((work, outcome))
+        self._admit_if_free()  # else the running call admits it, at the latest when it ends
+        try:
+            return outcome.result()
+        except BaseException:
+            outcome.cancel()  # after Ctrl-C nobody waits for it
+            raise
+
+    def admit(self) -> None:
+        """Run the visits that other threads ask for. The running call does so between its steps."""
+        while self._visits:
+            work, outcome = self._visits.popleft()
+            if not outcome.set_running_or_notify_cancel():
+                continue
+            try:
+                self.check_open()
+                outcome.set_result(work())
+            except BaseException as error:
+                outcome.set_exception(error)
+                if not isinstance(error, Exception):
+                    raise
+
+    def _admit_if_free(self) -> None:
+        # A visit that comes while the lock is taken is seen by this loop of the thread that releases it.
+        while self._visits and self._lock.acquire(blocking=False):
+            try:
+                self._caller = threading.get_ident()
+                self.admit()
+            finally:
+                self._caller = None
+                self._lock.release()
+
+    def _check_outside(self) -> None:
         self.check_open()
         if self._caller == threading.get_ident():
             raise RuntimeError(
                 "this thread is already in a call of this engine; a callback or a signal handler must not "
                 "make another call, let it set a flag instead"
             )
-        with self._lock:
-            self._caller = threading.get_ident()
-            try:
-                self.check_open()
-                yield
-            except BaseException:
-                if self._closed:
-                    # The device may repeat the error of the failed step; the original one is clearer.
-                    with suppress(RuntimeError):
-                        self._free_once()
-                raise
-            finally:
-                self._caller = None
-            if self._closed:
-                self._free_once()
 
     def close(self) -> None:
         """Close the engine. A second call does nothing, and so does a call in a forked process.
@@ -105,6 +187,7 @@ class Lifecycle:
         if self._caller != threading.get_ident():
             with self._lock:
                 self._free_once()
+            self._admit_if_free()
 
     def _free_once(self) -> None:
         free, self._free = self._free, None

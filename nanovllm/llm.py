@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from itertools import count
 from pathlib import Path
 from tempfile import TemporaryFile
 from time import time_ns
@@ -111,16 +110,20 @@ class LLM(OtherNames, ResidentEngine):
         with self._calling(), no_full_collections():
             self._check_idle("generate()")
             requests, outputs = self._check(PromptBatch(0, prompts, params, where), on_error, change)
-            with self._emptied_on_error():
-                self._queue(requests)
-                with progress:
+            self._awaited = aborted = deque[RequestOutput]()
+            try:
+                with self._emptied_on_error(), progress:
+                    self._queue(requests)
                     progress.refused(len(outputs))
                     while self._requests:
                         finished, stats = self._step()
                         outputs += finished
                         if stats is not None:
                             progress.update(stats)
-        return sorted(outputs, key=lambda output: output.index)
+                        self._lifecycle.admit()
+            finally:
+                self._awaited = None
+        return sorted([*outputs, *aborted], key=lambda output: output.index)
 
     def start_profile(self, folder: str | Path | None = None) -> None:
         """Start torch.profiler on every rank; `stop_profile` ends it.
@@ -132,11 +135,10 @@ class LLM(OtherNames, ResidentEngine):
         folder = folder or os.environ.get("VLLM_TORCH_PROFILER_DIR")
         if not folder:
             raise ValueError("start_profile() needs a folder; pass one, or set VLLM_TORCH_PROFILER_DIR")
-        with self._calling(self._open_stream):
+        with self._calling(beside=True):
             path = Path(folder).expanduser().absolute()
             path.mkdir(parents=True, exist_ok=True)
-            with TemporaryFile(dir=path):  # it can be written to
-                pass
+            TemporaryFile(dir=path).close()  # it can be written to
             self._start_profile(str(path), str(time_ns()))
 
     def _start_profile(self, folder: str, name: str) -> None:
@@ -148,7 +150,7 @@ class LLM(OtherNames, ResidentEngine):
 
         RuntimeError if there is no profile. `close` also ends a profile, and writes nothing.
         """
-        with self._calling(self._open_stream):
+        with self._calling(beside=True):
             return [Path(path) for path in self._stop_profile()]
 
     def _stop_profile(self) -> list[str]:
@@ -178,9 +180,10 @@ class LLM(OtherNames, ResidentEngine):
         replica ends after a part was yielded, the last part has an `error`.
 
         An error of a prompt, an iterable or the engine ends the stream at that point. When the stream ends,
-        also by `close()` of the generator, unfinished requests are aborted and the engine is usable. From
-        the first `next()` on, the stream owns the engine: other calls except `abort`, `reset_prefix_cache`
-        and `close` raise RuntimeError. So does `stream` itself if requests of `add_request` are unfinished.
+        also by `close()` of the generator, unfinished requests are aborted and the engine is usable. Leaving
+        the loop ends a stream that no variable keeps. From the first `next()` on, another call of the same
+        thread raises RuntimeError, except `abort`, `reset_prefix_cache` and `close`; other threads wait. The
+        first `next()` raises RuntimeError if requests of `add_request` are unfinished.
         """
         self._lifecycle.check_open()
         check_on_error(on_error)
@@ -195,7 +198,8 @@ class LLM(OtherNames, ResidentEngine):
         ready: deque[RequestOutput] = deque()
         with self._calling():
             self._check_idle("stream()")
-            self._open_stream = ready
+            self._lifecycle.open_stream(ready)
+            self._awaited = ready
             self._yield_deltas(deltas)
         try:
             while not reader.ended or self._requests or ready:
@@ -209,11 +213,11 @@ class LLM(OtherNames, ResidentEngine):
                 while ready:
                     yield ready.popleft()
         finally:
-            # A closed engine has nothing to abort.
-            with suppress(EngineClosedError), self._lifecycle.calling():
+            with suppress(EngineClosedError), self._lifecycle.calling(ready):  # closed: nothing to abort
                 self._abort_all()
-            self._open_stream = None
             self._yield_deltas(False)
+            self._awaited = None
+            self._lifecycle.end_stream()
 
     @no_full_collections()
     def chat(
@@ -245,8 +249,7 @@ class LLM(OtherNames, ResidentEngine):
         """
         self._lifecycle.check_open()
         check_on_error(on_error)
-        hint = ". Variables of the template go into chat_template_kwargs"
-        refuse_others(LLM.chat, others, CHAT, hint)
+        refuse_others(LLM.chat, others, CHAT, ". Variables of the template go into chat_template_kwargs")
         options = check_template_options(
             self.tokenizer,
             chat_template,
@@ -279,11 +282,8 @@ class LLM(OtherNames, ResidentEngine):
         self._check_returns_logprobs("score()")
         texts, _ = split_prompts(continuations, "continuations must be one or a list of them")
         before = parse_prompt(prompt, "the prompt")
-        names = (f"continuations[{index}]" for index in count())
-        parsed = [
-            (before, parse_prompt(each, name), f"the prompt with {name}")
-            for each, name in zip(texts, names, strict=False)
-        ]
+        named = [(f"continuations[{index}]", each) for index, each in enumerate(texts)]
+        parsed = [(before, parse_prompt(each, name), f"the prompt with {name}") for name, each in named]
         return self._score(parsed, use_tqdm)
 
     def score_pairs(
@@ -315,6 +315,9 @@ class LLM(OtherNames, ResidentEngine):
             "raise",
             lambda request: replace(request, first_scored=continued[request.index].first),
         )
+        for output in outputs:
+            if output["finish_reason"] == "abort":
+                raise RuntimeError(f"{parsed[output.index][2]} was aborted")
         return [score_output(output, each.first) for output, each in zip(outputs, continued, strict=True)]
 
     def embed(

@@ -73,7 +73,7 @@ _ENGINE_ANY = """
     multi_step_stream_outputs use_v2_block_manager enable_chunked_prefill disable_custom_all_reduce
     performance_mode kernel_config max_cudagraph_capture_size enable_flashinfer_autotune use_fp64_gumbel
     max_num_scheduled_tokens scheduler_reserve_full_isl watermark disable_hybrid_kv_cache_manager
-    kv_sharing_fast_prefill enable_cumem_allocator safetensors_load_strategy distributed_timeout_seconds
+    kv_sharing_fast_prefill enable_cumem_allocator safetensors_load_strategy
     max_loras max_lora_rank max_cpu_loras lora_dtype lora_extra_vocab_size fully_sharded_loras
     max_prompt_adapters max_prompt_adapter_token
 """

@@ -14,7 +14,7 @@ from xml.etree import ElementTree
 import pytest
 from test_architecture import FLOORS
 
-from nanovllm import demo_model_path
+from nanovllm import LLM, demo_model_path
 from nanovllm.config import Config
 from nanovllm.jobs import errors as job_errors
 from nanovllm.jobs.arguments import EPILOG, parse_args
@@ -174,6 +174,14 @@ def test_versions_of_the_readme_are_those_that_pip_accepts() -> None:
     assert f"Python 3.{least} to 3.{int(above) - 1}." in README
     [(least, above)] = re.findall(r'"torch>=2\.(\d+),<2\.(\d+)"', settings)
     assert f"torch 2.{least} to 2.{int(above) - 1}" in section(README, "Models and hardware")
+
+
+def test_the_loop_over_steps_runs() -> None:
+    [code] = re.findall(r"```python\n(.*?)```", section(OPTIONS, "Step by step"), re.S)
+    names: dict[str, Any] = {"LLM": LLM, "SamplingParams": SamplingParams, "demo_model_path": demo_model_path}
+    exec(code, names)
+    names["llm"].close()
+    assert len(names["answers"]) == 2 and all(names["answers"].values())
 
 
 def test_the_readme_names_every_document() -> None:

@@ -97,13 +97,13 @@ def graph_us(way: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> fl
     return statistics.median(times[5:])
 
 
-def work(rank: int, ranks: int, hidden: int, port: int | None, ports: multiprocessing.Queue) -> None:
+def work(rank: int, ranks: int, hidden: int, folder: str | None, folders: multiprocessing.Queue) -> None:
     logging.basicConfig(level=logging.INFO)  # tells why symmetric memory is missing, if it is
     device = Device(f"cuda:{rank}")
-    rendezvous = Rendezvous(port)
-    if port is None:
+    rendezvous = Rendezvous(folder)
+    if folder is None:
         for _ in range(ranks - 1):
-            ports.put(rendezvous.port)
+            folders.put(rendezvous.folder)
     group = TPGroup.connect(rank, ranks, device, rendezvous)
     candidates = ways(group, hidden, device)
     if rank == 0:
@@ -132,11 +132,12 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=4096)
     args = parser.parse_args()
     context = multiprocessing.get_context("spawn")
-    ports = context.Queue()
-    jobs = [context.Process(target=work, args=(0, args.ranks, args.hidden, None, ports))]
+    folders = context.Queue()
+    jobs = [context.Process(target=work, args=(0, args.ranks, args.hidden, None, folders))]
     jobs[0].start()
     for rank in range(1, args.ranks):
-        jobs.append(context.Process(target=work, args=(rank, args.ranks, args.hidden, ports.get(), ports)))
+        own = (rank, args.ranks, args.hidden, folders.get(), folders)
+        jobs.append(context.Process(target=work, args=own))
         jobs[-1].start()
     for job in jobs:
         job.join()

@@ -1,32 +1,42 @@
-"""What a closed engine must not leave behind: processes, shared memory segments, ports."""
+"""What a closed engine must not leave behind: processes, shared memory, ports."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
 import time
+from contextlib import suppress
+from ipaddress import ip_address
 from pathlib import Path
 
 SHARED_MEMORY = Path("/dev/shm")
 GONE_SECONDS = 5.0  # time in which leftovers disappear by themselves
 
 
-def listening_ports() -> set[int]:
-    """The TCP ports that this process listens on."""
+def listening_addresses(pid: int) -> list[str]:
+    """The addresses that a process listens on with TCP, such as 127.0.0.1:80 and :::80."""
     links = []
-    for entry in Path("/proc/self/fd").iterdir():
-        try:
-            links.append(os.readlink(entry))
-        except FileNotFoundError:
-            continue
+    try:
+        for entry in Path(f"/proc/{pid}/fd").iterdir():
+            with suppress(FileNotFoundError):
+                links.append(os.readlink(entry))
+    except (FileNotFoundError, PermissionError):  # it has just ended
+        return []
     inodes = {link[8:-1] for link in links if link.startswith("socket:[")}
-    ports = set()
+    addresses = []
     for table in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
         for line in Path(table).read_text().splitlines()[1:]:
             fields = line.split()
             if fields[3] == "0A" and fields[9] in inodes:
-                ports.add(int(fields[1].rsplit(":", 1)[1], 16))
-    return ports
+                words, port = fields[1].split(":")
+                raw = b"".join(bytes.fromhex(words[at : at + 8])[::-1] for at in range(0, len(words), 8))
+                addresses.append(f"{ip_address(raw)}:{int(port, 16)}")
+    return addresses
+
+
+def listening_ports() -> set[int]:
+    """The TCP ports that this process listens on."""
+    return {int(address.rsplit(":", 1)[1]) for address in listening_addresses(os.getpid())}
 
 
 def shared_memory() -> set[str]:
@@ -39,7 +49,8 @@ def leftovers() -> list[str]:
     segments = [
         line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "psm_" in line
     ]
-    return processes + segments + [f"port {port}" for port in listening_ports()]
+    folders = [str(folder) for folder in SHARED_MEMORY.glob(f"nanovllm-{os.getpid()}-*")]
+    return processes + segments + folders + [f"port {port}" for port in listening_ports()]
 
 
 def wait_until_nothing_is_left() -> list[str]:

@@ -12,7 +12,7 @@ from nanovllm.device import Device
 from nanovllm.distributed.copied_rows import PendingSum
 from nanovllm.distributed.exchanged_rows import ExchangedRows
 from nanovllm.distributed.peer_memory import PeerMemory, PeerMemorySizes
-from nanovllm.distributed.rendezvous import Backend, Rendezvous, gloo, nccl
+from nanovllm.distributed.rendezvous import Backend, Rendezvous, gloo, nccl, nccl_settings
 from nanovllm.kernels.compat import HAS_TRITON
 from nanovllm.kernels.rms_norm import add_rms_norm
 
@@ -37,14 +37,20 @@ class TPGroup:
     def connect(cls, rank: int, size: int, device: Device, rendezvous: Rendezvous) -> TPGroup:
         """Connect to the other ranks at `rendezvous` and return the group, with NCCL on GPUs, gloo on a CPU.
 
-        Blocks until all ranks are connected, at most a minute.
+        Blocks until all ranks are connected.
         """
         device.make_current()
-        connect, store = (nccl, rendezvous.store) if device.is_cuda else (gloo, rendezvous.leavable_store)
-        group = cls(rank, size, connect(store, rank, size))
+        group = cls(rank, size)
         group._rendezvous = rendezvous
-        group.all_reduce(torch.zeros(1, device=device.torch))  # NCCL connects at the first call
-        device.synchronize()
+        if device.is_cuda:
+            with nccl_settings():
+                group._process_group = nccl(rendezvous.plain_store(), rank, size)
+                group.all_reduce(torch.zeros(1, device=device.torch))  # NCCL connects at the first call
+                device.synchronize()
+        else:
+            group._process_group = gloo(rendezvous.store, rank, size)
+            group.all_reduce(torch.zeros(1))  # all ranks are here
+            rendezvous.close()
         return group
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
@@ -157,10 +163,12 @@ class TPGroup:
             process_group.abort()
 
     def close(self) -> None:
-        """Leave the group and free its memory and port. No operation may be waiting."""
+        """Leave the group and free its memory and rendezvous. No operation may be waiting."""
         self._peer_memory = None
         self.abort()
-        self._rendezvous = None
+        rendezvous, self._rendezvous = self._rendezvous, None
+        if rendezvous is not None:
+            rendezvous.close()
 
     def _group(self) -> Backend:
         if self._process_group is None:

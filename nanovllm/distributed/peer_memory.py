@@ -10,12 +10,12 @@ from uuid import uuid4
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store, TCPStore, _register_process_group, _SymmetricMemory
+from torch._C._distributed_c10d import Store, _register_process_group, _SymmetricMemory
 
 from nanovllm.device import Device
 from nanovllm.distributed.copied_rows import PeerCopies
 from nanovllm.distributed.exchanged_rows import LARGEST_ID, ExchangedRows
-from nanovllm.distributed.rendezvous import CONNECT_TIMEOUT, Rendezvous
+from nanovllm.distributed.rendezvous import UNLIMITED, LeavableStore, Rendezvous
 from nanovllm.kernels.all_reduce import EMPTY, TURNS, Peers, all_reduce_add_rms_norm_triton, all_reduce_triton
 
 logger = logging.getLogger("nanovllm")
@@ -91,13 +91,12 @@ class PeerMemory:
     ) -> PeerMemory | None:
         """Allocate and exchange the buffers; None on failure. No rank may sum before all ranks are done."""
         try:
-            # torch keeps the name and the store for the life of the process. So the name must be new, and the
-            # store must not be the one that holds the port open. Some versions also look up the name in the
-            # registered process groups.
+            # torch keeps the name and the store for the life of the process, so the name must be new. Some
+            # versions also look up the name in the registered process groups.
             if rank == 0:
                 rendezvous.store.set("peer memory", f"nanovllm-{uuid4().hex}")
             name: Any = rendezvous.store.get("peer memory").decode()
-            store = _FreshStore(Rendezvous(rendezvous.port).store)
+            store = _FreshStore(rendezvous.store)
             named_group = dist.ProcessGroup(store, rank, size)
             named_group._set_group_name(name)
             _register_process_group(name, named_group)
@@ -160,7 +159,7 @@ class _FreshStore(Store):
     the keys. Rank 0 may have had earlier groups, so its numbers would differ from those of a new worker.
     """
 
-    def __init__(self, store: TCPStore) -> None:
+    def __init__(self, store: LeavableStore) -> None:
         super().__init__()
         self._store = store
         self._numbers: dict[str, int] = {}
@@ -175,5 +174,5 @@ class _FreshStore(Store):
     def get(self, key: str) -> bytes:
         return self._store.get(self._renumbered(key))
 
-    def wait(self, keys: list[str], timeout: timedelta = CONNECT_TIMEOUT) -> None:
-        self._store.wait([self._renumbered(key) for key in keys], CONNECT_TIMEOUT)
+    def wait(self, keys: list[str], timeout: timedelta = UNLIMITED) -> None:
+        self._store.wait([self._renumbered(key) for key in keys])

@@ -69,6 +69,7 @@ class LLMEngine:
 
     on_step: Callable[[StepStats], object] | None = None
     _warns = True  # of options that do something else than one expects
+    _on_progress: Callable[[], None] = staticmethod(lambda: None)  # of `start_ranks`; not of the engine
 
     def __init__(self, model: str | Path | None = None, **options: Any) -> None:
         """Load `model`, a folder or a hub id (required); `options` are the fields of `Config`.
@@ -98,19 +99,19 @@ class LLMEngine:
         if self._warns:
             warn_of_options(self.config, max_model_len, self._scheduler.max_model_len)
         self._in_flight: LaunchedStep | None = None
-        self._open_stream: deque[RequestOutput] | None = None  # outputs that it has not yielded yet
+        self._awaited: deque[RequestOutput] | None = None  # receives outputs of `abort`, for a call or stream
         self._counters = Counters()
         self._last_end = 0.0  # perf_counter at the end of the last step, or when the first request came
         self._lifecycle = Lifecycle(self, free)
 
     def _start(self, path: Path, max_model_len: int) -> Callable[[], None]:
         """Load the model in `path` and create the scheduler; return the function that frees both."""
-        size, name = self.config.data_parallel_size, type(self).__name__
-        if size > 1:
+        if (size := self.config.data_parallel_size) > 1:
+            name = type(self).__name__
             raise ValueError(f"data_parallel_size={size} needs LLM itself; derive {name} from ReplicatedLLM")
         device = Device(self.config.device)
         self._workers, self._runner, self._num_blocks = start_ranks(
-            self.config, self.model_config, path, device, max_model_len
+            self.config, self.model_config, path, device, max_model_len, self._on_progress
         )
         self._residency = Residency(self._workers, self._runner)
         asked = self.config.async_scheduling
@@ -161,8 +162,7 @@ class LLMEngine:
         """Queue one prompt and return its request id. ValueError or TypeError if it can never run."""
         params = self._params(sampling_params, 1)
         with self._calling():
-            where = "the prompt"
-            self._add(PromptBatch(0, [parse_prompt(prompt, where)], params, [where]))
+            self._add(PromptBatch(0, [parse_prompt(prompt, "the prompt")], params, ["the prompt"]))
             return str(self._requests.next_id - 1)
 
     def step(self) -> list[RequestOutput]:
@@ -180,15 +180,19 @@ class LLMEngine:
         return not self._requests
 
     def abort(self, request_id: str | int) -> RequestOutput | None:
-        """End a request now and return its output so far; None if it is unknown or finished.
+        """End a request and return its output so far; None if it is unknown or finished.
 
-        An open stream yields that output too. Request ids of a stream count up in the order of its prompts.
+        Any thread may call this; it waits until the next step of another thread's call. A running `generate`
+        and an open stream return the output too. Request ids of a call count up in the order of its prompts.
         """
-        with self._calling(self._open_stream, asleep=True):
+        return self._lifecycle.visit(lambda: self._abort_between_steps(request_id))
+
+    def _abort_between_steps(self, request_id: str | int) -> RequestOutput | None:
+        with self._current_device():
             aborted, parts = self._abort(request_id)
-            if self._open_stream is not None:
-                self._open_stream += parts
-            return aborted
+        if self._awaited is not None:
+            self._awaited += parts
+        return aborted
 
     def _abort(self, request_id: str | int) -> tuple[RequestOutput | None, list[RequestOutput]]:
         """End a request; return its output, and what a stream yields of it."""
@@ -228,15 +232,13 @@ class LLMEngine:
     # -- inside ------------------------------------------------------------------------------------------
 
     @contextmanager
-    def _calling(self, stream: deque[RequestOutput] | None = None, asleep: bool = False) -> Iterator[None]:
+    def _calling(self, stream: object = None, asleep: bool = False, beside: bool = False) -> Iterator[None]:
         """Admit one caller at a time, of any thread, and make this engine's device the current one.
 
-        stream: the open stream that makes the call; RuntimeError if another one is open. asleep: whether the
-        engine may sleep; RuntimeError if it sleeps and may not.
+        stream, beside: as in `Lifecycle.calling`. asleep: whether the engine may sleep; RuntimeError if it
+        sleeps and may not.
         """
-        with self._lifecycle.calling(), self._current_device():
-            if self._open_stream is not stream:
-                raise RuntimeError("a stream of this engine is open; take all of its outputs, or close() it")
+        with self._lifecycle.calling(stream, beside), self._current_device():
             if not asleep:
                 self._residency.check_awake()
             yield
@@ -344,7 +346,7 @@ class LLMEngine:
             step = self._in_flight if self._run_ahead else self._draw(launched)
             if step is not None:
                 assert step.handle is not None
-                with self._workers.kill_on_error():
+                with self._workers.kill_on_error("a step"):
                     output = step.handle.result()
                 now = perf_counter()
                 seconds, self._last_end = now - self._last_end, now

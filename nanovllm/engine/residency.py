@@ -102,6 +102,7 @@ class _TensorLoader:
         if self._buffer is None:
             with held_interrupts():
                 self._runner.load_tensors([(name, tensor)])
+                self._workers.watch.progress()
         elif not self._buffer.put(name, tensor):
             self._flush(self._buffer)
             self._buffer.put(name, tensor)

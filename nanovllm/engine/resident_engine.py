@@ -26,7 +26,7 @@ class ResidentEngine(LLMEngine):
 
         The arguments are vLLM's and change nothing: no request runs between calls, and there is no connector.
         """
-        with self._calling(self._open_stream, asleep=True):
+        with self._calling(asleep=True, beside=True):
             return self._empty_prefix_cache()
 
     def _empty_prefix_cache(self) -> bool:

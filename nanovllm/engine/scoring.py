@@ -40,6 +40,6 @@ def embedding_output(output: RequestOutput, is_mean: bool, normalize: bool) -> E
         output.prompt_token_ids,
         output.num_cached_tokens,
         prompt=output.prompt,
-        error=output.error,
+        error=output.error or ("the request was aborted" if output["finish_reason"] == "abort" else None),
         index=output.index,
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import random
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -127,18 +128,24 @@ def usable_length(config: Config, model_config: ModelConfig, device: Device, max
 
 
 def start_ranks(
-    config: Config, model_config: ModelConfig, path: Path, device: Device, max_model_len: int
+    config: Config,
+    model_config: ModelConfig,
+    path: Path,
+    device: Device,
+    max_model_len: int,
+    on_progress: Callable[[], None],
 ) -> tuple[Workers, ResidentModelRunner, int]:
     """Start every rank; return the workers, this rank's runner, and the number of KV cache blocks.
 
     Engines that start on one GPU at the same moment may need its last memory together. So a start that runs
     out of memory is tried again, after a random time.
 
+    on_progress: called by any thread for each tensor that loads, and after each call of all ranks.
     Raises the errors of `LLMEngine`; all ranks are then ended.
     """
     for left in range(START_TRIES)[::-1]:
         try:
-            return _start_ranks(config, model_config, path, device, max_model_len)
+            return _start_ranks(config, model_config, path, device, max_model_len, on_progress)
         except Exception as error:
             if not _is_out_of_memory(error):
                 raise
@@ -169,7 +176,12 @@ def _is_out_of_memory(error: BaseException | None) -> bool:
 
 
 def _start_ranks(
-    config: Config, model_config: ModelConfig, path: Path, device: Device, max_model_len: int
+    config: Config,
+    model_config: ModelConfig,
+    path: Path,
+    device: Device,
+    max_model_len: int,
+    on_progress: Callable[[], None],
 ) -> tuple[Workers, ResidentModelRunner, int]:
     """One try."""
     config = replace(config, tokenizer=None, hf_token=None)  # no rank needs them
@@ -179,14 +191,15 @@ def _start_ranks(
     need = weight_bytes(model_config, TPGroup(0, size), dtype)
     usable = usable_length(config, model_config, device, max_model_len)
     rendezvous = Rendezvous() if size > 1 else None
-    port = rendezvous.port if rendezvous else 0
+    folder = rendezvous.folder if rendezvous else ""
     setups = [
-        RankSetup(rank, size, devices[rank], port, config, model_config, path, usable) for rank in range(size)
+        RankSetup(rank, size, devices[rank], folder, config, model_config, path, usable)
+        for rank in range(size)
     ]
-    workers = Workers(setups[1:])
+    workers = Workers(setups[1:], config.distributed_timeout_seconds, on_progress)
     runner: ResidentModelRunner | None = None
     try:
-        check_weights_fit(need, [device.memory(), *workers.collect()], config, device)
+        check_weights_fit(need, [device.memory(), *workers.collect("the start")], config, device)
         runner, *_ = workers.call(lambda: _load(workers, setups[0], device, rendezvous), "load")
         workers.call(runner.calibrate_kv_cache, "calibrate_kv_cache")
         reserve = max(workers.call(runner.warmup_model, "warmup_model"))
@@ -234,4 +247,4 @@ def _load(
         workers.watch.on_failure(rendezvous.leave)
         group = workers.watched(lambda: setup.join_group(device, rendezvous))
         workers.watch.on_failure(group.abort)
-    return setup.load(device, group, workers.watch.check)
+    return setup.load(device, group, workers.watch.progress)

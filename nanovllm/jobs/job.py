@@ -32,6 +32,7 @@ from nanovllm.versions import versions
 MAY_CHANGE = {
     "tensor_parallel_size",
     "data_parallel_size",
+    "distributed_timeout_seconds",
     "max_num_batched_tokens",
     "max_num_seqs",
     "gpu_memory_utilization",

@@ -21,20 +21,21 @@ from nanovllm.engine.stats import StepStats
 from nanovllm.errors import WorkerError
 from nanovllm.outputs import RequestOutput
 from nanovllm.replicas.process import ReplicaProcess
-from nanovllm.replicas.replica import Call, Failure, Ready, Reply, Report, Work
+from nanovllm.replicas.replica import Call, Failure, Progress, Ready, Reply, Report, Work
 from nanovllm.replicas.router import Router
 from nanovllm.replicas.serialization import pack_request
 from nanovllm.text.request import Request
 from nanovllm.workers.interrupts import held_interrupts
-from nanovllm.workers.worker import EXIT_SECONDS, disown
+from nanovllm.workers.watch import stalled_for
+from nanovllm.workers.worker import EXIT_SECONDS, check_open_files, disown
 
 logger = logging.getLogger("nanovllm")
 
 MAX_RUNS = 3  # of a request whose replica ends each time; the last time it runs alone
 MAX_FAILURES = 3  # of a replica in a row, without an answer in between
 POLL_SECONDS = 0.1
-HANG_SECONDS = 600.0  # a replica with requests or a call that sends nothing this long hangs
-LOADING = ("wake_up", "load_updates")  # may read the checkpoint, so like a start they may take any time
+RANKS_SECONDS = 5.0  # the more that a replica of several ranks may be silent: it finds the rank that hangs
+PHASES = {"load_updates": "update_weights"}
 LOOK_AHEAD = 8  # requests that the router chooses from, in multiples of max_num_seqs
 
 
@@ -60,9 +61,12 @@ class Replicas:
                 "a daemonic process cannot start replicas: create an LLM with data_parallel_size > 1 in the "
                 "main process, or in one started with daemon=False"
             )
+        check_open_files("data_parallel_size", len(configs))
         self._routes_by_prompt = configs[0].enable_prefix_caching
         self._members = [ReplicaProcess(number, config) for number, config in enumerate(configs)]
         self._settings: dict[str, object] = {}  # method of `Replica` -> argument; called at each start
+        several = configs[0].tensor_parallel_size > 1
+        self.limit = configs[0].distributed_timeout_seconds + several * RANKS_SECONDS  # for silent replicas
         self._look_ahead = LOOK_AHEAD * configs[0].max_num_seqs
         self.deltas = False  # whether replicas return parts of answers
         self.router = Router(len(configs), reach=2 * self._look_ahead)
@@ -122,9 +126,8 @@ class Replicas:
                 member = next((each for each in self._members if request_id in each.requests), None)
                 if member is None:
                     return []
-                if self._call(member, "abort_one", request_id):
+                for outputs in self._call([member], "abort_one", request_id).values():
                     member.drop(request_id)
-                    outputs: list[RequestOutput] = self._replies.pop(member.number)
                     return outputs and [outputs[0], *self._take_parts(str(request_id)), *outputs[1:]]
             return request
 
@@ -162,16 +165,14 @@ class Replicas:
         """Call a method of every replica, between steps; return the results of those that are up.
 
         Waits for replicas that are loading. Replicas run the call in parallel. One that sends nothing for
-        HANG_SECONDS is killed and restarts, except in calls of LOADING. Raises a replica's error, with its
-        number; WorkerError if no replica is left.
+        `limit` seconds is killed and restarts. Raises a replica's error, with its number; WorkerError if no
+        replica is left.
         """
         while any(member.process is not None and not member.is_ready for member in self._members):
             self._receive()
         self._check_some_are_left()
         with held_interrupts():
-            called = [member for member in self._members if self._ask(member, method, *args)]
-            answered = [member.number for member in called if self._has_reply(member, method)]
-            values = {number: self._replies.pop(number) for number in answered}
+            values = self._call(self._members, method, *args)
         for number, value in values.items():
             if isinstance(value, Failure):
                 raise value.kind(f"replica {number}: {value.what}")
@@ -277,7 +278,7 @@ class Replicas:
             with held_interrupts():
                 if member.pipe in ready:
                     self._receive_from(member)
-                elif member.silent_for(waited) > HANG_SECONDS:
+                elif member.silent_for(waited) > self.limit:
                     self._take_down_hanging(member)
 
     def _receive_from(self, member: ReplicaProcess) -> None:
@@ -296,37 +297,28 @@ class Replicas:
             self._arrivals.append(Arrival(outputs, {}, message.stats, member.number))
         elif isinstance(message, Reply):
             self._replies[member.number] = message.value
+            member.called = None
         elif isinstance(message, Ready):
             member.is_ready = True
             self._ready[member.number] = message
-        else:
+        elif not isinstance(message, Progress):
             member.failure = message
 
-    def _call(self, member: ReplicaProcess, method: str, *args: object) -> bool:
-        """Call a method of a replica and wait for its reply; False if the replica is down, ends or hangs."""
-        return self._ask(member, method, *args) and self._has_reply(member, method)
-
-    def _ask(self, member: ReplicaProcess, method: str, *args: object) -> bool:
-        """Call a method of a replica; False if the replica is down."""
-        if member.is_ready:
+    def _call(self, members: list[ReplicaProcess], method: str, *args: object) -> dict[int, Any]:
+        """Call a method of replicas; return the replies by number, without replicas that are down, end or
+        hang."""
+        called = {member.number: member for member in members if member.is_ready}
+        for member in called.values():
+            member.called, member.silent_seconds = PHASES.get(method, method), 0.0
             member.send(Call(method, args))
-        return member.is_ready
-
-    def _has_reply(self, member: ReplicaProcess, method: str) -> bool:
-        """Wait for the reply to a call; False if the replica ends or hangs."""
-        process, seconds = member.process, None if method in LOADING else HANG_SECONDS
-        while member.number not in self._replies:
-            if connection.wait([member.pipe], seconds):
-                self._receive_from(member)
-            else:
-                self._take_down_hanging(member)
-            if member.process is not process:
-                return False
-        return True
+        while any(member.called for member in called.values()):
+            self._receive()
+        return {number: self._replies.pop(number) for number in called if number in self._replies}
 
     def _take_down_hanging(self, member: ReplicaProcess) -> None:
-        why = f"it hung, without a word for {HANG_SECONDS:g} s, and was killed"
-        member.failure = Failure(WorkerError, why)
+        assert member.process is not None and member.phase is not None
+        why = stalled_for(member.process, self.limit, member.phase)
+        member.failure = Failure(WorkerError, f"it {why}")
         self._take_down(member)
 
     def _take_down(self, member: ReplicaProcess) -> None:

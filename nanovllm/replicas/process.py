@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import os
 from collections import deque
+from contextlib import suppress
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from pathlib import Path
+from signal import SIGCONT
 from socket import SO_SNDTIMEO, SOL_SOCKET, socket
 from struct import pack
 
@@ -17,7 +20,7 @@ from nanovllm.config import Config
 from nanovllm.outputs import RequestOutput
 from nanovllm.replicas.replica import Failure, replica_main
 from nanovllm.text.request import Request
-from nanovllm.workers.watch import how_it_ended
+from nanovllm.workers.watch import KILLED_SECONDS, how_it_ended
 from nanovllm.workers.worker import start_process
 
 SEND_SECONDS = 30  # for a message; a thread of the replica reads at all times
@@ -40,6 +43,7 @@ class ReplicaProcess:
         self.begun: set[int] = set()  # of these, the ids of those with parts that were yielded
         self.is_exclusive = False  # the request in flight must run alone
         self.cost = 0.0  # of all requests in flight
+        self.called: str | None = None  # the method of which a reply is due
         self.silent_seconds = 0.0  # waiting time without a message
         self._num_seqs = 0  # in flight
         self._num_sent = 0  # sequences
@@ -64,6 +68,8 @@ class ReplicaProcess:
             end.setsockopt(SOL_SOCKET, SO_SNDTIMEO, pack("ll", SEND_SECONDS, 0))
         theirs.close()  # the replica has the only copy, so the pipe ends with the replica
         self.is_ready = False
+        self.called = None
+        self.silent_seconds = 0.0
         self._num_sent = 0
         self.forget_requests()
 
@@ -132,10 +138,17 @@ class ReplicaProcess:
             self._num_waiting_tokens -= self._waiting.popleft()
         return True
 
+    @property
+    def phase(self) -> str | None:
+        """What the replica does that someone waits for; None if it is idle."""
+        if not self.is_ready:
+            return "the start"
+        return self.called or ("a step" if self.requests else None)
+
     def silent_for(self, seconds: float) -> float:
-        """Count seconds without a message; return their sum since the last message. Without requests in
-        flight the sum is 0."""
-        self.silent_seconds = self.silent_seconds + seconds if self.is_ready and self.requests else 0.0
+        """Count seconds without a message; return their sum since the last message. It is 0 for an idle
+        replica."""
+        self.silent_seconds = self.silent_seconds + seconds if self.phase else 0.0
         return self.silent_seconds
 
     def send(self, message: object) -> None:
@@ -151,17 +164,31 @@ class ReplicaProcess:
     def end(self, seconds: float) -> None:
         """Wait for the process to end, kill it after `seconds`, and close the pipe."""
         self.is_ready = False
+        self.called = None
         if self.process is None:
             return
         if self.process.pid is not None:
             self.process.join(seconds)
             if self.process.exitcode is None:
+                ranks = _children(self.process.pid)
                 self.process.kill()
-                self.process.join()
+                for pid in ranks:  # they end with the replica, but not if they are stopped
+                    with suppress(ProcessLookupError):
+                        os.kill(pid, SIGCONT)
+                self.process.join(KILLED_SECONDS)
             how = f" {how_it_ended(self.process.exitcode or 0)}"
             why = how if self.failure is None else f": {self.failure.what}"
             self.why_it_ended = f"replica {self.number}{why}"
         self.pipe.close()
+
+
+def _children(pid: int) -> list[int]:
+    """The processes that process `pid` started."""
+    try:
+        lists = [path.read_text().split() for path in Path(f"/proc/{pid}/task").glob("*/children")]
+    except OSError:  # it has just ended
+        return []
+    return [int(child) for each in lists for child in each]
 
 
 def cost_of(request: Request) -> float:

@@ -52,7 +52,8 @@ class Call(NamedTuple):
     has_reply: bool = True  # whether a Reply follows
 
 
-# Messages from a replica: Ready, then Reports and Replies; or a Failure as the last message.
+# Messages from a replica: Ready, then Reports and Replies; a Progress at any time; or a Failure as the last
+# message.
 
 
 class Ready(NamedTuple):
@@ -76,6 +77,10 @@ class Reply(NamedTuple):
     """The result of a Call, or its Failure."""
 
     value: Any
+
+
+class Progress(NamedTuple):
+    """Another tensor is loaded, or a call of all ranks has ended."""
 
 
 class Failure(NamedTuple):
@@ -138,9 +143,14 @@ class Link:
 class Replica(ResidentEngine):
     """An engine whose requests come from another process."""
 
-    number = 0  # of the replica
     _warns = False  # the caller's process does
     _num_updates = 0  # the number of the last weight update that it has
+
+    def __init__(self, number: int, link: Link, **options: Any) -> None:
+        """As LLMEngine. number: the replica's. link: tells the caller of progress."""
+        self.number = number
+        self._on_progress = lambda: link.send(Progress())
+        super().__init__(**options)
 
     def serve(self, link: Link) -> None:
         """Process messages until None arrives."""
@@ -231,8 +241,7 @@ def replica_main(
         if config.device == "cpu":
             torch.set_num_threads(max(1, torch.get_num_threads() // config.data_parallel_size))
         options = {each.name: getattr(config, each.name) for each in fields(Config)}
-        with Replica(**options | {"data_parallel_size": 1}) as replica:
-            replica.number = number
+        with Replica(number, link, **options | {"data_parallel_size": 1}) as replica:
             for method, value in settings.items():
                 getattr(replica, method)(value)
             gc.freeze()  # existing objects stay

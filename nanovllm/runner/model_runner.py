@@ -58,8 +58,10 @@ class ModelRunner:
         max_model_len: int,
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        """Build the model and load its weights. check: called regularly meanwhile; may raise to give up."""
+        """Build the model and load its weights. check: called for each tensor, now and by later loads; may
+        raise to give up."""
         self.config = config
+        self._check = check
         self.model_config = model_config
         self.model_path = model_path
         self.device = device
@@ -87,7 +89,7 @@ class ModelRunner:
             max_model_len,
             WeightOptions(self.dtype, device.torch, config.deterministic, fuse),
         )
-        self.load_weights(check)
+        self.load_weights()
         self.graphs: dict[tuple[int, bool], CUDAGraphs] = {}  # by chunk of shared prefixes, and whether drawn
         self._undrawn: UndrawnStep | None = None
         self.profile: RankProfile | None = None  # the active one
@@ -102,14 +104,12 @@ class ModelRunner:
         self.ending = Ending(self.model, tp, device, max_seqs, config.logprobs_mode)
         self._set_kv_cache(0)
 
-    def load_weights(
-        self, check: Callable[[], None] = lambda: None, names: Collection[str] | None = None
-    ) -> None:
+    def load_weights(self, names: Collection[str] | None = None) -> None:
         """Load the checkpoint's weights, or dummy weights; see `load_weights` of the loader."""
         if self.config.load_format == "dummy":
-            init_dummy_weights(self.model, self.config.seed, check, names)
+            init_dummy_weights(self.model, self.config.seed, self._check, names)
         else:
-            load_weights(self.model, self.model_path, check, names)
+            load_weights(self.model, self.model_path, self._check, names)
         self.device.empty_cache()  # else permanent workspaces might keep all memory of the loading
 
     # -- start-up ----------------------------------------------------------------------------------------

@@ -1,17 +1,22 @@
-"""Watch over worker processes: a thread that receives their answers and finds the reason if one ends.
+"""Watch over worker processes: a thread that receives their answers, finds the reason if one ends, and limits
+every wait for them.
 
-When one fails, it kills all and releases whatever waits for them. Starts no process, imports no torch.
+When one fails or stalls, it kills all and releases whatever waits for them. Starts no process, imports no
+torch.
 """
 
 from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from math import inf
 from multiprocessing import connection
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from queue import Empty, SimpleQueue
 from time import monotonic, sleep
 from typing import Any
@@ -19,6 +24,8 @@ from typing import Any
 from nanovllm.errors import WorkerError
 
 POLL_SECONDS = 0.05  # how often rank 0 checks for failures while it waits for workers
+KILLED_SECONDS = 10.0  # time for killed workers to end
+LOOK_SECONDS = 1.0  # how often the thread compares the time without progress with its limit
 CAUSE_SECONDS = 0.3  # after the first sign of a failure, wait this long for an earlier or clearer cause
 
 
@@ -32,10 +39,26 @@ class Failure:
     time: float  # seconds of the host's monotonic clock, which all processes share
 
 
-class Watch:
-    """The worker processes, their answers, and the cause of the first failure."""
+class Progress:
+    """A worker's message: it has loaded another tensor."""
 
-    def __init__(self, num_workers: int) -> None:
+
+class Watch:
+    """The worker processes, their answers, and the cause of the first failure.
+
+    Rank 0 waits for workers only within `waiting`. There, all ranks together may make no progress for `limit`
+    seconds. An answer, a `Progress` and a call of `progress` are progress.
+    """
+
+    def __init__(
+        self, num_workers: int, limit: float = inf, on_progress: Callable[[], None] = lambda: None
+    ) -> None:
+        """on_progress: called by any thread when a rank makes progress."""
+        self.limit = limit
+        self._on_progress = on_progress
+        self._phase: str | None = None  # of the wait that goes on
+        self._silent = 0.0  # seconds of it since the last progress
+        self._last = [0.0] * num_workers  # when each worker last made progress
         self.processes: list[BaseProcess] = []
         self.failure: Failure | None = None
         self.ended = threading.Event()  # a worker failed, or rank 0 killed the workers
@@ -60,6 +83,25 @@ class Watch:
         """Raise WorkerError if the workers are gone."""
         if self.ended.is_set():
             raise self.error()
+
+    def progress(self) -> None:
+        """Rank 0 itself makes progress. Raises as `check`."""
+        self._has_progressed()
+        self.check()
+
+    def _has_progressed(self) -> None:
+        self._silent = 0.0
+        self._on_progress()
+
+    @contextmanager
+    def waiting(self, phase: str) -> Iterator[None]:
+        """Limit the waits for workers in the block. phase: what they do meanwhile, for the error."""
+        self._silent = 0.0
+        self._phase = phase
+        try:
+            yield
+        finally:
+            self._phase = None
 
     def error(self) -> WorkerError:
         if self.failure is None:
@@ -94,17 +136,20 @@ class Watch:
             release()
 
     def join(self, seconds: float) -> None:
-        """Wait for all workers to end; kill those that have not ended after `seconds`."""
+        """Wait for all workers to end; kill those that have not ended after `seconds`.
+
+        A killed process that hangs in the kernel, such as in a device's driver, ends later.
+        """
         if self._thread is None:  # not all of them were started
             for process in self.processes:
                 if process.pid is not None:
-                    process.join()
+                    process.join(KILLED_SECONDS)
         elif self._thread is not threading.current_thread():
             self._thread.join(seconds)
             if self._thread.is_alive():
                 for process in self.processes:
                     process.kill()
-                self._thread.join()
+                self._thread.join(KILLED_SECONDS)
         for pipe in self._pipes:
             pipe.close()
 
@@ -114,8 +159,13 @@ class Watch:
         pending: dict[Any, int] = {pipe: index for index, pipe in enumerate(self._pipes)}
         pending |= {process.sentinel: index for index, process in enumerate(self.processes)}
         while pending and (deadline is None or monotonic() < deadline):
-            timeout = None if deadline is None else max(0.0, deadline - monotonic())
-            for ready in connection.wait(list(pending), timeout):
+            timeout = LOOK_SECONDS if deadline is None else max(0.0, deadline - monotonic())
+            began = monotonic()
+            found = connection.wait(list(pending), timeout)
+            if not found and not failures and (stalled := self._stalled(monotonic() - began)) is not None:
+                failures.append(stalled)
+                break
+            for ready in found:
                 index = pending[ready]
                 if isinstance(ready, Connection):
                     failure = self._receive(ready, index)
@@ -142,8 +192,25 @@ class Watch:
             return None
         if isinstance(message, Failure):
             return message
-        self._replies[index].put(message)
+        self._last[index] = monotonic()
+        self._has_progressed()
+        if not isinstance(message, Progress):
+            self._replies[index].put(message)
         return None
+
+    def _stalled(self, seconds: float) -> Failure | None:
+        """Count seconds without a message; return a failure if they exceed the limit."""
+        phase = self._phase
+        if phase is None:
+            return None
+        self._silent += min(
+            seconds, LOOK_SECONDS
+        )  # the host may have been suspended, or this process stopped
+        if self._silent <= self.limit:
+            return None
+        ranks = range(len(self.processes))
+        index = min(ranks, key=lambda each: (not is_stopped(self.processes[each]), self._last[each]))
+        return Failure(index + 1, stalled_for(self.processes[index], self.limit, phase), False, monotonic())
 
     def _ended(self, index: int) -> Failure:
         process = self.processes[index]
@@ -151,6 +218,23 @@ class Watch:
         while (code := process.exitcode) is None:  # another thread reaped it and has not stored the code yet
             sleep(0.001)
         return Failure(index + 1, how_it_ended(code), code < 0, monotonic())
+
+
+def is_stopped(process: BaseProcess) -> bool:
+    """Whether a process is stopped, by SIGSTOP or a debugger."""
+    try:
+        stat = Path(f"/proc/{process.pid}/stat").read_text()
+    except OSError:  # it has ended, or there is no /proc
+        return False
+    return stat.rpartition(")")[2].split()[0] in "Tt"
+
+
+def stalled_for(process: BaseProcess, seconds: float, phase: str) -> str:
+    """The words for a process that made no progress."""
+    why = "it is stopped, by SIGSTOP or a debugger"
+    if not is_stopped(process):
+        why = "if it is only slow, raise distributed_timeout_seconds"
+    return f"made no progress for {seconds:g} s during {phase} and was killed ({why})"
 
 
 def how_it_ended(code: int) -> str:

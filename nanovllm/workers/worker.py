@@ -11,6 +11,8 @@ from __future__ import annotations
 import gc
 import multiprocessing.process
 import os
+import resource
+import shutil
 import signal
 import sys
 import threading
@@ -24,6 +26,7 @@ from dataclasses import dataclass
 from functools import partial
 from multiprocessing import current_process, get_context
 from multiprocessing.connection import Connection
+from os import scandir
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Any, TypeVar
@@ -40,13 +43,20 @@ from nanovllm.runner.overlap import OVERLAP_TOKENS, rows_of_half
 from nanovllm.runner.residency import ResidentModelRunner
 from nanovllm.workers.channel import Channel, ChannelReader
 from nanovllm.workers.interrupts import held_interrupts
-from nanovllm.workers.watch import POLL_SECONDS, Failure, Watch
+from nanovllm.workers.watch import POLL_SECONDS, Failure, Progress, Watch
 
 T = TypeVar("T")
 
 BLAME_SECONDS = 2.0  # after an error in rank 0, wait this long for a worker's failure as its cause
 EXIT_SECONDS = 5.0  # time for workers to exit on request; then they are killed
+OWN_FILES, FILES_PER_PROCESS = 16, 8  # that may be open at once: weights, pipes, sockets
 PARENT_SECONDS = 0.5  # how often a worker checks that rank 0 is alive
+PHASES = {
+    "launch": "a step",
+    "draw": "a step",
+    "load_tensors": "update_weights",
+    "finish_update": "update_weights",
+}
 
 
 @dataclass(frozen=True)
@@ -56,14 +66,14 @@ class RankSetup:
     rank: int
     size: int
     device: str
-    port: int  # of the Rendezvous
+    rendezvous: str  # the folder of the Rendezvous
     config: Config
     model_config: ModelConfig
     model_path: Path
     max_model_len: int
 
     def join_group(self, device: Device, rendezvous: Rendezvous) -> TPGroup:
-        """Connect to the other ranks, which make the same call; takes at most a minute."""
+        """Connect to the other ranks, which make the same call."""
         group = TPGroup.connect(self.rank, self.size, device, rendezvous)
         dtype = device.resolve_dtype(self.config.dtype, self.model_config.dtype)
         copied_rows = rows_of_half(self.config.max_num_batched_tokens, self.size)
@@ -96,7 +106,7 @@ class RankSetup:
 def worker_main(setup: RankSetup, reader: ChannelReader, replies: Connection, parent: int) -> None:
     """The main function of a worker process; it never returns."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 handles Ctrl-C
-    threading.Thread(target=exit_with, args=(parent,), daemon=True).start()
+    threading.Thread(target=exit_with, args=(parent, setup.rendezvous), daemon=True).start()
     try:
         loop(setup, reader, replies)
     except BaseException:  # report everything to rank 0
@@ -120,7 +130,8 @@ def loop(setup: RankSetup, reader: ChannelReader, replies: Connection) -> None:
         method, args = call
         result = None
         if method == "load":
-            runner = setup.load(device, setup.join_group(device, Rendezvous(setup.port)))
+            group = setup.join_group(device, Rendezvous(setup.rendezvous))
+            runner = setup.load(device, group, lambda: replies.send(Progress()))
             gc.freeze()  # existing objects stay: no full collection while all ranks wait
         elif runner is not None:
             result = getattr(runner, method)(*args)
@@ -130,10 +141,12 @@ def loop(setup: RankSetup, reader: ChannelReader, replies: Connection) -> None:
             replies.send(result)
 
 
-def exit_with(parent: int) -> None:
-    """End this process, whatever it does, once its parent is gone."""
+def exit_with(parent: int, folder: str = "") -> None:
+    """End this process, whatever it does, once its parent is gone. folder: the parent's, to remove."""
     while os.getppid() == parent:
         sleep(PARENT_SECONDS)
+    if folder:
+        shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)
 
 
@@ -146,9 +159,14 @@ class Workers:
     After a failure all workers are gone, and every call raises the same WorkerError.
     """
 
-    def __init__(self, setups: list[RankSetup]) -> None:
-        """Start a process for each setup. Raises RuntimeError if this process cannot start processes."""
-        self.watch = Watch(len(setups))
+    def __init__(
+        self, setups: list[RankSetup], limit: float, on_progress: Callable[[], None] = lambda: None
+    ) -> None:
+        """Start a process for each setup. limit, on_progress: as in `Watch`.
+
+        Raises RuntimeError if this process cannot start processes, WorkerError if it may open too few files.
+        """
+        self.watch = Watch(len(setups), limit, on_progress)
         self._channel: Channel | None = None
         self._stop: Callable[[], object] = lambda: None
         if not setups:
@@ -158,6 +176,7 @@ class Workers:
                 "a daemonic process cannot start workers: create an LLM with tensor_parallel_size > 1 in the "
                 "main process, or in one started with daemon=False"
             )
+        check_open_files("tensor_parallel_size", len(setups))
         try:
             with held_interrupts():
                 self._start(setups)
@@ -192,25 +211,31 @@ class Workers:
         """
         if self._channel is None:
             return own(*args)
-        with self.kill_on_error():
+        with self.kill_on_error(PHASES.get(method, method)):
             self.watch.check()
             self._channel.send(method, *args, check_alive=self.watch.check)
             return own(*args)
 
     def call(self, own: Callable[..., T], method: str, *args: object) -> list[T]:
         """As `run`, for a method with an answer: return the results of all ranks, rank 0's first."""
-        return [self.run(own, method, *args), *self.collect()]
+        return [self.run(own, method, *args), *self.collect(PHASES.get(method, method))]
 
-    def collect(self) -> list[Any]:
-        """Wait for the next answer of every worker."""
-        with self.kill_on_error():
-            return [self.watch.wait_for_reply(index) for index in range(len(self.watch.processes))]
+    def collect(self, phase: str) -> list[Any]:
+        """Wait for the next answer of every worker. phase: as in `kill_on_error`."""
+        with self.kill_on_error(phase):
+            answers = [self.watch.wait_for_reply(index) for index in range(len(self.watch.processes))]
+            self.watch.progress()
+            return answers
 
     @contextmanager
-    def kill_on_error(self) -> Iterator[None]:
-        """On an exception in the block, end all workers and raise the WorkerError behind it, if any."""
+    def kill_on_error(self, phase: str) -> Iterator[None]:
+        """On an exception in the block, end all workers and raise the WorkerError behind it, if any.
+
+        phase: what the block does, for the error of a wait that reaches the watch's limit.
+        """
         try:
-            yield
+            with self.watch.waiting(phase):
+                yield
             self.watch.check()  # a failed worker ends waits without a result
         except BaseException as error:
             if not self.watch.processes:
@@ -270,11 +295,22 @@ def _stop(watch: Watch, channel: Channel) -> None:
     if not watch.ended.is_set():
         watch.stopping = True
         try:
-            channel.send("exit", check_alive=watch.check)
+            channel.send("exit", check_alive=_until(monotonic() + EXIT_SECONDS, watch))
         except WorkerError:
             watch.kill()
     watch.join(EXIT_SECONDS)
     channel.close()
+
+
+def _until(deadline: float, watch: Watch) -> Callable[[], None]:
+    """A check that raises WorkerError when no worker is left, and after `deadline`."""
+
+    def check() -> None:
+        watch.check()
+        if monotonic() > deadline:
+            raise WorkerError("a worker reads nothing")
+
+    return check
 
 
 def disown(owner: weakref.ref[Any]) -> None:
@@ -282,6 +318,19 @@ def disown(owner: weakref.ref[Any]) -> None:
     if (known := owner()) is not None:
         children: set[Any] = multiprocessing.process._children  # type: ignore[attr-defined]
         children.difference_update(known.processes)
+
+
+def check_open_files(option: str, count: int) -> None:
+    """Raise WorkerError if this process may not open the files that `count` more processes need."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with scandir("/proc/self/fd") as entries:
+        is_open = sum(1 for _ in entries)
+    need = OWN_FILES + FILES_PER_PROCESS * count
+    if limit != resource.RLIM_INFINITY and limit - is_open < need:
+        raise WorkerError(
+            f"{option} above 1 needs {need} more open files here, and the limit of open files is {limit}, of "
+            f"which {is_open} are in use; raise the limit, for example with `ulimit -n 1024`"
+        )
 
 
 def start_process(process: multiprocessing.process.BaseProcess) -> None:

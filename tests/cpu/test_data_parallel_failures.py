@@ -64,16 +64,6 @@ def test_a_replica_that_is_killed_is_started_again(one: LLM, two: ReplicatedLLM)
     same(one, two, answer_all)
 
 
-def test_a_replica_that_hangs_is_started_again(
-    one: LLM, two: ReplicatedLLM, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(pool, "HANG_SECONDS", 3.0)
-    before = pids(two)
-    signalled(one, two, signal.SIGSTOP)
-    assert "replica 0: it hung, without a word for 3 s, and was killed; it is started again" in caplog.text
-    assert len(two._replicas.call("ready")) == 2 and pids(two)[0] != before[0]
-
-
 def test_a_stream_that_is_left_waits_for_no_step(one: LLM, two: ReplicatedLLM) -> None:
     """A slow replica lives on, and what its step computed counts nowhere."""
     before = pids(two)
@@ -87,18 +77,6 @@ def test_a_stream_that_is_left_waits_for_no_step(one: LLM, two: ReplicatedLLM) -
     assert not two._replicas._arrivals
     same(one, two, answer_all)
     assert pids(two) == before
-
-
-def test_a_replica_that_hangs_while_idle_is_started_again(
-    one: LLM, two: ReplicatedLLM, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(pool, "HANG_SECONDS", 2.0)
-    before = pids(two)
-    os.kill(before[1], signal.SIGSTOP)
-    assert two.reset_prefix_cache()
-    assert "replica 1: it hung, without a word for 2 s, and was killed; it is started again" in caplog.text
-    assert pids(two)[0] == before[0] and pids(two)[1] != before[1]
-    same(one, two, answer_all)
 
 
 def test_a_replica_that_reads_nothing_is_killed(two: ReplicatedLLM) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import random
+import threading
+from collections import deque
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -13,7 +15,7 @@ import numpy as np
 import pytest
 from checked_llm import CheckedLLM, make_tiny, run
 from invariants import check_scheduler
-from threads import in_threads
+from threads import SECONDS, in_threads
 from tiny_models import VOCAB_SIZE, write_tiny_model
 
 from nanovllm import LLM, EngineClosedError, RequestOutput, SamplingParams, demo_model_path
@@ -248,8 +250,6 @@ def test_an_open_stream_has_the_engine_for_itself(llm: CheckedLLM) -> None:
             RuntimeError, match=r"a stream of this engine is open; take all .* or close\(\) it"
         ):
             call()
-    with pytest.raises(RuntimeError, match="a stream of this engine is open"):
-        in_threads(1, lambda _: llm.generate(GOOD, GREEDY, use_tqdm=False))
     assert llm.reset_prefix_cache() is False
     assert sorted(output.index for output in stream) == list(range(30))[1:]
     llm.add_request([5], GREEDY)
@@ -258,6 +258,77 @@ def test_an_open_stream_has_the_engine_for_itself(llm: CheckedLLM) -> None:
     ):
         next(llm.stream(GOOD, GREEDY))
     run(llm)
+    assert_idle(llm)
+
+
+def test_another_threads_call_waits_for_the_end_of_a_stream(llm: CheckedLLM) -> None:
+    expected = [output["token_ids"] for output in llm.generate(GOOD, GREEDY, use_tqdm=False)]
+    stream = llm.stream([[5]] * 30, GREEDY)
+    next(stream)
+    answers: list[RequestOutput] = []
+    calls = [
+        threading.Thread(target=lambda: answers.extend(llm.generate(GOOD, GREEDY, use_tqdm=False))),
+        threading.Thread(target=lambda: answers.extend(llm.stream(GOOD, GREEDY))),
+    ]
+    for call in calls:
+        call.start()
+    assert len(list(stream)) == 29 or answers, "the stream goes on while they wait"
+    for call in calls:
+        call.join(SECONDS)
+    assert sorted(output["token_ids"] for output in answers) == sorted(expected * 2)
+    kept = in_threads(1, lambda _: [each := llm.stream(GOOD, GREEDY), next(each)])[0][0]
+    with pytest.raises(RuntimeError, match="a stream of this engine is open"):
+        llm.generate(GOOD, GREEDY, use_tqdm=False)  # its thread has ended, so it would wait for ever
+    kept.close()
+    assert_idle(llm)
+
+
+def test_leaving_the_loop_ends_a_stream_that_no_variable_keeps(llm: CheckedLLM) -> None:
+    for _ in llm.stream([[5]] * 30, GREEDY):
+        break
+    assert llm.is_finished()
+    kept = llm.stream([[5]] * 30, GREEDY)
+    for _ in kept:
+        break
+    assert not llm.is_finished(), "the variable keeps it open"
+    kept.close()
+    assert llm.is_finished()
+    with closing(llm.stream([[5]] * 30, GREEDY)) as kept:
+        for _ in kept:
+            break
+    assert_idle(llm)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_another_thread_aborts_at_the_next_step_of_generate(llm: CheckedLLM, count: int) -> None:
+    """The first step does not end before another thread asks for the abort; the second one is without it."""
+    first, asked, found = llm._requests.next_id, threading.Event(), list[Any]()
+    long = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+
+    class Asked(deque):  # type: ignore[type-arg]
+        def append(self, visit: Any) -> None:
+            super().append(visit)
+            asked.set()
+
+    llm._lifecycle._visits = Asked()
+    thread = threading.Thread(target=lambda: found.append(llm.abort(first)))
+
+    def begin(stats: Any) -> None:
+        if not asked.is_set():
+            thread.start()
+            assert asked.wait(SECONDS)
+
+    llm.on_step = begin
+    try:
+        outputs = llm.generate([[5]] * count, long, use_tqdm=False)
+    finally:
+        llm.on_step = None
+    thread.join(SECONDS)
+    assert [output.index for output in outputs] == list(range(count))
+    assert found == [outputs[0]] and outputs[0]["finish_reason"] == "abort"
+    assert len(outputs[0]["token_ids"]) == 1, "it ends before the next step"
+    assert [len(output["token_ids"]) for output in outputs[1:]] == [40] * (count - 1)
+    assert llm.abort(first) is None
     assert_idle(llm)
 
 

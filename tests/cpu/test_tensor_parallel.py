@@ -13,7 +13,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,6 @@ from tiny_models import VOCAB_SIZE, transformers_greedy, write_tiny_model
 from nanovllm import LLM, EngineClosedError, KVCacheMemoryError, SamplingParams, WorkerError, demo_model_path
 from nanovllm.config import Config
 from nanovllm.device import Device
-from nanovllm.distributed import rendezvous
 from nanovllm.distributed.group import TPGroup
 from nanovllm.engine import startup
 from nanovllm.runner.memory import KVCacheSpace, check_weights_fit, fit_kv_cache
@@ -359,8 +357,7 @@ class LonelySetup(CheckedSetup):
 def test_a_start_that_is_interrupted_stops_waiting_for_ranks(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The fixture `nothing_is_left` checks that its ports are free."""
-    monkeypatch.setattr(rendezvous, "CONNECT_TIMEOUT", timedelta(days=1))
+    """The fixture `nothing_is_left` checks that its ports are free and its folder is gone."""
     monkeypatch.setattr(startup, "RankSetup", LonelySetup)
     with pytest.raises(KeyboardInterrupt):
         LLM(str(model), tensor_parallel_size=2, device="cpu", skip_tokenizer_init=True, max_model_len=64)
