@@ -18,6 +18,7 @@ from typing import Any
 from nanovllm.config import Config
 from nanovllm.jobs.formats import ENDINGS, FORMATS
 from nanovllm.jobs.params import make_params
+from nanovllm.jobs.sources import QUOTINGS
 from nanovllm.jobs.window import WINDOW_ROWS
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.vllm_arguments import ENGINE, elsewhere
@@ -136,6 +137,17 @@ def _add_row_arguments(parser: argparse.ArgumentParser) -> None:
     rows.add_argument(
         "--format", choices=("auto", *FORMATS), default="auto", help="default: by the ending of the name"
     )
+    help_quoting = (
+        "minimal: a field in quotes may span lines; none: quotes are text (default: of CSV minimal, of "
+    )
+    help_quoting += "TSV none unless a field shows doubled quotes)"
+    rows.add_argument("--quoting", choices=QUOTINGS, help=help_quoting)
+    rows.add_argument(
+        "--delimiter",
+        type=_delimiter,
+        metavar="CHAR",
+        help="between fields of CSV (default: , and of TSV a tab)",
+    )
     prompt = rows.add_mutually_exclusive_group()
     prompt.add_argument("--prompt-column", metavar="NAME", help="of strings (default: prompt, or messages)")
     prompt.add_argument(
@@ -215,6 +227,13 @@ def _page(text: str) -> Path:
     if not text.endswith(".html"):  # it may be the path of the output by mistake
         raise argparse.ArgumentTypeError(f"must end in .html, not {text!r}")
     return Path(text)
+
+
+def _delimiter(text: str) -> str:
+    text = "\t" if text == "\\t" else text
+    if len(text) != 1 or text in '"\r\n':
+        raise argparse.ArgumentTypeError(f"must be one character, no quote and no line end, not {text!r}")
+    return text
 
 
 def _count(text: str) -> int:

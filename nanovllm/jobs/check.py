@@ -32,20 +32,15 @@ from nanovllm.text.rows import BadRow, attempt
 
 MAX_SHOWN = 20  # printed problems of a file
 BATCH_ROWS = 256  # tokenised at once
+MANY_LINES = 100  # of a row of CSV; one with more may come from a stray quote
 
 
 class Problem(NamedTuple):
-    """An error in row number `row`."""
+    """An error in row number `row`, or with `is_bad` False what may be one."""
 
     row: int
     message: str
-
-
-class PlacedTask(NamedTuple):
-    """A task and the place of its row in the file."""
-
-    place: str
-    task: Task
+    is_bad: bool = True
 
 
 class Lengths:
@@ -69,22 +64,21 @@ class Lengths:
             tokenizer, model_config.vocab_size, model_config.eos_token_ids, config.max_logprobs
         )
 
-    def problems(self, placed: list[PlacedTask]) -> Iterator[Problem]:
-        placed = [each for each in placed if each.task.kind == "generate"]
-        tasks = [each.task for each in placed]
+    def problems(self, tasks: list[Task]) -> Iterator[Problem]:
+        tasks = [task for task in tasks if task.kind == "generate"]
         prompts: list[Prompt | BadRow] = [
             each if isinstance(each, Exception) else attempt(parse_prompt, each, "the prompt")
             for each in self._renderer.prompts(tasks)
         ]
         where = ["the prompt"] * len(tasks)
         requests = self._processor.make_requests(prompts, [task.params for task in tasks], where, 0)
-        for (place, task), request in zip(placed, requests, strict=True):
+        for task, request in zip(tasks, requests, strict=True):
             if isinstance(request, Exception):
-                yield Problem(task.index, f"{place}: {request}")
+                yield Problem(task.index, f"{task.place}: {request}")
             elif (length := len(request.prompt_token_ids)) >= self.limit:
                 yield Problem(
                     task.index,
-                    f"{place}: the prompt has {length} tokens, and at most {self.limit - 1} leave "
+                    f"{task.place}: the prompt has {length} tokens, and at most {self.limit - 1} leave "
                     f"room for one more (max_model_len={self.limit})",
                 )
 
@@ -102,17 +96,19 @@ def _check(
 ) -> int:
     try:
         source, is_batch = open_job(args, path)
+        source.name = str(path)
         row_format = make_format(args, is_batch, params, 0)
         found = _Findings()
         for problem in _problems(source, row_format, lengths, found):
-            found.num_bad += 1
-            if found.num_bad <= MAX_SHOWN:
-                print(f"{path}: {problem.message}")
+            found.num_bad += problem.is_bad
+            found.num_problems += 1
+            if found.num_problems <= MAX_SHOWN:
+                print(problem.message)
     except JobRefusedError as error:
         print(error)
         return REFUSED
-    if found.num_bad > MAX_SHOWN:
-        print(f"{path}: and {counted(found.num_bad - MAX_SHOWN, 'row')} more")
+    if found.num_problems > MAX_SHOWN:
+        print(f"{path}: and {counted(found.num_problems - MAX_SHOWN, 'row')} more")
     twice = found.ids_that_come_twice()
     kind = counted(found.num_rows, "row") + " of an OpenAI batch" * is_batch
     print(f"{path}: {kind}, {found.num_bad:,} bad" + twice)
@@ -123,7 +119,7 @@ class _Findings:
     """Counts of a file. Stores 8 bytes for each id."""
 
     def __init__(self) -> None:
-        self.num_rows = self.num_bad = 0
+        self.num_rows = self.num_bad = self.num_problems = 0
         self._ids = array("Q")
 
     def add_id(self, row_id: Any) -> None:
@@ -143,19 +139,21 @@ def _problems(
 ) -> Iterator[Problem]:
     """Yield the errors in the rows of a file while it is read."""
 
-    def make(row: SourceRow, values: Values) -> PlacedTask:
+    def make(row: SourceRow, values: Values) -> Task:
         task = row_format.task(row, values)
         if task.kind == "generate" and not task.is_chat:
             parse_prompt(task.prompt, "the prompt")
-        return PlacedTask(row.place, task)
+        return task
 
-    def tasks() -> Iterator[PlacedTask | Problem]:
+    def tasks() -> Iterator[Task | Problem]:
         for row in source.rows():
             found.num_rows += 1
             values: Any = attempt(row.values)
             if isinstance(values, Exception):
                 yield Problem(row.index, str(values))
                 continue
+            if row.num_lines > MANY_LINES:
+                yield Problem(row.index, f"{row.place}: {_spanning(values)}", is_bad=False)
             found.add_id(row_format.row_id(values))
             task = attempt(make, row, values)
             yield Problem(row.index, f"{row.place}: {task}") if isinstance(task, Exception) else task
@@ -164,5 +162,14 @@ def _problems(
     while some := list(islice(rows, BATCH_ROWS)):
         problems = [each for each in some if isinstance(each, Problem)]
         if lengths is not None:
-            problems += lengths.problems([each for each in some if isinstance(each, PlacedTask)])
+            problems += lengths.problems([each for each in some if isinstance(each, Task)])
         yield from sorted(problems)
+
+
+def _spanning(values: Values) -> str:
+    """What a row of CSV with many lines may mean: a quote that is text has taken up the rows after it."""
+    lines, name = max((value.count("\n") + 1, name) for name, value in values.items())
+    return (
+        f"its field {name!r} spans {lines:,} lines, which are no rows then; if the quote before it is text, "
+        "pass --quoting none"
+    )

@@ -18,7 +18,7 @@ from nanovllm.jobs.sources import CSVSource, JSONLinesSource, Source, TSVSource
 class Format(NamedTuple):
     """How to read and write the files of one format."""
 
-    source: Callable[[Path], Source]
+    source: Callable[..., Source]
     write: Callable[[Iterator[dict[str, Any]], Path], None] | None  # None: the lines of a job are the file
     check: Callable[[], object] = lambda: None  # JobRefusedError if a package is missing
 
@@ -37,43 +37,67 @@ ENDINGS = {
     ".tsv": "tsv",
     ".parquet": "parquet",
 }
-WRONG_MARKS = {codecs.BOM_UTF16_LE: "UTF-16", codecs.BOM_UTF16_BE: "UTF-16", b"\x1f\x8b": "gzip"}
+UTF16 = "is UTF-16, and UTF-8 text is read; convert it, for example with `iconv -f utf-16 -t utf-8`"
+PACKED = (
+    "is compressed ({}), and plain files are read; unpack it with `{}`, or pipe it: "
+    "`{} FILE | nanovllm run - ...`, with --format if it has no JSON Lines"
+)
+WRONG_MARKS = {  # first bytes of files that are not read
+    codecs.BOM_UTF16_LE: UTF16,
+    codecs.BOM_UTF16_BE: UTF16,
+    b"\x1f\x8b": PACKED.format("gzip", "gunzip -k", "gzip -dc"),
+    b"\x28\xb5\x2f\xfd": PACKED.format("zstd", "zstd -d", "zstd -dc"),
+    b"BZh": PACKED.format("bzip2", "bunzip2 -k", "bzip2 -dc"),
+    b"\xfd7zXZ\0": PACKED.format("xz", "unxz -k", "xz -dc"),
+    b"PK\x03\x04": "is a zip archive or an Excel file; unpack it, or save the table as CSV",
+}
+TABLES = ("csv", "tsv")  # formats with quoting and a delimiter
 
 
-def open_source(path: Path, format: str) -> Source:
+def open_source(
+    path: Path, format: str, quoting: str | None = None, delimiter: str | None = None, name: str = ""
+) -> Source:
     """Return the source of a file; `format` is "auto" (by its ending) or one of `FORMATS`.
 
-    Raises JobRefusedError if the file cannot be read in that format.
+    quoting, delimiter: of a table; None for the default of its format. name: of the file in messages. Raises
+    JobRefusedError if the file cannot be read in that format.
     """
-    if format == "auto":
-        ending = path.suffix.lower()
-        if ending not in ENDINGS:
-            if not path.exists():
-                raise JobRefusedError(f"{path}: No such file or directory")
-            raise JobRefusedError(
-                f"{path}: the ending {ending!r} is no known format; rename it to one of "
-                f"{', '.join(ENDINGS)}, or pass --format"
-            )
-        format = ENDINGS[ending]
+    name = name or str(path)
     try:
         if path.exists() and not path.is_file():
             raise JobRefusedError(
-                f"{path} is no regular file, and a job reads its input twice; name a file, or pass - and "
+                f"{name} is no regular file, and a job reads its input twice; name a file, or pass - and "
                 "give the rows to standard input"
             )
         with path.open("rb") as file:
             start = file.read(64)
-        for mark, name in WRONG_MARKS.items():
+        for mark, what in WRONG_MARKS.items():
             if start.startswith(mark):
-                raise JobRefusedError(f"{path} is {name}, and UTF-8 text is read; convert it first")
+                raise JobRefusedError(f"{name} {what}")
+        if format == "auto":
+            format = _format_of(path)
+        table = {key: value for key, value in (("quoting", quoting), ("delimiter", delimiter)) if value}
+        if table and format not in TABLES:
+            flags = " and ".join(f"--{key}" for key in table)
+            raise JobRefusedError(f"{name} is read as {format}, and {flags} is for CSV and TSV; leave it out")
         if format == "jsonl" and start.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
             raise JobRefusedError(
-                f"{path} is a JSON array, and an object on every line is read; convert it, for example with "
+                f"{name} is a JSON array, and an object on every line is read; convert it, for example with "
                 "`jq -c '.[]'`"
             )
-        return FORMATS[format].source(path)
+        return FORMATS[format].source(path, **table)
     except OSError as error:
-        raise JobRefusedError(f"{path}: {error.strerror or error}") from None
+        raise JobRefusedError(f"{name}: {error.strerror or error}") from None
+
+
+def _format_of(path: Path) -> str:
+    ending = path.suffix.lower()
+    if ending not in ENDINGS:
+        raise JobRefusedError(
+            f"{path}: the ending {ending!r} is no known format; rename it to one of "
+            f"{', '.join(ENDINGS)}, or pass --format"
+        )
+    return ENDINGS[ending]
 
 
 def check_can_write(path: Path) -> None:

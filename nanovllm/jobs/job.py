@@ -98,7 +98,11 @@ def open_job(args: argparse.Namespace, path: Path) -> tuple[Source, bool]:
 
     JobRefusedError if the file cannot be read, or lacks the columns that the arguments name.
     """
-    source = open_source(path, "jsonl" if args.format == "auto" and args.input == "-" else args.format)
+    is_stdin = args.input == "-"
+    name = "standard input" if is_stdin else ""
+    format = "jsonl" if args.format == "auto" and is_stdin else args.format
+    source = open_source(path, format, args.quoting, args.delimiter, name)
+    source.name = name or source.name
     with refusing("--template: "):
         plain = PlainFormat(ParamsMaker(SamplingParams(), 0), columns_of(args))
     if source.columns is not None:
@@ -150,7 +154,7 @@ def describe(
         "model": {"path": args.model, "xxh3_128": model_hash},
         "options": {name: value for name, value in options.items() if name not in MAY_CHANGE},
         "sampling": args.sampling,
-        "prompt": {name: getattr(args, name) for name in PROMPT_ARGUMENTS},
+        "prompt": {name: getattr(args, name) for name in PROMPT_ARGUMENTS} | dict(source.reading),
         "other_options": {name: value for name, value in options.items() if name in MAY_CHANGE},
         "versions": versions(),
     }

@@ -63,7 +63,8 @@ class OpenAIFormat(RowFormat):
         if not isinstance(body, dict):
             raise TypeError(f"body must be an object {{...}}, not {show(body)}")
         own, template = _read_body(url, body)
-        task = Task(row.index, values["custom_id"], None, self.params.make(row.index, own), template=template)
+        params = self.params.make(row.index, own)
+        task = Task(row.index, values["custom_id"], None, params, template=template, place=row.place)
         task.request = {"url": url, "model": body.get("model") or self._model}
         if url == CHAT:
             task.prompt, task.is_chat = conversation(body.get("messages"), "messages"), True

@@ -35,7 +35,7 @@ class ParquetSource(Source):
                 end += file.metadata.row_group(group).num_rows
                 for values in self._values_in(file, group, index, end):
                     self.position = self.size * (index + 1) // (self.num_rows or 1)
-                    yield SourceRow(index, f"row {index + 1}", values)
+                    yield SourceRow(index, f"{self.name}: row {index + 1}", values)
                     index += 1
 
     def _values_in(self, file: Any, group: int, index: int, end: int) -> Iterator[Values | ValueError]:

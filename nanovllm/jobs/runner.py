@@ -96,7 +96,7 @@ class JobRunner:
             while some := list(islice(tasks, RENDER_ROWS)):
                 for task, prompt in zip(some, renderer.prompts(some), strict=True):
                     if isinstance(prompt, Exception):
-                        self._refuse(task.index, task.id, str(prompt))
+                        self._refuse(task.index, task.id, f"{task.place}: {prompt}")
                         continue
                     running[place] = task
                     params.append(task.params)
@@ -113,7 +113,8 @@ class JobRunner:
                 task = running.pop(output.index)
                 if output.error is not None:
                     place = f"prompts[{output.index}]"
-                    self._refuse(task.index, task.id, output.error.replace(place, "the prompt"))
+                    error = output.error.replace(place, "the prompt")
+                    self._refuse(task.index, task.id, f"{task.place}: {error}")
                 else:
                     self._progress.answered(output)
                     self._write(task.index, self._format.answer(task, output))
@@ -129,7 +130,8 @@ class JobRunner:
                 place += len(found)
                 if errors:
                     number, error = errors[0]
-                    self._refuse(task.index, task.id, str(error).replace(f"prompts[{number}]", "the input"))
+                    why = str(error).replace(f"prompts[{number}]", "the input")
+                    self._refuse(task.index, task.id, f"{task.place}: {why}")
                 else:
                     self._progress.embedded(found)
                     self._write(task.index, self._format.embeddings(task, found))

@@ -9,18 +9,22 @@ from __future__ import annotations
 import codecs
 import csv
 import json
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn, TypeAlias
+from types import MappingProxyType
+from typing import Any, BinaryIO, NamedTuple, NoReturn, TypeAlias
 
 from nanovllm.engine.stats import counted
 from nanovllm.jobs.errors import JobRefusedError
 
-MAX_ROW_BYTES = 8 * 2**20  # of a line or a CSV field; a longer one is an error row
+MAX_ROW_BYTES = 8 * 2**20  # a longer row is an error row
 MAX_NESTING = 100  # depth of lists and objects; near 1,000 Python can no longer print or write them
 TOO_DEEP = f"more than {MAX_NESTING} lists and objects within each other"
+LONG_ROW = f"more than {MAX_ROW_BYTES // 2**20} MiB of lines within a quote"
+QUOTINGS = ("none", "minimal")
 Values: TypeAlias = "dict[str, Any]"
 
 
@@ -35,13 +39,14 @@ DECODER = json.JSONDecoder(parse_constant=_no_number)
 class SourceRow:
     """A row of a file.
 
-    index: counts all rows from 0, including bad ones. place: in the file, such as "line 7". data: its values,
-    an unparsed line of JSON, or the reason why it could not be read.
+    index: counts all rows from 0, including bad ones. place: the file and the line, such as "in.csv: line 7".
+    data: its values, an unparsed line of JSON, or the reason why it could not be read. num_lines: its lines.
     """
 
     index: int
     place: str
     data: Values | bytes | ValueError
+    num_lines: int = 1
 
     def values(self) -> Values:
         """The row as a dictionary. ValueError with the place and the reason if it is not one."""
@@ -61,9 +66,11 @@ class Source(ABC):
     columns: list[str] | None = None  # of all rows; None if each row has its own
     num_rows: int | None = None  # None: not known before the end
     wanted: set[str] | None = None  # the columns to read from Parquet; None: all
+    reading: Mapping[str, str] = MappingProxyType({})  # how, where that is not as files mostly are
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.name = path.name  # in the places of rows
         self._stat = path.stat()
         self.size = self._stat.st_size
         self.position = 0  # bytes read so far, for progress
@@ -84,7 +91,7 @@ class Source(ABC):
 
 
 class JSONLinesSource(Source):
-    """A JSON object on every line, in UTF-8. Blank lines are skipped."""
+    """A JSON object on every line, in UTF-8. Blank lines are skipped, and count only for line numbers."""
 
     def rows(self) -> Iterator[SourceRow]:
         index = 0
@@ -96,26 +103,39 @@ class JSONLinesSource(Source):
                 if not line.strip():
                     continue
                 is_long = len(line) > MAX_ROW_BYTES
-                yield SourceRow(index, f"line {number}", _too_long() if is_long else line)
+                yield SourceRow(index, f"{self.name}: line {number}", _too_long() if is_long else line)
                 index += 1
+
+
+class TableRow(NamedTuple):
+    """A row of a CSV file: the number of its first line, the number of its lines, and its fields."""
+
+    line: int
+    num_lines: int
+    fields: list[str] | ValueError
 
 
 class CSVSource(Source):
     """Comma-separated values in UTF-8; the first row names the columns. Blank lines are no rows.
 
-    A quote that is not closed, or stands alone within a quoted field, makes an error row, and no text.
+    With `quoting` "minimal", a field in quotes may have delimiters, line ends and doubled quotes; a quote
+    that is not closed, or stands alone within a quoted field, makes an error row, and no text. With "none" a
+    quote is text, and each line is a row.
     """
 
     delimiter = ","
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, quoting: str | None = None, delimiter: str | None = None) -> None:
+        """quoting, delimiter: None for the default of the format. JobRefusedError for wrong column names."""
         super().__init__(path)
-        # For the current row: whether a line was cut off, and where its first line ends.
-        self._is_long = False
-        self._first_line_end: int | None = None
+        usual, self.delimiter = self.delimiter, delimiter or self.delimiter
+        self.quoting = quoting or self._default_quoting()
+        self.reading = {"quoting": self.quoting} if self.quoting != "minimal" else {}
+        if self.delimiter != usual:
+            self.reading["delimiter"] = self.delimiter
         csv.field_size_limit(MAX_ROW_BYTES)
         with self.path.open("rb") as file:
-            first = next(self._reader(file), [])
+            first = next(self._table_rows(file), TableRow(1, 1, [])).fields
         if isinstance(first, ValueError):
             raise JobRefusedError(f"{path}: the row of column names: {first}")
         self.columns = unique_names(first, path)
@@ -123,11 +143,15 @@ class CSVSource(Source):
     def rows(self) -> Iterator[SourceRow]:
         assert self.columns is not None
         with self.path.open("rb") as file:
-            found = self._reader(file)
+            found = self._table_rows(file)
             next(found, None)  # the names
-            for index, fields in enumerate(found):
+            for index, row in enumerate(found):
                 self.position = file.tell()
-                yield SourceRow(index, f"row {index + 2}", self._values(fields, self.columns))
+                values = self._values(row.fields, self.columns)
+                yield SourceRow(index, f"{self.name}: line {row.line}", values, row.num_lines)
+
+    def _default_quoting(self) -> str:
+        return "minimal"
 
     def _values(self, fields: list[str] | ValueError, columns: list[str]) -> Values | ValueError:
         if isinstance(fields, ValueError):
@@ -142,47 +166,61 @@ class CSVSource(Source):
                 return _not_utf8(ord(field[error.start]) & 0xFF, error.start)
         return dict(zip(columns, fields, strict=True))
 
-    def _reader(self, file: BinaryIO) -> Iterator[list[str] | ValueError]:
-        """Rows of fields. After a bad row the next one begins after its first line, so that an unclosed quote
-        spoils no other row."""
+    def _table_rows(self, file: BinaryIO) -> Iterator[TableRow]:
         if file.read(len(codecs.BOM_UTF8)) != codecs.BOM_UTF8:
             file.seek(0)
-        while True:
-            error = yield from self._good_rows(file)
-            if error is None:
-                return
-            file.seek(self._first_line_end or 0)
-            yield error
+        return self._lines_as_rows(file) if self.quoting == "none" else self._quoted_rows(file)
 
-    def _good_rows(self, file: BinaryIO) -> Generator[list[str], None, ValueError | None]:
-        """Yield rows up to the end or a bad row; return the error of the bad row."""
-        reader = csv.reader(self._decoded(file), delimiter=self.delimiter, strict=True)
-        while True:
-            self._is_long, self._first_line_end = False, None
-            try:
-                fields = next(reader)
-            except StopIteration:
-                return None
-            except csv.Error as error:
-                if not self._is_long:
-                    return ValueError(f"it is not CSV: {error}; close every quote, and double those inside")
-            if self._is_long:
-                return _too_long()
-            if fields:
-                yield fields
+    def _lines_as_rows(self, file: BinaryIO) -> Iterator[TableRow]:
+        for number, line in enumerate(_lines(file), 1):
+            text = _text(line)
+            if len(line) > MAX_ROW_BYTES:
+                yield TableRow(number, 1, _too_long())
+            elif text:
+                yield TableRow(number, 1, text.split(self.delimiter))
 
-    def _decoded(self, file: BinaryIO) -> Iterator[str]:
-        for line in _lines(file):
-            self._is_long = self._is_long or len(line) > MAX_ROW_BYTES
-            if self._first_line_end is None:
-                self._first_line_end = file.tell()
-            yield line.decode("utf-8", "surrogateescape")
+    def _quoted_rows(self, file: BinaryIO) -> Iterator[TableRow]:
+        """Rows of fields. After a bad row the next one begins after its first line, so that an unclosed quote
+        spoils no other row."""
+        number = 0  # of lines before the current row
+        while True:
+            lines = _RowLines(file)
+            reader = csv.reader(lines, delimiter=self.delimiter, strict=True)
+            while True:
+                lines.begin_row()
+                fields: list[str] | ValueError
+                try:
+                    fields = next(reader)
+                except StopIteration:
+                    return
+                except csv.Error as error:
+                    fields = _not_csv(error)
+                if lines.num_bytes > MAX_ROW_BYTES:
+                    fields = _too_long() if lines.count == 1 else _not_csv(LONG_ROW)
+                if isinstance(fields, ValueError):
+                    break
+                if fields:
+                    yield TableRow(number + 1, lines.count, fields)
+                number += lines.count
+            file.seek(lines.first_end)
+            number += 1
+            yield TableRow(number, 1, fields)
 
 
 class TSVSource(CSVSource):
-    """The same with tabs."""
+    """The same with tabs. By default quotes are text, unless a field on one of the lines begins and ends with
+    a quote, and has doubled quotes, and no others, between them."""
 
     delimiter = "\t"
+
+    def _default_quoting(self) -> str:
+        tab = re.escape(self.delimiter)
+        doubled = re.compile(rf'(?:^|{tab})"[^"{tab}]*(?:""[^"{tab}]*)+"(?={tab}|$)')
+        with self.path.open("rb") as file:
+            for line in _lines(file):
+                if b'""' in line and doubled.search(_text(line)):
+                    return "minimal"
+        return "none"
 
 
 def unique_names(names: list[str], path: Path) -> list[str]:
@@ -225,6 +263,31 @@ def parse_json(text: str) -> Any:
     return value
 
 
+class _RowLines:
+    """The lines of a file as text, for a row that may have several; they end where the row is too long."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._lines = _lines(file)
+        self.begin_row()
+
+    def begin_row(self) -> None:
+        self.count = self.num_bytes = self.first_end = 0  # of the current row; where its first line ends
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        if self.num_bytes > MAX_ROW_BYTES:
+            raise StopIteration
+        line = next(self._lines)
+        self.num_bytes += len(line)
+        self.count += 1
+        if self.count == 1:
+            self.first_end = self._file.tell()
+        return line.decode("utf-8", "surrogateescape")
+
+
 def _lines(file: BinaryIO) -> Iterator[bytes]:
     """The lines of a file; a line that is too long is cut to one byte more than the limit."""
     while line := file.readline(MAX_ROW_BYTES + 1):
@@ -232,6 +295,22 @@ def _lines(file: BinaryIO) -> Iterator[bytes]:
         while len(rest) > MAX_ROW_BYTES and not rest.endswith(b"\n"):
             rest = file.readline(MAX_ROW_BYTES + 1)
         yield line
+
+
+def _text(line: bytes) -> str:
+    """A line without its end; bytes that are not UTF-8 become lone surrogates."""
+    return line.decode("utf-8", "surrogateescape").removesuffix("\n").removesuffix("\r")
+
+
+def _not_csv(error: csv.Error | str) -> ValueError:
+    if "new-line character" in str(error):
+        return ValueError(
+            "a carriage return stands outside quotes; put the field into quotes, pass --quoting none, or end "
+            "lines with \\n, for example with `tr '\\r' '\\n'`"
+        )
+    return ValueError(
+        f"it is not CSV: {error}; close every quote, and double those inside, or pass --quoting none"
+    )
 
 
 def _too_long() -> ValueError:

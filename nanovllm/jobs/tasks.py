@@ -31,7 +31,7 @@ class Task:
 
     id: of the row in its file. prompt: a string, token ids, or with `is_chat` a list of messages; for "embed"
     a list of strings and lists of token ids. template: arguments of `LLM.chat` for this row. request: the
-    parts of an OpenAI body that the answer repeats.
+    parts of an OpenAI body that the answer repeats. place: as in `SourceRow`, for errors.
     """
 
     index: int
@@ -42,6 +42,7 @@ class Task:
     kind: Kind = "generate"
     template: dict[str, Any] = field(default_factory=dict)
     request: dict[str, Any] = field(default_factory=dict)
+    place: str = ""
 
 
 class RowFormat(ABC):
@@ -98,6 +99,11 @@ class Columns:
 
 
 DEFAULTS = {"prompt", "messages"}  # columns of the prompt if none is given
+NOT_GIVEN: tuple[Any, ...] = (
+    None,
+    "",
+    [],
+)  # values of a prompt that a row has not; an empty cell of CSV is ""
 
 
 class PlainFormat(RowFormat):
@@ -121,7 +127,7 @@ class PlainFormat(RowFormat):
                 raise ValueError(f"there is no column {name!r}; there are {_names(values)}")
         prompt, is_chat = self._prompt(values)
         params = self.params.make(row.index, own_params(values.get(PARAMS_COLUMN)))
-        return Task(row.index, self.row_id(values), prompt, params, is_chat)
+        return Task(row.index, self.row_id(values), prompt, params, is_chat, place=row.place)
 
     def row_id(self, values: Values) -> Any:
         return next((values[name] for name in self._ids if values.get(name) is not None), None)
@@ -167,7 +173,13 @@ class PlainFormat(RowFormat):
             return conversation(values[where.messages], where.messages), True
         if where.prompt is not None:
             return prompt_of(values[where.prompt], f"column {where.prompt!r}"), False
-        if values.get("prompt") is None and values.get("messages") is not None:
+        given = [name for name in ("prompt", "messages") if values.get(name) not in NOT_GIVEN]
+        if len(given) == 2:
+            raise ValueError(
+                "it has both 'prompt' and 'messages'; leave one of them out, or choose a column for all "
+                "rows with --prompt-column or --messages-column"
+            )
+        if given == ["messages"] or ("messages" in values and "prompt" not in values):
             return conversation(values["messages"], "messages"), True
         if "prompt" not in values:
             raise ValueError(

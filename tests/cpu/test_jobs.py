@@ -65,11 +65,11 @@ def test_bad_rows_are_error_rows(tmp_path: Path, capsys: pytest.CaptureFixture[s
         5: (None, "line 6: it is not JSON"),
         6: (None, "line 7: it is not UTF-8"),
         7: (7, "line 8: there is no column 'prompt'"),
-        8: (8, "the prompt is empty"),
+        8: (8, "line 9: the prompt is empty"),
         9: (None, "line 10: it is longer than 8 MiB"),
         10: (9, "line 11: top_p must be in (0, 1]"),
     }.items():
-        assert errors[index][0] == row_id and errors[index][1].startswith(error)
+        assert errors[index][0] == row_id and errors[index][1].startswith(f"in.jsonl: {error}")
     assert found[5]["finish_reason"] == "error" and found[5]["text"] is None
     assert found[11]["id"] == "r1" and found[11]["text"] == "5 None"  # ids need not be unique
     assert "14 of 14 rows, 6 of them with an error" in capsys.readouterr().err
@@ -205,7 +205,9 @@ def test_other_formats_in_and_out(tmp_path: Path, ending: str) -> None:
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), source)
     else:
         tab = "\t" if ending == "tsv" else ","
-        source.write_text("\n".join([f"id{tab}prompt", *(f'{r["id"]}{tab}"{r["prompt"]}"' for r in rows)]))
+        quote = "" if ending == "tsv" else '"'
+        lines = [f"{row['id']}{tab}{quote}{row['prompt']}{quote}" for row in rows]
+        source.write_text("\n".join([f"id{tab}prompt", *lines]))
     out = tmp_path / f"out.{ending}"
 
     def stop(number: int) -> None:

@@ -9,10 +9,12 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from jobs import no_model, read_rows, run, watched, write_rows
+from jobs import FakeLLM, no_model, read_rows, run, watched, write_rows
 
 from nanovllm.jobs import main as program
 from nanovllm.jobs.parquet import import_pyarrow
+from nanovllm.outputs import RequestOutput
+from nanovllm.sampling_params import SamplingParams
 
 
 def write_damaged_parquet(path: Path) -> Path:
@@ -37,7 +39,8 @@ def test_a_damaged_row_group_costs_its_rows_only(tmp_path: Path, capsys: pytest.
     bad = [row["index"] for row in found if row["error"] is not None]
     assert len(found) == 1500 and bad == list(range(bad[0], 1000)) and 500 <= bad[0] < 800
     assert found[999]["error"].startswith(
-        f"row 1000: row group 1 of the file is damaged, and its rows {bad[0] + 1} to 1000 cannot be read ("
+        "in.parquet: row 1000: row group 1 of the file is damaged, "
+        f"and its rows {bad[0] + 1} to 1000 cannot be read ("
     )
     assert found[999]["error"].endswith("); replace the file by a good copy")
     assert found[1000]["text"] == "11 None"
@@ -78,7 +81,7 @@ def test_a_null_is_no_text_for_a_template(tmp_path: Path) -> None:
     source, out = write_rows(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl"
     assert run(source, "-o", out, "--template", "{a} {b}", "--id-column", "id") == 1
     [bad, good] = read_rows(out)
-    assert bad["error"] == "line 1: column 'b' is null, and the template needs it; give it a value"
+    assert bad["error"] == "in.jsonl: line 1: column 'b' is null, and the template needs it; give it a value"
     assert (bad["id"], good["error"], good["text"]) == (1, None, "3 None")
 
 
@@ -133,3 +136,42 @@ def test_a_line_and_a_journal_of_endless_lists(tmp_path: Path, capsys: pytest.Ca
     (tmp_path / "out.jsonl.job.json").write_text("[" * 100_000)
     assert run(source, "-o", out) == 2 and out.read_bytes() == before
     assert "cannot be read as a journal (maximum recursion depth" in capsys.readouterr().out
+
+
+class WithoutTemplate(FakeLLM):
+    """Refuses long prompts like an engine; its model has no chat template."""
+
+    tokenizer = Mock(chat_template=None)
+
+    def answer(self, index: int, prompt: dict[str, Any], params: SamplingParams) -> RequestOutput:
+        output = super().answer(index, prompt, params)
+        if len(prompt["prompt"]) > 99:
+            output.error = f"prompts[{index}] has 100 tokens, and at most 99 leave room for one more"
+        return output
+
+
+def test_every_row_error_has_its_file_and_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of rows that cannot be parsed, that are wrong, and that the template or the engine refuses."""
+    chat = [{"role": "user", "content": "Hi"}]
+    rows = [b"{\n", {"prompt": 5}, {"prompt": ""}, {"prompt": "x" * 100}, {"messages": chat}]
+    rows += [{"prompt": "Hi", "messages": chat}, {"prompt": "Hi"}]
+    source = write_rows(tmp_path / "in.jsonl", [b"\n", *rows])
+    with source.open() as file:
+        monkeypatch.setattr(sys, "stdin", file)
+        for name, input, out in (("in.jsonl", source, "a.jsonl"), ("standard input", "-", "b.jsonl")):
+            assert run(input, "-o", tmp_path / out, make_llm=WithoutTemplate) == 1
+            errors = [row["error"] for row in read_rows(tmp_path / out)]
+            assert errors.pop() is None and len(errors) == 6
+            for number, error in enumerate(errors, 2):
+                assert error.startswith(f"{name}: line {number}: ") and error.count("line ") <= 2
+            assert errors[3].endswith(
+                "line 5: the prompt has 100 tokens, and at most 99 leave room for one more"
+            )
+            assert "it has both 'prompt' and 'messages'; leave one of them out" in errors[5]
+    assert program.main(["check", str(source)]) == 1
+    printed = capsys.readouterr().out.splitlines()
+    assert [line.split(": ")[:2] for line in printed[:-1]] == [
+        [str(source), f"line {n}"] for n in (2, 3, 4, 7)
+    ]

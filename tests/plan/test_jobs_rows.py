@@ -68,7 +68,7 @@ def test_json_lines(tmp_path: Path) -> None:
         9: "line 11: it is not JSON: more than 100 lists and objects within each other",
         10: "line 12: it is not JSON: more than 100 lists and objects within each other",
     }.items():
-        assert found[row].startswith(error)
+        assert found[row].startswith(f"rows.jsonl: {error}")
     (tmp_path / "empty.jsonl").touch()
     assert values_of(tmp_path / "empty.jsonl") == []
 
@@ -92,9 +92,9 @@ def test_csv(tmp_path: Path) -> None:
     assert values_of(path) == [
         {"text": 'two\nlines, "quoted"', "n,m": "1"},
         {"text": "é", "n,m": "2"},
-        "row 4: it has 3 fields, and the row of column names has 2",
-        "row 5: it has 1 field, and the row of column names has 2",
-        "row 6: it is not UTF-8: byte 0xe9 at position 0; convert the file, for example with "
+        "rows.csv: line 6: it has 3 fields, and the row of column names has 2",
+        "rows.csv: line 7: it has 1 field, and the row of column names has 2",
+        "rows.csv: line 8: it is not UTF-8: byte 0xe9 at position 0; convert the file, for example with "
         "`iconv -f latin1 -t utf-8`",
         {"text": "last", "n,m": "4"},
     ]
@@ -113,8 +113,11 @@ def test_an_open_quote_swallows_no_other_row(
     path = tmp_path / "rows.csv"
     path.write_text('a,b\n1,"open\n' + "2,3\n" * 40 + '"he said "no"",4\n' + "5,6\n" * 30 + '7,"open')
     found = values_of(path)
-    for row, error in {0: "row 2: it is not CSV: ", 41: "row 43: it is not CSV: ", 72: "row 74: "}.items():
-        assert found[row].startswith(error) and "; close every quote, and double those inside" in found[row]
+    for row, error in {0: "line 2: it is not CSV: ", 41: "line 43: it is not CSV: ", 72: "line 74: "}.items():
+        assert (
+            found[row].startswith(f"rows.csv: {error}")
+            and "; close every quote, and double those inside" in found[row]
+        )
     assert found[1:41] == [{"a": "2", "b": "3"}] * 40 and found[42:72] == [{"a": "5", "b": "6"}] * 30
     assert len(found) == 73
     csv.field_size_limit(2**17)
@@ -126,7 +129,7 @@ def test_a_long_line_with_an_open_quote_is_one_bad_row(
     monkeypatch.setattr(sources, "MAX_ROW_BYTES", 100)
     (tmp_path / "rows.csv").write_text('a,b\n1,"' + "x" * 500 + '"\n2,3\n')
     found = values_of(tmp_path / "rows.csv")
-    assert found[0] == "row 2: it is longer than 0 MiB"
+    assert found[0] == "rows.csv: line 2: it is longer than 0 MiB"
     assert found[1:] == [{"a": "2", "b": "3"}]
     csv.field_size_limit(2**17)
 
@@ -160,7 +163,9 @@ def test_a_value_that_python_has_not_makes_one_bad_row(tmp_path: Path) -> None:
     pyarrow.parquet.write_table(table, path)
     found = values_of(path)
     assert [index for index, row in enumerate(found) if isinstance(row, str)] == [300, 302]
-    assert found[300].startswith("row 301: it cannot be read: 'utf-8' codec can't decode byte 0xff")
+    assert found[300].startswith(
+        "rows.parquet: row 301: it cannot be read: 'utf-8' codec can't decode byte 0xff"
+    )
     assert found[301] == {"text": "a", "date": None} and len(found) == length
 
 
@@ -168,8 +173,13 @@ def test_a_value_that_python_has_not_makes_one_bad_row(tmp_path: Path) -> None:
     ("name", "content", "error"),
     [
         ("rows.txt", b"", "the ending '.txt' is no known format; rename it to one of .jsonl"),
-        ("rows.jsonl", "text".encode("utf-16"), "is UTF-16, and UTF-8 text is read; convert it first"),
-        ("rows.csv", b"\x1f\x8b", "is gzip"),
+        ("rows.jsonl", "text".encode("utf-16"), "is UTF-16, and UTF-8 text is read; convert it, .* `iconv"),
+        ("rows.csv", b"\x1f\x8b", r"is compressed \(gzip\), and plain files are read; unpack it with `gun"),
+        ("rows.jsonl.gz", b"\x1f\x8b", r"`gzip -dc FILE \| nanovllm run - \.\.\.`"),
+        ("rows.jsonl.zst", b"\x28\xb5\x2f\xfd", r"is compressed \(zstd\), .* `zstd -d`"),
+        ("rows.jsonl.xz", b"\xfd7zXZ\0", r"is compressed \(xz\)"),
+        ("rows.jsonl.bz2", b"BZh9", r"is compressed \(bzip2\)"),
+        ("rows.xlsx", b"PK\x03\x04", "is a zip archive or an Excel file"),
         ("rows.json", b'\xef\xbb\xbf [\n{"prompt": "a"}]', "is a JSON array"),
         ("rows.csv", b"\xff\xffa,b\n", None),
         ("none.jsonl", None, "No such file or directory"),
