@@ -38,13 +38,18 @@ def fork_server() -> Iterator[None]:
 
 
 def run_and_kill(
-    argv: list[Any], stdin: Path, *, change: int | None = None, seconds: float | None = None
+    argv: list[Any],
+    stdin: Path,
+    *,
+    change: int | None = None,
+    seconds: float | None = None,
+    make_llm: Callable[..., Any] = LLM,
 ) -> int | None:
     """Run a job in a forked process and return its exit code, or -9 if SIGKILL came first.
 
     The signal comes after `seconds`, or when the job has changed files `change` times and does so again.
     """
-    process = FORKED.Process(target=job, args=(argv, stdin, change))
+    process = FORKED.Process(target=job, args=(argv, stdin, change, make_llm))
     process.start()
     process.join(seconds)
     process.kill()
@@ -52,13 +57,15 @@ def run_and_kill(
     return process.exitcode
 
 
-def job(argv: list[Any], stdin: Path, change: int | None) -> None:
+def job(argv: list[Any], stdin: Path, change: int | None, make_llm: Callable[..., Any]) -> None:
     """Run a job as this process."""
     torch.set_num_threads(1)
     sys.stdin = stdin.open()
     if change is not None:
         kill_at(change)
-    sys.exit(run(*argv, "--device", "cpu", "--max-num-seqs", 4, "--num-kvcache-blocks", 99, make_llm=LLM))
+    sys.exit(
+        run(*argv, "--device", "cpu", "--max-num-seqs", 4, "--num-kvcache-blocks", 99, make_llm=make_llm)
+    )
 
 
 def kill_at(change: int) -> None:

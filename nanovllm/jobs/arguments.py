@@ -34,7 +34,7 @@ ENDING_NAMES = ", ".join(ENDINGS)
 EPILOG = """exit codes:
   0    every row has an answer
   1    every row was run, and some are error rows
-  2    nothing was run: a wrong argument, or the output belongs to another job
+  2    nothing was run: a wrong argument, or the output belongs to another job or to other rows
   3    stopped by --max-errors
   4    the disk, the device or the engine failed
   129  stopped by SIGHUP, because the terminal was closed
@@ -63,6 +63,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     _add_row_arguments(run)
     run.add_argument("--max-errors", type=_count, metavar="N", help="stop at more error rows than this")
     run.add_argument("--retry-errors", action="store_true", help="run the error rows of the output again")
+    run.add_argument("--extend", action="store_true", help="answer the new rows of an input that has grown")
     run.add_argument("--ordered", action="store_true", help="run and write the rows in the input's order")
     run.add_argument("--report", type=_page, metavar="FILE", help="write a page with charts, .html")
     help_window = f"rows that are reordered together (default: {WINDOW_ROWS:,})"

@@ -10,7 +10,7 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
@@ -20,12 +20,14 @@ from nanovllm.config import Config
 from nanovllm.jobs.arguments import engine_options
 from nanovllm.jobs.errors import JobRefusedError, refusing
 from nanovllm.jobs.formats import check_can_write, is_exported, open_source
-from nanovllm.jobs.journal import hash_file, own_file
+from nanovllm.jobs.journal import chunks, hash_file, own_file
 from nanovllm.jobs.openai_batch import OpenAIFormat, looks_like_batch
+from nanovllm.jobs.output import Output
 from nanovllm.jobs.params import ParamsMaker, job_params
-from nanovllm.jobs.sources import Source
+from nanovllm.jobs.sources import Source, SourceRow
 from nanovllm.jobs.tasks import DEFAULTS, Columns, PlainFormat, RowFormat
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.text.rows import attempt
 from nanovllm.versions import versions
 
 # Options of LLM that only set where and how a job runs. They may change when a job resumes.
@@ -148,7 +150,7 @@ def describe(
         "input": {
             "path": "standard input" if is_stdin else str(source.path.absolute()),
             "bytes": source.size,
-            "xxh3_128": hash_file(source.path),
+            "xxh3_128": hash_file(source.path, source.size),
         },
         "format": "openai" if is_batch else type(source).__name__.removesuffix("Source").lower(),
         "model": {"path": args.model, "xxh3_128": model_hash},
@@ -158,6 +160,75 @@ def describe(
         "other_options": {name: value for name, value in options.items() if name in MAY_CHANGE},
         "versions": versions(),
     }
+
+
+def extend(args: argparse.Namespace, source: Source, before: Mapping[str, Any], lines: Path) -> None:
+    """Take up a job whose input has grown: check that its old rows are the same, and remove lines of others.
+
+    before: the `input` of its journal. lines: its JSON Lines file; a job that ran while the input grew may
+    have read a new row in part. JobRefusedError if the old rows are not the same, or without `--extend`.
+    """
+    name = "standard input" if args.input == "-" else args.input
+    keep = (
+        f"To keep the answers in {args.output}, put the new rows into a file of their own, and run that with "
+        "another -o"
+    )
+    if source.num_rows is not None:
+        raise JobRefusedError(
+            f"{name} is not the file that the job began with. A Parquet file changes as a whole when rows "
+            f"are added, so --extend cannot tell that the old rows are the same. {keep}"
+        )
+    if not has_grown(source.path, before):
+        raise JobRefusedError(
+            f"{name} is not the file that the job began with: its first {before['bytes']:,} bytes have "
+            f"changed, so the answers there are may be of other rows. {keep}"
+        )
+    if not args.extend:
+        raise JobRefusedError(
+            f"{name} has grown since the job began, by {source.size - before['bytes']:,} bytes; run the same "
+            "command with --extend, which keeps all answers and answers the new rows"
+        )
+    num_old = 0
+    with _beginning(args, source, before["bytes"]) as old:
+        rows = source.rows()
+        for row in old.rows():
+            same = next(rows, None)
+            if same is None or not _is_same(row, same):
+                raise JobRefusedError(
+                    f"{name} has grown, and with the new bytes {row.place} is another row than before. {keep}"
+                )
+            num_old = row.index + 1
+    Output(lines, num_old).close()
+
+
+def has_grown(path: Path, before: Mapping[str, Any]) -> bool:
+    """Whether a file begins with the bytes of the input of a journal, and has more."""
+    size = before["bytes"]
+    return path.stat().st_size > size and hash_file(path, size) == before["xxh3_128"]
+
+
+@contextmanager
+def _beginning(args: argparse.Namespace, source: Source, size: int) -> Iterator[Source]:
+    """The rows of the first `size` bytes of a file, from a copy beside the output. The end of a file can
+    decide how a row is read: it ends a line, and leaves a quote open."""
+    copy = own_file(args.output, "before" + source.path.suffix)
+    try:
+        try:
+            with copy.open("wb") as file:
+                file.writelines(chunks(source.path, size))
+        except OSError as error:
+            raise JobRefusedError(f"{source.path} cannot be copied to {copy}: {error.strerror}") from None
+        yield open_job(args, copy)[0]
+    finally:
+        copy.unlink(missing_ok=True)
+
+
+def _is_same(row: SourceRow, other: SourceRow) -> bool:
+    """Whether two rows have the same values, or cannot be read for the same reason."""
+    if isinstance(row.data, (bytes, dict)) and row.data == other.data:
+        return True
+    one, two = attempt(row.values), attempt(other.values)
+    return str(one) == str(two) if isinstance(one, Exception) else one == two
 
 
 def _check_columns(columns: list[str], plain: PlainFormat, where: str) -> None:

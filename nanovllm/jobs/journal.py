@@ -8,7 +8,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import datetime, timezone
 from pathlib import Path
@@ -21,8 +21,8 @@ from nanovllm.jobs.errors import JobRefusedError
 from nanovllm.models.files import model_files
 
 ABOUT = (
-    "The state of a `nanovllm run` job. The same command resumes it. Delete this file and the output to "
-    "start over."
+    "The state of a `nanovllm run` job. The same command resumes it. To start over and keep these answers, "
+    "choose another -o."
 )
 # These keys define a job; other keys may change.
 JOB_KEYS = ("input", "model", "options", "sampling", "prompt", "format")
@@ -52,17 +52,22 @@ class Journal:
             return None
         except (OSError, ValueError, RecursionError) as error:
             raise JobRefusedError(
-                f"{self.path} cannot be read as a journal ({error}); delete it and {self._output} to "
-                "start over"
+                f"{self.path} cannot be read as a journal ({error}); restore it from a copy, or choose "
+                f"another -o, which keeps the answers in {self._output}"
             ) from None
 
     def begin(
-        self, job: Mapping[str, Any], defaults: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
+        self,
+        job: Mapping[str, Any],
+        defaults: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
+        extend: Callable[[Mapping[str, Any]], object] | None = None,
     ) -> dict[str, Any] | None:
         """Resume the existing job and return its previous journal, or write a new journal and return None.
 
         job: its description with the keys JOB_KEYS, and further keys to store. defaults: for some of these
-        keys, the values that are not given. JobRefusedError if the output belongs to another job, or to none.
+        keys, the values that are not given. extend: called with the journal's `input` if only the input
+        differs; it raises JobRefusedError unless the job may go on with it. JobRefusedError if the output
+        belongs to another job, or to none.
         """
         found = self.read()
         files = [path for path in (self._output, self._rows) if path.exists() and path.stat().st_size]
@@ -71,19 +76,23 @@ class Journal:
         elif found is None:
             raise JobRefusedError(
                 f"{files[0]} exists and has no journal, so it is no output of this job; choose another -o, "
-                "or delete it"
-            )
-        elif different := list(differences(found, job, defaults)):
-            raise JobRefusedError(
-                f"{self._output} belongs to another job: {'; '.join(different)}. Choose another -o, or "
-                f"delete it and {self.path.name} to start over"
-            )
-        elif not self._rows.exists():
-            raise JobRefusedError(
-                f"{self._rows} is gone, from which {self._output} was made; delete that and "
-                f"{self.path.name} to start over"
+                "which keeps it as it is"
             )
         else:
+            different = list(differences(found, job, defaults))
+            other_input = {**found, "input": job["input"]}
+            if different and (extend is None or list(differences(other_input, job, defaults))):
+                raise JobRefusedError(
+                    f"{self._output} belongs to another job: {'; '.join(different)}. Choose another -o, "
+                    "which keeps its answers"
+                )
+            if not self._rows.exists():
+                raise JobRefusedError(
+                    f"{self._rows} is gone, from which {self._output} was made; restore it from a copy, or "
+                    f"choose another -o, which keeps the answers in {self._output}"
+                )
+            if different and extend is not None:
+                extend(found["input"])
             self.state = {**found, **job}
         self.update(state="running", pid=os.getpid())
         return found if files else None
@@ -197,13 +206,20 @@ def _lock(path: Path, output: Path) -> int:
         os.close(descriptor)  # the process that held the lock has just deleted its file
 
 
-def hash_file(path: Path) -> str:
-    """The XXH3 (128 bits) of a whole file, in hexadecimal."""
+def hash_file(path: Path, size: int | None = None) -> str:
+    """The XXH3 (128 bits) of a whole file, or of its first `size` bytes, in hexadecimal."""
     digest = xxhash.xxh3_128()
-    with path.open("rb") as file:
-        while chunk := file.read(CHUNK):
-            digest.update(chunk)
+    for chunk in chunks(path, size):
+        digest.update(chunk)
     return digest.hexdigest()
+
+
+def chunks(path: Path, size: int | None = None) -> Iterator[bytes]:
+    """The bytes of a whole file, or its first `size`."""
+    with path.open("rb") as file:
+        while chunk := file.read(CHUNK if size is None else min(CHUNK, size)):
+            size = None if size is None else size - len(chunk)
+            yield chunk
 
 
 def hash_model(folder: Path) -> str:

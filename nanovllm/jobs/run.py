@@ -27,6 +27,8 @@ from nanovllm.jobs.history import History
 from nanovllm.jobs.job import (
     check_output,
     describe,
+    extend,
+    has_grown,
     input_file,
     make_format,
     open_job,
@@ -79,7 +81,11 @@ def main(args: argparse.Namespace, make_llm: Callable[..., Any] = LLM) -> int:
             raise JobRefusedError(str(error)) from None
         journal = Journal(args.output, path)
         try:
-            before = journal.begin(describe(args, source, is_batch, config, model_hash), defaults)
+            before = journal.begin(
+                describe(args, source, is_batch, config, model_hash),
+                defaults,
+                lambda old_input: extend(args, source, old_input, path),
+            )
             output = Output(path, source.most_rows, drop_errors=args.retry_errors)
         except OSError as error:
             raise JobRefusedError(f"{args.output} cannot be written: {error.strerror or error}") from None
@@ -158,18 +164,24 @@ def _run(job: Job, runner: JobRunner, progress: JobProgress, make_llm: Callable[
                     history.save(llm.stats())
     elif args.report is not None:
         say(f"{args.report} is not written, because no row was left to run")
-    before = job.journal.state["input"]["xxh3_128"]
+    before = job.journal.state["input"]
     try:
-        is_changed = job.source.was_written() and hash_file(job.source.path) != before
+        is_changed = job.source.was_written() and hash_file(job.source.path) != before["xxh3_128"]
+        is_longer = is_changed and has_grown(job.source.path, before)
     except OSError as error:
         raise JobFailedError(
             f"{job.source.path} can no longer be read: {error.strerror}; restore it and run the same command "
             "again"
         ) from error
+    if is_longer:
+        raise JobFailedError(
+            f"{job.source.path} has grown while the job ran; run the same command with --extend, which keeps "
+            "the answers to the rows that it had, and answers the new rows"
+        )
     if is_changed:
         raise JobFailedError(
-            f"{job.source.path} was changed while the job ran, so its rows may be mixed up; delete "
-            f"{args.output} and run the job again"
+            f"{job.source.path} was changed while the job ran, so some answers in {args.output} may be of "
+            "changed rows; run the job with another -o, which keeps these answers"
         )
     assert runner.num_rows is not None
     _finish(job, runner.num_rows)
@@ -213,7 +225,8 @@ def _finish(job: Job, num_rows: int) -> None:
     if surplus:
         raise JobFailedError(
             f"{output.path} was changed: it has {counted(surplus, 'line')} for rows that are not in the "
-            f"input; delete all with an index above {num_rows - 1} and run the same command again"
+            f"input; move all with an index above {num_rows - 1} to another file, which keeps them, and run "
+            "the same command again"
         )
     if num_rows == 0:
         say(f"{job.source.path} has no rows")
