@@ -16,6 +16,7 @@ from nanovllm.vllm_arguments import SAMPLING, nearest, refuse_absent
 
 SEED_LIMIT = 2**63
 MAX_N = 16_384  # vLLM's
+MAX_TEXTS = {"stop": 1000, "bad_words": 5000}  # stop strings are searched after each token
 TINY, HUGE = float(np.finfo(np.float32).smallest_subnormal), float(np.finfo(np.float32).max)
 FLAGS = ("ignore_eos", "include_stop_str_in_output", "detokenize", "skip_special_tokens")
 # What a number must be, and whether it is.
@@ -323,6 +324,8 @@ def _texts(name: str, value: Any) -> list[str]:
     texts = [] if value is None else [value] if isinstance(value, str) else value
     if not isinstance(texts, (list, tuple)) or not all(isinstance(text, str) for text in texts):
         raise TypeError(f"{name} must be {expected}, not {show(value)}")
+    if len(texts) > MAX_TEXTS[name]:
+        raise ValueError(f"{name} has {len(texts):,} strings, and may have {MAX_TEXTS[name]:,}; pass fewer")
     if not all(texts):
         raise _wrong(name, value, expected)
     for text in texts:

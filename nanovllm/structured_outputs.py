@@ -6,10 +6,17 @@ Checks the fields; `text/structured.py` compiles them for the tokens of a model.
 from __future__ import annotations
 
 import json as json_module
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+MAX_CHARS = 2**20  # of a schema, expression or grammar, and of all choices together
+MAX_CHOICES = 10_000
+MAX_DEPTH = 100  # of brackets
+MAX_PROPERTIES = 1000  # of an object in a schema
+MAX_STRUCTURES = 1000  # of a structural tag, for all triggers together
+BRACKETS = re.compile(r"\\.|[(\[{]|[)\]}]")
 CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
 
@@ -70,6 +77,9 @@ class StructuredOutputsParams:
                 raise TypeError(f"{name} must be a string, not {show(value)}")
             if value == "":
                 raise ValueError(f"{name} must not be empty; leave it out")
+            if value is not None:
+                _check_size(name, len(value), MAX_CHARS, "characters")
+                _check_size(name, _bracket_depth(value), MAX_DEPTH, "nested brackets")
         check_bool("disable_additional_properties", self.disable_additional_properties)
         if self.disable_any_whitespace is not None:
             check_bool("disable_any_whitespace", self.disable_any_whitespace)
@@ -89,13 +99,44 @@ def _json_text(name: str, value: Any, expected: str) -> str:
     try:
         if not isinstance(value, str):
             value = json_module.dumps(dict(value), ensure_ascii=False, allow_nan=False)
-        is_object = isinstance(json_module.loads(value), dict)
+        _check_size(name, len(value), MAX_CHARS, "characters")
+        parsed = json_module.loads(value)
+        is_object = isinstance(parsed, dict)
+    except RecursionError:
+        raise ValueError(f"{name} is nested too deeply; it may have {MAX_DEPTH} levels") from None
     except (TypeError, ValueError) as error:
         kind = TypeError if isinstance(error, TypeError) else ValueError
         raise kind(f"{wrong} ({error})") from None
     if not is_object:
         raise ValueError(wrong)
+    level, depth = [parsed], 0
+    while level := [inner for each in level for inner in _inside(each)]:
+        depth += 1
+        _check_size(name, depth + 1, MAX_DEPTH, "levels")
+        most = max((len(each) for each in level if isinstance(each, dict)), default=0)
+        _check_size(name, most, MAX_PROPERTIES, "properties of one object")
     return value
+
+
+def _inside(value: object) -> list[Any]:
+    """The objects and arrays within a JSON value."""
+    values = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return [each for each in values if isinstance(each, (dict, list))]
+
+
+def _bracket_depth(text: str) -> int:
+    """The number of brackets that are open at once, at most."""
+    depth = deepest = 0
+    for bracket in BRACKETS.findall(text):
+        depth = max(0, depth + (bracket in "([{") - (bracket in ")]}"))
+        deepest = max(deepest, depth)
+    return deepest
+
+
+def _check_size(name: str, size: int, most: int, of: str) -> None:
+    """ValueError for a constraint that would take too long to compile."""
+    if size > most:
+        raise ValueError(f"{name} has {size:,} {of}, and may have {most:,}; make it smaller")
 
 
 def _tag_text(value: Any) -> str:
@@ -111,6 +152,7 @@ def _tag_text(value: Any) -> str:
         or not all(isinstance(each.get(name), str) for each in structures for name in ("begin", "end"))
     ):
         raise ValueError(f"structural_tag must be {expected}, not {show(value)}")
+    _check_size("structural_tag", len(structures) * len(triggers), MAX_STRUCTURES, "structures x triggers")
     for each in structures:
         if not each["begin"].startswith(tuple(triggers)):
             raise ValueError(f"structural_tag: {each['begin']!r} begins with none of the triggers {triggers}")
@@ -120,10 +162,13 @@ def _tag_text(value: Any) -> str:
 def _choices(choices: Any) -> tuple[str, ...]:
     expected = "a list of strings, at least one"
     is_list = isinstance(choices, Sequence) and not isinstance(choices, (str, bytes))
+    if is_list:
+        _check_size("choice", len(choices), MAX_CHOICES, "strings")
     if not is_list or not all(isinstance(choice, str) for choice in choices):
         raise TypeError(f"choice must be {expected}, not {show(choices)}")
     if not choices:
         raise ValueError(f"choice must be {expected}, not {show(choices)}")
+    _check_size("choice", sum(map(len, choices)), MAX_CHARS, "characters")
     return tuple(choices)
 
 
@@ -137,6 +182,6 @@ def show(value: object) -> str:
     """The beginning of `value`, for an error message."""
     try:
         text = repr(value)
-    except ValueError:  # an integer with more digits than Python prints
+    except (ValueError, RecursionError):  # an integer with more digits than Python prints, or deep nesting
         text = "a value too long to print"
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -308,8 +308,8 @@ def _failure(request: Request) -> str:
         return "the model's hidden states were not finite"
     rules = ("allowed_token_ids", "bad_words", "min_tokens", "structured_outputs", "logit_bias")
     given = [name for name in (*rules, "logits_processors") if getattr(params, name)]
-    left = f", or no token was left by {', '.join(given)}" if given else ""
-    return f"the model's logits were not finite{left}"
+    left = f"no token was left by {', '.join(given)}, or " if given else ""
+    return f"{left}the model's logits were not finite"
 
 
 def refused_output(

@@ -107,9 +107,19 @@ class GrammarCompiler:
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
         make = partial(self._llguidance.LLMatcher, self._tokens, grammar, log_level=0)
-        first = make()
+        try:
+            first = make()
+            probe = first.deep_copy()
+            if not first.is_error():
+                probe.compute_bitmask()
+        except BaseException as error:
+            if type(error).__name__ != "PanicException":  # of Rust, and no Exception
+                raise
+            raise ValueError(f"{name}: llguidance cannot compile it ({error}); make it smaller") from None
         if first.is_error():
             raise ValueError(f"{name}: {first.get_error().strip()}")
+        if probe.is_error():
+            raise ValueError(f"{name}: no text satisfies it, for no token may come first")
         for warning in first.get_grammar_warnings():
             logger.warning("structured_outputs, %s: %s", name, warning)
         return Constraint(first, make, self._executor)

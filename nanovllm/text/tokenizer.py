@@ -55,10 +55,11 @@ def bad_word_ids(tokenizer: PreTrainedTokenizerBase, words: Sequence[str]) -> tu
     without tokens.
     """
     found: list[tuple[int, ...]] = []
-    for word in words:
-        text = word.lstrip() or word
-        bare = tuple(tokenizer.encode(text, add_special_tokens=False))
-        spaced = tuple(tokenizer.encode(f" {text}", add_special_tokens=False))
+    texts = [word.lstrip() or word for word in words]
+    all_bare = encode(tokenizer, texts, add_special_tokens=False)  # together, which is faster
+    all_spaced = encode(tokenizer, [f" {text}" for text in texts], add_special_tokens=False)
+    for word, *ids in zip(words, all_bare, all_spaced, strict=True):
+        bare, spaced = map(tuple, ids)
         if not bare:
             raise ValueError(f"bad_words has {word!r}, which has no tokens; leave it out")
         found.append(bare)

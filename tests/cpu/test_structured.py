@@ -200,6 +200,8 @@ def test_whitespace_in_json_is_an_option(name: str) -> None:
         ({"json": {"dependentSchemas": {}}}, "dependentSchemas"),
         ({"json": {"type": "object"}, "whitespace_pattern": "(("}, "unclosed group"),
         ({"grammar": "start: foo"}, "foo"),
+        ({"grammar": 'start: start "a"'}, "no text satisfies it"),
+        ({"regex": "[^\\s\\S]"}, "no text satisfies it"),
         ({"grammar": "just words"}, "GBNF"),
         (
             {

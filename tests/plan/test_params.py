@@ -320,3 +320,50 @@ def test_sampling_columns_hold_only_what_is_used() -> None:
     mixed = table.take(np.array([3, 2, 0]))
     assert mixed.top_k.tolist() == [0, 3, 0] and mixed.seed.tolist() == [-4, 3, 1]
     assert np.allclose(mixed.top_p, [0.9, 1, 1]) and np.allclose(mixed.min_p, [0.2, 0, 0])
+
+
+def nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "object"}
+    for _ in range(depth):
+        schema = {"properties": {"a": schema}}
+    return schema
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: {"choice": ["a"] * 200_000}, "choice has 200,000 strings, and may have 10,000"),
+        (lambda: {"choice": ["a" * 2**20, "b"]}, "choice has 1,048,577 characters, and may have 1,048,576"),
+        (lambda: {"json": nested(3000)}, "json is nested too deeply; it may have 100 levels"),
+        (lambda: {"json": nested(60)}, "json has 101 levels, and may have 100"),
+        (lambda: {"json": '{"a":' * 3000 + "1" + "}" * 3000}, "json is nested too deeply"),
+        (
+            lambda: {"json": {"properties": {str(key): {} for key in range(1001)}}},
+            "1,001 properties of one",
+        ),
+        (lambda: {"regex": "(" * 101 + "a" + ")" * 101}, "regex has 101 nested brackets, and may have 100"),
+        (lambda: {"grammar": "start: " + "[" * 101}, "grammar has 101 nested brackets"),
+        (lambda: {"regex": "a" * (2**20 + 1)}, "regex has 1,048,577 characters"),
+        (
+            lambda: {
+                "structural_tag": {
+                    "structures": [{"begin": "[f", "schema": {}, "end": ""}] * 3000,
+                    "triggers": ["[f"],
+                }
+            },
+            "structural_tag has 3,000 structures x triggers, and may have 1,000",
+        ),
+    ],
+)
+def test_constraints_have_limits(make: Any, message: str) -> None:
+    """Nothing is compiled: these are checks of the parameters alone."""
+    with pytest.raises(ValueError, match=message):
+        StructuredOutputsParams(**make())
+    assert StructuredOutputsParams(regex=r"\(" * 200).regex
+
+
+def test_stop_strings_and_bad_words_have_limits() -> None:
+    with pytest.raises(ValueError, match="stop has 100,000 strings, and may have 1,000; pass fewer"):
+        SamplingParams(stop=["a"] * 100_000)
+    with pytest.raises(ValueError, match="bad_words has 50,000 strings, and may have 5,000; pass fewer"):
+        SamplingParams(bad_words=["a"] * 50_000)
