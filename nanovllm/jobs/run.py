@@ -80,7 +80,7 @@ def main(args: argparse.Namespace, make_llm: Callable[..., Any] = LLM) -> int:
         journal = Journal(args.output, path)
         try:
             before = journal.begin(describe(args, source, is_batch, config, model_hash), defaults)
-            output = Output(path, source.most_rows, drop_errors=args.retry_errors)
+            output = Output(path, source.most_rows, args.output, drop_errors=args.retry_errors)
         except OSError as error:
             raise JobRefusedError(f"{args.output} cannot be written: {error.strerror or error}") from None
         if before is not None and before.get("versions") != journal.state["versions"]:
