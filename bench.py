@@ -23,6 +23,7 @@ IMPORTS_BEGIN = time.perf_counter()
 
 import argparse
 import importlib
+import os
 import statistics
 import sys
 import tempfile
@@ -160,4 +161,12 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+        if sys.stdout is not None:  # closed
+            sys.stdout.flush()
+    except (
+        BrokenPipeError
+    ):  # the reader, such as `head`, ended first; Python's own flush at exit is then silent
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        sys.exit(141)

@@ -91,18 +91,17 @@ def kill_at(change: int) -> None:
             count()
             return super().write(data)
 
-    def open_(path: Path, mode: str = "r", *args: Any, **options: Any) -> Any:
-        if "w" not in mode:
-            return real_open(path, mode, *args, **options)
-        file = io.BufferedWriter(Pieces(path, "w"), PIECE)
-        return file if "b" in mode else io.TextIOWrapper(file, *args[1:], **options, write_through=True)
+    def fdopen(descriptor: int, mode: str, *args: Any, **options: Any) -> Any:
+        if mode != "wb":
+            return real_fdopen(descriptor, mode, *args, **options)
+        return io.BufferedWriter(Pieces(descriptor, "w"), PIECE)
 
     def write(descriptor: int, data: bytes) -> int:
         part = random.Random(change).randrange(len(data) + 1)
         count(lambda: real_write(descriptor, data[:part]))
         return real_write(descriptor, data)
 
-    real_open, real_write = Path.open, os.write
+    real_fdopen, real_write = os.fdopen, os.write
     for name in CHANGES:
         setattr(os, name, counted(getattr(os, name)))
-    os.write, Path.open = write, open_  # type: ignore[method-assign]
+    os.write, os.fdopen = write, fdopen

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, BinaryIO
 
 from nanovllm.jobs.output import ordered_lines
 
@@ -45,16 +45,15 @@ def _record(line: bytes) -> dict[str, Any]:
     return record
 
 
-def write_csv(records: Iterator[dict[str, Any]], path: Path, delimiter: str = ",") -> None:
+def write_csv(records: Iterator[dict[str, Any]], file: BinaryIO, delimiter: str = ",") -> None:
     """Write a CSV file, with lists as JSON, and None as an empty field."""
-    with path.open("w", newline="", encoding="utf-8") as file:
-        # With the line end "\r\n" the csv module quotes both characters. With "\n" it does not quote "\r", up
-        # to Python 3.12.
-        lines = SimpleNamespace(write=lambda line: file.write(line.removesuffix("\r\n") + "\n"))
-        writer = csv.writer(lines, delimiter=delimiter, lineterminator="\r\n")
-        writer.writerow(COLUMNS)
-        for record in records:
-            for name in LISTS:
-                if name in record:
-                    record[name] = json.dumps(record[name], ensure_ascii=False)
-            writer.writerow([record.get(name) for name in COLUMNS])
+    # With the line end "\r\n" the csv module quotes both characters. With "\n" it does not quote "\r", up to
+    # Python 3.12.
+    lines = SimpleNamespace(write=lambda line: file.write((line.removesuffix("\r\n") + "\n").encode()))
+    writer = csv.writer(lines, delimiter=delimiter, lineterminator="\r\n")
+    writer.writerow(COLUMNS)
+    for record in records:
+        for name in LISTS:
+            if name in record:
+                record[name] = json.dumps(record[name], ensure_ascii=False)
+        writer.writerow([record.get(name) for name in COLUMNS])

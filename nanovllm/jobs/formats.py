@@ -6,20 +6,21 @@ import codecs
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from nanovllm.jobs.errors import JobRefusedError
 from nanovllm.jobs.export import records, write_csv
-from nanovllm.jobs.journal import replaced
 from nanovllm.jobs.parquet import ParquetSource, import_pyarrow, write_parquet
 from nanovllm.jobs.sources import CSVSource, JSONLinesSource, Source, TSVSource
+from nanovllm.side_files import replaced
 
 
 class Format(NamedTuple):
     """How to read and write the files of one format."""
 
     source: Callable[..., Source]
-    write: Callable[[Iterator[dict[str, Any]], Path], None] | None  # None: the lines of a job are the file
+    # None: the lines of a job are the file
+    write: Callable[[Iterator[dict[str, Any]], BinaryIO], None] | None
     check: Callable[[], object] = lambda: None  # JobRefusedError if a package is missing
 
 
@@ -116,5 +117,5 @@ def export(lines: Path, path: Path, num_rows: int) -> None:
     """Write the rows of `lines`, in order, atomically to `path`, in the format of its ending."""
     write = FORMATS[ENDINGS[path.suffix.lower()]].write
     assert write is not None, "only such outputs are exported"
-    with replaced(path) as temporary:
-        write(records(lines, num_rows), temporary)
+    with replaced(path, path, lines) as file:
+        write(records(lines, num_rows), file)

@@ -9,6 +9,7 @@ import argparse
 import os
 import shlex
 import shutil
+import stat
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -20,13 +21,14 @@ from nanovllm.config import Config
 from nanovllm.jobs.arguments import engine_options
 from nanovllm.jobs.errors import JobRefusedError, refusing
 from nanovllm.jobs.formats import check_can_write, is_exported, open_source
-from nanovllm.jobs.journal import chunks, hash_file, own_file
+from nanovllm.jobs.journal import chunks, hash_file
 from nanovllm.jobs.openai_batch import OpenAIFormat, looks_like_batch
 from nanovllm.jobs.output import Output
 from nanovllm.jobs.params import ParamsMaker, job_params
 from nanovllm.jobs.sources import Source, SourceRow
 from nanovllm.jobs.tasks import DEFAULTS, Columns, PlainFormat, RowFormat
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.side_files import check_name, new_file, own_file
 from nanovllm.text.rows import attempt
 from nanovllm.versions import versions
 
@@ -49,6 +51,7 @@ MAY_CHANGE = {
     "download_dir",
 }
 PROMPT_ARGUMENTS = ("prompt_column", "template", "messages_column", "id_column", "chat_template_kwargs")
+LONGEST = ".rows.jsonl.nanovllm.tmp"  # what a file beside the output has after the output's name
 INSPECTED_ROWS = 100  # rows of JSON to inspect, for an OpenAI batch or a missing column
 
 
@@ -59,12 +62,17 @@ def input_file(args: argparse.Namespace) -> Iterator[Path]:
         yield Path(args.input)
         return
     copy = own_file(args.output, "stdin")
+    refused = f"standard input cannot be copied to {copy}"
+    try:
+        file = new_file(copy, args.output, rows_path(args.output))
+    except OSError as error:
+        raise JobRefusedError(f"{refused}: {error.strerror}") from None
     try:
         try:
-            with copy.open("wb") as file:
+            with file:
                 shutil.copyfileobj(sys.stdin.buffer, file)
         except OSError as error:
-            raise JobRefusedError(f"standard input cannot be copied to {copy}: {error.strerror}") from None
+            raise JobRefusedError(f"{refused}: {error.strerror}") from None
         yield copy
     finally:
         copy.unlink(missing_ok=True)
@@ -73,6 +81,7 @@ def input_file(args: argparse.Namespace) -> Iterator[Path]:
 def check_output(args: argparse.Namespace) -> None:
     """Raise JobRefusedError if the output path cannot be used. Resolves a symbolic link."""
     if args.output.is_symlink():
+        _check_link(args.output)
         args.output = Path(os.path.realpath(args.output))
     output: Path = args.output
     check_can_write(output)
@@ -80,6 +89,8 @@ def check_output(args: argparse.Namespace) -> None:
         raise JobRefusedError(f"-o {output}: there is no folder {output.parent}; make it first")
     if output.is_symlink() or (output.exists() and not output.is_file()):
         raise JobRefusedError(f"-o {output} is a folder, a pipe, a device or a link to itself; name a file")
+    with refusing("-o: "):
+        check_name(output, LONGEST)
     for path in (output, output.parent):
         if path.exists() and not os.access(path, os.W_OK):
             raise JobRefusedError(f"-o {output}: no permission to write {path}; choose another -o")
@@ -88,6 +99,16 @@ def check_output(args: argparse.Namespace) -> None:
         both = args.input != "-" and path is not None and path.exists() and rows.exists()
         if both and rows.samefile(path):
             raise JobRefusedError(f"{option} {path} is the input; choose another {option}")
+
+
+def _check_link(path: Path) -> None:
+    """Refuse what Linux does not follow by default: another user's link in a folder that everyone may write,
+    unless it is of the folder's owner."""
+    folder, link = path.absolute().parent.stat(), path.lstat()
+    if folder.st_mode & stat.S_IWOTH and link.st_uid not in (os.geteuid(), folder.st_uid):
+        raise JobRefusedError(
+            f"-o {path} is a link of user {link.st_uid} in a folder that everyone may write; name a file"
+        )
 
 
 def rows_path(output: Path) -> Path:
@@ -198,7 +219,7 @@ def extend(args: argparse.Namespace, source: Source, before: Mapping[str, Any], 
                     f"{name} has grown, and with the new bytes {row.place} is another row than before. {keep}"
                 )
             num_old = row.index + 1
-    Output(lines, num_old).close()
+    Output(lines, num_old, args.output).close()
 
 
 def has_grown(path: Path, before: Mapping[str, Any]) -> bool:
@@ -214,7 +235,7 @@ def _beginning(args: argparse.Namespace, source: Source, size: int) -> Iterator[
     copy = own_file(args.output, "before" + source.path.suffix)
     try:
         try:
-            with copy.open("wb") as file:
+            with new_file(copy, args.output, rows_path(args.output)) as file:
                 file.writelines(chunks(source.path, size))
         except OSError as error:
             raise JobRefusedError(f"{source.path} cannot be copied to {copy}: {error.strerror}") from None

@@ -19,6 +19,7 @@ import xxhash
 
 from nanovllm.jobs.errors import JobRefusedError
 from nanovllm.models.files import model_files
+from nanovllm.side_files import open_own, own_file, replaced
 
 ABOUT = (
     "The state of a `nanovllm run` job. The same command resumes it. To start over and keep these answers, "
@@ -44,12 +45,15 @@ class Journal:
     def read(self) -> dict[str, Any] | None:
         """Return the stored journal, None if there is none. JobRefusedError if the file is not a journal."""
         try:
-            found = json.loads(self.path.read_bytes())
+            with os.fdopen(open_own(self.path, os.O_RDONLY, self._output, self._rows), "rb") as file:
+                found = json.loads(file.read())
             if not isinstance(found, dict) or not {*JOB_KEYS} <= found.keys():
                 raise ValueError("it lacks the keys of a journal")
             return found
         except FileNotFoundError:
             return None
+        except FileExistsError as error:  # by another user
+            raise JobRefusedError(str(error.strerror)) from None
         except (OSError, ValueError, RecursionError) as error:
             raise JobRefusedError(
                 f"{self.path} cannot be read as a journal ({error}); restore it from a copy, or choose "
@@ -102,7 +106,8 @@ class Journal:
         self.state |= {**values, "updated": now()}
         text = json.dumps(self.state, indent=2, ensure_ascii=False) + "\n"
         # Write bytes of arguments that are not UTF-8 as escapes.
-        write_atomically(self.path, [text.encode(errors="backslashreplace")])
+        lines = [text.encode(errors="backslashreplace")]
+        write_atomically(self.path, lines, self._output, self._rows)
 
 
 def differences(
@@ -121,40 +126,13 @@ def differences(
                 yield f"its {where} is {json.dumps(one.get(key))}, not {json.dumps(other.get(key))}"
 
 
-def write_atomically(path: Path, lines: Iterable[bytes]) -> None:
-    """Replace a file by one with these lines. After a power cut either the old or the new file is there."""
-    with replaced(path) as temporary, temporary.open("wb") as file:
+def write_atomically(path: Path, lines: Iterable[bytes], *like: Path) -> None:
+    """Replace a file by one with these lines. After a power cut either the old or the new file is there.
+
+    like: as for `replaced`.
+    """
+    with replaced(path, *like) as file:
         file.writelines(lines)
-
-
-@contextmanager
-def replaced(path: Path) -> Iterator[Path]:
-    """Yield the path of a file to write; after the block it replaces `path` atomically."""
-    temporary = own_file(path, "tmp")
-    try:
-        yield temporary
-        with temporary.open("rb") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-        sync_folder(path.parent)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-
-
-def own_file(path: Path, use: str) -> Path:
-    """A file beside `path` that exists only while a job runs. Only a job gives a file such a name, so what it
-    finds there is left from a killed job."""
-    return path.with_name(f"{path.name}.nanovllm.{use}")
-
-
-def sync_folder(path: Path) -> None:
-    """Flush the names in a folder to disk."""
-    folder = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
 
 
 @contextmanager
@@ -179,7 +157,11 @@ def locked(output: Path) -> Iterator[None]:
 def _lock(path: Path, output: Path) -> int:
     while True:
         try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+            descriptor = open_own(path, os.O_RDWR | os.O_CREAT, output)
+        except FileExistsError as error:
+            if error.filename is not None:  # another process has just made it
+                continue
+            raise JobRefusedError(f"{output} cannot be written: {error.strerror}") from None
         except OSError as error:
             raise JobRefusedError(
                 f"{output} cannot be written: {path.parent}: {error.strerror}; choose another -o"

@@ -19,7 +19,8 @@ from typing import Any
 
 from nanovllm.engine.stats import counted
 from nanovllm.jobs.errors import JobFailedError
-from nanovllm.jobs.journal import sync_folder, write_atomically
+from nanovllm.jobs.journal import write_atomically
+from nanovllm.side_files import open_own, sync_folder
 
 KEPT_ERRORS = 200  # the number that a report lists
 SYNC_SECONDS = 1.0  # after this time an answer survives a power cut; it survives `kill -9` at once
@@ -59,21 +60,22 @@ class Output:
     in the order of the rows.
     """
 
-    def __init__(self, path: Path, most_rows: int, *, drop_errors: bool = False) -> None:
+    def __init__(self, path: Path, most_rows: int, *like: Path, drop_errors: bool = False) -> None:
         """Open or create the file, and read its lines.
 
         An incomplete last line is cut off. Lines that are damaged, repeated, or have an index of `most_rows`
         or more are removed; with `drop_errors` so are error rows. The rows of removed lines run again.
-        OSError if the file cannot be written.
+        OSError if the file cannot be written. like: as for `open_own`; `path` itself by default.
         """
         self.path = path
         self._most_rows = most_rows
+        self._like = like or (path,)
         self.finished = IndexSet()
         self.num_errors = self.num_dropped = 0
         self.num_requests = self.prompt_tokens = self.output_tokens = 0
         self.first_errors: list[tuple[int, str]] = []
         self.is_ordered = True
-        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        self._descriptor = open_own(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, *self._like)
         try:
             sync_folder(path.parent)
             if self._read(drop_errors):
@@ -171,7 +173,7 @@ class Output:
         self.finished = IndexSet()
         write_atomically(self.path, self._kept_lines(drop_errors))
         os.close(self._descriptor)
-        self._descriptor = os.open(self.path, os.O_RDWR | os.O_APPEND)
+        self._descriptor = open_own(self.path, os.O_RDWR | os.O_APPEND, *self._like)
 
     def _kept_lines(self, drop_errors: bool) -> Iterator[bytes]:
         with self.path.open("rb") as file:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import islice, repeat
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from nanovllm.jobs.errors import JobRefusedError
 from nanovllm.jobs.export import COLUMNS, LISTS, NUMBERS
@@ -70,14 +70,14 @@ def _values_of(batch: Any) -> list[Values | ValueError]:
     return [row for start in range(batch.num_rows) for row in _values_of(batch.slice(start, 1))]
 
 
-def write_parquet(records: Iterator[dict[str, Any]], path: Path) -> None:
+def write_parquet(records: Iterator[dict[str, Any]], file: BinaryIO) -> None:
     """Write a Parquet file, a batch at a time."""
     pyarrow = import_pyarrow()
     kinds = {name: pyarrow.string() for name in COLUMNS}
     kinds |= {name: pyarrow.int64() for name in NUMBERS}
     kinds |= {name: pyarrow.list_(pyarrow.string()) for name in LISTS}
     schema = pyarrow.schema(list(kinds.items()))
-    with pyarrow.parquet.ParquetWriter(path, schema) as writer:
+    with pyarrow.parquet.ParquetWriter(file, schema) as writer:
         while batch := list(islice(records, WRITTEN_ROWS)):
             writer.write_table(pyarrow.Table.from_pylist(batch, schema))
 

@@ -86,7 +86,7 @@ def main(args: argparse.Namespace, make_llm: Callable[..., Any] = LLM) -> int:
                 defaults,
                 lambda old_input: extend(args, source, old_input, path),
             )
-            output = Output(path, source.most_rows, drop_errors=args.retry_errors)
+            output = Output(path, source.most_rows, args.output, drop_errors=args.retry_errors)
         except OSError as error:
             raise JobRefusedError(f"{args.output} cannot be written: {error.strerror or error}") from None
         if before is not None and before.get("versions") != journal.state["versions"]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import gc
 import os
 import signal
-import sys
 import threading
 import traceback
 from contextlib import suppress
@@ -29,7 +28,7 @@ from nanovllm.replicas.serialization import pack_output, unpack_request
 from nanovllm.text.request import Request
 from nanovllm.workers.interrupts import no_full_collections
 from nanovllm.workers.shared_tensors import SharedTensors
-from nanovllm.workers.worker import exit_with
+from nanovllm.workers.worker import exit_with, leave
 
 KEPT_ERRORS = (ValueError, TypeError, KVCacheMemoryError, ModelLoadError)  # others become a WorkerError
 
@@ -250,6 +249,4 @@ def replica_main(
     except BaseException as error:  # report everything to the caller
         link.send(Failure.of(error))
         link.flush()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)  # at once: the libraries need no clean-up
+    leave()  # at once: the libraries need no clean-up

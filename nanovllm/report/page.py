@@ -21,6 +21,7 @@ from nanovllm.report.chart import FONT, STYLE, Chart, clean
 from nanovllm.report.facts import model_facts, roofline_of
 from nanovllm.report.gpu import GPUMonitor
 from nanovllm.report.series import charts_of
+from nanovllm.side_files import check_name, replaced
 from nanovllm.versions import versions
 
 MAX_ERROR_ROWS = 200  # rows of the table
@@ -71,13 +72,8 @@ def write_report(
     check_path(path)
     about: dict[str, Any] = {"title": title, "facts": facts, "stats": stats, "marks": marks}
     page = make_report(llm, errors=errors, num_errors=num_errors, gpu=gpu, **about)
-    target = Path(path)
-    partial = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
-        partial.write_text(page, encoding="utf-8")
-        partial.replace(target)
-    finally:
-        partial.unlink(missing_ok=True)
+    with replaced(Path(path), use=f"{os.getpid()}.tmp") as file:
+        file.write(page.encode())
 
 
 def check_path(path: str | os.PathLike[str]) -> None:
@@ -91,6 +87,7 @@ def check_path(path: str | os.PathLike[str]) -> None:
         raise ValueError(
             f"the report {str(path)!r} cannot be written: there is no folder {str(target.parent)!r}"
         )
+    check_name(target, f".nanovllm.{os.getpid()}.tmp")
     if not os.access(target.parent, os.W_OK):
         raise ValueError(f"the report {str(path)!r} cannot be written: {str(target.parent)!r} is read-only")
 

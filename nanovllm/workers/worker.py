@@ -29,7 +29,7 @@ from multiprocessing.connection import Connection
 from os import scandir
 from pathlib import Path
 from time import monotonic, sleep
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from nanovllm.config import Config
 from nanovllm.device import Device
@@ -113,9 +113,16 @@ def worker_main(setup: RankSetup, reader: ChannelReader, replies: Connection, pa
         failure = Failure(setup.rank, f"failed:\n{traceback.format_exc()}", False, monotonic())
         with suppress(OSError):  # rank 0 is gone
             replies.send(failure)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)  # at once: the libraries' clean-up may wait for ranks that are gone
+    leave()  # at once: the libraries' clean-up may wait for ranks that are gone
+
+
+def leave() -> NoReturn:
+    """End this process without Python's clean-up. Its streams may be closed, or their reader gone."""
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            with suppress(OSError, ValueError):
+                stream.flush()
+    os._exit(0)
 
 
 def loop(setup: RankSetup, reader: ChannelReader, replies: Connection) -> None:

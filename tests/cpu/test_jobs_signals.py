@@ -6,10 +6,12 @@ import json
 import multiprocessing
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import jobs
 import pytest
@@ -18,6 +20,7 @@ from killed_jobs import FORKED, fork_server
 
 from nanovllm.jobs import main as program
 from nanovllm.jobs.signals import caught_signals
+from nanovllm.workers.worker import leave
 
 SECONDS = 120  # against hangs
 INT, TERM, HUP = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
@@ -122,3 +125,19 @@ def test_a_signal_that_is_ignored_stays_ignored() -> None:
         assert signal.getsignal(INT) is handler
     finally:
         signal.signal(HUP, before)
+
+
+@pytest.mark.parametrize("stream", [None, Mock(flush=Mock(side_effect=BrokenPipeError))])
+def test_a_worker_ends_without_the_streams_of_its_parent(
+    stream: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """They are None if they were closed, and raise if their reader is gone."""
+
+    def end() -> None:
+        sys.stdout = stream
+        leave()
+
+    process = multiprocessing.get_context("fork").Process(target=end)
+    process.start()
+    process.join(SECONDS)
+    assert process.exitcode == 0 and "Traceback" not in capfd.readouterr().err
