@@ -59,6 +59,7 @@ _ONE = Absent((1, None), "use tensor_parallel_size or data_parallel_size")
 _OFF = Absent((False, None), _LEAVE_OUT)
 _NONE = Absent(_NOTHING, _LEAVE_OUT)
 _OVERRIDE = "use hf_overrides={%r: ...}"
+_SCHEMA = "SamplingParams(structured_outputs=StructuredOutputsParams(json=...))"
 _DOWNLOAD = "download what you need with `hf download` and pass the folder"
 
 # These have no visible effect, or only tune an argument that is itself refused.
@@ -147,7 +148,7 @@ SAMPLING: dict[str, Absent] = {
     "routed_experts_prompt_start": Absent((0, None), _LEAVE_OUT),
     **_each("flat_logprobs spaces_between_special_tokens skip_clone stream_interval", _ANY),
     "truncate_prompt_tokens": Absent((None,), "cut the prompt's token ids yourself"),
-    "guided_decoding": Absent((None,), "use structured_outputs=StructuredOutputsParams(...)"),
+    "guided_decoding": Absent((None,), f"write {_SCHEMA}"),
     "thinking_token_budget": Absent((None, -1), "use max_tokens"),
     "skip_reading_prefix_cache": Absent((None, False), _NO_CACHE),
     "output_kind": Absent((None, "CUMULATIVE", "FINAL_ONLY", 0, 2), "use LLM.stream(deltas=True)"),
@@ -185,7 +186,6 @@ class Elsewhere(NamedTuple):
     write: str
 
 
-_SCHEMA = "SamplingParams(structured_outputs=StructuredOutputsParams(json=...))"
 _LOOP = "llm.stream(prompts, params), or a loop over add_request() and step()"
 ELSEWHERE: dict[str, Elsewhere] = {
     # arguments
@@ -200,7 +200,7 @@ ELSEWHERE: dict[str, Elsewhere] = {
     "repeat_penalty": Elsewhere("llama.cpp", "SamplingParams(repetition_penalty=...)"),
     "stop_sequences": Elsewhere("Text Generation Inference", "SamplingParams(stop=[...])"),
     "response_format": Elsewhere("OpenAI", _SCHEMA),
-    "guided_json": Elsewhere("vLLM", _SCHEMA),
+    **dict.fromkeys(("guided_decoding", "guided_json"), Elsewhere("vLLM", _SCHEMA)),
     # classes
     "GuidedDecodingParams": Elsewhere(
         "vLLM", "StructuredOutputsParams, with the same json, regex, choice and grammar"

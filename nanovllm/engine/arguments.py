@@ -65,7 +65,8 @@ def refuse_others(
     """
     function = f"LLM.{call.__name__}()"
     for name in others:
-        if name not in table and (name in SamplingParams.__dataclass_fields__ or name in SAMPLING):
+        is_sampling = name in SamplingParams.__dataclass_fields__ or name in SAMPLING
+        if is_sampling and name not in table and elsewhere(name) is None:
             raise TypeError(f"{function} got {name!r}; pass it as SamplingParams({name}=...)")
     known = [name for name in inspect.signature(call).parameters if name not in ("self", "others")]
     try:
