@@ -27,6 +27,7 @@ from nanovllm.engine.startup import (
     resolve_max_model_len,
     start_ranks,
     stop_ranks,
+    usable_length,
     warn_of_options,
 )
 from nanovllm.engine.stats import Counters, EngineStats, StepStats
@@ -110,19 +111,19 @@ class LLMEngine:
             name = type(self).__name__
             raise ValueError(f"data_parallel_size={size} needs LLM itself; derive {name} from ReplicatedLLM")
         device = Device(self.config.device)
+        usable = usable_length(self.config, self.model_config, device, max_model_len)
         self._workers, self._runner, self._num_blocks = start_ranks(
-            self.config, self.model_config, path, device, max_model_len, self._on_progress
+            self.config, self.model_config, path, device, usable, self._on_progress
         )
         self._residency = Residency(self._workers, self._runner)
         asked = self.config.async_scheduling
         self._run_ahead = device.is_cuda if asked is None else asked
-        self._max_model_len = max_model_len
         self._scheduler = self._make_scheduler()
         return partial(stop_ranks, self._workers, self._runner)
 
     def _make_scheduler(self) -> Scheduler:
         runner = self._runner
-        sizes = self._num_blocks, runner.block_size, self._max_model_len, self.model_config.longest
+        sizes = self._num_blocks, runner.block_size, runner.max_model_len, self.model_config.longest
         return Scheduler(self.config, *sizes, cache_options(self.config, runner.device))
 
     @property

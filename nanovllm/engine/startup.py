@@ -35,6 +35,7 @@ logger = logging.getLogger("nanovllm")
 
 START_TRIES = KV_CACHE_TRIES = 3
 PAUSE_SECONDS = 1.0, 6.0  # between two tries of a start
+TABLE_BYTES = 2**30  # the most that tables for each position take on a CPU
 LARGEST_BLOCK = 256  # tokens; no attention backend has larger blocks by default
 
 
@@ -111,20 +112,22 @@ def warn_of_options(config: Config, max_model_len: int, longest: int) -> None:
 
 
 def usable_length(config: Config, model_config: ModelConfig, device: Device, max_model_len: int) -> int:
-    """`max_model_len`, or the most tokens that any KV cache of this device may hold, if that is less.
-
-    So that no table is made for positions that nothing can use. The cache itself is never larger than this.
-    """
+    """`max_model_len`, or less: the most tokens that any KV cache of this device may hold, and on a CPU those
+    whose tables take TABLE_BYTES. So no table is made for positions that nothing can use."""
     layers, heads = model_config.num_layers, model_config.num_kv_heads
     dtype = device.resolve_dtype(config.dtype, model_config.dtype)
     item = 1 if config.kv_cache_dtype == "fp8" else dtype.itemsize
     own_heads = max(1, heads // config.tensor_parallel_size)
     per_token = 2 * layers * own_heads * model_config.head_dim * item
     num_bytes = device.memory()[1] if device.is_cuda else CPU_KV_CACHE_BYTES // config.tensor_parallel_size
+    block = config.kvcache_block_size or LARGEST_BLOCK
     most = (config.kv_cache_memory_bytes or num_bytes) // per_token
     if config.num_kvcache_blocks is not None:
-        most = config.num_kvcache_blocks * (config.kvcache_block_size or LARGEST_BLOCK)
-    return min(max_model_len, max(most, 1))
+        most = config.num_kvcache_blocks * block
+    elif not device.is_cuda:
+        tables = 24 * config.max_num_seqs // (config.kvcache_block_size or 16) + 12 * model_config.head_dim
+        most = min(most, TABLE_BYTES // tables)  # block tables, and rope's with what computing it takes
+    return min(max_model_len, most + block)  # a block more, so that an error names the cache as the limit
 
 
 def start_ranks(
@@ -189,11 +192,10 @@ def _start_ranks(
     devices = device.ranks(size)
     dtype = device.resolve_dtype(config.dtype, model_config.dtype)
     need = weight_bytes(model_config, TPGroup(0, size), dtype)
-    usable = usable_length(config, model_config, device, max_model_len)
     rendezvous = Rendezvous() if size > 1 else None
     folder = rendezvous.folder if rendezvous else ""
     setups = [
-        RankSetup(rank, size, devices[rank], folder, config, model_config, path, usable)
+        RankSetup(rank, size, devices[rank], folder, config, model_config, path, max_model_len)
         for rank in range(size)
     ]
     workers = Workers(setups[1:], config.distributed_timeout_seconds, on_progress)

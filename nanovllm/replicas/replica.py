@@ -175,7 +175,7 @@ class Replica(ResidentEngine):
             link.send(Report(packed, stats, num_received, len(self._scheduler.waiting)))
 
     def ready(self) -> Ready:
-        return Ready(self._num_blocks, self._runner.block_size, self._max_model_len)
+        return Ready(self._num_blocks, self._runner.block_size, self._runner.max_model_len)
 
     def _answer(self, call: Call) -> Any:
         try:

@@ -11,7 +11,7 @@ from tiny_models import write_tiny_model
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.config import Config
-from nanovllm.device import CPU_KV_CACHE_BYTES, Device
+from nanovllm.device import Device
 from nanovllm.engine.startup import cache_options, resolve_max_model_len, usable_length
 from nanovllm.models.loader import load_model_config
 from nanovllm.models.registry import get_family
@@ -166,19 +166,21 @@ def test_tables_follow_what_can_be_used(tmp_path: Path, rope: dict[str, Any]) ->
     folder = write_tiny_model(tmp_path, max_position_embeddings=2 * 10**7, **rope)
     with make_tiny(folder, max_model_len=None, num_kvcache_blocks=16, kvcache_block_size=16) as llm:
         table = llm._runner.model.model.layers[0].self_attn.rotary.cos_sin
-        assert len(table) == 16 * 16 + 1 and llm.model_config.max_model_len == 256
-        assert llm._runner.max_model_len == 256
+        assert llm.model_config.max_model_len == 256
+        assert len(table) == llm._runner.max_model_len + 1 == 256 + 16 + 1  # a block more than the cache has
         params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
         [out] = llm.generate([[5] * 200], params, use_tqdm=False)
         assert len(out["token_ids"]) == 56
     config = load_model_config(folder)
+    tables = 2**30 // (24 * 1024 // 16 + 12 * 16)  # of max_num_seqs rows of blocks, and of head_dim
     per_token = 2 * 2 * 2 * 16 * 4  # K and V, layers, KV heads, head_dim, float32
     for options, most in (
-        ({}, CPU_KV_CACHE_BYTES // per_token),
-        ({"tensor_parallel_size": 2}, CPU_KV_CACHE_BYTES // per_token),  # half of the memory and of the heads
+        ({}, tables),
+        ({"tensor_parallel_size": 2}, tables),
+        ({"max_num_seqs": 1, "kvcache_block_size": 256}, 2**30 // 192),
         ({"kv_cache_memory_bytes": 2**20}, 2**20 // per_token),
         ({"num_kvcache_blocks": 3}, 3 * 256),
     ):
         of = Config.from_kwargs(str(folder), device="cpu", **options)
-        assert usable_length(of, config, Device("cpu"), 2 * 10**7) == most
+        assert usable_length(of, config, Device("cpu"), 2 * 10**7) == most + 256
         assert usable_length(of, config, Device("cpu"), 700) == 700
