@@ -215,8 +215,9 @@ def extend(args: argparse.Namespace, source: Source, before: Mapping[str, Any], 
         for row in old.rows():
             same = next(rows, None)
             if same is None or not _is_same(row, same):
+                line = row.place.removeprefix(f"{source.name}: ")
                 raise JobRefusedError(
-                    f"{name} has grown, and with the new bytes {row.place} is another row than before. {keep}"
+                    f"{name} has grown, and with the new bytes {line} is another row than before. {keep}"
                 )
             num_old = row.index + 1
     Output(lines, num_old, args.output).close()
@@ -239,7 +240,9 @@ def _beginning(args: argparse.Namespace, source: Source, size: int) -> Iterator[
                 file.writelines(chunks(source.path, size))
         except OSError as error:
             raise JobRefusedError(f"{source.path} cannot be copied to {copy}: {error.strerror}") from None
-        yield open_job(args, copy)[0]
+        old = open_job(args, copy)[0]
+        old.name = source.name  # errors of equal rows are equal
+        yield old
     finally:
         copy.unlink(missing_ok=True)
 

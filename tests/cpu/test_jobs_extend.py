@@ -144,7 +144,7 @@ KEEPS = "put the new rows into a file of their own, and run that with another -o
             "in.csv",
             b'prompt\na\n"b\nc\n',
             b'prompt\na\n"b\nc\nd"\n',
-            "with the new bytes row 3 is another row",
+            "with the new bytes line 3 is another row",
         ),
     ],
 )
