@@ -70,8 +70,9 @@ class JobRunner:
         most = self._args.max_errors
         if most is not None and self._progress.errors > most:
             raise TooManyErrorsError(
-                f"{counted(self._progress.errors, 'error row')}, and --max-errors is {most:,}; fix "
-                "the input, or run the same command with a larger --max-errors, or with --retry-errors"
+                f"{counted(self._progress.errors, 'error row')}, and --max-errors is {most:,}; run "
+                "the same command with a larger --max-errors, or with --retry-errors, or put corrected rows "
+                "into a file of their own, and run that with another -o"
             )
 
     def _tasks(self) -> Iterator[Task]:
