@@ -116,9 +116,8 @@ class LLMEngine:
             self.config, self.model_config, path, device, usable, self._on_progress
         )
         self._residency = Residency(self._workers, self._runner)
-        asked = self.config.async_scheduling
-        self._run_ahead = device.is_cuda if asked is None else asked
-        self._scheduler = self._make_scheduler()
+        ahead = self.config.async_scheduling
+        self._run_ahead, self._scheduler = device.is_cuda if ahead is None else ahead, self._make_scheduler()
         return partial(stop_ranks, self._workers, self._runner)
 
     def _make_scheduler(self) -> Scheduler:
