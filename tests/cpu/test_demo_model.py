@@ -115,7 +115,7 @@ def test_generate_prints_nothing_into_a_file(
     assert (silent.out, silent.err) == ("", "")
     code = (
         "from nanovllm import LLM, SamplingParams, demo_model_path\n"
-        "llm = LLM(demo_model_path(), device='cpu', num_kvcache_blocks=8)\n"
+        "llm = LLM(demo_model_path(), device='cpu', num_kvcache_blocks=64)\n"
         "llm.generate(['abc', 'b'], SamplingParams(max_tokens=3))"
     )
     shown = subprocess.run(

@@ -316,7 +316,7 @@ def test_the_fewest_blocks_of_all_ranks_count(model: Path) -> None:
 @pytest.mark.parametrize(
     ("device", "budget", "options", "said"),
     [
-        ("cpu", 4, {}, "grow to 4.00 GiB during use; to limit it, pass num_kvcache_blocks below 4096"),
+        ("cpu", 4, {}, "up to 4.00 GiB of memory will be used for keys and values"),
         ("cpu", 1, {}, None),
         ("cpu", 4, {"num_kvcache_blocks": 4096}, None),
         ("cuda:0", 4, {}, None),
@@ -332,7 +332,7 @@ def test_a_large_kv_cache_on_a_cpu_gives_a_warning(
     assert said is None or said in shown[0].getMessage()
     if said is not None:  # once, by rank 0
         fit_kv_cache([space, space], Config("m"), 16, 10**6)
-        assert "4.00 GiB on each rank during use" in caplog.records[-1].getMessage()
+        assert "4.00 GiB of memory on each rank will be used" in caplog.records[-1].getMessage()
 
 
 # -- faults: tools/soak_tp.py repeats each of them ---------------------------------------------------------
