@@ -87,7 +87,7 @@ def script_of(way: str, model: Path, device: str, options: dict[str, Any]) -> st
 def run_once(way: str, model: Path, device: str, seed: int) -> str:
     """Run a process that ends in this way; return what went wrong, or ""."""
     _, exit_code, error, signals = WAYS[way]
-    options: dict[str, Any] = {"num_kvcache_blocks": 64, "max_num_seqs": 32, "gpu_memory_utilization": 0.1}
+    options: dict[str, Any] = {"num_kvcache_blocks": 64, "max_num_seqs": 32, "max_model_len": 1024}
     command = [sys.executable, "-X", "faulthandler", "-W", "ignore", "-c"]
     process = subprocess.Popen(
         [*command, script_of(way, model, device, options)],

@@ -82,7 +82,11 @@ def test_every_file_is_opened_in_one_safe_way(tmp_path: Path, whole_job: Any) ->
 
 
 @pytest.mark.parametrize("kind", ["link", "dangling link", "hard link", "pipe", "another user's file"])
-@pytest.mark.parametrize("name", sorted(NAMES | {"out.csv.job.json"}))
+@pytest.mark.parametrize(
+    "name",
+    sorted(NAMES | {"out.csv.job.json"}),
+    ids=lambda name: name.replace(str(os.getpid()), "PID"),  # every process that runs tests has its own
+)
 def test_what_another_user_puts_in_the_place_of_a_file_is_not_touched(
     tmp_path: Path, whole_job: Any, name: str, kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

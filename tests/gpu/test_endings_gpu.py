@@ -23,5 +23,5 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("ending", endings.ENDINGS)
 def test_a_process_may_end_without_close(model: Path, ending: str, size: int) -> None:
-    options = {"load_format": "dummy", "num_kvcache_blocks": 100}
+    options = {"load_format": "dummy", "num_kvcache_blocks": 100, "max_model_len": 4096}
     endings.check(ending, model, "cuda", size, prompt_len=600, max_tokens=100, **options)

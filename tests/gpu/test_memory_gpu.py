@@ -118,7 +118,8 @@ def test_two_engines_of_one_process(model: Path) -> None:
     options = {"load_format": "dummy", "skip_tokenizer_init": True, "gpu_memory_utilization": 0.45}
     params = SamplingParams(max_tokens=20, ignore_eos=True)
     with LLM(model, **options) as first, LLM(model, **options) as second:
-        assert first._runner.kv_cache.nbytes == second._runner.kv_cache.nbytes
+        sizes = [llm._runner.kv_cache.nbytes for llm in (first, second)]
+        assert max(sizes) < 1.01 * min(sizes)
         for llm in (first, second):
             outputs = llm.generate([[5] * 300] * 8, params, use_tqdm=False)
             assert all(len(output["token_ids"]) == 20 for output in outputs)
