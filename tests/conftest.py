@@ -6,6 +6,7 @@ skipped.
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import signal
@@ -21,11 +22,19 @@ os.environ.setdefault("TQDM_DISABLE", "1")
 MAX_WORKERS = 8  # each holds about 1 GiB; the longest file takes an eighth of the total time
 # A shell's background jobs ignore SIGINT; without this, the tests of Ctrl-C would never end.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it, and so would the jobs of tests
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
     return 0 if HAS_GPU else min(os.cpu_count() or 1, MAX_WORKERS)
+
+
+@pytest.fixture(autouse=True)
+def _warnings_are_heard() -> None:
+    """Other packages' set-up of logging may turn off the loggers that exist, for all tests that follow."""
+    logging.disable(logging.NOTSET)
+    logging.getLogger("nanovllm").disabled = False
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -246,7 +246,9 @@ def test_an_openai_batch(tmp_path: Path, engine: LoadedLLM) -> None:
     rows = [
         request(0, "/v1/chat/completions", messages=chat("What is 2 + 3?"), temperature=0),
         request(1, "/v1/completions", prompt="What is 2 + 3?", max_tokens=5, temperature=0, logprobs=1),
-        request(2, "/v1/chat/completions", messages=chat("Spell AB."), n=2, seed=1, max_tokens=4),
+        request(
+            2, "/v1/chat/completions", messages=chat("Spell AB."), n=2, seed=1, temperature=1, max_tokens=4
+        ),
         request(3, "/v1/chat/completions", messages=[]),
         request(4, "/v1/completions", prompt="a " * 2000),
         request(5, "/v1/chat/completions", messages=chat("x"), response_format={"type": "json_schema"}),
@@ -273,8 +275,9 @@ def test_an_openai_batch(tmp_path: Path, engine: LoadedLLM) -> None:
         "response_format must have",
         "stop_token_ids: token id",
     ]
-    for row, error in zip(found[3:7], errors, strict=True):
+    for line, row, error in zip(range(4, 8), found[3:7], errors, strict=True):
         assert row["response"] is None and error in row["error"]["message"]
+        assert row["error"]["message"].startswith(f"batch.jsonl: line {line}: ")
     assert found[7]["response"]["body"]["choices"][0]["text"] == second[0]["text"]
     embeddings = engine.embed(["What is 2 + 3?", "a b", [5, 6, 7]], use_tqdm=False)
     for row, several in ((found[8], embeddings[:1]), (found[9], embeddings[1:])):
@@ -282,7 +285,7 @@ def test_an_openai_batch(tmp_path: Path, engine: LoadedLLM) -> None:
         assert [each["index"] for each in data] == list(range(len(several)))
         for each, expected in zip(data, several, strict=True):
             assert each["embedding"] == pytest.approx(expected.outputs.embedding, abs=1e-4)
-    assert found[10]["error"]["message"].startswith("the input: the prompt has")
+    assert found[10]["error"]["message"].startswith("batch.jsonl: line 11: the input: the prompt has")
     assert found[11]["response"]["body"]["usage"]["completion_tokens"] == 1
 
 
@@ -291,7 +294,8 @@ def test_what_is_wrong_with_a_conversation_names_no_other_row(tmp_path: Path, en
     source = write_rows(tmp_path / "in.jsonl", [{"messages": chat("Hi")}, bad])
     assert run(source, "-o", tmp_path / "out.jsonl", "--sampling", SAMPLING, make_llm=engine) == 1
     row = read_rows(tmp_path / "out.jsonl")[1]
-    assert row["error"].startswith("the conversation has a lone surrogate") and row["id"] is None
+    assert row["error"].startswith("in.jsonl: line 2: the conversation has a lone surrogate")
+    assert row["id"] is None
 
 
 def test_a_report_has_charts_and_the_rows_without_answers(tmp_path: Path, engine: LoadedLLM) -> None:

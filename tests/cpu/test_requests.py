@@ -37,7 +37,7 @@ def test_the_default_length_is_the_models_own(
     path = write_tiny_model(tmp_path, "mistral", max_position_embeddings=96, sliding_window=40)
     with caplog.at_level(logging.INFO, "nanovllm"), make_tiny(path, max_model_len=None) as llm:
         assert llm._runner.max_model_len == 40
-    assert "max_model_len=40, the longest sequence that this model computes" in caplog.text
+    assert "max_model_len is 40, not the model's 96: longer sequences need its sliding window" in caplog.text
     with pytest.raises(ValueError, match="sliding window of 40 tokens"):
         make_tiny(path, max_model_len=41)
 
