@@ -32,8 +32,10 @@ def pytest_xdist_auto_num_workers() -> int:
 
 @pytest.fixture(autouse=True)
 def _warnings_are_heard() -> None:
-    """Other packages' set-up of logging may turn off the loggers that exist, for all tests that follow."""
+    """Other packages' set-up of logging turns off the loggers that exist and lowers the level of all others,
+    for all tests that follow in the process."""
     logging.disable(logging.NOTSET)
+    logging.getLogger().setLevel(logging.WARNING)
     logging.getLogger("nanovllm").disabled = False
 
 
