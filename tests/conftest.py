@@ -32,10 +32,12 @@ def pytest_xdist_auto_num_workers() -> int:
 
 @pytest.fixture(autouse=True)
 def _warnings_are_heard() -> None:
-    """Other packages' set-up of logging turns off the loggers that exist and lowers the level of all others,
-    for all tests that follow in the process."""
+    """Other packages' set-up of logging turns off the loggers that exist, and gives the root logger a handler
+    and a lower level, for all tests that follow in the process."""
+    root = logging.getLogger()
+    root.setLevel(logging.WARNING)
+    root.handlers = [each for each in root.handlers if type(each).__module__.startswith("_pytest")]
     logging.disable(logging.NOTSET)
-    logging.getLogger().setLevel(logging.WARNING)
     logging.getLogger("nanovllm").disabled = False
 
 
