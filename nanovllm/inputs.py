@@ -1,9 +1,16 @@
-"""The types of prompts that users pass, with vLLM's names; `text/prompts.py` checks them."""
+"""What callers pass: the types of prompts, with vLLM's names, and checks of further arguments.
+
+Errors for names that LLM does not have say what to write. `text/prompts.py` checks prompts.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any, TypeAlias, TypedDict
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, TypedDict
+
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.vllm_arguments import SAMPLING, Absent, elsewhere, nearest, refuse_absent
 
 PromptLike: TypeAlias = "str | Iterable[int] | Mapping[str, Any]"
 
@@ -22,3 +29,67 @@ class TokensPrompt(_WithText):
     """A prompt of token ids: `TokensPrompt(prompt_token_ids=[5, 6])`, a dictionary."""
 
     prompt_token_ids: list[int]
+
+
+class OtherNames:
+    """Errors for what other libraries' models have and LLM does not. They say what to write."""
+
+    def __init_subclass__(cls) -> None:
+        """Name public methods after LLM in Python's own errors, whichever class defines them."""
+        for owner in cls.__mro__:
+            for name, function in vars(owner).items():
+                is_ours = inspect.isfunction(function) and function.__module__.startswith("nanovllm.")
+                if is_ours and not name.startswith("_"):
+                    function.__qualname__ = f"LLM.{name}"
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            hint = "" if name.startswith("_") else f"; {nearest(name, _public(type(self)), {})}"
+            raise AttributeError(f"LLM has no attribute {name!r}{hint}", name=name, obj=self)
+
+    def __call__(self, *args: object, **others: object) -> NoReturn:
+        raise TypeError(f"LLM is not a function; {elsewhere('__call__')}")
+
+    @classmethod
+    def from_pretrained(cls, *args: object, **others: object) -> NoReturn:
+        raise TypeError(f"LLM.from_pretrained() does not exist; {elsewhere('from_pretrained')}")
+
+
+def _public(owner: type) -> Iterable[str]:
+    return [name for name in dir(owner) if not name.startswith("_") and name != "from_pretrained"]
+
+
+def given_prompts(prompts: Any, prompt_token_ids: Any) -> Any:
+    """The prompts, under either of vLLM's names. TypeError for none, ValueError for both."""
+    if prompts is None and prompt_token_ids is None:
+        raise TypeError("LLM.generate() needs prompts: a string, token ids, or a list of these")
+    if prompts is not None and prompt_token_ids is not None:
+        raise ValueError("prompts and prompt_token_ids are the same argument; pass one of them")
+    return prompt_token_ids if prompts is None else prompts
+
+
+def check_on_error(on_error: object) -> None:
+    """Raise ValueError unless `on_error` is "raise" or "return"."""
+    if on_error not in ("raise", "return"):
+        raise ValueError(f"on_error must be 'raise' or 'return', not {on_error!r}")
+
+
+def refuse_others(
+    call: Callable[..., Any], others: Mapping[str, object], table: Mapping[str, Absent], hint: str = ""
+) -> None:
+    """Check keyword arguments that `call` of LLM does not have; `table` holds vLLM's arguments.
+
+    ValueError for an unsupported value. TypeError for a field of SamplingParams, and for an unknown name;
+    that message ends with `hint`.
+    """
+    function = f"LLM.{call.__name__}()"
+    for name in others:
+        is_sampling = name in SamplingParams.__dataclass_fields__ or name in SAMPLING
+        if is_sampling and name not in table and elsewhere(name) is None:
+            raise TypeError(f"{function} got {name!r}; pass it as SamplingParams({name}=...)")
+    known = [name for name in inspect.signature(call).parameters if name not in ("self", "others")]
+    try:
+        refuse_absent(function, others, table, known)
+    except TypeError as error:
+        raise TypeError(f"{error}{hint}") from None

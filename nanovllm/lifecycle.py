@@ -1,12 +1,15 @@
 """Lifecycle: admits one caller at a time to an engine, in one process, and frees its resources once.
 
-Owns no device, process or request: it only calls the function that frees them.
+Also delays what would interrupt a step: Ctrl-C, so that all ranks make the same calls, and Python's full
+garbage collections. Owns no device, process or request: it only calls the function that frees them.
 """
 
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
+import signal
 import threading
 import weakref
 from collections import deque
@@ -15,6 +18,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from functools import partial
 from time import sleep
+from types import FrameType
 from typing import Any, TypeVar
 
 from nanovllm.errors import EngineClosedError
@@ -22,6 +26,8 @@ from nanovllm.errors import EngineClosedError
 T = TypeVar("T")
 
 STREAM_SECONDS = 0.05  # how often a waiting call checks whether another thread's stream has ended
+_SELDOM = 100  # factor of the threshold of new objects
+_NEVER = 2**30  # threshold of younger collections before a full one
 
 
 def finalize(owner: object, free: Callable[..., object], *args: Any) -> weakref.finalize[..., Any]:
@@ -193,3 +199,41 @@ class Lifecycle:
         free, self._free = self._free, None
         if free is not None:
             free()
+
+
+@contextmanager
+def held_interrupts() -> Iterator[None]:
+    """Run the block to its end; a SIGINT during the block acts after it.
+
+    Then the previous handler is called; Python's default raises KeyboardInterrupt. If the block raises, its
+    exception propagates and the SIGINT is dropped. Does nothing outside the main thread.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    previous = signal.getsignal(signal.SIGINT) if is_main else None
+    if not callable(previous):  # ignored, the system's own, or set by a C library
+        yield
+        return
+    held: list[tuple[int, FrameType | None]] = []
+    signal.signal(signal.SIGINT, lambda number, frame: held.append((number, frame)))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
+    if held:
+        previous(*held[-1])
+
+
+@contextmanager
+def no_full_collections() -> Iterator[None]:
+    """Delay Python's full garbage collections. They visit every object, which with torch and transformers
+    takes 0.1 s, as long as twenty steps. Collections of young objects, which visit the token ids of new
+    prompts, run less often."""
+    young, middle, old = gc.get_threshold()
+    held = old == _NEVER  # by another engine's thread, which will restore it
+    try:
+        if not held:
+            gc.set_threshold(_SELDOM * young, middle, _NEVER)
+        yield
+    finally:
+        if not held:
+            gc.set_threshold(young, middle, old)

@@ -12,13 +12,12 @@ from tempfile import TemporaryFile
 from time import time_ns
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.engine.arguments import OtherNames, check_on_error, given_prompts, refuse_others
-from nanovllm.engine.beam_search import beam_search
 from nanovllm.engine.progress import Progress
 from nanovllm.engine.resident_engine import ResidentEngine
-from nanovllm.engine.scoring import embedding_output, score_output
+from nanovllm.engine.scoring import beam_search, embedding_output, score_output
 from nanovllm.errors import EngineClosedError
-from nanovllm.inputs import PromptLike
+from nanovllm.inputs import OtherNames, PromptLike, check_on_error, given_prompts, refuse_others
+from nanovllm.lifecycle import no_full_collections
 from nanovllm.outputs import BeamSearchOutput, EmbeddingRequestOutput, Logprob, RequestOutput, ScoreOutput
 from nanovllm.replicas.engine import ReplicatedEngine
 from nanovllm.runner.profile import check_can_profile
@@ -31,7 +30,6 @@ from nanovllm.text.request import Request
 from nanovllm.text.rows import BadRow, raise_first
 from nanovllm.text.tokenizer import check_template_options, render_conversations
 from nanovllm.vllm_arguments import BEAM_SEARCH, CHAT, EMBED, GENERATE
-from nanovllm.workers.interrupts import no_full_collections
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

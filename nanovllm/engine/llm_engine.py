@@ -17,13 +17,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, SupportsIndex, Type
 from nanovllm.batch import Batch, StepKind
 from nanovllm.config import Config
 from nanovllm.device import Device
-from nanovllm.engine.generation_config import overridden, read_generation_config, recommended_params
 from nanovllm.engine.requests import Requests
 from nanovllm.engine.residency import Residency
 from nanovllm.engine.startup import (
     cache_options,
     find_model,
     find_tokenizer,
+    overridden,
+    read_generation_config,
+    recommended_params,
     resolve_max_model_len,
     start_ranks,
     stop_ranks,
@@ -33,7 +35,7 @@ from nanovllm.engine.startup import (
 from nanovllm.engine.stats import Counters, EngineStats, StepStats
 from nanovllm.events import TokenEvents
 from nanovllm.inputs import PromptLike
-from nanovllm.lifecycle import Lifecycle
+from nanovllm.lifecycle import Lifecycle, held_interrupts
 from nanovllm.models.loader import check_weights, load_model_config
 from nanovllm.outputs import RequestOutput
 from nanovllm.plan.scheduler import Scheduler
@@ -44,7 +46,6 @@ from nanovllm.text.prompts import parse_prompt, parse_sampling_params
 from nanovllm.text.reader import PromptBatch
 from nanovllm.text.request import Request
 from nanovllm.text.rows import BadRow, attempt, raise_first
-from nanovllm.workers.interrupts import held_interrupts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -202,8 +203,6 @@ class LLMEngine:
         aborted = self._requests.finish(seq_ids, perf_counter())
         parts = self._requests.parts(TokenEvents([], [], {}), seq_ids, aborted)
         return next(iter(aborted), None), parts
-
-    # -- the end -----------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Free the device memory and end the workers. A second call does nothing.

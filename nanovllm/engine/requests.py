@@ -1,28 +1,45 @@
 """Requests: the unfinished requests, and which sequence computes which completion.
 
-Creates the sequences of a request and, once the last one ends, its RequestOutput. Schedules nothing; the
-Processor handles text.
+Creates the sequences of a request and, once the last one ends, its RequestOutput, or parts of it for a stream
+with deltas. Schedules nothing; the Processor handles text.
 """
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from itertools import count
 from time import perf_counter, time
 
 import xxhash
 
 from nanovllm.batch import Batch
-from nanovllm.engine.deltas import Deltas
-from nanovllm.engine.request_state import RequestState
 from nanovllm.events import TokenEvents
 from nanovllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from nanovllm.plan.sequence import Sequence
 from nanovllm.plan.token_rules import AllowedTokens, BadWords, Grammar, MinTokens, Rule
+from nanovllm.text.detokenizer import LONGEST_CUT
 from nanovllm.text.processor import Processor
 from nanovllm.text.request import Request
 from nanovllm.text.stop_strings import StopStrings
+
+
+@dataclass(slots=True, eq=False)
+class RequestState:
+    """An unfinished request. Times are those of perf_counter."""
+
+    request: Request
+    sequences: list[Sequence]  # one for each completion, in order
+    arrival: float
+    completions: dict[int, CompletionOutput] = field(default_factory=dict)  # the finished ones, by index
+    first_scheduled: float | None = None
+    first_token: float | None = None
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens found in the prefix cache when the first completion was admitted."""
+        return self.sequences[0].num_cached_tokens or 0
 
 
 class Requests:
@@ -163,6 +180,88 @@ class Requests:
             assert seq.finish_reason is not None
             output = self._processor.completion(request, index, token_ids, seq.finish_reason, seq.stop_reason)
         return self._processor.with_logprobs(output, request, seq.logprobs)
+
+
+@dataclass(slots=True, eq=False)
+class StreamState:
+    """An unfinished completion, and how much of it was yielded."""
+
+    state: RequestState
+    index: int
+    text: StopStrings | None  # decodes its tokens; None if outputs have no text
+    num_tokens: int = 0
+    num_characters: int = 0
+    before: list[int] = field(default_factory=list)  # the last yielded tokens
+
+
+class Deltas:
+    """The completions of a stream with deltas."""
+
+    def __init__(self, processor: Processor) -> None:
+        self._processor = processor  # creates log-probabilities
+        self._streams: dict[int, StreamState] = {}  # by id of each unfinished sequence
+
+    def follow(self, seq_id: int, state: RequestState, index: int, text: StopStrings | None) -> None:
+        """Yield completion `index` of a request in parts; `text` decodes its tokens."""
+        self._streams[seq_id] = StreamState(state, index, text)
+
+    def take(
+        self, events: TokenEvents, ended: Iterable[int], outputs: list[RequestOutput]
+    ) -> list[RequestOutput]:
+        """Return the new parts, one output for each request that has any.
+
+        events: the new tokens. ended: the ids of sequences that ended. outputs: the whole outputs of requests
+        that ended.
+        """
+        token_ids: dict[int, list[int]] = {seq_id: [] for seq_id in [*events.seq_ids, *ended]}
+        for seq_id, token_id in zip(events.seq_ids, events.token_ids, strict=True):
+            token_ids[seq_id].append(token_id)
+        parts: dict[str, tuple[RequestState, list[CompletionOutput]]] = {}
+        for seq_id, new in token_ids.items():
+            stream = self._streams[seq_id]
+            key = str(stream.state.request.request_id)
+            parts.setdefault(key, (stream.state, []))[1].append(self._part(seq_id, stream, new))
+        whole = {output.request_id: output for output in outputs}
+        return [
+            replace(whole[key], outputs=completions) if key in whole else _unfinished(state, completions)
+            for key, (state, completions) in parts.items()
+        ]
+
+    def _part(self, seq_id: int, stream: StreamState, token_ids: list[int]) -> CompletionOutput:
+        """The new part of a completion: `token_ids`, or all that is left if it ended."""
+        completion = stream.state.completions.get(stream.index)
+        if completion is not None:
+            del self._streams[seq_id]
+            start, logprobs = stream.num_tokens, completion.logprobs
+            return replace(
+                completion,
+                text=completion.text[stream.num_characters :],
+                token_ids=completion.token_ids[start:],
+                logprobs=None if logprobs is None else logprobs[start:],
+            )
+        text = "" if stream.text is None else stream.text.take()
+        part = CompletionOutput(stream.index, text, token_ids)
+        rows = stream.state.sequences[stream.index].logprobs[stream.num_tokens :]
+        stream.num_characters += len(text)
+        stream.num_tokens += len(token_ids)
+        part = self._processor.with_logprobs(part, stream.state.request, rows, stream.before)
+        stream.before = [*stream.before, *token_ids][-LONGEST_CUT:]
+        return replace(part, cumulative_logprob=None)
+
+
+def _unfinished(state: RequestState, completions: list[CompletionOutput]) -> RequestOutput:
+    """The output of a request with unfinished completions."""
+    request = state.request
+    return RequestOutput(
+        request_id=str(request.request_id),
+        prompt=request.prompt,
+        prompt_token_ids=request.prompt_token_ids,
+        prompt_logprobs=None,
+        outputs=completions,
+        num_cached_tokens=state.num_cached_tokens,
+        index=request.index,
+        finished=False,
+    )
 
 
 def make_rules(request: Request) -> list[Rule]:

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from nanovllm.errors import KVCacheMemoryError
+from nanovllm.lifecycle import held_interrupts
 from nanovllm.models.loader import check_weights
 from nanovllm.models.update import WeightUpdate, named_pairs
 from nanovllm.runner.residency import TAGS, WEIGHTS, ResidentModelRunner
-from nanovllm.workers.interrupts import held_interrupts
 from nanovllm.workers.shared_tensors import SharedMemoryBuffer
 from nanovllm.workers.worker import Workers
 

@@ -9,10 +9,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from nanovllm.engine.deltas import Deltas
 from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.requests import Deltas
 from nanovllm.engine.residency import parse_tags
-from nanovllm.workers.interrupts import held_interrupts
+from nanovllm.lifecycle import held_interrupts
 
 if TYPE_CHECKING:
     import torch

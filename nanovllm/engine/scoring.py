@@ -1,13 +1,96 @@
-"""Creates the results of `score` and `embed` from the outputs of requests that generate nothing."""
+"""The results of `score`, `embed` and `beam_search`, from the outputs of plain requests.
+
+Queues nothing: beam search gets a function that returns the likeliest next tokens.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from nanovllm.outputs import EmbeddingOutput, EmbeddingRequestOutput, RequestOutput, ScoreOutput
+from nanovllm.outputs import (
+    BeamSearchOutput,
+    BeamSearchSequence,
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    Logprob,
+    RequestOutput,
+    ScoreOutput,
+)
+from nanovllm.sampling_params import BeamSearchParams
 from nanovllm.text.logprobs import LogprobDicts
+
+# The likeliest next tokens of each token list, by id.
+NextTokens = Callable[[Sequence[list[int]]], "Sequence[Mapping[int, Logprob]]"]
+
+
+@dataclass(slots=True)
+class Beam:
+    """A prompt and the tokens chosen after it."""
+
+    tokens: list[int]
+    logprobs: list[Mapping[int, Logprob]] = field(default_factory=list)
+    cum_logprob: float = 0.0
+
+
+def beam_search(
+    prompts: Sequence[list[int]],
+    params: BeamSearchParams,
+    next_tokens: NextTokens,
+    eos_token_ids: Sequence[int],
+    decode: Callable[[list[int]], str | None],
+    longest: int,
+) -> list[BeamSearchOutput]:
+    """Return the `beam_width` best sequences of each prompt, best first.
+
+    Each round extends every beam by its 2 * `beam_width` likeliest tokens and keeps the `beam_width` best
+    results. An end-of-sequence token ends its beam. The score is the sum of logprobs divided by
+    length ** `length_penalty`, where the length includes the prompt, as in vLLM. longest: the maximum number
+    of tokens of a beam.
+    """
+    width = params.beam_width
+    running = [[Beam(list(prompt))] for prompt in prompts]
+    ended: list[list[BeamSearchSequence]] = [[] for _ in prompts]
+    ends = frozenset() if params.ignore_eos else frozenset(eos_token_ids)
+
+    def score(beam: Beam) -> float:
+        length = len(beam.tokens) - (beam.tokens[-1] in ends)
+        return float(beam.cum_logprob / max(length, 1) ** params.length_penalty)
+
+    def close(beam: Beam, reason: str) -> BeamSearchSequence:
+        stop = beam.tokens[-1] if reason == "stop" else None
+        is_cut = stop is not None and not params.include_stop_str_in_output
+        text = decode(beam.tokens[:-1] if is_cut else beam.tokens)
+        values = beam.tokens, beam.logprobs, text, beam.cum_logprob, reason, stop
+        return BeamSearchSequence(*values, score=score(beam))
+
+    for _ in range(params.max_tokens):
+        beams = [beam for group in running for beam in group]
+        if not beams:
+            break
+        found = iter(next_tokens([beam.tokens for beam in beams]))
+        for index, group in enumerate(running):
+            candidates: list[Beam] = []
+            for beam in group:
+                likeliest = next(found)
+                for token_id, logprob in likeliest.items():
+                    tokens = [*beam.tokens, token_id]
+                    grown = Beam(tokens, [*beam.logprobs, likeliest], beam.cum_logprob + logprob.logprob)
+                    if token_id in ends:
+                        ended[index].append(close(grown, "stop"))
+                    else:
+                        candidates.append(grown)
+            best = sorted(candidates, key=score, reverse=True)[:width]
+            ended[index] += [close(beam, "length") for beam in best if len(beam.tokens) >= longest]
+            running[index] = [beam for beam in best if len(beam.tokens) < longest]
+    outputs = []
+    for index, group in enumerate(running):
+        whole = [*ended[index], *(close(beam, "length") for beam in group)]
+        outputs.append(BeamSearchOutput(sorted(whole, key=lambda beam: beam.score, reverse=True)[:width]))
+    return outputs
 
 
 def score_output(output: RequestOutput, first: int) -> ScoreOutput:

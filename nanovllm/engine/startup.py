@@ -8,10 +8,10 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,10 +21,11 @@ from nanovllm.distributed.group import TPGroup
 from nanovllm.distributed.rendezvous import Rendezvous
 from nanovllm.errors import KVCacheMemoryError
 from nanovllm.models.config import ModelConfig
-from nanovllm.models.files import check_tokenizer_files
-from nanovllm.models.loader import Hub, resolve_model_path, weight_bytes
+from nanovllm.models.files import GENERATION_FILE, check_tokenizer_files
+from nanovllm.models.loader import Hub, load_generation_config, resolve_model_path, weight_bytes
 from nanovllm.runner.memory import check_weights_fit, fit_kv_cache
 from nanovllm.runner.residency import ResidentModelRunner
+from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.tokenizer import load_tokenizer
 from nanovllm.workers.worker import RankSetup, Workers
 
@@ -37,6 +38,11 @@ START_TRIES = KV_CACHE_TRIES = 3
 PAUSE_SECONDS = 1.0, 6.0  # between two tries of a start
 TABLE_BYTES = 2**30  # the most that tables for each position take on a CPU
 LARGEST_BLOCK = 256  # tokens; no attention backend has larger blocks by default
+
+# The keys that are used, as in vLLM, with the names of their parameters.
+SAME_NAMES = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+PARAMETERS = {**{name: name for name in SAME_NAMES}, "max_new_tokens": "max_tokens"}
+ADVICE = "pass sampling_params, or make the LLM with generation_config='vllm'"
 
 
 def find_model(config: Config) -> Path:
@@ -64,6 +70,56 @@ def find_tokenizer(config: Config, model_path: Path) -> PreTrainedTokenizerBase 
 
 def _hub(config: Config, revision: str | None) -> Hub:
     return Hub(revision, config.download_dir, config.hf_token, config.trust_remote_code)
+
+
+def read_generation_config(option: str, model_folder: Path) -> dict[str, Any]:
+    """Read the file of the model, or of the folder that `option` of `Config` names.
+
+    Raises ValueError if that folder has no such file, ModelLoadError if the file is unreadable.
+    """
+    if option in ("auto", "vllm"):
+        return load_generation_config(model_folder)
+    folder = Path(option).expanduser()
+    if not (folder / GENERATION_FILE).is_file():
+        raise ValueError(
+            f"generation_config must be 'auto', 'vllm' or a folder with {GENERATION_FILE}, not {option!r}"
+        )
+    return load_generation_config(folder)
+
+
+def overridden(generation: Mapping[str, Any], option: str, changes: Mapping[str, Any]) -> dict[str, Any]:
+    """The file's sampling parameters, with `changes` replacing its values; `option` as in `Config`.
+
+    `do_sample: false` in the file means greedy, as in transformers, unless `changes` set a temperature.
+
+    ValueError or TypeError for a key that is no sampling parameter, or a wrong value in `changes`.
+    """
+    unknown = changes.keys() - PARAMETERS.keys()
+    if unknown:
+        raise ValueError(
+            f"override_generation_config: {min(map(str, unknown))!r} is none of {', '.join(PARAMETERS)}; "
+            "pass other parameters as SamplingParams"
+        )
+    _params(changes, "override_generation_config: {}")
+    found = dict({} if option == "vllm" else generation) | dict(changes)
+    if found.get("do_sample") is False and changes.get("temperature") is None:
+        found["temperature"] = 0.0
+    return found
+
+
+def recommended_params(generation: Mapping[str, Any]) -> SamplingParams:
+    """Return SamplingParams with the file's values; null means the default. ValueError or TypeError for a
+    wrong value."""
+    return _params(generation, f"{GENERATION_FILE}: {{}}; {ADVICE}")
+
+
+def _params(generation: Mapping[str, Any], message: str) -> SamplingParams:
+    """SamplingParams with these values; `message` is a format string for errors."""
+    values = {PARAMETERS[key]: generation[key] for key in PARAMETERS if generation.get(key) is not None}
+    try:
+        return SamplingParams(**values)
+    except (TypeError, ValueError) as error:
+        raise type(error)(message.format(error)) from None
 
 
 def resolve_max_model_len(asked: int | None, model_config: ModelConfig) -> int:

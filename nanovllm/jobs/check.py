@@ -15,8 +15,14 @@ from typing import Any, NamedTuple
 import xxhash
 
 from nanovllm.config import Config
-from nanovllm.engine.generation_config import overridden, read_generation_config, recommended_params
-from nanovllm.engine.startup import find_model, find_tokenizer, resolve_max_model_len
+from nanovllm.engine.startup import (
+    find_model,
+    find_tokenizer,
+    overridden,
+    read_generation_config,
+    recommended_params,
+    resolve_max_model_len,
+)
 from nanovllm.engine.stats import counted
 from nanovllm.jobs.arguments import engine_options
 from nanovllm.jobs.errors import ANSWERED, ERROR_ROWS, REFUSED, JobRefusedError, refusing

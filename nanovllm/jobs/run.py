@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm.config import Config
-from nanovllm.engine.generation_config import overridden, read_generation_config, recommended_params
-from nanovllm.engine.startup import find_model
+from nanovllm.engine.startup import find_model, overridden, read_generation_config, recommended_params
 from nanovllm.engine.stats import StepStats, counted, short
 from nanovllm.errors import NanoVLLMError
 from nanovllm.jobs import errors

@@ -15,15 +15,14 @@ from typing import TYPE_CHECKING
 
 from nanovllm.device import Device
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.request_state import RequestState
-from nanovllm.engine.requests import Requests
+from nanovllm.engine.requests import Requests, RequestState
 from nanovllm.engine.startup import cache_options
 from nanovllm.engine.stats import EngineStats, StepStats
 from nanovllm.outputs import RequestOutput
 from nanovllm.plan.scheduler import Scheduler
 from nanovllm.replicas.pool import Replicas
+from nanovllm.replicas.replica import unpack_output
 from nanovllm.replicas.residency import ReplicaResidency
-from nanovllm.replicas.serialization import unpack_output
 from nanovllm.text.processor import refused_output
 from nanovllm.text.request import Request
 

@@ -19,13 +19,12 @@ from typing import Any, NamedTuple
 from nanovllm.config import Config
 from nanovllm.engine.stats import StepStats
 from nanovllm.errors import WorkerError
+from nanovllm.lifecycle import held_interrupts
 from nanovllm.outputs import RequestOutput
 from nanovllm.replicas.process import ReplicaProcess
-from nanovllm.replicas.replica import Call, Failure, Progress, Ready, Reply, Report, Work
+from nanovllm.replicas.replica import Call, Failure, Progress, Ready, Reply, Report, Work, pack_request
 from nanovllm.replicas.router import Router
-from nanovllm.replicas.serialization import pack_request
 from nanovllm.text.request import Request
-from nanovllm.workers.interrupts import held_interrupts
 from nanovllm.workers.watch import stalled_for
 from nanovllm.workers.worker import EXIT_SECONDS, check_open_files, disown
 

@@ -11,22 +11,24 @@ import signal
 import threading
 import traceback
 from contextlib import suppress
-from dataclasses import fields
+from dataclasses import fields, replace
 from multiprocessing import current_process
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from nanovllm.config import Config
 from nanovllm.engine.resident_engine import ResidentEngine
 from nanovllm.engine.stats import StepStats
 from nanovllm.errors import KVCacheMemoryError, ModelLoadError, WorkerError
+from nanovllm.lifecycle import no_full_collections
 from nanovllm.outputs import RequestOutput
-from nanovllm.replicas.serialization import pack_output, unpack_request
+from nanovllm.text.logprobs import LogprobDicts
+from nanovllm.text.processor import Processor
 from nanovllm.text.request import Request
-from nanovllm.workers.interrupts import no_full_collections
 from nanovllm.workers.shared_tensors import SharedTensors
 from nanovllm.workers.worker import exit_with, leave
 
@@ -93,6 +95,50 @@ class Failure(NamedTuple):
         if type(error) in KEPT_ERRORS:
             return Failure(type(error), str(error))  # type: ignore[arg-type]
         return Failure(WorkerError, f"it failed:\n{traceback.format_exc()}")
+
+
+# Messages leave out what the other side has or can compute.
+
+
+def pack_request(request: Request) -> Request:
+    """Remove the prompt's text, the list of its ids, and the compiled constraint."""
+    return replace(request, prompt=None, prompt_token_ids=[], constraint=None)
+
+
+def unpack_request(request: Request, processor: Processor) -> Request:
+    """Restore the list of the prompt's ids, and compile the constraint again."""
+    ids = np.frombuffer(request.prompt_bytes, np.int32).tolist()
+    return replace(request, prompt_token_ids=ids, constraint=processor.constraint(request.params))
+
+
+def pack_output(output: RequestOutput) -> RequestOutput:
+    """Remove the prompt, and turn logprobs into (columns, number of None entries before them, the tokens
+    before them)."""
+    completions = [replace(each, logprobs=_pack_logprobs(each.logprobs)) for each in output.outputs]
+    logprobs = _pack_logprobs(output.prompt_logprobs)
+    return replace(output, prompt=None, prompt_token_ids=[], outputs=completions, prompt_logprobs=logprobs)
+
+
+def unpack_output(output: RequestOutput, request: Request, processor: Processor) -> RequestOutput:
+    """Restore the request's prompt, and logprobs with decoded tokens."""
+
+    def unpacked(logprobs: Any) -> Any:
+        return processor.logprob_dicts(request.params, *logprobs) if isinstance(logprobs, tuple) else logprobs
+
+    completions = [replace(each, logprobs=unpacked(each.logprobs)) for each in output.outputs]
+    return replace(
+        output,
+        prompt=request.prompt,
+        prompt_token_ids=request.prompt_token_ids,
+        outputs=completions,
+        prompt_logprobs=unpacked(output.prompt_logprobs),
+    )
+
+
+def _pack_logprobs(logprobs: Any) -> Any:
+    if not isinstance(logprobs, LogprobDicts):
+        return logprobs
+    return logprobs.columns, logprobs.num_unknown, logprobs.before
 
 
 class Link:

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from nanovllm.engine.residency import Residency
+from nanovllm.lifecycle import held_interrupts
 from nanovllm.models.update import check_dense, named_pairs, named_tensor
 from nanovllm.replicas.pool import Replicas
 from nanovllm.runner.residency import TAGS, WEIGHTS
-from nanovllm.workers.interrupts import held_interrupts
 from nanovllm.workers.shared_tensors import SharedMemoryBuffer, SharedTensors
 
 

@@ -37,12 +37,11 @@ from nanovllm.distributed.group import TPGroup
 from nanovllm.distributed.peer_memory import PeerMemorySizes
 from nanovllm.distributed.rendezvous import Rendezvous
 from nanovllm.errors import WorkerError
-from nanovllm.lifecycle import finalize
+from nanovllm.lifecycle import finalize, held_interrupts
 from nanovllm.models.config import ModelConfig
 from nanovllm.runner.overlap import OVERLAP_TOKENS, rows_of_half
 from nanovllm.runner.residency import ResidentModelRunner
 from nanovllm.workers.channel import Channel, ChannelReader
-from nanovllm.workers.interrupts import held_interrupts
 from nanovllm.workers.watch import POLL_SECONDS, Failure, Progress, Watch
 
 T = TypeVar("T")

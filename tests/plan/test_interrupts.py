@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 from threads import in_threads
 
-from nanovllm.workers.interrupts import held_interrupts, no_full_collections
+from nanovllm.lifecycle import held_interrupts, no_full_collections
 
 
 def interrupt() -> None:
