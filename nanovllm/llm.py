@@ -141,7 +141,7 @@ class LLM(OtherNames, ResidentEngine):
 
     def _start_profile(self, folder: str, name: str) -> None:
         check_can_profile()
-        self._workers.call(self._runner.start_profile, "start_profile", folder, name)
+        self._workers.call("start_profile", folder, name)
 
     def stop_profile(self) -> list[Path]:
         """End the profile; return the path of each rank's trace, for chrome://tracing or ui.perfetto.dev.
@@ -154,7 +154,7 @@ class LLM(OtherNames, ResidentEngine):
     def _stop_profile(self) -> list[str]:
         if self._runner.profile is None:
             raise RuntimeError("no profile is on; call start_profile() first")
-        return self._workers.call(self._runner.stop_profile, "stop_profile")
+        return self._workers.call("stop_profile")
 
     def stream(
         self,

@@ -14,7 +14,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.batch import Batch
 from nanovllm.device import Device
 from nanovllm.distributed.group import TPGroup
-from nanovllm.engine import startup
+from nanovllm.engine import llm_engine
 from nanovllm.engine.stats import StepStats
 from nanovllm.outputs import RequestOutput
 from nanovllm.plan.sequence import Sequence, SequenceStatus
@@ -43,7 +43,7 @@ class CheckedSetup(RankSetup):
 class CheckedLLM(LLM):
     def __init__(self, model: Any, **options: Any) -> None:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(startup, "RankSetup", CheckedSetup)
+            patch.setattr(llm_engine, "RankSetup", CheckedSetup)
             super().__init__(str(model), **options)
         assert self._runner.kv_cache.isnan().all() or self._runner.graphs
         self.batches: list[Batch] = []

@@ -58,7 +58,7 @@ class DigestLLM(CheckedLLM):
 
     def on_ranks(self, method: str) -> list[Any]:
         """Call a method of `DigestSetup` on all ranks; return all answers, rank 0's first."""
-        return self._workers.call(getattr(self._runner, method), method)
+        return self._workers.call(method)
 
 
 def make_digest(model: Path, **options: Any) -> DigestLLM:

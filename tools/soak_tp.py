@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -30,8 +30,9 @@ from leftovers import GONE_SECONDS, SHARED_MEMORY, shared_memory, wait_until_not
 
 import nanovllm
 from nanovllm import LLM, SamplingParams, WorkerError
-from nanovllm.engine import startup
+from nanovllm.workers import ranks
 from nanovllm.workers.watch import Watch
+from nanovllm.workers.worker import RankSetup
 
 PROMPTS = [
     "What is 687087 + 67?",
@@ -132,11 +133,10 @@ def raise_in_step(rng: random.Random, device: str) -> None:
 
 def raise_in_loading(rng: random.Random, device: str) -> None:
     """A worker finds no weights."""
-    whole = startup.RankSetup
 
-    def broken(rank: int, size: int, *rest: Any) -> Any:
-        setup = whole(rank, size, *rest)
-        return setup if rank == 0 else whole(rank, size, *rest[:-2], Path("/nowhere"), rest[-1])
+    def lost(setup: RankSetup, **changes: Any) -> RankSetup:
+        setup = replace(setup, **changes)
+        return replace(setup, model_path=Path("/nowhere")) if setup.rank else setup
 
     error, failures = Watch.error, []
 
@@ -145,7 +145,7 @@ def raise_in_loading(rng: random.Random, device: str) -> None:
         return error(self)
 
     with (
-        mock.patch.object(startup, "RankSetup", broken),
+        mock.patch.object(ranks, "replace", lost),
         mock.patch.object(Watch, "error", recorded),
     ):
         expect(WorkerError, "ModelLoadError", lambda: make_llm(device))

@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, SupportsIndex, TypeVar
@@ -27,8 +26,6 @@ from nanovllm.engine.startup import (
     read_generation_config,
     recommended_params,
     resolve_max_model_len,
-    start_ranks,
-    stop_ranks,
     usable_length,
     warn_of_options,
 )
@@ -46,6 +43,8 @@ from nanovllm.text.prompts import parse_prompt, parse_sampling_params
 from nanovllm.text.reader import PromptBatch
 from nanovllm.text.request import Request
 from nanovllm.text.rows import BadRow, attempt, raise_first
+from nanovllm.workers.ranks import start_ranks
+from nanovllm.workers.worker import RankSetup
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -113,13 +112,15 @@ class LLMEngine:
             raise ValueError(f"data_parallel_size={size} needs LLM itself; derive {name} from ReplicatedLLM")
         device = Device(self.config.device)
         usable = usable_length(self.config, self.model_config, device, max_model_len)
-        self._workers, self._runner, self._num_blocks = start_ranks(
-            self.config, self.model_config, path, device, usable, self._on_progress
-        )
-        self._residency = Residency(self._workers, self._runner)
+        config = replace(self.config, tokenizer=None, hf_token=None)  # no rank needs them
+        rest = config, self.model_config, path, usable
+        setup = RankSetup(0, config.tensor_parallel_size, config.device, "", *rest)
+        self._workers = start_ranks(setup, self._on_progress)
+        self._runner, self._num_blocks = self._workers.runner, self._workers.num_blocks
+        self._residency = Residency(self._workers)
         ahead = self.config.async_scheduling
         self._run_ahead, self._scheduler = device.is_cuda if ahead is None else ahead, self._make_scheduler()
-        return partial(stop_ranks, self._workers, self._runner)
+        return self._workers.stop
 
     def _make_scheduler(self) -> Scheduler:
         runner = self._runner
@@ -381,7 +382,7 @@ class LLMEngine:
         if step is None or step.handle is not None:
             return step
         masks = self._scheduler.masks(step.batch, self._runner.mask_buffer)
-        return step._replace(handle=self._workers.run(self._runner.draw, "draw", masks))
+        return step._replace(handle=self._workers.run("draw", masks))
 
     def _launch(self) -> LaunchedStep | None:
         """Plan a step and launch it on every rank; None if nothing can be planned."""
@@ -394,6 +395,6 @@ class LLMEngine:
         self._counters.planned(blocks.usage)
         if batch.kind is StepKind.PREFILL:
             self._requests.scheduled(batch, perf_counter())
-        handle = self._workers.run(self._runner.launch, "launch", batch)
+        handle = self._workers.run("launch", batch)
         cached, preempted = blocks.num_cached_tokens - cached, self._scheduler.num_preemptions - preempted
         return LaunchedStep(batch, cached, preempted, handle)

@@ -15,9 +15,9 @@ from nanovllm.errors import KVCacheMemoryError
 from nanovllm.lifecycle import held_interrupts
 from nanovllm.models.loader import check_weights
 from nanovllm.models.update import WeightUpdate, named_pairs
-from nanovllm.runner.residency import TAGS, WEIGHTS, ResidentModelRunner
+from nanovllm.runner.residency import TAGS, WEIGHTS
+from nanovllm.workers.ranks import Ranks
 from nanovllm.workers.shared_tensors import SharedMemoryBuffer
-from nanovllm.workers.worker import Workers
 
 BUFFER_BYTES = 2**27  # of tensors sent to workers at once; a larger tensor is sent alone
 
@@ -34,14 +34,13 @@ def parse_tags(tags: object) -> frozenset[str]:
 class Residency:
     """Rank 0's calls to all ranks, one at a time, while no request is unfinished."""
 
-    def __init__(self, workers: Workers, runner: ResidentModelRunner) -> None:
-        self._workers = workers
-        self._runner = runner
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
 
     @property
     def asleep(self) -> frozenset[str]:
         """Which of TAGS sleep."""
-        return self._runner.asleep
+        return self._ranks.runner.asleep
 
     def check_awake(self, needed: Collection[str] = TAGS, why: str = "") -> None:
         """Raise RuntimeError if one of `needed` sleeps."""
@@ -51,13 +50,13 @@ class Residency:
 
     def sleep(self, level: int) -> None:
         """Free weights, KV cache and CUDA graphs."""
-        self._workers.call(self._runner.sleep, "sleep", level)
+        self._ranks.call("sleep", level)
 
     def wake_up(self, tags: frozenset[str]) -> None:
         """Wake those of `tags` that sleep. After KVCacheMemoryError or ModelLoadError they still sleep."""
-        if self._runner.drops_weights and WEIGHTS in tags:
+        if self._ranks.runner.drops_weights and WEIGHTS in tags:
             self._check_checkpoint()
-        needs = self._workers.call(self._runner.wake_up_need, "wake_up_need", tags)
+        needs = self._ranks.call("wake_up_need", tags)
         for rank, (need, free, total) in enumerate(needs):
             if need > free:
                 raise KVCacheMemoryError(
@@ -65,7 +64,7 @@ class Residency:
                     f"{free / 2**30:,.2f} of {total / 2**30:,.2f} GiB are free. Free memory that others use "
                     "(torch.cuda.empty_cache() in their process) and call wake_up() again"
                 )
-        self._workers.call(self._runner.wake_up, "wake_up", tags)
+        self._ranks.call("wake_up", tags)
 
     def update_weights(self, tensors: Mapping[str, Any] | Iterable[Any]) -> None:
         """Check and load tensors on all ranks; see `LLM.update_weights`."""
@@ -75,7 +74,7 @@ class Residency:
             for _ in self._new_update().accept(pairs):
                 pass
         update = self._new_update()
-        with closing(_TensorLoader(self._workers, self._runner)) as loader:
+        with closing(_TensorLoader(self._ranks)) as loader:
             try:
                 for name, tensor in update.accept(pairs):
                     loader.load(name, tensor)
@@ -83,26 +82,25 @@ class Residency:
                 loader.finish(update.reload)
 
     def _new_update(self) -> WeightUpdate:
-        return WeightUpdate(self._runner.model, self._runner.updated, self._check_checkpoint)
+        return WeightUpdate(self._ranks.runner.model, self._ranks.runner.updated, self._check_checkpoint)
 
     def _check_checkpoint(self) -> None:
-        if self._runner.config.load_format != "dummy":
-            check_weights(self._runner.model_config, self._runner.model_path)
+        if self._ranks.runner.config.load_format != "dummy":
+            check_weights(self._ranks.runner.model_config, self._ranks.runner.model_path)
 
 
 class _TensorLoader:
     """Loads tensors on all ranks: one by one without workers, a buffer at a time with workers."""
 
-    def __init__(self, workers: Workers, runner: ResidentModelRunner) -> None:
-        self._workers = workers
-        self._runner = runner
-        self._buffer = SharedMemoryBuffer(BUFFER_BYTES) if workers.watch.processes else None
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._buffer = SharedMemoryBuffer(BUFFER_BYTES) if ranks.watch.processes else None
 
     def load(self, name: str, tensor: torch.Tensor) -> None:
         if self._buffer is None:
             with held_interrupts():
-                self._runner.load_tensors([(name, tensor)])
-                self._workers.watch.progress()
+                self._ranks.runner.load_tensors([(name, tensor)])
+                self._ranks.watch.progress()
         elif not self._buffer.put(name, tensor):
             self._flush(self._buffer)
             self._buffer.put(name, tensor)
@@ -112,7 +110,7 @@ class _TensorLoader:
         with held_interrupts():
             if self._buffer is not None:
                 self._flush(self._buffer)
-            self._workers.call(self._runner.finish_update, "finish_update", reload)
+            self._ranks.call("finish_update", reload)
 
     def close(self) -> None:
         if self._buffer is not None:
@@ -120,4 +118,4 @@ class _TensorLoader:
 
     def _flush(self, buffer: SharedMemoryBuffer) -> None:
         with held_interrupts():
-            self._workers.call(self._runner.load_tensors, "load_tensors", buffer.take())
+            self._ranks.call("load_tensors", buffer.take())

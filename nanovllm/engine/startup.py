@@ -1,41 +1,27 @@
-"""Start and end of all ranks: either all of them start, with captured CUDA graphs, or nothing is left.
-
-Decides the maximum length of sequences. Keeps no state.
+"""What an engine finds before it starts: the model's folder, its tokenizer and defaults, and the length of
+sequences that it can compute. Loads no weights and keeps no state.
 """
 
 from __future__ import annotations
 
 import logging
-import random
-import time
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from nanovllm.config import Config
 from nanovllm.device import CPU_KV_CACHE_BYTES, Device
-from nanovllm.distributed.group import TPGroup
-from nanovllm.distributed.rendezvous import Rendezvous
-from nanovllm.errors import KVCacheMemoryError
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.files import GENERATION_FILE, check_tokenizer_files
-from nanovllm.models.loader import Hub, load_generation_config, resolve_model_path, weight_bytes
-from nanovllm.runner.memory import check_weights_fit, fit_kv_cache
-from nanovllm.runner.residency import ResidentModelRunner
+from nanovllm.models.loader import Hub, load_generation_config, resolve_model_path
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.tokenizer import load_tokenizer
-from nanovllm.workers.worker import RankSetup, Workers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger("nanovllm")
 
-START_TRIES = KV_CACHE_TRIES = 3
-PAUSE_SECONDS = 1.0, 6.0  # between two tries of a start
 TABLE_BYTES = 2**30  # the most that tables for each position take on a CPU
 LARGEST_BLOCK = 256  # tokens; no attention backend has larger blocks by default
 
@@ -184,125 +170,3 @@ def usable_length(config: Config, model_config: ModelConfig, device: Device, max
         tables = 24 * config.max_num_seqs // (config.kvcache_block_size or 16) + 12 * model_config.head_dim
         most = min(most, TABLE_BYTES // tables)  # block tables, and rope's with what computing it takes
     return min(max_model_len, most + block)  # a block more, so that an error names the cache as the limit
-
-
-def start_ranks(
-    config: Config,
-    model_config: ModelConfig,
-    path: Path,
-    device: Device,
-    max_model_len: int,
-    on_progress: Callable[[], None],
-) -> tuple[Workers, ResidentModelRunner, int]:
-    """Start every rank; return the workers, this rank's runner, and the number of KV cache blocks.
-
-    Engines that start on one GPU at the same moment may need its last memory together. So a start that runs
-    out of memory is tried again, after a random time.
-
-    on_progress: called by any thread for each tensor that loads, and after each call of all ranks.
-    Raises the errors of `LLMEngine`; all ranks are then ended.
-    """
-    for left in range(START_TRIES)[::-1]:
-        try:
-            return _start_ranks(config, model_config, path, device, max_model_len, on_progress)
-        except Exception as error:
-            if not _is_out_of_memory(error):
-                raise
-            if not left:
-                raise KVCacheMemoryError(
-                    f"{device.torch} ran out of memory while the engine started ({error}). Close other "
-                    "programs on the device, or lower gpu_memory_utilization "
-                    f"(now {config.gpu_memory_utilization}), max_num_batched_tokens or max_num_seqs"
-                ) from error
-        pause = random.uniform(*PAUSE_SECONDS)
-        logger.warning(
-            "%s ran out of memory while the engine started; other programs may have taken it at the same "
-            "moment; trying again in %.1f s",
-            *(device.torch, pause),
-        )
-        device.release_memory()
-        time.sleep(pause)
-    raise AssertionError("the last try returns or raises")
-
-
-def _is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether the device was full; a failed CUDA graph or kernel has torch's error only as its context."""
-    while error is not None:
-        if isinstance(error, torch.OutOfMemoryError) or "CUDA]: out of memory" in str(error):
-            return True
-        error = error.__context__
-    return False
-
-
-def _start_ranks(
-    config: Config,
-    model_config: ModelConfig,
-    path: Path,
-    device: Device,
-    max_model_len: int,
-    on_progress: Callable[[], None],
-) -> tuple[Workers, ResidentModelRunner, int]:
-    """One try."""
-    config = replace(config, tokenizer=None, hf_token=None)  # no rank needs them
-    size = config.tensor_parallel_size
-    devices = device.ranks(size)
-    dtype = device.resolve_dtype(config.dtype, model_config.dtype)
-    need = weight_bytes(model_config, TPGroup(0, size), dtype)
-    rendezvous = Rendezvous() if size > 1 else None
-    folder = rendezvous.folder if rendezvous else ""
-    setups = [
-        RankSetup(rank, size, devices[rank], folder, config, model_config, path, max_model_len)
-        for rank in range(size)
-    ]
-    workers = Workers(setups[1:], config.distributed_timeout_seconds, on_progress)
-    runner: ResidentModelRunner | None = None
-    try:
-        check_weights_fit(need, [device.memory(), *workers.collect("the start")], config, device)
-        runner, *_ = workers.call(lambda: _load(workers, setups[0], device, rendezvous), "load")
-        workers.call(runner.calibrate_kv_cache, "calibrate_kv_cache")
-        reserve = max(workers.call(runner.warmup_model, "warmup_model"))
-        num_blocks = _allocate_kv_cache(workers, runner, reserve)
-        workers.call(runner.capture_cudagraph, "capture_cudagraph", logger.isEnabledFor(logging.INFO))
-        return workers, runner, num_blocks
-    except BaseException:
-        workers.kill()
-        if runner is not None:
-            runner.exit()
-        if rendezvous is not None:
-            rendezvous.close()
-        raise
-
-
-def _allocate_kv_cache(workers: Workers, runner: ResidentModelRunner, reserve: int) -> int:
-    """Allocate the KV cache on every rank and return its number of blocks.
-
-    Other processes may take memory between the measurement and the allocation; then measure again.
-    """
-    most = runner.config.max_num_seqs * runner.max_blocks
-    for _ in range(KV_CACHE_TRIES):
-        spaces = workers.call(runner.measure_kv_cache, "measure_kv_cache", reserve)
-        num_blocks = fit_kv_cache(spaces, runner.config, runner.block_size, most)
-        if all(workers.call(runner.try_kv_cache, "try_kv_cache", num_blocks)):
-            return num_blocks
-        logger.warning("the memory for the KV cache was taken while the engine started; measuring it again")
-    allocated = workers.call(runner.allocate_kv_cache, "allocate_kv_cache", num_blocks)
-    assert set(allocated) == {num_blocks}, "every rank has as many blocks as the scheduler"
-    return num_blocks
-
-
-def stop_ranks(workers: Workers, runner: ResidentModelRunner) -> None:
-    """End the workers, then free this rank's memory."""
-    workers.stop()
-    runner.exit()
-
-
-def _load(
-    workers: Workers, setup: RankSetup, device: Device, rendezvous: Rendezvous | None
-) -> ResidentModelRunner:
-    """Meet the other ranks, if there are any, and load this rank's part of the model."""
-    group = TPGroup()
-    if rendezvous is not None:
-        workers.watch.on_failure(rendezvous.leave)
-        group = workers.watched(lambda: setup.join_group(device, rendezvous))
-        workers.watch.on_failure(group.abort)
-    return setup.load(device, group, workers.watch.progress)

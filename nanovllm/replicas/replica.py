@@ -255,10 +255,10 @@ class Replica(ResidentEngine):
     def start_profile(self, trace: tuple[str, str]) -> None:
         """trace: the folder and the name of the traces of all replicas."""
         folder, name = trace[0], f"replica{self.number}.{trace[1]}"
-        self._workers.call(self._runner.start_profile, "start_profile", folder, name)
+        self._workers.call("start_profile", folder, name)
 
     def stop_profile(self) -> list[str]:
-        return self._workers.call(self._runner.stop_profile, "stop_profile")
+        return self._workers.call("stop_profile")
 
     def limit_model_len(self, max_model_len: int) -> None:
         """Lower the maximum length of sequences to what all replicas have memory for."""

@@ -1,10 +1,7 @@
-"""Worker processes: ranks 1..N-1 of a tensor-parallel engine, which repeat every call of rank 0.
+"""A worker process: rank 1..N-1 of a tensor-parallel engine, which repeats every call of rank 0.
 
-Owns the processes, their channel and their watch, and cleans up after them. Never schedules.
+Also what starts processes, of workers and of replicas. A worker watches its parent, and ends with it.
 """
-
-# Rank 0 sends a call through the channel and makes the same call; the ranks meet in the model's collectives.
-# Results and errors come back through one pipe per worker, which `Watch` reads. A worker watches its parent.
 
 from __future__ import annotations
 
@@ -19,17 +16,14 @@ import threading
 import traceback
 import types
 import weakref
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
-from multiprocessing import current_process, get_context
 from multiprocessing.connection import Connection
 from os import scandir
 from pathlib import Path
 from time import monotonic, sleep
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 from nanovllm.config import Config
 from nanovllm.device import Device
@@ -37,25 +31,15 @@ from nanovllm.distributed.group import TPGroup
 from nanovllm.distributed.peer_memory import PeerMemorySizes
 from nanovllm.distributed.rendezvous import Rendezvous
 from nanovllm.errors import WorkerError
-from nanovllm.lifecycle import finalize, held_interrupts
 from nanovllm.models.config import ModelConfig
 from nanovllm.runner.overlap import OVERLAP_TOKENS, rows_of_half
 from nanovllm.runner.residency import ResidentModelRunner
-from nanovllm.workers.channel import Channel, ChannelReader
-from nanovllm.workers.watch import POLL_SECONDS, Failure, Progress, Watch
+from nanovllm.workers.channel import ChannelReader
+from nanovllm.workers.watch import Failure, Progress
 
-T = TypeVar("T")
-
-BLAME_SECONDS = 2.0  # after an error in rank 0, wait this long for a worker's failure as its cause
 EXIT_SECONDS = 5.0  # time for workers to exit on request; then they are killed
 OWN_FILES, FILES_PER_PROCESS = 16, 8  # that may be open at once: weights, pipes, sockets
 PARENT_SECONDS = 0.5  # how often a worker checks that rank 0 is alive
-PHASES = {
-    "launch": "a step",
-    "draw": "a step",
-    "load_tensors": "update_weights",
-    "finish_update": "update_weights",
-}
 
 
 @dataclass(frozen=True)
@@ -156,167 +140,7 @@ def exit_with(parent: int, folder: str = "") -> None:
     os._exit(1)
 
 
-# -- in rank 0 ----------------------------------------------------------------------------------------------
-
-
-class Workers:
-    """Rank 0's handle for ranks 1..N-1. Without other ranks, calls run on rank 0 alone.
-
-    After a failure all workers are gone, and every call raises the same WorkerError.
-    """
-
-    def __init__(
-        self, setups: list[RankSetup], limit: float, on_progress: Callable[[], None] = lambda: None
-    ) -> None:
-        """Start a process for each setup. limit, on_progress: as in `Watch`.
-
-        Raises RuntimeError if this process cannot start processes, WorkerError if it may open too few files.
-        """
-        self.watch = Watch(len(setups), limit, on_progress)
-        self._channel: Channel | None = None
-        self._stop: Callable[[], object] = lambda: None
-        if not setups:
-            return
-        if current_process().daemon:
-            raise RuntimeError(
-                "a daemonic process cannot start workers: create an LLM with tensor_parallel_size > 1 in the "
-                "main process, or in one started with daemon=False"
-            )
-        check_open_files("tensor_parallel_size", len(setups))
-        try:
-            with held_interrupts():
-                self._start(setups)
-        except BaseException:
-            self.kill()
-            raise
-
-    def _start(self, setups: list[RankSetup]) -> None:
-        context = get_context("spawn")
-        self._channel = channel = Channel(len(setups))
-        self._stop = finalize(self, _stop, self.watch, channel)
-        os.register_at_fork(after_in_child=partial(disown, weakref.ref(self.watch)))
-        for setup, reader in zip(setups, channel.readers, strict=True):
-            receiver, sender = context.Pipe(duplex=False)
-            process = context.Process(
-                target=worker_main,
-                args=(setup, reader, sender, os.getpid()),
-                name=f"nanovllm rank {setup.rank}",
-                daemon=True,
-            )
-            self.watch.add(process, receiver)
-            start_process(process)
-            sender.close()  # the worker has the only copy, so the pipe ends with the worker
-        channel.readers.clear()
-        self.watch.start()
-
-    def run(self, own: Callable[..., T], method: str, *args: object) -> T:
-        """Call `method` on every worker and `own` here, with the same arguments; return the result of `own`.
-
-        Raises WorkerError if a worker fails meanwhile. After any exception the workers are ended, because
-        they cannot know how far rank 0 got.
-        """
-        if self._channel is None:
-            return own(*args)
-        with self.kill_on_error(PHASES.get(method, method)):
-            self.watch.check()
-            self._channel.send(method, *args, check_alive=self.watch.check)
-            return own(*args)
-
-    def call(self, own: Callable[..., T], method: str, *args: object) -> list[T]:
-        """As `run`, for a method with an answer: return the results of all ranks, rank 0's first."""
-        return [self.run(own, method, *args), *self.collect(PHASES.get(method, method))]
-
-    def collect(self, phase: str) -> list[Any]:
-        """Wait for the next answer of every worker. phase: as in `kill_on_error`."""
-        with self.kill_on_error(phase):
-            answers = [self.watch.wait_for_reply(index) for index in range(len(self.watch.processes))]
-            self.watch.progress()
-            return answers
-
-    @contextmanager
-    def kill_on_error(self, phase: str) -> Iterator[None]:
-        """On an exception in the block, end all workers and raise the WorkerError behind it, if any.
-
-        phase: what the block does, for the error of a wait that reaches the watch's limit.
-        """
-        try:
-            with self.watch.waiting(phase):
-                yield
-            self.watch.check()  # a failed worker ends waits without a result
-        except BaseException as error:
-            if not self.watch.processes:
-                raise
-            with held_interrupts():
-                is_cause = isinstance(error, (WorkerError, KeyboardInterrupt))
-                if not is_cause:
-                    self.watch.ended.wait(BLAME_SECONDS)
-                self.kill()
-                if not is_cause and self.watch.failure is not None:
-                    raise self.watch.error() from error
-                raise
-
-    def watched(self, work: Callable[[], T]) -> T:
-        """Run `work` in another thread; abandon that thread if a worker fails or on Ctrl-C.
-
-        For library calls that wait for other ranks and that no signal and no `release` can end.
-        """
-        if not self.watch.processes:
-            return work()
-        outcome: Future[T] = Future()
-        thread = threading.Thread(
-            target=_complete, args=(outcome, work), name="nanovllm start-up", daemon=True
-        )
-        thread.start()
-        try:
-            while thread.is_alive():
-                self.watch.check()
-                thread.join(POLL_SECONDS)
-            return outcome.result()
-        finally:
-            del outcome  # see `_complete`
-
-    def stop(self) -> None:
-        """Ask the workers to exit and wait until they are gone; a second call does nothing."""
-        with held_interrupts():
-            self._stop()
-
-    def kill(self) -> None:
-        with held_interrupts():
-            self.watch.kill()
-            self._stop()
-
-
-def _complete(outcome: Future[T], work: Callable[[], T]) -> None:
-    try:
-        outcome.set_result(work())
-    except BaseException as error:
-        outcome.set_exception(error)
-        # The error refers to this frame. A reference cycle would keep the ports that `work` opened until the
-        # next garbage collection.
-        del outcome
-
-
-def _stop(watch: Watch, channel: Channel) -> None:
-    """End all workers, on request if nothing failed, and unlink the channel. Also called at process exit."""
-    if not watch.ended.is_set():
-        watch.stopping = True
-        try:
-            channel.send("exit", check_alive=_until(monotonic() + EXIT_SECONDS, watch))
-        except WorkerError:
-            watch.kill()
-    watch.join(EXIT_SECONDS)
-    channel.close()
-
-
-def _until(deadline: float, watch: Watch) -> Callable[[], None]:
-    """A check that raises WorkerError when no worker is left, and after `deadline`."""
-
-    def check() -> None:
-        watch.check()
-        if monotonic() > deadline:
-            raise WorkerError("a worker reads nothing")
-
-    return check
+# -- processes, of workers and replicas ----------------------------------------------------------------------
 
 
 def disown(owner: weakref.ref[Any]) -> None:

@@ -121,13 +121,13 @@ def test_no_worker_gets_the_token(model: Path, monkeypatch: pytest.MonkeyPatch) 
     configs = []
     init = worker.RankSetup.__init__
 
-    def recorded(self: worker.RankSetup, *args: Any) -> None:
-        init(self, *args)
+    def recorded(self: worker.RankSetup, *args: Any, **options: Any) -> None:
+        init(self, *args, **options)
         configs.append(self.config)
 
     monkeypatch.setattr(worker.RankSetup, "__init__", recorded)
     with make(model, tokenizer=TOKENIZERS["byte_level"], hf_token="secret", revision="main") as llm:
-        assert [(config.hf_token, config.tokenizer) for config in configs] == [(None, None)]
+        assert [(config.hf_token, config.tokenizer) for config in configs] == [(None, None)] * 2
         assert llm.config.hf_token == "secret"
 
 

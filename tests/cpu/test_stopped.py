@@ -23,14 +23,14 @@ from safetensors.torch import load_file
 
 from nanovllm import LLM, EngineClosedError, SamplingParams, WorkerError
 from nanovllm.distributed.group import TPGroup
-from nanovllm.engine import startup
+from nanovllm.engine import llm_engine
 from nanovllm.llm import ReplicatedLLM
 from nanovllm.replicas import pool
 from nanovllm.replicas.replica import Replica
 from nanovllm.runner.model_runner import ModelRunner
-from nanovllm.workers import watch, worker
+from nanovllm.workers import ranks, watch
+from nanovllm.workers.ranks import Ranks
 from nanovllm.workers.watch import Watch, is_stopped
-from nanovllm.workers.worker import Workers
 
 LIMIT = 0.3  # seconds, once a process is stopped
 HANG = 120  # a test that takes longer than this hangs
@@ -41,7 +41,7 @@ TINY: dict[str, Any] = {"device": "cpu", "skip_tokenizer_init": True, "max_model
 def impatient(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[None]:
     """Short waits, and nothing is left behind."""
     monkeypatch.setattr(watch, "LOOK_SECONDS", 0.1)
-    monkeypatch.setattr(worker, "EXIT_SECONDS", 0.3)
+    monkeypatch.setattr(ranks, "EXIT_SECONDS", 0.3)
     yield
     if "two" not in request.fixturenames:
         assert wait_until_nothing_is_left() == []
@@ -99,7 +99,7 @@ def test_a_rank_that_is_stopped_while_it_loads(
         threading.Thread(target=lower, daemon=True).start()
 
     monkeypatch.setattr(Watch, "start", start_and_look)
-    monkeypatch.setattr(startup, "RankSetup", setup)
+    monkeypatch.setattr(llm_engine, "RankSetup", setup)
     with (
         no_hang(),
         pytest.raises(WorkerError, match=r"rank 1 made no progress for 0.3 s during load .* SIGSTOP"),
@@ -145,7 +145,7 @@ def test_progress_of_any_rank_prolongs_a_wait(monkeypatch: pytest.MonkeyPatch) -
     heard: list[str] = []
     seen = Watch(1, limit=1.0, on_progress=lambda: heard.append("progress"))
     monkeypatch.setattr(watch, "LOOK_SECONDS", 0.6)
-    seen.processes.append(worker.get_context("spawn").Process())
+    seen.processes.append(ranks.get_context("spawn").Process())
     assert seen._stalled(100.0) is None, "no one waits"
     with seen.waiting("load"):
         for _ in range(5):
@@ -158,8 +158,10 @@ def test_progress_of_any_rank_prolongs_a_wait(monkeypatch: pytest.MonkeyPatch) -
         assert failure.what.startswith(
             "made no progress for 1 s during load and was killed (if it is only slow, r"
         )
-    workers = Workers([], 1.0, lambda: heard.append("call"))
-    assert workers.call(lambda: 5, "five") == [5] and heard[-1] == "call"
+    alone = Ranks([], 1.0, lambda: heard.append("call"))
+    assert alone.run("five", own=lambda: 5) == 5
+    alone.collect("five")
+    assert heard[-1] == "call"
 
 
 # -- replicas ------------------------------------------------------------------------------------------------

@@ -27,11 +27,11 @@ from nanovllm import LLM, EngineClosedError, KVCacheMemoryError, SamplingParams,
 from nanovllm.config import Config
 from nanovllm.device import Device
 from nanovllm.distributed.group import TPGroup
-from nanovllm.engine import startup
+from nanovllm.engine import llm_engine
 from nanovllm.runner.memory import KVCacheSpace, check_weights_fit, fit_kv_cache
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.overlap import OVERLAP_RANKS, OVERLAP_TOKENS
-from nanovllm.workers import channel
+from nanovllm.workers import channel, ranks
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 
@@ -291,7 +291,7 @@ def test_a_rank_with_less_memory_is_named_before_loading(
     ):  # both ranks share one memory
         check_weights_fit(4 * GIB, [(6 * GIB, 8 * GIB)] * 2, config, Device("cpu"))
     monkeypatch.undo()
-    monkeypatch.setattr(startup, "weight_bytes", lambda *args: 2**50)
+    monkeypatch.setattr(ranks, "weight_bytes", lambda *args: 2**50)
     monkeypatch.setattr(ModelRunner, "__init__", lambda *args: pytest.fail("it was loaded"))
     with pytest.raises(KVCacheMemoryError, match="the model does not fit"):
         make(model)
@@ -310,7 +310,7 @@ def test_the_fewest_blocks_of_all_ranks_count(model: Path) -> None:
     with pytest.raises(KVCacheMemoryError, match=r"on rank 1 .* 0.0 MiB may be used"):
         fit_kv_cache([big, none], Config("m"), 16, 1000)
     with make(model, num_kvcache_blocks=9) as llm:
-        assert llm._workers.call(llm._runner.allocate_kv_cache, "allocate_kv_cache", 9) == [9, 9]
+        assert llm._workers.call("allocate_kv_cache", 9) == [9, 9]
 
 
 @pytest.mark.parametrize(
@@ -358,7 +358,7 @@ def test_a_start_that_is_interrupted_stops_waiting_for_ranks(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The fixture `nothing_is_left` checks that its ports are free and its folder is gone."""
-    monkeypatch.setattr(startup, "RankSetup", LonelySetup)
+    monkeypatch.setattr(llm_engine, "RankSetup", LonelySetup)
     with pytest.raises(KeyboardInterrupt):
         LLM(str(model), tensor_parallel_size=2, device="cpu", skip_tokenizer_init=True, max_model_len=64)
 
@@ -381,7 +381,7 @@ def test_a_worker_that_raises_at_any_call_of_the_start(
     model: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     monkeypatch.setenv("BROKEN_CALL", call)
-    monkeypatch.setattr(startup, "RankSetup", BrokenSetup)
+    monkeypatch.setattr(llm_engine, "RankSetup", BrokenSetup)
     with pytest.raises(WorkerError, match=r"rank 1 failed:(?s:.*)invalid literal for int\(\)"):
         LLM(str(model), tensor_parallel_size=2, device="cpu", skip_tokenizer_init=True, max_model_len=64)
 
