@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
-from tempfile import TemporaryFile
-from time import time_ns
 from typing import TYPE_CHECKING, Any
 
+from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.progress import Progress
-from nanovllm.engine.resident_engine import ResidentEngine
 from nanovllm.engine.scoring import beam_search, embedding_output, score_output
 from nanovllm.errors import EngineClosedError
 from nanovllm.inputs import OtherNames, PromptLike, check_on_error, given_prompts, refuse_others
 from nanovllm.lifecycle import no_full_collections
 from nanovllm.outputs import BeamSearchOutput, EmbeddingRequestOutput, Logprob, RequestOutput, ScoreOutput
-from nanovllm.replicas.engine import ReplicatedEngine
-from nanovllm.runner.profile import check_can_profile
+from nanovllm.replicas.replicas import Replicas
 from nanovllm.sampling_params import BeamSearchParams, SamplingParams
 from nanovllm.text.continuations import encode_continuations
 from nanovllm.text.conversations import Conversation, parse_conversations
@@ -35,17 +30,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-class LLM(OtherNames, ResidentEngine):
+class LLM(OtherNames, LLMEngine):
     """A loaded model: `LLM(folder_or_hub_id, **options)`; `Config` lists the options.
 
     >>> with LLM(nanovllm.demo_model_path()) as llm:
     ...     llm.generate(["Hello"], SamplingParams(temperature=0, max_tokens=16))[0]["text"]
     """
 
-    def __new__(cls, *args: object, **options: Any) -> LLM:
-        """With several replicas, create a ReplicatedLLM."""
-        replicated = cls is LLM and options.get("data_parallel_size") not in (None, 1)
-        return super().__new__(ReplicatedLLM if replicated else cls)
+    _replicated = Replicas
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
         """The transformers tokenizer of the engine. ValueError with `skip_tokenizer_init=True`."""
@@ -111,50 +103,18 @@ class LLM(OtherNames, ResidentEngine):
             self._awaited = aborted = deque[RequestOutput]()
             try:
                 with self._emptied_on_error(), progress:
-                    self._queue(requests)
+                    self._add(requests)
                     progress.refused(len(outputs))
-                    while self._requests:
-                        finished, stats = self._step()
-                        outputs += finished
-                        if stats is not None:
-                            progress.update(stats)
+                    while self._executor.load.num_requests:
+                        self._lifecycle.check_open()
+                        step = self._counted(self._executor.step())
+                        outputs += step.outputs
+                        if step.share is not None:
+                            progress.update(step.share)
                         self._lifecycle.admit()
             finally:
                 self._awaited = None
         return sorted([*outputs, *aborted], key=lambda output: output.index)
-
-    def start_profile(self, folder: str | Path | None = None) -> None:
-        """Start torch.profiler on every rank; `stop_profile` ends it.
-
-        folder: receives a Chrome trace of each rank; created if missing. None takes the environment variable
-        VLLM_TORCH_PROFILER_DIR. ValueError without a folder, OSError if it is not writable, RuntimeError if a
-        torch profiler is active in the engine's process.
-        """
-        folder = folder or os.environ.get("VLLM_TORCH_PROFILER_DIR")
-        if not folder:
-            raise ValueError("start_profile() needs a folder; pass one, or set VLLM_TORCH_PROFILER_DIR")
-        with self._calling(beside=True):
-            path = Path(folder).expanduser().absolute()
-            path.mkdir(parents=True, exist_ok=True)
-            TemporaryFile(dir=path).close()  # it can be written to
-            self._start_profile(str(path), str(time_ns()))
-
-    def _start_profile(self, folder: str, name: str) -> None:
-        check_can_profile()
-        self._workers.call("start_profile", folder, name)
-
-    def stop_profile(self) -> list[Path]:
-        """End the profile; return the path of each rank's trace, for chrome://tracing or ui.perfetto.dev.
-
-        RuntimeError if there is no profile. `close` also ends a profile, and writes nothing.
-        """
-        with self._calling(beside=True):
-            return [Path(path) for path in self._stop_profile()]
-
-    def _stop_profile(self) -> list[str]:
-        if self._runner.profile is None:
-            raise RuntimeError("no profile is on; call start_profile() first")
-        return self._workers.call("stop_profile")
 
     def stream(
         self,
@@ -198,22 +158,22 @@ class LLM(OtherNames, ResidentEngine):
             self._check_idle("stream()")
             self._lifecycle.open_stream(ready)
             self._awaited = ready
-            self._yield_deltas(deltas)
         try:
-            while not reader.ended or self._requests or ready:
-                has_room = len(self._requests) + batch <= window
+            while not reader.ended or self._executor.load.num_requests or ready:
+                has_room = self._executor.load.num_requests + batch <= window
                 read = reader.read(batch if has_room else 0)
                 with self._calling(ready), no_full_collections():
                     if read.prompts:
-                        ready += self._add(read, on_error)
+                        requests, refused = self._check(read, on_error)
+                        self._add(requests, deltas)
+                        ready += refused
                     with self._emptied_on_error():
-                        ready += self._step()[0]
+                        ready += self._counted(self._executor.step()).outputs
                 while ready:
                     yield ready.popleft()
         finally:
             with suppress(EngineClosedError), self._lifecycle.calling(ready):  # closed: nothing to abort
-                self._abort_all()
-            self._yield_deltas(False)
+                self._executor.clear()
             self._awaited = None
             self._lifecycle.end_stream()
 
@@ -380,7 +340,7 @@ class LLM(OtherNames, ResidentEngine):
             raise_first([RuntimeError(output.error) for output in outputs if output.error])
             return [(output.outputs[0].logprobs or [{}])[0] for output in outputs]
 
-        ends, longest = self._processor.eos_token_ids, self._scheduler.max_model_len
+        ends, longest = self._processor.eos_token_ids, self._executor.room.max_model_len
         return beam_search(ids, params, next_tokens, ends, self._processor.decode, longest)
 
     def _check_returns_logprobs(self, call: str) -> None:
@@ -392,7 +352,3 @@ class LLM(OtherNames, ResidentEngine):
                 f"{call} adds up logprobs, and logprobs_mode={mode!r} returns logits; make the LLM with "
                 "logprobs_mode='raw_logprobs'"
             )
-
-
-class ReplicatedLLM(ReplicatedEngine, LLM):
-    """What `LLM(..., data_parallel_size=2)` creates. With size 1 it has one replica, in its own process."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.batch import Batch
 from nanovllm.device import Device
 from nanovllm.distributed.group import TPGroup
-from nanovllm.engine import llm_engine
-from nanovllm.engine.stats import StepStats
+from nanovllm.engine import core as core_module
+from nanovllm.engine.core import Core
+from nanovllm.engine.executor import Stepped
 from nanovllm.outputs import RequestOutput
 from nanovllm.plan.sequence import Sequence, SequenceStatus
 from nanovllm.runner.model_runner import ModelRunner
@@ -40,23 +42,29 @@ class CheckedSetup(RankSetup):
         return runner
 
 
+def checked_step(
+    core: Core, step: Callable[[], Stepped], batches: list[Batch], sequences: list[Sequence]
+) -> Stepped:
+    """Make a step, check the scheduler after it, and keep its batch and the sequences that it ended."""
+    unfinished = [*core.scheduler.waiting, *core.scheduler.running]
+    stepped = step()
+    check_scheduler(core.scheduler)
+    if stepped.stats is not None:
+        batches.append(stepped.stats.batch)
+    sequences += [seq for seq in unfinished if seq.status is SequenceStatus.FINISHED]
+    return stepped
+
+
 class CheckedLLM(LLM):
     def __init__(self, model: Any, **options: Any) -> None:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(llm_engine, "RankSetup", CheckedSetup)
+            patch.setattr(core_module, "RankSetup", CheckedSetup)
             super().__init__(str(model), **options)
-        assert self._runner.kv_cache.isnan().all() or self._runner.graphs
+        core: Any = self._executor
+        assert core.runner.kv_cache.isnan().all() or core.runner.graphs
         self.batches: list[Batch] = []
         self.sequences: list[Sequence] = []
-
-    def _step(self) -> tuple[list[RequestOutput], StepStats | None]:
-        unfinished = [*self._scheduler.waiting, *self._scheduler.running]
-        outputs, stats = super()._step()
-        check_scheduler(self._scheduler)
-        if stats is not None:
-            self.batches.append(stats.batch)
-        self.sequences += [seq for seq in unfinished if seq.status is SequenceStatus.FINISHED]
-        return outputs, stats
+        core.step = partial(checked_step, core, core.step, self.batches, self.sequences)
 
     @property
     def num_free_blocks(self) -> int:

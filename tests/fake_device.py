@@ -14,7 +14,7 @@ from invariants import check_scheduler
 
 from nanovllm.batch import LAST_SAMPLED, Batch, StepOutput
 from nanovllm.config import Config
-from nanovllm.plan.scheduler import Scheduler
+from nanovllm.plan.scheduler import Room, Scheduler
 from nanovllm.plan.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
 
@@ -166,7 +166,7 @@ def make_loop(
         max_num_batched_tokens=max_num_batched_tokens,
         enable_prefix_caching=caching,
     )
-    scheduler = Scheduler(config, num_blocks, block_size, max_model_len)
+    scheduler = Scheduler(config, Room(num_blocks, block_size, max_model_len))
     return Loop(scheduler, FakeDevice(num_blocks, block_size, max_num_seqs, lazy), run_ahead)
 
 
@@ -181,7 +181,7 @@ def run_all(loop: Loop, prompts: list[list[int]], params: list[SamplingParams]) 
     outputs = []
     for index, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
         seq = loop.finished[first + index]
-        tokens, reason = expected_output(prompt, param, loop.scheduler.max_model_len)
+        tokens, reason = expected_output(prompt, param, loop.scheduler.room.max_model_len)
         assert (seq.completion_token_ids, seq.finish_reason) == (tokens, reason)
         outputs.append(tokens)
     return outputs

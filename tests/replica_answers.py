@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from nanovllm import LLM, RequestOutput, SamplingParams
-from nanovllm.llm import ReplicatedLLM
 
 OPTIONS: dict[str, Any] = {"device": "cpu", "max_num_seqs": 4, "num_kvcache_blocks": 200}
 PROMPTS = [f"Add {3 * number} and {7 * number}." for number in range(24)]
@@ -27,7 +26,7 @@ MIXED.pop()  # one for each prompt
 
 def same(one: LLM, two: LLM, answer: Callable[[LLM], Any]) -> list[RequestOutput]:
     """Whether both engines gave the same answers. Cached tokens and the last bits of logprobs may differ."""
-    one._requests.next_id = two._requests.next_id  # seeds follow from request numbers
+    one._next_id = two._next_id  # seeds follow from request numbers
     expected, outputs = answer(one), answer(two)
     for own, other in zip(expected, outputs, strict=True):
         assert without_logprobs(own) == without_logprobs(other)
@@ -48,7 +47,7 @@ def logprobs(output: RequestOutput) -> list[float]:
     return [next(iter(token.values())).logprob for token in tokens]
 
 
-def pids(llm: ReplicatedLLM) -> list[int]:
+def pids(llm: LLM) -> list[int]:
     return [process.pid or 0 for process in llm._replicas.processes]
 
 

@@ -114,7 +114,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                     seconds["generate"].append(generate_seconds(llm, work))
                 seconds["ordered"].append(job_seconds(llm, folder, 2 * turn, "--ordered"))
                 seconds["window"].append(job_seconds(llm, folder, 2 * turn + 1))
-            blocks = llm._num_blocks
+            blocks = llm._executor.ranks.num_blocks
     figures = {"rows": len(work.prompts), "tokens_in": work.tokens_in, "tokens_out": work.tokens_out}
     print(json.dumps({**vars(args), **figures, "kvcache_blocks": blocks, "seconds": seconds}))
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from nanovllm.batch import StepKind, StepOutput
 from nanovllm.config import Config
-from nanovllm.plan.scheduler import Scheduler
+from nanovllm.plan.scheduler import Room, Scheduler
 from nanovllm.plan.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
 
@@ -28,7 +28,7 @@ def main() -> None:
     args = parser.parse_args()
 
     config = Config("model", max_num_seqs=args.num_seqs, max_num_batched_tokens=10**6)
-    scheduler = Scheduler(config, args.num_seqs * 16, args.block_size, max_model_len=4096)
+    scheduler = Scheduler(config, Room(args.num_seqs * 16, args.block_size, 4096))
     params = SamplingParams(temperature=0.6, max_tokens=3000, ignore_eos=True)
     for seq_id in range(args.num_seqs):  # different lengths, so that blocks fill at different steps
         scheduler.add(Sequence(seq_id, [1] * (100 + seq_id), params, seq_id, frozenset({5})))

@@ -115,7 +115,7 @@ def expect(error: type[BaseException], words: str, action: Callable[[], Any]) ->
 def raise_in_step(rng: random.Random, device: str) -> None:
     """At a random step a worker raises, because its batch is no batch; rank 0 waits for it."""
     with make_llm(device) as llm:
-        channel = llm._workers._channel
+        channel = llm._executor.ranks._channel
         assert channel is not None
         send, steps = channel.send, rng.randrange(20)
 
@@ -156,7 +156,7 @@ def kill_idle(rng: random.Random, device: str) -> None:
     """A worker is killed between two calls of generate."""
     with make_llm(device) as llm:
         answer(llm)
-        kill(llm._workers.watch.processes[0].pid or 0)
+        kill(llm._executor.ranks.watch.processes[0].pid or 0)
         time.sleep(wait := rng.choice((0.0, 0.0, rng.random())))
         fault_time.at += wait
         expect(WorkerError, "rank 1 was killed by SIGKILL", lambda: answer(llm))
@@ -180,7 +180,7 @@ def kill_while_loading(rng: random.Random, device: str) -> None:
 def kill_in_step(rng: random.Random, device: str) -> None:
     """A worker is killed at a random moment of generate."""
     with make_llm(device) as llm:
-        pid = llm._workers.watch.processes[0].pid or 0
+        pid = llm._executor.ranks.watch.processes[0].pid or 0
         with later(rng.uniform(0, 0.5), lambda: kill(pid)):
             expect(WorkerError, "rank 1 was killed by SIGKILL", lambda: generate_forever(llm))
 
@@ -188,7 +188,11 @@ def kill_in_step(rng: random.Random, device: str) -> None:
 def kill_in_collective(rng: random.Random, device: str) -> None:
     """A worker is killed while it waits for rank 0 inside an all-reduce."""
     with make_llm(device) as llm:
-        pid, group, calls = llm._workers.watch.processes[0].pid or 0, llm._runner.tp, rng.randrange(100)
+        pid, group, calls = (
+            llm._executor.ranks.watch.processes[0].pid or 0,
+            llm._executor.runner.tp,
+            rng.randrange(100),
+        )
         all_reduce = group.all_reduce
 
         def late(x: Any) -> Any:
@@ -208,7 +212,7 @@ def kill_in_collective(rng: random.Random, device: str) -> None:
 RANK_0 = """
     import soak_tp
     llm = soak_tp.make_llm({device!r})
-    print(llm._workers.watch.processes[0].pid, llm._workers._channel._segment.name, flush=True)
+    print(llm._executor.ranks.watch.processes[0].pid, llm._executor.ranks._channel._segment.name, flush=True)
     soak_tp.generate_forever(llm)
 """
 

@@ -1,64 +1,41 @@
-"""LLMEngine: connects the parts and runs the steps. Text outside, one Batch at a time inside.
+"""LLMEngine: one request at a time, and the life of an engine: start, sleep, new weights, end.
 
-Owns the Processor, the Requests, the Scheduler, the ModelRunner and the Workers; no state outlives `close`.
+Checks prompts and numbers requests; its Executor runs them. No state outlives `close`.
 """
 
 from __future__ import annotations
 
+import os
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from time import perf_counter
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, SupportsIndex, TypeVar
+from tempfile import TemporaryFile
+from time import perf_counter, time_ns
+from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, TypeVar
 
-from nanovllm.batch import Batch, StepKind
 from nanovllm.config import Config
-from nanovllm.device import Device
-from nanovllm.engine.requests import Requests
-from nanovllm.engine.residency import Residency
-from nanovllm.engine.startup import (
-    cache_options,
-    find_model,
-    find_tokenizer,
-    overridden,
-    read_generation_config,
-    recommended_params,
-    resolve_max_model_len,
-    usable_length,
-    warn_of_options,
-)
+from nanovllm.engine.core import Core
+from nanovllm.engine.executor import Executor, Stepped
+from nanovllm.engine.startup import OpenedModel, open_model, recommended_params, warn_of_options
 from nanovllm.engine.stats import Counters, EngineStats, StepStats
-from nanovllm.events import TokenEvents
 from nanovllm.inputs import PromptLike
 from nanovllm.lifecycle import Lifecycle, held_interrupts
-from nanovllm.models.loader import check_weights, load_model_config
 from nanovllm.outputs import RequestOutput
-from nanovllm.plan.scheduler import Scheduler
-from nanovllm.runner.staging import StepHandle
+from nanovllm.runner.residency import TAGS, WEIGHTS
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.text.processor import Processor, refused_output
+from nanovllm.text.processor import refused_output
 from nanovllm.text.prompts import parse_prompt, parse_sampling_params
 from nanovllm.text.reader import PromptBatch
 from nanovllm.text.request import Request
 from nanovllm.text.rows import BadRow, attempt, raise_first
-from nanovllm.workers.ranks import start_ranks
-from nanovllm.workers.worker import RankSetup
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedTokenizerBase
 
 Engine = TypeVar("Engine", bound="LLMEngine")
-
-
-class LaunchedStep(NamedTuple):
-    """A step that was launched and not read yet."""
-
-    batch: Batch
-    num_cached_tokens: int
-    num_preemptions: int
-    handle: StepHandle | None  # None: its tokens are not drawn yet
 
 
 class LLMEngine:
@@ -69,8 +46,7 @@ class LLMEngine:
     """
 
     on_step: Callable[[StepStats], object] | None = None
-    _warns = True  # of options that do something else than one expects
-    _on_progress: Callable[[], None] = staticmethod(lambda: None)  # of `start_ranks`; not of the engine
+    _replicated: Callable[[OpenedModel], Executor] | None = None  # makes the executor of several replicas
 
     def __init__(self, model: str | Path | None = None, **options: Any) -> None:
         """Load `model`, a folder or a hub id (required); `options` are the fields of `Config`.
@@ -79,84 +55,53 @@ class LLMEngine:
         loaded, and KVCacheMemoryError if the device is too full, in this order. Cheap checks come first.
         """
         self.config = Config.from_kwargs(model, **options)
-        path = find_model(self.config)
-        option, changes = self.config.generation_config, self.config.override_generation_config or {}
-        generation = read_generation_config(option, path)
-        self.model_config = load_model_config(path, generation, self.config.hf_overrides)
-        self._generation = overridden(generation, option, changes)
-        self.model_config.check_tensor_parallel_size(self.config.tensor_parallel_size)
-        max_model_len = resolve_max_model_len(self.config.max_model_len, self.model_config)
-        self._processor = Processor(
-            find_tokenizer(self.config, path),
-            self.model_config.vocab_size,
-            self.model_config.eos_token_ids,
-            self.config.max_logprobs,
-        )
-        self._requests = Requests(self._processor, self.config.seed)
-        if self.config.load_format == "auto":
-            check_weights(self.model_config, path)
-        free = self._start(path, max_model_len)
-        self.model_config = replace(self.model_config, max_model_len=self._scheduler.max_model_len)
-        if self._warns:
-            warn_of_options(self.config, max_model_len, self._scheduler.max_model_len)
-        self._in_flight: LaunchedStep | None = None
+        opened = open_model(self.config)
+        self._defaults, self._processor = opened.defaults, opened.processor
+        if (size := self.config.data_parallel_size) == 1:
+            self._executor: Executor = Core(opened)
+        elif self._replicated is None:
+            raise ValueError(f"data_parallel_size={size} needs LLM; {type(self).__name__} runs one model")
+        else:
+            self._executor = self._replicated(opened)
+        longest = self._executor.room.max_model_len
+        self.model_config = replace(opened.model_config, max_model_len=longest)
+        warn_of_options(self.config, opened.max_model_len, longest)
+        self._next_id = 0  # of the next request
         self._awaited: deque[RequestOutput] | None = None  # receives outputs of `abort`, for a call or stream
         self._counters = Counters()
-        self._last_end = 0.0  # perf_counter at the end of the last step, or when the first request came
-        self._lifecycle = Lifecycle(self, free)
-
-    def _start(self, path: Path, max_model_len: int) -> Callable[[], None]:
-        """Load the model in `path` and create the scheduler; return the function that frees both."""
-        if (size := self.config.data_parallel_size) > 1:
-            name = type(self).__name__
-            raise ValueError(f"data_parallel_size={size} needs LLM itself; derive {name} from ReplicatedLLM")
-        device = Device(self.config.device)
-        usable = usable_length(self.config, self.model_config, device, max_model_len)
-        config = replace(self.config, tokenizer=None, hf_token=None)  # no rank needs them
-        rest = config, self.model_config, path, usable
-        setup = RankSetup(0, config.tensor_parallel_size, config.device, "", *rest)
-        self._workers = start_ranks(setup, self._on_progress)
-        self._runner, self._num_blocks = self._workers.runner, self._workers.num_blocks
-        self._residency = Residency(self._workers)
-        ahead = self.config.async_scheduling
-        self._run_ahead, self._scheduler = device.is_cuda if ahead is None else ahead, self._make_scheduler()
-        return self._workers.stop
-
-    def _make_scheduler(self) -> Scheduler:
-        runner = self._runner
-        sizes = self._num_blocks, runner.block_size, runner.max_model_len, self.model_config.longest
-        return Scheduler(self.config, *sizes, cache_options(self.config, runner.device))
+        self._lifecycle = Lifecycle(self, self._executor.close)
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase | None:
-        """The transformers tokenizer of the engine; None with `skip_tokenizer_init=True`."""
+        """The transformers tokenizer of the engine; None with `skip_tokenizer_init=True`.
+
+        It may be replaced; with replicas, only while no request is unfinished.
+        """
         return self._processor.tokenizer
 
     @tokenizer.setter
     def tokenizer(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
-        self._processor.tokenizer = tokenizer
+        if self.config.data_parallel_size == 1:
+            self._executor.set_tokenizer(tokenizer)
+            return
+        with self._calling(asleep=True):
+            self._check_idle("setting the tokenizer")
+            self._executor.set_tokenizer(tokenizer)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """The defaults for `sampling_params`, from the model's generation_config.json, see `Config`.
 
         ValueError or TypeError if a value there is wrong.
         """
-        return recommended_params(self._generation)
-
-    def _params(
-        self, sampling_params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
-    ) -> list[SamplingParams]:
-        chosen = self.get_default_sampling_params() if sampling_params is None else sampling_params
-        return parse_sampling_params(chosen, num_prompts)
+        return recommended_params(self._defaults)
 
     def stats(self) -> EngineStats:
         """Return totals since the engine's start; printing them gives a summary of a few lines.
 
         Any thread may call this at any time: within `on_step`, while a stream is open, and after `close`.
+        With replicas, the sums over all of them; seconds are divided by their number.
         """
-        plan = self._scheduler
-        now = len(self._requests), len(plan.running), len(plan.waiting), plan.block_manager.usage
-        return self._counters.snapshot(*now)
+        return self._counters.snapshot(*self._executor.load)
 
     # -- one request at a time ---------------------------------------------------------------------------
 
@@ -164,8 +109,9 @@ class LLMEngine:
         """Queue one prompt and return its request id. ValueError or TypeError if it can never run."""
         params = self._params(sampling_params, 1)
         with self._calling():
-            self._add(PromptBatch(0, [parse_prompt(prompt, "the prompt")], params, ["the prompt"]))
-            return str(self._requests.next_id - 1)
+            batch = PromptBatch(0, [parse_prompt(prompt, "the prompt")], params, ["the prompt"])
+            self._add(self._check(batch)[0])
+            return str(self._next_id - 1)
 
     def step(self) -> list[RequestOutput]:
         """Advance all requests and return the outputs of those that finished.
@@ -174,12 +120,12 @@ class LLMEngine:
         `is_finished`. If a step fails, all unfinished requests are dropped and the engine is empty.
         """
         with self._calling(), self._emptied_on_error():
-            return self._step()[0]
+            return self._counted(self._executor.step()).outputs
 
     def is_finished(self) -> bool:
         """Whether no request is waiting or running."""
         self._lifecycle.check_open()
-        return not self._requests
+        return not self._executor.load.num_requests
 
     def abort(self, request_id: str | int) -> RequestOutput | None:
         """End a request and return its output so far; None if it is unknown or finished.
@@ -190,20 +136,97 @@ class LLMEngine:
         return self._lifecycle.visit(lambda: self._abort_between_steps(request_id))
 
     def _abort_between_steps(self, request_id: str | int) -> RequestOutput | None:
-        with self._current_device():
-            aborted, parts = self._abort(request_id)
+        aborted, parts = self._executor.abort(request_id)
         if self._awaited is not None:
             self._awaited += parts
         return aborted
 
-    def _abort(self, request_id: str | int) -> tuple[RequestOutput | None, list[RequestOutput]]:
-        """End a request; return its output, and what a stream yields of it."""
-        seq_ids = self._requests.unfinished_sequences(request_id)
-        for seq_id in seq_ids:
-            self._scheduler.abort(seq_id)
-        aborted = self._requests.finish(seq_ids, perf_counter())
-        parts = self._requests.parts(TokenEvents([], [], {}), seq_ids, aborted)
-        return next(iter(aborted), None), parts
+    # -- between requests --------------------------------------------------------------------------------
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """Empty the prefix cache and return True. While requests hold blocks, do nothing and return False.
+
+        The arguments are vLLM's and change nothing: no request runs between calls, and there is no connector.
+        """
+        with self._calling(asleep=True, beside=True):
+            return self._executor.reset_prefix_cache()
+
+    def sleep(self, level: int = 1) -> None:
+        """Free the device's memory on every rank: weights, KV cache and CUDA graphs.
+
+        level: 1 keeps a copy of the weights in host memory; 2 drops them, and `wake_up` reads the checkpoint
+        again. A second call does nothing, except that level 2 after level 1 drops the copy.
+
+        ValueError for another level; RuntimeError while requests of `add_request` are unfinished. Until
+        `wake_up`, calls that run the model raise RuntimeError. The prefix cache is empty afterwards.
+        """
+        if level not in (1, 2) or isinstance(level, bool):
+            raise ValueError(f"level={level!r} must be 1 (weights to host memory) or 2 (drop them)")
+        with self._between_requests("sleep()"), held_interrupts():
+            self._executor.sleep(level)
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Allocate the device's memory again.
+
+        tags: a list of "weights" and "kv_cache"; None means both. The engine runs when both are awake.
+
+        After `sleep(1)` the answers are the same as before it. After `sleep(2)` the weights are the
+        checkpoint's, without the changes of `update_weights`. ValueError for other tags; KVCacheMemoryError
+        if a device has too little free memory, ModelLoadError if the checkpoint cannot be read. After these
+        two the engine still sleeps.
+        """
+        chosen = parse_tags(tags)
+        with self._between_requests("wake_up()"), held_interrupts():
+            self._executor.wake_up(chosen)
+
+    def is_sleeping(self) -> bool:
+        """Whether `wake_up` must come before the engine can run."""
+        self._lifecycle.check_open()
+        return bool(self._executor.asleep)
+
+    def update_weights(
+        self, named_tensors: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
+    ) -> None:
+        """Replace all or some weights; the result equals, bit for bit, a fresh load of such a checkpoint.
+
+        named_tensors: tensors by their names in a checkpoint's safetensors files, of any float dtype and on
+        any device. A dict or list is checked as a whole before any weight changes. Other iterables, such as a
+        generator of tensors that do not fit into memory together, are checked one tensor at a time, each
+        before it is loaded. After an error the earlier tensors stay loaded, and the engine is usable. With
+        replicas all tensors are checked first, and stay in host memory for replicas that restart.
+
+        TypeError or ValueError names the tensor and what is expected. RuntimeError while requests of
+        `add_request` are unfinished, and while the weights sleep. The prefix cache is empty afterwards.
+        """
+        with self._between_requests("update_weights()"):
+            self._check_awake((WEIGHTS,), why=", at least with tags=['weights']")
+            self._executor.update(named_tensors)
+
+    def start_profile(self, folder: str | Path | None = None) -> None:
+        """Start torch.profiler on every rank; `stop_profile` ends it.
+
+        folder: receives a Chrome trace of each rank; created if missing. None takes the environment variable
+        VLLM_TORCH_PROFILER_DIR. ValueError without a folder, OSError if it is not writable, RuntimeError if a
+        torch profiler is active in the engine's process.
+        """
+        folder = folder or os.environ.get("VLLM_TORCH_PROFILER_DIR")
+        if not folder:
+            raise ValueError("start_profile() needs a folder; pass one, or set VLLM_TORCH_PROFILER_DIR")
+        with self._calling(beside=True):
+            path = Path(folder).expanduser().absolute()
+            path.mkdir(parents=True, exist_ok=True)
+            TemporaryFile(dir=path).close()  # it can be written to
+            self._executor.start_profile(str(path), str(time_ns()))
+
+    def stop_profile(self) -> list[Path]:
+        """End the profile; return the path of each rank's trace, for chrome://tracing or ui.perfetto.dev.
+
+        RuntimeError if there is no profile. `close` also ends a profile, and writes nothing.
+        """
+        with self._calling(beside=True):
+            return [Path(path) for path in self._executor.stop_profile()]
+
+    # -- the end -----------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Free the device memory and end the workers. A second call does nothing.
@@ -233,72 +256,71 @@ class LLMEngine:
 
     @contextmanager
     def _calling(self, stream: object = None, asleep: bool = False, beside: bool = False) -> Iterator[None]:
-        """Admit one caller at a time, of any thread, and make this engine's device the current one.
+        """Admit one caller at a time, of any thread.
 
         stream, beside: as in `Lifecycle.calling`. asleep: whether the engine may sleep; RuntimeError if it
         sleeps and may not.
         """
-        with self._lifecycle.calling(stream, beside), self._current_device():
+        with self._lifecycle.calling(stream, beside):
             if not asleep:
-                self._residency.check_awake()
+                self._check_awake()
             yield
 
-    def _current_device(self) -> AbstractContextManager[object]:
-        return self._runner.device.current()
+    @contextmanager
+    def _between_requests(self, call: str) -> Iterator[None]:
+        """Run the block while no request is unfinished."""
+        with self._calling(asleep=True):
+            self._check_idle(call)
+            with self._emptied_on_error():
+                yield
+
+    def _check_awake(self, needed: Collection[str] = TAGS, why: str = "") -> None:
+        """Raise RuntimeError if one of `needed` sleeps."""
+        sleeping = [tag for tag in TAGS if tag in self._executor.asleep and tag in needed]
+        if sleeping:
+            raise RuntimeError(f"this engine sleeps ({' and '.join(sleeping)}); call wake_up() first{why}")
 
     def _check_idle(self, call: str) -> None:
-        if self._requests:
+        if unfinished := self._executor.load.num_requests:
             raise RuntimeError(
-                f"{len(self._requests)} request(s) of add_request are unfinished; "
+                f"{unfinished} request(s) of add_request are unfinished; "
                 f"call step() until is_finished(), or abort() them, before {call}"
             )
 
     @contextmanager
     def _emptied_on_error(self) -> Iterator[None]:
-        """After an exception in the block, drop all requests, whatever their state."""
+        """After an exception in the block, drop all requests, whatever their state. If nothing can run any
+        more, close the engine."""
         try:
             yield
         except BaseException:
-            self._requests.clear()
-            self._start_afresh()
+            if not self._executor.clear(failed=True):
+                self.close()
             raise
 
-    def _start_afresh(self) -> None:
-        """Create an empty scheduler. If the workers are gone, close the engine."""
-        self._in_flight = None
-        self._scheduler = self._make_scheduler()
-        if self._workers.watch.ended.is_set():
-            self.close()
-
-    def _abort_all(self) -> None:
-        """Drop all requests; the engine has not failed."""
-        for seq_id in self._requests.unfinished:
-            self._scheduler.abort(seq_id)
-        self._requests.clear()
-
-    def _add(self, batch: PromptBatch, on_error: str = "raise") -> list[RequestOutput]:
-        """Check and queue prompts; return the outputs of prompts that cannot run."""
-        requests, refused = self._check(batch, on_error)
-        self._queue(requests)
-        return refused
+    def _params(
+        self, sampling_params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
+    ) -> list[SamplingParams]:
+        chosen = self.get_default_sampling_params() if sampling_params is None else sampling_params
+        return parse_sampling_params(chosen, num_prompts)
 
     def _check(
         self,
         batch: PromptBatch,
-        on_error: str,
+        on_error: str = "raise",
         change: Callable[[Request], Request] = lambda request: request,
     ) -> tuple[list[Request], list[RequestOutput]]:
         """Check and tokenise all prompts; return requests, and the outputs of prompts that cannot run.
 
         Queues nothing. Each prompt gets a request id, in order. change: applied to each request first.
         """
-        first_id, first_index, prompts, params, where = self._requests.next_id, *batch
+        first_id, first_index, prompts, params, where = self._next_id, *batch
         made = self._processor.make_requests(prompts, params, where, first_id, first_index)
         requests = [change(each) if isinstance(each, Request) else each for each in made]
         fitting = [attempt(self._fitting, *row) for row in zip(requests, where, strict=True)]
         if on_error == "raise":
             raise_first(fitting)
-        self._requests.next_id = first_id + len(prompts)
+        self._next_id = first_id + len(prompts)
         return [row for row in fitting if isinstance(row, Request)], [
             refused_output(first_id + row, first_index + row, requests[row], prompts[row], error)
             for row, error in enumerate(fitting)
@@ -318,83 +340,30 @@ class LLMEngine:
             try:
                 length = len(request.prompt_token_ids)
                 more = 1 if request.params.max_tokens != 0 else request.num_needed - length
-                self._scheduler.check_fits(length, more)
+                self._executor.room.check_fits(length, more)
             except ValueError as error:
                 raise ValueError(f"{where}: {error}") from None
         return request
 
-    def _queue(self, requests: list[Request]) -> None:
-        now = perf_counter()
-        if not self._requests:
-            self._last_end = now
+    def _add(self, requests: list[Request], deltas: bool = False) -> None:
         for request in requests:
             self._counters.queued(len(request.prompt_token_ids))
-            sequences = self._requests.make_sequences(request)
-            self._requests.add(request, sequences, now)
-            for seq in sequences:
-                self._scheduler.add(seq)
+        self._executor.add(requests, deltas)
 
-    def _step(self) -> tuple[list[RequestOutput], StepStats | None]:
-        """Launch the next step, then read the previous one; without `async_scheduling`, read the same one.
+    def _counted(self, step: Stepped) -> Stepped:
+        """Count what a step did, and tell `on_step`."""
+        self._counters.planned(step.peak_usage)
+        if step.share is not None:
+            self._counters.record(step.share, perf_counter())
+        if step.stats is not None and self.on_step is not None:
+            self.on_step(step.stats)
+        return step
 
-        Returns the outputs of finished requests and the stats of the step that was read, or None. Ctrl-C is
-        delayed until both are done, so that all ranks make the same calls.
-        """
-        with held_interrupts():
-            self._lifecycle.check_open()
-            launched = self._launch()
-            step = self._in_flight if self._run_ahead else self._draw(launched)
-            if step is not None:
-                assert step.handle is not None
-                with self._workers.kill_on_error("a step"):
-                    output = step.handle.result()
-                now = perf_counter()
-                seconds, self._last_end = now - self._last_end, now
-                events = self._scheduler.postprocess(step.batch, output)
-            if self._run_ahead:
-                self._in_flight = self._draw(launched)
-        if step is None:
-            return [], None
-        if step.batch.kind is StepKind.PREFILL:
-            self._requests.first_tokens(events, now)
-        stopped = self._requests.find_stop_strings(events)
-        for seq_id, reason in stopped.items():
-            self._scheduler.abort(seq_id, reason)
-        outputs = self._requests.finish(events.finish_reasons | stopped, now)
-        stats = StepStats(
-            batch=step.batch,
-            seconds=seconds,
-            num_drawn_tokens=len(events.token_ids),
-            num_cached_tokens=step.num_cached_tokens,
-            num_finished=len(outputs),
-            num_running=len(self._scheduler.running),
-            num_waiting=len(self._scheduler.waiting),
-            kv_cache_usage=self._scheduler.block_manager.usage,
-            num_preemptions=step.num_preemptions,
-        )
-        self._counters.record(stats, now)
-        if self.on_step is not None:
-            self.on_step(stats)
-        return self._requests.parts(events, events.finish_reasons | stopped, outputs), stats
 
-    def _draw(self, step: LaunchedStep | None) -> LaunchedStep | None:
-        """Let a launched step draw its tokens, if it has not; all previous tokens are known now."""
-        if step is None or step.handle is not None:
-            return step
-        masks = self._scheduler.masks(step.batch, self._runner.mask_buffer)
-        return step._replace(handle=self._workers.run("draw", masks))
-
-    def _launch(self) -> LaunchedStep | None:
-        """Plan a step and launch it on every rank; None if nothing can be planned."""
-        blocks = self._scheduler.block_manager
-        cached, preempted = blocks.num_cached_tokens, self._scheduler.num_preemptions
-        batch = self._scheduler.schedule()
-        if batch is None:
-            assert self._in_flight or self._scheduler.is_finished(), "stuck: no step runs, and none can"
-            return None
-        self._counters.planned(blocks.usage)
-        if batch.kind is StepKind.PREFILL:
-            self._requests.scheduled(batch, perf_counter())
-        handle = self._workers.run("launch", batch)
-        cached, preempted = blocks.num_cached_tokens - cached, self._scheduler.num_preemptions - preempted
-        return LaunchedStep(batch, cached, preempted, handle)
+def parse_tags(tags: object) -> frozenset[str]:
+    """Return the tags of a `wake_up`; ValueError if one is unknown."""
+    if tags is None:
+        return frozenset(TAGS)
+    if isinstance(tags, str) or not isinstance(tags, Collection) or not tags or not set(tags) <= set(TAGS):
+        raise ValueError(f"tags={tags!r} must be None or a list of {' and '.join(map(repr, TAGS))}")
+    return frozenset(tags)

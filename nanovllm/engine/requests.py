@@ -42,20 +42,32 @@ class RequestState:
         return self.sequences[0].num_cached_tokens or 0
 
 
+@dataclass(slots=True, eq=False)
+class StreamState:
+    """An unfinished completion, and how much of it was yielded."""
+
+    state: RequestState
+    index: int
+    text: StopStrings | None  # decodes its tokens; None if outputs have no text
+    num_tokens: int = 0
+    num_characters: int = 0
+    before: list[int] = field(default_factory=list)  # the last yielded tokens
+
+
 class Requests:
     """The unfinished requests of an engine. Request ids count up from 0, and so do those of sequences."""
 
     def __init__(self, processor: Processor, seed: int) -> None:
         """seed: the engine's; seeds of requests without their own seed derive from it."""
-        self._processor = processor
+        self.processor = processor
         self._seed = seed
         self._seq_ids = count()
         self._states: dict[str, RequestState] = {}  # by request id
         self._owners: dict[int, RequestState] = {}  # by id of each unfinished sequence
         self._stops: dict[int, StopStrings] = {}  # by id of each unfinished sequence with stop strings
-        self.deltas: Deltas | None = None  # of an open stream that yields parts of answers
+        self._streams: dict[int, StreamState] = {}  # by id of each unfinished sequence, with `yields_deltas`
+        self.yields_deltas = False  # whether `parts` returns parts of answers
         self._epoch = time() - perf_counter()  # converts perf_counter to seconds since 1970
-        self.next_id = 0  # of the next request
 
     def __len__(self) -> int:
         return len(self._states)
@@ -82,11 +94,11 @@ class Requests:
         state = self._states[str(request.request_id)] = RequestState(request, sequences, arrival)
         for index, seq in enumerate(sequences):
             self._owners[seq.seq_id] = state
-            stop = self._processor.stop_strings(request, always=self.deltas is not None)
+            stop = self.processor.stop_strings(request, always=self.yields_deltas)
             if stop is not None:
                 self._stops[seq.seq_id] = stop
-            if self.deltas is not None:
-                self.deltas.follow(seq.seq_id, state, index, stop)
+            if self.yields_deltas:
+                self._streams[seq.seq_id] = StreamState(state, index, stop)
 
     @property
     def unfinished(self) -> list[int]:
@@ -143,76 +155,13 @@ class Requests:
     def parts(
         self, events: TokenEvents, ended: Iterable[int], outputs: list[RequestOutput]
     ) -> list[RequestOutput]:
-        """Return `outputs`; for a stream with deltas the new parts of all answers, see `Deltas.take`."""
-        return outputs if self.deltas is None else self.deltas.take(events, ended, outputs)
-
-    def _metrics(self, state: RequestState, now: float) -> RequestMetrics:
-        epoch, scheduled, token = self._epoch, state.first_scheduled, state.first_token
-        whole = all(each.finish_reason in ("stop", "length") for each in state.completions.values())
-        return RequestMetrics(
-            arrival_time=epoch + state.arrival,
-            first_scheduled_time=None if scheduled is None else epoch + scheduled,
-            first_token_time=None if token is None else epoch + token,
-            last_token_time=epoch + now if whole else None,
-            finished_time=epoch + now,
-            time_in_queue=None if scheduled is None else scheduled - state.arrival,
-        )
-
-    def _output(self, state: RequestState, now: float) -> RequestOutput:
-        first = state.sequences[0]
-        completions = [state.completions[index] for index in range(state.request.params.n)]
-        prompt = first.prompt_logprobs, state.num_cached_tokens, first.pooled
-        return self._processor.output(state.request, completions, self._metrics(state, now), *prompt)
-
-    def clear(self) -> None:
-        """Forget all requests; ids continue to count up."""
-        self._states.clear()
-        self._owners.clear()
-        self._stops.clear()
-
-    def _complete(self, request: Request, index: int, seq: Sequence) -> CompletionOutput:
-        """Return completion `index` of the request, computed by `seq`."""
-        stop = self._stops.pop(seq.seq_id, None)
-        token_ids = seq.completion_token_ids
-        if stop is not None and stop.found is not None:
-            output = self._processor.stopped_completion(request, index, token_ids, stop)
-        else:
-            assert seq.finish_reason is not None
-            output = self._processor.completion(request, index, token_ids, seq.finish_reason, seq.stop_reason)
-        return self._processor.with_logprobs(output, request, seq.logprobs)
-
-
-@dataclass(slots=True, eq=False)
-class StreamState:
-    """An unfinished completion, and how much of it was yielded."""
-
-    state: RequestState
-    index: int
-    text: StopStrings | None  # decodes its tokens; None if outputs have no text
-    num_tokens: int = 0
-    num_characters: int = 0
-    before: list[int] = field(default_factory=list)  # the last yielded tokens
-
-
-class Deltas:
-    """The completions of a stream with deltas."""
-
-    def __init__(self, processor: Processor) -> None:
-        self._processor = processor  # creates log-probabilities
-        self._streams: dict[int, StreamState] = {}  # by id of each unfinished sequence
-
-    def follow(self, seq_id: int, state: RequestState, index: int, text: StopStrings | None) -> None:
-        """Yield completion `index` of a request in parts; `text` decodes its tokens."""
-        self._streams[seq_id] = StreamState(state, index, text)
-
-    def take(
-        self, events: TokenEvents, ended: Iterable[int], outputs: list[RequestOutput]
-    ) -> list[RequestOutput]:
-        """Return the new parts, one output for each request that has any.
+        """Return `outputs`; for a stream with deltas the new parts, one output for each request that has any.
 
         events: the new tokens. ended: the ids of sequences that ended. outputs: the whole outputs of requests
         that ended.
         """
+        if not self.yields_deltas:
+            return outputs
         token_ids: dict[int, list[int]] = {seq_id: [] for seq_id in [*events.seq_ids, *ended]}
         for seq_id, token_id in zip(events.seq_ids, events.token_ids, strict=True):
             token_ids[seq_id].append(token_id)
@@ -244,9 +193,45 @@ class Deltas:
         rows = stream.state.sequences[stream.index].logprobs[stream.num_tokens :]
         stream.num_characters += len(text)
         stream.num_tokens += len(token_ids)
-        part = self._processor.with_logprobs(part, stream.state.request, rows, stream.before)
+        part = self.processor.with_logprobs(part, stream.state.request, rows, stream.before)
         stream.before = [*stream.before, *token_ids][-LONGEST_CUT:]
         return replace(part, cumulative_logprob=None)
+
+    def _metrics(self, state: RequestState, now: float) -> RequestMetrics:
+        epoch, scheduled, token = self._epoch, state.first_scheduled, state.first_token
+        whole = all(each.finish_reason in ("stop", "length") for each in state.completions.values())
+        return RequestMetrics(
+            arrival_time=epoch + state.arrival,
+            first_scheduled_time=None if scheduled is None else epoch + scheduled,
+            first_token_time=None if token is None else epoch + token,
+            last_token_time=epoch + now if whole else None,
+            finished_time=epoch + now,
+            time_in_queue=None if scheduled is None else scheduled - state.arrival,
+        )
+
+    def _output(self, state: RequestState, now: float) -> RequestOutput:
+        first = state.sequences[0]
+        completions = [state.completions[index] for index in range(state.request.params.n)]
+        prompt = first.prompt_logprobs, state.num_cached_tokens, first.pooled
+        return self.processor.output(state.request, completions, self._metrics(state, now), *prompt)
+
+    def clear(self) -> None:
+        """Forget all requests; ids continue to count up."""
+        self._states.clear()
+        self._owners.clear()
+        self._stops.clear()
+        self._streams.clear()
+
+    def _complete(self, request: Request, index: int, seq: Sequence) -> CompletionOutput:
+        """Return completion `index` of the request, computed by `seq`."""
+        stop = self._stops.pop(seq.seq_id, None)
+        token_ids = seq.completion_token_ids
+        if stop is not None and stop.found is not None:
+            output = self.processor.stopped_completion(request, index, token_ids, stop)
+        else:
+            assert seq.finish_reason is not None
+            output = self.processor.completion(request, index, token_ids, seq.finish_reason, seq.stop_reason)
+        return self.processor.with_logprobs(output, request, seq.logprobs)
 
 
 def _unfinished(state: RequestState, completions: list[CompletionOutput]) -> RequestOutput:

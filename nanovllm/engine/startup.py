@@ -7,14 +7,21 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nanovllm.config import Config
 from nanovllm.device import CPU_KV_CACHE_BYTES, Device
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.files import GENERATION_FILE, check_tokenizer_files
-from nanovllm.models.loader import Hub, load_generation_config, resolve_model_path
+from nanovllm.models.loader import (
+    Hub,
+    check_weights,
+    load_generation_config,
+    load_model_config,
+    resolve_model_path,
+)
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.text.processor import Processor
 from nanovllm.text.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
@@ -29,6 +36,37 @@ LARGEST_BLOCK = 256  # tokens; no attention backend has larger blocks by default
 SAME_NAMES = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 PARAMETERS = {**{name: name for name in SAME_NAMES}, "max_new_tokens": "max_tokens"}
 ADVICE = "pass sampling_params, or make the LLM with generation_config='vllm'"
+
+
+class OpenedModel(NamedTuple):
+    """What is found in a model's folder before anything is loaded to a device."""
+
+    config: Config
+    path: Path
+    model_config: ModelConfig
+    max_model_len: int  # the one asked for, or the longest that the model supports
+    defaults: dict[str, Any]  # sampling parameters that the model recommends
+    processor: Processor
+
+
+def open_model(config: Config) -> OpenedModel:
+    """Find and check the model that `config` names. Errors as in `LLMEngine`."""
+    path = find_model(config)
+    option, changes = config.generation_config, config.override_generation_config or {}
+    generation = read_generation_config(option, path)
+    model_config = load_model_config(path, generation, config.hf_overrides)
+    defaults = overridden(generation, option, changes)
+    model_config.check_tensor_parallel_size(config.tensor_parallel_size)
+    max_model_len = resolve_max_model_len(config.max_model_len, model_config)
+    processor = Processor(
+        find_tokenizer(config, path),
+        model_config.vocab_size,
+        model_config.eos_token_ids,
+        config.max_logprobs,
+    )
+    if config.load_format == "auto":
+        check_weights(model_config, path)
+    return OpenedModel(config, path, model_config, max_model_len, defaults, processor)
 
 
 def find_model(config: Config) -> Path:

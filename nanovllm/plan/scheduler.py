@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -32,6 +32,43 @@ from nanovllm.plan.sequence import Sequence, SequenceStatus
 from nanovllm.plan.token_rules import RuledRow, restrict_all
 
 
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Which sequences fit: the size of the KV cache, and the longest sequence."""
+
+    num_blocks: int
+    block_size: int
+    asked: int  # max_model_len before the size of the KV cache lowers it
+    longest: int | None = None  # up to which the user can raise max_model_len; None: its current value
+    cache_options: str = "num_kvcache_blocks or gpu_memory_utilization"  # to make the cache larger, in errors
+
+    @property
+    def max_model_len(self) -> int:
+        """The most tokens of prompt and output together."""
+        return min(self.asked, self.num_blocks * self.block_size)
+
+    def check_fits(self, length: int, more: int = 1) -> None:
+        """Raise ValueError, with the fix, if there is no room for a prompt of `length` tokens and `more`
+        drawn ones. -1: the prompt's last token is scored and not computed, so it needs no room."""
+        limit, longest = self.max_model_len, self.asked if self.longest is None else self.longest
+        if length + more <= limit:
+            return
+        why, raises = f"max_model_len={limit}", []
+        if limit < self.asked:
+            why = f"the KV cache has {self.num_blocks} blocks of {self.block_size} tokens"
+            raises.append(self.cache_options)
+        if length + more > self.asked:
+            raises.append(f"max_model_len (up to {longest})")
+        can_be_raised = length + more <= longest
+        if not can_be_raised:
+            why += f", and the model's own limit is {longest}"
+        fix = f", or raise {' and '.join(raises)}" if can_be_raised else ""
+        raise ValueError(
+            f"the prompt has {length} tokens, and at most {limit - more} "
+            f"{'leave room for one more' if more > 0 else 'fit'} ({why}); shorten it{fix}"
+        )
+
+
 class Scheduler:
     """Queues, slots and blocks of all unfinished requests.
 
@@ -40,26 +77,13 @@ class Scheduler:
     queue, to be computed again.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        num_blocks: int,
-        block_size: int,
-        max_model_len: int,
-        longest: int | None = None,
-        cache_options: str = "num_kvcache_blocks or gpu_memory_utilization",
-    ) -> None:
-        """longest: the value up to which the user can raise `max_model_len`; None: its current value.
-        cache_options: the options that make the KV cache larger on this device, for errors."""
-        self.block_manager = BlockManager(num_blocks, block_size, config.enable_prefix_caching)
+    def __init__(self, config: Config, room: Room) -> None:
+        self.block_manager = BlockManager(room.num_blocks, room.block_size, config.enable_prefix_caching)
         # Whether the prefix cache also offers blocks that decode steps wrote, with other bits than prefill.
         self._share_outputs = not config.deterministic
         self.max_num_seqs = max_num_seqs = config.max_num_seqs
         self.max_num_batched_tokens = config.max_num_batched_tokens
-        self.max_model_len = min(max_model_len, num_blocks * block_size)  # tokens of prompt and output
-        self._option = max_model_len  # before the size of the KV cache lowered it
-        self._cache_options = cache_options
-        self._longest = max_model_len if longest is None else longest
+        self.room = room
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # oldest first
         self.num_preemptions = 0  # in total
@@ -67,39 +91,17 @@ class Scheduler:
         self._unfinished: dict[int, Sequence] = {}
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
         self._sampling = SamplingTable(max_num_seqs)
-        max_blocks = self.block_manager.blocks_for(self.max_model_len)
+        max_blocks = self.block_manager.blocks_for(room.max_model_len)
         self._block_tables = np.full((max_num_seqs, max_blocks), PADDING, np.int32)  # a row for each slot
         self._table_lens = np.zeros(max_num_seqs, np.int32)
 
     def is_finished(self) -> bool:
         return not self._unfinished
 
-    def check_fits(self, length: int, more: int = 1) -> None:
-        """Raise ValueError, with the fix, if there is no room for a prompt of `length` tokens and `more`
-        drawn ones. -1: the prompt's last token is scored and not computed, so it needs no room."""
-        limit = self.max_model_len
-        if length + more <= limit:
-            return
-        blocks = self.block_manager
-        why, raises = f"max_model_len={limit}", []
-        if limit < self._option:
-            why = f"the KV cache has {blocks.num_blocks} blocks of {blocks.block_size} tokens"
-            raises.append(self._cache_options)
-        if length + more > self._option:
-            raises.append(f"max_model_len (up to {self._longest})")
-        can_be_raised = length + more <= self._longest
-        if not can_be_raised:
-            why += f", and the model's own limit is {self._longest}"
-        fix = f", or raise {' and '.join(raises)}" if can_be_raised else ""
-        raise ValueError(
-            f"the prompt has {length} tokens, and at most {limit - more} "
-            f"{'leave room for one more' if more > 0 else 'fit'} ({why}); shorten it{fix}"
-        )
-
     def add(self, seq: Sequence) -> None:
         """Queue a sequence. Raises ValueError if its prompt leaves no room for an output."""
-        self.check_fits(seq.num_prompt_tokens, seq.params.max_tokens != 0)
-        seq.max_tokens_total = self.max_model_len
+        self.room.check_fits(seq.num_prompt_tokens, seq.params.max_tokens != 0)
+        seq.max_tokens_total = self.room.max_model_len
         if seq.params.max_tokens is not None:
             asked = seq.num_prompt_tokens + seq.params.max_tokens
             seq.max_tokens_total = min(seq.max_tokens_total, asked)

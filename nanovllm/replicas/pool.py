@@ -1,4 +1,4 @@
-"""Replicas: several engines with one model, fed from one queue; a replica that ends restarts.
+"""Pool: the processes of the replicas, fed from one queue; a replica that ends restarts.
 
 Owns the queue and the processes. Creates no requests and no text; starts no thread.
 """
@@ -9,7 +9,6 @@ import logging
 import os
 import weakref
 from collections import deque
-from collections.abc import Callable
 from functools import partial
 from multiprocessing import connection, current_process
 from multiprocessing.process import BaseProcess
@@ -47,8 +46,8 @@ class Arrival(NamedTuple):
     replica: int  # its number
 
 
-class Replicas:
-    """The replicas of an engine and the queue of their requests. Used by one thread at a time."""
+class Pool:
+    """The processes of the replicas and the queue of their requests. Used by one thread at a time."""
 
     def __init__(self, configs: list[Config]) -> None:
         """Start a process for each configuration and wait until all are ready.
@@ -67,7 +66,7 @@ class Replicas:
         several = configs[0].tensor_parallel_size > 1
         self.limit = configs[0].distributed_timeout_seconds + several * RANKS_SECONDS  # for silent replicas
         self._look_ahead = LOOK_AHEAD * configs[0].max_num_seqs
-        self.deltas = False  # whether replicas return parts of answers
+        self._deltas = False  # whether replicas return parts of answers
         self.router = Router(len(configs), reach=2 * self._look_ahead)
         self._routed: dict[int, Request] = {}  # the requests that wait in the router, by id
         self._backlog: deque[Request] = deque()  # the requests behind them
@@ -76,15 +75,13 @@ class Replicas:
         self._num_lost: dict[int, int] = {}  # by request id: number of replicas that ended while it ran
         self._arrivals: deque[Arrival] = deque()
         self._replies: dict[int, Any] = {}  # by number of the replica: the result of its call
-        self._ready: dict[int, Ready] = {}
         self._is_starting = True
         os.register_at_fork(after_in_child=partial(disown, weakref.ref(self)))
         try:
             with held_interrupts():
                 for member in self._members:
                     member.start(self._settings)
-            while not all(member.is_ready for member in self._members):
-                self._receive()
+            self.wait_for_starts()
             self._is_starting = False
         except BaseException:
             self.kill()
@@ -94,25 +91,23 @@ class Replicas:
     def processes(self) -> list[BaseProcess]:
         return [member.process for member in self._members if member.process is not None]
 
-    @property
-    def smallest(self) -> Ready:
-        """The capacity of the replica with the smallest KV cache."""
-        return min(self._ready.values(), key=lambda each: each.num_blocks * each.block_size)
-
     # -- requests --------------------------------------------------------------------------------------------
 
-    def add(self, requests: list[Request]) -> None:
-        """Queue requests, and send those for which replicas have room."""
+    def add(self, requests: list[Request], deltas: bool) -> None:
+        """Queue requests, and send those for which replicas have room. deltas: as in `Executor.add`."""
+        self._deltas = deltas
         self._backlog += requests
         self._feed()
 
-    def next_arrival(self, check: Callable[[], None]) -> Arrival:
-        """Wait for the next arrival; call `check` meanwhile. Raises WorkerError if no replica is left."""
-        while not self._arrivals:
-            check()
+    def next_arrival(self) -> Arrival | None:
+        """The next arrival; None if none comes within POLL_SECONDS. Raises WorkerError if no replica is
+        left."""
+        if not self._arrivals:
             self._check_some_are_left()
             self._feed()
             self._receive()
+        if not self._arrivals:
+            return None
         arrival = self._arrivals.popleft()
         self._feed()
         return arrival
@@ -125,7 +120,7 @@ class Replicas:
                 member = next((each for each in self._members if request_id in each.requests), None)
                 if member is None:
                     return []
-                for outputs in self._call([member], "abort_one", request_id).values():
+                for outputs in self._call([member], "abort", request_id).values():
                     member.drop(request_id)
                     return outputs and [outputs[0], *self._take_parts(str(request_id)), *outputs[1:]]
             return request
@@ -157,7 +152,7 @@ class Replicas:
             for member in self._members:
                 if member.requests:
                     member.forget_requests()
-                    member.send(Call("abort_all", (), has_reply=False))
+                    member.send(Call("clear", (), has_reply=False))
             self._arrivals.clear()
 
     def call(self, method: str, *args: object) -> list[Any]:
@@ -167,8 +162,7 @@ class Replicas:
         `limit` seconds is killed and restarts. Raises a replica's error, with its number; WorkerError if no
         replica is left.
         """
-        while any(member.process is not None and not member.is_ready for member in self._members):
-            self._receive()
+        self.wait_for_starts()
         self._check_some_are_left()
         with held_interrupts():
             values = self._call(self._members, method, *args)
@@ -177,11 +171,20 @@ class Replicas:
                 raise value.kind(f"replica {number}: {value.what}")
         return list(values.values())
 
+    def wait_for_starts(self) -> None:
+        """Wait until no replica is loading."""
+        while any(member.process is not None and not member.is_ready for member in self._members):
+            self._receive()
+
     def reset_prefix_cache(self) -> bool:
         """Empty the prefix caches of all replicas, which hold no requests; False if one of them is in use."""
+        self.forget_prefixes()
+        return all(self.call("reset_prefix_cache"))
+
+    def forget_prefixes(self) -> None:
+        """Forget what the prefix caches hold: the replicas are about to empty them."""
         for member in self._members:
             self.router.forget(member.number)
-        return all(self.call("reset_prefix_cache"))
 
     def set(self, method: str, value: object) -> None:
         """Call a method of every replica and, if that succeeds, of every replica that restarts later."""
@@ -243,7 +246,7 @@ class Replicas:
                 chosen.setdefault(member.number, []).append(request)
             for number, requests in chosen.items():
                 packed = [pack_request(request) for request in requests]
-                self._members[number].send(Work(packed, self.deltas))
+                self._members[number].send(Work(packed, self._deltas))
 
     def _refill(self) -> bool:
         """Give the next requests to the router; return whether it has any."""
@@ -299,7 +302,6 @@ class Replicas:
             member.called = None
         elif isinstance(message, Ready):
             member.is_ready = True
-            self._ready[member.number] = message
         elif not isinstance(message, Progress):
             member.failure = message
 

@@ -1,4 +1,4 @@
-"""Replica: one of several engines with the same model, in its own process, connected through a pipe.
+"""Replica: one of several models that are alike, a Core in its own process, connected through a pipe.
 
 Owns that process and its messages. Prompts arrive tokenised and requests numbered.
 """
@@ -10,8 +10,8 @@ import os
 import signal
 import threading
 import traceback
-from contextlib import suppress
-from dataclasses import fields, replace
+from contextlib import closing, suppress
+from dataclasses import replace
 from multiprocessing import current_process
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
@@ -21,7 +21,8 @@ import numpy as np
 import torch
 
 from nanovllm.config import Config
-from nanovllm.engine.resident_engine import ResidentEngine
+from nanovllm.engine.core import Core
+from nanovllm.engine.startup import open_model
 from nanovllm.engine.stats import StepStats
 from nanovllm.errors import KVCacheMemoryError, ModelLoadError, WorkerError
 from nanovllm.lifecycle import no_full_collections
@@ -46,9 +47,9 @@ class Work(NamedTuple):
 
 
 class Call(NamedTuple):
-    """A method of `Replica` to call between steps."""
+    """A method of `Replica` or `Core` to call between steps, or a value of them to return."""
 
-    method: str
+    name: str
     args: tuple[Any, ...]
     has_reply: bool = True  # whether a Reply follows
 
@@ -58,11 +59,7 @@ class Call(NamedTuple):
 
 
 class Ready(NamedTuple):
-    """The model is loaded; the sizes for a scheduler."""
-
-    num_blocks: int
-    block_size: int
-    max_model_len: int
+    """The model is loaded, and all that a restart repeats is done."""
 
 
 class Report(NamedTuple):
@@ -185,90 +182,65 @@ class Link:
                 self._pipe.send(message)
 
 
-class Replica(ResidentEngine):
-    """An engine whose requests come from another process."""
+class Replica:
+    """A Core whose requests come from another process."""
 
-    _warns = False  # the caller's process does
-    _num_updates = 0  # the number of the last weight update that it has
-
-    def __init__(self, number: int, link: Link, **options: Any) -> None:
-        """As LLMEngine. number: the replica's. link: tells the caller of progress."""
-        self.number = number
-        self._on_progress = lambda: link.send(Progress())
-        super().__init__(**options)
+    def __init__(self, number: int, config: Config, link: Link) -> None:
+        """number: the replica's. config: with its own device. link: tells the caller of progress."""
+        model = open_model(config)
+        self.core = Core(model, lambda: link.send(Progress()))
+        self._number = number
+        self._processor = model.processor
+        self._num_updates = 0  # the number of the last weight update that it has
 
     def serve(self, link: Link) -> None:
         """Process messages until None arrives."""
         num_received = 0
         while True:
-            while link.has_message() or not self._requests:
+            while link.has_message() or not self.core.load.num_requests:
                 message = link.receive()
                 if message is None:
                     return
                 if isinstance(message, Call):
-                    value = self._answer(message)
+                    value = self.answer(message)
                     if message.has_reply:
                         link.send(Reply(value))
                 else:
-                    if not self._requests:
-                        self._yield_deltas(message.deltas)
                     requests = [unpack_request(request, self._processor) for request in message.requests]
                     num_received += sum(request.params.n for request in requests)
-                    self._queue(requests)
-            with self._calling(), no_full_collections():
-                outputs, stats = self._step()
-            packed = [pack_output(output) for output in outputs]
-            link.send(Report(packed, stats, num_received, len(self._scheduler.waiting)))
+                    self.core.add(requests, message.deltas)
+            with no_full_collections():
+                step = self.core.step()
+            packed = [pack_output(output) for output in step.outputs]
+            link.send(Report(packed, step.stats, num_received, self.core.load.num_waiting))
 
-    def ready(self) -> Ready:
-        return Ready(self._num_blocks, self._runner.block_size, self._runner.max_model_len)
-
-    def _answer(self, call: Call) -> Any:
+    def answer(self, call: Call) -> Any:
+        """The answer to a call: a method, or a value, of this class if it has it, else of the Core."""
+        owner = self if hasattr(Replica, call.name) else self.core
         try:
-            return getattr(self, call.method)(*call.args)
+            found = getattr(owner, call.name)
+            return found(*call.args) if callable(found) else found
         except KEPT_ERRORS as error:
             return Failure.of(error)
 
     # -- calls -----------------------------------------------------------------------------------------------
 
-    def abort_one(self, request_id: int) -> list[RequestOutput]:
+    def abort(self, request_id: int) -> list[RequestOutput]:
         """Return the output, and then what a stream yields of it; nothing if the request has ended."""
-        with self._calling():
-            output, parts = self._abort(request_id)
+        output, parts = self.core.abort(request_id)
         return [] if output is None else [pack_output(each) for each in (output, *parts)]
-
-    def abort_all(self) -> None:
-        with self._calling():
-            self._abort_all()
-
-    def set_tokenizer(self, tokenizer: Any) -> None:
-        self.tokenizer = tokenizer
 
     def load_updates(self, updates: dict[int, SharedTensors]) -> None:
         """Load weight updates, in the order of their numbers, except those that this replica has. Each one is
         checked as a whole."""
         for number, tensors in updates.items():
             if number > self._num_updates:
-                self.update_weights(list(tensors))
+                self.core.update(list(tensors))
                 self._num_updates = number
 
     def start_profile(self, trace: tuple[str, str]) -> None:
         """trace: the folder and the name of the traces of all replicas."""
-        folder, name = trace[0], f"replica{self.number}.{trace[1]}"
-        self._workers.call("start_profile", folder, name)
-
-    def stop_profile(self) -> list[str]:
-        return self._workers.call("stop_profile")
-
-    def limit_model_len(self, max_model_len: int) -> None:
-        """Lower the maximum length of sequences to what all replicas have memory for."""
-        if self._scheduler.max_model_len < max_model_len:
-            raise KVCacheMemoryError(
-                f"the KV cache has room for {self._scheduler.max_model_len} tokens, but at first all "
-                f"replicas had room for {max_model_len}; close other programs on the device, or start again "
-                f"with max_model_len={self._scheduler.max_model_len}"
-            )
-        self._scheduler.max_model_len = max_model_len
+        self.core.start_profile(trace[0], f"replica{self._number}.{trace[1]}")
 
 
 def replica_main(
@@ -285,12 +257,14 @@ def replica_main(
     try:
         if config.device == "cpu":
             torch.set_num_threads(max(1, torch.get_num_threads() // config.data_parallel_size))
-        options = {each.name: getattr(config, each.name) for each in fields(Config)}
-        with Replica(number, link, **options | {"data_parallel_size": 1}) as replica:
-            for method, value in settings.items():
-                getattr(replica, method)(value)
+        replica = Replica(number, replace(config, data_parallel_size=1), link)
+        with closing(replica.core):
+            for name, value in settings.items():
+                failure = replica.answer(Call(name, (value,)))
+                if isinstance(failure, Failure):
+                    raise failure.kind(failure.what)
             gc.freeze()  # existing objects stay
-            link.send(replica.ready())
+            link.send(Ready())
             replica.serve(link)
     except BaseException as error:  # report everything to the caller
         link.send(Failure.of(error))

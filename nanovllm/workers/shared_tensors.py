@@ -1,20 +1,24 @@
 """SharedTensors: tensors that go to other processes through shared memory, not through their channel or pipe:
-from rank 0 to the workers, and from the caller to replicas.
+from rank 0 to the workers, and from the caller to replicas. TensorLoader gives them to all ranks.
 
-Owns that memory, an anonymous file that ends with its processes. Knows no model.
+Owns that memory, an anonymous file that ends with its processes. Checks no tensor.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
 import torch
 
+from nanovllm.lifecycle import held_interrupts
+from nanovllm.workers.ranks import Ranks
+
 ALIGNMENT = 64  # bytes
+BUFFER_BYTES = 2**27  # of tensors sent to workers at once; a larger tensor is sent alone
 
 
 class TensorPlace(NamedTuple):
@@ -89,3 +93,35 @@ class SharedMemoryBuffer:
 
 def _mapped(path: str, num_bytes: int) -> torch.Tensor:
     return torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8)
+
+
+class TensorLoader:
+    """Loads tensors on all ranks: one by one without workers, a buffer at a time with workers."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._buffer = SharedMemoryBuffer(BUFFER_BYTES) if ranks.watch.processes else None
+
+    def load(self, name: str, tensor: torch.Tensor) -> None:
+        if self._buffer is None:
+            with held_interrupts():
+                self._ranks.runner.load_tensors([(name, tensor)])
+                self._ranks.watch.progress()
+        elif not self._buffer.put(name, tensor):
+            self._flush(self._buffer)
+            self._buffer.put(name, tensor)
+
+    def finish(self, reload: Collection[str]) -> None:
+        """Load the remaining tensors, and prepare for the next step."""
+        with held_interrupts():
+            if self._buffer is not None:
+                self._flush(self._buffer)
+            self._ranks.call("finish_update", reload)
+
+    def close(self) -> None:
+        if self._buffer is not None:
+            self._buffer.close()
+
+    def _flush(self, buffer: SharedMemoryBuffer) -> None:
+        with held_interrupts():
+            self._ranks.call("load_tensors", buffer.take())

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import parts  # noqa: F401
 import pytest
 from replica_answers import OPTIONS
 from tiny_models import write_tiny_model
 
 from nanovllm import LLM, demo_model_path
-from nanovllm.llm import ReplicatedLLM
 
 
 @pytest.fixture(scope="module")
@@ -27,9 +27,8 @@ def one() -> Iterator[LLM]:
 
 
 @pytest.fixture(scope="module")
-def two() -> Iterator[ReplicatedLLM]:
+def two() -> Iterator[LLM]:
     """The same with two replicas, which are idle at the end."""
     with LLM(demo_model_path(), data_parallel_size=2, **OPTIONS) as llm:
-        assert isinstance(llm, ReplicatedLLM)
         yield llm
         assert llm.is_finished()

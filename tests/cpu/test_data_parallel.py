@@ -22,11 +22,10 @@ from nanovllm import (
     StructuredOutputsParams,
 )
 from nanovllm.engine.stats import StepStats
-from nanovllm.llm import ReplicatedLLM
 from nanovllm.report import make_report
 
 
-def test_answers_are_those_of_one_engine(one: LLM, two: ReplicatedLLM) -> None:
+def test_answers_are_those_of_one_engine(one: LLM, two: LLM) -> None:
     outputs = same(one, two, lambda llm: llm.generate(PROMPTS, MIXED, use_tqdm=False))
     assert [output.index for output in outputs] == list(range(24))
     assert [output.prompt for output in outputs] == PROMPTS
@@ -43,7 +42,7 @@ def test_answers_are_those_of_one_engine(one: LLM, two: ReplicatedLLM) -> None:
     same(one, two, lambda llm: llm.chat(messages, GREEDY, use_tqdm=False))
 
 
-def test_other_calls_are_those_of_one_engine(one: LLM, two: ReplicatedLLM) -> None:
+def test_other_calls_are_those_of_one_engine(one: LLM, two: LLM) -> None:
     scores = [llm.score_pairs([(each, " is 7.") for each in PROMPTS], False) for llm in (one, two)]
     sums = [[each.logprob for each in each_engine] for each_engine in scores]
     assert sums[0] == pytest.approx(sums[1], abs=1e-3)
@@ -66,9 +65,7 @@ def test_other_calls_are_those_of_one_engine(one: LLM, two: ReplicatedLLM) -> No
         list(two.stream(PROMPTS, SamplingParams(logits_processors=[lambda ids, logits: logits])))
 
 
-def test_a_stream_gives_each_index_once_and_reads_no_further_than_it_says(
-    one: LLM, two: ReplicatedLLM
-) -> None:
+def test_a_stream_gives_each_index_once_and_reads_no_further_than_it_says(one: LLM, two: LLM) -> None:
     num_read = 0
 
     def prompts() -> Iterator[str]:
@@ -93,7 +90,7 @@ def test_a_stream_gives_each_index_once_and_reads_no_further_than_it_says(
     assert two.is_finished()
 
 
-def test_bad_prompts(one: LLM, two: ReplicatedLLM) -> None:
+def test_bad_prompts(one: LLM, two: LLM) -> None:
     bad: list[Any] = ["Hello", "", [5] * 10_000, [10**6], "Hello"]
     outputs = same(one, two, lambda llm: llm.generate(bad, GREEDY, use_tqdm=False, on_error="return"))
     assert [output.error is None for output in outputs] == [True, False, False, False, True]
@@ -102,7 +99,7 @@ def test_bad_prompts(one: LLM, two: ReplicatedLLM) -> None:
     assert two.is_finished()
 
 
-def test_add_request_step_and_abort(two: ReplicatedLLM) -> None:
+def test_add_request_step_and_abort(two: LLM) -> None:
     ids = [two.add_request(prompt, LONG) for prompt in PROMPTS]
     outputs = two.step()
     running = next(str(request) for each in two._replicas._members for request in each.requests)
@@ -123,7 +120,7 @@ def test_add_request_step_and_abort(two: ReplicatedLLM) -> None:
     assert two.step() == []
 
 
-def test_the_prefix_cache_can_be_reset(two: ReplicatedLLM) -> None:
+def test_the_prefix_cache_can_be_reset(two: LLM) -> None:
     prompts = [[5 + number] * 70 for number in range(8)]
     two.generate(prompts, GREEDY, use_tqdm=False)
     assert all(each.num_cached_tokens > 0 for each in two.generate(prompts, GREEDY, use_tqdm=False))
@@ -136,7 +133,7 @@ def test_the_prefix_cache_can_be_reset(two: ReplicatedLLM) -> None:
         assert all(each.num_cached_tokens == 0 for each in two.generate(prompts, GREEDY, use_tqdm=False))
 
 
-def test_a_new_tokenizer_decodes_the_outputs(one: LLM, two: ReplicatedLLM) -> None:
+def test_a_new_tokenizer_decodes_the_outputs(one: LLM, two: LLM) -> None:
     before = two.get_tokenizer()
     other = copy.deepcopy(before)
     other.add_special_tokens({"additional_special_tokens": ["+"]})
@@ -151,7 +148,7 @@ def test_a_new_tokenizer_decodes_the_outputs(one: LLM, two: ReplicatedLLM) -> No
     assert any("+" in each["text"] for each in two.generate(PROMPTS, GREEDY, use_tqdm=False))
 
 
-def test_replicas_sleep_and_wake_up(one: LLM, two: ReplicatedLLM) -> None:
+def test_replicas_sleep_and_wake_up(one: LLM, two: LLM) -> None:
     """A replica that dies while all sleep is asleep again after its restart."""
     answers = same(one, two, answer_all)
     two.sleep()
@@ -159,17 +156,17 @@ def test_replicas_sleep_and_wake_up(one: LLM, two: ReplicatedLLM) -> None:
         two.generate(PROMPTS)
     os.kill(pids(two)[1], signal.SIGKILL)
     two.wake_up(["weights"])
-    assert two.is_sleeping() and two._replicas.call("is_sleeping") == [True, True]
+    assert two.is_sleeping() and two._replicas.call("asleep") == [frozenset({"kv_cache"})] * 2
     two.wake_up()
-    assert not two.is_sleeping() and two._replicas.call("is_sleeping") == [False, False]
+    assert not two.is_sleeping() and two._replicas.call("asleep") == [frozenset()] * 2
     assert len(same(one, two, answer_all)) == len(answers)
 
 
-def test_calls_that_need_one_engine(two: ReplicatedLLM) -> None:
+def test_calls_that_need_one_engine(two: LLM) -> None:
     assert two.is_finished()
 
 
-def test_every_replica_leaves_a_trace(two: ReplicatedLLM, tmp_path: Path) -> None:
+def test_every_replica_leaves_a_trace(two: LLM, tmp_path: Path) -> None:
     """Also one that restarts meanwhile."""
     with pytest.raises(RuntimeError, match=r"no profile is on; call start_profile\(\) first"):
         two.stop_profile()
@@ -185,7 +182,7 @@ def test_every_replica_leaves_a_trace(two: ReplicatedLLM, tmp_path: Path) -> Non
         two.stop_profile()
 
 
-def test_progress_and_statistics(two: ReplicatedLLM) -> None:
+def test_progress_and_statistics(two: LLM) -> None:
     bar, steps = Bar(), list[StepStats]()
     before = two.stats()
     two.on_step = steps.append
@@ -204,7 +201,7 @@ def test_progress_and_statistics(two: ReplicatedLLM) -> None:
     assert max(step.num_seqs for step in steps) <= OPTIONS["max_num_seqs"]
 
 
-def test_a_report_of_all_replicas(two: ReplicatedLLM) -> None:
+def test_a_report_of_all_replicas(two: LLM) -> None:
     two.generate(PROMPTS[:8], GREEDY, use_tqdm=False)
     page = ElementTree.fromstring(make_report(two).encode())
     cells = {row[0].text: row[1].text for row in page.iter("tr")}
@@ -216,7 +213,7 @@ def test_a_report_of_all_replicas(two: ReplicatedLLM) -> None:
     assert OPTIONS["max_num_seqs"] < max(point.num_running for point in points), "those of both are counted"
 
 
-def test_any_thread_may_ask_for_statistics_while_a_replica_reports(two: ReplicatedLLM) -> None:
+def test_any_thread_may_ask_for_statistics_while_a_replica_reports(two: LLM) -> None:
     class Told:
         """The last report of a replica. Reading it adds another report."""
 
@@ -229,11 +226,11 @@ def test_any_thread_may_ask_for_statistics_while_a_replica_reports(two: Replicat
     told: dict[int, Any] = {}
     told[0] = Told()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(two, "_last_stats", told)
+        patch.setattr(two._executor, "_last_stats", told)
         assert two.stats().num_running == 1
 
 
-def test_prompts_with_a_common_prefix_go_to_one_replica(two: ReplicatedLLM) -> None:
+def test_prompts_with_a_common_prefix_go_to_one_replica(two: LLM) -> None:
     """Each replica computes half of the prefixes; only their first prompts find nothing in a cache."""
     two.reset_prefix_cache()
     begin = [[20 + group] * 100 for group in range(6)]

@@ -12,7 +12,6 @@ from replica_answers import LONG, MIXED, PROMPTS, logprobs
 from test_deltas import put_together
 
 from nanovllm import LLM, RequestOutput, SamplingParams
-from nanovllm.llm import ReplicatedLLM
 
 SEEDED = [params.clone() for params in MIXED]
 for number, each in enumerate(SEEDED):
@@ -29,7 +28,7 @@ def texts_and_tokens(completions: list[Any]) -> list[tuple[str, list[int], str |
     return [(each.text, each.token_ids, each.finish_reason) for each in completions]
 
 
-def test_put_together_they_are_the_whole(two: ReplicatedLLM) -> None:
+def test_put_together_they_are_the_whole(two: LLM) -> None:
     expected = answers(two, SEEDED)
     parts = list(two.stream(PROMPTS, SEEDED, deltas=True))
     assert len(parts) > 5 * len(PROMPTS)
@@ -43,7 +42,7 @@ def test_put_together_they_are_the_whole(two: ReplicatedLLM) -> None:
     assert len(answers(two, SEEDED)) == len(PROMPTS), "whole again"
 
 
-def test_an_aborted_answer(two: ReplicatedLLM) -> None:
+def test_an_aborted_answer(two: LLM) -> None:
     """What has arrived, but was not yielded yet, comes before the end."""
     parts, aborted = [], None
     with closing(two.stream(PROMPTS, LONG, deltas=True)) as stream:
@@ -61,7 +60,7 @@ def test_an_aborted_answer(two: ReplicatedLLM) -> None:
     assert reasons == ["length", "abort"] + ["length"] * 22
 
 
-def test_a_replica_that_dies_ends_the_answers_that_it_began(two: ReplicatedLLM) -> None:
+def test_a_replica_that_dies_ends_the_answers_that_it_began(two: LLM) -> None:
     """All others run again."""
     expected = answers(two, LONG)
     members = two._replicas._members

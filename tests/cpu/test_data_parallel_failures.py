@@ -30,7 +30,6 @@ from nanovllm import (
 )
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.stats import StepStats
-from nanovllm.llm import ReplicatedLLM
 from nanovllm.replicas import pool
 
 TINY: dict[str, Any] = {"device": "cpu", "skip_tokenizer_init": True, "max_model_len": 64}
@@ -39,7 +38,7 @@ TINY: dict[str, Any] = {"device": "cpu", "skip_tokenizer_init": True, "max_model
 # -- faults --------------------------------------------------------------------------------------------------
 
 
-def signalled(one: LLM, two: ReplicatedLLM, number: signal.Signals) -> None:
+def signalled(one: LLM, two: LLM, number: signal.Signals) -> None:
     """Send a signal to the first replica after the first answer; check that `two` answers as `one`."""
 
     def answer(llm: LLM) -> list[RequestOutput]:
@@ -54,17 +53,17 @@ def signalled(one: LLM, two: ReplicatedLLM, number: signal.Signals) -> None:
     same(one, two, answer)
 
 
-def test_a_replica_that_is_killed_is_started_again(one: LLM, two: ReplicatedLLM) -> None:
+def test_a_replica_that_is_killed_is_started_again(one: LLM, two: LLM) -> None:
     """Its requests run again and the other replica continues; the answers are the same."""
     before = pids(two)
     signalled(one, two, signal.SIGKILL)
-    assert len(two._replicas.call("ready")) == 2, "it is back"
+    assert len(two._replicas.call("room")) == 2, "it is back"
     after = pids(two)
     assert len(after) == 2 and after[1] == before[1] and after[0] != before[0]
     same(one, two, answer_all)
 
 
-def test_a_stream_that_is_left_waits_for_no_step(one: LLM, two: ReplicatedLLM) -> None:
+def test_a_stream_that_is_left_waits_for_no_step(one: LLM, two: LLM) -> None:
     """A slow replica lives on, and what its step computed counts nowhere."""
     before = pids(two)
     stream = two.stream(PROMPTS, LONG)
@@ -73,13 +72,13 @@ def test_a_stream_that_is_left_waits_for_no_step(one: LLM, two: ReplicatedLLM) -
     stream.close()
     assert two.is_finished() and two.stats().num_running == 0
     os.kill(before[1], signal.SIGCONT)
-    two._replicas.call("ready")
+    two._replicas.call("room")
     assert not two._replicas._arrivals
     same(one, two, answer_all)
     assert pids(two) == before
 
 
-def test_a_replica_that_reads_nothing_is_killed(two: ReplicatedLLM) -> None:
+def test_a_replica_that_reads_nothing_is_killed(two: LLM) -> None:
     """A replica that does not read its pipe cannot block the caller for ever, even if the pipe is full."""
     member = two._replicas._members[0]
     with socket(fileno=os.dup(member.pipe.fileno())) as end:
@@ -88,10 +87,10 @@ def test_a_replica_that_reads_nothing_is_killed(two: ReplicatedLLM) -> None:
     os.kill(before[0], signal.SIGSTOP)
     member.send(bytes(2**22))
     assert len(two.generate(PROMPTS, GREEDY, use_tqdm=False)) == 24
-    assert len(two._replicas.call("ready")) == 2 and pids(two)[0] != before[0]
+    assert len(two._replicas.call("room")) == 2 and pids(two)[0] != before[0]
 
 
-def test_a_request_that_no_replica_survives_is_given_up(two: ReplicatedLLM) -> None:
+def test_a_request_that_no_replica_survives_is_given_up(two: LLM) -> None:
     """It runs alone the last time, so all other requests are answered."""
     poison = two._requests.next_id + 5
     company: list[set[int]] = []
@@ -125,7 +124,7 @@ class Unreadable(SamplingParams):
 
 
 def test_a_request_that_a_replica_cannot_unpickle_gives_an_output(
-    two: ReplicatedLLM, monkeypatch: pytest.MonkeyPatch
+    two: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pool, "MAX_RUNS", 1)
     [output] = two.generate("Hello", Unreadable(max_tokens=3), use_tqdm=False)
@@ -133,18 +132,17 @@ def test_a_request_that_a_replica_cannot_unpickle_gives_an_output(
     assert two.generate("Hello", GREEDY, use_tqdm=False)[0].error is None
 
 
-def test_replicas_must_have_as_much_room_as_at_first(two: ReplicatedLLM) -> None:
+def test_replicas_must_have_as_much_room_as_at_first(two: LLM) -> None:
     with pytest.raises(
         KVCacheMemoryError, match=r"replica 0: the KV cache has room for .* max_model_len=\d+$"
     ):
-        two._replicas.set("limit_model_len", 10**6)
-    assert two._replicas._settings["limit_model_len"] < 10**6
+        two._replicas.set("limit", 10**6)
+    assert two._replicas._settings["limit"] < 10**6
 
 
 def test_when_all_replicas_stay_down(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool, "MAX_FAILURES", 1)
     llm = LLM(model, data_parallel_size=2, **TINY)
-    assert isinstance(llm, ReplicatedLLM)
     started, prompts = pids(llm), [[5 + number] for number in range(20)]
     expected = llm.generate(prompts, GREEDY, use_tqdm=False)
     os.kill(pids(llm)[0], signal.SIGKILL)
@@ -161,7 +159,7 @@ def test_when_all_replicas_stay_down(model: Path, monkeypatch: pytest.MonkeyPatc
     assert not [pid for pid in started if Path("/proc", str(pid)).exists()]
 
 
-def test_what_a_replica_finds_wrong_at_its_start_is_raised(model: Path, two: ReplicatedLLM) -> None:
+def test_what_a_replica_finds_wrong_at_its_start_is_raised(model: Path, two: LLM) -> None:
     before = set(multiprocessing.active_children())
     with pytest.raises(KVCacheMemoryError, match=r"^replica \d: no room for the KV cache"):
         LLM(model, data_parallel_size=2, **TINY, num_kvcache_blocks=10**9)
@@ -195,16 +193,26 @@ def test_wrong_options_start_nothing(
         LLM(model, **options)
 
 
-def test_a_subclass_of_llm_cannot_be_replicated(model: Path) -> None:
-    class Own(LLM):
+def test_an_engine_that_runs_one_model_cannot_be_replicated(model: Path) -> None:
+    class Own(LLMEngine):
         pass
 
     for kind in (Own, LLMEngine):
-        with pytest.raises(ValueError, match=f"derive {kind.__name__} from ReplicatedLLM"):
+        with pytest.raises(
+            ValueError, match=f"data_parallel_size=2 needs LLM; {kind.__name__} runs one model"
+        ):
             kind(model, data_parallel_size=2, **TINY)
 
 
-def test_ctrl_c_leaves_the_engine_usable(one: LLM, two: ReplicatedLLM) -> None:
+def test_a_subclass_of_llm_may_be_replicated(model: Path) -> None:
+    class Own(LLM):
+        pass
+
+    with Own(model, data_parallel_size=2, **TINY) as llm:
+        assert len(llm.generate([[5], [6]], GREEDY, use_tqdm=False)) == 2
+
+
+def test_ctrl_c_leaves_the_engine_usable(one: LLM, two: LLM) -> None:
     before = pids(two)
     timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
     timer.start()
@@ -214,7 +222,7 @@ def test_ctrl_c_leaves_the_engine_usable(one: LLM, two: ReplicatedLLM) -> None:
     same(one, two, answer_all)
 
 
-def test_other_threads_wait(two: ReplicatedLLM) -> None:
+def test_other_threads_wait(two: LLM) -> None:
     results = in_threads(3, lambda _: two.generate(PROMPTS[:8], GREEDY, use_tqdm=False))
     tokens = [[each["token_ids"] for each in outputs] for outputs in results]
     assert tokens[0] == tokens[1] == tokens[2] and len(tokens[0]) == 8

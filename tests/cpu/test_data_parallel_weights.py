@@ -13,7 +13,6 @@ from safetensors.torch import load_file
 from tiny_models import write_tiny_model
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.llm import ReplicatedLLM
 
 TINY: dict[str, Any] = {"device": "cpu", "skip_tokenizer_init": True, "max_model_len": 64}
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -34,7 +33,6 @@ class OneAndTwo:
 
     def __init__(self, folder: Path) -> None:
         self.one, two = LLM(folder, **TINY), LLM(folder, data_parallel_size=2, **TINY)
-        assert isinstance(two, ReplicatedLLM)
         self.two = two
 
     def __enter__(self) -> OneAndTwo:
@@ -53,7 +51,7 @@ class OneAndTwo:
 
     def tokens(self) -> list[list[int]]:
         """Of answers to the same prompts, which must be equal."""
-        self.two._replicas.call("ready")
+        self.two._replicas.call("room")
         prompts = [[5 + number] * 9 for number in range(12)]
         expected = [each["token_ids"] for each in self.one.generate(prompts, GREEDY, use_tqdm=False)]
         assert [each["token_ids"] for each in self.two.generate(prompts, GREEDY, use_tqdm=False)] == expected

@@ -215,7 +215,7 @@ def test_options_are_checked(model: Path, tmp_path: Path) -> None:
 def test_a_wrong_checkpoint_is_found_before_the_device_is_touched(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("nanovllm.engine.llm_engine.Device", None)
+    monkeypatch.setattr("nanovllm.engine.core.Device", None)
     weights = (model / "model.safetensors").read_bytes()
     (tmp_path / "config.json").write_text((model / "config.json").read_text())
     (tmp_path / "model.safetensors").write_bytes(weights[:-10])

@@ -172,7 +172,7 @@ greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 llm = LLM({model!r}, device="cpu", skip_tokenizer_init=True, max_model_len=64, tensor_parallel_size={size})
 answer = lambda: [o["token_ids"] for o in llm.generate({prompts}, greedy, use_tqdm=False)]
 first = answer()
-pids = [process.pid for process in llm._workers.watch.processes]
+pids = [process.pid for process in llm._executor.ranks.watch.processes]
 for turn in range(3):
     child = os.fork()
     if child == 0:

@@ -119,7 +119,9 @@ def test_notebook(notebook: Notebook, size: int, tmp_path: Path) -> None:
 
     assert notebook.run(f"second = LLM({str(model)!r}, **options)")[0]["status"] == "ok"
     assert notebook.value(f"second.{answer}") == notebook.value(f"llm.{answer}") == expected
-    pids = notebook.value("[p.pid for engine in (llm, second) for p in engine._workers.watch.processes]")
+    pids = notebook.value(
+        "[p.pid for engine in (llm, second) for p in engine._executor.ranks.watch.processes]"
+    )
     assert len(pids) == 2 * (size - 1) and all(Path("/proc", str(pid)).exists() for pid in pids)
     notebook.run("llm.close()")
     assert notebook.value(f"second.{answer}") == expected

@@ -110,7 +110,7 @@ def test_a_request_of_several_sequences_is_one_output(model: Path, run_ahead: bo
 def test_the_likeliest_completions_are_equal_and_share_their_prompt(model: Path) -> None:
     with make_tiny(model) as llm:
         [expected] = llm.generate([[9] * 20], GREEDY, use_tqdm=False)
-        llm._scheduler = llm._make_scheduler()  # an empty prefix cache
+        llm._executor.clear(failed=True)  # an empty prefix cache
         llm.batches.clear()
         [output] = llm.generate([[9] * 20], LIKELIEST, use_tqdm=False)
         assert [completion.token_ids for completion in output.outputs] == [expected["token_ids"]] * 3

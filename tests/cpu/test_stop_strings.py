@@ -189,7 +189,7 @@ def test_tokens_behind_the_match_in_one_step_are_dropped() -> None:
     """A step may bring several tokens of a sequence."""
     tokenizer = TOKENIZERS["byte_level"]
     requests = Requests(Processor(tokenizer, len(tokenizer), [tokenizer.eos_token_id]), seed=0)
-    processor = requests._processor
+    processor = requests.processor
     params = SamplingParams(stop="lo").checked()
     [request] = processor.make_requests(parse_prompts("Say: ")[0], [params], ["p"], 0)
     [seq] = requests.make_sequences(request)

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +22,9 @@ from replica_answers import GREEDY, PROMPTS, pids
 from safetensors.torch import load_file
 
 from nanovllm import LLM, EngineClosedError, SamplingParams, WorkerError
+from nanovllm.config import Config
 from nanovllm.distributed.group import TPGroup
-from nanovllm.engine import llm_engine
-from nanovllm.llm import ReplicatedLLM
+from nanovllm.engine import core
 from nanovllm.replicas import pool
 from nanovllm.replicas.replica import Replica
 from nanovllm.runner.model_runner import ModelRunner
@@ -99,7 +99,7 @@ def test_a_rank_that_is_stopped_while_it_loads(
         threading.Thread(target=lower, daemon=True).start()
 
     monkeypatch.setattr(Watch, "start", start_and_look)
-    monkeypatch.setattr(llm_engine, "RankSetup", setup)
+    monkeypatch.setattr(core, "RankSetup", setup)
     with (
         no_hang(),
         pytest.raises(WorkerError, match=r"rank 1 made no progress for 0.3 s during load .* SIGSTOP"),
@@ -173,7 +173,6 @@ def test_replicas_that_are_stopped_at_their_start_or_close(
     monkeypatch.setattr(pool, "EXIT_SECONDS", 0.3)
     with no_hang():
         llm = LLM(model, data_parallel_size=2, tensor_parallel_size=2, **TINY)
-        assert isinstance(llm, ReplicatedLLM)
         children = [int(child) for pid in pids(llm) for child in children_of(pid)]
         for pid in [*children, *pids(llm)]:
             stop(pid)
@@ -211,14 +210,14 @@ def test_a_replica_tells_of_each_tensor_that_it_loads(model: Path) -> None:
         def send(self, message: object) -> None:
             sent.append(type(message).__name__)
 
-    with Replica(0, Recorder(), model=str(model), **TINY) as replica:  # type: ignore[arg-type]
-        assert sent.count("Progress") > len(replica._runner.model.weight_slots())
+    config = Config.from_kwargs(str(model), **TINY)
+    with closing(Replica(0, config, Recorder()).core) as core:  # type: ignore[arg-type]
+        tensors = len(core.runner.model.weight_slots())
+        assert sent.count("Progress") > tensors
         sent.clear()
-        replica.sleep(2)
-        replica.wake_up()
-        assert sent.count("Progress") > len(replica._runner.model.weight_slots()), (
-            "it reads the checkpoint again"
-        )
+        core.sleep(2)
+        core.wake_up(core.asleep)
+        assert sent.count("Progress") > tensors, "it reads the checkpoint again"
 
 
 FEW_FILES = """
@@ -254,7 +253,7 @@ def test_the_limit_is_an_option(model: Path) -> None:
 
 
 def test_a_replica_that_is_stopped_in_any_phase(
-    two: ReplicatedLLM, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    two: LLM, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It restarts, the call succeeds, and answers are the same; a load that is stopped is limited too."""
     expected = [each["token_ids"] for each in two.generate(PROMPTS, GREEDY, use_tqdm=False)]
@@ -273,14 +272,14 @@ def test_a_replica_that_is_stopped_in_any_phase(
     monkeypatch.setattr(type(replicas), "limit", Impatient(), raising=False)
     calls: dict[str, Callable[[], Any]] = {
         "a step": lambda: two.generate(PROMPTS, GREEDY, use_tqdm=False),
-        "update_weights": lambda: two._residency.update_weights([(norm, weights[norm])]),
+        "update_weights": lambda: two._residency.update([(norm, weights[norm])]),
         "sleep": lambda: two._residency.sleep(1),
         "the start": lambda: two.reset_prefix_cache(),
     }
     weights = load_file(Path(two.config.model, "model.safetensors"))
     for phase, call in calls.items():
         with no_hang():
-            two._replicas.call("ready")  # it is back
+            two._replicas.call("room")  # it is back
             if phase == "the start":
                 os.kill(pids(two)[1], signal.SIGKILL)
                 while two._replicas._members[1].is_ready:

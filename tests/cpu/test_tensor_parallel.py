@@ -27,7 +27,7 @@ from nanovllm import LLM, EngineClosedError, KVCacheMemoryError, SamplingParams,
 from nanovllm.config import Config
 from nanovllm.device import Device
 from nanovllm.distributed.group import TPGroup
-from nanovllm.engine import llm_engine
+from nanovllm.engine import core
 from nanovllm.runner.memory import KVCacheSpace, check_weights_fit, fit_kv_cache
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.overlap import OVERLAP_RANKS, OVERLAP_TOKENS
@@ -213,7 +213,7 @@ print("this is run once", __name__)
 from nanovllm import LLM, SamplingParams
 llm = LLM({model!r}, tensor_parallel_size=2, device="cpu", skip_tokenizer_init=True, max_model_len=64)
 print(llm.generate([[5, 6, 7]], SamplingParams(temperature=0, max_tokens=5), use_tqdm=False)[0]["token_ids"])
-print(llm._workers.watch.processes[0].pid)
+print(llm._executor.ranks.watch.processes[0].pid)
 """
 
 
@@ -358,7 +358,7 @@ def test_a_start_that_is_interrupted_stops_waiting_for_ranks(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The fixture `nothing_is_left` checks that its ports are free and its folder is gone."""
-    monkeypatch.setattr(llm_engine, "RankSetup", LonelySetup)
+    monkeypatch.setattr(core, "RankSetup", LonelySetup)
     with pytest.raises(KeyboardInterrupt):
         LLM(str(model), tensor_parallel_size=2, device="cpu", skip_tokenizer_init=True, max_model_len=64)
 
@@ -381,7 +381,7 @@ def test_a_worker_that_raises_at_any_call_of_the_start(
     model: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     monkeypatch.setenv("BROKEN_CALL", call)
-    monkeypatch.setattr(llm_engine, "RankSetup", BrokenSetup)
+    monkeypatch.setattr(core, "RankSetup", BrokenSetup)
     with pytest.raises(WorkerError, match=r"rank 1 failed:(?s:.*)invalid literal for int\(\)"):
         LLM(str(model), tensor_parallel_size=2, device="cpu", skip_tokenizer_init=True, max_model_len=64)
 

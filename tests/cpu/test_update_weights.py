@@ -19,10 +19,10 @@ from tiny_models import FAMILIES, VOCAB_SIZE, write_tiny_model
 
 from nanovllm import ModelLoadError, SamplingParams, WorkerError
 from nanovllm.distributed.group import TPGroup
-from nanovllm.engine import residency
 from nanovllm.layers.weights import WeightOptions
 from nanovllm.models.loader import load_weights
 from nanovllm.runner import model_runner
+from nanovllm.workers import shared_tensors
 
 Tensors = dict[str, torch.Tensor]
 GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
@@ -82,7 +82,7 @@ def test_every_family(tmp_path: Path, family: str, ranks: int, monkeypatch: pyte
     wanted["low"] = fresh(second, low, ranks)
     with make_digest(second) as llm:
         expected = answers(llm)
-    monkeypatch.setattr(residency, "BUFFER_BYTES", 5000)  # several in one buffer, and some that exceed it
+    monkeypatch.setattr(shared_tensors, "BUFFER_BYTES", 5000)  # several in one, some exceed it
     with make_digest(first, tensor_parallel_size=ranks) as llm:
         before = answers(llm)
         ways = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import parts  # noqa: F401
 import pytest
 from needs import needs_backend
 

@@ -16,7 +16,6 @@ from demo_tasks import heldout, score
 from test_engine_gpu import GREEDY, MAX_GAP, largest_gap, mixed_prompts, write_peaked_model
 
 from nanovllm import LLM, SamplingParams, demo_model_path
-from nanovllm.llm import ReplicatedLLM
 from nanovllm.models.loader import load_model_config
 
 pytestmark = pytest.mark.gpu
@@ -83,13 +82,12 @@ def test_a_killed_replica_is_started_again_and_leaves_no_memory(ranks: int) -> N
     before = used_memory(2 * ranks)
     options = {"max_num_seqs": 16, "num_kvcache_blocks": 256}
     with LLM(demo_model_path(), data_parallel_size=2, tensor_parallel_size=ranks, **options) as llm:
-        assert isinstance(llm, ReplicatedLLM)
         first = llm._replicas.processes[0].pid
         for on_step in (lambda stats: kill_once(llm, first), None):
             llm.on_step = on_step
             outputs = llm.chat(messages, greedy, use_tqdm=False)
             assert score(examples, [output["text"] for output in outputs])["overall"] == 1.0
-            assert len(llm._replicas.call("ready")) == 2
+            assert len(llm._replicas.call("room")) == 2
             assert llm._replicas.processes[0].pid != first
     deadline = time.monotonic() + GONE_SECONDS
     while any(now > then + MEMORY_SLACK for now, then in zip(used_memory(2 * ranks), before, strict=True)):
@@ -97,7 +95,7 @@ def test_a_killed_replica_is_started_again_and_leaves_no_memory(ranks: int) -> N
         time.sleep(0.1)
 
 
-def kill_once(llm: ReplicatedLLM, pid: int | None) -> None:
+def kill_once(llm: LLM, pid: int | None) -> None:
     """Kill the first replica while it works, but only once."""
     member = llm._replicas._members[0]
     if pid is not None and member.is_ready and member.process is not None and member.process.pid == pid:

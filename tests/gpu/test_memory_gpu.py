@@ -19,7 +19,7 @@ ENGINE = """
 import sys
 from nanovllm import LLM, SamplingParams
 llm = LLM({model!r}, load_format="dummy", skip_tokenizer_init=True, enforce_eager={eager}, **{options!r})
-print("taken", llm._runner.kv_cache.nbytes, flush=True)
+print("taken", llm._executor.runner.kv_cache.nbytes, flush=True)
 sys.stdin.readline()
 outputs = llm.generate([[5] * 300] * 8, SamplingParams(max_tokens=20, ignore_eos=True), use_tqdm=False)
 assert all(len(output["token_ids"]) == 20 for output in outputs)

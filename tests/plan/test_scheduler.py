@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from invariants import check_scheduler
 
 from nanovllm.batch import NOT_DRAWN, NOT_FINITE, StepKind, StepOutput
-from nanovllm.config import Config
-from nanovllm.plan.scheduler import Scheduler
+from nanovllm.plan.scheduler import Room
 from nanovllm.sampling_params import SamplingParams
 
 PROMPTS = st.lists(
@@ -48,7 +47,7 @@ def test_any_load_gives_the_right_tokens(data: st.DataObject) -> None:
         run_ahead=draw(st.booleans(), "run_ahead"),
         lazy=draw(st.booleans(), "lazy"),
     )
-    limit = loop.scheduler.max_model_len
+    limit = loop.scheduler.room.max_model_len
     todo = [prompt[: limit - 1] for prompt in draw(PROMPTS, "prompts")]
     added, aborted = {}, {}
     while todo or not loop.scheduler.is_finished():
@@ -208,10 +207,9 @@ def test_prompt_and_output_are_at_most_max_model_len(length: int) -> None:
 def test_errors_of_long_prompts_name_the_fix(
     num_blocks: int, asked: int, longest: int | None, length: int, advice: str
 ) -> None:
-    scheduler = Scheduler(Config("model"), num_blocks, 4, asked, longest)
     with pytest.raises(ValueError, match=advice):
-        scheduler.check_fits(length)
-    on_cpu = Scheduler(Config("model"), num_blocks, 4, asked, longest, "kv_cache_memory_bytes")
+        Room(num_blocks, 4, asked, longest).check_fits(length)
+    on_cpu = Room(num_blocks, 4, asked, longest, "kv_cache_memory_bytes")
     own = advice.replace("num_kvcache_blocks or gpu_memory_utilization", "kv_cache_memory_bytes")
     with pytest.raises(ValueError, match=own):
         on_cpu.check_fits(length)

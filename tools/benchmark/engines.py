@@ -19,7 +19,7 @@ import torch
 
 import nanovllm
 from nanovllm.device import Device
-from nanovllm.llm import LLM, ReplicatedLLM
+from nanovllm.llm import LLM
 from nanovllm.replicas.router import Router
 from tools.benchmark.steps import Step, StepRecorder
 from tools.benchmark.workloads import Workload
@@ -131,9 +131,9 @@ def load_nanovllm(args: argparse.Namespace, model: Path, dummy: bool, options: d
         **options,
     )
     recorder = StepRecorder()
-    if isinstance(llm, ReplicatedLLM):  # its steps come from several engines in parallel
+    if args.num_replicas > 1:  # its steps come from several engines in parallel
         if args.round_robin:
-            llm._replicas.router = RoundRobin(args.num_replicas)
+            llm._executor.pool.router = RoundRobin(args.num_replicas)
     else:
         llm.on_step = recorder
 

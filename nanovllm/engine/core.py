@@ -1,0 +1,256 @@
+"""Core: the Executor of one model in this process, on one device or split over several.
+
+Owns the Scheduler, the Ranks with rank 0's ModelRunner, and the Requests: sequences inside, requests outside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from time import perf_counter
+from typing import Any, NamedTuple
+
+from nanovllm.batch import Batch, StepKind
+from nanovllm.device import Device
+from nanovllm.engine.executor import Load, Stepped
+from nanovllm.engine.requests import Requests
+from nanovllm.engine.startup import OpenedModel, cache_options, usable_length
+from nanovllm.engine.stats import StepStats
+from nanovllm.errors import KVCacheMemoryError
+from nanovllm.events import TokenEvents
+from nanovllm.lifecycle import held_interrupts
+from nanovllm.models.loader import check_weights
+from nanovllm.models.update import WeightUpdate, named_pairs
+from nanovllm.outputs import RequestOutput
+from nanovllm.plan.scheduler import Room, Scheduler
+from nanovllm.runner.profile import check_can_profile
+from nanovllm.runner.residency import WEIGHTS
+from nanovllm.runner.staging import StepHandle
+from nanovllm.text.request import Request
+from nanovllm.workers.ranks import start_ranks
+from nanovllm.workers.shared_tensors import TensorLoader
+from nanovllm.workers.worker import RankSetup
+
+
+class LaunchedStep(NamedTuple):
+    """A step that was launched and not read yet."""
+
+    batch: Batch
+    num_cached_tokens: int
+    num_preemptions: int
+    handle: StepHandle | None  # None: its tokens are not drawn yet
+
+
+class Core:
+    """See `Executor`."""
+
+    def __init__(self, model: OpenedModel, on_progress: Callable[[], None] = lambda: None) -> None:
+        """Load the model. on_progress: as in `start_ranks`."""
+        self._config = config = model.config
+        self._device = device = Device(config.device)
+        usable = usable_length(config, model.model_config, device, model.max_model_len)
+        own = replace(config, tokenizer=None, hf_token=None)  # no rank needs them
+        rest = own, model.model_config, model.path, usable
+        self.ranks = start_ranks(
+            RankSetup(0, config.tensor_parallel_size, config.device, "", *rest), on_progress
+        )
+        self.runner = runner = self.ranks.runner
+        self.room = Room(
+            self.ranks.num_blocks,
+            runner.block_size,
+            runner.max_model_len,
+            model.model_config.longest,
+            cache_options(config, device),
+        )
+        self.scheduler = Scheduler(config, self.room)
+        self.requests = Requests(model.processor, config.seed)
+        self._run_ahead = device.is_cuda if config.async_scheduling is None else config.async_scheduling
+        self._in_flight: LaunchedStep | None = None
+        self._last_end = 0.0  # perf_counter at the end of the last step, or when the first request came
+
+    @property
+    def load(self) -> Load:
+        plan = self.scheduler
+        return Load(len(self.requests), len(plan.running), len(plan.waiting), plan.block_manager.usage)
+
+    @property
+    def asleep(self) -> frozenset[str]:
+        return self.runner.asleep
+
+    # -- requests --------------------------------------------------------------------------------------------
+
+    def add(self, requests: list[Request], deltas: bool = False) -> None:
+        now = perf_counter()
+        if not self.requests:
+            self._last_end = now
+            self.requests.yields_deltas = deltas
+        for request in requests:
+            sequences = self.requests.make_sequences(request)
+            self.requests.add(request, sequences, now)
+            for seq in sequences:
+                self.scheduler.add(seq)
+
+    def abort(self, request_id: str | int) -> tuple[RequestOutput | None, list[RequestOutput]]:
+        seq_ids = self.requests.unfinished_sequences(request_id)
+        for seq_id in seq_ids:
+            self.scheduler.abort(seq_id)
+        aborted = self.requests.finish(seq_ids, perf_counter())
+        parts = self.requests.parts(TokenEvents([], [], {}), seq_ids, aborted)
+        return next(iter(aborted), None), parts
+
+    def clear(self, failed: bool = False) -> bool:
+        if failed:
+            self._in_flight = None
+            self.scheduler = Scheduler(self._config, self.room)
+        else:
+            for seq_id in self.requests.unfinished:
+                self.scheduler.abort(seq_id)
+        self.requests.clear()
+        return not self.ranks.watch.ended.is_set()
+
+    def step(self) -> Stepped:
+        """Launch the next step, then read the previous one; without `async_scheduling`, read the same one."""
+        with held_interrupts(), self._device.current():
+            launched = self._plan()
+            if launched is not None:
+                launched = launched._replace(handle=self.ranks.run("launch", launched.batch))
+            peak_usage = self.scheduler.block_manager.usage
+            step = self._in_flight if self._run_ahead else self._drawn(launched)
+            if step is not None:
+                assert step.handle is not None
+                with self.ranks.kill_on_error("a step"):
+                    output = step.handle.result()
+                now = perf_counter()
+                events = self.scheduler.postprocess(step.batch, output)
+            if self._run_ahead:
+                self._in_flight = self._drawn(launched)
+        if step is None:
+            return Stepped([], peak_usage)
+        return self._finished(step, events, now, peak_usage)
+
+    def _plan(self) -> LaunchedStep | None:
+        """Plan the next step, which must be launched then; None if nothing can be planned."""
+        blocks = self.scheduler.block_manager
+        cached, preempted = blocks.num_cached_tokens, self.scheduler.num_preemptions
+        batch = self.scheduler.schedule()
+        if batch is None:
+            assert self._in_flight or self.scheduler.is_finished(), "stuck: no step runs, and none can"
+            return None
+        if batch.kind is StepKind.PREFILL:
+            self.requests.scheduled(batch, perf_counter())
+        cached, preempted = blocks.num_cached_tokens - cached, self.scheduler.num_preemptions - preempted
+        return LaunchedStep(batch, cached, preempted, None)
+
+    def _drawn(self, step: LaunchedStep | None) -> LaunchedStep | None:
+        """Let a launched step draw its tokens, if it has not; all previous tokens are known now."""
+        if step is None or step.handle is not None:
+            return step
+        masks = self.scheduler.masks(step.batch, self.runner.mask_buffer)
+        return step._replace(handle=self.ranks.run("draw", masks))
+
+    def _finished(self, step: LaunchedStep, events: TokenEvents, now: float, peak_usage: float) -> Stepped:
+        """What a step gave that was read at `now`."""
+        seconds, self._last_end = now - self._last_end, now
+        if step.batch.kind is StepKind.PREFILL:
+            self.requests.first_tokens(events, now)
+        stopped = self.requests.find_stop_strings(events)
+        for seq_id, reason in stopped.items():
+            self.scheduler.abort(seq_id, reason)
+        ended = events.finish_reasons | stopped
+        outputs = self.requests.finish(ended, now)
+        load = self.load
+        stats = StepStats(
+            batch=step.batch,
+            seconds=seconds,
+            num_drawn_tokens=len(events.token_ids),
+            num_cached_tokens=step.num_cached_tokens,
+            num_finished=len(outputs),
+            num_running=load.num_running,
+            num_waiting=load.num_waiting,
+            kv_cache_usage=load.kv_cache_usage,
+            num_preemptions=step.num_preemptions,
+        )
+        return Stepped(self.requests.parts(events, ended, outputs), peak_usage, stats, stats)
+
+    # -- between requests ------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _resting(self) -> Iterator[None]:
+        """Run a block in which weights or KV cache change: no step is in flight, and nothing is cached."""
+        self._in_flight = None  # surplus rows of requests that have ended
+        self.reset_prefix_cache()
+        with self._device.current():
+            yield
+
+    def reset_prefix_cache(self) -> bool:
+        return self.scheduler.block_manager.reset()
+
+    def limit(self, max_model_len: int) -> None:
+        """Lower the maximum length of sequences to what all replicas have memory for. There are no requests.
+
+        KVCacheMemoryError if there is less room here."""
+        if (most := self.room.max_model_len) < max_model_len:
+            raise KVCacheMemoryError(
+                f"the KV cache has room for {most} tokens, but at first all replicas had room for "
+                f"{max_model_len}; close other programs on the device, or start again with "
+                f"max_model_len={most}"
+            )
+        self.room = replace(self.room, asked=max_model_len)
+        self.scheduler = Scheduler(self._config, self.room)
+
+    def sleep(self, level: int) -> None:
+        with self._resting():
+            self.ranks.call("sleep", level)
+
+    def wake_up(self, tags: frozenset[str]) -> None:
+        if self.runner.drops_weights and WEIGHTS in tags:
+            self._check_checkpoint()
+        with self._resting():
+            needs = self.ranks.call("wake_up_need", tags)
+            for rank, (need, free, total) in enumerate(needs):
+                if need > free:
+                    raise KVCacheMemoryError(
+                        f"no room to wake up on rank {rank}: {need / 2**30:,.2f} GiB are needed, and "
+                        f"{free / 2**30:,.2f} of {total / 2**30:,.2f} GiB are free. Free memory that others "
+                        "use (torch.cuda.empty_cache() in their process) and call wake_up() again"
+                    )
+            self.ranks.call("wake_up", tags)
+
+    def update(self, tensors: Mapping[str, Any] | Iterable[Any]) -> None:
+        with self._resting():
+            pairs = named_pairs(tensors)
+            if isinstance(pairs, Collection):
+                for _ in self._new_update().accept(pairs):
+                    pass
+            update = self._new_update()
+            with closing(TensorLoader(self.ranks)) as loader:
+                try:
+                    for name, tensor in update.accept(pairs):
+                        loader.load(name, tensor)
+                finally:
+                    loader.finish(update.reload)
+
+    def _new_update(self) -> WeightUpdate:
+        return WeightUpdate(self.runner.model, self.runner.updated, self._check_checkpoint)
+
+    def _check_checkpoint(self) -> None:
+        if self._config.load_format != "dummy":
+            check_weights(self.runner.model_config, self.runner.model_path)
+
+    def set_tokenizer(self, tokenizer: Any) -> None:
+        self.requests.processor.tokenizer = tokenizer
+
+    def start_profile(self, folder: str, name: str) -> None:
+        check_can_profile()
+        with self._device.current():
+            self.ranks.call("start_profile", folder, name)
+
+    def stop_profile(self) -> list[str]:
+        if self.runner.profile is None:
+            raise RuntimeError("no profile is on; call start_profile() first")
+        with self._device.current():
+            return self.ranks.call("stop_profile")
+
+    def close(self) -> None:
+        self.ranks.stop()

@@ -1,0 +1,91 @@
+"""Executor: what an engine runs its requests on. `Core` runs one model here, `Replicas` run many elsewhere.
+
+It speaks of requests, never of tokens or blocks. It admits no callers: the engine lets one in at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple, Protocol
+
+from nanovllm.engine.stats import StepStats
+from nanovllm.outputs import RequestOutput
+from nanovllm.plan.scheduler import Room
+from nanovllm.text.request import Request
+
+
+class Load(NamedTuple):
+    """What an executor has to do, now."""
+
+    num_requests: int  # unfinished
+    num_running: int  # sequences
+    num_waiting: int  # sequences
+    kv_cache_usage: float  # share of the blocks that sequences hold
+
+
+class Stepped(NamedTuple):
+    """The results of one call of `step`."""
+
+    outputs: list[RequestOutput]  # of requests that ended; in a stream with deltas, new parts of all answers
+    peak_usage: float  # of the KV cache: when a step is planned, it is highest
+    stats: StepStats | None = None  # of the step that finished, if any
+    share: StepStats | None = None  # the same as a part of the whole: replicas run steps in parallel
+
+
+class Executor(Protocol):
+    """Its methods are called by one thread at a time; any thread may read `load` and `asleep`.
+
+    After an exception, call `clear` before anything else.
+    """
+
+    room: Room  # which prompts fit
+
+    @property
+    def load(self) -> Load: ...
+
+    @property
+    def asleep(self) -> frozenset[str]:
+        """Which of `TAGS` sleep."""
+
+    # -- requests --------------------------------------------------------------------------------------------
+
+    def add(self, requests: list[Request], deltas: bool = False) -> None:
+        """Queue requests that fit. deltas: whether steps return parts of answers; alike for all unfinished
+        requests."""
+
+    def step(self) -> Stepped:
+        """Launch the next step, and return what an earlier one gave. Ctrl-C is delayed until all ranks have
+        made the same calls."""
+
+    def abort(self, request_id: str | int) -> tuple[RequestOutput | None, list[RequestOutput]]:
+        """End a request. Return its output so far, None if it is unknown or finished; and what a stream
+        yields of it."""
+
+    def clear(self, failed: bool = False) -> bool:
+        """Drop all requests; `failed` after an exception, whatever their state. False if nothing can run any
+        more."""
+
+    # -- between requests ------------------------------------------------------------------------------------
+
+    def reset_prefix_cache(self) -> bool:
+        """Empty the prefix cache; False, and nothing is done, while requests hold blocks."""
+
+    def sleep(self, level: int) -> None:
+        """Free weights, KV cache and CUDA graphs; see `LLM.sleep`."""
+
+    def wake_up(self, tags: frozenset[str]) -> None:
+        """Wake those of `tags` that sleep. After KVCacheMemoryError or ModelLoadError they still sleep."""
+
+    def update(self, tensors: Mapping[str, Any] | Iterable[Any]) -> None:
+        """Check and load new weights; see `LLM.update_weights`."""
+
+    def set_tokenizer(self, tokenizer: Any) -> None: ...
+
+    def start_profile(self, folder: str, name: str) -> None:
+        """Start a profile of every rank. name: ends the names of the traces."""
+
+    def stop_profile(self) -> list[str]:
+        """End the profile; return the path of each rank's trace."""
+
+    def close(self) -> None:
+        """Free the devices, and end all processes."""
