@@ -89,7 +89,7 @@ def logits_of(
 
         return record
 
-    launch = runner._launch
+    launch = runner.launch
 
     def launch_recorded(batch: Batch) -> Any:
         handle = launch(batch)
@@ -99,7 +99,7 @@ def logits_of(
         return handle
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runner, "_launch", launch_recorded)
+        patch.setattr(runner, "launch", launch_recorded)
         patch.setattr(runner, "run_model", recorded(runner.run_model))
         for graphs in runner.graphs.values():
             patch.setattr(graphs, "replay", recorded(graphs.replay))

@@ -265,28 +265,6 @@ class ModelRunner:
 
         None if the sequences have rules: then call `draw` before the next launch.
         """
-        with self.device.share_of_threads(self.tp.size):
-            return self._launch(batch)
-
-    @cached_property
-    def mask_buffer(self) -> np.ndarray:
-        """Host memory for token masks: [max_num_seqs, ceil(vocabulary / 32)] int32.
-
-        It can be reused once its step was read. It is kept, because page faults in megabytes of fresh memory
-        would take longer than the writing.
-        """
-        words = -(-self.model_config.vocab_size // WORD)
-        return self.device.host_buffer(self.size.seqs * words, torch.int32).numpy().reshape(-1, words)
-
-    @torch.inference_mode()
-    def draw(self, masks: TokenMasks) -> StepHandle:
-        """Queue the end of the launched step; `masks` are its allowed tokens."""
-        step, self._undrawn = self._undrawn, None
-        assert step is not None, "a step with rules was launched"
-        with self.device.share_of_threads(self.tp.size):
-            return self.staging.receive(self.ending.end(step, masks))
-
-    def _launch(self, batch: Batch) -> StepHandle | None:
         num_seqs, graphs, extras = len(batch.slots), None, batch.extras
         if batch.kind is StepKind.DECODE:
             shared = None if self.prefixes is None else self.prefixes.find(batch)
@@ -309,6 +287,23 @@ class ModelRunner:
             self._undrawn = step
             return None
         return self.staging.receive(self.ending.end(step, None))
+
+    @cached_property
+    def mask_buffer(self) -> np.ndarray:
+        """Host memory for token masks: [max_num_seqs, ceil(vocabulary / 32)] int32.
+
+        It can be reused once its step was read. It is kept, because page faults in megabytes of fresh memory
+        would take longer than the writing.
+        """
+        words = -(-self.model_config.vocab_size // WORD)
+        return self.device.host_buffer(self.size.seqs * words, torch.int32).numpy().reshape(-1, words)
+
+    @torch.inference_mode()
+    def draw(self, masks: TokenMasks) -> StepHandle:
+        """Queue the end of the launched step; `masks` are its allowed tokens."""
+        step, self._undrawn = self._undrawn, None
+        assert step is not None, "a step with rules was launched"
+        return self.staging.receive(self.ending.end(step, masks))
 
     def _graph_step(self, inputs: StepInputs[torch.Tensor], drawn: bool) -> GraphOutput:
         """The part of a step that a graph captures: (hidden states, drawn tokens or None).

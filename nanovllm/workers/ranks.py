@@ -113,10 +113,10 @@ def _start_ranks(setup: RankSetup, device: Device, on_progress: Callable[[], Non
     setup, *others = [
         replace(setup, rank=rank, device=devices[rank], rendezvous=folder) for rank in range(size)
     ]
-    ranks = Ranks(others, config.distributed_timeout_seconds, on_progress)
+    ranks = Ranks(device, others, config.distributed_timeout_seconds, on_progress)
     try:
         check_weights_fit(need, [device.memory(), *ranks.collect("the start")], config, device)
-        ranks.load(setup, device, rendezvous)
+        ranks.load(setup, rendezvous)
         ranks.call("calibrate_kv_cache")
         ranks.allocate_kv_cache(max(ranks.call("warmup_model")))
         ranks.call("capture_cudagraph", logger.isEnabledFor(logging.INFO))
@@ -140,12 +140,17 @@ class Ranks:
     num_blocks: int  # of every rank's KV cache
 
     def __init__(
-        self, setups: list[RankSetup], limit: float, on_progress: Callable[[], None] = lambda: None
+        self,
+        device: Device,
+        setups: list[RankSetup],
+        limit: float,
+        on_progress: Callable[[], None] = lambda: None,
     ) -> None:
-        """Start a process for each setup. limit, on_progress: as in `Watch`.
+        """Start a process for each setup. device: rank 0's. limit, on_progress: as in `Watch`.
 
         Raises RuntimeError if this process cannot start processes, WorkerError if it may open too few files.
         """
+        self._device = device
         self.watch = Watch(len(setups), limit, on_progress)
         self._channel: Channel | None = None
         self._stop: Callable[[], object] = lambda: None
@@ -183,16 +188,16 @@ class Ranks:
         channel.readers.clear()
         self.watch.start()
 
-    def load(self, setup: RankSetup, device: Device, rendezvous: Rendezvous | None) -> None:
+    def load(self, setup: RankSetup, rendezvous: Rendezvous | None) -> None:
         """Meet the other ranks, if there are any; each loads its part of the model. setup: that of rank 0."""
 
         def load() -> ResidentModelRunner:
             group = TPGroup()
             if rendezvous is not None:
                 self.watch.on_failure(rendezvous.leave)
-                group = self._watched(lambda: setup.join_group(device, rendezvous))
+                group = self._watched(lambda: setup.join_group(self._device, rendezvous))
                 self.watch.on_failure(group.abort)
-            return setup.load(device, group, self.watch.progress)
+            return setup.load(self._device, group, self.watch.progress)
 
         self.runner = self.run("load", own=load)
         self.collect("load")
@@ -224,7 +229,8 @@ class Ranks:
         own = own or getattr(self.runner, method)
         if self._channel is None:
             return own(*args)
-        with self.kill_on_error(PHASES.get(method, method)):
+        num_ranks = 1 + len(self.watch.processes)
+        with self.kill_on_error(PHASES.get(method, method)), self._device.share_of_threads(num_ranks):
             self.watch.check()
             self._channel.send(method, *args, check_alive=self.watch.check)
             return own(*args)

@@ -23,6 +23,7 @@ from safetensors.torch import load_file
 
 from nanovllm import LLM, EngineClosedError, SamplingParams, WorkerError
 from nanovllm.config import Config
+from nanovllm.device import Device
 from nanovllm.distributed.group import TPGroup
 from nanovllm.engine import core
 from nanovllm.replicas import pool
@@ -158,7 +159,7 @@ def test_progress_of_any_rank_prolongs_a_wait(monkeypatch: pytest.MonkeyPatch) -
         assert failure.what.startswith(
             "made no progress for 1 s during load and was killed (if it is only slow, r"
         )
-    alone = Ranks([], 1.0, lambda: heard.append("call"))
+    alone = Ranks(Device("cpu"), [], 1.0, lambda: heard.append("call"))
     assert alone.run("five", own=lambda: 5) == 5
     alone.collect("five")
     assert heard[-1] == "call"
