@@ -6,7 +6,7 @@ Owns the Scheduler, the Ranks with rank 0's ModelRunner, and the Requests: seque
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -29,7 +29,7 @@ from nanovllm.runner.residency import WEIGHTS
 from nanovllm.runner.staging import StepHandle
 from nanovllm.text.request import Request
 from nanovllm.workers.ranks import start_ranks
-from nanovllm.workers.shared_tensors import TensorLoader
+from nanovllm.workers.shared_tensors import load_tensors
 from nanovllm.workers.worker import RankSetup
 
 
@@ -224,12 +224,11 @@ class Core:
                 for _ in self._new_update().accept(pairs):
                     pass
             update = self._new_update()
-            with closing(TensorLoader(self.ranks)) as loader:
-                try:
-                    for name, tensor in update.accept(pairs):
-                        loader.load(name, tensor)
-                finally:
-                    loader.finish(update.reload)
+            try:
+                load_tensors(self.ranks, update.accept(pairs))
+            finally:
+                with held_interrupts():
+                    self.ranks.call("finish_update", update.reload)
 
     def _new_update(self) -> WeightUpdate:
         return WeightUpdate(self.runner.model, self.runner.updated, self._check_checkpoint)

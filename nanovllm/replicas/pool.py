@@ -21,10 +21,10 @@ from nanovllm.errors import WorkerError
 from nanovllm.lifecycle import held_interrupts
 from nanovllm.outputs import RequestOutput
 from nanovllm.replicas.process import ReplicaProcess
-from nanovllm.replicas.replica import Call, Failure, Progress, Ready, Reply, Report, Work, pack_request
+from nanovllm.replicas.replica import Call, Failure, Ready, Reply, Report, pack_request
 from nanovllm.replicas.router import Router
 from nanovllm.text.request import Request
-from nanovllm.workers.watch import stalled_for
+from nanovllm.workers.watch import Progress, stalled_for
 from nanovllm.workers.worker import EXIT_SECONDS, check_open_files, disown
 
 logger = logging.getLogger("nanovllm")
@@ -246,7 +246,7 @@ class Pool:
                 chosen.setdefault(member.number, []).append(request)
             for number, requests in chosen.items():
                 packed = [pack_request(request) for request in requests]
-                self._members[number].send(Work(packed, self._deltas))
+                self._members[number].send(Call("add", (packed, self._deltas), has_reply=False))
 
     def _refill(self) -> bool:
         """Give the next requests to the router; return whether it has any."""

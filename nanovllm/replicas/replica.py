@@ -31,19 +31,13 @@ from nanovllm.text.logprobs import LogprobDicts
 from nanovllm.text.processor import Processor
 from nanovllm.text.request import Request
 from nanovllm.workers.shared_tensors import SharedTensors
+from nanovllm.workers.watch import Progress
 from nanovllm.workers.worker import exit_with, leave
 
 KEPT_ERRORS = (ValueError, TypeError, KVCacheMemoryError, ModelLoadError)  # others become a WorkerError
 
 
-# Messages to a replica: Work, a Call, or None to exit.
-
-
-class Work(NamedTuple):
-    """Requests to answer, in parts or whole; only replicas without requests change between the two."""
-
-    requests: list[Request]  # packed
-    deltas: bool
+# Messages to a replica: a Call, or None to exit.
 
 
 class Call(NamedTuple):
@@ -75,10 +69,6 @@ class Reply(NamedTuple):
     """The result of a Call, or its Failure."""
 
     value: Any
-
-
-class Progress(NamedTuple):
-    """Another tensor is loaded, or a call of all ranks has ended."""
 
 
 class Failure(NamedTuple):
@@ -192,38 +182,40 @@ class Replica:
         self._number = number
         self._processor = model.processor
         self._num_updates = 0  # the number of the last weight update that it has
+        self._num_received = 0  # sequences
 
     def serve(self, link: Link) -> None:
         """Process messages until None arrives."""
-        num_received = 0
         while True:
             while link.has_message() or not self.core.load.num_requests:
                 message = link.receive()
                 if message is None:
                     return
-                if isinstance(message, Call):
-                    value = self.answer(message)
-                    if message.has_reply:
-                        link.send(Reply(value))
-                else:
-                    requests = [unpack_request(request, self._processor) for request in message.requests]
-                    num_received += sum(request.params.n for request in requests)
-                    self.core.add(requests, message.deltas)
+                try:
+                    value = self.run(message)
+                except KEPT_ERRORS as error:
+                    if not message.has_reply:
+                        raise
+                    value = Failure.of(error)
+                if message.has_reply:
+                    link.send(Reply(value))
             with no_full_collections():
                 step = self.core.step()
             packed = [pack_output(output) for output in step.outputs]
-            link.send(Report(packed, step.stats, num_received, self.core.load.num_waiting))
+            link.send(Report(packed, step.stats, self._num_received, self.core.load.num_waiting))
 
-    def answer(self, call: Call) -> Any:
+    def run(self, call: Call) -> Any:
         """The answer to a call: a method, or a value, of this class if it has it, else of the Core."""
-        owner = self if hasattr(Replica, call.name) else self.core
-        try:
-            found = getattr(owner, call.name)
-            return found(*call.args) if callable(found) else found
-        except KEPT_ERRORS as error:
-            return Failure.of(error)
+        found = getattr(self if hasattr(Replica, call.name) else self.core, call.name)
+        return found(*call.args) if callable(found) else found
 
     # -- calls -----------------------------------------------------------------------------------------------
+
+    def add(self, packed: list[Request], deltas: bool) -> None:
+        """As `Executor.add`."""
+        requests = [unpack_request(request, self._processor) for request in packed]
+        self._num_received += sum(request.params.n for request in requests)
+        self.core.add(requests, deltas)
 
     def abort(self, request_id: int) -> list[RequestOutput]:
         """Return the output, and then what a stream yields of it; nothing if the request has ended."""
@@ -260,9 +252,7 @@ def replica_main(
         replica = Replica(number, replace(config, data_parallel_size=1), link)
         with closing(replica.core):
             for name, value in settings.items():
-                failure = replica.answer(Call(name, (value,)))
-                if isinstance(failure, Failure):
-                    raise failure.kind(failure.what)
+                replica.run(Call(name, (value,)))
             gc.freeze()  # existing objects stay
             link.send(Ready())
             replica.serve(link)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from time import perf_counter, time
-from typing import Any, NamedTuple
+from typing import Any
 
 from nanovllm.device import Device
 from nanovllm.engine.executor import Load, Stepped
@@ -26,23 +26,7 @@ from nanovllm.text.processor import refused_output
 from nanovllm.text.request import Request
 from nanovllm.workers.shared_tensors import SharedMemoryBuffer, SharedTensors
 
-
-class Arrived(NamedTuple):
-    """An unfinished request, and when it came (perf_counter)."""
-
-    request: Request
-    arrival: float
-
-
-class Update(NamedTuple):
-    """The tensors of one call of `update`, for replicas that restart."""
-
-    buffer: SharedMemoryBuffer
-    tensors: SharedTensors
-
-    @property
-    def names(self) -> set[str]:
-        return {place.name for place in self.tensors.places}
+Update = tuple[SharedMemoryBuffer, SharedTensors]  # of one call of `update`, for replicas that restart
 
 
 class Replicas:
@@ -60,7 +44,7 @@ class Replicas:
         self.pool = Pool([replace(own, device=device) for device in devices[::size]])
         self._num_replicas = config.data_parallel_size
         self._processor = model.processor
-        self._requests: dict[str, Arrived] = {}  # by request id
+        self._requests: dict[str, tuple[Request, float]] = {}  # by id; when it came (perf_counter)
         self._last_stats: dict[int, StepStats] = {}  # by number of the replica
         self._epoch = time() - perf_counter()  # converts perf_counter to seconds since 1970
         self.asleep: frozenset[str] = frozenset()
@@ -88,7 +72,7 @@ class Replicas:
     def add(self, requests: list[Request], deltas: bool = False) -> None:
         now = perf_counter()
         for request in requests:
-            self._requests[str(request.request_id)] = Arrived(request, now)
+            self._requests[str(request.request_id)] = request, now
         self.pool.add(requests, deltas)
 
     def step(self) -> Stepped:
@@ -114,8 +98,8 @@ class Replicas:
         return Stepped(outputs, load.kv_cache_usage, stats, share)
 
     def abort(self, request_id: str | int) -> tuple[RequestOutput | None, list[RequestOutput]]:
-        arrived = self._requests.get(str(request_id))
-        found = [] if arrived is None else self.pool.abort(arrived.request.request_id)
+        request, _ = self._requests.get(str(request_id), (None, 0.0))
+        found = [] if request is None else self.pool.abort(request.request_id)
         outputs = [self._unrun(found)] * 2 if isinstance(found, Request) else self._take_in(found)
         return next(iter(outputs), None), outputs[1:]
 
@@ -127,31 +111,31 @@ class Replicas:
 
     def _take_in(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
         """Return outputs, with their prompts and arrival times here, and forget requests that have ended."""
-        unpacked = [self._unpacked(each, self._requests[each.request_id]) for each in outputs]
+        unpacked = [self._unpacked(each, *self._requests[each.request_id]) for each in outputs]
         for each in outputs:
             if each.finished:
                 self._requests.pop(each.request_id, None)
         return unpacked
 
-    def _unpacked(self, packed: RequestOutput, arrived: Arrived) -> RequestOutput:
-        output, metrics = unpack_output(packed, arrived.request, self._processor), packed.metrics
+    def _unpacked(self, packed: RequestOutput, request: Request, arrival: float) -> RequestOutput:
+        output, metrics = unpack_output(packed, request, self._processor), packed.metrics
         if metrics is None:
             return output
-        arrival, scheduled = self._epoch + arrived.arrival, metrics.first_scheduled_time
+        arrival, scheduled = self._epoch + arrival, metrics.first_scheduled_time
         in_queue = None if scheduled is None else scheduled - arrival
         return replace(output, metrics=replace(metrics, arrival_time=arrival, time_in_queue=in_queue))
 
     def _unrun(self, request: Request) -> RequestOutput:
         """Forget a request that was aborted before it ran, and return its output."""
-        arrived, processor = self._requests.pop(str(request.request_id)), self._processor
+        (_, arrival), processor = self._requests.pop(str(request.request_id)), self._processor
         ended = [processor.completion(request, index, [], "abort", None) for index in range(request.params.n)]
         completions = [processor.with_logprobs(each, request, []) for each in ended]
-        arrival, now = self._epoch + arrived.arrival, self._epoch + perf_counter()
+        arrival, now = self._epoch + arrival, self._epoch + perf_counter()
         return processor.output(request, completions, RequestMetrics(arrival, finished_time=now), [])
 
     def _given_up(self, request_id: int, why: str) -> RequestOutput:
         """Forget a request that no replica survives, and return its output."""
-        request, error = self._requests.pop(str(request_id)).request, ValueError(why)
+        (request, _), error = self._requests.pop(str(request_id)), ValueError(why)
         return refused_output(request_id, request.index, request, error, error)
 
     # -- between requests ------------------------------------------------------------------------------------
@@ -206,32 +190,32 @@ class Replicas:
             raise
         with held_interrupts():
             self.pool.forget_prefixes()
-            self._load(Update(buffer, buffer.take()))
+            self._load((buffer, buffer.take()))
 
     def _load(self, update: Update) -> None:
         """Have all replicas load an update, and forget earlier ones of which it leaves nothing."""
         self._num_updates += 1
-        updates, names = {self._num_updates: update}, update.names
+        updates, names = {self._num_updates: update}, update[1].names
         for number, earlier in reversed(self._updates.items()):
-            if not earlier.names <= names:
+            if not earlier[1].names <= names:
                 updates[number] = earlier
-                names |= earlier.names
+                names |= earlier[1].names
         updates = dict(sorted(updates.items()))
-        shared = {number: each.tensors for number, each in updates.items()}
+        shared = {number: tensors for number, (_, tensors) in updates.items()}
         try:
             self.pool.set("load_updates", shared)
         except BaseException:
-            update.buffer.close()
+            update[0].close()
             raise
         self._updates, before = updates, self._updates
         for number in before.keys() - updates.keys():
-            before[number].buffer.close()
+            before[number][0].close()
 
     def _forget_updates(self) -> None:
         """Free the memory of all updates; replicas that restart have the checkpoint's weights."""
         self.pool.unset("load_updates")
-        for update in self._updates.values():
-            update.buffer.close()
+        for buffer, _ in self._updates.values():
+            buffer.close()
         self._updates = {}
 
     def close(self) -> None:

@@ -1,5 +1,5 @@
 """SharedTensors: tensors that go to other processes through shared memory, not through their channel or pipe:
-from rank 0 to the workers, and from the caller to replicas. TensorLoader gives them to all ranks.
+from rank 0 to the workers, and from the caller to replicas. `load_tensors` has all ranks load them.
 
 Owns that memory, an anonymous file that ends with its processes. Checks no tensor.
 """
@@ -7,7 +7,8 @@ Owns that memory, an anonymous file that ends with its processes. Checks no tens
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
@@ -45,6 +46,10 @@ class SharedTensors:
     path: str
     num_bytes: int
     places: tuple[TensorPlace, ...]
+
+    @property
+    def names(self) -> set[str]:
+        return {place.name for place in self.places}
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         memory = _mapped(self.path, self.num_bytes)
@@ -95,33 +100,24 @@ def _mapped(path: str, num_bytes: int) -> torch.Tensor:
     return torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8)
 
 
-class TensorLoader:
-    """Loads tensors on all ranks: one by one without workers, a buffer at a time with workers."""
-
-    def __init__(self, ranks: Ranks) -> None:
-        self._ranks = ranks
-        self._buffer = SharedMemoryBuffer(BUFFER_BYTES) if ranks.watch.processes else None
-
-    def load(self, name: str, tensor: torch.Tensor) -> None:
-        if self._buffer is None:
+def load_tensors(ranks: Ranks, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Load tensors on all ranks: one by one without workers, a buffer at a time with workers."""
+    if not ranks.watch.processes:
+        for pair in tensors:
             with held_interrupts():
-                self._ranks.runner.load_tensors([(name, tensor)])
-                self._ranks.watch.progress()
-        elif not self._buffer.put(name, tensor):
-            self._flush(self._buffer)
-            self._buffer.put(name, tensor)
+                ranks.runner.load_tensors([pair])
+                ranks.watch.progress()
+        return
+    with closing(SharedMemoryBuffer(BUFFER_BYTES)) as buffer:
+        try:
+            for name, tensor in tensors:
+                if not buffer.put(name, tensor):
+                    _flush(ranks, buffer)
+                    buffer.put(name, tensor)
+        finally:
+            _flush(ranks, buffer)
 
-    def finish(self, reload: Collection[str]) -> None:
-        """Load the remaining tensors, and prepare for the next step."""
-        with held_interrupts():
-            if self._buffer is not None:
-                self._flush(self._buffer)
-            self._ranks.call("finish_update", reload)
 
-    def close(self) -> None:
-        if self._buffer is not None:
-            self._buffer.close()
-
-    def _flush(self, buffer: SharedMemoryBuffer) -> None:
-        with held_interrupts():
-            self._ranks.call("load_tensors", buffer.take())
+def _flush(ranks: Ranks, buffer: SharedMemoryBuffer) -> None:
+    with held_interrupts():
+        ranks.call("load_tensors", buffer.take())

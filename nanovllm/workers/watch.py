@@ -40,7 +40,7 @@ class Failure:
 
 
 class Progress:
-    """A worker's message: it has loaded another tensor."""
+    """A message of a worker or a replica: another tensor is loaded, or a call of all ranks has ended."""
 
 
 class Watch:
