@@ -80,10 +80,10 @@ class Residency:
                 for name, tensor in update.accept(pairs):
                     loader.load(name, tensor)
             finally:
-                loader.finish(update.reload)
+                loader.finish()
 
     def _new_update(self) -> WeightUpdate:
-        return WeightUpdate(self._runner.model, self._runner.updated, self._check_checkpoint)
+        return WeightUpdate(self._runner.model)
 
     def _check_checkpoint(self) -> None:
         if self._runner.config.load_format != "dummy":
@@ -107,12 +107,12 @@ class _TensorLoader:
             self._flush(self._buffer)
             self._buffer.put(name, tensor)
 
-    def finish(self, reload: Collection[str]) -> None:
+    def finish(self) -> None:
         """Load the remaining tensors, and prepare for the next step."""
         with held_interrupts():
             if self._buffer is not None:
                 self._flush(self._buffer)
-            self._workers.call(self._runner.finish_update, "finish_update", reload)
+            self._workers.call(self._runner.finish_update, "finish_update")
 
     def close(self) -> None:
         if self._buffer is not None:

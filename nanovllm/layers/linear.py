@@ -47,10 +47,6 @@ class _LinearLayer(WeightLayer):
         else:
             self.method.load(shard, source)
 
-    @property
-    def folded_norm(self) -> torch.Tensor | None:
-        return self.method.norm_weight
-
     def finish_loading(self) -> None:
         self.method.finish_loading()
 
@@ -87,11 +83,6 @@ class _PackedColumnLinear(_LinearLayer):
         )
         self.output_sizes = sizes
 
-    def follows(self, norm: RMSNorm) -> None:
-        """Declare that the input is always the output of `norm`, whose weight may then be folded."""
-        if self.bias is None:  # a bias would be divided by the root mean square too
-            self.method.follows(norm.weight)
-
     def after_norm(self, norm: RMSNorm, stream: ResidualStream, silu: bool = False) -> NormedProduct:
         """self(norm(stream)), in as few kernels as possible; with `silu`, `silu_and_mul` of it."""
         x, residual = stream
@@ -99,7 +90,7 @@ class _PackedColumnLinear(_LinearLayer):
             return self.method.apply_after_norm(x, residual, norm.weight, norm.eps, self.bias, silu)
         normed, total = norm(x, residual)
         out = self(normed)
-        return NormedProduct(silu_and_mul(out) if silu else out, total, None)
+        return NormedProduct(silu_and_mul(out) if silu else out, total)
 
 
 def _row_shards(param: str, parts: list[OutputPart], rest: tuple[int, ...]) -> list[WeightShard]:

@@ -25,5 +25,4 @@ class GatedMLP(nn.Module):
         self, norm: RMSNorm, stream: ResidualStream, places: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (the input of down_proj, [T, own size]; the stream's sum). Tokens are independent."""
-        gated, total, _ = self.gate_up_proj.after_norm(norm, stream, silu=True)
-        return gated, total
+        return self.gate_up_proj.after_norm(norm, stream, silu=True)

@@ -60,10 +60,10 @@ class DecoderAttention(nn.Module):
         self, norm: RMSNorm, stream: ResidualStream, places: TokenPlaces
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (the input of o_proj, [T, own heads * head_dim]; the stream's sum)."""
-        qkv, total, rms_of = self.qkv_proj.after_norm(norm, stream)
+        qkv, total = self.qkv_proj.after_norm(norm, stream)
         q, k, v = self.qkv_proj.split_heads(qkv)
         rotation = self.rotary(places.positions, self.q_norm, self.k_norm, self.eps)
-        attended = self.attn(q, k, v, rotation, places.meta, rms_of)
+        attended = self.attn(q, k, v, rotation, places.meta)
         return attended.flatten(1), total
 
 
@@ -78,8 +78,6 @@ class DecoderLayer(nn.Module):
         self.self_attn = DecoderAttention(parts)
         self.post_attention_layernorm = RMSNorm(hidden_size, eps, options, tp)
         self.mlp = GatedMLP(hidden_size, config.intermediate_size, tp, options, config.mlp_bias)
-        self.self_attn.qkv_proj.follows(self.input_layernorm)
-        self.mlp.gate_up_proj.follows(self.post_attention_layernorm)
 
     def blocks(self) -> tuple[Block, Block]:
         """Return stream += attention(norm(stream)) and stream += mlp(norm(stream))."""
@@ -168,17 +166,6 @@ class DecoderForCausalLM(nn.Module):
                 module = last if shard.shard_id is None else PACKED[last][shard.shard_id]
                 slots[".".join(filter(None, (parent, module, shard.param)))] = layer, shard
         return slots
-
-    def folded_norms(self) -> dict[str, list[str]]:
-        """Return {norm: tensors that it is multiplied into}, with checkpoint names; see
-        `LinearMethod.norm_weight`."""
-        slots = self.weight_slots()
-        names = {id(layer.get_parameter(shard.param)): name for name, (layer, shard) in slots.items()}
-        folded: dict[str, list[str]] = {}
-        for name, (layer, _) in slots.items():
-            if layer.folded_norm is not None:
-                folded.setdefault(names[id(layer.folded_norm)], []).append(name)
-        return folded
 
     def finish_loading(self) -> None:
         """Prepare for use after all tensors are loaded; see `LinearMethod.finish_loading`."""

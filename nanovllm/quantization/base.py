@@ -21,7 +21,6 @@ class NormedProduct(NamedTuple):
 
     out: torch.Tensor  # [T, N], or [T, N / 2] after `silu_and_mul`
     total: torch.Tensor  # [T, K], x + residual
-    rms_of: torch.Tensor | None  # [T, K]; the reader of `out` must divide it by the root mean square of rows
 
 
 class LinearMethod(ABC):
@@ -32,8 +31,6 @@ class LinearMethod(ABC):
     All device memory belongs to parameters of the layer. Loading again writes to the same memory, whose
     addresses CUDA graphs hold. A load of all tensors does not depend on the previous content.
     """
-
-    norm_weight: torch.Tensor | None = None  # of the norm before it, if it is folded into this weight
 
     @abstractmethod
     def create(
@@ -49,15 +46,8 @@ class LinearMethod(ABC):
     def load(self, shard: WeightShard, source: WeightSource) -> None:
         """Load this rank's part of `source`, the checkpoint tensor of `shard`; can be called again."""
 
-    def follows(self, norm_weight: torch.Tensor) -> None:
-        """Declare the weight [K] of the norm before every product; a method may fold it in."""
-        return
-
     def finish_loading(self) -> None:
-        """Do the work that needs all tensors. Called after loading, before the next product.
-
-        Raises ValueError if a norm was loaded again without all tensors that it is folded into.
-        """
+        """Do the work that needs all tensors. Called after loading, before the next product."""
         return
 
     @abstractmethod
@@ -73,13 +63,10 @@ class LinearMethod(ABC):
         bias: torch.Tensor | None = None,
         silu: bool = False,
     ) -> NormedProduct:
-        """The product with `rms_norm` of x + residual, both [T, K]; with `silu`, `silu_and_mul` of it.
-
-        Without `silu` the reader may have to divide the result; see `NormedProduct.rms_of`.
-        """
+        """The product with `rms_norm` of x + residual, both [T, K]; with `silu`, `silu_and_mul` of it."""
         normed, total = add_rms_norm(x, residual, norm_weight, eps)
         out = self.apply(normed, bias)
-        return NormedProduct(silu_and_mul(out) if silu else out, total, None)
+        return NormedProduct(silu_and_mul(out) if silu else out, total)
 
     def apply_and_add(
         self, x: torch.Tensor, residual: torch.Tensor, bias: torch.Tensor | None = None

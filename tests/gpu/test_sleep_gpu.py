@@ -149,23 +149,6 @@ def test_an_update_is_a_fresh_load(
         check_same(answers(llm, prompts), expected)
 
 
-def test_norms_alone(models: list[Path], prompts: list[list[int]]) -> None:
-    """Folded norms: their products are read from the checkpoint again, or must be in the update too."""
-    norm = "model.layers.0.input_layernorm.weight"
-    with DigestLLM(models[0], **OPTIONS) as llm:
-        assert norm in llm._runner.model.folded_norms()
-        before = answers(llm, prompts)
-        old, new = (load_file(folder / "model.safetensors") for folder in models)
-        llm.update_weights({norm: new[norm]})
-        assert not torch.equal(answers(llm, prompts)[0], before[0])
-        llm.update_weights({norm: old[norm].cuda()})
-        check_same(answers(llm, prompts), before)
-        llm.update_weights(old)
-        with pytest.raises(ValueError, match=r"is multiplied into .* of an earlier update"):
-            llm.update_weights({norm: new[norm]})
-        check_same(answers(llm, prompts), before)
-
-
 def test_head_and_embedding_are_compared_on_the_gpu(tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path, tie_word_embeddings=True, dtype="bfloat16")
     both = torch.randn(97, 32, device="cuda", dtype=torch.bfloat16)
