@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from unittest import mock
 
+import inside
+import pytest
 import torch
 from attention_cases import Heads
 from tensors import F32, assert_near, randn
 
-from nanovllm.kernels import activation
 from nanovllm.kernels.activation import silu_and_mul_reference, silu_and_mul_triton
 from nanovllm.kernels.cache import KVCache
 from nanovllm.kernels.gemv import gemv_reference, gemv_triton
-from nanovllm.kernels.matmul import _TILES, Tile, linear_reference, linear_triton
+from nanovllm.kernels.matmul import Tile, linear_reference, linear_triton
 from nanovllm.kernels.rms_norm import (
     add_rms_norm_reference,
     add_rms_norm_triton,
@@ -31,7 +31,7 @@ from nanovllm.kernels.rotary import (
     quantise_reference,
 )
 
-TILES = (None, *_TILES)  # None: the tile that `choose_tile` returns
+TILES = (None, *inside.matmul_tiles())  # None: the tile that `choose_tile` returns
 GEMVS = (gemv_triton, gemv_reference)
 STORES = (qk_norm_rope_store_triton, qk_norm_rope_store_reference)
 
@@ -132,7 +132,8 @@ def check_silu(rows: int, n: int, dtype: torch.dtype, device: str) -> None:
     gate, up = (x.double() * scale).chunk(2, dim=-1)
     for silu in (silu_and_mul_triton, silu_and_mul_reference):
         assert_near(silu(x, rms_of, 1e-6), gate * torch.sigmoid(gate) * up)
-    with mock.patch.object(activation, "_MANY_ROWS", 0):
+    with pytest.MonkeyPatch.context() as patch:
+        inside.set_many_rows(patch, 0)
         many = silu_and_mul_triton(x, rms_of, 1e-6)
     assert torch.equal(many, silu_and_mul_triton(x, rms_of, 1e-6))
     x[0, 0], x[-1, n - 1] = 60.0, -60.0
