@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import inside
 import pytest
 import torch
 from invariants import check_scheduler
@@ -40,19 +41,19 @@ class CheckedSetup(RankSetup):
         return runner
 
 
-class CheckedLLM(LLM):
+class CheckedLLM(inside.AroundSteps, LLM):
     def __init__(self, model: Any, **options: Any) -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(startup, "RankSetup", CheckedSetup)
             super().__init__(str(model), **options)
-        assert self._runner.kv_cache.isnan().all() or self._runner.graphs
+        assert inside.runner(self).kv_cache.isnan().all() or inside.runner(self).graphs
         self.batches: list[Batch] = []
         self.sequences: list[Sequence] = []
 
-    def _step(self) -> tuple[list[RequestOutput], StepStats | None]:
-        unfinished = [*self._scheduler.waiting, *self._scheduler.running]
-        outputs, stats = super()._step()
-        check_scheduler(self._scheduler)
+    def around_step(self, step: inside.Step) -> tuple[list[RequestOutput], StepStats | None]:
+        unfinished = [*inside.scheduler(self).waiting, *inside.scheduler(self).running]
+        outputs, stats = step()
+        check_scheduler(inside.scheduler(self))
         if stats is not None:
             self.batches.append(stats.batch)
         self.sequences += [seq for seq in unfinished if seq.status is SequenceStatus.FINISHED]
@@ -60,7 +61,7 @@ class CheckedLLM(LLM):
 
     @property
     def num_free_blocks(self) -> int:
-        return len(self._scheduler.block_manager._free)
+        return len(inside.block_state(inside.block_manager(self)).free)
 
 
 def logits_of(
@@ -69,7 +70,7 @@ def logits_of(
     """Generate; return the logits [tokens, vocabulary] from which prompt `index`'s answer was chosen, and the
     answer.
     """
-    runner, seq_id = llm._runner, llm._requests.next_id + index  # with one completion each
+    runner, seq_id = inside.runner(llm), inside.requests(llm).next_id + index  # with one completion each
     steps: list[torch.Tensor] = []  # hidden states of each step
     kept: list[torch.Tensor] = []
 
@@ -81,8 +82,9 @@ def logits_of(
 
         return record
 
-    launch = runner._launch
+    launch = runner.launch
 
+    @torch.inference_mode()
     def launch_recorded(batch: Batch) -> Any:
         handle = launch(batch)
         if seq_id in batch.seq_ids and batch.draws[batch.seq_ids.index(seq_id)]:
@@ -91,7 +93,7 @@ def logits_of(
         return handle
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runner, "_launch", launch_recorded)
+        patch.setattr(runner, "launch", launch_recorded)
         patch.setattr(runner, "run_model", recorded(runner.run_model))
         for graphs in runner.graphs.values():
             patch.setattr(graphs, "replay", recorded(graphs.replay))

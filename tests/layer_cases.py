@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import inside
 import torch
 from attention_cases import Heads
 from tensors import F32, assert_near, randn
@@ -15,7 +16,7 @@ from tensors import F32, assert_near, randn
 from nanovllm.kernels.activation import silu_and_mul_reference, silu_and_mul_triton
 from nanovllm.kernels.cache import KVCache
 from nanovllm.kernels.gemv import gemv_reference, gemv_triton
-from nanovllm.kernels.matmul import _TILES, Tile, linear_reference, linear_triton
+from nanovllm.kernels.matmul import Tile, linear_reference, linear_triton
 from nanovllm.kernels.rms_norm import (
     add_rms_norm_reference,
     add_rms_norm_triton,
@@ -29,7 +30,7 @@ from nanovllm.kernels.rotary import (
     quantise_reference,
 )
 
-TILES = (None, *_TILES)  # None: the tile that `choose_tile` returns
+TILES = (None, *inside.matmul_tiles())  # None: the tile that `choose_tile` returns
 GEMVS = (gemv_triton, gemv_reference)
 STORES = (qk_norm_rope_store_triton, qk_norm_rope_store_reference)
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import inside
 import pytest
 
 from nanovllm import LLM, RequestOutput, SamplingParams
@@ -27,7 +28,7 @@ MIXED.pop()  # one for each prompt
 
 def same(one: LLM, two: LLM, answer: Callable[[LLM], Any]) -> list[RequestOutput]:
     """Whether both engines gave the same answers. Cached tokens and the last bits of logprobs may differ."""
-    one._requests.next_id = two._requests.next_id  # seeds follow from request numbers
+    inside.requests(one).next_id = inside.requests(two).next_id  # seeds follow from request numbers
     expected, outputs = answer(one), answer(two)
     for own, other in zip(expected, outputs, strict=True):
         assert without_logprobs(own) == without_logprobs(other)
@@ -49,7 +50,7 @@ def logprobs(output: RequestOutput) -> list[float]:
 
 
 def pids(llm: ReplicatedLLM) -> list[int]:
-    return [process.pid or 0 for process in llm._replicas.processes]
+    return [process.pid or 0 for process in inside.replicas(llm).processes]
 
 
 def answer_all(llm: LLM) -> list[RequestOutput]:

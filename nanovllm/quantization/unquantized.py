@@ -8,7 +8,7 @@ from torch import nn
 
 from nanovllm.kernels.gemv import gemv, use_gemv
 from nanovllm.kernels.matmul import linear, use_linear
-from nanovllm.quantization.base import LinearMethod, NormedProduct
+from nanovllm.quantization.base import LinearMethod, Normed
 from nanovllm.quantization.shards import WeightShard, WeightSource
 
 # oneDNN's product, a private operator of torch, which calls it for other dtypes and in compiled code. For
@@ -67,19 +67,15 @@ class UnquantizedLinearMethod(LinearMethod):
             return linear(x.flatten(0, -2), self.weight, bias).unflatten(0, x.shape[:-1])
         return torch_linear(x, self.weight, bias)
 
-    def apply_after_norm(
-        self,
-        x: torch.Tensor,
-        residual: torch.Tensor | None,
-        norm_weight: torch.Tensor,
-        eps: float,
-        bias: torch.Tensor | None = None,
-        silu: bool = False,
-    ) -> NormedProduct:
-        if not self._few_rows(x):
-            return super().apply_after_norm(x, residual, norm_weight, eps, bias, silu)
-        both = gemv(x, self.weight, bias, norm_weight=norm_weight, eps=eps, residual=residual, silu=silu)
-        return NormedProduct(*both)
+    def apply_to_normed(
+        self, x: Normed, bias: torch.Tensor | None = None, silu: bool = False
+    ) -> torch.Tensor:
+        if x.is_computed or not self._few_rows(x.x):
+            return super().apply_to_normed(x, bias, silu)
+        out, x.total = gemv(
+            x.x, self.weight, bias, norm_weight=x.weight, eps=x.eps, residual=x.residual, silu=silu
+        )
+        return out
 
     def apply_and_add(
         self, x: torch.Tensor, residual: torch.Tensor, bias: torch.Tensor | None = None

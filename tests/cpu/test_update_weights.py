@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import inside
 import pytest
 import torch
 from checked_llm import BLOCK, logits_of
@@ -17,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from test_loader import build
 from tiny_models import FAMILIES, VOCAB_SIZE, write_tiny_model
 
-from nanovllm import SamplingParams, WorkerError
+from nanovllm import EngineClosedError, SamplingParams, WorkerError
 from nanovllm.distributed.group import TPGroup
 from nanovllm.engine import residency
 from nanovllm.models.loader import load_weights
@@ -122,14 +123,14 @@ def test_scales_of_an_fp8_cache_are_a_fresh_loads(tmp_path: Path, blocks: int) -
     with make_digest(second, **options) as llm:
         wanted, logits = llm.on_ranks("digest"), logits_of(llm, [prompt], [GREEDY], 0)[0]
     with make_digest(first, **options) as llm:
-        addresses = [layer.cache.k_scale.data_ptr() for layer in llm._runner.model.attention_layers]
-        cache = llm._runner.kv_cache.data_ptr()
+        addresses = [layer.cache.k_scale.data_ptr() for layer in inside.model(llm).attention_layers]
+        cache = inside.runner(llm).kv_cache.data_ptr()
         before = llm.on_ranks("digest")
         llm.update_weights(tensors_of(second))
         assert llm.on_ranks("digest") == wanted
         assert torch.equal(logits_of(llm, [prompt], [GREEDY], 0)[0], logits)
-        assert [layer.cache.k_scale.data_ptr() for layer in llm._runner.model.attention_layers] == addresses
-        assert llm._runner.kv_cache.data_ptr() == cache
+        assert [layer.cache.k_scale.data_ptr() for layer in inside.model(llm).attention_layers] == addresses
+        assert inside.runner(llm).kv_cache.data_ptr() == cache
         llm.sleep(2)
         llm.wake_up(["weights"])
         assert llm.on_ranks("digest") == before
@@ -142,9 +143,9 @@ def test_scales_of_an_fp8_cache_are_a_fresh_loads(tmp_path: Path, blocks: int) -
 def test_weights_stay_where_cuda_graphs_look_for_them(tmp_path: Path) -> None:
     first, second = checkpoints(tmp_path, "qwen2")
     with make_digest(first) as llm:
-        addresses = [parameter.data_ptr() for parameter in llm._runner.model.parameters()]
+        addresses = [parameter.data_ptr() for parameter in inside.model(llm).parameters()]
         llm.update_weights(tensors_of(second))
-        assert [parameter.data_ptr() for parameter in llm._runner.model.parameters()] == addresses
+        assert [parameter.data_ptr() for parameter in inside.model(llm).parameters()] == addresses
 
 
 # -- what is refused ----------------------------------------------------------------------------------------
@@ -257,7 +258,7 @@ def test_head_and_embedding_may_both_be_updated(llm: DigestLLM) -> None:
     both = torch.randn(97, 32)
     for names in ((EMBEDDING, HEAD), (HEAD, EMBEDDING)):
         llm.update_weights((name, both.clone()) for name in names)
-        assert torch.equal(llm._runner.model.lm_head.weight[:48], both[:48])
+        assert torch.equal(inside.model(llm).lm_head.weight[:48], both[:48])
         both = both + 1
     # A checkpoint load ignores it too.
     llm.update_weights({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(3)})
@@ -280,11 +281,12 @@ def test_a_worker_that_dies_ends_the_engine(tmp_path: Path) -> None:
 
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:
         yield FINAL, torch.ones(32)
-        pid = llm._workers.watch.processes[0].pid
+        pid = inside.workers(llm).watch.processes[0].pid
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
         yield PRODUCTS[0], torch.ones(48, 32)
 
     with pytest.raises(WorkerError, match="rank 1 was killed by SIGKILL"):
         llm.update_weights(tensors())
-    assert llm._lifecycle._closed
+    with pytest.raises(EngineClosedError):
+        llm.is_finished()
