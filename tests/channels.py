@@ -11,6 +11,8 @@ from multiprocessing import parent_process
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+import inside
+
 from nanovllm.workers.channel import Channel, ChannelReader
 
 SHM = Path("/dev/shm")
@@ -27,11 +29,8 @@ def dead() -> None:
 
 def shm_files(channel: Channel) -> list[Path]:
     """The files of the shared memory segment and of all semaphores."""
-    semaphores = [
-        SHM / f"sem.{semaphore._semlock.name.removeprefix('/')}"
-        for semaphore in [*channel._written, *channel._emptied]
-    ]
-    return [SHM / channel._segment.name, *semaphores]
+    names = [each._semlock.name.removeprefix("/") for each in inside.semaphores(channel)]
+    return [SHM / inside.segment_name(channel), *(SHM / f"sem.{name}" for name in names)]
 
 
 @contextmanager

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
+import inside
 import pytest
 import torch
 from invariants import check_scheduler
@@ -15,8 +15,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.batch import Batch
 from nanovllm.device import Device
 from nanovllm.distributed.group import TPGroup
-from nanovllm.engine import core as core_module
-from nanovllm.engine.core import Core
+from nanovllm.engine import core
 from nanovllm.engine.executor import Stepped
 from nanovllm.outputs import RequestOutput
 from nanovllm.plan.sequence import Sequence, SequenceStatus
@@ -42,33 +41,27 @@ class CheckedSetup(RankSetup):
         return runner
 
 
-def checked_step(
-    core: Core, step: Callable[[], Stepped], batches: list[Batch], sequences: list[Sequence]
-) -> Stepped:
-    """Make a step, check the scheduler after it, and keep its batch and the sequences that it ended."""
-    unfinished = [*core.scheduler.waiting, *core.scheduler.running]
-    stepped = step()
-    check_scheduler(core.scheduler)
-    if stepped.stats is not None:
-        batches.append(stepped.stats.batch)
-    sequences += [seq for seq in unfinished if seq.status is SequenceStatus.FINISHED]
-    return stepped
-
-
-class CheckedLLM(LLM):
+class CheckedLLM(inside.AroundSteps, LLM):
     def __init__(self, model: Any, **options: Any) -> None:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(core_module, "RankSetup", CheckedSetup)
+            patch.setattr(core, "RankSetup", CheckedSetup)
             super().__init__(str(model), **options)
-        core: Any = self._executor
-        assert core.runner.kv_cache.isnan().all() or core.runner.graphs
+        assert inside.runner(self).kv_cache.isnan().all() or inside.runner(self).graphs
         self.batches: list[Batch] = []
         self.sequences: list[Sequence] = []
-        core.step = partial(checked_step, core, core.step, self.batches, self.sequences)
+
+    def around_step(self, step: Callable[[], Stepped]) -> Stepped:
+        unfinished = [*inside.scheduler(self).waiting, *inside.scheduler(self).running]
+        stepped = step()
+        check_scheduler(inside.scheduler(self))
+        if stepped.stats is not None:
+            self.batches.append(stepped.stats.batch)
+        self.sequences += [seq for seq in unfinished if seq.status is SequenceStatus.FINISHED]
+        return stepped
 
     @property
     def num_free_blocks(self) -> int:
-        return len(self._scheduler.block_manager._free)
+        return len(inside.block_state(inside.block_manager(self)).free)
 
 
 def logits_of(
@@ -77,7 +70,7 @@ def logits_of(
     """Generate; return the logits [tokens, vocabulary] from which prompt `index`'s answer was chosen, and the
     answer.
     """
-    runner, seq_id = llm._runner, llm._requests.next_id + index  # with one completion each
+    runner, seq_id = inside.runner(llm), inside.next_id(llm) + index  # with one completion each
     steps: list[torch.Tensor] = []  # hidden states of each step
     kept: list[torch.Tensor] = []
 
@@ -91,6 +84,7 @@ def logits_of(
 
     launch = runner.launch
 
+    @torch.inference_mode()
     def launch_recorded(batch: Batch) -> Any:
         handle = launch(batch)
         if seq_id in batch.seq_ids and batch.draws[batch.seq_ids.index(seq_id)]:

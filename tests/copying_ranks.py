@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import inside
 import pytest
 import torch
 from threads import in_threads
@@ -39,8 +40,7 @@ def make_copying_ranks(max_rows: int, n: int, devices: Sequence[Any], dtype: tor
     for rank, device in enumerate(devices):
         aborted = torch.zeros(1, dtype=torch.int32, device=place)
         copies = PeerCopies(rank, device, handle.buffers[rank], handle, aborted, max_rows, n)
-        copies._call = 2 * CALLS - 5
-        copies._flags[rank].fill_(CALLS - 6)
+        inside.set_copied_sums(copies, 2 * CALLS - 5, CALLS - 6)
         ranks.append(copies)
     return ranks
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import checked_llm
+import inside
 import pytest
 import torch
 from checked_llm import CheckedLLM, CheckedSetup
@@ -58,7 +59,7 @@ class DigestLLM(CheckedLLM):
 
     def on_ranks(self, method: str) -> list[Any]:
         """Call a method of `DigestSetup` on all ranks; return all answers, rank 0's first."""
-        return self._workers.call(method)
+        return inside.workers(self).call(method)
 
 
 def make_digest(model: Path, **options: Any) -> DigestLLM:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import inside
 import pytest
 
 from nanovllm import LLM, RequestOutput, SamplingParams
@@ -26,7 +27,7 @@ MIXED.pop()  # one for each prompt
 
 def same(one: LLM, two: LLM, answer: Callable[[LLM], Any]) -> list[RequestOutput]:
     """Whether both engines gave the same answers. Cached tokens and the last bits of logprobs may differ."""
-    one._next_id = two._next_id  # seeds follow from request numbers
+    inside.next_id(one, inside.next_id(two))  # seeds follow from request numbers
     expected, outputs = answer(one), answer(two)
     for own, other in zip(expected, outputs, strict=True):
         assert without_logprobs(own) == without_logprobs(other)
@@ -48,7 +49,7 @@ def logprobs(output: RequestOutput) -> list[float]:
 
 
 def pids(llm: LLM) -> list[int]:
-    return [process.pid or 0 for process in llm._replicas.processes]
+    return [process.pid or 0 for process in inside.replicas(llm).processes]
 
 
 def answer_all(llm: LLM) -> list[RequestOutput]:

@@ -31,13 +31,13 @@ class LoadedLLM:
     """Acts as an engine that a job loads and closes, but always uses the same one."""
 
     def __init__(self, llm: LLM) -> None:
-        self._llm = llm
+        self.llm = llm
 
     def __call__(self, *args: object, **options: object) -> LoadedLLM:
         return self
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._llm, name)
+        return getattr(self.llm, name)
 
     def close(self) -> None:
         pass

@@ -228,10 +228,10 @@ class Core:
                 load_tensors(self.ranks, update.accept(pairs))
             finally:
                 with held_interrupts():
-                    self.ranks.call("finish_update", update.reload)
+                    self.ranks.call("finish_update")
 
     def _new_update(self) -> WeightUpdate:
-        return WeightUpdate(self.runner.model, self.runner.updated, self._check_checkpoint)
+        return WeightUpdate(self.runner.model)
 
     def _check_checkpoint(self) -> None:
         if self._config.load_format != "dummy":

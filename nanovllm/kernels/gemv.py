@@ -20,7 +20,7 @@ from nanovllm.kernels.compat import (
     tl,
     use_triton,
 )
-from nanovllm.kernels.rms_norm import inverse_rms_reference, normalised, rms_norm_reference
+from nanovllm.kernels.rms_norm import normalised, rms_norm_reference
 
 # Launch choices, measured on an H200 with one and two rows (docs/log/2026-11-22-techniques.md).
 _BLOCK_K = 4096  # most products then load all their weights at once
@@ -51,7 +51,6 @@ def _gemv_kernel(
     K: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    NORM: tl.constexpr,
     GATED: tl.constexpr,
     USE_PDL: tl.constexpr,
 ) -> None:
@@ -78,10 +77,8 @@ def _gemv_kernel(
         if block == 0:
             tl.store(sum_ptr + row * K + columns, total, mask=mask)
         x = total.to(tl.float32)
-    if NORM and norm_ptr is not None:
+    if norm_ptr is not None:
         x = normalised(x, norm, eps, K, dtype).to(tl.float32)
-    elif NORM:
-        x = (x * tl.rsqrt(tl.sum(x * x, axis=0) / K + eps)).to(dtype).to(tl.float32)
     acc = weight.to(tl.float32) * x[None, :]
     up_acc = acc
     if GATED:
@@ -111,14 +108,14 @@ def gemv_triton(
     bias: torch.Tensor | None = None,
     *,
     norm_weight: torch.Tensor | None = None,
-    eps: float | None = None,
+    eps: float = 0.0,
     residual: torch.Tensor | None = None,
     silu: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (x' @ weight^T + bias, total) for few rows x [T, K], in x's dtype.
 
-    total: x itself, or with `residual` [T, K] their sum as a new tensor. x': total, or with `eps` its
-    `rms_norm` with norm_weight [K] (None: 1), for K up to 16,384. weight: [N, K] contiguous. bias: [N]. With
+    total: x itself, or with `residual` [T, K] their sum as a new tensor. x': total, or with `norm_weight` [K]
+    its `rms_norm`, for K up to 16,384. weight: [N, K] contiguous. bias: [N]. With
     `silu`, `silu_and_mul` is applied to the product. A row's bits do not depend on other rows.
     """
     rows, k = x.shape
@@ -128,7 +125,7 @@ def gemv_triton(
     if rows == 0:
         return out, total
     assert x.stride(1) == 1 and weight.is_contiguous() and (residual is None or residual.is_contiguous())
-    block_n, block_k = _blocks(rows, k, eps is not None, silu)
+    block_n, block_k = _blocks(rows, k, norm_weight is not None, silu)
     _gemv_kernel[(rows * -(-n // block_n),)](
         x,
         residual,
@@ -138,13 +135,12 @@ def gemv_triton(
         out,
         total,
         x.stride(0),
-        eps or 0.0,
+        eps,
         ROWS=rows,
         N=n,
         K=k,
         BLOCK_N=block_n,
         BLOCK_K=block_k,
-        NORM=eps is not None,
         GATED=silu,
         num_warps=_WARPS,
         **pdl_options(x),
@@ -158,16 +154,14 @@ def gemv_reference(
     bias: torch.Tensor | None = None,
     *,
     norm_weight: torch.Tensor | None = None,
-    eps: float | None = None,
+    eps: float = 0.0,
     residual: torch.Tensor | None = None,
     silu: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`gemv` in plain torch."""
     x = total = x if residual is None else x + residual
-    if norm_weight is not None and eps is not None:
+    if norm_weight is not None:
         x = rms_norm_reference(total, norm_weight, eps)
-    elif eps is not None:
-        x = (total * inverse_rms_reference(total, eps)).to(total.dtype)
     out = F.linear(x, weight, bias)
     return silu_and_mul_reference(out) if silu else out, total
 

@@ -18,16 +18,6 @@ def normalised(
     return ((x * tl.rsqrt(variance + eps)).to(dtype).to(tl.float32) * weight).to(dtype)
 
 
-@jit()
-def inverse_rms(
-    x_ptr: tl.tensor, row: tl.tensor, eps: tl.tensor, N: tl.constexpr, N_PADDED: tl.constexpr
-) -> tl.tensor:
-    """1 / root mean square of row `row` of x [rows, N], contiguous."""
-    columns = tl.arange(0, N_PADDED)
-    x = tl.load(x_ptr + row * N + columns, mask=columns < N, other=0.0).to(tl.float32)
-    return tl.rsqrt(tl.sum(x * x, axis=0) / N + eps)
-
-
 def row_warps(padded: int) -> int:
     """Warps of a program for a whole row of `padded` elements: one for every 512, at most 16."""
     return max(1, min(16, padded // 512))
@@ -116,11 +106,6 @@ def add_rms_norm_reference(
     """`add_rms_norm` in plain torch."""
     total = x if residual is None else x + residual
     return rms_norm_reference(total, weight, eps), total
-
-
-def inverse_rms_reference(x: torch.Tensor, eps: float) -> torch.Tensor:
-    """1 / rms(x) over the last dimension, which is kept with size 1, in float32 and plain torch."""
-    return (x.float().square().mean(dim=-1, keepdim=True) + eps).rsqrt()
 
 
 rms_norm = by_device(rms_norm_triton, rms_norm_reference)

@@ -20,7 +20,7 @@ from nanovllm.kernels.compat import (
     tl,
 )
 from nanovllm.kernels.paged import FP8
-from nanovllm.kernels.rms_norm import inverse_rms, inverse_rms_reference, rms_norm_reference
+from nanovllm.kernels.rms_norm import rms_norm_reference
 
 _FP8_MAX = 448.0
 _KV_TILE = 2  # KV heads per program, with all their query heads: more are slower in decode on an H200 (log)
@@ -97,7 +97,6 @@ def _qk_norm_rope_store_kernel(
     k_weight_ptr: tl.tensor,
     k_scale_ptr: tl.tensor,
     v_scale_ptr: tl.tensor,
-    rms_of_ptr: tl.tensor,
     q_out_ptr: tl.tensor,
     k_cache_ptr: tl.tensor,
     v_cache_ptr: tl.tensor,
@@ -108,8 +107,6 @@ def _qk_norm_rope_store_kernel(
     v_stride_t: int,
     v_stride_h: int,
     eps: float,
-    SIZE: tl.constexpr,
-    SIZE_PADDED: tl.constexpr,
     Q_HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     KV_TILE: tl.constexpr,
@@ -153,11 +150,6 @@ def _qk_norm_rope_store_kernel(
     angle = _load_halves(cos_sin_ptr + position * HEAD_DIM, halves, halves < HALF, HALF)
 
     dtype: tl.constexpr = q_out_ptr.dtype.element_ty
-    if rms_of_ptr is not None:
-        scale = inverse_rms(rms_of_ptr, token, eps, SIZE, SIZE_PADDED)
-        q_first, q_second = _round(q_first * scale, dtype), _round(q_second * scale, dtype)
-        k_first, k_second = _round(k_first * scale, dtype), _round(k_second * scale, dtype)
-        value = (value.to(tl.float32) * scale).to(dtype)
     q_first, q_second = _rotated((q_first, q_second), q_weight, angle, eps, dtype, HEAD_DIM)
     k_first, k_second = _rotated((k_first, k_second), k_weight, angle, eps, dtype, HEAD_DIM)
     # A masked token's weight is 0, but 0 * NaN is NaN. A key that is NaN has no effect where it is masked.
@@ -191,7 +183,6 @@ def qk_norm_rope_store_triton(
     rotation: Rotation,
     cache: KVCache,
     slot_mapping: torch.Tensor,
-    rms_of: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Rotate q and k by their tokens' positions, store k and v in the cache, return the new contiguous q.
 
@@ -200,9 +191,6 @@ def qk_norm_rope_store_triton(
     values are rounded to q's dtype, divided by the head's scale, clamped to +-448 and rounded to nearest
     even. An element of v that is not finite is stored as 0, and the head's key as NaN, so that only tokens
     that attend to it have NaN.
-
-    With `rms_of` [T, M], contiguous, each row of q, k and v is first divided by the root mean square of the
-    same row of `rms_of`, with the rotation's eps, and rounded.
     """
     positions, cos_sin, q_weight, k_weight, eps = rotation
     k_cache, v_cache, k_scale, v_scale = cache
@@ -218,9 +206,7 @@ def qk_norm_rope_store_triton(
     kv_tile = min(_KV_TILE, next_power_of_2(kv_heads))
     q_tile_padded = next_power_of_2(q_heads // kv_heads * kv_tile)
     half_padded = next_power_of_2(head_dim // 2)
-    size = 1 if rms_of is None else rms_of.shape[1]
-    assert rms_of is None or rms_of.is_contiguous()
-    warps = max(q_tile_padded * half_padded // 512, size // 1024, 1)
+    warps = max(q_tile_padded * half_padded // 512, 1)
     _qk_norm_rope_store_kernel[(tokens, -(-kv_heads // kv_tile))](
         q,
         k,
@@ -232,7 +218,6 @@ def qk_norm_rope_store_triton(
         k_weight,
         k_scale,
         v_scale,
-        rms_of,
         q_out,
         k_cache,
         v_cache,
@@ -243,8 +228,6 @@ def qk_norm_rope_store_triton(
         v.stride(0),
         v.stride(1),
         eps,
-        SIZE=size,
-        SIZE_PADDED=next_power_of_2(size),
         Q_HEADS=q_heads,
         KV_HEADS=kv_heads,
         KV_TILE=kv_tile,
@@ -276,13 +259,9 @@ def qk_norm_rope_store_reference(
     rotation: Rotation,
     cache: KVCache,
     slot_mapping: torch.Tensor,
-    rms_of: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`qk_norm_rope_store` in plain torch."""
     positions, cos_sin, q_weight, k_weight, eps = rotation
-    if rms_of is not None:
-        scale = inverse_rms_reference(rms_of, eps)[:, None]
-        q, k, v = ((x * scale).to(x.dtype) for x in (q, k, v))
     q = q if q_weight is None else rms_norm_reference(q, q_weight, eps)
     k = k if k_weight is None else rms_norm_reference(k, k_weight, eps)
     angles = cos_sin.index_select(0, positions)

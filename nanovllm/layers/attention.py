@@ -29,12 +29,10 @@ class Attention(nn.Module):
         v: torch.Tensor,
         rotation: Rotation,
         meta: AttentionMetadata,
-        rms_of: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """q [T, num_heads, head_dim], k and v [T, num_kv_heads, head_dim] -> attended values, of q's shape.
 
-        Rotates q and k by `rotation`, and stores k and v in the step's slots before any token attends. With
-        `rms_of` [T, M], q, k and v are first divided by the root mean square of its rows.
+        Rotates q and k by `rotation`, and stores k and v in the step's slots before any token attends.
         """
-        q = qk_norm_rope_store(q, k, v, rotation, self.cache, meta.slot_mapping, rms_of)
+        q = qk_norm_rope_store(q, k, v, rotation, self.cache, meta.slot_mapping)
         return self.backend.forward(q, self.cache, meta, self.scale)

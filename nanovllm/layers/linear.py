@@ -1,7 +1,7 @@
 """Linear layers split over the ranks: by output (column), by input (row), or not at all (replicated).
 
 A column layer leaves its output split over the ranks. A row layer takes a split input and returns this rank's
-part of a sum. The next `RMSNorm` or `TPGroup.all_reduce` computes the sum: nothing here communicates.
+part of a sum, which the residual stream computes: nothing here communicates.
 """
 
 from __future__ import annotations
@@ -11,10 +11,8 @@ from dataclasses import dataclass
 import torch
 
 from nanovllm.distributed.group import TPGroup
-from nanovllm.kernels.activation import silu_and_mul
-from nanovllm.layers.layernorm import ResidualStream, RMSNorm
 from nanovllm.layers.weights import WeightLayer, WeightOptions, split_evenly
-from nanovllm.quantization.base import NormedProduct
+from nanovllm.quantization.base import Normed, Product
 from nanovllm.quantization.shards import ShardId, WeightShard, WeightSource
 
 
@@ -38,18 +36,11 @@ class _LinearLayer(WeightLayer):
         else:
             self._allocate("bias", shape[:1], bias, options)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.method.apply(x, self.bias)
-
     def _load(self, shard: WeightShard, source: WeightSource) -> None:
         if shard.param == "bias":
             super()._load(shard, source)
         else:
             self.method.load(shard, source)
-
-    @property
-    def folded_norm(self) -> torch.Tensor | None:
-        return self.method.norm_weight
 
     def finish_loading(self) -> None:
         self.method.finish_loading()
@@ -63,6 +54,9 @@ class ReplicatedLinear(_LinearLayer):
         own_bias = [WeightShard.whole("bias", shape[:1])] if bias else None
         super().__init__(shape, [WeightShard.whole("weight", shape)], own_bias, options)
 
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.method.apply(x, self.bias)
+
 
 @dataclass(frozen=True, slots=True)
 class OutputPart:
@@ -75,7 +69,7 @@ class OutputPart:
 
 
 class _PackedColumnLinear(_LinearLayer):
-    """x [..., input_size] -> this rank's outputs of each part, concatenated: [..., sum of lengths]."""
+    """x [T, input_size] -> this rank's outputs of each part, concatenated: [T, sum of lengths]."""
 
     def __init__(self, input_size: int, parts: list[OutputPart], bias: bool, options: WeightOptions) -> None:
         sizes = [part.length for part in parts]
@@ -87,19 +81,9 @@ class _PackedColumnLinear(_LinearLayer):
         )
         self.output_sizes = sizes
 
-    def follows(self, norm: RMSNorm) -> None:
-        """Declare that the input is always the output of `norm`, whose weight may then be folded."""
-        if self.bias is None:  # a bias would be divided by the root mean square too
-            self.method.follows(norm.weight)
-
-    def after_norm(self, norm: RMSNorm, stream: ResidualStream, silu: bool = False) -> NormedProduct:
-        """self(norm(stream)), in as few kernels as possible; with `silu`, `silu_and_mul` of it."""
-        x, residual = stream
-        if norm.tp.size == 1 and isinstance(x, torch.Tensor):
-            return self.method.apply_after_norm(x, residual, norm.weight, norm.eps, self.bias, silu)
-        normed, total = norm(x, residual)
-        out = self(normed)
-        return NormedProduct(silu_and_mul(out) if silu else out, total, None)
+    def forward(self, x: Normed, silu: bool = False) -> torch.Tensor:
+        """The product with x; with `silu`, `silu_and_mul` of it."""
+        return self.method.apply_to_normed(x, self.bias, silu)
 
 
 def _row_shards(param: str, parts: list[OutputPart], rest: tuple[int, ...]) -> list[WeightShard]:
@@ -125,7 +109,7 @@ class MergedColumnParallelLinear(_PackedColumnLinear):
 
 
 class ColumnParallelLinear(_PackedColumnLinear):
-    """x [..., input_size] -> [..., output_size / ranks]: each rank computes a slice of the outputs."""
+    """x [T, input_size] -> [T, output_size / ranks]: each rank computes a slice of the outputs."""
 
     def __init__(
         self, input_size: int, output_size: int, tp: TPGroup, options: WeightOptions, bias: bool = False
@@ -180,7 +164,7 @@ def can_split_heads(num_heads: int, num_kv_heads: int, ranks: int) -> bool:
 
 
 class RowParallelLinear(_LinearLayer):
-    """x [..., input_size / ranks] -> this rank's part of a sum over the ranks, [..., output_size]."""
+    """x [T, input_size / ranks] -> this rank's part of a sum over the ranks, [T, output_size]."""
 
     def __init__(
         self, input_size: int, output_size: int, tp: TPGroup, options: WeightOptions, bias: bool = False
@@ -191,10 +175,5 @@ class RowParallelLinear(_LinearLayer):
         super().__init__((output_size, length), [shard], own_bias, options)
         self._adds_bias = tp.rank == 0  # the ranks' outputs are summed: add it once
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.method.apply(x, self.bias if self._adds_bias else None)
-
-    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> ResidualStream:
-        """Return the stream residual + self(x), with x [T, input_size / ranks]; may overwrite `residual`."""
-        bias = self.bias if self._adds_bias else None
-        return ResidualStream(*self.method.apply_and_add(x, residual, bias))
+    def forward(self, x: torch.Tensor) -> Product:
+        return Product(self.method, x, self.bias if self._adds_bias else None)

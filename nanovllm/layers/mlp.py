@@ -1,14 +1,14 @@
-"""GatedMLP: the feed-forward part of a decoder layer, up to the input of down_proj."""
+"""GatedMLP: the feed-forward block of a decoder layer."""
 
 from __future__ import annotations
 
-import torch
 from torch import nn
 
 from nanovllm.distributed.group import TPGroup
-from nanovllm.layers.layernorm import ResidualStream, RMSNorm
 from nanovllm.layers.linear import MergedColumnParallelLinear, RowParallelLinear
+from nanovllm.layers.stream import Step
 from nanovllm.layers.weights import WeightOptions
+from nanovllm.quantization.base import Normed, Product
 
 
 class GatedMLP(nn.Module):
@@ -21,9 +21,7 @@ class GatedMLP(nn.Module):
         self.gate_up_proj = MergedColumnParallelLinear(hidden_size, [size, size], tp, options, bias)
         self.down_proj = RowParallelLinear(size, hidden_size, tp, options, bias)
 
-    def forward(
-        self, norm: RMSNorm, stream: ResidualStream, places: object
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (the input of down_proj, [T, own size]; the stream's sum). Tokens are independent."""
-        gated, total, _ = self.gate_up_proj.after_norm(norm, stream, silu=True)
-        return gated, total
+    def forward(self, x: Normed, step: Step) -> Product:
+        """x [T, hidden_size] -> a term of the stream, of the same shape. Tokens are independent."""
+        product: Product = self.down_proj(self.gate_up_proj(x, silu=True))
+        return product

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from nanovllm.kernels.rotary import Rotation
-from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.stream import RMSNorm
 
 # Keys that each type must have, besides "rope_theta", which has a default.
 REQUIRED_KEYS: dict[str, tuple[str, ...]] = {

@@ -70,11 +70,6 @@ class WeightLayer(nn.Module):
     def _load(self, shard: WeightShard, source: WeightSource) -> None:
         shard.copy(source, self.get_parameter(shard.param))
 
-    @property
-    def folded_norm(self) -> torch.Tensor | None:
-        """The norm weight that is multiplied into this layer's weight; see `LinearMethod.norm_weight`."""
-        return None
-
     def finish_loading(self) -> None:
         """Prepare for use after all tensors are loaded; see `LinearMethod.finish_loading`."""
         return

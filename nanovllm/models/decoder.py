@@ -15,13 +15,13 @@ from nanovllm.distributed.group import TPGroup
 from nanovllm.kernels.matmul import is_aligned
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
-from nanovllm.layers.layernorm import ResidualStream, RMSNorm
 from nanovllm.layers.linear import QKVParallelLinear, RowParallelLinear
 from nanovllm.layers.mlp import GatedMLP
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
+from nanovllm.layers.stream import AnyStream, RMSNorm, Step, begin
 from nanovllm.layers.weights import WeightLayer, WeightOptions
-from nanovllm.models.blocks import Block, Blocks, TokenPlaces
 from nanovllm.models.config import ModelConfig
+from nanovllm.quantization.base import Normed, Product
 from nanovllm.quantization.shards import ShardId, WeightShard
 
 # Packed layers: the checkpoint name of each shard.
@@ -31,10 +31,9 @@ PACKED: dict[str, dict[ShardId, str]] = {
 }
 
 
-class SharedParts(NamedTuple):
-    """The arguments that all layers of a decoder share."""
+class Build(NamedTuple):
+    """What a layer needs besides the config."""
 
-    config: ModelConfig
     tp: TPGroup
     backend: AttentionBackend
     rotary: RotaryEmbedding
@@ -42,76 +41,63 @@ class SharedParts(NamedTuple):
 
 
 class DecoderAttention(nn.Module):
-    """Self-attention of one layer with this rank's heads, up to the input of o_proj."""
+    """Self-attention of one layer with this rank's heads."""
 
-    def __init__(self, parts: SharedParts) -> None:
+    def __init__(self, config: ModelConfig, build: Build) -> None:
         super().__init__()
-        config, tp, options = parts.config, parts.tp, parts.options
+        tp, options = build.tp, build.options
         hidden_size, head_dim, self.eps = config.hidden_size, config.head_dim, config.rms_norm_eps
         heads = (config.num_heads, config.num_kv_heads)
         self.qkv_proj = QKVParallelLinear(hidden_size, head_dim, *heads, tp, options, config.qkv_bias)
         self.o_proj = RowParallelLinear(config.num_heads * head_dim, hidden_size, tp, options, config.o_bias)
         self.q_norm = RMSNorm(head_dim, self.eps, options) if config.qk_norm else None
         self.k_norm = RMSNorm(head_dim, self.eps, options) if config.qk_norm else None
-        self.rotary = parts.rotary
-        self.attn = Attention(self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads, head_dim, parts.backend)
+        self.rotary = build.rotary
+        self.attn = Attention(self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads, head_dim, build.backend)
 
-    def forward(
-        self, norm: RMSNorm, stream: ResidualStream, places: TokenPlaces
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (the input of o_proj, [T, own heads * head_dim]; the stream's sum)."""
-        qkv, total, rms_of = self.qkv_proj.after_norm(norm, stream)
-        q, k, v = self.qkv_proj.split_heads(qkv)
-        rotation = self.rotary(places.positions, self.q_norm, self.k_norm, self.eps)
-        attended = self.attn(q, k, v, rotation, places.meta, rms_of)
-        return attended.flatten(1), total
+    def forward(self, x: Normed, step: Step) -> Product:
+        """x [T, hidden_size] -> a term of the stream, of the same shape."""
+        q, k, v = self.qkv_proj.split_heads(self.qkv_proj(x))
+        rotation = self.rotary(step.positions, self.q_norm, self.k_norm, self.eps)
+        product: Product = self.o_proj(self.attn(q, k, v, rotation, step.meta).flatten(1))
+        return product
 
 
 class DecoderLayer(nn.Module):
-    """Norm, attention, norm, MLP: two blocks, each of which adds to the residual stream."""
+    """Attention, then an MLP; each has a norm before it, and adds to the residual stream."""
 
-    def __init__(self, parts: SharedParts) -> None:
+    def __init__(self, config: ModelConfig, build: Build) -> None:
         super().__init__()
-        config, tp, options = parts.config, parts.tp, parts.options
+        tp, options = build.tp, build.options
         hidden_size, eps = config.hidden_size, config.rms_norm_eps
         self.input_layernorm = RMSNorm(hidden_size, eps, options, tp)
-        self.self_attn = DecoderAttention(parts)
+        self.self_attn = DecoderAttention(config, build)
         self.post_attention_layernorm = RMSNorm(hidden_size, eps, options, tp)
         self.mlp = GatedMLP(hidden_size, config.intermediate_size, tp, options, config.mlp_bias)
-        self.self_attn.qkv_proj.follows(self.input_layernorm)
-        self.mlp.gate_up_proj.follows(self.post_attention_layernorm)
 
-    def blocks(self) -> tuple[Block, Block]:
-        """Return stream += attention(norm(stream)) and stream += mlp(norm(stream))."""
-        attention, mlp = self.self_attn, self.mlp
-        return (
-            Block(self.input_layernorm, attention, attention.o_proj, attends=True),
-            Block(self.post_attention_layernorm, mlp, mlp.down_proj, attends=False),
-        )
+    def forward(self, x: AnyStream, step: Step, keep: torch.Tensor | None = None) -> AnyStream:
+        """keep [n]: only these rows are needed after attention."""
+        x = x.add(self.input_layernorm, self.self_attn, step, keep)
+        return x.add(self.post_attention_layernorm, self.mlp, step)
 
 
 class DecoderModel(nn.Module):
     """Embedding, layers and final norm."""
 
-    def __init__(self, parts: SharedParts) -> None:
+    def __init__(self, config: ModelConfig, build: Build) -> None:
         super().__init__()
-        config, tp, options = parts.config, parts.tp, parts.options
+        tp, options = build.tp, build.options
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, tp, options)
-        layers = [DecoderLayer(parts) for _ in range(config.num_layers)]
-        self.layers = nn.ModuleList(layers)
-        self.blocks = Blocks([block for layer in layers for block in layer.blocks()])
+        self.layers = nn.ModuleList(DecoderLayer(config, build) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, options, tp)
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, meta: StepMetadata) -> torch.Tensor:
-        places = TokenPlaces(positions, meta)
-        if meta.halves is None:
-            stream = self.blocks.run(self.embed_tokens(input_ids), places, meta.wanted_rows)
-        else:
-            lens = [len(half.slot_mapping) for half in meta.halves]
-            halves = [TokenPlaces(*half) for half in zip(positions.split(lens), meta.halves, strict=True)]
-            xs = [self.embed_tokens(ids) for ids in input_ids.split(lens)]
-            stream = self.blocks.run_halves(xs, halves, places, meta.wanted_rows)
-        hidden: torch.Tensor = self.norm(*stream)[0]
+        step = Step.of(positions, meta)
+        x: AnyStream = begin(self.embed_tokens(input_ids), step)
+        last = len(self.layers) - 1
+        for index, layer in enumerate(self.layers):
+            x = layer(x, step, meta.wanted_rows if index == last else None)
+        hidden: torch.Tensor = self.norm(x).tensor()
         return hidden
 
 
@@ -135,7 +121,7 @@ class DecoderForCausalLM(nn.Module):
         config.check_tensor_parallel_size(tp.size)
         self.config = config
         rotary = RotaryEmbedding(config.rope, config.head_dim, max_model_len + 1, options.device)
-        self.model = DecoderModel(SharedParts(config, tp, backend, rotary, options))
+        self.model = DecoderModel(config, Build(tp, backend, rotary, options))
         tied_to = self.model.embed_tokens if config.tie_word_embeddings else None
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, tp, options, tied_to)
         self.attention_layers: list[Attention] = [m for m in self.modules() if isinstance(m, Attention)]
@@ -168,17 +154,6 @@ class DecoderForCausalLM(nn.Module):
                 module = last if shard.shard_id is None else PACKED[last][shard.shard_id]
                 slots[".".join(filter(None, (parent, module, shard.param)))] = layer, shard
         return slots
-
-    def folded_norms(self) -> dict[str, list[str]]:
-        """Return {norm: tensors that it is multiplied into}, with checkpoint names; see
-        `LinearMethod.norm_weight`."""
-        slots = self.weight_slots()
-        names = {id(layer.get_parameter(shard.param)): name for name, (layer, shard) in slots.items()}
-        folded: dict[str, list[str]] = {}
-        for name, (layer, _) in slots.items():
-            if layer.folded_norm is not None:
-                folded.setdefault(names[id(layer.folded_norm)], []).append(name)
-        return folded
 
     def finish_loading(self) -> None:
         """Prepare for use after all tensors are loaded; see `LinearMethod.finish_loading`."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 import zlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -194,13 +194,12 @@ def load_weights(
     model: DecoderForCausalLM,
     folder: str | Path,
     check: Callable[[], None] = lambda: None,
-    names: Collection[str] | None = None,
 ) -> None:
     """Fill every parameter of `model`, each exactly once, from the *.safetensors files in `folder`.
 
-    Can be called again, with the same or other weights. names: load only these tensors. check: called between
-    tensors; may raise to give up. Raises ModelLoadError that names all missing, unexpected, misshaped and
-    non-float tensors; the model is then unchanged.
+    Can be called again, with the same or other weights. check: called between tensors; may raise to give up.
+    Raises ModelLoadError that names all missing, unexpected, misshaped and non-float tensors; the model is
+    then unchanged.
     """
     slots = model.weight_slots()
     with ExitStack() as stack:
@@ -212,9 +211,9 @@ def load_weights(
                 f"{folder}: {TIED_HEAD} differs from {EMBEDDING}, but {CONFIG_FILE} says they are the same; "
                 "set tie_word_embeddings to false there to use both"
             )
-        for name in tensors if names is None else names:
+        for name, source in tensors.items():
             check()
-            source, (layer, shard) = tensors[name], slots[name]
+            layer, shard = slots[name]
             layer.load_weight(shard.param, source, shard.shard_id)
     model.finish_loading()
 
@@ -223,17 +222,14 @@ def init_dummy_weights(
     model: DecoderForCausalLM,
     seed: int,
     check: Callable[[], None] = lambda: None,
-    names: Collection[str] | None = None,
 ) -> None:
     """Fill `model` with random weights, normal(0, 0.02) and 1 for norms, created on its device.
 
     Each tensor depends only on the seed and its name. Whole tensors are drawn and then split, so any number
-    of ranks gets the same model. check, names: as in `load_weights`.
+    of ranks gets the same model. check: as in `load_weights`.
     """
-    slots = model.weight_slots()
-    for name in slots if names is None else names:
+    for name, (layer, shard) in model.weight_slots().items():
         check()
-        layer, shard = slots[name]
         parameter = layer.get_parameter(shard.param)
         dtype = parameter.dtype if parameter.dtype in FLOATS else torch.float32
         whole = torch.empty(shard.shape, dtype=dtype, device=parameter.device)

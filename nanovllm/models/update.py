@@ -1,11 +1,11 @@
 """WeightUpdate: checks tensors that are to replace those of a checkpoint, before they are loaded.
 
-Knows names, shapes, dtypes and dependencies between tensors. Changes no weight, and knows no rank.
+Knows names, shapes and dtypes. Changes no weight, and knows no rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from typing import Any
 
@@ -18,26 +18,15 @@ from nanovllm.models.loader import EMBEDDING, ROTARY, TIED_HEAD
 class WeightUpdate:
     """The tensors of one update: all or some of a checkpoint's, in any order."""
 
-    def __init__(
-        self, model: DecoderForCausalLM, updated: Collection[str], check_checkpoint: Callable[[], None]
-    ) -> None:
-        """updated: names from earlier updates; check_checkpoint: raises if it cannot be read again."""
-        self.reload: list[str] = []  # tensors to read from the checkpoint again, complete at the end
+    def __init__(self, model: DecoderForCausalLM) -> None:
         self._slots = model.weight_slots()
-        self._folded = model.folded_norms()
         self._tied = model.config.tie_word_embeddings
-        self._updated = updated
-        self._check_checkpoint = check_checkpoint
         self._seen: set[str] = set()
         self._tied_values: dict[str, list[float]] = {}
 
     def accept(self, tensors: Iterable[Any]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield each (name, tensor) to load, after checking it.
-
-        A norm that is multiplied into products comes last: then it is known whether the update contains the
-        products, or whether the checkpoint has them. Raises TypeError or ValueError that names the tensor.
-        """
-        norms: dict[str, torch.Tensor] = {}
+        """Yield each (name, tensor) to load, after checking it. Raises TypeError or ValueError that names the
+        tensor."""
         for index, pair in enumerate(tensors):
             name, tensor = named_tensor(index, pair)
             if name.endswith(ROTARY):
@@ -46,23 +35,12 @@ class WeightUpdate:
             self._seen.add(name)
             if self._tied and name in (TIED_HEAD, EMBEDDING):
                 self._check_tied(name, tensor)
-            if name in self._folded:  # copied, because the caller may reuse its memory
-                weight = self._weight(name)
-                norms[name] = tensor.detach().to(weight.device, weight.dtype, copy=True)
-            elif name in self._slots:
+            if name in self._slots:
                 yield name, tensor.detach()
         if TIED_HEAD in self._tied_values and EMBEDDING not in self._tied_values:
             raise ValueError(
                 f"{TIED_HEAD} is {EMBEDDING} in this model (tie_word_embeddings); pass {EMBEDDING} too"
             )
-        for name, tensor in norms.items():
-            if not torch.equal(tensor, self._weight(name)):
-                self._need_products(name)
-                yield name, tensor
-
-    def _weight(self, name: str) -> torch.Tensor:
-        layer, shard = self._slots[name]
-        return layer.get_parameter(shard.param)
 
     def _check(self, name: str, tensor: torch.Tensor) -> None:
         if name not in self._slots and not (self._tied and name == TIED_HEAD):
@@ -91,19 +69,6 @@ class WeightUpdate:
                 f"{TIED_HEAD} differs from {EMBEDDING}, but the model's config says that they are the same "
                 "(tie_word_embeddings)"
             )
-
-    def _need_products(self, norm: str) -> None:
-        """Have all tensors that `norm` is multiplied into loaded again."""
-        missing = [name for name in self._folded[norm] if name not in self._seen]
-        lost = [name for name in missing if name in self._updated]
-        if lost:
-            raise ValueError(
-                f"{norm} is multiplied into {', '.join(lost)} of an earlier update; pass them in the same "
-                "call (all tensors may come from one generator)"
-            )
-        if missing:
-            self._check_checkpoint()
-            self.reload += missing
 
 
 def check_dense(name: str, tensor: torch.Tensor) -> None:

@@ -6,7 +6,8 @@ A layer defines what is multiplied and which part of the weight this rank holds;
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -16,12 +17,80 @@ from nanovllm.kernels.rms_norm import add_rms_norm
 from nanovllm.quantization.shards import WeightShard, WeightSource
 
 
-class NormedProduct(NamedTuple):
-    """The product of a weight [N, K] with norm(x + residual)."""
+class Normed:
+    """norm(x + residual), [T, K], computed once, by whoever multiplies it first.
 
-    out: torch.Tensor  # [T, N], or [T, N / 2] after `silu_and_mul`
-    total: torch.Tensor  # [T, K], x + residual
-    rms_of: torch.Tensor | None  # [T, K]; the reader of `out` must divide it by the root mean square of rows
+    A method may compute it within its product; then it sets `total`.
+    """
+
+    __slots__ = ("_value", "eps", "residual", "weight", "x")
+
+    def __init__(
+        self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, eps: float
+    ) -> None:
+        """x, residual: [T, K]. weight: [K], of the RMSNorm with `eps`."""
+        self.x = x
+        self.residual = residual
+        self.weight = weight
+        self.eps = eps
+        self._value: torch.Tensor | None = None
+
+    @classmethod
+    def computed(cls, value: torch.Tensor, total: torch.Tensor) -> Normed:
+        """A norm that is computed already. `total` may have fewer rows, of a stream that ranks share."""
+        normed = cls(total, None, None, 0.0)
+        normed._value = value
+        return normed
+
+    @property
+    def is_computed(self) -> bool:
+        return self._value is not None
+
+    def tensor(self) -> torch.Tensor:
+        """The normalised rows."""
+        if self._value is None:
+            assert self.weight is not None
+            self._value, self.total = add_rms_norm(self.x, self.residual, self.weight, self.eps)
+        return self._value
+
+    @property
+    def total(self) -> torch.Tensor:
+        """x + residual."""
+        if self.residual is not None:
+            self.tensor()
+        return self.x
+
+    @total.setter
+    def total(self, total: torch.Tensor) -> None:
+        self.x, self.residual = total, None
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """The product of a weight [N, K] with x [T, K], plus a bias [N]; not computed yet.
+
+    So rows can be dropped before it, and it can add itself to the residual stream.
+    """
+
+    method: LinearMethod
+    x: torch.Tensor
+    bias: torch.Tensor | None
+
+    def __getitem__(self, rows: torch.Tensor) -> Product:
+        return Product(self.method, self.x[rows], self.bias)
+
+    @classmethod
+    def cat(cls, products: Sequence[Product]) -> Product:
+        """The product of one weight with the rows of all."""
+        return cls(products[0].method, torch.cat([each.x for each in products]), products[0].bias)
+
+    def tensor(self) -> torch.Tensor:
+        """The product, [T, N]."""
+        return self.method.apply(self.x, self.bias)
+
+    def added_to(self, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """See `LinearMethod.apply_and_add`."""
+        return self.method.apply_and_add(self.x, residual, self.bias)
 
 
 class LinearMethod(ABC):
@@ -32,8 +101,6 @@ class LinearMethod(ABC):
     All device memory belongs to parameters of the layer. Loading again writes to the same memory, whose
     addresses CUDA graphs hold. A load of all tensors does not depend on the previous content.
     """
-
-    norm_weight: torch.Tensor | None = None  # of the norm before it, if it is folded into this weight
 
     @abstractmethod
     def create(
@@ -49,37 +116,20 @@ class LinearMethod(ABC):
     def load(self, shard: WeightShard, source: WeightSource) -> None:
         """Load this rank's part of `source`, the checkpoint tensor of `shard`; can be called again."""
 
-    def follows(self, norm_weight: torch.Tensor) -> None:
-        """Declare the weight [K] of the norm before every product; a method may fold it in."""
-        return
-
     def finish_loading(self) -> None:
-        """Do the work that needs all tensors. Called after loading, before the next product.
-
-        Raises ValueError if a norm was loaded again without all tensors that it is folded into.
-        """
+        """Do the work that needs all tensors. Called after loading, before the next product."""
         return
 
     @abstractmethod
     def apply(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x [..., K] -> x @ weight^T + bias [..., N]."""
 
-    def apply_after_norm(
-        self,
-        x: torch.Tensor,
-        residual: torch.Tensor | None,
-        norm_weight: torch.Tensor,
-        eps: float,
-        bias: torch.Tensor | None = None,
-        silu: bool = False,
-    ) -> NormedProduct:
-        """The product with `rms_norm` of x + residual, both [T, K]; with `silu`, `silu_and_mul` of it.
-
-        Without `silu` the reader may have to divide the result; see `NormedProduct.rms_of`.
-        """
-        normed, total = add_rms_norm(x, residual, norm_weight, eps)
-        out = self.apply(normed, bias)
-        return NormedProduct(silu_and_mul(out) if silu else out, total, None)
+    def apply_to_normed(
+        self, x: Normed, bias: torch.Tensor | None = None, silu: bool = False
+    ) -> torch.Tensor:
+        """The product with x [T, K]; with `silu`, `silu_and_mul` of it."""
+        out = self.apply(x.tensor(), bias)
+        return silu_and_mul(out) if silu else out
 
     def apply_and_add(
         self, x: torch.Tensor, residual: torch.Tensor, bias: torch.Tensor | None = None

@@ -6,10 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nanovllm.kernels.activation import silu_and_mul
 from nanovllm.kernels.gemv import gemv, use_gemv
 from nanovllm.kernels.matmul import linear, use_linear
-from nanovllm.quantization.base import LinearMethod, NormedProduct
+from nanovllm.quantization.base import LinearMethod, Normed
 from nanovllm.quantization.shards import WeightShard, WeightSource
 
 # oneDNN's product, a private operator of torch, which calls it for other dtypes and in compiled code. For
@@ -35,13 +34,10 @@ class UnquantizedLinearMethod(LinearMethod):
 
     With `deterministic` it always uses `linear`, and the bits of a row do not depend on other rows.
 
-    With `fuse`, the norm before a product and the addition after it have no kernels of their own. The norm's
-    weight is multiplied into this weight, and the reader of the product divides it by the root mean square.
-    The product adds to the residual itself. The result differs only by rounding. `fuse` is for one rank, and
-    not for float16, where the product of a row that is not normalised may overflow.
+    With `fuse` a product adds itself to the residual, if there is one rank: the sum is rounded once.
     """
 
-    weight: torch.Tensor  # [N, K]; multiplied by the norm's weight after `finish_loading`
+    weight: torch.Tensor  # [N, K]
 
     def __init__(
         self, dtype: torch.dtype, device: torch.device, deterministic: bool = False, fuse: bool = False
@@ -50,9 +46,6 @@ class UnquantizedLinearMethod(LinearMethod):
         self.device = device
         self.deterministic = deterministic
         self.fuse = fuse
-        self._shards: list[WeightShard] = []
-        self._folded: torch.Tensor | None = None  # the norm's weight when it was folded
-        self._unfolded: set[WeightShard] = set()  # shards whose part of the weight is as in the checkpoint
 
     def create(
         self, layer: nn.Module, shape: tuple[int, int], shards: list[WeightShard]
@@ -61,29 +54,11 @@ class UnquantizedLinearMethod(LinearMethod):
         data = torch.empty(shape, dtype=self.dtype, device=self.device)
         weight = nn.Parameter(data, requires_grad=False)
         layer.register_parameter("weight", weight)
-        self.weight, self._shards = weight, shards
+        self.weight = weight
         return shards
 
     def load(self, shard: WeightShard, source: WeightSource) -> None:
         shard.copy(source, self.weight)
-        self._unfolded.add(shard)
-
-    def follows(self, norm_weight: torch.Tensor) -> None:
-        if self.fuse:
-            self.norm_weight = norm_weight
-
-    def finish_loading(self) -> None:
-        """Fold the norm's weight into the loaded shards."""
-        if self.norm_weight is None:
-            return
-        if self._folded is None or not torch.equal(self._folded, self.norm_weight):
-            kept = [shard.label for shard in self._shards if shard not in self._unfolded]
-            if kept:
-                raise ValueError(f"the norm before it was loaded without {', '.join(kept)}; load both")
-            self._folded = self.norm_weight.clone()
-        for shard in self._unfolded:
-            shard.place(self.weight).mul_(self.norm_weight)
-        self._unfolded.clear()
 
     def apply(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         if self._few_rows(x):
@@ -92,29 +67,15 @@ class UnquantizedLinearMethod(LinearMethod):
             return linear(x.flatten(0, -2), self.weight, bias).unflatten(0, x.shape[:-1])
         return torch_linear(x, self.weight, bias)
 
-    def apply_after_norm(
-        self,
-        x: torch.Tensor,
-        residual: torch.Tensor | None,
-        norm_weight: torch.Tensor,
-        eps: float,
-        bias: torch.Tensor | None = None,
-        silu: bool = False,
-    ) -> NormedProduct:
-        folded = self.norm_weight is not None
-        assert not folded or norm_weight is self.norm_weight
-        assert not (folded and self._unfolded), "finish_loading comes before a product"
-        if self._few_rows(x):
-            own = None if folded else norm_weight
-            both = gemv(x, self.weight, bias, norm_weight=own, eps=eps, residual=residual, silu=silu)
-            return NormedProduct(*both, None)
-        if not folded:
-            return super().apply_after_norm(x, residual, norm_weight, eps, bias, silu)
-        total = x if residual is None else x + residual
-        out = self.apply(total)
-        if silu:
-            return NormedProduct(silu_and_mul(out, total, eps), total, None)
-        return NormedProduct(out, total, total)
+    def apply_to_normed(
+        self, x: Normed, bias: torch.Tensor | None = None, silu: bool = False
+    ) -> torch.Tensor:
+        if x.is_computed or not self._few_rows(x.x):
+            return super().apply_to_normed(x, bias, silu)
+        out, x.total = gemv(
+            x.x, self.weight, bias, norm_weight=x.weight, eps=x.eps, residual=x.residual, silu=silu
+        )
+        return out
 
     def apply_and_add(
         self, x: torch.Tensor, residual: torch.Tensor, bias: torch.Tensor | None = None

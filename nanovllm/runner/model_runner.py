@@ -5,7 +5,7 @@ Never sees a Sequence and never decides what runs. Only `StepHandle.result` wait
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property, partial
 from math import prod
@@ -104,12 +104,12 @@ class ModelRunner:
         self.ending = Ending(self.model, tp, device, max_seqs, config.logprobs_mode)
         self._set_kv_cache(0)
 
-    def load_weights(self, names: Collection[str] | None = None) -> None:
+    def load_weights(self) -> None:
         """Load the checkpoint's weights, or dummy weights; see `load_weights` of the loader."""
         if self.config.load_format == "dummy":
-            init_dummy_weights(self.model, self.config.seed, self._check, names)
+            init_dummy_weights(self.model, self.config.seed, self._check)
         else:
-            load_weights(self.model, self.model_path, self._check, names)
+            load_weights(self.model, self.model_path, self._check)
         self.device.empty_cache()  # else permanent workspaces might keep all memory of the loading
 
     # -- start-up ----------------------------------------------------------------------------------------

@@ -39,7 +39,6 @@ class ResidentModelRunner(ModelRunner):
         """As `ModelRunner`."""
         super().__init__(*args, **options)
         self.asleep: frozenset[str] = frozenset()  # subset of TAGS
-        self.updated: set[str] = set()  # names of tensors that differ from the checkpoint
         self._freed: list[FreedStorage] = []
         self._num_blocks = 0  # of the freed KV cache
         self._freed_bytes = 0  # of the freed KV cache and CUDA graphs
@@ -116,7 +115,6 @@ class ResidentModelRunner(ModelRunner):
                 parameter.zero_()  # some have padding rows, which no checkpoint fills
             self.load_weights()
             self.calibrate_kv_cache()
-            self.updated.clear()
         self._freed.clear()
 
     def load_tensors(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -125,12 +123,9 @@ class ResidentModelRunner(ModelRunner):
         for name, tensor in tensors:
             layer, shard = slots[name]
             layer.load_weight(shard.param, tensor, shard.shard_id)
-            self.updated.add(name)
 
-    def finish_update(self, reload: Collection[str]) -> None:
-        """Prepare for the next step. reload: names of tensors to read from the checkpoint again."""
-        if reload:
-            self.load_weights(names=reload)
+    def finish_update(self) -> None:
+        """Prepare for the next step."""
         self.model.finish_loading()
         self.calibrate_kv_cache()
 

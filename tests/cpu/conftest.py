@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-import parts  # noqa: F401
 import pytest
 from replica_answers import OPTIONS
 from tiny_models import write_tiny_model

@@ -57,9 +57,9 @@ def test_a_layer_gives_its_backend_the_cache_and_its_scales(monkeypatch: pytest.
     monkeypatch.setattr(
         "nanovllm.layers.attention.qk_norm_rope_store", lambda *inputs: stored.extend(inputs) or q
     )
-    k, v, rotation, rms_of = (object() for _ in range(4))
-    layer(q, k, v, rotation, meta, rms_of)
-    wanted = [q, k, v, rotation, layer.cache, meta.slot_mapping, rms_of]
+    k, v, rotation = (object() for _ in range(3))
+    layer(q, k, v, rotation, meta)
+    wanted = [q, k, v, rotation, layer.cache, meta.slot_mapping]
     assert all(given is one for given, one in zip(stored, wanted, strict=True))
     wanted = [q, layer.cache, meta, 0.25]
     assert all(given is one for given, one in zip(seen, wanted, strict=True) if not isinstance(one, float))

@@ -11,6 +11,7 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
+import inside
 import numpy as np
 import pytest
 import torch
@@ -96,7 +97,7 @@ def test_what_a_caller_hands_over_stays_as_it_is() -> None:
         llm.beam_search([ids], beams)
         llm.update_weights(weights)
         places = {weight.data_ptr() for weight in weights.values()}
-        assert not any(weight.data_ptr() in places for weight in llm._runner.model.parameters())
+        assert not any(weight.data_ptr() in places for weight in inside.model(llm).parameters())
         llm.sleep(level=2)
     assert handed == before and all(torch.equal(weights[name], own[name]) for name in own)
     assert state() == process
@@ -156,7 +157,7 @@ def test_reset_prefix_cache(model: Path, run_ahead: bool) -> None:
         [again] = llm.generate(prompt, GREEDY, use_tqdm=False)
         assert (first.num_cached_tokens, again.num_cached_tokens) == (0, 2 * BLOCK)
         assert llm.reset_prefix_cache() is True
-        check_scheduler(llm._scheduler)
+        check_scheduler(inside.scheduler(llm))
         [reset] = llm.generate(prompt, GREEDY, use_tqdm=False)
         assert reset.num_cached_tokens == 0
         llm.add_request(prompt, GREEDY)
@@ -280,7 +281,7 @@ def test_arguments_of_vllms_other_calls(model: Path) -> None:
 
 def test_beam_search_needs_finite_logits(model: Path) -> None:
     with make_tiny(model) as llm:
-        for parameter in llm._runner.model.parameters():
+        for parameter in inside.model(llm).parameters():
             parameter.data.fill_(float("nan"))
         with pytest.raises(RuntimeError, match="the model's logits were not finite"):
             llm.beam_search([5], BeamSearchParams(beam_width=2, max_tokens=3))

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import inside
 import pytest
 from checked_llm import Bar
 from replica_answers import GREEDY, LONG, MIXED, OPTIONS, PROMPTS, answer_all, logprobs, pids, same
@@ -102,7 +103,7 @@ def test_bad_prompts(one: LLM, two: LLM) -> None:
 def test_add_request_step_and_abort(two: LLM) -> None:
     ids = [two.add_request(prompt, LONG) for prompt in PROMPTS]
     outputs = two.step()
-    running = next(str(request) for each in two._replicas._members for request in each.requests)
+    running = next(str(request) for each in inside.members(two) for request in each.requests)
     aborted = two.abort(running)
     assert aborted is not None and aborted["finish_reason"] == "abort"
     assert aborted.prompt == PROMPTS[ids.index(running)] and aborted.prompt_token_ids
@@ -124,11 +125,11 @@ def test_the_prefix_cache_can_be_reset(two: LLM) -> None:
     prompts = [[5 + number] * 70 for number in range(8)]
     two.generate(prompts, GREEDY, use_tqdm=False)
     assert all(each.num_cached_tokens > 0 for each in two.generate(prompts, GREEDY, use_tqdm=False))
-    router = two._replicas.router
+    router = inside.replicas(two).router
     for empty in (two.reset_prefix_cache, two.sleep):
-        assert any(router._held)
+        assert any(inside.held_prefixes(router))
         empty()
-        assert not any(router._held), "nothing is expected in an empty cache"
+        assert not any(inside.held_prefixes(router)), "nothing is expected in an empty cache"
         two.wake_up()
         assert all(each.num_cached_tokens == 0 for each in two.generate(prompts, GREEDY, use_tqdm=False))
 
@@ -156,9 +157,9 @@ def test_replicas_sleep_and_wake_up(one: LLM, two: LLM) -> None:
         two.generate(PROMPTS)
     os.kill(pids(two)[1], signal.SIGKILL)
     two.wake_up(["weights"])
-    assert two.is_sleeping() and two._replicas.call("asleep") == [frozenset({"kv_cache"})] * 2
+    assert two.is_sleeping() and inside.replicas(two).call("asleep") == [frozenset({"kv_cache"})] * 2
     two.wake_up()
-    assert not two.is_sleeping() and two._replicas.call("asleep") == [frozenset()] * 2
+    assert not two.is_sleeping() and inside.replicas(two).call("asleep") == [frozenset()] * 2
     assert len(same(one, two, answer_all)) == len(answers)
 
 
@@ -226,7 +227,7 @@ def test_any_thread_may_ask_for_statistics_while_a_replica_reports(two: LLM) -> 
     told: dict[int, Any] = {}
     told[0] = Told()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(two._executor, "_last_stats", told)
+        inside.set_last_stats(patch, two, told)
         assert two.stats().num_running == 1
 
 

@@ -7,6 +7,7 @@ import signal
 from contextlib import closing
 from typing import Any
 
+import inside
 import pytest
 from replica_answers import LONG, MIXED, PROMPTS, logprobs
 from test_deltas import put_together
@@ -50,7 +51,7 @@ def test_an_aborted_answer(two: LLM) -> None:
             parts.append(part)
             if aborted is None and part.index == 1:
                 for _ in range(8):
-                    two._replicas._receive()
+                    inside.receive(two)
                 aborted = two.abort(part.request_id)
                 assert aborted is not None and two.abort(part.request_id) is None
     assert aborted is not None and aborted.prompt == PROMPTS[1]
@@ -63,7 +64,7 @@ def test_an_aborted_answer(two: LLM) -> None:
 def test_a_replica_that_dies_ends_the_answers_that_it_began(two: LLM) -> None:
     """All others run again."""
     expected = answers(two, LONG)
-    members = two._replicas._members
+    members = inside.members(two)
     with closing(two.stream(PROMPTS, LONG, deltas=True)) as stream:
         parts = [next(stream)]
         [process] = [each.process for each in members if int(parts[0].request_id) in each.begun]

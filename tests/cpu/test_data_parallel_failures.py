@@ -15,6 +15,7 @@ from struct import pack
 from typing import Any
 
 import endings
+import inside
 import pytest
 from replica_answers import GREEDY, LONG, MIXED, PROMPTS, answer_all, pids, same
 from threads import in_threads
@@ -57,7 +58,7 @@ def test_a_replica_that_is_killed_is_started_again(one: LLM, two: LLM) -> None:
     """Its requests run again and the other replica continues; the answers are the same."""
     before = pids(two)
     signalled(one, two, signal.SIGKILL)
-    assert len(two._replicas.call("room")) == 2, "it is back"
+    assert len(inside.replicas(two).call("room")) == 2, "it is back"
     after = pids(two)
     assert len(after) == 2 and after[1] == before[1] and after[0] != before[0]
     same(one, two, answer_all)
@@ -72,31 +73,31 @@ def test_a_stream_that_is_left_waits_for_no_step(one: LLM, two: LLM) -> None:
     stream.close()
     assert two.is_finished() and two.stats().num_running == 0
     os.kill(before[1], signal.SIGCONT)
-    two._replicas.call("room")
-    assert not two._replicas._arrivals
+    inside.replicas(two).call("room")
+    assert not inside.arrivals(two)
     same(one, two, answer_all)
     assert pids(two) == before
 
 
 def test_a_replica_that_reads_nothing_is_killed(two: LLM) -> None:
     """A replica that does not read its pipe cannot block the caller for ever, even if the pipe is full."""
-    member = two._replicas._members[0]
+    member = inside.members(two)[0]
     with socket(fileno=os.dup(member.pipe.fileno())) as end:
         end.setsockopt(SOL_SOCKET, SO_SNDTIMEO, pack("ll", 1, 0))
     before = pids(two)
     os.kill(before[0], signal.SIGSTOP)
     member.send(bytes(2**22))
     assert len(two.generate(PROMPTS, GREEDY, use_tqdm=False)) == 24
-    assert len(two._replicas.call("room")) == 2 and pids(two)[0] != before[0]
+    assert len(inside.replicas(two).call("room")) == 2 and pids(two)[0] != before[0]
 
 
 def test_a_request_that_no_replica_survives_is_given_up(two: LLM) -> None:
     """It runs alone the last time, so all other requests are answered."""
-    poison = two._requests.next_id + 5
+    poison = inside.next_id(two) + 5
     company: list[set[int]] = []
 
     def kill(stats: StepStats) -> None:
-        for member in two._replicas._members:
+        for member in inside.members(two):
             if poison in member.requests and member.is_ready:
                 company.append(set(member.requests))
                 member.is_ready = False  # counts as dead
@@ -136,8 +137,8 @@ def test_replicas_must_have_as_much_room_as_at_first(two: LLM) -> None:
     with pytest.raises(
         KVCacheMemoryError, match=r"replica 0: the KV cache has room for .* max_model_len=\d+$"
     ):
-        two._replicas.set("limit", 10**6)
-    assert two._replicas._settings["limit"] < 10**6
+        inside.replicas(two).set("limit", 10**6)
+    assert inside.replica_settings(two)["limit"] < 10**6
 
 
 def test_when_all_replicas_stay_down(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,9 +199,8 @@ def test_an_engine_that_runs_one_model_cannot_be_replicated(model: Path) -> None
         pass
 
     for kind in (Own, LLMEngine):
-        with pytest.raises(
-            ValueError, match=f"data_parallel_size=2 needs LLM; {kind.__name__} runs one model"
-        ):
+        match = f"data_parallel_size=2 needs LLM; {kind.__name__} runs one model"
+        with pytest.raises(ValueError, match=match):
             kind(model, data_parallel_size=2, **TINY)
 
 

@@ -7,6 +7,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import inside
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -47,11 +48,11 @@ class OneAndTwo:
             getattr(llm, method)(*args)
 
     def kill(self) -> None:
-        os.kill(self.two._replicas.processes[1].pid or 0, signal.SIGKILL)
+        os.kill(inside.replicas(self.two).processes[1].pid or 0, signal.SIGKILL)
 
     def tokens(self) -> list[list[int]]:
         """Of answers to the same prompts, which must be equal."""
-        self.two._replicas.call("room")
+        inside.replicas(self.two).call("room")
         prompts = [[5 + number] * 9 for number in range(12)]
         expected = [each["token_ids"] for each in self.one.generate(prompts, GREEDY, use_tqdm=False)]
         assert [each["token_ids"] for each in self.two.generate(prompts, GREEDY, use_tqdm=False)] == expected

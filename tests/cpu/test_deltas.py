@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import closing
 from pathlib import Path
 
+import inside
 import pytest
 from checked_llm import CheckedLLM, make_tiny
 from hypothesis import given, settings
@@ -85,7 +86,7 @@ def test_joined_deltas_equal_the_whole_output(kind: str, options: dict[str, int]
         assert sum(isinstance(reason, str) for reason in reasons) >= 10
         again = sorted(llm.stream(prompts, params), key=lambda output: output.index)
         assert [output.outputs for output in again] == [output.outputs for output in full]
-        assert not llm._requests._stops and not llm._requests._streams
+        assert not inside.stop_searches(llm)
 
 
 def test_each_step_gives_its_tokens(llm: CheckedLLM) -> None:
@@ -145,7 +146,7 @@ def test_a_stream_without_deltas_decodes_nothing() -> None:
     with LLM(demo_model_path(), device="cpu", num_kvcache_blocks=64) as llm:
         stream = llm.stream(["What is 2 + 3?"] * 3, [SamplingParams(max_tokens=1), GREEDY, GREEDY])
         next(stream)
-        assert not llm._requests._streams and not llm._requests._stops
+        assert not inside.stop_searches(llm)
         list(stream)
         texts = llm.stream(["What is 2 + 3?"], GREEDY, deltas=True)
         silent = GREEDY.clone()

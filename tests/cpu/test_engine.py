@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 
+import inside
 import pytest
 import torch
 from checked_llm import BLOCK, CheckedLLM, make_tiny, run
@@ -75,8 +76,8 @@ def test_an_fp8_cache_is_near_and_the_same_for_every_schedule(
     results = []
     for options in ({}, {"max_num_batched_tokens": 7, "num_kvcache_blocks": 14}, {"tensor_parallel_size": 2}):
         with make_tiny(model, kv_cache_dtype="fp8", **options) as llm:
-            assert llm._runner.kv_cache.dtype == torch.float8_e4m3fn
-            for layer in llm._runner.model.attention_layers:
+            assert inside.runner(llm).kv_cache.dtype == torch.float8_e4m3fn
+            for layer in inside.model(llm).attention_layers:
                 assert (layer.cache.k_scale > 1e-4).all() and (layer.cache.v_scale > 1e-4).all()
             for _ in range(2):
                 results.append(tokens(llm.generate(prompts, GREEDY, use_tqdm=False)))
@@ -99,7 +100,7 @@ def test_deterministic(model: Path, prompts: list, expected: list, monkeypatch: 
     """The kernel computes every product, and the prefix cache offers no blocks that decode steps wrote."""
     params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (2, 11)]
     with make_tiny(model, deterministic=True, kvcache_block_size=16, max_num_batched_tokens=23) as llm:
-        assert llm._runner.backend.name == "triton"
+        assert inside.runner(llm).backend.name == "triton"
         monkeypatch.setattr(unquantized, "F", None)
         outputs = llm.generate(prompts[3:5], params, use_tqdm=False)
         assert tokens(outputs) == [expected[3][:2], expected[4][:11]]
@@ -148,9 +149,9 @@ def replay_steps(llm: CheckedLLM) -> None:
     """Pad and replay decode steps on the CPU."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Device, "is_cuda", True)
-        patch.setattr(type(llm._runner.backend), "supports_cuda_graph", True)
+        patch.setattr(type(inside.runner(llm).backend), "supports_cuda_graph", True)
         patch.setattr(model_runner, "CUDAGraphs", Replayed)
-        llm._runner.capture_cudagraph()
+        inside.runner(llm).capture_cudagraph()
 
 
 @pytest.mark.skipif(not INTERPRET, reason="kernels are compiled here; tests/gpu runs the engine over them")
@@ -164,7 +165,7 @@ def test_padded_decode_steps(model: Path, prompts: list, expected: list) -> None
         assert want[0] == expected[1][: lens[0]]
         replay_steps(llm)
         assert tokens(llm.generate(few, params, use_tqdm=False)) == want
-        assert sorted(llm._runner.graphs[0, True].steps) == [1, 2, 7]
+        assert sorted(inside.runner(llm).graphs[0, True].steps) == [1, 2, 7]
 
 
 @pytest.mark.skipif(not INTERPRET, reason="kernels are compiled here; tests/gpu runs the engine over them")
@@ -191,13 +192,13 @@ def test_shared_prefixes_are_read_once(
         if replayed:
             replay_steps(llm)
         found = []
-        find = llm._runner.prefixes.find
+        find = inside.runner(llm).prefixes.find
 
         def spy(batch: object) -> object:
             found.append(find(batch))
             return found[-1]
 
-        llm._runner.prefixes.find = spy
+        inside.runner(llm).prefixes.find = spy
         outputs = llm.generate(prompts, params, use_tqdm=False)
         assert tokens(outputs) == [
             transformers_greedy(path, p, n) for p, n in zip(prompts, lens, strict=True)
@@ -287,7 +288,7 @@ def test_seeds(model: Path, prompts: list) -> None:
 
 def test_a_row_that_is_not_finite_ends_alone(model: Path, prompts: list, expected: list) -> None:
     with make_tiny(model) as llm:
-        compute_logits = llm._runner.model.compute_logits
+        compute_logits = inside.model(llm).compute_logits
         calls = itertools.count()
         longest_first = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))  # in decode steps
 
@@ -297,7 +298,7 @@ def test_a_row_that_is_not_finite_ends_alone(model: Path, prompts: list, expecte
                 logits[longest_first.index(2)] = float("nan")
             return logits
 
-        llm._runner.model.compute_logits = broken
+        inside.model(llm).compute_logits = broken
         outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
         assert outputs[2]["finish_reason"] == "error" and "finite" in outputs[2].error
         assert outputs[2]["token_ids"] == expected[2][:4]

@@ -11,6 +11,7 @@ import threading
 import weakref
 from pathlib import Path
 
+import inside
 import pytest
 from checked_llm import make_tiny, run
 from engine_cases import GREEDY, make_prompts, tokens
@@ -41,14 +42,14 @@ def test_a_failing_step_leaves_a_usable_engine(
     model: Path, prompts: list, expected: list, after: int, run_ahead: bool
 ) -> None:
     with make_tiny(model, async_scheduling=run_ahead) as llm:
-        launch, calls = llm._runner.launch, itertools.count()
+        launch, calls = inside.runner(llm).launch, itertools.count()
 
         def fail(batch: object) -> object:
             if next(calls) == after:
                 raise RuntimeError("out of luck")
             return launch(batch)
 
-        llm._runner.launch = fail
+        inside.runner(llm).launch = fail
         with pytest.raises(RuntimeError, match="out of luck"):
             llm.generate(prompts, GREEDY, use_tqdm=False)
         assert llm.is_finished()
@@ -76,7 +77,7 @@ def test_full_collections_wait_for_generate(
     """The delay ends with the call, also if it fails; `step` delays nothing."""
     before, seen = gc.get_threshold(), []
     with make_tiny(model) as llm:
-        launch = llm._runner.launch
+        launch = inside.runner(llm).launch
 
         def recorded(batch: Batch) -> StepHandle:
             seen.append(gc.get_threshold()[2])
@@ -84,7 +85,7 @@ def test_full_collections_wait_for_generate(
                 raise ZeroDivisionError
             return launch(batch)
 
-        monkeypatch.setattr(llm._runner, "launch", recorded)
+        monkeypatch.setattr(inside.runner(llm), "launch", recorded)
         with pytest.raises(ZeroDivisionError):
             llm.generate(prompts, GREEDY, use_tqdm=False)
         assert gc.get_threshold() == before
@@ -96,8 +97,8 @@ def test_full_collections_wait_for_generate(
 
 def test_close_del_and_a_second_engine(model: Path, prompts: list, expected: list) -> None:
     first, second = make_tiny(model), make_tiny(model)
-    weights = weakref.ref(first._runner.model.lm_head.weight)
-    cache = weakref.ref(second._runner.kv_cache)
+    weights = weakref.ref(inside.model(first).lm_head.weight)
+    cache = weakref.ref(inside.runner(second).kv_cache)
     assert tokens(first.generate(prompts, GREEDY, use_tqdm=False)) == expected
     first.close()
     first.close()
@@ -188,7 +189,7 @@ def test_a_failed_kv_cache_allocation(model: Path) -> None:
             KVCacheMemoryError, match=r"cpu has no memory for a KV cache of 1000000000000 blocks, .* Gi"
         ),
     ):
-        llm._runner.allocate_kv_cache(10**12)
+        inside.runner(llm).allocate_kv_cache(10**12)
 
 
 def test_options_are_checked(model: Path, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import huggingface_hub
+import inside
 import pytest
 from checked_llm import CheckedLLM, make_tiny
 from test_texts import TOKENIZERS
@@ -177,13 +178,13 @@ def test_override_generation_config(model: Path, tmp_path: Path) -> None:
 
 def test_the_kv_cache_in_bytes_and_in_blocks() -> None:
     with LLM(demo_model_path(), device="cpu", num_kvcache_blocks=10) as llm:
-        block = llm._runner.kv_cache.nbytes // 10
+        block = inside.runner(llm).kv_cache.nbytes // 10
     for options in ({"kv_cache_memory_bytes": 7 * block + 1}, {"num_gpu_blocks_override": 7}):
         with LLM(demo_model_path(), device="cpu", **options) as llm:
-            assert llm._num_blocks == 7
+            assert inside.block_manager(llm).num_blocks == 7
             assert llm.generate("What is 2 + 3?", GREEDY, use_tqdm=False)[0]["text"]
     with LLM(demo_model_path(), device="cpu", block_size=32, num_kvcache_blocks=10) as llm:
-        assert llm._runner.block_size == 32
+        assert inside.runner(llm).block_size == 32
     with pytest.raises(KVCacheMemoryError, match=rf"Change kv_cache_memory_bytes \(now {block - 1}\)"):
         LLM(demo_model_path(), device="cpu", kv_cache_memory_bytes=block - 1)
     with pytest.raises(KVCacheMemoryError, match=r"block.s. of 16 tokens need"):

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import inside
 import pytest
 from checked_llm import make_tiny
 from tiny_models import write_tiny_model
@@ -41,15 +42,15 @@ def test_recommended_parameters_are_the_default(model: Path) -> None:
     with make_tiny(model) as llm:
         assert llm.get_default_sampling_params() == expected
         llm.get_default_sampling_params().temperature = 5  # a copy that the caller may change
-        first = llm._requests.next_id
+        first = inside.next_id(llm)
         found = llm.generate(prompts, use_tqdm=False)
-        llm._requests.next_id = first  # with the same seeds
+        inside.next_id(llm, first)  # with the same seeds
         assert [out["token_ids"] for out in found] == [
             out["token_ids"] for out in llm.generate(prompts, expected, use_tqdm=False)
         ]
         assert max(len(out["token_ids"]) for out in found) == 7
         llm.add_request([5])
-        assert llm._scheduler.waiting[0].params == expected
+        assert inside.scheduler(llm).waiting[0].params == expected
         assert llm.model_config.eos_token_ids == (1, 9)
 
 

@@ -8,6 +8,7 @@ from time import time
 from types import SimpleNamespace
 from typing import Any
 
+import inside
 import pytest
 from checked_llm import CheckedLLM
 from report_pages import TITLES, check_axes, drawn, named, parse, pictures, preempted_llm, words
@@ -113,11 +114,10 @@ def test_samples_of_a_long_run_are_bounded(monkeypatch: pytest.MonkeyPatch) -> N
 
     def wait(seconds: float) -> bool:
         waits.append(seconds)
-        assert len(monitor._samples) <= MAX_INTERVALS
+        assert inside.num_kept_samples(monitor) <= MAX_INTERVALS
         return len(waits) > 3 * MAX_INTERVALS
 
-    monkeypatch.setattr(monitor, "_end", SimpleNamespace(wait=wait))
-    monitor._run()
+    inside.run_monitor(monkeypatch, monitor, wait)
     assert waits[0] == 0.002 and set(waits) == {0.002, 0.004, 0.008, 0.016, 0.032}
     times = [sample.time for sample in monitor.samples]
     assert MAX_INTERVALS // 2 <= len(times) <= MAX_INTERVALS and times == sorted(times)

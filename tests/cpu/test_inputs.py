@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import fields, replace
 from typing import Any
 
+import inside
 import numpy as np
 import torch
 from hypothesis import given
@@ -144,8 +145,9 @@ def test_decode_is_padded_with_rows_that_do_nothing(batch: Batch, more: int, sha
     shared = no_shared_prefixes(count, UNIT) if share else None
     inputs = prepare_decode(batch, BLOCK, shared)
     buffers = staging()
-    for host in (buffers._buffer, *buffers._inputs):
-        host.fill_(77)
+    own, hosts = inside.input_buffers(buffers)
+    for buffer in (own, *hosts):
+        buffer.fill_(77)
     staged = buffers.send(inputs, size)()
     for (column, array), (_, tensor) in zip(columns(inputs), columns(staged), strict=True):
         assert tensor.shape == column.shape(size)
@@ -200,13 +202,14 @@ def test_every_step_up_to_the_largest_fits(size: StepSize) -> None:
     assert all(getattr(inputs.attention, field.name) is not None for field in fields(inputs.attention))
     buffers = Staging(Device("cpu"), size)
     staged = buffers.send(map_columns(inputs, full))()
-    end = buffers._buffer.data_ptr()
+    buffer, _ = inside.input_buffers(buffers)
+    end = buffer.data_ptr()
     for column, tensor in columns(staged):
         assert tensor.shape == column.shape(size) and (tensor == 1).all()
         if tensor.numel():
-            assert tensor.data_ptr() >= end and (tensor.data_ptr() - buffers._buffer.data_ptr()) % ALIGN == 0
+            assert tensor.data_ptr() >= end and (tensor.data_ptr() - buffer.data_ptr()) % ALIGN == 0
             end = tensor.data_ptr() + tensor.numel() * tensor.element_size()
-    assert end <= buffers._buffer.data_ptr() + buffers._buffer.nbytes
+    assert end <= buffer.data_ptr() + buffer.nbytes
 
 
 def test_outputs_have_their_own_memory() -> None:

@@ -127,7 +127,7 @@ class Weighed(LoadedLLM):
     peak = 0
 
     def stream(self, *args: Any, **options: Any) -> Iterator[Any]:
-        for number, output in enumerate(self._llm.stream(*args, **options)):
+        for number, output in enumerate(self.llm.stream(*args, **options)):
             if number % 500 == 0:
                 self.peak = max(self.peak, resident())
             yield output

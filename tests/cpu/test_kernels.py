@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import attention_cases
 import filter_cases
+import inside
 import layer_cases
 import numpy as np
 import pytest
@@ -134,7 +135,7 @@ def test_a_prefix_shorter_than_a_chunk_is_not_shared() -> None:
 def test_partial_results_of_decode_stay_small(longest: int, q_heads: int, head_dim: int) -> None:
     heads = paged.Heads(q_heads, 8, head_dim, head_dim, page=256, step=1)
     for sequences in (1, 2, 3, 8, 9, 97, 256, 819, 1024):
-        chunk = decode_attention._chunk(sequences, heads, False, longest)
+        chunk = inside.decode_chunk(sequences, heads, False, longest)
         least = decode_attention.least_chunk(q_heads, head_dim, longest, sequences)
         usual = 128 if sequences <= 2 else 256 if sequences <= 8 else CHUNK
         assert chunk == max(usual, least)
@@ -143,7 +144,7 @@ def test_partial_results_of_decode_stay_small(longest: int, q_heads: int, head_d
 
 
 def test_decode_in_chunks_of_the_least_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode_attention, "_MAX_PARTIAL", 1)
+    inside.limit_partial_results(monkeypatch, 1)
     attention_cases.check_decode([1, 256, 0, 257, 2100, 128], Heads(2, 1, 16, 16), CPU)
 
 
@@ -252,7 +253,7 @@ def test_tiles_of_products_fit_a_device(memory: int, monkeypatch: pytest.MonkeyP
             assert 2 * (tile.rows + tile.columns) * tile.k * tile.stages + staged <= memory
             assert tile.stages >= 2 and tile.rows < 2 * max(rows, 16)
             chosen.add(tile[:3])
-    tiles = {tile[:3] for tile in matmul._TILES}
+    tiles = {tile[:3] for tile in inside.matmul_tiles()}
     assert tiles - chosen == (set() if memory == 232_448 else {(128, 256, 64)})
 
 

@@ -14,12 +14,12 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from threads import in_threads
 
+from nanovllm.distributed.copied_rows import PendingSum
 from nanovllm.distributed.group import TPGroup
 from nanovllm.distributed.peer_memory import PeerMemory
 from nanovllm.kernels.activation import silu_and_mul
 from nanovllm.kernels.all_reduce import EMPTY, TURNS
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
-from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import (
     ColumnParallelLinear,
     MergedColumnParallelLinear,
@@ -27,7 +27,9 @@ from nanovllm.layers.linear import (
     ReplicatedLinear,
     RowParallelLinear,
 )
+from nanovllm.layers.stream import HalvedStream, RMSNorm, Step, Stream
 from nanovllm.layers.weights import WeightLayer, WeightOptions
+from nanovllm.quantization.base import Normed
 from nanovllm.quantization.shards import ShardId
 
 OPTIONS = WeightOptions(torch.float32, torch.device("cpu"))
@@ -42,6 +44,10 @@ class PartialGroup(TPGroup):
 
 def randn(*shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def normed(x: torch.Tensor) -> Normed:
+    return Normed.computed(x, x)
 
 
 def fill(layer: WeightLayer, tensors: dict[tuple[str, ShardId], torch.Tensor]) -> WeightLayer:
@@ -63,7 +69,7 @@ def test_column_parallel_outputs_concatenate(ranks: int, bias: bool) -> None:
     parts = []
     for rank in range(ranks):
         layer = ColumnParallelLinear(8, 12, PartialGroup(rank, ranks), OPTIONS, bias)
-        parts.append(fill(layer, tensors)(x))
+        parts.append(fill(layer, tensors)(normed(x)))
     torch.testing.assert_close(torch.cat(parts, -1), x @ weight.T + (b if bias else 0))
 
 
@@ -77,7 +83,7 @@ def test_row_parallel_outputs_sum(ranks: int, bias: bool) -> None:
     total = torch.zeros(5, 6)
     for rank in range(ranks):
         layer = RowParallelLinear(8, 6, PartialGroup(rank, ranks), OPTIONS, bias)
-        total += fill(layer, tensors)(x.chunk(ranks, -1)[rank])
+        total += fill(layer, tensors)(x.chunk(ranks, -1)[rank]).tensor()
     torch.testing.assert_close(total, x @ weight.T + (b if bias else 0))
 
 
@@ -93,7 +99,9 @@ def test_merged_column_parallel_and_swiglu(ranks: int) -> None:
     parts = []
     for rank in range(ranks):
         layer = MergedColumnParallelLinear(6, [8, 8], PartialGroup(rank, ranks), OPTIONS)
-        parts.append(silu_and_mul(fill(layer, {("weight", 1): up, ("weight", 0): gate})(x)))
+        fill(layer, {("weight", 1): up, ("weight", 0): gate})
+        parts.append(layer(normed(x), silu=True))
+        assert torch.equal(parts[-1], silu_and_mul(layer(normed(x))))
     expected = torch.nn.functional.silu(x @ gate.T) * (x @ up.T)
     torch.testing.assert_close(torch.cat(parts, -1), expected)
 
@@ -114,7 +122,7 @@ def test_qkv_is_split_by_whole_heads(heads: int, kv_heads: int, ranks: int) -> N
         layer = QKVParallelLinear(hidden, head_dim, heads, kv_heads, PartialGroup(rank, ranks), OPTIONS, True)
         shards = {("weight", "q"): q, ("weight", "k"): k, ("weight", "v"): v}
         fill(layer, shards | {("bias", name): tensor for name, tensor in bias.items()})
-        out_q, out_k, out_v = layer(x).split(layer.output_sizes, -1)
+        out_q, out_k, out_v = layer(normed(x)).split(layer.output_sizes, -1)
         for head in range(layer.num_heads):  # each query head is on the rank of the KV head that it reads
             whole = rank * layer.num_heads + head
             rows = slice(whole * head_dim, (whole + 1) * head_dim)
@@ -224,9 +232,71 @@ def test_load_weight_refuses_what_does_not_fit() -> None:
 def test_rms_norm_with_and_without_residual() -> None:
     weight, x, residual = randn(16), randn(3, 16), randn(3, 16) * 2
     layer = fill(RMSNorm(16, 1e-6, OPTIONS), {("weight", None): weight})
-    for added, (normed, total) in ((x, layer(x)), (x + residual, layer(x, residual))):
-        torch.testing.assert_close(total, added)
-        torch.testing.assert_close(normed, torch.nn.functional.rms_norm(added, (16,), weight, 1e-6))
+    for added, stream in ((x, Stream(x)), (x + residual, Stream(x, residual))):
+        for first in ("tensor", "total"):
+            found = layer(stream)
+            assert not found.is_computed
+            if first == "tensor":
+                found.tensor()
+            torch.testing.assert_close(found.total, added)
+            wanted = torch.nn.functional.rms_norm(added, (16,), weight, 1e-6)
+            torch.testing.assert_close(found.tensor(), wanted)
+
+
+class CountingGroup(PartialGroup):
+    """Two ranks with equal parts, so that a sum is twice a part."""
+
+    def __init__(self) -> None:
+        super().__init__(0, 2)
+        self.sums: list[tuple[int, bool]] = []  # rows, and whether the whole stream is wanted
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+    def start_sum(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, whole: bool
+    ) -> PendingSum:
+        self.sums.append((len(x), whole))
+        total = 2 * x + residual
+        return PendingSum(lambda: (torch.nn.functional.rms_norm(total, total.shape[-1:], weight, eps), total))
+
+
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_stream_adds_blocks(ranks: int, after: bool) -> None:
+    """x + block(norm(x)) for a product and for a plain term, whole and in halves, with rows kept, and with a
+    norm after the block."""
+    group = CountingGroup() if ranks == 2 else TPGroup()
+    norms = [fill(RMSNorm(8, 1e-6, OPTIONS, group), {("weight", None): randn(8) + i}) for i in range(4)]
+    last = norms[3] if after else None
+    weight, bias, x, keep = randn(8, 8) / 3, randn(8), randn(6, 8), torch.tensor([1, 4])
+    linear = RowParallelLinear(8, 8, TPGroup(), OPTIONS, True)
+    fill(linear, {("weight", None): weight, ("bias", None): bias})
+    blocks = [lambda x, step: linear(x.tensor()), lambda x, step: x.tensor() * 3]
+
+    def norm(x: torch.Tensor, index: int) -> torch.Tensor:
+        return torch.nn.functional.rms_norm(x, (8,), norms[index].weight, 1e-6)
+
+    expected = x * ranks
+    for index in range(3):
+        inner = norm(expected, index)
+        term = inner @ weight.T + bias if index != 1 else inner * 3
+        term = norm(term * ranks, 3) if after else term * ranks
+        expected = expected + term
+
+    def run(stream: Any, step: Step) -> torch.Tensor:
+        for index in range(3):
+            kept = keep if index == 2 else None
+            stream = stream.add(norms[index], blocks[index % 2], step, kept, last)
+        total: torch.Tensor = norms[0](stream).total
+        return total
+
+    torch.testing.assert_close(run(Stream(x), Step(torch.arange(6), None)), expected[keep])
+    halves = tuple(Step(positions, None) for positions in torch.arange(6).split([2, 4]))
+    if isinstance(group, CountingGroup):
+        found = run(HalvedStream(tuple(map(Stream, x.split([2, 4])))), Step(torch.arange(6), None, halves))
+        torch.testing.assert_close(found, expected[keep])
+        assert group.sums == ([] if after else [(2, False), (4, False), (2, True), (4, True)])
 
 
 def test_a_group_of_one_communicates_nothing_and_a_wrong_rank_is_refused() -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import endings
+import inside
 import pytest
 from checked_llm import make_tiny, run
 from threads import in_threads
@@ -111,12 +112,12 @@ def test_a_waiting_thread_is_told_when_the_engine_closes(model: Path, prompts: l
         thread.join(60)
         assert not thread.is_alive()
     assert [type(error) for error in errors] == [EngineClosedError] * 2
-    assert not hasattr(llm._runner, "model"), "its memory is gone"
+    assert not hasattr(inside.runner(llm), "model"), "its memory is gone"
 
 
 def test_a_call_within_a_call_is_refused(model: Path, prompts: list, expected: list) -> None:
     with make_tiny(model) as llm:
-        launch, errors = llm._runner.launch, []
+        launch, errors = inside.runner(llm).launch, []
 
         def calls_back(batch: Any) -> Any:
             for call in (
@@ -130,24 +131,24 @@ def test_a_call_within_a_call_is_refused(model: Path, prompts: list, expected: l
                 errors.append(caught.value)
             return launch(batch)
 
-        llm._runner.launch = calls_back
+        inside.runner(llm).launch = calls_back
         outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
         assert errors and [output["token_ids"] for output in outputs] == expected
 
 
 def test_a_callback_may_close_the_engine(model: Path, prompts: list) -> None:
     llm = make_tiny(model)
-    launch = llm._runner.launch
+    launch = inside.runner(llm).launch
 
     def closes(batch: Any) -> Any:
         llm.close()
-        assert hasattr(llm._runner, "model"), "the step that it is called from goes on"
+        assert hasattr(inside.runner(llm), "model"), "the step that it is called from goes on"
         return launch(batch)
 
-    llm._runner.launch = closes
+    inside.runner(llm).launch = closes
     with pytest.raises(EngineClosedError):
         llm.generate(prompts, GREEDY, use_tqdm=False)
-    assert not hasattr(llm._runner, "model")
+    assert not hasattr(inside.runner(llm), "model")
 
 
 def test_step_of_an_idle_engine_returns_nothing(model: Path, prompts: list) -> None:
@@ -172,7 +173,7 @@ greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 llm = LLM({model!r}, device="cpu", skip_tokenizer_init=True, max_model_len=64, tensor_parallel_size={size})
 answer = lambda: [o["token_ids"] for o in llm.generate({prompts}, greedy, use_tqdm=False)]
 first = answer()
-pids = [process.pid for process in llm._executor.ranks.watch.processes]
+pids = {pids}
 for turn in range(3):
     child = os.fork()
     if child == 0:
@@ -202,7 +203,7 @@ print(first)
 def test_a_forked_process_leaves_the_engine_alone(
     model: Path, prompts: list, expected: list, size: int
 ) -> None:
-    code = FORK.format(model=str(model), prompts=prompts, size=size)
+    code = FORK.format(model=str(model), prompts=prompts, size=size, pids=inside.worker_pids())
     result = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=120
     )

@@ -17,7 +17,6 @@ from tiny_models import VOCAB_SIZE, edit_json, write_tiny_model
 from nanovllm.attention.reference import ReferenceBackend
 from nanovllm.distributed.group import TPGroup
 from nanovllm.errors import ModelLoadError
-from nanovllm.layers.layernorm import ResidualStream
 from nanovllm.layers.weights import WeightOptions
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.loader import init_dummy_weights, load_model_config, load_weights
@@ -26,14 +25,10 @@ Tensors = dict[str, torch.Tensor]
 CPU = torch.device("cpu")
 
 
-def build(
-    folder: Path, tp: TPGroup | None = None, dtype: torch.dtype = torch.float32, fuse: bool = False
-) -> DecoderForCausalLM:
+def build(folder: Path, tp: TPGroup | None = None, dtype: torch.dtype = torch.float32) -> DecoderForCausalLM:
     """The model in `folder`, or a rank's part of it. A whole model starts with NaN in every weight."""
     config = load_model_config(folder)
-    model = DecoderForCausalLM(
-        config, tp or TPGroup(), ReferenceBackend(), 32, WeightOptions(dtype, CPU, fuse=fuse)
-    )
+    model = DecoderForCausalLM(config, tp or TPGroup(), ReferenceBackend(), 32, WeightOptions(dtype, CPU))
     # The padding of a rank's vocabulary stays zero.
     for parameter in model.parameters() if tp is None else ():
         parameter.data.fill_(torch.nan)
@@ -92,30 +87,24 @@ def two_checkpoints(tmp_path: Path) -> list[Path]:
     return [write_tiny_model(tmp_path / str(seed), "llama", seed=seed) for seed in range(2)]
 
 
-@pytest.mark.parametrize("fuse", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_second_load_gives_a_fresh_model(tmp_path: Path, fuse: bool, dtype: torch.dtype) -> None:
+def test_a_second_load_gives_a_fresh_model(tmp_path: Path, dtype: torch.dtype) -> None:
     folders = two_checkpoints(tmp_path)
-    fresh = [build(folder, dtype=dtype, fuse=fuse) for folder in folders]
+    fresh = [build(folder, dtype=dtype) for folder in folders]
     for model, folder in zip(fresh, folders, strict=True):
         load_weights(model, folder)
     assert not same_weights(*fresh)
-    model = build(folders[0], dtype=dtype, fuse=fuse)
+    model = build(folders[0], dtype=dtype)
     for index in (0, 1, 1, 0):
         load_weights(model, folders[index])
         assert same_weights(model, fresh[index])
-    plain = build(folders[0], dtype=dtype)
-    load_weights(plain, folders[0])
-    assert same_weights(model, plain) != fuse  # with norms folded into products, or not
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_tensors_may_come_in_any_order_and_alone(tmp_path: Path, seed: int) -> None:
-    """A norm may follow the product that it is folded into. Then some tensors are loaded again from another
-    checkpoint.
-    """
+    """Then some tensors are loaded again from another checkpoint."""
     folders = two_checkpoints(tmp_path)
-    fresh, model = build(folders[0], fuse=True), build(folders[0], fuse=True)
+    fresh, model = build(folders[0]), build(folders[0])
     load_weights(fresh, folders[0])
     slots = model.weight_slots()
 
@@ -132,34 +121,19 @@ def test_tensors_may_come_in_any_order_and_alone(tmp_path: Path, seed: int) -> N
     model.finish_loading()
     assert same_weights(model, fresh)
     layer = "model.layers.1"
-    query, norm = f"{layer}.self_attn.q_proj.weight", f"{layer}.input_layernorm.weight"
-    load([query], 1)
+    names = [f"{layer}.self_attn.q_proj.weight", f"{layer}.input_layernorm.weight"]
+    load(names, 1)
     model.finish_loading()
     assert not same_weights(model, fresh)
-    load([query], 0)
+    load(names, 0)
     model.finish_loading()
     model.finish_loading()
     assert same_weights(model, fresh)
-    load([norm, query], 1)
-    wanted = rf"{layer}\.self_attn\.qkv_proj: the norm .* without weight\['k'\], weight\['v'\]; load both"
-    with pytest.raises(ValueError, match=wanted):
-        model.finish_loading()
+    load(names, 1)
+    model.finish_loading()
     load(order, 0)
     model.finish_loading()
     assert same_weights(model, fresh)
-
-
-def test_a_product_before_loading_is_finished_is_refused(tmp_path: Path) -> None:
-    folder = write_tiny_model(tmp_path, "llama")
-    model = build(folder, fuse=True)
-    load_weights(model, folder)
-    layer = model.model.layers[0]
-    stream = ResidualStream(torch.ones(3, model.config.hidden_size))
-    layer.mlp.gate_up_proj.after_norm(layer.post_attention_layernorm, stream)
-    up = load_file(folder / "model.safetensors")["model.layers.0.mlp.up_proj.weight"]
-    layer.mlp.gate_up_proj.load_weight("weight", up, 1)
-    with pytest.raises(AssertionError, match="finish_loading"):
-        layer.mlp.gate_up_proj.after_norm(layer.post_attention_layernorm, stream)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

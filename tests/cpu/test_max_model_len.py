@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import inside
 import pytest
 from checked_llm import make_tiny
 from tiny_models import write_tiny_model
@@ -165,9 +166,10 @@ def test_tables_follow_what_can_be_used(tmp_path: Path, rope: dict[str, Any]) ->
     rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4} | rope}
     folder = write_tiny_model(tmp_path, max_position_embeddings=2 * 10**7, **rope)
     with make_tiny(folder, max_model_len=None, num_kvcache_blocks=16, kvcache_block_size=16) as llm:
-        table = llm._runner.model.model.layers[0].self_attn.rotary.cos_sin
+        table = inside.model(llm).model.layers[0].self_attn.rotary.cos_sin
         assert llm.model_config.max_model_len == 256
-        assert len(table) == llm._runner.max_model_len + 1 == 256 + 16 + 1  # a block more than the cache has
+        length = inside.runner(llm).max_model_len  # a block more than the cache has
+        assert len(table) == length + 1 == 256 + 16 + 1
         params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
         [out] = llm.generate([[5] * 200], params, use_tqdm=False)
         assert len(out["token_ids"]) == 56

@@ -6,6 +6,7 @@ import logging
 import re
 from pathlib import Path
 
+import inside
 import pytest
 import torch
 from checked_llm import make_tiny
@@ -97,7 +98,7 @@ def test_memory_that_is_taken_during_the_start_is_measured_again(
             make_tiny(model)
         return
     with make_tiny(model) as llm:
-        assert llm._runner.kv_cache.shape[2] == 32
+        assert inside.runner(llm).kv_cache.shape[2] == 32
     assert len([each for each in caplog.records if "measuring it again" in each.getMessage()]) == failures
 
 

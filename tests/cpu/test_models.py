@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import inside
 import pytest
 import torch
 from tiny_models import FAMILIES, edit_json, transformers_greedy, transformers_logits, write_tiny_model
@@ -15,7 +16,6 @@ from nanovllm.distributed.group import TPGroup
 from nanovllm.engine.startup import resolve_max_model_len
 from nanovllm.kernels.cache import KVCache
 from nanovllm.layers.weights import WeightOptions
-from nanovllm.models import registry
 from nanovllm.models.config import NEUTRAL, ModelFamily
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.loader import load_model_config, load_weights
@@ -111,7 +111,7 @@ def test_the_last_layer_computes_only_wanted_rows(tmp_path: Path) -> None:
     model = load(write_tiny_model(tmp_path, "qwen3"))
     rows: list[int] = []
     for layer in model.model.layers:
-        layer.mlp.register_forward_hook(lambda _, __, mixed: rows.append(len(mixed[0])))
+        layer.mlp.register_forward_hook(lambda _, __, term: rows.append(len(term.x)))
     logits = forward(model, PROMPT, wanted=[len(PROMPT) - 1])
     assert rows == [len(PROMPT)] * (len(model.model.layers) - 1) + [1]
     assert torch.equal(logits.argmax(-1), forward(model, PROMPT)[-1:].argmax(-1))
@@ -300,7 +300,7 @@ def test_full_attention_equals_a_window_that_is_not_exceeded(tmp_path: Path) -> 
 
 
 def test_register_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_FAMILIES", dict(registry._FAMILIES))
+    inside.keep_families(monkeypatch)
     folder = write_tiny_model(tmp_path, "llama")
     edit_json(folder / "config.json", architectures=["MyLlama"])
     with pytest.raises(ValueError, match="'MyLlama' is not supported"):

@@ -9,15 +9,14 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+import inside
 import needs
 import pytest
 import torch
 
-from nanovllm.attention import flash_attn
 from nanovllm.device import Device
 
 ROOT = Path(__file__).parent.parent.parent
-UNCACHED = flash_attn._package.__wrapped__
 
 
 class GPU(Device):
@@ -47,7 +46,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], versio
         package = ModuleType("flash_attn")
         package.__version__ = version  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "flash_attn", package)
-    monkeypatch.setattr(flash_attn, "_package", UNCACHED)
+    inside.look_for_flash_attn_again(monkeypatch)
     monkeypatch.setattr(needs, "this_gpu", lambda: GPU(capability))
 
 

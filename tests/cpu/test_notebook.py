@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import inside
 import pytest
 from jupyter_client.manager import start_new_kernel
 from tiny_models import transformers_greedy, write_tiny_model
@@ -119,9 +120,7 @@ def test_notebook(notebook: Notebook, size: int, tmp_path: Path) -> None:
 
     assert notebook.run(f"second = LLM({str(model)!r}, **options)")[0]["status"] == "ok"
     assert notebook.value(f"second.{answer}") == notebook.value(f"llm.{answer}") == expected
-    pids = notebook.value(
-        "[p.pid for engine in (llm, second) for p in engine._executor.ranks.watch.processes]"
-    )
+    pids = notebook.value(f"{inside.worker_pids('llm')} + {inside.worker_pids('second')}")
     assert len(pids) == 2 * (size - 1) and all(Path("/proc", str(pid)).exists() for pid in pids)
     notebook.run("llm.close()")
     assert notebook.value(f"second.{answer}") == expected

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from types import SimpleNamespace
 
+import inside
 import numpy as np
 import pytest
 import torch
@@ -66,9 +67,10 @@ def test_ranks_that_copy_their_sums(
 
     def run(rank: int, copies: PeerCopies) -> tuple[list[torch.Tensor], int]:
         tp = TPGroup(rank, size, dist.ProcessGroupGloo(store, rank, size))
-        tp._peer_memory = SimpleNamespace(logits=None, copies=copies, fits=lambda *rows: False)  # type: ignore[assignment]
-        before = copies._call
-        return hidden_states(tp), copies._call - before
+        memory = SimpleNamespace(logits=None, copies=copies, fits=lambda *rows: False)
+        inside.set_peer_memory(tp, memory)
+        before = inside.num_copied_sums(copies)
+        return hidden_states(tp), inside.num_copied_sums(copies) - before
 
     results = run_late_ranks(monkeypatch, size, 2048, model_config.hidden_size, run)
     for found, sums in results:

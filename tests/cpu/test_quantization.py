@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import inside
 import pytest
 import torch
 from test_models import PROMPT, forward, load
@@ -11,7 +12,6 @@ from tiny_models import write_tiny_model
 from torch import nn
 
 from nanovllm.layers.weights import WeightOptions
-from nanovllm.quantization import unquantized
 from nanovllm.quantization.base import LinearMethod
 from nanovllm.quantization.shards import WeightShard, WeightSource
 from nanovllm.quantization.unquantized import ONEDNN_NUMEL, torch_linear
@@ -76,14 +76,12 @@ def test_large_products_on_a_cpu(dtype: torch.dtype, bias: bool) -> None:
 
 def test_which_products_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     taken = []
-    product = unquantized._onednn_linear
-    assert product is not None, "this torch has oneDNN"
-    monkeypatch.setattr(unquantized, "_onednn_linear", lambda *args: taken.append(1) or product(*args))
+    inside.replace_onednn(monkeypatch, lambda product: lambda *args: taken.append(1) or product(*args))
     large, x = torch.randn(1024, 512), torch.randn(3, 512)
     expected = torch_linear(x, large, None)
     assert taken == [1]
     torch_linear(x, large[:-1], None)  # small
     torch_linear(x.bfloat16(), large.bfloat16(), None)  # torch itself takes oneDNN
     assert taken == [1]
-    monkeypatch.setattr(unquantized, "_onednn_linear", None)  # a torch without it
+    inside.replace_onednn(monkeypatch, lambda product: None)  # a torch without it
     torch.testing.assert_close(torch_linear(x, large, None), expected, rtol=1e-4, atol=1e-3)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import inside
 import numpy as np
 import pytest
 from checked_llm import CheckedLLM, make_tiny
@@ -255,7 +256,7 @@ def made(kind: StepKind, num_seqs: int, context: int, query: int = 1, seconds: f
 def recorded(steps: list[tuple[float, StepStats]]) -> EngineStats:
     counters = Counters()
     for when, step in steps:
-        counters.record(step, counters._origin + when)
+        counters.record(step, inside.origin(counters) + when)
     return counters.snapshot(0, 0, 0, 0.0)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
+import inside
 import pytest
 import torch
 from checked_llm import BLOCK, Bar, make_tiny, run
@@ -33,10 +34,10 @@ def test_the_default_length_is_the_models_own(
 ) -> None:
     for asked in (None, -1, "auto", 1000):
         with make_tiny(model, max_model_len=asked) as llm:
-            assert llm._runner.max_model_len == 96
+            assert inside.runner(llm).max_model_len == 96
     path = write_tiny_model(tmp_path, "mistral", max_position_embeddings=96, sliding_window=40)
     with caplog.at_level(logging.INFO, "nanovllm"), make_tiny(path, max_model_len=None) as llm:
-        assert llm._runner.max_model_len == 40
+        assert inside.runner(llm).max_model_len == 40
     assert "max_model_len is 40, not the model's 96: longer sequences need its sliding window" in caplog.text
     with pytest.raises(ValueError, match="sliding window of 40 tokens"):
         make_tiny(path, max_model_len=41)
@@ -47,7 +48,7 @@ def test_the_default_length_is_the_models_own(
 
 def test_options_of_torch(model: Path) -> None:
     with make_tiny(model, dtype=torch.bfloat16, device=torch.device("cpu")) as llm:
-        assert llm._runner.dtype == torch.bfloat16 and llm.config.device == "cpu"
+        assert inside.runner(llm).dtype == torch.bfloat16 and llm.config.device == "cpu"
 
 
 def test_max_tokens_none_is_what_fits(model: Path) -> None:
@@ -97,7 +98,7 @@ def test_a_request_of_several_sequences_is_one_output(model: Path, run_ahead: bo
         assert first.prompt_token_ids == [5] * 20 and len(second.outputs) == 1
         assert first.num_cached_tokens == 0 and llm.sequences[-1].num_cached_tokens is not None
         # A request with its seed alone gives the same completion, so the first completion is that of n=1.
-        [request] = llm._processor.make_requests(parse_prompts([5] * 20)[0], [ENDING], ["p"], 0)
+        [request] = inside.processor(llm).make_requests(parse_prompts([5] * 20)[0], [ENDING], ["p"], 0)
         seeds = [sequence_seed(request, index, engine_seed=0) for index in range(3)]
         assert seeds[0] == 3 and len(set(seeds)) == 3
         for completion, seed in zip(first.outputs, seeds, strict=True):
@@ -110,7 +111,7 @@ def test_a_request_of_several_sequences_is_one_output(model: Path, run_ahead: bo
 def test_the_likeliest_completions_are_equal_and_share_their_prompt(model: Path) -> None:
     with make_tiny(model) as llm:
         [expected] = llm.generate([[9] * 20], GREEDY, use_tqdm=False)
-        llm._executor.clear(failed=True)  # an empty prefix cache
+        inside.renew_scheduler(llm)  # an empty prefix cache
         llm.batches.clear()
         [output] = llm.generate([[9] * 20], LIKELIEST, use_tqdm=False)
         assert [completion.token_ids for completion in output.outputs] == [expected["token_ids"]] * 3
@@ -167,7 +168,7 @@ def test_completions_are_the_same_each_time_and_beside_any_others(
         for _ in range(2):
             together = llm.generate(prompts, params, use_tqdm=False)
             assert [output.outputs for output in together] == [output.outputs for output in alone]
-        assert llm._scheduler.block_manager.usage == 0
+        assert inside.block_manager(llm).usage == 0
         if "num_kvcache_blocks" in options:
             assert any(seq.num_preemptions for seq in llm.sequences)
             assert any(not batch.draws.all() for batch in llm.batches), "no prompt went in chunks"
@@ -190,14 +191,14 @@ def test_progress_counts_prompts_that_cannot_run(model: Path) -> None:
 def test_one_sequence_that_fails_is_named_in_the_output(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with make_tiny(model, async_scheduling=False) as llm:
         llm.add_request([5] * 20, LIKELIEST)
-        launch = llm._runner.launch
+        launch = inside.runner(llm).launch
 
         def failing(batch: Batch) -> StepHandle:
             handle = launch(batch)
             handle.tensors.token_ids.numpy()[1] = NOT_FINITE
             return handle
 
-        monkeypatch.setattr(llm._runner, "launch", failing)
+        monkeypatch.setattr(inside.runner(llm), "launch", failing)
         assert llm.step() == []
         monkeypatch.undo()
         [output] = run(llm)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import inside
 import pytest
 import torch
 from checked_llm import BLOCK, CheckedLLM
@@ -73,7 +74,7 @@ def rows() -> dict[str, tuple[list[int], SamplingParams]]:
 def llm(model: Path) -> Iterator[CheckedLLM]:
     with make(model) as llm:
         yield llm
-        assert llm._scheduler.block_manager.usage == 0
+        assert inside.block_manager(llm).usage == 0
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -143,7 +144,8 @@ def test_logprobs_modes(
     check = checker(reference, mode)
     names = ["logprobs_20", "prompt_logprobs_3", "all", "top_k", "top_p", "min_p", "sampled_all"]
     with make(model, logprobs_mode=mode, tensor_parallel_size=size, max_num_batched_tokens=30) as llm:
-        llm._runner.ending._max_rows = 3 if size == 1 else llm._runner.ending._max_rows
+        if size == 1:
+            inside.limit_logit_rows(llm, 3)
         chosen = [rows[name] for name in names]
         outputs = llm.generate(*map(list, zip(*chosen, strict=True)), use_tqdm=False)
         for (_, params), output in zip(chosen, outputs, strict=True):
@@ -290,7 +292,7 @@ def test_a_row_that_is_not_finite_ends_alone(
             assert completion.finish_reason == "error" and len(completion.token_ids) == 3
             assert len(completion.logprobs) == 3
             assert "logits were not finite" in output.error
-        assert llm._scheduler.block_manager.usage == 0
+        assert inside.block_manager(llm).usage == 0
         # Other sequences now have the slots of the ended rows.
         check(llm.generate([good[1][0]], good[1][1], use_tqdm=False)[0], good[1][1])
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import inside
 import pytest
 import torch
 from checked_llm import BLOCK, logits_of, run
@@ -199,7 +200,9 @@ def test_without_enough_memory_it_stays_asleep(
     before = answers(llm, prompts)
     llm.sleep()
     with monkeypatch.context() as patch:
-        patch.setattr(llm._runner, "wake_up_need", lambda tags: WakeUpNeed(3 * 2**30, 2**30, 4 * 2**30))
+        patch.setattr(
+            inside.runner(llm), "wake_up_need", lambda tags: WakeUpNeed(3 * 2**30, 2**30, 4 * 2**30)
+        )
         message = r"no room to wake up on rank 0: 3\.00 GiB are needed, and 1\.00 of 4\.00 GiB are free"
         with pytest.raises(KVCacheMemoryError, match=message):
             llm.wake_up()
@@ -251,9 +254,9 @@ def test_counts_of_penalties_are_freed_too(model: Path, prompts: list[list[int]]
     params = SamplingParams(temperature=0, frequency_penalty=1.5, max_tokens=12, ignore_eos=True)
     with make_digest(model) as llm:
         before = [output["token_ids"] for output in llm.generate(prompts, params, use_tqdm=False)]
-        assert llm._runner.ending._counts is not None
+        assert inside.token_counts(llm) is not None
         llm.sleep()
-        assert llm._runner.ending._counts is None
+        assert inside.token_counts(llm) is None
         llm.wake_up()
         assert [output["token_ids"] for output in llm.generate(prompts, params, use_tqdm=False)] == before
 
@@ -270,7 +273,7 @@ def test_resident_memory_shrinks(tmp_path: Path) -> None:
     edit_json(tmp_path / "config.json", vocab_size=150_000, hidden_size=128)
     options = {"load_format": "dummy", "tensor_parallel_size": 2, "num_kvcache_blocks": 20_000}
     with make_digest(tmp_path, **options) as llm:
-        pids = [os.getpid(), *(process.pid for process in llm._workers.watch.processes)]
+        pids = [os.getpid(), *(process.pid for process in inside.workers(llm).watch.processes)]
         weights, caches = llm.on_ranks("weight_bytes"), llm.on_ranks("cache_bytes")
         # Malloc returns blocks of this size to the system.
         assert min(weights) > 2**26 and min(caches) > 2**25
@@ -292,7 +295,7 @@ def test_resident_memory_shrinks(tmp_path: Path) -> None:
 
 def test_a_sleeping_engine_can_be_closed(model: Path) -> None:
     llm = make_digest(model, tensor_parallel_size=2)
-    pids = [process.pid for process in llm._workers.watch.processes]
+    pids = [process.pid for process in inside.workers(llm).watch.processes]
     llm.sleep()
     llm.close()
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import inside
 import pytest
 import torch
 from checked_llm import BLOCK, CheckedLLM
@@ -94,7 +95,7 @@ def check_output(output: RequestOutput, params: SamplingParams) -> str:
 
 def soak(llm: LLM, rng: random.Random, count: int) -> Counter[str]:
     """Stream this many requests and abort some; return how they ended."""
-    source, given, started = rows(rng, count), {}, llm._requests.next_id
+    source, given, started = rows(rng, count), {}, inside.next_id(llm)
     ends: Counter[str] = Counter()
 
     def prompts() -> Iterator[Any]:
@@ -141,8 +142,8 @@ def test_soak(tmp_path: Path, run_ahead: bool, monkeypatch: pytest.MonkeyPatch) 
         finally:
             tracemalloc.stop()
         assert num_preempted >= 5
-        assert llm.is_finished() and not llm._requests and not llm._requests._stops
-        assert llm._scheduler.block_manager.usage == 0
+        assert llm.is_finished() and not inside.requests(llm) and not inside.stop_searches(llm)
+        assert inside.block_manager(llm).usage == 0
         assert held[-1] - held[0] < KEPT_BYTES, held
     assert set(ends) == {"stop", "length", "abort", "error", "refused"}, ends
 

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import inside
 import pytest
 from checked_llm import CheckedLLM, make_tiny
 from leftovers import SHARED_MEMORY, listening_addresses, wait_until_nothing_is_left
@@ -62,7 +63,7 @@ def watched_sockets() -> Iterator[set[str]]:
 def live(llm: CheckedLLM) -> None:
     """All phases of an engine but its start and end."""
     [output] = llm.generate([[5, 6]], GREEDY, use_tqdm=False)
-    llm.update_weights({"model.norm.weight": llm._runner.model.model.norm.weight.clone()})
+    llm.update_weights({"model.norm.weight": inside.model(llm).model.norm.weight.clone()})
     llm.sleep()
     llm.wake_up()
     [again] = llm.generate([[5, 6]], GREEDY, use_tqdm=False)

@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 
+import inside
 import pytest
 from checked_llm import CheckedLLM
 from hypothesis import example, given, settings
@@ -189,7 +190,7 @@ def test_tokens_behind_the_match_in_one_step_are_dropped() -> None:
     """A step may bring several tokens of a sequence."""
     tokenizer = TOKENIZERS["byte_level"]
     requests = Requests(Processor(tokenizer, len(tokenizer), [tokenizer.eos_token_id]), seed=0)
-    processor = requests.processor
+    processor = inside.processor(requests)
     params = SamplingParams(stop="lo").checked()
     [request] = processor.make_requests(parse_prompts("Say: ")[0], [params], ["p"], 0)
     [seq] = requests.make_sequences(request)
@@ -202,7 +203,7 @@ def test_tokens_behind_the_match_in_one_step_are_dropped() -> None:
     [out] = requests.finish(events.finish_reasons | stopped, 1.0)
     assert (out["text"], out["finish_reason"], out.outputs[0].stop_reason) == ("Hel", "stop", "lo")
     assert tokenizer.decode(out["token_ids"]).startswith("Hello") and len(out["token_ids"]) < len(output)
-    assert not requests._stops and not requests
+    assert not inside.stop_searches(requests) and not requests
 
 
 # -- through the engine --------------------------------------------------------------------------------------
@@ -257,7 +258,7 @@ def test_through_the_engine(kind: str, options: dict[str, int], tmp_path: Path) 
             for old, new in zip(before.outputs, output.outputs, strict=True):
                 got = new.text, new.token_ids, new.finish_reason, new.stop_reason
                 assert got == expected(llm, output.prompt_token_ids, old, param.stop)
-        assert llm.num_free_blocks == free and not llm._requests._stops
+        assert llm.num_free_blocks == free and not inside.stop_searches(llm)
         assert {seq.finish_reason for seq in llm.sequences} == {"stop", "length"}
         if "num_kvcache_blocks" in options:
             assert any(seq.num_preemptions for seq in llm.sequences)
@@ -312,13 +313,13 @@ def test_abort_and_a_failed_call_leave_nothing(demo: LLM) -> None:
     request_id = demo.add_request("Count:", SamplingParams(n=2, stop=["???"], ignore_eos=True))
     demo.step()
     assert {c.finish_reason for c in demo.abort(request_id).outputs} == {"abort"}
-    assert not demo._requests._stops
+    assert not inside.stop_searches(demo)
     demo.add_request("Count:", SamplingParams(stop="???"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(demo._scheduler, "postprocess", None)
+        patch.setattr(inside.scheduler(demo), "postprocess", None)
         with pytest.raises(TypeError):
             demo.step()
-    assert not demo._requests._stops and demo.is_finished()
+    assert not inside.stop_searches(demo) and demo.is_finished()
 
 
 def test_without_a_tokenizer_it_is_refused(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
+import inside
 import pytest
 from checked_llm import CheckedSetup, make_tiny
 from leftovers import wait_until_nothing_is_left
@@ -109,7 +110,7 @@ def test_a_rank_that_is_stopped_while_it_loads(
 
 
 def new_weights(llm: LLM) -> list[Any]:
-    return [("model.norm.weight", llm._runner.model.model.norm.weight.clone())]
+    return [("model.norm.weight", inside.model(llm).model.norm.weight.clone())]
 
 
 def test_a_rank_that_is_stopped_in_any_later_phase(model: Path) -> None:
@@ -120,8 +121,8 @@ def test_a_rank_that_is_stopped_in_any_later_phase(model: Path) -> None:
     }
     for phase, call in calls.items():
         with no_hang(), make_tiny(model, tensor_parallel_size=2) as llm:
-            llm._workers.watch.limit = LIMIT
-            stop(llm._workers.watch.processes[0].pid)
+            inside.workers(llm).watch.limit = LIMIT
+            stop(inside.workers(llm).watch.processes[0].pid)
             with pytest.raises(WorkerError, match=rf"rank 1 made no progress for 0.3 s during {phase} "):
                 call(llm)
             with pytest.raises(EngineClosedError):
@@ -132,10 +133,10 @@ def test_close_kills_a_rank_that_is_stopped(model: Path) -> None:
     """Although the channel has no room for the last message."""
     with no_hang():
         llm = make_tiny(model, tensor_parallel_size=2)
-        pid, channel = llm._workers.watch.processes[0].pid, llm._workers._channel
+        pid, channel = inside.workers(llm).watch.processes[0].pid, inside.channel(llm)
         assert channel is not None
         stop(pid)
-        for _ in range(channel._num_slots):
+        for _ in range(inside.num_slots(channel)):
             channel.send("wake_up_need", ["weights"])
         llm.close()
         assert not Path("/proc", str(pid)).exists()
@@ -147,14 +148,14 @@ def test_progress_of_any_rank_prolongs_a_wait(monkeypatch: pytest.MonkeyPatch) -
     seen = Watch(1, limit=1.0, on_progress=lambda: heard.append("progress"))
     monkeypatch.setattr(watch, "LOOK_SECONDS", 0.6)
     seen.processes.append(ranks.get_context("spawn").Process())
-    assert seen._stalled(100.0) is None, "no one waits"
+    assert inside.stalled(seen, 100.0) is None, "no one waits"
     with seen.waiting("load"):
         for _ in range(5):
-            assert seen._stalled(100.0) is None, "at most LOOK_SECONDS count"
+            assert inside.stalled(seen, 100.0) is None, "at most LOOK_SECONDS count"
             seen.progress()
         assert heard == ["progress"] * 5
-        assert seen._stalled(0.6) is None
-        failure = seen._stalled(0.6)
+        assert inside.stalled(seen, 0.6) is None
+        failure = inside.stalled(seen, 0.6)
         assert failure is not None and failure.rank == 1
         assert failure.what.startswith(
             "made no progress for 1 s during load and was killed (if it is only slow, r"
@@ -249,7 +250,7 @@ def test_the_limit_is_an_option(model: Path) -> None:
         with pytest.raises(error, match="distributed_timeout_seconds must be"):
             LLM(model, distributed_timeout_seconds=wrong, **TINY)
     with make_tiny(model, distributed_timeout_seconds=7) as llm:
-        assert llm._workers.watch.limit == 7
+        assert inside.workers(llm).watch.limit == 7
         assert llm.generate([[5]], SamplingParams(max_tokens=1), use_tqdm=False)
 
 
@@ -258,7 +259,7 @@ def test_a_replica_that_is_stopped_in_any_phase(
 ) -> None:
     """It restarts, the call succeeds, and answers are the same; a load that is stopped is limited too."""
     expected = [each["token_ids"] for each in two.generate(PROMPTS, GREEDY, use_tqdm=False)]
-    replicas, norm = two._replicas, "model.norm.weight"
+    replicas, norm = inside.replicas(two), "model.norm.weight"
     patience = replicas.limit
 
     class Impatient:
@@ -273,18 +274,18 @@ def test_a_replica_that_is_stopped_in_any_phase(
     monkeypatch.setattr(type(replicas), "limit", Impatient(), raising=False)
     calls: dict[str, Callable[[], Any]] = {
         "a step": lambda: two.generate(PROMPTS, GREEDY, use_tqdm=False),
-        "update_weights": lambda: two._residency.update([(norm, weights[norm])]),
-        "sleep": lambda: two._residency.sleep(1),
+        "update_weights": lambda: inside.residency(two).update([(norm, weights[norm])]),
+        "sleep": lambda: inside.residency(two).sleep(1),
         "the start": lambda: two.reset_prefix_cache(),
     }
     weights = load_file(Path(two.config.model, "model.safetensors"))
     for phase, call in calls.items():
         with no_hang():
-            two._replicas.call("room")  # it is back
+            inside.replicas(two).call("room")  # it is back
             if phase == "the start":
                 os.kill(pids(two)[1], signal.SIGKILL)
-                while two._replicas._members[1].is_ready:
-                    two._replicas._receive()
+                while inside.members(two)[1].is_ready:
+                    inside.receive(two)
             stop(pids(two)[1])
             call()
         assert f"replica 1: it made no progress for 0.3 s during {phase} and was killed" in caplog.text

@@ -11,6 +11,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import inside
 import numpy as np
 import pytest
 from checked_llm import CheckedLLM, make_tiny, run
@@ -45,9 +46,9 @@ def llm(model: Path) -> Iterator[CheckedLLM]:
 
 def assert_idle(llm: CheckedLLM) -> None:
     """Check that no request is left, all blocks are free, and the engine answers."""
-    assert llm.is_finished() and not llm._requests
-    assert llm._scheduler.block_manager.usage == 0
-    check_scheduler(llm._scheduler)
+    assert llm.is_finished() and not inside.requests(llm)
+    assert inside.block_manager(llm).usage == 0
+    check_scheduler(inside.scheduler(llm))
     [output] = llm.generate(GOOD[0], GREEDY, use_tqdm=False)
     assert len(output["token_ids"]) == 6
 
@@ -302,7 +303,7 @@ def test_leaving_the_loop_ends_a_stream_that_no_variable_keeps(llm: CheckedLLM) 
 @pytest.mark.parametrize("count", [1, 3])
 def test_another_thread_aborts_at_the_next_step_of_generate(llm: CheckedLLM, count: int) -> None:
     """The first step does not end before another thread asks for the abort; the second one is without it."""
-    first, asked, found = llm._requests.next_id, threading.Event(), list[Any]()
+    first, asked, found = inside.next_id(llm), threading.Event(), list[Any]()
     long = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 
     class Asked(deque):  # type: ignore[type-arg]
@@ -310,7 +311,7 @@ def test_another_thread_aborts_at_the_next_step_of_generate(llm: CheckedLLM, cou
             super().append(visit)
             asked.set()
 
-    llm._lifecycle._visits = Asked()
+    inside.set_visits(llm, Asked())
     thread = threading.Thread(target=lambda: found.append(llm.abort(first)))
 
     def begin(stats: Any) -> None:
@@ -384,5 +385,5 @@ def test_many_requests_with_bad_rows_and_aborts(tmp_path: Path) -> None:
                 llm.abort(first + rng.randrange(len(kinds)))
         assert sorted(reasons) == list(range(count))
         assert set(reasons.values()) == {"stop", "length", "error", "abort"}
-        assert llm.is_finished() and llm._scheduler.block_manager.usage == 0
-        check_scheduler(llm._scheduler)
+        assert llm.is_finished() and inside.block_manager(llm).usage == 0
+        check_scheduler(inside.scheduler(llm))

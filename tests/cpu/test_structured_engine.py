@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
+import inside
 import jsonschema
 import pytest
 from checked_llm import CheckedLLM
@@ -174,7 +175,7 @@ def test_a_wrong_constraint_is_found_before_anything_runs(llm: CheckedLLM) -> No
         llm.generate(["a", "b"], [SamplingParams(), bad], use_tqdm=False)
     assert len(llm.batches) == num_batches and llm.is_finished()
     compiled = []
-    compiler = llm._processor._grammars
+    compiler = inside.grammars(llm)
     constraint = compiler.constraint
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compiler, "constraint", lambda params: compiled.append(1) or constraint(params))

@@ -17,6 +17,7 @@ from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from typing import Any
 
+import inside
 import pytest
 import soak_tp
 import torch
@@ -28,6 +29,7 @@ from nanovllm.config import Config
 from nanovllm.device import Device
 from nanovllm.distributed.group import TPGroup
 from nanovllm.engine import core
+from nanovllm.layers.stream import HalvedStream
 from nanovllm.runner.memory import KVCacheSpace, check_weights_fit, fit_kv_cache
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.overlap import OVERLAP_RANKS, OVERLAP_TOKENS
@@ -97,7 +99,7 @@ def test_every_schedule_gives_transformers_tokens(
 ) -> None:
     """Two passes: the second one hits the prefix cache, where there is one."""
     with make(model, size, **options) as llm:
-        assert len(llm._workers.watch.processes) == size - 1
+        assert len(inside.workers(llm).watch.processes) == size - 1
         for _ in range(2):
             assert tokens(llm, prompts) == expected
 
@@ -115,16 +117,11 @@ def test_a_large_step_is_computed_in_halves(model: Path, monkeypatch: pytest.Mon
     results = []
     for size in (1, *OVERLAP_RANKS):
         with make(model, size, max_num_seqs=64, max_num_batched_tokens=4096) as llm:
-            blocks, lens = llm._runner.model.model.blocks, []
-            run = blocks.run_halves
-
-            def recorded(xs: list, *args: Any, run: Callable = run, lens: list = lens) -> Any:
-                lens.append(sum(map(len, xs)))
-                return run(xs, *args)
-
-            monkeypatch.setattr(blocks, "run_halves", recorded)
+            streams: list[object] = []
+            first = inside.model(llm).model.layers[0]
+            first.register_forward_hook(lambda _, inputs, __, streams=streams: streams.append(inputs[0]))
             results.append(tokens(llm, prompts, params))
-            assert len(lens) == (size > 1)
+            assert sum(isinstance(stream, HalvedStream) for stream in streams) == (size > 1)
     assert results == [results[0]] * 3
 
 
@@ -159,14 +156,14 @@ def test_sampling_aborts_and_broken_rows_are_those_of_one_rank(
             assert aborted is not None
             done = {output.request_id: output["token_ids"] for output in run(llm)}
             assert done == {ids[i]: expected[i] for i in range(len(ids)) if i != 2}
-            compute_logits = llm._runner.model.compute_logits
+            compute_logits = inside.model(llm).compute_logits
 
             def broken(hidden: torch.Tensor, compute: Callable = compute_logits) -> torch.Tensor:
                 logits = compute(hidden).clone()
                 logits[1] = float("nan")
                 return logits
 
-            llm._runner.model.compute_logits = broken
+            inside.model(llm).compute_logits = broken
             outputs = llm.generate(prompts[:3], SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)
             assert [output["finish_reason"] for output in outputs] == ["length", "error", "length"]
             results.append((sampled, aborted["token_ids"]))
@@ -213,13 +210,13 @@ print("this is run once", __name__)
 from nanovllm import LLM, SamplingParams
 llm = LLM({model!r}, tensor_parallel_size=2, device="cpu", skip_tokenizer_init=True, max_model_len=64)
 print(llm.generate([[5, 6, 7]], SamplingParams(temperature=0, max_tokens=5), use_tqdm=False)[0]["token_ids"])
-print(llm._executor.ranks.watch.processes[0].pid)
+print({pids}[0])
 """
 
 
 @pytest.mark.parametrize("how", ["command", "stdin", "script"])
 def test_scripts_need_no_main_guard_and_no_close(model: Path, tmp_path: Path, how: str) -> None:
-    code = SCRIPT.format(model=str(model))
+    code = SCRIPT.format(model=str(model), pids=inside.worker_pids())
     (tmp_path / "script.py").write_text(code)
     args = {"script": [str(tmp_path / "script.py")], "command": ["-c", code], "stdin": []}[how]
     result = subprocess.run(
@@ -310,7 +307,10 @@ def test_the_fewest_blocks_of_all_ranks_count(model: Path) -> None:
     with pytest.raises(KVCacheMemoryError, match=r"on rank 1 .* 0.0 MiB may be used"):
         fit_kv_cache([big, none], Config("m"), 16, 1000)
     with make(model, num_kvcache_blocks=9) as llm:
-        assert llm._workers.call("allocate_kv_cache", 9) == [9, 9]
+        assert inside.workers(llm).call("allocate_kv_cache", 9) == [
+            9,
+            9,
+        ]
 
 
 @pytest.mark.parametrize(
@@ -388,7 +388,7 @@ def test_a_worker_that_raises_at_any_call_of_the_start(
 
 def test_an_error_of_rank_0_ends_the_engine_and_is_not_blamed_on_a_worker(model: Path) -> None:
     with make(model) as llm:
-        llm._runner.ending.draw = None  # not callable: rank 0 fails after the workers continued
+        inside.runner(llm).ending.draw = None  # not callable: rank 0 fails after the workers continued
         with pytest.raises(TypeError, match="not callable"):
             llm.generate([[5, 6]], GREEDY, use_tqdm=False)
         with pytest.raises(EngineClosedError):

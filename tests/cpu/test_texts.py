@@ -5,11 +5,12 @@ from __future__ import annotations
 import codecs
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import repeat
 from pathlib import Path
 
+import inside
 import pytest
 import torch
 from checked_llm import CheckedLLM
@@ -162,14 +163,17 @@ def test_it_decodes_little_more_than_the_output(kind: str, monkeypatch: pytest.M
     rng = random.Random(0)
     pool = encode(kind, CORPUS[1])
     detokenizer = Detokenizer(TOKENIZERS[kind])
-    decode, decoded = detokenizer._decode_ids, 0
+    decoded = 0
 
-    def counted(token_ids: list[int], **options: object) -> str:
-        nonlocal decoded
-        decoded += len(token_ids)
-        return decode(token_ids, **options)
+    def counted(decode: Callable[..., str]) -> Callable[..., str]:
+        def count(token_ids: list[int], **options: object) -> str:
+            nonlocal decoded
+            decoded += len(token_ids)
+            return decode(token_ids, **options)
 
-    monkeypatch.setattr(detokenizer, "_decode_ids", counted)
+        return count
+
+    inside.wrap_decode(monkeypatch, detokenizer, counted)
     for _ in range(300):
         prompt = [rng.choice(pool) for _ in range(100)]
         detokenizer.text(prompt, [rng.choice(pool) for _ in range(200)])
@@ -194,7 +198,7 @@ def test_through_the_engine(kind: str, tmp_path: Path) -> None:
 @contextmanager
 def writing(llm: CheckedLLM, token_ids: Iterator[int]) -> Iterator[None]:
     """Make the model write `token_ids`, one in each step."""
-    compute = llm._runner.model.compute_logits
+    compute = inside.model(llm).compute_logits
 
     def forced(hidden: torch.Tensor) -> torch.Tensor:
         logits = compute(hidden)
@@ -202,7 +206,7 @@ def writing(llm: CheckedLLM, token_ids: Iterator[int]) -> Iterator[None]:
         return logits
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(llm._runner.model, "compute_logits", forced)
+        patch.setattr(inside.model(llm), "compute_logits", forced)
         yield
 
 

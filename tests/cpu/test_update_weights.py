@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import inside
 import pytest
 import torch
 from checked_llm import BLOCK, logits_of
@@ -17,11 +18,9 @@ from safetensors.torch import load_file, save_file
 from test_loader import build
 from tiny_models import FAMILIES, VOCAB_SIZE, write_tiny_model
 
-from nanovllm import ModelLoadError, SamplingParams, WorkerError
+from nanovllm import EngineClosedError, SamplingParams, WorkerError
 from nanovllm.distributed.group import TPGroup
-from nanovllm.layers.weights import WeightOptions
 from nanovllm.models.loader import load_weights
-from nanovllm.runner import model_runner
 from nanovllm.workers import shared_tensors
 
 Tensors = dict[str, torch.Tensor]
@@ -41,12 +40,12 @@ def tensors_of(folder: Path) -> Tensors:
     return load_file(folder / "model.safetensors")
 
 
-def fresh(folder: Path, tensors: Tensors, ranks: int = 1, fuse: bool = False) -> list[Digest]:
+def fresh(folder: Path, tensors: Tensors, ranks: int = 1) -> list[Digest]:
     """The weights of every rank after a fresh load of the checkpoint in `folder` with `tensors`."""
     save_file(tensors, folder / "model.safetensors")
     digests = []
     for rank in range(ranks):
-        model = build(folder, TPGroup(rank, ranks), fuse=fuse)
+        model = build(folder, TPGroup(rank, ranks))
         load_weights(model, folder)
         digests.append(digest(model))
     return digests
@@ -56,15 +55,6 @@ def answers(llm: DigestLLM) -> tuple[torch.Tensor, list[list[int]]]:
     llm.reset_prefix_cache()
     logits, _ = logits_of(llm, PROMPTS, [GREEDY] * len(PROMPTS), 0)
     return logits, [output["token_ids"] for output in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
-
-
-def fused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fold norms into products, as on one GPU in bfloat16."""
-    monkeypatch.setattr(
-        model_runner,
-        "WeightOptions",
-        lambda dtype, device, deterministic, _: WeightOptions(dtype, device, fuse=True),
-    )
 
 
 # -- what is loaded -----------------------------------------------------------------------------------------
@@ -105,72 +95,22 @@ def test_every_family(tmp_path: Path, family: str, ranks: int, monkeypatch: pyte
             assert torch.equal(updated[0], expected[0]) and updated[1] == expected[1] != before[1]
 
 
-@pytest.mark.parametrize("fuse", [False, True])
-def test_any_of_the_tensors_any_number_of_times(
-    tmp_path: Path, fuse: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Including folded norms. An update is refused if its norm would change products of an earlier update."""
+def test_any_of_the_tensors_any_number_of_times(tmp_path: Path) -> None:
     first, second = checkpoints(tmp_path, "qwen3")
     sources = [tensors_of(first), tensors_of(second)]
     rng = random.Random(11)
-    refused = 0
-    if fuse:
-        fused(monkeypatch)
     with make_digest(first) as llm:
-        folded = llm._runner.model.folded_norms()
-        assert set(folded) == ({name for name in sources[0] if "layernorm" in name} if fuse else set())
-        now, updated = dict(sources[0]), set[str]()
+        now = dict(sources[0])
         for _ in range(40):
             names = rng.sample(sorted(now), rng.choice([1, 2, 3, 10, len(now)]))
             tensors = {name: sources[rng.randrange(2)][name] for name in names}
-            changed = {
-                norm for norm in folded if norm in tensors and not torch.equal(tensors[norm], now[norm])
-            }
-            lost = {name for norm in changed for name in folded[norm]} & updated - tensors.keys()
-            if lost:
-                refused += 1
-                before = llm.on_ranks("digest")
-                with pytest.raises(
-                    ValueError, match=r"is multiplied into .* of an earlier update; pass them"
-                ):
-                    llm.update_weights(tensors)
-                assert llm.on_ranks("digest") == before
-            else:
-                llm.update_weights(tensors if rng.randrange(2) else iter(tensors.items()))
-                now |= tensors
-                updated |= tensors.keys()
+            llm.update_weights(tensors if rng.randrange(2) else iter(tensors.items()))
+            now |= tensors
             if rng.randrange(8) == 0:
                 llm.sleep(2)
                 llm.wake_up()
-                now, updated = dict(sources[0]), set()
-            assert llm.on_ranks("digest") == fresh(second, now, fuse=fuse)
-    assert bool(refused) == fuse
-
-
-def test_a_norm_alone_takes_its_products_from_the_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first, second = checkpoints(tmp_path, "llama")
-    old, new = tensors_of(first), tensors_of(second)
-    fused(monkeypatch)
-    for options in ({}, {"load_format": "dummy"}):
-        with make_digest(first, **options) as llm:
-            before = answers(llm)
-            for source in (new, old, new):
-                llm.update_weights({NORM: source[NORM]})
-                if not options:
-                    assert llm.on_ranks("digest") == fresh(second, old | {NORM: source[NORM]}, fuse=True)
-            assert not torch.equal(answers(llm)[0], before[0])
-            if options:
-                llm.update_weights({NORM: torch.ones_like(new[NORM])})
-                assert torch.equal(answers(llm)[0], before[0])
-            (first / "model.safetensors").rename(first / "away")
-            if not options:
-                weights = llm.on_ranks("digest")
-                with pytest.raises(ModelLoadError, match="holds no"):
-                    llm.update_weights({NORM: old[NORM]})
-                assert llm.on_ranks("digest") == weights
-            (first / "away").rename(first / "model.safetensors")
+                now = dict(sources[0])
+            assert llm.on_ranks("digest") == fresh(second, now)
 
 
 @pytest.mark.parametrize("blocks", [2, 100])
@@ -183,14 +123,14 @@ def test_scales_of_an_fp8_cache_are_a_fresh_loads(tmp_path: Path, blocks: int) -
     with make_digest(second, **options) as llm:
         wanted, logits = llm.on_ranks("digest"), logits_of(llm, [prompt], [GREEDY], 0)[0]
     with make_digest(first, **options) as llm:
-        addresses = [layer.cache.k_scale.data_ptr() for layer in llm._runner.model.attention_layers]
-        cache = llm._runner.kv_cache.data_ptr()
+        addresses = [layer.cache.k_scale.data_ptr() for layer in inside.model(llm).attention_layers]
+        cache = inside.runner(llm).kv_cache.data_ptr()
         before = llm.on_ranks("digest")
         llm.update_weights(tensors_of(second))
         assert llm.on_ranks("digest") == wanted
         assert torch.equal(logits_of(llm, [prompt], [GREEDY], 0)[0], logits)
-        assert [layer.cache.k_scale.data_ptr() for layer in llm._runner.model.attention_layers] == addresses
-        assert llm._runner.kv_cache.data_ptr() == cache
+        assert [layer.cache.k_scale.data_ptr() for layer in inside.model(llm).attention_layers] == addresses
+        assert inside.runner(llm).kv_cache.data_ptr() == cache
         llm.sleep(2)
         llm.wake_up(["weights"])
         assert llm.on_ranks("digest") == before
@@ -203,9 +143,9 @@ def test_scales_of_an_fp8_cache_are_a_fresh_loads(tmp_path: Path, blocks: int) -
 def test_weights_stay_where_cuda_graphs_look_for_them(tmp_path: Path) -> None:
     first, second = checkpoints(tmp_path, "qwen2")
     with make_digest(first) as llm:
-        addresses = [parameter.data_ptr() for parameter in llm._runner.model.parameters()]
+        addresses = [parameter.data_ptr() for parameter in inside.model(llm).parameters()]
         llm.update_weights(tensors_of(second))
-        assert [parameter.data_ptr() for parameter in llm._runner.model.parameters()] == addresses
+        assert [parameter.data_ptr() for parameter in inside.model(llm).parameters()] == addresses
 
 
 # -- what is refused ----------------------------------------------------------------------------------------
@@ -313,35 +253,12 @@ def test_tensors_before_an_error_of_the_iterable_are_loaded(
     assert len(llm.generate(PROMPTS, GREEDY, use_tqdm=False)) == len(PROMPTS)
 
 
-def test_a_folded_norm_is_loaded_with_its_products_or_not_at_all(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """If the iterable fails after the products, they stay folded with the old norm."""
-    first, second = checkpoints(tmp_path, "llama")
-    old, new = tensors_of(first), tensors_of(second)
-    fused(monkeypatch)
-
-    def broken() -> Iterator[tuple[str, torch.Tensor]]:
-        buffer = new[NORM].clone()
-        yield NORM, buffer
-        buffer.fill_(torch.nan)  # a caller may reuse its buffer
-        yield from ((name, new[name]) for name in PRODUCTS)
-        raise OSError("the trainer is gone")
-
-    with make_digest(first) as llm:
-        with pytest.raises(OSError, match="the trainer is gone"):
-            llm.update_weights(broken())
-        assert llm.on_ranks("digest") == fresh(
-            second, old | {name: new[name] for name in PRODUCTS}, fuse=True
-        )
-
-
 def test_head_and_embedding_may_both_be_updated(llm: DigestLLM) -> None:
     """As in `state_dict`, in either order."""
     both = torch.randn(97, 32)
     for names in ((EMBEDDING, HEAD), (HEAD, EMBEDDING)):
         llm.update_weights((name, both.clone()) for name in names)
-        assert torch.equal(llm._runner.model.lm_head.weight[:48], both[:48])
+        assert torch.equal(inside.model(llm).lm_head.weight[:48], both[:48])
         both = both + 1
     # A checkpoint load ignores it too.
     llm.update_weights({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(3)})
@@ -364,11 +281,12 @@ def test_a_worker_that_dies_ends_the_engine(tmp_path: Path) -> None:
 
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:
         yield FINAL, torch.ones(32)
-        pid = llm._workers.watch.processes[0].pid
+        pid = inside.workers(llm).watch.processes[0].pid
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
         yield PRODUCTS[0], torch.ones(48, 32)
 
     with pytest.raises(WorkerError, match="rank 1 was killed by SIGKILL"):
         llm.update_weights(tensors())
-    assert llm._lifecycle._closed
+    with pytest.raises(EngineClosedError):
+        llm.is_finished()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import parts  # noqa: F401
 import pytest
 from needs import needs_backend
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inside
 import pytest
 import torch
 from copying_ranks import make_copying_ranks
@@ -123,13 +124,13 @@ def test_copied_rows_on_streams(size: int, n: int) -> None:
     ranks = make_copying_ranks(MAX_ROWS, n, [Device("cuda")] * size, torch.bfloat16)
     weight = torch.randn(n, device="cuda").bfloat16()
     for rank in ranks:  # loading a kernel may wait for kernels that wait
-        rank._aborted.fill_(1)
+        inside.aborted(rank).fill_(1)
         x = weight[None].expand(MAX_ROWS, n).contiguous()
         rank.start(x, x, weight, 1e-6, whole=True).finish()
         torch.cuda.synchronize()
     for rank in ranks:
-        rank._aborted.zero_()
-        rank._flags[rank._rank].fill_(CALLS - 5)
+        inside.aborted(rank).zero_()
+        inside.set_copied_sums(rank, None, CALLS - 5)
     streams = [torch.cuda.Stream() for _ in ranks]
     calls = []  # (a tensor of each rank, residual, whole rows or not)
     for rows in (MAX_ROWS, 1, 7, MAX_ROWS, 3, 4, 5, MAX_ROWS, 2, 6):

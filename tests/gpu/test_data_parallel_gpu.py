@@ -10,6 +10,7 @@ import signal
 import time
 from pathlib import Path
 
+import inside
 import pytest
 import torch
 from demo_tasks import heldout, score
@@ -82,13 +83,13 @@ def test_a_killed_replica_is_started_again_and_leaves_no_memory(ranks: int) -> N
     before = used_memory(2 * ranks)
     options = {"max_num_seqs": 16, "num_kvcache_blocks": 256}
     with LLM(demo_model_path(), data_parallel_size=2, tensor_parallel_size=ranks, **options) as llm:
-        first = llm._replicas.processes[0].pid
+        first = inside.replicas(llm).processes[0].pid
         for on_step in (lambda stats: kill_once(llm, first), None):
             llm.on_step = on_step
             outputs = llm.chat(messages, greedy, use_tqdm=False)
             assert score(examples, [output["text"] for output in outputs])["overall"] == 1.0
-            assert len(llm._replicas.call("room")) == 2
-            assert llm._replicas.processes[0].pid != first
+            assert len(inside.replicas(llm).call("room")) == 2
+            assert inside.replicas(llm).processes[0].pid != first
     deadline = time.monotonic() + GONE_SECONDS
     while any(now > then + MEMORY_SLACK for now, then in zip(used_memory(2 * ranks), before, strict=True)):
         assert time.monotonic() < deadline, "its memory is still in use"
@@ -97,7 +98,7 @@ def test_a_killed_replica_is_started_again_and_leaves_no_memory(ranks: int) -> N
 
 def kill_once(llm: LLM, pid: int | None) -> None:
     """Kill the first replica while it works, but only once."""
-    member = llm._replicas._members[0]
+    member = inside.members(llm)[0]
     if pid is not None and member.is_ready and member.process is not None and member.process.pid == pid:
         member.is_ready = False  # counts as dead
         os.kill(pid, signal.SIGKILL)

@@ -7,6 +7,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import inside
 import pytest
 import torch
 from checked_llm import CheckedLLM, logits_of
@@ -66,7 +67,7 @@ def test_a_prompts_logits_are_the_same_bits_in_any_batch(model: Path, cache: str
     for options in MANNERS.values():
         with make(model, kv_cache_dtype=cache, **options) as llm:
             for others in (0, 1, 16, 255, 0):
-                assert llm._runner.model.lm_head.method.deterministic
+                assert inside.model(llm).lm_head.method.deterministic
                 again, same_tokens = answer(llm, PROMPT, others)
                 assert torch.equal(again, logits), (options, others)
                 assert same_tokens == tokens

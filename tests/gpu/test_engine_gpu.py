@@ -12,6 +12,7 @@ import random
 from contextvars import copy_context
 from pathlib import Path
 
+import inside
 import numpy as np
 import pytest
 import torch
@@ -174,7 +175,7 @@ def test_a_replayed_graph_writes_only_its_own_slots(model: Path, backend: str) -
     with LLM(
         str(model), attention_backend=backend, skip_tokenizer_init=True, kvcache_block_size=256, **options
     ) as llm:
-        runner = llm._runner
+        runner = inside.runner(llm)
         rng = np.random.default_rng(0)
         for num_seqs in (1, 3, 5, 9, 17, 97, 130, 3):
             batch = decode_batch(num_seqs, 4, rng.integers(1, 1025, num_seqs))
@@ -244,7 +245,7 @@ def test_a_backend_agrees_with_the_reference_on_logits(model: Path, seed: int, b
             max_model_len=1024,
             enforce_eager=True,
         ) as llm:
-            runner = llm._runner
+            runner = inside.runner(llm)
             torch.manual_seed(seed)
             cells = torch.randn_like(runner.kv_cache)
             for row, length in enumerate(context_lens):  # blocks without an owner stay NaN
@@ -270,7 +271,7 @@ def test_a_backend_agrees_with_the_reference_on_logits(model: Path, seed: int, b
 def test_demo_accuracy(backend: str) -> None:
     examples = heldout(400, seed=1)
     with LLM(demo_model_path(), attention_backend=backend) as llm:
-        assert llm._runner.dtype == this_gpu().resolve_dtype("auto", "bfloat16")
+        assert inside.runner(llm).dtype == this_gpu().resolve_dtype("auto", "bfloat16")
         outputs = llm.chat(
             [[{"role": "user", "content": example.prompt}] for example in examples],
             SamplingParams(temperature=0, max_tokens=300),
@@ -325,9 +326,9 @@ def test_shared_prefixes(
             llm.generate(beginnings, SamplingParams(max_tokens=1), use_tqdm=False)  # fills the prefix cache
             outputs = llm.generate(prompts, params, use_tqdm=False)
             results.append([output["token_ids"] for output in outputs])
-            shared_graphs = [graphs for (chunk, _), graphs in llm._runner.graphs.items() if chunk]
+            shared_graphs = [graphs for (chunk, _), graphs in inside.runner(llm).graphs.items() if chunk]
             if shared_graphs:
-                assert any(graphs._graphs for graphs in shared_graphs) == (least == 1)
+                assert any(inside.captured(graphs) for graphs in shared_graphs) == (least == 1)
         limit = MAX_GAP_FP8 if "kv_cache_dtype" in options else MAX_GAP
         assert largest_gap(model, prompts, outputs) < limit
     assert results[0] == results[1] or not deterministic
@@ -342,7 +343,7 @@ def test_close_gives_the_memory_back(model: Path) -> None:
 
     def open_and_close(by_del: bool) -> None:
         llm = LLM(str(model), skip_tokenizer_init=True, max_num_seqs=2000)
-        assert used() > idle + 0.9 * llm._runner.kv_cache.nbytes > idle
+        assert used() > idle + 0.9 * inside.runner(llm).kv_cache.nbytes > idle
         llm.generate([[5] * 300], SamplingParams(max_tokens=5), use_tqdm=False)
         if not by_del:
             llm.close()
@@ -377,7 +378,7 @@ def test_a_failed_row_on_the_device_ends_alone(model: Path, enforce_eager: bool)
     """The K/V of one sequence are NaN from its fourth step on."""
     options = {"skip_tokenizer_init": True, "max_num_seqs": 16, "max_model_len": 512}
     with LLM(str(model), enforce_eager=enforce_eager, **options) as llm:
-        runner, steps = llm._runner, iter(range(10**6))
+        runner, steps = inside.runner(llm), iter(range(10**6))
         launch = runner.launch
 
         def broken(batch: Batch) -> StepHandle:

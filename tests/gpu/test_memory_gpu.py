@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import inside
 import pytest
 import torch
 
@@ -19,7 +20,7 @@ ENGINE = """
 import sys
 from nanovllm import LLM, SamplingParams
 llm = LLM({model!r}, load_format="dummy", skip_tokenizer_init=True, enforce_eager={eager}, **{options!r})
-print("taken", llm._executor.runner.kv_cache.nbytes, flush=True)
+print("taken", {taken}, flush=True)
 sys.stdin.readline()
 outputs = llm.generate([[5] * 300] * 8, SamplingParams(max_tokens=20, ignore_eos=True), use_tqdm=False)
 assert all(len(output["token_ids"]) == 20 for output in outputs)
@@ -32,7 +33,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def start(model: Path, share: float, eager: bool = False) -> subprocess.Popen[str]:
-    code = ENGINE.format(model=str(model), eager=eager, options={"gpu_memory_utilization": share})
+    values = {"options": {"gpu_memory_utilization": share}, "taken": inside.KV_CACHE_BYTES}
+    code = ENGINE.format(model=str(model), eager=eager, **values)
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     return subprocess.Popen([sys.executable, "-c", code], text=True, **pipes)
 
@@ -118,7 +120,7 @@ def test_two_engines_of_one_process(model: Path) -> None:
     options = {"load_format": "dummy", "skip_tokenizer_init": True, "gpu_memory_utilization": 0.45}
     params = SamplingParams(max_tokens=20, ignore_eos=True)
     with LLM(model, **options) as first, LLM(model, **options) as second:
-        sizes = [llm._runner.kv_cache.nbytes for llm in (first, second)]
+        sizes = [inside.runner(llm).kv_cache.nbytes for llm in (first, second)]
         assert max(sizes) < 1.01 * min(sizes)
         for llm in (first, second):
             outputs = llm.generate([[5] * 300] * 8, params, use_tqdm=False)

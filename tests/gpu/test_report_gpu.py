@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from xml.etree import ElementTree
 
+import inside
 import pytest
 
 from nanovllm import LLM, SamplingParams, demo_model_path
@@ -18,8 +19,8 @@ def test_power_and_memory_are_sampled(tmp_path: Path) -> None:
     with LLM(demo_model_path(), num_kvcache_blocks=64) as llm:
         with GPUMonitor(llm) as gpu:
             llm.generate(["What is 2 + 3?"] * 64, params, use_tqdm=False)
-        total = llm._runner.device.memory()[1]
-        kv_bytes = llm._runner.kv_cache.nbytes
+        total = inside.runner(llm).device.memory()[1]
+        kv_bytes = inside.runner(llm).kv_cache.nbytes
         write_report(tmp_path / "report.html", llm, gpu=gpu)
     assert gpu.why_not is None and len(gpu.samples) >= 2
     for sample in gpu.samples:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
+import inside
 import pytest
 import torch
 from checked_llm import logits_of
@@ -93,7 +94,7 @@ def test_the_memory_goes_to_the_driver_and_comes_back(tmp_path: Path, size: int,
         assert min(wanted) > 400 * MIB
         params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
         tokens = [output["token_ids"] for output in llm.generate([[5, 6, 7]] * 32, params, use_tqdm=False)]
-        llm._runner.device.empty_cache()
+        inside.runner(llm).device.empty_cache()
         allocated, free, slept = torch.cuda.memory_allocated(), llm.on_ranks("free_bytes"), []
         for _ in range(3):
             llm.sleep(level)
@@ -120,7 +121,7 @@ def test_answers_are_as_before(
         llm.sleep(level)
         llm.wake_up(["weights"])
         llm.wake_up(["kv_cache"])
-        assert llm._runner.graphs
+        assert inside.runner(llm).graphs
         assert llm.on_ranks("digest") == weights
         check_same(answers(llm, prompts), before)
 
@@ -134,14 +135,14 @@ def test_an_update_is_a_fresh_load(
         expected, weights = answers(llm, prompts), llm.on_ranks("digest")
     new, old = (load_file(models[index] / "model.safetensors") for index in (1, 0))
     with DigestLLM(models[0], **options) as llm:
-        before, graphs = answers(llm, prompts), dict(llm._runner.graphs)
+        before, graphs = answers(llm, prompts), dict(inside.runner(llm).graphs)
         assert graphs and before[1] != expected[1]
         llm.update_weights(new)
         assert llm.on_ranks("digest") == weights
         check_same(answers(llm, prompts), expected)
         llm.update_weights((name, tensor.cuda().float()) for name, tensor in old.items())
         check_same(answers(llm, prompts), before)
-        assert llm._runner.graphs == graphs
+        assert inside.runner(llm).graphs == graphs
         llm.sleep(2)
         llm.wake_up(["weights"])
         llm.update_weights(new)
@@ -149,29 +150,12 @@ def test_an_update_is_a_fresh_load(
         check_same(answers(llm, prompts), expected)
 
 
-def test_norms_alone(models: list[Path], prompts: list[list[int]]) -> None:
-    """Folded norms: their products are read from the checkpoint again, or must be in the update too."""
-    norm = "model.layers.0.input_layernorm.weight"
-    with DigestLLM(models[0], **OPTIONS) as llm:
-        assert norm in llm._runner.model.folded_norms()
-        before = answers(llm, prompts)
-        old, new = (load_file(folder / "model.safetensors") for folder in models)
-        llm.update_weights({norm: new[norm]})
-        assert not torch.equal(answers(llm, prompts)[0], before[0])
-        llm.update_weights({norm: old[norm].cuda()})
-        check_same(answers(llm, prompts), before)
-        llm.update_weights(old)
-        with pytest.raises(ValueError, match=r"is multiplied into .* of an earlier update"):
-            llm.update_weights({norm: new[norm]})
-        check_same(answers(llm, prompts), before)
-
-
 def test_head_and_embedding_are_compared_on_the_gpu(tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path, tie_word_embeddings=True, dtype="bfloat16")
     both = torch.randn(97, 32, device="cuda", dtype=torch.bfloat16)
     with DigestLLM(folder, attention_backend="reference", **OPTIONS | {"max_model_len": 512}) as llm:
         llm.update_weights({"lm_head.weight": both, "model.embed_tokens.weight": both.cpu()})
-        assert torch.equal(llm._runner.model.lm_head.weight, both)
+        assert torch.equal(inside.model(llm).lm_head.weight, both)
         with pytest.raises(ValueError, match=r"lm_head\.weight differs"):
             llm.update_weights({"lm_head.weight": both, "model.embed_tokens.weight": both + 1})
 

@@ -13,6 +13,7 @@ import time
 from itertools import cycle
 from pathlib import Path
 
+import inside
 import pytest
 import soak_tp
 import torch
@@ -74,14 +75,14 @@ def test_greedy_tokens_are_likely(model: Path, prompts: list, name: str, size: i
     needs_backend(MATRIX[name].get("attention_backend", "auto"), MATRIX[name].get("dtype", "auto"))
     options = {"max_num_seqs": 97, "skip_tokenizer_init": True, "max_model_len": 1024}
     with CheckedLLM(model, tensor_parallel_size=size, **options | MATRIX[name]) as llm:
-        peers = llm._runner.tp._peer_memory
+        peers = inside.peer_memory(inside.runner(llm).tp)
         for _ in range(2):
             outputs = llm.generate(prompts * 3, GREEDY, use_tqdm=False)
             assert largest_gap(model, prompts * 3, outputs) < (1e-3 if name == "float32" else MAX_GAP)
     assert peers is not None, "these GPUs can read each other's memory"
     if name == "default" and size in OVERLAP_RANKS:
         assert peers.copies is not None
-        assert peers.copies._call > 0, "some step was large enough to be cut"
+        assert inside.num_copied_sums(peers.copies) > 0, "some step was large enough to be cut"
 
 
 @pytest.mark.parametrize("options", [{}, {"enforce_eager": True}], ids=str)
@@ -97,7 +98,7 @@ def test_ranks_draw_together_from_a_large_vocabulary(
     ]
     filtered = [SamplingParams(temperature=1.0, top_k=1, max_tokens=20, ignore_eos=True)] * len(prompts)
     with CheckedLLM(path, tensor_parallel_size=size, **options) as llm:
-        assert llm._runner.tp.exchanges_rows(97, llm._runner.dtype)
+        assert inside.runner(llm).tp.exchanges_rows(97, inside.runner(llm).dtype)
         outputs = llm.generate(prompts * 3, GREEDY, use_tqdm=False)
         assert largest_gap(path, prompts * 3, outputs) < MAX_GAP
         results = [llm.generate(prompts, drawn, use_tqdm=False) for _ in range(2)]
@@ -165,7 +166,7 @@ def make_large_llm(path: Path, size: int) -> LLM:
     options = {"skip_tokenizer_init": True, "num_kvcache_blocks": 256, "max_model_len": 1024}
     options["enable_prefix_caching"] = False  # so that each call has a large prefill step
     llm = LLM(path, tensor_parallel_size=size, **options)
-    assert llm._runner.tp.exchanges_rows(256, llm._runner.dtype)
+    assert inside.runner(llm).tp.exchanges_rows(256, inside.runner(llm).dtype)
     return llm
 
 
@@ -181,7 +182,7 @@ def test_a_killed_worker_is_noticed_in_a_replay_and_leaves_no_memory(
     rng = random.Random(0)
     for _ in range(2):
         llm = soak_tp.make_llm("cuda", size)
-        pid = llm._workers.watch.processes[-1].pid
+        pid = inside.workers(llm).watch.processes[-1].pid
         threading.Timer(rng.uniform(0.0, 0.5), os.kill, (pid, signal.SIGKILL)).start()
         with pytest.raises(WorkerError, match=f"rank {size - 1} was killed by SIGKILL"):
             soak_tp.generate_forever(llm)

@@ -10,6 +10,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import inside
 import pytest
 import torch
 from demo_tasks import make_example
@@ -180,7 +181,7 @@ def test_perplexity_is_that_of_the_model(tasks: Path, tmp_path: Path) -> None:
 
 
 def test_options(tmp_path: Path) -> None:
-    model, options, generation = ours._parse(
+    model, options, generation = inside.parsed_lighteval_model(
         "a/b,dtype=float32,seed=3,enforce_eager=True,generation_parameters={temperature:0.5,top_p:0.9},device=cpu"
     )
     assert (model, options) == (

@@ -13,6 +13,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import inside
 import pytest
 from demo_tasks import make_example
 
@@ -254,7 +255,7 @@ def test_thoughts_are_no_part_of_answers(model: NanoVLLM, monkeypatch: pytest.Mo
     asked = [request("generate_until", chat, {"until": ["\n"], "max_gen_toks": 80})]
     [token_id] = model.tok_encode(":", add_special_tokens=False)
     for end in ("Answer:", token_id):
-        monkeypatch.setattr(model, "_think_end", end)
+        inside.set_end_of_thoughts(monkeypatch, model, end)
         assert model.generate_until(asked) == [row["answer"].rpartition(": ")[2]]
 
 

@@ -13,6 +13,7 @@ from dataclasses import fields, is_dataclass
 from multiprocessing import get_context, parent_process
 from multiprocessing.connection import Connection
 
+import inside
 import numpy as np
 import pytest
 from channels import SECONDS, DeadWorkerError, dead, listening, opened, shm_files
@@ -21,7 +22,7 @@ from hypothesis import strategies as st
 
 from nanovllm.batch import ALL_GREEDY, LAST_SAMPLED, PADDING, Batch, SamplingBatch, StepKind
 from nanovllm.errors import WorkerError
-from nanovllm.workers.channel import Channel, ChannelReader, _encode
+from nanovllm.workers.channel import Channel, ChannelReader
 
 
 def make_batch(query_lens: list[int], width: int, sampling: SamplingBatch = ALL_GREEDY) -> Batch:
@@ -114,7 +115,7 @@ def test_arrays_that_are_views_of_others(wide: Channel) -> None:
 
 def test_arrays_are_not_pickled() -> None:
     batch = make_batch([1] * 2048, 64, all_columns(2048))
-    parts, pickled = struct.unpack_from("2q", _encode("run", (batch,)))
+    parts, pickled = struct.unpack_from("2q", inside.encode_call("run", (batch,)))
     assert parts == 1 + 11, "the call, and every array by itself"
     assert pickled < 16 * 2048, "sequence ids, and no array"
 
@@ -305,7 +306,7 @@ def test_one_reader_behind_is_enough_to_wait(channel: Channel) -> None:
     assert slow.receive(0) is None
     with pytest.raises(DeadWorkerError):
         channel.send("big", bytes(500), check_alive=dead)
-    assert channel._next_piece == 8, "4 pieces before slow reads, and 4 more after"
+    assert inside.next_piece(channel) == 8, "4 pieces before slow reads, and 4 more after"
 
 
 def test_what_cannot_be_pickled_sends_nothing(wide: Channel) -> None:
@@ -321,7 +322,7 @@ def test_an_interrupted_send_is_never_followed_by_another(
     def interrupt() -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(wide._written[0], "release", interrupt)
+    monkeypatch.setattr(inside.semaphores(wide)[0], "release", interrupt)
     with pytest.raises(KeyboardInterrupt):
         wide.send("call")
     monkeypatch.undo()

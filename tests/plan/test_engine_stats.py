@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from itertools import pairwise
 
+import inside
 import numpy as np
 import pytest
 
@@ -23,7 +24,7 @@ def recorded(steps: list[tuple[float, StepStats]]) -> EngineStats:
     """The stats after steps that end at the given seconds."""
     counters = Counters()
     for time, each in steps:
-        counters.record(each, counters._origin + time)
+        counters.record(each, inside.origin(counters) + time)
     return counters.snapshot(0, 0, 0, 0.0)
 
 

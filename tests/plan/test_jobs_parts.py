@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import inside
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -255,7 +256,7 @@ def test_a_line_that_does_not_fit_leaves_no_part(tmp_path: Path, monkeypatch: py
 
 def test_a_flush_that_begins_while_the_file_is_closed_ends(tmp_path: Path) -> None:
     output = Output(tmp_path / "out.jsonl", 4)
-    sync = output._sync
+    sync = inside.flushing(output)
 
     class ClosedMeanwhile(threading.Event):
         def wait(self, timeout: float | None = None) -> bool:
@@ -263,10 +264,10 @@ def test_a_flush_that_begins_while_the_file_is_closed_ends(tmp_path: Path) -> No
             sync.dirty.set()
             return False
 
-    sync._closed = ClosedMeanwhile()
+    thread = inside.end_flushing(output, ClosedMeanwhile())
     sync.dirty.set()
-    sync._thread.join(60)
-    assert not sync._thread.is_alive()
+    thread.join(60)
+    assert not thread.is_alive()
     output.close()
 
 

@@ -12,6 +12,7 @@ import termios
 from types import SimpleNamespace
 from typing import Any, ClassVar, TypeVar
 
+import inside
 import numpy as np
 import pytest
 
@@ -92,13 +93,13 @@ def test_a_bar_fits_its_terminal_and_cuts_no_number(total: int, columns: int, st
     terminal = stderr.to(Terminal(columns))
     clock = Clock()
     with Progress(total, True, clock) as bar:
-        bar._display.start_t -= 84_225
+        inside.display(bar).start_t -= 84_225
         for _ in range(3):
             clock.now += 1
-            bar._display.last_print_t -= 1  # so that each update is drawn
+            inside.display(bar).last_print_t -= 1  # so that each update is drawn
             bar.update(stats(123_456, False, 1.0, 0))
             clock.now += 1
-            bar._display.last_print_t -= 1
+            inside.display(bar).last_print_t -= 1
             bar.update(stats(1_234_567, True, 1.0, total // 3))
     drawn = terminal.drawn()
     assert len(drawn) >= 6

@@ -10,6 +10,7 @@ import socket
 import struct
 from itertools import pairwise
 
+import inside
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -139,7 +140,7 @@ def test_every_request_is_taken_once_and_none_waits_for_ever(
             seen.append(number_taken)
         assert len(router) == len(waiting)
     assert sorted(seen) == list(range(len(groups)))
-    assert not router._by_hash
+    assert not inside.waiting_hashes(router)
 
 
 def computed_prefixes(router: Router | RoundRobin, num_groups: int, room: int) -> int:

@@ -10,6 +10,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+import inside
 import numpy as np
 import pytest
 from hypothesis import example, given
@@ -209,9 +210,7 @@ def test_parameters_can_be_changed_until_they_are_used() -> None:
 
 
 def test_one_object_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
-    checked = SamplingParams._checked
-    monkeypatch.setattr(SamplingParams, "_checked", lambda self: calls.append(1) or checked(self))
+    calls = inside.count_checks(monkeypatch)
     one, other = SamplingParams(), SamplingParams(seed=1)
     calls.clear()
     assert len({id(params) for params in parse_sampling_params(one, 10_000)}) == 1 == len(calls)
