@@ -39,6 +39,8 @@ class StructuredOutputsParams:
         without end. False allows any whitespace; None: True, unless there is a `whitespace_pattern`.
     disable_additional_properties: objects have only the properties that the schema names, unless the schema
         sets `additionalProperties`.
+    disable_big_integers: an integer without limits in the schema has at most 64 bits, so that a model cannot
+        repeat digits without end. A schema that names a number beyond 64 bits adds no limit.
     whitespace_pattern: a regular expression for the whitespace of JSON, such as `[ ]?`.
 
     ValueError or TypeError names the field, the value and the fix. Schemas, expressions and grammars are
@@ -54,6 +56,7 @@ class StructuredOutputsParams:
     disable_additional_properties: bool = False
     whitespace_pattern: str | None = None
     structural_tag: str | Mapping[str, Any] | None = None
+    disable_big_integers: bool = True
 
     def __post_init__(self) -> None:
         if self.json_object not in (None, True, False):
@@ -80,7 +83,8 @@ class StructuredOutputsParams:
             if value is not None:
                 _check_size(name, len(value), MAX_CHARS, "characters")
                 _check_size(name, _bracket_depth(value), MAX_DEPTH, "nested brackets")
-        check_bool("disable_additional_properties", self.disable_additional_properties)
+        for name in ("disable_additional_properties", "disable_big_integers"):
+            check_bool(name, getattr(self, name))
         if self.disable_any_whitespace is not None:
             check_bool("disable_any_whitespace", self.disable_any_whitespace)
         if self.disable_any_whitespace and self.whitespace_pattern is not None:

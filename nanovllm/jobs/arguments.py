@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import inspect
 import json
 import re
 import sys
@@ -187,7 +188,8 @@ def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
 def _texts_of_options() -> dict[str, str]:
     """What the docstring of Config says of each option, without values that a command line cannot pass."""
     names = "|".join(field.name for field in fields(Config))
-    found = re.findall(rf"^    ({names}): ((?:.|\n(?!    (?:{names}): |\n))*)", Config.__doc__ or "", re.M)
+    docstring = inspect.cleandoc(Config.__doc__ or "")  # Python 3.13 and later store it without its indent
+    found = re.findall(rf"^({names}): ((?:.|\n(?!(?:{names}): |\n))*)", docstring, re.M)
     texts = {name: " ".join(text.split()).replace("%", "%%") for name, text in found}
     for name, text in texts.items():
         for pattern, replacement in _REWORDED:

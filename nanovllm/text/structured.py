@@ -24,6 +24,8 @@ COPIES, ORIGINALS = 32, 8  # consecutive copies of one original matcher; number 
 # Keys of a JSON schema whose values are not schemas: dictionaries of schemas, and data.
 NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 DATA = ("const", "enum", "default", "examples")
+# The limits of an integer that llguidance can express: it reads them as float64, and fails at -2^63.
+LEAST_INTEGER, GREATEST_INTEGER = -(2**63) + 1024, 2**63 - 1
 
 
 class Constraint:
@@ -138,10 +140,12 @@ class GrammarCompiler:
         if params.whitespace_pattern is not None:
             options["whitespace_pattern"] = params.whitespace_pattern
         if params.structural_tag is not None:
-            return self._tagged(json.loads(str(params.structural_tag)), options)
+            tag = json.loads(str(params.structural_tag))
+            for each in tag["structures"]:
+                each["schema"] = _limited(each["schema"], params)
+            return self._tagged(tag, options)
         schema = {"type": "object"} if params.json is None else json.loads(str(params.json))
-        if params.disable_additional_properties:
-            schema = _without_additional_properties(schema)
+        schema = _limited(schema, params)
         return str(llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=options))
 
     def _tagged(self, tag: dict[str, Any], options: dict[str, Any]) -> str:
@@ -163,19 +167,54 @@ class GrammarCompiler:
         return str(StructTag.to_grammar(tags))
 
 
-def _without_additional_properties(schema: Any) -> Any:
-    """The schema, with objects limited to the properties that it names."""
+def _limited(schema: dict[str, Any], params: StructuredOutputsParams) -> dict[str, Any]:
+    """The schema with the limits that the params add to it."""
+    if params.disable_additional_properties:
+        schema = _mapped(schema, _close)
+    if params.disable_big_integers and not _has_big_numbers(schema):
+        schema = _mapped(schema, _limit_integers)
+    return schema
+
+
+def _mapped(schema: Any, change: Callable[[dict[str, Any]], None]) -> Any:
+    """A copy of the schema, in which `change` has changed each schema, the inner ones first."""
     if isinstance(schema, list):
-        return [_without_additional_properties(each) for each in schema]
+        return [_mapped(each, change) for each in schema]
     if not isinstance(schema, dict):
         return schema
-    closed = {}
+    copy = {}
     for name, each in schema.items():
         if name in NAMED_SCHEMAS and isinstance(each, dict):
-            each = {key: _without_additional_properties(value) for key, value in each.items()}
+            each = {key: _mapped(value, change) for key, value in each.items()}
         elif name not in DATA:
-            each = _without_additional_properties(each)
-        closed[name] = each
-    if "additionalProperties" not in closed and ("properties" in closed or "patternProperties" in closed):
-        closed["additionalProperties"] = False
-    return closed
+            each = _mapped(each, change)
+        copy[name] = each
+    change(copy)
+    return copy
+
+
+def _close(schema: dict[str, Any]) -> None:
+    """Limit an object to the properties that its schema names."""
+    if "additionalProperties" not in schema and ("properties" in schema or "patternProperties" in schema):
+        schema["additionalProperties"] = False
+
+
+def _limit_integers(schema: dict[str, Any]) -> None:
+    """Limit an integer to 64 bits on each side that has no limit, so that a model cannot repeat digits."""
+    types = schema.get("type")
+    types = types if isinstance(types, list) else [types]
+    if "integer" not in types or "number" in types:
+        return
+    if "minimum" not in schema and "exclusiveMinimum" not in schema:
+        schema["minimum"] = LEAST_INTEGER
+    if "maximum" not in schema and "exclusiveMaximum" not in schema:
+        schema["maximum"] = GREATEST_INTEGER
+
+
+def _has_big_numbers(value: Any) -> bool:
+    """Whether a JSON value has a number beyond the limits of `_limit_integers`."""
+    if isinstance(value, dict):
+        return any(map(_has_big_numbers, value.values()))
+    if isinstance(value, list):
+        return any(map(_has_big_numbers, value))
+    return isinstance(value, (int, float)) and not LEAST_INTEGER <= value <= GREATEST_INTEGER

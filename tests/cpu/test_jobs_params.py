@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 from collections.abc import Iterator
@@ -13,6 +14,8 @@ import pytest
 from jobs import FakeLLM, read_rows, run, write_rows
 
 from nanovllm import LLM, SamplingParams, demo_model_path
+from nanovllm.config import Config
+from nanovllm.jobs import arguments
 from tools.bench_jobs import LoadedLLM
 
 DOCS = Path(__file__).parent.parent.parent / "docs/jobs.md"
@@ -151,3 +154,13 @@ def test_a_default_that_is_given_is_no_difference(tmp_path: Path, capsys: pytest
     printed = capsys.readouterr().out
     assert "its options.seed is 0, not 1" in printed and "its sampling.max_tokens is 64, not 63" in printed
     assert "its sampling.seed is null, not 0" in printed
+
+
+def test_the_texts_of_flags_on_every_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python 3.13 and later store a docstring without its indent, earlier ones with it."""
+    indented = "    ".join(inspect.cleandoc(Config.__doc__ or "").splitlines(keepends=True))
+    for docstring in (inspect.cleandoc(indented), indented):
+        monkeypatch.setattr(Config, "__doc__", docstring)
+        texts = arguments._texts_of_options()
+        assert texts.keys() >= arguments._engine_fields().keys()
+        assert all("  " not in text and text for text in texts.values())

@@ -191,6 +191,37 @@ def test_whitespace_in_json_is_an_option(name: str) -> None:
     assert " " in allowed_after(begin + '{"a b":"', **{name: value})
 
 
+DIGITS = set("0123456789")
+INTEGER = {"type": "integer"}
+LONGEST = str(2**63 - 1)
+
+
+@pytest.mark.parametrize(
+    ("schema", "text"),
+    [
+        (INTEGER, LONGEST),
+        (INTEGER, str(-(2**63) + 1024)),
+        ({"type": ["null", "integer"], "minimum": 1}, LONGEST),
+        ({"type": "integer", "exclusiveMaximum": 5}, str(-(2**63) + 1024)),
+        ({"type": "array", "items": INTEGER}, f"[1,{LONGEST}"),
+        ({"anyOf": [INTEGER, {"type": "string"}]}, LONGEST),
+        ({"$ref": "#/$defs/i", "$defs": {"i": INTEGER}}, LONGEST),
+        ({"properties": {"minimum": INTEGER}, "type": "object"}, f'{{"minimum":{LONGEST}'),
+    ],
+    ids=str,
+)
+def test_integers_end_within_64_bits(schema: dict[str, Any], text: str) -> None:
+    """The longest one is allowed, and no digit after it, unless the option says so."""
+    assert not allowed_after(text, json=schema) & DIGITS
+    assert allowed_after(text, json=schema) & {"EOS", ",", "]", "}"}
+    assert allowed_after(text, json=schema, disable_big_integers=False) >= DIGITS
+
+
+@pytest.mark.parametrize("schema", [{"type": "number"}, {"anyOf": [INTEGER, {"const": 1e25}]}], ids=str)
+def test_numbers_that_may_be_beyond_64_bits(schema: dict[str, Any]) -> None:
+    assert allowed_after("1" * 30, json=schema) >= DIGITS | {"EOS"}
+
+
 @pytest.mark.parametrize(
     ("constraint", "words"),
     [
