@@ -75,21 +75,23 @@ class BadWords:
 
     def __init__(self, words: Iterable[Sequence[int]]) -> None:
         """words: non-empty token sequences."""
-        lasts: dict[tuple[int, ...], list[int]] = {}  # by the tokens before
+        self._lasts: dict[tuple[int, ...], list[int]] = {}  # by the tokens before
         for word in words:
             *before, last = word
-            lasts.setdefault(tuple(before), []).append(last)
-        self._lasts = {before: TokenSet(ids) for before, ids in lasts.items()}
-        self._lengths = sorted({len(before) for before in lasts})
+            self._lasts.setdefault(tuple(before), []).append(last)
+        self._sets: dict[tuple[int, ...], TokenSet] = {}  # the same, of those that occurred
+        self._lengths = sorted(set(map(len, self._lasts)))
 
     def restrict(self, bits: np.ndarray, token_ids: Sequence[int], start: int) -> None:
         for length in self._lengths:
             begin = len(token_ids) - length
             if begin < start:
                 break
-            lasts = self._lasts.get(tuple(token_ids[begin:]))
-            if lasts is not None:
-                lasts.take_from(bits)
+            before = tuple(token_ids[begin:])
+            if before in self._lasts:
+                if before not in self._sets:
+                    self._sets[before] = TokenSet(self._lasts[before])
+                self._sets[before].take_from(bits)
 
 
 class Matchers(Protocol):

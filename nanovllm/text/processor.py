@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from itertools import chain
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -20,13 +21,14 @@ from nanovllm.text.logprobs import LogprobDicts, join_parts, join_rows
 from nanovllm.text.prompts import Prompt, pack_token_ids
 from nanovllm.text.request import Request
 from nanovllm.text.rows import BadRow, attempt
-from nanovllm.text.stop_strings import StopStrings
+from nanovllm.text.stop_strings import StopSearch, StopStrings
 from nanovllm.text.structured import Constraint, GrammarCompiler
 from nanovllm.text.tokenizer import bad_word_ids, encode
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+CACHE_SIZE = 16  # lists of stop strings and of bad words; the longest take a few megabytes
 
 # The tokenised sampling parameters: `stop_token_ids`, `bad_words` and `constraint` of a Request.
 OutputIds: TypeAlias = tuple[frozenset[int], tuple[tuple[int, ...], ...], "Constraint | None"]
@@ -50,6 +52,9 @@ class Processor:
         self._detokenizers: dict[bool, Detokenizer] = {}  # by whether special tokens are skipped
         self._grammars: GrammarCompiler | None = None  # created on first use
         self._decoded: dict[int, str] = {}  # the text of single tokens
+        # Rows of a job often have equal lists, each its own copy.
+        self._searches = lru_cache(CACHE_SIZE)(StopSearch)
+        self._bad_words = lru_cache(CACHE_SIZE)(bad_word_ids)
 
     @property
     def eos_token_ids(self) -> list[int]:
@@ -105,7 +110,8 @@ class Processor:
         if not (request.params.stop or (always and has_text)):
             return None
         stream = self._detokenizer(request.params).stream(request.prompt_token_ids)
-        return StopStrings(request.params.stop or (), stream, request.params.min_tokens)
+        search = self._searches(tuple(request.params.stop or ()))
+        return StopStrings(search, stream, request.params.min_tokens)
 
     def completion(
         self, request: Request, index: int, token_ids: list[int], finish_reason: str, stop_token: int | None
@@ -243,7 +249,7 @@ class Processor:
         bad_words: tuple[tuple[int, ...], ...] = ()
         if params.bad_words:
             assert self.tokenizer is not None
-            bad_words = bad_word_ids(self.tokenizer, params.bad_words)
+            bad_words = self._bad_words(self.tokenizer, tuple(params.bad_words))
             pack_token_ids([*chain(*bad_words)], self._vocab_size, "bad_words", ordered=False)
         try:
             constraint = self.constraint(params)

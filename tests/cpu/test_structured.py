@@ -19,6 +19,7 @@ from transformers import AutoTokenizer
 from nanovllm import SamplingParams, StructuredOutputsParams, demo_model_path
 from nanovllm.engine.requests import make_rules
 from nanovllm.plan.token_rules import RuledRow, restrict_all
+from nanovllm.text import processor as processor_module
 from nanovllm.text.processor import Processor
 from nanovllm.text.prompts import parse_prompts, parse_sampling_params
 from nanovllm.text.request import Request
@@ -341,3 +342,16 @@ def test_bad_words_are_not_drawn(kind: str) -> None:
         bits = np.empty((1, -(-len(tokenizer) // 32)), np.int32)
         restrict_all([RuledRow(0, rules, [9, *word[:-1]], 1)], bits)
         assert not bits[0, word[-1] // 32] >> (word[-1] % 32) & 1
+
+
+def test_equal_bad_words_are_tokenised_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each row of a job has a copy of its own. Another tokenizer splits them anew."""
+    calls: list[Any] = []
+    split = processor_module.bad_word_ids
+    monkeypatch.setattr(processor_module, "bad_word_ids", lambda *given: calls.append(given) or split(*given))
+    processor, words = Processor(TOKENIZER, V, [EOS]), [f"w{index}" for index in range(100)]
+    made = requests([SamplingParams(bad_words=list(words), seed=seed) for seed in range(3)], processor)
+    assert len(calls) == 1 and len({id(request.bad_words) for request in made}) == 1
+    processor.tokenizer = AutoTokenizer.from_pretrained(demo_model_path())
+    requests([SamplingParams(bad_words=words)], processor)
+    assert len(calls) == 2

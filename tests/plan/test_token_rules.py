@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import nanovllm
+from nanovllm.plan import token_rules
 from nanovllm.plan.token_rules import (
     AllowedTokens,
     BadWords,
@@ -20,6 +21,7 @@ from nanovllm.plan.token_rules import (
     MinTokens,
     Rule,
     RuledRow,
+    TokenSet,
     restrict_all,
 )
 
@@ -56,6 +58,15 @@ def test_min_tokens(min_tokens: int, stop_ids: set[int], output_ids: list[int]) 
 def test_bad_words(words: list[list[int]], output_ids: list[int]) -> None:
     banned = {i for i in range(V) for word in words if [*output_ids, i][-len(word) :] == word}
     assert allowed(BadWords(words), output_ids) == set(range(V)) - banned
+
+
+def test_bad_words_become_bits_where_they_occur(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row with thousands of words starts at once: only the words that the output begins cost anything."""
+    made = []
+    monkeypatch.setattr(token_rules, "TokenSet", lambda ids: made.append(list(ids)) or TokenSet(ids))
+    rule = BadWords([index // 75, index % 75] for index in range(75 * 66))
+    assert not made
+    assert allowed(rule, [4]) == allowed(rule, [9, 4]) == set() and made == [list(range(75))]
 
 
 @settings(max_examples=50)
