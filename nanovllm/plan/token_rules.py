@@ -121,6 +121,7 @@ class Grammar:
         self._stops = TokenSet(stop_ids)
         self._num_consumed = 0
         self._may_end = False
+        self.dead_end: str | None = None  # why no token may follow: llguidance's message, or ""
 
     def advance(self, token_ids: Sequence[int], start: int) -> tuple[LLMatcher, list[int]]:
         """Consume the new tokens of an output that begins at `start`, except the last.
@@ -143,10 +144,15 @@ class Grammar:
             self._matcher.consume_tokens(list(token_ids[start:]))
             self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
         self._may_end = self._matcher.is_accepting()
+        self.dead_end = None
         if self._may_end:
             self._stops.add_to(bits)
         elif self._matcher.is_error():
             bits[:] = 0
+            why = self._matcher.get_error().strip().partition("\n")[0]
+            self.dead_end = "" if why.startswith("NoExtension") else why
+        elif not bits.any():
+            self.dead_end = ""
 
     def end(self, bits: np.ndarray) -> None:
         """If the text may end and other rules left no token, allow the stop tokens."""

@@ -158,9 +158,11 @@ class Processor:
         scores: list[TokenLogprobs],
         num_cached_tokens: int = 0,
         pooled: np.ndarray | None = None,
+        dead_end: tuple[str, int] | None = None,
     ) -> RequestOutput:
         """Return the output of the request, from its completions in order, the scores of prompt tokens, and
-        the sum [hidden_size] of the prompt's hidden states."""
+        the sum [hidden_size] of the prompt's hidden states. dead_end: where its constraint allowed no token:
+        llguidance's message, if any, and the number of tokens before."""
         first, logprobs = request.first_scored, None
         num_scored = sum(len(part.ranks) for part in scores)
         if first is not None and num_scored == len(request.prompt_token_ids) - first:  # the prompt ran whole
@@ -176,7 +178,7 @@ class Processor:
             outputs=completions,
             metrics=metrics,
             num_cached_tokens=num_cached_tokens,
-            error=_failure(request) if failed else None,
+            error=_failure(request, dead_end) if failed else None,
             index=request.index,
             pooled=pooled,
         )
@@ -307,9 +309,14 @@ def _ends_with_eos(params: SamplingParams) -> bool:
     return not params.ignore_eos or params.structured_outputs is not None
 
 
-def _failure(request: Request) -> str:
-    """Why there was no token to draw, or no score or embedding."""
+def _failure(request: Request, dead_end: tuple[str, int] | None) -> str:
+    """Why there was no token to draw, or no score or embedding. dead_end: as in `output`."""
     params = request.params
+    if dead_end is not None and params.structured_outputs is not None:
+        why, num_tokens = dead_end
+        cause = f"llguidance failed: {why}" if why else "no text that begins like this output satisfies it"
+        named = params.structured_outputs.named()
+        return f"structured_outputs: {named} allows no token at place {num_tokens} of the output; {cause}"
     if request.pooling is not None:
         return "the model's hidden states were not finite"
     rules = ("allowed_token_ids", "bad_words", "min_tokens", "structured_outputs", "logit_bias")

@@ -172,8 +172,15 @@ def test_a_complete_text_ends_whatever_other_rules_say() -> None:
 def test_a_grammar_beyond_its_limits_allows_nothing() -> None:
     matchers = Copies("grammar", 'start: a a a a\na: ("x" | "y" | a "z")*', step_max_items=2)
     bits = np.empty((1, 17), np.int32)
-    restrict_all([RuledRow(0, [Grammar(matchers, [EOS])], [], 0)], bits)
-    assert not bits.any()
+    rule = Grammar(matchers, [EOS])
+    restrict_all([RuledRow(0, [rule], [], 0)], bits)
+    assert not bits.any() and rule.dead_end is not None and "many items" in rule.dead_end
+    rule = grammar("grammar", 'start: "7" /[^\\s\\S]/')
+    ends = []
+    for output_ids in ([], TOKENS.tokenize_str("7")):
+        restrict_all([RuledRow(0, [rule], output_ids, 0)], bits)
+        ends.append((rule.dead_end, bits.any()))
+    assert ends == [(None, True), ("", False)]
 
 
 def test_a_row_continues_after_others_exhaust_the_shared_lexer() -> None:
