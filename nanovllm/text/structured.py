@@ -119,14 +119,13 @@ class GrammarCompiler:
         text = show(getattr(params, name))
         try:
             grammar = self._grammar(params)
-        except ValueError as error:
-            raise ValueError(f"{name}: {error}") from None
-        make = partial(self._llguidance.LLMatcher, self._tokens, grammar, log_level=0)
-        try:
+            make = partial(self._llguidance.LLMatcher, self._tokens, grammar, log_level=0)
             first = make()
             probe = first.deep_copy()
             if not first.is_error():
                 probe.compute_bitmask()
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
         except BaseException as error:
             if type(error).__name__ != "PanicException":  # of Rust, and no Exception
                 raise
