@@ -153,7 +153,10 @@ STRUCTURE = {"begin": "[f", "schema": {}, "end": ""}
 REFUSED: list[tuple[dict[str, Any], str]] = [  # what a row asks for, and its error
     ({"structured_outputs": {"choice": ["a"] * 10_001}}, "choice has 10,001 strings, and may have 10,000"),
     ({"structured_outputs": {"regex": "a" * (2**20 + 1)}}, "regex has 1,048,577 characters"),
-    ({"structured_outputs": {"json": '{"a":' * 200 + "1" + "}" * 200}}, "json has 101 levels, and may have 100"),
+    (
+        {"structured_outputs": {"json": '{"a":' * 200 + "1" + "}" * 200}},
+        "json has 101 levels, and may have 100",
+    ),
     ({"structured_outputs": {"json": '{"a":' * 3000 + "1" + "}" * 3000}}, "json is nested too deeply"),
     ({"structured_outputs": {"grammar": "start: " + "(" * 101}}, "grammar has 101 nested brackets"),
     (
