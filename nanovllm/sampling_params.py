@@ -16,7 +16,8 @@ from nanovllm.vllm_arguments import SAMPLING, nearest, refuse_absent
 
 SEED_LIMIT = 2**63
 MAX_N = 16_384  # vLLM's
-MAX_TEXTS = {"stop": 1000, "bad_words": 5000}  # stop strings are searched after each token
+MAX_TEXTS = {"stop": 1000, "bad_words": 5000}  # strings
+MAX_CHARS = {"stop": 2**16, "bad_words": 2**18}  # of all strings together
 TINY, HUGE = float(np.finfo(np.float32).smallest_subnormal), float(np.finfo(np.float32).max)
 FLAGS = ("ignore_eos", "include_stop_str_in_output", "detokenize", "skip_special_tokens")
 # What a number must be, and whether it is.
@@ -326,6 +327,9 @@ def _texts(name: str, value: Any) -> list[str]:
         raise TypeError(f"{name} must be {expected}, not {show(value)}")
     if len(texts) > MAX_TEXTS[name]:
         raise ValueError(f"{name} has {len(texts):,} strings, and may have {MAX_TEXTS[name]:,}; pass fewer")
+    size = sum(map(len, texts))
+    if size > MAX_CHARS[name]:
+        raise ValueError(f"{name} has {size:,} characters, and may have {MAX_CHARS[name]:,}; pass less")
     if not all(texts):
         raise _wrong(name, value, expected)
     for text in texts:

@@ -92,6 +92,11 @@ class StructuredOutputsParams:
                 f"whitespace_pattern={show(self.whitespace_pattern)} contradicts disable_any_whitespace=True"
             )
 
+    def named(self) -> str:
+        """The constraint's name, and the beginning of its value."""
+        name = next(name for name in CONSTRAINTS if getattr(self, name) not in (None, False))
+        return f"{name} {show(getattr(self, name))}"
+
 
 def _json_text(name: str, value: Any, expected: str) -> str:
     """A JSON object as a string."""

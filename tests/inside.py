@@ -95,9 +95,10 @@ def stop_searches(owner: LLM | Requests) -> dict[int, Any]:
     return getattr(owner, "_requests", owner)._stops
 
 
-def set_visits(llm: LLM, visits: Any) -> None:
-    """Replace the queue of what other threads want between two steps."""
-    llm._lifecycle._visits = visits
+def swap_visits(llm: LLM, visits: Any) -> Any:
+    """Replace the queue of what other threads want between two steps; return the old one."""
+    llm._lifecycle._visits, old = visits, llm._lifecycle._visits
+    return old
 
 
 class AroundSteps:

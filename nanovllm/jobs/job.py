@@ -80,6 +80,14 @@ def input_file(args: argparse.Namespace) -> Iterator[Path]:
 
 def check_output(args: argparse.Namespace) -> None:
     """Raise JobRefusedError if the output path cannot be used. Resolves a symbolic link."""
+    for option, path in (("-o", args.output), ("--report", args.report)):
+        try:
+            if path is not None:
+                path.lstat()
+        except (FileNotFoundError, NotADirectoryError):
+            pass
+        except OSError as error:  # its name is too long, for example
+            raise JobRefusedError(f"{option} {path}: {error.strerror}; choose another {option}") from None
     if args.output.is_symlink():
         _check_link(args.output)
         args.output = Path(os.path.realpath(args.output))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from itertools import chain
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -20,13 +21,14 @@ from nanovllm.text.logprobs import LogprobDicts, join_parts, join_rows
 from nanovllm.text.prompts import Prompt, pack_token_ids
 from nanovllm.text.request import Request
 from nanovllm.text.rows import BadRow, attempt
-from nanovllm.text.stop_strings import StopStrings
+from nanovllm.text.stop_strings import StopSearch, StopStrings
 from nanovllm.text.structured import Constraint, GrammarCompiler
 from nanovllm.text.tokenizer import bad_word_ids, encode
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+CACHE_SIZE = 16  # lists of stop strings and of bad words; the longest take a few megabytes
 
 # The tokenised sampling parameters: `stop_token_ids`, `bad_words` and `constraint` of a Request.
 OutputIds: TypeAlias = tuple[frozenset[int], tuple[tuple[int, ...], ...], "Constraint | None"]
@@ -50,6 +52,9 @@ class Processor:
         self._detokenizers: dict[bool, Detokenizer] = {}  # by whether special tokens are skipped
         self._grammars: GrammarCompiler | None = None  # created on first use
         self._decoded: dict[int, str] = {}  # the text of single tokens
+        # Rows of a job often have equal lists, each its own copy.
+        self._searches = lru_cache(CACHE_SIZE)(StopSearch)
+        self._bad_words = lru_cache(CACHE_SIZE)(bad_word_ids)
 
     @property
     def eos_token_ids(self) -> list[int]:
@@ -105,7 +110,8 @@ class Processor:
         if not (request.params.stop or (always and has_text)):
             return None
         stream = self._detokenizer(request.params).stream(request.prompt_token_ids)
-        return StopStrings(request.params.stop or (), stream, request.params.min_tokens)
+        search = self._searches(tuple(request.params.stop or ()))
+        return StopStrings(search, stream, request.params.min_tokens)
 
     def completion(
         self, request: Request, index: int, token_ids: list[int], finish_reason: str, stop_token: int | None
@@ -152,9 +158,11 @@ class Processor:
         scores: list[TokenLogprobs],
         num_cached_tokens: int = 0,
         pooled: np.ndarray | None = None,
+        dead_end: tuple[str, int] | None = None,
     ) -> RequestOutput:
         """Return the output of the request, from its completions in order, the scores of prompt tokens, and
-        the sum [hidden_size] of the prompt's hidden states."""
+        the sum [hidden_size] of the prompt's hidden states. dead_end: where its constraint allowed no token:
+        llguidance's message, if any, and the number of tokens before."""
         first, logprobs = request.first_scored, None
         num_scored = sum(len(part.ranks) for part in scores)
         if first is not None and num_scored == len(request.prompt_token_ids) - first:  # the prompt ran whole
@@ -170,7 +178,7 @@ class Processor:
             outputs=completions,
             metrics=metrics,
             num_cached_tokens=num_cached_tokens,
-            error=_failure(request) if failed else None,
+            error=_failure(request, dead_end) if failed else None,
             index=request.index,
             pooled=pooled,
         )
@@ -243,7 +251,7 @@ class Processor:
         bad_words: tuple[tuple[int, ...], ...] = ()
         if params.bad_words:
             assert self.tokenizer is not None
-            bad_words = bad_word_ids(self.tokenizer, params.bad_words)
+            bad_words = self._bad_words(self.tokenizer, tuple(params.bad_words))
             pack_token_ids([*chain(*bad_words)], self._vocab_size, "bad_words", ordered=False)
         try:
             constraint = self.constraint(params)
@@ -301,9 +309,14 @@ def _ends_with_eos(params: SamplingParams) -> bool:
     return not params.ignore_eos or params.structured_outputs is not None
 
 
-def _failure(request: Request) -> str:
-    """Why there was no token to draw, or no score or embedding."""
+def _failure(request: Request, dead_end: tuple[str, int] | None) -> str:
+    """Why there was no token to draw, or no score or embedding. dead_end: as in `output`."""
     params = request.params
+    if dead_end is not None and params.structured_outputs is not None:
+        why, num_tokens = dead_end
+        cause = f"llguidance failed: {why}" if why else "no text that begins like this output satisfies it"
+        named = params.structured_outputs.named()
+        return f"structured_outputs: {named} allows no token at place {num_tokens} of the output; {cause}"
     if request.pooling is not None:
         return "the model's hidden states were not finite"
     rules = ("allowed_token_ids", "bad_words", "min_tokens", "structured_outputs", "logit_bias")

@@ -10,6 +10,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+import llguidance
 import pytest
 from jobs import FakeLLM, read_rows, run, write_rows
 
@@ -130,6 +131,67 @@ def test_a_seed_of_the_command_line_is_that_of_every_row(tmp_path: Path, engine:
     with LLM(demo_model_path(), device="cpu") as llm:
         free = llm.generate([prompts[0]] * 6, SamplingParams(temperature=1.0, max_tokens=12), use_tqdm=False)
     assert texts[4] == free[4]["text"]
+
+
+# -- constraints -------------------------------------------------------------------------------------------
+
+
+class PanicException(BaseException):
+    """As that of llguidance's binding, which is no Exception."""
+
+
+class Panicking:
+    """llguidance's matcher, which panics for one grammar."""
+
+    real = llguidance.LLMatcher
+    grammar_from_json_schema = real.grammar_from_json_schema
+
+    def __new__(cls, tokens: Any, grammar: str, **options: Any) -> Any:
+        if "panic" in grammar:
+            raise PanicException("index out of bounds")
+        return cls.real(tokens, grammar, **options)
+
+
+STRUCTURE = {"begin": "[f", "schema": {}, "end": ""}
+REFUSED: list[tuple[dict[str, Any], str]] = [  # what a row asks for, and its error
+    ({"structured_outputs": {"choice": ["a"] * 10_001}}, "choice has 10,001 strings, and may have 10,000"),
+    ({"structured_outputs": {"regex": "a" * (2**20 + 1)}}, "regex has 1,048,577 characters"),
+    (
+        {"structured_outputs": {"json": '{"a":' * 200 + "1" + "}" * 200}},
+        "json has 101 levels, and may have 100",
+    ),
+    ({"structured_outputs": {"json": '{"a":' * 3000 + "1" + "}" * 3000}}, "json is nested too deeply"),
+    ({"structured_outputs": {"grammar": "start: " + "(" * 101}}, "grammar has 101 nested brackets"),
+    (
+        {"structured_outputs": {"structural_tag": {"structures": [STRUCTURE] * 3000, "triggers": ["[f"]}}},
+        "structural_tag has 3,000 structures x triggers, and may have 1,000",
+    ),
+    ({"structured_outputs": {"regex": "(a"}}, "regex: "),
+    ({"structured_outputs": {"json": {"type": "x"}}}, "json: "),
+    ({"structured_outputs": {"grammar": 'root ::= "a" root'}}, "the rule 'root' never ends"),
+    ({"structured_outputs": {"grammar": 'start: "a" /[^\\s\\S]/'}}, r"grammar 'start: .* allows no token at"),
+    (
+        {"structured_outputs": {"regex": "panic+"}},
+        r"regex: llguidance cannot compile it \(index out of bounds",
+    ),
+    ({"stop": ["a"] * 1001}, "stop has 1,001 strings, and may have 1,000"),
+    ({"bad_words": ["a"] * 5001}, "bad_words has 5,001 strings, and may have 5,000"),
+]
+
+
+def test_rows_with_constraints_beyond_their_limits(
+    tmp_path: Path, engine: LoadedLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is an error row that says why, also if llguidance panics; the rows between are answered."""
+    monkeypatch.setattr(llguidance, "LLMatcher", Panicking)
+    good = {"prompt": "a", "sampling_params": {"structured_outputs": {"choice": ["yes"]}}}
+    rows = [row for params, _ in REFUSED for row in (good, {"prompt": "a", "sampling_params": params})]
+    source, out = write_rows(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl"
+    assert run(source, "-o", out, make_llm=engine) == 1
+    found = sorted(read_rows(out), key=lambda row: row["index"])
+    assert [row["text"] for row in found[::2]] == ["yes"] * len(REFUSED)
+    for row, (_, error) in zip(found[1::2], REFUSED, strict=True):
+        assert re.search(f"in.jsonl.* line {row['index'] + 1}.*{error}", row["error"]), row["error"]
 
 
 # -- resuming ----------------------------------------------------------------------------------------------

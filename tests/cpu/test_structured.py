@@ -19,11 +19,12 @@ from transformers import AutoTokenizer
 from nanovllm import SamplingParams, StructuredOutputsParams, demo_model_path
 from nanovllm.engine.requests import make_rules
 from nanovllm.plan.token_rules import RuledRow, restrict_all
+from nanovllm.text import processor as processor_module
 from nanovllm.text.processor import Processor
 from nanovllm.text.prompts import parse_prompts, parse_sampling_params
 from nanovllm.text.request import Request
 from nanovllm.text.rows import raise_first
-from nanovllm.text.structured import CACHE_SIZE, COPIES, ORIGINALS, Constraint, GrammarCompiler
+from nanovllm.text.structured import CACHE_SIZE, COPIES, ORIGINALS, Constraint, GrammarCompiler, endless_rule
 
 TOKENIZER = AutoTokenizer.from_pretrained(demo_model_path())
 V = 540  # more logits than tokens, like models with padded embeddings
@@ -231,8 +232,15 @@ def test_numbers_that_may_be_beyond_64_bits(schema: dict[str, Any]) -> None:
         ({"json": {"dependentSchemas": {}}}, "dependentSchemas"),
         ({"json": {"type": "object"}, "whitespace_pattern": "(("}, "unclosed group"),
         ({"grammar": "start: foo"}, "foo"),
-        ({"grammar": 'start: start "a"'}, "no text satisfies it"),
-        ({"regex": "[^\\s\\S]"}, "no text satisfies it"),
+        (
+            {"grammar": 'start: start "a"'},
+            r"no text satisfies 'start: start \"a\"', for no token may come first",
+        ),
+        ({"regex": "a[^\\s\\S]"}, "no text satisfies"),
+        (
+            {"grammar": 'root ::= "a" root'},
+            "no text satisfies 'root ::= \"a\" root', for the rule 'root' never",
+        ),
         ({"grammar": "just words"}, "GBNF"),
         (
             {
@@ -252,6 +260,30 @@ def test_wrong_constraints_name_the_prompt_and_the_cause(constraint: dict[str, A
         ValueError, match=rf"(?s)prompts\[1\]: structured_outputs: {next(iter(constraint))}: .*{words}"
     ):
         requests([good, params_of(**constraint), good])
+
+
+@pytest.mark.parametrize(
+    ("grammar", "endless"),
+    [
+        ('start: "a" start', "start"),
+        ('start: "a" x\nx: "b" x | ("c"|x) y "d"?\ny: "d" x', "x"),
+        ('start[capture="x"]: "a" x~2..3\n?x.2: "b"+ [x] x\n// x: "c"\n', "x"),
+        ('%llguidance {}\nstart: x{1,2} "]"\nx: %json {"a: ": [1]} x\n %ignore / /', "x"),
+        ('start: "a" start | "b"', None),
+        ('start: "a" start?', None),
+        ('start: "a" start*', None),
+        ('start: "a" [start]', None),
+        ('start: "a" start~0..2 "b" start{0,3} start{,3} start{0}', None),
+        ('start: "a" (start | x) -> name\nx:\n  | "a".."z" x', None),
+        ('start: (A | imported) <|end|> @other\nA: "a" A', None),
+        ("start: x0\n" + "".join(f"x{i}: x{i + 1}\n" for i in range(5000)) + 'x5000: "a"', None),
+        ("".join(f"x{i + 1}: x{i}\n" for i in range(5000)) + 'x0: "a"\nstart: x5000', None),
+        ('start: "a" start $', None),
+    ],
+)
+def test_grammars_without_an_end(grammar: str, endless: str | None) -> None:
+    """Also over many rules in any order; what is not read counts as good."""
+    assert endless_rule(grammar) == endless
 
 
 def test_where_a_text_ends() -> None:
@@ -372,3 +404,16 @@ def test_bad_words_are_not_drawn(kind: str) -> None:
         bits = np.empty((1, -(-len(tokenizer) // 32)), np.int32)
         restrict_all([RuledRow(0, rules, [9, *word[:-1]], 1)], bits)
         assert not bits[0, word[-1] // 32] >> (word[-1] % 32) & 1
+
+
+def test_equal_bad_words_are_tokenised_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each row of a job has a copy of its own. Another tokenizer splits them anew."""
+    calls: list[Any] = []
+    split = processor_module.bad_word_ids
+    monkeypatch.setattr(processor_module, "bad_word_ids", lambda *given: calls.append(given) or split(*given))
+    processor, words = Processor(TOKENIZER, V, [EOS]), [f"w{index}" for index in range(100)]
+    made = requests([SamplingParams(bad_words=list(words), seed=seed) for seed in range(3)], processor)
+    assert len(calls) == 1 and len({id(request.bad_words) for request in made}) == 1
+    processor.tokenizer = AutoTokenizer.from_pretrained(demo_model_path())
+    requests([SamplingParams(bad_words=words)], processor)
+    assert len(calls) == 2

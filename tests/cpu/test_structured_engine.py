@@ -16,6 +16,7 @@ from random_schemas import random_schema
 
 from nanovllm import LLM, SamplingParams, StructuredOutputsParams, demo_model_path
 from nanovllm.outputs import RequestOutput
+from nanovllm.structured_outputs import show
 
 ENGINES: dict[str, dict[str, Any]] = {
     "ahead": {},
@@ -166,6 +167,19 @@ def test_a_stream_of_constraints_and_bad_rows(llm: LLM) -> None:
             )
         else:
             assert re.fullmatch(f"{index}-[ab]", output.outputs[0].text)
+
+
+def test_a_constraint_that_no_text_satisfies_is_named(llm: LLM) -> None:
+    """Where that shows only at a later token; the logits are not blamed."""
+    bad = StructuredOutputsParams(grammar='start: "abab" /[^\\s\\S]/' + " " * 60 + '"c"')
+    params = [SamplingParams(structured_outputs=bad, n=2, seed=1), SamplingParams(max_tokens=3)]
+    answer, other = llm.generate(["a", "b"], params, use_tqdm=False)
+    assert [each.finish_reason for each in answer.outputs] == ["error"] * 2 and other.error is None
+    place, named = len(answer.outputs[0].token_ids), f"grammar {show(bad.grammar)}"
+    assert answer.error == (
+        f"structured_outputs: {named} allows no token at place {place} of the output; no text that begins "
+        "like this output satisfies it"
+    )
 
 
 def test_a_wrong_constraint_is_found_before_anything_runs(llm: CheckedLLM) -> None:
