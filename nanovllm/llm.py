@@ -79,8 +79,8 @@ class LLM(OtherNames, ResidentEngine):
         sampling_params: one for all prompts, or a list with one for each; None takes
         `get_default_sampling_params()`.
         use_tqdm: whether to show progress of more than one prompt, or a tqdm-like class for it.
-        on_error: with "return", a prompt that cannot run gives an output whose `error` says why, and all
-        other prompts are answered.
+        on_error: with "return", a prompt that cannot run, or with wrong parameters in the list or a logits
+        processor that raises, gives an output whose `error` says why; all other prompts are answered.
         others: vLLM's further arguments, with neutral values.
 
         Everything is checked before anything runs: ValueError or TypeError names the index and the value.
@@ -103,10 +103,10 @@ class LLM(OtherNames, ResidentEngine):
     ) -> list[RequestOutput]:
         """As `generate`. where: the name of each prompt in errors. change: applied to each request first."""
         check_on_error(on_error)
-        if on_error == "raise":
-            raise_first(prompts)
         progress = Progress(len(prompts), use_tqdm)
         params = self._params(sampling_params, len(prompts))
+        if on_error == "raise":
+            raise_first([*prompts, *params])
         with self._calling(), no_full_collections():
             self._check_idle("generate()")
             requests, outputs = self._check(PromptBatch(0, prompts, params, where), on_error, change)

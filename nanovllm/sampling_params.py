@@ -1,4 +1,4 @@
-"""SamplingParams: the sampling parameters of one request, checked. Never touches logits."""
+"""SamplingParams: the sampling parameters of a request, checked; and how its logits processors are called."""
 
 from __future__ import annotations
 
@@ -141,6 +141,14 @@ class SamplingParams:
                 vars(clone)[name] = value.copy()
         return clone
 
+    def guarded(self: Params) -> Params:
+        """These parameters for one request, which alone ends if one of its logits processors raises."""
+        if not self.logits_processors:
+            return self
+        guarded = self.clone()
+        guarded.logits_processors = [GuardedProcessors(self.logits_processors)]
+        return guarded
+
     def checked(self: Params) -> Params:
         """A copy with plain values. Checks fields set since construction: ValueError or TypeError."""
         checked = self.clone()
@@ -262,6 +270,42 @@ def takes_prompt(function: Callable[..., Any]) -> bool:
             f"{show(function)} does not; wrap it: lambda ids, logits: ..."
         ) from None
     return with_prompt
+
+
+def call_processor(
+    function: Callable[..., Any], prompt_ids: list[int], output_ids: list[int], logits: Any
+) -> Any:
+    """Apply a logits processor to one row of logits, a torch.Tensor [vocabulary] float32.
+
+    It takes (output ids, logits), or (prompt ids, output ids, logits) if it has three parameters, as in vLLM.
+    Raises TypeError or ValueError if it does not return a tensor of the same shape.
+    """
+    ids = [prompt_ids, output_ids] if takes_prompt(function) else [output_ids]
+    made = function(*ids, logits)
+    if not isinstance(made, type(logits)):
+        raise TypeError(f"the logits processor {function!r} must return a tensor, not {made!r}")
+    if made.shape != logits.shape:
+        shapes = f"{tuple(logits.shape)}, not {tuple(made.shape)}"
+        raise ValueError(f"the logits processor {function!r} must return logits of shape {shapes}")
+    return made
+
+
+class GuardedProcessors:
+    """All logits processors of one request as one, whose exception ends that request alone: it stays in
+    `error`, and the logits become NaN, from which no token can be drawn."""
+
+    def __init__(self, functions: Sequence[Callable[..., Any]]) -> None:
+        self._functions = functions
+        self.error: str | None = None
+
+    def __call__(self, prompt_ids: list[int], output_ids: list[int], logits: Any) -> Any:
+        for index, function in enumerate(self._functions):
+            try:
+                logits = call_processor(function, prompt_ids, output_ids, logits)
+            except Exception as error:
+                self.error = f"logits_processors[{index}]: {type(error).__name__}: {error}"
+                return logits.new_full(logits.shape, math.nan)
+        return logits
 
 
 def _biases(value: Any) -> dict[int, float]:

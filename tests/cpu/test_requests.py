@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -73,6 +74,64 @@ def test_a_request_keeps_its_own_parameters(model: Path) -> None:
         with pytest.raises(ValueError, match=rf"prompts\[1\]: stop_token_ids: token id {VOCAB_SIZE}"):
             llm.generate([[5], [6]], [GREEDY, params], use_tqdm=False)
         assert llm.is_finished()
+
+
+@pytest.mark.parametrize("run_ahead", [True, False])
+def test_parameters_of_a_row_fail_alone(model: Path, run_ahead: bool) -> None:
+    """A wrong object in a list, and a logits processor that raises or returns something else."""
+    calls, six = 0, SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+
+    def third(ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        return logits / (len(ids) < 2 or 1 // 0)
+
+    def processed(*functions: Any, **values: Any) -> SamplingParams:
+        return SamplingParams(
+            **{"temperature": 0, "max_tokens": 6, "logits_processors": [*functions]} | values
+        )
+
+    def same(ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+        return logits + 0
+
+    changed = SamplingParams()
+    changed.temperature = -1
+    twice = processed(third)
+    rows: list[tuple[Any, str]] = [
+        (six, ""),
+        (changed, "sampling_params[1]: temperature must be 0 for greedy or a positive number, not -1"),
+        (None, "sampling_params[2] must be SamplingParams, not None (NoneType)"),
+        (twice, "logits_processors[0]: ZeroDivisionError: "),
+        (processed(same, ignore_eos=True), ""),
+        (twice, "logits_processors[0]: ZeroDivisionError: "),
+        (processed(same, lambda ids, logits: None), "[1]: TypeError: the logits processor <function"),
+        (processed(same, lambda prompt, ids, logits: logits[:2], same), "must return logits of shape (97,)"),
+        (processed(third, temperature=1, n=3), "logits_processors[0]: ZeroDivisionError: "),
+        (six, ""),
+    ]
+    prompts, params = [[5, 6, 7]] * len(rows), [each for each, _ in rows]
+    with make_tiny(model, async_scheduling=run_ahead) as llm:
+        expected = llm.generate(prompts[0], six, use_tqdm=False)[0]["token_ids"]
+        parts = list(llm.stream(prompts, iter(params), on_error="return", deltas=True))
+        for call in (llm.generate, llm.stream):
+            calls = 0
+            outputs = sorted(call(prompts, params, on_error="return"), key=lambda output: output.index)
+            assert [output.index for output in outputs] == list(range(len(rows)))
+            for output, (_, error) in zip(outputs, rows, strict=True):
+                last = [part for part in parts if part.index == output.index][-1]
+                assert (last.error, last.finished) == (output.error, True)
+                assert {each.finish_reason for each in output.outputs} == {"error" if error else "length"}
+                assert error in (output.error or "")
+                if not error:
+                    assert output.error is None and output["token_ids"] == expected
+            assert [len(each.token_ids) for each in outputs[8].outputs] == [2] * 3 and calls == 5 * 3
+            assert llm.is_finished() and llm._scheduler.block_manager.usage == 0
+            for bad, error in ((changed, ValueError), (None, TypeError), (twice, ZeroDivisionError)):
+                with pytest.raises(error):
+                    list(call(prompts[:2], [six, bad]))
+                assert llm.is_finished() and llm._scheduler.block_manager.usage == 0
+            with pytest.raises(ValueError, match="temperature must be"):
+                list(call(prompts[:2], changed, on_error="return"))  # no row's own
 
 
 # -- several completions ------------------------------------------------------------------------------------
