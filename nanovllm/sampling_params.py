@@ -32,6 +32,13 @@ NUMBERS = (int, float, np.integer, np.floating)
 Params = TypeVar("Params", bound="SamplingParams")
 
 
+class Default(int):
+    """The default of a field: equal to the plain number, and known as nobody's choice."""
+
+
+MAX_TOKENS = Default(64)
+
+
 @dataclass(init=False)
 class SamplingParams:
     """The sampling parameters of one request. All are keyword arguments; a request keeps its own copy.
@@ -77,7 +84,7 @@ class SamplingParams:
     min_p: float = 0.0
     n: int = 1
     seed: int | None = None
-    max_tokens: int | None = 64
+    max_tokens: int | None = MAX_TOKENS
     repetition_penalty: float = 1.0
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
@@ -172,6 +179,8 @@ class SamplingParams:
             least = 1 if self.prompt_logprobs is None else 0
             expected = f"an integer of at least {least}, or None for as many as fit"
             values["max_tokens"] = _int("max_tokens", self.max_tokens, least, expected)
+            if isinstance(self.max_tokens, Default):
+                values["max_tokens"] = self.max_tokens
         if self.seed is not None:
             expected = "None or an integer from -2**63 to 2**63 - 1"
             seed = _int("seed", self.seed, -SEED_LIMIT, expected, SEED_LIMIT - 1)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import logging
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,9 @@ from transformers import BatchEncoding
 from nanovllm import LLM, SamplingParams
 from nanovllm.batch import NOT_FINITE, Batch
 from nanovllm.engine.requests import sequence_seed
+from nanovllm.jobs.params import make_params
 from nanovllm.runner.staging import StepHandle
+from nanovllm.sampling_params import Default
 from nanovllm.text.prompts import parse_prompts
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
@@ -132,6 +136,43 @@ def test_parameters_of_a_row_fail_alone(model: Path, run_ahead: bool) -> None:
                 assert llm.is_finished() and llm._scheduler.block_manager.usage == 0
             with pytest.raises(ValueError, match="temperature must be"):
                 list(call(prompts[:2], changed, on_error="return"))  # no row's own
+
+
+def test_most_answers_that_end_at_the_default_length_are_said(
+    model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once a call, and only for a length that nobody chose."""
+    assert isinstance(SamplingParams().max_tokens, Default) and SamplingParams() == SamplingParams(
+        max_tokens=64
+    )
+    prompts, default = [[5, 6, 7]] * 4, SamplingParams(max_tokens=Default(3), ignore_eos=True)
+    chosen = SamplingParams(max_tokens=3, ignore_eos=True)
+    changed = default.clone()
+    changed.max_tokens = 3
+    said = (
+        "4 of 4 answers were cut off at the default of 64 tokens; set max_tokens of SamplingParams for longer"
+    )
+    half, longest = [default] * 2 + [chosen] * 2, [5] * (96 - 63)
+    copies = [copy.deepcopy(default), pickle.loads(pickle.dumps(default)), make_params({"top_k": 1}, default)]
+    with make_tiny(model, max_model_len=96) as llm:
+        for params, count in ((default, 1), (chosen, 0), (changed, 0), (half, 0), ([*copies, default], 1)):
+            for call in (
+                lambda params: llm.generate(prompts, params, use_tqdm=False),
+                lambda params: list(llm.stream(prompts, params)),
+                lambda params: list(llm.stream(prompts, params, deltas=True)),
+            ):
+                caplog.clear()
+                call(params)
+                assert len(caplog.messages) == count, params
+                assert not count or caplog.messages[0].startswith(said)
+        caplog.clear()
+        llm.generate([longest] * 4, default, use_tqdm=False)  # what fits ends them
+        llm.generate([longest[:-1], *[[]] * 2], default, use_tqdm=False, on_error="return")
+        next(iter(llm.stream(prompts, default)))
+        llm.embed(prompts, use_tqdm=False)
+        assert not caplog.messages
+        llm.generate(prompts[0], SamplingParams(n=3, max_tokens=Default(3), ignore_eos=True), use_tqdm=False)
+        assert "3 of 3 answers" in caplog.text
 
 
 # -- several completions ------------------------------------------------------------------------------------
