@@ -12,7 +12,7 @@ import numpy as np
 
 from nanovllm.structured_outputs import StructuredOutputsParams as StructuredOutputsParams
 from nanovllm.structured_outputs import check_bool, show
-from nanovllm.vllm_arguments import SAMPLING, nearest, refuse_absent
+from nanovllm.vllm_arguments import SAMPLING, KnownFields, missing_in, nearest, refuse_absent
 
 SEED_LIMIT = 2**63
 MAX_N = 16_384  # vLLM's
@@ -29,6 +29,7 @@ FLOATS: dict[str, tuple[str, Callable[[float], bool]]] = {
     "presence_penalty": ("from -2 to 2; 0 changes nothing", lambda value: abs(value) <= 2),
 }
 NUMBERS = (int, float, np.integer, np.floating)
+__getattr__ = missing_in(__name__)
 Params = TypeVar("Params", bound="SamplingParams")
 
 
@@ -234,7 +235,7 @@ class SamplingParams:
 
 
 @dataclass(frozen=True)
-class BeamSearchParams:
+class BeamSearchParams(KnownFields):
     """The parameters of `LLM.beam_search`, as in vLLM.
 
     beam_width: the number of continuations to keep; each considers twice as many next tokens.

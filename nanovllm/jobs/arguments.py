@@ -83,6 +83,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     given = sys.argv[1:] if argv is None else argv
     if given and given[0] not in commands.choices and (write := elsewhere(given[0])) is not None:
         parser.error(f"there is no command {given[0]!r}; {write}")
+    for each in given[1:]:  # before argparse says what else is missing
+        if (write := elsewhere(_name(each), as_flag=True)) is not None and each.startswith("--"):
+            commands.choices.get(given[0], parser).error(f"unrecognized argument: {each}; {write}")
     args, unknown = parser.parse_known_args(given)
     if unknown:
         flags = ["--" + name.replace("_", "-") for name in (*vars(args), *_engine_fields())]
@@ -91,9 +94,14 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return args
 
 
+def _name(flag: str) -> str:
+    """The name of `--some-name=VALUE` in Python."""
+    return flag.removeprefix("--").partition("=")[0].replace("-", "_")
+
+
 def _hint(flag: str, flags: Sequence[str], command: str) -> str:
     """What to write instead of an unknown flag."""
-    name = flag.removeprefix("--").replace("-", "_")
+    name = _name(flag)
     if name in SamplingParams.__dataclass_fields__:
         return f"it is a sampling parameter: write --sampling {name}=VALUE"
     if name in ENGINE:
