@@ -44,6 +44,7 @@ class OpenAIFormat(RowFormat):
     """model: the name of the model in answers whose body has none."""
 
     default_params = MappingProxyType({"max_tokens": None})  # OpenAI's default
+    params_of_several = MappingProxyType({"temperature": 1.0})  # OpenAI's, where the model's is greedy
 
     def __init__(self, params: ParamsMaker, model: str) -> None:
         super().__init__(params)
