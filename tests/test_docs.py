@@ -208,12 +208,15 @@ def test_the_help_speaks_of_a_command_line(command: str) -> None:
     """Whole sentences, and no value that only Python has."""
     text = " ".join(help_of(command).split())
     assert "None" not in text and "torch." not in text and "transformers tokenizer" not in text
-    assert 'parameters when `sampling_params` is not given: "auto" (the model\'s)' in text
+    assert 'parameters that neither a row nor --sampling gives: "auto" (the model\'s)' in text
+    assert "each on its own --tensor-parallel-size devices" in text and "it replaces --gpu-mem" in text
+    assert 'config.json, such as {"rope_theta": 1000000}.' in text
+    assert not set(FIELDS["`LLM(model, ...)`"]) & set(re.findall(r"\w+_\w+(?!\w|\.json)", text))
     options = text.partition("options of LLM")[2].partition("exit codes:")[0]
-    about = re.split(r" --[a-z][\w-]+ ", options)[1:]
+    about = re.split(r"--[a-z][\w-]+(?: VALUE|, --no-[\w-]+) ", options)[1:]
     assert len(about) >= 30
     for each in about:
-        assert re.search(r"\.( \(default: [^)]+\))?( --[\w-]+,?| [A-Z]+)?$", each.strip()), each
+        assert re.search(r"\.( \(default: [^)]+\))?$", each.strip()), each
 
 
 def test_every_flag_of_jobs_is_one() -> None:

@@ -29,6 +29,7 @@ _REWORDED = (
     (r"\bthe value None\b", "null"),
     (r"(^|\. )None\b", r"\1The default"),
     (r"\bNone\b", "the default"),
+    ("when `sampling_params` is not given", "that neither a row nor --sampling gives"),
 )
 ENDING_NAMES = ", ".join(ENDINGS)
 EPILOG = """exit codes:
@@ -200,8 +201,14 @@ def _texts_of_options() -> dict[str, str]:
     for name, text in texts.items():
         for pattern, replacement in _REWORDED:
             text = re.sub(pattern, replacement, text)
-        texts[name] = text
+        texts[name] = re.sub(rf"`({names})`|(?<!\w)(\w+_\w+)(?!\w|\.json)", _as_flag, text)
     return texts
+
+
+def _as_flag(match: re.Match[str]) -> str:
+    """The flag of an option that a text names."""
+    name = match[1] or match[2]
+    return "--" + name.replace("_", "-") if name in _engine_fields() else match[0]
 
 
 def _engine_fields() -> dict[str, Field[Any]]:
