@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from contextlib import redirect_stdout
@@ -12,12 +13,18 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+import torch
 from test_architecture import FLOORS
+from tiny_models import write_tiny_model
 
 from nanovllm import LLM, demo_model_path
 from nanovllm.config import Config
+from nanovllm.device import CPU_KV_CACHE_BYTES, SPARE_BYTES, Device
+from nanovllm.engine.startup import TABLE_BYTES
 from nanovllm.jobs import errors as job_errors
 from nanovllm.jobs.arguments import EPILOG, parse_args
+from nanovllm.jobs.params import row_seed
+from nanovllm.models.loader import load_model_config
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.vllm_arguments import BEAM_SEARCH, CHAT, EMBED, ENGINE, GENERATE, PROMPT, SAMPLING
 
@@ -182,6 +189,46 @@ def test_the_loop_over_steps_runs() -> None:
     exec(code, names)
     names["llm"].close()
     assert len(names["answers"]) == 2 and all(names["answers"].values())
+
+
+def test_one_answer_again() -> None:
+    [code] = re.findall(r"```python\n(.*?)```", section(OPTIONS, "One answer again"), re.S)
+    names: dict[str, Any] = {"LLM": LLM, "SamplingParams": SamplingParams, "row_seed": row_seed}
+    names["prompts"] = ["What is 2 + 3?", "Sort: d b a", "Count from 3 to 9:", "Spell AB."]
+    exec(code.replace("path/to/Qwen3-0.6B", demo_model_path()), names)
+    with names["llm"]:
+        assert names["again"]["token_ids"] == names["outputs"][2]["token_ids"]
+        names["params"].seed = None  # hot enough that another seed gives another answer
+        others = [names["llm"].generate("Count from 3 to 9:", names["params"])[0]["text"] for _ in range(4)]
+        assert len(set(others)) > 1
+
+
+def test_how_memory_is_divided(tmp_path: Path) -> None:
+    text = section(OPTIONS, "How memory is divided")
+    assert f"| {SPARE_BYTES / 2**30} GiB for CUDA graphs" in text
+    assert f"| {CPU_KV_CACHE_BYTES // 2**30} GiB, at most half of what is free" in text
+    assert f"at most\n{TABLE_BYTES // 2**30} GiB" in text
+    assert "28 layers, 8 KV heads of 128 values" in text and "\n28 MiB for 256 tokens" in text
+    assert 2 * 28 * 8 * 128 * 2 * 256 == 28 * 2**20
+    free, total = 70 * 2**30, 80 * 2**30
+    device = Device("cpu")
+    device.memory = lambda: (free, total)  # type: ignore[method-assign]
+    assert device.kv_cache_budget(0.9, 0, 0)[0] == CPU_KV_CACHE_BYTES
+    device.torch = torch.device("cuda", 0)
+    held, reserve = 10 * 2**30, 3 * 2**30
+    assert device.kv_cache_budget(0.5, held, reserve)[0] == total // 2 - held - reserve
+    assert device.kv_cache_budget(1.0, 0, reserve)[0] == free - reserve - min(SPARE_BYTES, total // 16)
+    with LLM(write_tiny_model(tmp_path), device="cpu", skip_tokenizer_init=True, num_kvcache_blocks=4) as llm:
+        config = llm.model_config
+        values = 2 * config.num_layers * config.num_kv_heads * config.head_dim * llm._runner.block_size
+        assert llm._runner.measure_kv_cache(0).per_block == 4 * values
+
+
+def test_the_example_of_other_config_values_acts(tmp_path: Path) -> None:
+    [shown] = re.findall(r"--hf-overrides \\\n    '(.*?)'\n", section(OPTIONS, "Values of config.json"))
+    folder = write_tiny_model(tmp_path, max_position_embeddings=32768)
+    assert load_model_config(folder).max_position_embeddings == 32768
+    assert load_model_config(folder, overrides=json.loads(shown)).max_position_embeddings == 131_072
 
 
 def test_the_readme_names_every_document() -> None:
