@@ -186,9 +186,10 @@ class LLM(OtherNames, ResidentEngine):
 
         An error of a prompt, an iterable or the engine ends the stream at that point. When the stream ends,
         also by `close()` of the generator, unfinished requests are aborted and the engine is usable. Leaving
-        the loop ends a stream that no variable keeps. From the first `next()` on, another call of the same
-        thread raises RuntimeError, except `abort`, `reset_prefix_cache` and `close`; other threads wait. The
-        first `next()` raises RuntimeError if requests of `add_request` are unfinished.
+        the loop ends a stream that no variable keeps. From the first `next()` on, calls of the same thread
+        that run or change the model raise RuntimeError, and those of other threads wait. `abort`, `close`,
+        `reset_prefix_cache`, `start_profile`, `stop_profile` and calls that only ask, such as `stats`, work.
+        The first `next()` raises RuntimeError if requests of `add_request` are unfinished.
         """
         self._lifecycle.check_open()
         check_on_error(on_error)

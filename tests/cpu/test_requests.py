@@ -14,7 +14,7 @@ from checked_llm import BLOCK, Bar, make_tiny, run
 from tiny_models import VOCAB_SIZE, write_tiny_model
 from transformers import BatchEncoding
 
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM, BeamSearchParams, SamplingParams
 from nanovllm.batch import NOT_FINITE, Batch
 from nanovllm.engine.requests import sequence_seed
 from nanovllm.jobs.params import make_params
@@ -173,6 +173,48 @@ def test_most_answers_that_end_at_the_default_length_are_said(
         assert not caplog.messages
         llm.generate(prompts[0], SamplingParams(n=3, max_tokens=Default(3), ignore_eos=True), use_tqdm=False)
         assert "3 of 3 answers" in caplog.text
+
+
+def test_which_calls_work_while_a_stream_is_open(model: Path, tmp_path: Path) -> None:
+    """Every public call; `stream` and README say it."""
+    with make_tiny(model) as llm:
+        stream = llm.stream([[5]] * 30, GREEDY)
+        next(stream)
+        beams = BeamSearchParams(beam_width=2, max_tokens=2)
+        refused = {
+            "generate": lambda: llm.generate([5], GREEDY),
+            "stream": lambda: next(iter(llm.stream([[5]], GREEDY))),
+            "score": lambda: llm.score([5], [[6]]),
+            "score_pairs": lambda: llm.score_pairs([([5], [6])]),
+            "embed": lambda: llm.embed([5]),
+            "beam_search": lambda: llm.beam_search([5], beams),
+            "add_request": lambda: llm.add_request([5], GREEDY),
+            "step": llm.step,
+            "sleep": llm.sleep,
+            "wake_up": llm.wake_up,
+            "update_weights": lambda: llm.update_weights({}),
+        }
+        for call in refused.values():
+            with pytest.raises(RuntimeError, match="a stream of this engine is open"):
+                call()
+        working = {
+            "abort": lambda: llm.abort("5"),
+            "reset_prefix_cache": llm.reset_prefix_cache,
+            "start_profile": lambda: llm.start_profile(tmp_path),
+            "stop_profile": llm.stop_profile,
+            "stats": llm.stats,
+            "is_finished": llm.is_finished,
+            "is_sleeping": llm.is_sleeping,
+            "get_default_sampling_params": llm.get_default_sampling_params,
+        }
+        for call in working.values():
+            call()
+        assert next(stream).finished
+        public = {name for name in dir(LLM) if not name.startswith("_") and callable(getattr(LLM, name))}
+        needs_a_tokenizer = {"chat", "get_tokenizer"}
+        closing = {"close", "exit", "shutdown", "from_pretrained"}
+        assert public == {*refused, *working} | needs_a_tokenizer | closing
+        llm.close()
 
 
 # -- several completions ------------------------------------------------------------------------------------
