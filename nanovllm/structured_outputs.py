@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from nanovllm.vllm_arguments import KnownFields
+
 MAX_CHARS = 2**20  # of a schema, expression or grammar, and of all choices together
 MAX_CHOICES = 10_000
 MAX_DEPTH = 100  # of brackets
@@ -21,7 +23,7 @@ CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object", "structural_
 
 
 @dataclass(frozen=True)
-class StructuredOutputsParams:
+class StructuredOutputsParams(KnownFields):
     """Exactly one constraint on the text of an output, and JSON options. Immutable.
 
     json: a JSON schema as a dictionary, a JSON string, or a pydantic model class; stored as a string.

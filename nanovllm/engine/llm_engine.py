@@ -109,7 +109,7 @@ class LLMEngine:
         """Load the model in `path` and create the scheduler; return the function that frees both."""
         if (size := self.config.data_parallel_size) > 1:
             name = type(self).__name__
-            raise ValueError(f"data_parallel_size={size} needs LLM itself; derive {name} from ReplicatedLLM")
+            raise ValueError(f"data_parallel_size={size} needs LLM itself, not {name}, which derives from it")
         device = Device(self.config.device)
         usable = usable_length(self.config, self.model_config, device, max_model_len)
         self._workers, self._runner, self._num_blocks = start_ranks(
@@ -143,7 +143,7 @@ class LLMEngine:
 
     def _params(
         self, sampling_params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
-    ) -> list[SamplingParams]:
+    ) -> list[SamplingParams | BadRow]:
         chosen = self.get_default_sampling_params() if sampling_params is None else sampling_params
         return parse_sampling_params(chosen, num_prompts)
 
@@ -293,7 +293,7 @@ class LLMEngine:
         Queues nothing. Each prompt gets a request id, in order. change: applied to each request first.
         """
         first_id, first_index, prompts, params, where = self._requests.next_id, *batch
-        made = self._processor.make_requests(prompts, params, where, first_id, first_index)
+        made = self._processor.make_requests(prompts, params, where, first_id, first_index, on_error)
         requests = [change(each) if isinstance(each, Request) else each for each in made]
         fitting = [attempt(self._fitting, *row) for row in zip(requests, where, strict=True)]
         if on_error == "raise":

@@ -30,6 +30,7 @@ _REWORDED = (
     (r"\bthe value None\b", "null"),
     (r"(^|\. )None\b", r"\1The default"),
     (r"\bNone\b", "the default"),
+    ("when `sampling_params` is not given", "that neither a row nor --sampling gives"),
 )
 ENDING_NAMES = ", ".join(ENDINGS)
 EPILOG = """exit codes:
@@ -84,6 +85,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     given = sys.argv[1:] if argv is None else argv
     if given and given[0] not in commands.choices and (write := elsewhere(given[0])) is not None:
         parser.error(f"there is no command {given[0]!r}; {write}")
+    for each in given[1:]:  # before argparse says what else is missing
+        if (write := elsewhere(_name(each), as_flag=True)) is not None and each.startswith("--"):
+            commands.choices.get(given[0], parser).error(f"unrecognized argument: {each}; {write}")
     args, unknown = parser.parse_known_args(given)
     if unknown:
         flags = ["--" + name.replace("_", "-") for name in (*vars(args), *_engine_fields())]
@@ -92,9 +96,14 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return args
 
 
+def _name(flag: str) -> str:
+    """The name of `--some-name=VALUE` in Python."""
+    return flag.removeprefix("--").partition("=")[0].replace("-", "_")
+
+
 def _hint(flag: str, flags: Sequence[str], command: str) -> str:
     """What to write instead of an unknown flag."""
-    name = flag.removeprefix("--").replace("-", "_")
+    name = _name(flag)
     if name in SamplingParams.__dataclass_fields__:
         return f"it is a sampling parameter: write --sampling {name}=VALUE"
     if name in ENGINE:
@@ -194,8 +203,14 @@ def _texts_of_options() -> dict[str, str]:
     for name, text in texts.items():
         for pattern, replacement in _REWORDED:
             text = re.sub(pattern, replacement, text)
-        texts[name] = text
+        texts[name] = re.sub(rf"`({names})`|(?<!\w)(\w+_\w+)(?!\w|\.json)", _as_flag, text)
     return texts
+
+
+def _as_flag(match: re.Match[str]) -> str:
+    """The flag of an option that a text names."""
+    name = match[1] or match[2]
+    return "--" + name.replace("_", "-") if name in _engine_fields() else match[0]
 
 
 def _engine_fields() -> dict[str, Field[Any]]:

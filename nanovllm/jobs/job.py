@@ -160,8 +160,9 @@ def make_format(
     args: argparse.Namespace, is_batch: bool, recommended: SamplingParams | None, seed: int
 ) -> RowFormat:
     """Return the format of the rows. recommended: the model's sampling parameters. seed: the engine's."""
-    of_format = row_format_of(is_batch).default_params
-    maker = ParamsMaker(job_params(args.sampling, recommended, of_format), seed)
+    kind = row_format_of(is_batch)
+    of_several = {name: each for name, each in kind.params_of_several.items() if name not in args.sampling}
+    maker = ParamsMaker(job_params(args.sampling, recommended, kind.default_params), seed, of_several)
     return (
         OpenAIFormat(maker, Path(args.model or "").name) if is_batch else PlainFormat(maker, columns_of(args))
     )

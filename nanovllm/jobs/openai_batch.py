@@ -18,7 +18,7 @@ from nanovllm.jobs.tasks import RowFormat, Task, conversation, prompt_of
 from nanovllm.outputs import EmbeddingRequestOutput, RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.prompts import show
-from nanovllm.vllm_arguments import SAMPLING
+from nanovllm.vllm_arguments import SAMPLING, elsewhere
 
 CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
 PROMPTS = {CHAT: "messages", COMPLETIONS: "prompt", EMBEDDINGS: "input"}  # by URL: the key of the prompt
@@ -44,6 +44,7 @@ class OpenAIFormat(RowFormat):
     """model: the name of the model in answers whose body has none."""
 
     default_params = MappingProxyType({"max_tokens": None})  # OpenAI's default
+    params_of_several = MappingProxyType({"temperature": 1.0})  # OpenAI's, where the model's is greedy
 
     def __init__(self, params: ParamsMaker, model: str) -> None:
         super().__init__(params)
@@ -155,7 +156,8 @@ def _read_body(url: str, body: Values) -> tuple[dict[str, Any], dict[str, Any]]:
         elif url != EMBEDDINGS and (name in SamplingParams.__dataclass_fields__ or name in SAMPLING):
             own[name] = value
         else:
-            raise ValueError(f"{name!r} in the body is not known for {url}; leave it out")
+            fix = elsewhere(name) or "leave it out"
+            raise ValueError(f"{name!r} in the body is not known for {url}; {fix}")
     if url == CHAT and body.get("logprobs"):
         own["logprobs"] = body.get("top_logprobs") or 0
     elif url == CHAT and body.get("top_logprobs"):

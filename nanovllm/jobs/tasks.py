@@ -50,6 +50,7 @@ class RowFormat(ABC):
 
     columns: set[str] | None = None  # the columns that it uses; None: each row's keys decide
     default_params: Mapping[str, Any] = MappingProxyType({})  # of rows, beneath `--sampling`
+    params_of_several: Mapping[str, Any] = MappingProxyType({})  # the same, of rows with `n` above 1
 
     def __init__(self, params: ParamsMaker) -> None:
         self.params = params

@@ -15,7 +15,7 @@ import numpy as np
 
 from nanovllm.batch import TokenLogprobs
 from nanovllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.sampling_params import GuardedProcessors, SamplingParams
 from nanovllm.text.detokenizer import CUT, LONGEST_CUT, Detokenizer
 from nanovllm.text.logprobs import LogprobDicts, join_parts, join_rows
 from nanovllm.text.prompts import Prompt, pack_token_ids
@@ -65,20 +65,22 @@ class Processor:
     def make_requests(
         self,
         prompts: Sequence[Prompt | BadRow],
-        params: list[SamplingParams],
+        params: Sequence[SamplingParams | BadRow],
         where: list[str],
         first_id: int,
         first_index: int = 0,
+        on_error: str = "raise",
     ) -> list[Request | BadRow]:
         """Check and tokenise the prompts; the ids of the requests count up from `first_id`.
 
         params: checked, one for each prompt. where: the name of each prompt in errors. first_index: the index
-        of the first prompt in its call.
+        of the first prompt in its call. on_error: with "return", an exception of a request's logits processor
+        ends that request alone.
 
-        A bad prompt stays in the list. A ValueError replaces a prompt without tokens or with a token id
-        outside the vocabulary. The same holds if the parameters have such an id or an invalid constraint, or
-        need a tokenizer (stop strings, bad words, structured outputs) and there is none. Raises ImportError
-        without llguidance.
+        A bad prompt stays in the list, and bad parameters replace theirs. A ValueError replaces a prompt
+        without tokens or with a token id outside the vocabulary. The same holds if the parameters have such
+        an id or an invalid constraint, or need a tokenizer (stop strings, bad words, structured outputs) and
+        there is none. Raises ImportError without llguidance.
         """
         encoded = self._encode(prompts)
         known: dict[int, OutputIds | BadRow] = {}  # by the identity of the SamplingParams
@@ -86,13 +88,16 @@ class Processor:
         def make(row: int, prompt: Prompt) -> Request:
             param, name = params[row], where[row]
             token_ids, packed = self._pack(prompt, encoded, name)
+            if not isinstance(param, SamplingParams):
+                raise param
             if id(param) not in known:
                 known[id(param)] = attempt(self._output_ids, param)
             meaning = known[id(param)]
             if isinstance(meaning, Exception):
                 raise ValueError(f"{name}: {meaning}")
             first_scored = None if param.prompt_logprobs is None else 1
-            rest = (param, *meaning, first_index + row, first_scored)
+            own = param.guarded() if on_error == "return" else param
+            rest = (own, *meaning, first_index + row, first_scored)
             return Request(first_id + row, prompt.text, token_ids, packed, *rest)
 
         return [
@@ -312,6 +317,9 @@ def _ends_with_eos(params: SamplingParams) -> bool:
 def _failure(request: Request, dead_end: tuple[str, int] | None) -> str:
     """Why there was no token to draw, or no score or embedding. dead_end: as in `output`."""
     params = request.params
+    for each in params.logits_processors or ():
+        if isinstance(each, GuardedProcessors) and each.error is not None:
+            return each.error
     if dead_end is not None and params.structured_outputs is not None:
         why, num_tokens = dead_end
         cause = f"llguidance failed: {why}" if why else "no text that begins like this output satisfies it"

@@ -11,7 +11,15 @@ from typing import Any, NamedTuple
 
 from nanovllm.inputs import PromptLike
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.text.prompts import NUMBERS, Prompt, parse_prompt, parse_sampling_params, show, split_prompts
+from nanovllm.text.prompts import (
+    NUMBERS,
+    Prompt,
+    check_params,
+    parse_prompt,
+    parse_sampling_params,
+    show,
+    split_prompts,
+)
 from nanovllm.text.rows import BadRow, attempt
 
 READ_SECONDS = 0.005  # time limit for reading a batch, checked after each prompt
@@ -23,7 +31,7 @@ class PromptBatch(NamedTuple):
 
     first_index: int  # index of the first prompt among all prompts
     prompts: list[Prompt | BadRow]
-    params: list[SamplingParams]  # checked
+    params: list[SamplingParams | BadRow]  # checked
     where: list[str]  # the name of each prompt in errors
 
 
@@ -46,7 +54,7 @@ class PromptReader:
         self._same: SamplingParams | None = None
         self._params: Iterator[SamplingParams] = iter(())
         if isinstance(sampling_params, SamplingParams):
-            [self._same] = parse_sampling_params(sampling_params, 1)
+            self._same = check_params(sampling_params, "sampling_params")
             return
         if isinstance(sampling_params, (str, Mapping)) or not isinstance(sampling_params, Iterable):
             raise TypeError(

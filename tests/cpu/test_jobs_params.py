@@ -80,6 +80,40 @@ def test_each_parameter_comes_from_its_own_place(tmp_path: Path) -> None:
     assert found == (0.5, 0.6, 8, None, 0.0)
 
 
+@pytest.mark.parametrize(
+    ("argv", "body", "of_model", "expected"),
+    [
+        ([], {}, 0.0, 1.0),
+        ([], {"temperature": 0.3}, 0.0, 0.3),
+        (["--sampling", "temperature=0.7"], {}, 0.0, 0.7),
+        (["--sampling", "top_p=0.5"], {}, 0.0, 1.0),
+        ([], {"n": 1}, 0.0, 0.0),
+        ([], {}, 0.6, 0.6),
+    ],
+)
+def test_several_answers_of_a_model_that_is_greedy(
+    tmp_path: Path, argv: list[str], body: dict[str, Any], of_model: float, expected: float
+) -> None:
+    """OpenAI's rows then have OpenAI's temperature, unless the row or the command line gives one."""
+    row = {"custom_id": "r", "url": "/v1/completions", "body": {"prompt": "a", "n": 2, **body}}
+    assert params_of(tmp_path, row, *argv, temperature=of_model).temperature == expected
+
+
+def test_several_greedy_answers_are_an_error_row(tmp_path: Path, engine: LoadedLLM) -> None:
+    batch = {"custom_id": "r", "url": "/v1/completions", "body": {"prompt": "Spell AB.", "n": 2}}
+    zero = batch | {"body": {**batch["body"], "temperature": 0}}  # type: ignore[dict-item]
+    plain = {"prompt": "Spell AB.", "sampling_params": {"n": 2}}
+    for rows, argv in (([batch, zero], []), ([batch], ["--sampling", "temperature=0"]), ([plain], [])):
+        source, out = write_rows(tmp_path / "in.jsonl", rows), tmp_path / f"{len(argv)}{len(rows[0])}.jsonl"
+        assert run(source, "-o", out, *argv, make_llm=engine) == 1
+        found = read_rows(out)
+        if len(rows) == 2:
+            choices = found[0]["response"]["body"]["choices"]
+            assert found[0]["error"] is None and [each["index"] for each in choices] == [0, 1]
+        assert "n must be 1 with temperature=0, not 2" in str(found[-1]["error"])
+        assert "set a temperature above 0" in str(found[-1]["error"])
+
+
 def test_a_limit_of_the_command_line_ends_the_rows_of_a_batch(tmp_path: Path, engine: LoadedLLM) -> None:
     bodies: list[dict[str, Any]] = [{}, {"max_tokens": 2}, {"max_tokens": None}]
     rows = [

@@ -115,6 +115,9 @@ def test_bad_conversations_are_answered_at_their_places() -> None:
         for index, (error, output) in enumerate(zip(errors, outputs[1:5], strict=True), 1):
             assert error in (output.error or "") and f"conversation {index}" in (output.error or "")
             assert output["finish_reason"] == "error"
+        wrong = llm.chat([[user], [user]], [GREEDY, "hot"], use_tqdm=False, on_error="return")  # type: ignore[list-item]
+        assert wrong[0]["text"] == expected["text"]
+        assert wrong[1].error == "sampling_params[1] must be SamplingParams, not 'hot' (str)"
         with pytest.raises(ValueError, match="conversation 1 has no messages"):
             llm.chat([[user], *bad], GREEDY, use_tqdm=False)
         with pytest.raises(ValueError, match="on_error must be"):
