@@ -65,6 +65,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     run.add_argument("--retry-errors", action="store_true", help="run the error rows of the output again")
     run.add_argument("--extend", action="store_true", help="answer the new rows of an input that has grown")
     run.add_argument("--ordered", action="store_true", help="run and write the rows in the input's order")
+    help_safe = "in CSV and TSV, put ' before a string that a spreadsheet would run as a formula"
+    run.add_argument("--csv-safe", action="store_true", help=help_safe)
     run.add_argument("--report", type=_page, metavar="FILE", help="write a page with charts, .html")
     help_window = f"rows that are reordered together (default: {WINDOW_ROWS:,})"
     run.add_argument("--window", type=_positive, default=WINDOW_ROWS, metavar="N", help=help_window)
