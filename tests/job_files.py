@@ -21,6 +21,8 @@ from model_folders import NESTED, within
 from nanovllm.jobs import main as program
 from nanovllm.jobs.errors import ANSWERED, ERROR_ROWS, REFUSED
 from nanovllm.jobs.parquet import import_pyarrow
+from nanovllm.outputs import EmbeddingOutput, EmbeddingRequestOutput, RequestOutput
+from nanovllm.sampling_params import SamplingParams
 
 KINDS = ("jsonl", "csv", "tsv", "parquet", "json", "openai")
 LIMIT = 20  # seconds for a file
@@ -76,11 +78,12 @@ PIECES = [
 
 
 class AnsweringLLM(FakeLLM):
-    """Embeds too."""
+    """Embeds too, and takes token ids."""
+
+    def answer(self, index: int, prompt: dict[str, Any], params: SamplingParams) -> RequestOutput:
+        return super().answer(index, {"prompt": prompt.get("prompt", "ids")}, params)
 
     def embed(self, prompts: list[Any], use_tqdm: bool, on_error: str) -> list[Any]:
-        from nanovllm.outputs import EmbeddingOutput, EmbeddingRequestOutput
-
         return [
             EmbeddingRequestOutput(str(number), EmbeddingOutput([0.5]), [1], True)
             for number, _ in enumerate(prompts)

@@ -25,7 +25,7 @@ class ParquetSource(Source):
             with pyarrow.parquet.ParquetFile(path) as file:
                 self.columns = unique_names(file.schema_arrow.names, path)
                 self.num_rows = file.metadata.num_rows
-        except pyarrow.ArrowException as error:
+        except (pyarrow.ArrowException, ValueError) as error:  # a name that is not UTF-8, for example
             raise JobRefusedError(f"{path} is no Parquet file that can be read: {error}") from None
 
     def rows(self) -> Iterator[SourceRow]:
@@ -53,7 +53,7 @@ class ParquetSource(Source):
             for batch in file.iter_batches(rows, row_groups=[group], columns=names):
                 yield from _values_of(_decoded(batch))
                 index += batch.num_rows
-        except (OSError, import_pyarrow().ArrowException) as error:
+        except (OSError, ValueError, import_pyarrow().ArrowException) as error:
             if isinstance(error, MemoryError) or getattr(error, "errno", None) is not None:
                 raise
             why = " ".join(str(error).split())

@@ -37,7 +37,7 @@ def rows_at_once(file: Any, path: Path, group: int, names: list[str]) -> int:
     file: the pyarrow.parquet.ParquetFile of `path`.
     """
     chunks = file.metadata.row_group(group)
-    paths = [chunks.column(number).path_in_schema for number in range(chunks.num_columns)]
+    paths = [file.schema.column(number).path for number in range(chunks.num_columns)]
     with path.open("rb") as opened:
         columns = [
             _Column(opened, chunks.column(number), file.schema.column(number))
