@@ -9,7 +9,7 @@ from typing import Any, BinaryIO
 
 from nanovllm.jobs.errors import JobRefusedError
 from nanovllm.jobs.export import COLUMNS, LISTS, NUMBERS
-from nanovllm.jobs.parquet_pages import MAX_UNPACKED, rows_at_once
+from nanovllm.jobs.parquet_pages import MAX_UNPACKED, Footer, rows_at_once
 from nanovllm.jobs.sources import MAX_ROW_BYTES, Source, SourceRow, Values, too_long, unique_names
 
 WRITTEN_ROWS = 1024  # at once
@@ -23,6 +23,7 @@ class ParquetSource(Source):
         pyarrow = import_pyarrow()
         try:
             with pyarrow.parquet.ParquetFile(path) as file:
+                Footer(path)
                 self.columns = unique_names(file.schema_arrow.names, path)
                 self.num_rows = file.metadata.num_rows
         except (pyarrow.ArrowException, ValueError) as error:  # a name that is not UTF-8, for example
@@ -30,15 +31,18 @@ class ParquetSource(Source):
 
     def rows(self) -> Iterator[SourceRow]:
         index = end = 0
+        footer = Footer(self.path)
         with import_pyarrow().parquet.ParquetFile(self.path, buffer_size=2**20) as file:
             for group in range(file.num_row_groups):
                 end += file.metadata.row_group(group).num_rows
-                for values in self._values_in(file, group, index, end):
+                for values in self._values_in(file, footer, group, index, end):
                     self.position = self.size * (index + 1) // (self.num_rows or 1)
                     yield SourceRow(index, f"{self.name}: row {index + 1}", values)
                     index += 1
 
-    def _values_in(self, file: Any, group: int, index: int, end: int) -> Iterator[Values | ValueError]:
+    def _values_in(
+        self, file: Any, footer: Footer, group: int, index: int, end: int
+    ) -> Iterator[Values | ValueError]:
         """The values of rows `index` to `end`, which are those of a row group. If it is damaged, an error
         takes the place of each row from the damaged batch on. If it would take too much memory, none is read.
         OSError if the system cannot read the file."""
@@ -46,14 +50,14 @@ class ParquetSource(Source):
         names = [name for name in self.columns if self.wanted is None or name in self.wanted]
         why = "it ends early"
         try:
-            rows = rows_at_once(file, self.path, group, names)
+            rows = rows_at_once(file, footer, group, names)
             if not rows:
                 yield from repeat(_too_large(group, index, end), end - index)
                 return
             for batch in file.iter_batches(rows, row_groups=[group], columns=names):
                 yield from _values_of(_decoded(batch))
                 index += batch.num_rows
-        except (OSError, ValueError, import_pyarrow().ArrowException) as error:
+        except (OSError, ValueError, IndexError, RecursionError, import_pyarrow().ArrowException) as error:
             if isinstance(error, MemoryError) or getattr(error, "errno", None) is not None:
                 raise
             why = " ".join(str(error).split())

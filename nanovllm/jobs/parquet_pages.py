@@ -27,22 +27,45 @@ HEADER_BYTES = (
     2**24,
 )  # how much to read for a header; pyarrow takes at most the last
 DATA, DICTIONARY, DATA_V2 = 0, 2, 3  # kinds of pages
+CODECS = ("", "snappy", "gzip", "lzo", "brotli", "lz4", "zstd", "lz4_raw")  # by their numbers in the footer
 RLE, DELTA_LENGTHS, DELTA_STRINGS = 3, 6, 7  # encodings
 Fields: TypeAlias = "dict[int, Any]"  # of a Thrift struct, by their ids
 
 
-def rows_at_once(file: Any, path: Path, group: int, names: list[str]) -> int:
+class Footer:
+    """The row groups of a Parquet file. Read here, because pyarrow ends the process at some damaged ones."""
+
+    def __init__(self, path: Path) -> None:
+        """ValueError if there is none."""
+        self.path = path
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - 8))
+            (length,) = struct.unpack("<I", file.read(4).rjust(4))
+            file.seek(max(0, path.stat().st_size - 8 - length))
+            self._data = file.read(length)
+        try:
+            self._groups = _fields(self._data, 0, lazy=True)[0].get(4, [])
+        except (IndexError, RecursionError):
+            raise ValueError("its footer is damaged") from None
+
+    def chunks(self, group: int) -> list[Fields]:
+        """What the footer says of each column of a row group."""
+        fields, _ = _fields(self._data, self._groups[group])
+        return [chunk.get(3, {}) for chunk in fields.get(1, [])]
+
+
+def rows_at_once(file: Any, footer: Footer, group: int, names: list[str]) -> int:
     """How many rows of a row group can be read at once with these columns: MAX_ROWS or fewer, 0 for none.
 
-    file: the pyarrow.parquet.ParquetFile of `path`.
+    file: the pyarrow.parquet.ParquetFile of the footer's file.
     """
-    chunks = file.metadata.row_group(group)
-    paths = [file.schema.column(number).path for number in range(chunks.num_columns)]
-    with path.open("rb") as opened:
+    chunks = footer.chunks(group)
+    leaves = [file.schema.column(number) for number in range(len(chunks))]
+    with footer.path.open("rb") as opened:
         columns = [
-            _Column(opened, chunks.column(number), file.schema.column(number))
-            for number, each in enumerate(paths)
-            if any(each == name or each.startswith(f"{name}.") for name in names)
+            _Column(opened, chunk, leaf)
+            for chunk, leaf in zip(chunks, leaves, strict=True)
+            if any(leaf.path == name or leaf.path.startswith(f"{name}.") for name in names)
         ]
         if sum(column.at_most() for column in columns) <= MAX_UNPACKED:
             return MAX_ROWS
@@ -65,7 +88,7 @@ class _Page(NamedTuple):
 class _Column:
     """One column of a row group: what its values need in memory."""
 
-    def __init__(self, file: BinaryIO, chunk: Any, schema: Any) -> None:
+    def __init__(self, file: BinaryIO, chunk: Fields, schema: Any) -> None:
         self._file, self._chunk, self._schema = file, chunk, schema
         fixed = schema.length if schema.physical_type == "FIXED_LEN_BYTE_ARRAY" else 0
         self._value = VALUE_BYTES + fixed
@@ -155,24 +178,23 @@ class _Column:
             return None
         self._file.seek(page.start)
         content = self._file.read(page.stored)
-        codec = self._chunk.compression.lower()
-        if codec == "uncompressed":
+        codec = self._chunk.get(4, 0)
+        if codec == 0:
             return memoryview(content)
         try:
-            codec = "lz4_raw" if codec == "lz4" else codec
-            return memoryview(pyarrow.decompress(content, page.size, codec)).cast("B")
-        except (OSError, ValueError, pyarrow.ArrowException):
+            return memoryview(pyarrow.decompress(content, page.size, CODECS[codec])).cast("B")
+        except (OSError, ValueError, IndexError, pyarrow.ArrowException):
             return None
 
     def _pages(self) -> Iterator[_Page]:
         """The pages as pyarrow finds them: one after the other, until they have all values. They end where a
         header is damaged, which pyarrow cannot read either."""
-        start = self._chunk.data_page_offset
-        if self._chunk.has_dictionary_page and 0 < self._chunk.dictionary_page_offset < start:
-            start = self._chunk.dictionary_page_offset
-        end = start + self._chunk.total_compressed_size
+        num_values, size, start, dictionary = (self._chunk.get(number, 0) for number in (5, 7, 9, 11))
+        if 0 < dictionary < start:
+            start = dictionary
+        end = start + size
         seen = 0
-        while seen < self._chunk.num_values and start < end:
+        while seen < num_values and 0 <= start < end:
             page = _read_page(self._file, start)
             if page is None:
                 return
@@ -264,9 +286,9 @@ def _read_page(file: BinaryIO, start: int) -> _Page | None:
     return None
 
 
-def _fields(data: bytes, place: int) -> tuple[Fields, int]:
-    """The integers and structs of a struct in Thrift's compact protocol, and where it ends. IndexError if the
-    data ends before."""
+def _fields(data: bytes, place: int, lazy: bool = False) -> tuple[Fields, int]:
+    """The integers, structs and lists of structs of a struct in Thrift's compact protocol, and where it ends.
+    IndexError if the data ends before. lazy: of lists of structs, only where each struct is."""
     fields: Fields = {}
     number = 0
     while head := data[place]:
@@ -276,8 +298,17 @@ def _fields(data: bytes, place: int) -> tuple[Fields, int]:
         else:
             number, place = _integer(data, place)
         kind = head & 15
-        if kind == 5:
-            fields[number], place = _integer(data, place)
+        if kind in (5, 6):
+            fields[number], place = _integer(data, place, 32 if kind == 5 else 64)
+        elif kind == 9 and data[place] & 15 == 12:
+            count, place = data[place] >> 4, place + 1
+            if count == 15:
+                count, place = _varint(data, place)
+            fields[number] = found = []
+            for _ in range(count):
+                inner, end = (None, _skip(data, place, 12)) if lazy else _fields(data, place)
+                found.append(place if lazy else inner)
+                place = end
         elif kind == 12:
             fields[number], place = _fields(data, place)
         elif kind > 2:  # others are in the head
@@ -309,7 +340,7 @@ def _skip(data: bytes, place: int, kind: int) -> int:
         for each in range(2 * count):
             place = _skip(data, place, head & 15 if each % 2 else head >> 4)
     elif kind == 12:
-        _, place = _fields(data, place)
+        _, place = _fields(data, place, lazy=True)
     else:
         raise ValueError(f"there is no kind {kind}")
     if place > len(data):
@@ -317,10 +348,10 @@ def _skip(data: bytes, place: int, kind: int) -> int:
     return place
 
 
-def _integer(data: bytes, place: int) -> tuple[int, int]:
-    """A signed number of 32 bits, and where it ends."""
+def _integer(data: bytes, place: int, bits: int = 32) -> tuple[int, int]:
+    """A signed number, and where it ends."""
     value, place = _varint(data, place)
-    value &= 0xFFFFFFFF
+    value &= (1 << bits) - 1
     return (value >> 1) ^ -(value & 1), place
 
 
