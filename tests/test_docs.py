@@ -12,20 +12,25 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import inside
 import pytest
 import torch
 from test_architecture import FLOORS
 from tiny_models import write_tiny_model
 
-from nanovllm import LLM, demo_model_path
+from nanovllm import LLM, demo_model_path, structured_outputs
 from nanovllm.config import Config
 from nanovllm.device import CPU_KV_CACHE_BYTES, SPARE_BYTES, Device
 from nanovllm.engine.startup import TABLE_BYTES
 from nanovllm.jobs import errors as job_errors
 from nanovllm.jobs.arguments import EPILOG, parse_args
 from nanovllm.jobs.params import row_seed
+from nanovllm.jobs.parquet_pages import MAX_UNPACKED
+from nanovllm.jobs.sources import MAX_NESTING, MAX_ROW_BYTES
+from nanovllm.models.files import MAX_DEPTH, MAX_JSON_BYTES, MAX_VOCABULARY_BYTES
 from nanovllm.models.loader import load_model_config
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.sampling_params import MAX_N, MAX_TEXTS, SamplingParams
+from nanovllm.structured_outputs import MAX_CHARS, MAX_CHOICES
 from nanovllm.vllm_arguments import BEAM_SEARCH, CHAT, EMBED, ENGINE, GENERATE, PROMPT, SAMPLING
 
 ROOT = Path(__file__).parent.parent
@@ -220,8 +225,8 @@ def test_how_memory_is_divided(tmp_path: Path) -> None:
     assert device.kv_cache_budget(1.0, 0, reserve)[0] == free - reserve - min(SPARE_BYTES, total // 16)
     with LLM(write_tiny_model(tmp_path), device="cpu", skip_tokenizer_init=True, num_kvcache_blocks=4) as llm:
         config = llm.model_config
-        values = 2 * config.num_layers * config.num_kv_heads * config.head_dim * llm._runner.block_size
-        assert llm._runner.measure_kv_cache(0).per_block == 4 * values
+        values = 2 * config.num_layers * config.num_kv_heads * config.head_dim * inside.runner(llm).block_size
+        assert inside.runner(llm).measure_kv_cache(0).per_block == 4 * values
 
 
 def test_the_example_of_other_config_values_acts(tmp_path: Path) -> None:
@@ -234,6 +239,21 @@ def test_the_example_of_other_config_values_acts(tmp_path: Path) -> None:
 def test_the_readme_names_every_document() -> None:
     for path in DOCS[1:]:
         assert f"`docs/{path.name}`" in README
+    assert "`SECURITY.md`" in README
+
+
+def test_limits_in_the_page_on_security_are_those_of_the_code() -> None:
+    text = " ".join((ROOT / "SECURITY.md").read_text().split())
+    mib = 2**20
+    for sentence in (
+        f"most {MAX_JSON_BYTES // mib} MiB (vocabularies {MAX_VOCABULARY_BYTES // mib} MiB) and {MAX_DEPTH}",
+        f"A row has at most {MAX_ROW_BYTES // mib} MiB and its JSON at most {MAX_NESTING} levels",
+        f"at most about {MAX_UNPACKED // 2**30} GiB is unpacked at once",
+        f"`n` is at most {MAX_N:,}, and there are at most {MAX_TEXTS['stop']:,} stop strings",
+        f"and {MAX_TEXTS['bad_words']:,} bad words",
+        f"at most {MAX_CHARS:,} characters, {MAX_CHOICES:,} choices and {structured_outputs.MAX_DEPTH} l",
+    ):
+        assert sentence in text
 
 
 def test_it_says_how_long_the_tests_take() -> None:

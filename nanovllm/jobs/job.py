@@ -92,7 +92,7 @@ def check_output(args: argparse.Namespace) -> None:
         _check_link(args.output)
         args.output = Path(os.path.realpath(args.output))
     output: Path = args.output
-    check_can_write(output)
+    check_can_write(output, args.csv_safe)
     if not output.parent.is_dir():
         raise JobRefusedError(f"-o {output}: there is no folder {output.parent}; make it first")
     if output.is_symlink() or (output.exists() and not output.is_file()):

@@ -63,7 +63,7 @@ class OpenAIFormat(RowFormat):
             raise ValueError(f"method must be 'POST', not {show(values['method'])}")
         if not isinstance(body, dict):
             raise TypeError(f"body must be an object {{...}}, not {show(body)}")
-        own, template = _read_body(url, body)
+        own, template = read_body(url, body)
         params = self.params.make(row.index, own)
         task = Task(row.index, values["custom_id"], None, params, template=template, place=row.place)
         task.request = {"url": url, "model": body.get("model") or self._model}
@@ -133,7 +133,7 @@ def looks_like_batch(values: Mapping[str, Any]) -> bool:
     return {"custom_id", "url", "body"} <= values.keys()
 
 
-def _read_body(url: str, body: Values) -> tuple[dict[str, Any], dict[str, Any]]:
+def read_body(url: str, body: Values) -> tuple[dict[str, Any], dict[str, Any]]:
     """The parameters of a body, and the arguments of the chat template. ValueError for unsupported keys."""
     own: dict[str, Any] = {}
     template: dict[str, Any] = {}

@@ -103,7 +103,7 @@ class JSONLinesSource(Source):
                 if not line.strip():
                     continue
                 is_long = len(line) > MAX_ROW_BYTES
-                yield SourceRow(index, f"{self.name}: line {number}", _too_long() if is_long else line)
+                yield SourceRow(index, f"{self.name}: line {number}", too_long() if is_long else line)
                 index += 1
 
 
@@ -175,7 +175,7 @@ class CSVSource(Source):
         for number, line in enumerate(_lines(file), 1):
             text = _text(line)
             if len(line) > MAX_ROW_BYTES:
-                yield TableRow(number, 1, _too_long())
+                yield TableRow(number, 1, too_long())
             elif text:
                 yield TableRow(number, 1, text.split(self.delimiter))
 
@@ -196,7 +196,7 @@ class CSVSource(Source):
                 except csv.Error as error:
                     fields = _not_csv(error)
                 if lines.num_bytes > MAX_ROW_BYTES:
-                    fields = _too_long() if lines.count == 1 else _not_csv(LONG_ROW)
+                    fields = too_long() if lines.count == 1 else _not_csv(LONG_ROW)
                 if isinstance(fields, ValueError):
                     break
                 if fields:
@@ -313,7 +313,7 @@ def _not_csv(error: csv.Error | str) -> ValueError:
     )
 
 
-def _too_long() -> ValueError:
+def too_long() -> ValueError:
     return ValueError(f"it is longer than {MAX_ROW_BYTES // 2**20} MiB")
 
 

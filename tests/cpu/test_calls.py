@@ -32,7 +32,6 @@ from nanovllm import (
     demo_model_path,
 )
 from nanovllm.jobs.arguments import parse_args, parse_sampling
-from nanovllm.jobs.openai_batch import _read_body
 from nanovllm.vllm_arguments import ELSEWHERE, EMBED, GENERATE
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -238,11 +237,12 @@ def test_other_names_of_other_libraries_say_what_to_write(
     [output] = llm.generate(prompt_token_ids=[[5]], sampling_params=GREEDY, use_tqdm=False)
     said["text"] = refusal(lambda: output.text)  # type: ignore[attr-defined]
     body = {"stop_sequences": ["a"]}
-    assert refusal(lambda: _read_body("/v1/completions", body)).endswith(ELSEWHERE["stop_sequences"].write)
+    assert refusal(lambda: read_body("/v1/completions", body)).endswith(ELSEWHERE["stop_sequences"].write)
     for name in CLASSES:
         said[name] = refusal(lambda name=name: getattr(nanovllm, name))  # type: ignore[misc]
         with pytest.raises(ImportError, match=re.escape(ELSEWHERE[name].write)):
-            exec(f"from nanovllm.sampling_params import {name}")
+            exec(f"from nanovllm.jobs.openai_batch import read_body
+from nanovllm.sampling_params import {name}")
     for name in COMMANDS:
         with pytest.raises(SystemExit):
             parse_args([name, "model"])

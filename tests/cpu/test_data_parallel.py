@@ -136,7 +136,7 @@ def test_another_thread_aborts_during_a_call(two: ReplicatedLLM, name: str, inde
             return two.generate(prompts, params, use_tqdm=False)
         return sorted(two.stream(prompts, params), key=lambda output: output.index)
 
-    outputs, aborted = aborted_during(two, two._requests.next_id + index, answer)
+    outputs, aborted = aborted_during(two, inside.requests(two).next_id + index, answer)
     assert aborted == outputs[index] and aborted["finish_reason"] == "abort"
     assert len(aborted["token_ids"]) < (40 if name == "stream" else 1)
     others = [output for output in outputs if output is not outputs[index]]

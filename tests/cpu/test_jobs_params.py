@@ -257,6 +257,6 @@ def test_the_texts_of_flags_on_every_python(monkeypatch: pytest.MonkeyPatch) -> 
     indented = "    ".join(inspect.cleandoc(Config.__doc__ or "").splitlines(keepends=True))
     for docstring in (inspect.cleandoc(indented), indented):
         monkeypatch.setattr(Config, "__doc__", docstring)
-        texts = arguments._texts_of_options()
-        assert texts.keys() >= arguments._engine_fields().keys()
+        texts = arguments.texts_of_options()
+        assert texts.keys() >= arguments.engine_fields().keys()
         assert all("  " not in text and text for text in texts.values())

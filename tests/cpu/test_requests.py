@@ -130,11 +130,11 @@ def test_parameters_of_a_row_fail_alone(model: Path, run_ahead: bool) -> None:
                 if not error:
                     assert output.error is None and output["token_ids"] == expected
             assert [len(each.token_ids) for each in outputs[8].outputs] == [2] * 3 and calls == 5 * 3
-            assert llm.is_finished() and llm._scheduler.block_manager.usage == 0
+            assert llm.is_finished() and inside.block_manager(llm).usage == 0
             for bad, error in ((changed, ValueError), (None, TypeError), (twice, ZeroDivisionError)):
                 with pytest.raises(error):
                     list(call(prompts[:2], [six, bad]))
-                assert llm.is_finished() and llm._scheduler.block_manager.usage == 0
+                assert llm.is_finished() and inside.block_manager(llm).usage == 0
             with pytest.raises(ValueError, match="temperature must be"):
                 list(call(prompts[:2], changed, on_error="return"))  # no row's own
 
