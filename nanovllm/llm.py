@@ -306,7 +306,7 @@ class LLM(OtherNames, ResidentEngine):
         self, parsed: Sequence[tuple[Prompt, Prompt, str]], use_tqdm: bool | Callable[..., Any]
     ) -> list[ScoreOutput]:
         """Score each (prompt, continuation, name of both in errors)."""
-        continued = encode_continuations(self.tokenizer, parsed)
+        continued = encode_continuations(self.tokenizer, parsed, self._processor.check_length)
         outputs = self._generate(
             [Prompt(None, each.token_ids) for each in continued],
             [where for _, _, where in parsed],

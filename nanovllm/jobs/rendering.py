@@ -1,6 +1,6 @@
 """Rendering: converts tasks to prompts for `LLM.stream`, conversations with the chat template.
 
-Processes several tasks at once, because a tokenizer is faster that way. Keeps no task.
+Keeps no task.
 """
 
 from __future__ import annotations
@@ -40,19 +40,15 @@ class Renderer:
         if isinstance(self._options, Exception) and (all_chats or chat_template_kwargs):
             raise JobRefusedError(f"rows with messages: {self._options}")
 
-    def prompts(self, tasks: Sequence[Task]) -> list[dict[str, Any] | BadRow]:
+    def prompts(self, tasks: Sequence[Task]) -> list[Prompt | dict[str, Any] | BadRow]:
         """Return the prompt of each task, or the error of a bad one."""
         plain = iter(self._plain([task for task in tasks if task.is_chat and not task.template]))
-        prompts: list[dict[str, Any] | BadRow] = []
+        prompts: list[Prompt | dict[str, Any] | BadRow] = []
         for task in tasks:
             if not task.is_chat:
                 prompts.append(as_prompt(task.prompt))
-                continue
-            found = attempt(self._own, task) if task.template else next(plain)
-            if isinstance(found, Prompt):
-                prompts.append({"prompt": found.text, "prompt_token_ids": found.token_ids})
             else:
-                prompts.append(found)
+                prompts.append(attempt(self._own, task) if task.template else next(plain))
         return prompts
 
     def _plain(self, tasks: Sequence[Task]) -> list[Prompt | BadRow]:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.errors import ModelLoadError
+from nanovllm.text.lengths import num_bytes
 from nanovllm.text.prompts import Prompt, check_text, show
 from nanovllm.text.rows import BadRow, attempt
 
@@ -17,6 +20,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger("nanovllm")
+
+ENCODED_BYTES = 2**19  # tokenised at once; it takes up to 300 times this memory, and up to a second
 
 
 def load_tokenizer(path: Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
@@ -43,8 +48,47 @@ def encode(
     tokenizer: PreTrainedTokenizerBase, texts: list[str], add_special_tokens: bool = True
 ) -> list[list[int]]:
     """Return the token ids of each string. transformers' warnings about long strings are off: the engine
-    checks the length."""
-    return tokenizer(texts, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
+    checks the length.
+
+    Several calls of the tokenizer limit its memory, and let signals act between them. A string that is longer
+    than this is tokenised in another thread, because that takes long and no signal ends it. After Ctrl-C the
+    thread goes on, and what it finds is dropped.
+    """
+
+    def encode_some(some: list[str]) -> list[list[int]]:
+        return tokenizer(some, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
+
+    found: list[list[int]] = []
+    for some, size in _portions(texts):
+        if size <= ENCODED_BYTES:
+            found += encode_some(some)
+            continue
+        future: Future[list[list[int]]] = Future()
+        threading.Thread(target=_fulfil, args=(future, encode_some, some), daemon=True).start()
+        found += future.result()
+    return found
+
+
+def _fulfil(future: Future[Any], call: Any, *args: Any) -> None:
+    try:
+        future.set_result(call(*args))
+    except BaseException as error:
+        future.set_exception(error)
+
+
+def _portions(texts: list[str]) -> Iterator[tuple[list[str], int]]:
+    """The strings in lists of up to ENCODED_BYTES, with their bytes; a longer string is alone."""
+    some: list[str] = []
+    size = 0
+    for text in texts:
+        more = num_bytes(text)
+        if some and size + more > ENCODED_BYTES:
+            yield some, size
+            some, size = [], 0
+        some.append(text)
+        size += more
+    if some:
+        yield some, size
 
 
 def bad_word_ids(tokenizer: PreTrainedTokenizerBase, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
@@ -126,20 +170,16 @@ def render_conversations(
     conversations: list[list[dict[str, Any]] | BadRow],
     options: Mapping[str, Any],
 ) -> list[Prompt | BadRow]:
-    """Apply the chat template to each conversation, and tokenise the results.
+    """Apply the chat template to each conversation; the results are not tokenised yet.
 
     An error stays in its place. If the template fails, a ValueError replaces the conversation.
     """
-    texts = [
+    return [
         each
         if isinstance(each, Exception)
         else attempt(_render, tokenizer, each, options, f"conversation {i}")
         for i, each in enumerate(conversations)
     ]
-    good = [text for text in texts if isinstance(text, str)]
-    # The template has written the special tokens already.
-    ids = iter(encode(tokenizer, good, add_special_tokens=False) if good else ())
-    return [Prompt(text, next(ids)) if isinstance(text, str) else text for text in texts]
 
 
 def _render(
@@ -147,10 +187,10 @@ def _render(
     conversation: list[dict[str, Any]],
     options: Mapping[str, Any],
     where: str,
-) -> str:
+) -> Prompt:
     try:
         text: Any = tokenizer.apply_chat_template(conversation, tokenize=False, **options)
     except Exception as error:  # a template may raise anything
         raise ValueError(f"{where}: the chat template fails ({type(error).__name__}: {error})") from error
     check_text(text, where)
-    return str(text)
+    return Prompt(str(text), None, add_special_tokens=False)
