@@ -262,7 +262,7 @@ class LLM(OtherNames, ResidentEngine):
         conversations = parse_conversations(messages)
         if on_error == "raise":
             raise_first(conversations)
-        prompts = render_conversations(self.tokenizer, conversations, options)
+        prompts = render_conversations(self.tokenizer, conversations, options, self._processor.templates)
         where = [f"conversation {index}" for index in range(len(prompts))]
         return self._generate(prompts, where, sampling_params, use_tqdm, on_error)
 

@@ -100,7 +100,7 @@ class LLMEngine:
         self._awaited: deque[RequestOutput] | None = None  # receives outputs of `abort`, for a call or stream
         self._counters = Counters()
         self._last_end = 0.0  # perf_counter at the end of the last step, or when the first request came
-        self._lifecycle = Lifecycle(self, free)
+        self._lifecycle = Lifecycle(self, self._processor.templates.close, free)
 
     def _start(self, path: Path, max_model_len: int) -> Callable[[], None]:
         """Load the model in `path` and create the scheduler; return the function that frees both."""

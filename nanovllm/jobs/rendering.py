@@ -14,6 +14,7 @@ from nanovllm.jobs.errors import JobRefusedError
 from nanovllm.jobs.tasks import Task
 from nanovllm.text.prompts import Prompt
 from nanovllm.text.rows import BadRow, attempt
+from nanovllm.text.templates import TemplateProcess
 from nanovllm.text.tokenizer import check_template_options, render_conversations
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ class Renderer:
         template, and for wrong variables."""
         self._tokenizer = tokenizer
         self._variables = chat_template_kwargs
+        self._process = TemplateProcess()
         self._options = attempt(self._check, {})  # of rows without their own
         if isinstance(self._options, Exception) and (all_chats or chat_template_kwargs):
             raise JobRefusedError(f"rows with messages: {self._options}")
@@ -65,7 +67,7 @@ class Renderer:
 
     def _render(self, conversations: list[Any], options: Mapping[str, Any]) -> list[Prompt | BadRow]:
         assert self._tokenizer is not None
-        found = render_conversations(self._tokenizer, conversations, options)
+        found = render_conversations(self._tokenizer, conversations, options, self._process)
         return [_without_number(each) if isinstance(each, Exception) else each for each in found]
 
     def _check(self, template: Mapping[str, Any]) -> dict[str, Any]:

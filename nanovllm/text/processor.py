@@ -23,6 +23,7 @@ from nanovllm.text.request import Request
 from nanovllm.text.rows import BadRow, attempt
 from nanovllm.text.stop_strings import StopStrings
 from nanovllm.text.structured import Constraint, GrammarCompiler
+from nanovllm.text.templates import TemplateProcess
 from nanovllm.text.tokenizer import bad_word_ids, encode
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ class Processor:
         self._eos_token_ids = [token_id for token_id in eos_token_ids if token_id < vocab_size]
         self._max_logprobs = max_logprobs
         self.max_model_len: int | None = None  # a text that cannot fit is not tokenised; None: no limit
+        self.templates = TemplateProcess()
         self._least_tokens: LeastTokens | None = None  # created on first use
         self._detokenizers: dict[bool, Detokenizer] = {}  # by whether special tokens are skipped
         self._grammars: GrammarCompiler | None = None  # created on first use

@@ -15,6 +15,7 @@ from nanovllm.errors import ModelLoadError
 from nanovllm.text.lengths import num_bytes
 from nanovllm.text.prompts import Prompt, check_text, show
 from nanovllm.text.rows import BadRow, attempt
+from nanovllm.text.templates import TemplateFailedError, TemplateProcess, TemplateStoppedError, plain
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -169,28 +170,63 @@ def render_conversations(
     tokenizer: PreTrainedTokenizerBase,
     conversations: list[list[dict[str, Any]] | BadRow],
     options: Mapping[str, Any],
+    process: TemplateProcess,
 ) -> list[Prompt | BadRow]:
-    """Apply the chat template to each conversation; the results are not tokenised yet.
+    """Apply the chat template to each conversation, in `process`; the results are not tokenised yet.
 
-    An error stays in its place. If the template fails, a ValueError replaces the conversation.
+    An error stays in its place. If the template fails or is stopped, a ValueError replaces the conversation.
+    A tokenizer with an `apply_chat_template` of its own applies it here: that is code, which is trusted.
     """
-    return [
-        each
-        if isinstance(each, Exception)
-        else attempt(_render, tokenizer, each, options, f"conversation {i}")
-        for i, each in enumerate(conversations)
-    ]
+    texts: list[Any] = list(conversations)
+    good = [row for row, each in enumerate(texts) if not isinstance(each, Exception)]
+    if type(tokenizer).apply_chat_template.__module__ == "transformers.tokenization_utils_base":
+        given = attempt(_plain_arguments, tokenizer, [conversations[row] for row in good], options)
+        rendered: list[Any] = [given] * len(good) if isinstance(given, Exception) else process.render(*given)
+    else:
+        rendered = [_apply(tokenizer, conversations[row], options) for row in good]
+    for row, text in zip(good, rendered, strict=True):
+        texts[row] = text
+    chosen = options.get("chat_template")
+    name = f"of {tokenizer.name_or_path}" if chosen is None else "that was passed"
+    return [attempt(_as_prompt, text, f"conversation {row}", name) for row, text in enumerate(texts)]
 
 
-def _render(
-    tokenizer: PreTrainedTokenizerBase,
-    conversation: list[dict[str, Any]],
-    options: Mapping[str, Any],
-    where: str,
-) -> Prompt:
+def _plain_arguments(
+    tokenizer: PreTrainedTokenizerBase, conversations: list[Any], options: Mapping[str, Any]
+) -> tuple[str, Any, list[Any], dict[str, Any]]:
+    """The arguments of `TemplateProcess.render`. ValueError for a function among the tools that has no
+    schema."""
+    from transformers.utils.chat_template_utils import get_json_schema
+
+    tools = options.get("tools")
+    if tools is not None:
+        try:
+            tools = [get_json_schema(tool) if inspect.isroutine(tool) else tool for tool in tools]
+        except Exception as error:  # of transformers' own types
+            raise ValueError(f"tools: {type(error).__name__}: {error}") from error
+    template = tokenizer.get_chat_template(options.get("chat_template"), tools)
+    rest = {name: value for name, value in options.items() if name not in ("tools", "chat_template")}
+    special = plain(tokenizer.special_tokens_map)
+    return template, special, plain(conversations), plain({**rest, "tools": tools})
+
+
+def _apply(tokenizer: PreTrainedTokenizerBase, conversation: Any, options: Mapping[str, Any]) -> Any:
     try:
-        text: Any = tokenizer.apply_chat_template(conversation, tokenize=False, **options)
-    except Exception as error:  # a template may raise anything
-        raise ValueError(f"{where}: the chat template fails ({type(error).__name__}: {error})") from error
+        return tokenizer.apply_chat_template(conversation, tokenize=False, **options)
+    except Exception as error:  # it may raise anything
+        return TemplateFailedError(f"{type(error).__name__}: {error}")
+
+
+def _as_prompt(text: Any, where: str, name: str) -> Prompt:
+    """The prompt of a rendered conversation. name: of the template, in errors."""
+    if isinstance(text, TemplateFailedError):
+        raise ValueError(f"{where}: the chat template fails ({text})")
+    if isinstance(text, TemplateStoppedError):
+        raise ValueError(
+            f"{where}: the chat template {name} {text}; put another chat_template.jinja into the model's "
+            "folder, or pass chat_template"
+        )
+    if isinstance(text, Exception):
+        raise text
     check_text(text, where)
     return Prompt(str(text), None, add_special_tokens=False)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from jobs import read_rows, run
+from jobs import Lent, read_rows, run
 from test_real_texts import PIECES, REAL, folder_of, tokenizer_of
 from test_texts import KINDS, TOKENIZERS
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
@@ -239,22 +239,6 @@ def test_huge_rows_of_a_job(tmp_path: Path, llm: LLM, tokenised: list[str]) -> N
         assert row["error"].startswith(f"in.jsonl: line {2 * index + 1}: the ")
         assert f"max_model_len={llm.model_config.max_model_len}; shorten it" in row["error"]
     assert tokenised == ["Hi"] * 12
-
-
-class Lent:
-    """Gives a job an engine that stays open."""
-
-    def __init__(self, llm: LLM) -> None:
-        self._llm = llm
-
-    def __call__(self, *args: object, **options: object) -> Any:
-        return self
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._llm, name)
-
-    def close(self) -> None:
-        pass
 
 
 def test_windows_and_portions_count_bytes() -> None:
