@@ -272,7 +272,7 @@ class LLM(OtherNames, ResidentEngine):
         conversations = parse_conversations(messages)
         if on_error == "raise":
             raise_first(conversations)
-        prompts = render_conversations(self.tokenizer, conversations, options)
+        prompts = render_conversations(self.tokenizer, conversations, options, self._processor.templates)
         where = [f"conversation {index}" for index in range(len(prompts))]
         return self._generate(prompts, where, sampling_params, use_tqdm, on_error)
 
@@ -301,7 +301,7 @@ class LLM(OtherNames, ResidentEngine):
 
     def _score(self, parsed: Sequence[Pair], use_tqdm: bool | Callable[..., Any]) -> list[ScoreOutput]:
         """Score each (prompt, continuation, name of both in errors)."""
-        continued = encode_continuations(self.tokenizer, parsed)
+        continued = encode_continuations(self.tokenizer, parsed, self._processor.check_length)
         outputs = self._generate(
             [Prompt(None, each.token_ids) for each in continued],
             [where for _, _, where in parsed],

@@ -86,24 +86,21 @@ class LLMEngine:
         self._generation = overridden(generation, option, changes)
         self.model_config.check_tensor_parallel_size(self.config.tensor_parallel_size)
         max_model_len = resolve_max_model_len(self.config.max_model_len, self.model_config)
-        self._processor = Processor(
-            find_tokenizer(self.config, path),
-            self.model_config.vocab_size,
-            self.model_config.eos_token_ids,
-            self.config.max_logprobs,
-        )
+        tokenizer, own = find_tokenizer(self.config, path), self.model_config
+        self._processor = Processor(tokenizer, own.vocab_size, own.eos_token_ids, self.config.max_logprobs)
         self._requests = Requests(self._processor, self.config.seed)
         if self.config.load_format == "auto":
             check_weights(self.model_config, path)
         free = self._start(path, max_model_len)
-        self.model_config = replace(self.model_config, max_model_len=self._scheduler.max_model_len)
+        self._processor.max_model_len = longest = self._scheduler.max_model_len
+        self.model_config = replace(self.model_config, max_model_len=longest)
         if self._warns:
-            warn_of_options(self.config, max_model_len, self._scheduler.max_model_len)
+            warn_of_options(self.config, max_model_len, longest)
         self._in_flight: LaunchedStep | None = None
         self._awaited: deque[RequestOutput] | None = None  # receives outputs of `abort`, for a call or stream
         self._counters = Counters()
         self._last_end = 0.0  # perf_counter at the end of the last step, or when the first request came
-        self._lifecycle = Lifecycle(self, free)
+        self._lifecycle = Lifecycle(self, self._processor.templates.close, free)
 
     def _start(self, path: Path, max_model_len: int) -> Callable[[], None]:
         """Load the model in `path` and create the scheduler; return the function that frees both."""

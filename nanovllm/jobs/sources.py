@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from sys import getsizeof
 from types import MappingProxyType
 from typing import Any, BinaryIO, NamedTuple, NoReturn, TypeAlias
 
@@ -47,6 +48,13 @@ class SourceRow:
     place: str
     data: Values | bytes | ValueError
     num_lines: int = 1
+
+    @property
+    def num_bytes(self) -> int:
+        """About what the row takes in memory: its line, or its strings."""
+        if isinstance(self.data, dict):
+            return sum(getsizeof(value) for value in self.data.values() if isinstance(value, str))
+        return 0 if isinstance(self.data, ValueError) else len(self.data)
 
     def values(self) -> Values:
         """The row as a dictionary. ValueError with the place and the reason if it is not one."""

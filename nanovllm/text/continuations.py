@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from nanovllm.inputs import PromptLike
@@ -44,20 +44,27 @@ def parse_pairs(pairs: Iterable[tuple[PromptLike, PromptLike]]) -> list[Pair]:
     return parsed
 
 
-def encode_continuations(tokenizer: PreTrainedTokenizerBase | None, pairs: Sequence[Pair]) -> list[Continued]:
+def encode_continuations(
+    tokenizer: PreTrainedTokenizerBase | None,
+    pairs: Sequence[Pair],
+    check_length: Callable[[str, str], None],
+) -> list[Continued]:
     """Return the token ids of each pair.
 
     Two strings are encoded together. The continuation begins where the result differs from the encoding of
     the prompt alone, so a token that spans both belongs to the continuation. ValueError for an empty part,
-    and for a string without a tokenizer.
+    for a string without a tokenizer, and for one that `check_length(text, name)` refuses.
     """
     wanted: dict[str, None] = {}  # strings to encode
     for prompt, continuation, where in pairs:
         if tokenizer is None and (prompt.token_ids is None or continuation.token_ids is None):
             raise ValueError(f"{where} has a string, and skip_tokenizer_init=True; pass token ids")
+        for text in (each.text for each in (prompt, continuation) if each.token_ids is None):
+            check_length(str(text), where)
         if prompt.token_ids is None:
             wanted[str(prompt.text)] = None
             if continuation.token_ids is None:
+                check_length(f"{prompt.text}{continuation.text}", where)
                 wanted[f"{prompt.text}{continuation.text}"] = None
     encoded: dict[str, list[int]] = {}
     if tokenizer is not None and wanted:

@@ -5,7 +5,7 @@ Owns the tokenizer. Keeps no request; knows neither blocks nor tensors.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import chain
@@ -17,12 +17,14 @@ from nanovllm.batch import TokenLogprobs
 from nanovllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from nanovllm.sampling_params import GuardedProcessors, SamplingParams
 from nanovllm.text.detokenizer import CUT, LONGEST_CUT, Detokenizer
+from nanovllm.text.lengths import LeastTokens, num_bytes
 from nanovllm.text.logprobs import LogprobDicts, join_parts, join_rows
 from nanovllm.text.prompts import Prompt, pack_token_ids
 from nanovllm.text.request import Request
 from nanovllm.text.rows import BadRow, attempt
 from nanovllm.text.stop_strings import StopSearch, StopStrings
 from nanovllm.text.structured import Constraint, GrammarCompiler
+from nanovllm.text.templates import TemplateProcess
 from nanovllm.text.tokenizer import bad_word_ids, encode
 
 if TYPE_CHECKING:
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
 
 CACHE_SIZE = 16  # lists of stop strings and of bad words; the longest take a few megabytes
 
+LONG_TEXT = 2**16  # characters; a shorter text is tokenised, whatever its length may turn out to be
 # The tokenised sampling parameters: `stop_token_ids`, `bad_words` and `constraint` of a Request.
 OutputIds: TypeAlias = tuple[frozenset[int], tuple[tuple[int, ...], ...], "Constraint | None"]
 
@@ -49,6 +52,9 @@ class Processor:
         self._vocab_size = vocab_size
         self._eos_token_ids = [token_id for token_id in eos_token_ids if token_id < vocab_size]
         self._max_logprobs = max_logprobs
+        self.max_model_len: int | None = None  # a text that cannot fit is not tokenised; None: no limit
+        self.templates = TemplateProcess()
+        self._least_tokens: LeastTokens | None = None  # created on first use
         self._detokenizers: dict[bool, Detokenizer] = {}  # by whether special tokens are skipped
         self._grammars: GrammarCompiler | None = None  # created on first use
         self._decoded: dict[int, str] = {}  # the text of single tokens
@@ -80,14 +86,14 @@ class Processor:
         A bad prompt stays in the list, and bad parameters replace theirs. A ValueError replaces a prompt
         without tokens or with a token id outside the vocabulary. The same holds if the parameters have such
         an id or an invalid constraint, or need a tokenizer (stop strings, bad words, structured outputs) and
-        there is none. Raises ImportError without llguidance.
+        there is none, and for a text that `check_length` refuses. Raises ImportError without llguidance.
         """
-        encoded = self._encode(prompts)
+        encoded = self._encode(prompts, where)
         known: dict[int, OutputIds | BadRow] = {}  # by the identity of the SamplingParams
 
         def make(row: int, prompt: Prompt) -> Request:
             param, name = params[row], where[row]
-            token_ids, packed = self._pack(prompt, encoded, name)
+            token_ids, packed = self._pack(prompt, encoded[row], name)
             if not isinstance(param, SamplingParams):
                 raise param
             if id(param) not in known:
@@ -194,8 +200,22 @@ class Processor:
 
     def encode(self, prompts: Sequence[Prompt], where: list[str]) -> list[list[int]]:
         """The checked token ids of prompts; ValueError as in `make_requests`."""
-        encoded = self._encode(prompts)
-        return [self._pack(prompt, encoded, name)[0] for prompt, name in zip(prompts, where, strict=True)]
+        rows = zip(prompts, self._encode(prompts, where), where, strict=True)
+        return [self._pack(prompt, ids, name)[0] for prompt, ids, name in rows]
+
+    def check_length(self, text: str, where: str) -> None:
+        """ValueError for a text that cannot fit, however the rest of its request is. Tokenises nothing."""
+        if self.tokenizer is None or self.max_model_len is None or len(text) < LONG_TEXT:
+            return
+        if self._least_tokens is None or self._least_tokens.tokenizer is not self.tokenizer:
+            self._least_tokens = LeastTokens(self.tokenizer)
+        most = self.max_model_len + 1  # for the last token of a text that is scored needs no room
+        least = self._least_tokens.of(text, most)
+        if least > most:
+            raise ValueError(
+                f"{where} has {num_bytes(text):,} bytes, which are at least {least:,} tokens, and "
+                f"max_model_len={self.max_model_len}; shorten it"
+            )
 
     def decode(self, token_ids: list[int]) -> str | None:
         """The text of tokens; None without a tokenizer."""
@@ -273,16 +293,37 @@ class Processor:
             self._grammars = GrammarCompiler(self.tokenizer, self._vocab_size, self.eos_token_ids)
         return self._grammars.constraint(params.structured_outputs)
 
-    def _encode(self, prompts: Sequence[Prompt | BadRow]) -> Iterator[list[int]]:
-        """The token ids of the prompts that are strings, if there is a tokenizer."""
-        texts = [str(each.text) for each in prompts if isinstance(each, Prompt) and each.token_ids is None]
-        return iter(encode(self.tokenizer, texts) if texts and self.tokenizer is not None else ())
+    def _encode(self, prompts: Sequence[Prompt | BadRow], where: list[str]) -> list[list[int] | BadRow]:
+        """The token ids of each prompt, or the error of a bad one."""
+        found = [
+            attempt(self._given_ids, prompt, name) if isinstance(prompt, Prompt) else prompt
+            for prompt, name in zip(prompts, where, strict=True)
+        ]
+        for special in (True, False):
+            texts = {
+                row: str(prompt.text)
+                for row, prompt in enumerate(prompts)
+                if found[row] is None and isinstance(prompt, Prompt) and prompt.add_special_tokens is special
+            }
+            if texts:
+                assert self.tokenizer is not None
+                found_ids = encode(self.tokenizer, list(texts.values()), add_special_tokens=special)
+                for row, ids in zip(texts, found_ids, strict=True):
+                    found[row] = ids
+        return [ids for ids in found if ids is not None]
 
-    def _pack(self, prompt: Prompt, encoded: Iterator[list[int]], where: str) -> tuple[list[int], bytes]:
-        """The prompt's token ids, as a list and as int32 bytes. A string takes the next of `encoded`."""
-        if prompt.token_ids is None and self.tokenizer is None:
-            raise ValueError(f"{where} is a string, and skip_tokenizer_init=True; pass token ids")
-        ids = next(encoded) if prompt.token_ids is None else prompt.token_ids
+    def _given_ids(self, prompt: Prompt, where: str) -> list[int] | None:
+        """The prompt's token ids; None for a string that is to be tokenised."""
+        if prompt.token_ids is None:
+            if self.tokenizer is None:
+                raise ValueError(f"{where} is a string, and skip_tokenizer_init=True; pass token ids")
+            self.check_length(str(prompt.text), where)
+        return prompt.token_ids
+
+    def _pack(self, prompt: Prompt, ids: list[int] | BadRow, where: str) -> tuple[list[int], bytes]:
+        """The prompt's token ids, as a list and as int32 bytes."""
+        if isinstance(ids, Exception):
+            raise ids
         if not ids:
             raise ValueError(f"{where} has no tokens: {prompt.text!r}")
         return ids, pack_token_ids(ids, self._vocab_size, where)

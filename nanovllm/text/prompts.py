@@ -31,6 +31,7 @@ class Prompt:
 
     text: str | None
     token_ids: list[int] | None
+    add_special_tokens: bool = True  # when the string is tokenised; a chat template writes them itself
 
 
 def parse_prompts(prompts: PromptLike | Iterable[PromptLike]) -> tuple[list[Prompt | BadRow], list[str]]:
@@ -71,6 +72,8 @@ def split_prompts(
 
 def parse_prompt(prompt: Any, where: str) -> Prompt:
     """Normalise one prompt to a `Prompt`. where: its name in errors."""
+    if isinstance(prompt, Prompt):
+        return prompt
     if isinstance(prompt, Mapping):
         return _parse_mapping(prompt, where)
     if isinstance(prompt, str):

@@ -23,6 +23,7 @@ from nanovllm.text.prompts import (
 from nanovllm.text.rows import BadRow, attempt
 
 READ_SECONDS = 0.005  # time limit for reading a batch, checked after each prompt
+READ_CHARS = 2**22  # of text in a batch, checked after each prompt
 END = object()
 
 
@@ -76,23 +77,26 @@ class PromptReader:
         if self._items is None:
             self._items, self._where = split_prompts(self._prompts)
         first = self._index
-        items: list[Any] = []
+        prompts: list[Prompt | BadRow] = []
         params: list[Any] = []
+        where: list[str] = []
+        num_chars = 0
         until = perf_counter() + READ_SECONDS
-        while len(items) < most and not (items and perf_counter() > until):
+        while len(where) < most and num_chars < READ_CHARS and not (where and perf_counter() > until):
             item, param = next(self._items, END), self._same or next(self._params, END)
             if item is END:
                 self.ended = True
                 if self._same is None and param is not END:
-                    raise self._unequal(f"prompts end after {first + len(items)}, but sampling_params do not")
+                    raise self._unequal(f"prompts end after {first + len(where)}, but sampling_params do not")
                 break
             if param is END:
-                raise self._unequal(f"sampling_params end after {first + len(items)}, but prompts do not")
-            items.append(item)
+                raise self._unequal(f"sampling_params end after {first + len(where)}, but prompts do not")
+            where.append(self._where.format(first + len(where)))
+            prompt = attempt(parse_prompt, item, where[-1])
+            num_chars += len(prompt.text or "") if isinstance(prompt, Prompt) else 0
+            prompts.append(prompt)
             params.append(param)
-        self._index += len(items)
-        where = [self._where.format(index) for index in range(first, self._index)]
-        prompts = [attempt(parse_prompt, item, name) for item, name in zip(items, where, strict=True)]
+        self._index += len(where)
         if self._same is None:
             params = parse_sampling_params(params, len(params), first)
         return PromptBatch(first, prompts, params, where)

@@ -32,6 +32,7 @@ from nanovllm import (
     demo_model_path,
 )
 from nanovllm.jobs.arguments import parse_args, parse_sampling
+from nanovllm.jobs.openai_batch import read_body
 from nanovllm.vllm_arguments import ELSEWHERE, EMBED, GENERATE
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -241,8 +242,7 @@ def test_other_names_of_other_libraries_say_what_to_write(
     for name in CLASSES:
         said[name] = refusal(lambda name=name: getattr(nanovllm, name))  # type: ignore[misc]
         with pytest.raises(ImportError, match=re.escape(ELSEWHERE[name].write)):
-            exec(f"from nanovllm.jobs.openai_batch import read_body
-from nanovllm.sampling_params import {name}")
+            exec(f"from nanovllm.sampling_params import {name}")
     for name in COMMANDS:
         with pytest.raises(SystemExit):
             parse_args([name, "model"])
