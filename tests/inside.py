@@ -101,17 +101,6 @@ def swap_visits(llm: LLM, visits: Any) -> Any:
     return old
 
 
-def count_reads(patch: pytest.MonkeyPatch, searches: Any, counted: list[int]) -> None:
-    """Let `counted` stand for the table of states that a search for stop strings falls back to."""
-    counted.extend(searches._shorter)
-    patch.setattr(searches, "_shorter", counted)
-
-
-def search_of(stops: Any) -> Any:
-    """What several sequences with equal stop strings share."""
-    return stops._search
-
-
 class AroundSteps:
     """A base class before `LLM`: `around_step` gets each step of the engine as a function, and calls it."""
 

@@ -63,7 +63,7 @@ def rows_at_once(file: Any, footer: Footer, group: int, names: list[str]) -> int
     leaves = [file.schema.column(number) for number in range(len(chunks))]
     with footer.path.open("rb") as opened:
         columns = [
-            _Column(opened, chunk, leaf)
+            Column(opened, chunk, leaf)
             for chunk, leaf in zip(chunks, leaves, strict=True)
             if any(leaf.path == name or leaf.path.startswith(f"{name}.") for name in names)
         ]
@@ -85,7 +85,7 @@ class _Page(NamedTuple):
     levels: int | None = None  # bytes of repetition levels before what is packed; None: in it; -1: unknown
 
 
-class _Column:
+class Column:
     """One column of a row group: what its values need in memory."""
 
     def __init__(self, file: BinaryIO, chunk: Fields, schema: Any) -> None:
@@ -120,7 +120,7 @@ class _Column:
     def bytes_of(self, rows: int) -> int:
         """Bytes in memory while so many rows are read."""
         return self._bytes(
-            min(rows * self._longest_list, self.num_values), max(self._longest_text, self._extra)
+            min(rows * self.longest_list, self.num_values), max(self._longest_text, self._extra)
         )
 
     def _bytes(self, values: int, longest: int) -> int:
@@ -147,7 +147,7 @@ class _Column:
         return min(longest, self._dictionary)
 
     @cached_property
-    def _longest_list(self) -> int:
+    def longest_list(self) -> int:
         """Values of the row that has the most, or a bound; 1 without lists."""
         if not self._schema.max_repetition_level:
             return 1

@@ -28,7 +28,7 @@ class StopSearch:
                 if state == len(self._longer):
                     self._longer.append({})
             ends.setdefault(state, index)
-        self._shorter = [0] * len(self._longer)  # the longest end of each state that is another state
+        self.shorter = [0] * len(self._longer)  # the longest end of each state that is another state
         self._found = [ends.get(state, -1) for state in range(len(self._longer))]
         self.num_held = [0] * len(self._longer)  # characters of each state that may begin a stop string
         layer, length = [0], 0
@@ -36,13 +36,13 @@ class StopSearch:
             length += 1
             for state in layer:
                 has_longer = bool(self._longer[state])
-                self.num_held[state] = length if has_longer else self.num_held[self._shorter[state]]
+                self.num_held[state] = length if has_longer else self.num_held[self.shorter[state]]
 
     def _finish(self, state: int) -> Iterable[int]:
         """Compute, for the states with one more character, what follows from shorter states; return them."""
         for letter, longer in self._longer[state].items():
-            shorter = self.after(self._shorter[state], letter) if state else 0
-            self._shorter[longer] = shorter
+            shorter = self.after(self.shorter[state], letter) if state else 0
+            self.shorter[longer] = shorter
             found = [index for index in (self._found[longer], self._found[shorter]) if index >= 0]
             self._found[longer] = min(found, default=-1)
         return self._longer[state].values()
@@ -52,7 +52,7 @@ class StopSearch:
         while letter not in self._longer[state]:
             if not state:
                 return 0
-            state = self._shorter[state]
+            state = self.shorter[state]
         return self._longer[state][letter]
 
     def found(self, state: int) -> str | None:
@@ -69,7 +69,7 @@ class StopStrings:
 
     def __init__(self, search: StopSearch, stream: TextStream, min_tokens: int = 0) -> None:
         """min_tokens: matches that end within this number of tokens do not count."""
-        self._search = search
+        self.search = search
         self._state = 0  # of the search, after all text so far
         self._min_tokens = min_tokens
         self._stream = stream
@@ -89,11 +89,11 @@ class StopStrings:
         if not new:
             return False
         self._parts.append(new)
-        if not self._search.stops:
+        if not self.search.stops:
             return False
         for position, letter in enumerate(new, 1):
-            self._state = self._search.after(self._state, letter)
-            found = self._search.found(self._state)
+            self._state = self.search.after(self._state, letter)
+            found = self.search.found(self._state)
             if found is not None and self.num_tokens > self._min_tokens:
                 self.found, self._end = found, len(new) - position
                 return True
@@ -104,7 +104,7 @@ class StopStrings:
         back, because it may be cut off later."""
         text = self._held + "".join(self._parts[self._num_taken :])
         self._num_taken = len(self._parts)
-        end = len(text) - self._search.num_held[self._state]
+        end = len(text) - self.search.num_held[self._state]
         self._held = text[end:]
         return text[:end]
 

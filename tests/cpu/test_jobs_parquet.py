@@ -112,7 +112,7 @@ def test_good_files_are_read_whatever_their_row_groups(
     pyarrow.parquet.write_table(table, path, compression=compression, data_page_version=version)
     with path.open("rb") as opened, pyarrow.parquet.ParquetFile(path) as file:
         footer = parquet_pages.Footer(path)
-        column = parquet_pages._Column(opened, footer.chunks(0)[0], file.schema.column(0))
-        assert column.at_most() > parquet_pages.MAX_UNPACKED and column._longest_list == max(lengths)
+        column = parquet_pages.Column(opened, footer.chunks(0)[0], file.schema.column(0))
+        assert column.at_most() > parquet_pages.MAX_UNPACKED and column.longest_list == max(lengths)
         assert parquet_pages.rows_at_once(file, footer, 0, table.column_names) >= 64
     assert [row.data for row in ParquetSource(path).rows()] == table.to_pylist()

@@ -162,7 +162,8 @@ def test_the_work_does_not_grow_with_the_number_of_stop_strings(monkeypatch: pyt
     detokenizer, ids = Detokenizer(TOKENIZERS["byte_level"]), encode("byte_level", "the lazy dog, " * 50)
     stops = ["dog, the lazy dog, " * 3 + f"{index}" for index in range(1000)]
     searches, shorter = StopSearch(stops), Counted()
-    inside.count_reads(monkeypatch, searches, shorter)
+    shorter.extend(searches.shorter)
+    monkeypatch.setattr(searches, "shorter", shorter)
     found, looks, taken = StopStrings(searches, detokenizer.stream(ids)), [], ""
     after = searches.after
     monkeypatch.setattr(searches, "after", lambda *place: looks.append(place) or after(*place))
@@ -180,7 +181,7 @@ def test_equal_lists_of_stop_strings_are_read_once() -> None:
     processor = Processor(tokenizer, len(tokenizer), [tokenizer.eos_token_id])
     params = [SamplingParams(stop=["lo", "the"], n=2).checked() for _ in range(3)]
     made = processor.make_requests(parse_prompts(["x"] * 3)[0], params, ["p"] * 3, 0)
-    assert len({id(inside.search_of(processor.stop_strings(request))) for request in made}) == 1
+    assert len({id(processor.stop_strings(request).search) for request in made}) == 1
 
 
 @pytest.mark.parametrize("kind", KINDS)

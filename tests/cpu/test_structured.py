@@ -24,7 +24,7 @@ from nanovllm.text.processor import Processor
 from nanovllm.text.prompts import parse_prompts, parse_sampling_params
 from nanovllm.text.request import Request
 from nanovllm.text.rows import raise_first
-from nanovllm.text.structured import CACHE_SIZE, COPIES, ORIGINALS, Constraint, GrammarCompiler, endless_rule
+from nanovllm.text.structured import CACHE_SIZE, COPIES, ORIGINALS, Constraint, GrammarCompiler
 
 TOKENIZER = AutoTokenizer.from_pretrained(demo_model_path())
 V = 540  # more logits than tokens, like models with padded embeddings
@@ -260,30 +260,6 @@ def test_wrong_constraints_name_the_prompt_and_the_cause(constraint: dict[str, A
         ValueError, match=rf"(?s)prompts\[1\]: structured_outputs: {next(iter(constraint))}: .*{words}"
     ):
         requests([good, params_of(**constraint), good])
-
-
-@pytest.mark.parametrize(
-    ("grammar", "endless"),
-    [
-        ('start: "a" start', "start"),
-        ('start: "a" x\nx: "b" x | ("c"|x) y "d"?\ny: "d" x', "x"),
-        ('start[capture="x"]: "a" x~2..3\n?x.2: "b"+ [x] x\n// x: "c"\n', "x"),
-        ('%llguidance {}\nstart: x{1,2} "]"\nx: %json {"a: ": [1]} x\n %ignore / /', "x"),
-        ('start: "a" start | "b"', None),
-        ('start: "a" start?', None),
-        ('start: "a" start*', None),
-        ('start: "a" [start]', None),
-        ('start: "a" start~0..2 "b" start{0,3} start{,3} start{0}', None),
-        ('start: "a" (start | x) -> name\nx:\n  | "a".."z" x', None),
-        ('start: (A | imported) <|end|> @other\nA: "a" A', None),
-        ("start: x0\n" + "".join(f"x{i}: x{i + 1}\n" for i in range(5000)) + 'x5000: "a"', None),
-        ("".join(f"x{i + 1}: x{i}\n" for i in range(5000)) + 'x0: "a"\nstart: x5000', None),
-        ('start: "a" start $', None),
-    ],
-)
-def test_grammars_without_an_end(grammar: str, endless: str | None) -> None:
-    """Also over many rules in any order; what is not read counts as good."""
-    assert endless_rule(grammar) == endless
 
 
 def test_where_a_text_ends() -> None:
