@@ -31,6 +31,7 @@ from nanovllm.models.files import MAX_DEPTH, MAX_JSON_BYTES, MAX_VOCABULARY_BYTE
 from nanovllm.models.loader import load_model_config
 from nanovllm.sampling_params import MAX_N, MAX_TEXTS, SamplingParams
 from nanovllm.structured_outputs import MAX_CHARS, MAX_CHOICES
+from nanovllm.text.templates import Limits
 from nanovllm.vllm_arguments import BEAM_SEARCH, CHAT, EMBED, ENGINE, GENERATE, PROMPT, SAMPLING
 
 ROOT = Path(__file__).parent.parent
@@ -244,11 +245,13 @@ def test_the_readme_names_every_document() -> None:
 
 def test_limits_in_the_page_on_security_are_those_of_the_code() -> None:
     text = " ".join((ROOT / "SECURITY.md").read_text().split())
-    mib = 2**20
+    mib, limits = 2**20, Limits()
     for sentence in (
         f"most {MAX_JSON_BYTES // mib} MiB (vocabularies {MAX_VOCABULARY_BYTES // mib} MiB) and {MAX_DEPTH}",
         f"A row has at most {MAX_ROW_BYTES // mib} MiB and its JSON at most {MAX_NESTING} levels",
         f"at most about {MAX_UNPACKED // 2**30} GiB is unpacked at once",
+        f"has {limits.seconds:.0f} s of a CPU, {limits.memory_bytes // mib} MiB of memory (on Linux) and "
+        f"{limits.output_bytes // mib} MiB of output",
         f"`n` is at most {MAX_N:,}, and there are at most {MAX_TEXTS['stop']:,} stop strings",
         f"and {MAX_TEXTS['bad_words']:,} bad words",
         f"at most {MAX_CHARS:,} characters, {MAX_CHOICES:,} choices and {structured_outputs.MAX_DEPTH} l",
