@@ -106,7 +106,7 @@ class LLMEngine:
         """Load the model in `path` and create the scheduler; return the function that frees both."""
         if (size := self.config.data_parallel_size) > 1:
             name = type(self).__name__
-            raise ValueError(f"data_parallel_size={size} needs LLM itself, not {name}, which derives from it")
+            raise ValueError(f"data_parallel_size={size} needs LLM itself, not {name}")
         device = Device(self.config.device)
         usable = usable_length(self.config, self.model_config, device, max_model_len)
         self._workers, self._runner, self._num_blocks = start_ranks(

@@ -201,7 +201,7 @@ def test_a_subclass_of_llm_cannot_be_replicated(model: Path) -> None:
         pass
 
     for kind in (Own, LLMEngine):
-        with pytest.raises(ValueError, match=f"derive {kind.__name__} from ReplicatedLLM"):
+        with pytest.raises(ValueError, match=f"data_parallel_size=2 needs LLM itself, not {kind.__name__}"):
             kind(model, data_parallel_size=2, **TINY)
 
 
