@@ -102,10 +102,10 @@ def swap_visits(llm: LLM, visits: Any) -> Any:
 
 
 class AroundSteps:
-    """A base class before `LLM`: `around_step` gets each step of the engine as a function, and calls it."""
+    """A base class before `LLM`: an override of `around_step` gets each step as a function, and calls it."""
 
     def around_step(self, step: Step) -> tuple[list[RequestOutput], StepStats | None]:
-        raise NotImplementedError
+        return step()
 
     def _step(self) -> tuple[list[RequestOutput], StepStats | None]:
         return self.around_step(super()._step)  # type: ignore[misc]
