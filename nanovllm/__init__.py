@@ -23,7 +23,7 @@ from nanovllm.outputs import (
 )
 from nanovllm.sampling_params import BeamSearchParams, SamplingParams
 from nanovllm.structured_outputs import StructuredOutputsParams
-from nanovllm.vllm_arguments import elsewhere
+from nanovllm.vllm_arguments import missing_in
 
 if TYPE_CHECKING:
     from nanovllm.llm import LLM
@@ -66,9 +66,4 @@ def __getattr__(name: str) -> Any:
         from nanovllm.llm import LLM
 
         return LLM
-    message = f"module 'nanovllm' has no attribute {name!r}"
-    if (write := elsewhere(name)) is not None:
-        raise ImportError(
-            f"{message}; {write}"
-        )  # `from nanovllm import ...` drops an AttributeError's message
-    raise AttributeError(message)
+    return missing_in(__name__)(name)

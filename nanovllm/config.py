@@ -46,7 +46,7 @@ class Config:
     computed in chunks.
     max_num_seqs: the maximum number of sequences that run at once.
     max_model_len: the maximum number of tokens of a sequence, prompt and output. None takes the model's own
-    limit; a larger value is lowered to that limit.
+    limit; a larger value is lowered to that limit, and either to what the KV cache can hold.
     gpu_memory_utilization: this engine's share of the device's memory, at most what is free. It
     does nothing on a CPU.
     enforce_eager: do not capture CUDA graphs.
@@ -59,7 +59,7 @@ class Config:
     dtype: "auto" (the checkpoint's dtype on a GPU, float32 on a CPU), "float32", "bfloat16" or "float16", or
     a torch.dtype.
     load_format: "auto" reads the weights, "dummy" makes random ones from config.json alone. Both load the
-    tokenizer.
+    tokenizer, unless `skip_tokenizer_init` is on.
     skip_tokenizer_init: load no tokenizer; prompts are then token ids and outputs have no text.
     deterministic: a token's logits have the same bits in any batch, chunk or graph, at a cost in speed.
     seed: the seed of dummy weights and of requests without their own seed.
@@ -68,12 +68,13 @@ class Config:
     generation_config: which generation_config.json sets the sampling parameters when `sampling_params` is not
     given: "auto" (the model's), "vllm" (none, except for end-of-sequence ids) or a folder with the file.
     max_logprobs: the maximum of `logprobs` and `prompt_logprobs`; -1: the whole vocabulary.
-    override_generation_config: values that replace those of that file; the value None removes a key.
+    override_generation_config: values that replace those of generation_config.json, such as
+    {"temperature": 0.2}; the value None removes a key.
     tokenizer: a folder or hub id of another tokenizer, or a transformers tokenizer.
     revision: a branch, tag or commit of the model on the hub; None takes the main branch.
     tokenizer_revision: the same for the tokenizer; for the model's own tokenizer None takes `revision`.
     trust_remote_code: run code that comes with the tokenizer. A model's code never runs.
-    hf_overrides: values that replace those of config.json.
+    hf_overrides: values that replace those of config.json, such as {"rope_theta": 1000000}.
     download_dir: the folder for models from the hub; None takes the hub's default.
     hf_token: the access token for the hub; True takes the token of `hf auth login`.
     kv_cache_memory_bytes: the size of the KV cache on each device; it replaces `gpu_memory_utilization`.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
+from functools import wraps
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, TypedDict
 
 from nanovllm.sampling_params import SamplingParams
@@ -35,12 +36,16 @@ class OtherNames:
     """Errors for what other libraries' models have and LLM does not. They say what to write."""
 
     def __init_subclass__(cls) -> None:
-        """Name public methods after LLM in Python's own errors, whichever class defines them."""
+        """Name methods after LLM in Python's own errors, whichever class defines them, and let public ones
+        refuse unknown arguments as those do that have `others`."""
         for owner in cls.__mro__:
-            for name, function in vars(owner).items():
-                is_ours = inspect.isfunction(function) and function.__module__.startswith("nanovllm.")
-                if is_ours and not name.startswith("_"):
+            for name, function in list(vars(owner).items()):
+                if not inspect.isfunction(function) or not function.__module__.startswith("nanovllm."):
+                    continue
+                if function.__name__ == name and (name == "__init__" or not name.startswith("_")):
                     function.__qualname__ = f"LLM.{name}"
+                if not name.startswith("_") and not function.__code__.co_flags & inspect.CO_VARKEYWORDS:
+                    setattr(owner, name, _refusing(function))
 
     if not TYPE_CHECKING:
 
@@ -54,6 +59,19 @@ class OtherNames:
     @classmethod
     def from_pretrained(cls, *args: object, **others: object) -> NoReturn:
         raise TypeError(f"LLM.from_pretrained() does not exist; {elsewhere('from_pretrained')}")
+
+
+def _refusing(call: Callable[..., Any]) -> Callable[..., Any]:
+    """The method, with an error of ours for unknown arguments."""
+    known = inspect.signature(call).parameters
+
+    @wraps(call)
+    def refusing(self: Any, *args: Any, **named: Any) -> Any:
+        if named and not named.keys() <= known.keys():
+            refuse_others(call, {name: named[name] for name in named if name not in known}, {})
+        return call(self, *args, **named)
+
+    return refusing
 
 
 def _public(owner: type) -> Iterable[str]:
@@ -81,15 +99,15 @@ def refuse_others(
     """Check keyword arguments that `call` of LLM does not have; `table` holds vLLM's arguments.
 
     ValueError for an unsupported value. TypeError for a field of SamplingParams, and for an unknown name;
-    that message ends with `hint`.
+    the message of a name that no library here is known to have ends with `hint`.
     """
     function = f"LLM.{call.__name__}()"
+    known = [name for name in inspect.signature(call).parameters if name not in ("self", "others")]
     for name in others:
         is_sampling = name in SamplingParams.__dataclass_fields__ or name in SAMPLING
-        if is_sampling and name not in table and elsewhere(name) is None:
+        if is_sampling and "sampling_params" in known and name not in table and elsewhere(name) is None:
             raise TypeError(f"{function} got {name!r}; pass it as SamplingParams({name}=...)")
-    known = [name for name in inspect.signature(call).parameters if name not in ("self", "others")]
     try:
         refuse_absent(function, others, table, known)
     except TypeError as error:
-        raise TypeError(f"{error}{hint}") from None
+        raise TypeError(f"{error}{'' if any(map(elsewhere, others)) else hint}") from None

@@ -59,9 +59,9 @@ class Lifecycle:
     unloads its modules. `free` must not refer to `owner`.
     """
 
-    def __init__(self, owner: object, free: Callable[[], None]) -> None:
+    def __init__(self, owner: object, *free: Callable[[], None]) -> None:
         self._pid = os.getpid()
-        self._free: Callable[[], None] | None = free
+        self._free = free
         self._closed = False
         self._lock = threading.RLock()
         self._caller: int | None = None  # the thread that is inside `calling`
@@ -196,8 +196,8 @@ class Lifecycle:
             self._admit_if_free()
 
     def _free_once(self) -> None:
-        free, self._free = self._free, None
-        if free is not None:
+        all_of_it, self._free = self._free, ()
+        for free in all_of_it:
             free()
 
 

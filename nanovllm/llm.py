@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.progress import Progress
+from nanovllm.engine.progress import LengthHint, Progress
 from nanovllm.engine.scoring import beam_search, embedding_output, score_output
 from nanovllm.errors import EngineClosedError
 from nanovllm.inputs import OtherNames, PromptLike, check_on_error, given_prompts, refuse_others
@@ -17,9 +17,9 @@ from nanovllm.lifecycle import no_full_collections
 from nanovllm.outputs import BeamSearchOutput, EmbeddingRequestOutput, Logprob, RequestOutput, ScoreOutput
 from nanovllm.replicas.replicas import Replicas
 from nanovllm.sampling_params import BeamSearchParams, SamplingParams
-from nanovllm.text.continuations import encode_continuations
+from nanovllm.text.continuations import Pair, encode_continuations, parse_continuations, parse_pairs
 from nanovllm.text.conversations import Conversation, parse_conversations
-from nanovllm.text.prompts import Prompt, parse_prompt, parse_prompts, show, split_prompts, to_list
+from nanovllm.text.prompts import Prompt, parse_prompts, show
 from nanovllm.text.reader import PromptBatch, PromptReader
 from nanovllm.text.request import Request
 from nanovllm.text.rows import BadRow, raise_first
@@ -69,8 +69,8 @@ class LLM(OtherNames, LLMEngine):
         sampling_params: one for all prompts, or a list with one for each; None takes
         `get_default_sampling_params()`.
         use_tqdm: whether to show progress of more than one prompt, or a tqdm-like class for it.
-        on_error: with "return", a prompt that cannot run gives an output whose `error` says why, and all
-        other prompts are answered.
+        on_error: with "return", a prompt that cannot run, or with wrong parameters in the list or a logits
+        processor that raises, gives an output whose `error` says why; all other prompts are answered.
         others: vLLM's further arguments, with neutral values.
 
         Everything is checked before anything runs: ValueError or TypeError names the index and the value.
@@ -93,10 +93,10 @@ class LLM(OtherNames, LLMEngine):
     ) -> list[RequestOutput]:
         """As `generate`. where: the name of each prompt in errors. change: applied to each request first."""
         check_on_error(on_error)
-        if on_error == "raise":
-            raise_first(prompts)
         progress = Progress(len(prompts), use_tqdm)
         params = self._params(sampling_params, len(prompts))
+        if on_error == "raise":
+            raise_first([*prompts, *params])
         with self._calling(), no_full_collections():
             self._check_idle("generate()")
             requests, outputs = self._check(PromptBatch(0, prompts, params, where), on_error, change)
@@ -114,7 +114,12 @@ class LLM(OtherNames, LLMEngine):
                         self._lifecycle.admit()
             finally:
                 self._awaited = None
-        return sorted([*outputs, *aborted], key=lambda output: output.index)
+        outputs = sorted([*outputs, *aborted], key=lambda output: output.index)
+        hint = LengthHint(self._executor.room.max_model_len)
+        hint.asked(0, params)
+        hint.answered(outputs)
+        hint.say()
+        return outputs
 
     def stream(
         self,
@@ -139,9 +144,10 @@ class LLM(OtherNames, LLMEngine):
 
         An error of a prompt, an iterable or the engine ends the stream at that point. When the stream ends,
         also by `close()` of the generator, unfinished requests are aborted and the engine is usable. Leaving
-        the loop ends a stream that no variable keeps. From the first `next()` on, another call of the same
-        thread raises RuntimeError, except `abort`, `reset_prefix_cache` and `close`; other threads wait. The
-        first `next()` raises RuntimeError if requests of `add_request` are unfinished.
+        the loop ends a stream that no variable keeps. From the first `next()` on, calls of the same thread
+        that run or change the model raise RuntimeError, and those of other threads wait. `abort`, `close`,
+        `reset_prefix_cache`, `start_profile`, `stop_profile` and calls that only ask, such as `stats`, work.
+        The first `next()` raises RuntimeError if requests of `add_request` are unfinished.
         """
         self._lifecycle.check_open()
         check_on_error(on_error)
@@ -154,6 +160,7 @@ class LLM(OtherNames, LLMEngine):
         window = 2 * self.config.max_num_seqs * self.config.data_parallel_size
         batch = max(1, window // 8)
         ready: deque[RequestOutput] = deque()
+        hint = LengthHint(self._executor.room.max_model_len)
         with self._calling():
             self._check_idle("stream()")
             self._lifecycle.open_stream(ready)
@@ -164,13 +171,16 @@ class LLM(OtherNames, LLMEngine):
                 read = reader.read(batch if has_room else 0)
                 with self._calling(ready), no_full_collections():
                     if read.prompts:
+                        hint.asked(read.first_index, read.params)
                         requests, refused = self._check(read, on_error)
                         self._add(requests, deltas)
                         ready += refused
                     with self._emptied_on_error():
                         ready += self._counted(self._executor.step()).outputs
+                    hint.answered(ready)
                 while ready:
                     yield ready.popleft()
+            hint.say()
         finally:
             with suppress(EngineClosedError), self._lifecycle.calling(ready):  # closed: nothing to abort
                 self._executor.clear()
@@ -220,7 +230,7 @@ class LLM(OtherNames, LLMEngine):
         conversations = parse_conversations(messages)
         if on_error == "raise":
             raise_first(conversations)
-        prompts = render_conversations(self.tokenizer, conversations, options)
+        prompts = render_conversations(self.tokenizer, conversations, options, self._processor.templates)
         where = [f"conversation {index}" for index in range(len(prompts))]
         return self._generate(prompts, where, sampling_params, use_tqdm, on_error)
 
@@ -238,33 +248,18 @@ class LLM(OtherNames, LLMEngine):
         the continuation, and the value.
         """
         self._check_returns_logprobs("score()")
-        texts, _ = split_prompts(continuations, "continuations must be one or a list of them")
-        before = parse_prompt(prompt, "the prompt")
-        named = [(f"continuations[{index}]", each) for index, each in enumerate(texts)]
-        parsed = [(before, parse_prompt(each, name), f"the prompt with {name}") for name, each in named]
-        return self._score(parsed, use_tqdm)
+        return self._score(parse_continuations(prompt, continuations), use_tqdm)
 
     def score_pairs(
         self, pairs: Iterable[tuple[PromptLike, PromptLike]], use_tqdm: bool | Callable[..., Any] = True
     ) -> list[ScoreOutput]:
         """As `score`, for pairs (prompt, continuation)."""
         self._check_returns_logprobs("score()")
-        parsed = []
-        for index, pair in enumerate(to_list(pairs, "pairs must be a list of (prompt, continuation)")):
-            where = f"pair {index}"
-            both = to_list(pair, f"{where} must be (prompt, continuation)")
-            if len(both) != 2:
-                raise ValueError(f"{where} must be (prompt, continuation), not {show(pair)}")
-            prompt, continuation = both
-            before = parse_prompt(prompt, f"the prompt of {where}")
-            parsed.append((before, parse_prompt(continuation, f"the continuation of {where}"), where))
-        return self._score(parsed, use_tqdm)
+        return self._score(parse_pairs(pairs), use_tqdm)
 
-    def _score(
-        self, parsed: Sequence[tuple[Prompt, Prompt, str]], use_tqdm: bool | Callable[..., Any]
-    ) -> list[ScoreOutput]:
+    def _score(self, parsed: Sequence[Pair], use_tqdm: bool | Callable[..., Any]) -> list[ScoreOutput]:
         """Score each (prompt, continuation, name of both in errors)."""
-        continued = encode_continuations(self.tokenizer, parsed)
+        continued = encode_continuations(self.tokenizer, parsed, self._processor.check_length)
         outputs = self._generate(
             [Prompt(None, each.token_ids) for each in continued],
             [where for _, _, where in parsed],
@@ -314,7 +309,7 @@ class LLM(OtherNames, LLMEngine):
         use_tqdm: bool | Callable[..., Any] = False,
         **others: Any,
     ) -> list[BeamSearchOutput]:
-        """Find the likeliest continuations of each prompt; see `engine.beam_search.beam_search`.
+        """Find the likeliest continuations of each prompt; see `engine.scoring.beam_search`.
 
         use_tqdm: show the progress of every round. others: as for `generate`. ValueError if
         2 * `beam_width` is above `max_logprobs`; RuntimeError if the model's logits are not finite.

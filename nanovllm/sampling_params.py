@@ -1,4 +1,4 @@
-"""SamplingParams: the sampling parameters of one request, checked. Never touches logits."""
+"""SamplingParams: the sampling parameters of a request, checked; and how its logits processors are called."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ import numpy as np
 
 from nanovllm.structured_outputs import StructuredOutputsParams as StructuredOutputsParams
 from nanovllm.structured_outputs import check_bool, show
-from nanovllm.vllm_arguments import SAMPLING, nearest, refuse_absent
+from nanovllm.vllm_arguments import SAMPLING, KnownFields, missing_in, nearest, refuse_absent
 
 SEED_LIMIT = 2**63
 MAX_N = 16_384  # vLLM's
-MAX_TEXTS = {"stop": 1000, "bad_words": 5000}  # stop strings are searched after each token
+MAX_TEXTS = {"stop": 1000, "bad_words": 5000}  # strings
+MAX_CHARS = {"stop": 2**16, "bad_words": 2**18}  # of all strings together
 TINY, HUGE = float(np.finfo(np.float32).smallest_subnormal), float(np.finfo(np.float32).max)
 FLAGS = ("ignore_eos", "include_stop_str_in_output", "detokenize", "skip_special_tokens")
 # What a number must be, and whether it is.
@@ -29,7 +30,15 @@ FLOATS: dict[str, tuple[str, Callable[[float], bool]]] = {
     "presence_penalty": ("from -2 to 2; 0 changes nothing", lambda value: abs(value) <= 2),
 }
 NUMBERS = (int, float, np.integer, np.floating)
+__getattr__ = missing_in(__name__)
 Params = TypeVar("Params", bound="SamplingParams")
+
+
+class Default(int):
+    """The default of a field: equal to the plain number, and known as nobody's choice."""
+
+
+MAX_TOKENS = Default(64)
 
 
 @dataclass(init=False)
@@ -77,7 +86,7 @@ class SamplingParams:
     min_p: float = 0.0
     n: int = 1
     seed: int | None = None
-    max_tokens: int | None = 64
+    max_tokens: int | None = MAX_TOKENS
     repetition_penalty: float = 1.0
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
@@ -141,6 +150,14 @@ class SamplingParams:
                 vars(clone)[name] = value.copy()
         return clone
 
+    def guarded(self: Params) -> Params:
+        """These parameters for one request, which alone ends if one of its logits processors raises."""
+        if not self.logits_processors:
+            return self
+        guarded = self.clone()
+        guarded.logits_processors = [GuardedProcessors(self.logits_processors)]
+        return guarded
+
     def checked(self: Params) -> Params:
         """A copy with plain values. Checks fields set since construction: ValueError or TypeError."""
         checked = self.clone()
@@ -164,6 +181,8 @@ class SamplingParams:
             least = 1 if self.prompt_logprobs is None else 0
             expected = f"an integer of at least {least}, or None for as many as fit"
             values["max_tokens"] = _int("max_tokens", self.max_tokens, least, expected)
+            if isinstance(self.max_tokens, Default):
+                values["max_tokens"] = self.max_tokens
         if self.seed is not None:
             expected = "None or an integer from -2**63 to 2**63 - 1"
             seed = _int("seed", self.seed, -SEED_LIMIT, expected, SEED_LIMIT - 1)
@@ -217,7 +236,7 @@ class SamplingParams:
 
 
 @dataclass(frozen=True)
-class BeamSearchParams:
+class BeamSearchParams(KnownFields):
     """The parameters of `LLM.beam_search`, as in vLLM.
 
     beam_width: the number of continuations to keep; each considers twice as many next tokens.
@@ -262,6 +281,42 @@ def takes_prompt(function: Callable[..., Any]) -> bool:
             f"{show(function)} does not; wrap it: lambda ids, logits: ..."
         ) from None
     return with_prompt
+
+
+def call_processor(
+    function: Callable[..., Any], prompt_ids: list[int], output_ids: list[int], logits: Any
+) -> Any:
+    """Apply a logits processor to one row of logits, a torch.Tensor [vocabulary] float32.
+
+    It takes (output ids, logits), or (prompt ids, output ids, logits) if it has three parameters, as in vLLM.
+    Raises TypeError or ValueError if it does not return a tensor of the same shape.
+    """
+    ids = [prompt_ids, output_ids] if takes_prompt(function) else [output_ids]
+    made = function(*ids, logits)
+    if not isinstance(made, type(logits)):
+        raise TypeError(f"the logits processor {function!r} must return a tensor, not {made!r}")
+    if made.shape != logits.shape:
+        shapes = f"{tuple(logits.shape)}, not {tuple(made.shape)}"
+        raise ValueError(f"the logits processor {function!r} must return logits of shape {shapes}")
+    return made
+
+
+class GuardedProcessors:
+    """All logits processors of one request as one, whose exception ends that request alone: it stays in
+    `error`, and the logits become NaN, from which no token can be drawn."""
+
+    def __init__(self, functions: Sequence[Callable[..., Any]]) -> None:
+        self._functions = functions
+        self.error: str | None = None
+
+    def __call__(self, prompt_ids: list[int], output_ids: list[int], logits: Any) -> Any:
+        for index, function in enumerate(self._functions):
+            try:
+                logits = call_processor(function, prompt_ids, output_ids, logits)
+            except Exception as error:
+                self.error = f"logits_processors[{index}]: {type(error).__name__}: {error}"
+                return logits.new_full(logits.shape, math.nan)
+        return logits
 
 
 def _biases(value: Any) -> dict[int, float]:
@@ -326,6 +381,9 @@ def _texts(name: str, value: Any) -> list[str]:
         raise TypeError(f"{name} must be {expected}, not {show(value)}")
     if len(texts) > MAX_TEXTS[name]:
         raise ValueError(f"{name} has {len(texts):,} strings, and may have {MAX_TEXTS[name]:,}; pass fewer")
+    size = sum(map(len, texts))
+    if size > MAX_CHARS[name]:
+        raise ValueError(f"{name} has {size:,} characters, and may have {MAX_CHARS[name]:,}; pass less")
     if not all(texts):
         raise _wrong(name, value, expected)
     for text in texts:

@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from nanovllm.vllm_arguments import KnownFields
+
 MAX_CHARS = 2**20  # of a schema, expression or grammar, and of all choices together
 MAX_CHOICES = 10_000
 MAX_DEPTH = 100  # of brackets
@@ -21,7 +23,7 @@ CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object", "structural_
 
 
 @dataclass(frozen=True)
-class StructuredOutputsParams:
+class StructuredOutputsParams(KnownFields):
     """Exactly one constraint on the text of an output, and JSON options. Immutable.
 
     json: a JSON schema as a dictionary, a JSON string, or a pydantic model class; stored as a string.
@@ -39,6 +41,8 @@ class StructuredOutputsParams:
         without end. False allows any whitespace; None: True, unless there is a `whitespace_pattern`.
     disable_additional_properties: objects have only the properties that the schema names, unless the schema
         sets `additionalProperties`.
+    disable_big_integers: an integer without limits in the schema has at most 64 bits, so that a model cannot
+        repeat digits without end. A schema that names a number beyond 64 bits adds no limit.
     whitespace_pattern: a regular expression for the whitespace of JSON, such as `[ ]?`.
 
     ValueError or TypeError names the field, the value and the fix. Schemas, expressions and grammars are
@@ -54,6 +58,7 @@ class StructuredOutputsParams:
     disable_additional_properties: bool = False
     whitespace_pattern: str | None = None
     structural_tag: str | Mapping[str, Any] | None = None
+    disable_big_integers: bool = True
 
     def __post_init__(self) -> None:
         if self.json_object not in (None, True, False):
@@ -80,13 +85,19 @@ class StructuredOutputsParams:
             if value is not None:
                 _check_size(name, len(value), MAX_CHARS, "characters")
                 _check_size(name, _bracket_depth(value), MAX_DEPTH, "nested brackets")
-        check_bool("disable_additional_properties", self.disable_additional_properties)
+        for name in ("disable_additional_properties", "disable_big_integers"):
+            check_bool(name, getattr(self, name))
         if self.disable_any_whitespace is not None:
             check_bool("disable_any_whitespace", self.disable_any_whitespace)
         if self.disable_any_whitespace and self.whitespace_pattern is not None:
             raise ValueError(
                 f"whitespace_pattern={show(self.whitespace_pattern)} contradicts disable_any_whitespace=True"
             )
+
+    def named(self) -> str:
+        """The constraint's name, and the beginning of its value."""
+        name = next(name for name in CONSTRAINTS if getattr(self, name) not in (None, False))
+        return f"{name} {show(getattr(self, name))}"
 
 
 def _json_text(name: str, value: Any, expected: str) -> str:

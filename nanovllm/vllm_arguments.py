@@ -8,10 +8,10 @@ argument becomes supported, its name leaves these tables. Knows nothing of our o
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +60,7 @@ _OFF = Absent((False, None), _LEAVE_OUT)
 _NONE = Absent(_NOTHING, _LEAVE_OUT)
 _OVERRIDE = "use hf_overrides={%r: ...}"
 _SCHEMA = "SamplingParams(structured_outputs=StructuredOutputsParams(json=...))"
+_SCHEMA_FLAG = """--sampling '{"structured_outputs": {"json": {...}}}'"""
 _DOWNLOAD = "download what you need with `hf download` and pass the folder"
 
 # These have no visible effect, or only tune an argument that is itself refused.
@@ -180,27 +181,42 @@ PROMPT: dict[str, Absent] = {  # keys of a prompt that is a dictionary
 
 
 class Elsewhere(NamedTuple):
-    """A name that other libraries have: where it comes from, and what to write here."""
+    """A name of another library: where it comes from, and what to write here, in Python or as a flag."""
 
     origin: str
     write: str
+    flag: str = ""  # "": the same as in Python
 
 
 _LOOP = "llm.stream(prompts, params), or a loop over add_request() and step()"
 ELSEWHERE: dict[str, Elsewhere] = {
     # arguments
-    "stream": Elsewhere("OpenAI", "llm.stream(prompts, params)"),
-    "max_new_tokens": Elsewhere("transformers", "SamplingParams(max_tokens=...)"),
-    "max_completion_tokens": Elsewhere("OpenAI", "SamplingParams(max_tokens=...)"),
-    "do_sample": Elsewhere("transformers", "SamplingParams(temperature=0) for greedy answers"),
+    "stream": Elsewhere(
+        "OpenAI", "llm.stream(prompts, params)", "nothing: each answer is written when it is finished"
+    ),
+    **{
+        name: Elsewhere(origin, "SamplingParams(max_tokens=...)", "--sampling max_tokens=VALUE")
+        for name, origin in (("max_new_tokens", "transformers"), ("max_completion_tokens", "OpenAI"))
+    },
+    "do_sample": Elsewhere(
+        "transformers",
+        "SamplingParams(temperature=0) for greedy answers",
+        "--sampling temperature=0 for greedy answers",
+    ),
     "num_beams": Elsewhere(
         "transformers", "llm.beam_search(prompts, BeamSearchParams(beam_width=..., max_tokens=...))"
     ),
-    "num_return_sequences": Elsewhere("transformers", "SamplingParams(n=...)"),
-    "repeat_penalty": Elsewhere("llama.cpp", "SamplingParams(repetition_penalty=...)"),
-    "stop_sequences": Elsewhere("Text Generation Inference", "SamplingParams(stop=[...])"),
-    "response_format": Elsewhere("OpenAI", _SCHEMA),
-    **dict.fromkeys(("guided_decoding", "guided_json"), Elsewhere("vLLM", _SCHEMA)),
+    "num_return_sequences": Elsewhere("transformers", "SamplingParams(n=...)", "--sampling n=VALUE"),
+    "repeat_penalty": Elsewhere(
+        "llama.cpp",
+        "SamplingParams(repetition_penalty=...)",
+        "--sampling repetition_penalty=VALUE",
+    ),
+    "stop_sequences": Elsewhere(
+        "Text Generation Inference", "SamplingParams(stop=[...])", """--sampling '{"stop": ["..."]}'"""
+    ),
+    "response_format": Elsewhere("OpenAI", _SCHEMA, _SCHEMA_FLAG),
+    **dict.fromkeys(("guided_decoding", "guided_json"), Elsewhere("vLLM", _SCHEMA, _SCHEMA_FLAG)),
     # classes
     "GuidedDecodingParams": Elsewhere(
         "vLLM", "StructuredOutputsParams, with the same json, regex, choice and grammar"
@@ -227,10 +243,35 @@ ELSEWHERE: dict[str, Elsewhere] = {
 }
 
 
-def elsewhere(name: str) -> str | None:
+def elsewhere(name: str, as_flag: bool = False) -> str | None:
     """One sentence on what to write instead of a name of another library; None for any other name."""
     known = ELSEWHERE.get(name)
-    return None if known is None else f"that name is from {known.origin}; write {known.write}"
+    if known is None:
+        return None
+    return f"that name is from {known.origin}; write {(as_flag and known.flag) or known.write}"
+
+
+class KnownFields:
+    """Base of dataclasses whose errors of an unknown argument say what to write."""
+
+    def __new__(cls, *positional: object, **values: object) -> Any:
+        known: Iterable[str] = cls.__dataclass_fields__  # type: ignore[attr-defined]
+        refuse_absent(
+            f"{cls.__name__}()", {name: values[name] for name in values if name not in known}, {}, known
+        )
+        return super().__new__(cls)
+
+
+def missing_in(module: str) -> Callable[[str], NoReturn]:
+    """The `__getattr__` of a module. Of another library's class it says what to write."""
+
+    def __getattr__(name: str) -> NoReturn:
+        message = f"module {module!r} has no attribute {name!r}"
+        if name[0].isupper() and (write := elsewhere(name)) is not None:
+            raise ImportError(f"{message}; {write}")  # an import drops an AttributeError's message
+        raise AttributeError(message)
+
+    return __getattr__
 
 
 CHAT: dict[str, Absent] = _CALL | {

@@ -98,18 +98,22 @@ def stop_searches(owner: LLM | Requests) -> dict[int, Any]:
     return own._stops | own._streams
 
 
-def set_visits(llm: LLM, visits: Any) -> None:
-    """Replace the queue of what other threads want between two steps."""
-    llm._lifecycle._visits = visits
+def swap_visits(llm: LLM, visits: Any) -> Any:
+    """Replace the queue of what other threads want between two steps; return the old one."""
+    llm._lifecycle._visits, old = visits, llm._lifecycle._visits
+    return old
 
 
 class AroundSteps:
-    """A base class before `LLM`: `around_step` gets each step of the executor as a function, and calls it."""
+    """A base class before `LLM`: `around_step` gets each step of the executor as a function."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         core, this = self._executor, ref(self)  # type: ignore[attr-defined]
         core.step = lambda step=core.step: this().around_step(step)
+
+    def around_step(self, step: Callable[[], Any]) -> Any:
+        return step()
 
 
 # -- expressions for scripts that tests run in other processes ----------------------------------------------

@@ -74,6 +74,22 @@ def watched(watch: Callable[[int], object], ahead: int = FakeLLM.ahead) -> Calla
     return make
 
 
+class Lent:
+    """Gives a job an engine that stays open."""
+
+    def __init__(self, llm: Any) -> None:
+        self._llm = llm
+
+    def __call__(self, *args: object, **options: object) -> Any:
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._llm, name)
+
+    def close(self) -> None:
+        pass
+
+
 def no_model(*args: object, **options: object) -> FakeLLM:
     raise AssertionError("a job whose rows are all answered loads no model")
 

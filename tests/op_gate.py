@@ -126,6 +126,8 @@ def shown(value: Any) -> str:
         return f"({', '.join(map(shown, value))})"
     if isinstance(getattr(value, "base", None), torch.Tensor):  # Triton's TensorDescriptor
         return f"{shown(value.base)} in {shown(value.block_shape)}"
+    if isinstance(value, int) and value >= 2**40:
+        return "seed"  # a capture draws one for torch's generator
     if value is None or isinstance(value, int | float | str):
         return repr(value)
     return str(value) if type(value).__module__.startswith("triton") else type(value).__name__
@@ -364,8 +366,6 @@ def check(name: str, device: str, folder: Path) -> None:
     """
     path, here = path_of(name, device), made_with(device)
     command = "python tests/op_gate.py --write" + (" --gpu" if device == "cuda" else "")
-    if device == "cuda" and not path.exists():
-        pytest.skip(f"no sequence is kept for GPUs: {command}")
     kept = path.read_text()
     made = kept.splitlines()[0].removeprefix("# ")
     if made != here:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from contextlib import redirect_stdout
@@ -11,14 +12,26 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import inside
 import pytest
+import torch
 from test_architecture import FLOORS
+from tiny_models import write_tiny_model
 
-from nanovllm import LLM, demo_model_path
+from nanovllm import LLM, demo_model_path, structured_outputs
 from nanovllm.config import Config
+from nanovllm.device import CPU_KV_CACHE_BYTES, SPARE_BYTES, Device
+from nanovllm.engine.startup import TABLE_BYTES
 from nanovllm.jobs import errors as job_errors
 from nanovllm.jobs.arguments import EPILOG, parse_args
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.jobs.params import row_seed
+from nanovllm.jobs.parquet_pages import MAX_UNPACKED
+from nanovllm.jobs.sources import MAX_NESTING, MAX_ROW_BYTES
+from nanovllm.models.files import MAX_DEPTH, MAX_JSON_BYTES, MAX_VOCABULARY_BYTES
+from nanovllm.models.loader import load_model_config
+from nanovllm.sampling_params import MAX_N, MAX_TEXTS, SamplingParams
+from nanovllm.structured_outputs import MAX_CHARS, MAX_CHOICES
+from nanovllm.text.templates import Limits
 from nanovllm.vllm_arguments import BEAM_SEARCH, CHAT, EMBED, ENGINE, GENERATE, PROMPT, SAMPLING
 
 ROOT = Path(__file__).parent.parent
@@ -184,9 +197,66 @@ def test_the_loop_over_steps_runs() -> None:
     assert len(names["answers"]) == 2 and all(names["answers"].values())
 
 
+def test_one_answer_again() -> None:
+    [code] = re.findall(r"```python\n(.*?)```", section(OPTIONS, "One answer again"), re.S)
+    names: dict[str, Any] = {"LLM": LLM, "SamplingParams": SamplingParams, "row_seed": row_seed}
+    names["prompts"] = ["What is 2 + 3?", "Sort: d b a", "Count from 3 to 9:", "Spell AB."]
+    exec(code.replace("path/to/Qwen3-0.6B", demo_model_path()), names)
+    with names["llm"]:
+        assert names["again"]["token_ids"] == names["outputs"][2]["token_ids"]
+        names["params"].seed = None  # hot enough that another seed gives another answer
+        others = [names["llm"].generate("Count from 3 to 9:", names["params"])[0]["text"] for _ in range(4)]
+        assert len(set(others)) > 1
+
+
+def test_how_memory_is_divided(tmp_path: Path) -> None:
+    text = section(OPTIONS, "How memory is divided")
+    assert f"| {SPARE_BYTES / 2**30} GiB for CUDA graphs" in text
+    assert f"| {CPU_KV_CACHE_BYTES // 2**30} GiB, at most half of what is free" in text
+    assert f"at most\n{TABLE_BYTES // 2**30} GiB" in text
+    assert "28 layers, 8 KV heads of 128 values" in text and "\n28 MiB for 256 tokens" in text
+    assert 2 * 28 * 8 * 128 * 2 * 256 == 28 * 2**20
+    free, total = 70 * 2**30, 80 * 2**30
+    device = Device("cpu")
+    device.memory = lambda: (free, total)  # type: ignore[method-assign]
+    assert device.kv_cache_budget(0.9, 0, 0)[0] == CPU_KV_CACHE_BYTES
+    device.torch = torch.device("cuda", 0)
+    held, reserve = 10 * 2**30, 3 * 2**30
+    assert device.kv_cache_budget(0.5, held, reserve)[0] == total // 2 - held - reserve
+    assert device.kv_cache_budget(1.0, 0, reserve)[0] == free - reserve - min(SPARE_BYTES, total // 16)
+    with LLM(write_tiny_model(tmp_path), device="cpu", skip_tokenizer_init=True, num_kvcache_blocks=4) as llm:
+        config = llm.model_config
+        values = 2 * config.num_layers * config.num_kv_heads * config.head_dim * inside.runner(llm).block_size
+        assert inside.runner(llm).measure_kv_cache(0).per_block == 4 * values
+
+
+def test_the_example_of_other_config_values_acts(tmp_path: Path) -> None:
+    [shown] = re.findall(r"--hf-overrides \\\n    '(.*?)'\n", section(OPTIONS, "Values of config.json"))
+    folder = write_tiny_model(tmp_path, max_position_embeddings=32768)
+    assert load_model_config(folder).max_position_embeddings == 32768
+    assert load_model_config(folder, overrides=json.loads(shown)).max_position_embeddings == 131_072
+
+
 def test_the_readme_names_every_document() -> None:
     for path in DOCS[1:]:
         assert f"`docs/{path.name}`" in README
+    assert "`SECURITY.md`" in README
+
+
+def test_limits_in_the_page_on_security_are_those_of_the_code() -> None:
+    text = " ".join((ROOT / "SECURITY.md").read_text().split())
+    mib, limits = 2**20, Limits()
+    for sentence in (
+        f"most {MAX_JSON_BYTES // mib} MiB (vocabularies {MAX_VOCABULARY_BYTES // mib} MiB) and {MAX_DEPTH}",
+        f"A row has at most {MAX_ROW_BYTES // mib} MiB and its JSON at most {MAX_NESTING} levels",
+        f"at most about {MAX_UNPACKED // 2**30} GiB is unpacked at once",
+        f"has {limits.seconds:.0f} s of a CPU, {limits.memory_bytes // mib} MiB of memory (on Linux) and "
+        f"{limits.output_bytes // mib} MiB of output",
+        f"`n` is at most {MAX_N:,}, and there are at most {MAX_TEXTS['stop']:,} stop strings",
+        f"and {MAX_TEXTS['bad_words']:,} bad words",
+        f"at most {MAX_CHARS:,} characters, {MAX_CHOICES:,} choices and {structured_outputs.MAX_DEPTH} l",
+    ):
+        assert sentence in text
 
 
 def test_it_says_how_long_the_tests_take() -> None:
@@ -208,12 +278,15 @@ def test_the_help_speaks_of_a_command_line(command: str) -> None:
     """Whole sentences, and no value that only Python has."""
     text = " ".join(help_of(command).split())
     assert "None" not in text and "torch." not in text and "transformers tokenizer" not in text
-    assert 'parameters when `sampling_params` is not given: "auto" (the model\'s)' in text
+    assert 'parameters that neither a row nor --sampling gives: "auto" (the model\'s)' in text
+    assert "each on its own --tensor-parallel-size devices" in text and "it replaces --gpu-mem" in text
+    assert 'config.json, such as {"rope_theta": 1000000}.' in text
+    assert not set(FIELDS["`LLM(model, ...)`"]) & set(re.findall(r"\w+_\w+(?!\w|\.json)", text))
     options = text.partition("options of LLM")[2].partition("exit codes:")[0]
-    about = re.split(r" --[a-z][\w-]+ ", options)[1:]
+    about = re.split(r"--[a-z][\w-]+(?: VALUE|, --no-[\w-]+) ", options)[1:]
     assert len(about) >= 30
     for each in about:
-        assert re.search(r"\.( \(default: [^)]+\))?( --[\w-]+,?| [A-Z]+)?$", each.strip()), each
+        assert re.search(r"\.( \(default: [^)]+\))?$", each.strip()), each
 
 
 def test_every_flag_of_jobs_is_one() -> None:

@@ -60,16 +60,16 @@ class LLMEngine:
         if (size := self.config.data_parallel_size) == 1:
             self._executor: Executor = Core(opened)
         elif self._replicated is None:
-            raise ValueError(f"data_parallel_size={size} needs LLM; {type(self).__name__} runs one model")
+            raise ValueError(f"data_parallel_size={size} needs LLM itself, not {type(self).__name__}")
         else:
             self._executor = self._replicated(opened)
-        longest = self._executor.room.max_model_len
+        self._processor.max_model_len = longest = self._executor.room.max_model_len
         self.model_config = replace(opened.model_config, max_model_len=longest)
         warn_of_options(self.config, opened.max_model_len, longest)
         self._next_id = 0  # of the next request
         self._awaited: deque[RequestOutput] | None = None  # receives outputs of `abort`, for a call or stream
         self._counters = Counters()
-        self._lifecycle = Lifecycle(self, self._executor.close)
+        self._lifecycle = Lifecycle(self, self._processor.templates.close, self._executor.close)
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase | None:
@@ -300,7 +300,7 @@ class LLMEngine:
 
     def _params(
         self, sampling_params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
-    ) -> list[SamplingParams]:
+    ) -> list[SamplingParams | BadRow]:
         chosen = self.get_default_sampling_params() if sampling_params is None else sampling_params
         return parse_sampling_params(chosen, num_prompts)
 
@@ -315,7 +315,7 @@ class LLMEngine:
         Queues nothing. Each prompt gets a request id, in order. change: applied to each request first.
         """
         first_id, first_index, prompts, params, where = self._next_id, *batch
-        made = self._processor.make_requests(prompts, params, where, first_id, first_index)
+        made = self._processor.make_requests(prompts, params, where, first_id, first_index, on_error)
         requests = [change(each) if isinstance(each, Request) else each for each in made]
         fitting = [attempt(self._fitting, *row) for row in zip(requests, where, strict=True)]
         if on_error == "raise":

@@ -1,18 +1,24 @@
-"""The progress of `generate`: finished requests, and tokens per second of prefill and decode.
+"""The progress of `generate`: finished requests, and tokens per second of prefill and decode. After a call, a
+hint about the length of its answers.
 
 Chooses between a bar (in a terminal or notebook), plain lines, and silence. Imports tqdm only for a bar.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from time import perf_counter
 from typing import Any
 
 from nanovllm.batch import StepKind
 from nanovllm.engine.stats import StepStats, short
+from nanovllm.outputs import RequestOutput
+from nanovllm.sampling_params import MAX_TOKENS, Default, SamplingParams
+
+logger = logging.getLogger("nanovllm")
 
 LINE_SECONDS = 10.0  # between plain lines
 NOTEBOOK_COLUMNS = 80  # of a text bar in a notebook, which has no width
@@ -86,6 +92,39 @@ class Progress:
     def __exit__(self, *error: object) -> None:
         if self._display is not None:
             self._display.close()
+
+
+class LengthHint:
+    """Says once a call that most of its answers were cut off at the default `max_tokens`."""
+
+    def __init__(self, max_model_len: int) -> None:
+        self._max_model_len = max_model_len
+        self._defaults: set[int] = set()  # indexes of the prompts that have no limit of their own
+        self._num_answers = self._num_cut = 0
+
+    def asked(self, first_index: int, params: Sequence[object]) -> None:
+        """Note the parameters of prompts, from that of `first_index` on."""
+        for index, each in enumerate(params, first_index):
+            if isinstance(each, SamplingParams) and isinstance(each.max_tokens, Default):
+                self._defaults.add(index)
+
+    def answered(self, outputs: Iterable[RequestOutput]) -> None:
+        """Count answers, or the last parts of answers."""
+        for output in outputs:
+            fits = len(output.prompt_token_ids) + MAX_TOKENS <= self._max_model_len
+            for each in output.outputs:
+                self._num_answers += each.finished()
+                self._num_cut += fits and each.finish_reason == "length" and output.index in self._defaults
+            if output.finished:
+                self._defaults.discard(output.index)
+
+    def say(self) -> None:
+        if 2 * self._num_cut > self._num_answers:
+            logger.warning(
+                "%d of %d answers were cut off at the default of %d tokens; set max_tokens of SamplingParams "
+                "for longer ones, or to None for as many tokens as fit",
+                *(self._num_cut, self._num_answers, MAX_TOKENS),
+            )
 
 
 class Lines:

@@ -213,7 +213,15 @@ class Requests:
         first = state.sequences[0]
         completions = [state.completions[index] for index in range(state.request.params.n)]
         prompt = first.prompt_logprobs, state.num_cached_tokens, first.pooled
-        return self.processor.output(state.request, completions, self._metrics(state, now), *prompt)
+        ends = (
+            (rule.dead_end, len(seq.completion_token_ids))
+            for seq in state.sequences
+            for rule in seq.rules
+            if seq.finish_reason == "error" and isinstance(rule, Grammar)
+        )
+        dead_end = next(((why, count) for why, count in ends if why is not None), None)
+        metrics = self._metrics(state, now)
+        return self.processor.output(state.request, completions, metrics, *prompt, dead_end=dead_end)
 
     def clear(self) -> None:
         """Forget all requests; ids continue to count up."""

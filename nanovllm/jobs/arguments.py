@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import inspect
 import json
 import re
 import sys
@@ -29,6 +30,7 @@ _REWORDED = (
     (r"\bthe value None\b", "null"),
     (r"(^|\. )None\b", r"\1The default"),
     (r"\bNone\b", "the default"),
+    ("when `sampling_params` is not given", "that neither a row nor --sampling gives"),
 )
 ENDING_NAMES = ", ".join(ENDINGS)
 EPILOG = """exit codes:
@@ -65,6 +67,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     run.add_argument("--retry-errors", action="store_true", help="run the error rows of the output again")
     run.add_argument("--extend", action="store_true", help="answer the new rows of an input that has grown")
     run.add_argument("--ordered", action="store_true", help="run and write the rows in the input's order")
+    help_safe = "in CSV and TSV, put ' before a string that a spreadsheet would run as a formula"
+    run.add_argument("--csv-safe", action="store_true", help=help_safe)
     run.add_argument("--report", type=_page, metavar="FILE", help="write a page with charts, .html")
     help_window = f"rows that are reordered together (default: {WINDOW_ROWS:,})"
     run.add_argument("--window", type=_positive, default=WINDOW_ROWS, metavar="N", help=help_window)
@@ -83,17 +87,25 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     given = sys.argv[1:] if argv is None else argv
     if given and given[0] not in commands.choices and (write := elsewhere(given[0])) is not None:
         parser.error(f"there is no command {given[0]!r}; {write}")
+    for each in given[1:]:  # before argparse says what else is missing
+        if (write := elsewhere(_name(each), as_flag=True)) is not None and each.startswith("--"):
+            commands.choices.get(given[0], parser).error(f"unrecognized argument: {each}; {write}")
     args, unknown = parser.parse_known_args(given)
     if unknown:
-        flags = ["--" + name.replace("_", "-") for name in (*vars(args), *_engine_fields())]
+        flags = ["--" + name.replace("_", "-") for name in (*vars(args), *engine_fields())]
         hint = _hint(unknown[0].partition("=")[0], flags, args.command)
         commands.choices[args.command].error(f"unrecognized arguments: {' '.join(unknown)}; {hint}")
     return args
 
 
+def _name(flag: str) -> str:
+    """The name of `--some-name=VALUE` in Python."""
+    return flag.removeprefix("--").partition("=")[0].replace("-", "_")
+
+
 def _hint(flag: str, flags: Sequence[str], command: str) -> str:
     """What to write instead of an unknown flag."""
-    name = flag.removeprefix("--").replace("-", "_")
+    name = _name(flag)
     if name in SamplingParams.__dataclass_fields__:
         return f"it is a sampling parameter: write --sampling {name}=VALUE"
     if name in ENGINE:
@@ -105,7 +117,7 @@ def _hint(flag: str, flags: Sequence[str], command: str) -> str:
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     """The options of `LLM` that were given."""
-    return {name: value for name, value in vars(args).items() if name in _engine_fields()}
+    return {name: value for name, value in vars(args).items() if name in engine_fields()}
 
 
 def parse_sampling(text: str) -> dict[str, Any]:
@@ -172,8 +184,8 @@ def _add_row_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     """A flag for every option of `LLM`; options that are not given are missing in the result."""
     engine = parser.add_argument_group("options of LLM (docs/options.md)")
-    about = _texts_of_options()
-    for name, field in _engine_fields().items():
+    about = texts_of_options()
+    for name, field in engine_fields().items():
         kind = str(field.type).removesuffix(" | None")
         shown = "" if field.default is None else f" (default: {field.default})"
         options: dict[str, Any] = {"default": argparse.SUPPRESS, "help": about[name] + shown}
@@ -184,19 +196,26 @@ def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         engine.add_argument("--" + name.replace("_", "-"), **options)
 
 
-def _texts_of_options() -> dict[str, str]:
+def texts_of_options() -> dict[str, str]:
     """What the docstring of Config says of each option, without values that a command line cannot pass."""
     names = "|".join(field.name for field in fields(Config))
-    found = re.findall(rf"^    ({names}): ((?:.|\n(?!    (?:{names}): |\n))*)", Config.__doc__ or "", re.M)
+    docstring = inspect.cleandoc(Config.__doc__ or "")  # Python 3.13 and later store it without its indent
+    found = re.findall(rf"^({names}): ((?:.|\n(?!(?:{names}): |\n))*)", docstring, re.M)
     texts = {name: " ".join(text.split()).replace("%", "%%") for name, text in found}
     for name, text in texts.items():
         for pattern, replacement in _REWORDED:
             text = re.sub(pattern, replacement, text)
-        texts[name] = text
+        texts[name] = re.sub(rf"`({names})`|(?<!\w)(\w+_\w+)(?!\w|\.json)", _as_flag, text)
     return texts
 
 
-def _engine_fields() -> dict[str, Field[Any]]:
+def _as_flag(match: re.Match[str]) -> str:
+    """The flag of an option that a text names."""
+    name = match[1] or match[2]
+    return "--" + name.replace("_", "-") if name in engine_fields() else match[0]
+
+
+def engine_fields() -> dict[str, Field[Any]]:
     """The options that are flags. The hub's token is not one: other users can see a command line."""
     return {field.name: field for field in fields(Config) if field.name not in ("model", "hf_token")}
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 from array import array
 from collections.abc import Iterator
-from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,6 +29,7 @@ from nanovllm.jobs.job import make_format, open_job
 from nanovllm.jobs.rendering import Renderer
 from nanovllm.jobs.sources import Source, SourceRow, Values
 from nanovllm.jobs.tasks import RowFormat, Task
+from nanovllm.jobs.window import portions
 from nanovllm.models.loader import load_model_config
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.processor import Processor
@@ -69,6 +69,7 @@ class Lengths:
         self._processor = Processor(
             tokenizer, model_config.vocab_size, model_config.eos_token_ids, config.max_logprobs
         )
+        self._processor.max_model_len = self.limit
 
     def problems(self, tasks: list[Task]) -> Iterator[Problem]:
         tasks = [task for task in tasks if task.kind == "generate"]
@@ -147,6 +148,7 @@ def _problems(
 
     def make(row: SourceRow, values: Values) -> Task:
         task = row_format.task(row, values)
+        task.num_bytes = row.num_bytes
         if task.kind == "generate" and not task.is_chat:
             parse_prompt(task.prompt, "the prompt")
         return task
@@ -164,8 +166,7 @@ def _problems(
             task = attempt(make, row, values)
             yield Problem(row.index, f"{row.place}: {task}") if isinstance(task, Exception) else task
 
-    rows = tasks()
-    while some := list(islice(rows, BATCH_ROWS)):
+    for some in portions(tasks(), BATCH_ROWS):
         problems = [each for each in some if isinstance(each, Problem)]
         if lengths is not None:
             problems += lengths.problems([each for each in some if isinstance(each, Task)])

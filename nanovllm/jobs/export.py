@@ -25,19 +25,24 @@ COLUMNS = (
 )
 LISTS = ("texts", "finish_reasons")  # of rows with several completions
 NUMBERS = ("index", "prompt_tokens", "completion_tokens")
+FORMULA = ("=", "+", "-", "@", "\t", "\r")  # a spreadsheet runs a cell that begins so
 
 
-def records(lines: Path, num_rows: int) -> Iterator[dict[str, Any]]:
-    """The records of a complete output of lines, in order."""
-    return map(_record, ordered_lines(lines, num_rows))
+def records(lines: Path, num_rows: int, csv_safe: bool = False) -> Iterator[dict[str, Any]]:
+    """The records of a complete output of lines, in order. csv_safe: a string that a spreadsheet would run
+    begins with an apostrophe, which makes it text; numbers are as they are."""
+    return (_record(line, csv_safe) for line in ordered_lines(lines, num_rows))
 
 
-def _record(line: bytes) -> dict[str, Any]:
+def _record(line: bytes, csv_safe: bool) -> dict[str, Any]:
     """The record of a line. Logprobs, and an id that is not a string, are JSON; lone surrogates are question
     marks."""
     record: dict[str, Any] = json.loads(line)
     if b"\\u" in line:
         record = json.loads(json.dumps(record, ensure_ascii=False).encode(errors="replace"))
+    if csv_safe:
+        strings = {name: value for name, value in record.items() if isinstance(value, str)}
+        record |= {name: f"'{value}" for name, value in strings.items() if value.startswith(FORMULA)}
     if "logprobs" in record:
         record["logprobs"] = json.dumps(record["logprobs"], ensure_ascii=False)
     if not isinstance(record["id"], (str, type(None))):

@@ -101,11 +101,17 @@ def _format_of(path: Path) -> str:
     return ENDINGS[ending]
 
 
-def check_can_write(path: Path) -> None:
-    """JobRefusedError if the ending of `path` is no known format, or the format needs a package."""
+def check_can_write(path: Path, csv_safe: bool = False) -> None:
+    """JobRefusedError if the ending of `path` is no known format, the format needs a package, or `csv_safe`
+    is for other formats."""
     if path.suffix.lower() not in ENDINGS:
         raise JobRefusedError(f"-o {path}: its ending must be one of {', '.join(ENDINGS)}")
-    FORMATS[ENDINGS[path.suffix.lower()]].check()
+    format = ENDINGS[path.suffix.lower()]
+    FORMATS[format].check()
+    if csv_safe and format not in TABLES:
+        raise JobRefusedError(
+            f"-o {path} is written as {format}, and --csv-safe is for CSV and TSV; leave it out"
+        )
 
 
 def is_exported(path: Path) -> bool:
@@ -113,9 +119,10 @@ def is_exported(path: Path) -> bool:
     return FORMATS[ENDINGS[path.suffix.lower()]].write is not None
 
 
-def export(lines: Path, path: Path, num_rows: int) -> None:
-    """Write the rows of `lines`, in order, atomically to `path`, in the format of its ending."""
+def export(lines: Path, path: Path, num_rows: int, csv_safe: bool = False) -> None:
+    """Write the rows of `lines`, in order, atomically to `path`, in the format of its ending. csv_safe: as
+    for `records`."""
     write = FORMATS[ENDINGS[path.suffix.lower()]].write
     assert write is not None, "only such outputs are exported"
     with replaced(path, path, lines) as file:
-        write(records(lines, num_rows), file)
+        write(records(lines, num_rows, csv_safe), file)

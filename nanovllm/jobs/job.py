@@ -80,11 +80,19 @@ def input_file(args: argparse.Namespace) -> Iterator[Path]:
 
 def check_output(args: argparse.Namespace) -> None:
     """Raise JobRefusedError if the output path cannot be used. Resolves a symbolic link."""
+    for option, path in (("-o", args.output), ("--report", args.report)):
+        try:
+            if path is not None:
+                path.lstat()
+        except (FileNotFoundError, NotADirectoryError):
+            pass
+        except OSError as error:  # its name is too long, for example
+            raise JobRefusedError(f"{option} {path}: {error.strerror}; choose another {option}") from None
     if args.output.is_symlink():
         _check_link(args.output)
         args.output = Path(os.path.realpath(args.output))
     output: Path = args.output
-    check_can_write(output)
+    check_can_write(output, args.csv_safe)
     if not output.parent.is_dir():
         raise JobRefusedError(f"-o {output}: there is no folder {output.parent}; make it first")
     if output.is_symlink() or (output.exists() and not output.is_file()):
@@ -152,8 +160,9 @@ def make_format(
     args: argparse.Namespace, is_batch: bool, recommended: SamplingParams | None, seed: int
 ) -> RowFormat:
     """Return the format of the rows. recommended: the model's sampling parameters. seed: the engine's."""
-    of_format = row_format_of(is_batch).default_params
-    maker = ParamsMaker(job_params(args.sampling, recommended, of_format), seed)
+    kind = row_format_of(is_batch)
+    of_several = {name: each for name, each in kind.params_of_several.items() if name not in args.sampling}
+    maker = ParamsMaker(job_params(args.sampling, recommended, kind.default_params), seed, of_several)
     return (
         OpenAIFormat(maker, Path(args.model or "").name) if is_batch else PlainFormat(maker, columns_of(args))
     )

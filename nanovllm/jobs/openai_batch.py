@@ -18,7 +18,7 @@ from nanovllm.jobs.tasks import RowFormat, Task, conversation, prompt_of
 from nanovllm.outputs import EmbeddingRequestOutput, RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.prompts import show
-from nanovllm.vllm_arguments import SAMPLING
+from nanovllm.vllm_arguments import SAMPLING, elsewhere
 
 CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
 PROMPTS = {CHAT: "messages", COMPLETIONS: "prompt", EMBEDDINGS: "input"}  # by URL: the key of the prompt
@@ -44,6 +44,7 @@ class OpenAIFormat(RowFormat):
     """model: the name of the model in answers whose body has none."""
 
     default_params = MappingProxyType({"max_tokens": None})  # OpenAI's default
+    params_of_several = MappingProxyType({"temperature": 1.0})  # OpenAI's, where the model's is greedy
 
     def __init__(self, params: ParamsMaker, model: str) -> None:
         super().__init__(params)
@@ -62,7 +63,7 @@ class OpenAIFormat(RowFormat):
             raise ValueError(f"method must be 'POST', not {show(values['method'])}")
         if not isinstance(body, dict):
             raise TypeError(f"body must be an object {{...}}, not {show(body)}")
-        own, template = _read_body(url, body)
+        own, template = read_body(url, body)
         params = self.params.make(row.index, own)
         task = Task(row.index, values["custom_id"], None, params, template=template, place=row.place)
         task.request = {"url": url, "model": body.get("model") or self._model}
@@ -132,7 +133,7 @@ def looks_like_batch(values: Mapping[str, Any]) -> bool:
     return {"custom_id", "url", "body"} <= values.keys()
 
 
-def _read_body(url: str, body: Values) -> tuple[dict[str, Any], dict[str, Any]]:
+def read_body(url: str, body: Values) -> tuple[dict[str, Any], dict[str, Any]]:
     """The parameters of a body, and the arguments of the chat template. ValueError for unsupported keys."""
     own: dict[str, Any] = {}
     template: dict[str, Any] = {}
@@ -155,7 +156,8 @@ def _read_body(url: str, body: Values) -> tuple[dict[str, Any], dict[str, Any]]:
         elif url != EMBEDDINGS and (name in SamplingParams.__dataclass_fields__ or name in SAMPLING):
             own[name] = value
         else:
-            raise ValueError(f"{name!r} in the body is not known for {url}; leave it out")
+            fix = elsewhere(name) or "leave it out"
+            raise ValueError(f"{name!r} in the body is not known for {url}; {fix}")
     if url == CHAT and body.get("logprobs"):
         own["logprobs"] = body.get("top_logprobs") or 0
     elif url == CHAT and body.get("top_logprobs"):

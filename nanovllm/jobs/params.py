@@ -25,15 +25,21 @@ class ParamsMaker:
     same answer in every run of the job.
     """
 
-    def __init__(self, params: SamplingParams, seed: int) -> None:
-        """params: of rows without their own. seed: of the engine."""
+    def __init__(
+        self, params: SamplingParams, seed: int, of_several: Mapping[str, Any] = MappingProxyType({})
+    ) -> None:
+        """params: of rows without their own. seed: of the engine. of_several: of rows with `n` above 1,
+        beneath their own, if `params` are greedy: greedy answers would all be equal."""
         self._params = params
         self._seed = seed
+        self._of_several = of_several
 
     def make(self, index: int, own: Mapping[str, Any]) -> SamplingParams:
         """Return the parameters of row `index`; `own` as for `make_params`."""
         if not own and self._params.temperature == 0:
             return self._params
+        if self._params.temperature == 0 and own.get("n", 1) != 1:
+            own = {**self._of_several, **own}
         params = make_params(own, self._params) if own else self._params.clone()
         if params.seed is None:
             params.seed = row_seed(self._seed, index)

@@ -1,6 +1,6 @@
 """Rendering: converts tasks to prompts for `LLM.stream`, conversations with the chat template.
 
-Processes several tasks at once, because a tokenizer is faster that way. Keeps no task.
+Keeps no task.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from nanovllm.jobs.errors import JobRefusedError
 from nanovllm.jobs.tasks import Task
 from nanovllm.text.prompts import Prompt
 from nanovllm.text.rows import BadRow, attempt
+from nanovllm.text.templates import TemplateProcess
 from nanovllm.text.tokenizer import check_template_options, render_conversations
 
 if TYPE_CHECKING:
@@ -36,23 +37,20 @@ class Renderer:
         template, and for wrong variables."""
         self._tokenizer = tokenizer
         self._variables = chat_template_kwargs
+        self._process = TemplateProcess()
         self._options = attempt(self._check, {})  # of rows without their own
         if isinstance(self._options, Exception) and (all_chats or chat_template_kwargs):
             raise JobRefusedError(f"rows with messages: {self._options}")
 
-    def prompts(self, tasks: Sequence[Task]) -> list[dict[str, Any] | BadRow]:
+    def prompts(self, tasks: Sequence[Task]) -> list[Prompt | dict[str, Any] | BadRow]:
         """Return the prompt of each task, or the error of a bad one."""
         plain = iter(self._plain([task for task in tasks if task.is_chat and not task.template]))
-        prompts: list[dict[str, Any] | BadRow] = []
+        prompts: list[Prompt | dict[str, Any] | BadRow] = []
         for task in tasks:
             if not task.is_chat:
                 prompts.append(as_prompt(task.prompt))
-                continue
-            found = attempt(self._own, task) if task.template else next(plain)
-            if isinstance(found, Prompt):
-                prompts.append({"prompt": found.text, "prompt_token_ids": found.token_ids})
             else:
-                prompts.append(found)
+                prompts.append(attempt(self._own, task) if task.template else next(plain))
         return prompts
 
     def _plain(self, tasks: Sequence[Task]) -> list[Prompt | BadRow]:
@@ -69,7 +67,7 @@ class Renderer:
 
     def _render(self, conversations: list[Any], options: Mapping[str, Any]) -> list[Prompt | BadRow]:
         assert self._tokenizer is not None
-        found = render_conversations(self._tokenizer, conversations, options)
+        found = render_conversations(self._tokenizer, conversations, options, self._process)
         return [_without_number(each) if isinstance(each, Exception) else each for each in found]
 
     def _check(self, template: Mapping[str, Any]) -> dict[str, Any]:

@@ -234,7 +234,7 @@ def _finish(job: Job, num_rows: int) -> None:
         if not output.is_ordered:
             put_in_order(output.path, num_rows)
         if output.path != path:
-            export(output.path, path, num_rows)
+            export(output.path, path, num_rows, job.args.csv_safe)
     except OSError as error:
         raise JobFailedError(
             f"all rows are answered, in {output.path}, and {path} could not be finished: {error.strerror}; "

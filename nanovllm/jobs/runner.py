@@ -19,12 +19,12 @@ from nanovllm.jobs.progress import JobProgress
 from nanovllm.jobs.rendering import Renderer, as_prompt
 from nanovllm.jobs.sources import Source, SourceRow
 from nanovllm.jobs.tasks import RowFormat, Task
-from nanovllm.jobs.window import reordered
+from nanovllm.jobs.window import portions, reordered
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.text.rows import attempt
+from nanovllm.text.rows import BadRow, attempt
 
 EMBED_ROWS = 256  # rows in one call of `embed`
-RENDER_ROWS = 64  # rows whose conversations are tokenised at once
+RENDER_ROWS = 64  # rows whose conversations are rendered at once
 
 
 class JobRunner:
@@ -82,19 +82,20 @@ class JobRunner:
             if isinstance(values, Exception):
                 self._refuse(row.index, None, str(values))
                 continue
-            task = attempt(self._format.task, row, values)
+            task: Task | BadRow = attempt(self._format.task, row, values)
             if isinstance(task, Exception):
                 self._refuse(row.index, self._format.row_id(values), f"{row.place}: {task}")
             else:
+                task.num_bytes = row.num_bytes
                 yield task
 
     def _generate(self, llm: Any, tasks: Iterator[Task], renderer: Renderer) -> None:
         running: dict[int, Task] = {}  # by the index of its prompt in the stream
         params: deque[SamplingParams] = deque()  # of prompts that the stream has read
 
-        def prompts() -> Iterator[dict[str, Any]]:
+        def prompts() -> Iterator[Any]:
             place = 0
-            while some := list(islice(tasks, RENDER_ROWS)):
+            for some in portions(tasks, RENDER_ROWS):
                 for task, prompt in zip(some, renderer.prompts(some), strict=True):
                     if isinstance(prompt, Exception):
                         self._refuse(task.index, task.id, f"{task.place}: {prompt}")
@@ -121,7 +122,7 @@ class JobRunner:
                     self._write(task.index, self._format.answer(task, output))
 
     def _embed(self, llm: Any, tasks: Iterator[Task]) -> None:
-        while some := list(islice(tasks, EMBED_ROWS)):
+        for some in portions(tasks, EMBED_ROWS):
             prompts = [as_prompt(prompt) for task in some for prompt in task.prompt]
             outputs = iter(llm.embed(prompts, use_tqdm=False, on_error="return"))
             place = 0

@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from sys import getsizeof
 from types import MappingProxyType
 from typing import Any, BinaryIO, NamedTuple, NoReturn, TypeAlias
 
@@ -47,6 +48,13 @@ class SourceRow:
     place: str
     data: Values | bytes | ValueError
     num_lines: int = 1
+
+    @property
+    def num_bytes(self) -> int:
+        """About what the row takes in memory: its line, or its strings."""
+        if isinstance(self.data, dict):
+            return sum(getsizeof(value) for value in self.data.values() if isinstance(value, str))
+        return 0 if isinstance(self.data, ValueError) else len(self.data)
 
     def values(self) -> Values:
         """The row as a dictionary. ValueError with the place and the reason if it is not one."""
@@ -103,7 +111,7 @@ class JSONLinesSource(Source):
                 if not line.strip():
                     continue
                 is_long = len(line) > MAX_ROW_BYTES
-                yield SourceRow(index, f"{self.name}: line {number}", _too_long() if is_long else line)
+                yield SourceRow(index, f"{self.name}: line {number}", too_long() if is_long else line)
                 index += 1
 
 
@@ -175,7 +183,7 @@ class CSVSource(Source):
         for number, line in enumerate(_lines(file), 1):
             text = _text(line)
             if len(line) > MAX_ROW_BYTES:
-                yield TableRow(number, 1, _too_long())
+                yield TableRow(number, 1, too_long())
             elif text:
                 yield TableRow(number, 1, text.split(self.delimiter))
 
@@ -196,7 +204,7 @@ class CSVSource(Source):
                 except csv.Error as error:
                     fields = _not_csv(error)
                 if lines.num_bytes > MAX_ROW_BYTES:
-                    fields = _too_long() if lines.count == 1 else _not_csv(LONG_ROW)
+                    fields = too_long() if lines.count == 1 else _not_csv(LONG_ROW)
                 if isinstance(fields, ValueError):
                     break
                 if fields:
@@ -313,7 +321,7 @@ def _not_csv(error: csv.Error | str) -> ValueError:
     )
 
 
-def _too_long() -> ValueError:
+def too_long() -> ValueError:
     return ValueError(f"it is longer than {MAX_ROW_BYTES // 2**20} MiB")
 
 

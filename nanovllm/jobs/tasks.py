@@ -31,7 +31,7 @@ class Task:
 
     id: of the row in its file. prompt: a string, token ids, or with `is_chat` a list of messages; for "embed"
     a list of strings and lists of token ids. template: arguments of `LLM.chat` for this row. request: the
-    parts of an OpenAI body that the answer repeats. place: as in `SourceRow`, for errors.
+    parts of an OpenAI body that the answer repeats. place, num_bytes: as in `SourceRow`.
     """
 
     index: int
@@ -43,6 +43,7 @@ class Task:
     template: dict[str, Any] = field(default_factory=dict)
     request: dict[str, Any] = field(default_factory=dict)
     place: str = ""
+    num_bytes: int = 0
 
 
 class RowFormat(ABC):
@@ -50,6 +51,7 @@ class RowFormat(ABC):
 
     columns: set[str] | None = None  # the columns that it uses; None: each row's keys decide
     default_params: Mapping[str, Any] = MappingProxyType({})  # of rows, beneath `--sampling`
+    params_of_several: Mapping[str, Any] = MappingProxyType({})  # the same, of rows with `n` above 1
 
     def __init__(self, params: ParamsMaker) -> None:
         self.params = params

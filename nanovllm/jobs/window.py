@@ -1,6 +1,7 @@
 """The order window: reorders the rows of a job.
 
-Groups rows with a common prefix within a bounded number of rows, long outputs first. Drops and adds no rows.
+Groups rows with a common prefix within a bounded number of rows, long outputs first. Also takes rows in
+portions of bounded size. Drops and adds no rows.
 """
 
 from __future__ import annotations
@@ -8,16 +9,33 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import TypeAlias
+from sys import getsizeof
+from typing import TypeAlias, TypeVar
 
 from nanovllm.jobs.tasks import Task
 
 WINDOW_ROWS = 8192
-WINDOW_BYTES = 64 * 2**20  # of prompts, approximately; a window has at least one row
+WINDOW_BYTES = 64 * 2**20  # of rows in memory, approximately; a window has at least one row
+PORTION_BYTES = 2**22  # of rows that are rendered or tokenised at once; at least one row
 SHARED_CHARS = 128  # minimum common prefix of a group; about two blocks of 16 tokens
 NO_IDS = array("i")
 Key: TypeAlias = "tuple[str, str, array[int]]"  # the kind of a task, its text, its token ids
+Item = TypeVar("Item")
 UNBOUNDED = 2**40  # tokens of an output without a limit
+
+
+def portions(items: Iterator[Item], rows: int) -> Iterator[list[Item]]:
+    """Tasks, and what may be among them, in lists of up to `rows`, and of about PORTION_BYTES."""
+    some: list[Item] = []
+    size = 0
+    for item in items:
+        some.append(item)
+        size += _size(item) if isinstance(item, Task) else 0
+        if len(some) == rows or size >= PORTION_BYTES:
+            yield some
+            some, size = [], 0
+    if some:
+        yield some
 
 
 def reordered(tasks: Iterator[Task], rows: int = WINDOW_ROWS) -> Iterator[Task]:
@@ -89,8 +107,8 @@ def _fill(tasks: list[Task], size: int, more: Iterator[Task], rows: int) -> list
 
 
 def _size(task: Task) -> int:
+    """The bytes of a task in memory: its row's, or its prompt's, if they are more."""
+    parts = task.prompt if task.kind == "embed" else [task.prompt]
     if task.is_chat:
-        return sum(len(str(message["content"])) for message in task.prompt)
-    if task.kind == "embed":
-        return sum(map(len, task.prompt))
-    return len(task.prompt) * (1 if isinstance(task.prompt, str) else NO_IDS.itemsize)
+        parts = [message["content"] for message in task.prompt]
+    return max(task.num_bytes, sum(map(getsizeof, parts)))

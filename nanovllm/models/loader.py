@@ -69,7 +69,11 @@ def resolve_model_path(name: str | Path, hub: Hub = Hub(), kind: str = "model") 
     folder nor a hub id, or a folder with a revision; ModelLoadError if the download fails.
     """
     path = Path(os.path.expanduser(name))
-    if path.is_dir():
+    try:
+        is_folder = path.is_dir()
+    except OSError as error:  # its name is too long, for example
+        raise ValueError(f"{kind} {str(name)!r} cannot be opened: {error.strerror}") from None
+    if is_folder:
         if hub.revision not in (None, "main"):
             option = "revision" if kind == "model" else "tokenizer_revision"
             raise ValueError(

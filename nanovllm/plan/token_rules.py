@@ -75,21 +75,23 @@ class BadWords:
 
     def __init__(self, words: Iterable[Sequence[int]]) -> None:
         """words: non-empty token sequences."""
-        lasts: dict[tuple[int, ...], list[int]] = {}  # by the tokens before
+        self._lasts: dict[tuple[int, ...], list[int]] = {}  # by the tokens before
         for word in words:
             *before, last = word
-            lasts.setdefault(tuple(before), []).append(last)
-        self._lasts = {before: TokenSet(ids) for before, ids in lasts.items()}
-        self._lengths = sorted({len(before) for before in lasts})
+            self._lasts.setdefault(tuple(before), []).append(last)
+        self._sets: dict[tuple[int, ...], TokenSet] = {}  # the same, of those that occurred
+        self._lengths = sorted(set(map(len, self._lasts)))
 
     def restrict(self, bits: np.ndarray, token_ids: Sequence[int], start: int) -> None:
         for length in self._lengths:
             begin = len(token_ids) - length
             if begin < start:
                 break
-            lasts = self._lasts.get(tuple(token_ids[begin:]))
-            if lasts is not None:
-                lasts.take_from(bits)
+            before = tuple(token_ids[begin:])
+            if before in self._lasts:
+                if before not in self._sets:
+                    self._sets[before] = TokenSet(self._lasts[before])
+                self._sets[before].take_from(bits)
 
 
 class Matchers(Protocol):
@@ -119,6 +121,7 @@ class Grammar:
         self._stops = TokenSet(stop_ids)
         self._num_consumed = 0
         self._may_end = False
+        self.dead_end: str | None = None  # why no token may follow: llguidance's message, or ""
 
     def advance(self, token_ids: Sequence[int], start: int) -> tuple[LLMatcher, list[int]]:
         """Consume the new tokens of an output that begins at `start`, except the last.
@@ -141,10 +144,15 @@ class Grammar:
             self._matcher.consume_tokens(list(token_ids[start:]))
             self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
         self._may_end = self._matcher.is_accepting()
+        self.dead_end = None
         if self._may_end:
             self._stops.add_to(bits)
         elif self._matcher.is_error():
             bits[:] = 0
+            why = self._matcher.get_error().strip().partition("\n")[0]
+            self.dead_end = "" if why.startswith("NoExtension") else why
+        elif not bits.any():
+            self.dead_end = ""
 
     def end(self, bits: np.ndarray) -> None:
         """If the text may end and other rules left no token, allow the stop tokens."""

@@ -39,8 +39,9 @@ from nanovllm.kernels.logits import (
 from nanovllm.kernels.logprobs import TokenLogprobTensors, token_logprobs
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.runner.inputs import StepInputs, last_rows, wanted_rows
-from nanovllm.sampling.processors import call_processor, filtered_logits
+from nanovllm.sampling.processors import filtered_logits
 from nanovllm.sampling.sampler import Sampler, SamplingTensors
+from nanovllm.sampling_params import call_processor
 
 CHUNK_BYTES = 2**28  # of float32 logits that are computed at once
 

@@ -45,12 +45,17 @@ def check_weights_fit(need: int, memory: list[tuple[int, int]], config: Config, 
             may = free // len(memory)
         if need > may:
             whose = f"rank {rank} ({devices[rank]})" if len(memory) > 1 else devices[rank]
+            share = f", gpu_memory_utilization is {config.gpu_memory_utilization}"
             fix = "Raise gpu_memory_utilization" if need <= free else "Close other programs on the device"
+            fix += ", or use more devices (tensor_parallel_size) or a smaller model"
+            if not device.is_cuda:  # whose ranks share one memory
+                share, half = "", "dtype='bfloat16' (half of float32) or "
+                smaller = f"{half if config.dtype in ('auto', 'float32') else ''}a smaller model"
+                fix = f"Close other programs, or use {smaller}"
             raise KVCacheMemoryError(
                 f"the model does not fit: its weights need {need / 2**30:,.2f} GiB on {whose}, and "
                 f"{may / 2**30:,.2f} GiB may be used ({free / 2**30:,.2f} of {total / 2**30:,.2f} "
-                f"GiB are free, gpu_memory_utilization is {config.gpu_memory_utilization}). {fix}, or use "
-                "more devices (tensor_parallel_size) or a smaller model"
+                f"GiB are free{share}). {fix}"
             )
 
 
@@ -65,6 +70,8 @@ def fit_kv_cache(spaces: list[KVCacheSpace], config: Config, block_size: int, mo
         f"Raise gpu_memory_utilization (now {config.gpu_memory_utilization}), or lower max_model_len, "
         "max_num_batched_tokens or max_num_seqs, which need memory for activations"
     )
+    if spaces[0].device == "cpu":  # whose cache takes at most half of the free memory by default
+        fix = "Pass kv_cache_memory_bytes, up to what is free, or a smaller kvcache_block_size"
     if num_blocks is not None:
         fix = f"Lower num_kvcache_blocks (now {num_blocks})"
     if asked is not None:

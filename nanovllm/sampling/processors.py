@@ -1,19 +1,15 @@
-"""Other changes of logits: the caller's logits processors, and filters for `logprobs_mode` "processed_...".
+"""Filters of logits for `logprobs_mode` "processed_...".
 
 Plain torch, on every device. Draws nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 
 from nanovllm.kernels.sampling import GREEDY_BELOW
 from nanovllm.sampling.sampler import SamplingTensors
-from nanovllm.sampling_params import takes_prompt
 
 SORTED_LOGITS = 2**23  # sorted at once, at about 50 bytes each; bounds the memory
 
@@ -44,21 +40,3 @@ def _dropped(x: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: t
     kept &= (before < top_p) | (top_p >= 1)
     kept[:, 0] = True
     return torch.empty_like(kept).scatter_(1, order, ~kept)
-
-
-def call_processor(
-    function: Callable[..., Any], prompt_ids: list[int], output_ids: list[int], logits: torch.Tensor
-) -> torch.Tensor:
-    """Apply a logits processor to one row of logits [V] float32.
-
-    It takes (output ids, logits), or (prompt ids, output ids, logits) if it has three parameters, as in vLLM.
-    Raises TypeError or ValueError if it does not return a tensor of the same shape.
-    """
-    ids = [prompt_ids, output_ids] if takes_prompt(function) else [output_ids]
-    made = function(*ids, logits)
-    if not isinstance(made, torch.Tensor):
-        raise TypeError(f"the logits processor {function!r} must return a tensor, not {made!r}")
-    if made.shape != logits.shape:
-        shapes = f"{tuple(logits.shape)}, not {tuple(made.shape)}"
-        raise ValueError(f"the logits processor {function!r} must return logits of shape {shapes}")
-    return made

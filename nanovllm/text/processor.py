@@ -5,8 +5,9 @@ Owns the tokenizer. Keeps no request; knows neither blocks nor tensors.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 from itertools import chain
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -14,20 +15,24 @@ import numpy as np
 
 from nanovllm.batch import TokenLogprobs
 from nanovllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.sampling_params import GuardedProcessors, SamplingParams
 from nanovllm.text.detokenizer import CUT, LONGEST_CUT, Detokenizer
+from nanovllm.text.lengths import LeastTokens, num_bytes
 from nanovllm.text.logprobs import LogprobDicts, join_parts, join_rows
 from nanovllm.text.prompts import Prompt, pack_token_ids
 from nanovllm.text.request import Request
 from nanovllm.text.rows import BadRow, attempt
-from nanovllm.text.stop_strings import StopStrings
+from nanovllm.text.stop_strings import StopSearch, StopStrings
 from nanovllm.text.structured import Constraint, GrammarCompiler
+from nanovllm.text.templates import TemplateProcess
 from nanovllm.text.tokenizer import bad_word_ids, encode
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+CACHE_SIZE = 16  # lists of stop strings and of bad words; the longest take a few megabytes
 
+LONG_TEXT = 2**16  # characters; a shorter text is tokenised, whatever its length may turn out to be
 # The tokenised sampling parameters: `stop_token_ids`, `bad_words` and `constraint` of a Request.
 OutputIds: TypeAlias = tuple[frozenset[int], tuple[tuple[int, ...], ...], "Constraint | None"]
 
@@ -47,9 +52,15 @@ class Processor:
         self._vocab_size = vocab_size
         self._eos_token_ids = [token_id for token_id in eos_token_ids if token_id < vocab_size]
         self._max_logprobs = max_logprobs
+        self.max_model_len: int | None = None  # a text that cannot fit is not tokenised; None: no limit
+        self.templates = TemplateProcess()
+        self._least_tokens: LeastTokens | None = None  # created on first use
         self._detokenizers: dict[bool, Detokenizer] = {}  # by whether special tokens are skipped
         self._grammars: GrammarCompiler | None = None  # created on first use
         self._decoded: dict[int, str] = {}  # the text of single tokens
+        # Rows of a job often have equal lists, each its own copy.
+        self._searches = lru_cache(CACHE_SIZE)(StopSearch)
+        self._bad_words = lru_cache(CACHE_SIZE)(bad_word_ids)
 
     @property
     def eos_token_ids(self) -> list[int]:
@@ -60,34 +71,39 @@ class Processor:
     def make_requests(
         self,
         prompts: Sequence[Prompt | BadRow],
-        params: list[SamplingParams],
+        params: Sequence[SamplingParams | BadRow],
         where: list[str],
         first_id: int,
         first_index: int = 0,
+        on_error: str = "raise",
     ) -> list[Request | BadRow]:
         """Check and tokenise the prompts; the ids of the requests count up from `first_id`.
 
         params: checked, one for each prompt. where: the name of each prompt in errors. first_index: the index
-        of the first prompt in its call.
+        of the first prompt in its call. on_error: with "return", an exception of a request's logits processor
+        ends that request alone.
 
-        A bad prompt stays in the list. A ValueError replaces a prompt without tokens or with a token id
-        outside the vocabulary. The same holds if the parameters have such an id or an invalid constraint, or
-        need a tokenizer (stop strings, bad words, structured outputs) and there is none. Raises ImportError
-        without llguidance.
+        A bad prompt stays in the list, and bad parameters replace theirs. A ValueError replaces a prompt
+        without tokens or with a token id outside the vocabulary. The same holds if the parameters have such
+        an id or an invalid constraint, or need a tokenizer (stop strings, bad words, structured outputs) and
+        there is none, and for a text that `check_length` refuses. Raises ImportError without llguidance.
         """
-        encoded = self._encode(prompts)
+        encoded = self._encode(prompts, where)
         known: dict[int, OutputIds | BadRow] = {}  # by the identity of the SamplingParams
 
         def make(row: int, prompt: Prompt) -> Request:
             param, name = params[row], where[row]
-            token_ids, packed = self._pack(prompt, encoded, name)
+            token_ids, packed = self._pack(prompt, encoded[row], name)
+            if not isinstance(param, SamplingParams):
+                raise param
             if id(param) not in known:
                 known[id(param)] = attempt(self._output_ids, param)
             meaning = known[id(param)]
             if isinstance(meaning, Exception):
                 raise ValueError(f"{name}: {meaning}")
             first_scored = None if param.prompt_logprobs is None else 1
-            rest = (param, *meaning, first_index + row, first_scored)
+            own = param.guarded() if on_error == "return" else param
+            rest = (own, *meaning, first_index + row, first_scored)
             return Request(first_id + row, prompt.text, token_ids, packed, *rest)
 
         return [
@@ -105,7 +121,8 @@ class Processor:
         if not (request.params.stop or (always and has_text)):
             return None
         stream = self._detokenizer(request.params).stream(request.prompt_token_ids)
-        return StopStrings(request.params.stop or (), stream, request.params.min_tokens)
+        search = self._searches(tuple(request.params.stop or ()))
+        return StopStrings(search, stream, request.params.min_tokens)
 
     def completion(
         self, request: Request, index: int, token_ids: list[int], finish_reason: str, stop_token: int | None
@@ -152,9 +169,11 @@ class Processor:
         scores: list[TokenLogprobs],
         num_cached_tokens: int = 0,
         pooled: np.ndarray | None = None,
+        dead_end: tuple[str, int] | None = None,
     ) -> RequestOutput:
         """Return the output of the request, from its completions in order, the scores of prompt tokens, and
-        the sum [hidden_size] of the prompt's hidden states."""
+        the sum [hidden_size] of the prompt's hidden states. dead_end: where its constraint allowed no token:
+        llguidance's message, if any, and the number of tokens before."""
         first, logprobs = request.first_scored, None
         num_scored = sum(len(part.ranks) for part in scores)
         if first is not None and num_scored == len(request.prompt_token_ids) - first:  # the prompt ran whole
@@ -170,7 +189,7 @@ class Processor:
             outputs=completions,
             metrics=metrics,
             num_cached_tokens=num_cached_tokens,
-            error=_failure(request) if failed else None,
+            error=_failure(request, dead_end) if failed else None,
             index=request.index,
             pooled=pooled,
         )
@@ -181,8 +200,22 @@ class Processor:
 
     def encode(self, prompts: Sequence[Prompt], where: list[str]) -> list[list[int]]:
         """The checked token ids of prompts; ValueError as in `make_requests`."""
-        encoded = self._encode(prompts)
-        return [self._pack(prompt, encoded, name)[0] for prompt, name in zip(prompts, where, strict=True)]
+        rows = zip(prompts, self._encode(prompts, where), where, strict=True)
+        return [self._pack(prompt, ids, name)[0] for prompt, ids, name in rows]
+
+    def check_length(self, text: str, where: str) -> None:
+        """ValueError for a text that cannot fit, however the rest of its request is. Tokenises nothing."""
+        if self.tokenizer is None or self.max_model_len is None or len(text) < LONG_TEXT:
+            return
+        if self._least_tokens is None or self._least_tokens.tokenizer is not self.tokenizer:
+            self._least_tokens = LeastTokens(self.tokenizer)
+        most = self.max_model_len + 1  # for the last token of a text that is scored needs no room
+        least = self._least_tokens.of(text, most)
+        if least > most:
+            raise ValueError(
+                f"{where} has {num_bytes(text):,} bytes, which are at least {least:,} tokens, and "
+                f"max_model_len={self.max_model_len}; shorten it"
+            )
 
     def decode(self, token_ids: list[int]) -> str | None:
         """The text of tokens; None without a tokenizer."""
@@ -243,7 +276,7 @@ class Processor:
         bad_words: tuple[tuple[int, ...], ...] = ()
         if params.bad_words:
             assert self.tokenizer is not None
-            bad_words = bad_word_ids(self.tokenizer, params.bad_words)
+            bad_words = self._bad_words(self.tokenizer, tuple(params.bad_words))
             pack_token_ids([*chain(*bad_words)], self._vocab_size, "bad_words", ordered=False)
         try:
             constraint = self.constraint(params)
@@ -260,16 +293,37 @@ class Processor:
             self._grammars = GrammarCompiler(self.tokenizer, self._vocab_size, self.eos_token_ids)
         return self._grammars.constraint(params.structured_outputs)
 
-    def _encode(self, prompts: Sequence[Prompt | BadRow]) -> Iterator[list[int]]:
-        """The token ids of the prompts that are strings, if there is a tokenizer."""
-        texts = [str(each.text) for each in prompts if isinstance(each, Prompt) and each.token_ids is None]
-        return iter(encode(self.tokenizer, texts) if texts and self.tokenizer is not None else ())
+    def _encode(self, prompts: Sequence[Prompt | BadRow], where: list[str]) -> list[list[int] | BadRow]:
+        """The token ids of each prompt, or the error of a bad one."""
+        found = [
+            attempt(self._given_ids, prompt, name) if isinstance(prompt, Prompt) else prompt
+            for prompt, name in zip(prompts, where, strict=True)
+        ]
+        for special in (True, False):
+            texts = {
+                row: str(prompt.text)
+                for row, prompt in enumerate(prompts)
+                if found[row] is None and isinstance(prompt, Prompt) and prompt.add_special_tokens is special
+            }
+            if texts:
+                assert self.tokenizer is not None
+                found_ids = encode(self.tokenizer, list(texts.values()), add_special_tokens=special)
+                for row, ids in zip(texts, found_ids, strict=True):
+                    found[row] = ids
+        return [ids for ids in found if ids is not None]
 
-    def _pack(self, prompt: Prompt, encoded: Iterator[list[int]], where: str) -> tuple[list[int], bytes]:
-        """The prompt's token ids, as a list and as int32 bytes. A string takes the next of `encoded`."""
-        if prompt.token_ids is None and self.tokenizer is None:
-            raise ValueError(f"{where} is a string, and skip_tokenizer_init=True; pass token ids")
-        ids = next(encoded) if prompt.token_ids is None else prompt.token_ids
+    def _given_ids(self, prompt: Prompt, where: str) -> list[int] | None:
+        """The prompt's token ids; None for a string that is to be tokenised."""
+        if prompt.token_ids is None:
+            if self.tokenizer is None:
+                raise ValueError(f"{where} is a string, and skip_tokenizer_init=True; pass token ids")
+            self.check_length(str(prompt.text), where)
+        return prompt.token_ids
+
+    def _pack(self, prompt: Prompt, ids: list[int] | BadRow, where: str) -> tuple[list[int], bytes]:
+        """The prompt's token ids, as a list and as int32 bytes."""
+        if isinstance(ids, Exception):
+            raise ids
         if not ids:
             raise ValueError(f"{where} has no tokens: {prompt.text!r}")
         return ids, pack_token_ids(ids, self._vocab_size, where)
@@ -301,9 +355,17 @@ def _ends_with_eos(params: SamplingParams) -> bool:
     return not params.ignore_eos or params.structured_outputs is not None
 
 
-def _failure(request: Request) -> str:
-    """Why there was no token to draw, or no score or embedding."""
+def _failure(request: Request, dead_end: tuple[str, int] | None) -> str:
+    """Why there was no token to draw, or no score or embedding. dead_end: as in `output`."""
     params = request.params
+    for each in params.logits_processors or ():
+        if isinstance(each, GuardedProcessors) and each.error is not None:
+            return each.error
+    if dead_end is not None and params.structured_outputs is not None:
+        why, num_tokens = dead_end
+        cause = f"llguidance failed: {why}" if why else "no text that begins like this output satisfies it"
+        named = params.structured_outputs.named()
+        return f"structured_outputs: {named} allows no token at place {num_tokens} of the output; {cause}"
     if request.pooling is not None:
         return "the model's hidden states were not finite"
     rules = ("allowed_token_ids", "bad_words", "min_tokens", "structured_outputs", "logit_bias")

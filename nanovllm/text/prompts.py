@@ -31,6 +31,7 @@ class Prompt:
 
     text: str | None
     token_ids: list[int] | None
+    add_special_tokens: bool = True  # when the string is tokenised; a chat template writes them itself
 
 
 def parse_prompts(prompts: PromptLike | Iterable[PromptLike]) -> tuple[list[Prompt | BadRow], list[str]]:
@@ -71,6 +72,8 @@ def split_prompts(
 
 def parse_prompt(prompt: Any, where: str) -> Prompt:
     """Normalise one prompt to a `Prompt`. where: its name in errors."""
+    if isinstance(prompt, Prompt):
+        return prompt
     if isinstance(prompt, Mapping):
         return _parse_mapping(prompt, where)
     if isinstance(prompt, str):
@@ -111,13 +114,14 @@ def pack_token_ids(token_ids: list[int], vocab_size: int, where: str, ordered: b
 
 def parse_sampling_params(
     sampling_params: SamplingParams | Sequence[SamplingParams], num_prompts: int, first_index: int = 0
-) -> list[SamplingParams]:
+) -> list[SamplingParams | BadRow]:
     """Return a checked copy of the SamplingParams for each prompt; each object is copied once.
 
-    A list must be as long as the prompts. first_index: index of the first element, for errors.
+    A list must be as long as the prompts; a wrong element is replaced by its error. One wrong object for all
+    prompts raises its error. first_index: index of the first element, for errors.
     """
     if isinstance(sampling_params, SamplingParams):
-        return [_checked(sampling_params, "sampling_params")] * num_prompts
+        return [check_params(sampling_params, "sampling_params")] * num_prompts
     if not isinstance(sampling_params, Sequence) or isinstance(sampling_params, str):
         raise TypeError(
             f"sampling_params must be SamplingParams or a list of them, not {show(sampling_params)}"
@@ -127,16 +131,17 @@ def parse_sampling_params(
             f"{len(sampling_params)} sampling_params for {num_prompts} prompts; "
             "pass one for all or one for each"
         )
-    checked: dict[int, SamplingParams] = {}
+    checked: dict[int, SamplingParams | BadRow] = {}
     for index, params in enumerate(sampling_params, first_index):
-        if not isinstance(params, SamplingParams):
-            raise TypeError(f"sampling_params[{index}] must be SamplingParams, not {show(params)}")
         if id(params) not in checked:
-            checked[id(params)] = _checked(params, f"sampling_params[{index}]")
+            checked[id(params)] = attempt(check_params, params, f"sampling_params[{index}]")
     return [checked[id(params)] for params in sampling_params]
 
 
-def _checked(params: SamplingParams, where: str) -> SamplingParams:
+def check_params(params: Any, where: str) -> SamplingParams:
+    """Return a checked copy of SamplingParams. where: their name in errors."""
+    if not isinstance(params, SamplingParams):
+        raise TypeError(f"{where} must be SamplingParams, not {show(params)}")
     try:
         return params.checked()
     except (TypeError, ValueError) as error:

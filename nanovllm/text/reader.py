@@ -11,10 +11,19 @@ from typing import Any, NamedTuple
 
 from nanovllm.inputs import PromptLike
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.text.prompts import NUMBERS, Prompt, parse_prompt, parse_sampling_params, show, split_prompts
+from nanovllm.text.prompts import (
+    NUMBERS,
+    Prompt,
+    check_params,
+    parse_prompt,
+    parse_sampling_params,
+    show,
+    split_prompts,
+)
 from nanovllm.text.rows import BadRow, attempt
 
 READ_SECONDS = 0.005  # time limit for reading a batch, checked after each prompt
+READ_CHARS = 2**22  # of text in a batch, checked after each prompt
 END = object()
 
 
@@ -23,7 +32,7 @@ class PromptBatch(NamedTuple):
 
     first_index: int  # index of the first prompt among all prompts
     prompts: list[Prompt | BadRow]
-    params: list[SamplingParams]  # checked
+    params: list[SamplingParams | BadRow]  # checked
     where: list[str]  # the name of each prompt in errors
 
 
@@ -46,7 +55,7 @@ class PromptReader:
         self._same: SamplingParams | None = None
         self._params: Iterator[SamplingParams] = iter(())
         if isinstance(sampling_params, SamplingParams):
-            [self._same] = parse_sampling_params(sampling_params, 1)
+            self._same = check_params(sampling_params, "sampling_params")
             return
         if isinstance(sampling_params, (str, Mapping)) or not isinstance(sampling_params, Iterable):
             raise TypeError(
@@ -68,23 +77,26 @@ class PromptReader:
         if self._items is None:
             self._items, self._where = split_prompts(self._prompts)
         first = self._index
-        items: list[Any] = []
+        prompts: list[Prompt | BadRow] = []
         params: list[Any] = []
+        where: list[str] = []
+        num_chars = 0
         until = perf_counter() + READ_SECONDS
-        while len(items) < most and not (items and perf_counter() > until):
+        while len(where) < most and num_chars < READ_CHARS and not (where and perf_counter() > until):
             item, param = next(self._items, END), self._same or next(self._params, END)
             if item is END:
                 self.ended = True
                 if self._same is None and param is not END:
-                    raise self._unequal(f"prompts end after {first + len(items)}, but sampling_params do not")
+                    raise self._unequal(f"prompts end after {first + len(where)}, but sampling_params do not")
                 break
             if param is END:
-                raise self._unequal(f"sampling_params end after {first + len(items)}, but prompts do not")
-            items.append(item)
+                raise self._unequal(f"sampling_params end after {first + len(where)}, but prompts do not")
+            where.append(self._where.format(first + len(where)))
+            prompt = attempt(parse_prompt, item, where[-1])
+            num_chars += len(prompt.text or "") if isinstance(prompt, Prompt) else 0
+            prompts.append(prompt)
             params.append(param)
-        self._index += len(items)
-        where = [self._where.format(index) for index in range(first, self._index)]
-        prompts = [attempt(parse_prompt, item, name) for item, name in zip(items, where, strict=True)]
+        self._index += len(where)
         if self._same is None:
             params = parse_sampling_params(params, len(params), first)
         return PromptBatch(first, prompts, params, where)

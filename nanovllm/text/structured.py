@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Container, Iterator, Sequence
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from nanovllm.structured_outputs import CONSTRAINTS, StructuredOutputsParams
+from nanovllm.structured_outputs import CONSTRAINTS, StructuredOutputsParams, show
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
@@ -24,6 +25,20 @@ COPIES, ORIGINALS = 32, 8  # consecutive copies of one original matcher; number 
 # Keys of a JSON schema whose values are not schemas: dictionaries of schemas, and data.
 NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 DATA = ("const", "enum", "default", "examples")
+# The limits of an integer that llguidance can express: it reads them as float64, and fails at -2^63.
+LEAST_INTEGER, GREATEST_INTEGER = -(2**63) + 1024, 2**63 - 1
+# Lark: where a rule begins, lines that belong to none, and the parts of a rule.
+RULE = re.compile(r"^[ \t]*[!?]?([A-Za-z_][\w-]*)(?:\.-?\d+)?[ \t]*(?:\[[^\]\n]*\])?[ \t]*:", re.M)
+DIRECTIVE = re.compile(r"^[ \t]*%(?:import|ignore|declare|override|extend|llguidance)\b[^\n]*", re.M)
+PART = re.compile(
+    r"""(?P<nothing>\s+|(?://|\#)[^\n]*|->\s*\w+|\.\.\s*"(?:\\.|[^"\\\n])*")
+    |(?P<text>"(?:\\.|[^"\\\n])*"i?|/(?:\\.|[^/\\\n])+/[a-z]*|<[^>\n]*>|@[\w-]+)
+    |(?P<json>%(?:json|regex)\s*)|(?P<rule>[A-Za-z_][\w-]*)|(?P<bar>[|()\[\]])
+    |(?P<optional>[?*]|~\s*0(?:\s*\.\.\s*\d+)?(?!\d)|\{\s*0?\s*,\s*\d*\s*\}|\{\s*0\s*\})
+    |(?P<often>\+|~\s*\d+(?:\s*\.\.\s*\d+)?|\{[\d,\s]+\})""",
+    re.X,
+)
+MAX_PASSES = 100  # over the rules of a grammar
 
 
 class Constraint:
@@ -100,18 +115,19 @@ class GrammarCompiler:
         return self._llguidance.LLTokenizer(text, n_vocab=vocab_size, eos_token=eos_token_id)
 
     def _constraint(self, params: StructuredOutputsParams) -> Constraint:
-        """Compile a constraint. ValueError with llguidance's message if it is invalid."""
+        """Compile a constraint. ValueError if it is invalid, with llguidance's message, or if no text can be
+        seen to satisfy it."""
         name = next(name for name in CONSTRAINTS if getattr(params, name))
+        text = show(getattr(params, name))
         try:
             grammar = self._grammar(params)
-        except ValueError as error:
-            raise ValueError(f"{name}: {error}") from None
-        make = partial(self._llguidance.LLMatcher, self._tokens, grammar, log_level=0)
-        try:
+            make = partial(self._llguidance.LLMatcher, self._tokens, grammar, log_level=0)
             first = make()
             probe = first.deep_copy()
             if not first.is_error():
                 probe.compute_bitmask()
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
         except BaseException as error:
             if type(error).__name__ != "PanicException":  # of Rust, and no Exception
                 raise
@@ -119,7 +135,12 @@ class GrammarCompiler:
         if first.is_error():
             raise ValueError(f"{name}: {first.get_error().strip()}")
         if probe.is_error():
-            raise ValueError(f"{name}: no text satisfies it, for no token may come first")
+            raise ValueError(f"{name}: no text satisfies {text}, for no token may come first")
+        if params.grammar is not None and (rule := self._endless_rule(params.grammar)) is not None:
+            raise ValueError(
+                f"grammar: no text satisfies {text}, for the rule {rule!r} never ends; give it an "
+                "alternative without itself"
+            )
         for warning in first.get_grammar_warnings():
             logger.warning("structured_outputs, %s: %s", name, warning)
         return Constraint(first, make, self._executor)
@@ -132,17 +153,34 @@ class GrammarCompiler:
         if params.choice is not None:
             return str(llguidance.grammar_from("choice", json.dumps(params.choice)))
         if params.grammar is not None:
-            return str(llguidance.grammar_from("grammar", params.grammar))
+            return str(llguidance.grammar_from("lark", self._lark(params.grammar)))
         is_flexible = params.disable_any_whitespace is False or params.whitespace_pattern is not None
         options: dict[str, Any] = {"whitespace_flexible": is_flexible}
         if params.whitespace_pattern is not None:
             options["whitespace_pattern"] = params.whitespace_pattern
         if params.structural_tag is not None:
-            return self._tagged(json.loads(str(params.structural_tag)), options)
+            tag = json.loads(str(params.structural_tag))
+            for each in tag["structures"]:
+                each["schema"] = _limited(each["schema"], params)
+            return self._tagged(tag, options)
         schema = {"type": "object"} if params.json is None else json.loads(str(params.json))
-        if params.disable_additional_properties:
-            schema = _without_additional_properties(schema)
+        schema = _limited(schema, params)
         return str(llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=options))
+
+    def _lark(self, grammar: str) -> str:
+        """A grammar as Lark. ValueError for a wrong one in GBNF."""
+        from llguidance.gbnf_to_lark import any_to_lark
+
+        try:
+            return str(any_to_lark(grammar))
+        except Exception as error:  # it raises plain Exceptions
+            raise ValueError(f"Failed to convert the grammar from GBNF to Lark: {error}") from None
+
+    def _endless_rule(self, grammar: str) -> str | None:
+        """As `endless_rule`, with the name that the rule has in the grammar."""
+        lark = self._lark(grammar)
+        rule = endless_rule(lark)
+        return "root" if rule == "start" and lark != grammar else rule
 
     def _tagged(self, tag: dict[str, Any], options: dict[str, Any]) -> str:
         """Free text, in which a structure that begins with a trigger follows the trigger.
@@ -163,19 +201,147 @@ class GrammarCompiler:
         return str(StructTag.to_grammar(tags))
 
 
-def _without_additional_properties(schema: Any) -> Any:
-    """The schema, with objects limited to the properties that it names."""
+def _limited(schema: dict[str, Any], params: StructuredOutputsParams) -> dict[str, Any]:
+    """The schema with the limits that the params add to it."""
+    if params.disable_additional_properties:
+        schema = _mapped(schema, _close)
+    if params.disable_big_integers and not _has_big_numbers(schema):
+        schema = _mapped(schema, _limit_integers)
+    return schema
+
+
+def _mapped(schema: Any, change: Callable[[dict[str, Any]], None]) -> Any:
+    """A copy of the schema, in which `change` has changed each schema, the inner ones first."""
     if isinstance(schema, list):
-        return [_without_additional_properties(each) for each in schema]
+        return [_mapped(each, change) for each in schema]
     if not isinstance(schema, dict):
         return schema
-    closed = {}
+    copy = {}
     for name, each in schema.items():
         if name in NAMED_SCHEMAS and isinstance(each, dict):
-            each = {key: _without_additional_properties(value) for key, value in each.items()}
+            each = {key: _mapped(value, change) for key, value in each.items()}
         elif name not in DATA:
-            each = _without_additional_properties(each)
-        closed[name] = each
-    if "additionalProperties" not in closed and ("properties" in closed or "patternProperties" in closed):
-        closed["additionalProperties"] = False
-    return closed
+            each = _mapped(each, change)
+        copy[name] = each
+    change(copy)
+    return copy
+
+
+def _close(schema: dict[str, Any]) -> None:
+    """Limit an object to the properties that its schema names."""
+    if "additionalProperties" not in schema and ("properties" in schema or "patternProperties" in schema):
+        schema["additionalProperties"] = False
+
+
+def _limit_integers(schema: dict[str, Any]) -> None:
+    """Limit an integer to 64 bits on each side that has no limit, so that a model cannot repeat digits."""
+    types = schema.get("type")
+    types = types if isinstance(types, list) else [types]
+    if "integer" not in types or "number" in types:
+        return
+    if "minimum" not in schema and "exclusiveMinimum" not in schema:
+        schema["minimum"] = LEAST_INTEGER
+    if "maximum" not in schema and "exclusiveMaximum" not in schema:
+        schema["maximum"] = GREATEST_INTEGER
+
+
+def _has_big_numbers(value: Any) -> bool:
+    """Whether a JSON value has a number beyond the limits of `_limit_integers`."""
+    if isinstance(value, dict):
+        return any(map(_has_big_numbers, value.values()))
+    if isinstance(value, list):
+        return any(map(_has_big_numbers, value))
+    return isinstance(value, (int, float)) and not LEAST_INTEGER <= value <= GREATEST_INTEGER
+
+
+# -- grammars without an end --------------------------------------------------------------------------------
+
+# A part of a rule: the name of a rule, alternatives, or None for a text. All parts of an alternative follow.
+Part: TypeAlias = "str | list[list[Part]] | None"
+
+
+def endless_rule(lark: str) -> str | None:
+    """Return a rule for which no text ends, because the rule always needs itself again; `start` needs it.
+
+    None if there is none, or if the grammar has syntax that is not read here. The least fixed point of "has a
+    text". Terminals have one, for llguidance refuses recursive ones.
+    """
+    _, *found = RULE.split(DIRECTIVE.sub("", lark))
+    try:
+        rules = {
+            name: _alternatives(_parts(body))
+            for name, body in zip(found[::2], found[1::2], strict=True)
+            if not name.lstrip("_")[:1].isupper()
+        }
+    except (IndexError, ValueError):
+        return None
+    for turn in range(MAX_PASSES):
+        num_before = len(rules)
+        for name in list(rules)[:: 1 if turn % 2 else -1]:
+            if _has_text(rules[name], rules):
+                del rules[name]
+        if "start" not in rules:
+            return None
+        if len(rules) == num_before:
+            name, seen = "start", set[str]()
+            while name not in seen:
+                seen.add(name)
+                name = next(each for each in _names(rules[name]) if each in rules)
+            return name
+    return None
+
+
+def _has_text(part: Part, endless: Container[str]) -> bool:
+    """Whether a part has a text, if the rules `endless` have none."""
+    if isinstance(part, list):
+        return any(all(_has_text(each, endless) for each in parts) for parts in part)
+    return part not in endless
+
+
+def _names(part: Part) -> Iterator[str]:
+    """The rules in a part."""
+    if isinstance(part, list):
+        for parts in part:
+            for each in parts:
+                yield from _names(each)
+    elif part is not None:
+        yield part
+
+
+def _parts(body: str) -> Iterator[tuple[str, str]]:
+    """The kind and text of each part of a rule. ValueError for syntax that is not read here."""
+    position = 0
+    while position < len(body):
+        match = PART.match(body, position)
+        if match is None:
+            raise ValueError(body[position:])
+        position = match.end()
+        kind = str(match.lastgroup)
+        if kind == "json":
+            kind, (_, position) = "text", json.JSONDecoder().raw_decode(body, position)
+        if kind != "nothing":
+            yield kind, match.group()
+
+
+def _alternatives(parts: Iterator[tuple[str, str]], closing: str = "") -> list[list[Part]]:
+    """Read alternatives up to their closing bracket."""
+    found: list[list[Part]] = [[]]
+    for kind, text in parts:
+        if text == "(":
+            found[-1].append(_alternatives(parts, ")"))
+        elif text == "[":
+            _alternatives(parts, "]")
+            found[-1].append(None)  # optional
+        elif text == "|":
+            found.append([])
+        elif kind == "bar":
+            if text != closing:
+                raise ValueError(text)
+            return found
+        elif kind == "optional":
+            found[-1].pop()
+        elif kind != "often":
+            found[-1].append(text if kind == "rule" else None)
+    if closing:
+        raise ValueError(closing)
+    return found

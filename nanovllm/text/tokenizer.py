@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.errors import ModelLoadError
+from nanovllm.text.lengths import num_bytes
 from nanovllm.text.prompts import Prompt, check_text, show
 from nanovllm.text.rows import BadRow, attempt
+from nanovllm.text.templates import TemplateFailedError, TemplateProcess, TemplateStoppedError, plain
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger("nanovllm")
+
+ENCODED_BYTES = 2**19  # tokenised at once; it takes up to 300 times this memory, and up to a second
 
 
 def load_tokenizer(path: Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
@@ -43,8 +49,47 @@ def encode(
     tokenizer: PreTrainedTokenizerBase, texts: list[str], add_special_tokens: bool = True
 ) -> list[list[int]]:
     """Return the token ids of each string. transformers' warnings about long strings are off: the engine
-    checks the length."""
-    return tokenizer(texts, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
+    checks the length.
+
+    Several calls of the tokenizer limit its memory, and let signals act between them. A string that is longer
+    than this is tokenised in another thread, because that takes long and no signal ends it. After Ctrl-C the
+    thread goes on, and what it finds is dropped.
+    """
+
+    def encode_some(some: list[str]) -> list[list[int]]:
+        return tokenizer(some, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
+
+    found: list[list[int]] = []
+    for some, size in _portions(texts):
+        if size <= ENCODED_BYTES:
+            found += encode_some(some)
+            continue
+        future: Future[list[list[int]]] = Future()
+        threading.Thread(target=_fulfil, args=(future, encode_some, some), daemon=True).start()
+        found += future.result()
+    return found
+
+
+def _fulfil(future: Future[Any], call: Any, *args: Any) -> None:
+    try:
+        future.set_result(call(*args))
+    except BaseException as error:
+        future.set_exception(error)
+
+
+def _portions(texts: list[str]) -> Iterator[tuple[list[str], int]]:
+    """The strings in lists of up to ENCODED_BYTES, with their bytes; a longer string is alone."""
+    some: list[str] = []
+    size = 0
+    for text in texts:
+        more = num_bytes(text)
+        if some and size + more > ENCODED_BYTES:
+            yield some, size
+            some, size = [], 0
+        some.append(text)
+        size += more
+    if some:
+        yield some, size
 
 
 def bad_word_ids(tokenizer: PreTrainedTokenizerBase, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
@@ -125,32 +170,63 @@ def render_conversations(
     tokenizer: PreTrainedTokenizerBase,
     conversations: list[list[dict[str, Any]] | BadRow],
     options: Mapping[str, Any],
+    process: TemplateProcess,
 ) -> list[Prompt | BadRow]:
-    """Apply the chat template to each conversation, and tokenise the results.
+    """Apply the chat template to each conversation, in `process`; the results are not tokenised yet.
 
-    An error stays in its place. If the template fails, a ValueError replaces the conversation.
+    An error stays in its place. If the template fails or is stopped, a ValueError replaces the conversation.
+    A tokenizer with an `apply_chat_template` of its own applies it here: that is code, which is trusted.
     """
-    texts = [
-        each
-        if isinstance(each, Exception)
-        else attempt(_render, tokenizer, each, options, f"conversation {i}")
-        for i, each in enumerate(conversations)
-    ]
-    good = [text for text in texts if isinstance(text, str)]
-    # The template has written the special tokens already.
-    ids = iter(encode(tokenizer, good, add_special_tokens=False) if good else ())
-    return [Prompt(text, next(ids)) if isinstance(text, str) else text for text in texts]
+    texts: list[Any] = list(conversations)
+    good = [row for row, each in enumerate(texts) if not isinstance(each, Exception)]
+    if type(tokenizer).apply_chat_template.__module__ == "transformers.tokenization_utils_base":
+        given = attempt(_plain_arguments, tokenizer, [conversations[row] for row in good], options)
+        rendered: list[Any] = [given] * len(good) if isinstance(given, Exception) else process.render(*given)
+    else:
+        rendered = [_apply(tokenizer, conversations[row], options) for row in good]
+    for row, text in zip(good, rendered, strict=True):
+        texts[row] = text
+    chosen = options.get("chat_template")
+    name = f"of {tokenizer.name_or_path}" if chosen is None else "that was passed"
+    return [attempt(_as_prompt, text, f"conversation {row}", name) for row, text in enumerate(texts)]
 
 
-def _render(
-    tokenizer: PreTrainedTokenizerBase,
-    conversation: list[dict[str, Any]],
-    options: Mapping[str, Any],
-    where: str,
-) -> str:
+def _plain_arguments(
+    tokenizer: PreTrainedTokenizerBase, conversations: list[Any], options: Mapping[str, Any]
+) -> tuple[str, Any, list[Any], dict[str, Any]]:
+    """The arguments of `TemplateProcess.render`. ValueError for a function among the tools that has no
+    schema."""
+    from transformers.utils.chat_template_utils import get_json_schema
+
+    tools = options.get("tools")
+    if tools is not None:
+        try:
+            tools = [get_json_schema(tool) if inspect.isroutine(tool) else tool for tool in tools]
+        except Exception as error:  # of transformers' own types
+            raise ValueError(f"tools: {type(error).__name__}: {error}") from error
+    template = tokenizer.get_chat_template(options.get("chat_template"), tools)
+    rest = {name: value for name, value in options.items() if name not in ("tools", "chat_template")}
+    special = plain(tokenizer.special_tokens_map)
+    return template, special, plain(conversations), plain({**rest, "tools": tools})
+
+
+def _apply(tokenizer: PreTrainedTokenizerBase, conversation: Any, options: Mapping[str, Any]) -> Any:
     try:
-        text: Any = tokenizer.apply_chat_template(conversation, tokenize=False, **options)
-    except Exception as error:  # a template may raise anything
-        raise ValueError(f"{where}: the chat template fails ({type(error).__name__}: {error})") from error
+        return tokenizer.apply_chat_template(conversation, tokenize=False, **options)
+    except Exception as error:  # it may raise anything
+        return TemplateFailedError(f"{type(error).__name__}: {error}")
+
+
+def _as_prompt(text: Any, where: str, name: str) -> Prompt:
+    """The prompt of a rendered conversation. name: of the template, in errors."""
+    if isinstance(text, TemplateFailedError):
+        raise ValueError(f"{where}: the chat template fails ({text})")
+    if isinstance(text, TemplateStoppedError):
+        raise ValueError(
+            f"{where}: the chat template {name} {text}; put another chat_template.jinja into the model's "
+            "folder, or pass chat_template"
+        )
+    if isinstance(text, Exception):
+        raise text
     check_text(text, where)
-    return str(text)
+    return Prompt(str(text), None, add_special_tokens=False)

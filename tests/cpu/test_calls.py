@@ -6,7 +6,8 @@ import gc
 import os
 import random
 import re
-from collections.abc import Callable
+from argparse import ArgumentTypeError
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -27,9 +28,11 @@ from nanovllm import (
     EngineClosedError,
     ModelLoadError,
     SamplingParams,
+    StructuredOutputsParams,
     demo_model_path,
 )
-from nanovllm.jobs.arguments import parse_args
+from nanovllm.jobs.arguments import parse_args, parse_sampling
+from nanovllm.jobs.openai_batch import read_body
 from nanovllm.vllm_arguments import ELSEWHERE, EMBED, GENERATE
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -169,52 +172,107 @@ def test_reset_prefix_cache(model: Path, run_ahead: bool) -> None:
         assert first["token_ids"] == again["token_ids"] == reset["token_ids"]
 
 
-OTHERS = ("encode", "get_stats", "get_metrics", "__call__", "from_pretrained", "text", "serve", "chat")
-ARGUMENTS = [name for name in ELSEWHERE if name.islower() and name not in OTHERS]
+ATTRIBUTES = ("encode", "get_stats", "get_metrics")  # of LLM
+COMMANDS = ("serve", "chat")
+CLASSES = [name for name in ELSEWHERE if name[0].isupper()]
+ARGUMENTS = set(ELSEWHERE) - {*ATTRIBUTES, *COMMANDS, *CLASSES, "__call__", "from_pretrained", "text"}
+JOB = ["run", "in.jsonl", "-o", "out.jsonl", "--model", "m"]
 
 
-def test_names_of_other_libraries_say_what_to_write(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Every name of the table, and no message names a class that users do not import."""
-    messages: dict[str, list[str]] = {name: [] for name in ELSEWHERE}
+def refusal(call: Callable[[], object]) -> str:
+    errors = TypeError, ValueError, AttributeError, ImportError, ArgumentTypeError
+    with pytest.raises(errors) as caught:
+        call()
+    return str(caught.value)
 
-    def refused(name: str, call: Callable[[], object]) -> None:
-        with pytest.raises((TypeError, ValueError, AttributeError, ImportError)) as caught:
-            call()
-        messages[name].append(str(caught.value))
 
+@pytest.fixture(scope="module")
+def llm(model: Path) -> Iterator[LLM]:
     with make_tiny(model) as llm:
-        for name in ARGUMENTS:
-            given: dict[str, Any] = {name: 1}
-            refused(name, lambda given=given: SamplingParams(**given))  # type: ignore[misc]
-            refused(name, lambda given=given: setattr(SamplingParams(), *next(iter(given.items()))))  # type: ignore[misc]
-            refused(name, lambda given=given: llm.generate([[5]], **given))  # type: ignore[misc]
-            refused(name, lambda given=given: llm.embed([[5]], **given))  # type: ignore[misc]
-            refused(name, lambda given=given: LLM(str(model), **given))  # type: ignore[misc]
-        refused("encode", lambda: llm.encode)
-        refused("get_stats", lambda: llm.get_stats())
-        refused("get_metrics", lambda: llm.get_metrics())
-        refused("__call__", lambda: llm("hi"))
-        refused("from_pretrained", lambda: LLM.from_pretrained("folder"))
-        [output] = llm.generate(prompt_token_ids=[[5]], sampling_params=GREEDY, use_tqdm=False)
-        refused("text", lambda: output.text)
-        for wrong in (
-            lambda: llm.step(1),
-            lambda: llm.sleep(depth=1),
-            lambda: llm.close(1),
-            lambda: llm.statz,
-        ):
-            refused("text", wrong)  # type: ignore[arg-type]
-        assert not [line for line in messages["text"] if re.search(r"\w+Engine|Replicated|Resident", line)]
-        assert "did you mean 'stats'" in messages["text"].pop()
-        del messages["text"][1:]
-    for name in [name for name in ELSEWHERE if name[0].isupper()]:
-        refused(name, lambda name=name: getattr(nanovllm, name))  # type: ignore[misc]
-    for name in ("serve", "chat"):
+        yield llm
+
+
+@pytest.mark.parametrize("name", sorted(ARGUMENTS))
+def test_arguments_of_other_libraries_say_what_to_write(name: str, llm: LLM) -> None:
+    given: dict[str, Any] = {name: 1}
+    for call in (
+        lambda: SamplingParams(**given),
+        lambda: setattr(SamplingParams(), name, 1),
+        lambda: BeamSearchParams(beam_width=2, max_tokens=2, **given),
+        lambda: StructuredOutputsParams(**given),
+        lambda: LLM("model", **given),
+        lambda: llm.generate([[5]], **given),
+        lambda: llm.chat([{"role": "user", "content": "a"}], **given),
+        lambda: llm.stream([[5]], **given),
+        lambda: llm.score([5], [[6]], **given),
+        lambda: llm.score_pairs([([5], [6])], **given),
+        lambda: llm.embed([[5]], **given),
+        lambda: llm.beam_search([[5]], BeamSearchParams(beam_width=2, max_tokens=2), **given),
+        lambda: llm.add_request([5], **given),
+        lambda: llm.update_weights({}, **given),
+        lambda: parse_sampling(f"{name}=1"),
+    ):
+        assert refusal(call).endswith(ELSEWHERE[name].write)
+
+
+@pytest.mark.parametrize("name", sorted(ELSEWHERE))
+def test_a_flag_of_another_library_says_what_to_write(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    if name not in ARGUMENTS:
+        return
+    flag = "--" + name.replace("_", "-")
+    for given in (["run", flag, "5"], [*JOB, f"{flag}=5"], ["check", "in.jsonl", flag]):
+        with pytest.raises(SystemExit):
+            parse_args(given)
+        known = ELSEWHERE[name]
+        said = capsys.readouterr().err
+        assert f"unrecognized argument: {flag}" in said
+        assert said.endswith(f"that name is from {known.origin}; write {known.flag or known.write}\n")
+
+
+def test_other_names_of_other_libraries_say_what_to_write(
+    llm: LLM, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = {name: refusal(lambda name=name: getattr(llm, name)) for name in ATTRIBUTES}  # type: ignore[misc]
+    said["__call__"] = refusal(lambda: llm("hi"))
+    said["from_pretrained"] = refusal(lambda: LLM.from_pretrained("folder"))
+    [output] = llm.generate(prompt_token_ids=[[5]], sampling_params=GREEDY, use_tqdm=False)
+    said["text"] = refusal(lambda: output.text)  # type: ignore[attr-defined]
+    body = {"stop_sequences": ["a"]}
+    assert refusal(lambda: read_body("/v1/completions", body)).endswith(ELSEWHERE["stop_sequences"].write)
+    for name in CLASSES:
+        said[name] = refusal(lambda name=name: getattr(nanovllm, name))  # type: ignore[misc]
+        with pytest.raises(ImportError, match=re.escape(ELSEWHERE[name].write)):
+            exec(f"from nanovllm.sampling_params import {name}")
+    for name in COMMANDS:
         with pytest.raises(SystemExit):
             parse_args([name, "model"])
-        messages[name].append(capsys.readouterr().err)
-    for name, lines in messages.items():
-        assert lines and all(ELSEWHERE[name].write in line for line in lines), (name, lines)
+        said[name] = capsys.readouterr().err.rstrip()
+    assert said.keys() | ARGUMENTS == set(ELSEWHERE), "the whole table"
+    for name, line in said.items():
+        assert line.endswith(ELSEWHERE[name].write), name
+    assert not hasattr(nanovllm, "encode") and not hasattr(nanovllm.sampling_params, "Params2")
+
+
+def test_arguments_that_a_call_does_not_have(llm: LLM) -> None:
+    """They are named, with the nearest name or where the value goes; internal classes are not."""
+    any_llm: Any = llm
+    made: Any = BeamSearchParams
+    wrong: dict[str, Callable[[], object]] = {
+        "LLM.stream() got 'top_k'; pass it as SamplingParams(top_k=": lambda: any_llm.stream([[5]], top_k=1),
+        "LLM.stream() got an unknown argument 'delta'; did you mean": lambda: any_llm.stream([], delta=1),
+        "LLM.embed() got an unknown argument 'top_k'; it knows": lambda: llm.embed([[5]], top_k=0),
+        "LLM.sleep() got an unknown argument 'depth'; it knows: level": lambda: any_llm.sleep(depth=1),
+        "LLM.step() takes 1 positional argument": lambda: any_llm.step(1),
+        "LLM.close() takes 1 positional argument": lambda: any_llm.close(1),
+        "LLM.__init__() takes": lambda: LLM("model", "tokenizer"),  # type: ignore[call-arg]
+        "LLM has no attribute 'statz'; did you mean 'stats'": lambda: any_llm.statz,
+        "LLM.chat() got an unknown argument 'thinking'; it knows: ": lambda: llm.chat([], thinking=1),
+        "BeamSearchParams() got an unknown argument 'beam_with'; did": lambda: made(beam_with=2),
+    }
+    for expected, call in wrong.items():
+        assert refusal(call).startswith(expected)
+    assert refusal(lambda: llm.chat([], thinking=1)).endswith("go into chat_template_kwargs")
+    assert len(llm.stats.__doc__ or "") > 10 and llm.stream.__name__ == "stream"
 
 
 def test_forms_of_vllm_that_work(model: Path) -> None:

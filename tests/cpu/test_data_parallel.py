@@ -6,6 +6,7 @@ import copy
 import os
 import signal
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -14,6 +15,7 @@ import inside
 import pytest
 from checked_llm import Bar
 from replica_answers import GREEDY, LONG, MIXED, OPTIONS, PROMPTS, answer_all, logprobs, pids, same
+from threads import aborted_during
 
 from nanovllm import (
     LLM,
@@ -119,6 +121,41 @@ def test_add_request_step_and_abort(two: LLM) -> None:
         outputs += two.step()
     assert sorted(each.request_id for each in outputs) == sorted(set(ids[:10]) - {running})
     assert two.step() == []
+
+
+@pytest.mark.parametrize(("name", "index"), [("generate", 11), ("stream", 0)], ids=["waiting", "running"])
+def test_another_thread_aborts_during_a_call(two: LLM, name: str, index: int) -> None:
+    """The call goes on without the request and returns its output too; the others are whole."""
+    prompts, params = PROMPTS[:12], SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+
+    def answer() -> list[RequestOutput]:
+        if name == "generate":
+            return two.generate(prompts, params, use_tqdm=False)
+        return sorted(two.stream(prompts, params), key=lambda output: output.index)
+
+    outputs, aborted = aborted_during(two, inside.next_id(two) + index, answer)
+    assert aborted == outputs[index] and aborted["finish_reason"] == "abort"
+    assert len(aborted["token_ids"]) < (40 if name == "stream" else 1)
+    others = [output for output in outputs if output is not outputs[index]]
+    assert [len(output["token_ids"]) for output in others] == [40] * 11
+    assert two.is_finished() and two.abort(aborted.request_id) is None
+
+
+@pytest.mark.parametrize("replicas", [False, True], ids=["one", "two"])
+def test_another_thread_aborts_scores_and_embeddings(one: LLM, two: LLM, replicas: bool) -> None:
+    """`score` raises, for its result has no place for a missing score; `embed` returns an error."""
+    llm: LLM = two if replicas else one
+    prompts = [f"{prompt} And {number}." for number, prompt in enumerate(PROMPTS)]
+    pairs = [(prompt, " is 7.") for prompt in prompts]
+    with pytest.raises(RuntimeError, match="pair 23 was aborted"):
+        aborted_during(llm, inside.next_id(llm) + 23, lambda: llm.score_pairs(pairs, False))
+    assert llm.is_finished()
+    embed = partial(llm.embed, prompts, False)
+    found, aborted = aborted_during(llm, inside.next_id(llm) + 23, embed)
+    assert aborted is not None and aborted["finish_reason"] == "abort"
+    assert [each.error is None for each in found] == [True] * 23 + [False]
+    assert found[23].outputs.embedding == [] and "aborted" in str(found[23].error)
+    assert llm.is_finished() and all(each.error is None for each in embed())
 
 
 def test_the_prefix_cache_can_be_reset(two: LLM) -> None:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from test_texts import KINDS, TOKENIZERS, encode, model_for
 
 from nanovllm import LLM, CompletionOutput, RequestOutput, SamplingParams, demo_model_path
-from nanovllm.text.stop_strings import StopStrings
+from nanovllm.text.stop_strings import StopSearch, StopStrings
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 
@@ -169,7 +169,7 @@ class Pieces:
     stops=st.lists(st.text("abc", min_size=1, max_size=4), max_size=3),
 )
 def test_no_delta_has_text_that_is_cut_later(token_ids: list[int], stops: list[str]) -> None:
-    stop, given_, whole = StopStrings(stops, Pieces()), "", ""
+    stop, given_, whole = StopStrings(StopSearch(stops), Pieces()), "", ""
     for token_id in token_ids:
         whole += Pieces().append(token_id)
         if stop.append(token_id):

@@ -234,5 +234,8 @@ def test_too_little_memory_says_how_much(model: Path, monkeypatch: pytest.Monkey
     ):
         make_tiny(model, num_kvcache_blocks=10**9)
     monkeypatch.setattr("nanovllm.device.Device.kv_cache_budget", lambda *_: (100, 0))
-    with pytest.raises(KVCacheMemoryError, match=r"1 block\(s\) of 8 .*gpu_memory_u.* lower max_model_len, "):
+    with pytest.raises(
+        KVCacheMemoryError, match=r"1 block\(s\) of 8 .*Pass kv_cache_memory_bytes, up to "
+    ) as caught:
         make_tiny(model)
+    assert "gpu_memory_utilization" not in str(caught.value)

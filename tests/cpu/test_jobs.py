@@ -243,6 +243,35 @@ def test_csv_with_line_ends_of_all_kinds(tmp_path: Path) -> None:
         assert [row["id"] for row in csv.DictReader(file)] == ids
 
 
+@pytest.mark.parametrize("ending", ["csv", "tsv"])
+def test_formulas_in_cells(tmp_path: Path, ending: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """With `--csv-safe` no string begins like a formula, neither answer nor id. Numbers are left alone."""
+
+    class Echo(FakeLLM):
+        def answer(self, index: int, prompt: Any, params: Any) -> Any:
+            output = super().answer(index, prompt, params)
+            output.outputs[0].text = prompt["prompt"]
+            return output
+
+    texts = ["=cmd()", "+1", "-1+2", "@SUM(1)", "\t=1", "\r=1", "'=1", " =1", "a=b", "1"]
+    rows: list[Any] = [{"id": text, "prompt": text} for text in texts]
+    rows += [{"id": -5, "prompt": "-5"}, {"id": -0.5, "prompt": "a", "sampling_params": {"n": 1}}]
+    source, out = write_rows(tmp_path / "in.jsonl", rows), tmp_path / f"out.{ending}"
+
+    def cells() -> list[tuple[str, str]]:
+        with out.open(newline="") as file:
+            found = csv.DictReader(file, delimiter="," if ending == "csv" else "\t")
+            return [(row["id"], row["text"]) for row in found]
+
+    assert run(source, "-o", out, make_llm=Echo) == 0
+    assert cells() == [(str(row["id"]), row["prompt"]) for row in rows]
+    assert run(source, "-o", out, "--csv-safe", make_llm=no_model) == 0
+    safe = [f"'{text}" for text in texts[:6]] + texts[6:]
+    assert cells() == [*zip(safe, safe, strict=True), ("-5", "'-5"), ("-0.5", "a")]
+    assert run(source, "-o", tmp_path / "out.jsonl", "--csv-safe") == 2
+    assert "is written as jsonl, and --csv-safe is for CSV and TSV; leave it out" in capsys.readouterr().out
+
+
 def test_ids_of_parquet_that_json_has_not(tmp_path: Path) -> None:
     pyarrow = import_pyarrow()
     day = datetime(2020, 1, 2, tzinfo=timezone.utc)

@@ -57,6 +57,12 @@ def test_another_job_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[st
         (["-o", "pipe.csv"], "is a folder, a pipe, a device or a link to itself; name a file"),
         (["-o", "itself.jsonl"], "or a link to itself; name a file"),
         (["-o", "in.jsonl"], "is the input"),
+        (["-o", "a" * 244 + ".jsonl"], "aaaaaa... is 19 bytes too long: files beside it need 274 bytes"),
+        (["-o", "a" * 300 + ".jsonl"], "aaa.jsonl: File name too long; choose another -o"),
+        (
+            ["-o", "out.jsonl", "--report", "a" * 300 + ".html"],
+            "aaa.html: File name too long; choose another --rep",
+        ),
         (["-o", "out.jsonl", "--max-num-seqs", "0"], "max_num_seqs must be at least 1, not 0"),
         (["-o", "out.jsonl", "--template", "{"], "--template: the template '{'"),
         (["-o", "out.jsonl", "--format", "csv", "--prompt-column", "q"], "has no column 'q', but '"),

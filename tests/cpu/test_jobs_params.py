@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 from collections.abc import Iterator
@@ -9,10 +10,13 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+import llguidance
 import pytest
 from jobs import FakeLLM, read_rows, run, write_rows
 
 from nanovllm import LLM, SamplingParams, demo_model_path
+from nanovllm.config import Config
+from nanovllm.jobs import arguments
 from tools.bench_jobs import LoadedLLM
 
 DOCS = Path(__file__).parent.parent.parent / "docs/jobs.md"
@@ -76,6 +80,40 @@ def test_each_parameter_comes_from_its_own_place(tmp_path: Path) -> None:
     assert found == (0.5, 0.6, 8, None, 0.0)
 
 
+@pytest.mark.parametrize(
+    ("argv", "body", "of_model", "expected"),
+    [
+        ([], {}, 0.0, 1.0),
+        ([], {"temperature": 0.3}, 0.0, 0.3),
+        (["--sampling", "temperature=0.7"], {}, 0.0, 0.7),
+        (["--sampling", "top_p=0.5"], {}, 0.0, 1.0),
+        ([], {"n": 1}, 0.0, 0.0),
+        ([], {}, 0.6, 0.6),
+    ],
+)
+def test_several_answers_of_a_model_that_is_greedy(
+    tmp_path: Path, argv: list[str], body: dict[str, Any], of_model: float, expected: float
+) -> None:
+    """OpenAI's rows then have OpenAI's temperature, unless the row or the command line gives one."""
+    row = {"custom_id": "r", "url": "/v1/completions", "body": {"prompt": "a", "n": 2, **body}}
+    assert params_of(tmp_path, row, *argv, temperature=of_model).temperature == expected
+
+
+def test_several_greedy_answers_are_an_error_row(tmp_path: Path, engine: LoadedLLM) -> None:
+    batch = {"custom_id": "r", "url": "/v1/completions", "body": {"prompt": "Spell AB.", "n": 2}}
+    zero = batch | {"body": {**batch["body"], "temperature": 0}}  # type: ignore[dict-item]
+    plain = {"prompt": "Spell AB.", "sampling_params": {"n": 2}}
+    for rows, argv in (([batch, zero], []), ([batch], ["--sampling", "temperature=0"]), ([plain], [])):
+        source, out = write_rows(tmp_path / "in.jsonl", rows), tmp_path / f"{len(argv)}{len(rows[0])}.jsonl"
+        assert run(source, "-o", out, *argv, make_llm=engine) == 1
+        found = read_rows(out)
+        if len(rows) == 2:
+            choices = found[0]["response"]["body"]["choices"]
+            assert found[0]["error"] is None and [each["index"] for each in choices] == [0, 1]
+        assert "n must be 1 with temperature=0, not 2" in str(found[-1]["error"])
+        assert "set a temperature above 0" in str(found[-1]["error"])
+
+
 def test_a_limit_of_the_command_line_ends_the_rows_of_a_batch(tmp_path: Path, engine: LoadedLLM) -> None:
     bodies: list[dict[str, Any]] = [{}, {"max_tokens": 2}, {"max_tokens": None}]
     rows = [
@@ -129,6 +167,67 @@ def test_a_seed_of_the_command_line_is_that_of_every_row(tmp_path: Path, engine:
     assert texts[4] == free[4]["text"]
 
 
+# -- constraints -------------------------------------------------------------------------------------------
+
+
+class PanicException(BaseException):
+    """As that of llguidance's binding, which is no Exception."""
+
+
+class Panicking:
+    """llguidance's matcher, which panics for one grammar."""
+
+    real = llguidance.LLMatcher
+    grammar_from_json_schema = real.grammar_from_json_schema
+
+    def __new__(cls, tokens: Any, grammar: str, **options: Any) -> Any:
+        if "panic" in grammar:
+            raise PanicException("index out of bounds")
+        return cls.real(tokens, grammar, **options)
+
+
+STRUCTURE = {"begin": "[f", "schema": {}, "end": ""}
+REFUSED: list[tuple[dict[str, Any], str]] = [  # what a row asks for, and its error
+    ({"structured_outputs": {"choice": ["a"] * 10_001}}, "choice has 10,001 strings, and may have 10,000"),
+    ({"structured_outputs": {"regex": "a" * (2**20 + 1)}}, "regex has 1,048,577 characters"),
+    (
+        {"structured_outputs": {"json": '{"a":' * 200 + "1" + "}" * 200}},
+        "json has 101 levels, and may have 100",
+    ),
+    ({"structured_outputs": {"json": '{"a":' * 3000 + "1" + "}" * 3000}}, "json is nested too deeply"),
+    ({"structured_outputs": {"grammar": "start: " + "(" * 101}}, "grammar has 101 nested brackets"),
+    (
+        {"structured_outputs": {"structural_tag": {"structures": [STRUCTURE] * 3000, "triggers": ["[f"]}}},
+        "structural_tag has 3,000 structures x triggers, and may have 1,000",
+    ),
+    ({"structured_outputs": {"regex": "(a"}}, "regex: "),
+    ({"structured_outputs": {"json": {"type": "x"}}}, "json: "),
+    ({"structured_outputs": {"grammar": 'root ::= "a" root'}}, "the rule 'root' never ends"),
+    ({"structured_outputs": {"grammar": 'start: "a" /[^\\s\\S]/'}}, r"grammar 'start: .* allows no token at"),
+    (
+        {"structured_outputs": {"regex": "panic+"}},
+        r"regex: llguidance cannot compile it \(index out of bounds",
+    ),
+    ({"stop": ["a"] * 1001}, "stop has 1,001 strings, and may have 1,000"),
+    ({"bad_words": ["a"] * 5001}, "bad_words has 5,001 strings, and may have 5,000"),
+]
+
+
+def test_rows_with_constraints_beyond_their_limits(
+    tmp_path: Path, engine: LoadedLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is an error row that says why, also if llguidance panics; the rows between are answered."""
+    monkeypatch.setattr(llguidance, "LLMatcher", Panicking)
+    good = {"prompt": "a", "sampling_params": {"structured_outputs": {"choice": ["yes"]}}}
+    rows = [row for params, _ in REFUSED for row in (good, {"prompt": "a", "sampling_params": params})]
+    source, out = write_rows(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl"
+    assert run(source, "-o", out, make_llm=engine) == 1
+    found = sorted(read_rows(out), key=lambda row: row["index"])
+    assert [row["text"] for row in found[::2]] == ["yes"] * len(REFUSED)
+    for row, (_, error) in zip(found[1::2], REFUSED, strict=True):
+        assert re.search(f"in.jsonl.* line {row['index'] + 1}.*{error}", row["error"]), row["error"]
+
+
 # -- resuming ----------------------------------------------------------------------------------------------
 
 
@@ -151,3 +250,13 @@ def test_a_default_that_is_given_is_no_difference(tmp_path: Path, capsys: pytest
     printed = capsys.readouterr().out
     assert "its options.seed is 0, not 1" in printed and "its sampling.max_tokens is 64, not 63" in printed
     assert "its sampling.seed is null, not 0" in printed
+
+
+def test_the_texts_of_flags_on_every_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python 3.13 and later store a docstring without its indent, earlier ones with it."""
+    indented = "    ".join(inspect.cleandoc(Config.__doc__ or "").splitlines(keepends=True))
+    for docstring in (inspect.cleandoc(indented), indented):
+        monkeypatch.setattr(Config, "__doc__", docstring)
+        texts = arguments.texts_of_options()
+        assert texts.keys() >= arguments.engine_fields().keys()
+        assert all("  " not in text and text for text in texts.values())

@@ -57,6 +57,25 @@ def test_weights_may_take_the_share_if_it_is_free(monkeypatch: pytest.MonkeyPatc
         check_weights_fit(6 * GIB, [(5 * GIB, 79 * GIB)], config, device)
 
 
+@pytest.mark.parametrize("options", [{}, {"dtype": "bfloat16"}])
+def test_advice_acts_on_the_device(options: dict) -> None:
+    """No error on a CPU names `gpu_memory_utilization`, which does nothing there."""
+    config, half = Config("m", **options), "dtype='bfloat16' (half of float32) or "
+    with pytest.raises(KVCacheMemoryError, match="the model does not fit") as caught:
+        check_weights_fit(9 * GIB, [(8 * GIB, 16 * GIB)], config, Device("cpu"))
+    smaller = "a smaller model" if options else f"{half}a smaller model"
+    assert str(caught.value).endswith(f"GiB are free). Close other programs, or use {smaller}")
+    for device, advice in (
+        ("cpu", "Pass kv_cache_memory_bytes, up to what is free, or a smaller kvcache_block_size;"),
+        ("cuda:0", "Raise gpu_memory_utilization (now 0.9), or lower max_model_len, "),
+    ):
+        space = KVCacheSpace(device, free=100, total=200, budget=50, reserve=0, per_block=60)
+        with pytest.raises(KVCacheMemoryError, match="no room for the KV cache") as caught:
+            fit_kv_cache([space], config, 16, 1000)
+        assert advice in str(caught.value)
+        assert ("gpu_memory_utilization" in str(caught.value)) == (device != "cpu")
+
+
 @pytest.mark.parametrize(
     ("options", "most", "said"),
     [({}, 10**6, True), ({}, 100, False), ({"num_kvcache_blocks": 4}, 10**6, False)],

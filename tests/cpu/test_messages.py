@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import logging
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import huggingface_hub
 import pytest
 from tiny_models import edit_json, write_tiny_model
 
+import nanovllm
 from nanovllm import LLM, SamplingParams, demo_model_path
 from nanovllm.config import Config
 from nanovllm.jobs.arguments import parse_args
@@ -164,3 +167,21 @@ def test_the_memory_of_a_cpu_is_said_in_plain_words(caplog: pytest.LogCaptureFix
     [text] = caplog.messages
     assert "up to 4.00 GiB of memory will be used" in text and "pass kv_cache_memory_bytes" in text
     assert "KV" not in text and "block" not in text
+
+
+def test_no_message_names_an_internal_class() -> None:
+    """The class names of the package that no user imports, in the texts of errors and of the log."""
+    trees = [ast.parse(path.read_text()) for path in Path(nanovllm.__file__).parent.rglob("*.py")]
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    classes = {node.name for node in nodes if isinstance(node, ast.ClassDef)}
+    internal = {name for name in classes if re.match("[A-Z]+[a-z]+.*[A-Z]", name)} - {*nanovllm.__all__}
+    internal -= {"ModelFamily"}  # what `register_model` takes
+    said = [
+        node
+        for node in nodes
+        if isinstance(node, ast.Raise) or (isinstance(node, ast.Call) and "logger." in ast.unparse(node.func))
+    ]
+    assert len(said) > 300
+    texts = [part.value for node in said for part in ast.walk(node) if isinstance(part, ast.Constant)]
+    for text in filter(lambda text: isinstance(text, str), texts):
+        assert not internal & set(re.findall(r"\w+", text)), text

@@ -60,6 +60,8 @@ def test_arguments_of_the_hub_download(tmp_path: Path, monkeypatch: pytest.Monke
         resolve_model_path(tmp_path, Hub("v1"), "tokenizer")
     with pytest.raises(ValueError, match="tokenizer folder '/no/such' does not exist"):
         resolve_model_path("/no/such", kind="tokenizer")
+    with pytest.raises(ValueError, match=r"tokenizer '/aaa.*' cannot be opened: File name too long"):
+        resolve_model_path("/" + "a" * 300, kind="tokenizer")
 
 
 def test_a_hub_that_does_not_answer_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import logging
+import pickle
 from pathlib import Path
+from typing import Any
 
 import inside
 import pytest
@@ -12,10 +15,12 @@ from checked_llm import BLOCK, Bar, make_tiny, run
 from tiny_models import VOCAB_SIZE, write_tiny_model
 from transformers import BatchEncoding
 
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM, BeamSearchParams, SamplingParams
 from nanovllm.batch import NOT_FINITE, Batch
 from nanovllm.engine.requests import sequence_seed
+from nanovllm.jobs.params import make_params
 from nanovllm.runner.staging import StepHandle
+from nanovllm.sampling_params import Default
 from nanovllm.text.prompts import parse_prompts
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
@@ -74,6 +79,143 @@ def test_a_request_keeps_its_own_parameters(model: Path) -> None:
         with pytest.raises(ValueError, match=rf"prompts\[1\]: stop_token_ids: token id {VOCAB_SIZE}"):
             llm.generate([[5], [6]], [GREEDY, params], use_tqdm=False)
         assert llm.is_finished()
+
+
+@pytest.mark.parametrize("run_ahead", [True, False])
+def test_parameters_of_a_row_fail_alone(model: Path, run_ahead: bool) -> None:
+    """A wrong object in a list, and a logits processor that raises or returns something else."""
+    calls, six = 0, SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+
+    def third(ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        return logits / (len(ids) < 2 or 1 // 0)
+
+    def processed(*functions: Any, **values: Any) -> SamplingParams:
+        return SamplingParams(
+            **{"temperature": 0, "max_tokens": 6, "logits_processors": [*functions]} | values
+        )
+
+    def same(ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+        return logits + 0
+
+    changed = SamplingParams()
+    changed.temperature = -1
+    twice = processed(third)
+    rows: list[tuple[Any, str]] = [
+        (six, ""),
+        (changed, "sampling_params[1]: temperature must be 0 for greedy or a positive number, not -1"),
+        (None, "sampling_params[2] must be SamplingParams, not None (NoneType)"),
+        (twice, "logits_processors[0]: ZeroDivisionError: "),
+        (processed(same, ignore_eos=True), ""),
+        (twice, "logits_processors[0]: ZeroDivisionError: "),
+        (processed(same, lambda ids, logits: None), "[1]: TypeError: the logits processor <function"),
+        (processed(same, lambda prompt, ids, logits: logits[:2], same), "must return logits of shape (97,)"),
+        (processed(third, temperature=1, n=3), "logits_processors[0]: ZeroDivisionError: "),
+        (six, ""),
+    ]
+    prompts, params = [[5, 6, 7]] * len(rows), [each for each, _ in rows]
+    with make_tiny(model, async_scheduling=run_ahead) as llm:
+        expected = llm.generate(prompts[0], six, use_tqdm=False)[0]["token_ids"]
+        parts = list(llm.stream(prompts, iter(params), on_error="return", deltas=True))
+        for call in (llm.generate, llm.stream):
+            calls = 0
+            outputs = sorted(call(prompts, params, on_error="return"), key=lambda output: output.index)
+            assert [output.index for output in outputs] == list(range(len(rows)))
+            for output, (_, error) in zip(outputs, rows, strict=True):
+                last = [part for part in parts if part.index == output.index][-1]
+                assert (last.error, last.finished) == (output.error, True)
+                assert {each.finish_reason for each in output.outputs} == {"error" if error else "length"}
+                assert error in (output.error or "")
+                if not error:
+                    assert output.error is None and output["token_ids"] == expected
+            assert [len(each.token_ids) for each in outputs[8].outputs] == [2] * 3 and calls == 5 * 3
+            assert llm.is_finished() and inside.block_manager(llm).usage == 0
+            for bad, error in ((changed, ValueError), (None, TypeError), (twice, ZeroDivisionError)):
+                with pytest.raises(error):
+                    list(call(prompts[:2], [six, bad]))
+                assert llm.is_finished() and inside.block_manager(llm).usage == 0
+            with pytest.raises(ValueError, match="temperature must be"):
+                list(call(prompts[:2], changed, on_error="return"))  # no row's own
+
+
+def test_most_answers_that_end_at_the_default_length_are_said(
+    model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once a call, and only for a length that nobody chose."""
+    assert isinstance(SamplingParams().max_tokens, Default) and SamplingParams() == SamplingParams(
+        max_tokens=64
+    )
+    prompts, default = [[5, 6, 7]] * 4, SamplingParams(max_tokens=Default(3), ignore_eos=True)
+    chosen = SamplingParams(max_tokens=3, ignore_eos=True)
+    changed = default.clone()
+    changed.max_tokens = 3
+    said = (
+        "4 of 4 answers were cut off at the default of 64 tokens; set max_tokens of SamplingParams for longer"
+    )
+    half, longest = [default] * 2 + [chosen] * 2, [5] * (96 - 63)
+    copies = [copy.deepcopy(default), pickle.loads(pickle.dumps(default)), make_params({"top_k": 1}, default)]
+    with make_tiny(model, max_model_len=96) as llm:
+        for params, count in ((default, 1), (chosen, 0), (changed, 0), (half, 0), ([*copies, default], 1)):
+            for call in (
+                lambda params: llm.generate(prompts, params, use_tqdm=False),
+                lambda params: list(llm.stream(prompts, params)),
+                lambda params: list(llm.stream(prompts, params, deltas=True)),
+            ):
+                caplog.clear()
+                call(params)
+                assert len(caplog.messages) == count, params
+                assert not count or caplog.messages[0].startswith(said)
+        caplog.clear()
+        llm.generate([longest] * 4, default, use_tqdm=False)  # what fits ends them
+        llm.generate([longest[:-1], *[[]] * 2], default, use_tqdm=False, on_error="return")
+        next(iter(llm.stream(prompts, default)))
+        llm.embed(prompts, use_tqdm=False)
+        assert not caplog.messages
+        llm.generate(prompts[0], SamplingParams(n=3, max_tokens=Default(3), ignore_eos=True), use_tqdm=False)
+        assert "3 of 3 answers" in caplog.text
+
+
+def test_which_calls_work_while_a_stream_is_open(model: Path, tmp_path: Path) -> None:
+    """Every public call; `stream` and README say it."""
+    with make_tiny(model) as llm:
+        stream = llm.stream([[5]] * 30, GREEDY)
+        next(stream)
+        beams = BeamSearchParams(beam_width=2, max_tokens=2)
+        refused = {
+            "generate": lambda: llm.generate([5], GREEDY),
+            "stream": lambda: next(iter(llm.stream([[5]], GREEDY))),
+            "score": lambda: llm.score([5], [[6]]),
+            "score_pairs": lambda: llm.score_pairs([([5], [6])]),
+            "embed": lambda: llm.embed([5]),
+            "beam_search": lambda: llm.beam_search([5], beams),
+            "add_request": lambda: llm.add_request([5], GREEDY),
+            "step": llm.step,
+            "sleep": llm.sleep,
+            "wake_up": llm.wake_up,
+            "update_weights": lambda: llm.update_weights({}),
+        }
+        for call in refused.values():
+            with pytest.raises(RuntimeError, match="a stream of this engine is open"):
+                call()
+        working = {
+            "abort": lambda: llm.abort("5"),
+            "reset_prefix_cache": llm.reset_prefix_cache,
+            "start_profile": lambda: llm.start_profile(tmp_path),
+            "stop_profile": llm.stop_profile,
+            "stats": llm.stats,
+            "is_finished": llm.is_finished,
+            "is_sleeping": llm.is_sleeping,
+            "get_default_sampling_params": llm.get_default_sampling_params,
+        }
+        for call in working.values():
+            call()
+        assert next(stream).finished
+        public = {name for name in dir(LLM) if not name.startswith("_") and callable(getattr(LLM, name))}
+        needs_a_tokenizer = {"chat", "get_tokenizer"}
+        closing = {"close", "exit", "shutdown", "from_pretrained"}
+        assert public == {*refused, *working} | needs_a_tokenizer | closing
+        llm.close()
 
 
 # -- several completions ------------------------------------------------------------------------------------

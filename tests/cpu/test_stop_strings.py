@@ -20,7 +20,7 @@ from nanovllm.outputs import CompletionOutput
 from nanovllm.text.detokenizer import Detokenizer
 from nanovllm.text.processor import Processor
 from nanovllm.text.prompts import parse_prompts
-from nanovllm.text.stop_strings import StopStrings
+from nanovllm.text.stop_strings import StopSearch, StopStrings
 
 
 def first_match(texts: list[str], stops: list[str]) -> tuple[int, str, int] | None:
@@ -38,7 +38,7 @@ def first_match(texts: list[str], stops: list[str]) -> tuple[int, str, int] | No
 
 
 def search(detokenizer: Detokenizer, prompt: list[int], output: list[int], stops: list[str]) -> StopStrings:
-    found = StopStrings(stops, detokenizer.stream(prompt))
+    found = StopStrings(StopSearch(stops), detokenizer.stream(prompt))
     for token_id in output:
         found.append(token_id)
     return found
@@ -138,12 +138,50 @@ def test_which_of_several_stop_strings_counts() -> None:
     prompt, output = encode("byte_level", "x"), encode("byte_level", "abcd")
     for stops, found in [
         (["bc", "abc"], "bc"),
+        (["abcx", "bcx", "c", "bc"], "c"),
+        (["abx", "b"], "b"),
         (["abc", "bc"], "abc"),
         (["abcd", "bc"], "bc"),
         (["d", "c"], "c"),
         (["x", "xa", "ac"], None),
     ]:
         assert search(detokenizer, prompt, output, stops).found == found
+
+
+class Counted(list[int]):
+    num_reads = 0
+
+    def __getitem__(self, index: int) -> int:  # type: ignore[override]
+        self.num_reads += 1
+        return super().__getitem__(index)
+
+
+def test_the_work_does_not_grow_with_the_number_of_stop_strings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """1,000 stop strings that the text nearly contains: each character costs at most two looks, in the text
+    and in what a stream holds back."""
+    detokenizer, ids = Detokenizer(TOKENIZERS["byte_level"]), encode("byte_level", "the lazy dog, " * 50)
+    stops = ["dog, the lazy dog, " * 3 + f"{index}" for index in range(1000)]
+    searches, shorter = StopSearch(stops), Counted()
+    shorter.extend(searches.shorter)
+    monkeypatch.setattr(searches, "shorter", shorter)
+    found, looks, taken = StopStrings(searches, detokenizer.stream(ids)), [], ""
+    after = searches.after
+    monkeypatch.setattr(searches, "after", lambda *place: looks.append(place) or after(*place))
+    for token_id in ids:
+        assert not found.append(token_id)
+        taken += found.take()
+    text = detokenizer.text(ids, ids)
+    assert len(looks) == len(text) and shorter.num_reads <= len(text)
+    assert text.startswith(taken) and 1 < len(text) - len(taken) < len(stops[0])
+
+
+def test_equal_lists_of_stop_strings_are_read_once() -> None:
+    """Each row of a job has a copy of its own."""
+    tokenizer = TOKENIZERS["byte_level"]
+    processor = Processor(tokenizer, len(tokenizer), [tokenizer.eos_token_id])
+    params = [SamplingParams(stop=["lo", "the"], n=2).checked() for _ in range(3)]
+    made = processor.make_requests(parse_prompts(["x"] * 3)[0], params, ["p"] * 3, 0)
+    assert len({id(processor.stop_strings(request).search) for request in made}) == 1
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -163,7 +201,7 @@ def test_min_tokens(kind: str) -> None:
                     for end in range(len(texts[count - 1]) + 1, len(texts[count]) + 1)
                 )
             ]
-            found = StopStrings(stops, detokenizer.stream(prompt), min_tokens)
+            found = StopStrings(StopSearch(stops), detokenizer.stream(prompt), min_tokens)
             stopped = [found.append(token_id) for token_id in output]
             assert stopped[-1] == bool(counts)
             if counts:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import random
 import threading
-from collections import deque
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -16,7 +15,7 @@ import numpy as np
 import pytest
 from checked_llm import CheckedLLM, make_tiny, run
 from invariants import check_scheduler
-from threads import SECONDS, in_threads
+from threads import SECONDS, aborted_during, in_threads
 from tiny_models import VOCAB_SIZE, write_tiny_model
 
 from nanovllm import LLM, EngineClosedError, RequestOutput, SamplingParams, demo_model_path
@@ -116,6 +115,9 @@ def test_bad_conversations_are_answered_at_their_places() -> None:
         for index, (error, output) in enumerate(zip(errors, outputs[1:5], strict=True), 1):
             assert error in (output.error or "") and f"conversation {index}" in (output.error or "")
             assert output["finish_reason"] == "error"
+        wrong = llm.chat([[user], [user]], [GREEDY, "hot"], use_tqdm=False, on_error="return")  # type: ignore[list-item]
+        assert wrong[0]["text"] == expected["text"]
+        assert wrong[1].error == "sampling_params[1] must be SamplingParams, not 'hot' (str)"
         with pytest.raises(ValueError, match="conversation 1 has no messages"):
             llm.chat([[user], *bad], GREEDY, use_tqdm=False)
         with pytest.raises(ValueError, match="on_error must be"):
@@ -303,30 +305,11 @@ def test_leaving_the_loop_ends_a_stream_that_no_variable_keeps(llm: CheckedLLM) 
 @pytest.mark.parametrize("count", [1, 3])
 def test_another_thread_aborts_at_the_next_step_of_generate(llm: CheckedLLM, count: int) -> None:
     """The first step does not end before another thread asks for the abort; the second one is without it."""
-    first, asked, found = inside.next_id(llm), threading.Event(), list[Any]()
+    first = inside.next_id(llm)
     long = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
-
-    class Asked(deque):  # type: ignore[type-arg]
-        def append(self, visit: Any) -> None:
-            super().append(visit)
-            asked.set()
-
-    inside.set_visits(llm, Asked())
-    thread = threading.Thread(target=lambda: found.append(llm.abort(first)))
-
-    def begin(stats: Any) -> None:
-        if not asked.is_set():
-            thread.start()
-            assert asked.wait(SECONDS)
-
-    llm.on_step = begin
-    try:
-        outputs = llm.generate([[5]] * count, long, use_tqdm=False)
-    finally:
-        llm.on_step = None
-    thread.join(SECONDS)
+    outputs, aborted = aborted_during(llm, first, lambda: llm.generate([[5]] * count, long, use_tqdm=False))
     assert [output.index for output in outputs] == list(range(count))
-    assert found == [outputs[0]] and outputs[0]["finish_reason"] == "abort"
+    assert aborted == outputs[0] and outputs[0]["finish_reason"] == "abort"
     assert len(outputs[0]["token_ids"]) == 1, "it ends before the next step"
     assert [len(output["token_ids"]) for output in outputs[1:]] == [40] * (count - 1)
     assert llm.abort(first) is None

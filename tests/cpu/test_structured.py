@@ -19,6 +19,7 @@ from transformers import AutoTokenizer
 from nanovllm import SamplingParams, StructuredOutputsParams, demo_model_path
 from nanovllm.engine.requests import make_rules
 from nanovllm.plan.token_rules import RuledRow, restrict_all
+from nanovllm.text import processor as processor_module
 from nanovllm.text.processor import Processor
 from nanovllm.text.prompts import parse_prompts, parse_sampling_params
 from nanovllm.text.request import Request
@@ -191,6 +192,37 @@ def test_whitespace_in_json_is_an_option(name: str) -> None:
     assert " " in allowed_after(begin + '{"a b":"', **{name: value})
 
 
+DIGITS = set("0123456789")
+INTEGER = {"type": "integer"}
+LONGEST = str(2**63 - 1)
+
+
+@pytest.mark.parametrize(
+    ("schema", "text"),
+    [
+        (INTEGER, LONGEST),
+        (INTEGER, str(-(2**63) + 1024)),
+        ({"type": ["null", "integer"], "minimum": 1}, LONGEST),
+        ({"type": "integer", "exclusiveMaximum": 5}, str(-(2**63) + 1024)),
+        ({"type": "array", "items": INTEGER}, f"[1,{LONGEST}"),
+        ({"anyOf": [INTEGER, {"type": "string"}]}, LONGEST),
+        ({"$ref": "#/$defs/i", "$defs": {"i": INTEGER}}, LONGEST),
+        ({"properties": {"minimum": INTEGER}, "type": "object"}, f'{{"minimum":{LONGEST}'),
+    ],
+    ids=str,
+)
+def test_integers_end_within_64_bits(schema: dict[str, Any], text: str) -> None:
+    """The longest one is allowed, and no digit after it, unless the option says so."""
+    assert not allowed_after(text, json=schema) & DIGITS
+    assert allowed_after(text, json=schema) & {"EOS", ",", "]", "}"}
+    assert allowed_after(text, json=schema, disable_big_integers=False) >= DIGITS
+
+
+@pytest.mark.parametrize("schema", [{"type": "number"}, {"anyOf": [INTEGER, {"const": 1e25}]}], ids=str)
+def test_numbers_that_may_be_beyond_64_bits(schema: dict[str, Any]) -> None:
+    assert allowed_after("1" * 30, json=schema) >= DIGITS | {"EOS"}
+
+
 @pytest.mark.parametrize(
     ("constraint", "words"),
     [
@@ -200,8 +232,15 @@ def test_whitespace_in_json_is_an_option(name: str) -> None:
         ({"json": {"dependentSchemas": {}}}, "dependentSchemas"),
         ({"json": {"type": "object"}, "whitespace_pattern": "(("}, "unclosed group"),
         ({"grammar": "start: foo"}, "foo"),
-        ({"grammar": 'start: start "a"'}, "no text satisfies it"),
-        ({"regex": "[^\\s\\S]"}, "no text satisfies it"),
+        (
+            {"grammar": 'start: start "a"'},
+            r"no text satisfies 'start: start \"a\"', for no token may come first",
+        ),
+        ({"regex": "a[^\\s\\S]"}, "no text satisfies"),
+        (
+            {"grammar": 'root ::= "a" root'},
+            "no text satisfies 'root ::= \"a\" root', for the rule 'root' never",
+        ),
         ({"grammar": "just words"}, "GBNF"),
         (
             {
@@ -341,3 +380,16 @@ def test_bad_words_are_not_drawn(kind: str) -> None:
         bits = np.empty((1, -(-len(tokenizer) // 32)), np.int32)
         restrict_all([RuledRow(0, rules, [9, *word[:-1]], 1)], bits)
         assert not bits[0, word[-1] // 32] >> (word[-1] % 32) & 1
+
+
+def test_equal_bad_words_are_tokenised_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each row of a job has a copy of its own. Another tokenizer splits them anew."""
+    calls: list[Any] = []
+    split = processor_module.bad_word_ids
+    monkeypatch.setattr(processor_module, "bad_word_ids", lambda *given: calls.append(given) or split(*given))
+    processor, words = Processor(TOKENIZER, V, [EOS]), [f"w{index}" for index in range(100)]
+    made = requests([SamplingParams(bad_words=list(words), seed=seed) for seed in range(3)], processor)
+    assert len(calls) == 1 and len({id(request.bad_words) for request in made}) == 1
+    processor.tokenizer = AutoTokenizer.from_pretrained(demo_model_path())
+    requests([SamplingParams(bad_words=words)], processor)
+    assert len(calls) == 2

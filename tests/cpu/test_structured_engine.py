@@ -16,6 +16,8 @@ from random_schemas import random_schema
 
 from nanovllm import LLM, SamplingParams, StructuredOutputsParams, demo_model_path
 from nanovllm.outputs import RequestOutput
+from nanovllm.structured_outputs import show
+from nanovllm.text.structured import endless_rule
 
 ENGINES: dict[str, dict[str, Any]] = {
     "ahead": {},
@@ -168,6 +170,19 @@ def test_a_stream_of_constraints_and_bad_rows(llm: LLM) -> None:
             assert re.fullmatch(f"{index}-[ab]", output.outputs[0].text)
 
 
+def test_a_constraint_that_no_text_satisfies_is_named(llm: LLM) -> None:
+    """Where that shows only at a later token; the logits are not blamed."""
+    bad = StructuredOutputsParams(grammar='start: "abab" /[^\\s\\S]/' + " " * 60 + '"c"')
+    params = [SamplingParams(structured_outputs=bad, n=2, seed=1), SamplingParams(max_tokens=3)]
+    answer, other = llm.generate(["a", "b"], params, use_tqdm=False)
+    assert [each.finish_reason for each in answer.outputs] == ["error"] * 2 and other.error is None
+    place, named = len(answer.outputs[0].token_ids), f"grammar {show(bad.grammar)}"
+    assert answer.error == (
+        f"structured_outputs: {named} allows no token at place {place} of the output; no text that begins "
+        "like this output satisfies it"
+    )
+
+
 def test_a_wrong_constraint_is_found_before_anything_runs(llm: CheckedLLM) -> None:
     bad = SamplingParams(structured_outputs=StructuredOutputsParams(regex="(a"))
     num_batches = len(llm.batches)
@@ -187,3 +202,27 @@ def test_a_wrong_constraint_is_found_before_anything_runs(llm: CheckedLLM) -> No
     with pytest.raises(ValueError, match=r"regex"):
         list(islice(outputs, 5))
     assert llm.is_finished()
+
+
+@pytest.mark.parametrize(
+    ("grammar", "endless"),
+    [
+        ('start: "a" start', "start"),
+        ('start: "a" x\nx: "b" x | ("c"|x) y "d"?\ny: "d" x', "x"),
+        ('start[capture="x"]: "a" x~2..3\n?x.2: "b"+ [x] x\n// x: "c"\n', "x"),
+        ('%llguidance {}\nstart: x{1,2} "]"\nx: %json {"a: ": [1]} x\n %ignore / /', "x"),
+        ('start: "a" start | "b"', None),
+        ('start: "a" start?', None),
+        ('start: "a" start*', None),
+        ('start: "a" [start]', None),
+        ('start: "a" start~0..2 "b" start{0,3} start{,3} start{0}', None),
+        ('start: "a" (start | x) -> name\nx:\n  | "a".."z" x', None),
+        ('start: (A | imported) <|end|> @other\nA: "a" A', None),
+        ("start: x0\n" + "".join(f"x{i}: x{i + 1}\n" for i in range(5000)) + 'x5000: "a"', None),
+        ("".join(f"x{i + 1}: x{i}\n" for i in range(5000)) + 'x0: "a"\nstart: x5000', None),
+        ('start: "a" start $', None),
+    ],
+)
+def test_grammars_without_an_end(grammar: str, endless: str | None) -> None:
+    """Also over many rules in any order; what is not read counts as good."""
+    assert endless_rule(grammar) == endless

@@ -147,6 +147,10 @@ def test_parquet(tmp_path: Path) -> None:
     pyarrow.parquet.write_table(pyarrow.table([[1], [2]], names=["prompt", "prompt"]), path)
     with pytest.raises(JobRefusedError, match="several columns are named 'prompt'; rename them"):
         open_source(path, "auto")
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a"]}), path)
+    path.write_bytes(path.read_bytes().replace(b"prompt", b"\xffrompt"))
+    with pytest.raises(JobRefusedError, match=r"is no Parquet file that can be read: 'utf-8' codec can't"):
+        open_source(path, "auto")
     path.write_bytes(b"PAR1 no table")
     with pytest.raises(JobRefusedError, match=r"rows\.parquet is no Parquet file that can be read"):
         open_source(path, "auto")

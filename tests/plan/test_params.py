@@ -367,3 +367,7 @@ def test_stop_strings_and_bad_words_have_limits() -> None:
         SamplingParams(stop=["a"] * 100_000)
     with pytest.raises(ValueError, match="bad_words has 50,000 strings, and may have 5,000; pass fewer"):
         SamplingParams(bad_words=["a"] * 50_000)
+    with pytest.raises(ValueError, match="stop has 70,000 characters, and may have 65,536; pass less"):
+        SamplingParams(stop=["a" * 70_000])
+    with pytest.raises(ValueError, match="bad_words has 300,000 characters, and may have 262,144; pass less"):
+        SamplingParams(bad_words=["a" * 100, "b" * 299_900])

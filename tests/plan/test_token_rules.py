@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import nanovllm
+from nanovllm.plan import token_rules
 from nanovllm.plan.token_rules import (
     AllowedTokens,
     BadWords,
@@ -20,6 +21,7 @@ from nanovllm.plan.token_rules import (
     MinTokens,
     Rule,
     RuledRow,
+    TokenSet,
     restrict_all,
 )
 
@@ -56,6 +58,15 @@ def test_min_tokens(min_tokens: int, stop_ids: set[int], output_ids: list[int]) 
 def test_bad_words(words: list[list[int]], output_ids: list[int]) -> None:
     banned = {i for i in range(V) for word in words if [*output_ids, i][-len(word) :] == word}
     assert allowed(BadWords(words), output_ids) == set(range(V)) - banned
+
+
+def test_bad_words_become_bits_where_they_occur(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row with thousands of words starts at once: only the words that the output begins cost anything."""
+    made = []
+    monkeypatch.setattr(token_rules, "TokenSet", lambda ids: made.append(list(ids)) or TokenSet(ids))
+    rule = BadWords([index // 75, index % 75] for index in range(75 * 66))
+    assert not made
+    assert allowed(rule, [4]) == allowed(rule, [9, 4]) == set() and made == [list(range(75))]
 
 
 @settings(max_examples=50)
@@ -161,8 +172,15 @@ def test_a_complete_text_ends_whatever_other_rules_say() -> None:
 def test_a_grammar_beyond_its_limits_allows_nothing() -> None:
     matchers = Copies("grammar", 'start: a a a a\na: ("x" | "y" | a "z")*', step_max_items=2)
     bits = np.empty((1, 17), np.int32)
-    restrict_all([RuledRow(0, [Grammar(matchers, [EOS])], [], 0)], bits)
-    assert not bits.any()
+    rule = Grammar(matchers, [EOS])
+    restrict_all([RuledRow(0, [rule], [], 0)], bits)
+    assert not bits.any() and rule.dead_end is not None and "many items" in rule.dead_end
+    rule = grammar("grammar", 'start: "7" /[^\\s\\S]/')
+    ends = []
+    for output_ids in ([], TOKENS.tokenize_str("7")):
+        restrict_all([RuledRow(0, [rule], output_ids, 0)], bits)
+        ends.append((rule.dead_end, bits.any()))
+    assert ends == [(None, True), ("", False)]
 
 
 def test_a_row_continues_after_others_exhaust_the_shared_lexer() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+import re
 from dataclasses import fields
 from enum import Enum
 from pathlib import Path
@@ -203,8 +204,10 @@ def test_parameters_can_be_changed_until_they_are_used() -> None:
     assert type(used.max_tokens) is int
     good = SamplingParams()
     params.temperature = -1
-    with pytest.raises(ValueError, match=r"sampling_params\[1\]: temperature must be .* not -1"):
-        parse_sampling_params([good, params], 2)
+    first, second, third = parse_sampling_params([good, params, "hot"], 3)  # type: ignore[list-item]
+    assert first == good and isinstance(second, ValueError) and isinstance(third, TypeError)
+    assert re.match(r"sampling_params\[1\]: temperature must be .* not -1", str(second))
+    assert str(third) == "sampling_params[2] must be SamplingParams, not 'hot' (str)"
     with pytest.raises(ValueError, match="sampling_params: temperature must be"):
         parse_sampling_params(params, 2)
 

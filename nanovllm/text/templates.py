@@ -1,0 +1,250 @@
+"""TemplateProcess: applies chat templates in a process of its own, with limits of time, memory and output.
+
+A chat template is a program that comes with a model, so a stranger may have written it. Its sandbox keeps it
+from files and from Python's inside, but not from running for ever or taking all memory. Checks within the
+sandbox (of ranges, products, powers) cannot be complete: comparing two lists that hold each other often
+enough never ends either, in one operation that nothing in Python interrupts. The system stops a process
+whatever it does. Nothing but text comes back from it. Knows no tokenizer and no prompt.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import resource
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from nanovllm.lifecycle import finalize
+
+PORTION_BYTES = 2**16  # of conversations in one message; at least one
+MAX_STOPS = 3  # in a row, until a template is not tried again
+START = "import sys; sys.path[:] = sys.argv[2:]; import nanovllm.text.templates as t; t.serve(sys.argv[1])"
+TEXT, ERROR, LIMIT = b"T", b"E", b"L"  # the first byte of an answer
+
+
+class Limits(NamedTuple):
+    """What one conversation may take."""
+
+    seconds: float = 5.0  # of a CPU, so a busy machine changes nothing
+    memory_bytes: int = 2**29  # on Linux
+    output_bytes: int = 2**26
+
+
+class TemplateFailedError(Exception):
+    """What the template raised, as text."""
+
+
+class TemplateStoppedError(Exception):
+    """The template went beyond a limit; the message says which, and begins with a verb."""
+
+
+class TemplateProcess:
+    """Starts on first use, and again after a template was stopped. Any thread may use it."""
+
+    def __init__(self, limits: Limits = Limits()) -> None:  # noqa: B008
+        self.limits = limits
+        self._worker: tuple[subprocess.Popen[bytes], Connection] | None = None
+        self._end: Callable[[], object] = lambda: None  # of the process, once
+        self._lock = threading.Lock()
+        self._stops: dict[str, int] = {}  # of each template, since it last ended
+
+    def render(
+        self,
+        template: str,
+        special_tokens: Mapping[str, Any],
+        conversations: Sequence[Any],
+        options: Mapping[str, Any],
+    ) -> list[str | TemplateFailedError | TemplateStoppedError]:
+        """Return the text of each conversation, or why there is none. options: of `apply_chat_template`.
+
+        RuntimeError if the process cannot be started.
+        """
+        found: list[str | TemplateFailedError | TemplateStoppedError] = []
+        common = pickle.dumps((template, dict(special_tokens), dict(options), self.limits))
+        with self._lock:
+            for portion in _portions([pickle.dumps(each) for each in conversations]):
+                found += self._ask(template, common, portion)
+        return found
+
+    def close(self) -> None:
+        """End the process; `render` starts another one."""
+        self._worker = None
+        self._end()
+
+    def _ask(self, template: str, common: bytes, portion: list[bytes]) -> list[Any]:
+        """The answers to a portion. If the process ends, each conversation is tried alone."""
+        if self._stops.get(template, 0) >= MAX_STOPS:
+            why = f"was stopped {MAX_STOPS} times in a row and is not tried again"
+            return [TemplateStoppedError(why)] * len(portion)
+        is_new = self._worker is None
+        try:
+            process, connection = self._worker or self._start()
+            connection.send_bytes(pickle.dumps((common, portion)))
+            answers: list[Any] = []
+            while len(answers) < len(portion):
+                answers += _answers(connection.recv_bytes(2 * self.limits.output_bytes))
+        except (EOFError, ConnectionError):
+            self.close()
+            code = process.returncode
+            if len(portion) > 1:
+                return [each for part in portion for each in self._ask(template, common, [part])]
+            if not is_new and code != -signal.SIGPROF:  # it may have ended long ago
+                return self._ask(template, common, portion)
+            why = "ends the process that applies it"
+            if code == -signal.SIGPROF:
+                why = f"takes more than {self.limits.seconds:g} s of a CPU"
+            self._stops[template] = self._stops.get(template, 0) + 1
+            return [TemplateStoppedError(why)]
+        except BaseException:  # Ctrl-C: what comes later would be an answer to another question
+            self.close()
+            raise
+        self._stops.pop(template, None)
+        return answers
+
+    def _start(self) -> tuple[subprocess.Popen[bytes], Connection]:
+        own, other = Pipe()
+        command = [sys.executable, "-c", START, str(other.fileno()), *sys.path]
+        with other:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=[other.fileno()],
+            )
+        self._worker, self._end = (process, own), finalize(self, _end, process, own)
+        try:
+            own.recv_bytes()
+        except (EOFError, ConnectionError):
+            self.close()
+            raise RuntimeError(
+                f"the process that applies chat templates ended at its start ({process.returncode}); try: "
+                f"{sys.executable} -c 'import nanovllm.text.templates, transformers, jinja2'"
+            ) from None
+        return self._worker
+
+
+def _end(process: subprocess.Popen[bytes], connection: Connection) -> None:
+    """End the process, unless it has ended. A process that ended by itself keeps its code."""
+    connection.close()
+    with suppress(subprocess.TimeoutExpired):  # EOFError comes a moment before the process has ended
+        process.wait(0 if process.poll() is not None else 0.2)
+    process.kill()
+    process.wait()
+
+
+def _portions(parts: list[bytes]) -> Iterator[list[bytes]]:
+    some: list[bytes] = []
+    for part in parts:
+        if some and sum(map(len, some)) + len(part) > PORTION_BYTES:
+            yield some
+            some = []
+        some.append(part)
+    if some:
+        yield some
+
+
+def _answers(message: bytes) -> Iterator[str | TemplateFailedError | TemplateStoppedError]:
+    """The answers in a message: of each its kind, its length in 8 bytes, and its text."""
+    start = 0
+    while start < len(message):
+        kind, end = (
+            message[start : start + 1],
+            start + 9 + int.from_bytes(message[start + 1 : start + 9], "big"),
+        )
+        text, start = message[start + 9 : end].decode("utf-8", "surrogatepass"), end
+        if kind == TEXT:
+            yield text
+        else:
+            yield TemplateFailedError(text) if kind == ERROR else TemplateStoppedError(text)
+
+
+def plain(value: Any) -> Any:
+    """A copy of what a template sees, of lists, dictionaries, strings and numbers; other objects, whose
+    methods a template could call, become their type's name."""
+    if value is None or type(value) in (str, int, float, bool):
+        return value
+    if type(value) is dict:  # nearly always, and faster
+        return {plain(key): plain(each) for key, each in value.items()}
+    if isinstance(value, Mapping):
+        return {plain(key): plain(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(plain, value)) if type(value) in (list, tuple) else list(map(plain, value))
+    for kind in (str, int, float):
+        if isinstance(value, kind):
+            return getattr(kind, f"__{kind.__name__}__")(value)
+    for method in ("model_dump", "item"):  # of pydantic; of NumPy's and torch's numbers
+        with suppress(TypeError, ValueError, RuntimeError, AttributeError):
+            return plain(getattr(value, method)())
+    return f"<{type(value).__name__}>"
+
+
+# -- in the process ------------------------------------------------------------------------------------------
+
+
+def serve(descriptor: str) -> None:
+    """Answer messages until the other end of the pipe is closed."""
+    for number in (signal.SIGINT, signal.SIGHUP):  # of the terminal, meant for the other process
+        signal.signal(number, signal.SIG_IGN)
+    os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+    from transformers.tokenization_utils_base import PreTrainedTokenizerBase  # before memory is limited
+
+    class Tokenizer(PreTrainedTokenizerBase):  # type: ignore[misc,unused-ignore]
+        """All that a chat template needs of one."""
+
+        special_tokens_map: Any = None
+
+    tokenizer, Tokenizer.special_tokens_map = Tokenizer(), {}
+    tokenizer.apply_chat_template([{"role": "user", "content": ""}], chat_template="a", tokenize=False)
+    used = _used_bytes()
+    with Connection(int(descriptor)) as connection, suppress(EOFError, ConnectionError):
+        connection.send_bytes(b"ready")
+        while True:
+            common, portion = pickle.loads(connection.recv_bytes())
+            template, Tokenizer.special_tokens_map, options, limits = pickle.loads(common)
+            if used is not None:
+                resource.setrlimit(resource.RLIMIT_AS, (used + limits.memory_bytes, resource.RLIM_INFINITY))
+            message: list[bytes] = []
+            for part in portion:
+                signal.setitimer(signal.ITIMER_PROF, limits.seconds)  # then SIGPROF ends the process
+                kind, text = _rendered(tokenizer, template, part, options, limits)
+                signal.setitimer(signal.ITIMER_PROF, 0)
+                message += [kind, len(text).to_bytes(8, "big"), text]
+                if part is portion[-1] or sum(map(len, message)) > PORTION_BYTES:
+                    connection.send_bytes(b"".join(message))
+                    message.clear()
+
+
+def _rendered(
+    tokenizer: Any, template: str, part: bytes, options: dict[str, Any], limits: Limits
+) -> tuple[bytes, bytes]:
+    """The kind and the text of the answer to one conversation."""
+    try:
+        options = {"chat_template": template, "tokenize": False, **options}
+        text = tokenizer.apply_chat_template(pickle.loads(part), **options)
+        output = str(text).encode("utf-8", "surrogatepass")
+        if len(output) > limits.output_bytes:
+            return LIMIT, f"writes more than {limits.output_bytes:,} bytes".encode()
+        return TEXT, output
+    except MemoryError:
+        return LIMIT, f"takes more than {limits.memory_bytes:,} bytes of memory".encode()
+    except BaseException as error:  # a template may raise anything
+        return ERROR, f"{type(error).__name__}: {error}"[:4096].encode("utf-8", "replace")
+
+
+def _used_bytes() -> int | None:
+    """The process's address space; None where the system does not tell."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+    except OSError:
+        return None
+    return pages * resource.getpagesize()

@@ -1,0 +1,16 @@
+"""Files of rows that are damaged or hostile: each row in is a row out, or the file is refused by name."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+from job_files import try_file
+
+FILES = 150
+FOUND = (861, 1185, 1698, 2823)  # names that are no text, token ids, a footer at which pyarrow ends
+
+
+def test_mutated_files_are_answered_row_by_row_or_refused(tmp_path: Path) -> None:
+    outcomes = Counter(try_file(tmp_path / "work", seed) for seed in [*range(FILES), *FOUND])
+    assert outcomes["answered"] > FILES / 3 and outcomes["refused"] > FILES / 10
