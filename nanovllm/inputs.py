@@ -101,6 +101,8 @@ def refuse_others(
     ValueError for an unsupported value. TypeError for a field of SamplingParams, and for an unknown name;
     the message of a name that no library here is known to have ends with `hint`.
     """
+    if not others:
+        return
     function = f"LLM.{call.__name__}()"
     known = [name for name in inspect.signature(call).parameters if name not in ("self", "others")]
     for name in others:

@@ -252,13 +252,14 @@ class Ranks:
 
         phase: what the block does, for the error of a wait that reaches the watch's limit.
         """
+        if not self.watch.processes:
+            yield
+            return
         try:
             with self.watch.waiting(phase):
                 yield
             self.watch.check()  # a failed worker ends waits without a result
         except BaseException as error:
-            if not self.watch.processes:
-                raise
             with held_interrupts():
                 is_cause = isinstance(error, (WorkerError, KeyboardInterrupt))
                 if not is_cause:
