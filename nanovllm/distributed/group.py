@@ -30,6 +30,7 @@ class TPGroup:
         self.rank = rank
         self.size = size
         self._process_group = process_group
+        self._sums: dict[object, dist.Work] = {}  # those of `start_sum` in progress; see `_wait`
         self._peer_memory: PeerMemory | None = None
         self._rendezvous: Rendezvous | None = None
 
@@ -49,7 +50,11 @@ class TPGroup:
                 device.synchronize()
         else:
             group._process_group = gloo(rendezvous.store, rank, size)
-            group.all_reduce(torch.zeros(1))  # all ranks are here
+            try:
+                group.all_reduce(torch.zeros(1))  # all ranks are here
+            except BaseException:
+                group.abort()
+                raise
             rendezvous.close()
         return group
 
@@ -79,10 +84,11 @@ class TPGroup:
             return copies.start(x, residual, weight, eps, whole)
         options = dist.AllreduceOptions()
         options.asyncOp = True
-        work = self._group().allreduce([x], options)
+        key = object()
+        self._sums[key] = self._group().allreduce([x], options)
 
         def finish() -> tuple[torch.Tensor, torch.Tensor]:
-            _wait(work)
+            _wait(self._sums.pop(key, None))
             return add_rms_norm(x, residual, weight, eps)
 
         return PendingSum(finish)
@@ -159,6 +165,7 @@ class TPGroup:
         if self._peer_memory is not None:
             self._peer_memory.release_waiters()  # first: NCCL's abort waits for the whole device
         process_group, self._process_group = self._process_group, None
+        self._sums.clear()
         if process_group is not None:
             process_group.abort()
 
@@ -177,5 +184,11 @@ class TPGroup:
 
 
 def _wait(work: dist.Work | None) -> None:
-    if work is not None:
-        work.wait()
+    """Wait for an operation. An error's traceback refers to this frame, and gloo's port is open as long as
+    anything refers to an operation: so nothing but the group does.
+    """
+    try:
+        if work is not None:
+            work.wait()
+    finally:
+        del work

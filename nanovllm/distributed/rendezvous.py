@@ -117,6 +117,9 @@ def gloo(store: Store, rank: int, size: int) -> Backend:
     options = make._Options()
     options._devices = [make.create_device(hostname=HOST)]
     options._timeout = UNLIMITED
-    group = make(store, rank, size, options)
+    try:
+        group = make(store, rank, size, options)
+    finally:
+        del options  # an error's traceback refers to this frame, and the device listens
     group._set_default_timeout(UNLIMITED)
     return group

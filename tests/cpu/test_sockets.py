@@ -10,17 +10,22 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
 import inside
 import pytest
+import torch
 from checked_llm import CheckedLLM, make_tiny
-from leftovers import SHARED_MEMORY, listening_addresses, wait_until_nothing_is_left
+from leftovers import SHARED_MEMORY, listening_addresses, listening_ports, wait_until_nothing_is_left
 
 from nanovllm import SamplingParams
+from nanovllm.device import Device
 from nanovllm.distributed import rendezvous
+from nanovllm.distributed.copied_rows import PendingSum
+from nanovllm.distributed.group import TPGroup
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 LOOPBACK = ("127.", "::1")
@@ -115,6 +120,50 @@ def test_a_forked_process_leaves_the_meeting_point() -> None:
     assert os.waitpid(pid, 0)[1] == 0 and Path(meeting.folder).exists()
     meeting.close()
     assert not Path(meeting.folder).exists()
+
+
+Operation = Callable[[TPGroup], object]
+
+
+def start_sum(group: TPGroup) -> PendingSum:
+    return group.start_sum(torch.zeros(4, 8), torch.zeros(4, 8), torch.ones(8), 1e-6, True)
+
+
+OPERATIONS: dict[str, Operation] = {
+    "all_reduce": lambda group: group.all_reduce(torch.zeros(2)),
+    "start_sum": lambda group: start_sum(group).finish(),
+    "a_sum_in_progress": lambda group: (start_sum(group), group.all_reduce(torch.zeros(2))),
+    "whole_rows": lambda group: group.whole_rows(torch.zeros(2, 4), 8),
+    "join_rows": lambda group: group.join_rows(
+        torch.zeros(2, dtype=torch.int64), slice(0, 2), torch.zeros(2, 8)
+    ),
+}
+
+
+@pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)
+def test_an_error_that_is_kept_keeps_no_port(operation: Operation) -> None:
+    """The frames of its traceback stay, and with them whatever they refer to."""
+    before, meeting = listening_ports(), rendezvous.Rendezvous()
+    joined = rendezvous.Rendezvous(meeting.folder)
+    with ThreadPoolExecutor(1) as other:
+        connected = other.submit(TPGroup.connect, 1, 2, Device("cpu"), joined)
+        group = TPGroup.connect(0, 2, Device("cpu"), meeting)
+        connected.result().close()
+        del connected
+    assert listening_ports() > before
+    with pytest.raises(RuntimeError) as kept:
+        operation(group)
+    group.close()
+    assert listening_ports() == before, kept
+
+
+def test_an_error_while_ranks_connect_keeps_no_port() -> None:
+    before, meeting = listening_ports(), rendezvous.Rendezvous()
+    meeting.leave()
+    with pytest.raises(RuntimeError, match="given up") as kept:
+        TPGroup.connect(0, 2, Device("cpu"), meeting)
+    meeting.close()
+    assert listening_ports() == before, kept
 
 
 def test_settings_of_nccl_are_those_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
