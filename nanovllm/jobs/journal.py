@@ -68,8 +68,8 @@ class Journal:
     ) -> dict[str, Any] | None:
         """Resume the existing job and return its previous journal, or write a new journal and return None.
 
-        job: its description with the keys that define a job, and further keys to store. defaults: for some of these
-        keys, the values that are not given. extend: called with the journal's `input` if only the input
+        job: its description with the keys that define a job, and further keys to store. defaults: for some of
+        these, the values that are not given. extend: called with the journal's `input` if only the input
         differs; it raises JobRefusedError unless the job may go on with it. JobRefusedError if the output
         belongs to another job, or to none.
         """
