@@ -12,7 +12,7 @@ from nanovllm import demo_model_path
 from nanovllm.engine.stats import Counters, EngineStats
 from nanovllm.jobs.arguments import parse_args
 from nanovllm.jobs.errors import REFUSED, JobRefusedError
-from nanovllm.jobs.run import main
+from nanovllm.jobs.run import run as run_job
 from nanovllm.outputs import CompletionOutput, RequestOutput
 from nanovllm.sampling_params import SamplingParams
 
@@ -110,7 +110,7 @@ def run(*argv: object, make_llm: Callable[..., Any] = FakeLLM) -> int:
     """Run `nanovllm run` in this process; return its exit code."""
     args = parse_args(["run", *map(str, argv), "--model", demo_model_path()])
     try:
-        return main(args, make_llm)
+        return run_job(args, make_llm)
     except JobRefusedError as error:
         print(f"refused: {error}")
         return REFUSED

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm.config import Config
-from nanovllm.jobs.formats import ENDINGS, FORMATS
+from nanovllm.jobs.formats import ENDINGS, SOURCES
 from nanovllm.jobs.params import make_params
+from nanovllm.jobs.runner import WINDOW_ROWS
 from nanovllm.jobs.sources import QUOTINGS
-from nanovllm.jobs.window import WINDOW_ROWS
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.vllm_arguments import ENGINE, elsewhere
 
@@ -32,7 +32,7 @@ _REWORDED = (
     (r"\bNone\b", "the default"),
     ("when `sampling_params` is not given", "that neither a row nor --sampling gives"),
 )
-ENDING_NAMES = ", ".join(ENDINGS)
+_ENDING_NAMES = ", ".join(ENDINGS)
 EPILOG = """exit codes:
   0    every row has an answer
   1    every row was run, and some are error rows
@@ -59,8 +59,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         formatter_class=raw,
         allow_abbrev=False,
     )
-    run.add_argument("input", help=f"a file of rows ({ENDING_NAMES}), or - for standard input")
-    run.add_argument("-o", "--output", type=Path, required=True, help=f"one of {ENDING_NAMES}")
+    run.add_argument("input", help=f"a file of rows ({_ENDING_NAMES}), or - for standard input")
+    run.add_argument("-o", "--output", type=Path, required=True, help=f"one of {_ENDING_NAMES}")
     run.add_argument("--model", required=True, help="a folder or a Hugging Face hub id")
     _add_row_arguments(run)
     run.add_argument("--max-errors", type=_count, metavar="N", help="stop at more error rows than this")
@@ -148,7 +148,7 @@ def _pair(text: str) -> tuple[str, Any]:
 def _add_row_arguments(parser: argparse.ArgumentParser) -> None:
     rows = parser.add_argument_group("rows")
     rows.add_argument(
-        "--format", choices=("auto", *FORMATS), default="auto", help="default: by the ending of the name"
+        "--format", choices=("auto", *SOURCES), default="auto", help="default: by the ending of the name"
     )
     help_quoting = (
         "minimal: a field in quotes may span lines; none: quotes are text (default: of CSV minimal, of "

@@ -1,19 +1,24 @@
-"""`nanovllm check`: reports errors in files of rows, before any model is loaded.
+"""The commands that compute nothing: `nanovllm check` reports errors in files of rows, before a model is
+loaded; `nanovllm version` prints the facts for a bug report.
 
-Reads each file like a job. With a model it also renders and tokenises the prompts; it computes nothing.
+Reads each file like a job. With a model it also renders and tokenises the prompts.
 """
 
 from __future__ import annotations
 
 import argparse
+import platform
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TypeAlias
 
+import torch
 import xxhash
 
+from nanovllm.attention.select import BACKENDS
 from nanovllm.config import Config
+from nanovllm.device import Device
 from nanovllm.engine.startup import (
     find_model,
     find_tokenizer,
@@ -26,151 +31,136 @@ from nanovllm.engine.stats import counted
 from nanovllm.jobs.arguments import engine_options
 from nanovllm.jobs.errors import ANSWERED, ERROR_ROWS, REFUSED, JobRefusedError, refusing
 from nanovllm.jobs.job import make_format, open_job
-from nanovllm.jobs.rendering import Renderer
+from nanovllm.jobs.runner import portions
 from nanovllm.jobs.sources import Source, SourceRow, Values
-from nanovllm.jobs.tasks import RowFormat, Task
-from nanovllm.jobs.window import portions
+from nanovllm.jobs.tasks import Renderer, RowFormat, Task
 from nanovllm.models.loader import load_model_config
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.processor import Processor
 from nanovllm.text.prompts import Prompt, parse_prompt
 from nanovllm.text.rows import BadRow, attempt
+from nanovllm.versions import versions
 
-MAX_SHOWN = 20  # printed problems of a file
-BATCH_ROWS = 256  # tokenised at once
-MANY_LINES = 100  # of a row of CSV; one with more may come from a stray quote
-
-
-class Problem(NamedTuple):
-    """An error in row number `row`, or with `is_bad` False what may be one."""
-
-    row: int
-    message: str
-    is_bad: bool = True
+_MAX_SHOWN = 20  # printed problems of a file
+_BATCH_ROWS = 256  # tokenised at once
+_MANY_LINES = 100  # of a row of CSV; one with more may come from a stray quote
+_HEAD_DIM = 128  # assumed when checking the attention backends
+_Problem: TypeAlias = "tuple[int, str, bool]"  # a row, what is wrong, and whether that is certain
+_Model: TypeAlias = (
+    "tuple[SamplingParams, Renderer, Processor]"  # the model's defaults, and what checks prompts
+)
 
 
-class Lengths:
-    """Checks the prompts and parameters of tasks with a model's tokenizer."""
-
-    params: SamplingParams  # the defaults from the model's generation_config.json
-
-    def __init__(self, args: argparse.Namespace) -> None:
-        """args: of the command line. JobRefusedError if there is no such model, or an option is wrong."""
-        with refusing():
-            config = Config.from_kwargs(args.model, **engine_options(args))
-            path = find_model(config)
-            generation = read_generation_config(config.generation_config, path)
-            model_config = load_model_config(path, generation, config.hf_overrides)
-            changes = config.override_generation_config or {}
-            self.params = recommended_params(overridden(generation, config.generation_config, changes))
-            self.limit = resolve_max_model_len(config.max_model_len, model_config)
-            tokenizer = find_tokenizer(config, path)
-        self._renderer = Renderer(tokenizer, args.chat_template_kwargs, args.messages_column is not None)
-        self._processor = Processor(
-            tokenizer, model_config.vocab_size, model_config.eos_token_ids, config.max_logprobs
-        )
-        self._processor.max_model_len = self.limit
-
-    def problems(self, tasks: list[Task]) -> Iterator[Problem]:
-        tasks = [task for task in tasks if task.kind == "generate"]
-        prompts: list[Prompt | BadRow] = [
-            each if isinstance(each, Exception) else attempt(parse_prompt, each, "the prompt")
-            for each in self._renderer.prompts(tasks)
-        ]
-        where = ["the prompt"] * len(tasks)
-        requests = self._processor.make_requests(prompts, [task.params for task in tasks], where, 0)
-        for task, request in zip(tasks, requests, strict=True):
-            if isinstance(request, Exception):
-                yield Problem(task.index, f"{task.place}: {request}")
-            elif (length := len(request.prompt_token_ids)) >= self.limit:
-                yield Problem(
-                    task.index,
-                    f"{task.place}: the prompt has {length} tokens, and at most {self.limit - 1} leave "
-                    f"room for one more (max_model_len={self.limit})",
-                )
+def version(args: argparse.Namespace) -> int:
+    """Print versions, devices and their attention backends."""
+    for name, number in versions(("flash-attn", "llguidance", "pyarrow")).items():
+        print(f"{name} {number}")
+    print(f"system {platform.platform()}")
+    print(f"torch's CUDA {torch.version.cuda or 'none'}")
+    for device in Device.all():
+        free, total = device.memory()
+        capability = f", compute capability {'.'.join(map(str, device.capability))}" if device.is_cuda else ""
+        print(f"{device.torch} {device.name}{capability}: {free / 2**30:.1f} of {total / 2**30:.1f} GiB free")
+        dtype = device.resolve_dtype("auto", "bfloat16")
+        for backend in BACKENDS:
+            reason = backend.unavailable(device, dtype, _HEAD_DIM, dtype)
+            print(f"  attention backend {backend.name}: {'can run' if reason is None else f'no: {reason}'}")
+    return ANSWERED
 
 
-def main(args: argparse.Namespace) -> int:
+def check(args: argparse.Namespace) -> int:
     """Print the errors of each file; return 0 if there are none, 1 for bad rows, 2 for a bad file."""
-    lengths = Lengths(args) if args.model else None
-    params = None if lengths is None else lengths.params
+    model = _read_model(args) if args.model else None
     args.input = ""
-    return max([_check(args, path, params, lengths) for path in args.inputs])
+    return max([_check(args, path, model) for path in args.inputs])
 
 
-def _check(
-    args: argparse.Namespace, path: Path, params: SamplingParams | None, lengths: Lengths | None
-) -> int:
+def _read_model(args: argparse.Namespace) -> _Model:
+    """JobRefusedError if there is no such model, or an option is wrong."""
+    with refusing():
+        config = Config.from_kwargs(args.model, **engine_options(args))
+        path = find_model(config)
+        generation = read_generation_config(config.generation_config, path)
+        model_config = load_model_config(path, generation, config.hf_overrides)
+        changes = config.override_generation_config or {}
+        params = recommended_params(overridden(generation, config.generation_config, changes))
+        limit = resolve_max_model_len(config.max_model_len, model_config)
+        tokenizer = find_tokenizer(config, path)
+    renderer = Renderer(tokenizer, args.chat_template_kwargs, args.messages_column is not None)
+    eos_token_ids = model_config.eos_token_ids
+    processor = Processor(tokenizer, model_config.vocab_size, eos_token_ids, config.max_logprobs)
+    processor.max_model_len = limit
+    return params, renderer, processor
+
+
+def _check(args: argparse.Namespace, path: Path, model: _Model | None) -> int:
+    num_rows = num_bad = num_problems = 0
+    ids = array("Q")  # their hashes
+
+    def tasks(source: Source, row_format: RowFormat) -> Iterator[Task | _Problem]:
+        nonlocal num_rows
+        for row in source.rows():
+            num_rows += 1
+            values = attempt(row.values)
+            if isinstance(values, Exception):
+                yield row.index, str(values), True
+                continue
+            if row.num_lines > _MANY_LINES:
+                yield row.index, f"{row.place}: {_spanning(values)}", False
+            if (row_id := row_format.row_id(values)) is not None:
+                ids.append(xxhash.xxh3_64_intdigest(repr(row_id).encode(errors="replace")))
+            task = attempt(_task, row_format, row, values)
+            yield (row.index, f"{row.place}: {task}", True) if isinstance(task, Exception) else task
+
     try:
         source, is_batch = open_job(args, path)
         source.name = str(path)
-        row_format = make_format(args, is_batch, params, 0)
-        found = _Findings()
-        for problem in _problems(source, row_format, lengths, found):
-            found.num_bad += problem.is_bad
-            found.num_problems += 1
-            if found.num_problems <= MAX_SHOWN:
-                print(problem.message)
+        row_format = make_format(args, is_batch, None if model is None else model[0], 0)
+        for some in portions(tasks(source, row_format), _BATCH_ROWS):
+            problems = [each for each in some if not isinstance(each, Task)]
+            if model is not None:
+                problems += _refused([each for each in some if isinstance(each, Task)], *model[1:])
+            for _, message, is_bad in sorted(problems):
+                num_bad += is_bad
+                num_problems += 1
+                if num_problems <= _MAX_SHOWN:
+                    print(message)
     except JobRefusedError as error:
         print(error)
         return REFUSED
-    if found.num_problems > MAX_SHOWN:
-        print(f"{path}: and {counted(found.num_problems - MAX_SHOWN, 'row')} more")
-    twice = found.ids_that_come_twice()
-    kind = counted(found.num_rows, "row") + " of an OpenAI batch" * is_batch
-    print(f"{path}: {kind}, {found.num_bad:,} bad" + twice)
-    return ERROR_ROWS if found.num_bad or twice or not found.num_rows else ANSWERED
-
-
-class _Findings:
-    """Counts of a file. Stores 8 bytes for each id."""
-
-    def __init__(self) -> None:
-        self.num_rows = self.num_bad = self.num_problems = 0
-        self._ids = array("Q")
-
-    def add_id(self, row_id: Any) -> None:
-        if row_id is not None:
-            self._ids.append(xxhash.xxh3_64_intdigest(repr(row_id).encode(errors="replace")))
-
-    def ids_that_come_twice(self) -> str:
-        twice = len(self._ids) - len(set(self._ids))
-        if not twice:
-            return ""
+    if num_problems > _MAX_SHOWN:
+        print(f"{path}: and {counted(num_problems - _MAX_SHOWN, 'row')} more")
+    repeated = ""
+    if twice := len(ids) - len(set(ids)):
         come = f"{counted(twice, 'id')} {'comes' if twice == 1 else 'come'} more than once"
-        return f"; {come}: answers are told apart by their index"
+        repeated = f"; {come}: answers are told apart by their index"
+    kind = counted(num_rows, "row") + " of an OpenAI batch" * is_batch
+    print(f"{path}: {kind}, {num_bad:,} bad{repeated}")
+    return ERROR_ROWS if num_bad or twice or not num_rows else ANSWERED
 
 
-def _problems(
-    source: Source, row_format: RowFormat, lengths: Lengths | None, found: _Findings
-) -> Iterator[Problem]:
-    """Yield the errors in the rows of a file while it is read."""
+def _task(row_format: RowFormat, row: SourceRow, values: Values) -> Task:
+    task = row_format.task(row, values)
+    if task.kind == "generate" and not task.is_chat:
+        parse_prompt(task.prompt, "the prompt")
+    return task
 
-    def make(row: SourceRow, values: Values) -> Task:
-        task = row_format.task(row, values)
-        task.num_bytes = row.num_bytes
-        if task.kind == "generate" and not task.is_chat:
-            parse_prompt(task.prompt, "the prompt")
-        return task
 
-    def tasks() -> Iterator[Task | Problem]:
-        for row in source.rows():
-            found.num_rows += 1
-            values: Any = attempt(row.values)
-            if isinstance(values, Exception):
-                yield Problem(row.index, str(values))
-                continue
-            if row.num_lines > MANY_LINES:
-                yield Problem(row.index, f"{row.place}: {_spanning(values)}", is_bad=False)
-            found.add_id(row_format.row_id(values))
-            task = attempt(make, row, values)
-            yield Problem(row.index, f"{row.place}: {task}") if isinstance(task, Exception) else task
-
-    for some in portions(tasks(), BATCH_ROWS):
-        problems = [each for each in some if isinstance(each, Problem)]
-        if lengths is not None:
-            problems += lengths.problems([each for each in some if isinstance(each, Task)])
-        yield from sorted(problems)
+def _refused(tasks: list[Task], renderer: Renderer, processor: Processor) -> Iterator[_Problem]:
+    """The tasks whose prompts or parameters the model refuses."""
+    tasks = [task for task in tasks if task.kind == "generate"]
+    prompts: list[Prompt | BadRow] = [
+        each if isinstance(each, Exception) else attempt(parse_prompt, each, "the prompt")
+        for each in renderer.prompts(tasks)
+    ]
+    where, limit = ["the prompt"] * len(tasks), processor.max_model_len
+    requests = processor.make_requests(prompts, [task.params for task in tasks], where, 0)
+    for task, request in zip(tasks, requests, strict=True):
+        if isinstance(request, Exception):
+            yield task.index, f"{task.place}: {request}", True
+        elif limit is not None and (length := len(request.prompt_token_ids)) >= limit:
+            why = f"the prompt has {length} tokens, and at most {limit - 1} leave room for one more"
+            yield task.index, f"{task.place}: {why} (max_model_len={limit})", True
 
 
 def _spanning(values: Values) -> str:

@@ -6,29 +6,25 @@ import codecs
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 from nanovllm.jobs.errors import JobRefusedError
-from nanovllm.jobs.export import records, write_csv
+from nanovllm.jobs.output import records, write_csv
 from nanovllm.jobs.parquet import ParquetSource, import_pyarrow, write_parquet
-from nanovllm.jobs.sources import CSVSource, JSONLinesSource, Source, TSVSource
+from nanovllm.jobs.sources import TABLES, CSVSource, JSONLinesSource, Source
 from nanovllm.side_files import replaced
 
-
-class Format(NamedTuple):
-    """How to read and write the files of one format."""
-
-    source: Callable[..., Source]
-    # None: the lines of a job are the file
-    write: Callable[[Iterator[dict[str, Any]], BinaryIO], None] | None
-    check: Callable[[], object] = lambda: None  # JobRefusedError if a package is missing
-
-
-FORMATS = {
-    "jsonl": Format(JSONLinesSource, None),
-    "csv": Format(CSVSource, write_csv),
-    "tsv": Format(TSVSource, partial(write_csv, delimiter="\t")),
-    "parquet": Format(ParquetSource, write_parquet, import_pyarrow),
+SOURCES: dict[str, Callable[..., Source]] = {
+    "jsonl": JSONLinesSource,
+    "csv": CSVSource,
+    "tsv": partial(CSVSource, format="tsv"),
+    "parquet": ParquetSource,
+}
+# What writes an output at the end; for the other formats, the lines of a job are the file.
+_WRITERS: dict[str, Callable[[Iterator[dict[str, Any]], BinaryIO], None]] = {
+    "csv": write_csv,
+    "tsv": partial(write_csv, delimiter="\t"),
+    "parquet": write_parquet,
 }
 ENDINGS = {
     ".jsonl": "jsonl",
@@ -38,27 +34,26 @@ ENDINGS = {
     ".tsv": "tsv",
     ".parquet": "parquet",
 }
-UTF16 = "is UTF-16, and UTF-8 text is read; convert it, for example with `iconv -f utf-16 -t utf-8`"
-PACKED = (
+_UTF16 = "is UTF-16, and UTF-8 text is read; convert it, for example with `iconv -f utf-16 -t utf-8`"
+_PACKED = (
     "is compressed ({}), and plain files are read; unpack it with `{}`, or pipe it: "
     "`{} FILE | nanovllm run - ...`, with --format if it has no JSON Lines"
 )
-WRONG_MARKS = {  # first bytes of files that are not read
-    codecs.BOM_UTF16_LE: UTF16,
-    codecs.BOM_UTF16_BE: UTF16,
-    b"\x1f\x8b": PACKED.format("gzip", "gunzip -k", "gzip -dc"),
-    b"\x28\xb5\x2f\xfd": PACKED.format("zstd", "zstd -d", "zstd -dc"),
-    b"BZh": PACKED.format("bzip2", "bunzip2 -k", "bzip2 -dc"),
-    b"\xfd7zXZ\0": PACKED.format("xz", "unxz -k", "xz -dc"),
+_WRONG_MARKS = {  # first bytes of files that are not read
+    codecs.BOM_UTF16_LE: _UTF16,
+    codecs.BOM_UTF16_BE: _UTF16,
+    b"\x1f\x8b": _PACKED.format("gzip", "gunzip -k", "gzip -dc"),
+    b"\x28\xb5\x2f\xfd": _PACKED.format("zstd", "zstd -d", "zstd -dc"),
+    b"BZh": _PACKED.format("bzip2", "bunzip2 -k", "bzip2 -dc"),
+    b"\xfd7zXZ\0": _PACKED.format("xz", "unxz -k", "xz -dc"),
     b"PK\x03\x04": "is a zip archive or an Excel file; unpack it, or save the table as CSV",
 }
-TABLES = ("csv", "tsv")  # formats with quoting and a delimiter
 
 
 def open_source(
     path: Path, format: str, quoting: str | None = None, delimiter: str | None = None, name: str = ""
 ) -> Source:
-    """Return the source of a file; `format` is "auto" (by its ending) or one of `FORMATS`.
+    """Return the source of a file; `format` is "auto" (by its ending) or one of `SOURCES`.
 
     quoting, delimiter: of a table; None for the default of its format. name: of the file in messages. Raises
     JobRefusedError if the file cannot be read in that format.
@@ -72,7 +67,7 @@ def open_source(
             )
         with path.open("rb") as file:
             start = file.read(64)
-        for mark, what in WRONG_MARKS.items():
+        for mark, what in _WRONG_MARKS.items():
             if start.startswith(mark):
                 raise JobRefusedError(f"{name} {what}")
         if format == "auto":
@@ -86,7 +81,7 @@ def open_source(
                 f"{name} is a JSON array, and an object on every line is read; convert it, for example with "
                 "`jq -c '.[]'`"
             )
-        return FORMATS[format].source(path, **table)
+        return SOURCES[format](path, **table)
     except OSError as error:
         raise JobRefusedError(f"{name}: {error.strerror or error}") from None
 
@@ -107,7 +102,8 @@ def check_can_write(path: Path, csv_safe: bool = False) -> None:
     if path.suffix.lower() not in ENDINGS:
         raise JobRefusedError(f"-o {path}: its ending must be one of {', '.join(ENDINGS)}")
     format = ENDINGS[path.suffix.lower()]
-    FORMATS[format].check()
+    if format == "parquet":
+        import_pyarrow()
     if csv_safe and format not in TABLES:
         raise JobRefusedError(
             f"-o {path} is written as {format}, and --csv-safe is for CSV and TSV; leave it out"
@@ -116,13 +112,11 @@ def check_can_write(path: Path, csv_safe: bool = False) -> None:
 
 def is_exported(path: Path) -> bool:
     """Whether an output of this name is written at the end, from the lines of a job."""
-    return FORMATS[ENDINGS[path.suffix.lower()]].write is not None
+    return ENDINGS[path.suffix.lower()] in _WRITERS
 
 
 def export(lines: Path, path: Path, num_rows: int, csv_safe: bool = False) -> None:
     """Write the rows of `lines`, in order, atomically to `path`, in the format of its ending. csv_safe: as
     for `records`."""
-    write = FORMATS[ENDINGS[path.suffix.lower()]].write
-    assert write is not None, "only such outputs are exported"
     with replaced(path, path, lines) as file:
-        write(records(lines, num_rows, csv_safe), file)
+        _WRITERS[ENDINGS[path.suffix.lower()]](records(lines, num_rows, csv_safe), file)

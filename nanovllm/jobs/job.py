@@ -8,10 +8,9 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
-import shutil
 import stat
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
@@ -21,19 +20,19 @@ from nanovllm.config import Config
 from nanovllm.jobs.arguments import engine_options
 from nanovllm.jobs.errors import JobRefusedError, refusing
 from nanovllm.jobs.formats import check_can_write, is_exported, open_source
-from nanovllm.jobs.journal import chunks, hash_file
+from nanovllm.jobs.journal import CHUNK, chunks, hash_file
 from nanovllm.jobs.openai_batch import OpenAIFormat, looks_like_batch
 from nanovllm.jobs.output import Output
-from nanovllm.jobs.params import ParamsMaker, job_params
+from nanovllm.jobs.params import job_params
 from nanovllm.jobs.sources import Source, SourceRow
-from nanovllm.jobs.tasks import DEFAULTS, Columns, PlainFormat, RowFormat
+from nanovllm.jobs.tasks import DEFAULTS, PlainFormat, RowFormat
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.side_files import check_name, new_file, own_file
 from nanovllm.text.rows import attempt
 from nanovllm.versions import versions
 
 # Options of LLM that only set where and how a job runs. They may change when a job resumes.
-MAY_CHANGE = {
+_MAY_CHANGE = {
     "tensor_parallel_size",
     "data_parallel_size",
     "distributed_timeout_seconds",
@@ -50,9 +49,9 @@ MAY_CHANGE = {
     "kv_cache_memory_bytes",
     "download_dir",
 }
-PROMPT_ARGUMENTS = ("prompt_column", "template", "messages_column", "id_column", "chat_template_kwargs")
-LONGEST = ".rows.jsonl.nanovllm.tmp"  # what a file beside the output has after the output's name
-INSPECTED_ROWS = 100  # rows of JSON to inspect, for an OpenAI batch or a missing column
+_PROMPT_ARGUMENTS = ("prompt_column", "template", "messages_column", "id_column", "chat_template_kwargs")
+_LONGEST = ".rows.jsonl.nanovllm.tmp"  # what a file beside the output has after the output's name
+_INSPECTED_ROWS = 100  # rows of JSON to inspect, for an OpenAI batch or a missing column
 
 
 @contextmanager
@@ -61,16 +60,24 @@ def input_file(args: argparse.Namespace) -> Iterator[Path]:
     if args.input != "-":
         yield Path(args.input)
         return
-    copy = own_file(args.output, "stdin")
-    refused = f"standard input cannot be copied to {copy}"
+    rows = iter(lambda: sys.stdin.buffer.read(CHUNK), b"")
+    with _copied(args.output, "stdin", "standard input", rows) as copy:
+        yield copy
+
+
+@contextmanager
+def _copied(output: Path, use: str, name: str, content: Iterable[bytes]) -> Iterator[Path]:
+    """A file beside the output with this content, for as long as the block runs."""
+    copy = own_file(output, use)
+    refused = f"{name} cannot be copied to {copy}"
     try:
-        file = new_file(copy, args.output, rows_path(args.output))
+        file = new_file(copy, output, rows_path(output))
     except OSError as error:
         raise JobRefusedError(f"{refused}: {error.strerror}") from None
     try:
         try:
             with file:
-                shutil.copyfileobj(sys.stdin.buffer, file)
+                file.writelines(content)
         except OSError as error:
             raise JobRefusedError(f"{refused}: {error.strerror}") from None
         yield copy
@@ -98,7 +105,7 @@ def check_output(args: argparse.Namespace) -> None:
     if output.is_symlink() or (output.exists() and not output.is_file()):
         raise JobRefusedError(f"-o {output} is a folder, a pipe, a device or a link to itself; name a file")
     with refusing("-o: "):
-        check_name(output, LONGEST)
+        check_name(output, _LONGEST)
     for path in (output, output.parent):
         if path.exists() and not os.access(path, os.W_OK):
             raise JobRefusedError(f"-o {output}: no permission to write {path}; choose another -o")
@@ -135,7 +142,7 @@ def open_job(args: argparse.Namespace, path: Path) -> tuple[Source, bool]:
     source = open_source(path, format, args.quoting, args.delimiter, name)
     source.name = name or source.name
     with refusing("--template: "):
-        plain = PlainFormat(ParamsMaker(SamplingParams(), 0), columns_of(args))
+        plain = _plain_format(args, SamplingParams(), 0)
     if source.columns is not None:
         _check_columns(source.columns, plain, f"{path} has")
         source.wanted = plain.columns
@@ -143,29 +150,28 @@ def open_job(args: argparse.Namespace, path: Path) -> tuple[Source, bool]:
     columns, is_batch = _first_columns(source)
     is_batch = is_batch and not plain.needed
     if columns and not is_batch:
-        _check_columns(columns, plain, f"{path}: the first {INSPECTED_ROWS} rows have")
+        _check_columns(columns, plain, f"{path}: the first {_INSPECTED_ROWS} rows have")
     return source, is_batch
 
 
-def columns_of(args: argparse.Namespace) -> Columns:
-    """The columns of prompts and ids, from the arguments."""
-    return Columns(args.prompt_column, args.template, args.messages_column, args.id_column)
-
-
-def row_format_of(is_batch: bool) -> type[RowFormat]:
-    return OpenAIFormat if is_batch else PlainFormat
+def _plain_format(args: argparse.Namespace, params: SamplingParams, seed: int) -> PlainFormat:
+    columns = {"prompt": args.prompt_column, "messages": args.messages_column, "id": args.id_column}
+    return PlainFormat(params, seed, template=args.template, **columns)
 
 
 def make_format(
     args: argparse.Namespace, is_batch: bool, recommended: SamplingParams | None, seed: int
 ) -> RowFormat:
     """Return the format of the rows. recommended: the model's sampling parameters. seed: the engine's."""
-    kind = row_format_of(is_batch)
-    of_several = {name: each for name, each in kind.params_of_several.items() if name not in args.sampling}
-    maker = ParamsMaker(job_params(args.sampling, recommended, kind.default_params), seed, of_several)
-    return (
-        OpenAIFormat(maker, Path(args.model or "").name) if is_batch else PlainFormat(maker, columns_of(args))
-    )
+    params = job_params(args.sampling, recommended, default_params(is_batch))
+    if is_batch:
+        return OpenAIFormat(params, seed, Path(args.model or "").name, args.sampling)
+    return _plain_format(args, params, seed)
+
+
+def default_params(is_batch: bool) -> Mapping[str, Any]:
+    """The sampling parameters of the rows, beneath `--sampling`."""
+    return (OpenAIFormat if is_batch else PlainFormat).default_params
 
 
 def describe(
@@ -182,12 +188,12 @@ def describe(
             "bytes": source.size,
             "xxh3_128": hash_file(source.path, source.size),
         },
-        "format": "openai" if is_batch else type(source).__name__.removesuffix("Source").lower(),
+        "format": "openai" if is_batch else source.format,
         "model": {"path": args.model, "xxh3_128": model_hash},
-        "options": {name: value for name, value in options.items() if name not in MAY_CHANGE},
+        "options": {name: value for name, value in options.items() if name not in _MAY_CHANGE},
         "sampling": args.sampling,
-        "prompt": {name: getattr(args, name) for name in PROMPT_ARGUMENTS} | dict(source.reading),
-        "other_options": {name: value for name, value in options.items() if name in MAY_CHANGE},
+        "prompt": {name: getattr(args, name) for name in _PROMPT_ARGUMENTS} | dict(source.reading),
+        "other_options": {name: value for name, value in options.items() if name in _MAY_CHANGE},
         "versions": versions(),
     }
 
@@ -219,7 +225,11 @@ def extend(args: argparse.Namespace, source: Source, before: Mapping[str, Any], 
             "command with --extend, which keeps all answers and answers the new rows"
         )
     num_old = 0
-    with _beginning(args, source, before["bytes"]) as old:
+    # A copy, because the end of a file can decide how a row is read: it ends a line, and leaves a quote open.
+    content = chunks(source.path, before["bytes"])
+    with _copied(args.output, "before" + source.path.suffix, str(source.path), content) as copy:
+        old = open_job(args, copy)[0]
+        old.name = source.name  # errors of equal rows are equal
         rows = source.rows()
         for row in old.rows():
             same = next(rows, None)
@@ -236,24 +246,6 @@ def has_grown(path: Path, before: Mapping[str, Any]) -> bool:
     """Whether a file begins with the bytes of the input of a journal, and has more."""
     size = before["bytes"]
     return path.stat().st_size > size and hash_file(path, size) == before["xxh3_128"]
-
-
-@contextmanager
-def _beginning(args: argparse.Namespace, source: Source, size: int) -> Iterator[Source]:
-    """The rows of the first `size` bytes of a file, from a copy beside the output. The end of a file can
-    decide how a row is read: it ends a line, and leaves a quote open."""
-    copy = own_file(args.output, "before" + source.path.suffix)
-    try:
-        try:
-            with new_file(copy, args.output, rows_path(args.output)) as file:
-                file.writelines(chunks(source.path, size))
-        except OSError as error:
-            raise JobRefusedError(f"{source.path} cannot be copied to {copy}: {error.strerror}") from None
-        old = open_job(args, copy)[0]
-        old.name = source.name  # errors of equal rows are equal
-        yield old
-    finally:
-        copy.unlink(missing_ok=True)
 
 
 def _is_same(row: SourceRow, other: SourceRow) -> bool:
@@ -280,7 +272,7 @@ def _first_columns(source: Source) -> tuple[list[str], bool]:
     """The columns of the first rows that can be read, and whether the first one is of an OpenAI batch."""
     columns: dict[str, None] = {}
     is_batch = False
-    for row in islice(source.rows(), INSPECTED_ROWS):
+    for row in islice(source.rows(), _INSPECTED_ROWS):
         with suppress(ValueError):
             values = row.values()
             is_batch = is_batch or (not columns and looks_like_batch(values))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import datetime, timezone
 from pathlib import Path
@@ -21,15 +21,15 @@ from nanovllm.jobs.errors import JobRefusedError
 from nanovllm.models.files import model_files
 from nanovllm.side_files import open_own, own_file, replaced
 
-ABOUT = (
+_ABOUT = (
     "The state of a `nanovllm run` job. The same command resumes it. To start over and keep these answers, "
     "choose another -o."
 )
 # These keys define a job; other keys may change.
-JOB_KEYS = ("input", "model", "options", "sampling", "prompt", "format")
-INFORMATIVE = ("path",)  # keys within these that may change too
+_JOB_KEYS = ("input", "model", "options", "sampling", "prompt", "format")
+_INFORMATIVE = ("path",)  # keys within these that may change too
 CHUNK = 2**20
-SAMPLES = 16  # of a weight file, 64 KiB each
+_SAMPLES = 16  # of a weight file, 64 KiB each
 
 
 class Journal:
@@ -47,7 +47,7 @@ class Journal:
         try:
             with os.fdopen(open_own(self.path, os.O_RDONLY, self._output, self._rows), "rb") as file:
                 found = json.loads(file.read())
-            if not isinstance(found, dict) or not {*JOB_KEYS} <= found.keys():
+            if not isinstance(found, dict) or not {*_JOB_KEYS} <= found.keys():
                 raise ValueError("it lacks the keys of a journal")
             return found
         except FileNotFoundError:
@@ -68,24 +68,24 @@ class Journal:
     ) -> dict[str, Any] | None:
         """Resume the existing job and return its previous journal, or write a new journal and return None.
 
-        job: its description with the keys JOB_KEYS, and further keys to store. defaults: for some of these
-        keys, the values that are not given. extend: called with the journal's `input` if only the input
+        job: its description with the keys that define a job, and further keys to store. defaults: for some of
+        these, the values that are not given. extend: called with the journal's `input` if only the input
         differs; it raises JobRefusedError unless the job may go on with it. JobRefusedError if the output
         belongs to another job, or to none.
         """
         found = self.read()
         files = [path for path in (self._output, self._rows) if path.exists() and path.stat().st_size]
         if not files:
-            self.state = {"about": ABOUT, "state": "", **job, "started": now()}
+            self.state = {"about": _ABOUT, "state": "", **job, "started": _now()}
         elif found is None:
             raise JobRefusedError(
                 f"{files[0]} exists and has no journal, so it is no output of this job; choose another -o, "
                 "which keeps it as it is"
             )
         else:
-            different = list(differences(found, job, defaults))
+            different = list(_differences(found, job, defaults))
             other_input = {**found, "input": job["input"]}
-            if different and (extend is None or list(differences(other_input, job, defaults))):
+            if different and (extend is None or list(_differences(other_input, job, defaults))):
                 raise JobRefusedError(
                     f"{self._output} belongs to another job: {'; '.join(different)}. Choose another -o, "
                     "which keeps its answers"
@@ -103,36 +103,27 @@ class Journal:
 
     def update(self, **values: Any) -> None:
         """Change values of the journal and write it to disk."""
-        self.state |= {**values, "updated": now()}
+        self.state |= {**values, "updated": _now()}
         text = json.dumps(self.state, indent=2, ensure_ascii=False) + "\n"
         # Write bytes of arguments that are not UTF-8 as escapes.
-        lines = [text.encode(errors="backslashreplace")]
-        write_atomically(self.path, lines, self._output, self._rows)
+        with replaced(self.path, self._output, self._rows) as file:
+            file.write(text.encode(errors="backslashreplace"))
 
 
-def differences(
+def _differences(
     found: Mapping[str, Any], job: Mapping[str, Any], defaults: Mapping[str, Mapping[str, Any]]
 ) -> Iterator[str]:
-    """Yield the differences between two jobs in JOB_KEYS, as text. A default that is given is none."""
-    for name in JOB_KEYS:
+    """Yield the differences between two jobs, as text. A default that is given is none."""
+    for name in _JOB_KEYS:
         one, other = found[name], job[name]
         if isinstance(one, dict) and isinstance(other, dict):
             one, other = ({**defaults.get(name, {}), **each} for each in (one, other))
         else:
             one, other = {"": one}, {"": other}
-        for key in sorted({*one, *other} - {*INFORMATIVE}):
+        for key in sorted({*one, *other} - {*_INFORMATIVE}):
             if one.get(key) != other.get(key):
                 where = f"{name}.{key}" if key else name
                 yield f"its {where} is {json.dumps(one.get(key))}, not {json.dumps(other.get(key))}"
-
-
-def write_atomically(path: Path, lines: Iterable[bytes], *like: Path) -> None:
-    """Replace a file by one with these lines. After a power cut either the old or the new file is there.
-
-    like: as for `replaced`.
-    """
-    with replaced(path, *like) as file:
-        file.writelines(lines)
 
 
 @contextmanager
@@ -206,7 +197,7 @@ def chunks(path: Path, size: int | None = None) -> Iterator[bytes]:
 
 def hash_model(folder: Path) -> str:
     """The same of the files of a model that loading it reads: small files whole; of weights the name, the
-    size, and SAMPLES pieces spread over the file. ModelLoadError if the index of the weights is malformed."""
+    size, and pieces spread over the file. ModelLoadError if the index of the weights is malformed."""
     digest = xxhash.xxh3_128()
     small, weights = model_files(folder)
     for path in small:
@@ -215,12 +206,12 @@ def hash_model(folder: Path) -> str:
         size = path.stat().st_size
         digest.update(f"{path.name} {size}\n".encode())
         with path.open("rb") as file:
-            for sample in range(SAMPLES):
-                file.seek(size * sample // SAMPLES)
+            for sample in range(_SAMPLES):
+                file.seek(size * sample // _SAMPLES)
                 digest.update(file.read(2**16))
     return digest.hexdigest()
 
 
-def now() -> str:
+def _now() -> str:
     """The time in UTC, to the second."""
     return datetime.now(timezone.utc).isoformat(timespec="seconds")

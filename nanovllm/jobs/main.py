@@ -17,8 +17,9 @@ from io import TextIOWrapper
 from typing import NoReturn
 
 from nanovllm.jobs.arguments import parse_args
-from nanovllm.jobs.errors import FAILED, READER_LEFT, REFUSED, JobRefusedError
-from nanovllm.jobs.signals import Signals, caught_signals
+from nanovllm.jobs.errors import FAILED, READER_LEFT, REFUSED, JobRefusedError, Signals, caught_signals
+
+_MODULES = {"run": "run", "check": "check", "version": "check"}  # of the commands
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -39,19 +40,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _code(args: argparse.Namespace, signals: Signals) -> int:
     """Run a command; return its exit code."""
     try:
-        code: int = importlib.import_module(f"nanovllm.jobs.{args.command}").main(args)
+        module = importlib.import_module(f"nanovllm.jobs.{_MODULES[args.command]}")
+        code: int = getattr(module, args.command)(args)
         sys.stdout.flush()
     except JobRefusedError as error:
         print(f"nanovllm {args.command}: {error}", file=sys.stderr)
         return REFUSED
     except KeyboardInterrupt:
-        return signals.code
+        return signals.end[0]
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python's own flush at exit is silent
         return READER_LEFT
     except Exception:  # Python's own exit code, 1, has another meaning
         if signals.seen:  # an import that is interrupted may raise anything
-            return signals.code
+            return signals.end[0]
         with suppress(OSError):
             traceback.print_exc()
         return FAILED

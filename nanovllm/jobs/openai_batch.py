@@ -7,25 +7,31 @@ Runs nothing.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from nanovllm.jobs.logprobs import chat_logprobs, completion_logprobs
-from nanovllm.jobs.params import ParamsMaker
 from nanovllm.jobs.sources import SourceRow, Values
-from nanovllm.jobs.tasks import RowFormat, Task, conversation, prompt_of
-from nanovllm.outputs import EmbeddingRequestOutput, RequestOutput
+from nanovllm.jobs.tasks import RowFormat, Task, conversation, logprob_number, prompt_of
+from nanovllm.outputs import CompletionOutput, EmbeddingRequestOutput, Logprob, RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.prompts import show
 from nanovllm.vllm_arguments import SAMPLING, elsewhere
 
-CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
-PROMPTS = {CHAT: "messages", COMPLETIONS: "prompt", EMBEDDINGS: "input"}  # by URL: the key of the prompt
+_CHAT, _COMPLETIONS, _EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
+_PROMPTS = {_CHAT: "messages", _COMPLETIONS: "prompt", _EMBEDDINGS: "input"}  # by URL: the key of the prompt
 # Keys without effect on the answer.
-IGNORED_KEYS = {"model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
+_IGNORED_KEYS = {
+    "model",
+    "user",
+    "metadata",
+    "store",
+    "service_tier",
+    "safety_identifier",
+    "prompt_cache_key",
+}
 # Keys that are accepted only with these neutral values.
-NEUTRAL: dict[str, tuple[Any, ...]] = {
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "stream": (False, None),
     "stream_options": (None,),
     "echo": (False, None),
@@ -37,7 +43,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "encoding_format": ("float", None),
     "dimensions": (None,),
 }
-TEMPLATE = ("tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
+_TEMPLATE = ("tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
 
 
 class OpenAIFormat(RowFormat):
@@ -46,8 +52,8 @@ class OpenAIFormat(RowFormat):
     default_params = MappingProxyType({"max_tokens": None})  # OpenAI's default
     params_of_several = MappingProxyType({"temperature": 1.0})  # OpenAI's, where the model's is greedy
 
-    def __init__(self, params: ParamsMaker, model: str) -> None:
-        super().__init__(params)
+    def __init__(self, params: SamplingParams, seed: int, model: str, given: Container[str] = ()) -> None:
+        super().__init__(params, seed, given)
         self._model = model
 
     def row_id(self, values: Values) -> Any:
@@ -57,19 +63,20 @@ class OpenAIFormat(RowFormat):
         if not isinstance(values.get("custom_id"), str):
             raise TypeError(f"custom_id must be a string, not {show(values.get('custom_id'))}")
         url, body = values.get("url"), values.get("body")
-        if not isinstance(url, str) or url not in PROMPTS:
-            raise ValueError(f"url must be one of {', '.join(PROMPTS)}, not {show(url)}")
+        if not isinstance(url, str) or url not in _PROMPTS:
+            raise ValueError(f"url must be one of {', '.join(_PROMPTS)}, not {show(url)}")
         if values.get("method", "POST") != "POST":
             raise ValueError(f"method must be 'POST', not {show(values['method'])}")
         if not isinstance(body, dict):
             raise TypeError(f"body must be an object {{...}}, not {show(body)}")
         own, template = read_body(url, body)
-        params = self.params.make(row.index, own)
+        params = self.params_of(row.index, own)
         task = Task(row.index, values["custom_id"], None, params, template=template, place=row.place)
+        task.num_bytes = row.num_bytes
         task.request = {"url": url, "model": body.get("model") or self._model}
-        if url == CHAT:
+        if url == _CHAT:
             task.prompt, task.is_chat = conversation(body.get("messages"), "messages"), True
-        elif url == COMPLETIONS:
+        elif url == _COMPLETIONS:
             task.prompt = _one_prompt(body.get("prompt"))
         else:
             task.prompt, task.kind = _inputs(body.get("input")), "embed"
@@ -79,7 +86,7 @@ class OpenAIFormat(RowFormat):
         is_chat = task.is_chat
         choices = []
         for each in output.outputs:
-            logprobs = (chat_logprobs if is_chat else completion_logprobs)(each, task.params.logprobs or 0)
+            logprobs = (_chat_logprobs if is_chat else _completion_logprobs)(each, task.params.logprobs or 0)
             text: dict[str, Any] = {"text": each.text}
             if is_chat:
                 text = {"message": {"role": "assistant", "content": each.text}}
@@ -138,10 +145,10 @@ def read_body(url: str, body: Values) -> tuple[dict[str, Any], dict[str, Any]]:
     own: dict[str, Any] = {}
     template: dict[str, Any] = {}
     for name, value in body.items():
-        if name in IGNORED_KEYS or name == PROMPTS[url]:
+        if name in _IGNORED_KEYS or name == _PROMPTS[url]:
             continue
-        if name in NEUTRAL:
-            if value not in NEUTRAL[name]:
+        if name in _NEUTRAL:
+            if value not in _NEUTRAL[name]:
                 raise ValueError(f"{name}={show(value)} in the body is not supported; leave it out")
         elif value is None:
             continue
@@ -149,18 +156,18 @@ def read_body(url: str, body: Values) -> tuple[dict[str, Any], dict[str, Any]]:
             own["max_tokens"] = value
         elif name == "response_format":
             own |= _structured(value)
-        elif url == CHAT and name in ("logprobs", "top_logprobs"):
+        elif url == _CHAT and name in ("logprobs", "top_logprobs"):
             continue
-        elif url == CHAT and name in TEMPLATE:
+        elif url == _CHAT and name in _TEMPLATE:
             template[name] = value
-        elif url != EMBEDDINGS and (name in SamplingParams.__dataclass_fields__ or name in SAMPLING):
+        elif url != _EMBEDDINGS and (name in SamplingParams.__dataclass_fields__ or name in SAMPLING):
             own[name] = value
         else:
             fix = elsewhere(name) or "leave it out"
             raise ValueError(f"{name!r} in the body is not known for {url}; {fix}")
-    if url == CHAT and body.get("logprobs"):
+    if url == _CHAT and body.get("logprobs"):
         own["logprobs"] = body.get("top_logprobs") or 0
-    elif url == CHAT and body.get("top_logprobs"):
+    elif url == _CHAT and body.get("top_logprobs"):
         raise ValueError("top_logprobs in the body needs logprobs=true")
     return own, template
 
@@ -194,3 +201,44 @@ def _inputs(value: Any) -> list[str | array[int]]:
     """The inputs of an embedding, as a list."""
     several = isinstance(value, list) and value and not isinstance(value[0], int)
     return [prompt_of(each, "input") for each in (value if several else [value])]
+
+
+def _chat_logprobs(output: CompletionOutput, num_top: int) -> dict[str, Any] | None:
+    """`logprobs` of a choice of a chat completion, with `num_top` likeliest tokens."""
+    if output.logprobs is None:
+        return None
+    content = []
+    for token_id, row in zip(output.token_ids, output.logprobs, strict=True):
+        top = [_chat_entry(each) for each in _likeliest(row, num_top)]
+        content.append({**_chat_entry(row[token_id]), "top_logprobs": top})
+    return {"content": content}
+
+
+def _completion_logprobs(output: CompletionOutput, num_top: int) -> dict[str, Any] | None:
+    """`logprobs` of a choice of a completion, with `num_top` likeliest tokens."""
+    if output.logprobs is None:
+        return None
+    tokens = [row[token_id] for token_id, row in zip(output.token_ids, output.logprobs, strict=True)]
+    offsets, end = [], 0
+    for token in tokens:
+        offsets.append(end)
+        end += len(token.decoded_token or "")
+    return {
+        "tokens": [token.decoded_token for token in tokens],
+        "token_logprobs": [logprob_number(token) for token in tokens],
+        "top_logprobs": [
+            {each.decoded_token: logprob_number(each) for each in _likeliest(row, num_top)}
+            for row in output.logprobs
+        ],
+        "text_offset": offsets,
+    }
+
+
+def _likeliest(row: dict[int, Logprob], count: int) -> list[Logprob]:
+    """The `count` likeliest entries, the likeliest first."""
+    return sorted(row.values(), key=lambda each: -each.logprob)[:count]
+
+
+def _chat_entry(token: Logprob) -> dict[str, Any]:
+    text = token.decoded_token or ""
+    return {"token": text, "logprob": logprob_number(token), "bytes": list(text.encode(errors="replace"))}

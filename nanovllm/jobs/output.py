@@ -1,5 +1,5 @@
-"""The output: one line of JSON for each row, appended when it is answered; repaired when a job resumes, and
-sorted into the order of the input at its end.
+"""The output: one line of JSON for each row, appended when it is answered; repaired when a job resumes;
+sorted into the order of the input at its end, and written as CSV from there.
 
 Keeps one bit for each finished row, and no rows. Knows only lines: the first number of the `index` or `id`
 tells the row of a line.
@@ -7,6 +7,7 @@ tells the row of a line.
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import re
@@ -15,17 +16,22 @@ from array import array
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, BinaryIO
 
 from nanovllm.engine.stats import counted
 from nanovllm.jobs.errors import JobFailedError
-from nanovllm.jobs.journal import write_atomically
-from nanovllm.side_files import open_own, sync_folder
+from nanovllm.side_files import open_own, replaced, sync_folder
 
 KEPT_ERRORS = 200  # the number that a report lists
-SYNC_SECONDS = 1.0  # after this time an answer survives a power cut; it survives `kill -9` at once
-ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, default=str)
-INDEX = re.compile(rb'\{"(?:index": |id": "batch_req_)(\d{1,18})')
+_SYNC_SECONDS = 1.0  # after this time an answer survives a power cut; it survives `kill -9` at once
+_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, default=str)
+_INDEX = re.compile(rb'\{"(?:index": |id": "batch_req_)(\d{1,18})')
+COLUMNS: tuple[str, ...] = ("index", "id", "text", "finish_reason", "texts", "finish_reasons")
+COLUMNS += ("prompt_tokens", "completion_tokens", "logprobs", "error")
+LISTS = ("texts", "finish_reasons")  # of rows with several completions
+NUMBERS = ("index", "prompt_tokens", "completion_tokens")
+_FORMULA = ("=", "+", "-", "@", "\t", "\r")  # a spreadsheet runs a cell that begins so
 
 
 class IndexSet:
@@ -171,7 +177,8 @@ class Output:
 
     def _rewrite_without_dropped(self, drop_errors: bool) -> None:
         self.finished = IndexSet()
-        write_atomically(self.path, self._kept_lines(drop_errors))
+        with replaced(self.path) as file:
+            file.writelines(self._kept_lines(drop_errors))
         os.close(self._descriptor)
         self._descriptor = open_own(self.path, os.O_RDWR | os.O_APPEND, *self._like)
 
@@ -185,7 +192,7 @@ class Output:
 
 
 class _Sync:
-    """A thread that flushes a file to disk, at most SYNC_SECONDS after `dirty` was set."""
+    """A thread that flushes a file to disk, at most _SYNC_SECONDS after `dirty` was set."""
 
     def __init__(self, descriptor: int) -> None:
         self.dirty = threading.Event()
@@ -206,7 +213,7 @@ class _Sync:
         self._thread.join()
 
     def _run(self) -> None:
-        while self.dirty.wait() and not self._closed.wait(SYNC_SECONDS):
+        while self.dirty.wait() and not self._closed.wait(_SYNC_SECONDS):
             self.dirty.clear()
             if self._closed.is_set():  # `close` set both just before
                 return
@@ -218,7 +225,7 @@ class _Sync:
 
 def line_index(line: bytes) -> int | None:
     """The row of a line; None if the line does not tell."""
-    found = INDEX.match(line)
+    found = _INDEX.match(line)
     return None if found is None else int(found[1])
 
 
@@ -226,13 +233,13 @@ def to_line(record: dict[str, Any]) -> bytes:
     """A record as a line of JSON. Values that JSON does not have, such as dates as ids, become strings,
     numbers that are not finite become null, and lone surrogates become escapes."""
     try:
-        text = ENCODER.encode(record)
+        text = _ENCODER.encode(record)
     except ValueError:  # a number that is not finite
-        text = ENCODER.encode(json.loads(json.dumps(record, default=str), parse_constant=lambda name: None))
+        text = _ENCODER.encode(json.loads(json.dumps(record, default=str), parse_constant=lambda name: None))
     return f"{text}\n".encode(errors="backslashreplace")
 
 
-def ordered_lines(path: Path, num_rows: int) -> Iterator[bytes]:
+def _ordered_lines(path: Path, num_rows: int) -> Iterator[bytes]:
     """The lines of a complete output in the order of the rows. Stores 8 bytes for each of `num_rows`."""
     offsets = array("Q", bytes(8 * num_rows))
     with path.open("rb") as file:
@@ -249,4 +256,41 @@ def ordered_lines(path: Path, num_rows: int) -> Iterator[bytes]:
 
 def put_in_order(path: Path, num_rows: int) -> None:
     """Rewrite a complete output in the order of the rows, atomically."""
-    write_atomically(path, ordered_lines(path, num_rows))
+    with replaced(path) as file:
+        file.writelines(_ordered_lines(path, num_rows))
+
+
+def records(lines: Path, num_rows: int, csv_safe: bool = False) -> Iterator[dict[str, Any]]:
+    """The records of a complete output of lines, in order. csv_safe: a string that a spreadsheet would run
+    begins with an apostrophe, which makes it text; numbers are as they are."""
+    return (_record(line, csv_safe) for line in _ordered_lines(lines, num_rows))
+
+
+def _record(line: bytes, csv_safe: bool) -> dict[str, Any]:
+    """The record of a line. Logprobs, and an id that is not a string, are JSON; lone surrogates are question
+    marks."""
+    record: dict[str, Any] = json.loads(line)
+    if b"\\u" in line:
+        record = json.loads(json.dumps(record, ensure_ascii=False).encode(errors="replace"))
+    if csv_safe:
+        strings = {name: value for name, value in record.items() if isinstance(value, str)}
+        record |= {name: f"'{value}" for name, value in strings.items() if value.startswith(_FORMULA)}
+    if "logprobs" in record:
+        record["logprobs"] = json.dumps(record["logprobs"], ensure_ascii=False)
+    if not isinstance(record["id"], (str, type(None))):
+        record["id"] = json.dumps(record["id"], ensure_ascii=False)
+    return record
+
+
+def write_csv(records: Iterator[dict[str, Any]], file: BinaryIO, delimiter: str = ",") -> None:
+    """Write a CSV file, with lists as JSON, and None as an empty field."""
+    # With the line end "\r\n" the csv module quotes both characters. With "\n" it does not quote "\r", up to
+    # Python 3.12.
+    lines = SimpleNamespace(write=lambda line: file.write((line.removesuffix("\r\n") + "\n").encode()))
+    writer = csv.writer(lines, delimiter=delimiter, lineterminator="\r\n")
+    writer.writerow(COLUMNS)
+    for record in records:
+        for name in LISTS:
+            if name in record:
+                record[name] = json.dumps(record[name], ensure_ascii=False)
+        writer.writerow([record.get(name) for name in COLUMNS])

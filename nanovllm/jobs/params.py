@@ -18,32 +18,23 @@ from nanovllm.text.prompts import show
 PARAMS_COLUMN = "sampling_params"
 
 
-class ParamsMaker:
-    """Creates the parameters of each row.
+def row_params(
+    base: SamplingParams, seed: int, of_several: Mapping[str, Any], index: int, own: Mapping[str, Any]
+) -> SamplingParams:
+    """Return the parameters of row `index`: its own, as for `make_params`, on top of `base`.
 
-    A row without a seed gets one from the engine's seed and the row's index, see `row_seed`. So it has the
-    same answer in every run of the job.
+    A row without a seed gets one from the engine's `seed` and its index, see `row_seed`. So it has the same
+    answer in every run of the job. of_several: beneath a row's own with `n` above 1, if `base` is greedy:
+    greedy answers would all be equal.
     """
-
-    def __init__(
-        self, params: SamplingParams, seed: int, of_several: Mapping[str, Any] = MappingProxyType({})
-    ) -> None:
-        """params: of rows without their own. seed: of the engine. of_several: of rows with `n` above 1,
-        beneath their own, if `params` are greedy: greedy answers would all be equal."""
-        self._params = params
-        self._seed = seed
-        self._of_several = of_several
-
-    def make(self, index: int, own: Mapping[str, Any]) -> SamplingParams:
-        """Return the parameters of row `index`; `own` as for `make_params`."""
-        if not own and self._params.temperature == 0:
-            return self._params
-        if self._params.temperature == 0 and own.get("n", 1) != 1:
-            own = {**self._of_several, **own}
-        params = make_params(own, self._params) if own else self._params.clone()
-        if params.seed is None:
-            params.seed = row_seed(self._seed, index)
-        return params
+    if not own and base.temperature == 0:
+        return base
+    if base.temperature == 0 and own.get("n", 1) != 1:
+        own = {**of_several, **own}
+    params = make_params(own, base) if own else base.clone()
+    if params.seed is None:
+        params.seed = row_seed(seed, index)
+    return params
 
 
 def row_seed(seed: int, index: int) -> int:

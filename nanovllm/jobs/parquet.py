@@ -8,15 +8,17 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from nanovllm.jobs.errors import JobRefusedError
-from nanovllm.jobs.export import COLUMNS, LISTS, NUMBERS
+from nanovllm.jobs.output import COLUMNS, LISTS, NUMBERS
 from nanovllm.jobs.parquet_pages import MAX_UNPACKED, Footer, rows_at_once
 from nanovllm.jobs.sources import MAX_ROW_BYTES, Source, SourceRow, Values, too_long, unique_names
 
-WRITTEN_ROWS = 1024  # at once
+_WRITTEN_ROWS = 1024  # at once
 
 
 class ParquetSource(Source):
     """A Parquet file."""
+
+    format = "parquet"
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -113,7 +115,7 @@ def write_parquet(records: Iterator[dict[str, Any]], file: BinaryIO) -> None:
     kinds |= {name: pyarrow.list_(pyarrow.string()) for name in LISTS}
     schema = pyarrow.schema(list(kinds.items()))
     with pyarrow.parquet.ParquetWriter(file, schema) as writer:
-        while batch := list(islice(records, WRITTEN_ROWS)):
+        while batch := list(islice(records, _WRITTEN_ROWS)):
             writer.write_table(pyarrow.Table.from_pylist(batch, schema))
 
 

@@ -16,20 +16,20 @@ from typing import Any, BinaryIO, NamedTuple, TypeAlias
 import numpy as np
 
 MAX_UNPACKED = 2**30  # bytes in memory at once, for all columns that are read
-MAX_ROWS = 256  # read at once
-VALUE_BYTES = 32  # of a value in memory: its levels, its offset, and what else has a fixed width
-MAX_LENGTHS = 2**24  # lengths to read in one column of a row group
-HEADER_BYTES = (
+_MAX_ROWS = 256  # read at once
+_VALUE_BYTES = 32  # of a value in memory: its levels, its offset, and what else has a fixed width
+_MAX_LENGTHS = 2**24  # lengths to read in one column of a row group
+_HEADER_BYTES = (
     2**8,
     2**12,
     2**16,
     2**20,
     2**24,
 )  # how much to read for a header; pyarrow takes at most the last
-DATA, DICTIONARY, DATA_V2 = 0, 2, 3  # kinds of pages
-CODECS = ("", "snappy", "gzip", "lzo", "brotli", "lz4", "zstd", "lz4_raw")  # by their numbers in the footer
-RLE, DELTA_LENGTHS, DELTA_STRINGS = 3, 6, 7  # encodings
-Fields: TypeAlias = "dict[int, Any]"  # of a Thrift struct, by their ids
+_DATA, _DICTIONARY, _DATA_V2 = 0, 2, 3  # kinds of pages
+_CODECS = ("", "snappy", "gzip", "lzo", "brotli", "lz4", "zstd", "lz4_raw")  # by their numbers in the footer
+_RLE, _DELTA_LENGTHS, _DELTA_STRINGS = 3, 6, 7  # encodings
+_Fields: TypeAlias = "dict[int, Any]"  # of a Thrift struct, by their ids
 
 
 class Footer:
@@ -48,14 +48,14 @@ class Footer:
         except (IndexError, RecursionError):
             raise ValueError("its footer is damaged") from None
 
-    def chunks(self, group: int) -> list[Fields]:
+    def chunks(self, group: int) -> list[_Fields]:
         """What the footer says of each column of a row group."""
         fields, _ = _fields(self._data, self._groups[group])
         return [chunk.get(3, {}) for chunk in fields.get(1, [])]
 
 
 def rows_at_once(file: Any, footer: Footer, group: int, names: list[str]) -> int:
-    """How many rows of a row group can be read at once with these columns: MAX_ROWS or fewer, 0 for none.
+    """How many rows of a row group can be read at once with these columns: _MAX_ROWS or fewer, 0 for none.
 
     file: the pyarrow.parquet.ParquetFile of the footer's file.
     """
@@ -68,8 +68,8 @@ def rows_at_once(file: Any, footer: Footer, group: int, names: list[str]) -> int
             if any(leaf.path == name or leaf.path.startswith(f"{name}.") for name in names)
         ]
         if sum(column.at_most() for column in columns) <= MAX_UNPACKED:
-            return MAX_ROWS
-        rows = MAX_ROWS
+            return _MAX_ROWS
+        rows = _MAX_ROWS
         while rows and sum(column.bytes_of(rows) for column in columns) > MAX_UNPACKED:
             rows //= 2
         return rows
@@ -88,21 +88,21 @@ class _Page(NamedTuple):
 class Column:
     """One column of a row group: what its values need in memory."""
 
-    def __init__(self, file: BinaryIO, chunk: Fields, schema: Any) -> None:
+    def __init__(self, file: BinaryIO, chunk: _Fields, schema: Any) -> None:
         self._file, self._chunk, self._schema = file, chunk, schema
         fixed = schema.length if schema.physical_type == "FIXED_LEN_BYTE_ARRAY" else 0
-        self._value = VALUE_BYTES + fixed
+        self._value = _VALUE_BYTES + fixed
         self.num_values = self.num_pages = 0
         self._dictionary = self._page = self._extra = 0  # bytes of the largest pages, and of a value at most
         self._least = last = 0  # values of the page that has the fewest, but for the last one
         for page in self._pages():
             size = max(page.size, page.stored)
-            if page.kind == DICTIONARY:
+            if page.kind == _DICTIONARY:
                 self._dictionary = max(self._dictionary, size)
                 continue
-            if page.encoding == DELTA_STRINGS:  # a value may begin like the one before it
+            if page.encoding == _DELTA_STRINGS:  # a value may begin like the one before it
                 self._extra = max(self._extra, size)
-            if page.encoding in (DELTA_LENGTHS, DELTA_STRINGS):
+            if page.encoding in (_DELTA_LENGTHS, _DELTA_STRINGS):
                 size += 8 * page.num_values  # all lengths of a page are unpacked
             self._page = max(self._page, size)
             if self.num_pages:
@@ -112,8 +112,8 @@ class Column:
             self.num_pages += 1
 
     def at_most(self) -> int:
-        """Bytes of MAX_ROWS rows: a bound that needs no page."""
-        values = self.num_values if self._schema.max_repetition_level else min(MAX_ROWS, self.num_values)
+        """Bytes of _MAX_ROWS rows: a bound that needs no page."""
+        values = self.num_values if self._schema.max_repetition_level else min(_MAX_ROWS, self.num_values)
         shared = self._dictionary if self._schema.physical_type == "BYTE_ARRAY" else 0
         return self._bytes(values, max(shared, self._extra))
 
@@ -135,9 +135,9 @@ class Column:
             return 0
         longest = 0
         for page in self._pages():
-            if page.kind == DICTIONARY:
+            if page.kind == _DICTIONARY:
                 content = self._unpacked(page)
-                if content is None or page.num_values > MAX_LENGTHS:
+                if content is None or page.num_values > _MAX_LENGTHS:
                     return self._dictionary
                 place = 0
                 while place + 4 <= len(content):
@@ -154,7 +154,7 @@ class Column:
         width = int(self._schema.max_repetition_level).bit_length()
         lengths = _Lengths()
         for page in self._pages():
-            if page.kind != DICTIONARY:
+            if page.kind != _DICTIONARY:
                 levels = self._levels(page)
                 if levels is None or not lengths.add(levels, page.num_values, width):
                     return self.num_values
@@ -182,7 +182,7 @@ class Column:
         if codec == 0:
             return memoryview(content)
         try:
-            return memoryview(pyarrow.decompress(content, page.size, CODECS[codec])).cast("B")
+            return memoryview(pyarrow.decompress(content, page.size, _CODECS[codec])).cast("B")
         except (OSError, ValueError, IndexError, pyarrow.ArrowException):
             return None
 
@@ -198,9 +198,9 @@ class Column:
             page = _read_page(self._file, start)
             if page is None:
                 return
-            if page.kind in (DATA, DICTIONARY, DATA_V2):
+            if page.kind in (_DATA, _DICTIONARY, _DATA_V2):
                 yield page
-            seen += page.num_values if page.kind in (DATA, DATA_V2) else 0
+            seen += page.num_values if page.kind in (_DATA, _DATA_V2) else 0
             start = page.start + page.stored
 
 
@@ -220,7 +220,7 @@ class _Lengths:
         try:
             while num_values > 0:
                 self._num_runs += 1
-                if self._num_runs > MAX_LENGTHS:
+                if self._num_runs > _MAX_LENGTHS:
                     return False
                 head, place = _varint(levels, place)
                 if head & 1:
@@ -262,7 +262,7 @@ class _Lengths:
 
 def _read_page(file: BinaryIO, start: int) -> _Page | None:
     """The header of the page at `start`; None if it is damaged."""
-    for size in HEADER_BYTES:
+    for size in _HEADER_BYTES:
         file.seek(start)
         head = file.read(size)
         try:
@@ -274,22 +274,22 @@ def _read_page(file: BinaryIO, start: int) -> _Page | None:
         except (ValueError, RecursionError):
             return None
         kind, unpacked, stored = (fields.get(number, -1) for number in (1, 2, 3))
-        about = fields.get({DATA: 5, DICTIONARY: 7, DATA_V2: 8}.get(kind, -1), {})
+        about = fields.get({_DATA: 5, _DICTIONARY: 7, _DATA_V2: 8}.get(kind, -1), {})
         num_values = about.get(1, 0)
         if min(kind, unpacked, stored, num_values) < 0:
             return None
-        levels = about.get(6, 0) if kind == DATA_V2 else None
-        encoding = about.get(4 if kind == DATA_V2 else 2, 0)
-        if kind == DATA and about.get(4, RLE) != RLE:
+        levels = about.get(6, 0) if kind == _DATA_V2 else None
+        encoding = about.get(4 if kind == _DATA_V2 else 2, 0)
+        if kind == _DATA and about.get(4, _RLE) != _RLE:
             levels = -1
         return _Page(kind, num_values, encoding, unpacked, start + length, stored, levels)
     return None
 
 
-def _fields(data: bytes, place: int, lazy: bool = False) -> tuple[Fields, int]:
+def _fields(data: bytes, place: int, lazy: bool = False) -> tuple[_Fields, int]:
     """The integers, structs and lists of structs of a struct in Thrift's compact protocol, and where it ends.
     IndexError if the data ends before. lazy: of lists of structs, only where each struct is."""
-    fields: Fields = {}
+    fields: _Fields = {}
     number = 0
     while head := data[place]:
         place += 1

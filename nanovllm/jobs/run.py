@@ -8,9 +8,10 @@ from __future__ import annotations
 import argparse
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass, fields
+from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,44 +21,36 @@ from nanovllm.engine.stats import StepStats, counted, short
 from nanovllm.errors import NanoVLLMError
 from nanovllm.jobs import errors
 from nanovllm.jobs.arguments import engine_options
-from nanovllm.jobs.errors import JobFailedError, JobRefusedError, TooManyErrorsError, refusing
+from nanovllm.jobs.errors import (
+    JobFailedError,
+    JobRefusedError,
+    Signals,
+    TooManyErrorsError,
+    caught_signals,
+    refusing,
+)
 from nanovllm.jobs.formats import export
-from nanovllm.jobs.history import History
 from nanovllm.jobs.job import (
     check_output,
+    default_params,
     describe,
     extend,
     has_grown,
     input_file,
     make_format,
     open_job,
-    row_format_of,
     rows_path,
 )
 from nanovllm.jobs.journal import Journal, hash_file, hash_model, locked
 from nanovllm.jobs.output import Output, put_in_order
-from nanovllm.jobs.progress import JobProgress
-from nanovllm.jobs.rendering import Renderer
+from nanovllm.jobs.progress import History, JobProgress
 from nanovllm.jobs.runner import JobRunner
-from nanovllm.jobs.signals import Signals, caught_signals
-from nanovllm.jobs.sources import Source
+from nanovllm.jobs.tasks import Renderer, RowFormat
 from nanovllm.llm import LLM
 from nanovllm.report import GPUMonitor, check_path, write_report
 
 
-@dataclass
-class Job:
-    """What `main` has checked and opened."""
-
-    args: argparse.Namespace
-    source: Source
-    is_batch: bool
-    seed: int  # of the engine
-    journal: Journal
-    output: Output
-
-
-def main(args: argparse.Namespace, make_llm: Callable[..., Any] = LLM) -> int:
+def run(args: argparse.Namespace, make_llm: Callable[..., Any] = LLM) -> int:
     """Run a job; return its exit code. JobRefusedError if it cannot run."""
     options = engine_options(args)
     with refusing():
@@ -75,7 +68,7 @@ def main(args: argparse.Namespace, make_llm: Callable[..., Any] = LLM) -> int:
             )
         try:
             folder = find_model(config)
-            defaults, model_hash = defaults_of(config, folder, is_batch), hash_model(folder)
+            defaults, model_hash = _defaults(config, folder, is_batch), hash_model(folder)
         except (NanoVLLMError, OSError, ValueError) as error:
             raise JobRefusedError(str(error)) from None
         journal = Journal(args.output, path)
@@ -89,22 +82,21 @@ def main(args: argparse.Namespace, make_llm: Callable[..., Any] = LLM) -> int:
         except OSError as error:
             raise JobRefusedError(f"{args.output} cannot be written: {error.strerror or error}") from None
         if before is not None and before.get("versions") != journal.state["versions"]:
-            say(f"the job began with other versions, and answers may differ: {before.get('versions')}")
+            _say(f"the job began with other versions, and answers may differ: {before.get('versions')}")
         with closing(output):
-            job = Job(args, source, is_batch, config.seed, journal, output)
-            return run(job, make_llm, signals)
+            runner = JobRunner(args, source, output)
+            make = partial(make_format, args, is_batch, seed=config.seed)
+            return _run(runner, journal, signals, lambda: _answer(runner, journal, make, make_llm))
 
 
-def run(job: Job, make_llm: Callable[..., Any], signals: Signals) -> int:
+def _run(runner: JobRunner, journal: Journal, signals: Signals, answer: Callable[[], None]) -> int:
     """Run the remaining rows of a job; return its exit code."""
-    output, args = job.output, job.args
-    progress = JobProgress(job.source, len(output.finished), output.num_errors)
+    output, args, progress = runner.output, runner.args, runner.progress
     if output.finished or output.num_dropped:
-        say(f"{args.output}: resumes after {counted(len(output.finished), 'row')}{_dropped(output, args)}")
-    runner = JobRunner(args, job.source, output, progress)
+        _say(f"{args.output}: resumes after {counted(len(output.finished), 'row')}{_dropped(output, args)}")
     error: BaseException | None = None
     try:
-        _run(job, runner, progress, make_llm)
+        answer()
     except (KeyboardInterrupt, Exception) as caught:
         error = caught
     signals.hold()
@@ -112,10 +104,10 @@ def run(job: Job, make_llm: Callable[..., Any], signals: Signals) -> int:
     progress.close()
     with suppress(OSError):  # on a full disk the journal still says that the job runs
         rows = {"rows": len(output.finished), "error_rows": output.num_errors}
-        job.journal.update(state=state, pid=None, **rows)
+        journal.update(state=state, pid=None, **rows)
     if isinstance(error, JobRefusedError):
         raise error
-    say(f"{args.output}: {state}. {summary(progress, runner.num_rows)}")
+    _say(f"{args.output}: {state}. {_summary(progress, runner.num_rows)}")
     return code
 
 
@@ -131,65 +123,73 @@ def _end(error: BaseException | None, signals: Signals, progress: JobProgress) -
         return errors.FAILED, f"failed: {error}"
     resumes = "; the same command resumes"
     if signals.seen or isinstance(error, KeyboardInterrupt):  # the signal may give another error: of a worker
-        return signals.code, f"stopped by {signals.name}{resumes}"
+        code, name = signals.end
+        return code, f"stopped by {name}{resumes}"
     if not isinstance(error, NanoVLLMError):  # its message is complete
         with suppress(OSError):
             traceback.print_exception(error)
     return errors.FAILED, f"failed: {type(error).__name__}: {error}{resumes}"
 
 
-def _run(job: Job, runner: JobRunner, progress: JobProgress, make_llm: Callable[..., Any]) -> None:
-    args = job.args
+def _answer(
+    runner: JobRunner, journal: Journal, make: Callable[..., RowFormat], make_llm: Callable[..., Any]
+) -> None:
+    """Answer the rows that have no line. make: of their format, with the model's sampling parameters."""
+    args, progress = runner.args, runner.progress
     runner.check_errors()
     if next(runner.pending(), None) is not None:
-        say(f"loading {args.model}")
+        _say(f"loading {args.model}")
         with refusing():
             llm = make_llm(args.model, **engine_options(args))
         with closing(llm):
-            history = History(job.journal, job.output)
+            history = History(journal, runner.output)
 
             def on_step(step: StepStats) -> None:
                 progress.step(step)
                 history.save_when_due(llm.stats)
 
             llm.on_step = on_step
-            row_format = make_format(args, job.is_batch, llm.get_default_sampling_params(), job.seed)
+            row_format = make(recommended=llm.get_default_sampling_params())
             all_chats = args.messages_column is not None
             renderer = Renderer(llm.tokenizer, args.chat_template_kwargs, all_chats)
-            with _reported(job, llm, history):
+            with _reported(runner, llm, history):
                 try:
                     runner.run(llm, row_format, renderer)
                 finally:
                     history.save(llm.stats())
     elif args.report is not None:
-        say(f"{args.report} is not written, because no row was left to run")
-    before = job.journal.state["input"]
+        _say(f"{args.report} is not written, because no row was left to run")
+    _check_input(runner, journal.state["input"])
+    _finish(runner)
+
+
+def _check_input(runner: JobRunner, before: Mapping[str, Any]) -> None:
+    """JobFailedError if the input has changed since the job began; before: what the journal says of it."""
+    source = runner.source
     try:
-        is_changed = job.source.was_written() and hash_file(job.source.path) != before["xxh3_128"]
-        is_longer = is_changed and has_grown(job.source.path, before)
+        is_changed = source.was_written() and hash_file(source.path) != before["xxh3_128"]
+        is_longer = is_changed and has_grown(source.path, before)
     except OSError as error:
         raise JobFailedError(
-            f"{job.source.path} can no longer be read: {error.strerror}; restore it and run the same command "
+            f"{source.path} can no longer be read: {error.strerror}; restore it and run the same command "
             "again"
         ) from error
     if is_longer:
         raise JobFailedError(
-            f"{job.source.path} has grown while the job ran; run the same command with --extend, which keeps "
+            f"{source.path} has grown while the job ran; run the same command with --extend, which keeps "
             "the answers to the rows that it had, and answers the new rows"
         )
     if is_changed:
         raise JobFailedError(
-            f"{job.source.path} was changed while the job ran, so some answers in {args.output} may be of "
+            f"{source.path} was changed while the job ran, so some answers in {runner.args.output} may be of "
             "changed rows; run the job with another -o, which keeps these answers"
         )
-    assert runner.num_rows is not None
-    _finish(job, runner.num_rows)
 
 
 @contextmanager
-def _reported(job: Job, llm: Any, history: History) -> Iterator[None]:
+def _reported(runner: JobRunner, llm: Any, history: History) -> Iterator[None]:
     """Write the report at the end of the block, however it ends, if one is requested."""
-    path = job.args.report
+    path = runner.args.report
     if path is None:
         yield
         return
@@ -197,8 +197,12 @@ def _reported(job: Job, llm: Any, history: History) -> Iterator[None]:
         try:
             yield
         finally:
-            output, marks = job.output, history.marks
-            facts = {"Input": job.source.path, "Output": job.args.output, "Error rows": output.num_errors}
+            output, marks = runner.output, history.marks
+            facts = {
+                "Input": runner.source.path,
+                "Output": runner.args.output,
+                "Error rows": output.num_errors,
+            }
             if marks:
                 facts["Resumed"] = f"after {', '.join(f'{mark:,.1f} s' for mark in marks)} of running"
             try:
@@ -213,12 +217,13 @@ def _reported(job: Job, llm: Any, history: History) -> Iterator[None]:
                     marks=marks,
                 )
             except (OSError, ValueError) as error:
-                say(f"{path} could not be written: {error}")
+                _say(f"{path} could not be written: {error}")
 
 
-def _finish(job: Job, num_rows: int) -> None:
+def _finish(runner: JobRunner) -> None:
     """Sort the lines, and export them to the output."""
-    output, path = job.output, job.args.output
+    output, path, num_rows = runner.output, runner.args.output, runner.num_rows
+    assert num_rows is not None
     surplus = len(output.finished) - num_rows
     assert surplus >= 0, "every row has a line"
     if surplus:
@@ -228,13 +233,13 @@ def _finish(job: Job, num_rows: int) -> None:
             "the same command again"
         )
     if num_rows == 0:
-        say(f"{job.source.path} has no rows")
+        _say(f"{runner.source.path} has no rows")
     try:
         output.sync()
         if not output.is_ordered:
             put_in_order(output.path, num_rows)
         if output.path != path:
-            export(output.path, path, num_rows, job.args.csv_safe)
+            export(output.path, path, num_rows, runner.args.csv_safe)
     except OSError as error:
         raise JobFailedError(
             f"all rows are answered, in {output.path}, and {path} could not be finished: {error.strerror}; "
@@ -242,21 +247,20 @@ def _finish(job: Job, num_rows: int) -> None:
         ) from error
 
 
-def defaults_of(config: Config, model_folder: Path, is_batch: bool) -> dict[str, dict[str, Any]]:
+def _defaults(config: Config, model_folder: Path, is_batch: bool) -> dict[str, dict[str, Any]]:
     """The values of a journal entry that a command line need not give. JobRefusedError if the
     model's generation_config.json is wrong."""
     with refusing():
         generation = read_generation_config(config.generation_config, model_folder)
         changes = config.override_generation_config or {}
         recommended = recommended_params(overridden(generation, config.generation_config, changes))
-    of_format = row_format_of(is_batch).default_params
     return {
         "options": {each.name: each.default for each in fields(Config)},
-        "sampling": {**vars(recommended), **of_format},
+        "sampling": {**vars(recommended), **default_params(is_batch)},
     }
 
 
-def summary(progress: JobProgress, num_rows: int | None) -> str:
+def _summary(progress: JobProgress, num_rows: int | None) -> str:
     """Rows, errors, tokens and speed of a job, as text."""
     of = "" if num_rows is None else f"{progress.finished:,} of "
     rows = counted(progress.finished if num_rows is None else num_rows, "row")
@@ -272,7 +276,7 @@ def summary(progress: JobProgress, num_rows: int | None) -> str:
     return "; ".join(parts)
 
 
-def say(text: str) -> None:
+def _say(text: str) -> None:
     """Print a line on standard error, if it is still open."""
     with suppress(OSError):
         print(f"nanovllm: {text}", file=sys.stderr, flush=True)

@@ -1,30 +1,39 @@
 """JobRunner: the loop of a job. It feeds rows to `LLM.stream` and writes the answers as lines.
 
-Holds only the rows in the order window and in the engine. Loads no model, opens no file.
+The rows of a window run in the order that is fastest: those with a common prefix one after the other, long
+outputs first. Holds only the rows in the window and in the engine. Loads no model, opens no file.
 """
 
 from __future__ import annotations
 
 import argparse
+from array import array
 from collections import deque
 from collections.abc import Iterator
 from contextlib import closing
-from itertools import groupby, islice
-from typing import Any
+from itertools import groupby, islice, pairwise
+from sys import getsizeof
+from typing import Any, TypeAlias, TypeVar
 
 from nanovllm.engine.stats import counted
 from nanovllm.jobs.errors import TooManyErrorsError
 from nanovllm.jobs.output import Output
 from nanovllm.jobs.progress import JobProgress
-from nanovllm.jobs.rendering import Renderer, as_prompt
 from nanovllm.jobs.sources import Source, SourceRow
-from nanovllm.jobs.tasks import RowFormat, Task
-from nanovllm.jobs.window import portions, reordered
+from nanovllm.jobs.tasks import Renderer, RowFormat, Task, as_prompt
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.rows import BadRow, attempt
 
-EMBED_ROWS = 256  # rows in one call of `embed`
-RENDER_ROWS = 64  # rows whose conversations are rendered at once
+_EMBED_ROWS = 256  # rows in one call of `embed`
+_RENDER_ROWS = 64  # rows whose conversations are rendered at once
+WINDOW_ROWS = 8192
+WINDOW_BYTES = 64 * 2**20  # of rows in memory, approximately; a window has at least one row
+PORTION_BYTES = 2**22  # of rows that are rendered or tokenised at once; at least one row
+_SHARED_CHARS = 128  # minimum common prefix of a group; about two blocks of 16 tokens
+_NO_IDS = array("i")
+_Key: TypeAlias = "tuple[str, str, array[int]]"  # the kind of a task, its text, its token ids
+_Item = TypeVar("_Item")
+_UNBOUNDED = 2**40  # tokens of an output without a limit
 
 
 class JobRunner:
@@ -32,14 +41,12 @@ class JobRunner:
 
     num_rows: int | None = None  # of the input, once all have been read
 
-    def __init__(
-        self, args: argparse.Namespace, source: Source, output: Output, progress: JobProgress
-    ) -> None:
+    def __init__(self, args: argparse.Namespace, source: Source, output: Output) -> None:
         """args: of the command line; uses `max_errors`, `ordered` and `window`."""
-        self._args = args
-        self._source = source
-        self._output = output
-        self._progress = progress
+        self.args = args
+        self.source = source
+        self.output = output
+        self.progress = JobProgress(source, len(output.finished), output.num_errors)
         self._held: dict[int, dict[str, Any]] = {}  # lines that wait for earlier rows, with `ordered`
         self._next = 0  # the next row to write, with `ordered`
 
@@ -47,8 +54,8 @@ class JobRunner:
         """Answer all rows. TooManyErrorsError, JobFailedError or an engine's error ends it early."""
         self._format = row_format
         tasks = self._tasks()
-        if not self._args.ordered:
-            tasks = reordered(tasks, self._args.window)
+        if not self.args.ordered:
+            tasks = reordered(tasks, self.args.window)
         for kind, group in groupby(tasks, key=lambda task: task.kind):
             if kind == "embed":
                 self._embed(llm, group)
@@ -59,18 +66,18 @@ class JobRunner:
     def pending(self) -> Iterator[SourceRow]:
         """The rows that have no line yet; all others are only counted."""
         num_rows = 0
-        for row in self._source.rows():
-            num_rows = self._progress.rows_read = row.index + 1
-            if row.index not in self._output.finished:
+        for row in self.source.rows():
+            num_rows = self.progress.rows_read = row.index + 1
+            if row.index not in self.output.finished:
                 yield row
         self.num_rows = num_rows
 
     def check_errors(self) -> None:
         """Raise TooManyErrorsError if there are more error rows than `--max-errors`."""
-        most = self._args.max_errors
-        if most is not None and self._progress.errors > most:
+        most = self.args.max_errors
+        if most is not None and self.progress.errors > most:
             raise TooManyErrorsError(
-                f"{counted(self._progress.errors, 'error row')}, and --max-errors is {most:,}; run "
+                f"{counted(self.progress.errors, 'error row')}, and --max-errors is {most:,}; run "
                 "the same command with a larger --max-errors, or with --retry-errors, or put corrected rows "
                 "into a file of their own, and run that with another -o"
             )
@@ -86,7 +93,6 @@ class JobRunner:
             if isinstance(task, Exception):
                 self._refuse(row.index, self._format.row_id(values), f"{row.place}: {task}")
             else:
-                task.num_bytes = row.num_bytes
                 yield task
 
     def _generate(self, llm: Any, tasks: Iterator[Task], renderer: Renderer) -> None:
@@ -95,7 +101,7 @@ class JobRunner:
 
         def prompts() -> Iterator[Any]:
             place = 0
-            for some in portions(tasks, RENDER_ROWS):
+            for some in portions(tasks, _RENDER_ROWS):
                 for task, prompt in zip(some, renderer.prompts(some), strict=True):
                     if isinstance(prompt, Exception):
                         self._refuse(task.index, task.id, f"{task.place}: {prompt}")
@@ -118,11 +124,11 @@ class JobRunner:
                     error = output.error.replace(place, "the prompt")
                     self._refuse(task.index, task.id, f"{task.place}: {error}")
                 else:
-                    self._progress.answered(output)
+                    self.progress.answered(output)
                     self._write(task.index, self._format.answer(task, output))
 
     def _embed(self, llm: Any, tasks: Iterator[Task]) -> None:
-        for some in portions(tasks, EMBED_ROWS):
+        for some in portions(tasks, _EMBED_ROWS):
             prompts = [as_prompt(prompt) for task in some for prompt in task.prompt]
             outputs = iter(llm.embed(prompts, use_tqdm=False, on_error="return"))
             place = 0
@@ -135,7 +141,7 @@ class JobRunner:
                     why = str(error).replace(f"prompts[{number}]", "the input")
                     self._refuse(task.index, task.id, f"{task.place}: {why}")
                 else:
-                    self._progress.embedded(found)
+                    self.progress.embedded(found)
                     self._write(task.index, self._format.embeddings(task, found))
 
     def _refuse(self, index: int, row_id: Any, message: str) -> None:
@@ -143,16 +149,106 @@ class JobRunner:
 
     def _write(self, index: int, record: dict[str, Any]) -> None:
         """Write the line of a row; with `ordered`, after all earlier rows."""
-        if not self._args.ordered:
+        if not self.args.ordered:
             self._append(index, record)
             return
         self._held[index] = record
-        while self._next in self._held or self._next in self._output.finished:
+        while self._next in self._held or self._next in self.output.finished:
             if self._next in self._held:
                 self._append(self._next, self._held.pop(self._next))
             self._next += 1
 
     def _append(self, index: int, record: dict[str, Any]) -> None:
-        self._output.write(index, record)
-        self._progress.written(is_error=record["error"] is not None)
+        self.output.write(index, record)
+        self.progress.written(is_error=record["error"] is not None)
         self.check_errors()
+
+
+def portions(items: Iterator[_Item], rows: int) -> Iterator[list[_Item]]:
+    """Tasks, and what may be among them, in lists of up to `rows`, and of about PORTION_BYTES."""
+    some: list[_Item] = []
+    size = 0
+    for item in items:
+        some.append(item)
+        size += _size(item) if isinstance(item, Task) else 0
+        if len(some) == rows or size >= PORTION_BYTES:
+            yield some
+            some, size = [], 0
+    if some:
+        yield some
+
+
+def reordered(tasks: Iterator[Task], rows: int = WINDOW_ROWS) -> Iterator[Task]:
+    """Yield all tasks, each window of `rows` in the order that runs fastest.
+
+    For each task that is yielded, one task of the next window is read, so that reading never takes long.
+    """
+    present = _fill([], 0, tasks, rows)
+    while present:
+        coming: list[Task] = []
+        size = 0
+        for task in grouped_by_prefix(present):
+            if size < WINDOW_BYTES and (read := next(tasks, None)) is not None:
+                coming.append(read)
+                size += _size(read)
+            yield task
+        present = _fill(coming, size, tasks, rows)
+
+
+def grouped_by_prefix(tasks: list[Task]) -> list[Task]:
+    """Return the tasks in groups with a common prefix. Groups with the longest outputs come first, and so do
+    the longest outputs in each group. Embeddings, which run separately, come last."""
+    keyed = sorted(((_sort_key(task), task) for task in tasks), key=lambda each: (each[0], each[1].index))
+    groups: list[list[Task]] = [[task] for _, task in keyed[:1]]
+    for (before, _), (key, task) in pairwise(keyed):
+        if _is_shared(before, key):
+            groups[-1].append(task)
+        else:
+            groups.append([task])
+    for group in groups:
+        group.sort(key=lambda task: -_output_limit(task))
+    groups.sort(key=lambda group: (group[0].kind == "embed", -_output_limit(group[0])))
+    return [task for group in groups for task in group]
+
+
+def _sort_key(task: Task) -> _Key:
+    """A key by which tasks with a common prefix are neighbours: their kind, and their text or ids."""
+    if task.kind == "embed":
+        return "embed", "", _NO_IDS
+    if task.is_chat:
+        return "chat", "\0".join(str(message["content"]) for message in task.prompt), _NO_IDS
+    if isinstance(task.prompt, str):
+        return "text", task.prompt, _NO_IDS
+    return "ids", "", task.prompt
+
+
+def _is_shared(one: _Key, other: _Key) -> bool:
+    """Whether two keys have a common prefix: _SHARED_CHARS characters, or a quarter as many ids, but at least
+    half of the shorter prompt."""
+    chars = max(_SHARED_CHARS, min(len(one[1]), len(other[1])) // 2)
+    ids = max(_SHARED_CHARS // 4, min(len(one[2]), len(other[2])) // 2)
+    return one[0] == other[0] and one[1][:chars] == other[1][:chars] and one[2][:ids] == other[2][:ids]
+
+
+def _output_limit(task: Task) -> int:
+    limit = task.params.max_tokens
+    return (_UNBOUNDED if limit is None else limit) * task.params.n
+
+
+def _fill(tasks: list[Task], size: int, more: Iterator[Task], rows: int) -> list[Task]:
+    """Add tasks to `tasks` until the window is full."""
+    while len(tasks) < rows and (size < WINDOW_BYTES or not tasks):
+        task = next(more, None)
+        if task is None:
+            break
+        tasks.append(task)
+        size += _size(task)
+    return tasks
+
+
+def _size(task: Task) -> int:
+    """The bytes of a task in memory: its row's, or its prompt's, if they are more."""
+    parts = task.prompt if task.kind == "embed" else [task.prompt]
+    if task.is_chat:
+        parts = [message["content"] for message in task.prompt]
+    return max(task.num_bytes, sum(map(getsizeof, parts)))

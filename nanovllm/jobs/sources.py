@@ -16,24 +16,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from sys import getsizeof
 from types import MappingProxyType
-from typing import Any, BinaryIO, NamedTuple, NoReturn, TypeAlias
+from typing import Any, BinaryIO, NoReturn, TypeAlias
 
 from nanovllm.engine.stats import counted
 from nanovllm.jobs.errors import JobRefusedError
 
 MAX_ROW_BYTES = 8 * 2**20  # a longer row is an error row
 MAX_NESTING = 100  # depth of lists and objects; near 1,000 Python can no longer print or write them
-TOO_DEEP = f"more than {MAX_NESTING} lists and objects within each other"
-LONG_ROW = f"more than {MAX_ROW_BYTES // 2**20} MiB of lines within a quote"
+_TOO_DEEP = f"more than {MAX_NESTING} lists and objects within each other"
+_LONG_ROW = f"more than {MAX_ROW_BYTES // 2**20} MiB of lines within a quote"
 QUOTINGS = ("none", "minimal")
+TABLES = {"csv": ",", "tsv": "\t"}  # formats with quoting, and their delimiters
 Values: TypeAlias = "dict[str, Any]"
+# A row of a table: the number of its first line, the number of its lines, and its fields.
+_TableRow: TypeAlias = "tuple[int, int, list[str] | ValueError]"
 
 
 def _no_number(name: str) -> NoReturn:
     raise ValueError(f"{name} is no JSON number")
 
 
-DECODER = json.JSONDecoder(parse_constant=_no_number)
+_DECODER = json.JSONDecoder(parse_constant=_no_number)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +66,7 @@ class SourceRow:
         if isinstance(self.data, dict):
             return self.data
         try:
-            return parse_json_line(self.data)
+            return _parse_json_line(self.data)
         except ValueError as error:
             raise ValueError(f"{self.place}: {error}") from None
 
@@ -71,6 +74,7 @@ class SourceRow:
 class Source(ABC):
     """A file of rows. Can be read any number of times, always with the same indexes."""
 
+    format: str  # for the journal
     columns: list[str] | None = None  # of all rows; None if each row has its own
     num_rows: int | None = None  # None: not known before the end
     wanted: set[str] | None = None  # the columns to read from Parquet; None: all
@@ -101,6 +105,8 @@ class Source(ABC):
 class JSONLinesSource(Source):
     """A JSON object on every line, in UTF-8. Blank lines are skipped, and count only for line numbers."""
 
+    format = "jsonlines"
+
     def rows(self) -> Iterator[SourceRow]:
         index = 0
         with self.path.open("rb") as file:
@@ -115,35 +121,28 @@ class JSONLinesSource(Source):
                 index += 1
 
 
-class TableRow(NamedTuple):
-    """A row of a CSV file: the number of its first line, the number of its lines, and its fields."""
-
-    line: int
-    num_lines: int
-    fields: list[str] | ValueError
-
-
 class CSVSource(Source):
-    """Comma-separated values in UTF-8; the first row names the columns. Blank lines are no rows.
+    """Comma- or tab-separated values in UTF-8; the first row names the columns. Blank lines are no rows.
 
     With `quoting` "minimal", a field in quotes may have delimiters, line ends and doubled quotes; a quote
     that is not closed, or stands alone within a quoted field, makes an error row, and no text. With "none" a
     quote is text, and each line is a row.
     """
 
-    delimiter = ","
-
-    def __init__(self, path: Path, quoting: str | None = None, delimiter: str | None = None) -> None:
+    def __init__(
+        self, path: Path, quoting: str | None = None, delimiter: str | None = None, format: str = "csv"
+    ) -> None:
         """quoting, delimiter: None for the default of the format. JobRefusedError for wrong column names."""
         super().__init__(path)
-        usual, self.delimiter = self.delimiter, delimiter or self.delimiter
-        self.quoting = quoting or self._default_quoting()
+        self.format = format
+        self.delimiter = delimiter or TABLES[format]
+        self.quoting = quoting or ("minimal" if format == "csv" else self._tsv_quoting())
         self.reading = {"quoting": self.quoting} if self.quoting != "minimal" else {}
-        if self.delimiter != usual:
+        if self.delimiter != TABLES[format]:
             self.reading["delimiter"] = self.delimiter
         csv.field_size_limit(MAX_ROW_BYTES)
         with self.path.open("rb") as file:
-            first = next(self._table_rows(file), TableRow(1, 1, [])).fields
+            _, _, first = next(self._table_rows(file), (1, 1, []))
         if isinstance(first, ValueError):
             raise JobRefusedError(f"{path}: the row of column names: {first}")
         self.columns = unique_names(first, path)
@@ -153,13 +152,19 @@ class CSVSource(Source):
         with self.path.open("rb") as file:
             found = self._table_rows(file)
             next(found, None)  # the names
-            for index, row in enumerate(found):
+            for index, (line, num_lines, fields) in enumerate(found):
                 self.position = file.tell()
-                values = self._values(row.fields, self.columns)
-                yield SourceRow(index, f"{self.name}: line {row.line}", values, row.num_lines)
+                values = self._values(fields, self.columns)
+                yield SourceRow(index, f"{self.name}: line {line}", values, num_lines)
 
-    def _default_quoting(self) -> str:
-        return "minimal"
+    def _tsv_quoting(self) -> str:
+        """Quotes are text, unless a field on one of the lines begins and ends with a quote, and has doubled
+        quotes, and no others, between them."""
+        tab = re.escape(self.delimiter)
+        doubled = re.compile(rf'(?:^|{tab})"[^"{tab}]*(?:""[^"{tab}]*)+"(?={tab}|$)')
+        with self.path.open("rb") as file:
+            has_doubled = any(b'""' in line and doubled.search(_text(line)) for line in _lines(file))
+        return "minimal" if has_doubled else "none"
 
     def _values(self, fields: list[str] | ValueError, columns: list[str]) -> Values | ValueError:
         if isinstance(fields, ValueError):
@@ -174,20 +179,20 @@ class CSVSource(Source):
                 return _not_utf8(ord(field[error.start]) & 0xFF, error.start)
         return dict(zip(columns, fields, strict=True))
 
-    def _table_rows(self, file: BinaryIO) -> Iterator[TableRow]:
+    def _table_rows(self, file: BinaryIO) -> Iterator[_TableRow]:
         if file.read(len(codecs.BOM_UTF8)) != codecs.BOM_UTF8:
             file.seek(0)
         return self._lines_as_rows(file) if self.quoting == "none" else self._quoted_rows(file)
 
-    def _lines_as_rows(self, file: BinaryIO) -> Iterator[TableRow]:
+    def _lines_as_rows(self, file: BinaryIO) -> Iterator[_TableRow]:
         for number, line in enumerate(_lines(file), 1):
             text = _text(line)
             if len(line) > MAX_ROW_BYTES:
-                yield TableRow(number, 1, too_long())
+                yield number, 1, too_long()
             elif text:
-                yield TableRow(number, 1, text.split(self.delimiter))
+                yield number, 1, text.split(self.delimiter)
 
-    def _quoted_rows(self, file: BinaryIO) -> Iterator[TableRow]:
+    def _quoted_rows(self, file: BinaryIO) -> Iterator[_TableRow]:
         """Rows of fields. After a bad row the next one begins after its first line, so that an unclosed quote
         spoils no other row."""
         number = 0  # of lines before the current row
@@ -204,31 +209,15 @@ class CSVSource(Source):
                 except csv.Error as error:
                     fields = _not_csv(error)
                 if lines.num_bytes > MAX_ROW_BYTES:
-                    fields = too_long() if lines.count == 1 else _not_csv(LONG_ROW)
+                    fields = too_long() if lines.count == 1 else _not_csv(_LONG_ROW)
                 if isinstance(fields, ValueError):
                     break
                 if fields:
-                    yield TableRow(number + 1, lines.count, fields)
+                    yield number + 1, lines.count, fields
                 number += lines.count
             file.seek(lines.first_end)
             number += 1
-            yield TableRow(number, 1, fields)
-
-
-class TSVSource(CSVSource):
-    """The same with tabs. By default quotes are text, unless a field on one of the lines begins and ends with
-    a quote, and has doubled quotes, and no others, between them."""
-
-    delimiter = "\t"
-
-    def _default_quoting(self) -> str:
-        tab = re.escape(self.delimiter)
-        doubled = re.compile(rf'(?:^|{tab})"[^"{tab}]*(?:""[^"{tab}]*)+"(?={tab}|$)')
-        with self.path.open("rb") as file:
-            for line in _lines(file):
-                if b'""' in line and doubled.search(_text(line)):
-                    return "minimal"
-        return "none"
+            yield number, 1, fields
 
 
 def unique_names(names: list[str], path: Path) -> list[str]:
@@ -241,7 +230,7 @@ def unique_names(names: list[str], path: Path) -> list[str]:
     return names
 
 
-def parse_json_line(line: bytes) -> Values:
+def _parse_json_line(line: bytes) -> Values:
     """Return the JSON object on a line. ValueError if there is none."""
     try:
         text = line.decode()
@@ -259,15 +248,15 @@ def parse_json_line(line: bytes) -> Values:
 def parse_json(text: str) -> Any:
     """Parse a string as JSON. ValueError if it is not JSON, or nested too deeply."""
     try:
-        value = DECODER.decode(text)
+        value = _DECODER.decode(text)
     except RecursionError:
-        raise ValueError(TOO_DEEP) from None
+        raise ValueError(_TOO_DEEP) from None
     depth, level = 1, [value] if text.count("[") + text.count("{") > MAX_NESTING else []
     while level and depth <= MAX_NESTING:
         inner = [each for one in level for each in (one.values() if isinstance(one, dict) else one)]
         depth, level = depth + 1, [each for each in inner if isinstance(each, (dict, list))]
     if level:
-        raise ValueError(TOO_DEEP)
+        raise ValueError(_TOO_DEEP)
     return value
 
 

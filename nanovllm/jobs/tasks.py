@@ -1,28 +1,36 @@
-"""Tasks: the prompt and parameters of a row; and the JSON of its answer.
+"""Tasks: the prompt and parameters of a row, as `LLM.stream` takes them; and the JSON of its answer.
 
-`RowFormat` is the interface of row formats; `PlainFormat` reads columns. Renders and runs nothing.
+`RowFormat` is the interface of row formats; `PlainFormat` reads columns. `Renderer` applies chat templates.
+Runs nothing.
 """
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from string import Formatter
 from types import MappingProxyType
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal
 
-from nanovllm.jobs.logprobs import plain_logprobs
-from nanovllm.jobs.params import PARAMS_COLUMN, ParamsMaker, own_params
+from nanovllm.jobs.errors import JobRefusedError
+from nanovllm.jobs.params import PARAMS_COLUMN, own_params, row_params
 from nanovllm.jobs.sources import SourceRow, Values, parse_json
-from nanovllm.outputs import EmbeddingRequestOutput, RequestOutput
+from nanovllm.outputs import CompletionOutput, EmbeddingRequestOutput, Logprob, RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.conversations import parse_conversations
-from nanovllm.text.prompts import show
-from nanovllm.text.rows import raise_first
+from nanovllm.text.prompts import Prompt, show
+from nanovllm.text.rows import BadRow, attempt, raise_first
+from nanovllm.text.templates import TemplateProcess
+from nanovllm.text.tokenizer import check_template_options, render_conversations
 
-Kind: TypeAlias = Literal["generate", "embed"]
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+DEFAULTS = {"prompt", "messages"}  # columns of the prompt if none is given
 
 
 @dataclass(slots=True)
@@ -39,7 +47,7 @@ class Task:
     prompt: Any
     params: SamplingParams
     is_chat: bool = False
-    kind: Kind = "generate"
+    kind: Literal["generate", "embed"] = "generate"
     template: dict[str, Any] = field(default_factory=dict)
     request: dict[str, Any] = field(default_factory=dict)
     place: str = ""
@@ -53,8 +61,10 @@ class RowFormat(ABC):
     default_params: Mapping[str, Any] = MappingProxyType({})  # of rows, beneath `--sampling`
     params_of_several: Mapping[str, Any] = MappingProxyType({})  # the same, of rows with `n` above 1
 
-    def __init__(self, params: ParamsMaker) -> None:
-        self.params = params
+    def __init__(self, params: SamplingParams, seed: int, given: Container[str] = ()) -> None:
+        """params: of rows without their own. seed: the engine's. given: parameters that `--sampling` sets."""
+        of_several = {name: each for name, each in self.params_of_several.items() if name not in given}
+        self.params_of = partial(row_params, params, seed, of_several)
 
     @abstractmethod
     def task(self, row: SourceRow, values: Values) -> Task:
@@ -77,48 +87,27 @@ class RowFormat(ABC):
         """Return the error row of a row."""
 
 
-@dataclass(frozen=True)
-class Columns:
-    """The column of a row's prompt: one of three options, or all None for its `prompt` or `messages`."""
-
-    prompt: str | None = None
-    template: str | None = None
-    messages: str | None = None
-    id: str | None = None  # None: `id` or `custom_id`, if there is one
-
-    def needed(self) -> list[str]:
-        """The required columns; ValueError for a wrong template."""
-        if self.template is None:
-            return [name for name in (self.prompt, self.messages, self.id) if name is not None]
-        try:
-            parts = [name for _, name, _, _ in Formatter().parse(self.template) if name is not None]
-        except ValueError as error:
-            raise ValueError(f"the template {self.template!r}: {error}; write {{{{ for a brace") from None
-        names = [name.partition(".")[0].partition("[")[0] for name in parts]
-        if not names or not all(names):
-            raise ValueError(f"the template {self.template!r} must name a column in braces, such as {{text}}")
-        return [*dict.fromkeys(names), *filter(None, [self.id])]
-
-
-DEFAULTS = {"prompt", "messages"}  # columns of the prompt if none is given
-NOT_GIVEN: tuple[Any, ...] = (
-    None,
-    "",
-    [],
-)  # values of a prompt that a row has not; an empty cell of CSV is ""
-
-
 class PlainFormat(RowFormat):
     """Rows with columns: a prompt, and optionally an id and a dictionary `sampling_params`."""
 
-    def __init__(self, params: ParamsMaker, columns: Columns) -> None:
-        """ValueError for a wrong template."""
-        super().__init__(params)
-        self._where = columns
-        self.needed = columns.needed()
-        self._filled = replace(columns, id=None).needed()  # of a template
-        self._ids = ("id", "custom_id") if columns.id is None else (columns.id,)
-        self.needs_default = (columns.prompt, columns.template, columns.messages) == (None, None, None)
+    def __init__(
+        self,
+        params: SamplingParams,
+        seed: int,
+        *,
+        prompt: str | None = None,
+        template: str | None = None,
+        messages: str | None = None,
+        id: str | None = None,
+    ) -> None:
+        """prompt, template, messages: one of them, or all None for a row's `prompt` or `messages`. id: None
+        for `id` or `custom_id`, if there is one. ValueError for a wrong template."""
+        super().__init__(params, seed)
+        self._prompts, self._template, self._messages = prompt, template, messages
+        self._filled = [] if template is None else _names_in(template)
+        self.needed = [*dict.fromkeys(filter(None, [*self._filled, prompt, messages, id]))]
+        self._ids = ("id", "custom_id") if id is None else (id,)
+        self.needs_default = (prompt, template, messages) == (None, None, None)
         self.columns = {PARAMS_COLUMN, *self._ids, *self.needed}
         if self.needs_default:
             self.columns |= DEFAULTS
@@ -128,8 +117,9 @@ class PlainFormat(RowFormat):
             if name not in values:
                 raise ValueError(f"there is no column {name!r}; there are {_names(values)}")
         prompt, is_chat = self._prompt(values)
-        params = self.params.make(row.index, own_params(values.get(PARAMS_COLUMN)))
-        return Task(row.index, self.row_id(values), prompt, params, is_chat, place=row.place)
+        params = self.params_of(row.index, own_params(values.get(PARAMS_COLUMN)))
+        about: dict[str, Any] = {"place": row.place, "num_bytes": row.num_bytes}
+        return Task(row.index, self.row_id(values), prompt, params, is_chat, **about)
 
     def row_id(self, values: Values) -> Any:
         return next((values[name] for name in self._ids if values.get(name) is not None), None)
@@ -141,7 +131,7 @@ class PlainFormat(RowFormat):
         if len(texts) > 1:
             more = {"texts": texts, "finish_reasons": reasons}
         if output.outputs[0].logprobs is not None:
-            more["logprobs"] = [plain_logprobs(each) for each in output.outputs]
+            more["logprobs"] = [_logprobs(each) for each in output.outputs]
         return {
             "index": task.index,
             "id": task.id,
@@ -166,16 +156,16 @@ class PlainFormat(RowFormat):
 
     def _prompt(self, values: Values) -> tuple[Any, bool]:
         """The prompt of a row, and whether it is a conversation."""
-        where = self._where
-        if where.template is not None:
+        if self._template is not None:
             if empty := [name for name in self._filled if values[name] is None]:
                 raise ValueError(f"column {empty[0]!r} is null, and the template needs it; give it a value")
-            return fill(where.template, values), False
-        if where.messages is not None:
-            return conversation(values[where.messages], where.messages), True
-        if where.prompt is not None:
-            return prompt_of(values[where.prompt], f"column {where.prompt!r}"), False
-        given = [name for name in ("prompt", "messages") if values.get(name) not in NOT_GIVEN]
+            return _fill(self._template, values), False
+        if self._messages is not None:
+            return conversation(values[self._messages], self._messages), True
+        if self._prompts is not None:
+            return prompt_of(values[self._prompts], f"column {self._prompts!r}"), False
+        # An empty cell of CSV is "".
+        given = [name for name in ("prompt", "messages") if values.get(name) not in (None, "", [])]
         if len(given) == 2:
             raise ValueError(
                 "it has both 'prompt' and 'messages'; leave one of them out, or choose a column for all "
@@ -191,7 +181,19 @@ class PlainFormat(RowFormat):
         return prompt_of(values["prompt"], "column 'prompt'"), False
 
 
-def fill(template: str, values: Values) -> str:
+def _names_in(template: str) -> list[str]:
+    """The columns of a template. ValueError for a wrong one."""
+    try:
+        parts = [name for _, name, _, _ in Formatter().parse(template) if name is not None]
+    except ValueError as error:
+        raise ValueError(f"the template {template!r}: {error}; write {{{{ for a brace") from None
+    names = [name.partition(".")[0].partition("[")[0] for name in parts]
+    if not names or not all(names):
+        raise ValueError(f"the template {template!r} must name a column in braces, such as {{text}}")
+    return names
+
+
+def _fill(template: str, values: Values) -> str:
     """Fill a row's values into the braces of the template, like `str.format`."""
     try:
         return template.format_map(values)
@@ -238,3 +240,99 @@ def conversation(value: Any, column: str) -> list[dict[str, Any]]:
 def _names(values: Sequence[str] | Values) -> str:
     names = [repr(name) for name in values]
     return ", ".join(names[:10]) + (", ..." if len(names) > 10 else "") if names else "none"
+
+
+def _logprobs(output: CompletionOutput) -> list[list[dict[str, Any]]] | None:
+    """For each token a list: the drawn token, then the requested likeliest tokens."""
+    if output.logprobs is None:
+        return None
+    return [
+        [
+            {
+                "token_id": token_id,
+                "token": each.decoded_token,
+                "logprob": logprob_number(each),
+                "rank": each.rank,
+            }
+            for token_id, each in row.items()
+        ]
+        for row in output.logprobs
+    ]
+
+
+def logprob_number(token: Logprob) -> float:
+    """For JSON, which has no infinity; OpenAI writes -9999."""
+    return round(max(token.logprob, -9999.0), 4)
+
+
+class Renderer:
+    """Applies a model's chat template.
+
+    chat_template_kwargs: variables of the template for all rows; a row's own variables override them.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase | None,
+        chat_template_kwargs: Mapping[str, Any],
+        all_chats: bool = False,
+    ) -> None:
+        """all_chats: whether each row is a conversation. JobRefusedError if the model then has no chat
+        template, and for wrong variables."""
+        self._tokenizer = tokenizer
+        self._variables = chat_template_kwargs
+        self._process = TemplateProcess()
+        self._options = attempt(self._check, {})  # of rows without their own
+        if isinstance(self._options, Exception) and (all_chats or chat_template_kwargs):
+            raise JobRefusedError(f"rows with messages: {self._options}")
+
+    def prompts(self, tasks: Sequence[Task]) -> list[Prompt | dict[str, Any] | BadRow]:
+        """Return the prompt of each task, or the error of a bad one."""
+        plain = iter(self._plain([task for task in tasks if task.is_chat and not task.template]))
+        prompts: list[Prompt | dict[str, Any] | BadRow] = []
+        for task in tasks:
+            if not task.is_chat:
+                prompts.append(as_prompt(task.prompt))
+            else:
+                prompts.append(attempt(self._own, task) if task.template else next(plain))
+        return prompts
+
+    def _plain(self, tasks: Sequence[Task]) -> list[Prompt | BadRow]:
+        if isinstance(self._options, Exception):
+            return [self._options] * len(tasks)
+        return self._render([task.prompt for task in tasks], self._options)
+
+    def _own(self, task: Task) -> Prompt:
+        """The prompt of a task with its own arguments of the template."""
+        [found] = self._render([task.prompt], self._check(task.template))
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    def _render(self, conversations: list[Any], options: Mapping[str, Any]) -> list[Prompt | BadRow]:
+        assert self._tokenizer is not None
+        found = render_conversations(self._tokenizer, conversations, options, self._process)
+        return [_without_number(each) if isinstance(each, Exception) else each for each in found]
+
+    def _check(self, template: Mapping[str, Any]) -> dict[str, Any]:
+        variables = template.get("chat_template_kwargs", {})
+        if not isinstance(variables, Mapping):
+            raise TypeError(f"chat_template_kwargs must be an object {{...}}, not {variables!r}")
+        return check_template_options(
+            self._tokenizer,
+            None,
+            template.get("add_generation_prompt", True),
+            template.get("continue_final_message", False),
+            template.get("tools"),
+            {**self._variables, **variables},
+        )
+
+
+def as_prompt(prompt: str | array[int]) -> dict[str, Any]:
+    """A string or token ids as a dictionary, which is always one prompt."""
+    return {"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt}
+
+
+def _without_number(error: BadRow) -> BadRow:
+    """The error without the conversation's index in its call, which differs from that of its row."""
+    return type(error)(re.sub(r"^conversation \d+", "the conversation", str(error)))

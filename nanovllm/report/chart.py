@@ -8,42 +8,38 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
 Run = Sequence[tuple[float, float]]  # (seconds, value) of a line without a gap, in the order of time
 
-WIDTH, HEIGHT = 460, 236  # of a picture, in its own units, like all sizes below
+_WIDTH, _HEIGHT = 460, 236  # of a picture, in its own units, like all sizes below
 LEFT, RIGHT, TOP, BOTTOM = 52, 446, 52, 190  # of the area with lines
 # Name, seconds, and the largest number of this unit before the next one is used.
-TIME_UNITS = (("s", 1, 180), ("min", 60, 180), ("h", 3600, 72), ("days", 86400, math.inf))
-STEPS = (1, 2, 2.5, 5, 10)  # distances of ticks, times a power of ten
-COLORS = {  # of lines, on a light and on a dark page
+_TIME_UNITS = (("s", 1, 180), ("min", 60, 180), ("h", 3600, 72), ("days", 86400, math.inf))
+_STEPS = (1, 2, 2.5, 5, 10)  # distances of ticks, times a power of ten
+_COLORS = {  # of lines, on a light and on a dark page
     "light": ("#2a78d6", "#eb6834", "#1baf7a", "#eda100", "#e87ba4", "#008300", "#4a3aa7", "#e34948"),
     "dark": ("#3987e5", "#d95926", "#199e70", "#c98500", "#d55181", "#008300", "#9085e9", "#e66767"),
 }
-INK = {  # page, text, lesser text, grid, axis
+_INK = {  # page, text, lesser text, grid, axis
     "light": ("#fcfcfb", "#0b0b0b", "#52514e", "#e1e0d9", "#a9a79d"),
     "dark": ("#1a1a19", "#ffffff", "#c3c2b7", "#2f2f2d", "#6b6a64"),
 }
 FONT = 'system-ui, -apple-system, "Segoe UI", Roboto, sans-serif'
 
 
-def variables(theme: str) -> str:
+def _variables(theme: str) -> str:
     """The colors of a theme as CSS variables."""
     names = ("page", "text", "lesser", "grid", "axis")
-    lines = [f"--line{number}: {color}" for number, color in enumerate(COLORS[theme])]
-    return "; ".join([f"--{name}: {color}" for name, color in zip(names, INK[theme], strict=True)] + lines)
+    lines = [f"--line{number}: {color}" for number, color in enumerate(_COLORS[theme])]
+    return "; ".join([f"--{name}: {color}" for name, color in zip(names, _INK[theme], strict=True)] + lines)
 
 
-LINE_RULES = "".join(
-    f".chart .line{n} {{ stroke: var(--line{n}) }} .chart .area{n} {{ fill: var(--line{n}) }}\n"
-    for n in range(len(COLORS["light"]))
-)
 STYLE = f"""\
-:root {{ {variables("light")} }}
-@media (prefers-color-scheme: dark) {{ :root {{ {variables("dark")} }} }}
+:root {{ {_variables("light")} }}
+@media (prefers-color-scheme: dark) {{ :root {{ {_variables("dark")} }} }}
 .chart text {{ font: 12px {FONT}; fill: var(--lesser); font-variant-numeric: tabular-nums }}
 .chart .title {{ font-weight: 600; font-size: 14px; fill: var(--text) }}
 .chart .page {{ fill: var(--page) }}
@@ -53,29 +49,25 @@ STYLE = f"""\
 .chart .line {{ stroke-width: 1.6; stroke-linejoin: round; stroke-linecap: round }}
 .chart .dot {{ stroke-width: 5 }}
 .chart .area {{ stroke: none; opacity: 0.14 }}
-{LINE_RULES}"""
-
-
-@dataclass(frozen=True)
-class Line:
-    """Values over time; a gap separates its runs."""
-
-    name: str  # in the legend of a chart with several lines
-    runs: Sequence[Run]
+"""
+STYLE += "".join(
+    f".chart .line{n} {{ stroke: var(--line{n}) }} .chart .area{n} {{ fill: var(--line{n}) }}\n"
+    for n in range(len(_COLORS["light"]))
+)
 
 
 @dataclass(frozen=True)
 class Chart:
     """A picture that a notebook displays; `svg()` returns its source.
 
-    unit: of the values. note: text beside the title. whole: values are counts. most: minimum end of the
-    vertical axis. span: minimum number of seconds on the time axis. marks: seconds with a vertical
-    line.
+    unit: of the values. lines: the runs of each line by its name, for the legend of several; a gap separates
+    runs. note: text beside the title. whole: values are counts. most: minimum end of the vertical axis. span:
+    minimum number of seconds on the time axis. marks: seconds with a vertical line.
     """
 
     title: str
     unit: str
-    lines: Sequence[Line]
+    lines: Mapping[str, Sequence[Run]]
     note: str = ""
     whole: bool = False
     most: float = 0.0
@@ -89,41 +81,54 @@ class Chart:
 
     def svg(self) -> str:
         """The picture as an `<svg>` element, for a page that has STYLE."""
-        runs = [run for line in self.lines for run in line.runs if run]
+        runs = [run for line in self.lines.values() for run in line if run]
         values = [value for run in runs for _, value in run]
         times = [*(time for run in runs for time, _ in run), *self.span, *self.marks] or [0.0]
         unit, seconds = time_unit(max(times))
         x = Axis.of(min(times) / seconds, max(times) / seconds, from_zero=False)
         y = Axis.of(0.0, max([*values, self.most]), from_zero=True, whole=self.whole)
-        drawn = "".join(self._draw(number, line, x, y, seconds) for number, line in enumerate(self.lines))
+        drawn = "".join(
+            self._draw(number, line, x, y, seconds) for number, line in enumerate(self.lines.values())
+        )
         if not runs:
-            drawn = text((LEFT + RIGHT) / 2, (TOP + BOTTOM) / 2 - 12, "nothing to show", anchor="middle")
+            drawn = _text((LEFT + RIGHT) / 2, (TOP + BOTTOM) / 2 - 12, "nothing to show", anchor="middle")
         label = escape(f"{self.title}, {self.unit}, over time")
         return (
-            f'<svg xmlns="http://www.w3.org/2000/svg" class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" '
+            f'<svg xmlns="http://www.w3.org/2000/svg" class="chart" viewBox="0 0 {_WIDTH} {_HEIGHT}" '
             f'role="img" aria-label="{label}"><title>{label}</title>'
-            f'<rect class="page" width="{WIDTH}" height="{HEIGHT}"/>'
-            + text(8, 18, self.title, "title")
-            + text(RIGHT, 18, self.note, anchor="end")
-            + text(8, 39, self.unit, "unit")
+            f'<rect class="page" width="{_WIDTH}" height="{_HEIGHT}"/>'
+            + _text(8, 18, self.title, "title")
+            + _text(RIGHT, 18, self.note, anchor="end")
+            + _text(8, 39, self.unit, "unit")
             + self._legend()
-            + "".join(y_tick(at, label) for at, label in y.ticks(BOTTOM, TOP))
-            + "".join(x_tick(at, label) for at, label in x.ticks(LEFT, RIGHT))
             + "".join(
-                path("mark", f"M{x.place(at / seconds, LEFT, RIGHT):.1f} {TOP}V{BOTTOM}") for at in self.marks
+                _path("grid", f"M{LEFT} {at:.1f}H{RIGHT}") + _text(LEFT - 6, at + 4, label, "ytick", "end")
+                for at, label in y.ticks(BOTTOM, TOP)
+            )
+            + "".join(
+                _path("axis", f"M{at:.1f} {BOTTOM}v4") + _text(at, BOTTOM + 17, label, "xtick", "middle")
+                for at, label in x.ticks(LEFT, RIGHT)
+            )
+            + "".join(
+                _path("mark", f"M{x.place(at / seconds, LEFT, RIGHT):.1f} {TOP}V{BOTTOM}")
+                for at in self.marks
             )
             + drawn
-            + path("axis", f"M{LEFT} {BOTTOM}H{RIGHT}")
-            + text(
-                (LEFT + RIGHT) / 2, HEIGHT - 10, f"time since the engine was ready ({unit})", "unit", "middle"
+            + _path("axis", f"M{LEFT} {BOTTOM}H{RIGHT}")
+            + _text(
+                (LEFT + RIGHT) / 2,
+                _HEIGHT - 10,
+                f"time since the engine was ready ({unit})",
+                "unit",
+                "middle",
             )
             + "</svg>"
         )
 
-    def _draw(self, number: int, line: Line, x: Axis, y: Axis, seconds: float) -> str:
+    def _draw(self, number: int, line: Sequence[Run], x: Axis, y: Axis, seconds: float) -> str:
         parts = []
-        number %= len(COLORS["light"])
-        for run in filter(None, line.runs):
+        number %= len(_COLORS["light"])
+        for run in filter(None, line):
             places = [
                 f"{x.place(time / seconds, LEFT, RIGHT):.1f} {y.place(value, BOTTOM, TOP):.1f}"
                 for time, value in run
@@ -131,21 +136,21 @@ class Chart:
             if len(self.lines) == 1 and len(places) > 1:
                 first, last = (place.split()[0] for place in (places[0], places[-1]))
                 parts.append(
-                    path(f"area area{number}", f"M{first} {BOTTOM}L{' '.join(places)}L{last} {BOTTOM}Z")
+                    _path(f"area area{number}", f"M{first} {BOTTOM}L{' '.join(places)}L{last} {BOTTOM}Z")
                 )
             if len(places) == 1:
-                parts.append(path(f"line line{number} dot", f"M{places[0]}h0"))
+                parts.append(_path(f"line line{number} dot", f"M{places[0]}h0"))
             else:
-                parts.append(path(f"line line{number}", f"M{'L'.join(places)}"))
+                parts.append(_path(f"line line{number}", f"M{'L'.join(places)}"))
         return "".join(parts)
 
     def _legend(self) -> str:
         """A stroke and a name for each of several lines, from right to left."""
         parts, right = [], float(RIGHT)
-        for number, line in reversed(list(enumerate(self.lines)) if len(self.lines) > 1 else []):
-            left = right - 6.6 * len(line.name)
-            parts.append(text(left, 39, line.name))
-            parts.append(path(f"line line{number % len(COLORS['light'])}", f"M{left - 18:.1f} 35h12"))
+        for number, name in reversed(list(enumerate(self.lines)) if len(self.lines) > 1 else []):
+            left = right - 6.6 * len(name)
+            parts.append(_text(left, 39, name))
+            parts.append(_path(f"line line{number % len(_COLORS['light'])}", f"M{left - 18:.1f} 35h12"))
             right = left - 30
         return "".join(parts)
 
@@ -163,7 +168,7 @@ class Axis:
         """An axis with about four to six round ticks: from zero to a tick, or from a tick to `most`."""
         if most <= least:
             most = least + 1
-        step = round_step((most - least) / (4 if from_zero else 6))
+        step = _round_step((most - least) / (4 if from_zero else 6))
         if whole:
             step = max(1.0, 2 * step if step % 1 else step)
         if from_zero:
@@ -188,36 +193,26 @@ class Axis:
         return f"{value / size:,.{digits}f}{unit if value else ''}"
 
 
-def round_step(step: float) -> float:
+def _round_step(step: float) -> float:
     """The smallest of 1, 2, 2.5 and 5 times a power of ten that is at least `step`."""
     power = 10.0 ** math.floor(math.log10(step))
-    return next(each * power for each in STEPS if each * power >= step * (1 - 1e-9))
+    return next(each * power for each in _STEPS if each * power >= step * (1 - 1e-9))
 
 
 def time_unit(longest: float) -> tuple[str, int]:
     """The unit for times up to `longest` seconds, and its seconds."""
-    return next((name, size) for name, size, most in TIME_UNITS if longest <= most * size)
+    return next((name, size) for name, size, most in _TIME_UNITS if longest <= most * size)
 
 
-def path(kind: str, data: str) -> str:
+def _path(kind: str, data: str) -> str:
     """An element that draws lines."""
     return f'<path class="{kind}" d="{data}"/>'
 
 
-def text(x: float, y: float, content: str, kind: str = "", anchor: str = "start") -> str:
+def _text(x: float, y: float, content: str, kind: str = "", anchor: str = "start") -> str:
     """An element with text at a place."""
     shown = f'class="{kind}" ' if kind else ""
     return f'<text {shown}x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(clean(content))}</text>'
-
-
-def y_tick(y: float, label: str) -> str:
-    """A line across the picture and its label."""
-    return path("grid", f"M{LEFT} {y:.1f}H{RIGHT}") + text(LEFT - 6, y + 4, label, "ytick", "end")
-
-
-def x_tick(x: float, label: str) -> str:
-    """A short line below the axis and its label."""
-    return path("axis", f"M{x:.1f} {BOTTOM}v4") + text(x, BOTTOM + 17, label, "xtick", "middle")
 
 
 def clean(content: str) -> str:

@@ -1,33 +1,34 @@
 """The page: totals, charts, errors, options and versions of a run as one self-contained HTML file.
 
-Only formats. Never runs anything on a device.
+Reads statistics, options and configurations, so it works for open and closed engines. Never runs anything on
+a device.
 """
 
 from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields, replace
 from datetime import datetime
 from html import escape
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from nanovllm.config import Config
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.stats import EngineStats, counted
-from nanovllm.report.chart import FONT, STYLE, Chart, clean
-from nanovllm.report.facts import model_facts, roofline_of
-from nanovllm.report.gpu import GPUMonitor
-from nanovllm.report.series import charts_of
+from nanovllm.engine.stats import EngineStats, TimelinePoint, counted
+from nanovllm.report.chart import FONT, STYLE, Chart, Run, clean
+from nanovllm.report.gpu import GPUMonitor, GPUSample, devices_of
+from nanovllm.report.roofline import Cost, Speed, roofline_of
 from nanovllm.side_files import check_name, replaced
 from nanovllm.versions import versions
 
 MAX_ERROR_ROWS = 200  # rows of the table
 MAX_CELL_CHARACTERS = 1000  # of a cell
 
-PAGE_STYLE = f"""\
+_PAGE_STYLE = f"""\
 html {{ color-scheme: light dark; background: var(--page); color: var(--text) }}
 body {{ font: 15px/1.5 {FONT}; max-width: 1000px; margin: 0 auto; padding: 16px }}
 h1 {{ font-size: 24px; margin: 8px 0 0 }} h2 {{ font-size: 18px; margin: 28px 0 8px }}
@@ -115,7 +116,7 @@ def make_report(
     pictures = charts_of(stats, roofline, gpu.samples if gpu is not None else (), marks)
     num_errors = len(rows) if num_errors is None else num_errors
     start = datetime.fromtimestamp(ready).astimezone().strftime("%Y-%m-%d %H:%M:%S %Z")
-    about = model_facts(llm) | {"Engine ready": start} | dict(facts or {})
+    about = _model_facts(llm) | {"Engine ready": start} | dict(facts or {})
     notes = [
         f"A point is {stats.interval:g} s of the run. Rates are per second of steps, without idle time; a "
         "line has a gap where no step ran."
@@ -138,25 +139,26 @@ def make_report(
         (
             '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"/>',
             '<meta name="viewport" content="width=device-width, initial-scale=1"/>',
-            f"<title>{shown(title)}</title><style>\n{STYLE}{PAGE_STYLE}\n</style></head><body>\n",
-            f"<h1>{shown(title)}</h1>\n{table(about, 'about')}\n<h2>Totals</h2>\n",
-            tiles(stats, num_errors),
+            f"<title>{_shown(title)}</title><style>\n{STYLE}{_PAGE_STYLE}\n</style></head><body>\n",
+            f"<h1>{_shown(title)}</h1>\n{_table(about, 'about')}\n<h2>Totals</h2>\n",
+            _tiles(stats, num_errors),
             "<h2>Over the run</h2>\n",
-            "".join(f"<p>{shown(note)}</p>\n" for note in notes),
+            "".join(f"<p>{_shown(note)}</p>\n" for note in notes),
             '<div class="charts">\n',
             "".join(f"{chart.svg()}\n" for chart in pictures),
             "</div>\n<h2>Errors</h2>\n",
-            error_table(rows, num_errors),
+            _error_table(rows, num_errors),
             '<h2>Details</h2>\n<div class="columns">',
-            table(totals(stats), "totals") + table(versions() | {"system": platform.platform()}, "versions"),
+            _table(_totals(stats), "totals")
+            + _table(versions() | {"system": platform.platform()}, "versions"),
             "</div>\n<details><summary>All options</summary>\n",
-            table(options(llm.config), "options"),
+            _table(_options(llm.config), "options"),
             "</details>\n</body></html>\n",
         )
     )
 
 
-def tiles(stats: EngineStats, num_errors: int) -> str:
+def _tiles(stats: EngineStats, num_errors: int) -> str:
     """The most important figures."""
     figures = {
         "output tokens/s of decode": f"{stats.decode_tokens_per_s:,.0f}",
@@ -174,7 +176,7 @@ def tiles(stats: EngineStats, num_errors: int) -> str:
     return f'<div class="tiles">{cells}</div>\n'
 
 
-def totals(stats: EngineStats) -> dict[str, object]:
+def _totals(stats: EngineStats) -> dict[str, object]:
     return {
         "Time since the engine was ready": f"{stats.uptime:,.2f} s",
         "Requests": f"{stats.num_requests:,}",
@@ -192,34 +194,144 @@ def totals(stats: EngineStats) -> dict[str, object]:
     }
 
 
-def options(config: Config) -> dict[str, object]:
+def _options(config: Config) -> dict[str, object]:
     """The engine's options, without secrets."""
     return {each.name: getattr(config, each.name) for each in fields(config) if each.repr}
 
 
-def error_table(rows: list[tuple[object, str]], num_errors: int) -> str:
+def _error_table(rows: list[tuple[object, str]], num_errors: int) -> str:
     """The first errors, and the number of further ones."""
     if not rows:
         return "<p>None.</p>\n"
-    cells = "".join(row(index, error) for index, error in rows[:MAX_ERROR_ROWS])
+    cells = "".join(_row(index, error) for index, error in rows[:MAX_ERROR_ROWS])
     more = num_errors - min(len(rows), MAX_ERROR_ROWS)
     rest = f"<p>And {more:,} more.</p>\n" if more > 0 else ""
-    return f'<table class="errors"><tbody>{row("index", "error")}{cells}</tbody></table>\n{rest}'
+    return f'<table class="errors"><tbody>{_row("index", "error")}{cells}</tbody></table>\n{rest}'
 
 
-def table(rows: Mapping[str, object], kind: str) -> str:
+def _table(rows: Mapping[str, object], kind: str) -> str:
     """Names and values side by side."""
-    cells = "".join(row(name, value) for name, value in rows.items())
+    cells = "".join(_row(name, value) for name, value in rows.items())
     return f'<table class="{kind}"><tbody>{cells}</tbody></table>'
 
 
-def row(name: object, value: object) -> str:
-    return f"<tr><th>{shown(name)}</th><td>{shown(value)}</td></tr>"
+def _row(name: object, value: object) -> str:
+    return f"<tr><th>{_shown(name)}</th><td>{_shown(value)}</td></tr>"
 
 
-def shown(value: object) -> str:
+def _shown(value: object) -> str:
     """A value as text of the page, cut if it is very long."""
     content = str(value)
     if len(content) > MAX_CELL_CHARACTERS:
         content = content[:MAX_CELL_CHARACTERS] + "…"
     return escape(clean(content))
+
+
+def _model_facts(llm: LLMEngine) -> dict[str, object]:
+    """Model, shape, devices and lengths, by name, as readable text."""
+    model, devices = llm.model_config, devices_of(llm.config)
+    dtype = str(devices[0].resolve_dtype(llm.config.dtype, model.dtype)).removeprefix("torch.")
+    layers = counted(model.num_layers, "layer")
+    kv_cache = dtype if llm.config.kv_cache_dtype == "auto" else llm.config.kv_cache_dtype
+    return {
+        "Model": llm.config.model,
+        "Architecture": f"{model.architecture}, {layers}, hidden size {model.hidden_size:,}",
+        "Dtype": f"{dtype}; KV cache: {kv_cache}",
+        "Devices": f"{len(devices)} x {devices[0].name}",
+        "Longest sequence": f"{model.max_model_len or model.longest:,} tokens",
+    }
+
+
+# -- charts ------------------------------------------------------------------------------------------------
+
+
+def charts_of(
+    stats: EngineStats,
+    roofline: tuple[Cost, Speed] | None = None,
+    samples: Sequence[GPUSample] = (),
+    marks: Sequence[float] = (),
+) -> list[Chart]:
+    """The charts of a run, with one time axis. A chart of the roofline and two of GPUs are included if their
+    data are given."""
+    points = stats.timeline()
+    prefilling = [point for point in points if _num_read(point)]
+    steps = stats.num_prefill_steps + stats.num_decode_steps
+    most_waiting = max((point.num_waiting for point in points), default=0)
+    most_running = max((point.num_running for point in points), default=0)
+    preempted = accumulate(point.num_preemptions for point in points)
+
+    def lines(
+        value: Callable[[TimelinePoint], float], of: Sequence[TimelinePoint] = points
+    ) -> dict[str, list[Run]]:
+        places = [(point.time + stats.interval / 2, value(point)) for point in of]
+        return {"": _split(of, places, stats.interval)}
+
+    output = lines(lambda point: point.output_tokens_per_s)
+    prefill = lines(lambda point: point.prefill_tokens_per_s)
+    running, waiting = lines(lambda point: point.num_running), lines(lambda point: point.num_waiting)
+    batch, step_ms = lines(lambda point: point.batch_size), lines(lambda point: point.step_ms)
+    kv_cache, most_kv = lines(lambda point: 100 * point.kv_cache_usage), stats.peak_kv_cache_usage
+    hits = lines(lambda point: 100 * point.num_cached_tokens / _num_read(point), prefilling)
+    cached = counted(stats.num_cached_tokens, "token")
+    preemptions, in_all = lines(lambda point: next(preempted)), f"{stats.num_preemptions:,} in all"
+    found = [
+        Chart("Output", "tokens/s", output, f"{counted(stats.num_output_tokens, 'token')} in all"),
+        Chart("Prefill", "prompt tokens/s", prefill, f"{counted(stats.num_computed_tokens, 'token')} in all"),
+        Chart("Running", "sequences", running, f"{most_running:,.0f} at most", whole=True),
+        Chart("Waiting", "sequences", waiting, f"{most_waiting:,.0f} at most", whole=True),
+        Chart("Batch size", "sequences of the mean step", batch, f"{stats.decode_batch_size:,.1f} in decode"),
+        Chart("Step time", "ms of the mean step", step_ms, f"{counted(steps, 'step')} in all"),
+        Chart("KV cache in use", "% of blocks", kv_cache, f"{most_kv:.1%} at most", most=100),
+        Chart("Prefix cache hits", "% of prompt tokens", hits, cached, most=100),
+        Chart("Preemptions", "sequences so far", preemptions, in_all, whole=True),
+    ]
+    if roofline is not None:
+        cost, speed = roofline
+        share = lines(lambda point: 100 * cost.floor(point, speed) / point.seconds)
+        found.append(
+            Chart("Share of the roofline", "% of the steps' time", share, _whole_share(points, *roofline))
+        )
+    found += _gpu_charts(samples, stats.start_time)
+    times = [time for chart in found for line in chart.lines.values() for run in line for time, _ in run]
+    span = (min(times, default=0.0), max(times, default=0.0))
+    return [replace(chart, span=span, marks=marks) for chart in found]
+
+
+def _whole_share(points: Sequence[TimelinePoint], cost: Cost, speed: Speed) -> str:
+    """The share of the time of all steps that a perfect engine would need; "" before the first step."""
+    seconds = sum(point.seconds for point in points)
+    least = sum(cost.floor(point, speed) for point in points)
+    return f"{least / seconds:.1%} of the whole run" if seconds else ""
+
+
+def _gpu_charts(samples: Sequence[GPUSample], start: float) -> list[Chart]:
+    """Power and memory of each GPU; empty without samples. start: of the time axis, in seconds since 1970."""
+    if not samples:
+        return []
+    gpus = range(len(samples[0].power))
+    by_gpu = "" if len(gpus) == 1 else ", by GPU"
+
+    def lines(value: Callable[[GPUSample, int], float]) -> dict[str, list[Run]]:
+        return {str(gpu): [[(each.time - start, value(each, gpu)) for each in samples]] for gpu in gpus}
+
+    return [
+        Chart("GPU power", f"W{by_gpu}", lines(lambda sample, gpu: sample.power[gpu])),
+        Chart("GPU memory in use", f"GiB{by_gpu}", lines(lambda sample, gpu: sample.memory[gpu] / 2**30)),
+    ]
+
+
+def _num_read(point: TimelinePoint) -> int:
+    """Prompt tokens that were computed or came from the prefix cache."""
+    return point.num_computed_tokens + point.num_cached_tokens
+
+
+def _split(points: Sequence[TimelinePoint], places: Run, length: float) -> list[Run]:
+    """Split the places of points into runs, at gaps of more than two intervals without a step."""
+    runs: list[list[tuple[float, float]]] = []
+    before = 0.0
+    for point, place in zip(points, places, strict=True):
+        if not runs or point.time - before - point.seconds > 2 * length:
+            runs.append([])
+        runs[-1].append(place)
+        before = point.time
+    return list(runs)

@@ -1,6 +1,6 @@
 """The minimum cost of steps in bytes and floating-point operations, and the device's speed for both.
 
-Pure arithmetic on the sizes of a model and the counts of a run; measures nothing.
+Pure arithmetic on the sizes of a model, the options of an engine and the counts of a run; measures nothing.
 """
 
 from __future__ import annotations
@@ -9,8 +9,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.stats import TimelinePoint, attention_pairs
 from nanovllm.models.config import ModelConfig
+from nanovllm.report.gpu import devices_of
 
 # Measured bytes/s of a pure read and bf16 FLOP/s of a large matrix product, torch 2.11.
 # tools/measure_device.py prints such a line.
@@ -77,3 +79,15 @@ class Cost:
         )
         kv_seconds = self.decode_bytes(0, point.num_context_tokens) / speed.bytes_per_s
         return flops / speed.flops_per_s + weight_seconds + kv_seconds
+
+
+def roofline_of(llm: LLMEngine) -> tuple[Cost, Speed] | None:
+    """The costs of the engine's steps, and the speed of its devices; None if the speed is not known."""
+    devices = devices_of(llm.config)
+    known = KNOWN_DEVICES.get(devices[0].name)
+    if known is None:
+        return None
+    itemsize = devices[0].resolve_dtype(llm.config.dtype, llm.model_config.dtype).itemsize
+    kv_itemsize = 1 if llm.config.kv_cache_dtype == "fp8" else itemsize
+    cost = Cost.of(llm.model_config, itemsize, kv_itemsize)
+    return cost, Speed(known[0] * len(devices), known[1] * len(devices))

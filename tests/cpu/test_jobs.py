@@ -144,7 +144,7 @@ def test_an_output_that_is_a_link(tmp_path: Path) -> None:
 def test_standard_error_that_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, out = write_rows(tmp_path / "in.jsonl", rows_of(3)), tmp_path / "out.jsonl"
     monkeypatch.setattr("sys.stderr", None)
-    monkeypatch.setattr("nanovllm.jobs.run.main.__defaults__", (FakeLLM,))
+    monkeypatch.setattr("nanovllm.jobs.run.run.__defaults__", (FakeLLM,))
     assert program.main(["run", str(source), "-o", str(out), "--model", jobs.demo_model_path()]) == 0
     assert len(read_rows(out)) == 3
 

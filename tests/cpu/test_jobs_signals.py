@@ -19,7 +19,7 @@ from jobs import FakeLLM, files, read_rows, rows_of, run, write_rows
 from killed_jobs import FORKED, fork_server
 
 from nanovllm.jobs import main as program
-from nanovllm.jobs.signals import caught_signals
+from nanovllm.jobs.errors import caught_signals
 from nanovllm.workers.worker import leave
 
 SECONDS = 120  # against hangs
@@ -121,7 +121,7 @@ def test_a_signal_that_is_ignored_stays_ignored() -> None:
                 signal.raise_signal(TERM)
             signals.hold()
             signal.raise_signal(INT)
-            assert signals.seen == [TERM, INT, INT] and signals.code == 143
+            assert signals.seen == [TERM, INT, INT] and signals.end[0] == 143
         assert signal.getsignal(INT) is handler
     finally:
         signal.signal(HUP, before)

@@ -22,9 +22,9 @@ from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_to
 from transformers import PreTrainedTokenizerFast
 
 from nanovllm import LLM, SamplingParams, demo_model_path
+from nanovllm.jobs.runner import PORTION_BYTES, WINDOW_BYTES, portions, reordered
 from nanovllm.jobs.sources import MAX_ROW_BYTES
 from nanovllm.jobs.tasks import Task
-from nanovllm.jobs.window import PORTION_BYTES, WINDOW_BYTES, portions, reordered
 from nanovllm.text import processor
 from nanovllm.text.lengths import LeastTokens
 from nanovllm.text.tokenizer import ENCODED_BYTES, encode

@@ -31,12 +31,10 @@ from nanovllm import SamplingParams
 from nanovllm.batch import ALL_GREEDY, Batch, StepKind
 from nanovllm.engine.stats import Counters, EngineStats, StepStats
 from nanovllm.report import charts, make_report, write_report
-from nanovllm.report.chart import STYLE, Axis, Chart, Line, time_unit
-from nanovllm.report.facts import roofline_of
+from nanovllm.report.chart import STYLE, Axis, Chart, time_unit
 from nanovllm.report.gpu import GPUSample
-from nanovllm.report.page import MAX_CELL_CHARACTERS, MAX_ERROR_ROWS
-from nanovllm.report.roofline import KNOWN_DEVICES, Cost, Speed
-from nanovllm.report.series import charts_of
+from nanovllm.report.page import MAX_CELL_CHARACTERS, MAX_ERROR_ROWS, charts_of
+from nanovllm.report.roofline import KNOWN_DEVICES, Cost, Speed, roofline_of
 
 
 @pytest.fixture(scope="module")
@@ -224,7 +222,7 @@ def test_ticks_are_few_and_round_and_their_labels_are_their_values(from_zero: bo
 
 
 def test_several_lines_have_a_legend_and_colors_of_their_own() -> None:
-    lines = [Line(str(number), [[(0.0, 1.0), (9.0, 2.0 + number)]]) for number in range(10)]
+    lines = {str(number): [[(0.0, 1.0), (9.0, 2.0 + number)]] for number in range(10)}
     svg = parse(Chart("GPU power", "W, by GPU", lines).svg())
     texts = [each for each in svg.iter(f"{SVG}text") if each.get("y") == "39.0"]
     assert [words(each) for each in texts] == ["W, by GPU", *map(str, reversed(range(10)))]
@@ -265,7 +263,7 @@ def test_a_line_is_broken_where_no_step_ran() -> None:
     slow = replace(step, seconds=2.0)
     stats = recorded([(0.15, step), (0.25, step), (2.25, slow), (5.05, step), (5.15, step)])
     [output, *_] = charts_of(stats)
-    assert [len(run) for run in output.lines[0].runs] == [3, 2]
+    assert [len(run) for run in output.lines[""]] == [3, 2]
 
 
 def test_all_charts_have_one_time_axis() -> None:
@@ -281,7 +279,7 @@ def test_all_charts_have_one_time_axis() -> None:
     [(0.5, "s"), (180, "s"), (181, "min"), (3 * 3600, "min"), (86400, "h"), (1e6, "days")],
 )
 def test_times_have_a_unit_that_suits_them(seconds: float, unit: str) -> None:
-    svg = parse(Chart("x", "y", [Line("", [[(0.0, 1.0), (seconds, 2.0)]])]).svg())
+    svg = parse(Chart("x", "y", {"": [[(0.0, 1.0), (seconds, 2.0)]]}).svg())
     check_axes(svg)
     assert named(svg, "unit")[1].endswith(f"({unit})")
     size = {"s": 1, "min": 60, "h": 3600, "days": 86400}[unit]
@@ -310,7 +308,7 @@ def test_the_share_of_the_roofline_is_the_floor_by_the_time() -> None:
     assert (
         chart.title == "Share of the roofline" and chart.note == f"{sum(floors) / 1.2:.1%} of the whole run"
     )
-    assert [value for run in chart.lines[0].runs for _, value in run] == [
+    assert [value for run in chart.lines[""] for _, value in run] == [
         pytest.approx(100 * floors[0] / 0.8),
         pytest.approx(100 * floors[1] / 0.4),
     ]

@@ -27,8 +27,8 @@ from nanovllm.jobs.formats import open_source
 from nanovllm.jobs.journal import Journal, hash_file, hash_model, locked
 from nanovllm.jobs.output import IndexSet, Output, put_in_order, to_line
 from nanovllm.jobs.progress import JobProgress
+from nanovllm.jobs.runner import grouped_by_prefix, reordered
 from nanovllm.jobs.tasks import Task
-from nanovllm.jobs.window import grouped_by_prefix, reordered
 from nanovllm.outputs import CompletionOutput, RequestOutput
 from nanovllm.sampling_params import SamplingParams
 

@@ -18,10 +18,10 @@ from nanovllm.jobs.errors import JobRefusedError
 from nanovllm.jobs.formats import open_source
 from nanovllm.jobs.openai_batch import OpenAIFormat
 from nanovllm.jobs.output import line_index, to_line
-from nanovllm.jobs.params import ParamsMaker, job_params, make_params, row_seed
+from nanovllm.jobs.params import job_params, make_params, row_seed
 from nanovllm.jobs.parquet import import_pyarrow
 from nanovllm.jobs.sources import SourceRow
-from nanovllm.jobs.tasks import Columns, PlainFormat, Task
+from nanovllm.jobs.tasks import PlainFormat, Task
 from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput
 from nanovllm.sampling_params import SamplingParams
 
@@ -213,7 +213,7 @@ def test_a_pipe_is_refused_because_it_is_read_twice(tmp_path: Path) -> None:
 def plain_task(
     values: dict[str, Any], index: int = 0, params: SamplingParams = GREEDY, **columns: Any
 ) -> Task:
-    row_format = PlainFormat(ParamsMaker(params, 0), Columns(**columns))
+    row_format = PlainFormat(params, 0, **columns)
     return row_format.task(SourceRow(index, "line 1", values), values)
 
 
@@ -259,9 +259,9 @@ def test_bad_rows(values: dict[str, Any], columns: dict[str, Any], error: str) -
 @pytest.mark.parametrize("template", ["none", "{", "{}", "{0}{}"])
 def test_bad_templates(template: str) -> None:
     if template == "{0}{}":  # a column may be called 0, but must have a name
-        assert Columns(template="{0}").needed() == ["0"]
+        assert PlainFormat(GREEDY, 0, template="{0}").needed == ["0"]
     with pytest.raises(ValueError, match="the template"):
-        Columns(template=template).needed()
+        PlainFormat(GREEDY, 0, template=template)
 
 
 def test_seeds_follow_from_the_engine_and_the_index() -> None:
@@ -288,7 +288,7 @@ CHAT = [{"role": "user", "content": "a"}]
 def batch_task(body: dict[str, Any], url: str = "/v1/chat/completions", **others: Any) -> Task:
     values = {"custom_id": "r", "method": "POST", "url": url, "body": body} | others
     params = job_params({"temperature": 0}, None, OpenAIFormat.default_params)
-    row_format = OpenAIFormat(ParamsMaker(params, 0), "folder")
+    row_format = OpenAIFormat(params, 0, "folder")
     return row_format.task(SourceRow(3, "line 4", values), values)
 
 
@@ -350,7 +350,7 @@ def test_bad_openai_rows(body: dict[str, Any], others: dict[str, Any], error: st
 
 
 def test_openai_answers() -> None:
-    row_format = OpenAIFormat(ParamsMaker(GREEDY, 0), "folder")
+    row_format = OpenAIFormat(GREEDY, 0, "folder")
     logprobs = [{5: Logprob(-0.5, 1, "a"), 6: Logprob(-float("inf"), 2, "b")}]
     completion = CompletionOutput(0, "a", [5], None, logprobs, "stop")
     output = RequestOutput("0", "Hi", [1, 2], None, [completion])
