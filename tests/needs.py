@@ -8,9 +8,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from nanovllm.attention.backends import ReferenceBackend, select
 from nanovllm.attention.flash_attn import FlashAttnBackend
-from nanovllm.attention.reference import ReferenceBackend
-from nanovllm.attention.select import select
 from nanovllm.device import Device
 
 HEAD_DIM = 128  # the heads of these tests' models, or smaller ones that are supported alike

@@ -7,7 +7,7 @@ import platform
 
 import torch
 
-from nanovllm.attention.select import BACKENDS
+from nanovllm.attention.backends import BACKENDS
 from nanovllm.device import Device
 from nanovllm.jobs.errors import ANSWERED
 from nanovllm.versions import versions

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from nanovllm.attention.select import resolve_block_size, select
+from nanovllm.attention.backends import resolve_block_size, select
 from nanovllm.batch import EMPTY_BATCH, Batch, StepKind, StepOutput, TokenMasks
 from nanovllm.columns import StepSize
 from nanovllm.config import Config

@@ -8,9 +8,7 @@ import pytest
 import torch
 from test_needs import GPU
 
-from nanovllm.attention.reference import ReferenceBackend
-from nanovllm.attention.select import resolve_block_size, select
-from nanovllm.attention.triton import TritonBackend
+from nanovllm.attention.backends import ReferenceBackend, TritonBackend, resolve_block_size, select
 from nanovllm.device import CPU_KV_CACHE_BYTES, Device
 from nanovllm.kernels.cache import KVCache
 from nanovllm.layers.attention import Attention

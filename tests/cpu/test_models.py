@@ -10,8 +10,8 @@ import pytest
 import torch
 from tiny_models import FAMILIES, edit_json, transformers_greedy, transformers_logits, write_tiny_model
 
+from nanovllm.attention.backends import ReferenceBackend
 from nanovllm.attention.base import PrefillRanges, StepMetadata
-from nanovllm.attention.reference import ReferenceBackend
 from nanovllm.distributed.group import TPGroup
 from nanovllm.engine.startup import resolve_max_model_len
 from nanovllm.kernels.cache import KVCache
