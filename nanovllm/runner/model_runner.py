@@ -32,8 +32,7 @@ from nanovllm.models.loader import init_dummy_weights, load_weights
 from nanovllm.runner.cuda_graph import CUDAGraphs, graph_sizes
 from nanovllm.runner.ending import Ending, StepTensors, UndrawnStep
 from nanovllm.runner.inputs import StepInputs, prepare_decode, prepare_prefill
-from nanovllm.runner.kv_cache import attach, cache_shape, scratch_in, set_scales
-from nanovllm.runner.memory import KVCacheSpace, equal_batch
+from nanovllm.runner.memory import KVCacheSpace, attach, cache_shape, equal_batch, scratch_in, set_scales
 from nanovllm.runner.overlap import OVERLAP_TOKENS, overlaps, rows_of_half
 from nanovllm.runner.profile import RankProfile
 from nanovllm.runner.shared_prefixes import SharedPrefixFinder, SharedRows
