@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from nanovllm.attention.rotary import RopeConfig
 from nanovllm.layers.linear import can_split_heads
-from nanovllm.layers.rotary_embedding import RopeConfig
 
 SUPPORTED_DTYPES = ("float32", "bfloat16", "float16")
 SUPPORTED_LAYERS = ("full_attention", "sliding_attention")

@@ -17,7 +17,7 @@ from nanovllm.batch import Batch, SamplingBatch, StepKind
 from nanovllm.config import Config
 from nanovllm.device import Device
 from nanovllm.errors import KVCacheMemoryError
-from nanovllm.layers.attention import Attention
+from nanovllm.models.decoder import Attention
 
 logger = logging.getLogger("nanovllm")
 
