@@ -7,10 +7,11 @@ Triton runs on any GPU that it supports, without an extra package; without a GPU
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 import torch
 
-from nanovllm.attention.base import AttentionBackend, AttentionMetadata
+from nanovllm.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec
 from nanovllm.attention.flash_attn import FlashAttnBackend
 from nanovllm.device import Device
 from nanovllm.kernels.cache import KVCache
@@ -37,23 +38,27 @@ class TritonBackend(AttentionBackend):
     default_block_size = 256
 
     @classmethod
-    def unavailable(
-        cls, device: Device, dtype: torch.dtype, head_dim: int, cache_dtype: torch.dtype
-    ) -> str | None:
+    def unavailable(cls, device: Device, dtype: torch.dtype, cache_dtype: torch.dtype) -> str | None:
         if not device.is_cuda and not INTERPRET:
             return f"it needs a CUDA device (or TRITON_INTERPRET=1), and the device is {device.torch}"
         if not HAS_TRITON:
             return "the package triton is not installed (pip install triton)"
-        if head_dim % 8 or head_dim > 256:
-            return f"it supports head_dim up to 256 in steps of 8, and head_dim is {head_dim}"
         return None
 
     def shared_unit(
-        self, group: int, head_dim: int, cache_dtype: torch.dtype, device: torch.device
+        self, spec: AttentionSpec, cache_dtype: torch.dtype, device: torch.device
     ) -> SharedUnit | None:
-        return shared_unit(group, head_dim, cache_dtype, device, self.deterministic)
+        group = spec.num_heads // spec.num_kv_heads
+        return shared_unit(group, spec.head_dim, cache_dtype, device, self.deterministic)
 
-    def forward(self, q: torch.Tensor, cache: KVCache, meta: AttentionMetadata, scale: float) -> torch.Tensor:
+    def forward(
+        self,
+        q: torch.Tensor,
+        cache: KVCache,
+        meta: AttentionMetadata,
+        spec: AttentionSpec,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         if meta.prefill is None:
             shared = meta.shared
             return paged_decode_attention_triton(
@@ -62,7 +67,7 @@ class TritonBackend(AttentionBackend):
                 meta.block_tables,
                 meta.context_lens,
                 meta.max_seqlen_k,
-                scale,
+                spec.scale,
                 None if shared is None else Shared(**vars(shared)),
                 invariant=self.deterministic,
             )
@@ -73,7 +78,7 @@ class TritonBackend(AttentionBackend):
             meta.prefill.cu_seqlens_q,
             meta.context_lens,
             meta.prefill.max_seqlen_q,
-            scale,
+            spec.scale,
             invariant=self.deterministic,
         )
 
@@ -85,25 +90,31 @@ class ReferenceBackend(AttentionBackend):
     block_size_multiple = 1
     default_block_size = 16
     supports_cuda_graph = False  # it reads lengths on the host
+    head_dims = range(1, 2**31)
 
     def __init__(self, deterministic: bool = False) -> None:
         super().__init__(deterministic)
         self._gather: tuple[AttentionMetadata, torch.Tensor, torch.Tensor] | None = None
 
     @classmethod
-    def unavailable(
-        cls, device: Device, dtype: torch.dtype, head_dim: int, cache_dtype: torch.dtype
-    ) -> str | None:
+    def unavailable(cls, device: Device, dtype: torch.dtype, cache_dtype: torch.dtype) -> str | None:
         return None
 
-    def forward(self, q: torch.Tensor, cache: KVCache, meta: AttentionMetadata, scale: float) -> torch.Tensor:
+    def forward(
+        self,
+        q: torch.Tensor,
+        cache: KVCache,
+        meta: AttentionMetadata,
+        spec: AttentionSpec,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         if meta.prefill is None:
             if self._gather is None or self._gather[0] is not meta:  # once per step, not per layer
                 found = decode_gather_reference(
                     meta.block_tables, meta.context_lens, meta.max_seqlen_k, cache.k.shape[1]
                 )
                 self._gather = (meta, *found)
-            return decode_attend_reference(q, cache, *self._gather[1:], scale)
+            return decode_attend_reference(q, cache, *self._gather[1:], spec.scale)
         return paged_prefill_attention_reference(
             q,
             cache,
@@ -111,7 +122,7 @@ class ReferenceBackend(AttentionBackend):
             meta.prefill.cu_seqlens_q,
             meta.context_lens,
             meta.prefill.max_seqlen_q,
-            scale,
+            spec.scale,
         )
 
 
@@ -123,11 +134,11 @@ def select(
     name: str,
     device: Device,
     dtype: torch.dtype,
-    head_dim: int,
+    specs: Sequence[AttentionSpec],
     cache_dtype: torch.dtype,
     deterministic: bool = False,
 ) -> AttentionBackend:
-    """Return the backend called `name`, or for "auto" the first that is available.
+    """Return the backend called `name`, or for "auto" the first that is available and computes all layers.
 
     With `deterministic`, "auto" is "triton", whose bits do not depend on the rest of the batch. Raises
     ValueError with the reason if the requested backend cannot run here, or if the GPU does not support FP8
@@ -148,7 +159,10 @@ def select(
             name == "auto" and not device.is_cuda and backend.name == "triton"
         ):
             continue
-        reason = backend.unavailable(device, dtype, head_dim, cache_dtype)
+        reason = backend.unavailable(device, dtype, cache_dtype)
+        if reason is None and (reason := backend.unsupported(specs)):
+            able = [each.name for each in BACKENDS if each.unsupported(specs) is None]
+            reason += f"; supported by {able}"
         if reason is None:
             logger.info("attention backend: %s%s", backend.name, f" ({reasons})" if reasons else "")
             return backend(deterministic)

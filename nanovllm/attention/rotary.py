@@ -121,13 +121,17 @@ class RopeConfig:
         return stated  # llama3 states the scaled length
 
 
-def rope_table(config: RopeConfig, head_dim: int, num_positions: int) -> torch.Tensor:
-    """Return [num_positions, head_dim] float32 on the CPU: head_dim / 2 cosines, then head_dim / 2 sines.
+def rope_table(config: RopeConfig | None, head_dim: int, num_positions: int) -> torch.Tensor:
+    """Return [num_positions, head_dim] float32 on the CPU: head_dim / 2 cosines, then head_dim / 2 sines;
+    without a config those of angle 0.
 
     The same numbers as transformers' `modeling_rope_utils`. Those of "dynamic" hold up to `longest_fixed`: in
     a longer sequence every token changes them all, and a cache of rotated keys cannot follow.
     """
     positions = torch.arange(num_positions, dtype=torch.float32)
+    if config is None:
+        angles = positions.new_zeros(num_positions, head_dim // 2)
+        return torch.cat((angles.cos(), angles.sin()), dim=-1)
     angles = positions[:, None] * _frequencies(config, head_dim)
     scale = _attention_factor(config)
     return torch.cat((angles.cos() * scale, angles.sin() * scale), dim=-1)

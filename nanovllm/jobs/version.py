@@ -12,7 +12,6 @@ from nanovllm.device import Device
 from nanovllm.jobs.errors import ANSWERED
 from nanovllm.versions import versions
 
-HEAD_DIM = 128  # assumed when checking the attention backends
 OPTIONAL = ("flash-attn", "llguidance", "pyarrow")
 
 
@@ -27,6 +26,6 @@ def main(args: argparse.Namespace) -> int:
         print(f"{device.torch} {device.name}{capability}: {free / 2**30:.1f} of {total / 2**30:.1f} GiB free")
         dtype = device.resolve_dtype("auto", "bfloat16")
         for backend in BACKENDS:
-            reason = backend.unavailable(device, dtype, HEAD_DIM, dtype)
+            reason = backend.unavailable(device, dtype, dtype)
             print(f"  attention backend {backend.name}: {'can run' if reason is None else f'no: {reason}'}")
     return ANSWERED

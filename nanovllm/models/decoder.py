@@ -5,13 +5,15 @@ Modules are named as in transformers, so a parameter's path is its checkpoint na
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from nanovllm.attention.base import AttentionBackend, StepMetadata
-from nanovllm.attention.rotary import rope_table
+from nanovllm.attention.rotary import RopeConfig, rope_table
 from nanovllm.distributed.group import TPGroup
 from nanovllm.kernels.cache import KVCache
 from nanovllm.kernels.matmul import is_aligned
@@ -36,7 +38,7 @@ class Build(NamedTuple):
 
     tp: TPGroup
     backend: AttentionBackend
-    cos_sin: torch.Tensor  # of `rope_table`, for all layers
+    rope: Callable[[RopeConfig | None, int], torch.Tensor]  # (settings, head_dim) -> the one `rope_table`
     options: WeightOptions
 
 
@@ -46,19 +48,21 @@ class Attention(nn.Module):
     `cache` is empty until the owner of its memory sets it.
     """
 
-    def __init__(self, config: ModelConfig, build: Build) -> None:
+    def __init__(self, config: ModelConfig, index: int, build: Build) -> None:
         super().__init__()
-        tp, options = build.tp, build.options
-        hidden_size, head_dim, self.eps = config.hidden_size, config.head_dim, config.rms_norm_eps
-        heads = (config.num_heads, config.num_kv_heads)
-        self.qkv_proj = QKVParallelLinear(hidden_size, head_dim, *heads, tp, options, config.qkv_bias)
-        self.o_proj = RowParallelLinear(config.num_heads * head_dim, hidden_size, tp, options, config.o_bias)
-        self.q_norm = RMSNorm(head_dim, self.eps, options) if config.qk_norm else None
-        self.k_norm = RMSNorm(head_dim, self.eps, options) if config.qk_norm else None
-        self.cos_sin = build.cos_sin
-        self.num_heads, self.num_kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads
-        self.head_dim = head_dim
-        self.scale = head_dim**-0.5
+        tp, options, self.eps = build.tp, build.options, config.rms_norm_eps
+        whole = config.spec(index)
+        self.spec = whole.of_rank(tp.size)
+        self.qkv_proj = QKVParallelLinear(
+            config.hidden_size,
+            *(whole.head_dim, whole.num_heads, whole.num_kv_heads),
+            *(tp, options, config.qkv_bias),
+        )
+        size = whole.num_heads * whole.head_dim
+        self.o_proj = RowParallelLinear(size, config.hidden_size, tp, options, config.o_bias)
+        self.q_norm = RMSNorm(whole.head_dim, self.eps, options) if whole.qk_norm else None
+        self.k_norm = RMSNorm(whole.head_dim, self.eps, options) if whole.qk_norm else None
+        self.cos_sin = build.rope(whole.rope, whole.head_dim)
         self.backend = build.backend
         self.cache = KVCache(torch.empty(0), torch.empty(0))
 
@@ -72,7 +76,7 @@ class Attention(nn.Module):
         k_weight = None if self.k_norm is None else self.k_norm.weight
         rotation = Rotation(step.positions, self.cos_sin, q_weight, k_weight, self.eps)
         q = qk_norm_rope_store(q, k, v, rotation, self.cache, step.meta.slot_mapping)
-        attended = self.backend.forward(q, self.cache, step.meta, self.scale)
+        attended = self.backend.forward(q, self.cache, step.meta, self.spec)
         product: Product = self.o_proj(attended.flatten(1))
         return product
 
@@ -96,12 +100,12 @@ class GatedMLP(nn.Module):
 class DecoderLayer(nn.Module):
     """Attention, then an MLP; each has a norm before it, and adds to the residual stream."""
 
-    def __init__(self, config: ModelConfig, build: Build) -> None:
+    def __init__(self, config: ModelConfig, index: int, build: Build) -> None:
         super().__init__()
         tp, options = build.tp, build.options
         hidden_size, eps = config.hidden_size, config.rms_norm_eps
         self.input_layernorm = RMSNorm(hidden_size, eps, options, tp)
-        self.self_attn = Attention(config, build)
+        self.self_attn = Attention(config, index, build)
         self.post_attention_layernorm = RMSNorm(hidden_size, eps, options, tp)
         self.mlp = GatedMLP(hidden_size, config.intermediate_size, tp, options, config.mlp_bias)
 
@@ -118,7 +122,7 @@ class DecoderModel(nn.Module):
         super().__init__()
         tp, options = build.tp, build.options
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, tp, options)
-        self.layers = nn.ModuleList(DecoderLayer(config, build) for _ in range(config.num_layers))
+        self.layers = nn.ModuleList(DecoderLayer(config, index, build) for index in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, options, tp)
 
 
@@ -141,8 +145,12 @@ class DecoderForCausalLM(nn.Module):
         super().__init__()
         config.check_tensor_parallel_size(tp.size)
         self.config = config
-        cos_sin = rope_table(config.rope, config.head_dim, max_model_len + 1).to(options.device)
-        self.model = DecoderModel(config, Build(tp, backend, cos_sin, options))
+
+        @cache
+        def rope(settings: RopeConfig | None, head_dim: int) -> torch.Tensor:
+            return rope_table(settings, head_dim, max_model_len + 1).to(options.device)
+
+        self.model = DecoderModel(config, Build(tp, backend, rope, options))
         tied_to = self.model.embed_tokens if config.tie_word_embeddings else None
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, tp, options, tied_to)
         self.attention_layers: list[Attention] = [m for m in self.modules() if isinstance(m, Attention)]

@@ -144,13 +144,17 @@ def equal_batch(
 
 
 def cache_shape(layers: Sequence[Attention], num_blocks: int, block_size: int) -> tuple[int, ...]:
-    """[2, layers, num_blocks, block_size, KV heads, head_dim]: keys, then values."""
-    return 2, len(layers), num_blocks, block_size, layers[0].num_kv_heads, layers[0].head_dim
+    """[2, layers with own keys, num_blocks, block_size, KV heads, head_dim]: keys, then values."""
+    spec, own = layers[0].spec, sum(layer.spec.kv_from is None for layer in layers)
+    return 2, own, num_blocks, block_size, spec.num_kv_heads, spec.head_dim
 
 
 def attach(layers: Sequence[Attention], kv_cache: torch.Tensor) -> None:
     """Give every layer its part of a cache of `cache_shape`, instead of its current one."""
-    for layer, k, v in zip(layers, *kv_cache, strict=True):
+    own = iter(zip(*kv_cache, strict=True))
+    for layer in layers:
+        source = layer.spec.kv_from
+        k, v = layers[source].cache[:2] if source is not None else next(own)
         layer.cache = layer.cache._replace(k=k, v=v)
 
 
@@ -170,7 +174,10 @@ def set_scales(layers: Sequence[Attention], kv_cache: torch.Tensor, dtype: torch
     """
     largest = kv_cache.float().abs().amax(dim=(2, 3, 5))  # [2, layers, KV heads]
     scales = (largest / (torch.finfo(dtype).max / 4)).clamp(min=1e-6)
-    for layer, k_scale, v_scale in zip(layers, *scales, strict=True):
+    own = iter(zip(*scales, strict=True))
+    for layer in layers:
+        source = layer.spec.kv_from
+        k_scale, v_scale = layers[source].cache[2:] if source is not None else next(own)
         if layer.cache.k_scale is None or layer.cache.v_scale is None:
             layer.cache = layer.cache._replace(k_scale=k_scale, v_scale=v_scale)
         else:
