@@ -8,12 +8,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from nanovllm.attention.backends import ReferenceBackend, select
 from nanovllm.attention.flash_attn import FlashAttnBackend
-from nanovllm.attention.reference import ReferenceBackend
-from nanovllm.attention.select import select
 from nanovllm.device import Device
-
-HEAD_DIM = 128  # the heads of these tests' models, or smaller ones that are supported alike
 
 
 def this_gpu() -> Device:
@@ -26,7 +23,7 @@ def needs_backend(name: str, dtype: str = "auto") -> None:
         return
     gpu = this_gpu()
     resolved = gpu.resolve_dtype(dtype, "bfloat16")
-    reason = FlashAttnBackend.unavailable(gpu, resolved, HEAD_DIM, resolved)
+    reason = FlashAttnBackend.unavailable(gpu, resolved, resolved)
     if reason is not None:
         pytest.skip(f"attention backend {name!r}: {reason}")
 
@@ -36,6 +33,6 @@ def needs_kv_cache_dtype(name: str) -> None:
     if name != "fp8":
         return
     try:
-        select(ReferenceBackend.name, this_gpu(), torch.bfloat16, HEAD_DIM, torch.float8_e4m3fn)
+        select(ReferenceBackend.name, this_gpu(), torch.bfloat16, (), torch.float8_e4m3fn)
     except ValueError as error:
         pytest.skip(str(error))

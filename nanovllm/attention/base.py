@@ -1,19 +1,58 @@
-"""The interface of attention backends and their metadata. Owns no kernel and no state."""
+"""What a layer's attention computes, the interface of the backends that do, and their metadata.
+
+Owns no kernel and no state.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
-from typing import Annotated, ClassVar, Generic
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, ClassVar, Generic, Literal
 
 import numpy as np
 import torch
 
+from nanovllm.attention.rotary import RopeConfig
 from nanovllm.batch import NO_SLOT, PADDING
 from nanovllm.columns import A, Column
 from nanovllm.device import Device
 from nanovllm.kernels.cache import KVCache
 from nanovllm.kernels.decode_attention import SharedUnit
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """What the attention of one layer computes. The defaults are plain causal attention without positions.
+
+    In a `ModelConfig` the heads are those of the model, in a layer those of its rank.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float = 0.0  # of scores; 0: 1 / sqrt(head_dim)
+    window: int | None = None  # a token attends to so many tokens, itself included; None: to all before it
+    softcap: float | None = None  # scores become softcap * tanh(score / softcap)
+    sinks: bool = False  # a learned score for each head, which takes weight and adds nothing (gpt-oss)
+    qk_norm: Literal["head", "all"] | None = None  # RMSNorm over each head (Qwen3), or over all (OLMo 2)
+    rope: RopeConfig | None = None  # None: queries and keys are not rotated
+    kv_from: int | None = None  # an earlier layer whose keys and values it reads, with none of its own
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"num_heads={self.num_heads} is no multiple of num_kv_heads={self.num_kv_heads}")
+        for name in ("window", "softcap"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ValueError(f"{name}={value} must be positive, or None")
+        if not self.scale:
+            object.__setattr__(self, "scale", self.head_dim**-0.5)
+
+    def of_rank(self, ranks: int) -> AttentionSpec:
+        """The same for one of `ranks` ranks, which split the heads."""
+        heads, kv_heads = self.num_heads // ranks, max(1, self.num_kv_heads // ranks)
+        return replace(self, num_heads=heads, num_kv_heads=kv_heads)
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,6 +103,7 @@ class StepColumns(AttentionColumns[A]):
     halves: tuple[AttentionColumns[A], AttentionColumns[A]] | None = None  # the same tokens in two parts
 
 
+FEATURES = ("window", "softcap", "sinks", "kv_from")  # fields of AttentionSpec that a backend may not support
 AttentionMetadata = AttentionColumns[torch.Tensor]
 StepMetadata = StepColumns[torch.Tensor]
 
@@ -72,34 +112,56 @@ class AttentionBackend(ABC):
     """Attends over the paged cache, which already holds this step's keys and values.
 
     Cells without a live token may hold NaN. With `deterministic` the bits of a row do not depend on other
-    rows.
+    rows. What a backend can do stands in its class: these constants, and `unavailable`.
     """
 
     name: ClassVar[str]
     block_size_multiple: ClassVar[int]
     default_block_size: ClassVar[int]
     supports_cuda_graph: ClassVar[bool] = True  # a decode step only launches kernels
+    head_dims: ClassVar[range] = range(8, 257, 8)
+    features: ClassVar[frozenset[str]] = frozenset()  # the fields among FEATURES that it computes
 
     def __init__(self, deterministic: bool = False) -> None:
         self.deterministic = deterministic
 
     @classmethod
     @abstractmethod
-    def unavailable(
-        cls, device: Device, dtype: torch.dtype, head_dim: int, cache_dtype: torch.dtype
-    ) -> str | None:
+    def unavailable(cls, device: Device, dtype: torch.dtype, cache_dtype: torch.dtype) -> str | None:
         """Return the reason why this backend cannot run here, or None if it can."""
 
+    @classmethod
+    def unsupported(cls, specs: Sequence[AttentionSpec]) -> str | None:
+        """Return what this backend cannot compute, with the layer; None if it can compute all layers."""
+        for layer, spec in enumerate(specs):
+            for name in FEATURES:
+                if getattr(spec, name) not in (None, False) and name not in cls.features:
+                    return f"layer {layer} has {name}={getattr(spec, name)}, which it does not support"
+            if spec.head_dim not in cls.head_dims:
+                most, step = cls.head_dims[-1], cls.head_dims.step
+                return (
+                    f"it supports head_dim up to {most} in steps of {step}, and head_dim is {spec.head_dim} "
+                    f"in layer {layer}"
+                )
+        return None
+
     def shared_unit(
-        self, group: int, head_dim: int, cache_dtype: torch.dtype, device: torch.device
+        self, spec: AttentionSpec, cache_dtype: torch.dtype, device: torch.device
     ) -> SharedUnit | None:
-        """How to group sequences with shared prefixes, for `group` query heads of each KV head; None: not
-        supported."""
+        """How to group sequences with shared prefixes; None: not supported."""
         return None
 
     @abstractmethod
-    def forward(self, q: torch.Tensor, cache: KVCache, meta: AttentionMetadata, scale: float) -> torch.Tensor:
+    def forward(
+        self,
+        q: torch.Tensor,
+        cache: KVCache,
+        meta: AttentionMetadata,
+        spec: AttentionSpec,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Return the causal attention of q [T, num_heads, head_dim] as a new tensor of the same shape.
 
-        Scores are multiplied by `scale`. The cache already holds the keys and values of the step's tokens.
+        The cache already holds the keys and values of the step's tokens. sinks: [num_heads] of q's dtype, if
+        the spec has them.
         """

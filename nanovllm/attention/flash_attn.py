@@ -10,7 +10,7 @@ from types import ModuleType
 
 import torch
 
-from nanovllm.attention.base import AttentionBackend, AttentionMetadata
+from nanovllm.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec
 from nanovllm.device import Device
 from nanovllm.kernels.cache import KVCache
 
@@ -31,9 +31,7 @@ class FlashAttnBackend(AttentionBackend):
     default_block_size = 256
 
     @classmethod
-    def unavailable(
-        cls, device: Device, dtype: torch.dtype, head_dim: int, cache_dtype: torch.dtype
-    ) -> str | None:
+    def unavailable(cls, device: Device, dtype: torch.dtype, cache_dtype: torch.dtype) -> str | None:
         if not device.is_cuda:
             return f"it needs a CUDA device, and the device is {device.torch}"
         package = _package()
@@ -47,11 +45,16 @@ class FlashAttnBackend(AttentionBackend):
             return f"it supports float16 and bfloat16, and the dtype is {dtype}"
         if cache_dtype != dtype:
             return f"it does not support a KV cache of {cache_dtype}"
-        if head_dim % 8 or head_dim > 256:
-            return f"it supports head_dim up to 256 in steps of 8, and head_dim is {head_dim}"
         return None
 
-    def forward(self, q: torch.Tensor, cache: KVCache, meta: AttentionMetadata, scale: float) -> torch.Tensor:
+    def forward(
+        self,
+        q: torch.Tensor,
+        cache: KVCache,
+        meta: AttentionMetadata,
+        spec: AttentionSpec,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         assert cache.k_scale is None and cache.v_scale is None, "flash-attn 2 reads no FP8 cache"
         package = _package()
         assert isinstance(package, ModuleType), "unavailable() returned the reason"
@@ -62,7 +65,7 @@ class FlashAttnBackend(AttentionBackend):
                 cache.v,
                 cache_seqlens=meta.context_lens,
                 block_table=meta.block_tables,
-                softmax_scale=scale,
+                softmax_scale=spec.scale,
                 causal=True,
             )
             return out[:, 0]
@@ -74,7 +77,7 @@ class FlashAttnBackend(AttentionBackend):
             cu_seqlens_k=meta.prefill.cu_seqlens_k,
             max_seqlen_q=meta.prefill.max_seqlen_q,
             max_seqlen_k=meta.max_seqlen_k,
-            softmax_scale=scale,
+            softmax_scale=spec.scale,
             causal=True,
             block_table=meta.block_tables,
         )

@@ -16,7 +16,7 @@ from typing import TypeAlias
 import torch
 import xxhash
 
-from nanovllm.attention.select import BACKENDS
+from nanovllm.attention.backends import BACKENDS
 from nanovllm.config import Config
 from nanovllm.device import Device
 from nanovllm.engine.startup import (

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
+from nanovllm.attention.base import AttentionSpec
+from nanovllm.attention.rotary import RopeConfig
 from nanovllm.layers.linear import can_split_heads
-from nanovllm.layers.rotary_embedding import RopeConfig
 
 SUPPORTED_DTYPES = ("float32", "bfloat16", "float16")
 SUPPORTED_LAYERS = ("full_attention", "sliding_attention")
@@ -45,22 +46,51 @@ class ModelConfig:
     hidden_size: int
     intermediate_size: int
     num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
+    attention: tuple[AttentionSpec, ...]  # of the first layers; the others repeat them in turn
     rms_norm_eps: float
     max_position_embeddings: int  # with the rope scaling applied
-    rope: RopeConfig
     tie_word_embeddings: bool
     qkv_bias: bool
     o_bias: bool
     mlp_bias: bool
-    qk_norm: bool
     dtype: str  # of the checkpoint
     eos_token_ids: tuple[int, ...]
     sliding_window: int | None  # up to this length full attention gives the same result; None: always
     dual_chunk: int | None = None  # the same for dual chunk attention
     max_model_len: int | None = None  # maximum tokens of a sequence in the engine; None: without an engine
+
+    def __post_init__(self) -> None:
+        for layer, spec in enumerate(self.attention):
+            for name in ("num_kv_heads", "head_dim"):
+                own, first = getattr(spec, name), getattr(self, name)
+                if own != first:
+                    raise ValueError(
+                        f"layer {layer} has {name}={own}, and layer 0 has {first}; the KV cache needs the "
+                        "same in all layers"
+                    )
+            source = spec.kv_from
+            if source is not None and (source not in range(layer) or self.spec(source).kv_from is not None):
+                raise ValueError(
+                    f"layer {layer} has kv_from={source}, which must be an earlier layer with keys and "
+                    "values of its own"
+                )
+
+    def spec(self, layer: int) -> AttentionSpec:
+        """What the attention of a layer computes."""
+        return self.attention[layer % len(self.attention)]
+
+    @property
+    def num_heads(self) -> int:
+        """Query heads of the first layer."""
+        return self.attention[0].num_heads
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.attention[0].num_kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        return self.attention[0].head_dim
 
     @property
     def longest(self) -> int:
@@ -70,7 +100,8 @@ class ModelConfig:
     @property
     def _unsupported(self) -> dict[str, int]:
         """What longer sequences need and is not supported, with the lengths up to which nothing needs it."""
-        trained = self.rope.longest_fixed
+        ropes = {spec.rope for spec in self.attention if spec.rope is not None}
+        trained = min((rope.longest_fixed for rope in ropes if rope.longest_fixed is not None), default=None)
         kinds = {
             f"sliding window of {self.sliding_window} tokens": self.sliding_window,
             "dual chunk attention (dual_chunk_attention_config)": self.dual_chunk,
@@ -97,7 +128,8 @@ class ModelConfig:
         """Raise ValueError, with the possible sizes, if the model cannot be split over `size` ranks."""
 
         def fits(ranks: int) -> bool:
-            heads_fit = can_split_heads(self.num_heads, self.num_kv_heads, ranks)
+            heads = {(spec.num_heads, spec.num_kv_heads) for spec in self.attention}
+            heads_fit = all(can_split_heads(*each, ranks) for each in heads)
             return heads_fit and self.intermediate_size % ranks == 0
 
         if not fits(size):
@@ -153,7 +185,7 @@ class ModelFamily:
     qkv_bias: bool | str = False
     o_bias: bool | str = False
     mlp_bias: bool | str = False
-    qk_norm: bool = False
+    qk_norm: Literal["head", "all"] | None = None
     sliding_window: Callable[[HFConfig], int | None] = lambda hf: None
 
     def model_config(
@@ -193,15 +225,11 @@ class ModelFamily:
             hidden_size=hidden_size,
             intermediate_size=intermediate_size,
             num_layers=hf.integer("num_hidden_layers"),
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
+            attention=(AttentionSpec(num_heads, num_kv_heads, head_dim, qk_norm=self.qk_norm, rope=rope),),
             rms_norm_eps=_positive_float(hf, "rms_norm_eps"),
             max_position_embeddings=rope.max_position(stated_positions),
-            rope=rope,
             tie_word_embeddings=hf.boolean("tie_word_embeddings"),
             **biases,
-            qk_norm=self.qk_norm,
             dtype=_dtype(hf),
             eos_token_ids=_eos_token_ids(hf, generation or {}),
             sliding_window=self.sliding_window(hf),

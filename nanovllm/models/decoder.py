@@ -5,19 +5,21 @@ Modules are named as in transformers, so a parameter's path is its checkpoint na
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from nanovllm.attention.base import AttentionBackend, StepMetadata
+from nanovllm.attention.rotary import RopeConfig, rope_table
 from nanovllm.distributed.group import TPGroup
+from nanovllm.kernels.cache import KVCache
 from nanovllm.kernels.matmul import is_aligned
-from nanovllm.layers.attention import Attention
+from nanovllm.kernels.rotary import Rotation, qk_norm_rope_store
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
-from nanovllm.layers.linear import QKVParallelLinear, RowParallelLinear
-from nanovllm.layers.mlp import GatedMLP
-from nanovllm.layers.rotary_embedding import RotaryEmbedding
+from nanovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from nanovllm.layers.stream import AnyStream, RMSNorm, Step, begin
 from nanovllm.layers.weights import WeightLayer, WeightOptions
 from nanovllm.models.config import ModelConfig
@@ -36,42 +38,74 @@ class Build(NamedTuple):
 
     tp: TPGroup
     backend: AttentionBackend
-    rotary: RotaryEmbedding
+    rope: Callable[[RopeConfig | None, int], torch.Tensor]  # (settings, head_dim) -> the one `rope_table`
     options: WeightOptions
 
 
-class DecoderAttention(nn.Module):
-    """Self-attention of one layer with this rank's heads."""
+class Attention(nn.Module):
+    """Self-attention of one layer with this rank's heads, over its part of the KV cache.
 
-    def __init__(self, config: ModelConfig, build: Build) -> None:
+    `cache` is empty until the owner of its memory sets it.
+    """
+
+    def __init__(self, config: ModelConfig, index: int, build: Build) -> None:
         super().__init__()
-        tp, options = build.tp, build.options
-        hidden_size, head_dim, self.eps = config.hidden_size, config.head_dim, config.rms_norm_eps
-        heads = (config.num_heads, config.num_kv_heads)
-        self.qkv_proj = QKVParallelLinear(hidden_size, head_dim, *heads, tp, options, config.qkv_bias)
-        self.o_proj = RowParallelLinear(config.num_heads * head_dim, hidden_size, tp, options, config.o_bias)
-        self.q_norm = RMSNorm(head_dim, self.eps, options) if config.qk_norm else None
-        self.k_norm = RMSNorm(head_dim, self.eps, options) if config.qk_norm else None
-        self.rotary = build.rotary
-        self.attn = Attention(self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads, head_dim, build.backend)
+        tp, options, self.eps = build.tp, build.options, config.rms_norm_eps
+        whole = config.spec(index)
+        self.spec = whole.of_rank(tp.size)
+        self.qkv_proj = QKVParallelLinear(
+            config.hidden_size,
+            *(whole.head_dim, whole.num_heads, whole.num_kv_heads),
+            *(tp, options, config.qkv_bias),
+        )
+        size = whole.num_heads * whole.head_dim
+        self.o_proj = RowParallelLinear(size, config.hidden_size, tp, options, config.o_bias)
+        self.q_norm = RMSNorm(whole.head_dim, self.eps, options) if whole.qk_norm else None
+        self.k_norm = RMSNorm(whole.head_dim, self.eps, options) if whole.qk_norm else None
+        self.cos_sin = build.rope(whole.rope, whole.head_dim)
+        self.backend = build.backend
+        self.cache = KVCache(torch.empty(0), torch.empty(0))
 
     def forward(self, x: Normed, step: Step) -> Product:
-        """x [T, hidden_size] -> a term of the stream, of the same shape."""
+        """x [T, hidden_size] -> a term of the stream, of the same shape.
+
+        Stores keys and values in the step's slots before any token attends.
+        """
         q, k, v = self.qkv_proj.split_heads(self.qkv_proj(x))
-        rotation = self.rotary(step.positions, self.q_norm, self.k_norm, self.eps)
-        product: Product = self.o_proj(self.attn(q, k, v, rotation, step.meta).flatten(1))
+        q_weight = None if self.q_norm is None else self.q_norm.weight
+        k_weight = None if self.k_norm is None else self.k_norm.weight
+        rotation = Rotation(step.positions, self.cos_sin, q_weight, k_weight, self.eps)
+        q = qk_norm_rope_store(q, k, v, rotation, self.cache, step.meta.slot_mapping)
+        attended = self.backend.forward(q, self.cache, step.meta, self.spec)
+        product: Product = self.o_proj(attended.flatten(1))
+        return product
+
+
+class GatedMLP(nn.Module):
+    """down_proj(silu(gate_proj(x)) * up_proj(x)), SwiGLU (Shazeer, 2020), with inner size `size`."""
+
+    def __init__(
+        self, hidden_size: int, size: int, tp: TPGroup, options: WeightOptions, bias: bool = False
+    ) -> None:
+        super().__init__()
+        self.gate_up_proj = MergedColumnParallelLinear(hidden_size, [size, size], tp, options, bias)
+        self.down_proj = RowParallelLinear(size, hidden_size, tp, options, bias)
+
+    def forward(self, x: Normed, step: Step) -> Product:
+        """x [T, hidden_size] -> a term of the stream, of the same shape. Tokens are independent."""
+        product: Product = self.down_proj(self.gate_up_proj(x, silu=True))
         return product
 
 
 class DecoderLayer(nn.Module):
     """Attention, then an MLP; each has a norm before it, and adds to the residual stream."""
 
-    def __init__(self, config: ModelConfig, build: Build) -> None:
+    def __init__(self, config: ModelConfig, index: int, build: Build) -> None:
         super().__init__()
         tp, options = build.tp, build.options
         hidden_size, eps = config.hidden_size, config.rms_norm_eps
         self.input_layernorm = RMSNorm(hidden_size, eps, options, tp)
-        self.self_attn = DecoderAttention(config, build)
+        self.self_attn = Attention(config, index, build)
         self.post_attention_layernorm = RMSNorm(hidden_size, eps, options, tp)
         self.mlp = GatedMLP(hidden_size, config.intermediate_size, tp, options, config.mlp_bias)
 
@@ -82,23 +116,14 @@ class DecoderLayer(nn.Module):
 
 
 class DecoderModel(nn.Module):
-    """Embedding, layers and final norm."""
+    """Embedding, layers and final norm; `DecoderForCausalLM` runs them."""
 
     def __init__(self, config: ModelConfig, build: Build) -> None:
         super().__init__()
         tp, options = build.tp, build.options
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, tp, options)
-        self.layers = nn.ModuleList(DecoderLayer(config, build) for _ in range(config.num_layers))
+        self.layers = nn.ModuleList(DecoderLayer(config, index, build) for index in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, options, tp)
-
-    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, meta: StepMetadata) -> torch.Tensor:
-        step = Step.of(positions, meta)
-        x: AnyStream = begin(self.embed_tokens(input_ids), step)
-        last = len(self.layers) - 1
-        for index, layer in enumerate(self.layers):
-            x = layer(x, step, meta.wanted_rows if index == last else None)
-        hidden: torch.Tensor = self.norm(x).tensor()
-        return hidden
 
 
 class DecoderForCausalLM(nn.Module):
@@ -120,8 +145,12 @@ class DecoderForCausalLM(nn.Module):
         super().__init__()
         config.check_tensor_parallel_size(tp.size)
         self.config = config
-        rotary = RotaryEmbedding(config.rope, config.head_dim, max_model_len + 1, options.device)
-        self.model = DecoderModel(config, Build(tp, backend, rotary, options))
+
+        @cache
+        def rope(settings: RopeConfig | None, head_dim: int) -> torch.Tensor:
+            return rope_table(settings, head_dim, max_model_len + 1).to(options.device)
+
+        self.model = DecoderModel(config, Build(tp, backend, rope, options))
         tied_to = self.model.embed_tokens if config.tie_word_embeddings else None
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, tp, options, tied_to)
         self.attention_layers: list[Attention] = [m for m in self.modules() if isinstance(m, Attention)]
@@ -135,7 +164,12 @@ class DecoderForCausalLM(nn.Module):
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, meta: StepMetadata) -> torch.Tensor:
         """input_ids [T], positions [T] -> hidden states [T, hidden_size] after the final norm; only of the
         metadata's `wanted_rows`, if it has them."""
-        hidden: torch.Tensor = self.model(input_ids, positions, meta)
+        step = Step.of(positions, meta)
+        x: AnyStream = begin(self.model.embed_tokens(input_ids), step)
+        last = len(self.model.layers) - 1
+        for index, layer in enumerate(self.model.layers):
+            x = layer(x, step, meta.wanted_rows if index == last else None)
+        hidden: torch.Tensor = self.model.norm(x).tensor()
         return hidden
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,6 @@ QWEN3 = ModelFamily(
     defaults=QWEN_DEFAULTS | {"head_dim": 128},
     qkv_bias="attention_bias",
     o_bias="attention_bias",
-    qk_norm=True,
+    qk_norm="head",
     sliding_window=qwen_window,
 )

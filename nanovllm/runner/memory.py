@@ -1,19 +1,23 @@
-"""Checks that weights and KV cache fit on every rank, with errors that name the rank and the fix.
+"""The memory of weights and KV cache: whether it suffices on every rank, and how layers share the cache.
 
-Also creates the step that measures activations. Allocates nothing and asks no device.
+The cache is one tensor for all attention layers. Allocates nothing, asks no device, and knows no sequence.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import prod
 
 import numpy as np
+import torch
 
 from nanovllm.batch import Batch, SamplingBatch, StepKind
 from nanovllm.config import Config
 from nanovllm.device import Device
 from nanovllm.errors import KVCacheMemoryError
+from nanovllm.models.decoder import Attention
 
 logger = logging.getLogger("nanovllm")
 
@@ -137,3 +141,45 @@ def equal_batch(
             seed=np.arange(num_seqs, dtype=np.int64),
         ),
     )
+
+
+def cache_shape(layers: Sequence[Attention], num_blocks: int, block_size: int) -> tuple[int, ...]:
+    """[2, layers with own keys, num_blocks, block_size, KV heads, head_dim]: keys, then values."""
+    spec, own = layers[0].spec, sum(layer.spec.kv_from is None for layer in layers)
+    return 2, own, num_blocks, block_size, spec.num_kv_heads, spec.head_dim
+
+
+def attach(layers: Sequence[Attention], kv_cache: torch.Tensor) -> None:
+    """Give every layer its part of a cache of `cache_shape`, instead of its current one."""
+    own = iter(zip(*kv_cache, strict=True))
+    for layer in layers:
+        source = layer.spec.kv_from
+        k, v = layers[source].cache[:2] if source is not None else next(own)
+        layer.cache = layer.cache._replace(k=k, v=v)
+
+
+def scratch_in(kv_cache: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Contiguous zeros of `shape` and `dtype`, in the memory of `kv_cache` if that is large enough."""
+    num_bytes = prod(shape) * dtype.itemsize
+    if num_bytes > kv_cache.nbytes:
+        return torch.zeros(shape, dtype=dtype, device=kv_cache.device)
+    return kv_cache.flatten().view(torch.uint8)[:num_bytes].zero_().view(dtype).view(shape)
+
+
+def set_scales(layers: Sequence[Attention], kv_cache: torch.Tensor, dtype: torch.dtype) -> None:
+    """Set each layer's scales for a cache of `dtype`, per KV head, from the content of `kv_cache`.
+
+    The largest value maps to a quarter of the largest value of `dtype`; later values beyond the range are
+    clamped. Existing scales keep their addresses, which CUDA graphs hold.
+    """
+    largest = kv_cache.float().abs().amax(dim=(2, 3, 5))  # [2, layers, KV heads]
+    scales = (largest / (torch.finfo(dtype).max / 4)).clamp(min=1e-6)
+    own = iter(zip(*scales, strict=True))
+    for layer in layers:
+        source = layer.spec.kv_from
+        k_scale, v_scale = layers[source].cache[2:] if source is not None else next(own)
+        if layer.cache.k_scale is None or layer.cache.v_scale is None:
+            layer.cache = layer.cache._replace(k_scale=k_scale, v_scale=v_scale)
+        else:
+            layer.cache.k_scale.copy_(k_scale)
+            layer.cache.v_scale.copy_(v_scale)

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from nanovllm.attention.select import resolve_block_size, select
+from nanovllm.attention.backends import resolve_block_size, select
 from nanovllm.batch import EMPTY_BATCH, Batch, StepKind, StepOutput, TokenMasks
 from nanovllm.columns import StepSize
 from nanovllm.config import Config
@@ -32,8 +32,7 @@ from nanovllm.models.loader import init_dummy_weights, load_weights
 from nanovllm.runner.cuda_graph import CUDAGraphs, graph_sizes
 from nanovllm.runner.ending import Ending, StepTensors, UndrawnStep
 from nanovllm.runner.inputs import StepInputs, prepare_decode, prepare_prefill
-from nanovllm.runner.kv_cache import attach, cache_shape, scratch_in, set_scales
-from nanovllm.runner.memory import KVCacheSpace, equal_batch
+from nanovllm.runner.memory import KVCacheSpace, attach, cache_shape, equal_batch, scratch_in, set_scales
 from nanovllm.runner.overlap import OVERLAP_TOKENS, overlaps, rows_of_half
 from nanovllm.runner.profile import RankProfile
 from nanovllm.runner.shared_prefixes import SharedPrefixFinder, SharedRows
@@ -75,7 +74,7 @@ class ModelRunner:
             config.attention_backend,
             device,
             self.dtype,
-            model_config.head_dim,
+            model_config.attention,
             self.cache_dtype,
             config.deterministic,
         )
@@ -94,9 +93,10 @@ class ModelRunner:
         self._undrawn: UndrawnStep | None = None
         self.profile: RankProfile | None = None  # the active one
         self.prefixes: SharedPrefixFinder | None = None  # None without a KV cache
-        layer = self.model.attention_layers[0]
-        group = layer.num_heads // layer.num_kv_heads
-        self.shared_unit = self.backend.shared_unit(group, layer.head_dim, self.cache_dtype, device.torch)
+        self.spec = max(
+            (layer.spec for layer in self.model.attention_layers), key=lambda spec: spec.num_heads
+        )
+        self.shared_unit = self.backend.shared_unit(self.spec, self.cache_dtype, device.torch)
         max_seqs, max_tokens = config.max_num_seqs, max(config.max_num_batched_tokens, config.max_num_seqs)
         unit = 0 if self.shared_unit is None else self.shared_unit.sequences
         self.size = StepSize(max_tokens, max_seqs, self.max_blocks, unit)  # of the largest step
@@ -127,8 +127,9 @@ class ModelRunner:
         shape = cache_shape(layers, -(-num_tokens // self.block_size), self.block_size)
         self.kv_cache = scratch_in(kept, shape, self.dtype)  # zeros: unwritten positions must not count
         caches = [layer.cache for layer in layers]
-        for layer, k, v in zip(layers, *self.kv_cache, strict=True):
-            layer.cache = KVCache(k, v)  # of the model's dtype, without scales
+        for layer in layers:
+            layer.cache = KVCache(*layer.cache[:2])  # without scales
+        attach(layers, self.kv_cache)
         rng = np.random.default_rng(0)
         token_ids = rng.integers(self.model_config.vocab_size, size=num_tokens, dtype=np.int32)
         for start in range(0, num_tokens, self.config.max_num_batched_tokens):
@@ -173,14 +174,15 @@ class ModelRunner:
     def measure_kv_cache(self, reserve: int) -> KVCacheSpace:
         """Return the device's memory for the KV cache besides `reserve` bytes, and the size of a block."""
         layers = self.model.attention_layers
-        per_token = 2 * len(layers) * layers[0].num_kv_heads * layers[0].head_dim * self.cache_dtype.itemsize
+        per_block = prod(cache_shape(layers, 1, self.block_size)) * self.cache_dtype.itemsize
         ranks_here = 1 if self.device.is_cuda else self.tp.size
         held = max(self.device.tensor_bytes() - self._held_by_others, 0)
         share = self.config.gpu_memory_utilization
         budget, lacking = self.device.kv_cache_budget(share, held, reserve)
         free, total = self.device.memory()
-        per_block, name = per_token * self.block_size, str(self.device.torch)
-        return KVCacheSpace(name, free, total, budget // ranks_here, reserve, per_block, lacking)
+        return KVCacheSpace(
+            str(self.device.torch), free, total, budget // ranks_here, reserve, per_block, lacking
+        )
 
     def try_kv_cache(self, num_blocks: int) -> bool:
         """Allocate the KV cache if the device still has the memory; return whether it has."""
@@ -200,10 +202,10 @@ class ModelRunner:
     def _make_prefix_finder(self) -> SharedPrefixFinder | None:
         if self.shared_unit is None or not self.config.enable_prefix_caching:
             return None
-        layer, max_num_seqs = self.model.attention_layers[0], self.config.max_num_seqs
+        max_num_seqs = self.config.max_num_seqs
         if self.config.deterministic:
             return SharedPrefixFinder(self.block_size, self.shared_unit, max_num_seqs)
-        least = partial(least_chunk, layer.num_heads, layer.head_dim, self.max_model_len)
+        least = partial(least_chunk, self.spec.num_heads, self.spec.head_dim, self.max_model_len)
         return SharedPrefixFinder(self.block_size, self.shared_unit, max_num_seqs, least)
 
     def _set_kv_cache(self, num_blocks: int) -> None:
@@ -212,7 +214,7 @@ class ModelRunner:
         KVCacheMemoryError if the device has less memory for it than it reported, as under `ulimit -v`.
         """
         layers = self.model.attention_layers
-        self.kv_cache = torch.empty(2, len(layers), 0)
+        self.kv_cache = torch.empty(cache_shape(layers, 0, 0))
         attach(layers, self.kv_cache)  # frees the old cache
         shape = cache_shape(layers, num_blocks, self.block_size)
         try:

@@ -3,30 +3,37 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from test_needs import GPU
 
-from nanovllm.attention.reference import ReferenceBackend
-from nanovllm.attention.select import resolve_block_size, select
-from nanovllm.attention.triton import TritonBackend
+from nanovllm.attention.backends import ReferenceBackend, TritonBackend, resolve_block_size, select
+from nanovllm.attention.base import AttentionSpec
 from nanovllm.device import CPU_KV_CACHE_BYTES, Device
+from nanovllm.distributed.group import TPGroup
 from nanovllm.kernels.cache import KVCache
-from nanovllm.layers.attention import Attention
+from nanovllm.layers.stream import Step
+from nanovllm.layers.weights import WeightOptions
+from nanovllm.models import decoder
+from nanovllm.models.decoder import Attention, Build
+from nanovllm.models.registry import get_family
+from nanovllm.quantization.base import Normed
 
 CPU = Device("cpu")
+SPECS = (AttentionSpec(4, 2, 64),)
 
 
 def test_auto_on_a_cpu_is_the_reference_even_with_the_interpreter() -> None:
-    assert select("auto", CPU, torch.float32, 64, torch.float32).name == "reference"
+    assert select("auto", CPU, torch.float32, SPECS, torch.float32).name == "reference"
 
 
 def test_an_unavailable_backend_says_why() -> None:
     with pytest.raises(ValueError, match="'flash_attn' cannot run here: it needs a CUDA device"):
-        select("flash_attn", CPU, torch.bfloat16, 64, torch.bfloat16)
+        select("flash_attn", CPU, torch.bfloat16, SPECS, torch.bfloat16)
     with pytest.raises(ValueError, match="no such backend"):
-        select("flashinfer", CPU, torch.float32, 64, torch.float32)
+        select("flashinfer", CPU, torch.float32, SPECS, torch.float32)
 
 
 @pytest.mark.parametrize("backend", ["auto", "triton", "reference"])
@@ -34,9 +41,9 @@ def test_an_fp8_cache_is_refused_where_nothing_rounds_to_it(backend: str) -> Non
     """Every backend refuses it."""
     fp8, older = torch.float8_e4m3fn, GPU((8, 0))
     with pytest.raises(ValueError, match=r"'fp8' needs .* 8.9 or newer .* GPU has 8.0; use .*'auto'"):
-        select(backend, older, torch.bfloat16, 64, fp8)
-    assert select("reference", older, torch.bfloat16, 64, torch.bfloat16).name == "reference"
-    assert select("auto", CPU, torch.float32, 64, fp8).name == "reference"
+        select(backend, older, torch.bfloat16, SPECS, fp8)
+    assert select("reference", older, torch.bfloat16, SPECS, torch.bfloat16).name == "reference"
+    assert select("auto", CPU, torch.float32, SPECS, fp8).name == "reference"
 
 
 def test_block_sizes_are_checked_against_the_backend() -> None:
@@ -48,21 +55,25 @@ def test_block_sizes_are_checked_against_the_backend() -> None:
 
 
 def test_a_layer_gives_its_backend_the_cache_and_its_scales(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[object] = []
-    stored: list[object] = []
-    monkeypatch.setattr(ReferenceBackend, "forward", lambda _, *arguments: seen.extend(arguments))
-    layer = Attention(4, 2, 16, ReferenceBackend())
+    """The new keys and values are stored first, in the step's slots."""
+    seen: list[tuple[object, ...]] = []
+    turned = torch.zeros(3, 4, 16)
+    sizes = {"vocab_size": 8, "hidden_size": 64, "intermediate_size": 16, "head_dim": 16}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    config = get_family("LlamaForCausalLM").model_config("X", sizes | heads)
+    options = WeightOptions(torch.float32, torch.device("cpu"))
+    layer = Attention(config, 0, Build(TPGroup(), ReferenceBackend(), lambda *_: torch.zeros(9, 16), options))
     layer.cache = KVCache(torch.zeros(1), torch.zeros(2), torch.ones(3), torch.ones(4))
-    q, meta = torch.zeros(5), SimpleNamespace(slot_mapping=torch.zeros(6))
-    monkeypatch.setattr(
-        "nanovllm.layers.attention.qk_norm_rope_store", lambda *inputs: stored.extend(inputs) or q
-    )
-    k, v, rotation = (object() for _ in range(3))
-    layer(q, k, v, rotation, meta)
-    wanted = [q, k, v, rotation, layer.cache, meta.slot_mapping]
-    assert all(given is one for given, one in zip(stored, wanted, strict=True))
-    wanted = [q, layer.cache, meta, 0.25]
-    assert all(given is one for given, one in zip(seen, wanted, strict=True) if not isinstance(one, float))
+    monkeypatch.setattr(decoder, "qk_norm_rope_store", lambda *inputs: seen.append(inputs) or turned)
+    monkeypatch.setattr(ReferenceBackend, "forward", lambda _, *inputs: seen.append(inputs) or turned)
+    step: Any = Step(torch.arange(3), SimpleNamespace(slot_mapping=torch.zeros(3)))
+    layer(Normed.computed(torch.zeros(3, 64), torch.zeros(3, 64)), step)
+    (q, k, v, rotation, cache, slots), attended = seen
+    assert [x.shape for x in (q, k, v)] == [(3, 4, 16), (3, 2, 16), (3, 2, 16)]
+    assert (rotation.positions, rotation.cos_sin) == (step.positions, layer.cos_sin)
+    assert (cache, slots) == (layer.cache, step.meta.slot_mapping)
+    assert attended == (turned, layer.cache, step.meta, layer.spec)
+    assert layer.spec.scale == 0.25
 
 
 def test_a_host_that_does_not_report_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:

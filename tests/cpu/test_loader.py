@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_models import VOCAB_SIZE, edit_json, write_tiny_model
 
-from nanovllm.attention.reference import ReferenceBackend
+from nanovllm.attention.backends import ReferenceBackend
 from nanovllm.distributed.group import TPGroup
 from nanovllm.errors import ModelLoadError
 from nanovllm.layers.weights import WeightOptions

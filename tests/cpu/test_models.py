@@ -10,8 +10,8 @@ import pytest
 import torch
 from tiny_models import FAMILIES, edit_json, transformers_greedy, transformers_logits, write_tiny_model
 
+from nanovllm.attention.backends import ReferenceBackend
 from nanovllm.attention.base import PrefillRanges, StepMetadata
-from nanovllm.attention.reference import ReferenceBackend
 from nanovllm.distributed.group import TPGroup
 from nanovllm.engine.startup import resolve_max_model_len
 from nanovllm.kernels.cache import KVCache
@@ -49,7 +49,7 @@ def load(
     )
     load_weights(model, folder)
     for layer in model.attention_layers:
-        shape = (-(-max_model_len // BLOCK_SIZE), BLOCK_SIZE, layer.num_kv_heads, layer.head_dim)
+        shape = (-(-max_model_len // BLOCK_SIZE), BLOCK_SIZE, layer.spec.num_kv_heads, layer.spec.head_dim)
         layer.cache = KVCache(torch.full(shape, torch.nan), torch.full(shape, torch.nan))
     return model
 
@@ -201,7 +201,7 @@ def test_config_of_transformers_4_is_the_same(tmp_path: Path, rope_type: str | N
     rope = ROPE_TYPES.get(rope_type or "", {"rope_type": "default"})
     folder = write_tiny_model(tmp_path, "llama", rope_parameters=rope | {"rope_theta": 500.0})
     expected = load_model_config(folder)
-    assert expected.rope.rope_type == rope["rope_type"]
+    assert expected.spec(0).rope.rope_type == rope["rope_type"]
     legacy = {("type" if key == "rope_type" else key): value for key, value in rope.items()}
     edit_json(
         folder / "config.json",

@@ -10,9 +10,9 @@ from tensors import randn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from nanovllm.attention.rotary import RopeConfig, rope_table
 from nanovllm.kernels.cache import KVCache
-from nanovllm.kernels.rotary import qk_norm_rope_store
-from nanovllm.layers.rotary_embedding import RopeConfig, RotaryEmbedding, rope_table
+from nanovllm.kernels.rotary import Rotation, qk_norm_rope_store
 
 ROPES: dict[str, dict[str, Any]] = {
     "default": {},
@@ -100,14 +100,13 @@ def test_rope_lengths_and_inferred_values() -> None:
     assert (llama3.original_max_position, llama3.max_position(200)) == (200, 200)
 
 
-def test_rotary_embedding_rotates_pairs_of_halves() -> None:
-    rotary = RotaryEmbedding(RopeConfig(theta=100.0), 4, 10, torch.device("cpu"))
+def test_a_table_rotates_pairs_of_halves() -> None:
+    table = rope_table(RopeConfig(theta=100.0), 4, 10)
     q, k = randn(2, 3, 4, seed=9), randn(2, 1, 4, seed=7)
     positions = torch.tensor([3, 9])
     k_cache, v_cache = torch.zeros(2, 1, 3, 1, 4).unbind()  # 3 slots
     v, slots = randn(2, 1, 4, seed=7), torch.tensor([2, 0], dtype=torch.int32)
-    rotation = rotary(positions, None, None, 1e-6)
-    q_rotated = qk_norm_rope_store(q, k, v, rotation, KVCache(k_cache, v_cache), slots)
+    q_rotated = qk_norm_rope_store(q, k, v, Rotation(positions, table), KVCache(k_cache, v_cache), slots)
     assert torch.equal(v_cache[0, slots], v)
     assert not v_cache[0, 1].any()
     for x, rotated in ((q, q_rotated), (k, k_cache[0, slots])):

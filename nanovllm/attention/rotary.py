@@ -1,7 +1,7 @@
 """Rotary position embedding: the rotation angle of each position and dimension, for each known scaling.
 
-RopeConfig holds a checkpoint's checked rope settings; `rope_table` computes the angles' cosines and sines;
-RotaryEmbedding holds them. Everything is float32; an unknown type is an error.
+RopeConfig holds a checkpoint's checked rope settings; `rope_table` computes the angles' cosines and sines.
+Everything is float32; an unknown type is an error.
 """
 
 from __future__ import annotations
@@ -12,10 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
-
-from nanovllm.kernels.rotary import Rotation
-from nanovllm.layers.stream import RMSNorm
 
 # Keys that each type must have, besides "rope_theta", which has a default.
 REQUIRED_KEYS: dict[str, tuple[str, ...]] = {
@@ -125,13 +121,17 @@ class RopeConfig:
         return stated  # llama3 states the scaled length
 
 
-def rope_table(config: RopeConfig, head_dim: int, num_positions: int) -> torch.Tensor:
-    """Return [num_positions, head_dim] float32 on the CPU: head_dim / 2 cosines, then head_dim / 2 sines.
+def rope_table(config: RopeConfig | None, head_dim: int, num_positions: int) -> torch.Tensor:
+    """Return [num_positions, head_dim] float32 on the CPU: head_dim / 2 cosines, then head_dim / 2 sines;
+    without a config those of angle 0.
 
     The same numbers as transformers' `modeling_rope_utils`. Those of "dynamic" hold up to `longest_fixed`: in
     a longer sequence every token changes them all, and a cache of rotated keys cannot follow.
     """
     positions = torch.arange(num_positions, dtype=torch.float32)
+    if config is None:
+        angles = positions.new_zeros(num_positions, head_dim // 2)
+        return torch.cat((angles.cos(), angles.sin()), dim=-1)
     angles = positions[:, None] * _frequencies(config, head_dim)
     scale = _attention_factor(config)
     return torch.cat((angles.cos() * scale, angles.sin() * scale), dim=-1)
@@ -197,22 +197,3 @@ def _attention_factor(config: RopeConfig) -> float:
     if config.mscale and config.mscale_all_dim:
         return temperature(config.mscale) / temperature(config.mscale_all_dim)
     return temperature(1.0)
-
-
-class RotaryEmbedding(nn.Module):
-    """The angles of all positions up to `num_positions`, in one table for all layers."""
-
-    def __init__(self, config: RopeConfig, head_dim: int, num_positions: int, device: torch.device) -> None:
-        super().__init__()
-        self.cos_sin = rope_table(config, head_dim, num_positions).to(device)  # [num_positions, head_dim]
-
-    def forward(
-        self, positions: torch.Tensor, q_norm: RMSNorm | None, k_norm: RMSNorm | None, eps: float
-    ) -> Rotation:
-        """The rotation of queries and keys at `positions` [T], which `Attention` applies.
-
-        With norms, of size head_dim, each head is first normalised by its root mean square (Qwen3).
-        """
-        q_weight = None if q_norm is None else q_norm.weight
-        k_weight = None if k_norm is None else k_norm.weight
-        return Rotation(positions, self.cos_sin, q_weight, k_weight, eps)
