@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from nanovllm.models.files import GENERATION_FILE
-from nanovllm.models.loader import load_generation_config
+from nanovllm.models.checkpoint import GENERATION_FILE
+from nanovllm.models.registry import open_checkpoint
 from nanovllm.sampling_params import SamplingParams
 
 # The keys that are used, as in vLLM, with the names of their parameters.
@@ -25,13 +25,13 @@ def read_generation_config(option: str, model_folder: Path) -> dict[str, Any]:
     Raises ValueError if that folder has no such file, ModelLoadError if the file is unreadable.
     """
     if option in ("auto", "vllm"):
-        return load_generation_config(model_folder)
+        return open_checkpoint(model_folder).generation()
     folder = Path(option).expanduser()
     if not (folder / GENERATION_FILE).is_file():
         raise ValueError(
             f"generation_config must be 'auto', 'vllm' or a folder with {GENERATION_FILE}, not {option!r}"
         )
-    return load_generation_config(folder)
+    return open_checkpoint(folder).generation()
 
 
 def overridden(generation: Mapping[str, Any], option: str, changes: Mapping[str, Any]) -> dict[str, Any]:

@@ -34,7 +34,8 @@ from nanovllm.engine.stats import Counters, EngineStats, StepStats
 from nanovllm.events import TokenEvents
 from nanovllm.inputs import PromptLike
 from nanovllm.lifecycle import Lifecycle
-from nanovllm.models.loader import check_weights, load_model_config
+from nanovllm.models.registry import load_model_config
+from nanovllm.models.weights import check_weights
 from nanovllm.outputs import RequestOutput
 from nanovllm.plan.scheduler import Scheduler
 from nanovllm.runner.staging import StepHandle

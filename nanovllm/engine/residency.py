@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 from nanovllm.errors import KVCacheMemoryError
-from nanovllm.models.loader import check_weights
-from nanovllm.models.update import WeightUpdate, named_pairs
+from nanovllm.models.weights import WeightChecker, check_weights, named_pairs
 from nanovllm.runner.residency import TAGS, WEIGHTS, ResidentModelRunner
 from nanovllm.workers.interrupts import held_interrupts
 from nanovllm.workers.shared_tensors import SharedMemoryBuffer
@@ -70,20 +69,16 @@ class Residency:
     def update_weights(self, tensors: Mapping[str, Any] | Iterable[Any]) -> None:
         """Check and load tensors on all ranks; see `LLM.update_weights`."""
         self.check_awake((WEIGHTS,), why=", at least with tags=['weights']")
-        pairs = named_pairs(tensors)
+        pairs, checker = named_pairs(tensors), WeightChecker(self._runner.model)
         if isinstance(pairs, Collection):
-            for _ in self._new_update().accept(pairs):
+            for _ in checker.accept(pairs):
                 pass
-        update = self._new_update()
         with closing(_TensorLoader(self._workers, self._runner)) as loader:
             try:
-                for name, tensor in update.accept(pairs):
+                for name, tensor in checker.accept(pairs):
                     loader.load(name, tensor)
             finally:
                 loader.finish()
-
-    def _new_update(self) -> WeightUpdate:
-        return WeightUpdate(self._runner.model)
 
     def _check_checkpoint(self) -> None:
         if self._runner.config.load_format != "dummy":

@@ -21,8 +21,8 @@ from nanovllm.distributed.group import TPGroup
 from nanovllm.distributed.rendezvous import Rendezvous
 from nanovllm.errors import KVCacheMemoryError
 from nanovllm.models.config import ModelConfig
-from nanovllm.models.files import check_tokenizer_files
-from nanovllm.models.loader import Hub, resolve_model_path, weight_bytes
+from nanovllm.models.registry import Hub, open_checkpoint, resolve_model_path
+from nanovllm.models.weights import weight_bytes
 from nanovllm.runner.memory import check_weights_fit, fit_kv_cache
 from nanovllm.runner.residency import ResidentModelRunner
 from nanovllm.text.tokenizer import load_tokenizer
@@ -58,8 +58,7 @@ def find_tokenizer(config: Config, model_path: Path) -> PreTrainedTokenizerBase 
     if config.tokenizer is not None or config.tokenizer_revision not in (None, config.revision):
         name = config.model if config.tokenizer is None else config.tokenizer
         path = resolve_model_path(name, _hub(config, config.tokenizer_revision), "tokenizer")
-    check_tokenizer_files(path)
-    return load_tokenizer(path, config.trust_remote_code)
+    return open_checkpoint(path).tokenizer(lambda folder: load_tokenizer(folder, config.trust_remote_code))
 
 
 def _hub(config: Config, revision: str | None) -> Hub:

@@ -24,7 +24,7 @@ from nanovllm.jobs.rendering import Renderer
 from nanovllm.jobs.sources import Source, SourceRow, Values
 from nanovllm.jobs.tasks import RowFormat, Task
 from nanovllm.jobs.window import portions
-from nanovllm.models.loader import load_model_config
+from nanovllm.models.registry import load_model_config
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.processor import Processor
 from nanovllm.text.prompts import Prompt, parse_prompt

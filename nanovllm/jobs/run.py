@@ -35,7 +35,7 @@ from nanovllm.jobs.job import (
     row_format_of,
     rows_path,
 )
-from nanovllm.jobs.journal import Journal, hash_file, hash_model, locked
+from nanovllm.jobs.journal import Journal, hash_file, locked
 from nanovllm.jobs.output import Output, put_in_order
 from nanovllm.jobs.progress import JobProgress
 from nanovllm.jobs.rendering import Renderer
@@ -43,6 +43,7 @@ from nanovllm.jobs.runner import JobRunner
 from nanovllm.jobs.signals import Signals, caught_signals
 from nanovllm.jobs.sources import Source
 from nanovllm.llm import LLM
+from nanovllm.models.registry import open_checkpoint
 from nanovllm.report import GPUMonitor, check_path, write_report
 
 
@@ -76,7 +77,10 @@ def main(args: argparse.Namespace, make_llm: Callable[..., Any] = LLM) -> int:
             )
         try:
             folder = find_model(config)
-            defaults, model_hash = defaults_of(config, folder, is_batch), hash_model(folder)
+            defaults, model_hash = (
+                defaults_of(config, folder, is_batch),
+                open_checkpoint(folder).fingerprint(),
+            )
         except (NanoVLLMError, OSError, ValueError) as error:
             raise JobRefusedError(str(error)) from None
         journal = Journal(args.output, path)

@@ -9,13 +9,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
 from nanovllm.kernels.rotary import Rotation
 from nanovllm.layers.stream import RMSNorm
+from nanovllm.layers.weights import WeightLayer
+from nanovllm.quantization.base import WeightOptions
+from nanovllm.quantization.unquantized import QuantConfig
 
 # Keys that each type must have, besides "rope_theta", which has a default.
 REQUIRED_KEYS: dict[str, tuple[str, ...]] = {
@@ -199,12 +202,17 @@ def _attention_factor(config: RopeConfig) -> float:
     return temperature(1.0)
 
 
-class RotaryEmbedding(nn.Module):
+class RotaryEmbedding(WeightLayer):
     """The angles of all positions up to `num_positions`, in one table for all layers."""
 
-    def __init__(self, config: RopeConfig, head_dim: int, num_positions: int, device: torch.device) -> None:
+    cos_sin: torch.Tensor  # [num_positions, head_dim]
+
+    def __init__(self, config: RopeConfig, head_dim: int, num_positions: int) -> None:
         super().__init__()
-        self.cos_sin = rope_table(config, head_dim, num_positions).to(device)  # [num_positions, head_dim]
+        self._table = partial(rope_table, config, head_dim, num_positions)
+
+    def allocate(self, path: str, options: WeightOptions, quant: QuantConfig) -> None:
+        self.cos_sin = self._table().to(options.device)
 
     def forward(
         self, positions: torch.Tensor, q_norm: RMSNorm | None, k_norm: RMSNorm | None, eps: float

@@ -12,23 +12,14 @@ from torch import nn
 
 from nanovllm.attention.base import AttentionBackend, StepMetadata
 from nanovllm.distributed.group import TPGroup
-from nanovllm.kernels.matmul import is_aligned
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.linear import QKVParallelLinear, RowParallelLinear
 from nanovllm.layers.mlp import GatedMLP
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.layers.stream import AnyStream, RMSNorm, Step, begin
-from nanovllm.layers.weights import WeightLayer, WeightOptions
 from nanovllm.models.config import ModelConfig
 from nanovllm.quantization.base import Normed, Product
-from nanovllm.quantization.shards import ShardId, WeightShard
-
-# Packed layers: the checkpoint name of each shard.
-PACKED: dict[str, dict[ShardId, str]] = {
-    "qkv_proj": {"q": "q_proj", "k": "k_proj", "v": "v_proj"},
-    "gate_up_proj": {0: "gate_proj", 1: "up_proj"},
-}
 
 
 class Build(NamedTuple):
@@ -37,7 +28,6 @@ class Build(NamedTuple):
     tp: TPGroup
     backend: AttentionBackend
     rotary: RotaryEmbedding
-    options: WeightOptions
 
 
 class DecoderAttention(nn.Module):
@@ -45,13 +35,13 @@ class DecoderAttention(nn.Module):
 
     def __init__(self, config: ModelConfig, build: Build) -> None:
         super().__init__()
-        tp, options = build.tp, build.options
+        tp = build.tp
         hidden_size, head_dim, self.eps = config.hidden_size, config.head_dim, config.rms_norm_eps
         heads = (config.num_heads, config.num_kv_heads)
-        self.qkv_proj = QKVParallelLinear(hidden_size, head_dim, *heads, tp, options, config.qkv_bias)
-        self.o_proj = RowParallelLinear(config.num_heads * head_dim, hidden_size, tp, options, config.o_bias)
-        self.q_norm = RMSNorm(head_dim, self.eps, options) if config.qk_norm else None
-        self.k_norm = RMSNorm(head_dim, self.eps, options) if config.qk_norm else None
+        self.qkv_proj = QKVParallelLinear(hidden_size, head_dim, *heads, tp, config.qkv_bias)
+        self.o_proj = RowParallelLinear(config.num_heads * head_dim, hidden_size, tp, config.o_bias)
+        self.q_norm = RMSNorm(head_dim, self.eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(head_dim, self.eps) if config.qk_norm else None
         self.rotary = build.rotary
         self.attn = Attention(self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads, head_dim, build.backend)
 
@@ -68,12 +58,12 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, config: ModelConfig, build: Build) -> None:
         super().__init__()
-        tp, options = build.tp, build.options
+        tp = build.tp
         hidden_size, eps = config.hidden_size, config.rms_norm_eps
-        self.input_layernorm = RMSNorm(hidden_size, eps, options, tp)
+        self.input_layernorm = RMSNorm(hidden_size, eps, tp)
         self.self_attn = DecoderAttention(config, build)
-        self.post_attention_layernorm = RMSNorm(hidden_size, eps, options, tp)
-        self.mlp = GatedMLP(hidden_size, config.intermediate_size, tp, options, config.mlp_bias)
+        self.post_attention_layernorm = RMSNorm(hidden_size, eps, tp)
+        self.mlp = GatedMLP(hidden_size, config.intermediate_size, tp, config.mlp_bias)
 
     def forward(self, x: AnyStream, step: Step, keep: torch.Tensor | None = None) -> AnyStream:
         """keep [n]: only these rows are needed after attention."""
@@ -86,10 +76,10 @@ class DecoderModel(nn.Module):
 
     def __init__(self, config: ModelConfig, build: Build) -> None:
         super().__init__()
-        tp, options = build.tp, build.options
-        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, tp, options)
+        tp, tied = build.tp, config.tie_word_embeddings
+        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, tp, tied)
         self.layers = nn.ModuleList(DecoderLayer(config, build) for _ in range(config.num_layers))
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, options, tp)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, tp)
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, meta: StepMetadata) -> torch.Tensor:
         step = Step.of(positions, meta)
@@ -102,35 +92,20 @@ class DecoderModel(nn.Module):
 
 
 class DecoderForCausalLM(nn.Module):
-    """A causal language model, or one rank's part of it. The loader must fill its weights before use.
-
-    With `deterministic` in the options, no bit of a token's result depends on the rest of the step, provided
-    that `backend` keeps this. Raises ValueError if the model cannot be split over the group's ranks, or if
-    its weights' sizes prevent `deterministic`.
-    """
+    """A causal language model, or one rank's part of it, declared: `allocate` gives it memory, and
+    `load_weights` fills its weights. Raises ValueError if it cannot be split over the group's ranks."""
 
     def __init__(
-        self,
-        config: ModelConfig,
-        tp: TPGroup,
-        backend: AttentionBackend,
-        max_model_len: int,
-        options: WeightOptions,
+        self, config: ModelConfig, tp: TPGroup, backend: AttentionBackend, max_model_len: int
     ) -> None:
         super().__init__()
         config.check_tensor_parallel_size(tp.size)
         self.config = config
-        rotary = RotaryEmbedding(config.rope, config.head_dim, max_model_len + 1, options.device)
-        self.model = DecoderModel(config, Build(tp, backend, rotary, options))
+        rotary = RotaryEmbedding(config.rope, config.head_dim, max_model_len + 1)
+        self.model = DecoderModel(config, Build(tp, backend, rotary))
         tied_to = self.model.embed_tokens if config.tie_word_embeddings else None
-        self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, tp, options, tied_to)
+        self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, tp, tied_to)
         self.attention_layers: list[Attention] = [m for m in self.modules() if isinstance(m, Attention)]
-        for name, weight in self.named_parameters():
-            if options.deterministic and weight.dim() == 2 and not is_aligned(weight):
-                raise ValueError(
-                    f"deterministic=True needs weights whose rows are multiples of 16 bytes; rows of "
-                    f"{name.removesuffix('.weight')} have {weight.shape[1]} elements of {options.dtype}"
-                )
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, meta: StepMetadata) -> torch.Tensor:
         """input_ids [T], positions [T] -> hidden states [T, hidden_size] after the final norm; only of the
@@ -142,24 +117,3 @@ class DecoderForCausalLM(nn.Module):
         """hidden [n, hidden_size] -> logits [n, ceil(vocab_size / ranks)] of this rank's vocabulary part."""
         logits: torch.Tensor = self.lm_head(hidden)
         return logits
-
-    def weight_slots(self) -> dict[str, tuple[WeightLayer, WeightShard]]:
-        """Return {checkpoint name: (layer, shard)} for each tensor that a checkpoint must hold."""
-        slots = {}
-        for path, layer in self.named_modules():
-            if not isinstance(layer, WeightLayer):
-                continue
-            parent, _, last = path.rpartition(".")
-            for shard in layer.weight_shards():
-                module = last if shard.shard_id is None else PACKED[last][shard.shard_id]
-                slots[".".join(filter(None, (parent, module, shard.param)))] = layer, shard
-        return slots
-
-    def finish_loading(self) -> None:
-        """Prepare for use after all tensors are loaded; see `LinearMethod.finish_loading`."""
-        for path, layer in self.named_modules():
-            if isinstance(layer, WeightLayer):
-                try:
-                    layer.finish_loading()
-                except ValueError as error:
-                    raise ValueError(f"{path}: {error}") from None

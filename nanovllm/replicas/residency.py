@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nanovllm.engine.residency import Residency
-from nanovllm.models.update import check_dense, named_pairs, named_tensor
+from nanovllm.models.weights import check_dense, named_pairs, named_tensor
 from nanovllm.replicas.pool import Replicas
 from nanovllm.runner.residency import TAGS, WEIGHTS
 from nanovllm.workers.interrupts import held_interrupts

@@ -13,6 +13,9 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from nanovllm.kernels.cache import KVCache
 from nanovllm.kernels.rotary import qk_norm_rope_store
 from nanovllm.layers.rotary_embedding import RopeConfig, RotaryEmbedding, rope_table
+from nanovllm.layers.weights import allocate
+from nanovllm.quantization.base import WeightOptions
+from nanovllm.quantization.unquantized import QuantConfig
 
 ROPES: dict[str, dict[str, Any]] = {
     "default": {},
@@ -101,7 +104,8 @@ def test_rope_lengths_and_inferred_values() -> None:
 
 
 def test_rotary_embedding_rotates_pairs_of_halves() -> None:
-    rotary = RotaryEmbedding(RopeConfig(theta=100.0), 4, 10, torch.device("cpu"))
+    rotary = RotaryEmbedding(RopeConfig(theta=100.0), 4, 10)
+    allocate(rotary, WeightOptions(torch.float32, torch.device("cpu")), QuantConfig())
     q, k = randn(2, 3, 4, seed=9), randn(2, 1, 4, seed=7)
     positions = torch.tensor([3, 9])
     k_cache, v_cache = torch.zeros(2, 1, 3, 1, 4).unbind()  # 3 slots

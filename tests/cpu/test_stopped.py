@@ -25,6 +25,7 @@ from safetensors.torch import load_file
 from nanovllm import LLM, EngineClosedError, SamplingParams, WorkerError
 from nanovllm.distributed.group import TPGroup
 from nanovllm.engine import startup
+from nanovllm.layers.weights import weight_slots
 from nanovllm.llm import ReplicatedLLM
 from nanovllm.replicas import pool
 from nanovllm.replicas.replica import Replica
@@ -211,11 +212,11 @@ def test_a_replica_tells_of_each_tensor_that_it_loads(model: Path) -> None:
             sent.append(type(message).__name__)
 
     with Replica(0, Recorder(), model=str(model), **TINY) as replica:  # type: ignore[arg-type]
-        assert sent.count("Progress") > len(inside.model(replica).weight_slots())
+        assert sent.count("Progress") > len(weight_slots(inside.model(replica)))
         sent.clear()
         replica.sleep(2)
         replica.wake_up()
-        assert sent.count("Progress") > len(inside.model(replica).weight_slots()), (
+        assert sent.count("Progress") > len(weight_slots(inside.model(replica))), (
             "it reads the checkpoint again"
         )
 

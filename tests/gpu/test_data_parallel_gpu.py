@@ -18,7 +18,7 @@ from test_engine_gpu import GREEDY, MAX_GAP, largest_gap, mixed_prompts, write_p
 
 from nanovllm import LLM, SamplingParams, demo_model_path
 from nanovllm.llm import ReplicatedLLM
-from nanovllm.models.loader import load_model_config
+from nanovllm.models.registry import load_model_config
 
 pytestmark = pytest.mark.gpu
 
