@@ -5,24 +5,30 @@ from __future__ import annotations
 import gc
 import json
 import os
+import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
+import torch
 from checked_llm import make_tiny
 from model_folders import try_folder, within, write_base
+from safetensors.torch import load_file
 from tiny_models import edit_json, write_tiny_model
 
-from nanovllm import LLM, KVCacheMemoryError, ModelLoadError
-from nanovllm.models import weights
-from nanovllm.models.checkpoint import MAX_DEPTH, MAX_JSON_BYTES, read_json
+from nanovllm import LLM, KVCacheMemoryError, ModelLoadError, SamplingParams
+from nanovllm.models import registry, weights
+from nanovllm.models.checkpoint import MAX_DEPTH, MAX_JSON_BYTES, Checkpoint, read_json
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.registry import load_model_config, open_checkpoint
 from nanovllm.models.weights import check_weights
+from nanovllm.quantization.base import WeightSource
 
+T = TypeVar("T")
 FOLDERS = 200
 
 
@@ -162,6 +168,61 @@ def test_links_into_a_hub_cache_are_followed(tmp_path: Path) -> None:
         (snapshot / path.name).symlink_to(f"../../blobs/blob-{path.name}")
     make_tiny(snapshot).close()
     assert open_checkpoint(snapshot).fingerprint()
+
+
+class PickledCheckpoint(Checkpoint):
+    """One file of torch.save, with everything."""
+
+    @classmethod
+    def reads(cls, path: Path) -> bool:
+        return path.suffix == ".pickled" and path.is_file()
+
+    def _content(self) -> dict[str, Any]:
+        content: dict[str, Any] = torch.load(self.path, weights_only=True)
+        return content
+
+    def config(self) -> dict[str, Any]:
+        return json.loads(self._content()["small"]["config.json"])  # type: ignore[no-any-return]
+
+    def generation(self) -> dict[str, Any]:
+        return json.loads(self._content()["small"]["generation_config.json"])  # type: ignore[no-any-return]
+
+    def tokenizer(self, read: Callable[[Path], T]) -> T:
+        with tempfile.TemporaryDirectory() as folder:
+            for name, text in self._content()["small"].items():
+                Path(folder, name).write_text(text)
+            return read(Path(folder))
+
+    @contextmanager
+    def tensors(self) -> Iterator[Mapping[str, WeightSource]]:
+        yield self._content()["tensors"]
+
+    def files(self) -> tuple[list[Path], list[Path]]:
+        return [], [self.path]
+
+
+def test_a_format_of_weights_is_one_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a line in FORMATS: config, tokenizer and tensors come from it, at a start and at a wake-up."""
+    folder, file = write_base(tmp_path / "base"), tmp_path / "model.pickled"
+    small = {path.name: path.read_text() for path in folder.glob("*.json")}
+    torch.save({"small": small, "tensors": load_file(folder / "model.safetensors")}, file)
+    with pytest.raises(ValueError, match="is a file; pass the folder that holds"):
+        LLM(file, device="cpu")
+    monkeypatch.setattr(registry, "FORMATS", (PickledCheckpoint, *registry.FORMATS))
+    greedy = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    options = {"device": "cpu", "num_kvcache_blocks": 4, "max_num_seqs": 2}
+    texts = []
+    for model in (folder, file):
+        with LLM(model, **options) as llm:
+            texts.append(llm.generate(["One and"], greedy, use_tqdm=False)[0]["text"])
+            llm.sleep(2)
+            llm.wake_up()
+            texts.append(llm.generate(["One and"], greedy, use_tqdm=False)[0]["text"])
+            assert llm.get_default_sampling_params().temperature == 0.6
+    assert texts == texts[:1] * 4
+    before = open_checkpoint(file).fingerprint()
+    file.write_bytes(b"x" + file.read_bytes())
+    assert open_checkpoint(file).fingerprint() != before
 
 
 @pytest.mark.parametrize(
