@@ -35,7 +35,7 @@ import torch
 
 from nanovllm import demo_model_path
 from nanovllm.models.config import ModelConfig
-from nanovllm.models.loader import load_model_config
+from nanovllm.models.registry import load_model_config
 from tools.benchmark.engines import ENGINES, LEAST_MODEL_LEN, Engine
 from tools.benchmark.kernels import PROFILE_TOKENS, profile
 from tools.benchmark.options import device_name, parse_args

@@ -27,8 +27,8 @@ from nanovllm.jobs.arguments import EPILOG, parse_args
 from nanovllm.jobs.params import row_seed
 from nanovllm.jobs.parquet_pages import MAX_UNPACKED
 from nanovllm.jobs.sources import MAX_NESTING, MAX_ROW_BYTES
-from nanovllm.models.files import MAX_DEPTH, MAX_JSON_BYTES, MAX_VOCABULARY_BYTES
-from nanovllm.models.loader import load_model_config
+from nanovllm.models.checkpoint import MAX_DEPTH, MAX_JSON_BYTES, MAX_VOCABULARY_BYTES
+from nanovllm.models.registry import load_model_config
 from nanovllm.sampling_params import MAX_N, MAX_TEXTS, SamplingParams
 from nanovllm.structured_outputs import MAX_CHARS, MAX_CHOICES
 from nanovllm.text.templates import Limits

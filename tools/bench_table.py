@@ -25,7 +25,7 @@ import torch
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.models.config import ModelConfig
-from nanovllm.models.loader import load_model_config
+from nanovllm.models.registry import load_model_config
 from tools.benchmark.engines import row_sampling
 from tools.benchmark.roofline import Cost, device_speed, floor_of
 from tools.benchmark.workloads import SHARED, SYNTHETIC, Workload, write_shape

@@ -20,8 +20,7 @@ from nanovllm.engine.stats import StepStats
 from nanovllm.errors import KVCacheMemoryError
 from nanovllm.events import TokenEvents
 from nanovllm.lifecycle import held_interrupts
-from nanovllm.models.loader import check_weights
-from nanovllm.models.update import WeightUpdate, named_pairs
+from nanovllm.models.weights import WeightChecker, check_weights, named_pairs
 from nanovllm.outputs import RequestOutput
 from nanovllm.plan.scheduler import Room, Scheduler
 from nanovllm.runner.profile import check_can_profile
@@ -219,19 +218,15 @@ class Core:
 
     def update(self, tensors: Mapping[str, Any] | Iterable[Any]) -> None:
         with self._resting():
-            pairs = named_pairs(tensors)
+            pairs, checker = named_pairs(tensors), WeightChecker(self.runner.model)
             if isinstance(pairs, Collection):
-                for _ in self._new_update().accept(pairs):
+                for _ in checker.accept(pairs):
                     pass
-            update = self._new_update()
             try:
-                load_tensors(self.ranks, update.accept(pairs))
+                load_tensors(self.ranks, checker.accept(pairs))
             finally:
                 with held_interrupts():
                     self.ranks.call("finish_update")
-
-    def _new_update(self) -> WeightUpdate:
-        return WeightUpdate(self.runner.model)
 
     def _check_checkpoint(self) -> None:
         if self._config.load_format != "dummy":

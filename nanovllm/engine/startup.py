@@ -11,15 +11,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nanovllm.config import Config
 from nanovllm.device import CPU_KV_CACHE_BYTES, Device
+from nanovllm.models.checkpoint import GENERATION_FILE
 from nanovllm.models.config import ModelConfig
-from nanovllm.models.files import GENERATION_FILE, check_tokenizer_files
-from nanovllm.models.loader import (
-    Hub,
-    check_weights,
-    load_generation_config,
-    load_model_config,
-    resolve_model_path,
-)
+from nanovllm.models.registry import Hub, load_model_config, open_checkpoint, resolve_model_path
+from nanovllm.models.weights import check_weights
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.processor import Processor
 from nanovllm.text.tokenizer import load_tokenizer
@@ -88,8 +83,7 @@ def find_tokenizer(config: Config, model_path: Path) -> PreTrainedTokenizerBase 
     if config.tokenizer is not None or config.tokenizer_revision not in (None, config.revision):
         name = config.model if config.tokenizer is None else config.tokenizer
         path = resolve_model_path(name, _hub(config, config.tokenizer_revision), "tokenizer")
-    check_tokenizer_files(path)
-    return load_tokenizer(path, config.trust_remote_code)
+    return open_checkpoint(path).tokenizer(lambda folder: load_tokenizer(folder, config.trust_remote_code))
 
 
 def _hub(config: Config, revision: str | None) -> Hub:
@@ -102,13 +96,13 @@ def read_generation_config(option: str, model_folder: Path) -> dict[str, Any]:
     Raises ValueError if that folder has no such file, ModelLoadError if the file is unreadable.
     """
     if option in ("auto", "vllm"):
-        return load_generation_config(model_folder)
+        return open_checkpoint(model_folder).generation()
     folder = Path(option).expanduser()
     if not (folder / GENERATION_FILE).is_file():
         raise ValueError(
             f"generation_config must be 'auto', 'vllm' or a folder with {GENERATION_FILE}, not {option!r}"
         )
-    return load_generation_config(folder)
+    return open_checkpoint(folder).generation()
 
 
 def overridden(generation: Mapping[str, Any], option: str, changes: Mapping[str, Any]) -> dict[str, Any]:

@@ -34,7 +34,7 @@ from nanovllm.jobs.job import make_format, open_job
 from nanovllm.jobs.runner import portions
 from nanovllm.jobs.sources import Source, SourceRow, Values
 from nanovllm.jobs.tasks import Renderer, RowFormat, Task
-from nanovllm.models.loader import load_model_config
+from nanovllm.models.registry import load_model_config
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.processor import Processor
 from nanovllm.text.prompts import Prompt, parse_prompt
@@ -44,7 +44,6 @@ from nanovllm.versions import versions
 _MAX_SHOWN = 20  # printed problems of a file
 _BATCH_ROWS = 256  # tokenised at once
 _MANY_LINES = 100  # of a row of CSV; one with more may come from a stray quote
-_HEAD_DIM = 128  # assumed when checking the attention backends
 _Problem: TypeAlias = "tuple[int, str, bool]"  # a row, what is wrong, and whether that is certain
 _Model: TypeAlias = (
     "tuple[SamplingParams, Renderer, Processor]"  # the model's defaults, and what checks prompts
@@ -63,7 +62,7 @@ def version(args: argparse.Namespace) -> int:
         print(f"{device.torch} {device.name}{capability}: {free / 2**30:.1f} of {total / 2**30:.1f} GiB free")
         dtype = device.resolve_dtype("auto", "bfloat16")
         for backend in BACKENDS:
-            reason = backend.unavailable(device, dtype, _HEAD_DIM, dtype)
+            reason = backend.unavailable(device, dtype, dtype)
             print(f"  attention backend {backend.name}: {'can run' if reason is None else f'no: {reason}'}")
     return ANSWERED
 

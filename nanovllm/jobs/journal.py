@@ -18,7 +18,6 @@ from typing import Any
 import xxhash
 
 from nanovllm.jobs.errors import JobRefusedError
-from nanovllm.models.files import model_files
 from nanovllm.side_files import open_own, own_file, replaced
 
 _ABOUT = (
@@ -29,7 +28,6 @@ _ABOUT = (
 _JOB_KEYS = ("input", "model", "options", "sampling", "prompt", "format")
 _INFORMATIVE = ("path",)  # keys within these that may change too
 CHUNK = 2**20
-_SAMPLES = 16  # of a weight file, 64 KiB each
 
 
 class Journal:
@@ -193,23 +191,6 @@ def chunks(path: Path, size: int | None = None) -> Iterator[bytes]:
         while chunk := file.read(CHUNK if size is None else min(CHUNK, size)):
             size = None if size is None else size - len(chunk)
             yield chunk
-
-
-def hash_model(folder: Path) -> str:
-    """The same of the files of a model that loading it reads: small files whole; of weights the name, the
-    size, and pieces spread over the file. ModelLoadError if the index of the weights is malformed."""
-    digest = xxhash.xxh3_128()
-    small, weights = model_files(folder)
-    for path in small:
-        digest.update(f"{path.name} {hash_file(path)}\n".encode())
-    for path in sorted(weights):
-        size = path.stat().st_size
-        digest.update(f"{path.name} {size}\n".encode())
-        with path.open("rb") as file:
-            for sample in range(_SAMPLES):
-                file.seek(size * sample // _SAMPLES)
-                digest.update(file.read(2**16))
-    return digest.hexdigest()
 
 
 def _now() -> str:

@@ -41,12 +41,13 @@ from nanovllm.jobs.job import (
     open_job,
     rows_path,
 )
-from nanovllm.jobs.journal import Journal, hash_file, hash_model, locked
+from nanovllm.jobs.journal import Journal, hash_file, locked
 from nanovllm.jobs.output import Output, put_in_order
 from nanovllm.jobs.progress import History, JobProgress
 from nanovllm.jobs.runner import JobRunner
 from nanovllm.jobs.tasks import Renderer, RowFormat
 from nanovllm.llm import LLM
+from nanovllm.models.registry import open_checkpoint
 from nanovllm.report import GPUMonitor, check_path, write_report
 
 
@@ -68,7 +69,10 @@ def run(args: argparse.Namespace, make_llm: Callable[..., Any] = LLM) -> int:
             )
         try:
             folder = find_model(config)
-            defaults, model_hash = _defaults(config, folder, is_batch), hash_model(folder)
+            defaults, model_hash = (
+                _defaults(config, folder, is_batch),
+                open_checkpoint(folder).fingerprint(),
+            )
         except (NanoVLLMError, OSError, ValueError) as error:
             raise JobRefusedError(str(error)) from None
         journal = Journal(args.output, path)

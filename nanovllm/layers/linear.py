@@ -6,121 +6,73 @@ part of a sum, which the residual stream computes: nothing here communicates.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
 
 import torch
 
 from nanovllm.distributed.group import TPGroup
-from nanovllm.layers.weights import WeightLayer, WeightOptions, split_evenly
-from nanovllm.quantization.base import Normed, Product
-from nanovllm.quantization.shards import ShardId, WeightShard, WeightSource
+from nanovllm.layers.weights import WeightLayer, split_evenly
+from nanovllm.quantization.base import Normed, Product, WeightShard
 
 
 class _LinearLayer(WeightLayer):
-    """A weight [N, K], handled by a `LinearMethod`, and an optional bias [N]; both are given as shards."""
+    """A weight [N, K], multiplied by a `LinearMethod`, and an optional bias [N]; both are given as shards."""
 
     bias: torch.Tensor | None
 
     def __init__(
-        self,
-        shape: tuple[int, int],
-        weight: list[WeightShard],
-        bias: list[WeightShard] | None,
-        options: WeightOptions,
+        self, shape: tuple[int, int], weight: list[WeightShard], bias: list[WeightShard] | None
     ) -> None:
         super().__init__()
-        self.method = options.linear_method()
-        self._expect(self.method.create(self, shape, weight))
-        if bias is None:
-            self.register_parameter("bias", None)
-        else:
-            self._allocate("bias", shape[:1], bias, options)
-
-    def _load(self, shard: WeightShard, source: WeightSource) -> None:
-        if shard.param == "bias":
-            super()._load(shard, source)
-        else:
-            self.method.load(shard, source)
-
-    def finish_loading(self) -> None:
-        self.method.finish_loading()
+        self.declare(shape, weight, "linear")
+        self.register_parameter("bias", None)
+        if bias is not None:
+            self.declare(shape[:1], bias)
 
 
 class ReplicatedLinear(_LinearLayer):
     """x [..., input_size] -> [..., output_size], complete on every rank."""
 
-    def __init__(self, input_size: int, output_size: int, options: WeightOptions, bias: bool = False) -> None:
+    def __init__(self, input_size: int, output_size: int, bias: bool = False) -> None:
         shape = (output_size, input_size)
         own_bias = [WeightShard.whole("bias", shape[:1])] if bias else None
-        super().__init__(shape, [WeightShard.whole("weight", shape)], own_bias, options)
+        super().__init__(shape, [WeightShard.whole("weight", shape)], own_bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.method.apply(x, self.bias)
 
 
-@dataclass(frozen=True, slots=True)
-class OutputPart:
-    """One checkpoint tensor of a column layer: its number of rows, and the range that this rank takes."""
-
-    shard_id: ShardId
-    total: int
-    start: int
-    length: int
-
-
 class _PackedColumnLinear(_LinearLayer):
-    """x [T, input_size] -> this rank's outputs of each part, concatenated: [T, sum of lengths]."""
+    """x [T, input_size] -> this rank's outputs of several layers, concatenated: [T, sum of lengths]."""
 
-    def __init__(self, input_size: int, parts: list[OutputPart], bias: bool, options: WeightOptions) -> None:
-        sizes = [part.length for part in parts]
-        super().__init__(
-            (sum(sizes), input_size),
-            _row_shards("weight", parts, (input_size,)),
-            _row_shards("bias", parts, ()) if bias else None,
-            options,
-        )
-        self.output_sizes = sizes
+    def __init__(self, input_size: int, rows: dict[str, tuple[int, int, int]], bias: bool) -> None:
+        """rows: by checkpoint module its number of rows, and the start and length of this rank's."""
+        shards, offset = [], 0
+        for module, (total, start, length) in rows.items():
+            shards.append(WeightShard("weight", module, (total, input_size), 0, start, length, offset))
+            offset += length
+        biases = [replace(shard, param="bias", shape=shard.shape[:1]) for shard in shards] if bias else None
+        super().__init__((offset, input_size), shards, biases)
+        self.output_sizes = [shard.length for shard in shards]
 
     def forward(self, x: Normed, silu: bool = False) -> torch.Tensor:
         """The product with x; with `silu`, `silu_and_mul` of it."""
         return self.method.apply_to_normed(x, self.bias, silu)
 
 
-def _row_shards(param: str, parts: list[OutputPart], rest: tuple[int, ...]) -> list[WeightShard]:
-    shards, offset = [], 0
-    for part in parts:
-        shape = (part.total, *rest)
-        shards.append(WeightShard(param, part.shard_id, shape, 0, part.start, part.length, offset))
-        offset += part.length
-    return shards
-
-
 class MergedColumnParallelLinear(_PackedColumnLinear):
-    """Column-parallel layers of output `sizes` on the same input, as one product. Shard ids are 0, 1, ..."""
+    """Column-parallel layers on the same input as one product. sizes: the output size of each, by name."""
 
-    def __init__(
-        self, input_size: int, sizes: list[int], tp: TPGroup, options: WeightOptions, bias: bool = False
-    ) -> None:
-        parts = []
-        for index, total in enumerate(sizes):
+    def __init__(self, input_size: int, sizes: dict[str, int], tp: TPGroup, bias: bool = False) -> None:
+        rows = {}
+        for module, total in sizes.items():
             length = split_evenly("output size", total, tp.size)
-            parts.append(OutputPart(index, total, tp.rank * length, length))
-        super().__init__(input_size, parts, bias, options)
-
-
-class ColumnParallelLinear(_PackedColumnLinear):
-    """x [T, input_size] -> [T, output_size / ranks]: each rank computes a slice of the outputs."""
-
-    def __init__(
-        self, input_size: int, output_size: int, tp: TPGroup, options: WeightOptions, bias: bool = False
-    ) -> None:
-        length = split_evenly("output size", output_size, tp.size)
-        part = OutputPart(None, output_size, tp.rank * length, length)
-        super().__init__(input_size, [part], bias, options)
+            rows[module] = total, tp.rank * length, length
+        super().__init__(input_size, rows, bias)
 
 
 class QKVParallelLinear(_PackedColumnLinear):
-    """Query, key and value projections as one product, split by whole heads. Shard ids are "q", "k" and "v".
+    """q_proj, k_proj and v_proj as one product, split by whole heads.
 
     With fewer KV heads than ranks, each KV head is copied to all ranks whose query heads read it.
     """
@@ -132,7 +84,6 @@ class QKVParallelLinear(_PackedColumnLinear):
         num_heads: int,
         num_kv_heads: int,
         tp: TPGroup,
-        options: WeightOptions,
         bias: bool = False,
     ) -> None:
         if not can_split_heads(num_heads, num_kv_heads, tp.size):
@@ -143,12 +94,10 @@ class QKVParallelLinear(_PackedColumnLinear):
             )
         own_heads = num_heads // tp.size
         kv_heads = max(1, num_kv_heads // tp.size)
+        q = num_heads * head_dim, tp.rank * own_heads * head_dim, own_heads * head_dim
         first_kv_head = tp.rank * num_kv_heads // tp.size
-        parts = [OutputPart("q", num_heads * head_dim, tp.rank * own_heads * head_dim, own_heads * head_dim)]
-        for shard_id in ("k", "v"):
-            start, length = first_kv_head * head_dim, kv_heads * head_dim
-            parts.append(OutputPart(shard_id, num_kv_heads * head_dim, start, length))
-        super().__init__(hidden_size, parts, bias, options)
+        kv = num_kv_heads * head_dim, first_kv_head * head_dim, kv_heads * head_dim
+        super().__init__(hidden_size, {"q_proj": q, "k_proj": kv, "v_proj": kv}, bias)
         self.num_heads = own_heads
         self.num_kv_heads = kv_heads
         self.head_dim = head_dim
@@ -166,13 +115,11 @@ def can_split_heads(num_heads: int, num_kv_heads: int, ranks: int) -> bool:
 class RowParallelLinear(_LinearLayer):
     """x [T, input_size / ranks] -> this rank's part of a sum over the ranks, [T, output_size]."""
 
-    def __init__(
-        self, input_size: int, output_size: int, tp: TPGroup, options: WeightOptions, bias: bool = False
-    ) -> None:
+    def __init__(self, input_size: int, output_size: int, tp: TPGroup, bias: bool = False) -> None:
         length = split_evenly("input size", input_size, tp.size)
         shard = WeightShard("weight", None, (output_size, input_size), 1, tp.rank * length, length, 0)
         own_bias = [WeightShard.whole("bias", (output_size,))] if bias else None
-        super().__init__((output_size, length), [shard], own_bias, options)
+        super().__init__((output_size, length), [shard], own_bias)
         self._adds_bias = tp.rank == 0  # the ranks' outputs are summed: add it once
 
     def forward(self, x: torch.Tensor) -> Product:

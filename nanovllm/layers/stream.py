@@ -7,7 +7,7 @@ added late: by its own product, by the next norm, or together with the sum over 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -15,9 +15,8 @@ import torch
 from nanovllm.attention.base import AttentionMetadata, StepMetadata
 from nanovllm.distributed.copied_rows import PendingSum
 from nanovllm.distributed.group import TPGroup
-from nanovllm.layers.weights import WeightLayer, WeightOptions
-from nanovllm.quantization.base import Normed, Product
-from nanovllm.quantization.shards import WeightShard
+from nanovllm.layers.weights import WeightLayer
+from nanovllm.quantization.base import Normed, Product, WeightShard
 
 
 class Step(NamedTuple):
@@ -157,12 +156,11 @@ class RMSNorm(WeightLayer):
 
     weight: torch.Tensor  # [size]
 
-    def __init__(self, size: int, eps: float, options: WeightOptions, tp: TPGroup | None = None) -> None:
+    def __init__(self, size: int, eps: float, tp: TPGroup | None = None) -> None:
         super().__init__()
         self.eps = eps
         self.tp = tp or TPGroup()
-        shard = replace(WeightShard.whole("weight", (size,)), dummy=1.0)
-        self._allocate("weight", (size,), [shard], options)
+        self.declare((size,), [WeightShard.whole("weight", (size,), dummy=1.0)])
 
     def forward(self, x: Stream) -> Normed:
         """norm(x). On one rank it is computed by whoever reads it. After a sum in halves its `total` may have

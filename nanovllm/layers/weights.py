@@ -1,78 +1,112 @@
-"""WeightLayer: a module that loads its parameters from checkpoint tensors, in any order, any number of times.
+"""WeightLayer: a module that declares its weights. `allocate` gives all layers of a model their memory, which
+tensors of a checkpoint fill in any order, any number of times.
 
-A layer declares which part of which tensor it owns. Nothing here opens a file.
+A layer declares which part of which tensor this rank owns. Nothing here opens a file.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-
 import torch
 from torch import nn
 
-from nanovllm.quantization.base import LinearMethod
-from nanovllm.quantization.shards import ShardId, WeightShard, WeightSource
-from nanovllm.quantization.unquantized import UnquantizedLinearMethod
-
-
-@dataclass(frozen=True, slots=True)
-class WeightOptions:
-    """The weight options of all layers; for deterministic and fuse see `UnquantizedLinearMethod`."""
-
-    dtype: torch.dtype
-    device: torch.device
-    deterministic: bool = False
-    fuse: bool = False
-
-    def linear_method(self) -> LinearMethod:
-        """Return a new method, for the weight of one linear layer."""
-        return UnquantizedLinearMethod(self.dtype, self.device, self.deterministic, self.fuse)
+from nanovllm.kernels.matmul import is_aligned
+from nanovllm.quantization.base import Kind, LinearMethod, WeightOptions, WeightShard, WeightSource
+from nanovllm.quantization.unquantized import QuantConfig
 
 
 class WeightLayer(nn.Module):
-    """Owns parameters, which are uninitialised until `load_weight` has loaded each of `weight_shards`."""
+    """Has no memory before `allocate`. Then its parameters are uninitialised until each of `shards` is
+    loaded."""
+
+    method: LinearMethod  # of the weight that was declared with a kind
+    options: WeightOptions
 
     def __init__(self) -> None:
         super().__init__()
-        self._shards: dict[tuple[str, ShardId], WeightShard] = {}
+        self.shards: dict[WeightShard, LinearMethod | None] = {}  # to be loaded, and by which method
+        self._declared: list[tuple[tuple[int, ...], list[WeightShard], Kind | None]] = []
 
-    def _allocate(
-        self, param: str, shape: tuple[int, ...], shards: list[WeightShard], options: WeightOptions
-    ) -> None:
-        data = torch.empty(shape, dtype=options.dtype, device=options.device)
-        self.register_parameter(param, nn.Parameter(data, requires_grad=False))
-        self._expect(shards)
+    def declare(self, shape: tuple[int, ...], shards: list[WeightShard], kind: Kind | None = None) -> None:
+        """Declare a parameter of `shape`, of which this rank fills `shards`.
 
-    def _expect(self, shards: list[WeightShard]) -> None:
-        self._shards |= {(shard.param, shard.shard_id): shard for shard in shards}
+        kind: of a weight [N, K], which `method` stores; None: the parameter is in the model's dtype.
+        """
+        self._declared.append((shape, shards, kind))
 
-    def weight_shards(self) -> Iterator[WeightShard]:
-        """Yield the shards that a checkpoint must hold for this layer."""
-        return iter(self._shards.values())
+    def allocate(self, path: str, options: WeightOptions, quant: QuantConfig) -> None:
+        """Create the parameters. path: of this layer in its model."""
+        self.options = options
+        for shape, shards, kind in self._declared:
+            if kind is not None:
+                names = [shard.module_name(path) for shard in shards]
+                self.method = _choose(names, kind, quant)
+                created = self.method.create(self, shape, shards, options)
+                self.shards |= dict.fromkeys(created, self.method)
+            else:
+                data = torch.empty(shape, dtype=options.dtype, device=options.device)
+                self.register_parameter(shards[0].param, nn.Parameter(data, requires_grad=False))
+                self.shards |= dict.fromkeys(shards)
 
-    def load_weight(self, name: str, source: WeightSource, shard_id: ShardId = None) -> None:
-        """Copy this rank's part of `source`, a whole checkpoint tensor, into parameter `name`.
+    def load(self, shard: WeightShard, source: WeightSource) -> None:
+        """Copy this rank's part of `source`, a whole checkpoint tensor that `shard` fits, to its place.
 
         If `source` is a slice of a file, only that part is read. Values are cast to the parameter's dtype.
-        Can be called again at any time; call `finish_loading` before the layer is used. Raises ValueError for
-        an unknown name or shard, and for a wrong shape.
+        Can be called again at any time; call `finish_loading` before the layer is used.
         """
-        shard = self._shards.get((name, shard_id))
-        if shard is None:
-            wanted = name if shard_id is None else f"{name}[{shard_id!r}]"
-            has = ", ".join(shard.label for shard in self._shards.values())
-            raise ValueError(f"{type(self).__name__} has no weight {wanted}; it has {has}")
-        if wrong := shard.wrong_shape(source):
-            raise ValueError(f"{type(self).__name__}'s weight {shard.label} has shape {wrong}")
-        self._load(shard, source)
-
-    def _load(self, shard: WeightShard, source: WeightSource) -> None:
-        shard.copy(source, self.get_parameter(shard.param))
+        if (method := self.shards[shard]) is not None:
+            method.load(shard, source)
+        else:
+            shard.copy(source, self.get_parameter(shard.param))
 
     def finish_loading(self) -> None:
         """Prepare for use after all tensors are loaded; see `LinearMethod.finish_loading`."""
-        return
+        for method in {each for each in self.shards.values() if each is not None}:
+            method.finish_loading()
+
+
+def _choose(names: list[str], kind: Kind, quant: QuantConfig) -> LinearMethod:
+    """The method for checkpoint modules that are one product. ValueError if theirs differ."""
+    first, *others = (quant.method(name, kind) for name in names)
+    for name, other in zip(names[1:], others, strict=True):
+        if type(other) is not type(first) or vars(other) != vars(first):
+            raise ValueError(f"{names[0]} and {name} are one product, and must be quantised in the same way")
+    return first
+
+
+Slots = dict[str, tuple[WeightLayer, WeightShard]]
+
+
+def allocate(model: nn.Module, options: WeightOptions, quant: QuantConfig) -> None:
+    """Give every layer of a declared `model` its memory. `quant` chooses by name how a weight is stored.
+
+    With `deterministic` in the options, no bit of a token's result depends on the rest of the step, provided
+    that the attention backend keeps this. Raises ValueError if the sizes of the weights prevent it.
+    """
+    for path, layer in model.named_modules():
+        if isinstance(layer, WeightLayer):
+            layer.allocate(path, options, quant)
+    for name, weight in model.named_parameters():
+        if options.deterministic and weight.dim() == 2 and not is_aligned(weight):
+            raise ValueError(
+                f"deterministic=True needs weights whose rows are multiples of 16 bytes; rows of "
+                f"{name.removesuffix('.weight')} have {weight.shape[1]} elements of {options.dtype}"
+            )
+
+
+def weight_slots(model: nn.Module) -> Slots:
+    """Return {checkpoint name: (layer, shard)} for each tensor that a checkpoint must hold."""
+    layers = [(path, layer) for path, layer in model.named_modules() if isinstance(layer, WeightLayer)]
+    return {shard.name(path): (layer, shard) for path, layer in layers for shard in layer.shards}
+
+
+def finish_loading(model: nn.Module) -> None:
+    """Prepare for use after all tensors are loaded; see `LinearMethod.finish_loading`."""
+    for path, layer in model.named_modules():
+        if isinstance(layer, WeightLayer):
+            try:
+                layer.finish_loading()
+            except ValueError as error:
+                raise ValueError(f"{path}: {error}") from None
 
 
 def split_evenly(what: str, total: int, ranks: int) -> int:

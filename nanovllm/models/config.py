@@ -6,12 +6,13 @@ Reads plain dicts of transformers 4 and 5. Refuses what the decoder does not com
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from nanovllm.attention.base import AttentionSpec
 from nanovllm.attention.rotary import RopeConfig
 from nanovllm.layers.linear import can_split_heads
+from nanovllm.quantization.unquantized import QuantConfig
 
 SUPPORTED_DTYPES = ("float32", "bfloat16", "float16")
 SUPPORTED_LAYERS = ("full_attention", "sliding_attention")
@@ -36,6 +37,9 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     for key in keys.split()
 }
 
+# The quantisation for each `quant_method` of config.json's quantization_config, which it is made from.
+QUANTIZATIONS: dict[str, Callable[[Mapping[str, Any]], QuantConfig]] = {}
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -57,6 +61,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     sliding_window: int | None  # up to this length full attention gives the same result; None: always
     dual_chunk: int | None = None  # the same for dual chunk attention
+    quant: QuantConfig = field(default_factory=QuantConfig)  # of the checkpoint
     max_model_len: int | None = None  # maximum tokens of a sequence in the engine; None: without an engine
 
     def __post_init__(self) -> None:
@@ -196,6 +201,7 @@ class ModelFamily:
         Raises ValueError for anything malformed or not supported.
         """
         hf = HFConfig(raw, self.defaults)
+        quant = _quant_config(hf)
         _refuse_unsupported(hf)
         hidden_size, num_heads = hf.integer("hidden_size"), hf.integer("num_attention_heads")
         num_kv_heads = hf.integer("num_key_value_heads", num_heads)
@@ -234,6 +240,7 @@ class ModelFamily:
             eos_token_ids=_eos_token_ids(hf, generation or {}),
             sliding_window=self.sliding_window(hf),
             dual_chunk=_dual_chunk(hf),
+            quant=quant,
         )
 
 
@@ -260,13 +267,6 @@ def _refuse_unsupported(hf: HFConfig) -> None:
         raise ValueError(
             f"config.json: hidden_act {hf.get('hidden_act')!r} is not supported; supported: 'silu'"
         )
-    if (quantization := hf.get("quantization_config")) is not None:
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-        raise ValueError(
-            f"config.json: the weights are quantised (quantization_config: quant_method {method!r}), and "
-            "quantised checkpoints are not supported; use the model's bfloat16, float16 or float32 "
-            "checkpoint, on the hub usually the one without a suffix such as AWQ, GPTQ, FP8 or bnb-4bit"
-        )
     for key, neutral in NEUTRAL.items():
         if not any(hf.get(key) == value for value in neutral):
             raise ValueError(
@@ -279,6 +279,19 @@ def _refuse_unsupported(hf: HFConfig) -> None:
         raise ValueError(
             f"config.json: layer_types {other!r} are not supported; supported: {', '.join(SUPPORTED_LAYERS)}"
         )
+
+
+def _quant_config(hf: HFConfig) -> QuantConfig:
+    if (stated := hf.get("quantization_config")) is None:
+        return QuantConfig()
+    method = stated.get("quant_method") if isinstance(stated, dict) else stated
+    if not isinstance(stated, dict) or not isinstance(method, str) or method not in QUANTIZATIONS:
+        raise ValueError(
+            f"config.json: the weights are quantised (quantization_config: quant_method {method!r}), and "
+            "quantised checkpoints are not supported; use the model's bfloat16, float16 or float32 "
+            "checkpoint, on the hub usually the one without a suffix such as AWQ, GPTQ, FP8 or bnb-4bit"
+        )
+    return QUANTIZATIONS[method](stated)
 
 
 def _dual_chunk(hf: HFConfig) -> int | None:

@@ -6,7 +6,7 @@ Modules are named as in transformers, so a parameter's path is its checkpoint na
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import NamedTuple
 
 import torch
@@ -16,21 +16,14 @@ from nanovllm.attention.base import AttentionBackend, StepMetadata
 from nanovllm.attention.rotary import RopeConfig, rope_table
 from nanovllm.distributed.group import TPGroup
 from nanovllm.kernels.cache import KVCache
-from nanovllm.kernels.matmul import is_aligned
 from nanovllm.kernels.rotary import Rotation, qk_norm_rope_store
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from nanovllm.layers.stream import AnyStream, RMSNorm, Step, begin
-from nanovllm.layers.weights import WeightLayer, WeightOptions
+from nanovllm.layers.weights import WeightLayer
 from nanovllm.models.config import ModelConfig
-from nanovllm.quantization.base import Normed, Product
-from nanovllm.quantization.shards import ShardId, WeightShard
-
-# Packed layers: the checkpoint name of each shard.
-PACKED: dict[str, dict[ShardId, str]] = {
-    "qkv_proj": {"q": "q_proj", "k": "k_proj", "v": "v_proj"},
-    "gate_up_proj": {0: "gate_proj", 1: "up_proj"},
-}
+from nanovllm.quantization.base import Normed, Product, WeightOptions
+from nanovllm.quantization.unquantized import QuantConfig
 
 
 class Build(NamedTuple):
@@ -38,8 +31,20 @@ class Build(NamedTuple):
 
     tp: TPGroup
     backend: AttentionBackend
-    rope: Callable[[RopeConfig | None, int], torch.Tensor]  # (settings, head_dim) -> the one `rope_table`
-    options: WeightOptions
+    rope: Callable[[RopeConfig | None, int], RotaryEmbedding]  # by settings and head_dim
+
+
+class RotaryEmbedding(WeightLayer):
+    """The angles of all positions up to `num_positions`, in one table for the layers with these settings."""
+
+    cos_sin: torch.Tensor  # [num_positions, head_dim]
+
+    def __init__(self, num_positions: int, config: RopeConfig | None, head_dim: int) -> None:
+        super().__init__()
+        self._table = partial(rope_table, config, head_dim, num_positions)
+
+    def allocate(self, path: str, options: WeightOptions, quant: QuantConfig) -> None:
+        self.cos_sin = self._table().to(options.device)
 
 
 class Attention(nn.Module):
@@ -50,19 +55,16 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig, index: int, build: Build) -> None:
         super().__init__()
-        tp, options, self.eps = build.tp, build.options, config.rms_norm_eps
+        tp, self.eps = build.tp, config.rms_norm_eps
         whole = config.spec(index)
         self.spec = whole.of_rank(tp.size)
-        self.qkv_proj = QKVParallelLinear(
-            config.hidden_size,
-            *(whole.head_dim, whole.num_heads, whole.num_kv_heads),
-            *(tp, options, config.qkv_bias),
-        )
+        heads = whole.head_dim, whole.num_heads, whole.num_kv_heads
+        self.qkv_proj = QKVParallelLinear(config.hidden_size, *heads, tp, config.qkv_bias)
         size = whole.num_heads * whole.head_dim
-        self.o_proj = RowParallelLinear(size, config.hidden_size, tp, options, config.o_bias)
-        self.q_norm = RMSNorm(whole.head_dim, self.eps, options) if whole.qk_norm else None
-        self.k_norm = RMSNorm(whole.head_dim, self.eps, options) if whole.qk_norm else None
-        self.cos_sin = build.rope(whole.rope, whole.head_dim)
+        self.o_proj = RowParallelLinear(size, config.hidden_size, tp, config.o_bias)
+        self.q_norm = RMSNorm(whole.head_dim, self.eps) if whole.qk_norm else None
+        self.k_norm = RMSNorm(whole.head_dim, self.eps) if whole.qk_norm else None
+        self.rotary = build.rope(whole.rope, whole.head_dim)
         self.backend = build.backend
         self.cache = KVCache(torch.empty(0), torch.empty(0))
 
@@ -74,7 +76,7 @@ class Attention(nn.Module):
         q, k, v = self.qkv_proj.split_heads(self.qkv_proj(x))
         q_weight = None if self.q_norm is None else self.q_norm.weight
         k_weight = None if self.k_norm is None else self.k_norm.weight
-        rotation = Rotation(step.positions, self.cos_sin, q_weight, k_weight, self.eps)
+        rotation = Rotation(step.positions, self.rotary.cos_sin, q_weight, k_weight, self.eps)
         q = qk_norm_rope_store(q, k, v, rotation, self.cache, step.meta.slot_mapping)
         attended = self.backend.forward(q, self.cache, step.meta, self.spec)
         product: Product = self.o_proj(attended.flatten(1))
@@ -84,12 +86,12 @@ class Attention(nn.Module):
 class GatedMLP(nn.Module):
     """down_proj(silu(gate_proj(x)) * up_proj(x)), SwiGLU (Shazeer, 2020), with inner size `size`."""
 
-    def __init__(
-        self, hidden_size: int, size: int, tp: TPGroup, options: WeightOptions, bias: bool = False
-    ) -> None:
+    def __init__(self, hidden_size: int, size: int, tp: TPGroup, bias: bool = False) -> None:
         super().__init__()
-        self.gate_up_proj = MergedColumnParallelLinear(hidden_size, [size, size], tp, options, bias)
-        self.down_proj = RowParallelLinear(size, hidden_size, tp, options, bias)
+        self.gate_up_proj = MergedColumnParallelLinear(
+            hidden_size, {"gate_proj": size, "up_proj": size}, tp, bias
+        )
+        self.down_proj = RowParallelLinear(size, hidden_size, tp, bias)
 
     def forward(self, x: Normed, step: Step) -> Product:
         """x [T, hidden_size] -> a term of the stream, of the same shape. Tokens are independent."""
@@ -102,12 +104,12 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, config: ModelConfig, index: int, build: Build) -> None:
         super().__init__()
-        tp, options = build.tp, build.options
+        tp = build.tp
         hidden_size, eps = config.hidden_size, config.rms_norm_eps
-        self.input_layernorm = RMSNorm(hidden_size, eps, options, tp)
+        self.input_layernorm = RMSNorm(hidden_size, eps, tp)
         self.self_attn = Attention(config, index, build)
-        self.post_attention_layernorm = RMSNorm(hidden_size, eps, options, tp)
-        self.mlp = GatedMLP(hidden_size, config.intermediate_size, tp, options, config.mlp_bias)
+        self.post_attention_layernorm = RMSNorm(hidden_size, eps, tp)
+        self.mlp = GatedMLP(hidden_size, config.intermediate_size, tp, config.mlp_bias)
 
     def forward(self, x: AnyStream, step: Step, keep: torch.Tensor | None = None) -> AnyStream:
         """keep [n]: only these rows are needed after attention."""
@@ -120,46 +122,27 @@ class DecoderModel(nn.Module):
 
     def __init__(self, config: ModelConfig, build: Build) -> None:
         super().__init__()
-        tp, options = build.tp, build.options
-        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, tp, options)
+        tp, tied = build.tp, config.tie_word_embeddings
+        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, tp, tied)
         self.layers = nn.ModuleList(DecoderLayer(config, index, build) for index in range(config.num_layers))
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, options, tp)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, tp)
 
 
 class DecoderForCausalLM(nn.Module):
-    """A causal language model, or one rank's part of it. The loader must fill its weights before use.
-
-    With `deterministic` in the options, no bit of a token's result depends on the rest of the step, provided
-    that `backend` keeps this. Raises ValueError if the model cannot be split over the group's ranks, or if
-    its weights' sizes prevent `deterministic`.
-    """
+    """A causal language model, or one rank's part of it, declared: `allocate` gives it memory, and
+    `load_weights` fills its weights. Raises ValueError if it cannot be split over the group's ranks."""
 
     def __init__(
-        self,
-        config: ModelConfig,
-        tp: TPGroup,
-        backend: AttentionBackend,
-        max_model_len: int,
-        options: WeightOptions,
+        self, config: ModelConfig, tp: TPGroup, backend: AttentionBackend, max_model_len: int
     ) -> None:
         super().__init__()
         config.check_tensor_parallel_size(tp.size)
         self.config = config
-
-        @cache
-        def rope(settings: RopeConfig | None, head_dim: int) -> torch.Tensor:
-            return rope_table(settings, head_dim, max_model_len + 1).to(options.device)
-
-        self.model = DecoderModel(config, Build(tp, backend, rope, options))
+        rope = cache(partial(RotaryEmbedding, max_model_len + 1))
+        self.model = DecoderModel(config, Build(tp, backend, rope))
         tied_to = self.model.embed_tokens if config.tie_word_embeddings else None
-        self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, tp, options, tied_to)
+        self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, tp, tied_to)
         self.attention_layers: list[Attention] = [m for m in self.modules() if isinstance(m, Attention)]
-        for name, weight in self.named_parameters():
-            if options.deterministic and weight.dim() == 2 and not is_aligned(weight):
-                raise ValueError(
-                    f"deterministic=True needs weights whose rows are multiples of 16 bytes; rows of "
-                    f"{name.removesuffix('.weight')} have {weight.shape[1]} elements of {options.dtype}"
-                )
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, meta: StepMetadata) -> torch.Tensor:
         """input_ids [T], positions [T] -> hidden states [T, hidden_size] after the final norm; only of the
@@ -176,24 +159,3 @@ class DecoderForCausalLM(nn.Module):
         """hidden [n, hidden_size] -> logits [n, ceil(vocab_size / ranks)] of this rank's vocabulary part."""
         logits: torch.Tensor = self.lm_head(hidden)
         return logits
-
-    def weight_slots(self) -> dict[str, tuple[WeightLayer, WeightShard]]:
-        """Return {checkpoint name: (layer, shard)} for each tensor that a checkpoint must hold."""
-        slots = {}
-        for path, layer in self.named_modules():
-            if not isinstance(layer, WeightLayer):
-                continue
-            parent, _, last = path.rpartition(".")
-            for shard in layer.weight_shards():
-                module = last if shard.shard_id is None else PACKED[last][shard.shard_id]
-                slots[".".join(filter(None, (parent, module, shard.param)))] = layer, shard
-        return slots
-
-    def finish_loading(self) -> None:
-        """Prepare for use after all tensors are loaded; see `LinearMethod.finish_loading`."""
-        for path, layer in self.named_modules():
-            if isinstance(layer, WeightLayer):
-                try:
-                    layer.finish_loading()
-                except ValueError as error:
-                    raise ValueError(f"{path}: {error}") from None

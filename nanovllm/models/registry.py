@@ -1,11 +1,19 @@
-"""The family for each name in Hugging Face's `architectures`, one line for each."""
+"""The names that lead to a model: folders and hub ids, and one line for each architecture and each format of
+files.
+"""
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from nanovllm.models.config import ModelFamily
+from nanovllm.errors import ModelLoadError
+from nanovllm.models.checkpoint import CONFIG_FILE, Checkpoint, SafetensorsCheckpoint, shortened
+from nanovllm.models.config import ModelConfig, ModelFamily
 from nanovllm.models.llama import LLAMA
 from nanovllm.models.mistral import MISTRAL
 from nanovllm.models.qwen2 import QWEN2
@@ -17,6 +25,10 @@ _FAMILIES: dict[str, ModelFamily] = {
     "LlamaForCausalLM": LLAMA,
     "MistralForCausalLM": MISTRAL,
 }
+FORMATS: tuple[type[Checkpoint], ...] = (SafetensorsCheckpoint,)  # the first that reads a path takes it
+TOKENIZER_PATTERNS = ["*.json", "*.jinja", "*.model", "*.txt"]
+HUB_IGNORED = ["*/*", "consolidated*"]  # other formats of the same weights
+HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 
 def register_model(architecture: str, family: ModelFamily) -> None:
@@ -52,3 +64,107 @@ def _kind(architecture: str, raw: Mapping[str, Any]) -> str:
     if {"vision_config", "audio_config"} & raw.keys() or "ConditionalGeneration" in architecture:
         return ", because it reads images or sound, or has an encoder"
     return ", because Gemma's norms and windows differ" if architecture.startswith("Gemma") else ""
+
+
+@dataclass(frozen=True)
+class Hub:
+    """Options for the Hugging Face hub; None means the default of huggingface_hub."""
+
+    revision: str | None = None  # a branch, tag or commit
+    download_dir: str | None = None
+    token: str | bool | None = None
+    code: bool = False  # whether to download Python files too
+
+
+def resolve_model_path(name: str | Path, hub: Hub = Hub(), kind: str = "model") -> Path:
+    """Return the folder of a model: `name` itself, or the download of the hub id `name`.
+
+    kind: "model", or "tokenizer" for a folder without weights. Raises ValueError if `name` is neither a
+    folder nor a hub id, or a folder with a revision; ModelLoadError if the download fails.
+    """
+    path = Path(os.path.expanduser(name))
+    try:
+        is_model = any(each.reads(path) for each in FORMATS)
+    except OSError as error:  # its name is too long, for example
+        raise ValueError(f"{kind} {str(name)!r} cannot be opened: {error.strerror}") from None
+    if is_model:
+        if hub.revision not in (None, "main"):
+            option = "revision" if kind == "model" else "tokenizer_revision"
+            raise ValueError(
+                f"{option}={hub.revision!r} is for a hub id, and {kind} {str(name)!r} is a folder, which has "
+                "no revisions; leave it out"
+            )
+        return path
+    if path.exists():
+        if path.suffix == ".gguf":
+            raise ValueError(
+                f"{kind} {str(name)!r} is a GGUF file, which is not read; pass the folder or hub id of the "
+                "safetensors checkpoint that it was made from"
+            )
+        what = "its files" if kind == "tokenizer" else f"{CONFIG_FILE} and the *.safetensors weights"
+        raise ValueError(f"{kind} {str(name)!r} is a file; pass the folder that holds {what}")
+    if not HUB_ID.fullmatch(str(name)):
+        raise ValueError(
+            f"{kind} folder {str(path)!r} does not exist, and it is not a hub id (organisation/name)"
+        )
+    patterns = [*TOKENIZER_PATTERNS, *(["*.safetensors"] if kind == "model" else [])]
+    import huggingface_hub  # here, because most models are folders and this takes half a second
+
+    try:
+        found = huggingface_hub.snapshot_download(
+            str(name),
+            revision=hub.revision,
+            cache_dir=hub.download_dir,
+            token=hub.token,
+            allow_patterns=[*patterns, *(["*.py"] if hub.code else [])],
+            ignore_patterns=HUB_IGNORED,
+        )
+    except Exception as error:  # errors of the hub client, its HTTP library or the system
+        fix = "" if "/" in str(name) else "; a hub id mostly has an organisation, such as Qwen/Qwen3-0.6B"
+        raise ModelLoadError(
+            f"{kind} {str(name)!r} is not a folder here{fix}, and the Hugging Face hub did not deliver it "
+            f"({type(error).__name__}: {error}). Check the spelling and the network (with HF_HUB_OFFLINE=1 "
+            "only models downloaded before are found), or download it on another machine with "
+            f"`hf download {name} --local-dir FOLDER` and pass the folder"
+        ) from error
+    return Path(found)
+
+
+def open_checkpoint(path: str | Path) -> Checkpoint:
+    """The files of the model at `path`; nothing is opened yet."""
+    path = Path(path)
+    return next((each for each in FORMATS if each.reads(path)), SafetensorsCheckpoint)(path)
+
+
+def load_model_config(
+    folder: str | Path,
+    generation: dict[str, Any] | None = None,
+    overrides: Mapping[str, Any] | None = None,
+) -> ModelConfig:
+    """Read config.json of a model folder.
+
+    generation: the content of generation_config.json; None reads the folder's. overrides: values that replace
+    those of config.json.
+
+    Raises ModelLoadError if config.json is missing or unreadable, ValueError if there is no such folder or
+    the model is not supported.
+    """
+    checkpoint = open_checkpoint(folder := Path(folder))
+    raw = checkpoint.config() | dict(overrides or {})
+    if generation is None:
+        generation = checkpoint.generation()
+    architectures = raw.get("architectures")
+    if (
+        not isinstance(architectures, list)
+        or len(architectures) != 1
+        or not isinstance(architectures[0], str)
+    ):
+        raise ValueError(
+            f"{folder / CONFIG_FILE}: architectures must name one model, not {shortened(architectures)}; "
+            f"supported: {', '.join(supported_architectures())}"
+        )
+    try:
+        return get_family(architectures[0], raw).model_config(architectures[0], raw, generation)
+    except ValueError as error:
+        changed = f" (with hf_overrides={dict(overrides)!r})" if overrides else ""
+        raise ValueError(f"{folder}: {shortened(error)}{changed}") from None

@@ -1,6 +1,7 @@
-"""LinearMethod: how the weight of one layer is stored, loaded and multiplied. A method never communicates.
+"""LinearMethod: how the weight of one layer is stored, loaded and multiplied. It never communicates.
 
-A layer defines what is multiplied and which part of the weight this rank holds; the method does the rest.
+A layer declares what is multiplied, and as `WeightShard`s which part of the weight this rank holds. The
+method does the rest. Nothing here opens a file.
 """
 
 from __future__ import annotations
@@ -8,13 +9,102 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import nn
 
 from nanovllm.kernels.activation import silu_and_mul
 from nanovllm.kernels.rms_norm import add_rms_norm
-from nanovllm.quantization.shards import WeightShard, WeightSource
+
+FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+FILE_DTYPES = {  # the names of safetensors
+    **{"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64},
+    **{"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2},
+    **{"U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "I32": torch.int32, "I64": torch.int64},
+}
+# What multiplies or looks up a weight. An embedding that is also the LM head is "tied_embedding".
+Kind = Literal["linear", "embedding", "tied_embedding", "lm_head"]
+
+
+@dataclass(frozen=True, slots=True)
+class WeightOptions:
+    """How the weights of a model are stored; for deterministic and fuse see `UnquantizedLinearMethod`."""
+
+    dtype: torch.dtype
+    device: torch.device
+    deterministic: bool = False
+    fuse: bool = False
+
+
+class WeightSlice(Protocol):
+    """A tensor in a file; indexing reads only the indexed part: `safe_open(...).get_slice(name)`."""
+
+    def get_shape(self) -> list[int]: ...
+
+    def get_dtype(self) -> str: ...
+
+    def __getitem__(self, index: Any) -> torch.Tensor: ...
+
+
+WeightSource = torch.Tensor | WeightSlice
+
+
+@dataclass(frozen=True, slots=True)
+class WeightShard:
+    """The destination of one checkpoint tensor: its `[start, start + length)` along `dim` is copied to the
+    parameter's `[offset, offset + length)` along the same `dim`."""
+
+    param: str  # the last part of the tensor's name
+    module: str | None  # the part before it, if that is not the layer's own: "q_proj" of "qkv_proj"
+    shape: tuple[int, ...]  # of the whole tensor in the checkpoint
+    dim: int
+    start: int
+    length: int
+    offset: int
+    dtypes: tuple[torch.dtype, ...] = FLOATS  # of the tensor in the checkpoint
+    dummy: float | None = None  # the value of all elements of a dummy weight; None: random values
+
+    @classmethod
+    def whole(cls, param: str, shape: tuple[int, ...], dummy: float | None = None) -> WeightShard:
+        """The only shard of a parameter that every rank holds completely."""
+        return cls(param, None, shape, dim=0, start=0, length=shape[0], offset=0, dummy=dummy)
+
+    def name(self, path: str) -> str:
+        """The checkpoint's name of the tensor, if the layer's path is `path`."""
+        return f"{self.module_name(path)}.{self.param}".lstrip(".")
+
+    def module_name(self, path: str) -> str:
+        """The checkpoint's name of the module that owns the tensor."""
+        if self.module is None:
+            return path
+        parent, _, _ = path.rpartition(".")
+        return f"{parent}.{self.module}".lstrip(".")
+
+    def wrong_shape(self, source: WeightSource) -> str | None:
+        """The shape of `source` and the one that is needed, for an error; None if they are the same."""
+        shape = tuple(source.shape if isinstance(source, torch.Tensor) else source.get_shape())
+        return None if shape == self.shape else f"{shape}, but the model needs {self.shape}"
+
+    def wrong_dtype(self, source: WeightSource) -> str | None:
+        """The dtype of `source`, for an error; None if the checkpoint may have it."""
+        if isinstance(source, torch.Tensor):
+            return None if source.dtype in self.dtypes else str(source.dtype)
+        name = source.get_dtype()
+        return None if FILE_DTYPES.get(name) in self.dtypes else name
+
+    def place(self, parameter: torch.Tensor) -> torch.Tensor:
+        """The part of `parameter` that this shard fills, as a view."""
+        return parameter.narrow(self.dim, self.offset, self.length)
+
+    def copy(self, source: WeightSource, parameter: torch.Tensor) -> None:
+        """Copy this rank's part of `source`, a whole checkpoint tensor, to its place, cast to its dtype.
+
+        If `source` is a slice of a file, only that part is read.
+        """
+        if self.length:
+            index = (slice(None),) * self.dim + (slice(self.start, self.start + self.length),)
+            self.place(parameter).copy_(source[index])
 
 
 class Normed:
@@ -104,9 +194,9 @@ class LinearMethod(ABC):
 
     @abstractmethod
     def create(
-        self, layer: nn.Module, shape: tuple[int, int], shards: list[WeightShard]
+        self, layer: nn.Module, shape: tuple[int, ...], shards: list[WeightShard], options: WeightOptions
     ) -> list[WeightShard]:
-        """Register uninitialised parameters for a weight of `shape` on `layer`.
+        """Register parameters for a weight of `shape` on `layer`. What no shard fills is zero.
 
         shards: the parts of the whole weight that this rank holds. Return the shards that a checkpoint must
         hold to fill the parameters; if it holds the weight itself, these are `shards`.
@@ -139,3 +229,12 @@ class LinearMethod(ABC):
         The sum may use the memory of the residual.
         """
         return self.apply(x, bias), residual
+
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        """Rows `ids` [T] of the weight, [T, K]. Only the methods of embeddings have it."""
+        raise NotImplementedError(f"{type(self).__name__} has no rows to look up")
+
+    def first_rows(self, num: int) -> LinearMethod:
+        """A method for the first `num` rows, in the same memory. Only the methods of tied embeddings have
+        it."""
+        raise NotImplementedError(f"{type(self).__name__} has no rows to share")

@@ -1,6 +1,12 @@
-"""UnquantizedLinearMethod: a weight in the model's dtype; the number of rows selects the kernel."""
+"""UnquantizedLinearMethod: a weight in the model's dtype; the number of rows selects the kernel.
+
+QuantConfig chooses it for every weight; each quantisation is a file here with a QuantConfig that does not.
+"""
 
 from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -8,8 +14,14 @@ from torch import nn
 
 from nanovllm.kernels.gemv import gemv, use_gemv
 from nanovllm.kernels.matmul import linear, use_linear
-from nanovllm.quantization.base import LinearMethod, Normed
-from nanovllm.quantization.shards import WeightShard, WeightSource
+from nanovllm.quantization.base import (
+    Kind,
+    LinearMethod,
+    Normed,
+    WeightOptions,
+    WeightShard,
+    WeightSource,
+)
 
 # oneDNN's product, a private operator of torch, which calls it for other dtypes and in compiled code. For
 # float32 `F.linear` calls MKL, which took up to 2.4 times as long on an AMD CPU. None: this torch has no
@@ -38,23 +50,19 @@ class UnquantizedLinearMethod(LinearMethod):
     """
 
     weight: torch.Tensor  # [N, K]
-
-    def __init__(
-        self, dtype: torch.dtype, device: torch.device, deterministic: bool = False, fuse: bool = False
-    ) -> None:
-        self.dtype = dtype
-        self.device = device
-        self.deterministic = deterministic
-        self.fuse = fuse
+    deterministic: bool
+    fuse: bool
 
     def create(
-        self, layer: nn.Module, shape: tuple[int, int], shards: list[WeightShard]
+        self, layer: nn.Module, shape: tuple[int, ...], shards: list[WeightShard], options: WeightOptions
     ) -> list[WeightShard]:
         """One parameter, `weight`."""
-        data = torch.empty(shape, dtype=self.dtype, device=self.device)
-        weight = nn.Parameter(data, requires_grad=False)
-        layer.register_parameter("weight", weight)
-        self.weight = weight
+        self.deterministic, self.fuse = options.deterministic, options.fuse
+        data = torch.empty(shape, dtype=options.dtype, device=options.device)
+        dim, end = shards[0].dim, shards[-1].offset + shards[-1].length
+        data.narrow(dim, end, shape[dim] - end).zero_()
+        self.weight = nn.Parameter(data, requires_grad=False)
+        layer.register_parameter("weight", self.weight)
         return shards
 
     def load(self, shard: WeightShard, source: WeightSource) -> None:
@@ -91,3 +99,23 @@ class UnquantizedLinearMethod(LinearMethod):
 
     def _by_linear(self, x: torch.Tensor) -> bool:
         return self.deterministic or use_linear(x, self.weight)
+
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        return F.embedding(ids, self.weight)
+
+    def first_rows(self, num: int) -> UnquantizedLinearMethod:
+        method = copy.copy(self)
+        method.weight = self.weight[:num]
+        return method
+
+
+@dataclass(frozen=True)
+class QuantConfig:
+    """Chooses the method of each weight of a model. A value; a subclass is one quantisation."""
+
+    def method(self, path: str, kind: Kind) -> LinearMethod:
+        """Return a new method for the weight of the checkpoint's module `path`.
+
+        The modules of a packed layer, such as q_proj, k_proj and v_proj, must get the same one.
+        """
+        return UnquantizedLinearMethod()

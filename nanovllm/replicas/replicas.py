@@ -16,7 +16,7 @@ from nanovllm.engine.executor import Load, Stepped
 from nanovllm.engine.startup import OpenedModel
 from nanovllm.engine.stats import StepStats
 from nanovllm.lifecycle import held_interrupts
-from nanovllm.models.update import check_dense, named_pairs, named_tensor
+from nanovllm.models.weights import check_dense, named_pairs, named_tensor
 from nanovllm.outputs import RequestMetrics, RequestOutput
 from nanovllm.plan.scheduler import Room
 from nanovllm.replicas.pool import Pool

@@ -25,10 +25,11 @@ from nanovllm.kernels.cache import KVCache
 from nanovllm.kernels.decode_attention import least_chunk
 from nanovllm.kernels.last_tokens import take_tokens
 from nanovllm.kernels.logits import WORD
-from nanovllm.layers.weights import WeightOptions
+from nanovllm.layers.weights import allocate
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import DecoderForCausalLM
-from nanovllm.models.loader import init_dummy_weights, load_weights
+from nanovllm.models.weights import init_dummy_weights, load_weights
+from nanovllm.quantization.base import WeightOptions
 from nanovllm.runner.cuda_graph import CUDAGraphs, graph_sizes
 from nanovllm.runner.ending import Ending, StepTensors, UndrawnStep
 from nanovllm.runner.inputs import StepInputs, prepare_decode, prepare_prefill
@@ -81,13 +82,9 @@ class ModelRunner:
         self.block_size = resolve_block_size(config.kvcache_block_size, self.backend)
         self.max_blocks = -(-max_model_len // self.block_size)  # of one sequence
         fuse = device.is_cuda and self.dtype == torch.bfloat16 and tp.size == 1
-        self.model = DecoderForCausalLM(
-            model_config,
-            tp,
-            self.backend,
-            max_model_len,
-            WeightOptions(self.dtype, device.torch, config.deterministic, fuse),
-        )
+        self.model = DecoderForCausalLM(model_config, tp, self.backend, max_model_len)
+        options = WeightOptions(self.dtype, device.torch, config.deterministic, fuse)
+        allocate(self.model, options, model_config.quant)
         self.load_weights()
         self.graphs: dict[tuple[int, bool], CUDAGraphs] = {}  # by chunk of shared prefixes, and whether drawn
         self._undrawn: UndrawnStep | None = None

@@ -1,7 +1,7 @@
 """ResidentModelRunner: a ModelRunner that can free its device memory and take new weights.
 
-Owns the freed storages and the host copies of weights. Never decides when to sleep; `models/update.py` checks
-new tensors.
+Owns the freed storages and the host copies of weights. Never decides when to sleep; `models/weights.py`
+checks new tensors.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from nanovllm.layers.weights import finish_loading, weight_slots
 from nanovllm.runner.model_runner import ModelRunner
 
 WEIGHTS, KV_CACHE = TAGS = ("weights", "kv_cache")
@@ -119,14 +120,14 @@ class ResidentModelRunner(ModelRunner):
 
     def load_tensors(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Load checked tensors by their checkpoint names. Call `finish_update` before the next step."""
-        slots = self.model.weight_slots()
+        slots = weight_slots(self.model)
         for name, tensor in tensors:
             layer, shard = slots[name]
-            layer.load_weight(shard.param, tensor, shard.shard_id)
+            layer.load(shard, tensor)
 
     def finish_update(self) -> None:
         """Prepare for the next step."""
-        self.model.finish_loading()
+        finish_loading(self.model)
         self.calibrate_kv_cache()
 
     def exit(self) -> None:

@@ -31,7 +31,7 @@ from nanovllm.distributed.group import TPGroup
 from nanovllm.distributed.rendezvous import Rendezvous
 from nanovllm.errors import KVCacheMemoryError, WorkerError
 from nanovllm.lifecycle import finalize, held_interrupts
-from nanovllm.models.loader import weight_bytes
+from nanovllm.models.weights import weight_bytes
 from nanovllm.runner.memory import check_weights_fit, fit_kv_cache
 from nanovllm.runner.residency import ResidentModelRunner
 from nanovllm.workers.channel import Channel

@@ -20,7 +20,7 @@ import bench
 import nanovllm
 from nanovllm.batch import StepKind
 from nanovllm.kernels.compat import INTERPRET
-from nanovllm.models.loader import load_model_config
+from nanovllm.models.registry import load_model_config
 from tools import measure_device
 from tools.benchmark import roofline
 from tools.benchmark.kernels import busy_time, costliest, group_replays, read_trace, replay_times

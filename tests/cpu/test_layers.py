@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,17 +22,17 @@ from nanovllm.kernels.activation import silu_and_mul
 from nanovllm.kernels.all_reduce import EMPTY, TURNS
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.linear import (
-    ColumnParallelLinear,
     MergedColumnParallelLinear,
     QKVParallelLinear,
     ReplicatedLinear,
     RowParallelLinear,
 )
 from nanovllm.layers.stream import HalvedStream, RMSNorm, Step, Stream
-from nanovllm.layers.weights import WeightLayer, WeightOptions
-from nanovllm.quantization.base import Normed
-from nanovllm.quantization.shards import ShardId
+from nanovllm.layers.weights import WeightLayer, allocate, weight_slots
+from nanovllm.quantization.base import Kind, LinearMethod, Normed, WeightOptions
+from nanovllm.quantization.unquantized import QuantConfig, UnquantizedLinearMethod
 
+Tensors = dict[tuple[str, str | None], torch.Tensor]
 OPTIONS = WeightOptions(torch.float32, torch.device("cpu"))
 
 
@@ -50,11 +51,13 @@ def normed(x: torch.Tensor) -> Normed:
     return Normed.computed(x, x)
 
 
-def fill(layer: WeightLayer, tensors: dict[tuple[str, ShardId], torch.Tensor]) -> WeightLayer:
-    """Load each tensor once, in file order, and check that the layer has all its weights."""
-    for (name, shard_id), tensor in tensors.items():
-        layer.load_weight(name, tensor, shard_id)
-    assert {(shard.param, shard.shard_id) for shard in layer.weight_shards()} == tensors.keys()
+def fill(layer: WeightLayer, tensors: Tensors) -> WeightLayer:
+    """Allocate a layer, load each tensor once, in file order, and check that it has all its weights."""
+    allocate(layer, OPTIONS, QuantConfig())
+    shards = {(shard.param, shard.module): shard for shard in layer.shards}
+    for key, tensor in tensors.items():
+        layer.load(shards[key], tensor)
+    assert shards.keys() == tensors.keys()
     layer.finish_loading()
     return layer
 
@@ -63,12 +66,10 @@ def fill(layer: WeightLayer, tensors: dict[tuple[str, ShardId], torch.Tensor]) -
 @pytest.mark.parametrize("bias", [False, True])
 def test_column_parallel_outputs_concatenate(ranks: int, bias: bool) -> None:
     weight, b, x = randn(12, 8), randn(12), randn(5, 8)
-    tensors: dict[tuple[str, ShardId], torch.Tensor] = {("weight", None): weight} | (
-        {("bias", None): b} if bias else {}
-    )
+    tensors: Tensors = {("weight", "up"): weight} | ({("bias", "up"): b} if bias else {})
     parts = []
     for rank in range(ranks):
-        layer = ColumnParallelLinear(8, 12, PartialGroup(rank, ranks), OPTIONS, bias)
+        layer = MergedColumnParallelLinear(8, {"up": 12}, PartialGroup(rank, ranks), bias)
         parts.append(fill(layer, tensors)(normed(x)))
     torch.testing.assert_close(torch.cat(parts, -1), x @ weight.T + (b if bias else 0))
 
@@ -77,19 +78,17 @@ def test_column_parallel_outputs_concatenate(ranks: int, bias: bool) -> None:
 @pytest.mark.parametrize("bias", [False, True])
 def test_row_parallel_outputs_sum(ranks: int, bias: bool) -> None:
     weight, b, x = randn(6, 8), randn(6), randn(5, 8)
-    tensors: dict[tuple[str, ShardId], torch.Tensor] = {("weight", None): weight} | (
-        {("bias", None): b} if bias else {}
-    )
+    tensors: Tensors = {("weight", None): weight} | ({("bias", None): b} if bias else {})
     total = torch.zeros(5, 6)
     for rank in range(ranks):
-        layer = RowParallelLinear(8, 6, PartialGroup(rank, ranks), OPTIONS, bias)
+        layer = RowParallelLinear(8, 6, PartialGroup(rank, ranks), bias)
         total += fill(layer, tensors)(x.chunk(ranks, -1)[rank]).tensor()
     torch.testing.assert_close(total, x @ weight.T + (b if bias else 0))
 
 
 def test_replicated_linear() -> None:
     weight, bias, x = randn(6, 8), randn(6), randn(5, 8)
-    layer = fill(ReplicatedLinear(8, 6, OPTIONS, True), {("weight", None): weight, ("bias", None): bias})
+    layer = fill(ReplicatedLinear(8, 6, True), {("weight", None): weight, ("bias", None): bias})
     torch.testing.assert_close(layer(x), x @ weight.T + bias)
 
 
@@ -98,8 +97,8 @@ def test_merged_column_parallel_and_swiglu(ranks: int) -> None:
     gate, up, x = randn(8, 6), randn(8, 6) * 2, randn(5, 6)
     parts = []
     for rank in range(ranks):
-        layer = MergedColumnParallelLinear(6, [8, 8], PartialGroup(rank, ranks), OPTIONS)
-        fill(layer, {("weight", 1): up, ("weight", 0): gate})
+        layer = MergedColumnParallelLinear(6, {"gate": 8, "up": 8}, PartialGroup(rank, ranks))
+        fill(layer, {("weight", "up"): up, ("weight", "gate"): gate})
         parts.append(layer(normed(x), silu=True))
         assert torch.equal(parts[-1], silu_and_mul(layer(normed(x))))
     expected = torch.nn.functional.silu(x @ gate.T) * (x @ up.T)
@@ -116,23 +115,23 @@ def test_qkv_is_split_by_whole_heads(heads: int, kv_heads: int, ranks: int) -> N
         randn(kv_heads * head_dim, hidden),
         randn(kv_heads * head_dim, hidden) * 2,
     )
-    bias = {"q": q[:, 0], "k": k[:, 0], "v": v[:, 0]}
+    bias = {"q_proj": q[:, 0], "k_proj": k[:, 0], "v_proj": v[:, 0]}
     x = randn(3, hidden)
     for rank in range(ranks):
-        layer = QKVParallelLinear(hidden, head_dim, heads, kv_heads, PartialGroup(rank, ranks), OPTIONS, True)
-        shards = {("weight", "q"): q, ("weight", "k"): k, ("weight", "v"): v}
+        layer = QKVParallelLinear(hidden, head_dim, heads, kv_heads, PartialGroup(rank, ranks), True)
+        shards: Tensors = {("weight", "q_proj"): q, ("weight", "k_proj"): k, ("weight", "v_proj"): v}
         fill(layer, shards | {("bias", name): tensor for name, tensor in bias.items()})
         out_q, out_k, out_v = layer(normed(x)).split(layer.output_sizes, -1)
         for head in range(layer.num_heads):  # each query head is on the rank of the KV head that it reads
             whole = rank * layer.num_heads + head
             rows = slice(whole * head_dim, (whole + 1) * head_dim)
             torch.testing.assert_close(
-                out_q.chunk(layer.num_heads, -1)[head], x @ q[rows].T + bias["q"][rows]
+                out_q.chunk(layer.num_heads, -1)[head], x @ q[rows].T + bias["q_proj"][rows]
             )
             local_kv = head // (layer.num_heads // layer.num_kv_heads)
             whole_kv = whole // (heads // kv_heads)
             rows = slice(whole_kv * head_dim, (whole_kv + 1) * head_dim)
-            for out, weight, name in ((out_k, k, "k"), (out_v, v, "v")):
+            for out, weight, name in ((out_k, k, "k_proj"), (out_v, v, "v_proj")):
                 part = out.chunk(layer.num_kv_heads, -1)[local_kv]
                 torch.testing.assert_close(part, x @ weight[rows].T + bias[name][rows])
 
@@ -142,21 +141,21 @@ def test_sizes_that_cannot_be_split_are_refused() -> None:
     with pytest.raises(
         ValueError, match="output size 6 cannot be split over 4 ranks; sizes that can: 1, 2, 3, 6"
     ):
-        ColumnParallelLinear(8, 6, group, OPTIONS)
+        MergedColumnParallelLinear(8, {"up": 6}, group)
     with pytest.raises(ValueError, match="output size 10 cannot be split over 4"):
-        MergedColumnParallelLinear(8, [8, 10], group, OPTIONS)
+        MergedColumnParallelLinear(8, {"gate": 8, "up": 10}, group)
     with pytest.raises(
         ValueError, match="input size 9 cannot be split over 4 ranks; sizes that can: 1, 3, 9"
     ):
-        RowParallelLinear(9, 8, group, OPTIONS)
+        RowParallelLinear(9, 8, group)
     with pytest.raises(
         ValueError, match=r"14 query heads and 2 KV heads .* over 4 ranks; sizes that can: 1, 2, 14"
     ):
-        QKVParallelLinear(8, 4, 14, 2, group, OPTIONS)
+        QKVParallelLinear(8, 4, 14, 2, group)
     with pytest.raises(
         ValueError, match=r"12 query heads and 4 KV heads .* over 3 ranks; sizes that can: 1, 2, 4, 12"
     ):
-        QKVParallelLinear(8, 4, 12, 4, TPGroup(0, 3), OPTIONS)
+        QKVParallelLinear(8, 4, 12, 4, TPGroup(0, 3))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -168,10 +167,10 @@ def test_vocabulary_shards_and_their_padding(ranks: int, tied: bool) -> None:
     embedded, logits = torch.zeros(len(ids), hidden), []
     for rank in range(ranks):
         group = PartialGroup(rank, ranks)
-        embedding = VocabParallelEmbedding(vocab, hidden, group, OPTIONS)
+        embedding = VocabParallelEmbedding(vocab, hidden, group)
         fill(embedding, {("weight", None): table})
         embedded += embedding(ids)
-        head = ParallelLMHead(vocab, hidden, group, OPTIONS, embedding if tied else None)
+        head = ParallelLMHead(vocab, hidden, group, embedding if tied else None)
         fill(head, {} if tied else {("weight", None): head_weight})
         logits.append(head(states))
     torch.testing.assert_close(embedded, table[ids])
@@ -199,39 +198,64 @@ def test_each_rank_reads_only_its_slice_of_a_file(tmp_path: Path) -> None:
             return part
 
     makers: dict[str, Callable[[TPGroup], WeightLayer]] = {
-        "column": lambda tp: ColumnParallelLinear(12, 8, tp, OPTIONS),
-        "row": lambda tp: RowParallelLinear(12, 8, tp, OPTIONS),
-        "vocabulary": lambda tp: VocabParallelEmbedding(8, 12, tp, OPTIONS),
+        "column": lambda tp: MergedColumnParallelLinear(12, {"up": 8}, tp),
+        "row": lambda tp: RowParallelLinear(12, 8, tp),
+        "vocabulary": lambda tp: VocabParallelEmbedding(8, 12, tp),
     }
     with safe_open(tmp_path / "w.safetensors", framework="pt") as file:
         for name, make in makers.items():
             for rank in range(4):
                 spy = Spy(file.get_slice("w"))
                 layer = make(TPGroup(rank, 4))
-                layer.load_weight("weight", spy)
+                allocate(layer, OPTIONS, QuantConfig())
+                layer.load(next(iter(layer.shards)), spy)
                 assert spy.read == 8 * 12 // 4, name
                 expected = weight.chunk(4, dim=1 if name == "row" else 0)[rank]
                 assert torch.equal(layer.get_parameter("weight")[: len(expected)], expected)
 
 
-def test_load_weight_refuses_what_does_not_fit() -> None:
-    layer = QKVParallelLinear(8, 4, 2, 2, TPGroup(), OPTIONS)
-    assert [shard.shard_id for shard in layer.weight_shards()] == ["q", "k", "v"]
-    before = layer.get_parameter("weight").zero_().clone()
-    with pytest.raises(
-        ValueError, match=r"has no weight weight; it has weight\['q'\], weight\['k'\], weight\['v'\]"
-    ):
-        layer.load_weight("weight", randn(8, 8))
-    with pytest.raises(ValueError, match=r"has no weight bias\['q'\]"):
-        layer.load_weight("bias", randn(8), "q")
-    with pytest.raises(ValueError, match=r"weight\['k'\] has shape \(8, 9\), but the model needs \(8, 8\)"):
-        layer.load_weight("weight", randn(8, 9), "k")
-    assert torch.equal(layer.get_parameter("weight"), before)
+def test_a_layer_has_no_memory_before_it_is_allocated() -> None:
+    model = torch.nn.ModuleDict({"qkv_proj": QKVParallelLinear(2**40, 4, 2, 2, TPGroup(), True)})
+    assert not list(model.parameters()) and not weight_slots(model)
+    allocate(model, WeightOptions(torch.float32, torch.device("meta")), QuantConfig())
+    names = [f"{part}_proj.{param}" for param in ("weight", "bias") for part in "qkv"]
+    assert list(weight_slots(model)) == names
+    assert {name: tuple(each.shape) for name, each in model.named_parameters()} == {
+        "qkv_proj.weight": (24, 2**40),
+        "qkv_proj.bias": (24,),
+    }
+
+
+class OtherMethod(UnquantizedLinearMethod):
+    def __init__(self, bits: int) -> None:
+        self.bits = bits
+
+
+@dataclass(frozen=True)
+class OtherQuant(QuantConfig):
+    """Says which method the modules of each name get."""
+
+    bits: Mapping[str, int]
+
+    def method(self, path: str, kind: Kind) -> LinearMethod:
+        assert kind == "linear"
+        return OtherMethod(self.bits[path]) if path in self.bits else super().method(path, kind)
+
+
+@pytest.mark.parametrize("bits", [{"q_proj": 4}, {"q_proj": 4, "k_proj": 4, "v_proj": 8}])
+def test_parts_of_one_product_are_quantised_in_the_same_way(bits: dict[str, int]) -> None:
+    """They are asked for by the checkpoint's names."""
+    model = torch.nn.ModuleDict({"qkv_proj": QKVParallelLinear(8, 4, 2, 2, TPGroup())})
+    wrong = "k_proj" if len(bits) == 1 else "v_proj"
+    with pytest.raises(ValueError, match=rf"q_proj and {wrong} are one product, and must be quantised in"):
+        allocate(model, OPTIONS, OtherQuant(bits))
+    allocate(model, OPTIONS, OtherQuant(dict.fromkeys(["q_proj", "k_proj", "v_proj"], 4)))
+    assert vars(model["qkv_proj"].method)["bits"] == 4
 
 
 def test_rms_norm_with_and_without_residual() -> None:
     weight, x, residual = randn(16), randn(3, 16), randn(3, 16) * 2
-    layer = fill(RMSNorm(16, 1e-6, OPTIONS), {("weight", None): weight})
+    layer = fill(RMSNorm(16, 1e-6), {("weight", None): weight})
     for added, stream in ((x, Stream(x)), (x + residual, Stream(x, residual))):
         for first in ("tensor", "total"):
             found = layer(stream)
@@ -267,10 +291,10 @@ def test_a_stream_adds_blocks(ranks: int, after: bool) -> None:
     """x + block(norm(x)) for a product and for a plain term, whole and in halves, with rows kept, and with a
     norm after the block."""
     group = CountingGroup() if ranks == 2 else TPGroup()
-    norms = [fill(RMSNorm(8, 1e-6, OPTIONS, group), {("weight", None): randn(8) + i}) for i in range(4)]
+    norms = [fill(RMSNorm(8, 1e-6, group), {("weight", None): randn(8) + i}) for i in range(4)]
     last = norms[3] if after else None
     weight, bias, x, keep = randn(8, 8) / 3, randn(8), randn(6, 8), torch.tensor([1, 4])
-    linear = RowParallelLinear(8, 8, TPGroup(), OPTIONS, True)
+    linear = RowParallelLinear(8, 8, TPGroup(), True)
     fill(linear, {("weight", None): weight, ("bias", None): bias})
     blocks = [lambda x, step: linear(x.tensor()), lambda x, step: x.tensor() * 3]
 

@@ -17,9 +17,11 @@ from tiny_models import VOCAB_SIZE, edit_json, write_tiny_model
 from nanovllm.attention.backends import ReferenceBackend
 from nanovllm.distributed.group import TPGroup
 from nanovllm.errors import ModelLoadError
-from nanovllm.layers.weights import WeightOptions
+from nanovllm.layers.weights import allocate, finish_loading, weight_slots
 from nanovllm.models.decoder import DecoderForCausalLM
-from nanovllm.models.loader import init_dummy_weights, load_model_config, load_weights
+from nanovllm.models.registry import load_model_config
+from nanovllm.models.weights import init_dummy_weights, load_weights
+from nanovllm.quantization.base import WeightOptions
 
 Tensors = dict[str, torch.Tensor]
 CPU = torch.device("cpu")
@@ -28,7 +30,8 @@ CPU = torch.device("cpu")
 def build(folder: Path, tp: TPGroup | None = None, dtype: torch.dtype = torch.float32) -> DecoderForCausalLM:
     """The model in `folder`, or a rank's part of it. A whole model starts with NaN in every weight."""
     config = load_model_config(folder)
-    model = DecoderForCausalLM(config, tp or TPGroup(), ReferenceBackend(), 32, WeightOptions(dtype, CPU))
+    model = DecoderForCausalLM(config, tp or TPGroup(), ReferenceBackend(), 32)
+    allocate(model, WeightOptions(dtype, CPU), config.quant)
     # The padding of a rank's vocabulary stays zero.
     for parameter in model.parameters() if tp is None else ():
         parameter.data.fill_(torch.nan)
@@ -65,7 +68,8 @@ def test_every_parameter_is_loaded(tmp_path: Path, tied: bool) -> None:
     attention = model.model.layers[1].self_attn
     names = [f"model.layers.1.self_attn.{part}_proj.weight" for part in "qkv"]
     assert torch.equal(attention.qkv_proj.weight, torch.cat([stored[name] for name in names]))
-    assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
+    head, embedding = model.lm_head.method.weight, model.model.embed_tokens.weight
+    assert (head.data_ptr() == embedding.data_ptr()) == tied
     if not tied:
         assert torch.equal(model.lm_head.weight, stored["lm_head.weight"])
 
@@ -106,33 +110,33 @@ def test_tensors_may_come_in_any_order_and_alone(tmp_path: Path, seed: int) -> N
     folders = two_checkpoints(tmp_path)
     fresh, model = build(folders[0]), build(folders[0])
     load_weights(fresh, folders[0])
-    slots = model.weight_slots()
+    slots = weight_slots(model)
 
     def load(names: list[str], index: int) -> None:
         tensors = load_file(folders[index] / "model.safetensors")
         for name in names:
             layer, shard = slots[name]
-            layer.load_weight(shard.param, tensors[name], shard.shard_id)
+            layer.load(shard, tensors[name])
 
     order = [
         list(slots)[i] for i in torch.randperm(len(slots), generator=torch.Generator().manual_seed(seed))
     ]
     load(order, 0)
-    model.finish_loading()
+    finish_loading(model)
     assert same_weights(model, fresh)
     layer = "model.layers.1"
     names = [f"{layer}.self_attn.q_proj.weight", f"{layer}.input_layernorm.weight"]
     load(names, 1)
-    model.finish_loading()
+    finish_loading(model)
     assert not same_weights(model, fresh)
     load(names, 0)
-    model.finish_loading()
-    model.finish_loading()
+    finish_loading(model)
+    finish_loading(model)
     assert same_weights(model, fresh)
     load(names, 1)
-    model.finish_loading()
+    finish_loading(model)
     load(order, 0)
-    model.finish_loading()
+    finish_loading(model)
     assert same_weights(model, fresh)
 
 

@@ -14,8 +14,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.config import Config
 from nanovllm.device import Device
 from nanovllm.engine.startup import cache_options, resolve_max_model_len, usable_length
-from nanovllm.models.loader import load_model_config
-from nanovllm.models.registry import get_family
+from nanovllm.models.registry import get_family, load_model_config
 
 
 def test_max_model_len(caplog: pytest.LogCaptureFixture) -> None:

@@ -17,7 +17,8 @@ import nanovllm
 from nanovllm import LLM, SamplingParams, demo_model_path
 from nanovllm.config import Config
 from nanovllm.jobs.arguments import parse_args
-from nanovllm.models.loader import check_weights, load_model_config, resolve_model_path
+from nanovllm.models.registry import load_model_config, resolve_model_path
+from nanovllm.models.weights import check_weights
 from nanovllm.runner.memory import KVCacheSpace, fit_kv_cache
 
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 988097824\n"

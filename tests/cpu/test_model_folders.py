@@ -5,24 +5,30 @@ from __future__ import annotations
 import gc
 import json
 import os
+import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
+import torch
 from checked_llm import make_tiny
 from model_folders import try_folder, within, write_base
+from safetensors.torch import load_file
 from tiny_models import edit_json, write_tiny_model
 
-from nanovllm import LLM, KVCacheMemoryError, ModelLoadError
-from nanovllm.jobs.journal import hash_model
-from nanovllm.models import loader
+from nanovllm import LLM, KVCacheMemoryError, ModelLoadError, SamplingParams
+from nanovllm.models import registry, weights
+from nanovllm.models.checkpoint import MAX_DEPTH, MAX_JSON_BYTES, Checkpoint, read_json
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import DecoderForCausalLM
-from nanovllm.models.files import MAX_DEPTH, MAX_JSON_BYTES, read_json
-from nanovllm.models.loader import check_weights, load_model_config
+from nanovllm.models.registry import load_model_config, open_checkpoint
+from nanovllm.models.weights import check_weights
+from nanovllm.quantization.base import WeightSource
 
+T = TypeVar("T")
 FOLDERS = 200
 
 
@@ -56,7 +62,7 @@ def test_a_config_of_endless_layers_builds_nothing(
         assert config.num_layers <= 2, "a model is built"
         return DecoderForCausalLM(config, *args)
 
-    monkeypatch.setattr(loader, "DecoderForCausalLM", build)
+    monkeypatch.setattr(weights, "DecoderForCausalLM", build)
     wrong = f"says num_hidden_layers={sizes['num_hidden_layers']}, and the weights have 2 layers"
     message = wrong if load_format == "auto" else "the model does not fit: its weights need"
     with within(60), pytest.raises((ModelLoadError, KVCacheMemoryError), match=message):
@@ -66,7 +72,7 @@ def test_a_config_of_endless_layers_builds_nothing(
 def test_the_size_of_the_weights_is_that_of_all_layers(tmp_path: Path) -> None:
     config = load_model_config(write_tiny_model(tmp_path, num_hidden_layers=3))
     stored = sum(path.stat().st_size for path in tmp_path.glob("*.safetensors"))
-    found = loader.weight_bytes(config, loader.TPGroup(), loader.torch.float32)
+    found = weights.weight_bytes(config, weights.TPGroup(), weights.torch.float32)
     assert stored - 8192 < found < stored
 
 
@@ -102,7 +108,7 @@ def test_what_is_no_regular_file_does_not_count(tmp_path: Path) -> None:
     """Pipes, folders and dangling links beside the model's files change nothing: loading reads none of them,
     nor does the job's fingerprint. Nor do other files that loading does not read."""
     folder = write_base(tmp_path)
-    before = hash_model(folder)
+    before = open_checkpoint(folder).fingerprint()
     for name in ("x.json", "added_tokens.json", "zzz.safetensors", "chat_template.jinja", "vocab.txt"):
         os.mkfifo(folder / name)
     for name in ("sub.json", "special_tokens_map.json", "sub.safetensors", "sub.model"):
@@ -111,11 +117,11 @@ def test_what_is_no_regular_file_does_not_count(tmp_path: Path) -> None:
         (folder / name).symlink_to(folder / "nowhere")
     (folder / "notes.txt").write_text("not read")
     with within(60):
-        assert hash_model(folder) == before
+        assert open_checkpoint(folder).fingerprint() == before
         with LLM(folder, device="cpu", num_kvcache_blocks=4, max_num_seqs=2) as llm:
             assert len(llm.generate(["a"], use_tqdm=False)) == 1
     (folder / "tokenizer_config.json").write_text("{}")
-    assert hash_model(folder) != before
+    assert open_checkpoint(folder).fingerprint() != before
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
@@ -134,6 +140,22 @@ def test_a_needed_file_that_is_none_is_missing(tmp_path: Path, name: str, kind: 
         LLM(tmp_path, device="cpu")
 
 
+def test_fingerprints_tell_models_apart(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(bytes(2**22))
+    one = checkpoint.fingerprint()
+    assert one == checkpoint.fingerprint()
+    weights.write_bytes(bytes(2**22 - 1) + b"1")
+    assert checkpoint.fingerprint() == one  # no sample covers this place; in a checkpoint all numbers differ
+    weights.write_bytes(b"1" + bytes(2**22 - 1))
+    assert checkpoint.fingerprint() != one
+    weights.write_bytes(bytes(2**22))
+    (tmp_path / "config.json").write_text('{"a": 1}')
+    assert checkpoint.fingerprint() != one
+
+
 def test_links_into_a_hub_cache_are_followed(tmp_path: Path) -> None:
     """A snapshot holds links to `../../blobs/<hash>`."""
     written = write_tiny_model(tmp_path / "written", max_shard_size="10KB")
@@ -145,7 +167,62 @@ def test_links_into_a_hub_cache_are_followed(tmp_path: Path) -> None:
         path.rename(blobs / f"blob-{path.name}")
         (snapshot / path.name).symlink_to(f"../../blobs/blob-{path.name}")
     make_tiny(snapshot).close()
-    assert hash_model(snapshot)
+    assert open_checkpoint(snapshot).fingerprint()
+
+
+class PickledCheckpoint(Checkpoint):
+    """One file of torch.save, with everything."""
+
+    @classmethod
+    def reads(cls, path: Path) -> bool:
+        return path.suffix == ".pickled" and path.is_file()
+
+    def _content(self) -> dict[str, Any]:
+        content: dict[str, Any] = torch.load(self.path, weights_only=True)
+        return content
+
+    def config(self) -> dict[str, Any]:
+        return json.loads(self._content()["small"]["config.json"])  # type: ignore[no-any-return]
+
+    def generation(self) -> dict[str, Any]:
+        return json.loads(self._content()["small"]["generation_config.json"])  # type: ignore[no-any-return]
+
+    def tokenizer(self, read: Callable[[Path], T]) -> T:
+        with tempfile.TemporaryDirectory() as folder:
+            for name, text in self._content()["small"].items():
+                Path(folder, name).write_text(text)
+            return read(Path(folder))
+
+    @contextmanager
+    def tensors(self) -> Iterator[Mapping[str, WeightSource]]:
+        yield self._content()["tensors"]
+
+    def files(self) -> tuple[list[Path], list[Path]]:
+        return [], [self.path]
+
+
+def test_a_format_of_weights_is_one_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a line in FORMATS: config, tokenizer and tensors come from it, at a start and at a wake-up."""
+    folder, file = write_base(tmp_path / "base"), tmp_path / "model.pickled"
+    small = {path.name: path.read_text() for path in folder.glob("*.json")}
+    torch.save({"small": small, "tensors": load_file(folder / "model.safetensors")}, file)
+    with pytest.raises(ValueError, match="is a file; pass the folder that holds"):
+        LLM(file, device="cpu")
+    monkeypatch.setattr(registry, "FORMATS", (PickledCheckpoint, *registry.FORMATS))
+    greedy = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    options = {"device": "cpu", "num_kvcache_blocks": 4, "max_num_seqs": 2}
+    texts = []
+    for model in (folder, file):
+        with LLM(model, **options) as llm:
+            texts.append(llm.generate(["One and"], greedy, use_tqdm=False)[0]["text"])
+            llm.sleep(2)
+            llm.wake_up()
+            texts.append(llm.generate(["One and"], greedy, use_tqdm=False)[0]["text"])
+            assert llm.get_default_sampling_params().temperature == 0.6
+    assert texts == texts[:1] * 4
+    before = open_checkpoint(file).fingerprint()
+    file.write_bytes(b"x" + file.read_bytes())
+    assert open_checkpoint(file).fingerprint() != before
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import huggingface_hub
 import pytest
 
 from nanovllm.errors import ModelLoadError
-from nanovllm.models.loader import Hub, resolve_model_path
+from nanovllm.models.registry import Hub, resolve_model_path
 
 
 def test_resolve_model_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,11 +15,12 @@ from nanovllm.attention.base import PrefillRanges, StepMetadata
 from nanovllm.distributed.group import TPGroup
 from nanovllm.engine.startup import resolve_max_model_len
 from nanovllm.kernels.cache import KVCache
-from nanovllm.layers.weights import WeightOptions
+from nanovllm.layers.weights import allocate
 from nanovllm.models.config import NEUTRAL, ModelFamily
 from nanovllm.models.decoder import DecoderForCausalLM
-from nanovllm.models.loader import load_model_config, load_weights
-from nanovllm.models.registry import get_family, register_model, supported_architectures
+from nanovllm.models.registry import get_family, load_model_config, register_model, supported_architectures
+from nanovllm.models.weights import load_weights
+from nanovllm.quantization.base import WeightOptions
 
 PROMPT = [5, 93, 17, 2, 60, 60, 31, 8, 44, 71, 12]
 BLOCK_SIZE = 4
@@ -40,13 +41,9 @@ ROPE_TYPES: dict[str, dict[str, Any]] = {
 def load(
     folder: Path, max_model_len: int = 128, deterministic: bool = False, fuse: bool = False
 ) -> DecoderForCausalLM:
-    model = DecoderForCausalLM(
-        load_model_config(folder),
-        TPGroup(),
-        ReferenceBackend(),
-        max_model_len,
-        WeightOptions(torch.float32, torch.device("cpu"), deterministic, fuse),
-    )
+    config = load_model_config(folder)
+    model = DecoderForCausalLM(config, TPGroup(), ReferenceBackend(), max_model_len)
+    allocate(model, WeightOptions(torch.float32, torch.device("cpu"), deterministic, fuse), config.quant)
     load_weights(model, folder)
     for layer in model.attention_layers:
         shape = (-(-max_model_len // BLOCK_SIZE), BLOCK_SIZE, layer.spec.num_kv_heads, layer.spec.head_dim)
@@ -122,14 +119,9 @@ def test_the_last_layer_computes_only_wanted_rows(tmp_path: Path) -> None:
 def test_deterministic_needs_rows_of_whole_16_bytes(tmp_path: Path) -> None:
     config = load_model_config(write_tiny_model(tmp_path, "qwen3", intermediate_size=90))
     message = r"multiples of 16 bytes; rows of model.layers.0.mlp.down_proj have 90 elements of torch.float32"
+    model = DecoderForCausalLM(config, TPGroup(), ReferenceBackend(), 128)
     with pytest.raises(ValueError, match=message):
-        DecoderForCausalLM(
-            config,
-            TPGroup(),
-            ReferenceBackend(),
-            128,
-            WeightOptions(torch.float32, torch.device("cpu"), deterministic=True),
-        )
+        allocate(model, WeightOptions(torch.float32, torch.device("cpu"), deterministic=True), config.quant)
 
 
 @pytest.mark.parametrize("kv_heads", [8, 4, 2, 1])

@@ -18,7 +18,7 @@ from nanovllm.config import Config
 from nanovllm.device import Device
 from nanovllm.distributed.copied_rows import PeerCopies
 from nanovllm.distributed.group import TPGroup
-from nanovllm.models.loader import load_model_config
+from nanovllm.models.registry import load_model_config
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.overlap import OVERLAP_TOKENS
 

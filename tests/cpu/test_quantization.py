@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import inside
 import pytest
 import torch
 from test_models import PROMPT, forward, load
-from tiny_models import write_tiny_model
+from tiny_models import edit_json, write_tiny_model
 from torch import nn
 
-from nanovllm.layers.weights import WeightOptions
-from nanovllm.quantization.base import LinearMethod
-from nanovllm.quantization.shards import WeightShard, WeightSource
-from nanovllm.quantization.unquantized import ONEDNN_NUMEL, torch_linear
+from nanovllm.models.config import QUANTIZATIONS
+from nanovllm.models.weights import init_dummy_weights
+from nanovllm.quantization.base import Kind, LinearMethod, WeightOptions, WeightShard, WeightSource
+from nanovllm.quantization.unquantized import ONEDNN_NUMEL, QuantConfig, torch_linear
 
 
 class Int8LinearMethod(LinearMethod):
@@ -23,7 +25,7 @@ class Int8LinearMethod(LinearMethod):
     """
 
     def create(
-        self, layer: nn.Module, shape: tuple[int, int], shards: list[WeightShard]
+        self, layer: nn.Module, shape: tuple[int, ...], shards: list[WeightShard], options: WeightOptions
     ) -> list[WeightShard]:
         self.codes = nn.Parameter(torch.zeros(shape, dtype=torch.int8), requires_grad=False)
         self.scales = nn.Parameter(torch.zeros(shape[0], 1, dtype=torch.float32), requires_grad=False)
@@ -42,19 +44,32 @@ class Int8LinearMethod(LinearMethod):
         return out if bias is None else out + bias
 
 
+class Int8Config(QuantConfig):
+    """All linear layers are int8."""
+
+    def __init__(self, stated: Mapping[str, Any]) -> None:
+        """stated: the `quantization_config` of config.json."""
+
+    def method(self, path: str, kind: Kind) -> LinearMethod:
+        return Int8LinearMethod() if kind == "linear" else super().method(path, kind)
+
+
 @pytest.mark.parametrize("family", ["qwen3", "qwen2"])
 def test_a_quantisation_is_one_linear_method(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
     folder = write_tiny_model(tmp_path, family)
     exact = forward(load(folder), PROMPT)
-    monkeypatch.setattr(WeightOptions, "linear_method", lambda _: Int8LinearMethod())
+    monkeypatch.setitem(QUANTIZATIONS, "int8", Int8Config)
+    edit_json(folder / "config.json", quantization_config={"quant_method": "int8"})
     model = load(folder)
     kinds = {name.split(".")[-1] for name, _ in model.model.layers.named_parameters() if "proj" in name}
     assert kinds - {"bias"} == {"codes", "scales"}
     logits = forward(model, PROMPT)
     assert 0 < (logits - exact).abs().max() < 0.05 * exact.abs().max()
     assert torch.equal(forward(load(folder), PROMPT), logits)
+    init_dummy_weights(model, 0)
+    assert model.model.layers[0].mlp.down_proj.codes.any() and forward(model, PROMPT).isfinite().all()
 
 
 @pytest.mark.parametrize("bias", [False, True])

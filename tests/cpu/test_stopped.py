@@ -27,6 +27,7 @@ from nanovllm.config import Config
 from nanovllm.device import Device
 from nanovllm.distributed.group import TPGroup
 from nanovllm.engine import core
+from nanovllm.layers.weights import weight_slots
 from nanovllm.replicas import pool
 from nanovllm.replicas.replica import Replica
 from nanovllm.runner.model_runner import ModelRunner
@@ -214,7 +215,7 @@ def test_a_replica_tells_of_each_tensor_that_it_loads(model: Path) -> None:
 
     config = Config.from_kwargs(str(model), **TINY)
     with closing(Replica(0, config, Recorder()).core) as core:  # type: ignore[arg-type]
-        tensors = len(core.runner.model.weight_slots())
+        tensors = len(weight_slots(core.runner.model))
         assert sent.count("Progress") > tensors
         sent.clear()
         core.sleep(2)

@@ -17,7 +17,7 @@ from demo_tasks import heldout, score
 from test_engine_gpu import GREEDY, MAX_GAP, largest_gap, mixed_prompts, write_peaked_model
 
 from nanovllm import LLM, SamplingParams, demo_model_path
-from nanovllm.models.loader import load_model_config
+from nanovllm.models.registry import load_model_config
 
 pytestmark = pytest.mark.gpu
 

@@ -155,7 +155,7 @@ def test_head_and_embedding_are_compared_on_the_gpu(tmp_path: Path) -> None:
     both = torch.randn(97, 32, device="cuda", dtype=torch.bfloat16)
     with DigestLLM(folder, attention_backend="reference", **OPTIONS | {"max_model_len": 512}) as llm:
         llm.update_weights({"lm_head.weight": both, "model.embed_tokens.weight": both.cpu()})
-        assert torch.equal(inside.model(llm).lm_head.weight, both)
+        assert torch.equal(inside.model(llm).lm_head.method.weight, both)
         with pytest.raises(ValueError, match=r"lm_head\.weight differs"):
             llm.update_weights({"lm_head.weight": both, "model.embed_tokens.weight": both + 1})
 

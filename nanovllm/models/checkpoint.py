@@ -1,0 +1,279 @@
+"""Checkpoint: the config, the tokenizer and the tensors of one model, read from its files.
+
+A format of weights is a class with these methods; `models/registry.py` lists them. The one reader of JSON is
+here. Only regular files count, also through links, as in a hub cache. Knows no model.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+import xxhash
+from safetensors import SafetensorError, safe_open
+
+from nanovllm.errors import ModelLoadError
+from nanovllm.quantization.base import WeightSource
+
+CONFIG_FILE = "config.json"
+GENERATION_FILE = "generation_config.json"
+WEIGHTS_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+TOKENIZER_FILES = (  # patterns; transformers reads these
+    *("tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "tekken.json"),
+    *("chat_template.json", "*.jinja", "additional_chat_templates/*.jinja"),
+    *("vocab.txt", "merges.txt", "*.model", "*.tiktoken"),
+)
+VOCABULARIES = ("tokenizer.json", "vocab.json", "tekken.json")  # large, and read by their own parsers
+MAX_JSON_BYTES = 2**25
+MAX_VOCABULARY_BYTES = 2**28
+MAX_DEPTH = 64  # of objects and lists within each other
+MAX_MESSAGE = 4000  # characters of an error that quotes a file
+MAX_LISTED = 40  # names of one kind in an error message
+LFS_POINTER = b"version https://git-lfs"
+LFS_FIX = (
+    "is a git-lfs pointer and not the file itself; run `git lfs pull` in its folder, or use `hf download`"
+)
+UNSUPPORTED_FILES = {  # unsupported files, with what to do instead
+    "*.bin": "convert them to safetensors",
+    "*.pth": "convert them to safetensors",
+    "*.gguf": "pass the safetensors checkpoint that they were made from",
+    "adapter_config.json": "merge the adapter into its base model first (peft's merge_and_unload)",
+}
+SAMPLES = 16  # of a weight file, for its fingerprint, 64 KiB each
+HASHED = 2**20  # bytes of another file at once
+T = TypeVar("T")
+
+
+class Checkpoint(ABC):
+    """The files of a model, in one format. Opens none before it is asked; every method may raise
+    ModelLoadError that names the file."""
+
+    def __init__(self, path: Path) -> None:
+        """path: one of those that the format reads."""
+        self.path = path
+
+    @classmethod
+    @abstractmethod
+    def reads(cls, path: Path) -> bool:
+        """Whether files at `path` may be of this format."""
+
+    @abstractmethod
+    def config(self) -> dict[str, Any]:
+        """The content of config.json, or what the files say instead."""
+
+    @abstractmethod
+    def generation(self) -> dict[str, Any]:
+        """The content of generation_config.json; empty if there is none."""
+
+    @abstractmethod
+    def tokenizer(self, read: Callable[[Path], T]) -> T:
+        """Check the tokenizer's files, and return what `read` makes of a folder with them."""
+
+    @abstractmethod
+    def tensors(self) -> AbstractContextManager[Mapping[str, WeightSource]]:
+        """All tensors by their names in transformers. Within the context, indexing one reads it."""
+
+    @abstractmethod
+    def files(self) -> tuple[list[Path], list[Path]]:
+        """The small files and the weight files that loading reads."""
+
+    def fingerprint(self) -> str:
+        """A hash of all files: small ones whole; of weights the name, the size, and SAMPLES pieces spread
+        over the file."""
+        digest = xxhash.xxh3_128()
+        small, weights = self.files()
+        for path in small:
+            whole = xxhash.xxh3_128()
+            with path.open("rb") as file:
+                while chunk := file.read(HASHED):
+                    whole.update(chunk)
+            digest.update(f"{path.name} {whole.hexdigest()}\n".encode())
+        for path in sorted(weights):
+            size = path.stat().st_size
+            digest.update(f"{path.name} {size}\n".encode())
+            with path.open("rb") as file:
+                for sample in range(SAMPLES):
+                    file.seek(size * sample // SAMPLES)
+                    digest.update(file.read(2**16))
+        return digest.hexdigest()
+
+
+class SafetensorsCheckpoint(Checkpoint):
+    """A folder in Hugging Face format with *.safetensors files."""
+
+    @classmethod
+    def reads(cls, path: Path) -> bool:
+        return path.is_dir()
+
+    def config(self) -> dict[str, Any]:
+        if not self.path.is_dir():
+            raise ValueError(f"model folder {str(self.path)!r} does not exist")
+        if not (self.path / CONFIG_FILE).is_file():
+            raise ModelLoadError(
+                f"{self.path} has no {CONFIG_FILE}, as a model folder in Hugging Face format has"
+                f"{self._unread()}"
+            )
+        return read_json(self.path / CONFIG_FILE)
+
+    def generation(self) -> dict[str, Any]:
+        file = self.path / GENERATION_FILE
+        return read_json(file) if file.is_file() else {}
+
+    def tokenizer(self, read: Callable[[Path], T]) -> T:
+        for path in regular_files(self.path, TOKENIZER_FILES):
+            if path.name in VOCABULARIES:
+                _check_size(path, MAX_VOCABULARY_BYTES)
+                with path.open("rb") as file:
+                    check_no_pointer(path, file.read(len(LFS_POINTER)))
+            elif path.suffix == ".json":
+                read_json(path)
+        return read(self.path)
+
+    @contextmanager
+    def tensors(self) -> Iterator[Mapping[str, WeightSource]]:
+        """Opens every weight file, which checks its header and length."""
+        with ExitStack() as stack:
+            yield self._open(stack)
+
+    def _open(self, stack: ExitStack) -> dict[str, WeightSource]:
+        tensors: dict[str, WeightSource] = {}
+        owners: dict[str, str] = {}
+        files = self._weight_files()
+        if not files:
+            raise ModelLoadError(f"{self.path} holds no *.safetensors weights{self._unread()}")
+        for file_name, indexed in files.items():
+            path = self.path / file_name
+            try:
+                opened = stack.enter_context(safe_open(path, framework="pt"))
+                slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (no mapping)
+            except (OSError, SafetensorError) as error:
+                with suppress(OSError), path.open("rb") as file:
+                    check_no_pointer(path, file.read(len(LFS_POINTER)))
+                raise ModelLoadError(
+                    f"{path} cannot be read, is it complete? {type(error).__name__}: {shortened(error)}"
+                ) from error
+            absent = sorted(indexed - slices.keys())
+            if absent:
+                raise ModelLoadError(
+                    f"{path} lacks tensors that {INDEX_FILE} lists for it: {listing(absent)}"
+                )
+            twice = sorted(slices.keys() & owners.keys())
+            if twice:
+                raise ModelLoadError(f"{path} has tensors that {owners[twice[0]]} has too: {listing(twice)}")
+            owners.update(dict.fromkeys(slices, file_name))
+            tensors.update(slices)
+        return tensors
+
+    def files(self) -> tuple[list[Path], list[Path]]:
+        small = regular_files(self.path, (CONFIG_FILE, GENERATION_FILE, INDEX_FILE, *TOKENIZER_FILES))
+        return small, [self.path / name for name in self._weight_files()]
+
+    def _weight_files(self) -> dict[str, set[str]]:
+        """{weight file: tensors that the index lists for it}; empty if there are none."""
+        if (self.path / WEIGHTS_FILE).is_file():
+            return {WEIGHTS_FILE: set()}
+        index = self.path / INDEX_FILE
+        if not index.is_file():
+            return {path.name: set() for path in regular_files(self.path, ["*.safetensors"])}
+        weight_map = read_json(index, unique_keys=True).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise ModelLoadError(f"{index} has no weight_map, an object of tensor and file names")
+        files: dict[str, set[str]] = {}
+        for tensor, name in weight_map.items():
+            if (
+                not isinstance(name, str)
+                or not name
+                or name in (".", "..")
+                or not {*name}.isdisjoint("/\\\0")
+            ):
+                where, what = f"{index}: weight_map[{shortened(repr(tensor))}]", shortened(repr(name))
+                raise ModelLoadError(f"{where} must be the name of a file in the same folder, not {what}")
+            files.setdefault(name, set()).add(tensor)
+        absent = sorted(name for name in files if not (self.path / name).is_file())
+        if absent:
+            raise ModelLoadError(
+                f"{self.path}: {INDEX_FILE} names files that do not exist: {listing(absent)}"
+            )
+        return files
+
+    def _unread(self) -> str:
+        """A hint about unsupported files in the folder; an empty string if there are none."""
+        for pattern, fix in UNSUPPORTED_FILES.items():
+            if names := [path.name for path in regular_files(self.path, [pattern])]:
+                return f"; it has {listing(names)}, which is not read: {fix}"
+        return ""
+
+
+def regular_files(folder: Path, patterns: Iterable[str]) -> list[Path]:
+    """The files of `folder` with such names, sorted: no folders, pipes, devices or dangling links."""
+    return sorted({path for pattern in patterns for path in folder.glob(pattern) if path.is_file()})
+
+
+def read_json(path: Path, unique_keys: bool = False) -> dict[str, Any]:
+    """Return the JSON object in a file of at most MAX_JSON_BYTES, nested at most MAX_DEPTH deep.
+
+    unique_keys: refuse an object that has a key twice. Raises ModelLoadError that names the file.
+    """
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            [(twice, _)] = Counter(key for key, _ in pairs).most_common(1)
+            raise ModelLoadError(f"{path} has the key {twice!r} twice; remove one of them")
+        return found
+
+    try:
+        text = _read(path, MAX_JSON_BYTES)
+        content = json.loads(text.decode(), object_pairs_hook=unique if unique_keys else None)
+    except RecursionError:
+        raise ModelLoadError(f"{path} is nested more than {MAX_DEPTH} deep") from None
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(f"{path} cannot be read as JSON: {shortened(error)}") from error
+    if not isinstance(content, dict):
+        raise ModelLoadError(f"{path} must hold a JSON object, not {type(content).__name__}")
+    level: list[Any] = [content]
+    for _ in range(MAX_DEPTH):
+        children = (child for each in level for child in (each.values() if isinstance(each, dict) else each))
+        level = [child for child in children if isinstance(child, (dict, list))]
+    if level:
+        raise ModelLoadError(f"{path} is nested more than {MAX_DEPTH} deep")
+    return content
+
+
+def check_no_pointer(path: Path, start: bytes) -> None:
+    """Raise ModelLoadError if a file with this start only says where git-lfs finds the real one."""
+    if start.startswith(LFS_POINTER):
+        raise ModelLoadError(f"{path} {LFS_FIX}")
+
+
+def _read(path: Path, most: int) -> bytes:
+    _check_size(path, most)
+    with path.open("rb") as file:
+        text = file.read(most)
+    check_no_pointer(path, text)
+    return text
+
+
+def _check_size(path: Path, most: int) -> None:
+    size = path.stat().st_size
+    if size > most:
+        raise ModelLoadError(f"{path} has {size:,} bytes, and at most {most:,} are read; is it another file?")
+
+
+def shortened(message: object) -> str:
+    """An error's message, cut if a file has made it long."""
+    text = str(message)
+    return text if len(text) <= MAX_MESSAGE else f"{text[:MAX_MESSAGE]}..."
+
+
+def listing(names: Iterable[str]) -> str:
+    """The first names, for an error message, and how many more there are."""
+    listed = list(names)
+    more = f" and {len(listed) - MAX_LISTED} more" if len(listed) > MAX_LISTED else ""
+    return shortened(", ".join(listed[:MAX_LISTED])) + more

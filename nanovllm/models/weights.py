@@ -1,0 +1,238 @@
+"""Fills a model's weights: from a checkpoint, all or nothing, from random numbers, or from new tensors.
+
+One checker compares names, shapes and dtypes for all of them before anything is loaded. Each rank reads only
+its own slices.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nanovllm.attention.backends import ReferenceBackend
+from nanovllm.distributed.group import TPGroup
+from nanovllm.errors import ModelLoadError
+from nanovllm.layers.weights import allocate, finish_loading, weight_slots
+from nanovllm.models.checkpoint import CONFIG_FILE, listing
+from nanovllm.models.config import ModelConfig
+from nanovllm.models.decoder import DecoderForCausalLM
+from nanovllm.models.registry import open_checkpoint
+from nanovllm.quantization.base import WeightOptions, WeightShard, WeightSource
+
+TIED_HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+LAYER = re.compile(r"model\.layers\.(\d+)\.")
+ROTARY = ".rotary_emb.inv_freq"  # in old checkpoints; computed from the config
+
+
+class WeightChecker:
+    """Compares tensors with those that a checkpoint of `model` must hold. Changes no weight."""
+
+    def __init__(self, model: DecoderForCausalLM) -> None:
+        self._shards = {name: shard for name, (_, shard) in weight_slots(model).items()}
+        self._tied = model.config.tie_word_embeddings
+
+    def check(self, tensors: Mapping[str, WeightSource], folder: Path) -> dict[str, WeightSource]:
+        """Return those of a whole checkpoint's tensors that are loaded. Raises ModelLoadError that names all
+        that are missing, unexpected, misshaped or of a wrong dtype."""
+        known = {name: source for name, source in tensors.items() if name in self._shards}
+        problems = {
+            "missing": [name for name in self._shards if name not in known],
+            "unexpected": [
+                name for name in tensors if self._shard(name) is None and not name.endswith(ROTARY)
+            ],
+            "wrong shape": [
+                f"{name} is {wrong}"
+                for name, shard in self._shards.items()
+                if name in known and (wrong := shard.wrong_shape(known[name]))
+            ],
+            "not floating point (quantised checkpoints are not supported)": [
+                f"{name} is {wrong}"
+                for name, shard in self._shards.items()
+                if name in known and (wrong := shard.wrong_dtype(known[name]))
+            ],
+        }
+        found = [f"{len(names)} {kind}: {listing(names)}" for kind, names in problems.items() if names]
+        if found:
+            raise ModelLoadError(f"{folder}: the weights do not match {CONFIG_FILE}. " + ". ".join(found))
+        return known
+
+    def accept(self, tensors: Iterable[Any]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield each (name, tensor) of an update to load, after checking it: all or some of a checkpoint's,
+        in any order. Raises TypeError or ValueError that names the tensor."""
+        seen: set[str] = set()
+        tied: dict[str, list[float]] = {}  # hashes of the LM head and its embedding
+        for index, pair in enumerate(tensors):
+            name, tensor = named_tensor(index, pair)
+            if name.endswith(ROTARY):
+                continue
+            if name in seen:
+                raise ValueError(f"{name} comes twice in one update")
+            self._check(name, tensor)
+            seen.add(name)
+            if self._tied and name in (TIED_HEAD, EMBEDDING):
+                tied[name] = _hashes(tensor.detach())
+                if any(values != tied[name] for values in tied.values()):
+                    raise ValueError(
+                        f"{TIED_HEAD} differs from {EMBEDDING}, but the model's config says that they are "
+                        "the same (tie_word_embeddings)"
+                    )
+            if name in self._shards:
+                yield name, tensor.detach()
+        if TIED_HEAD in tied and EMBEDDING not in tied:
+            raise ValueError(
+                f"{TIED_HEAD} is {EMBEDDING} in this model (tie_word_embeddings); pass {EMBEDDING} too"
+            )
+
+    def _shard(self, name: str) -> WeightShard | None:
+        """What a tensor of this name must fit; None if the model has no such tensor."""
+        return self._shards.get(EMBEDDING if self._tied and name == TIED_HEAD else name)
+
+    def _check(self, name: str, tensor: torch.Tensor) -> None:
+        shard = self._shard(name)
+        if shard is None:
+            near = get_close_matches(name, self._shards, n=1)
+            hint = (
+                f"did you mean {near[0]!r}?" if near else f"names are a checkpoint's, such as {EMBEDDING!r}"
+            )
+            raise ValueError(f"this model has no tensor {name!r}; {hint}")
+        check_dense(name, tensor)
+        if wrong := shard.wrong_dtype(tensor):
+            *others, last = (str(dtype).removeprefix("torch.") for dtype in shard.dtypes)
+            raise ValueError(f"{name} is {wrong}; pass it as {', '.join(others)} or {last}")
+        if wrong := shard.wrong_shape(tensor):
+            raise ValueError(f"{name} has shape {wrong}")
+
+
+def _hashes(tensor: torch.Tensor) -> list[float]:
+    """What tied tensors are compared by: hashes of rows, because the first tensor may be freed by now."""
+    hashes = torch.hash_tensor(tensor, dim=1).view(torch.int64)
+    return [*hashes.tolist(), *map(float, torch.aminmax(tensor))]
+
+
+def _check_layers(config: ModelConfig, tensors: Mapping[str, WeightSource], folder: Path) -> None:
+    """Raise ModelLoadError if the checkpoint has fewer layers than its config says: a model of so many layers
+    takes long to build, even without memory."""
+    layers = {match[1] for match in map(LAYER.match, tensors) if match}
+    if config.num_layers > len(layers):
+        has = f"{len(layers)} layers" if layers else f"no model.layers.N, but {listing(tensors) or 'nothing'}"
+        raise ModelLoadError(
+            f"{folder}: {CONFIG_FILE} says num_hidden_layers={config.num_layers}, and the weights have "
+            f"{has}; use the files of one model"
+        )
+
+
+def check_weights(config: ModelConfig, folder: str | Path) -> None:
+    """Check the headers of the weight files in `folder` against `config`, without reading weights.
+
+    Raises ModelLoadError like `load_weights`, so that a wrong checkpoint is found before a device is used.
+    """
+    with open_checkpoint(folder).tensors() as tensors:
+        _check_layers(config, tensors, Path(folder))  # first: the model is as large as the config says
+        WeightChecker(_unallocated(config, TPGroup(), torch.float32)).check(tensors, Path(folder))
+
+
+def weight_bytes(config: ModelConfig, tp: TPGroup, dtype: torch.dtype) -> int:
+    """Return the size of a rank's weights in bytes; padding makes it the same on every rank.
+
+    Computed from one layer, because all are alike. Raises ValueError if `tp` cannot split the model.
+    """
+    model = _unallocated(replace(config, num_layers=1), tp, dtype)
+    one, layer = (sum(each.nbytes for each in part.parameters()) for part in (model, model.model.layers))
+    return one + (config.num_layers - 1) * layer
+
+
+def _unallocated(config: ModelConfig, tp: TPGroup, dtype: torch.dtype) -> DecoderForCausalLM:
+    """The model with shapes but without memory."""
+    model = DecoderForCausalLM(config, tp, ReferenceBackend(), 1)
+    allocate(model, WeightOptions(dtype, torch.device("meta")), config.quant)
+    return model
+
+
+def load_weights(
+    model: DecoderForCausalLM,
+    folder: str | Path,
+    check: Callable[[], None] = lambda: None,
+) -> None:
+    """Fill every parameter of `model`, each exactly once, from the checkpoint in `folder`.
+
+    Can be called again, with the same or other weights. check: called between tensors; may raise to give up.
+    Raises ModelLoadError that names all missing, unexpected, misshaped and non-float tensors; the model is
+    then unchanged.
+    """
+    slots = weight_slots(model)
+    with open_checkpoint(folder).tensors() as found:
+        _check_layers(model.config, found, Path(folder))
+        tensors = WeightChecker(model).check(found, Path(folder))
+        has_head = model.config.tie_word_embeddings and TIED_HEAD in found
+        if has_head and not torch.equal(found[TIED_HEAD][:], found[EMBEDDING][:]):
+            raise ModelLoadError(
+                f"{folder}: {TIED_HEAD} differs from {EMBEDDING}, but {CONFIG_FILE} says they are the same; "
+                "set tie_word_embeddings to false there to use both"
+            )
+        for name, source in tensors.items():
+            check()
+            layer, shard = slots[name]
+            layer.load(shard, source)
+    finish_loading(model)
+
+
+def init_dummy_weights(
+    model: DecoderForCausalLM,
+    seed: int,
+    check: Callable[[], None] = lambda: None,
+) -> None:
+    """Fill `model` with random weights, normal(0, 0.02) and 1 for norms, created on its device.
+
+    Each tensor depends only on the seed and its name. Whole tensors are drawn and then split, so any number
+    of ranks gets the same model. check: as in `load_weights`.
+    """
+    for name, (layer, shard) in weight_slots(model).items():
+        check()
+        dtype = layer.options.dtype if layer.options.dtype in shard.dtypes else torch.float32
+        whole = torch.empty(shard.shape, dtype=dtype, device=layer.options.device)
+        if shard.dummy is not None:
+            whole.fill_(shard.dummy)
+        else:
+            generator = torch.Generator(whole.device).manual_seed(zlib.crc32(name.encode(), seed % 2**32))
+            whole.normal_(0.0, 0.02, generator=generator)
+        layer.load(shard, whole)
+    finish_loading(model)
+
+
+def check_dense(name: str, tensor: torch.Tensor) -> None:
+    """ValueError unless the tensor is whole, dense and of floats; a shard knows which floats it accepts."""
+    if not tensor.is_floating_point():
+        raise ValueError(f"{name} is {tensor.dtype}; pass it as bfloat16, float16, float32 or float64")
+    if tensor.is_meta or tensor.layout is not torch.strided or hasattr(tensor, "full_tensor"):
+        raise ValueError(
+            f"{name} is a {type(tensor).__name__} of layout {tensor.layout} on {tensor.device}; pass a "
+            "whole, dense tensor (of a DTensor: full_tensor())"
+        )
+
+
+def named_pairs(tensors: Any) -> Iterable[Any]:
+    """The pairs of a dict, or the iterable itself; TypeError for anything else."""
+    pairs = tensors.items() if isinstance(tensors, Mapping) else tensors
+    if not isinstance(pairs, Iterable):
+        raise TypeError(f"named_tensors must be a dict or pairs (name, tensor), not {type(tensors).__name__}")
+    return pairs
+
+
+def named_tensor(index: int, pair: Any) -> tuple[str, torch.Tensor]:
+    """Return element `index` of an update; TypeError unless it is (name, tensor)."""
+    if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not isinstance(pair[0], str):
+        raise TypeError(
+            f"element {index} of the tensors must be (name, tensor), not {type(pair).__name__}; pass a "
+            "dict of them, such as model.state_dict(), or pairs"
+        )
+    name, tensor = pair
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, not {type(tensor).__name__}")
+    return name, tensor
