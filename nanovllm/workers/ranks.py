@@ -266,7 +266,9 @@ class Ranks:
                     self.watch.ended.wait(BLAME_SECONDS)
                 self.kill()
                 if not is_cause and self.watch.failure is not None:
-                    raise self.watch.error() from error
+                    # Without this frame: with it, error and traceback would be a reference cycle.
+                    inner = getattr(error.__traceback__, "tb_next", None)
+                    raise self.watch.error() from error.with_traceback(inner)
                 raise
 
     def _watched(self, work: Callable[[], T]) -> T:

@@ -4,12 +4,14 @@ loopback, and nobody else may open its memory and files.
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -21,7 +23,7 @@ import torch
 from checked_llm import CheckedLLM, make_tiny
 from leftovers import SHARED_MEMORY, listening_addresses, listening_ports, wait_until_nothing_is_left
 
-from nanovllm import SamplingParams
+from nanovllm import SamplingParams, WorkerError
 from nanovllm.device import Device
 from nanovllm.distributed import rendezvous
 from nanovllm.distributed.copied_rows import PendingSum
@@ -85,6 +87,25 @@ def test_no_socket_listens_beyond_loopback_through_a_whole_life(model: Path) -> 
         assert wait_until_nothing_is_left() == []
     assert seen, "gloo listens on loopback"
     assert [each for each in seen if not each.startswith(LOOPBACK)] == []
+
+
+def test_a_failed_engine_is_freed_at_once(model: Path) -> None:
+    """Its port while the error is kept; all of it without the garbage collector, once both are dropped."""
+    before, llm = listening_ports(), make_tiny(model, tensor_parallel_size=2)
+    gc.collect()
+    gc.disable()
+    try:
+        os.kill(inside.workers(llm).watch.processes[0].pid or 0, signal.SIGKILL)
+        with pytest.raises(WorkerError) as kept:  # noqa: PT012
+            while True:
+                llm.generate([[5, 6]], GREEDY, use_tqdm=False)
+        llm.close()
+        assert listening_ports() == before
+        freed = weakref.ref(llm)
+        del llm, kept
+        assert freed() is None
+    finally:
+        gc.enable()
 
 
 KILLED = """

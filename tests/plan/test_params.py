@@ -329,14 +329,18 @@ def nested(depth: int) -> dict[str, Any]:
     return schema
 
 
+# Python 3.13 reads deeper JSON than the other versions
+TOO_DEEP = "json (is nested too deeply; it may have 100 levels|has 101 levels, and may have 100)"
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (lambda: {"choice": ["a"] * 200_000}, "choice has 200,000 strings, and may have 10,000"),
         (lambda: {"choice": ["a" * 2**20, "b"]}, "choice has 1,048,577 characters, and may have 1,048,576"),
-        (lambda: {"json": nested(3000)}, "json is nested too deeply; it may have 100 levels"),
+        (lambda: {"json": nested(3000)}, TOO_DEEP),
         (lambda: {"json": nested(60)}, "json has 101 levels, and may have 100"),
-        (lambda: {"json": '{"a":' * 3000 + "1" + "}" * 3000}, "json is nested too deeply"),
+        (lambda: {"json": '{"a":' * 3000 + "1" + "}" * 3000}, TOO_DEEP),
         (
             lambda: {"json": {"properties": {str(key): {} for key in range(1001)}}},
             "1,001 properties of one",
