@@ -23,13 +23,16 @@ from nanovllm.outputs import BeamSearchOutput, EmbeddingRequestOutput, Logprob, 
 from nanovllm.replicas.engine import ReplicatedEngine
 from nanovllm.runner.profile import check_can_profile
 from nanovllm.sampling_params import BeamSearchParams, SamplingParams
-from nanovllm.text.continuations import Pair, encode_continuations, parse_continuations, parse_pairs
-from nanovllm.text.conversations import Conversation, parse_conversations
-from nanovllm.text.prompts import Prompt, parse_prompts, show
-from nanovllm.text.reader import PromptBatch, PromptReader
+from nanovllm.text.chat import (
+    Conversation,
+    check_template_options,
+    parse_conversations,
+    render_conversations,
+)
+from nanovllm.text.prompts import Prompt, PromptBatch, PromptReader, parse_prompts, show
 from nanovllm.text.request import Request
 from nanovllm.text.rows import BadRow, raise_first
-from nanovllm.text.tokenizer import check_template_options, render_conversations
+from nanovllm.text.tokenizer import Pair, encode_continuations, parse_continuations, parse_pairs
 from nanovllm.vllm_arguments import BEAM_SEARCH, CHAT, EMBED, GENERATE
 from nanovllm.workers.interrupts import no_full_collections
 

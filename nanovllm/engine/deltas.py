@@ -11,9 +11,8 @@ from dataclasses import dataclass, field, replace
 from nanovllm.engine.request_state import RequestState
 from nanovllm.events import TokenEvents
 from nanovllm.outputs import CompletionOutput, RequestOutput
-from nanovllm.text.detokenizer import LONGEST_CUT
+from nanovllm.text.detokenizer import LONGEST_CUT, StopStrings
 from nanovllm.text.processor import Processor
-from nanovllm.text.stop_strings import StopStrings
 
 
 @dataclass(slots=True, eq=False)

@@ -40,8 +40,7 @@ from nanovllm.plan.scheduler import Scheduler
 from nanovllm.runner.staging import StepHandle
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.processor import Processor, refused_output
-from nanovllm.text.prompts import parse_prompt, parse_sampling_params
-from nanovllm.text.reader import PromptBatch
+from nanovllm.text.prompts import PromptBatch, parse_prompt, parse_sampling_params
 from nanovllm.text.request import Request
 from nanovllm.text.rows import BadRow, attempt, raise_first
 from nanovllm.workers.interrupts import held_interrupts
