@@ -17,13 +17,16 @@ from nanovllm.lifecycle import no_full_collections
 from nanovllm.outputs import BeamSearchOutput, EmbeddingRequestOutput, Logprob, RequestOutput, ScoreOutput
 from nanovllm.replicas.replicas import Replicas
 from nanovllm.sampling_params import BeamSearchParams, SamplingParams
-from nanovllm.text.continuations import Pair, encode_continuations, parse_continuations, parse_pairs
-from nanovllm.text.conversations import Conversation, parse_conversations
-from nanovllm.text.prompts import Prompt, parse_prompts, show
-from nanovllm.text.reader import PromptBatch, PromptReader
+from nanovllm.text.chat import (
+    Conversation,
+    check_template_options,
+    parse_conversations,
+    render_conversations,
+)
+from nanovllm.text.prompts import Prompt, PromptBatch, PromptReader, parse_prompts, show
 from nanovllm.text.request import Request
 from nanovllm.text.rows import BadRow, raise_first
-from nanovllm.text.tokenizer import check_template_options, render_conversations
+from nanovllm.text.tokenizer import Pair, encode_continuations, parse_continuations, parse_pairs
 from nanovllm.vllm_arguments import BEAM_SEARCH, CHAT, EMBED, GENERATE
 
 if TYPE_CHECKING:

@@ -264,7 +264,7 @@ def test_it_says_how_long_the_tests_take() -> None:
 
 
 def test_exit_codes_of_jobs_are_those_of_the_code() -> None:
-    codes = {value for name, value in vars(job_errors).items() if name.isupper()}
+    codes = {value for name, value in vars(job_errors).items() if name.isupper() and name[0] != "_"}
     cells = re.findall(
         r"^\| ([\d, ]+) \|", section((ROOT / "docs/jobs.md").read_text(), "Resuming a job"), re.M
     )

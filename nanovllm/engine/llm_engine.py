@@ -26,8 +26,7 @@ from nanovllm.outputs import RequestOutput
 from nanovllm.runner.residency import TAGS, WEIGHTS
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.processor import refused_output
-from nanovllm.text.prompts import parse_prompt, parse_sampling_params
-from nanovllm.text.reader import PromptBatch
+from nanovllm.text.prompts import PromptBatch, parse_prompt, parse_sampling_params
 from nanovllm.text.request import Request
 from nanovllm.text.rows import BadRow, attempt, raise_first
 

@@ -19,10 +19,9 @@ from nanovllm.events import TokenEvents
 from nanovllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from nanovllm.plan.sequence import Sequence
 from nanovllm.plan.token_rules import AllowedTokens, BadWords, Grammar, MinTokens, Rule
-from nanovllm.text.detokenizer import LONGEST_CUT
+from nanovllm.text.detokenizer import LONGEST_CUT, StopStrings
 from nanovllm.text.processor import Processor
 from nanovllm.text.request import Request
-from nanovllm.text.stop_strings import StopStrings
 
 
 @dataclass(slots=True, eq=False)

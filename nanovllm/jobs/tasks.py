@@ -21,11 +21,10 @@ from nanovllm.jobs.params import PARAMS_COLUMN, own_params, row_params
 from nanovllm.jobs.sources import SourceRow, Values, parse_json
 from nanovllm.outputs import CompletionOutput, EmbeddingRequestOutput, Logprob, RequestOutput
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.text.conversations import parse_conversations
+from nanovllm.text.chat import check_template_options, parse_conversations, render_conversations
 from nanovllm.text.prompts import Prompt, show
 from nanovllm.text.rows import BadRow, attempt, raise_first
 from nanovllm.text.templates import TemplateProcess
-from nanovllm.text.tokenizer import check_template_options, render_conversations
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -16,25 +16,23 @@ import numpy as np
 from nanovllm.batch import TokenLogprobs
 from nanovllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from nanovllm.sampling_params import GuardedProcessors, SamplingParams
-from nanovllm.text.detokenizer import CUT, LONGEST_CUT, Detokenizer
-from nanovllm.text.lengths import LeastTokens, num_bytes
+from nanovllm.text.detokenizer import CUT, LONGEST_CUT, Detokenizer, StopSearch, StopStrings
 from nanovllm.text.logprobs import LogprobDicts, join_parts, join_rows
 from nanovllm.text.prompts import Prompt, pack_token_ids
 from nanovllm.text.request import Request
 from nanovllm.text.rows import BadRow, attempt
-from nanovllm.text.stop_strings import StopSearch, StopStrings
 from nanovllm.text.structured import Constraint, GrammarCompiler
 from nanovllm.text.templates import TemplateProcess
-from nanovllm.text.tokenizer import bad_word_ids, encode
+from nanovllm.text.tokenizer import LeastTokens, bad_word_ids, encode, num_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-CACHE_SIZE = 16  # lists of stop strings and of bad words; the longest take a few megabytes
+_CACHE_SIZE = 16  # lists of stop strings and of bad words; the longest take a few megabytes
 
 LONG_TEXT = 2**16  # characters; a shorter text is tokenised, whatever its length may turn out to be
 # The tokenised sampling parameters: `stop_token_ids`, `bad_words` and `constraint` of a Request.
-OutputIds: TypeAlias = tuple[frozenset[int], tuple[tuple[int, ...], ...], "Constraint | None"]
+_OutputIds: TypeAlias = tuple[frozenset[int], tuple[tuple[int, ...], ...], "Constraint | None"]
 
 
 class Processor:
@@ -59,8 +57,8 @@ class Processor:
         self._grammars: GrammarCompiler | None = None  # created on first use
         self._decoded: dict[int, str] = {}  # the text of single tokens
         # Rows of a job often have equal lists, each its own copy.
-        self._searches = lru_cache(CACHE_SIZE)(StopSearch)
-        self._bad_words = lru_cache(CACHE_SIZE)(bad_word_ids)
+        self._searches = lru_cache(_CACHE_SIZE)(StopSearch)
+        self._bad_words = lru_cache(_CACHE_SIZE)(bad_word_ids)
 
     @property
     def eos_token_ids(self) -> list[int]:
@@ -89,7 +87,7 @@ class Processor:
         there is none, and for a text that `check_length` refuses. Raises ImportError without llguidance.
         """
         encoded = self._encode(prompts, where)
-        known: dict[int, OutputIds | BadRow] = {}  # by the identity of the SamplingParams
+        known: dict[int, _OutputIds | BadRow] = {}  # by the identity of the SamplingParams
 
         def make(row: int, prompt: Prompt) -> Request:
             param, name = params[row], where[row]
@@ -258,7 +256,7 @@ class Processor:
                     f"larger max_logprobs (-1: no limit)"
                 )
 
-    def _output_ids(self, params: SamplingParams) -> OutputIds:
+    def _output_ids(self, params: SamplingParams) -> _OutputIds:
         """Tokenise and compile the parameters. ValueError and ImportError as in `make_requests`."""
         self._check_num_logprobs(params)
         if self.tokenizer is None:

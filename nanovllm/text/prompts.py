@@ -1,15 +1,17 @@
-"""Checks prompts and normalises them to `Prompt`s, before anything is queued.
+"""Checks prompts and their parameters and normalises them, before anything is queued: whole lists, and from
+iterables of any length in batches.
 
-Knows nothing of tokenizers or devices: a string stays a string here.
+Reads no further than requested. Knows nothing of tokenizers or devices: a string stays a string here.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from itertools import chain, islice
-from typing import Any
+from time import perf_counter
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,10 +21,13 @@ from nanovllm.structured_outputs import show as show_value
 from nanovllm.text.rows import BadRow, attempt
 from nanovllm.vllm_arguments import PROMPT, refuse_absent
 
-NUMBERS = (int, float, np.number)  # elements of a list that is one prompt
-KEYS = ("prompt", "prompt_token_ids")  # of a dictionary
+_NUMBERS = (int, float, np.number)  # elements of a list that is one prompt
+_KEYS = ("prompt", "prompt_token_ids")  # of a dictionary
+READ_SECONDS = 0.005  # time limit for reading a batch, checked after each prompt
+_READ_CHARS = 2**22  # of text in a batch, checked after each prompt
+_END = object()
 # The keys that transformers tokenizers return.
-ENCODED = {"input_ids", "attention_mask", "token_type_ids", "special_tokens_mask"}
+_ENCODED = {"input_ids", "attention_mask", "token_type_ids", "special_tokens_mask"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +70,7 @@ def split_prompts(
     items = iter(_iterable(prompts, expected))
     first = list(islice(items, 1))
     is_empty_array = not first and hasattr(prompts, "tolist")
-    if is_empty_array or (first and isinstance(first[0], NUMBERS)):
+    if is_empty_array or (first and isinstance(first[0], _NUMBERS)):
         return iter([[*first, *items]]), "the prompt"
     return chain(first, items), "prompts[{}]"
 
@@ -157,12 +162,14 @@ def _parse_mapping(prompt: Mapping[str, Any], where: str) -> Prompt:
                 f"{where}['input_ids'] holds {len(rows)} prompts; pass the dictionary itself as the prompts"
             )
         return Prompt(None, _parse_ids(rows[0], f"{where}['input_ids']"))
-    if not prompt.keys() & set(KEYS):
+    if not prompt.keys() & set(_KEYS):
         hint = "; a conversation goes to chat()" if "role" in prompt else ""
         raise ValueError(
             f"{where} must have the key 'prompt' or 'prompt_token_ids', not {sorted(map(str, prompt))}{hint}"
         )
-    refuse_absent(where, {str(key): value for key, value in prompt.items() if key not in KEYS}, PROMPT, KEYS)
+    refuse_absent(
+        where, {str(key): value for key, value in prompt.items() if key not in _KEYS}, PROMPT, _KEYS
+    )
     text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
     if token_ids is None:
         if text is None or isinstance(text, Mapping):
@@ -175,15 +182,15 @@ def _parse_mapping(prompt: Mapping[str, Any], where: str) -> Prompt:
 
 def _encoded_rows(encoded: Mapping[str, Any], where: str) -> list[list[Any]]:
     """The rows of a transformers tokenizer's output, without padding."""
-    unknown = set(encoded) - ENCODED
+    unknown = set(encoded) - _ENCODED
     if unknown:
         raise ValueError(
             f"{where} has 'input_ids', like the output of a transformers tokenizer, and the keys "
-            f"{sorted(map(str, unknown))}, which are not supported; {sorted(ENCODED)} are"
+            f"{sorted(map(str, unknown))}, which are not supported; {sorted(_ENCODED)} are"
         )
     names = [name for name in ("input_ids", "attention_mask") if encoded.get(name) is not None]
     columns = [to_list(encoded[name], f"{where}[{name!r}] must be a list of token ids") for name in names]
-    if not columns[0] or isinstance(columns[0][0], NUMBERS):
+    if not columns[0] or isinstance(columns[0][0], _NUMBERS):
         columns = [[column] for column in columns]
     rows = [to_list(row, f"{where}['input_ids'] must hold lists of token ids") for row in columns[0]]
     if len(columns) == 1:
@@ -234,3 +241,82 @@ def _parse_ids(value: Any, where: str) -> list[int]:
 def show(value: object) -> str:
     """The beginning of `value` and its type, for an error message."""
     return f"{show_value(value)} ({type(value).__name__})"
+
+
+class PromptBatch(NamedTuple):
+    """The result of one read, with one element for each prompt."""
+
+    first_index: int  # index of the first prompt among all prompts
+    prompts: list[Prompt | BadRow]
+    params: list[SamplingParams | BadRow]  # checked
+    where: list[str]  # the name of each prompt in errors
+
+
+class PromptReader:
+    """Reads prompts in the forms of `generate`, with one SamplingParams for all or one for each."""
+
+    ended = False  # whether all prompts were read
+
+    def __init__(
+        self,
+        prompts: PromptLike | Iterable[PromptLike],
+        sampling_params: SamplingParams | Iterable[SamplingParams],
+    ) -> None:
+        """Reads nothing yet. ValueError or TypeError for wrong parameters, or for a wrong number of them if
+        both lengths are known."""
+        self._prompts = prompts
+        self._items: Iterator[Any] | None = None  # of `_prompts`, from the first read on
+        self._where = ""
+        self._index = 0  # of the next prompt
+        self._same: SamplingParams | None = None
+        self._params: Iterator[SamplingParams] = iter(())
+        if isinstance(sampling_params, SamplingParams):
+            self._same = check_params(sampling_params, "sampling_params")
+            return
+        if isinstance(sampling_params, (str, Mapping)) or not isinstance(sampling_params, Iterable):
+            raise TypeError(
+                f"sampling_params must be SamplingParams or an iterable of them, not {show(sampling_params)}"
+            )
+        if isinstance(prompts, (list, tuple)) and isinstance(sampling_params, Sized):
+            many = not prompts or not isinstance(prompts[0], _NUMBERS)
+            num_prompts = len(prompts) if many else 1
+            if len(sampling_params) != num_prompts:
+                raise self._unequal(f"{len(sampling_params)} sampling_params for {num_prompts} prompts")
+        self._params = iter(sampling_params)
+
+    def read(self, most: int) -> PromptBatch:
+        """Return up to `most` prompts, at least one unless all were read.
+
+        Raises the iterables' own errors, TypeError if `prompts` is not iterable, and ValueError if one
+        iterable ends before the other.
+        """
+        if self._items is None:
+            self._items, self._where = split_prompts(self._prompts)
+        first = self._index
+        prompts: list[Prompt | BadRow] = []
+        params: list[Any] = []
+        where: list[str] = []
+        num_chars = 0
+        until = perf_counter() + READ_SECONDS
+        while len(where) < most and num_chars < _READ_CHARS and not (where and perf_counter() > until):
+            item, param = next(self._items, _END), self._same or next(self._params, _END)
+            if item is _END:
+                self.ended = True
+                if self._same is None and param is not _END:
+                    raise self._unequal(f"prompts end after {first + len(where)}, but sampling_params do not")
+                break
+            if param is _END:
+                raise self._unequal(f"sampling_params end after {first + len(where)}, but prompts do not")
+            where.append(self._where.format(first + len(where)))
+            prompt = attempt(parse_prompt, item, where[-1])
+            num_chars += len(prompt.text or "") if isinstance(prompt, Prompt) else 0
+            prompts.append(prompt)
+            params.append(param)
+        self._index += len(where)
+        if self._same is None:
+            params = parse_sampling_params(params, len(params), first)
+        return PromptBatch(first, prompts, params, where)
+
+    @staticmethod
+    def _unequal(what: str) -> ValueError:
+        return ValueError(f"{what}; pass one for all or one for each")

@@ -18,19 +18,19 @@ if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
     from transformers import PreTrainedTokenizerBase
 
-logger = logging.getLogger("nanovllm")
+_logger = logging.getLogger("nanovllm")
 
 CACHE_SIZE = 1024  # cached grammars, a few hundred kilobytes each
 COPIES, ORIGINALS = 32, 8  # consecutive copies of one original matcher; number of originals
 # Keys of a JSON schema whose values are not schemas: dictionaries of schemas, and data.
-NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-DATA = ("const", "enum", "default", "examples")
+_NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_DATA = ("const", "enum", "default", "examples")
 # The limits of an integer that llguidance can express: it reads them as float64, and fails at -2^63.
-LEAST_INTEGER, GREATEST_INTEGER = -(2**63) + 1024, 2**63 - 1
+_LEAST_INTEGER, _GREATEST_INTEGER = -(2**63) + 1024, 2**63 - 1
 # Lark: where a rule begins, lines that belong to none, and the parts of a rule.
-RULE = re.compile(r"^[ \t]*[!?]?([A-Za-z_][\w-]*)(?:\.-?\d+)?[ \t]*(?:\[[^\]\n]*\])?[ \t]*:", re.M)
-DIRECTIVE = re.compile(r"^[ \t]*%(?:import|ignore|declare|override|extend|llguidance)\b[^\n]*", re.M)
-PART = re.compile(
+_RULE = re.compile(r"^[ \t]*[!?]?([A-Za-z_][\w-]*)(?:\.-?\d+)?[ \t]*(?:\[[^\]\n]*\])?[ \t]*:", re.M)
+_DIRECTIVE = re.compile(r"^[ \t]*%(?:import|ignore|declare|override|extend|llguidance)\b[^\n]*", re.M)
+_PART = re.compile(
     r"""(?P<nothing>\s+|(?://|\#)[^\n]*|->\s*\w+|\.\.\s*"(?:\\.|[^"\\\n])*")
     |(?P<text>"(?:\\.|[^"\\\n])*"i?|/(?:\\.|[^/\\\n])+/[a-z]*|<[^>\n]*>|@[\w-]+)
     |(?P<json>%(?:json|regex)\s*)|(?P<rule>[A-Za-z_][\w-]*)|(?P<bar>[|()\[\]])
@@ -38,7 +38,7 @@ PART = re.compile(
     |(?P<often>\+|~\s*\d+(?:\s*\.\.\s*\d+)?|\{[\d,\s]+\})""",
     re.X,
 )
-MAX_PASSES = 100  # over the rules of a grammar
+_MAX_PASSES = 100  # over the rules of a grammar
 
 
 class Constraint:
@@ -142,7 +142,7 @@ class GrammarCompiler:
                 "alternative without itself"
             )
         for warning in first.get_grammar_warnings():
-            logger.warning("structured_outputs, %s: %s", name, warning)
+            _logger.warning("structured_outputs, %s: %s", name, warning)
         return Constraint(first, make, self._executor)
 
     def _grammar(self, params: StructuredOutputsParams) -> str:
@@ -218,9 +218,9 @@ def _mapped(schema: Any, change: Callable[[dict[str, Any]], None]) -> Any:
         return schema
     copy = {}
     for name, each in schema.items():
-        if name in NAMED_SCHEMAS and isinstance(each, dict):
+        if name in _NAMED_SCHEMAS and isinstance(each, dict):
             each = {key: _mapped(value, change) for key, value in each.items()}
-        elif name not in DATA:
+        elif name not in _DATA:
             each = _mapped(each, change)
         copy[name] = each
     change(copy)
@@ -240,9 +240,9 @@ def _limit_integers(schema: dict[str, Any]) -> None:
     if "integer" not in types or "number" in types:
         return
     if "minimum" not in schema and "exclusiveMinimum" not in schema:
-        schema["minimum"] = LEAST_INTEGER
+        schema["minimum"] = _LEAST_INTEGER
     if "maximum" not in schema and "exclusiveMaximum" not in schema:
-        schema["maximum"] = GREATEST_INTEGER
+        schema["maximum"] = _GREATEST_INTEGER
 
 
 def _has_big_numbers(value: Any) -> bool:
@@ -251,13 +251,13 @@ def _has_big_numbers(value: Any) -> bool:
         return any(map(_has_big_numbers, value.values()))
     if isinstance(value, list):
         return any(map(_has_big_numbers, value))
-    return isinstance(value, (int, float)) and not LEAST_INTEGER <= value <= GREATEST_INTEGER
+    return isinstance(value, (int, float)) and not _LEAST_INTEGER <= value <= _GREATEST_INTEGER
 
 
 # -- grammars without an end --------------------------------------------------------------------------------
 
 # A part of a rule: the name of a rule, alternatives, or None for a text. All parts of an alternative follow.
-Part: TypeAlias = "str | list[list[Part]] | None"
+_Part: TypeAlias = "str | list[list[_Part]] | None"
 
 
 def endless_rule(lark: str) -> str | None:
@@ -266,7 +266,7 @@ def endless_rule(lark: str) -> str | None:
     None if there is none, or if the grammar has syntax that is not read here. The least fixed point of "has a
     text". Terminals have one, for llguidance refuses recursive ones.
     """
-    _, *found = RULE.split(DIRECTIVE.sub("", lark))
+    _, *found = _RULE.split(_DIRECTIVE.sub("", lark))
     try:
         rules = {
             name: _alternatives(_parts(body))
@@ -275,7 +275,7 @@ def endless_rule(lark: str) -> str | None:
         }
     except (IndexError, ValueError):
         return None
-    for turn in range(MAX_PASSES):
+    for turn in range(_MAX_PASSES):
         num_before = len(rules)
         for name in list(rules)[:: 1 if turn % 2 else -1]:
             if _has_text(rules[name], rules):
@@ -291,14 +291,14 @@ def endless_rule(lark: str) -> str | None:
     return None
 
 
-def _has_text(part: Part, endless: Container[str]) -> bool:
+def _has_text(part: _Part, endless: Container[str]) -> bool:
     """Whether a part has a text, if the rules `endless` have none."""
     if isinstance(part, list):
         return any(all(_has_text(each, endless) for each in parts) for parts in part)
     return part not in endless
 
 
-def _names(part: Part) -> Iterator[str]:
+def _names(part: _Part) -> Iterator[str]:
     """The rules in a part."""
     if isinstance(part, list):
         for parts in part:
@@ -312,7 +312,7 @@ def _parts(body: str) -> Iterator[tuple[str, str]]:
     """The kind and text of each part of a rule. ValueError for syntax that is not read here."""
     position = 0
     while position < len(body):
-        match = PART.match(body, position)
+        match = _PART.match(body, position)
         if match is None:
             raise ValueError(body[position:])
         position = match.end()
@@ -323,9 +323,9 @@ def _parts(body: str) -> Iterator[tuple[str, str]]:
             yield kind, match.group()
 
 
-def _alternatives(parts: Iterator[tuple[str, str]], closing: str = "") -> list[list[Part]]:
+def _alternatives(parts: Iterator[tuple[str, str]], closing: str = "") -> list[list[_Part]]:
     """Read alternatives up to their closing bracket."""
-    found: list[list[Part]] = [[]]
+    found: list[list[_Part]] = [[]]
     for kind, text in parts:
         if text == "(":
             found[-1].append(_alternatives(parts, ")"))

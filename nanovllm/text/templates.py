@@ -21,14 +21,15 @@ from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from nanovllm.lifecycle import finalize
 
-PORTION_BYTES = 2**16  # of conversations in one message; at least one
+_PORTION_BYTES = 2**16  # of conversations in one message; at least one
 MAX_STOPS = 3  # in a row, until a template is not tried again
-START = "import sys; sys.path[:] = sys.argv[2:]; import nanovllm.text.templates as t; t.serve(sys.argv[1])"
-TEXT, ERROR, LIMIT = b"T", b"E", b"L"  # the first byte of an answer
+_START = "import sys; sys.path[:] = sys.argv[2:]; import nanovllm.text.templates as t; t.serve(sys.argv[1])"
+_Part = TypeVar("_Part")
+_TEXT, _ERROR, _LIMIT = b"T", b"E", b"L"  # the first byte of an answer
 
 
 class Limits(NamedTuple):
@@ -71,7 +72,7 @@ class TemplateProcess:
         found: list[str | TemplateFailedError | TemplateStoppedError] = []
         common = pickle.dumps((template, dict(special_tokens), dict(options), self.limits))
         with self._lock:
-            for portion in _portions([pickle.dumps(each) for each in conversations]):
+            for portion in portions([pickle.dumps(each) for each in conversations], _PORTION_BYTES, len):
                 found += self._ask(template, common, portion)
         return found
 
@@ -112,7 +113,7 @@ class TemplateProcess:
 
     def _start(self) -> tuple[subprocess.Popen[bytes], Connection]:
         own, other = Pipe()
-        command = [sys.executable, "-c", START, str(other.fileno()), *sys.path]
+        command = [sys.executable, "-c", _START, str(other.fileno()), *sys.path]
         with other:
             process = subprocess.Popen(
                 command,
@@ -142,13 +143,17 @@ def _end(process: subprocess.Popen[bytes], connection: Connection) -> None:
     process.wait()
 
 
-def _portions(parts: list[bytes]) -> Iterator[list[bytes]]:
-    some: list[bytes] = []
+def portions(parts: list[_Part], most: int, size: Callable[[_Part], int]) -> Iterator[list[_Part]]:
+    """The parts in lists whose sizes add up to `most` or less; a larger part is alone."""
+    some: list[_Part] = []
+    total = 0
     for part in parts:
-        if some and sum(map(len, some)) + len(part) > PORTION_BYTES:
+        more = size(part)
+        if some and total + more > most:
             yield some
-            some = []
+            some, total = [], 0
         some.append(part)
+        total += more
     if some:
         yield some
 
@@ -162,10 +167,10 @@ def _answers(message: bytes) -> Iterator[str | TemplateFailedError | TemplateSto
             start + 9 + int.from_bytes(message[start + 1 : start + 9], "big"),
         )
         text, start = message[start + 9 : end].decode("utf-8", "surrogatepass"), end
-        if kind == TEXT:
+        if kind == _TEXT:
             yield text
         else:
-            yield TemplateFailedError(text) if kind == ERROR else TemplateStoppedError(text)
+            yield TemplateFailedError(text) if kind == _ERROR else TemplateStoppedError(text)
 
 
 def plain(value: Any) -> Any:
@@ -219,7 +224,7 @@ def serve(descriptor: str) -> None:
                 kind, text = _rendered(tokenizer, template, part, options, limits)
                 signal.setitimer(signal.ITIMER_PROF, 0)
                 message += [kind, len(text).to_bytes(8, "big"), text]
-                if part is portion[-1] or sum(map(len, message)) > PORTION_BYTES:
+                if part is portion[-1] or sum(map(len, message)) > _PORTION_BYTES:
                     connection.send_bytes(b"".join(message))
                     message.clear()
 
@@ -233,12 +238,12 @@ def _rendered(
         text = tokenizer.apply_chat_template(pickle.loads(part), **options)
         output = str(text).encode("utf-8", "surrogatepass")
         if len(output) > limits.output_bytes:
-            return LIMIT, f"writes more than {limits.output_bytes:,} bytes".encode()
-        return TEXT, output
+            return _LIMIT, f"writes more than {limits.output_bytes:,} bytes".encode()
+        return _TEXT, output
     except MemoryError:
-        return LIMIT, f"takes more than {limits.memory_bytes:,} bytes of memory".encode()
+        return _LIMIT, f"takes more than {limits.memory_bytes:,} bytes of memory".encode()
     except BaseException as error:  # a template may raise anything
-        return ERROR, f"{type(error).__name__}: {error}"[:4096].encode("utf-8", "replace")
+        return _ERROR, f"{type(error).__name__}: {error}"[:4096].encode("utf-8", "replace")
 
 
 def _used_bytes() -> int | None:

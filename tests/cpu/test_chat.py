@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from nanovllm import LLM, SamplingParams, demo_model_path
-from nanovllm.text.conversations import parse_conversations
+from nanovllm.text.chat import parse_conversations
 from nanovllm.text.rows import raise_first
 
 USER = {"role": "user", "content": "Hi"}

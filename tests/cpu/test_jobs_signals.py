@@ -52,8 +52,8 @@ class Stubborn(FakeLLM):
 
 def job(source: Path, out: Path, notes: Path, hangs: bool) -> None:
     """Run a job as this process, like the program."""
-    main: Any = run.__globals__["main"]
-    main.__defaults__ = (lambda *args, **options: Stubborn(notes, hangs),)
+    run_job: Any = run.__globals__["run_job"]
+    run_job.__defaults__ = (lambda *args, **options: Stubborn(notes, hangs),)
     os._exit(program.main(["run", str(source), "-o", str(out), "--model", jobs.demo_model_path()]) or 77)
 
 

@@ -23,7 +23,7 @@ from checked_llm import BLOCK, CheckedLLM
 from test_texts import TOKENIZERS, model_for
 
 from nanovllm import LLM, RequestOutput, SamplingParams, StructuredOutputsParams
-from nanovllm.text import reader
+from nanovllm.text import prompts as reader
 
 TOKENIZER = TOKENIZERS["byte_level"]
 VOCAB = len(TOKENIZER)

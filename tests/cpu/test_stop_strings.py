@@ -17,10 +17,9 @@ from nanovllm import LLM, SamplingParams, demo_model_path
 from nanovllm.engine.requests import Requests
 from nanovllm.events import TokenEvents
 from nanovllm.outputs import CompletionOutput
-from nanovllm.text.detokenizer import Detokenizer
+from nanovllm.text.detokenizer import Detokenizer, StopSearch, StopStrings
 from nanovllm.text.processor import Processor
 from nanovllm.text.prompts import parse_prompts
-from nanovllm.text.stop_strings import StopSearch, StopStrings
 
 
 def first_match(texts: list[str], stops: list[str]) -> tuple[int, str, int] | None:

@@ -17,6 +17,7 @@ from jobs import Lent, read_rows, run, write_rows
 
 from nanovllm import LLM, SamplingParams, demo_model_path
 from nanovllm.text import templates
+from nanovllm.text.chat import render_conversations
 from nanovllm.text.templates import (
     MAX_STOPS,
     Limits,
@@ -25,7 +26,7 @@ from nanovllm.text.templates import (
     TemplateStoppedError,
     plain,
 )
-from nanovllm.text.tokenizer import load_tokenizer, render_conversations
+from nanovllm.text.tokenizer import load_tokenizer
 
 SHORT = SamplingParams(temperature=0, max_tokens=2)
 SECONDS = 0.2

@@ -1,0 +1,243 @@
+"""Conversations: checks them, normalises them to lists of messages with string contents, and applies a chat
+template, with errors that name the conversation.
+
+Tokenises nothing.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from nanovllm.text.prompts import Prompt, check_text, show, to_list
+from nanovllm.text.rows import BadRow, attempt
+from nanovllm.text.templates import TemplateFailedError, TemplateProcess, TemplateStoppedError, plain
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_logger = logging.getLogger("nanovllm")
+
+Conversation: TypeAlias = "Iterable[Mapping[str, Any]]"
+
+_MESSAGE = "{'role': ..., 'content': ...}"
+
+
+def parse_conversations(
+    messages: Conversation | Iterable[Conversation],
+) -> list[list[dict[str, Any]] | BadRow]:
+    """Normalise one conversation or several to lists of messages with string contents.
+
+    TypeError if `messages` is neither. A bad conversation is replaced by a ValueError or TypeError that names
+    the conversation, the message and the fix.
+    """
+    if isinstance(messages, Mapping):
+        raise TypeError(
+            f"messages must be a list of messages; put a single message into a list: [{_MESSAGE}]"
+        )
+    items = to_list(messages, f"messages must be a list of messages {_MESSAGE} or a list of such lists")
+    if items and isinstance(items[0], Mapping):
+        items = [items]
+    return [attempt(_conversation, item, f"conversation {index}") for index, item in enumerate(items)]
+
+
+def _conversation(value: Any, where: str) -> list[dict[str, Any]]:
+    messages = to_list(value, f"{where} must be a list of messages {_MESSAGE}")
+    if not messages:
+        raise ValueError(f"{where} has no messages; give it at least one {_MESSAGE}")
+    return [_message(message, f"{where}, message {index}") for index, message in enumerate(messages)]
+
+
+def _message(value: Any, where: str) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{where} must be a dictionary {_MESSAGE}, not {show(value)}")
+    message = dict(value)
+    role = message.get("role")
+    if not isinstance(role, str) or not role:
+        given = f"'role': {show(role)}" if "role" in message else f"the keys {sorted(map(str, message))}"
+        raise ValueError(f"{where} needs a role, such as 'role': 'user'; it has {given}")
+    if message.get("tool_calls"):
+        message["tool_calls"] = _tool_calls(message["tool_calls"], where)
+    else:
+        message.pop("tool_calls", None)
+    message["content"] = _content(message.get("content"), "tool_calls" in message, where)
+    return message
+
+
+def _content(value: Any, may_be_none: bool, where: str) -> str:
+    """The content of a message as a string: parts are joined by newlines; None is '' beside tool calls."""
+    if value is None:
+        if not may_be_none:
+            raise ValueError(f"{where} has no content; pass a string, '' for an empty one")
+        return ""
+    if isinstance(value, str):
+        check_text(value, where)
+        return value
+    expected = "content must be a string or a list of parts {'type': 'text', 'text': ...}"
+    parts = to_list(value, f"{where}: {expected}")
+    return "\n".join(_part(part, f"{where}, content part {index}") for index, part in enumerate(parts))
+
+
+def _part(value: Any, where: str) -> str:
+    text = value
+    if isinstance(value, Mapping):
+        kind = value.get("type")
+        if kind != "text":
+            raise ValueError(
+                f"{where} has the type {kind!r}, which is not supported; only text is supported: "
+                "{'type': 'text', 'text': ...}"
+            )
+        text = value.get("text")
+    if not isinstance(text, str):
+        raise TypeError(f"{where} must be {{'type': 'text', 'text': ...}} with a string, not {show(value)}")
+    check_text(text, where)
+    return text
+
+
+def _tool_calls(value: Any, where: str) -> list[dict[str, Any]]:
+    """The calls with arguments as dictionaries, as templates expect; OpenAI's arguments are JSON strings."""
+    calls = []
+    for index, call in enumerate(to_list(value, f"{where}: tool_calls must be a list")):
+        if not isinstance(call, Mapping):
+            raise TypeError(f"{where}: tool_calls[{index}] must be a dictionary, not {show(call)}")
+        call = dict(call)
+        if isinstance(call.get("function"), Mapping):
+            function = call["function"] = dict(call["function"])
+            arguments = function.get("arguments") or {}
+            if isinstance(arguments, str):
+                try:
+                    arguments = json.loads(arguments)
+                except ValueError as error:
+                    raise ValueError(
+                        f"{where}: the arguments of tool_calls[{index}] are not valid JSON ({error}): "
+                        f"{show(arguments)}"
+                    ) from None
+            function["arguments"] = arguments
+        calls.append(call)
+    return calls
+
+
+# -- chat templates -----------------------------------------------------------------------------------------
+
+
+def check_template_options(
+    tokenizer: PreTrainedTokenizerBase | None,
+    chat_template: str | None,
+    add_generation_prompt: bool,
+    continue_final_message: bool,
+    tools: Sequence[Any] | None,
+    chat_template_kwargs: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    """Return the arguments of `tokenizer.apply_chat_template`. ValueError or TypeError names the argument."""
+    if chat_template is not None and not isinstance(chat_template, str):
+        raise TypeError(f"chat_template must be a Jinja template as a string, not {show(chat_template)}")
+    if tokenizer is None:
+        raise ValueError(
+            "chat() needs a tokenizer, and skip_tokenizer_init=True; pass token ids to generate() instead"
+        )
+    if chat_template is None and not tokenizer.chat_template:
+        raise ValueError(
+            "this model has no chat template; put chat_template.jinja into its folder, pass chat_template, "
+            "or pass whole prompts to generate()"
+        )
+    flags = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise TypeError(f"{name} must be True or False, not {show(flag)}")
+    if add_generation_prompt and continue_final_message:
+        raise ValueError("continue_final_message=True needs add_generation_prompt=False")
+    if tools is not None and (isinstance(tools, (str, bytes, Mapping)) or not isinstance(tools, Sequence)):
+        raise TypeError(f"tools must be a list of JSON schemas or functions, not {show(tools)}")
+    variables = {} if chat_template_kwargs is None else chat_template_kwargs
+    if not isinstance(variables, Mapping):
+        raise TypeError(f"chat_template_kwargs must be a dictionary, not {show(variables)}")
+    taken = inspect.signature(tokenizer.apply_chat_template).parameters.keys() - {"documents", "kwargs"}
+    for name in variables:
+        if not isinstance(name, str) or name in taken:
+            is_argument = name in flags or name in ("tools", "chat_template")
+            fix = f"write chat(..., {name}=...)" if is_argument else "leave it out"
+            raise ValueError(
+                f"chat_template_kwargs holds variables of the template, and {name!r} is not one; {fix}"
+            )
+    all_tools = list(tools) if tools else None
+    options = {"chat_template": chat_template, "tools": all_tools, **flags}
+    template = tokenizer.get_chat_template(chat_template, all_tools)
+    given = [*variables, "tools"] if all_tools else variables
+    _warn_of_unused(template, tuple(name for name in given if name not in template))
+    return options | dict(variables)
+
+
+@lru_cache  # warn once, not for each row of a file
+def _warn_of_unused(template: str, names: tuple[str, ...]) -> None:
+    if names:
+        _logger.warning("the chat template does not use %s, which changes nothing", ", ".join(names))
+
+
+def render_conversations(
+    tokenizer: PreTrainedTokenizerBase,
+    conversations: list[list[dict[str, Any]] | BadRow],
+    options: Mapping[str, Any],
+    process: TemplateProcess,
+) -> list[Prompt | BadRow]:
+    """Apply the chat template to each conversation, in `process`; the results are not tokenised yet.
+
+    An error stays in its place. If the template fails or is stopped, a ValueError replaces the conversation.
+    A tokenizer with an `apply_chat_template` of its own applies it here: that is code, which is trusted.
+    """
+    texts: list[Any] = list(conversations)
+    good = [row for row, each in enumerate(texts) if not isinstance(each, Exception)]
+    if type(tokenizer).apply_chat_template.__module__ == "transformers.tokenization_utils_base":
+        given = attempt(_plain_arguments, tokenizer, [conversations[row] for row in good], options)
+        rendered: list[Any] = [given] * len(good) if isinstance(given, Exception) else process.render(*given)
+    else:
+        rendered = [_apply(tokenizer, conversations[row], options) for row in good]
+    for row, text in zip(good, rendered, strict=True):
+        texts[row] = text
+    chosen = options.get("chat_template")
+    name = f"of {tokenizer.name_or_path}" if chosen is None else "that was passed"
+    return [attempt(_as_prompt, text, f"conversation {row}", name) for row, text in enumerate(texts)]
+
+
+def _plain_arguments(
+    tokenizer: PreTrainedTokenizerBase, conversations: list[Any], options: Mapping[str, Any]
+) -> tuple[str, Any, list[Any], dict[str, Any]]:
+    """The arguments of `TemplateProcess.render`. ValueError for a function among the tools that has no
+    schema."""
+    from transformers.utils.chat_template_utils import get_json_schema
+
+    tools = options.get("tools")
+    if tools is not None:
+        try:
+            tools = [get_json_schema(tool) if inspect.isroutine(tool) else tool for tool in tools]
+        except Exception as error:  # of transformers' own types
+            raise ValueError(f"tools: {type(error).__name__}: {error}") from error
+    template = tokenizer.get_chat_template(options.get("chat_template"), tools)
+    rest = {name: value for name, value in options.items() if name not in ("tools", "chat_template")}
+    special = plain(tokenizer.special_tokens_map)
+    return template, special, plain(conversations), plain({**rest, "tools": tools})
+
+
+def _apply(tokenizer: PreTrainedTokenizerBase, conversation: Any, options: Mapping[str, Any]) -> Any:
+    try:
+        return tokenizer.apply_chat_template(conversation, tokenize=False, **options)
+    except Exception as error:  # it may raise anything
+        return TemplateFailedError(f"{type(error).__name__}: {error}")
+
+
+def _as_prompt(text: Any, where: str, name: str) -> Prompt:
+    """The prompt of a rendered conversation. name: of the template, in errors."""
+    if isinstance(text, TemplateFailedError):
+        raise ValueError(f"{where}: the chat template fails ({text})")
+    if isinstance(text, TemplateStoppedError):
+        raise ValueError(
+            f"{where}: the chat template {name} {text}; put another chat_template.jinja into the model's "
+            "folder, or pass chat_template"
+        )
+    if isinstance(text, Exception):
+        raise text
+    check_text(text, where)
+    return Prompt(str(text), None, add_special_tokens=False)
