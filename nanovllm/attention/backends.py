@@ -11,12 +11,13 @@ from collections.abc import Sequence
 
 import torch
 
-from nanovllm.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec
+from nanovllm.attention.base import FEATURES, AttentionBackend, AttentionMetadata, AttentionSpec
 from nanovllm.attention.flash_attn import FlashAttnBackend
 from nanovllm.device import Device
 from nanovllm.kernels.cache import KVCache
 from nanovllm.kernels.compat import HAS_TRITON, INTERPRET
 from nanovllm.kernels.decode_attention import (
+    Gathered,
     Shared,
     SharedUnit,
     decode_attend_reference,
@@ -24,6 +25,7 @@ from nanovllm.kernels.decode_attention import (
     paged_decode_attention_triton,
     shared_unit,
 )
+from nanovllm.kernels.paged import PLAIN, Variant
 from nanovllm.kernels.prefill_attention import (
     paged_prefill_attention_reference,
     paged_prefill_attention_triton,
@@ -91,10 +93,12 @@ class ReferenceBackend(AttentionBackend):
     default_block_size = 16
     supports_cuda_graph = False  # it reads lengths on the host
     head_dims = range(1, 2**31)
+    features = frozenset(FEATURES)
 
     def __init__(self, deterministic: bool = False) -> None:
         super().__init__(deterministic)
-        self._gather: tuple[AttentionMetadata, torch.Tensor, torch.Tensor] | None = None
+        self._step: AttentionMetadata | None = None  # the last one, with what was gathered, by window
+        self._gathered: dict[int | None, Gathered] = {}
 
     @classmethod
     def unavailable(cls, device: Device, dtype: torch.dtype, cache_dtype: torch.dtype) -> str | None:
@@ -108,13 +112,17 @@ class ReferenceBackend(AttentionBackend):
         spec: AttentionSpec,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        variant = PLAIN
+        if spec.window is not None or spec.softcap is not None or sinks is not None:
+            variant = Variant(spec.window, spec.softcap, sinks)
         if meta.prefill is None:
-            if self._gather is None or self._gather[0] is not meta:  # once per step, not per layer
-                found = decode_gather_reference(
-                    meta.block_tables, meta.context_lens, meta.max_seqlen_k, cache.k.shape[1]
-                )
-                self._gather = (meta, *found)
-            return decode_attend_reference(q, cache, *self._gather[1:], spec.scale)
+            if self._step is not meta:
+                self._step, self._gathered = meta, {}
+            gathered = self._gathered.get(spec.window)
+            if gathered is None:  # once per step, not per layer
+                places = meta.block_tables, meta.context_lens, meta.max_seqlen_k, cache.k.shape[1]
+                gathered = self._gathered[spec.window] = decode_gather_reference(*places, spec.window)
+            return decode_attend_reference(q, cache, gathered, spec.scale, variant)
         return paged_prefill_attention_reference(
             q,
             cache,
@@ -123,6 +131,7 @@ class ReferenceBackend(AttentionBackend):
             meta.context_lens,
             meta.prefill.max_seqlen_q,
             spec.scale,
+            variant,
         )
 
 

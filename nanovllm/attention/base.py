@@ -135,8 +135,9 @@ class AttentionBackend(ABC):
         """Return what this backend cannot compute, with the layer; None if it can compute all layers."""
         for layer, spec in enumerate(specs):
             for name in FEATURES:
-                if getattr(spec, name) not in (None, False) and name not in cls.features:
-                    return f"layer {layer} has {name}={getattr(spec, name)}, which it does not support"
+                value = getattr(spec, name)
+                if value is not None and value is not False and name not in cls.features:
+                    return f"layer {layer} has {name}={value}, which it does not support"
             if spec.head_dim not in cls.head_dims:
                 most, step = cls.head_dims[-1], cls.head_dims.step
                 return (

@@ -25,9 +25,12 @@ from nanovllm.kernels.compat import (
 )
 from nanovllm.kernels.merge_chunks import merge_chunks
 from nanovllm.kernels.paged import (
+    PLAIN,
     Heads,
+    Variant,
     as_words,
     attend_range,
+    attend_reference,
     dequantized,
     finish_softmax,
     load_pages,
@@ -315,40 +318,51 @@ def paged_decode_attention_triton(
 # Cells that the reference gathers at once. More do not fit into a CPU's cache: 165 sequences of 600 tokens
 # took 1.7 times as long.
 GATHERED_CELLS = 2**14
+Gathered = tuple[torch.Tensor, torch.Tensor]
 
 
 def decode_gather_reference(
-    block_tables: torch.Tensor, context_lens: torch.Tensor, longest: int, page: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+    block_tables: torch.Tensor, context_lens: torch.Tensor, longest: int, page: int, window: int | None = None
+) -> Gathered:
     """Return (slots [S * longest], bias [S, 1, 1, longest]): the cache slots of S sequences' positions up to
-    `longest`, and an attention bias, the same for all layers of a step.
+    `longest`, and an attention bias, the same for all layers of a step. With a shorter window, only its
+    positions.
 
     The bias is 0 within a context and -inf past it. There the slot is one of the sequence's own: other cells
     may hold NaN, and 0 * NaN is NaN.
     """
-    positions = torch.arange(longest, device=context_lens.device)
-    slots = block_tables[:, positions // page].long() * page + positions % page
-    seen = positions < context_lens[:, None]
-    slots = slots.where(seen, slots[:, :1].clamp(min=0))
+    positions = torch.arange(min(longest, window or longest), device=context_lens.device)
+    if window is not None and window < longest:
+        positions = context_lens[:, None] - window + positions
+        seen, positions = positions >= 0, positions.clamp(min=0)
+        slots = block_tables.gather(1, positions // page).long().clamp(min=0) * page + positions % page
+    else:
+        slots = block_tables[:, positions // page].long() * page + positions % page
+        seen = positions < context_lens[:, None]
+        slots = slots.where(seen, slots[:, :1].clamp(min=0))
     bias = torch.zeros(seen.shape, device=seen.device).masked_fill_(~seen, -math.inf)
     return slots.flatten(), bias[:, None, None, :]
 
 
 def decode_attend_reference(
-    q: torch.Tensor, cache: KVCache, slots: torch.Tensor, bias: torch.Tensor, scale: float
+    q: torch.Tensor, cache: KVCache, gathered: Gathered, scale: float, variant: Variant = PLAIN
 ) -> torch.Tensor:
     """Attention of q [S, q_heads, head_dim] over the slots of `decode_gather_reference`, in float32."""
+    slots, bias = gathered
     if len(slots) <= GATHERED_CELLS:
-        return _attend_gathered(q, cache, slots, bias, scale)
+        return _attend_gathered(q, cache, gathered, scale, variant)
     few = max(1, GATHERED_CELLS // bias.shape[-1])
     parts = zip(q.split(few), slots.split(few * bias.shape[-1]), bias.split(few), strict=True)
-    return torch.cat([_attend_gathered(part, cache, cells, mask, scale) for part, cells, mask in parts])
+    return torch.cat(
+        [_attend_gathered(part, cache, (cells, mask), scale, variant) for part, cells, mask in parts]
+    )
 
 
 def _attend_gathered(
-    q: torch.Tensor, cache: KVCache, slots: torch.Tensor, bias: torch.Tensor, scale: float
+    q: torch.Tensor, cache: KVCache, gathered: Gathered, scale: float, variant: Variant
 ) -> torch.Tensor:
     """`decode_attend_reference` for sequences that are gathered at once."""
+    slots, bias = gathered
     sequences, q_heads, head_dim = q.shape
     kv_heads = cache.k.shape[2]
     k, v = (
@@ -359,7 +373,10 @@ def _attend_gathered(
     )  # [S, kv_heads, longest, head_dim]
     # A group's query heads take the place of a sequence's queries, so K and V need not be repeated.
     queries = q.float().view(sequences, kv_heads, -1, head_dim)
-    out = F.scaled_dot_product_attention(queries, k, v, attn_mask=bias, scale=scale)
+    if variant.is_softmax:
+        out = F.scaled_dot_product_attention(queries, k, v, attn_mask=bias, scale=scale)
+    else:
+        out = attend_reference(queries, k, v, bias, scale, variant)
     return out.reshape(sequences, q_heads, head_dim).to(q.dtype)
 
 
@@ -371,11 +388,12 @@ def paged_decode_attention_reference(
     max_context_len: int,
     scale: float,
     shared: Shared | None = None,
+    variant: Variant = PLAIN,
 ) -> torch.Tensor:
-    """`paged_decode_attention_triton` in plain torch, over contexts padded to the longest one."""
+    """`paged_decode_attention_triton` in plain torch, over contexts padded to the longest; also variants."""
     longest = min(max_context_len, int(context_lens.max())) if len(q) else 0
     if longest == 0:
         return torch.zeros_like(q, memory_format=torch.contiguous_format)
-    slots, bias = decode_gather_reference(block_tables, context_lens, longest, cache.k.shape[1])
-    out = decode_attend_reference(q, cache, slots, bias, scale)
+    places = block_tables, context_lens, longest, cache.k.shape[1]
+    out = decode_attend_reference(q, cache, decode_gather_reference(*places, variant.window), scale, variant)
     return out.masked_fill((context_lens == 0)[:, None, None], 0.0)

@@ -27,6 +27,45 @@ def dequantized(cells: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor
     return cells.float() if scale is None else cells.float() * scale[:, None]
 
 
+class Variant(NamedTuple):
+    """What attention does beyond a causal softmax; the defaults do nothing."""
+
+    window: int | None = None  # a query sees so many positions, its own included
+    softcap: float | None = None  # scores become softcap * tanh(score / softcap)
+    sinks: torch.Tensor | None = None  # [q_heads] scores that take weight and add nothing
+
+    @property
+    def is_softmax(self) -> bool:
+        """Whether a mask is all that differs from a softmax of scores."""
+        return self.softcap is None and self.sinks is None
+
+
+PLAIN = Variant()
+
+
+def attend_reference(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor,
+    scale: float,
+    variant: Variant,
+) -> torch.Tensor:
+    """Attention of q [..., heads, n, dim] over k and v [..., heads, context, dim], where torch has no
+    operation for it. mask: added to the scores [..., heads, n, context].
+
+    In decode `heads` are KV heads, and a group's query heads take the place of the n queries.
+    """
+    scores = q @ k.transpose(-1, -2) * scale
+    if variant.softcap is not None:
+        scores = variant.softcap * (scores / variant.softcap).tanh()
+    scores = scores + mask
+    if variant.sinks is not None:
+        sinks = variant.sinks.float().view(q.shape[-3], -1, 1).expand(*scores.shape[:-1], 1)
+        scores = torch.cat((scores, sinks), dim=-1)
+    return scores.softmax(-1)[..., : k.shape[-2]] @ v
+
+
 class Heads(NamedTuple):
     """The layout of heads in the cache: a compile-time constant of attention kernels."""
 

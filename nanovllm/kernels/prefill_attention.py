@@ -15,9 +15,12 @@ from nanovllm.kernels.cache import KVCache
 from nanovllm.kernels.compat import INTERPRET, TensorDescriptor, capability, jit, shared_memory, tl
 from nanovllm.kernels.paged import (
     FP8,
+    PLAIN,
     Heads,
+    Variant,
     as_words,
     attend_range,
+    attend_reference,
     dequantized,
     finish_softmax,
     load_pages,
@@ -217,8 +220,9 @@ def paged_prefill_attention_reference(
     context_lens: torch.Tensor,
     max_seqlen_q: int,
     scale: float,
+    variant: Variant = PLAIN,
 ) -> torch.Tensor:
-    """`paged_prefill_attention_triton` in plain torch, in float32, one sequence at a time."""
+    """`paged_prefill_attention_triton` in plain torch, in float32, one sequence at a time; also variants."""
     page, kv_heads = cache.k.shape[1:3]
     group = q.shape[1] // kv_heads
     out = torch.zeros_like(q, memory_format=torch.contiguous_format)
@@ -236,22 +240,38 @@ def paged_prefill_attention_reference(
         )  # [q_heads, context, head_dim]
         queries = q[begin:end].float().transpose(0, 1)
         seen = None
-        if end - begin < context:
+        if end - begin < context or variant is not PLAIN:
             positions = torch.arange(context, device=q.device)
-            seen = positions <= positions[context - (end - begin) :, None]  # [queries, context]
-        attended = attend(queries, k, v, seen, scale)
+            own = positions[context - (end - begin) :, None]
+            seen = positions <= own  # [queries, context]
+            if variant.window is not None:
+                seen &= positions > own - variant.window
+        attended = attend(queries, k, v, seen, scale, variant)
         if not attended.sum().isfinite():  # torch's mask is -inf, and NaN - inf is NaN
-            spoilt = ~k.isfinite().all(2, keepdim=True)
-            attended = attend(queries, k.masked_fill(spoilt, 0), v, seen, scale)
-            attended.masked_fill_(spoilt.cummax(1).values[:, context - (end - begin) :], float("nan"))
+            spoilt = ~k.isfinite().all(2)  # [q_heads, context]
+            attended = attend(queries, k.masked_fill(spoilt[:, :, None], 0), v, seen, scale, variant)
+            sees = (
+                torch.ones(context, context, dtype=torch.bool, device=q.device).tril()
+                if seen is None
+                else seen
+            )
+            attended.masked_fill_((spoilt[:, None] & sees).any(2, keepdim=True), float("nan"))
         out[begin:end] = attended.transpose(0, 1)
     return out
 
 
 def attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor | None, scale: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    seen: torch.Tensor | None,
+    scale: float,
+    variant: Variant = PLAIN,
 ) -> torch.Tensor:
     """Attention of q [heads, n, dim] over k and v [heads, context, dim]. seen [n, context]; None: causal."""
+    if seen is not None and not variant.is_softmax:
+        mask = torch.zeros(seen.shape, device=q.device).masked_fill_(~seen, -math.inf)
+        return attend_reference(q, k, v, mask, scale, variant)
     return F.scaled_dot_product_attention(
         q[None], k[None], v[None], attn_mask=seen, is_causal=seen is None, scale=scale
     )[0]

@@ -252,6 +252,13 @@ def quantise_reference(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return (x.float() / scale[:, None]).clamp(-_FP8_MAX, _FP8_MAX).to(FP8)
 
 
+def q_norm_rope_reference(q: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+    """The queries that `qk_norm_rope_store` returns, in plain torch, where no keys and values are new."""
+    positions, cos_sin, q_weight, _, eps = rotation
+    q = q if q_weight is None else rms_norm_reference(q, q_weight, eps)
+    return _rotate_reference(q, cos_sin.index_select(0, positions))
+
+
 def qk_norm_rope_store_reference(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -16,13 +16,14 @@ from nanovllm.attention.base import AttentionBackend, StepMetadata
 from nanovllm.attention.rotary import RopeConfig, rope_table
 from nanovllm.distributed.group import TPGroup
 from nanovllm.kernels.cache import KVCache
-from nanovllm.kernels.rotary import Rotation, qk_norm_rope_store
+from nanovllm.kernels.rms_norm import rms_norm
+from nanovllm.kernels.rotary import Rotation, q_norm_rope_reference, qk_norm_rope_store
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from nanovllm.layers.stream import AnyStream, RMSNorm, Step, begin
 from nanovllm.layers.weights import WeightLayer
 from nanovllm.models.config import ModelConfig
-from nanovllm.quantization.base import Normed, Product, WeightOptions
+from nanovllm.quantization.base import Normed, Product, WeightOptions, WeightShard
 from nanovllm.quantization.unquantized import QuantConfig
 
 
@@ -47,38 +48,67 @@ class RotaryEmbedding(WeightLayer):
         self.cos_sin = self._table().to(options.device)
 
 
-class Attention(nn.Module):
-    """Self-attention of one layer with this rank's heads, over its part of the KV cache.
+class Attention(WeightLayer):
+    """Self-attention of one layer with this rank's heads, as its `AttentionSpec` says.
 
-    `cache` is empty until the owner of its memory sets it.
+    `cache`, its part of the KV cache, is empty until the owner of the memory sets it.
     """
+
+    sinks: torch.Tensor | None  # [num_heads]
 
     def __init__(self, config: ModelConfig, index: int, build: Build) -> None:
         super().__init__()
-        tp, self.eps = build.tp, config.rms_norm_eps
-        whole = config.spec(index)
-        self.spec = whole.of_rank(tp.size)
-        heads = whole.head_dim, whole.num_heads, whole.num_kv_heads
-        self.qkv_proj = QKVParallelLinear(config.hidden_size, *heads, tp, config.qkv_bias)
-        size = whole.num_heads * whole.head_dim
-        self.o_proj = RowParallelLinear(size, config.hidden_size, tp, config.o_bias)
-        self.q_norm = RMSNorm(whole.head_dim, self.eps) if whole.qk_norm else None
-        self.k_norm = RMSNorm(whole.head_dim, self.eps) if whole.qk_norm else None
-        self.rotary = build.rope(whole.rope, whole.head_dim)
-        self.backend = build.backend
+        spec, hidden_size, eps = config.spec(index), config.hidden_size, config.rms_norm_eps
+        tp, head_dim = build.tp, spec.head_dim
+        size, kv_size = spec.num_heads * head_dim, spec.num_kv_heads * head_dim
+        self.spec, self.eps, self.backend = spec.of_rank(tp.size), eps, build.backend
+        self.rotary = build.rope(spec.rope, head_dim)
         self.cache = KVCache(torch.empty(0), torch.empty(0))
+        if spec.kv_from is None:
+            heads = head_dim, spec.num_heads, spec.num_kv_heads
+            self.qkv_proj = QKVParallelLinear(hidden_size, *heads, tp, config.qkv_bias)
+        else:
+            self.q_proj = MergedColumnParallelLinear(hidden_size, {"q_proj": size}, tp, config.qkv_bias)
+        self.o_proj = RowParallelLinear(size, hidden_size, tp, config.o_bias)
+        self.q_norm = self.k_norm = None
+        if spec.qk_norm == "all" and tp.size > 1:
+            raise ValueError(
+                f"layer {index} has qk_norm='all', a norm over all heads, which ranks cannot split; use "
+                "tensor_parallel_size=1"
+            )
+        if spec.qk_norm is not None:
+            over_all = spec.qk_norm == "all"
+            self.q_norm = RMSNorm(size if over_all else head_dim, eps)
+            if spec.kv_from is None:
+                self.k_norm = RMSNorm(kv_size if over_all else head_dim, eps)
+        self.register_parameter("sinks", None)
+        if spec.sinks:
+            own = self.spec.num_heads
+            shard = WeightShard("sinks", None, (spec.num_heads,), 0, tp.rank * own, own, 0)
+            self.declare((own,), [shard])
 
     def forward(self, x: Normed, step: Step) -> Product:
         """x [T, hidden_size] -> a term of the stream, of the same shape.
 
         Stores keys and values in the step's slots before any token attends.
         """
-        q, k, v = self.qkv_proj.split_heads(self.qkv_proj(x))
+        spec, eps = self.spec, self.eps
         q_weight = None if self.q_norm is None else self.q_norm.weight
         k_weight = None if self.k_norm is None else self.k_norm.weight
-        rotation = Rotation(step.positions, self.rotary.cos_sin, q_weight, k_weight, self.eps)
-        q = qk_norm_rope_store(q, k, v, rotation, self.cache, step.meta.slot_mapping)
-        attended = self.backend.forward(q, self.cache, step.meta, self.spec)
+        if spec.kv_from is None:
+            q, k, v = self.qkv_proj.split_heads(self.qkv_proj(x))
+        else:
+            q = k = v = self.q_proj(x).unflatten(-1, (-1, spec.head_dim))
+        if spec.qk_norm == "all" and q_weight is not None:
+            q = rms_norm(q.flatten(1), q_weight, eps).view(q.shape)
+            k = k if k_weight is None else rms_norm(k.flatten(1), k_weight, eps).view(k.shape)
+            q_weight = k_weight = None
+        rotation = Rotation(step.positions, self.rotary.cos_sin, q_weight, k_weight, eps)
+        if spec.kv_from is None:
+            q = qk_norm_rope_store(q, k, v, rotation, self.cache, step.meta.slot_mapping)
+        else:
+            q = q_norm_rope_reference(q, rotation)
+        attended = self.backend.forward(q, self.cache, step.meta, spec, self.sinks)
         product: Product = self.o_proj(attended.flatten(1))
         return product
 

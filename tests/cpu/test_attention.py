@@ -1,18 +1,25 @@
-"""The choice of device, attention backend and block size."""
+"""The choice of device, attention backend and block size, and what a layer's spec makes of attention."""
 
 from __future__ import annotations
 
+import math
+import re
+from dataclasses import replace
+from itertools import accumulate, product
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from attention_cases import Heads, fused_queries, make_cache
 from test_needs import GPU
 
 from nanovllm.attention.backends import ReferenceBackend, TritonBackend, resolve_block_size, select
-from nanovllm.attention.base import AttentionSpec
+from nanovllm.attention.base import AttentionMetadata, AttentionSpec, PrefillRanges
+from nanovllm.attention.flash_attn import FlashAttnBackend
 from nanovllm.device import CPU_KV_CACHE_BYTES, Device
 from nanovllm.distributed.group import TPGroup
+from nanovllm.kernels import decode_attention
 from nanovllm.kernels.cache import KVCache
 from nanovllm.layers.stream import Step
 from nanovllm.layers.weights import WeightOptions
@@ -72,7 +79,7 @@ def test_a_layer_gives_its_backend_the_cache_and_its_scales(monkeypatch: pytest.
     assert [x.shape for x in (q, k, v)] == [(3, 4, 16), (3, 2, 16), (3, 2, 16)]
     assert (rotation.positions, rotation.cos_sin) == (step.positions, layer.cos_sin)
     assert (cache, slots) == (layer.cache, step.meta.slot_mapping)
-    assert attended == (turned, layer.cache, step.meta, layer.spec)
+    assert attended == (turned, layer.cache, step.meta, layer.spec, None)
     assert layer.spec.scale == 0.25
 
 
@@ -90,3 +97,131 @@ def test_devices_that_do_not_exist() -> None:
         Device("cuda:99")
     assert Device("cpu").resolve_dtype("auto", "bfloat16") == torch.float32
     assert Device("cpu").resolve_dtype("bfloat16", "float32") == torch.bfloat16
+
+
+def brute_force(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec, sinks: torch.Tensor | None
+) -> torch.Tensor:
+    """The last len(q) tokens [n, heads, dim] over k and v [context, kv_heads, dim], one score at a time."""
+    out = torch.zeros(q.shape, dtype=torch.float64)
+    for row, head in product(range(len(q)), range(spec.num_heads)):
+        last, kv_head = len(k) - len(q) + row, head * spec.num_kv_heads // spec.num_heads
+        first = 0 if spec.window is None else max(0, last - spec.window + 1)
+        scores = [float(q[row, head] @ k[j, kv_head]) * spec.scale for j in range(first, last + 1)]
+        if spec.softcap is not None:
+            scores = [spec.softcap * math.tanh(score / spec.softcap) for score in scores]
+        weights = [math.exp(score) for score in scores]
+        total = sum(weights) + (0 if sinks is None else math.exp(float(sinks[head])))
+        for j, weight in enumerate(weights, first):
+            out[row, head] += weight / total * v[j, kv_head]
+    return out
+
+
+SPEC = AttentionSpec(4, 2, 8)
+VARIANTS = {
+    "window": replace(SPEC, window=5),
+    "window of one": replace(SPEC, window=1),
+    "window beyond": replace(SPEC, window=99),
+    "softcap": replace(SPEC, softcap=1.5),
+    "sinks": replace(SPEC, sinks=True),
+    "scale": replace(SPEC, scale=0.9),
+    "all": replace(SPEC, scale=0.9, window=7, softcap=1.5, sinks=True),
+}
+
+
+@pytest.mark.parametrize("decode", [True, False])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_the_reference_computes_what_a_spec_says(
+    name: str, decode: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Decode, whole prompts and later chunks of prompts, with NaN in each cell that no token may read."""
+    spec, contexts, queries = VARIANTS[name], [9, 3, 14], [1, 1, 1] if decode else [9, 2, 6]
+    monkeypatch.setattr(decode_attention, "GATHERED_CELLS", 20)  # several gathers
+    heads = Heads(spec.num_heads, spec.num_kv_heads, spec.head_dim, page=4)
+    cache = make_cache(contexts, heads, "cpu")
+    sinks = torch.tensor([0.5, -1.0, 2.0, 0.0]) if spec.sinks else None
+    q = fused_queries(sum(queries), heads, "cpu")
+    bounds = torch.tensor([0, *accumulate(queries)], dtype=torch.int32)
+    ranges = None if decode else PrefillRanges(bounds, bounds, max(queries))
+    slots = torch.zeros(0)
+    meta = AttentionMetadata(slots, cache.contexts, cache.tables, max(contexts), ranges)
+    backend = ReferenceBackend()
+    for _ in range(2):  # the second layer of the step
+        found = backend.forward(q, cache.kv, meta, spec, sinks)
+        for row, rows in enumerate(q.split(queries)):
+            expected = brute_force(
+                rows.double(), cache.keys[row].double(), cache.values[row].double(), spec, sinks
+            )
+            torch.testing.assert_close(
+                found[bounds[row] : bounds[row + 1]].double(), expected, atol=1e-5, rtol=1e-5
+            )
+    other = backend.forward(q, cache.kv, meta, SPEC)  # a plain layer of the same step
+    assert torch.equal(other, ReferenceBackend().forward(q, cache.kv, meta, SPEC))
+
+
+def test_a_spoilt_key_spoils_only_the_queries_whose_window_has_it() -> None:
+    spec = replace(SPEC, window=3)
+    heads = Heads(4, 2, 8, page=4)
+    cache = make_cache([9], heads, "cpu")
+    cache.kv.k.flatten(0, 1)[cache.tables[0, 0] * 4 + 2, 0] = math.nan  # position 2, the first KV head
+    bounds = torch.tensor([0, 9], dtype=torch.int32)
+    meta = AttentionMetadata(bounds, cache.contexts, cache.tables, 9, PrefillRanges(bounds, bounds, 9))
+    found = ReferenceBackend().forward(fused_queries(9, heads, "cpu"), cache.kv, meta, spec)
+    assert found.isnan().all(2).nonzero().tolist() == [[row, head] for row in (2, 3, 4) for head in (0, 1)]
+    assert found.isnan().sum() == 6 * 8
+
+
+@pytest.mark.parametrize("field", [{"window": 7}, {"softcap": 30.0}, {"sinks": True}, {"kv_from": 0}])
+@pytest.mark.parametrize("name", ["triton", "flash_attn", "auto"])
+def test_what_a_backend_cannot_compute_is_refused_by_name(
+    name: str, field: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the model is built, with the layer, the field, its value and what to use. "auto" takes the one
+    that can."""
+    specs, asked = (SPEC, replace(SPEC, **field)), next(iter(field.items()))
+    gpu = GPU((9, 0))
+    for backend in (TritonBackend, FlashAttnBackend):
+        monkeypatch.setattr(backend, "unavailable", classmethod(lambda *_: None))
+    if name == "auto":
+        assert select(name, gpu, torch.bfloat16, specs, torch.bfloat16).name == "reference"
+        shown = "deterministic=True needs attention_backend='triton', which"
+    else:
+        shown = f"attention_backend='{name}'"
+    message = f"{shown} cannot run here: layer 1 has {asked[0]}={asked[1]}, which it does not support"
+    with pytest.raises(ValueError, match=re.escape(message + "; supported by ['reference']")):
+        select(name, gpu, torch.bfloat16, specs, torch.bfloat16, deterministic=name == "auto")
+
+
+def test_head_dims_are_refused_with_their_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TritonBackend, "unavailable", classmethod(lambda *_: None))
+    message = "it supports head_dim up to 256 in steps of 8, and head_dim is 260 in layer 0"
+    with pytest.raises(ValueError, match=message):
+        select("triton", CPU, torch.float32, (AttentionSpec(4, 2, 260),), torch.float32)
+
+
+def test_a_spec_and_a_config_check_their_values() -> None:
+    for field, message in (
+        ({"window": 0}, "window=0 must be positive, or None"),
+        ({"softcap": -1.0}, "softcap=-1.0 must be positive, or None"),
+        ({"num_kv_heads": 3}, "num_heads=4 is no multiple of num_kv_heads=3"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            replace(SPEC, **field)
+    config = get_family("LlamaForCausalLM").model_config("X", {})
+    for second, message in (
+        (
+            replace(SPEC, head_dim=16),
+            "layer 1 has head_dim=16, and layer 0 has 8; the KV cache needs the same",
+        ),
+        (replace(SPEC, num_kv_heads=4), "layer 1 has num_kv_heads=4, and layer 0 has 2; the KV cache"),
+        (
+            replace(SPEC, kv_from=1),
+            "layer 1 has kv_from=1, which must be an earlier layer with keys and values",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            replace(config, attention=(SPEC, second))
+    shared = replace(SPEC, kv_from=0)
+    with pytest.raises(ValueError, match="layer 2 has kv_from=1, which must be an earlier layer with keys"):
+        replace(config, attention=(SPEC, shared, replace(SPEC, kv_from=1)))
+    assert replace(config, attention=(SPEC, shared)).spec(3) == shared
