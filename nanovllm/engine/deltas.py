@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
+from nanovllm.batch import TokenEvents
 from nanovllm.engine.request_state import RequestState
-from nanovllm.events import TokenEvents
 from nanovllm.outputs import CompletionOutput, RequestOutput
 from nanovllm.text.detokenizer import LONGEST_CUT
 from nanovllm.text.processor import Processor

@@ -9,13 +9,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from nanovllm.batch import SAMPLING_PARAMETERS
 from nanovllm.models.files import GENERATION_FILE
 from nanovllm.models.loader import load_generation_config
 from nanovllm.sampling_params import SamplingParams
 
-# The keys that are used, as in vLLM, with the names of their parameters.
-SAME_NAMES = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-PARAMETERS = {**{name: name for name in SAME_NAMES}, "max_new_tokens": "max_tokens"}
+# The keys that are used, with the names of their parameters.
+PARAMETERS = {name: name for name in (*SAMPLING_PARAMETERS, "repetition_penalty")} | {
+    "max_new_tokens": "max_tokens"
+}
 ADVICE = "pass sampling_params, or make the LLM with generation_config='vllm'"
 
 

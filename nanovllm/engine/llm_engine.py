@@ -14,7 +14,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, SupportsIndex, TypeVar
 
-from nanovllm.batch import Batch, StepKind
+from nanovllm.batch import Batch, StepKind, TokenEvents
 from nanovllm.config import Config
 from nanovllm.device import Device
 from nanovllm.engine.generation_config import overridden, read_generation_config, recommended_params
@@ -31,7 +31,6 @@ from nanovllm.engine.startup import (
     warn_of_options,
 )
 from nanovllm.engine.stats import Counters, EngineStats, StepStats
-from nanovllm.events import TokenEvents
 from nanovllm.inputs import PromptLike
 from nanovllm.lifecycle import Lifecycle
 from nanovllm.models.loader import check_weights, load_model_config

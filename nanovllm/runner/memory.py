@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from nanovllm.batch import Batch, SamplingBatch, StepKind
+from nanovllm.batch import Batch, StepKind, greedy
 from nanovllm.config import Config
 from nanovllm.device import Device
 from nanovllm.errors import KVCacheMemoryError
@@ -115,10 +115,13 @@ def fit_kv_cache(spaces: list[KVCacheSpace], config: Config, block_size: int, mo
 def equal_batch(
     kind: StepKind, num_seqs: int, query_len: int, context_len: int, block_size: int, num_blocks: int
 ) -> Batch:
-    """A step of equal sequences with all kinds of sampling, to measure its memory. Token ids are 0.
+    """A step of equal sequences with filters, to measure its memory; which filter makes no difference. Token
+    ids are 0.
 
     All sequences have the same block table, which repeats the existing blocks: their content does not matter.
     """
+    sampling = greedy(num_seqs)
+    filters = replace(sampling.filters, top_k=np.full(num_seqs, 50, np.int32))
     table = np.arange(-(-context_len // block_size), dtype=np.int32) % num_blocks
     return Batch(
         kind=kind,
@@ -129,11 +132,5 @@ def equal_batch(
         context_lens=np.full(num_seqs, context_len, np.int32),
         block_tables=np.tile(table, (num_seqs, 1)),
         draws=np.ones(num_seqs, np.int32),
-        sampling=SamplingBatch(
-            temperature=np.ones(num_seqs, np.float32),
-            top_k=np.full(num_seqs, 50, np.int32),
-            top_p=np.full(num_seqs, 0.9, np.float32),
-            min_p=np.full(num_seqs, 0.05, np.float32),
-            seed=np.arange(num_seqs, dtype=np.int64),
-        ),
+        sampling=replace(sampling, temperature=np.ones(num_seqs, np.float32), filters=filters),
     )
