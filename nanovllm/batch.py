@@ -1,14 +1,16 @@
-"""Batch, TokenMasks and StepOutput: the values that plan and compute exchange.
+"""Batch, TokenMasks, StepOutput and TokenEvents: the values that pass between plan, compute and the engine.
 
-Immutable NumPy values. Positions and cache slots are derived from them.
+Also `Column`, which declares an array of a step once, for the host and the device. Values are immutable.
+Positions and cache slots are derived from them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from enum import Enum, auto
-from typing import Any
+from functools import cache
+from typing import Annotated, Any, Generic, TypeVar, get_args, get_origin, get_type_hints
 
 import numpy as np
 
@@ -19,6 +21,83 @@ NO_SLOT = -1  # as a slot: the row's token is not kept, or the token's K/V not s
 PADDING = -1  # in a table: no block, or no row
 NO_LOGPROBS = -1  # as a number of likeliest tokens: no logprobs, not even the token's own
 
+# A value made of columns is a frozen dataclass over A, the type of its arrays. A field is a column, which is
+# `Annotated[A, Column(...)]`, another such value, a tuple of them, or plain data. The class has no slots,
+# because calling an alias such as `Filters` sets an attribute.
+A = TypeVar("A")
+Columns = TypeVar("Columns")
+
+
+@dataclass(frozen=True, slots=True)
+class StepSize:
+    """The dimensions of a step's columns, padding included."""
+
+    tokens: int
+    seqs: int
+    blocks: int  # width of a block table
+    unit: int  # sequences in a group that reads a shared prefix once
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column's dtype, its padded shape in a step of a given size, and its neutral value, which pads it.
+
+    If it is a field of `SamplingParams`: what its value must be, in words and as a check.
+    """
+
+    dtype: type[np.generic]
+    shape: Callable[[StepSize], tuple[int, ...]]
+    neutral: int = 0
+    expected: str = ""
+    is_right: Callable[[float], bool] = bool
+
+
+def parameter(
+    dtype: type[np.generic], neutral: int, expected: str, is_right: Callable[[float], bool]
+) -> Column:
+    """The column of a field of `SamplingParams`, one value for each sequence."""
+    return Column(dtype, lambda n: (n.seqs,), neutral, expected, is_right)
+
+
+def all_columns(hint: Any) -> list[Column]:
+    """Every column that a type declares, including those of optional parts."""
+    found = [each for each in getattr(hint, "__metadata__", ()) if isinstance(each, Column)]
+    return found or [column for columns in _fields(hint).values() for column in columns]
+
+
+def map_columns(value: Any, convert: Callable[[Column, Any], Any]) -> Any:
+    """Return `value` with `convert(column, array)` for each of its arrays, in the order of declaration."""
+    fields: dict[str, Any] = {}
+    kind: Any = type(value)
+    for name, columns in _fields(kind).items():
+        field = fields[name] = getattr(value, name)
+        if not columns or field is None:
+            continue
+        if isinstance(field, tuple):
+            fields[name] = tuple([map_columns(each, convert) for each in field])
+        elif is_dataclass(field):
+            fields[name] = map_columns(field, convert)
+        else:
+            fields[name] = convert(columns[0], field)
+    return kind(**fields)
+
+
+def rows_of(value: Columns, rows: Any) -> Columns:
+    """Some rows of each column, given as NumPy and torch index them."""
+    taken: Columns = map_columns(value, lambda _, column: column[rows])
+    return taken
+
+
+@cache
+def _fields(hint: Any) -> dict[str, list[Column]]:
+    """The columns of each field of a dataclass, or of each argument of another type."""
+    kind = get_origin(hint) or hint
+    if is_dataclass(kind):
+        inner = get_type_hints(kind, include_extras=True)
+    else:
+        inner = {str(index): each for index, each in enumerate(get_args(hint))}
+    return {name: all_columns(each) for name, each in inner.items()}
+
 
 class StepKind(Enum):
     """Which kernels a step runs; the planner decides. A prompt of one token is also PREFILL."""
@@ -27,23 +106,40 @@ class StepKind(Enum):
     DECODE = auto()  # each sequence has one token, its newest
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class SamplingBatch:
-    """The sampling parameters of S sequences as columns; a column that no sequence uses is None."""
+@dataclass(frozen=True, eq=False)
+class FilterColumns(Generic[A]):
+    """The filters of S rows. The likeliest token is always kept."""
 
-    temperature: np.ndarray | None  # [S] float32; None: all greedy
-    top_k: np.ndarray | None  # [S] int32; 0 keeps all
-    top_p: np.ndarray | None  # [S] float32
-    min_p: np.ndarray | None  # [S] float32
-    seed: np.ndarray | None  # [S] int64; None: all greedy
+    # How many to keep; of equal ones those with the lowest ids.
+    top_k: Annotated[
+        A, parameter(np.int32, 0, "a positive integer, or 0 or -1 to keep all tokens", lambda k: k >= -1)
+    ]
+    # Keep the fewest of which the sum reaches it.
+    top_p: Annotated[A, parameter(np.float32, 1, "in (0, 1]; 1 keeps all tokens", lambda p: 0 < p <= 1)]
+    # The least share of the likeliest token's probability.
+    min_p: Annotated[A, parameter(np.float32, 0, "in [0, 1]; 0 keeps all tokens", lambda p: 0 <= p <= 1)]
+
+
+@dataclass(frozen=True, eq=False)
+class SamplingColumns(Generic[A]):
+    """The sampling parameters of S rows. A greedy row has only neutral values, except for its seed."""
+
+    temperature: Annotated[
+        A, parameter(np.float32, 0, "0 for greedy or a positive number", lambda value: value >= 0)
+    ]
+    seeds: Annotated[A, Column(np.int64, lambda n: (n.seqs,))]
+    positions: Annotated[A, Column(np.int32, lambda n: (n.seqs,))]  # of the token to draw
+    filters: FilterColumns[A]
 
     @property
     def has_filters(self) -> bool:
-        """Whether any sequence uses top-k, top-p or min-p."""
-        return any(column is not None for column in (self.top_k, self.top_p, self.min_p))
+        """Whether any row uses a filter. Only on the host."""
+        return any((getattr(self.filters, name) != column.neutral).any() for name, column in FILTERS.items())
 
 
-ALL_GREEDY = SamplingBatch(None, None, None, None, None)
+# The fields of `SamplingParams` that are columns of each step, by name.
+FILTERS = {name: column for name, [column] in _fields(FilterColumns).items()}
+SAMPLING_PARAMETERS = {"temperature": _fields(SamplingColumns)["temperature"][0]} | FILTERS
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,6 +155,15 @@ class Penalties:
     history_slots: np.ndarray  # [N] int64, the slot of each token; counts of these slots restart from zero
     history_ids: np.ndarray  # [N] int64
     history_is_prompt: np.ndarray  # [N] bool
+
+
+PENALTIES = {  # by their fields of `SamplingParams`
+    "repetition_penalty": parameter(np.float32, 1, "above 0; 1 changes nothing", lambda value: value > 0),
+    **dict.fromkeys(
+        ("frequency_penalty", "presence_penalty"),
+        parameter(np.float32, 0, "from -2 to 2; 0 changes nothing", lambda value: abs(value) <= 2),
+    ),
+}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,7 +194,7 @@ class ScoredTokens:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Extras:
-    """What the sequences of a step request besides `SamplingBatch`; None if no sequence requests it."""
+    """What the sequences of a step request besides `SamplingColumns`; None if no sequence requests it."""
 
     penalties: Penalties | None = None
     bias: LogitBias | None = None
@@ -100,7 +205,7 @@ class Extras:
 
     @property
     def needs_logits(self) -> bool:
-        """Whether drawing needs more than logits and `SamplingBatch`."""
+        """Whether drawing needs more than logits and `SamplingColumns`."""
         asks = self.penalties is not None or self.bias is not None or self.has_rules
         return asks or self.num_logprobs != NO_LOGPROBS
 
@@ -133,7 +238,7 @@ class Batch:
     context_lens: np.ndarray  # [S] int32, cached + new tokens
     block_tables: np.ndarray  # [S, W] int32, padded with PADDING
     draws: np.ndarray  # [S] int32, number of tokens to draw: 0 while the prompt is unfinished, else 1
-    sampling: SamplingBatch
+    sampling: SamplingColumns[np.ndarray]
     extras: Extras = NO_EXTRAS
 
 
@@ -161,6 +266,25 @@ class StepOutput:
     pooled: np.ndarray | None = None  # [S, hidden_size] float32, the sums of `Extras.pooled`
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenEvents:
+    """The new tokens of one step and the sequences that ended with it, without surplus rows.
+
+    Columns, because an object for each of hundreds of tokens would take longer than planning the step.
+    """
+
+    seq_ids: list[int]  # [N] the sequence of each token; a sequence's tokens are in order
+    token_ids: list[int]  # [N] including tokens that ended their sequence
+    finish_reasons: dict[int, str]  # by id of each sequence that ended
+
+
+def greedy(num_rows: int) -> SamplingColumns[np.ndarray]:
+    """The sampling columns of greedy rows at position 0."""
+    own = {name: np.full(num_rows, each.neutral, each.dtype) for name, each in SAMPLING_PARAMETERS.items()}
+    seeds, positions = np.zeros(num_rows, np.int64), np.zeros(num_rows, np.int32)
+    return SamplingColumns(own.pop("temperature"), seeds, positions, FilterColumns(**own))
+
+
 _NOTHING = np.empty(0, np.int32)
 EMPTY_BATCH = Batch(
     kind=StepKind.DECODE,
@@ -171,7 +295,7 @@ EMPTY_BATCH = Batch(
     context_lens=_NOTHING,
     block_tables=_NOTHING.reshape(0, 1),
     draws=_NOTHING,
-    sampling=ALL_GREEDY,
+    sampling=greedy(0),
 )
 
 

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from nanovllm.batch import PENALTIES, SAMPLING_PARAMETERS
 from nanovllm.structured_outputs import StructuredOutputsParams as StructuredOutputsParams
 from nanovllm.structured_outputs import check_bool, show
 from nanovllm.vllm_arguments import SAMPLING, KnownFields, missing_in, nearest, refuse_absent
@@ -20,15 +21,7 @@ MAX_TEXTS = {"stop": 1000, "bad_words": 5000}  # strings
 MAX_CHARS = {"stop": 2**16, "bad_words": 2**18}  # of all strings together
 TINY, HUGE = float(np.finfo(np.float32).smallest_subnormal), float(np.finfo(np.float32).max)
 FLAGS = ("ignore_eos", "include_stop_str_in_output", "detokenize", "skip_special_tokens")
-# What a number must be, and whether it is.
-FLOATS: dict[str, tuple[str, Callable[[float], bool]]] = {
-    "temperature": ("0 for greedy or a positive number", lambda value: value >= 0),
-    "top_p": ("in (0, 1]; 1 keeps all tokens", lambda value: 0 < value <= 1),
-    "min_p": ("in [0, 1]; 0 keeps all tokens", lambda value: 0 <= value <= 1),
-    "repetition_penalty": ("above 0; 1 changes nothing", lambda value: value > 0),
-    "frequency_penalty": ("from -2 to 2; 0 changes nothing", lambda value: abs(value) <= 2),
-    "presence_penalty": ("from -2 to 2; 0 changes nothing", lambda value: abs(value) <= 2),
-}
+NUMBER_FIELDS = SAMPLING_PARAMETERS | PENALTIES
 NUMBERS = (int, float, np.integer, np.floating)
 __getattr__ = missing_in(__name__)
 Params = TypeVar("Params", bound="SamplingParams")
@@ -167,11 +160,14 @@ class SamplingParams:
     def _checked(self) -> dict[str, Any]:
         """All fields as plain Python values."""
         values: dict[str, Any] = {}
-        for name, (expected, is_right) in FLOATS.items():
-            values[name] = _float(name, getattr(self, name), expected)
-            if not is_right(values[name]):
-                raise _wrong(name, getattr(self, name), expected)
-        values["top_k"] = _int("top_k", self.top_k, -1, "a positive integer, or 0 or -1 to keep all tokens")
+        for name, column in NUMBER_FIELDS.items():
+            given, expected = getattr(self, name), column.expected
+            if column.dtype is np.float32:
+                values[name] = _float(name, given, expected)
+            else:
+                values[name] = _int(name, given, -math.inf, expected)
+            if not column.is_right(values[name]):
+                raise _wrong(name, given, expected)
         values["n"] = 1 if self.n is None else _int("n", self.n, 1, f"an integer from 1 to {MAX_N}", MAX_N)
         if values["n"] > 1 and values["temperature"] == 0:
             fix = "they would all be equal; set a temperature above 0, or pass the prompt several times"
@@ -354,7 +350,7 @@ def _float(name: str, value: Any, expected: str) -> float:
     return number
 
 
-def _int(name: str, value: Any, least: int, expected: str, most: float = math.inf) -> int:
+def _int(name: str, value: Any, least: float, expected: str, most: float = math.inf) -> int:
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
         raise TypeError(f"{name} must be {expected}, not {show(value)}")
     if not least <= int(value) <= most:

@@ -104,7 +104,7 @@ ENGINE: dict[str, Absent] = {
     # what the model is used for
     **_each("task runner", Absent(("auto", "generate", None), "embed() takes any model; leave it out")),
     "convert": Absent(("auto", "none", None), _LEAVE_OUT),
-    "logits_processors": Absent(_NOTHING, "use temperature, top_k, top_p and min_p of SamplingParams"),
+    "logits_processors": Absent(_NOTHING, "pass functions as logits_processors of SamplingParams"),
     "reasoning_parser": Absent(_NOTHING, "split the text of the output yourself"),
     **_each("enable_reasoning enable_expert_parallel ray_workers_use_nsight", _OFF),
     **_each("enable_lora_bias enable_prompt_adapter enable_return_routed_experts", _OFF),

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from tensors import BF16, F32, randn
 
-from nanovllm.batch import LAST_SAMPLED, NO_SLOT, NOT_FINITE
+from nanovllm.batch import LAST_SAMPLED, NO_SLOT, NOT_FINITE, rows_of
 from nanovllm.distributed.exchanged_rows import ExchangedRows
 from nanovllm.kernels import sampling
 from nanovllm.kernels.compat import jit, tl
@@ -127,7 +127,7 @@ def check_sampling_rows_are_independent(count: int, vocab: int, device: str, fil
     spoilt[bad, vocab // 2] = math.nan
 
     def draw(sampler: Sampler, logits: torch.Tensor, index: torch.Tensor | slice) -> torch.Tensor:
-        own = Filters(of_all.top_k[index], of_all.top_p[index], of_all.min_p[index]) if filters else None
+        own = rows_of(of_all, index) if filters else None
         return sampler(logits[index], *rows.pick(index), own)
 
     for sampler in SAMPLERS:
@@ -204,10 +204,10 @@ def check_exchanged_rows(vocab: int, size: int, count: int, dtype: torch.dtype, 
         )
         ids = torch.zeros(rows_now, dtype=torch.int64, device=device)
         for rank, (mine, part) in zip(ranks, whole, strict=True):
-            own = Filters(filters.top_k[mine], filters.top_p[mine], filters.min_p[mine])
+            own = rows_of(filters, mine)
             drawn = sample_triton(part, *(column[mine] for column in rows), own)
             ids += rank.join(drawn, mine, rows_now) + 1
-        first = Filters(filters.top_k[:rows_now], filters.top_p[:rows_now], filters.min_p[:rows_now])
+        first = rows_of(filters, slice(rows_now))
         expected = sample_triton(logits[:rows_now], *(column[:rows_now] for column in rows), first)
         assert torch.equal(ids - 1, expected)
     assert rows_now == 1 or (expected[1:4] == -1).all()

@@ -70,6 +70,11 @@ def test_every_option_is_in_its_table_with_its_default(heading: str) -> None:
     assert rows == {name: shown(default) for name, default in FIELDS[heading].items()}
 
 
+def test_every_sampling_parameter_is_explained() -> None:
+    explained = re.findall(r"^    (\w+): ", SamplingParams.__doc__ or "", re.M)
+    assert explained == list(FIELDS["`SamplingParams(...)`"])
+
+
 def test_every_option_is_compared() -> None:
     rows = re.findall(r"^\| `(\w+)` \|", section(OPTIONS, "Against vLLM and nano-vLLM"), re.M)
     names = ["model", *(name for options in FIELDS.values() for name in options)]

@@ -11,6 +11,7 @@ import os
 import platform
 import statistics
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import cycle
 from multiprocessing import get_context, parent_process
 from multiprocessing.connection import Connection
@@ -18,7 +19,7 @@ from time import perf_counter_ns, sleep
 
 import numpy as np
 
-from nanovllm.batch import LAST_SAMPLED, Batch, SamplingBatch, StepKind
+from nanovllm.batch import LAST_SAMPLED, Batch, StepKind, greedy
 from nanovllm.workers.channel import Channel, ChannelReader
 
 WARM_UP = 50
@@ -34,9 +35,7 @@ def decode_batch(size: int, width: int) -> Batch:
         context_lens=np.full(size, 1000, np.int32),
         block_tables=np.arange(size * width, dtype=np.int32).reshape(size, width),
         draws=np.ones(size, np.int32),
-        sampling=SamplingBatch(
-            np.full(size, 0.6, np.float32), None, None, None, np.arange(size, dtype=np.int64)
-        ),
+        sampling=replace(greedy(size), temperature=np.full(size, 0.6, np.float32)),
     )
 
 

@@ -14,8 +14,7 @@ import numpy as np
 import torch
 
 from nanovllm.attention.rotary import RopeConfig
-from nanovllm.batch import NO_SLOT, PADDING
-from nanovllm.columns import A, Column
+from nanovllm.batch import NO_SLOT, PADDING, A, Column
 from nanovllm.device import Device
 from nanovllm.kernels.cache import KVCache
 from nanovllm.kernels.decode_attention import SharedUnit

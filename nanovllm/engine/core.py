@@ -11,14 +11,13 @@ from dataclasses import replace
 from time import perf_counter
 from typing import Any, NamedTuple
 
-from nanovllm.batch import Batch, StepKind
+from nanovllm.batch import Batch, StepKind, TokenEvents
 from nanovllm.device import Device
 from nanovllm.engine.executor import Load, Stepped
 from nanovllm.engine.requests import Requests
 from nanovllm.engine.startup import OpenedModel, cache_options, usable_length
 from nanovllm.engine.stats import StepStats
 from nanovllm.errors import KVCacheMemoryError
-from nanovllm.events import TokenEvents
 from nanovllm.lifecycle import held_interrupts
 from nanovllm.models.weights import WeightChecker, check_weights, named_pairs
 from nanovllm.outputs import RequestOutput

@@ -14,8 +14,7 @@ from time import perf_counter, time
 
 import xxhash
 
-from nanovllm.batch import Batch
-from nanovllm.events import TokenEvents
+from nanovllm.batch import Batch, TokenEvents
 from nanovllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from nanovllm.plan.sequence import Sequence
 from nanovllm.plan.token_rules import AllowedTokens, BadWords, Grammar, MinTokens, Rule

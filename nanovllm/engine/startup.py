@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from nanovllm.batch import SAMPLING_PARAMETERS
 from nanovllm.config import Config
 from nanovllm.device import CPU_KV_CACHE_BYTES, Device
 from nanovllm.models.checkpoint import GENERATION_FILE
@@ -27,9 +28,10 @@ logger = logging.getLogger("nanovllm")
 TABLE_BYTES = 2**30  # the most that tables for each position take on a CPU
 LARGEST_BLOCK = 256  # tokens; no attention backend has larger blocks by default
 
-# The keys that are used, as in vLLM, with the names of their parameters.
-SAME_NAMES = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-PARAMETERS = {**{name: name for name in SAME_NAMES}, "max_new_tokens": "max_tokens"}
+# The keys that are used, with the names of their parameters.
+PARAMETERS = {name: name for name in (*SAMPLING_PARAMETERS, "repetition_penalty")} | {
+    "max_new_tokens": "max_tokens"
+}
 ADVICE = "pass sampling_params, or make the LLM with generation_config='vllm'"
 
 

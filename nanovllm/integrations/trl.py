@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from nanovllm.batch import SAMPLING_PARAMETERS
 from nanovllm.config import Config
 from nanovllm.llm import LLM
 from nanovllm.outputs import RequestOutput
@@ -18,7 +19,7 @@ class Rollouts:
     """A `rollout_func`: samples one completion for each of the trainer's prompts.
 
     The trainer repeats a prompt for every completion of its group; they share the prompt's KV blocks. The
-    trainer's `temperature`, `top_p`, `top_k`, `min_p`, `repetition_penalty`, `max_completion_length` and
+    trainer's `temperature`, filters such as `top_p`, `repetition_penalty`, `max_completion_length` and
     `generation_kwargs` apply. Logprobs are those of the distribution that tokens were drawn from.
     """
 
@@ -98,12 +99,8 @@ def _encode(prompts: list[Any], trainer: Any) -> list[list[int]]:
 
 
 def _sampling_params(trainer: Any) -> SamplingParams:
-    values = {
-        "temperature": trainer.temperature,
-        "top_p": trainer.top_p,
-        "top_k": trainer.top_k,
-        "min_p": trainer.min_p or 0.0,
-        "repetition_penalty": trainer.repetition_penalty,
+    values = {name: getattr(trainer, name, None) for name in (*SAMPLING_PARAMETERS, "repetition_penalty")}
+    values = {name: value for name, value in values.items() if value is not None} | {
         "max_tokens": trainer.max_completion_length,
         "stop_token_ids": trainer.eos_token_ids,
         "logprobs": 0,

@@ -13,14 +13,10 @@ last id with this logit. Only segments of the vocabulary whose largest logit rea
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Annotated, Generic
-
-import numpy as np
 import torch
 import torch.nn.functional as F
 
-from nanovllm.columns import A, Column
+from nanovllm.batch import FilterColumns
 from nanovllm.kernels.compat import jit, tl
 from nanovllm.kernels.random_bits import draw_reference, pick, random_pair, random_pair_reference
 
@@ -29,15 +25,6 @@ SEGMENT = 256  # vocabulary entries
 SEGMENTS_AT_ONCE = 16
 FILTER_WARPS = 8
 STAGES = 3  # of prefetching in a long pass
-
-
-@dataclass(frozen=True, eq=False)
-class FilterColumns(Generic[A]):
-    """The filters of S rows; greedy rows ignore them. The likeliest token is always kept."""
-
-    top_k: Annotated[A, Column(np.int32, lambda n: (n.seqs,))]  # number to keep, lowest ids on ties; 0: all
-    top_p: Annotated[A, Column(np.float32, lambda n: (n.seqs,), 1)]  # keep the fewest that reach it; 1: all
-    min_p: Annotated[A, Column(np.float32, lambda n: (n.seqs,))]  # relative to the likeliest token; 0: all
 
 
 Filters = FilterColumns[torch.Tensor]

@@ -10,8 +10,9 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.nn.functional as F
 
-from nanovllm.batch import NOT_FINITE
+from nanovllm.batch import FILTERS, NOT_FINITE, SamplingColumns, rows_of
 from nanovllm.kernels.compat import await_inputs, jit, next_power_of_2, tl, use_pdl, use_triton
 from nanovllm.kernels.filters import (
     FILTER_WARPS,
@@ -29,7 +30,8 @@ GREEDY_BELOW = 1e-5  # lower temperatures count as 0: only the largest logit has
 _LOG2_E = math.log2(math.e)
 _LEAST_FACTOR = 1e-30  # not 0, for a very large temperature: -inf * 0 would be NaN
 _SHIFTS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}  # low bits that are 0 as float32
-_SORT_ELEMENTS = 2**23  # logits that the reference sorts at once: bounds its memory, about 50 bytes each
+SORT_ELEMENTS = 2**23  # logits that are sorted at once: bounds the memory, about 50 bytes each
+SamplingTensors = SamplingColumns[torch.Tensor]
 
 
 @jit()
@@ -234,9 +236,9 @@ def sample_reference(
     if filters is not None:
         drawn &= (filters.top_k > 0) | (filters.top_p < 1) | (filters.min_p > 0)
         filtered = drawn.nonzero()[:, 0]
-        at_once = max(1, _SORT_ELEMENTS // logits.shape[1])
+        at_once = max(1, SORT_ELEMENTS // logits.shape[1])
         for rows in filtered.split(at_once) if len(filtered) else ():  # an empty split gives one empty part
-            own = Filters(filters.top_k[rows], filters.top_p[rows], filters.min_p[rows])
+            own = rows_of(filters, rows)
             ids[rows] = draw_filtered_reference(
                 logits[rows],
                 temperature[rows],
@@ -249,27 +251,49 @@ def sample_reference(
     return ids.masked_fill_(~finite, NOT_FINITE)
 
 
-def sample(
-    logits: torch.Tensor,
-    temperature: torch.Tensor,
-    seeds: torch.Tensor,
-    positions: torch.Tensor,
-    filters: Filters | None = None,
-) -> torch.Tensor:
+def sample(logits: torch.Tensor, params: SamplingTensors) -> torch.Tensor:
     """Draw token_ids [S] int64 from softmax(logits / temperature), row by row.
 
-    logits: [S, V] float, contiguous rows; -inf masks a token. temperature: [S] float32; below 1e-5 the row is
-    greedy: the largest logit, the lowest index on ties. seeds: [S] int64. positions: [S] int32; seed and
-    position are hashed to the row's random numbers, so each token of a sequence needs its own position. A row
-    with NaN, +inf or no finite logit gives NOT_FINITE and changes no other row.
+    logits: [S, V] float, contiguous rows; -inf masks a token. A row with a temperature below 1e-5 is greedy:
+    the largest logit, the lowest index on ties. Seed and position are hashed to the row's random numbers, so
+    each token of a sequence needs its own position. A row with NaN, +inf or no finite logit gives NOT_FINITE
+    and changes no other row.
 
     This is inverse transform sampling in two levels: the first pass computes the weight of each block of the
     vocabulary, the second reads only the drawn block. Weights are float32, their sums and the scale of the
     random numbers float64.
 
-    filters: min_p, then top_k, then top_p, each over the tokens that the previous one kept, as in vLLM. None:
-    no row has filters.
+    Filters apply in the order min_p, top_k, top_p, each over the tokens that the previous one kept, as in
+    vLLM.
     """
-    if use_triton(logits):
-        return sample_triton(logits, temperature, seeds, positions, filters)
-    return sample_reference(logits, temperature, seeds, positions, filters)
+    draw = sample_triton if use_triton(logits) else sample_reference
+    return draw(logits, params.temperature, params.seeds, params.positions, params.filters)
+
+
+def filtered_logits(logits: torch.Tensor, temperature: torch.Tensor, filters: Filters | None) -> torch.Tensor:
+    """The logits that `sample` draws from, for `logprobs_mode` "processed_...": [S, V] float32, divided by
+    temperature [S], and -inf where a filter drops the token. None: no row has filters.
+
+    Greedy rows do not change. Plain torch, on every device.
+    """
+    sampled = temperature >= GREEDY_BELOW
+    x = logits.float() / temperature.where(sampled, 1.0)[:, None]
+    if filters is not None:
+        columns = x, sampled, *(getattr(filters, name) for name in FILTERS)
+        at_once = max(1, SORT_ELEMENTS // x.shape[1])
+        for part, drawn, *own in zip(*(column.split(at_once) for column in columns), strict=True):
+            part.masked_fill_(_dropped(part, Filters(*own)) & drawn[:, None], float("-inf"))
+    return x
+
+
+def _dropped(x: torch.Tensor, filters: Filters) -> torch.Tensor:
+    """The tokens [S, V] that the filters [S] drop. x: [S, V] float32, logits divided by temperature."""
+    ordered, order = x.sort(dim=1, descending=True, stable=True)
+    top_k, top_p, min_p = (column[:, None] for column in (filters.top_k, filters.top_p, filters.min_p))
+    place = torch.arange(x.shape[1], device=x.device)
+    kept = (ordered >= ordered[:, :1] + min_p.log()) & ((top_k <= 0) | (place < top_k))
+    shares = ordered.double().masked_fill(~kept, float("-inf")).softmax(dim=1)
+    before = F.pad(shares.cumsum(dim=1), (1, -1))
+    kept &= (before < top_p) | (top_p >= 1)
+    kept[:, 0] = True
+    return torch.empty_like(kept).scatter_(1, order, ~kept)

@@ -5,18 +5,19 @@ Checks nothing: `SamplingParams` did.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from nanovllm.batch import (
-    ALL_GREEDY,
+    FILTERS,
     NO_EXTRAS,
     NO_LOGPROBS,
+    SAMPLING_PARAMETERS,
+    Column,
     Extras,
+    FilterColumns,
     LogitBias,
     Penalties,
-    SamplingBatch,
+    SamplingColumns,
     ScoredTokens,
     WantedTokens,
 )
@@ -25,15 +26,18 @@ from nanovllm.plan.sequence import Sequence
 _NO_TOKENS = np.empty(0, np.int64)
 
 
+# One row for each slot, so that one lookup finds all columns of a step.
+_ROW = np.dtype(
+    [("seeds", np.int64), *((name, each.dtype) for name, each in SAMPLING_PARAMETERS.items())], align=True
+)
+_GREEDY: list[float] = [column.neutral for column in SAMPLING_PARAMETERS.values()]
+
+
 class SamplingTable:
-    """The sampling parameters of every slot, so that each column of a step is one NumPy lookup."""
+    """The sampling parameters of every slot, so that each column of a step is a NumPy lookup."""
 
     def __init__(self, num_slots: int) -> None:
-        self.temperature = np.zeros(num_slots, np.float32)
-        self.top_k = np.zeros(num_slots, np.int32)
-        self.top_p = np.ones(num_slots, np.float32)
-        self.min_p = np.zeros(num_slots, np.float32)
-        self.seed = np.zeros(num_slots, np.int64)
+        self._rows = np.zeros(num_slots, _ROW)
         self.repetition = np.ones(num_slots, np.float32)
         self.frequency = np.zeros(num_slots, np.float32)
         self.presence = np.zeros(num_slots, np.float32)
@@ -45,11 +49,10 @@ class SamplingTable:
     def set(self, seq: Sequence) -> None:
         """Store the parameters of a sequence in its slot."""
         slot, params = seq.slot, seq.params
-        self.temperature[slot] = params.temperature
-        self.top_k[slot] = min(max(params.top_k, 0), 2**31 - 1)
-        self.top_p[slot] = params.top_p
-        self.min_p[slot] = params.min_p
-        self.seed[slot] = seq.seed
+        own = _GREEDY
+        if params.temperature:
+            own = [_fitting(column, getattr(params, name)) for name, column in SAMPLING_PARAMETERS.items()]
+        self._rows[slot] = (seq.seed, *own)
         self.repetition[slot] = params.repetition_penalty
         self.frequency[slot] = params.frequency_penalty
         self.presence[slot] = params.presence_penalty
@@ -62,25 +65,11 @@ class SamplingTable:
         asks = seq.has_penalties or seq.has_rules or slot in self._bias
         self._has_extras[slot] = asks or params.logprobs is not None
 
-    def take(self, slots: np.ndarray) -> SamplingBatch:
-        """Return the columns for `slots` [S]. A column that only greedy rows set counts as unused."""
-        temperature = self.temperature[slots]
-        sampled = temperature > 0
-        if not sampled.any():
-            return ALL_GREEDY
-
-        def used(column: np.ndarray, unused: Any) -> np.ndarray | None:
-            values = column[slots]
-            is_used = (values != unused) & sampled
-            return np.where(is_used, values, column.dtype.type(unused)) if is_used.any() else None
-
-        return SamplingBatch(
-            temperature=temperature,
-            top_k=used(self.top_k, 0),
-            top_p=used(self.top_p, 1),
-            min_p=used(self.min_p, 0),
-            seed=self.seed[slots],
-        )
+    def take(self, slots: np.ndarray, positions: np.ndarray) -> SamplingColumns[np.ndarray]:
+        """The columns of `slots` [S], which draw the tokens at `positions` [S]."""
+        rows = self._rows.take(slots)
+        filters = FilterColumns(*[rows[name] for name in FILTERS])
+        return SamplingColumns(rows["temperature"], rows["seeds"], positions, filters)
 
     def take_extras(self, seqs: list[Sequence], slots: np.ndarray, draws: np.ndarray) -> Extras:
         """Return the extras that the sequences of a step request. slots, draws: [S]."""
@@ -156,6 +145,12 @@ def take_prompt_tokens(
     if scored:
         scores = ScoredTokens(_wanted(scored), np.concatenate(targets).astype(np.int64), num_logprobs)
     return scores, _wanted(pooled) if pooled else None
+
+
+def _fitting(column: Column, value: float) -> float:
+    """A parameter as its column holds it. Integers below the neutral value are other names of it; those above
+    int32 act like its largest."""
+    return min(max(value, column.neutral), 2**31 - 1) if column.dtype is np.int32 else value
 
 
 def num_likeliest(asked: int) -> int:

@@ -22,10 +22,10 @@ from nanovllm.batch import (
     Batch,
     StepKind,
     StepOutput,
+    TokenEvents,
     TokenMasks,
 )
 from nanovllm.config import Config
-from nanovllm.events import TokenEvents
 from nanovllm.plan.block_manager import BlockManager
 from nanovllm.plan.columns import SamplingTable, num_likeliest, take_prompt_tokens
 from nanovllm.plan.sequence import Sequence, SequenceStatus
@@ -379,6 +379,6 @@ class Scheduler:
             context_lens=context_lens,
             block_tables=self._block_tables[slots, :width],
             draws=draws,
-            sampling=self._sampling.take(slots),
+            sampling=self._sampling.take(slots, context_lens),
             extras=extras,
         )

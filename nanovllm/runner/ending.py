@@ -1,13 +1,12 @@
 """Ending: the end of a step, from hidden states through the LM head to tokens, logprobs and pooled sums.
 
-Owns the sampler, each slot's last token and the token counts of penalties. Knows no graph, and reads only the
-extras of a batch.
+Owns each slot's last token and the token counts of penalties. Knows no graph, and reads only the extras of a
+batch, and whether it has filters.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -23,8 +22,8 @@ from nanovllm.batch import (
     ScoredTokens,
     TokenMasks,
     WantedTokens,
+    rows_of,
 )
-from nanovllm.columns import map_columns
 from nanovllm.device import Device
 from nanovllm.distributed.group import TPGroup
 from nanovllm.kernels.last_tokens import keep_tokens
@@ -37,10 +36,9 @@ from nanovllm.kernels.logits import (
     restart_counts,
 )
 from nanovllm.kernels.logprobs import TokenLogprobTensors, token_logprobs
+from nanovllm.kernels.sampling import filtered_logits, sample
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.runner.inputs import StepInputs, last_rows, wanted_rows
-from nanovllm.sampling.processors import filtered_logits
-from nanovllm.sampling.sampler import Sampler, SamplingTensors
 from nanovllm.sampling_params import call_processor
 
 CHUNK_BYTES = 2**28  # of float32 logits that are computed at once
@@ -83,7 +81,6 @@ class Ending:
         self._model, self._tp, self._device = model, tp, device
         self._vocab_size = model.config.vocab_size
         self._mode = logprobs_mode
-        self._sampler = Sampler()
         self._max_rows = max(1, min(max_seqs, CHUNK_BYTES // (4 * self._vocab_size)))
         self._max_seqs = max_seqs
         self._counts: torch.Tensor | None = None  # [slots, V] int16, once a sequence has penalties
@@ -118,7 +115,7 @@ class Ending:
         slot."""
         logits = self._model.compute_logits(hidden)
         mine, whole = self._tp.whole_rows(logits, self._vocab_size)
-        token_ids = self._sampler(whole, _rows_of(inputs.sampling, mine))
+        token_ids = sample(whole, rows_of(inputs.sampling, mine))
         token_ids = self._tp.join_rows(token_ids, mine, logits)
         keep_tokens(token_ids, inputs.sample_slots[: len(hidden)], self.last_token_ids)
         return token_ids
@@ -144,17 +141,17 @@ class Ending:
         for start in range(0, len(whole), self._max_rows):
             raw = whole[start : start + self._max_rows]
             rows = slice(mine.start + start, mine.start + start + len(raw))
-            params = _rows_of(inputs.sampling, rows)
+            params = rows_of(inputs.sampling, rows)
             x = self._biased(raw, extras, masks, rows)
             if penalties is not None or row_masks is not None:
                 x = process_logits(x, penalties and penalties.of(rows), row_masks and row_masks.of(rows))
-            ids = self._sampler(x, params)
+            ids = sample(x, params)
             token_ids.append(ids)
             if extras.num_logprobs != NO_LOGPROBS:
                 logprob_logits = raw
                 if self._mode.startswith("processed"):
                     filters = params.filters if batch.sampling.has_filters else None
-                    logprob_logits = filtered_logits(x, replace(params, filters=filters))
+                    logprob_logits = filtered_logits(x, params.temperature, filters)
                 logprobs.append(self._logprobs(logprob_logits, ids, extras.num_logprobs))
         own = torch.cat(token_ids) if token_ids else hidden.new_empty(0, dtype=torch.int64)
         drawn = self._tp.join_rows(own, mine, logits)
@@ -258,8 +255,3 @@ class Ending:
         return TokenLogprobTensors(
             *(part.to(x.dtype).reshape(-1, *x.shape[1:]) for part, x in zip(split, columns, strict=True))
         )
-
-
-def _rows_of(params: SamplingTensors, rows: slice) -> SamplingTensors:
-    sliced: SamplingTensors = map_columns(params, lambda _, column: column[rows])
-    return sliced

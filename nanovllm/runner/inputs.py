@@ -11,11 +11,8 @@ from typing import Annotated, Generic
 import numpy as np
 
 from nanovllm.attention.base import PrefillRanges, SharedPrefixes, StepColumns
-from nanovllm.batch import NO_SLOT, Batch, prefix_sum
-from nanovllm.columns import A, Column
-from nanovllm.kernels.filters import FilterColumns
+from nanovllm.batch import NO_SLOT, A, Batch, Column, SamplingColumns, prefix_sum
 from nanovllm.runner.overlap import halves
-from nanovllm.sampling.sampler import SamplingColumns
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,21 +91,11 @@ def _inputs(
     batch: Batch, rows: np.ndarray, positions: np.ndarray, attention: StepColumns[np.ndarray]
 ) -> StepInputs[np.ndarray]:
     """rows, positions [T]: the row of each token, and its position in its sequence."""
-    sampling = batch.sampling
-
-    def column(values: np.ndarray | None, neutral: int = 0) -> np.ndarray:
-        return np.full(len(batch.slots), neutral) if values is None else values
-
     return StepInputs(
         token_ids=batch.token_ids,
         token_slots=batch.slots[rows],
         positions=positions,
         sample_slots=np.where(batch.draws > 0, batch.slots, NO_SLOT),
         attention=attention,
-        sampling=SamplingColumns(
-            temperature=column(sampling.temperature),
-            seeds=column(sampling.seed),
-            positions=batch.context_lens,
-            filters=FilterColumns(column(sampling.top_k), column(sampling.top_p, 1), column(sampling.min_p)),
-        ),
+        sampling=batch.sampling,
     )

@@ -13,7 +13,7 @@ from math import prod
 import numpy as np
 import torch
 
-from nanovllm.batch import Batch, SamplingBatch, StepKind
+from nanovllm.batch import Batch, StepKind, greedy
 from nanovllm.config import Config
 from nanovllm.device import Device
 from nanovllm.errors import KVCacheMemoryError
@@ -119,10 +119,13 @@ def fit_kv_cache(spaces: list[KVCacheSpace], config: Config, block_size: int, mo
 def equal_batch(
     kind: StepKind, num_seqs: int, query_len: int, context_len: int, block_size: int, num_blocks: int
 ) -> Batch:
-    """A step of equal sequences with all kinds of sampling, to measure its memory. Token ids are 0.
+    """A step of equal sequences with filters, to measure its memory; which filter makes no difference. Token
+    ids are 0.
 
     All sequences have the same block table, which repeats the existing blocks: their content does not matter.
     """
+    sampling = greedy(num_seqs)
+    filters = replace(sampling.filters, top_k=np.full(num_seqs, 50, np.int32))
     table = np.arange(-(-context_len // block_size), dtype=np.int32) % num_blocks
     return Batch(
         kind=kind,
@@ -133,13 +136,7 @@ def equal_batch(
         context_lens=np.full(num_seqs, context_len, np.int32),
         block_tables=np.tile(table, (num_seqs, 1)),
         draws=np.ones(num_seqs, np.int32),
-        sampling=SamplingBatch(
-            temperature=np.ones(num_seqs, np.float32),
-            top_k=np.full(num_seqs, 50, np.int32),
-            top_p=np.full(num_seqs, 0.9, np.float32),
-            min_p=np.full(num_seqs, 0.05, np.float32),
-            seed=np.arange(num_seqs, dtype=np.int64),
-        ),
+        sampling=replace(sampling, temperature=np.ones(num_seqs, np.float32), filters=filters),
     )
 
 

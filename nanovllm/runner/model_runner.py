@@ -15,8 +15,7 @@ import numpy as np
 import torch
 
 from nanovllm.attention.backends import resolve_block_size, select
-from nanovllm.batch import EMPTY_BATCH, Batch, StepKind, StepOutput, TokenMasks
-from nanovllm.columns import StepSize
+from nanovllm.batch import EMPTY_BATCH, Batch, StepKind, StepOutput, StepSize, TokenMasks
 from nanovllm.config import Config
 from nanovllm.device import Device
 from nanovllm.distributed.group import TPGroup

@@ -1,6 +1,6 @@
 """Staging: copies a step's inputs to the device, in one copy, and its outputs to the host.
 
-Knows the declared dtype, shape and padding of each column, but not its meaning.
+Knows the declared dtype, shape and neutral value of each column, but not its meaning.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from math import prod
 import numpy as np
 import torch
 
-from nanovllm.batch import StepOutput, TokenLogprobs
-from nanovllm.columns import Column, StepSize, all_columns, map_columns
+from nanovllm.batch import Column, StepOutput, StepSize, TokenLogprobs, all_columns, map_columns
 from nanovllm.device import Device
 from nanovllm.runner.ending import StepTensors
 from nanovllm.runner.inputs import StepInputs
@@ -86,7 +85,7 @@ class Staging:
             if shape == array.shape:
                 cells[...] = array
             else:
-                cells[...] = column.padding
+                cells[...] = column.neutral
                 cells[tuple([slice(length) for length in array.shape])] = array
             places.append((first, shape))
 

@@ -12,16 +12,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanovllm.batch import (
-    ALL_GREEDY,
     EMPTY_BATCH,
     LAST_SAMPLED,
     NO_SLOT,
     PADDING,
     Batch,
-    SamplingBatch,
+    Column,
     StepKind,
+    StepSize,
+    greedy,
+    map_columns,
 )
-from nanovllm.columns import Column, StepSize, map_columns
 from nanovllm.device import Device
 from nanovllm.kernels.decode_attention import SharedUnit
 from nanovllm.kernels.logprobs import TokenLogprobTensors
@@ -47,7 +48,10 @@ def batches(draw: st.DrawFn, kind: StepKind) -> Batch:
     tables = rng.permutation(1000)[: count * width].reshape(count, width)
     tables[np.arange(width) >= -(-context_lens[:, None] // BLOCK)] = PADDING
     one = np.full(count, 0.5, np.float32)
-    sampling = SamplingBatch(one, None, one, None, rng.integers(0, 9, count))
+    sampling = greedy(count)
+    if draw(st.booleans()):
+        filters = replace(sampling.filters, top_p=one)
+        sampling = replace(sampling, temperature=one, seeds=rng.integers(0, 9, count), filters=filters)
     return Batch(
         kind=kind,
         seq_ids=tuple(range(count)),
@@ -57,7 +61,7 @@ def batches(draw: st.DrawFn, kind: StepKind) -> Batch:
         context_lens=context_lens.astype(np.int32),
         block_tables=tables.astype(np.int32),
         draws=rng.integers(0, 2, count, dtype=np.int32),
-        sampling=draw(st.sampled_from([ALL_GREEDY, sampling])),
+        sampling=replace(sampling, positions=context_lens.astype(np.int32)),
     )
 
 
@@ -151,7 +155,7 @@ def test_decode_is_padded_with_rows_that_do_nothing(batch: Batch, more: int, sha
     staged = buffers.send(inputs, size)()
     for (column, array), (_, tensor) in zip(columns(inputs), columns(staged), strict=True):
         assert tensor.shape == column.shape(size)
-        padded = np.full(tensor.shape, column.padding, column.dtype)
+        padded = np.full(tensor.shape, column.neutral, column.dtype)
         padded[tuple(map(slice, array.shape))] = array
         assert np.array_equal(tensor.numpy(), padded)
     assert (staged.attention.context_lens[count:] == 0).all()
@@ -196,6 +200,7 @@ def test_every_step_up_to_the_largest_fits(size: StepSize) -> None:
         context_lens=np.ones(count, np.int32),
         block_tables=np.ones((count, 1), np.int32),
         draws=np.ones(count, np.int32),
+        sampling=greedy(count),
     )
     inputs = prepare_prefill(batch, BLOCK, in_halves=True)
     inputs = replace(inputs, attention=replace(inputs.attention, shared=no_shared_prefixes(count, UNIT)))

@@ -15,7 +15,7 @@ import torch
 from attention_cases import Heads
 from tensors import BF16, F16, F32, FP8
 
-from nanovllm.batch import EMPTY_BATCH, PADDING
+from nanovllm.batch import EMPTY_BATCH, PADDING, greedy, map_columns
 from nanovllm.kernels import decode_attention, matmul, paged, sampling
 from nanovllm.kernels.compat import INTERPRET
 from nanovllm.kernels.decode_attention import CHUNK, SHARED_CHUNK, SharedUnit
@@ -356,8 +356,8 @@ def test_dispatch_takes_the_reference_for_cpu_tensors(monkeypatch: pytest.Monkey
         raise AssertionError("a CPU tensor reached Triton")
 
     monkeypatch.setattr("nanovllm.kernels.sampling.sample_triton", refuse)
-    rows = sampling_cases.make_rows(3, CPU)
-    assert sample(torch.eye(3), torch.zeros(3), rows.seeds, rows.positions).tolist() == [0, 1, 2]
+    params = map_columns(greedy(3), lambda _, column: torch.from_numpy(column))
+    assert sample(torch.eye(3), params).tolist() == [0, 1, 2]
 
 
 def test_empty_batches() -> None:

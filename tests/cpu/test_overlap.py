@@ -13,7 +13,7 @@ import torch.distributed as dist
 from copying_ranks import run_late_ranks
 from tiny_models import VOCAB_SIZE, write_tiny_model
 
-from nanovllm.batch import ALL_GREEDY, Batch, StepKind
+from nanovllm.batch import Batch, StepKind, greedy
 from nanovllm.config import Config
 from nanovllm.device import Device
 from nanovllm.distributed.copied_rows import PeerCopies
@@ -36,7 +36,7 @@ def prompts_batch(seed: int) -> Batch:
         context_lens=lens,
         block_tables=np.arange(200, dtype=np.int32).reshape(50, 4),
         draws=np.ones(50, np.int32),
-        sampling=ALL_GREEDY,
+        sampling=greedy(50),
     )
 
 

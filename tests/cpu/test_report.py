@@ -28,7 +28,7 @@ from report_pages import (
 )
 
 from nanovllm import SamplingParams
-from nanovllm.batch import ALL_GREEDY, Batch, StepKind
+from nanovllm.batch import Batch, StepKind, greedy
 from nanovllm.engine.stats import Counters, EngineStats, StepStats
 from nanovllm.report import charts, make_report, write_report
 from nanovllm.report.chart import STYLE, Axis, Chart, time_unit
@@ -247,7 +247,8 @@ def made(kind: StepKind, num_seqs: int, context: int, query: int = 1, seconds: f
     contexts, queries = np.full(num_seqs, context, np.int32), np.full(num_seqs, query, np.int32)
     tokens = np.zeros(num_seqs * query, np.int32)
     seq_ids = tuple(range(num_seqs))
-    batch = Batch(kind, seq_ids, contexts, tokens, queries, contexts, contexts[None], queries, ALL_GREEDY)
+    columns = contexts, tokens, queries, contexts, contexts[None], queries
+    batch = Batch(kind, seq_ids, *columns, greedy(num_seqs))
     return StepStats(batch, seconds, num_seqs, 0, 0, num_seqs, 0, 0.5)
 
 

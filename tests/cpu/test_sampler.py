@@ -7,7 +7,7 @@ import torch
 from tensors import randn
 
 from nanovllm.kernels.filters import Filters
-from nanovllm.sampling.sampler import Sampler, SamplingTensors
+from nanovllm.kernels.sampling import SamplingTensors, sample
 
 
 def sampling(rows: list[dict[str, float]], positions: list[int] | None = None) -> SamplingTensors:
@@ -25,14 +25,14 @@ def sampling(rows: list[dict[str, float]], positions: list[int] | None = None) -
         temperature=column("temperature", 0.0, torch.float32),
         seeds=column("seed", 0, torch.int64),
         positions=torch.tensor(positions or [0] * len(rows), dtype=torch.int32),
-        filters=filters if any(row.keys() & {"top_k", "top_p", "min_p"} for row in rows) else None,
+        filters=filters,
     )
 
 
 def drawn(logits: torch.Tensor, draws: int = 300, **row: float) -> set[int]:
     """The distinct tokens that one row's parameters draw over many seeds."""
     rows = [{"temperature": 1.0} | row | {"seed": seed} for seed in range(draws)]
-    return set(Sampler()(logits.repeat(draws, 1), sampling(rows)).tolist())
+    return set(sample(logits.repeat(draws, 1), sampling(rows)).tolist())
 
 
 def log_probs(*probs: float) -> torch.Tensor:
@@ -41,7 +41,7 @@ def log_probs(*probs: float) -> torch.Tensor:
 
 def test_greedy_takes_the_lowest_of_equals() -> None:
     logits = torch.tensor([[0.0, 3.0, 3.0, 1.0], [5.0, 1.0, 5.0, 5.0]])
-    assert Sampler()(logits, sampling([{}, {}])).tolist() == [1, 0]
+    assert sample(logits, sampling([{}, {}])).tolist() == [1, 0]
 
 
 def test_each_filter_keeps_exactly_its_tokens() -> None:
@@ -87,7 +87,7 @@ def test_tiny_temperature_is_greedy() -> None:
 def test_frequencies_are_the_probabilities() -> None:
     probs = torch.tensor([0.5, 0.25, 0.15, 0.1])
     rows = [{"temperature": 2.0, "seed": seed} for seed in range(20000)]
-    ids = Sampler()((probs.log() * 2).repeat(len(rows), 1), sampling(rows))
+    ids = sample((probs.log() * 2).repeat(len(rows), 1), sampling(rows))
     torch.testing.assert_close(ids.bincount(minlength=4) / len(rows), probs, atol=0.015, rtol=0)
 
 
@@ -104,38 +104,36 @@ KINDS: list[dict[str, float]] = [
 
 
 def test_a_row_alone_is_the_row_in_any_batch() -> None:
-    sampler = Sampler()
     rows = [KINDS[i % len(KINDS)] for i in range(64)]
     positions = list(range(100, 164))
     # Coarse logits with many ties.
     logits = torch.randn(64, 211, generator=torch.Generator().manual_seed(1)).bfloat16()
-    alone = [int(sampler(logits[i : i + 1], sampling([rows[i]], [positions[i]]))) for i in range(len(rows))]
+    alone = [int(sample(logits[i : i + 1], sampling([rows[i]], [positions[i]]))) for i in range(len(rows))]
     assert len(set(alone)) > 10
     for seed in range(5):
         order = torch.randperm(64, generator=torch.Generator().manual_seed(seed))[: 64 - 9 * seed].tolist()
         before = logits.clone()
         params = sampling([rows[i] for i in order], [positions[i] for i in order])
-        assert sampler(logits[order], params).tolist() == [alone[i] for i in order]
+        assert sample(logits[order], params).tolist() == [alone[i] for i in order]
         assert torch.equal(logits, before)
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_a_row_that_is_not_finite_gives_minus_one_and_changes_no_other(value: float) -> None:
-    sampler = Sampler()
     rows = KINDS * 3
     logits = torch.randn(len(rows), 50, generator=torch.Generator().manual_seed(2))
     params = sampling(rows)
-    expected = sampler(logits, params)
+    expected = sample(logits, params)
     logits[8:16, 31] = value  # one bad row of each kind
     logits[3] = -torch.inf
     expected[8:16] = -1
     expected[3] = -1
-    assert sampler(logits, params).tolist() == expected.tolist()
+    assert sample(logits, params).tolist() == expected.tolist()
 
 
 def test_rows_are_sorted_in_chunks_of_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = KINDS * 5
     logits = torch.randn(len(rows), 50, generator=torch.Generator().manual_seed(4))
-    expected = Sampler()(logits, sampling(rows))
-    monkeypatch.setattr("nanovllm.kernels.sampling._SORT_ELEMENTS", 150)
-    assert Sampler()(logits, sampling(rows)).tolist() == expected.tolist()
+    expected = sample(logits, sampling(rows))
+    monkeypatch.setattr("nanovllm.kernels.sampling.SORT_ELEMENTS", 150)
+    assert sample(logits, sampling(rows)).tolist() == expected.tolist()

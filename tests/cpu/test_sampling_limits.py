@@ -8,10 +8,10 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from nanovllm.kernels.filters import Filters
+from nanovllm.batch import map_columns
+from nanovllm.kernels.sampling import sample
 from nanovllm.plan.columns import SamplingTable
 from nanovllm.plan.sequence import Sequence
-from nanovllm.sampling.sampler import Sampler, SamplingTensors
 from nanovllm.sampling_params import SamplingParams
 
 TINY = float(np.finfo(np.float32).smallest_subnormal)
@@ -41,12 +41,8 @@ def test_the_likeliest_token_stays(
     seq = Sequence(0, [5], params, seed)
     seq.slot = 0
     table.set(seq)
-    temperatures, seeds, *filters = (
-        torch.from_numpy(column)
-        for column in (table.temperature, table.seed, table.top_k, table.top_p, table.min_p)
-    )
-    positions = torch.zeros(1, dtype=torch.int32)
-    token = Sampler()(LOGITS, SamplingTensors(temperatures, seeds, positions, Filters(*filters))).item()
+    columns = table.take(np.array([0]), np.zeros(1, np.int32))
+    token = sample(LOGITS, map_columns(columns, lambda _, each: torch.from_numpy(each.copy()))).item()
     assert token >= 0
     if temperature == 0 or top_k == 1 or top_p < 0.1 or min_p == 1:
         assert token in (1, 3)

@@ -169,7 +169,7 @@ def test_logprobs_sort_only_for_filters(
 
     with make(model, logprobs_mode="processed_logprobs") as llm, pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.Tensor, "sort", recorded)
-        patch.setattr("nanovllm.sampling.processors.SORTED_LOGITS", 2 * VOCAB)
+        patch.setattr("nanovllm.kernels.sampling.SORT_ELEMENTS", 2 * VOCAB)
         outputs = llm.generate(*map(list, zip(*chosen, strict=True)), use_tqdm=False)
     assert max(num_sorted) == largest
     check = checker(reference, "processed_logprobs")

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from test_texts import KINDS, LETTERS, SPECIAL, TOKENIZERS, encode, model_for
 
 from nanovllm import LLM, SamplingParams, demo_model_path
+from nanovllm.batch import TokenEvents
 from nanovllm.engine.requests import Requests
-from nanovllm.events import TokenEvents
 from nanovllm.outputs import CompletionOutput
 from nanovllm.text.detokenizer import Detokenizer, StopSearch, StopStrings
 from nanovllm.text.processor import Processor

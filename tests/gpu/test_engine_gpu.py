@@ -23,7 +23,7 @@ from tiny_models import transformers_model, write_tiny_model
 from torch.nn.functional import pad
 
 from nanovllm import LLM, SamplingParams, demo_model_path
-from nanovllm.batch import ALL_GREEDY, LAST_SAMPLED, Batch, StepKind
+from nanovllm.batch import LAST_SAMPLED, Batch, StepKind, greedy
 from nanovllm.kernels.compat import in_graph
 from nanovllm.kernels.sampling import BLOCK, random_pair_reference
 from nanovllm.runner import shared_prefixes
@@ -164,7 +164,7 @@ def decode_batch(num_seqs: int, blocks_each: int, context_lens: np.ndarray) -> B
         context_lens=context_lens.astype(np.int32),
         block_tables=np.arange(num_seqs * blocks_each, dtype=np.int32).reshape(num_seqs, blocks_each),
         draws=np.ones(num_seqs, np.int32),
-        sampling=ALL_GREEDY,
+        sampling=greedy(num_seqs),
     )
 
 
@@ -230,7 +230,7 @@ def test_a_backend_agrees_with_the_reference_on_logits(model: Path, seed: int, b
         context_lens=context_lens,
         block_tables=tables,
         draws=np.ones(num_seqs, np.int32),
-        sampling=ALL_GREEDY,
+        sampling=greedy(num_seqs),
     )
     decode = decode_batch(num_seqs, 4, rng.integers(1, 1025, num_seqs))
     results = []

@@ -17,7 +17,7 @@ from nanovllm.kernels.cache import KVCache
 from nanovllm.kernels.decode_attention import paged_decode_attention_reference, paged_decode_attention_triton
 from nanovllm.kernels.prefill_attention import LONG, SHORT, WIDE
 from nanovllm.kernels.rotary import Rotation, qk_norm_rope_store
-from nanovllm.kernels.sampling import sample
+from nanovllm.kernels.sampling import sample_triton
 
 pytestmark = pytest.mark.gpu
 
@@ -210,7 +210,7 @@ def test_a_cuda_graph_replays_decode_and_sampling() -> None:
         context.copy_(caches[index].contexts)
 
     def step() -> tuple[torch.Tensor, torch.Tensor]:
-        return paged_decode_attention_triton(q, KVCache(k, v), table, context, 4096, 0.1), sample(
+        return paged_decode_attention_triton(q, KVCache(k, v), table, context, 4096, 0.1), sample_triton(
             logits, *rows.pick(sampling_cases.ALL)
         )
 

@@ -20,12 +20,21 @@ from channels import SECONDS, DeadWorkerError, dead, listening, opened, shm_file
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanovllm.batch import ALL_GREEDY, LAST_SAMPLED, PADDING, Batch, SamplingBatch, StepKind
+from nanovllm.batch import (
+    FILTERS,
+    LAST_SAMPLED,
+    PADDING,
+    Batch,
+    FilterColumns,
+    SamplingColumns,
+    StepKind,
+    greedy,
+)
 from nanovllm.errors import WorkerError
 from nanovllm.workers.channel import Channel, ChannelReader
 
 
-def make_batch(query_lens: list[int], width: int, sampling: SamplingBatch = ALL_GREEDY) -> Batch:
+def make_batch(query_lens: list[int], width: int, sampling: SamplingColumns | None = None) -> Batch:
     size, rng = len(query_lens), np.random.default_rng(0)
     return Batch(
         kind=StepKind.PREFILL,
@@ -36,17 +45,16 @@ def make_batch(query_lens: list[int], width: int, sampling: SamplingBatch = ALL_
         context_lens=np.array(query_lens, np.int32) + 7,
         block_tables=rng.integers(PADDING, 1000, (size, width), dtype=np.int32),
         draws=rng.integers(2, size=size, dtype=np.int32),
-        sampling=sampling,
+        sampling=sampling or greedy(size),
     )
 
 
-def all_columns(size: int) -> SamplingBatch:
-    return SamplingBatch(
+def all_columns(size: int) -> SamplingColumns:
+    return SamplingColumns(
         temperature=np.linspace(0, 2, size, dtype=np.float32),
-        top_k=np.arange(size, dtype=np.int32),
-        top_p=np.linspace(0.1, 1, size, dtype=np.float32),
-        min_p=np.linspace(0, 1, size, dtype=np.float32),
-        seed=np.arange(size, dtype=np.int64) - 2**62,
+        seeds=np.arange(size, dtype=np.int64) - 2**62,
+        positions=np.arange(size, dtype=np.int32),
+        filters=FilterColumns(*(np.linspace(0, 1, size, dtype=np.float32) for _ in FILTERS)),
     )
 
 
@@ -87,7 +95,7 @@ def wide() -> Iterator[Channel]:
         (3, "text", None, 2.5, True, (1, ("a", None)), [b"bytes"]),
         (make_batch([1] * 5, 3),),
         (make_batch([1] * 7, 16, all_columns(7)),),
-        (make_batch([5, 1, 30], 4, SamplingBatch(np.ones(3, np.float32), None, None, None, np.arange(3))),),
+        (make_batch([5, 1, 30], 4),),
         (make_batch([1], 0),),
         (make_batch([], 0, all_columns(0)),),
         ("before", make_batch([2, 3], 1), None, make_batch([1] * 3, 2, all_columns(3)), -1),
@@ -116,7 +124,7 @@ def test_arrays_that_are_views_of_others(wide: Channel) -> None:
 def test_arrays_are_not_pickled() -> None:
     batch = make_batch([1] * 2048, 64, all_columns(2048))
     parts, pickled = struct.unpack_from("2q", inside.encode_call("run", (batch,)))
-    assert parts == 1 + 11, "the call, and every array by itself"
+    assert parts == 1 + 9 + len(FILTERS), "the call, and every array by itself"
     assert pickled < 16 * 2048, "sequence ids, and no array"
 
 
@@ -132,7 +140,7 @@ def test_arrays_outlive_the_slots_and_the_segment() -> None:
     reader.close()
     channel.close()
     assert_same(got, batch)
-    for array in (got.slots, got.block_tables, got.sampling.seed):
+    for array in (got.slots, got.block_tables, got.sampling.seeds):
         assert array.flags.aligned and array.flags.writeable
         array += 1  # with views into an unmapped segment this would crash
 

@@ -9,14 +9,14 @@ import inside
 import numpy as np
 import pytest
 
-from nanovllm.batch import ALL_GREEDY, Batch, StepKind
+from nanovllm.batch import Batch, StepKind, greedy
 from nanovllm.engine.stats import INTERVAL_SECONDS, MAX_INTERVALS, Counters, EngineStats, StepStats
 
 
 def step(num_seqs: int = 2, decode: bool = True, seconds: float = 0.5) -> StepStats:
     ones = np.ones(num_seqs, np.int32)
     kind = StepKind.DECODE if decode else StepKind.PREFILL
-    batch = Batch(kind, tuple(range(num_seqs)), ones, ones, ones, ones, ones[None], ones, ALL_GREEDY)
+    batch = Batch(kind, tuple(range(num_seqs)), ones, ones, ones, ones, ones[None], ones, greedy(num_seqs))
     return StepStats(batch, seconds, num_seqs, 3, 1, num_seqs, 7, 0.25, num_preemptions=2)
 
 
