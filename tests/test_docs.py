@@ -268,6 +268,14 @@ def test_it_says_how_long_the_tests_take() -> None:
     assert re.search(r"python -m pytest [^\n]*\n```\n\nThe tests take about \d+ minutes", README)
 
 
+def test_every_test_file_belongs_to_a_room() -> None:
+    """Exactly one row of the table says how to run it."""
+    cells = re.findall(r"^\| [^|]+ \| `(tests/[^`]+)` \|$", (ROOT / "CONTRIBUTING.md").read_text(), re.M)
+    paths = [path for cell in cells for word in cell.split() for path in sorted(ROOT.glob(word))]
+    files = [file for path in paths for file in (path.glob("test_*.py") if path.is_dir() else [path])]
+    assert sorted(files) == sorted((ROOT / "tests").rglob("test_*.py"))
+
+
 def test_exit_codes_of_jobs_are_those_of_the_code() -> None:
     codes = {value for name, value in vars(job_errors).items() if name.isupper() and name[0] != "_"}
     cells = re.findall(
