@@ -118,8 +118,6 @@ class FilterColumns(Generic[A]):
     top_p: Annotated[A, parameter(np.float32, 1, "in (0, 1]; 1 keeps all tokens", lambda p: 0 < p <= 1)]
     # The least share of the likeliest token's probability.
     min_p: Annotated[A, parameter(np.float32, 0, "in [0, 1]; 0 keeps all tokens", lambda p: 0 <= p <= 1)]
-    # The least probability, at the temperature.
-    epsilon_cutoff: Annotated[A, parameter(np.float32, 0, "in [0, 1); 0 keeps all", lambda p: 0 <= p < 1)]
 
 
 @dataclass(frozen=True, eq=False)

@@ -45,7 +45,6 @@ class SamplingParams:
     top_k: keep the k likeliest tokens; 0 and -1 keep all.
     top_p: keep the smallest set of likeliest tokens whose probabilities sum to at least top_p, in (0, 1].
     min_p: drop tokens less likely than min_p times the likeliest, in [0, 1].
-    epsilon_cutoff: drop tokens with a lower probability, before top_k and top_p; in [0, 1).
     n: the number of completions of the prompt; must be 1 with temperature 0, where all would be equal.
     seed: the request's own seed; its random numbers do not depend on the batch. None or -1 derives a seed
         from the engine's.
@@ -78,7 +77,6 @@ class SamplingParams:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
-    epsilon_cutoff: float = 0.0
     n: int = 1
     seed: int | None = None
     max_tokens: int | None = MAX_TOKENS

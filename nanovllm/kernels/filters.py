@@ -230,7 +230,6 @@ def draw_filtered(
     top_k: tl.tensor,
     top_p: tl.tensor,
     min_p: tl.tensor,
-    epsilon: tl.tensor,
     logits_ptr: tl.tensor,
     seg_max_ptr: tl.tensor,
     list_ptr: tl.tensor,
@@ -249,12 +248,9 @@ def draw_filtered(
     """
     floor = tl.full((), float("-inf"), tl.float32)
     last = vocab - 1
-    narrow = (min_p > 0) | (epsilon > 0)
-    if min_p > 0:
+    narrow = min_p > 0
+    if narrow:
         floor = best + tl.log(min_p) * temperature
-    if epsilon > 0:
-        least = best + tl.log(epsilon.to(tl.float64) * whole).to(tl.float32) * temperature
-        floor = tl.maximum(floor, tl.minimum(least, best))
     if (top_k > 0) & (top_k < vocab):
         narrow = True
         k_floor, k_last = end_of_top_k(
@@ -310,9 +306,6 @@ def draw_filtered_reference(
         1, order, torch.arange(vocab, device=order.device).expand_as(order)
     )
     least = ordered[:, 0] + filters.min_p.log() * temperature
-    whole = weights.double().sum(dim=-1)
-    share = ordered[:, 0] + (filters.epsilon_cutoff * whole).log().float() * temperature
-    least = least.maximum(share.minimum(ordered[:, 0]))
     kept = (ordered >= least[:, None]).sum(dim=-1)
     limited = (filters.top_k > 0) & (filters.top_k < vocab)
     kept = torch.where(limited, torch.minimum(kept, filters.top_k), kept)
@@ -325,7 +318,7 @@ def draw_filtered_reference(
         bits = random_pair_reference(seeds[rows], positions[rows], attempt)
         return draw_reference(weights[rows].where(rank[rows] < kept[rows, None], 0.0), SEGMENT, bits)
 
-    narrow = (limited | (filters.min_p > 0) | (filters.epsilon_cutoff > 0)).nonzero()[:, 0]
+    narrow = (limited | (filters.min_p > 0)).nonzero()[:, 0]
     ids = ids.index_copy(0, narrow, draw(narrow, 0))
     searching = (filters.top_p < 1).nonzero()[:, 0]
     attempt = 0

@@ -82,7 +82,7 @@ def _sample_block_kernel(
     tl.store(block_stats_ptr + blocks + cell, total)
 
 
-@jit("temperatures_ptr", "seeds_ptr", "positions_ptr", "top_k_ptr", "top_p_ptr", "min_p_ptr", "epsilon_ptr")
+@jit("temperatures_ptr", "seeds_ptr", "positions_ptr", "top_k_ptr", "top_p_ptr", "min_p_ptr")
 def _sample_pick_kernel(
     logits_ptr: tl.tensor,
     temperatures_ptr: tl.tensor,
@@ -91,7 +91,6 @@ def _sample_pick_kernel(
     top_k_ptr: tl.tensor,
     top_p_ptr: tl.tensor,
     min_p_ptr: tl.tensor,
-    epsilon_ptr: tl.tensor,
     block_stats_ptr: tl.tensor,
     seg_max_ptr: tl.tensor,
     lists_ptr: tl.tensor,
@@ -144,14 +143,13 @@ def _sample_pick_kernel(
         token = block * BLOCK + pick(weights, token_bits, BLOCK)
         if FILTERS:
             top_k, top_p, min_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row), tl.load(min_p_ptr + row)
-            epsilon = tl.load(epsilon_ptr + row)
-            filtered = ((top_k > 0) & (top_k < vocab)) | (top_p < 1) | (min_p > 0) | (epsilon > 0)
+            filtered = ((top_k > 0) & (top_k < vocab)) | (top_p < 1) | (min_p > 0)
             if filtered & (temperature >= GREEDY_BELOW):
                 PADDED: tl.constexpr = BLOCKS_PADDED * (BLOCK // SEGMENT)
                 segments = blocks * (BLOCK // SEGMENT)
                 token = draw_filtered(
                     token, tl.sum(shares.to(tl.float64), axis=0), seed, position, temperature, factor, best,
-                    top_k, top_p, min_p, epsilon,
+                    top_k, top_p, min_p,
                     logits_ptr + row * logits_stride, seg_max_ptr + row * segments,
                     lists_ptr + row * segments, masses_ptr + row * segments,
                     segments, vocab, SHIFT, SEGMENT, AT_ONCE, STAGES, PADDED,
@@ -177,13 +175,11 @@ def sample_triton(
     pdl = use_pdl(logits)
     constants = {"GREEDY_BELOW": GREEDY_BELOW, "LOG2_E": _LOG2_E, "LEAST": _LEAST_FACTOR, "BLOCK": BLOCK}
     constants |= {"SEGMENT": SEGMENT, "FILTERS": filters is not None, "USE_PDL": pdl, "launch_pdl": pdl}
-    seg_max = lists = masses = top_k = top_p = min_p = epsilon = (
-        block_stats  # no kernel reads these without filters
-    )
+    seg_max = lists = masses = top_k = top_p = min_p = block_stats  # no kernel reads these without filters
     if filters is not None:
         seg_max, masses = torch.empty(2, rows, blocks * BLOCK // SEGMENT, device=logits.device)
         lists = torch.empty_like(seg_max, dtype=torch.int32)
-        top_k, top_p, min_p, epsilon = (getattr(filters, name) for name in FILTERS)
+        top_k, top_p, min_p = filters.top_k, filters.top_p, filters.min_p
     _sample_block_kernel[(rows, blocks)](
         logits, temperature, block_stats, seg_max, logits.stride(0), vocab, blocks, **constants, num_warps=2
     )
@@ -195,7 +191,6 @@ def sample_triton(
         top_k,
         top_p,
         min_p,
-        epsilon,
         block_stats,
         seg_max,
         lists,
@@ -239,9 +234,7 @@ def sample_reference(
         bits = random_pair_reference(seeds[rows], positions[rows])
         ids[rows] = draw_reference(_weights_reference(logits[rows], temperature[rows]), BLOCK, bits)
     if filters is not None:
-        drawn &= (
-            (filters.top_k > 0) | (filters.top_p < 1) | (filters.min_p > 0) | (filters.epsilon_cutoff > 0)
-        )
+        drawn &= (filters.top_k > 0) | (filters.top_p < 1) | (filters.min_p > 0)
         filtered = drawn.nonzero()[:, 0]
         at_once = max(1, SORT_ELEMENTS // logits.shape[1])
         for rows in filtered.split(at_once) if len(filtered) else ():  # an empty split gives one empty part
@@ -270,8 +263,8 @@ def sample(logits: torch.Tensor, params: SamplingTensors) -> torch.Tensor:
     vocabulary, the second reads only the drawn block. Weights are float32, their sums and the scale of the
     random numbers float64.
 
-    Filters apply in the order min_p and epsilon_cutoff, top_k, top_p, each over the tokens that the previous
-    one kept, as in vLLM.
+    Filters apply in the order min_p, top_k, top_p, each over the tokens that the previous one kept, as in
+    vLLM.
     """
     draw = sample_triton if use_triton(logits) else sample_reference
     return draw(logits, params.temperature, params.seeds, params.positions, params.filters)
@@ -299,7 +292,6 @@ def _dropped(x: torch.Tensor, filters: Filters) -> torch.Tensor:
     top_k, top_p, min_p = (column[:, None] for column in (filters.top_k, filters.top_p, filters.min_p))
     place = torch.arange(x.shape[1], device=x.device)
     kept = (ordered >= ordered[:, :1] + min_p.log()) & ((top_k <= 0) | (place < top_k))
-    kept &= ordered.softmax(dim=1, dtype=torch.float64) >= filters.epsilon_cutoff[:, None]
     shares = ordered.double().masked_fill(~kept, float("-inf")).softmax(dim=1)
     before = F.pad(shares.cumsum(dim=1), (1, -1))
     kept &= (before < top_p) | (top_p >= 1)

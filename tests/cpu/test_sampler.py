@@ -8,13 +8,7 @@ from sampling_cases import filters_of
 from tensors import randn
 
 from nanovllm.batch import FILTERS
-from nanovllm.kernels.sampling import (
-    SamplingTensors,
-    filtered_logits,
-    sample,
-    sample_reference,
-    sample_triton,
-)
+from nanovllm.kernels.sampling import SamplingTensors, sample
 
 
 def sampling(rows: list[dict[str, float]], positions: list[int] | None = None) -> SamplingTensors:
@@ -57,11 +51,6 @@ def test_each_filter_keeps_exactly_its_tokens() -> None:
     assert drawn(logits, top_p=0.01) == {1}
     assert drawn(logits, min_p=0.3) == {1, 3, 4}
     assert drawn(logits, min_p=1.0) == {1}
-    assert drawn(logits, epsilon_cutoff=0.12) == {1, 3, 4}
-    assert drawn(logits, epsilon_cutoff=0.9) == {1}
-    assert drawn(logits, epsilon_cutoff=0.12, top_k=2) == {1, 3}
-    # The share of 0.4 in what epsilon_cutoff leaves, 0.85, is 0.47.
-    assert drawn(logits, epsilon_cutoff=0.12, top_p=0.45) == {1}
     # top_p applies after top_k: 0.4 / 0.85 + 0.3 / 0.85 = 0.82
     assert drawn(logits, top_k=3, top_p=0.8) == {1, 3}
     assert drawn(logits, top_p=0.8) == {1, 3, 4}
@@ -76,17 +65,6 @@ def test_filters_see_the_scaled_logits() -> None:
     assert drawn(logits, temperature=4.0, top_p=0.85) == {0, 1, 2}
     assert drawn(logits, temperature=0.25, min_p=0.2) == {0}
     assert drawn(logits, temperature=4.0, min_p=0.5) == {0, 1, 2}
-
-
-def test_kernel_and_logprobs_have_the_same_epsilon_cutoff() -> None:
-    logits = randn(40, 3000, dtype=torch.float32) * 3
-    rows = [{"temperature": 0.5 + i / 20, "epsilon_cutoff": 0.001 * (i % 9), "seed": i} for i in range(40)]
-    params = sampling(rows)
-    columns = params.temperature, params.seeds, params.positions, params.filters
-    ids = sample_triton(logits, *columns)
-    assert torch.equal(ids, sample_reference(logits, *columns))
-    kept = filtered_logits(logits, params.temperature, params.filters).isfinite()
-    assert kept.gather(1, ids[:, None]).all() and kept[9:].sum() < kept[::9].sum()
 
 
 def test_top_k_cuts_ties_at_the_lowest_ids() -> None:

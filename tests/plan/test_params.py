@@ -30,7 +30,6 @@ from nanovllm.structured_outputs import StructuredOutputsParams
         ({"top_p": math.nan}, ValueError),
         ({"min_p": -0.1}, ValueError),
         ({"min_p": 1.5}, ValueError),
-        ({"epsilon_cutoff": 1.0}, ValueError),
         ({"top_k": -2}, ValueError),
         ({"top_k": 2.5}, TypeError),
         ({"max_tokens": 0}, ValueError),
