@@ -17,7 +17,7 @@ from nanovllm.engine.beam_search import beam_search
 from nanovllm.engine.progress import LengthHint, Progress
 from nanovllm.engine.resident_engine import ResidentEngine
 from nanovllm.engine.scoring import embedding_output, score_output
-from nanovllm.errors import EngineClosedError
+from nanovllm.errors import BadRow, EngineClosedError, raise_first
 from nanovllm.inputs import PromptLike
 from nanovllm.outputs import BeamSearchOutput, EmbeddingRequestOutput, Logprob, RequestOutput, ScoreOutput
 from nanovllm.replicas.engine import ReplicatedEngine
@@ -28,7 +28,6 @@ from nanovllm.text.conversations import Conversation, parse_conversations
 from nanovllm.text.prompts import Prompt, parse_prompts, show
 from nanovllm.text.reader import PromptBatch, PromptReader
 from nanovllm.text.request import Request
-from nanovllm.text.rows import BadRow, raise_first
 from nanovllm.text.tokenizer import check_template_options, render_conversations
 from nanovllm.vllm_arguments import BEAM_SEARCH, CHAT, EMBED, GENERATE
 from nanovllm.workers.interrupts import no_full_collections

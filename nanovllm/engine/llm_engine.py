@@ -31,6 +31,7 @@ from nanovllm.engine.startup import (
     warn_of_options,
 )
 from nanovllm.engine.stats import Counters, EngineStats, StepStats
+from nanovllm.errors import BadRow, attempt, raise_first
 from nanovllm.inputs import PromptLike
 from nanovllm.lifecycle import Lifecycle
 from nanovllm.models.loader import check_weights, load_model_config
@@ -42,7 +43,6 @@ from nanovllm.text.processor import Processor, refused_output
 from nanovllm.text.prompts import parse_prompt, parse_sampling_params
 from nanovllm.text.reader import PromptBatch
 from nanovllm.text.request import Request
-from nanovllm.text.rows import BadRow, attempt, raise_first
 from nanovllm.workers.interrupts import held_interrupts
 
 if TYPE_CHECKING:

@@ -17,6 +17,7 @@ from nanovllm.config import Config
 from nanovllm.engine.generation_config import overridden, read_generation_config, recommended_params
 from nanovllm.engine.startup import find_model, find_tokenizer, resolve_max_model_len
 from nanovllm.engine.stats import counted
+from nanovllm.errors import BadRow, attempt
 from nanovllm.jobs.arguments import engine_options
 from nanovllm.jobs.errors import ANSWERED, ERROR_ROWS, REFUSED, JobRefusedError, refusing
 from nanovllm.jobs.job import make_format, open_job
@@ -28,7 +29,6 @@ from nanovllm.models.loader import load_model_config
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.processor import Processor
 from nanovllm.text.prompts import Prompt, parse_prompt
-from nanovllm.text.rows import BadRow, attempt
 
 MAX_SHOWN = 20  # printed problems of a file
 BATCH_ROWS = 256  # tokenised at once

@@ -10,10 +10,10 @@ from array import array
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from nanovllm.errors import BadRow, attempt
 from nanovllm.jobs.errors import JobRefusedError
 from nanovllm.jobs.tasks import Task
 from nanovllm.text.prompts import Prompt
-from nanovllm.text.rows import BadRow, attempt
 from nanovllm.text.templates import TemplateProcess
 from nanovllm.text.tokenizer import check_template_options, render_conversations
 

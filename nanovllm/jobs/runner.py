@@ -13,6 +13,7 @@ from itertools import groupby, islice
 from typing import Any
 
 from nanovllm.engine.stats import counted
+from nanovllm.errors import BadRow, attempt
 from nanovllm.jobs.errors import TooManyErrorsError
 from nanovllm.jobs.output import Output
 from nanovllm.jobs.progress import JobProgress
@@ -21,7 +22,6 @@ from nanovllm.jobs.sources import Source, SourceRow
 from nanovllm.jobs.tasks import RowFormat, Task
 from nanovllm.jobs.window import portions, reordered
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.text.rows import BadRow, attempt
 
 EMBED_ROWS = 256  # rows in one call of `embed`
 RENDER_ROWS = 64  # rows whose conversations are rendered at once

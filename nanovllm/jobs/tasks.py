@@ -13,6 +13,7 @@ from string import Formatter
 from types import MappingProxyType
 from typing import Any, Literal, TypeAlias
 
+from nanovllm.errors import raise_first
 from nanovllm.jobs.logprobs import plain_logprobs
 from nanovllm.jobs.params import PARAMS_COLUMN, ParamsMaker, own_params
 from nanovllm.jobs.sources import SourceRow, Values, parse_json
@@ -20,7 +21,6 @@ from nanovllm.outputs import EmbeddingRequestOutput, RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.conversations import parse_conversations
 from nanovllm.text.prompts import show
-from nanovllm.text.rows import raise_first
 
 Kind: TypeAlias = Literal["generate", "embed"]
 

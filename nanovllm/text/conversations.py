@@ -9,8 +9,8 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeAlias
 
+from nanovllm.errors import BadRow, attempt
 from nanovllm.text.prompts import check_text, show, to_list
-from nanovllm.text.rows import BadRow, attempt
 
 Conversation: TypeAlias = "Iterable[Mapping[str, Any]]"
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sized
 from time import perf_counter
 from typing import Any, NamedTuple
 
+from nanovllm.errors import BadRow, attempt
 from nanovllm.inputs import PromptLike
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.prompts import (
@@ -20,7 +21,6 @@ from nanovllm.text.prompts import (
     show,
     split_prompts,
 )
-from nanovllm.text.rows import BadRow, attempt
 
 READ_SECONDS = 0.005  # time limit for reading a batch, checked after each prompt
 READ_CHARS = 2**22  # of text in a batch, checked after each prompt

@@ -11,10 +11,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.errors import ModelLoadError
+from nanovllm.errors import BadRow, ModelLoadError, attempt
 from nanovllm.text.lengths import num_bytes
 from nanovllm.text.prompts import Prompt, check_text, show
-from nanovllm.text.rows import BadRow, attempt
 from nanovllm.text.templates import TemplateFailedError, TemplateProcess, TemplateStoppedError, plain
 
 if TYPE_CHECKING:
