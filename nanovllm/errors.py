@@ -1,7 +1,16 @@
-"""The engine's own exceptions. A caller's mistake raises ValueError or TypeError instead.
+"""The engine's own exceptions. A caller's mistake raises ValueError or TypeError instead, or stands in
+place of the row that has it.
 
 Every message names the value at fault and what to change. This module formats no message.
 """
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, TypeAlias, TypeVar
+
+Value = TypeVar("Value")
+BadRow: TypeAlias = "TypeError | ValueError"
 
 
 class NanoVLLMError(Exception):
@@ -22,3 +31,20 @@ class WorkerError(NanoVLLMError):
 
 class EngineClosedError(NanoVLLMError):
     """A method was called on an engine after `close()`, or in a process forked from the engine's."""
+
+
+def attempt(check: Callable[..., Value], *args: Any) -> Value | BadRow:
+    """Return `check(*args)`, or the TypeError or ValueError that it raises. Values that are nested too deeply
+    for Python to read or print give an error too."""
+    try:
+        return check(*args)
+    except RecursionError:
+        return ValueError("it is nested too deeply")
+    except (TypeError, ValueError) as error:
+        return error.with_traceback(None)  # a traceback would keep the row's values alive
+
+
+def raise_first(rows: Iterable[object]) -> None:
+    for row in rows:
+        if isinstance(row, Exception):
+            raise row

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.progress import LengthHint, Progress
 from nanovllm.engine.scoring import beam_search, embedding_output, score_output
-from nanovllm.errors import EngineClosedError
+from nanovllm.errors import BadRow, EngineClosedError, raise_first
 from nanovllm.inputs import OtherNames, PromptLike, check_on_error, given_prompts, refuse_others
 from nanovllm.lifecycle import no_full_collections
 from nanovllm.outputs import BeamSearchOutput, EmbeddingRequestOutput, Logprob, RequestOutput, ScoreOutput
@@ -25,7 +25,6 @@ from nanovllm.text.chat import (
 )
 from nanovllm.text.prompts import Prompt, PromptBatch, PromptReader, parse_prompts, show
 from nanovllm.text.request import Request
-from nanovllm.text.rows import BadRow, raise_first
 from nanovllm.text.tokenizer import Pair, encode_continuations, parse_continuations, parse_pairs
 from nanovllm.vllm_arguments import BEAM_SEARCH, CHAT, EMBED, GENERATE
 

@@ -9,10 +9,9 @@ import math
 
 import numpy as np
 import torch
-from sampling_cases import ALL, FILTERS, SAMPLERS, Sampler, make_filters, make_rows
+from sampling_cases import ALL, FILTERS, SAMPLERS, Sampler, filters_of, make_filters, make_rows
 from tensors import F32, randn
 
-from nanovllm.kernels.filters import Filters
 from nanovllm.kernels.sampling import sample_reference, sample_triton
 
 
@@ -78,11 +77,8 @@ def check_filters_keep_all_that_they_should(sampler: Sampler, vocab: int, draws:
             count = len(FILTERS) * draws
             positions = torch.arange(count, device=device, dtype=torch.int32)[every]
             size = len(positions)
-            own = Filters(
-                torch.full((size,), top_k, dtype=torch.int32, device=device),
-                torch.full((size,), top_p, device=device),
-                torch.full((size,), min_p, device=device),
-            )
+            columns = {"top_k": [top_k] * size, "top_p": [top_p] * size, "min_p": [min_p] * size}
+            own = filters_of(size, device, **columns)
             seeds = torch.full((size,), 77, device=device)
             column = torch.full((size,), temperature, device=device)
             ids = sampler(base.float().expand(size, -1).contiguous(), column, seeds, positions, own)
@@ -101,10 +97,6 @@ def check_neutral_filters_change_nothing(vocab: int, device: str) -> None:
     count = 40
     logits = randn(count, vocab, dtype=F32, device=device)
     rows = make_rows(count, device)
-    neutral = Filters(
-        torch.zeros(count, dtype=torch.int32, device=device),
-        torch.ones(count, device=device),
-        torch.zeros(count, device=device),
-    )
+    neutral = filters_of(count, device)
     for sampler in SAMPLERS:
         assert torch.equal(sampler(logits, *rows.pick(ALL)), sampler(logits, *rows.pick(ALL), neutral))

@@ -18,8 +18,7 @@ from typing import Any
 from tiny_models import write_tiny_model
 
 from nanovllm import LLM, SamplingParams, demo_model_path
-from nanovllm.errors import KVCacheMemoryError, ModelLoadError
-from nanovllm.text.rows import attempt
+from nanovllm.errors import KVCacheMemoryError, ModelLoadError, attempt
 
 KINDS = ("config.json", "generation_config.json", "tokenizer_config.json", "model.safetensors")
 LIMIT = 5  # seconds for a folder to load or to be refused

@@ -9,9 +9,11 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from tensors import BF16, F32, randn
 
+from nanovllm.batch import FILTERS as FILTER_COLUMNS
 from nanovllm.batch import LAST_SAMPLED, NO_SLOT, NOT_FINITE, rows_of
 from nanovllm.distributed.exchanged_rows import ExchangedRows
 from nanovllm.kernels import sampling
@@ -73,11 +75,18 @@ def make_rows(count: int, device: str, temperatures: Sequence[float] = TEMPERATU
 def make_filters(count: int, device: str) -> Filters:
     rows = [FILTERS[i % len(FILTERS)] for i in range(count)]
     top_k, top_p, min_p = zip(*rows, strict=True)
-    return Filters(
-        torch.tensor(top_k, dtype=torch.int32, device=device),
-        torch.tensor(top_p, dtype=F32, device=device),
-        torch.tensor(min_p, dtype=F32, device=device),
-    )
+    return filters_of(count, device, top_k=top_k, top_p=top_p, min_p=min_p)
+
+
+def filters_of(count: int, device: str, **given: Sequence[float]) -> Filters:
+    """The filters of `count` rows; those that are not given are neutral."""
+
+    def column(name: str) -> torch.Tensor:
+        neutral, dtype = FILTER_COLUMNS[name].neutral, FILTER_COLUMNS[name].dtype
+        values = np.array(given.get(name, [neutral] * count), dtype)
+        return torch.from_numpy(values).to(device)
+
+    return Filters(*map(column, FILTER_COLUMNS))
 
 
 def assert_drawn(part: torch.Tensor, sums: torch.Tensor, ids: torch.Tensor, bits: torch.Tensor) -> None:
@@ -165,9 +174,8 @@ def check_sampling_extremes(vocab: int, device: str, kept: tuple[int, float, flo
     expected = torch.tensor([case[2] for case in cases], device=device)
     filters = None
     if kept is not None:
-        dtypes = torch.int32, F32, F32
-        columns = zip(kept, dtypes, strict=True)
-        filters = Filters(*(torch.full((len(cases),), x, dtype=t, device=device) for x, t in columns))
+        top_k, top_p, min_p = ([each] * len(cases) for each in kept)
+        filters = filters_of(len(cases), device, top_k=top_k, top_p=top_p, min_p=min_p)
     for temperature in (0.0, 1e-8, 1e-4, 1.0):
         rows = make_rows(len(cases), device, (temperature,))
         for sampler in SAMPLERS:

@@ -11,6 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 
 import torch
+from sampling_cases import filters_of
 from tiny_models import transformers_model
 from transformers import (
     LogitsProcessorList,
@@ -27,7 +28,6 @@ from transformers import (
 )
 
 from nanovllm import RequestOutput, SamplingParams
-from nanovllm.kernels.filters import Filters
 from nanovllm.kernels.sampling import sample_reference
 from nanovllm.outputs import CompletionOutput, Logprob
 
@@ -142,11 +142,8 @@ class Reference:
     def _draw(self, x: torch.Tensor, params: SamplingParams, position: int) -> int:
         if params.temperature == 0:
             return int(x.argmax())
-        filters = Filters(
-            torch.tensor([max(0, params.top_k)], dtype=torch.int32),
-            torch.tensor([params.top_p]),
-            torch.tensor([params.min_p]),
-        )
+        columns = {"top_k": [max(0, params.top_k)], "top_p": [params.top_p], "min_p": [params.min_p]}
+        filters = filters_of(1, "cpu", **columns)
         temperature, seed = torch.tensor([params.temperature]), torch.tensor([params.seed])
         positions = torch.tensor([position], dtype=torch.int32)
         return int(sample_reference(x, temperature, seed, positions, filters))

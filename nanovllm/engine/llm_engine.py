@@ -20,6 +20,7 @@ from nanovllm.engine.core import Core
 from nanovllm.engine.executor import Executor, Stepped
 from nanovllm.engine.startup import OpenedModel, open_model, recommended_params, warn_of_options
 from nanovllm.engine.stats import Counters, EngineStats, StepStats
+from nanovllm.errors import BadRow, attempt, raise_first
 from nanovllm.inputs import PromptLike
 from nanovllm.lifecycle import Lifecycle, held_interrupts
 from nanovllm.outputs import RequestOutput
@@ -28,7 +29,6 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.processor import refused_output
 from nanovllm.text.prompts import PromptBatch, parse_prompt, parse_sampling_params
 from nanovllm.text.request import Request
-from nanovllm.text.rows import BadRow, attempt, raise_first
 
 if TYPE_CHECKING:
     import torch

@@ -28,6 +28,7 @@ from nanovllm.engine.startup import (
     resolve_max_model_len,
 )
 from nanovllm.engine.stats import counted
+from nanovllm.errors import BadRow, attempt
 from nanovllm.jobs.arguments import engine_options
 from nanovllm.jobs.errors import ANSWERED, ERROR_ROWS, REFUSED, JobRefusedError, refusing
 from nanovllm.jobs.job import make_format, open_job
@@ -38,7 +39,6 @@ from nanovllm.models.registry import load_model_config
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.processor import Processor
 from nanovllm.text.prompts import Prompt, parse_prompt
-from nanovllm.text.rows import BadRow, attempt
 from nanovllm.versions import versions
 
 _MAX_SHOWN = 20  # printed problems of a file

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm.config import Config
+from nanovllm.errors import attempt
 from nanovllm.jobs.arguments import engine_options
 from nanovllm.jobs.errors import JobRefusedError, refusing
 from nanovllm.jobs.formats import check_can_write, is_exported, open_source
@@ -28,7 +29,6 @@ from nanovllm.jobs.sources import Source, SourceRow
 from nanovllm.jobs.tasks import DEFAULTS, PlainFormat, RowFormat
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.side_files import check_name, new_file, own_file
-from nanovllm.text.rows import attempt
 from nanovllm.versions import versions
 
 # Options of LLM that only set where and how a job runs. They may change when a job resumes.

@@ -16,13 +16,13 @@ from sys import getsizeof
 from typing import Any, TypeAlias, TypeVar
 
 from nanovllm.engine.stats import counted
+from nanovllm.errors import BadRow, attempt
 from nanovllm.jobs.errors import TooManyErrorsError
 from nanovllm.jobs.output import Output
 from nanovllm.jobs.progress import JobProgress
 from nanovllm.jobs.sources import Source, SourceRow
 from nanovllm.jobs.tasks import Renderer, RowFormat, Task, as_prompt
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.text.rows import BadRow, attempt
 
 _EMBED_ROWS = 256  # rows in one call of `embed`
 _RENDER_ROWS = 64  # rows whose conversations are rendered at once

@@ -16,6 +16,7 @@ from string import Formatter
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
+from nanovllm.errors import BadRow, attempt, raise_first
 from nanovllm.jobs.errors import JobRefusedError
 from nanovllm.jobs.params import PARAMS_COLUMN, own_params, row_params
 from nanovllm.jobs.sources import SourceRow, Values, parse_json
@@ -23,7 +24,6 @@ from nanovllm.outputs import CompletionOutput, EmbeddingRequestOutput, Logprob, 
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.chat import check_template_options, parse_conversations, render_conversations
 from nanovllm.text.prompts import Prompt, show
-from nanovllm.text.rows import BadRow, attempt, raise_first
 from nanovllm.text.templates import TemplateProcess
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from nanovllm.errors import BadRow, attempt
 from nanovllm.text.prompts import Prompt, check_text, show, to_list
-from nanovllm.text.rows import BadRow, attempt
 from nanovllm.text.templates import TemplateFailedError, TemplateProcess, TemplateStoppedError, plain
 
 if TYPE_CHECKING:

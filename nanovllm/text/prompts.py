@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from nanovllm.errors import BadRow, attempt
 from nanovllm.inputs import PromptLike
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.structured_outputs import show as show_value
-from nanovllm.text.rows import BadRow, attempt
 from nanovllm.vllm_arguments import PROMPT, refuse_absent
 
 _NUMBERS = (int, float, np.number)  # elements of a list that is one prompt

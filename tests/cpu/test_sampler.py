@@ -4,28 +4,25 @@ from __future__ import annotations
 
 import pytest
 import torch
+from sampling_cases import filters_of
 from tensors import randn
 
-from nanovllm.kernels.filters import Filters
+from nanovllm.batch import FILTERS
 from nanovllm.kernels.sampling import SamplingTensors, sample
 
 
 def sampling(rows: list[dict[str, float]], positions: list[int] | None = None) -> SamplingTensors:
-    """The sampling columns of `rows`; each row may set temperature, top_k, top_p, min_p and seed."""
+    """The sampling columns of `rows`; each row may set temperature, seed and filters."""
 
     def column(name: str, unused: float, dtype: torch.dtype) -> torch.Tensor:
         return torch.tensor([row.get(name, unused) for row in rows], dtype=dtype)
 
-    filters = Filters(
-        column("top_k", 0, torch.int32),
-        column("top_p", 1.0, torch.float32),
-        column("min_p", 0.0, torch.float32),
-    )
+    filters = {name: [row.get(name, each.neutral) for row in rows] for name, each in FILTERS.items()}
     return SamplingTensors(
         temperature=column("temperature", 0.0, torch.float32),
         seeds=column("seed", 0, torch.int64),
         positions=torch.tensor(positions or [0] * len(rows), dtype=torch.int32),
-        filters=filters,
+        filters=filters_of(len(rows), "cpu", **filters),
     )
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from nanovllm import TextPrompt, TokensPrompt
+from nanovllm.errors import raise_first
 from nanovllm.outputs import (
     CompletionOutput,
     EmbeddingOutput,
@@ -22,7 +23,6 @@ from nanovllm.outputs import (
 )
 from nanovllm.text import prompts as forms
 from nanovllm.text.prompts import Prompt, parse_prompt
-from nanovllm.text.rows import raise_first
 from nanovllm.vllm_arguments import PROMPT
 
 LONG = 10**5000  # Python refuses to print it
