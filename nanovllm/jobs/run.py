@@ -26,7 +26,6 @@ from nanovllm.jobs.errors import (
     JobFailedError,
     JobRefusedError,
     Signals,
-    TooManyErrorsError,
     caught_signals,
     refusing,
 )
@@ -118,10 +117,8 @@ def _end(error: BaseException | None, signals: Signals, progress: JobProgress) -
         return errors.ERROR_ROWS if progress.errors else errors.ANSWERED, "finished"
     if isinstance(error, JobRefusedError):
         return errors.REFUSED, "refused"
-    if isinstance(error, TooManyErrorsError):
-        return errors.TOO_MANY_ERRORS, f"stopped: {error}"
     if isinstance(error, JobFailedError):
-        return errors.FAILED, f"failed: {error}"
+        return error.code, f"{'failed' if error.code == errors.FAILED else 'stopped'}: {error}"
     resumes = "; the same command resumes"
     if signals.seen or isinstance(error, KeyboardInterrupt):  # the signal may give another error: of a worker
         code, name = signals.end

@@ -126,7 +126,7 @@ def parse_sampling_params(
     prompts raises its error. first_index: index of the first element, for errors.
     """
     if isinstance(sampling_params, SamplingParams):
-        return [check_params(sampling_params, "sampling_params")] * num_prompts
+        return [_check_params(sampling_params, "sampling_params")] * num_prompts
     if not isinstance(sampling_params, Sequence) or isinstance(sampling_params, str):
         raise TypeError(
             f"sampling_params must be SamplingParams or a list of them, not {show(sampling_params)}"
@@ -139,11 +139,11 @@ def parse_sampling_params(
     checked: dict[int, SamplingParams | BadRow] = {}
     for index, params in enumerate(sampling_params, first_index):
         if id(params) not in checked:
-            checked[id(params)] = attempt(check_params, params, f"sampling_params[{index}]")
+            checked[id(params)] = attempt(_check_params, params, f"sampling_params[{index}]")
     return [checked[id(params)] for params in sampling_params]
 
 
-def check_params(params: Any, where: str) -> SamplingParams:
+def _check_params(params: Any, where: str) -> SamplingParams:
     """Return a checked copy of SamplingParams. where: their name in errors."""
     if not isinstance(params, SamplingParams):
         raise TypeError(f"{where} must be SamplingParams, not {show(params)}")
@@ -271,7 +271,7 @@ class PromptReader:
         self._same: SamplingParams | None = None
         self._params: Iterator[SamplingParams] = iter(())
         if isinstance(sampling_params, SamplingParams):
-            self._same = check_params(sampling_params, "sampling_params")
+            self._same = _check_params(sampling_params, "sampling_params")
             return
         if isinstance(sampling_params, (str, Mapping)) or not isinstance(sampling_params, Iterable):
             raise TypeError(
