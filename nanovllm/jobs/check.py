@@ -22,9 +22,8 @@ from nanovllm.device import Device
 from nanovllm.engine.generation_config import overridden, read_generation_config, recommended_params
 from nanovllm.engine.startup import find_model, find_tokenizer, resolve_max_model_len
 from nanovllm.engine.stats import counted
-from nanovllm.jobs.arguments import engine_options
 from nanovllm.jobs.errors import ANSWERED, ERROR_ROWS, REFUSED, JobRefusedError, refusing
-from nanovllm.jobs.job import make_format, open_job
+from nanovllm.jobs.job import engine_options, make_format, open_job
 from nanovllm.jobs.runner import portions
 from nanovllm.jobs.sources import Source, SourceRow, Values
 from nanovllm.jobs.tasks import Renderer, RowFormat, Task

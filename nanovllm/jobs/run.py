@@ -21,7 +21,6 @@ from nanovllm.engine.startup import find_model
 from nanovllm.engine.stats import StepStats, counted, short
 from nanovllm.errors import NanoVLLMError
 from nanovllm.jobs import errors
-from nanovllm.jobs.arguments import engine_options
 from nanovllm.jobs.errors import (
     JobFailedError,
     JobRefusedError,
@@ -34,6 +33,7 @@ from nanovllm.jobs.job import (
     check_output,
     default_params,
     describe,
+    engine_options,
     extend,
     has_grown,
     input_file,
