@@ -7,11 +7,11 @@ Reads no further than requested. Knows nothing of tokenizers or devices: a strin
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from itertools import chain, islice
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -26,6 +26,7 @@ _KEYS = ("prompt", "prompt_token_ids")  # of a dictionary
 READ_SECONDS = 0.005  # time limit for reading a batch, checked after each prompt
 _READ_CHARS = 2**22  # of text in a batch, checked after each prompt
 _END = object()
+_Part = TypeVar("_Part")
 # The keys that transformers tokenizers return.
 _ENCODED = {"input_ids", "attention_mask", "token_type_ids", "special_tokens_mask"}
 
@@ -236,6 +237,21 @@ def _parse_ids(value: Any, where: str) -> list[int]:
                 f"{where}: token id at position {position} must be an integer, not {show(token_id)}"
             )
     return [int(token_id) for token_id in ids]
+
+
+def portions(parts: list[_Part], most: int, size: Callable[[_Part], int]) -> Iterator[list[_Part]]:
+    """The parts in lists whose sizes add up to `most` or less; a larger part is alone."""
+    some: list[_Part] = []
+    total = 0
+    for part in parts:
+        more = size(part)
+        if some and total + more > most:
+            yield some
+            some, total = [], 0
+        some.append(part)
+        total += more
+    if some:
+        yield some
 
 
 def show(value: object) -> str:

@@ -21,14 +21,14 @@ from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from nanovllm.lifecycle import finalize
+from nanovllm.text.prompts import portions
 
 _PORTION_BYTES = 2**16  # of conversations in one message; at least one
 MAX_STOPS = 3  # in a row, until a template is not tried again
 _START = "import sys; sys.path[:] = sys.argv[2:]; import nanovllm.text.templates as t; t.serve(sys.argv[1])"
-_Part = TypeVar("_Part")
 _TEXT, _ERROR, _LIMIT = b"T", b"E", b"L"  # the first byte of an answer
 
 
@@ -141,21 +141,6 @@ def _end(process: subprocess.Popen[bytes], connection: Connection) -> None:
         process.wait(0 if process.poll() is not None else 0.2)
     process.kill()
     process.wait()
-
-
-def portions(parts: list[_Part], most: int, size: Callable[[_Part], int]) -> Iterator[list[_Part]]:
-    """The parts in lists whose sizes add up to `most` or less; a larger part is alone."""
-    some: list[_Part] = []
-    total = 0
-    for part in parts:
-        more = size(part)
-        if some and total + more > most:
-            yield some
-            some, total = [], 0
-        some.append(part)
-        total += more
-    if some:
-        yield some
 
 
 def _answers(message: bytes) -> Iterator[str | TemplateError]:
