@@ -10,8 +10,8 @@ from typing import Any
 
 from nanovllm import demo_model_path
 from nanovllm.engine.stats import Counters, EngineStats
-from nanovllm.jobs.arguments import parse_args
 from nanovllm.jobs.errors import REFUSED, JobRefusedError
+from nanovllm.jobs.main import parse_args
 from nanovllm.jobs.run import run as run_job
 from nanovllm.outputs import CompletionOutput, RequestOutput
 from nanovllm.sampling_params import SamplingParams

@@ -23,7 +23,7 @@ from nanovllm.config import Config
 from nanovllm.device import CPU_KV_CACHE_BYTES, SPARE_BYTES, Device
 from nanovllm.engine.startup import TABLE_BYTES
 from nanovllm.jobs import errors as job_errors
-from nanovllm.jobs.arguments import EPILOG, parse_args
+from nanovllm.jobs.main import EPILOG, parse_args
 from nanovllm.jobs.params import row_seed
 from nanovllm.jobs.parquet_pages import MAX_UNPACKED
 from nanovllm.jobs.sources import MAX_NESTING, MAX_ROW_BYTES

@@ -22,7 +22,7 @@ from time import perf_counter
 from typing import Any
 
 from nanovllm import LLM, SamplingParams, demo_model_path
-from nanovllm.jobs.arguments import parse_args
+from nanovllm.jobs.main import parse_args
 from nanovllm.jobs.run import run as run_job
 from tools.benchmark.workloads import QWEN3, Workload, demo, headline, prefixes, write_shape
 

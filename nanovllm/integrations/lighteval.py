@@ -28,7 +28,7 @@ except ImportError as error:
         f"pip install 'nanovllm[lighteval]' ({error})"
     ) from error
 
-GENERATION = r",?(generation_parameters=\{[^}]*\})"
+_GENERATION = r",?(generation_parameters=\{[^}]*\})"
 
 
 class NanoVLLM(LightevalModel):
@@ -170,8 +170,8 @@ class NanoVLLM(LightevalModel):
 
 def _parse(text: str) -> tuple[str, dict[str, Any], GenerationParameters | None]:
     """Parse `MODEL,option=value,...` into the model, its options and its generation parameters."""
-    found = re.search(GENERATION, text)
-    model, *parts = re.sub(GENERATION, "", text).split(",")
+    found = re.search(_GENERATION, text)
+    model, *parts = re.sub(_GENERATION, "", text).split(",")
     options: dict[str, Any] = {}
     for part in parts:
         name, separator, value = part.partition("=")

@@ -31,7 +31,7 @@ except ImportError as error:
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
 
-logger = logging.getLogger("nanovllm")
+_logger = logging.getLogger("nanovllm")
 
 
 @register_model("nanovllm")
@@ -127,7 +127,7 @@ class NanoVLLM(TemplateLM):
         try:
             return str(self.tokenizer.apply_chat_template(chat_history, **options))
         except TemplateError as error:
-            logger.warning("system messages are dropped, because the chat template says: %s", error)
+            _logger.warning("system messages are dropped, because the chat template says: %s", error)
             others = [message for message in chat_history if message["role"] != "system"]
             return str(self.tokenizer.apply_chat_template(others, **options))
 
@@ -239,7 +239,7 @@ class NanoVLLM(TemplateLM):
 
 def _warn_cut(num_cut: int, room: int) -> None:
     if num_cut:
-        logger.warning("%d prompts are cut on the left, to fit into %d tokens", num_cut, room)
+        _logger.warning("%d prompts are cut on the left, to fit into %d tokens", num_cut, room)
 
 
 if __name__ == "__main__":

@@ -29,9 +29,8 @@ from nanovllm.engine.startup import (
 )
 from nanovllm.engine.stats import counted
 from nanovllm.errors import BadRow, attempt
-from nanovllm.jobs.arguments import engine_options
 from nanovllm.jobs.errors import ANSWERED, ERROR_ROWS, REFUSED, JobRefusedError, refusing
-from nanovllm.jobs.job import make_format, open_job
+from nanovllm.jobs.job import engine_options, make_format, open_job
 from nanovllm.jobs.runner import portions
 from nanovllm.jobs.sources import Source, SourceRow, Values
 from nanovllm.jobs.tasks import Renderer, RowFormat, Task

@@ -40,12 +40,13 @@ def refusing(where: str = "") -> Iterator[None]:
         raise JobRefusedError(f"{where}{error}") from None
 
 
-class TooManyErrorsError(Exception):
-    """There are more error rows than --max-errors allows."""
-
-
 class JobFailedError(Exception):
-    """The job cannot continue, for an external reason. All complete lines of the output are kept."""
+    """The job cannot continue, for an external reason or because of too many error rows, as its code says.
+    All complete lines of the output are kept."""
+
+    def __init__(self, why: str, code: int = FAILED) -> None:
+        super().__init__(why)
+        self.code = code
 
 
 _ENDS: dict[int, tuple[int, str]] = {  # exit code and name

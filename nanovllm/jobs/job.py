@@ -12,13 +12,13 @@ import stat
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import Field, fields
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from nanovllm.config import Config
 from nanovllm.errors import attempt
-from nanovllm.jobs.arguments import engine_options
 from nanovllm.jobs.errors import JobRefusedError, refusing
 from nanovllm.jobs.formats import check_can_write, is_exported, open_source
 from nanovllm.jobs.journal import CHUNK, chunks, hash_file
@@ -52,6 +52,16 @@ _MAY_CHANGE = {
 _PROMPT_ARGUMENTS = ("prompt_column", "template", "messages_column", "id_column", "chat_template_kwargs")
 _LONGEST = ".rows.jsonl.nanovllm.tmp"  # what a file beside the output has after the output's name
 _INSPECTED_ROWS = 100  # rows of JSON to inspect, for an OpenAI batch or a missing column
+
+
+def engine_fields() -> dict[str, Field[Any]]:
+    """The options that are flags. The hub's token is not one: other users can see a command line."""
+    return {field.name: field for field in fields(Config) if field.name not in ("model", "hf_token")}
+
+
+def engine_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The options of `LLM` that were given."""
+    return {name: value for name, value in vars(args).items() if name in engine_fields()}
 
 
 @contextmanager

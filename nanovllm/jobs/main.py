@@ -1,25 +1,59 @@
-"""The program `nanovllm`: runs the command of a command line and returns its exit code.
+"""The program `nanovllm`: its command line, with argparse; it runs a command and returns the exit code.
 
-Imports a command's module only on use: `run` needs torch, and a wrong argument should not wait for it.
+The options of `LLM` become flags. Checks each argument on its own. Imports a command's module only on use:
+`run` needs torch, and a wrong argument should not wait for it.
 """
 
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
+import inspect
+import json
 import multiprocessing
 import os
+import re
 import sys
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import fields
 from io import TextIOWrapper
-from typing import NoReturn
+from pathlib import Path
+from typing import Any, NoReturn
 
-from nanovllm.jobs.arguments import parse_args
+from nanovllm.config import Config
 from nanovllm.jobs.errors import FAILED, READER_LEFT, REFUSED, JobRefusedError, Signals, caught_signals
+from nanovllm.jobs.formats import ENDINGS, SOURCES
+from nanovllm.jobs.job import engine_fields
+from nanovllm.jobs.params import make_params
+from nanovllm.jobs.runner import WINDOW_ROWS
+from nanovllm.jobs.sources import QUOTINGS
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.vllm_arguments import ENGINE, elsewhere
 
 _MODULES = {"run": "run", "check": "check", "version": "check"}  # of the commands
+# Python's words in texts about options, and those of a command line.
+_REWORDED = (
+    (r", or a (torch|transformers)[.\w ]*\w", ""),
+    (r"\bthe value None\b", "null"),
+    (r"(^|\. )None\b", r"\1The default"),
+    (r"\bNone\b", "the default"),
+    ("when `sampling_params` is not given", "that neither a row nor --sampling gives"),
+)
+_ENDING_NAMES = ", ".join(ENDINGS)
+EPILOG = """exit codes:
+  0    every row has an answer
+  1    every row was run, and some are error rows
+  2    nothing was run: a wrong argument, or the output belongs to another job or to other rows
+  3    stopped by --max-errors
+  4    the disk, the device or the engine failed
+  129  stopped by SIGHUP, because the terminal was closed
+  130  stopped by Ctrl-C; a second one does not wait for the engine to close
+  143  stopped by SIGTERM
+After 4, 129, 130 and 143, and after kill -9, the same command resumes the job; after 3 it needs a larger
+--max-errors, or --retry-errors."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -69,3 +103,218 @@ def _leave(code: int) -> NoReturn:
         with suppress(OSError, ValueError):
             stream.flush()
     os._exit(code)
+
+
+# -- arguments ----------------------------------------------------------------------------------------------
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse a command line; SystemExit with code 2 if it is wrong. `command` is the name of the command."""
+    parser = argparse.ArgumentParser(prog="nanovllm", description="Offline batch inference.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    raw = argparse.RawDescriptionHelpFormatter
+    run = commands.add_parser(
+        "run",
+        help="answer every row of a file",
+        usage="nanovllm run INPUT -o OUTPUT --model MODEL [option ...]",
+        epilog=EPILOG,
+        formatter_class=raw,
+        allow_abbrev=False,
+    )
+    run.add_argument("input", help=f"a file of rows ({_ENDING_NAMES}), or - for standard input")
+    run.add_argument("-o", "--output", type=Path, required=True, help=f"one of {_ENDING_NAMES}")
+    run.add_argument("--model", required=True, help="a folder or a Hugging Face hub id")
+    _add_row_arguments(run)
+    run.add_argument("--max-errors", type=_count, metavar="N", help="stop at more error rows than this")
+    run.add_argument("--retry-errors", action="store_true", help="run the error rows of the output again")
+    run.add_argument("--extend", action="store_true", help="answer the new rows of an input that has grown")
+    run.add_argument("--ordered", action="store_true", help="run and write the rows in the input's order")
+    help_safe = "in CSV and TSV, put ' before a string that a spreadsheet would run as a formula"
+    run.add_argument("--csv-safe", action="store_true", help=help_safe)
+    run.add_argument("--report", type=_page, metavar="FILE", help="write a page with charts, .html")
+    help_window = f"rows that are reordered together (default: {WINDOW_ROWS:,})"
+    run.add_argument("--window", type=_positive, default=WINDOW_ROWS, metavar="N", help=help_window)
+    _add_engine_arguments(run)
+    check = commands.add_parser(
+        "check",
+        help="say what is wrong with files, without running anything",
+        usage="nanovllm check FILE ... [option ...]",
+        allow_abbrev=False,
+    )
+    check.add_argument("inputs", nargs="+", type=Path, metavar="FILE")
+    check.add_argument("--model", help="also check the lengths of prompts, with this model's tokenizer")
+    _add_row_arguments(check)
+    _add_engine_arguments(check)
+    commands.add_parser("version", help="print versions, devices and attention backends")
+    given = sys.argv[1:] if argv is None else argv
+    if given and given[0] not in commands.choices and (write := elsewhere(given[0])) is not None:
+        parser.error(f"there is no command {given[0]!r}; {write}")
+    for each in given[1:]:  # before argparse says what else is missing
+        if (write := elsewhere(_name(each), as_flag=True)) is not None and each.startswith("--"):
+            commands.choices.get(given[0], parser).error(f"unrecognized argument: {each}; {write}")
+    args, unknown = parser.parse_known_args(given)
+    if unknown:
+        flags = ["--" + name.replace("_", "-") for name in (*vars(args), *engine_fields())]
+        hint = _hint(unknown[0].partition("=")[0], flags, args.command)
+        commands.choices[args.command].error(f"unrecognized arguments: {' '.join(unknown)}; {hint}")
+    return args
+
+
+def _name(flag: str) -> str:
+    """The name of `--some-name=VALUE` in Python."""
+    return flag.removeprefix("--").partition("=")[0].replace("-", "_")
+
+
+def _hint(flag: str, flags: Sequence[str], command: str) -> str:
+    """What to write instead of an unknown flag."""
+    name = _name(flag)
+    if name in SamplingParams.__dataclass_fields__:
+        return f"it is a sampling parameter: write --sampling {name}=VALUE"
+    if name in ENGINE:
+        advice = ENGINE[name].advice or "it has no effect here; leave it out"
+        return f"this option of vLLM is not supported; {advice}"
+    near = difflib.get_close_matches(flag, flags, n=1)
+    return f"did you mean {near[0]}?" if near else f"`nanovllm {command} --help` lists all arguments"
+
+
+def parse_sampling(text: str) -> dict[str, Any]:
+    """Return fields of SamplingParams from `name=value,...` or a JSON object; values are JSON or strings.
+
+    argparse.ArgumentTypeError for a wrong value.
+    """
+    try:
+        values = json.loads(text) if text.startswith("{") else dict(map(_pair, filter(None, text.split(","))))
+        make_params(values)
+    except (TypeError, ValueError) as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return values
+
+
+def _pair(text: str) -> tuple[str, Any]:
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise ValueError(
+            f'{text!r} is no name=value; write values with commas as JSON: \'{{"stop": ["a", "b"]}}\''
+        )
+    try:
+        return name.strip(), json.loads(value)
+    except ValueError:
+        return name.strip(), {"None": None, "True": True, "False": False}.get(value, value)
+
+
+def _add_row_arguments(parser: argparse.ArgumentParser) -> None:
+    rows = parser.add_argument_group("rows")
+    rows.add_argument(
+        "--format", choices=("auto", *SOURCES), default="auto", help="default: by the ending of the name"
+    )
+    help_quoting = (
+        "minimal: a field in quotes may span lines; none: quotes are text (default: of CSV minimal, of "
+    )
+    help_quoting += "TSV none unless a field shows doubled quotes)"
+    rows.add_argument("--quoting", choices=QUOTINGS, help=help_quoting)
+    rows.add_argument(
+        "--delimiter",
+        type=_delimiter,
+        metavar="CHAR",
+        help="between fields of CSV (default: , and of TSV a tab)",
+    )
+    prompt = rows.add_mutually_exclusive_group()
+    prompt.add_argument("--prompt-column", metavar="NAME", help="of strings (default: prompt, or messages)")
+    prompt.add_argument(
+        "--template", type=_template, metavar="TEXT", help="a string with columns in braces, or @FILE"
+    )
+    prompt.add_argument("--messages-column", metavar="NAME", help="a conversation for the chat template")
+    rows.add_argument("--id-column", metavar="NAME", help="default: id or custom_id, where there is one")
+    rows.add_argument(
+        "--sampling",
+        type=parse_sampling,
+        default={},
+        metavar="NAME=VALUE,...",
+        help="fields of SamplingParams, or a JSON object; they override the model's defaults, and a row's "
+        "`sampling_params` override these",
+    )
+    rows.add_argument(
+        "--chat-template-kwargs", type=_json_object, default={}, metavar="JSON", help="its variables"
+    )
+
+
+def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
+    """A flag for every option of `LLM`; options that are not given are missing in the result."""
+    engine = parser.add_argument_group("options of LLM (docs/options.md)")
+    about = texts_of_options()
+    for name, field in engine_fields().items():
+        kind = str(field.type).removesuffix(" | None")
+        shown = "" if field.default is None else f" (default: {field.default})"
+        options: dict[str, Any] = {"default": argparse.SUPPRESS, "help": about[name] + shown}
+        if kind == "bool":
+            options["action"] = argparse.BooleanOptionalAction
+        else:
+            options |= {"type": str if kind == "str" else _json_or_text, "metavar": "VALUE"}
+        engine.add_argument("--" + name.replace("_", "-"), **options)
+
+
+def texts_of_options() -> dict[str, str]:
+    """What the docstring of Config says of each option, without values that a command line cannot pass."""
+    names = "|".join(field.name for field in fields(Config))
+    docstring = inspect.cleandoc(Config.__doc__ or "")  # Python 3.13 and later store it without its indent
+    found = re.findall(rf"^({names}): ((?:.|\n(?!(?:{names}): |\n))*)", docstring, re.M)
+    texts = {name: " ".join(text.split()).replace("%", "%%") for name, text in found}
+    for name, text in texts.items():
+        for pattern, replacement in _REWORDED:
+            text = re.sub(pattern, replacement, text)
+        texts[name] = re.sub(rf"`({names})`|(?<!\w)(\w+_\w+)(?!\w|\.json)", _as_flag, text)
+    return texts
+
+
+def _as_flag(match: re.Match[str]) -> str:
+    """The flag of an option that a text names."""
+    name = match[1] or match[2]
+    return "--" + name.replace("_", "-") if name in engine_fields() else match[0]
+
+
+def _json_or_text(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    value = _json_or_text(text)
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"must be a JSON object {{...}}, not {text!r}")
+    return value
+
+
+def _template(text: str) -> str:
+    if not text.startswith("@"):
+        return text
+    try:
+        return Path(text[1:]).read_text(encoding="utf-8-sig")
+    except (OSError, ValueError) as error:
+        raise argparse.ArgumentTypeError(f"{text[1:]}: {error}") from None
+
+
+def _page(text: str) -> Path:
+    if not text.endswith(".html"):  # it may be the path of the output by mistake
+        raise argparse.ArgumentTypeError(f"must end in .html, not {text!r}")
+    return Path(text)
+
+
+def _delimiter(text: str) -> str:
+    text = "\t" if text == "\\t" else text
+    if len(text) != 1 or text in '"\r\n':
+        raise argparse.ArgumentTypeError(f"must be one character, no quote and no line end, not {text!r}")
+    return text
+
+
+def _count(text: str) -> int:
+    if not text.isdigit():
+        raise argparse.ArgumentTypeError(f"must be a number of rows, 0 or more, not {text!r}")
+    return int(text)
+
+
+def _positive(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be 1 or more, not {text!r}")
+    return int(text)

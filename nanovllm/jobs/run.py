@@ -20,12 +20,10 @@ from nanovllm.engine.startup import find_model, overridden, read_generation_conf
 from nanovllm.engine.stats import StepStats, counted, short
 from nanovllm.errors import NanoVLLMError
 from nanovllm.jobs import errors
-from nanovllm.jobs.arguments import engine_options
 from nanovllm.jobs.errors import (
     JobFailedError,
     JobRefusedError,
     Signals,
-    TooManyErrorsError,
     caught_signals,
     refusing,
 )
@@ -34,6 +32,7 @@ from nanovllm.jobs.job import (
     check_output,
     default_params,
     describe,
+    engine_options,
     extend,
     has_grown,
     input_file,
@@ -121,10 +120,8 @@ def _end(error: BaseException | None, signals: Signals, progress: JobProgress) -
         return errors.ERROR_ROWS if progress.errors else errors.ANSWERED, "finished"
     if isinstance(error, JobRefusedError):
         return errors.REFUSED, "refused"
-    if isinstance(error, TooManyErrorsError):
-        return errors.TOO_MANY_ERRORS, f"stopped: {error}"
     if isinstance(error, JobFailedError):
-        return errors.FAILED, f"failed: {error}"
+        return error.code, f"{'failed' if error.code == errors.FAILED else 'stopped'}: {error}"
     resumes = "; the same command resumes"
     if signals.seen or isinstance(error, KeyboardInterrupt):  # the signal may give another error: of a worker
         code, name = signals.end

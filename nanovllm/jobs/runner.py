@@ -17,7 +17,7 @@ from typing import Any, TypeAlias, TypeVar
 
 from nanovllm.engine.stats import counted
 from nanovllm.errors import BadRow, attempt
-from nanovllm.jobs.errors import TooManyErrorsError
+from nanovllm.jobs.errors import TOO_MANY_ERRORS, JobFailedError
 from nanovllm.jobs.output import Output
 from nanovllm.jobs.progress import JobProgress
 from nanovllm.jobs.sources import Source, SourceRow
@@ -51,7 +51,7 @@ class JobRunner:
         self._next = 0  # the next row to write, with `ordered`
 
     def run(self, llm: Any, row_format: RowFormat, renderer: Renderer) -> None:
-        """Answer all rows. TooManyErrorsError, JobFailedError or an engine's error ends it early."""
+        """Answer all rows. JobFailedError or an engine's error ends it early."""
         self._format = row_format
         tasks = self._tasks()
         if not self.args.ordered:
@@ -73,13 +73,14 @@ class JobRunner:
         self.num_rows = num_rows
 
     def check_errors(self) -> None:
-        """Raise TooManyErrorsError if there are more error rows than `--max-errors`."""
+        """Raise JobFailedError if there are more error rows than `--max-errors`."""
         most = self.args.max_errors
         if most is not None and self.progress.errors > most:
-            raise TooManyErrorsError(
+            raise JobFailedError(
                 f"{counted(self.progress.errors, 'error row')}, and --max-errors is {most:,}; run "
                 "the same command with a larger --max-errors, or with --retry-errors, or put corrected rows "
-                "into a file of their own, and run that with another -o"
+                "into a file of their own, and run that with another -o",
+                TOO_MANY_ERRORS,
             )
 
     def _tasks(self) -> Iterator[Task]:

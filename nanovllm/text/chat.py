@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from nanovllm.errors import BadRow, attempt
 from nanovllm.text.prompts import Prompt, check_text, show, to_list
-from nanovllm.text.templates import TemplateFailedError, TemplateProcess, TemplateStoppedError, plain
+from nanovllm.text.templates import TemplateError, TemplateProcess, plain
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -225,14 +225,14 @@ def _apply(tokenizer: PreTrainedTokenizerBase, conversation: Any, options: Mappi
     try:
         return tokenizer.apply_chat_template(conversation, tokenize=False, **options)
     except Exception as error:  # it may raise anything
-        return TemplateFailedError(f"{type(error).__name__}: {error}")
+        return TemplateError(f"{type(error).__name__}: {error}")
 
 
 def _as_prompt(text: Any, where: str, name: str) -> Prompt:
     """The prompt of a rendered conversation. name: of the template, in errors."""
-    if isinstance(text, TemplateFailedError):
+    if isinstance(text, TemplateError) and not text.was_stopped:
         raise ValueError(f"{where}: the chat template fails ({text})")
-    if isinstance(text, TemplateStoppedError):
+    if isinstance(text, TemplateError):
         raise ValueError(
             f"{where}: the chat template {name} {text}; put another chat_template.jinja into the model's "
             "folder, or pass chat_template"

@@ -7,11 +7,11 @@ Reads no further than requested. Knows nothing of tokenizers or devices: a strin
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from itertools import chain, islice
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -26,6 +26,7 @@ _KEYS = ("prompt", "prompt_token_ids")  # of a dictionary
 READ_SECONDS = 0.005  # time limit for reading a batch, checked after each prompt
 _READ_CHARS = 2**22  # of text in a batch, checked after each prompt
 _END = object()
+_Part = TypeVar("_Part")
 # The keys that transformers tokenizers return.
 _ENCODED = {"input_ids", "attention_mask", "token_type_ids", "special_tokens_mask"}
 
@@ -126,7 +127,7 @@ def parse_sampling_params(
     prompts raises its error. first_index: index of the first element, for errors.
     """
     if isinstance(sampling_params, SamplingParams):
-        return [check_params(sampling_params, "sampling_params")] * num_prompts
+        return [_check_params(sampling_params, "sampling_params")] * num_prompts
     if not isinstance(sampling_params, Sequence) or isinstance(sampling_params, str):
         raise TypeError(
             f"sampling_params must be SamplingParams or a list of them, not {show(sampling_params)}"
@@ -139,11 +140,11 @@ def parse_sampling_params(
     checked: dict[int, SamplingParams | BadRow] = {}
     for index, params in enumerate(sampling_params, first_index):
         if id(params) not in checked:
-            checked[id(params)] = attempt(check_params, params, f"sampling_params[{index}]")
+            checked[id(params)] = attempt(_check_params, params, f"sampling_params[{index}]")
     return [checked[id(params)] for params in sampling_params]
 
 
-def check_params(params: Any, where: str) -> SamplingParams:
+def _check_params(params: Any, where: str) -> SamplingParams:
     """Return a checked copy of SamplingParams. where: their name in errors."""
     if not isinstance(params, SamplingParams):
         raise TypeError(f"{where} must be SamplingParams, not {show(params)}")
@@ -238,6 +239,21 @@ def _parse_ids(value: Any, where: str) -> list[int]:
     return [int(token_id) for token_id in ids]
 
 
+def portions(parts: list[_Part], most: int, size: Callable[[_Part], int]) -> Iterator[list[_Part]]:
+    """The parts in lists whose sizes add up to `most` or less; a larger part is alone."""
+    some: list[_Part] = []
+    total = 0
+    for part in parts:
+        more = size(part)
+        if some and total + more > most:
+            yield some
+            some, total = [], 0
+        some.append(part)
+        total += more
+    if some:
+        yield some
+
+
 def show(value: object) -> str:
     """The beginning of `value` and its type, for an error message."""
     return f"{show_value(value)} ({type(value).__name__})"
@@ -271,7 +287,7 @@ class PromptReader:
         self._same: SamplingParams | None = None
         self._params: Iterator[SamplingParams] = iter(())
         if isinstance(sampling_params, SamplingParams):
-            self._same = check_params(sampling_params, "sampling_params")
+            self._same = _check_params(sampling_params, "sampling_params")
             return
         if isinstance(sampling_params, (str, Mapping)) or not isinstance(sampling_params, Iterable):
             raise TypeError(

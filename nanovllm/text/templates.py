@@ -21,14 +21,14 @@ from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from nanovllm.lifecycle import finalize
+from nanovllm.text.prompts import portions
 
 _PORTION_BYTES = 2**16  # of conversations in one message; at least one
 MAX_STOPS = 3  # in a row, until a template is not tried again
 _START = "import sys; sys.path[:] = sys.argv[2:]; import nanovllm.text.templates as t; t.serve(sys.argv[1])"
-_Part = TypeVar("_Part")
 _TEXT, _ERROR, _LIMIT = b"T", b"E", b"L"  # the first byte of an answer
 
 
@@ -40,12 +40,12 @@ class Limits(NamedTuple):
     output_bytes: int = 2**26
 
 
-class TemplateFailedError(Exception):
-    """What the template raised, as text."""
+class TemplateError(Exception):
+    """What the template raised, as text; if it `was_stopped`, the limit it met, from the verb on."""
 
-
-class TemplateStoppedError(Exception):
-    """The template went beyond a limit; the message says which, and begins with a verb."""
+    def __init__(self, why: str, was_stopped: bool = False) -> None:
+        super().__init__(why)
+        self.was_stopped = was_stopped
 
 
 class TemplateProcess:
@@ -64,12 +64,12 @@ class TemplateProcess:
         special_tokens: Mapping[str, Any],
         conversations: Sequence[Any],
         options: Mapping[str, Any],
-    ) -> list[str | TemplateFailedError | TemplateStoppedError]:
+    ) -> list[str | TemplateError]:
         """Return the text of each conversation, or why there is none. options: of `apply_chat_template`.
 
         RuntimeError if the process cannot be started.
         """
-        found: list[str | TemplateFailedError | TemplateStoppedError] = []
+        found: list[str | TemplateError] = []
         common = pickle.dumps((template, dict(special_tokens), dict(options), self.limits))
         with self._lock:
             for portion in portions([pickle.dumps(each) for each in conversations], _PORTION_BYTES, len):
@@ -85,7 +85,7 @@ class TemplateProcess:
         """The answers to a portion. If the process ends, each conversation is tried alone."""
         if self._stops.get(template, 0) >= MAX_STOPS:
             why = f"was stopped {MAX_STOPS} times in a row and is not tried again"
-            return [TemplateStoppedError(why)] * len(portion)
+            return [TemplateError(why, True)] * len(portion)
         is_new = self._worker is None
         try:
             process, connection = self._worker or self._start()
@@ -104,7 +104,7 @@ class TemplateProcess:
             if code == -signal.SIGPROF:
                 why = f"takes more than {self.limits.seconds:g} s of a CPU"
             self._stops[template] = self._stops.get(template, 0) + 1
-            return [TemplateStoppedError(why)]
+            return [TemplateError(why, True)]
         except BaseException:  # Ctrl-C: what comes later would be an answer to another question
             self.close()
             raise
@@ -143,22 +143,7 @@ def _end(process: subprocess.Popen[bytes], connection: Connection) -> None:
     process.wait()
 
 
-def portions(parts: list[_Part], most: int, size: Callable[[_Part], int]) -> Iterator[list[_Part]]:
-    """The parts in lists whose sizes add up to `most` or less; a larger part is alone."""
-    some: list[_Part] = []
-    total = 0
-    for part in parts:
-        more = size(part)
-        if some and total + more > most:
-            yield some
-            some, total = [], 0
-        some.append(part)
-        total += more
-    if some:
-        yield some
-
-
-def _answers(message: bytes) -> Iterator[str | TemplateFailedError | TemplateStoppedError]:
+def _answers(message: bytes) -> Iterator[str | TemplateError]:
     """The answers in a message: of each its kind, its length in 8 bytes, and its text."""
     start = 0
     while start < len(message):
@@ -167,10 +152,7 @@ def _answers(message: bytes) -> Iterator[str | TemplateFailedError | TemplateSto
             start + 9 + int.from_bytes(message[start + 1 : start + 9], "big"),
         )
         text, start = message[start + 9 : end].decode("utf-8", "surrogatepass"), end
-        if kind == _TEXT:
-            yield text
-        else:
-            yield TemplateFailedError(text) if kind == _ERROR else TemplateStoppedError(text)
+        yield text if kind == _TEXT else TemplateError(text, kind == _LIMIT)
 
 
 def plain(value: Any) -> Any:

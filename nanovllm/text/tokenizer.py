@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from nanovllm.errors import ModelLoadError
 from nanovllm.inputs import PromptLike
 from nanovllm.text.detokenizer import BYTE_OF_LETTER
-from nanovllm.text.prompts import Prompt, parse_prompt, show, split_prompts, to_list
-from nanovllm.text.templates import portions
+from nanovllm.text.prompts import Prompt, parse_prompt, portions, show, split_prompts, to_list
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

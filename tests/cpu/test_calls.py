@@ -31,7 +31,7 @@ from nanovllm import (
     StructuredOutputsParams,
     demo_model_path,
 )
-from nanovllm.jobs.arguments import parse_args, parse_sampling
+from nanovllm.jobs.main import parse_args, parse_sampling
 from nanovllm.jobs.openai_batch import read_body
 from nanovllm.vllm_arguments import ELSEWHERE, EMBED, GENERATE
 

@@ -16,7 +16,7 @@ from jobs import FakeLLM, read_rows, run, write_rows
 
 from nanovllm import LLM, SamplingParams, demo_model_path
 from nanovllm.config import Config
-from nanovllm.jobs import arguments
+from nanovllm.jobs import main as arguments
 from tools.bench_jobs import LoadedLLM
 
 DOCS = Path(__file__).parent.parent.parent / "docs/jobs.md"

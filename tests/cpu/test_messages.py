@@ -16,7 +16,7 @@ from tiny_models import edit_json, write_tiny_model
 import nanovllm
 from nanovllm import LLM, SamplingParams, demo_model_path
 from nanovllm.config import Config
-from nanovllm.jobs.arguments import parse_args
+from nanovllm.jobs.main import parse_args
 from nanovllm.models.registry import load_model_config, resolve_model_path
 from nanovllm.models.weights import check_weights
 from nanovllm.runner.memory import KVCacheSpace, fit_kv_cache

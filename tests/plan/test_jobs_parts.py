@@ -21,10 +21,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanovllm.jobs.arguments import engine_options, parse_args
 from nanovllm.jobs.errors import JobFailedError, JobRefusedError
 from nanovllm.jobs.formats import open_source
+from nanovllm.jobs.job import engine_options
 from nanovllm.jobs.journal import Journal, locked
+from nanovllm.jobs.main import parse_args
 from nanovllm.jobs.output import IndexSet, Output, put_in_order, to_line
 from nanovllm.jobs.progress import JobProgress
 from nanovllm.jobs.runner import grouped_by_prefix, reordered

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from nanovllm.jobs import sources
-from nanovllm.jobs.arguments import parse_sampling
 from nanovllm.jobs.errors import JobRefusedError
 from nanovllm.jobs.formats import open_source
+from nanovllm.jobs.main import parse_sampling
 from nanovllm.jobs.openai_batch import OpenAIFormat
 from nanovllm.jobs.output import line_index, to_line
 from nanovllm.jobs.params import job_params, make_params, row_seed

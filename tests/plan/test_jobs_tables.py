@@ -11,9 +11,9 @@ import pytest
 from test_jobs_rows import plain_task, values_of
 
 from nanovllm.jobs import main as program
-from nanovllm.jobs.arguments import parse_args
 from nanovllm.jobs.errors import JobRefusedError
 from nanovllm.jobs.formats import open_source
+from nanovllm.jobs.main import parse_args
 
 # Each: a name, the flags, the content, and for each row its fields or how its error begins.
 NASTY = {
