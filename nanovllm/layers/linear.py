@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from nanovllm.distributed.group import TPGroup
+from nanovllm.kernels.activation import Activation
 from nanovllm.layers.weights import WeightLayer, WeightOptions, split_evenly
 from nanovllm.quantization.base import Normed, Product
 from nanovllm.quantization.shards import ShardId, WeightShard, WeightSource
@@ -81,9 +82,9 @@ class _PackedColumnLinear(_LinearLayer):
         )
         self.output_sizes = sizes
 
-    def forward(self, x: Normed, silu: bool = False) -> torch.Tensor:
-        """The product with x; with `silu`, `silu_and_mul` of it."""
-        return self.method.apply_to_normed(x, self.bias, silu)
+    def forward(self, x: Normed, activation: Activation | None = None) -> torch.Tensor:
+        """The product with x; with an activation, that of its two halves."""
+        return self.method.apply_to_normed(x, self.bias, activation)
 
 
 def _row_shards(param: str, parts: list[OutputPart], rest: tuple[int, ...]) -> list[WeightShard]:

@@ -114,23 +114,27 @@ class Attention(WeightLayer):
 
 
 class GatedMLP(nn.Module):
-    """down_proj(silu(gate_proj(x)) * up_proj(x)), SwiGLU (Shazeer, 2020), with inner size `size`."""
+    """down_proj(act(gate_proj(x)) * up_proj(x)): with SiLU it is SwiGLU (Shazeer, 2020)."""
 
-    def __init__(
-        self, hidden_size: int, size: int, tp: TPGroup, options: WeightOptions, bias: bool = False
-    ) -> None:
+    def __init__(self, config: ModelConfig, build: Build) -> None:
         super().__init__()
+        tp, options, bias = build.tp, build.options, config.mlp_bias
+        hidden_size, size = config.hidden_size, config.intermediate_size
         self.gate_up_proj = MergedColumnParallelLinear(hidden_size, [size, size], tp, options, bias)
         self.down_proj = RowParallelLinear(size, hidden_size, tp, options, bias)
+        self.activation = config.activation
 
     def forward(self, x: Normed, step: Step) -> Product:
         """x [T, hidden_size] -> a term of the stream, of the same shape. Tokens are independent."""
-        product: Product = self.down_proj(self.gate_up_proj(x, silu=True))
+        product: Product = self.down_proj(self.gate_up_proj(x, self.activation))
         return product
 
 
 class DecoderLayer(nn.Module):
-    """Attention, then an MLP; each has a norm before it, and adds to the residual stream."""
+    """Attention, then an MLP; each has a norm before it, and adds to the residual stream.
+
+    A family with another layer names its own class in `ModelFamily.layer`, with the same arguments.
+    """
 
     def __init__(self, config: ModelConfig, index: int, build: Build) -> None:
         super().__init__()
@@ -139,7 +143,7 @@ class DecoderLayer(nn.Module):
         self.input_layernorm = RMSNorm(hidden_size, eps, options, tp)
         self.self_attn = Attention(config, index, build)
         self.post_attention_layernorm = RMSNorm(hidden_size, eps, options, tp)
-        self.mlp = GatedMLP(hidden_size, config.intermediate_size, tp, options, config.mlp_bias)
+        self.mlp = GatedMLP(config, build)
 
     def forward(self, x: AnyStream, step: Step, keep: torch.Tensor | None = None) -> AnyStream:
         """keep [n]: only these rows are needed after attention."""
@@ -153,8 +157,9 @@ class DecoderModel(nn.Module):
     def __init__(self, config: ModelConfig, build: Build) -> None:
         super().__init__()
         tp, options = build.tp, build.options
+        layer = config.layer or DecoderLayer
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, tp, options)
-        self.layers = nn.ModuleList(DecoderLayer(config, index, build) for index in range(config.num_layers))
+        self.layers = nn.ModuleList(layer(config, index, build) for index in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, options, tp)
 
 
