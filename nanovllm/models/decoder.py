@@ -26,7 +26,7 @@ from nanovllm.layers.linear import (
     QKVParallelLinear,
     RowParallelLinear,
 )
-from nanovllm.layers.stream import AnyStream, RMSNorm, Step, begin
+from nanovllm.layers.stream import AnyStream, Norm, RMSNorm, Step, begin
 from nanovllm.layers.weights import WeightLayer, WeightOptions
 from nanovllm.models.config import ModelConfig
 from nanovllm.quantization.base import Normed, Product
@@ -140,7 +140,7 @@ class DecoderLayer(nn.Module):
         super().__init__()
         tp, options = build.tp, build.options
         hidden_size, eps = config.hidden_size, config.rms_norm_eps
-        self.input_layernorm = RMSNorm(hidden_size, eps, options, tp)
+        self.input_layernorm: Norm = RMSNorm(hidden_size, eps, options, tp)
         self.self_attn = Attention(config, index, build)
         self.post_attention_layernorm = RMSNorm(hidden_size, eps, options, tp)
         self.mlp = GatedMLP(config, build)
