@@ -17,8 +17,6 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
-    Olmo2Config,
-    Olmo2ForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -31,7 +29,6 @@ FAMILIES: dict[str, tuple[type, type]] = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "llama": (LlamaConfig, LlamaForCausalLM),
     "mistral": (MistralConfig, MistralForCausalLM),
-    "olmo2": (Olmo2Config, Olmo2ForCausalLM),
 }
 VOCAB_SIZE = 97
 

@@ -8,7 +8,6 @@ from typing import Any
 from nanovllm.models.config import ModelFamily
 from nanovllm.models.llama import LLAMA
 from nanovllm.models.mistral import MISTRAL
-from nanovllm.models.olmo2 import OLMO2
 from nanovllm.models.qwen2 import QWEN2
 from nanovllm.models.qwen3 import QWEN3
 
@@ -17,7 +16,6 @@ _FAMILIES: dict[str, ModelFamily] = {
     "Qwen2ForCausalLM": QWEN2,
     "LlamaForCausalLM": LLAMA,
     "MistralForCausalLM": MISTRAL,
-    "Olmo2ForCausalLM": OLMO2,
 }
 
 
