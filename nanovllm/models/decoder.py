@@ -81,7 +81,7 @@ class Attention(WeightLayer):
             self.q_norm = RMSNorm(size if over_all else head_dim, eps, options)
             if spec.kv_from is None:
                 self.k_norm = RMSNorm(kv_size if over_all else head_dim, eps, options)
-        self.sinks = None
+        self.register_parameter("sinks", None)
         if spec.sinks:
             own = self.spec.num_heads
             shard = WeightShard("sinks", None, (spec.num_heads,), 0, tp.rank * own, own, 0)
