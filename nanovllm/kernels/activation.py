@@ -1,6 +1,8 @@
-"""SiLU and multiply, the activation of the MLP. Owns no weight."""
+"""The gated activations of an MLP. Owns no weight."""
 
 from __future__ import annotations
+
+from enum import Enum
 
 import torch
 import torch.nn.functional as F
@@ -57,3 +59,25 @@ def silu_and_mul_reference(x: torch.Tensor) -> torch.Tensor:
 
 
 silu_and_mul = by_device(silu_and_mul_triton, silu_and_mul_reference)
+
+
+class Activation(Enum):
+    """A gated activation: act(gate) * up, for rows [gate, up]. The values are the names in config.json."""
+
+    SILU = "silu"
+
+    @classmethod
+    def of(cls, name: object) -> Activation:
+        """ValueError with the supported names if there is none called `name`."""
+        for each in cls:
+            if each.value == name:
+                return each
+        supported = ", ".join(repr(each.value) for each in cls)
+        raise ValueError(f"{name!r} is not supported; supported: {supported}")
+
+    def and_mul(self, x: torch.Tensor) -> torch.Tensor:
+        """act(x[:, :N]) * x[:, N:], [T, N], for x [T, 2N]."""
+        return _AND_MUL[self](x)
+
+
+_AND_MUL = {Activation.SILU: silu_and_mul}

@@ -11,6 +11,7 @@ from dataclasses import replace
 import torch
 
 from nanovllm.distributed.group import TPGroup
+from nanovllm.kernels.activation import Activation
 from nanovllm.layers.weights import WeightLayer, split_evenly
 from nanovllm.quantization.base import Normed, Product, WeightShard
 
@@ -55,9 +56,9 @@ class _PackedColumnLinear(_LinearLayer):
         super().__init__((offset, input_size), shards, biases)
         self.output_sizes = [shard.length for shard in shards]
 
-    def forward(self, x: Normed, silu: bool = False) -> torch.Tensor:
-        """The product with x; with `silu`, `silu_and_mul` of it."""
-        return self.method.apply_to_normed(x, self.bias, silu)
+    def forward(self, x: Normed, activation: Activation | None = None) -> torch.Tensor:
+        """The product with x; with an activation, that of its two halves."""
+        return self.method.apply_to_normed(x, self.bias, activation)
 
 
 class MergedColumnParallelLinear(_PackedColumnLinear):

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from torch import nn
 
 from nanovllm.attention.base import AttentionMetadata, StepMetadata
 from nanovllm.distributed.copied_rows import PendingSum
@@ -50,7 +51,7 @@ class Stream:
 
     def add(
         self,
-        norm: RMSNorm,
+        norm: Norm,
         block: Block,
         step: Step,
         keep: torch.Tensor | None = None,
@@ -94,11 +95,11 @@ class HalvedStream:
 
     def __init__(self, halves: tuple[Stream, ...]) -> None:
         self._halves = list(halves)
-        self._waiting: tuple[RMSNorm, Block, RMSNorm | None] | None = None
+        self._waiting: tuple[Norm, Block, RMSNorm | None] | None = None
 
     def add(
         self,
-        norm: RMSNorm,
+        norm: Norm,
         block: Block,
         step: Step,
         keep: torch.Tensor | None = None,
@@ -117,7 +118,7 @@ class HalvedStream:
             self._advance(1 - half)
         return _added(torch.cat(totals), _cat(terms), keep, after)
 
-    def _run_waiting(self, step: Step, following: RMSNorm, whole: bool) -> None:
+    def _run_waiting(self, step: Step, following: Norm, whole: bool) -> None:
         """Run the block that waits, and start its sums, which `following` normalises."""
         if self._waiting is None:
             return
@@ -126,7 +127,7 @@ class HalvedStream:
             x: Normed = norm(self._halves[half])
             term = block(x, step.halves[half])
             self._advance(1 - half)
-            if after is None:
+            if after is None and isinstance(following, RMSNorm):
                 self._halves[half] = Stream(following.start(_value(term), x.total, whole))
             else:
                 self._halves[half] = _added(x.total, term, after=after)
@@ -146,6 +147,20 @@ def begin(embedded: torch.Tensor, step: Step) -> AnyStream:
         return Stream(embedded)
     parts = embedded.split([len(half.positions) for half in step.halves])
     return HalvedStream(tuple(map(Stream, parts)))
+
+
+class NoNorm(nn.Module):
+    """In place of the norm before a block (OLMo 2): only sums a stream's term over the ranks of `tp`."""
+
+    def __init__(self, tp: TPGroup) -> None:
+        super().__init__()
+        self.tp = tp
+
+    def forward(self, x: Stream) -> Normed:
+        assert not isinstance(x.term, PendingSum), "only an RMSNorm starts a sum"
+        term = x.term if x.summed else self.tp.all_reduce(x.term)
+        total = term if x.residual is None else term + x.residual
+        return Normed.computed(total, total)
 
 
 class RMSNorm(WeightLayer):
@@ -181,3 +196,6 @@ class RMSNorm(WeightLayer):
         """Start norm(the sum of `term` over the ranks + residual). At most two may be in progress; see
         `TPGroup.start_sum`."""
         return self.tp.start_sum(term, residual, self.weight, self.eps, whole)
+
+
+Norm = RMSNorm | NoNorm

@@ -6,11 +6,12 @@ Reads plain dicts of transformers 4 and 5. Refuses what the decoder does not com
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from nanovllm.attention.base import AttentionSpec
 from nanovllm.attention.rotary import RopeConfig
+from nanovllm.kernels.activation import Activation
 from nanovllm.layers.linear import can_split_heads
 from nanovllm.quantization.unquantized import QuantConfig
 
@@ -45,7 +46,6 @@ QUANTIZATIONS: dict[str, Callable[[Mapping[str, Any]], QuantConfig]] = {}
 class ModelConfig:
     """The shape and the variations of a decoder. Sizes are numbers of elements."""
 
-    architecture: str
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -58,10 +58,13 @@ class ModelConfig:
     o_bias: bool
     mlp_bias: bool
     dtype: str  # of the checkpoint
-    eos_token_ids: tuple[int, ...]
     sliding_window: int | None  # up to this length full attention gives the same result; None: always
     dual_chunk: int | None = None  # the same for dual chunk attention
     quant: QuantConfig = field(default_factory=QuantConfig)  # of the checkpoint
+    architecture: str = ""
+    eos_token_ids: tuple[int, ...] = ()
+    activation: Activation = Activation.SILU
+    layer: Callable[..., Any] | None = None  # (config, index, build) -> a layer; None: `DecoderLayer`
     max_model_len: int | None = None  # maximum tokens of a sequence in the engine; None: without an engine
 
     def __post_init__(self) -> None:
@@ -184,7 +187,10 @@ def window_length(hf: HFConfig) -> int | None:
 
 @dataclass(frozen=True)
 class ModelFamily:
-    """The properties of one family of decoders. A bias may be the name of its key in config.json."""
+    """The properties of one family of decoders. A bias may be the name of its key in config.json.
+
+    A subclass may override `read`, for example to give each layer its own `AttentionSpec`.
+    """
 
     defaults: Mapping[str, Any]  # transformers' defaults for keys that config.json leaves out
     qkv_bias: bool | str = False
@@ -192,6 +198,8 @@ class ModelFamily:
     mlp_bias: bool | str = False
     qk_norm: Literal["head", "all"] | None = None
     sliding_window: Callable[[HFConfig], int | None] = lambda hf: None
+    layer: Callable[..., Any] | None = None  # see `ModelConfig`; ranks import it by its name
+    reads: tuple[str, ...] = ()  # keys of NEUTRAL that `read` reads
 
     def model_config(
         self, architecture: str, raw: Mapping[str, Any], generation: Mapping[str, Any] | None = None
@@ -202,7 +210,13 @@ class ModelFamily:
         """
         hf = HFConfig(raw, self.defaults)
         quant = _quant_config(hf)
-        _refuse_unsupported(hf)
+        _refuse_unsupported(hf, self.reads)
+        stop = _eos_token_ids(hf, generation or {})
+        config = self.read(hf)
+        return replace(config, architecture=architecture, eos_token_ids=stop, layer=self.layer, quant=quant)
+
+    def read(self, hf: HFConfig) -> ModelConfig:
+        """Read config.json. ValueError for what is malformed or not supported."""
         hidden_size, num_heads = hf.integer("hidden_size"), hf.integer("num_attention_heads")
         num_kv_heads = hf.integer("num_key_value_heads", num_heads)
         head_dim = hf.integer("head_dim", hidden_size // num_heads)
@@ -221,12 +235,11 @@ class ModelFamily:
             )
         stated_positions = hf.integer("max_position_embeddings")
         rope = _rope_config(hf, stated_positions)
-        biases = {
+        biases: dict[str, Any] = {
             name: hf.boolean(value) if isinstance(value := getattr(self, name), str) else value
             for name in ("qkv_bias", "o_bias", "mlp_bias")
         }
         return ModelConfig(
-            architecture=architecture,
             vocab_size=vocab_size,
             hidden_size=hidden_size,
             intermediate_size=intermediate_size,
@@ -237,10 +250,9 @@ class ModelFamily:
             tie_word_embeddings=hf.boolean("tie_word_embeddings"),
             **biases,
             dtype=_dtype(hf),
-            eos_token_ids=_eos_token_ids(hf, generation or {}),
+            activation=_activation(hf),
             sliding_window=self.sliding_window(hf),
             dual_chunk=_dual_chunk(hf),
-            quant=quant,
         )
 
 
@@ -262,13 +274,16 @@ def _eos_token_ids(hf: HFConfig, generation: Mapping[str, Any]) -> tuple[int, ..
     return tuple(sorted(stated))
 
 
-def _refuse_unsupported(hf: HFConfig) -> None:
-    if hf.get("hidden_act") != "silu":
-        raise ValueError(
-            f"config.json: hidden_act {hf.get('hidden_act')!r} is not supported; supported: 'silu'"
-        )
+def _activation(hf: HFConfig) -> Activation:
+    try:
+        return Activation.of(hf.get("hidden_act"))
+    except ValueError as error:
+        raise ValueError(f"config.json: hidden_act {error}") from None
+
+
+def _refuse_unsupported(hf: HFConfig, known: tuple[str, ...]) -> None:
     for key, neutral in NEUTRAL.items():
-        if not any(hf.get(key) == value for value in neutral):
+        if key not in known and not any(hf.get(key) == value for value in neutral):
             raise ValueError(
                 f"config.json: {key} {hf.get(key)!r} is not supported; supported: "
                 f"{', '.join(map(repr, neutral))}, which change nothing"

@@ -20,7 +20,7 @@ from nanovllm.kernels.rms_norm import rms_norm
 from nanovllm.kernels.rotary import Rotation, q_norm_rope_reference, qk_norm_rope_store
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
-from nanovllm.layers.stream import AnyStream, RMSNorm, Step, begin
+from nanovllm.layers.stream import AnyStream, Norm, RMSNorm, Step, begin
 from nanovllm.layers.weights import WeightLayer
 from nanovllm.models.config import ModelConfig
 from nanovllm.quantization.base import Normed, Product, WeightOptions, WeightShard
@@ -114,32 +114,36 @@ class Attention(WeightLayer):
 
 
 class GatedMLP(nn.Module):
-    """down_proj(silu(gate_proj(x)) * up_proj(x)), SwiGLU (Shazeer, 2020), with inner size `size`."""
+    """down_proj(act(gate_proj(x)) * up_proj(x)): with SiLU it is SwiGLU (Shazeer, 2020)."""
 
-    def __init__(self, hidden_size: int, size: int, tp: TPGroup, bias: bool = False) -> None:
+    def __init__(self, config: ModelConfig, build: Build) -> None:
         super().__init__()
-        self.gate_up_proj = MergedColumnParallelLinear(
-            hidden_size, {"gate_proj": size, "up_proj": size}, tp, bias
-        )
+        tp, hidden_size, size, bias = build.tp, config.hidden_size, config.intermediate_size, config.mlp_bias
+        sizes = {"gate_proj": size, "up_proj": size}
+        self.gate_up_proj = MergedColumnParallelLinear(hidden_size, sizes, tp, bias)
         self.down_proj = RowParallelLinear(size, hidden_size, tp, bias)
+        self.activation = config.activation
 
     def forward(self, x: Normed, step: Step) -> Product:
         """x [T, hidden_size] -> a term of the stream, of the same shape. Tokens are independent."""
-        product: Product = self.down_proj(self.gate_up_proj(x, silu=True))
+        product: Product = self.down_proj(self.gate_up_proj(x, self.activation))
         return product
 
 
 class DecoderLayer(nn.Module):
-    """Attention, then an MLP; each has a norm before it, and adds to the residual stream."""
+    """Attention, then an MLP; each has a norm before it, and adds to the residual stream.
+
+    A family with another layer names its own class in `ModelFamily.layer`, with the same arguments.
+    """
 
     def __init__(self, config: ModelConfig, index: int, build: Build) -> None:
         super().__init__()
         tp = build.tp
         hidden_size, eps = config.hidden_size, config.rms_norm_eps
-        self.input_layernorm = RMSNorm(hidden_size, eps, tp)
+        self.input_layernorm: Norm = RMSNorm(hidden_size, eps, tp)
         self.self_attn = Attention(config, index, build)
         self.post_attention_layernorm = RMSNorm(hidden_size, eps, tp)
-        self.mlp = GatedMLP(hidden_size, config.intermediate_size, tp, config.mlp_bias)
+        self.mlp = GatedMLP(config, build)
 
     def forward(self, x: AnyStream, step: Step, keep: torch.Tensor | None = None) -> AnyStream:
         """keep [n]: only these rows are needed after attention."""
@@ -152,9 +156,9 @@ class DecoderModel(nn.Module):
 
     def __init__(self, config: ModelConfig, build: Build) -> None:
         super().__init__()
-        tp, tied = build.tp, config.tie_word_embeddings
+        tp, tied, layer = build.tp, config.tie_word_embeddings, config.layer or DecoderLayer
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, tp, tied)
-        self.layers = nn.ModuleList(DecoderLayer(config, index, build) for index in range(config.num_layers))
+        self.layers = nn.ModuleList(layer(config, index, build) for index in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, tp)
 
 

@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import nn
 
-from nanovllm.kernels.activation import silu_and_mul
+from nanovllm.kernels.activation import Activation
 from nanovllm.kernels.rms_norm import add_rms_norm
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -215,11 +215,11 @@ class LinearMethod(ABC):
         """x [..., K] -> x @ weight^T + bias [..., N]."""
 
     def apply_to_normed(
-        self, x: Normed, bias: torch.Tensor | None = None, silu: bool = False
+        self, x: Normed, bias: torch.Tensor | None = None, activation: Activation | None = None
     ) -> torch.Tensor:
-        """The product with x [T, K]; with `silu`, `silu_and_mul` of it."""
+        """The product with x [T, K]; with an activation, that of its two halves, [T, N / 2]."""
         out = self.apply(x.tensor(), bias)
-        return silu_and_mul(out) if silu else out
+        return out if activation is None else activation.and_mul(out)
 
     def apply_and_add(
         self, x: torch.Tensor, residual: torch.Tensor, bias: torch.Tensor | None = None

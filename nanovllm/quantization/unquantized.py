@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from nanovllm.kernels.activation import Activation
 from nanovllm.kernels.gemv import gemv, use_gemv
 from nanovllm.kernels.matmul import linear, use_linear
 from nanovllm.quantization.base import (
@@ -76,10 +77,11 @@ class UnquantizedLinearMethod(LinearMethod):
         return torch_linear(x, self.weight, bias)
 
     def apply_to_normed(
-        self, x: Normed, bias: torch.Tensor | None = None, silu: bool = False
+        self, x: Normed, bias: torch.Tensor | None = None, activation: Activation | None = None
     ) -> torch.Tensor:
-        if x.is_computed or not self._few_rows(x.x):
-            return super().apply_to_normed(x, bias, silu)
+        if x.is_computed or activation not in (None, Activation.SILU) or not self._few_rows(x.x):
+            return super().apply_to_normed(x, bias, activation)
+        silu = activation is not None
         out, x.total = gemv(
             x.x, self.weight, bias, norm_weight=x.weight, eps=x.eps, residual=x.residual, silu=silu
         )

@@ -6,14 +6,18 @@ import math
 import re
 from dataclasses import replace
 from itertools import accumulate, product
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import inside
 import pytest
 import torch
 from attention_cases import Heads, fused_queries, make_cache
+from op_gate import Setting, write_config
 from test_needs import GPU
 
+from nanovllm import LLM, SamplingParams
 from nanovllm.attention.backends import ReferenceBackend, TritonBackend, resolve_block_size, select
 from nanovllm.attention.base import AttentionMetadata, AttentionSpec, PrefillRanges
 from nanovllm.attention.flash_attn import FlashAttnBackend
@@ -24,8 +28,10 @@ from nanovllm.kernels.cache import KVCache
 from nanovllm.layers.stream import Step
 from nanovllm.layers.weights import WeightOptions
 from nanovllm.models import decoder
+from nanovllm.models.config import HFConfig, ModelConfig, ModelFamily
 from nanovllm.models.decoder import Attention, Build
-from nanovllm.models.registry import get_family
+from nanovllm.models.llama import LLAMA
+from nanovllm.models.registry import get_family, register_model
 from nanovllm.quantization.base import Normed
 
 CPU = Device("cpu")
@@ -225,3 +231,38 @@ def test_a_spec_and_a_config_check_their_values() -> None:
     with pytest.raises(ValueError, match="layer 2 has kv_from=1, which must be an earlier layer with keys"):
         replace(config, attention=(SPEC, shared, replace(SPEC, kv_from=1)))
     assert replace(config, attention=(SPEC, shared)).spec(3) == shared
+
+
+class Mixed(ModelFamily):
+    """Layers whose attention differs; the last two have no keys and values of their own."""
+
+    def read(self, hf: HFConfig) -> ModelConfig:
+        config = super().read(hf)
+        plain = config.spec(0)
+        window, shared = replace(plain, window=3, sinks=True), replace(plain, kv_from=1, rope=None)
+        specs = plain, window, replace(plain, softcap=2.0, qk_norm="all"), shared, replace(shared, window=4)
+        return replace(config, attention=specs)
+
+
+def test_layers_that_differ_share_a_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of prompts, other block sizes and pressure change no token; three of five layers cache.""""
+    inside.keep_families(monkeypatch)
+    register_model("Mixed", Mixed(LLAMA.defaults))
+    folder = write_config(tmp_path, Setting("llama", {"architectures": ["Mixed"], "num_hidden_layers": 5}))
+    prompts = [[2 + 7 * i + j for j in range(4 + 5 * i)] for i in range(3)]
+    params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
+    common = {"device": "cpu", "load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": 64}
+    answers = []
+    for options in (
+        {"kvcache_block_size": 16, "num_kvcache_blocks": 32},
+        {"kvcache_block_size": 4, "num_kvcache_blocks": 9, "max_num_batched_tokens": 5, "max_num_seqs": 3},
+    ):
+        with LLM(str(folder), **common, **options) as llm:
+            assert inside.runner(llm).kv_cache.shape[1] == 3
+            layers = inside.model(llm).attention_layers
+            assert (
+                layers[4].cache.k.data_ptr() == layers[1].cache.k.data_ptr() != layers[0].cache.k.data_ptr()
+            )
+            assert layers[1].sinks is not None and layers[0].sinks is None
+            answers.append([each["token_ids"] for each in llm.generate(prompts, params, use_tqdm=False)])
+    assert answers[0] == answers[1]

@@ -18,7 +18,7 @@ from threads import in_threads
 from nanovllm.distributed.copied_rows import PendingSum
 from nanovllm.distributed.group import TPGroup
 from nanovllm.distributed.peer_memory import PeerMemory
-from nanovllm.kernels.activation import silu_and_mul
+from nanovllm.kernels.activation import Activation, silu_and_mul
 from nanovllm.kernels.all_reduce import EMPTY, TURNS
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.linear import (
@@ -27,7 +27,7 @@ from nanovllm.layers.linear import (
     ReplicatedLinear,
     RowParallelLinear,
 )
-from nanovllm.layers.stream import HalvedStream, RMSNorm, Step, Stream
+from nanovllm.layers.stream import HalvedStream, NoNorm, RMSNorm, Step, Stream
 from nanovllm.layers.weights import WeightLayer, allocate, weight_slots
 from nanovllm.quantization.base import Kind, LinearMethod, Normed, WeightOptions
 from nanovllm.quantization.unquantized import QuantConfig, UnquantizedLinearMethod
@@ -99,7 +99,7 @@ def test_merged_column_parallel_and_swiglu(ranks: int) -> None:
     for rank in range(ranks):
         layer = MergedColumnParallelLinear(6, {"gate": 8, "up": 8}, PartialGroup(rank, ranks))
         fill(layer, {("weight", "up"): up, ("weight", "gate"): gate})
-        parts.append(layer(normed(x), silu=True))
+        parts.append(layer(normed(x), Activation.SILU))
         assert torch.equal(parts[-1], silu_and_mul(layer(normed(x))))
     expected = torch.nn.functional.silu(x @ gate.T) * (x @ up.T)
     torch.testing.assert_close(torch.cat(parts, -1), expected)
@@ -285,11 +285,11 @@ class CountingGroup(PartialGroup):
         return PendingSum(lambda: (torch.nn.functional.rms_norm(total, total.shape[-1:], weight, eps), total))
 
 
-@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize(("after", "before"), [(False, True), (True, True), (True, False), (False, False)])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_stream_adds_blocks(ranks: int, after: bool) -> None:
-    """x + block(norm(x)) for a product and for a plain term, whole and in halves, with rows kept, and with a
-    norm after the block."""
+def test_a_stream_adds_blocks(ranks: int, after: bool, before: bool) -> None:
+    """x + block(norm(x)) for a product and for a plain term, whole and in halves, with rows kept, with a norm
+    after the block, and without the one before it."""
     group = CountingGroup() if ranks == 2 else TPGroup()
     norms = [fill(RMSNorm(8, 1e-6, group), {("weight", None): randn(8) + i}) for i in range(4)]
     last = norms[3] if after else None
@@ -303,7 +303,7 @@ def test_a_stream_adds_blocks(ranks: int, after: bool) -> None:
 
     expected = x * ranks
     for index in range(3):
-        inner = norm(expected, index)
+        inner = norm(expected, index) if before else expected
         term = inner @ weight.T + bias if index != 1 else inner * 3
         term = norm(term * ranks, 3) if after else term * ranks
         expected = expected + term
@@ -311,7 +311,9 @@ def test_a_stream_adds_blocks(ranks: int, after: bool) -> None:
     def run(stream: Any, step: Step) -> torch.Tensor:
         for index in range(3):
             kept = keep if index == 2 else None
-            stream = stream.add(norms[index], blocks[index % 2], step, kept, last)
+            stream = stream.add(
+                norms[index] if before else NoNorm(group), blocks[index % 2], step, kept, last
+            )
         total: torch.Tensor = norms[0](stream).total
         return total
 
@@ -320,7 +322,7 @@ def test_a_stream_adds_blocks(ranks: int, after: bool) -> None:
     if isinstance(group, CountingGroup):
         found = run(HalvedStream(tuple(map(Stream, x.split([2, 4])))), Step(torch.arange(6), None, halves))
         torch.testing.assert_close(found, expected[keep])
-        assert group.sums == ([] if after else [(2, False), (4, False), (2, True), (4, True)])
+        assert group.sums == ([] if after or not before else [(2, False), (4, False), (2, True), (4, True)])
 
 
 def test_a_group_of_one_communicates_nothing_and_a_wrong_rank_is_refused() -> None:
