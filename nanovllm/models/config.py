@@ -11,6 +11,7 @@ from typing import Any
 
 from nanovllm.layers.linear import can_split_heads
 from nanovllm.layers.rotary_embedding import RopeConfig
+from nanovllm.quantization.transposed import TransposedConfig
 from nanovllm.quantization.unquantized import QuantConfig
 
 SUPPORTED_DTYPES = ("float32", "bfloat16", "float16")
@@ -37,7 +38,9 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 
 # The quantisation for each `quant_method` of config.json's quantization_config, which it is made from.
-QUANTIZATIONS: dict[str, Callable[[Mapping[str, Any]], QuantConfig]] = {}
+QUANTIZATIONS: dict[str, Callable[[Mapping[str, Any]], QuantConfig]] = {
+    "transposed": TransposedConfig.of,
+}
 
 
 @dataclass(frozen=True)
