@@ -11,7 +11,6 @@ from typing import Any
 
 from nanovllm.layers.linear import can_split_heads
 from nanovllm.layers.rotary_embedding import RopeConfig
-from nanovllm.quantization.transposed import TransposedConfig
 from nanovllm.quantization.unquantized import QuantConfig
 
 SUPPORTED_DTYPES = ("float32", "bfloat16", "float16")
@@ -38,9 +37,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 
 # The quantisation for each `quant_method` of config.json's quantization_config, which it is made from.
-QUANTIZATIONS: dict[str, Callable[[Mapping[str, Any]], QuantConfig]] = {
-    "transposed": TransposedConfig.of,
-}
+QUANTIZATIONS: dict[str, Callable[[Mapping[str, Any]], QuantConfig]] = {}
 
 
 @dataclass(frozen=True)
