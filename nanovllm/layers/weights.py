@@ -39,7 +39,10 @@ class WeightLayer(nn.Module):
         for shape, shards, kind in self._declared:
             if kind is not None:
                 names = [shard.module_name(path) for shard in shards]
-                self.method = _choose(names, kind, quant)
+                self.method, *others = (quant.method(name, kind) for name in names)
+                same = type(self.method), vars(self.method)
+                if any((type(other), vars(other)) != same for other in others):
+                    raise ValueError(f"{', '.join(names)} are one product; quantise them in the same way")
                 created = self.method.create(self, shape, shards, options)
                 self.shards |= dict.fromkeys(created, self.method)
             else:
@@ -58,23 +61,6 @@ class WeightLayer(nn.Module):
         else:
             shard.copy(source, self.get_parameter(shard.param))
 
-    def finish_loading(self) -> None:
-        """Prepare for use after all tensors are loaded; see `LinearMethod.finish_loading`."""
-        for method in {each for each in self.shards.values() if each is not None}:
-            method.finish_loading()
-
-
-def _choose(names: list[str], kind: Kind, quant: QuantConfig) -> LinearMethod:
-    """The method for checkpoint modules that are one product. ValueError if theirs differ."""
-    first, *others = (quant.method(name, kind) for name in names)
-    for name, other in zip(names[1:], others, strict=True):
-        if type(other) is not type(first) or vars(other) != vars(first):
-            raise ValueError(f"{names[0]} and {name} are one product, and must be quantised in the same way")
-    return first
-
-
-Slots = dict[str, tuple[WeightLayer, WeightShard]]
-
 
 def allocate(model: nn.Module, options: WeightOptions, quant: QuantConfig) -> None:
     """Give every layer of a declared `model` its memory. `quant` chooses by name how a weight is stored.
@@ -82,9 +68,8 @@ def allocate(model: nn.Module, options: WeightOptions, quant: QuantConfig) -> No
     With `deterministic` in the options, no bit of a token's result depends on the rest of the step, provided
     that the attention backend keeps this. Raises ValueError if the sizes of the weights prevent it.
     """
-    for path, layer in model.named_modules():
-        if isinstance(layer, WeightLayer):
-            layer.allocate(path, options, quant)
+    for path, layer in _layers(model):
+        layer.allocate(path, options, quant)
     for name, weight in model.named_parameters():
         if options.deterministic and weight.dim() == 2 and not is_aligned(weight):
             raise ValueError(
@@ -93,20 +78,27 @@ def allocate(model: nn.Module, options: WeightOptions, quant: QuantConfig) -> No
             )
 
 
-def weight_slots(model: nn.Module) -> Slots:
+def weight_slots(model: nn.Module) -> dict[str, tuple[WeightLayer, WeightShard]]:
     """Return {checkpoint name: (layer, shard)} for each tensor that a checkpoint must hold."""
-    layers = [(path, layer) for path, layer in model.named_modules() if isinstance(layer, WeightLayer)]
-    return {shard.name(path): (layer, shard) for path, layer in layers for shard in layer.shards}
+    return {
+        f"{shard.module_name(path)}.{shard.param}": (layer, shard)
+        for path, layer in _layers(model)
+        for shard in layer.shards
+    }
 
 
 def finish_loading(model: nn.Module) -> None:
     """Prepare for use after all tensors are loaded; see `LinearMethod.finish_loading`."""
-    for path, layer in model.named_modules():
-        if isinstance(layer, WeightLayer):
+    for path, layer in _layers(model):
+        for method in {each for each in layer.shards.values() if each is not None}:
             try:
-                layer.finish_loading()
+                method.finish_loading()
             except ValueError as error:
                 raise ValueError(f"{path}: {error}") from None
+
+
+def _layers(model: nn.Module) -> list[tuple[str, WeightLayer]]:
+    return [(path, each) for path, each in model.named_modules() if isinstance(each, WeightLayer)]
 
 
 def split_evenly(what: str, total: int, ranks: int) -> int:

@@ -7,10 +7,9 @@ here. Only regular files count, also through links, as in a hub cache. Knows no 
 from __future__ import annotations
 
 import json
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -46,86 +45,41 @@ UNSUPPORTED_FILES = {  # unsupported files, with what to do instead
     "adapter_config.json": "merge the adapter into its base model first (peft's merge_and_unload)",
 }
 SAMPLES = 16  # of a weight file, for its fingerprint, 64 KiB each
-HASHED = 2**20  # bytes of another file at once
 T = TypeVar("T")
 
 
-class Checkpoint(ABC):
-    """The files of a model, in one format. Opens none before it is asked; every method may raise
-    ModelLoadError that names the file."""
+class Checkpoint:
+    """A folder in Hugging Face format with *.safetensors files. Another format overrides every method.
+
+    Opens no file before it is asked. Every method may raise ModelLoadError that names the file.
+    """
 
     def __init__(self, path: Path) -> None:
-        """path: one of those that the format reads."""
         self.path = path
 
     @classmethod
-    @abstractmethod
     def reads(cls, path: Path) -> bool:
-        """Whether files at `path` may be of this format."""
-
-    @abstractmethod
-    def config(self) -> dict[str, Any]:
-        """The content of config.json, or what the files say instead."""
-
-    @abstractmethod
-    def generation(self) -> dict[str, Any]:
-        """The content of generation_config.json; empty if there is none."""
-
-    @abstractmethod
-    def tokenizer(self, read: Callable[[Path], T]) -> T:
-        """Check the tokenizer's files, and return what `read` makes of a folder with them."""
-
-    @abstractmethod
-    def tensors(self) -> AbstractContextManager[Mapping[str, WeightSource]]:
-        """All tensors by their names in transformers. Within the context, indexing one reads it."""
-
-    @abstractmethod
-    def files(self) -> tuple[list[Path], list[Path]]:
-        """The small files and the weight files that loading reads."""
-
-    def fingerprint(self) -> str:
-        """A hash of all files: small ones whole; of weights the name, the size, and SAMPLES pieces spread
-        over the file."""
-        digest = xxhash.xxh3_128()
-        small, weights = self.files()
-        for path in small:
-            whole = xxhash.xxh3_128()
-            with path.open("rb") as file:
-                while chunk := file.read(HASHED):
-                    whole.update(chunk)
-            digest.update(f"{path.name} {whole.hexdigest()}\n".encode())
-        for path in sorted(weights):
-            size = path.stat().st_size
-            digest.update(f"{path.name} {size}\n".encode())
-            with path.open("rb") as file:
-                for sample in range(SAMPLES):
-                    file.seek(size * sample // SAMPLES)
-                    digest.update(file.read(2**16))
-        return digest.hexdigest()
-
-
-class SafetensorsCheckpoint(Checkpoint):
-    """A folder in Hugging Face format with *.safetensors files."""
-
-    @classmethod
-    def reads(cls, path: Path) -> bool:
+        """Whether files at `path` are of this format, as far as their names say."""
         return path.is_dir()
 
     def config(self) -> dict[str, Any]:
+        """The content of config.json, or what the files say instead."""
         if not self.path.is_dir():
             raise ValueError(f"model folder {str(self.path)!r} does not exist")
         if not (self.path / CONFIG_FILE).is_file():
             raise ModelLoadError(
                 f"{self.path} has no {CONFIG_FILE}, as a model folder in Hugging Face format has"
-                f"{self._unread()}"
+                f"{_unread(self.path)}"
             )
         return read_json(self.path / CONFIG_FILE)
 
     def generation(self) -> dict[str, Any]:
+        """The content of generation_config.json; empty if there is none."""
         file = self.path / GENERATION_FILE
         return read_json(file) if file.is_file() else {}
 
     def tokenizer(self, read: Callable[[Path], T]) -> T:
+        """Check the tokenizer's files, and return what `read` makes of a folder with them."""
         for path in regular_files(self.path, TOKENIZER_FILES):
             if path.name in VOCABULARIES:
                 _check_size(path, MAX_VOCABULARY_BYTES)
@@ -137,16 +91,17 @@ class SafetensorsCheckpoint(Checkpoint):
 
     @contextmanager
     def tensors(self) -> Iterator[Mapping[str, WeightSource]]:
-        """Opens every weight file, which checks its header and length."""
+        """All tensors by their names in transformers; opens every file, which checks its header and length.
+        Within the context, indexing a tensor reads it."""
         with ExitStack() as stack:
             yield self._open(stack)
 
     def _open(self, stack: ExitStack) -> dict[str, WeightSource]:
         tensors: dict[str, WeightSource] = {}
         owners: dict[str, str] = {}
-        files = self._weight_files()
+        files = _weight_files(self.path)
         if not files:
-            raise ModelLoadError(f"{self.path} holds no *.safetensors weights{self._unread()}")
+            raise ModelLoadError(f"{self.path} holds no *.safetensors weights{_unread(self.path)}")
         for file_name, indexed in files.items():
             path = self.path / file_name
             try:
@@ -171,43 +126,62 @@ class SafetensorsCheckpoint(Checkpoint):
         return tensors
 
     def files(self) -> tuple[list[Path], list[Path]]:
+        """The small files and the weight files that loading reads."""
         small = regular_files(self.path, (CONFIG_FILE, GENERATION_FILE, INDEX_FILE, *TOKENIZER_FILES))
-        return small, [self.path / name for name in self._weight_files()]
+        return small, [self.path / name for name in _weight_files(self.path)]
 
-    def _weight_files(self) -> dict[str, set[str]]:
-        """{weight file: tensors that the index lists for it}; empty if there are none."""
-        if (self.path / WEIGHTS_FILE).is_file():
-            return {WEIGHTS_FILE: set()}
-        index = self.path / INDEX_FILE
-        if not index.is_file():
-            return {path.name: set() for path in regular_files(self.path, ["*.safetensors"])}
-        weight_map = read_json(index, unique_keys=True).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise ModelLoadError(f"{index} has no weight_map, an object of tensor and file names")
-        files: dict[str, set[str]] = {}
-        for tensor, name in weight_map.items():
-            if (
-                not isinstance(name, str)
-                or not name
-                or name in (".", "..")
-                or not {*name}.isdisjoint("/\\\0")
-            ):
-                where, what = f"{index}: weight_map[{shortened(repr(tensor))}]", shortened(repr(name))
-                raise ModelLoadError(f"{where} must be the name of a file in the same folder, not {what}")
-            files.setdefault(name, set()).add(tensor)
-        absent = sorted(name for name in files if not (self.path / name).is_file())
-        if absent:
-            raise ModelLoadError(
-                f"{self.path}: {INDEX_FILE} names files that do not exist: {listing(absent)}"
-            )
-        return files
+    def fingerprint(self) -> str:
+        """A hash of all files: small ones whole; of weights the name, the size, and SAMPLES pieces spread
+        over the file."""
+        digest = xxhash.xxh3_128()
+        small, weights = self.files()
+        for path in small:
+            whole = xxhash.xxh3_128()
+            with path.open("rb") as file:
+                while chunk := file.read(2**20):
+                    whole.update(chunk)
+            digest.update(f"{path.name} {whole.hexdigest()}\n".encode())
+        for path in sorted(weights):
+            size = path.stat().st_size
+            digest.update(f"{path.name} {size}\n".encode())
+            with path.open("rb") as file:
+                for sample in range(SAMPLES):
+                    file.seek(size * sample // SAMPLES)
+                    digest.update(file.read(2**16))
+        return digest.hexdigest()
 
-    def _unread(self) -> str:
-        """A hint about unsupported files in the folder; an empty string if there are none."""
-        for pattern, fix in UNSUPPORTED_FILES.items():
-            if names := [path.name for path in regular_files(self.path, [pattern])]:
-                return f"; it has {listing(names)}, which is not read: {fix}"
-        return ""
+
+def _weight_files(folder: Path) -> dict[str, set[str]]:
+    """Return {weight file: tensors that the index lists for it}; empty if there are none.
+
+    Raises ModelLoadError if the index is malformed, or names files that do not exist.
+    """
+    if (folder / WEIGHTS_FILE).is_file():
+        return {WEIGHTS_FILE: set()}
+    index = folder / INDEX_FILE
+    if not index.is_file():
+        return {path.name: set() for path in regular_files(folder, ["*.safetensors"])}
+    weight_map = read_json(index, unique_keys=True).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ModelLoadError(f"{index} has no weight_map, an object of tensor and file names")
+    files: dict[str, set[str]] = {}
+    for tensor, name in weight_map.items():
+        if not isinstance(name, str) or not name or name in (".", "..") or not {*name}.isdisjoint("/\\\0"):
+            where, what = f"{index}: weight_map[{shortened(repr(tensor))}]", shortened(repr(name))
+            raise ModelLoadError(f"{where} must be the name of a file in the same folder, not {what}")
+        files.setdefault(name, set()).add(tensor)
+    absent = sorted(name for name in files if not (folder / name).is_file())
+    if absent:
+        raise ModelLoadError(f"{folder}: {INDEX_FILE} names files that do not exist: {listing(absent)}")
+    return files
+
+
+def _unread(folder: Path) -> str:
+    """A hint about unsupported files in `folder`; an empty string if there are none."""
+    for pattern, fix in UNSUPPORTED_FILES.items():
+        if names := [path.name for path in regular_files(folder, [pattern])]:
+            return f"; it has {listing(names)}, which is not read: {fix}"
+    return ""
 
 
 def regular_files(folder: Path, patterns: Iterable[str]) -> list[Path]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm.errors import ModelLoadError
-from nanovllm.models.checkpoint import CONFIG_FILE, Checkpoint, SafetensorsCheckpoint, shortened
+from nanovllm.models.checkpoint import CONFIG_FILE, Checkpoint, shortened
 from nanovllm.models.config import ModelConfig, ModelFamily
 from nanovllm.models.llama import LLAMA
 from nanovllm.models.mistral import MISTRAL
@@ -25,7 +25,7 @@ _FAMILIES: dict[str, ModelFamily] = {
     "LlamaForCausalLM": LLAMA,
     "MistralForCausalLM": MISTRAL,
 }
-FORMATS: tuple[type[Checkpoint], ...] = (SafetensorsCheckpoint,)  # the first that reads a path takes it
+FORMATS: tuple[type[Checkpoint], ...] = (Checkpoint,)  # the first that reads a path takes it
 TOKENIZER_PATTERNS = ["*.json", "*.jinja", "*.model", "*.txt"]
 HUB_IGNORED = ["*/*", "consolidated*"]  # other formats of the same weights
 HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
@@ -132,14 +132,11 @@ def resolve_model_path(name: str | Path, hub: Hub = Hub(), kind: str = "model") 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
     """The files of the model at `path`; nothing is opened yet."""
-    path = Path(path)
-    return next((each for each in FORMATS if each.reads(path)), SafetensorsCheckpoint)(path)
+    return next((each for each in FORMATS if each.reads(Path(path))), Checkpoint)(Path(path))
 
 
 def load_model_config(
-    folder: str | Path,
-    generation: dict[str, Any] | None = None,
-    overrides: Mapping[str, Any] | None = None,
+    folder: str | Path, generation: dict[str, Any] | None = None, overrides: Mapping[str, Any] | None = None
 ) -> ModelConfig:
     """Read config.json of a model folder.
 
@@ -154,11 +151,7 @@ def load_model_config(
     if generation is None:
         generation = checkpoint.generation()
     architectures = raw.get("architectures")
-    if (
-        not isinstance(architectures, list)
-        or len(architectures) != 1
-        or not isinstance(architectures[0], str)
-    ):
+    if not isinstance(architectures, list) or [*map(type, architectures)] != [str]:
         raise ValueError(
             f"{folder / CONFIG_FILE}: architectures must name one model, not {shortened(architectures)}; "
             f"supported: {', '.join(supported_architectures())}"

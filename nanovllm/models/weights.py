@@ -41,27 +41,23 @@ class WeightChecker:
     def check(self, tensors: Mapping[str, WeightSource], folder: Path) -> dict[str, WeightSource]:
         """Return those of a whole checkpoint's tensors that are loaded. Raises ModelLoadError that names all
         that are missing, unexpected, misshaped or of a wrong dtype."""
-        known = {name: source for name, source in tensors.items() if name in self._shards}
+        both = [(name, shard, tensors[name]) for name, shard in self._shards.items() if name in tensors]
         problems = {
-            "missing": [name for name in self._shards if name not in known],
+            "missing": [name for name in self._shards if name not in tensors],
             "unexpected": [
-                name for name in tensors if self._shard(name) is None and not name.endswith(ROTARY)
+                name for name in tensors if not name.endswith(ROTARY) and self._shard(name) is None
             ],
             "wrong shape": [
-                f"{name} is {wrong}"
-                for name, shard in self._shards.items()
-                if name in known and (wrong := shard.wrong_shape(known[name]))
+                f"{name} is {is_}" for name, shard, tensor in both if (is_ := shard.wrong_shape(tensor))
             ],
             "not floating point (quantised checkpoints are not supported)": [
-                f"{name} is {wrong}"
-                for name, shard in self._shards.items()
-                if name in known and (wrong := shard.wrong_dtype(known[name]))
+                f"{name} is {is_}" for name, shard, tensor in both if (is_ := shard.wrong_dtype(tensor))
             ],
         }
         found = [f"{len(names)} {kind}: {listing(names)}" for kind, names in problems.items() if names]
         if found:
             raise ModelLoadError(f"{folder}: the weights do not match {CONFIG_FILE}. " + ". ".join(found))
-        return known
+        return {name: source for name, source in tensors.items() if name in self._shards}
 
     def accept(self, tensors: Iterable[Any]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield each (name, tensor) of an update to load, after checking it: all or some of a checkpoint's,
@@ -156,9 +152,7 @@ def _unallocated(config: ModelConfig, tp: TPGroup, dtype: torch.dtype) -> Decode
 
 
 def load_weights(
-    model: DecoderForCausalLM,
-    folder: str | Path,
-    check: Callable[[], None] = lambda: None,
+    model: DecoderForCausalLM, folder: str | Path, check: Callable[[], None] = lambda: None
 ) -> None:
     """Fill every parameter of `model`, each exactly once, from the checkpoint in `folder`.
 
@@ -184,9 +178,7 @@ def load_weights(
 
 
 def init_dummy_weights(
-    model: DecoderForCausalLM,
-    seed: int,
-    check: Callable[[], None] = lambda: None,
+    model: DecoderForCausalLM, seed: int, check: Callable[[], None] = lambda: None
 ) -> None:
     """Fill `model` with random weights, normal(0, 0.02) and 1 for norms, created on its device.
 

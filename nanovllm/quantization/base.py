@@ -70,16 +70,10 @@ class WeightShard:
         """The only shard of a parameter that every rank holds completely."""
         return cls(param, None, shape, dim=0, start=0, length=shape[0], offset=0, dummy=dummy)
 
-    def name(self, path: str) -> str:
-        """The checkpoint's name of the tensor, if the layer's path is `path`."""
-        return f"{self.module_name(path)}.{self.param}".lstrip(".")
-
     def module_name(self, path: str) -> str:
-        """The checkpoint's name of the module that owns the tensor."""
-        if self.module is None:
-            return path
-        parent, _, _ = path.rpartition(".")
-        return f"{parent}.{self.module}".lstrip(".")
+        """The checkpoint's name of the module that owns the tensor, if the layer is `path`."""
+        parent, dot, _ = path.rpartition(".")
+        return path if self.module is None else f"{parent}{dot}{self.module}"
 
     def wrong_shape(self, source: WeightSource) -> str | None:
         """The shape of `source` and the one that is needed, for an error; None if they are the same."""
@@ -231,10 +225,9 @@ class LinearMethod(ABC):
         return self.apply(x, bias), residual
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
-        """Rows `ids` [T] of the weight, [T, K]. Only the methods of embeddings have it."""
+        """Rows `ids` [T] of the weight, [T, K]. Only embeddings need it."""
         raise NotImplementedError(f"{type(self).__name__} has no rows to look up")
 
     def first_rows(self, num: int) -> LinearMethod:
-        """A method for the first `num` rows, in the same memory. Only the methods of tied embeddings have
-        it."""
+        """A method for the first `num` rows, in the same memory. Only tied embeddings need it."""
         raise NotImplementedError(f"{type(self).__name__} has no rows to share")

@@ -61,7 +61,8 @@ class UnquantizedLinearMethod(LinearMethod):
         self.deterministic, self.fuse = options.deterministic, options.fuse
         data = torch.empty(shape, dtype=options.dtype, device=options.device)
         dim, end = shards[0].dim, shards[-1].offset + shards[-1].length
-        data.narrow(dim, end, shape[dim] - end).zero_()
+        if end < shape[dim]:
+            data.narrow(dim, end, shape[dim] - end).zero_()
         self.weight = nn.Parameter(data, requires_grad=False)
         layer.register_parameter("weight", self.weight)
         return shards

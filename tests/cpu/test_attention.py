@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate, product
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,13 +27,14 @@ from nanovllm.distributed.group import TPGroup
 from nanovllm.kernels import decode_attention
 from nanovllm.kernels.cache import KVCache
 from nanovllm.layers.stream import Step
-from nanovllm.layers.weights import WeightOptions
+from nanovllm.layers.weights import allocate
 from nanovllm.models import decoder
 from nanovllm.models.config import HFConfig, ModelConfig, ModelFamily
-from nanovllm.models.decoder import Attention, Build
+from nanovllm.models.decoder import Attention, Build, RotaryEmbedding
 from nanovllm.models.llama import LLAMA
 from nanovllm.models.registry import get_family, register_model
-from nanovllm.quantization.base import Normed
+from nanovllm.quantization.base import Normed, WeightOptions
+from nanovllm.quantization.unquantized import QuantConfig
 
 CPU = Device("cpu")
 SPECS = (AttentionSpec(4, 2, 64),)
@@ -75,7 +77,8 @@ def test_a_layer_gives_its_backend_the_cache_and_its_scales(monkeypatch: pytest.
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     config = get_family("LlamaForCausalLM").model_config("X", sizes | heads)
     options = WeightOptions(torch.float32, torch.device("cpu"))
-    layer = Attention(config, 0, Build(TPGroup(), ReferenceBackend(), lambda *_: torch.zeros(9, 16), options))
+    layer = Attention(config, 0, Build(TPGroup(), ReferenceBackend(), partial(RotaryEmbedding, 9)))
+    allocate(layer, options, QuantConfig())
     layer.cache = KVCache(torch.zeros(1), torch.zeros(2), torch.ones(3), torch.ones(4))
     monkeypatch.setattr(decoder, "qk_norm_rope_store", lambda *inputs: seen.append(inputs) or turned)
     monkeypatch.setattr(ReferenceBackend, "forward", lambda _, *inputs: seen.append(inputs) or turned)
@@ -83,7 +86,7 @@ def test_a_layer_gives_its_backend_the_cache_and_its_scales(monkeypatch: pytest.
     layer(Normed.computed(torch.zeros(3, 64), torch.zeros(3, 64)), step)
     (q, k, v, rotation, cache, slots), attended = seen
     assert [x.shape for x in (q, k, v)] == [(3, 4, 16), (3, 2, 16), (3, 2, 16)]
-    assert (rotation.positions, rotation.cos_sin) == (step.positions, layer.cos_sin)
+    assert (rotation.positions, rotation.cos_sin) == (step.positions, layer.rotary.cos_sin)
     assert (cache, slots) == (layer.cache, step.meta.slot_mapping)
     assert attended == (turned, layer.cache, step.meta, layer.spec, None)
     assert layer.spec.scale == 0.25
@@ -245,7 +248,7 @@ class Mixed(ModelFamily):
 
 
 def test_layers_that_differ_share_a_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks of prompts, other block sizes and pressure change no token; three of five layers cache.""""
+    """Chunks of prompts, other block sizes and pressure change no token; three of five layers cache."""
     inside.keep_families(monkeypatch)
     register_model("Mixed", Mixed(LLAMA.defaults))
     folder = write_config(tmp_path, Setting("llama", {"architectures": ["Mixed"], "num_hidden_layers": 5}))
