@@ -245,7 +245,7 @@ class Mixed(ModelFamily):
 
 
 def test_layers_that_differ_share_a_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks of prompts, other block sizes and pressure change no token; three of five layers have a cache."""
+    """Chunks of prompts, other block sizes and pressure change no token; three of five layers store."""
     inside.keep_families(monkeypatch)
     register_model("Mixed", Mixed(LLAMA.defaults))
     folder = write_config(tmp_path, Setting("llama", {"architectures": ["Mixed"], "num_hidden_layers": 5}))
