@@ -23,8 +23,7 @@ from nanovllm.text.chat import (
     parse_conversations,
     render_conversations,
 )
-from nanovllm.text.prompts import Prompt, PromptBatch, PromptReader, parse_prompts, show
-from nanovllm.text.request import Request
+from nanovllm.text.prompts import Prompt, PromptBatch, PromptReader, Request, parse_prompts, show
 from nanovllm.text.tokenizer import Pair, encode_continuations, parse_continuations, parse_pairs
 from nanovllm.vllm_arguments import BEAM_SEARCH, CHAT, EMBED, GENERATE
 

@@ -15,7 +15,6 @@ import torch
 from tensors import F16, F32, FP8, assert_near, randn
 
 from nanovllm.kernels import decode_attention
-from nanovllm.kernels.cache import KVCache
 from nanovllm.kernels.compat import INTERPRET, jit, tl
 from nanovllm.kernels.decode_attention import (
     CHUNK,
@@ -25,7 +24,7 @@ from nanovllm.kernels.decode_attention import (
     paged_decode_attention_reference,
     paged_decode_attention_triton,
 )
-from nanovllm.kernels.paged import fp8_pair
+from nanovllm.kernels.paged import KVCache, fp8_pair
 from nanovllm.kernels.prefill_attention import (
     Tiles,
     paged_prefill_attention_reference,

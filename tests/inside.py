@@ -317,9 +317,9 @@ def replace_onednn(
 
 def look_for_flash_attn_again(patch: pytest.MonkeyPatch) -> None:
     """Look for the package at each question instead of once."""
-    from nanovllm.attention import flash_attn
+    from nanovllm.attention import backends
 
-    patch.setattr(flash_attn, "_package", getattr(flash_attn._package, "__wrapped__", flash_attn._package))
+    patch.setattr(backends, "_package", getattr(backends._package, "__wrapped__", backends._package))
 
 
 def keep_families(patch: pytest.MonkeyPatch) -> None:

@@ -14,9 +14,9 @@ from attention_cases import Heads
 from tensors import F32, assert_near, randn
 
 from nanovllm.kernels.activation import silu_and_mul_reference, silu_and_mul_triton
-from nanovllm.kernels.cache import KVCache
 from nanovllm.kernels.gemv import gemv_reference, gemv_triton
 from nanovllm.kernels.matmul import Tile, linear_reference, linear_triton
+from nanovllm.kernels.paged import KVCache
 from nanovllm.kernels.rms_norm import (
     add_rms_norm_reference,
     add_rms_norm_triton,

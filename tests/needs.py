@@ -8,8 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nanovllm.attention.backends import ReferenceBackend, select
-from nanovllm.attention.flash_attn import FlashAttnBackend
+from nanovllm.attention.backends import FlashAttnBackend, ReferenceBackend, select
 from nanovllm.device import Device
 
 

@@ -15,7 +15,7 @@ from tensors import BF16, F32, randn
 
 from nanovllm.batch import FILTERS as FILTER_COLUMNS
 from nanovllm.batch import LAST_SAMPLED, NO_SLOT, NOT_FINITE, rows_of
-from nanovllm.distributed.exchanged_rows import ExchangedRows
+from nanovllm.distributed.peer_memory import ExchangedRows
 from nanovllm.kernels import sampling
 from nanovllm.kernels.compat import jit, tl
 from nanovllm.kernels.filters import Filters

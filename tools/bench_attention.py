@@ -16,8 +16,8 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from nanovllm.kernels.cache import KVCache
 from nanovllm.kernels.decode_attention import CHUNK, SHARED_CHUNK, SharedUnit, paged_decode_attention_triton
+from nanovllm.kernels.paged import KVCache
 from nanovllm.kernels.prefill_attention import paged_prefill_attention_triton
 from nanovllm.runner.shared_prefixes import find_shared_prefixes
 

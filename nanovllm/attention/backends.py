@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from functools import lru_cache
+from types import ModuleType
 
 import torch
 
 from nanovllm.attention.base import FEATURES, AttentionBackend, AttentionMetadata, AttentionSpec
-from nanovllm.attention.flash_attn import FlashAttnBackend
 from nanovllm.device import Device
-from nanovllm.kernels.cache import KVCache
 from nanovllm.kernels.compat import HAS_TRITON, INTERPRET
 from nanovllm.kernels.decode_attention import (
     Gathered,
@@ -25,7 +25,7 @@ from nanovllm.kernels.decode_attention import (
     paged_decode_attention_triton,
     shared_unit,
 )
-from nanovllm.kernels.paged import PLAIN, Variant
+from nanovllm.kernels.paged import PLAIN, KVCache, Variant
 from nanovllm.kernels.prefill_attention import (
     paged_prefill_attention_reference,
     paged_prefill_attention_triton,
@@ -136,6 +136,74 @@ class ReferenceBackend(AttentionBackend):
 
 
 # Fastest first, as measured on an H200 (docs/log/2026-11-22-measurements.md).
+@lru_cache
+def _package() -> ModuleType | ImportError:
+    """The imported package, or the error of the import, for example of a wheel built for another torch."""
+    try:
+        import flash_attn
+    except ImportError as error:
+        return error.with_traceback(None)  # a traceback would keep its frames alive
+    return flash_attn
+
+
+class FlashAttnBackend(AttentionBackend):
+    name = "flash_attn"
+    block_size_multiple = 256
+    default_block_size = 256
+
+    @classmethod
+    def unavailable(cls, device: Device, dtype: torch.dtype, cache_dtype: torch.dtype) -> str | None:
+        if not device.is_cuda:
+            return f"it needs a CUDA device, and the device is {device.torch}"
+        package = _package()
+        if isinstance(package, ImportError):
+            return f"the package flash-attn cannot be imported ({package}); pip install flash-attn"
+        if not package.__version__.startswith("2."):
+            return f"it needs flash-attn 2.x, and {package.__version__} is installed"
+        if device.capability < (8, 0):
+            return "it needs compute capability 8.0 or newer (Ampere)"
+        if dtype not in (torch.float16, torch.bfloat16):
+            return f"it supports float16 and bfloat16, and the dtype is {dtype}"
+        if cache_dtype != dtype:
+            return f"it does not support a KV cache of {cache_dtype}"
+        return None
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        cache: KVCache,
+        meta: AttentionMetadata,
+        spec: AttentionSpec,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        assert cache.k_scale is None and cache.v_scale is None, "flash-attn 2 reads no FP8 cache"
+        package = _package()
+        assert isinstance(package, ModuleType), "unavailable() returned the reason"
+        if meta.prefill is None:
+            out = package.flash_attn_with_kvcache(
+                q[:, None],
+                cache.k,
+                cache.v,
+                cache_seqlens=meta.context_lens,
+                block_table=meta.block_tables,
+                softmax_scale=spec.scale,
+                causal=True,
+            )
+            return out[:, 0]
+        return package.flash_attn_varlen_func(
+            q,
+            cache.k,
+            cache.v,
+            cu_seqlens_q=meta.prefill.cu_seqlens_q,
+            cu_seqlens_k=meta.prefill.cu_seqlens_k,
+            max_seqlen_q=meta.prefill.max_seqlen_q,
+            max_seqlen_k=meta.max_seqlen_k,
+            softmax_scale=spec.scale,
+            causal=True,
+            block_table=meta.block_tables,
+        )
+
+
 BACKENDS: tuple[type[AttentionBackend], ...] = (TritonBackend, FlashAttnBackend, ReferenceBackend)
 
 

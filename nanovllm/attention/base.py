@@ -16,8 +16,8 @@ import torch
 from nanovllm.attention.rotary import RopeConfig
 from nanovllm.batch import NO_SLOT, PADDING, A, Column
 from nanovllm.device import Device
-from nanovllm.kernels.cache import KVCache
 from nanovllm.kernels.decode_attention import SharedUnit
+from nanovllm.kernels.paged import KVCache
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 from nanovllm.engine.stats import StepStats
 from nanovllm.outputs import RequestOutput
 from nanovllm.plan.scheduler import Room
-from nanovllm.text.request import Request
+from nanovllm.text.prompts import Request
 
 
 class Load(NamedTuple):

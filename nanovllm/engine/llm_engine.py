@@ -27,8 +27,7 @@ from nanovllm.outputs import RequestOutput
 from nanovllm.runner.residency import TAGS, WEIGHTS
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.processor import refused_output
-from nanovllm.text.prompts import PromptBatch, parse_prompt, parse_sampling_params
-from nanovllm.text.request import Request
+from nanovllm.text.prompts import PromptBatch, Request, parse_prompt, parse_sampling_params
 
 if TYPE_CHECKING:
     import torch

@@ -20,7 +20,7 @@ from nanovllm.plan.sequence import Sequence
 from nanovllm.plan.token_rules import AllowedTokens, BadWords, Grammar, MinTokens, Rule
 from nanovllm.text.detokenizer import LONGEST_CUT, StopStrings
 from nanovllm.text.processor import Processor
-from nanovllm.text.request import Request
+from nanovllm.text.prompts import Request
 
 
 @dataclass(slots=True, eq=False)

@@ -18,7 +18,7 @@ import xxhash
 
 from nanovllm.attention.backends import BACKENDS
 from nanovllm.config import Config
-from nanovllm.device import Device
+from nanovllm.device import Device, versions
 from nanovllm.engine.startup import (
     find_model,
     find_tokenizer,
@@ -38,7 +38,6 @@ from nanovllm.models.registry import load_model_config
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.processor import Processor
 from nanovllm.text.prompts import Prompt, parse_prompt
-from nanovllm.versions import versions
 
 _MAX_SHOWN = 20  # printed problems of a file
 _BATCH_ROWS = 256  # tokenised at once

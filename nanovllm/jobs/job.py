@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm.config import Config
+from nanovllm.device import versions
 from nanovllm.errors import attempt
 from nanovllm.jobs.errors import JobRefusedError, refusing
 from nanovllm.jobs.formats import check_can_write, is_exported, open_source
@@ -29,7 +30,6 @@ from nanovllm.jobs.sources import Source, SourceRow
 from nanovllm.jobs.tasks import DEFAULTS, PlainFormat, RowFormat
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.side_files import check_name, new_file, own_file
-from nanovllm.versions import versions
 
 # Options of LLM that only set where and how a job runs. They may change when a job resumes.
 _MAY_CHANGE = {

@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 
 from nanovllm.batch import PADDING
-from nanovllm.kernels.cache import KVCache
 from nanovllm.kernels.compat import (
     FEW_ROWS,
     await_inputs,
@@ -27,6 +26,7 @@ from nanovllm.kernels.merge_chunks import merge_chunks
 from nanovllm.kernels.paged import (
     PLAIN,
     Heads,
+    KVCache,
     Variant,
     as_words,
     attend_range,

@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import torch
 
-from nanovllm.kernels.cache import KVCache
 from nanovllm.kernels.compat import INTERPRETED, jit, next_power_of_2, tl
 
 # Kernels read an FP8 cache as int16: two neighbouring elements of a head in one word. Words can be loaded
@@ -278,3 +277,17 @@ def finish_softmax(
     if HEADS.step == 2:
         acc = tl.interleave(acc, acc_odd)
     return acc / total[:, None] * v_scale, top + tl.log2(total)
+
+
+class KVCache(NamedTuple):
+    """Keys and values of one layer, in blocks.
+
+    k, v: contiguous [num_blocks, block_size, kv_heads, head_dim] of the model's dtype, or of float8_e4m3fn.
+    k_scale, v_scale: of an FP8 cache, [kv_heads] float32. A store divides by the head's scale, a load
+    multiplies by it.
+    """
+
+    k: torch.Tensor
+    v: torch.Tensor
+    k_scale: torch.Tensor | None = None
+    v_scale: torch.Tensor | None = None

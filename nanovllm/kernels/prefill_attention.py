@@ -11,12 +11,12 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from nanovllm.kernels.cache import KVCache
 from nanovllm.kernels.compat import INTERPRET, TensorDescriptor, capability, jit, shared_memory, tl
 from nanovllm.kernels.paged import (
     FP8,
     PLAIN,
     Heads,
+    KVCache,
     Variant,
     as_words,
     attend_range,

@@ -9,7 +9,6 @@ from typing import NamedTuple
 import torch
 
 from nanovllm.batch import NO_SLOT
-from nanovllm.kernels.cache import KVCache
 from nanovllm.kernels.compat import (
     INTERPRETED,
     await_inputs,
@@ -19,7 +18,7 @@ from nanovllm.kernels.compat import (
     pdl_options,
     tl,
 )
-from nanovllm.kernels.paged import FP8
+from nanovllm.kernels.paged import FP8, KVCache
 from nanovllm.kernels.rms_norm import rms_norm_reference
 
 _FP8_MAX = 448.0

@@ -15,7 +15,7 @@ from torch import nn
 from nanovllm.attention.base import AttentionBackend, StepMetadata
 from nanovllm.attention.rotary import RopeConfig, rope_table
 from nanovllm.distributed.group import TPGroup
-from nanovllm.kernels.cache import KVCache
+from nanovllm.kernels.paged import KVCache
 from nanovllm.kernels.rms_norm import rms_norm
 from nanovllm.kernels.rotary import Rotation, q_norm_rope_reference, qk_norm_rope_store
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding

@@ -23,7 +23,7 @@ from nanovllm.outputs import RequestOutput
 from nanovllm.replicas.process import ReplicaProcess
 from nanovllm.replicas.replica import Call, Failure, Ready, Reply, Report, pack_request
 from nanovllm.replicas.router import Router
-from nanovllm.text.request import Request
+from nanovllm.text.prompts import Request
 from nanovllm.workers.watch import Progress, stalled_for
 from nanovllm.workers.worker import EXIT_SECONDS, check_open_files, disown
 

@@ -19,7 +19,7 @@ from struct import pack
 from nanovllm.config import Config
 from nanovllm.outputs import RequestOutput
 from nanovllm.replicas.replica import Failure, replica_main
-from nanovllm.text.request import Request
+from nanovllm.text.prompts import Request
 from nanovllm.workers.watch import KILLED_SECONDS, how_it_ended
 from nanovllm.workers.worker import start_process
 

@@ -29,7 +29,7 @@ from nanovllm.lifecycle import no_full_collections
 from nanovllm.outputs import RequestOutput
 from nanovllm.text.logprobs import LogprobDicts
 from nanovllm.text.processor import Processor
-from nanovllm.text.request import Request
+from nanovllm.text.prompts import Request
 from nanovllm.workers.shared_tensors import SharedTensors
 from nanovllm.workers.watch import Progress
 from nanovllm.workers.worker import exit_with, leave

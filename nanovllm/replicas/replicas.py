@@ -23,7 +23,7 @@ from nanovllm.replicas.pool import Pool
 from nanovllm.replicas.replica import unpack_output
 from nanovllm.runner.residency import TAGS, WEIGHTS
 from nanovllm.text.processor import refused_output
-from nanovllm.text.request import Request
+from nanovllm.text.prompts import Request
 from nanovllm.workers.shared_tensors import SharedMemoryBuffer, SharedTensors
 
 Update = tuple[SharedMemoryBuffer, SharedTensors]  # of one call of `update`, for replicas that restart

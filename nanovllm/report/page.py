@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm.config import Config
+from nanovllm.device import versions
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.stats import EngineStats, TimelinePoint, counted
 from nanovllm.report.chart import FONT, STYLE, Chart, Run, clean
 from nanovllm.report.gpu import GPUMonitor, GPUSample, devices_of
 from nanovllm.report.roofline import Cost, Speed, roofline_of
 from nanovllm.side_files import check_name, replaced
-from nanovllm.versions import versions
 
 MAX_ERROR_ROWS = 200  # rows of the table
 MAX_CELL_CHARACTERS = 1000  # of a cell

@@ -20,10 +20,10 @@ from nanovllm.config import Config
 from nanovllm.device import Device
 from nanovllm.distributed.group import TPGroup
 from nanovllm.errors import KVCacheMemoryError
-from nanovllm.kernels.cache import KVCache
 from nanovllm.kernels.decode_attention import least_chunk
 from nanovllm.kernels.last_tokens import take_tokens
 from nanovllm.kernels.logits import WORD
+from nanovllm.kernels.paged import KVCache
 from nanovllm.layers.weights import allocate
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import DecoderForCausalLM
@@ -31,10 +31,15 @@ from nanovllm.models.weights import init_dummy_weights, load_weights
 from nanovllm.quantization.base import WeightOptions
 from nanovllm.runner.cuda_graph import CUDAGraphs, graph_sizes
 from nanovllm.runner.ending import Ending, StepTensors, UndrawnStep
-from nanovllm.runner.inputs import StepInputs, prepare_decode, prepare_prefill
+from nanovllm.runner.inputs import (
+    OVERLAP_TOKENS,
+    StepInputs,
+    overlaps,
+    prepare_decode,
+    prepare_prefill,
+    rows_of_half,
+)
 from nanovllm.runner.memory import KVCacheSpace, attach, cache_shape, equal_batch, scratch_in, set_scales
-from nanovllm.runner.overlap import OVERLAP_TOKENS, overlaps, rows_of_half
-from nanovllm.runner.profile import RankProfile
 from nanovllm.runner.shared_prefixes import SharedPrefixFinder, SharedRows
 from nanovllm.runner.staging import Staging, StepHandle
 
@@ -341,3 +346,33 @@ class ModelRunner:
                 self.__dict__.pop(name, None)
             self.tp.close()
             self.device.release_memory()
+
+
+def check_can_profile() -> None:
+    """Raise RuntimeError if a torch profiler is active in this process."""
+    if torch._C._autograd._profiler_enabled():
+        raise RuntimeError("a torch profiler is already active in this process; stop it first")
+
+
+class RankProfile:
+    """A profile that starts at creation and ends with `stop` or `drop`."""
+
+    def __init__(self, path: Path, device: Device) -> None:
+        """path: of the trace, a .json or .json.gz in an existing folder."""
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if device.is_cuda:
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        self._path, self._device = path, device
+        self._profiler = torch.profiler.profile(activities=activities, acc_events=True)
+        self._profiler.start()
+
+    def stop(self) -> Path:
+        """Wait for the device, end the profile, write the trace and return its path."""
+        self._device.synchronize()
+        self.drop()
+        self._profiler.export_chrome_trace(str(self._path))
+        return self._path
+
+    def drop(self) -> None:
+        """End the profile without writing a trace."""
+        self._profiler.stop()

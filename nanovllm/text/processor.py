@@ -19,8 +19,7 @@ from nanovllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from nanovllm.sampling_params import GuardedProcessors, SamplingParams
 from nanovllm.text.detokenizer import CUT, LONGEST_CUT, Detokenizer, StopSearch, StopStrings
 from nanovllm.text.logprobs import LogprobDicts, join_parts, join_rows
-from nanovllm.text.prompts import Prompt, pack_token_ids
-from nanovllm.text.request import Request
+from nanovllm.text.prompts import Prompt, Request, pack_token_ids
 from nanovllm.text.structured import Constraint, GrammarCompiler
 from nanovllm.text.templates import TemplateProcess
 from nanovllm.text.tokenizer import LeastTokens, bad_word_ids, encode, num_bytes

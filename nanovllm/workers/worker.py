@@ -32,7 +32,7 @@ from nanovllm.distributed.peer_memory import PeerMemorySizes
 from nanovllm.distributed.rendezvous import Rendezvous
 from nanovllm.errors import WorkerError
 from nanovllm.models.config import ModelConfig
-from nanovllm.runner.overlap import OVERLAP_TOKENS, rows_of_half
+from nanovllm.runner.inputs import OVERLAP_TOKENS, rows_of_half
 from nanovllm.runner.residency import ResidentModelRunner
 from nanovllm.workers.channel import ChannelReader
 from nanovllm.workers.watch import Failure, Progress

@@ -19,13 +19,18 @@ from op_gate import Setting, write_config
 from test_needs import GPU
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.attention.backends import ReferenceBackend, TritonBackend, resolve_block_size, select
+from nanovllm.attention.backends import (
+    FlashAttnBackend,
+    ReferenceBackend,
+    TritonBackend,
+    resolve_block_size,
+    select,
+)
 from nanovllm.attention.base import AttentionMetadata, AttentionSpec, PrefillRanges
-from nanovllm.attention.flash_attn import FlashAttnBackend
 from nanovllm.device import CPU_KV_CACHE_BYTES, Device
 from nanovllm.distributed.group import TPGroup
 from nanovllm.kernels import decode_attention
-from nanovllm.kernels.cache import KVCache
+from nanovllm.kernels.paged import KVCache
 from nanovllm.layers.stream import Step
 from nanovllm.layers.weights import allocate
 from nanovllm.models import decoder

@@ -27,8 +27,7 @@ from nanovllm.device import Device
 from nanovllm.kernels.decode_attention import SharedUnit
 from nanovllm.kernels.logprobs import TokenLogprobTensors
 from nanovllm.runner.ending import StepTensors
-from nanovllm.runner.inputs import StepInputs, last_rows, prepare_decode, prepare_prefill
-from nanovllm.runner.overlap import halves
+from nanovllm.runner.inputs import StepInputs, halves, last_rows, prepare_decode, prepare_prefill
 from nanovllm.runner.shared_prefixes import no_shared_prefixes
 from nanovllm.runner.staging import ALIGN, Staging
 

@@ -14,7 +14,7 @@ from nanovllm.attention.backends import ReferenceBackend
 from nanovllm.attention.base import PrefillRanges, StepMetadata
 from nanovllm.distributed.group import TPGroup
 from nanovllm.engine.startup import resolve_max_model_len
-from nanovllm.kernels.cache import KVCache
+from nanovllm.kernels.paged import KVCache
 from nanovllm.layers.weights import allocate
 from nanovllm.models.config import NEUTRAL, ModelFamily
 from nanovllm.models.decoder import DecoderForCausalLM

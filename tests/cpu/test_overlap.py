@@ -19,8 +19,8 @@ from nanovllm.device import Device
 from nanovllm.distributed.copied_rows import PeerCopies
 from nanovllm.distributed.group import TPGroup
 from nanovllm.models.registry import load_model_config
+from nanovllm.runner.inputs import OVERLAP_TOKENS
 from nanovllm.runner.model_runner import ModelRunner
-from nanovllm.runner.overlap import OVERLAP_TOKENS
 
 
 def prompts_batch(seed: int) -> Batch:

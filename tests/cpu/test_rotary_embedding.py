@@ -11,7 +11,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from nanovllm.attention.rotary import RopeConfig, rope_table
-from nanovllm.kernels.cache import KVCache
+from nanovllm.kernels.paged import KVCache
 from nanovllm.kernels.rotary import Rotation, qk_norm_rope_store
 
 ROPES: dict[str, dict[str, Any]] = {

@@ -22,8 +22,7 @@ from nanovllm.errors import raise_first
 from nanovllm.plan.token_rules import RuledRow, restrict_all
 from nanovllm.text import processor as processor_module
 from nanovllm.text.processor import Processor
-from nanovllm.text.prompts import parse_prompts, parse_sampling_params
-from nanovllm.text.request import Request
+from nanovllm.text.prompts import Request, parse_prompts, parse_sampling_params
 from nanovllm.text.structured import CACHE_SIZE, COPIES, ORIGINALS, Constraint, GrammarCompiler
 
 TOKENIZER = AutoTokenizer.from_pretrained(demo_model_path())

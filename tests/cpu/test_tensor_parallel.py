@@ -30,9 +30,9 @@ from nanovllm.device import Device
 from nanovllm.distributed.group import TPGroup
 from nanovllm.engine import core
 from nanovllm.layers.stream import HalvedStream
+from nanovllm.runner.inputs import OVERLAP_RANKS, OVERLAP_TOKENS
 from nanovllm.runner.memory import KVCacheSpace, check_weights_fit, fit_kv_cache
 from nanovllm.runner.model_runner import ModelRunner
-from nanovllm.runner.overlap import OVERLAP_RANKS, OVERLAP_TOKENS
 from nanovllm.workers import channel, ranks
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)

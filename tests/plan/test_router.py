@@ -20,7 +20,7 @@ from nanovllm.replicas import process as replica_process
 from nanovllm.replicas.process import ReplicaProcess
 from nanovllm.replicas.router import MIN_PREFIX_BYTES, Router, prefix_hashes
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.text.request import Request
+from nanovllm.text.prompts import Request
 
 REACH = 40
 
