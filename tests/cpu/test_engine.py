@@ -15,7 +15,7 @@ from engine_cases import GREEDY, make_prompts, tokens
 from tiny_models import VOCAB_SIZE, transformers_greedy, write_tiny_model
 
 from nanovllm import SamplingParams
-from nanovllm.attention import triton
+from nanovllm.attention import backends
 from nanovllm.batch import StepKind
 from nanovllm.device import Device
 from nanovllm.kernels.compat import INTERPRET
@@ -110,7 +110,7 @@ def test_deterministic(model: Path, prompts: list, expected: list, monkeypatch: 
 
 
 def test_deterministic_is_refused_where_it_cannot_hold(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton, "INTERPRET", False)
+    monkeypatch.setattr(backends, "INTERPRET", False)
     with pytest.raises(ValueError, match=r"deterministic=True needs .*'triton', .* the device is cpu"):
         make_tiny(model, deterministic=True)
 
