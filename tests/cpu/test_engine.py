@@ -101,7 +101,7 @@ def test_deterministic(model: Path, prompts: list, expected: list, monkeypatch: 
     params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (2, 11)]
     with make_tiny(model, deterministic=True, kvcache_block_size=16, max_num_batched_tokens=23) as llm:
         assert inside.runner(llm).backend.name == "triton"
-        monkeypatch.setattr(unquantized, "F", None)
+        monkeypatch.setattr(unquantized, "torch_linear", None)
         outputs = llm.generate(prompts[3:5], params, use_tqdm=False)
         assert tokens(outputs) == [expected[3][:2], expected[4][:11]]
         [longer] = llm.generate([prompts[4] + expected[4][:9]], params[:1], use_tqdm=False)
