@@ -20,15 +20,15 @@ CHOICES = {
     "load_format": ("auto", "dummy"),
     "attention_backend": ("auto", "flash_attn", "triton", "reference"),
 }
-ALIASES: dict[str, dict[str | int, str | None]] = {  # other names of a value, from vLLM and torch
+_ALIASES: dict[str, dict[str | int, str | None]] = {  # other names of a value, from vLLM and torch
     "dtype": {"half": "float16", "float": "float32"},
     "kv_cache_dtype": {"fp8_e4m3": "fp8"},
     "load_format": {"safetensors": "auto"},
     "max_model_len": {"auto": None, -1: None},
 }
-OTHER_DEVICES = ("mps", "metal", "rocm", "hip", "xpu", "hpu", "npu", "tpu", "xla")
+_OTHER_DEVICES = ("mps", "metal", "rocm", "hip", "xpu", "hpu", "npu", "tpu", "xla")
 # vLLM's names
-RENAMED = {"block_size": "kvcache_block_size", "num_gpu_blocks_override": "num_kvcache_blocks"}
+_RENAMED = {"block_size": "kvcache_block_size", "num_gpu_blocks_override": "num_kvcache_blocks"}
 
 
 @dataclass(frozen=True)
@@ -186,7 +186,9 @@ class Config:
             )
         kind, _, index = self.device.partition(":")
         if kind not in ("auto", "cpu", "cuda") or (index and (kind != "cuda" or not index.isdigit())):
-            fix = "; GPUs that are not NVIDIA's are not supported, use 'cpu'" if kind in OTHER_DEVICES else ""
+            fix = (
+                "; GPUs that are not NVIDIA's are not supported, use 'cpu'" if kind in _OTHER_DEVICES else ""
+            )
             raise ValueError(f"device must be 'auto', 'cpu', 'cuda' or 'cuda:N', not {self.device!r}{fix}")
 
     def _check_files(self) -> None:
@@ -223,9 +225,9 @@ class Config:
 
 def _renamed(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments under our names. ValueError if both names of an option are given and differ."""
-    found = {name: value for name, value in arguments.items() if name not in RENAMED}
-    for name in RENAMED.keys() & arguments.keys():
-        ours, value = RENAMED[name], arguments[name]
+    found = {name: value for name, value in arguments.items() if name not in _RENAMED}
+    for name in _RENAMED.keys() & arguments.keys():
+        ours, value = _RENAMED[name], arguments[name]
         if value is None:
             continue
         if found.get(ours) not in (None, value):
@@ -245,7 +247,7 @@ def _canonical(name: str, value: Any) -> Any:
         return None
     if name in ("dtype", "device"):
         value = str(value).removeprefix("torch.")
-    same = ALIASES.get(name, {})
+    same = _ALIASES.get(name, {})
     return same[value] if isinstance(value, (str, int)) and value in same else value
 
 

@@ -212,13 +212,13 @@ class Device:
         return torch.cuda.current_stream(self.torch).record_event()
 
 
-PACKAGES = ("nanovllm", "torch", "transformers", "tokenizers", "triton", "numpy")
+_PACKAGES = ("nanovllm", "torch", "transformers", "tokenizers", "triton", "numpy")
 
 
 def versions(more: tuple[str, ...] = ()) -> dict[str, str]:
     """The versions of Python, of the packages that answers depend on, and of the packages `more`, by name."""
     found = {"python": platform.python_version()}
-    for name in (*PACKAGES, *more):
+    for name in (*_PACKAGES, *more):
         try:
             found[name] = version(name)
         except PackageNotFoundError:

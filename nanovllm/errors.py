@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias, TypeVar
 
-Value = TypeVar("Value")
+_Value = TypeVar("_Value")
 BadRow: TypeAlias = "TypeError | ValueError"
 
 
@@ -33,7 +33,7 @@ class EngineClosedError(NanoVLLMError):
     """A method was called on an engine after `close()`, or in a process forked from the engine's."""
 
 
-def attempt(check: Callable[..., Value], *args: Any) -> Value | BadRow:
+def attempt(check: Callable[..., _Value], *args: Any) -> _Value | BadRow:
     """Return `check(*args)`, or the TypeError or ValueError that it raises. Values that are nested too deeply
     for Python to read or print give an error too."""
     try:

@@ -25,7 +25,7 @@ from nanovllm.errors import EngineClosedError
 
 T = TypeVar("T")
 
-STREAM_SECONDS = 0.05  # how often a waiting call checks whether another thread's stream has ended
+_STREAM_SECONDS = 0.05  # how often a waiting call checks whether another thread's stream has ended
 _SELDOM = 100  # factor of the threshold of new objects
 _NEVER = 2**30  # threshold of younger collections before a full one
 
@@ -117,7 +117,7 @@ class Lifecycle:
             self.check_open()
             if thread is threading.current_thread() or not thread.is_alive():
                 raise RuntimeError("a stream of this engine is open; take all of its outputs, or close() it")
-            sleep(STREAM_SECONDS)
+            sleep(_STREAM_SECONDS)
 
     @contextmanager
     def _as_caller(self) -> Iterator[None]:

@@ -20,11 +20,11 @@ MAX_N = 16_384  # vLLM's
 MAX_TEXTS = {"stop": 1000, "bad_words": 5000}  # strings
 MAX_CHARS = {"stop": 2**16, "bad_words": 2**18}  # of all strings together
 TINY, HUGE = float(np.finfo(np.float32).smallest_subnormal), float(np.finfo(np.float32).max)
-FLAGS = ("ignore_eos", "include_stop_str_in_output", "detokenize", "skip_special_tokens")
-NUMBER_FIELDS = SAMPLING_PARAMETERS | PENALTIES
+_FLAGS = ("ignore_eos", "include_stop_str_in_output", "detokenize", "skip_special_tokens")
+_NUMBER_FIELDS = SAMPLING_PARAMETERS | PENALTIES
 NUMBERS = (int, float, np.integer, np.floating)
 __getattr__ = missing_in(__name__)
-Params = TypeVar("Params", bound="SamplingParams")
+_Params = TypeVar("_Params", bound="SamplingParams")
 
 
 class Default(int):
@@ -128,13 +128,13 @@ class SamplingParams:
         return SAMPLING[name].default
 
     @classmethod
-    def from_optional(cls: type[Params], **values: Any) -> Params:
+    def from_optional(cls: type[_Params], **values: Any) -> _Params:
         """vLLM's form: None means the default, except for `max_tokens`, which it does not limit."""
         return cls(
             **{name: each for name, each in values.items() if each is not None or name == "max_tokens"}
         )
 
-    def clone(self: Params) -> Params:
+    def clone(self: _Params) -> _Params:
         """A copy that shares nothing with this one."""
         clone = object.__new__(type(self))
         vars(clone).update(vars(self))
@@ -143,7 +143,7 @@ class SamplingParams:
                 vars(clone)[name] = value.copy()
         return clone
 
-    def guarded(self: Params) -> Params:
+    def guarded(self: _Params) -> _Params:
         """These parameters for one request, which alone ends if one of its logits processors raises."""
         if not self.logits_processors:
             return self
@@ -151,7 +151,7 @@ class SamplingParams:
         guarded.logits_processors = [GuardedProcessors(self.logits_processors)]
         return guarded
 
-    def checked(self: Params) -> Params:
+    def checked(self: _Params) -> _Params:
         """A copy with plain values. Checks fields set since construction: ValueError or TypeError."""
         checked = self.clone()
         vars(checked).update(self._checked())
@@ -160,7 +160,7 @@ class SamplingParams:
     def _checked(self) -> dict[str, Any]:
         """All fields as plain Python values."""
         values: dict[str, Any] = {}
-        for name, column in NUMBER_FIELDS.items():
+        for name, column in _NUMBER_FIELDS.items():
             given, expected = getattr(self, name), column.expected
             if column.dtype is np.float32:
                 values[name] = _float(name, given, expected)
@@ -183,7 +183,7 @@ class SamplingParams:
             expected = "None or an integer from -2**63 to 2**63 - 1"
             seed = _int("seed", self.seed, -SEED_LIMIT, expected, SEED_LIMIT - 1)
             values["seed"] = None if seed == -1 else seed  # vLLM's other name of None
-        for name in FLAGS:
+        for name in _FLAGS:
             check_bool(name, getattr(self, name))
         values["stop_token_ids"] = _token_ids("stop_token_ids", self.stop_token_ids)
         values["stop"] = _texts("stop", self.stop)

@@ -14,8 +14,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-SAFE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe is opened without waiting, and then refused
-NOT_REGULAR = "a link, a folder, a pipe or a device"
+_SAFE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe is opened without waiting, and then refused
+_NOT_REGULAR = "a link, a folder, a pipe or a device"
 
 
 def own_file(path: Path, use: str) -> Path:
@@ -31,14 +31,14 @@ def open_own(path: Path, flags: int, *like: Path) -> int:
     names the file, if it is a link, no regular file, or of another owner.
     """
     try:
-        descriptor = os.open(path, flags & ~os.O_CREAT | SAFE)
+        descriptor = os.open(path, flags & ~os.O_CREAT | _SAFE)
     except FileNotFoundError:
         if flags & os.O_CREAT:
             return _create(path, flags, _first(like))
         raise
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.ENXIO):
-            raise _refused(path, NOT_REGULAR) from None
+            raise _refused(path, _NOT_REGULAR) from None
         raise
     try:
         _check(path, os.fstat(descriptor), _first(like))
@@ -110,7 +110,7 @@ def _first(paths: tuple[Path, ...]) -> os.stat_result | None:
 def _check(path: Path, found: os.stat_result, named: os.stat_result | None) -> None:
     owners = {os.geteuid()} if named is None else {os.geteuid(), named.st_uid}
     if not stat.S_ISREG(found.st_mode):
-        raise _refused(path, NOT_REGULAR)
+        raise _refused(path, _NOT_REGULAR)
     if found.st_uid not in owners:
         raise _refused(path, f"a file of user {found.st_uid}")
     if found.st_nlink > 1 and (named is None or not os.path.samestat(found, named)):
@@ -126,7 +126,7 @@ def _refused(path: Path, what: str) -> OSError:
 
 def _create(path: Path, flags: int, named: os.stat_result | None) -> int:
     mode = 0o666 if named is None else 0o600  # less the umask
-    descriptor = os.open(path, flags | os.O_CREAT | os.O_EXCL | SAFE, mode)
+    descriptor = os.open(path, flags | os.O_CREAT | os.O_EXCL | _SAFE, mode)
     if named is not None:
         _take(descriptor, named)
     return descriptor

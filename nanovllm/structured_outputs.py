@@ -16,9 +16,9 @@ from nanovllm.vllm_arguments import KnownFields
 MAX_CHARS = 2**20  # of a schema, expression or grammar, and of all choices together
 MAX_CHOICES = 10_000
 MAX_DEPTH = 100  # of brackets
-MAX_PROPERTIES = 1000  # of an object in a schema
-MAX_STRUCTURES = 1000  # of a structural tag, for all triggers together
-BRACKETS = re.compile(r"\\.|[(\[{]|[)\]}]")
+_MAX_PROPERTIES = 1000  # of an object in a schema
+_MAX_STRUCTURES = 1000  # of a structural tag, for all triggers together
+_BRACKETS = re.compile(r"\\.|[(\[{]|[)\]}]")
 CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
 
@@ -125,7 +125,7 @@ def _json_text(name: str, value: Any, expected: str) -> str:
         depth += 1
         _check_size(name, depth + 1, MAX_DEPTH, "levels")
         most = max((len(each) for each in level if isinstance(each, dict)), default=0)
-        _check_size(name, most, MAX_PROPERTIES, "properties of one object")
+        _check_size(name, most, _MAX_PROPERTIES, "properties of one object")
     return value
 
 
@@ -138,7 +138,7 @@ def _inside(value: object) -> list[Any]:
 def _bracket_depth(text: str) -> int:
     """The number of brackets that are open at once, at most."""
     depth = deepest = 0
-    for bracket in BRACKETS.findall(text):
+    for bracket in _BRACKETS.findall(text):
         depth = max(0, depth + (bracket in "([{") - (bracket in ")]}"))
         deepest = max(deepest, depth)
     return deepest
@@ -163,7 +163,7 @@ def _tag_text(value: Any) -> str:
         or not all(isinstance(each.get(name), str) for each in structures for name in ("begin", "end"))
     ):
         raise ValueError(f"structural_tag must be {expected}, not {show(value)}")
-    _check_size("structural_tag", len(structures) * len(triggers), MAX_STRUCTURES, "structures x triggers")
+    _check_size("structural_tag", len(structures) * len(triggers), _MAX_STRUCTURES, "structures x triggers")
     for each in structures:
         if not each["begin"].startswith(tuple(triggers)):
             raise ValueError(f"structural_tag: {each['begin']!r} begins with none of the triggers {triggers}")

@@ -180,7 +180,7 @@ PROMPT: dict[str, Absent] = {  # keys of a prompt that is a dictionary
 }
 
 
-class Elsewhere(NamedTuple):
+class _Elsewhere(NamedTuple):
     """A name of another library: where it comes from, and what to write here, in Python or as a flag."""
 
     origin: str
@@ -189,55 +189,55 @@ class Elsewhere(NamedTuple):
 
 
 _LOOP = "llm.stream(prompts, params), or a loop over add_request() and step()"
-ELSEWHERE: dict[str, Elsewhere] = {
+ELSEWHERE: dict[str, _Elsewhere] = {
     # arguments
-    "stream": Elsewhere(
+    "stream": _Elsewhere(
         "OpenAI", "llm.stream(prompts, params)", "nothing: each answer is written when it is finished"
     ),
     **{
-        name: Elsewhere(origin, "SamplingParams(max_tokens=...)", "--sampling max_tokens=VALUE")
+        name: _Elsewhere(origin, "SamplingParams(max_tokens=...)", "--sampling max_tokens=VALUE")
         for name, origin in (("max_new_tokens", "transformers"), ("max_completion_tokens", "OpenAI"))
     },
-    "do_sample": Elsewhere(
+    "do_sample": _Elsewhere(
         "transformers",
         "SamplingParams(temperature=0) for greedy answers",
         "--sampling temperature=0 for greedy answers",
     ),
-    "num_beams": Elsewhere(
+    "num_beams": _Elsewhere(
         "transformers", "llm.beam_search(prompts, BeamSearchParams(beam_width=..., max_tokens=...))"
     ),
-    "num_return_sequences": Elsewhere("transformers", "SamplingParams(n=...)", "--sampling n=VALUE"),
-    "repeat_penalty": Elsewhere(
+    "num_return_sequences": _Elsewhere("transformers", "SamplingParams(n=...)", "--sampling n=VALUE"),
+    "repeat_penalty": _Elsewhere(
         "llama.cpp",
         "SamplingParams(repetition_penalty=...)",
         "--sampling repetition_penalty=VALUE",
     ),
-    "stop_sequences": Elsewhere(
+    "stop_sequences": _Elsewhere(
         "Text Generation Inference", "SamplingParams(stop=[...])", """--sampling '{"stop": ["..."]}'"""
     ),
-    "response_format": Elsewhere("OpenAI", _SCHEMA, _SCHEMA_FLAG),
-    **dict.fromkeys(("guided_decoding", "guided_json"), Elsewhere("vLLM", _SCHEMA, _SCHEMA_FLAG)),
+    "response_format": _Elsewhere("OpenAI", _SCHEMA, _SCHEMA_FLAG),
+    **dict.fromkeys(("guided_decoding", "guided_json"), _Elsewhere("vLLM", _SCHEMA, _SCHEMA_FLAG)),
     # classes
-    "GuidedDecodingParams": Elsewhere(
+    "GuidedDecodingParams": _Elsewhere(
         "vLLM", "StructuredOutputsParams, with the same json, regex, choice and grammar"
     ),
-    "PoolingParams": Elsewhere("vLLM", "llm.embed(prompts, pooling=..., normalize=...)"),
-    "EngineArgs": Elsewhere("vLLM", "LLM(model, ...) with the same options"),
-    "AsyncEngineArgs": Elsewhere("vLLM", "LLM(model, ...) with the same options"),
-    "AsyncLLMEngine": Elsewhere("vLLM", _LOOP),
-    "AsyncLLM": Elsewhere("vLLM", _LOOP),
+    "PoolingParams": _Elsewhere("vLLM", "llm.embed(prompts, pooling=..., normalize=...)"),
+    "EngineArgs": _Elsewhere("vLLM", "LLM(model, ...) with the same options"),
+    "AsyncEngineArgs": _Elsewhere("vLLM", "LLM(model, ...) with the same options"),
+    "AsyncLLMEngine": _Elsewhere("vLLM", _LOOP),
+    "AsyncLLM": _Elsewhere("vLLM", _LOOP),
     # methods and attributes
-    "encode": Elsewhere(
+    "encode": _Elsewhere(
         "vLLM", "llm.embed(prompts) for embeddings, llm.get_tokenizer().encode(text) for token ids"
     ),
-    "get_stats": Elsewhere("vLLM", "llm.stats()"),
-    "get_metrics": Elsewhere("vLLM", "llm.stats()"),
-    "from_pretrained": Elsewhere("transformers", "LLM(folder_or_hub_id)"),
-    "__call__": Elsewhere("transformers", "llm.generate(prompts, params)"),
-    "text": Elsewhere("CompletionOutput", "out.outputs[0].text, or out['text']"),
+    "get_stats": _Elsewhere("vLLM", "llm.stats()"),
+    "get_metrics": _Elsewhere("vLLM", "llm.stats()"),
+    "from_pretrained": _Elsewhere("transformers", "LLM(folder_or_hub_id)"),
+    "__call__": _Elsewhere("transformers", "llm.generate(prompts, params)"),
+    "text": _Elsewhere("CompletionOutput", "out.outputs[0].text, or out['text']"),
     # commands
-    "serve": Elsewhere("vLLM", "nanovllm run for a file of prompts; there is no server"),
-    "chat": Elsewhere(
+    "serve": _Elsewhere("vLLM", "nanovllm run for a file of prompts; there is no server"),
+    "chat": _Elsewhere(
         "vLLM", "llm.chat(messages) in Python, or nanovllm run for a file with a column of messages"
     ),
 }

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 # Keys that each type must have, besides "rope_theta", which has a default.
-REQUIRED_KEYS: dict[str, tuple[str, ...]] = {
+_REQUIRED_KEYS: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
     "dynamic": ("factor",),
@@ -49,11 +49,11 @@ class RopeConfig:
         unknown type, a missing key, and a value that is not a number.
         """
         rope_type = params.get("rope_type", params.get("type", "default"))
-        if not isinstance(rope_type, str) or rope_type not in REQUIRED_KEYS:
+        if not isinstance(rope_type, str) or rope_type not in _REQUIRED_KEYS:
             raise ValueError(
-                f"rope type {rope_type!r} is not supported; supported: {', '.join(REQUIRED_KEYS)}"
+                f"rope type {rope_type!r} is not supported; supported: {', '.join(_REQUIRED_KEYS)}"
             )
-        for key in REQUIRED_KEYS[rope_type]:
+        for key in _REQUIRED_KEYS[rope_type]:
             if params.get(key) is None:
                 raise ValueError(
                     f"rope type {rope_type!r} needs {key!r}, and the config has only {dict(params)}"

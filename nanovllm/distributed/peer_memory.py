@@ -28,7 +28,7 @@ from nanovllm.kernels.all_reduce import (
 
 logger = logging.getLogger("nanovllm")
 
-TWO_SHOT_ROWS = 48  # minimum rows for a two-shot sum, over more than two GPUs
+_TWO_SHOT_ROWS = 48  # minimum rows for a two-shot sum, over more than two GPUs
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ class PeerMemory:
             buffer = _SymmetricMemory.empty_strided_p2p(shape, (1,), sizes.dtype, device.torch, name)
             handle = _SymmetricMemory.rendezvous(buffer, name)
             made = cls(rank, size, device, buffer, handle, sizes.max_rows, sizes.n)
-            if logits and sizes.vocab_size <= LARGEST_ID:
+            if logits and sizes.vocab_size <= _LARGEST_ID:
                 starts = made.peers.slots + sums * sizes.dtype.itemsize
                 own = buffer[sums : sums + logits]
                 made.logits = ExchangedRows(
@@ -157,7 +157,7 @@ class PeerMemory:
     def _two_shot(self, x: torch.Tensor) -> bool:
         """Whether to sum `x` in two shots. They do not pay for two ranks, or for few or short rows."""
         long = x.shape[1] * x.element_size() > self.peers.row_bytes // 2
-        return long and self.peers.size > 2 and x.shape[0] >= TWO_SHOT_ROWS
+        return long and self.peers.size > 2 and x.shape[0] >= _TWO_SHOT_ROWS
 
 
 class _FreshStore(Store):
@@ -186,7 +186,7 @@ class _FreshStore(Store):
         self._store.wait([self._renumbered(key) for key in keys])
 
 
-LARGEST_ID = 2**24 - 2  # ids are summed in float32, which is exact for integers up to 2**24
+_LARGEST_ID = 2**24 - 2  # ids are summed in float32, which is exact for integers up to 2**24
 
 
 class ExchangedRows:

@@ -24,9 +24,9 @@ from nanovllm.lifecycle import finalize
 Backend = Any  # ProcessGroupNCCL or ProcessGroupGloo: torch's stubs do not know their collectives
 
 UNLIMITED = timedelta(days=1)  # `Watch` limits all waits, and notices a dead rank at once
-FILE_TIMEOUT = timedelta(seconds=5)  # for opening the store's file
-CONNECT_POLL_SECONDS = 0.01  # how often a rank checks for the others
-HOST = "127.0.0.1"
+_FILE_TIMEOUT = timedelta(seconds=5)  # for opening the store's file
+_CONNECT_POLL_SECONDS = 0.01  # how often a rank checks for the others
+_HOST = "127.0.0.1"
 SHARED_MEMORY = "/dev/shm"  # never a network file system, unlike the folder for temporary files
 
 
@@ -47,7 +47,7 @@ class LeavableStore(Store):
 
     def wait(self, keys: list[str], timeout: timedelta = UNLIMITED) -> None:
         while not self._store.check(keys):
-            if self.left.wait(CONNECT_POLL_SECONDS):
+            if self.left.wait(_CONNECT_POLL_SECONDS):
                 raise RuntimeError("the meeting of the ranks was given up")
 
 
@@ -66,7 +66,7 @@ class Rendezvous:
             self.folder = mkdtemp(prefix=own, dir=SHARED_MEMORY) if folder is None else folder
             self.close = finalize(self, shutil.rmtree, self.folder, True) if folder is None else lambda: None
             self._stores: list[FileStore] = []
-            self.store = LeavableStore(self._open(FILE_TIMEOUT))
+            self.store = LeavableStore(self._open(_FILE_TIMEOUT))
         except (OSError, RuntimeError) as error:
             raise WorkerError(
                 f"tensor_parallel_size above 1 needs a file in {SHARED_MEMORY}, and none can be made: {error}"
@@ -115,7 +115,7 @@ def nccl(store: Store, rank: int, size: int) -> Backend:
 def gloo(store: Store, rank: int, size: int) -> Backend:
     make: Any = dist.ProcessGroupGloo
     options = make._Options()
-    options._devices = [make.create_device(hostname=HOST)]
+    options._devices = [make.create_device(hostname=_HOST)]
     options._timeout = UNLIMITED
     try:
         group = make(store, rank, size, options)

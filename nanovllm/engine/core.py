@@ -31,7 +31,7 @@ from nanovllm.workers.shared_tensors import load_tensors
 from nanovllm.workers.worker import RankSetup
 
 
-class LaunchedStep(NamedTuple):
+class _LaunchedStep(NamedTuple):
     """A step that was launched and not read yet."""
 
     batch: Batch
@@ -64,7 +64,7 @@ class Core:
         self.scheduler = Scheduler(config, self.room)
         self.requests = Requests(model.processor, config.seed)
         self._run_ahead = device.is_cuda if config.async_scheduling is None else config.async_scheduling
-        self._in_flight: LaunchedStep | None = None
+        self._in_flight: _LaunchedStep | None = None
         self._last_end = 0.0  # perf_counter at the end of the last step, or when the first request came
 
     @property
@@ -127,7 +127,7 @@ class Core:
             return Stepped([], peak_usage)
         return self._finished(step, events, now, peak_usage)
 
-    def _plan(self) -> LaunchedStep | None:
+    def _plan(self) -> _LaunchedStep | None:
         """Plan the next step, which must be launched then; None if nothing can be planned."""
         blocks = self.scheduler.block_manager
         cached, preempted = blocks.num_cached_tokens, self.scheduler.num_preemptions
@@ -138,16 +138,16 @@ class Core:
         if batch.kind is StepKind.PREFILL:
             self.requests.scheduled(batch, perf_counter())
         cached, preempted = blocks.num_cached_tokens - cached, self.scheduler.num_preemptions - preempted
-        return LaunchedStep(batch, cached, preempted, None)
+        return _LaunchedStep(batch, cached, preempted, None)
 
-    def _drawn(self, step: LaunchedStep | None) -> LaunchedStep | None:
+    def _drawn(self, step: _LaunchedStep | None) -> _LaunchedStep | None:
         """Let a launched step draw its tokens, if it has not; all previous tokens are known now."""
         if step is None or step.handle is not None:
             return step
         masks = self.scheduler.masks(step.batch, self.runner.mask_buffer)
         return step._replace(handle=self.ranks.run("draw", masks))
 
-    def _finished(self, step: LaunchedStep, events: TokenEvents, now: float, peak_usage: float) -> Stepped:
+    def _finished(self, step: _LaunchedStep, events: TokenEvents, now: float, peak_usage: float) -> Stepped:
         """What a step gave that was read at `now`."""
         seconds, self._last_end = now - self._last_end, now
         if step.batch.kind is StepKind.PREFILL:

@@ -173,7 +173,7 @@ class LLMEngine:
         if a device has too little free memory, ModelLoadError if the checkpoint cannot be read. After these
         two the engine still sleeps.
         """
-        chosen = parse_tags(tags)
+        chosen = _parse_tags(tags)
         with self._between_requests("wake_up()"), held_interrupts():
             self._executor.wake_up(chosen)
 
@@ -358,7 +358,7 @@ class LLMEngine:
         return step
 
 
-def parse_tags(tags: object) -> frozenset[str]:
+def _parse_tags(tags: object) -> frozenset[str]:
     """Return the tags of a `wake_up`; ValueError if one is unknown."""
     if tags is None:
         return frozenset(TAGS)

@@ -21,15 +21,15 @@ from nanovllm.sampling_params import MAX_TOKENS, Default, SamplingParams
 logger = logging.getLogger("nanovllm")
 
 LINE_SECONDS = 10.0  # between plain lines
-NOTEBOOK_COLUMNS = 80  # of a text bar in a notebook, which has no width
+_NOTEBOOK_COLUMNS = 80  # of a text bar in a notebook, which has no width
 
 # The first layout that fits is used. `postfix` begins with a comma.
-LAYOUTS = (
+_LAYOUTS = (
     "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]",
     "|{bar}| {n_fmt}/{total_fmt} <{remaining}{postfix}",
     "|{bar}| {n_fmt}/{total_fmt}",
 )
-WIDEST_FIELDS = {
+_WIDEST_FIELDS = {
     "percentage": 100,
     "bar": "####",  # at least
     "elapsed": "99:59:59",
@@ -84,7 +84,7 @@ class Progress:
             self._display = self._use_tqdm(total=self._total, desc="Generating")
         elif self._use_tqdm and self._total > 1 and sys.stderr and not os.environ.get("TQDM_DISABLE"):
             if in_notebook() or sys.stderr.isatty():
-                self._display = make_bar(self._total, self.rates)
+                self._display = _make_bar(self._total, self.rates)
             else:
                 self._display = Lines(self._total, self.rates, self._clock)
         return self
@@ -153,7 +153,7 @@ class Lines:
         print(f"Generating: {', '.join(filter(None, (done, self._rates())))}", file=sys.stderr, flush=True)
 
 
-def make_bar(total: int, rates: Callable[[], str]) -> Any:
+def _make_bar(total: int, rates: Callable[[], str]) -> Any:
     """A tqdm bar that fits its terminal: a widget if the notebook has widgets, else text."""
     from tqdm import notebook, tqdm
 
@@ -167,17 +167,17 @@ def make_bar(total: int, rates: Callable[[], str]) -> Any:
             values: dict[str, Any] = super().format_dict
             return values | {"bar_format": layout(total, values["ncols"]), "postfix": rates()}
 
-    columns: dict[str, Any] = {"ncols": NOTEBOOK_COLUMNS} if notebook_text else {"dynamic_ncols": True}
+    columns: dict[str, Any] = {"ncols": _NOTEBOOK_COLUMNS} if notebook_text else {"dynamic_ncols": True}
     return Bar(total=total, miniters=0, disable=False, **columns)
 
 
 def layout(total: int, columns: object) -> str:
-    """The fullest of LAYOUTS that fits `columns` for `total` requests; the first if `columns` is None."""
+    """The fullest of _LAYOUTS that fits `columns` for `total` requests; the first if `columns` is None."""
     if not isinstance(columns, int):  # a notebook's widget, or a terminal of unknown width
-        return LAYOUTS[0]
+        return _LAYOUTS[0]
     counts = {"n_fmt": str(total), "total_fmt": str(total)}
-    fitting = (each for each in LAYOUTS if len(each.format(**WIDEST_FIELDS, **counts)) <= columns)
-    return next(fitting, LAYOUTS[-1])
+    fitting = (each for each in _LAYOUTS if len(each.format(**_WIDEST_FIELDS, **counts)) <= columns)
+    return next(fitting, _LAYOUTS[-1])
 
 
 def in_notebook() -> bool:

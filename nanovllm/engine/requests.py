@@ -24,7 +24,7 @@ from nanovllm.text.prompts import Request
 
 
 @dataclass(slots=True, eq=False)
-class RequestState:
+class _RequestState:
     """An unfinished request. Times are those of perf_counter."""
 
     request: Request
@@ -41,10 +41,10 @@ class RequestState:
 
 
 @dataclass(slots=True, eq=False)
-class StreamState:
+class _StreamState:
     """An unfinished completion, and how much of it was yielded."""
 
-    state: RequestState
+    state: _RequestState
     index: int
     text: StopStrings | None  # decodes its tokens; None if outputs have no text
     num_tokens: int = 0
@@ -60,10 +60,10 @@ class Requests:
         self.processor = processor
         self._seed = seed
         self._seq_ids = count()
-        self._states: dict[str, RequestState] = {}  # by request id
-        self._owners: dict[int, RequestState] = {}  # by id of each unfinished sequence
+        self._states: dict[str, _RequestState] = {}  # by request id
+        self._owners: dict[int, _RequestState] = {}  # by id of each unfinished sequence
         self._stops: dict[int, StopStrings] = {}  # by id of each unfinished sequence with stop strings
-        self._streams: dict[int, StreamState] = {}  # by id of each unfinished sequence, with `yields_deltas`
+        self._streams: dict[int, _StreamState] = {}  # by id of each unfinished sequence, with `yields_deltas`
         self.yields_deltas = False  # whether `parts` returns parts of answers
         self._epoch = time() - perf_counter()  # converts perf_counter to seconds since 1970
 
@@ -89,14 +89,14 @@ class Requests:
 
     def add(self, request: Request, sequences: list[Sequence], arrival: float) -> None:
         """Keep a request, which arrived at `arrival`, until all of its sequences have ended."""
-        state = self._states[str(request.request_id)] = RequestState(request, sequences, arrival)
+        state = self._states[str(request.request_id)] = _RequestState(request, sequences, arrival)
         for index, seq in enumerate(sequences):
             self._owners[seq.seq_id] = state
             stop = self.processor.stop_strings(request, always=self.yields_deltas)
             if stop is not None:
                 self._stops[seq.seq_id] = stop
             if self.yields_deltas:
-                self._streams[seq.seq_id] = StreamState(state, index, stop)
+                self._streams[seq.seq_id] = _StreamState(state, index, stop)
 
     @property
     def unfinished(self) -> list[int]:
@@ -163,7 +163,7 @@ class Requests:
         token_ids: dict[int, list[int]] = {seq_id: [] for seq_id in [*events.seq_ids, *ended]}
         for seq_id, token_id in zip(events.seq_ids, events.token_ids, strict=True):
             token_ids[seq_id].append(token_id)
-        parts: dict[str, tuple[RequestState, list[CompletionOutput]]] = {}
+        parts: dict[str, tuple[_RequestState, list[CompletionOutput]]] = {}
         for seq_id, new in token_ids.items():
             stream = self._streams[seq_id]
             key = str(stream.state.request.request_id)
@@ -174,7 +174,7 @@ class Requests:
             for key, (state, completions) in parts.items()
         ]
 
-    def _part(self, seq_id: int, stream: StreamState, token_ids: list[int]) -> CompletionOutput:
+    def _part(self, seq_id: int, stream: _StreamState, token_ids: list[int]) -> CompletionOutput:
         """The new part of a completion: `token_ids`, or all that is left if it ended."""
         completion = stream.state.completions.get(stream.index)
         if completion is not None:
@@ -195,7 +195,7 @@ class Requests:
         stream.before = [*stream.before, *token_ids][-LONGEST_CUT:]
         return replace(part, cumulative_logprob=None)
 
-    def _metrics(self, state: RequestState, now: float) -> RequestMetrics:
+    def _metrics(self, state: _RequestState, now: float) -> RequestMetrics:
         epoch, scheduled, token = self._epoch, state.first_scheduled, state.first_token
         whole = all(each.finish_reason in ("stop", "length") for each in state.completions.values())
         return RequestMetrics(
@@ -207,7 +207,7 @@ class Requests:
             time_in_queue=None if scheduled is None else scheduled - state.arrival,
         )
 
-    def _output(self, state: RequestState, now: float) -> RequestOutput:
+    def _output(self, state: _RequestState, now: float) -> RequestOutput:
         first = state.sequences[0]
         completions = [state.completions[index] for index in range(state.request.params.n)]
         prompt = first.prompt_logprobs, state.num_cached_tokens, first.pooled
@@ -240,7 +240,7 @@ class Requests:
         return self.processor.with_logprobs(output, request, seq.logprobs)
 
 
-def _unfinished(state: RequestState, completions: list[CompletionOutput]) -> RequestOutput:
+def _unfinished(state: _RequestState, completions: list[CompletionOutput]) -> RequestOutput:
     """The output of a request with unfinished completions."""
     request = state.request
     return RequestOutput(

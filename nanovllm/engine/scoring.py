@@ -24,11 +24,11 @@ from nanovllm.sampling_params import BeamSearchParams
 from nanovllm.text.logprobs import LogprobDicts
 
 # The likeliest next tokens of each token list, by id.
-NextTokens = Callable[[Sequence[list[int]]], "Sequence[Mapping[int, Logprob]]"]
+_NextTokens = Callable[[Sequence[list[int]]], "Sequence[Mapping[int, Logprob]]"]
 
 
 @dataclass(slots=True)
-class Beam:
+class _Beam:
     """A prompt and the tokens chosen after it."""
 
     tokens: list[int]
@@ -39,7 +39,7 @@ class Beam:
 def beam_search(
     prompts: Sequence[list[int]],
     params: BeamSearchParams,
-    next_tokens: NextTokens,
+    next_tokens: _NextTokens,
     eos_token_ids: Sequence[int],
     decode: Callable[[list[int]], str | None],
     longest: int,
@@ -52,15 +52,15 @@ def beam_search(
     of tokens of a beam.
     """
     width = params.beam_width
-    running = [[Beam(list(prompt))] for prompt in prompts]
+    running = [[_Beam(list(prompt))] for prompt in prompts]
     ended: list[list[BeamSearchSequence]] = [[] for _ in prompts]
     ends = frozenset() if params.ignore_eos else frozenset(eos_token_ids)
 
-    def score(beam: Beam) -> float:
+    def score(beam: _Beam) -> float:
         length = len(beam.tokens) - (beam.tokens[-1] in ends)
         return float(beam.cum_logprob / max(length, 1) ** params.length_penalty)
 
-    def close(beam: Beam, reason: str) -> BeamSearchSequence:
+    def close(beam: _Beam, reason: str) -> BeamSearchSequence:
         stop = beam.tokens[-1] if reason == "stop" else None
         is_cut = stop is not None and not params.include_stop_str_in_output
         text = decode(beam.tokens[:-1] if is_cut else beam.tokens)
@@ -73,12 +73,12 @@ def beam_search(
             break
         found = iter(next_tokens([beam.tokens for beam in beams]))
         for index, group in enumerate(running):
-            candidates: list[Beam] = []
+            candidates: list[_Beam] = []
             for beam in group:
                 likeliest = next(found)
                 for token_id, logprob in likeliest.items():
                     tokens = [*beam.tokens, token_id]
-                    grown = Beam(tokens, [*beam.logprobs, likeliest], beam.cum_logprob + logprob.logprob)
+                    grown = _Beam(tokens, [*beam.logprobs, likeliest], beam.cum_logprob + logprob.logprob)
                     if token_id in ends:
                         ended[index].append(close(grown, "stop"))
                     else:

@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger("nanovllm")
 
 TABLE_BYTES = 2**30  # the most that tables for each position take on a CPU
-LARGEST_BLOCK = 256  # tokens; no attention backend has larger blocks by default
+_LARGEST_BLOCK = 256  # tokens; no attention backend has larger blocks by default
 
 # The keys that are used, with the names of their parameters.
-PARAMETERS = {name: name for name in (*SAMPLING_PARAMETERS, "repetition_penalty")} | {
+_PARAMETERS = {name: name for name in (*SAMPLING_PARAMETERS, "repetition_penalty")} | {
     "max_new_tokens": "max_tokens"
 }
-ADVICE = "pass sampling_params, or make the LLM with generation_config='vllm'"
+_ADVICE = "pass sampling_params, or make the LLM with generation_config='vllm'"
 
 
 class OpenedModel(NamedTuple):
@@ -114,10 +114,10 @@ def overridden(generation: Mapping[str, Any], option: str, changes: Mapping[str,
 
     ValueError or TypeError for a key that is no sampling parameter, or a wrong value in `changes`.
     """
-    unknown = changes.keys() - PARAMETERS.keys()
+    unknown = changes.keys() - _PARAMETERS.keys()
     if unknown:
         raise ValueError(
-            f"override_generation_config: {min(map(str, unknown))!r} is none of {', '.join(PARAMETERS)}; "
+            f"override_generation_config: {min(map(str, unknown))!r} is none of {', '.join(_PARAMETERS)}; "
             "pass other parameters as SamplingParams"
         )
     _params(changes, "override_generation_config: {}")
@@ -130,12 +130,12 @@ def overridden(generation: Mapping[str, Any], option: str, changes: Mapping[str,
 def recommended_params(generation: Mapping[str, Any]) -> SamplingParams:
     """Return SamplingParams with the file's values; null means the default. ValueError or TypeError for a
     wrong value."""
-    return _params(generation, f"{GENERATION_FILE}: {{}}; {ADVICE}")
+    return _params(generation, f"{GENERATION_FILE}: {{}}; {_ADVICE}")
 
 
 def _params(generation: Mapping[str, Any], message: str) -> SamplingParams:
     """SamplingParams with these values; `message` is a format string for errors."""
-    values = {PARAMETERS[key]: generation[key] for key in PARAMETERS if generation.get(key) is not None}
+    values = {_PARAMETERS[key]: generation[key] for key in _PARAMETERS if generation.get(key) is not None}
     try:
         return SamplingParams(**values)
     except (TypeError, ValueError) as error:
@@ -196,7 +196,7 @@ def usable_length(config: Config, model_config: ModelConfig, device: Device, max
     own_heads = max(1, heads // config.tensor_parallel_size)
     per_token = 2 * layers * own_heads * model_config.head_dim * item
     num_bytes = device.memory()[1] if device.is_cuda else CPU_KV_CACHE_BYTES // config.tensor_parallel_size
-    block = config.kvcache_block_size or LARGEST_BLOCK
+    block = config.kvcache_block_size or _LARGEST_BLOCK
     most = (config.kv_cache_memory_bytes or num_bytes) // per_token
     if config.num_kvcache_blocks is not None:
         most = config.num_kvcache_blocks * block

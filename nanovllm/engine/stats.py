@@ -72,7 +72,7 @@ class TimelinePoint:
 
 
 @dataclass(slots=True, eq=False)
-class Interval:
+class _Interval:
     """Sums over the steps that ended within an interval."""
 
     index: int  # start time divided by the length of an interval
@@ -136,7 +136,7 @@ class Interval:
 
     def sums_of(self, kind: type[TimelinePoint | EngineStats]) -> dict[str, Any]:
         """The sums that are fields of `kind`."""
-        return {each.name: getattr(self, each.name) for each in fields(kind) if each.name in SUMMED}
+        return {each.name: getattr(self, each.name) for each in fields(kind) if each.name in _SUMMED}
 
 
 def attention_pairs(query_lens: np.ndarray, context_lens: np.ndarray) -> int:
@@ -145,14 +145,14 @@ def attention_pairs(query_lens: np.ndarray, context_lens: np.ndarray) -> int:
     return int((q * c - q * (q - 1) // 2).sum())
 
 
-SUMMED = [field.name for field in fields(Interval) if field.name != "index"]
+_SUMMED = [field.name for field in fields(_Interval) if field.name != "index"]
 
 
-def joined(intervals: Iterable[Interval], index: int = 0) -> Interval:
+def joined(intervals: Iterable[_Interval], index: int = 0) -> _Interval:
     """The sum of some intervals."""
-    whole = Interval(index)
+    whole = _Interval(index)
     for each in intervals:
-        for name in SUMMED:
+        for name in _SUMMED:
             setattr(whole, name, getattr(whole, name) + getattr(each, name))
     return whole
 
@@ -229,7 +229,7 @@ class Counters:
     def __init__(self) -> None:
         self._origin, self._start_time = perf_counter(), time()
         self._length = INTERVAL_SECONDS
-        self._intervals: list[Interval] = []
+        self._intervals: list[_Interval] = []
         self._end = 0.0  # end of the last interval, in seconds since the origin
         self._num_requests = 0
         self._num_prompt_tokens = 0
@@ -255,13 +255,13 @@ class Counters:
         if len(intervals) >= MAX_INTERVALS:
             while len(intervals) > MAX_INTERVALS // 2:
                 self._length *= 2
-                groups: dict[int, list[Interval]] = {}
+                groups: dict[int, list[_Interval]] = {}
                 for each in intervals:
                     groups.setdefault(each.index // 2, []).append(each)
                 intervals = [joined(group, index) for index, group in groups.items()]
         index = int(now / self._length)
         if not intervals or intervals[-1].index != index:
-            intervals = [*intervals, Interval(index)]
+            intervals = [*intervals, _Interval(index)]
         self._intervals, self._end = intervals, (index + 1) * self._length
 
     def snapshot(self, requests: int, running: int, waiting: int, kv_cache_usage: float) -> EngineStats:

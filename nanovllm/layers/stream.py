@@ -37,8 +37,8 @@ class Step(NamedTuple):
 
 # Attention, an MLP, a mixture of experts: norm(x) [T, hidden_size] -> a term of the stream, this rank's part
 # of a sum over the ranks. Where rows are kept, only attention sees the others.
-Term = torch.Tensor | Product
-Block = Callable[[Normed, Step], Term]
+_Term = torch.Tensor | Product
+_Block = Callable[[Normed, Step], _Term]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Stream:
     def add(
         self,
         norm: Norm,
-        block: Block,
+        block: _Block,
         step: Step,
         keep: torch.Tensor | None = None,
         after: RMSNorm | None = None,
@@ -67,7 +67,7 @@ class Stream:
 
 
 def _added(
-    total: torch.Tensor, term: Term, keep: torch.Tensor | None = None, after: RMSNorm | None = None
+    total: torch.Tensor, term: _Term, keep: torch.Tensor | None = None, after: RMSNorm | None = None
 ) -> Stream:
     if keep is not None:
         term, total = term[keep], total[keep]
@@ -76,11 +76,11 @@ def _added(
     return Stream(*term.added_to(total)) if isinstance(term, Product) else Stream(term, total)
 
 
-def _value(term: Term) -> torch.Tensor:
+def _value(term: _Term) -> torch.Tensor:
     return term.tensor() if isinstance(term, Product) else term
 
 
-def _cat(terms: list[Term]) -> Term:
+def _cat(terms: list[_Term]) -> _Term:
     products = [term for term in terms if isinstance(term, Product)]
     return Product.cat(products) if len(products) == len(terms) else torch.cat([*map(_value, terms)])
 
@@ -95,12 +95,12 @@ class HalvedStream:
 
     def __init__(self, halves: tuple[Stream, ...]) -> None:
         self._halves = list(halves)
-        self._waiting: tuple[Norm, Block, RMSNorm | None] | None = None
+        self._waiting: tuple[Norm, _Block, RMSNorm | None] | None = None
 
     def add(
         self,
         norm: Norm,
-        block: Block,
+        block: _Block,
         step: Step,
         keep: torch.Tensor | None = None,
         after: RMSNorm | None = None,

@@ -21,24 +21,24 @@ from nanovllm.quantization.base import WeightSource
 
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
-WEIGHTS_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
-TOKENIZER_FILES = (  # patterns; transformers reads these
+_WEIGHTS_FILE = "model.safetensors"
+_INDEX_FILE = "model.safetensors.index.json"
+_TOKENIZER_FILES = (  # patterns; transformers reads these
     *("tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "tekken.json"),
     *("chat_template.json", "*.jinja", "additional_chat_templates/*.jinja"),
     *("vocab.txt", "merges.txt", "*.model", "*.tiktoken"),
 )
-VOCABULARIES = ("tokenizer.json", "vocab.json", "tekken.json")  # large, and read by their own parsers
+_VOCABULARIES = ("tokenizer.json", "vocab.json", "tekken.json")  # large, and read by their own parsers
 MAX_JSON_BYTES = 2**25
 MAX_VOCABULARY_BYTES = 2**28
 MAX_DEPTH = 64  # of objects and lists within each other
-MAX_MESSAGE = 4000  # characters of an error that quotes a file
-MAX_LISTED = 40  # names of one kind in an error message
-LFS_POINTER = b"version https://git-lfs"
-LFS_FIX = (
+_MAX_MESSAGE = 4000  # characters of an error that quotes a file
+_MAX_LISTED = 40  # names of one kind in an error message
+_LFS_POINTER = b"version https://git-lfs"
+_LFS_FIX = (
     "is a git-lfs pointer and not the file itself; run `git lfs pull` in its folder, or use `hf download`"
 )
-UNSUPPORTED_FILES = {  # unsupported files, with what to do instead
+_UNSUPPORTED_FILES = {  # unsupported files, with what to do instead
     "*.bin": "convert them to safetensors",
     "*.pth": "convert them to safetensors",
     "*.gguf": "pass the safetensors checkpoint that they were made from",
@@ -80,11 +80,11 @@ class Checkpoint:
 
     def tokenizer(self, read: Callable[[Path], T]) -> T:
         """Check the tokenizer's files, and return what `read` makes of a folder with them."""
-        for path in regular_files(self.path, TOKENIZER_FILES):
-            if path.name in VOCABULARIES:
+        for path in _regular_files(self.path, _TOKENIZER_FILES):
+            if path.name in _VOCABULARIES:
                 _check_size(path, MAX_VOCABULARY_BYTES)
                 with path.open("rb") as file:
-                    check_no_pointer(path, file.read(len(LFS_POINTER)))
+                    _check_no_pointer(path, file.read(len(_LFS_POINTER)))
             elif path.suffix == ".json":
                 read_json(path)
         return read(self.path)
@@ -109,14 +109,14 @@ class Checkpoint:
                 slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (no mapping)
             except (OSError, SafetensorError) as error:
                 with suppress(OSError), path.open("rb") as file:
-                    check_no_pointer(path, file.read(len(LFS_POINTER)))
+                    _check_no_pointer(path, file.read(len(_LFS_POINTER)))
                 raise ModelLoadError(
                     f"{path} cannot be read, is it complete? {type(error).__name__}: {shortened(error)}"
                 ) from error
             absent = sorted(indexed - slices.keys())
             if absent:
                 raise ModelLoadError(
-                    f"{path} lacks tensors that {INDEX_FILE} lists for it: {listing(absent)}"
+                    f"{path} lacks tensors that {_INDEX_FILE} lists for it: {listing(absent)}"
                 )
             twice = sorted(slices.keys() & owners.keys())
             if twice:
@@ -127,7 +127,7 @@ class Checkpoint:
 
     def files(self) -> tuple[list[Path], list[Path]]:
         """The small files and the weight files that loading reads."""
-        small = regular_files(self.path, (CONFIG_FILE, GENERATION_FILE, INDEX_FILE, *TOKENIZER_FILES))
+        small = _regular_files(self.path, (CONFIG_FILE, GENERATION_FILE, _INDEX_FILE, *_TOKENIZER_FILES))
         return small, [self.path / name for name in _weight_files(self.path)]
 
     def fingerprint(self) -> str:
@@ -156,11 +156,11 @@ def _weight_files(folder: Path) -> dict[str, set[str]]:
 
     Raises ModelLoadError if the index is malformed, or names files that do not exist.
     """
-    if (folder / WEIGHTS_FILE).is_file():
-        return {WEIGHTS_FILE: set()}
-    index = folder / INDEX_FILE
+    if (folder / _WEIGHTS_FILE).is_file():
+        return {_WEIGHTS_FILE: set()}
+    index = folder / _INDEX_FILE
     if not index.is_file():
-        return {path.name: set() for path in regular_files(folder, ["*.safetensors"])}
+        return {path.name: set() for path in _regular_files(folder, ["*.safetensors"])}
     weight_map = read_json(index, unique_keys=True).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ModelLoadError(f"{index} has no weight_map, an object of tensor and file names")
@@ -172,19 +172,19 @@ def _weight_files(folder: Path) -> dict[str, set[str]]:
         files.setdefault(name, set()).add(tensor)
     absent = sorted(name for name in files if not (folder / name).is_file())
     if absent:
-        raise ModelLoadError(f"{folder}: {INDEX_FILE} names files that do not exist: {listing(absent)}")
+        raise ModelLoadError(f"{folder}: {_INDEX_FILE} names files that do not exist: {listing(absent)}")
     return files
 
 
 def _unread(folder: Path) -> str:
     """A hint about unsupported files in `folder`; an empty string if there are none."""
-    for pattern, fix in UNSUPPORTED_FILES.items():
-        if names := [path.name for path in regular_files(folder, [pattern])]:
+    for pattern, fix in _UNSUPPORTED_FILES.items():
+        if names := [path.name for path in _regular_files(folder, [pattern])]:
             return f"; it has {listing(names)}, which is not read: {fix}"
     return ""
 
 
-def regular_files(folder: Path, patterns: Iterable[str]) -> list[Path]:
+def _regular_files(folder: Path, patterns: Iterable[str]) -> list[Path]:
     """The files of `folder` with such names, sorted: no folders, pipes, devices or dangling links."""
     return sorted({path for pattern in patterns for path in folder.glob(pattern) if path.is_file()})
 
@@ -220,17 +220,17 @@ def read_json(path: Path, unique_keys: bool = False) -> dict[str, Any]:
     return content
 
 
-def check_no_pointer(path: Path, start: bytes) -> None:
+def _check_no_pointer(path: Path, start: bytes) -> None:
     """Raise ModelLoadError if a file with this start only says where git-lfs finds the real one."""
-    if start.startswith(LFS_POINTER):
-        raise ModelLoadError(f"{path} {LFS_FIX}")
+    if start.startswith(_LFS_POINTER):
+        raise ModelLoadError(f"{path} {_LFS_FIX}")
 
 
 def _read(path: Path, most: int) -> bytes:
     _check_size(path, most)
     with path.open("rb") as file:
         text = file.read(most)
-    check_no_pointer(path, text)
+    _check_no_pointer(path, text)
     return text
 
 
@@ -243,11 +243,11 @@ def _check_size(path: Path, most: int) -> None:
 def shortened(message: object) -> str:
     """An error's message, cut if a file has made it long."""
     text = str(message)
-    return text if len(text) <= MAX_MESSAGE else f"{text[:MAX_MESSAGE]}..."
+    return text if len(text) <= _MAX_MESSAGE else f"{text[:_MAX_MESSAGE]}..."
 
 
 def listing(names: Iterable[str]) -> str:
     """The first names, for an error message, and how many more there are."""
     listed = list(names)
-    more = f" and {len(listed) - MAX_LISTED} more" if len(listed) > MAX_LISTED else ""
-    return shortened(", ".join(listed[:MAX_LISTED])) + more
+    more = f" and {len(listed) - _MAX_LISTED} more" if len(listed) > _MAX_LISTED else ""
+    return shortened(", ".join(listed[:_MAX_LISTED])) + more

@@ -15,10 +15,10 @@ from nanovllm.kernels.activation import Activation
 from nanovllm.layers.linear import can_split_heads
 from nanovllm.quantization.unquantized import QuantConfig
 
-SUPPORTED_DTYPES = ("float32", "bfloat16", "float16")
-SUPPORTED_LAYERS = ("full_attention", "sliding_attention")
-MAX_RANKS = 1024  # tensor_parallel_size up to this is proposed in an error
-MAX_ELEMENTS = 2**48  # of one weight
+_SUPPORTED_DTYPES = ("float32", "bfloat16", "float16")
+_SUPPORTED_LAYERS = ("full_attention", "sliding_attention")
+_MAX_RANKS = 1024  # tensor_parallel_size up to this is proposed in an error
+_MAX_ELEMENTS = 2**48  # of one weight
 
 # Keys of config.json for features that the decoder does not have, each with the values that turn them off.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -142,7 +142,7 @@ class ModelConfig:
 
         if not fits(size):
             sizes = ", ".join(
-                str(ranks) for ranks in range(1, min(self.num_heads, MAX_RANKS) + 1) if fits(ranks)
+                str(ranks) for ranks in range(1, min(self.num_heads, _MAX_RANKS) + 1) if fits(ranks)
             )
             raise ValueError(
                 f"tensor_parallel_size={size} does not divide this model's {self.num_heads} query heads, "
@@ -228,7 +228,7 @@ class ModelFamily:
         if head_dim % 2 or head_dim < 4:
             raise ValueError(f"config.json: head_dim must be even and at least 4, not {head_dim}")
         intermediate_size, vocab_size = hf.integer("intermediate_size"), hf.integer("vocab_size")
-        if hidden_size * max(vocab_size, 2 * intermediate_size, 3 * num_heads * head_dim) > MAX_ELEMENTS:
+        if hidden_size * max(vocab_size, 2 * intermediate_size, 3 * num_heads * head_dim) > _MAX_ELEMENTS:
             raise ValueError(
                 f"config.json: hidden_size {hidden_size} with vocab_size {vocab_size}, intermediate_size "
                 f"{intermediate_size} or num_attention_heads {num_heads} gives weights that no memory holds"
@@ -289,10 +289,12 @@ def _refuse_unsupported(hf: HFConfig, known: tuple[str, ...]) -> None:
                 f"{', '.join(map(repr, neutral))}, which change nothing"
             )
     kinds = hf.get("layer_types", [])
-    if not isinstance(kinds, list) or not all(kind in SUPPORTED_LAYERS for kind in kinds):
-        other = [kind for kind in kinds if kind not in SUPPORTED_LAYERS] if isinstance(kinds, list) else kinds
+    if not isinstance(kinds, list) or not all(kind in _SUPPORTED_LAYERS for kind in kinds):
+        other = (
+            [kind for kind in kinds if kind not in _SUPPORTED_LAYERS] if isinstance(kinds, list) else kinds
+        )
         raise ValueError(
-            f"config.json: layer_types {other!r} are not supported; supported: {', '.join(SUPPORTED_LAYERS)}"
+            f"config.json: layer_types {other!r} are not supported; supported: {', '.join(_SUPPORTED_LAYERS)}"
         )
 
 
@@ -361,8 +363,8 @@ def _positive_float(hf: HFConfig, key: str) -> float:
 
 def _dtype(hf: HFConfig) -> str:
     name = str(hf.get("dtype") or hf.get("torch_dtype") or "float32").removeprefix("torch.")
-    if name not in SUPPORTED_DTYPES:
+    if name not in _SUPPORTED_DTYPES:
         raise ValueError(
-            f"config.json: dtype {name!r} is not supported; supported: {', '.join(SUPPORTED_DTYPES)}"
+            f"config.json: dtype {name!r} is not supported; supported: {', '.join(_SUPPORTED_DTYPES)}"
         )
     return name

@@ -26,9 +26,9 @@ _FAMILIES: dict[str, ModelFamily] = {
     "MistralForCausalLM": MISTRAL,
 }
 FORMATS: tuple[type[Checkpoint], ...] = (Checkpoint,)  # the first that reads a path takes it
-TOKENIZER_PATTERNS = ["*.json", "*.jinja", "*.model", "*.txt"]
-HUB_IGNORED = ["*/*", "consolidated*"]  # other formats of the same weights
-HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+_TOKENIZER_PATTERNS = ["*.json", "*.jinja", "*.model", "*.txt"]
+_HUB_IGNORED = ["*/*", "consolidated*"]  # other formats of the same weights
+_HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 
 def register_model(architecture: str, family: ModelFamily) -> None:
@@ -103,11 +103,11 @@ def resolve_model_path(name: str | Path, hub: Hub = Hub(), kind: str = "model") 
             )
         what = "its files" if kind == "tokenizer" else f"{CONFIG_FILE} and the *.safetensors weights"
         raise ValueError(f"{kind} {str(name)!r} is a file; pass the folder that holds {what}")
-    if not HUB_ID.fullmatch(str(name)):
+    if not _HUB_ID.fullmatch(str(name)):
         raise ValueError(
             f"{kind} folder {str(path)!r} does not exist, and it is not a hub id (organisation/name)"
         )
-    patterns = [*TOKENIZER_PATTERNS, *(["*.safetensors"] if kind == "model" else [])]
+    patterns = [*_TOKENIZER_PATTERNS, *(["*.safetensors"] if kind == "model" else [])]
     import huggingface_hub  # here, because most models are folders and this takes half a second
 
     try:
@@ -117,7 +117,7 @@ def resolve_model_path(name: str | Path, hub: Hub = Hub(), kind: str = "model") 
             cache_dir=hub.download_dir,
             token=hub.token,
             allow_patterns=[*patterns, *(["*.py"] if hub.code else [])],
-            ignore_patterns=HUB_IGNORED,
+            ignore_patterns=_HUB_IGNORED,
         )
     except Exception as error:  # errors of the hub client, its HTTP library or the system
         fix = "" if "/" in str(name) else "; a hub id mostly has an organisation, such as Qwen/Qwen3-0.6B"

@@ -27,8 +27,8 @@ from nanovllm.models.registry import open_checkpoint
 from nanovllm.quantization.base import WeightOptions, WeightShard, WeightSource
 
 TIED_HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-LAYER = re.compile(r"model\.layers\.(\d+)\.")
-ROTARY = ".rotary_emb.inv_freq"  # in old checkpoints; computed from the config
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+_ROTARY = ".rotary_emb.inv_freq"  # in old checkpoints; computed from the config
 
 
 class WeightChecker:
@@ -45,7 +45,7 @@ class WeightChecker:
         problems = {
             "missing": [name for name in self._shards if name not in tensors],
             "unexpected": [
-                name for name in tensors if not name.endswith(ROTARY) and self._shard(name) is None
+                name for name in tensors if not name.endswith(_ROTARY) and self._shard(name) is None
             ],
             "wrong shape": [
                 f"{name} is {is_}" for name, shard, tensor in both if (is_ := shard.wrong_shape(tensor))
@@ -66,7 +66,7 @@ class WeightChecker:
         tied: dict[str, list[float]] = {}  # hashes of the LM head and its embedding
         for index, pair in enumerate(tensors):
             name, tensor = named_tensor(index, pair)
-            if name.endswith(ROTARY):
+            if name.endswith(_ROTARY):
                 continue
             if name in seen:
                 raise ValueError(f"{name} comes twice in one update")
@@ -115,7 +115,7 @@ def _hashes(tensor: torch.Tensor) -> list[float]:
 def _check_layers(config: ModelConfig, tensors: Mapping[str, WeightSource], folder: Path) -> None:
     """Raise ModelLoadError if the checkpoint has fewer layers than its config says: a model of so many layers
     takes long to build, even without memory."""
-    layers = {match[1] for match in map(LAYER.match, tensors) if match}
+    layers = {match[1] for match in map(_LAYER.match, tensors) if match}
     if config.num_layers > len(layers):
         has = f"{len(layers)} layers" if layers else f"no model.layers.N, but {listing(tensors) or 'nothing'}"
         raise ModelLoadError(

@@ -19,7 +19,7 @@ ROOT = 0  # the chain id of the empty prefix
 
 
 @dataclass(frozen=True, slots=True)
-class CachedBlock:
+class _CachedBlock:
     """The content of a full block: its tokens, and its parent in the chain. Chain ids are never reused."""
 
     key: int
@@ -47,7 +47,7 @@ class BlockManager:
         self._ref_counts = [0] * num_blocks
         # In order of reuse.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
-        self._content: list[CachedBlock | None] = [None] * num_blocks
+        self._content: list[_CachedBlock | None] = [None] * num_blocks
         self._by_key: dict[int, int] = {}  # block_key -> block
         self._next_chain = ROOT + 1
         self.num_cached_tokens = 0  # total tokens that allocations found in the prefix cache
@@ -159,7 +159,7 @@ class BlockManager:
             known = self._content[self._by_key[key]]
             assert known is not None
             return known.chain if known.parent == parent and known.tokens == tokens else None
-        content = CachedBlock(key, self._next_chain, parent, tokens)
+        content = _CachedBlock(key, self._next_chain, parent, tokens)
         self._next_chain += 1
         self._by_key[key] = block
         self._content[block] = content

@@ -13,10 +13,10 @@ import numpy as np
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher
 
-ALL_TOKENS = -1  # a word of bits that allows all of its 32 tokens
+_ALL_TOKENS = -1  # a word of bits that allows all of its 32 tokens
 
 
-class TokenRule(Protocol):
+class _TokenRule(Protocol):
     """Restricts the next token of one sequence."""
 
     def restrict(self, bits: np.ndarray, token_ids: Sequence[int], start: int) -> None:
@@ -160,7 +160,7 @@ class Grammar:
             self._stops.add_to(bits)
 
 
-Rule = TokenRule | Grammar
+Rule = _TokenRule | Grammar
 
 
 class RuledRow(NamedTuple):
@@ -184,7 +184,7 @@ def restrict_all(rows: Sequence[RuledRow], bits: np.ndarray) -> None:
     for each in rows:
         grammar = next((rule for rule in each.rules if isinstance(rule, Grammar)), None)
         if grammar is None:
-            bits[each.row] = ALL_TOKENS
+            bits[each.row] = _ALL_TOKENS
         else:
             grammars.append((each, grammar, *grammar.advance(each.token_ids, each.start)))
     if grammars:

@@ -17,8 +17,8 @@ from torch import nn
 from nanovllm.kernels.activation import Activation
 from nanovllm.kernels.rms_norm import add_rms_norm
 
-FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-FILE_DTYPES = {  # the names of safetensors
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_FILE_DTYPES = {  # the names of safetensors
     **{"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64},
     **{"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2},
     **{"U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "I32": torch.int32, "I64": torch.int64},
@@ -37,7 +37,7 @@ class WeightOptions:
     fuse: bool = False
 
 
-class WeightSlice(Protocol):
+class _WeightSlice(Protocol):
     """A tensor in a file; indexing reads only the indexed part: `safe_open(...).get_slice(name)`."""
 
     def get_shape(self) -> list[int]: ...
@@ -47,7 +47,7 @@ class WeightSlice(Protocol):
     def __getitem__(self, index: Any) -> torch.Tensor: ...
 
 
-WeightSource = torch.Tensor | WeightSlice
+WeightSource = torch.Tensor | _WeightSlice
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class WeightShard:
     start: int
     length: int
     offset: int
-    dtypes: tuple[torch.dtype, ...] = FLOATS  # of the tensor in the checkpoint
+    dtypes: tuple[torch.dtype, ...] = _FLOATS  # of the tensor in the checkpoint
     dummy: float | None = None  # the value of all elements of a dummy weight; None: random values
 
     @classmethod
@@ -85,7 +85,7 @@ class WeightShard:
         if isinstance(source, torch.Tensor):
             return None if source.dtype in self.dtypes else str(source.dtype)
         name = source.get_dtype()
-        return None if FILE_DTYPES.get(name) in self.dtypes else name
+        return None if _FILE_DTYPES.get(name) in self.dtypes else name
 
     def place(self, parameter: torch.Tensor) -> torch.Tensor:
         """The part of `parameter` that this shard fills, as a view."""

@@ -32,9 +32,9 @@ logger = logging.getLogger("nanovllm")
 MAX_RUNS = 3  # of a request whose replica ends each time; the last time it runs alone
 MAX_FAILURES = 3  # of a replica in a row, without an answer in between
 POLL_SECONDS = 0.1
-RANKS_SECONDS = 5.0  # the more that a replica of several ranks may be silent: it finds the rank that hangs
+_RANKS_SECONDS = 5.0  # the more that a replica of several ranks may be silent: it finds the rank that hangs
 PHASES = {"load_updates": "update_weights"}
-LOOK_AHEAD = 8  # requests that the router chooses from, in multiples of max_num_seqs
+_LOOK_AHEAD = 8  # requests that the router chooses from, in multiples of max_num_seqs
 
 
 class Arrival(NamedTuple):
@@ -64,8 +64,8 @@ class Pool:
         self._members = [ReplicaProcess(number, config) for number, config in enumerate(configs)]
         self._settings: dict[str, object] = {}  # method of `Replica` -> argument; called at each start
         several = configs[0].tensor_parallel_size > 1
-        self.limit = configs[0].distributed_timeout_seconds + several * RANKS_SECONDS  # for silent replicas
-        self._look_ahead = LOOK_AHEAD * configs[0].max_num_seqs
+        self.limit = configs[0].distributed_timeout_seconds + several * _RANKS_SECONDS  # for silent replicas
+        self._look_ahead = _LOOK_AHEAD * configs[0].max_num_seqs
         self._deltas = False  # whether replicas return parts of answers
         self.router = Router(len(configs), reach=2 * self._look_ahead)
         self._routed: dict[int, Request] = {}  # the requests that wait in the router, by id

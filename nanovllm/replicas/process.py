@@ -23,7 +23,7 @@ from nanovllm.text.prompts import Request
 from nanovllm.workers.watch import KILLED_SECONDS, how_it_ended
 from nanovllm.workers.worker import start_process
 
-SEND_SECONDS = 30  # for a message; a thread of the replica reads at all times
+_SEND_SECONDS = 30  # for a message; a thread of the replica reads at all times
 
 
 class ReplicaProcess:
@@ -65,7 +65,7 @@ class ReplicaProcess:
         start_process(self.process)
         with socket(fileno=os.dup(self.pipe.fileno())) as end:
             end.settimeout(None)  # else the pipe would not block after a call of socket.setdefaulttimeout
-            end.setsockopt(SOL_SOCKET, SO_SNDTIMEO, pack("ll", SEND_SECONDS, 0))
+            end.setsockopt(SOL_SOCKET, SO_SNDTIMEO, pack("ll", _SEND_SECONDS, 0))
         theirs.close()  # the replica has the only copy, so the pipe ends with the replica
         self.is_ready = False
         self.called = None
@@ -97,7 +97,7 @@ class ReplicaProcess:
         """Count a request as in flight; the caller sends it. num_held_tokens: tokens of its prompt that the
         replica's prefix cache holds."""
         self.requests[request.request_id] = request
-        self.cost += cost_of(request)
+        self.cost += _cost_of(request)
         self._num_seqs += request.params.n
         self._num_sent += request.params.n
         num_new = len(request.prompt_token_ids) - num_held_tokens
@@ -122,7 +122,7 @@ class ReplicaProcess:
         request = self.requests.pop(request_id, None)
         self.begun.discard(request_id)
         if request is not None:
-            self.cost -= cost_of(request)
+            self.cost -= _cost_of(request)
             self._num_seqs -= request.params.n
             self.is_exclusive = False
         return request
@@ -191,7 +191,7 @@ def _children(pid: int) -> list[int]:
     return [int(child) for each in lists for child in each]
 
 
-def cost_of(request: Request) -> float:
+def _cost_of(request: Request) -> float:
     """The estimated work of a request, in output tokens. A prompt token counts as an eighth."""
     max_tokens = request.params.max_tokens
     return len(request.prompt_token_ids) / 8 + request.params.n * (1024 if max_tokens is None else max_tokens)

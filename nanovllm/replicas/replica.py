@@ -92,13 +92,13 @@ def pack_request(request: Request) -> Request:
     return replace(request, prompt=None, prompt_token_ids=[], constraint=None)
 
 
-def unpack_request(request: Request, processor: Processor) -> Request:
+def _unpack_request(request: Request, processor: Processor) -> Request:
     """Restore the list of the prompt's ids, and compile the constraint again."""
     ids = np.frombuffer(request.prompt_bytes, np.int32).tolist()
     return replace(request, prompt_token_ids=ids, constraint=processor.constraint(request.params))
 
 
-def pack_output(output: RequestOutput) -> RequestOutput:
+def _pack_output(output: RequestOutput) -> RequestOutput:
     """Remove the prompt, and turn logprobs into (columns, number of None entries before them, the tokens
     before them)."""
     completions = [replace(each, logprobs=_pack_logprobs(each.logprobs)) for each in output.outputs]
@@ -128,7 +128,7 @@ def _pack_logprobs(logprobs: Any) -> Any:
     return logprobs.columns, logprobs.num_unknown, logprobs.before
 
 
-class Link:
+class _Link:
     """The replica's end of the pipe. Two threads keep the pipe moving while the engine computes."""
 
     def __init__(self, pipe: Connection) -> None:
@@ -175,7 +175,7 @@ class Link:
 class Replica:
     """A Core whose requests come from another process."""
 
-    def __init__(self, number: int, config: Config, link: Link) -> None:
+    def __init__(self, number: int, config: Config, link: _Link) -> None:
         """number: the replica's. config: with its own device. link: tells the caller of progress."""
         model = open_model(config)
         self.core = Core(model, lambda: link.send(Progress()))
@@ -184,7 +184,7 @@ class Replica:
         self._num_updates = 0  # the number of the last weight update that it has
         self._num_received = 0  # sequences
 
-    def serve(self, link: Link) -> None:
+    def serve(self, link: _Link) -> None:
         """Process messages until None arrives."""
         while True:
             while link.has_message() or not self.core.load.num_requests:
@@ -201,7 +201,7 @@ class Replica:
                     link.send(Reply(value))
             with no_full_collections():
                 step = self.core.step()
-            packed = [pack_output(output) for output in step.outputs]
+            packed = [_pack_output(output) for output in step.outputs]
             link.send(Report(packed, step.stats, self._num_received, self.core.load.num_waiting))
 
     def run(self, call: Call) -> Any:
@@ -213,14 +213,14 @@ class Replica:
 
     def add(self, packed: list[Request], deltas: bool) -> None:
         """As `Executor.add`."""
-        requests = [unpack_request(request, self._processor) for request in packed]
+        requests = [_unpack_request(request, self._processor) for request in packed]
         self._num_received += sum(request.params.n for request in requests)
         self.core.add(requests, deltas)
 
     def abort(self, request_id: int) -> list[RequestOutput]:
         """Return the output, and then what a stream yields of it; nothing if the request has ended."""
         output, parts = self.core.abort(request_id)
-        return [] if output is None else [pack_output(each) for each in (output, *parts)]
+        return [] if output is None else [_pack_output(each) for each in (output, *parts)]
 
     def load_updates(self, updates: dict[int, SharedTensors]) -> None:
         """Load weight updates, in the order of their numbers, except those that this replica has. Each one is
@@ -245,7 +245,7 @@ def replica_main(
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller's process handles Ctrl-C
     current_process().daemon = False  # multiprocessing does not let daemonic processes start workers
     threading.Thread(target=exit_with, args=(parent,), daemon=True).start()
-    link = Link(pipe)
+    link = _Link(pipe)
     try:
         if config.device == "cpu":
             torch.set_num_threads(max(1, torch.get_num_threads() // config.data_parallel_size))

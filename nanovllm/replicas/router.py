@@ -16,8 +16,8 @@ from typing import NamedTuple
 import xxhash
 
 MIN_PREFIX_BYTES = 64 * 4  # the shortest hashed prefix, as int32 ids; each next one is twice as long
-MAX_CANDIDATES = 32  # number of oldest requests to consider
-MAX_HASHES = 100_000  # the last hashes of a replica that are assumed to be in its prefix cache
+_MAX_CANDIDATES = 32  # number of oldest requests to consider
+_MAX_HASHES = 100_000  # the last hashes of a replica that are assumed to be in its prefix cache
 
 
 class _Waiting(NamedTuple):
@@ -92,7 +92,7 @@ class Router:
         for each in chosen.hashes:
             held[each] = None
             held.move_to_end(each)
-        while len(held) > MAX_HASHES:
+        while len(held) > _MAX_HASHES:
             held.popitem(last=False)
         return chosen.number
 
@@ -112,7 +112,7 @@ class Router:
         for each in reversed(self._last[replica]):
             if each in self._by_hash:
                 yield self._waiting[next(iter(self._by_hash[each]))]
-        yield from islice(self._waiting.values(), MAX_CANDIDATES)
+        yield from islice(self._waiting.values(), _MAX_CANDIDATES)
 
     def _cost(self, waiting: _Waiting, replica: int) -> int:
         """How many more prefixes of this prompt another replica holds."""

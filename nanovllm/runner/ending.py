@@ -41,7 +41,7 @@ from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.runner.inputs import StepInputs, last_rows, wanted_rows
 from nanovllm.sampling_params import call_processor
 
-CHUNK_BYTES = 2**28  # of float32 logits that are computed at once
+_CHUNK_BYTES = 2**28  # of float32 logits that are computed at once
 
 
 class UndrawnStep(NamedTuple):
@@ -81,7 +81,7 @@ class Ending:
         self._model, self._tp, self._device = model, tp, device
         self._vocab_size = model.config.vocab_size
         self._mode = logprobs_mode
-        self._max_rows = max(1, min(max_seqs, CHUNK_BYTES // (4 * self._vocab_size)))
+        self._max_rows = max(1, min(max_seqs, _CHUNK_BYTES // (4 * self._vocab_size)))
         self._max_seqs = max_seqs
         self._counts: torch.Tensor | None = None  # [slots, V] int16, once a sequence has penalties
         self.last_token_ids = torch.zeros(max_seqs, dtype=torch.int64, device=device.torch)  # by slot

@@ -43,7 +43,7 @@ from nanovllm.runner.memory import KVCacheSpace, attach, cache_shape, equal_batc
 from nanovllm.runner.shared_prefixes import SharedPrefixFinder, SharedRows
 from nanovllm.runner.staging import Staging, StepHandle
 
-CALIBRATION_TOKENS = 2048
+_CALIBRATION_TOKENS = 2048
 GraphOutput = tuple[torch.Tensor, torch.Tensor | None]
 
 
@@ -92,7 +92,7 @@ class ModelRunner:
         self.load_weights()
         self.graphs: dict[tuple[int, bool], CUDAGraphs] = {}  # by chunk of shared prefixes, and whether drawn
         self._undrawn: UndrawnStep | None = None
-        self.profile: RankProfile | None = None  # the active one
+        self.profile: _RankProfile | None = None  # the active one
         self.prefixes: SharedPrefixFinder | None = None  # None without a KV cache
         self.spec = max(
             (layer.spec for layer in self.model.attention_layers), key=lambda spec: spec.num_heads
@@ -123,7 +123,7 @@ class ModelRunner:
         """
         if self.cache_dtype == self.dtype:
             return
-        num_tokens = min(CALIBRATION_TOKENS, self.max_model_len)
+        num_tokens = min(_CALIBRATION_TOKENS, self.max_model_len)
         layers, kept = self.model.attention_layers, self.kv_cache
         shape = cache_shape(layers, -(-num_tokens // self.block_size), self.block_size)
         self.kv_cache = scratch_in(kept, shape, self.dtype)  # zeros: unwritten positions must not count
@@ -326,7 +326,7 @@ class ModelRunner:
 
     def start_profile(self, folder: str, name: str) -> None:
         """Start a profile, for a trace in `folder` with the rank and `name` in its file name."""
-        self.profile = RankProfile(Path(folder, f"rank{self.tp.rank}.{name}.pt.trace.json.gz"), self.device)
+        self.profile = _RankProfile(Path(folder, f"rank{self.tp.rank}.{name}.pt.trace.json.gz"), self.device)
 
     def stop_profile(self) -> str:
         """End the profile and return the path of its trace."""
@@ -354,7 +354,7 @@ def check_can_profile() -> None:
         raise RuntimeError("a torch profiler is already active in this process; stop it first")
 
 
-class RankProfile:
+class _RankProfile:
     """A profile that starts at creation and ends with `stop` or `drop`."""
 
     def __init__(self, path: Path, device: Device) -> None:

@@ -17,7 +17,7 @@ from nanovllm.runner.model_runner import ModelRunner
 WEIGHTS, KV_CACHE = TAGS = ("weights", "kv_cache")
 
 
-class FreedStorage(NamedTuple):
+class _FreedStorage(NamedTuple):
     """The freed memory of a parameter. Views of it stay, and are valid after it is allocated again."""
 
     storage: torch.UntypedStorage
@@ -40,7 +40,7 @@ class ResidentModelRunner(ModelRunner):
         """As `ModelRunner`."""
         super().__init__(*args, **options)
         self.asleep: frozenset[str] = frozenset()  # subset of TAGS
-        self._freed: list[FreedStorage] = []
+        self._freed: list[_FreedStorage] = []
         self._num_blocks = 0  # of the freed KV cache
         self._freed_bytes = 0  # of the freed KV cache and CUDA graphs
 
@@ -77,7 +77,7 @@ class ResidentModelRunner(ModelRunner):
         for storage in {storage.data_ptr(): storage for storage in storages}.values():
             num_bytes = storage.nbytes()
             copy = torch.UntypedStorage(num_bytes).copy_(storage) if copies else None
-            self._freed.append(FreedStorage(storage, num_bytes, copy))
+            self._freed.append(_FreedStorage(storage, num_bytes, copy))
             storage.resize_(0)
 
     def wake_up_need(self, tags: Collection[str]) -> WakeUpNeed:

@@ -18,7 +18,7 @@ from nanovllm.runner.ending import StepTensors
 from nanovllm.runner.inputs import StepInputs
 
 ALIGN = 16  # bytes; every column starts at a multiple of this
-TORCH_DTYPES: dict[type[np.generic], torch.dtype] = {
+_TORCH_DTYPES: dict[type[np.generic], torch.dtype] = {
     np.int32: torch.int32,
     np.int64: torch.int64,
     np.float32: torch.float32,
@@ -58,9 +58,9 @@ class Staging:
         words = sum(_end_of(column, 0, column.shape(size)) for column in all_columns(StepInputs)) // 4
         self._device = device
         self._buffer = torch.zeros(words, dtype=torch.int32, device=device.torch)
-        self._columns = {dtype: self._buffer.view(other) for dtype, other in TORCH_DTYPES.items()}
+        self._columns = {dtype: self._buffer.view(other) for dtype, other in _TORCH_DTYPES.items()}
         self._inputs = [device.host_buffer(words, torch.int32) for _ in range(2)]
-        self._views = [{each: host.numpy().view(each) for each in TORCH_DTYPES} for host in self._inputs]
+        self._views = [{each: host.numpy().view(each) for each in _TORCH_DTYPES} for host in self._inputs]
         self._events: list[torch.cuda.Event | None] = [None, None]
         self._turn = 0
 
@@ -110,5 +110,5 @@ class Staging:
 
 def _end_of(column: Column, start: int, shape: tuple[int, ...]) -> int:
     """The offset of the next column, in bytes."""
-    end = start + prod(shape) * TORCH_DTYPES[column.dtype].itemsize
+    end = start + prod(shape) * _TORCH_DTYPES[column.dtype].itemsize
     return -(-end // ALIGN) * ALIGN

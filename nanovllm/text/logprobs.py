@@ -14,7 +14,7 @@ from nanovllm.batch import TokenLogprobs
 from nanovllm.outputs import Logprob
 from nanovllm.text.detokenizer import LONGEST_CUT
 
-PromptLogprob = dict[int, Logprob] | None
+_PromptLogprob = dict[int, Logprob] | None
 
 
 class LogprobDicts(Sequence[Any]):
@@ -42,10 +42,10 @@ class LogprobDicts(Sequence[Any]):
         return self.num_unknown + len(self.columns.values)
 
     @overload
-    def __getitem__(self, index: int) -> PromptLogprob: ...
+    def __getitem__(self, index: int) -> _PromptLogprob: ...
     @overload
-    def __getitem__(self, index: slice) -> list[PromptLogprob]: ...
-    def __getitem__(self, index: int | slice) -> PromptLogprob | list[PromptLogprob]:
+    def __getitem__(self, index: slice) -> list[_PromptLogprob]: ...
+    def __getitem__(self, index: int | slice) -> _PromptLogprob | list[_PromptLogprob]:
         if isinstance(index, slice):
             return [self[each] for each in range(*index.indices(len(self)))]
         place = range(len(self))[index] - self.num_unknown

@@ -34,7 +34,7 @@ from typing import Any
 from nanovllm.errors import EngineClosedError, WorkerError
 from nanovllm.lifecycle import finalize
 
-CHECK_SECONDS = 0.1  # how often a waiting writer checks that its readers are alive
+_CHECK_SECONDS = 0.1  # how often a waiting writer checks that its readers are alive
 ALIGNMENT = 8  # bytes; of every array in a message, for the widest dtype
 
 _SLOT_HEADER = struct.Struct("qqq")  # the piece's number, its offset in the message, the message's length
@@ -70,7 +70,7 @@ class Channel:
         """Write a call for every reader: arrays as raw bytes, everything else pickled.
 
         While the slowest reader is a whole ring behind, this waits and calls `check_alive` every
-        CHECK_SECONDS. If `check_alive` raises, the call was not made (readers drop its pieces), and the
+        _CHECK_SECONDS. If `check_alive` raises, the call was not made (readers drop its pieces), and the
         channel stays usable. After any other exception, such as KeyboardInterrupt, some readers may have the
         call, so all later calls raise WorkerError. To avoid this, block SIGINT during the call, and raise it
         from `check_alive`. EngineClosedError after `close`.
@@ -97,7 +97,7 @@ class Channel:
         """Wait until every reader has emptied the next piece's slot; claims are kept if this raises."""
         for index, emptied in enumerate(self._emptied):
             while not self._claimed[index]:
-                self._claimed[index] = emptied.acquire(True, CHECK_SECONDS)
+                self._claimed[index] = emptied.acquire(True, _CHECK_SECONDS)
                 if not self._claimed[index] and check_alive is not None:
                     self._sending = False
                     check_alive()

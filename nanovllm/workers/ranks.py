@@ -49,8 +49,8 @@ logger = logging.getLogger("nanovllm")
 
 T = TypeVar("T")
 
-BLAME_SECONDS = 2.0  # after an error in rank 0, wait this long for a worker's failure as its cause
-START_TRIES = KV_CACHE_TRIES = 3
+_BLAME_SECONDS = 2.0  # after an error in rank 0, wait this long for a worker's failure as its cause
+_START_TRIES = _KV_CACHE_TRIES = 3
 PAUSE_SECONDS = 1.0, 6.0  # between two tries of a start
 PHASES = {
     "launch": "a step",
@@ -70,7 +70,7 @@ def start_ranks(setup: RankSetup, on_progress: Callable[[], None] = lambda: None
     Raises the errors of `LLMEngine`; all ranks are then ended.
     """
     device = Device(setup.device)
-    for left in range(START_TRIES)[::-1]:
+    for left in range(_START_TRIES)[::-1]:
         try:
             return _start_ranks(setup, device, on_progress)
         except Exception as error:
@@ -209,7 +209,7 @@ class Ranks:
         """
         runner = self.runner
         most = runner.config.max_num_seqs * runner.max_blocks
-        for _ in range(KV_CACHE_TRIES):
+        for _ in range(_KV_CACHE_TRIES):
             spaces = self.call("measure_kv_cache", reserve)
             self.num_blocks = fit_kv_cache(spaces, runner.config, runner.block_size, most)
             if all(self.call("try_kv_cache", self.num_blocks)):
@@ -263,7 +263,7 @@ class Ranks:
             with held_interrupts():
                 is_cause = isinstance(error, (WorkerError, KeyboardInterrupt))
                 if not is_cause:
-                    self.watch.ended.wait(BLAME_SECONDS)
+                    self.watch.ended.wait(_BLAME_SECONDS)
                 self.kill()
                 if not is_cause and self.watch.failure is not None:
                     # Without this frame: with it, error and traceback would be a reference cycle.

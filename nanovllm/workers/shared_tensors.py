@@ -22,7 +22,7 @@ ALIGNMENT = 64  # bytes
 BUFFER_BYTES = 2**27  # of tensors sent to workers at once; a larger tensor is sent alone
 
 
-class TensorPlace(NamedTuple):
+class _TensorPlace(NamedTuple):
     """The location of a tensor in the memory."""
 
     name: str
@@ -45,7 +45,7 @@ class SharedTensors:
 
     path: str
     num_bytes: int
-    places: tuple[TensorPlace, ...]
+    places: tuple[_TensorPlace, ...]
 
     @property
     def names(self) -> set[str]:
@@ -65,7 +65,7 @@ class SharedMemoryBuffer:
         self._grows = grows
         self._file = os.memfd_create("nanovllm tensors")  # not in /dev/shm, which may be small
         self._path = f"/proc/{os.getpid()}/fd/{self._file}"
-        self._places: list[TensorPlace] = []
+        self._places: list[_TensorPlace] = []
         self._end = 0
         self._reserve(num_bytes)
 
@@ -76,7 +76,7 @@ class SharedMemoryBuffer:
 
     def put(self, name: str, tensor: torch.Tensor) -> bool:
         """Copy a tensor from any device. False, without a copy, if the buffer must be emptied first."""
-        place = TensorPlace(name, tensor.dtype, tuple(tensor.shape), self._end)
+        place = _TensorPlace(name, tensor.dtype, tuple(tensor.shape), self._end)
         end = place.offset + place.num_bytes
         if end > self._num_bytes:
             if self._places and not self._grows:

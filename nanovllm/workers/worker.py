@@ -39,7 +39,7 @@ from nanovllm.workers.watch import Failure, Progress
 
 EXIT_SECONDS = 5.0  # time for workers to exit on request; then they are killed
 OWN_FILES, FILES_PER_PROCESS = 16, 8  # that may be open at once: weights, pipes, sockets
-PARENT_SECONDS = 0.5  # how often a worker checks that rank 0 is alive
+_PARENT_SECONDS = 0.5  # how often a worker checks that rank 0 is alive
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ def loop(setup: RankSetup, reader: ChannelReader, replies: Connection) -> None:
 def exit_with(parent: int, folder: str = "") -> None:
     """End this process, whatever it does, once its parent is gone. folder: the parent's, to remove."""
     while os.getppid() == parent:
-        sleep(PARENT_SECONDS)
+        sleep(_PARENT_SECONDS)
     if folder:
         shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)
