@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import platform
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import numpy as np
@@ -256,3 +258,17 @@ def _check_int(name: str, value: object, minimum: int) -> None:
         raise TypeError(f"{name} must be an integer, not {value!r}")
     if value < minimum:
         raise ValueError(f"{name} must be at least {minimum}, not {value}")
+
+
+_PACKAGES = ("nanovllm", "torch", "transformers", "tokenizers", "triton", "numpy")
+
+
+def versions(more: tuple[str, ...] = ()) -> dict[str, str]:
+    """The versions of Python, of the packages that answers depend on, and of the packages `more`, by name."""
+    found = {"python": platform.python_version()}
+    for name in (*_PACKAGES, *more):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "not installed"
+    return found

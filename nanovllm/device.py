@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import gc
 import os
-import platform
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from importlib.metadata import PackageNotFoundError, version
 
 import numpy as np
 import torch
@@ -210,17 +208,3 @@ class Device:
         if not self.is_cuda:
             return None
         return torch.cuda.current_stream(self.torch).record_event()
-
-
-_PACKAGES = ("nanovllm", "torch", "transformers", "tokenizers", "triton", "numpy")
-
-
-def versions(more: tuple[str, ...] = ()) -> dict[str, str]:
-    """The versions of Python, of the packages that answers depend on, and of the packages `more`, by name."""
-    found = {"python": platform.python_version()}
-    for name in (*_PACKAGES, *more):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = "not installed"
-    return found

@@ -17,8 +17,8 @@ import torch
 import xxhash
 
 from nanovllm.attention.backends import BACKENDS
-from nanovllm.config import Config
-from nanovllm.device import Device, versions
+from nanovllm.config import Config, versions
+from nanovllm.device import Device
 from nanovllm.engine.startup import (
     find_model,
     find_tokenizer,

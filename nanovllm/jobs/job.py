@@ -17,8 +17,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from nanovllm.config import Config
-from nanovllm.device import versions
+from nanovllm.config import Config, versions
 from nanovllm.errors import attempt
 from nanovllm.jobs.errors import JobRefusedError, refusing
 from nanovllm.jobs.formats import check_can_write, is_exported, open_source

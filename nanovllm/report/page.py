@@ -16,8 +16,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from nanovllm.config import Config
-from nanovllm.device import versions
+from nanovllm.config import Config, versions
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.stats import EngineStats, TimelinePoint, counted
 from nanovllm.report.chart import FONT, STYLE, Chart, Run, clean

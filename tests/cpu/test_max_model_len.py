@@ -165,7 +165,7 @@ def test_tables_follow_what_can_be_used(tmp_path: Path, rope: dict[str, Any]) ->
     rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4} | rope}
     folder = write_tiny_model(tmp_path, max_position_embeddings=2 * 10**7, **rope)
     with make_tiny(folder, max_model_len=None, num_kvcache_blocks=16, kvcache_block_size=16) as llm:
-        table = inside.model(llm).model.layers[0].self_attn.cos_sin
+        table = inside.model(llm).model.layers[0].self_attn.rotary.cos_sin
         assert llm.model_config.max_model_len == 256
         length = inside.runner(llm).max_model_len  # a block more than the cache has
         assert len(table) == length + 1 == 256 + 16 + 1
