@@ -1,4 +1,7 @@
-"""Config: the user's options, checked and frozen. It never holds a fact found at run time."""
+"""Config: the user's options, checked and frozen. It never holds a fact found at run time.
+
+`versions` names the packages that answers depend on, and imports none of them.
+"""
 
 from __future__ import annotations
 

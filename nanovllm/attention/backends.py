@@ -1,7 +1,8 @@
-"""The attention backends of our own kernels, and the choice of an engine's backend.
+"""The attention backends, and the choice of an engine's backend.
 
 Triton runs on any GPU that it supports, without an extra package; without a GPU only in its interpreter
-(TRITON_INTERPRET=1), for tests. The reference is plain torch: the CPU path, and the oracle of tests.
+(TRITON_INTERPRET=1), for tests. The reference is plain torch: the CPU path, and the oracle of tests. The
+package flash-attn is imported only on use.
 """
 
 from __future__ import annotations
@@ -135,7 +136,6 @@ class ReferenceBackend(AttentionBackend):
         )
 
 
-# Fastest first, as measured on an H200 (docs/log/2026-11-22-measurements.md).
 @lru_cache
 def _package() -> ModuleType | ImportError:
     """The imported package, or the error of the import, for example of a wheel built for another torch."""
@@ -204,6 +204,7 @@ class FlashAttnBackend(AttentionBackend):
         )
 
 
+# Fastest first, as measured on an H200 (docs/log/2026-11-22-measurements.md).
 BACKENDS: tuple[type[AttentionBackend], ...] = (TritonBackend, FlashAttnBackend, ReferenceBackend)
 
 

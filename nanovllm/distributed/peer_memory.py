@@ -1,4 +1,8 @@
-"""PeerMemory: memory that the GPUs of a group can write to directly, and the sums that use it."""
+"""PeerMemory: memory that the GPUs of a group can write to directly, and the sums that use it.
+
+ExchangedRows turns logits from some columns of all rows on each rank to whole rows on each rank, so that the
+ranks share the work of drawing tokens.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
 """All-reduce of rows over GPUs that write to each other's memory, alone or fused with residual add and
 RMSNorm, in one shot or two. Owns no memory and exchanges no addresses; `Peers` has the layout.
+
+The all-to-all sends columns and does not wait: a later sum over the ranks acts as the barrier.
 """
 
 # A program sums one row. One shot: it writes its rank's row to a slot at every other rank, waits until the

@@ -1,6 +1,6 @@
 """The attention step that decode and prefill share: a tile of queries with a tile of paged keys and values.
 
-Only other kernels call it; owns no launch and no memory.
+Only other kernels call it; owns no launch and no memory. `KVCache` is a view of what the runner allocates.
 """
 
 from __future__ import annotations

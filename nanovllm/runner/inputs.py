@@ -1,6 +1,7 @@
 """StepInputs: all inputs of one step, as NumPy arrays on the host and as tensors on the device.
 
-Computes positions, cache slots and prefix sums from a `Batch`. Copies nothing.
+Computes positions, cache slots and prefix sums from a `Batch`, and says which prefill steps are computed in
+two halves. Copies nothing.
 """
 
 from __future__ import annotations

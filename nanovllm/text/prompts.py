@@ -2,6 +2,7 @@
 iterables of any length in batches.
 
 Reads no further than requested. Knows nothing of tokenizers or devices: a string stays a string here.
+`Request` is what the processor makes of a prompt.
 """
 
 from __future__ import annotations
