@@ -71,12 +71,12 @@ class Cost:
 
 
 def record_answers(llm: LLM, prompts: Sequence[list[int]], max_tokens: int) -> list[Answer]:
-    """The greedy answers of the base to token ids, with all distributions in float16 on the CPU."""
+    """The greedy answers of the base to token ids, with all distributions on the CPU."""
     rows: list[list[torch.Tensor]] = [[] for _ in prompts]
 
     def recorder(own: list[torch.Tensor]) -> Callable[[list[int], torch.Tensor], torch.Tensor]:
         def record(output: list[int], logits: torch.Tensor) -> torch.Tensor:
-            own.append(torch.log_softmax(logits, -1).half().cpu())
+            own.append(torch.log_softmax(logits, -1).cpu())
             return logits
 
         return record
@@ -106,7 +106,7 @@ def compare(llm: LLM, answers: Sequence[Answer]) -> Cost:
             step = len(output)
             if step < len(answer.tokens) and len(own) == step:
                 token = answer.tokens[step]
-                base = answer.logprobs[step].to(logits.device, torch.float32)
+                base = answer.logprobs[step].to(logits.device)
                 other = torch.log_softmax(logits, -1)
                 kl = (base.exp() * (base - other)).sum()
                 change = (base[token] - other[token]).abs()
