@@ -15,8 +15,8 @@ import pytest
 import torch
 from threads import in_threads
 
-from nanovllm.distributed import copied_rows
-from nanovllm.distributed.copied_rows import PeerCopies
+from nanovllm.distributed import peer_memory
+from nanovllm.distributed.peer_memory import PeerCopies
 from nanovllm.kernels import copied_sum
 from nanovllm.kernels.copied_sum import CALLS, Arrival
 
@@ -94,8 +94,8 @@ def copy_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         when_all_have_come(arrival)
         copied_sum.copied_sum_add_rms_norm_reference(*args)
 
-    monkeypatch.setattr(copied_rows, "await_copies_triton", when_all_have_come)
-    monkeypatch.setattr(copied_rows, "copied_sum_add_rms_norm_triton", add_norm)
+    monkeypatch.setattr(peer_memory, "await_copies_triton", when_all_have_come)
+    monkeypatch.setattr(peer_memory, "copied_sum_add_rms_norm_triton", add_norm)
 
 
 def run_late_ranks(

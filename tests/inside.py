@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     import torch
 
     from nanovllm import LLM
-    from nanovllm.distributed.copied_rows import PeerCopies
     from nanovllm.distributed.group import TPGroup
+    from nanovllm.distributed.peer_memory import PeerCopies
     from nanovllm.engine.requests import Requests
     from nanovllm.engine.stats import Counters
     from nanovllm.jobs.output import Output
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from nanovllm.replicas.pool import Pool
     from nanovllm.replicas.router import Router
     from nanovllm.runner.cuda_graph import CUDAGraphs
+    from nanovllm.runner.inputs import Staging
     from nanovllm.runner.residency import ResidentModelRunner
-    from nanovllm.runner.staging import Staging
     from nanovllm.text.detokenizer import Detokenizer
     from nanovllm.text.processor import Processor
     from nanovllm.workers.channel import Channel

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -60,8 +61,10 @@ class Rows:
     seeds: torch.Tensor
     positions: torch.Tensor
 
-    def pick(self, index: torch.Tensor | slice) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        return self.temperature[index], self.seeds[index], self.positions[index]
+    def pick(self, index: torch.Tensor | slice, filters: Filters | None = None) -> tuple[Any, ...]:
+        """Some rows as a sampler takes them, with filters of these rows; None: neutral ones."""
+        own = self.temperature[index], self.seeds[index], self.positions[index]
+        return *own, filters or filters_of(len(own[0]), str(own[0].device))
 
 
 def make_rows(count: int, device: str, temperatures: Sequence[float] = TEMPERATURES) -> Rows:
@@ -137,7 +140,7 @@ def check_sampling_rows_are_independent(count: int, vocab: int, device: str, fil
 
     def draw(sampler: Sampler, logits: torch.Tensor, index: torch.Tensor | slice) -> torch.Tensor:
         own = rows_of(of_all, index) if filters else None
-        return sampler(logits[index], *rows.pick(index), own)
+        return sampler(logits[index], *rows.pick(index, own))
 
     for sampler in SAMPLERS:
         ids = draw(sampler, logits, ALL)
@@ -179,7 +182,7 @@ def check_sampling_extremes(vocab: int, device: str, kept: tuple[int, float, flo
     for temperature in (0.0, 1e-8, 1e-4, 1.0):
         rows = make_rows(len(cases), device, (temperature,))
         for sampler in SAMPLERS:
-            ids = sampler(logits, *rows.pick(ALL), filters)
+            ids = sampler(logits, *rows.pick(ALL, filters))
             # Two equal logits: a tie for a greedy row, equal chances for any other row.
             tie = (ids == last) & (logits[:, last // 2] == logits[:, last]) & (temperature >= 1e-5)
             assert torch.equal(ids.masked_fill(tie, last // 2), expected), temperature
@@ -193,7 +196,7 @@ def check_exchanged_rows(vocab: int, size: int, count: int, dtype: torch.dtype, 
     logits[1::7, vocab // 2] = math.nan
     logits[2::7, vocab - 1] = math.inf
     logits[3::7] = -math.inf
-    rows, filters = make_rows(count, device).pick(ALL), make_filters(count, device)
+    rows, filters = make_rows(count, device), make_filters(count, device)
     part = -(-vocab // size)
     columns = torch.nn.functional.pad(logits, (0, size * part - vocab), value=1e4).split(part, dim=1)
     max_rows = count + 3
@@ -212,11 +215,10 @@ def check_exchanged_rows(vocab: int, size: int, count: int, dtype: torch.dtype, 
         )
         ids = torch.zeros(rows_now, dtype=torch.int64, device=device)
         for rank, (mine, part) in zip(ranks, whole, strict=True):
-            own = rows_of(filters, mine)
-            drawn = sample_triton(part, *(column[mine] for column in rows), own)
+            drawn = sample_triton(part, *rows.pick(mine, rows_of(filters, mine)))
             ids += rank.join(drawn, mine, rows_now) + 1
-        first = rows_of(filters, slice(rows_now))
-        expected = sample_triton(logits[:rows_now], *(column[:rows_now] for column in rows), first)
+        first = slice(rows_now)
+        expected = sample_triton(logits[first], *rows.pick(first, rows_of(filters, first)))
         assert torch.equal(ids - 1, expected)
     assert rows_now == 1 or (expected[1:4] == -1).all()
 
@@ -228,7 +230,7 @@ def check_sampling_keys(sampler: Sampler, device: str) -> None:
     temperature = torch.ones(count, device=device)
     seeds = torch.tensor([0, 0, 1, 1 << 32, -1, 0, 7 << 40, 0], device=device)
     positions = torch.tensor([0, 1, 0, 0, 0, 2**31 - 1, 0, 0], dtype=torch.int32, device=device)
-    ids = sampler(logits, temperature, seeds, positions).tolist()
+    ids = sampler(logits, *Rows(temperature, seeds, positions).pick(ALL)).tolist()
     assert ids[0] == ids[7]
     assert len(set(ids[:7])) == 7
 
@@ -247,9 +249,9 @@ def check_sampling_distribution(sampler: Sampler, draws: int, device: str, *, bl
     for temperature in (0.5, 1.0, 2.0):
         expected = draws * (logits.double() / temperature).softmax(-1)
         for seeds, positions in ((fixed, counter), (counter, fixed), (counter * 2**32, fixed)):
-            column = torch.full((draws,), temperature, device=device)
+            rows = Rows(torch.full((draws,), temperature, device=device), seeds, positions.int())
             parts = [
-                sampler(logits.expand(len(part), -1), *(x[part] for x in (column, seeds, positions.int())))
+                sampler(logits.expand(len(part), -1), *rows.pick(part))
                 for part in counter.split(4096 if blocks > 1 else draws)
             ]
             observed = torch.bincount(torch.cat(parts), minlength=len(logits)).double()

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Iterator
 from contextlib import redirect_stdout
 from dataclasses import fields
 from io import StringIO
 from pathlib import Path
+from types import FrameType
 from typing import Any
 from xml.etree import ElementTree
 
@@ -36,7 +38,10 @@ from nanovllm.vllm_arguments import BEAM_SEARCH, CHAT, EMBED, ENGINE, GENERATE, 
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "nanovllm"
-DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCS = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
+]
 README = DOCS[0].read_text()
 OPTIONS = (ROOT / "docs/options.md").read_text()
 FIELDS = {
@@ -129,6 +134,35 @@ def test_names_of_the_code_exist_in_the_design() -> None:
     for name in re.findall(r"`([A-Za-z_][\w.]*)(?:\(\))?`", text):
         if not name.endswith((".py", ".md", ".svg")):
             assert set(name.split(".")) <= words, name
+
+
+def test_the_walk_through_the_code_is_that_of_a_prompt() -> None:
+    """Each file once, in the order in which `generate` meets it. Of kernels only whether they
+    exist, as a GPU runs others than a CPU."""
+    text = section((ROOT / "docs/design.md").read_text(), "A walk through the code")
+    named = re.findall(r"^- `([\w/]+\.py)` .*\.$", text, re.M)
+    assert named == re.findall(r"^- .*?`([\w/]+\.py)`", text, re.M), "a line is `file.py` and a sentence"
+    assert len(set(named)) == len(named) and all((PACKAGE / name).exists() for name in named)
+    met: dict[str, None] = {}
+
+    def watch(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and (path := Path(frame.f_code.co_filename)).is_relative_to(PACKAGE):
+            met[str(path.relative_to(PACKAGE))] = None
+
+    params = SamplingParams(temperature=0.7, top_p=0.9, max_tokens=8)
+    with LLM(str(demo_model_path()), device="cpu", max_model_len=128) as llm:
+        llm.generate("1 + 1 =", params, use_tqdm=False)  # what runs only once is not on the way
+        before = sys.getprofile()
+        sys.setprofile(watch)
+        try:
+            llm.generate("12 + 3 =", params, use_tqdm=False)
+        finally:
+            sys.setprofile(before)
+    kernels = [name for name in named if name.startswith("kernels/")]
+    assert {"kernels/prefill_attention.py", "kernels/decode_attention.py"} <= set(kernels)
+    assert [name for name in named if name not in kernels] == [
+        name for name in met if not name.startswith("kernels/")
+    ]
 
 
 def test_the_floors_of_the_design_are_those_that_are_checked() -> None:
@@ -244,7 +278,7 @@ def test_the_example_of_other_config_values_acts(tmp_path: Path) -> None:
 
 def test_the_readme_names_every_document() -> None:
     for path in DOCS[1:]:
-        assert f"`docs/{path.name}`" in README
+        assert f"`{path.relative_to(ROOT)}`" in README
     assert "`SECURITY.md`" in README
 
 

@@ -1,7 +1,7 @@
 """How many structured answers of a model reach their end: 50 JSON schemas of many kinds, asked in a chat.
 
     python -m tools.structured_ends MODEL [--flexible] [--max-tokens 400] [--temperature 0.7] [--top-p 1.0]
-        [--seed 0]
+        [--frequency-penalty 0.0] [--seed 0]
 
 Prints the answers that ended by length. Exit code 1 if fewer than 98 % of them reached their end.
 """
@@ -76,6 +76,7 @@ def main() -> int:
     parser.add_argument("--max-tokens", type=int, default=400)
     parser.add_argument("--temperature", type=float, default=0.7)
     parser.add_argument("--top-p", type=float, default=1.0)
+    parser.add_argument("--frequency-penalty", type=float, default=0.0)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     asked = schemas()
@@ -86,6 +87,7 @@ def main() -> int:
             ),
             temperature=args.temperature,
             top_p=args.top_p,
+            frequency_penalty=args.frequency_penalty,
             max_tokens=args.max_tokens,
             seed=args.seed + index,
         )

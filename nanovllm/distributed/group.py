@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 
 from nanovllm.device import Device
-from nanovllm.distributed.copied_rows import PendingSum
-from nanovllm.distributed.peer_memory import ExchangedRows, PeerMemory, PeerMemorySizes
+from nanovllm.distributed.peer_memory import ExchangedRows, PeerMemory, PeerMemorySizes, PendingSum
 from nanovllm.distributed.rendezvous import Backend, Rendezvous, gloo, nccl, nccl_settings
 from nanovllm.kernels.compat import HAS_TRITON
 from nanovllm.kernels.rms_norm import add_rms_norm

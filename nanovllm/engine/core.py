@@ -22,9 +22,9 @@ from nanovllm.lifecycle import held_interrupts
 from nanovllm.models.weights import WeightChecker, check_weights, named_pairs
 from nanovllm.outputs import RequestOutput
 from nanovllm.plan.scheduler import Room, Scheduler
+from nanovllm.runner.inputs import StepHandle
 from nanovllm.runner.model_runner import check_can_profile
 from nanovllm.runner.residency import WEIGHTS
-from nanovllm.runner.staging import StepHandle
 from nanovllm.text.prompts import Request
 from nanovllm.workers.ranks import start_ranks
 from nanovllm.workers.shared_tensors import load_tensors

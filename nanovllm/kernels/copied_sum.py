@@ -1,6 +1,6 @@
 """The sum over ranks of rows that copy engines deliver, with residual add and RMSNorm, and the wait for them.
 
-Owns no memory: `distributed/copied_rows.py` sends the rows and the flags.
+Owns no memory: `distributed/peer_memory.py` sends the rows and the flags.
 """
 
 from __future__ import annotations

@@ -31,21 +31,21 @@ Filters = FilterColumns[torch.Tensor]
 
 
 @jit()
-def order_key(x: tl.tensor, SHIFT: tl.constexpr) -> tl.tensor:
+def _order_key(x: tl.tensor, SHIFT: tl.constexpr) -> tl.tensor:
     """Map float32 to int32 in the same order. SHIFT: low bits that are 0 in each `x` and are dropped."""
     bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> SHIFT
 
 
 @jit()
-def value_of(key: tl.tensor, SHIFT: tl.constexpr) -> tl.tensor:
+def _value_of(key: tl.tensor, SHIFT: tl.constexpr) -> tl.tensor:
     """The float32 with this key. The dropped bits are 1 in the key of a negative number, else 0."""
     wide = (key << SHIFT) | tl.where(key < 0, (1 << SHIFT) - 1, 0)
     return (wide ^ ((wide >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @jit()
-def is_kept(x: tl.tensor, index: tl.tensor, floor: tl.tensor, last: tl.tensor) -> tl.tensor:
+def _is_kept(x: tl.tensor, index: tl.tensor, floor: tl.tensor, last: tl.tensor) -> tl.tensor:
     """Whether tokens are kept: before the end given by `floor` and `last`."""
     return (x > floor) | ((x == floor) & (index <= last))
 
@@ -106,7 +106,7 @@ def _count_from(
 
 
 @jit()
-def end_of_top_k(
+def _end_of_top_k(
     logits_ptr: tl.tensor,
     seg_max_ptr: tl.tensor,
     list_ptr: tl.tensor,
@@ -126,9 +126,9 @@ def end_of_top_k(
     """
     index = tl.arange(0, PADDED)
     there = index < segments
-    seg_max = order_key(tl.load(seg_max_ptr + index, mask=there, other=float("-inf")), SHIFT)
-    high = order_key(best, SHIFT).to(tl.int64) + 1
-    low = order_key(tl.full((), float("-inf"), tl.float32), SHIFT).to(tl.int64)
+    seg_max = _order_key(tl.load(seg_max_ptr + index, mask=there, other=float("-inf")), SHIFT)
+    high = _order_key(best, SHIFT).to(tl.int64) + 1
+    low = _order_key(tl.full((), float("-inf"), tl.float32), SHIFT).to(tl.int64)
     if top_k <= segments:
         end = high
         while end - low > 1:
@@ -136,17 +136,17 @@ def end_of_top_k(
             enough = tl.sum((there & (seg_max >= middle.to(tl.int32))).to(tl.int32), axis=0) >= top_k
             low = tl.where(enough, middle, low)
             end = tl.where(enough, end, middle)
-    floor = value_of(low.to(tl.int32), SHIFT)
+    floor = _value_of(low.to(tl.int32), SHIFT)
     count = _find_segments(seg_max_ptr, list_ptr, segments, floor, PADDED)
     above = tl.full((), 0, tl.int32)  # number of tokens with a key of at least `high`
     while high - low > 1:
         middle = (low + high) >> 1
-        floor = value_of(middle.to(tl.int32), SHIFT)
+        floor = _value_of(middle.to(tl.int32), SHIFT)
         found = _count_from(logits_ptr, list_ptr, count, vocab, floor, SEGMENT, AT_ONCE)
         above = tl.where(found >= top_k, above, found)
         low = tl.where(found >= top_k, middle, low)
         high = tl.where(found >= top_k, high, middle)
-    floor = value_of(low.to(tl.int32), SHIFT)
+    floor = _value_of(low.to(tl.int32), SHIFT)
     seen = tl.full((), 0, tl.int32)
     last = tl.full((), 0, tl.int32)
     for start in range(0, count, AT_ONCE):
@@ -160,7 +160,7 @@ def end_of_top_k(
 
 
 @jit()
-def weigh_kept(
+def _weigh_kept(
     logits_ptr: tl.tensor,
     seg_max_ptr: tl.tensor,
     list_ptr: tl.tensor,
@@ -183,7 +183,7 @@ def weigh_kept(
     count = _find_segments(seg_max_ptr, list_ptr, segments, floor, PADDED)
     for start in tl.range(0, count, AT_ONCE, num_stages=STAGES):
         x, index, _ = _load_tile(logits_ptr, list_ptr, start, count, vocab, SEGMENT, AT_ONCE)
-        weights = tl.where(is_kept(x, index, floor, last), tl.exp2((x - best) * factor), 0.0)
+        weights = tl.where(_is_kept(x, index, floor, last), tl.exp2((x - best) * factor), 0.0)
         place = start + tl.arange(0, AT_ONCE)
         tl.store(masses_ptr + place, tl.sum(weights, axis=1), mask=place < count)
     tl.debug_barrier()
@@ -208,13 +208,13 @@ def _draw_kept(
     SEGMENT: tl.constexpr,
     PADDED: tl.constexpr,
 ) -> tl.tensor:
-    """Draw a kept token, after `weigh_kept`: first a segment of the list, then a token of it."""
+    """Draw a kept token, after `_weigh_kept`: first a segment of the list, then a token of it."""
     place = tl.arange(0, PADDED)
     masses = tl.load(masses_ptr + place, mask=place < count, other=0.0)
     first = tl.load(list_ptr + pick(masses, segment_bits, PADDED)) * SEGMENT
     index = first + tl.arange(0, SEGMENT)
     x = tl.load(logits_ptr + index, mask=index < vocab, other=float("-inf")).to(tl.float32)
-    weights = tl.where(is_kept(x, index, floor, last), tl.exp2((x - best) * factor), 0.0)
+    weights = tl.where(_is_kept(x, index, floor, last), tl.exp2((x - best) * factor), 0.0)
     return first + pick(weights, token_bits, SEGMENT)
 
 
@@ -253,14 +253,14 @@ def draw_filtered(
         floor = best + tl.log(min_p) * temperature
     if (top_k > 0) & (top_k < vocab):
         narrow = True
-        k_floor, k_last = end_of_top_k(
+        k_floor, k_last = _end_of_top_k(
             logits_ptr, seg_max_ptr, list_ptr, segments, vocab, top_k, best, SHIFT, SEGMENT, AT_ONCE, PADDED
         )
         if k_floor >= floor:
             floor = k_floor
             last = k_last
     if narrow:
-        count, whole = weigh_kept(
+        count, whole = _weigh_kept(
             logits_ptr, seg_max_ptr, list_ptr, masses_ptr, segments, vocab,
             best, factor, floor, last, SEGMENT, AT_ONCE, STAGES, PADDED,
         )  # fmt: skip
@@ -274,7 +274,7 @@ def draw_filtered(
     while searching:
         floor = tl.load(logits_ptr + token).to(tl.float32)
         last = token - 1
-        count, before = weigh_kept(
+        count, before = _weigh_kept(
             logits_ptr, seg_max_ptr, list_ptr, masses_ptr, segments, vocab,
             best, factor, floor, last, SEGMENT, AT_ONCE, STAGES, PADDED,
         )  # fmt: skip

@@ -53,13 +53,12 @@ def _sample_block_kernel(
     LEAST: tl.constexpr,
     BLOCK: tl.constexpr,
     SEGMENT: tl.constexpr,
-    FILTERS: tl.constexpr,
     USE_PDL: tl.constexpr,
 ) -> None:
     """One program per (row, block): its largest logit, +inf if one is bad, and the sum of its weights.
 
     Both are written to block_stats [S, 2, blocks]. Weights are relative to the largest one of the block, so
-    none can overflow. With FILTERS the largest logit of each segment is written to seg_max.
+    none can overflow. The largest logit of each segment is written to seg_max.
     """
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
@@ -69,10 +68,9 @@ def _sample_block_kernel(
     x = tl.load(logits_ptr + row * logits_stride + index, mask=index < vocab, other=float("-inf"))
     x = x.to(tl.float32)
     x = tl.where(x < float("inf"), x, float("inf"))  # NaN too
-    if FILTERS:
-        PER_BLOCK: tl.constexpr = BLOCK // SEGMENT
-        seg_max = tl.max(tl.reshape(x, (PER_BLOCK, SEGMENT)), axis=1)
-        tl.store(seg_max_ptr + (row * blocks + block) * PER_BLOCK + tl.arange(0, PER_BLOCK), seg_max)
+    PER_BLOCK: tl.constexpr = BLOCK // SEGMENT
+    seg_max = tl.max(tl.reshape(x, (PER_BLOCK, SEGMENT)), axis=1)
+    tl.store(seg_max_ptr + (row * blocks + block) * PER_BLOCK + tl.arange(0, PER_BLOCK), seg_max)
     top = tl.max(x, axis=0)
     total = 1.0
     if (temperature >= GREEDY_BELOW) & (top > float("-inf")) & (top < float("inf")):
@@ -104,7 +102,6 @@ def _sample_pick_kernel(
     LEAST: tl.constexpr,
     BLOCK: tl.constexpr,
     SEGMENT: tl.constexpr,
-    FILTERS: tl.constexpr,
     USE_PDL: tl.constexpr,
     AT_ONCE: tl.constexpr,
     STAGES: tl.constexpr,
@@ -141,19 +138,18 @@ def _sample_pick_kernel(
         x = x.to(tl.float32)
         weights = tl.where(greedy, (x == top).to(tl.float32), tl.exp2((x - top) * factor))
         token = block * BLOCK + pick(weights, token_bits, BLOCK)
-        if FILTERS:
-            top_k, top_p, min_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row), tl.load(min_p_ptr + row)
-            filtered = ((top_k > 0) & (top_k < vocab)) | (top_p < 1) | (min_p > 0)
-            if filtered & (temperature >= GREEDY_BELOW):
-                PADDED: tl.constexpr = BLOCKS_PADDED * (BLOCK // SEGMENT)
-                segments = blocks * (BLOCK // SEGMENT)
-                token = draw_filtered(
-                    token, tl.sum(shares.to(tl.float64), axis=0), seed, position, temperature, factor, best,
-                    top_k, top_p, min_p,
-                    logits_ptr + row * logits_stride, seg_max_ptr + row * segments,
-                    lists_ptr + row * segments, masses_ptr + row * segments,
-                    segments, vocab, SHIFT, SEGMENT, AT_ONCE, STAGES, PADDED,
-                )  # fmt: skip
+        top_k, top_p, min_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row), tl.load(min_p_ptr + row)
+        filtered = ((top_k > 0) & (top_k < vocab)) | (top_p < 1) | (min_p > 0)
+        if filtered & (temperature >= GREEDY_BELOW):
+            PADDED: tl.constexpr = BLOCKS_PADDED * (BLOCK // SEGMENT)
+            segments = blocks * (BLOCK // SEGMENT)
+            token = draw_filtered(
+                token, tl.sum(shares.to(tl.float64), axis=0), seed, position, temperature, factor, best,
+                top_k, top_p, min_p,
+                logits_ptr + row * logits_stride, seg_max_ptr + row * segments,
+                lists_ptr + row * segments, masses_ptr + row * segments,
+                segments, vocab, SHIFT, SEGMENT, AT_ONCE, STAGES, PADDED,
+            )  # fmt: skip
     tl.store(out_ptr + row, token.to(tl.int64))
 
 
@@ -162,7 +158,7 @@ def sample_triton(
     temperature: torch.Tensor,
     seeds: torch.Tensor,
     positions: torch.Tensor,
-    filters: Filters | None = None,
+    filters: Filters,
 ) -> torch.Tensor:
     """`sample` with Triton."""
     rows, vocab = logits.shape
@@ -174,12 +170,9 @@ def sample_triton(
     block_stats = torch.empty(rows, 2 * blocks, dtype=torch.float32, device=logits.device)
     pdl = use_pdl(logits)
     constants = {"GREEDY_BELOW": GREEDY_BELOW, "LOG2_E": _LOG2_E, "LEAST": _LEAST_FACTOR, "BLOCK": BLOCK}
-    constants |= {"SEGMENT": SEGMENT, "FILTERS": filters is not None, "USE_PDL": pdl, "launch_pdl": pdl}
-    seg_max = lists = masses = top_k = top_p = min_p = block_stats  # no kernel reads these without filters
-    if filters is not None:
-        seg_max, masses = torch.empty(2, rows, blocks * BLOCK // SEGMENT, device=logits.device)
-        lists = torch.empty_like(seg_max, dtype=torch.int32)
-        top_k, top_p, min_p = filters.top_k, filters.top_p, filters.min_p
+    constants |= {"SEGMENT": SEGMENT, "USE_PDL": pdl, "launch_pdl": pdl}
+    seg_max, masses = torch.empty(2, rows, blocks * BLOCK // SEGMENT, device=logits.device)
+    lists = torch.empty_like(seg_max, dtype=torch.int32)
     _sample_block_kernel[(rows, blocks)](
         logits, temperature, block_stats, seg_max, logits.stride(0), vocab, blocks, **constants, num_warps=2
     )
@@ -188,9 +181,9 @@ def sample_triton(
         temperature,
         seeds,
         positions,
-        top_k,
-        top_p,
-        min_p,
+        filters.top_k,
+        filters.top_p,
+        filters.min_p,
         block_stats,
         seg_max,
         lists,
@@ -205,7 +198,7 @@ def sample_triton(
         SHIFT=_SHIFTS[logits.dtype],
         BLOCKS_PADDED=next_power_of_2(blocks),
         NOT_FINITE=NOT_FINITE,
-        num_warps=4 if filters is None else FILTER_WARPS,
+        num_warps=FILTER_WARPS,
     )
     return out
 
@@ -222,7 +215,7 @@ def sample_reference(
     temperature: torch.Tensor,
     seeds: torch.Tensor,
     positions: torch.Tensor,
-    filters: Filters | None = None,
+    filters: Filters,
 ) -> torch.Tensor:
     """`sample` in plain torch."""
     top = logits.amax(dim=-1)  # NaN if there is one
@@ -233,21 +226,20 @@ def sample_reference(
         rows = slice(None) if drawn.all() else drawn
         bits = random_pair_reference(seeds[rows], positions[rows])
         ids[rows] = draw_reference(_weights_reference(logits[rows], temperature[rows]), BLOCK, bits)
-    if filters is not None:
-        drawn &= (filters.top_k > 0) | (filters.top_p < 1) | (filters.min_p > 0)
-        filtered = drawn.nonzero()[:, 0]
-        at_once = max(1, SORT_ELEMENTS // logits.shape[1])
-        for rows in filtered.split(at_once) if len(filtered) else ():  # an empty split gives one empty part
-            own = rows_of(filters, rows)
-            ids[rows] = draw_filtered_reference(
-                logits[rows],
-                temperature[rows],
-                seeds[rows],
-                positions[rows],
-                own,
-                _weights_reference(logits[rows], temperature[rows]),
-                ids[rows],
-            )
+    drawn &= (filters.top_k > 0) | (filters.top_p < 1) | (filters.min_p > 0)
+    filtered = drawn.nonzero()[:, 0]
+    at_once = max(1, SORT_ELEMENTS // logits.shape[1])
+    for rows in filtered.split(at_once) if len(filtered) else ():  # an empty split gives one empty part
+        own = rows_of(filters, rows)
+        ids[rows] = draw_filtered_reference(
+            logits[rows],
+            temperature[rows],
+            seeds[rows],
+            positions[rows],
+            own,
+            _weights_reference(logits[rows], temperature[rows]),
+            ids[rows],
+        )
     return ids.masked_fill_(~finite, NOT_FINITE)
 
 

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from nanovllm.attention.base import AttentionMetadata, StepMetadata
-from nanovllm.distributed.copied_rows import PendingSum
 from nanovllm.distributed.group import TPGroup
+from nanovllm.distributed.peer_memory import PendingSum
 from nanovllm.layers.weights import WeightLayer
 from nanovllm.quantization.base import Normed, Product, WeightShard
 

@@ -43,6 +43,7 @@ class WeightLayer(nn.Module):
                 same = type(self.method), vars(self.method)
                 if any((type(other), vars(other)) != same for other in others):
                     raise ValueError(f"{', '.join(names)} are one product; quantise them in the same way")
+                _check_kind(names[0], kind, type(self.method))
                 created = self.method.create(self, shape, shards, options)
                 self.shards |= dict.fromkeys(created, self.method)
             else:
@@ -60,6 +61,17 @@ class WeightLayer(nn.Module):
             method.load(shard, source)
         else:
             shard.copy(source, self.get_parameter(shard.param))
+
+
+def _check_kind(name: str, kind: Kind, method: type[LinearMethod]) -> None:
+    """Raise ValueError with the weight's name if its method cannot do what a weight of its kind needs."""
+    needed = {"embedding": ["embed"], "tied_embedding": ["embed", "first_rows"]}.get(kind, [])
+    missing = [each for each in needed if getattr(method, each) is getattr(LinearMethod, each)]
+    if missing:
+        raise ValueError(
+            f"{name}: {method.__name__} cannot store a weight of kind {kind!r}, as it has no "
+            f"{' and no '.join(missing)}; leave this weight unquantised"
+        )
 
 
 def allocate(model: nn.Module, options: WeightOptions, quant: QuantConfig) -> None:

@@ -18,8 +18,13 @@ from nanovllm.distributed.group import TPGroup
 from nanovllm.kernels.paged import KVCache
 from nanovllm.kernels.rms_norm import rms_norm
 from nanovllm.kernels.rotary import Rotation, q_norm_rope_reference, qk_norm_rope_store
-from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
-from nanovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from nanovllm.layers.linear import (
+    MergedColumnParallelLinear,
+    ParallelLMHead,
+    QKVParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+)
 from nanovllm.layers.stream import AnyStream, Norm, RMSNorm, Step, begin
 from nanovllm.layers.weights import WeightLayer
 from nanovllm.models.config import ModelConfig

@@ -6,7 +6,6 @@ batch, and whether it has filters.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -38,7 +37,7 @@ from nanovllm.kernels.logits import (
 from nanovllm.kernels.logprobs import TokenLogprobTensors, token_logprobs
 from nanovllm.kernels.sampling import filtered_logits, sample
 from nanovllm.models.decoder import DecoderForCausalLM
-from nanovllm.runner.inputs import StepInputs, last_rows, wanted_rows
+from nanovllm.runner.inputs import StepInputs, StepTensors, last_rows, wanted_rows
 from nanovllm.sampling_params import call_processor
 
 _CHUNK_BYTES = 2**28  # of float32 logits that are computed at once
@@ -50,25 +49,6 @@ class UndrawnStep(NamedTuple):
     batch: Batch
     hidden: torch.Tensor  # [n, hidden_size], of the tokens in `wanted_rows`, or of all decode rows
     inputs: StepInputs[torch.Tensor]
-
-
-class StepTensors(NamedTuple):
-    """The outputs of a step on the device; see `batch.StepOutput`."""
-
-    token_ids: torch.Tensor  # [S, maximum draws of a row] int64
-    logprobs: TokenLogprobTensors | None = None
-    scores: TokenLogprobTensors | None = None
-    pooled: torch.Tensor | None = None
-
-    def map(self, fetch: Callable[[torch.Tensor], torch.Tensor]) -> StepTensors:
-        """The same with `fetch` applied to each tensor."""
-        logprobs, scores = (
-            None if each is None else TokenLogprobTensors(*map(fetch, each))
-            for each in (self.logprobs, self.scores)
-        )
-        return StepTensors(
-            fetch(self.token_ids), logprobs, scores, None if self.pooled is None else fetch(self.pooled)
-        )
 
 
 class Ending:

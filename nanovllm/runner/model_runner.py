@@ -30,10 +30,13 @@ from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.weights import init_dummy_weights, load_weights
 from nanovllm.quantization.base import WeightOptions
 from nanovllm.runner.cuda_graph import CUDAGraphs, graph_sizes
-from nanovllm.runner.ending import Ending, StepTensors, UndrawnStep
+from nanovllm.runner.ending import Ending, UndrawnStep
 from nanovllm.runner.inputs import (
     OVERLAP_TOKENS,
+    Staging,
+    StepHandle,
     StepInputs,
+    StepTensors,
     overlaps,
     prepare_decode,
     prepare_prefill,
@@ -41,7 +44,6 @@ from nanovllm.runner.inputs import (
 )
 from nanovllm.runner.memory import KVCacheSpace, attach, cache_shape, equal_batch, scratch_in, set_scales
 from nanovllm.runner.shared_prefixes import SharedPrefixFinder, SharedRows
-from nanovllm.runner.staging import Staging, StepHandle
 
 _CALIBRATION_TOKENS = 2048
 GraphOutput = tuple[torch.Tensor, torch.Tensor | None]

@@ -11,7 +11,7 @@ import pytest
 import torch
 from copying_ranks import CopyingDevice, make_copying_ranks, run_late_ranks
 
-from nanovllm.distributed.copied_rows import PeerCopies, PendingSum
+from nanovllm.distributed.peer_memory import PeerCopies, PendingSum
 from nanovllm.kernels.all_reduce import (
     EMPTY,
     EMPTY_BY_SIZE,

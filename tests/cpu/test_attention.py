@@ -26,12 +26,12 @@ from nanovllm.attention.backends import (
     resolve_block_size,
     select,
 )
-from nanovllm.attention.base import AttentionMetadata, AttentionSpec, PrefillRanges
+from nanovllm.attention.base import AttentionMetadata, AttentionSpec, PrefillRanges, StepMetadata
 from nanovllm.device import CPU_KV_CACHE_BYTES, Device
 from nanovllm.distributed.group import TPGroup
 from nanovllm.kernels import decode_attention
 from nanovllm.kernels.paged import KVCache
-from nanovllm.layers.stream import Step
+from nanovllm.layers.stream import RMSNorm, Step
 from nanovllm.layers.weights import allocate
 from nanovllm.models import decoder
 from nanovllm.models.config import HFConfig, ModelConfig, ModelFamily
@@ -274,3 +274,45 @@ def test_layers_that_differ_share_a_cache(tmp_path: Path, monkeypatch: pytest.Mo
             assert layers[1].sinks is not None and layers[0].sinks is None
             answers.append([each["token_ids"] for each in llm.generate(prompts, params, use_tqdm=False)])
     assert answers[0] == answers[1]
+
+
+@torch.inference_mode()
+def test_a_norm_over_all_heads() -> None:
+    """qk_norm="all", against plain torch in float64: one root mean square for all heads of a token."""
+    torch.manual_seed(1)
+    sizes = {"vocab_size": 8, "hidden_size": 24, "intermediate_size": 16, "head_dim": 8}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-3, "rope_theta": 100.0}
+    config = replace(LLAMA, qk_norm="all").model_config("X", sizes | heads)
+    layer = Attention(config, 0, Build(TPGroup(), ReferenceBackend(), partial(RotaryEmbedding, 9)))
+    allocate(layer, WeightOptions(torch.float32, torch.device("cpu")), QuantConfig())
+    for parameter in layer.parameters():
+        parameter.copy_(torch.randn(parameter.shape))
+    layer.cache = KVCache(torch.zeros(1, 5, 2, 8), torch.zeros(1, 5, 2, 8))
+    x, count = torch.randn(5, 24), 5
+    ranges = PrefillRanges(torch.tensor([0, count]), torch.tensor([0, count]), count)
+    meta = StepMetadata(torch.arange(count), torch.tensor([count]), torch.tensor([[0]]), count, ranges)
+    found = layer(Normed.computed(x, x), Step(torch.arange(count), meta)).tensor()
+
+    def normed(rows: torch.Tensor, norm: RMSNorm | None) -> torch.Tensor:
+        assert norm is not None and norm.weight.shape == rows.shape[1:]
+        return rows / (rows.square().mean(1, keepdim=True) + 1e-3).sqrt() * norm.weight.double()
+
+    def rotated(rows: torch.Tensor) -> torch.Tensor:
+        pairs = torch.complex(*rows.unflatten(1, (-1, 2, 4)).unbind(2))
+        angles = torch.arange(count)[:, None] * 100.0 ** (-torch.arange(4).double() / 4)
+        turned = pairs * torch.polar(torch.ones(()).double(), angles)[:, None]
+        return torch.cat([turned.real, turned.imag], 2)
+
+    q, k, v = (x.double() @ layer.qkv_proj.weight.double().T).split([32, 16, 16], dim=1)
+    q, k, v = rotated(normed(q, layer.q_norm)), rotated(normed(k, layer.k_norm)), v.unflatten(1, (2, 8))
+    spec = AttentionSpec(4, 2, 8)
+    expected = brute_force(q, k, v, spec, None).flatten(1) @ layer.o_proj.weight.double().T
+    torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_ranks_refuse_a_norm_over_all_heads() -> None:
+    sizes = {"vocab_size": 8, "hidden_size": 24, "intermediate_size": 16, "num_attention_heads": 4}
+    config = replace(LLAMA, qk_norm="all").model_config("X", sizes)
+    message = r"layer 0 has qk_norm='all', .* ranks cannot split; use tensor_parallel_size=1"
+    with pytest.raises(ValueError, match=message):
+        Attention(config, 0, Build(TPGroup(0, 2), ReferenceBackend(), partial(RotaryEmbedding, 9)))

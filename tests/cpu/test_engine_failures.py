@@ -20,7 +20,7 @@ from tiny_models import VOCAB_SIZE, edit_json, transformers_greedy
 from nanovllm import LLM, EngineClosedError, KVCacheMemoryError, SamplingParams
 from nanovllm.batch import Batch
 from nanovllm.errors import ModelLoadError
-from nanovllm.runner.staging import StepHandle
+from nanovllm.runner.inputs import StepHandle
 
 
 @pytest.fixture(scope="module")

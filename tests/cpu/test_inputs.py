@@ -26,10 +26,17 @@ from nanovllm.batch import (
 from nanovllm.device import Device
 from nanovllm.kernels.decode_attention import SharedUnit
 from nanovllm.kernels.logprobs import TokenLogprobTensors
-from nanovllm.runner.ending import StepTensors
-from nanovllm.runner.inputs import StepInputs, halves, last_rows, prepare_decode, prepare_prefill
+from nanovllm.runner.inputs import (
+    ALIGN,
+    Staging,
+    StepInputs,
+    StepTensors,
+    halves,
+    last_rows,
+    prepare_decode,
+    prepare_prefill,
+)
 from nanovllm.runner.shared_prefixes import no_shared_prefixes
-from nanovllm.runner.staging import ALIGN, Staging
 
 BLOCK = 4
 UNIT = SharedUnit(3, 8)

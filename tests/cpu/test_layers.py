@@ -15,17 +15,17 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from threads import in_threads
 
-from nanovllm.distributed.copied_rows import PendingSum
 from nanovllm.distributed.group import TPGroup
-from nanovllm.distributed.peer_memory import PeerMemory
+from nanovllm.distributed.peer_memory import PeerMemory, PendingSum
 from nanovllm.kernels.activation import Activation, silu_and_mul
 from nanovllm.kernels.all_reduce import EMPTY, TURNS
-from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.linear import (
     MergedColumnParallelLinear,
+    ParallelLMHead,
     QKVParallelLinear,
     ReplicatedLinear,
     RowParallelLinear,
+    VocabParallelEmbedding,
 )
 from nanovllm.layers.stream import HalvedStream, NoNorm, RMSNorm, Step, Stream
 from nanovllm.layers.weights import WeightLayer, allocate, finish_loading, weight_slots

@@ -100,3 +100,28 @@ def test_which_products_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> No
     assert taken == [1]
     inside.replace_onednn(monkeypatch, lambda product: None)  # a torch without it
     torch.testing.assert_close(torch_linear(x, large, None), expected, rtol=1e-4, atol=1e-3)
+
+
+class Int8Everywhere(Int8Config):
+    """Also the embedding, for which it has no rows to look up."""
+
+    def method(self, path: str, kind: Kind) -> LinearMethod:
+        return Int8LinearMethod()
+
+
+@pytest.mark.parametrize(
+    ("tied", "kind", "lacks"),
+    [(False, "embedding", "no embed"), (True, "tied_embedding", "no embed and no first_rows")],
+)
+def test_an_embedding_needs_a_method_with_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tied: bool, kind: str, lacks: str
+) -> None:
+    """Refused before any weight is loaded, with the weight's name."""
+    folder = write_tiny_model(tmp_path, "llama", tie_word_embeddings=tied)
+    monkeypatch.setitem(QUANTIZATIONS, "int8", Int8Everywhere)
+    edit_json(folder / "config.json", quantization_config={"quant_method": "int8"})
+    message = (
+        f"model.embed_tokens: Int8LinearMethod cannot store a weight of kind '{kind}', as it has {lacks}; "
+    )
+    with pytest.raises(ValueError, match=message + "leave this weight unquantised"):
+        load(folder)

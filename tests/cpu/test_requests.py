@@ -19,7 +19,7 @@ from nanovllm import LLM, BeamSearchParams, SamplingParams
 from nanovllm.batch import NOT_FINITE, Batch
 from nanovllm.engine.requests import sequence_seed
 from nanovllm.jobs.params import make_params
-from nanovllm.runner.staging import StepHandle
+from nanovllm.runner.inputs import StepHandle
 from nanovllm.sampling_params import Default
 from nanovllm.text.prompts import parse_prompts
 

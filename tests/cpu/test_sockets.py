@@ -26,8 +26,8 @@ from leftovers import SHARED_MEMORY, listening_addresses, listening_ports, wait_
 from nanovllm import SamplingParams, WorkerError
 from nanovllm.device import Device
 from nanovllm.distributed import rendezvous
-from nanovllm.distributed.copied_rows import PendingSum
 from nanovllm.distributed.group import TPGroup
+from nanovllm.distributed.peer_memory import PendingSum
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 LOOPBACK = ("127.", "::1")

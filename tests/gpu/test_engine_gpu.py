@@ -27,8 +27,7 @@ from nanovllm.batch import LAST_SAMPLED, Batch, StepKind, greedy
 from nanovllm.kernels.compat import in_graph
 from nanovllm.kernels.sampling import BLOCK, random_pair_reference
 from nanovllm.runner import shared_prefixes
-from nanovllm.runner.inputs import prepare_decode, prepare_prefill
-from nanovllm.runner.staging import StepHandle
+from nanovllm.runner.inputs import StepHandle, prepare_decode, prepare_prefill
 
 pytestmark = pytest.mark.gpu
 

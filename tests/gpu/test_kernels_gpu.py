@@ -216,10 +216,6 @@ def test_filtered_rows_are_independent(vocab: int) -> None:
     sampling_cases.check_sampling_rows_are_independent(256, vocab, GPU, filters=True)
 
 
-def test_neutral_filters_change_nothing() -> None:
-    filter_cases.check_neutral_filters_change_nothing(151_936, GPU)
-
-
 @pytest.mark.parametrize("sampler", sampling_cases.SAMPLERS)
 def test_sampling_keys(sampler: sampling_cases.Sampler) -> None:
     sampling_cases.check_sampling_keys(sampler, GPU)
