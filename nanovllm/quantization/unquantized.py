@@ -126,7 +126,7 @@ class QuantConfig:
         return UnquantizedLinearMethod()
 
     def experts(self, path: str) -> ExpertsMethod:
-        """Return a new method for the weights of all experts of the module `path`: "model.layers.0.mlp.experts",
-        of which a checkpoint holds "model.layers.0.mlp.experts.0.gate_proj.weight" and so on.
+        """Return a new method for the weights of all experts of the checkpoint's module `path`, such as
+        model.layers.0.mlp.experts, whose tensors are experts.0.gate_proj.weight and so on.
         """
         return UnquantizedExpertsMethod()
