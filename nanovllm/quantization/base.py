@@ -1,4 +1,4 @@
-"""LinearMethod: how the weight of one layer is stored, loaded and multiplied; ExpertsMethod: experts' weights.
+"""LinearMethod: how the weight of one layer is stored, loaded and multiplied; ExpertsMethod: of experts.
 
 A layer declares what is multiplied, and as `WeightShard`s which part of the weight this rank holds. The
 method does the rest. It never communicates, and nothing here opens a file.

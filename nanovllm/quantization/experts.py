@@ -7,7 +7,9 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from nanovllm.kernels.grouped_matmul import experts_reference
+from nanovllm.kernels.compat import INTERPRET, use_triton
+from nanovllm.kernels.expert_gemv import expert_gemv, use_expert_gemv
+from nanovllm.kernels.grouped_matmul import choose_experts, experts_reference, experts_triton
 from nanovllm.kernels.routing import Routing
 from nanovllm.quantization.base import (
     ExpertsMethod,
@@ -35,6 +37,11 @@ class UnquantizedExpertsMethod(ExpertsMethod):
         self.deterministic = options.deterministic
         experts, hidden, width = down.shape
         step = _ALIGNMENT // options.dtype.itemsize
+        if options.device.type == "cuda" and hidden % step:
+            raise ValueError(
+                f"a mixture of experts on a GPU needs a hidden_size that is a multiple of {step} for "
+                f"{options.dtype}, not {hidden}"
+            )
         padded = -(-width // step) * step
         make = torch.empty if padded == width else torch.zeros
         for name, shape in (("gate_up", (experts, 2 * padded, hidden)), ("down", (experts, hidden, padded))):
@@ -48,4 +55,11 @@ class UnquantizedExpertsMethod(ExpertsMethod):
         shard.copy(source, self.down if shard.dim else self.gate_up)  # ranks split down by its inputs
 
     def apply(self, x: Normed, routing: Routing) -> torch.Tensor:
-        return experts_reference(x.tensor(), self.gate_up, self.down, routing.chosen())
+        rows = x.tensor()
+        weights = self.gate_up, self.down
+        if not (use_triton(rows) or (self.deterministic and INTERPRET)):
+            return experts_reference(rows, *weights, routing.chosen())
+        if not self.deterministic and use_expert_gemv(rows):
+            return expert_gemv(rows, *weights, routing.chosen())
+        choice = choose_experts(routing.num_pairs, len(self.down), rows.dtype, rows.device)
+        return experts_triton(rows, *weights, routing.tiles(choice.rows), choice)
