@@ -17,24 +17,52 @@ from nanovllm.layers.stream import Step
 from nanovllm.layers.weights import WeightLayer, split_evenly
 from nanovllm.quantization.base import ExpertWeights, Normed, Product, WeightShard
 
+_MAX_EXPERTS = 4096
+
 
 @dataclass(frozen=True)
 class MoESpec:
-    """The experts of a model, which each of its layers in `layers` has."""
+    """The experts of a model, and which of its layers have them."""
 
     num_experts: int
     top_k: int
     width: int  # of an expert
-    layers: frozenset[int]  # the others have an MLP
     normalised: bool = True  # the weights of a row's experts add up to 1
     shared_width: int | None = None  # of the expert that every row goes to; None: there is none
-    projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")  # names in a checkpoint
+    step: int = 1  # every so many layers, the last of them has experts
+    dense: frozenset[int] = frozenset()  # other layers without experts
+    block: str = "mlp"  # the names in a checkpoint
+    projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
 
     def __post_init__(self) -> None:
+        if self.num_experts > _MAX_EXPERTS:
+            raise ValueError(f"config.json: {self.num_experts} experts are more than {_MAX_EXPERTS}")
         if self.top_k > self.num_experts:
             raise ValueError(
                 f"config.json: num_experts_per_tok {self.top_k} is more than the {self.num_experts} experts"
             )
+
+    def has_experts(self, layer: int) -> bool:
+        return layer not in self.dense and (layer + 1) % self.step == 0
+
+    def widths(self, dense_width: int) -> list[int]:
+        """All widths that the ranks split. dense_width: of the layers without experts."""
+        dense = [dense_width] if self.dense or self.step > 1 else []
+        return [self.width, *dense, *([] if self.shared_width is None else [self.shared_width])]
+
+    def checkpoint_tensors(self, name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+        """What a tensor of transformers' state_dict is in a checkpoint. From transformers 5 on it holds all
+        experts of a layer, and every block is called mlp."""
+        module, _, last = name.replace(".mlp.", f".{self.block}.").rpartition(".")
+        gate, up, down = self.projections
+        parts = {"gate_up_proj": (gate, up), "down_proj": (down,)}.get(last)
+        if parts is None or not module.endswith(".experts") or tensor.dim() != 3:
+            return [(f"{module}.{last}", tensor)]
+        return [
+            (f"{module}.{index}.{part}.weight", rows)
+            for index, expert in enumerate(tensor)
+            for part, rows in zip(parts, expert.chunk(len(parts)), strict=True)
+        ]
 
 
 class Experts(WeightLayer):
