@@ -11,6 +11,7 @@ import torch
 from tensors import F32, assert_near, randn
 
 from nanovllm.kernels.expert_gemv import GemvChoice, expert_gemv_triton
+from nanovllm.kernels.expert_tiles import Chosen, ExpertTiles, max_tiles
 from nanovllm.kernels.grouped_matmul import (
     ExpertChoice,
     ExpertTile,
@@ -18,7 +19,7 @@ from nanovllm.kernels.grouped_matmul import (
     experts_triton,
     grouped_triton,
 )
-from nanovllm.kernels.routing import Chosen, ExpertTiles, max_tiles, route_reference, route_triton
+from nanovllm.kernels.routing import route_reference, route_triton
 
 SWAPPED = ExpertChoice(16, ExpertTile(64, 64, 2, swap=True), ExpertTile(64, 32, 3, swap=True))
 PERSISTENT = ExpertChoice(64, ExpertTile(32, 32, 2, 8, False, True), ExpertTile(64, 64, 2, 8, False, True))

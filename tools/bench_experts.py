@@ -25,6 +25,7 @@ from typing import Any, NamedTuple, TextIO
 import torch
 
 from nanovllm.kernels.expert_gemv import GemvChoice, expert_gemv_triton
+from nanovllm.kernels.expert_tiles import ExpertTiles
 from nanovllm.kernels.grouped_matmul import (
     ExpertChoice,
     ExpertTile,
@@ -35,7 +36,7 @@ from nanovllm.kernels.grouped_matmul import (
     grouped_triton,
     sum_experts_triton,
 )
-from nanovllm.kernels.routing import ExpertTiles, route_reference, route_triton
+from nanovllm.kernels.routing import route_reference, route_triton
 
 BYTES_PER_S = 3.13e12  # that an H100 reads
 WORKERS = 12  # processes that compile

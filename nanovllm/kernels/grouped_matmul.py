@@ -26,8 +26,8 @@ from nanovllm.kernels.compat import (
     shared_memory,
     tl,
 )
+from nanovllm.kernels.expert_tiles import Chosen, ExpertTiles
 from nanovllm.kernels.paged import dot
-from nanovllm.kernels.routing import Chosen, ExpertTiles
 
 
 class ExpertTile(NamedTuple):
@@ -103,7 +103,7 @@ def _experts_kernel(
     """
     await_inputs(USE_PDL)
     dtype: tl.constexpr = out_ptr.dtype.element_ty
-    column_tiles: tl.constexpr = tl.cdiv(N, COLUMNS)
+    column_tiles: tl.constexpr = (N + COLUMNS - 1) // COLUMNS
     height_of_weight: tl.constexpr = 2 * N if GATED else N
     pair_tiles = most_tiles if INTERPRETED else tl.load(count_ptr)
     total_tiles = pair_tiles * column_tiles

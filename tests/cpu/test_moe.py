@@ -34,8 +34,9 @@ from nanovllm import ModelLoadError, SamplingParams
 from nanovllm.distributed.group import TPGroup
 from nanovllm.kernels import grouped_matmul
 from nanovllm.kernels.compat import INTERPRET
+from nanovllm.kernels.expert_tiles import max_tiles
 from nanovllm.kernels.grouped_matmul import choose_experts
-from nanovllm.kernels.routing import Routing, max_tiles
+from nanovllm.kernels.routing import Routing
 from nanovllm.models.registry import get_family, load_model_config
 from nanovllm.models.weights import weight_bytes
 from nanovllm.quantization.base import Normed
