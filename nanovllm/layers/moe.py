@@ -96,6 +96,7 @@ class MoE(nn.Module):
         """shared: the MLP that every row goes to, if the spec has one."""
         super().__init__()
         self.spec = spec
+        self.record: torch.Tensor | None = None  # [most rows, top_k] int16: where it writes rows' experts
         self.gate = ReplicatedLinear(hidden_size, spec.num_experts)
         self.experts = Experts(hidden_size, spec, tp)
         if shared is not None:
@@ -109,6 +110,8 @@ class MoE(nn.Module):
         slots = step.meta.slot_mapping if step.meta.prefill is None else None
         routing = Routing(self.gate(rows), self.spec.top_k, self.spec.normalised, slots)
         term = self.experts.experts_method.apply(x, routing)
+        if self.record is not None:
+            self.record[: len(rows)] = routing.chosen().ids
         if self.spec.shared_width is not None:
             product: Product = self.shared_expert(x, step)
             term = term + self.shared_expert_gate(rows).sigmoid() * product.tensor()
