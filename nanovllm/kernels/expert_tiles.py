@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 import torch
 
-from nanovllm.kernels.compat import await_inputs, jit, tl
+from nanovllm.kernels.compat import await_inputs, jit, next_power_of_2, pdl_options, tl
 
-PAIRS = 64  # that a program places at once
-TILES = 64  # that a program describes at once
-COUNTS = 16  # programs whose counts are read at once
+_PAIRS = 4096  # that a program reads at once
+_TILES = 32  # that a program describes at once
+_COUNTS = 32  # parts of the counts that are read at once
 
 
 class Chosen(NamedTuple):
@@ -42,66 +42,8 @@ def max_tiles(num_pairs: int, num_experts: int, rows: int) -> int:
     return min(num_pairs, (num_pairs + min(num_pairs, num_experts) * (rows - 1)) // rows)
 
 
-@jit()
-def place(
-    ids_ptr: tl.tensor,
-    order_ptr: tl.tensor,
-    first_pair: tl.tensor,
-    last_pair: tl.tensor,
-    base: tl.tensor,
-    E_PADDED: tl.constexpr,
-    NUM_PAIRS: tl.constexpr,
-    PAIRS: tl.constexpr,
-) -> None:
-    """Put the pairs from `first_pair` on at their places. base: [E_PADDED], the next place of each expert."""
-    columns = tl.arange(0, E_PADDED)
-    for start in range(0, NUM_PAIRS, PAIRS):
-        pairs = first_pair + start + tl.arange(0, PAIRS)
-        live = (start + tl.arange(0, PAIRS) < NUM_PAIRS) & (pairs < last_pair)
-        expert = tl.load(ids_ptr + pairs, mask=live, other=-1)
-        here = (expert[:, None] == columns[None, :]).to(tl.int32)
-        rank = tl.cumsum(here, axis=0) - 1
-        place = tl.sum(here * (rank + base[None, :]), axis=1)
-        tl.store(order_ptr + place, pairs, mask=expert >= 0)
-        base += tl.sum(here, axis=0)
-
-
-@jit()
-def describe_tiles(
-    counts: tl.tensor,
-    starts: tl.tensor,
-    experts_ptr: tl.tensor,
-    starts_ptr: tl.tensor,
-    ends_ptr: tl.tensor,
-    count_ptr: tl.tensor,
-    most_tiles: int,
-    E_PADDED: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    TILES: tl.constexpr,
-) -> None:
-    """Write the table of tiles; programs share it. counts, starts: [E_PADDED], the number of pairs of each
-    expert, and the place of its first one."""
-    number = (counts + TILE_ROWS - 1) // TILE_ROWS
-    ends = tl.cumsum(number, axis=0)
-    columns = tl.arange(0, E_PADDED)
-    if tl.program_id(0) == 0:
-        tl.store(count_ptr, tl.sum(number, axis=0))
-    for first in range(tl.program_id(0) * TILES, most_tiles, tl.num_programs(0) * TILES):
-        tiles = first + tl.arange(0, TILES)
-        expert = tl.sum((ends[None, :] <= tiles[:, None]).to(tl.int32), axis=1)
-        here = (expert[:, None] == columns[None, :]).to(tl.int32)
-        within = tiles - tl.sum(here * (ends - number)[None, :], axis=1)
-        live = expert < E_PADDED
-        mask = tiles < most_tiles
-        start = tl.sum(here * starts[None, :], axis=1)
-        end = start + tl.sum(here * counts[None, :], axis=1)
-        tl.store(experts_ptr + tiles, tl.where(live, expert, 0), mask=mask)
-        tl.store(starts_ptr + tiles, tl.where(live, start + within * TILE_ROWS, 0), mask=mask)
-        tl.store(ends_ptr + tiles, end, mask=mask)
-
-
 @jit("num_rows", "most_tiles", "num_counts")
-def grouping_kernel(
+def _grouping_kernel(
     ids_ptr: tl.tensor,
     counts_ptr: tl.tensor,
     order_ptr: tl.tensor,
@@ -114,40 +56,70 @@ def grouping_kernel(
     num_counts: int,
     TOP_K: tl.constexpr,
     E_PADDED: tl.constexpr,
-    ROWS: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     PAIRS: tl.constexpr,
     TILES: tl.constexpr,
     COUNTS: tl.constexpr,
     USE_PDL: tl.constexpr,
 ) -> None:
-    """Places the pairs of ROWS rows. num_counts: the programs of `_routing_kernel`, and of this one."""
+    """One program per expert: finds its pairs, and describes its tiles. counts: [num_counts, E_PADDED], parts
+    of the number of pairs of each expert."""
     own = tl.program_id(0)
     columns = tl.arange(0, E_PADDED)
     await_inputs(USE_PDL)
     totals = tl.zeros((E_PADDED,), dtype=tl.int32)
-    before = tl.zeros((E_PADDED,), dtype=tl.int32)
     for first in range(0, num_counts, COUNTS):
-        programs = first + tl.arange(0, COUNTS)
-        cells = programs[:, None] * E_PADDED + columns[None, :]
-        counts = tl.load(counts_ptr + cells, mask=(programs < num_counts)[:, None], other=0)
-        totals += tl.sum(counts, axis=0)
-        before += tl.sum(tl.where((programs < own)[:, None], counts, 0), axis=0)
-    starts = tl.cumsum(totals, axis=0) - totals
-    describe_tiles(
-        totals,
-        starts,
-        experts_ptr,
-        starts_ptr,
-        ends_ptr,
-        count_ptr,
-        most_tiles,
-        E_PADDED,
-        TILE_ROWS,
-        TILES,
+        parts = first + tl.arange(0, COUNTS)
+        cells = parts[:, None] * E_PADDED + columns[None, :]
+        totals += tl.sum(tl.load(counts_ptr + cells, mask=(parts < num_counts)[:, None], other=0), axis=0)
+    tiles = (totals + TILE_ROWS - 1) // TILE_ROWS
+    start = tl.sum(tl.where(columns < own, totals, 0), axis=0)
+    end = start + tl.sum(tl.where(columns == own, totals, 0), axis=0)
+    first_tile = tl.sum(tl.where(columns < own, tiles, 0), axis=0)
+    count = tl.sum(tiles, axis=0)
+    if own == 0:
+        tl.store(count_ptr, count)
+    for first in range(0, tl.cdiv(num_rows, TILE_ROWS), TILES):  # an expert has a row at most once
+        within = first + tl.arange(0, TILES)
+        mask = start + within * TILE_ROWS < end
+        tl.store(experts_ptr + first_tile + within, own + within * 0, mask=mask)
+        tl.store(starts_ptr + first_tile + within, start + within * TILE_ROWS, mask=mask)
+        tl.store(ends_ptr + first_tile + within, end + within * 0, mask=mask)
+    for first in range(own * TILES, most_tiles, tl.num_programs(0) * TILES):  # after the last tile
+        unused = first + tl.arange(0, TILES)
+        mask = (unused >= count) & (unused < most_tiles)
+        tl.store(experts_ptr + unused, unused * 0, mask=mask)
+        tl.store(starts_ptr + unused, unused * 0, mask=mask)
+        tl.store(ends_ptr + unused, unused * 0, mask=mask)
+    place = start
+    num_pairs = num_rows * TOP_K
+    for first in range(0, num_pairs, PAIRS):
+        pairs = first + tl.arange(0, PAIRS)
+        here = (tl.load(ids_ptr + pairs, mask=pairs < num_pairs, other=-1) == own).to(tl.int32)
+        tl.store(order_ptr + place + tl.cumsum(here, axis=0) - 1, pairs, mask=here > 0)
+        place += tl.sum(here, axis=0)
+
+
+def group_triton(chosen: Chosen, counts: torch.Tensor, tiles: ExpertTiles, num_experts: int) -> None:
+    """Fill `tiles`. counts: [P, E_PADDED] int32, parts of the number of pairs of each expert."""
+    num_rows, top_k = chosen.ids.shape
+    pairs = min(_PAIRS, max(2, next_power_of_2(num_rows * top_k)))
+    _grouping_kernel[(num_experts,)](
+        chosen.ids,
+        counts,
+        *tiles[1:6],
+        num_rows,
+        len(tiles.experts),
+        len(counts),
+        TOP_K=top_k,
+        E_PADDED=counts.shape[1],
+        TILE_ROWS=tiles.rows,
+        PAIRS=pairs,
+        TILES=_TILES,
+        COUNTS=_COUNTS,
+        num_warps=8 if pairs > 1024 else 4,
+        **pdl_options(counts),
     )
-    first_pair = own * ROWS * TOP_K
-    place(ids_ptr, order_ptr, first_pair, num_rows * TOP_K, starts + before, E_PADDED, ROWS * TOP_K, PAIRS)
 
 
 def empty_tiles(chosen: Chosen, num_experts: int, rows: int) -> ExpertTiles:

@@ -8,33 +8,20 @@ from __future__ import annotations
 import torch
 
 from nanovllm.kernels.compat import await_inputs, by_device, jit, next_power_of_2, pdl_options, tl
-from nanovllm.kernels.expert_tiles import (
-    COUNTS,
-    PAIRS,
-    TILES,
-    Chosen,
-    ExpertTiles,
-    describe_tiles,
-    empty_tiles,
-    grouping_kernel,
-    place,
-    tiles_reference,
-)
+from nanovllm.kernels.expert_tiles import Chosen, ExpertTiles, empty_tiles, group_triton, tiles_reference
 
 _LOWEST = -3.0e38  # NaN and -inf count as this logit, so that every row gets top_k different experts
-# Rows of a program. Up to _FEW rows one program does all; more programs share the work, but each reads the
-# counts of all, which costs little while there are at most 128.
-_FEW, _SOME, _MANY = 64, 16, 128
+_FEW, _MANY = 8, 64  # rows of a program, for up to 1,024 rows and for more
 
 
-@jit()
-def _choose(
+@jit("num_rows")
+def _routing_kernel(
     logits_ptr: tl.tensor,
     slots_ptr: tl.tensor,
     ids_ptr: tl.tensor,
     weights_ptr: tl.tensor,
+    counts_ptr: tl.tensor,
     num_rows: int,
-    first_row: tl.tensor,
     NORMALISED: tl.constexpr,
     TOP_K: tl.constexpr,
     TOP_K_PADDED: tl.constexpr,
@@ -42,31 +29,30 @@ def _choose(
     E_PADDED: tl.constexpr,
     ROWS: tl.constexpr,
     LOWEST: tl.constexpr,
-) -> tl.tensor:
-    """Choose the experts of a tile of rows: top_k times the largest logit, the lowest id among equals. Return
-    the number of rows of each expert, [E_PADDED]."""
-    rows = first_row + tl.arange(0, ROWS)
+    USE_PDL: tl.constexpr,
+) -> None:
+    """One program per ROWS rows: top_k times the largest logit, the lowest id among equals. counts: for each
+    program, the number of its rows that go to each expert, [E_PADDED]."""
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, E_PADDED)
     live = rows < num_rows
     mask = live[:, None] & (columns < E)[None, :]
-    cells = rows.to(tl.int64)[:, None] * E + columns[None, :]
-    logits = tl.load(logits_ptr + cells, mask=mask, other=float("-inf")).to(tl.float32)
     if slots_ptr is not None:
         live = live & (tl.load(slots_ptr + rows, mask=live, other=-1) >= 0)
+    await_inputs(USE_PDL)
+    cells = rows.to(tl.int64)[:, None] * E + columns[None, :]
+    logits = tl.load(logits_ptr + cells, mask=mask, other=float("-inf")).to(tl.float32)
     scores = tl.where(mask, tl.where(logits > LOWEST, logits, LOWEST), float("-inf"))
     top = tl.max(scores, axis=1)
     places = tl.arange(0, TOP_K_PADDED)
     weights = tl.zeros((ROWS, TOP_K_PADDED), dtype=tl.float32)
     ids = tl.full((ROWS, TOP_K_PADDED), -1, dtype=tl.int32)
-    counts = tl.zeros((E_PADDED,), dtype=tl.int32)
     # A row with NaN has weights of NaN, as its softmax has.
     total = tl.sum(tl.where(mask, tl.exp(logits - top[:, None]), 0.0), axis=1)
     for j in tl.static_range(TOP_K):
         best = tl.max(scores, axis=1)
         expert = tl.min(tl.where(scores == best[:, None], columns[None, :], E_PADDED), axis=1)
-        here = columns[None, :] == expert[:, None]
-        scores = tl.where(here, float("-inf"), scores)
-        counts += tl.sum((here & live[:, None]).to(tl.int32), axis=0)
+        scores = tl.where(columns[None, :] == expert[:, None], float("-inf"), scores)
         at = (places == j)[None, :]
         weights = tl.where(at, tl.exp(best - top)[:, None], weights)
         ids = tl.where(at & live[:, None], expert[:, None].to(tl.int32), ids)
@@ -77,79 +63,13 @@ def _choose(
     exists = (rows < num_rows)[:, None] & (places < TOP_K)[None, :]
     tl.store(ids_ptr + pairs, ids, mask=exists)
     tl.store(weights_ptr + pairs, weights, mask=exists)
-    return counts
-
-
-@jit("num_rows", "most_tiles")
-def _routing_kernel(
-    logits_ptr: tl.tensor,
-    slots_ptr: tl.tensor,
-    ids_ptr: tl.tensor,
-    weights_ptr: tl.tensor,
-    counts_ptr: tl.tensor,
-    order_ptr: tl.tensor,
-    experts_ptr: tl.tensor,
-    starts_ptr: tl.tensor,
-    ends_ptr: tl.tensor,
-    count_ptr: tl.tensor,
-    num_rows: int,
-    most_tiles: int,
-    NORMALISED: tl.constexpr,
-    TOP_K: tl.constexpr,
-    TOP_K_PADDED: tl.constexpr,
-    E: tl.constexpr,
-    E_PADDED: tl.constexpr,
-    ROWS: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    PAIRS: tl.constexpr,
-    TILES: tl.constexpr,
-    LOWEST: tl.constexpr,
-    USE_PDL: tl.constexpr,
-) -> None:
-    """Chooses the experts of ROWS rows. With tiles, one program groups all pairs as well, several write their
-    counts for `grouping_kernel`."""
-    first_row = tl.program_id(0) * ROWS
-    await_inputs(USE_PDL)
-    counts = _choose(
-        logits_ptr,
-        slots_ptr,
-        ids_ptr,
-        weights_ptr,
-        num_rows,
-        first_row,
-        NORMALISED,
-        TOP_K,
-        TOP_K_PADDED,
-        E,
-        E_PADDED,
-        ROWS,
-        LOWEST,
-    )
     if counts_ptr is not None:
-        columns = tl.arange(0, E_PADDED)
-        tl.store(counts_ptr + tl.program_id(0) * E_PADDED + columns, counts)
-    elif order_ptr is not None:
-        starts = tl.cumsum(counts, axis=0) - counts
-        describe_tiles(
-            counts,
-            starts,
-            experts_ptr,
-            starts_ptr,
-            ends_ptr,
-            count_ptr,
-            most_tiles,
-            E_PADDED,
-            TILE_ROWS,
-            TILES,
-        )
-        tl.debug_barrier()  # all threads have written their ids
-        place(ids_ptr, order_ptr, 0, num_rows * TOP_K, starts, E_PADDED, ROWS * TOP_K, PAIRS)
+        taken = (scores == float("-inf")) & live[:, None] & (columns < E)[None, :]
+        tl.store(counts_ptr + tl.program_id(0) * E_PADDED + columns, tl.sum(taken.to(tl.int32), axis=0))
 
 
 def _rows_of_program(num_rows: int) -> int:
-    if num_rows <= _FEW:
-        return next_power_of_2(max(num_rows, 1))
-    return _SOME if num_rows <= 128 * _SOME else _MANY
+    return _FEW if num_rows <= 1024 else _MANY
 
 
 def route_triton(
@@ -163,54 +83,38 @@ def route_triton(
 
     The softmax is in float32. Among equal logits the lowest ids win. normalised: the weights of a row add up
     to 1; else they are its probabilities among all experts. slots: [T]; a row with a negative one is padding
-    and is routed nowhere. One launch; with tiles and more than 64 rows, two.
+    and is routed nowhere. One launch; with tiles two.
     """
     num_rows, experts = logits.shape
     assert logits.is_contiguous()
-    device, pairs = logits.device, num_rows * top_k
-    ids = torch.empty((num_rows, top_k), dtype=torch.int32, device=device)
-    chosen = Chosen(ids, torch.empty((num_rows, top_k), dtype=torch.float32, device=device))
-    rows, padded = _rows_of_program(num_rows), max(2, next_power_of_2(experts))
-    programs = -(-num_rows // rows)
+    ids = torch.empty((num_rows, top_k), dtype=torch.int32, device=logits.device)
+    chosen = Chosen(ids, torch.empty((num_rows, top_k), dtype=torch.float32, device=logits.device))
     tiles = None if tile_rows is None else empty_tiles(chosen, experts, tile_rows)
-    table = (None,) * 5 if tiles is None else tiles[1:6]
-    counts = None
-    if tiles is not None and programs > 1:
-        counts = torch.empty((programs, padded), dtype=torch.int32, device=device)
     if num_rows == 0:
         if tiles is not None:
             tiles.count.zero_()
         return chosen, tiles
-    most = 0 if tiles is None else len(tiles.experts)
-    sizes = {
-        "TOP_K": top_k,
-        "E_PADDED": padded,
-        "ROWS": rows,
-        "TILE_ROWS": tile_rows or 1,
-        "PAIRS": min(PAIRS, max(2, next_power_of_2(pairs))),
-        "TILES": TILES,
-        "num_warps": 8 if rows <= _FEW else 16,
-    }
+    rows, padded = _rows_of_program(num_rows), max(2, next_power_of_2(experts))
+    programs = -(-num_rows // rows)
+    counts = None if tiles is None else ids.new_empty(programs, padded)
     _routing_kernel[(programs,)](
         logits,
         slots,
-        ids,
-        chosen.weights,
+        *chosen,
         counts,
-        *table,
         num_rows,
-        most,
         NORMALISED=normalised,
+        TOP_K=top_k,
         TOP_K_PADDED=next_power_of_2(top_k),
         E=experts,
+        E_PADDED=padded,
+        ROWS=rows,
         LOWEST=_LOWEST,
-        **sizes,
+        num_warps=4 if rows == _FEW else 8,
         **pdl_options(logits),
     )
-    if counts is not None:
-        grouping_kernel[(programs,)](
-            ids, counts, *table, num_rows, most, programs, COUNTS=COUNTS, **sizes, **pdl_options(logits)
-        )
+    if tiles is not None and counts is not None:
+        group_triton(chosen, counts, tiles, experts)
     return chosen, tiles
 
 
