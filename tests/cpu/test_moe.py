@@ -38,6 +38,7 @@ from nanovllm.kernels.compat import INTERPRET
 from nanovllm.kernels.expert_tiles import max_tiles
 from nanovllm.kernels.grouped_matmul import choose_experts
 from nanovllm.kernels.routing import Routing
+from nanovllm.layers.moe import MoESpec
 from nanovllm.models.registry import get_family, load_model_config
 from nanovllm.models.weights import weight_bytes
 from nanovllm.quantization.base import Normed
@@ -269,6 +270,15 @@ def test_a_missing_expert_is_named(tmp_path: Path) -> None:
     edit_json(folder / "config.json", num_local_experts=11)
     with pytest.raises(ModelLoadError, match=r"missing: .*block_sparse_moe\.experts\.10\.w1\.weight"):
         make_tiny(folder)
+
+
+def test_kinds_of_many_layers_are_counted_without_building_them() -> None:
+    spec = MoESpec(4, 2, 8, step=3, dense=frozenset([0, 5, 11, 100, -1]))
+    for num_layers in (1, 3, 6, 12, 200):
+        kinds = [(kind.has_experts(0), count) for kind, count in spec.kinds(num_layers)]
+        sparse = sum(map(spec.has_experts, range(num_layers)))
+        assert kinds == [each for each in ((True, sparse), (False, num_layers - sparse)) if each[1]]
+    assert spec.kinds(10**12)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
