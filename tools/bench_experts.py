@@ -172,7 +172,7 @@ def check(log: TextIO) -> None:
             torch.testing.assert_close(found.weights, twin.weights)
             live = int((found.ids >= 0).sum())
             assert torch.equal(tiles.order[:live], twin_tiles.order[:live]), "order"
-            for name in ("experts", "starts", "ends", "count"):
+            for name in ("experts", "starts", "ends", "number"):
                 assert torch.equal(getattr(tiles, name), getattr(twin_tiles, name)), name
             rows_ids[rows] = tiles
         expected = experts_reference(case.x.float(), gate_up.float(), down.float(), twin)

@@ -33,7 +33,7 @@ class ExpertTiles(NamedTuple):
     experts: torch.Tensor  # [M] int32, of each tile; 0 after the last tile
     starts: torch.Tensor  # [M] int32, the first place of each tile
     ends: torch.Tensor  # [M] int32, the place after its expert's last pair; 0 after the last tile
-    count: torch.Tensor  # [1] int32, the number of tiles
+    number: torch.Tensor  # [1] int32, the number of tiles
     rows: int
 
 
@@ -146,5 +146,5 @@ def tiles_reference(chosen: Chosen, num_experts: int, rows: int) -> ExpertTiles:
     tiles.experts[:last] = ids
     tiles.starts[:last] = (ends - counts)[ids] + within * rows
     tiles.ends[:last] = ends[ids]
-    tiles.count.fill_(last)
+    tiles.number.fill_(last)
     return tiles

@@ -92,7 +92,7 @@ def route_triton(
     tiles = None if tile_rows is None else empty_tiles(chosen, experts, tile_rows)
     if num_rows == 0:
         if tiles is not None:
-            tiles.count.zero_()
+            tiles.number.zero_()
         return chosen, tiles
     rows, padded = _rows_of_program(num_rows), max(2, next_power_of_2(experts))
     programs = -(-num_rows // rows)
