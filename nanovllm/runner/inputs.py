@@ -184,6 +184,7 @@ class StepTensors(NamedTuple):
     logprobs: TokenLogprobTensors | None = None
     scores: TokenLogprobTensors | None = None
     pooled: torch.Tensor | None = None
+    routed: torch.Tensor | None = None
 
     def map(self, fetch: Callable[[torch.Tensor], torch.Tensor]) -> StepTensors:
         """The same with `fetch` applied to each tensor."""
@@ -191,9 +192,8 @@ class StepTensors(NamedTuple):
             None if each is None else TokenLogprobTensors(*map(fetch, each))
             for each in (self.logprobs, self.scores)
         )
-        return StepTensors(
-            fetch(self.token_ids), logprobs, scores, None if self.pooled is None else fetch(self.pooled)
-        )
+        pooled, routed = (None if each is None else fetch(each) for each in (self.pooled, self.routed))
+        return StepTensors(fetch(self.token_ids), logprobs, scores, pooled, routed)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -208,12 +208,13 @@ class StepHandle:
         steps reuse the pinned memory."""
         if self.event is not None:
             self.event.synchronize()
-        token_ids, logprobs, scores, pooled = self.tensors
+        token_ids, logprobs, scores, pooled, routed = self.tensors
         return StepOutput(
             token_ids.numpy().copy(),
             None if logprobs is None else TokenLogprobs(*(column.numpy().copy() for column in logprobs)),
             None if scores is None else TokenLogprobs(*(column.numpy().copy() for column in scores)),
             None if pooled is None else pooled.numpy().copy(),
+            None if routed is None else routed.numpy().copy(),
         )
 
 
