@@ -192,8 +192,8 @@ class StepTensors(NamedTuple):
             None if each is None else TokenLogprobTensors(*map(fetch, each))
             for each in (self.logprobs, self.scores)
         )
-        pooled, routed = (None if each is None else fetch(each) for each in (self.pooled, self.routed))
-        return StepTensors(fetch(self.token_ids), logprobs, scores, pooled, routed)
+        rest = (None if each is None else fetch(each) for each in (self.pooled, self.routed))
+        return StepTensors(fetch(self.token_ids), logprobs, scores, *rest)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
