@@ -308,6 +308,10 @@ def test_18_thousand_tensors_are_quick() -> None:
     [
         ({"num_experts_per_tok": 11}, "num_experts_per_tok 11 is more than the 10 experts"),
         ({"num_local_experts": 2**20}, "1048576 experts are more than 4096"),
+        (
+            {"moe_intermediate_size": 2**30, "hidden_size": 2**20},
+            "10 experts of width 1073741824 .* no memory",
+        ),
         ({"num_local_experts": 0, "num_experts": 0}, "num_experts must be a positive integer, not 0"),
         ({"moe_intermediate_size": "24"}, "moe_intermediate_size must be a positive integer, not '24'"),
         ({"mlp_only_layers": 3}, "mlp_only_layers must be a list of layers, not 3"),
