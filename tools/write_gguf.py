@@ -114,7 +114,7 @@ def gguf_name(name: str) -> str:
 
 
 def interleaved(values: np.ndarray, heads: int) -> np.ndarray:
-    """The rows of queries or keys in the order of Llama's files: pairs that rotate together are neighbours."""
+    """The rows of queries or keys as in Llama's files: those that rotate together are neighbours."""
     halves = values.reshape(heads, 2, -1, *values.shape[1:])
     return halves.swapaxes(1, 2).reshape(values.shape)
 
