@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import numpy as np
@@ -66,7 +67,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping", "attention.clamp_kqv"), (0,)),
     **{"attention.causal": (True,), "attention.scale": (0,), "attention.max_alibi_bias": (0,)},
     **{"use_parallel_residual": (False,), "expert_weights_scale": (0, 1), "expert_gating_func": (0, 1)},
-    **dict.fromkeys(("pooling_type", "expert_group_count", "leading_dense_block_count"), (0,)),
+    **dict.fromkeys(("expert_group_count", "leading_dense_block_count"), (0,)),
     **dict.fromkeys(("nextn_predict_layers", "attention.shared_kv_layers"), (0,)),
 }
 _SAMPLING = {
@@ -88,11 +89,11 @@ class GGUFCheckpoint(Checkpoint):
         return _Config(self._files).read()
 
     def generation(self) -> dict[str, Any]:
-        metadata = self._files[0].metadata
-        ids = [metadata.get(f"tokenizer.ggml.{key}") for key in _EOS_KEYS]
+        file = self._files[0]
+        ids = [file.scalar(f"tokenizer.ggml.{key}", int) for key in _EOS_KEYS]
         found: dict[str, Any] = {"eos_token_id": sorted({each for each in ids if each is not None})}
         for key, name in _SAMPLING.items():
-            if (value := metadata.get(f"general.sampling.{key}")) is not None:
+            if (value := file.metadata.get(f"general.sampling.{key}")) is not None:
                 found[name] = _shortest(value)
         return found
 
@@ -132,13 +133,13 @@ class GGUFCheckpoint(Checkpoint):
         paths = _parts(self.path)
         files = [GGUFFile(path) for path in paths]
         for index, file in enumerate(files):
-            number, count = (file.metadata.get(key, 0) for key in ("split.no", "split.count"))
+            number, count = (file.scalar(key, int, 0) for key in ("split.no", "split.count"))
             if (number, count) != (index, len(files)) and (count, len(files)) not in ((0, 1), (1, 1)):
                 raise file.problem(
                     f"it says that it is part {number} of {count} (split.no, split.count), and its name says "
                     f"{index} of {len(files)}; pass the first part, named *-00001-of-{count:05}.gguf"
                 )
-        stated = files[0].metadata.get("split.tensors.count", 0)
+        stated = files[0].scalar("split.tensors.count", int, 0)
         total = sum(len(file.tensors) for file in files)
         if len(files) > 1 and stated not in (0, total):
             raise files[0].problem(f"split.tensors.count is {stated}, and the files have {total} tensors")
@@ -211,7 +212,7 @@ class _Config:
         self.file = files[0]
         self.tensors = {name: each for file in files for name, each in file.tensors.items()}
         self._keys = self.file.metadata
-        self._architecture = self._keys.get("general.architecture")
+        self._architecture = self.file.scalar("general.architecture", str)
         if self._architecture not in _ARCHITECTURES:
             raise self.file.problem(
                 f"general.architecture {self._architecture!r} is not supported in GGUF files; supported: "
@@ -266,16 +267,19 @@ class _Config:
         return config | self._window() | self._experts()
 
     def _get(self, key: str) -> Any:
-        return self._keys.get(f"{self._architecture}.{key}")
+        value = self._keys.get(f"{self._architecture}.{key}")
+        if not isinstance(value, (int, float, str, NoneType)):
+            raise self._refuse(key, "as a list")
+        return value
 
     def _refuse(self, key: str, value: Any) -> ModelLoadError:
-        return self.file.problem(f"{self._architecture}.{key} {value!r} is not supported")
+        return self.file.problem(f"{self._architecture}.{key} {value} is not supported")
 
     def _same(self, key: str) -> Any:
         """A number that may be given for each layer, and is the same for all."""
-        value = self._get(key)
+        value = self._keys.get(f"{self._architecture}.{key}")
         if not isinstance(value, np.ndarray):
-            return value
+            return self._get(key)
         if not len(value) or (value != value[0]).any():
             raise self._refuse(key, f"{value[:8].tolist()}, not the same for all layers,")
         return value[0].item()
@@ -349,7 +353,10 @@ class _Config:
 
     def _llama3_scaling(self, tensor: GGUFTensor) -> dict[str, Any] | None:
         """The settings of Llama 3.1 that give these factors; ModelLoadError if none does."""
-        factors, theta = tensor[:].double().numpy(), self._get("rope.freq_base") or 10000.0
+        factors = tensor[:].flatten().double().numpy()
+        theta = self.file.scalar(f"{self._architecture}.rope.freq_base", float, 10000.0)
+        if not theta > 0:
+            raise self._refuse("rope.freq_base", theta)
         if (factors == 1).all():
             return None
         largest = round(float(np.nan_to_num(factors.max())), 6)

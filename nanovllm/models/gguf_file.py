@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from nanovllm.errors import ModelLoadError
-from nanovllm.models.checkpoint import check_no_pointer, shortened
+from nanovllm.models.checkpoint import T, check_no_pointer, shortened
 
 TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
 _VERSIONS = (2, 3)
@@ -155,8 +155,8 @@ class GGUFFile:
             self.metadata[key] = self._value(key, kind)
         infos = [self._tensor_info() for _ in range(num_tensors)]
         self.header_bytes = self._at
-        alignment = self.metadata.get("general.alignment", 32)
-        if type(alignment) is not int or alignment.bit_count() != 1 or alignment > _MAX_ALIGNMENT:
+        alignment = self.scalar("general.alignment", int, 32)
+        if alignment.bit_count() != 1 or alignment > _MAX_ALIGNMENT:
             raise self.problem(f"general.alignment must be a power of two, not {alignment!r}")
         base = -(-self._at // alignment) * alignment
         for name, shape, stored_as, offset in infos:
@@ -167,6 +167,13 @@ class GGUFFile:
     def problem(self, what: str) -> ModelLoadError:
         """The error of this file."""
         return ModelLoadError(f"{self.path}: {shortened(what)}")
+
+    def scalar(self, key: str, kind: type[T], default: Any = None) -> T | Any:
+        """The value of a key, of this type; `default` without the key."""
+        value = self.metadata.get(key, default)
+        if value is not default and type(value) is not kind:
+            raise self.problem(f"{key} must be of type {kind.__name__}, not {value!r}")
+        return value
 
     def strings(self, key: str) -> list[str]:
         """The list of strings of a key."""

@@ -82,7 +82,7 @@ def _tokens(file: GGUFFile) -> list[str]:
 
 def _content(file: GGUFFile, tokens: list[str]) -> dict[str, Any]:
     """The content of tokenizer.json."""
-    kind = file.metadata.get("tokenizer.ggml.model")
+    kind = file.scalar("tokenizer.ggml.model", str)
     if kind not in ("gpt2", "llama"):
         raise file.problem(
             f"tokenizer.ggml.model {kind!r} is not supported; supported: gpt2 (byte-level BPE) and llama "
@@ -137,7 +137,7 @@ def _sentencepiece(
     file: GGUFFile, tokens: list[str], vocab: dict[str, int], types: list[int]
 ) -> dict[str, Any]:
     scores = _column(file, "scores", len(tokens), 0.0).tolist()
-    prefix = file.metadata.get("tokenizer.ggml.add_space_prefix", True)
+    prefix = file.scalar("tokenizer.ggml.add_space_prefix", bool, True)
     unknown = next((token for token, kind in zip(tokens, types, strict=True) if kind == _UNKNOWN), None)
     merges: list[tuple[float, int, int, str, str]] = []
     for token, score, kind in zip(tokens, scores, types, strict=True):
@@ -179,7 +179,7 @@ def _post_processor(file: GGUFFile, tokens: list[str], kind: str) -> dict[str, A
     special: dict[str, Any] = {}
     for name, default in by_default.items():
         number = _id(file, name, len(tokens))
-        if file.metadata.get(f"tokenizer.ggml.add_{name}_token", default) and number is not None:
+        if file.scalar(f"tokenizer.ggml.add_{name}_token", bool, default) and number is not None:
             special[name] = {"id": tokens[number], "ids": [number], "tokens": [tokens[number]]}
     if not special:
         return None
@@ -212,21 +212,21 @@ def _chat_template(file: GGUFFile) -> str | list[dict[str, str]] | None:
     return [{"name": name, "template": text} for name, text in found.items() if isinstance(text, str)]
 
 
-def _pre(file: GGUFFile) -> Any:
-    return file.metadata.get("tokenizer.ggml.pre")
+def _pre(file: GGUFFile) -> str | None:
+    return file.scalar("tokenizer.ggml.pre", str)
 
 
 def _id(file: GGUFFile, name: str, count: int) -> int | None:
     """The id of a special token, if the file names one."""
-    value = file.metadata.get(f"tokenizer.ggml.{name}_token_id")
-    if value is not None and (type(value) is not int or not 0 <= value < count):
+    value = file.scalar(f"tokenizer.ggml.{name}_token_id", int)
+    if value is not None and not 0 <= value < count:
         raise file.problem(f"tokenizer.ggml.{name}_token_id {value!r} is none of the {count} tokens")
     return value
 
 
 def _column(file: GGUFFile, name: str, count: int, default: float) -> np.ndarray:
     """One number for each token."""
-    value = file.metadata.get(f"tokenizer.ggml.{name}")
+    value: Any = file.metadata.get(f"tokenizer.ggml.{name}")
     if value is None:
         return np.full(count, default)
     if not isinstance(value, np.ndarray) or len(value) != count:

@@ -92,8 +92,8 @@ def resolve_model_path(name: str | Path, hub: Hub = Hub(), kind: str = "model") 
         if hub.revision not in (None, "main"):
             option = "revision" if kind == "model" else "tokenizer_revision"
             raise ValueError(
-                f"{option}={hub.revision!r} is for a hub id, and {kind} {str(name)!r} is here, which has no "
-                "revisions; leave it out"
+                f"{option}={hub.revision!r} is for a hub id, and {kind} {str(name)!r} is a folder or file "
+                "here, which has no revisions; leave it out"
             )
         return path
     if path.exists():

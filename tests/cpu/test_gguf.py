@@ -41,7 +41,7 @@ def write_tensors(path: Path, tensors: dict[str, Any], architecture: str = "llam
     writer = gguf.GGUFWriter(path, architecture)
     for name, value in keys.items():
         key = f"{architecture}.{name.replace('__', '.')}"
-        add = {str: writer.add_string, float: writer.add_float32, bool: writer.add_bool}
+        add = {str: writer.add_string, float: writer.add_float32, list: writer.add_array}
         add.get(type(value), writer.add_uint32)(key, value)
     for name, tensor in tensors.items():
         data, kind = tensor if isinstance(tensor, tuple) else (tensor.astype(np.float32), Type.F32)
@@ -147,6 +147,25 @@ def test_rope_factors_that_are_not_llamas_are_refused(tmp_path: Path) -> None:
     assert open_checkpoint(path).config()["rope_scaling"] is None
 
 
+def test_windows_and_defaults(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "folder", "mistral")
+    changes: dict[str, Any] = {"attention.sliding_window": 64}
+    config = load_model_config(write_gguf(folder, tmp_path / "mistral.gguf", **changes))
+    assert (config.architecture, config.sliding_window) == ("MistralForCausalLM", 64)
+    folder = write_tiny_model(tmp_path / "qwen", "qwen2")
+    assert load_model_config(write_gguf(folder, tmp_path / "qwen2.gguf", **changes)).sliding_window == 64
+    writer = gguf.GGUFWriter(tmp_path / "x.gguf", "llama")
+    for key, value in {"eos": 3, "eot": 2, "eom": 3, "bos": 1}.items():
+        writer.add_uint32(f"tokenizer.ggml.{key}_token_id", value)
+    writer.add_float32("general.sampling.temp", 0.6)
+    writer.add_int32("general.sampling.top_k", 20)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    expected = {"eos_token_id": [2, 3], "temperature": 0.6, "top_k": 20}
+    assert open_checkpoint(tmp_path / "x.gguf").generation() == expected
+
+
 def test_experts_are_tensors_of_their_own(tmp_path: Path) -> None:
     gate, down = np.arange(3 * 4 * 8).reshape(3, 4, 8), np.arange(3 * 8 * 4).reshape(3, 8, 4)
     tensors = {"blk.0.ffn_gate_exps.weight": gate, "blk.0.ffn_down_exps.weight": down}
@@ -247,8 +266,13 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         r"general.architecture 'gemma3' is not supported .*: llama,",
     ),
     "setting": ({"logit_scale": 0.25}, "llama.logit_scale 0.25 is not supported"),
-    "partial rope": ({"attention__key_length": 8, "rope__dimension_count": 4}, "rope.dimension_count '?4"),
-    "rope type": ({"rope__scaling__type": "longrope"}, "rope.scaling.type 'longrope' is not supported"),
+    "a list": ({"embedding_length": [1, 2]}, "llama.embedding_length as a list is not supported"),
+    "layers": ({"attention__head_count": [4, 2]}, r"head_count \[4, 2\], not the same for all layers"),
+    "partial rope": (
+        {"attention__key_length": 8, "rope__dimension_count": 4},
+        "rope.dimension_count 4, not the size 8",
+    ),
+    "rope type": ({"rope__scaling__type": "longrope"}, "rope.scaling.type longrope is not supported"),
 }
 
 
