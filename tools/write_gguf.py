@@ -1,4 +1,4 @@
-"""Write a model folder in Hugging Face format as a GGUF file: Llama, Mistral, Qwen2 or Qwen3.
+"""Write a model folder in Hugging Face format as a GGUF file: Llama, Mistral, Qwen2, Qwen3 or Qwen3-MoE.
 
     python -m tools.write_gguf path/to/Qwen3-0.6B model.gguf --type Q8_0 --pre qwen2
 
@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ ARCHITECTURES = {
     "MistralForCausalLM": "llama",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3moe",
 }
 NAMES = {
     "model.embed_tokens": "token_embd",
@@ -42,6 +44,10 @@ NAMES = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.experts.gate_proj": "ffn_gate_exps",
+    "mlp.experts.up_proj": "ffn_up_exps",
+    "mlp.experts.down_proj": "ffn_down_exps",
 }
 WRITABLE = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
@@ -83,10 +89,11 @@ def write_gguf(
     encode = encode_as(encode) if isinstance(encode, str) else encode
     with checkpoint.tensors() as tensors:
         tied = config.get("tie_word_embeddings", False)
-        for name, tensor in tensors.items():
+        for name, some in together(tensors).items():
             if name == "lm_head.weight" and tied:
                 continue
-            values = tensor[:].float().numpy()
+            values = np.stack([each[:].float().numpy() for each in some])
+            values = values if ".experts." in name else values[0]
             if architecture == "llama" and ("q_proj" in name or "k_proj" in name):
                 heads = config["num_key_value_heads" if "k_proj" in name else "num_attention_heads"]
                 values = interleaved(values, heads)
@@ -102,6 +109,14 @@ def write_gguf(
     writer.close()
     parts = sorted(Path(path).parent.glob(f"{Path(path).stem}-00001-of-*.gguf"))
     return parts[0] if tensors_in_part and parts else Path(path)
+
+
+def together(tensors: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """The experts of a layer in a list, under the name without their numbers; all others alone."""
+    found: dict[str, list[Any]] = {}
+    for name in sorted(tensors, key=lambda name: [int(each) for each in re.findall(r"\d+", name)]):
+        found.setdefault(re.sub(r"(\.experts)\.\d+", r"\1", name), []).append(tensors[name])
+    return found
 
 
 def gguf_name(name: str) -> str:
@@ -138,6 +153,13 @@ def settings(config: dict[str, Any]) -> dict[str, Any]:
         "rope.freq_base": float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0),
         "vocab_size": config["vocab_size"],
     }
+    experts = {
+        "expert_count": config.get("num_experts"),
+        "expert_used_count": config.get("num_experts_per_tok"),
+        "expert_feed_forward_length": config.get("moe_intermediate_size"),
+        "expert_weights_norm": config.get("norm_topk_prob"),
+    }
+    found |= {key: value for key, value in experts.items() if value is not None}
     kind = rope.get("rope_type", rope.get("type"))
     if kind in ("linear", "yarn"):
         found |= {"rope.scaling.type": kind, "rope.scaling.factor": float(rope["factor"])}
