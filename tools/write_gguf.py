@@ -154,7 +154,7 @@ def settings(config: dict[str, Any]) -> dict[str, Any]:
         "vocab_size": config["vocab_size"],
     }
     experts = {
-        "expert_count": config.get("num_experts"),
+        "expert_count": config.get("num_experts") or config.get("num_local_experts"),
         "expert_used_count": config.get("num_experts_per_tok"),
         "expert_feed_forward_length": config.get("moe_intermediate_size"),
         "expert_weights_norm": config.get("norm_topk_prob"),

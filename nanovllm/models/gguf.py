@@ -301,9 +301,10 @@ class _Config:
         return head_dim
 
     def _dtype(self) -> str:
-        """What matrices are stored as; bfloat16, of which most models are made, if they are quantised."""
-        kinds = {each.stored_as for each in self.tensors.values() if len(each.shape) > 1}
-        return {"F32": "float32", "F16": "float16"}.get("".join(kinds), "bfloat16")
+        """What matrices are stored as, but for some that always are float32; bfloat16, of which most models
+        are made, if they are quantised."""
+        kinds = {each.stored_as for each in self.tensors.values() if len(each.shape) > 1} - {"F32"}
+        return {"": "float32", "F16": "float16"}.get("".join(kinds), "bfloat16")
 
     def _window(self) -> dict[str, Any]:
         window = self._get("attention.sliding_window") or None

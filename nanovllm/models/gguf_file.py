@@ -9,6 +9,7 @@ from __future__ import annotations
 import mmap
 import struct
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
@@ -32,6 +33,7 @@ _MAX_TENSORS = 2**18
 _MAX_STRINGS = 2**22  # in one list: the largest vocabularies have 2**18 tokens, with 2**19 merges
 _MAX_NAME = 2**12  # bytes of a key or of a tensor's name
 _MAX_ALIGNMENT = 2**16
+_MAX_THREADS = 8
 
 
 def gguf_package() -> ModuleType:
@@ -124,10 +126,14 @@ class GGUFTensor:
         block, size = self._block()
         out = np.empty((rows.shape[0], rows.shape[1] // size * block), np.float32)
         step = max(1, 2**20 // max(1, out.shape[1]))  # rows at once: what it needs besides stays small
-        for start in range(0, len(out), step):
+
+        def convert(start: int) -> None:
             some = np.ascontiguousarray(rows[start : start + step])
             with np.errstate(all="ignore"):  # of scales that are not finite
                 out[start : start + step] = gguf.quants.dequantize(some, kind)
+
+        with ThreadPoolExecutor(min(_MAX_THREADS, torch.get_num_threads())) as pool:
+            list(pool.map(convert, range(0, len(out), step)))
         return torch.from_numpy(out)
 
 

@@ -27,7 +27,7 @@ from nanovllm import LLM, ModelLoadError, SamplingParams, demo_model_path
 from nanovllm.jobs.main import main
 from nanovllm.models.gguf import GGUFCheckpoint
 from nanovllm.models.gguf_file import TYPES, GGUFFile
-from nanovllm.models.registry import load_model_config, open_checkpoint
+from nanovllm.models.registry import load_model_config, open_checkpoint, supported_architectures
 from tools.write_gguf import WRITABLE, write_gguf
 
 FILES = 200
@@ -189,6 +189,16 @@ def test_experts_are_tensors_of_their_own(tmp_path: Path) -> None:
     with open_checkpoint(path).tensors() as found:
         assert "model.layers.0.block_sparse_moe.experts.2.w1.weight" in found
         assert "model.layers.0.block_sparse_moe.gate.weight" in found
+
+
+@pytest.mark.skipif("Qwen3MoeForCausalLM" not in supported_architectures(), reason="no such family")
+def test_a_mixture_of_experts_answers_as_transformers(tmp_path: Path) -> None:
+    sizes = {"num_experts": 10, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "hidden_size": 64}
+    sizes |= {"num_hidden_layers": 3, "mlp_only_layers": [1], "head_dim": 16, "norm_topk_prob": True}
+    folder = write_tiny_model(tmp_path / "folder", "qwen3_moe", **sizes)
+    path = write_gguf(folder, tmp_path / "model.gguf")
+    assert load_model_config(path) == load_model_config(folder)
+    assert greedy(path) == transformers_greedy(folder, PROMPT, GREEDY.max_tokens)
 
 
 # -- files --------------------------------------------------------------------------------------------------
