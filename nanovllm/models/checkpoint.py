@@ -41,7 +41,7 @@ _LFS_FIX = (
 _UNSUPPORTED_FILES = {  # unsupported files, with what to do instead
     "*.bin": "convert them to safetensors",
     "*.pth": "convert them to safetensors",
-    "*.gguf": "pass the safetensors checkpoint that they were made from",
+    "*.gguf": "pass the path of such a file as the model",
     "adapter_config.json": "merge the adapter into its base model first (peft's merge_and_unload)",
 }
 SAMPLES = 16  # of a weight file, for its fingerprint, 64 KiB each
@@ -84,7 +84,7 @@ class Checkpoint:
             if path.name in _VOCABULARIES:
                 _check_size(path, MAX_VOCABULARY_BYTES)
                 with path.open("rb") as file:
-                    _check_no_pointer(path, file.read(len(_LFS_POINTER)))
+                    check_no_pointer(path, file.read(len(_LFS_POINTER)))
             elif path.suffix == ".json":
                 read_json(path)
         return read(self.path)
@@ -109,7 +109,7 @@ class Checkpoint:
                 slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (no mapping)
             except (OSError, SafetensorError) as error:
                 with suppress(OSError), path.open("rb") as file:
-                    _check_no_pointer(path, file.read(len(_LFS_POINTER)))
+                    check_no_pointer(path, file.read(len(_LFS_POINTER)))
                 raise ModelLoadError(
                     f"{path} cannot be read, is it complete? {type(error).__name__}: {shortened(error)}"
                 ) from error
@@ -220,7 +220,7 @@ def read_json(path: Path, unique_keys: bool = False) -> dict[str, Any]:
     return content
 
 
-def _check_no_pointer(path: Path, start: bytes) -> None:
+def check_no_pointer(path: Path, start: bytes) -> None:
     """Raise ModelLoadError if a file with this start only says where git-lfs finds the real one."""
     if start.startswith(_LFS_POINTER):
         raise ModelLoadError(f"{path} {_LFS_FIX}")
@@ -230,7 +230,7 @@ def _read(path: Path, most: int) -> bytes:
     _check_size(path, most)
     with path.open("rb") as file:
         text = file.read(most)
-    _check_no_pointer(path, text)
+    check_no_pointer(path, text)
     return text
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from nanovllm.errors import ModelLoadError
 from nanovllm.models.checkpoint import CONFIG_FILE, Checkpoint, shortened
 from nanovllm.models.config import ModelConfig, ModelFamily
+from nanovllm.models.gguf import GGUFCheckpoint
 from nanovllm.models.llama import LLAMA
 from nanovllm.models.mistral import MISTRAL
 from nanovllm.models.mixtral import MIXTRAL
@@ -31,7 +32,7 @@ _FAMILIES: dict[str, ModelFamily] = {
     "Qwen2MoeForCausalLM": QWEN2_MOE,
     "MixtralForCausalLM": MIXTRAL,
 }
-FORMATS: tuple[type[Checkpoint], ...] = (Checkpoint,)  # the first that reads a path takes it
+FORMATS: tuple[type[Checkpoint], ...] = (GGUFCheckpoint, Checkpoint)  # the first that reads a path takes it
 _TOKENIZER_PATTERNS = ["*.json", "*.jinja", "*.model", "*.txt"]
 _HUB_IGNORED = ["*/*", "consolidated*"]  # other formats of the same weights
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
@@ -83,10 +84,10 @@ class Hub:
 
 
 def resolve_model_path(name: str | Path, hub: Hub = Hub(), kind: str = "model") -> Path:
-    """Return the folder of a model: `name` itself, or the download of the hub id `name`.
+    """Return the folder or file of a model: `name` itself, or the download of the hub id `name`.
 
-    kind: "model", or "tokenizer" for a folder without weights. Raises ValueError if `name` is neither a
-    folder nor a hub id, or a folder with a revision; ModelLoadError if the download fails.
+    kind: "model", or "tokenizer" for a folder without weights. Raises ValueError if `name` is neither here
+    nor a hub id, or here and with a revision; ModelLoadError if the download fails.
     """
     path = Path(os.path.expanduser(name))
     try:
@@ -97,18 +98,15 @@ def resolve_model_path(name: str | Path, hub: Hub = Hub(), kind: str = "model") 
         if hub.revision not in (None, "main"):
             option = "revision" if kind == "model" else "tokenizer_revision"
             raise ValueError(
-                f"{option}={hub.revision!r} is for a hub id, and {kind} {str(name)!r} is a folder, which has "
-                "no revisions; leave it out"
+                f"{option}={hub.revision!r} is for a hub id, and {kind} {str(name)!r} is a folder or file "
+                "here, which has no revisions; leave it out"
             )
         return path
     if path.exists():
-        if path.suffix == ".gguf":
-            raise ValueError(
-                f"{kind} {str(name)!r} is a GGUF file, which is not read; pass the folder or hub id of the "
-                "safetensors checkpoint that it was made from"
-            )
         what = "its files" if kind == "tokenizer" else f"{CONFIG_FILE} and the *.safetensors weights"
-        raise ValueError(f"{kind} {str(name)!r} is a file; pass the folder that holds {what}")
+        raise ValueError(
+            f"{kind} {str(name)!r} is a file; pass the folder that holds {what}, or a .gguf file"
+        )
     if not _HUB_ID.fullmatch(str(name)):
         raise ValueError(
             f"{kind} folder {str(path)!r} does not exist, and it is not a hub id (organisation/name)"

@@ -304,7 +304,8 @@ def test_a_folder_without_a_readable_config_is_refused(tmp_path: Path) -> None:
         ModelLoadError, match=r"no config\.json.* has adapter_config\.json, .* merge the adapter"
     ):
         load_model_config(tmp_path)
-    (tmp_path / "model.Q4_K_M.gguf").touch()
+    for name in ("model.Q4_K_M.gguf", "model.safetensors"):
+        (tmp_path / name).touch()
     with pytest.raises(ModelLoadError, match=r"no config\.json.* has model\.Q4_K_M\.gguf, which is not read"):
         load_model_config(tmp_path)
     for content in ("", '{"hidden_size": 3', "[]"):

@@ -59,7 +59,7 @@ def pointer(name: str) -> Callable[[Path], object]:
 
 def gguf(folder: Path) -> object:
     (folder / "model-Q4_K_M.gguf").write_bytes(b"GGUF")
-    return resolve_model_path(folder / "model-Q4_K_M.gguf")
+    return load_model_config(resolve_model_path(folder / "model-Q4_K_M.gguf"))
 
 
 def gguf_folder(folder: Path) -> object:
@@ -101,14 +101,11 @@ CASES: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     "a flag that is misspelt": (flags("--max-num-sqs", "1"), ["did you mean --max-num-seqs?"]),
     "a .gguf file": (
         gguf,
-        ["is a GGUF file, which is not read; pass the folder or hub id of the safetensors"],
+        ["model-Q4_K_M.gguf: the file ends within its header; is it complete?"],
     ),
     "a folder with a .gguf file": (
         gguf_folder,
-        [
-            "has no config.json",
-            "it has model-Q4_K_M.gguf, which is not read: pass the safetensors checkpoint",
-        ],
+        ["model-Q4_K_M.gguf: the file ends within its header; is it complete?"],
     ),
     "AWQ": (quantised(quant_method="awq", bits=4), ["quant_method 'awq'", "not supported", QUANTISED]),
     "GPTQ": (quantised(quant_method="gptq", bits=4), ["quant_method 'gptq'", "not supported", QUANTISED]),
