@@ -177,7 +177,7 @@ def test_deterministic(moe: Path, prompts: list, expected: list, monkeypatch: py
         (64, Sizes(60, 4), 16),
         (97, Sizes(), 4),
         (130, Sizes(8, 2), 128),
-        (2100, Sizes(16, 2), 64),
+        (1300, Sizes(12, 8), 64),
     ],
 )
 def test_routing(rows: int, sizes: Sizes, tile_rows: int) -> None:
