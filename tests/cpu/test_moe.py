@@ -234,8 +234,7 @@ def test_only_experts_with_rows_are_computed(tmp_path: Path, monkeypatch: pytest
 # -- weights ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", MOE_FAMILIES)
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(("family", "ranks"), [*((family, 1) for family in MOE_FAMILIES), ("mixtral", 2)])
 def test_the_state_dict_of_transformers_updates(tmp_path: Path, family: str, ranks: int) -> None:
     """It holds the experts of a layer in two tensors."""
     first, second = (write_tiny_model(tmp_path / str(i), family, seed=i) for i in range(2))
