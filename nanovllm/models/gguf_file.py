@@ -11,9 +11,10 @@ import struct
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -48,7 +49,8 @@ def gguf_package() -> ModuleType:
     return gguf
 
 
-class _Strings(NamedTuple):
+@dataclass(frozen=True)
+class _Strings:
     """A list of strings in a file, which is decoded when it is needed."""
 
     data: mmap.mmap
@@ -243,7 +245,7 @@ class GGUFFile:
     def _scalars(self, key: str, kind: int, count: int) -> np.ndarray:
         if kind not in _SCALARS:
             raise self.problem(f"{key} has the type {kind}, which is not supported")
-        dtype = np.dtype(_SCALARS[kind])
+        dtype: np.dtype[Any] = np.dtype(_SCALARS[kind])
         self._need(count * dtype.itemsize)
         values = np.frombuffer(self._data, dtype, count, self._at)
         self._at += count * dtype.itemsize
