@@ -145,6 +145,7 @@ class GGUFFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._gguf = gguf_package()
+        self._kinds = {each.value: each.name for each in self._gguf.GGMLQuantizationType}
         try:
             with path.open("rb") as file:
                 check_no_pointer(path, file.read(64))
@@ -275,8 +276,7 @@ class GGUFFile:
             raise self.problem(f"tensor {name!r} has {num_dims} dimensions; 1 to 4 are possible")
         shape = self._take(f"<{num_dims}Q")[::-1]
         number, offset = self._take("<IQ")
-        kinds = {each.value: each.name for each in self._gguf.GGMLQuantizationType}
-        stored_as = kinds.get(number, f"number {number}")
+        stored_as = self._kinds.get(number, f"number {number}")
         if stored_as not in TYPES:
             raise self.problem(
                 f"tensor {name!r} is stored as {stored_as}, which is not supported; supported: "
