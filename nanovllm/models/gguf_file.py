@@ -11,9 +11,10 @@ import struct
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -48,7 +49,8 @@ def gguf_package() -> ModuleType:
     return gguf
 
 
-class _Strings(NamedTuple):
+@dataclass(frozen=True)
+class _Strings:
     """A list of strings in a file, which is decoded when it is needed."""
 
     data: mmap.mmap
@@ -143,6 +145,7 @@ class GGUFFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._gguf = gguf_package()
+        self._kinds = {each.value: each.name for each in self._gguf.GGMLQuantizationType}
         try:
             with path.open("rb") as file:
                 check_no_pointer(path, file.read(64))
@@ -243,7 +246,7 @@ class GGUFFile:
     def _scalars(self, key: str, kind: int, count: int) -> np.ndarray:
         if kind not in _SCALARS:
             raise self.problem(f"{key} has the type {kind}, which is not supported")
-        dtype = np.dtype(_SCALARS[kind])
+        dtype: np.dtype[Any] = np.dtype(_SCALARS[kind])
         self._need(count * dtype.itemsize)
         values = np.frombuffer(self._data, dtype, count, self._at)
         self._at += count * dtype.itemsize
@@ -273,8 +276,7 @@ class GGUFFile:
             raise self.problem(f"tensor {name!r} has {num_dims} dimensions; 1 to 4 are possible")
         shape = self._take(f"<{num_dims}Q")[::-1]
         number, offset = self._take("<IQ")
-        kinds = {each.value: each.name for each in self._gguf.GGMLQuantizationType}
-        stored_as = kinds.get(number, f"number {number}")
+        stored_as = self._kinds.get(number, f"number {number}")
         if stored_as not in TYPES:
             raise self.problem(
                 f"tensor {name!r} is stored as {stored_as}, which is not supported; supported: "
