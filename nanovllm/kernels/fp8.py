@@ -15,13 +15,11 @@ from nanovllm.kernels.compat import (
     INTERPRETED,
     await_inputs,
     by_device,
-    capability,
     jit,
     next_power_of_2,
     pdl_options,
     row_warps,
     tl,
-    use_triton,
 )
 
 FP8 = torch.float8_e4m3fn
@@ -61,11 +59,6 @@ def expanded(scales: torch.Tensor, columns: int) -> torch.Tensor:
 def padded_row(n: int, group: int | None) -> int:
     """The elements of a program for a row of `n`."""
     return max(next_power_of_2(n), group or 1)
-
-
-def has_fp8_products(device: torch.device) -> bool:
-    """Whether `device` multiplies FP8 values: a GPU from compute capability 8.9 on, with Triton."""
-    return use_triton(torch.empty(0, device=device)) and capability(device) >= (8, 9)
 
 
 @jit()

@@ -27,7 +27,7 @@ from nanovllm.kernels.compat import (
     use_triton,
 )
 from nanovllm.kernels.fp8 import GROUP, Fp8Rows, expanded, fp8_rounded, fp8_scale
-from nanovllm.kernels.matmul import Tile, descriptor
+from nanovllm.kernels.matmul import Tile, descriptor, is_aligned
 
 # Costs as in `kernels/matmul.py`; tools/bench_fp8.py prints the times of all tiles.
 TILES = (
@@ -44,6 +44,7 @@ TILES = (
     Tile(16, 64, 512, 4, cost=0.46, swap=True),
 )
 _PLAIN = Tile(32, 64, 32, 2, cost=1)  # in the interpreter
+_INSIDE = 16  # rows up to which the product itself quantises x
 _BAND = 8  # tiles of rows that are computed together, so that a tile of the weight is read once for all
 
 
@@ -136,10 +137,7 @@ def _fp8_linear_kernel(
                 a = fp8_rounded(a.to(tl.float32) * inverse[:, None])
             b = weight.load([column, k])
             if GROUP is None:
-                if SWAP:
-                    total = fp8_dot(b, a.T, total)
-                else:
-                    total = fp8_dot(a, b.T, total)
+                total = fp8_dot(b, a.T, total) if SWAP else fp8_dot(a, b.T, total)
             else:
                 group = k // GROUP
                 left_ptrs = x_scales_ptr + group.to(tl.int64) * num_rows + rows
@@ -253,28 +251,33 @@ def fp8_linear_reference(
     return out.to(dtype) if residual is None else residual.copy_(out)
 
 
-def _scaled_mm(
-    x: Fp8Rows, weight: Fp8Weight, bias: torch.Tensor | None, residual: torch.Tensor | None
-) -> torch.Tensor:
+def quantises_inside(x: torch.Tensor, weight: Fp8Weight) -> bool:
+    """Whether the product itself should quantise rows x [T, K]: for few, which every program reads twice."""
+    return weight.group is None and use_triton(x) and len(x) <= _INSIDE and is_aligned(x)
+
+
+def _scaled_mm(x: Fp8Rows, weight: Fp8Weight, bias: torch.Tensor | None) -> torch.Tensor:
     """`fp8_linear` to bfloat16 with the CUTLASS kernel in torch."""
     scales = x.scales[:, None], weight.scales[None, :]
     out: torch.Tensor = torch._scaled_mm(
         x.codes, weight.codes.T, *scales, bias=bias, out_dtype=torch.bfloat16, use_fast_accum=True
     )
-    return out if residual is None else residual.add_(out)
+    return out
 
 
-def use_scaled_mm(x: Fp8Rows, weight: Fp8Weight, dtype: torch.dtype) -> bool:
-    """Whether torch's product is faster than ours: for many rows outside a graph, because a launch of ours
-    costs the host 60 us more."""
-    if weight.group is not None or dtype != torch.bfloat16 or not use_triton(x.codes):
+def use_scaled_mm(x: Fp8Rows | torch.Tensor, weight: Fp8Weight, dtype: torch.dtype) -> bool:
+    """Whether torch's product is faster than ours: outside a graph, because a launch of ours costs the host
+    60 us more."""
+    if weight.group is not None or dtype != torch.bfloat16 or not isinstance(x, Fp8Rows):
         return False
-    (n, k), measured = weight.codes.shape, capability(x.codes.device)[0] == 9
-    return measured and not in_graph.get() and n % 16 == k % 16 == 0 and hasattr(torch, "_scaled_mm")
+    if in_graph.get() or not use_triton(x.codes) or capability(x.codes.device)[0] != 9:
+        return False
+    n, k = weight.codes.shape
+    return n % 16 == k % 16 == 0 and hasattr(torch, "_scaled_mm")
 
 
 def fp8_linear(
-    x: Fp8Rows,
+    x: Fp8Rows | torch.Tensor,
     weight: Fp8Weight,
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
@@ -283,12 +286,14 @@ def fp8_linear(
 ) -> torch.Tensor:
     """x @ weight^T + bias + residual, [T, N] of `dtype`.
 
-    x: [T, K], weight: [N, K], with scales for rows or for groups, both the same. K is a multiple of 16. bias:
-    [N]. residual: [T, N] contiguous, of `dtype`; the result overwrites it. With `deterministic` the bits of a
-    row depend only on its rows of x and residual.
+    x: [T, K], weight: [N, K], with scales for rows or for groups, both the same. x may be a tensor, which the
+    kernel then quantises, with scales for rows. K is a multiple of 16. bias: [N]. residual: [T, N]
+    contiguous, of `dtype`; the result overwrites it. With `deterministic` the bits of a row depend only on
+    its rows of x and residual.
     """
-    if not use_triton(x.codes):
+    if not use_triton(weight.codes):
+        assert isinstance(x, Fp8Rows)
         return fp8_linear_reference(x, weight, bias, residual, dtype)
-    if not deterministic and use_scaled_mm(x, weight, dtype):
-        return _scaled_mm(x, weight, bias, residual)
+    if isinstance(x, Fp8Rows) and residual is None and not deterministic and use_scaled_mm(x, weight, dtype):
+        return _scaled_mm(x, weight, bias)
     return fp8_linear_triton(x, weight, bias, residual, dtype)

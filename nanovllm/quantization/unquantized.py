@@ -122,3 +122,13 @@ class QuantConfig:
         The modules of a packed layer, such as q_proj, k_proj and v_proj, must get the same one.
         """
         return UnquantizedLinearMethod()
+
+    def on(self, capability: tuple[int, int]) -> QuantConfig:
+        """The same for devices of this CUDA compute capability, (0, 0) for a CPU: it may store weights in
+        another way there."""
+        return self
+
+    @property
+    def note(self) -> str | None:
+        """What a user should know of it at a start."""
+        return None
