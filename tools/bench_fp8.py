@@ -266,7 +266,7 @@ def tiles(times: Times) -> None:
         best = f"{_named(*found[0])}: {_tflops(rows, n, k, found[0][0])}"
         print(f"  {rows} x {n} x {k}: best {best}; quantise alone")
         print(f"    {1e6 * quantise:.1f} us, chosen {[_named(*each) for each in found if each[1] == chosen]}")
-        times.lines += [f"{rows} x {n} x {k}: {_named(*each)}" for each in found]
+        times.lines.extend([f"{rows} x {n} x {k}: {_named(*each)}" for each in found])
         print("    " + "; ".join(_named(*each) for each in found[:6]), flush=True)
 
 
