@@ -17,11 +17,17 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 FAMILIES: dict[str, tuple[type, type]] = {
@@ -29,7 +35,11 @@ FAMILIES: dict[str, tuple[type, type]] = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "llama": (LlamaConfig, LlamaForCausalLM),
     "mistral": (MistralConfig, MistralForCausalLM),
+    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
+    "qwen2_moe": (Qwen2MoeConfig, Qwen2MoeForCausalLM),
+    "mixtral": (MixtralConfig, MixtralForCausalLM),
 }
+MOE_FAMILIES = ("qwen3_moe", "qwen2_moe", "mixtral")
 VOCAB_SIZE = 97
 
 
@@ -56,10 +66,16 @@ def write_tiny_model(
         "eos_token_id": 1,
         "tie_word_embeddings": False,
     }
-    if family == "qwen3":
+    if family in ("qwen3", "qwen3_moe"):
         settings["head_dim"] = 16
     if family == "mistral":
         settings["sliding_window"] = None
+    if family in MOE_FAMILIES:
+        settings |= {"num_experts": 10, "num_experts_per_tok": 3, "intermediate_size": 24}
+    if family in ("qwen3_moe", "qwen2_moe"):
+        settings |= {"moe_intermediate_size": 24, "intermediate_size": 48, "norm_topk_prob": True}
+    if family == "qwen2_moe":
+        settings["shared_expert_intermediate_size"] = 40
     model = model_class(config_class(**settings | overrides))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

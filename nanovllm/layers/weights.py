@@ -10,7 +10,16 @@ import torch
 from torch import nn
 
 from nanovllm.kernels.matmul import is_aligned
-from nanovllm.quantization.base import Kind, LinearMethod, WeightOptions, WeightShard, WeightSource
+from nanovllm.quantization.base import (
+    ExpertsMethod,
+    ExpertWeights,
+    Kind,
+    LinearMethod,
+    WeightMethod,
+    WeightOptions,
+    WeightShard,
+    WeightSource,
+)
 from nanovllm.quantization.unquantized import QuantConfig
 
 
@@ -19,12 +28,14 @@ class WeightLayer(nn.Module):
     loaded."""
 
     method: LinearMethod  # of the weight that was declared with a kind
+    experts_method: ExpertsMethod  # of the weights that were declared as experts
     options: WeightOptions
 
     def __init__(self) -> None:
         super().__init__()
-        self.shards: dict[WeightShard, LinearMethod | None] = {}  # to be loaded, and by which method
+        self.shards: dict[WeightShard, WeightMethod | None] = {}  # to be loaded, and by which method
         self._declared: list[tuple[tuple[int, ...], list[WeightShard], Kind | None]] = []
+        self._experts: tuple[ExpertWeights, ExpertWeights] | None = None
 
     def declare(self, shape: tuple[int, ...], shards: list[WeightShard], kind: Kind | None = None) -> None:
         """Declare a parameter of `shape`, of which this rank fills `shards`.
@@ -33,9 +44,17 @@ class WeightLayer(nn.Module):
         """
         self._declared.append((shape, shards, kind))
 
+    def declare_experts(self, gate_up: ExpertWeights, down: ExpertWeights) -> None:
+        """Declare the weights of experts; see `ExpertsMethod.create`."""
+        self._experts = gate_up, down
+
     def allocate(self, path: str, options: WeightOptions, quant: QuantConfig) -> None:
         """Create the parameters. path: of this layer in its model."""
         self.options = options
+        if self._experts is not None:
+            self.experts_method = quant.experts(path)
+            created = self.experts_method.create(self, *self._experts, options)
+            self.shards |= dict.fromkeys(created, self.experts_method)
         for shape, shards, kind in self._declared:
             if kind is not None:
                 names = [shard.module_name(path) for shard in shards]
@@ -71,10 +90,10 @@ def allocate(model: nn.Module, options: WeightOptions, quant: QuantConfig) -> No
     for path, layer in _layers(model):
         layer.allocate(path, options, quant)
     for name, weight in model.named_parameters():
-        if options.deterministic and weight.dim() == 2 and not is_aligned(weight):
+        if options.deterministic and weight.dim() > 1 and not is_aligned(weight.flatten(0, -2)):
             raise ValueError(
                 f"deterministic=True needs weights whose rows are multiples of 16 bytes; rows of "
-                f"{name.removesuffix('.weight')} have {weight.shape[1]} elements of {options.dtype}"
+                f"{name.removesuffix('.weight')} have {weight.shape[-1]} elements of {options.dtype}"
             )
 
 
@@ -88,7 +107,7 @@ def weight_slots(model: nn.Module) -> dict[str, tuple[WeightLayer, WeightShard]]
 
 
 def finish_loading(model: nn.Module) -> None:
-    """Prepare for use after all tensors are loaded; see `LinearMethod.finish_loading`."""
+    """Prepare for use after all tensors are loaded; see `WeightMethod.finish_loading`."""
     for path, layer in _layers(model):
         for method in {each for each in layer.shards.values() if each is not None}:
             try:

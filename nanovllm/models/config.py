@@ -13,6 +13,7 @@ from nanovllm.attention.base import AttentionSpec
 from nanovllm.attention.rotary import RopeConfig
 from nanovllm.kernels.activation import Activation
 from nanovllm.layers.linear import can_split_heads
+from nanovllm.layers.moe import MoESpec
 from nanovllm.quantization.unquantized import QuantConfig
 
 _SUPPORTED_DTYPES = ("float32", "bfloat16", "float16")
@@ -65,6 +66,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     activation: Activation = Activation.SILU
     layer: Callable[..., Any] | None = None  # (config, index, build) -> a layer; None: `DecoderLayer`
+    moe: MoESpec | None = None  # of a mixture of experts
     max_model_len: int | None = None  # maximum tokens of a sequence in the engine; None: without an engine
 
     def __post_init__(self) -> None:
@@ -135,10 +137,12 @@ class ModelConfig:
     def check_tensor_parallel_size(self, size: int) -> None:
         """Raise ValueError, with the possible sizes, if the model cannot be split over `size` ranks."""
 
+        widths = [self.intermediate_size] if self.moe is None else self.moe.widths(self.intermediate_size)
+
         def fits(ranks: int) -> bool:
             heads = {(spec.num_heads, spec.num_kv_heads) for spec in self.attention}
             heads_fit = all(can_split_heads(*each, ranks) for each in heads)
-            return heads_fit and self.intermediate_size % ranks == 0
+            return heads_fit and all(width % ranks == 0 for width in widths)
 
         if not fits(size):
             sizes = ", ".join(
@@ -147,7 +151,7 @@ class ModelConfig:
             raise ValueError(
                 f"tensor_parallel_size={size} does not divide this model's {self.num_heads} query heads, "
                 f"{self.num_kv_heads} KV heads (or is not a multiple of them) and intermediate size "
-                f"{self.intermediate_size}; sizes that do: {sizes}"
+                f"{' and '.join(map(str, dict.fromkeys(widths)))}; sizes that do: {sizes}"
             )
 
 

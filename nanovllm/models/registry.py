@@ -16,14 +16,20 @@ from nanovllm.models.checkpoint import CONFIG_FILE, Checkpoint, shortened
 from nanovllm.models.config import ModelConfig, ModelFamily
 from nanovllm.models.llama import LLAMA
 from nanovllm.models.mistral import MISTRAL
+from nanovllm.models.mixtral import MIXTRAL
 from nanovllm.models.qwen2 import QWEN2
+from nanovllm.models.qwen2_moe import QWEN2_MOE
 from nanovllm.models.qwen3 import QWEN3
+from nanovllm.models.qwen3_moe import QWEN3_MOE
 
 _FAMILIES: dict[str, ModelFamily] = {
     "Qwen3ForCausalLM": QWEN3,
     "Qwen2ForCausalLM": QWEN2,
     "LlamaForCausalLM": LLAMA,
     "MistralForCausalLM": MISTRAL,
+    "Qwen3MoeForCausalLM": QWEN3_MOE,
+    "Qwen2MoeForCausalLM": QWEN2_MOE,
+    "MixtralForCausalLM": MIXTRAL,
 }
 FORMATS: tuple[type[Checkpoint], ...] = (Checkpoint,)  # the first that reads a path takes it
 _TOKENIZER_PATTERNS = ["*.json", "*.jinja", "*.model", "*.txt"]
@@ -60,7 +66,7 @@ def get_family(architecture: str, raw: Mapping[str, Any] | None = None) -> Model
 def _kind(architecture: str, raw: Mapping[str, Any]) -> str:
     """What kind of model it is, if that is the reason why it is not supported."""
     if "moe" in architecture.lower() or {"num_experts", "num_local_experts", "n_routed_experts"} & raw.keys():
-        return ", because it is a mixture of experts"
+        return ", because it is a mixture of experts of another kind"
     if {"vision_config", "audio_config"} & raw.keys() or "ConditionalGeneration" in architecture:
         return ", because it reads images or sound, or has an encoder"
     return ", because Gemma's norms and windows differ" if architecture.startswith("Gemma") else ""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -37,6 +36,7 @@ class WeightChecker:
     def __init__(self, model: DecoderForCausalLM) -> None:
         self._shards = {name: shard for name, (_, shard) in weight_slots(model).items()}
         self._tied = model.config.tie_word_embeddings
+        self._moe = model.config.moe
 
     def check(self, tensors: Mapping[str, WeightSource], folder: Path) -> dict[str, WeightSource]:
         """Return those of a whole checkpoint's tensors that are loaded. Raises ModelLoadError that names all
@@ -64,8 +64,7 @@ class WeightChecker:
         in any order. Raises TypeError or ValueError that names the tensor."""
         seen: set[str] = set()
         tied: dict[str, list[float]] = {}  # hashes of the LM head and its embedding
-        for index, pair in enumerate(tensors):
-            name, tensor = named_tensor(index, pair)
+        for name, tensor in self._named(tensors):
             if name.endswith(_ROTARY):
                 continue
             if name in seen:
@@ -85,6 +84,12 @@ class WeightChecker:
             raise ValueError(
                 f"{TIED_HEAD} is {EMBEDDING} in this model (tie_word_embeddings); pass {EMBEDDING} too"
             )
+
+    def _named(self, tensors: Iterable[Any]) -> Iterator[tuple[str, torch.Tensor]]:
+        """The pairs of an update, named as in a checkpoint."""
+        for index, pair in enumerate(tensors):
+            name, tensor = named_tensor(index, pair)
+            yield from [(name, tensor)] if self._moe is None else self._moe.checkpoint_tensors(name, tensor)
 
     def _shard(self, name: str) -> WeightShard | None:
         """What a tensor of this name must fit; None if the model has no such tensor."""
@@ -137,11 +142,9 @@ def check_weights(config: ModelConfig, folder: str | Path) -> None:
 def weight_bytes(config: ModelConfig, tp: TPGroup, dtype: torch.dtype) -> int:
     """Return the size of a rank's weights in bytes; padding makes it the same on every rank.
 
-    Computed from one layer, because all are alike. Raises ValueError if `tp` cannot split the model.
+    Raises ValueError if `tp` cannot split the model.
     """
-    model = _unallocated(replace(config, num_layers=1), tp, dtype)
-    one, layer = (sum(each.nbytes for each in part.parameters()) for part in (model, model.model.layers))
-    return one + (config.num_layers - 1) * layer
+    return sum(each.nbytes for each in _unallocated(config, tp, dtype).parameters())
 
 
 def _unallocated(config: ModelConfig, tp: TPGroup, dtype: torch.dtype) -> DecoderForCausalLM:

@@ -1,7 +1,7 @@
-"""LinearMethod: how the weight of one layer is stored, loaded and multiplied. It never communicates.
+"""LinearMethod: how the weight of one layer is stored, loaded and multiplied; ExpertsMethod: of experts.
 
 A layer declares what is multiplied, and as `WeightShard`s which part of the weight this rank holds. The
-method does the rest. Nothing here opens a file.
+method does the rest. It never communicates, and nothing here opens a file.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from torch import nn
 from nanovllm.kernels.activation import Activation, silu_and_mul_fp8
 from nanovllm.kernels.fp8 import Fp8Rows, quantise_rows
 from nanovllm.kernels.rms_norm import add_rms_norm, add_rms_norm_fp8
+from nanovllm.kernels.routing import Routing
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _FILE_DTYPES = {  # the names of safetensors
@@ -59,7 +60,8 @@ def dtype_of(source: WeightSource) -> torch.dtype | None:
 @dataclass(frozen=True, slots=True)
 class WeightShard:
     """The destination of one checkpoint tensor: its `[start, start + length)` along `dim` is copied to the
-    parameter's `[offset, offset + length)` along the same `dim`."""
+    parameter's `[offset, offset + length)` along the same `dim`. If the parameter holds several weights, such
+    as those of experts, `index` is the number of the one that it fills."""
 
     param: str  # the last part of the tensor's name
     module: str | None  # the part before it, if that is not the layer's own: "q_proj" of "qkv_proj"
@@ -70,6 +72,7 @@ class WeightShard:
     offset: int
     dtypes: tuple[torch.dtype, ...] = FLOATS  # of the tensor in the checkpoint
     dummy: float | None = None  # the value of all elements of a dummy weight; None: random values
+    index: int | None = None  # along the parameter's first dimension, which the tensor does not have
     update_dtypes: tuple[torch.dtype, ...] = ()  # more dtypes, of a tensor that replaces it later
     scale: bool = False  # finite and above 0, perhaps without its dimensions of 1; dummy weights have none
 
@@ -106,7 +109,8 @@ class WeightShard:
 
     def place(self, parameter: torch.Tensor) -> torch.Tensor:
         """The part of `parameter` that this shard fills, as a view."""
-        return parameter.narrow(self.dim, self.offset, self.length)
+        own = parameter if self.index is None else parameter[self.index]
+        return own.narrow(self.dim, self.offset, self.length)
 
     def copy(self, source: WeightSource, parameter: torch.Tensor) -> None:
         """Copy this rank's part of `source`, a whole checkpoint tensor, to its place, cast to its dtype.
@@ -237,13 +241,26 @@ class Product:
         return self.method.apply_and_add(self.x, residual, self.bias)
 
 
-class LinearMethod(ABC):
-    """Stores, loads and multiplies one weight [N, K]. One instance serves one layer.
-
-    A subclass defines how to create, load and apply. It may override the fused products.
+class WeightMethod(ABC):
+    """Stores and loads the weights of one layer, and only of this one.
 
     All device memory belongs to parameters of the layer. Loading again writes to the same memory, whose
     addresses CUDA graphs hold. A load of all tensors does not depend on the previous content.
+    """
+
+    @abstractmethod
+    def load(self, shard: WeightShard, source: WeightSource) -> None:
+        """Load this rank's part of `source`, the checkpoint tensor of `shard`; can be called again."""
+
+    def finish_loading(self) -> None:
+        """Do the work that needs all tensors. Called after loading, before the next product."""
+        return
+
+
+class LinearMethod(WeightMethod):
+    """Stores, loads and multiplies one weight [N, K].
+
+    A subclass defines how to create, load and apply. It may override the fused products.
     """
 
     @abstractmethod
@@ -255,14 +272,6 @@ class LinearMethod(ABC):
         shards: the parts of the whole weight that this rank holds. Return the shards that a checkpoint must
         hold to fill the parameters; if it holds the weight itself, these are `shards`.
         """
-
-    @abstractmethod
-    def load(self, shard: WeightShard, source: WeightSource) -> None:
-        """Load this rank's part of `source`, the checkpoint tensor of `shard`; can be called again."""
-
-    def finish_loading(self) -> None:
-        """Do the work that needs all tensors. Called after loading, before the next product."""
-        return
 
     @abstractmethod
     def apply(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -301,3 +310,31 @@ class LinearMethod(ABC):
     def first_rows(self, num: int) -> LinearMethod:
         """A method for the first `num` rows, in the same memory. Only tied embeddings need it."""
         raise NotImplementedError(f"{type(self).__name__} has no rows to share")
+
+
+class ExpertWeights(NamedTuple):
+    """One of the two weights of E experts, [E, N, K]. The shards' `index` is the expert."""
+
+    shape: tuple[int, int, int]
+    shards: list[WeightShard]  # the parts that this rank holds
+
+
+class ExpertsMethod(WeightMethod):
+    """Stores, loads and multiplies the weights of E gated MLPs (SwiGLU), this rank's part of each."""
+
+    @abstractmethod
+    def create(
+        self, layer: nn.Module, gate_up: ExpertWeights, down: ExpertWeights, options: WeightOptions
+    ) -> list[WeightShard]:
+        """Register parameters on `layer`. What no shard fills is zero.
+
+        gate_up: [E, 2I, H], the rows of gate, then those of up. down: [E, H, I]. Return the shards that a
+        checkpoint must hold; if it holds the weights themselves, these are those of `gate_up` and `down`.
+        """
+
+    @abstractmethod
+    def apply(self, x: Normed, routing: Routing) -> torch.Tensor:
+        """x [T, H] -> the sum over a row's experts of its routing weight times their MLPs, [T, H].
+
+        A row that is routed nowhere gives 0. Synchronises with no host.
+        """

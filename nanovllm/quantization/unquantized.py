@@ -16,6 +16,7 @@ from nanovllm.kernels.activation import Activation
 from nanovllm.kernels.gemv import gemv, use_gemv
 from nanovllm.kernels.matmul import linear, use_linear
 from nanovllm.quantization.base import (
+    ExpertsMethod,
     Kind,
     LinearMethod,
     Normed,
@@ -23,6 +24,7 @@ from nanovllm.quantization.base import (
     WeightShard,
     WeightSource,
 )
+from nanovllm.quantization.experts import UnquantizedExpertsMethod
 
 # oneDNN's product, a private operator of torch, which calls it for other dtypes and in compiled code. For
 # float32 `F.linear` calls MKL, which took up to 2.4 times as long on an AMD CPU. None: this torch has no
@@ -122,6 +124,12 @@ class QuantConfig:
         The modules of a packed layer, such as q_proj, k_proj and v_proj, must get the same one.
         """
         return UnquantizedLinearMethod()
+
+    def experts(self, path: str) -> ExpertsMethod:
+        """Return a new method for the weights of all experts of the checkpoint's module `path`, such as
+        model.layers.0.mlp.experts, whose tensors are experts.0.gate_proj.weight and so on.
+        """
+        return UnquantizedExpertsMethod()
 
     def on(self, capability: tuple[int, int]) -> QuantConfig:
         """The same for devices of this CUDA compute capability, (0, 0) for a CPU: it may store weights in

@@ -31,24 +31,35 @@ class Speed:
 class Cost:
     """The sizes of a model that determine the minimum time of a step."""
 
-    layer_params: int  # of the matrices of all layers
+    layer_params: int  # of the matrices of all layers that a token is multiplied with
     head_params: int  # of the LM head
     kv_bytes: int  # of one token's K and V in all layers
     pair_flops: int  # of attention between one query token and one key token, in all layers
     itemsize: int  # bytes of a weight
+    expert_params: int = 0  # of one expert, in all layers that have experts
+    num_experts: int = 0
+    top_k: int = 0  # experts of a token
 
     @classmethod
     def of(cls, config: ModelConfig, itemsize: int, kv_itemsize: int) -> Cost:
         """The sizes of a model. itemsize, kv_itemsize: bytes of an element of the weights and of K/V."""
-        c = config
-        qkv = (c.num_heads + 2 * c.num_kv_heads) * c.head_dim * c.hidden_size
-        per_layer = qkv + c.num_heads * c.head_dim * c.hidden_size + 3 * c.hidden_size * c.intermediate_size
+        c, moe = config, config.moe
+        attention = (2 * c.num_heads + 2 * c.num_kv_heads) * c.head_dim * c.hidden_size
+        sparse = 0 if moe is None else sum(map(moe.has_experts, range(c.num_layers)))
+        mlps = (c.num_layers - sparse) * 3 * c.hidden_size * c.intermediate_size
+        experts: dict[str, int] = {}
+        if moe is not None:
+            each = sparse * 3 * c.hidden_size * moe.width
+            experts = {"expert_params": each, "num_experts": moe.num_experts, "top_k": moe.top_k}
+            shared = 0 if moe.shared_width is None else 1 + 3 * moe.shared_width
+            mlps += moe.top_k * each + sparse * c.hidden_size * (moe.num_experts + shared)
         return cls(
-            layer_params=c.num_layers * per_layer,
+            layer_params=c.num_layers * attention + mlps,
             head_params=c.vocab_size * c.hidden_size,
             kv_bytes=2 * c.num_layers * c.num_kv_heads * c.head_dim * kv_itemsize,
             pair_flops=4 * c.num_layers * c.num_heads * c.head_dim,
             itemsize=itemsize,
+            **experts,
         )
 
     def prompt_flops(self, num_tokens: int, num_pairs: int) -> float:
@@ -61,9 +72,15 @@ class Cost:
         return layers + 2.0 * self.head_params * len(query_lens)
 
     def decode_bytes(self, num_steps: int, num_contexts: int) -> float:
-        """Bytes of `num_steps` decode steps that read the K/V of `num_contexts` tokens in total."""
-        weights = self.layer_params + self.head_params
+        """Bytes of `num_steps` decode steps that read the K/V of `num_contexts` tokens in total, without
+        experts."""
+        weights = self.layer_params - self.top_k * self.expert_params + self.head_params
         return float(weights * self.itemsize * num_steps + self.kv_bytes * num_contexts)
+
+    def expert_bytes(self, rows: np.ndarray) -> np.ndarray:
+        """Bytes of the experts that decode steps of so many `rows` read, if all are equally likely."""
+        missed = (1.0 - self.top_k / max(1, self.num_experts)) ** rows
+        return self.num_experts * (1.0 - missed) * self.expert_params * self.itemsize
 
     def decode_flops(self, num_tokens: int) -> float:
         """FLOPs of the products for `num_tokens` tokens, one for each row of a step."""
@@ -73,8 +90,10 @@ class Cost:
         """The minimum seconds of an interval's steps: the layers of its prompt tokens at full FLOP/s; in each
         decode step one read of the weights (or their products, if slower), and the K/V of every row."""
         flops = self.prompt_flops(point.num_computed_tokens, point.num_attention_pairs)
+        steps = point.num_decode_steps
+        experts = steps * float(self.expert_bytes(np.array(point.num_decode_rows / max(1, steps))))
         weight_seconds = max(
-            self.decode_bytes(point.num_decode_steps, 0) / speed.bytes_per_s,
+            (self.decode_bytes(steps, 0) + experts) / speed.bytes_per_s,
             self.decode_flops(point.num_decode_rows) / speed.flops_per_s,
         )
         kv_seconds = self.decode_bytes(0, point.num_context_tokens) / speed.bytes_per_s

@@ -20,6 +20,7 @@ import bench
 import nanovllm
 from nanovllm.batch import StepKind
 from nanovllm.kernels.compat import INTERPRET
+from nanovllm.layers.moe import MoESpec
 from nanovllm.models.registry import load_model_config
 from tools import measure_device
 from tools.benchmark import roofline
@@ -33,7 +34,14 @@ from tools.benchmark.workloads import QWEN3, Workload, headline, write_shape
 # 2 layers, hidden 4, intermediate 6, 2 heads and 1 KV head of 3, vocabulary 10. Matrices of a layer:
 # q, k, v (2 + 1 + 1) * 3 * 4 = 48; o 2 * 3 * 4 = 24; gate, up, down 3 * 4 * 6 = 72: 144. Head: 40.
 TINY: Any = SimpleNamespace(
-    num_layers=2, hidden_size=4, intermediate_size=6, num_heads=2, num_kv_heads=1, head_dim=3, vocab_size=10
+    num_layers=2,
+    hidden_size=4,
+    intermediate_size=6,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=3,
+    vocab_size=10,
+    moe=None,
 )
 COST = Cost.of(TINY, itemsize=2, kv_itemsize=2)
 # Two prompts of 3 and 5 tokens, 2 and 4 out: decode reads contexts of 4; and of 6, 7, 8.
@@ -46,6 +54,23 @@ def test_cost_of_a_small_config() -> None:
     # 2 tokens behind 4 known ones see 5 and 6 tokens.
     assert cost.prefill_flops(np.array([2]), np.array([6])) == 2 * 288 * 2 + 2 * 40 + 48 * 11
     assert cost.decode_bytes(3, 25) == 3 * 328 * 2 + 25 * 12
+
+
+def test_cost_of_experts() -> None:
+    """4 experts of width 5 in the second layer, 2 for each token, and a shared one of width 7."""
+    spec = MoESpec(4, 2, 5, shared_width=7, step=2)
+    cost = Cost.of(SimpleNamespace(**vars(TINY) | {"moe": spec}), itemsize=2, kv_itemsize=2)
+    expert, router, shared = 3 * 4 * 5, 4 * 4, 3 * 4 * 7 + 4
+    assert cost.layer_params == 288 - 72 + router + shared + 2 * expert
+    assert cost.decode_bytes(1, 0) == 2 * (288 - 72 + router + shared + 40)
+    assert cost.decode_flops(3) == 2 * 3 * (cost.layer_params + 40)
+    assert [*cost.expert_bytes(np.array([0, 1, 2, 1000]))] == pytest.approx(
+        [2 * n * expert for n in (0, 2, 3, 4)]
+    )
+    floor = floor_of(cost, WORK, Speed(bytes_per_s=10.0, flops_per_s=1e9))
+    rows = (2, 1, 1)
+    read = 3 * cost.decode_bytes(1, 0) + sum(float(cost.expert_bytes(np.array(n))) for n in rows) + 25 * 24
+    assert floor.decode == pytest.approx(read / 10)
 
 
 def test_floor_of_a_small_workload() -> None:

@@ -47,7 +47,8 @@ def floor_of(cost: Cost, work: Workload, speed: Speed, sharing: Sharing | None =
         new[first] = lens[first]
         contexts += int((longest * sharing.tokens).sum() - ((outs - 1) * shared).sum())
     kv_bytes = cost.decode_bytes(0, contexts)
-    weight_bytes = cost.decode_bytes(steps, 0)
+    rows = (outs[:, None] > np.arange(1, steps + 1)).sum(0)  # with all sequences in one batch
+    weight_bytes = cost.decode_bytes(steps, 0) + float(cost.expert_bytes(rows).sum())
     flops = cost.decode_flops(work.tokens_out - len(outs))
     return Floor(
         prefill=cost.prefill_flops(new, lens) / speed.flops_per_s,

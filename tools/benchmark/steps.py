@@ -66,7 +66,8 @@ def phases(
         contexts = sum(int(step.context_lens.sum()) for step in decode)
         if sharing is not None:
             contexts -= sum(sharing.saved(step.rows) for step in decode)
-        read = cost.decode_bytes(len(decode), contexts)
+        rows = np.array([len(step.query_lens) for step in decode])
+        read = cost.decode_bytes(len(decode), contexts) + float(cost.expert_bytes(rows).sum())
         report["decode"] = _phase(decode, tokens, "tb_per_s", read, speed.bytes_per_s, floor.decode)
     return report
 

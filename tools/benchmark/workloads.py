@@ -26,6 +26,20 @@ QWEN3 = {  # name: layers, hidden, intermediate, heads, tied embeddings
     "qwen3-8b": (36, 4096, 12288, 32, False),
     "qwen3-14b": (40, 5120, 17408, 40, False),
     "qwen3-32b": (64, 5120, 25600, 64, False),
+    "qwen3-30b-a3b": (48, 2048, 6144, 32, False),
+}
+QWEN3_MOE = {  # what a mixture of experts adds to the config
+    "qwen3-30b-a3b": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "num_key_value_heads": 4,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
 }
 SAMPLES = 16  # of each prompt in the workload `samples`
 ROW_KEYS = ("prompt", "prompt_token_ids", "max_tokens")
@@ -284,5 +298,5 @@ def write_shape(name: str, folder: Path, longest: int = 0) -> Path:
         "eos_token_id": 151645,
         "bos_token_id": 151643,
     }
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(config | QWEN3_MOE.get(name, {})))
     return folder

@@ -1,0 +1,302 @@
+"""The products of rows with the weights of their experts: gated MLPs whose results a row sums by its weights.
+
+Two products over tiles of pairs (`kernels/routing.py`), and a sum over the experts of a row. Weights are read
+through tensor descriptors. As in `kernels/matmul.py`, every tile sums K in the same order, so the bits of a
+row do not depend on other rows. Owns no weight.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from nanovllm.kernels.activation import gated, silu_and_mul_reference
+from nanovllm.kernels.compat import (
+    INTERPRET,
+    INTERPRETED,
+    TensorDescriptor,
+    await_inputs,
+    jit,
+    multiprocessors,
+    next_power_of_2,
+    pdl_options,
+    shared_memory,
+    tl,
+)
+from nanovllm.kernels.paged import dot
+from nanovllm.kernels.routing import Chosen, ExpertTiles
+
+
+class ExpertTile(NamedTuple):
+    """The part of a product that a program computes at once, and compile options."""
+
+    columns: int  # with a gate, of gate and of up each
+    k: int  # values of K in each step of the sum
+    stages: int  # steps whose operands are in shared memory
+    warps: int = 4
+    swap: bool = False  # compute the transposed product: the tensor core's rows must be at least 64
+    persistent: bool = False  # one program per multiprocessor computes many tiles and loads ahead
+
+
+class ExpertChoice(NamedTuple):
+    """How the experts' products are computed."""
+
+    rows: int  # of a tile, in both products
+    gate_up: ExpertTile
+    down: ExpertTile
+
+
+# By the pairs of an expert, if all have equally many: the first that is at least as large.
+_CHOICES: tuple[tuple[float, ExpertChoice], ...] = (
+    (4, ExpertChoice(16, ExpertTile(64, 128, 4, swap=True), ExpertTile(64, 128, 4, swap=True))),
+    (24, ExpertChoice(32, ExpertTile(64, 128, 4, swap=True), ExpertTile(64, 128, 4, swap=True))),
+    (96, ExpertChoice(64, ExpertTile(64, 64, 4), ExpertTile(128, 64, 4))),
+    (
+        float("inf"),
+        ExpertChoice(
+            128,
+            ExpertTile(128, 64, 4, warps=8, persistent=True),
+            ExpertTile(256, 64, 4, warps=8, persistent=True),
+        ),
+    ),
+)
+_PLAIN = ExpertChoice(16, ExpertTile(32, 32, 2), ExpertTile(32, 32, 2))  # without tensor cores
+_BAND = 8  # tiles of pairs that are computed together, so that a tile of the weight is read once for all
+_COLUMNS = 1024  # of a program that sums
+
+
+@jit("num_pairs", "most_tiles")
+def _experts_kernel(
+    x: tl.tensor,
+    x_stride: int,
+    weight: tl.tensor,
+    out_ptr: tl.tensor,
+    order_ptr: tl.tensor,
+    experts_ptr: tl.tensor,
+    starts_ptr: tl.tensor,
+    ends_ptr: tl.tensor,
+    count_ptr: tl.tensor,
+    num_pairs: int,
+    most_tiles: int,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    TOP_K: tl.constexpr,
+    GATED: tl.constexpr,
+    GATHER: tl.constexpr,
+    SCATTER: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SWAP: tl.constexpr,
+    PERSISTENT: tl.constexpr,
+    USE_PDL: tl.constexpr,
+    BAND: tl.constexpr = _BAND,
+) -> None:
+    """Computes tiles of the product in turn: bands of tiles of pairs; within a band pairs, then columns.
+
+    GATHER: x [T, K] is a pointer to rows, and each pair reads its row; else a descriptor of rows in the order
+    of places, whose `x_stride` is not used. SCATTER: results go to rows of pairs, else of places. weight: a
+    descriptor of the experts' [N, K], or [2N, K] if GATED, one after the other.
+    """
+    await_inputs(USE_PDL)
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    column_tiles: tl.constexpr = tl.cdiv(N, COLUMNS)
+    height_of_weight: tl.constexpr = 2 * N if GATED else N
+    pair_tiles = most_tiles if INTERPRETED else tl.load(count_ptr)
+    total_tiles = pair_tiles * column_tiles
+    for tile in tl.range(tl.program_id(0), total_tiles, tl.num_programs(0), flatten=PERSISTENT):
+        band = tile // (BAND * column_tiles) * BAND
+        height = tl.minimum(pair_tiles - band, BAND)
+        within = tile % (BAND * column_tiles)
+        pair_tile = band + within % height
+        column = within // height * COLUMNS
+        start = tl.load(starts_ptr + pair_tile)
+        end = tl.load(ends_ptr + pair_tile)
+        first = tl.load(experts_ptr + pair_tile) * height_of_weight + column
+        places = start + tl.arange(0, ROWS)
+        live = places < end
+        pairs = places
+        if GATHER or SCATTER:
+            pairs = tl.load(order_ptr + places, mask=live, other=0)
+        if GATHER:
+            x_ptrs = x + (pairs // TOP_K).to(tl.int64)[:, None] * x_stride + tl.arange(0, BLOCK_K)[None, :]
+        if SWAP:
+            total = tl.zeros((COLUMNS, ROWS), dtype=tl.float32)
+        else:
+            total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+        up = total
+        for k in range(0, K, BLOCK_K):
+            if GATHER:
+                inside = (k + tl.arange(0, BLOCK_K) < K)[None, :]
+                rows = tl.load(x_ptrs + k, mask=live[:, None] & inside, other=0.0)
+            else:
+                rows = x.load([start, k])
+            if SWAP:
+                total = dot(weight.load([first, k]), rows.T, total)
+                if GATED:
+                    up = dot(weight.load([first + N, k]), rows.T, up)
+            else:
+                total = dot(rows, weight.load([first, k]).T, total)
+                if GATED:
+                    up = dot(rows, weight.load([first + N, k]).T, up)
+        result = total.to(dtype)
+        if GATED:
+            result = gated(result.to(tl.float32), up.to(dtype).to(tl.float32), dtype)
+        if SWAP:
+            result = result.T
+        columns = column + tl.arange(0, COLUMNS)
+        targets = pairs if SCATTER else places
+        cells = targets.to(tl.int64)[:, None] * N + columns[None, :]
+        tl.store(out_ptr + cells, result, mask=live[:, None] & (columns < N)[None, :])
+
+
+@jit()
+def _sum_kernel(
+    products_ptr: tl.tensor,
+    ids_ptr: tl.tensor,
+    weights_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    N: tl.constexpr,
+    TOP_K: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    USE_PDL: tl.constexpr,
+) -> None:
+    """One program per row and COLUMNS columns: the weighted sum of the row's products, in float32."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    total = tl.zeros((COLUMNS,), dtype=tl.float32)
+    await_inputs(USE_PDL)
+    for j in tl.static_range(TOP_K):
+        pair = row * TOP_K + j
+        end = tl.where(tl.load(ids_ptr + pair) >= 0, N, 0)
+        product = tl.load(products_ptr + pair * N + columns, mask=columns < end, other=0.0)
+        total += tl.load(weights_ptr + pair) * product.to(tl.float32)
+    tl.store(out_ptr + row * N + columns, total.to(out_ptr.dtype.element_ty), mask=columns < N)
+
+
+@lru_cache(maxsize=4096)
+def choose_experts(
+    num_pairs: int, num_experts: int, dtype: torch.dtype, device: torch.device
+) -> ExpertChoice:
+    """The tiles for `num_pairs` pairs, with their stages fitted to the device."""
+    if INTERPRET or dtype == torch.float32:
+        return _PLAIN
+    rows, *tiles = next(choice for most, choice in _CHOICES if num_pairs <= most * num_experts)
+    gate_up, down = (
+        fitted(tile, rows, gated, device) for tile, gated in zip(tiles, (True, False), strict=True)
+    )
+    return ExpertChoice(rows, gate_up, down)
+
+
+def fitted(tile: ExpertTile, rows: int, is_gated: bool, device: torch.device) -> ExpertTile:
+    """The tile with as many stages as fit into the device's shared memory."""
+    stage = 2 * (rows + tile.columns * (2 if is_gated else 1)) * tile.k
+    rest = shared_memory(device) - 2048 - (rows * tile.columns if tile.persistent else 0)
+    return tile._replace(stages=max(1, min(tile.stages, rest // stage)))
+
+
+def _descriptor(x: torch.Tensor, block: list[int]) -> Any:
+    return TensorDescriptor(x, list(x.shape), [x.stride(0), 1], block)
+
+
+def grouped_triton(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    tiles: ExpertTiles,
+    tile: ExpertTile,
+    *,
+    is_gated: bool,
+    gather: bool,
+    scatter: bool,
+) -> torch.Tensor:
+    """Each pair's product of its row with its expert's weight, [T * top_k, N].
+
+    x: [T, K] if `gather`, else [T * top_k, K] in the order of places. weight: [E, N, K]; if `is_gated`,
+    [E, 2N, K], and the result is silu(gate) * up. scatter: the result is in the order of pairs, else of
+    places.
+    """
+    n, k = weight.shape[1] // 2 if is_gated else weight.shape[1], weight.shape[2]
+    pairs, top_k = len(tiles.order), tiles.chosen.ids.shape[1]
+    assert weight.is_contiguous() and x.stride(1) == 1 and x.dtype == weight.dtype
+    out = x.new_empty(pairs, n)
+    most = len(tiles.experts)
+    programs = most * -(-n // tile.columns)
+    if programs == 0:
+        return out
+    _experts_kernel[(min(programs, multiprocessors(x.device)) if tile.persistent else programs,)](
+        x if gather else _descriptor(x, [tiles.rows, tile.k]),
+        x.stride(0),
+        _descriptor(weight.view(-1, k), [tile.columns, tile.k]),
+        out,
+        *tiles[1:6],
+        pairs,
+        most,
+        N=n,
+        K=k,
+        TOP_K=top_k,
+        GATED=is_gated,
+        GATHER=gather,
+        SCATTER=scatter,
+        ROWS=tiles.rows,
+        COLUMNS=tile.columns,
+        BLOCK_K=tile.k,
+        SWAP=tile.swap,
+        PERSISTENT=tile.persistent,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        **pdl_options(x),
+    )
+    return out
+
+
+def sum_experts_triton(products: torch.Tensor, chosen: Chosen) -> torch.Tensor:
+    """The sum over a row's pairs of weight * product, [T, N]; products: [T * top_k, N]."""
+    (num_rows, top_k), n = chosen.ids.shape, products.shape[1]
+    out = products.new_empty(num_rows, n)
+    if num_rows:
+        columns = min(_COLUMNS, next_power_of_2(n))
+        _sum_kernel[(num_rows, -(-n // columns))](
+            products, *chosen, out, N=n, TOP_K=top_k, COLUMNS=columns, num_warps=4, **pdl_options(products)
+        )
+    return out
+
+
+def experts_triton(
+    x: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    tiles: ExpertTiles,
+    choice: ExpertChoice | None = None,
+) -> torch.Tensor:
+    """The sum over a row's experts of weight * down @ (silu(gate @ x) * (up @ x)), [T, H].
+
+    x: [T, H], gate_up: [E, 2I, H], down: [E, H, I], of one dtype; rows of the weights are whole 16 bytes.
+    """
+    choice = choice or choose_experts(len(tiles.order), len(down), x.dtype, x.device)
+    assert tiles.rows == choice.rows
+    inner = grouped_triton(x, gate_up, tiles, choice.gate_up, is_gated=True, gather=True, scatter=False)
+    products = grouped_triton(inner, down, tiles, choice.down, is_gated=False, gather=False, scatter=True)
+    return sum_experts_triton(products, tiles.chosen)
+
+
+def experts_reference(
+    x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, chosen: Chosen
+) -> torch.Tensor:
+    """`experts_triton` in plain torch, which needs no tiles. Computes only experts that have rows."""
+    ids, weights = chosen
+    products = x.new_zeros(ids.numel(), down.shape[1])
+    flat = ids.flatten()
+    order = flat.argsort(stable=True)
+    counts = torch.bincount(flat.clamp(min=-1) + 1, minlength=len(down) + 1).tolist()
+    start = counts[0]  # pairs that are routed nowhere
+    for expert, count in enumerate(counts[1:]):
+        if count:
+            pairs = order[start : start + count]
+            rows = F.linear(x[pairs // ids.shape[1]], gate_up[expert])
+            products[pairs] = F.linear(silu_and_mul_reference(rows), down[expert])
+            start += count
+    scaled = products.view(*ids.shape, -1).float() * weights[:, :, None]
+    return torch.where(ids[:, :, None] >= 0, scaled, 0.0).sum(1).to(x.dtype)

@@ -1,0 +1,115 @@
+"""MoE: a mixture of experts in place of an MLP. Owns the router; its experts' weights belong to their method.
+
+Each rank holds a part of the width of every expert, so the ranks route alike and sum as after an MLP.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from nanovllm.distributed.group import TPGroup
+from nanovllm.kernels.routing import Routing
+from nanovllm.layers.linear import ReplicatedLinear
+from nanovllm.layers.stream import Step
+from nanovllm.layers.weights import WeightLayer, split_evenly
+from nanovllm.quantization.base import ExpertWeights, Normed, Product, WeightShard
+
+_MAX_EXPERTS = 4096
+
+
+@dataclass(frozen=True)
+class MoESpec:
+    """The experts of a model, and which of its layers have them."""
+
+    num_experts: int
+    top_k: int
+    width: int  # of an expert
+    normalised: bool = True  # the weights of a row's experts add up to 1
+    shared_width: int | None = None  # of the expert that every row goes to; None: there is none
+    step: int = 1  # every so many layers, the last of them has experts
+    dense: frozenset[int] = frozenset()  # other layers without experts
+    block: str = "mlp"  # the names in a checkpoint
+    projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+
+    def __post_init__(self) -> None:
+        if self.num_experts > _MAX_EXPERTS:
+            raise ValueError(f"config.json: {self.num_experts} experts are more than {_MAX_EXPERTS}")
+        if self.top_k > self.num_experts:
+            raise ValueError(
+                f"config.json: num_experts_per_tok {self.top_k} is more than the {self.num_experts} experts"
+            )
+
+    def has_experts(self, layer: int) -> bool:
+        return layer not in self.dense and (layer + 1) % self.step == 0
+
+    def widths(self, dense_width: int) -> list[int]:
+        """All widths that the ranks split. dense_width: of the layers without experts."""
+        dense = [dense_width] if self.dense or self.step > 1 else []
+        return [self.width, *dense, *([] if self.shared_width is None else [self.shared_width])]
+
+    def checkpoint_tensors(self, name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+        """What a tensor of transformers' state_dict is in a checkpoint. From transformers 5 on it holds all
+        experts of a layer, and every block is called mlp."""
+        module, _, last = name.replace(".mlp.", f".{self.block}.").rpartition(".")
+        gate, up, down = self.projections
+        parts = {"gate_up_proj": (gate, up), "down_proj": (down,)}.get(last)
+        if parts is None or not module.endswith(".experts") or tensor.dim() != 3:
+            return [(f"{module}.{last}", tensor)]
+        return [
+            (f"{module}.{index}.{part}.weight", rows)
+            for index, expert in enumerate(tensor)
+            for part, rows in zip(parts, expert.chunk(len(parts)), strict=True)
+        ]
+
+
+class Experts(WeightLayer):
+    """The experts of a layer: gated MLPs without biases."""
+
+    def __init__(self, hidden_size: int, spec: MoESpec, tp: TPGroup) -> None:
+        super().__init__()
+        width = split_evenly("expert width", spec.width, tp.size)
+        gate, up, down = spec.projections
+
+        def shards(projection: str, shape: tuple[int, int], dim: int, offset: int = 0) -> list[WeightShard]:
+            part = dim, tp.rank * width, width, offset
+            return [
+                WeightShard("weight", f"experts.{index}.{projection}", shape, *part, index=index)
+                for index in range(spec.num_experts)
+            ]
+
+        rows, columns = (spec.width, hidden_size), (hidden_size, spec.width)
+        self.declare_experts(
+            ExpertWeights(
+                (spec.num_experts, 2 * width, hidden_size), shards(gate, rows, 0) + shards(up, rows, 0, width)
+            ),
+            ExpertWeights((spec.num_experts, hidden_size, width), shards(down, columns, 1)),
+        )
+
+
+class MoE(nn.Module):
+    """A router, which sends each row to `top_k` experts and weighs their results, and a shared expert."""
+
+    def __init__(self, hidden_size: int, spec: MoESpec, tp: TPGroup, shared: nn.Module | None = None) -> None:
+        """shared: the MLP that every row goes to, if the spec has one."""
+        super().__init__()
+        self.spec = spec
+        self.gate = ReplicatedLinear(hidden_size, spec.num_experts)
+        self.experts = Experts(hidden_size, spec, tp)
+        if shared is not None:
+            self.shared_expert = shared
+            self.shared_expert_gate = ReplicatedLinear(hidden_size, 1)
+
+    def forward(self, x: Normed, step: Step) -> torch.Tensor:
+        """x [T, hidden_size] -> a term of the stream, of the same shape. Tokens are independent."""
+        rows = x.tensor()
+        # Only steps of a graph have padding, and these are decode steps, where no row was dropped before.
+        slots = step.meta.slot_mapping if step.meta.prefill is None else None
+        routing = Routing(self.gate(rows), self.spec.top_k, self.spec.normalised, slots)
+        term = self.experts.experts_method.apply(x, routing)
+        if self.spec.shared_width is not None:
+            product: Product = self.shared_expert(x, step)
+            term = term + self.shared_expert_gate(rows).sigmoid() * product.tensor()
+        return term

@@ -1,0 +1,35 @@
+"""Mixtral: Mistral with experts in every layer, under names of their own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from nanovllm.layers.moe import MoESpec
+from nanovllm.models.config import HFConfig, window_length
+from nanovllm.models.mistral import MISTRAL
+from nanovllm.models.qwen3_moe import MoEFamily, num_experts
+
+
+@dataclass(frozen=True)
+class _Mixtral(MoEFamily):
+    def read_moe(self, hf: HFConfig) -> MoESpec:
+        return MoESpec(
+            num_experts=num_experts(hf),
+            top_k=hf.integer("num_experts_per_tok"),
+            width=hf.integer("intermediate_size"),
+            block="block_sparse_moe",
+            projections=("w1", "w3", "w2"),
+        )
+
+
+MIXTRAL = _Mixtral(
+    defaults={
+        **MISTRAL.defaults,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1000000.0,
+        "sliding_window": None,
+        "num_experts_per_tok": 2,
+        "num_experts": 8,
+    },
+    sliding_window=lambda hf: None if hf.get("sliding_window") is None else window_length(hf),
+)

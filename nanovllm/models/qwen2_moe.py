@@ -1,0 +1,21 @@
+"""Qwen2-MoE and Qwen1.5-MoE: biases on query, key and value, and an expert that every token goes to."""
+
+from __future__ import annotations
+
+from nanovllm.models.qwen3_moe import QWEN3_MOE, MoEFamily, moe_window
+
+QWEN2_MOE = MoEFamily(
+    defaults={
+        **QWEN3_MOE.defaults,
+        "intermediate_size": 5632,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "moe_intermediate_size": 1408,
+        "shared_expert_intermediate_size": 5632,
+        "num_experts_per_tok": 4,
+        "num_experts": 60,
+        "qkv_bias": True,
+    },
+    qkv_bias="qkv_bias",
+    sliding_window=moe_window,
+)

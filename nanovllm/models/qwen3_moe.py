@@ -1,0 +1,100 @@
+"""Qwen3-MoE: Qwen3 with experts in most layers; and the layer and the reader of all such families."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from nanovllm.layers.moe import MoE, MoESpec
+from nanovllm.layers.stream import AnyStream, RMSNorm, Step
+from nanovllm.models.config import HFConfig, ModelConfig, ModelFamily, window_length
+from nanovllm.models.decoder import Attention, Build, GatedMLP
+
+
+class MoELayer(nn.Module):
+    """Attention, then experts, or in some layers an MLP; each adds to the residual stream."""
+
+    def __init__(self, config: ModelConfig, index: int, build: Build) -> None:
+        super().__init__()
+        spec, hidden_size, eps, tp = config.moe, config.hidden_size, config.rms_norm_eps, build.tp
+        assert spec is not None
+        self.block = spec.block
+        self.input_layernorm = RMSNorm(hidden_size, eps, tp)
+        self.self_attn = Attention(config, index, build)
+        self.post_attention_layernorm = RMSNorm(hidden_size, eps, tp)
+        if spec.has_experts(index):
+            shared = spec.shared_width and GatedMLP(
+                replace(config, intermediate_size=spec.shared_width), build
+            )
+            self.add_module(self.block, MoE(hidden_size, spec, tp, shared or None))
+        else:
+            self.add_module(self.block, GatedMLP(config, build))
+
+    def forward(self, x: AnyStream, step: Step, keep: torch.Tensor | None = None) -> AnyStream:
+        """keep [n]: only these rows are needed after attention."""
+        x = x.add(self.input_layernorm, self.self_attn, step, keep)
+        return x.add(self.post_attention_layernorm, self.get_submodule(self.block), step)
+
+
+@dataclass(frozen=True)
+class MoEFamily(ModelFamily):
+    """A family of mixtures of experts with Qwen's keys of config.json."""
+
+    layer: Callable[..., Any] | None = MoELayer
+    reads: tuple[str, ...] = ("num_experts", "num_local_experts")
+
+    def read(self, hf: HFConfig) -> ModelConfig:
+        return replace(super().read(hf), moe=self.read_moe(hf))
+
+    def read_moe(self, hf: HFConfig) -> MoESpec:
+        """ValueError for what is malformed."""
+        dense = hf.get("mlp_only_layers", [])
+        if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
+            raise ValueError(f"config.json: mlp_only_layers must be a list of layers, not {dense!r}")
+        shared = hf.get("shared_expert_intermediate_size")
+        return MoESpec(
+            num_experts=num_experts(hf),
+            top_k=hf.integer("num_experts_per_tok"),
+            width=hf.integer("moe_intermediate_size"),
+            normalised=hf.boolean("norm_topk_prob"),
+            shared_width=None if shared is None else hf.integer("shared_expert_intermediate_size"),
+            step=hf.integer("decoder_sparse_step", 1),
+            dense=frozenset(dense),
+        )
+
+
+def num_experts(hf: HFConfig) -> int:
+    """Under the name of either version of transformers; `num_experts` in a family's defaults."""
+    return hf.integer("num_local_experts" if hf.raw.get("num_local_experts") else "num_experts")
+
+
+def moe_window(hf: HFConfig) -> int | None:
+    """The sliding window, if the config enables it and does not say that no layer uses it."""
+    used = "sliding_attention" in hf.get("layer_types", ["sliding_attention"])
+    return window_length(hf) if hf.boolean("use_sliding_window") and used else None
+
+
+QWEN3_MOE = MoEFamily(
+    defaults={
+        "vocab_size": 151936,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "hidden_act": "silu",
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-6,
+        "moe_intermediate_size": 768,
+        "num_experts_per_tok": 8,
+        "num_experts": 128,
+    },
+    qkv_bias="attention_bias",
+    o_bias="attention_bias",
+    qk_norm="head",
+    sliding_window=moe_window,
+)

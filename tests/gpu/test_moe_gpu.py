@@ -1,0 +1,120 @@
+"""Mixtures of experts on a GPU: the compiled kernels, steps in CUDA graphs, tokens near those of a CPU."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import inside
+import moe_cases
+import pytest
+import torch
+from moe_cases import SWAPPED, Sizes
+from tensors import BF16, F16, F32
+from test_engine_gpu import MAX_GAP, largest_gap
+from tiny_models import MOE_FAMILIES, write_tiny_model
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.kernels.grouped_matmul import ExpertChoice, choose_experts
+
+pytestmark = pytest.mark.gpu
+
+GPU = "cuda"
+ROWS = [1, 3, 97, 256]
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+
+
+def choices(sizes: Sizes) -> list[ExpertChoice]:
+    """Every choice for bfloat16."""
+    pairs = (1, 10, 50, 10_000)
+    return [choose_experts(n * sizes.experts, sizes.experts, BF16, torch.device(GPU, 0)) for n in pairs]
+
+
+@pytest.mark.parametrize("rows", [*ROWS, 64, 2100])
+@pytest.mark.parametrize("sizes", [Sizes(), Sizes(128, 8), Sizes(8, 2), Sizes(60, 4)], ids=str)
+def test_routing(rows: int, sizes: Sizes) -> None:
+    for dtype, tile_rows in ((BF16, 16), (F32, 64)):
+        moe_cases.check_routing(rows, sizes, dtype, GPU, tile_rows)
+
+
+@pytest.mark.parametrize("rows", [*ROWS, 2])
+@pytest.mark.parametrize("sizes", [Sizes(), Sizes(128, 8, 256, 96), Sizes(8, 2, 136, 200)], ids=str)
+@pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=str)
+def test_experts(rows: int, sizes: Sizes, dtype: torch.dtype) -> None:
+    device = torch.device(GPU, 0)
+    every = [choose_experts(1, 1, F32, device)] if dtype == F32 else [*choices(sizes), SWAPPED]
+    for choice in every:
+        moe_cases.check_experts(rows, sizes, dtype, GPU, choice)
+
+
+def test_all_rows_to_few_experts() -> None:
+    sizes = Sizes(hidden=64)
+    for choice in choices(sizes):
+        moe_cases.check_experts(97, sizes, BF16, GPU, choice, only=(2, 3, 4))
+
+
+@pytest.mark.parametrize("sizes", [Sizes(hidden=64), Sizes(128, 8, 2048, 768)], ids=str)
+def test_rows_are_independent(sizes: Sizes) -> None:
+    """With every tile."""
+    moe_cases.check_rows_are_independent([1, 2, 16, 97, 256, 1000], sizes, BF16, GPU, choices(sizes))
+
+
+def write_peaked(folder: Path, family: str) -> Path:
+    width = "intermediate_size" if family == "mixtral" else "moe_intermediate_size"
+    return write_tiny_model(
+        folder,
+        family,
+        dtype="bfloat16",
+        vocab_size=1000,
+        hidden_size=256,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=128,
+        max_position_embeddings=4096,
+        **{width: 88},
+    )
+
+
+@pytest.fixture(scope="module", params=MOE_FAMILIES)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_peaked(tmp_path_factory.mktemp(request.param), request.param)
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    rng = random.Random(1)
+    return [[rng.randrange(2, 1000) for _ in range(n)] for n in (1, 5, 16, 100, 257, 300, 7)]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"enforce_eager": True}, {"max_num_batched_tokens": 100}, {"max_num_seqs": 2}, {"max_num_seqs": 1}],
+    ids=str,
+)
+def test_tokens_are_near_the_likeliest(model: Path, prompts: list, options: dict) -> None:
+    few = {"max_num_seqs": 12, "max_model_len": 1024, "skip_tokenizer_init": True}
+    with LLM(model, **few | options) as llm:
+        outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+    assert largest_gap(model, prompts, outputs) < 2 * MAX_GAP  # another expert may be chosen by rounding
+
+
+def test_graphs_change_no_token(model: Path, prompts: list) -> None:
+    """With deterministic=True also not the other rows of a step."""
+    results = []
+    for eager, rows in ((False, 12), (True, 12), (False, 3)):
+        options = {"enforce_eager": eager, "max_num_seqs": rows, "max_model_len": 1024}
+        with LLM(model, deterministic=True, skip_tokenizer_init=True, **options) as llm:
+            assert bool(inside.runner(llm).graphs) != eager
+            outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+            results.append([output["token_ids"] for output in outputs])
+    assert results[0] == results[1] == results[2]
+
+
+def test_sleep(model: Path, prompts: list) -> None:
+    with LLM(model, skip_tokenizer_init=True, max_model_len=1024, max_num_seqs=8) as llm:
+        before = [output["token_ids"] for output in llm.generate(prompts, GREEDY, use_tqdm=False)]
+        for level in (1, 2):
+            llm.sleep(level)
+            llm.wake_up()
+            again = [output["token_ids"] for output in llm.generate(prompts, GREEDY, use_tqdm=False)]
+            assert again == before

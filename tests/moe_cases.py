@@ -1,0 +1,165 @@
+"""Checks of the kernels of experts for any device: each against its twin, and against one row at a time.
+
+Rows that are routed nowhere hold NaN in every check.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from tensors import F32, assert_near, randn
+
+from nanovllm.kernels.expert_gemv import GemvChoice, expert_gemv_triton
+from nanovllm.kernels.grouped_matmul import (
+    ExpertChoice,
+    ExpertTile,
+    experts_reference,
+    experts_triton,
+    grouped_triton,
+)
+from nanovllm.kernels.routing import Chosen, ExpertTiles, max_tiles, route_reference, route_triton
+
+SWAPPED = ExpertChoice(16, ExpertTile(64, 64, 2, swap=True), ExpertTile(64, 32, 3, swap=True))
+PERSISTENT = ExpertChoice(64, ExpertTile(32, 32, 2, 8, False, True), ExpertTile(64, 64, 2, 8, False, True))
+
+
+class Sizes(NamedTuple):
+    experts: int = 10
+    top_k: int = 3
+    hidden: int = 32
+    width: int = 24
+
+
+def slots_of(rows: int, device: str, padding: int = 2) -> torch.Tensor:
+    """Cache slots of `rows` rows; the last ones are padding, but for the first row."""
+    slots = torch.arange(rows, dtype=torch.int32)
+    slots[max(1, rows - padding) :] = -1
+    return slots.to(device)
+
+
+def check_routing(rows: int, sizes: Sizes, dtype: torch.dtype, device: str, tile_rows: int) -> None:
+    """Experts, weights, places and tiles; some rows have equal logits, one NaN."""
+    logits = randn(rows, sizes.experts, dtype=dtype, device=device)
+    logits[rows // 2 :] = logits[rows // 2 :].round()
+    slots = slots_of(rows, device)
+    logits[slots < 0] = torch.nan
+    if rows > 8:
+        logits[5, 1] = torch.nan
+        logits[6, :2] = -torch.inf
+    for normalised in (True, False):
+        arguments = logits, sizes.top_k, normalised, slots, tile_rows
+        (chosen, tiles), (twin, twin_tiles) = route_triton(*arguments), route_reference(*arguments)
+        assert tiles is not None
+        assert twin_tiles is not None
+        assert torch.equal(chosen.ids, twin.ids)
+        torch.testing.assert_close(chosen.weights, twin.weights, equal_nan=True)
+        check_tiles(tiles, sizes.experts)
+        live = int((chosen.ids >= 0).sum())
+        assert torch.equal(tiles.order[:live], twin_tiles.order[:live])
+        for name in ("experts", "starts", "ends", "count"):
+            assert torch.equal(getattr(tiles, name), getattr(twin_tiles, name)), name
+        again, none = route_triton(logits, sizes.top_k, normalised, slots)
+        assert none is None
+        assert torch.equal(again.ids, chosen.ids)
+    exact = logits.double().softmax(-1)
+    for row in range(min(rows, 5)):
+        if slots[row] >= 0:
+            order = sorted(range(sizes.experts), key=lambda e: (-float(logits[row, e]), e))
+            assert chosen.ids[row].tolist() == order[: sizes.top_k]
+            torch.testing.assert_close(chosen.weights[row].double(), exact[row, order[: sizes.top_k]])
+
+
+def check_tiles(tiles: ExpertTiles, num_experts: int) -> None:
+    """Every pair that goes to an expert is in one tile, of this expert; pairs of an expert ascend."""
+    ids = tiles.chosen.ids.flatten().tolist()
+    count = int(tiles.count)
+    assert count <= len(tiles.experts) == max_tiles(len(ids), num_experts, tiles.rows)
+    seen: dict[int, list[int]] = {}
+    for expert, start, end in zip(*(part[:count].tolist() for part in tiles[2:5]), strict=True):
+        pairs = tiles.order[start : min(end, start + tiles.rows)].tolist()
+        assert pairs
+        seen.setdefault(expert, []).extend(pairs)
+    for expert in range(num_experts):
+        assert seen.get(expert, []) == [pair for pair, each in enumerate(ids) if each == expert]
+
+
+def exact_experts(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, chosen: Chosen) -> torch.Tensor:
+    """One row and one expert at a time, in float64."""
+    out = torch.zeros(len(x), down.shape[1], dtype=torch.float64, device=x.device)
+    for row, ids in enumerate(chosen.ids.tolist()):
+        for j, expert in enumerate(ids):
+            if expert >= 0:
+                gate, up = (gate_up[expert].double() @ x[row].double()).chunk(2)
+                inner = gate * torch.sigmoid(gate) * up
+                out[row] += chosen.weights[row, j].double() * (down[expert].double() @ inner)
+    return out
+
+
+def make_experts(rows: int, sizes: Sizes, dtype: torch.dtype, device: str) -> tuple[torch.Tensor, ...]:
+    """x, gate_up, down and logits."""
+    x = randn(rows, sizes.hidden, dtype=dtype, device=device)
+    gate_up = 0.2 * randn(sizes.experts, 2 * sizes.width, sizes.hidden, dtype=dtype, device=device, seed=1)
+    down = 0.2 * randn(sizes.experts, sizes.hidden, sizes.width, dtype=dtype, device=device, seed=2)
+    return x, gate_up, down, randn(rows, sizes.experts, dtype=dtype, device=device, seed=3)
+
+
+def check_experts(
+    rows: int,
+    sizes: Sizes,
+    dtype: torch.dtype,
+    device: str,
+    choice: ExpertChoice,
+    only: tuple[int, ...] | None = None,
+) -> None:
+    """only: the experts that any row goes to."""
+    x, gate_up, down, logits = make_experts(rows, sizes, dtype, device)
+    if only is not None:
+        away = torch.ones(sizes.experts, dtype=torch.bool, device=device)
+        away[list(only)] = False
+        logits[:, away] = -1000.0
+    slots = slots_of(rows, device)
+    x[slots < 0] = torch.nan
+    chosen, tiles = route_triton(logits, sizes.top_k, True, slots, choice.rows)
+    assert tiles is not None
+    expected = exact_experts(x, gate_up, down, chosen)
+    out = experts_triton(x, gate_up, down, tiles, choice)
+    assert_near(out, expected)
+    assert not out[slots < 0].any()
+    assert_near(experts_reference(x, gate_up, down, chosen), expected)
+    if rows <= 2:
+        few = GemvChoice(256, 256)
+        assert_near(expert_gemv_triton(x, gate_up, down, chosen, few), expected)
+    copied = x[(tiles.order.clamp(0, rows * sizes.top_k - 1) // sizes.top_k).long()]
+    options = {"is_gated": True, "scatter": False}
+    live = int((chosen.ids >= 0).sum())
+    both = (
+        grouped_triton(each, gate_up, tiles, choice.gate_up, gather=gather, **options)[:live]
+        for each, gather in ((x, True), (copied, False))
+    )
+    assert torch.equal(*both)
+
+
+def check_rows_are_independent(
+    counts: list[int], sizes: Sizes, dtype: torch.dtype, device: str, choices: list[ExpertChoice]
+) -> None:
+    """The bits of a row are the same in every batch and with every tile."""
+    most = max(counts)
+    x, gate_up, down, logits = make_experts(most, sizes, dtype, device)
+    first = None
+    for choice in choices:
+        for rows in counts:
+            _, tiles = route_triton(logits[:rows].contiguous(), sizes.top_k, True, None, choice.rows)
+            assert tiles is not None
+            out = experts_triton(x[:rows], gate_up, down, tiles, choice)
+            first = out if first is None else first
+            shared = min(len(first), rows)
+            assert torch.equal(out[:shared], first[:shared]), (choice, rows)
+            first = out if rows > len(first) else first
+
+
+def check_no_rows(sizes: Sizes, device: str, choice: ExpertChoice) -> None:
+    x, gate_up, down, logits = make_experts(0, sizes, F32, device)
+    _, tiles = route_triton(logits, sizes.top_k, True, None, choice.rows)
+    assert tiles is not None
+    assert experts_triton(x, gate_up, down, tiles, choice).shape == (0, sizes.hidden)
