@@ -33,8 +33,8 @@ def quant_config(stated: Any, asked: str | None) -> QuantConfig:
             return QuantConfig()
         if asked not in ON_THE_FLY:
             raise ValueError(
-                f"quantization={asked!r}, but config.json has no quantization_config; for weights in 16 or 32 "
-                f"bits quantization is None or {' or '.join(map(repr, ON_THE_FLY))}"
+                f"quantization={asked!r}, but config.json has no quantization_config; for weights in 16 or "
+                f"32 bits quantization is None or {' or '.join(map(repr, ON_THE_FLY))}"
             )
         return ON_THE_FLY[asked]
     method = stated.get("quant_method") if isinstance(stated, dict) else stated
@@ -42,8 +42,8 @@ def quant_config(stated: Any, asked: str | None) -> QuantConfig:
         raise ValueError(
             f"config.json: the weights are quantised (quantization_config: quant_method {method!r}) in a way "
             f"that is not supported; supported: {supported_quantizations()}. Use such a checkpoint, or use "
-            "the model's bfloat16, float16 or float32 checkpoint, on the hub usually the one without a suffix "
-            "such as AWQ, GPTQ, FP8 or bnb-4bit"
+            "the model's bfloat16, float16 or float32 checkpoint, on the hub usually the one without a "
+            "suffix such as AWQ, GPTQ, FP8 or bnb-4bit"
         )
     if asked not in (None, method):
         raise ValueError(
