@@ -8,11 +8,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from nanovllm.quantization.base import Kind, LinearMethod
-from nanovllm.quantization.fp8 import NOTE, Fp8LinearMethod, Stored, multiplies_fp8
+from nanovllm.quantization.fp8 import Fp8Config, Stored
 from nanovllm.quantization.unquantized import QuantConfig
 
 _WHERE = "config.json: quantization_config"
@@ -21,10 +20,10 @@ _CLASSES = {"Linear": ("linear", "lm_head")}  # kinds of weights by the name of 
 
 @dataclass(frozen=True)
 class _Group:
-    """The modules that `targets` name, and what makes their methods."""
+    """The modules that `targets` name, and how all of them are stored."""
 
     targets: tuple[str, ...]
-    make: partial[LinearMethod]
+    quant: QuantConfig
 
     def has(self, path: str, kind: Kind) -> bool:
         of_class = any(kind in _CLASSES.get(target, ()) for target in self.targets)
@@ -55,22 +54,17 @@ class CompressedTensorsConfig(QuantConfig):
         if not _matches(path, self.ignored):
             for group in self.groups:
                 if group.has(path, kind):
-                    return group.make()
+                    return group.quant.method(path, "linear")
         return super().method(path, kind)
 
     def on(self, capability: tuple[int, int]) -> CompressedTensorsConfig:
-        return replace(self, groups=tuple(_on(group, capability) for group in self.groups))
+        groups = (replace(group, quant=group.quant.on(capability)) for group in self.groups)
+        return replace(self, groups=tuple(groups))
 
     @property
     def note(self) -> str | None:
-        fp8 = [group.make for group in self.groups if group.make.func is Fp8LinearMethod]
-        return NOTE if any(not make.keywords.get("products") for make in fp8) else None
-
-
-def _on(group: _Group, capability: tuple[int, int]) -> _Group:
-    if group.make.func is not Fp8LinearMethod:
-        return group
-    return replace(group, make=partial(group.make, products=multiplies_fp8(capability)))
+        notes = dict.fromkeys(group.quant.note for group in self.groups if group.quant.note)
+        return "; ".join(notes) or None
 
 
 def _group(name: str, stated: Any, format_: Any) -> _Group:
@@ -85,8 +79,8 @@ def _group(name: str, stated: Any, format_: Any) -> _Group:
         )
     if stated.get("output_activations"):
         raise ValueError(f"{_WHERE}: {name}: output_activations are not supported")
-    make = _FORMATS[format_](f"{_WHERE}: {name}", weights, stated.get("input_activations") or {})
-    return _Group(_names("targets", stated.get("targets")), make)
+    quant = _FORMATS[format_](f"{_WHERE}: {name}", weights, stated.get("input_activations") or {})
+    return _Group(_names("targets", stated.get("targets")), quant)
 
 
 def _names(key: str, value: Any) -> tuple[str, ...]:
@@ -115,7 +109,7 @@ def require(where: str, stated: Mapping[str, Any], supported: Mapping[str, tuple
             raise ValueError(f"{where}: {key} {stated.get(key)!r} is not supported; supported: {names}")
 
 
-def _fp8(where: str, weights: Mapping[str, Any], inputs: Mapping[str, Any]) -> partial[LinearMethod]:
+def _fp8(where: str, weights: Mapping[str, Any], inputs: Mapping[str, Any]) -> QuantConfig:
     """W8A8 in FP8: weights with scales of rows or of the whole tensor."""
     float8 = {"type": ("float",), "num_bits": (8,), "symmetric": (True, None)}
     strategies = {"channel": Stored.ROWS, "tensor": Stored.TENSOR}
@@ -125,11 +119,11 @@ def _fp8(where: str, weights: Mapping[str, Any], inputs: Mapping[str, Any]) -> p
     is_static = bool(inputs) and not inputs.get("dynamic")
     if is_static:  # else each row has a scale of its own
         require(f"{where}: input_activations", inputs, {"strategy": ("tensor",)})
-    return partial(Fp8LinearMethod, strategies[weights["strategy"]], input_scales=is_static)
+    return Fp8Config(strategies[weights["strategy"]], input_scales=is_static)
 
 
-# By the name in the file: (where in config.json, weights, input_activations) -> what makes a method.
-_FORMATS: dict[str, Callable[[str, Mapping[str, Any], Mapping[str, Any]], partial[LinearMethod]]] = {
+# By the name in the file: (where in config.json, weights, input_activations) -> how linear layers are stored.
+_FORMATS: dict[str, Callable[[str, Mapping[str, Any], Mapping[str, Any]], QuantConfig]] = {
     "float-quantized": _fp8,
     "naive-quantized": _fp8,
 }

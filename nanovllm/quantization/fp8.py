@@ -365,13 +365,12 @@ class Fp8Config(QuantConfig):
 
     @property
     def note(self) -> str | None:
-        return None if self.products else NOTE
-
-
-NOTE = (
-    "the FP8 weights are dequantised as they are loaded, because this device does not multiply FP8 values "
-    "(GPUs from compute capability 8.9 on do, with Triton)"
-)
+        if self.products:
+            return None
+        return (
+            "the FP8 weights are dequantised as they are loaded, because this device does not multiply FP8 "
+            "values (GPUs from compute capability 8.9 on do, with Triton)"
+        )
 
 
 def multiplies_fp8(capability: tuple[int, int]) -> bool:
