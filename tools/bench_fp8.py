@@ -10,7 +10,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import copy_context
 from functools import partial
 from itertools import product
@@ -60,7 +60,7 @@ class Times(NamedTuple):
         return time.monotonic() > self.end
 
 
-def measure(calls: list[Callable[[], Any]]) -> float:
+def measure(calls: Sequence[Callable[[], Any]]) -> float:
     """Seconds of one of the calls, which run in turn in a CUDA graph."""
 
     def run() -> None:
@@ -86,7 +86,7 @@ def measure(calls: list[Callable[[], Any]]) -> float:
     return statistics.median(seconds)
 
 
-def attempt(what: str, calls: list[Callable[[], Any]]) -> float:
+def attempt(what: str, calls: Sequence[Callable[[], Any]]) -> float:
     """`measure`, or infinity after printing an error."""
     try:
         return measure(calls)
@@ -129,9 +129,9 @@ def check(times: Times) -> None:
             except Exception as error:
                 print(f"  failed: {what}: {type(error).__name__}: {str(error)[:300]}", flush=True)
                 worst[what] = float("inf")
-    for what, error in worst.items():
+    for what, size in worst.items():
         limit = 0.04 if what.startswith(("norm", "silu")) else 0.005
-        print(f"  {what}: {error:.2e}{'' if error < limit else '   WRONG'}")
+        print(f"  {what}: {size:.2e}{'' if size < limit else '   WRONG'}")
 
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -297,16 +297,16 @@ def rows(times: Times) -> None:
         times.lines.append(f"gemv {name}: {line}")
     for count in (16, 256, 4096):
         pair = [rows_of(count, 2 * 12288) for _ in range(2)]
-        found = []
+        widths = []
         for warps in (8, 16, 32):
             if times.late():
                 return
             activation._ROW_WARPS = warps
-            calls = [partial(silu_and_mul_fp8_triton, p) for p in pair]
-            found.append(f"{warps} warps {1e6 * attempt('silu', calls):.1f}")
+            silus = [partial(silu_and_mul_fp8_triton, p) for p in pair]
+            widths.append(f"{warps} warps {1e6 * attempt('silu', silus):.1f}")
         activation._ROW_WARPS = 16
         bf16 = attempt("silu bf16", [partial(activation.silu_and_mul_triton, p) for p in pair])
-        print(f"  silu {count}: {', '.join(found)} us; to bf16 {1e6 * bf16:.1f} us", flush=True)
+        print(f"  silu {count}: {', '.join(widths)} us; to bf16 {1e6 * bf16:.1f} us", flush=True)
 
 
 def main() -> None:

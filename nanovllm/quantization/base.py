@@ -97,7 +97,9 @@ class WeightShard:
     def wrong_dtype(self, source: WeightSource, update: bool = False) -> str | None:
         """The dtype of `source`, for an error; None if the checkpoint, or an `update` of it, may have it."""
         accepted = self.dtypes + self.update_dtypes if update else self.dtypes
-        return None if dtype_of(source) in accepted else str(dtype_of(source) or source.get_dtype())
+        if dtype_of(source) in accepted:
+            return None
+        return str(source.dtype) if isinstance(source, torch.Tensor) else source.get_dtype()
 
     def wrong_value(self, source: WeightSource) -> str | None:
         """The first value of a scale that no scale may have, for an error."""

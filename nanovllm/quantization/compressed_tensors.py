@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from nanovllm.quantization.base import Kind, LinearMethod
-from nanovllm.quantization.fp8 import Fp8Config, Stored
+from nanovllm.quantization.fp8 import Fp8Config, Stored, check_choices
 from nanovllm.quantization.unquantized import QuantConfig
 
 _WHERE = "config.json: quantization_config"
@@ -101,24 +101,18 @@ def _matches(path: str, names: tuple[str, ...]) -> bool:
     )
 
 
-def require(where: str, stated: Mapping[str, Any], supported: Mapping[str, tuple[Any, ...]]) -> None:
-    """ValueError unless each key has one of its supported values."""
-    for key, values in supported.items():
-        if stated.get(key) not in values:
-            names = ", ".join(repr(value) for value in values if value is not None)
-            raise ValueError(f"{where}: {key} {stated.get(key)!r} is not supported; supported: {names}")
-
-
 def _fp8(where: str, weights: Mapping[str, Any], inputs: Mapping[str, Any]) -> QuantConfig:
     """W8A8 in FP8: weights with scales of rows or of the whole tensor."""
     float8 = {"type": ("float",), "num_bits": (8,), "symmetric": (True, None)}
     strategies = {"channel": Stored.ROWS, "tensor": Stored.TENSOR}
-    require(f"{where}: weights", weights, float8 | {"strategy": (*strategies,), "dynamic": (False, None)})
+    check_choices(
+        f"{where}: weights", weights, float8 | {"strategy": (*strategies,), "dynamic": (False, None)}
+    )
     if inputs:
-        require(f"{where}: input_activations", inputs, float8)
+        check_choices(f"{where}: input_activations", inputs, float8)
     is_static = bool(inputs) and not inputs.get("dynamic")
     if is_static:  # else each row has a scale of its own
-        require(f"{where}: input_activations", inputs, {"strategy": ("tensor",)})
+        check_choices(f"{where}: input_activations", inputs, {"strategy": ("tensor",)})
     return Fp8Config(strategies[weights["strategy"]], input_scales=is_static)
 
 

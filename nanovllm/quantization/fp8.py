@@ -335,24 +335,22 @@ class Fp8Config(QuantConfig):
     @classmethod
     def of(cls, stated: Mapping[str, Any]) -> Fp8Config:
         """Read a quantization_config of quant_method "fp8". ValueError for what is not supported."""
-        scheme, format_, size = (stated.get(key) for key in ("activation_scheme", "fmt", "weight_block_size"))
-        for key, value, supported in (
-            ("activation_scheme", scheme, ("dynamic", "static", None)),
-            ("fmt", format_, ("e4m3", None)),
-            ("weight_block_size", size, ([GROUP, GROUP], None)),
-        ):
-            if value not in supported:
-                names = ", ".join(repr(each) for each in supported if each is not None)
-                raise ValueError(
-                    f"config.json: quantization_config: {key} {value!r} is not supported; supported: {names}"
-                )
+        check_choices(
+            "config.json: quantization_config",
+            stated,
+            {
+                "activation_scheme": ("dynamic", "static", None),
+                "fmt": ("e4m3", None),
+                "weight_block_size": ([GROUP, GROUP], None),
+            },
+        )
         names = stated.get("modules_to_not_convert") or stated.get("ignored_layers") or []
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
             raise ValueError(
                 f"config.json: quantization_config: modules_to_not_convert must be names, not {names!r}"
             )
-        stored = Stored.TENSOR if size is None else Stored.BLOCKS
-        return cls(stored, tuple(names), scheme == "static")
+        stored = Stored.TENSOR if stated.get("weight_block_size") is None else Stored.BLOCKS
+        return cls(stored, tuple(names), stated.get("activation_scheme") == "static")
 
     def method(self, path: str, kind: Kind) -> LinearMethod:
         whole = f".{path}."
@@ -376,3 +374,11 @@ class Fp8Config(QuantConfig):
 def multiplies_fp8(capability: tuple[int, int]) -> bool:
     """Whether devices of this CUDA compute capability, (0, 0) for a CPU, multiply FP8 values."""
     return HAS_TRITON and capability >= _LEAST_CAPABILITY
+
+
+def check_choices(where: str, stated: Mapping[str, Any], supported: Mapping[str, tuple[Any, ...]]) -> None:
+    """ValueError unless each key has one of its supported values; None: it may be absent."""
+    for key, values in supported.items():
+        if stated.get(key) not in values:
+            names = ", ".join(repr(value) for value in values if value is not None)
+            raise ValueError(f"{where}: {key} {stated.get(key)!r} is not supported; supported: {names}")

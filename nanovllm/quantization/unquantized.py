@@ -17,6 +17,7 @@ from nanovllm.kernels.gemv import gemv, use_gemv
 from nanovllm.kernels.matmul import linear, use_linear
 from nanovllm.quantization.base import (
     ExpertsMethod,
+    Gated,
     Kind,
     LinearMethod,
     Normed,
@@ -81,7 +82,7 @@ class UnquantizedLinearMethod(LinearMethod):
 
     def apply_to_normed(
         self, x: Normed, bias: torch.Tensor | None = None, activation: Activation | None = None
-    ) -> torch.Tensor:
+    ) -> torch.Tensor | Gated:
         if x.is_computed or activation not in (None, Activation.SILU) or not self._few_rows(x.x):
             return super().apply_to_normed(x, bias, activation)
         silu = activation is not None
