@@ -264,6 +264,7 @@ class StepOutput:
     logprobs: TokenLogprobs | None = None  # of the S drawn tokens
     scores: TokenLogprobs | None = None  # of `Extras.scored`
     pooled: np.ndarray | None = None  # [S, hidden_size] float32, the sums of `Extras.pooled`
+    routed: np.ndarray | None = None  # [T, layers, top_k] int16, the experts of the step's tokens
 
 
 @dataclass(frozen=True, slots=True, eq=False)

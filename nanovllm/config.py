@@ -33,7 +33,11 @@ _ALIASES: dict[str, dict[str | int, str | None]] = {  # other names of a value, 
 }
 _OTHER_DEVICES = ("mps", "metal", "rocm", "hip", "xpu", "hpu", "npu", "tpu", "xla")
 # vLLM's names
-_RENAMED = {"block_size": "kvcache_block_size", "num_gpu_blocks_override": "num_kvcache_blocks"}
+_RENAMED = {
+    "block_size": "kvcache_block_size",
+    "num_gpu_blocks_override": "num_kvcache_blocks",
+    "enable_return_routed_experts": "return_routed_experts",
+}
 
 
 @dataclass(frozen=True)
@@ -88,6 +92,7 @@ class Config:
     logprobs_mode: what `logprobs` returns: "raw_logprobs" (from the model's own logits), "processed_logprobs"
     (after penalties, masks, temperature and filters), "raw_logits" or "processed_logits". Those of prompts
     are always raw.
+    return_routed_experts: the outputs of a mixture of experts say which experts computed each token.
     """
 
     model: str
@@ -124,6 +129,7 @@ class Config:
     download_dir: str | None = None
     hf_token: str | bool | None = field(default=None, repr=False)
     kv_cache_memory_bytes: int | None = None
+    return_routed_experts: bool = False
 
     @classmethod
     def from_kwargs(cls, model: str | os.PathLike[str] | None, **kwargs: Any) -> Config:
@@ -158,7 +164,7 @@ class Config:
         _check_int("seed", self.seed, minimum=0)
         _check_int("max_logprobs", self.max_logprobs, minimum=-1)
         flags = ("enforce_eager", "enable_prefix_caching", "skip_tokenizer_init", "deterministic")
-        for name in (*flags, "trust_remote_code"):
+        for name in (*flags, "trust_remote_code", "return_routed_experts"):
             check_bool(name, getattr(self, name))
         if self.async_scheduling is not None:
             check_bool("async_scheduling", self.async_scheduling)
@@ -186,6 +192,11 @@ class Config:
             raise ValueError(
                 f"deterministic=True needs tensor_parallel_size=1, not {self.tensor_parallel_size}: "
                 "how the GPUs' parts are summed depends on the size of the step"
+            )
+        if self.return_routed_experts and self.enable_prefix_caching:
+            raise ValueError(
+                "return_routed_experts=True needs enable_prefix_caching=False: no experts compute the tokens "
+                "that come from the prefix cache"
             )
         if self.kv_cache_memory_bytes is not None and self.num_kvcache_blocks is not None:
             raise ValueError(

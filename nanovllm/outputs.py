@@ -65,6 +65,9 @@ class CompletionOutput:
     stop_reason: the stop string or token id that ended the output; None for the tokenizer's own
     end-of-sequence token.
     logprobs: of each token, if requested. cumulative_logprob: the sum over the output's tokens.
+    routed_experts: with `return_routed_experts`, [tokens, layers, experts of a token] int16, the likeliest
+    first, for each token of prompt and output but the last one, which is not computed; 0 in a layer without
+    experts. In a stream with deltas only the last part has it.
     """
 
     index: int
@@ -74,6 +77,7 @@ class CompletionOutput:
     logprobs: SampleLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    routed_experts: Any = field(default=None, repr=False, compare=False)  # a NumPy array
 
     def finished(self) -> bool:
         """Whether the answer has ended; False in a part of an answer."""

@@ -106,7 +106,7 @@ ENGINE: dict[str, Absent] = {
     "logits_processors": Absent(_NOTHING, "pass functions as logits_processors of SamplingParams"),
     "reasoning_parser": Absent(_NOTHING, "split the text of the output yourself"),
     **_each("enable_reasoning enable_expert_parallel ray_workers_use_nsight", _OFF),
-    **_each("enable_lora_bias enable_prompt_adapter enable_return_routed_experts", _OFF),
+    **_each("enable_lora_bias enable_prompt_adapter", _OFF),
     "enable_prompt_embeds": Absent((False, None), "pass strings or token ids"),
     **_each("allowed_local_media_path allowed_media_domains", _NO_IMAGES),
     "mm_processor_kwargs": _NO_IMAGES,

@@ -11,6 +11,7 @@ import torch
 from tensors import F32, assert_near, randn
 
 from nanovllm.kernels.expert_gemv import GemvChoice, expert_gemv_triton
+from nanovllm.kernels.expert_tiles import Chosen, ExpertTiles, max_tiles
 from nanovllm.kernels.grouped_matmul import (
     ExpertChoice,
     ExpertTile,
@@ -18,7 +19,7 @@ from nanovllm.kernels.grouped_matmul import (
     experts_triton,
     grouped_triton,
 )
-from nanovllm.kernels.routing import Chosen, ExpertTiles, max_tiles, route_reference, route_triton
+from nanovllm.kernels.routing import route_reference, route_triton
 
 SWAPPED = ExpertChoice(16, ExpertTile(64, 64, 2, swap=True), ExpertTile(64, 32, 3, swap=True))
 PERSISTENT = ExpertChoice(64, ExpertTile(32, 32, 2, 8, False, True), ExpertTile(64, 64, 2, 8, False, True))
@@ -57,7 +58,7 @@ def check_routing(rows: int, sizes: Sizes, dtype: torch.dtype, device: str, tile
         check_tiles(tiles, sizes.experts)
         live = int((chosen.ids >= 0).sum())
         assert torch.equal(tiles.order[:live], twin_tiles.order[:live])
-        for name in ("experts", "starts", "ends", "count"):
+        for name in ("experts", "starts", "ends", "number"):
             assert torch.equal(getattr(tiles, name), getattr(twin_tiles, name)), name
         again, none = route_triton(logits, sizes.top_k, normalised, slots)
         assert none is None
@@ -73,7 +74,7 @@ def check_routing(rows: int, sizes: Sizes, dtype: torch.dtype, device: str, tile
 def check_tiles(tiles: ExpertTiles, num_experts: int) -> None:
     """Every pair that goes to an expert is in one tile, of this expert; pairs of an expert ascend."""
     ids = tiles.chosen.ids.flatten().tolist()
-    count = int(tiles.count)
+    count = int(tiles.number)
     assert count <= len(tiles.experts) == max_tiles(len(ids), num_experts, tiles.rows)
     seen: dict[int, list[int]] = {}
     for expert, start, end in zip(*(part[:count].tolist() for part in tiles[2:5]), strict=True):

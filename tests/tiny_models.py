@@ -70,6 +70,8 @@ def write_tiny_model(
         settings["head_dim"] = 16
     if family == "mistral":
         settings["sliding_window"] = None
+    if family == "mixtral":
+        settings["head_dim"] = 8  # without it transformers scales no rope
     if family in MOE_FAMILIES:
         settings |= {"num_experts": 10, "num_experts_per_tok": 3, "intermediate_size": 24}
     if family in ("qwen3_moe", "qwen2_moe"):

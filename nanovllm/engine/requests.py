@@ -237,6 +237,8 @@ class Requests:
         else:
             assert seq.finish_reason is not None
             output = self.processor.completion(request, index, token_ids, seq.finish_reason, seq.stop_reason)
+        computed = seq.num_prompt_tokens + len(output.token_ids) - 1  # not the last token
+        output = replace(output, routed_experts=seq.routed_experts(computed))
         return self.processor.with_logprobs(output, request, seq.logprobs)
 
 

@@ -58,6 +58,10 @@ def open_model(config: Config) -> OpenedModel:
         logger.warning("%s", model_config.quant.note)
     defaults = overridden(generation, option, changes)
     model_config.check_tensor_parallel_size(config.tensor_parallel_size)
+    if config.return_routed_experts and model_config.moe is None:
+        raise ValueError(
+            f"return_routed_experts=True needs a mixture of experts, and {model_config.architecture} is none"
+        )
     max_model_len = resolve_max_model_len(config.max_model_len, model_config)
     processor = Processor(
         find_tokenizer(config, path),

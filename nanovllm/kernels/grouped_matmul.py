@@ -26,8 +26,8 @@ from nanovllm.kernels.compat import (
     shared_memory,
     tl,
 )
+from nanovllm.kernels.expert_tiles import Chosen, ExpertTiles
 from nanovllm.kernels.paged import dot
-from nanovllm.kernels.routing import Chosen, ExpertTiles
 
 
 class ExpertTile(NamedTuple):
@@ -103,7 +103,7 @@ def _experts_kernel(
     """
     await_inputs(USE_PDL)
     dtype: tl.constexpr = out_ptr.dtype.element_ty
-    column_tiles: tl.constexpr = tl.cdiv(N, COLUMNS)
+    column_tiles: tl.constexpr = (N + COLUMNS - 1) // COLUMNS
     height_of_weight: tl.constexpr = 2 * N if GATED else N
     pair_tiles = most_tiles if INTERPRETED else tl.load(count_ptr)
     total_tiles = pair_tiles * column_tiles
@@ -121,7 +121,7 @@ def _experts_kernel(
         pairs = places
         if GATHER or SCATTER:
             pairs = tl.load(order_ptr + places, mask=live, other=0)
-        if GATHER:
+        if GATHER:  # places that are not live read row 0, which costs less than a mask
             x_ptrs = x + (pairs // TOP_K).to(tl.int64)[:, None] * x_stride + tl.arange(0, BLOCK_K)[None, :]
         if SWAP:
             total = tl.zeros((COLUMNS, ROWS), dtype=tl.float32)
@@ -130,8 +130,10 @@ def _experts_kernel(
         up = total
         for k in range(0, K, BLOCK_K):
             if GATHER:
-                inside = (k + tl.arange(0, BLOCK_K) < K)[None, :]
-                rows = tl.load(x_ptrs + k, mask=live[:, None] & inside, other=0.0)
+                if K % BLOCK_K == 0:
+                    rows = tl.load(x_ptrs + k)
+                else:
+                    rows = tl.load(x_ptrs + k, mask=(k + tl.arange(0, BLOCK_K) < K)[None, :], other=0.0)
             else:
                 rows = x.load([start, k])
             if SWAP:

@@ -5,7 +5,7 @@ Each rank holds a part of the width of every expert, so the ranks route alike an
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -44,6 +44,13 @@ class MoESpec:
 
     def has_experts(self, layer: int) -> bool:
         return layer not in self.dense and (layer + 1) % self.step == 0
+
+    def kinds(self, num_layers: int) -> list[tuple[MoESpec, int]]:
+        """The kinds of the first `num_layers` layers: a spec of which every layer is one, and how many."""
+        num_dense = num_layers - num_layers // self.step
+        num_dense += sum(layer in range(num_layers) and (layer + 1) % self.step == 0 for layer in self.dense)
+        counts = {frozenset[int](): num_layers - num_dense, frozenset([0]): num_dense}
+        return [(replace(self, step=1, dense=dense), count) for dense, count in counts.items() if count]
 
     def widths(self, dense_width: int) -> list[int]:
         """All widths that the ranks split. dense_width: of the layers without experts."""
@@ -96,6 +103,7 @@ class MoE(nn.Module):
         """shared: the MLP that every row goes to, if the spec has one."""
         super().__init__()
         self.spec = spec
+        self.record: torch.Tensor | None = None  # [most rows, top_k] int16: where it writes rows' experts
         self.gate = ReplicatedLinear(hidden_size, spec.num_experts)
         self.experts = Experts(hidden_size, spec, tp)
         if shared is not None:
@@ -109,6 +117,8 @@ class MoE(nn.Module):
         slots = step.meta.slot_mapping if step.meta.prefill is None else None
         routing = Routing(self.gate(rows), self.spec.top_k, self.spec.normalised, slots)
         term = self.experts.experts_method.apply(x, routing)
+        if self.record is not None:
+            self.record[: len(rows)] = routing.chosen().ids
         if self.spec.shared_width is not None:
             product: Product = self.shared_expert(x, step)
             term = term + self.shared_expert_gate(rows).sigmoid() * product.tensor()

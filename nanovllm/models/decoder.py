@@ -20,6 +20,7 @@ from nanovllm.kernels.rms_norm import rms_norm
 from nanovllm.kernels.rotary import Rotation, q_norm_rope_reference, qk_norm_rope_store
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from nanovllm.layers.moe import MoE
 from nanovllm.layers.stream import AnyStream, Norm, RMSNorm, Step, begin
 from nanovllm.layers.weights import WeightLayer
 from nanovllm.models.config import ModelConfig
@@ -177,6 +178,20 @@ class DecoderForCausalLM(nn.Module):
         tied_to = self.model.embed_tokens if config.tie_word_embeddings else None
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, tp, tied_to)
         self.attention_layers: list[Attention] = [m for m in self.modules() if isinstance(m, Attention)]
+
+    def record_experts(self, max_tokens: int) -> torch.Tensor:
+        """Let each step write the experts of its tokens to the first rows of the result, [max_tokens, layers,
+        top_k] int16; a layer without experts writes nothing."""
+        spec, layers = self.config.moe, self.model.layers
+        assert spec is not None, "the engine checks it"
+        device = self.model.norm.weight.device
+        shape = max_tokens, len(layers), spec.top_k
+        record = torch.zeros(shape, dtype=torch.int16, device=device)
+        for index, layer in enumerate(layers):
+            for block in layer.children():
+                if isinstance(block, MoE):
+                    block.record = record[:, index]
+        return record
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, meta: StepMetadata) -> torch.Tensor:
         """input_ids [T], positions [T] -> hidden states [T, hidden_size] after the final norm; only of the

@@ -35,9 +35,13 @@ class MoELayer(nn.Module):
             self.add_module(self.block, GatedMLP(config, build))
 
     def forward(self, x: AnyStream, step: Step, keep: torch.Tensor | None = None) -> AnyStream:
-        """keep [n]: only these rows are needed after attention."""
+        """keep [n]: only these rows are needed after attention; but a record has the experts of all."""
+        block = self.get_submodule(self.block)
+        if isinstance(block, MoE) and block.record is not None:
+            x = x.add(self.input_layernorm, self.self_attn, step)
+            return x.add(self.post_attention_layernorm, block, step, keep)
         x = x.add(self.input_layernorm, self.self_attn, step, keep)
-        return x.add(self.post_attention_layernorm, self.get_submodule(self.block), step)
+        return x.add(self.post_attention_layernorm, block, step)
 
 
 @dataclass(frozen=True)

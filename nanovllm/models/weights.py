@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -149,9 +150,15 @@ def check_weights(config: ModelConfig, folder: str | Path) -> None:
 def weight_bytes(config: ModelConfig, tp: TPGroup, dtype: torch.dtype) -> int:
     """Return the size of a rank's weights in bytes; padding makes it the same on every rank.
 
-    Raises ValueError if `tp` cannot split the model.
+    Computed from one layer of each kind. Raises ValueError if `tp` cannot split the model.
     """
-    return sum(each.nbytes for each in _unallocated(config, tp, dtype).parameters())
+    kinds = [(None, config.num_layers)] if config.moe is None else config.moe.kinds(config.num_layers)
+    layers = rest = 0
+    for moe, count in kinds:
+        model = _unallocated(replace(config, num_layers=1, moe=moe), tp, dtype)
+        one, layer = (sum(each.nbytes for each in part.parameters()) for part in (model, model.model.layers))
+        layers, rest = layers + count * layer, one - layer
+    return rest + layers
 
 
 def _unallocated(config: ModelConfig, tp: TPGroup, dtype: torch.dtype) -> DecoderForCausalLM:

@@ -123,6 +123,8 @@ class Scheduler:
     def postprocess(self, batch: Batch, output: StepOutput) -> TokenEvents:
         """Add the tokens of a step to their sequences; return the new tokens and the ended sequences."""
         events = TokenEvents([], [], {})
+        if output.routed is not None:
+            self._take_routed(batch, output.routed)
         self._take_extras(batch, output, events)
         for column, token_ids in enumerate(output.token_ids.T.tolist()):  # 0: first tokens
             self._take_in(zip(batch.seq_ids, token_ids, (batch.draws > column).tolist(), strict=True), events)
@@ -156,6 +158,15 @@ class Scheduler:
                 for function in seq.params.logits_processors or ()
             ),
         )
+
+    def _take_routed(self, batch: Batch, routed: np.ndarray) -> None:
+        end = 0
+        for seq_id, count, context in zip(
+            batch.seq_ids, batch.query_lens.tolist(), batch.context_lens.tolist(), strict=True
+        ):
+            end += count
+            if (seq := self._unfinished.get(seq_id)) is not None:
+                seq.routed.append((context - count, routed[end - count : end].copy()))
 
     def _take_extras(self, batch: Batch, output: StepOutput, events: TokenEvents) -> None:
         """Store the other outputs of a step, and end the sequences that need no token."""

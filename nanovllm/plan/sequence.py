@@ -51,6 +51,7 @@ class Sequence:
     logprobs: list[tuple[TokenLogprobs, int]] = field(default_factory=list)  # one row for each output token
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # in parts, in order
     pooled: np.ndarray | None = None  # [hidden_size] float32, the sum so far
+    routed: list[tuple[int, np.ndarray]] = field(default_factory=list)  # experts from a position on, in parts
     finish_reason: str | None = None
     stop_reason: int | None = None
 
@@ -73,6 +74,16 @@ class Sequence:
     @property
     def completion_token_ids(self) -> list[int]:
         return self.token_ids[self.num_prompt_tokens :]
+
+    def routed_experts(self, num_tokens: int) -> np.ndarray | None:
+        """The experts [n, layers, top_k] of its first tokens, at most `num_tokens`; None if unknown."""
+        if not self.routed:
+            return None
+        end = max(start + len(part) for start, part in self.routed)
+        whole = np.zeros((end, *self.routed[0][1].shape[1:]), np.int16)
+        for start, part in self.routed:  # after a preemption tokens are computed again
+            whole[start : start + len(part)] = part
+        return whole[:num_tokens]
 
     @property
     def has_penalties(self) -> bool:

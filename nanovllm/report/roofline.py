@@ -45,7 +45,8 @@ class Cost:
         """The sizes of a model. itemsize, kv_itemsize: bytes of an element of the weights and of K/V."""
         c, moe = config, config.moe
         attention = (2 * c.num_heads + 2 * c.num_kv_heads) * c.head_dim * c.hidden_size
-        sparse = 0 if moe is None else sum(map(moe.has_experts, range(c.num_layers)))
+        kinds = [] if moe is None else moe.kinds(c.num_layers)
+        sparse = sum(count for kind, count in kinds if kind.has_experts(0))
         mlps = (c.num_layers - sparse) * 3 * c.hidden_size * c.intermediate_size
         experts: dict[str, int] = {}
         if moe is not None:

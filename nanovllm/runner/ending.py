@@ -59,6 +59,7 @@ class StepTensors(NamedTuple):
     logprobs: TokenLogprobTensors | None = None
     scores: TokenLogprobTensors | None = None
     pooled: torch.Tensor | None = None
+    routed: torch.Tensor | None = None
 
     def map(self, fetch: Callable[[torch.Tensor], torch.Tensor]) -> StepTensors:
         """The same with `fetch` applied to each tensor."""
@@ -66,9 +67,8 @@ class StepTensors(NamedTuple):
             None if each is None else TokenLogprobTensors(*map(fetch, each))
             for each in (self.logprobs, self.scores)
         )
-        return StepTensors(
-            fetch(self.token_ids), logprobs, scores, None if self.pooled is None else fetch(self.pooled)
-        )
+        pooled, routed = (None if each is None else fetch(each) for each in (self.pooled, self.routed))
+        return StepTensors(fetch(self.token_ids), logprobs, scores, pooled, routed)
 
 
 class Ending:

@@ -102,6 +102,7 @@ class ModelRunner:
         unit = 0 if self.shared_unit is None else self.shared_unit.sequences
         self.size = StepSize(max_tokens, max_seqs, self.max_blocks, unit)  # of the largest step
         self.staging = Staging(device, self.size)
+        self.routed = self.model.record_experts(max_tokens) if config.return_routed_experts else None
         self.ending = Ending(self.model, tp, device, max_seqs, config.logprobs_mode)
         self._set_kv_cache(0)
 
@@ -274,7 +275,8 @@ class ModelRunner:
             arrays = prepare_decode(batch, self.block_size, shared)
             graphs = self.graphs.get((shared.chunk if shared else 0, not extras.needs_logits))
         else:
-            arrays = prepare_prefill(batch, self.block_size, overlaps(batch, self.tp.size))
+            in_halves = self.routed is None and overlaps(batch, self.tp.size)
+            arrays = prepare_prefill(batch, self.block_size, in_halves)
         if graphs is None:
             inputs = self.staging.send(arrays)()
             step = UndrawnStep(batch, self.run_model(inputs), inputs)
@@ -284,12 +286,16 @@ class ModelRunner:
             staged = self.staging.send(arrays, replace(self.size, tokens=rows, seqs=rows))
             hidden, token_ids = graphs.replay(rows)
             if token_ids is not None:
-                return self.staging.receive(StepTensors(token_ids[:num_seqs, None]))
+                return self._receive(StepTensors(token_ids[:num_seqs, None]), batch)
             step = UndrawnStep(batch, hidden, staged())
         if extras.has_rules:
             self._undrawn = step
             return None
-        return self.staging.receive(self.ending.end(step, None))
+        return self._receive(self.ending.end(step, None), batch)
+
+    def _receive(self, tensors: StepTensors, batch: Batch) -> StepHandle:
+        routed = None if self.routed is None else self.routed[: len(batch.token_ids)]
+        return self.staging.receive(tensors._replace(routed=routed))
 
     @cached_property
     def mask_buffer(self) -> np.ndarray:
@@ -306,7 +312,7 @@ class ModelRunner:
         """Queue the end of the launched step; `masks` are its allowed tokens."""
         step, self._undrawn = self._undrawn, None
         assert step is not None, "a step with rules was launched"
-        return self.staging.receive(self.ending.end(step, masks))
+        return self._receive(self.ending.end(step, masks), step.batch)
 
     def _graph_step(self, inputs: StepInputs[torch.Tensor], drawn: bool) -> GraphOutput:
         """The part of a step that a graph captures: (hidden states, drawn tokens or None).

@@ -37,12 +37,13 @@ class StepHandle:
         steps reuse the pinned memory."""
         if self.event is not None:
             self.event.synchronize()
-        token_ids, logprobs, scores, pooled = self.tensors
+        token_ids, logprobs, scores, pooled, routed = self.tensors
         return StepOutput(
             token_ids.numpy().copy(),
             None if logprobs is None else TokenLogprobs(*(column.numpy().copy() for column in logprobs)),
             None if scores is None else TokenLogprobs(*(column.numpy().copy() for column in scores)),
             None if pooled is None else pooled.numpy().copy(),
+            None if routed is None else routed.numpy().copy(),
         )
 
 

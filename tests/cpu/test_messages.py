@@ -23,7 +23,10 @@ from nanovllm.runner.memory import KVCacheSpace, fit_kv_cache
 
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 988097824\n"
 RUN = ["run", "in.jsonl", "-o", "out.jsonl", "--model", "m"]
-FAMILIES = "supported: LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM"
+FAMILIES = (
+    "supported: LlamaForCausalLM, MistralForCausalLM, MixtralForCausalLM, Qwen2ForCausalLM, "
+    "Qwen2MoeForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM"
+)
 
 
 def configured(**changes: Any) -> Callable[[Path], object]:
@@ -118,8 +121,8 @@ CASES: dict[str, tuple[Callable[[Path], object], list[str]]] = {
         ["quant_method 'bitsandbytes'", "not supported", QUANTISED],
     ),
     "a mixture of experts": (
-        configured(architectures=["Qwen3MoeForCausalLM"], num_experts=128),
-        ["'Qwen3MoeForCausalLM' is not supported, because it is a mixture of experts", FAMILIES, REGISTER],
+        configured(architectures=["DeepseekV3ForCausalLM"], n_routed_experts=256),
+        ["'DeepseekV3ForCausalLM' is not supported, because it is a mixture of ex", FAMILIES, REGISTER],
     ),
     "Gemma": (
         configured(architectures=["Gemma2ForCausalLM"]),

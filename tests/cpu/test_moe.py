@@ -11,9 +11,10 @@ from typing import Any
 
 import inside
 import moe_cases
+import numpy as np
 import pytest
 import torch
-from checked_llm import BLOCK, make_tiny
+from checked_llm import BLOCK, CheckedLLM, make_tiny
 from digests import make_digest
 from engine_cases import GREEDY, make_prompts, tokens
 from moe_cases import PERSISTENT, SWAPPED, Sizes
@@ -30,12 +31,14 @@ from tiny_models import (
     write_tiny_model,
 )
 
-from nanovllm import ModelLoadError, SamplingParams
+from nanovllm import LLM, ModelLoadError, SamplingParams
 from nanovllm.distributed.group import TPGroup
 from nanovllm.kernels import grouped_matmul
 from nanovllm.kernels.compat import INTERPRET
+from nanovllm.kernels.expert_tiles import max_tiles
 from nanovllm.kernels.grouped_matmul import choose_experts
-from nanovllm.kernels.routing import Routing, max_tiles
+from nanovllm.kernels.routing import Routing
+from nanovllm.layers.moe import MoESpec
 from nanovllm.models.registry import get_family, load_model_config
 from nanovllm.models.weights import weight_bytes
 from nanovllm.quantization.base import Normed
@@ -269,6 +272,15 @@ def test_a_missing_expert_is_named(tmp_path: Path) -> None:
         make_tiny(folder)
 
 
+def test_kinds_of_many_layers_are_counted_without_building_them() -> None:
+    spec = MoESpec(4, 2, 8, step=3, dense=frozenset([0, 5, 11, 100, -1]))
+    for num_layers in (1, 3, 6, 12, 200):
+        kinds = [(kind.has_experts(0), count) for kind, count in spec.kinds(num_layers)]
+        sparse = sum(map(spec.has_experts, range(num_layers)))
+        assert kinds == [each for each in ((True, sparse), (False, num_layers - sparse)) if each[1]]
+    assert spec.kinds(10**12)
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_weight_bytes_of_unequal_layers(moe: Path, ranks: int) -> None:
     config = load_model_config(moe)
@@ -333,3 +345,53 @@ def test_inside_has_experts(moe: Path) -> None:
     with make_tiny(moe) as llm:
         blocks = [type(layer.mlp).__name__ for layer in inside.model(llm).model.layers]
     assert blocks == ["MoE", "GatedMLP", "MoE"]
+
+
+# -- return_routed_experts ----------------------------------------------------------------------------------
+
+
+@torch.inference_mode()
+def transformers_routing(folder: Path, token_ids: list[int]) -> torch.Tensor:
+    """The experts [tokens, layers, 3] of all tokens; 0 in the dense layer."""
+    logits = transformers_model(folder)(torch.tensor([token_ids]), output_router_logits=True).router_logits
+    chosen = [each.topk(3, dim=-1).indices for each in logits]
+    return torch.stack([chosen[0], torch.zeros_like(chosen[0]), chosen[-1]], 1)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"max_num_batched_tokens": 7, "num_kvcache_blocks": 8, "async_scheduling": True},
+        {"tensor_parallel_size": 2},
+        {"data_parallel_size": 2},
+    ],
+    ids=["ample", "chunked_and_preempted", "two_ranks", "two_replicas"],
+)
+def test_routed_experts(moe: Path, prompts: list, options: dict[str, Any]) -> None:
+    """Of every token but the last one; all settings agree with transformers."""
+    params = [SamplingParams(temperature=0, max_tokens=10, ignore_eos=True) for _ in prompts]
+    params[1] = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True, n=1, min_tokens=3)
+    settings: dict[str, Any] = {"return_routed_experts": True, "enable_prefix_caching": False, **options}
+    make = LLM if "data_parallel_size" in options else CheckedLLM
+    base = {"device": "cpu", "dtype": "float32", "skip_tokenizer_init": True, "kvcache_block_size": BLOCK}
+    with make(moe, **base | {"max_model_len": 48, "num_kvcache_blocks": 200} | settings) as llm:
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        if "num_kvcache_blocks" in options:
+            assert any(seq.num_preemptions for seq in llm.sequences)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        found = output.outputs[0].routed_experts
+        whole = [*prompt, *output["token_ids"]]
+        assert found.dtype == np.int16
+        assert found.shape == (len(whole) - 1, 3, 3)
+        assert torch.equal(torch.from_numpy(found).long(), transformers_routing(moe, whole[:-1]))
+
+
+def test_routed_experts_need_a_computed_prompt_and_experts(moe: Path, model: Path) -> None:
+    with pytest.raises(ValueError, match="return_routed_experts=True needs enable_prefix_caching=False"):
+        make_tiny(moe, return_routed_experts=True)
+    with pytest.raises(ValueError, match="needs a mixture of experts, and Qwen3ForCausalLM is none"):
+        make_tiny(model, enable_return_routed_experts=True, enable_prefix_caching=False)
+    with make_tiny(moe) as llm:
+        [output] = llm.generate([[5, 6]], SamplingParams(max_tokens=2), use_tqdm=False)
+        assert output.outputs[0].routed_experts is None
