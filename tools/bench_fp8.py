@@ -39,7 +39,8 @@ from nanovllm.kernels.fp8_matmul import (
 )
 from nanovllm.kernels.rms_norm import add_rms_norm_fp8_triton
 from nanovllm.quantization.base import Gated, LinearMethod, Normed, Product, WeightOptions
-from nanovllm.quantization.fp8 import Fp8LinearMethod, Stored
+from nanovllm.quantization.fp8 import Fp8LinearMethod
+from nanovllm.quantization.fp8_loading import Stored
 from nanovllm.quantization.unquantized import UnquantizedLinearMethod
 
 GPU = torch.device("cuda", 0)

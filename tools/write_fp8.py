@@ -17,7 +17,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from nanovllm.quantization.fp8 import Stored, quantise_weight
+from nanovllm.quantization.fp8_loading import Stored, quantise_weight
 
 SCALES = {"channel": Stored.ROWS, "tensor": Stored.TENSOR, "block": Stored.BLOCKS}
 _LINEAR = re.compile(r"model\.layers\.\d+\..*(_proj|\.w[123])\.weight")

@@ -10,8 +10,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from nanovllm.quantization.base import Kind, LinearMethod
-from nanovllm.quantization.fp8 import Fp8Config, Stored, check_choices
+from nanovllm.quantization.base import ExpertsMethod, Kind, LinearMethod
+from nanovllm.quantization.fp8 import Fp8Config, check_choices
+from nanovllm.quantization.fp8_loading import Stored
 from nanovllm.quantization.unquantized import QuantConfig
 
 _WHERE = "config.json: quantization_config"
@@ -56,6 +57,15 @@ class CompressedTensorsConfig(QuantConfig):
                 if group.has(path, kind):
                     return group.quant.method(path, "linear")
         return super().method(path, kind)
+
+    def experts(self, path: str) -> ExpertsMethod:
+        """The groups and ignored names are those of their modules, of which the first expert's decide."""
+        first = f"{path}.0.down_proj"
+        if not _matches(first, self.ignored):
+            for group in self.groups:
+                if group.has(first, "linear"):
+                    return group.quant.experts(path)
+        return super().experts(path)
 
     def on(self, capability: tuple[int, int]) -> CompressedTensorsConfig:
         groups = (replace(group, quant=group.quant.on(capability)) for group in self.groups)

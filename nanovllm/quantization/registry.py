@@ -15,7 +15,7 @@ QUANTIZATIONS: dict[str, Callable[[Mapping[str, Any]], QuantConfig]] = {
     "compressed-tensors": CompressedTensorsConfig.of,
 }
 # What the option `quantization` makes of a checkpoint without quantization_config.
-ON_THE_FLY: dict[str, QuantConfig] = {"fp8": Fp8Config()}
+ON_THE_FLY: dict[str, QuantConfig] = {"fp8": Fp8Config(ignored=("gate", "shared_expert_gate"))}  # routers
 
 
 def supported_quantizations() -> str:

@@ -40,7 +40,8 @@ from nanovllm.layers.weights import WeightLayer, finish_loading, weight_slots
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.registry import load_model_config
 from nanovllm.quantization import fp8
-from nanovllm.quantization.fp8 import Fp8Config, Fp8LinearMethod, Stored, quantise_weight
+from nanovllm.quantization.fp8 import Fp8Config, Fp8LinearMethod
+from nanovllm.quantization.fp8_loading import Stored, quantise_weight
 from tools.write_fp8 import write_fp8
 
 

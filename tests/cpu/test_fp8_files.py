@@ -21,7 +21,8 @@ from nanovllm.kernels.fp8 import FP8
 from nanovllm.layers.weights import WeightLayer
 from nanovllm.models.registry import load_model_config
 from nanovllm.models.weights import WeightChecker, check_weights, load_weights
-from nanovllm.quantization.fp8 import Fp8LinearMethod, Stored, quantise_weight
+from nanovllm.quantization.fp8 import Fp8LinearMethod
+from nanovllm.quantization.fp8_loading import Stored, quantise_weight
 from nanovllm.quantization.unquantized import UnquantizedLinearMethod
 from tools.write_fp8 import write_fp8
 
