@@ -6,6 +6,7 @@ A check compares the Triton launcher with its reference in plain torch, and both
 from __future__ import annotations
 
 import torch
+from moe_cases import slots_of
 from tensors import BF16, assert_near, randn
 
 from nanovllm.kernels.activation import silu_and_mul_fp8_reference, silu_and_mul_fp8_triton
@@ -18,6 +19,7 @@ from nanovllm.kernels.fp8 import (
     quantise_rows_triton,
 )
 from nanovllm.kernels.fp8_gemv import fp8_gemv_reference, fp8_gemv_triton
+from nanovllm.kernels.fp8_grouped import Fp8Experts, fp8_experts_reference, fp8_experts_triton
 from nanovllm.kernels.fp8_matmul import (
     TILES,
     Fp8Weight,
@@ -25,8 +27,10 @@ from nanovllm.kernels.fp8_matmul import (
     fp8_linear_reference,
     fp8_linear_triton,
 )
+from nanovllm.kernels.grouped_matmul import ExpertChoice
 from nanovllm.kernels.matmul import Tile
 from nanovllm.kernels.rms_norm import add_rms_norm_fp8_reference, add_rms_norm_fp8_triton
+from nanovllm.kernels.routing import route_triton
 
 
 def make_weight(n: int, k: int, group: int | None, device: str, group_rows: int = GROUP) -> Fp8Weight:
@@ -148,3 +152,30 @@ def check_rows_are_independent(shape: tuple[int, int], group: int | None, device
         for tile in tiles_for(group, device):
             some = fp8_linear_triton(quantise_rows_triton(x[:rows], group), weight, tile=tile)
             assert torch.equal(some, whole[:rows]), (rows, tile)
+
+
+def check_experts(rows: int, group: int | None, device: str, choice: ExpertChoice) -> None:
+    """Both products of experts, against the reference; padding holds NaN."""
+    num_experts, top_k, hidden, width = 5, 2, 144, 80
+    logits = randn(rows, num_experts, dtype=BF16, device=device)
+    x = randn(rows, hidden, dtype=BF16, device=device, seed=1)
+    slots = slots_of(rows, device)
+    x[slots < 0] = torch.nan
+    weights = [
+        [make_weight(*shape, group, device, group_rows=1) for _ in range(num_experts)]
+        for shape in ((2 * width, hidden), (hidden, width))
+    ]
+    stacked = (
+        Fp8Experts(
+            torch.stack([each.codes.view(torch.uint8) for each in some]).view(FP8),
+            torch.stack([(index + 1) * each.scales for index, each in enumerate(some)]),
+        )
+        for some in weights
+    )
+    gate_up, down = stacked
+    chosen, tiles = route_triton(logits, top_k, True, slots, choice.rows)
+    assert tiles is not None
+    out = fp8_experts_triton(x, gate_up, down, tiles, choice)
+    expected = fp8_experts_reference(x, gate_up, down, chosen)
+    assert not out[slots < 0].any()
+    assert (out.float() - expected.float()).norm() <= 0.04 * expected.float().norm()

@@ -22,6 +22,8 @@ from nanovllm.quantization.fp8_loading import Stored, quantise_weight
 SCALES = {"channel": Stored.ROWS, "tensor": Stored.TENSOR, "block": Stored.BLOCKS}
 _LINEAR = re.compile(r"model\.layers\.\d+\..*(_proj|\.w[123])\.weight")
 
+_ROUTER = re.compile(r".*\.(gate|shared_expert_gate)\.weight")
+
 
 def write_fp8(source: Path, target: Path, scales: str, ignore: tuple[str, ...] = (), **config: Any) -> Path:
     """Write the checkpoint `source` to the folder `target`, with `scales` of SCALES; return `target`.
@@ -31,6 +33,7 @@ def write_fp8(source: Path, target: Path, scales: str, ignore: tuple[str, ...] =
     target.mkdir(parents=True, exist_ok=True)
     stored = SCALES[scales]
     name = "weight_scale_inv" if stored is Stored.BLOCKS else "weight_scale"
+    routers: list[str] = []
     for path in source.iterdir():
         if path.suffix != ".safetensors":
             shutil.copy(path, target / path.name)
@@ -41,13 +44,14 @@ def write_fp8(source: Path, target: Path, scales: str, ignore: tuple[str, ...] =
                 tensor, module = file.get_tensor(key), key.removesuffix(".weight")
                 if not _LINEAR.fullmatch(key) or module in ignore:
                     written[key] = tensor
+                    routers += [module] if _ROUTER.fullmatch(key) else []
                 else:
                     written[key], written[f"{module}.{name}"] = quantise_weight(tensor, stored)
         save_file(written, target / path.name, metadata={"format": "pt"})
     for index in target.glob("*.index.json"):
         index.unlink()  # all files are read without it
     content = json.loads((target / "config.json").read_text())
-    kept = ["lm_head", *ignore]
+    kept = ["lm_head", *ignore, *routers]
     content["quantization_config"] = quantization_config(stored, kept) | config
     (target / "config.json").write_text(json.dumps(content, indent=2))
     return target
@@ -74,14 +78,13 @@ def quantization_config(stored: Stored, ignore: list[str]) -> dict[str, Any]:
         "input_activations": {**float8, "strategy": "token", "dynamic": True},
         "output_activations": None,
     }
-    routers = [r"re:.*\.(gate|shared_expert_gate)$"]
     return {
         "quant_method": "compressed-tensors",
         "format": "float-quantized",
         "quantization_status": "compressed",
         "config_groups": {"group_0": group},
         "kv_cache_scheme": None,
-        "ignore": ignore + routers,
+        "ignore": ignore,
     }
 
 

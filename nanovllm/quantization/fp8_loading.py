@@ -199,8 +199,9 @@ def is_aligned(shards: Sequence[WeightShard]) -> bool:
 
 
 def splits_blocks(shards: Sequence[WeightShard], stored: Stored) -> bool:
-    """Whether a shard's columns begin within a block."""
-    return stored is Stored.BLOCKS and any(shard.dim == 1 and shard.start % GROUP for shard in shards)
+    """Whether the columns of some rank begin within a block; the same for all ranks."""
+    split = [shard for shard in shards if shard.dim == 1 and shard.length < shard.shape[1]]
+    return stored is Stored.BLOCKS and any(shard.length % GROUP for shard in split)
 
 
 def make_weight(

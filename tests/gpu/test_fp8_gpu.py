@@ -16,6 +16,7 @@ from tiny_models import write_tiny_model
 
 from nanovllm import SamplingParams
 from nanovllm.kernels.fp8 import GROUP
+from nanovllm.kernels.grouped_matmul import choose_experts
 from tools.write_fp8 import SCALES, write_fp8
 
 HAS_FP8 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
@@ -57,6 +58,14 @@ def test_fused_vector_products(rows: int, shape: tuple[int, int], group: int | N
 @pytest.mark.parametrize("shape", [(1024, 2048), (200, 336)])
 def test_rows_of_a_product_are_independent(shape: tuple[int, int], group: int | None) -> None:
     fp8_cases.check_rows_are_independent(shape, group, GPU)
+
+
+@pytest.mark.parametrize("group", [None, GROUP])
+@pytest.mark.parametrize("rows", [1, 3, 97, 256])
+def test_experts(rows: int, group: int | None) -> None:
+    for pairs in (1, 100, 1000):
+        choice = choose_experts(pairs, 5, BF16, torch.device(GPU, 0))
+        fp8_cases.check_experts(rows, group, GPU, choice)
 
 
 def model(folder: Path, seed: int = 0) -> Path:
