@@ -1,6 +1,6 @@
 """FP8 products on a GPU: kernels against their references, the times of tiles, and whole layers beside bf16.
 
-`python -m tools.bench_fp8 [check] [table] [tiles] [rows]`, by default all. Each part ends with its time
+`python -m tools.bench_fp8 [check] [table] [tiles] [rows] [experts]`, by default all. Each part ends with its time
 limit, and a configuration that fails is printed and left out. With OUT=folder all times go to a file there.
 """
 
@@ -29,7 +29,9 @@ from nanovllm.kernels.fp8 import (
     quantise_rows_reference,
     quantise_rows_triton,
 )
+from nanovllm.kernels.fp8_grouped import Fp8Experts, fp8_experts_reference, fp8_experts_triton
 from nanovllm.kernels.fp8_matmul import (
+    BLOCK_TILES,
     TILES,
     Fp8Weight,
     choose_fp8_tile,
@@ -37,7 +39,9 @@ from nanovllm.kernels.fp8_matmul import (
     fp8_linear_reference,
     fp8_linear_triton,
 )
+from nanovllm.kernels.grouped_matmul import choose_experts, experts_triton
 from nanovllm.kernels.rms_norm import add_rms_norm_fp8_triton
+from nanovllm.kernels.routing import route_triton
 from nanovllm.quantization.base import Gated, LinearMethod, Normed, Product, WeightOptions
 from nanovllm.quantization.fp8 import Fp8LinearMethod
 from nanovllm.quantization.fp8_loading import Stored
@@ -47,7 +51,7 @@ GPU = torch.device("cuda", 0)
 CACHE = 120e6  # bytes; weights in turn exceed the L2 cache
 ROWS = (1, 2, 4, 8, 16, 64, 131, 256, 512, 4096, 16384)
 SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (24576, 4096), "down": (4096, 12288)}
-LIMITS = {"check": 20, "table": 30, "tiles": 25, "rows": 10}  # seconds
+LIMITS = {"check": 20, "table": 30, "tiles": 25, "rows": 10, "experts": 20}  # seconds
 OPTIONS = WeightOptions(torch.bfloat16, GPU, fuse=True)
 
 
@@ -158,8 +162,6 @@ def checks(group: int | None, weight: Fp8Weight, x: torch.Tensor) -> dict[str, C
             expected + 1,
         ),
     }
-    if group is None:
-        found["product of bf16"] = lambda: (fp8_linear_triton(x, weight), expected)
     if len(x) <= 3:
         found["gemv"] = lambda: (fp8_gemv.fp8_gemv_triton(x, weight)[0], expected)
     return {f"{what}, {kind}": make for what, make in found.items()}
@@ -245,11 +247,11 @@ def tiles(times: Times) -> None:
     cases = [(256, 6144, 4096), (4096, 4096, 4096), (16, 4096, 4096), (131, 24576, 4096), (64, 4096, 12288)]
     cases += [(16, 24576, 4096), (64, 6144, 4096), (512, 4096, 12288), (256, 4096, 4096), (8, 6144, 4096)]
     cases += [(4096, 24576, 4096)]
-    for rows, n, k in cases:
-        x, plain = quantise_rows_triton(rows_of(rows, k)), rows_of(rows, k)
-        weights = [weight_of(n, k) for _ in range(copies(n * k, rows))]
+    for (rows, n, k), group in [(case, group) for group in (None, GROUP) for case in cases]:
+        x, plain = quantise_rows_triton(rows_of(rows, k), group), rows_of(rows, k)
+        weights = [weight_of(n, k, group) for _ in range(copies(n * k, rows))]
         found = []
-        for tile in TILES:
+        for tile in TILES if group is None else BLOCK_TILES:
             if times.late():
                 print("  time is up")
                 return
@@ -257,12 +259,9 @@ def tiles(times: Times) -> None:
                 continue
             fit = fitted_fp8(tile, GPU)
             calls = [partial(fp8_linear_triton, x, w, tile=fit) for w in weights]
-            found.append((attempt(str(tile), calls), fit, "fp8"))
-            if rows <= 64 and tile.columns <= 64:
-                calls = [partial(fp8_linear_triton, plain, w, tile=tile) for w in weights]
-                found.append((attempt(str(tile), calls), fit, "bf16"))
+            found.append((attempt(str(tile), calls), fit, "rows" if group is None else "blocks"))
         found.sort(key=lambda each: each[0])
-        chosen = choose_fp8_tile(rows, n, GPU)
+        chosen = choose_fp8_tile(rows, n, GPU, group)
         quantise = attempt("quantise", [partial(quantise_rows_triton, plain)] * 4)
         best = f"{_named(*found[0])}: {_tflops(rows, n, k, found[0][0])}"
         print(f"  {rows} x {n} x {k}: best {best}; quantise alone")
@@ -285,14 +284,14 @@ def rows(times: Times) -> None:
         fused = {"norm_weight": norm, "eps": 1e-6, "residual": rows_of(1, k), "silu": name == "gate_up"}
         options: Any = fused if name in ("qkv", "gate_up") else {}
         found = []
-        for tile, warps in ((4096, 4), (8192, 4), (16384, 4), (8192, 8), (16384, 8)):
+        for tile, warps in ((8192, 4), (16384, 4), (32768, 4), (32768, 8)):
             if times.late():
                 print("  time is up")
                 return
             fp8_gemv._TILE, fp8_gemv._WARPS = tile, warps
             calls = [partial(fp8_gemv.fp8_gemv_triton, x, w, **options) for w in method]
             found.append((attempt(f"gemv {tile} {warps}", calls), f"tile {tile}, {warps} warps"))
-        fp8_gemv._TILE, fp8_gemv._WARPS = 8192, 4
+        fp8_gemv._TILE, fp8_gemv._WARPS = 16384, 4
         line = "; ".join(f"{what} {1e6 * s:.1f} us, {n * k / s / 1e12:.2f} TB/s" for s, what in sorted(found))
         print(f"  gemv {name}: {line}", flush=True)
         times.lines.append(f"gemv {name}: {line}")
@@ -302,19 +301,52 @@ def rows(times: Times) -> None:
         for warps in (8, 16, 32):
             if times.late():
                 return
-            activation._ROW_WARPS = warps
+            activation._ROW_WARPS = warps, warps
             silus = [partial(silu_and_mul_fp8_triton, p) for p in pair]
             widths.append(f"{warps} warps {1e6 * attempt('silu', silus):.1f}")
-        activation._ROW_WARPS = 16
+        activation._ROW_WARPS = 32, 8
         bf16 = attempt("silu bf16", [partial(activation.silu_and_mul_triton, p) for p in pair])
         print(f"  silu {count}: {', '.join(widths)} us; to bf16 {1e6 * bf16:.1f} us", flush=True)
+
+
+def experts(times: Times) -> None:
+    """The experts of a layer of Qwen3-30B-A3B: to bf16, and in FP8 with scales of rows and of blocks."""
+    num, top_k, hidden, width = 128, 8, 2048, 768
+    floats = [torch.randn(num, *shape, device=GPU, dtype=torch.bfloat16) * 0.02 for shape in EXPERTS]
+    for count in (1, 16, 256, 4096, 16384):
+        if times.late():
+            print("  time is up")
+            return
+        choice = choose_experts(count * top_k, num, torch.bfloat16, GPU)
+        chosen, tiles = route_triton(rows_of(count, num), top_k, True, None, choice.rows)
+        assert tiles is not None
+        x, found = rows_of(count, hidden), []
+        found.append(attempt("bf16", [partial(experts_triton, x, *floats, tiles, choice)] * 2))
+        for group in (None, GROUP):
+            pair = [experts_of(num, *shape, group) for shape in EXPERTS]
+            found.append(attempt(f"fp8 {group}", [partial(fp8_experts_triton, x, *pair, tiles, choice)] * 2))
+            error = error_of(
+                fp8_experts_triton(x, *pair, tiles, choice), fp8_experts_reference(x, *pair, chosen)
+            )
+            print("   WRONG" if error > 0.03 else "", f"error {error:.4f}", end="")
+        speed = _tflops(3 * count * top_k, hidden, width, found[1])
+        line = f"  experts M={count}: bf16 {1e6 * found[0]:.1f} | rows {1e6 * found[1]:.1f} ({speed})"
+        print(line + f" | blocks {1e6 * found[2]:.1f} us", flush=True)
+
+
+EXPERTS = ((1536, 2048), (2048, 768))  # of gate and up, and of down
+
+
+def experts_of(num: int, n: int, k: int, group: int | None) -> Fp8Experts:
+    each = weight_of(num * n, k, group)
+    return Fp8Experts(each.codes.view(num, n, k), each.scales.view(num, -1, *each.scales.shape[1:]))
 
 
 def main() -> None:
     """Run the parts that the command line names."""
     lines: list[str] = []
     print(torch.cuda.get_device_name(0), torch.__version__)
-    parts = {"check": check, "table": table, "tiles": tiles, "rows": rows}
+    parts = {"check": check, "table": table, "tiles": tiles, "rows": rows, "experts": experts}
     context = copy_context()
     context.run(in_graph.set, True)
     for name in sys.argv[1:] or parts:

@@ -1,4 +1,4 @@
-"""Matrix-vector products of a few rows with an FP8 weight, fused with residual, norm and activation.
+"""Matrix-vector products of a row with an FP8 weight, fused with residual, norm and activation.
 
 As `kernels/gemv.py`: limited by reading the weight. A program quantises its row of x first, as the kernels
 for more rows do, so a row's answer depends on its batch only by the order of sums. Owns no weight.
@@ -9,14 +9,19 @@ from __future__ import annotations
 import torch
 
 from nanovllm.kernels.activation import gated, silu_and_mul_reference
-from nanovllm.kernels.compat import await_inputs, by_device, jit, next_power_of_2, pdl_options, tl
+from nanovllm.kernels.compat import await_inputs, by_device, jit, next_power_of_2, pdl_options, tl, use_triton
 from nanovllm.kernels.fp8 import fp8_rounded, fp8_scale, quantise_rows_reference
 from nanovllm.kernels.fp8_matmul import Fp8Weight, fp8_linear_reference
 from nanovllm.kernels.rms_norm import normalised, rms_norm_reference
 
 _BLOCK_K = 4096  # as in `kernels/gemv.py`
-_TILE = 8192  # bytes of the weight that a program loads at once, for each row
+_TILE = 16384  # bytes of the weight that a program loads at once, for each row
 _WARPS = 4
+
+
+def use_fp8_gemv(x: torch.Tensor) -> bool:
+    """Whether `fp8_gemv` is the fastest kernel for these rows. From two rows on `fp8_linear` is."""
+    return use_triton(x) and x.dim() == 2 and len(x) == 1
 
 
 def _blocks(rows: int, k: int, norm: bool, silu: bool, group: int | None) -> tuple[int, int]:

@@ -26,25 +26,28 @@ from nanovllm.kernels.compat import (
     tl,
     use_triton,
 )
-from nanovllm.kernels.fp8 import GROUP, Fp8Rows, expanded, fp8_rounded, fp8_scale
-from nanovllm.kernels.matmul import Tile, descriptor, is_aligned
+from nanovllm.kernels.fp8 import GROUP, Fp8Rows, expanded
+from nanovllm.kernels.matmul import Tile, descriptor
 
-# Costs as in `kernels/matmul.py`; tools/bench_fp8.py prints the times of all tiles.
+# Costs as in `kernels/matmul.py`, from an H100 (`tools/bench_fp8.py`).
 TILES = (
     Tile(128, 256, 128, 4, cost=2.0, warps=8, persistent=True),
-    Tile(128, 256, 128, 4, cost=2.1, warps=8),
-    Tile(128, 128, 128, 6, cost=1.12, warps=8),
-    Tile(128, 128, 128, 6, cost=1.15),
-    Tile(128, 64, 128, 6, cost=0.72),
-    Tile(64, 128, 128, 6, cost=0.8),
+    Tile(128, 128, 128, 6, cost=1.12),
+    Tile(128, 64, 128, 6, cost=0.8),
+    Tile(64, 128, 128, 6, cost=0.79),
     Tile(64, 64, 256, 4, cost=0.5, swap=True),
     Tile(64, 32, 256, 5, cost=0.36),
-    Tile(64, 16, 512, 4, cost=0.33),
-    Tile(32, 64, 512, 4, cost=0.48, swap=True),
-    Tile(16, 64, 512, 4, cost=0.46, swap=True),
+    Tile(32, 64, 512, 4, cost=0.46, swap=True),
+)
+# For scales of blocks: a step is one block, and two sums must fit into the registers.
+BLOCK_TILES = (
+    Tile(128, 128, GROUP, 6, cost=1.12, warps=8),
+    Tile(128, 128, GROUP, 4, cost=1.1, warps=8, persistent=True),
+    Tile(64, 128, GROUP, 8, cost=0.8),
+    Tile(64, 64, GROUP, 10, cost=0.5, swap=True),
+    Tile(32, 64, GROUP, 14, cost=0.46, swap=True),
 )
 _PLAIN = Tile(32, 64, 32, 2, cost=1)  # in the interpreter
-_INSIDE = 16  # rows up to which the product itself quantises x
 _BAND = 8  # tiles of rows that are computed together, so that a tile of the weight is read once for all
 
 
@@ -104,8 +107,8 @@ def _fp8_linear_kernel(
 ) -> None:
     """Computes tiles of the product in turn: bands of rows; within a band rows first, then columns.
 
-    x and weight are tensor descriptors, which read 0 past the end. Without `x_scales_ptr` x is not quantised
-    yet: every program finds the scales of its rows first. With GROUP it divides or is BLOCK_K.
+    x and weight are tensor descriptors, which read 0 past the end. With GROUP, scales are of groups of so
+    many columns, and a step is one group.
     """
     await_inputs(USE_PDL)
     column_tiles = tl.cdiv(N, COLUMNS)
@@ -119,22 +122,12 @@ def _fp8_linear_kernel(
         column = within // height * COLUMNS
         rows = row + tl.arange(0, ROWS)
         columns = column + tl.arange(0, COLUMNS)
-        inverse = tl.zeros((ROWS,), tl.float32)
-        if x_scales_ptr is None:
-            top = tl.zeros((ROWS,), tl.float32)
-            for k in range(0, K, BLOCK_K):
-                top = tl.maximum(top, tl.max(tl.abs(x.load([row, k]).to(tl.float32)), axis=1))
-            row_scales, inverse = fp8_scale(top)
-        elif GROUP is None:
-            row_scales = tl.load(x_scales_ptr + rows, mask=rows < num_rows, other=0.0)
         if SWAP:
             total = tl.zeros((COLUMNS, ROWS), dtype=tl.float32)
         else:
             total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
         for k in range(0, K, BLOCK_K):
             a = x.load([row, k])
-            if x_scales_ptr is None:
-                a = fp8_rounded(a.to(tl.float32) * inverse[:, None])
             b = weight.load([column, k])
             if GROUP is None:
                 total = fp8_dot(b, a.T, total) if SWAP else fp8_dot(a, b.T, total)
@@ -142,17 +135,25 @@ def _fp8_linear_kernel(
                 group = k // GROUP
                 left_ptrs = x_scales_ptr + group.to(tl.int64) * num_rows + rows
                 left = tl.load(left_ptrs, mask=rows < num_rows, other=0.0)
-                right_ptrs = scales_ptr + columns // GROUP_ROWS * tl.cdiv(K, GROUP) + group
-                right = tl.load(right_ptrs, mask=columns < N, other=0.0)
+                if GROUP_ROWS % COLUMNS == 0:  # one scale for all columns
+                    left *= tl.load(scales_ptr + column // GROUP_ROWS * tl.cdiv(K, GROUP) + group)
                 if SWAP:
-                    part = fp8_dot(b, a.T, tl.zeros((COLUMNS, ROWS), dtype=tl.float32))
-                    total += part * right[:, None] * left[None, :]
+                    part = fp8_dot(b, a.T, tl.zeros((COLUMNS, ROWS), dtype=tl.float32)) * left[None, :]
                 else:
-                    part = fp8_dot(a, b.T, tl.zeros((ROWS, COLUMNS), dtype=tl.float32))
-                    total += part * left[:, None] * right[None, :]
+                    part = fp8_dot(a, b.T, tl.zeros((ROWS, COLUMNS), dtype=tl.float32)) * left[:, None]
+                if GROUP_ROWS % COLUMNS == 0:
+                    total += part
+                else:
+                    right_ptrs = scales_ptr + columns // GROUP_ROWS * tl.cdiv(K, GROUP) + group
+                    right = tl.load(right_ptrs, mask=columns < N, other=0.0)
+                    if SWAP:
+                        total += part * right[:, None]
+                    else:
+                        total += part * right[None, :]
         if SWAP:
             total = total.T
         if GROUP is None:
+            row_scales = tl.load(x_scales_ptr + rows, mask=rows < num_rows, other=0.0)
             column_scales = tl.load(scales_ptr + columns, mask=columns < N, other=0.0)
             total = total * row_scales[:, None] * column_scales[None, :]
         if bias_ptr is not None:
@@ -174,20 +175,20 @@ def choose_fp8_tile(num_rows: int, n: int, device: torch.device, group: int | No
         tiles = -(-num_rows // tile.rows) * -(-n // tile.columns)
         return tile.cost * -(-tiles // (tile.fit * multiprocessors(device)))
 
-    tiles = [fitted_fp8(tile, device, group) for tile in TILES if tile.rows < 2 * max(num_rows, 16)]
+    known = TILES if group is None else BLOCK_TILES
+    tiles = [fitted_fp8(tile, device) for tile in known if tile.rows < 2 * max(num_rows, 32)]
     return min((tile for tile in tiles if tile.stages > 2 or not tile.persistent), key=time)
 
 
-def fitted_fp8(tile: Tile, device: torch.device, group: int | None = None, x_bytes: int = 1) -> Tile:
-    """The tile with as many stages as fit into the device's shared memory; with a group it is a step."""
-    tile = tile if group is None else tile._replace(k=group)
-    stage = (tile.rows * x_bytes + tile.columns) * tile.k
+def fitted_fp8(tile: Tile, device: torch.device) -> Tile:
+    """The tile with as many stages as fit into the device's shared memory."""
+    stage = (tile.rows + tile.columns) * tile.k
     rest = shared_memory(device) - 2048 - (tile.rows * tile.columns if tile.persistent else 0)
     return tile._replace(stages=max(1, min(tile.stages, rest // stage)))
 
 
 def fp8_linear_triton(
-    x: Fp8Rows | torch.Tensor,
+    x: Fp8Rows,
     weight: Fp8Weight,
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
@@ -195,19 +196,15 @@ def fp8_linear_triton(
     tile: Tile | None = None,
 ) -> torch.Tensor:
     """`fp8_linear` with Triton; `tile` is for tests and measurements, which compare all tiles."""
-    rows, scales = x if isinstance(x, Fp8Rows) else (x, None)
+    rows, scales = x
     num_rows, k = rows.shape
     n, group = len(weight.codes), weight.group
-    assert weight.codes.shape[1] == k and weight.scales.is_contiguous()
-    assert scales is None or scales.dim() == weight.scales.dim()
-    assert scales is not None or group is None, "rows with scales for groups come quantised"
+    assert weight.codes.shape[1] == k and weight.scales.is_contiguous() and x.group == group
     assert residual is None or (residual.is_contiguous() and residual.shape == (num_rows, n))
     out = rows.new_empty(num_rows, n, dtype=dtype) if residual is None else residual
     if num_rows == 0:
         return out
     tile = tile or choose_fp8_tile(num_rows, n, rows.device, group)
-    if scales is None:
-        tile = fitted_fp8(tile, rows.device, x_bytes=rows.element_size())
     programs = -(-num_rows // tile.rows) * -(-n // tile.columns)
     _fp8_linear_kernel[(min(programs, multiprocessors(rows.device)) if tile.persistent else programs,)](
         descriptor(rows, [tile.rows, tile.k]),
@@ -251,11 +248,6 @@ def fp8_linear_reference(
     return out.to(dtype) if residual is None else residual.copy_(out)
 
 
-def quantises_inside(x: torch.Tensor, weight: Fp8Weight) -> bool:
-    """Whether the product itself should quantise rows x [T, K]: for few, which every program reads twice."""
-    return weight.group is None and use_triton(x) and len(x) <= _INSIDE and is_aligned(x)
-
-
 def _scaled_mm(x: Fp8Rows, weight: Fp8Weight, bias: torch.Tensor | None) -> torch.Tensor:
     """`fp8_linear` to bfloat16 with the CUTLASS kernel in torch."""
     scales = x.scales[:, None], weight.scales[None, :]
@@ -265,10 +257,10 @@ def _scaled_mm(x: Fp8Rows, weight: Fp8Weight, bias: torch.Tensor | None) -> torc
     return out
 
 
-def use_scaled_mm(x: Fp8Rows | torch.Tensor, weight: Fp8Weight, dtype: torch.dtype) -> bool:
+def use_scaled_mm(x: Fp8Rows, weight: Fp8Weight, dtype: torch.dtype) -> bool:
     """Whether torch's product is faster than ours: outside a graph, because a launch of ours costs the host
     60 us more."""
-    if weight.group is not None or dtype != torch.bfloat16 or not isinstance(x, Fp8Rows):
+    if weight.group is not None or dtype != torch.bfloat16:
         return False
     if in_graph.get() or not use_triton(x.codes) or capability(x.codes.device)[0] != 9:
         return False
@@ -277,7 +269,7 @@ def use_scaled_mm(x: Fp8Rows | torch.Tensor, weight: Fp8Weight, dtype: torch.dty
 
 
 def fp8_linear(
-    x: Fp8Rows | torch.Tensor,
+    x: Fp8Rows,
     weight: Fp8Weight,
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
@@ -286,14 +278,12 @@ def fp8_linear(
 ) -> torch.Tensor:
     """x @ weight^T + bias + residual, [T, N] of `dtype`.
 
-    x: [T, K], weight: [N, K], with scales for rows or for groups, both the same. x may be a tensor, which the
-    kernel then quantises, with scales for rows. K is a multiple of 16. bias: [N]. residual: [T, N]
-    contiguous, of `dtype`; the result overwrites it. With `deterministic` the bits of a row depend only on
-    its rows of x and residual.
+    x: [T, K], weight: [N, K], with scales for rows or for groups, both the same. K is a multiple of 16. bias:
+    [N]. residual: [T, N] contiguous, of `dtype`; the result overwrites it. With `deterministic` the bits of a
+    row depend only on its rows of x and residual.
     """
     if not use_triton(weight.codes):
-        assert isinstance(x, Fp8Rows)
         return fp8_linear_reference(x, weight, bias, residual, dtype)
-    if isinstance(x, Fp8Rows) and residual is None and not deterministic and use_scaled_mm(x, weight, dtype):
+    if residual is None and not deterministic and use_scaled_mm(x, weight, dtype):
         return _scaled_mm(x, weight, bias)
     return fp8_linear_triton(x, weight, bias, residual, dtype)

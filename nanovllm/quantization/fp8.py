@@ -16,9 +16,8 @@ from torch import nn
 from nanovllm.kernels.activation import Activation
 from nanovllm.kernels.compat import HAS_TRITON
 from nanovllm.kernels.fp8 import GROUP, Fp8Rows, quantise_rows
-from nanovllm.kernels.fp8_gemv import fp8_gemv
-from nanovllm.kernels.fp8_matmul import Fp8Weight, fp8_linear, quantises_inside, use_scaled_mm
-from nanovllm.kernels.gemv import use_gemv
+from nanovllm.kernels.fp8_gemv import fp8_gemv, use_fp8_gemv
+from nanovllm.kernels.fp8_matmul import Fp8Weight, fp8_linear, use_scaled_mm
 from nanovllm.quantization.base import (
     ExpertsMethod,
     Gated,
@@ -84,7 +83,7 @@ class Fp8LinearMethod(Fp8Method, LinearMethod):
             return self.dense.apply(x, bias)
         rows = x.flatten(0, -2)
         few = self._few_rows(rows)
-        out = fp8_gemv(rows, self.weight, bias)[0] if few else self._multiply(self._rows(rows), bias)
+        out = fp8_gemv(rows, self.weight, bias)[0] if few else self._multiply(self._quantised(rows), bias)
         return out.unflatten(0, x.shape[:-1])
 
     def apply_to_normed(
@@ -112,7 +111,7 @@ class Fp8LinearMethod(Fp8Method, LinearMethod):
             return self.dense.apply_and_add(x, residual, bias)
         if self._few_rows(x):
             return fp8_gemv(x, self.weight, bias)[0], residual
-        return self._add(self._rows(x), residual, bias)
+        return self._add(self._quantised(x), residual, bias)
 
     def apply_to_gated(
         self, x: Gated, residual: torch.Tensor | None, bias: torch.Tensor | None = None
@@ -122,20 +121,17 @@ class Fp8LinearMethod(Fp8Method, LinearMethod):
         return self._add(x.quantised(self.stored.group), residual, bias)
 
     def _few_rows(self, x: torch.Tensor) -> bool:
-        return not self.options.deterministic and use_gemv(x)
+        return not self.options.deterministic and use_fp8_gemv(x)
 
-    def _rows(self, x: torch.Tensor) -> Fp8Rows | torch.Tensor:
-        """x in FP8, or as it is, if the product quantises it."""
-        if quantises_inside(x, self.weight):
-            return x
+    def _quantised(self, x: torch.Tensor) -> Fp8Rows:
         return quantise_rows(x, self.stored.group)
 
-    def _multiply(self, x: Fp8Rows | torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def _multiply(self, x: Fp8Rows, bias: torch.Tensor | None) -> torch.Tensor:
         options = self.options
         return fp8_linear(x, self.weight, bias, None, options.dtype, options.deterministic)
 
     def _add(
-        self, x: Fp8Rows | torch.Tensor, residual: torch.Tensor | None, bias: torch.Tensor | None
+        self, x: Fp8Rows, residual: torch.Tensor | None, bias: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         dtype, deterministic = self.options.dtype, self.options.deterministic
         by_torch = not deterministic and use_scaled_mm(x, self.weight, dtype)
