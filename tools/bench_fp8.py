@@ -1,7 +1,7 @@
 """FP8 products on a GPU: kernels against their references, the times of tiles, and whole layers beside bf16.
 
-`python -m tools.bench_fp8 [check] [table] [tiles] [rows] [experts]`, by default all. Each part ends with its time
-limit, and a configuration that fails is printed and left out. With OUT=folder all times go to a file there.
+`python -m tools.bench_fp8 [check] [table] [tiles] [rows] [experts]`, by default all. Each part ends with its
+time limit, and a configuration that fails is printed and left out. With OUT=folder all times go to a file there.
 """
 
 from __future__ import annotations
@@ -328,7 +328,7 @@ def experts(times: Times) -> None:
             error = error_of(
                 fp8_experts_triton(x, *pair, tiles, choice), fp8_experts_reference(x, *pair, chosen)
             )
-            print("   WRONG" if error > 0.03 else "", f"error {error:.4f}", end="")
+            print("   WRONG" if error > 0.04 else "", f"error {error:.4f}", end="")
         speed = _tflops(3 * count * top_k, hidden, width, found[1])
         line = f"  experts M={count}: bf16 {1e6 * found[0]:.1f} | rows {1e6 * found[1]:.1f} ({speed})"
         print(line + f" | blocks {1e6 * found[2]:.1f} us", flush=True)

@@ -72,6 +72,14 @@ class CompressedTensorsConfig(QuantConfig):
         return replace(self, groups=tuple(groups))
 
     @property
+    def itemsize(self) -> float | None:
+        return self.groups[0].quant.itemsize
+
+    @property
+    def speed(self) -> float:
+        return self.groups[0].quant.speed
+
+    @property
     def note(self) -> str | None:
         notes = dict.fromkeys(group.quant.note for group in self.groups if group.quant.note)
         return "; ".join(notes) or None

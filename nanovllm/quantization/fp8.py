@@ -184,6 +184,14 @@ class Fp8Config(QuantConfig):
         return replace(self, products=multiplies_fp8(capability))
 
     @property
+    def itemsize(self) -> float | None:
+        return 1 if self.products else None
+
+    @property
+    def speed(self) -> float:
+        return 2.0 if self.products else 1.0
+
+    @property
     def note(self) -> str | None:
         if self.products:
             return None

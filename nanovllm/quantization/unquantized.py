@@ -138,6 +138,16 @@ class QuantConfig:
         return self
 
     @property
+    def itemsize(self) -> float | None:
+        """Bytes of a weight of linear layers; None: those of the model's dtype."""
+        return None
+
+    @property
+    def speed(self) -> float:
+        """How fast the products of linear layers can be, relative to those of the model's dtype."""
+        return 1.0
+
+    @property
     def note(self) -> str | None:
         """What a user should know of it at a start."""
         return None
