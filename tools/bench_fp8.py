@@ -1,7 +1,7 @@
 """FP8 products on a GPU: kernels against their references, the times of tiles, and whole layers beside bf16.
 
 `python -m tools.bench_fp8 [check] [table] [tiles] [rows] [experts]`, by default all. Each part ends with its
-time limit, and a configuration that fails is printed and left out. With OUT=folder all times go to a file there.
+time limit. A configuration that fails is printed and left out. With OUT=folder all times go to a file there.
 """
 
 from __future__ import annotations

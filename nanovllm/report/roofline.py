@@ -68,8 +68,8 @@ class Cost:
         )
 
     def prompt_flops(self, num_tokens: int, num_pairs: int) -> float:
-        """FLOPs of the layers for `num_tokens` prompt tokens that attend to `num_pairs` tokens in total, as many
-        of the model's dtype as take the same time."""
+        """FLOPs of the layers for `num_tokens` prompt tokens that attend to `num_pairs` tokens in total: as
+        many of the model's dtype as take the same time."""
         return 2.0 * self.layer_params / self.layer_speed * num_tokens + float(self.pair_flops * num_pairs)
 
     def prefill_flops(self, query_lens: np.ndarray, context_lens: np.ndarray) -> float:
