@@ -61,7 +61,7 @@ def test_cost_of_a_small_config() -> None:
 
 
 def test_cost_of_weights_in_fp8() -> None:
-    """Half the bytes and twice the speed in the layers, where there are products in FP8; not in the LM head."""
+    """Half the bytes and twice the speed in the layers, if there are products in FP8; not in the LM head."""
     quant = Fp8Config(Stored.ROWS)
     for products in (False, True):
         config = SimpleNamespace(**vars(TINY) | {"quant": quant.on((9, 0) if products else (8, 0))})
