@@ -10,9 +10,10 @@ from typing import NamedTuple
 
 import torch
 
-from nanovllm.kernels.compat import await_inputs, jit, next_power_of_2, pdl_options, tl
+from nanovllm.kernels.compat import await_inputs, jit, pdl_options, tl
 
 _PAIRS = 4096  # that a program reads at once
+_LENGTHS = (512, 4096, 8192)  # up to so many pairs each program reads all of them
 _TILES = 32  # that a program describes at once
 _COUNTS = 32  # parts of the counts that are read at once
 
@@ -42,10 +43,54 @@ def max_tiles(num_pairs: int, num_experts: int, rows: int) -> int:
     return min(num_pairs, (num_pairs + min(num_pairs, num_experts) * (rows - 1)) // rows)
 
 
+@jit()
+def _place(
+    ids_ptr: tl.tensor,
+    order_ptr: tl.tensor,
+    expert: tl.tensor,
+    place: tl.tensor,
+    first_pair: tl.tensor,
+    last_pair: tl.tensor,
+    LENGTH: tl.constexpr,
+    PAIRS: tl.constexpr,
+) -> None:
+    """Put an expert's pairs of [first_pair, min(first_pair + LENGTH, last_pair)) at `place` and after it."""
+    for start in range(0, LENGTH, PAIRS):
+        pairs = first_pair + start + tl.arange(0, PAIRS)
+        mask = (pairs < last_pair) & (start + tl.arange(0, PAIRS) < LENGTH)
+        here = (tl.load(ids_ptr + pairs, mask=mask, other=-1) == expert).to(tl.int32)
+        tl.store(order_ptr + place + tl.cumsum(here, axis=0) - 1, pairs, mask=here > 0)
+        place += tl.sum(here, axis=0)
+
+
+@jit("num_rows")
+def _placing_kernel(
+    ids_ptr: tl.tensor,
+    places_ptr: tl.tensor,
+    starts_ptr: tl.tensor,
+    order_ptr: tl.tensor,
+    num_rows: int,
+    TOP_K: tl.constexpr,
+    E_PADDED: tl.constexpr,
+    ROWS: tl.constexpr,
+    PARTS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    USE_PDL: tl.constexpr,
+) -> None:
+    """One program per expert and PARTS parts of ROWS rows each: puts the expert's pairs at their places."""
+    own, first_part = tl.program_id(0), tl.program_id(1) * PARTS
+    await_inputs(USE_PDL)
+    place = tl.load(starts_ptr + own) + tl.load(places_ptr + first_part * E_PADDED + own)
+    first, last = first_part * ROWS * TOP_K, num_rows * TOP_K
+    _place(ids_ptr, order_ptr, own, place, first, last, PARTS * ROWS * TOP_K, PAIRS)
+
+
 @jit("num_rows", "most_tiles", "num_counts")
 def _grouping_kernel(
     ids_ptr: tl.tensor,
     counts_ptr: tl.tensor,
+    places_ptr: tl.tensor,
+    first_places_ptr: tl.tensor,
     order_ptr: tl.tensor,
     experts_ptr: tl.tensor,
     starts_ptr: tl.tensor,
@@ -57,13 +102,18 @@ def _grouping_kernel(
     TOP_K: tl.constexpr,
     E_PADDED: tl.constexpr,
     TILE_ROWS: tl.constexpr,
+    LENGTH: tl.constexpr,
     PAIRS: tl.constexpr,
     TILES: tl.constexpr,
     COUNTS: tl.constexpr,
     USE_PDL: tl.constexpr,
 ) -> None:
-    """One program per expert: finds its pairs, and describes its tiles. counts: [num_counts, E_PADDED], parts
-    of the number of pairs of each expert."""
+    """One program per expert: describes its tiles and finds its pairs. counts: [num_counts, E_PADDED], parts
+    of the number of pairs of each expert.
+
+    places [num_counts, E_PADDED], first_places [E_PADDED]: if given, they get the place of each part's first
+    pair, from the expert's first place on, and this place; `_placing_kernel` then finds the pairs.
+    """
     own = tl.program_id(0)
     columns = tl.arange(0, E_PADDED)
     await_inputs(USE_PDL)
@@ -71,7 +121,13 @@ def _grouping_kernel(
     for first in range(0, num_counts, COUNTS):
         parts = first + tl.arange(0, COUNTS)
         cells = parts[:, None] * E_PADDED + columns[None, :]
-        totals += tl.sum(tl.load(counts_ptr + cells, mask=(parts < num_counts)[:, None], other=0), axis=0)
+        counts = tl.load(counts_ptr + cells, mask=(parts < num_counts)[:, None], other=0)
+        if places_ptr is not None:
+            pairs_of_parts = tl.sum(tl.where((columns == own)[None, :], counts, 0), axis=1)
+            before = tl.sum(tl.where(columns == own, totals, 0), axis=0)
+            places = before + tl.cumsum(pairs_of_parts, axis=0) - pairs_of_parts
+            tl.store(places_ptr + parts * E_PADDED + own, places, mask=parts < num_counts)
+        totals += tl.sum(counts, axis=0)
     tiles = (totals + TILE_ROWS - 1) // TILE_ROWS
     start = tl.sum(tl.where(columns < own, totals, 0), axis=0)
     end = start + tl.sum(tl.where(columns == own, totals, 0), axis=0)
@@ -91,35 +147,57 @@ def _grouping_kernel(
         tl.store(experts_ptr + unused, unused * 0, mask=mask)
         tl.store(starts_ptr + unused, unused * 0, mask=mask)
         tl.store(ends_ptr + unused, unused * 0, mask=mask)
-    place = start
-    num_pairs = num_rows * TOP_K
-    for first in range(0, num_pairs, PAIRS):
-        pairs = first + tl.arange(0, PAIRS)
-        here = (tl.load(ids_ptr + pairs, mask=pairs < num_pairs, other=-1) == own).to(tl.int32)
-        tl.store(order_ptr + place + tl.cumsum(here, axis=0) - 1, pairs, mask=here > 0)
-        place += tl.sum(here, axis=0)
+    if places_ptr is not None:
+        tl.store(first_places_ptr + own, start)
+    else:
+        _place(ids_ptr, order_ptr, own, start, 0, num_rows * TOP_K, LENGTH, PAIRS)
 
 
-def group_triton(chosen: Chosen, counts: torch.Tensor, tiles: ExpertTiles, num_experts: int) -> None:
-    """Fill `tiles`. counts: [P, E_PADDED] int32, parts of the number of pairs of each expert."""
+def group_triton(
+    chosen: Chosen, counts: torch.Tensor, tiles: ExpertTiles, num_experts: int, rows: int
+) -> None:
+    """Fill `tiles`. counts: [P, E_PADDED] int32, the number of pairs of each expert in parts of `rows` rows.
+    One launch, for many rows two."""
     num_rows, top_k = chosen.ids.shape
-    pairs = min(_PAIRS, max(2, next_power_of_2(num_rows * top_k)))
+    (parts, padded), num_pairs = counts.shape, num_rows * top_k
+    length = next((each for each in _LENGTHS if num_pairs <= each), 0)
+    alone = length > 0
+    pairs = min(_PAIRS, length) if alone else _PAIRS
+    places = None if alone else counts.new_empty(parts + 1, padded)
+    options = {"num_warps": 8 if pairs > 1024 else 4, **pdl_options(counts)}
     _grouping_kernel[(num_experts,)](
         chosen.ids,
         counts,
+        places,
+        None if places is None else places[parts],
         *tiles[1:6],
         num_rows,
         len(tiles.experts),
-        len(counts),
+        parts,
         TOP_K=top_k,
-        E_PADDED=counts.shape[1],
+        E_PADDED=padded,
         TILE_ROWS=tiles.rows,
+        LENGTH=length,
         PAIRS=pairs,
         TILES=_TILES,
         COUNTS=_COUNTS,
-        num_warps=8 if pairs > 1024 else 4,
-        **pdl_options(counts),
+        **options,
     )
+    if places is not None:
+        together = max(1, pairs // (rows * top_k))
+        _placing_kernel[(num_experts, -(-parts // together))](
+            chosen.ids,
+            places,
+            places[parts],
+            tiles.order,
+            num_rows,
+            TOP_K=top_k,
+            E_PADDED=padded,
+            ROWS=rows,
+            PARTS=together,
+            PAIRS=pairs,
+            **options,
+        )
 
 
 def empty_tiles(chosen: Chosen, num_experts: int, rows: int) -> ExpertTiles:

@@ -83,7 +83,7 @@ def route_triton(
 
     The softmax is in float32. Among equal logits the lowest ids win. normalised: the weights of a row add up
     to 1; else they are its probabilities among all experts. slots: [T]; a row with a negative one is padding
-    and is routed nowhere. One launch; with tiles two.
+    and is routed nowhere. One launch; with tiles two, for many rows three.
     """
     num_rows, experts = logits.shape
     assert logits.is_contiguous()
@@ -114,7 +114,7 @@ def route_triton(
         **pdl_options(logits),
     )
     if tiles is not None and counts is not None:
-        group_triton(chosen, counts, tiles, experts)
+        group_triton(chosen, counts, tiles, experts, rows)
     return chosen, tiles
 
 

@@ -42,6 +42,11 @@ class MoESpec:
                 f"config.json: num_experts_per_tok {self.top_k} is more than the {self.num_experts} experts"
             )
 
+    @property
+    def largest(self) -> int:
+        """The width of all experts of a layer that are one weight."""
+        return max(self.num_experts * self.width, self.shared_width or 0)
+
     def has_experts(self, layer: int) -> bool:
         return layer not in self.dense and (layer + 1) % self.step == 0
 

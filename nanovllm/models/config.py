@@ -68,6 +68,11 @@ class ModelConfig:
     max_model_len: int | None = None  # maximum tokens of a sequence in the engine; None: without an engine
 
     def __post_init__(self) -> None:
+        if self.moe is not None and 2 * self.moe.largest * self.hidden_size > _MAX_ELEMENTS:
+            raise ValueError(
+                f"config.json: {self.moe.num_experts} experts of width {self.moe.width}, or a shared one of "
+                f"width {self.moe.shared_width}, give weights that no memory holds"
+            )
         for layer, spec in enumerate(self.attention):
             for name in ("num_kv_heads", "head_dim"):
                 own, first = getattr(spec, name), getattr(self, name)

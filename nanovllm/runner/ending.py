@@ -67,8 +67,8 @@ class StepTensors(NamedTuple):
             None if each is None else TokenLogprobTensors(*map(fetch, each))
             for each in (self.logprobs, self.scores)
         )
-        pooled, routed = (None if each is None else fetch(each) for each in (self.pooled, self.routed))
-        return StepTensors(fetch(self.token_ids), logprobs, scores, pooled, routed)
+        more = (None if each is None else fetch(each) for each in (self.pooled, self.routed))
+        return StepTensors(fetch(self.token_ids), logprobs, scores, *more)
 
 
 class Ending:

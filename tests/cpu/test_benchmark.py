@@ -30,7 +30,7 @@ from tools.benchmark import roofline
 from tools.benchmark.kernels import busy_time, costliest, group_replays, read_trace, replay_times
 from tools.benchmark.roofline import Cost, Speed, broken_floor, device_speed, floor_of
 from tools.benchmark.steps import Step, StepRecorder, phases, step_times
-from tools.benchmark.workloads import QWEN3, Workload, headline, write_shape
+from tools.benchmark.workloads import QWEN3, QWEN3_MOE, Workload, headline, write_shape
 
 # -- the floor ---------------------------------------------------------------------------------------------
 
@@ -184,7 +184,8 @@ def test_the_headlines_floor_on_an_h200(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", QWEN3)
 def test_every_shape_is_one_the_loader_reads(tmp_path: Path, name: str) -> None:
     config = load_model_config(write_shape(name, tmp_path))
-    assert (config.num_layers, config.num_kv_heads, config.longest) == (QWEN3[name][0], 8, 40_960)
+    kv_heads = QWEN3_MOE.get(name, {}).get("num_key_value_heads", 8)
+    assert (config.num_layers, config.num_kv_heads, config.longest) == (QWEN3[name][0], kv_heads, 40_960)
     assert load_model_config(write_shape(name, tmp_path, 131_072)).longest == 131_072
 
 

@@ -9,7 +9,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import inside
 import moe_cases
 import numpy as np
 import pytest
@@ -177,7 +176,7 @@ def test_deterministic(moe: Path, prompts: list, expected: list, monkeypatch: py
         (64, Sizes(60, 4), 16),
         (97, Sizes(), 4),
         (130, Sizes(8, 2), 128),
-        (2100, Sizes(16, 2), 64),
+        (1300, Sizes(12, 8), 64),
     ],
 )
 def test_routing(rows: int, sizes: Sizes, tile_rows: int) -> None:
@@ -235,8 +234,7 @@ def test_only_experts_with_rows_are_computed(tmp_path: Path, monkeypatch: pytest
 # -- weights ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", MOE_FAMILIES)
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(("family", "ranks"), [*((family, 1) for family in MOE_FAMILIES), ("mixtral", 2)])
 def test_the_state_dict_of_transformers_updates(tmp_path: Path, family: str, ranks: int) -> None:
     """It holds the experts of a layer in two tensors."""
     first, second = (write_tiny_model(tmp_path / str(i), family, seed=i) for i in range(2))
@@ -308,6 +306,10 @@ def test_18_thousand_tensors_are_quick() -> None:
     [
         ({"num_experts_per_tok": 11}, "num_experts_per_tok 11 is more than the 10 experts"),
         ({"num_local_experts": 2**20}, "1048576 experts are more than 4096"),
+        (
+            {"moe_intermediate_size": 2**30, "hidden_size": 2**20},
+            "10 experts of width 1073741824 .* no memory",
+        ),
         ({"num_local_experts": 0, "num_experts": 0}, "num_experts must be a positive integer, not 0"),
         ({"moe_intermediate_size": "24"}, "moe_intermediate_size must be a positive integer, not '24'"),
         ({"mlp_only_layers": 3}, "mlp_only_layers must be a list of layers, not 3"),
@@ -340,13 +342,6 @@ def test_other_kinds_are_refused() -> None:
         get_family("DeepseekV3ForCausalLM", {"n_routed_experts": 256})
 
 
-def test_inside_has_experts(moe: Path) -> None:
-    """The layers that the config names."""
-    with make_tiny(moe) as llm:
-        blocks = [type(layer.mlp).__name__ for layer in inside.model(llm).model.layers]
-    assert blocks == ["MoE", "GatedMLP", "MoE"]
-
-
 # -- return_routed_experts ----------------------------------------------------------------------------------
 
 
@@ -370,8 +365,7 @@ def transformers_routing(folder: Path, token_ids: list[int]) -> torch.Tensor:
 )
 def test_routed_experts(moe: Path, prompts: list, options: dict[str, Any]) -> None:
     """Of every token but the last one; all settings agree with transformers."""
-    params = [SamplingParams(temperature=0, max_tokens=10, ignore_eos=True) for _ in prompts]
-    params[1] = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True, n=1, min_tokens=3)
+    params = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
     settings: dict[str, Any] = {"return_routed_experts": True, "enable_prefix_caching": False, **options}
     make = LLM if "data_parallel_size" in options else CheckedLLM
     base = {"device": "cpu", "dtype": "float32", "skip_tokenizer_init": True, "kvcache_block_size": BLOCK}

@@ -30,7 +30,7 @@ def choices(sizes: Sizes) -> list[ExpertChoice]:
     return [choose_experts(n * sizes.experts, sizes.experts, BF16, torch.device(GPU, 0)) for n in pairs]
 
 
-@pytest.mark.parametrize("rows", [*ROWS, 64, 2100])
+@pytest.mark.parametrize("rows", [*ROWS, 64, 600, 2100, 9000])
 @pytest.mark.parametrize("sizes", [Sizes(), Sizes(128, 8), Sizes(8, 2), Sizes(60, 4)], ids=str)
 def test_routing(rows: int, sizes: Sizes) -> None:
     for dtype, tile_rows in ((BF16, 16), (F32, 64)):

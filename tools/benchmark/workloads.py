@@ -28,7 +28,7 @@ QWEN3 = {  # name: layers, hidden, intermediate, heads, tied embeddings
     "qwen3-32b": (64, 5120, 25600, 64, False),
     "qwen3-30b-a3b": (48, 2048, 6144, 32, False),
 }
-QWEN3_MOE = {  # what a mixture of experts adds to the config
+QWEN3_MOE: dict[str, dict[str, Any]] = {  # what a mixture of experts adds to the config
     "qwen3-30b-a3b": {
         "architectures": ["Qwen3MoeForCausalLM"],
         "model_type": "qwen3_moe",
