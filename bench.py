@@ -28,6 +28,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +107,9 @@ def measure(args: argparse.Namespace, folder: str) -> tuple[dict[str, Any], Floo
         model = write_shape(args.shape, Path(folder), args.max_model_len or 0)
     else:
         model = Path(args.model or demo_model_path())
-    config = load_model_config(model)
+    config = load_model_config(model, quantization=args.options.get("quantization"))
+    capability = torch.cuda.get_device_capability() if args.on_gpu else (0, 0)
+    config = replace(config, quant=config.quant.on(capability))
     try:
         work = make_workload(args.workload, args.num_seqs, model, config, args.dummy)
     except (OSError, ValueError) as error:

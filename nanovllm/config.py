@@ -67,6 +67,8 @@ class Config:
     device: "auto", "cpu", "cuda" or "cuda:N", or a torch.device.
     dtype: "auto" (the checkpoint's dtype on a GPU, float32 on a CPU), "float32", "bfloat16" or "float16", or
     a torch.dtype.
+    quantization: None (as config.json says), "fp8" (weights in 16 or 32 bits become FP8 as they are loaded),
+    or the quant_method that config.json has.
     load_format: "auto" reads the weights, "dummy" makes random ones from config.json alone. Both load the
     tokenizer, unless `skip_tokenizer_init` is on.
     skip_tokenizer_init: load no tokenizer; prompts are then token ids and outputs have no text.
@@ -109,6 +111,7 @@ class Config:
     attention_backend: str = "auto"
     device: str = "auto"
     dtype: str = "auto"
+    quantization: str | None = None
     load_format: str = "auto"
     skip_tokenizer_init: bool = False
     deterministic: bool = False
@@ -209,7 +212,7 @@ class Config:
 
     def _check_files(self) -> None:
         """Check the options about files."""
-        for name in ("revision", "tokenizer_revision", "download_dir"):
+        for name in ("revision", "tokenizer_revision", "download_dir", "quantization"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, str) or not value):
                 raise TypeError(f"{name} must be a string that is not empty, not {value!r}")

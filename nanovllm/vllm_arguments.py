@@ -52,7 +52,6 @@ _LEAVE_OUT = "leave it out"
 _ANY = Absent(None, "")
 _NO_IMAGES = Absent(_NOTHING, "only text is supported; leave it out")
 _NO_MEDIA = ({"image": 0}, {"image": 0, "video": 0}, {"image": 0, "video": 0, "audio": 0})
-_NO_QUANTIZATION = Absent(_NOTHING, "use the model's bfloat16, float16 or float32 checkpoint")
 _NO_CACHE = "make the LLM with enable_prefix_caching=False"
 _NO_LORA = Absent(_NOTHING, "merge the adapter into the weights first (peft's merge_and_unload)")
 _ONE = Absent((1, None), "use tensor_parallel_size or data_parallel_size")
@@ -98,7 +97,7 @@ ENGINE: dict[str, Absent] = {
     **{name: Absent(_NOTHING, _OVERRIDE % name) for name in ("rope_scaling", "rope_theta")},
     "config_format": Absent(("auto", "hf", None), "convert the checkpoint to the Hugging Face format"),
     "model_impl": Absent(("auto", "vllm", None), _LEAVE_OUT),
-    **_each("quantization quantization_config", _NO_QUANTIZATION),
+    "quantization_config": Absent(_NOTHING, "put it into config.json, or use quantization='fp8'"),
     "ignore_patterns": Absent(("original/**/*", ["original/**/*"], *_NOTHING), _DOWNLOAD),
     "chat_template": Absent(_NOTHING, "pass it to chat()"),
     # what the model is used for

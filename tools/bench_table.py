@@ -16,7 +16,7 @@ import statistics
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -113,7 +113,8 @@ def best_speed(config: ModelConfig, work: Workload, options: dict[str, Any]) -> 
 def engine(shape: str, options: dict[str, Any]) -> Iterator[tuple[LLM, ModelConfig]]:
     with tempfile.TemporaryDirectory() as folder:
         model = write_shape(shape, Path(folder))
-        config = load_model_config(model)
+        config = load_model_config(model, quantization=options.get("quantization"))
+        config = replace(config, quant=config.quant.on(torch.cuda.get_device_capability()))
         with LLM(model, load_format="dummy", skip_tokenizer_init=True, **options) as llm:
             yield llm, config
 

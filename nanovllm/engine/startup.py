@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -51,7 +52,10 @@ def open_model(config: Config) -> OpenedModel:
     path = find_model(config)
     option, changes = config.generation_config, config.override_generation_config or {}
     generation = read_generation_config(option, path)
-    model_config = load_model_config(path, generation, config.hf_overrides)
+    model_config = load_model_config(path, generation, config.hf_overrides, config.quantization)
+    model_config = replace(model_config, quant=model_config.quant.on(Device(config.device).capability))
+    if model_config.quant.note:
+        logger.warning("%s", model_config.quant.note)
     defaults = overridden(generation, option, changes)
     model_config.check_tensor_parallel_size(config.tensor_parallel_size)
     if config.return_routed_experts and model_config.moe is None:

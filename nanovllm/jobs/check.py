@@ -78,7 +78,7 @@ def _read_model(args: argparse.Namespace) -> _Model:
         config = Config.from_kwargs(args.model, **engine_options(args))
         path = find_model(config)
         generation = read_generation_config(config.generation_config, path)
-        model_config = load_model_config(path, generation, config.hf_overrides)
+        model_config = load_model_config(path, generation, config.hf_overrides, config.quantization)
         changes = config.override_generation_config or {}
         params = recommended_params(overridden(generation, config.generation_config, changes))
         limit = resolve_max_model_len(config.max_model_len, model_config)

@@ -8,8 +8,11 @@ import torch
 import torch.nn.functional as F
 
 from nanovllm.kernels.compat import await_inputs, by_device, jit, pdl_options, tl
+from nanovllm.kernels.fp8 import Fp8Rows, padded_row, quantise_rows_reference, store_fp8
 
 _BLOCK = 1024  # columns of a program, measured on an H200 (docs/log/2026-11-22-techniques.md)
+_ROW_WARPS = 32, 8  # at most, of a program for a whole row: for up to _FEW_ROWS rows, and for more
+_FEW_ROWS = 128
 
 
 @jit()
@@ -39,6 +42,57 @@ def _silu_and_mul_kernel(
     tl.store(out_ptr + row * N + columns, gated(gate, up, dtype), mask=mask)
 
 
+@jit("num_rows")
+def _silu_and_mul_fp8_kernel(
+    x_ptr: tl.tensor,
+    codes_ptr: tl.tensor,
+    scales_ptr: tl.tensor,
+    num_rows: int,
+    x_stride: int,
+    N: tl.constexpr,
+    N_PADDED: tl.constexpr,
+    GROUP: tl.constexpr,
+    USE_PDL: tl.constexpr,
+) -> None:
+    """One program per row, whose scale needs all of it."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, N_PADDED)
+    mask = columns < N
+    await_inputs(USE_PDL)
+    x_ptrs = x_ptr + row * x_stride + columns
+    gate = tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(x_ptrs + N, mask=mask, other=0.0).to(tl.float32)
+    out = gated(gate, up, x_ptr.dtype.element_ty).to(tl.float32)
+    store_fp8(out, codes_ptr, scales_ptr, row, num_rows, N, GROUP)
+
+
+def silu_and_mul_fp8_triton(x: torch.Tensor, group: int | None = None) -> Fp8Rows:
+    """`silu_and_mul`, as `quantise_rows` makes it from the result in x's dtype."""
+    rows, n = x.shape[0], x.shape[1] // 2
+    out = Fp8Rows.empty(x, n, group)
+    if rows:
+        assert x.stride(1) == 1
+        padded = padded_row(n, group)
+        _silu_and_mul_fp8_kernel[(rows,)](
+            x,
+            out.codes,
+            out.scales,
+            rows,
+            x.stride(0),
+            N=n,
+            N_PADDED=padded,
+            GROUP=group,
+            num_warps=max(1, min(_ROW_WARPS[rows > _FEW_ROWS], padded // 256)),
+            **pdl_options(x),
+        )
+    return out
+
+
+def silu_and_mul_fp8_reference(x: torch.Tensor, group: int | None = None) -> Fp8Rows:
+    """`silu_and_mul_fp8` in plain torch."""
+    return quantise_rows_reference(silu_and_mul_reference(x), group)
+
+
 def silu_and_mul_triton(x: torch.Tensor) -> torch.Tensor:
     """Return silu(x[:, :N]) * x[:, N:], [T, N], for x [T, 2N]; silu is rounded to x's dtype first."""
     rows, n = x.shape[0], x.shape[1] // 2
@@ -59,6 +113,7 @@ def silu_and_mul_reference(x: torch.Tensor) -> torch.Tensor:
 
 
 silu_and_mul = by_device(silu_and_mul_triton, silu_and_mul_reference)
+silu_and_mul_fp8 = by_device(silu_and_mul_fp8_triton, silu_and_mul_fp8_reference)
 
 
 class Activation(Enum):

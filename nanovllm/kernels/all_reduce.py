@@ -20,8 +20,8 @@ from dataclasses import dataclass
 
 import torch
 
-from nanovllm.kernels.compat import await_inputs, jit, next_power_of_2, pdl_options, tl
-from nanovllm.kernels.rms_norm import add_rms_norm_reference, normalised, row_warps
+from nanovllm.kernels.compat import await_inputs, jit, next_power_of_2, pdl_options, row_warps, tl
+from nanovllm.kernels.rms_norm import add_rms_norm_reference, normalised
 
 TURNS = 3
 EMPTY = -(2**15)  # every two bytes of a buffer: -0.0 in 16-bit types, next to -0.0 in float32

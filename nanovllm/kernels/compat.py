@@ -58,6 +58,11 @@ def next_power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
+def row_warps(padded: int) -> int:
+    """Warps of a program for a whole row of `padded` elements: one for every 512, at most 16."""
+    return max(1, min(16, padded // 512))
+
+
 def use_triton(tensor: torch.Tensor) -> bool:
     """Whether an operation on `tensor` runs as a Triton kernel, launched on the current CUDA device."""
     return HAS_TRITON and tensor.is_cuda

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 
 from nanovllm.kernels.all_reduce import all_reduce_add_rms_norm_reference
-from nanovllm.kernels.compat import await_inputs, jit, next_power_of_2, pdl_options, tl
-from nanovllm.kernels.rms_norm import normalised, row_warps
+from nanovllm.kernels.compat import await_inputs, jit, next_power_of_2, pdl_options, row_warps, tl
+from nanovllm.kernels.rms_norm import normalised
 
 CALLS = 4096  # call numbers wrap around at this value
 

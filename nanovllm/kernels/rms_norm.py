@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from nanovllm.kernels.compat import await_inputs, by_device, jit, next_power_of_2, pdl_options, tl
+from nanovllm.kernels.compat import await_inputs, by_device, jit, pdl_options, row_warps, tl
+from nanovllm.kernels.fp8 import Fp8Rows, padded_row, quantise_rows_reference, store_fp8
 
 
 @jit()
@@ -18,26 +19,25 @@ def normalised(
     return ((x * tl.rsqrt(variance + eps)).to(dtype).to(tl.float32) * weight).to(dtype)
 
 
-def row_warps(padded: int) -> int:
-    """Warps of a program for a whole row of `padded` elements: one for every 512, at most 16."""
-    return max(1, min(16, padded // 512))
-
-
-@jit()
+@jit("num_rows")
 def _rms_norm_kernel(
     x_ptr: tl.tensor,
     residual_ptr: tl.tensor,
     weight_ptr: tl.tensor,
     out_ptr: tl.tensor,
+    scales_ptr: tl.tensor,
     sum_ptr: tl.tensor,
+    num_rows: int,
     x_stride: int,
     residual_stride: int,
     eps: float,
     N: tl.constexpr,
     N_PADDED: tl.constexpr,
+    GROUP: tl.constexpr,
     USE_PDL: tl.constexpr,
 ) -> None:
-    """One program per row, so that a row's bits never depend on its neighbours."""
+    """One program per row, so that a row's bits never depend on its neighbours. With `scales_ptr` the result
+    is in FP8."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, N_PADDED)
     mask = columns < N
@@ -49,8 +49,46 @@ def _rms_norm_kernel(
         total = (x + residual.to(tl.float32)).to(sum_ptr.dtype.element_ty)
         tl.store(sum_ptr + row * N + columns, total, mask=mask)
         x = total.to(tl.float32)
-    normed = normalised(x, weight, eps, N, out_ptr.dtype.element_ty)
-    tl.store(out_ptr + row * N + columns, normed, mask=mask)
+    normed = normalised(x, weight, eps, N, x_ptr.dtype.element_ty)
+    if scales_ptr is not None:
+        store_fp8(normed.to(tl.float32), out_ptr, scales_ptr, row, num_rows, N, GROUP)
+    else:
+        tl.store(out_ptr + row * N + columns, normed, mask=mask)
+
+
+def _launch(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+    out: torch.Tensor | Fp8Rows,
+    group: int | None = None,
+) -> torch.Tensor:
+    """Write the norm to `out`; return x + residual."""
+    (rows, n), summed = x.shape, x if residual is None else residual
+    total = x if residual is None else torch.empty_like(x, memory_format=torch.contiguous_format)
+    values, scales = out if isinstance(out, Fp8Rows) else (out, None)
+    if rows:
+        assert x.stride(1) == 1 and summed.stride(1) == 1 and weight.is_contiguous()
+        padded = padded_row(n, group)
+        _rms_norm_kernel[(rows,)](
+            x,
+            residual,
+            weight,
+            values,
+            scales,
+            total,
+            rows,
+            x.stride(0),
+            summed.stride(0),
+            eps,
+            N=n,
+            N_PADDED=padded,
+            GROUP=group,
+            num_warps=row_warps(padded),
+            **pdl_options(x),
+        )
+    return total
 
 
 def add_rms_norm_triton(
@@ -60,27 +98,20 @@ def add_rms_norm_triton(
 
     x, residual: [T, N] of one dtype. The sum is rounded to that dtype before the norm.
     """
-    (rows, n), summed = x.shape, x if residual is None else residual
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    total = x if residual is None else torch.empty_like(out)
-    if rows:
-        assert x.stride(1) == 1 and summed.stride(1) == 1 and weight.is_contiguous()
-        padded = next_power_of_2(n)
-        _rms_norm_kernel[(rows,)](
-            x,
-            residual,
-            weight,
-            out,
-            total,
-            x.stride(0),
-            summed.stride(0),
-            eps,
-            N=n,
-            N_PADDED=padded,
-            num_warps=row_warps(padded),
-            **pdl_options(x),
-        )
-    return out, total
+    return out, _launch(x, residual, weight, eps, out)
+
+
+def add_rms_norm_fp8_triton(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+    group: int | None = None,
+) -> tuple[Fp8Rows, torch.Tensor]:
+    """`add_rms_norm`, the norm as `quantise_rows` makes it from the norm in x's dtype."""
+    out = Fp8Rows.empty(x, x.shape[1], group)
+    return out, _launch(x, residual, weight, eps, out, group)
 
 
 def rms_norm_triton(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -108,5 +139,18 @@ def add_rms_norm_reference(
     return rms_norm_reference(total, weight, eps), total
 
 
+def add_rms_norm_fp8_reference(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+    group: int | None = None,
+) -> tuple[Fp8Rows, torch.Tensor]:
+    """`add_rms_norm_fp8` in plain torch."""
+    normed, total = add_rms_norm_reference(x, residual, weight, eps)
+    return quantise_rows_reference(normed, group), total
+
+
 rms_norm = by_device(rms_norm_triton, rms_norm_reference)
 add_rms_norm = by_device(add_rms_norm_triton, add_rms_norm_reference)
+add_rms_norm_fp8 = by_device(add_rms_norm_fp8_triton, add_rms_norm_fp8_reference)

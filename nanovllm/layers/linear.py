@@ -15,7 +15,7 @@ import torch
 from nanovllm.distributed.group import TPGroup
 from nanovllm.kernels.activation import Activation
 from nanovllm.layers.weights import WeightLayer, split_evenly
-from nanovllm.quantization.base import Kind, Normed, Product, WeightOptions, WeightShard
+from nanovllm.quantization.base import Gated, Kind, Normed, Product, WeightOptions, WeightShard
 from nanovllm.quantization.unquantized import QuantConfig
 
 
@@ -59,7 +59,7 @@ class _PackedColumnLinear(_LinearLayer):
         super().__init__((offset, input_size), shards, biases)
         self.output_sizes = [shard.length for shard in shards]
 
-    def forward(self, x: Normed, activation: Activation | None = None) -> torch.Tensor:
+    def forward(self, x: Normed, activation: Activation | None = None) -> torch.Tensor | Gated:
         """The product with x; with an activation, that of its two halves."""
         return self.method.apply_to_normed(x, self.bias, activation)
 
@@ -126,7 +126,7 @@ class RowParallelLinear(_LinearLayer):
         super().__init__((output_size, length), [shard], own_bias)
         self._adds_bias = tp.rank == 0  # the ranks' outputs are summed: add it once
 
-    def forward(self, x: torch.Tensor) -> Product:
+    def forward(self, x: torch.Tensor | Gated) -> Product:
         return Product(self.method, x, self.bias if self._adds_bias else None)
 
 

@@ -14,6 +14,7 @@ from nanovllm.attention.rotary import RopeConfig
 from nanovllm.kernels.activation import Activation
 from nanovllm.layers.linear import can_split_heads
 from nanovllm.layers.moe import MoESpec
+from nanovllm.quantization.registry import quant_config
 from nanovllm.quantization.unquantized import QuantConfig
 
 _SUPPORTED_DTYPES = ("float32", "bfloat16", "float16")
@@ -38,9 +39,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     )
     for key in keys.split()
 }
-
-# The quantisation for each `quant_method` of config.json's quantization_config, which it is made from.
-QUANTIZATIONS: dict[str, Callable[[Mapping[str, Any]], QuantConfig]] = {}
 
 
 @dataclass(frozen=True)
@@ -211,14 +209,19 @@ class ModelFamily:
     reads: tuple[str, ...] = ()  # keys of NEUTRAL that `read` reads
 
     def model_config(
-        self, architecture: str, raw: Mapping[str, Any], generation: Mapping[str, Any] | None = None
+        self,
+        architecture: str,
+        raw: Mapping[str, Any],
+        generation: Mapping[str, Any] | None = None,
+        quantization: str | None = None,
     ) -> ModelConfig:
-        """Read the dicts of config.json and, if there is one, generation_config.json.
+        """Read the dicts of config.json and, if there is one, generation_config.json; quantization: as in
+        `Config`.
 
         Raises ValueError for anything malformed or not supported.
         """
         hf = HFConfig(raw, self.defaults)
-        quant = _quant_config(hf)
+        quant = quant_config(hf.get("quantization_config"), quantization)
         _refuse_unsupported(hf, self.reads)
         stop = _eos_token_ids(hf, generation or {})
         config = self.read(hf)
@@ -305,19 +308,6 @@ def _refuse_unsupported(hf: HFConfig, known: tuple[str, ...]) -> None:
         raise ValueError(
             f"config.json: layer_types {other!r} are not supported; supported: {', '.join(_SUPPORTED_LAYERS)}"
         )
-
-
-def _quant_config(hf: HFConfig) -> QuantConfig:
-    if (stated := hf.get("quantization_config")) is None:
-        return QuantConfig()
-    method = stated.get("quant_method") if isinstance(stated, dict) else stated
-    if not isinstance(stated, dict) or not isinstance(method, str) or method not in QUANTIZATIONS:
-        raise ValueError(
-            f"config.json: the weights are quantised (quantization_config: quant_method {method!r}), and "
-            "quantised checkpoints are not supported; use the model's bfloat16, float16 or float32 "
-            "checkpoint, on the hub usually the one without a suffix such as AWQ, GPTQ, FP8 or bnb-4bit"
-        )
-    return QUANTIZATIONS[method](stated)
 
 
 def _dual_chunk(hf: HFConfig) -> int | None:

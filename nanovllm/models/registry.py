@@ -140,12 +140,15 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
 
 
 def load_model_config(
-    folder: str | Path, generation: dict[str, Any] | None = None, overrides: Mapping[str, Any] | None = None
+    folder: str | Path,
+    generation: dict[str, Any] | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    quantization: str | None = None,
 ) -> ModelConfig:
     """Read config.json of a model folder.
 
     generation: the content of generation_config.json; None reads the folder's. overrides: values that replace
-    those of config.json.
+    those of config.json. quantization: as in `Config`.
 
     Raises ModelLoadError if config.json is missing or unreadable, ValueError if there is no such folder or
     the model is not supported.
@@ -161,7 +164,8 @@ def load_model_config(
             f"supported: {', '.join(supported_architectures())}"
         )
     try:
-        return get_family(architectures[0], raw).model_config(architectures[0], raw, generation)
+        family = get_family(architectures[0], raw)
+        return family.model_config(architectures[0], raw, generation, quantization)
     except ValueError as error:
         changed = f" (with hf_overrides={dict(overrides)!r})" if overrides else ""
         raise ValueError(f"{folder}: {shortened(error)}{changed}") from None

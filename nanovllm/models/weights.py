@@ -51,10 +51,14 @@ class WeightChecker:
             "wrong shape": [
                 f"{name} is {is_}" for name, shard, tensor in both if (is_ := shard.wrong_shape(tensor))
             ],
-            "not floating point (quantised checkpoints are not supported)": [
+            "of a dtype that does not fit its quantization_config": [
                 f"{name} is {is_}" for name, shard, tensor in both if (is_ := shard.wrong_dtype(tensor))
             ],
         }
+        if not any(problems.values()):
+            problems["not positive and finite"] = [
+                f"{name} has {is_}" for name, shard, tensor in both if (is_ := shard.wrong_value(tensor))
+            ]
         found = [f"{len(names)} {kind}: {listing(names)}" for kind, names in problems.items() if names]
         if found:
             raise ModelLoadError(f"{folder}: the weights do not match {CONFIG_FILE}. " + ". ".join(found))
@@ -105,11 +109,14 @@ class WeightChecker:
             )
             raise ValueError(f"this model has no tensor {name!r}; {hint}")
         check_dense(name, tensor)
-        if wrong := shard.wrong_dtype(tensor):
-            *others, last = (str(dtype).removeprefix("torch.") for dtype in shard.dtypes)
+        if wrong := shard.wrong_dtype(tensor, update=True):
+            accepted = shard.dtypes + shard.update_dtypes
+            *others, last = (str(dtype).removeprefix("torch.") for dtype in accepted)
             raise ValueError(f"{name} is {wrong}; pass it as {', '.join(others)} or {last}")
         if wrong := shard.wrong_shape(tensor):
             raise ValueError(f"{name} has shape {wrong}")
+        if wrong := shard.wrong_value(tensor):
+            raise ValueError(f"{name} has {wrong}; scales are positive and finite")
 
 
 def _hashes(tensor: torch.Tensor) -> list[float]:
@@ -197,6 +204,8 @@ def init_dummy_weights(
     """
     for name, (layer, shard) in weight_slots(model).items():
         check()
+        if shard.scale:
+            continue  # its weight, drawn in floats, is quantised
         dtype = layer.options.dtype if layer.options.dtype in shard.dtypes else torch.float32
         whole = torch.empty(shard.shape, dtype=dtype, device=layer.options.device)
         if shard.dummy is not None:

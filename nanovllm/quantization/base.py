@@ -14,11 +14,12 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 from torch import nn
 
-from nanovllm.kernels.activation import Activation
-from nanovllm.kernels.rms_norm import add_rms_norm
+from nanovllm.kernels.activation import Activation, silu_and_mul_fp8
+from nanovllm.kernels.fp8 import Fp8Rows, quantise_rows
+from nanovllm.kernels.rms_norm import add_rms_norm, add_rms_norm_fp8
 from nanovllm.kernels.routing import Routing
 
-_FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _FILE_DTYPES = {  # the names of safetensors
     **{"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64},
     **{"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2},
@@ -51,6 +52,11 @@ class _WeightSlice(Protocol):
 WeightSource = torch.Tensor | _WeightSlice
 
 
+def dtype_of(source: WeightSource) -> torch.dtype | None:
+    """The dtype of a tensor or a slice; None if no weight has it."""
+    return source.dtype if isinstance(source, torch.Tensor) else _FILE_DTYPES.get(source.get_dtype())
+
+
 @dataclass(frozen=True, slots=True)
 class WeightShard:
     """The destination of one checkpoint tensor: its `[start, start + length)` along `dim` is copied to the
@@ -64,9 +70,11 @@ class WeightShard:
     start: int
     length: int
     offset: int
-    dtypes: tuple[torch.dtype, ...] = _FLOATS  # of the tensor in the checkpoint
+    dtypes: tuple[torch.dtype, ...] = FLOATS  # of the tensor in the checkpoint
     dummy: float | None = None  # the value of all elements of a dummy weight; None: random values
     index: int | None = None  # along the parameter's first dimension, which the tensor does not have
+    update_dtypes: tuple[torch.dtype, ...] = ()  # more dtypes, of a tensor that replaces it later
+    scale: bool = False  # finite and above 0, perhaps without its dimensions of 1; dummy weights have none
 
     @classmethod
     def whole(cls, param: str, shape: tuple[int, ...], dummy: float | None = None) -> WeightShard:
@@ -81,14 +89,25 @@ class WeightShard:
     def wrong_shape(self, source: WeightSource) -> str | None:
         """The shape of `source` and the one that is needed, for an error; None if they are the same."""
         shape = tuple(source.shape if isinstance(source, torch.Tensor) else source.get_shape())
-        return None if shape == self.shape else f"{shape}, but the model needs {self.shape}"
+        same = shape == self.shape
+        if self.scale:
+            same = [size for size in shape if size != 1] == [size for size in self.shape if size != 1]
+        return None if same else f"{shape}, but the model needs {self.shape}"
 
-    def wrong_dtype(self, source: WeightSource) -> str | None:
-        """The dtype of `source`, for an error; None if the checkpoint may have it."""
-        if isinstance(source, torch.Tensor):
-            return None if source.dtype in self.dtypes else str(source.dtype)
-        name = source.get_dtype()
-        return None if _FILE_DTYPES.get(name) in self.dtypes else name
+    def wrong_dtype(self, source: WeightSource, update: bool = False) -> str | None:
+        """The dtype of `source`, for an error; None if the checkpoint, or an `update` of it, may have it."""
+        accepted = self.dtypes + self.update_dtypes if update else self.dtypes
+        if dtype_of(source) in accepted:
+            return None
+        return str(source.dtype) if isinstance(source, torch.Tensor) else source.get_dtype()
+
+    def wrong_value(self, source: WeightSource) -> str | None:
+        """The first value of a scale that no scale may have, for an error."""
+        if not self.scale:
+            return None
+        values = source[...].float().flatten()
+        wrong = values[~(values.isfinite() & (values > 0))]
+        return f"{wrong[0].item()}" if len(wrong) else None
 
     def place(self, parameter: torch.Tensor) -> torch.Tensor:
         """The part of `parameter` that this shard fills, as a view."""
@@ -111,7 +130,7 @@ class Normed:
     A method may compute it within its product; then it sets `total`.
     """
 
-    __slots__ = ("_value", "eps", "residual", "weight", "x")
+    __slots__ = ("_quantised", "_value", "eps", "residual", "weight", "x")
 
     def __init__(
         self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, eps: float
@@ -122,6 +141,7 @@ class Normed:
         self.weight = weight
         self.eps = eps
         self._value: torch.Tensor | None = None
+        self._quantised: Fp8Rows | None = None
 
     @classmethod
     def computed(cls, value: torch.Tensor, total: torch.Tensor) -> Normed:
@@ -141,6 +161,17 @@ class Normed:
             self._value, self.total = add_rms_norm(self.x, self.residual, self.weight, self.eps)
         return self._value
 
+    def quantised(self, group: int | None) -> Fp8Rows:
+        """The normalised rows in FP8, with one scale for each `group` columns; None: for each row."""
+        if self._quantised is None or self._quantised.group != group:
+            if self._value is not None:
+                self._quantised = quantise_rows(self._value, group)
+            else:
+                assert self.weight is not None
+                norm = self.x, self.residual, self.weight, self.eps
+                self._quantised, self.total = add_rms_norm_fp8(*norm, group)
+        return self._quantised
+
     @property
     def total(self) -> torch.Tensor:
         """x + residual."""
@@ -153,6 +184,33 @@ class Normed:
         self.x, self.residual = total, None
 
 
+class Gated:
+    """activation(the two halves of a product [T, 2N]), [T, N], computed by whoever multiplies it."""
+
+    __slots__ = ("_activation", "_product")
+
+    def __init__(self, product: torch.Tensor, activation: Activation) -> None:
+        self._product = product
+        self._activation = activation
+
+    def __getitem__(self, rows: torch.Tensor) -> Gated:
+        return Gated(self._product[rows], self._activation)
+
+    def tensor(self) -> torch.Tensor:
+        """The result, in the product's dtype."""
+        return self._activation.and_mul(self._product)
+
+    def quantised(self, group: int | None) -> Fp8Rows:
+        """The result in FP8, with one scale for each `group` columns; None: for each row."""
+        if self._activation is Activation.SILU:
+            return silu_and_mul_fp8(self._product, group)
+        return quantise_rows(self.tensor(), group)
+
+
+def _tensor(x: torch.Tensor | Gated) -> torch.Tensor:
+    return x.tensor() if isinstance(x, Gated) else x
+
+
 @dataclass(frozen=True, slots=True)
 class Product:
     """The product of a weight [N, K] with x [T, K], plus a bias [N]; not computed yet.
@@ -161,7 +219,7 @@ class Product:
     """
 
     method: LinearMethod
-    x: torch.Tensor
+    x: torch.Tensor | Gated
     bias: torch.Tensor | None
 
     def __getitem__(self, rows: torch.Tensor) -> Product:
@@ -170,14 +228,18 @@ class Product:
     @classmethod
     def cat(cls, products: Sequence[Product]) -> Product:
         """The product of one weight with the rows of all."""
-        return cls(products[0].method, torch.cat([each.x for each in products]), products[0].bias)
+        return cls(products[0].method, torch.cat([_tensor(each.x) for each in products]), products[0].bias)
 
     def tensor(self) -> torch.Tensor:
         """The product, [T, N]."""
+        if isinstance(self.x, Gated):
+            return self.method.apply_to_gated(self.x, None, self.bias)[0]
         return self.method.apply(self.x, self.bias)
 
     def added_to(self, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """See `LinearMethod.apply_and_add`."""
+        if isinstance(self.x, Gated):
+            return self.method.apply_to_gated(self.x, residual, self.bias)
         return self.method.apply_and_add(self.x, residual, self.bias)
 
 
@@ -219,8 +281,9 @@ class LinearMethod(WeightMethod):
 
     def apply_to_normed(
         self, x: Normed, bias: torch.Tensor | None = None, activation: Activation | None = None
-    ) -> torch.Tensor:
-        """The product with x [T, K]; with an activation, that of its two halves, [T, N / 2]."""
+    ) -> torch.Tensor | Gated:
+        """The product with x [T, K]; with an activation, that of its two halves, [T, N / 2], which the next
+        product may compute."""
         out = self.apply(x.tensor(), bias)
         return out if activation is None else activation.and_mul(out)
 
@@ -232,6 +295,15 @@ class LinearMethod(WeightMethod):
         The sum may use the memory of the residual.
         """
         return self.apply(x, bias), residual
+
+    def apply_to_gated(
+        self, x: Gated, residual: torch.Tensor | None, bias: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """As `apply_and_add`; without a residual only the product, and None."""
+        rows = x.tensor()
+        return (
+            (self.apply(rows, bias), None) if residual is None else self.apply_and_add(rows, residual, bias)
+        )
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         """Rows `ids` [T] of the weight, [T, K]. Only embeddings need it."""

@@ -17,6 +17,7 @@ from nanovllm.kernels.gemv import gemv, use_gemv
 from nanovllm.kernels.matmul import linear, use_linear
 from nanovllm.quantization.base import (
     ExpertsMethod,
+    Gated,
     Kind,
     LinearMethod,
     Normed,
@@ -81,7 +82,7 @@ class UnquantizedLinearMethod(LinearMethod):
 
     def apply_to_normed(
         self, x: Normed, bias: torch.Tensor | None = None, activation: Activation | None = None
-    ) -> torch.Tensor:
+    ) -> torch.Tensor | Gated:
         if x.is_computed or activation not in (None, Activation.SILU) or not self._few_rows(x.x):
             return super().apply_to_normed(x, bias, activation)
         silu = activation is not None
@@ -130,3 +131,23 @@ class QuantConfig:
         model.layers.0.mlp.experts, whose tensors are experts.0.gate_proj.weight and so on.
         """
         return UnquantizedExpertsMethod()
+
+    def on(self, capability: tuple[int, int]) -> QuantConfig:
+        """The same for devices of this CUDA compute capability, (0, 0) for a CPU: it may store weights in
+        another way there."""
+        return self
+
+    @property
+    def itemsize(self) -> float | None:
+        """Bytes of a weight of linear layers; None: those of the model's dtype."""
+        return None
+
+    @property
+    def speed(self) -> float:
+        """How fast the products of linear layers can be, relative to those of the model's dtype."""
+        return 1.0
+
+    @property
+    def note(self) -> str | None:
+        """What a user should know of it at a start."""
+        return None

@@ -35,10 +35,12 @@ class Cost:
     head_params: int  # of the LM head
     kv_bytes: int  # of one token's K and V in all layers
     pair_flops: int  # of attention between one query token and one key token, in all layers
-    itemsize: int  # bytes of a weight
+    itemsize: int  # bytes of a weight of the LM head
     expert_params: int = 0  # of one expert, in all layers that have experts
     num_experts: int = 0
     top_k: int = 0  # experts of a token
+    layer_itemsize: float | None = None  # bytes of a weight of the layers; None: as that of the LM head
+    layer_speed: float = 1.0  # of their products, relative to those of the LM head
 
     @classmethod
     def of(cls, config: ModelConfig, itemsize: int, kv_itemsize: int) -> Cost:
@@ -60,12 +62,15 @@ class Cost:
             kv_bytes=2 * c.num_layers * c.num_kv_heads * c.head_dim * kv_itemsize,
             pair_flops=4 * c.num_layers * c.num_heads * c.head_dim,
             itemsize=itemsize,
+            layer_itemsize=config.quant.itemsize,
+            layer_speed=config.quant.speed,
             **experts,
         )
 
     def prompt_flops(self, num_tokens: int, num_pairs: int) -> float:
-        """FLOPs of the layers for `num_tokens` prompt tokens that attend to `num_pairs` tokens in total."""
-        return 2.0 * self.layer_params * num_tokens + float(self.pair_flops * num_pairs)
+        """FLOPs of the layers for `num_tokens` prompt tokens that attend to `num_pairs` tokens in total: as
+        many of the model's dtype as take the same time."""
+        return 2.0 * self.layer_params / self.layer_speed * num_tokens + float(self.pair_flops * num_pairs)
 
     def prefill_flops(self, query_lens: np.ndarray, context_lens: np.ndarray) -> float:
         """FLOPs of chunks of `query_lens` new tokens at the end of `context_lens`, and last logits."""
@@ -75,17 +80,22 @@ class Cost:
     def decode_bytes(self, num_steps: int, num_contexts: int) -> float:
         """Bytes of `num_steps` decode steps that read the K/V of `num_contexts` tokens in total, without
         experts."""
-        weights = self.layer_params - self.top_k * self.expert_params + self.head_params
-        return float(weights * self.itemsize * num_steps + self.kv_bytes * num_contexts)
+        layers = (self.layer_params - self.top_k * self.expert_params) * self._layer_bytes
+        weights = layers + self.head_params * self.itemsize
+        return float(weights * num_steps + self.kv_bytes * num_contexts)
+
+    @property
+    def _layer_bytes(self) -> float:
+        return self.itemsize if self.layer_itemsize is None else self.layer_itemsize
 
     def expert_bytes(self, rows: np.ndarray) -> np.ndarray:
         """Bytes of the experts that decode steps of so many `rows` read, if all are equally likely."""
         missed = (1.0 - self.top_k / max(1, self.num_experts)) ** rows
-        return self.num_experts * (1.0 - missed) * self.expert_params * self.itemsize
+        return self.num_experts * (1.0 - missed) * self.expert_params * self._layer_bytes
 
     def decode_flops(self, num_tokens: int) -> float:
-        """FLOPs of the products for `num_tokens` tokens, one for each row of a step."""
-        return 2.0 * (self.layer_params + self.head_params) * num_tokens
+        """FLOPs of the products for `num_tokens` tokens, one for each row of a step; see `prompt_flops`."""
+        return 2.0 * (self.layer_params / self.layer_speed + self.head_params) * num_tokens
 
     def floor(self, point: TimelinePoint, speed: Speed) -> float:
         """The minimum seconds of an interval's steps: the layers of its prompt tokens at full FLOP/s; in each

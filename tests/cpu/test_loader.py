@@ -217,7 +217,7 @@ def test_all_that_is_wrong_is_reported_at_once_by_name(tmp_path: Path) -> None:
     assert "2 missing: model.layers.1.self_attn.k_proj.weight, model.norm.weight" in text
     assert "1 unexpected: model.layers.7.mlp.up_proj.weight" in text
     assert "model.layers.0.mlp.down_proj.weight is (32, 47), but the model needs (32, 48)" in text
-    assert "not floating point" in text
+    assert "1 of a dtype that does not fit its quantization_config" in text
     assert "model.layers.0.mlp.up_proj.weight is I8" in text
 
 

@@ -93,9 +93,9 @@ CASES: dict[str, tuple[Callable[[Path], object], list[str]]] = {
         flags("--max-tokens", "9"),
         ["arguments: --max-tokens 9; it is a sampling parameter: write --sampling max_tokens=VALUE"],
     ),
-    "--quantization": (
-        flags("--quantization=awq"),
-        ["--quantization=awq; this option of vLLM is not supported; " + QUANTISED],
+    "--quantization-config": (
+        flags("--quantization-config=awq"),
+        ["--quantization-config=awq; this option of vLLM is not supported; put it into config.json"],
     ),
     "a flag that does nothing here": (flags("--swap-space", "4"), ["it has no effect here; leave it out"]),
     "a flag that is misspelt": (flags("--max-num-sqs", "1"), ["did you mean --max-num-seqs?"]),
@@ -109,7 +109,10 @@ CASES: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     ),
     "AWQ": (quantised(quant_method="awq", bits=4), ["quant_method 'awq'", "not supported", QUANTISED]),
     "GPTQ": (quantised(quant_method="gptq", bits=4), ["quant_method 'gptq'", "not supported", QUANTISED]),
-    "FP8": (quantised(quant_method="fp8"), ["quant_method 'fp8'", "not supported", QUANTISED]),
+    "FP8 in other blocks": (
+        quantised(quant_method="fp8", weight_block_size=[64, 64]),
+        ["weight_block_size [64, 64] is not supported; supported: [128, 128]"],
+    ),
     "bitsandbytes": (
         quantised(quant_method="bitsandbytes", load_in_4bit=True),
         ["quant_method 'bitsandbytes'", "not supported", QUANTISED],

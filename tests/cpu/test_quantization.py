@@ -13,9 +13,9 @@ from test_models import PROMPT, forward, load
 from tiny_models import edit_json, write_tiny_model
 from torch import nn
 
-from nanovllm.models.config import QUANTIZATIONS
 from nanovllm.models.weights import init_dummy_weights
 from nanovllm.quantization.base import Kind, LinearMethod, WeightOptions, WeightShard, WeightSource
+from nanovllm.quantization.registry import QUANTIZATIONS
 from nanovllm.quantization.unquantized import ONEDNN_NUMEL, QuantConfig, torch_linear
 
 

@@ -69,7 +69,7 @@ def test_neutral_options_change_nothing(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "advice"),
     [
-        ("quantization", "awq", "bfloat16"),
+        ("quantization_config", {"bits": 4}, "quantization='fp8'"),
         ("tokenizer_mode", "slow", "as tokenizer"),
         ("limit_mm_per_prompt", {"image": 1}, "only text"),
         ("profiler_config", {"profiler": "torch"}, r"start_profile\(\)"),

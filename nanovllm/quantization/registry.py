@@ -1,0 +1,53 @@
+"""The quantisations by their names in config.json: one line for each. Knows no model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from nanovllm.quantization.compressed_tensors import CompressedTensorsConfig
+from nanovllm.quantization.fp8 import Fp8Config
+from nanovllm.quantization.unquantized import QuantConfig
+
+# By the `quant_method` of config.json's quantization_config, which a quantisation is made from.
+QUANTIZATIONS: dict[str, Callable[[Mapping[str, Any]], QuantConfig]] = {
+    "fp8": Fp8Config.of,
+    "compressed-tensors": CompressedTensorsConfig.of,
+}
+# What the option `quantization` makes of a checkpoint without quantization_config.
+ON_THE_FLY: dict[str, QuantConfig] = {"fp8": Fp8Config(ignored=("gate", "shared_expert_gate"))}  # routers
+
+
+def supported_quantizations() -> str:
+    """The names of what is supported, for messages."""
+    return ", ".join(map(repr, QUANTIZATIONS))
+
+
+def quant_config(stated: Any, asked: str | None) -> QuantConfig:
+    """What config.json states as quantization_config, or what is `asked` for, the option `quantization`.
+
+    ValueError for what is not supported, and if both differ.
+    """
+    if stated is None:
+        if asked is None:
+            return QuantConfig()
+        if asked not in ON_THE_FLY:
+            raise ValueError(
+                f"quantization={asked!r}, but config.json has no quantization_config; for weights in 16 or "
+                f"32 bits quantization is None or {' or '.join(map(repr, ON_THE_FLY))}"
+            )
+        return ON_THE_FLY[asked]
+    method = stated.get("quant_method") if isinstance(stated, dict) else stated
+    if not isinstance(stated, dict) or not isinstance(method, str) or method not in QUANTIZATIONS:
+        raise ValueError(
+            f"config.json: the weights are quantised (quantization_config: quant_method {method!r}) in a way "
+            f"that is not supported; supported: {supported_quantizations()}. Use such a checkpoint, or use "
+            "the model's bfloat16, float16 or float32 checkpoint, on the hub usually the one without a "
+            "suffix such as AWQ, GPTQ, FP8 or bnb-4bit"
+        )
+    if asked not in (None, method):
+        raise ValueError(
+            f"quantization={asked!r} contradicts config.json, whose quantization_config has quant_method "
+            f"{method!r}; leave quantization out"
+        )
+    return QUANTIZATIONS[method](stated)

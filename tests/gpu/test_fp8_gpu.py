@@ -1,0 +1,127 @@
+"""FP8 weights on a GPU that multiplies FP8 values: kernels against references, engines, updates, bits."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import fp8_cases
+import pytest
+import torch
+from checked_llm import CheckedLLM, logits_of
+from digests import DigestLLM
+from fp8_models import tensors_of
+from tensors import BF16, F16, F32
+from tiny_models import write_tiny_model
+
+from nanovllm import SamplingParams
+from nanovllm.kernels.fp8 import GROUP
+from nanovllm.kernels.grouped_matmul import choose_experts
+from tools.write_fp8 import SCALES, write_fp8
+
+HAS_FP8 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not HAS_FP8, reason="needs a GPU that multiplies FP8 values"),
+]
+
+GPU = "cuda"
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+OPTIONS = {"skip_tokenizer_init": True, "max_model_len": 512, "max_num_seqs": 32, "num_kvcache_blocks": 64}
+PROMPTS = [[random.Random(n).randrange(2, 97) for _ in range(n)] for n in (3, 40, 97, 7, 1)]
+
+
+@pytest.mark.parametrize("group", [None, GROUP])
+@pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=str)
+@pytest.mark.parametrize("rows", [0, 1, 3, 97, 256])
+def test_rows_in_fp8(rows: int, dtype: torch.dtype, group: int | None) -> None:
+    for columns in (48, 200, 4096, 12288):
+        fp8_cases.check_rows(rows, columns, group, GPU, dtype)
+
+
+@pytest.mark.parametrize("group", [None, GROUP])
+@pytest.mark.parametrize("rows", [0, 1, 3, 97, 256])
+def test_products(rows: int, group: int | None) -> None:
+    fp8_cases.check_linear(rows, (200, 336), group, GPU, full=True)
+    fp8_cases.check_linear(rows, (1536, 1024), group, GPU)
+    fp8_cases.check_linear(rows, (72, 64), group, GPU, group_rows=1)
+
+
+@pytest.mark.parametrize("group", [None, GROUP])
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("shape", [(256, 208), (1536, 1024), (6144, 4096)])
+def test_fused_vector_products(rows: int, shape: tuple[int, int], group: int | None) -> None:
+    fp8_cases.check_gemv(rows, shape, group, GPU)
+
+
+@pytest.mark.parametrize("group", [None, GROUP])
+@pytest.mark.parametrize("shape", [(1024, 2048), (200, 336)])
+def test_rows_of_a_product_are_independent(shape: tuple[int, int], group: int | None) -> None:
+    fp8_cases.check_rows_are_independent(shape, group, GPU)
+
+
+@pytest.mark.parametrize("group", [None, GROUP])
+@pytest.mark.parametrize("rows", [1, 3, 97, 256])
+def test_experts(rows: int, group: int | None) -> None:
+    for pairs in (1, 100, 1000):
+        choice = choose_experts(pairs, 5, BF16, torch.device(GPU, 0))
+        fp8_cases.check_experts(rows, group, GPU, choice)
+
+
+def model(folder: Path, seed: int = 0) -> Path:
+    sizes = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64, "num_hidden_layers": 2}
+    return write_tiny_model(folder, seed=seed, dtype="bfloat16", **sizes)
+
+
+def logits(folder: Path, **options: object) -> tuple[torch.Tensor, list[list[int]]]:
+    """The logits of a prompt among others, and all answers."""
+    with CheckedLLM(folder, **OPTIONS | options) as llm:  # type: ignore[operator]
+        found, _ = logits_of(llm, PROMPTS, [GREEDY] * len(PROMPTS), 1)
+        return found.float(), [out["token_ids"] for out in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
+
+
+@pytest.mark.parametrize("kind", [*SCALES, "fly"])
+def test_engines_are_near_bf16(tmp_path: Path, kind: str) -> None:
+    plain = model(tmp_path / "plain")
+    asked = "fp8" if kind == "fly" else None
+    folder = plain if kind == "fly" else write_fp8(plain, tmp_path / kind, kind)
+    exact, _ = logits(plain)
+    for eager in (False, True):
+        near, tokens = logits(folder, quantization=asked, enforce_eager=eager)
+        assert 0.001 < (near - exact)[:1].norm() / exact[:1].norm() < 0.15
+        assert all(len(each) == GREEDY.max_tokens for each in tokens)
+
+
+@pytest.mark.parametrize("kind", ["channel", "block"])
+def test_deterministic_answers_do_not_depend_on_the_batch(tmp_path: Path, kind: str) -> None:
+    folder = write_fp8(model(tmp_path / "plain"), tmp_path / kind, kind)
+    with CheckedLLM(folder, deterministic=True, kvcache_block_size=16, **OPTIONS) as llm:
+        alone, _ = logits_of(llm, PROMPTS[1:2], [GREEDY], 0)
+        among, _ = logits_of(llm, PROMPTS * 5, [GREEDY] * 5 * len(PROMPTS), 1)
+        assert torch.equal(alone, among)
+
+
+@pytest.mark.parametrize("kind", ["channel", "block", "fly"])
+def test_an_update_is_a_fresh_load(tmp_path: Path, kind: str) -> None:
+    """Bit for bit, with CUDA graphs that were captured before."""
+    first, second = model(tmp_path / "a"), model(tmp_path / "b", seed=1)
+    asked, tensors = "fp8" if kind == "fly" else None, tensors_of(second)
+    if kind != "fly":
+        first, second = (write_fp8(each, tmp_path / f"{each.name}8", kind) for each in (first, second))
+
+    def answers(llm: DigestLLM) -> list[list[int]]:
+        llm.reset_prefix_cache()
+        return [out["token_ids"] for out in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
+
+    with DigestLLM(second, quantization=asked, **OPTIONS) as llm:
+        fresh, expected = llm.on_ranks("digest"), answers(llm)
+    with DigestLLM(first, quantization=asked, **OPTIONS) as llm:
+        before = llm.on_ranks("digest")
+        assert answers(llm) != expected
+        llm.update_weights({name: tensor.to(GPU) for name, tensor in tensors.items()})
+        assert llm.on_ranks("digest") == fresh and answers(llm) == expected
+        llm.sleep(level=2)
+        llm.wake_up()
+        assert llm.on_ranks("digest") == before
+        llm.update_weights(tensors_of(second))
+        assert llm.on_ranks("digest") == fresh and answers(llm) == expected
