@@ -308,7 +308,7 @@ def test_18_thousand_tensors_are_quick() -> None:
         ({"num_local_experts": 2**20}, "1048576 experts are more than 4096"),
         (
             {"moe_intermediate_size": 2**30, "hidden_size": 2**20},
-            "10 experts of width 1073741824 .* no memory",
+            "10 experts of width 1073741824, .* no memory",
         ),
         ({"num_local_experts": 0, "num_experts": 0}, "num_experts must be a positive integer, not 0"),
         ({"moe_intermediate_size": "24"}, "moe_intermediate_size must be a positive integer, not '24'"),
