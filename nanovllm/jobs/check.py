@@ -30,9 +30,9 @@ from nanovllm.engine.startup import (
 from nanovllm.engine.stats import counted
 from nanovllm.errors import BadRow, attempt
 from nanovllm.jobs.errors import ANSWERED, ERROR_ROWS, REFUSED, JobRefusedError, refusing
-from nanovllm.jobs.job import engine_options, make_format, open_job
+from nanovllm.jobs.job import engine_options, find_files, make_format, open_job
 from nanovllm.jobs.runner import portions
-from nanovllm.jobs.sources import Source, SourceRow, Values
+from nanovllm.jobs.sources import Input, SourceRow, Values
 from nanovllm.jobs.tasks import Renderer, RowFormat, Task
 from nanovllm.models.registry import load_model_config
 from nanovllm.sampling_params import SamplingParams
@@ -68,8 +68,12 @@ def version(args: argparse.Namespace) -> int:
 def check(args: argparse.Namespace) -> int:
     """Print the errors of each file; return 0 if there are none, 1 for bad rows, 2 for a bad file."""
     model = _read_model(args) if args.model else None
-    args.input = ""
-    return max([_check(args, path, model) for path in args.inputs])
+    try:
+        paths = find_files(args.inputs)
+    except JobRefusedError as error:
+        print(error)
+        return REFUSED
+    return max([_check(args, path, model) for path in paths])
 
 
 def _read_model(args: argparse.Namespace) -> _Model:
@@ -83,7 +87,7 @@ def _read_model(args: argparse.Namespace) -> _Model:
         params = recommended_params(overridden(generation, config.generation_config, changes))
         limit = resolve_max_model_len(config.max_model_len, model_config)
         tokenizer = find_tokenizer(config, path)
-    renderer = Renderer(tokenizer, args.chat_template_kwargs, args.messages_column is not None)
+    renderer = Renderer(tokenizer, args.chat_template_kwargs, args.chat or args.messages_column is not None)
     eos_token_ids = model_config.eos_token_ids
     processor = Processor(tokenizer, model_config.vocab_size, eos_token_ids, config.max_logprobs)
     processor.max_model_len = limit
@@ -94,7 +98,7 @@ def _check(args: argparse.Namespace, path: Path, model: _Model | None) -> int:
     num_rows = num_bad = num_problems = 0
     ids = array("Q")  # their hashes
 
-    def tasks(source: Source, row_format: RowFormat) -> Iterator[Task | _Problem]:
+    def tasks(source: Input, row_format: RowFormat) -> Iterator[Task | _Problem]:
         nonlocal num_rows
         for row in source.rows():
             num_rows += 1
@@ -110,8 +114,8 @@ def _check(args: argparse.Namespace, path: Path, model: _Model | None) -> int:
             yield (row.index, f"{row.place}: {task}", True) if isinstance(task, Exception) else task
 
     try:
-        source, is_batch = open_job(args, path)
-        source.name = str(path)
+        source, is_batch = open_job(args, [path])
+        source.parts[0].name = str(path)
         row_format = make_format(args, is_batch, None if model is None else model[0], 0)
         for some in portions(tasks(source, row_format), _BATCH_ROWS):
             problems = [each for each in some if not isinstance(each, Task)]

@@ -20,7 +20,7 @@ from nanovllm.errors import BadRow, attempt
 from nanovllm.jobs.errors import TOO_MANY_ERRORS, JobFailedError
 from nanovllm.jobs.output import Output
 from nanovllm.jobs.progress import JobProgress
-from nanovllm.jobs.sources import Source, SourceRow
+from nanovllm.jobs.sources import Input, SourceRow
 from nanovllm.jobs.tasks import Renderer, RowFormat, Task, as_prompt
 from nanovllm.sampling_params import SamplingParams
 
@@ -41,14 +41,14 @@ class JobRunner:
 
     num_rows: int | None = None  # of the input, once all have been read
 
-    def __init__(self, args: argparse.Namespace, source: Source, output: Output) -> None:
+    def __init__(self, args: argparse.Namespace, source: Input, output: Output) -> None:
         """args: of the command line; uses `max_errors`, `ordered` and `window`."""
         self.args = args
         self.source = source
         self.output = output
         self.progress = JobProgress(source, len(output.finished), output.num_errors)
         self._held: dict[int, dict[str, Any]] = {}  # lines that wait for earlier rows, with `ordered`
-        self._next = 0  # the next row to write, with `ordered`
+        self._next = source.first  # the next row to write, with `ordered`
 
     def run(self, llm: Any, row_format: RowFormat, renderer: Renderer) -> None:
         """Answer all rows. JobFailedError or an engine's error ends it early."""
@@ -67,7 +67,7 @@ class JobRunner:
         """The rows that have no line yet; all others are only counted."""
         num_rows = 0
         for row in self.source.rows():
-            num_rows = self.progress.rows_read = row.index + 1
+            num_rows = self.progress.rows_read = row.index + 1 - self.source.first
             if row.index not in self.output.finished:
                 yield row
         self.num_rows = num_rows
@@ -88,11 +88,12 @@ class JobRunner:
         for row in self.pending():
             values: Any = attempt(row.values)
             if isinstance(values, Exception):
-                self._refuse(row.index, None, str(values))
+                self._refuse(row.index, None, str(values), {})
                 continue
             task: Task | BadRow = attempt(self._format.task, row, values)
             if isinstance(task, Exception):
-                self._refuse(row.index, self._format.row_id(values), f"{row.place}: {task}")
+                columns = self._format.copied(values)
+                self._refuse(row.index, self._format.row_id(values), f"{row.place}: {task}", columns)
             else:
                 yield task
 
@@ -105,7 +106,7 @@ class JobRunner:
             for some in portions(tasks, _RENDER_ROWS):
                 for task, prompt in zip(some, renderer.prompts(some), strict=True):
                     if isinstance(prompt, Exception):
-                        self._refuse(task.index, task.id, f"{task.place}: {prompt}")
+                        self._refuse_task(task, prompt)
                         continue
                     running[place] = task
                     params.append(task.params)
@@ -122,8 +123,7 @@ class JobRunner:
                 task = running.pop(output.index)
                 if output.error is not None:
                     place = f"prompts[{output.index}]"
-                    error = output.error.replace(place, "the prompt")
-                    self._refuse(task.index, task.id, f"{task.place}: {error}")
+                    self._refuse_task(task, output.error.replace(place, "the prompt"))
                 else:
                     self.progress.answered(output)
                     self._write(task.index, self._format.answer(task, output))
@@ -139,14 +139,16 @@ class JobRunner:
                 place += len(found)
                 if errors:
                     number, error = errors[0]
-                    why = str(error).replace(f"prompts[{number}]", "the input")
-                    self._refuse(task.index, task.id, f"{task.place}: {why}")
+                    self._refuse_task(task, str(error).replace(f"prompts[{number}]", "the input"))
                 else:
                     self.progress.embedded(found)
                     self._write(task.index, self._format.embeddings(task, found))
 
-    def _refuse(self, index: int, row_id: Any, message: str) -> None:
-        self._write(index, self._format.error(index, row_id, message))
+    def _refuse_task(self, task: Task, why: object) -> None:
+        self._refuse(task.index, task.id, f"{task.place}: {why}", task.columns)
+
+    def _refuse(self, index: int, row_id: Any, message: str, columns: dict[str, Any]) -> None:
+        self._write(index, self._format.error(index, row_id, message, columns))
 
     def _write(self, index: int, record: dict[str, Any]) -> None:
         """Write the line of a row; with `ordered`, after all earlier rows."""

@@ -97,7 +97,7 @@ def test_a_run_without_a_last_word_leaves_what_was_saved(tmp_path: Path) -> None
         stats = llm.stats()
     journal = Journal(path, path)
     journal.begin({name: {} for name in ("input", "model", "options", "sampling", "prompt", "format")})
-    output = Output(path, 9)
+    output = Output(path, range(9))
     history = History(journal, output, clock=lambda: now)
     assert history.marks == [] and history.whole(stats) is stats
     history.save_when_due(lambda: stats)
@@ -107,7 +107,7 @@ def test_a_run_without_a_last_word_leaves_what_was_saved(tmp_path: Path) -> None
     history.save_when_due(lambda: stats)
     output.close()
     journal.state = json.loads(journal.path.read_text())
-    output = Output(path, 9)
+    output = Output(path, range(9))
     found = History(journal, output)
     assert found.marks == [pytest.approx(stats.uptime)]
     whole = found.whole(stats)

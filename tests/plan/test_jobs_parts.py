@@ -134,7 +134,7 @@ def row(index: int, error: str | None = None) -> dict[str, Any]:
 
 
 def write_all(path: Path, *rows: dict[str, Any]) -> None:
-    output = Output(path, 4)
+    output = Output(path, range(4))
     for each in rows:
         output.write(each["index"], each)
     output.close()
@@ -151,7 +151,7 @@ def test_index_sets(indexes: set[int]) -> None:
 def test_an_output_is_taken_up_and_put_in_order(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     write_all(path, row(2), row(0))
-    output = Output(path, 4)
+    output = Output(path, range(4))
     assert [index in output.finished for index in range(4)] == [True, False, True, False]
     assert (output.num_errors, output.is_ordered) == (0, False)
     output.write(1, row(1, "bad"))
@@ -159,9 +159,9 @@ def test_an_output_is_taken_up_and_put_in_order(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="row 1 is answered twice"):
         output.write(1, row(1))
     output.close()
-    put_in_order(path, 3)
+    put_in_order(path, range(3))
     assert path.read_bytes() == b"".join(map(to_line, [row(0), row(1, "bad"), row(2)]))
-    output = Output(path, 4)
+    output = Output(path, range(4))
     assert output.is_ordered and output.num_errors == 1
     output.close()
     assert [each.name for each in tmp_path.iterdir()] == ["out.jsonl"]
@@ -172,7 +172,7 @@ def test_a_torn_last_line_is_cut_off(tmp_path: Path, cut: int) -> None:
     path = tmp_path / "out.jsonl"
     write_all(path, row(0), row(1))
     path.write_bytes(path.read_bytes()[:-cut])
-    output = Output(path, 4)
+    output = Output(path, range(4))
     assert output.num_dropped == 1 and path.read_bytes() == to_line(row(0))
     output.write(1, row(1))
     output.close()
@@ -189,7 +189,7 @@ def test_damaged_lines_are_left_out_wherever_they_are(tmp_path: Path) -> None:
         file.write(b"\n")
         file.writelines(to_line(row(0)).replace(b"0", b"%d" % index) for index in (4, 10**14, 10**30))
         file.write(b'{"index": %b}\n' % (b"9" * 5000))
-    output = Output(path, 4)
+    output = Output(path, range(4))
     assert output.num_dropped == 8 and path.read_bytes() == good[0] + good[2] + good[3]
     output.write(1, row(1))
     output.close()
@@ -199,7 +199,7 @@ def test_damaged_lines_are_left_out_wherever_they_are(tmp_path: Path) -> None:
 def test_error_rows_can_be_dropped(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     write_all(path, row(0), row(1, "bad"), row(2), row(3, "bad"))
-    output = Output(path, 4, drop_errors=True)
+    output = Output(path, range(4), drop_errors=True)
     assert output.num_dropped == 2 and output.num_errors == 0 and 1 not in output.finished
     assert path.read_bytes() == to_line(row(0)) + to_line(row(2))
     output.close()
@@ -214,13 +214,13 @@ def test_no_room_to_drop_lines_leaves_the_output_as_it_is(
     with monkeypatch.context() as patch:
         patch.setattr("os.fsync", Mock(side_effect=[None, OSError(28, "No space left on device")]))
         with pytest.raises(OSError, match="No space left"):
-            Output(path, 4, drop_errors=True)
+            Output(path, range(4), drop_errors=True)
     assert path.read_bytes() == before and [each.name for each in tmp_path.iterdir()] == ["out.jsonl"]
 
 
 def test_a_line_that_does_not_fit_leaves_no_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "out.jsonl"
-    output = Output(path, 4)
+    output = Output(path, range(4))
     output.write(0, row(0))
     real = os.write
     writes: list[Callable[..., int]] = [lambda fd, data: real(fd, data[:7])]
@@ -241,7 +241,7 @@ def test_a_line_that_does_not_fit_leaves_no_part(tmp_path: Path, monkeypatch: py
 
 
 def test_a_flush_that_begins_while_the_file_is_closed_ends(tmp_path: Path) -> None:
-    output = Output(tmp_path / "out.jsonl", 4)
+    output = Output(tmp_path / "out.jsonl", range(4))
     sync = inside.flushing(output)
 
     class ClosedMeanwhile(threading.Event):
