@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import argparse
 import platform
+import sys
 from array import array
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from time import perf_counter
 from typing import TypeAlias
 
 import torch
@@ -31,6 +34,7 @@ from nanovllm.engine.stats import counted
 from nanovllm.errors import BadRow, attempt
 from nanovllm.jobs.errors import ANSWERED, ERROR_ROWS, REFUSED, JobRefusedError, refusing
 from nanovllm.jobs.job import engine_options, find_files, make_format, open_job
+from nanovllm.jobs.progress import Display
 from nanovllm.jobs.runner import portions
 from nanovllm.jobs.sources import Input, SourceRow, Values
 from nanovllm.jobs.tasks import Renderer, RowFormat, Task
@@ -117,7 +121,10 @@ def _check(args: argparse.Namespace, path: Path, model: _Model | None) -> int:
         source, is_batch = open_job(args, [path])
         source.parts[0].name = str(path)
         row_format = make_format(args, is_batch, None if model is None else model[0], 0)
+        progress = Display(sys.stderr, perf_counter)
         for some in portions(tasks(source, row_format), _BATCH_ROWS):
+            share = source.position / (source.length or 1)
+            progress.show(partial(_progress, path, share, num_rows, num_bad))
             problems = [each for each in some if not isinstance(each, Task)]
             if model is not None:
                 problems += _refused([each for each in some if isinstance(each, Task)], *model[1:])
@@ -125,7 +132,9 @@ def _check(args: argparse.Namespace, path: Path, model: _Model | None) -> int:
                 num_bad += is_bad
                 num_problems += 1
                 if num_problems <= _MAX_SHOWN:
-                    print(message)
+                    progress.close()
+                    print(message, flush=True)
+        progress.close()
     except JobRefusedError as error:
         print(error)
         return REFUSED
@@ -138,6 +147,10 @@ def _check(args: argparse.Namespace, path: Path, model: _Model | None) -> int:
     kind = counted(num_rows, "row") + " of an OpenAI batch" * is_batch
     print(f"{path}: {kind}, {num_bad:,} bad{repeated}")
     return ERROR_ROWS if num_bad or twice or not num_rows else ANSWERED
+
+
+def _progress(path: Path, share: float, num_rows: int, num_bad: int) -> str:
+    return f"{path}: {share:.0%} read, {counted(num_rows, 'row')}, {num_bad:,} bad"
 
 
 def _task(row_format: RowFormat, row: SourceRow, values: Values) -> Task:

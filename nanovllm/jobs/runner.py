@@ -19,7 +19,7 @@ from nanovllm.engine.stats import counted
 from nanovllm.errors import BadRow, attempt
 from nanovllm.jobs.errors import TOO_MANY_ERRORS, JobFailedError
 from nanovllm.jobs.output import Output
-from nanovllm.jobs.progress import JobProgress
+from nanovllm.jobs.progress import JobProgress, Work
 from nanovllm.jobs.sources import Input, SourceRow
 from nanovllm.jobs.tasks import Renderer, RowFormat, Task, as_prompt
 from nanovllm.sampling_params import SamplingParams
@@ -33,6 +33,7 @@ _SHARED_CHARS = 128  # minimum common prefix of a group; about two blocks of 16 
 _NO_IDS = array("i")
 _Key: TypeAlias = "tuple[str, str, array[int]]"  # the kind of a task, its text, its token ids
 _Item = TypeVar("_Item")
+_CHARS = 4  # of a token, about, until prompts are tokenised
 _UNBOUNDED = 2**40  # tokens of an output without a limit
 
 
@@ -65,10 +66,11 @@ class JobRunner:
 
     def pending(self) -> Iterator[SourceRow]:
         """The rows that have no line yet; all others are only counted."""
-        num_rows = 0
+        num_rows = self.progress.rows_taken = 0
         for row in self.source.rows():
             num_rows = self.progress.rows_read = row.index + 1 - self.source.first
             if row.index not in self.output.finished:
+                self.progress.rows_taken += 1
                 yield row
         self.num_rows = num_rows
 
@@ -95,6 +97,7 @@ class JobRunner:
                 columns = self._format.copied(values)
                 self._refuse(row.index, self._format.row_id(values), f"{row.place}: {task}", columns)
             else:
+                self.progress.asked(_work(task))
                 yield task
 
     def _generate(self, llm: Any, tasks: Iterator[Task], renderer: Renderer) -> None:
@@ -125,7 +128,7 @@ class JobRunner:
                     place = f"prompts[{output.index}]"
                     self._refuse_task(task, output.error.replace(place, "the prompt"))
                 else:
-                    self.progress.answered(output)
+                    self.progress.answered(output, _work(task))
                     self._write(task.index, self._format.answer(task, output))
 
     def _embed(self, llm: Any, tasks: Iterator[Task]) -> None:
@@ -141,10 +144,11 @@ class JobRunner:
                     number, error = errors[0]
                     self._refuse_task(task, str(error).replace(f"prompts[{number}]", "the input"))
                 else:
-                    self.progress.embedded(found)
+                    self.progress.embedded(found, _work(task))
                     self._write(task.index, self._format.embeddings(task, found))
 
     def _refuse_task(self, task: Task, why: object) -> None:
+        self.progress.refused(_work(task))
         self._refuse(task.index, task.id, f"{task.place}: {why}", task.columns)
 
     def _refuse(self, index: int, row_id: Any, message: str, columns: dict[str, Any]) -> None:
@@ -236,6 +240,16 @@ def _is_shared(one: _Key, other: _Key) -> bool:
 def _output_limit(task: Task) -> int:
     limit = task.params.max_tokens
     return (_UNBOUNDED if limit is None else limit) * task.params.n
+
+
+def _work(task: Task) -> Work:
+    """What a task asks for."""
+    parts = task.prompt if task.kind == "embed" else [task.prompt]
+    if task.is_chat:
+        parts = [str(message["content"]) for message in task.prompt]
+    limit = 0 if task.kind == "embed" else task.params.max_tokens
+    size = sum(len(part) / _CHARS if isinstance(part, str) else len(part) for part in parts)
+    return Work(size, None if limit is None else limit * task.params.n)
 
 
 def _fill(tasks: list[Task], size: int, more: Iterator[Task], rows: int) -> list[Task]:

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from io import StringIO
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -22,15 +21,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanovllm.jobs.errors import JobFailedError, JobRefusedError
-from nanovllm.jobs.formats import open_source
 from nanovllm.jobs.job import engine_options
 from nanovllm.jobs.journal import Journal, locked
 from nanovllm.jobs.main import parse_args
 from nanovllm.jobs.output import IndexSet, Output, put_in_order, to_line
-from nanovllm.jobs.progress import JobProgress
 from nanovllm.jobs.runner import grouped_by_prefix, reordered
 from nanovllm.jobs.tasks import Task
-from nanovllm.outputs import CompletionOutput, RequestOutput
 from nanovllm.sampling_params import SamplingParams
 
 # -- the order window --------------------------------------------------------------------------------------
@@ -266,46 +262,6 @@ def test_a_number_that_json_has_not_is_null() -> None:
     infinity = float("inf")
     record = {"id": {"a": [infinity, -infinity, float("nan"), 1.5, "é"]}, "error": "inf"}
     assert to_line(record) == '{"id": {"a": [null, null, null, 1.5, "é"]}, "error": "inf"}\n'.encode()
-
-
-# -- progress ----------------------------------------------------------------------------------------------
-
-
-class Terminal(StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def answer_of(tokens: int) -> RequestOutput:
-    completion = CompletionOutput(0, "a", [5] * tokens, finish_reason="stop")
-    return RequestOutput("0", "a", [1, 2], None, [completion])
-
-
-def test_progress(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_bytes(b'{"a": 1}\n' * 100)
-    source = open_source(path, "auto")
-    source.position = source.size // 2
-    now = 0.0
-    plain, terminal = StringIO(), Terminal()
-    shows = [JobProgress(source, 10, 1, stream, lambda: now) for stream in (plain, terminal)]
-    for second in range(1, 21):
-        now = float(second)
-        for progress in shows:
-            progress.rows_read = 50
-            progress.answered(answer_of(30))
-            progress.written(is_error=second == 20)
-    for progress in shows:
-        progress.close()
-    first, second_line = plain.getvalue().splitlines()
-    assert first == "20 rows (20%), 30.0 tok/s, 0:01:20 left, 1 error, KV 0%"
-    assert second_line == "30 rows (30%), 30.0 tok/s, 0:01:10 left, 2 errors, KV 0%"
-    now += 1
-    terminal.write = Mock(side_effect=BrokenPipeError)  # type: ignore[method-assign]
-    shows[1].show()
-    shows[1].close()
-    assert terminal.write.call_count == 2
-    assert terminal.getvalue().count("\r\x1b[K") == 21 and "\n" not in terminal.getvalue()
 
 
 # -- arguments ---------------------------------------------------------------------------------------------
