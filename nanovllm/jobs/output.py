@@ -13,7 +13,7 @@ import os
 import re
 import threading
 from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -68,17 +68,23 @@ class Output:
     """
 
     def __init__(
-        self, path: Path, rows: range, *like: Path, drop_errors: bool = False, echo: BinaryIO | None = None
+        self,
+        path: Path,
+        rows: range,
+        *like: Path,
+        drop_errors: bool = False,
+        echo: BinaryIO | None = None,
+        each: Callable[[int, dict[str, Any]], object] | None = None,
     ) -> None:
         """Open or create the file, and read its lines.
 
         An incomplete last line is cut off. Lines that are damaged, repeated, or have an index that is not
         among `rows` are removed; with `drop_errors` so are error rows. The rows of removed lines run again.
         OSError if the file cannot be written. like: as for `open_own`; `path` itself by default. echo: gets
-        each new line, too.
+        each new line, too. each: is called with the row and the record of each line that is there or comes.
         """
         self.path = path
-        self._rows, self._echo = rows, echo
+        self._rows, self._echo, self._each = rows, echo, each
         self._like = like or (path,)
         self.finished = IndexSet()
         self.num_errors = self.num_dropped = 0
@@ -143,6 +149,8 @@ class Output:
         self.is_ordered = self.is_ordered and index - self._rows.start == len(self.finished)
         self.finished.add(index)
         error = record.get("error")
+        if self._each is not None:
+            self._each(index, record)
         if error is not None:
             self.num_errors += 1
             if len(self.first_errors) < KEPT_ERRORS:

@@ -43,13 +43,14 @@ from nanovllm.jobs.job import (
     standard_output,
 )
 from nanovllm.jobs.journal import Journal, hash_file, locked
-from nanovllm.jobs.output import Output, put_in_order
+from nanovllm.jobs.output import COLUMNS, Output, put_in_order
 from nanovllm.jobs.progress import History, JobProgress
 from nanovllm.jobs.runner import JobRunner
 from nanovllm.jobs.tasks import Renderer, RowFormat
 from nanovllm.llm import LLM
 from nanovllm.models.registry import open_checkpoint
-from nanovllm.report import GPUMonitor, check_path, write_report
+from nanovllm.report import Answers, GPUMonitor, Sample, check_path, write_report
+from nanovllm.sampling_params import SamplingParams
 
 _RESUMES = "; the same command resumes"
 _SHOWN_FILES = 10
@@ -91,7 +92,9 @@ def _run_job(args: argparse.Namespace, make_llm: Callable[..., Any]) -> int:
                 defaults,
                 lambda old_input: extend(args, source, old_input, path),
             )
-            more = {"drop_errors": args.retry_errors, "echo": args.echo}
+            answers = Answers()
+            each = None if args.report is None else lambda *row: answers.add(_sample_of(*row))
+            more = {"drop_errors": args.retry_errors, "echo": args.echo, "each": each}
             output = Output(path, source.span, args.output, **more)
         except OSError as error:
             raise JobRefusedError(f"{args.output} cannot be written: {error.strerror or error}") from None
@@ -99,6 +102,7 @@ def _run_job(args: argparse.Namespace, make_llm: Callable[..., Any]) -> int:
             _say(f"the job began with other versions, and answers may differ: {before.get('versions')}")
         with closing(output):
             runner = JobRunner(args, source, output)
+            runner.answers = answers
             make = partial(make_format, args, is_batch, seed=config.seed)
             return _run(runner, journal, signals, lambda: _answer(runner, journal, make, make_llm))
 
@@ -167,7 +171,7 @@ def _answer(
             row_format = make(recommended=llm.get_default_sampling_params())
             all_chats = args.chat or args.messages_column is not None
             renderer = Renderer(llm.tokenizer, args.chat_template_kwargs, all_chats)
-            with _reported(runner, llm, history):
+            with _reported(runner, llm, history, row_format.params):
                 try:
                     runner.run(llm, row_format, renderer)
                 finally:
@@ -202,7 +206,7 @@ def _check_input(runner: JobRunner, before: Mapping[str, Any]) -> None:
 
 
 @contextmanager
-def _reported(runner: JobRunner, llm: Any, history: History) -> Iterator[None]:
+def _reported(runner: JobRunner, llm: Any, history: History, params: SamplingParams) -> Iterator[None]:
     """Write the report at the end of the block, however it ends, if one is requested."""
     path = runner.args.report
     if path is None:
@@ -230,9 +234,37 @@ def _reported(runner: JobRunner, llm: Any, history: History) -> Iterator[None]:
                     facts=facts,
                     stats=history.whole(llm.stats()),
                     marks=marks,
+                    answers=runner.answers,
+                    parameters=_shown_params(runner.args, params),
                 )
             except (OSError, ValueError) as error:
                 _say(f"{path} could not be written: {error}")
+
+
+def _sample_of(index: int, record: dict[str, Any]) -> Sample:
+    """The answer that a line has. Its prompt is the column `prompt`, or all columns that the line repeats."""
+    error = record.get("error")
+    if error is not None:
+        error = str(error["message"] if isinstance(error, dict) else error)
+    columns = {name: value for name, value in record.items() if name not in COLUMNS}
+    reasons = record.get("finish_reasons") or [record.get("finish_reason")]
+    text, row_id, usage = record.get("text"), record.get("id"), record
+    if "custom_id" in record:  # an OpenAI batch
+        body = (record["response"] or {}).get("body") or {}
+        choices, row_id, columns = body.get("choices") or [{}], record["custom_id"], {}
+        text = choices[0].get("text", choices[0].get("message", {}).get("content"))
+        reasons = [each.get("finish_reason", "embedding") for each in choices]
+        usage = body.get("usage", {})
+    tokens = [usage.get(name, 0) for name in ("prompt_tokens", "completion_tokens")]
+    prompt = columns.get("prompt", columns or "")
+    return Sample(index, row_id, prompt, text or "", tuple(map(str, reasons)), *tokens, error)
+
+
+def _shown_params(args: argparse.Namespace, params: SamplingParams) -> dict[str, object]:
+    """The parameters of rows without their own, and how prompts are made."""
+    names = ("template", "chat", "system", "chat_template_kwargs", "limit", "shard")
+    given = {f"--{name.replace('_', '-')}": getattr(args, name) for name in names if getattr(args, name)}
+    return {name: value for name, value in vars(params).items() if value not in (None, [], {})} | given
 
 
 def _finish(runner: JobRunner) -> None:

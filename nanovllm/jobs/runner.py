@@ -41,6 +41,7 @@ class JobRunner:
     """Runs the rows that have no line in the output yet."""
 
     num_rows: int | None = None  # of the input, once all have been read
+    answers: Any = None  # of all runs, for the report
 
     def __init__(self, args: argparse.Namespace, source: Input, output: Output) -> None:
         """args: of the command line; uses `max_errors`, `ordered` and `window`."""

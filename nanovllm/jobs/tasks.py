@@ -68,6 +68,7 @@ class RowFormat(ABC):
     def __init__(self, params: SamplingParams, seed: int, given: Container[str] = ()) -> None:
         """params: of rows without their own. seed: the engine's. given: parameters that `--sampling` sets."""
         of_several = {name: each for name, each in self.params_of_several.items() if name not in given}
+        self.params = params
         self.params_of = partial(row_params, params, seed, of_several)
 
     @abstractmethod
