@@ -50,8 +50,9 @@ _MAY_CHANGE = {
     "kv_cache_memory_bytes",
     "download_dir",
 }
-_PROMPT_ARGUMENTS = ("prompt_column", "template", "messages_column", "id_column", "chat_template_kwargs")
-_PROMPT_ARGUMENTS += ("columns", "chat", "system")  # the journal holds what was given
+# The journal has those that are given.
+_PROMPT_ARGUMENTS: tuple[str, ...] = ("prompt_column", "template", "messages_column", "id_column")
+_PROMPT_ARGUMENTS += ("chat_template_kwargs", "columns", "chat", "system")
 COPIED = "all"  # columns of the input, if --columns is not given
 _LONGEST = ".rows.jsonl.nanovllm.tmp"  # what a file beside the output has after the output's name
 STDIN = "standard input"

@@ -255,9 +255,9 @@ def _sample_of(index: int, record: dict[str, Any]) -> Sample:
         text = choices[0].get("text", choices[0].get("message", {}).get("content"))
         reasons = [each.get("finish_reason", "embedding") for each in choices]
         usage = body.get("usage", {})
-    tokens = [usage.get(name, 0) for name in ("prompt_tokens", "completion_tokens")]
+    read, drawn = usage.get("prompt_tokens", 0), usage.get("completion_tokens", 0)
     prompt = columns.get("prompt", columns or "")
-    return Sample(index, row_id, prompt, text or "", tuple(map(str, reasons)), *tokens, error)
+    return Sample(index, row_id, prompt, text or "", tuple(map(str, reasons)), read, drawn, error)
 
 
 def _shown_params(args: argparse.Namespace, params: SamplingParams) -> dict[str, object]:
