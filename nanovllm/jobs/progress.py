@@ -26,7 +26,7 @@ from nanovllm.jobs.sources import Source
 from nanovllm.outputs import EmbeddingRequestOutput, RequestOutput
 
 _DRAW_SECONDS = 0.2  # in a terminal
-_NOTE_SECONDS = 0.5  # between the notes of the last minute
+_LOOK_SECONDS, _NOTE_SECONDS = 0.1, 0.5  # between looks at the clock, and notes of the last minute
 _NOTEBOOK_COLUMNS = 100  # of a line in a notebook, which has no width
 _CLEAR = "\r\x1b[K"
 _SAVE_SECONDS = 30.0
@@ -60,7 +60,6 @@ class Display:
             self._write(line() + "\n")
 
     def close(self) -> None:
-        """Remove a line that is redrawn."""
         if self._redraws:
             self._write(_CLEAR if self._is_terminal else "\r" + " " * _NOTEBOOK_COLUMNS + "\r")
 
@@ -141,9 +140,7 @@ class Remaining:
 
 
 @dataclass
-class _Sums:
-    """Of the work of rows."""
-
+class _Sums:  # of the work of rows
     size: float = 0.0
     most: int = 0
     unlimited: int = 0
@@ -182,6 +179,7 @@ class JobProgress:
         self._display = Display(sys.stderr if stream is None else stream, clock)
         self._before = finished
         self._start = clock()
+        self._next = self._start
         self._first_step: float | None = None  # when it began
         self._kv_usage = 0.0
         self._num_running = 0
@@ -216,11 +214,12 @@ class JobProgress:
         self._remaining.refuse(work)
 
     def answered(self, output: RequestOutput, work: Work) -> None:
-        drawn = sum(len(each.token_ids) for each in output.outputs)
+        drawn = sum([len(each.token_ids) for each in output.outputs])
         self._remaining.end(work, len(output.prompt_token_ids), drawn)
         self.prompt_tokens += len(output.prompt_token_ids)
         self.output_tokens += drawn
-        self.reasons.update(each.finish_reason or "" for each in output.outputs)
+        for each in output.outputs:
+            self.reasons[each.finish_reason or ""] += 1
 
     def embedded(self, outputs: Sequence[EmbeddingRequestOutput], work: Work) -> None:
         read = sum(len(each.prompt_token_ids) for each in outputs)
@@ -234,11 +233,12 @@ class JobProgress:
         self.show()
 
     def show(self) -> None:
-        self._take(self._clock())
-        self._display.show(self.line)
+        if (now := self._clock()) >= self._next:
+            self._next = now + _LOOK_SECONDS
+            self._take(now)
+            self._display.show(self.line)
 
     def close(self) -> None:
-        """Remove the line from a terminal."""
         self._display.close()
 
     def _take(self, now: float) -> None:

@@ -98,7 +98,8 @@ class JobRunner:
                 columns = self._format.copied(values)
                 self._refuse(row.index, self._format.row_id(values), f"{row.place}: {task}", columns)
             else:
-                self.progress.asked(_work(task))
+                task.work = _work(task)
+                self.progress.asked(task.work)
                 yield task
 
     def _generate(self, llm: Any, tasks: Iterator[Task], renderer: Renderer) -> None:
@@ -129,7 +130,7 @@ class JobRunner:
                     place = f"prompts[{output.index}]"
                     self._refuse_task(task, output.error.replace(place, "the prompt"))
                 else:
-                    self.progress.answered(output, _work(task))
+                    self.progress.answered(output, task.work)
                     self._write(task.index, self._format.answer(task, output))
 
     def _embed(self, llm: Any, tasks: Iterator[Task]) -> None:
@@ -145,11 +146,11 @@ class JobRunner:
                     number, error = errors[0]
                     self._refuse_task(task, str(error).replace(f"prompts[{number}]", "the input"))
                 else:
-                    self.progress.embedded(found, _work(task))
+                    self.progress.embedded(found, task.work)
                     self._write(task.index, self._format.embeddings(task, found))
 
     def _refuse_task(self, task: Task, why: object) -> None:
-        self.progress.refused(_work(task))
+        self.progress.refused(task.work)
         self._refuse(task.index, task.id, f"{task.place}: {why}", task.columns)
 
     def _refuse(self, index: int, row_id: Any, message: str, columns: dict[str, Any]) -> None:
@@ -249,7 +250,9 @@ def _work(task: Task) -> Work:
     if task.is_chat:
         parts = [str(message["content"]) for message in task.prompt]
     limit = 0 if task.kind == "embed" else task.params.max_tokens
-    size = sum(len(part) / _CHARS if isinstance(part, str) else len(part) for part in parts)
+    size = 0.0
+    for part in parts:
+        size += len(part) / _CHARS if isinstance(part, str) else len(part)
     return Work(size, None if limit is None else limit * task.params.n)
 
 

@@ -42,7 +42,7 @@ class Task:
     id: of the row in its file. prompt: a string, token ids, or with `is_chat` a list of messages; for "embed"
     a list of strings and lists of token ids. template: arguments of `LLM.chat` for this row. request: the
     parts of an OpenAI body that the answer repeats. columns: of the row, that its answer repeats.
-    place, num_bytes: as in `SourceRow`.
+    place, num_bytes: as in `SourceRow`. work: about how many tokens it takes, as `JobProgress` counts them.
     """
 
     index: int
@@ -54,6 +54,7 @@ class Task:
     template: dict[str, Any] = field(default_factory=dict)
     request: dict[str, Any] = field(default_factory=dict)
     columns: dict[str, Any] = field(default_factory=dict)
+    work: Any = None
     place: str = ""
     num_bytes: int = 0
 
