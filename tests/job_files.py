@@ -20,6 +20,7 @@ from model_folders import NESTED, within
 
 from nanovllm.jobs import main as program
 from nanovllm.jobs.errors import ANSWERED, ERROR_ROWS, REFUSED
+from nanovllm.jobs.packed import PACKINGS, packed
 from nanovllm.jobs.parquet import import_pyarrow
 from nanovllm.outputs import EmbeddingOutput, EmbeddingRequestOutput, RequestOutput
 from nanovllm.sampling_params import SamplingParams
@@ -107,7 +108,19 @@ def write_file(folder: Path, seed: int) -> Path:
         path.write_bytes(b"".join(json.dumps(row).encode() + b"\n" for row in rows))
     if rng.random() < 0.7:
         path.write_bytes(damaged(path.read_bytes(), rng, kind == "parquet"))
-    return path
+    return compressed(path, random.Random(-seed))
+
+
+def compressed(path: Path, rng: random.Random) -> Path:
+    """One file of ten compressed, and one of three of these damaged."""
+    if rng.random() > 0.1:
+        return path
+    target = path.with_name(path.name + rng.choice([*PACKINGS]))
+    with target.open("wb") as file, packed(file, PACKINGS[target.suffix]) as packing:
+        packing.write(path.read_bytes())
+    if rng.random() < 0.33:
+        target.write_bytes(damaged(target.read_bytes(), rng, is_parquet=True))
+    return target
 
 
 def good_row(kind: str, index: int) -> dict[str, Any]:

@@ -25,7 +25,9 @@ from nanovllm.config import Config
 from nanovllm.device import CPU_KV_CACHE_BYTES, SPARE_BYTES, Device
 from nanovllm.engine.startup import TABLE_BYTES
 from nanovllm.jobs import errors as job_errors
+from nanovllm.jobs.job import engine_fields
 from nanovllm.jobs.main import EPILOG, parse_args
+from nanovllm.jobs.packed import MAX_RATIO, MAX_UNPACKED_FREELY
 from nanovllm.jobs.params import row_seed
 from nanovllm.jobs.parquet_pages import MAX_UNPACKED
 from nanovllm.jobs.sources import MAX_NESTING, MAX_ROW_BYTES
@@ -289,6 +291,7 @@ def test_limits_in_the_page_on_security_are_those_of_the_code() -> None:
         f"most {MAX_JSON_BYTES // mib} MiB (vocabularies {MAX_VOCABULARY_BYTES // mib} MiB) and {MAX_DEPTH}",
         f"A row has at most {MAX_ROW_BYTES // mib} MiB and its JSON at most {MAX_NESTING} levels",
         f"at most about {MAX_UNPACKED // 2**30} GiB is unpacked at once",
+        f"unpacks to more than {MAX_UNPACKED_FREELY // 2**30} GiB and {MAX_RATIO:,} times its size",
         f"has {limits.seconds:.0f} s of a CPU, {limits.memory_bytes // mib} MiB of memory (on Linux) and "
         f"{limits.output_bytes // mib} MiB of output",
         f"`n` is at most {MAX_N:,}, and there are at most {MAX_TEXTS['stop']:,} stop strings",
@@ -316,20 +319,19 @@ def test_exit_codes_of_jobs_are_those_of_the_code() -> None:
         r"^\| ([\d, ]+) \|", section((ROOT / "docs/jobs.md").read_text(), "Resuming a job"), re.M
     )
     assert {int(code) for cell in cells for code in cell.split(",")} == codes
-    not_of_run = {job_errors.READER_LEFT}
-    assert {int(code) for code in re.findall(r"^  (\d+) ", EPILOG, re.M)} == codes - not_of_run
+    assert {int(code) for code in re.findall(r"^  (\d+) ", EPILOG, re.M)} == codes
 
 
 @pytest.mark.parametrize("command", ["run", "check"])
 def test_the_help_speaks_of_a_command_line(command: str) -> None:
     """Whole sentences, and no value that only Python has."""
-    text = " ".join(help_of(command).split())
+    text = " ".join(help_of(command, "--help-options").split())
     assert "None" not in text and "torch." not in text and "transformers tokenizer" not in text
     assert 'parameters that neither a row nor --sampling gives: "auto" (the model\'s)' in text
     assert "each on its own --tensor-parallel-size devices" in text and "it replaces --gpu-mem" in text
     assert 'config.json, such as {"rope_theta": 1000000}.' in text
     assert not set(FIELDS["`LLM(model, ...)`"]) & set(re.findall(r"\w+_\w+(?!\w|\.json)", text))
-    options = text.partition("options of LLM")[2].partition("exit codes:")[0]
+    options = text.partition("options of LLM (")[2].partition("exit codes:")[0]
     about = re.split(r"--[a-z][\w-]+(?: VALUE|, --no-[\w-]+) ", options)[1:]
     assert len(about) >= 30
     for each in about:
@@ -344,10 +346,26 @@ def test_every_flag_of_jobs_is_one() -> None:
 
 def flags_of(command: str) -> set[str]:
     """The flags of a command, from its help."""
-    return set(re.findall(r"--[a-z][\w-]+", help_of(command)))
+    return set(re.findall(r"--[a-z][\w-]*", help_of(command)))
 
 
-def help_of(command: str) -> str:
+def help_of(command: str, flag: str = "--help") -> str:
     with pytest.raises(SystemExit), redirect_stdout(StringIO()) as out:
-        parse_args([command, "--help"])
+        parse_args([command, flag])
     return out.getvalue()
+
+
+def test_the_help_fits_two_screens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    text = help_of("run")
+    assert len(text.splitlines()) <= 2 * 50
+    for group in ("rows:", "prompts:", "the job:", "options of LLM:", "exit codes:"):
+        assert f"\n{group}\n" in text
+    assert {"--" + name.replace("_", "-") for name in engine_fields()} <= flags_of("run")
+
+
+def test_every_flag_of_run_has_an_example() -> None:
+    text = (ROOT / "docs/jobs.md").read_text()
+    own = flags_of("run") - {"--" + name.replace("_", "-") for name in engine_fields()}
+    shown = set(re.findall(r"^\| `(--[a-z-]+)[ `]", text, re.M))
+    assert shown - {"--seed", "--tokenizer"} == own - {"--help", "--help-options", "--output"}

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import argparse
 import platform
+import sys
 from array import array
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from time import perf_counter
 from typing import TypeAlias
 
 import torch
@@ -30,9 +33,10 @@ from nanovllm.engine.startup import (
 from nanovllm.engine.stats import counted
 from nanovllm.errors import BadRow, attempt
 from nanovllm.jobs.errors import ANSWERED, ERROR_ROWS, REFUSED, JobRefusedError, refusing
-from nanovllm.jobs.job import engine_options, make_format, open_job
+from nanovllm.jobs.job import engine_options, find_files, make_format, open_job
+from nanovllm.jobs.progress import Display
 from nanovllm.jobs.runner import portions
-from nanovllm.jobs.sources import Source, SourceRow, Values
+from nanovllm.jobs.sources import Input, SourceRow, Values
 from nanovllm.jobs.tasks import Renderer, RowFormat, Task
 from nanovllm.models.registry import load_model_config
 from nanovllm.sampling_params import SamplingParams
@@ -68,8 +72,12 @@ def version(args: argparse.Namespace) -> int:
 def check(args: argparse.Namespace) -> int:
     """Print the errors of each file; return 0 if there are none, 1 for bad rows, 2 for a bad file."""
     model = _read_model(args) if args.model else None
-    args.input = ""
-    return max([_check(args, path, model) for path in args.inputs])
+    try:
+        paths = find_files(args.inputs)
+    except JobRefusedError as error:
+        print(error)
+        return REFUSED
+    return max([_check(args, path, model) for path in paths])
 
 
 def _read_model(args: argparse.Namespace) -> _Model:
@@ -83,7 +91,7 @@ def _read_model(args: argparse.Namespace) -> _Model:
         params = recommended_params(overridden(generation, config.generation_config, changes))
         limit = resolve_max_model_len(config.max_model_len, model_config)
         tokenizer = find_tokenizer(config, path)
-    renderer = Renderer(tokenizer, args.chat_template_kwargs, args.messages_column is not None)
+    renderer = Renderer(tokenizer, args.chat_template_kwargs, args.chat or args.messages_column is not None)
     eos_token_ids = model_config.eos_token_ids
     processor = Processor(tokenizer, model_config.vocab_size, eos_token_ids, config.max_logprobs)
     processor.max_model_len = limit
@@ -94,7 +102,7 @@ def _check(args: argparse.Namespace, path: Path, model: _Model | None) -> int:
     num_rows = num_bad = num_problems = 0
     ids = array("Q")  # their hashes
 
-    def tasks(source: Source, row_format: RowFormat) -> Iterator[Task | _Problem]:
+    def tasks(source: Input, row_format: RowFormat) -> Iterator[Task | _Problem]:
         nonlocal num_rows
         for row in source.rows():
             num_rows += 1
@@ -110,10 +118,13 @@ def _check(args: argparse.Namespace, path: Path, model: _Model | None) -> int:
             yield (row.index, f"{row.place}: {task}", True) if isinstance(task, Exception) else task
 
     try:
-        source, is_batch = open_job(args, path)
-        source.name = str(path)
+        source, is_batch = open_job(args, [path])
+        source.parts[0].name = str(path)
         row_format = make_format(args, is_batch, None if model is None else model[0], 0)
+        progress = Display(sys.stderr, perf_counter)
         for some in portions(tasks(source, row_format), _BATCH_ROWS):
+            share = source.position / (source.length or 1)
+            progress.show(partial(_progress, path, share, num_rows, num_bad))
             problems = [each for each in some if not isinstance(each, Task)]
             if model is not None:
                 problems += _refused([each for each in some if isinstance(each, Task)], *model[1:])
@@ -121,7 +132,9 @@ def _check(args: argparse.Namespace, path: Path, model: _Model | None) -> int:
                 num_bad += is_bad
                 num_problems += 1
                 if num_problems <= _MAX_SHOWN:
-                    print(message)
+                    progress.close()
+                    print(message, flush=True)
+        progress.close()
     except JobRefusedError as error:
         print(error)
         return REFUSED
@@ -134,6 +147,10 @@ def _check(args: argparse.Namespace, path: Path, model: _Model | None) -> int:
     kind = counted(num_rows, "row") + " of an OpenAI batch" * is_batch
     print(f"{path}: {kind}, {num_bad:,} bad{repeated}")
     return ERROR_ROWS if num_bad or twice or not num_rows else ANSWERED
+
+
+def _progress(path: Path, share: float, num_rows: int, num_bad: int) -> str:
+    return f"{path}: {share:.0%} read, {counted(num_rows, 'row')}, {num_bad:,} bad"
 
 
 def _task(row_format: RowFormat, row: SourceRow, values: Values) -> Task:

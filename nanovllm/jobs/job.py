@@ -10,22 +10,24 @@ import os
 import shlex
 import stat
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import Field, fields
-from itertools import islice
+from glob import glob, has_magic
+from itertools import islice, product
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
+import xxhash
+
 from nanovllm.config import Config, versions
-from nanovllm.errors import attempt
 from nanovllm.jobs.errors import JobRefusedError, refusing
-from nanovllm.jobs.formats import check_can_write, is_exported, open_source
-from nanovllm.jobs.journal import CHUNK, chunks, hash_file
+from nanovllm.jobs.formats import ENDINGS, check_can_write, endings, is_exported, open_source
+from nanovllm.jobs.journal import CHUNK, hash_file
 from nanovllm.jobs.openai_batch import OpenAIFormat, looks_like_batch
-from nanovllm.jobs.output import Output
 from nanovllm.jobs.params import job_params
-from nanovllm.jobs.sources import Source, SourceRow
+from nanovllm.jobs.sources import Input, Source
 from nanovllm.jobs.tasks import DEFAULTS, PlainFormat, RowFormat
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.side_files import check_name, new_file, own_file
@@ -48,8 +50,12 @@ _MAY_CHANGE = {
     "kv_cache_memory_bytes",
     "download_dir",
 }
-_PROMPT_ARGUMENTS = ("prompt_column", "template", "messages_column", "id_column", "chat_template_kwargs")
+# The journal has those that are given.
+_PROMPT_ARGUMENTS: tuple[str, ...] = ("prompt_column", "template", "messages_column", "id_column")
+_PROMPT_ARGUMENTS += ("chat_template_kwargs", "columns", "chat", "system")
+COPIED = "all"  # columns of the input, if --columns is not given
 _LONGEST = ".rows.jsonl.nanovllm.tmp"  # what a file beside the output has after the output's name
+STDIN = "standard input"
 _INSPECTED_ROWS = 100  # rows of JSON to inspect, for an OpenAI batch or a missing column
 
 
@@ -64,18 +70,90 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 @contextmanager
-def input_file(args: argparse.Namespace) -> Iterator[Path]:
-    """The file of rows. Standard input is copied beside the output first, because a job reads it twice."""
-    if args.input != "-":
-        yield Path(args.input)
+def standard_output(args: argparse.Namespace) -> Iterator[None]:
+    """For `-o -`: the files of the job are in a temporary folder, and its lines go to standard output too."""
+    if str(args.output) != "-":
+        yield
         return
-    rows = iter(lambda: sys.stdin.buffer.read(CHUNK), b"")
-    with _copied(args.output, "stdin", "standard input", rows) as copy:
-        yield copy
+    for flag, given in (("--extend", args.extend), ("--retry-errors", args.retry_errors)):
+        if given:
+            raise JobRefusedError(
+                f"-o - keeps no answers, so {flag} has no job to resume; leave it out, or name a file with -o"
+            )
+    with TemporaryDirectory(prefix="nanovllm-") as folder:
+        args.output, args.echo = Path(folder, "out.jsonl"), sys.stdout.buffer
+        yield
+
+
+def output_name(args: argparse.Namespace) -> str:
+    """The output in messages."""
+    return str(args.output) if args.echo is None else "standard output"
 
 
 @contextmanager
-def _copied(output: Path, use: str, name: str, content: Iterable[bytes]) -> Iterator[Path]:
+def input_files(args: argparse.Namespace) -> Iterator[list[Path]]:
+    """The files of rows. Standard input is copied beside the output first, because a job reads it twice."""
+    if args.inputs != ["-"]:
+        yield find_files(args.inputs, args.output)
+        return
+    rows = iter(lambda: sys.stdin.buffer.read(CHUNK), b"")
+    with copied(args.output, "stdin", STDIN, rows) as copy:
+        yield [copy]
+
+
+def find_files(given: Iterable[str], output: Path | None = None) -> list[Path]:
+    """The files that arguments name, in their order; those of a folder or a pattern by name.
+
+    Of a folder these are the files with a known ending that no job has written; of a pattern all but those of
+    `output`. JobRefusedError if an argument names no file, or one comes twice.
+    """
+    found: dict[str, Path] = {}
+    for text in given:
+        path = Path(text)
+        some = [path]
+        if text == "-":
+            raise JobRefusedError("- is standard input, and it is read alone; leave out the other inputs")
+        if path.is_dir():
+            known = (
+                each for each in sorted(path.iterdir()) if endings(each)[0] in ENDINGS and each.is_file()
+            )
+            some = [each for each in known if not _is_of_job(each) and each != output]
+            if not some:
+                raise JobRefusedError(
+                    f"{text} is a folder without files of rows ({', '.join(ENDINGS)}); outputs of jobs in it "
+                    "are passed over, so name them, or a pattern"
+                )
+        elif not path.exists() and has_magic(text):
+            names = sorted(glob(text, recursive=True))
+            some = [each for each in map(Path, names) if each.is_file() and not _is_beside(each, output)]
+            if not some:
+                raise JobRefusedError(f"{text} matches no file; check the pattern")
+        for each in some:
+            real = os.path.realpath(each)
+            if real in found:
+                raise JobRefusedError(f"{each} is given twice, and its rows would be, too; name it once")
+            found[real] = each
+    return list(found.values())
+
+
+def _is_of_job(path: Path) -> bool:
+    """Whether a job has written a file of a folder, or it is hidden."""
+    output = path.name.removesuffix(".job.json").removesuffix(".rows.jsonl")
+    return path.name.startswith(".") or path.with_name(f"{output}.job.json").exists()
+
+
+def _is_beside(path: Path, output: Path | None) -> bool:
+    """Whether a file is the output, or belongs to it."""
+    if output is None or path.parent.resolve() != output.parent.resolve():
+        return False
+    rest = path.name.removeprefix(output.name)
+    return path.name.startswith(output.name) and (
+        rest in ("", ".job.json", ".rows.jsonl") or ".nanovllm." in rest
+    )
+
+
+@contextmanager
+def copied(output: Path, use: str, name: str, content: Iterable[bytes]) -> Iterator[Path]:
     """A file beside the output with this content, for as long as the block runs."""
     copy = own_file(output, use)
     refused = f"{name} cannot be copied to {copy}"
@@ -118,9 +196,9 @@ def check_output(args: argparse.Namespace) -> None:
     for path in (output, output.parent):
         if path.exists() and not os.access(path, os.W_OK):
             raise JobRefusedError(f"-o {output}: no permission to write {path}; choose another -o")
-    rows = Path(args.input)
-    for option, path in (("-o", output), ("--report", args.report)):
-        both = args.input != "-" and path is not None and path.exists() and rows.exists()
+    for text, (option, path) in product(args.inputs, (("-o", output), ("--report", args.report))):
+        rows = Path(text)
+        both = text != "-" and path is not None and path.exists() and rows.exists()
         if both and rows.samefile(path):
             raise JobRefusedError(f"{option} {path} is the input; choose another {option}")
 
@@ -140,24 +218,42 @@ def rows_path(output: Path) -> Path:
     return output.with_name(output.name + ".rows.jsonl") if is_exported(output) else output
 
 
-def open_job(args: argparse.Namespace, path: Path) -> tuple[Source, bool]:
-    """Return the rows of a file, and whether they are an OpenAI batch.
+def open_job(args: argparse.Namespace, paths: Sequence[Path]) -> tuple[Input, bool]:
+    """Return the rows of files, and whether they are an OpenAI batch.
 
-    JobRefusedError if the file cannot be read, or lacks the columns that the arguments name.
+    JobRefusedError if a file cannot be read, or lacks the columns that the arguments name.
     """
-    is_stdin = args.input == "-"
-    name = "standard input" if is_stdin else ""
-    format = "jsonl" if args.format == "auto" and is_stdin else args.format
-    source = open_source(path, format, args.quoting, args.delimiter, name)
-    source.name = name or source.name
-    with refusing("--template: "):
+    with refusing():
         plain = _plain_format(args, SamplingParams(), 0)
+    several = len({path.name for path in paths}) < len(paths)
+    found = [_open_part(args, path, plain, str(path) if several else path.name) for path in paths]
+    parts = [part for part, _ in found]
+    is_batch = found[0][1]
+    for part, other in found:
+        if other != is_batch:
+            raise JobRefusedError(
+                f"one of {parts[0].name} and {part.name} is an OpenAI batch, and the other is not; run them "
+                "as two jobs"
+            )
+    given = {"--chat": args.chat, "--columns": args.columns}
+    if is_batch and any(given.values()):
+        flag = next(name for name, value in given.items() if value)
+        raise JobRefusedError(f"{parts[0].name} is an OpenAI batch, which has no {flag}; leave it out")
+    return Input(parts, getattr(args, "limit", None), getattr(args, "shard", None)), is_batch
+
+
+def _open_part(args: argparse.Namespace, path: Path, plain: PlainFormat, name: str) -> tuple[Source, bool]:
+    """Return the rows of one file, and whether they are an OpenAI batch."""
+    is_stdin = args.inputs == ["-"]
+    format = "jsonl" if args.format == "auto" and is_stdin else args.format
+    source = open_source(path, format, args.quoting, args.delimiter, STDIN if is_stdin else "")
+    source.name = STDIN if is_stdin else name
     if source.columns is not None:
         _check_columns(source.columns, plain, f"{path} has")
         source.wanted = plain.columns
         return source, False
     columns, is_batch = _first_columns(source)
-    is_batch = is_batch and not plain.needed
+    is_batch = is_batch and not plain.named
     if columns and not is_batch:
         _check_columns(columns, plain, f"{path}: the first {_INSPECTED_ROWS} rows have")
     return source, is_batch
@@ -165,7 +261,10 @@ def open_job(args: argparse.Namespace, path: Path) -> tuple[Source, bool]:
 
 def _plain_format(args: argparse.Namespace, params: SamplingParams, seed: int) -> PlainFormat:
     columns = {"prompt": args.prompt_column, "messages": args.messages_column, "id": args.id_column}
-    return PlainFormat(params, seed, template=args.template, **columns)
+    given = COPIED if args.columns is None else args.columns
+    copied = {"all": None, "none": ()}.get(given, given) if isinstance(given, str) else given
+    chat = {"chat": args.chat, "system": args.system}
+    return PlainFormat(params, seed, template=args.template, copied=copied, **columns, **chat)
 
 
 def make_format(
@@ -184,90 +283,43 @@ def default_params(is_batch: bool) -> Mapping[str, Any]:
 
 
 def describe(
-    args: argparse.Namespace, source: Source, is_batch: bool, config: Config, model_hash: str
+    args: argparse.Namespace, source: Input, is_batch: bool, config: Config, model_hash: str
 ) -> dict[str, Any]:
     """The journal entry of a job."""
     options = {name: getattr(config, name) for name in engine_options(args)}
-    is_stdin = args.input == "-"
+    prompt = {name: getattr(args, name) for name in _PROMPT_ARGUMENTS}
+    if args.shard is not None:
+        prompt |= {"shard": "/".join(map(str, args.shard)), "limit": args.limit}
     return {
         "command": shlex.join(["nanovllm", *sys.argv[1:]]),
         "output": args.output.name,
-        "input": {
-            "path": "standard input" if is_stdin else str(source.path.absolute()),
-            "bytes": source.size,
-            "xxh3_128": hash_file(source.path, source.size),
-        },
+        "input": _describe_input(args, source),
+        "limit": args.limit,
         "format": "openai" if is_batch else source.format,
         "model": {"path": args.model, "xxh3_128": model_hash},
         "options": {name: value for name, value in options.items() if name not in _MAY_CHANGE},
         "sampling": args.sampling,
-        "prompt": {name: getattr(args, name) for name in _PROMPT_ARGUMENTS} | dict(source.reading),
+        "prompt": {name: value for name, value in prompt.items() if value not in (None, False)}
+        | dict(source.reading),
         "other_options": {name: value for name, value in options.items() if name in _MAY_CHANGE},
         "versions": versions(),
     }
 
 
-def extend(args: argparse.Namespace, source: Source, before: Mapping[str, Any], lines: Path) -> None:
-    """Take up a job whose input has grown: check that its old rows are the same, and remove lines of others.
-
-    before: the `input` of its journal. lines: its JSON Lines file; a job that ran while the input grew may
-    have read a new row in part. JobRefusedError if the old rows are not the same, or without `--extend`.
-    """
-    name = "standard input" if args.input == "-" else args.input
-    keep = (
-        f"To keep the answers in {args.output}, put the new rows into a file of their own, and run that with "
-        "another -o"
-    )
-    if source.num_rows is not None:
-        raise JobRefusedError(
-            f"{name} is not the file that the job began with. A Parquet file changes as a whole when rows "
-            f"are added, so --extend cannot tell that the old rows are the same. {keep}"
-        )
-    if not has_grown(source.path, before):
-        raise JobRefusedError(
-            f"{name} is not the file that the job began with: its first {before['bytes']:,} bytes have "
-            f"changed, so the answers there are may be of other rows. {keep}"
-        )
-    if not args.extend:
-        raise JobRefusedError(
-            f"{name} has grown since the job began, by {source.size - before['bytes']:,} bytes; run the same "
-            "command with --extend, which keeps all answers and answers the new rows"
-        )
-    num_old = 0
-    # A copy, because the end of a file can decide how a row is read: it ends a line, and leaves a quote open.
-    content = chunks(source.path, before["bytes"])
-    with _copied(args.output, "before" + source.path.suffix, str(source.path), content) as copy:
-        old = open_job(args, copy)[0]
-        old.name = source.name  # errors of equal rows are equal
-        rows = source.rows()
-        for row in old.rows():
-            same = next(rows, None)
-            if same is None or not _is_same(row, same):
-                line = row.place.removeprefix(f"{source.name}: ")
-                raise JobRefusedError(
-                    f"{name} has grown, and with the new bytes {line} is another row than before. {keep}"
-                )
-            num_old = row.index + 1
-    Output(lines, num_old, args.output).close()
-
-
-def has_grown(path: Path, before: Mapping[str, Any]) -> bool:
-    """Whether a file begins with the bytes of the input of a journal, and has more."""
-    size = before["bytes"]
-    return path.stat().st_size > size and hash_file(path, size) == before["xxh3_128"]
-
-
-def _is_same(row: SourceRow, other: SourceRow) -> bool:
-    """Whether two rows have the same values, or cannot be read for the same reason."""
-    if isinstance(row.data, (bytes, dict)) and row.data == other.data:
-        return True
-    one, two = attempt(row.values), attempt(other.values)
-    return str(one) == str(two) if isinstance(one, Exception) else one == two
+def _describe_input(args: argparse.Namespace, source: Input) -> dict[str, Any]:
+    """The files of a job: their sizes, and hashes of all their bytes."""
+    is_stdin = args.inputs == ["-"]
+    files = [{"bytes": part.size, "xxh3_128": hash_file(part.path, part.size)} for part in source.parts]
+    paths = [STDIN if is_stdin else str(part.path.absolute()) for part in source.parts]
+    if len(files) == 1:
+        return {"path": paths[0], **files[0]}
+    whole = xxhash.xxh3_128_hexdigest(" ".join(f"{each['bytes']}:{each['xxh3_128']}" for each in files))
+    return {"path": paths, "bytes": source.size, "xxh3_128": whole, "files": files}
 
 
 def _check_columns(columns: list[str], plain: PlainFormat, where: str) -> None:
     names = ", ".join(map(repr, columns)) or "none"
-    for name in plain.needed:
+    for name in plain.named:
         if name not in columns:
             raise JobRefusedError(f"{where} no column {name!r}, but {names}")
     if plain.needs_default and not DEFAULTS & set(columns):

@@ -26,7 +26,7 @@ _ABOUT = (
 )
 # These keys define a job; other keys may change.
 _JOB_KEYS = ("input", "model", "options", "sampling", "prompt", "format")
-_INFORMATIVE = ("path",)  # keys within these that may change too
+_INFORMATIVE = ("path", "files")  # keys within these that may change too
 CHUNK = 2**20
 
 
@@ -111,7 +111,11 @@ class Journal:
 def _differences(
     found: Mapping[str, Any], job: Mapping[str, Any], defaults: Mapping[str, Mapping[str, Any]]
 ) -> Iterator[str]:
-    """Yield the differences between two jobs, as text. A default that is given is none."""
+    """Yield the differences between two jobs, as text. A default that is given is none, nor is a larger
+    `limit`."""
+    least, limit = found.get("limit"), job.get("limit")
+    if limit is not None and (least is None or limit < least):
+        yield f"its limit is {json.dumps(least)}, and {limit} is less"
     for name in _JOB_KEYS:
         one, other = found[name], job[name]
         if isinstance(one, dict) and isinstance(other, dict):

@@ -15,6 +15,7 @@ import multiprocessing
 import os
 import re
 import sys
+import textwrap
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
@@ -51,6 +52,7 @@ EPILOG = """exit codes:
   4    the disk, the device or the engine failed
   129  stopped by SIGHUP, because the terminal was closed
   130  stopped by Ctrl-C; a second one does not wait for the engine to close
+  141  the reader of standard output left
   143  stopped by SIGTERM
 After 4, 129, 130 and 143, and after kill -9, the same command resumes the job; after 3 it needs a larger
 --max-errors, or --retry-errors."""
@@ -113,50 +115,60 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="nanovllm", description="Offline batch inference.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     raw = argparse.RawDescriptionHelpFormatter
+    given = sys.argv[1:] if argv is None else argv
+    explained = "--help-options" in given
     run = commands.add_parser(
         "run",
-        help="answer every row of a file",
-        usage="nanovllm run INPUT -o OUTPUT --model MODEL [option ...]",
+        help="answer every row of files",
+        usage="nanovllm run INPUT ... -o OUTPUT --model MODEL [option ...]",
+        description="Answer every row of files. docs/jobs.md has an example of each option.",
         epilog=EPILOG,
         formatter_class=raw,
         allow_abbrev=False,
     )
-    run.add_argument("input", help=f"a file of rows ({_ENDING_NAMES}), or - for standard input")
-    run.add_argument("-o", "--output", type=Path, required=True, help=f"one of {_ENDING_NAMES}")
+    run.add_argument(
+        "inputs",
+        nargs="+",
+        metavar="INPUT",
+        help=f"files, folders or patterns ({_ENDING_NAMES}), or - (stdin)",
+    )
+    run.add_argument(
+        "-o", "--output", type=Path, required=True, help="a file with such an ending, or - (stdout)"
+    )
     run.add_argument("--model", required=True, help="a folder or a Hugging Face hub id")
-    _add_row_arguments(run)
-    run.add_argument("--max-errors", type=_count, metavar="N", help="stop at more error rows than this")
-    run.add_argument("--retry-errors", action="store_true", help="run the error rows of the output again")
-    run.add_argument("--extend", action="store_true", help="answer the new rows of an input that has grown")
-    run.add_argument("--ordered", action="store_true", help="run and write the rows in the input's order")
-    help_safe = "in CSV and TSV, put ' before a string that a spreadsheet would run as a formula"
-    run.add_argument("--csv-safe", action="store_true", help=help_safe)
-    run.add_argument("--report", type=_page, metavar="FILE", help="write a page with charts, .html")
-    help_window = f"rows that are reordered together (default: {WINDOW_ROWS:,})"
-    run.add_argument("--window", type=_positive, default=WINDOW_ROWS, metavar="N", help=help_window)
-    _add_engine_arguments(run)
+    _add_row_arguments(run, explained)
+    _add_job_arguments(run)
+    run.set_defaults(echo=None)
+    _add_engine_arguments(run, explained)
     check = commands.add_parser(
         "check",
         help="say what is wrong with files, without running anything",
         usage="nanovllm check FILE ... [option ...]",
+        formatter_class=raw,
         allow_abbrev=False,
     )
-    check.add_argument("inputs", nargs="+", type=Path, metavar="FILE")
+    check.add_argument("inputs", nargs="+", metavar="FILE", help="a file, a folder or a pattern")
     check.add_argument("--model", help="also check the lengths of prompts, with this model's tokenizer")
-    _add_row_arguments(check)
-    _add_engine_arguments(check)
+    _add_row_arguments(check, explained)
+    _add_engine_arguments(check, explained)
     commands.add_parser("version", help="print versions, devices and attention backends")
-    given = sys.argv[1:] if argv is None else argv
     if given and given[0] not in commands.choices and (write := elsewhere(given[0])) is not None:
         parser.error(f"there is no command {given[0]!r}; {write}")
-    for each in given[1:]:  # before argparse says what else is missing
-        if (write := elsewhere(_name(each), as_flag=True)) is not None and each.startswith("--"):
+    for each in given[
+        1:
+    ]:  # before argparse says what else is missing; vLLM's `chat` is a command, ours a flag
+        name = _name(each)
+        if each.startswith("--") and name != "chat" and (write := elsewhere(name, as_flag=True)) is not None:
             commands.choices.get(given[0], parser).error(f"unrecognized argument: {each}; {write}")
     args, unknown = parser.parse_known_args(given)
     if unknown:
         flags = ["--" + name.replace("_", "-") for name in (*vars(args), *engine_fields())]
         hint = _hint(unknown[0].partition("=")[0], flags, args.command)
         commands.choices[args.command].error(f"unrecognized arguments: {' '.join(unknown)}; {hint}")
+    if (n := getattr(args, "n", None)) is not None:
+        args.sampling = {"n": n, **args.sampling}
+        if args.sampling["n"] != n:
+            commands.choices[args.command].error(f"--n is {n}, and in --sampling it is another; keep one")
     return args
 
 
@@ -202,55 +214,85 @@ def _pair(text: str) -> tuple[str, Any]:
         return name.strip(), {"None": None, "True": True, "False": False}.get(value, value)
 
 
-def _add_row_arguments(parser: argparse.ArgumentParser) -> None:
+def _add_row_arguments(parser: argparse.ArgumentParser, explained: bool) -> None:
+    parser.add_argument("--help-options", action="help", help="show this, and the options of LLM")
     rows = parser.add_argument_group("rows")
-    rows.add_argument(
-        "--format", choices=("auto", *SOURCES), default="auto", help="default: by the ending of the name"
-    )
+    rows.add_argument("--format", choices=("auto", *SOURCES), default="auto", help="default: by the ending")
     help_quoting = (
         "minimal: a field in quotes may span lines; none: quotes are text (default: of CSV minimal, of "
     )
     help_quoting += "TSV none unless a field shows doubled quotes)"
     rows.add_argument("--quoting", choices=QUOTINGS, help=help_quoting)
-    rows.add_argument(
-        "--delimiter",
-        type=_delimiter,
-        metavar="CHAR",
-        help="between fields of CSV (default: , and of TSV a tab)",
-    )
+    help_delimiter = "between fields of CSV (default: , and of TSV a tab)"
+    rows.add_argument("--delimiter", type=_delimiter, metavar="CHAR", help=help_delimiter)
+    rows.add_argument("--id-column", metavar="NAME", help="default: id or custom_id, where there is one")
+    help_columns = "columns that answers repeat: all, none, or a,b (default: all)"
+    rows.add_argument("--columns", type=_columns, metavar="NAMES", help=help_columns)
+    rows = parser.add_argument_group("prompts")
     prompt = rows.add_mutually_exclusive_group()
     prompt.add_argument("--prompt-column", metavar="NAME", help="of strings (default: prompt, or messages)")
-    prompt.add_argument(
-        "--template", type=_template, metavar="TEXT", help="a string with columns in braces, or @FILE"
-    )
+    help_template = "a prompt with columns in braces, or @FILE"
+    prompt.add_argument("--template", type=_text_or_file, metavar="TEXT", help=help_template)
     prompt.add_argument("--messages-column", metavar="NAME", help="a conversation for the chat template")
-    rows.add_argument("--id-column", metavar="NAME", help="default: id or custom_id, where there is one")
+    rows.add_argument(
+        "--chat", action="store_true", help="a prompt is a user's message for the chat template"
+    )
+    help_system = "the system message of conversations without one, or @FILE"
+    rows.add_argument("--system", type=_text_or_file, metavar="TEXT", help=help_system)
+    rows.add_argument(
+        "--chat-template-kwargs",
+        type=_json_object,
+        default={},
+        metavar="JSON",
+        help="variables of the template",
+    )
     rows.add_argument(
         "--sampling",
         type=parse_sampling,
         default={},
         metavar="NAME=VALUE,...",
-        help="fields of SamplingParams, or a JSON object; they override the model's defaults, and a row's "
-        "`sampling_params` override these",
+        help="fields of SamplingParams, or a JSON object; above the model's defaults, beneath a row's "
+        "`sampling_params`",
     )
-    rows.add_argument(
-        "--chat-template-kwargs", type=_json_object, default={}, metavar="JSON", help="its variables"
-    )
+    rows.add_argument("--n", type=_positive, metavar="N", help="answers to each row, as --sampling n=N")
 
 
-def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
-    """A flag for every option of `LLM`; options that are not given are missing in the result."""
-    engine = parser.add_argument_group("options of LLM (docs/options.md)")
+def _add_job_arguments(parser: argparse.ArgumentParser) -> None:
+    job = parser.add_argument_group("the job")
+    job.add_argument("--limit", type=_positive, metavar="N", help="run the first N rows only")
+    job.add_argument(
+        "--shard", type=_shard, metavar="I/N", help="run the I-th of N parts, in the input's order"
+    )
+    job.add_argument("--extend", action="store_true", help="answer the new rows of an input that has grown")
+    job.add_argument("--max-errors", type=_count, metavar="N", help="stop at more error rows than this")
+    job.add_argument("--retry-errors", action="store_true", help="run the error rows of the output again")
+    job.add_argument("--ordered", action="store_true", help="run and write the rows in the input's order")
+    help_window = f"rows that are reordered together (default: {WINDOW_ROWS:,})"
+    job.add_argument("--window", type=_positive, default=WINDOW_ROWS, metavar="N", help=help_window)
+    help_safe = "put ' before a cell of CSV that a spreadsheet would run"
+    job.add_argument("--csv-safe", action="store_true", help=help_safe)
+    job.add_argument("--report", type=_page, metavar="FILE", help="write a page about the job, .html")
+
+
+def _add_engine_arguments(parser: argparse.ArgumentParser, explained: bool) -> None:
+    """A flag for every option of `LLM`; options that are not given are missing in the result. Not explained,
+    the help has only their names."""
+    flags = {name: "--" + name.replace("_", "-") for name in engine_fields()}
+    names = textwrap.fill(" ".join(flags.values()), 78, break_long_words=False, break_on_hyphens=False)
+    brief = f"--help-options explains them, and docs/options.md.\n{names}"
+    title = "options of LLM (docs/options.md)" if explained else "options of LLM"
+    engine = parser.add_argument_group(title, None if explained else brief)
     about = texts_of_options()
     for name, field in engine_fields().items():
         kind = str(field.type).removesuffix(" | None")
         shown = "" if field.default is None else f" (default: {field.default})"
-        options: dict[str, Any] = {"default": argparse.SUPPRESS, "help": about[name] + shown}
+        text = about[name] + shown if explained else argparse.SUPPRESS
+        options: dict[str, Any] = {"default": argparse.SUPPRESS, "help": text}
         if kind == "bool":
             options["action"] = argparse.BooleanOptionalAction
         else:
             options |= {"type": str if kind == "str" else _json_or_text, "metavar": "VALUE"}
-        engine.add_argument("--" + name.replace("_", "-"), **options)
+        engine.add_argument(flags[name], **options)
 
 
 def texts_of_options() -> dict[str, str]:
@@ -286,13 +328,24 @@ def _json_object(text: str) -> dict[str, Any]:
     return value
 
 
-def _template(text: str) -> str:
+def _text_or_file(text: str) -> str:
     if not text.startswith("@"):
         return text
     try:
         return Path(text[1:]).read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as error:
         raise argparse.ArgumentTypeError(f"{text[1:]}: {error}") from None
+
+
+def _columns(text: str) -> str | list[str]:
+    if text in ("all", "none"):
+        return text
+    names = _json_or_text(text) if text.startswith("[") else text.split(",")
+    if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
+        raise argparse.ArgumentTypeError(
+            f'must be all, none, names with commas between, or names as JSON ["a", "b"], not {text!r}'
+        )
+    return names
 
 
 def _page(text: str) -> Path:
@@ -306,6 +359,13 @@ def _delimiter(text: str) -> str:
     if len(text) != 1 or text in '"\r\n':
         raise argparse.ArgumentTypeError(f"must be one character, no quote and no line end, not {text!r}")
     return text
+
+
+def _shard(text: str) -> tuple[int, int]:
+    found = re.fullmatch(r"(\d{1,9})/(\d{1,9})", text)
+    if found is None or not 1 <= int(found[1]) <= int(found[2]):
+        raise argparse.ArgumentTypeError(f"must be I/N with I from 1 to N, such as 2/8, not {text!r}")
+    return int(found[1]), int(found[2])
 
 
 def _count(text: str) -> int:

@@ -13,7 +13,7 @@ import os
 import re
 import threading
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,6 +27,7 @@ KEPT_ERRORS = 200  # the number that a report lists
 _SYNC_SECONDS = 1.0  # after this time an answer survives a power cut; it survives `kill -9` at once
 _ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, default=str)
 _INDEX = re.compile(rb'\{"(?:index": |id": "batch_req_)(\d{1,18})')
+MAX_COLUMNS = 1000  # of the input that a table gets
 COLUMNS: tuple[str, ...] = ("index", "id", "text", "finish_reason", "texts", "finish_reasons")
 COLUMNS += ("prompt_tokens", "completion_tokens", "logprobs", "error")
 LISTS = ("texts", "finish_reasons")  # of rows with several completions
@@ -66,15 +67,24 @@ class Output:
     in the order of the rows.
     """
 
-    def __init__(self, path: Path, most_rows: int, *like: Path, drop_errors: bool = False) -> None:
+    def __init__(
+        self,
+        path: Path,
+        rows: range,
+        *like: Path,
+        drop_errors: bool = False,
+        echo: BinaryIO | None = None,
+        each: Callable[[int, dict[str, Any]], object] | None = None,
+    ) -> None:
         """Open or create the file, and read its lines.
 
-        An incomplete last line is cut off. Lines that are damaged, repeated, or have an index of `most_rows`
-        or more are removed; with `drop_errors` so are error rows. The rows of removed lines run again.
-        OSError if the file cannot be written. like: as for `open_own`; `path` itself by default.
+        An incomplete last line is cut off. Lines that are damaged, repeated, or have an index that is not
+        among `rows` are removed; with `drop_errors` so are error rows. The rows of removed lines run again.
+        OSError if the file cannot be written. like: as for `open_own`; `path` itself by default. echo: gets
+        each new line, too. each: is called with the row and the record of each line that is there or comes.
         """
         self.path = path
-        self._most_rows = most_rows
+        self._rows, self._echo, self._each = rows, echo, each
         self._like = like or (path,)
         self.finished = IndexSet()
         self.num_errors = self.num_dropped = 0
@@ -111,6 +121,9 @@ class Output:
         self._end += len(line)
         self._count(index, record)
         self._sync.dirty.set()
+        if self._echo is not None:
+            self._echo.write(line)
+            self._echo.flush()
 
     def sync(self) -> None:
         """Flush everything to disk. OSError if that fails or failed for an earlier line; JobFailedError if
@@ -133,9 +146,11 @@ class Output:
         os.close(self._descriptor)
 
     def _count(self, index: int, record: dict[str, Any]) -> None:
-        self.is_ordered = self.is_ordered and index == len(self.finished)
+        self.is_ordered = self.is_ordered and index - self._rows.start == len(self.finished)
         self.finished.add(index)
         error = record.get("error")
+        if self._each is not None:
+            self._each(index, record)
         if error is not None:
             self.num_errors += 1
             if len(self.first_errors) < KEPT_ERRORS:
@@ -167,7 +182,7 @@ class Output:
         index = line_index(line)
         if index is None or not line.endswith(b"\n"):
             return None
-        if index >= self._most_rows or index in self.finished:
+        if index not in self._rows or index in self.finished:
             return None
         try:
             record = json.loads(line)
@@ -239,58 +254,93 @@ def to_line(record: dict[str, Any]) -> bytes:
     return f"{text}\n".encode(errors="backslashreplace")
 
 
-def _ordered_lines(path: Path, num_rows: int) -> Iterator[bytes]:
-    """The lines of a complete output in the order of the rows. Stores 8 bytes for each of `num_rows`."""
-    offsets = array("Q", bytes(8 * num_rows))
+def ordered_lines(path: Path, rows: range) -> Iterator[bytes]:
+    """The lines of a complete output of `rows`, in their order. Stores 8 bytes for each."""
+    offsets = array("Q", bytes(8 * len(rows)))
     with path.open("rb") as file:
         offset = 0
         for line in file:
             index = line_index(line)
             assert index is not None, f"{path} was changed by another program"
-            offsets[index] = offset
+            offsets[index - rows.start] = offset
             offset += len(line)
         for offset in offsets:
             file.seek(offset)
             yield file.readline()
 
 
-def put_in_order(path: Path, num_rows: int) -> None:
+def put_in_order(path: Path, rows: range) -> None:
     """Rewrite a complete output in the order of the rows, atomically."""
     with replaced(path) as file:
-        file.writelines(_ordered_lines(path, num_rows))
+        file.writelines(ordered_lines(path, rows))
 
 
-def records(lines: Path, num_rows: int, csv_safe: bool = False) -> Iterator[dict[str, Any]]:
-    """The records of a complete output of lines, in order. csv_safe: a string that a spreadsheet would run
-    begins with an apostrophe, which makes it text; numbers are as they are."""
-    return (_record(line, csv_safe) for line in _ordered_lines(lines, num_rows))
+def records(lines: Path, rows: range) -> Iterator[dict[str, Any]]:
+    """The records of a complete output of lines, in order."""
+    return map(_record, ordered_lines(lines, rows))
 
 
-def _record(line: bytes, csv_safe: bool) -> dict[str, Any]:
-    """The record of a line. Logprobs, and an id that is not a string, are JSON; lone surrogates are question
-    marks."""
+def input_columns(lines: Path) -> dict[str, str]:
+    """The columns of the input in a file of lines, by first appearance, at most MAX_COLUMNS; and the kind of
+    their values: "int", "float", "bool" or "str", which is all others."""
+    kinds: dict[str, str] = {}
+    with lines.open("rb") as file:
+        for record in map(_record, file):
+            for name, value in record.items():
+                if name in COLUMNS or (name not in kinds and len(kinds) == MAX_COLUMNS):
+                    continue
+                kind, before = _kind(value), kinds.get(name, "")
+                both = {kind, before} - {""}
+                kinds[name] = (
+                    kind or before if len(both) < 2 else "float" if both == {"int", "float"} else "str"
+                )
+    return {name: kind or "str" for name, kind in kinds.items()}
+
+
+def _kind(value: Any) -> str:
+    if value is None:
+        return ""
+    kind = type(value).__name__
+    is_number = kind in ("float", "bool") or (kind == "int" and -(2**63) <= value < 2**63)
+    return kind if is_number else "str"
+
+
+def _record(line: bytes) -> dict[str, Any]:
+    """The record of a line; lone surrogates are question marks."""
     record: dict[str, Any] = json.loads(line)
     if b"\\u" in line:
         record = json.loads(json.dumps(record, ensure_ascii=False).encode(errors="replace"))
-    if csv_safe:
-        strings = {name: value for name, value in record.items() if isinstance(value, str)}
-        record |= {name: f"'{value}" for name, value in strings.items() if value.startswith(_FORMULA)}
-    if "logprobs" in record:
-        record["logprobs"] = json.dumps(record["logprobs"], ensure_ascii=False)
-    if not isinstance(record["id"], (str, type(None))):
-        record["id"] = json.dumps(record["id"], ensure_ascii=False)
     return record
 
 
-def write_csv(records: Iterator[dict[str, Any]], file: BinaryIO, delimiter: str = ",") -> None:
-    """Write a CSV file, with lists as JSON, and None as an empty field."""
+def as_text(value: Any) -> str:
+    """A string, or another value as JSON."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def write_csv(
+    records: Iterator[dict[str, Any]],
+    file: BinaryIO,
+    columns: Mapping[str, str],
+    csv_safe: bool = False,
+    delimiter: str = ",",
+) -> None:
+    """Write a CSV file, with lists as JSON, and None as an empty field.
+
+    columns: of the input, and their kinds. csv_safe: a string that a spreadsheet would run begins with an
+    apostrophe, which makes it text, also in the row of names; numbers are as they are.
+    """
     # With the line end "\r\n" the csv module quotes both characters. With "\n" it does not quote "\r", up to
     # Python 3.12.
     lines = SimpleNamespace(write=lambda line: file.write((line.removesuffix("\r\n") + "\n").encode()))
     writer = csv.writer(lines, delimiter=delimiter, lineterminator="\r\n")
-    writer.writerow(COLUMNS)
+    names = [*COLUMNS, *columns]
+
+    def cell(value: Any) -> Any:
+        if isinstance(value, (list, dict, bool)):
+            value = as_text(value)
+        return f"'{value}" if csv_safe and isinstance(value, str) and value.startswith(_FORMULA) else value
+
+    writer.writerow(map(cell, names))
     for record in records:
-        for name in LISTS:
-            if name in record:
-                record[name] = json.dumps(record[name], ensure_ascii=False)
-        writer.writerow([record.get(name) for name in COLUMNS])
+        writer.writerow([cell(record.get(name)) for name in names])

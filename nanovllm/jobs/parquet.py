@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import islice, repeat
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from nanovllm.jobs.errors import JobRefusedError
-from nanovllm.jobs.output import COLUMNS, LISTS, NUMBERS
+from nanovllm.jobs.output import COLUMNS, LISTS, NUMBERS, as_text
 from nanovllm.jobs.parquet_pages import MAX_UNPACKED, Footer, rows_at_once
 from nanovllm.jobs.sources import MAX_ROW_BYTES, Source, SourceRow, Values, too_long, unique_names
 
@@ -38,7 +38,7 @@ class ParquetSource(Source):
             for group in range(file.num_row_groups):
                 end += file.metadata.row_group(group).num_rows
                 for values in self._values_in(file, footer, group, index, end):
-                    self.position = self.size * (index + 1) // (self.num_rows or 1)
+                    self.position = self.length * (index + 1) // (self.num_rows or 1)
                     yield SourceRow(index, f"{self.name}: row {index + 1}", values)
                     index += 1
 
@@ -107,15 +107,22 @@ def _values_of(batch: Any) -> Iterator[Values | ValueError]:
     yield from _values_of(batch.slice(half))
 
 
-def write_parquet(records: Iterator[dict[str, Any]], file: BinaryIO) -> None:
-    """Write a Parquet file, a batch at a time."""
+def write_parquet(
+    records: Iterator[dict[str, Any]], file: BinaryIO, columns: Mapping[str, str], csv_safe: bool = False
+) -> None:
+    """Write a Parquet file, a batch at a time. columns: of the input, and their kinds."""
     pyarrow = import_pyarrow()
     kinds = {name: pyarrow.string() for name in COLUMNS}
     kinds |= {name: pyarrow.int64() for name in NUMBERS}
     kinds |= {name: pyarrow.list_(pyarrow.string()) for name in LISTS}
+    of_kind = {"int": pyarrow.int64(), "float": pyarrow.float64(), "bool": pyarrow.bool_()}
+    kinds |= {name: of_kind.get(kind, pyarrow.string()) for name, kind in columns.items()}
+    texts = ["id", "logprobs", *(name for name, kind in columns.items() if kind not in of_kind)]
     schema = pyarrow.schema(list(kinds.items()))
     with pyarrow.parquet.ParquetWriter(file, schema) as writer:
         while batch := list(islice(records, _WRITTEN_ROWS)):
+            for record in batch:
+                record |= {name: as_text(record[name]) for name in texts if record.get(name) is not None}
             writer.write_table(pyarrow.Table.from_pylist(batch, schema))
 
 

@@ -1,5 +1,5 @@
-"""The figures of a job: its progress as one line that is redrawn in a terminal, else as plain lines; and the
-statistics of all of its runs, kept in its journal.
+"""The figures of a job: its progress as one line that is redrawn in a terminal or notebook, else as plain
+lines, with the time that is left; and the statistics of all of its runs, kept in its journal.
 
 Counts rows and tokens; measures and decides nothing.
 """
@@ -9,15 +9,16 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from time import monotonic, perf_counter
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
-from nanovllm.engine.progress import LINE_SECONDS
+from nanovllm.batch import StepKind
+from nanovllm.engine.progress import LINE_SECONDS, in_notebook
 from nanovllm.engine.stats import EngineStats, StepStats, TimelinePoint, counted, short
 from nanovllm.jobs.journal import Journal
 from nanovllm.jobs.output import Output
@@ -25,6 +26,9 @@ from nanovllm.jobs.sources import Source
 from nanovllm.outputs import EmbeddingRequestOutput, RequestOutput
 
 _DRAW_SECONDS = 0.2  # in a terminal
+_LOOK_SECONDS, _NOTE_SECONDS = 0.1, 0.5  # between looks at the clock, and notes of the last minute
+_NOTEBOOK_COLUMNS = 100  # of a line in a notebook, which has no width
+_CLEAR = "\r\x1b[K"
 _SAVE_SECONDS = 30.0
 MAX_POINTS = 200  # of the timeline that the journal holds
 # Fields of EngineStats that add up, and those of TimelinePoint that are means over seconds and over steps.
@@ -32,6 +36,127 @@ _ADDED = {"uptime", "prefill_seconds", "decode_seconds", "num_prefill_steps", "n
 _ADDED |= {"num_computed_tokens", "num_cached_tokens", "num_decoded_tokens", "num_preemptions"}
 _OVER_SECONDS = {"output_tokens_per_s", "prefill_tokens_per_s"}
 _OVER_STEPS = {"step_ms", "batch_size", "num_running", "num_waiting", "kv_cache_usage"}
+
+
+class Display:
+    """One line that is redrawn in a terminal or a notebook, else a line now and then."""
+
+    def __init__(self, stream: TextIO, clock: Callable[[], float]) -> None:
+        self._stream, self._clock = stream, clock
+        self._is_terminal = stream.isatty()
+        self._redraws = self._is_terminal or in_notebook()
+        self._due = clock() + (0 if self._redraws else LINE_SECONDS)
+
+    def show(self, line: Callable[[], str]) -> None:
+        """Show a line, if it is time for one."""
+        if (now := self._clock()) < self._due:
+            return
+        self._due = now + (_DRAW_SECONDS if self._redraws else LINE_SECONDS)
+        if self._is_terminal:
+            self._write(_CLEAR + line()[: shutil.get_terminal_size().columns - 1])
+        elif self._redraws:
+            self._write("\r" + line()[:_NOTEBOOK_COLUMNS].ljust(_NOTEBOOK_COLUMNS))
+        else:
+            self._write(line() + "\n")
+
+    def close(self) -> None:
+        if self._redraws:
+            self._write(_CLEAR if self._is_terminal else "\r" + " " * _NOTEBOOK_COLUMNS + "\r")
+
+    def _write(self, text: str) -> None:
+        with suppress(OSError):  # a terminal or pipe that was closed is no reason to stop
+            self._stream.write(text)
+            self._stream.flush()
+
+
+class Work(NamedTuple):
+    """What a row asks for: about the tokens of its prompt, and the most of its answers; None: not limited."""
+
+    size: float
+    most: int | None
+
+
+class Speed(NamedTuple):
+    """Sums up to a time: rows, tokens read from prompts and drawn, and the seconds of steps for each."""
+
+    time: float
+    rows: int = 0
+    read: int = 0
+    drawn: int = 0
+    prefill: float = 0.0
+    decode: float = 0.0
+
+
+class Remaining:
+    """Estimates how long a job will take, from the tokens that are left and the cost of a token.
+
+    A prompt has as many tokens for its size as those of the rows that ended. An answer takes the share of
+    its limit that they took; without a limit it is as long as theirs. Longer answers that run double.
+    """
+
+    def __init__(self) -> None:
+        self._asked, self._ended = _Sums(), _Sums()
+        self._read = self._drawn = 0  # tokens of rows that ended
+        self._of_unlimited = 0  # drawn tokens of rows without a limit
+
+    def ask(self, work: Work) -> None:
+        """Count a row that was read."""
+        self._asked.add(work)
+
+    def refuse(self, work: Work) -> None:
+        """Count a row as if it had not been read."""
+        self._asked.add(work, -1)
+
+    def end(self, work: Work, read: int, drawn: int) -> None:
+        """Count a row that has its answer, with its tokens."""
+        self._ended.add(work)
+        self._read += read
+        self._drawn += drawn
+        self._of_unlimited += drawn if work.most is None else 0
+
+    def seconds(self, now: Speed, then: Speed, begin: float, more: float, num_running: int) -> float | None:
+        """The seconds that are left at `now`; None if nothing tells.
+
+        then: an earlier time, from which on the cost of a token is taken. begin: of the first step. more: how
+        many times as many rows are still unread as were read.
+        """
+        asked, ended = self._asked, self._ended
+        if not now.prefill + now.decode or (asked.unlimited and not ended.unlimited):
+            return None
+        per_size = self._read / ended.size if ended.size else 1.0
+        share = (self._drawn - self._of_unlimited) / ended.most if ended.most else 1.0
+        length = self._of_unlimited / ended.unlimited if ended.unlimited else 0.0
+        to_read = max(0.0, per_size * asked.size * (1 + more) - now.read)
+        most = asked.most - ended.most  # of rows that were read
+        open_tokens = share * most + length * (asked.unlimited - ended.unlimited)
+        running = now.drawn - self._drawn
+        left = open_tokens - running
+        if left <= 0:  # the rows that run are longer than those that ended
+            left = max(float(num_running), min(running, most - running))
+        to_draw = left + more * (share * asked.most + length * asked.unlimited)
+        scale = (now.time - begin) / (now.prefill + now.decode)
+        cost = to_read * _cost(now, then, "read", "prefill") + to_draw * _cost(now, then, "drawn", "decode")
+        return scale * cost
+
+
+@dataclass
+class _Sums:  # of the work of rows
+    size: float = 0.0
+    most: int = 0
+    unlimited: int = 0
+
+    def add(self, work: Work, sign: int = 1) -> None:
+        self.size += sign * work.size
+        self.most += sign * (work.most or 0)
+        self.unlimited += sign * (work.most is None)
+
+
+def _cost(now: Speed, then: Speed, tokens: str, seconds: str) -> float:
+    """The seconds of a token since `then`, or since the start."""
+    for before in (then, Speed(0.0)):
+        if number := getattr(now, tokens) - getattr(before, tokens):
+            return (getattr(now, seconds) - getattr(before, seconds)) / number
+    return 0.0
 
 
 class JobProgress:
@@ -50,18 +175,20 @@ class JobProgress:
     ) -> None:
         """stream: a terminal or not; standard error by default. clock: seconds."""
         self._source = source
-        self._stream = sys.stderr if stream is None else stream
         self._clock = clock
-        self._is_terminal = self._stream.isatty()
+        self._display = Display(sys.stderr if stream is None else stream, clock)
         self._before = finished
         self._start = clock()
-        self._due = self._start + (0 if self._is_terminal else LINE_SECONDS)
+        self._next = self._start
         self._first_step: float | None = None  # when it began
         self._kv_usage = 0.0
-        self._drawn_tokens = 0
+        self._num_running = 0
+        self._now = Speed(self._start, finished)
+        self._minute = deque([self._now])  # the sums at times of the last minute
+        self._remaining = Remaining()
         self.finished = finished
         self.errors = errors
-        self.rows_read = 0
+        self.rows_read = self.rows_taken = 0  # all, and those without a line
         self.prompt_tokens = self.output_tokens = 0
         self.reasons: Counter[str] = Counter()
 
@@ -69,18 +196,35 @@ class JobProgress:
         """Count a step of the engine."""
         if self._first_step is None:
             self._first_step = self._clock() - stats.seconds
-        self._drawn_tokens += stats.num_drawn_tokens
-        self._kv_usage = stats.kv_cache_usage
+            self._minute = deque([Speed(self._first_step, self.finished)])
+        now, is_prefill = self._now, stats.kind is StepKind.PREFILL
+        self._now = now._replace(
+            read=now.read + (stats.num_new_tokens if is_prefill else 0) + stats.num_cached_tokens,
+            drawn=now.drawn + stats.num_drawn_tokens,
+            prefill=now.prefill + (stats.seconds if is_prefill else 0.0),
+            decode=now.decode + (0.0 if is_prefill else stats.seconds),
+        )
+        self._kv_usage, self._num_running = stats.kv_cache_usage, stats.num_running
         self.show()
 
-    def answered(self, output: RequestOutput) -> None:
+    def asked(self, work: Work) -> None:
+        self._remaining.ask(work)
+
+    def refused(self, work: Work) -> None:
+        self._remaining.refuse(work)
+
+    def answered(self, output: RequestOutput, work: Work) -> None:
+        drawn = sum([len(each.token_ids) for each in output.outputs])
+        self._remaining.end(work, len(output.prompt_token_ids), drawn)
         self.prompt_tokens += len(output.prompt_token_ids)
+        self.output_tokens += drawn
         for each in output.outputs:
-            self.output_tokens += len(each.token_ids)
             self.reasons[each.finish_reason or ""] += 1
 
-    def embedded(self, outputs: Sequence[EmbeddingRequestOutput]) -> None:
-        self.prompt_tokens += sum(len(each.prompt_token_ids) for each in outputs)
+    def embedded(self, outputs: Sequence[EmbeddingRequestOutput], work: Work) -> None:
+        read = sum(len(each.prompt_token_ids) for each in outputs)
+        self._remaining.end(work, read, 0)
+        self.prompt_tokens += read
         self.reasons["embedding"] += 1
 
     def written(self, is_error: bool) -> None:
@@ -89,25 +233,22 @@ class JobProgress:
         self.show()
 
     def show(self) -> None:
-        now = self._clock()
-        if now < self._due:
-            return
-        self._due = now + (_DRAW_SECONDS if self._is_terminal else LINE_SECONDS)
-        line = self.line(now - self._start)
-        if self._is_terminal:
-            self._write("\r\x1b[K" + line[: shutil.get_terminal_size().columns - 1])
-        else:
-            self._write(line + "\n")
+        if (now := self._clock()) >= self._next:
+            self._next = now + _LOOK_SECONDS
+            self._take(now)
+            self._display.show(self.line)
 
     def close(self) -> None:
-        """Remove the line from a terminal."""
-        if self._is_terminal:
-            self._write("\r\x1b[K")
+        self._display.close()
 
-    def _write(self, text: str) -> None:
-        with suppress(OSError):  # a terminal or pipe that was closed is no reason to stop
-            self._stream.write(text)
-            self._stream.flush()
+    def _take(self, now: float) -> None:
+        """Note the sums, now and then, and forget those of more than a minute ago."""
+        drawn = max(self._now.drawn, self.output_tokens)
+        self._now = self._now._replace(time=now, rows=self.finished, drawn=drawn)
+        if now >= self._minute[-1].time + _NOTE_SECONDS:
+            self._minute.append(self._now)
+        while len(self._minute) > 2 and self._minute[1].time <= now - 60:
+            self._minute.popleft()
 
     @property
     def seconds(self) -> float:
@@ -117,26 +258,52 @@ class JobProgress:
     def tokens_per_second(self) -> float:
         """Output tokens per second since the first step."""
         begin = self._start if self._first_step is None else self._first_step
-        return max(self._drawn_tokens, self.output_tokens) / max(self._clock() - begin, 1e-9)
+        return max(self._now.drawn, self.output_tokens) / max(self._clock() - begin, 1e-9)
 
-    def line(self, seconds: float) -> str:
-        """The line of progress, `seconds` after the start."""
-        share, num_rows = self._share(), self._source.num_rows
-        rows = f"of {counted(num_rows, 'row')}" if num_rows else f"rows ({share:.0%})"
-        parts = [f"{self.finished:,} {rows}", f"{short(self.tokens_per_second)} tok/s"]
+    def seconds_left(self) -> float | None:
+        """How long the job will still take, about; None if nothing tells yet."""
+        share, now = self._share(), self._now
+        if self._first_step is not None and self.rows_taken:
+            more = self._unread_rows() / self.rows_taken
+            begin, then = self._first_step, self._minute[0]
+            left = self._remaining.seconds(now, then, begin, more, self._num_running)
+            if left is not None:
+                return left
         done = self.finished - self._before
-        if done and share:
-            left = seconds * (1 - share) / (share * done / self.finished)
+        return (
+            (now.time - self._start) * (1 - share) / (share * done / self.finished)
+            if done and share
+            else None
+        )
+
+    def line(self) -> str:
+        """The line of progress."""
+        then, num_rows = self._minute[0], self._source.num_rows
+        rows = f"of {counted(num_rows, 'row')}" if num_rows else f"rows ({self._share():.0%})"
+        seconds = max(self._now.time - then.time, 1e-9)
+        parts = [
+            f"{self.finished:,} {rows}",
+            f"{short((self._now.rows - then.rows) / seconds)} rows/s",
+            f"{short((self._now.drawn - then.drawn) / seconds)} tok/s",
+        ]
+        if (left := self.seconds_left()) is not None:
             parts.append(f"{timedelta(seconds=round(left))} left")
-        parts += [counted(self.errors, "error"), f"KV {self._kv_usage:.0%}"]
-        return ", ".join(parts)
+        return ", ".join([*parts, counted(self.errors, "error"), f"KV {self._kv_usage:.0%}"])
 
     def _share(self) -> float:
         """The finished share of the job, by the bytes of the rows read so far."""
-        if not self.rows_read or not self._source.size:
+        if not self.rows_read or not self._source.length:
             return 0.0
-        read = self._source.position / self._source.size
+        read = self._source.position / self._source.length
         return min(1.0, read * self.finished / self.rows_read)
+
+    def _unread_rows(self) -> float:
+        """About how many rows without a line were not read yet."""
+        total: float = self._source.num_rows or 0
+        if self._source.num_rows is None:
+            total = self.rows_read * self._source.length / max(1, self._source.position)
+        passed = self.rows_read - self.rows_taken  # they had a line
+        return max(0.0, total - self.rows_read - max(0, self._before - passed))
 
 
 class History:

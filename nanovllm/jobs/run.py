@@ -27,31 +27,42 @@ from nanovllm.jobs.errors import (
     caught_signals,
     refusing,
 )
-from nanovllm.jobs.formats import export
+from nanovllm.jobs.extend import extend, files_of, has_grown
+from nanovllm.jobs.formats import export, is_lines
 from nanovllm.jobs.job import (
+    COPIED,
     check_output,
     default_params,
     describe,
     engine_options,
-    extend,
-    has_grown,
-    input_file,
+    input_files,
     make_format,
     open_job,
+    output_name,
     rows_path,
+    standard_output,
 )
 from nanovllm.jobs.journal import Journal, hash_file, locked
-from nanovllm.jobs.output import Output, put_in_order
+from nanovllm.jobs.output import COLUMNS, Output, put_in_order
 from nanovllm.jobs.progress import History, JobProgress
 from nanovllm.jobs.runner import JobRunner
 from nanovllm.jobs.tasks import Renderer, RowFormat
 from nanovllm.llm import LLM
 from nanovllm.models.registry import open_checkpoint
-from nanovllm.report import GPUMonitor, check_path, write_report
+from nanovllm.report import Answers, GPUMonitor, Sample, check_path, write_report
+from nanovllm.sampling_params import SamplingParams
+
+_RESUMES = "; the same command resumes"
+_SHOWN_FILES = 10
 
 
 def run(args: argparse.Namespace, make_llm: Callable[..., Any] = LLM) -> int:
     """Run a job; return its exit code. JobRefusedError if it cannot run."""
+    with standard_output(args):
+        return _run_job(args, make_llm)
+
+
+def _run_job(args: argparse.Namespace, make_llm: Callable[..., Any]) -> int:
     options = engine_options(args)
     with refusing():
         config = Config.from_kwargs(args.model, **options)
@@ -60,9 +71,9 @@ def run(args: argparse.Namespace, make_llm: Callable[..., Any] = LLM) -> int:
         with refusing(f"--report {args.report}: "):
             check_path(args.report)
     path = rows_path(args.output)
-    with caught_signals() as signals, locked(args.output), input_file(args) as input_path:
-        source, is_batch = open_job(args, input_path)
-        if is_batch and path != args.output:
+    with caught_signals() as signals, locked(args.output), input_files(args) as paths:
+        source, is_batch = open_job(args, paths)
+        if is_batch and not is_lines(args.output):
             raise JobRefusedError(
                 f"-o {args.output}: an OpenAI batch is answered in a .jsonl file; choose one"
             )
@@ -81,13 +92,17 @@ def run(args: argparse.Namespace, make_llm: Callable[..., Any] = LLM) -> int:
                 defaults,
                 lambda old_input: extend(args, source, old_input, path),
             )
-            output = Output(path, source.most_rows, args.output, drop_errors=args.retry_errors)
+            answers = Answers()
+            each = None if args.report is None else lambda *row: answers.add(_sample_of(*row))
+            more = {"drop_errors": args.retry_errors, "echo": args.echo, "each": each}
+            output = Output(path, source.span, args.output, **more)
         except OSError as error:
             raise JobRefusedError(f"{args.output} cannot be written: {error.strerror or error}") from None
         if before is not None and before.get("versions") != journal.state["versions"]:
             _say(f"the job began with other versions, and answers may differ: {before.get('versions')}")
         with closing(output):
             runner = JobRunner(args, source, output)
+            runner.answers = answers
             make = partial(make_format, args, is_batch, seed=config.seed)
             return _run(runner, journal, signals, lambda: _answer(runner, journal, make, make_llm))
 
@@ -104,13 +119,15 @@ def _run(runner: JobRunner, journal: Journal, signals: Signals, answer: Callable
         error = caught
     signals.hold()
     code, state = _end(error, signals, progress)
+    if args.echo is not None:
+        state = state.replace(_RESUMES, "; an output to standard output cannot be resumed, so run it again")
     progress.close()
     with suppress(OSError):  # on a full disk the journal still says that the job runs
         rows = {"rows": len(output.finished), "error_rows": output.num_errors}
         journal.update(state=state, pid=None, **rows)
     if isinstance(error, JobRefusedError):
         raise error
-    _say(f"{args.output}: {state}. {_summary(progress, runner.num_rows)}")
+    _say(f"{output_name(args)}: {state}. {_summary(progress, runner.num_rows)}")
     return code
 
 
@@ -122,14 +139,15 @@ def _end(error: BaseException | None, signals: Signals, progress: JobProgress) -
         return errors.REFUSED, "refused"
     if isinstance(error, JobFailedError):
         return error.code, f"{'failed' if error.code == errors.FAILED else 'stopped'}: {error}"
-    resumes = "; the same command resumes"
+    if isinstance(error, BrokenPipeError):
+        return errors.READER_LEFT, "stopped, because the reader of standard output left"
     if signals.seen or isinstance(error, KeyboardInterrupt):  # the signal may give another error: of a worker
         code, name = signals.end
-        return code, f"stopped by {name}{resumes}"
+        return code, f"stopped by {name}{_RESUMES}"
     if not isinstance(error, NanoVLLMError):  # its message is complete
         with suppress(OSError):
             traceback.print_exception(error)
-    return errors.FAILED, f"failed: {type(error).__name__}: {error}{resumes}"
+    return errors.FAILED, f"failed: {type(error).__name__}: {error}{_RESUMES}"
 
 
 def _answer(
@@ -151,9 +169,9 @@ def _answer(
 
             llm.on_step = on_step
             row_format = make(recommended=llm.get_default_sampling_params())
-            all_chats = args.messages_column is not None
+            all_chats = args.chat or args.messages_column is not None
             renderer = Renderer(llm.tokenizer, args.chat_template_kwargs, all_chats)
-            with _reported(runner, llm, history):
+            with _reported(runner, llm, history, row_format.params):
                 try:
                     runner.run(llm, row_format, renderer)
                 finally:
@@ -166,29 +184,29 @@ def _answer(
 
 def _check_input(runner: JobRunner, before: Mapping[str, Any]) -> None:
     """JobFailedError if the input has changed since the job began; before: what the journal says of it."""
-    source = runner.source
-    try:
-        is_changed = source.was_written() and hash_file(source.path) != before["xxh3_128"]
-        is_longer = is_changed and has_grown(source.path, before)
-    except OSError as error:
-        raise JobFailedError(
-            f"{source.path} can no longer be read: {error.strerror}; restore it and run the same command "
-            "again"
-        ) from error
-    if is_longer:
-        raise JobFailedError(
-            f"{source.path} has grown while the job ran; run the same command with --extend, which keeps "
-            "the answers to the rows that it had, and answers the new rows"
-        )
-    if is_changed:
-        raise JobFailedError(
-            f"{source.path} was changed while the job ran, so some answers in {runner.args.output} may be of "
-            "changed rows; run the job with another -o, which keeps these answers"
-        )
+    for part, old in zip(runner.source.parts, files_of(before), strict=True):
+        try:
+            is_changed = part.was_written() and hash_file(part.path) != old["xxh3_128"]
+            is_longer = is_changed and has_grown(part.path, old)
+        except OSError as error:
+            raise JobFailedError(
+                f"{part.path} can no longer be read: {error.strerror}; restore it and run the same command "
+                "again"
+            ) from error
+        if is_longer:
+            raise JobFailedError(
+                f"{part.path} has grown while the job ran; run the same command with --extend, which keeps "
+                "the answers to the rows that it had, and answers the new rows"
+            )
+        if is_changed:
+            raise JobFailedError(
+                f"{part.path} was changed while the job ran, so some answers in {runner.args.output} may be "
+                "of changed rows; run the job with another -o, which keeps these answers"
+            )
 
 
 @contextmanager
-def _reported(runner: JobRunner, llm: Any, history: History) -> Iterator[None]:
+def _reported(runner: JobRunner, llm: Any, history: History, params: SamplingParams) -> Iterator[None]:
     """Write the report at the end of the block, however it ends, if one is requested."""
     path = runner.args.report
     if path is None:
@@ -200,8 +218,8 @@ def _reported(runner: JobRunner, llm: Any, history: History) -> Iterator[None]:
         finally:
             output, marks = runner.output, history.marks
             facts = {
-                "Input": runner.source.path,
-                "Output": runner.args.output,
+                "Input": ", ".join(str(part.path) for part in runner.source.parts[:_SHOWN_FILES]),
+                "Output": output_name(runner.args),
                 "Error rows": output.num_errors,
             }
             if marks:
@@ -216,9 +234,37 @@ def _reported(runner: JobRunner, llm: Any, history: History) -> Iterator[None]:
                     facts=facts,
                     stats=history.whole(llm.stats()),
                     marks=marks,
+                    answers=runner.answers,
+                    parameters=_shown_params(runner.args, params),
                 )
             except (OSError, ValueError) as error:
                 _say(f"{path} could not be written: {error}")
+
+
+def _sample_of(index: int, record: dict[str, Any]) -> Sample:
+    """The answer that a line has. Its prompt is the column `prompt`, or all columns that the line repeats."""
+    error = record.get("error")
+    if error is not None:
+        error = str(error["message"] if isinstance(error, dict) else error)
+    columns = {name: value for name, value in record.items() if name not in COLUMNS}
+    reasons = record.get("finish_reasons") or [record.get("finish_reason")]
+    text, row_id, usage = record.get("text"), record.get("id"), record
+    if "custom_id" in record:  # an OpenAI batch
+        body = (record["response"] or {}).get("body") or {}
+        choices, row_id, columns = body.get("choices") or [{}], record["custom_id"], {}
+        text = choices[0].get("text", choices[0].get("message", {}).get("content"))
+        reasons = [each.get("finish_reason", "embedding") for each in choices]
+        usage = body.get("usage", {})
+    read, drawn = usage.get("prompt_tokens", 0), usage.get("completion_tokens", 0)
+    prompt = columns.get("prompt", columns or "")
+    return Sample(index, row_id, prompt, text or "", tuple(map(str, reasons)), read, drawn, error)
+
+
+def _shown_params(args: argparse.Namespace, params: SamplingParams) -> dict[str, object]:
+    """The parameters of rows without their own, and how prompts are made."""
+    names = ("template", "chat", "system", "chat_template_kwargs", "limit", "shard")
+    given = {f"--{name.replace('_', '-')}": getattr(args, name) for name in names if getattr(args, name)}
+    return {name: value for name, value in vars(params).items() if value not in (None, [], {})} | given
 
 
 def _finish(runner: JobRunner) -> None:
@@ -237,10 +283,11 @@ def _finish(runner: JobRunner) -> None:
         _say(f"{runner.source.path} has no rows")
     try:
         output.sync()
+        rows = range(runner.source.first, runner.source.first + num_rows)
         if not output.is_ordered:
-            put_in_order(output.path, num_rows)
+            put_in_order(output.path, rows)
         if output.path != path:
-            export(output.path, path, num_rows, runner.args.csv_safe)
+            export(output.path, path, rows, runner.args.csv_safe)
     except OSError as error:
         raise JobFailedError(
             f"all rows are answered, in {output.path}, and {path} could not be finished: {error.strerror}; "
@@ -258,6 +305,7 @@ def _defaults(config: Config, model_folder: Path, is_batch: bool) -> dict[str, d
     return {
         "options": {each.name: each.default for each in fields(Config)},
         "sampling": {**vars(recommended), **default_params(is_batch)},
+        "prompt": {"columns": COPIED},
     }
 
 

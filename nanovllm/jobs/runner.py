@@ -19,8 +19,8 @@ from nanovllm.engine.stats import counted
 from nanovllm.errors import BadRow, attempt
 from nanovllm.jobs.errors import TOO_MANY_ERRORS, JobFailedError
 from nanovllm.jobs.output import Output
-from nanovllm.jobs.progress import JobProgress
-from nanovllm.jobs.sources import Source, SourceRow
+from nanovllm.jobs.progress import JobProgress, Work
+from nanovllm.jobs.sources import Input, SourceRow
 from nanovllm.jobs.tasks import Renderer, RowFormat, Task, as_prompt
 from nanovllm.sampling_params import SamplingParams
 
@@ -33,6 +33,7 @@ _SHARED_CHARS = 128  # minimum common prefix of a group; about two blocks of 16 
 _NO_IDS = array("i")
 _Key: TypeAlias = "tuple[str, str, array[int]]"  # the kind of a task, its text, its token ids
 _Item = TypeVar("_Item")
+_CHARS = 4  # of a token, about, until prompts are tokenised
 _UNBOUNDED = 2**40  # tokens of an output without a limit
 
 
@@ -40,15 +41,16 @@ class JobRunner:
     """Runs the rows that have no line in the output yet."""
 
     num_rows: int | None = None  # of the input, once all have been read
+    answers: Any = None  # of all runs, for the report
 
-    def __init__(self, args: argparse.Namespace, source: Source, output: Output) -> None:
+    def __init__(self, args: argparse.Namespace, source: Input, output: Output) -> None:
         """args: of the command line; uses `max_errors`, `ordered` and `window`."""
         self.args = args
         self.source = source
         self.output = output
         self.progress = JobProgress(source, len(output.finished), output.num_errors)
         self._held: dict[int, dict[str, Any]] = {}  # lines that wait for earlier rows, with `ordered`
-        self._next = 0  # the next row to write, with `ordered`
+        self._next = source.first  # the next row to write, with `ordered`
 
     def run(self, llm: Any, row_format: RowFormat, renderer: Renderer) -> None:
         """Answer all rows. JobFailedError or an engine's error ends it early."""
@@ -65,10 +67,11 @@ class JobRunner:
 
     def pending(self) -> Iterator[SourceRow]:
         """The rows that have no line yet; all others are only counted."""
-        num_rows = 0
+        num_rows = self.progress.rows_taken = 0
         for row in self.source.rows():
-            num_rows = self.progress.rows_read = row.index + 1
+            num_rows = self.progress.rows_read = row.index + 1 - self.source.first
             if row.index not in self.output.finished:
+                self.progress.rows_taken += 1
                 yield row
         self.num_rows = num_rows
 
@@ -88,12 +91,15 @@ class JobRunner:
         for row in self.pending():
             values: Any = attempt(row.values)
             if isinstance(values, Exception):
-                self._refuse(row.index, None, str(values))
+                self._refuse(row.index, None, str(values), {})
                 continue
             task: Task | BadRow = attempt(self._format.task, row, values)
             if isinstance(task, Exception):
-                self._refuse(row.index, self._format.row_id(values), f"{row.place}: {task}")
+                columns = self._format.copied(values)
+                self._refuse(row.index, self._format.row_id(values), f"{row.place}: {task}", columns)
             else:
+                task.work = _work(task)
+                self.progress.asked(task.work)
                 yield task
 
     def _generate(self, llm: Any, tasks: Iterator[Task], renderer: Renderer) -> None:
@@ -105,7 +111,7 @@ class JobRunner:
             for some in portions(tasks, _RENDER_ROWS):
                 for task, prompt in zip(some, renderer.prompts(some), strict=True):
                     if isinstance(prompt, Exception):
-                        self._refuse(task.index, task.id, f"{task.place}: {prompt}")
+                        self._refuse_task(task, prompt)
                         continue
                     running[place] = task
                     params.append(task.params)
@@ -122,10 +128,9 @@ class JobRunner:
                 task = running.pop(output.index)
                 if output.error is not None:
                     place = f"prompts[{output.index}]"
-                    error = output.error.replace(place, "the prompt")
-                    self._refuse(task.index, task.id, f"{task.place}: {error}")
+                    self._refuse_task(task, output.error.replace(place, "the prompt"))
                 else:
-                    self.progress.answered(output)
+                    self.progress.answered(output, task.work)
                     self._write(task.index, self._format.answer(task, output))
 
     def _embed(self, llm: Any, tasks: Iterator[Task]) -> None:
@@ -139,14 +144,17 @@ class JobRunner:
                 place += len(found)
                 if errors:
                     number, error = errors[0]
-                    why = str(error).replace(f"prompts[{number}]", "the input")
-                    self._refuse(task.index, task.id, f"{task.place}: {why}")
+                    self._refuse_task(task, str(error).replace(f"prompts[{number}]", "the input"))
                 else:
-                    self.progress.embedded(found)
+                    self.progress.embedded(found, task.work)
                     self._write(task.index, self._format.embeddings(task, found))
 
-    def _refuse(self, index: int, row_id: Any, message: str) -> None:
-        self._write(index, self._format.error(index, row_id, message))
+    def _refuse_task(self, task: Task, why: object) -> None:
+        self.progress.refused(task.work)
+        self._refuse(task.index, task.id, f"{task.place}: {why}", task.columns)
+
+    def _refuse(self, index: int, row_id: Any, message: str, columns: dict[str, Any]) -> None:
+        self._write(index, self._format.error(index, row_id, message, columns))
 
     def _write(self, index: int, record: dict[str, Any]) -> None:
         """Write the line of a row; with `ordered`, after all earlier rows."""
@@ -234,6 +242,18 @@ def _is_shared(one: _Key, other: _Key) -> bool:
 def _output_limit(task: Task) -> int:
     limit = task.params.max_tokens
     return (_UNBOUNDED if limit is None else limit) * task.params.n
+
+
+def _work(task: Task) -> Work:
+    """What a task asks for."""
+    parts = task.prompt if task.kind == "embed" else [task.prompt]
+    if task.is_chat:
+        parts = [str(message["content"]) for message in task.prompt]
+    limit = 0 if task.kind == "embed" else task.params.max_tokens
+    size = 0.0
+    for part in parts:
+        size += len(part) / _CHARS if isinstance(part, str) else len(part)
+    return Work(size, None if limit is None else limit * task.params.n)
 
 
 def _fill(tasks: list[Task], size: int, more: Iterator[Task], rows: int) -> list[Task]:

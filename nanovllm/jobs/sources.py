@@ -1,4 +1,5 @@
-"""Source: reads the rows of a file one by one, each with its place; here, of JSON Lines, CSV and TSV.
+"""Source: reads the rows of a file one by one, each with its place; here, of JSON Lines, CSV and TSV. Input:
+several files as one source.
 
 Holds one row at a time. An unreadable row becomes an error in its place and never ends the file. Knows
 nothing of prompts.
@@ -11,8 +12,8 @@ import csv
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from sys import getsizeof
 from types import MappingProxyType
@@ -20,6 +21,7 @@ from typing import Any, BinaryIO, NoReturn, TypeAlias
 
 from nanovllm.engine.stats import counted
 from nanovllm.jobs.errors import JobRefusedError
+from nanovllm.jobs.packed import open_rows, unpacked_size
 
 MAX_ROW_BYTES = 8 * 2**20  # a longer row is an error row
 MAX_NESTING = 100  # depth of lists and objects; near 1,000 Python can no longer print or write them
@@ -81,11 +83,13 @@ class Source(ABC):
     reading: Mapping[str, str] = MappingProxyType({})  # how, where that is not as files mostly are
 
     def __init__(self, path: Path) -> None:
+        """JobRefusedError for a compressed file that is damaged."""
         self.path = path
         self.name = path.name  # in the places of rows
         self._stat = path.stat()
         self.size = self._stat.st_size
-        self.position = 0  # bytes read so far, for progress
+        self.length = unpacked_size(path, str(path))
+        self.position = 0  # bytes of `length` read so far, for progress
 
     @abstractmethod
     def rows(self) -> Iterator[SourceRow]:
@@ -94,12 +98,63 @@ class Source(ABC):
     @property
     def most_rows(self) -> int:
         """An upper bound of the number of rows: each row has at least one byte."""
-        return self.size if self.num_rows is None else self.num_rows
+        return self.length if self.num_rows is None else self.num_rows
 
     def was_written(self) -> bool:
         """Whether the file was written or touched since it was first opened."""
         now = self.path.stat()
         return (now.st_size, now.st_mtime_ns) != (self.size, self._stat.st_mtime_ns)
+
+
+class Input(Source):
+    """Several files as one, and which of their rows are read. Indexes count the rows of all files.
+
+    first: the index of the first row that is read. limit: how many of all rows there are at most. shard:
+    (i, n) for the i-th of n parts of these rows, which are counted first.
+    """
+
+    def __init__(
+        self, parts: Sequence[Source], limit: int | None = None, shard: tuple[int, int] | None = None
+    ) -> None:
+        self.parts = parts
+        self.path, self.name = parts[0].path, parts[0].name
+        self.size = sum(part.size for part in parts)
+        self.length = sum(part.length for part in parts)
+        self.position = self.first = 0
+        self._end = limit
+        self.format = " and ".join(dict.fromkeys(part.format for part in parts))
+        names = dict.fromkeys(name for part in parts for name in part.reading)
+        self.reading = {name: " ".join(part.reading.get(name, "-") for part in parts) for name in names}
+        known = [part.num_rows for part in parts if part.num_rows is not None]
+        if shard is not None or limit is not None:
+            number, of = shard or (1, 1)
+            total = sum(1 for _ in self.rows()) if len(known) < len(parts) else sum(known)
+            total = total if limit is None else min(total, limit)
+            self.first, self._end = total * (number - 1) // of, total * number // of
+            self.num_rows = self._end - self.first
+        elif len(known) == len(parts):
+            self.num_rows = sum(known)
+
+    def rows(self) -> Iterator[SourceRow]:
+        index = before = 0
+        for part in self.parts:
+            for row in part.rows():
+                if index == self._end:
+                    return
+                self.position = before + part.position
+                if index >= self.first:
+                    yield row if index == row.index else replace(row, index=index)
+                index += 1
+            before += part.length
+
+    @property
+    def span(self) -> range:
+        """The indexes that rows may have."""
+        most = sum(part.most_rows for part in self.parts)
+        return range(self.first, most if self._end is None else self._end)
+
+    def was_written(self) -> bool:
+        return any(part.was_written() for part in self.parts)
 
 
 class JSONLinesSource(Source):
@@ -109,7 +164,7 @@ class JSONLinesSource(Source):
 
     def rows(self) -> Iterator[SourceRow]:
         index = 0
-        with self.path.open("rb") as file:
+        with open_rows(self.path) as file:
             for number, line in enumerate(_lines(file), 1):
                 self.position = file.tell()
                 if number == 1:
@@ -141,7 +196,7 @@ class CSVSource(Source):
         if self.delimiter != TABLES[format]:
             self.reading["delimiter"] = self.delimiter
         csv.field_size_limit(MAX_ROW_BYTES)
-        with self.path.open("rb") as file:
+        with open_rows(self.path) as file:
             _, _, first = next(self._table_rows(file), (1, 1, []))
         if isinstance(first, ValueError):
             raise JobRefusedError(f"{path}: the row of column names: {first}")
@@ -149,7 +204,7 @@ class CSVSource(Source):
 
     def rows(self) -> Iterator[SourceRow]:
         assert self.columns is not None
-        with self.path.open("rb") as file:
+        with open_rows(self.path) as file:
             found = self._table_rows(file)
             next(found, None)  # the names
             for index, (line, num_lines, fields) in enumerate(found):
@@ -162,7 +217,7 @@ class CSVSource(Source):
         quotes, and no others, between them."""
         tab = re.escape(self.delimiter)
         doubled = re.compile(rf'(?:^|{tab})"[^"{tab}]*(?:""[^"{tab}]*)+"(?={tab}|$)')
-        with self.path.open("rb") as file:
+        with open_rows(self.path) as file:
             has_doubled = any(b'""' in line and doubled.search(_text(line)) for line in _lines(file))
         return "minimal" if has_doubled else "none"
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from nanovllm.errors import BadRow, attempt, raise_first
 from nanovllm.jobs.errors import JobRefusedError
+from nanovllm.jobs.output import COLUMNS
 from nanovllm.jobs.params import PARAMS_COLUMN, own_params, row_params
 from nanovllm.jobs.sources import SourceRow, Values, parse_json
 from nanovllm.outputs import CompletionOutput, EmbeddingRequestOutput, Logprob, RequestOutput
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 DEFAULTS = {"prompt", "messages"}  # columns of the prompt if none is given
+_PREFIX = "input_"  # of a column of the input whose name an answer has, too
+_KEPT_NAMES = 10_000
 
 
 @dataclass(slots=True)
@@ -38,7 +41,8 @@ class Task:
 
     id: of the row in its file. prompt: a string, token ids, or with `is_chat` a list of messages; for "embed"
     a list of strings and lists of token ids. template: arguments of `LLM.chat` for this row. request: the
-    parts of an OpenAI body that the answer repeats. place, num_bytes: as in `SourceRow`.
+    parts of an OpenAI body that the answer repeats. columns: of the row, that its answer repeats.
+    place, num_bytes: as in `SourceRow`. work: about how many tokens it takes, as `JobProgress` counts them.
     """
 
     index: int
@@ -49,6 +53,8 @@ class Task:
     kind: Literal["generate", "embed"] = "generate"
     template: dict[str, Any] = field(default_factory=dict)
     request: dict[str, Any] = field(default_factory=dict)
+    columns: dict[str, Any] = field(default_factory=dict)
+    work: Any = None
     place: str = ""
     num_bytes: int = 0
 
@@ -63,6 +69,7 @@ class RowFormat(ABC):
     def __init__(self, params: SamplingParams, seed: int, given: Container[str] = ()) -> None:
         """params: of rows without their own. seed: the engine's. given: parameters that `--sampling` sets."""
         of_several = {name: each for name, each in self.params_of_several.items() if name not in given}
+        self.params = params
         self.params_of = partial(row_params, params, seed, of_several)
 
     @abstractmethod
@@ -81,9 +88,13 @@ class RowFormat(ABC):
         """Return the answer to a task of the kind "embed", with one output for each of its prompts."""
         raise TypeError(f"{type(self).__name__} makes no tasks of the kind {task.kind!r}")
 
+    def copied(self, values: Values) -> dict[str, Any]:
+        """Return the columns of a row that its answer repeats, by their names there."""
+        return {}
+
     @abstractmethod
-    def error(self, index: int, row_id: Any, message: str) -> dict[str, Any]:
-        """Return the error row of a row."""
+    def error(self, index: int, row_id: Any, message: str, columns: Values) -> dict[str, Any]:
+        """Return the error row of a row, with its `copied` columns."""
 
 
 class PlainFormat(RowFormat):
@@ -98,17 +109,30 @@ class PlainFormat(RowFormat):
         template: str | None = None,
         messages: str | None = None,
         id: str | None = None,
+        copied: Sequence[str] | None = (),
+        chat: bool = False,
+        system: str | None = None,
     ) -> None:
         """prompt, template, messages: one of them, or all None for a row's `prompt` or `messages`. id: None
-        for `id` or `custom_id`, if there is one. ValueError for a wrong template."""
+        for `id` or `custom_id`, if there is one. copied: the columns that answers repeat; None: all. chat:
+        a prompt is a user's message. system: the first message of a conversation that has none of the system.
+        ValueError for a wrong template, and for values that exclude each other."""
         super().__init__(params, seed)
+        if chat and messages is not None:
+            raise ValueError("--messages-column is of conversations already; leave out --chat")
+        if system is not None and not chat and messages is None:
+            raise ValueError("--system is for conversations; add --chat, or --messages-column")
+        self._chat, self._system = chat, system
         self._prompts, self._template, self._messages = prompt, template, messages
         self._filled = [] if template is None else _names_in(template)
         self.needed = [*dict.fromkeys(filter(None, [*self._filled, prompt, messages, id]))]
         self._ids = ("id", "custom_id") if id is None else (id,)
         self.needs_default = (prompt, template, messages) == (None, None, None)
-        self.columns = {PARAMS_COLUMN, *self._ids, *self.needed}
-        if self.needs_default:
+        self.named = [*dict.fromkeys([*self.needed, *(copied or ())])]
+        self._copied = copied
+        self._new_names: dict[str, str] = {}
+        self.columns = None if copied is None else {PARAMS_COLUMN, *self._ids, *self.named}
+        if self.needs_default and self.columns is not None:
             self.columns |= DEFAULTS
 
     def task(self, row: SourceRow, values: Values) -> Task:
@@ -118,6 +142,7 @@ class PlainFormat(RowFormat):
         prompt, is_chat = self._prompt(values)
         params = self.params_of(row.index, own_params(values.get(PARAMS_COLUMN)))
         about: dict[str, Any] = {"place": row.place, "num_bytes": row.num_bytes}
+        about["columns"] = self.copied(values)
         return Task(row.index, self.row_id(values), prompt, params, is_chat, **about)
 
     def row_id(self, values: Values) -> Any:
@@ -140,9 +165,27 @@ class PlainFormat(RowFormat):
             "prompt_tokens": len(output.prompt_token_ids),
             "completion_tokens": sum(len(each.token_ids) for each in output.outputs),
             "error": None,
+            **task.columns,
         }
 
-    def error(self, index: int, row_id: Any, message: str) -> dict[str, Any]:
+    def copied(self, values: Values) -> dict[str, Any]:
+        names = values if self._copied is None else [name for name in self._copied if name in values]
+        return {
+            self._new_name(name): None if isinstance(values[name], bytes) else values[name]
+            for name in names
+            if name != "id" or "id" not in self._ids
+        }
+
+    def _new_name(self, name: str) -> str:
+        """The name of a column of the input in an answer. No two columns have the same."""
+        if name not in self._new_names:
+            if len(self._new_names) > _KEPT_NAMES:
+                self._new_names.clear()
+            is_ours = re.fullmatch(rf"(?:{_PREFIX})*(?:{'|'.join(COLUMNS)})", name)
+            self._new_names[name] = _PREFIX + name if is_ours else name
+        return self._new_names[name]
+
+    def error(self, index: int, row_id: Any, message: str, columns: Values) -> dict[str, Any]:
         return {
             "index": index,
             "id": row_id,
@@ -151,10 +194,23 @@ class PlainFormat(RowFormat):
             "prompt_tokens": 0,
             "completion_tokens": 0,
             "error": message,
+            **columns,
         }
 
     def _prompt(self, values: Values) -> tuple[Any, bool]:
         """The prompt of a row, and whether it is a conversation."""
+        prompt, is_chat = self._written_prompt(values)
+        if self._chat and not is_chat:
+            if not isinstance(prompt, str) or not prompt:
+                what = "the prompt is empty" if prompt == "" else "the prompt is a list of token ids"
+                raise ValueError(f"{what}, and --chat needs a text for the user's message")
+            prompt, is_chat = [{"role": "user", "content": prompt}], True
+        if is_chat and self._system is not None and prompt[0]["role"] not in ("system", "developer"):
+            prompt = [{"role": "system", "content": self._system}, *prompt]
+        return prompt, is_chat
+
+    def _written_prompt(self, values: Values) -> tuple[Any, bool]:
+        """The prompt as the row has it, and whether it is a conversation."""
         if self._template is not None:
             if empty := [name for name in self._filled if values[name] is None]:
                 raise ValueError(f"column {empty[0]!r} is null, and the template needs it; give it a value")

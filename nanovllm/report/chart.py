@@ -1,4 +1,4 @@
-"""Chart: lines over time as an SVG picture, with titles, units and round ticks.
+"""Chart: lines over time as an SVG picture, with titles, units and round ticks; and the frame of a picture.
 
 Knows nothing of engines. A picture needs no script and no network, and follows the reader's light or dark
 theme.
@@ -49,6 +49,7 @@ STYLE = f"""\
 .chart .line {{ stroke-width: 1.6; stroke-linejoin: round; stroke-linecap: round }}
 .chart .dot {{ stroke-width: 5 }}
 .chart .area {{ stroke: none; opacity: 0.14 }}
+.chart .bar {{ fill: var(--line0) }}
 """
 STYLE += "".join(
     f".chart .line{n} {{ stroke: var(--line{n}) }} .chart .area{n} {{ fill: var(--line{n}) }}\n"
@@ -91,38 +92,20 @@ class Chart:
             self._draw(number, line, x, y, seconds) for number, line in enumerate(self.lines.values())
         )
         if not runs:
-            drawn = _text((LEFT + RIGHT) / 2, (TOP + BOTTOM) / 2 - 12, "nothing to show", anchor="middle")
+            drawn = draw_text((LEFT + RIGHT) / 2, (TOP + BOTTOM) / 2 - 12, "nothing to show", anchor="middle")
         label = escape(f"{self.title}, {self.unit}, over time")
-        return (
-            f'<svg xmlns="http://www.w3.org/2000/svg" class="chart" viewBox="0 0 {_WIDTH} {_HEIGHT}" '
-            f'role="img" aria-label="{label}"><title>{label}</title>'
-            f'<rect class="page" width="{_WIDTH}" height="{_HEIGHT}"/>'
-            + _text(8, 18, self.title, "title")
-            + _text(RIGHT, 18, self.note, anchor="end")
-            + _text(8, 39, self.unit, "unit")
-            + self._legend()
-            + "".join(
-                _path("grid", f"M{LEFT} {at:.1f}H{RIGHT}") + _text(LEFT - 6, at + 4, label, "ytick", "end")
-                for at, label in y.ticks(BOTTOM, TOP)
-            )
-            + "".join(
-                _path("axis", f"M{at:.1f} {BOTTOM}v4") + _text(at, BOTTOM + 17, label, "xtick", "middle")
-                for at, label in x.ticks(LEFT, RIGHT)
-            )
-            + "".join(
-                _path("mark", f"M{x.place(at / seconds, LEFT, RIGHT):.1f} {TOP}V{BOTTOM}")
-                for at in self.marks
-            )
-            + drawn
-            + _path("axis", f"M{LEFT} {BOTTOM}H{RIGHT}")
-            + _text(
-                (LEFT + RIGHT) / 2,
-                _HEIGHT - 10,
-                f"time since the engine was ready ({unit})",
-                "unit",
-                "middle",
-            )
-            + "</svg>"
+        ticks = "".join(
+            draw_path("axis", f"M{at:.1f} {BOTTOM}v4") + draw_text(at, BOTTOM + 17, label, "xtick", "middle")
+            for at, label in x.ticks(LEFT, RIGHT)
+        )
+        marks = "".join(
+            draw_path("mark", f"M{x.place(at / seconds, LEFT, RIGHT):.1f} {TOP}V{BOTTOM}")
+            for at in self.marks
+        )
+        below = f"time since the engine was ready ({unit})"
+        label = f"{self.title}, {self.unit}, over time"
+        return frame(
+            self.title, self.unit, self.note, y, self._legend() + ticks + marks + drawn, below, label
         )
 
     def _draw(self, number: int, line: Sequence[Run], x: Axis, y: Axis, seconds: float) -> str:
@@ -136,12 +119,12 @@ class Chart:
             if len(self.lines) == 1 and len(places) > 1:
                 first, last = (place.split()[0] for place in (places[0], places[-1]))
                 parts.append(
-                    _path(f"area area{number}", f"M{first} {BOTTOM}L{' '.join(places)}L{last} {BOTTOM}Z")
+                    draw_path(f"area area{number}", f"M{first} {BOTTOM}L{' '.join(places)}L{last} {BOTTOM}Z")
                 )
             if len(places) == 1:
-                parts.append(_path(f"line line{number} dot", f"M{places[0]}h0"))
+                parts.append(draw_path(f"line line{number} dot", f"M{places[0]}h0"))
             else:
-                parts.append(_path(f"line line{number}", f"M{'L'.join(places)}"))
+                parts.append(draw_path(f"line line{number}", f"M{'L'.join(places)}"))
         return "".join(parts)
 
     def _legend(self) -> str:
@@ -149,8 +132,8 @@ class Chart:
         parts, right = [], float(RIGHT)
         for number, name in reversed(list(enumerate(self.lines)) if len(self.lines) > 1 else []):
             left = right - 6.6 * len(name)
-            parts.append(_text(left, 39, name))
-            parts.append(_path(f"line line{number % len(_COLORS['light'])}", f"M{left - 18:.1f} 35h12"))
+            parts.append(draw_text(left, 39, name))
+            parts.append(draw_path(f"line line{number % len(_COLORS['light'])}", f"M{left - 18:.1f} 35h12"))
             right = left - 30
         return "".join(parts)
 
@@ -204,12 +187,34 @@ def time_unit(longest: float) -> tuple[str, int]:
     return next((name, size) for name, size, most in _TIME_UNITS if longest <= most * size)
 
 
-def _path(kind: str, data: str) -> str:
+def frame(title: str, unit: str, note: str, y: Axis, drawn: str, below: str, label: str = "") -> str:
+    """A picture as an `<svg>` element: what is drawn, with a title, a vertical axis and a name below."""
+    label = escape(clean(label or f"{title}, {unit}"))
+    grid = "".join(
+        draw_path("grid", f"M{LEFT} {at:.1f}H{RIGHT}") + draw_text(LEFT - 6, at + 4, text, "ytick", "end")
+        for at, text in y.ticks(BOTTOM, TOP)
+    )
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="chart" viewBox="0 0 {_WIDTH} {_HEIGHT}" '
+        f'role="img" aria-label="{label}"><title>{label}</title>'
+        f'<rect class="page" width="{_WIDTH}" height="{_HEIGHT}"/>'
+        + draw_text(8, 18, title, "title")
+        + draw_text(RIGHT, 18, note, anchor="end")
+        + draw_text(8, 39, unit, "unit")
+        + grid
+        + drawn
+        + draw_path("axis", f"M{LEFT} {BOTTOM}H{RIGHT}")
+        + draw_text((LEFT + RIGHT) / 2, _HEIGHT - 10, below, "unit", "middle")
+        + "</svg>"
+    )
+
+
+def draw_path(kind: str, data: str) -> str:
     """An element that draws lines."""
     return f'<path class="{kind}" d="{data}"/>'
 
 
-def _text(x: float, y: float, content: str, kind: str = "", anchor: str = "start") -> str:
+def draw_text(x: float, y: float, content: str, kind: str = "", anchor: str = "start") -> str:
     """An element with text at a place."""
     shown = f'class="{kind}" ' if kind else ""
     return f'<text {shown}x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(clean(content))}</text>'

@@ -19,6 +19,7 @@ from typing import Any
 from nanovllm.config import Config, versions
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.stats import EngineStats, TimelinePoint, counted
+from nanovllm.report.answers import Answers, answers_section, bars
 from nanovllm.report.chart import FONT, STYLE, Chart, Run, clean
 from nanovllm.report.gpu import GPUMonitor, GPUSample, devices_of
 from nanovllm.report.roofline import Cost, Speed, roofline_of
@@ -31,6 +32,7 @@ _PAGE_STYLE = f"""\
 html {{ color-scheme: light dark; background: var(--page); color: var(--text) }}
 body {{ font: 15px/1.5 {FONT}; max-width: 1000px; margin: 0 auto; padding: 16px }}
 h1 {{ font-size: 24px; margin: 8px 0 0 }} h2 {{ font-size: 18px; margin: 28px 0 8px }}
+h3 {{ font-size: 15px; margin: 18px 0 6px }} h1, p, pre {{ overflow-wrap: anywhere }}
 p, .tile span {{ color: var(--lesser); margin: 4px 0 }}
 .tiles {{ display: grid; grid-template-columns: repeat(auto-fill, minmax(min(45%, 220px), 1fr)); gap: 10px }}
 .tile {{ border: 1px solid var(--grid); border-radius: 6px; padding: 8px 12px }}
@@ -43,6 +45,12 @@ table {{ border-collapse: collapse; width: 100%; font-variant-numeric: tabular-n
 th, td {{ text-align: left; vertical-align: top; padding: 3px 12px 3px 0; overflow-wrap: anywhere;
   border-bottom: 1px solid var(--grid) }}
 th {{ font-weight: 400; color: var(--lesser); width: min(14em, 40%) }}
+.bars {{ table-layout: fixed; margin-bottom: 12px }} .bars th {{ width: 35% }}
+.bars i {{ display: inline-block; height: 10px; background: var(--line0); border-radius: 2px }}
+.sample {{ border: 1px solid var(--grid); border-radius: 6px; padding: 4px 12px; margin: 0 0 8px }}
+pre {{ font: inherit; white-space: pre-wrap; margin: 4px 0; max-height: 16em; overflow: auto }}
+.prompt {{ color: var(--lesser); border-left: 3px solid var(--grid); padding-left: 8px }}
+.charts + h3 {{ margin-top: 24px }}
 .errors th {{ width: 6em }} summary {{ cursor: pointer; color: var(--lesser) }}"""
 
 
@@ -57,6 +65,8 @@ def write_report(
     facts: Mapping[str, object] | None = None,
     stats: EngineStats | None = None,
     marks: Sequence[float] = (),
+    answers: Answers | None = None,
+    parameters: Mapping[str, object] | None = None,
 ) -> None:
     """Write a report of what `llm` did so far as one HTML page in UTF-8, atomically.
 
@@ -64,13 +74,15 @@ def write_report(
     of errors, if `errors` has only the first ones.
     gpu: adds charts of its samples. title: of the page. facts: more lines about the run, by name.
     stats: to show instead of `llm.stats()`, such as those of several runs. marks: seconds of the time axis at
-    which all charts have a vertical line.
+    which all charts have a vertical line. answers: shows samples, finish reasons and lengths of these, such
+    as `Answers.of(outputs)`. parameters: of sampling, by name.
 
     Any thread may call it at any time, also after `llm.close()`. `check_path` checks `path` before a run.
     OSError if the page cannot be written.
     """
     check_path(path)
     about: dict[str, Any] = {"title": title, "facts": facts, "stats": stats, "marks": marks}
+    about |= {"answers": answers, "parameters": parameters}
     page = make_report(llm, errors=errors, num_errors=num_errors, gpu=gpu, **about)
     with replaced(Path(path), use=f"{os.getpid()}.tmp") as file:
         file.write(page.encode())
@@ -108,6 +120,8 @@ def make_report(
     facts: Mapping[str, object] | None = None,
     stats: EngineStats | None = None,
     marks: Sequence[float] = (),
+    answers: Answers | None = None,
+    parameters: Mapping[str, object] | None = None,
 ) -> str:
     """The page of `write_report` as a string; it is valid HTML and XML."""
     rows, roofline = list(errors), roofline_of(llm)
@@ -116,24 +130,7 @@ def make_report(
     num_errors = len(rows) if num_errors is None else num_errors
     start = datetime.fromtimestamp(ready).astimezone().strftime("%Y-%m-%d %H:%M:%S %Z")
     about = _model_facts(llm) | {"Engine ready": start} | dict(facts or {})
-    notes = [
-        f"A point is {stats.interval:g} s of the run. Rates are per second of steps, without idle time; a "
-        "line has a gap where no step ran."
-    ]
-    if marks:
-        notes.append(
-            "The job was resumed at each dashed line. Totals of requests and tokens count each answer once; "
-            "those of steps, times and the prefix cache also count what an interrupted run had to give up."
-        )
-    if roofline is not None:
-        notes.append(
-            "The share of the roofline is the time that a perfect engine would need on this device, divided "
-            "by the time of the steps. A perfect engine computes products at the speed of a large matrix "
-            "product, and reads weights and K/V at the speed of a pure read. Shared K/V counts once for each "
-            "sequence, so shared prefixes may raise the share above 100 %."
-        )
-    if gpu is not None and gpu.why_not is not None:
-        notes.append(f"GPU power and memory are incomplete: {gpu.why_not}.")
+    notes = _notes(stats.interval, bool(marks), roofline is not None, None if gpu is None else gpu.why_not)
     return "".join(
         (
             '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"/>',
@@ -141,6 +138,8 @@ def make_report(
             f"<title>{_shown(title)}</title><style>\n{STYLE}{_PAGE_STYLE}\n</style></head><body>\n",
             f"<h1>{_shown(title)}</h1>\n{_table(about, 'about')}\n<h2>Totals</h2>\n",
             _tiles(stats, num_errors),
+            f"<h3>Tokens by source</h3>\n{bars(_sources(stats))}",
+            "" if answers is None else answers_section(answers),
             "<h2>Over the run</h2>\n",
             "".join(f"<p>{_shown(note)}</p>\n" for note in notes),
             '<div class="charts">\n',
@@ -148,6 +147,7 @@ def make_report(
             "</div>\n<h2>Errors</h2>\n",
             _error_table(rows, num_errors),
             '<h2>Details</h2>\n<div class="columns">',
+            "" if parameters is None else f"<h3>Parameters</h3>\n{_table(parameters, 'parameters')}",
             _table(_totals(stats), "totals")
             + _table(versions() | {"system": platform.platform()}, "versions"),
             "</div>\n<details><summary>All options</summary>\n",
@@ -155,6 +155,29 @@ def make_report(
             "</details>\n</body></html>\n",
         )
     )
+
+
+def _notes(interval: float, is_resumed: bool, has_roofline: bool, why_not: str | None) -> list[str]:
+    """What the charts mean."""
+    notes = [
+        f"A point is {interval:g} s of the run. Rates are per second of steps, without idle time; a "
+        "line has a gap where no step ran."
+    ]
+    if is_resumed:
+        notes.append(
+            "The job was resumed at each dashed line. Totals of requests and tokens count each answer once; "
+            "those of steps, times and the prefix cache also count what an interrupted run had to give up."
+        )
+    if has_roofline:
+        notes.append(
+            "The share of the roofline is the time that a perfect engine would need on this device, divided "
+            "by the time of the steps. A perfect engine computes products at the speed of a large matrix "
+            "product, and reads weights and K/V at the speed of a pure read. Shared K/V counts once for each "
+            "sequence, so shared prefixes may raise the share above 100 %."
+        )
+    if why_not is not None:
+        notes.append(f"GPU power and memory are incomplete: {why_not}.")
+    return notes
 
 
 def _tiles(stats: EngineStats, num_errors: int) -> str:
@@ -173,6 +196,15 @@ def _tiles(stats: EngineStats, num_errors: int) -> str:
         f'<div class="tile"><b>{value}</b><span>{name}</span></div>' for name, value in figures.items()
     )
     return f'<div class="tiles">{cells}</div>\n'
+
+
+def _sources(stats: EngineStats) -> dict[str, int]:
+    """Where the tokens of the run came from."""
+    return {
+        "prompts, computed": stats.num_computed_tokens,
+        "prompts, from the prefix cache": stats.num_cached_tokens,
+        "answers, drawn": stats.num_output_tokens,
+    }
 
 
 def _totals(stats: EngineStats) -> dict[str, object]:

@@ -37,6 +37,7 @@ def test_a_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "prompt_tokens": 1,
         "completion_tokens": 2,
         "error": None,
+        "prompt": "prompt 0",
     }
     assert files(tmp_path) == {"in.jsonl", "out.jsonl", "out.jsonl.job.json"}
     journal = json.loads((tmp_path / "out.jsonl.job.json").read_text())
@@ -221,12 +222,13 @@ def test_other_formats_in_and_out(tmp_path: Path, ending: str) -> None:
         assert found[3] == {
             **{"index": 3, "id": "r3", "text": "9 None", "finish_reason": "stop", "texts": None},
             **{"finish_reasons": None, "prompt_tokens": 1, "completion_tokens": 2, "logprobs": None},
-            "error": None,
+            **{"error": None, "prompt": "prompt, 3"},
         }
     else:
         lines = out.read_text().splitlines()
         assert lines[0].replace("\t", ",").startswith("index,id,text,finish_reason") and len(lines) == 51
-        assert lines[4].replace("\t", ",") == "3,r3,9 None,stop,,,1,2,,"
+        prompt = '"prompt, 3"' if ending == "csv" else "prompt, 3"
+        assert lines[4].replace("\t", ",") == f"3,r3,9 None,stop,,,1,2,,,{prompt}"
     (tmp_path / f"out.{ending}.rows.jsonl").unlink()
     assert run(source, "-o", out) == 2
 
@@ -237,7 +239,7 @@ def test_csv_with_line_ends_of_all_kinds(tmp_path: Path) -> None:
     assert run(source, "-o", tmp_path / "out.csv") == 0
     content = (tmp_path / "out.csv").read_bytes()
     assert content.startswith(b"index,id,text,finish_reason") and content.endswith(
-        b"4,g,1 None,stop,,,1,2,,\n"
+        b"4,g,1 None,stop,,,1,2,,,a\n"
     )
     with (tmp_path / "out.csv").open(newline="") as file:
         assert [row["id"] for row in csv.DictReader(file)] == ids
@@ -356,7 +358,7 @@ def test_the_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     ("argv", "message"),
     [
         ("run a -o b --model c --max-num-seq 5", "arguments: --max-num-seq 5; did you mean --max-num-seqs?"),
-        ("run a b -o c --model d", "arguments: b; `nanovllm run --help` lists all arguments"),
+        ("run a -o c --model d b", "arguments: b; `nanovllm run --help` lists all arguments"),
         ("check a --window=5", "arguments: --window=5; `nanovllm check --help` lists"),
     ],
 )

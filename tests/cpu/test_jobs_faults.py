@@ -61,6 +61,7 @@ KINDS: dict[str, tuple[str, bool, list[str]]] = {  # the output, whether the inp
     "ordered": ("out.jsonl", False, ["--ordered"]),
     "stdin to csv": ("out.csv", True, []),
     "parquet": ("out.parquet", False, []),
+    "gzip": ("out.jsonl.gz", False, []),
     "retry errors": ("out.jsonl", False, ["--retry-errors"]),
 }
 

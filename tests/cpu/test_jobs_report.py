@@ -81,11 +81,17 @@ def test_the_report_of_a_resumed_job_has_the_totals_of_an_unbroken_one(tmp_path:
         for page in map(parse, [p.read_text() for p in (broken, whole)])
     ]
     assert tables[0] == tables[1]
+    pages = [
+        path.read_text().partition("<h2>Answers</h2>")[2].partition("<h2>Over") for path in (broken, whole)
+    ]
+    assert pages[0][0] == pages[1][0] and "Longest answers" in pages[0][0], "samples and lengths of all runs"
+    parameters = rows(parse(broken.read_text()), "parameters")
+    assert parameters["temperature"] == "0.0" and parameters["max_tokens"] == "8"
     # A line for each resumption, within the time of the runs.
     assert about["Resumed"].count(" s") == 2
-    for chart in charts.values():
+    for title, chart in charts.items():
         marks = [each for each in chart.iter(f"{SVG}path") if each.get("class") == "mark"]
-        assert len(marks) == 2, named(chart, "title")
+        assert len(marks) == (0 if "lengths" in title else 2), named(chart, "title")
     assert int(totals["Prompt tokens computed"].replace(",", "")) > 0
 
 
@@ -97,7 +103,7 @@ def test_a_run_without_a_last_word_leaves_what_was_saved(tmp_path: Path) -> None
         stats = llm.stats()
     journal = Journal(path, path)
     journal.begin({name: {} for name in ("input", "model", "options", "sampling", "prompt", "format")})
-    output = Output(path, 9)
+    output = Output(path, range(9))
     history = History(journal, output, clock=lambda: now)
     assert history.marks == [] and history.whole(stats) is stats
     history.save_when_due(lambda: stats)
@@ -107,7 +113,7 @@ def test_a_run_without_a_last_word_leaves_what_was_saved(tmp_path: Path) -> None
     history.save_when_due(lambda: stats)
     output.close()
     journal.state = json.loads(journal.path.read_text())
-    output = Output(path, 9)
+    output = Output(path, range(9))
     found = History(journal, output)
     assert found.marks == [pytest.approx(stats.uptime)]
     whole = found.whole(stats)

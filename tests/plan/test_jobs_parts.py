@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from io import StringIO
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -22,15 +21,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanovllm.jobs.errors import JobFailedError, JobRefusedError
-from nanovllm.jobs.formats import open_source
 from nanovllm.jobs.job import engine_options
 from nanovllm.jobs.journal import Journal, locked
 from nanovllm.jobs.main import parse_args
 from nanovllm.jobs.output import IndexSet, Output, put_in_order, to_line
-from nanovllm.jobs.progress import JobProgress
 from nanovllm.jobs.runner import grouped_by_prefix, reordered
 from nanovllm.jobs.tasks import Task
-from nanovllm.outputs import CompletionOutput, RequestOutput
 from nanovllm.sampling_params import SamplingParams
 
 # -- the order window --------------------------------------------------------------------------------------
@@ -134,7 +130,7 @@ def row(index: int, error: str | None = None) -> dict[str, Any]:
 
 
 def write_all(path: Path, *rows: dict[str, Any]) -> None:
-    output = Output(path, 4)
+    output = Output(path, range(4))
     for each in rows:
         output.write(each["index"], each)
     output.close()
@@ -151,7 +147,7 @@ def test_index_sets(indexes: set[int]) -> None:
 def test_an_output_is_taken_up_and_put_in_order(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     write_all(path, row(2), row(0))
-    output = Output(path, 4)
+    output = Output(path, range(4))
     assert [index in output.finished for index in range(4)] == [True, False, True, False]
     assert (output.num_errors, output.is_ordered) == (0, False)
     output.write(1, row(1, "bad"))
@@ -159,9 +155,9 @@ def test_an_output_is_taken_up_and_put_in_order(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="row 1 is answered twice"):
         output.write(1, row(1))
     output.close()
-    put_in_order(path, 3)
+    put_in_order(path, range(3))
     assert path.read_bytes() == b"".join(map(to_line, [row(0), row(1, "bad"), row(2)]))
-    output = Output(path, 4)
+    output = Output(path, range(4))
     assert output.is_ordered and output.num_errors == 1
     output.close()
     assert [each.name for each in tmp_path.iterdir()] == ["out.jsonl"]
@@ -172,7 +168,7 @@ def test_a_torn_last_line_is_cut_off(tmp_path: Path, cut: int) -> None:
     path = tmp_path / "out.jsonl"
     write_all(path, row(0), row(1))
     path.write_bytes(path.read_bytes()[:-cut])
-    output = Output(path, 4)
+    output = Output(path, range(4))
     assert output.num_dropped == 1 and path.read_bytes() == to_line(row(0))
     output.write(1, row(1))
     output.close()
@@ -189,7 +185,7 @@ def test_damaged_lines_are_left_out_wherever_they_are(tmp_path: Path) -> None:
         file.write(b"\n")
         file.writelines(to_line(row(0)).replace(b"0", b"%d" % index) for index in (4, 10**14, 10**30))
         file.write(b'{"index": %b}\n' % (b"9" * 5000))
-    output = Output(path, 4)
+    output = Output(path, range(4))
     assert output.num_dropped == 8 and path.read_bytes() == good[0] + good[2] + good[3]
     output.write(1, row(1))
     output.close()
@@ -199,7 +195,7 @@ def test_damaged_lines_are_left_out_wherever_they_are(tmp_path: Path) -> None:
 def test_error_rows_can_be_dropped(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     write_all(path, row(0), row(1, "bad"), row(2), row(3, "bad"))
-    output = Output(path, 4, drop_errors=True)
+    output = Output(path, range(4), drop_errors=True)
     assert output.num_dropped == 2 and output.num_errors == 0 and 1 not in output.finished
     assert path.read_bytes() == to_line(row(0)) + to_line(row(2))
     output.close()
@@ -214,13 +210,13 @@ def test_no_room_to_drop_lines_leaves_the_output_as_it_is(
     with monkeypatch.context() as patch:
         patch.setattr("os.fsync", Mock(side_effect=[None, OSError(28, "No space left on device")]))
         with pytest.raises(OSError, match="No space left"):
-            Output(path, 4, drop_errors=True)
+            Output(path, range(4), drop_errors=True)
     assert path.read_bytes() == before and [each.name for each in tmp_path.iterdir()] == ["out.jsonl"]
 
 
 def test_a_line_that_does_not_fit_leaves_no_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "out.jsonl"
-    output = Output(path, 4)
+    output = Output(path, range(4))
     output.write(0, row(0))
     real = os.write
     writes: list[Callable[..., int]] = [lambda fd, data: real(fd, data[:7])]
@@ -241,7 +237,7 @@ def test_a_line_that_does_not_fit_leaves_no_part(tmp_path: Path, monkeypatch: py
 
 
 def test_a_flush_that_begins_while_the_file_is_closed_ends(tmp_path: Path) -> None:
-    output = Output(tmp_path / "out.jsonl", 4)
+    output = Output(tmp_path / "out.jsonl", range(4))
     sync = inside.flushing(output)
 
     class ClosedMeanwhile(threading.Event):
@@ -266,46 +262,6 @@ def test_a_number_that_json_has_not_is_null() -> None:
     infinity = float("inf")
     record = {"id": {"a": [infinity, -infinity, float("nan"), 1.5, "é"]}, "error": "inf"}
     assert to_line(record) == '{"id": {"a": [null, null, null, 1.5, "é"]}, "error": "inf"}\n'.encode()
-
-
-# -- progress ----------------------------------------------------------------------------------------------
-
-
-class Terminal(StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def answer_of(tokens: int) -> RequestOutput:
-    completion = CompletionOutput(0, "a", [5] * tokens, finish_reason="stop")
-    return RequestOutput("0", "a", [1, 2], None, [completion])
-
-
-def test_progress(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_bytes(b'{"a": 1}\n' * 100)
-    source = open_source(path, "auto")
-    source.position = source.size // 2
-    now = 0.0
-    plain, terminal = StringIO(), Terminal()
-    shows = [JobProgress(source, 10, 1, stream, lambda: now) for stream in (plain, terminal)]
-    for second in range(1, 21):
-        now = float(second)
-        for progress in shows:
-            progress.rows_read = 50
-            progress.answered(answer_of(30))
-            progress.written(is_error=second == 20)
-    for progress in shows:
-        progress.close()
-    first, second_line = plain.getvalue().splitlines()
-    assert first == "20 rows (20%), 30.0 tok/s, 0:01:20 left, 1 error, KV 0%"
-    assert second_line == "30 rows (30%), 30.0 tok/s, 0:01:10 left, 2 errors, KV 0%"
-    now += 1
-    terminal.write = Mock(side_effect=BrokenPipeError)  # type: ignore[method-assign]
-    shows[1].show()
-    shows[1].close()
-    assert terminal.write.call_count == 2
-    assert terminal.getvalue().count("\r\x1b[K") == 21 and "\n" not in terminal.getvalue()
 
 
 # -- arguments ---------------------------------------------------------------------------------------------

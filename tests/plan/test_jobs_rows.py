@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import gzip
 import json
 import os
 from array import array
@@ -178,10 +179,11 @@ def test_a_value_that_python_has_not_makes_one_bad_row(tmp_path: Path) -> None:
     [
         ("rows.txt", b"", "the ending '.txt' is no known format; rename it to one of .jsonl"),
         ("rows.jsonl", "text".encode("utf-16"), "is UTF-16, and UTF-8 text is read; convert it, .* `iconv"),
-        ("rows.csv", b"\x1f\x8b", r"is compressed \(gzip\), and plain files are read; unpack it with `gun"),
-        ("rows.jsonl.gz", b"\x1f\x8b", r"`gzip -dc FILE \| nanovllm run - \.\.\.`"),
-        ("rows.jsonl.zst", b"\x28\xb5\x2f\xfd", r"is compressed \(zstd\), .* `zstd -d`"),
-        ("rows.jsonl.xz", b"\xfd7zXZ\0", r"is compressed \(xz\)"),
+        ("rows.csv", b"\x1f\x8b", "is compressed and damaged: Compressed file ended"),
+        ("rows.jsonl.gz", b"\x1f\x8b\0\0", "is compressed and damaged: .*; replace it by a good copy"),
+        ("rows.jsonl.zst", b"\x28\xb5\x2f\xfd", "is compressed and damaged: Truncated"),
+        ("rows.parquet.gz", gzip.compress(b"PAR1"), "is a compressed Parquet file, which is"),
+        ("rows.jsonl.xz", b"\xfd7zXZ\0", r"is compressed \(xz\), .* gzip and zstd are .* `xz -dc FILE"),
         ("rows.jsonl.bz2", b"BZh9", r"is compressed \(bzip2\)"),
         ("rows.xlsx", b"PK\x03\x04", "is a zip archive or an Excel file"),
         ("rows.json", b'\xef\xbb\xbf [\n{"prompt": "a"}]', "is a JSON array"),
@@ -373,7 +375,7 @@ def test_openai_answers() -> None:
         "top_logprobs": [{"a": -0.5}],
         "text_offset": [0],
     }
-    error = row_format.error(4, "r", "why")
+    error = row_format.error(4, "r", "why", {})
     assert line_index(to_line(error)) == 4 and line_index(to_line(answer)) == 3
     assert error["error"] == {"code": "invalid_request", "message": "why"} and error["response"] is None
 

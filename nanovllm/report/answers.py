@@ -1,0 +1,180 @@
+"""What the answers of a run were: samples, finish reasons, and lengths of prompts and answers, for the page.
+
+Holds a few samples and counts, whatever the number of answers. Reads no files and asks no engine.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from bisect import insort
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from html import escape
+
+from nanovllm.outputs import RequestOutput
+from nanovllm.report.chart import BOTTOM, LEFT, RIGHT, TOP, Axis, clean, draw_path, draw_text, frame
+
+_MAX_SHOWN = 2000  # characters of a text
+_BINS = 20  # bars of a histogram, about
+_KINDS = {"First answers": 3, "Longest answers": 2, "Shortest answers": 2, "First errors": 3}  # and how many
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One answer, or the reason why there is none.
+
+    index, id: of its prompt. prompt: a string, or a value that is shown as JSON. text: of the first
+    completion. prompt_tokens, tokens: lengths; tokens are those of all completions. error: None for an
+    answer.
+    """
+
+    index: int
+    id: object
+    prompt: object
+    text: str
+    reasons: tuple[str, ...]
+    prompt_tokens: int
+    tokens: int
+    error: str | None = None
+
+
+class Answers:
+    """Samples and lengths of all answers that are added, in any order."""
+
+    def __init__(self) -> None:
+        self.reasons: Counter[str] = Counter()
+        self.prompt_lengths: Counter[int] = Counter()
+        self.lengths: Counter[int] = Counter()
+        self.samples: dict[str, list[tuple[int, int, Sample]]] = {kind: [] for kind in _KINDS}
+
+    @classmethod
+    def of(cls, outputs: Iterable[RequestOutput]) -> Answers:
+        """The answers of `LLM.generate` or `LLM.chat`."""
+        answers = cls()
+        for index, output in enumerate(outputs):
+            texts = [each.text for each in output.outputs]
+            reasons = tuple(each.finish_reason or "" for each in output.outputs)
+            tokens = sum(len(each.token_ids) for each in output.outputs)
+            text, length = (texts or [""])[0], len(output.prompt_token_ids)
+            answers.add(Sample(index, None, output.prompt or "", text, reasons, length, tokens, output.error))
+        return answers
+
+    def add(self, sample: Sample) -> None:
+        """Count an answer, and keep it if it is one of those that are shown."""
+        if sample.error is not None:
+            self.reasons["error"] += 1
+            self._keep("First errors", sample.index, sample)
+            return
+        self.reasons.update(sample.reasons)
+        self.prompt_lengths[sample.prompt_tokens] += 1
+        self.lengths[sample.tokens] += 1
+        for kind, rank in zip(_KINDS, (sample.index, -sample.tokens, sample.tokens), strict=False):
+            self._keep(kind, rank, sample)
+
+    def _keep(self, kind: str, rank: int, sample: Sample) -> None:
+        kept = self.samples[kind]
+        key = (rank, sample.index)
+        if len(kept) < _KINDS[kind] or key < kept[-1][:2]:
+            cut = replace(
+                sample, prompt=_shown(sample.prompt), text=_shown(sample.text), id=_shown(sample.id)
+            )
+            insort(kept, (*key, cut), key=lambda each: each[:2])
+            del kept[_KINDS[kind] :]
+
+
+def answers_section(answers: Answers) -> str:
+    """Finish reasons, histograms and samples, as elements of the page."""
+    pictures = (
+        histogram("Prompt lengths", "prompts", answers.prompt_lengths),
+        histogram("Answer lengths", "answers", answers.lengths),
+    )
+    samples = "".join(
+        f"<h3>{escape(kind)}</h3>\n{''.join(_card(sample) for _, _, sample in kept)}"
+        for kind, kept in answers.samples.items()
+        if kept
+    )
+    return (
+        f"<h2>Answers</h2>\n<h3>Finish reasons</h3>\n{bars(dict(answers.reasons.most_common()))}"
+        f'<div class="charts">\n{"".join(pictures)}</div>\n{samples}'
+    )
+
+
+def bars(counts: Mapping[str, int]) -> str:
+    """A table of counts, each with a bar of its share."""
+    total = sum(counts.values()) or 1
+    rows = "".join(
+        f'<tr><th>{escape(clean(name)) or "none"}</th><td><i style="width: {60 * count / total:.1f}%"></i>'
+        f" {count:,} ({count / total:.1%})</td></tr>"
+        for name, count in counts.items()
+    )
+    return f'<table class="bars"><tbody>{rows}</tbody></table>\n'
+
+
+def _card(sample: Sample) -> str:
+    """A sample: what it is, its prompt and its answer."""
+    name = f"Row {sample.index:,}"
+    if sample.id not in ("", "null", str(sample.index)):
+        name += f", id {sample.id}"
+    what = "error" if sample.error is not None else ", ".join(sample.reasons)
+    length = f"{sample.prompt_tokens:,} tokens in, {sample.tokens:,} out"
+    about = what if sample.error is not None else f"{length}, {what}"
+    texts = [("prompt", sample.prompt), ("error" if sample.error else "answer", sample.error or sample.text)]
+    shown = "".join(
+        f'<pre class="{kind}">{escape(clean(_shown(text)))}</pre>' for kind, text in texts if text != ""
+    )
+    return f'<div class="sample"><p><b>{escape(clean(name))}</b> {escape(clean(about))}</p>{shown}</div>\n'
+
+
+def _shown(value: object) -> str:
+    """A value as text, cut if it is very long."""
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= _MAX_SHOWN else text[:_MAX_SHOWN] + "…"
+
+
+# -- histograms --------------------------------------------------------------------------------------------
+
+
+def histogram(title: str, unit: str, lengths: Mapping[int, int]) -> str:
+    """A picture of how many lengths, in tokens, are in each of about 20 equal steps; where they differ by
+    more than a factor of 64, in steps that double."""
+    edges = bin_edges(lengths)
+    heights = [0] * (len(edges) - 1)
+    for length, count in lengths.items():
+        heights[next(number for number in range(len(heights)) if length < edges[number + 1])] += count
+    axis = Axis.of(0.0, max(heights, default=1), from_zero=True, whole=True)
+    width = (RIGHT - LEFT) / max(1, len(heights))
+    drawn = "".join(
+        f'<rect class="bar" x="{LEFT + number * width + 0.5:.1f}" y="{axis.place(height, BOTTOM, TOP):.1f}" '
+        f'width="{width - 1:.1f}" height="{BOTTOM - axis.place(height, BOTTOM, TOP):.1f}"/>'
+        for number, height in enumerate(heights)
+        if height
+    )
+    every = math.ceil(len(edges) / 7)
+    ticks = "".join(
+        draw_path("axis", f"M{LEFT + number * width:.1f} {BOTTOM}v4")
+        + draw_text(LEFT + number * width, BOTTOM + 17, f"{edge:,}", "xtick", "middle")
+        for number, edge in enumerate(edges)
+        if number % every == 0
+    )
+    total = sum(lengths.values())
+    mean = sum(length * count for length, count in lengths.items()) / (total or 1)
+    note = f"{mean:,.0f} on average, {max(lengths, default=0):,} at most"
+    return frame(title, unit, note, axis, drawn + ticks, "tokens")
+
+
+def bin_edges(lengths: Mapping[int, int]) -> list[int]:
+    """The edges of the bars: all lengths are at least the first and below the last."""
+    least, most = min(lengths, default=0), max(lengths, default=0)
+    if most > 64 * max(1, least):
+        doubling = [0, *(2**power for power in range(int(math.log2(most)) + 2))]
+        return [edge for edge, after in zip(doubling, [*doubling[1:], 2**62], strict=True) if after > least]
+    step = next(
+        size * 10**power
+        for power in range(20)
+        for size in (1, 2, 5)
+        if size * 10**power * _BINS >= most + 1 - least
+    )
+    first = least // step * step
+    return list(range(first, most + step + 1, step))
