@@ -142,12 +142,13 @@ SAMPLING: dict[str, Absent] = {
     "length_penalty": Absent((1.0, None), _LEAVE_OUT),
     "early_stopping": _OFF,
     "repetition_detection": Absent((None,), "use repetition_penalty"),
-    "logprob_token_ids": Absent(_NOTHING, _LEAVE_OUT),
     "prompt_logprob_token_ids": Absent(_NOTHING, "use score()"),
     "prompt_logprob_start": Absent((None, 0), "use score()"),
     "trace_decode_token_ids": Absent((None,), "use score()"),
     "routed_experts_prompt_start": Absent((0, None), _LEAVE_OUT),
-    **_each("flat_logprobs spaces_between_special_tokens skip_clone stream_interval", _ANY),
+    "flat_logprobs": Absent((False, None), "read the list of dictionaries: out.outputs[0].logprobs"),
+    **_each("spaces_between_special_tokens skip_clone stream_interval output_text_buffer_length", _ANY),
+    "watermarking": _OFF,
     "truncate_prompt_tokens": Absent((None,), "cut the prompt's token ids yourself"),
     "guided_decoding": Absent((None,), f"write {_SCHEMA}"),
     "thinking_token_budget": Absent((None, -1), "use max_tokens"),
@@ -163,7 +164,7 @@ _CALL: dict[str, Absent] = {
 }
 
 GENERATE: dict[str, Absent] = _CALL | {
-    "priority": Absent((None, 0), "requests start in the order of their arrival", per_prompt=True),
+    "priority": _ANY,  # has no effect in vLLM either, with the neutral scheduling_policy
 }
 
 EMBED: dict[str, Absent] = _CALL | {

@@ -17,7 +17,7 @@ from nanovllm.engine.startup import OpenedModel
 from nanovllm.engine.stats import StepStats
 from nanovllm.lifecycle import held_interrupts
 from nanovllm.models.weights import check_dense, named_pairs, named_tensor
-from nanovllm.outputs import RequestMetrics, RequestOutput
+from nanovllm.outputs import RequestMetrics, RequestOutput, changed
 from nanovllm.plan.scheduler import Room
 from nanovllm.replicas.pool import Pool
 from nanovllm.replicas.replica import unpack_output
@@ -123,7 +123,7 @@ class Replicas:
             return output
         arrival, scheduled = self._epoch + arrival, metrics.first_scheduled_time
         in_queue = None if scheduled is None else scheduled - arrival
-        return replace(output, metrics=replace(metrics, arrival_time=arrival, time_in_queue=in_queue))
+        return changed(output, metrics=replace(metrics, arrival_time=arrival, time_in_queue=in_queue))
 
     def _unrun(self, request: Request) -> RequestOutput:
         """Forget a request that was aborted before it ran, and return its output."""

@@ -7,7 +7,6 @@ import math
 import pickle
 import re
 from dataclasses import fields
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +18,12 @@ from hypothesis import strategies as st
 
 from nanovllm import vllm_arguments
 from nanovllm.config import Config
-from nanovllm.sampling_params import SEED_LIMIT, SamplingParams
+from nanovllm.sampling_params import SEED_LIMIT, RequestOutputKind, SamplingParams
 from nanovllm.text.prompts import parse_sampling_params
 from nanovllm.vllm_arguments import BEAM_SEARCH, CHAT, EMBED, ENGINE, GENERATE, PROMPT, SAMPLING
 
 TABLES = {"engine": ENGINE, "sampling": SAMPLING, "chat": CHAT, "generate": GENERATE, "prompt": PROMPT}
 TABLES |= {"embed": EMBED, "beam search": BEAM_SEARCH}
-
-
-class RequestOutputKind(Enum):
-    CUMULATIVE = 0
-    DELTA = 1
 
 
 class DType:
@@ -166,7 +160,13 @@ def test_neutral_parameters_change_nothing() -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("best_of", 3), ("guided_decoding", {"json": {}}), ("output_kind", RequestOutputKind.DELTA)],
+    [
+        ("best_of", 3),
+        ("flat_logprobs", True),
+        ("watermarking", True),
+        ("guided_decoding", {"json": {}}),
+        ("output_kind", RequestOutputKind.DELTA),
+    ],
 )
 def test_parameters_of_unsupported_features(name: str, value: object) -> None:
     with pytest.raises(ValueError, match=rf"{name}=.* is not supported; \w+"):
@@ -210,6 +210,11 @@ def test_parameters_can_be_changed_until_they_are_used() -> None:
     assert str(third) == "sampling_params[2] must be SamplingParams, not 'hot' (str)"
     with pytest.raises(ValueError, match="sampling_params: temperature must be"):
         parse_sampling_params(params, 2)
+
+
+def test_repeated_stops_and_words_count_once() -> None:
+    params = SamplingParams(stop_token_ids=[7, 5, 7], bad_words=["a", "b", "a"], logprob_token_ids=[3, 3, 1])
+    assert (params.stop_token_ids, params.bad_words, params.logprob_token_ids) == ([7, 5], ["a", "b"], [3, 1])
 
 
 def test_one_object_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
