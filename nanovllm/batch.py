@@ -7,7 +7,7 @@ Positions and cache slots are derived from them.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, field, is_dataclass
 from enum import Enum, auto
 from functools import cache
 from typing import Annotated, Any, Generic, TypeVar, get_args, get_origin, get_type_hints
@@ -251,7 +251,7 @@ class TokenLogprobs:
     values: np.ndarray  # [N, 1 + k] float32, the token's own first
     token_ids: np.ndarray  # [N, 1 + k] int64
     ranks: np.ndarray  # [N] int64, of the token itself, 1 for the likeliest
-    are_likeliest: bool = True  # False: k tokens that were asked for
+    are_likeliest: bool = field(default=True, kw_only=True)  # False: k tokens that were asked for
 
     def take(self, rows: np.ndarray, k: int) -> TokenLogprobs:
         """A copy of the logprobs of some of the tokens, with at most k likeliest tokens."""

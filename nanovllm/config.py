@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import platform
 from collections.abc import Mapping
@@ -16,7 +17,9 @@ import numpy as np
 
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.structured_outputs import check_bool
-from nanovllm.vllm_arguments import ENGINE, refuse_absent
+from nanovllm.vllm_arguments import ENGINE, refuse_absent, without_effect
+
+logger = logging.getLogger("nanovllm")
 
 CHOICES = {
     "logprobs_mode": ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"),
@@ -28,12 +31,13 @@ CHOICES = {
 _ALIASES: dict[str, dict[str | int, str | None]] = {  # other names of a value, from vLLM and torch
     "dtype": {"half": "float16", "float": "float32"},
     "kv_cache_dtype": {"fp8_e4m3": "fp8"},
-    "load_format": {"safetensors": "auto"},
+    "load_format": {"safetensors": "auto", "hf": "auto"},
+    "attention_backend": {"FLASH_ATTN": "flash_attn", "TRITON_ATTN": "triton"},
     "max_model_len": {"auto": None, -1: None},
 }
 _OTHER_DEVICES = ("mps", "metal", "rocm", "hip", "xpu", "hpu", "npu", "tpu", "xla")
 # vLLM's names
-_RENAMED = {"block_size": "kvcache_block_size", "num_gpu_blocks_override": "num_kvcache_blocks"}
+RENAMED = {"block_size": "kvcache_block_size", "num_gpu_blocks_override": "num_kvcache_blocks"}
 
 
 @dataclass(frozen=True)
@@ -133,6 +137,8 @@ class Config:
             if name in SamplingParams.__dataclass_fields__ and name not in ENGINE:
                 raise TypeError(f"LLM() got {name!r}; pass it to generate() as SamplingParams({name}=...)")
         refuse_absent("LLM()", absent, ENGINE, known)
+        for message in without_effect(absent, ENGINE):
+            logger.warning(message)
         if not isinstance(model, (str, os.PathLike)):
             raise TypeError(
                 f"model must be a folder or a Hugging Face hub id, a str or a Path, not {model!r}"
@@ -230,9 +236,9 @@ class Config:
 
 def _renamed(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments under our names. ValueError if both names of an option are given and differ."""
-    found = {name: value for name, value in arguments.items() if name not in _RENAMED}
-    for name in _RENAMED.keys() & arguments.keys():
-        ours, value = _RENAMED[name], arguments[name]
+    found = {name: value for name, value in arguments.items() if name not in RENAMED}
+    for name in RENAMED.keys() & arguments.keys():
+        ours, value = RENAMED[name], arguments[name]
         if value is None:
             continue
         if found.get(ours) not in (None, value):

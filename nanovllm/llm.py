@@ -8,9 +8,9 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.progress import LengthHint, Progress
 from nanovllm.engine.scoring import beam_search, embedding_output, score_output
+from nanovllm.engine.vllm_calls import VLLMCalls
 from nanovllm.errors import BadRow, EngineClosedError, raise_first
 from nanovllm.inputs import OtherNames, PromptLike, check_on_error, given_prompts, refuse_others
 from nanovllm.lifecycle import no_full_collections
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-class LLM(OtherNames, LLMEngine):
+class LLM(OtherNames, VLLMCalls):
     """A loaded model: `LLM(folder_or_hub_id, **options)`; `Config` lists the options.
 
     >>> with LLM(nanovllm.demo_model_path()) as llm:
@@ -101,21 +101,11 @@ class LLM(OtherNames, LLMEngine):
         with self._calling(), no_full_collections():
             self._check_idle("generate()")
             requests, outputs = self._check(PromptBatch(0, prompts, params, where), on_error, change)
-            self._awaited = aborted = deque[RequestOutput]()
-            try:
-                with self._emptied_on_error(), progress:
-                    self._add(requests)
-                    progress.refused(len(outputs))
-                    while self._executor.load.num_requests:
-                        self._lifecycle.check_open()
-                        step = self._counted(self._executor.step())
-                        outputs += step.outputs
-                        if step.share is not None:
-                            progress.update(step.share)
-                        self._lifecycle.admit()
-            finally:
-                self._awaited = None
-        outputs = sorted([*outputs, *aborted], key=lambda output: output.index)
+            with self._emptied_on_error(), progress:
+                self._add(requests)
+                progress.refused(len(outputs))
+                outputs += self._finish_all(progress)
+        outputs.sort(key=lambda output: output.index)
         hint = LengthHint(self._executor.room.max_model_len)
         hint.asked(0, params)
         hint.answered(outputs)

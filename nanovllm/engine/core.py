@@ -23,7 +23,7 @@ from nanovllm.models.weights import WeightChecker, check_weights, named_pairs
 from nanovllm.outputs import RequestOutput
 from nanovllm.plan.scheduler import Room, Scheduler
 from nanovllm.runner.model_runner import check_can_profile
-from nanovllm.runner.residency import WEIGHTS
+from nanovllm.runner.residency import WEIGHTS, RankView
 from nanovllm.runner.staging import StepHandle
 from nanovllm.text.prompts import Request
 from nanovllm.workers.ranks import start_ranks
@@ -233,6 +233,10 @@ class Core:
 
     def set_tokenizer(self, tokenizer: Any) -> None:
         self.requests.processor.tokenizer = tokenizer
+
+    def apply(self, function: Callable[[RankView], Any]) -> list[Any]:
+        with self._resting():
+            return self.ranks.call("apply", function)
 
     def start_profile(self, folder: str, name: str) -> None:
         check_can_profile()

@@ -6,7 +6,7 @@ Pool owns the processes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from time import perf_counter, time
 from typing import Any
@@ -21,7 +21,7 @@ from nanovllm.outputs import RequestMetrics, RequestOutput, changed
 from nanovllm.plan.scheduler import Room
 from nanovllm.replicas.pool import Pool
 from nanovllm.replicas.replica import unpack_output
-from nanovllm.runner.residency import TAGS, WEIGHTS
+from nanovllm.runner.residency import TAGS, WEIGHTS, RankView
 from nanovllm.text.processor import refused_output
 from nanovllm.text.prompts import Request
 from nanovllm.workers.shared_tensors import SharedMemoryBuffer, SharedTensors
@@ -158,6 +158,10 @@ class Replicas:
             raise RuntimeError("no profile is on; call start_profile() first")
         self.pool.unset("start_profile")
         return [path for paths in self.pool.call("stop_profile") for path in paths]
+
+    def apply(self, function: Callable[[RankView], Any]) -> list[Any]:
+        self.pool.forget_prefixes()
+        return [result for results in self.pool.call("apply", function) for result in results]
 
     def sleep(self, level: int) -> None:
         self._drops_weights |= level > 1

@@ -80,7 +80,7 @@ def join_rows(rows: Sequence[tuple[TokenLogprobs, int]], width: int) -> TokenLog
         np.array([columns.values[row, :width] for columns, row in rows], np.float32).reshape(-1, width),
         np.array([columns.token_ids[row, :width] for columns, row in rows], np.int64).reshape(-1, width),
         np.array([columns.ranks[row] for columns, row in rows], np.int64),
-        all(columns.are_likeliest for columns, _ in rows),
+        are_likeliest=all(columns.are_likeliest for columns, _ in rows),
     )
 
 
