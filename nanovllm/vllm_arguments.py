@@ -50,6 +50,7 @@ def _each(names: str, absent: Absent) -> dict[str, Absent]:
 
 _NOTHING: tuple[Any, ...] = (None, [], (), {}, "", set())
 _LEAVE_OUT = "leave it out"
+_ANY_MODEL = "any model generates and embeds; leave it out"
 _ANY = Absent(None, "")
 _NO_IMAGES = Absent(_NOTHING, "only text is supported; leave it out")
 _NO_MEDIA = ({"image": 0}, {"image": 0, "video": 0}, {"image": 0, "video": 0, "audio": 0})
@@ -138,8 +139,9 @@ ENGINE: dict[str, Absent] = {
     "ignore_patterns": Absent(("original/**/*", ["original/**/*"], *_NOTHING), _DOWNLOAD),
     "chat_template": Absent(_NOTHING, "pass it to chat()"),
     # what the model is used for
-    **_each("task runner", Absent(("auto", "generate", None), "embed() takes any model; leave it out")),
-    "convert": Absent(("auto", "none", None), _LEAVE_OUT),
+    "task": Absent(("auto", "generate", "embed", None), _ANY_MODEL),
+    "runner": Absent(("auto", "generate", "pooling", None), _ANY_MODEL),
+    "convert": Absent(("auto", "none", "embed", None), _ANY_MODEL),
     "logits_processors": Absent(_NOTHING, "pass functions as logits_processors of SamplingParams"),
     "reasoning_parser": Absent(_NOTHING, "split the text of the output yourself"),
     **_each("enable_reasoning enable_expert_parallel ray_workers_use_nsight enable_eplb", _OFF),
