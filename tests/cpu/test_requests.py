@@ -194,6 +194,7 @@ def test_which_calls_work_while_a_stream_is_open(model: Path, tmp_path: Path) ->
             "sleep": llm.sleep,
             "wake_up": llm.wake_up,
             "update_weights": lambda: llm.update_weights({}),
+            "map": lambda: llm.map([{"a": [5]}], GREEDY, prompt="a"),
             "enqueue": lambda: llm.enqueue([5], GREEDY),
             "wait_for_completion": llm.wait_for_completion,
             "apply_model": lambda: llm.apply_model(len),

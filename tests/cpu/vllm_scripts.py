@@ -96,7 +96,7 @@ class CarType(str, Enum):
     sedan = "sedan"
     suv = "SUV"
 
-class CarDescription(BaseModel):
+class CarDescription(BaseModel, extra="forbid"):
     brand: Literal["Audi", "BMW"]
     car_type: CarType
 
