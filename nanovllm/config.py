@@ -170,7 +170,7 @@ class Config:
         if isinstance(utilization, bool) or not isinstance(utilization, (int, float)):
             raise TypeError(f"gpu_memory_utilization must be a number, not {utilization!r}")
         if not 0 < utilization <= 1:
-            raise ValueError(f"gpu_memory_utilization must be in (0, 1], not {utilization}")
+            raise ValueError(f"gpu_memory_utilization must be in (0, 1], not {utilization}; 0.9 is 90 %")
         if not isinstance(self.generation_config, str):
             raise TypeError(
                 f"generation_config must be 'auto', 'vllm' or a folder, not {self.generation_config!r}"
@@ -200,6 +200,7 @@ class Config:
             fix = (
                 "; GPUs that are not NVIDIA's are not supported, use 'cpu'" if kind in _OTHER_DEVICES else ""
             )
+            fix = "; an NVIDIA GPU is 'cuda'" if kind in ("gpu", "nvidia") else fix
             raise ValueError(f"device must be 'auto', 'cpu', 'cuda' or 'cuda:N', not {self.device!r}{fix}")
 
     def _check_files(self) -> None:

@@ -256,7 +256,7 @@ class LLM(OtherNames, VLLMCalls):
         if isinstance(sampling_params, Sequence) and len(sampling_params) == len(rows):
             sampling_params = [sampling_params[index] for index in good]
         if good:
-            answer = self.chat if are_chats else self.generate
+            answer: Callable[..., list[RequestOutput]] = self.chat if are_chats else self.generate
             prompts = [rows[index] for index in good]
             outputs = answer(prompts, sampling_params, use_tqdm, on_error="return")
             for index, output in zip(good, outputs, strict=True):

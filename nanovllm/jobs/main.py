@@ -33,7 +33,7 @@ from nanovllm.jobs.sources import QUOTINGS
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.vllm_arguments import ENGINE, elsewhere
 
-_MODULES = {"run": "run", "check": "check", "version": "check"}  # of the commands
+_MODULES = {"run": "run", "check": "check", "version": "check", "doctor": "doctor"}  # of the commands
 # Python's words in texts about options, and those of a command line.
 _REWORDED = (
     (r", or a (torch|transformers)[.\w ]*\w", ""),
@@ -146,6 +146,10 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     _add_row_arguments(check)
     _add_engine_arguments(check)
     commands.add_parser("version", help="print versions, devices and attention backends")
+    about = "say what runs here, and whether a model can, before anything is loaded"
+    doctor = commands.add_parser("doctor", help=about, description=about, allow_abbrev=False)
+    doctor.add_argument("model", nargs="?", metavar="MODEL", help="a folder or a Hugging Face hub id")
+    _add_engine_arguments(doctor)
     given = sys.argv[1:] if argv is None else argv
     if given and given[0] not in commands.choices and (write := elsewhere(given[0])) is not None:
         parser.error(f"there is no command {given[0]!r}; {write}")

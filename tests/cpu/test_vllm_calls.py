@@ -1,4 +1,4 @@
-"""Calls of vLLM's: the queue, requests with the caller's ids, functions on one rank, on two, on two replicas."""
+"""Calls of vLLM's: the queue, ids of the caller, and functions on one rank, two ranks and two replicas."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_functions_on_every_rank(llm: LLM) -> None:
     if size * replicas > 1:
         with pytest.raises(TypeError, match=r"cannot be pickled .*; pass a function of a module that other"):
             llm.apply_model(lambda model: 5)
-        with pytest.raises(RuntimeError, match="rank 0: .*pickle"):
+        with pytest.raises(RuntimeError, match=r"rank 0: .*pickle"):
             llm.apply_model(cannot_return)
     else:
         assert llm.apply_model(lambda model: 5) == [5]
