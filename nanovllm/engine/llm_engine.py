@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, TypeVar
 from nanovllm.config import Config
 from nanovllm.engine.core import Core
 from nanovllm.engine.executor import Executor, Stepped
+from nanovllm.engine.progress import Progress
 from nanovllm.engine.startup import OpenedModel, open_model, recommended_params, warn_of_options
 from nanovllm.engine.stats import Counters, EngineStats, StepStats
 from nanovllm.errors import BadRow, attempt, raise_first
@@ -351,6 +352,22 @@ class LLMEngine:
         for request in requests:
             self._counters.queued(len(request.prompt_token_ids))
         self._executor.add(requests, deltas)
+
+    def _finish_all(self, progress: Progress) -> list[RequestOutput]:
+        """Make steps until no request is unfinished. Return all outputs, also those of `abort`, unordered."""
+        outputs: list[RequestOutput] = []
+        self._awaited = aborted = deque[RequestOutput]()
+        try:
+            while self._executor.load.num_requests:
+                self._lifecycle.check_open()
+                step = self._counted(self._executor.step())
+                outputs += step.outputs
+                if step.share is not None:
+                    progress.update(step.share)
+                self._lifecycle.admit()
+        finally:
+            self._awaited = None
+        return [*outputs, *aborted]
 
     def _counted(self, step: Stepped) -> Stepped:
         """Count what a step did, and tell `on_step`."""

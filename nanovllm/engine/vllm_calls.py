@@ -5,7 +5,6 @@ caller's ids, and functions that run on the ranks. Plans and computes nothing.
 from __future__ import annotations
 
 import pickle
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -79,22 +78,6 @@ class VLLMCalls(LLMEngine):
             outputs = self._finish_all(progress)
         outputs.sort(key=lambda output: int(output.request_id))
         return self._renamed(outputs)
-
-    def _finish_all(self, progress: Progress) -> list[RequestOutput]:
-        """Make steps until no request is unfinished. Return all outputs, also those of `abort`, unordered."""
-        outputs: list[RequestOutput] = []
-        self._awaited = aborted = deque[RequestOutput]()
-        try:
-            while self._executor.load.num_requests:
-                self._lifecycle.check_open()
-                step = self._counted(self._executor.step())
-                outputs += step.outputs
-                if step.share is not None:
-                    progress.update(step.share)
-                self._lifecycle.admit()
-        finally:
-            self._awaited = None
-        return [*outputs, *aborted]
 
     def has_unfinished_requests(self) -> bool:
         """Whether a request is waiting or running."""
