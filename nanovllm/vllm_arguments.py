@@ -281,6 +281,10 @@ ELSEWHERE: dict[str, _Elsewhere] = {
     "encode": _Elsewhere(
         "vLLM", "llm.embed(prompts) for embeddings, llm.get_tokenizer().encode(text) for token ids"
     ),
+    "classify": _Elsewhere(
+        "vLLM", "SamplingParams(max_tokens=1, logprob_token_ids=[...]) for the logprobs of labels"
+    ),
+    "enqueue_chat": _Elsewhere("vLLM", "llm.chat(messages, params), which answers at once"),
     "get_stats": _Elsewhere("vLLM", "llm.stats()"),
     "get_metrics": _Elsewhere("vLLM", "llm.stats()"),
     "from_pretrained": _Elsewhere("transformers", "LLM(folder_or_hub_id)"),

@@ -124,7 +124,7 @@ class VLLMCalls(LLMEngine):
         return self._renamed(super().step())
 
     def abort(self, request_id: str | int) -> RequestOutput | None:
-        number = next((key for key, own in self._own_ids.items() if own == request_id), request_id)
+        number = next((key for key, own in [*self._own_ids.items()] if own == request_id), request_id)
         aborted = super().abort(number)
         return None if aborted is None else self._renamed([aborted])[0]
 
