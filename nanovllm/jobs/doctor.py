@@ -39,7 +39,9 @@ _GIB = 2**30
 def doctor(args: argparse.Namespace) -> int:
     """Print what is found; return 0 if the model can run, or if there is none, and 2 if it cannot."""
     version(args)
-    logging.getLogger("nanovllm").setLevel(logging.ERROR)  # what it says of a start is printed here
+    logger = logging.getLogger("nanovllm")
+    level = logger.level
+    logger.setLevel(logging.ERROR)  # what it says of a start is printed here
     try:
         config = Config.from_kwargs(args.model or ".", **engine_options(args))
         device = Device(config.device)
@@ -54,6 +56,8 @@ def doctor(args: argparse.Namespace) -> int:
     except (ValueError, TypeError, ImportError, ModelLoadError, KVCacheMemoryError) as error:
         print(f"it cannot run here: {error}")
         return REFUSED
+    finally:
+        logger.setLevel(level)
     print("it can run here")
     return ANSWERED
 
