@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nanovllm.engine_args import EngineArgs, FlexibleArgumentParser
 from nanovllm.errors import EngineClosedError, KVCacheMemoryError, ModelLoadError, NanoVLLMError, WorkerError
 from nanovllm.inputs import TextPrompt, TokensPrompt
 from nanovllm.outputs import (
@@ -21,7 +22,7 @@ from nanovllm.outputs import (
     RequestOutput,
     ScoreOutput,
 )
-from nanovllm.sampling_params import BeamSearchParams, SamplingParams
+from nanovllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from nanovllm.structured_outputs import StructuredOutputsParams
 from nanovllm.vllm_arguments import missing_in
 
@@ -38,7 +39,9 @@ __all__ = [
     "CompletionOutput",
     "EmbeddingOutput",
     "EmbeddingRequestOutput",
+    "EngineArgs",
     "EngineClosedError",
+    "FlexibleArgumentParser",
     "KVCacheMemoryError",
     "LLMEngine",
     "Logprob",
@@ -46,6 +49,7 @@ __all__ = [
     "NanoVLLMError",
     "RequestMetrics",
     "RequestOutput",
+    "RequestOutputKind",
     "SamplingParams",
     "ScoreOutput",
     "StructuredOutputsParams",

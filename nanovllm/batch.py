@@ -7,7 +7,7 @@ Positions and cache slots are derived from them.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, field, is_dataclass
 from enum import Enum, auto
 from functools import cache
 from typing import Annotated, Any, Generic, TypeVar, get_args, get_origin, get_type_hints
@@ -199,6 +199,7 @@ class Extras:
     penalties: Penalties | None = None
     bias: LogitBias | None = None
     num_logprobs: int = NO_LOGPROBS  # the maximum over the rows, for drawn tokens
+    asked_ids: np.ndarray | None = None  # [S, M] int64, tokens that a row asks the logprobs of, then PADDING
     has_rules: bool = False  # TokenMasks follow, and tokens are drawn after that
     scored: ScoredTokens | None = None
     pooled: WantedTokens | None = None  # tokens whose hidden states are summed for each sequence
@@ -244,15 +245,24 @@ class Batch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenLogprobs:
-    """The logprobs of N tokens, each with the k likeliest tokens at its position, likeliest first."""
+    """The logprobs of N tokens, each with the k likeliest tokens at its position, likeliest first; in a step,
+    with those of `Extras.asked_ids` after them."""
 
     values: np.ndarray  # [N, 1 + k] float32, the token's own first
     token_ids: np.ndarray  # [N, 1 + k] int64
     ranks: np.ndarray  # [N] int64, of the token itself, 1 for the likeliest
+    are_likeliest: bool = field(default=True, kw_only=True)  # False: k tokens that were asked for
 
     def take(self, rows: np.ndarray, k: int) -> TokenLogprobs:
         """A copy of the logprobs of some of the tokens, with at most k likeliest tokens."""
         return TokenLogprobs(self.values[rows, : 1 + k], self.token_ids[rows, : 1 + k], self.ranks[rows])
+
+    def take_asked(self, rows: np.ndarray, asked: np.ndarray, k: int) -> TokenLogprobs:
+        """A copy of those of some of the tokens, with the first k tokens of `Extras.asked_ids`."""
+        first = self.values.shape[1] - asked.shape[1]
+        places = np.array([0, *range(first, first + k)])
+        own = np.ix_(rows, places)
+        return TokenLogprobs(self.values[own], self.token_ids[own], self.ranks[rows], are_likeliest=False)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

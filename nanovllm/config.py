@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import platform
 from collections.abc import Mapping
@@ -16,7 +17,9 @@ import numpy as np
 
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.structured_outputs import check_bool
-from nanovllm.vllm_arguments import ENGINE, refuse_absent
+from nanovllm.vllm_arguments import ENGINE, refuse_absent, without_effect
+
+logger = logging.getLogger("nanovllm")
 
 CHOICES = {
     "logprobs_mode": ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"),
@@ -28,12 +31,13 @@ CHOICES = {
 _ALIASES: dict[str, dict[str | int, str | None]] = {  # other names of a value, from vLLM and torch
     "dtype": {"half": "float16", "float": "float32"},
     "kv_cache_dtype": {"fp8_e4m3": "fp8"},
-    "load_format": {"safetensors": "auto"},
+    "load_format": {"safetensors": "auto", "hf": "auto"},
+    "attention_backend": {"FLASH_ATTN": "flash_attn", "TRITON_ATTN": "triton"},
     "max_model_len": {"auto": None, -1: None},
 }
 _OTHER_DEVICES = ("mps", "metal", "rocm", "hip", "xpu", "hpu", "npu", "tpu", "xla")
 # vLLM's names
-_RENAMED = {
+RENAMED = {
     "block_size": "kvcache_block_size",
     "num_gpu_blocks_override": "num_kvcache_blocks",
     "enable_return_routed_experts": "return_routed_experts",
@@ -142,6 +146,8 @@ class Config:
             if name in SamplingParams.__dataclass_fields__ and name not in ENGINE:
                 raise TypeError(f"LLM() got {name!r}; pass it to generate() as SamplingParams({name}=...)")
         refuse_absent("LLM()", absent, ENGINE, known)
+        for message in without_effect(absent, ENGINE):
+            logger.warning(message)
         if not isinstance(model, (str, os.PathLike)):
             raise TypeError(
                 f"model must be a folder or a Hugging Face hub id, a str or a Path, not {model!r}"
@@ -173,7 +179,7 @@ class Config:
         if isinstance(utilization, bool) or not isinstance(utilization, (int, float)):
             raise TypeError(f"gpu_memory_utilization must be a number, not {utilization!r}")
         if not 0 < utilization <= 1:
-            raise ValueError(f"gpu_memory_utilization must be in (0, 1], not {utilization}")
+            raise ValueError(f"gpu_memory_utilization must be in (0, 1], not {utilization}; 0.9 is 90 %")
         if not isinstance(self.generation_config, str):
             raise TypeError(
                 f"generation_config must be 'auto', 'vllm' or a folder, not {self.generation_config!r}"
@@ -208,6 +214,7 @@ class Config:
             fix = (
                 "; GPUs that are not NVIDIA's are not supported, use 'cpu'" if kind in _OTHER_DEVICES else ""
             )
+            fix = "; an NVIDIA GPU is 'cuda'" if kind in ("gpu", "nvidia") else fix
             raise ValueError(f"device must be 'auto', 'cpu', 'cuda' or 'cuda:N', not {self.device!r}{fix}")
 
     def _check_files(self) -> None:
@@ -244,9 +251,9 @@ class Config:
 
 def _renamed(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments under our names. ValueError if both names of an option are given and differ."""
-    found = {name: value for name, value in arguments.items() if name not in _RENAMED}
-    for name in _RENAMED.keys() & arguments.keys():
-        ours, value = _RENAMED[name], arguments[name]
+    found = {name: value for name, value in arguments.items() if name not in RENAMED}
+    for name in RENAMED.keys() & arguments.keys():
+        ours, value = RENAMED[name], arguments[name]
         if value is None:
             continue
         if found.get(ours) not in (None, value):

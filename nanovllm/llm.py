@@ -8,9 +8,10 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.progress import LengthHint, Progress
 from nanovllm.engine.scoring import beam_search, embedding_output, score_output
+from nanovllm.engine.tables import answer_columns, open_table, read_prompts
+from nanovllm.engine.vllm_calls import VLLMCalls
 from nanovllm.errors import BadRow, EngineClosedError, raise_first
 from nanovllm.inputs import OtherNames, PromptLike, check_on_error, given_prompts, refuse_others
 from nanovllm.lifecycle import no_full_collections
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-class LLM(OtherNames, LLMEngine):
+class LLM(OtherNames, VLLMCalls):
     """A loaded model: `LLM(folder_or_hub_id, **options)`; `Config` lists the options.
 
     >>> with LLM(nanovllm.demo_model_path()) as llm:
@@ -101,21 +102,11 @@ class LLM(OtherNames, LLMEngine):
         with self._calling(), no_full_collections():
             self._check_idle("generate()")
             requests, outputs = self._check(PromptBatch(0, prompts, params, where), on_error, change)
-            self._awaited = aborted = deque[RequestOutput]()
-            try:
-                with self._emptied_on_error(), progress:
-                    self._add(requests)
-                    progress.refused(len(outputs))
-                    while self._executor.load.num_requests:
-                        self._lifecycle.check_open()
-                        step = self._counted(self._executor.step())
-                        outputs += step.outputs
-                        if step.share is not None:
-                            progress.update(step.share)
-                        self._lifecycle.admit()
-            finally:
-                self._awaited = None
-        outputs = sorted([*outputs, *aborted], key=lambda output: output.index)
+            with self._emptied_on_error(), progress:
+                self._add(requests)
+                progress.refused(len(outputs))
+                outputs += self._finish_all(progress)
+        outputs.sort(key=lambda output: output.index)
         hint = LengthHint(self._executor.room.max_model_len)
         hint.asked(0, params)
         hint.answered(outputs)
@@ -234,6 +225,43 @@ class LLM(OtherNames, LLMEngine):
         prompts = render_conversations(self.tokenizer, conversations, options, self._processor.templates)
         where = [f"conversation {index}" for index in range(len(prompts))]
         return self._generate(prompts, where, sampling_params, use_tqdm, on_error)
+
+    def map(
+        self,
+        table: Any,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool | Callable[..., Any] = True,
+        *,
+        prompt: str | None = None,
+        messages: str | None = None,
+        template: str | None = None,
+        chat: bool = False,
+        system: str | None = None,
+        into: str = "answer",
+    ) -> Any:
+        """Answer every row of a table; return the same kind of table with the columns of the answers.
+
+        table: a pandas or polars DataFrame, an Arrow table, a Hugging Face Dataset or a list of dictionaries.
+        prompt: its column of texts or token ids; messages: its column of conversations; template: a text that
+        names columns in braces, such as "Translate: {text}". One of the three.
+        chat: make a conversation of each text; system: with this system message.
+        into: the column of the answers. Beside it come the columns `{into}_finish_reason` and `{into}_error`:
+        a row that cannot be answered has an error, and all others are answered. With `n` above 1, answers and
+        reasons are lists.
+        """
+        opened = open_table(table)
+        answer_columns([], into, opened.names)
+        rows, are_chats = read_prompts(opened, prompt, messages, template, chat, system)
+        good = [index for index, row in enumerate(rows) if not isinstance(row, Exception)]
+        if isinstance(sampling_params, Sequence) and len(sampling_params) == len(rows):
+            sampling_params = [sampling_params[index] for index in good]
+        if good:
+            answer: Callable[..., list[RequestOutput]] = self.chat if are_chats else self.generate
+            prompts = [rows[index] for index in good]
+            outputs = answer(prompts, sampling_params, use_tqdm, on_error="return")
+            for index, output in zip(good, outputs, strict=True):
+                rows[index] = output
+        return opened.extended(answer_columns(rows, into, opened.names))
 
     def score(
         self,

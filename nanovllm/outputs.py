@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeAlias, TypeVar
 
 from nanovllm.vllm_arguments import elsewhere
 
 KEYS = ("text", "token_ids", "finish_reason")  # of a RequestOutput as a dictionary
+_Output = TypeVar("_Output")
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +28,39 @@ class Logprob:
     decoded_token: str | None = None
 
 
-SampleLogprobs: TypeAlias = "Sequence[dict[int, Logprob]]"  # for each output token, by token id
-PromptLogprobs: TypeAlias = "Sequence[dict[int, Logprob] | None]"  # the first token has none
+SampleLogprobs: TypeAlias = "list[dict[int, Logprob]]"  # for each output token, by token id
+PromptLogprobs: TypeAlias = "list[dict[int, Logprob] | None]"  # the first token has none
+
+
+class _Listed:
+    """A field with a list that is made when it is first read, of what it was set to."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, output: object, owner: type) -> Any:
+        if output is None:
+            return None  # the field's default
+        values = vars(output)
+        if values[self._name] is not None and not isinstance(values[self._name], list):
+            values[self._name] = list(values[self._name])
+        return values[self._name]
+
+    def __set__(self, output: object, value: Any) -> None:
+        vars(output)[self._name] = value
+
+
+def unlisted(output: object, name: str) -> Any:
+    """The value of a field with logprobs, without making its list."""
+    return vars(output)[name]
+
+
+def changed(output: _Output, **values: Any) -> _Output:
+    """A copy of an output with other values, without making lists of its logprobs."""
+    copied = copy(output)
+    for name, value in values.items():
+        setattr(copied, name, value)
+    return copied
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +107,15 @@ class CompletionOutput:
     text: str
     token_ids: list[int]
     cumulative_logprob: float | None = None
-    logprobs: SampleLogprobs | None = None
+    logprobs: SampleLogprobs | None = _Listed()  # type: ignore[assignment]
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     routed_experts: Any = field(default=None, repr=False, compare=False)  # a NumPy array
+    # what vLLM's has, and this engine never gives
+    lora_request: ClassVar[None] = None
+    sampling_mask: ClassVar[None] = None
+    spec_decode_metrics: ClassVar[None] = None
+    weight_versions: ClassVar[None] = None
 
     def finished(self) -> bool:
         """Whether the answer has ended; False in a part of an answer."""
@@ -96,19 +134,49 @@ class RequestOutput(Mapping[str, Any]):
     num_cached_tokens: prompt tokens whose K/V came from the prefix cache when the request was first admitted.
     error: why `finish_reason` is "error", else None.
     index: the index of its prompt in the call.
+    others: as in vLLM, unknown names are ignored.
     """
 
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
-    prompt_logprobs: PromptLogprobs | None
-    outputs: list[CompletionOutput]
+    prompt_logprobs: PromptLogprobs | None = _Listed()  # type: ignore[assignment]
+    outputs: list[CompletionOutput] = field(default_factory=list)
     finished: bool = True
     metrics: RequestMetrics | None = None
     num_cached_tokens: int = 0
     error: str | None = None
     index: int = 0
     pooled: Any = field(default=None, repr=False, compare=False)  # [hidden_size] float32, for `embed`
+    # what vLLM's has, and this engine never gives
+    lora_request: ClassVar[None] = None
+    encoder_prompt: ClassVar[None] = None
+    encoder_prompt_token_ids: ClassVar[None] = None
+    num_cache_creation_tokens: ClassVar[None] = None
+    prompt_token_id_logprobs: ClassVar[None] = None
+    kv_transfer_params: ClassVar[None] = None
+    ec_transfer_params: ClassVar[None] = None
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt: str | None,
+        prompt_token_ids: list[int],
+        prompt_logprobs: Sequence[dict[int, Logprob] | None] | None,
+        outputs: list[CompletionOutput],
+        finished: bool = True,
+        metrics: RequestMetrics | None = None,
+        *,
+        num_cached_tokens: int = 0,
+        error: str | None = None,
+        index: int = 0,
+        pooled: Any = None,
+        **others: object,
+    ) -> None:
+        self.request_id, self.prompt, self.prompt_token_ids = request_id, prompt, prompt_token_ids
+        self.prompt_logprobs, self.outputs = prompt_logprobs, outputs  # type: ignore[assignment]
+        self.finished, self.metrics, self.num_cached_tokens = finished, metrics, num_cached_tokens
+        self.error, self.index, self.pooled = error, index, pooled
 
     def __getitem__(self, key: str) -> Any:
         if key not in KEYS:

@@ -6,25 +6,32 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any, TypeVar
 
 import numpy as np
 
 from nanovllm.batch import PENALTIES, SAMPLING_PARAMETERS
+from nanovllm.checks import check_float, check_int, check_texts, check_token_ids, wrong
 from nanovllm.structured_outputs import StructuredOutputsParams as StructuredOutputsParams
 from nanovllm.structured_outputs import check_bool, show
 from nanovllm.vllm_arguments import SAMPLING, KnownFields, missing_in, nearest, refuse_absent
 
 SEED_LIMIT = 2**63
 MAX_N = 16_384  # vLLM's
-MAX_TEXTS = {"stop": 1000, "bad_words": 5000}  # strings
-MAX_CHARS = {"stop": 2**16, "bad_words": 2**18}  # of all strings together
-TINY, HUGE = float(np.finfo(np.float32).smallest_subnormal), float(np.finfo(np.float32).max)
+MAX_ASKED = 128  # tokens of logprob_token_ids; vLLM's
 _FLAGS = ("ignore_eos", "include_stop_str_in_output", "detokenize", "skip_special_tokens")
 _NUMBER_FIELDS = SAMPLING_PARAMETERS | PENALTIES
-NUMBERS = (int, float, np.integer, np.floating)
 __getattr__ = missing_in(__name__)
 _Params = TypeVar("_Params", bound="SamplingParams")
+
+
+class RequestOutputKind(Enum):
+    """vLLM's kinds of outputs. Here `step` returns whole answers, and `LLM.stream(deltas=True)` parts."""
+
+    CUMULATIVE = 0
+    DELTA = 1
+    FINAL_ONLY = 2
 
 
 class Default(int):
@@ -58,7 +65,9 @@ class SamplingParams:
         several GPUs.
     logprobs: return the logprob of each output token and of this number of likeliest tokens. 0: the output
         tokens alone; True: 1; -1: the whole vocabulary; None: no logprobs. At most `max_logprobs` of `LLM`.
-    prompt_logprobs: the same for prompt tokens; `max_tokens` may then be 0.
+    logprob_token_ids: return the logprobs of these tokens at each position, and the output token's, instead
+        of the likeliest tokens'; at most 128, and `logprobs` None or their number.
+    prompt_logprobs: as `logprobs`, for prompt tokens; `max_tokens` may then be 0.
     min_tokens: the number of tokens to generate before a token or stop string may end the output. With
         `structured_outputs`, a complete text may end earlier.
     ignore_eos: continue after an end-of-sequence token; no effect with `structured_outputs`.
@@ -68,8 +77,8 @@ class SamplingParams:
     detokenize: decode the output; stop strings need it.
     skip_special_tokens: leave special tokens out of the text.
     allowed_token_ids: the only tokens that may be drawn; None: all.
-    bad_words: strings that must not be generated, as the tokenizer splits them with and without a leading
-        space.
+    bad_words: strings that must not be generated. Each is tokenised with and without a leading space; the
+        last token of either form never follows its other tokens. Other tokens may still write the same text.
     structured_outputs: the required form of the text; None: any.
     """
 
@@ -86,6 +95,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | None = None
     logits_processors: Sequence[Callable[..., Any]] | None = None
     logprobs: int | None = None
+    logprob_token_ids: Sequence[int] | None = None
     prompt_logprobs: int | None = None
     min_tokens: int = 0
     ignore_eos: bool = False
@@ -134,6 +144,12 @@ class SamplingParams:
             **{name: each for name, each in values.items() if each is not None or name == "max_tokens"}
         )
 
+    @property
+    def num_logprobs(self) -> int | None:
+        """The number of tokens whose logprobs come with each output token's; -1: the vocabulary; None: none
+        are requested, not even the output token's."""
+        return len(self.logprob_token_ids) if self.logprob_token_ids else self.logprobs
+
     def clone(self: _Params) -> _Params:
         """A copy that shares nothing with this one."""
         clone = object.__new__(type(self))
@@ -163,12 +179,13 @@ class SamplingParams:
         for name, column in _NUMBER_FIELDS.items():
             given, expected = getattr(self, name), column.expected
             if column.dtype is np.float32:
-                values[name] = _float(name, given, expected)
+                values[name] = check_float(name, given, expected)
             else:
-                values[name] = _int(name, given, -math.inf, expected)
+                values[name] = check_int(name, given, -math.inf, expected)
             if not column.is_right(values[name]):
-                raise _wrong(name, given, expected)
-        values["n"] = 1 if self.n is None else _int("n", self.n, 1, f"an integer from 1 to {MAX_N}", MAX_N)
+                raise wrong(name, given, expected)
+        expected = f"an integer from 1 to {MAX_N}"
+        values["n"] = 1 if self.n is None else check_int("n", self.n, 1, expected, MAX_N)
         if values["n"] > 1 and values["temperature"] == 0:
             fix = "they would all be equal; set a temperature above 0, or pass the prompt several times"
             raise ValueError(f"n must be 1 with temperature=0, not {values['n']}: {fix}")
@@ -176,17 +193,18 @@ class SamplingParams:
         if self.max_tokens is not None:
             least = 1 if self.prompt_logprobs is None else 0
             expected = f"an integer of at least {least}, or None for as many as fit"
-            values["max_tokens"] = _int("max_tokens", self.max_tokens, least, expected)
+            values["max_tokens"] = check_int("max_tokens", self.max_tokens, least, expected)
             if isinstance(self.max_tokens, Default):
                 values["max_tokens"] = self.max_tokens
         if self.seed is not None:
             expected = "None or an integer from -2**63 to 2**63 - 1"
-            seed = _int("seed", self.seed, -SEED_LIMIT, expected, SEED_LIMIT - 1)
+            seed = check_int("seed", self.seed, -SEED_LIMIT, expected, SEED_LIMIT - 1)
             values["seed"] = None if seed == -1 else seed  # vLLM's other name of None
         for name in _FLAGS:
             check_bool(name, getattr(self, name))
-        values["stop_token_ids"] = _token_ids("stop_token_ids", self.stop_token_ids)
-        values["stop"] = _texts("stop", self.stop)
+        stop_token_ids = check_token_ids("stop_token_ids", self.stop_token_ids)
+        values["stop_token_ids"] = list(dict.fromkeys(stop_token_ids))
+        values["stop"] = check_texts("stop", self.stop)
         if values["stop"] and not self.detokenize:
             raise ValueError(f"stop={show(self.stop)} needs detokenize=True, because it is found in the text")
         return values | self._checked_logits() | self._checked_rules(values["max_tokens"])
@@ -198,7 +216,15 @@ class SamplingParams:
             value = getattr(self, name)
             expected = "None, an integer of at least 0, or -1 for the whole vocabulary"
             value = 1 if value is True else value
-            values[name] = None if value is None else _int(name, value, -1, expected)
+            values[name] = None if value is None else check_int(name, value, -1, expected)
+        ids = list(dict.fromkeys(check_token_ids("logprob_token_ids", self.logprob_token_ids)))
+        if len(ids) > MAX_ASKED:
+            raise ValueError(f"logprob_token_ids has {len(ids)} tokens, and may have {MAX_ASKED}; pass fewer")
+        if ids and values["logprobs"] not in (None, len(ids)):
+            raise ValueError(
+                f"logprobs={self.logprobs} must be None or {len(ids)}, the number of logprob_token_ids"
+            )
+        values["logprob_token_ids"] = ids
         values["logit_bias"] = _biases(self.logit_bias)
         functions = [] if self.logits_processors is None else self.logits_processors
         if not isinstance(functions, (list, tuple)) or not all(map(callable, functions)):
@@ -213,17 +239,18 @@ class SamplingParams:
         values: dict[str, Any] = {}
         expected = "an integer of at least 0 and at most max_tokens"
         values["min_tokens"] = (
-            0 if self.min_tokens is None else _int("min_tokens", self.min_tokens, 0, expected)
+            0 if self.min_tokens is None else check_int("min_tokens", self.min_tokens, 0, expected)
         )
         if max_tokens is not None and values["min_tokens"] > max_tokens:
             raise ValueError(f"min_tokens must be {expected}={max_tokens}, not {self.min_tokens}")
         allowed = self.allowed_token_ids
-        values["allowed_token_ids"] = None if allowed is None else _token_ids("allowed_token_ids", allowed)
-        if allowed is not None and not values["allowed_token_ids"]:
-            raise _wrong("allowed_token_ids", allowed, "a list of at least one token id, or None for all")
+        ids = None if allowed is None else check_token_ids("allowed_token_ids", allowed)
+        values["allowed_token_ids"] = ids
+        if allowed is not None and not ids:
+            raise wrong("allowed_token_ids", allowed, "a list of at least one token id, or None for all")
         if isinstance(self.bad_words, str):
             raise TypeError(f"bad_words must be a list of strings, not {show(self.bad_words)}")
-        values["bad_words"] = _texts("bad_words", self.bad_words)
+        values["bad_words"] = list(dict.fromkeys(check_texts("bad_words", self.bad_words)))
         structured = values["structured_outputs"] = self.structured_outputs
         if structured is not None and not isinstance(structured, StructuredOutputsParams):
             expected = "StructuredOutputsParams, such as StructuredOutputsParams(json=schema), or None"
@@ -237,7 +264,8 @@ class BeamSearchParams(KnownFields):
 
     beam_width: the number of continuations to keep; each considers twice as many next tokens.
     max_tokens: the maximum number of tokens to generate.
-    length_penalty: above 1 favours long sequences.
+    length_penalty: the sum of logprobs is divided by (generated tokens) ** length_penalty; above 0 favours
+    long sequences. An end-of-sequence token counts.
     temperature: for compatibility with vLLM, no effect; logprobs come from the model's own logits.
     structured_outputs: must be None.
     """
@@ -251,10 +279,10 @@ class BeamSearchParams(KnownFields):
     structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
-        _int("beam_width", self.beam_width, 1, "an integer of at least 1")
-        _int("max_tokens", self.max_tokens, 1, "an integer of at least 1")
+        check_int("beam_width", self.beam_width, 1, "an integer of at least 1")
+        check_int("max_tokens", self.max_tokens, 1, "an integer of at least 1")
         for name in ("temperature", "length_penalty"):
-            _float(name, getattr(self, name), "a finite number")
+            check_float(name, getattr(self, name), "a finite number")
         for name in ("ignore_eos", "include_stop_str_in_output"):
             check_bool(name, getattr(self, name))
         if self.structured_outputs is not None:
@@ -326,69 +354,6 @@ def _biases(value: Any) -> dict[int, float]:
     for key, bias in value.items():
         token_id = int(key) if isinstance(key, str) and key.isdecimal() else key
         where = f"logit_bias[{show(key)}]"
-        number = -math.inf if bias == -math.inf else _float(where, bias, "finite, or -inf")
-        biases[_int("a token id of logit_bias", token_id, 0, "an integer of at least 0")] = number
+        number = -math.inf if bias == -math.inf else check_float(where, bias, "finite, or -inf")
+        biases[check_int("a token id of logit_bias", token_id, 0, "an integer of at least 0")] = number
     return biases
-
-
-def _float(name: str, value: Any, expected: str) -> float:
-    """`value` as a float that fits into float32, the dtype of sampling."""
-    if type(value) is float and (value == 0 or TINY <= value <= HUGE):
-        return value
-    if isinstance(value, (bool, np.bool_)) or not isinstance(value, NUMBERS):
-        raise TypeError(f"{name} must be a number, {expected}, not {show(value)}")
-    with np.errstate(over="ignore", under="ignore"):
-        try:
-            number = float(value)
-        except OverflowError:  # an integer
-            number = float("inf")
-        narrow = np.float32(number)
-    if not np.isfinite(narrow):
-        raise _wrong(name, value, f"{expected}, and finite in float32: at most {HUGE:.3g}")
-    if value != 0 and narrow == 0:
-        raise _wrong(name, value, f"{expected}, and not 0 in float32: at least {TINY:.2g}")
-    return number
-
-
-def _int(name: str, value: Any, least: float, expected: str, most: float = math.inf) -> int:
-    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
-        raise TypeError(f"{name} must be {expected}, not {show(value)}")
-    if not least <= int(value) <= most:
-        raise _wrong(name, value, expected)
-    return int(value)
-
-
-def _token_ids(name: str, value: Any) -> list[int]:
-    if value is None:
-        return []
-    if not isinstance(value, list) and hasattr(value, "tolist"):
-        value = value.tolist()
-    if isinstance(value, (str, bytes)) or not isinstance(value, (Sequence, set, frozenset)):
-        raise TypeError(f"{name} must be a list of token ids, not {show(value)}")
-    if set(map(type, value)) == {int} and min(value) >= 0:
-        return list(value)
-    return [_int(name, token_id, 0, "a list of token ids, integers of at least 0") for token_id in value]
-
-
-def _texts(name: str, value: Any) -> list[str]:
-    expected = "a string or a list of strings, none of them empty"
-    texts = [] if value is None else [value] if isinstance(value, str) else value
-    if not isinstance(texts, (list, tuple)) or not all(isinstance(text, str) for text in texts):
-        raise TypeError(f"{name} must be {expected}, not {show(value)}")
-    if len(texts) > MAX_TEXTS[name]:
-        raise ValueError(f"{name} has {len(texts):,} strings, and may have {MAX_TEXTS[name]:,}; pass fewer")
-    size = sum(map(len, texts))
-    if size > MAX_CHARS[name]:
-        raise ValueError(f"{name} has {size:,} characters, and may have {MAX_CHARS[name]:,}; pass less")
-    if not all(texts):
-        raise _wrong(name, value, expected)
-    for text in texts:
-        try:
-            text.encode()
-        except UnicodeEncodeError:
-            raise _wrong(name, text, f"{expected}, without lone surrogates") from None
-    return list(texts)
-
-
-def _wrong(name: str, value: object, expected: str) -> ValueError:
-    return ValueError(f"{name} must be {expected}, not {show(value)}")

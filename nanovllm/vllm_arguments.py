@@ -18,7 +18,8 @@ from typing import Any, NamedTuple, NoReturn
 class Absent:
     """An unsupported argument: its neutral values (None: any value), and what to do instead.
 
-    The first neutral value is vLLM's default. per_prompt: a list with one value for each prompt is accepted.
+    The first neutral value is vLLM's default. Any value with an advice: a warning says once that it has no
+    effect. per_prompt: a list with one value for each prompt is accepted.
     """
 
     neutral: tuple[Any, ...] | None
@@ -49,6 +50,7 @@ def _each(names: str, absent: Absent) -> dict[str, Absent]:
 
 _NOTHING: tuple[Any, ...] = (None, [], (), {}, "", set())
 _LEAVE_OUT = "leave it out"
+_ANY_MODEL = "any model generates and embeds; leave it out"
 _ANY = Absent(None, "")
 _NO_IMAGES = Absent(_NOTHING, "only text is supported; leave it out")
 _NO_MEDIA = ({"image": 0}, {"image": 0, "video": 0}, {"image": 0, "video": 0, "audio": 0})
@@ -72,22 +74,57 @@ _ENGINE_ANY = """
     max_num_partial_prefills max_long_partial_prefills long_prefill_token_threshold num_scheduler_steps
     prefix_caching_hash_algo disable_sliding_window disable_cascade_attn max_seq_len_to_capture
     multi_step_stream_outputs use_v2_block_manager enable_chunked_prefill disable_custom_all_reduce
-    performance_mode kernel_config max_cudagraph_capture_size enable_flashinfer_autotune use_fp64_gumbel
+    performance_mode max_cudagraph_capture_size enable_flashinfer_autotune use_fp64_gumbel
     max_num_scheduled_tokens scheduler_reserve_full_isl watermark disable_hybrid_kv_cache_manager
     kv_sharing_fast_prefill enable_cumem_allocator safetensors_load_strategy
     max_loras max_lora_rank max_cpu_loras lora_dtype lora_extra_vocab_size fully_sharded_loras
-    max_prompt_adapters max_prompt_adapter_token
+    max_prompt_adapters max_prompt_adapter_token lora_target_modules enable_tower_connector_lora
+    specialize_active_lora enable_mixed_moe_lora_format enable_moe_shared_loras max_lora_cls_labels
+    safetensors_prefetch_num_threads safetensors_prefetch_block_size allow_deprecated_quantization
+    ir_op_priority moe_backend linear_backend sparse_indexer_topk_backend all2all_backend monokernel
+    gdn_prefill_backend kda_prefill_backend kda_decode_backend enable_shm_tensor_arena
+    master_addr master_port cpu_distributed_timeout_seconds numa_bind numa_bind_nodes numa_bind_cpus
+    dcp_comm_backend dcp_q_replicate dcp_kv_cache_interleave_size cp_kv_cache_interleave_size
+    data_parallel_address data_parallel_rpc_port disable_nccl_for_dp_synchronization dp_sync_interval
+    enable_hc_sp enable_batch_sharded_sampling enable_ep_weight_filter expert_placement_strategy eplb_config
+    elastic_ep_max_dp_size enable_dbo ubatch_size dbo_decode_token_threshold dbo_prefill_token_threshold
+    prefix_cache_retention_interval prefix_match_unit long_prefill_token_threshold_adaptive
+    prefill_schedule_interval offload_backend cpu_offload_params offload_num_in_group offload_prefetch_step
+    offload_params kv_offloading_backend sleep_mode_backend sleep_mode_offload_cudagraph
+    enable_nccl_comm_suspend swa_bounded_replay replayssm_buffer_len use_replayssm
+    mamba_config mamba_cache_dtype mamba_ssm_cache_dtype mamba_block_size mamba_cache_mode mamba_backend
+    mamba_ssu_algorithm enable_mamba_shared_prefix_checkpoint enable_mamba_cache_stochastic_rounding
+    mamba_cache_philox_rounds language_model_only interleave_mm_strings media_io_kwargs
+    mm_processor_cache_type mm_hasher_algorithm mm_shm_cache_max_object_size_mb mm_encoder_tp_mode
+    mm_encoder_attn_backend mm_encoder_attn_dtype mm_encoder_fp8_scale_path mm_encoder_fp8_scale_save_path
+    mm_encoder_fp8_scale_save_margin mm_tensor_ipc mm_processor_device mm_ipc_gpu_memory_gb
+    mm_device_do_normalize skip_mm_profiling video_pruning_rate video_pruning_method ec_manager_config
+    enable_mm_processor_stats renderer_num_workers reasoning_parser_plugin reasoning_config
+    per_request_spec_decode_metrics kv_cache_metrics kv_cache_metrics_sample custom_histogram_buckets
+    cudagraph_metrics enable_layerwise_nvtx_tracing enable_mfu_metrics enable_logging_iteration_details
+    jit_monitor_mode jit_monitor_verbose logging_config log_level log_config_file shutdown_timeout
+    watchdog_config fault_tolerance_config fail_on_environ_validation
 """
 _ENGINE_NONE = """
     model_loader_extra_config pooler_config override_pooler_config worker_extension_cls scheduler_cls
     kv_transfer_config kv_events_config cuda_graph_sizes cudagraph_capture_sizes additional_config
     speculative_config speculative_model num_speculative_tokens
     show_hidden_metrics_for_version otlp_traces_endpoint collect_detailed_traces
-    kv_cache_dtype_skip_layers
+    kv_cache_dtype_skip_layers spec_method spec_model spec_tokens model_class_overrides
+    max_num_queued_reqs max_num_queued_tokens io_processor_plugin watermark_config diffusion_config
+    aux_output_config engram_config ec_transfer_config sleep_preserve_parameter_names
 """
+_MACHINES = "ranks and replicas are processes of this machine"
+_RANKS = "data_parallel_rank data_parallel_start_rank data_parallel_size_local"
+_BALANCERS = "data_parallel_hybrid_lb data_parallel_external_lb data_parallel_multi_port_external_lb"
 _GUIDED = "guided_decoding_disable_any_whitespace guided_decoding_disable_additional_properties"
 _STRUCTURED = "set it in each StructuredOutputsParams"
-_BACKENDS = tuple({"backend": name} for name in ("auto", "guidance", "xgrammar", "outlines"))
+_TIGHT = {"disable_any_whitespace": True}  # what constraints do here without it
+_BACKENDS = tuple(
+    {"backend": name} | more
+    for name in ("auto", "guidance", "xgrammar", "outlines", "lm-format-enforcer")
+    for more in ({}, _TIGHT)
+)
 
 ENGINE: dict[str, Absent] = {
     # the model and its files
@@ -101,35 +138,49 @@ ENGINE: dict[str, Absent] = {
     "ignore_patterns": Absent(("original/**/*", ["original/**/*"], *_NOTHING), _DOWNLOAD),
     "chat_template": Absent(_NOTHING, "pass it to chat()"),
     # what the model is used for
-    **_each("task runner", Absent(("auto", "generate", None), "embed() takes any model; leave it out")),
-    "convert": Absent(("auto", "none", None), _LEAVE_OUT),
+    "task": Absent(("auto", "generate", "embed", None), _ANY_MODEL),
+    "runner": Absent(("auto", "generate", "pooling", None), _ANY_MODEL),
+    "convert": Absent(("auto", "none", "embed", None), _ANY_MODEL),
     "logits_processors": Absent(_NOTHING, "pass functions as logits_processors of SamplingParams"),
     "reasoning_parser": Absent(_NOTHING, "split the text of the output yourself"),
-    **_each("enable_reasoning enable_expert_parallel ray_workers_use_nsight", _OFF),
+    **_each("enable_reasoning enable_expert_parallel ray_workers_use_nsight enable_eplb", _OFF),
+    **_each("enable_elastic_ep enable_trace_replay enable_fault_tolerance return_sampling_mask", _OFF),
+    "tokens_only": Absent((False, None), "use skip_tokenizer_init=True"),
+    "model_weights": Absent(_NOTHING, "pass the folder as model"),
+    **_each("enable_mm_embeds mm_encoder_only", Absent((False, None), _NO_IMAGES.advice)),
     **_each("enable_lora_bias enable_prompt_adapter", _OFF),
     "enable_prompt_embeds": Absent((False, None), "pass strings or token ids"),
     **_each("allowed_local_media_path allowed_media_domains", _NO_IMAGES),
     "mm_processor_kwargs": _NO_IMAGES,
     "limit_mm_per_prompt": Absent((*_NOTHING, *_NO_MEDIA), _NO_IMAGES.advice),
-    "structured_outputs_config": Absent((*_NOTHING, *_BACKENDS), _STRUCTURED),
+    "structured_outputs_config": Absent((*_NOTHING, _TIGHT, *_BACKENDS), _STRUCTURED),
     **_each(_GUIDED, Absent((False, None), _STRUCTURED)),
     # devices and memory
     "pipeline_parallel_size": _ONE,
     **_each("decode_context_parallel_size prefill_context_parallel_size", _ONE),
-    "distributed_executor_backend": Absent((None, "mp", "uni"), "ranks are processes of this machine"),
+    "distributed_executor_backend": Absent((None, "mp", "uni"), _MACHINES),
+    "data_parallel_backend": Absent(("mp", None), _MACHINES),
+    "nnodes": Absent((1, None), _MACHINES),
+    "node_rank": Absent((0, None), _MACHINES),
+    **_each(_RANKS, Absent((None,), _MACHINES)),
+    **_each(_BALANCERS, Absent((False, None), _MACHINES)),
+    "device_ids": Absent(_NOTHING, "use device='cuda:N', or set CUDA_VISIBLE_DEVICES"),
+    "max_num_active_seqs": Absent((None,), "use max_num_seqs"),
     "worker_cls": Absent(("auto", None), _LEAVE_OUT),
     "scheduling_policy": Absent(("fcfs", None), "requests start in the order of their arrival"),
     "cpu_offload_gb": Absent((0, None, False), "use more devices (tensor_parallel_size) or a smaller model"),
+    "offload_group_size": Absent((0, None), "use more devices (tensor_parallel_size) or a smaller model"),
     "kv_offloading_size": Absent((None, 0), "use a larger KV cache: more devices, or kv_cache_dtype='fp8'"),
     # how it runs
-    "compilation_config": Absent(_NOTHING, "CUDA graphs are on; enforce_eager=True turns them off"),
+    "compilation_config": Absent(None, "CUDA graphs are on, and enforce_eager=True turns them off"),
+    "kernel_config": Absent(None, "kernels are chosen by shape"),
     "disable_async_output_proc": Absent((False, None), "use async_scheduling=False"),
     "preemption_mode": Absent(("recompute", None), "preempted sequences are recomputed; leave it out"),
     "enable_lora": Absent((False, None), _NO_LORA.advice),
-    "qlora_adapter_name_or_path": _NO_LORA,
+    **_each("qlora_adapter_name_or_path default_mm_loras", _NO_LORA),
     "weight_transfer_config": Absent(_NOTHING, "pass the tensors to update_weights()"),
-    "profiler_config": Absent(_NOTHING, "pass the folder to start_profile()"),
-    "attention_config": Absent(_NOTHING, "use attention_backend"),
+    "profiler_config": Absent(None, "but its torch_profiler_dir is the folder of start_profile()"),
+    "attention_config": Absent(None, "attention_backend chooses the backend"),
     **_each(_ENGINE_ANY, _ANY),
     **_each(_ENGINE_NONE, _NONE),
 }
@@ -141,12 +192,13 @@ SAMPLING: dict[str, Absent] = {
     "length_penalty": Absent((1.0, None), _LEAVE_OUT),
     "early_stopping": _OFF,
     "repetition_detection": Absent((None,), "use repetition_penalty"),
-    "logprob_token_ids": Absent(_NOTHING, _LEAVE_OUT),
     "prompt_logprob_token_ids": Absent(_NOTHING, "use score()"),
     "prompt_logprob_start": Absent((None, 0), "use score()"),
     "trace_decode_token_ids": Absent((None,), "use score()"),
     "routed_experts_prompt_start": Absent((0, None), _LEAVE_OUT),
-    **_each("flat_logprobs spaces_between_special_tokens skip_clone stream_interval", _ANY),
+    "flat_logprobs": Absent((False, None), "read the list of dictionaries: out.outputs[0].logprobs"),
+    **_each("spaces_between_special_tokens skip_clone stream_interval output_text_buffer_length", _ANY),
+    "watermarking": _OFF,
     "truncate_prompt_tokens": Absent((None,), "cut the prompt's token ids yourself"),
     "guided_decoding": Absent((None,), f"write {_SCHEMA}"),
     "thinking_token_budget": Absent((None, -1), "use max_tokens"),
@@ -162,7 +214,7 @@ _CALL: dict[str, Absent] = {
 }
 
 GENERATE: dict[str, Absent] = _CALL | {
-    "priority": Absent((None, 0), "requests start in the order of their arrival", per_prompt=True),
+    "priority": _ANY,  # has no effect in vLLM either, with the neutral scheduling_policy
 }
 
 EMBED: dict[str, Absent] = _CALL | {
@@ -221,7 +273,6 @@ ELSEWHERE: dict[str, _Elsewhere] = {
         "vLLM", "StructuredOutputsParams, with the same json, regex, choice and grammar"
     ),
     "PoolingParams": _Elsewhere("vLLM", "llm.embed(prompts, pooling=..., normalize=...)"),
-    "EngineArgs": _Elsewhere("vLLM", "LLM(model, ...) with the same options"),
     "AsyncEngineArgs": _Elsewhere("vLLM", "LLM(model, ...) with the same options"),
     "AsyncLLMEngine": _Elsewhere("vLLM", _LOOP),
     "AsyncLLM": _Elsewhere("vLLM", _LOOP),
@@ -229,6 +280,10 @@ ELSEWHERE: dict[str, _Elsewhere] = {
     "encode": _Elsewhere(
         "vLLM", "llm.embed(prompts) for embeddings, llm.get_tokenizer().encode(text) for token ids"
     ),
+    "classify": _Elsewhere(
+        "vLLM", "SamplingParams(max_tokens=1, logprob_token_ids=[...]) for the logprobs of labels"
+    ),
+    "enqueue_chat": _Elsewhere("vLLM", "llm.chat(messages, params), which answers at once"),
     "get_stats": _Elsewhere("vLLM", "llm.stats()"),
     "get_metrics": _Elsewhere("vLLM", "llm.stats()"),
     "from_pretrained": _Elsewhere("transformers", "LLM(folder_or_hub_id)"),
@@ -292,6 +347,19 @@ def refuse_absent(
         if not table[name].allows(value):
             advice = table[name].advice
             raise ValueError(f"{function}: {name}={value!r} is not supported; {advice}")
+
+
+def without_effect(arguments: Mapping[str, object], table: Mapping[str, Absent]) -> list[str]:
+    """What to say of accepted arguments that a user may expect to have an effect."""
+    return [
+        f"{name}={value!r} has no effect here; {table[name].advice}"
+        for name, value in arguments.items()
+        if table[name].neutral is None and table[name].advice and not _is_nothing(value)
+    ]
+
+
+def _is_nothing(value: object) -> bool:
+    return isinstance(value, (type(None), list, tuple, dict, str, set)) and not value
 
 
 def nearest(name: str, known: Iterable[str], table: Mapping[str, Absent]) -> str:

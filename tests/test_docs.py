@@ -21,6 +21,7 @@ from test_architecture import FLOORS
 from tiny_models import write_tiny_model
 
 from nanovllm import LLM, demo_model_path, structured_outputs
+from nanovllm.checks import MAX_TEXTS
 from nanovllm.config import Config
 from nanovllm.device import CPU_KV_CACHE_BYTES, SPARE_BYTES, Device
 from nanovllm.engine.startup import TABLE_BYTES
@@ -33,7 +34,7 @@ from nanovllm.jobs.parquet_pages import MAX_UNPACKED
 from nanovllm.jobs.sources import MAX_NESTING, MAX_ROW_BYTES
 from nanovllm.models.checkpoint import MAX_DEPTH, MAX_JSON_BYTES, MAX_VOCABULARY_BYTES
 from nanovllm.models.registry import load_model_config
-from nanovllm.sampling_params import MAX_N, MAX_TEXTS, SamplingParams
+from nanovllm.sampling_params import MAX_N, SamplingParams
 from nanovllm.structured_outputs import MAX_CHARS, MAX_CHOICES
 from nanovllm.text.templates import Limits
 from nanovllm.vllm_arguments import BEAM_SEARCH, CHAT, EMBED, ENGINE, GENERATE, PROMPT, SAMPLING

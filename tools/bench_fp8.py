@@ -66,8 +66,8 @@ class Times(NamedTuple):
 
 
 def measure(calls: Sequence[Callable[[], Any]]) -> float:
-    """Seconds of one of the calls, which run in turn in a CUDA graph; quick ones many times, because the start
-    of a graph takes some microseconds."""
+    """Seconds of one of the calls, which run in turn in a CUDA graph; quick ones many times, because the
+    start of a graph takes some microseconds."""
 
     def run(times: int = 1) -> None:
         for _ in range(times):

@@ -24,7 +24,7 @@ from nanovllm.outputs import RequestOutput
 from nanovllm.plan.scheduler import Room, Scheduler
 from nanovllm.runner.inputs import StepHandle
 from nanovllm.runner.model_runner import check_can_profile
-from nanovllm.runner.residency import WEIGHTS
+from nanovllm.runner.residency import WEIGHTS, RankView
 from nanovllm.text.prompts import Request
 from nanovllm.workers.ranks import start_ranks
 from nanovllm.workers.shared_tensors import load_tensors
@@ -233,6 +233,10 @@ class Core:
 
     def set_tokenizer(self, tokenizer: Any) -> None:
         self.requests.processor.tokenizer = tokenizer
+
+    def apply(self, function: Callable[[RankView], Any]) -> list[Any]:
+        with self._resting():
+            return self.ranks.call("apply", function)
 
     def start_profile(self, folder: str, name: str) -> None:
         check_can_profile()

@@ -5,12 +5,13 @@ It speaks of requests, never of tokens or blocks. It admits no callers: the engi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 from nanovllm.engine.stats import StepStats
 from nanovllm.outputs import RequestOutput
 from nanovllm.plan.scheduler import Room
+from nanovllm.runner.residency import RankView
 from nanovllm.text.prompts import Request
 
 
@@ -86,6 +87,10 @@ class Executor(Protocol):
 
     def stop_profile(self) -> list[str]:
         """End the profile; return the path of each rank's trace."""
+
+    def apply(self, function: Callable[[RankView], Any]) -> list[Any]:
+        """Call a function with each rank, rank 0 first, of each replica; return its results, a `FailedCall`
+        for an exception. The prefix cache is empty afterwards."""
 
     def close(self) -> None:
         """Free the devices, and end all processes."""

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, TypeVar
 from nanovllm.config import Config
 from nanovllm.engine.core import Core
 from nanovllm.engine.executor import Executor, Stepped
+from nanovllm.engine.progress import Progress
 from nanovllm.engine.startup import OpenedModel, open_model, recommended_params, warn_of_options
 from nanovllm.engine.stats import Counters, EngineStats, StepStats
 from nanovllm.errors import BadRow, attempt, raise_first
@@ -53,6 +54,7 @@ class LLMEngine:
         loaded, and KVCacheMemoryError if the device is too full, in this order. Cheap checks come first.
         """
         self.config = Config.from_kwargs(model, **options)
+        self._profile_folder = _profile_folder(options.get("profiler_config"))
         opened = open_model(self.config)
         self._defaults, self._processor = opened.defaults, opened.processor
         if (size := self.config.data_parallel_size) == 1:
@@ -149,11 +151,12 @@ class LLMEngine:
         with self._calling(asleep=True, beside=True):
             return self._executor.reset_prefix_cache()
 
-    def sleep(self, level: int = 1) -> None:
+    def sleep(self, level: int = 1, mode: str = "abort") -> None:
         """Free the device's memory on every rank: weights, KV cache and CUDA graphs.
 
         level: 1 keeps a copy of the weights in host memory; 2 drops them, and `wake_up` reads the checkpoint
         again. A second call does nothing, except that level 2 after level 1 drops the copy.
+        mode: vLLM's, what becomes of running requests; it changes nothing, because none runs between calls.
 
         ValueError for another level; RuntimeError while requests of `add_request` are unfinished. Until
         `wake_up`, calls that run the model raise RuntimeError. The prefix cache is empty afterwards.
@@ -163,8 +166,8 @@ class LLMEngine:
         with self._between_requests("sleep()"), held_interrupts():
             self._executor.sleep(level)
 
-    def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Allocate the device's memory again.
+    def wake_up(self, tags: Sequence[str] | None = None) -> bool:
+        """Allocate the device's memory again; return whether the engine runs now.
 
         tags: a list of "weights" and "kv_cache"; None means both. The engine runs when both are awake.
 
@@ -176,6 +179,7 @@ class LLMEngine:
         chosen = _parse_tags(tags)
         with self._between_requests("wake_up()"), held_interrupts():
             self._executor.wake_up(chosen)
+            return not self._executor.asleep
 
     def is_sleeping(self) -> bool:
         """Whether `wake_up` must come before the engine can run."""
@@ -203,11 +207,12 @@ class LLMEngine:
     def start_profile(self, folder: str | Path | None = None) -> None:
         """Start torch.profiler on every rank; `stop_profile` ends it.
 
-        folder: receives a Chrome trace of each rank; created if missing. None takes the environment variable
-        VLLM_TORCH_PROFILER_DIR. ValueError without a folder, OSError if it is not writable, RuntimeError if a
-        torch profiler is active in the engine's process.
+        folder: receives a Chrome trace of each rank; created if missing. None takes `torch_profiler_dir` of
+        the option `profiler_config`, or the environment variable VLLM_TORCH_PROFILER_DIR. ValueError without
+        a folder, OSError if it is not writable, RuntimeError if a torch profiler is active in the engine's
+        process.
         """
-        folder = folder or os.environ.get("VLLM_TORCH_PROFILER_DIR")
+        folder = folder or self._profile_folder or os.environ.get("VLLM_TORCH_PROFILER_DIR")
         if not folder:
             raise ValueError("start_profile() needs a folder; pass one, or set VLLM_TORCH_PROFILER_DIR")
         with self._calling(beside=True):
@@ -348,6 +353,22 @@ class LLMEngine:
             self._counters.queued(len(request.prompt_token_ids))
         self._executor.add(requests, deltas)
 
+    def _finish_all(self, progress: Progress) -> list[RequestOutput]:
+        """Make steps until no request is unfinished. Return all outputs, also those of `abort`, unordered."""
+        outputs: list[RequestOutput] = []
+        self._awaited = aborted = deque[RequestOutput]()
+        try:
+            while self._executor.load.num_requests:
+                self._lifecycle.check_open()
+                step = self._counted(self._executor.step())
+                outputs += step.outputs
+                if step.share is not None:
+                    progress.update(step.share)
+                self._lifecycle.admit()
+        finally:
+            self._awaited = None
+        return [*outputs, *aborted]
+
     def _counted(self, step: Stepped) -> Stepped:
         """Count what a step did, and tell `on_step`."""
         self._counters.planned(step.peak_usage)
@@ -356,6 +377,13 @@ class LLMEngine:
         if step.stats is not None and self.on_step is not None:
             self.on_step(step.stats)
         return step
+
+
+def _profile_folder(profiler_config: object) -> str | None:
+    """The folder of vLLM's option, a dictionary or an object."""
+    if isinstance(profiler_config, Mapping):
+        return profiler_config.get("torch_profiler_dir")
+    return getattr(profiler_config, "torch_profiler_dir", None)
 
 
 def _parse_tags(tags: object) -> frozenset[str]:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import count
 from time import perf_counter, time
 
 import xxhash
 
 from nanovllm.batch import Batch, TokenEvents
-from nanovllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from nanovllm.outputs import CompletionOutput, RequestMetrics, RequestOutput, changed, unlisted
 from nanovllm.plan.sequence import Sequence
 from nanovllm.plan.token_rules import AllowedTokens, BadWords, Grammar, MinTokens, Rule
 from nanovllm.text.detokenizer import LONGEST_CUT, StopStrings
@@ -170,7 +170,7 @@ class Requests:
             parts.setdefault(key, (stream.state, []))[1].append(self._part(seq_id, stream, new))
         whole = {output.request_id: output for output in outputs}
         return [
-            replace(whole[key], outputs=completions) if key in whole else _unfinished(state, completions)
+            changed(whole[key], outputs=completions) if key in whole else _unfinished(state, completions)
             for key, (state, completions) in parts.items()
         ]
 
@@ -179,8 +179,8 @@ class Requests:
         completion = stream.state.completions.get(stream.index)
         if completion is not None:
             del self._streams[seq_id]
-            start, logprobs = stream.num_tokens, completion.logprobs
-            return replace(
+            start, logprobs = stream.num_tokens, unlisted(completion, "logprobs")
+            return changed(
                 completion,
                 text=completion.text[stream.num_characters :],
                 token_ids=completion.token_ids[start:],
@@ -193,7 +193,7 @@ class Requests:
         stream.num_tokens += len(token_ids)
         part = self.processor.with_logprobs(part, stream.state.request, rows, stream.before)
         stream.before = [*stream.before, *token_ids][-LONGEST_CUT:]
-        return replace(part, cumulative_logprob=None)
+        return changed(part, cumulative_logprob=None)
 
     def _metrics(self, state: _RequestState, now: float) -> RequestMetrics:
         epoch, scheduled, token = self._epoch, state.first_scheduled, state.first_token
@@ -238,7 +238,7 @@ class Requests:
             assert seq.finish_reason is not None
             output = self.processor.completion(request, index, token_ids, seq.finish_reason, seq.stop_reason)
         computed = seq.num_prompt_tokens + len(output.token_ids) - 1  # not the last token
-        output = replace(output, routed_experts=seq.routed_experts(computed))
+        output.routed_experts = seq.routed_experts(computed)
         return self.processor.with_logprobs(output, request, seq.logprobs)
 
 

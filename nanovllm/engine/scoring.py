@@ -19,6 +19,7 @@ from nanovllm.outputs import (
     Logprob,
     RequestOutput,
     ScoreOutput,
+    unlisted,
 )
 from nanovllm.sampling_params import BeamSearchParams
 from nanovllm.text.logprobs import LogprobDicts
@@ -48,8 +49,8 @@ def beam_search(
 
     Each round extends every beam by its 2 * `beam_width` likeliest tokens and keeps the `beam_width` best
     results. An end-of-sequence token ends its beam. The score is the sum of logprobs divided by
-    length ** `length_penalty`, where the length includes the prompt, as in vLLM. longest: the maximum number
-    of tokens of a beam.
+    length ** `length_penalty`, where the length counts the generated tokens with an end-of-sequence token, as
+    in vLLM and transformers. longest: the maximum number of tokens of a beam.
     """
     width = params.beam_width
     running = [[_Beam(list(prompt))] for prompt in prompts]
@@ -57,8 +58,7 @@ def beam_search(
     ends = frozenset() if params.ignore_eos else frozenset(eos_token_ids)
 
     def score(beam: _Beam) -> float:
-        length = len(beam.tokens) - (beam.tokens[-1] in ends)
-        return float(beam.cum_logprob / max(length, 1) ** params.length_penalty)
+        return float(beam.cum_logprob / max(len(beam.logprobs), 1) ** params.length_penalty)
 
     def close(beam: _Beam, reason: str) -> BeamSearchSequence:
         stop = beam.tokens[-1] if reason == "stop" else None
@@ -100,8 +100,9 @@ def score_output(output: RequestOutput, first: int) -> ScoreOutput:
     if output.error is not None:
         unknown = [math.nan] * len(token_ids)
         return ScoreOutput(token_ids, unknown, False, output.num_cached_tokens, output.error)
-    assert isinstance(output.prompt_logprobs, LogprobDicts)
-    columns = output.prompt_logprobs.columns
+    logprobs = unlisted(output, "prompt_logprobs")
+    assert isinstance(logprobs, LogprobDicts)
+    columns = logprobs.columns
     return ScoreOutput(
         token_ids,
         columns.values[:, 0].tolist(),

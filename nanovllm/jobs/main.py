@@ -34,7 +34,7 @@ from nanovllm.jobs.sources import QUOTINGS
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.vllm_arguments import ENGINE, elsewhere
 
-_MODULES = {"run": "run", "check": "check", "version": "check"}  # of the commands
+_MODULES = {"run": "run", "check": "check", "version": "check", "doctor": "doctor"}  # of the commands
 # Python's words in texts about options, and those of a command line.
 _REWORDED = (
     (r", or a (torch|transformers)[.\w ]*\w", ""),
@@ -152,11 +152,14 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     _add_row_arguments(check, explained)
     _add_engine_arguments(check, explained)
     commands.add_parser("version", help="print versions, devices and attention backends")
+    about = "say what runs here, and whether a model can, before anything is loaded"
+    doctor = commands.add_parser("doctor", help=about, description=about, allow_abbrev=False)
+    doctor.add_argument("model", nargs="?", metavar="MODEL", help="a folder or a Hugging Face hub id")
+    _add_engine_arguments(doctor, explained)
     if given and given[0] not in commands.choices and (write := elsewhere(given[0])) is not None:
         parser.error(f"there is no command {given[0]!r}; {write}")
-    for each in given[
-        1:
-    ]:  # before argparse says what else is missing; vLLM's `chat` is a command, ours a flag
+    # Before argparse says what else is missing. vLLM's `chat` is a command, ours a flag.
+    for each in given[1:]:
         name = _name(each)
         if each.startswith("--") and name != "chat" and (write := elsewhere(name, as_flag=True)) is not None:
             commands.choices.get(given[0], parser).error(f"unrecognized argument: {each}; {write}")

@@ -11,6 +11,7 @@ from nanovllm.batch import (
     FILTERS,
     NO_EXTRAS,
     NO_LOGPROBS,
+    PADDING,
     SAMPLING_PARAMETERS,
     Column,
     Extras,
@@ -44,6 +45,7 @@ class SamplingTable:
         self.num_logprobs = np.full(num_slots, NO_LOGPROBS, np.int32)
         self.has_rules = np.zeros(num_slots, bool)
         self._bias: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # by slot: token ids and biases
+        self._asked: dict[int, list[int]] = {}  # by slot: the tokens of `logprob_token_ids`
         self._has_extras = np.zeros(num_slots, bool)
 
     def set(self, seq: Sequence) -> None:
@@ -56,14 +58,17 @@ class SamplingTable:
         self.repetition[slot] = params.repetition_penalty
         self.frequency[slot] = params.frequency_penalty
         self.presence[slot] = params.presence_penalty
+        self._asked.pop(slot, None)
         self.num_logprobs[slot] = NO_LOGPROBS if params.logprobs is None else num_likeliest(params.logprobs)
+        if params.logprob_token_ids:
+            self._asked[slot], self.num_logprobs[slot] = list(params.logprob_token_ids), 0
         self.has_rules[slot] = seq.has_rules
         self._bias.pop(slot, None)
         if params.logit_bias:
             token_ids, values = params.logit_bias.keys(), params.logit_bias.values()
             self._bias[slot] = np.array([*token_ids], np.int64), np.array([*values], np.float32)
         asks = seq.has_penalties or seq.has_rules or slot in self._bias
-        self._has_extras[slot] = asks or params.logprobs is not None
+        self._has_extras[slot] = asks or params.num_logprobs is not None
 
     def take(self, slots: np.ndarray, positions: np.ndarray) -> SamplingColumns[np.ndarray]:
         """The columns of `slots` [S], which draw the tokens at `positions` [S]."""
@@ -80,8 +85,16 @@ class SamplingTable:
             penalties=self._penalties(seqs, slots, drawn),
             bias=self._biases(slots[drawn], np.flatnonzero(drawn)),
             num_logprobs=int(self.num_logprobs[slots[drawn]].max(initial=NO_LOGPROBS)),
+            asked_ids=self._asked_ids(slots.tolist()),
             has_rules=bool(self.has_rules[slots[drawn]].any()),
         )
+
+    def _asked_ids(self, slots: list[int]) -> np.ndarray | None:
+        """The tokens of `logprob_token_ids` of each sequence."""
+        rows = [self._asked.get(slot, []) for slot in slots]
+        width = max(map(len, rows))
+        padded = [row + [PADDING] * (width - len(row)) for row in rows]
+        return np.array(padded, np.int64) if width else None
 
     def _penalties(self, seqs: list[Sequence], slots: np.ndarray, drawn: np.ndarray) -> Penalties | None:
         # Sequences whose first token since their admission is drawn by this step.

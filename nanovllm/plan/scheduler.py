@@ -176,12 +176,19 @@ class Scheduler:
         not_finite: list[Sequence] = []  # their scores or hidden states are not
         if output.logprobs is not None:
             # A sequence keeps no more than it asked for: a step's columns are as wide as its widest row.
-            asked: dict[int, list[int]] = {}
+            asked: dict[tuple[int, bool], list[int]] = {}
             for row, seq in seqs.items():
-                if batch.draws[row] and seq.params.logprobs is not None:
-                    asked.setdefault(num_likeliest(seq.params.logprobs), []).append(row)
-            for k, rows in asked.items():
-                columns = output.logprobs.take(np.array(rows), k)
+                if batch.draws[row] and (number := seq.params.num_logprobs) is not None:
+                    key = num_likeliest(number), bool(seq.params.logprob_token_ids)
+                    asked.setdefault(key, []).append(row)
+            for (k, by_id), rows in asked.items():
+                ids = batch.extras.asked_ids
+                if by_id and ids is not None:
+                    columns = output.logprobs.take_asked(np.array(rows), ids, k)
+                else:
+                    width = 0 if ids is None else ids.shape[1]
+                    most = output.logprobs.values.shape[1] - 1 - width
+                    columns = output.logprobs.take(np.array(rows), min(k, most))
                 for place, row in enumerate(rows):
                     seqs[row].logprobs.append((columns, place))
         if output.scores is not None and batch.extras.scored is not None:

@@ -26,7 +26,7 @@ from nanovllm.engine.startup import open_model
 from nanovllm.engine.stats import StepStats
 from nanovllm.errors import KVCacheMemoryError, ModelLoadError, WorkerError
 from nanovllm.lifecycle import no_full_collections
-from nanovllm.outputs import RequestOutput
+from nanovllm.outputs import RequestOutput, changed, unlisted
 from nanovllm.text.logprobs import LogprobDicts
 from nanovllm.text.processor import Processor
 from nanovllm.text.prompts import Request
@@ -101,28 +101,30 @@ def _unpack_request(request: Request, processor: Processor) -> Request:
 def _pack_output(output: RequestOutput) -> RequestOutput:
     """Remove the prompt, and turn logprobs into (columns, number of None entries before them, the tokens
     before them)."""
-    completions = [replace(each, logprobs=_pack_logprobs(each.logprobs)) for each in output.outputs]
-    logprobs = _pack_logprobs(output.prompt_logprobs)
-    return replace(output, prompt=None, prompt_token_ids=[], outputs=completions, prompt_logprobs=logprobs)
+    completions = [changed(each, logprobs=_pack_logprobs(each, "logprobs")) for each in output.outputs]
+    logprobs = _pack_logprobs(output, "prompt_logprobs")
+    return changed(output, prompt=None, prompt_token_ids=[], outputs=completions, prompt_logprobs=logprobs)
 
 
 def unpack_output(output: RequestOutput, request: Request, processor: Processor) -> RequestOutput:
     """Restore the request's prompt, and logprobs with decoded tokens."""
 
-    def unpacked(logprobs: Any) -> Any:
+    def unpacked(owner: object, name: str) -> Any:
+        logprobs = unlisted(owner, name)
         return processor.logprob_dicts(request.params, *logprobs) if isinstance(logprobs, tuple) else logprobs
 
-    completions = [replace(each, logprobs=unpacked(each.logprobs)) for each in output.outputs]
-    return replace(
+    completions = [changed(each, logprobs=unpacked(each, "logprobs")) for each in output.outputs]
+    return changed(
         output,
         prompt=request.prompt,
         prompt_token_ids=request.prompt_token_ids,
         outputs=completions,
-        prompt_logprobs=unpacked(output.prompt_logprobs),
+        prompt_logprobs=unpacked(output, "prompt_logprobs"),
     )
 
 
-def _pack_logprobs(logprobs: Any) -> Any:
+def _pack_logprobs(owner: object, name: str) -> Any:
+    logprobs = unlisted(owner, name)
     if not isinstance(logprobs, LogprobDicts):
         return logprobs
     return logprobs.columns, logprobs.num_unknown, logprobs.before

@@ -6,7 +6,7 @@ Pool owns the processes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from time import perf_counter, time
 from typing import Any
@@ -17,11 +17,11 @@ from nanovllm.engine.startup import OpenedModel
 from nanovllm.engine.stats import StepStats
 from nanovllm.lifecycle import held_interrupts
 from nanovllm.models.weights import check_dense, named_pairs, named_tensor
-from nanovllm.outputs import RequestMetrics, RequestOutput
+from nanovllm.outputs import RequestMetrics, RequestOutput, changed
 from nanovllm.plan.scheduler import Room
 from nanovllm.replicas.pool import Pool
 from nanovllm.replicas.replica import unpack_output
-from nanovllm.runner.residency import TAGS, WEIGHTS
+from nanovllm.runner.residency import TAGS, WEIGHTS, RankView
 from nanovllm.text.processor import refused_output
 from nanovllm.text.prompts import Request
 from nanovllm.workers.shared_tensors import SharedMemoryBuffer, SharedTensors
@@ -123,7 +123,7 @@ class Replicas:
             return output
         arrival, scheduled = self._epoch + arrival, metrics.first_scheduled_time
         in_queue = None if scheduled is None else scheduled - arrival
-        return replace(output, metrics=replace(metrics, arrival_time=arrival, time_in_queue=in_queue))
+        return changed(output, metrics=replace(metrics, arrival_time=arrival, time_in_queue=in_queue))
 
     def _unrun(self, request: Request) -> RequestOutput:
         """Forget a request that was aborted before it ran, and return its output."""
@@ -158,6 +158,10 @@ class Replicas:
             raise RuntimeError("no profile is on; call start_profile() first")
         self.pool.unset("start_profile")
         return [path for paths in self.pool.call("stop_profile") for path in paths]
+
+    def apply(self, function: Callable[[RankView], Any]) -> list[Any]:
+        self.pool.forget_prefixes()
+        return [result for results in self.pool.call("apply", function) for result in results]
 
     def sleep(self, level: int) -> None:
         self._drops_weights |= level > 1

@@ -132,7 +132,8 @@ class Ending:
                 if self._mode.startswith("processed"):
                     filters = params.filters if batch.sampling.has_filters else None
                     logprob_logits = filtered_logits(x, params.temperature, filters)
-                logprobs.append(self._logprobs(logprob_logits, ids, extras.num_logprobs))
+                asked = None if extras.asked_ids is None else self._device.send(extras.asked_ids[rows])
+                logprobs.append(self._logprobs(logprob_logits, ids, extras.num_logprobs, asked))
         own = torch.cat(token_ids) if token_ids else hidden.new_empty(0, dtype=torch.int64)
         drawn = self._tp.join_rows(own, mine, logits)
         keep_tokens(drawn, slots, self.last_token_ids)
@@ -140,7 +141,8 @@ class Ending:
             count_tokens(self._counts, slots, drawn)
         if extras.num_logprobs == NO_LOGPROBS:
             return drawn, None
-        return drawn, self._join(logprobs, mine, logits, extras.num_logprobs)
+        num_asked = 0 if extras.asked_ids is None else extras.asked_ids.shape[1]
+        return drawn, self._join(logprobs, mine, logits, self._width(extras.num_logprobs) + num_asked)
 
     def _score(self, hidden: torch.Tensor, scored: ScoredTokens) -> TokenLogprobTensors:
         """The logprobs of prompt tokens. hidden: [n, hidden_size], of the token before each of them.
@@ -154,7 +156,7 @@ class Ending:
             mine, whole = self._tp.whole_rows(logits, self._vocab_size)
             ids = targets[start : start + self._max_rows][mine]
             own = [self._logprobs(whole, ids, scored.num_logprobs)] if len(whole) else []
-            parts.append(self._join(own, mine, logits, scored.num_logprobs))
+            parts.append(self._join(own, mine, logits, self._width(scored.num_logprobs)))
         return TokenLogprobTensors(*map(torch.cat, zip(*parts, strict=True)))
 
     def _pool(self, hidden: torch.Tensor, wanted: WantedTokens, num_seqs: int) -> torch.Tensor:
@@ -218,16 +220,28 @@ class Ending:
             x.index_put_(where, send(bias.values[inside]), accumulate=True)
         return x
 
-    def _logprobs(self, logits: torch.Tensor, token_ids: torch.Tensor, k: int) -> TokenLogprobTensors:
-        return token_logprobs(logits, token_ids, k, self._mode.endswith("logprobs"))
+    def _width(self, k: int) -> int:
+        return 1 + min(k, self._vocab_size)
+
+    def _logprobs(
+        self, logits: torch.Tensor, token_ids: torch.Tensor, k: int, asked: torch.Tensor | None = None
+    ) -> TokenLogprobTensors:
+        """As `token_logprobs`; asked: [n, M] int64, tokens whose logprobs are columns after the others."""
+        found = token_logprobs(logits, token_ids, k, self._mode.endswith("logprobs"))
+        if asked is None:
+            return found
+        ids = asked.clamp(min=0)
+        normalizers = logits.gather(1, found.token_ids[:, :1]).float() - found.values[:, :1]
+        values = torch.cat([found.values, logits.gather(1, ids).float() - normalizers], dim=1)
+        return TokenLogprobTensors(values, torch.cat([found.token_ids, ids], dim=1), found.ranks)
 
     def _join(
-        self, own: list[TokenLogprobTensors], mine: slice, logits: torch.Tensor, k: int
+        self, own: list[TokenLogprobTensors], mine: slice, logits: torch.Tensor, width: int
     ) -> TokenLogprobTensors:
-        """The logprobs of all rows, at least on rank 0, from those of each rank's rows."""
+        """The logprobs of all rows, at least on rank 0, from those of each rank's rows; `width` columns."""
         if self._tp.size == 1:
             return TokenLogprobTensors(*map(torch.cat, zip(*own, strict=True)))
-        nothing = TokenLogprobTensors.empty(1 + min(k, self._vocab_size), logits.device)
+        nothing = TokenLogprobTensors.empty(width, logits.device)
         columns = [torch.cat(parts) for parts in zip(nothing, *own, strict=True)]
         flat = [(x if x.dim() == 2 else x[:, None]).float() for x in columns]
         joined = self._tp.join_columns(torch.cat(flat, dim=1), mine, logits)

@@ -6,7 +6,7 @@ checks new tensors.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +33,28 @@ class WakeUpNeed(NamedTuple):
     total: int
 
 
+class FailedCall(NamedTuple):
+    """The exception of a user's function."""
+
+    error: Exception
+
+
+class RankView(NamedTuple):
+    """One rank, as a function of the user sees it, with the names of vLLM's worker."""
+
+    rank: int
+    local_rank: int
+    device: torch.device
+    model: torch.nn.Module
+
+    @property
+    def model_runner(self) -> RankView:
+        return self
+
+    def get_model(self) -> torch.nn.Module:
+        return self.model
+
+
 class ResidentModelRunner(ModelRunner):
     """Runs steps while nothing sleeps. All ranks make the same calls."""
 
@@ -48,6 +70,14 @@ class ResidentModelRunner(ModelRunner):
     def drops_weights(self) -> bool:
         """Whether weights sleep without a copy."""
         return any(freed.copy is None for freed in self._freed)
+
+    def apply(self, function: Callable[[RankView], Any]) -> Any:
+        """The result of a function of this rank. An exception is returned, so that the ranks stay in step."""
+        rank = self.tp.rank
+        try:
+            return function(RankView(rank, rank, self.device.torch, self.model))
+        except Exception as error:
+            return FailedCall(error)
 
     def sleep(self, level: int) -> None:
         """Free the weights, the KV cache and the CUDA graphs; level 1 keeps the weights on the host.

@@ -1,4 +1,4 @@
-"""LogprobDicts: the logprobs of tokens as vLLM's list of dictionaries, each created on access.
+"""LogprobDicts: the logprobs of tokens as vLLM's dictionaries, each created on access; outputs list them.
 
 Until then logprobs stay arrays: creating all objects would take longer than the run. Computes nothing.
 """
@@ -19,6 +19,7 @@ _PromptLogprob = dict[int, Logprob] | None
 
 class LogprobDicts(Sequence[Any]):
     """For each token a dictionary {token id: `Logprob`}: the token itself first, then the likeliest tokens.
+    Tokens that were asked for come instead of these, without ranks.
 
     The first `num_unknown` entries are None. Compares equal to the list of dictionaries, and is pickled as
     that list.
@@ -63,7 +64,8 @@ class LogprobDicts(Sequence[Any]):
     def _dict(self, place: int) -> dict[int, Logprob]:
         values = self.columns.values[place].tolist()
         ids = self.columns.token_ids[place].tolist()
-        ranks = [int(self.columns.ranks[place]), *range(1, len(ids))]
+        others = range(1, len(ids)) if self.columns.are_likeliest else [None] * (len(ids) - 1)
+        ranks = [int(self.columns.ranks[place]), *others]
         before = [*self.before, *self.columns.token_ids[max(0, place - LONGEST_CUT) : place, 0].tolist()]
         dictionary: dict[int, Logprob] = {}
         for token_id, value, rank in zip(ids, values, ranks, strict=True):
@@ -78,6 +80,7 @@ def join_rows(rows: Sequence[tuple[TokenLogprobs, int]], width: int) -> TokenLog
         np.array([columns.values[row, :width] for columns, row in rows], np.float32).reshape(-1, width),
         np.array([columns.token_ids[row, :width] for columns, row in rows], np.int64).reshape(-1, width),
         np.array([columns.ranks[row] for columns, row in rows], np.int64),
+        are_likeliest=all(columns.are_likeliest for columns, _ in rows),
     )
 
 

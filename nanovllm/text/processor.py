@@ -6,7 +6,6 @@ Owns the tokenizer. Keeps no request; knows neither blocks nor tensors.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import lru_cache
 from itertools import chain
 from typing import TYPE_CHECKING, TypeAlias
@@ -15,7 +14,7 @@ import numpy as np
 
 from nanovllm.batch import TokenLogprobs
 from nanovllm.errors import BadRow, attempt
-from nanovllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from nanovllm.outputs import CompletionOutput, RequestMetrics, RequestOutput, changed
 from nanovllm.sampling_params import GuardedProcessors, SamplingParams
 from nanovllm.text.detokenizer import CUT, LONGEST_CUT, Detokenizer, StopSearch, StopStrings
 from nanovllm.text.logprobs import LogprobDicts, join_parts, join_rows
@@ -150,13 +149,13 @@ class Processor:
 
         before: for a part of a completion, the last tokens before it.
         """
-        asked = request.params.logprobs
+        asked = request.params.num_logprobs
         if asked is None:
             return output
         columns = join_rows(rows[: len(output.token_ids)], self._width(asked))
         total = float(columns.values[:, 0].sum(dtype=np.float64))
         logprobs = self.logprob_dicts(request.params, columns, before=before)
-        return replace(output, logprobs=logprobs, cumulative_logprob=total)
+        return changed(output, logprobs=logprobs, cumulative_logprob=total)
 
     def output(
         self,
@@ -265,7 +264,7 @@ class Processor:
                         f"{name}={getattr(params, name)!r} needs a tokenizer, and "
                         "skip_tokenizer_init=True; use stop_token_ids or allowed_token_ids"
                     )
-        for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
+        for name in ("logit_bias", "stop_token_ids", "allowed_token_ids", "logprob_token_ids"):
             pack_token_ids(list(getattr(params, name) or ()), self._vocab_size, name, ordered=False)
         stop_ids = list(params.stop_token_ids or ())
         if _ends_with_eos(params):

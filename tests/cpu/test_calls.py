@@ -309,8 +309,7 @@ def test_arguments_of_vllm(model: Path) -> None:
         assert len(llm.generate([[5], [6]], GREEDY, **each, use_tqdm=False)) == 2
         with pytest.raises(ValueError, match=r"tokenization_kwargs=.* pass token ids"):
             llm.generate([[5]], GREEDY, tokenization_kwargs={"add_special_tokens": False})
-        with pytest.raises(ValueError, match=r"LLM\.generate\(\): priority=\[1\] is not supported; req"):
-            llm.generate([[5]], GREEDY, priority=[1])
+        assert len(llm.generate([[5]], GREEDY, priority=[1], use_tqdm=False)) == 1
         with pytest.raises(ValueError, match=r"lora_request=.* merge the adapter"):
             llm.generate([[5]], GREEDY, lora_request=object())
         with pytest.raises(TypeError, match=r"generate\(\) got 'top_p'; pass it as SamplingParams"):

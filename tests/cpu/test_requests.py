@@ -194,6 +194,11 @@ def test_which_calls_work_while_a_stream_is_open(model: Path, tmp_path: Path) ->
             "sleep": llm.sleep,
             "wake_up": llm.wake_up,
             "update_weights": lambda: llm.update_weights({}),
+            "map": lambda: llm.map([{"a": [5]}], GREEDY, prompt="a"),
+            "enqueue": lambda: llm.enqueue([5], GREEDY),
+            "wait_for_completion": llm.wait_for_completion,
+            "apply_model": lambda: llm.apply_model(len),
+            "collective_rpc": lambda: llm.collective_rpc(len),
         }
         for call in refused.values():
             with pytest.raises(RuntimeError, match="a stream of this engine is open"):
@@ -205,6 +210,9 @@ def test_which_calls_work_while_a_stream_is_open(model: Path, tmp_path: Path) ->
             "stop_profile": llm.stop_profile,
             "stats": llm.stats,
             "is_finished": llm.is_finished,
+            "has_unfinished_requests": llm.has_unfinished_requests,
+            "get_num_unfinished_requests": llm.get_num_unfinished_requests,
+            "get_world_size": llm.get_world_size,
             "is_sleeping": llm.is_sleeping,
             "get_default_sampling_params": llm.get_default_sampling_params,
         }
@@ -213,7 +221,7 @@ def test_which_calls_work_while_a_stream_is_open(model: Path, tmp_path: Path) ->
         assert next(stream).finished
         public = {name for name in dir(LLM) if not name.startswith("_") and callable(getattr(LLM, name))}
         needs_a_tokenizer = {"chat", "get_tokenizer"}
-        closing = {"close", "exit", "shutdown", "from_pretrained"}
+        closing = {"close", "exit", "shutdown", "from_pretrained", "from_engine_args"}
         assert public == {*refused, *working} | needs_a_tokenizer | closing
         llm.close()
 

@@ -107,6 +107,40 @@ def test_logits_are_computed_for_the_continuations_alone(
         assert all(output.num_cached_tokens == 16 for output in outputs), "the shared prompt is computed once"
 
 
+def test_logprobs_of_tokens_that_are_asked_for(llm: CheckedLLM, reference: Any) -> None:
+    """Beside rows that ask for likeliest tokens, for none, and for more."""
+    labels = [90, 4, 4, 17]
+    asked = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprob_token_ids=labels)
+    more = SamplingParams(temperature=0, max_tokens=4, logprob_token_ids=[*range(40)])
+    likeliest = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=2)
+    assert (asked.num_logprobs, asked.logprobs, likeliest.num_logprobs) == (3, None, 2)
+    plain = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    params = [asked, likeliest, plain, more]
+    outputs = [output.outputs[0] for output in llm.generate([PROMPT] * 4, params, use_tqdm=False)]
+    rows, top = outputs[0].logprobs, outputs[1].logprobs
+    assert isinstance(rows, list) and isinstance(top, list) and outputs[2].logprobs is None
+    want = logprobs_of(reference, PROMPT + outputs[0].token_ids)[len(PROMPT) - 1 : -1]
+    for row, likely, token_id, expected in zip(rows, top, outputs[0].token_ids, want, strict=True):
+        assert list(row) == list(dict.fromkeys([token_id, *labels])) and row[token_id].rank == 1
+        assert len(likely) == 2 and likely[token_id].rank == 1
+        for each, logprob in row.items():
+            assert math.isclose(logprob.logprob, float(expected[each]), abs_tol=1e-4)
+            assert each == token_id or logprob.rank is None
+    assert all(set(range(40)) <= row.keys() for row in outputs[3].logprobs or [{}])
+
+
+def test_wrong_tokens_to_ask_for() -> None:
+    assert SamplingParams(logprobs=2, logprob_token_ids=[5, 6]).num_logprobs == 2
+    with pytest.raises(ValueError, match="logprobs=3 must be None or 2, the number of logprob_token_ids"):
+        SamplingParams(logprobs=3, logprob_token_ids=[5, 6])
+    with pytest.raises(ValueError, match="logprob_token_ids has 129 tokens, and may have 128; pass fewer"):
+        SamplingParams(logprob_token_ids=range(129))
+    with LLM(demo_model_path(), device="cpu", num_kvcache_blocks=4) as llm:
+        params = SamplingParams(logprob_token_ids=[5, 9999])
+        with pytest.raises(ValueError, match="logprob_token_ids: token id 9999 is outside the vocabulary"):
+            llm.generate("a", params, use_tqdm=False)
+
+
 @pytest.mark.parametrize("mode", ["raw_logits", "processed_logits"])
 def test_scores_need_logprobs(model: Path, mode: str) -> None:
     with make_tiny(model, logprobs_mode=mode) as llm:
@@ -315,8 +349,7 @@ def test_beam_search(llm: CheckedLLM, reference: Any, length_penalty: float) -> 
     ended: list[tuple[list[int], float]] = []
 
     def score(beam: tuple[list[int], float]) -> float:
-        length = len(beam[0]) - (beam[0][-1] in ends)
-        return beam[1] / length**length_penalty
+        return beam[1] / (len(beam[0]) - len(PROMPT)) ** length_penalty
 
     for _ in range(steps):
         grown = []

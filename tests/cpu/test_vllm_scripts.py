@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from vllm_scripts import MORE
 
 import nanovllm
 
@@ -177,11 +178,12 @@ assert llm.reset_prefix_cache()
 }
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", SCRIPTS | MORE)
 def test_script(name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
-    assert "\nfrom vllm" in SCRIPTS[name]
-    code = SCRIPTS[name].replace("\nfrom vllm", "\nfrom nanovllm")
+    script = (SCRIPTS | MORE)[name]
+    assert "\nfrom vllm" in script
+    code = script.replace("\nfrom vllm", "\nfrom nanovllm")
     names: dict[str, object] = {"MODEL": MODEL, "FOLDER": str(tmp_path_factory.mktemp("profile"))}
-    exec(code, names)
+    exec(compile(code, name, "exec", dont_inherit=True), names)  # a script without future imports
     close: Callable[[], None] = names["llm"].close  # type: ignore[attr-defined]
     close()

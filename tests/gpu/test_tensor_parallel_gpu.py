@@ -114,6 +114,7 @@ def test_ranks_draw_together_from_a_large_vocabulary(
 BESIDES = [
     {"logprobs": 5},
     {"logprobs": 0, "prompt_logprobs": 2},
+    {"logprob_token_ids": [3, 900, 29_000]},
     {"repetition_penalty": 1.3, "frequency_penalty": 0.5, "logprobs": 1},
     {"logit_bias": {7: 3.0, 9: -100.0}, "logprobs": 2},
     {"allowed_token_ids": range(0, 3000, 3), "logprobs": 3},

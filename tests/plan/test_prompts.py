@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from nanovllm import TextPrompt, TokensPrompt
+from nanovllm.batch import TokenLogprobs
 from nanovllm.errors import raise_first
 from nanovllm.outputs import (
     CompletionOutput,
@@ -20,8 +21,11 @@ from nanovllm.outputs import (
     EmbeddingRequestOutput,
     Logprob,
     RequestOutput,
+    changed,
+    unlisted,
 )
 from nanovllm.text import prompts as forms
+from nanovllm.text.logprobs import LogprobDicts
 from nanovllm.text.prompts import Prompt, parse_prompt
 from nanovllm.vllm_arguments import PROMPT
 
@@ -185,6 +189,29 @@ def test_outputs_are_made_and_changed_as_vllms() -> None:
     assert output["text"] == "a" and copy.deepcopy(output).label == "good"
     named = {"cumulative_logprob": None, "logprobs": None, "finish_reason": "length"}
     assert CompletionOutput(index=0, text="", token_ids=[], **named).finished()
+
+
+def test_what_vllms_outputs_have_beside_is_none() -> None:
+    more: dict[str, Any] = {"lora_request": object(), "a_name_of_a_later_version": 5}
+    output = RequestOutput("0", "p", [1], None, [CompletionOutput(0, "a", [5])], False, None, **more)
+    for name in ("lora_request", "encoder_prompt", "encoder_prompt_token_ids", "kv_transfer_params"):
+        assert getattr(output, name) is None
+    for name in ("routed_experts", "lora_request", "sampling_mask"):
+        assert getattr(output.outputs[0], name) is None
+    with pytest.raises(AttributeError, match="RequestOutput has no attribute 'a_name_of_a_later_version'"):
+        _ = output.a_name_of_a_later_version
+
+
+def test_logprobs_become_a_list_when_they_are_read() -> None:
+    columns = TokenLogprobs(np.full((2, 1), -0.5, np.float32), np.array([[5], [6]]), np.array([1, 2]))
+    lazy = LogprobDicts(columns, None)
+    completion = CompletionOutput(0, "a", [5, 6], -1.0, lazy)  # type: ignore[arg-type]
+    copied = changed(completion, text="b")
+    assert unlisted(copied, "logprobs") is lazy and copied.text == "b" and completion.text == "a"
+    assert type(copied.logprobs) is list and copied.logprobs == [{5: Logprob(-0.5, 1)}, {6: Logprob(-0.5, 2)}]
+    assert copied.logprobs is copied.logprobs and unlisted(completion, "logprobs") is lazy
+    whole = pickle.loads(pickle.dumps(completion))
+    assert whole == completion and type(whole.logprobs) is list
 
 
 def test_an_embedding_is_shown_by_its_size() -> None:

@@ -7,7 +7,6 @@ import math
 import pickle
 import re
 from dataclasses import fields
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +18,12 @@ from hypothesis import strategies as st
 
 from nanovllm import vllm_arguments
 from nanovllm.config import Config
-from nanovllm.sampling_params import SEED_LIMIT, SamplingParams
+from nanovllm.sampling_params import SEED_LIMIT, RequestOutputKind, SamplingParams
 from nanovllm.text.prompts import parse_sampling_params
 from nanovllm.vllm_arguments import BEAM_SEARCH, CHAT, EMBED, ENGINE, GENERATE, PROMPT, SAMPLING
 
 TABLES = {"engine": ENGINE, "sampling": SAMPLING, "chat": CHAT, "generate": GENERATE, "prompt": PROMPT}
 TABLES |= {"embed": EMBED, "beam search": BEAM_SEARCH}
-
-
-class RequestOutputKind(Enum):
-    CUMULATIVE = 0
-    DELTA = 1
 
 
 class DType:
@@ -58,6 +52,7 @@ class DType:
         {"enable_prefix_caching": None, "max_num_batched_tokens": None, "max_model_len": -1},
         {"max_model_len": "auto", "load_format": "safetensors", "guided_decoding_backend": "xgrammar"},
         {"structured_outputs_config": {"backend": "guidance"}},
+        {"structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True}},
         {"enable_chunked_prefill": False, "disable_custom_all_reduce": True},
     ],
     ids=lambda options: next(iter(options)),
@@ -72,14 +67,17 @@ def test_neutral_options_change_nothing(options: dict[str, Any]) -> None:
         ("quantization_config", {"bits": 4}, "quantization='fp8'"),
         ("tokenizer_mode", "slow", "as tokenizer"),
         ("limit_mm_per_prompt", {"image": 1}, "only text"),
-        ("profiler_config", {"profiler": "torch"}, r"start_profile\(\)"),
         ("pipeline_parallel_size", 2, "data_parallel_size"),
         ("enable_lora", True, "merge"),
         ("cpu_offload_gb", 4, "smaller model"),
         ("speculative_config", {"method": "ngram"}, "leave it out"),
         ("rope_theta", 1e6, r"use hf_overrides=\{'rope_theta': \.\.\.\}"),
-        ("runner", "pooling", r"embed\(\) takes any model"),
-        ("structured_outputs_config", {"disable_any_whitespace": True}, "each StructuredOutputsParams"),
+        ("runner", "draft", "any model generates and embeds"),
+        ("convert", "classify", "any model generates and embeds"),
+        ("structured_outputs_config", {"disable_any_whitespace": False}, "each StructuredOutputsParams"),
+        ("nnodes", 2, "processes of this machine"),
+        ("device_ids", [1], "CUDA_VISIBLE_DEVICES"),
+        ("max_num_active_seqs", 4, "use max_num_seqs"),
         ("guided_decoding_disable_any_whitespace", True, "each StructuredOutputsParams"),
     ],
 )
@@ -166,7 +164,13 @@ def test_neutral_parameters_change_nothing() -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("best_of", 3), ("guided_decoding", {"json": {}}), ("output_kind", RequestOutputKind.DELTA)],
+    [
+        ("best_of", 3),
+        ("flat_logprobs", True),
+        ("watermarking", True),
+        ("guided_decoding", {"json": {}}),
+        ("output_kind", RequestOutputKind.DELTA),
+    ],
 )
 def test_parameters_of_unsupported_features(name: str, value: object) -> None:
     with pytest.raises(ValueError, match=rf"{name}=.* is not supported; \w+"):
@@ -210,6 +214,11 @@ def test_parameters_can_be_changed_until_they_are_used() -> None:
     assert str(third) == "sampling_params[2] must be SamplingParams, not 'hot' (str)"
     with pytest.raises(ValueError, match="sampling_params: temperature must be"):
         parse_sampling_params(params, 2)
+
+
+def test_repeated_stops_and_words_count_once() -> None:
+    params = SamplingParams(stop_token_ids=[7, 5, 7], bad_words=["a", "b", "a"], logprob_token_ids=[3, 3, 1])
+    assert (params.stop_token_ids, params.bad_words, params.logprob_token_ids) == ([7, 5], ["a", "b"], [3, 1])
 
 
 def test_one_object_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,155 @@
+"""EngineArgs and FlexibleArgumentParser: vLLM's way from a command line to `LLM(**vars(args))`.
+
+Every option of `LLM` and every argument of vLLM is a field and a flag. Nothing is decided here: `Config` and
+the tables of `vllm_arguments.py` say which values are accepted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from nanovllm.config import RENAMED, Config
+from nanovllm.vllm_arguments import ENGINE, KnownFields, refuse_absent
+
+_Parser = TypeVar("_Parser", bound=argparse.ArgumentParser)
+_SHORT = {
+    "tensor_parallel_size": "-tp",
+    "data_parallel_size": "-dp",
+    "pipeline_parallel_size": "-pp",
+    "quantization": "-q",
+    "compilation_config": "-cc",
+}
+_OWN = {each.name: None if each.default is MISSING else each.default for each in fields(Config)}
+_TEXTS = ("model", "tokenizer", "revision", "tokenizer_revision", "download_dir", "hf_token")
+_DEFAULTS = _OWN | dict.fromkeys(RENAMED) | {name: absent.default for name, absent in ENGINE.items()}
+
+
+class EngineArgs(KnownFields):
+    """The arguments of an engine, as in vLLM: `LLM.from_engine_args(EngineArgs(model=..., dtype=...))`.
+
+    A dataclass whose fields are the options of `LLM` and vLLM's other arguments. A value that asks for what
+    this engine lacks raises ValueError with the argument's name; an unknown name raises TypeError.
+    """
+
+    if TYPE_CHECKING:
+
+        def __init__(self, model: Any = None, **options: Any) -> None: ...
+        def __getattr__(self, name: str) -> Any: ...
+
+    def __post_init__(self) -> None:
+        values = vars(self)
+        refuse_absent("EngineArgs()", {name: values[name] for name in ENGINE}, ENGINE, _OWN)
+
+    @staticmethod
+    def add_cli_args(parser: _Parser) -> _Parser:
+        """Add a flag for each field, such as `--tensor-parallel-size`; return the parser.
+
+        A switch also has `--no-...`. Other values are JSON, or strings.
+        """
+        group = parser.add_argument_group("engine", "options of LLM, see docs/options.md")
+        for name, default in _DEFAULTS.items():
+            flag = "--" + name.replace("_", "-")
+            flags = [flag, *([_SHORT[name]] if name in _SHORT else [])]
+            options: dict[str, Any] = {"dest": name, "default": default}
+            options["help"] = f"(default: {default})" if name in _OWN else argparse.SUPPRESS
+            if isinstance(default, bool):
+                group.add_argument(*flags, **options, action="store_true")
+            elif name == "async_scheduling" or (name in ENGINE and ENGINE[name].neutral is None):
+                # a switch or a value: versions of vLLM differ
+                group.add_argument(
+                    *flags, **options, metavar="VALUE", nargs="?", const=True, type=json_or_text
+                )
+            else:
+                kind = _text if name in _TEXTS else json_or_text
+                group.add_argument(*flags, **options, metavar="VALUE", type=kind)
+                continue
+            off = "--no-" + name.replace("_", "-")
+            group.add_argument(off, dest=name, action="store_false", default=default, help=argparse.SUPPRESS)
+        return parser
+
+    @classmethod
+    def from_cli_args(cls, args: argparse.Namespace) -> EngineArgs:
+        """The arguments among parsed flags; other flags are left out."""
+        return cls(**{name: value for name, value in vars(args).items() if name in _DEFAULTS})
+
+
+EngineArgs.__annotations__ = dict.fromkeys(_DEFAULTS, "Any")
+for _name, _default in _DEFAULTS.items():
+    setattr(EngineArgs, _name, _default)
+dataclass(EngineArgs)
+
+
+def json_or_text(text: str) -> Any:
+    """The value of a flag: JSON, or a string that is none; Python's None, True and False too."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return {"None": None, "True": True, "False": False}.get(text, text)
+
+
+def _text(text: str) -> str | None:
+    return None if text in ("", "None") else text
+
+
+class FlexibleArgumentParser(argparse.ArgumentParser):
+    """argparse's parser with vLLM's further forms of flags.
+
+    `--max_model_len 5` is `--max-model-len 5`. `--hf-overrides.rope_theta 5 --hf-overrides.a.b 6` is
+    `--hf-overrides '{"rope_theta": 5, "a": {"b": 6}}'`, and `-O2` is `--optimization-level 2`.
+    """
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        return super().parse_known_args(self._plain(sys.argv[1:] if args is None else args), namespace)
+
+    def add_argument(self, *names: str, **options: Any) -> argparse.Action:
+        """As argparse's; `deprecated` has an effect from Python 3.13 on."""
+        if sys.version_info < (3, 13):
+            options.pop("deprecated", None)
+        return super().add_argument(*names, **options)
+
+    def _plain(self, args: Sequence[str]) -> list[str]:
+        """The arguments in the forms that argparse reads."""
+        found: list[str] = []
+        values: dict[str, dict[str, Any]] = {}  # of flags with dots
+        rest = list(args)
+        while rest:
+            arg = rest.pop(0)
+            name, equals, value = arg.partition("=")
+            if arg == "--":
+                return [*found, *_json_flags(values), arg, *rest]
+            if name.startswith("--"):
+                name = name if name in self._option_string_actions else _dashed(name)
+                if "." in name:
+                    value = value if equals or not rest else rest.pop(0)
+                    flag, *keys = name.split(".")
+                    _put(values.setdefault(flag, {}), keys, json_or_text(value))
+                    continue
+                arg = name + equals + value
+            elif level := re.fullmatch(r"-O=?(\d)", arg):
+                found.append("--optimization-level")
+                arg = level[1]
+            found.append(arg)
+        return [*found, *_json_flags(values)]
+
+
+def _dashed(name: str) -> str:
+    """A flag with dashes; the keys after a dot stay."""
+    flag, dot, keys = name.partition(".")
+    return "--" + flag[2:].replace("_", "-") + dot + keys
+
+
+def _put(values: dict[str, Any], keys: Sequence[str], value: Any) -> None:
+    for key in keys[:-1]:
+        inner = values.setdefault(key, {})
+        values = inner if isinstance(inner, dict) else values.setdefault(key, {})
+    values[keys[-1]] = value
+
+
+def _json_flags(values: Mapping[str, Any]) -> list[str]:
+    return [each for flag, value in values.items() for each in (flag, json.dumps(value))]

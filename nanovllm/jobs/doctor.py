@@ -1,0 +1,164 @@
+"""The command `nanovllm doctor`: what this machine has, what would be chosen and why, and if a model can run.
+
+Loads no weights and allocates nothing on a device. Of a model on the hub it downloads the small files alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from nanovllm.attention.backends import BACKENDS, select
+from nanovllm.config import Config
+from nanovllm.device import Device
+from nanovllm.distributed.group import TPGroup
+from nanovllm.engine.startup import (
+    find_tokenizer,
+    overridden,
+    read_generation_config,
+    recommended_params,
+    resolve_max_model_len,
+)
+from nanovllm.errors import KVCacheMemoryError, ModelLoadError
+from nanovllm.jobs.check import version
+from nanovllm.jobs.errors import ANSWERED, REFUSED
+from nanovllm.jobs.job import engine_options
+from nanovllm.models.checkpoint import Checkpoint
+from nanovllm.models.config import ModelConfig
+from nanovllm.models.registry import Hub, load_model_config, open_checkpoint, resolve_model_path
+from nanovllm.models.weights import check_weights, weight_bytes
+from nanovllm.runner.memory import check_weights_fit
+
+_GIB = 2**30
+
+
+def doctor(args: argparse.Namespace) -> int:
+    """Print what is found; return 0 if the model can run, or if there is none, and 2 if it cannot."""
+    version(args)
+    logger = logging.getLogger("nanovllm")
+    level = logger.level
+    logger.setLevel(logging.ERROR)  # what it says of a start is printed here
+    try:
+        config = Config.from_kwargs(args.model or ".", **engine_options(args))
+        device = Device(config.device)
+        for line in _devices(config, device):
+            print(line)
+        if args.model is None:
+            print("pass a model, a folder or a hub id, to see whether it can run here")
+            return ANSWERED
+        print(f"model {args.model}")
+        for line in _model(config, device):
+            print("  " + line)
+    except (ValueError, TypeError, ImportError, ModelLoadError, KVCacheMemoryError) as error:
+        print(f"it cannot run here: {error}")
+        return REFUSED
+    finally:
+        logger.setLevel(level)
+    print("it can run here")
+    return ANSWERED
+
+
+def _devices(config: Config, device: Device) -> Iterator[str]:
+    """The devices that would be used, and why. ValueError if there are too few."""
+    why = "asked for"
+    if config.device == "auto":
+        why = "a GPU comes first" if device.is_cuda else "there is no GPU that torch can use"
+    yield f"device: {device.torch} ({why})"
+    count = config.tensor_parallel_size * config.data_parallel_size
+    if count > 1:
+        names = device.ranks(config.tensor_parallel_size, config.data_parallel_size)
+        yield f"all ranks: {', '.join(names)}"
+
+
+def _model(config: Config, device: Device) -> Iterator[str]:
+    """What would be chosen for a model. Raises the error of a start that would fail."""
+    path = _folder(config)
+    checkpoint = open_checkpoint(path)
+    generation = read_generation_config(config.generation_config, path)
+    model = load_model_config(path, generation, config.hf_overrides)
+    yield f"architecture {model.architecture}, {model.num_layers} layers, vocabulary of {model.vocab_size:,}"
+    changes = config.override_generation_config or {}
+    recommended_params(overridden(generation, config.generation_config, changes))
+    size = config.tensor_parallel_size
+    model.check_tensor_parallel_size(size)
+    dtype = device.resolve_dtype(config.dtype, model.dtype)
+    yield f"dtype: {str(dtype).removeprefix('torch.')} (the checkpoint's is {model.dtype})"
+    cache_dtype = torch.float8_e4m3fn if config.kv_cache_dtype == "fp8" else dtype
+    yield _backend(config, device, model, (dtype, cache_dtype))
+    longest = resolve_max_model_len(config.max_model_len, model)
+    yield f"max_model_len: {longest:,} of the model's {model.max_position_embeddings:,} positions"
+    yield from _tokenizer(config, path)
+    need = weight_bytes(model, TPGroup(0, size), dtype)
+    free, total = device.memory()
+    each = f" on each of {size} devices" if size > 1 else ""
+    yield f"weights: {need / _GIB:.2f} GiB{each}; {free / _GIB:.2f} of {total / _GIB:.2f} GiB are free"
+    check_weights_fit(need, [(free, total)] * size, config, device)
+    yield from _files(checkpoint, model, config)
+    yield _room(config, device, model, (need, cache_dtype.itemsize, longest))
+
+
+def _folder(config: Config) -> Path:
+    """The model's folder; of a hub id the one with its small files."""
+    hub = Hub(config.revision, config.download_dir, config.hf_token, config.trust_remote_code)
+    path = Path(config.model).expanduser()
+    try:
+        return resolve_model_path(config.model, hub, "model" if path.exists() else "tokenizer")
+    except (ValueError, ModelLoadError) as error:
+        raise type(error)(str(error).replace("tokenizer", "model", 1)) from None
+
+
+def _backend(
+    config: Config, device: Device, model: ModelConfig, dtypes: tuple[torch.dtype, torch.dtype]
+) -> str:
+    dtype, cache_dtype = dtypes
+    asked, specs = config.attention_backend, model.attention
+    chosen = select(asked, device, dtype, specs, cache_dtype, config.deterministic)
+    reasons = []
+    for backend in BACKENDS:
+        if isinstance(chosen, backend):
+            break
+        reason = backend.unavailable(device, dtype, cache_dtype) or backend.unsupported(specs)
+        reasons.append(f"{backend.name}: {reason or 'only for tests on a CPU'}")
+    return f"attention backend: {chosen.name}" + (f" (no {'; no '.join(reasons)})" if reasons else "")
+
+
+def _tokenizer(config: Config, path: Path) -> Iterator[str]:
+    tokenizer = find_tokenizer(config, path)
+    if tokenizer is None:
+        yield "no tokenizer, because of skip_tokenizer_init: prompts are token ids"
+        return
+    chats = "it has a chat template"
+    if not tokenizer.chat_template:
+        chats = "it has no chat template, so chat() needs one; generate() continues texts"
+    yield f"tokenizer: {len(tokenizer):,} tokens; {chats}"
+
+
+def _files(checkpoint: Checkpoint, model: ModelConfig, config: Config) -> Iterator[str]:
+    """Whether the files have all weights; a model of the hub may have to be downloaded."""
+    if config.load_format == "dummy":
+        yield "files: random weights, because of load_format"
+    elif Path(config.model).expanduser().exists():
+        check_weights(model, checkpoint.path)
+        yield "files: all weights are there, with the right shapes"
+    else:
+        yield "files: the first run downloads what is not there yet"
+
+
+def _room(config: Config, device: Device, model: ModelConfig, sizes: tuple[int, int, int]) -> str:
+    """About how many tokens the KV cache holds. sizes: bytes of the weights and of a cached value, and the
+    longest sequence."""
+    weights, item, longest = sizes
+    heads = max(1, model.num_kv_heads // config.tensor_parallel_size)
+    per_token = 2 * model.num_layers * heads * model.head_dim * item
+    budget = config.kv_cache_memory_bytes
+    if budget is None:
+        budget = device.kv_cache_budget(config.gpu_memory_utilization, 0, weights)[0]
+    tokens = max(0, budget) // per_token
+    if tokens < 1:
+        raise KVCacheMemoryError(f"no room for the KV cache: {max(0, budget) / _GIB:.2f} GiB are left for it")
+    fit = f"{tokens / longest:.1f} sequences of {longest:,}"
+    return f"KV cache: about {tokens:,} tokens in {budget / _GIB:.2f} GiB, less what activations take: {fit}"

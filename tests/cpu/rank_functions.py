@@ -1,0 +1,24 @@
+"""Functions that tests run on ranks; other processes import them by this module's name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def num_weights(model: torch.nn.Module) -> int:
+    return sum(each.numel() for each in model.parameters())
+
+
+def place(worker: Any, name: str, factor: int = 1) -> tuple[str, int, int]:
+    assert worker.get_model() is worker.model_runner.model
+    return f"{name} {worker.device}", worker.rank * factor, worker.local_rank
+
+
+def fails(model: torch.nn.Module) -> None:
+    raise LookupError("no such layer")
+
+
+def cannot_return(model: torch.nn.Module) -> Any:
+    return lambda: model

@@ -1,0 +1,96 @@
+"""`nanovllm doctor` says whether a model can run, without loading it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+from tiny_models import edit_json, write_tiny_model
+
+from nanovllm import demo_model_path
+from nanovllm.device import Device
+from nanovllm.jobs.main import main
+from nanovllm.models import weights
+
+Doctor = Callable[..., tuple[int, list[str]]]
+
+
+@pytest.fixture
+def doctor(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Doctor:
+    def never(*args: object) -> None:
+        raise AssertionError("weights are loaded")
+
+    monkeypatch.setattr(weights, "load_weights", never)
+
+    def run(*argv: str | Path) -> tuple[int, list[str]]:
+        code = main(["doctor", *map(str, argv), "--device", "cpu"])
+        return code, capsys.readouterr().out.splitlines()
+
+    return run
+
+
+def test_a_model_that_can_run(doctor: Doctor) -> None:
+    code, lines = doctor(demo_model_path())
+    assert code == 0 and lines[-1] == "it can run here"
+    text = "\n".join(lines)
+    for part in (
+        "attention backend reference: can run",
+        "device: cpu (asked for)",
+        "  architecture Qwen3ForCausalLM, 6 layers, vocabulary of 512",
+        "  dtype: float32 (the checkpoint's is bfloat16)",
+        "  attention backend: reference (no triton: ",
+        "  max_model_len: 1,024 of the model's 1,024 positions",
+        "  tokenizer: 512 tokens; it has a chat template",
+        "  files: all weights are there, with the right shapes",
+        "  KV cache: about ",
+    ):
+        assert part in text, part
+
+
+def test_no_model(doctor: Doctor) -> None:
+    code, lines = doctor()
+    assert code == 0 and lines[-1].startswith("pass a model, a folder or a hub id")
+
+
+def test_models_that_cannot_run(doctor: Doctor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny = write_tiny_model(tmp_path / "tiny")
+
+    def why(*argv: str | Path) -> str:
+        code, lines = doctor(*argv)
+        assert code == 2
+        return "\n".join(lines).partition("it cannot run here: ")[2]
+
+    assert why(tmp_path / "nowhere").endswith("does not exist, and it is not a hub id (organisation/name)")
+    assert "tensor_parallel_size=3" in why(tiny, "--tensor-parallel-size", "3", "--skip-tokenizer-init")
+    assert "attention_backend='flash_attn' cannot run here" in why(tiny, "--attention-backend", "flash_attn")
+    assert "max_model_len must be at least 1, not 0" in why(tiny, "--max-model-len", "0")
+    (tiny / "model.safetensors").unlink()
+    assert "holds no *.safetensors weights" in why(tiny, "--skip-tokenizer-init")
+    edit_json(tiny / "config.json", architectures=["Gemma2ForCausalLM"])
+    assert "'Gemma2ForCausalLM' is not supported" in why(tiny)
+    monkeypatch.setattr(Device, "memory", lambda self: (2**20, 2**30))
+    assert "the model does not fit: its weights need" in why(demo_model_path())
+
+
+def test_of_a_model_on_the_hub_only_small_files_are_needed(
+    doctor: Doctor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny = write_tiny_model(tmp_path)
+    (tiny / "model.safetensors").unlink()
+    asked: list[dict[str, Any]] = []
+
+    def download(name: str, **options: Any) -> str:
+        asked.append(options)
+        if name != "some/model":
+            raise huggingface_hub.errors.LocalEntryNotFoundError("offline")
+        return str(tiny)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    code, lines = doctor("some/model", "--skip-tokenizer-init")
+    assert code == 0 and "  files: the first run downloads what is not there yet" in lines
+    assert not any("safetensors" in pattern for pattern in asked[0]["allow_patterns"])
+    code, lines = doctor("other/model")
+    assert code == 2 and lines[-1].startswith("it cannot run here: model 'other/model' is not a folder here")
