@@ -308,10 +308,10 @@ def rows(times: Times) -> None:
         for warps in (8, 16, 32):
             if times.late():
                 return
-            activation._ROW_WARPS = warps, warps
+            activation._ROW_WARPS = warps
             silus = [partial(silu_and_mul_fp8_triton, p) for p in pair]
             widths.append(f"{warps} warps {1e6 * attempt('silu', silus):.1f}")
-        activation._ROW_WARPS = 32, 8
+        activation._ROW_WARPS = 16
         bf16 = attempt("silu bf16", [partial(activation.silu_and_mul_triton, p) for p in pair])
         print(f"  silu {count}: {', '.join(widths)} us; to bf16 {1e6 * bf16:.1f} us", flush=True)
 

@@ -11,8 +11,7 @@ from nanovllm.kernels.compat import await_inputs, by_device, jit, pdl_options, t
 from nanovllm.kernels.fp8 import Fp8Rows, padded_row, quantise_rows_reference, store_fp8
 
 _BLOCK = 1024  # columns of a program, measured on an H200 (docs/log/2026-11-22-techniques.md)
-_ROW_WARPS = 32, 8  # at most, of a program for a whole row: for up to _FEW_ROWS rows, and for more
-_FEW_ROWS = 128
+_ROW_WARPS = 16  # at most, of a program for a whole row
 
 
 @jit()
@@ -82,7 +81,7 @@ def silu_and_mul_fp8_triton(x: torch.Tensor, group: int | None = None) -> Fp8Row
             N=n,
             N_PADDED=padded,
             GROUP=group,
-            num_warps=max(1, min(_ROW_WARPS[rows > _FEW_ROWS], padded // 256)),
+            num_warps=max(1, min(_ROW_WARPS, padded // 256)),
             **pdl_options(x),
         )
     return out

@@ -108,6 +108,12 @@ def _fp8_experts_kernel(
         else:
             total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
         up = total
+        if GROUP is not None:  # scales are loaded one step ahead, so that no step waits for them
+            left = tl.load(x_scales_ptr + sources, mask=live, other=0.0)
+            right = tl.load(column_ptrs, mask=inside, other=0.0)
+            up_right = right
+            if GATED:
+                up_right = tl.load(up_ptrs, mask=inside, other=0.0)
         for k in range(0, K, BLOCK_K):
             if GATHER:
                 mask = live[:, None] & (k + tl.arange(0, BLOCK_K) < K)[None, :]
@@ -124,10 +130,10 @@ def _fp8_experts_kernel(
                     if GATED:
                         up = fp8_dot(rows, weight.load([first + N, k]).T, up)
             else:
-                group = k // GROUP
-                left_ptrs = x_scales_ptr + group.to(tl.int64) * num_rows + sources
-                left = tl.load(left_ptrs, mask=live, other=0.0)
-                right = tl.load(column_ptrs + group, mask=inside, other=0.0)
+                group = tl.minimum(k // GROUP + 1, groups - 1)
+                next_ptrs = x_scales_ptr + group.to(tl.int64) * num_rows + sources
+                next_left = tl.load(next_ptrs, mask=live, other=0.0)
+                next_right = tl.load(column_ptrs + group, mask=inside, other=0.0)
                 if SWAP:
                     part = fp8_dot(weight.load([first, k]), rows.T, tl.zeros((COLUMNS, ROWS), tl.float32))
                     total += part * right[:, None] * left[None, :]
@@ -135,17 +141,20 @@ def _fp8_experts_kernel(
                     part = fp8_dot(rows, weight.load([first, k]).T, tl.zeros((ROWS, COLUMNS), tl.float32))
                     total += part * left[:, None] * right[None, :]
                 if GATED:
-                    right = tl.load(up_ptrs + group, mask=inside, other=0.0)
+                    next_up = tl.load(up_ptrs + group, mask=inside, other=0.0)
                     if SWAP:
                         part = fp8_dot(
                             weight.load([first + N, k]), rows.T, tl.zeros((COLUMNS, ROWS), tl.float32)
                         )
-                        up += part * right[:, None] * left[None, :]
+                        up += part * up_right[:, None] * left[None, :]
                     else:
                         part = fp8_dot(
                             rows, weight.load([first + N, k]).T, tl.zeros((ROWS, COLUMNS), tl.float32)
                         )
-                        up += part * left[:, None] * right[None, :]
+                        up += part * left[:, None] * up_right[None, :]
+                    up_right = next_up
+                left = next_left
+                right = next_right
         if SWAP:
             total = total.T
             up = up.T
@@ -162,9 +171,15 @@ def _fp8_experts_kernel(
         tl.store(out_ptr + cells, result, mask=live[:, None] & inside[None, :])
 
 
-def fp8_tile(tile: ExpertTile, group: int | None) -> ExpertTile:
-    """A tile for 16 bits as one for FP8, with as many bytes in a step; with a group, that is the step."""
-    return tile._replace(k=2 * tile.k if group is None else group)
+def fp8_tile(tile: ExpertTile, rows: int, group: int | None, is_gated: bool) -> ExpertTile:
+    """A tile for 16 bits as one for FP8, with as many bytes in a step. With a group, that is the step, and
+    all sums of a program must fit into the registers."""
+    if group is None:
+        return tile._replace(k=2 * tile.k)
+    sums = 3 if is_gated else 2
+    most = 4096 * tile.warps // (sums * rows)
+    columns = min(tile.columns, 1 << most.bit_length() - 1)
+    return tile._replace(k=group, columns=max(32, columns), persistent=False)
 
 
 def fp8_grouped_triton(
@@ -184,7 +199,7 @@ def fp8_grouped_triton(
     pairs, top_k = len(tiles.order), tiles.chosen.ids.shape[1]
     assert codes.is_contiguous() and scales.is_contiguous() and x.group == weight.group
     out = x.codes.new_empty(pairs, n, dtype=dtype)
-    most, tile = len(tiles.experts), fp8_tile(tile, weight.group)
+    most, tile = len(tiles.experts), fp8_tile(tile, tiles.rows, weight.group, is_gated)
     programs = most * -(-n // tile.columns)
     if programs == 0:
         return out

@@ -42,10 +42,8 @@ TILES = (
 # For scales of blocks: a step is one block, and two sums must fit into the registers.
 BLOCK_TILES = (
     Tile(128, 128, GROUP, 6, cost=1.12, warps=8),
-    Tile(128, 128, GROUP, 4, cost=1.1, warps=8, persistent=True),
     Tile(64, 128, GROUP, 8, cost=0.8),
-    Tile(64, 64, GROUP, 10, cost=0.5, swap=True),
-    Tile(32, 64, GROUP, 14, cost=0.46, swap=True),
+    Tile(32, 64, GROUP, 14, cost=0.48, swap=True),
 )
 _PLAIN = Tile(32, 64, 32, 2, cost=1)  # in the interpreter
 _BAND = 8  # tiles of rows that are computed together, so that a tile of the weight is read once for all
@@ -126,30 +124,44 @@ def _fp8_linear_kernel(
             total = tl.zeros((COLUMNS, ROWS), dtype=tl.float32)
         else:
             total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+        groups = tl.cdiv(K, BLOCK_K)
+        if GROUP is not None:  # scales are loaded one step ahead, so that no step waits for them
+            left_ptrs = x_scales_ptr + rows
+            right_ptrs = scales_ptr + columns // GROUP_ROWS * groups
+            left = tl.load(left_ptrs, mask=rows < num_rows, other=0.0)
+            if GROUP_ROWS % COLUMNS == 0:  # one scale for all columns
+                right_ptrs = scales_ptr + column // GROUP_ROWS * groups
+                right = tl.load(right_ptrs)
+            else:
+                right = tl.load(right_ptrs, mask=columns < N, other=0.0)
         for k in range(0, K, BLOCK_K):
             a = x.load([row, k])
             b = weight.load([column, k])
             if GROUP is None:
                 total = fp8_dot(b, a.T, total) if SWAP else fp8_dot(a, b.T, total)
             else:
-                group = k // GROUP
-                left_ptrs = x_scales_ptr + group.to(tl.int64) * num_rows + rows
-                left = tl.load(left_ptrs, mask=rows < num_rows, other=0.0)
-                if GROUP_ROWS % COLUMNS == 0:  # one scale for all columns
-                    left *= tl.load(scales_ptr + column // GROUP_ROWS * tl.cdiv(K, GROUP) + group)
-                if SWAP:
-                    part = fp8_dot(b, a.T, tl.zeros((COLUMNS, ROWS), dtype=tl.float32)) * left[None, :]
-                else:
-                    part = fp8_dot(a, b.T, tl.zeros((ROWS, COLUMNS), dtype=tl.float32)) * left[:, None]
+                group = tl.minimum(k // BLOCK_K + 1, groups - 1)
+                next_ptrs = left_ptrs + group.to(tl.int64) * num_rows
+                next_left = tl.load(next_ptrs, mask=rows < num_rows, other=0.0)
                 if GROUP_ROWS % COLUMNS == 0:
-                    total += part
-                else:
-                    right_ptrs = scales_ptr + columns // GROUP_ROWS * tl.cdiv(K, GROUP) + group
-                    right = tl.load(right_ptrs, mask=columns < N, other=0.0)
+                    next_right = tl.load(right_ptrs + group)
+                    scales = left * right
                     if SWAP:
-                        total += part * right[:, None]
+                        part = fp8_dot(b, a.T, tl.zeros((COLUMNS, ROWS), dtype=tl.float32))
+                        total += part * scales[None, :]
                     else:
-                        total += part * right[None, :]
+                        part = fp8_dot(a, b.T, tl.zeros((ROWS, COLUMNS), dtype=tl.float32))
+                        total += part * scales[:, None]
+                else:
+                    next_right = tl.load(right_ptrs + group, mask=columns < N, other=0.0)
+                    if SWAP:
+                        part = fp8_dot(b, a.T, tl.zeros((COLUMNS, ROWS), dtype=tl.float32))
+                        total += part * left[None, :] * right[:, None]
+                    else:
+                        part = fp8_dot(a, b.T, tl.zeros((ROWS, COLUMNS), dtype=tl.float32))
+                        total += part * left[:, None] * right[None, :]
+                left = next_left
+                right = next_right
         if SWAP:
             total = total.T
         if GROUP is None:
