@@ -149,7 +149,7 @@ def _row_stride(x: torch.Tensor) -> int:
     return x.stride(0) if len(x) > 1 else x.shape[1]  # the stride of a single row may be anything
 
 
-def _descriptor(x: torch.Tensor, block: list[int]) -> Any:
+def descriptor(x: torch.Tensor, block: list[int]) -> Any:
     return TensorDescriptor(x, list(x.shape), [_row_stride(x), 1], block)
 
 
@@ -171,8 +171,8 @@ def linear_triton(
     tile = tile or choose_tile(num_rows, n, x.dtype, x.device)
     programs = -(-num_rows // tile.rows) * -(-n // tile.columns)
     _linear_kernel[(min(programs, multiprocessors(x.device)) if tile.persistent else programs,)](
-        _descriptor(x, [tile.rows, tile.k]),
-        _descriptor(weight, [tile.columns, tile.k]),
+        descriptor(x, [tile.rows, tile.k]),
+        descriptor(weight, [tile.columns, tile.k]),
         bias,
         residual,
         out,

@@ -1,0 +1,294 @@
+"""x @ weight^T of a weight with 4 bits for each value, which are unpacked in registers.
+
+The layout of `Int4Weight` is chosen for tensor cores. A product is computed transposed, so that the weight is
+the operand that comes from registers. Owns no weight.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from nanovllm.kernels.activation import gated, silu_and_mul
+from nanovllm.kernels.compat import (
+    INTERPRET,
+    await_inputs,
+    jit,
+    multiprocessors,
+    next_power_of_2,
+    pdl_options,
+    tl,
+)
+from nanovllm.kernels.int4_layout import BLOCK, SUB, Int4Weight, dequantise_reference
+from nanovllm.kernels.int4_values import scale_of, tile_values, triton_dtype
+from nanovllm.kernels.matmul import descriptor, is_aligned
+from nanovllm.kernels.paged import dot
+
+
+class Int4Tile(NamedTuple):
+    """The part of the product that a program computes, and compile options."""
+
+    rows: int  # of x: 16, 32, ... 256
+    columns: int  # outputs: 64 for every four warps, or a multiple
+    more: int = 0  # further rows of x, multiplied with the same unpacked values; fewer than `rows`
+    warps: int = 4
+    stages: int = 4  # blocks of K whose operands are in shared memory
+    split: int = 1  # programs that share the sum over K
+    after: bool = False  # multiply by the scale after the sum over a group: exact, and cheap for few rows
+    tma: bool = True  # read the weight through a tensor descriptor
+
+    @property
+    def height(self) -> int:
+        return self.rows + self.more
+
+
+@jit()
+def _store(
+    total: tl.tensor,
+    bias_ptr: tl.tensor,
+    residual_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    row: tl.tensor,
+    first_row: tl.tensor,
+    num_rows: tl.tensor,
+    column: tl.tensor,
+    N: tl.tensor,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> None:
+    """Write total [COLUMNS, ROWS] as rows of the output from `row` on, those from `first_row` on."""
+    total = total.T
+    rows = row + tl.arange(0, ROWS)
+    columns = column + tl.arange(0, COLUMNS)
+    if bias_ptr is not None:
+        total += tl.load(bias_ptr + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
+    cells = rows.to(tl.int64)[:, None] * N + columns[None, :]
+    live = ((rows >= first_row) & (rows < num_rows))[:, None] & (columns < N)[None, :]
+    if residual_ptr is not None:
+        total += tl.load(residual_ptr + cells, mask=live, other=0.0).to(tl.float32)
+    tl.store(out_ptr + cells, total.to(out_ptr.dtype.element_ty), mask=live)
+
+
+@jit("num_rows")
+def _int4_kernel(
+    x: tl.tensor,
+    more_x: tl.tensor,
+    words: tl.tensor,
+    scales_ptr: tl.tensor,
+    bias_ptr: tl.tensor,
+    residual_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    num_rows: int,
+    N: int,
+    blocks: int,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    MORE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    AFTER: tl.constexpr,
+    TMA: tl.constexpr,
+    DTYPE: tl.constexpr,
+    USE_PDL: tl.constexpr,
+    BLOCK: tl.constexpr = BLOCK,
+    SUB: tl.constexpr = SUB,
+) -> None:
+    """One program per tile and part of K; tiles of the same columns are neighbours. With several parts, `out`
+    is [parts, num_rows, N] in float32.
+
+    x and more_x are descriptors of the same rows, with blocks of ROWS and of MORE rows.
+    """
+    await_inputs(USE_PDL)
+    row_tiles = tl.cdiv(num_rows, ROWS + MORE)
+    first_row = tl.program_id(0) % row_tiles * (ROWS + MORE)
+    row = tl.maximum(tl.minimum(first_row, num_rows - ROWS - MORE), 0)  # TMA is slower past the last row
+    column = tl.program_id(0) // row_tiles * COLUMNS
+    columns = column + tl.arange(0, COLUMNS)
+    total = tl.zeros((COLUMNS, ROWS), dtype=tl.float32)
+    if MORE:
+        more_total = tl.zeros((COLUMNS, MORE), dtype=tl.float32)
+    share = tl.cdiv(blocks, tl.num_programs(1))
+    first = tl.program_id(1) * share
+    for block in range(first, tl.minimum(first + share, blocks)):
+        if TMA:
+            word = words.load([block * N + column, 0])  # past N: other rows, whose results are not stored
+        else:
+            word_ptrs = words + (block * N + columns).to(tl.int64)[:, None] * SUB
+            word = tl.load(word_ptrs + tl.arange(0, SUB)[None, :], mask=(columns < N)[:, None], other=0)
+        pairs = scales_ptr + columns
+        pair = tl.load(pairs + block * BLOCK // GROUP * N, mask=columns < N, other=0)
+        values = tile_values(word, pair, pairs, block, N, GROUP, AFTER, DTYPE, BLOCK, SUB, columns)
+        x_tile = x.load([row, block * BLOCK]).T
+        if MORE:
+            more_x_tile = more_x.load([row + ROWS, block * BLOCK]).T
+        if AFTER:
+            scale = scale_of(pair, DTYPE).to(tl.float32)[:, None]
+            total += dot(values, x_tile, tl.zeros_like(total)) * scale
+            if MORE:
+                more_total += dot(values, more_x_tile, tl.zeros_like(more_total)) * scale
+        else:
+            total = dot(values, x_tile, total)
+            if MORE:
+                more_total = dot(values, more_x_tile, more_total)
+    out_ptr += tl.program_id(1).to(tl.int64) * num_rows * N
+    _store(total, bias_ptr, residual_ptr, out_ptr, row, first_row, num_rows, column, N, ROWS, COLUMNS)
+    if MORE:
+        row += ROWS
+        _store(
+            more_total, bias_ptr, residual_ptr, out_ptr, row, first_row, num_rows, column, N, MORE, COLUMNS
+        )
+
+
+_FINISH = 1024  # columns of a program
+
+
+@jit("num_rows")
+def _finish_kernel(
+    parts_ptr: tl.tensor,
+    bias_ptr: tl.tensor,
+    residual_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    num_rows: int,
+    N: tl.constexpr,
+    SPLIT: tl.constexpr,
+    GATED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    USE_PDL: tl.constexpr,
+) -> None:
+    """Sum parts [SPLIT, num_rows, N], or twice as many columns with GATED. A program per row and BLOCK."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = columns < N
+    width: tl.constexpr = 2 * N if GATED else N
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    await_inputs(USE_PDL)
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    up = total
+    for part in tl.static_range(SPLIT):
+        ptrs = parts_ptr + (part * num_rows + row) * width + columns
+        total += tl.load(ptrs, mask=mask, other=0.0)
+        if GATED:
+            up += tl.load(ptrs + N, mask=mask, other=0.0)
+    if bias_ptr is not None:
+        total += tl.load(bias_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+        if GATED:
+            up += tl.load(bias_ptr + N + columns, mask=mask, other=0.0).to(tl.float32)
+    if GATED:
+        total = gated(total.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32), dtype).to(tl.float32)
+    if residual_ptr is not None:
+        total += tl.load(residual_ptr + row * N + columns, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * N + columns, total.to(dtype), mask=mask)
+
+
+def int4_linear_triton(
+    x: torch.Tensor,
+    weight: Int4Weight,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    *,
+    silu: bool = False,
+    tile: Int4Tile | None = None,
+) -> torch.Tensor:
+    """`int4_linear` with Triton."""
+    rows, n = len(x), weight.n
+    assert x.shape[1] == weight.k and (residual is None or residual.is_contiguous())
+    out = x.new_empty(rows, n // 2 if silu else n) if residual is None else residual
+    if rows == 0:
+        return out
+    tile = tile or choose_int4_tile(rows, n, weight.k, multiprocessors(x.device)) or _LARGE
+    parts = x.new_empty((tile.split, rows, n), dtype=torch.float32) if tile.split > 1 else None
+    product = parts if parts is not None else x.new_empty(rows, n) if silu else out
+    x = x if is_aligned(x) else x.contiguous()
+    words = weight.words.flatten(0, 1)
+    last = parts is None  # this kernel makes the result
+    _int4_kernel[(-(-rows // tile.height) * -(-n // tile.columns), tile.split)](
+        descriptor(x, [tile.rows, BLOCK]),
+        descriptor(x, [tile.more, BLOCK]) if tile.more else None,
+        descriptor(words, [tile.columns, SUB]) if tile.tma else words,
+        weight.scales,
+        bias if last else None,
+        residual if last else None,
+        product,
+        rows,
+        n,
+        len(weight.words),
+        GROUP=weight.group,
+        ROWS=tile.rows,
+        MORE=tile.more,
+        COLUMNS=tile.columns,
+        AFTER=tile.after,
+        TMA=tile.tma,
+        DTYPE=triton_dtype(x.dtype),
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        **pdl_options(x),
+    )
+    if parts is None:
+        return silu_and_mul(product) if silu else product
+    n = out.shape[1]
+    block = min(_FINISH, next_power_of_2(n))
+    _finish_kernel[(rows, -(-n // block))](
+        parts,
+        bias,
+        residual,
+        out,
+        rows,
+        N=n,
+        SPLIT=tile.split,
+        GATED=silu,
+        BLOCK=block,
+        num_warps=4,
+        **pdl_options(x),
+    )
+    return out
+
+
+def int4_linear_reference(
+    x: torch.Tensor,
+    weight: Int4Weight,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    *,
+    silu: bool = False,
+) -> torch.Tensor:
+    """`int4_linear` in plain torch."""
+    out = x.float() @ dequantise_reference(weight.words, weight, x.dtype).float().T
+    out = out if bias is None else out + bias.float()
+    out = silu_and_mul(out.to(x.dtype)).float() if silu else out
+    return out.to(x.dtype) if residual is None else residual.copy_(out + residual.float())
+
+
+def int4_linear(
+    x: torch.Tensor,
+    weight: Int4Weight,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    *,
+    silu: bool = False,
+) -> torch.Tensor:
+    """x @ weight^T + bias + residual, [T, N], or with `silu` `silu_and_mul` of the product, [T, N / 2].
+
+    x: [T, K] of the dtype of the weight's scales, float16 or bfloat16. bias: [N]. residual: [T, N] contiguous;
+    the result overwrites it. Only with a tile that neither splits the sum nor scales after it are a row's bits those of
+    `linear` with the dequantised weight, and independent of the other rows.
+    """
+    op = int4_linear_triton if x.is_cuda or INTERPRET else int4_linear_reference
+    return op(x, weight, bias, residual, silu=silu)
+
+
+_LARGE = Int4Tile(128, 128, warps=8, stages=4)  # of products that `choose_int4_tile` would dequantise
+
+
+def choose_int4_tile(rows: int, n: int, k: int, processors: int) -> Int4Tile | None:
+    """The fastest tile for x [rows, k] and a weight [n, k]; None: dequantise, then multiply.
+
+    Not measured yet.
+    """
+    if rows > 512:
+        return None
+    if rows > 64:
+        return Int4Tile(64 if rows <= 128 else 128, 128, more=32 if 64 < rows <= 96 else 0, warps=8, stages=4)
+    height = max(16, next_power_of_2(rows))
+    tiles = -(-n // 64)
+    split = max(1, min(2 * processors // tiles, -(-k // BLOCK) // 4, 8))
+    return Int4Tile(height, 64, stages=5, split=split, after=rows <= 16)

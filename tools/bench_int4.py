@@ -1,0 +1,298 @@
+"""Products with weights of 4 bits on a GPU: checks every kernel, then times all tiles beside bfloat16.
+
+`python -m tools.bench_int4` prints a line for each shape of Qwen3-8B and number of rows; $OUT/int4.jsonl gets
+all timings. Weights come from beyond the L2 cache; times are of calls within a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextvars import copy_context
+from functools import partial
+from itertools import product
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nanovllm.kernels.activation import silu_and_mul
+from nanovllm.kernels.compat import in_graph, multiprocessors
+from nanovllm.kernels.int4_gemv import GemvShape, int4_gemv_reference, int4_gemv_triton
+from nanovllm.kernels.int4_layout import Int4Weight, dequantise_reference, pack_codes, pack_scales
+from nanovllm.kernels.int4_matmul import (
+    Int4Tile,
+    choose_int4_tile,
+    int4_linear_reference,
+    int4_linear_triton,
+)
+from nanovllm.kernels.int4_values import dequantise
+from nanovllm.quantization.unquantized import UnquantizedLinearMethod
+
+SHAPES = {  # name: outputs, inputs, whether SiLU follows
+    "qkv": (6144, 4096, False),
+    "o": (4096, 4096, False),
+    "gate_up": (24576, 4096, True),
+    "down": (4096, 12288, False),
+}
+ROWS = (1, 2, 4, 8, 16, 32, 64, 96, 131, 192, 256, 512, 4096)
+STAGES = {16: (4, 8), 32: (4, 6), 64: (3, 5), 96: (3,), 128: (3, 4), 160: (3,), 192: (3,), 256: (2, 3)}
+HEIGHTS = ((16, 0), (32, 0), (64, 0), (64, 32), (128, 0), (128, 32), (128, 64), (256, 0))
+SPLITS = (1, 2, 3, 4, 6, 8)
+GEMVS = [GemvShape(*each) for each in product((1, 2, 4), (32,), (4, 8))]
+COLD = 160 * 2**20  # bytes of weights that a graph reads
+GPU = "cuda"
+
+
+def tiles() -> Iterator[Int4Tile]:
+    """All tiles, unsplit."""
+    for (rows, more), (columns, warps) in product(HEIGHTS, ((64, 4), (128, 8))):
+        if rows == 256 and columns == 64:
+            continue  # four warps have too few registers
+        for number, stages in enumerate(STAGES[rows + more]):
+            yield Int4Tile(rows, columns, more, warps, stages)
+            if rows + more <= 96:
+                yield Int4Tile(rows, columns, more, warps, stages, after=True)
+            if not number:
+                yield Int4Tile(rows, columns, more, warps, stages, tma=False)
+
+
+def tiles_for(rows: int, n: int, k: int, processors: int) -> Iterator[Int4Tile]:
+    for tile in tiles():
+        if tile.height >= 2 * max(rows, 16) or -(-rows // tile.height) > 4:
+            continue
+        for split in SPLITS:
+            programs = -(-rows // tile.height) * -(-n // tile.columns) * split
+            if split == 1 or (
+                programs <= 9 * processors and split * rows * n <= 2**22 and k // 128 >= 4 * split
+            ):
+                yield tile._replace(split=split)
+
+
+def random_weight(n: int, k: int, group: int, dtype: torch.dtype, device: str = GPU) -> Int4Weight:
+    generator = torch.Generator(device).manual_seed(n + k)
+    codes = torch.randint(0, 16, (n, k), dtype=torch.uint8, device=device, generator=generator)
+    shape = -(-(-(-k // 128) * 128) // group), n
+    scales = torch.rand(shape, device=device, generator=generator) * 0.01 + 0.002
+    zeros = torch.randint(0, 16, shape, device=device, generator=generator)
+    return Int4Weight(pack_codes(codes), pack_scales(scales.to(dtype), zeros), k, group)
+
+
+def compile_one(work: tuple[Any, ...]) -> str | None:
+    """Compile a kernel in another process, for the cache of this one."""
+    kind, value, rows, dtype = work
+    try:
+        with torch.inference_mode():
+            if kind == "tile":
+                small = random_weight(256, 1024, 128, dtype)
+                int4_linear_triton(torch.zeros(1, 1024, dtype=dtype, device=GPU), small, tile=value)
+            else:
+                n, k, silu = SHAPES[kind]
+                weight = Int4Weight.empty(n, k, 128, torch.device(GPU))
+                x = torch.zeros(rows, k, dtype=dtype, device=GPU)
+                int4_gemv_triton(x, weight, silu=silu, shape=value)
+            torch.cuda.synchronize()
+    except Exception as error:
+        return f"{kind} {value}: {type(error).__name__}: {str(error)[:300]}"
+    return None
+
+
+def compile_all(seconds: float) -> None:
+    work: list[tuple[Any, ...]] = []
+    for tile in tiles():
+        work += [("tile", tile, 1, torch.bfloat16), ("tile", tile._replace(split=2), 1, torch.bfloat16)]
+    work += [(name, shape, rows, torch.bfloat16) for name in SHAPES for shape in GEMVS for rows in (1, 2)]
+    workers = min(12, (os.cpu_count() or 2) - 1)
+    start = time.time()
+    pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"))
+    try:
+        for error in pool.map(compile_one, work, timeout=seconds):
+            if error:
+                print("not compiled:", error)
+    except TimeoutError:
+        print("compiling takes too long; the rest is compiled on use")
+    pool.shutdown(wait=False, cancel_futures=True)
+    print(f"{len(work)} kernels compiled in {time.time() - start:.0f} s by {workers} processes", flush=True)
+
+
+def check() -> None:
+    """Every kernel against its reference at odd shapes; prints what differs."""
+    wrong = 0
+    for dtype, (n, k, group) in product(
+        (torch.bfloat16, torch.float16), ((200, 416, 32), (328, 704, 64), (1000, 1152, 128), (136, 640, 640))
+    ):
+        weight = random_weight(n, k, group, dtype)
+        exact = dequantise_reference(weight.words, weight, dtype)
+        wrong += report(
+            "dequantise", torch.equal(dequantise(weight.words, weight, dtype), exact), weight, dtype
+        )
+        bias = torch.randn(n, device=GPU).to(dtype)
+        for rows in (1, 3, 97, 256):
+            x = torch.randn(rows, k, device=GPU).to(dtype)
+            residual = torch.randn(rows, n, device=GPU).to(dtype)
+            for silu in (False, True):
+                wanted = int4_linear_reference(x, weight, bias, None if silu else residual.clone(), silu=silu)
+                for tile in (
+                    *(Int4Tile(r, 64, m, stages=3) for r, m in HEIGHTS[:-1]),
+                    *(Int4Tile(r, 128, m, 8, 3) for r, m in HEIGHTS),
+                    *(Int4Tile(r, 64, m, stages=3, split=3, tma=False) for r, m in HEIGHTS[:2]),
+                    *(Int4Tile(r, 64, stages=4, after=True) for r in (16, 64) if group >= 128),
+                    None,
+                ):
+                    try:
+                        place = None if silu else residual.clone()
+                        out = int4_linear_triton(x, weight, bias, place, silu=silu, tile=tile)
+                        same = near(out, wanted)
+                    except Exception as error:
+                        same = False
+                        print(type(error).__name__, str(error)[:200])
+                    wrong += report(f"{rows} rows, silu {silu}, {tile}", same, weight, dtype)
+        for rows in (1, 2):
+            x = torch.randn(rows, k, device=GPU).to(dtype)
+            more = {"residual": torch.randn(rows, k, device=GPU).to(dtype), "eps": 1e-6}
+            more["norm_weight"] = torch.randn(k, device=GPU).to(dtype)
+            for options in ({}, more, more | {"silu": True}):
+                try:
+                    got, wanted_pair = (
+                        each(x, weight, bias, **options) for each in (int4_gemv_triton, int4_gemv_reference)
+                    )
+                    same = near(got[0], wanted_pair[0]) and torch.equal(got[1], wanted_pair[1])
+                except Exception as error:
+                    same = False
+                    print(type(error).__name__, str(error)[:200])
+                wrong += report(f"gemv of {rows} rows, {list(options)}", same, weight, dtype)
+    print("all kernels agree with their references" if not wrong else f"{wrong} CHECKS FAILED", flush=True)
+
+
+def near(out: torch.Tensor, wanted: torch.Tensor) -> bool:
+    spread = wanted.float().abs().mean()
+    return bool(
+        (out.float() - wanted.float()).abs().max() <= 0.02 * wanted.float().abs().max() + 0.02 * spread
+    )
+
+
+def report(what: str, same: bool, weight: Int4Weight, dtype: torch.dtype) -> int:
+    if not same:
+        print(f"WRONG: {what}, n {weight.n}, k {weight.k}, group {weight.group}, {dtype}", flush=True)
+    return not same
+
+
+def microseconds(calls: list[Callable[[], Any]]) -> float:
+    """The time of a call, within a graph of all of them."""
+
+    def run() -> None:
+        in_graph.set(True)
+        for call in calls:
+            call()
+
+    copy_context().run(run)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        copy_context().run(run)
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    times = []
+    for _ in range(4):
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return min(times[1:]) * 1000 / len(calls)
+
+
+def timed(calls: list[Callable[[], Any]]) -> float:
+    try:
+        return microseconds(calls)
+    except Exception as error:
+        print(type(error).__name__, str(error)[:200], flush=True)
+        torch.cuda.synchronize()
+        return float("inf")
+
+
+def bf16_calls(weights: list[torch.Tensor], x: torch.Tensor, silu: bool) -> list[Callable[[], Any]]:
+    """As today: `UnquantizedLinearMethod`, and SiLU."""
+
+    def call(weight: torch.Tensor) -> Callable[[], Any]:
+        method = UnquantizedLinearMethod()
+        method.weight, method.deterministic, method.fuse = weight, False, False
+        return lambda: silu_and_mul(method.apply(x)) if silu else method.apply(x)
+
+    return [call(weight) for weight in weights]
+
+
+def dequantised(x: torch.Tensor, weight: Int4Weight, silu: bool) -> torch.Tensor:
+    out = torch.nn.functional.linear(x, dequantise(weight.words, weight, x.dtype))
+    return silu_and_mul(out) if silu else out
+
+
+def bench(name: str, counts: list[int], deadline: float, out: Any) -> None:
+    n, k, silu = SHAPES[name]
+    processors = multiprocessors(torch.device(GPU))
+    first = random_weight(n, k, 128, torch.bfloat16)
+    size = first.words.nbytes + first.scales.nbytes
+    copies = [Int4Weight(first.words.clone(), first.scales.clone(), k, 128) for _ in range(-(-COLD // size))]
+    dense = [torch.randn(n, k, device=GPU).bfloat16() for _ in range(max(2, COLD // (2 * n * k)))]
+    for rows in counts:
+        if time.time() > deadline:
+            print("out of time")
+            return
+        x = torch.randn(rows, k, device=GPU).bfloat16()
+        found: dict[str, float] = {}
+        found["bf16"] = timed(bf16_calls(dense, x, silu))
+
+        found["dequantise"] = timed([partial(dequantised, x, w, silu) for w in copies[:3]])
+        if rows <= 2:
+            for shape in GEMVS:
+                found[str(tuple(shape))] = timed(
+                    [partial(int4_gemv_triton, x, w, silu=silu, shape=shape) for w in copies]
+                )
+        sweep: dict[Int4Tile, float] = {}
+        for tile in tiles_for(rows, n, k, processors) if rows <= 512 else ():
+            sweep[tile] = timed([partial(int4_linear_triton, x, w, silu=silu, tile=tile) for w in copies])
+        found |= {str(tuple(tile)): us for tile, us in sweep.items()}
+        chosen = choose_int4_tile(rows, n, k, processors)
+        line = f"{name:8}{rows:5} rows: bf16 {found['bf16']:7.1f} us, dequantised {found['dequantise']:7.1f}"
+        gemvs = {shape: found[str(tuple(shape))] for shape in GEMVS if str(tuple(shape)) in found}
+        if gemvs:
+            best = min(gemvs, key=lambda shape: gemvs[shape])
+            line += f", gemv {gemvs[best]:6.1f} {tuple(best)}"
+        if sweep:
+            best_tile = min(sweep, key=lambda tile: sweep[tile])
+            us = sweep[best_tile]
+            line += f", tiles {us:6.1f} ({size / us / 1e6:.2f} TB/s, {2e-6 * rows * n * k / us:.0f} TFLOP/s) "
+            line += f"{tuple(best_tile)}"
+            exact = {tile: us for tile, us in sweep.items() if tile.split == 1 and not tile.after}
+            best_tile = min(exact, key=lambda tile: exact[tile])
+            line += f", deterministic {exact[best_tile]:.1f} {tuple(best_tile)}"
+            line += f", chosen {sweep.get(chosen, float('nan')) if chosen else found['dequantise']:.1f}"
+        print(line, flush=True)
+        out.write(json.dumps({"shape": name, "rows": rows, "us": found}) + "\n")
+
+
+@torch.inference_mode()
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", type=int, nargs="*", default=list(ROWS))
+    parser.add_argument("--shapes", nargs="*", default=list(SHAPES))
+    parser.add_argument("--seconds", type=float, default=90, help="time nothing after this")
+    options = parser.parse_args()
+    start = time.time()
+    print(torch.cuda.get_device_name(), torch.__version__, flush=True)
+    compile_all(options.seconds / 2)
+    check()
+    print(f"checked after {time.time() - start:.0f} s", flush=True)
+    folder = Path(os.environ.get("OUT", "."))
+    with (folder / "int4.jsonl").open("w") as out:
+        for number, name in enumerate(options.shapes, 1):
+            now = time.time()
+            share = (start + options.seconds - now) / (len(options.shapes) - number + 1)
+            bench(name, options.rows, now + share, out)
+
+
+if __name__ == "__main__":
+    main()
