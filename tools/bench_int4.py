@@ -255,7 +255,7 @@ def bench(name: str, counts: list[int], deadline: float, out: Any) -> None:
         for tile in tiles_for(rows, n, k, processors) if rows <= 512 else ():
             sweep[tile] = timed([partial(int4_linear_triton, x, w, silu=silu, tile=tile) for w in copies])
         found |= {str(tuple(tile)): us for tile, us in sweep.items()}
-        chosen = choose_int4_tile(rows, n, k, processors)
+        chosen = choose_int4_tile(rows, first, processors)
         line = f"{name:8}{rows:5} rows: bf16 {found['bf16']:7.1f} us, dequantised {found['dequantise']:7.1f}"
         gemvs = {shape: found[str(tuple(shape))] for shape in GEMVS if str(tuple(shape)) in found}
         if gemvs:

@@ -1,7 +1,7 @@
 """The product of one row, or a few, with a weight of 4 bits, fused with residual, norm and activation.
 
-As `gemv.py`, it is limited by reading the weight: a code becomes a float with one instruction for its bits and
-one for its zero point. Owns no weight.
+As `gemv.py`, it is limited by reading the weight: a code becomes a float with one instruction for its bits
+and one for its zero point. Owns no weight.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def _added(
     J: tl.constexpr,
     DTYPE: tl.constexpr,
 ) -> tl.tensor:
-    """total + (codes J - zero points) * x for words [n, blocks, _PAIRS], without scales. pair: [n, blocks]."""
+    """total + (codes J - zero points) * x for words [n, blocks, _PAIRS], without scales. pair: [n, blocks]"""
     base: tl.constexpr = 128.0 if tl.bfloat16 == DTYPE else 1024.0
     zero = (-zero_of(pair, DTYPE).to(tl.float32) - base)[:, :, None]
     words = words >> (4 * J)

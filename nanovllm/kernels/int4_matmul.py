@@ -195,7 +195,7 @@ def int4_linear_triton(
     out = x.new_empty(rows, n // 2 if silu else n) if residual is None else residual
     if rows == 0:
         return out
-    tile = tile or choose_int4_tile(rows, n, weight.k, multiprocessors(x.device)) or _LARGE
+    tile = tile or choose_int4_tile(rows, weight, multiprocessors(x.device)) or _LARGE
     parts = x.new_empty((tile.split, rows, n), dtype=torch.float32) if tile.split > 1 else None
     product = parts if parts is not None else x.new_empty(rows, n) if silu else out
     x = x if is_aligned(x) else x.contiguous()
@@ -265,22 +265,28 @@ def int4_linear(
     residual: torch.Tensor | None = None,
     *,
     silu: bool = False,
+    tile: Int4Tile | None = None,
 ) -> torch.Tensor:
     """x @ weight^T + bias + residual, [T, N], or with `silu` `silu_and_mul` of the product, [T, N / 2].
 
-    x: [T, K] of the dtype of the weight's scales, float16 or bfloat16. bias: [N]. residual: [T, N] contiguous;
-    the result overwrites it. Only with a tile that neither splits the sum nor scales after it are a row's bits those of
-    `linear` with the dequantised weight, and independent of the other rows.
+    x: [T, K] of the dtype of the weight's scales, float16 or bfloat16. bias: [N]. residual: [T, N]
+    contiguous; the result overwrites it. tile: by default that of `choose_int4_tile`. A row's bits are those
+    of `linear` with the dequantised weight, and independent of other rows, only with a tile that neither
+    splits the sum nor scales after it.
     """
-    op = int4_linear_triton if x.is_cuda or INTERPRET else int4_linear_reference
-    return op(x, weight, bias, residual, silu=silu)
+    if x.is_cuda or INTERPRET:
+        return int4_linear_triton(x, weight, bias, residual, silu=silu, tile=tile)
+    return int4_linear_reference(x, weight, bias, residual, silu=silu)
 
 
 _LARGE = Int4Tile(128, 128, warps=8, stages=4)  # of products that `choose_int4_tile` would dequantise
 
 
-def choose_int4_tile(rows: int, n: int, k: int, processors: int) -> Int4Tile | None:
-    """The fastest tile for x [rows, k] and a weight [n, k]; None: dequantise, then multiply.
+def choose_int4_tile(
+    rows: int, weight: Int4Weight, processors: int, deterministic: bool = False
+) -> Int4Tile | None:
+    """The fastest tile for x [rows, K] and a weight; None: dequantise it, then multiply. `deterministic`:
+    only tiles with the bits of `linear`.
 
     Not measured yet.
     """
@@ -289,6 +295,9 @@ def choose_int4_tile(rows: int, n: int, k: int, processors: int) -> Int4Tile | N
     if rows > 64:
         return Int4Tile(64 if rows <= 128 else 128, 128, more=32 if 64 < rows <= 96 else 0, warps=8, stages=4)
     height = max(16, next_power_of_2(rows))
-    tiles = -(-n // 64)
-    split = max(1, min(2 * processors // tiles, -(-k // BLOCK) // 4, 8))
-    return Int4Tile(height, 64, stages=5, split=split, after=rows <= 16)
+    if deterministic:
+        return Int4Tile(height, 64, stages=4)
+    tiles = -(-weight.n // 64)
+    split = max(1, min(2 * processors // tiles, len(weight.words) // 4, 8))
+    after = rows <= 16 and weight.group % BLOCK == 0
+    return Int4Tile(height, 64, stages=4, split=split, after=after)

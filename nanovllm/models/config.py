@@ -13,6 +13,7 @@ from nanovllm.attention.base import AttentionSpec
 from nanovllm.attention.rotary import RopeConfig
 from nanovllm.kernels.activation import Activation
 from nanovllm.layers.linear import can_split_heads
+from nanovllm.quantization.int4_configs import from_awq, from_compressed_tensors, from_gptq
 from nanovllm.quantization.unquantized import QuantConfig
 
 _SUPPORTED_DTYPES = ("float32", "bfloat16", "float16")
@@ -39,7 +40,11 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 
 # The quantisation for each `quant_method` of config.json's quantization_config, which it is made from.
-QUANTIZATIONS: dict[str, Callable[[Mapping[str, Any]], QuantConfig]] = {}
+QUANTIZATIONS: dict[str, Callable[[Mapping[str, Any]], QuantConfig]] = {
+    "awq": from_awq,
+    "gptq": from_gptq,
+    "compressed-tensors": from_compressed_tensors,
+}
 
 
 @dataclass(frozen=True)
@@ -305,8 +310,9 @@ def _quant_config(hf: HFConfig) -> QuantConfig:
     if not isinstance(stated, dict) or not isinstance(method, str) or method not in QUANTIZATIONS:
         raise ValueError(
             f"config.json: the weights are quantised (quantization_config: quant_method {method!r}), and "
-            "quantised checkpoints are not supported; use the model's bfloat16, float16 or float32 "
-            "checkpoint, on the hub usually the one without a suffix such as AWQ, GPTQ, FP8 or bnb-4bit"
+            f"this is not supported; supported: {', '.join(sorted(QUANTIZATIONS))}. Or use the model's "
+            "bfloat16, float16 or float32 checkpoint, on the hub usually the one without a suffix such as "
+            "FP8 or bnb-4bit"
         )
     return QUANTIZATIONS[method](stated)
 

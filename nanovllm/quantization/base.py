@@ -87,6 +87,10 @@ class WeightShard:
         name = source.get_dtype()
         return None if _FILE_DTYPES.get(name) in self.dtypes else name
 
+    def wrong_value(self, source: WeightSource) -> str | None:
+        """A value of `source` that it must not have, for an error. Floats may have all."""
+        return None
+
     def place(self, parameter: torch.Tensor) -> torch.Tensor:
         """The part of `parameter` that this shard fills, as a view."""
         return parameter.narrow(self.dim, self.offset, self.length)

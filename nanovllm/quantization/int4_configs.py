@@ -1,0 +1,166 @@
+"""Int4Config: which weights of a checkpoint are in 4 bits, read from config.json's quantization_config.
+
+One function for each `quant_method`, which refuses what `int4_formats` cannot read. Opens no file.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from nanovllm.quantization.base import Kind, LinearMethod
+from nanovllm.quantization.int4 import Int4LinearMethod
+from nanovllm.quantization.int4_formats import Int4Format, awq, gptq, pack_quantized
+from nanovllm.quantization.unquantized import QuantConfig
+
+_GROUPS = (32, 64, 128, -1)
+_KEY = "config.json: quantization_config"
+
+
+@dataclass(frozen=True)
+class Int4Config(QuantConfig):
+    """Linear layers are in 4 bits, except those whose names match one of `skipped`."""
+
+    format: Int4Format
+    skipped: tuple[str, ...] = ()  # regular expressions, found anywhere in a module's name
+    targets: tuple[str, ...] = ("",)  # the same, for those that are not skipped
+    head: bool = False  # whether the LM head is a linear layer of these
+    packs: bool = True  # whether a device can read 4 bits
+
+    def method(self, path: str, kind: Kind) -> LinearMethod:
+        mine = kind == "linear" or (kind in ("lm_head", "tied_embedding") and self.head)
+        name = "lm_head" if kind == "tied_embedding" else path
+        if not mine or _matches(self.skipped, name) or not _matches(self.targets, name):
+            return super().method(path, kind)
+        if kind == "tied_embedding":
+            raise ValueError(
+                f"{_KEY} quantises lm_head, which is also the embedding (tie_word_embeddings); a quantised "
+                "embedding is not supported"
+            )
+        return Int4LinearMethod(self.format, self.packs)
+
+    def on(self, capability: tuple[int, int]) -> QuantConfig:
+        """The same for devices of this CUDA compute capability, (0, 0) for a CPU, where weights are
+        dequantised."""
+        return replace(self, packs=capability >= (8, 0))
+
+    @property
+    def note(self) -> str | None:
+        """What a user should know of it at a start."""
+        if self.packs:
+            return None
+        return f"{self.format.name} weights are dequantised, because this device has no product for 4 bits"
+
+
+def _matches(patterns: tuple[str, ...], name: str) -> bool:
+    return any(re.search(pattern, name) for pattern in patterns)
+
+
+def from_awq(stated: Mapping[str, Any]) -> QuantConfig:
+    """quant_method "awq", as AutoAWQ writes it. ValueError for what is not supported."""
+    _one_of(stated, "bits", 4, w_bit=True)
+    _one_of(stated, "version", "gemm", default="gemm")
+    group = _one_of(stated, "group_size", *_GROUPS, default=128)
+    zero_point = _one_of(stated, "zero_point", True, False, default=True)
+    skipped = _strings(stated, "modules_to_not_convert")
+    return Int4Config(awq(group, zero_point), tuple(re.escape(name) for name in skipped))
+
+
+def from_gptq(stated: Mapping[str, Any]) -> QuantConfig:
+    """quant_method "gptq", as AutoGPTQ and GPTQModel write it. ValueError for what is not supported."""
+    _one_of(stated, "bits", 4)
+    group = _one_of(stated, "group_size", *_GROUPS, default=128)
+    sorts = _one_of(stated, "desc_act", False, True, default=False)
+    _one_of(stated, "sym", True, False, default=True)
+    key = "format" if stated.get("checkpoint_format") is None else "checkpoint_format"
+    written = _one_of(stated, key, "gptq", "gptq_v2", default="gptq")
+    _one_of(stated, "pack_dtype", "int32", default="int32")
+    _one_of(stated, "is_marlin_format", False, default=False)
+    if stated.get("dynamic"):
+        raise ValueError(
+            f"{_KEY}: dynamic {stated['dynamic']!r} gives modules settings of their own, which is not "
+            "supported; supported: the same bits and group_size for all"
+        )
+    head = _one_of(stated, "lm_head", False, True, default=False)
+    return Int4Config(gptq(group, sorts, 2 if written == "gptq_v2" else 1), head=head)
+
+
+def from_compressed_tensors(stated: Mapping[str, Any]) -> QuantConfig:
+    """quant_method "compressed-tensors" with format "pack-quantized" and weights of 4 bits (W4A16).
+
+    ValueError for what is not supported.
+    """
+    _one_of(stated, "format", "pack-quantized")
+    _one_of(stated, "quantization_status", "compressed", default="compressed")
+    for key in ("kv_cache_scheme", "sparsity_config", "transform_config"):
+        if stated.get(key):
+            raise ValueError(f"{_KEY}: {key} {stated[key]!r} is not supported; supported: none")
+    groups = stated.get("config_groups")
+    if not isinstance(groups, dict) or not groups or not all(isinstance(g, dict) for g in groups.values()):
+        raise ValueError(f"{_KEY}: config_groups must be an object of objects, not {groups!r}")
+    formats, targets = set(), []
+    for group in groups.values():
+        for key in ("input_activations", "output_activations"):
+            if group.get(key) is not None:
+                raise ValueError(
+                    f"{_KEY}: {key} {group[key]!r} is not supported with 4 bits; supported: null"
+                )
+        _one_of(group, "format", "pack-quantized", default="pack-quantized")
+        formats.add(_pack_quantized(group.get("weights")))
+        targets += _strings(group, "targets")
+    if len(formats) > 1:
+        raise ValueError(f"{_KEY}: config_groups differ in their weights; supported: the same for all")
+    skipped = tuple(map(_pattern, _strings(stated, "ignore")))
+    found = tuple("" if name == "Linear" else _pattern(name) for name in targets)
+    return Int4Config(formats.pop(), skipped, found, head=True)
+
+
+def _pack_quantized(weights: Any) -> Int4Format:
+    if not isinstance(weights, dict):
+        raise ValueError(f"{_KEY}: weights must be an object, not {weights!r}")
+    _one_of(weights, "num_bits", 4)
+    _one_of(weights, "type", "int", default="int")
+    _one_of(weights, "dynamic", False, default=False)
+    strategy = _one_of(weights, "strategy", "group", "channel")
+    group = _one_of(weights, "group_size", *_GROUPS) if strategy == "group" else -1
+    symmetric = _one_of(weights, "symmetric", True, False, default=True)
+    order = _one_of(weights, "actorder", "weight", "static", "group", "dynamic", False, default=False)
+    return pack_quantized(group, not symmetric, order in ("group", "dynamic"))
+
+
+def _pattern(name: str) -> str:
+    """A name, or a regular expression after "re:", of compressed-tensors."""
+    if not name.startswith("re:"):
+        return f"^{re.escape(name)}$"
+    try:
+        re.compile(name[3:])
+    except re.error as error:
+        raise ValueError(f"{_KEY}: {name!r} is no regular expression: {error}") from None
+    return f"^(?:{name[3:]})"
+
+
+def _one_of(
+    stated: Mapping[str, Any], key: str, *values: Any, default: Any = None, w_bit: bool = False
+) -> Any:
+    """The value of a key, which must be one of `values`; null or missing means `default`."""
+    value = stated.get(key)
+    if value is None and w_bit:
+        key, value = "w_bit", stated.get("w_bit")
+    value = default if value is None else value
+    if isinstance(value, str):
+        value = value.lower()
+    if not any(type(value) is type(each) and value == each for each in values):
+        supported = ", ".join(map(repr, values))
+        raise ValueError(f"{_KEY}: {key} {value!r} is not supported; supported: {supported}")
+    return value
+
+
+def _strings(stated: Mapping[str, Any], key: str) -> list[str]:
+    value = stated.get(key)
+    if value is None:
+        return []
+    if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+        raise ValueError(f"{_KEY}: {key} must be a list of names, not {value!r}")
+    return value
