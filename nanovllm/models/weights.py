@@ -54,6 +54,10 @@ class WeightChecker:
                 f"{name} is {is_}" for name, shard, tensor in both if (is_ := shard.wrong_dtype(tensor))
             ],
         }
+        if not any(problems.values()):
+            problems["with wrong values"] = [
+                f"{name} has {is_}" for name, shard, tensor in both if (is_ := shard.wrong_value(tensor))
+            ]
         found = [f"{len(names)} {kind}: {listing(names)}" for kind, names in problems.items() if names]
         if found:
             raise ModelLoadError(f"{folder}: the weights do not match {CONFIG_FILE}. " + ". ".join(found))
@@ -172,9 +176,6 @@ def load_weights(
                 f"{folder}: {TIED_HEAD} differs from {EMBEDDING}, but {CONFIG_FILE} says they are the same; "
                 "set tie_word_embeddings to false there to use both"
             )
-        for name, source in tensors.items():
-            if wrong := slots[name][1].wrong_value(source):
-                raise ModelLoadError(f"{folder}: {name} has {wrong}")
         for name, source in tensors.items():
             check()
             layer, shard = slots[name]

@@ -60,7 +60,7 @@ def _matches(patterns: tuple[str, ...], name: str) -> bool:
 
 def from_awq(stated: Mapping[str, Any]) -> QuantConfig:
     """quant_method "awq", as AutoAWQ writes it. ValueError for what is not supported."""
-    _one_of(stated, "bits", 4, w_bit=True)
+    _one_of(stated, "bits" if stated.get("w_bit") is None else "w_bit", 4)
     _one_of(stated, "version", "gemm", default="gemm")
     group = _one_of(stated, "group_size", *_GROUPS, default=128)
     zero_point = _one_of(stated, "zero_point", True, False, default=True)
@@ -100,34 +100,37 @@ def from_compressed_tensors(stated: Mapping[str, Any]) -> QuantConfig:
     groups = stated.get("config_groups")
     if not isinstance(groups, dict) or not groups or not all(isinstance(g, dict) for g in groups.values()):
         raise ValueError(f"{_KEY}: config_groups must be an object of objects, not {groups!r}")
-    formats, targets = set(), []
-    for group in groups.values():
-        for key in ("input_activations", "output_activations"):
-            if group.get(key) is not None:
-                raise ValueError(
-                    f"{_KEY}: {key} {group[key]!r} is not supported with 4 bits; supported: null"
-                )
+    quants, targets = set(), []
+    for name, group in groups.items():
+        if group.get("output_activations") is not None:
+            raise ValueError(f"{_KEY}: {name}: output_activations are not supported")
         _one_of(group, "format", "pack-quantized", default="pack-quantized")
-        formats.add(_pack_quantized(group.get("weights")))
+        weights, inputs = (group.get(key) or {} for key in ("weights", "input_activations"))
+        quants.add(pack_quantized_config(f"{_KEY}: {name}", weights, inputs))
         targets += _strings(group, "targets")
-    if len(formats) > 1:
+    if len(quants) > 1:
         raise ValueError(f"{_KEY}: config_groups differ in their weights; supported: the same for all")
     skipped = tuple(map(_pattern, _strings(stated, "ignore")))
     found = tuple("" if name == "Linear" else _pattern(name) for name in targets)
-    return Int4Config(formats.pop(), skipped, found, head=True)
+    return replace(quants.pop(), skipped=skipped, targets=found, head=True)
 
 
-def _pack_quantized(weights: Any) -> Int4Format:
-    if not isinstance(weights, dict):
-        raise ValueError(f"{_KEY}: weights must be an object, not {weights!r}")
-    _one_of(weights, "num_bits", 4)
-    _one_of(weights, "type", "int", default="int")
-    _one_of(weights, "dynamic", False, default=False)
-    strategy = _one_of(weights, "strategy", "group", "channel")
-    group = _one_of(weights, "group_size", *_GROUPS) if strategy == "group" else -1
-    symmetric = _one_of(weights, "symmetric", True, False, default=True)
-    order = _one_of(weights, "actorder", "weight", "static", "group", "dynamic", False, default=False)
-    return pack_quantized(group, not symmetric, order in ("group", "dynamic"))
+def pack_quantized_config(where: str, weights: Mapping[str, Any], inputs: Mapping[str, Any]) -> Int4Config:
+    """What a group of compressed-tensors' config_groups with format "pack-quantized" states of its weights
+    and input_activations, for all linear layers. `where` is for errors. ValueError for what is not supported.
+    """
+    if not isinstance(weights, dict) or inputs:
+        wrong = f"input_activations {inputs!r}" if inputs else f"weights {weights!r}"
+        raise ValueError(f"{where}: {wrong} is not supported with 4 bits; supported: weights of 4 bits only")
+    _one_of(weights, "num_bits", 4, where=where)
+    _one_of(weights, "type", "int", default="int", where=where)
+    _one_of(weights, "dynamic", False, default=False, where=where)
+    strategy = _one_of(weights, "strategy", "group", "channel", where=where)
+    group = _one_of(weights, "group_size", *_GROUPS, where=where) if strategy == "group" else -1
+    symmetric = _one_of(weights, "symmetric", True, False, default=True, where=where)
+    orders = ("weight", "static", "group", "dynamic", False)
+    order = _one_of(weights, "actorder", *orders, default=False, where=where)
+    return Int4Config(pack_quantized(group, not symmetric, order in ("group", "dynamic")))
 
 
 def _pattern(name: str) -> str:
@@ -141,19 +144,14 @@ def _pattern(name: str) -> str:
     return f"^(?:{name[3:]})"
 
 
-def _one_of(
-    stated: Mapping[str, Any], key: str, *values: Any, default: Any = None, w_bit: bool = False
-) -> Any:
+def _one_of(stated: Mapping[str, Any], key: str, *values: Any, default: Any = None, where: str = _KEY) -> Any:
     """The value of a key, which must be one of `values`; null or missing means `default`."""
-    value = stated.get(key)
-    if value is None and w_bit:
-        key, value = "w_bit", stated.get("w_bit")
-    value = default if value is None else value
+    value = default if stated.get(key) is None else stated[key]
     if isinstance(value, str):
         value = value.lower()
     if not any(type(value) is type(each) and value == each for each in values):
         supported = ", ".join(map(repr, values))
-        raise ValueError(f"{_KEY}: {key} {value!r} is not supported; supported: {supported}")
+        raise ValueError(f"{where}: {key} {value!r} is not supported; supported: {supported}")
     return value
 
 
