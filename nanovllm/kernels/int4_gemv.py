@@ -21,11 +21,17 @@ _PAIRS = BLOCK // 8  # int32 words of a row of the weight in a block: of 4 pairs
 
 
 class GemvShape(NamedTuple):
-    """What a program computes at once, and compile options. Not measured yet."""
+    """What a program computes at once, and compile options."""
 
-    columns: int = 4  # outputs
-    blocks: int = 32  # blocks of the weight; all of them with a norm
+    columns: int  # outputs
+    blocks: int = 32  # blocks of the weight; all of them with a norm or residual
     warps: int = 4
+
+
+def choose_gemv_shape(blocks: int, silu: bool) -> GemvShape:
+    """The fastest shape for a weight of so many blocks. Not measured yet."""
+    columns = 2 if silu else 4  # of twice as many rows of the weight
+    return GemvShape(max(1, columns * 32 // max(blocks, 32)))
 
 
 @jit()
@@ -289,9 +295,10 @@ def int4_gemv_triton(
     if rows == 0:
         return out, total
     assert x.shape[1] == weight.k and (residual is None or residual.is_contiguous())
-    shape = shape or GemvShape()
     blocks = next_power_of_2(len(weight.words))
-    blocks = min(shape.blocks, blocks) if norm_weight is None and residual is None else blocks
+    whole = norm_weight is not None or residual is not None
+    shape = shape or choose_gemv_shape(blocks if whole else 1, silu)
+    blocks = blocks if whole else min(shape.blocks, blocks)
     _int4_gemv_kernel[(rows * -(-n // shape.columns),)](
         as_pairs(x),
         None if residual is None else as_pairs(residual),

@@ -107,8 +107,11 @@ CASES: dict[str, tuple[Callable[[Path], object], list[str]]] = {
             "it has model-Q4_K_M.gguf, which is not read: pass the safetensors checkpoint",
         ],
     ),
-    "AWQ": (quantised(quant_method="awq", bits=4), ["quant_method 'awq'", "not supported", QUANTISED]),
-    "GPTQ": (quantised(quant_method="gptq", bits=4), ["quant_method 'gptq'", "not supported", QUANTISED]),
+    "AWQ": (
+        quantised(quant_method="awq", bits=4, version="gemv"),
+        ["version 'gemv' is not supported; supported: 'gemm'"],
+    ),
+    "GPTQ": (quantised(quant_method="gptq", bits=8), ["bits 8 is not supported; supported: 4"]),
     "FP8": (quantised(quant_method="fp8"), ["quant_method 'fp8'", "not supported", QUANTISED]),
     "bitsandbytes": (
         quantised(quant_method="bitsandbytes", load_in_4bit=True),

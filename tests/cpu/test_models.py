@@ -251,7 +251,7 @@ def test_eos_ids_of_both_files(tmp_path: Path) -> None:
         ({"rope_parameters": {"full_attention": {}}}, "one set of rope parameters for all layers"),
         ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor 0\.5"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported; supported: 'silu'"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantised checkpoints are not supported"),
+        ({"quantization_config": {"quant_method": "bitsandbytes"}}, "this is not supported; supported: awq,"),
         ({"layer_types": ["linear_attention"] * 2}, "linear_attention"),
         ({"dtype": "float8_e4m3fn"}, "dtype 'float8_e4m3fn' is not supported; supported: float32, bf"),
         ({"hidden_size": "32"}, "hidden_size must be a positive integer, not '32'"),
