@@ -40,7 +40,7 @@ SHAPES = {  # name: outputs, inputs, whether SiLU follows
     "gate_up": (24576, 4096, True),
     "down": (4096, 12288, False),
 }
-ROWS = (1, 2, 4, 8, 16, 32, 64, 96, 131, 192, 256, 512, 4096)
+ROWS = (1, 16, 64, 256, 32, 131, 96, 192, 2, 4, 8, 512, 4096)  # what matters most comes first
 STAGES = {16: (4, 8), 32: (4, 6), 64: (3, 5), 96: (3,), 128: (3, 4), 160: (3,), 192: (3,), 256: (2, 3)}
 HEIGHTS = ((16, 0), (32, 0), (64, 0), (64, 32), (128, 0), (128, 32), (128, 64), (256, 0))
 SPLITS = (1, 2, 3, 4, 6, 8)
@@ -121,51 +121,38 @@ def compile_all(seconds: float) -> None:
 
 
 def check() -> None:
-    """Every kernel against its reference at odd shapes; prints what differs."""
+    """Every tile without and some with bias and residual, and the other kernels; prints what differs."""
     wrong = 0
-    for dtype, (n, k, group) in product(
-        (torch.bfloat16, torch.float16), ((200, 416, 32), (328, 704, 64), (1000, 1152, 128), (136, 640, 640))
+    weight = random_weight(1008, 1152, 128, torch.bfloat16)
+    x = torch.randn(97, 1152, device=GPU).bfloat16()
+    wanted = int4_linear_reference(x, weight)
+    for tile in tiles():
+        for rows in (3, 97):
+            each = partial(int4_linear_triton, x[:rows], weight, tile=tile._replace(split=1 + rows % 2))
+            wrong += report(f"{rows} rows, {tile}", each, wanted[:rows])
+    for dtype, (n, k, group) in (
+        (torch.bfloat16, (200, 416, 32)),
+        (torch.float16, (328, 704, 64)),
+        (torch.bfloat16, (136, 640, 640)),
     ):
         weight = random_weight(n, k, group, dtype)
         exact = dequantise_reference(weight.words, weight, dtype)
-        wrong += report(
-            "dequantise", torch.equal(dequantise(weight.words, weight, dtype), exact), weight, dtype
-        )
+        what = f"n {n}, k {k}, group {group}, {dtype}"
+        wrong += report(f"dequantise, {what}", partial(dequantise, weight.words, weight, dtype), exact)
         bias = torch.randn(n, device=GPU).to(dtype)
-        for rows in (1, 3, 97, 256):
+        for rows, tile in ((3, None), (97, Int4Tile(64, 64, stages=3)), (256, Int4Tile(128, 128, 0, 8, 3))):
             x = torch.randn(rows, k, device=GPU).to(dtype)
             residual = torch.randn(rows, n, device=GPU).to(dtype)
-            for silu in (False, True):
-                wanted = int4_linear_reference(x, weight, bias, None if silu else residual.clone(), silu=silu)
-                for tile in (
-                    *(Int4Tile(r, 64, m, stages=3) for r, m in HEIGHTS[:-1]),
-                    *(Int4Tile(r, 128, m, 8, 3) for r, m in HEIGHTS),
-                    *(Int4Tile(r, 64, m, stages=3, split=3, tma=False) for r, m in HEIGHTS[:2]),
-                    *(Int4Tile(r, 64, stages=4, after=True) for r in (16, 64) if group >= 128),
-                    None,
-                ):
-                    try:
-                        place = None if silu else residual.clone()
-                        out = int4_linear_triton(x, weight, bias, place, silu=silu, tile=tile)
-                        same = near(out, wanted)
-                    except Exception as error:
-                        same = False
-                        print(type(error).__name__, str(error)[:200])
-                    wrong += report(f"{rows} rows, silu {silu}, {tile}", same, weight, dtype)
-        for rows in (1, 2):
-            x = torch.randn(rows, k, device=GPU).to(dtype)
-            more = {"residual": torch.randn(rows, k, device=GPU).to(dtype), "eps": 1e-6}
-            more["norm_weight"] = torch.randn(k, device=GPU).to(dtype)
-            for options in ({}, more, more | {"silu": True}):
-                try:
-                    got, wanted_pair = (
-                        each(x, weight, bias, **options) for each in (int4_gemv_triton, int4_gemv_reference)
-                    )
-                    same = near(got[0], wanted_pair[0]) and torch.equal(got[1], wanted_pair[1])
-                except Exception as error:
-                    same = False
-                    print(type(error).__name__, str(error)[:200])
-                wrong += report(f"gemv of {rows} rows, {list(options)}", same, weight, dtype)
+            each = partial(int4_linear_triton, x, weight, bias, residual.clone(), tile=tile)
+            wrong += report(
+                f"{rows} rows, {tile}, {what}", each, int4_linear_reference(x, weight, bias, residual)
+            )
+        more: dict[str, Any] = {"residual": torch.randn(1, k, device=GPU).to(dtype), "eps": 1e-6}
+        more |= {"norm_weight": torch.randn(k, device=GPU).to(dtype), "silu": True}
+        gemv_wanted = int4_gemv_reference(x[:1], weight, bias, **more)[0]
+        wrong += report(
+            f"gemv, {what}", lambda: int4_gemv_triton(x[:1], weight, bias, **more)[0], gemv_wanted
+        )  # noqa: B023
     print("all kernels agree with their references" if not wrong else f"{wrong} CHECKS FAILED", flush=True)
 
 
@@ -176,9 +163,15 @@ def near(out: torch.Tensor, wanted: torch.Tensor) -> bool:
     )
 
 
-def report(what: str, same: bool, weight: Int4Weight, dtype: torch.dtype) -> int:
+def report(what: str, kernel: Callable[[], torch.Tensor], wanted: torch.Tensor) -> bool:
+    """Whether a kernel fails or differs."""
+    try:
+        same = near(kernel(), wanted)
+    except Exception as error:
+        print(f"{what}: {type(error).__name__}: {str(error)[:200]}", flush=True)
+        return True
     if not same:
-        print(f"WRONG: {what}, n {weight.n}, k {weight.k}, group {weight.group}, {dtype}", flush=True)
+        print(f"WRONG: {what}", flush=True)
     return not same
 
 
@@ -230,38 +223,42 @@ def dequantised(x: torch.Tensor, weight: Int4Weight, silu: bool) -> torch.Tensor
     return silu_and_mul(out) if silu else out
 
 
-def bench(name: str, counts: list[int], deadline: float, out: Any) -> None:
-    n, k, silu = SHAPES[name]
-    processors = multiprocessors(torch.device(GPU))
-    first = random_weight(n, k, 128, torch.bfloat16)
-    size = first.words.nbytes + first.scales.nbytes
-    copies = [Int4Weight(first.words.clone(), first.scales.clone(), k, 128) for _ in range(-(-COLD // size))]
-    dense = [torch.randn(n, k, device=GPU).bfloat16() for _ in range(max(2, COLD // (2 * n * k)))]
-    for rows in counts:
-        if time.time() > deadline:
-            print("out of time")
-            return
-        x = torch.randn(rows, k, device=GPU).bfloat16()
-        found: dict[str, float] = {}
-        found["bf16"] = timed(bf16_calls(dense, x, silu))
+class Bench:
+    """The products of one shape."""
 
+    def __init__(self, name: str, out: Any) -> None:
+        self.name, self.out = name, out
+        n, k, _ = SHAPES[name]
+        self.first = random_weight(n, k, 128, torch.bfloat16)
+        self.size = self.first.words.nbytes + self.first.scales.nbytes
+        self.copies = [
+            Int4Weight(self.first.words.clone(), self.first.scales.clone(), k, 128)
+            for _ in range(-(-COLD // self.size))
+        ]
+        self.dense = [torch.randn(n, k, device=GPU).bfloat16() for _ in range(max(2, COLD // (2 * n * k)))]
+
+    def run(self, rows: int) -> None:
+        """Time everything for x of so many rows, and print the best."""
+        name, copies, size = self.name, self.copies, self.size
+        n, k, silu = SHAPES[name]
+        processors = multiprocessors(torch.device(GPU))
+        x = torch.randn(rows, k, device=GPU).bfloat16()
+        found: dict[str, float] = {"bf16": timed(bf16_calls(self.dense, x, silu))}
         found["dequantise"] = timed([partial(dequantised, x, w, silu) for w in copies[:3]])
-        if rows <= 2:
-            for shape in GEMVS:
-                found[str(tuple(shape))] = timed(
-                    [partial(int4_gemv_triton, x, w, silu=silu, shape=shape) for w in copies]
-                )
+        for shape in GEMVS if rows <= 2 else ():
+            calls = [partial(int4_gemv_triton, x, w, silu=silu, shape=shape) for w in copies]
+            found[str(tuple(shape))] = timed(calls)
         sweep: dict[Int4Tile, float] = {}
         for tile in tiles_for(rows, n, k, processors) if rows <= 512 else ():
             sweep[tile] = timed([partial(int4_linear_triton, x, w, silu=silu, tile=tile) for w in copies])
         found |= {str(tuple(tile)): us for tile, us in sweep.items()}
-        chosen = choose_int4_tile(rows, first, processors)
         line = f"{name:8}{rows:5} rows: bf16 {found['bf16']:7.1f} us, dequantised {found['dequantise']:7.1f}"
         gemvs = {shape: found[str(tuple(shape))] for shape in GEMVS if str(tuple(shape)) in found}
         if gemvs:
             best = min(gemvs, key=lambda shape: gemvs[shape])
             line += f", gemv {gemvs[best]:6.1f} {tuple(best)}"
         if sweep:
+            chosen = choose_int4_tile(rows, self.first, processors)
             best_tile = min(sweep, key=lambda tile: sweep[tile])
             us = sweep[best_tile]
             line += f", tiles {us:6.1f} ({size / us / 1e6:.2f} TB/s, {2e-6 * rows * n * k / us:.0f} TFLOP/s) "
@@ -271,7 +268,8 @@ def bench(name: str, counts: list[int], deadline: float, out: Any) -> None:
             line += f", deterministic {exact[best_tile]:.1f} {tuple(best_tile)}"
             line += f", chosen {sweep.get(chosen, float('nan')) if chosen else found['dequantise']:.1f}"
         print(line, flush=True)
-        out.write(json.dumps({"shape": name, "rows": rows, "us": found}) + "\n")
+        self.out.write(json.dumps({"shape": name, "rows": rows, "us": found}) + "\n")
+        self.out.flush()
 
 
 @torch.inference_mode()
@@ -284,14 +282,17 @@ def main() -> None:
     start = time.time()
     print(torch.cuda.get_device_name(), torch.__version__, flush=True)
     compile_all(options.seconds / 2)
-    check()
-    print(f"checked after {time.time() - start:.0f} s", flush=True)
     folder = Path(os.environ.get("OUT", "."))
     with (folder / "int4.jsonl").open("w") as out:
-        for number, name in enumerate(options.shapes, 1):
-            now = time.time()
-            share = (start + options.seconds - now) / (len(options.shapes) - number + 1)
-            bench(name, options.rows, now + share, out)
+        benches = {name: Bench(name, out) for name in options.shapes}
+        for number, rows in enumerate(options.rows):
+            for bench in benches.values():
+                if time.time() - start < options.seconds:
+                    bench.run(rows)
+            if number == 0:
+                check()
+                print(f"checked after {time.time() - start:.0f} s", flush=True)
+    print(f"{time.time() - start:.0f} s", flush=True)
 
 
 if __name__ == "__main__":
