@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextvars import copy_context
-from functools import partial
+from functools import cache, partial
 from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
@@ -150,10 +150,14 @@ def check() -> None:
         more: dict[str, Any] = {"residual": torch.randn(1, k, device=GPU).to(dtype), "eps": 1e-6}
         more |= {"norm_weight": torch.randn(k, device=GPU).to(dtype), "silu": True}
         gemv_wanted = int4_gemv_reference(x[:1], weight, bias, **more)[0]
-        wrong += report(
-            f"gemv, {what}", lambda: int4_gemv_triton(x[:1], weight, bias, **more)[0], gemv_wanted
-        )  # noqa: B023
+        wrong += report(f"gemv, {what}", partial(gemv_product, x[:1], weight, bias, more), gemv_wanted)
     print("all kernels agree with their references" if not wrong else f"{wrong} CHECKS FAILED", flush=True)
+
+
+def gemv_product(
+    x: torch.Tensor, weight: Int4Weight, bias: torch.Tensor, options: dict[str, Any]
+) -> torch.Tensor:
+    return int4_gemv_triton(x, weight, bias, **options)[0]
 
 
 def near(out: torch.Tensor, wanted: torch.Tensor) -> bool:
@@ -175,6 +179,12 @@ def report(what: str, kernel: Callable[[], torch.Tensor], wanted: torch.Tensor) 
     return not same
 
 
+@cache
+def capture_stream() -> torch.cuda.Stream:
+    """One for all captures, because cuBLAS has memory for each stream."""
+    return torch.cuda.Stream()
+
+
 def microseconds(calls: list[Callable[[], Any]]) -> float:
     """The time of a call, within a graph of all of them."""
 
@@ -184,9 +194,14 @@ def microseconds(calls: list[Callable[[], Any]]) -> float:
             call()
 
     copy_context().run(run)
+    torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        copy_context().run(run)
+    with torch.cuda.stream(capture_stream()):  # not torch.cuda.graph, which collects garbage each time
+        graph.capture_begin()
+        try:
+            copy_context().run(run)
+        finally:
+            graph.capture_end()
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     times = []
     for _ in range(4):
