@@ -19,6 +19,7 @@ from nanovllm.kernels.compat import (
     multiprocessors,
     next_power_of_2,
     pdl_options,
+    shared_memory,
     tl,
 )
 from nanovllm.kernels.int4_layout import BLOCK, SUB, Int4Weight, dequantise_reference
@@ -232,7 +233,7 @@ def int4_linear_triton(
         TMA=tile.tma,
         DTYPE=triton_dtype(x.dtype),
         num_warps=tile.warps,
-        num_stages=tile.stages,
+        num_stages=_stages(tile, x.device),
         **pdl_options(x),
     )
     if parts is None:
@@ -253,6 +254,12 @@ def int4_linear_triton(
         **pdl_options(x),
     )
     return out
+
+
+def _stages(tile: Int4Tile, device: torch.device) -> int:
+    """As many of the tile's stages as fit into the device's shared memory."""
+    stage = 2 * tile.height * BLOCK + (2 * SUB + 4) * tile.columns
+    return max(1, min(tile.stages, (shared_memory(device) - 2048) // stage))
 
 
 def int4_linear_reference(
