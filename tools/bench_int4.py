@@ -127,7 +127,7 @@ def check() -> None:
     x = torch.randn(97, 1152, device=GPU).bfloat16()
     wanted = int4_linear_reference(x, weight)
     for tile in tiles():
-        for rows in (3, 97):
+        for rows in (4, 97):
             each = partial(int4_linear_triton, x[:rows], weight, tile=tile._replace(split=1 + rows % 2))
             wrong += report(f"{rows} rows, {tile}", each, wanted[:rows])
     for dtype, (n, k, group) in (
@@ -264,7 +264,9 @@ class Bench:
             calls = [partial(int4_gemv_triton, x, w, silu=silu, shape=shape) for w in copies]
             found[str(tuple(shape))] = timed(calls)
         sweep: dict[Int4Tile, float] = {}
-        for tile in tiles_for(rows, n, k, processors) if rows <= 512 else ():
+        chosen = choose_int4_tile(rows, self.first, processors)
+        some = {*tiles_for(rows, n, k, processors), *([chosen] if chosen else [])}
+        for tile in some if rows <= 512 else ():
             sweep[tile] = timed([partial(int4_linear_triton, x, w, silu=silu, tile=tile) for w in copies])
         found |= {str(tuple(tile)): us for tile, us in sweep.items()}
         line = f"{name:8}{rows:5} rows: bf16 {found['bf16']:7.1f} us, dequantised {found['dequantise']:7.1f}"
@@ -273,7 +275,6 @@ class Bench:
             best = min(gemvs, key=lambda shape: gemvs[shape])
             line += f", gemv {gemvs[best]:6.1f} {tuple(best)}"
         if sweep:
-            chosen = choose_int4_tile(rows, self.first, processors)
             best_tile = min(sweep, key=lambda tile: sweep[tile])
             us = sweep[best_tile]
             line += f", tiles {us:6.1f} ({size / us / 1e6:.2f} TB/s, {2e-6 * rows * n * k / us:.0f} TFLOP/s) "

@@ -162,7 +162,7 @@ def _finish_kernel(
     residual_ptr: tl.tensor,
     out_ptr: tl.tensor,
     num_rows: int,
-    N: tl.constexpr,
+    N: int,
     SPLIT: tl.constexpr,
     GATED: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -172,7 +172,7 @@ def _finish_kernel(
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < N
-    width: tl.constexpr = 2 * N if GATED else N
+    width = 2 * N if GATED else N
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     await_inputs(USE_PDL)
     total = tl.zeros((BLOCK,), dtype=tl.float32)
@@ -246,7 +246,7 @@ def int4_linear_triton(
         residual,
         out,
         rows,
-        N=n,
+        n,
         SPLIT=tile.split,
         GATED=silu,
         BLOCK=block,
