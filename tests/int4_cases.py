@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import torch
-from layer_cases import exact_rms_norm
 from tensors import F16, assert_near, randn
 
-from nanovllm.kernels.int4_gemv import GemvShape, int4_gemv_reference, int4_gemv_triton
 from nanovllm.kernels.int4_layout import (
     BLOCK,
     Int4Weight,
@@ -66,27 +64,3 @@ def check_product(
     assert int4_linear_triton(x, weight, bias, place, tile=tile) is place
     assert_near(place, wanted + residual.double())
     assert_near(int4_linear_triton(x, weight, bias, silu=True, tile=tile), gate * torch.sigmoid(gate) * up)
-
-
-def check_gemv(rows: int, n: int, k: int, group: int, dtype: torch.dtype, device: str, blocks: int) -> None:
-    """Every combination that a model uses."""
-    weight, exact = make_weight(2 * n, k, group, dtype, device)
-    x = randn(rows, 2 * k, dtype=dtype, device=device)[:, k:]
-    residual = randn(rows, k, dtype=dtype, device=device, seed=1)
-    norm_weight = randn(k, dtype=dtype, device=device, seed=2)
-    bias = randn(2 * n, dtype=dtype, device=device, seed=3)
-    with_norm = {"norm_weight": norm_weight, "eps": 1e-6}
-    for gemv, shape in (
-        (int4_gemv_triton, {"shape": GemvShape(8, blocks)}),
-        (int4_gemv_reference, {}),
-    ):
-        out, total = gemv(x, weight, bias, **shape)
-        assert_near(out, x.double() @ exact.T + bias.double())
-        assert torch.equal(total, x)
-        out, total = gemv(x, weight, residual=residual, **with_norm, **shape)
-        assert_near(total, x.double() + residual.double())
-        assert_near(out, exact_rms_norm(total, norm_weight, 1e-6) @ exact.T)
-        out, _ = gemv(x, weight, bias, silu=True, **with_norm, **shape)
-        wanted = exact_rms_norm(x, norm_weight, 1e-6) @ exact.T + bias.double()
-        gate, up = wanted.chunk(2, dim=1)
-        assert_near(out, gate * torch.sigmoid(gate) * up)

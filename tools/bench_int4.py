@@ -23,7 +23,6 @@ import torch
 
 from nanovllm.kernels.activation import silu_and_mul
 from nanovllm.kernels.compat import in_graph, multiprocessors
-from nanovllm.kernels.int4_gemv import GemvShape, int4_gemv_reference, int4_gemv_triton
 from nanovllm.kernels.int4_layout import Int4Weight, dequantise_reference, pack_codes, pack_scales
 from nanovllm.kernels.int4_matmul import (
     Int4Tile,
@@ -41,10 +40,9 @@ SHAPES = {  # name: outputs, inputs, whether SiLU follows
     "down": (4096, 12288, False),
 }
 ROWS = (1, 16, 64, 256, 32, 131, 96, 192, 2, 4, 8, 512, 4096)  # what matters most comes first
-STAGES = {16: (4, 8), 32: (4, 6), 64: (3, 5), 96: (3,), 128: (3, 4), 160: (3,), 192: (3,), 256: (2, 3)}
+STAGES = {16: (4, 8), 32: (4, 6), 64: (2, 3), 96: (2, 3), 128: (2, 3), 160: (2, 3), 192: (2, 3), 256: (2, 3)}
 HEIGHTS = ((16, 0), (32, 0), (64, 0), (64, 32), (128, 0), (128, 32), (128, 64), (256, 0))
 SPLITS = (1, 2, 3, 4, 6, 8)
-GEMVS = [GemvShape(*each) for each in product((1, 2, 4), (32,), (4, 8))]
 COLD = 160 * 2**20  # bytes of weights that a graph reads
 GPU = "cuda"
 
@@ -56,8 +54,6 @@ def tiles() -> Iterator[Int4Tile]:
             continue  # four warps have too few registers
         for number, stages in enumerate(STAGES[rows + more]):
             yield Int4Tile(rows, columns, more, warps, stages)
-            if rows + more <= 96:
-                yield Int4Tile(rows, columns, more, warps, stages, after=True)
             if not number:
                 yield Int4Tile(rows, columns, more, warps, stages, tma=False)
 
@@ -83,30 +79,21 @@ def random_weight(n: int, k: int, group: int, dtype: torch.dtype, device: str = 
     return Int4Weight(pack_codes(codes), pack_scales(scales.to(dtype), zeros), k, group)
 
 
-def compile_one(work: tuple[Any, ...]) -> str | None:
+def compile_one(tile: Int4Tile) -> str | None:
     """Compile a kernel in another process, for the cache of this one."""
-    kind, value, rows, dtype = work
+    dtype = torch.bfloat16
     try:
         with torch.inference_mode():
-            if kind == "tile":
-                small = random_weight(256, 1024, 128, dtype)
-                int4_linear_triton(torch.zeros(1, 1024, dtype=dtype, device=GPU), small, tile=value)
-            else:
-                n, k, silu = SHAPES[kind]
-                weight = Int4Weight.empty(n, k, 128, torch.device(GPU))
-                x = torch.zeros(rows, k, dtype=dtype, device=GPU)
-                int4_gemv_triton(x, weight, silu=silu, shape=value)
+            small = random_weight(256, 1024, 128, dtype)
+            int4_linear_triton(torch.zeros(1, 1024, dtype=dtype, device=GPU), small, tile=tile)
             torch.cuda.synchronize()
     except Exception as error:
-        return f"{kind} {value}: {type(error).__name__}: {str(error)[:300]}"
+        return f"{tile}: {type(error).__name__}: {str(error)[:300]}"
     return None
 
 
 def compile_all(seconds: float) -> None:
-    work: list[tuple[Any, ...]] = []
-    for tile in tiles():
-        work += [("tile", tile, 1, torch.bfloat16), ("tile", tile._replace(split=2), 1, torch.bfloat16)]
-    work += [(name, shape, rows, torch.bfloat16) for name in SHAPES for shape in GEMVS for rows in (1, 2)]
+    work = [tile._replace(split=split) for tile in tiles() for split in (1, 2)]
     workers = min(12, (os.cpu_count() or 2) - 1)
     start = time.time()
     pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"))
@@ -147,17 +134,7 @@ def check() -> None:
             wrong += report(
                 f"{rows} rows, {tile}, {what}", each, int4_linear_reference(x, weight, bias, residual)
             )
-        more: dict[str, Any] = {"residual": torch.randn(1, k, device=GPU).to(dtype), "eps": 1e-6}
-        more |= {"norm_weight": torch.randn(k, device=GPU).to(dtype), "silu": True}
-        gemv_wanted = int4_gemv_reference(x[:1], weight, bias, **more)[0]
-        wrong += report(f"gemv, {what}", partial(gemv_product, x[:1], weight, bias, more), gemv_wanted)
     print("all kernels agree with their references" if not wrong else f"{wrong} CHECKS FAILED", flush=True)
-
-
-def gemv_product(
-    x: torch.Tensor, weight: Int4Weight, bias: torch.Tensor, options: dict[str, Any]
-) -> torch.Tensor:
-    return int4_gemv_triton(x, weight, bias, **options)[0]
 
 
 def near(out: torch.Tensor, wanted: torch.Tensor) -> bool:
@@ -260,9 +237,6 @@ class Bench:
         x = torch.randn(rows, k, device=GPU).bfloat16()
         found: dict[str, float] = {"bf16": timed(bf16_calls(self.dense, x, silu))}
         found["dequantise"] = timed([partial(dequantised, x, w, silu) for w in copies[:3]])
-        for shape in GEMVS if rows <= 2 else ():
-            calls = [partial(int4_gemv_triton, x, w, silu=silu, shape=shape) for w in copies]
-            found[str(tuple(shape))] = timed(calls)
         sweep: dict[Int4Tile, float] = {}
         chosen = choose_int4_tile(rows, self.first, processors)
         some = {*tiles_for(rows, n, k, processors), *([chosen] if chosen else [])}
@@ -270,16 +244,12 @@ class Bench:
             sweep[tile] = timed([partial(int4_linear_triton, x, w, silu=silu, tile=tile) for w in copies])
         found |= {str(tuple(tile)): us for tile, us in sweep.items()}
         line = f"{name:8}{rows:5} rows: bf16 {found['bf16']:7.1f} us, dequantised {found['dequantise']:7.1f}"
-        gemvs = {shape: found[str(tuple(shape))] for shape in GEMVS if str(tuple(shape)) in found}
-        if gemvs:
-            best = min(gemvs, key=lambda shape: gemvs[shape])
-            line += f", gemv {gemvs[best]:6.1f} {tuple(best)}"
         if sweep:
             best_tile = min(sweep, key=lambda tile: sweep[tile])
             us = sweep[best_tile]
             line += f", tiles {us:6.1f} ({size / us / 1e6:.2f} TB/s, {2e-6 * rows * n * k / us:.0f} TFLOP/s) "
             line += f"{tuple(best_tile)}"
-            exact = {tile: us for tile, us in sweep.items() if tile.split == 1 and not tile.after}
+            exact = {tile: us for tile, us in sweep.items() if tile.split == 1}
             best_tile = min(exact, key=lambda tile: exact[tile])
             line += f", deterministic {exact[best_tile]:.1f} {tuple(best_tile)}"
             line += f", chosen {sweep.get(chosen, float('nan')) if chosen else found['dequantise']:.1f}"

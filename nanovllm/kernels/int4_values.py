@@ -83,13 +83,13 @@ def _scaled(values: tl.tensor, scale: tl.tensor, DTYPE: tl.constexpr) -> tl.tens
 
 
 @jit()
-def zero_of(pair: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
+def _zero_of(pair: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
     """The upper half of words of `Int4Weight.scales`: -(base + zero point)."""
     return (pair >> 16).to(tl.int16).to(DTYPE, bitcast=True)
 
 
 @jit()
-def scale_of(pair: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
+def _scale_of(pair: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
     """The lower half of words of `Int4Weight.scales`."""
     return pair.to(tl.int16).to(DTYPE, bitcast=True)
 
@@ -102,13 +102,12 @@ def tile_values(
     block: tl.tensor,
     N: tl.tensor,
     GROUP: tl.constexpr,
-    AFTER: tl.constexpr,
     DTYPE: tl.constexpr,
     BLOCK: tl.constexpr,
     SUB: tl.constexpr,
     columns: tl.tensor,
 ) -> tl.tensor:
-    """The values [n, BLOCK] of a block of words [n, SUB]; without their scales if AFTER."""
+    """The values [n, BLOCK] of a block of words [n, SUB]."""
     pair1 = pair
     pair2 = pair
     pair3 = pair
@@ -119,15 +118,14 @@ def tile_values(
         pair1 = tl.load(pairs + (4 * block + 1) * N, mask=columns < N, other=0)
         pair2 = tl.load(pairs + (4 * block + 2) * N, mask=columns < N, other=0)
         pair3 = tl.load(pairs + (4 * block + 3) * N, mask=columns < N, other=0)
-    first = _values(words, zero_of(pair, DTYPE), 0, DTYPE)
-    second = _values(words, zero_of(pair1, DTYPE), 1, DTYPE)
-    third = _values(words, zero_of(pair2, DTYPE), 2, DTYPE)
-    fourth = _values(words, zero_of(pair3, DTYPE), 3, DTYPE)
-    if not AFTER:
-        first = _scaled(first, scale_of(pair, DTYPE), DTYPE)
-        second = _scaled(second, scale_of(pair1, DTYPE), DTYPE)
-        third = _scaled(third, scale_of(pair2, DTYPE), DTYPE)
-        fourth = _scaled(fourth, scale_of(pair3, DTYPE), DTYPE)
+    first = _values(words, _zero_of(pair, DTYPE), 0, DTYPE)
+    second = _values(words, _zero_of(pair1, DTYPE), 1, DTYPE)
+    third = _values(words, _zero_of(pair2, DTYPE), 2, DTYPE)
+    fourth = _values(words, _zero_of(pair3, DTYPE), 3, DTYPE)
+    first = _scaled(first, _scale_of(pair, DTYPE), DTYPE)
+    second = _scaled(second, _scale_of(pair1, DTYPE), DTYPE)
+    third = _scaled(third, _scale_of(pair2, DTYPE), DTYPE)
+    fourth = _scaled(fourth, _scale_of(pair3, DTYPE), DTYPE)
     four = tl.join(tl.join(first, third), tl.join(second, fourth))
     return four.permute(0, 2, 3, 1).reshape(words.shape[0], BLOCK)
 
@@ -160,7 +158,7 @@ def _dequantise_kernel(
     await_inputs(USE_PDL)
     pairs = scales_ptr + rows
     pair = tl.load(pairs + block * BLOCK // GROUP * N, mask=rows < N, other=0)
-    values = tile_values(words, pair, pairs, block, N, GROUP, False, DTYPE, BLOCK, SUB, rows)
+    values = tile_values(words, pair, pairs, block, N, GROUP, DTYPE, BLOCK, SUB, rows)
     columns = block * BLOCK + tl.arange(0, BLOCK)
     out_ptrs = out_ptr + rows.to(tl.int64)[:, None] * K + columns[None, :]
     tl.store(out_ptrs, values, mask=exists & (columns < K)[None, :])

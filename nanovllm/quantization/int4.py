@@ -7,14 +7,12 @@ dequantised instead. Opens no file.
 from __future__ import annotations
 
 from math import gcd
-from typing import Any
 
 import torch
 from torch import nn
 
 from nanovllm.kernels.activation import Activation
 from nanovllm.kernels.compat import multiprocessors, use_triton
-from nanovllm.kernels.int4_gemv import int4_gemv, use_int4_gemv
 from nanovllm.kernels.int4_layout import (
     BLOCK,
     SUB,
@@ -33,8 +31,8 @@ _MIDDLE = 8  # the zero point of formats without zero points
 
 
 class Int4LinearMethod(LinearMethod):
-    """x @ weight^T of a weight that `format` reads: by `int4_gemv` for one row, by `int4_linear` for some,
-    else dequantised and multiplied.
+    """x @ weight^T of a weight that `format` reads: by `int4_linear`, or for many rows dequantised
+    and multiplied.
 
     The tensors of a module become its part of the weight when all of them are there, so an update must have
     all or none. Inputs whose groups are no neighbours are sorted by group, and x with them.
@@ -183,24 +181,16 @@ class Int4LinearMethod(LinearMethod):
             return self._dense.apply_to_normed(x, bias, activation)
         if activation not in (None, Activation.SILU):
             return super().apply_to_normed(x, bias, activation)
-        silu = activation is not None
-        if x.is_computed or self.order is not None or not self._one_row(x.x):
-            return self._product(x.tensor(), bias, silu=silu)
-        norm: dict[str, Any] = {"norm_weight": x.weight, "eps": x.eps, "residual": x.residual}
-        out, x.total = int4_gemv(x.x, self.weight, bias, silu=silu, **norm)
-        return out
+        return self._product(x.tensor(), bias, silu=activation is not None)
 
     def apply_and_add(
         self, x: torch.Tensor, residual: torch.Tensor, bias: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         if self._dense is not None:
             return self._dense.apply_and_add(x, residual, bias)
-        if not self.fuse or bias is not None or self._one_row(x):
+        if not self.fuse or bias is not None:
             return self.apply(x, bias), residual
         return self._product(x, None, residual), None
-
-    def _one_row(self, x: torch.Tensor) -> bool:
-        return not self.deterministic and use_int4_gemv(x)
 
     def _product(
         self,
@@ -213,8 +203,6 @@ class Int4LinearMethod(LinearMethod):
         weight, order = self.weight, self.order
         if order is not None:
             x = x.index_select(1, order)
-        if residual is None and self._one_row(x):
-            return int4_gemv(x, weight, bias, silu=silu)[0]
         if use_triton(x):
             processors = multiprocessors(x.device)
             tile = choose_int4_tile(len(x), weight, processors, self.deterministic)

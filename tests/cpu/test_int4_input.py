@@ -193,8 +193,8 @@ def test_dequantise_kernel(n: int, k: int, group: int, dtype: torch.dtype) -> No
     [
         (1, 70, 160, 32, F16, Int4Tile(16, 64)),
         (3, 70, 192, 64, BF16, Int4Tile(16, 64, split=2)),
-        (17, 70, 384, 128, F16, Int4Tile(16, 64, after=True, tma=False)),
-        (40, 136, 256, 256, BF16, Int4Tile(32, 64, more=16, split=3, after=True)),
+        (17, 70, 384, 128, F16, Int4Tile(16, 64, tma=False)),
+        (40, 136, 256, 256, BF16, Int4Tile(32, 64, more=16, split=3)),
         (97, 24, 288, 32, F16, Int4Tile(32, 128, more=16)),
         (5, 24, 128, 64, F16, None),
     ],
@@ -203,12 +203,3 @@ def test_product_kernel(
     rows: int, n: int, k: int, group: int, dtype: torch.dtype, tile: Int4Tile | None
 ) -> None:
     int4_cases.check_product(rows, n, k, group, dtype, "cpu", tile)
-
-
-@interpreted
-@pytest.mark.parametrize(
-    ("rows", "n", "k", "group", "dtype", "blocks"),
-    [(1, 12, 160, 32, F16, 1), (2, 9, 192, 64, BF16, 8), (1, 8, 640, 128, F16, 2)],
-)
-def test_gemv_kernel(rows: int, n: int, k: int, group: int, dtype: torch.dtype, blocks: int) -> None:
-    int4_cases.check_gemv(rows, n, k, group, dtype, "cpu", blocks)
