@@ -281,7 +281,7 @@ def int4_linear(
 
     x: [T, K] of the dtype of the weight's scales, float16 or bfloat16. bias: [N]. residual: [T, N]
     contiguous; the result overwrites it. tile: by default that of `choose_int4_tile`. With a tile that does
-    not split the sum, a row's bits are those of `linear` with the dequantised weight, whatever the other rows.
+    not split the sum, a row's bits are those of `linear` with the dequantised weight, in any batch.
     """
     if x.is_cuda or INTERPRET:
         return int4_linear_triton(x, weight, bias, residual, silu=silu, tile=tile)
