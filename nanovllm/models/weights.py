@@ -56,7 +56,7 @@ class WeightChecker:
             ],
         }
         if not any(problems.values()):
-            problems["not positive and finite"] = [
+            problems["with wrong values"] = [
                 f"{name} has {is_}" for name, shard, tensor in both if (is_ := shard.wrong_value(tensor))
             ]
         found = [f"{len(names)} {kind}: {listing(names)}" for kind, names in problems.items() if names]
@@ -116,7 +116,7 @@ class WeightChecker:
         if wrong := shard.wrong_shape(tensor):
             raise ValueError(f"{name} has shape {wrong}")
         if wrong := shard.wrong_value(tensor):
-            raise ValueError(f"{name} has {wrong}; scales are positive and finite")
+            raise ValueError(f"{name} has {wrong}")
 
 
 def _hashes(tensor: torch.Tensor) -> list[float]:
@@ -190,7 +190,10 @@ def load_weights(
         for name, source in tensors.items():
             check()
             layer, shard = slots[name]
-            layer.load(shard, source)
+            try:
+                layer.load(shard, source)
+            except ValueError as error:
+                raise ModelLoadError(f"{folder}: {name}: {error}") from None
     finish_loading(model)
 
 
@@ -207,19 +210,26 @@ def init_dummy_weights(
         if shard.scale:
             continue  # its weight, drawn in floats, is quantised
         dtype = layer.options.dtype if layer.options.dtype in shard.dtypes else torch.float32
+        if not any(each.is_floating_point for each in shard.dtypes):
+            dtype = shard.dtypes[0]
         whole = torch.empty(shard.shape, dtype=dtype, device=layer.options.device)
         if shard.dummy is not None:
             whole.fill_(shard.dummy)
+        elif not dtype.is_floating_point:
+            whole.random_(-(2**31), 2**31, generator=_generator(whole, name, seed))
         else:
-            generator = torch.Generator(whole.device).manual_seed(zlib.crc32(name.encode(), seed % 2**32))
-            whole.normal_(0.0, 0.02, generator=generator)
+            whole.normal_(0.0, 0.02, generator=_generator(whole, name, seed))
         layer.load(shard, whole)
     finish_loading(model)
 
 
+def _generator(tensor: torch.Tensor, name: str, seed: int) -> torch.Generator:
+    return torch.Generator(tensor.device).manual_seed(zlib.crc32(name.encode(), seed % 2**32))
+
+
 def check_dense(name: str, tensor: torch.Tensor) -> None:
-    """ValueError unless the tensor is whole, dense and of floats; a shard knows which floats it accepts."""
-    if not tensor.is_floating_point():
+    """ValueError unless the tensor is whole, dense and of numbers; a shard knows which dtypes it accepts."""
+    if not tensor.is_floating_point() and tensor.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"{name} is {tensor.dtype}; pass it as bfloat16, float16, float32 or float64")
     if tensor.is_meta or tensor.layout is not torch.strided or hasattr(tensor, "full_tensor"):
         raise ValueError(

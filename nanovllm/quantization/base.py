@@ -102,12 +102,12 @@ class WeightShard:
         return str(source.dtype) if isinstance(source, torch.Tensor) else source.get_dtype()
 
     def wrong_value(self, source: WeightSource) -> str | None:
-        """The first value of a scale that no scale may have, for an error."""
+        """The first value of a scale that no scale may have, for an error; other tensors may have all."""
         if not self.scale:
             return None
         values = source[...].float().flatten()
         wrong = values[~(values.isfinite() & (values > 0))]
-        return f"{wrong[0].item()}" if len(wrong) else None
+        return f"{wrong[0].item()}, which must be finite and above 0" if len(wrong) else None
 
     def place(self, parameter: torch.Tensor) -> torch.Tensor:
         """The part of `parameter` that this shard fills, as a view."""

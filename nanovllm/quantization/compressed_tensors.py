@@ -13,6 +13,7 @@ from typing import Any
 from nanovllm.quantization.base import ExpertsMethod, Kind, LinearMethod
 from nanovllm.quantization.fp8 import Fp8Config, check_choices
 from nanovllm.quantization.fp8_loading import Stored
+from nanovllm.quantization.int4_configs import pack_quantized_config
 from nanovllm.quantization.unquantized import QuantConfig
 
 _WHERE = "config.json: quantization_config"
@@ -138,4 +139,5 @@ def _fp8(where: str, weights: Mapping[str, Any], inputs: Mapping[str, Any]) -> Q
 _FORMATS: dict[str, Callable[[str, Mapping[str, Any], Mapping[str, Any]], QuantConfig]] = {
     "float-quantized": _fp8,
     "naive-quantized": _fp8,
+    "pack-quantized": pack_quantized_config,
 }

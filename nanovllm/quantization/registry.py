@@ -7,12 +7,15 @@ from typing import Any
 
 from nanovllm.quantization.compressed_tensors import CompressedTensorsConfig
 from nanovllm.quantization.fp8 import Fp8Config
+from nanovllm.quantization.int4_configs import from_awq, from_gptq
 from nanovllm.quantization.unquantized import QuantConfig
 
 # By the `quant_method` of config.json's quantization_config, which a quantisation is made from.
 QUANTIZATIONS: dict[str, Callable[[Mapping[str, Any]], QuantConfig]] = {
     "fp8": Fp8Config.of,
     "compressed-tensors": CompressedTensorsConfig.of,
+    "awq": from_awq,
+    "gptq": from_gptq,
 }
 # What the option `quantization` makes of a checkpoint without quantization_config.
 ON_THE_FLY: dict[str, QuantConfig] = {"fp8": Fp8Config(ignored=("gate", "shared_expert_gate"))}  # routers
@@ -43,7 +46,7 @@ def quant_config(stated: Any, asked: str | None) -> QuantConfig:
             f"config.json: the weights are quantised (quantization_config: quant_method {method!r}) in a way "
             f"that is not supported; supported: {supported_quantizations()}. Use such a checkpoint, or use "
             "the model's bfloat16, float16 or float32 checkpoint, on the hub usually the one without a "
-            "suffix such as AWQ, GPTQ, FP8 or bnb-4bit"
+            "suffix such as bnb-4bit"
         )
     if asked not in (None, method):
         raise ValueError(

@@ -233,10 +233,10 @@ def unquantised_weight(tensors: Tensors, name: str) -> None:
 
 
 BAD: list[tuple[Callable[[Tensors, str], None], str]] = [
-    (zeroed, "1 not positive and finite: {} has 0.0"),
-    (negative, "1 not positive and finite: {} has -"),
-    (nan, "1 not positive and finite: {} has nan"),
-    (infinite, "1 not positive and finite: {} has inf"),
+    (zeroed, "1 with wrong values: {} has 0.0"),
+    (negative, "1 with wrong values: {} has -"),
+    (nan, "1 with wrong values: {} has nan"),
+    (infinite, "1 with wrong values: {} has inf"),
     (missing, "1 missing: {}"),
     (longer, r"1 wrong shape: {} is \(7, 1\), but the model needs"),
     (integers, "1 of a dtype that does not fit its quantization_config: {} is I32"),
@@ -271,7 +271,7 @@ def test_scales_that_an_update_may_not_have(written: dict[str, Path], break_: An
     name = f"{DOWN}.weight_scale"
     break_(tensors, name)
     checker = WeightChecker(build(written["channel"]))
-    with pytest.raises(ValueError, match=f"{name} has .*; scales are positive and finite"):
+    with pytest.raises(ValueError, match=f"{name} has .*, which must be finite and above 0"):
         list(checker.accept(tensors.items()))
 
 

@@ -107,8 +107,11 @@ CASES: dict[str, tuple[Callable[[Path], object], list[str]]] = {
         gguf_folder,
         ["model-Q4_K_M.gguf: the file ends within its header; is it complete?"],
     ),
-    "AWQ": (quantised(quant_method="awq", bits=4), ["quant_method 'awq'", "not supported", QUANTISED]),
-    "GPTQ": (quantised(quant_method="gptq", bits=4), ["quant_method 'gptq'", "not supported", QUANTISED]),
+    "AWQ": (
+        quantised(quant_method="awq", bits=4, version="gemv"),
+        ["version 'gemv' is not supported; supported: 'gemm'"],
+    ),
+    "GPTQ": (quantised(quant_method="gptq", bits=8), ["bits 8 is not supported; supported: 4"]),
     "FP8 in other blocks": (
         quantised(quant_method="fp8", weight_block_size=[64, 64]),
         ["weight_block_size [64, 64] is not supported; supported: [128, 128]"],

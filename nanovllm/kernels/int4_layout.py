@@ -1,0 +1,74 @@
+"""Int4Weight: the one layout of weights with 4 bits, which all formats of files become, in plain torch.
+
+For tensor cores: a word holds 4 codes that are SUB columns apart, so that words [n, SUB] become 4 tiles
+[n, SUB] of the weight, and neighbours in a tile are neighbours in a register. Multiplies nothing.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+SUB = 32  # columns of the weight in a tile that one code of each word gives
+BLOCK = 4 * SUB  # columns of the weight in a block of words
+_BASE = {torch.bfloat16: 128, torch.float16: 1024}  # a float to whose last bits a code is added
+
+
+class Int4Weight(NamedTuple):
+    """A weight [n, k]. Column c of a block b of BLOCK columns is code c // SUB (4 bits, lowest first) of
+    words[b, :, c % SUB]. Past k, scales are 0."""
+
+    words: torch.Tensor  # [ceil(k / BLOCK), n, SUB] int16
+    scales: torch.Tensor  # [groups, n] int32: scale in the lower half, -(base + zero point) in the upper
+    k: int
+    group: int  # columns that share a scale: 32, 64 or a multiple of BLOCK
+
+    @property
+    def n(self) -> int:
+        return self.words.shape[1]
+
+    @classmethod
+    def empty(cls, n: int, k: int, group: int, device: torch.device) -> Int4Weight:
+        """Zeros."""
+        blocks = -(-k // BLOCK)
+        words = torch.zeros(blocks, n, SUB, dtype=torch.int16, device=device)
+        scales = torch.zeros(-(-blocks * BLOCK // group), n, dtype=torch.int32, device=device)
+        return cls(words, scales, k, group)
+
+
+def pack_codes(codes: torch.Tensor) -> torch.Tensor:
+    """codes [n, k] uint8 below 16 -> words [ceil(k / BLOCK), n, SUB] int16."""
+    n, k = codes.shape
+    codes = torch.nn.functional.pad(codes, (0, -k % BLOCK)).view(n, -1, BLOCK // SUB, SUB)
+    low, high = (codes[:, :, j] | codes[:, :, j + 1] << 4 for j in (0, 2))
+    return torch.stack([low, high], dim=-1).view(torch.int16).squeeze(-1).transpose(0, 1).contiguous()
+
+
+def unpack_codes(words: torch.Tensor, k: int) -> torch.Tensor:
+    """The inverse of `pack_codes`: [n, k] uint8."""
+    halves = words.transpose(0, 1).contiguous().view(torch.uint8).unflatten(-1, (SUB, 2))
+    parts = [part for half in halves.unbind(-1) for part in (half & 15, half >> 4)]
+    return torch.stack(parts, dim=2).flatten(1)[:, :k]
+
+
+def pack_scales(scales: torch.Tensor, zeros: torch.Tensor | int) -> torch.Tensor:
+    """scales [groups, n] float16 or bfloat16, zeros of the same shape from 0 to 15 -> `Int4Weight.scales`."""
+    zeros = torch.as_tensor(zeros, device=scales.device).expand_as(scales)
+    upper = (-(zeros.to(torch.int32) + _BASE[scales.dtype])).to(scales.dtype)
+    return torch.stack([scales, upper], dim=-1).view(torch.int32).squeeze(-1)
+
+
+def unpack_scales(pairs: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """The inverse of `pack_scales`: scales of `dtype` and zeros int32."""
+    halves = pairs.contiguous().unsqueeze(-1).view(dtype)
+    return halves[..., 0], -halves[..., 1].to(torch.int32) - _BASE[dtype]
+
+
+def dequantise_reference(words: torch.Tensor, weight: Int4Weight, dtype: torch.dtype) -> torch.Tensor:
+    """(code - zero point) * scale of `weight`, whose words are `words`: [n, k], rounded to `dtype`, which is
+    that of the scales."""
+    scales, zeros = (each.repeat_interleave(weight.group, 0) for each in unpack_scales(weight.scales, dtype))
+    codes = unpack_codes(words, weight.k).T.to(torch.int32)
+    values = (codes - zeros[: weight.k]).float() * scales[: weight.k].float()
+    return values.T.to(dtype).contiguous()

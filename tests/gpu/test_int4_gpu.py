@@ -1,0 +1,102 @@
+"""Weights of 4 bits on a GPU: the compiled kernels, a row's bits, and answers of a model in AWQ and GPTQ."""
+
+from __future__ import annotations
+
+from contextvars import copy_context
+from pathlib import Path
+from typing import Any
+
+import int4_cases
+import pytest
+import torch
+from tensors import BF16, F16, randn
+from tiny_models import write_tiny_model
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.kernels.compat import in_graph, multiprocessors
+from nanovllm.kernels.int4_matmul import Int4Tile, choose_int4_tile, int4_linear
+from nanovllm.kernels.int4_values import dequantise
+from nanovllm.kernels.matmul import linear
+from tools.write_int4 import write_int4
+
+pytestmark = pytest.mark.gpu
+
+GPU = "cuda"
+TILES = (
+    *(Int4Tile(rows, 64, stages=3) for rows in (16, 32, 64)),
+    *(Int4Tile(rows, 128, warps=8, stages=3) for rows in (16, 64, 128, 256)),
+    Int4Tile(64, 128, more=32, warps=8, stages=3),
+)
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
+@pytest.mark.parametrize(
+    ("n", "k", "group"), [(70, 160, 32), (200, 704, 64), (328, 1152, 128), (64, 640, 640)]
+)
+def test_kernels(n: int, k: int, group: int, dtype: torch.dtype) -> None:
+    int4_cases.check_dequantise(n, k, group, dtype, GPU)
+    for rows in (1, 3, 97, 256):
+        for tile in (None, *TILES, Int4Tile(16, 64, split=3, tma=False)):
+            int4_cases.check_product(rows, n, k, group, dtype, GPU, tile)
+
+
+@pytest.mark.parametrize(("n", "k"), [(6144, 4096), (4096, 12288)])
+def test_deterministic_bits_are_those_of_the_dequantised_weight(n: int, k: int) -> None:
+    """For any tile without a split, any number of rows, and any other rows."""
+    weight, _ = int4_cases.make_weight(n, k, 128, BF16, GPU)
+    dense = dequantise(weight.words, weight, BF16)
+    x = randn(512, k, dtype=BF16, device=GPU)
+    wanted = linear(x, dense)
+    for rows in (1, 3, 16, 64, 97, 256, 512):
+        for tile in (choose_int4_tile(rows, weight, multiprocessors(x.device), deterministic=True), *TILES):
+            if tile is not None:
+                assert torch.equal(int4_linear(x[:rows], weight, tile=tile), wanted[:rows]), (rows, tile)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 16, 64, 131, 256, 512])
+def test_in_a_graph(rows: int) -> None:
+    weight, exact = int4_cases.make_weight(512, 1024, 128, BF16, GPU)
+    x = randn(rows, 1024, dtype=BF16, device=GPU)
+
+    def run() -> torch.Tensor:
+        in_graph.set(True)
+        return int4_linear(x, weight)
+
+    copy_context().run(run)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = copy_context().run(run)
+    for seed in (1, 2):
+        x.copy_(randn(rows, 1024, dtype=BF16, device=GPU, seed=seed))
+        graph.replay()
+        int4_cases.assert_near(out, x.double() @ exact.T)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"format": "awq"},
+        {"format": "gptq", "group": 32, "act_order": True},
+        {"format": "compressed-tensors", "group": -1, "symmetric": True},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_answers_are_the_cpus(tmp_path: Path, options: dict[str, Any], deterministic: bool) -> None:
+    """Greedy choices of the tiny model are far apart."""
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "vocab_size": 104}
+    source = write_tiny_model(tmp_path / "dense", dtype="bfloat16", **sizes)
+    folder = write_int4(source, tmp_path / "int4", scale_dtype=BF16, **options)
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=1)
+    prompts = [[7, 11, 13, 17], [19, 23]] * 20
+    with LLM(str(folder), device="cpu", skip_tokenizer_init=True, max_model_len=64) as llm:
+        wanted = llm.generate(prompts[:2], params, use_tqdm=False)
+    with LLM(str(folder), skip_tokenizer_init=True, max_model_len=64, deterministic=deterministic) as llm:
+        few, many = (
+            llm.generate(prompts[:1], params, use_tqdm=False),
+            llm.generate(prompts, params, use_tqdm=False),
+        )
+    for got in (few[0], many[0]):
+        same = [a == b for a, b in zip(got["token_ids"], wanted[0]["token_ids"], strict=True)]
+        assert sum(same) >= 6, (got["token_ids"], wanted[0]["token_ids"])
+    assert all(each["token_ids"] == many[index % 2]["token_ids"] for index, each in enumerate(many))

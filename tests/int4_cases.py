@@ -1,0 +1,66 @@
+"""Checks of the kernels for weights of 4 bits, for any device, against exact products."""
+
+from __future__ import annotations
+
+import torch
+from tensors import F16, assert_near, randn
+
+from nanovllm.kernels.int4_layout import (
+    BLOCK,
+    Int4Weight,
+    dequantise_reference,
+    pack_codes,
+    pack_scales,
+    unpack_codes,
+    unpack_scales,
+)
+from nanovllm.kernels.int4_matmul import Int4Tile, int4_linear_reference, int4_linear_triton
+from nanovllm.kernels.int4_values import dequantise_triton
+
+
+def make_weight(
+    n: int, k: int, group: int, dtype: torch.dtype, device: str = "cpu"
+) -> tuple[Int4Weight, torch.Tensor]:
+    """A random weight, and its exact values [n, k] in float64."""
+    generator = torch.Generator().manual_seed(n * k + group)
+    codes = torch.randint(0, 16, (n, k), dtype=torch.uint8, generator=generator)
+    groups = -(-(k + -k % BLOCK) // group)
+    zeros = torch.randint(0, 16, (groups, n), generator=generator)
+    scales = (torch.rand(groups, n, generator=generator) * 0.02 + 0.002).to(dtype)
+    weight = Int4Weight(pack_codes(codes), pack_scales(scales, zeros), k, group)
+    assert torch.equal(unpack_codes(weight.words, k), codes)
+    again, zeros_again = unpack_scales(weight.scales, dtype)
+    assert torch.equal(again, scales) and torch.equal(zeros_again, zeros.int())
+    at = torch.arange(k) // group
+    exact = (codes.double() - zeros[at].T) * scales[at].T.double()
+    return weight._replace(words=weight.words.to(device), scales=weight.scales.to(device)), exact.to(device)
+
+
+def check_dequantise(n: int, k: int, group: int, dtype: torch.dtype, device: str) -> None:
+    """Bit for bit, but for the interpreter, which truncates to bfloat16."""
+    weight, exact = make_weight(n, k, group, dtype, device)
+    assert torch.equal(dequantise_reference(weight.words, weight, dtype), exact.float().to(dtype))
+    out = dequantise_triton(weight.words, weight, dtype)
+    if dtype == F16 or device != "cpu":
+        assert torch.equal(out, exact.float().to(dtype))
+    assert_near(out, exact)
+
+
+def check_product(
+    rows: int, n: int, k: int, group: int, dtype: torch.dtype, device: str, tile: Int4Tile | None
+) -> None:
+    """With bias, with a residual, and with SiLU, for rows with gaps."""
+    weight, exact = make_weight(n, k, group, dtype, device)
+    x = randn(rows, 2 * k, dtype=dtype, device=device)[:, k:]
+    bias = randn(n, dtype=dtype, device=device, seed=1)
+    wanted = x.double() @ exact.T + bias.double()
+    residual = randn(rows, n, dtype=dtype, device=device, seed=2)
+    gate, up = wanted.to(dtype).double().chunk(2, dim=1)
+    outs = [int4_linear_triton(x, weight, bias, tile=tile), int4_linear_reference(x, weight, bias)]
+    for out in outs:
+        assert out.dtype == dtype
+        assert_near(out, wanted)
+    place = residual.clone()
+    assert int4_linear_triton(x, weight, bias, place, tile=tile) is place
+    assert_near(place, wanted + residual.double())
+    assert_near(int4_linear_triton(x, weight, bias, silu=True, tile=tile), gate * torch.sigmoid(gate) * up)
