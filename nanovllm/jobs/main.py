@@ -112,11 +112,32 @@ def _leave(code: int) -> NoReturn:
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse a command line; SystemExit with code 2 if it is wrong. `command` is the name of the command."""
+    given = sys.argv[1:] if argv is None else argv
+    parser, commands = _parser("--help-options" in given)
+    if given and given[0] not in commands.choices and (write := elsewhere(given[0])) is not None:
+        parser.error(f"there is no command {given[0]!r}; {write}")
+    # Before argparse says what else is missing. vLLM's `chat` is a command, ours a flag.
+    for each in given[1:]:
+        name = _name(each)
+        if each.startswith("--") and name != "chat" and (write := elsewhere(name, as_flag=True)) is not None:
+            commands.choices.get(given[0], parser).error(f"unrecognized argument: {each}; {write}")
+    args, unknown = parser.parse_known_args(given)
+    if unknown:
+        flags = ["--" + name.replace("_", "-") for name in (*vars(args), *engine_fields())]
+        hint = _hint(unknown[0].partition("=")[0], flags, args.command)
+        commands.choices[args.command].error(f"unrecognized arguments: {' '.join(unknown)}; {hint}")
+    if (n := getattr(args, "n", None)) is not None:
+        args.sampling = {"n": n, **args.sampling}
+        if args.sampling["n"] != n:
+            commands.choices[args.command].error(f"--n is {n}, and in --sampling it is another; keep one")
+    return args
+
+
+def _parser(explained: bool) -> tuple[argparse.ArgumentParser, Any]:
+    """The parser, and those of its commands. explained: the help has the options of `LLM`."""
     parser = argparse.ArgumentParser(prog="nanovllm", description="Offline batch inference.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     raw = argparse.RawDescriptionHelpFormatter
-    given = sys.argv[1:] if argv is None else argv
-    explained = "--help-options" in given
     run = commands.add_parser(
         "run",
         help="answer every row of files",
@@ -156,23 +177,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     doctor = commands.add_parser("doctor", help=about, description=about, allow_abbrev=False)
     doctor.add_argument("model", nargs="?", metavar="MODEL", help="a folder or a Hugging Face hub id")
     _add_engine_arguments(doctor, explained)
-    if given and given[0] not in commands.choices and (write := elsewhere(given[0])) is not None:
-        parser.error(f"there is no command {given[0]!r}; {write}")
-    # Before argparse says what else is missing. vLLM's `chat` is a command, ours a flag.
-    for each in given[1:]:
-        name = _name(each)
-        if each.startswith("--") and name != "chat" and (write := elsewhere(name, as_flag=True)) is not None:
-            commands.choices.get(given[0], parser).error(f"unrecognized argument: {each}; {write}")
-    args, unknown = parser.parse_known_args(given)
-    if unknown:
-        flags = ["--" + name.replace("_", "-") for name in (*vars(args), *engine_fields())]
-        hint = _hint(unknown[0].partition("=")[0], flags, args.command)
-        commands.choices[args.command].error(f"unrecognized arguments: {' '.join(unknown)}; {hint}")
-    if (n := getattr(args, "n", None)) is not None:
-        args.sampling = {"n": n, **args.sampling}
-        if args.sampling["n"] != n:
-            commands.choices[args.command].error(f"--n is {n}, and in --sampling it is another; keep one")
-    return args
+    return parser, commands
 
 
 def _name(flag: str) -> str:

@@ -160,13 +160,11 @@ class Scheduler:
         )
 
     def _take_routed(self, batch: Batch, routed: np.ndarray) -> None:
-        end = 0
-        for seq_id, count, context in zip(
-            batch.seq_ids, batch.query_lens.tolist(), batch.context_lens.tolist(), strict=True
-        ):
-            end += count
+        parts = np.split(routed, batch.query_lens.cumsum())
+        starts = (batch.context_lens - batch.query_lens).tolist()
+        for seq_id, start, part in zip(batch.seq_ids, starts, parts, strict=False):  # the rest is padding
             if (seq := self._unfinished.get(seq_id)) is not None:
-                seq.routed.append((context - count, routed[end - count : end].copy()))
+                seq.routed.append((start, part.copy()))
 
     def _take_extras(self, batch: Batch, output: StepOutput, events: TokenEvents) -> None:
         """Store the other outputs of a step, and end the sequences that need no token."""

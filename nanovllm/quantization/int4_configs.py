@@ -46,6 +46,12 @@ class Int4Config(QuantConfig):
         return replace(self, packs=capability >= (8, 0))
 
     @property
+    def itemsize(self) -> float | None:
+        """4 bits, and 4 bytes for each group; None: dequantised."""
+        scales = 0.0 if self.format.group == -1 else 4 / self.format.group
+        return 0.5 + scales if self.packs else None
+
+    @property
     def note(self) -> str | None:
         """What a user should know of it at a start."""
         if self.packs:

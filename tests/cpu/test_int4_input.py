@@ -130,7 +130,7 @@ BAD_CONFIGS: dict[str, tuple[Any, dict[str, Any], str]] = {
     ),
     "w4a16 format": (
         CompressedTensorsConfig.of,
-        PACKED | {"format": "int-quantized"},
+        PACKED | {"format": "int-quantized", "config_groups": {"0": SCHEME}},
         "format 'int-quantized' is not",
     ),
     "w4a16 nothing": (
