@@ -15,7 +15,8 @@ from tiny_models import edit_json, write_tiny_model
 
 from nanovllm import ModelLoadError
 from nanovllm.kernels.compat import INTERPRET
-from nanovllm.kernels.int4_matmul import Int4Tile
+from nanovllm.kernels.int4_layout import Int4Weight
+from nanovllm.kernels.int4_matmul import Int4Tile, choose_int4_tile
 from nanovllm.models.registry import load_model_config
 from nanovllm.models.weights import check_weights
 from nanovllm.quantization.compressed_tensors import CompressedTensorsConfig
@@ -131,7 +132,7 @@ BAD_CONFIGS: dict[str, tuple[Any, dict[str, Any], str]] = {
     "w4a16 format": (
         CompressedTensorsConfig.of,
         PACKED | {"format": "int-quantized", "config_groups": {"0": SCHEME}},
-        "format 'int-quantized' is not",
+        "format 'int-quantized' of 0 is not",
     ),
     "w4a16 nothing": (
         CompressedTensorsConfig.of,
@@ -204,3 +205,19 @@ def test_product_kernel(
     rows: int, n: int, k: int, group: int, dtype: torch.dtype, tile: Int4Tile | None
 ) -> None:
     int4_cases.check_product(rows, n, k, group, dtype, "cpu", tile)
+
+
+def test_which_tile_is_chosen() -> None:
+    """The sum is split where there are few tiles, and never with `deterministic`."""
+    large, small = (Int4Weight.empty(n, 4096, 128, torch.device("meta")) for n in (24576, 4096))
+    for rows in (1, 2, 3, 16, 17, 33, 65, 131, 193, 256, 512):
+        tiles = [choose_int4_tile(rows, weight, 132) for weight in (large, small)]
+        assert all(tile is not None for tile in tiles)
+        wide, narrow = (tile for tile in tiles if tile is not None)
+        assert wide.split <= narrow.split <= 6 and wide._replace(split=narrow.split) == narrow
+        assert rows <= 16 or -(-rows // wide.height) <= 4
+        assert choose_int4_tile(rows, small, 132, deterministic=True) == narrow._replace(split=1)
+        assert rows > 64 or narrow.split > 1
+    assert choose_int4_tile(513, large, 132) is None
+    short = Int4Weight.empty(256, 256, 128, torch.device("meta"))
+    assert [choose_int4_tile(rows, short, 132).split for rows in (1, 64, 256)] == [1, 1, 1]  # type: ignore[union-attr]
