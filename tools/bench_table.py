@@ -34,6 +34,8 @@ from tools.measure_device import device_name
 PLAIN = {"temperature": 0.6}
 FILTERS = PLAIN | {"top_p": 0.95, "top_k": 20}
 WARM_UP_TOKENS = 32
+FP8 = {"quantization": "fp8"}
+AWQ = {"hf_overrides": {"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128}}}
 
 
 @dataclass(frozen=True)
@@ -72,8 +74,11 @@ ENGINES: dict[str, tuple[str, dict[str, Any], tuple[Row, ...]]] = {
     ),
     "fp8": ("qwen3-0.6b", {"kv_cache_dtype": "fp8"}, (Row("FP8 KV cache"),)),
     "deterministic": ("qwen3-0.6b", {"deterministic": True}, (Row("deterministic"),)),
-    "8b": ("qwen3-8b", {}, (Row("8B shape"),)),
-    "moe": ("qwen3-30b-a3b", {}, (Row("30B-A3B shape"),)),
+    "8b": ("qwen3-8b", {}, (Row("8B shape"), Row("8B, 16 sequences", "few"))),
+    "8b fp8": ("qwen3-8b", FP8, (Row("8B FP8"), Row("8B FP8, 16 sequences", "few"))),
+    "8b fp8 cache": ("qwen3-8b", FP8 | {"kv_cache_dtype": "fp8"}, (Row("8B FP8, FP8 KV cache"),)),
+    "8b awq": ("qwen3-8b", AWQ, (Row("8B AWQ"), Row("8B AWQ, 16 sequences", "few"))),
+    "moe": ("qwen3-30b-a3b", {}, (Row("30B-A3B shape"), Row("30B-A3B, 16 sequences", "few"))),
 }
 
 
@@ -113,7 +118,9 @@ def best_speed(config: ModelConfig, work: Workload, options: dict[str, Any]) -> 
 def engine(shape: str, options: dict[str, Any]) -> Iterator[tuple[LLM, ModelConfig]]:
     with tempfile.TemporaryDirectory() as folder:
         model = write_shape(shape, Path(folder))
-        config = load_model_config(model, quantization=options.get("quantization"))
+        config = load_model_config(
+            model, overrides=options.get("hf_overrides"), quantization=options.get("quantization")
+        )
         config = replace(config, quant=config.quant.on(torch.cuda.get_device_capability()))
         with LLM(model, load_format="dummy", skip_tokenizer_init=True, **options) as llm:
             yield llm, config

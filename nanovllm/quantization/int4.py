@@ -23,7 +23,7 @@ from nanovllm.kernels.int4_layout import (
 from nanovllm.kernels.int4_matmul import choose_int4_tile, int4_linear
 from nanovllm.kernels.int4_values import dequantise
 from nanovllm.kernels.matmul import linear
-from nanovllm.quantization.base import LinearMethod, Normed, WeightOptions, WeightShard, WeightSource
+from nanovllm.quantization.base import Gated, LinearMethod, Normed, WeightOptions, WeightShard, WeightSource
 from nanovllm.quantization.int4_formats import Int4Format, Int4Shard
 from nanovllm.quantization.unquantized import UnquantizedLinearMethod, torch_linear
 
@@ -176,7 +176,7 @@ class Int4LinearMethod(LinearMethod):
 
     def apply_to_normed(
         self, x: Normed, bias: torch.Tensor | None = None, activation: Activation | None = None
-    ) -> torch.Tensor:
+    ) -> torch.Tensor | Gated:
         if self._dense is not None:
             return self._dense.apply_to_normed(x, bias, activation)
         if activation not in (None, Activation.SILU):
