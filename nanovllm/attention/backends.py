@@ -16,29 +16,37 @@ import torch
 
 from nanovllm.attention.base import FEATURES, AttentionBackend, AttentionMetadata, AttentionSpec
 from nanovllm.device import Device
-from nanovllm.kernels.compat import HAS_TRITON, INTERPRET
-from nanovllm.kernels.decode_attention import (
+from nanovllm.kernels.attention_reference import (
     Gathered,
-    Shared,
-    SharedUnit,
     decode_attend_reference,
     decode_gather_reference,
+    paged_prefill_attention_reference,
+)
+from nanovllm.kernels.compat import HAS_TRITON, INTERPRET
+from nanovllm.kernels.decode_attention import (
+    Shared,
+    SharedUnit,
     paged_decode_attention_triton,
     shared_unit,
 )
 from nanovllm.kernels.paged import PLAIN, KVCache, Variant
-from nanovllm.kernels.prefill_attention import (
-    paged_prefill_attention_reference,
-    paged_prefill_attention_triton,
-)
+from nanovllm.kernels.prefill_attention import paged_prefill_attention_triton
 
 logger = logging.getLogger("nanovllm")
+
+
+def _variant(spec: AttentionSpec, sinks: torch.Tensor | None) -> Variant:
+    """What attention does beyond a causal softmax; PLAIN itself if nothing."""
+    if spec.window is None and spec.softcap is None and sinks is None:
+        return PLAIN
+    return Variant(spec.window, spec.softcap, sinks)
 
 
 class TritonBackend(AttentionBackend):
     name = "triton"
     block_size_multiple = 16
     default_block_size = 256
+    features = frozenset(FEATURES)
 
     @classmethod
     def unavailable(cls, device: Device, dtype: torch.dtype, cache_dtype: torch.dtype) -> str | None:
@@ -62,8 +70,9 @@ class TritonBackend(AttentionBackend):
         spec: AttentionSpec,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        variant = _variant(spec, sinks)
         if meta.prefill is None:
-            shared = meta.shared
+            shared = meta.shared if spec.window is None else None  # a window soon leaves a shared prefix
             return paged_decode_attention_triton(
                 q,
                 cache,
@@ -73,6 +82,7 @@ class TritonBackend(AttentionBackend):
                 spec.scale,
                 None if shared is None else Shared(**vars(shared)),
                 invariant=self.deterministic,
+                variant=variant,
             )
         return paged_prefill_attention_triton(
             q,
@@ -83,6 +93,7 @@ class TritonBackend(AttentionBackend):
             meta.prefill.max_seqlen_q,
             spec.scale,
             invariant=self.deterministic,
+            variant=variant,
         )
 
 
@@ -113,9 +124,7 @@ class ReferenceBackend(AttentionBackend):
         spec: AttentionSpec,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        variant = PLAIN
-        if spec.window is not None or spec.softcap is not None or sinks is not None:
-            variant = Variant(spec.window, spec.softcap, sinks)
+        variant = _variant(spec, sinks)
         if meta.prefill is None:
             if self._step is not meta:
                 self._step, self._gathered = meta, {}

@@ -29,7 +29,7 @@ from nanovllm.attention.backends import (
 from nanovllm.attention.base import AttentionMetadata, AttentionSpec, PrefillRanges
 from nanovllm.device import CPU_KV_CACHE_BYTES, Device
 from nanovllm.distributed.group import TPGroup
-from nanovllm.kernels import decode_attention
+from nanovllm.kernels import attention_reference
 from nanovllm.kernels.paged import KVCache
 from nanovllm.layers.stream import Step
 from nanovllm.layers.weights import allocate
@@ -150,7 +150,7 @@ def test_the_reference_computes_what_a_spec_says(
 ) -> None:
     """Decode, whole prompts and later chunks of prompts, with NaN in each cell that no token may read."""
     spec, contexts, queries = VARIANTS[name], [9, 3, 14], [1, 1, 1] if decode else [9, 2, 6]
-    monkeypatch.setattr(decode_attention, "GATHERED_CELLS", 20)  # several gathers
+    monkeypatch.setattr(attention_reference, "GATHERED_CELLS", 20)  # several gathers
     heads = Heads(spec.num_heads, spec.num_kv_heads, spec.head_dim, page=4)
     cache = make_cache(contexts, heads, "cpu")
     sinks = torch.tensor([0.5, -1.0, 2.0, 0.0]) if spec.sinks else None
