@@ -95,11 +95,14 @@ def _tiles(heads: Heads, cell_size: int, chunk: int, programs: int, plain: bool,
     return _Tiles(block_n, 2, 3)
 
 
-def _window_chunk(window: int, chunk: int, block_n: int) -> int:
-    """Positions per partial result of a window, near `chunk`: whole tiles, and no chunk that is almost empty
-    because the window begins within a tile."""
+def _of_window(window: int, chunk: int, tiles: _Tiles) -> tuple[int, _Tiles]:
+    """The chunk length and the tiles for a window, near those for full attention.
+
+    A window begins within a tile, so small windows have small tiles. No chunk holds only that first part.
+    """
+    block_n = min(tiles.block_n, max(16, next_power_of_2(window) // 4))
     chunks = max(1, window // chunk)
-    return -(-(window + block_n - 1) // (chunks * block_n)) * block_n
+    return -(-(window + block_n - 1) // (chunks * block_n)) * block_n, tiles._replace(block_n=block_n)
 
 
 class Shared(NamedTuple):
@@ -293,7 +296,7 @@ def paged_decode_attention_triton(
     size = heads, cache.k.element_size(), chunk
     alone = _tiles(*size, 0 if invariant else sequences * tiles, True, single)
     if window is not None:
-        chunk = _window_chunk(window, chunk, alone.block_n)
+        chunk, alone = _of_window(window, chunk, alone)
         longest = min(max_context_len, window + alone.block_n - 1)
     chunks = max(1, -(-longest // chunk))
     shape = (sequences, heads.q_heads, chunks) if chunks > 1 else (1, 1, 1)
