@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from nanovllm.models.config import HFConfig, ModelFamily, window_length
+from collections.abc import Sequence
+
+from nanovllm.models.config import ModelFamily
+from nanovllm.models.hf_config import FULL, HFConfig, layer_kinds, window_length
 
 QWEN_DEFAULTS = {
     "vocab_size": 151936,
@@ -17,19 +20,14 @@ QWEN_DEFAULTS = {
 }
 
 
-def qwen_window(hf: HFConfig) -> int | None:
-    """The sliding window, if the config enables it and a layer uses it."""
-    if not hf.boolean("use_sliding_window") or (window := window_length(hf)) is None:
-        return None
-    layer_types = hf.get("layer_types")
-    if layer_types is None:
-        first = hf.get("max_window_layers", 28)
-        if isinstance(first, bool) or not isinstance(first, int):
-            raise ValueError(f"config.json: max_window_layers must be an integer, not {first!r}")
-        used = hf.integer("num_hidden_layers") > first
-    else:
-        used = "sliding_attention" in layer_types
-    return window if used else None
+def qwen_kinds(hf: HFConfig) -> Sequence[str]:
+    """Layers with a window, if the config enables it: those that it names, or all after the first ones."""
+    if not hf.boolean("use_sliding_window") or window_length(hf) is None:
+        return (FULL,)
+    first = hf.get("max_window_layers", 28)
+    if isinstance(first, bool) or not isinstance(first, int):
+        raise ValueError(f"config.json: max_window_layers must be an integer, not {first!r}")
+    return layer_kinds(hf, lambda layer: layer >= first)
 
 
-QWEN2 = ModelFamily(defaults=QWEN_DEFAULTS, qkv_bias=True, sliding_window=qwen_window)
+QWEN2 = ModelFamily(defaults=QWEN_DEFAULTS, qkv_bias=True, kinds=qwen_kinds)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -28,6 +28,7 @@ from nanovllm.quantization.base import WeightOptions, WeightShard, WeightSource
 
 TIED_HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
+T = TypeVar("T", bound=WeightSource)
 _ROTARY = ".rotary_emb.inv_freq"  # in old checkpoints; computed from the config
 
 
@@ -37,6 +38,7 @@ class WeightChecker:
     def __init__(self, model: DecoderForCausalLM) -> None:
         self._shards = {name: shard for name, (_, shard) in weight_slots(model).items()}
         self._tied = model.config.tie_word_embeddings
+        self._config = model.config
 
     def check(self, tensors: Mapping[str, WeightSource], folder: Path) -> dict[str, WeightSource]:
         """Return those of a whole checkpoint's tensors that are loaded. Raises ModelLoadError that names all
@@ -64,8 +66,8 @@ class WeightChecker:
         in any order. Raises TypeError or ValueError that names the tensor."""
         seen: set[str] = set()
         tied: dict[str, list[float]] = {}  # hashes of the LM head and its embedding
-        for index, pair in enumerate(tensors):
-            name, tensor = named_tensor(index, pair)
+        pairs = (named_tensor(index, pair) for index, pair in enumerate(tensors))
+        for name, tensor in (part for pair in pairs for part in unpacked(self._config, [pair])):
             if name.endswith(_ROTARY):
                 continue
             if name in seen:
@@ -112,6 +114,29 @@ def _hashes(tensor: torch.Tensor) -> list[float]:
     return [*hashes.tolist(), *map(float, torch.aminmax(tensor))]
 
 
+def unpacked(config: ModelConfig, pairs: Iterable[tuple[str, T]]) -> Iterator[tuple[str, T]]:
+    """The tensors by the model's names: prefixes replaced, and packed ones in parts; see `ModelConfig`."""
+    for full_name, tensor in pairs:
+        name: str | None = full_name
+        for prefix, other in config.prefixes.items():
+            if full_name.startswith(prefix):
+                name = None if other is None else other + full_name.removeprefix(prefix)
+                break
+        if name is None:
+            continue
+        path, _, param = name.rpartition(".")
+        parent, _, module = path.rpartition(".")
+        rows = config.packed.get(module)
+        length = (tensor.shape if isinstance(tensor, torch.Tensor) else tensor.get_shape())[0] if rows else 0
+        if rows is None or length != sum(rows.values()):  # of another length: the checker names it
+            yield name, tensor
+            continue
+        start = 0
+        for part, count in rows.items():
+            yield f"{parent}.{part}.{param}", RowsOf.tensor(tensor, start, count)
+            start += count
+
+
 def _check_layers(config: ModelConfig, tensors: Mapping[str, WeightSource], folder: Path) -> None:
     """Raise ModelLoadError if the checkpoint has fewer layers than its config says: a model of so many layers
     takes long to build, even without memory."""
@@ -129,7 +154,8 @@ def check_weights(config: ModelConfig, folder: str | Path) -> None:
 
     Raises ModelLoadError like `load_weights`, so that a wrong checkpoint is found before a device is used.
     """
-    with open_checkpoint(folder).tensors() as tensors:
+    with open_checkpoint(folder).tensors() as found:
+        tensors = dict(unpacked(config, found.items()))
         _check_layers(config, tensors, Path(folder))  # first: the model is as large as the config says
         WeightChecker(_unallocated(config, TPGroup(), torch.float32)).check(tensors, Path(folder))
 
@@ -161,7 +187,8 @@ def load_weights(
     then unchanged.
     """
     slots = weight_slots(model)
-    with open_checkpoint(folder).tensors() as found:
+    with open_checkpoint(folder).tensors() as stored:
+        found = dict(unpacked(model.config, stored.items()))
         _check_layers(model.config, found, Path(folder))
         tensors = WeightChecker(model).check(found, Path(folder))
         has_head = model.config.tie_word_embeddings and TIED_HEAD in found
