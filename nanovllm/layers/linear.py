@@ -114,7 +114,10 @@ def can_split_heads(num_heads: int, num_kv_heads: int, ranks: int) -> bool:
 
 
 class RowParallelLinear(_LinearLayer):
-    """x [T, input_size / ranks] -> this rank's part of a sum over the ranks, times `scale`, [T, output_size]."""
+    """x [T, input_size / ranks] -> this rank's part of a sum over the ranks, [T, output_size].
+
+    scale: a factor of the output.
+    """
 
     def __init__(
         self, input_size: int, output_size: int, tp: TPGroup, bias: bool = False, scale: float = 1.0

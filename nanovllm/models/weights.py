@@ -20,7 +20,7 @@ from nanovllm.attention.backends import ReferenceBackend
 from nanovllm.distributed.group import TPGroup
 from nanovllm.errors import ModelLoadError
 from nanovllm.layers.weights import allocate, finish_loading, weight_slots
-from nanovllm.models.checkpoint import CONFIG_FILE, listing
+from nanovllm.models.checkpoint import CONFIG_FILE, listing, rows_of
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.registry import open_checkpoint
@@ -127,13 +127,13 @@ def unpacked(config: ModelConfig, pairs: Iterable[tuple[str, T]]) -> Iterator[tu
         path, _, param = name.rpartition(".")
         parent, _, module = path.rpartition(".")
         rows = config.packed.get(module)
-        length = (tensor.shape if isinstance(tensor, torch.Tensor) else tensor.get_shape())[0] if rows else 0
-        if rows is None or length != sum(rows.values()):  # of another length: the checker names it
+        shape = tensor.shape if isinstance(tensor, torch.Tensor) else tensor.get_shape()
+        if rows is None or [*shape, 0][0] != sum(rows.values()):  # of another length: the checker names it
             yield name, tensor
             continue
         start = 0
         for part, count in rows.items():
-            yield f"{parent}.{part}.{param}", RowsOf.tensor(tensor, start, count)
+            yield f"{parent}.{part}.{param}", rows_of(tensor, start, count)
             start += count
 
 
