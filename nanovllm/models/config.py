@@ -106,6 +106,11 @@ class ModelConfig:
         """What the attention of a layer computes."""
         return self.attention[layer % len(self.attention)]
 
+    def up_to(self, length: int) -> ModelConfig:
+        """The same for sequences of at most `length` tokens: a window that is no shorter does nothing."""
+        specs = (replace(x, window=None) if (x.window or 0) >= length else x for x in self.attention)
+        return replace(self, attention=tuple(specs))
+
     @property
     def num_heads(self) -> int:
         """Query heads of the first layer."""

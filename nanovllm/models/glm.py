@@ -55,6 +55,7 @@ _OPTIONS: Mapping[str, Any] = {
         "max_position_embeddings": 131072,
         "rms_norm_eps": 1.5625e-7,
         "attention_bias": True,
+        "eos_token_id": [151329, 151336, 151338],
     },
     "qkv_bias": "attention_bias",
     "rotary_share": 0.5,

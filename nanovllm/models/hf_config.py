@@ -85,7 +85,8 @@ def eos_token_ids(hf: HFConfig, generation: Mapping[str, Any]) -> tuple[int, ...
                 raise ValueError(f"{source}: eos_token_id must be token ids, not {value!r}")
             stated.add(token_id)
     if not stated and "eos_token_id" not in hf.raw and "eos_token_id" in hf.defaults:
-        stated.add(hf.defaults["eos_token_id"])
+        default = hf.defaults["eos_token_id"]
+        stated.update(default if isinstance(default, list) else [default])
     return tuple(sorted(stated))
 
 

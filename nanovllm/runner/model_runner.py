@@ -66,7 +66,7 @@ class ModelRunner:
         raise to give up."""
         self.config = config
         self._check = check
-        self.model_config = model_config
+        self.model_config = model_config = model_config.up_to(max_model_len)
         self.model_path = model_path
         self.device = device
         self.tp = tp
