@@ -16,9 +16,9 @@ from nanovllm.attention.base import AttentionBackend, StepMetadata
 from nanovllm.attention.rotary import RopeConfig, rope_table
 from nanovllm.distributed.group import TPGroup
 from nanovllm.kernels.paged import KVCache
-from nanovllm.kernels.rms_norm import rms_norm
 from nanovllm.kernels.rotary import Rotation, q_norm_rope_reference, qk_norm_rope_store
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
+from nanovllm.layers.heads_norm import HeadsNorm
 from nanovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from nanovllm.layers.stream import AnyStream, RMSNorm, Step, begin
 from nanovllm.layers.weights import WeightLayer
@@ -60,7 +60,7 @@ class Attention(WeightLayer):
         super().__init__()
         spec, hidden_size, eps = config.spec(index), config.hidden_size, config.rms_norm_eps
         tp, head_dim = build.tp, spec.head_dim
-        size, kv_size = spec.num_heads * head_dim, spec.num_kv_heads * head_dim
+        size = spec.num_heads * head_dim
         self.spec, self.eps, self.backend = spec.of_rank(tp.size), eps, build.backend
         self.rotary = build.rope(spec.rope, head_dim)
         self._turned = 0 if spec.rope is None else spec.rope.rotary_dim(head_dim) % head_dim
@@ -73,18 +73,16 @@ class Attention(WeightLayer):
             self.q_proj = MergedColumnParallelLinear(hidden_size, {"q_proj": size}, tp, config.qkv_bias)
         multiplier = config.residual_multiplier
         self.o_proj = RowParallelLinear(size, hidden_size, tp, config.o_bias, multiplier)
-        self.q_norm = self.k_norm = None
-        if spec.qk_norm == "all" and tp.size > 1:
-            raise ValueError(
-                f"layer {index} has qk_norm='all', a norm over all heads, which ranks cannot split; use "
-                "tensor_parallel_size=1"
-            )
-        if spec.qk_norm is not None:
-            over_all = spec.qk_norm == "all"
-            norm = partial(RMSNorm, eps=eps, offset=config.norm_offset)
-            self.q_norm = norm(size if over_all else head_dim)
+        self.q_norm: RMSNorm | HeadsNorm | None = None
+        self.k_norm: RMSNorm | HeadsNorm | None = None
+        if spec.qk_norm == "all":
+            self.q_norm = HeadsNorm(spec.num_heads, head_dim, eps, tp)
             if spec.kv_from is None:
-                self.k_norm = norm(kv_size if over_all else head_dim)
+                self.k_norm = HeadsNorm(spec.num_kv_heads, head_dim, eps, tp)
+        elif spec.qk_norm == "head":
+            self.q_norm = RMSNorm(head_dim, eps, offset=config.norm_offset)
+            if spec.kv_from is None:
+                self.k_norm = RMSNorm(head_dim, eps, offset=config.norm_offset)
         self.register_parameter("sinks", None)
         if spec.sinks:
             own = self.spec.num_heads
@@ -97,16 +95,15 @@ class Attention(WeightLayer):
         Stores keys and values in the step's slots before any token attends.
         """
         spec, eps = self.spec, self.eps
-        q_weight = None if self.q_norm is None else self.q_norm.weight
-        k_weight = None if self.k_norm is None else self.k_norm.weight
+        q_weight, k_weight = (
+            x.weight if isinstance(x, RMSNorm) else None for x in (self.q_norm, self.k_norm)
+        )
         if spec.kv_from is None:
             q, k, v = self.qkv_proj.split_heads(self.qkv_proj(x))
         else:
             q = k = v = self.q_proj(x).unflatten(-1, (-1, spec.head_dim))
-        if spec.qk_norm == "all" and q_weight is not None:
-            q = rms_norm(q.flatten(1), q_weight, eps).view(q.shape)
-            k = k if k_weight is None else rms_norm(k.flatten(1), k_weight, eps).view(k.shape)
-            q_weight = k_weight = None
+        q = self.q_norm(q) if isinstance(self.q_norm, HeadsNorm) else q
+        k = self.k_norm(k) if isinstance(self.k_norm, HeadsNorm) else k
         turned = self._turned, self._interleaved
         rotation = Rotation(step.positions, self.rotary.cos_sin, q_weight, k_weight, eps, *turned)
         if spec.kv_from is None:

@@ -12,7 +12,7 @@ import inside
 import pytest
 import torch
 from checked_llm import BLOCK, Bar, make_tiny, run
-from tiny_models import VOCAB_SIZE, write_tiny_model
+from tiny_models import VOCAB_SIZE, edit_json, write_tiny_model
 from transformers import BatchEncoding
 
 from nanovllm import LLM, BeamSearchParams, SamplingParams
