@@ -41,7 +41,9 @@ def _warnings_are_heard() -> None:
     logging.getLogger("nanovllm").disabled = False
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
+        if item.get_closest_marker("full") and "full" not in config.option.markexpr:
+            item.add_marker(pytest.mark.skip(reason="a cell of the whole matrix; -m full runs it"))
         if item.get_closest_marker("gpu") and not HAS_GPU:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and there is none"))
