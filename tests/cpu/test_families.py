@@ -6,11 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import inside
 import pytest
 import torch
 import transformers
 from checked_llm import make_tiny
 from engine_cases import make_prompts
+from op_gate import Setting, write_config
 from test_models import PROMPT, check_against_transformers, forward, load
 from tiny_models import (
     FAMILIES,
@@ -164,7 +166,7 @@ def test_longrope_follows_the_longest_sequence(tmp_path: Path) -> None:
         (
             "gemma2",
             {"layer_types": ["full_attention"]},
-            "layer_types has 1 layers, and num_hidden_layers is 3",
+            "layer_types names 1 layers",
         ),
         (
             "gemma2",
@@ -193,3 +195,20 @@ def test_variants_are_refused_by_name(
     edit_json(folder / "config.json", **changes)
     with pytest.raises(ValueError, match=message):
         load_model_config(folder)
+
+
+def test_the_documents_add_a_family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The example runs as it stands, with another path and random weights."""
+    inside.keep_families(monkeypatch)
+    text = (Path(__file__).parents[2] / "docs/options.md").read_text()
+    example = text.partition("## Models")[2].partition("```python\n")[2].partition("```")[0]
+    folder = write_config(
+        tmp_path, Setting("llama", {"architectures": ["MyForCausalLM"], "sliding_window": 5})
+    )
+    options = "load_format='dummy', device='cpu', skip_tokenizer_init=True, num_kvcache_blocks=9"
+    names: dict[str, Any] = {}
+    exec(example.replace('"path/to/my-model"', f"{str(folder)!r}, {options}"), names)
+    with names["llm"] as llm:
+        specs = [layer.spec for layer in inside.model(llm).attention_layers]
+        assert [(spec.window, spec.softcap) for spec in specs] == [(5, 50.0), (None, None)]
+        assert len(llm.generate([PROMPT], SamplingParams(max_tokens=3), use_tqdm=False)[0]["token_ids"]) <= 3

@@ -1,4 +1,4 @@
-"""What families add to the small kernels: partial and interleaved rotation, GELU, float32 weights of norms."""
+"""What families add to the small kernels: partial and interleaved rotation, GELU, norms of float32."""
 
 from __future__ import annotations
 
