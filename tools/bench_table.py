@@ -73,6 +73,11 @@ ENGINES: dict[str, tuple[str, dict[str, Any], tuple[Row, ...]]] = {
     "fp8": ("qwen3-0.6b", {"kv_cache_dtype": "fp8"}, (Row("FP8 KV cache"),)),
     "deterministic": ("qwen3-0.6b", {"deterministic": True}, (Row("deterministic"),)),
     "8b": ("qwen3-8b", {}, (Row("8B shape"),)),
+    "gemma": (
+        "gemma3-4b",
+        {},
+        (Row("Gemma-3-4B shape"), Row("Gemma, long", "long", runs=2), Row("Gemma, few", "few")),
+    ),
 }
 
 

@@ -67,6 +67,8 @@ class TritonBackend(AttentionBackend):
     def shared_unit(
         self, spec: AttentionSpec, cache_dtype: torch.dtype, device: torch.device
     ) -> SharedUnit | None:
+        if spec.window is not None:  # a window soon leaves a shared prefix
+            return None
         group = spec.num_heads // spec.num_kv_heads
         return shared_unit(group, spec.head_dim, cache_dtype, device, self.deterministic)
 
@@ -80,7 +82,7 @@ class TritonBackend(AttentionBackend):
     ) -> torch.Tensor:
         variant = _variant(spec, sinks)
         if meta.prefill is None:
-            shared = meta.shared if spec.window is None else None  # a window soon leaves a shared prefix
+            shared = meta.shared if spec.window is None else None
             return paged_decode_attention_triton(
                 q,
                 cache,

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -28,7 +28,6 @@ from nanovllm.quantization.base import WeightOptions, WeightShard, WeightSource
 
 TIED_HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
-T = TypeVar("T", bound=WeightSource)
 _ROTARY = ".rotary_emb.inv_freq"  # in old checkpoints; computed from the config
 
 
@@ -114,7 +113,7 @@ def _hashes(tensor: torch.Tensor) -> list[float]:
     return [*hashes.tolist(), *map(float, torch.aminmax(tensor))]
 
 
-def unpacked(config: ModelConfig, pairs: Iterable[tuple[str, T]]) -> Iterator[tuple[str, T]]:
+def unpacked(config: ModelConfig, pairs: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
     """The tensors by the model's names: prefixes replaced, and packed ones in parts; see `ModelConfig`."""
     for full_name, tensor in pairs:
         name: str | None = full_name

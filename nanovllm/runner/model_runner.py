@@ -95,7 +95,8 @@ class ModelRunner:
         self.profile: _RankProfile | None = None  # the active one
         self.prefixes: SharedPrefixFinder | None = None  # None without a KV cache
         self.spec = max(
-            (layer.spec for layer in self.model.attention_layers), key=lambda spec: spec.num_heads
+            (layer.spec for layer in self.model.attention_layers),
+            key=lambda spec: (spec.window is None, spec.num_heads),
         )
         self.shared_unit = self.backend.shared_unit(self.spec, self.cache_dtype, device.torch)
         max_seqs, max_tokens = config.max_num_seqs, max(config.max_num_batched_tokens, config.max_num_seqs)
