@@ -111,7 +111,7 @@ def say(line: str, file_only: bool = False) -> None:
         print(line, flush=True)
 
 
-def of_window(window: int, chunk: int, tiles: Any) -> tuple[int, Any]:
+def of_window(window: int, chunk: int, tiles: Any, head_dim: int) -> tuple[int, Any]:
     """As the kernel's own choice, but with these very tiles."""
     chunks = max(1, window // chunk)
     return -(-(window + tiles.block_n - 1) // (chunks * tiles.block_n)) * tiles.block_n, tiles

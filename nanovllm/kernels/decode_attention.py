@@ -95,12 +95,16 @@ def _tiles(heads: Heads, cell_size: int, chunk: int, programs: int, plain: bool,
     return _Tiles(block_n, 2, 3)
 
 
-def _of_window(window: int, chunk: int, tiles: _Tiles) -> tuple[int, _Tiles]:
+def _of_window(window: int, chunk: int, tiles: _Tiles, head_dim: int) -> tuple[int, _Tiles]:
     """The chunk length and the tiles for a window, near those for full attention.
 
     A window begins within a tile, so small windows have small tiles. No chunk holds only that first part.
+    head_dim: with a few small tiles one warp is faster (64/8 heads of 64 and a window of 128 on an H100: 16
+    sequences take 4.8 us instead of 6.3, 256 take 29.8 instead of 30.8).
     """
     block_n = min(tiles.block_n, max(16, next_power_of_2(window) // 4))
+    if block_n < tiles.block_n and head_dim <= 64:
+        tiles = tiles._replace(warps=1)
     chunks = max(1, window // chunk)
     return -(-(window + block_n - 1) // (chunks * block_n)) * block_n, tiles._replace(block_n=block_n)
 
@@ -296,7 +300,7 @@ def paged_decode_attention_triton(
     size = heads, cache.k.element_size(), chunk
     alone = _tiles(*size, 0 if invariant else sequences * tiles, True, single)
     if window is not None:
-        chunk, alone = _of_window(window, chunk, alone)
+        chunk, alone = _of_window(window, chunk, alone, heads.head_dim)
         longest = min(max_context_len, window + alone.block_n - 1)
     chunks = max(1, -(-longest // chunk))
     shape = (sequences, heads.q_heads, chunks) if chunks > 1 else (1, 1, 1)
