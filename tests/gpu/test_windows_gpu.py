@@ -4,12 +4,18 @@ and a CUDA graph.
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import attention_cases
 import pytest
 import torch
 from attention_cases import Heads, variant_of
+from engine_cases import make_prompts
 from tensors import BF16, F16, F32, FP8, assert_near
+from tiny_models import MORE_FAMILIES, transformers_greedy, write_tiny_model
 
+from nanovllm import LLM, SamplingParams
 from nanovllm.kernels.attention_reference import paged_decode_attention_reference
 from nanovllm.kernels.decode_attention import paged_decode_attention_triton
 from nanovllm.kernels.paged import Variant
@@ -110,3 +116,21 @@ def test_a_cuda_graph_replays_windows() -> None:
         graph.replay()
         assert torch.equal(out, paged_decode_attention_triton(*inputs, variant=variant))
         assert_near(out, paged_decode_attention_reference(*inputs, variant=variant))
+
+
+@pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 17, "num_kvcache_blocks": 4}], ids=str)
+@pytest.mark.parametrize("family", MORE_FAMILIES)
+def test_families(tmp_path: Path, family: str, options: dict[str, Any]) -> None:
+    """The engine in float32, with graphs, twice; Phi-3 starts with the factors for long sequences."""
+    heads = {} if "phi" in family else {"head_dim": 16}
+    if family in ("olmo2", "olmo3", "granite", "exaone4", "smollm3", "qwen2-window"):
+        heads = {"hidden_size": 64}  # their head_dim is hidden_size over heads
+    folder = write_tiny_model(tmp_path, family, **heads)
+    prompts = [prompt for prompt in make_prompts() if family != "phi3" or len(prompt) > 8]
+    params = SamplingParams(temperature=0, max_tokens=14, ignore_eos=True)
+    expected = [transformers_greedy(folder, prompt, 14) for prompt in prompts]
+    common = {"dtype": "float32", "skip_tokenizer_init": True, "max_model_len": 64, "num_kvcache_blocks": 64}
+    with LLM(str(folder), attention_backend="triton", kvcache_block_size=16, **common | options) as llm:
+        for _ in range(2):
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            assert [each["token_ids"] for each in outputs] == expected
