@@ -90,6 +90,15 @@ MORE_FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
             "logits_scaling": 3.0,
         },
     ),
+    "granite4": (
+        transformers.GraniteMoeHybridConfig,
+        transformers.GraniteMoeHybridForCausalLM,
+        {
+            **{"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.2},
+            **{"logits_scaling": 3.0, "num_local_experts": 0, "shared_intermediate_size": 40},
+            **{"layer_types": [_FULL, _FULL], "position_embedding_type": "rope", "mamba_n_heads": 4},
+        },
+    ),
     "glm": (transformers.GlmConfig, transformers.GlmForCausalLM, {"head_dim": 12, "pad_token_id": 0}),
     "glm4": (transformers.Glm4Config, transformers.Glm4ForCausalLM, {"head_dim": 16, "pad_token_id": 0}),
     "smollm3": (

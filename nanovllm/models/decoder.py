@@ -202,7 +202,7 @@ class DecoderForCausalLM(nn.Module):
         logits: torch.Tensor = self.lm_head(hidden)
         multiplier, softcap = self.config.logit_multiplier, self.config.logit_softcap
         if multiplier != 1.0:
-            logits = logits * multiplier
+            logits.mul_(multiplier)
         if softcap is not None:
-            logits = (logits / softcap).tanh_().mul_(softcap)
+            logits.div_(softcap).tanh_().mul_(softcap)
         return logits

@@ -18,7 +18,7 @@ from nanovllm.models.ernie import ERNIE
 from nanovllm.models.exaone4 import EXAONE4
 from nanovllm.models.gemma import GEMMA2, GEMMA3
 from nanovllm.models.glm import GLM, GLM4
-from nanovllm.models.granite import GRANITE
+from nanovllm.models.granite import GRANITE, GRANITE_HYBRID
 from nanovllm.models.llama import LLAMA
 from nanovllm.models.mistral import MISTRAL
 from nanovllm.models.olmo import OLMO2, OLMO3
@@ -39,6 +39,7 @@ _FAMILIES: dict[str, ModelFamily] = {
     "Olmo3ForCausalLM": OLMO3,
     "Phi3ForCausalLM": PHI3,
     "GraniteForCausalLM": GRANITE,
+    "GraniteMoeHybridForCausalLM": GRANITE_HYBRID,
     "GlmForCausalLM": GLM,
     "Glm4ForCausalLM": GLM4,
     "SmolLM3ForCausalLM": SMOLLM3,

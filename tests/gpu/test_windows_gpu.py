@@ -123,7 +123,7 @@ def test_a_cuda_graph_replays_windows() -> None:
 def test_families(tmp_path: Path, family: str, options: dict[str, Any]) -> None:
     """The engine in float32, with graphs, twice; Phi-3 starts with the factors for long sequences."""
     heads = {} if "phi" in family else {"head_dim": 16}
-    if family in ("olmo2", "olmo3", "granite", "exaone4", "smollm3", "qwen2-window"):
+    if family in ("olmo2", "olmo3", "granite", "granite4", "exaone4", "smollm3", "qwen2-window"):
         heads = {"hidden_size": 64}  # their head_dim is hidden_size over heads
     folder = write_tiny_model(tmp_path, family, **heads)
     prompts = [prompt for prompt in make_prompts() if family != "phi3" or len(prompt) > 8]
