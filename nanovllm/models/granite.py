@@ -39,7 +39,8 @@ class _SharedMLP(GatedMLP):
 
     def __init__(self, config: ModelConfig, build: Build) -> None:
         super().__init__(config, build)
-        self.output_linear = self._modules.pop("down_proj")
+        self.output_linear = self.down_proj
+        del self.down_proj
 
     def forward(self, x: Normed, step: Step) -> Product:
         product: Product = self.output_linear(self.gate_up_proj(x, self.activation))
@@ -94,7 +95,7 @@ GRANITE = GraniteFamily(
     reads=_READS,
 )
 GRANITE_HYBRID = GraniteHybridFamily(
-    defaults=LLAMA.defaults | {"num_local_experts": 8},
+    defaults={**LLAMA.defaults, "num_local_experts": 8},
     qkv_bias="attention_bias",
     o_bias="attention_bias",
     kinds=lambda hf: layer_kinds(hf, lambda layer: False),
