@@ -122,6 +122,21 @@ def test_answers_in_fp8_are_near(
     torch.testing.assert_close(one, logits, rtol=1e-3, atol=1e-3 * float(exact.abs().max()))
 
 
+@pytest.mark.parametrize("family", ["gemma2", "gemma3", "olmo2", "phi3", "granite", "glm4"])
+def test_families_whose_layers_differ(tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Norms with an offset or after a block, GELU, multipliers and packed tensors, with products in FP8."""
+    folder = write_tiny_model(tmp_path, family)
+    exact = forward(load_model(folder), PROMPT)
+    monkeypatch.setattr(
+        "test_models.load_model_config",
+        lambda folder: on_gpus(load_model_config(folder, quantization="fp8")),
+    )
+    model = load_model(folder)
+    assert model.model.layers[0].mlp.down_proj.method.dense is None
+    logits = forward(model, PROMPT)
+    assert 0.005 < (logits - exact).norm() / exact.norm() < 0.2
+
+
 # -- ranks --------------------------------------------------------------------------------------------------
 
 
