@@ -167,7 +167,8 @@ class _Rows:
         return self._source.get_dtype()
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        first, *others = index if isinstance(index, tuple) else (index,)
+        parts = index if isinstance(index, tuple) else (index,)
+        first, *others = (slice(None),) if index is ... else parts
         start, stop, _ = first.indices(self._count)
         return self._source[(slice(self._start + start, self._start + stop), *others)]
 

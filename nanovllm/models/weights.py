@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from difflib import get_close_matches
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +141,9 @@ def unpacked(config: ModelConfig, pairs: Iterable[tuple[str, Any]]) -> Iterator[
         parent, _, module = path.rpartition(".")
         rows = config.packed.get(module)
         shape = tensor.shape if isinstance(tensor, torch.Tensor) else tensor.get_shape()
+        if rows is not None and "scale" in param and prod(shape) == 1:  # of the whole packed tensor
+            yield from ((f"{parent}.{part}.{param}", tensor) for part in rows)
+            continue
         if rows is None or [*shape, 0][0] != sum(rows.values()):  # of another length: the checker names it
             yield name, tensor
             continue

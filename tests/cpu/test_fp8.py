@@ -39,6 +39,7 @@ from nanovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear
 from nanovllm.layers.weights import WeightLayer, finish_loading, weight_slots
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.registry import load_model_config
+from nanovllm.models.weights import check_weights
 from nanovllm.quantization import fp8
 from nanovllm.quantization.fp8 import Fp8Config, Fp8LinearMethod
 from nanovllm.quantization.fp8_loading import Stored, quantise_weight
@@ -135,6 +136,17 @@ def test_families_whose_layers_differ(tmp_path: Path, family: str, monkeypatch: 
     assert model.model.layers[0].mlp.down_proj.method.dense is None
     logits = forward(model, PROMPT)
     assert 0.005 < (logits - exact).norm() / exact.norm() < 0.2
+
+
+@pytest.mark.parametrize("kind", ["channel", "tensor"])
+def test_packed_tensors(tmp_path: Path, kind: str) -> None:
+    """A file's qkv_proj and gate_up_proj in FP8, with scales of rows or one for the whole packed tensor."""
+    source = write_tiny_model(tmp_path / "plain", "phi3")
+    tensors = tensors_of(folder := write_fp8(source, tmp_path / "fp8", kind))
+    assert tensors["model.layers.0.self_attn.qkv_proj.weight"].dtype == FP8
+    save_file(dequantised(tensors), source / "model.safetensors")
+    check_weights(load_model_config(folder), folder)
+    assert torch.equal(forward(load_model(folder), PROMPT), forward(load_model(source), PROMPT))
 
 
 # -- ranks --------------------------------------------------------------------------------------------------
