@@ -219,6 +219,12 @@ class ModelFamily:
         _refuse_unsupported(hf, self.reads)
         stop = eos_token_ids(hf, generation or {})
         config = self.read(hf)
+        if config.packed and not quant.keeps_rows:
+            raise ValueError(
+                f"config.json: quantization_config: weights of 4 bits are not supported in {architecture}, "
+                f"whose checkpoints hold several projections as one ({', '.join(config.packed)}); use its "
+                "FP8, bfloat16 or float16 checkpoint"
+            )
         return replace(config, architecture=architecture, eos_token_ids=stop, layer=self.layer, quant=quant)
 
     def text_config(self, raw: Mapping[str, Any]) -> Mapping[str, Any]:
