@@ -31,7 +31,8 @@ from nanovllm.device import CPU_KV_CACHE_BYTES, Device
 from nanovllm.distributed.group import TPGroup
 from nanovllm.kernels import attention_reference
 from nanovllm.kernels.paged import KVCache
-from nanovllm.layers.stream import RMSNorm, Step
+from nanovllm.layers.heads_norm import HeadsNorm
+from nanovllm.layers.stream import Step
 from nanovllm.layers.weights import allocate
 from nanovllm.models import decoder
 from nanovllm.models.config import HFConfig, ModelConfig, ModelFamily
@@ -333,8 +334,8 @@ def test_a_norm_over_all_heads() -> None:
     meta = StepMetadata(torch.arange(count), torch.tensor([count]), torch.tensor([[0]]), count, ranges)
     found = layer(Normed.computed(x, x), Step(torch.arange(count), meta)).tensor()
 
-    def normed(rows: torch.Tensor, norm: RMSNorm | None) -> torch.Tensor:
-        assert norm is not None and norm.weight.shape == rows.shape[1:]
+    def normed(rows: torch.Tensor, norm: object) -> torch.Tensor:
+        assert isinstance(norm, HeadsNorm) and norm.weight.shape == rows.shape[1:]
         return rows / (rows.square().mean(1, keepdim=True) + 1e-3).sqrt() * norm.weight.double()
 
     def rotated(rows: torch.Tensor) -> torch.Tensor:
@@ -348,11 +349,3 @@ def test_a_norm_over_all_heads() -> None:
     spec = AttentionSpec(4, 2, 8)
     expected = brute_force(q, k, v, spec, None).flatten(1) @ layer.o_proj.weight.double().T
     torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-4)
-
-
-def test_ranks_refuse_a_norm_over_all_heads() -> None:
-    sizes = {"vocab_size": 8, "hidden_size": 24, "intermediate_size": 16, "num_attention_heads": 4}
-    config = replace(LLAMA, qk_norm="all").model_config("X", sizes)
-    message = r"layer 0 has qk_norm='all', .* ranks cannot split; use tensor_parallel_size=1"
-    with pytest.raises(ValueError, match=message):
-        Attention(config, 0, Build(TPGroup(0, 2), ReferenceBackend(), partial(RotaryEmbedding, 9)))
