@@ -63,7 +63,9 @@ def quantise_weight(
 
 
 def _scales(top: torch.Tensor) -> torch.Tensor:
-    return torch.where(top == 0, 1.0, (top / FP8_MAX).clamp(min=torch.finfo(torch.float32).tiny))
+    return torch.where(
+        top == 0, 1.0, (top / torch.full_like(top, FP8_MAX)).clamp(min=torch.finfo(torch.float32).tiny)
+    )
 
 
 def _codes(wide: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:

@@ -84,20 +84,26 @@ def test_in_a_graph(rows: int) -> None:
 )
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_answers_are_the_cpus(tmp_path: Path, options: dict[str, Any], deterministic: bool) -> None:
-    """Greedy choices of the tiny model are far apart."""
+    """The tokens are those that the CPU finds likeliest, or nearly."""
     sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "vocab_size": 104}
     source = write_tiny_model(tmp_path / "dense", dtype="bfloat16", **sizes)
     folder = write_int4(source, tmp_path / "int4", scale_dtype=BF16, **options)
-    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=1)
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     prompts = [[7, 11, 13, 17], [19, 23]] * 20
-    with LLM(str(folder), device="cpu", skip_tokenizer_init=True, max_model_len=64) as llm:
-        wanted = llm.generate(prompts[:2], params, use_tqdm=False)
     with LLM(str(folder), skip_tokenizer_init=True, max_model_len=64, deterministic=deterministic) as llm:
-        few, many = (
-            llm.generate(prompts[:1], params, use_tqdm=False),
-            llm.generate(prompts, params, use_tqdm=False),
-        )
-    for got in (few[0], many[0]):
-        same = [a == b for a, b in zip(got["token_ids"], wanted[0]["token_ids"], strict=True)]
-        assert sum(same) >= 6, (got["token_ids"], wanted[0]["token_ids"])
-    assert all(each["token_ids"] == many[index % 2]["token_ids"] for index, each in enumerate(many))
+        many = [each["token_ids"] for each in llm.generate(prompts, params, use_tqdm=False)]
+        few = [each["token_ids"] for each in llm.generate(prompts[:1], params, use_tqdm=False)]
+    assert all(tokens == many[index % 2] for index, tokens in enumerate(many))
+    assert not deterministic or few[0] == many[0]
+    texts = [
+        prompt + tokens for prompt, tokens in zip([*prompts[:2], prompts[0]], [*many[:2], *few], strict=True)
+    ]
+    scoring = SamplingParams(max_tokens=0, prompt_logprobs=1)
+    with LLM(str(folder), device="cpu", dtype="float32", skip_tokenizer_init=True, max_model_len=64) as llm:
+        scored = llm.generate(texts, scoring, use_tqdm=False)
+    gaps = [
+        max(found.logprob for found in entry.values()) - entry[token].logprob
+        for output in scored
+        for token, entry in list(zip(output.prompt_token_ids, output.prompt_logprobs, strict=True))[-12:]
+    ]
+    assert max(gaps) < 0.5 and sum(gaps) / len(gaps) < 0.05, gaps
