@@ -16,6 +16,7 @@ from op_gate import Setting, write_config
 from test_models import PROMPT, check_against_transformers, forward, load
 from tiny_models import (
     FAMILIES,
+    MOE_FAMILIES,
     MORE_FAMILIES,
     edit_json,
     transformers_greedy,
@@ -69,6 +70,24 @@ def test_the_engine_gives_transformers_tokens(tmp_path: Path, family: str, cell:
 @pytest.mark.parametrize("family", MORE_FAMILIES)
 def test_families(tmp_path: Path, family: str) -> None:
     check_against_transformers(write_tiny_model(tmp_path, family))
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "windows"),
+    [
+        ("qwen3_moe", {"use_sliding_window": True}, [6, 6, 6, 6]),
+        ("qwen2_moe", {"use_sliding_window": True, "max_window_layers": 3}, [6, None, 6, None]),
+        ("mixtral", {}, [6, 6, 6, 6]),
+    ],
+    ids=MOE_FAMILIES,
+)
+def test_experts_behind_windows(
+    tmp_path: Path, family: str, settings: dict[str, Any], windows: list[int | None]
+) -> None:
+    folder = write_tiny_model(tmp_path, family, num_hidden_layers=4, sliding_window=6, **settings)
+    config = load_model_config(folder)
+    assert [config.spec(layer).window for layer in range(4)] == windows
+    check_against_transformers(folder)
 
 
 def test_every_registered_architecture_is_tested() -> None:

@@ -87,22 +87,6 @@ def test_kinds_of_layers(tmp_path: Path, family: str, settings: dict[str, Any]) 
     check_against_transformers(write_tiny_model(tmp_path, family, **settings))
 
 
-@pytest.mark.parametrize(
-    ("family", "settings", "windows"),
-    [
-        ("qwen3_moe", {"use_sliding_window": True}, [6, 6, 6, 6]),
-        ("qwen2_moe", {"use_sliding_window": True, "max_window_layers": 3}, [6, None, 6, None]),
-        ("mixtral", {}, [6, 6, 6, 6]),
-    ],
-    ids=MOE_FAMILIES,
-)
-def test_windows(tmp_path: Path, family: str, settings: dict[str, Any], windows: list[int | None]) -> None:
-    folder = write_tiny_model(tmp_path, family, num_hidden_layers=4, sliding_window=6, **settings)
-    config = load_model_config(folder)
-    assert [config.spec(layer).window for layer in range(4)] == windows
-    check_against_transformers(folder)
-
-
 def test_a_qwen2_moe_without_biases(tmp_path: Path) -> None:
     check_against_transformers(write_tiny_model(tmp_path, "qwen2_moe", qkv_bias=False))
 
