@@ -13,14 +13,16 @@ from nanovllm.kernels.fp8 import Fp8Rows, padded_row, quantise_rows_reference, s
 _BLOCK = 1024  # columns of a program, measured on an H200 (docs/log/2026-11-22-techniques.md)
 _ROW_WARPS = 16  # at most, of a program for a whole row
 
+_KINDS = {"tanh": 1, "erf": 2}  # of GELU, for kernels: Triton 3.6 takes no string as a default
+
 
 @jit()
-def gated(gate: tl.tensor, up: tl.tensor, dtype: tl.constexpr, GELU: tl.constexpr = "") -> tl.tensor:
-    """act(gate) * up of float32 values; both steps are rounded to `dtype`. GELU: its kind; "": SiLU."""
-    if GELU == "tanh":  # 1 + tanh(x) is 2 / (1 + exp(-2 x))
+def gated(gate: tl.tensor, up: tl.tensor, dtype: tl.constexpr, GELU: tl.constexpr = 0) -> tl.tensor:
+    """act(gate) * up of float32 values; both steps are rounded to `dtype`. GELU: of _KINDS; 0: SiLU."""
+    if GELU == 1:  # 1 + tanh(x) is 2 / (1 + exp(-2 x))
         cubic = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
         active = gate / (1.0 + tl.exp(-2.0 * cubic))
-    elif GELU == "erf":
+    elif GELU == 2:
         active = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
     else:
         active = gate / (1.0 + tl.exp(-gate))
@@ -35,7 +37,7 @@ def _silu_and_mul_kernel(
     N: tl.constexpr,
     BLOCK: tl.constexpr,
     USE_PDL: tl.constexpr,
-    GELU: tl.constexpr = "",
+    GELU: tl.constexpr = 0,
 ) -> None:
     """One program per row and BLOCK columns."""
     row = tl.program_id(0).to(tl.int64)
@@ -110,7 +112,7 @@ def silu_and_mul_triton(x: torch.Tensor, gelu: str = "") -> torch.Tensor:
     if rows == 0:
         return out
     assert x.stride(1) == 1
-    kind = {"GELU": gelu} if gelu else {}
+    kind = {"GELU": _KINDS[gelu]} if gelu else {}
     _silu_and_mul_kernel[(rows, -(-n // _BLOCK))](
         x, out, x.stride(0), N=n, BLOCK=_BLOCK, num_warps=4, **kind, **pdl_options(x)
     )
