@@ -103,7 +103,7 @@ MISTAKES: dict[str, tuple[Mistake, str]] = {
     "a file": (
         lambda llm, folder: LLM(folder / "config.json"),
         "ValueError: model 'FOLDER/config.json' is a file; pass the folder that holds "
-        "config.json and the *.safetensors weights",
+        "config.json and the *.safetensors weights, or a .gguf file",
     ),
     "no model": (
         lambda llm, folder: LLM(),
