@@ -15,21 +15,20 @@ import torch
 from tensors import F16, F32, FP8, assert_near, randn
 
 from nanovllm.kernels import decode_attention
+from nanovllm.kernels.attention_reference import (
+    paged_decode_attention_reference,
+    paged_prefill_attention_reference,
+)
 from nanovllm.kernels.compat import INTERPRET, jit, tl
 from nanovllm.kernels.decode_attention import (
     CHUNK,
     SHARED_CHUNK,
     Shared,
     SharedUnit,
-    paged_decode_attention_reference,
     paged_decode_attention_triton,
 )
-from nanovllm.kernels.paged import KVCache, fp8_pair
-from nanovllm.kernels.prefill_attention import (
-    Tiles,
-    paged_prefill_attention_reference,
-    paged_prefill_attention_triton,
-)
+from nanovllm.kernels.paged import PLAIN, KVCache, Variant, fp8_pair
+from nanovllm.kernels.prefill_attention import Tiles, paged_prefill_attention_triton
 from nanovllm.runner.shared_prefixes import find_shared_prefixes
 
 DECODE = (paged_decode_attention_triton, paged_decode_attention_reference)
@@ -105,13 +104,31 @@ def make_cache(contexts: Sequence[int], heads: Heads, device: str, seed: int = 0
     return PagedCache(KVCache(k, v, k_scale, v_scale), tables.to(device), lengths, keys, values)
 
 
-def naive_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+def naive_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, variant: Variant = PLAIN
+) -> torch.Tensor:
     """Exact causal attention of the last n positions: q [n, q_heads, d], k and v [context, kv_heads, d]."""
     group = q.shape[1] // max(k.shape[1], 1)
     k, v = (x.double().repeat_interleave(group, dim=1) for x in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q.double(), k) * scale
-    future = torch.ones(len(q), len(k), dtype=torch.bool, device=q.device).triu(len(k) - len(q) + 1)
-    return torch.einsum("hqk,khd->qhd", scores.masked_fill(future, -math.inf).softmax(-1), v)
+    if variant.softcap is not None:
+        scores = variant.softcap * (scores / variant.softcap).tanh()
+    unseen = torch.ones(len(q), len(k), dtype=torch.bool, device=q.device).triu(len(k) - len(q) + 1)
+    if variant.window is not None:
+        unseen |= torch.ones_like(unseen).tril(len(k) - len(q) - variant.window)
+    weights = scores.masked_fill(unseen, -math.inf)
+    if variant.sinks is not None:
+        sinks = variant.sinks.double()[:, None, None].expand(*weights.shape[:2], 1)
+        weights = torch.cat((weights, sinks), dim=-1)
+    return torch.einsum("hqk,khd->qhd", weights.softmax(-1)[..., : len(k)], v)
+
+
+def variant_of(
+    heads: Heads, device: str, window: int | None, softcap: float | None, sinks: bool = False
+) -> Variant:
+    """A variant, with sinks that differ by head."""
+    drawn = 2 * randn(heads.q_heads, dtype=heads.dtype, device=device, seed=77)
+    return Variant(window, softcap, drawn if sinks else None)
 
 
 def fused_queries(tokens: int, heads: Heads, device: str) -> torch.Tensor:
@@ -120,7 +137,7 @@ def fused_queries(tokens: int, heads: Heads, device: str) -> torch.Tensor:
     return randn(*shape, dtype=heads.dtype, device=device, seed=99)[:, : heads.q_heads]
 
 
-def check_decode(contexts: Sequence[int], heads: Heads, device: str) -> None:
+def check_decode(contexts: Sequence[int], heads: Heads, device: str, variant: Variant = PLAIN) -> None:
     """Kernel and reference are right; neither the bound on the context nor the batch changes a bit of the
     kernel's result.
     """
@@ -130,15 +147,16 @@ def check_decode(contexts: Sequence[int], heads: Heads, device: str) -> None:
     expected = torch.zeros(q.shape, dtype=torch.float64, device=device)
     for row, context in enumerate(contexts):
         if context:
-            expected[row] = naive_attention(q[row : row + 1], cache.keys[row], cache.values[row], scale)[0]
+            cells = cache.keys[row], cache.values[row]
+            expected[row] = naive_attention(q[row : row + 1], *cells, scale, variant)[0]
     longest = max(contexts)
     for attend in DECODE:
-        out = attend(q, cache.kv, cache.tables, cache.contexts, longest, scale)
+        out = attend(q, cache.kv, cache.tables, cache.contexts, longest, scale, variant=variant)
         assert out.shape == q.shape
         assert out.is_contiguous()
         assert_near(out, expected)
         assert not out[cache.contexts == 0].any()
-    run = paged_decode_attention_triton
+    run = partial(paged_decode_attention_triton, variant=variant)
     out = run(q, cache.kv, cache.tables, cache.contexts, longest, scale)
     loose = run(q, cache.kv, cache.tables, cache.contexts, longest + 700, scale)
     assert torch.equal(loose, out)
@@ -169,7 +187,12 @@ def check_decode(contexts: Sequence[int], heads: Heads, device: str) -> None:
 
 
 def check_shared_prefixes(
-    contexts: Sequence[int], shares: dict[int, int], heads: Heads, device: str, tile: int = 16
+    contexts: Sequence[int],
+    shares: dict[int, int],
+    heads: Heads,
+    device: str,
+    tile: int = 16,
+    variant: Variant = PLAIN,
 ) -> None:
     """Row r shares its first blocks with row shares[r], as many as both fill.
 
@@ -197,20 +220,24 @@ def check_shared_prefixes(
     assert int((shared.skips > 0).sum()) >= sum(common > 0 for common in expected)
     q = fused_queries(len(contexts), heads, device)
     inputs = (q, cache.kv, cache.tables, cache.contexts, max(contexts) + 600, heads.head_dim**-0.5)
-    out, alone = (paged_decode_attention_triton(*inputs, plan, invariant) for plan in (shared, None))
+    out, alone = (paged_decode_attention_triton(*inputs, plan, invariant, variant) for plan in (shared, None))
     if not invariant:
         assert_near(out, alone)
         for chunk in (CHUNK, 2 * CHUNK):
             whole = {name: getattr(shared, name) // chunk * chunk for name in ("lens", "skips")}
             coarse = shared._replace(chunk=chunk, **whole)
-            assert_near(paged_decode_attention_triton(*inputs, coarse, invariant), alone)
+            assert_near(paged_decode_attention_triton(*inputs, coarse, invariant, variant), alone)
     else:
         tolerance = 0.0 if out.is_cuda else 1e-6
         torch.testing.assert_close(out, alone, rtol=tolerance, atol=tolerance)
 
 
 def check_prefill(
-    lengths: Sequence[tuple[int, int]], heads: Heads, device: str, tiles: Tiles | None = None
+    lengths: Sequence[tuple[int, int]],
+    heads: Heads,
+    device: str,
+    tiles: Tiles | None = None,
+    variant: Variant = PLAIN,
 ) -> None:
     """`lengths` holds (new tokens, context) for each sequence; each query attends to its causal context."""
     cache = make_cache([context for _, context in lengths], heads, device)
@@ -223,18 +250,18 @@ def check_prefill(
         begin = int(bounds[row])
         if context:
             expected[begin : begin + queries] = naive_attention(
-                q[begin : begin + queries], cache.keys[row], cache.values[row], scale
+                q[begin : begin + queries], cache.keys[row], cache.values[row], scale, variant
             )
     for attend in PREFILL if tiles is None else (partial(paged_prefill_attention_triton, tiles=tiles),):
         inputs = (q, cache.kv, cache.tables, bounds, cache.contexts)
-        out = attend(*inputs, int(new.max()), scale)
+        out = attend(*inputs, int(new.max()), scale, variant=variant)
         assert out.shape == q.shape
         assert out.is_contiguous()
         assert_near(out, expected)
 
 
-def check_keys_that_are_not_finite(device: str) -> None:
-    """A key that is NaN makes the tokens NaN that attend to it, and changes no token before it."""
+def check_keys_that_are_not_finite(device: str, variant: Variant = PLAIN) -> None:
+    """A key that is NaN makes the tokens NaN that attend to it, and changes no other token."""
     length, spoilt, heads = 40, 20, Heads(2, 2, 64, 16)
     cache = make_cache([length], heads, device)
     cells = cache.kv.k[int(cache.tables[0, spoilt // heads.page]), spoilt % heads.page]
@@ -245,16 +272,21 @@ def check_keys_that_are_not_finite(device: str) -> None:
         )
         for attend in PREFILL:
             inputs = (q, cache.kv, cache.tables, bounds, cache.contexts, new, heads.head_dim**-0.5)
-            kept, expected = cells.clone(), attend(*inputs)
+            kept, expected = cells.clone(), attend(*inputs, variant=variant)
             cells[0] = math.nan
-            out = attend(*inputs)
+            out = attend(*inputs, variant=variant)
             cells.copy_(kept)
             before = spoilt - (length - new)
-            assert torch.equal(out[:before], expected[:before]) and torch.equal(out[:, 1], expected[:, 1])
-            assert out[before:, 0].isnan().all()
+            after = min(new, before + (variant.window or length))
+            for part in (slice(before), slice(after, None)):
+                assert torch.equal(out[part], expected[part])
+            assert torch.equal(out[:, 1], expected[:, 1])
+            assert out[before:after, 0].isnan().all()
 
 
-def check_chunked_prefill(length: int, chunks: Sequence[int], heads: Heads, device: str) -> None:
+def check_chunked_prefill(
+    length: int, chunks: Sequence[int], heads: Heads, device: str, variant: Variant = PLAIN
+) -> None:
     """A prompt in `chunks` (the last one repeats) gives the kernel's result for the whole prompt.
 
     Bit for bit on a device; the interpreter uses BLAS, whose rounding depends on a row's place in its tile.
@@ -267,7 +299,8 @@ def check_chunked_prefill(length: int, chunks: Sequence[int], heads: Heads, devi
         context = torch.tensor([end], dtype=torch.int32, device=device)
         inputs = (q[begin:end], cache.kv, cache.tables, bounds, context)
         longest = end - begin
-        return paged_prefill_attention_triton(*inputs, longest, heads.head_dim**-0.5, invariant=True)
+        run = partial(paged_prefill_attention_triton, invariant=True, variant=variant)
+        return run(*inputs, longest, heads.head_dim**-0.5)
 
     pieces, begin = [], 0
     while begin < length:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
@@ -40,6 +41,101 @@ FAMILIES: dict[str, tuple[type, type]] = {
     "mixtral": (MixtralConfig, MixtralForCausalLM),
 }
 MOE_FAMILIES = ("qwen3_moe", "qwen2_moe", "mixtral")
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+# Families whose config says more: what a tiny one has besides the common settings.
+MORE_FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
+    "gemma2": (
+        transformers.Gemma2Config,
+        transformers.Gemma2ForCausalLM,
+        {
+            **{"head_dim": 12, "query_pre_attn_scalar": 20, "sliding_window": 6, "num_hidden_layers": 3},
+            **{"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, "tie_word_embeddings": True},
+        },
+    ),
+    "gemma3": (
+        transformers.Gemma3TextConfig,
+        transformers.Gemma3ForCausalLM,
+        {
+            **{"head_dim": 12, "query_pre_attn_scalar": 20, "sliding_window": 6, "num_hidden_layers": 3},
+            **{"layer_types": [_SLIDING, _SLIDING, _FULL], "tie_word_embeddings": True},
+            "rope_parameters": {
+                _FULL: {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                _SLIDING: {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+    ),
+    "olmo2": (transformers.Olmo2Config, transformers.Olmo2ForCausalLM, {}),
+    "olmo3": (
+        transformers.Olmo3Config,
+        transformers.Olmo3ForCausalLM,
+        {
+            **{"sliding_window": 5, "num_hidden_layers": 3, "layer_types": [_SLIDING, _FULL, _SLIDING]},
+            "rope_parameters": {
+                _FULL: {
+                    **{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128},
+                    "rope_theta": 500.0,
+                },
+                _SLIDING: {"rope_type": "default", "rope_theta": 500.0},
+            },
+        },
+    ),
+    "phi3": (
+        transformers.Phi3Config,
+        transformers.Phi3ForCausalLM,
+        {
+            **{"num_attention_heads": 2, "sliding_window": 7, "original_max_position_embeddings": 8},
+            "rope_parameters": {
+                **{"rope_type": "longrope", "rope_theta": 500.0, "partial_rotary_factor": 0.75},
+                **{"short_factor": [1.0, 1.1, 1.2, 1.4, 1.5, 2.0]},
+                **{"long_factor": [1.0, 2.0, 3.0, 5.0, 8.0, 16.0]},
+            },
+            "pad_token_id": 0,
+        },
+    ),
+    "granite": (
+        transformers.GraniteConfig,
+        transformers.GraniteForCausalLM,
+        {
+            **{"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.2},
+            "logits_scaling": 3.0,
+        },
+    ),
+    "granite4": (
+        transformers.GraniteMoeHybridConfig,
+        transformers.GraniteMoeHybridForCausalLM,
+        {
+            **{"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.2},
+            **{"logits_scaling": 3.0, "num_local_experts": 0, "shared_intermediate_size": 40},
+            **{"layer_types": [_FULL, _FULL], "position_embedding_type": "rope", "mamba_n_heads": 4},
+        },
+    ),
+    "glm": (transformers.GlmConfig, transformers.GlmForCausalLM, {"head_dim": 12, "pad_token_id": 0}),
+    "glm4": (transformers.Glm4Config, transformers.Glm4ForCausalLM, {"head_dim": 16, "pad_token_id": 0}),
+    "smollm3": (
+        transformers.SmolLM3Config,
+        transformers.SmolLM3ForCausalLM,
+        {
+            **{"no_rope_layers": [1, 0, 1], "num_hidden_layers": 3, "use_sliding_window": True},
+            **{"sliding_window": 6, "pad_token_id": 0},
+        },
+    ),
+    "exaone4": (
+        transformers.Exaone4Config,
+        transformers.Exaone4ForCausalLM,
+        {"sliding_window": 6, "sliding_window_pattern": 3, "num_hidden_layers": 3},
+    ),
+    "ernie": (
+        transformers.Ernie4_5Config,
+        transformers.Ernie4_5ForCausalLM,
+        {"use_bias": True, "head_dim": 12},
+    ),
+    "mistral-window": (MistralConfig, MistralForCausalLM, {"sliding_window": 6}),
+    "qwen2-window": (
+        Qwen2Config,
+        Qwen2ForCausalLM,
+        {"sliding_window": 6, "use_sliding_window": True, "max_window_layers": 1},
+    ),
+}
 VOCAB_SIZE = 97
 
 
@@ -53,7 +149,7 @@ def write_tiny_model(
     **overrides: Any,
 ) -> Path:
     """Write a checkpoint of `family` with the config changed by `overrides`; return `folder`."""
-    config_class, model_class = FAMILIES[family]
+    config_class, model_class = (FAMILIES.get(family) or MORE_FAMILIES[family])[:2]
     settings: dict[str, Any] = {
         "vocab_size": VOCAB_SIZE,
         "hidden_size": 32,
@@ -78,6 +174,8 @@ def write_tiny_model(
         settings |= {"moe_intermediate_size": 24, "intermediate_size": 48, "norm_topk_prob": True}
     if family == "qwen2_moe":
         settings["shared_expert_intermediate_size"] = 40
+    if family in MORE_FAMILIES:
+        settings |= MORE_FAMILIES[family][2]
     model = model_class(config_class(**settings | overrides))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

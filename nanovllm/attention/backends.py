@@ -9,36 +9,52 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from types import ModuleType
+from typing import Any
 
 import torch
 
-from nanovllm.attention.base import FEATURES, AttentionBackend, AttentionMetadata, AttentionSpec
+from nanovllm.attention.base import (
+    FEATURES,
+    AttentionBackend,
+    AttentionMetadata,
+    AttentionSpec,
+    PrefillRanges,
+)
 from nanovllm.device import Device
-from nanovllm.kernels.compat import HAS_TRITON, INTERPRET
-from nanovllm.kernels.decode_attention import (
+from nanovllm.kernels.attention_reference import (
     Gathered,
-    Shared,
-    SharedUnit,
     decode_attend_reference,
     decode_gather_reference,
+    paged_prefill_attention_reference,
+)
+from nanovllm.kernels.compat import HAS_TRITON, INTERPRET
+from nanovllm.kernels.decode_attention import (
+    Shared,
+    SharedUnit,
     paged_decode_attention_triton,
     shared_unit,
 )
 from nanovllm.kernels.paged import PLAIN, KVCache, Variant
-from nanovllm.kernels.prefill_attention import (
-    paged_prefill_attention_reference,
-    paged_prefill_attention_triton,
-)
+from nanovllm.kernels.prefill_attention import paged_prefill_attention_triton
 
 logger = logging.getLogger("nanovllm")
+
+
+def _variant(spec: AttentionSpec, sinks: torch.Tensor | None) -> Variant:
+    """What attention does beyond a causal softmax; PLAIN itself if nothing."""
+    if spec.window is None and spec.softcap is None and sinks is None:
+        return PLAIN
+    return Variant(spec.window, spec.softcap, sinks)
 
 
 class TritonBackend(AttentionBackend):
     name = "triton"
     block_size_multiple = 16
     default_block_size = 256
+    features = frozenset(FEATURES)
 
     @classmethod
     def unavailable(cls, device: Device, dtype: torch.dtype, cache_dtype: torch.dtype) -> str | None:
@@ -51,6 +67,8 @@ class TritonBackend(AttentionBackend):
     def shared_unit(
         self, spec: AttentionSpec, cache_dtype: torch.dtype, device: torch.device
     ) -> SharedUnit | None:
+        if spec.window is not None:  # a window soon leaves a shared prefix
+            return None
         group = spec.num_heads // spec.num_kv_heads
         return shared_unit(group, spec.head_dim, cache_dtype, device, self.deterministic)
 
@@ -62,8 +80,9 @@ class TritonBackend(AttentionBackend):
         spec: AttentionSpec,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        variant = _variant(spec, sinks)
         if meta.prefill is None:
-            shared = meta.shared
+            shared = meta.shared if spec.window is None else None
             return paged_decode_attention_triton(
                 q,
                 cache,
@@ -73,6 +92,7 @@ class TritonBackend(AttentionBackend):
                 spec.scale,
                 None if shared is None else Shared(**vars(shared)),
                 invariant=self.deterministic,
+                variant=variant,
             )
         return paged_prefill_attention_triton(
             q,
@@ -83,6 +103,7 @@ class TritonBackend(AttentionBackend):
             meta.prefill.max_seqlen_q,
             spec.scale,
             invariant=self.deterministic,
+            variant=variant,
         )
 
 
@@ -113,9 +134,7 @@ class ReferenceBackend(AttentionBackend):
         spec: AttentionSpec,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        variant = PLAIN
-        if spec.window is not None or spec.softcap is not None or sinks is not None:
-            variant = Variant(spec.window, spec.softcap, sinks)
+        variant = _variant(spec, sinks)
         if meta.prefill is None:
             if self._step is not meta:
                 self._step, self._gathered = meta, {}
@@ -150,6 +169,7 @@ class FlashAttnBackend(AttentionBackend):
     name = "flash_attn"
     block_size_multiple = 256
     default_block_size = 256
+    features = frozenset({"window", "softcap", "kv_from"})  # if the installed package has them
 
     @classmethod
     def unavailable(cls, device: Device, dtype: torch.dtype, cache_dtype: torch.dtype) -> str | None:
@@ -168,6 +188,39 @@ class FlashAttnBackend(AttentionBackend):
             return f"it does not support a KV cache of {cache_dtype}"
         return None
 
+    @classmethod
+    def unsupported(cls, specs: Sequence[AttentionSpec]) -> str | None:
+        """Also what the installed package refuses: a build may lack windows, softcaps or wide heads."""
+        if reason := super().unsupported(specs):
+            return reason
+        tried: set[tuple[int, int | None, float | None]] = set()
+        for layer, spec in enumerate(specs):
+            asked = spec.head_dim, spec.window, spec.softcap
+            if asked not in tried and (spec.head_dim > 128 or asked[1:] != (None, None)):
+                tried.add(asked)
+                if refusal := cls._refusal(spec):
+                    what = {"head_dim": spec.head_dim, "window": spec.window, "softcap": spec.softcap}
+                    named = ", ".join(f"{name}={value}" for name, value in what.items() if value is not None)
+                    return f"layer {layer} has {named}, and the installed flash-attn says: {refusal}"
+        return None
+
+    @classmethod
+    def _refusal(cls, spec: AttentionSpec) -> str | None:
+        """What the package says to one token of a layer like `spec`, in decode and prefill; None: it runs."""
+        if isinstance(package := _package(), ImportError):
+            return str(package)
+        try:
+            one = torch.ones(1, dtype=torch.int32, device="cuda")
+            bounds = torch.tensor([0, 1], dtype=torch.int32, device="cuda")
+            cells = torch.zeros(1, cls.block_size_multiple, 1, spec.head_dim, device="cuda").bfloat16()
+            for ranges in (None, PrefillRanges(bounds, bounds, 1)):
+                meta = AttentionMetadata(one - 1, one, one[None] - 1, 1, ranges)
+                alone = replace(spec, num_heads=1, num_kv_heads=1, kv_from=None)
+                cls().forward(cells[0, :1], KVCache(cells, cells), meta, alone)
+        except (RuntimeError, TypeError, AssertionError) as error:
+            return str(error).partition("\n")[0]
+        return None
+
     def forward(
         self,
         q: torch.Tensor,
@@ -179,6 +232,11 @@ class FlashAttnBackend(AttentionBackend):
         assert cache.k_scale is None and cache.v_scale is None, "flash-attn 2 reads no FP8 cache"
         package = _package()
         assert isinstance(package, ModuleType), "unavailable() returned the reason"
+        options: dict[str, Any] = {}  # which older packages do not know
+        if spec.window is not None:
+            options["window_size"] = spec.window - 1, 0  # tokens before it and after it
+        if spec.softcap is not None:
+            options["softcap"] = spec.softcap
         if meta.prefill is None:
             out = package.flash_attn_with_kvcache(
                 q[:, None],
@@ -188,6 +246,7 @@ class FlashAttnBackend(AttentionBackend):
                 block_table=meta.block_tables,
                 softmax_scale=spec.scale,
                 causal=True,
+                **options,
             )
             return out[:, 0]
         return package.flash_attn_varlen_func(
@@ -201,6 +260,7 @@ class FlashAttnBackend(AttentionBackend):
             softmax_scale=spec.scale,
             causal=True,
             block_table=meta.block_tables,
+            **options,
         )
 
 

@@ -20,6 +20,7 @@ _REQUIRED_KEYS: dict[str, tuple[str, ...]] = {
     "dynamic": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "yarn": (),
+    "longrope": ("short_factor", "long_factor"),
 }
 LARGEST = 2.0**31  # settings and positions are below
 
@@ -40,6 +41,10 @@ class RopeConfig:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
+    short_factor: tuple[float, ...] = ()  # longrope: of each pair of elements, up to the training length
+    long_factor: tuple[float, ...] = ()  # the same beyond
+    rotary_share: float = 1.0  # of a head's elements, the first ones; the others are not rotated
+    interleaved: bool = False  # rotates neighbouring elements, and not those of the two halves
 
     @classmethod
     def from_dict(cls, params: Mapping[str, Any], theta: float, max_position_embeddings: int) -> RopeConfig:
@@ -69,13 +74,22 @@ class RopeConfig:
                 raise ValueError(f"rope setting {key!r} must be a number of at least 0, not {value!r}")
             return value
 
+        def numbers(key: str) -> tuple[float, ...]:
+            values = params.get(key) or ()
+            if rope_type != "longrope":
+                return ()
+            if not isinstance(values, list) or not all(isinstance(each, (int, float)) for each in values):
+                raise ValueError(f"rope setting {key!r} must be a list of numbers, not {values!r}")
+            return tuple(map(float, values))
+
         original = number("original_max_position_embeddings", max_position_embeddings)
         if rope_type == "dynamic":
             original = max_position_embeddings  # beyond this length transformers grows the base
         if original <= 0:
             raise ValueError(f"original_max_position_embeddings must be positive, not {original}")
-        # In a yarn config without a factor, the factor is the ratio of the two lengths.
-        factor = number("factor", max_position_embeddings / original if rope_type == "yarn" else 1.0)
+        # In a config of these types without a factor, the factor is the ratio of the two lengths.
+        stretched = rope_type in ("yarn", "longrope")
+        factor = number("factor", max_position_embeddings / original if stretched else 1.0)
         own = ("low_freq_factor", "high_freq_factor", "attention_factor", "mscale", "mscale_all_dim")
         config = cls(
             rope_type=rope_type,
@@ -85,6 +99,8 @@ class RopeConfig:
             beta_fast=number("beta_fast", 0) or 32.0,
             beta_slow=number("beta_slow", 0) or 1.0,
             truncate=bool(params.get("truncate", True)),
+            short_factor=numbers("short_factor"),
+            long_factor=numbers("long_factor"),
             **{key: number(key, getattr(cls, key)) for key in own},
         )
         config._check(max_position_embeddings)
@@ -118,7 +134,14 @@ class RopeConfig:
             return int(stated * self.factor)
         if self.rope_type == "yarn":
             return max(stated, int(self.original_max_position * self.factor))
-        return stated  # llama3 states the scaled length
+        return stated  # llama3 and longrope state the scaled length
+
+    def rotary_dim(self, head_dim: int) -> int:
+        """How many elements of a head are rotated."""
+        rotary = int(head_dim * self.rotary_share)
+        if rotary % 2 or rotary < 2:
+            raise ValueError(f"rope must rotate an even number of elements of a head, not {rotary}")
+        return rotary
 
 
 def rope_table(config: RopeConfig | None, head_dim: int, num_positions: int) -> torch.Tensor:
@@ -126,26 +149,37 @@ def rope_table(config: RopeConfig | None, head_dim: int, num_positions: int) -> 
     without a config those of angle 0.
 
     The same numbers as transformers' `modeling_rope_utils`. Those of "dynamic" hold up to `longest_fixed`: in
-    a longer sequence every token changes them all, and a cache of rotated keys cannot follow.
+    a longer sequence every token changes them all, and a cache of rotated keys cannot follow. With "longrope"
+    the number of positions chooses the factors, for all sequences; transformers chooses for each sequence.
+    The pairs that are not rotated come last, with angle 0.
     """
     positions = torch.arange(num_positions, dtype=torch.float32)
     if config is None:
         angles = positions.new_zeros(num_positions, head_dim // 2)
         return torch.cat((angles.cos(), angles.sin()), dim=-1)
-    angles = positions[:, None] * _frequencies(config, head_dim)
+    rotary = config.rotary_dim(head_dim)
+    angles = positions[:, None] * _frequencies(config, rotary, num_positions - 1)
     scale = _attention_factor(config)
-    return torch.cat((angles.cos() * scale, angles.sin() * scale), dim=-1)
+    rest = positions.new_zeros(num_positions, (head_dim - rotary) // 2)
+    return torch.cat((angles.cos() * scale, rest + 1, angles.sin() * scale, rest), dim=-1)
 
 
 def _exponents(head_dim: int) -> torch.Tensor:
     return torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
 
 
-def _frequencies(config: RopeConfig, head_dim: int) -> torch.Tensor:
-    """The angle per position of each pair of dimensions, [head_dim / 2]."""
+def _frequencies(config: RopeConfig, head_dim: int, longest: int) -> torch.Tensor:
+    """The angle per position of each pair of dimensions, [head_dim / 2]; longest: the longest sequence."""
     if config.rope_type == "yarn":
         return _yarn_frequencies(config, head_dim)
     frequencies = 1.0 / (config.theta ** _exponents(head_dim))
+    if config.rope_type == "longrope":
+        factors = config.long_factor if longest > config.original_max_position else config.short_factor
+        if len(factors) != head_dim // 2:
+            raise ValueError(
+                f"rope type 'longrope' needs {head_dim // 2} factors, and the config has {len(factors)}"
+            )
+        return 1.0 / (torch.tensor(factors) * config.theta ** _exponents(head_dim))
     if config.rope_type == "linear":
         return frequencies / config.factor
     if config.rope_type == "llama3":
@@ -185,11 +219,14 @@ def _yarn_frequencies(config: RopeConfig, head_dim: int) -> torch.Tensor:
 
 
 def _attention_factor(config: RopeConfig) -> float:
-    """The factor of cosines and sines; 1 for all types except yarn."""
-    if config.rope_type != "yarn":
+    """The factor of cosines and sines; 1 for all types except yarn and longrope."""
+    if config.rope_type not in ("yarn", "longrope"):
         return 1.0
     if config.attention_factor is not None:
         return config.attention_factor
+    if config.rope_type == "longrope":
+        stretched = math.log(max(config.factor, 1.0)) / math.log(config.original_max_position)
+        return math.sqrt(1 + stretched)
 
     def temperature(mscale: float) -> float:
         return 0.1 * mscale * math.log(config.factor) + 1.0 if config.factor > 1 else 1.0

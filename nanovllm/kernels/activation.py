@@ -13,11 +13,20 @@ from nanovllm.kernels.fp8 import Fp8Rows, padded_row, quantise_rows_reference, s
 _BLOCK = 1024  # columns of a program, measured on an H200 (docs/log/2026-11-22-techniques.md)
 _ROW_WARPS = 16  # at most, of a program for a whole row
 
+_KINDS = {"tanh": 1, "erf": 2}  # of GELU, for kernels: Triton 3.6 takes no string as a default
+
 
 @jit()
-def gated(gate: tl.tensor, up: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
-    """silu(gate) * up of float32 values; both steps are rounded to `dtype`."""
-    return ((gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32) * up).to(dtype)
+def gated(gate: tl.tensor, up: tl.tensor, dtype: tl.constexpr, GELU: tl.constexpr = 0) -> tl.tensor:
+    """act(gate) * up of float32 values; both steps are rounded to `dtype`. GELU: of _KINDS; 0: SiLU."""
+    if GELU == 1:  # 1 + tanh(x) is 2 / (1 + exp(-2 x))
+        cubic = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
+        active = gate / (1.0 + tl.exp(-2.0 * cubic))
+    elif GELU == 2:
+        active = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
+    else:
+        active = gate / (1.0 + tl.exp(-gate))
+    return (active.to(dtype).to(tl.float32) * up).to(dtype)
 
 
 @jit()
@@ -28,6 +37,7 @@ def _silu_and_mul_kernel(
     N: tl.constexpr,
     BLOCK: tl.constexpr,
     USE_PDL: tl.constexpr,
+    GELU: tl.constexpr = 0,
 ) -> None:
     """One program per row and BLOCK columns."""
     row = tl.program_id(0).to(tl.int64)
@@ -38,7 +48,7 @@ def _silu_and_mul_kernel(
     gate = tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(x_ptrs + N, mask=mask, other=0.0).to(tl.float32)
     dtype: tl.constexpr = out_ptr.dtype.element_ty
-    tl.store(out_ptr + row * N + columns, gated(gate, up, dtype), mask=mask)
+    tl.store(out_ptr + row * N + columns, gated(gate, up, dtype, GELU), mask=mask)
 
 
 @jit("num_rows")
@@ -92,22 +102,28 @@ def silu_and_mul_fp8_reference(x: torch.Tensor, group: int | None = None) -> Fp8
     return quantise_rows_reference(silu_and_mul_reference(x), group)
 
 
-def silu_and_mul_triton(x: torch.Tensor) -> torch.Tensor:
-    """Return silu(x[:, :N]) * x[:, N:], [T, N], for x [T, 2N]; silu is rounded to x's dtype first."""
+def silu_and_mul_triton(x: torch.Tensor, gelu: str = "") -> torch.Tensor:
+    """Return silu(x[:, :N]) * x[:, N:], [T, N], for x [T, 2N]; silu is rounded to x's dtype first.
+
+    gelu: "tanh" or "erf" computes GELU instead, with this function.
+    """
     rows, n = x.shape[0], x.shape[1] // 2
     out = torch.empty((rows, n), dtype=x.dtype, device=x.device)
     if rows == 0:
         return out
     assert x.stride(1) == 1
+    kind = {"GELU": _KINDS[gelu]} if gelu else {}
     _silu_and_mul_kernel[(rows, -(-n // _BLOCK))](
-        x, out, x.stride(0), N=n, BLOCK=_BLOCK, num_warps=4, **pdl_options(x)
+        x, out, x.stride(0), N=n, BLOCK=_BLOCK, num_warps=4, **kind, **pdl_options(x)
     )
     return out
 
 
-def silu_and_mul_reference(x: torch.Tensor) -> torch.Tensor:
+def silu_and_mul_reference(x: torch.Tensor, gelu: str = "") -> torch.Tensor:
     """`silu_and_mul` in plain torch."""
     gate, up = x.chunk(2, dim=-1)
+    if gelu:
+        return F.gelu(gate, approximate="tanh" if gelu == "tanh" else "none") * up
     return F.silu(gate) * up
 
 
@@ -119,6 +135,8 @@ class Activation(Enum):
     """A gated activation: act(gate) * up, for rows [gate, up]. The values are the names in config.json."""
 
     SILU = "silu"
+    GELU = "gelu"
+    GELU_TANH = "gelu_pytorch_tanh"
 
     @classmethod
     def of(cls, name: object) -> Activation:
@@ -131,7 +149,7 @@ class Activation(Enum):
 
     def and_mul(self, x: torch.Tensor) -> torch.Tensor:
         """act(x[:, :N]) * x[:, N:], [T, N], for x [T, 2N]."""
-        return _AND_MUL[self](x)
+        return silu_and_mul(x, _GELU[self]) if self in _GELU else silu_and_mul(x)
 
 
-_AND_MUL = {Activation.SILU: silu_and_mul}
+_GELU = {Activation.GELU: "erf", Activation.GELU_TANH: "tanh"}

@@ -6,11 +6,9 @@ unless the caller asks for wide tiles of shared prefixes. Writes no cache.
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 
 from nanovllm.batch import PADDING
 from nanovllm.kernels.compat import (
@@ -24,17 +22,18 @@ from nanovllm.kernels.compat import (
 )
 from nanovllm.kernels.merge_chunks import merge_chunks
 from nanovllm.kernels.paged import (
+    LOG2_E,
     PLAIN,
     Heads,
     KVCache,
     Variant,
     as_words,
     attend_range,
-    attend_reference,
-    dequantized,
     finish_softmax,
     load_pages,
     start_softmax,
+    window_start,
+    with_sinks,
 )
 
 # Launch choices, measured on an H200 unless stated otherwise (docs/log/2026-11-22-techniques.md).
@@ -96,6 +95,20 @@ def _tiles(heads: Heads, cell_size: int, chunk: int, programs: int, plain: bool,
     return _Tiles(block_n, 2, 3)
 
 
+def _of_window(window: int, chunk: int, tiles: _Tiles, head_dim: int) -> tuple[int, _Tiles]:
+    """The chunk length and the tiles for a window, near those for full attention.
+
+    A window begins within a tile, so small windows have small tiles. No chunk holds only that first part.
+    head_dim: with a few small tiles one warp is faster (64/8 heads of 64 and a window of 128 on an H100: 16
+    sequences take 4.8 us instead of 6.3, 256 take 29.8 instead of 30.8).
+    """
+    block_n = min(tiles.block_n, max(16, next_power_of_2(window) // 4))
+    if block_n < tiles.block_n and head_dim <= 64:
+        tiles = tiles._replace(warps=1)
+    chunks = max(1, window // chunk)
+    return -(-(window + block_n - 1) // (chunks * block_n)) * block_n, tiles._replace(block_n=block_n)
+
+
 class Shared(NamedTuple):
     """Units of sequences that begin with the same blocks; int32."""
 
@@ -153,6 +166,9 @@ def _decode_chunk_kernel(
     BLOCK_N: tl.constexpr,
     USE_PDL: tl.constexpr,
     PADDING: tl.constexpr = PADDING,
+    sinks_ptr: tl.tensor = None,
+    WINDOW: tl.constexpr = 0,
+    SOFTCAP: tl.constexpr = 0.0,
 ) -> None:
     """One program per (tile of a KV head's query heads, sequence, lane); a lane computes every n-th chunk.
 
@@ -161,7 +177,8 @@ def _decode_chunk_kernel(
     of a sequence are neighbours in the grid, so that concurrent reads are close together. With `members`
     [U, HEAD_TILE // GROUP], units replace sequences: all members of a unit share the first contexts[unit]
     positions, and a program may compute several units. With the same HEAD_TILE, each row of the tile has the
-    same bits as without units.
+    same bits as without units. With a WINDOW, never with units, the first chunk begins at the window's first
+    tile.
     """
     Q_HEADS: tl.constexpr = HEADS.q_heads
     HEAD_DIM: tl.constexpr = HEADS.head_dim
@@ -180,13 +197,17 @@ def _decode_chunk_kernel(
         unit = tl.program_id(1) + turn * tl.num_programs(1)
         context = tl.load(contexts_ptr + unit)
         first = tl.program_id(2)
+        base = 0
+        if WINDOW:
+            base = window_start(context, WINDOW, BLOCK_N)
         if members_ptr is None:
             sequence = tl.program_id(1).to(tl.int64)
             sequences = sequence
             members = (tl.program_id(0) % TILES) * HEAD_TILE + rows
             used = members < GROUP
-            count = tl.maximum(tl.cdiv(context, CHUNK), 1)  # at least one: an empty context writes zeros
-            single = context <= CHUNK
+            # At least one chunk: an empty context writes zeros.
+            count = tl.maximum(tl.cdiv(context - base, CHUNK), 1)
+            single = context - base <= CHUNK
             if skips_ptr is not None:
                 first += tl.load(skips_ptr + sequence) // CHUNK
         else:
@@ -204,15 +225,32 @@ def _decode_chunk_kernel(
         q_ptrs = q_ptr + (sequences * q_stride_s + heads * q_stride_h)[:, None] + dims[None, :]
         table_ptr = tables_ptr + sequence * table_stride
         keys = (k_ptr, v_ptr, table_ptr)
+        if sinks_ptr is not None:
+            sinks = tl.load(sinks_ptr + heads, mask=used, other=0.0).to(tl.float32)
         for chunk in range(first, count, tl.num_programs(2)):
-            start = chunk * CHUNK
+            start = base + chunk * CHUNK
             end = tl.minimum(context, start + CHUNK)
             pages = load_pages(table_ptr, start, end, HEADS.page, BLOCK_N)
             await_inputs(USE_PDL)  # at least one program makes this call, which is enough for the next kernel
             q, state = start_softmax(tl.load(q_ptrs, mask=mask, other=0.0), HEADS)
-            last = tl.zeros((HEAD_TILE,), tl.int32) + (end - 1)
+            if sinks_ptr is not None:  # they count once
+                state = with_sinks(state, tl.where(chunk == 0, sinks, float("-inf")))
+            last = tl.zeros((HEAD_TILE,), tl.int32) + ((context if WINDOW else end) - 1)
             state, pages = attend_range(
-                state, q, keys, kv_head, pages, (start, end, end), last, scale_log2, HEADS, BLOCK_N, True
+                state,
+                q,
+                keys,
+                kv_head,
+                pages,
+                (start, end, end),
+                last,
+                scale_log2,
+                HEADS,
+                BLOCK_N,
+                True,
+                False,
+                WINDOW,
+                SOFTCAP,
             )
             attended, logs = finish_softmax(state, context, v_scale_ptr, kv_head, HEADS)
             if single:
@@ -235,6 +273,7 @@ def paged_decode_attention_triton(
     scale: float,
     shared: Shared | None = None,
     invariant: bool = True,
+    variant: Variant = PLAIN,
 ) -> torch.Tensor:
     """Attend from each sequence's newest token to its whole context, which includes that token.
 
@@ -245,18 +284,25 @@ def paged_decode_attention_triton(
 
     The split over the context is that of flash-decoding (Dao et al., 2023), with chunks of fixed length.
     shared: groups of sequences with a common prefix, which is read once for each group. In units of 16 query
-    heads the result has the same bits; in wider units it differs by rounding. Without `invariant` the order
-    of a row's sum may depend on the number of rows.
+    heads the result has the same bits; in wider units it differs by rounding. Not with a window. Without
+    `invariant` the order of a row's sum may depend on the number of rows.
     """
-    sequences, heads = len(q), Heads.of(q, cache)
+    sequences, heads, window = len(q), Heads.of(q, cache), variant.window
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     if sequences == 0:
         return out
-    assert block_tables.stride(1) == 1
-    chunk = _chunk(sequences, heads, invariant, max_context_len) if shared is None else shared.chunk
-    chunks = max(1, -(-max_context_len // chunk))
-    few = chunk == _SMALL_BATCHES[FEW_ROWS]
+    assert block_tables.stride(1) == 1 and (shared is None or window is None)
+    longest = max_context_len if window is None else min(max_context_len, window)
+    chunk = _chunk(sequences, heads, invariant, longest) if shared is None else shared.chunk
+    large, few = chunk >= CHUNK or shared is not None, chunk == _SMALL_BATCHES[FEW_ROWS]
     single = few and sequences == 1 and shared_memory(q.device) >= _MUCH_SHARED_MEMORY
+    tiles = heads.kv_heads * -(-heads.group // _HEAD_TILE)
+    size = heads, cache.k.element_size(), chunk
+    alone = _tiles(*size, 0 if invariant else sequences * tiles, True, single)
+    if window is not None:
+        chunk, alone = _of_window(window, chunk, alone, heads.head_dim)
+        longest = min(max_context_len, window + alone.block_n - 1)
+    chunks = max(1, -(-longest // chunk))
     shape = (sequences, heads.q_heads, chunks) if chunks > 1 else (1, 1, 1)
     partial = q.new_empty(*shape, heads.head_dim, dtype=torch.float32)
     logs = q.new_empty(shape, dtype=torch.float32)
@@ -265,18 +311,15 @@ def paged_decode_attention_triton(
         units: int, lengths: torch.Tensor, prefixes: Shared | None, skips: torch.Tensor | None
     ) -> None:
         members, used_units = (None, None) if prefixes is None else (prefixes.members, prefixes.units)
-        head_tile, tiles = _HEAD_TILE, heads.kv_heads * -(-heads.group // _HEAD_TILE)
+        head_tile, wide, (block_n, warps, stages) = _HEAD_TILE, tiles, alone
         if members is not None:
             head_tile = max(_HEAD_TILE, next_power_of_2(members.shape[1] * heads.group))
-            tiles, units = heads.kv_heads, min(units, _UNITS)
+            wide, units = heads.kv_heads, min(units, _UNITS)
+            block_n, warps, stages = _tiles(*size, 0, head_tile == _HEAD_TILE, single)
         # Programs without work are cheap but not free, and `max_context_len` may be far above the contexts.
         programs = _SINGLE_PROGRAMS if single else _PROGRAMS
-        lanes = min(chunks, max(_LANES, programs // (units * tiles)))
-        many = 0 if invariant or members is not None else units * tiles
-        block_n, warps, stages = _tiles(
-            heads, cache.k.element_size(), chunk, many, head_tile == _HEAD_TILE, single
-        )
-        _decode_chunk_kernel[(tiles, units, lanes)](
+        lanes = min(chunks, max(_LANES, programs // (units * wide)))
+        _decode_chunk_kernel[(wide, units, lanes)](
             q,
             as_words(cache.k),
             as_words(cache.v),
@@ -290,7 +333,7 @@ def paged_decode_attention_triton(
             members,
             used_units,
             skips,
-            scale * math.log2(math.e),
+            scale * LOG2_E,
             q.stride(0),
             q.stride(1),
             block_tables.stride(0),
@@ -301,6 +344,7 @@ def paged_decode_attention_triton(
             BLOCK_N=block_n,
             num_warps=warps,
             num_stages=stages,
+            **variant.options(),
             **pdl_options(q),
         )
 
@@ -310,90 +354,6 @@ def paged_decode_attention_triton(
         launch(len(shared.lens), shared.lens, shared, None)
         launch(sequences, context_lens, None, shared.skips)
     if chunks > 1:
-        many = chunk >= CHUNK or shared is not None
-        merge_chunks(partial, logs, context_lens, out, chunk, _MERGED_HEADS if many else 1)
+        begin = None if window is None else (window, alone.block_n)
+        merge_chunks(partial, logs, context_lens, out, chunk, _MERGED_HEADS if large else 1, begin)
     return out
-
-
-# Cells that the reference gathers at once. More do not fit into a CPU's cache: 165 sequences of 600 tokens
-# took 1.7 times as long.
-GATHERED_CELLS = 2**14
-Gathered = tuple[torch.Tensor, torch.Tensor]
-
-
-def decode_gather_reference(
-    block_tables: torch.Tensor, context_lens: torch.Tensor, longest: int, page: int, window: int | None = None
-) -> Gathered:
-    """Return (slots [S * longest], bias [S, 1, 1, longest]): the cache slots of S sequences' positions up to
-    `longest`, and an attention bias, the same for all layers of a step. With a shorter window, only its
-    positions.
-
-    The bias is 0 within a context and -inf past it. There the slot is one of the sequence's own: other cells
-    may hold NaN, and 0 * NaN is NaN.
-    """
-    positions = torch.arange(min(longest, window or longest), device=context_lens.device)
-    if window is not None and window < longest:
-        positions = context_lens[:, None] - window + positions
-        seen, positions = positions >= 0, positions.clamp(min=0)
-        slots = block_tables.gather(1, positions // page).long().clamp(min=0) * page + positions % page
-    else:
-        slots = block_tables[:, positions // page].long() * page + positions % page
-        seen = positions < context_lens[:, None]
-        slots = slots.where(seen, slots[:, :1].clamp(min=0))
-    bias = torch.zeros(seen.shape, device=seen.device).masked_fill_(~seen, -math.inf)
-    return slots.flatten(), bias[:, None, None, :]
-
-
-def decode_attend_reference(
-    q: torch.Tensor, cache: KVCache, gathered: Gathered, scale: float, variant: Variant = PLAIN
-) -> torch.Tensor:
-    """Attention of q [S, q_heads, head_dim] over the slots of `decode_gather_reference`, in float32."""
-    slots, bias = gathered
-    if len(slots) <= GATHERED_CELLS:
-        return _attend_gathered(q, cache, gathered, scale, variant)
-    few = max(1, GATHERED_CELLS // bias.shape[-1])
-    parts = zip(q.split(few), slots.split(few * bias.shape[-1]), bias.split(few), strict=True)
-    return torch.cat(
-        [_attend_gathered(part, cache, (cells, mask), scale, variant) for part, cells, mask in parts]
-    )
-
-
-def _attend_gathered(
-    q: torch.Tensor, cache: KVCache, gathered: Gathered, scale: float, variant: Variant
-) -> torch.Tensor:
-    """`decode_attend_reference` for sequences that are gathered at once."""
-    slots, bias = gathered
-    sequences, q_heads, head_dim = q.shape
-    kv_heads = cache.k.shape[2]
-    k, v = (
-        dequantized(as_words(cells).flatten(0, 1).index_select(0, slots).view(cells.dtype), factor)
-        .unflatten(0, (sequences, -1))
-        .transpose(1, 2)
-        for cells, factor in ((cache.k, cache.k_scale), (cache.v, cache.v_scale))
-    )  # [S, kv_heads, longest, head_dim]
-    # A group's query heads take the place of a sequence's queries, so K and V need not be repeated.
-    queries = q.float().view(sequences, kv_heads, -1, head_dim)
-    if variant.is_softmax:
-        out = F.scaled_dot_product_attention(queries, k, v, attn_mask=bias, scale=scale)
-    else:
-        out = attend_reference(queries, k, v, bias, scale, variant)
-    return out.reshape(sequences, q_heads, head_dim).to(q.dtype)
-
-
-def paged_decode_attention_reference(
-    q: torch.Tensor,
-    cache: KVCache,
-    block_tables: torch.Tensor,
-    context_lens: torch.Tensor,
-    max_context_len: int,
-    scale: float,
-    shared: Shared | None = None,
-    variant: Variant = PLAIN,
-) -> torch.Tensor:
-    """`paged_decode_attention_triton` in plain torch, over contexts padded to the longest; also variants."""
-    longest = min(max_context_len, int(context_lens.max())) if len(q) else 0
-    if longest == 0:
-        return torch.zeros_like(q, memory_format=torch.contiguous_format)
-    places = block_tables, context_lens, longest, cache.k.shape[1]
-    out = decode_attend_reference(q, cache, decode_gather_reference(*places, variant.window), scale, variant)
-    return out.masked_fill((context_lens == 0)[:, None, None], 0.0)

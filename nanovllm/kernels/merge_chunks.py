@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from nanovllm.kernels.compat import await_inputs, jit, next_power_of_2, pdl_options, tl
+from nanovllm.kernels.paged import window_start
 
 _MERGE_TILE = 8  # chunks merged at a time, by one warp: measured on an H200 (log)
 
@@ -26,11 +27,16 @@ def _decode_merge_kernel(
     HEADS: tl.constexpr,
     USE_PDL: tl.constexpr,
     MERGE_TILE: tl.constexpr = _MERGE_TILE,
+    WINDOW: tl.constexpr = 0,
+    BLOCK_N: tl.constexpr = 0,
 ) -> None:
     """One program per (sequence, HEADS query heads): merges its chunks, if there are several."""
     sequence = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
-    live = tl.cdiv(tl.load(contexts_ptr + sequence), CHUNK)
+    length = tl.load(contexts_ptr + sequence)
+    if WINDOW:
+        length -= window_start(length, WINDOW, BLOCK_N)
+    live = tl.cdiv(length, CHUNK)
     await_inputs(USE_PDL)
     if live <= 1:
         return
@@ -66,13 +72,15 @@ def merge_chunks(
     out: torch.Tensor,
     chunk: int,
     heads: int,
+    begin: tuple[int, int] | None = None,
 ) -> None:
     """Write the merged attention of rows with more than one chunk to out [S, q_heads, head_dim].
 
     partial: [S, q_heads, chunks, head_dim] float32, each chunk's own attention over `chunk` positions. logs:
     [S, q_heads, chunks] float32, log2 of its softmax sum. context_lens: [S] int32; chunks past a context are
-    not read. All contiguous. heads: query heads of a program; it may change the last bits. Other rows of
-    `out` do not change. The merge is that of flash-decoding (Dao et al., 2023).
+    not read. All contiguous. heads: query heads of a program; it may change the last bits. begin: a window
+    and the positions of a tile, if the first chunk begins at the window's first tile. Other rows of `out` do
+    not change. The merge is that of flash-decoding (Dao et al., 2023).
     """
     sequences, q_heads, chunks, head_dim = partial.shape
     _decode_merge_kernel[(sequences, -(-q_heads // heads))](
@@ -87,5 +95,6 @@ def merge_chunks(
         CHUNK=chunk,
         HEADS=heads,
         num_warps=1,
+        **({} if begin is None else {"WINDOW": begin[0], "BLOCK_N": begin[1]}),
         **pdl_options(out),
     )

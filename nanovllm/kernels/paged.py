@@ -5,7 +5,8 @@ Only other kernels call it; owns no launch and no memory. `KVCache` is a view of
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import math
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,6 +15,7 @@ from nanovllm.kernels.compat import INTERPRETED, jit, next_power_of_2, tl
 # Kernels read an FP8 cache as int16: two neighbouring elements of a head in one word. Words can be loaded
 # from shared memory in the layout of tensor cores; bytes cannot, which reaches two thirds of the speed.
 FP8 = torch.float8_e4m3fn
+LOG2_E = math.log2(math.e)
 
 
 def as_words(cache: torch.Tensor) -> torch.Tensor:
@@ -38,31 +40,13 @@ class Variant(NamedTuple):
         """Whether a mask is all that differs from a softmax of scores."""
         return self.softcap is None and self.sinks is None
 
+    def options(self) -> dict[str, Any]:
+        """The arguments of an attention kernel; those that do nothing are left out."""
+        values = {"sinks_ptr": self.sinks, "WINDOW": self.window, "SOFTCAP": self.softcap}
+        return {name: value for name, value in values.items() if value is not None}
+
 
 PLAIN = Variant()
-
-
-def attend_reference(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: torch.Tensor,
-    scale: float,
-    variant: Variant,
-) -> torch.Tensor:
-    """Attention of q [..., heads, n, dim] over k and v [..., heads, context, dim], where torch has no
-    operation for it. mask: added to the scores [..., heads, n, context].
-
-    In decode `heads` are KV heads, and a group's query heads take the place of the n queries.
-    """
-    scores = q @ k.transpose(-1, -2) * scale
-    if variant.softcap is not None:
-        scores = variant.softcap * (scores / variant.softcap).tanh()
-    scores = scores + mask
-    if variant.sinks is not None:
-        sinks = variant.sinks.float().view(q.shape[-3], -1, 1).expand(*scores.shape[:-1], 1)
-        scores = torch.cat((scores, sinks), dim=-1)
-    return scores.softmax(-1)[..., : k.shape[-2]] @ v
 
 
 class Heads(NamedTuple):
@@ -153,6 +137,12 @@ def load_pages(
 
 
 @jit()
+def window_start(context: tl.tensor, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr) -> tl.tensor:
+    """The start of the first tile with a position that the last of `context` tokens sees."""
+    return tl.maximum(context - WINDOW, 0) // BLOCK_N * BLOCK_N
+
+
+@jit()
 def start_softmax(q: tl.tensor, HEADS: tl.constexpr) -> tuple[tuple[tl.tensor, tl.tensor], Softmax]:
     """Queries [M, dim] in the form of `attend_range`, and the initial softmax."""
     M: tl.constexpr = q.shape[0]
@@ -164,6 +154,21 @@ def start_softmax(q: tl.tensor, HEADS: tl.constexpr) -> tuple[tuple[tl.tensor, t
     acc_odd = tl.zeros((M, DIM), tl.float32)
     total = tl.zeros((M,), tl.float32)
     return (q, q_odd), Softmax(acc, acc_odd, total, tl.full((M,), float("-inf"), tl.float32))
+
+
+@jit()
+def with_sinks(state: Softmax, sinks: tl.tensor, LOG2_E: tl.constexpr = LOG2_E) -> Softmax:
+    """An initial softmax whose rows have a score, `sinks` [M] float32, that adds no value. -inf: they have
+    none."""
+    acc, acc_odd, total, _top = state
+    return Softmax(acc, acc_odd, tl.where(sinks > float("-inf"), 1.0, total), sinks * LOG2_E)
+
+
+@jit()
+def before_window(state: Softmax) -> Softmax:
+    """An initial softmax for rows that may see nothing in their first tiles: -inf - -inf would be NaN."""
+    acc, acc_odd, total, top = state
+    return Softmax(acc, acc_odd, total, tl.maximum(top, -1e30))
 
 
 @jit()
@@ -180,13 +185,16 @@ def attend_range(
     BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr,
     DESCRIBED: tl.constexpr = False,
+    WINDOW: tl.constexpr = 0,
+    SOFTCAP: tl.constexpr = 0.0,
+    LOG2_E: tl.constexpr = LOG2_E,
 ) -> tuple[Softmax, tl.tensor]:
     """Add positions start .. stop of a KV head to the softmax of some query rows.
 
     bounds: start, stop and end; nothing at or past `end` is read. pages: the result of `load_pages` for the
     first tile; the pages of the tile at `stop` are returned with the new state. Row m sees positions up to
-    last[m]. Without MASKED the caller guarantees that every row sees every position. scale_log2: the scale
-    times log2(e).
+    last[m], with a WINDOW only so many. Without MASKED the caller guarantees that every row sees every
+    position. scale_log2: the scale times log2(e). SOFTCAP: of the scores; 0: none.
 
     cache: pointers to keys, values and the sequence's block table. With DESCRIBED the first two are tensor
     descriptors of [tokens, KV heads * dim], in blocks [BLOCK_N, dim]. Then head_dim is dim, BLOCK_N divides
@@ -240,16 +248,23 @@ def attend_range(
             scores = dot(q_odd, tl.trans(odd), scores)
         else:
             scores = dot(q, tl.trans(k), scores)
+        factor = scale_log2
+        if SOFTCAP > 0:  # 1 - 2 / (exp(2 x) + 1) is tanh(x)
+            doubled = tl.exp2(scores * (scale_log2 * (2.0 / SOFTCAP)))
+            scores = (SOFTCAP * LOG2_E) * (1.0 - 2.0 / (doubled + 1.0))
+            factor = 1.0
         # The factor is positive, so max(scores) * factor has the same bits as max(scores * factor), and
         # product and difference are one instruction (FMA). Masking comes after both. In between it would
         # split the instruction, and masked and unmasked tiles would have different bits.
         if MASKED:
             seen = positions[None, :] <= last[:, None]
-            new_top = tl.maximum(top, tl.max(tl.where(seen, scores, float("-inf")), axis=1) * scale_log2)
-            weights = tl.where(seen, tl.exp2(scores * scale_log2 - new_top[:, None]), 0.0)
+            if WINDOW:
+                seen = seen & (positions[None, :] > last[:, None] - WINDOW)
+            new_top = tl.maximum(top, tl.max(tl.where(seen, scores, float("-inf")), axis=1) * factor)
+            weights = tl.where(seen, tl.exp2(scores * factor - new_top[:, None]), 0.0)
         else:
-            new_top = tl.maximum(top, tl.max(scores, axis=1) * scale_log2)
-            weights = tl.exp2(scores * scale_log2 - new_top[:, None])
+            new_top = tl.maximum(top, tl.max(scores, axis=1) * factor)
+            weights = tl.exp2(scores * factor - new_top[:, None])
         decay = tl.exp2(top - new_top)
         total = total * decay + tl.sum(weights, axis=1)
         if not DESCRIBED:

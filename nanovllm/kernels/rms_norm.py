@@ -117,7 +117,7 @@ def add_rms_norm_fp8_triton(
 def rms_norm_triton(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x / rms(x) * weight over the last dimension.
 
-    x: [..., N] with a contiguous last dimension, N up to 16,384. weight: [N] of x's dtype. Statistics are
+    x: [..., N] with a contiguous last dimension, N up to 16,384. weight: [N], any float dtype. Statistics are
     in float32; the normalised value is rounded to x's dtype before the weight is applied, as transformers'
     LlamaRMSNorm does.
     """
@@ -128,7 +128,7 @@ def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tor
     """`rms_norm` in plain torch."""
     if x.dtype == torch.float32:  # no rounding between the two steps, so they may be one
         return F.rms_norm(x, x.shape[-1:], weight, eps)
-    return F.rms_norm(x.float(), x.shape[-1:], eps=eps).to(x.dtype) * weight
+    return (F.rms_norm(x.float(), x.shape[-1:], eps=eps).to(x.dtype) * weight).to(x.dtype)
 
 
 def add_rms_norm_reference(

@@ -4,6 +4,7 @@ position embedding, and the store of keys and values in the paged cache. Owns no
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -29,7 +30,9 @@ class Rotation(NamedTuple):
     """The rotation of queries and keys, and the norm before it.
 
     Element i of the first half of a head is rotated with element i of the second half (the "neox" layout of
-    RoFormer's rotary embedding). With weights, an RMSNorm over each head comes first.
+    RoFormer's rotary embedding). With weights, an RMSNorm over each head comes first. rotary: only so many
+    first elements are rotated, and the rest of the table has angle 0; 0: all. interleaved: elements 2 i and
+    2 i + 1 are rotated together.
     """
 
     positions: torch.Tensor  # [T] int32 or int64
@@ -37,6 +40,13 @@ class Rotation(NamedTuple):
     q_weight: torch.Tensor | None = None  # [head_dim] of the queries' dtype
     k_weight: torch.Tensor | None = None
     eps: float = 1e-6
+    rotary: int = 0
+    interleaved: bool = False
+
+    def options(self) -> dict[str, int | bool]:
+        """The arguments of the kernel that are not those of whole heads in halves."""
+        options: dict[str, int | bool] = {"ROTARY": self.rotary} if self.rotary else {}
+        return options | ({"INTERLEAVED": True} if self.interleaved else {})
 
 
 @jit()
@@ -46,14 +56,30 @@ def _round(x: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
 
 
 @jit()
-def _load_halves(
-    ptr: tl.tensor, dims: tl.tensor, live: tl.tensor, HALF: tl.constexpr
+def _partner(
+    pairs: tl.tensor, HALF: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """The two halves of the `live` rows of 2 * HALF elements at `ptr`, in float32."""
-    mask = live & (dims < HALF)
+    """The two elements of a head in each of its HALF pairs. Pairs past ROTARY // 2 are
+    of the other elements."""
+    TURNED: tl.constexpr = ROTARY // 2 if ROTARY > 0 else HALF
+    first = pairs
+    if INTERLEAVED:
+        first = 2 * pairs
+    second = pairs + TURNED
+    if INTERLEAVED:
+        second = 2 * pairs + 1
+    if TURNED != HALF:
+        first = tl.where(pairs < TURNED, first, pairs + TURNED)
+        second = tl.where(pairs < TURNED, second, pairs + HALF)
+    return first, second
+
+
+@jit()
+def _load_pairs(ptr: tl.tensor, pair: tl.tuple, mask: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """The two elements of each pair of the rows at `ptr`, in float32."""
     return (
-        tl.load(ptr + dims, mask=mask, other=0.0).to(tl.float32),
-        tl.load(ptr + HALF + dims, mask=mask, other=0.0).to(tl.float32),
+        tl.load(ptr + pair[0], mask=mask, other=0.0).to(tl.float32),
+        tl.load(ptr + pair[1], mask=mask, other=0.0).to(tl.float32),
     )
 
 
@@ -115,6 +141,8 @@ def _qk_norm_rope_store_kernel(
     DIM_PADDED: tl.constexpr,
     USE_PDL: tl.constexpr,
     NO_SLOT: tl.constexpr = NO_SLOT,
+    ROTARY: tl.constexpr = 0,
+    INTERLEAVED: tl.constexpr = False,
 ) -> None:
     """One program per (token, KV_TILE KV heads with their query heads), so rows are independent."""
     HALF: tl.constexpr = HEAD_DIM // 2
@@ -135,18 +163,21 @@ def _qk_norm_rope_store_kernel(
     position = tl.load(positions_ptr + token).to(tl.int64)
     slot = tl.load(slots_ptr + token).to(tl.int64)
     await_inputs(USE_PDL)
-    q_first, q_second = _load_halves(q_ptr + token * q_stride_t + heads * q_stride_h, halves, live, HALF)
+    inside = halves < HALF
+    pair = _partner(halves, HALF, ROTARY, INTERLEAVED)
+    q_row = q_ptr + token * q_stride_t + heads * q_stride_h
+    q_first, q_second = _load_pairs(q_row, pair, live & inside)
     k_row = k_ptr + token * k_stride_t + kv_heads * k_stride_h
-    k_first, k_second = _load_halves(k_row, halves, kv_live, HALF)
+    k_first, k_second = _load_pairs(k_row, pair, kv_live & inside)
     v_row = v_ptr + token * v_stride_t + kv_heads * v_stride_h
     value = tl.load(v_row + dims, mask=v_live, other=0.0)
     q_weight = None
     k_weight = None
     if q_weight_ptr is not None:
-        q_weight = _load_halves(q_weight_ptr, halves, halves < HALF, HALF)
+        q_weight = _load_pairs(q_weight_ptr, pair, inside)
     if k_weight_ptr is not None:
-        k_weight = _load_halves(k_weight_ptr, halves, halves < HALF, HALF)
-    angle = _load_halves(cos_sin_ptr + position * HEAD_DIM, halves, halves < HALF, HALF)
+        k_weight = _load_pairs(k_weight_ptr, pair, inside)
+    angle = _load_pairs(cos_sin_ptr + position * HEAD_DIM, (halves, halves + HALF), inside)
 
     dtype: tl.constexpr = q_out_ptr.dtype.element_ty
     q_first, q_second = _rotated((q_first, q_second), q_weight, angle, eps, dtype, HEAD_DIM)
@@ -163,15 +194,15 @@ def _qk_norm_rope_store_kernel(
         k_second = _quantised(k_second, k_scale)
         value = _quantised(value, v_scale)
 
-    out_ptrs = q_out_ptr + token * (Q_HEADS * HEAD_DIM) + heads * HEAD_DIM + halves
-    tl.store(out_ptrs, q_first, mask=live & (halves < HALF))
-    tl.store(out_ptrs + HALF, q_second, mask=live & (halves < HALF))
+    out_ptrs = q_out_ptr + token * (Q_HEADS * HEAD_DIM) + heads * HEAD_DIM
+    tl.store(out_ptrs + pair[0], q_first, mask=live & inside)
+    tl.store(out_ptrs + pair[1], q_second, mask=live & inside)
     if slot == NO_SLOT:
         return
     stored: tl.constexpr = k_cache_ptr.dtype.element_ty
     cells = slot * (KV_HEADS * HEAD_DIM) + kv_heads * HEAD_DIM
-    tl.store(k_cache_ptr + cells + halves, k_first.to(stored), mask=kv_live & (halves < HALF))
-    tl.store(k_cache_ptr + cells + halves + HALF, k_second.to(stored), mask=kv_live & (halves < HALF))
+    tl.store(k_cache_ptr + cells + pair[0], k_first.to(stored), mask=kv_live & inside)
+    tl.store(k_cache_ptr + cells + pair[1], k_second.to(stored), mask=kv_live & inside)
     tl.store(v_cache_ptr + cells + dims, value.to(stored), mask=v_live)
 
 
@@ -191,7 +222,7 @@ def qk_norm_rope_store_triton(
     even. An element of v that is not finite is stored as 0, and the head's key as NaN, so that only tokens
     that attend to it have NaN.
     """
-    positions, cos_sin, q_weight, k_weight, eps = rotation
+    positions, cos_sin, q_weight, k_weight, eps = rotation[:5]
     k_cache, v_cache, k_scale, v_scale = cache
     tokens, q_heads, head_dim = q.shape
     kv_heads = k.shape[1]
@@ -235,15 +266,32 @@ def qk_norm_rope_store_triton(
         HALF_PADDED=half_padded,
         DIM_PADDED=next_power_of_2(head_dim),
         num_warps=min(8, next_power_of_2(warps)),
+        **rotation.options(),
         **pdl_options(q),
     )
     return q_out
 
 
-def _rotate_reference(x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
+def _rotate_reference(x: torch.Tensor, cos_sin: torch.Tensor, rotation: Rotation) -> torch.Tensor:
     cos, sin = cos_sin.unsqueeze(1).chunk(2, dim=-1)
-    first, second = x.float().chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+    if not rotation.options():
+        first, second = x.float().chunk(2, dim=-1)
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+    order = _order(x.shape[-1], rotation.rotary or x.shape[-1], rotation.interleaved)
+    first, second = x[..., order].float().chunk(2, dim=-1)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    out[..., order] = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+    return out
+
+
+@lru_cache
+def _order(head_dim: int, rotary: int, interleaved: bool) -> list[int]:
+    """The first elements of all pairs of a head, then the second ones; first the pairs that are rotated."""
+    turned, half = rotary // 2, head_dim // 2
+    step = 2 if interleaved else 1
+    first = [step * pair for pair in range(turned)] + [turned + pair for pair in range(turned, half)]
+    second = [step * pair + (1 if interleaved else turned) for pair in range(turned)]
+    return first + second + [half + pair for pair in range(turned, half)]
 
 
 def quantise_reference(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -253,9 +301,9 @@ def quantise_reference(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 def q_norm_rope_reference(q: torch.Tensor, rotation: Rotation) -> torch.Tensor:
     """The queries that `qk_norm_rope_store` returns, in plain torch, where no keys and values are new."""
-    positions, cos_sin, q_weight, _, eps = rotation
+    positions, cos_sin, q_weight, _, eps = rotation[:5]
     q = q if q_weight is None else rms_norm_reference(q, q_weight, eps)
-    return _rotate_reference(q, cos_sin.index_select(0, positions))
+    return _rotate_reference(q, cos_sin.index_select(0, positions), rotation)
 
 
 def qk_norm_rope_store_reference(
@@ -267,11 +315,11 @@ def qk_norm_rope_store_reference(
     slot_mapping: torch.Tensor,
 ) -> torch.Tensor:
     """`qk_norm_rope_store` in plain torch."""
-    positions, cos_sin, q_weight, k_weight, eps = rotation
+    positions, cos_sin, q_weight, k_weight, eps = rotation[:5]
     q = q if q_weight is None else rms_norm_reference(q, q_weight, eps)
     k = k if k_weight is None else rms_norm_reference(k, k_weight, eps)
     angles = cos_sin.index_select(0, positions)
-    q, k = _rotate_reference(q, angles), _rotate_reference(k, angles)
+    q, k = _rotate_reference(q, angles, rotation), _rotate_reference(k, angles, rotation)
     if not v.sum().isfinite():
         nothing = v * 0  # NaN where v is not finite
         k, v = k + nothing.sum(dim=2, keepdim=True), v.masked_fill(nothing != 0, 0)

@@ -117,17 +117,23 @@ def can_split_heads(num_heads: int, num_kv_heads: int, ranks: int) -> bool:
 
 
 class RowParallelLinear(_LinearLayer):
-    """x [T, input_size / ranks] -> this rank's part of a sum over the ranks, [T, output_size]."""
+    """x [T, input_size / ranks] -> this rank's part of a sum over the ranks, [T, output_size].
 
-    def __init__(self, input_size: int, output_size: int, tp: TPGroup, bias: bool = False) -> None:
+    scale: a factor of the output.
+    """
+
+    def __init__(
+        self, input_size: int, output_size: int, tp: TPGroup, bias: bool = False, scale: float = 1.0
+    ) -> None:
         length = split_evenly("input size", input_size, tp.size)
         shard = WeightShard("weight", None, (output_size, input_size), 1, tp.rank * length, length, 0)
         own_bias = [WeightShard.whole("bias", (output_size,))] if bias else None
         super().__init__((output_size, length), [shard], own_bias)
+        self._scale = scale
         self._adds_bias = tp.rank == 0  # the ranks' outputs are summed: add it once
 
     def forward(self, x: torch.Tensor | Gated) -> Product:
-        return Product(self.method, x, self.bias if self._adds_bias else None)
+        return Product(self.method, x, self.bias if self._adds_bias else None, self._scale)
 
 
 class _VocabParallelLayer(WeightLayer):

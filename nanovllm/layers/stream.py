@@ -7,7 +7,7 @@ added late: by its own product, by the next norm, or together with the sum over 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -17,7 +17,8 @@ from nanovllm.attention.base import AttentionMetadata, StepMetadata
 from nanovllm.distributed.group import TPGroup
 from nanovllm.distributed.peer_memory import PendingSum
 from nanovllm.layers.weights import WeightLayer
-from nanovllm.quantization.base import Normed, Product, WeightShard
+from nanovllm.quantization.base import Normed, Product, WeightOptions, WeightShard, WeightSource
+from nanovllm.quantization.unquantized import QuantConfig
 
 
 class Step(NamedTuple):
@@ -166,16 +167,28 @@ class NoNorm(nn.Module):
 class RMSNorm(WeightLayer):
     """Normalise the last dimension, of `size`, by its root mean square and scale it by a weight.
 
-    With a group `tp` of several ranks, it also sums a stream's term over them.
+    With a group `tp` of several ranks, it also sums a stream's term over them. offset: added to the weight of
+    the checkpoint; the sum is float32, as Gemma computes it.
     """
 
     weight: torch.Tensor  # [size]
 
-    def __init__(self, size: int, eps: float, tp: TPGroup | None = None) -> None:
+    def __init__(self, size: int, eps: float, tp: TPGroup | None = None, offset: float = 0.0) -> None:
         super().__init__()
         self.eps = eps
         self.tp = tp or TPGroup()
-        self.declare((size,), [WeightShard.whole("weight", (size,), dummy=1.0)])
+        self.offset = offset
+        self.declare((size,), [WeightShard.whole("weight", (size,), dummy=1.0 - offset)])
+
+    def allocate(self, path: str, options: WeightOptions, quant: QuantConfig) -> None:
+        if self.offset:
+            options = replace(options, dtype=torch.float32)
+        super().allocate(path, options, quant)
+
+    def load(self, shard: WeightShard, source: WeightSource) -> None:
+        super().load(shard, source)
+        if self.offset:
+            self.weight += self.offset
 
     def forward(self, x: Stream) -> Normed:
         """norm(x). On one rank it is computed by whoever reads it. After a sum in halves its `total` may have

@@ -5,7 +5,7 @@ Reads plain dicts of transformers 4 and 5. Refuses what the decoder does not com
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -14,11 +14,21 @@ from nanovllm.attention.rotary import RopeConfig
 from nanovllm.kernels.activation import Activation
 from nanovllm.layers.linear import can_split_heads
 from nanovllm.layers.moe import MoESpec
+from nanovllm.models.hf_config import (
+    FULL,
+    SLIDING,
+    HFConfig,
+    activation,
+    dtype,
+    dual_chunk,
+    eos_token_ids,
+    fraction,
+    rope_config,
+    window_length,
+)
 from nanovllm.quantization.registry import quant_config
 from nanovllm.quantization.unquantized import QuantConfig
 
-_SUPPORTED_DTYPES = ("float32", "bfloat16", "float16")
-_SUPPORTED_LAYERS = ("full_attention", "sliding_attention")
 _MAX_RANKS = 1024  # tensor_parallel_size up to this is proposed in an error
 _MAX_ELEMENTS = 2**48  # of one weight
 
@@ -57,12 +67,21 @@ class ModelConfig:
     o_bias: bool
     mlp_bias: bool
     dtype: str  # of the checkpoint
-    sliding_window: int | None  # up to this length full attention gives the same result; None: always
-    dual_chunk: int | None = None  # the same for dual chunk attention
+    dual_chunk: int | None = (
+        None  # up to this length dual chunk attention equals full attention; None: always
+    )
     quant: QuantConfig = field(default_factory=QuantConfig)  # of the checkpoint
     architecture: str = ""
     eos_token_ids: tuple[int, ...] = ()
     activation: Activation = Activation.SILU
+    norm_offset: float = 0.0  # added to the weight of each RMSNorm (Gemma: 1)
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0  # of what each block adds to the stream
+    logit_multiplier: float = 1.0
+    logit_softcap: float | None = None  # logits become softcap * tanh(logit / softcap), last
+    # Tensors that hold several modules, by their name: the modules and their rows, in order.
+    packed: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    prefixes: Mapping[str, str | None] = field(default_factory=dict)  # of tensors: replaced; None: left out
     layer: Callable[..., Any] | None = None  # (config, index, build) -> a layer; None: `DecoderLayer`
     moe: MoESpec | None = None  # of a mixture of experts
     max_model_len: int | None = None  # maximum tokens of a sequence in the engine; None: without an engine
@@ -92,6 +111,11 @@ class ModelConfig:
         """What the attention of a layer computes."""
         return self.attention[layer % len(self.attention)]
 
+    def up_to(self, length: int) -> ModelConfig:
+        """The same for sequences of at most `length` tokens: a window that is no shorter does nothing."""
+        specs = (replace(x, window=None) if (x.window or 0) >= length else x for x in self.attention)
+        return replace(self, attention=tuple(specs))
+
     @property
     def num_heads(self) -> int:
         """Query heads of the first layer."""
@@ -116,7 +140,6 @@ class ModelConfig:
         ropes = {spec.rope for spec in self.attention if spec.rope is not None}
         trained = min((rope.longest_fixed for rope in ropes if rope.longest_fixed is not None), default=None)
         kinds = {
-            f"sliding window of {self.sliding_window} tokens": self.sliding_window,
             "dual chunk attention (dual_chunk_attention_config)": self.dual_chunk,
             f"dynamic rope scaling beyond its trained length of {trained} tokens": trained,
         }
@@ -158,45 +181,12 @@ class ModelConfig:
             )
 
 
-class HFConfig:
-    """Typed reading of a config.json dict. A missing key takes the family's default, null the caller's."""
-
-    def __init__(self, raw: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
-        self.raw = raw
-        self.defaults = defaults
-
-    def get(self, key: str, default: Any = None) -> Any:
-        """Return the value of `key`, or the family's default if it is missing; `default` if that is null."""
-        value = self.raw[key] if key in self.raw else self.defaults.get(key)
-        return default if value is None else value
-
-    def integer(self, key: str, default: int | None = None) -> int:
-        """Return a positive integer."""
-        value = self.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"config.json: {key} must be a positive integer, not {value!r}")
-        if value >= 2**31:
-            raise ValueError(f"config.json: {key} must be below 2**31, not {value!r}")
-        return value
-
-    def boolean(self, key: str) -> bool:
-        """Return True or False; null counts as False."""
-        value = self.get(key, False)
-        if not isinstance(value, bool):
-            raise ValueError(f"config.json: {key} must be true or false, not {value!r}")
-        return value
-
-
-def window_length(hf: HFConfig) -> int | None:
-    """The sliding window; a missing key means 4,096, null means none."""
-    return None if hf.raw.get("sliding_window", 4096) is None else hf.integer("sliding_window", 4096)
-
-
 @dataclass(frozen=True)
 class ModelFamily:
     """The properties of one family of decoders. A bias may be the name of its key in config.json.
 
-    A subclass may override `read`, for example to give each layer its own `AttentionSpec`.
+    A subclass may override `read`, for example to give each layer its own `AttentionSpec`, and
+    `text_config`, where config.json holds the decoder's keys.
     """
 
     defaults: Mapping[str, Any]  # transformers' defaults for keys that config.json leaves out
@@ -204,7 +194,10 @@ class ModelFamily:
     o_bias: bool | str = False
     mlp_bias: bool | str = False
     qk_norm: Literal["head", "all"] | None = None
-    sliding_window: Callable[[HFConfig], int | None] = lambda hf: None
+    kinds: Callable[[HFConfig], Sequence[str]] = lambda hf: (FULL,)  # of the first layers; others repeat them
+    local_rope: bool = False  # sliding layers have their own rope: unscaled, of theta rope_local_base_freq
+    rotary_share: float | None = None  # of a head's elements, unless config.json says it; None: always 1
+    interleaved: bool = False  # rope rotates neighbouring elements of a head
     layer: Callable[..., Any] | None = None  # see `ModelConfig`; ranks import it by its name
     reads: tuple[str, ...] = ()  # keys of NEUTRAL that `read` reads
 
@@ -220,12 +213,40 @@ class ModelFamily:
 
         Raises ValueError for anything malformed or not supported.
         """
+        raw = self.text_config(raw)
         hf = HFConfig(raw, self.defaults)
         quant = quant_config(hf.get("quantization_config"), quantization)
         _refuse_unsupported(hf, self.reads)
-        stop = _eos_token_ids(hf, generation or {})
+        stop = eos_token_ids(hf, generation or {})
         config = self.read(hf)
+        if config.packed and not quant.keeps_rows:
+            raise ValueError(
+                f"config.json: quantization_config: weights of 4 bits are not supported in {architecture}, "
+                f"whose checkpoints hold several projections as one ({', '.join(config.packed)}); use its "
+                "FP8, bfloat16 or float16 checkpoint"
+            )
         return replace(config, architecture=architecture, eos_token_ids=stop, layer=self.layer, quant=quant)
+
+    def text_config(self, raw: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The part of config.json that describes the decoder."""
+        return raw
+
+    def rope(self, hf: HFConfig, kind: str) -> RopeConfig:
+        """The rotary embedding of layers of this kind."""
+        positions = hf.integer("max_position_embeddings")
+        own = self.local_rope and kind == SLIDING
+        theta = hf.get("rope_theta", 10000.0)
+        theta = hf.get("rope_local_base_freq", theta) if own else theta
+        params = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
+        if isinstance(params, dict) and any(isinstance(value, dict) for value in params.values()):
+            if not self.local_rope:
+                raise ValueError(
+                    f"config.json: one set of rope parameters for all layers is supported, not {params!r}"
+                )
+            params = params.get(kind) or {}
+        elif own:
+            params = {}
+        return rope_config(hf, params, theta, positions, self.rotary_share, self.interleaved)
 
     def read(self, hf: HFConfig) -> ModelConfig:
         """Read config.json. ValueError for what is malformed or not supported."""
@@ -245,8 +266,13 @@ class ModelFamily:
                 f"config.json: hidden_size {hidden_size} with vocab_size {vocab_size}, intermediate_size "
                 f"{intermediate_size} or num_attention_heads {num_heads} gives weights that no memory holds"
             )
-        stated_positions = hf.integer("max_position_embeddings")
-        rope = _rope_config(hf, stated_positions)
+        kinds = tuple(self.kinds(hf))
+        spec = AttentionSpec(num_heads, num_kv_heads, head_dim, qk_norm=self.qk_norm)
+        specs = {kind: replace(spec, rope=self.rope(hf, kind)) for kind in sorted({FULL, *kinds})}
+        if SLIDING in specs:
+            specs[SLIDING] = replace(specs[SLIDING], window=window_length(hf))
+        longest = specs[FULL].rope
+        assert longest is not None
         biases: dict[str, Any] = {
             name: hf.boolean(value) if isinstance(value := getattr(self, name), str) else value
             for name in ("qkv_bias", "o_bias", "mlp_bias")
@@ -256,41 +282,15 @@ class ModelFamily:
             hidden_size=hidden_size,
             intermediate_size=intermediate_size,
             num_layers=hf.integer("num_hidden_layers"),
-            attention=(AttentionSpec(num_heads, num_kv_heads, head_dim, qk_norm=self.qk_norm, rope=rope),),
-            rms_norm_eps=_positive_float(hf, "rms_norm_eps"),
-            max_position_embeddings=rope.max_position(stated_positions),
+            attention=tuple(specs[kind] for kind in kinds),
+            rms_norm_eps=fraction(hf, "rms_norm_eps"),
+            max_position_embeddings=longest.max_position(hf.integer("max_position_embeddings")),
             tie_word_embeddings=hf.boolean("tie_word_embeddings"),
             **biases,
-            dtype=_dtype(hf),
-            activation=_activation(hf),
-            sliding_window=self.sliding_window(hf),
-            dual_chunk=_dual_chunk(hf),
+            dtype=dtype(hf),
+            activation=activation(hf),
+            dual_chunk=dual_chunk(hf),
         )
-
-
-def _eos_token_ids(hf: HFConfig, generation: Mapping[str, Any]) -> tuple[int, ...]:
-    """All ids in either file; the family's default only if neither has any."""
-    stated: set[int] = set()
-    for source, value in (
-        ("config.json", hf.raw.get("eos_token_id")),
-        ("generation_config.json", generation.get("eos_token_id")),
-    ):
-        for token_id in value if isinstance(value, list) else [value]:
-            if token_id is None:
-                continue
-            if isinstance(token_id, bool) or not isinstance(token_id, int) or token_id < 0:
-                raise ValueError(f"{source}: eos_token_id must be token ids, not {value!r}")
-            stated.add(token_id)
-    if not stated and "eos_token_id" not in hf.raw and "eos_token_id" in hf.defaults:
-        stated.add(hf.defaults["eos_token_id"])
-    return tuple(sorted(stated))
-
-
-def _activation(hf: HFConfig) -> Activation:
-    try:
-        return Activation.of(hf.get("hidden_act"))
-    except ValueError as error:
-        raise ValueError(f"config.json: hidden_act {error}") from None
 
 
 def _refuse_unsupported(hf: HFConfig, known: tuple[str, ...]) -> None:
@@ -301,69 +301,8 @@ def _refuse_unsupported(hf: HFConfig, known: tuple[str, ...]) -> None:
                 f"{', '.join(map(repr, neutral))}, which change nothing"
             )
     kinds = hf.get("layer_types", [])
-    if not isinstance(kinds, list) or not all(kind in _SUPPORTED_LAYERS for kind in kinds):
-        other = (
-            [kind for kind in kinds if kind not in _SUPPORTED_LAYERS] if isinstance(kinds, list) else kinds
-        )
+    if not isinstance(kinds, list) or not all(kind in (FULL, SLIDING) for kind in kinds):
+        other = [kind for kind in kinds if kind not in (FULL, SLIDING)] if isinstance(kinds, list) else kinds
         raise ValueError(
-            f"config.json: layer_types {other!r} are not supported; supported: {', '.join(_SUPPORTED_LAYERS)}"
+            f"config.json: layer_types {other!r} are not supported; supported: {FULL}, {SLIDING}"
         )
-
-
-def _dual_chunk(hf: HFConfig) -> int | None:
-    """The length up to which dual chunk attention (Qwen2.5-1M) equals full attention: one chunk, before the
-    scaling of logits and sparse attention begin. None without dual chunk attention."""
-    raw = hf.get("dual_chunk_attention_config")
-    if raw is None:
-        return None
-    if not isinstance(raw, dict):
-        raise ValueError(f"config.json: dual_chunk_attention_config must be an object, not {raw!r}")
-    config = HFConfig(raw, {"chunk_size": 8192, "local_size": 1024, "sparse_attention_threshold": 32768})
-    chunk, local = config.integer("chunk_size"), config.integer("local_size")
-    if chunk <= local:
-        raise ValueError(
-            f"config.json: dual_chunk_attention_config needs a chunk_size above its local_size {local}, "
-            f"not {chunk}"
-        )
-    limits = [chunk - local]
-    if config.get("original_max_position_embeddings"):
-        limits.append(config.integer("original_max_position_embeddings"))
-    if config.get("sparse_attention_enabled"):
-        limits.append(config.integer("sparse_attention_threshold"))
-    return min(limits)
-
-
-def _rope_config(hf: HFConfig, max_position_embeddings: int) -> RopeConfig:
-    params = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
-    if not isinstance(params, dict) or any(isinstance(value, dict) for value in params.values()):
-        raise ValueError(
-            f"config.json: one set of rope parameters for all layers is supported, not {params!r}"
-        )
-    params = dict(params)
-    if hf.get("original_max_position_embeddings") is not None:
-        params["original_max_position_embeddings"] = hf.get("original_max_position_embeddings")
-    rotary_share = params.get("partial_rotary_factor", hf.get("partial_rotary_factor", 1.0))
-    if rotary_share not in (None, 1.0):
-        raise ValueError(
-            f"config.json: partial_rotary_factor {rotary_share} is not supported; supported: 1.0"
-        )
-    try:
-        return RopeConfig.from_dict(params, hf.get("rope_theta", 10000.0), max_position_embeddings)
-    except ValueError as error:
-        raise ValueError(f"config.json: {error}") from None
-
-
-def _positive_float(hf: HFConfig, key: str) -> float:
-    value = hf.get(key)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1:
-        raise ValueError(f"config.json: {key} must be a number between 0 and 1, not {value!r}")
-    return float(value)
-
-
-def _dtype(hf: HFConfig) -> str:
-    name = str(hf.get("dtype") or hf.get("torch_dtype") or "float32").removeprefix("torch.")
-    if name not in _SUPPORTED_DTYPES:
-        raise ValueError(
-            f"config.json: dtype {name!r} is not supported; supported: {', '.join(_SUPPORTED_DTYPES)}"
-        )
-    return name

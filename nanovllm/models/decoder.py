@@ -16,8 +16,8 @@ from nanovllm.attention.base import AttentionBackend, StepMetadata
 from nanovllm.attention.rotary import RopeConfig, rope_table
 from nanovllm.distributed.group import TPGroup
 from nanovllm.kernels.paged import KVCache
-from nanovllm.kernels.rms_norm import rms_norm
 from nanovllm.kernels.rotary import Rotation, q_norm_rope_reference, qk_norm_rope_store
+from nanovllm.layers.heads_norm import HeadsNorm
 from nanovllm.layers.linear import (
     MergedColumnParallelLinear,
     ParallelLMHead,
@@ -26,7 +26,7 @@ from nanovllm.layers.linear import (
     VocabParallelEmbedding,
 )
 from nanovllm.layers.moe import MoE
-from nanovllm.layers.stream import AnyStream, Norm, RMSNorm, Step, begin
+from nanovllm.layers.stream import AnyStream, RMSNorm, Step, begin
 from nanovllm.layers.weights import WeightLayer
 from nanovllm.models.config import ModelConfig
 from nanovllm.quantization.base import Normed, Product, WeightOptions, WeightShard
@@ -66,27 +66,29 @@ class Attention(WeightLayer):
         super().__init__()
         spec, hidden_size, eps = config.spec(index), config.hidden_size, config.rms_norm_eps
         tp, head_dim = build.tp, spec.head_dim
-        size, kv_size = spec.num_heads * head_dim, spec.num_kv_heads * head_dim
+        size = spec.num_heads * head_dim
         self.spec, self.eps, self.backend = spec.of_rank(tp.size), eps, build.backend
         self.rotary = build.rope(spec.rope, head_dim)
+        self._turned = 0 if spec.rope is None else spec.rope.rotary_dim(head_dim) % head_dim
+        self._interleaved = spec.rope is not None and spec.rope.interleaved
         self.cache = KVCache(torch.empty(0), torch.empty(0))
         if spec.kv_from is None:
             heads = head_dim, spec.num_heads, spec.num_kv_heads
             self.qkv_proj = QKVParallelLinear(hidden_size, *heads, tp, config.qkv_bias)
         else:
             self.q_proj = MergedColumnParallelLinear(hidden_size, {"q_proj": size}, tp, config.qkv_bias)
-        self.o_proj = RowParallelLinear(size, hidden_size, tp, config.o_bias)
-        self.q_norm = self.k_norm = None
-        if spec.qk_norm == "all" and tp.size > 1:
-            raise ValueError(
-                f"layer {index} has qk_norm='all', a norm over all heads, which ranks cannot split; use "
-                "tensor_parallel_size=1"
-            )
-        if spec.qk_norm is not None:
-            over_all = spec.qk_norm == "all"
-            self.q_norm = RMSNorm(size if over_all else head_dim, eps)
+        multiplier = config.residual_multiplier
+        self.o_proj = RowParallelLinear(size, hidden_size, tp, config.o_bias, multiplier)
+        self.q_norm: RMSNorm | HeadsNorm | None = None
+        self.k_norm: RMSNorm | HeadsNorm | None = None
+        if spec.qk_norm == "all":
+            self.q_norm = HeadsNorm(spec.num_heads, head_dim, eps, tp)
             if spec.kv_from is None:
-                self.k_norm = RMSNorm(kv_size if over_all else head_dim, eps)
+                self.k_norm = HeadsNorm(spec.num_kv_heads, head_dim, eps, tp)
+        elif spec.qk_norm == "head":
+            self.q_norm = RMSNorm(head_dim, eps, offset=config.norm_offset)
+            if spec.kv_from is None:
+                self.k_norm = RMSNorm(head_dim, eps, offset=config.norm_offset)
         self.register_parameter("sinks", None)
         if spec.sinks:
             own = self.spec.num_heads
@@ -99,17 +101,17 @@ class Attention(WeightLayer):
         Stores keys and values in the step's slots before any token attends.
         """
         spec, eps = self.spec, self.eps
-        q_weight = None if self.q_norm is None else self.q_norm.weight
-        k_weight = None if self.k_norm is None else self.k_norm.weight
+        q_weight, k_weight = (
+            x.weight if isinstance(x, RMSNorm) else None for x in (self.q_norm, self.k_norm)
+        )
         if spec.kv_from is None:
             q, k, v = self.qkv_proj.split_heads(self.qkv_proj(x))
         else:
             q = k = v = self.q_proj(x).unflatten(-1, (-1, spec.head_dim))
-        if spec.qk_norm == "all" and q_weight is not None:
-            q = rms_norm(q.flatten(1), q_weight, eps).view(q.shape)
-            k = k if k_weight is None else rms_norm(k.flatten(1), k_weight, eps).view(k.shape)
-            q_weight = k_weight = None
-        rotation = Rotation(step.positions, self.rotary.cos_sin, q_weight, k_weight, eps)
+        q = self.q_norm(q) if isinstance(self.q_norm, HeadsNorm) else q
+        k = self.k_norm(k) if isinstance(self.k_norm, HeadsNorm) else k
+        turned = self._turned, self._interleaved
+        rotation = Rotation(step.positions, self.rotary.cos_sin, q_weight, k_weight, eps, *turned)
         if spec.kv_from is None:
             q = qk_norm_rope_store(q, k, v, rotation, self.cache, step.meta.slot_mapping)
         else:
@@ -127,13 +129,18 @@ class GatedMLP(nn.Module):
         tp, hidden_size, size, bias = build.tp, config.hidden_size, config.intermediate_size, config.mlp_bias
         sizes = {"gate_proj": size, "up_proj": size}
         self.gate_up_proj = MergedColumnParallelLinear(hidden_size, sizes, tp, bias)
-        self.down_proj = RowParallelLinear(size, hidden_size, tp, bias)
+        self.down_proj = RowParallelLinear(size, hidden_size, tp, bias, config.residual_multiplier)
         self.activation = config.activation
 
     def forward(self, x: Normed, step: Step) -> Product:
         """x [T, hidden_size] -> a term of the stream, of the same shape. Tokens are independent."""
         product: Product = self.down_proj(self.gate_up_proj(x, self.activation))
         return product
+
+
+def layer_norm(config: ModelConfig, tp: TPGroup) -> RMSNorm:
+    """A norm of the residual stream, or of what a block adds to it."""
+    return RMSNorm(config.hidden_size, config.rms_norm_eps, tp, config.norm_offset)
 
 
 class DecoderLayer(nn.Module):
@@ -144,11 +151,9 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, config: ModelConfig, index: int, build: Build) -> None:
         super().__init__()
-        tp = build.tp
-        hidden_size, eps = config.hidden_size, config.rms_norm_eps
-        self.input_layernorm: Norm = RMSNorm(hidden_size, eps, tp)
+        self.input_layernorm = layer_norm(config, build.tp)
         self.self_attn = Attention(config, index, build)
-        self.post_attention_layernorm = RMSNorm(hidden_size, eps, tp)
+        self.post_attention_layernorm = layer_norm(config, build.tp)
         self.mlp = GatedMLP(config, build)
 
     def forward(self, x: AnyStream, step: Step, keep: torch.Tensor | None = None) -> AnyStream:
@@ -165,7 +170,7 @@ class DecoderModel(nn.Module):
         tp, tied, layer = build.tp, config.tie_word_embeddings, config.layer or DecoderLayer
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, tp, tied)
         self.layers = nn.ModuleList(layer(config, index, build) for index in range(config.num_layers))
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, tp)
+        self.norm = layer_norm(config, tp)
 
 
 class DecoderForCausalLM(nn.Module):
@@ -202,7 +207,10 @@ class DecoderForCausalLM(nn.Module):
         """input_ids [T], positions [T] -> hidden states [T, hidden_size] after the final norm; only of the
         metadata's `wanted_rows`, if it has them."""
         step = Step.of(positions, meta)
-        x: AnyStream = begin(self.model.embed_tokens(input_ids), step)
+        embedded = self.model.embed_tokens(input_ids)
+        if self.config.embedding_multiplier != 1.0:  # rounded as the embedding is
+            embedded = embedded * torch.tensor(self.config.embedding_multiplier, dtype=embedded.dtype).item()
+        x: AnyStream = begin(embedded, step)
         last = len(self.model.layers) - 1
         for index, layer in enumerate(self.model.layers):
             x = layer(x, step, meta.wanted_rows if index == last else None)
@@ -212,4 +220,9 @@ class DecoderForCausalLM(nn.Module):
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [n, hidden_size] -> logits [n, ceil(vocab_size / ranks)] of this rank's vocabulary part."""
         logits: torch.Tensor = self.lm_head(hidden)
+        multiplier, softcap = self.config.logit_multiplier, self.config.logit_softcap
+        if multiplier != 1.0:
+            logits.mul_(multiplier)
+        if softcap is not None:
+            logits.div_(softcap).tanh_().mul_(softcap)
         return logits

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from nanovllm.models.config import ModelFamily, window_length
+from nanovllm.models.config import ModelFamily
+from nanovllm.models.hf_config import FULL, SLIDING, window_length
 from nanovllm.models.llama import LLAMA
 
 MISTRAL = ModelFamily(
@@ -12,5 +13,5 @@ MISTRAL = ModelFamily(
         "num_key_value_heads": 8,
         "max_position_embeddings": 4096 * 32,
     },
-    sliding_window=window_length,
+    kinds=lambda hf: (FULL if window_length(hf) is None else SLIDING,),
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from nanovllm.layers.moe import MoESpec
-from nanovllm.models.config import HFConfig, window_length
+from nanovllm.models.hf_config import FULL, SLIDING, HFConfig
 from nanovllm.models.mistral import MISTRAL
 from nanovllm.models.qwen3_moe import MoEFamily, num_experts
 
@@ -31,5 +31,5 @@ MIXTRAL = _Mixtral(
         "num_experts_per_tok": 2,
         "num_experts": 8,
     },
-    sliding_window=lambda hf: None if hf.get("sliding_window") is None else window_length(hf),
+    kinds=lambda hf: (FULL if hf.get("sliding_window") is None else SLIDING,),
 )

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from nanovllm.models.config import HFConfig, ModelFamily, window_length
+from collections.abc import Callable, Sequence
+
+from nanovllm.models.config import ModelFamily
+from nanovllm.models.hf_config import FULL, HFConfig, layer_kinds, window_length
 
 QWEN_DEFAULTS = {
     "vocab_size": 151936,
@@ -17,19 +20,24 @@ QWEN_DEFAULTS = {
 }
 
 
-def qwen_window(hf: HFConfig) -> int | None:
-    """The sliding window, if the config enables it and a layer uses it."""
-    if not hf.boolean("use_sliding_window") or (window := window_length(hf)) is None:
-        return None
-    layer_types = hf.get("layer_types")
-    if layer_types is None:
-        first = hf.get("max_window_layers", 28)
-        if isinstance(first, bool) or not isinstance(first, int):
-            raise ValueError(f"config.json: max_window_layers must be an integer, not {first!r}")
-        used = hf.integer("num_hidden_layers") > first
-    else:
-        used = "sliding_attention" in layer_types
-    return window if used else None
+def windows(hf: HFConfig, default: Callable[[int], bool]) -> Sequence[str]:
+    """The layers' kinds: with a window, if the config enables it, are those that it names, or `default`'s."""
+    if not hf.boolean("use_sliding_window") or window_length(hf) is None:
+        return (FULL,)
+    return layer_kinds(hf, default)
 
 
-QWEN2 = ModelFamily(defaults=QWEN_DEFAULTS, qkv_bias=True, sliding_window=qwen_window)
+def max_window_layers(hf: HFConfig) -> int:
+    """The layer that this key of config.json names."""
+    layer = hf.get("max_window_layers", 28)
+    if isinstance(layer, bool) or not isinstance(layer, int):
+        raise ValueError(f"config.json: max_window_layers must be an integer, not {layer!r}")
+    return layer
+
+
+def qwen_kinds(hf: HFConfig) -> Sequence[str]:
+    """All layers after the first ones have the window, if the config enables it."""
+    return windows(hf, lambda layer: layer >= max_window_layers(hf))
+
+
+QWEN2 = ModelFamily(defaults=QWEN_DEFAULTS, qkv_bias=True, kinds=qwen_kinds)

@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from nanovllm.models.qwen3_moe import QWEN3_MOE, MoEFamily, moe_window
+from collections.abc import Sequence
+
+from nanovllm.models.hf_config import HFConfig
+from nanovllm.models.qwen2 import max_window_layers, windows
+from nanovllm.models.qwen3_moe import QWEN3_MOE, MoEFamily
+
+
+def _kinds(hf: HFConfig) -> Sequence[str]:
+    """Every other one of the first layers has the window, if the config enables it."""
+    return windows(hf, lambda layer: layer % 2 == 0 and layer < max_window_layers(hf))
+
 
 QWEN2_MOE = MoEFamily(
     defaults={
@@ -17,5 +27,5 @@ QWEN2_MOE = MoEFamily(
         "qkv_bias": True,
     },
     qkv_bias="qkv_bias",
-    sliding_window=moe_window,
+    kinds=_kinds,
 )

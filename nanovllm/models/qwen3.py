@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from nanovllm.models.config import ModelFamily
-from nanovllm.models.qwen2 import QWEN_DEFAULTS, qwen_window
+from nanovllm.models.qwen2 import QWEN_DEFAULTS, qwen_kinds
 
 QWEN3 = ModelFamily(
     defaults=QWEN_DEFAULTS | {"head_dim": 128},
     qkv_bias="attention_bias",
     o_bias="attention_bias",
     qk_norm="head",
-    sliding_window=qwen_window,
+    kinds=qwen_kinds,
 )

@@ -10,9 +10,11 @@ import torch
 from torch import nn
 
 from nanovllm.layers.moe import MoE, MoESpec
-from nanovllm.layers.stream import AnyStream, RMSNorm, Step
-from nanovllm.models.config import HFConfig, ModelConfig, ModelFamily, window_length
-from nanovllm.models.decoder import Attention, Build, GatedMLP
+from nanovllm.layers.stream import AnyStream, Step
+from nanovllm.models.config import ModelConfig, ModelFamily
+from nanovllm.models.decoder import Attention, Build, GatedMLP, layer_norm
+from nanovllm.models.hf_config import HFConfig
+from nanovllm.models.qwen2 import windows
 
 
 class MoELayer(nn.Module):
@@ -20,12 +22,12 @@ class MoELayer(nn.Module):
 
     def __init__(self, config: ModelConfig, index: int, build: Build) -> None:
         super().__init__()
-        spec, hidden_size, eps, tp = config.moe, config.hidden_size, config.rms_norm_eps, build.tp
+        spec, hidden_size, tp = config.moe, config.hidden_size, build.tp
         assert spec is not None
         self.block = spec.block
-        self.input_layernorm = RMSNorm(hidden_size, eps, tp)
+        self.input_layernorm = layer_norm(config, tp)
         self.self_attn = Attention(config, index, build)
-        self.post_attention_layernorm = RMSNorm(hidden_size, eps, tp)
+        self.post_attention_layernorm = layer_norm(config, tp)
         if spec.has_experts(index):
             shared = spec.shared_width and GatedMLP(
                 replace(config, intermediate_size=spec.shared_width), build
@@ -76,12 +78,6 @@ def num_experts(hf: HFConfig) -> int:
     return hf.integer("num_local_experts" if hf.raw.get("num_local_experts") else "num_experts")
 
 
-def moe_window(hf: HFConfig) -> int | None:
-    """The sliding window, if the config enables it and does not say that no layer uses it."""
-    used = "sliding_attention" in hf.get("layer_types", ["sliding_attention"])
-    return window_length(hf) if hf.boolean("use_sliding_window") and used else None
-
-
 QWEN3_MOE = MoEFamily(
     defaults={
         "vocab_size": 151936,
@@ -100,5 +96,5 @@ QWEN3_MOE = MoEFamily(
     qkv_bias="attention_bias",
     o_bias="attention_bias",
     qk_norm="head",
-    sliding_window=moe_window,
+    kinds=lambda hf: windows(hf, lambda layer: True),
 )

@@ -14,14 +14,22 @@ from typing import Any
 from nanovllm.errors import ModelLoadError
 from nanovllm.models.checkpoint import CONFIG_FILE, Checkpoint, shortened
 from nanovllm.models.config import ModelConfig, ModelFamily
+from nanovllm.models.ernie import ERNIE
+from nanovllm.models.exaone4 import EXAONE4
+from nanovllm.models.gemma import GEMMA2, GEMMA3
 from nanovllm.models.gguf import GGUFCheckpoint
+from nanovllm.models.glm import GLM, GLM4
+from nanovllm.models.granite import GRANITE, GRANITE_HYBRID
 from nanovllm.models.llama import LLAMA
 from nanovllm.models.mistral import MISTRAL
 from nanovllm.models.mixtral import MIXTRAL
+from nanovllm.models.olmo import OLMO2, OLMO3
+from nanovllm.models.phi3 import PHI3
 from nanovllm.models.qwen2 import QWEN2
 from nanovllm.models.qwen2_moe import QWEN2_MOE
 from nanovllm.models.qwen3 import QWEN3
 from nanovllm.models.qwen3_moe import QWEN3_MOE
+from nanovllm.models.smollm3 import SMOLLM3
 
 _FAMILIES: dict[str, ModelFamily] = {
     "Qwen3ForCausalLM": QWEN3,
@@ -31,6 +39,19 @@ _FAMILIES: dict[str, ModelFamily] = {
     "Qwen3MoeForCausalLM": QWEN3_MOE,
     "Qwen2MoeForCausalLM": QWEN2_MOE,
     "MixtralForCausalLM": MIXTRAL,
+    "Gemma2ForCausalLM": GEMMA2,
+    "Gemma3ForCausalLM": GEMMA3,
+    "Gemma3ForConditionalGeneration": GEMMA3,
+    "Olmo2ForCausalLM": OLMO2,
+    "Olmo3ForCausalLM": OLMO3,
+    "Phi3ForCausalLM": PHI3,
+    "GraniteForCausalLM": GRANITE,
+    "GraniteMoeHybridForCausalLM": GRANITE_HYBRID,
+    "GlmForCausalLM": GLM,
+    "Glm4ForCausalLM": GLM4,
+    "SmolLM3ForCausalLM": SMOLLM3,
+    "Exaone4ForCausalLM": EXAONE4,
+    "Ernie4_5ForCausalLM": ERNIE,
 }
 FORMATS: tuple[type[Checkpoint], ...] = (GGUFCheckpoint, Checkpoint)  # the first that reads a path takes it
 _TOKENIZER_PATTERNS = ["*.json", "*.jinja", "*.model", "*.txt"]
@@ -70,7 +91,7 @@ def _kind(architecture: str, raw: Mapping[str, Any]) -> str:
         return ", because it is a mixture of experts of another kind"
     if {"vision_config", "audio_config"} & raw.keys() or "ConditionalGeneration" in architecture:
         return ", because it reads images or sound, or has an encoder"
-    return ", because Gemma's norms and windows differ" if architecture.startswith("Gemma") else ""
+    return ""
 
 
 @dataclass(frozen=True)

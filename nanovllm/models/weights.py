@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from difflib import get_close_matches
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from nanovllm.attention.backends import ReferenceBackend
 from nanovllm.distributed.group import TPGroup
 from nanovllm.errors import ModelLoadError
 from nanovllm.layers.weights import allocate, finish_loading, weight_slots
-from nanovllm.models.checkpoint import CONFIG_FILE, listing
+from nanovllm.models.checkpoint import CONFIG_FILE, listing, rows_of
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.registry import open_checkpoint
@@ -37,7 +38,7 @@ class WeightChecker:
     def __init__(self, model: DecoderForCausalLM) -> None:
         self._shards = {name: shard for name, (_, shard) in weight_slots(model).items()}
         self._tied = model.config.tie_word_embeddings
-        self._moe = model.config.moe
+        self._config = model.config
 
     def check(self, tensors: Mapping[str, WeightSource], folder: Path) -> dict[str, WeightSource]:
         """Return those of a whole checkpoint's tensors that are loaded. Raises ModelLoadError that names all
@@ -92,9 +93,10 @@ class WeightChecker:
 
     def _named(self, tensors: Iterable[Any]) -> Iterator[tuple[str, torch.Tensor]]:
         """The pairs of an update, named as in a checkpoint."""
+        moe = self._config.moe
         for index, pair in enumerate(tensors):
-            name, tensor = named_tensor(index, pair)
-            yield from [(name, tensor)] if self._moe is None else self._moe.checkpoint_tensors(name, tensor)
+            for name, tensor in unpacked(self._config, [named_tensor(index, pair)]):
+                yield from [(name, tensor)] if moe is None else moe.checkpoint_tensors(name, tensor)
 
     def _shard(self, name: str) -> WeightShard | None:
         """What a tensor of this name must fit; None if the model has no such tensor."""
@@ -125,6 +127,32 @@ def _hashes(tensor: torch.Tensor) -> list[float]:
     return [*hashes.tolist(), *map(float, torch.aminmax(tensor))]
 
 
+def unpacked(config: ModelConfig, pairs: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """The tensors by the model's names: prefixes replaced, and packed ones in parts; see `ModelConfig`."""
+    for full_name, tensor in pairs:
+        name: str | None = full_name
+        for prefix, other in config.prefixes.items():
+            if full_name.startswith(prefix):
+                name = None if other is None else other + full_name.removeprefix(prefix)
+                break
+        if name is None:
+            continue
+        path, _, param = name.rpartition(".")
+        parent, _, module = path.rpartition(".")
+        rows = config.packed.get(module)
+        shape = tensor.shape if isinstance(tensor, torch.Tensor) else tensor.get_shape()
+        if rows is not None and "scale" in param and prod(shape) == 1:  # of the whole packed tensor
+            yield from ((f"{parent}.{part}.{param}", tensor) for part in rows)
+            continue
+        if rows is None or [*shape, 0][0] != sum(rows.values()):  # of another length: the checker names it
+            yield name, tensor
+            continue
+        start = 0
+        for part, count in rows.items():
+            yield f"{parent}.{part}.{param}", rows_of(tensor, start, count)
+            start += count
+
+
 def _check_layers(config: ModelConfig, tensors: Mapping[str, WeightSource], folder: Path) -> None:
     """Raise ModelLoadError if the checkpoint has fewer layers than its config says: a model of so many layers
     takes long to build, even without memory."""
@@ -142,7 +170,8 @@ def check_weights(config: ModelConfig, folder: str | Path) -> None:
 
     Raises ModelLoadError like `load_weights`, so that a wrong checkpoint is found before a device is used.
     """
-    with open_checkpoint(folder).tensors() as tensors:
+    with open_checkpoint(folder).tensors() as found:
+        tensors = dict(unpacked(config, found.items()))
         _check_layers(config, tensors, Path(folder))  # first: the model is as large as the config says
         WeightChecker(_unallocated(config, TPGroup(), torch.float32)).check(tensors, Path(folder))
 
@@ -178,7 +207,8 @@ def load_weights(
     then unchanged.
     """
     slots = weight_slots(model)
-    with open_checkpoint(folder).tensors() as found:
+    with open_checkpoint(folder).tensors() as stored:
+        found = dict(unpacked(model.config, stored.items()))
         _check_layers(model.config, found, Path(folder))
         tensors = WeightChecker(model).check(found, Path(folder))
         has_head = model.config.tie_word_embeddings and TIED_HEAD in found

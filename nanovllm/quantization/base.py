@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
@@ -221,23 +221,28 @@ class Product:
     method: LinearMethod
     x: torch.Tensor | Gated
     bias: torch.Tensor | None
+    scale: float = 1.0  # of product and bias
 
     def __getitem__(self, rows: torch.Tensor) -> Product:
-        return Product(self.method, self.x[rows], self.bias)
+        return replace(self, x=self.x[rows])
 
     @classmethod
     def cat(cls, products: Sequence[Product]) -> Product:
         """The product of one weight with the rows of all."""
-        return cls(products[0].method, torch.cat([_tensor(each.x) for each in products]), products[0].bias)
+        return replace(products[0], x=torch.cat([_tensor(each.x) for each in products]))
 
     def tensor(self) -> torch.Tensor:
         """The product, [T, N]."""
         if isinstance(self.x, Gated):
-            return self.method.apply_to_gated(self.x, None, self.bias)[0]
-        return self.method.apply(self.x, self.bias)
+            out = self.method.apply_to_gated(self.x, None, self.bias)[0]
+        else:
+            out = self.method.apply(self.x, self.bias)
+        return out if self.scale == 1.0 else out * self.scale
 
     def added_to(self, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """See `LinearMethod.apply_and_add`."""
+        if self.scale != 1.0:
+            return self.tensor(), residual
         if isinstance(self.x, Gated):
             return self.method.apply_to_gated(self.x, residual, self.bias)
         return self.method.apply_and_add(self.x, residual, self.bias)

@@ -52,6 +52,10 @@ class Int4Config(QuantConfig):
         return 0.5 + scales if self.packs else None
 
     @property
+    def keeps_rows(self) -> bool:
+        return False
+
+    @property
     def note(self) -> str | None:
         """What a user should know of it at a start."""
         if self.packs:

@@ -68,7 +68,7 @@ class ModelRunner:
         raise to give up."""
         self.config = config
         self._check = check
-        self.model_config = model_config
+        self.model_config = model_config = model_config.up_to(max_model_len)
         self.model_path = model_path
         self.device = device
         self.tp = tp
@@ -97,7 +97,8 @@ class ModelRunner:
         self.profile: _RankProfile | None = None  # the active one
         self.prefixes: SharedPrefixFinder | None = None  # None without a KV cache
         self.spec = max(
-            (layer.spec for layer in self.model.attention_layers), key=lambda spec: spec.num_heads
+            (layer.spec for layer in self.model.attention_layers),
+            key=lambda spec: (spec.window is None, spec.num_heads),
         )
         self.shared_unit = self.backend.shared_unit(self.spec, self.cache_dtype, device.torch)
         max_seqs, max_tokens = config.max_num_seqs, max(config.max_num_batched_tokens, config.max_num_seqs)

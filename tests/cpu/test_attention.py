@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-import re
+import sys
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate, product
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import inside
@@ -29,9 +29,10 @@ from nanovllm.attention.backends import (
 from nanovllm.attention.base import AttentionMetadata, AttentionSpec, PrefillRanges, StepMetadata
 from nanovllm.device import CPU_KV_CACHE_BYTES, Device
 from nanovllm.distributed.group import TPGroup
-from nanovllm.kernels import decode_attention
+from nanovllm.kernels import attention_reference
 from nanovllm.kernels.paged import KVCache
-from nanovllm.layers.stream import RMSNorm, Step
+from nanovllm.layers.heads_norm import HeadsNorm
+from nanovllm.layers.stream import Step
 from nanovllm.layers.weights import allocate
 from nanovllm.models import decoder
 from nanovllm.models.config import HFConfig, ModelConfig, ModelFamily
@@ -150,7 +151,7 @@ def test_the_reference_computes_what_a_spec_says(
 ) -> None:
     """Decode, whole prompts and later chunks of prompts, with NaN in each cell that no token may read."""
     spec, contexts, queries = VARIANTS[name], [9, 3, 14], [1, 1, 1] if decode else [9, 2, 6]
-    monkeypatch.setattr(decode_attention, "GATHERED_CELLS", 20)  # several gathers
+    monkeypatch.setattr(attention_reference, "GATHERED_CELLS", 20)  # several gathers
     heads = Heads(spec.num_heads, spec.num_kv_heads, spec.head_dim, page=4)
     cache = make_cache(contexts, heads, "cpu")
     sinks = torch.tensor([0.5, -1.0, 2.0, 0.0]) if spec.sinks else None
@@ -185,25 +186,65 @@ def test_a_spoilt_key_spoils_only_the_queries_whose_window_has_it() -> None:
     assert found.isnan().sum() == 6 * 8
 
 
-@pytest.mark.parametrize("field", [{"window": 7}, {"softcap": 30.0}, {"sinks": True}, {"kv_from": 0}])
+class FakeFlashAttn(ModuleType):
+    """The package, built without what its `lacks` names; calls are kept in `seen`."""
+
+    __version__ = "2.8.3"
+
+    def __init__(self, lacks: str = "") -> None:
+        super().__init__("flash_attn")
+        self.lacks, self.seen = lacks, []
+
+    def flash_attn_with_kvcache(self, q: torch.Tensor, *cache: torch.Tensor, **options: Any) -> torch.Tensor:
+        self.seen.append(options)
+        if self.lacks == "head_dim" and q.shape[-1] > 128:
+            raise RuntimeError("This build does not support head_dim 256.")
+        if self.lacks in options:
+            raise TypeError(f"unexpected keyword argument {self.lacks!r}")
+        return q
+
+    flash_attn_varlen_func = flash_attn_with_kvcache
+
+
 @pytest.mark.parametrize("name", ["triton", "flash_attn", "auto"])
+@pytest.mark.parametrize(
+    ("field", "lacks"),
+    [
+        ({"window": 7}, "window_size"),
+        ({"softcap": 30.0}, "softcap"),
+        ({"sinks": True}, ""),
+        ({"kv_from": 0}, ""),
+        ({"head_dim": 256}, "head_dim"),
+    ],
+)
 def test_what_a_backend_cannot_compute_is_refused_by_name(
-    name: str, field: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    name: str, field: dict[str, Any], lacks: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before the model is built, with the layer, the field, its value and what to use. "auto" takes the one
-    that can."""
+    """Before the model is built, with the layer, the field and its value, and what can. What flash-attn can
+    is found by trying. "auto" takes Triton."""
     specs, asked = (SPEC, replace(SPEC, **field)), next(iter(field.items()))
-    gpu = GPU((9, 0))
+    gpu, inside_of = GPU((9, 0)), monkeypatch.setitem
+    inside.look_for_flash_attn_again(monkeypatch)
+    zeros, ones, tensor = torch.zeros, torch.ones, torch.tensor
+    for make in (zeros, ones, tensor):
+        fake = lambda *args, make=make, device=None, **options: make(*args, **options)  # noqa: E731
+        monkeypatch.setattr(torch, make.__name__, fake)
     for backend in (TritonBackend, FlashAttnBackend):
         monkeypatch.setattr(backend, "unavailable", classmethod(lambda *_: None))
-    if name == "auto":
-        assert select(name, gpu, torch.bfloat16, specs, torch.bfloat16).name == "reference"
-        shown = "deterministic=True needs attention_backend='triton', which"
-    else:
-        shown = f"attention_backend='{name}'"
-    message = f"{shown} cannot run here: layer 1 has {asked[0]}={asked[1]}, which it does not support"
-    with pytest.raises(ValueError, match=re.escape(message + "; supported by ['reference']")):
-        select(name, gpu, torch.bfloat16, specs, torch.bfloat16, deterministic=name == "auto")
+    inside_of(sys.modules, "flash_attn", package := FakeFlashAttn(lacks))
+    if name != "flash_attn":
+        assert select(name, gpu, torch.bfloat16, specs, torch.bfloat16).name == "triton"
+        return
+    if lacks or field == {"sinks": True}:
+        message = f"attention_backend='flash_attn' cannot run here: layer 1 has .*{asked[0]}={asked[1]}"
+        with pytest.raises(ValueError, match=message + r".*; supported by \['triton', 'reference'\]"):
+            select(name, gpu, torch.bfloat16, specs, torch.bfloat16)
+        inside_of(sys.modules, "flash_attn", package := FakeFlashAttn())
+    if field != {"sinks": True}:
+        backend = select(name, gpu, torch.bfloat16, specs, torch.bfloat16)
+        assert backend.name == "flash_attn"
+        assert all(("window_size" in each) == ("window" in field) for each in package.seen)
+        assert [each.get("window_size", (6, 0)) for each in package.seen] == [(6, 0)] * len(package.seen)
 
 
 def test_head_dims_are_refused_with_their_layer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,8 +334,8 @@ def test_a_norm_over_all_heads() -> None:
     meta = StepMetadata(torch.arange(count), torch.tensor([count]), torch.tensor([[0]]), count, ranges)
     found = layer(Normed.computed(x, x), Step(torch.arange(count), meta)).tensor()
 
-    def normed(rows: torch.Tensor, norm: RMSNorm | None) -> torch.Tensor:
-        assert norm is not None and norm.weight.shape == rows.shape[1:]
+    def normed(rows: torch.Tensor, norm: object) -> torch.Tensor:
+        assert isinstance(norm, HeadsNorm) and norm.weight.shape == rows.shape[1:]
         return rows / (rows.square().mean(1, keepdim=True) + 1e-3).sqrt() * norm.weight.double()
 
     def rotated(rows: torch.Tensor) -> torch.Tensor:
@@ -308,11 +349,3 @@ def test_a_norm_over_all_heads() -> None:
     spec = AttentionSpec(4, 2, 8)
     expected = brute_force(q, k, v, spec, None).flatten(1) @ layer.o_proj.weight.double().T
     torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-4)
-
-
-def test_ranks_refuse_a_norm_over_all_heads() -> None:
-    sizes = {"vocab_size": 8, "hidden_size": 24, "intermediate_size": 16, "num_attention_heads": 4}
-    config = replace(LLAMA, qk_norm="all").model_config("X", sizes)
-    message = r"layer 0 has qk_norm='all', .* ranks cannot split; use tensor_parallel_size=1"
-    with pytest.raises(ValueError, match=message):
-        Attention(config, 0, Build(TPGroup(0, 2), ReferenceBackend(), partial(RotaryEmbedding, 9)))

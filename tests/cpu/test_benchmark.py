@@ -181,6 +181,12 @@ def test_the_headlines_floor_on_an_h200(tmp_path: Path) -> None:
     assert 133_966 / fp8.total == pytest.approx(68_000, rel=0.01)
 
 
+def test_the_shape_of_gemma(tmp_path: Path) -> None:
+    config = load_model_config(write_shape("gemma3-4b", tmp_path))
+    assert [config.spec(layer).window for layer in (0, 4, 5, 33)] == [1024, 1024, None, 1024]
+    assert (config.num_layers, config.head_dim, config.longest) == (34, 256, 131_072)
+
+
 @pytest.mark.parametrize("name", QWEN3)
 def test_every_shape_is_one_the_loader_reads(tmp_path: Path, name: str) -> None:
     config = load_model_config(write_shape(name, tmp_path))

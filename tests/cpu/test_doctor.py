@@ -69,8 +69,8 @@ def test_models_that_cannot_run(doctor: Doctor, tmp_path: Path, monkeypatch: pyt
     assert "max_model_len must be at least 1, not 0" in why(tiny, "--max-model-len", "0")
     (tiny / "model.safetensors").unlink()
     assert "holds no *.safetensors weights" in why(tiny, "--skip-tokenizer-init")
-    edit_json(tiny / "config.json", architectures=["Gemma2ForCausalLM"])
-    assert "'Gemma2ForCausalLM' is not supported" in why(tiny)
+    edit_json(tiny / "config.json", architectures=["GPT2LMHeadModel"])
+    assert "'GPT2LMHeadModel' is not supported" in why(tiny)
     monkeypatch.setattr(Device, "memory", lambda self: (2**20, 2**30))
     assert "the model does not fit: its weights need" in why(demo_model_path())
 

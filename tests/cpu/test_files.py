@@ -149,8 +149,8 @@ def test_hf_overrides(model: Path, tmp_path: Path) -> None:
         assert llm.generate(prompt, GREEDY, use_tqdm=False)[0]["token_ids"] == expected["token_ids"]
     with make_tiny(model, hf_overrides={}) as llm:
         assert llm.model_config != config
-    with pytest.raises(ValueError, match=r"hidden_act 'gelu' .* \(with hf_overrides=\{'hidden_act'"):
-        make_tiny(model, hf_overrides={"hidden_act": "gelu"})
+    with pytest.raises(ValueError, match=r"hidden_act 'relu' .* \(with hf_overrides=\{'hidden_act'"):
+        make_tiny(model, hf_overrides={"hidden_act": "relu"})
 
 
 # -- generation_config.json ----------------------------------------------------------------------------------

@@ -39,6 +39,7 @@ from nanovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear
 from nanovllm.layers.weights import WeightLayer, finish_loading, weight_slots
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.registry import load_model_config
+from nanovllm.models.weights import check_weights
 from nanovllm.quantization import fp8
 from nanovllm.quantization.fp8 import Fp8Config, Fp8LinearMethod
 from nanovllm.quantization.fp8_loading import Stored, quantise_weight
@@ -120,6 +121,32 @@ def test_answers_in_fp8_are_near(
     assert 0.005 < error < 0.2
     one = torch.cat([forward(model, PROMPT[: end + 1])[-1:] for end in range(len(PROMPT))])
     torch.testing.assert_close(one, logits, rtol=1e-3, atol=1e-3 * float(exact.abs().max()))
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gemma3", "olmo2", "phi3", "granite", "glm4"])
+def test_families_whose_layers_differ(tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Norms with an offset or after a block, GELU, multipliers and packed tensors, with products in FP8."""
+    folder = write_tiny_model(tmp_path, family)
+    exact = forward(load_model(folder), PROMPT)
+    monkeypatch.setattr(
+        "test_models.load_model_config",
+        lambda folder: on_gpus(load_model_config(folder, quantization="fp8")),
+    )
+    model = load_model(folder)
+    assert model.model.layers[0].mlp.down_proj.method.dense is None
+    logits = forward(model, PROMPT)
+    assert 0.005 < (logits - exact).norm() / exact.norm() < 0.2
+
+
+@pytest.mark.parametrize("kind", ["channel", "tensor"])
+def test_packed_tensors(tmp_path: Path, kind: str) -> None:
+    """A file's qkv_proj and gate_up_proj in FP8, with scales of rows or one for the whole packed tensor."""
+    source = write_tiny_model(tmp_path / "plain", "phi3")
+    tensors = tensors_of(folder := write_fp8(source, tmp_path / "fp8", kind))
+    assert tensors["model.layers.0.self_attn.qkv_proj.weight"].dtype == FP8
+    save_file(dequantised(tensors), source / "model.safetensors")
+    check_weights(load_model_config(folder), folder)
+    assert torch.equal(forward(load_model(folder), PROMPT), forward(load_model(source), PROMPT))
 
 
 # -- ranks --------------------------------------------------------------------------------------------------

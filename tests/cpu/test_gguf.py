@@ -151,9 +151,9 @@ def test_windows_and_defaults(tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path / "folder", "mistral")
     changes: dict[str, Any] = {"attention.sliding_window": 64}
     config = load_model_config(write_gguf(folder, tmp_path / "mistral.gguf", **changes))
-    assert (config.architecture, config.sliding_window) == ("MistralForCausalLM", 64)
+    assert (config.architecture, config.spec(0).window) == ("MistralForCausalLM", 64)
     folder = write_tiny_model(tmp_path / "qwen", "qwen2")
-    assert load_model_config(write_gguf(folder, tmp_path / "qwen2.gguf", **changes)).sliding_window == 64
+    assert load_model_config(write_gguf(folder, tmp_path / "qwen2.gguf", **changes)).spec(0).window == 64
     writer = gguf.GGUFWriter(tmp_path / "x.gguf", "llama")
     for key, value in {"eos": 3, "eot": 2, "eom": 3, "bos": 1}.items():
         writer.add_uint32(f"tokenizer.ggml.{key}_token_id", value)

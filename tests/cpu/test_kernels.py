@@ -64,7 +64,7 @@ def test_decode_merges_more_chunks_than_one_merge_tile(monkeypatch: pytest.Monke
 @pytest.mark.parametrize("sequences", [1, 3, 17, 97])
 def test_decode_batches(sequences: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The large batch exceeds what the reference gathers at once."""
-    monkeypatch.setattr("nanovllm.kernels.decode_attention.GATHERED_CELLS", 100)
+    monkeypatch.setattr("nanovllm.kernels.attention_reference.GATHERED_CELLS", 100)
     attention_cases.check_decode(
         [(7 * row) % 40 for row in range(1, sequences + 1)], Heads(2, 1, 16, 16), CPU
     )

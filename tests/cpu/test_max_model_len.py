@@ -25,22 +25,14 @@ def test_max_model_len(caplog: pytest.LogCaptureFixture) -> None:
     assert caplog.messages == ["max_model_len is 100, not 101: the model has no more positions"]
 
 
-def test_a_window_that_shortens_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_window_does_not_shorten(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Windows that no sequence exceeds are left out, so that they cost nothing."""
     folder = write_tiny_model(tmp_path, "mistral", sliding_window=40)
-    make_tiny(folder, max_model_len=None).close()
-    said = [each for each in caplog.messages if "max_model_len" in each]
-    assert said == [
-        "max_model_len is 40, not the model's 512: longer sequences need its sliding window of 40 tokens, "
-        "which is not supported"
-    ]
-    caplog.clear()
-    make_tiny(folder, max_model_len=40).close()
+    for asked, length, window in ((None, 512, 40), (41, 41, 40), (40, 40, None)):
+        with make_tiny(folder, max_model_len=asked, num_kvcache_blocks=64) as llm:
+            assert llm.model_config.max_model_len == length
+            assert {layer.spec.window for layer in inside.model(llm).attention_layers} == {window}
     assert "max_model_len" not in caplog.text
-    for asked in (41, 10_000):
-        with pytest.raises(
-            ValueError, match=f"max_model_len={asked} needs .*window of 40 .*at most max_model_len=40"
-        ):
-            make_tiny(folder, max_model_len=asked)
 
 
 @pytest.mark.parametrize(
@@ -58,19 +50,16 @@ def test_a_window_that_shortens_is_said_once(tmp_path: Path, caplog: pytest.LogC
             None,
         ),
         ("Qwen3ForCausalLM", {"sliding_window": None, "use_sliding_window": True}, None),
-        ("Qwen3ForCausalLM", {"use_sliding_window": True, "layer_types": ["full_attention"]}, None),
-        ("Qwen3ForCausalLM", {"use_sliding_window": True, "layer_types": ["sliding_attention"]}, 4096),
+        ("Qwen3ForCausalLM", {"use_sliding_window": True, "layer_types": ["full_attention"] * 32}, None),
+        ("Qwen3ForCausalLM", {"use_sliding_window": True, "layer_types": ["sliding_attention"] * 32}, 4096),
     ],
 )
-def test_sliding_window_limits_the_length(architecture: str, raw: dict[str, Any], window: int | None) -> None:
+def test_windows_of_layers(architecture: str, raw: dict[str, Any], window: int | None) -> None:
     config = get_family(architecture).model_config(architecture, raw)
-    assert config.sliding_window == window
-    if window is None:
-        config.check_max_model_len(config.max_position_embeddings)
-    else:
-        config.check_max_model_len(window)
-        with pytest.raises(ValueError, match=f"sliding window of {window} tokens.* max_model_len={window}"):
-            config.check_max_model_len(window + 1)
+    windows = {spec.window for spec in config.attention}
+    assert windows == {window} or windows == {None, window}
+    config.check_max_model_len(config.max_position_embeddings)
+    assert config.longest == config.max_position_embeddings
 
 
 QWEN_1M = {"chunk_size": 262144, "local_size": 8192, "original_max_position_embeddings": 262144}
@@ -94,18 +83,6 @@ def test_dual_chunk_attention_limits_the_length(changes: dict[str, Any], longest
     message = rf"max_model_len={longest + 1} needs .*dual_chunk_attention_config.*max_model_len={longest}$"
     with pytest.raises(ValueError, match=message):
         config.check_max_model_len(longest + 1)
-
-
-def test_the_longest_sequence_meets_all_limits() -> None:
-    raw = {"max_position_embeddings": 1000, "sliding_window": 300}
-    family = get_family("MistralForCausalLM")
-    assert family.model_config("X", raw).longest == 300
-    chunks = {"dual_chunk_attention_config": {"chunk_size": 250, "local_size": 50}}
-    config = family.model_config("X", raw | chunks)
-    assert config.longest == 200
-    with pytest.raises(ValueError, match=r"sliding window of 300 tokens.* use at most max_model_len=200"):
-        config.check_max_model_len(301)
-    assert family.model_config("X", raw | {"sliding_window": None}).longest == 1000
 
 
 # -- the size of the KV cache ------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import inside
 import pytest
 import torch
 from checked_llm import BLOCK, Bar, make_tiny, run
-from tiny_models import VOCAB_SIZE, write_tiny_model
+from tiny_models import VOCAB_SIZE, edit_json, write_tiny_model
 from transformers import BatchEncoding
 
 from nanovllm import LLM, BeamSearchParams, SamplingParams
@@ -40,11 +40,13 @@ def test_the_default_length_is_the_models_own(
     for asked in (None, -1, "auto", 1000):
         with make_tiny(model, max_model_len=asked) as llm:
             assert inside.runner(llm).max_model_len == 96
-    path = write_tiny_model(tmp_path, "mistral", max_position_embeddings=96, sliding_window=40)
+    chunks = {"dual_chunk_attention_config": {"chunk_size": 48, "local_size": 8}}
+    path = write_tiny_model(tmp_path, "qwen2", max_position_embeddings=96)
+    edit_json(path / "config.json", **chunks)
     with caplog.at_level(logging.INFO, "nanovllm"), make_tiny(path, max_model_len=None) as llm:
         assert inside.runner(llm).max_model_len == 40
-    assert "max_model_len is 40, not the model's 96: longer sequences need its sliding window" in caplog.text
-    with pytest.raises(ValueError, match="sliding window of 40 tokens"):
+    assert "max_model_len is 40, not the model's 96: longer sequences need its dual chunk" in caplog.text
+    with pytest.raises(ValueError, match="dual chunk attention"):
         make_tiny(path, max_model_len=41)
 
 

@@ -13,7 +13,8 @@ from attention_cases import Heads
 from needs import needs_kv_cache_dtype
 from tensors import BF16, F16, F32, FP8, assert_near, randn
 
-from nanovllm.kernels.decode_attention import paged_decode_attention_reference, paged_decode_attention_triton
+from nanovllm.kernels.attention_reference import paged_decode_attention_reference
+from nanovllm.kernels.decode_attention import paged_decode_attention_triton
 from nanovllm.kernels.paged import KVCache
 from nanovllm.kernels.prefill_attention import LONG, SHORT, WIDE
 from nanovllm.kernels.rotary import Rotation, qk_norm_rope_store

@@ -41,6 +41,22 @@ QWEN3_MOE: dict[str, dict[str, Any]] = {  # what a mixture of experts adds to th
         "mlp_only_layers": [],
     }
 }
+GEMMA3 = {"gemma3-4b": (34, 2560, 10240, 8, True)}  # the same; a window of 1,024 in five of six layers
+GEMMA3_CONFIG: dict[str, Any] = {  # what differs from a Qwen3 of this shape
+    "architectures": ["Gemma3ForCausalLM"],
+    "model_type": "gemma3_text",
+    "vocab_size": 262208,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 1024,
+    "rope_local_base_freq": 10000,
+    "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    "max_position_embeddings": 131072,
+    "eos_token_id": 1,
+    "bos_token_id": 2,
+}
 SAMPLES = 16  # of each prompt in the workload `samples`
 ROW_KEYS = ("prompt", "prompt_token_ids", "max_tokens")
 Tokenize = Callable[[list[str]], list[list[int]]]
@@ -276,8 +292,8 @@ def make_workload(name: str, num_seqs: int | None, model: Path, config: ModelCon
 
 
 def write_shape(name: str, folder: Path, longest: int = 0) -> Path:
-    """Write the config.json of a Qwen3 shape, for dummy weights and sequences of up to `longest` tokens."""
-    layers, hidden, intermediate, heads, tied = QWEN3[name]
+    """Write the config.json of a shape, for dummy weights and sequences of up to `longest` tokens."""
+    layers, hidden, intermediate, heads, tied = (QWEN3 | GEMMA3)[name]
     config = {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
@@ -298,5 +314,7 @@ def write_shape(name: str, folder: Path, longest: int = 0) -> Path:
         "eos_token_id": 151645,
         "bos_token_id": 151643,
     }
+    if name in GEMMA3:
+        config |= GEMMA3_CONFIG
     (folder / "config.json").write_text(json.dumps(config | QWEN3_MOE.get(name, {})))
     return folder

@@ -1,0 +1,120 @@
+"""Gemma 2 and Gemma 3 (text): norms around each block with weights 1 + w, scaled embeddings, windows.
+
+Of a Gemma 3 that reads images only the decoder is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from nanovllm.kernels.activation import Activation
+from nanovllm.layers.stream import AnyStream, Step
+from nanovllm.models.config import ModelConfig, ModelFamily
+from nanovllm.models.decoder import Attention, Build, GatedMLP, layer_norm
+from nanovllm.models.hf_config import HFConfig, layer_kinds, number
+
+
+class GemmaLayer(nn.Module):
+    """As `DecoderLayer`, with a norm after each block too."""
+
+    def __init__(self, config: ModelConfig, index: int, build: Build) -> None:
+        super().__init__()
+        self.input_layernorm = layer_norm(config, build.tp)
+        self.self_attn = Attention(config, index, build)
+        self.post_attention_layernorm = layer_norm(config, build.tp)
+        self.pre_feedforward_layernorm = layer_norm(config, build.tp)
+        self.mlp = GatedMLP(config, build)
+        self.post_feedforward_layernorm = layer_norm(config, build.tp)
+
+    def forward(self, x: AnyStream, step: Step, keep: torch.Tensor | None = None) -> AnyStream:
+        """keep [n]: only these rows are needed after attention."""
+        x = x.add(self.input_layernorm, self.self_attn, step, keep, self.post_attention_layernorm)
+        return x.add(self.pre_feedforward_layernorm, self.mlp, step, None, self.post_feedforward_layernorm)
+
+
+class GemmaFamily(ModelFamily):
+    """Softcaps, the scale of scores, and where config.json has the keys of the decoder."""
+
+    def text_config(self, raw: Mapping[str, Any]) -> Mapping[str, Any]:
+        text = raw.get("text_config")
+        if text is None:
+            return raw
+        if not isinstance(text, dict):
+            raise ValueError(f"config.json: text_config must be an object, not {text!r}")
+        own = {key: value for key, value in raw.items() if not key.endswith("_config") or "quant" in key}
+        return own | {key: value for key, value in text.items() if value is not None or key not in own}
+
+    def read(self, hf: HFConfig) -> ModelConfig:
+        raw = {**hf.raw, "hidden_act": hf.get("hidden_activation") or hf.get("hidden_act")}
+        config = super().read(hf := HFConfig(raw, hf.defaults))
+        scale = number(hf, "query_pre_attn_scalar", 256) ** -0.5
+        softcap, logit_softcap = (
+            number(hf, key) if hf.get(key) else None
+            for key in ("attn_logit_softcapping", "final_logit_softcapping")
+        )
+        return replace(
+            config,
+            attention=tuple(replace(spec, scale=scale, softcap=softcap) for spec in config.attention),
+            max_position_embeddings=hf.integer("max_position_embeddings"),  # with the scaling applied
+            norm_offset=1.0,
+            embedding_multiplier=config.hidden_size**0.5,
+            logit_softcap=logit_softcap,
+            prefixes={
+                "model.language_model.": "model.",
+                "language_model.": "",
+                **dict.fromkeys(("vision_tower.", "multi_modal_projector."), None),
+                **dict.fromkeys(("model.vision_tower.", "model.multi_modal_projector."), None),
+            },
+        )
+
+
+_SHARED: dict[str, Any] = {
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "hidden_activation": Activation.GELU_TANH.value,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+    "query_pre_attn_scalar": 256,
+    "eos_token_id": 1,
+}
+_READS = ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping")
+GEMMA2 = GemmaFamily(
+    defaults={
+        **_SHARED,
+        "vocab_size": 256000,
+        "max_position_embeddings": 8192,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+    },
+    qkv_bias="attention_bias",
+    o_bias="attention_bias",
+    kinds=lambda hf: layer_kinds(hf, lambda layer: layer % 2 == 0),
+    layer=GemmaLayer,
+    reads=_READS,
+)
+GEMMA3 = GemmaFamily(
+    defaults={
+        **_SHARED,
+        "vocab_size": 262208,
+        "max_position_embeddings": 131072,
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 1e4,
+        "sliding_window_pattern": 6,
+    },
+    qkv_bias="attention_bias",
+    o_bias="attention_bias",
+    qk_norm="head",
+    kinds=lambda hf: layer_kinds(hf, lambda layer: (layer + 1) % hf.integer("sliding_window_pattern") != 0),
+    local_rope=True,
+    layer=GemmaLayer,
+    reads=_READS,
+)

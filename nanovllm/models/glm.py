@@ -1,0 +1,65 @@
+"""GLM-4 dense: half of each head is rotated, in neighbouring pairs; Glm4 has norms after the blocks too."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from nanovllm.layers.stream import AnyStream, Step
+from nanovllm.models.config import ModelConfig, ModelFamily
+from nanovllm.models.decoder import Attention, Build, GatedMLP, layer_norm
+from nanovllm.models.hf_config import HFConfig
+
+
+class Glm4Layer(nn.Module):
+    """As `DecoderLayer`, with a norm after each block too."""
+
+    def __init__(self, config: ModelConfig, index: int, build: Build) -> None:
+        super().__init__()
+        self.input_layernorm = layer_norm(config, build.tp)
+        self.self_attn = Attention(config, index, build)
+        self.post_self_attn_layernorm = layer_norm(config, build.tp)
+        self.post_attention_layernorm = layer_norm(config, build.tp)
+        self.mlp = GatedMLP(config, build)
+        self.post_mlp_layernorm = layer_norm(config, build.tp)
+
+    def forward(self, x: AnyStream, step: Step, keep: torch.Tensor | None = None) -> AnyStream:
+        """keep [n]: only these rows are needed after attention."""
+        x = x.add(self.input_layernorm, self.self_attn, step, keep, self.post_self_attn_layernorm)
+        return x.add(self.post_attention_layernorm, self.mlp, step, None, self.post_mlp_layernorm)
+
+
+class GlmFamily(ModelFamily):
+    """What the packed tensor holds."""
+
+    def read(self, hf: HFConfig) -> ModelConfig:
+        config = super().read(hf)
+        size = config.intermediate_size
+        return replace(config, packed={"gate_up_proj": {"gate_proj": size, "up_proj": size}})
+
+
+_OPTIONS: Mapping[str, Any] = {
+    "defaults": {
+        "vocab_size": 151552,
+        "hidden_size": 4096,
+        "intermediate_size": 13696,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1.5625e-7,
+        "attention_bias": True,
+        "eos_token_id": [151329, 151336, 151338],
+    },
+    "qkv_bias": "attention_bias",
+    "rotary_share": 0.5,
+    "interleaved": True,
+}
+GLM = GlmFamily(**_OPTIONS)
+GLM4 = GlmFamily(layer=Glm4Layer, **_OPTIONS)

@@ -1,0 +1,59 @@
+"""OLMo 2 and OLMo 3: norms after the blocks and none before them, and over all query and key heads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from nanovllm.layers.stream import AnyStream, NoNorm, Step
+from nanovllm.models.config import ModelConfig, ModelFamily
+from nanovllm.models.decoder import Attention, Build, GatedMLP, layer_norm
+from nanovllm.models.hf_config import layer_kinds
+
+
+class NormedAfterLayer(nn.Module):
+    """As `DecoderLayer`, with norms only after the blocks."""
+
+    def __init__(self, config: ModelConfig, index: int, build: Build) -> None:
+        super().__init__()
+        self.before = NoNorm(build.tp)
+        self.self_attn = Attention(config, index, build)
+        self.post_attention_layernorm = layer_norm(config, build.tp)
+        self.mlp = GatedMLP(config, build)
+        self.post_feedforward_layernorm = layer_norm(config, build.tp)
+
+    def forward(self, x: AnyStream, step: Step, keep: torch.Tensor | None = None) -> AnyStream:
+        """keep [n]: only these rows are needed after attention."""
+        x = x.add(self.before, self.self_attn, step, keep, self.post_attention_layernorm)
+        return x.add(self.before, self.mlp, step, None, self.post_feedforward_layernorm)
+
+
+_DEFAULTS: dict[str, Any] = {
+    "vocab_size": 50304,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "hidden_act": "silu",
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-5,
+    "eos_token_id": 50279,
+}
+OLMO2 = ModelFamily(
+    defaults=_DEFAULTS,
+    qkv_bias="attention_bias",
+    o_bias="attention_bias",
+    qk_norm="all",
+    layer=NormedAfterLayer,
+)
+OLMO3 = ModelFamily(
+    defaults=_DEFAULTS | {"rope_theta": 500000.0},
+    qkv_bias="attention_bias",
+    o_bias="attention_bias",
+    qk_norm="all",
+    kinds=lambda hf: layer_kinds(hf, lambda layer: (layer + 1) % 4 != 0),
+    local_rope=True,
+    layer=NormedAfterLayer,
+)

@@ -1,0 +1,46 @@
+"""Phi-3, Phi-3.5 and Phi-4: Llama with packed projections in the files, longrope and partial rotation."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from nanovllm.models.config import ModelConfig, ModelFamily
+from nanovllm.models.hf_config import FULL, SLIDING, HFConfig, window_length
+
+
+class Phi3Family(ModelFamily):
+    """Rope types by their older names, and what the packed tensors hold."""
+
+    def read(self, hf: HFConfig) -> ModelConfig:
+        raw = dict(hf.raw)
+        for key in ("rope_scaling", "rope_parameters"):
+            stated = raw.get(key)
+            if isinstance(stated, dict) and stated.get("rope_type", stated.get("type")) in ("su", "yarn"):
+                raw[key] = {**stated, "rope_type": "longrope"}
+        config = super().read(HFConfig(raw, hf.defaults))
+        spec, size = config.spec(0), config.intermediate_size
+        q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        packed = {
+            "qkv_proj": {"q_proj": q, "k_proj": kv, "v_proj": kv},
+            "gate_up_proj": {"gate_proj": size, "up_proj": size},
+        }
+        return replace(config, packed=packed)
+
+
+PHI3 = Phi3Family(
+    defaults={
+        "vocab_size": 32064,
+        "hidden_size": 3072,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "hidden_act": "silu",
+        "max_position_embeddings": 4096,
+        "original_max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        "sliding_window": None,
+        "eos_token_id": 32000,
+    },
+    kinds=lambda hf: (FULL if hf.get("sliding_window") is None or window_length(hf) is None else SLIDING,),
+    rotary_share=1.0,
+)
