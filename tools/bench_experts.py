@@ -4,12 +4,13 @@
 
 Each kernel is compared with its twin first. Then one line for each product, shape and number of tokens: the
 best tile, its time, TB/s of the experts that are read and TFLOP/s, and what cuBLAS takes for as many rows of
-one weight. The whole sweep goes to $OUT/bench_experts.txt. Weights take turns, so that none is in the L2
+one weight. With --output FILE the whole sweep goes to a file. Weights take turns, so that none is in the L2
 cache.
 """
 
 from __future__ import annotations
 
+import argparse
 import multiprocessing
 import os
 import statistics
@@ -18,7 +19,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from itertools import product
-from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple, TextIO
 
@@ -371,11 +371,13 @@ def guarded(measure: Callable[[Case, TextIO], None], shape: Shape, tokens: int, 
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description="Check and time the kernels of experts.")
+    parser.add_argument("--output", default=os.devnull, help="a file for the whole sweep")
+    args = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("bench_experts needs a GPU")
     began = perf_counter()
-    folder = os.environ.get("OUT")
-    with open(Path(folder, "bench_experts.txt") if folder else os.devnull, "w") as log:
+    with open(args.output, "w") as log:
         print(torch.cuda.get_device_name(), torch.__version__)
         compile_all([(A3B, False), (A3B, True), *((shape, False) for shape in ODD)])
         print(f"compiled in {perf_counter() - began:.0f} s")

@@ -1,14 +1,13 @@
 """FP8 products on a GPU: kernels against their references, the times of tiles, and whole layers beside bf16.
 
 `python -m tools.bench_fp8 [check] [table] [tiles] [rows] [experts]`, by default all. Each part ends with its
-time limit. A configuration that fails is printed and left out. With OUT=folder all times go to a file there.
+time limit. A configuration that fails is printed and left out. --output FILE gets all times.
 """
 
 from __future__ import annotations
 
-import os
+import argparse
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from contextvars import copy_context
@@ -352,11 +351,15 @@ def experts_of(num: int, n: int, k: int, group: int | None) -> Fp8Experts:
 def main() -> None:
     """Run the parts that the command line names."""
     lines: list[str] = []
-    print(torch.cuda.get_device_name(0), torch.__version__)
     parts = {"check": check, "table": table, "tiles": tiles, "rows": rows, "experts": experts}
+    parser = argparse.ArgumentParser(description="Check and time FP8 products.")
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(parts)}")
+    parser.add_argument("--output", type=Path, help="a file for all times")
+    args = parser.parse_args()
+    print(torch.cuda.get_device_name(0), torch.__version__)
     context = copy_context()
     context.run(in_graph.set, True)
-    for name in sys.argv[1:] or parts:
+    for name in args.parts or parts:
         print(f"{name}:", flush=True)
         start = time.monotonic()
         try:
@@ -364,8 +367,8 @@ def main() -> None:
         except Exception as error:
             print(f"  {name} ended: {type(error).__name__}: {str(error)[:300]}", flush=True)
         print(f"  {time.monotonic() - start:.0f} s", flush=True)
-    if folder := os.environ.get("OUT"):
-        (Path(folder) / "bench_fp8.txt").write_text("\n".join(lines) + "\n")
+    if args.output is not None:
+        args.output.write_text("\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

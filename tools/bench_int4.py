@@ -1,7 +1,7 @@
 """Products with weights of 4 bits on a GPU: checks every kernel, then times all tiles beside bfloat16.
 
-`python -m tools.bench_int4` prints a line for each shape of Qwen3-8B and number of rows; $OUT/int4.jsonl gets
-all timings. Weights come from beyond the L2 cache; times are of calls within a CUDA graph.
+`python -m tools.bench_int4` prints a line for each shape of Qwen3-8B and number of rows; the file of
+`--output` gets all timings. Weights come from beyond the L2 cache; times are of calls within a CUDA graph.
 """
 
 from __future__ import annotations
@@ -264,12 +264,12 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="*", default=list(ROWS))
     parser.add_argument("--shapes", nargs="*", default=list(SHAPES))
     parser.add_argument("--seconds", type=float, default=90, help="time nothing after this")
+    parser.add_argument("--output", type=Path, default=Path("int4.jsonl"), help="a file for all timings")
     options = parser.parse_args()
     start = time.time()
     print(torch.cuda.get_device_name(), torch.__version__, flush=True)
     compile_all(options.seconds / 2)
-    folder = Path(os.environ.get("OUT", "."))
-    with (folder / "int4.jsonl").open("w") as out:
+    with options.output.open("w") as out:
         benches = {name: Bench(name, out) for name in options.shapes}
         for number, rows in enumerate(options.rows):
             for bench in benches.values():

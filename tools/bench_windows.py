@@ -1,6 +1,6 @@
 """Attention with windows, softcaps and sinks on a GPU: kernels against their twins, launch choices, times.
 
-    python -m tools.bench_windows            # everything; the whole sweep goes to $OUT/windows.txt, if set
+    python -m tools.bench_windows            # everything; --output FILE also writes it to a file
     python -m tools.bench_windows --plain    # only full attention, which runs on any commit, to compare two
 
 Decode runs inside a CUDA graph whose calls read different blocks, so that the L2 cache is cold.
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import statistics
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -362,6 +361,7 @@ def check() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Time attention with windows, softcaps and sinks.")
     parser.add_argument("--plain", action="store_true", help="only full attention")
+    parser.add_argument("--output", type=Path, help="a file for all lines")
     args = parser.parse_args()
     start = perf_counter()
     steps: list[Callable[[], None]] = [lambda: table([QWEN3, WIDE_HEADS])]
@@ -373,8 +373,8 @@ def main() -> None:
         except Exception as error:  # the next step may still run
             say(f"{type(error).__name__}: {error}")
         say(f"  {perf_counter() - start:.0f} s")
-    if out := os.environ.get("OUT"):
-        Path(out, "windows.txt").write_text("\n".join([*LINES, ""]))
+    if args.output is not None:
+        args.output.write_text("\n".join([*LINES, ""]))
 
 
 if __name__ == "__main__":
