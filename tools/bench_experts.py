@@ -14,7 +14,6 @@ import argparse
 import multiprocessing
 import os
 import statistics
-import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
@@ -371,12 +370,9 @@ def guarded(measure: Callable[[Case, TextIO], None], shape: Shape, tokens: int, 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Check and time the kernels of experts.")
+    parser = argparse.ArgumentParser(description="Check and time the kernels of experts, on a GPU.")
     parser.add_argument("--output", default=os.devnull, help="a file for the whole sweep")
-    args = parser.parse_args()
-    if not torch.cuda.is_available():
-        sys.exit("bench_experts needs a GPU")
-    began = perf_counter()
+    args, began = parser.parse_args(), perf_counter()
     with open(args.output, "w") as log:
         print(torch.cuda.get_device_name(), torch.__version__)
         compile_all([(A3B, False), (A3B, True), *((shape, False) for shape in ODD)])
