@@ -125,7 +125,7 @@ class GGUFCheckpoint(Checkpoint):
 
     def fingerprint(self) -> str:
         headers = [xxhash.xxh3_128(file.header()).hexdigest() for file in self._files]
-        return xxhash.xxh3_128(" ".join([super().fingerprint(), *headers])).hexdigest()
+        return xxhash.xxh3_128(" ".join([super().fingerprint(), *headers]).encode()).hexdigest()
 
     @cached_property
     def _files(self) -> list[GGUFFile]:
