@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from nanovllm.engine_args import EngineArgs, FlexibleArgumentParser
 from nanovllm.errors import EngineClosedError, KVCacheMemoryError, ModelLoadError, NanoVLLMError, WorkerError
 from nanovllm.inputs import TextPrompt, TokensPrompt
+from nanovllm.metrics import Counter, Gauge, Histogram, Metric, Vector
 from nanovllm.outputs import (
     BeamSearchOutput,
     BeamSearchSequence,
@@ -22,6 +23,7 @@ from nanovllm.outputs import (
     RequestOutput,
     ScoreOutput,
 )
+from nanovllm.pooling_params import PoolingParams
 from nanovllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from nanovllm.structured_outputs import StructuredOutputsParams
 from nanovllm.vllm_arguments import missing_in
@@ -37,16 +39,21 @@ __all__ = [
     "BeamSearchParams",
     "BeamSearchSequence",
     "CompletionOutput",
+    "Counter",
     "EmbeddingOutput",
     "EmbeddingRequestOutput",
     "EngineArgs",
     "EngineClosedError",
     "FlexibleArgumentParser",
+    "Gauge",
+    "Histogram",
     "KVCacheMemoryError",
     "LLMEngine",
     "Logprob",
+    "Metric",
     "ModelLoadError",
     "NanoVLLMError",
+    "PoolingParams",
     "RequestMetrics",
     "RequestOutput",
     "RequestOutputKind",
@@ -55,6 +62,7 @@ __all__ = [
     "StructuredOutputsParams",
     "TextPrompt",
     "TokensPrompt",
+    "Vector",
     "WorkerError",
     "demo_model_path",
 ]

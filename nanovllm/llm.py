@@ -9,21 +9,17 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.engine.progress import LengthHint, Progress
-from nanovllm.engine.scoring import beam_search, embedding_output, score_output
+from nanovllm.engine.scoring import beam_search, embedding_output, parse_pooling_params, score_output
 from nanovllm.engine.tables import answer_columns, open_table, read_prompts
 from nanovllm.engine.vllm_calls import VLLMCalls
 from nanovllm.errors import BadRow, EngineClosedError, raise_first
 from nanovllm.inputs import OtherNames, PromptLike, check_on_error, given_prompts, refuse_others
 from nanovllm.lifecycle import no_full_collections
 from nanovllm.outputs import BeamSearchOutput, EmbeddingRequestOutput, Logprob, RequestOutput, ScoreOutput
+from nanovllm.pooling_params import PoolingParams
 from nanovllm.replicas.replicas import Replicas
 from nanovllm.sampling_params import BeamSearchParams, SamplingParams
-from nanovllm.text.chat import (
-    Conversation,
-    check_template_options,
-    parse_conversations,
-    render_conversations,
-)
+from nanovllm.text.chat import Conversation
 from nanovllm.text.prompts import Prompt, PromptBatch, PromptReader, Request, parse_prompts, show
 from nanovllm.text.tokenizer import Pair, encode_continuations, parse_continuations, parse_pairs
 from nanovllm.vllm_arguments import BEAM_SEARCH, CHAT, EMBED, GENERATE
@@ -177,6 +173,7 @@ class LLM(OtherNames, VLLMCalls):
             with suppress(EngineClosedError), self._lifecycle.calling(ready):  # closed: nothing to abort
                 self._executor.clear()
             self._awaited = None
+            self._times.drop_parts()
             self._lifecycle.end_stream()
 
     @no_full_collections()
@@ -210,21 +207,9 @@ class LLM(OtherNames, VLLMCalls):
         self._lifecycle.check_open()
         check_on_error(on_error)
         refuse_others(LLM.chat, others, CHAT, ". Variables of the template go into chat_template_kwargs")
-        options = check_template_options(
-            self.tokenizer,
-            chat_template,
-            add_generation_prompt,
-            continue_final_message,
-            tools,
-            chat_template_kwargs,
-        )
-        assert self.tokenizer is not None
-        conversations = parse_conversations(messages)
-        if on_error == "raise":
-            raise_first(conversations)
-        prompts = render_conversations(self.tokenizer, conversations, options, self._processor.templates)
-        where = [f"conversation {index}" for index in range(len(prompts))]
-        return self._generate(prompts, where, sampling_params, use_tqdm, on_error)
+        template = chat_template, add_generation_prompt, continue_final_message, tools, chat_template_kwargs
+        rendered = self._rendered(messages, on_error, *template)
+        return self._generate(*rendered, sampling_params, use_tqdm, on_error)
 
     def map(
         self,
@@ -310,6 +295,7 @@ class LLM(OtherNames, VLLMCalls):
         pooling: str = "last",
         normalize: bool = True,
         on_error: str = "raise",
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         **others: Any,
     ) -> list[EmbeddingRequestOutput]:
         """Return each prompt's hidden state after the final norm in `.outputs.embedding`, in the order given.
@@ -317,19 +303,24 @@ class LLM(OtherNames, VLLMCalls):
         prompts, use_tqdm, on_error, others: as for `generate`.
         pooling: "last" takes the last token's hidden state, "mean" the mean over all tokens. "mean" computes
         all tokens, even those in the prefix cache. normalize: scale the embedding to Euclidean length 1.
+        pooling_params: vLLM's, one for all prompts or a list with one for each; what they set replaces
+        `normalize`.
         """
         self._lifecycle.check_open()
         refuse_others(LLM.embed, others, EMBED)
         if pooling not in ("last", "mean"):
             raise ValueError(f"pooling must be 'last' or 'mean', not {pooling!r}")
+        rows, where = parse_prompts(prompts)
+        ends = parse_pooling_params(pooling_params, len(rows), normalize, self.model_config.hidden_size)
         outputs = self._generate(
-            *parse_prompts(prompts),
+            rows,
+            where,
             SamplingParams(max_tokens=0, prompt_logprobs=0, detokenize=False),
             use_tqdm,
             on_error,
             lambda request: replace(request, first_scored=None, pooling=pooling),
         )
-        return [embedding_output(output, pooling == "mean", normalize) for output in outputs]
+        return [embedding_output(output, pooling == "mean", *ends[output.index]) for output in outputs]
 
     def beam_search(
         self,

@@ -218,8 +218,18 @@ GENERATE: dict[str, Absent] = _CALL | {
 }
 
 EMBED: dict[str, Absent] = _CALL | {
-    "pooling_params": Absent((None,), "use pooling and normalize"),
     "truncate_prompt_tokens": Absent((None,), "cut the prompt's token ids yourself"),
+}
+
+POOLING: dict[str, Absent] = {  # fields of PoolingParams
+    "task": Absent((None, "embed"), "embed() is the only task"),
+    **_each("softmax activation", Absent((None,), "only embeddings are computed; leave it out")),
+    **_each("step_tag_id returned_token_ids late_interaction_params", _NONE),
+    "truncate_prompt_tokens": EMBED["truncate_prompt_tokens"],
+    "requires_token_ids": _OFF,
+    "skip_reading_prefix_cache": SAMPLING["skip_reading_prefix_cache"],
+    "extra_kwargs": _NONE,
+    "output_kind": Absent((None, "FINAL_ONLY", 2), "an embedding has no parts; leave it out"),
 }
 
 BEAM_SEARCH: dict[str, Absent] = {"lora_request": _CALL["lora_request"], "concurrency_limit": _ANY}
@@ -272,7 +282,6 @@ ELSEWHERE: dict[str, _Elsewhere] = {
     "GuidedDecodingParams": _Elsewhere(
         "vLLM", "StructuredOutputsParams, with the same json, regex, choice and grammar"
     ),
-    "PoolingParams": _Elsewhere("vLLM", "llm.embed(prompts, pooling=..., normalize=...)"),
     "AsyncEngineArgs": _Elsewhere("vLLM", "LLM(model, ...) with the same options"),
     "AsyncLLMEngine": _Elsewhere("vLLM", _LOOP),
     "AsyncLLM": _Elsewhere("vLLM", _LOOP),
@@ -280,12 +289,13 @@ ELSEWHERE: dict[str, _Elsewhere] = {
     "encode": _Elsewhere(
         "vLLM", "llm.embed(prompts) for embeddings, llm.get_tokenizer().encode(text) for token ids"
     ),
-    "classify": _Elsewhere(
-        "vLLM", "SamplingParams(max_tokens=1, logprob_token_ids=[...]) for the logprobs of labels"
-    ),
-    "enqueue_chat": _Elsewhere("vLLM", "llm.chat(messages, params), which answers at once"),
+    **{
+        name: _Elsewhere(
+            "vLLM", "SamplingParams(max_tokens=1, logprob_token_ids=[...]) for the logprobs of labels"
+        )
+        for name in ("classify", "reward")
+    },
     "get_stats": _Elsewhere("vLLM", "llm.stats()"),
-    "get_metrics": _Elsewhere("vLLM", "llm.stats()"),
     "from_pretrained": _Elsewhere("transformers", "LLM(folder_or_hub_id)"),
     "__call__": _Elsewhere("transformers", "llm.generate(prompts, params)"),
     "text": _Elsewhere("CompletionOutput", "out.outputs[0].text, or out['text']"),

@@ -14,6 +14,7 @@ PACKAGE = Path(__file__).parent.parent / "nanovllm"
 # first floor, and files of one folder, may import each other, but not in a circle.
 FLOORS = (
     {"vllm_arguments", "errors", "lifecycle", "config", "sampling_params", "inputs", "outputs"}
+    | {"metrics", "pooling_params"}
     | {"structured_outputs", "device", "batch", "side_files", "checks", "engine_args"},
     {"text", "plan", "kernels"},
     {"attention", "distributed", "quantization"},

@@ -37,7 +37,7 @@ from nanovllm.models.registry import load_model_config
 from nanovllm.sampling_params import MAX_N, SamplingParams
 from nanovllm.structured_outputs import MAX_CHARS, MAX_CHOICES
 from nanovllm.text.templates import Limits
-from nanovllm.vllm_arguments import BEAM_SEARCH, CHAT, EMBED, ENGINE, GENERATE, PROMPT, SAMPLING
+from nanovllm.vllm_arguments import BEAM_SEARCH, CHAT, EMBED, ENGINE, GENERATE, POOLING, PROMPT, SAMPLING
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "nanovllm"
@@ -94,7 +94,12 @@ def test_what_is_not_supported_is_what_is_refused() -> None:
         r"^\| ([^|]*) \| (`[^|]+) \|$", section(OPTIONS, "vLLM's arguments that are not supported"), re.M
     )
     tables = {"SamplingParams": SAMPLING, "LLM.generate": GENERATE, "LLM.chat": CHAT, "LLM": ENGINE}
-    tables |= {"TokensPrompt": PROMPT, "LLM.embed": EMBED, "LLM.beam_search": BEAM_SEARCH}
+    tables |= {
+        "PoolingParams": POOLING,
+        "TokensPrompt": PROMPT,
+        "LLM.embed": EMBED,
+        "LLM.beam_search": BEAM_SEARCH,
+    }
     for owner, table in tables.items():
         cells = [names for of, names in rows if re.match(rf"`{owner}`(:|$| and)", of)]
         named = re.findall(r"`(\w+)`", " ".join(cells))

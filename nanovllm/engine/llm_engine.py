@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, TypeVar
 from nanovllm.config import Config
 from nanovllm.engine.core import Core
 from nanovllm.engine.executor import Executor, Stepped
+from nanovllm.engine.metrics import RequestTimes
 from nanovllm.engine.progress import Progress
 from nanovllm.engine.startup import OpenedModel, open_model, recommended_params, warn_of_options
 from nanovllm.engine.stats import Counters, EngineStats, StepStats
@@ -68,7 +69,7 @@ class LLMEngine:
         warn_of_options(self.config, opened.max_model_len, longest)
         self._next_id = 0  # of the next request
         self._awaited: deque[RequestOutput] | None = None  # receives outputs of `abort`, for a call or stream
-        self._counters = Counters()
+        self._counters, self._times = Counters(), RequestTimes()
         self._lifecycle = Lifecycle(self, self._processor.templates.close, self._executor.close)
 
     @property
@@ -137,6 +138,7 @@ class LLMEngine:
 
     def _abort_between_steps(self, request_id: str | int) -> RequestOutput | None:
         aborted, parts = self._executor.abort(request_id)
+        self._times.add(parts)
         if self._awaited is not None:
             self._awaited += parts
         return aborted
@@ -374,6 +376,8 @@ class LLMEngine:
         self._counters.planned(step.peak_usage)
         if step.share is not None:
             self._counters.record(step.share, perf_counter())
+        if step.outputs:
+            self._times.add(step.outputs)
         if step.stats is not None and self.on_step is not None:
             self.on_step(step.stats)
         return step

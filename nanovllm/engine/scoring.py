@@ -21,7 +21,9 @@ from nanovllm.outputs import (
     ScoreOutput,
     unlisted,
 )
+from nanovllm.pooling_params import PoolingParams
 from nanovllm.sampling_params import BeamSearchParams
+from nanovllm.structured_outputs import show
 from nanovllm.text.logprobs import LogprobDicts
 
 # The likeliest next tokens of each token list, by id.
@@ -111,9 +113,41 @@ def score_output(output: RequestOutput, first: int) -> ScoreOutput:
     )
 
 
-def embedding_output(output: RequestOutput, is_mean: bool, normalize: bool) -> EmbeddingRequestOutput:
-    """The embedding of a prompt, from the sum of its hidden states."""
-    values = np.empty(0) if output.pooled is None else np.asarray(output.pooled, np.float32)
+def parse_pooling_params(
+    params: PoolingParams | Sequence[PoolingParams] | None,
+    num_prompts: int,
+    normalize: bool,
+    hidden_size: int,
+) -> list[tuple[bool, int]]:
+    """Whether each prompt's embedding is normalised, by default `normalize`, and how many values it keeps.
+
+    TypeError or ValueError names the element that is wrong.
+    """
+    if params is None:
+        params = PoolingParams()
+    if isinstance(params, PoolingParams):
+        params = [params] * num_prompts
+    if not isinstance(params, Sequence) or isinstance(params, str):
+        raise TypeError(f"pooling_params must be PoolingParams or a list of them, not {show(params)}")
+    if len(params) != num_prompts:
+        raise ValueError(
+            f"{len(params)} pooling_params for {num_prompts} prompts; pass one for all or one for each"
+        )
+    for index, each in enumerate(params):
+        if not isinstance(each, PoolingParams):
+            raise TypeError(f"pooling_params[{index}] must be PoolingParams, not {show(each)}")
+        if (each.dimensions or 0) > hidden_size:
+            raise ValueError(
+                f"pooling_params: dimensions={each.dimensions} is more than this model's {hidden_size}"
+            )
+    return [(each.normalizes(normalize), each.dimensions or hidden_size) for each in params]
+
+
+def embedding_output(
+    output: RequestOutput, is_mean: bool, normalize: bool, dimensions: int
+) -> EmbeddingRequestOutput:
+    """The embedding of a prompt, from the sum of its hidden states: the first `dimensions` values of it."""
+    values = np.empty(0) if output.pooled is None else np.asarray(output.pooled, np.float32)[:dimensions]
     if is_mean:
         values = values / max(len(output.prompt_token_ids), 1)
     if normalize:

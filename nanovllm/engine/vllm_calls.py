@@ -1,5 +1,5 @@
 """VLLMCalls: calls of vLLM's that `LLM` has beside its own: a queue that runs on request, requests with the
-caller's ids, and functions that run on the ranks. Plans and computes nothing.
+caller's ids, metrics, and functions that run on the ranks. Plans and computes nothing.
 """
 
 from __future__ import annotations
@@ -9,15 +9,23 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.metrics import engine_metrics
 from nanovllm.engine.progress import Progress
-from nanovllm.errors import raise_first
+from nanovllm.errors import BadRow, raise_first
 from nanovllm.inputs import PromptLike, refuse_others
 from nanovllm.lifecycle import no_full_collections
+from nanovllm.metrics import Metric
 from nanovllm.outputs import RequestOutput
 from nanovllm.runner.residency import FailedCall, RankView
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.text.prompts import PromptBatch, parse_prompts, show
-from nanovllm.vllm_arguments import GENERATE, refuse_absent
+from nanovllm.text.chat import (
+    Conversation,
+    check_template_options,
+    parse_conversations,
+    render_conversations,
+)
+from nanovllm.text.prompts import Prompt, PromptBatch, parse_prompts, show
+from nanovllm.vllm_arguments import CHAT, GENERATE, refuse_absent
 
 if TYPE_CHECKING:
     import torch
@@ -52,7 +60,45 @@ class VLLMCalls(LLMEngine):
         self._lifecycle.check_open()
         others.pop("use_tqdm", None)  # queueing shows no progress
         refuse_others(self.enqueue, others, GENERATE)
-        rows, where = parse_prompts(prompts)
+        return self._enqueue(*parse_prompts(prompts), sampling_params)
+
+    def enqueue_chat(
+        self,
+        messages: Conversation | Iterable[Conversation],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Any] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **others: Any,
+    ) -> list[str]:
+        """Queue conversations, with the arguments of `chat`, and return their request ids, as `enqueue`."""
+        self._lifecycle.check_open()
+        others.pop("use_tqdm", None)
+        refuse_others(self.enqueue_chat, others, CHAT | GENERATE)
+        template = chat_template, add_generation_prompt, continue_final_message, tools, chat_template_kwargs
+        return self._enqueue(*self._rendered(messages, "raise", *template), sampling_params)
+
+    def _rendered(
+        self, messages: Conversation | Iterable[Conversation], on_error: str, *template: Any
+    ) -> tuple[list[Prompt | BadRow], list[str]]:
+        """The prompts of conversations, and their names in errors. template: see `check_template_options`."""
+        options = check_template_options(self.tokenizer, *template)
+        assert self.tokenizer is not None
+        conversations = parse_conversations(messages)
+        if on_error == "raise":
+            raise_first(conversations)
+        prompts = render_conversations(self.tokenizer, conversations, options, self._processor.templates)
+        return prompts, [f"conversation {index}" for index in range(len(prompts))]
+
+    def _enqueue(
+        self,
+        rows: list[Prompt | BadRow],
+        where: list[str],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+    ) -> list[str]:
         params = self._params(sampling_params, len(rows))
         raise_first([*rows, *params])
         with self._calling():
@@ -133,6 +179,20 @@ class VLLMCalls(LLMEngine):
         for output in outputs:
             output.request_id = self._own_ids.pop(output.request_id, output.request_id)
         return outputs
+
+    # -- numbers ---------------------------------------------------------------------------------------------
+
+    def get_metrics(self) -> list[Metric]:
+        """The engine's numbers since its start, under vLLM's names; any thread may call this at any time.
+
+        With `n` above 1, times are those of the whole prompt, from its arrival to its last completion. With
+        replicas, the sums over all of them. `stats()` has more.
+        """
+        labels = {"model_name": str(self.config.model), "engine": "0"}
+        return [
+            *engine_metrics(self.stats(), self.config.enable_prefix_caching, labels),
+            *self._times.metrics(labels, self.model_config.max_model_len),
+        ]
 
     # -- functions on the ranks ------------------------------------------------------------------------------
 

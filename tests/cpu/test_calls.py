@@ -172,7 +172,7 @@ def test_reset_prefix_cache(model: Path, run_ahead: bool) -> None:
         assert first["token_ids"] == again["token_ids"] == reset["token_ids"]
 
 
-ATTRIBUTES = ("encode", "get_stats", "get_metrics")  # of LLM
+ATTRIBUTES = ("encode", "classify", "reward", "get_stats")  # of LLM
 COMMANDS = ("serve", "chat")
 CLASSES = [name for name in ELSEWHERE if name[0].isupper()]
 ARGUMENTS = set(ELSEWHERE) - {*ATTRIBUTES, *COMMANDS, *CLASSES, "__call__", "from_pretrained", "text"}
@@ -325,8 +325,6 @@ def test_arguments_of_vllms_other_calls(model: Path) -> None:
         assert len(llm.embed([5], **neutral)) == 1
         with pytest.raises(ValueError, match=r"embed\(\): truncate_prompt_tokens=4 is not supported; cut"):
             llm.embed([5], truncate_prompt_tokens=4)
-        with pytest.raises(ValueError, match=r"LLM\.embed\(\): pooling_params=.* use pooling and normalize"):
-            llm.embed([5], pooling_params=object())
         params = BeamSearchParams(beam_width=2, max_tokens=3)
         assert len(llm.beam_search([5], params, lora_request=None, concurrency_limit=4)) == 1
         with pytest.raises(TypeError, match=r"beam_search\(\) got an unknown argument 'beam_width'"):

@@ -336,9 +336,9 @@ MISTAKES: dict[str, tuple[Mistake, str]] = {
         "CompletionOutput; write out.outputs[0].text, or out['text']",
     ),
     "a class of vLLM": (
-        importing("nanovllm", "PoolingParams"),
-        "ImportError: module 'nanovllm' has no attribute 'PoolingParams'; that name is from "
-        "vLLM; write llm.embed(prompts, pooling=..., normalize=...)",
+        importing("nanovllm", "AsyncEngineArgs"),
+        "ImportError: module 'nanovllm' has no attribute 'AsyncEngineArgs'; that name is from "
+        "vLLM; write LLM(model, ...) with the same options",
     ),
     "weights of another model": (
         lambda llm, folder: llm.update_weights({"embed": torch.zeros(1)}),

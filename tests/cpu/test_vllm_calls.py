@@ -1,4 +1,4 @@
-"""Calls of vLLM's: the queue, ids of the caller, and functions on one rank, two ranks and two replicas."""
+"""Calls of vLLM's: the queue, ids of the caller, functions on ranks and replicas, embeddings, metrics."""
 
 from __future__ import annotations
 
@@ -6,11 +6,22 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from checked_llm import make_tiny
 from rank_functions import cannot_return, fails, num_weights, place
 
-from nanovllm import LLM, RequestOutput, SamplingParams
+from nanovllm import (
+    LLM,
+    CompletionOutput,
+    Histogram,
+    PoolingParams,
+    RequestMetrics,
+    RequestOutput,
+    SamplingParams,
+    demo_model_path,
+)
+from nanovllm.engine.metrics import RequestTimes
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 
@@ -124,3 +135,155 @@ def test_not_while_requests_run_or_the_engine_sleeps(model: Path) -> None:
             with pytest.raises(RuntimeError, match="this engine sleeps"):
                 call(llm)
         assert llm.wake_up(["weights"]) is False and llm.wake_up() is True
+
+
+def test_the_queue_of_conversations() -> None:
+    """Whatever `chat` refuses or adds, `enqueue_chat` does too, before anything is queued."""
+    chat = [{"role": "user", "content": "What is 2 + 3?"}]
+    with LLM(demo_model_path(), device="cpu", kv_cache_memory_bytes=2**24) as llm:
+        template = "{{ messages[0]['content'] }}"
+        ids = llm.enqueue_chat([chat, chat], [GREEDY, GREEDY], chat_template=template, priority=[1, 2])
+        outputs = llm.wait_for_completion(use_tqdm=False)
+        assert [each.request_id for each in outputs] == ids == ["0", "1"]
+        assert {each.prompt for each in outputs} == {"What is 2 + 3?"}
+        for wrong, error, message in (
+            ({"messages": [chat, []]}, ValueError, "conversation 1 has no messages"),
+            ({"messages": chat, "temperature": 1}, TypeError, r"SamplingParams\(temperature=\.\.\.\)"),
+            ({"messages": chat, "lora_request": 1}, ValueError, r"LLM\.enqueue_chat\(\): lora_request=1 is"),
+            ({"messages": chat, "chat_templat": ""}, TypeError, "did you mean 'chat_template'"),
+        ):
+            with pytest.raises(error, match=message):
+                llm.enqueue_chat(**wrong)
+        assert llm.is_finished()
+
+
+def test_pooling_params(llm: LLM) -> None:
+    prompts: list[list[int]] = [[5] * 20, [5, 6, 7], [7], []]
+    params = [
+        PoolingParams(),
+        PoolingParams(dimensions=5, normalize=True, task="embed"),
+        PoolingParams(dimensions=np.int64(7), use_activation=False),
+        PoolingParams(),
+    ]
+    plain = llm.embed(prompts[:3], use_tqdm=False, normalize=False)
+    given = llm.embed(prompts, use_tqdm=False, normalize=False, pooling_params=params, on_error="return")
+    assert given[0].outputs.embedding == plain[0].outputs.embedding and given[3].outputs.embedding == []
+    five = np.array(plain[1].outputs.embedding[:5])
+    assert np.allclose(given[1].outputs.embedding, five / np.linalg.norm(five), atol=1e-6)
+    assert given[2].outputs.embedding == plain[2].outputs.embedding[:7]
+    assert params[1].clone() == params[1] and params[1].clone() is not params[1]
+    wrong: list[tuple[Any, type[Exception], str]] = [
+        (PoolingParams(dimensions=1000), ValueError, "dimensions=1000 is more than this model's"),
+        ([PoolingParams()], ValueError, "1 pooling_params for 2 prompts"),
+        ([PoolingParams(), 5], TypeError, r"pooling_params\[1\] must be PoolingParams, not 5"),
+        ("mean", TypeError, "pooling_params must be PoolingParams or a list of them, not 'mean'"),
+    ]
+    for value, error, message in wrong:
+        with pytest.raises(error, match=message):
+            llm.embed([[5], [6]], use_tqdm=False, pooling_params=value)
+    for fields, message in (
+        ({"dimensions": 0}, "dimensions must be None or an integer of at least 1, not 0"),
+        ({"use_activation": True, "normalize": False}, "are one parameter; pass one of them"),
+        ({"softmax": True}, r"PoolingParams\(\): softmax=True is not supported; only embeddings"),
+        ({"task": "classify"}, "task='classify' is not supported; embed"),
+        ({"truncate_prompt_tokens": 5}, "truncate_prompt_tokens=5 is not supported; cut"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            PoolingParams(**fields)
+    with pytest.raises(TypeError, match="'dimension'; did you mean 'dimensions'"):
+        PoolingParams(**{"dimension": 5})
+    with pytest.raises(TypeError, match="use_activation must be True or False, not 1"):
+        PoolingParams(use_activation=1)  # type: ignore[arg-type]
+
+
+# -- metrics -------------------------------------------------------------------------------------------------
+
+
+def found(llm: LLM) -> dict[str, Any]:
+    """The values of counters and gauges, and whole histograms, by name and reason."""
+    by_name: dict[str, Any] = {}
+    for metric in llm.get_metrics():
+        assert metric.name.startswith("vllm:") and metric.labels["model_name"] == llm.config.model
+        name = metric.labels.get("finished_reason", metric.name.removeprefix("vllm:"))
+        assert name not in by_name
+        by_name[name] = metric if isinstance(metric, Histogram) else metric.value  # type: ignore[attr-defined]
+    return by_name
+
+
+def test_metrics_are_those_of_the_outputs(llm: LLM) -> None:
+    before, stats = found(llm), llm.stats()
+    prompts = [[5] * 20, [5] * 20, [6, 7]]
+    outputs = llm.generate(prompts, SamplingParams(n=2, max_tokens=3, ignore_eos=True), use_tqdm=False)
+    parts = [*llm.stream([[8, 9]], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True), deltas=True)]
+    assert len(parts) == 4
+    after = found(llm)
+    new = {name: after[name] - before[name] for name in before if not isinstance(before[name], Histogram)}
+    assert new == {
+        "num_requests_running": 0.0,
+        "num_requests_waiting": 0.0,
+        "kv_cache_usage_perc": 0.0,
+        "num_preemptions": 0,
+        "prompt_tokens": 44,
+        "prompt_tokens_cached": llm.stats().num_cached_tokens - stats.num_cached_tokens,
+        "generation_tokens": 22,
+        "prefix_cache_queries": new["prompt_tokens_cached"]
+        + llm.stats().num_computed_tokens
+        - stats.num_computed_tokens,
+        "prefix_cache_hits": new["prompt_tokens_cached"],
+        "stop": 0,
+        "length": 7,
+        "abort": 0,
+        "error": 0,
+    }
+    assert new["prefix_cache_queries"] >= 44
+    lengths = after["request_generation_tokens"]
+    assert lengths.count - before["request_generation_tokens"].count == 7
+    assert lengths.sum - before["request_generation_tokens"].sum == 22
+    for name, value in after.items():
+        if isinstance(value, Histogram):
+            limits = [*map(float, value.buckets)]
+            assert limits == sorted(limits) and [*value.buckets.values()] == sorted(value.buckets.values())
+            assert value.count == value.buckets["+Inf"] and name.endswith(("_tokens", "_seconds"))
+            assert name == "request_generation_tokens" or value.count - before[name].count == 4
+    waits = after["e2e_request_latency_seconds"].sum - before["e2e_request_latency_seconds"].sum
+    times = [out.metrics for out in [*outputs, parts[-1]] if out.metrics is not None]
+    assert waits == pytest.approx(sum(each.finished_time - each.arrival_time for each in times))  # type: ignore[operator, misc]
+
+
+def test_metrics_of_requests_that_run_or_are_aborted(model: Path) -> None:
+    with make_tiny(model, enable_prefix_caching=False, max_num_seqs=2) as llm:
+        ids = [llm.add_request([5] * 9, GREEDY) for _ in range(3)]
+        llm.step()
+        now = found(llm)
+        assert (now["num_requests_running"], now["num_requests_waiting"]) == (2.0, 1.0)
+        assert 0 < now["kv_cache_usage_perc"] < 1 and now["prefix_cache_queries"] == 0
+        llm.abort(ids[0])
+        llm.wait_for_completion(use_tqdm=False)
+        stream = llm.stream([[5], [6]], GREEDY, deltas=True)
+        next(stream)
+        stream.close()
+        now = found(llm)
+        assert (now["abort"], now["length"]) == (1, 2), "a stream that is left gives no outputs"
+        llm.embed([[5, 6]], use_tqdm=False)
+        now = found(llm)
+        assert now["request_prompt_tokens"].count == 4 and now["length"] == 3
+        assert now["request_time_per_output_token_seconds"].count == 2
+
+
+def test_many_values_and_edges_of_buckets() -> None:
+    times = RequestTimes()
+    completion = CompletionOutput(0, "", [1] * 5, finish_reason="stop")
+    moments = RequestMetrics(0.0, 0.3, 0.5, 4.5, 4.5, 0.3)
+    one = RequestOutput("0", None, [5] * 10, None, [completion], metrics=moments)
+    times.add([one] * 10_000)
+    got = {each.name: each for each in times.metrics({}, 50) if isinstance(each, Histogram)}
+    assert [*got["vllm:request_prompt_tokens"].buckets.items()] == [
+        *(("1.0", 0), ("2.0", 0), ("5.0", 0), ("10.0", 10_000), ("20.0", 10_000), ("50.0", 10_000)),
+        ("+Inf", 10_000),
+    ]
+    queue, per_token = (
+        got[f"vllm:request_{name}_seconds"] for name in ("queue_time", "time_per_output_token")
+    )
+    assert queue.buckets["0.3"] == 10_000 and queue.sum == pytest.approx(3_000)
+    assert per_token.buckets["0.75"] == 0 and per_token.buckets["1.0"] == per_token.count == 10_000
+    assert "7680.0" in queue.buckets, "only tokens end at the longest sequence"

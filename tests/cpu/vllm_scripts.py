@@ -70,6 +70,19 @@ outputs = llm.wait_for_completion(RequestOutput, use_tqdm=False)
 assert [output.request_id for output in outputs] == first + second
 assert [output.prompt for output in outputs] == ["What is 2 + 3?", "Sort: d b a", "Spell: cat"]
 """,
+    "queue of conversations": """
+from vllm import LLM, SamplingParams
+
+llm = LLM(model=MODEL)
+params = SamplingParams(temperature=0, max_tokens=8)
+conversations = [[{"role": "user", "content": text}] for text in ("What is 2 + 3?", "Sort: d b a")]
+ids = llm.enqueue_chat(conversations, params, use_tqdm=False, chat_template_kwargs={"x": 1})
+outputs = llm.wait_for_completion(use_tqdm=False)
+assert [output.request_id for output in outputs] == ids
+assert [output.outputs[0].text for output in outputs] == [
+    output.outputs[0].text for output in llm.chat(conversations, params, use_tqdm=False)
+]
+""",
     "prefix caching": """
 from vllm import LLM, SamplingParams
 
@@ -157,6 +170,15 @@ for prompt, output in zip(prompts, outputs):
     embeds = output.outputs.embedding
     assert len(embeds) == output.outputs.hidden_size
     assert abs(sum(value * value for value in embeds) - 1) < 1e-3
+""",
+    "embeddings with parameters": """
+from vllm import LLM
+from vllm.pooling_params import PoolingParams
+
+llm = LLM(model=MODEL, runner="pooling")
+[output] = llm.embed(["Follow the white rabbit."], pooling_params=PoolingParams(dimensions=32))
+assert output.outputs.hidden_size == 32
+assert abs(sum(value * value for value in output.outputs.embedding) - 1) < 1e-3
 """,
     "classification by logprobs": """
 import math
@@ -305,6 +327,25 @@ for output in llm.generate(["What is 2 + 3?", "Sort: d b a"], SamplingParams(max
     assert metrics.arrival_time <= metrics.first_token_time <= metrics.last_token_time
     assert output.lora_request is None and output.encoder_prompt is None
     assert output.outputs[0].lora_request is None
+""",
+    "metrics": """
+from vllm import Counter, Gauge, Histogram, LLM, SamplingParams, Vector
+
+llm = LLM(model=MODEL, disable_log_stats=False)
+outputs = llm.generate(["What is 2 + 3?", "Sort: d b a"], SamplingParams(temperature=0.8, top_p=0.95))
+for metric in llm.get_metrics():
+    if isinstance(metric, Gauge):
+        print(f"{metric.name} (gauge) = {metric.value}")
+    elif isinstance(metric, Counter):
+        print(f"{metric.name} (counter) = {metric.value}")
+    elif isinstance(metric, Vector):
+        print(f"{metric.name} (vector) = {metric.values}")
+    elif isinstance(metric, Histogram):
+        print(f"{metric.name} (histogram): sum = {metric.sum}, count = {metric.count}")
+        for limit, value in metric.buckets.items():
+            print(f"    {limit} = {value}")
+by_name = {metric.name: metric for metric in llm.get_metrics()}
+assert by_name["vllm:generation_tokens"].value == sum(len(each.outputs[0].token_ids) for each in outputs)
 """,
     "long prompts": """
 from vllm import LLM, SamplingParams

@@ -20,10 +20,10 @@ from nanovllm import vllm_arguments
 from nanovllm.config import Config
 from nanovllm.sampling_params import SEED_LIMIT, RequestOutputKind, SamplingParams
 from nanovllm.text.prompts import parse_sampling_params
-from nanovllm.vllm_arguments import BEAM_SEARCH, CHAT, EMBED, ENGINE, GENERATE, PROMPT, SAMPLING
+from nanovllm.vllm_arguments import BEAM_SEARCH, CHAT, EMBED, ENGINE, GENERATE, POOLING, PROMPT, SAMPLING
 
 TABLES = {"engine": ENGINE, "sampling": SAMPLING, "chat": CHAT, "generate": GENERATE, "prompt": PROMPT}
-TABLES |= {"embed": EMBED, "beam search": BEAM_SEARCH}
+TABLES |= {"embed": EMBED, "beam search": BEAM_SEARCH, "pooling": POOLING}
 
 
 class DType:
