@@ -182,7 +182,7 @@ def test_a_value_that_python_has_not_makes_one_bad_row(tmp_path: Path) -> None:
         ("rows.csv", b"\x1f\x8b", "is compressed and damaged: Compressed file ended"),
         ("rows.jsonl.gz", b"\x1f\x8b\0\0", "is compressed and damaged: .*; replace it by a good copy"),
         ("rows.jsonl.zst", b"\x28\xb5\x2f\xfd", "is compressed and damaged: Truncated"),
-        ("rows.parquet.gz", gzip.compress(b"PAR1"), "is a compressed Parquet file, which is"),
+        ("rows.parquet.gz", gzip.compress(b"PAR1", mtime=0), "is a compressed Parquet file, which is"),
         ("rows.jsonl.xz", b"\xfd7zXZ\0", r"is compressed \(xz\), .* gzip and zstd are .* `xz -dc FILE"),
         ("rows.jsonl.bz2", b"BZh9", r"is compressed \(bzip2\)"),
         ("rows.xlsx", b"PK\x03\x04", "is a zip archive or an Excel file"),
