@@ -39,19 +39,21 @@ p, .tile span {{ color: var(--lesser); margin: 4px 0 }}
 .tile b {{ display: block; font-size: 22px; line-height: 1.3 }} .tile span {{ font-size: 13px }}
 .charts, .columns {{ display: grid; gap: 10px;
   grid-template-columns: repeat(auto-fill, minmax(min(100%, 420px), 1fr)) }}
-.columns {{ gap: 0 24px; align-items: start }}
+.columns {{ gap: 0 24px; align-items: start }} .columns div {{ min-width: 0 }}
 .charts svg {{ display: block; width: 100%; border: 1px solid var(--grid); border-radius: 6px }}
-table {{ border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums }}
+table {{ border-collapse: collapse; table-layout: fixed; width: 100%; font-variant-numeric: tabular-nums }}
 th, td {{ text-align: left; vertical-align: top; padding: 3px 12px 3px 0; overflow-wrap: anywhere;
   border-bottom: 1px solid var(--grid) }}
-th {{ font-weight: 400; color: var(--lesser); width: min(14em, 40%) }}
-.bars {{ table-layout: fixed; margin-bottom: 12px }} .bars th {{ width: 35% }}
+th {{ font-weight: 400; color: var(--lesser); width: 14em }}
+.bars {{ margin-bottom: 12px }} .bars th {{ width: 35% }}
 .bars i {{ display: inline-block; height: 10px; background: var(--line0); border-radius: 2px }}
 .sample {{ border: 1px solid var(--grid); border-radius: 6px; padding: 4px 12px; margin: 0 0 8px }}
 pre {{ font: inherit; white-space: pre-wrap; margin: 4px 0; max-height: 16em; overflow: auto }}
 .prompt {{ color: var(--lesser); border-left: 3px solid var(--grid); padding-left: 8px }}
 .charts + h3 {{ margin-top: 24px }}
-.errors th {{ width: 6em }} summary {{ cursor: pointer; color: var(--lesser) }}"""
+.errors th {{ width: 6em }} summary {{ cursor: pointer; color: var(--lesser); margin-top: 18px }}
+@media (max-width: 480px) {{
+  th {{ width: 10.5em }} .charts text {{ font-size: 15px }} .charts .title {{ font-size: 17px }} }}"""
 
 
 def write_report(
@@ -147,9 +149,9 @@ def make_report(
             "</div>\n<h2>Errors</h2>\n",
             _error_table(rows, num_errors),
             '<h2>Details</h2>\n<div class="columns">',
-            "" if parameters is None else f"<h3>Parameters</h3>\n{_table(parameters, 'parameters')}",
-            _table(_totals(stats), "totals")
-            + _table(versions() | {"system": platform.platform()}, "versions"),
+            "" if parameters is None else _column("Parameters", parameters),
+            _column("Totals", _totals(stats)),
+            _column("Versions", versions() | {"system": platform.platform()}),
             "</div>\n<details><summary>All options</summary>\n",
             _table(_options(llm.config), "options"),
             "</details>\n</body></html>\n",
@@ -240,6 +242,11 @@ def _error_table(rows: list[tuple[object, str]], num_errors: int) -> str:
     return f'<table class="errors"><tbody>{_row("index", "error")}{cells}</tbody></table>\n{rest}'
 
 
+def _column(title: str, rows: Mapping[str, object]) -> str:
+    """A table with a title."""
+    return f"<div><h3>{title}</h3>\n{_table(rows, title.lower())}</div>"
+
+
 def _table(rows: Mapping[str, object], kind: str) -> str:
     """Names and values side by side."""
     cells = "".join(_row(name, value) for name, value in rows.items())
@@ -247,7 +254,7 @@ def _table(rows: Mapping[str, object], kind: str) -> str:
 
 
 def _row(name: object, value: object) -> str:
-    return f"<tr><th>{_shown(name)}</th><td>{_shown(value)}</td></tr>"
+    return f"<tr><th>{_shown(name).replace('_', '_<wbr/>')}</th><td>{_shown(value)}</td></tr>"
 
 
 def _shown(value: object) -> str:

@@ -143,6 +143,24 @@ def test_errors_are_text_and_as_many_as_are_legible(llm: CheckedLLM) -> None:
     assert "None." in words(parse(make_report(llm))) and "None." not in words(page)
 
 
+def test_a_phone_shows_the_whole_page(llm: CheckedLLM) -> None:
+    """Nothing has a fixed width above that of a small phone, and any text, however long its words, wraps."""
+    text = make_report(llm, errors=[("x" * 500, "y" * 500)], parameters={"a_long_name": "z" * 500})
+    style = text.split("<style>")[1].split("</style>")[0]
+    flexible = re.sub(r"min\(\d+%, \d+px\)|max-width: \d+px", "", style)
+    assert max(int(each) for each in re.findall(r"\b(\d+)px", flexible)) <= 40
+    ems = [float(each) for each in re.findall(r"width: ([\d.]+)em", style)]
+    assert ems and max(ems) * 15 < 320 - 2 * 16 - 60, "a name leaves room for its value"
+    for names in ("h1, p, pre", "th, td"):
+        [rules] = re.findall(rf"{names} \{{([^}}]*)\}}", style)
+        assert "overflow-wrap: anywhere" in rules
+    assert re.search(r"table \{[^}]*table-layout: fixed", style), "a long word does not widen a table"
+    assert "width=device-width" in text and "<th>a_<wbr/>long_<wbr/>name</th>" in text
+    units, pixels = re.search(r"charts text \{ font-size: (\d+)px", style), 390 - 2 * 16
+    width = float(pictures(parse(text))["Output"].get("viewBox", "").split()[2])
+    assert units is not None and int(units[1]) * pixels / width > 11, "text of charts can be read"
+
+
 def test_an_engine_that_has_not_run(model: Path) -> None:
     with make_tiny(model) as llm:
         page = parse(make_report(llm))
