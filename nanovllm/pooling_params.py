@@ -6,7 +6,7 @@ from copy import copy
 from dataclasses import dataclass, fields
 
 from nanovllm.checks import check_int
-from nanovllm.sampling_params import check_bool
+from nanovllm.structured_outputs import check_bool
 from nanovllm.vllm_arguments import POOLING, refuse_absent
 
 

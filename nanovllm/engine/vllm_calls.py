@@ -191,7 +191,7 @@ class VLLMCalls(LLMEngine):
         labels = {"model_name": str(self.config.model), "engine": "0"}
         return [
             *engine_metrics(self.stats(), self.config.enable_prefix_caching, labels),
-            *self._times.metrics(labels, self.model_config.max_model_len),
+            *self._times.metrics(labels, self._executor.room.max_model_len),
         ]
 
     # -- functions on the ranks ------------------------------------------------------------------------------
