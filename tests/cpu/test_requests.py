@@ -211,6 +211,7 @@ def test_which_calls_work_while_a_stream_is_open(model: Path, tmp_path: Path) ->
             "start_profile": lambda: llm.start_profile(tmp_path),
             "stop_profile": llm.stop_profile,
             "stats": llm.stats,
+            "get_metrics": llm.get_metrics,
             "is_finished": llm.is_finished,
             "has_unfinished_requests": llm.has_unfinished_requests,
             "get_num_unfinished_requests": llm.get_num_unfinished_requests,
@@ -222,7 +223,7 @@ def test_which_calls_work_while_a_stream_is_open(model: Path, tmp_path: Path) ->
             call()
         assert next(stream).finished
         public = {name for name in dir(LLM) if not name.startswith("_") and callable(getattr(LLM, name))}
-        needs_a_tokenizer = {"chat", "get_tokenizer"}
+        needs_a_tokenizer = {"chat", "enqueue_chat", "get_tokenizer"}
         closing = {"close", "exit", "shutdown", "from_pretrained", "from_engine_args"}
         assert public == {*refused, *working} | needs_a_tokenizer | closing
         llm.close()
