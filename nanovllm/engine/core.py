@@ -21,7 +21,8 @@ from nanovllm.errors import KVCacheMemoryError
 from nanovllm.lifecycle import held_interrupts
 from nanovllm.models.weights import WeightChecker, check_weights, named_pairs
 from nanovllm.outputs import RequestOutput
-from nanovllm.plan.scheduler import Room, Scheduler
+from nanovllm.plan.room import Room
+from nanovllm.plan.scheduler import Scheduler
 from nanovllm.runner.inputs import StepHandle
 from nanovllm.runner.model_runner import check_can_profile
 from nanovllm.runner.residency import WEIGHTS, RankView

@@ -313,7 +313,9 @@ def _describe_input(args: argparse.Namespace, source: Input) -> dict[str, Any]:
     paths = [STDIN if is_stdin else str(part.path.absolute()) for part in source.parts]
     if len(files) == 1:
         return {"path": paths[0], **files[0]}
-    whole = xxhash.xxh3_128_hexdigest(" ".join(f"{each['bytes']}:{each['xxh3_128']}" for each in files).encode())
+    whole = xxhash.xxh3_128_hexdigest(
+        " ".join(f"{each['bytes']}:{each['xxh3_128']}" for each in files).encode()
+    )
     return {"path": paths, "bytes": source.size, "xxh3_128": whole, "files": files}
 
 

@@ -18,7 +18,7 @@ from nanovllm.engine.stats import StepStats
 from nanovllm.lifecycle import held_interrupts
 from nanovllm.models.weights import check_dense, named_pairs, named_tensor
 from nanovllm.outputs import RequestMetrics, RequestOutput, changed
-from nanovllm.plan.scheduler import Room
+from nanovllm.plan.room import Room
 from nanovllm.replicas.pool import Pool
 from nanovllm.replicas.replica import unpack_output
 from nanovllm.runner.residency import TAGS, WEIGHTS, RankView

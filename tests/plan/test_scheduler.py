@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from invariants import check_scheduler
 
 from nanovllm.batch import NOT_DRAWN, NOT_FINITE, StepKind, StepOutput
-from nanovllm.plan.scheduler import Room
+from nanovllm.plan.room import Room
 from nanovllm.sampling_params import SamplingParams
 
 PROMPTS = st.lists(

@@ -1,4 +1,4 @@
-"""Windows: how long a sequence keeps blocks of layers with a window; BlockPool: one memory for two kinds.
+"""BlockPool: the free and used blocks of the KV cache, in one memory for two kinds of layers.
 
 If some layers have a window and others do not, each kind has its own blocks. Knows no sequence and no token.
 """
@@ -7,27 +7,9 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 C = TypeVar("C")
-
-
-@dataclass(frozen=True, slots=True)
-class Windows:
-    """What the layers with a window need. A block that no later token reads is freed."""
-
-    reach: int  # the positions, back from a token and with its own, that any of these layers may read
-    parts: int | None = None  # blocks of the other layers that one of theirs makes; None: all have windows
-
-    def first_read(self, position: int, block_size: int) -> int:
-        """The first block that the token at `position`, or a later one, reads."""
-        return max(0, position + 1 - self.reach) // block_size
-
-    def most_blocks(self, num_tokens: int, block_size: int, chunk: int) -> int:
-        """The most blocks that a sequence of `num_tokens` has at once, computed `chunk` tokens at a time."""
-        whole = -(-num_tokens // block_size)
-        return min(whole, (self.reach + chunk - 2) // block_size + 2)
 
 
 class BlockPool(Generic[C]):
