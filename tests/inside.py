@@ -185,7 +185,7 @@ def scheduler_state(scheduler: Scheduler) -> Any:
 
 
 def block_state(manager: BlockManager) -> Any:
-    """Reference count and cached content of each block, what is free, and the cached ones by key and chain."""
+    """Reference count and cached content of each block, what is free, and what is cached."""
     pool = manager.pool
     free = {"free": pool.free_slabs, "free_parts": pool.free_parts, "by_key": manager._by_key}
     refs = {"ref_counts": pool.ref_counts, "content": pool.content, "windowed": manager._windowed}

@@ -55,6 +55,7 @@ class TritonBackend(AttentionBackend):
     block_size_multiple = 16
     default_block_size = 256
     features = frozenset(FEATURES)
+    window_tile = 128  # the most keys of a tile
 
     @classmethod
     def unavailable(cls, device: Device, dtype: torch.dtype, cache_dtype: torch.dtype) -> str | None:
@@ -169,6 +170,7 @@ class FlashAttnBackend(AttentionBackend):
     name = "flash_attn"
     block_size_multiple = 256
     default_block_size = 256
+    window_tile = 256
     features = frozenset({"window", "softcap", "kv_from"})  # if the installed package has them
 
     @classmethod

@@ -87,10 +87,10 @@ class BlockManager:
         """
         assert not seq.block_table
         hits = self._find_prefix(seq) if self.pool.free_slabs else []
+        if hits and self.pool.usage == 0 and not self._fits(seq, hits, spare):
+            hits = []  # cached blocks may lie in more slabs than new ones take
         if not self._fits(seq, hits, spare):
-            # Cached blocks may lie in more slabs than new ones take.
-            if not hits or self.pool.usage > 0 or not self._fits(seq, hits := [], spare):
-                return False
+            return False
         count, pool = len(hits), self.pool
         first = self._first_kept(count * self.block_size)
         content = pool.content[hits[-1]] if hits else None

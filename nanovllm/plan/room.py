@@ -1,4 +1,4 @@
-"""Room: which sequences fit into the KV cache; Windows: how long they keep the blocks of layers with a window.
+"""Room: which sequences fit into the KV cache; Windows: how long blocks of layers with a window are kept.
 
 Owns no block; what is free is known to the `BlockManager`.
 """
