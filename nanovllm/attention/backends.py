@@ -120,7 +120,7 @@ class ReferenceBackend(AttentionBackend):
 
     def __init__(self, deterministic: bool = False) -> None:
         super().__init__(deterministic)
-        self._step: AttentionMetadata | None = None  # the last one, with what was gathered, by window
+        self._lens: torch.Tensor | None = None  # of the last step, with what was gathered, by window
         self._gathered: dict[int | None, Gathered] = {}
 
     @classmethod
@@ -137,8 +137,8 @@ class ReferenceBackend(AttentionBackend):
     ) -> torch.Tensor:
         variant = _variant(spec, sinks)
         if meta.prefill is None:
-            if self._step is not meta:
-                self._step, self._gathered = meta, {}
+            if self._lens is not meta.context_lens:
+                self._lens, self._gathered = meta.context_lens, {}
             gathered = self._gathered.get(spec.window)
             if gathered is None:  # once per step, not per layer
                 places = meta.block_tables, meta.context_lens, meta.max_seqlen_k, cache.k.shape[1]

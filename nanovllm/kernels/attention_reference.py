@@ -117,7 +117,9 @@ def paged_prefill_attention_reference(
         # Blocks before the first query's window may belong to others; all below counts from `first` on.
         first = max(0, context - (end - begin) + 1 - (variant.window or context)) // page * page
         table = block_tables[row, first // page : -(-context // page)].long()
-        skipped = 0 if variant.window is None else max(0, context - (end - begin) + 1 - variant.window) - first
+        skipped = (
+            0 if variant.window is None else max(0, context - (end - begin) + 1 - variant.window) - first
+        )
         context -= first + skipped
         k, v = (
             dequantized(

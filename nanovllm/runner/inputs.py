@@ -161,7 +161,9 @@ def halves(
     if left:
         second[0] = left
     left_half = _half(first, contexts, slot_mapping[:cut], batch.block_tables[: row + 1])
-    right_half = _half(second, batch.context_lens[next_row:], slot_mapping[cut:], batch.block_tables[next_row:])
+    right_half = _half(
+        second, batch.context_lens[next_row:], slot_mapping[cut:], batch.block_tables[next_row:]
+    )
     near = batch.window_tables
     if near is None or window_slots is None:
         return left_half, right_half
