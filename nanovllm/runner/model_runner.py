@@ -104,11 +104,8 @@ class ModelRunner:
         self._undrawn: UndrawnStep | None = None
         self.profile: _RankProfile | None = None  # the active one
         self.prefixes: SharedPrefixFinder | None = None  # None without a KV cache
-        self.spec = max(
-            (layer.spec for layer in self.model.attention_layers),
-            key=lambda spec: (spec.window is None, spec.num_heads),
-        )
         specs = [layer.spec for layer in self.model.attention_layers]
+        self.spec = max(specs, key=lambda spec: (spec.window is None, spec.num_heads))
         self.layout = CacheLayout.of(specs, self.block_size, self.backend.window_tile)
         self.shared_unit = self.backend.shared_unit(self.spec, self.cache_dtype, device.torch)
         max_seqs, max_tokens = config.max_num_seqs, max(config.max_num_batched_tokens, config.max_num_seqs)
@@ -152,10 +149,8 @@ class ModelRunner:
             chunk = token_ids[start : start + self.config.max_num_batched_tokens]
             batch = self._equal_batch(StepKind.PREFILL, 1, len(chunk), start + len(chunk))
             self.run(replace(batch, token_ids=chunk))
-        for layer, cache in zip(layers, caches, strict=True):
-            layer.cache = cache
-        for layer, windowed in zip(layers, self.layout.windowed, strict=True):
-            layer.windowed = windowed
+        for layer, cache, windowed in zip(layers, caches, self.layout.windowed, strict=True):
+            layer.cache, layer.windowed = cache, windowed
         set_scales(layers, self.kv_cache, self.cache_dtype)
         self.kv_cache = kept
 
@@ -266,7 +261,7 @@ class ModelRunner:
 
     def _make_step(self, shared: SharedRows | None, drawn: bool, rows: int) -> Callable[[], GraphOutput]:
         """A decode step of `rows` sequences over the fixed input buffer, to capture as a graph."""
-        tables = None if self.layout.parts is None else EMPTY_BATCH.block_tables
+        tables = EMPTY_BATCH.block_tables if self.layout.parts else None
         batch = replace(EMPTY_BATCH, window_tables=tables)
         arrays = prepare_decode(batch, self.block_size, shared, self.max_model_len)
         inputs = self.staging.send(arrays, replace(self.size, tokens=rows, seqs=rows))()
