@@ -91,14 +91,13 @@ class AttentionColumns(Generic[A]):
     max_seqlen_k: int  # an upper bound of the context lengths
     prefill: PrefillRanges[A] | None = None  # None: decode, one new token for each sequence
     shared: SharedPrefixes[A] | None = None  # only in decode
-    # The same of layers with a window, where they have blocks of their own; in both, no layer reads blocks
-    # that have left every window.
+    # Slots and blocks of layers with a window, where they have blocks of their own.
     window_slots: Annotated[A, Column(np.int32, lambda n: (n.tokens,), NO_SLOT)] | None = None
     window_tables: Annotated[A, Column(np.int32, lambda n: (n.seqs, n.blocks), PADDING)] | None = None
 
-    def of(self, windowed: bool) -> AttentionColumns[A]:
-        """Those for a layer whose blocks are, or are not, those of layers with a window."""
-        if not windowed or self.window_slots is None or self.window_tables is None:
+    def of_windows(self) -> AttentionColumns[A]:
+        """Those for layers whose blocks are those of layers with a window; a warm-up has one kind of them."""
+        if self.window_slots is None or self.window_tables is None:
             return self
         return AttentionColumns(
             self.window_slots, self.context_lens, self.window_tables, self.max_seqlen_k, self.prefill

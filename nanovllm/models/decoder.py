@@ -103,7 +103,8 @@ class Attention(WeightLayer):
 
         Stores keys and values in the step's slots before any token attends.
         """
-        spec, eps, meta = self.spec, self.eps, step.meta.of(self.windowed)
+        spec, eps = self.spec, self.eps
+        meta = step.meta.of_windows() if self.windowed else step.meta
         q_weight, k_weight = (
             x.weight if isinstance(x, RMSNorm) else None for x in (self.q_norm, self.k_norm)
         )

@@ -15,6 +15,7 @@ from tiny_models import MORE_FAMILIES, transformers_greedy, write_tiny_model
 from nanovllm import SamplingParams
 from nanovllm.attention.base import AttentionSpec
 from nanovllm.batch import PADDING
+from nanovllm.kernels.compat import INTERPRET
 from nanovllm.runner.memory import CacheLayout
 
 WINDOWED = ("mistral-window", "gemma3", "gemma2", "olmo3", "phi3", "exaone4")
@@ -42,6 +43,30 @@ def test_freed_blocks_are_not_read(
             for batch in llm.batches
         ]
         assert any((table[:, 0] == PADDING).any() for table in tables), "no block was freed"
+
+
+@pytest.mark.skipif(not INTERPRET, reason="kernels are compiled here; tests/gpu has such a test")
+@pytest.mark.parametrize("family", ["mistral-window", "gemma3"])
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_triton_kernels_read_no_freed_block(
+    tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In Triton's interpreter, with blocks as long as the longest tile, and shorter ones."""
+    folder = write_tiny_model(tmp_path, family, **({"head_dim": 16} if family == "gemma3" else {}))
+    prompts = [make_prompts()[4] * 6, [*make_prompts()[4] * 7, 5]]
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    expected = [transformers_greedy(folder, prompt, 4) for prompt in prompts]
+    for size in (128, 16):
+        options = {"attention_backend": "triton", "kvcache_block_size": size, "max_num_batched_tokens": 70}
+        with make_tiny(folder, num_kvcache_blocks=40, max_model_len=192, **options) as llm:
+            spoil_free_blocks(llm, monkeypatch)
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            assert [each["token_ids"] for each in outputs] == expected
+            tables = [
+                batch.block_tables if batch.window_tables is None else batch.window_tables
+                for batch in llm.batches
+            ]
+            assert any((table[:, 0] == PADDING).any() for table in tables), "no block was freed"
 
 
 @pytest.mark.parametrize("family", ["mistral-window", "gemma3"])
