@@ -207,6 +207,7 @@ def test_every_step_up_to_the_largest_fits(size: StepSize) -> None:
         block_tables=np.ones((count, 1), np.int32),
         draws=np.ones(count, np.int32),
         sampling=greedy(count),
+        window_tables=np.ones((count, 1), np.int32),
     )
     inputs = prepare_prefill(batch, BLOCK, in_halves=True)
     inputs = replace(inputs, attention=replace(inputs.attention, shared=no_shared_prefixes(count, UNIT)))
