@@ -53,7 +53,7 @@ class Replicas:
         self._num_updates = 0
         try:
             rooms: list[Room] = self.pool.call("room")
-            self.room = min(rooms, key=lambda room: room.num_blocks * room.block_size)
+            self.room = min(rooms, key=lambda room: (room.max_model_len, room.num_blocks))
             self.pool.set("limit", self.room.max_model_len)
         except BaseException:
             self.pool.kill()
