@@ -237,10 +237,11 @@ class Batch:
     token_ids: np.ndarray  # [T] int32, flat; LAST_SAMPLED where only the device knows the token
     query_lens: np.ndarray  # [S] int32, number of new tokens of each sequence; they sum to T
     context_lens: np.ndarray  # [S] int32, cached + new tokens
-    block_tables: np.ndarray  # [S, W] int32, padded with PADDING
+    block_tables: np.ndarray  # [S, W] int32, PADDING where there is no block or it has left every window
     draws: np.ndarray  # [S] int32, number of tokens to draw: 0 while the prompt is unfinished, else 1
     sampling: SamplingColumns[np.ndarray]
     extras: Extras = NO_EXTRAS
+    window_tables: np.ndarray | None = None  # as block_tables, of layers with a window, if others have none
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,6 +1,8 @@
-"""A device without a model: the next token is a hash of the whole context, read through the block table.
+"""A device without a model: the next token is a hash of the context, read through the block tables.
 
-So a lost token, a wrong or stale block or a wrong position changes the output or fails an assertion.
+So a lost token, a wrong or stale block or a wrong position changes the output or fails an assertion. With a
+window, a token's cell holds its value, a hash of the token and of all values that its window sees. So a value
+depends on all tokens before it, as keys of deeper layers do.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ from invariants import check_scheduler
 
 from nanovllm.batch import LAST_SAMPLED, Batch, StepOutput
 from nanovllm.config import Config
-from nanovllm.plan.scheduler import Room, Scheduler
+from nanovllm.plan.room import Room, Windows
+from nanovllm.plan.scheduler import Scheduler
 from nanovllm.plan.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
 
@@ -28,12 +31,29 @@ def next_token(context: list[int]) -> int:
     return zlib.crc32(np.array(context, np.int32).tobytes()) % VOCAB
 
 
-def expected_output(prompt: list[int], params: SamplingParams, max_model_len: int) -> tuple[list[int], str]:
+def value_of(token: int, before: list[int]) -> int:
+    """What a layer with a window stores for a token, given the values that it sees before it."""
+    return zlib.crc32(np.array([token, *before], np.int64).tobytes())
+
+
+def values(tokens: list[int], window: int) -> list[int]:
+    """The values of all tokens."""
+    found: list[int] = []
+    for token in tokens:
+        found.append(value_of(token, found[max(0, len(found) - window + 1) :]))
+    return found
+
+
+def expected_output(
+    prompt: list[int], params: SamplingParams, max_model_len: int, windows: Windows | None = None
+) -> tuple[list[int], str]:
     """The output that a request must give, by definition."""
     tokens, reason = list(prompt), "length"
     limit = min(len(prompt) + params.max_tokens, max_model_len)
     while len(tokens) < limit:
-        tokens.append(next_token(tokens))
+        context = tokens if windows is None or windows.parts is not None else []
+        seen = [] if windows is None else values(tokens, windows.reach)[-windows.reach :]
+        tokens.append(next_token([*context, *[value % 2**31 for value in seen]]))
         if tokens[-1] == EOS and not params.ignore_eos:
             reason = "stop"
             break
@@ -43,11 +63,23 @@ def expected_output(prompt: list[int], params: SamplingParams, max_model_len: in
 class FakeDevice:
     """Runs batches in launch order: at once, or (lazy) when a result is requested."""
 
-    def __init__(self, num_blocks: int, block_size: int, num_slots: int, lazy: bool = False) -> None:
-        self.block_size = block_size
-        self.lazy = lazy
-        self.tokens = np.full(num_blocks * block_size, POISON)
-        self.positions = np.full(num_blocks * block_size, POISON)
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        num_slots: int,
+        lazy: bool = False,
+        windows: Windows | None = None,
+    ) -> None:
+        """With windows, one memory holds both kinds of blocks: `memory[kind]` of what each cell holds, where
+        a block of the layers with a window and the blocks of the others in its slab exclude each other."""
+        self.block_size, self.num_blocks = block_size, num_blocks
+        self.lazy, self.windows = lazy, windows
+        parts = 1 if windows is None else windows.parts or 1
+        self.tokens = np.full(num_blocks * parts * block_size, POISON)
+        self.positions = np.full(num_blocks * parts * block_size, POISON)
+        self.values = np.full(num_blocks * block_size, POISON)  # of the layers with a window
+        self.value_positions = np.full(num_blocks * block_size, POISON)
         self.last = np.full(num_slots, POISON)
         self.queue: deque[Handle] = deque()
 
@@ -65,30 +97,79 @@ class FakeDevice:
 
     def _run(self, batch: Batch) -> StepOutput:
         starts = np.cumsum(batch.query_lens) - batch.query_lens
-        slots = []
-        for row, (start, length) in enumerate(
-            zip(starts, batch.query_lens, strict=True)
-        ):  # store all rows first, as a layer does
+        inputs = []
+        for row, (start, length) in enumerate(zip(starts, batch.query_lens, strict=True)):
             ids = batch.token_ids[start : start + length]
             ids = np.where(ids == LAST_SAMPLED, self.last[batch.slots[row]], ids)
             assert (ids != POISON).all()
-            positions = np.arange(batch.context_lens[row] - length, batch.context_lens[row])
-            where = self._slots(batch, row, positions)
-            slots.append(where)
-            self.tokens[where], self.positions[where] = ids, positions
-        flat = np.concatenate(slots)
-        assert len(set(flat.tolist())) == len(flat), "two rows write one slot"
+            inputs.append((ids, np.arange(batch.context_lens[row] - length, batch.context_lens[row])))
+        seen: list[list[int]] = [[] for _ in inputs]
+        if self.windows is None or self.windows.parts is not None:
+            seen = self._attend_all(batch, inputs)
+        if self.windows is not None:
+            near = self._attend_windows(batch, inputs, self.windows.reach)
+            seen = [[*all_tokens, *own] for all_tokens, own in zip(seen, near, strict=True)]
         output = np.full(len(batch.slots), POISON)
-        for row, context_len in enumerate(batch.context_lens):  # then attend
-            where = self._slots(batch, row, np.arange(context_len))
-            assert (self.positions[where] == np.arange(context_len)).all(), "a cell holds another position"
-            output[row] = next_token(self.tokens[where].tolist())
+        for row, context in enumerate(seen):
+            output[row] = next_token(context)
             if batch.draws[row]:
                 self.last[batch.slots[row]] = output[row]
         return StepOutput(output[:, None])
 
-    def _slots(self, batch: Batch, row: int, positions: np.ndarray) -> np.ndarray:
-        blocks = batch.block_tables[row, positions // self.block_size]
+    def _attend_all(self, batch: Batch, inputs: list[tuple[np.ndarray, np.ndarray]]) -> list[list[int]]:
+        """Store all rows, as a layer does, then read each row's context."""
+        slots = []
+        for row, (ids, positions) in enumerate(inputs):
+            where = self._slots(batch.block_tables, row, positions)
+            slots.append(where)
+            self._spoil(where, windowed=False)
+            self.tokens[where], self.positions[where] = ids, positions
+        flat = np.concatenate(slots)
+        assert len(set(flat.tolist())) == len(flat), "two rows write one slot"
+        seen = []
+        for row, context_len in enumerate(batch.context_lens):
+            where = self._slots(batch.block_tables, row, np.arange(context_len))
+            assert (self.positions[where] == np.arange(context_len)).all(), "a cell holds another position"
+            seen.append(self.tokens[where].tolist())
+        return seen
+
+    def _attend_windows(
+        self, batch: Batch, inputs: list[tuple[np.ndarray, np.ndarray]], reach: int
+    ) -> list[list[int]]:
+        """Each row's tokens see only their windows. Blocks that left them are in other hands: a row stores
+        only after all rows have read what was there before the step, except for what the step computes."""
+        tables = batch.block_tables if batch.window_tables is None else batch.window_tables
+        for row, (_, positions) in enumerate(inputs):  # the positions of this step, in all rows
+            where = self._slots(tables, row, positions)
+            self._spoil(where, windowed=True)
+            self.value_positions[where] = positions
+        seen = []
+        for row, (ids, positions) in enumerate(inputs):
+            for token, position in zip(ids.tolist(), positions.tolist(), strict=True):
+                before = self._values(tables, row, max(0, position - reach + 1), position)
+                self.values[self._slots(tables, row, np.array([position]))] = value_of(token, before)
+            last = int(batch.context_lens[row])
+            own = self._values(tables, row, max(0, last - reach), last)
+            seen.append([value % 2**31 for value in own])
+        return seen
+
+    def _values(self, tables: np.ndarray, row: int, start: int, end: int) -> list[int]:
+        where = self._slots(tables, row, np.arange(start, end))
+        assert (self.value_positions[where] == np.arange(start, end)).all(), "a cell holds another position"
+        values: list[int] = self.values[where].tolist()
+        return values
+
+    def _spoil(self, where: np.ndarray, windowed: bool) -> None:
+        """Writing to blocks of one kind overwrites the other kind in the same slabs."""
+        if self.windows is None or self.windows.parts is None:
+            return
+        slabs = np.unique(where // self.block_size % self.num_blocks)
+        positions = self.positions if windowed else self.value_positions
+        cells = positions.reshape(-1, self.num_blocks, self.block_size)
+        cells[:, slabs] = POISON
+
+    def _slots(self, tables: np.ndarray, row: int, positions: np.ndarray) -> np.ndarray:
+        blocks = tables[row, positions // self.block_size]
         assert (blocks >= 0).all(), "a position has no block"
         return blocks * self.block_size + positions % self.block_size
 
@@ -159,6 +240,7 @@ def make_loop(
     caching: bool = True,
     run_ahead: bool = True,
     lazy: bool = True,
+    windows: Windows | None = None,
 ) -> Loop:
     config = Config(
         "model",
@@ -166,8 +248,9 @@ def make_loop(
         max_num_batched_tokens=max_num_batched_tokens,
         enable_prefix_caching=caching,
     )
-    scheduler = Scheduler(config, Room(num_blocks, block_size, max_model_len))
-    return Loop(scheduler, FakeDevice(num_blocks, block_size, max_num_seqs, lazy), run_ahead)
+    room = Room(num_blocks, block_size, max_model_len, windows=windows, chunk=max_num_batched_tokens)
+    device = FakeDevice(num_blocks, block_size, max_num_seqs, lazy, windows)
+    return Loop(Scheduler(config, room), device, run_ahead)
 
 
 def run_all(loop: Loop, prompts: list[list[int]], params: list[SamplingParams]) -> list[list[int]]:
@@ -181,7 +264,8 @@ def run_all(loop: Loop, prompts: list[list[int]], params: list[SamplingParams]) 
     outputs = []
     for index, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
         seq = loop.finished[first + index]
-        tokens, reason = expected_output(prompt, param, loop.scheduler.room.max_model_len)
+        room = loop.scheduler.room
+        tokens, reason = expected_output(prompt, param, room.max_model_len, room.windows)
         assert (seq.completion_token_ids, seq.finish_reason) == (tokens, reason)
         outputs.append(tokens)
     return outputs

@@ -179,16 +179,17 @@ def waiting_hashes(router: Router) -> dict[int, Any]:
 
 
 def scheduler_state(scheduler: Scheduler) -> Any:
-    """The free slots, the unfinished sequences by id, and the block table of each slot."""
-    slots, unfinished = scheduler._free_slots, scheduler._unfinished
-    return SimpleNamespace(free_slots=slots, unfinished=unfinished, block_tables=scheduler._block_tables)
+    """The free slots, the unfinished sequences by id, and the block tables of each slot."""
+    tables = {"block_tables": scheduler._block_tables, "window_tables": scheduler._window_tables}
+    return SimpleNamespace(free_slots=scheduler._free_slots, unfinished=scheduler._unfinished, **tables)
 
 
 def block_state(manager: BlockManager) -> Any:
-    """Reference count and cached content of each block, the free blocks, and the cached ones by key."""
-    return SimpleNamespace(
-        ref_counts=manager._ref_counts, content=manager._content, free=manager._free, by_key=manager._by_key
-    )
+    """Reference count and cached content of each block, what is free, and what is cached."""
+    pool = manager.pool
+    free = {"free": pool.free_slabs, "free_parts": pool.free_parts, "by_key": manager._by_key}
+    refs = {"ref_counts": pool.ref_counts, "content": pool.content, "windowed": manager._windowed}
+    return SimpleNamespace(**free, **refs)
 
 
 # -- one rank -----------------------------------------------------------------------------------------------

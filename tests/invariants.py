@@ -26,26 +26,42 @@ def check_scheduler(scheduler: Scheduler) -> None:
     for seq in scheduler.running:
         assert seq.status is SequenceStatus.RUNNING and seq.num_computed_tokens <= seq.num_tokens, seq
         assert seq.num_computed_tokens <= len(seq.block_table) * scheduler.block_manager.block_size, seq
-        row = state.block_tables[seq.slot]
-        assert row[row != PADDING].tolist() == seq.block_table, f"{seq}: the slot's table differs"
+        for rows, table in ((state.block_tables, seq.block_table), (state.window_tables, seq.window_table)):
+            if rows is not None:
+                same = rows[seq.slot][: len(table)].tolist() == table
+                assert same and (rows[seq.slot][len(table) :] == PADDING).all(), f"{seq}: its slot's differs"
 
 
 def check_blocks(manager: BlockManager, sequences: list[Sequence]) -> None:
     """Check every invariant of the blocks, given all sequences that own any."""
-    owners = Counter(block for seq in sequences for block in seq.block_table)
-    blocks, state = range(manager.num_blocks), inside.block_state(manager)
-    assert all(state.ref_counts[b] == owners[b] for b in blocks), "reference counts drifted"
-    assert set(state.free) == {b for b in blocks if owners[b] == 0}, "free list drifted"
+    first, state = manager.pool.first_windowed, inside.block_state(manager)
+    tables = [
+        (seq, [(index, block + offset) for index, block in enumerate(table) if block != PADDING])
+        for seq in sequences
+        for table, offset in ((seq.block_table, 0), (seq.window_table, first))
+    ]
+    owners = Counter(block for _, table in tables for _, block in table)
+    assert all(count == owners[b] for b, count in enumerate(state.ref_counts)), "reference counts drifted"
+    slabs, used = range(manager.num_blocks), {block % manager.num_blocks for block in owners}
+    assert set(state.free) == {slab for slab in slabs if slab not in used}, "free list drifted"
+    windowed = {block % manager.num_blocks for block in owners if block >= first}
+    assert windowed.isdisjoint({block % manager.num_blocks for block in owners if block < first}), "two kinds"
+    parts = {b for b in range(first) if not owners[b] and b % manager.num_blocks in used - windowed}
+    assert set(state.free_parts) == parts, "free parts drifted"
     for key, block in state.by_key.items():
         content = state.content[block]
         assert content is not None and content.key == key, f"hash entry {key} points at block {block}"
+        assert block % manager.num_blocks not in windowed, f"block {block} is cached, and overwritten"
+    for chain, block in state.windowed.items():
+        assert state.content[block].chain == chain and block >= first
+        assert block % manager.num_blocks not in used - windowed, f"block {block} is cached, and overwritten"
     num_cached = sum(content is not None for content in state.content)
-    assert num_cached == len(state.by_key), "a cached block cannot be found"
-    for seq in sequences:
-        assert len(set(seq.block_table)) == len(seq.block_table), f"{seq} owns a block twice"
-        for index, block in enumerate(seq.block_table):
+    assert num_cached == len(state.by_key) + len(state.windowed), "a cached block cannot be found"
+    for seq, table in tables:
+        assert len({block for _, block in table}) == len(table), f"{seq} owns a block twice"
+        for index, block in table:
             content = state.content[block]
-            if content is not None:  # what others may find there is what this sequence stored
+            if content is not None and content.tokens:  # what others find there is what this sequence stored
                 tokens = seq.token_ids[index * manager.block_size : (index + 1) * manager.block_size]
                 stored = np.frombuffer(content.tokens, np.int32).tolist()
                 assert stored == tokens, f"{seq}: block {block} is stale"

@@ -13,7 +13,8 @@ import numpy as np
 
 from nanovllm.batch import StepKind, StepOutput
 from nanovllm.config import Config
-from nanovllm.plan.scheduler import Room, Scheduler
+from nanovllm.plan.room import Room
+from nanovllm.plan.scheduler import Scheduler
 from nanovllm.plan.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
 

@@ -55,6 +55,7 @@ class TritonBackend(AttentionBackend):
     block_size_multiple = 16
     default_block_size = 256
     features = frozenset(FEATURES)
+    window_tile = 128  # the most keys of a tile
 
     @classmethod
     def unavailable(cls, device: Device, dtype: torch.dtype, cache_dtype: torch.dtype) -> str | None:
@@ -119,7 +120,7 @@ class ReferenceBackend(AttentionBackend):
 
     def __init__(self, deterministic: bool = False) -> None:
         super().__init__(deterministic)
-        self._step: AttentionMetadata | None = None  # the last one, with what was gathered, by window
+        self._lens: torch.Tensor | None = None  # of the last step, with what was gathered, by window
         self._gathered: dict[int | None, Gathered] = {}
 
     @classmethod
@@ -136,8 +137,8 @@ class ReferenceBackend(AttentionBackend):
     ) -> torch.Tensor:
         variant = _variant(spec, sinks)
         if meta.prefill is None:
-            if self._step is not meta:
-                self._step, self._gathered = meta, {}
+            if self._lens is not meta.context_lens:
+                self._lens, self._gathered = meta.context_lens, {}
             gathered = self._gathered.get(spec.window)
             if gathered is None:  # once per step, not per layer
                 places = meta.block_tables, meta.context_lens, meta.max_seqlen_k, cache.k.shape[1]
@@ -169,6 +170,7 @@ class FlashAttnBackend(AttentionBackend):
     name = "flash_attn"
     block_size_multiple = 256
     default_block_size = 256
+    window_tile = 256
     features = frozenset({"window", "softcap", "kv_from"})  # if the installed package has them
 
     @classmethod

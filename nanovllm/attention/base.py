@@ -91,6 +91,17 @@ class AttentionColumns(Generic[A]):
     max_seqlen_k: int  # an upper bound of the context lengths
     prefill: PrefillRanges[A] | None = None  # None: decode, one new token for each sequence
     shared: SharedPrefixes[A] | None = None  # only in decode
+    # Slots and blocks of layers with a window, where they have blocks of their own.
+    window_slots: Annotated[A, Column(np.int32, lambda n: (n.tokens,), NO_SLOT)] | None = None
+    window_tables: Annotated[A, Column(np.int32, lambda n: (n.seqs, n.blocks), PADDING)] | None = None
+
+    def of_windows(self) -> AttentionColumns[A]:
+        """Those for layers whose blocks are those of layers with a window; a warm-up has one kind of them."""
+        if self.window_slots is None or self.window_tables is None:
+            return self
+        return AttentionColumns(
+            self.window_slots, self.context_lens, self.window_tables, self.max_seqlen_k, self.prefill
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,6 +131,7 @@ class AttentionBackend(ABC):
     supports_cuda_graph: ClassVar[bool] = True  # a decode step only launches kernels
     head_dims: ClassVar[range] = range(8, 257, 8)
     features: ClassVar[frozenset[str]] = frozenset()  # the fields among FEATURES that it computes
+    window_tile: ClassVar[int] = 1  # reading begins at a multiple of this, at or before a window's start
 
     def __init__(self, deterministic: bool = False) -> None:
         self.deterministic = deterministic

@@ -21,7 +21,8 @@ from nanovllm.errors import KVCacheMemoryError
 from nanovllm.lifecycle import held_interrupts
 from nanovllm.models.weights import WeightChecker, check_weights, named_pairs
 from nanovllm.outputs import RequestOutput
-from nanovllm.plan.scheduler import Room, Scheduler
+from nanovllm.plan.room import Room, Windows
+from nanovllm.plan.scheduler import Scheduler
 from nanovllm.runner.inputs import StepHandle
 from nanovllm.runner.model_runner import check_can_profile
 from nanovllm.runner.residency import WEIGHTS, RankView
@@ -54,12 +55,16 @@ class Core:
             RankSetup(0, config.tensor_parallel_size, config.device, "", *rest), on_progress
         )
         self.runner = runner = self.ranks.runner
+        layout = runner.layout
+        windows = None if layout.reach is None else Windows(layout.reach, layout.parts)
         self.room = Room(
             self.ranks.num_blocks,
             runner.block_size,
             runner.max_model_len,
             model.model_config.longest,
             cache_options(config, device),
+            windows,
+            config.max_num_batched_tokens,
         )
         self.scheduler = Scheduler(config, self.room)
         self.requests = Requests(model.processor, config.seed)

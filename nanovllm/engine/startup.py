@@ -198,17 +198,21 @@ def warn_of_options(config: Config, max_model_len: int, longest: int) -> None:
 def usable_length(config: Config, model_config: ModelConfig, device: Device, max_model_len: int) -> int:
     """`max_model_len`, or less: the most tokens that any KV cache of this device may hold, and on a CPU those
     whose tables take TABLE_BYTES. So no table is made for positions that nothing can use."""
-    layers, heads = model_config.num_layers, model_config.num_kv_heads
+    specs = model_config.up_to(max_model_len)
+    # Layers with a window need no more memory for longer sequences.
+    layers = sum(specs.spec(layer).window is None for layer in range(model_config.num_layers))
+    heads = model_config.num_kv_heads
     dtype = device.resolve_dtype(config.dtype, model_config.dtype)
     item = 1 if config.kv_cache_dtype == "fp8" else dtype.itemsize
     own_heads = max(1, heads // config.tensor_parallel_size)
-    per_token = 2 * layers * own_heads * model_config.head_dim * item
+    per_token = 2 * max(layers, 1) * own_heads * model_config.head_dim * item
     num_bytes = device.memory()[1] if device.is_cuda else CPU_KV_CACHE_BYTES // config.tensor_parallel_size
     block = config.kvcache_block_size or _LARGEST_BLOCK
     most = (config.kv_cache_memory_bytes or num_bytes) // per_token
     if config.num_kvcache_blocks is not None:
-        most = config.num_kvcache_blocks * block
-    elif not device.is_cuda:
+        most = config.num_kvcache_blocks * block * (model_config.num_layers // max(layers, 1))
+    most = most if layers else max_model_len
+    if config.num_kvcache_blocks is None and not device.is_cuda:
         tables = 24 * config.max_num_seqs // (config.kvcache_block_size or 16) + 12 * model_config.head_dim
         most = min(most, TABLE_BYTES // tables)  # block tables, and rope's with what computing it takes
     return min(max_model_len, most + block)  # a block more, so that an error names the cache as the limit

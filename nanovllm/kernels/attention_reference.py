@@ -114,9 +114,17 @@ def paged_prefill_attention_reference(
         begin, end = bounds[row], bounds[row + 1]
         if begin == end or context == 0:
             continue
-        table = block_tables[row, : -(-context // page)].long()
+        # Blocks before the first query's window may belong to others; all below counts from `first` on.
+        first = max(0, context - (end - begin) + 1 - (variant.window or context)) // page * page
+        table = block_tables[row, first // page : -(-context // page)].long()
+        skipped = (
+            0 if variant.window is None else max(0, context - (end - begin) + 1 - variant.window) - first
+        )
+        context -= first + skipped
         k, v = (
-            dequantized(as_words(cells)[table].view(cells.dtype).flatten(0, 1)[:context], factor)
+            dequantized(
+                as_words(cells)[table].view(cells.dtype).flatten(0, 1)[skipped : skipped + context], factor
+            )
             .transpose(0, 1)
             .repeat_interleave(group, dim=0)
             for cells, factor in ((cache.k, cache.k_scale), (cache.v, cache.v_scale))

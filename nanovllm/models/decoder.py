@@ -71,6 +71,9 @@ class Attention(WeightLayer):
         self.rotary = build.rope(spec.rope, head_dim)
         self._turned = 0 if spec.rope is None else spec.rope.rotary_dim(head_dim) % head_dim
         self._interleaved = spec.rope is not None and spec.rope.interleaved
+        self.windowed = (
+            False  # whether its blocks are those of layers with a window; the cache's owner sets it
+        )
         self.cache = KVCache(torch.empty(0), torch.empty(0))
         if spec.kv_from is None:
             heads = head_dim, spec.num_heads, spec.num_kv_heads
@@ -101,6 +104,7 @@ class Attention(WeightLayer):
         Stores keys and values in the step's slots before any token attends.
         """
         spec, eps = self.spec, self.eps
+        meta = step.meta.of_windows() if self.windowed else step.meta
         q_weight, k_weight = (
             x.weight if isinstance(x, RMSNorm) else None for x in (self.q_norm, self.k_norm)
         )
@@ -113,10 +117,10 @@ class Attention(WeightLayer):
         turned = self._turned, self._interleaved
         rotation = Rotation(step.positions, self.rotary.cos_sin, q_weight, k_weight, eps, *turned)
         if spec.kv_from is None:
-            q = qk_norm_rope_store(q, k, v, rotation, self.cache, step.meta.slot_mapping)
+            q = qk_norm_rope_store(q, k, v, rotation, self.cache, meta.slot_mapping)
         else:
             q = q_norm_rope_reference(q, rotation)
-        attended = self.backend.forward(q, self.cache, step.meta, spec, self.sinks)
+        attended = self.backend.forward(q, self.cache, meta, spec, self.sinks)
         product: Product = self.o_proj(attended.flatten(1))
         return product
 

@@ -8,11 +8,13 @@ shareable only when the step that fills it is planned, so no later step writes t
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from dataclasses import dataclass
 
 import xxhash
 
+from nanovllm.batch import PADDING
+from nanovllm.plan.pool import BlockPool
+from nanovllm.plan.room import Windows
 from nanovllm.plan.sequence import Sequence
 
 ROOT = 0  # the chain id of the empty prefix
@@ -20,12 +22,15 @@ ROOT = 0  # the chain id of the empty prefix
 
 @dataclass(frozen=True, slots=True)
 class _CachedBlock:
-    """The content of a full block: its tokens, and its parent in the chain. Chain ids are never reused."""
+    """The content of a full block: its tokens, and its parent in the chain. Chain ids are never reused.
 
-    key: int
+    The block of the same tokens for layers with a window has only the chain id.
+    """
+
     chain: int
-    parent: int
-    tokens: bytes
+    key: int = 0
+    parent: int = -1
+    tokens: bytes = b""
 
 
 def block_key(parent: int, tokens: bytes) -> int:
@@ -34,28 +39,41 @@ def block_key(parent: int, tokens: bytes) -> int:
 
 
 class BlockManager:
-    """Blocks with reference counts, and a prefix cache over full blocks.
+    """The blocks of sequences, and a prefix cache over full blocks.
 
     A hit counts only if the tokens and the parent's chain id are equal, so a hash collision never shares
-    blocks. A freed block stays findable until it is reused, in least-recently-used order.
+    blocks. A freed block stays findable until it is reused, in least-recently-used order. In a table PADDING
+    stands for a block that has left every window and was freed.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        enable_prefix_caching: bool = True,
+        windows: Windows | None = None,
+        chunk: int = 1,
+    ) -> None:
+        """num_blocks: with two kinds of layers, slabs of the `BlockPool`. chunk: most new tokens of a
+        step."""
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
-        self._ref_counts = [0] * num_blocks
-        # In order of reuse.
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
-        self._content: list[_CachedBlock | None] = [None] * num_blocks
+        self.windows, self._chunk = windows, chunk
+        parts = 1 if windows is None else windows.parts or 1
+        # Whether there are layers of two kinds, each with blocks of its own; if not, whether all have windows
+        self.two_kinds = windows is not None and windows.parts is not None
+        self._all_windowed = windows is not None and not self.two_kinds
+        self.pool = BlockPool[_CachedBlock](num_blocks, parts, self.two_kinds, self._forget)
         self._by_key: dict[int, int] = {}  # block_key -> block
+        self._windowed: dict[int, int] = {}  # chain id -> block of the layers with a window, of two kinds
         self._next_chain = ROOT + 1
         self.num_cached_tokens = 0  # total tokens that allocations found in the prefix cache
 
     @property
     def usage(self) -> float:
         """The share of the blocks that sequences hold, 0 to 1."""
-        return 1 - len(self._free) / self.num_blocks
+        return self.pool.usage
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -63,47 +81,77 @@ class BlockManager:
     def allocate(self, seq: Sequence, spare: int = 0) -> bool:
         """Give `seq`, which owns no blocks, blocks for all its tokens, from the prefix cache if possible.
 
-        Sets its block table and `num_computed_tokens` (at least one token is left to compute). Returns False
-        and changes nothing if fewer than `spare` blocks would stay free.
+        Sets its block tables and `num_computed_tokens` (at least one token is left to compute). Returns False
+        and changes nothing if fewer than `spare` blocks would stay free. For layers with a window there is
+        room, but `extend` gives the blocks before each step of the prompt.
         """
         assert not seq.block_table
-        needed = self.blocks_for(seq.num_tokens)
-        hits = self._find_prefix(seq) if self._free else []
-        num_revived = sum(self._ref_counts[block] == 0 for block in hits)
-        if needed - len(hits) + num_revived + spare > len(self._free):
+        hits = self._find_prefix(seq) if self.pool.free_slabs else []
+        if hits and self.pool.usage == 0 and not self._fits(seq, hits, spare):
+            hits = []  # cached blocks may lie in more slabs than new ones take
+        if not self._fits(seq, hits, spare):
             return False
+        count, pool = len(hits), self.pool
+        first = self._first_kept(count * self.block_size)
+        content = pool.content[hits[-1]] if hits else None
+        if self._all_windowed:
+            hits[:first] = [PADDING] * first
+        if self.two_kinds:
+            kept = [self._windowed[self._chain_of(block)] for block in hits[first:]]
+            seq.window_table = [PADDING] * first + [block - pool.first_windowed for block in kept]
+            for block in kept:
+                pool.share(block)
         for block in hits:
-            if self._ref_counts[block] == 0:
-                del self._free[block]
-            self._ref_counts[block] += 1
-        seq.block_table = hits + [self._take() for _ in range(needed - len(hits))]
-        seq.num_computed_tokens = len(hits) * self.block_size
+            if block != PADDING:
+                pool.share(block)
+        seq.block_table = hits
+        if not self._all_windowed:
+            missing = self.blocks_for(seq.num_tokens) - count
+            seq.block_table = hits + [pool.take() for _ in range(missing)]
+        seq.num_computed_tokens = count * self.block_size
         self.num_cached_tokens += seq.num_computed_tokens
-        seq.num_hashed_blocks = len(hits)
-        content = self._content[hits[-1]] if hits else None
+        seq.num_hashed_blocks = count
         seq.chain = content.chain if content else ROOT
         return True
 
     def grow(self, seq: Sequence) -> bool:
-        """Add blocks for all of the sequence's tokens. Returns False and changes nothing if there are too few
-        free blocks."""
-        missing = self.blocks_for(seq.num_tokens) - len(seq.block_table)
-        if missing > len(self._free):
+        """Add blocks for all of the sequence's tokens, and free those that have left every window. Returns
+        False and adds nothing if there are too few free blocks."""
+        return self.extend(seq, seq.num_tokens)
+
+    def extend(self, seq: Sequence, num_tokens: int) -> bool:
+        """`grow` for the first `num_tokens` tokens, those after `num_computed_tokens` in this step."""
+        self.release(seq)
+        needed = self.blocks_for(num_tokens)
+        missing = max(0, needed - len(seq.block_table))
+        windowed = needed - len(seq.window_table) if self.two_kinds else 0
+        if self.pool.slabs_for(missing, windowed) > len(self.pool.free_slabs):
             return False
-        seq.block_table.extend(self._take() for _ in range(missing))
+        seq.block_table.extend([self.pool.take() for _ in range(missing)])
+        first = self.pool.first_windowed
+        seq.window_table.extend([self.pool.take(windowed=True) - first for _ in range(windowed)])
         return True
+
+    def release(self, seq: Sequence) -> None:
+        """Free the blocks that no token from `num_computed_tokens` on reads, in layers with a window."""
+        if self.windows is None:
+            return
+        table = seq.window_table if self.two_kinds else seq.block_table
+        index = min(self._first_kept(seq.num_computed_tokens), len(table)) - 1
+        offset = self.pool.first_windowed if self.two_kinds else 0
+        while index >= 0 and table[index] != PADDING:  # all before a freed one are free
+            self.pool.drop(table[index] + offset)
+            table[index] = PADDING
+            index -= 1
 
     def free(self, seq: Sequence) -> None:
         """Free the sequence's blocks. Its last blocks are reused first, because prefixes are shared more
         often."""
-        for block in reversed(seq.block_table):
-            self._ref_counts[block] -= 1
-            assert self._ref_counts[block] >= 0
-            if self._ref_counts[block] == 0:
-                self._free[block] = None
-                if self._content[block] is None:  # not cached: reuse it before all cached blocks
-                    self._free.move_to_end(block, last=False)
-        seq.block_table = []
+        for table, offset in ((seq.window_table, self.pool.first_windowed), (seq.block_table, 0)):
+            for block in reversed(table):
+                if block != PADDING:
+                    self.pool.drop(block + offset)
+        seq.block_table, seq.window_table = [], []
         seq.num_computed_tokens = 0
         seq.num_hashed_blocks = 0
         seq.chain = ROOT
@@ -117,21 +165,55 @@ class BlockManager:
         num_full = min(len(seq.token_ids), seq.num_computed_tokens) // size
         while seq.num_hashed_blocks < num_full and seq.chain is not None:
             index = seq.num_hashed_blocks
+            block = seq.block_table[index]
+            if block == PADDING:  # freed before its tokens were known: nothing follows it
+                seq.chain = None
+                return
             tokens = seq.token_bytes(index * size, (index + 1) * size)
-            seq.chain = self._register_block(seq.block_table[index], seq.chain, tokens)
+            seq.chain = self._register_block(block, seq.chain, tokens)
+            if self.two_kinds and seq.chain is not None:
+                self._register_windowed(seq.window_table[index], seq.chain)
             seq.num_hashed_blocks += 1
 
     def reset(self) -> bool:
         """Empty the prefix cache and return True. While a sequence owns a block, do nothing, return False."""
-        if len(self._free) < self.num_blocks:
+        if len(self.pool.free_slabs) < self.num_blocks:
             return False
         self._by_key.clear()
-        self._content = [None] * self.num_blocks
+        self._windowed.clear()
+        self.pool.reset()
         return True
+
+    def _first_kept(self, position: int) -> int:
+        """The first block that layers with a window read for the token at `position`, or a later one."""
+        return 0 if self.windows is None else self.windows.first_read(position, self.block_size)
+
+    def _chain_of(self, block: int) -> int:
+        content = self.pool.content[block]
+        assert content is not None, "a hit is cached"
+        return content.chain
+
+    def _fits(self, seq: Sequence, hits: list[int], spare: int) -> bool:
+        """Whether `spare` blocks stay free when `seq` gets blocks for all its tokens after these hits, and at
+        the step of its prompt that needs the most."""
+        needed, windowed, pool = self.blocks_for(seq.num_tokens), 0, self.pool
+        missing, revived = needed - len(hits), hits
+        if self.windows is not None:
+            first = self._first_kept(len(hits) * self.block_size)
+            most = self.windows.most_blocks(seq.num_tokens, self.block_size, self._chunk)
+            kept = (
+                [self._windowed[self._chain_of(b)] for b in hits[first:]] if self.two_kinds else hits[first:]
+            )
+            shared = sum(pool.ref_counts[block] > 0 for block in kept)
+            windowed = min(most, needed - first - shared)  # with the revived ones
+        if self._all_windowed:
+            missing, revived = 0, []
+        revived = [block for block in revived if pool.ref_counts[block] == 0]
+        return pool.slabs_for(missing, windowed, revived) + spare <= len(pool.free_slabs)
 
     def _find_prefix(self, seq: Sequence) -> list[int]:
         """The cached blocks of the sequence's prefix, without its last token and without tokens whose hidden
-        state is needed."""
+        state is needed. Of two kinds, those of the layers without a window."""
         if not self.enable_prefix_caching:
             return []
         size, parent = self.block_size, ROOT
@@ -144,33 +226,49 @@ class BlockManager:
             block = self._by_key.get(block_key(parent, tokens))
             if block is None:
                 break
-            content = self._content[block]
+            content = self.pool.content[block]
             if content is None or content.parent != parent or content.tokens != tokens:
                 break
             hits.append(block)
             parent = content.chain
-        return hits
+        return hits[: self._num_windowed(hits)] if self.two_kinds else hits
+
+    def _num_windowed(self, hits: list[int]) -> int:
+        """The most of these leading blocks after which the layers with a window find all that they read."""
+        found = [self._chain_of(block) in self._windowed for block in hits]
+        missing = -1  # the last block before `count` that is not cached for these layers
+        most = 0
+        for count in range(1, len(hits) + 1):
+            if not found[count - 1]:
+                missing = count - 1
+            if missing < self._first_kept(count * self.block_size):
+                most = count
+        return most
 
     def _register_block(self, block: int, parent: int, tokens: bytes) -> int | None:
         """Make `block` findable and return its chain id; if an equal block is cached, return that one's id.
         None on a hash collision."""
         key = block_key(parent, tokens)
         if key in self._by_key:
-            known = self._content[self._by_key[key]]
+            known = self.pool.content[self._by_key[key]]
             assert known is not None
             return known.chain if known.parent == parent and known.tokens == tokens else None
-        content = _CachedBlock(key, self._next_chain, parent, tokens)
+        content = _CachedBlock(self._next_chain, key, parent, tokens)
         self._next_chain += 1
         self._by_key[key] = block
-        self._content[block] = content
+        self.pool.content[block] = content
         return content.chain
 
-    def _take(self) -> int:
-        """Take the next free block and remove its content from the prefix cache."""
-        block, _ = self._free.popitem(last=False)
-        content = self._content[block]
-        if content is not None:
+    def _register_windowed(self, block: int, chain: int) -> None:
+        """Make the block of the layers with a window findable, unless it was freed or one is known."""
+        number = block + self.pool.first_windowed
+        if block != PADDING and chain not in self._windowed and self.pool.content[number] is None:
+            self._windowed[chain] = number
+            self.pool.content[number] = _CachedBlock(chain)
+
+    def _forget(self, content: _CachedBlock) -> None:
+        """A cached block is reused."""
+        if content.tokens:
             del self._by_key[content.key]
-            self._content[block] = None
-        self._ref_counts[block] = 1
-        return block
+        else:
+            del self._windowed[content.chain]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -28,45 +28,9 @@ from nanovllm.batch import (
 from nanovllm.config import Config
 from nanovllm.plan.block_manager import BlockManager
 from nanovllm.plan.columns import SamplingTable, num_likeliest, take_prompt_tokens
+from nanovllm.plan.room import Room
 from nanovllm.plan.sequence import Sequence, SequenceStatus
 from nanovllm.plan.token_rules import RuledRow, restrict_all
-
-
-@dataclass(frozen=True, slots=True)
-class Room:
-    """Which sequences fit: the size of the KV cache, and the longest sequence."""
-
-    num_blocks: int
-    block_size: int
-    asked: int  # max_model_len before the size of the KV cache lowers it
-    longest: int | None = None  # up to which the user can raise max_model_len; None: its current value
-    cache_options: str = "num_kvcache_blocks or gpu_memory_utilization"  # to make the cache larger, in errors
-
-    @property
-    def max_model_len(self) -> int:
-        """The most tokens of prompt and output together."""
-        return min(self.asked, self.num_blocks * self.block_size)
-
-    def check_fits(self, length: int, more: int = 1) -> None:
-        """Raise ValueError, with the fix, if there is no room for a prompt of `length` tokens and `more`
-        drawn ones. -1: the prompt's last token is scored and not computed, so it needs no room."""
-        limit, longest = self.max_model_len, self.asked if self.longest is None else self.longest
-        if length + more <= limit:
-            return
-        why, raises = f"max_model_len={limit}", []
-        if limit < self.asked:
-            why = f"the KV cache has {self.num_blocks} blocks of {self.block_size} tokens"
-            raises.append(self.cache_options)
-        if length + more > self.asked:
-            raises.append(f"max_model_len (up to {longest})")
-        can_be_raised = length + more <= longest
-        if not can_be_raised:
-            why += f", and the model's own limit is {longest}"
-        fix = f", or raise {' and '.join(raises)}" if can_be_raised else ""
-        raise ValueError(
-            f"the prompt has {length} tokens, and at most {limit - more} "
-            f"{'leave room for one more' if more > 0 else 'fit'} ({why}); shorten it{fix}"
-        )
 
 
 class Scheduler:
@@ -78,7 +42,8 @@ class Scheduler:
     """
 
     def __init__(self, config: Config, room: Room) -> None:
-        self.block_manager = BlockManager(room.num_blocks, room.block_size, config.enable_prefix_caching)
+        caching, chunk = config.enable_prefix_caching, config.max_num_batched_tokens
+        self.block_manager = BlockManager(room.num_blocks, room.block_size, caching, room.windows, chunk)
         # Whether the prefix cache also offers blocks that decode steps wrote, with other bits than prefill.
         self._share_outputs = not config.deterministic
         self.max_num_seqs = max_num_seqs = config.max_num_seqs
@@ -93,7 +58,9 @@ class Scheduler:
         self._sampling = SamplingTable(max_num_seqs)
         max_blocks = self.block_manager.blocks_for(room.max_model_len)
         self._block_tables = np.full((max_num_seqs, max_blocks), PADDING, np.int32)  # a row for each slot
+        self._window_tables = self._block_tables.copy() if self.block_manager.two_kinds else None
         self._table_lens = np.zeros(max_num_seqs, np.int32)
+        self._prefilled: list[Sequence] = []  # in the last step, if there are windows
 
     def is_finished(self) -> bool:
         return not self._unfinished
@@ -118,7 +85,16 @@ class Scheduler:
 
         The plan must be launched before the next call: the K/V that it computes counts as cached at once.
         """
-        return self._schedule_prefill() or self._schedule_decode()
+        for seq in self._prefilled:  # the next tokens read less than those of that step
+            if seq.status is SequenceStatus.RUNNING:
+                self.block_manager.release(seq)
+                self._write_table(seq)
+        self._prefilled = []
+        batch = self._schedule_prefill() or self._schedule_decode()
+        # If all were preempted, because the blocks of the last one lay in too many slabs: it starts again.
+        if batch is None and self.waiting and not (self.running or self.waiting[0].num_pending_tokens):
+            batch = self._schedule_prefill()
+        return batch
 
     def postprocess(self, batch: Batch, output: StepOutput) -> TokenEvents:
         """Add the tokens of a step to their sequences; return the new tokens and the ended sequences."""
@@ -248,6 +224,10 @@ class Scheduler:
             if seq is None:
                 break
             query_len = min(budget, len(seq.token_ids) - seq.num_computed_tokens)
+            if self.room.windows is not None:
+                extended = self.block_manager.extend(seq, seq.num_computed_tokens + query_len)
+                assert extended, "its admission left room for every step of its prompt"
+                self._write_table(seq)
             seqs.append(seq)
             query_lens.append(query_len)
             budget -= query_len
@@ -257,6 +237,7 @@ class Scheduler:
             self.prefilling = seq if seq.num_computed_tokens < len(seq.token_ids) else None
         if not seqs:
             return None
+        self._prefilled = [] if self.room.windows is None else seqs
         draws = [int(s is not self.prefilling and s.max_tokens_total > len(s.token_ids)) for s in seqs]
         token_ids: list[int] = []
         for seq, query_len, drawn in zip(seqs, query_lens, draws, strict=True):
@@ -362,6 +343,8 @@ class Scheduler:
         self.running.remove(seq)
         self.block_manager.free(seq)
         self._block_tables[seq.slot] = PADDING
+        if self._window_tables is not None:
+            self._window_tables[seq.slot] = PADDING
         self._table_lens[seq.slot] = 0
         self._free_slots.append(seq.slot)
         seq.slot = NO_SLOT
@@ -369,6 +352,8 @@ class Scheduler:
     def _write_table(self, seq: Sequence) -> None:
         """Copy the sequence's block table to the row of its slot."""
         self._block_tables[seq.slot, : len(seq.block_table)] = seq.block_table
+        if self._window_tables is not None:
+            self._window_tables[seq.slot, : len(seq.window_table)] = seq.window_table
         self._table_lens[seq.slot] = len(seq.block_table)
 
     def _make_batch(
@@ -397,4 +382,5 @@ class Scheduler:
             draws=draws,
             sampling=self._sampling.take(slots, context_lens),
             extras=extras,
+            window_tables=None if self._window_tables is None else self._window_tables[slots, :width],
         )

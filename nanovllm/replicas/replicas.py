@@ -18,7 +18,7 @@ from nanovllm.engine.stats import StepStats
 from nanovllm.lifecycle import held_interrupts
 from nanovllm.models.weights import check_dense, named_pairs, named_tensor
 from nanovllm.outputs import RequestMetrics, RequestOutput, changed
-from nanovllm.plan.scheduler import Room
+from nanovllm.plan.room import Room
 from nanovllm.replicas.pool import Pool
 from nanovllm.replicas.replica import unpack_output
 from nanovllm.runner.residency import TAGS, WEIGHTS, RankView
@@ -53,7 +53,7 @@ class Replicas:
         self._num_updates = 0
         try:
             rooms: list[Room] = self.pool.call("room")
-            self.room = min(rooms, key=lambda room: room.num_blocks * room.block_size)
+            self.room = min(rooms, key=lambda room: (room.max_model_len, room.num_blocks))
             self.pool.set("limit", self.room.max_model_len)
         except BaseException:
             self.pool.kill()

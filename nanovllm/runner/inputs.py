@@ -9,7 +9,7 @@ dtype, shape and neutral value of each column, but not its meaning.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Annotated, Generic, NamedTuple
 
@@ -53,15 +53,19 @@ def prepare_prefill(batch: Batch, block_size: int, in_halves: bool = False) -> S
     cu_seqlens_q = prefix_sum(query_lens)
     rows = np.repeat(np.arange(len(query_lens), dtype=np.int32), query_lens)  # [T] the row of each token
     positions = np.arange(len(rows), dtype=np.int32) + (context_lens - query_lens - cu_seqlens_q[:-1])[rows]
-    slot_mapping = _slot_mapping(batch, rows, positions, block_size)
+    slots = _slot_mapping(batch.block_tables, rows, positions, block_size)
+    near = batch.window_tables
+    window_slots = None if near is None else _slot_mapping(near, rows, positions, block_size)
     attention = StepColumns(
-        slot_mapping=slot_mapping,
+        slot_mapping=slots,
         context_lens=context_lens,
         block_tables=batch.block_tables,
         max_seqlen_k=int(context_lens.max()),
         prefill=PrefillRanges(cu_seqlens_q, prefix_sum(context_lens), int(query_lens.max())),
         wanted_rows=wanted_rows(batch),
-        halves=halves(batch, slot_mapping) if in_halves else None,
+        halves=halves(batch, slots, window_slots) if in_halves else None,
+        window_slots=window_slots,
+        window_tables=near,
     )
     return _inputs(batch, rows, positions, attention)
 
@@ -74,12 +78,15 @@ def prepare_decode(
 ) -> StepInputs[np.ndarray]:
     """The inputs of a decode step. max_seqlen_k: an upper bound of context lengths; None: the longest."""
     rows, positions = np.arange(len(batch.slots)), batch.context_lens - np.int32(1)
+    near = batch.window_tables
     attention = StepColumns(
-        slot_mapping=_slot_mapping(batch, rows, positions, block_size),
+        slot_mapping=_slot_mapping(batch.block_tables, rows, positions, block_size),
         context_lens=batch.context_lens,
         block_tables=batch.block_tables,
         max_seqlen_k=int(batch.context_lens.max()) if max_seqlen_k is None else max_seqlen_k,
         shared=shared,
+        window_slots=None if near is None else _slot_mapping(near, rows, positions, block_size),
+        window_tables=near,
     )
     return _inputs(batch, rows, positions, attention)
 
@@ -101,9 +108,9 @@ def wanted_rows(batch: Batch) -> np.ndarray:
     return np.unique(np.concatenate([last, *more])) if more else last
 
 
-def _slot_mapping(batch: Batch, rows: np.ndarray, positions: np.ndarray, block_size: int) -> np.ndarray:
+def _slot_mapping(tables: np.ndarray, rows: np.ndarray, positions: np.ndarray, block_size: int) -> np.ndarray:
     """The cache slot of each token's K/V: block * block_size + offset."""
-    blocks = batch.block_tables[rows, positions // block_size]
+    blocks = tables[rows, positions // block_size]
     return blocks * np.int32(block_size) + positions % np.int32(block_size)
 
 
@@ -138,7 +145,9 @@ def overlaps(batch: Batch, tp_size: int) -> bool:
     return large and tp_size in OVERLAP_RANKS
 
 
-def halves(batch: Batch, slot_mapping: np.ndarray) -> tuple[Half, Half]:
+def halves(
+    batch: Batch, slot_mapping: np.ndarray, window_slots: np.ndarray | None = None
+) -> tuple[Half, Half]:
     """Split a batch of two or more tokens in the middle; one sequence may be in both halves."""
     ends = np.cumsum(batch.query_lens)
     cut = int(ends[-1]) // 2
@@ -151,9 +160,16 @@ def halves(batch: Batch, slot_mapping: np.ndarray) -> tuple[Half, Half]:
     contexts[-1] -= left
     if left:
         second[0] = left
+    left_half = _half(first, contexts, slot_mapping[:cut], batch.block_tables[: row + 1])
+    right_half = _half(
+        second, batch.context_lens[next_row:], slot_mapping[cut:], batch.block_tables[next_row:]
+    )
+    near = batch.window_tables
+    if near is None or window_slots is None:
+        return left_half, right_half
     return (
-        _half(first, contexts, slot_mapping[:cut], batch.block_tables[: row + 1]),
-        _half(second, batch.context_lens[next_row:], slot_mapping[cut:], batch.block_tables[next_row:]),
+        replace(left_half, window_slots=window_slots[:cut], window_tables=near[: row + 1]),
+        replace(right_half, window_slots=window_slots[cut:], window_tables=near[next_row:]),
     )
 
 

@@ -13,6 +13,7 @@ from math import prod
 import numpy as np
 import torch
 
+from nanovllm.attention.base import AttentionSpec
 from nanovllm.batch import Batch, StepKind, greedy
 from nanovllm.config import Config
 from nanovllm.device import Device
@@ -140,19 +141,83 @@ def equal_batch(
     )
 
 
-def cache_shape(layers: Sequence[Attention], num_blocks: int, block_size: int) -> tuple[int, ...]:
-    """[2, layers with own keys, num_blocks, block_size, KV heads, head_dim]: keys, then values."""
-    spec, own = layers[0].spec, sum(layer.spec.kv_from is None for layer in layers)
-    return 2, own, num_blocks, block_size, spec.num_kv_heads, spec.head_dim
+_MOST_UNUSED = 0.25  # of a block's memory; beyond it all layers keep the blocks of all tokens
 
 
-def attach(layers: Sequence[Attention], kv_cache: torch.Tensor) -> None:
-    """Give every layer its part of a cache of `cache_shape`, instead of its current one."""
-    own = iter(zip(*kv_cache, strict=True))
-    for layer in layers:
+@dataclass(frozen=True, slots=True)
+class CacheLayout:
+    """How layers share the cache [2, layers, num_blocks, block_size, KV heads, head_dim].
+
+    Layers with a window and the others have blocks of their own if both kinds exist. A block of the first
+    takes one block of the cache in `layers` layers. For the others the memory of these layers holds `parts`
+    blocks: with num_blocks * parts blocks, their layers are fewer.
+    """
+
+    layers: int  # of the cache
+    windowed: tuple[
+        bool, ...
+    ]  # of each attention layer: whether its blocks are those of layers with a window
+    parts: int | None = None  # None: all layers have the same blocks
+    reach: int | None = None  # positions that layers with a window may read; None: no block can be freed
+
+    @classmethod
+    def of(cls, specs: Sequence[AttentionSpec], block_size: int, tile: int) -> CacheLayout:
+        """tile: `window_tile` of the backend."""
+        owners = [index if spec.kv_from is None else spec.kv_from for index, spec in enumerate(specs)]
+        windows = {
+            owner: [spec.window for spec, other in zip(specs, owners, strict=True) if other == owner]
+            for owner in owners
+        }
+        near = {owner for owner, found in windows.items() if None not in found}
+        one = cls(len(windows), (False,) * len(specs))
+        if not near:
+            return one
+        reach = max(window for owner in near for window in windows[owner] if window is not None)
+        reach += 0 if block_size % tile == 0 else tile - 1
+        others = len(windows) - len(near)
+        if not others:
+            return replace(one, reach=reach)
+
+        def unused(layers: int) -> float:
+            return max(layers - len(near), layers % others) / layers
+
+        layers = min(range(max(len(near), others), len(near) + others), key=unused)
+        if unused(layers) > _MOST_UNUSED:
+            return one
+        return cls(layers, tuple(owner in near for owner in owners), layers // others, reach)
+
+    def shape(self, spec: AttentionSpec, num_blocks: int, block_size: int) -> tuple[int, ...]:
+        return 2, self.layers, num_blocks, block_size, spec.num_kv_heads, spec.head_dim
+
+    def most_blocks(self, sequences: int, longest: int, chunk: int, block_size: int) -> int:
+        """More blocks than these are of no use to so many sequences of `longest` tokens."""
+        blocks = -(-longest // block_size)
+        if self.reach is None:
+            return sequences * blocks
+        windowed = min(blocks, (self.reach + chunk) // block_size + 2)
+        others = 0 if self.parts is None else -(-blocks // self.parts)
+        return sequences * (others + windowed)
+
+
+def plain_layout(layers: Sequence[Attention]) -> CacheLayout:
+    """All layers have the same blocks, and keep them."""
+    own = sum(layer.spec.kv_from is None for layer in layers)
+    return CacheLayout(own, (False,) * len(layers))
+
+
+def attach(layers: Sequence[Attention], kv_cache: torch.Tensor, layout: CacheLayout) -> None:
+    """Give every layer its part of a cache of this layout, instead of its current one."""
+    parts = layout.parts or 1
+    memory = kv_cache[:, : kv_cache.shape[1] // parts * parts]
+    own = {
+        True: iter(zip(*kv_cache, strict=True)),
+        False: iter(zip(*memory.unflatten(1, (-1, parts)).flatten(2, 3), strict=True)),
+    }
+    for layer, windowed in zip(layers, layout.windowed, strict=True):
         source = layer.spec.kv_from
-        k, v = layers[source].cache[:2] if source is not None else next(own)
+        k, v = layers[source].cache[:2] if source is not None else next(own[windowed])
         layer.cache = layer.cache._replace(k=k, v=v)
+        layer.windowed = windowed
 
 
 def scratch_in(kv_cache: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

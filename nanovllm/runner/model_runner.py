@@ -42,7 +42,15 @@ from nanovllm.runner.inputs import (
     prepare_prefill,
     rows_of_half,
 )
-from nanovllm.runner.memory import KVCacheSpace, attach, cache_shape, equal_batch, scratch_in, set_scales
+from nanovllm.runner.memory import (
+    CacheLayout,
+    KVCacheSpace,
+    attach,
+    equal_batch,
+    plain_layout,
+    scratch_in,
+    set_scales,
+)
 from nanovllm.runner.shared_prefixes import SharedPrefixFinder, SharedRows
 
 _CALIBRATION_TOKENS = 2048
@@ -52,7 +60,7 @@ GraphOutput = tuple[torch.Tensor, torch.Tensor | None]
 class ModelRunner:
     """Runs steps on one device, as one rank of a tensor-parallel group."""
 
-    kv_cache: torch.Tensor  # of `cache_shape`
+    kv_cache: torch.Tensor  # of `layout`
 
     def __init__(
         self,
@@ -96,10 +104,9 @@ class ModelRunner:
         self._undrawn: UndrawnStep | None = None
         self.profile: _RankProfile | None = None  # the active one
         self.prefixes: SharedPrefixFinder | None = None  # None without a KV cache
-        self.spec = max(
-            (layer.spec for layer in self.model.attention_layers),
-            key=lambda spec: (spec.window is None, spec.num_heads),
-        )
+        specs = [layer.spec for layer in self.model.attention_layers]
+        self.spec = max(specs, key=lambda spec: (spec.window is None, spec.num_heads))
+        self.layout = CacheLayout.of(specs, self.block_size, self.backend.window_tile)
         self.shared_unit = self.backend.shared_unit(self.spec, self.cache_dtype, device.torch)
         max_seqs, max_tokens = config.max_num_seqs, max(config.max_num_batched_tokens, config.max_num_seqs)
         unit = 0 if self.shared_unit is None else self.shared_unit.sequences
@@ -129,20 +136,21 @@ class ModelRunner:
             return
         num_tokens = min(_CALIBRATION_TOKENS, self.max_model_len)
         layers, kept = self.model.attention_layers, self.kv_cache
-        shape = cache_shape(layers, -(-num_tokens // self.block_size), self.block_size)
+        layout = plain_layout(layers)
+        shape = layout.shape(self.spec, -(-num_tokens // self.block_size), self.block_size)
         self.kv_cache = scratch_in(kept, shape, self.dtype)  # zeros: unwritten positions must not count
         caches = [layer.cache for layer in layers]
         for layer in layers:
             layer.cache = KVCache(*layer.cache[:2])  # without scales
-        attach(layers, self.kv_cache)
+        attach(layers, self.kv_cache, layout)
         rng = np.random.default_rng(0)
         token_ids = rng.integers(self.model_config.vocab_size, size=num_tokens, dtype=np.int32)
         for start in range(0, num_tokens, self.config.max_num_batched_tokens):
             chunk = token_ids[start : start + self.config.max_num_batched_tokens]
             batch = self._equal_batch(StepKind.PREFILL, 1, len(chunk), start + len(chunk))
             self.run(replace(batch, token_ids=chunk))
-        for layer, cache in zip(layers, caches, strict=True):
-            layer.cache = cache
+        for layer, cache, windowed in zip(layers, caches, self.layout.windowed, strict=True):
+            layer.cache, layer.windowed = cache, windowed
         set_scales(layers, self.kv_cache, self.cache_dtype)
         self.kv_cache = kept
 
@@ -178,8 +186,7 @@ class ModelRunner:
 
     def measure_kv_cache(self, reserve: int) -> KVCacheSpace:
         """Return the device's memory for the KV cache besides `reserve` bytes, and the size of a block."""
-        layers = self.model.attention_layers
-        per_block = prod(cache_shape(layers, 1, self.block_size)) * self.cache_dtype.itemsize
+        per_block = prod(self.layout.shape(self.spec, 1, self.block_size)) * self.cache_dtype.itemsize
         ranks_here = 1 if self.device.is_cuda else self.tp.size
         held = max(self.device.tensor_bytes() - self._held_by_others, 0)
         share = self.config.gpu_memory_utilization
@@ -219,9 +226,9 @@ class ModelRunner:
         KVCacheMemoryError if the device has less memory for it than it reported, as under `ulimit -v`.
         """
         layers = self.model.attention_layers
-        self.kv_cache = torch.empty(cache_shape(layers, 0, 0))
-        attach(layers, self.kv_cache)  # frees the old cache
-        shape = cache_shape(layers, num_blocks, self.block_size)
+        self.kv_cache = torch.empty(self.layout.shape(self.spec, 0, self.block_size))
+        attach(layers, self.kv_cache, self.layout)  # frees the old cache
+        shape = self.layout.shape(self.spec, num_blocks, self.block_size)
         try:
             self.kv_cache = torch.empty(shape, dtype=self.cache_dtype, device=self.device.torch)
         except RuntimeError as error:
@@ -230,7 +237,7 @@ class ModelRunner:
                 f"{self.device.torch} has no memory for a KV cache of {num_blocks} blocks, {size:.2f} GiB; "
                 "give LLM a smaller num_kvcache_blocks"
             ) from error
-        attach(layers, self.kv_cache)
+        attach(layers, self.kv_cache, self.layout)
 
     @torch.inference_mode()
     def capture_cudagraph(self, progress: bool = False) -> None:
@@ -254,7 +261,9 @@ class ModelRunner:
 
     def _make_step(self, shared: SharedRows | None, drawn: bool, rows: int) -> Callable[[], GraphOutput]:
         """A decode step of `rows` sequences over the fixed input buffer, to capture as a graph."""
-        arrays = prepare_decode(EMPTY_BATCH, self.block_size, shared, self.max_model_len)
+        tables = EMPTY_BATCH.block_tables if self.layout.parts else None
+        batch = replace(EMPTY_BATCH, window_tables=tables)
+        arrays = prepare_decode(batch, self.block_size, shared, self.max_model_len)
         inputs = self.staging.send(arrays, replace(self.size, tokens=rows, seqs=rows))()
         return lambda: self._graph_step(inputs, drawn)
 

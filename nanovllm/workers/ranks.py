@@ -208,7 +208,8 @@ class Ranks:
         Other processes may take memory between the measurement and the allocation; then measure again.
         """
         runner = self.runner
-        most = runner.config.max_num_seqs * runner.max_blocks
+        sizes = runner.config.max_num_seqs, runner.max_model_len, runner.config.max_num_batched_tokens
+        most = runner.layout.most_blocks(*sizes, runner.block_size)
         for _ in range(_KV_CACHE_TRIES):
             spaces = self.call("measure_kv_cache", reserve)
             self.num_blocks = fit_kv_cache(spaces, runner.config, runner.block_size, most)

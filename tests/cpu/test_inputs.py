@@ -121,8 +121,15 @@ def test_halves_together_equal_the_batch(batch: Batch) -> None:
     """Cut the batch in the middle. If this splits a sequence, its second part attends to its first part."""
     if len(batch.token_ids) < 2:
         return
+    batch = replace(batch, window_tables=batch.block_tables + 100)
     whole = prepare_prefill(batch, BLOCK).attention
-    parts = halves(batch, whole.slot_mapping)
+    parts = halves(batch, whole.slot_mapping, whole.window_slots)
+    assert whole.window_slots.tolist() == (whole.slot_mapping + 100 * BLOCK).tolist()
+    for half in parts:
+        windowed = half.of_windows()
+        assert windowed.slot_mapping.tolist() == (half.slot_mapping + 100 * BLOCK).tolist()
+        assert windowed.block_tables.tolist() == (half.block_tables + 100).tolist()
+        assert windowed.context_lens is half.context_lens and windowed.prefill is half.prefill
     assert np.array_equal(np.concatenate([half.slot_mapping for half in parts]), whole.slot_mapping)
     assert len(parts[0].slot_mapping) == len(batch.token_ids) // 2
     cells = []
@@ -207,6 +214,7 @@ def test_every_step_up_to_the_largest_fits(size: StepSize) -> None:
         block_tables=np.ones((count, 1), np.int32),
         draws=np.ones(count, np.int32),
         sampling=greedy(count),
+        window_tables=np.ones((count, 1), np.int32),
     )
     inputs = prepare_prefill(batch, BLOCK, in_halves=True)
     inputs = replace(inputs, attention=replace(inputs.attention, shared=no_shared_prefixes(count, UNIT)))

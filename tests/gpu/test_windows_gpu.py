@@ -11,15 +11,19 @@ import attention_cases
 import pytest
 import torch
 from attention_cases import Heads, variant_of
+from checked_llm import make_tiny
 from engine_cases import make_prompts
+from freed_blocks import CELLS, spoil_free_blocks
 from tensors import BF16, F16, F32, FP8, assert_near
 from tiny_models import MORE_FAMILIES, transformers_greedy, write_tiny_model
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.batch import PADDING
 from nanovllm.kernels.attention_reference import paged_decode_attention_reference
 from nanovllm.kernels.decode_attention import paged_decode_attention_triton
 from nanovllm.kernels.paged import Variant
 from nanovllm.kernels.prefill_attention import LONG, SHORT, WIDE
+from nanovllm.runner.memory import CacheLayout
 
 pytestmark = pytest.mark.gpu
 
@@ -134,3 +138,66 @@ def test_families(tmp_path: Path, family: str, options: dict[str, Any]) -> None:
         for _ in range(2):
             outputs = llm.generate(prompts, params, use_tqdm=False)
             assert [each["token_ids"] for each in outputs] == expected
+
+
+@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize("family", ["mistral-window", "gemma3", "gemma2"])
+def test_freed_blocks_are_not_read(
+    tmp_path: Path, family: str, cell: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Free blocks are NaN before each step; with graphs, and windows longer and shorter than blocks."""
+    heads = {"head_dim": 16} if "gemma" in family else {"hidden_size": 64}
+    for window in (6, 40):
+        folder = write_tiny_model(tmp_path / str(window), family, sliding_window=window, **heads)
+        prompts = [prompt * 3 for prompt in make_prompts()]
+        params = SamplingParams(temperature=0, max_tokens=300, ignore_eos=True)
+        expected = [transformers_greedy(folder, prompt, 300) for prompt in prompts]
+        options = {
+            "dtype": "float32",
+            "attention_backend": "triton",
+            "kvcache_block_size": 16,
+            "device": "cuda",
+        }
+        common = {"max_model_len": 400, **CELLS[cell], "num_kvcache_blocks": 90, "async_scheduling": True}
+        with make_tiny(folder, **options | common) as llm:
+            spoil_free_blocks(llm, monkeypatch)
+            for _ in range(2):
+                outputs = llm.generate(prompts, params, use_tqdm=False)
+                assert [each["token_ids"] for each in outputs] == expected
+            tables = [
+                batch.block_tables if batch.window_tables is None else batch.window_tables
+                for batch in llm.batches
+            ]
+            assert any((table[:, 0] == PADDING).any() for table in tables), "no block was freed"
+
+
+@pytest.mark.parametrize("backend", ["triton", "flash_attn"])
+@pytest.mark.parametrize("cache", ["auto", "fp8"])
+@pytest.mark.parametrize("family", ["mistral-window", "gemma3"])
+def test_long_answers_in_few_blocks(
+    tmp_path: Path, family: str, cache: str, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With blocks of 256 and a window of 300, in bfloat16: as with a cache that frees nothing."""
+    if backend == "flash_attn":
+        pytest.importorskip("flash_attn")
+        if cache == "fp8":
+            pytest.skip("flash-attn 2 reads no FP8 cache")
+    size = {"head_dim": 64, "hidden_size": 256, "sliding_window": 300, "max_position_embeddings": 4096}
+    folder = write_tiny_model(tmp_path, family, **size)
+    prompts = [prompt * 30 for prompt in make_prompts()]
+    params = SamplingParams(temperature=0, max_tokens=1500, ignore_eos=True)
+    options = {"kvcache_block_size": 256, "kv_cache_dtype": cache, "attention_backend": backend}
+    common = {"dtype": "bfloat16", "device": "cuda", "max_model_len": 4096, "enable_prefix_caching": False}
+    answers = []
+    for keeps in (False, True):
+        with monkeypatch.context() as patch:
+            if keeps:
+                patch.setattr(
+                    CacheLayout, "of", lambda specs, *_: CacheLayout(len(specs), (False,) * len(specs))
+                )
+            with make_tiny(folder, num_kvcache_blocks=90, **options | common) as llm:
+                if not keeps:
+                    spoil_free_blocks(llm, patch)
+                outputs = llm.generate(prompts, params, use_tqdm=False)
+                answers.append([each["token_ids"] for each in outputs])
+    assert answers[0] == answers[1]

@@ -6,6 +6,7 @@ import random
 import subprocess
 import sys
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from invariants import check_scheduler
 
 from nanovllm.batch import NOT_DRAWN, NOT_FINITE, StepKind, StepOutput
-from nanovllm.plan.scheduler import Room
+from nanovllm.plan.room import Room, Windows
 from nanovllm.sampling_params import SamplingParams
 
 PROMPTS = st.lists(
@@ -32,13 +33,16 @@ PROMPTS = st.lists(
 @settings(max_examples=300, deadline=None)
 @given(data=st.data())
 def test_any_load_gives_the_right_tokens(data: st.DataObject) -> None:
+    check_any_load(data.draw)
+
+
+def check_any_load(draw: Any, windows: Windows | None = None) -> None:
     """Random sizes, requests, aborts and arrival times: tokens are right, invariants hold, no request is
     lost.
     """
-    draw = data.draw
     block_size = draw(st.sampled_from([1, 2, 3, 4, 8]), "block_size")
     loop = make_loop(
-        num_blocks=draw(st.integers(-(-8 // block_size), 24), "num_blocks"),
+        num_blocks=draw(st.integers(-(-8 // block_size) + (windows is not None), 24), "num_blocks"),
         block_size=block_size,
         max_num_seqs=draw(st.integers(1, 6), "max_num_seqs"),
         max_num_batched_tokens=draw(st.sampled_from([1, 3, 7, block_size, block_size + 1, 64]), "budget"),
@@ -46,6 +50,7 @@ def test_any_load_gives_the_right_tokens(data: st.DataObject) -> None:
         caching=draw(st.booleans(), "caching"),
         run_ahead=draw(st.booleans(), "run_ahead"),
         lazy=draw(st.booleans(), "lazy"),
+        windows=windows,
     )
     limit = loop.scheduler.room.max_model_len
     todo = [prompt[: limit - 1] for prompt in draw(PROMPTS, "prompts")]
@@ -67,7 +72,7 @@ def test_any_load_gives_the_right_tokens(data: st.DataObject) -> None:
             check_scheduler(loop.scheduler)
     assert sorted([*loop.finished, *aborted]) == sorted(added)
     for seq_id, (prompt, params) in added.items():
-        tokens, reason = expected_output(prompt, params, limit)
+        tokens, reason = expected_output(prompt, params, limit, windows)
         if seq_id in aborted:
             got = aborted[seq_id].completion_token_ids
             assert got == tokens[: len(got)] and aborted[seq_id].finish_reason == "abort"

@@ -1,0 +1,39 @@
+"""Engines whose free blocks are NaN before each step, for tests of layers with windows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import inside
+import pytest
+import torch
+from checked_llm import CheckedLLM
+
+from nanovllm.batch import Batch
+
+CELLS: dict[str, dict[str, Any]] = {
+    "tight": {"max_num_batched_tokens": 7, "num_kvcache_blocks": 14},
+    "ample": {"num_kvcache_blocks": 100, "async_scheduling": False},
+    "no prefix cache": {"enable_prefix_caching": False, "max_num_batched_tokens": 11},
+}
+
+
+def spoil_free_blocks(llm: CheckedLLM, patch: pytest.MonkeyPatch) -> list[int]:
+    """Before each step, fill all blocks with NaN that are free and not cached; return how many, by step."""
+    runner, counts = inside.runner(llm), []
+    launch = runner.launch
+
+    def launch_spoilt(batch: Batch) -> Any:
+        pool = inside.block_manager(llm).pool
+        cached = [content is not None for content in pool.content]
+        free = [slab for slab in pool.free_slabs if not any(cached[slab :: pool.num_slabs])]
+        runner.kv_cache[:, :, free] = torch.nan
+        for layer in runner.model.attention_layers:
+            if not layer.windowed:
+                for part in [part for part in pool.free_parts if not cached[part]]:
+                    layer.cache.k[part] = layer.cache.v[part] = torch.nan
+        counts.append(len(free))
+        return launch(batch)
+
+    patch.setattr(runner, "launch", launch_spoilt)
+    return counts
