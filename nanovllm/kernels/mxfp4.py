@@ -5,6 +5,8 @@ The layout is that of checkpoints. Owns no weight. Source: OCP Microscaling Form
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 
 GROUP = 32  # values that share a scale
@@ -41,7 +43,7 @@ def quantise_mxfp4(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     exponents = torch.ceil(torch.log2(largest / VALUES[7]))
     exponents += (largest > VALUES[7] * torch.exp2(exponents)).float()  # if the logarithm was rounded down
     scaled = groups / torch.exp2(exponents)[..., None]
-    middles = [(a + b) / 2 for a, b in zip(_MAGNITUDES, _MAGNITUDES[1:], strict=False)]
+    middles = [(a + b) / 2 for a, b in pairwise(_MAGNITUDES)]
     edges = torch.tensor(middles, device=values.device)
     below, above = (torch.bucketize(scaled.abs(), edges, right=right) for right in (False, True))
     codes = torch.where(below % 2 == 0, below, above) + 8 * (scaled.signbit())
