@@ -39,7 +39,8 @@ def mxfp4_shards(weight: WeightShard) -> tuple[WeightShard, WeightShard]:
     n, k = weight.shape
     if k % GROUP:
         raise ValueError(
-            f"MXFP4 weights need a hidden_size and an intermediate_size that are multiples of {GROUP}, not {k}"
+            f"experts in MXFP4 need a hidden_size and an intermediate_size that are multiples of {GROUP}, "
+            f"not {k}"
         )
     blocks = replace(weight, param="blocks", shape=(n, k // GROUP, BYTES), dtypes=(torch.uint8,))
     scales = replace(blocks, param="scales", shape=(n, k // GROUP), dummy=_DUMMY_SCALE)
@@ -106,9 +107,7 @@ class Mxfp4Config(QuantConfig):
 
     @property
     def note(self) -> str | None:
-        return (
-            "MXFP4 experts are dequantised as they are loaded; they take four times the memory of the files"
-        )
+        return "experts in MXFP4 are dequantised as they are loaded: they take four times the files' memory"
 
     @classmethod
     def of(cls, stated: Mapping[str, Any]) -> QuantConfig:
