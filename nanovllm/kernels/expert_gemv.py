@@ -126,8 +126,8 @@ def _down_kernel(
             total += weight.to(tl.float32) * (share * x.to(tl.float32))[None, :]
         if bias_ptr is not None:
             bias_ptrs = bias_ptr + tl.maximum(expert, 0) * N + outputs
-            exists_here = (outputs < N) & (expert >= 0)
-            bias += share * tl.load(bias_ptrs, mask=exists_here, other=0.0).to(tl.float32)
+            own = outputs < tl.where(expert >= 0, N, 0)
+            bias += share * tl.load(bias_ptrs, mask=own, other=0.0).to(tl.float32)
     out = (tl.sum(total, axis=1) + bias).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + row * N + outputs, out, mask=outputs < N)
 

@@ -42,7 +42,7 @@ def quantise_mxfp4(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     largest = groups.abs().amax(-1).clamp(min=2.0**-120)
     exponents = torch.ceil(torch.log2(largest / VALUES[7]))
     exponents += (largest > VALUES[7] * torch.exp2(exponents)).float()  # if the logarithm was rounded down
-    scaled = groups / torch.exp2(exponents)[..., None]
+    scaled = (groups / torch.exp2(exponents)[..., None]).contiguous()
     middles = [(a + b) / 2 for a, b in pairwise(_MAGNITUDES)]
     edges = torch.tensor(middles, device=values.device)
     below, above = (torch.bucketize(scaled.abs(), edges, right=right) for right in (False, True))

@@ -37,7 +37,11 @@ def test_routing(rows: int, sizes: Sizes) -> None:
 
 
 @pytest.mark.parametrize("rows", [*ROWS, 2])
-@pytest.mark.parametrize("sizes", [Sizes(), Sizes(128, 8, 256, 96), Sizes(8, 2, 136, 200)], ids=str)
+@pytest.mark.parametrize(
+    "sizes",
+    [Sizes(), Sizes(128, 8, 256, 96), Sizes(8, 2, 136, 200), Sizes(32, 4, 192, 208, clamped=True)],
+    ids=str,
+)
 @pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=str)
 def test_experts(rows: int, sizes: Sizes, dtype: torch.dtype) -> None:
     device = torch.device(GPU, 0)
@@ -52,7 +56,9 @@ def test_all_rows_to_few_experts() -> None:
         moe_cases.check_experts(97, sizes, BF16, GPU, choice, only=(2, 3, 4))
 
 
-@pytest.mark.parametrize("sizes", [Sizes(hidden=64), Sizes(128, 8, 2048, 768)], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [Sizes(hidden=64), Sizes(128, 8, 2048, 768), Sizes(32, 4, 2880, 2880, True)], ids=str
+)
 def test_rows_are_independent(sizes: Sizes) -> None:
     """With every tile."""
     moe_cases.check_rows_are_independent([1, 2, 16, 97, 256, 1000], sizes, BF16, GPU, choices(sizes))
