@@ -5,6 +5,7 @@ sleep, refusals, harmony's chat template. `test_families.py` compares the family
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from nanovllm.kernels.compat import INTERPRET
 from nanovllm.kernels.grouped_matmul import choose_experts
 from nanovllm.kernels.mxfp4 import VALUES, dequantise_mxfp4, quantise_mxfp4
 from nanovllm.models.registry import get_family, load_model_config
+from nanovllm.text.templates import TemplateProcess
 from tools.write_mxfp4 import write_mxfp4, write_rounded
 
 # Widths of a group and of several; half of an expert's width is no whole number of groups.
@@ -254,3 +256,95 @@ def test_a_malformed_list_of_modules(mxfp4: Path, tmp_path: Path) -> None:
     )
     with pytest.raises(ValueError, match="modules_to_not_convert must be a list of names, not 'x'"):
         load_model_config(folder)
+
+
+# -- the chat template --------------------------------------------------------------------------------------
+
+# With the features of harmony's template, in short: macros, a namespace, the date, tools and builtin tools.
+HARMONY = """
+{%- macro type_of(spec) -%}
+    {%- if spec.type == 'array' -%}{{ type_of(spec['items']) }}[]
+    {%- elif spec.enum is defined -%}{{ spec.enum | map('tojson') | join(' | ') }}
+    {%- elif spec.type is iterable and spec.type is not string -%}{{ spec.type | join(' | ') }}
+    {%- else -%}{{ spec.type }}{%- endif -%}
+{%- endmacro -%}
+{%- macro tool_list(tools) -%}
+    {%- for tool in tools %}{%- set tool = tool.function %}
+        {{- '// ' + tool.description + '\n' }}{{- 'type ' ~ tool.name ~ ' = (_: {\n' }}
+        {%- for name, spec in tool.parameters.properties.items() %}
+            {{- name }}{{- '?' if name not in tool.parameters.required | default([]) }}: {{ type_of(spec) -}}
+            {{ ',\n' }}
+        {%- endfor %}{{- '}) => any;\n' }}
+    {%- endfor %}
+{%- endmacro -%}
+{%- set effort = reasoning_effort | default('medium') -%}
+{{- '<|start|>system<|message|>Current date: ' + strftime_now('%Y-%m-%d') + '\nReasoning: ' + effort + '\n' }}
+{%- if builtin_tools is defined %}{{- '# Tools\n' }}
+    {%- if 'browser' in builtin_tools %}{{- 'namespace browser {}\n' }}{%- endif %}
+    {%- if 'python' in builtin_tools %}{{- '## python\n' }}{%- endif %}
+{%- endif %}{{- '<|end|>' }}
+{%- if messages[0].role in ['developer', 'system'] %}
+    {%- set instructions = messages[0].content %}{%- set loop_messages = messages[1:] %}
+{%- else %}{%- set instructions = '' %}{%- set loop_messages = messages %}{%- endif %}
+{%- if instructions or tools %}
+    {{- '<|start|>developer<|message|>' + instructions }}{%- if tools %}{{- tool_list(tools) }}{%- endif %}
+    {{- '<|end|>' }}
+{%- endif %}
+{%- set last = namespace(tool=none) %}
+{%- for message in loop_messages -%}
+    {%- if message.role == 'assistant' and 'tool_calls' in message %}
+        {%- set call = message.tool_calls[0].function %}{%- set last.tool = call.name %}
+        {{- '<|start|>assistant<|channel|>commentary to=functions.' ~ call.name ~ '<|message|>' }}
+        {{- call.arguments | tojson }}{{- '<|call|>' }}
+    {%- elif message.role == 'tool' %}
+        {%- if last.tool is none %}{{- raise_exception('a tool that was not called') }}{%- endif %}
+        {{- '<|start|>functions.' ~ last.tool ~ ' to=assistant<|message|>' }}
+        {{- message.content | tojson ~ '<|end|>' }}
+    {%- elif message.role == 'assistant' %}
+        {{- '<|start|>assistant<|channel|>final<|message|>' ~ message.content }}
+        {{- '<|return|>' if loop.last else '<|end|>' }}
+    {%- else %}{{- '<|start|>user<|message|>' + message.content + '<|end|>' }}{%- endif %}
+{%- endfor -%}
+{%- if add_generation_prompt %}{{- '<|start|>assistant' }}{%- endif -%}
+"""
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "Of a place.",
+        "parameters": {
+            "type": "object",
+            "properties": {"place": {"type": "string"}, "unit": {"enum": ["C", "F"], "type": "string"}},
+            "required": ["place"],
+        },
+    },
+}
+
+
+def test_a_template_like_harmonys() -> None:
+    call = {"type": "function", "function": {"name": "weather", "arguments": {"place": "Ulm"}}}
+    conversation = [
+        {"role": "developer", "content": "Be brief.\n"},
+        {"role": "user", "content": "Rain?"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": {"rain": True}},
+    ]
+    process = TemplateProcess()
+    options = {
+        **{"tools": [TOOL], "add_generation_prompt": True},
+        **{"builtin_tools": ["browser", "python"], "reasoning_effort": "high"},
+    }
+    try:
+        found, wrong = process.render(HARMONY, {}, [conversation, conversation[-1:]], options)
+    finally:
+        process.close()
+    today = re.search(r"Current date: (\d{4}-\d\d-\d\d)\n", str(found))
+    assert today is not None
+    assert str(found) == (
+        f"<|start|>system<|message|>Current date: {today[1]}\nReasoning: high\n# Tools\n"
+        "namespace browser {}\n## python\n<|end|><|start|>developer<|message|>Be brief.\n// Of a place.\ntype weather = (_: {\n"
+        'place: string,\nunit?: "C" | "F",\n}) => any;\n<|end|><|start|>user<|message|>Rain?<|end|>'
+        '<|start|>assistant<|channel|>commentary to=functions.weather<|message|>{"place": "Ulm"}<|call|>'
+        '<|start|>functions.weather to=assistant<|message|>{"rain": true}<|end|><|start|>assistant'
+    )
+    assert "a tool that was not called" in str(wrong)
