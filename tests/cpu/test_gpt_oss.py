@@ -342,7 +342,8 @@ def test_a_template_like_harmonys() -> None:
     assert today is not None
     assert str(found) == (
         f"<|start|>system<|message|>Current date: {today[1]}\nReasoning: high\n# Tools\n"
-        "namespace browser {}\n## python\n<|end|><|start|>developer<|message|>Be brief.\n// Of a place.\ntype weather = (_: {\n"
+        "namespace browser {}\n## python\n<|end|><|start|>developer<|message|>Be brief.\n"
+        "// Of a place.\ntype weather = (_: {\n"
         'place: string,\nunit?: "C" | "F",\n}) => any;\n<|end|><|start|>user<|message|>Rain?<|end|>'
         '<|start|>assistant<|channel|>commentary to=functions.weather<|message|>{"place": "Ulm"}<|call|>'
         '<|start|>functions.weather to=assistant<|message|>{"rain": true}<|end|><|start|>assistant'
