@@ -24,6 +24,7 @@ from test_models import PROMPT, check_against_transformers, forward, load
 from tiny_models import (
     edit_json,
     transformers_greedy,
+    transformers_logits,
     transformers_model,
     write_tiny_model,
 )
@@ -101,6 +102,12 @@ def test_experts_with_biases(rows: int, dtype: torch.dtype, choice: Any) -> None
 def test_the_dequantised_checkpoint_bit_for_bit(mxfp4: Path, rounded: Path) -> None:
     check_against_transformers(rounded)
     assert torch.equal(forward(load(mxfp4), PROMPT), forward(load(rounded), PROMPT))
+
+
+def test_transformers_reads_the_same_file(mxfp4: Path) -> None:
+    pytest.importorskip("accelerate")
+    expected = transformers_logits(mxfp4, PROMPT)
+    torch.testing.assert_close(forward(load(mxfp4), PROMPT), expected, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
