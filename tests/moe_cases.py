@@ -5,15 +5,18 @@ Rows that are routed nowhere hold NaN in every check.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from tensors import F32, assert_near, randn
 
+from nanovllm.kernels.activation import Activation
 from nanovllm.kernels.expert_gemv import GemvChoice, expert_gemv_triton
 from nanovllm.kernels.expert_tiles import Chosen, ExpertTiles, max_tiles
 from nanovllm.kernels.grouped_matmul import (
+    PLAIN_MLP,
     ExpertChoice,
+    ExpertMLP,
     ExpertTile,
     experts_reference,
     experts_triton,
@@ -30,6 +33,7 @@ class Sizes(NamedTuple):
     top_k: int = 3
     hidden: int = 32
     width: int = 24
+    clamped: bool = False  # with biases, and SwiGLU as in gpt-oss
 
 
 def slots_of(rows: int, device: str, padding: int = 2) -> torch.Tensor:
@@ -85,15 +89,40 @@ def check_tiles(tiles: ExpertTiles, num_experts: int) -> None:
         assert seen.get(expert, []) == [pair for pair, each in enumerate(ids) if each == expert]
 
 
-def exact_experts(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, chosen: Chosen) -> torch.Tensor:
+def make_mlp(sizes: Sizes, dtype: torch.dtype, device: str, padding: int = 8) -> ExpertMLP:
+    """For weights whose last `padding` rows of gate and of up, and columns of down, have no biases."""
+    if not sizes.clamped:
+        return PLAIN_MLP
+    width = 2 * (sizes.width - padding)
+    gate_up = 4 * randn(sizes.experts, width, dtype=dtype, device=device, seed=4)  # some are clamped
+    down = randn(sizes.experts, sizes.hidden, dtype=dtype, device=device, seed=5)
+    return ExpertMLP(Activation.CLAMPED, gate_up, down)
+
+
+def exact_inner(inner: torch.Tensor, mlp: ExpertMLP, expert: int) -> torch.Tensor:
+    """The activation of an expert's first products [2I] in float64."""
+    gate, up = inner.chunk(2)
+    if mlp.gate_up_bias is None:
+        return gate * torch.sigmoid(gate) * up
+    biases = mlp.gate_up_bias[expert].double().chunk(2)
+    missing = len(gate) - len(biases[0])
+    gate, up = (x + torch.nn.functional.pad(b, (0, missing)) for x, b in zip((gate, up), biases, strict=True))
+    gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+    return gate * torch.sigmoid(1.702 * gate) * (up + 1.0)
+
+
+def exact_experts(
+    x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, chosen: Chosen, mlp: ExpertMLP
+) -> torch.Tensor:
     """One row and one expert at a time, in float64."""
     out = torch.zeros(len(x), down.shape[1], dtype=torch.float64, device=x.device)
     for row, ids in enumerate(chosen.ids.tolist()):
         for j, expert in enumerate(ids):
             if expert >= 0:
-                gate, up = (gate_up[expert].double() @ x[row].double()).chunk(2)
-                inner = gate * torch.sigmoid(gate) * up
-                out[row] += chosen.weights[row, j].double() * (down[expert].double() @ inner)
+                inner = exact_inner(gate_up[expert].double() @ x[row].double(), mlp, expert)
+                product = down[expert].double() @ inner
+                product += 0 if mlp.down_bias is None else mlp.down_bias[expert].double()
+                out[row] += chosen.weights[row, j].double() * product
     return out
 
 
@@ -123,16 +152,17 @@ def check_experts(
     x[slots < 0] = torch.nan
     chosen, tiles = route_triton(logits, sizes.top_k, True, slots, choice.rows)
     assert tiles is not None
-    expected = exact_experts(x, gate_up, down, chosen)
-    out = experts_triton(x, gate_up, down, tiles, choice)
+    mlp = make_mlp(sizes, dtype, device)
+    expected = exact_experts(x, gate_up, down, chosen, mlp)
+    out = experts_triton(x, gate_up, down, tiles, choice, mlp)
     assert_near(out, expected)
     assert not out[slots < 0].any()
-    assert_near(experts_reference(x, gate_up, down, chosen), expected)
+    assert_near(experts_reference(x, gate_up, down, chosen, mlp), expected)
     if rows <= 2:
         few = GemvChoice(256, 256)
-        assert_near(expert_gemv_triton(x, gate_up, down, chosen, few), expected)
+        assert_near(expert_gemv_triton(x, gate_up, down, chosen, mlp, few), expected)
     copied = x[(tiles.order.clamp(0, rows * sizes.top_k - 1) // sizes.top_k).long()]
-    options = {"is_gated": True, "scatter": False}
+    options: dict[str, Any] = {"is_gated": True, "scatter": False, "mlp": mlp}
     live = int((chosen.ids >= 0).sum())
     both = (
         grouped_triton(each, gate_up, tiles, choice.gate_up, gather=gather, **options)[:live]
@@ -147,12 +177,13 @@ def check_rows_are_independent(
     """The bits of a row are the same in every batch and with every tile."""
     most = max(counts)
     x, gate_up, down, logits = make_experts(most, sizes, dtype, device)
+    mlp = make_mlp(sizes, dtype, device)
     first = None
     for choice in choices:
         for rows in counts:
             _, tiles = route_triton(logits[:rows].contiguous(), sizes.top_k, True, None, choice.rows)
             assert tiles is not None
-            out = experts_triton(x[:rows], gate_up, down, tiles, choice)
+            out = experts_triton(x[:rows], gate_up, down, tiles, choice, mlp)
             first = out if first is None else first
             shared = min(len(first), rows)
             assert torch.equal(out[:shared], first[:shared]), (choice, rows)

@@ -129,6 +129,19 @@ MORE_FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
         transformers.Ernie4_5ForCausalLM,
         {"use_bias": True, "head_dim": 12},
     ),
+    "gpt_oss": (
+        transformers.GptOssConfig,
+        transformers.GptOssForCausalLM,
+        {
+            **{"head_dim": 16, "num_hidden_layers": 3, "layer_types": [_SLIDING, _FULL, _SLIDING]},
+            **{"sliding_window": 6, "num_local_experts": 10, "num_experts_per_tok": 3},
+            "intermediate_size": 20,
+            "rope_parameters": {
+                **{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128},
+                **{"rope_theta": 500.0, "truncate": False},
+            },
+        },
+    ),
     "mistral-window": (MistralConfig, MistralForCausalLM, {"sliding_window": 6}),
     "qwen2-window": (
         Qwen2Config,

@@ -346,7 +346,7 @@ def few(case: Case, log: TextIO) -> None:
     chosen, _ = route_triton(case.logits, case.shape.top_k, True)
     found = {}
     for choice in GEMV:
-        calls = [partial(expert_gemv_triton, case.x, *each, chosen, choice) for each in case.weights]
+        calls = [partial(expert_gemv_triton, case.x, *each, chosen, choice=choice) for each in case.weights]
         found[choice] = attempt(partial(seconds, calls), str(choice), log)
         print(f"  T={case.tokens} {choice}: {found[choice] * 1e6:.1f} us", file=log)
     choice = min(found, key=found.__getitem__)

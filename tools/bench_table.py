@@ -84,6 +84,7 @@ ENGINES: dict[str, tuple[str, dict[str, Any], tuple[Row, ...]]] = {
         {},
         (Row("Gemma-3-4B shape"), Row("Gemma, long", "long", runs=2), Row("Gemma, few", "few")),
     ),
+    "gpt-oss": ("gpt-oss-20b", {}, (Row("gpt-oss-20b"), Row("gpt-oss-20b, 16 sequences", "few"))),
 }
 
 

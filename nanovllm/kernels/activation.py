@@ -13,20 +13,36 @@ from nanovllm.kernels.fp8 import Fp8Rows, padded_row, quantise_rows_reference, s
 _BLOCK = 1024  # columns of a program, measured on an H200 (docs/log/2026-11-22-techniques.md)
 _ROW_WARPS = 16  # at most, of a program for a whole row
 
-_KINDS = {"tanh": 1, "erf": 2}  # of GELU, for kernels: Triton 3.6 takes no string as a default
+# Besides SiLU, for kernels: GELU, and gpt-oss's SwiGLU. Triton 3.6 takes no string as a default.
+_KINDS = {"": 0, "tanh": 1, "erf": 2, "clamped": 3}
+_ALPHA, _LIMIT = 1.702, 7.0  # of the clamped SwiGLU
 
 
 @jit()
-def gated(gate: tl.tensor, up: tl.tensor, dtype: tl.constexpr, GELU: tl.constexpr = 0) -> tl.tensor:
-    """act(gate) * up of float32 values; both steps are rounded to `dtype`. GELU: of _KINDS; 0: SiLU."""
-    if GELU == 1:  # 1 + tanh(x) is 2 / (1 + exp(-2 x))
+def gated(
+    gate: tl.tensor,
+    up: tl.tensor,
+    dtype: tl.constexpr,
+    KIND: tl.constexpr = 0,
+    ALPHA: tl.constexpr = _ALPHA,
+    LIMIT: tl.constexpr = _LIMIT,
+) -> tl.tensor:
+    """act(gate) * up of float32 values. KIND: of _KINDS. Both steps are rounded to `dtype`, but the clamped
+    SwiGLU only once."""
+    if KIND == 1:  # 1 + tanh(x) is 2 / (1 + exp(-2 x))
         cubic = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
         active = gate / (1.0 + tl.exp(-2.0 * cubic))
-    elif GELU == 2:
+    elif KIND == 2:
         active = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
+    elif KIND == 3:  # comparisons keep NaN
+        gate = tl.where(gate > LIMIT, LIMIT, gate)
+        up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up)) + 1.0
+        active = gate / (1.0 + tl.exp(-ALPHA * gate))
     else:
         active = gate / (1.0 + tl.exp(-gate))
-    return (active.to(dtype).to(tl.float32) * up).to(dtype)
+    if KIND != 3:
+        active = active.to(dtype).to(tl.float32)
+    return (active * up).to(dtype)
 
 
 @jit()
@@ -37,7 +53,7 @@ def _silu_and_mul_kernel(
     N: tl.constexpr,
     BLOCK: tl.constexpr,
     USE_PDL: tl.constexpr,
-    GELU: tl.constexpr = 0,
+    KIND: tl.constexpr = 0,
 ) -> None:
     """One program per row and BLOCK columns."""
     row = tl.program_id(0).to(tl.int64)
@@ -48,7 +64,7 @@ def _silu_and_mul_kernel(
     gate = tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(x_ptrs + N, mask=mask, other=0.0).to(tl.float32)
     dtype: tl.constexpr = out_ptr.dtype.element_ty
-    tl.store(out_ptr + row * N + columns, gated(gate, up, dtype, GELU), mask=mask)
+    tl.store(out_ptr + row * N + columns, gated(gate, up, dtype, KIND), mask=mask)
 
 
 @jit("num_rows")
@@ -102,28 +118,32 @@ def silu_and_mul_fp8_reference(x: torch.Tensor, group: int | None = None) -> Fp8
     return quantise_rows_reference(silu_and_mul_reference(x), group)
 
 
-def silu_and_mul_triton(x: torch.Tensor, gelu: str = "") -> torch.Tensor:
+def silu_and_mul_triton(x: torch.Tensor, kind: str = "") -> torch.Tensor:
     """Return silu(x[:, :N]) * x[:, N:], [T, N], for x [T, 2N]; silu is rounded to x's dtype first.
 
-    gelu: "tanh" or "erf" computes GELU instead, with this function.
+    kind: "tanh" or "erf" computes GELU instead, with this function; "clamped" the SwiGLU of gpt-oss,
+    gate * sigmoid(1.702 gate) * (up + 1) with gate at most 7 and up from -7 to 7, rounded once.
     """
     rows, n = x.shape[0], x.shape[1] // 2
     out = torch.empty((rows, n), dtype=x.dtype, device=x.device)
     if rows == 0:
         return out
     assert x.stride(1) == 1
-    kind = {"GELU": _KINDS[gelu]} if gelu else {}
+    other = {"KIND": _KINDS[kind]} if kind else {}
     _silu_and_mul_kernel[(rows, -(-n // _BLOCK))](
-        x, out, x.stride(0), N=n, BLOCK=_BLOCK, num_warps=4, **kind, **pdl_options(x)
+        x, out, x.stride(0), N=n, BLOCK=_BLOCK, num_warps=4, **other, **pdl_options(x)
     )
     return out
 
 
-def silu_and_mul_reference(x: torch.Tensor, gelu: str = "") -> torch.Tensor:
+def silu_and_mul_reference(x: torch.Tensor, kind: str = "") -> torch.Tensor:
     """`silu_and_mul` in plain torch."""
     gate, up = x.chunk(2, dim=-1)
-    if gelu:
-        return F.gelu(gate, approximate="tanh" if gelu == "tanh" else "none") * up
+    if kind == "clamped":
+        gate, up = gate.float().clamp(max=_LIMIT), up.float().clamp(-_LIMIT, _LIMIT)
+        return (gate * torch.sigmoid(_ALPHA * gate) * (up + 1.0)).to(x.dtype)
+    if kind:
+        return F.gelu(gate, approximate="tanh" if kind == "tanh" else "none") * up
     return F.silu(gate) * up
 
 
@@ -132,24 +152,41 @@ silu_and_mul_fp8 = by_device(silu_and_mul_fp8_triton, silu_and_mul_fp8_reference
 
 
 class Activation(Enum):
-    """A gated activation: act(gate) * up, for rows [gate, up]. The values are the names in config.json."""
+    """A gated activation: act(gate) * up, for rows [gate, up]. The values are the names in config.json, but
+    for the clamped SwiGLU, which has none; see `silu_and_mul`."""
 
     SILU = "silu"
     GELU = "gelu"
     GELU_TANH = "gelu_pytorch_tanh"
+    CLAMPED = ""
 
     @classmethod
     def of(cls, name: object) -> Activation:
         """ValueError with the supported names if there is none called `name`."""
         for each in cls:
-            if each.value == name:
+            if name and each.value == name:
                 return each
-        supported = ", ".join(repr(each.value) for each in cls)
+        supported = ", ".join(repr(each.value) for each in cls if each.value)
         raise ValueError(f"{name!r} is not supported; supported: {supported}")
 
     def and_mul(self, x: torch.Tensor) -> torch.Tensor:
         """act(x[:, :N]) * x[:, N:], [T, N], for x [T, 2N]."""
-        return silu_and_mul(x, _GELU[self]) if self in _GELU else silu_and_mul(x)
+        return silu_and_mul(x) if self is Activation.SILU else silu_and_mul(x, self.kind)
+
+    @property
+    def kind(self) -> str:
+        """As the argument of `silu_and_mul`."""
+        return _KIND_OF[self]
+
+    @property
+    def number(self) -> int:
+        """The KIND of `gated`."""
+        return _KINDS[self.kind]
 
 
-_GELU = {Activation.GELU: "erf", Activation.GELU_TANH: "tanh"}
+_KIND_OF = {
+    Activation.SILU: "",
+    Activation.GELU: "erf",
+    Activation.GELU_TANH: "tanh",
+    Activation.CLAMPED: "clamped",
+}

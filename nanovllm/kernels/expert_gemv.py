@@ -20,7 +20,7 @@ from nanovllm.kernels.compat import (
 )
 from nanovllm.kernels.expert_tiles import Chosen
 from nanovllm.kernels.gemv import use_gemv
-from nanovllm.kernels.grouped_matmul import experts_reference
+from nanovllm.kernels.grouped_matmul import PLAIN_MLP, ExpertMLP, experts_reference
 
 
 class GemvChoice(NamedTuple):
@@ -41,6 +41,7 @@ def _gate_up_kernel(
     x_ptr: tl.tensor,
     ids_ptr: tl.tensor,
     weight_ptr: tl.tensor,
+    bias_ptr: tl.tensor,
     out_ptr: tl.tensor,
     x_stride: int,
     N: tl.constexpr,
@@ -48,9 +49,14 @@ def _gate_up_kernel(
     TOP_K: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    BIASES: tl.constexpr,
+    KIND: tl.constexpr,
     USE_PDL: tl.constexpr,
 ) -> None:
-    """One program per pair and BLOCK_N outputs: silu(gate @ x) * (up @ x) of its expert."""
+    """One program per pair and BLOCK_N outputs: silu(gate @ x) * (up @ x) of its expert.
+
+    bias_ptr: None, or the experts' biases [2 * BIASES]. KIND: of the activation.
+    """
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     pair = tl.program_id(1)
     outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -71,9 +77,12 @@ def _gate_up_kernel(
         x = tl.load(x_ptr + pair // TOP_K * x_stride + start + columns, mask=mask, other=0.0)
         gate += gate_weight * x.to(tl.float32)[None, :]
         up += up_weight * x.to(tl.float32)[None, :]
-    out = gated(
-        tl.sum(gate, axis=1).to(dtype).to(tl.float32), tl.sum(up, axis=1).to(dtype).to(tl.float32), dtype
-    )
+    gate_sum, up_sum = tl.sum(gate, axis=1), tl.sum(up, axis=1)
+    if bias_ptr is not None:
+        bias_ptrs = bias_ptr + tl.maximum(expert, 0) * (2 * BIASES) + outputs
+        gate_sum += tl.load(bias_ptrs, mask=outputs < BIASES, other=0.0).to(tl.float32)
+        up_sum += tl.load(bias_ptrs + BIASES, mask=outputs < BIASES, other=0.0).to(tl.float32)
+    out = gated(gate_sum.to(dtype).to(tl.float32), up_sum.to(dtype).to(tl.float32), dtype, KIND)
     tl.store(out_ptr + pair * N + outputs, out, mask=outputs < N)
 
 
@@ -83,6 +92,7 @@ def _down_kernel(
     ids_ptr: tl.tensor,
     weights_ptr: tl.tensor,
     weight_ptr: tl.tensor,
+    bias_ptr: tl.tensor,
     out_ptr: tl.tensor,
     N: tl.constexpr,
     K: tl.constexpr,
@@ -91,12 +101,16 @@ def _down_kernel(
     BLOCK_K: tl.constexpr,
     USE_PDL: tl.constexpr,
 ) -> None:
-    """One program per row and BLOCK_N outputs: the weighted sum of its experts' products."""
+    """One program per row and BLOCK_N outputs: the weighted sum of its experts' products.
+
+    bias_ptr: None, or the experts' biases [N].
+    """
     row = tl.program_id(1)
     outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     columns = tl.arange(0, BLOCK_K)
     exists = (outputs < N)[:, None]
     total = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
+    bias = tl.zeros((BLOCK_N,), dtype=tl.float32)
     await_inputs(USE_PDL)
     for j in tl.static_range(TOP_K):
         pair = row * TOP_K + j
@@ -110,7 +124,11 @@ def _down_kernel(
             weight = tl.load(weight_ptrs + start, mask=exists & mask[None, :], other=0.0)
             x = tl.load(x_ptr + pair * K + start + columns, mask=mask, other=0.0)
             total += weight.to(tl.float32) * (share * x.to(tl.float32))[None, :]
-    out = tl.sum(total, axis=1).to(out_ptr.dtype.element_ty)
+        if bias_ptr is not None:
+            bias_ptrs = bias_ptr + tl.maximum(expert, 0) * N + outputs
+            own = outputs < tl.where(expert >= 0, N, 0)
+            bias += share * tl.load(bias_ptrs, mask=own, other=0.0).to(tl.float32)
+    out = (tl.sum(total, axis=1) + bias).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + row * N + outputs, out, mask=outputs < N)
 
 
@@ -119,11 +137,13 @@ def expert_gemv_triton(
     gate_up: torch.Tensor,
     down: torch.Tensor,
     chosen: Chosen,
+    mlp: ExpertMLP = PLAIN_MLP,
     choice: GemvChoice = _CHOICE,
 ) -> torch.Tensor:
     """The sum over a row's experts of weight * down @ (silu(gate @ x) * (up @ x)), [T, H].
 
-    x: [T, H], few rows. gate_up: [E, 2I, H], down: [E, H, I], contiguous and of one dtype.
+    x: [T, H], few rows. gate_up: [E, 2I, H], down: [E, H, I], contiguous and of one dtype. mlp: another
+    activation, and biases.
     """
     (num_rows, hidden), width = x.shape, down.shape[2]
     top_k = chosen.ids.shape[1]
@@ -137,6 +157,7 @@ def expert_gemv_triton(
         x,
         chosen.ids,
         gate_up,
+        mlp.gate_up_bias,
         inner,
         x.stride(0),
         N=width,
@@ -144,6 +165,8 @@ def expert_gemv_triton(
         TOP_K=top_k,
         BLOCK_N=block_n,
         BLOCK_K=block_k,
+        BIASES=mlp.width,
+        KIND=mlp.activation.number,
         num_warps=choice.gate_up_warps,
         **pdl_options(x),
     )
@@ -153,6 +176,7 @@ def expert_gemv_triton(
         inner,
         *chosen,
         down,
+        mlp.down_bias,
         out,
         N=hidden,
         K=width,

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from nanovllm.kernels.activation import gated, silu_and_mul_reference
+from nanovllm.kernels.activation import Activation, gated, silu_and_mul_reference
 from nanovllm.kernels.compat import (
     INTERPRET,
     INTERPRETED,
@@ -28,6 +28,24 @@ from nanovllm.kernels.compat import (
 )
 from nanovllm.kernels.expert_tiles import Chosen, ExpertTiles
 from nanovllm.kernels.paged import dot
+
+
+class ExpertMLP(NamedTuple):
+    """What an expert computes besides its products: down(act(gate) * up)."""
+
+    activation: Activation = Activation.SILU
+    # Of the dtype of the weights, contiguous; None: there is none. The width I may be less than the
+    # weights', whose other rows are padding.
+    gate_up_bias: torch.Tensor | None = None  # [E, 2I], of gate, then of up
+    down_bias: torch.Tensor | None = None  # [E, H]
+
+    @property
+    def width(self) -> int:
+        """I; 0 without the bias."""
+        return 0 if self.gate_up_bias is None else self.gate_up_bias.shape[1] // 2
+
+
+PLAIN_MLP = ExpertMLP()
 
 
 class ExpertTile(NamedTuple):
@@ -69,6 +87,7 @@ def _experts_kernel(
     x: tl.tensor,
     x_stride: int,
     weight: tl.tensor,
+    bias_ptr: tl.tensor,
     out_ptr: tl.tensor,
     order_ptr: tl.tensor,
     experts_ptr: tl.tensor,
@@ -80,6 +99,8 @@ def _experts_kernel(
     N: tl.constexpr,
     K: tl.constexpr,
     TOP_K: tl.constexpr,
+    BIASES: tl.constexpr,
+    KIND: tl.constexpr,
     GATED: tl.constexpr,
     GATHER: tl.constexpr,
     SCATTER: tl.constexpr,
@@ -95,7 +116,8 @@ def _experts_kernel(
 
     GATHER: x [T, K] is a pointer to rows, and each pair reads its row; else a descriptor of rows in the order
     of places, whose `x_stride` is not used. SCATTER: results go to rows of pairs, else of places. weight: a
-    descriptor of the experts' [N, K], or [2N, K] if GATED, one after the other.
+    descriptor of the experts' [N, K], or [2N, K] if GATED, one after the other. bias_ptr: None, or biases
+    [BIASES] of each expert, or [2 * BIASES] if GATED. KIND: of the activation.
     """
     await_inputs(USE_PDL)
     dtype: tl.constexpr = out_ptr.dtype.element_ty
@@ -140,9 +162,18 @@ def _experts_kernel(
                 total = dot(rows, weight.load([first, k]).T, total)
                 if GATED:
                     up = dot(rows, weight.load([first + N, k]).T, up)
+        if bias_ptr is not None:
+            bias_ptrs = bias_ptr + tl.load(experts_ptr + pair_tile) * (BIASES * (2 if GATED else 1))
+            bias_ptrs += column + tl.arange(0, COLUMNS)
+            has_bias = column + tl.arange(0, COLUMNS) < BIASES
+            bias = tl.load(bias_ptrs, mask=has_bias, other=0.0).to(tl.float32)
+            total += bias[:, None] if SWAP else bias[None, :]
+            if GATED:
+                bias = tl.load(bias_ptrs + BIASES, mask=has_bias, other=0.0).to(tl.float32)
+                up += bias[:, None] if SWAP else bias[None, :]
         result = total.to(dtype)
         if GATED:
-            result = gated(result.to(tl.float32), up.to(dtype).to(tl.float32), dtype)
+            result = gated(result.to(tl.float32), up.to(dtype).to(tl.float32), dtype, KIND)
         if SWAP:
             result = result.T
         columns = column + tl.arange(0, COLUMNS)
@@ -209,17 +240,20 @@ def grouped_triton(
     is_gated: bool,
     gather: bool,
     scatter: bool,
+    mlp: ExpertMLP = PLAIN_MLP,
 ) -> torch.Tensor:
-    """Each pair's product of its row with its expert's weight, [T * top_k, N].
+    """Each pair's product of its row with its expert's weight, [T * top_k, N], and the bias.
 
     x: [T, K] if `gather`, else [T * top_k, K] in the order of places. weight: [E, N, K]; if `is_gated`,
-    [E, 2N, K], and the result is silu(gate) * up. scatter: the result is in the order of pairs, else of
+    [E, 2N, K], and the result is act(gate) * up. scatter: the result is in the order of pairs, else of
     places.
     """
     n, k = weight.shape[1] // 2 if is_gated else weight.shape[1], weight.shape[2]
     pairs, top_k = len(tiles.order), tiles.chosen.ids.shape[1]
     assert weight.is_contiguous() and x.stride(1) == 1 and x.dtype == weight.dtype
     out = x.new_empty(pairs, n)
+    bias = mlp.gate_up_bias if is_gated else mlp.down_bias
+    assert bias is None or bias.is_contiguous()
     most = len(tiles.experts)
     programs = most * -(-n // tile.columns)
     if programs == 0:
@@ -228,6 +262,7 @@ def grouped_triton(
         x if gather else _descriptor(x, [tiles.rows, tile.k]),
         x.stride(0),
         _descriptor(weight.view(-1, k), [tile.columns, tile.k]),
+        bias,
         out,
         *tiles[1:6],
         pairs,
@@ -235,6 +270,8 @@ def grouped_triton(
         N=n,
         K=k,
         TOP_K=top_k,
+        BIASES=mlp.width if is_gated else n,
+        KIND=mlp.activation.number,
         GATED=is_gated,
         GATHER=gather,
         SCATTER=scatter,
@@ -268,20 +305,27 @@ def experts_triton(
     down: torch.Tensor,
     tiles: ExpertTiles,
     choice: ExpertChoice | None = None,
+    mlp: ExpertMLP = PLAIN_MLP,
 ) -> torch.Tensor:
     """The sum over a row's experts of weight * down @ (silu(gate @ x) * (up @ x)), [T, H].
 
     x: [T, H], gate_up: [E, 2I, H], down: [E, H, I], of one dtype; rows of the weights are whole 16 bytes.
+    mlp: another activation, and biases.
     """
     choice = choice or choose_experts(len(tiles.order), len(down), x.dtype, x.device)
     assert tiles.rows == choice.rows
-    inner = grouped_triton(x, gate_up, tiles, choice.gate_up, is_gated=True, gather=True, scatter=False)
-    products = grouped_triton(inner, down, tiles, choice.down, is_gated=False, gather=False, scatter=True)
+    first, second = choice.gate_up, choice.down
+    inner = grouped_triton(x, gate_up, tiles, first, is_gated=True, gather=True, scatter=False, mlp=mlp)
+    products = grouped_triton(inner, down, tiles, second, is_gated=False, gather=False, scatter=True, mlp=mlp)
     return sum_experts_triton(products, tiles.chosen)
 
 
 def experts_reference(
-    x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, chosen: Chosen
+    x: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    chosen: Chosen,
+    mlp: ExpertMLP = PLAIN_MLP,
 ) -> torch.Tensor:
     """`experts_triton` in plain torch, which needs no tiles. Computes only experts that have rows."""
     ids, weights = chosen
@@ -294,7 +338,11 @@ def experts_reference(
         if count:
             pairs = order[start : start + count]
             rows = F.linear(x[pairs // ids.shape[1]], gate_up[expert])
-            products[pairs] = F.linear(silu_and_mul_reference(rows), down[expert])
+            if mlp.gate_up_bias is not None:
+                halves = rows.view(count, 2, -1)[:, :, : mlp.width]
+                halves += mlp.gate_up_bias[expert].view(2, -1)
+            rows = F.linear(silu_and_mul_reference(rows, mlp.activation.kind), down[expert])
+            products[pairs] = rows if mlp.down_bias is None else rows + mlp.down_bias[expert]
             start += count
     scaled = products.view(*ids.shape, -1).float() * weights[:, :, None]
     return torch.where(ids[:, :, None] >= 0, scaled, 0.0).sum(1).to(x.dtype)

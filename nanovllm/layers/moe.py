@@ -11,11 +11,13 @@ import torch
 from torch import nn
 
 from nanovllm.distributed.group import TPGroup
+from nanovllm.kernels.activation import Activation
+from nanovllm.kernels.grouped_matmul import ExpertMLP
 from nanovllm.kernels.routing import Routing
 from nanovllm.layers.linear import ReplicatedLinear
 from nanovllm.layers.stream import Step
 from nanovllm.layers.weights import WeightLayer, split_evenly
-from nanovllm.quantization.base import ExpertWeights, Normed, Product, WeightShard
+from nanovllm.quantization.base import ExpertWeights, Normed, Product, WeightShard, WeightSource
 
 _MAX_EXPERTS = 4096
 
@@ -31,7 +33,10 @@ class MoESpec:
     shared_width: int | None = None  # of the expert that every row goes to; None: there is none
     step: int = 1  # every so many layers, the last of them has experts
     dense: frozenset[int] = frozenset()  # other layers without experts
+    activation: Activation = Activation.SILU
+    bias: bool = False  # of the router and of the experts
     block: str = "mlp"  # the names in a checkpoint
+    router: str = "gate"
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
 
     def __post_init__(self) -> None:
@@ -62,9 +67,11 @@ class MoESpec:
         dense = [dense_width] if self.dense or self.step > 1 else []
         return [self.width, *dense, *([] if self.shared_width is None else [self.shared_width])]
 
-    def checkpoint_tensors(self, name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-        """What a tensor of transformers' state_dict is in a checkpoint. From transformers 5 on it holds all
-        experts of a layer, and every block is called mlp."""
+    def checkpoint_tensors(self, name: str, tensor: WeightSource) -> list[tuple[str, WeightSource]]:
+        """What a tensor of a file, or of transformers' state_dict, is by the model's names. From transformers
+        5 on a state_dict holds all experts of a layer as one, and every block is called mlp."""
+        if not isinstance(tensor, torch.Tensor):
+            return [(name, tensor)]
         module, _, last = name.replace(".mlp.", f".{self.block}.").rpartition(".")
         gate, up, down = self.projections
         parts = {"gate_up_proj": (gate, up), "down_proj": (down,)}.get(last)
@@ -77,8 +84,27 @@ class MoESpec:
         ]
 
 
+class _Biases(WeightLayer):
+    """The biases of one product of all experts, `bias` [E, N]."""
+
+    bias: torch.Tensor
+
+    def __init__(self, num_experts: int, rows: dict[str, tuple[int, int, int]]) -> None:
+        """rows: by projection its length, and the start and length of this rank's part."""
+        super().__init__()
+        shards, offset = [], 0
+        for projection, (total, start, length) in rows.items():
+            part = (total,), 0, start, length, offset
+            shards += [
+                WeightShard("bias", f"{index}.{projection}", *part, index=index)
+                for index in range(num_experts)
+            ]
+            offset += length
+        self.declare((num_experts, offset), shards)
+
+
 class Experts(WeightLayer):
-    """The experts of a layer: gated MLPs without biases."""
+    """The experts of a layer: gated MLPs."""
 
     def __init__(self, hidden_size: int, spec: MoESpec, tp: TPGroup) -> None:
         super().__init__()
@@ -99,6 +125,24 @@ class Experts(WeightLayer):
             ),
             ExpertWeights((spec.num_experts, hidden_size, width), shards(down, columns, 1)),
         )
+        self.gate_up_bias: _Biases | None = None
+        self.down_bias: _Biases | None = None
+        self._activation = spec.activation
+        self._adds_bias = tp.rank == 0  # to the ranks' sum: that of down once
+        if spec.bias:
+            own = width * tp.rank, width
+            self.gate_up_bias = _Biases(spec.num_experts, {gate: (spec.width, *own), up: (spec.width, *own)})
+            self.down_bias = _Biases(spec.num_experts, {down: (hidden_size, 0, hidden_size)})
+
+    def forward(self, x: Normed, routing: Routing) -> torch.Tensor:
+        """See `ExpertsMethod.apply`."""
+        first, second = self.gate_up_bias, self.down_bias
+        mlp = ExpertMLP(
+            self._activation,
+            None if first is None else first.bias,
+            None if second is None or not self._adds_bias else second.bias,
+        )
+        return self.experts_method.apply(x, routing, mlp)
 
 
 class MoE(nn.Module):
@@ -109,7 +153,7 @@ class MoE(nn.Module):
         super().__init__()
         self.spec = spec
         self.record: torch.Tensor | None = None  # [most rows, top_k] int16: where it writes rows' experts
-        self.gate = ReplicatedLinear(hidden_size, spec.num_experts)
+        self.add_module(spec.router, ReplicatedLinear(hidden_size, spec.num_experts, spec.bias))
         self.experts = Experts(hidden_size, spec, tp)
         if shared is not None:
             self.shared_expert = shared
@@ -120,8 +164,9 @@ class MoE(nn.Module):
         rows = x.tensor()
         # Only steps of a graph have padding, and these are decode steps, where no row was dropped before.
         slots = step.meta.slot_mapping if step.meta.prefill is None else None
-        routing = Routing(self.gate(rows), self.spec.top_k, self.spec.normalised, slots)
-        term = self.experts.experts_method.apply(x, routing)
+        logits = self.get_submodule(self.spec.router)(rows)
+        routing = Routing(logits, self.spec.top_k, self.spec.normalised, slots)
+        term: torch.Tensor = self.experts(x, routing)
         if self.record is not None:
             self.record[: len(rows)] = routing.chosen().ids
         if self.spec.shared_width is not None:

@@ -19,6 +19,7 @@ from nanovllm.models.exaone4 import EXAONE4
 from nanovllm.models.gemma import GEMMA2, GEMMA3
 from nanovllm.models.gguf import GGUFCheckpoint
 from nanovllm.models.glm import GLM, GLM4
+from nanovllm.models.gpt_oss import GPT_OSS
 from nanovllm.models.granite import GRANITE, GRANITE_HYBRID
 from nanovllm.models.llama import LLAMA
 from nanovllm.models.mistral import MISTRAL
@@ -52,6 +53,7 @@ _FAMILIES: dict[str, ModelFamily] = {
     "SmolLM3ForCausalLM": SMOLLM3,
     "Exaone4ForCausalLM": EXAONE4,
     "Ernie4_5ForCausalLM": ERNIE,
+    "GptOssForCausalLM": GPT_OSS,
 }
 FORMATS: tuple[type[Checkpoint], ...] = (GGUFCheckpoint, Checkpoint)  # the first that reads a path takes it
 _TOKENIZER_PATTERNS = ["*.json", "*.jinja", "*.model", "*.txt"]

@@ -93,10 +93,8 @@ class WeightChecker:
 
     def _named(self, tensors: Iterable[Any]) -> Iterator[tuple[str, torch.Tensor]]:
         """The pairs of an update, named as in a checkpoint."""
-        moe = self._config.moe
         for index, pair in enumerate(tensors):
-            for name, tensor in unpacked(self._config, [named_tensor(index, pair)]):
-                yield from [(name, tensor)] if moe is None else moe.checkpoint_tensors(name, tensor)
+            yield from unpacked(self._config, [named_tensor(index, pair)])
 
     def _shard(self, name: str) -> WeightShard | None:
         """What a tensor of this name must fit; None if the model has no such tensor."""
@@ -128,7 +126,13 @@ def _hashes(tensor: torch.Tensor) -> list[float]:
 
 
 def unpacked(config: ModelConfig, pairs: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-    """The tensors by the model's names: prefixes replaced, and packed ones in parts; see `ModelConfig`."""
+    """The tensors by the model's names: prefixes replaced, packed ones in parts, see `ModelConfig`, and those
+    of all experts in parts."""
+    for name, tensor in _unpacked(config, pairs):
+        yield from [(name, tensor)] if config.moe is None else config.moe.checkpoint_tensors(name, tensor)
+
+
+def _unpacked(config: ModelConfig, pairs: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
     for full_name, tensor in pairs:
         name: str | None = full_name
         for prefix, other in config.prefixes.items():
@@ -246,7 +250,9 @@ def init_dummy_weights(
         if shard.dummy is not None:
             whole.fill_(shard.dummy)
         elif not dtype.is_floating_point:
-            whole.random_(-(2**31), 2**31, generator=_generator(whole, name, seed))
+            limits = torch.iinfo(dtype)
+            bounds = max(limits.min, -(2**31)), min(limits.max + 1, 2**31)
+            whole.random_(*bounds, generator=_generator(whole, name, seed))
         else:
             whole.normal_(0.0, 0.02, generator=_generator(whole, name, seed))
         layer.load(shard, whole)
@@ -259,7 +265,7 @@ def _generator(tensor: torch.Tensor, name: str, seed: int) -> torch.Generator:
 
 def check_dense(name: str, tensor: torch.Tensor) -> None:
     """ValueError unless the tensor is whole, dense and of numbers; a shard knows which dtypes it accepts."""
-    if not tensor.is_floating_point() and tensor.dtype not in (torch.int32, torch.int64):
+    if not tensor.is_floating_point() and tensor.dtype not in (torch.uint8, torch.int32, torch.int64):
         raise ValueError(f"{name} is {tensor.dtype}; pass it as bfloat16, float16, float32 or float64")
     if tensor.is_meta or tensor.layout is not torch.strided or hasattr(tensor, "full_tensor"):
         raise ValueError(

@@ -16,6 +16,7 @@ from torch import nn
 
 from nanovllm.kernels.activation import Activation, silu_and_mul_fp8
 from nanovllm.kernels.fp8 import Fp8Rows, quantise_rows
+from nanovllm.kernels.grouped_matmul import ExpertMLP
 from nanovllm.kernels.rms_norm import add_rms_norm, add_rms_norm_fp8
 from nanovllm.kernels.routing import Routing
 
@@ -327,7 +328,8 @@ class ExpertWeights(NamedTuple):
 
 
 class ExpertsMethod(WeightMethod):
-    """Stores, loads and multiplies the weights of E gated MLPs (SwiGLU), this rank's part of each."""
+    """Stores, loads and multiplies the weights of E gated MLPs, this rank's part of each; the layer has their
+    biases."""
 
     @abstractmethod
     def create(
@@ -340,8 +342,9 @@ class ExpertsMethod(WeightMethod):
         """
 
     @abstractmethod
-    def apply(self, x: Normed, routing: Routing) -> torch.Tensor:
+    def apply(self, x: Normed, routing: Routing, mlp: ExpertMLP) -> torch.Tensor:
         """x [T, H] -> the sum over a row's experts of its routing weight times their MLPs, [T, H].
 
+        mlp: the activation, and this rank's biases.
         A row that is routed nowhere gives 0. Synchronises with no host.
         """

@@ -9,7 +9,7 @@ from torch import nn
 
 from nanovllm.kernels.compat import INTERPRET, use_triton
 from nanovllm.kernels.expert_gemv import expert_gemv, use_expert_gemv
-from nanovllm.kernels.grouped_matmul import choose_experts, experts_reference, experts_triton
+from nanovllm.kernels.grouped_matmul import ExpertMLP, choose_experts, experts_reference, experts_triton
 from nanovllm.kernels.routing import Routing
 from nanovllm.quantization.base import (
     ExpertsMethod,
@@ -54,12 +54,12 @@ class UnquantizedExpertsMethod(ExpertsMethod):
     def load(self, shard: WeightShard, source: WeightSource) -> None:
         shard.copy(source, self.down if shard.dim else self.gate_up)  # ranks split down by its inputs
 
-    def apply(self, x: Normed, routing: Routing) -> torch.Tensor:
+    def apply(self, x: Normed, routing: Routing, mlp: ExpertMLP) -> torch.Tensor:
         rows = x.tensor()
         weights = self.gate_up, self.down
         if not (use_triton(rows) or (self.deterministic and INTERPRET)):
-            return experts_reference(rows, *weights, routing.chosen())
+            return experts_reference(rows, *weights, routing.chosen(), mlp)
         if not self.deterministic and use_expert_gemv(rows):
-            return expert_gemv(rows, *weights, routing.chosen())
+            return expert_gemv(rows, *weights, routing.chosen(), mlp)
         choice = choose_experts(routing.num_pairs, len(self.down), rows.dtype, rows.device)
-        return experts_triton(rows, *weights, routing.tiles(choice.rows), choice)
+        return experts_triton(rows, *weights, routing.tiles(choice.rows), choice, mlp)

@@ -7,11 +7,12 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from nanovllm.kernels.activation import Activation
 from nanovllm.kernels.compat import use_triton
 from nanovllm.kernels.fp8 import GROUP
 from nanovllm.kernels.fp8_grouped import Fp8Experts, fp8_experts_reference, fp8_experts_triton
 from nanovllm.kernels.fp8_matmul import Fp8Weight
-from nanovllm.kernels.grouped_matmul import choose_experts
+from nanovllm.kernels.grouped_matmul import ExpertMLP, choose_experts
 from nanovllm.kernels.routing import Routing
 from nanovllm.quantization.base import ExpertsMethod, ExpertWeights, Normed, WeightOptions, WeightShard
 from nanovllm.quantization.experts import UnquantizedExpertsMethod
@@ -75,9 +76,11 @@ class Fp8ExpertsMethod(Fp8Method, ExpertsMethod):
             return (self.dense.down if shard.dim else self.dense.gate_up)[shard.index]
         return (self.down if shard.dim else self.gate_up).expert(shard.index)
 
-    def apply(self, x: Normed, routing: Routing) -> torch.Tensor:
+    def apply(self, x: Normed, routing: Routing, mlp: ExpertMLP) -> torch.Tensor:
         if self.dense is not None:
-            return self.dense.apply(x, routing)
+            return self.dense.apply(x, routing, mlp)
+        if mlp.activation is not Activation.SILU or mlp.gate_up_bias is not None:
+            raise ValueError("experts in FP8 have SiLU and no biases; load this model without quantization")
         rows = x.tensor()  # the router has read them
         if not use_triton(rows):
             return fp8_experts_reference(rows, self.gate_up, self.down, routing.chosen())

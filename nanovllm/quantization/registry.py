@@ -8,6 +8,7 @@ from typing import Any
 from nanovllm.quantization.compressed_tensors import CompressedTensorsConfig
 from nanovllm.quantization.fp8 import Fp8Config
 from nanovllm.quantization.int4_configs import from_awq, from_gptq
+from nanovllm.quantization.mxfp4 import Mxfp4Config
 from nanovllm.quantization.unquantized import QuantConfig
 
 # By the `quant_method` of config.json's quantization_config, which a quantisation is made from.
@@ -16,6 +17,7 @@ QUANTIZATIONS: dict[str, Callable[[Mapping[str, Any]], QuantConfig]] = {
     "compressed-tensors": CompressedTensorsConfig.of,
     "awq": from_awq,
     "gptq": from_gptq,
+    "mxfp4": Mxfp4Config.of,
 }
 # What the option `quantization` makes of a checkpoint without quantization_config.
 ON_THE_FLY: dict[str, QuantConfig] = {"fp8": Fp8Config(ignored=("gate", "shared_expert_gate"))}  # routers

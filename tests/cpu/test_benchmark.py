@@ -187,6 +187,15 @@ def test_the_shape_of_gemma(tmp_path: Path) -> None:
     assert (config.num_layers, config.head_dim, config.longest) == (34, 256, 131_072)
 
 
+def test_the_shape_of_gpt_oss(tmp_path: Path) -> None:
+    config = load_model_config(write_shape("gpt-oss-20b", tmp_path))
+    assert [config.spec(layer).window for layer in range(24)] == 12 * [128, None]
+    moe, quant = config.moe, type(config.quant).__name__
+    assert moe is not None and (moe.num_experts, moe.top_k, moe.width, quant) == (32, 4, 2880, "Mxfp4Config")
+    params = Cost.of(config, 2, 2).layer_params + 28 * 24 * 3 * 2880 * 2880 + 2 * config.vocab_size * 2880
+    assert params == pytest.approx(20.9e9, rel=0.01)
+
+
 @pytest.mark.parametrize("name", QWEN3)
 def test_every_shape_is_one_the_loader_reads(tmp_path: Path, name: str) -> None:
     config = load_model_config(write_shape(name, tmp_path))

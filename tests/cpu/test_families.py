@@ -107,7 +107,9 @@ def test_absent_keys_take_the_defaults_of_transformers(family: str) -> None:
 
 
 @pytest.mark.skipif(not INTERPRET, reason="kernels are compiled here; tests/gpu runs the engine over them")
-@pytest.mark.parametrize("family", ["gemma2", "gemma3", pytest.param("glm4", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "family", ["gemma2", "gemma3", "gpt_oss", pytest.param("glm4", marks=pytest.mark.full)]
+)
 def test_the_engine_with_triton_kernels(tmp_path: Path, family: str) -> None:
     """In Triton's interpreter, with shared prefixes and a window shorter than a block."""
     folder = write_tiny_model(tmp_path, family, head_dim=16)
@@ -206,6 +208,15 @@ def test_longrope_follows_the_longest_sequence(tmp_path: Path) -> None:
         ("granite4", {"num_local_experts": 8}, "num_local_experts 8 is not supported"),
         ("granite4", {"layer_types": ["mamba", "attention"]}, r"layer_types \['mamba'\] are not supported"),
         ("granite4", {"layer_types": None}, "layer_types must be a list"),
+        ("gpt_oss", {"swiglu_limit": 5.0}, r"swiglu_limit 5\.0 is not supported; supported: 7\.0"),
+        ("gpt_oss", {"swiglu_alpha": 1.0}, r"swiglu_alpha 1\.0 is not supported; supported: 1\.702"),
+        ("gpt_oss", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported; supported: 'silu'"),
+        ("gpt_oss", {"num_experts_per_tok": 11}, "num_experts_per_tok 11 is more than the 10 experts"),
+        (
+            "gpt_oss",
+            {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 32}},
+            "'gptq' is not supported in GptOssForCausalLM, whose experts have biases",
+        ),
         ("olmo2", {"clip_qkv": 8.0}, "clip_qkv 8.0 is not supported"),
     ],
 )

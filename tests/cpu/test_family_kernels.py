@@ -81,6 +81,22 @@ def test_gelu(activation: Activation, dtype: torch.dtype) -> None:
     assert torch.equal(activation.and_mul(x), silu_and_mul_reference(x, kind))
 
 
+@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
+def test_clamped_swiglu(dtype: torch.dtype) -> None:
+    x = 5 * randn(5, 2 * 1030, dtype=dtype, device="cpu", seed=2)
+    x[0, :4] = torch.tensor([-200.0, 200.0, 0.0, 7.0])
+    x[1, 1030:1033] = torch.tensor([-200.0, 200.0, -7.0])
+    gate, up = x.double().chunk(2, dim=1)
+    gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+    wanted = gate * torch.sigmoid(1.702 * gate) * (up + 1.0)
+    for run in (silu_and_mul_triton, silu_and_mul_reference):
+        assert_near(run(x, "clamped"), wanted)
+        assert run(torch.full((1, 2), torch.nan), "clamped").isnan().all()
+    assert torch.equal(Activation.CLAMPED.and_mul(x), silu_and_mul_reference(x, "clamped"))
+    with pytest.raises(ValueError, match="'' is not supported; supported: 'silu', 'gelu', 'gelu_pytorch"):
+        Activation.of("")
+
+
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 def test_norms_with_float32_weights(dtype: torch.dtype) -> None:
     """As Gemma has them: 1 + w does not fit into bfloat16."""

@@ -10,11 +10,14 @@ import moe_cases
 import pytest
 import torch
 from moe_cases import SWAPPED, Sizes
-from tensors import BF16, F16, F32
+from tensors import BF16, F16, F32, assert_near, randn
 from tiny_models import MOE_FAMILIES, transformers_model, write_tiny_model
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.kernels.activation import silu_and_mul_reference, silu_and_mul_triton
 from nanovllm.kernels.grouped_matmul import ExpertChoice, choose_experts
+from nanovllm.kernels.mxfp4 import dequantise_mxfp4
+from tools.write_mxfp4 import write_mxfp4, write_rounded
 
 pytestmark = pytest.mark.gpu
 
@@ -37,7 +40,11 @@ def test_routing(rows: int, sizes: Sizes) -> None:
 
 
 @pytest.mark.parametrize("rows", [*ROWS, 2])
-@pytest.mark.parametrize("sizes", [Sizes(), Sizes(128, 8, 256, 96), Sizes(8, 2, 136, 200)], ids=str)
+@pytest.mark.parametrize(
+    "sizes",
+    [Sizes(), Sizes(128, 8, 256, 96), Sizes(8, 2, 136, 200), Sizes(32, 4, 192, 208, clamped=True)],
+    ids=str,
+)
 @pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=str)
 def test_experts(rows: int, sizes: Sizes, dtype: torch.dtype) -> None:
     device = torch.device(GPU, 0)
@@ -52,10 +59,45 @@ def test_all_rows_to_few_experts() -> None:
         moe_cases.check_experts(97, sizes, BF16, GPU, choice, only=(2, 3, 4))
 
 
-@pytest.mark.parametrize("sizes", [Sizes(hidden=64), Sizes(128, 8, 2048, 768)], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [Sizes(hidden=64), Sizes(128, 8, 2048, 768), Sizes(32, 4, 2880, 2880, True)], ids=str
+)
 def test_rows_are_independent(sizes: Sizes) -> None:
     """With every tile."""
     moe_cases.check_rows_are_independent([1, 2, 16, 97, 256, 1000], sizes, BF16, GPU, choices(sizes))
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=str)
+@pytest.mark.parametrize("rows", [1, 300])
+def test_clamped_swiglu(rows: int, dtype: torch.dtype) -> None:
+    x = 5 * randn(rows, 2 * 2880, dtype=dtype, device=GPU)
+    assert_near(silu_and_mul_triton(x, "clamped"), silu_and_mul_reference(x.double(), "clamped"))
+
+
+def test_mxfp4_values() -> None:
+    """Also the smallest powers of two."""
+    codes = torch.arange(256, dtype=torch.uint8).view(16, 16).expand(255, 16, 16)
+    scales = torch.arange(255, dtype=torch.uint8)[:, None].expand(255, 16)
+    for dtype in (BF16, F16, F32):
+        found = dequantise_mxfp4(codes.to(GPU), scales.to(GPU), dtype)
+        assert torch.equal(found.cpu(), dequantise_mxfp4(codes, scales, dtype))
+
+
+def test_gpt_oss_in_mxfp4(tmp_path: Path, prompts: list) -> None:
+    """The tokens of the dequantised checkpoint, near the likeliest of transformers."""
+    sizes = {"vocab_size": 1000, "hidden_size": 256, "intermediate_size": 96, "head_dim": 64}
+    floats = write_tiny_model(tmp_path / "floats", "gpt_oss", dtype="bfloat16", **sizes)
+    rounded, mxfp4 = write_rounded(floats, tmp_path / "rounded"), write_mxfp4(floats, tmp_path / "mxfp4")
+    for options in ({}, {"deterministic": True}, {"max_num_seqs": 1}):
+        few = {"max_num_seqs": 12, "max_model_len": 1024, "skip_tokenizer_init": True} | options
+        results = []
+        for folder in (rounded, mxfp4):
+            with LLM(folder, max_num_batched_tokens=150, **few) as llm:
+                results.append(llm.generate(prompts, GREEDY, use_tqdm=False))
+        tokens = [[output["token_ids"] for output in outputs] for outputs in results]
+        assert tokens[0] == tokens[1]
+        found = gaps(rounded, prompts, results[1])
+        assert found.mean() < 0.1 and (found == 0).double().mean() > 0.75
 
 
 def write_peaked(folder: Path, family: str) -> Path:

@@ -57,6 +57,27 @@ GEMMA3_CONFIG: dict[str, Any] = {  # what differs from a Qwen3 of this shape
     "eos_token_id": 1,
     "bos_token_id": 2,
 }
+GPT_OSS = {"gpt-oss-20b": (24, 2880, 2880, 64, False)}  # the same; the width of an expert
+GPT_OSS_CONFIG: dict[str, Any] = {
+    "architectures": ["GptOssForCausalLM"],
+    "model_type": "gpt_oss",
+    "vocab_size": 201088,
+    "head_dim": 64,
+    "num_local_experts": 32,
+    "num_experts_per_tok": 4,
+    "sliding_window": 128,
+    "attention_bias": True,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 150000,
+    "rope_scaling": {
+        **{"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
+        "original_max_position_embeddings": 4096,
+    },
+    "max_position_embeddings": 131072,
+    "quantization_config": {"quant_method": "mxfp4"},
+    "eos_token_id": 200002,
+    "bos_token_id": 199998,
+}
 SAMPLES = 16  # of each prompt in the workload `samples`
 ROW_KEYS = ("prompt", "prompt_token_ids", "max_tokens")
 Tokenize = Callable[[list[str]], list[list[int]]]
@@ -293,7 +314,7 @@ def make_workload(name: str, num_seqs: int | None, model: Path, config: ModelCon
 
 def write_shape(name: str, folder: Path, longest: int = 0) -> Path:
     """Write the config.json of a shape, for dummy weights and sequences of up to `longest` tokens."""
-    layers, hidden, intermediate, heads, tied = (QWEN3 | GEMMA3)[name]
+    layers, hidden, intermediate, heads, tied = (QWEN3 | GEMMA3 | GPT_OSS)[name]
     config = {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
@@ -316,5 +337,7 @@ def write_shape(name: str, folder: Path, longest: int = 0) -> Path:
     }
     if name in GEMMA3:
         config |= GEMMA3_CONFIG
+    if name in GPT_OSS:
+        config |= GPT_OSS_CONFIG
     (folder / "config.json").write_text(json.dumps(config | QWEN3_MOE.get(name, {})))
     return folder

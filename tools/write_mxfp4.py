@@ -1,0 +1,72 @@
+"""Writes a gpt-oss checkpoint with experts in MXFP4 from one in bfloat16, float16 or float32.
+
+`python -m tools.write_mxfp4 FOLDER OUT`. For tests and measurements: the original was trained with such
+values.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from nanovllm.kernels.mxfp4 import dequantise_mxfp4, quantise_mxfp4
+
+WEIGHTS = ("experts.gate_up_proj", "experts.down_proj")  # the ends of names
+SKIPPED = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+Tensors = dict[str, torch.Tensor]
+
+
+def write_mxfp4(source: Path, target: Path) -> Path:
+    """Write `source` to `target` with its experts in MXFP4; return `target`."""
+    return _write(source, target, {"quant_method": "mxfp4", "modules_to_not_convert": SKIPPED})
+
+
+def write_rounded(source: Path, target: Path) -> Path:
+    """The same values, in floats."""
+    return _write(source, target, None)
+
+
+def _write(source: Path, target: Path, stated: dict[str, object] | None) -> Path:
+    target.mkdir(parents=True, exist_ok=True)
+    tensors: Tensors = {}
+    for path in sorted(source.iterdir()):
+        if path.suffix == ".safetensors":
+            tensors |= load_file(path)
+        elif path.is_file() and path.name != "model.safetensors.index.json":
+            shutil.copy(path, target)
+    written: Tensors = {}
+    for name, tensor in tensors.items():
+        written |= _quantised(name, tensor, stated is not None) if name.endswith(WEIGHTS) else {name: tensor}
+    save_file(written, target / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((source / "config.json").read_text())
+    if stated is not None:
+        config["quantization_config"] = stated
+    (target / "config.json").write_text(json.dumps(config, indent=2))
+    return target
+
+
+def _quantised(name: str, tensor: torch.Tensor, packs: bool) -> Tensors:
+    """A weight [E, K, N], in blocks or rounded."""
+    blocks, scales = quantise_mxfp4(tensor.transpose(1, 2))
+    if packs:
+        return {f"{name}_blocks": blocks, f"{name}_scales": scales}
+    return {name: dequantise_mxfp4(blocks, scales, tensor.dtype).transpose(1, 2).contiguous()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("source", type=Path, help="the folder of a checkpoint")
+    parser.add_argument("target", type=Path)
+    args = parser.parse_args()
+    print(write_mxfp4(args.source, args.target))
+
+
+if __name__ == "__main__":
+    main()
