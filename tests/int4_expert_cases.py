@@ -74,7 +74,7 @@ def check_experts(
     assert_near(experts_reference(case.x, *weights, chosen), expected)
     if rows <= 2:
         assert_near(int4_expert_gemv_triton(case.x, *weights, chosen), expected)
-        few = Int4GemvChoice(2, 4, blocks=2)
+        few = Int4GemvChoice(16, 64, blocks=2)
         assert_near(int4_expert_gemv_triton(case.x, *weights, chosen, few), expected)
 
 
@@ -101,7 +101,9 @@ def check_rows_are_independent(
             first = out if rows > len(first) else first
 
 
-def check_dequantised(sizes: Sizes, group: int, dtype: torch.dtype, device: str, choice: ExpertChoice) -> None:
+def check_dequantised(
+    sizes: Sizes, group: int, dtype: torch.dtype, device: str, choice: ExpertChoice
+) -> None:
     """Each product has the bits of that with dequantised weights."""
     case = Case(33, sizes, (group, group), dtype, device)
     x = randn(33, sizes.hidden, dtype=dtype, device=device)

@@ -63,6 +63,7 @@ def _add_product(
     x: tl.tensor,
     start: tl.tensor,
     exists: tl.tensor,
+    share: tl.tensor,
     K: tl.constexpr,
     HEIGHT: tl.constexpr,
     GROUP: tl.constexpr,
@@ -74,7 +75,7 @@ def _add_product(
     """total [n, BLOCKS, SUB], of places in a block, + products of BLOCKS blocks from `start` on with x.
 
     words and scales: pointers [n, 1, 1] and [n, 1] to the first ones of rows of a weight [HEIGHT, K].
-    x: a pointer to a row. exists: [n].
+    x: a pointer to a row. exists: [n]. share: a factor of x, or None.
     """
     blocks = start + tl.arange(0, BLOCKS)
     columns = tl.arange(0, SUB)
@@ -83,12 +84,16 @@ def _add_product(
     word = tl.load(word_ptrs, mask=inside[:, :, None], other=0)
     pairs = scales + (first_scale(blocks, GROUP, BLOCK) * HEIGHT)[None, :]
     pair = tl.load(pairs, mask=inside, other=0)
+    # Each thread loads the part of x that its words need, in their layout: no exchange between threads.
+    places_of_words = (blocks * BLOCK)[None, :, None] + columns[None, None, :] + exists[:, None, None] * 0
     for j in tl.static_range(4):
         if GROUP > 0 and j > 0 and j * SUB % GROUP == 0:
             pair = tl.load(pairs + j * SUB // GROUP * HEIGHT, mask=inside, other=0)
-        places = (blocks * BLOCK + j * SUB)[:, None] + columns[None, :]
-        part = tl.load(x + places, mask=places < K, other=0.0).to(tl.float32)
-        total += code_values(word, pair, j, GROUP, DTYPE).to(tl.float32) * part[None, :, :]
+        places = places_of_words + j * SUB
+        part = tl.load(x + places, mask=(places < K) & exists[:, None, None], other=0.0).to(tl.float32)
+        if share is not None:
+            part *= share
+        total += code_values(word, pair, j, GROUP, DTYPE).to(tl.float32) * part
     return total
 
 
@@ -125,9 +130,11 @@ def _gate_up_kernel(
     x = x_ptr + pair // TOP_K * x_stride
     gate = tl.zeros((BLOCK_N, BLOCKS, SUB), dtype=tl.float32)
     up = tl.zeros((BLOCK_N, BLOCKS, SUB), dtype=tl.float32)
-    for start in tl.static_range(0, most, BLOCKS):
-        gate = _add_product(gate, words, scales, x, start, exists, K, 2 * N, GROUP, dtype, BLOCKS)
-        up = _add_product(up, words + N * SUB, scales + N, x, start, exists, K, 2 * N, GROUP, dtype, BLOCKS)
+    for start in range(0, most, BLOCKS):
+        gate = _add_product(gate, words, scales, x, start, exists, None, K, 2 * N, GROUP, dtype, BLOCKS)
+        up = _add_product(
+            up, words + N * SUB, scales + N, x, start, exists, None, K, 2 * N, GROUP, dtype, BLOCKS
+        )
     gate = tl.sum(tl.sum(gate, axis=2), axis=1).to(dtype).to(tl.float32)
     up = tl.sum(tl.sum(up, axis=2), axis=1).to(dtype).to(tl.float32)
     tl.store(out_ptr + pair * N + outputs, gated(gate, up, dtype), mask=outputs < N)
@@ -157,23 +164,21 @@ def _down_kernel(
     most: tl.constexpr = (K + BLOCK - 1) // BLOCK
     row = tl.program_id(1)
     outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    total = tl.zeros((BLOCK_N,), dtype=tl.float32)
+    total = tl.zeros((BLOCK_N, BLOCKS, SUB), dtype=tl.float32)
     await_inputs(USE_PDL)
     for j in tl.static_range(TOP_K):
         pair = row * TOP_K + j
         expert = tl.load(ids_ptr + pair)
+        share = tl.load(weights_ptr + pair)
         exists = outputs < tl.where(expert >= 0, N, 0)
         expert = tl.maximum(expert, 0).to(tl.int64)
         words = words_ptr + (expert * (most * N) + outputs)[:, None, None] * SUB
         scales = scales_ptr + (expert * (GROUPS * N) + outputs)[:, None]
-        product = tl.zeros((BLOCK_N, BLOCKS, SUB), dtype=tl.float32)
-        for start in tl.static_range(0, most, BLOCKS):
-            product = _add_product(
-                product, words, scales, x_ptr + pair * K, start, exists, K, N, GROUP, dtype, BLOCKS
-            )
-        product = tl.sum(tl.sum(product, axis=2), axis=1)
-        total += tl.where(exists, tl.load(weights_ptr + pair) * product, 0.0)
-    tl.store(out_ptr + row * N + outputs, total.to(dtype), mask=outputs < N)
+        x = x_ptr + pair * K
+        for start in range(0, most, BLOCKS):
+            total = _add_product(total, words, scales, x, start, exists, share, K, N, GROUP, dtype, BLOCKS)
+    out = tl.sum(tl.sum(total, axis=2), axis=1)
+    tl.store(out_ptr + row * N + outputs, out.to(dtype), mask=outputs < N)
 
 
 def int4_expert_gemv_triton(
