@@ -26,9 +26,7 @@ _INT4_CHOICES: tuple[tuple[float, ExpertChoice], ...] = (
 
 
 @lru_cache(maxsize=4096)
-def choose_int4_experts(
-    num_pairs: int, num_experts: int, dtype: torch.dtype, device: torch.device
-) -> ExpertChoice:
+def choose_int4_experts(num_pairs: int, num_experts: int, device: torch.device) -> ExpertChoice:
     """As `choose_experts`, for weights of 4 bits."""
     rows, gate_up, down = next(choice for most, choice in _INT4_CHOICES if num_pairs <= most * num_experts)
     return ExpertChoice(

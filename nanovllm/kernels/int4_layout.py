@@ -57,12 +57,21 @@ class Int4Experts:
     dtype: torch.dtype = torch.bfloat16  # of the scales
 
     @classmethod
-    def empty(cls, experts: int, n: int, k: int, group: int, device: torch.device) -> Int4Experts:
+    def empty(
+        cls,
+        experts: int,
+        n: int,
+        k: int,
+        group: int,
+        device: torch.device,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> Int4Experts:
         """Zeros."""
         blocks = -(-k // BLOCK)
         groups = blocks if group == MXFP4 else -(-blocks * BLOCK // group)
         words = torch.zeros(experts, blocks, n, SUB, dtype=torch.int16, device=device)
-        return cls(words, torch.zeros(experts, groups, n, dtype=torch.int32, device=device), k, group)
+        scales = torch.zeros(experts, groups, n, dtype=torch.int32, device=device)
+        return cls(words, scales, k, group, dtype)
 
     @property
     def shape(self) -> tuple[int, int, int]:
