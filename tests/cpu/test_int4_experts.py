@@ -172,7 +172,7 @@ def test_two_ranks_answer_as_one(plain: Path, tmp_path: Path) -> None:
 
 def test_updates_and_sleep(plain: Path, tmp_path: Path) -> None:
     other = write_tiny_model(tmp_path / "other", "qwen3_moe", seed=1, **SIZES)
-    first, second = (write_int4(each, tmp_path / each.name, "awq", group=32) for each in (plain, other))
+    first, second = (write_int4(each, tmp_path / f"{each.name} awq", "awq", group=32) for each in (plain, other))
     new = load_file(second / "model.safetensors")
     with make_digest(second) as llm:
         wanted = llm.on_ranks("digest")
@@ -263,6 +263,7 @@ def test_kernels(rows: int, sizes: Sizes, groups: tuple[int, int], dtype: torch.
     int4_expert_cases.check_experts(rows, sizes, groups, dtype, "cpu", CHOICE)
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @interpreted
 @pytest.mark.parametrize("only", [(2, 4), (0, 3, 1)])
 def test_kernels_with_experts_without_rows(only: tuple[int, ...]) -> None:
@@ -271,6 +272,7 @@ def test_kernels_with_experts_without_rows(only: tuple[int, ...]) -> None:
     int4_expert_cases.check_experts(30, sizes, (32, 32), F16, "cpu", CHOICE, only)
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @interpreted
 @pytest.mark.parametrize(("group", "dtype"), [(32, F16), (MXFP4, BF16)])
 def test_bits_are_those_of_the_dequantised_weights(group: int, dtype: torch.dtype) -> None:
