@@ -86,7 +86,7 @@ def check_rows_are_independent(
     device: str,
     choices: list[ExpertChoice],
 ) -> None:
-    """The bits of a row are the same in every batch, with every tile, and with dequantised weights."""
+    """The bits of a row are the same in every batch and with every tile."""
     case = Case(max(counts), sizes, groups, dtype, device)
     x = randn(max(counts), sizes.hidden, dtype=dtype, device=device)
     first = None
