@@ -172,7 +172,8 @@ def test_two_ranks_answer_as_one(plain: Path, tmp_path: Path) -> None:
 
 def test_updates_and_sleep(plain: Path, tmp_path: Path) -> None:
     other = write_tiny_model(tmp_path / "other", "qwen3_moe", seed=1, **SIZES)
-    first, second = (write_int4(each, tmp_path / f"{each.name} awq", "awq", group=32) for each in (plain, other))
+    first = write_int4(plain, tmp_path / "first", "awq", group=32)
+    second = write_int4(other, tmp_path / "second", "awq", group=32)
     new = load_file(second / "model.safetensors")
     with make_digest(second) as llm:
         wanted = llm.on_ranks("digest")
