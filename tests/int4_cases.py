@@ -42,11 +42,11 @@ def make_weight(
 
 
 def make_mxfp4(n: int, k: int, device: str, seed: int) -> tuple[Int4Weight, torch.Tensor]:
-    """All codes, and scales of 2 ** -8 to 2 ** -1; one is the largest, one the least but 0."""
+    """All codes, and scales of 2 ** -8 to 2; one is the least that is not 0."""
     generator = torch.Generator().manual_seed(n * k + seed)
     blocks = torch.randint(0, 256, (n, k // 32, 16), dtype=torch.uint8, generator=generator)
-    scales = torch.randint(119, 127, (n, k // 32), dtype=torch.uint8, generator=generator)
-    scales[0, 0], scales[1, -1] = 1, 131
+    scales = torch.randint(119, 123, (n, k // 32), dtype=torch.uint8, generator=generator)
+    scales[0, 0], scales[1, -1] = 1, 128
     words, octets = pack_mxfp4(blocks, scales)
     weight = Int4Weight(words.to(device), octets.to(device), k, MXFP4)
     return weight, dequantise_mxfp4(blocks, scales).double().to(device)
