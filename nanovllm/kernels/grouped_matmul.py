@@ -270,8 +270,9 @@ def grouped_triton(
     """
     n, k = weight.shape[1] // 2 if is_gated else weight.shape[1], weight.shape[2]
     pairs, top_k = len(tiles.order), tiles.chosen.ids.shape[1]
-    packed = isinstance(weight, Int4Experts)
-    assert x.stride(1) == 1 and x.dtype == weight.dtype and (packed or weight.is_contiguous())
+    packed = weight if isinstance(weight, Int4Experts) else None
+    assert x.stride(1) == 1 and x.dtype == weight.dtype
+    assert not isinstance(weight, torch.Tensor) or weight.is_contiguous()
     out = x.new_empty(pairs, n)
     most = len(tiles.experts)
     programs = most * -(-n // tile.columns)
@@ -281,7 +282,7 @@ def grouped_triton(
         x if gather else _descriptor(x, [tiles.rows, tile.k]),
         x.stride(0),
         _weight_descriptor(weight, tile),
-        weight.scales if packed else None,
+        None if packed is None else packed.scales,
         out,
         *tiles[1:6],
         pairs,
@@ -292,7 +293,7 @@ def grouped_triton(
         GATED=is_gated,
         GATHER=gather,
         SCATTER=scatter,
-        GROUP=weight.group if packed else None,
+        GROUP=None if packed is None else packed.group,
         ROWS=tiles.rows,
         COLUMNS=tile.columns,
         BLOCK_K=tile.k,
