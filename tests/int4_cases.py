@@ -7,22 +7,27 @@ from tensors import F16, assert_near, randn
 
 from nanovllm.kernels.int4_layout import (
     BLOCK,
+    MXFP4,
     Int4Weight,
     dequantise_reference,
     pack_codes,
+    pack_mxfp4,
     pack_scales,
     unpack_codes,
     unpack_scales,
 )
 from nanovllm.kernels.int4_matmul import Int4Tile, int4_linear_reference, int4_linear_triton
 from nanovllm.kernels.int4_values import dequantise_triton
+from nanovllm.kernels.mxfp4 import dequantise_mxfp4
 
 
 def make_weight(
-    n: int, k: int, group: int, dtype: torch.dtype, device: str = "cpu"
+    n: int, k: int, group: int, dtype: torch.dtype, device: str = "cpu", seed: int = 0
 ) -> tuple[Int4Weight, torch.Tensor]:
     """A random weight, and its exact values [n, k] in float64."""
-    generator = torch.Generator().manual_seed(n * k + group)
+    if group == MXFP4:
+        return make_mxfp4(n, k, device, seed)
+    generator = torch.Generator().manual_seed(n * k + group + seed)
     codes = torch.randint(0, 16, (n, k), dtype=torch.uint8, generator=generator)
     groups = -(-(k + -k % BLOCK) // group)
     zeros = torch.randint(0, 16, (groups, n), generator=generator)
@@ -34,6 +39,17 @@ def make_weight(
     at = torch.arange(k) // group
     exact = (codes.double() - zeros[at].T) * scales[at].T.double()
     return weight._replace(words=weight.words.to(device), scales=weight.scales.to(device)), exact.to(device)
+
+
+def make_mxfp4(n: int, k: int, device: str, seed: int) -> tuple[Int4Weight, torch.Tensor]:
+    """All codes, and scales of 2 ** -8 to 2; one is the least that is not 0."""
+    generator = torch.Generator().manual_seed(n * k + seed)
+    blocks = torch.randint(0, 256, (n, k // 32, 16), dtype=torch.uint8, generator=generator)
+    scales = torch.randint(119, 123, (n, k // 32), dtype=torch.uint8, generator=generator)
+    scales[0, 0], scales[1, -1] = 1, 128
+    words, octets = pack_mxfp4(blocks, scales)
+    weight = Int4Weight(words.to(device), octets.to(device), k, MXFP4)
+    return weight, dequantise_mxfp4(blocks, scales).double().to(device)
 
 
 def check_dequantise(n: int, k: int, group: int, dtype: torch.dtype, device: str) -> None:

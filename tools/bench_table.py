@@ -79,6 +79,7 @@ ENGINES: dict[str, tuple[str, dict[str, Any], tuple[Row, ...]]] = {
     "8b fp8 cache": ("qwen3-8b", FP8 | {"kv_cache_dtype": "fp8"}, (Row("8B FP8, FP8 KV cache"),)),
     "8b awq": ("qwen3-8b", AWQ, (Row("8B AWQ"), Row("8B AWQ, 16 sequences", "few"))),
     "moe": ("qwen3-30b-a3b", {}, (Row("30B-A3B shape"), Row("30B-A3B, 16 sequences", "few"))),
+    "moe awq": ("qwen3-30b-a3b", AWQ, (Row("30B-A3B AWQ"), Row("30B-A3B AWQ, 16 sequences", "few"))),
     "gemma": (
         "gemma3-4b",
         {},

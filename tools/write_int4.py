@@ -18,6 +18,8 @@ from safetensors.torch import load_file, save_file
 
 FORMATS = ("awq", "gptq", "gptq_v2", "compressed-tensors")
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the neighbour of 8 that each nibble holds
+_LINEAR = ("_proj", ".w1", ".w2", ".w3")  # the last are Mixtral's experts; no router is quantised
+_ROUTERS = ("re:.*\\.gate$", "re:.*shared_expert_gate$")
 Tensors = dict[str, torch.Tensor]
 
 
@@ -48,7 +50,7 @@ def write_int4(
     written: Tensors = {}
     for name, tensor in tensors.items():
         module = name.removesuffix(".weight")
-        linear = module.endswith("_proj") or (head and module == "lm_head")
+        linear = module.endswith(_LINEAR) or (head and module == "lm_head")
         if not linear or name == module or any(part in module for part in skip):
             written[name] = tensor
             continue
@@ -152,7 +154,7 @@ def stated(
     weights = {"num_bits": 4, "type": "int", "symmetric": symmetric, "dynamic": False}
     weights |= {"strategy": "channel"} if group == -1 else {"strategy": "group", "group_size": group}
     weights["actorder"] = "group" if act_order else None
-    ignore = [f"re:.*{part}.*" for part in skip] + ([] if head else ["lm_head"])
+    ignore = [*_ROUTERS, *(f"re:.*{part}.*" for part in skip), *([] if head else ["lm_head"])]
     scheme = {"targets": ["Linear"], "weights": weights, "input_activations": None}
     return {
         "quant_method": "compressed-tensors",

@@ -1,8 +1,8 @@
 """The products of rows with the weights of their experts: gated MLPs whose results a row sums by its weights.
 
 Two products over tiles of pairs (`kernels/routing.py`), and a sum over the experts of a row. Weights are read
-through tensor descriptors. As in `kernels/matmul.py`, every tile sums K in the same order, so the bits of a
-row do not depend on other rows. Owns no weight.
+through tensor descriptors; those of 4 bits are unpacked in registers. As in `kernels/matmul.py`, every tile
+sums K in the same order, so the bits of a row do not depend on other rows. Owns no weight.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ from nanovllm.kernels.compat import (
     tl,
 )
 from nanovllm.kernels.expert_tiles import Chosen, ExpertTiles
+from nanovllm.kernels.int4_layout import BLOCK, SUB, Int4Experts
+from nanovllm.kernels.int4_values import first_scale, tile_values, waited
 from nanovllm.kernels.paged import dot
 
 
@@ -43,6 +45,11 @@ class ExpertMLP(NamedTuple):
     def width(self) -> int:
         """I; 0 without the bias."""
         return 0 if self.gate_up_bias is None else self.gate_up_bias.shape[1] // 2
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is SiLU without biases."""
+        return self.activation is Activation.SILU and self.gate_up_bias is None and self.down_bias is None
 
 
 PLAIN_MLP = ExpertMLP()
@@ -82,12 +89,35 @@ _BAND = 8  # tiles of pairs that are computed together, so that a tile of the we
 _COLUMNS = 1024  # of a program that sums
 
 
+@jit()
+def _int4_tile(
+    words: tl.tensor,
+    scales: tl.tensor,
+    first: tl.tensor,
+    k: tl.tensor,
+    inside: tl.tensor,
+    HEIGHT: tl.constexpr,
+    GROUP: tl.constexpr,
+    DTYPE: tl.constexpr,
+    BLOCK: tl.constexpr = BLOCK,
+    SUB: tl.constexpr = SUB,
+) -> tl.tensor:
+    """The values [COLUMNS, BLOCK] of an expert's weight [HEIGHT, K] from column k on. words: a descriptor of
+    all words, in which `first` is the first row of the expert's block 0; scales: pointers to its first ones.
+    """
+    block = k // BLOCK
+    word = words.load([first + block * HEIGHT, 0])  # past N: other rows, whose results are not stored
+    pair = tl.load(scales + first_scale(block, GROUP, BLOCK) * HEIGHT, mask=inside, other=0)
+    return tile_values(word, pair, scales, block, HEIGHT, GROUP, DTYPE, BLOCK, SUB, inside)
+
+
 @jit("num_pairs", "most_tiles")
 def _experts_kernel(
     x: tl.tensor,
     x_stride: int,
     weight: tl.tensor,
     bias_ptr: tl.tensor,
+    scales_ptr: tl.tensor,
     out_ptr: tl.tensor,
     order_ptr: tl.tensor,
     experts_ptr: tl.tensor,
@@ -104,6 +134,7 @@ def _experts_kernel(
     GATED: tl.constexpr,
     GATHER: tl.constexpr,
     SCATTER: tl.constexpr,
+    GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -117,12 +148,15 @@ def _experts_kernel(
     GATHER: x [T, K] is a pointer to rows, and each pair reads its row; else a descriptor of rows in the order
     of places, whose `x_stride` is not used. SCATTER: results go to rows of pairs, else of places. weight: a
     descriptor of the experts' [N, K], or [2N, K] if GATED, one after the other. bias_ptr: None, or biases
-    [BIASES] of each expert, or [2 * BIASES] if GATED. KIND: of the activation.
+    [BIASES] of each expert, or [2 * BIASES] if GATED. KIND: of the activation. GROUP: None, or that of
+    weights of 4 bits, for which the product is computed transposed; `weight` then describes their words.
     """
     await_inputs(USE_PDL)
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     column_tiles: tl.constexpr = (N + COLUMNS - 1) // COLUMNS
     height_of_weight: tl.constexpr = 2 * N if GATED else N
+    blocks: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    groups: tl.constexpr = (blocks * BLOCK_K + GROUP - 1) // GROUP if GROUP else blocks
     pair_tiles = most_tiles if INTERPRETED else tl.load(count_ptr)
     total_tiles = pair_tiles * column_tiles
     for tile in tl.range(tl.program_id(0), total_tiles, tl.num_programs(0), flatten=PERSISTENT):
@@ -133,7 +167,14 @@ def _experts_kernel(
         column = within // height * COLUMNS
         start = tl.load(starts_ptr + pair_tile)
         end = tl.load(ends_ptr + pair_tile)
-        first = tl.load(experts_ptr + pair_tile) * height_of_weight + column
+        if GROUP is None:
+            first = tl.load(experts_ptr + pair_tile) * height_of_weight + column
+        else:
+            expert = tl.load(experts_ptr + pair_tile)
+            first = expert * (blocks * height_of_weight) + column
+            inside = column + tl.arange(0, COLUMNS) < N
+            scales = scales_ptr + expert.to(tl.int64) * (groups * height_of_weight)
+            scales += column + tl.arange(0, COLUMNS)
         places = start + tl.arange(0, ROWS)
         live = places < end
         pairs = places
@@ -154,7 +195,15 @@ def _experts_kernel(
                     rows = tl.load(x_ptrs + k, mask=(k + tl.arange(0, BLOCK_K) < K)[None, :], other=0.0)
             else:
                 rows = x.load([start, k])
-            if SWAP:
+            if GROUP is not None:
+                values = _int4_tile(weight, scales, first, k, inside, height_of_weight, GROUP, dtype)
+                total = waited(dot(values, rows.T, total))
+                if GATED:
+                    values = _int4_tile(
+                        weight, scales + N, first + N, k, inside, height_of_weight, GROUP, dtype
+                    )
+                    up = waited(dot(values, rows.T, up))
+            elif SWAP:
                 total = dot(weight.load([first, k]), rows.T, total)
                 if GATED:
                     up = dot(weight.load([first + N, k]), rows.T, up)
@@ -231,9 +280,16 @@ def _descriptor(x: torch.Tensor, block: list[int]) -> Any:
     return TensorDescriptor(x, list(x.shape), [x.stride(0), 1], block)
 
 
+def _weight_descriptor(weight: torch.Tensor | Int4Experts, tile: ExpertTile) -> Any:
+    if isinstance(weight, Int4Experts):
+        assert tile.swap and tile.k == BLOCK
+        return _descriptor(weight.words.view(-1, SUB), [tile.columns, SUB])
+    return _descriptor(weight.view(-1, weight.shape[2]), [tile.columns, tile.k])
+
+
 def grouped_triton(
     x: torch.Tensor,
-    weight: torch.Tensor,
+    weight: torch.Tensor | Int4Experts,
     tiles: ExpertTiles,
     tile: ExpertTile,
     *,
@@ -245,12 +301,14 @@ def grouped_triton(
     """Each pair's product of its row with its expert's weight, [T * top_k, N], and the bias.
 
     x: [T, K] if `gather`, else [T * top_k, K] in the order of places. weight: [E, N, K]; if `is_gated`,
-    [E, 2N, K], and the result is act(gate) * up. scatter: the result is in the order of pairs, else of
-    places.
+    [E, 2N, K], and the result is act(gate) * up; of 4 bits, with tiles of `choose_int4_experts`. scatter: the
+    result is in the order of pairs, else of places.
     """
     n, k = weight.shape[1] // 2 if is_gated else weight.shape[1], weight.shape[2]
     pairs, top_k = len(tiles.order), tiles.chosen.ids.shape[1]
-    assert weight.is_contiguous() and x.stride(1) == 1 and x.dtype == weight.dtype
+    packed = weight if isinstance(weight, Int4Experts) else None
+    assert x.stride(1) == 1 and x.dtype == weight.dtype
+    assert not isinstance(weight, torch.Tensor) or weight.is_contiguous()
     out = x.new_empty(pairs, n)
     bias = mlp.gate_up_bias if is_gated else mlp.down_bias
     assert bias is None or bias.is_contiguous()
@@ -261,8 +319,9 @@ def grouped_triton(
     _experts_kernel[(min(programs, multiprocessors(x.device)) if tile.persistent else programs,)](
         x if gather else _descriptor(x, [tiles.rows, tile.k]),
         x.stride(0),
-        _descriptor(weight.view(-1, k), [tile.columns, tile.k]),
+        _weight_descriptor(weight, tile),
         bias,
+        None if packed is None else packed.scales,
         out,
         *tiles[1:6],
         pairs,
@@ -275,6 +334,7 @@ def grouped_triton(
         GATED=is_gated,
         GATHER=gather,
         SCATTER=scatter,
+        GROUP=None if packed is None else packed.group,
         ROWS=tiles.rows,
         COLUMNS=tile.columns,
         BLOCK_K=tile.k,
@@ -301,8 +361,8 @@ def sum_experts_triton(products: torch.Tensor, chosen: Chosen) -> torch.Tensor:
 
 def experts_triton(
     x: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
+    gate_up: torch.Tensor | Int4Experts,
+    down: torch.Tensor | Int4Experts,
     tiles: ExpertTiles,
     choice: ExpertChoice | None = None,
     mlp: ExpertMLP = PLAIN_MLP,
@@ -310,7 +370,8 @@ def experts_triton(
     """The sum over a row's experts of weight * down @ (silu(gate @ x) * (up @ x)), [T, H].
 
     x: [T, H], gate_up: [E, 2I, H], down: [E, H, I], of one dtype; rows of the weights are whole 16 bytes.
-    mlp: another activation, and biases.
+    The weights may both be of 4 bits, with a choice for them; I is then a multiple of 8. mlp: another
+    activation, and biases.
     """
     choice = choice or choose_experts(len(tiles.order), len(down), x.dtype, x.device)
     assert tiles.rows == choice.rows
@@ -322,8 +383,8 @@ def experts_triton(
 
 def experts_reference(
     x: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
+    gate_up: torch.Tensor | Int4Experts,
+    down: torch.Tensor | Int4Experts,
     chosen: Chosen,
     mlp: ExpertMLP = PLAIN_MLP,
 ) -> torch.Tensor:

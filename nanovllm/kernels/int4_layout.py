@@ -6,23 +6,31 @@ For tensor cores: a word holds 4 codes that are SUB columns apart, so that words
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
+from nanovllm.kernels.mxfp4 import BYTES, SCALE_BIAS, VALUES
+
 SUB = 32  # columns of the weight in a tile that one code of each word gives
 BLOCK = 4 * SUB  # columns of the weight in a block of words
+MXFP4 = 0  # in place of the columns of a group
 _BASE = {torch.bfloat16: 128, torch.float16: 1024}  # a float to whose last bits a code is added
 
 
 class Int4Weight(NamedTuple):
     """A weight [n, k]. Column c of a block b of BLOCK columns is code c // SUB (4 bits, lowest first) of
-    words[b, :, c % SUB]. Past k, scales are 0."""
+    words[b, :, c % SUB]. Past k, scales are 0.
+
+    With the group MXFP4, codes are values of E2M1, and a scale is a word of four bytes (E8M0, the lowest
+    first), of the 32 columns that one code of each word gives. Byte 0 means 0.
+    """
 
     words: torch.Tensor  # [ceil(k / BLOCK), n, SUB] int16
     scales: torch.Tensor  # [groups, n] int32: scale in the lower half, -(base + zero point) in the upper
     k: int
-    group: int  # columns that share a scale: 32, 64 or a multiple of BLOCK
+    group: int  # columns that share a scale: 32, 64 or a multiple of BLOCK; or MXFP4
 
     @property
     def n(self) -> int:
@@ -31,10 +39,54 @@ class Int4Weight(NamedTuple):
     @classmethod
     def empty(cls, n: int, k: int, group: int, device: torch.device) -> Int4Weight:
         """Zeros."""
+        return Int4Experts.empty(1, n, k, group, device).expert(0)
+
+    def rows(self, rows: slice) -> Int4Weight:
+        """Some rows of it, in the same memory."""
+        return self._replace(words=self.words[:, rows], scales=self.scales[:, rows])
+
+
+@dataclass(frozen=True, slots=True)
+class Int4Experts:
+    """The weights [n, k] of E experts. Indexing dequantises one, in `dtype`."""
+
+    words: torch.Tensor  # [E, ceil(k / BLOCK), n, SUB], as those of Int4Weight
+    scales: torch.Tensor  # [E, groups, n]
+    k: int
+    group: int
+    dtype: torch.dtype = torch.bfloat16  # of the scales
+
+    @classmethod
+    def empty(
+        cls,
+        experts: int,
+        n: int,
+        k: int,
+        group: int,
+        device: torch.device,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> Int4Experts:
+        """Zeros."""
         blocks = -(-k // BLOCK)
-        words = torch.zeros(blocks, n, SUB, dtype=torch.int16, device=device)
-        scales = torch.zeros(-(-blocks * BLOCK // group), n, dtype=torch.int32, device=device)
-        return cls(words, scales, k, group)
+        groups = blocks if group == MXFP4 else -(-blocks * BLOCK // group)
+        words = torch.zeros(experts, blocks, n, SUB, dtype=torch.int16, device=device)
+        scales = torch.zeros(experts, groups, n, dtype=torch.int32, device=device)
+        return cls(words, scales, k, group, dtype)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return len(self.words), self.words.shape[2], self.k
+
+    def __len__(self) -> int:
+        return len(self.words)
+
+    def expert(self, index: int) -> Int4Weight:
+        """The weight of one expert, in the same memory."""
+        return Int4Weight(self.words[index], self.scales[index], self.k, self.group)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        """[n, k]"""
+        return dequantise_reference(self.words[index], self.expert(index), self.dtype)
 
 
 def pack_codes(codes: torch.Tensor) -> torch.Tensor:
@@ -67,8 +119,26 @@ def unpack_scales(pairs: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor
 
 def dequantise_reference(words: torch.Tensor, weight: Int4Weight, dtype: torch.dtype) -> torch.Tensor:
     """(code - zero point) * scale of `weight`, whose words are `words`: [n, k], rounded to `dtype`, which is
-    that of the scales."""
+    that of the scales. Of MXFP4 value * scale."""
+    if weight.group == MXFP4:
+        return _dequantise_mxfp4(words, weight, dtype)
     scales, zeros = (each.repeat_interleave(weight.group, 0) for each in unpack_scales(weight.scales, dtype))
     codes = unpack_codes(words, weight.k).T.to(torch.int32)
     values = (codes - zeros[: weight.k]).float() * scales[: weight.k].float()
     return values.T.to(dtype).contiguous()
+
+
+def pack_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """blocks [n, k / 32, 16] and scales [n, k / 32] uint8, as in files -> words and scales of Int4Weight."""
+    n, groups = scales.shape
+    codes = torch.stack([blocks & 15, blocks >> 4], dim=-1).view(n, groups * 2 * BYTES)
+    padded = torch.nn.functional.pad(scales, (0, -groups % (BLOCK // SUB)))
+    return pack_codes(codes), padded.contiguous().view(torch.int32).T.contiguous()
+
+
+def _dequantise_mxfp4(words: torch.Tensor, weight: Int4Weight, dtype: torch.dtype) -> torch.Tensor:
+    table = torch.tensor(VALUES, device=words.device)
+    octets = weight.scales.contiguous().unsqueeze(-1).view(torch.uint8).transpose(0, 1).flatten(1).float()
+    scales = torch.where(octets == 0, 0.0, torch.exp2(octets - SCALE_BIAS))
+    values = table[unpack_codes(words, weight.k).int()]
+    return (values * scales.repeat_interleave(SUB, 1)[:, : weight.k]).to(dtype)

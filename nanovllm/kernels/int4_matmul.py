@@ -13,7 +13,6 @@ import torch
 from nanovllm.kernels.activation import gated, silu_and_mul
 from nanovllm.kernels.compat import (
     INTERPRET,
-    INTERPRETED,
     await_inputs,
     jit,
     multiprocessors,
@@ -23,7 +22,7 @@ from nanovllm.kernels.compat import (
     tl,
 )
 from nanovllm.kernels.int4_layout import BLOCK, SUB, Int4Weight, dequantise_reference
-from nanovllm.kernels.int4_values import tile_values, triton_dtype
+from nanovllm.kernels.int4_values import first_scale, tile_values, triton_dtype, waited
 from nanovllm.kernels.matmul import descriptor, is_aligned
 from nanovllm.kernels.paged import dot
 
@@ -71,17 +70,6 @@ def _store(
     tl.store(out_ptr + cells, total.to(out_ptr.dtype.element_ty), mask=live)
 
 
-@jit()
-def _waited(total: tl.tensor) -> tl.tensor:
-    """`total`, but the compiler sees that it is read. Else it would unpack the next values while tensor cores
-    still read these from the same registers (Triton 3.6). Costs no instruction."""
-    if not INTERPRETED:
-        total = tl.inline_asm_elementwise(
-            "mov.b32 $0, $1;", "=r,r", [total], dtype=tl.float32, is_pure=True, pack=1
-        )
-    return total
-
-
 @jit("num_rows", "blocks")
 def _int4_kernel(
     x: tl.tensor,
@@ -127,14 +115,14 @@ def _int4_kernel(
             word_ptrs = words + (block * N + columns).to(tl.int64)[:, None] * SUB
             word = tl.load(word_ptrs + tl.arange(0, SUB)[None, :], mask=(columns < N)[:, None], other=0)
         pairs = scales_ptr + columns
-        pair = tl.load(pairs + block * BLOCK // GROUP * N, mask=columns < N, other=0)
-        values = tile_values(word, pair, pairs, block, N, GROUP, DTYPE, BLOCK, SUB, columns)
+        pair = tl.load(pairs + first_scale(block, GROUP, BLOCK) * N, mask=columns < N, other=0)
+        values = tile_values(word, pair, pairs, block, N, GROUP, DTYPE, BLOCK, SUB, columns < N)
         x_tile = x.load([row, block * BLOCK]).T
         if MORE:
             more_x_tile = more_x.load([row + ROWS, block * BLOCK]).T
-        total = _waited(dot(values, x_tile, total))
+        total = waited(dot(values, x_tile, total))
         if MORE:
-            more_total = _waited(dot(values, more_x_tile, more_total))
+            more_total = waited(dot(values, more_x_tile, more_total))
     out_ptr += tl.program_id(1).to(tl.int64) * num_rows * N
     _store(total, bias_ptr, residual_ptr, out_ptr, row, first_row, num_rows, column, N, ROWS, COLUMNS)
     if MORE:

@@ -35,10 +35,29 @@ _BF16_MUL = _text("{ .reg .b32 zero; mov.b32 zero, 0x80008000; fma.rn.bf16x2 $0,
 _F16_MUL = _text("mul.rn.f16x2 $0, $1, $2;")
 
 
+def _asm_e2m1(sign: str, size: str) -> Any:
+    """Two values of E2M1 as bfloat16, exactly. Their bits become the sign, and the last bits of the exponent
+    and the first of the fraction; the result is too small by 2 ** 126. sign, size: how they are shifted."""
+    return _text(f"""{{
+        .reg .b32 sign, size, factor, zero;
+        {sign[:3]}.b32 sign, $1, {sign[3:]};
+        {size[:3]}.b32 size, $1, {size[3:]};
+        and.b32 sign, sign, 0x80008000;
+        lop3.b32 size, size, 0x01C001C0, sign, 0xEA;
+        mov.b32 factor, 0x7E807E80;
+        mov.b32 zero, 0x80008000;
+        fma.rn.bf16x2 $0, size, factor, zero;
+    }}""")
+
+
+_E2M1_0, _E2M1_1 = _asm_e2m1("shl12", "shl6"), _asm_e2m1("shl8", "shl2")
+_E2M1_2, _E2M1_3 = _asm_e2m1("shl4", "shr2"), _asm_e2m1("shl0", "shr6")
+
+
 @jit()
 def _values(words: tl.tensor, zero: tl.tensor, J: tl.constexpr, DTYPE: tl.constexpr) -> tl.tensor:
-    """Codes J of int16 `words` [n, SUB] minus their zero points, exactly. zero: [n], -(base + zero point)."""
-    zero = tl.broadcast_to(zero[:, None], words.shape)
+    """Codes J of int16 `words` [..., SUB] minus zero points, exactly. zero [...]: -(base + zero point)."""
+    zero = tl.broadcast_to(tl.expand_dims(zero, -1), words.shape)
     if INTERPRETED:
         base: tl.constexpr = 128.0 if tl.bfloat16 == DTYPE else 1024.0
         codes = ((words.to(tl.int32) >> (4 * J)) & 15).to(tl.float32)
@@ -64,6 +83,38 @@ def _values(words: tl.tensor, zero: tl.tensor, J: tl.constexpr, DTYPE: tl.conste
 
 
 @jit()
+def _e2m1_values(words: tl.tensor, J: tl.constexpr) -> tl.tensor:
+    """Codes J of int16 `words` [n, SUB] as values of E2M1 in bfloat16."""
+    if INTERPRETED:
+        code = (words.to(tl.int32) >> (4 * J)) & 15
+        fraction = (code & 1).to(tl.float32) * 0.5
+        exponent = (code >> 1) & 3
+        size = tl.where(exponent == 0, fraction, (1.0 + fraction) * tl.exp2((exponent - 1).to(tl.float32)))
+        values = tl.where(code > 7, -size, size).to(tl.bfloat16)
+    elif J == 0:
+        values = _one(_E2M1_0, words)
+    elif J == 1:
+        values = _one(_E2M1_1, words)
+    elif J == 2:
+        values = _one(_E2M1_2, words)
+    else:
+        values = _one(_E2M1_3, words)
+    return values
+
+
+@jit()
+def _one(ASM: tl.constexpr, words: tl.tensor) -> tl.tensor:
+    """The instructions ASM on two neighbours at once, which share a register, as bfloat16."""
+    return tl.inline_asm_elementwise(ASM, "=r,r", [words], dtype=tl.bfloat16, is_pure=True, pack=2)
+
+
+@jit()
+def _power(octets: tl.tensor, J: tl.constexpr) -> tl.tensor:
+    """Byte J of words: a scale of E8M0, as bfloat16, which has the same exponents."""
+    return (((octets >> (8 * J)) & 255) << 7).to(tl.int16).to(tl.bfloat16, bitcast=True)
+
+
+@jit()
 def _two(ASM: tl.constexpr, first: tl.tensor, second: tl.tensor) -> tl.tensor:
     """The instructions ASM on two neighbours at once, which share a register."""
     return tl.inline_asm_elementwise(ASM, "=r,r,r", [first, second], dtype=second.dtype, is_pure=True, pack=2)
@@ -71,8 +122,8 @@ def _two(ASM: tl.constexpr, first: tl.tensor, second: tl.tensor) -> tl.tensor:
 
 @jit()
 def _scaled(values: tl.tensor, scale: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
-    """values [n, SUB] * scale [n], rounded to DTYPE."""
-    scale = tl.broadcast_to(scale[:, None], values.shape)
+    """values [..., SUB] * scale [...], rounded to DTYPE."""
+    scale = tl.broadcast_to(tl.expand_dims(scale, -1), values.shape)
     if INTERPRETED:
         values = (values.to(tl.float32) * scale.to(tl.float32)).to(DTYPE)
     elif tl.bfloat16 == DTYPE:
@@ -95,6 +146,25 @@ def _scale_of(pair: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
 
 
 @jit()
+def code_values(
+    words: tl.tensor, pair: tl.tensor, J: tl.constexpr, GROUP: tl.constexpr, DTYPE: tl.constexpr
+) -> tl.tensor:
+    """The values of codes J of `words` [..., SUB], whose words of scales are `pair` [...]."""
+    if GROUP == 0:  # MXFP4
+        values = _scaled(_e2m1_values(words, J), _power(pair, J), DTYPE)
+    else:
+        values = _scaled(_values(words, _zero_of(pair, DTYPE), J, DTYPE), _scale_of(pair, DTYPE), DTYPE)
+    return values
+
+
+@jit()
+def first_scale(block: tl.tensor, GROUP: tl.constexpr, BLOCK: tl.constexpr) -> tl.tensor:
+    """The number of the words of scales that codes 0 of a block have; for GROUP 64 those of codes 2 follow,
+    for 32 those of all codes."""
+    return block if GROUP == 0 else block * BLOCK // GROUP  # 0: MXFP4
+
+
+@jit()
 def tile_values(
     words: tl.tensor,
     pair: tl.tensor,
@@ -105,29 +175,37 @@ def tile_values(
     DTYPE: tl.constexpr,
     BLOCK: tl.constexpr,
     SUB: tl.constexpr,
-    columns: tl.tensor,
+    inside: tl.tensor,
 ) -> tl.tensor:
-    """The values [n, BLOCK] of a block of words [n, SUB]."""
+    """The values [n, BLOCK] of a block of words [n, SUB]. pair: the words of its first scales, at `pairs`;
+    N: from a group to the next one."""
     pair1 = pair
     pair2 = pair
     pair3 = pair
     if GROUP == 64:
-        pair2 = tl.load(pairs + (2 * block + 1) * N, mask=columns < N, other=0)
+        pair2 = tl.load(pairs + (2 * block + 1) * N, mask=inside, other=0)
         pair3 = pair2
     if GROUP == 32:
-        pair1 = tl.load(pairs + (4 * block + 1) * N, mask=columns < N, other=0)
-        pair2 = tl.load(pairs + (4 * block + 2) * N, mask=columns < N, other=0)
-        pair3 = tl.load(pairs + (4 * block + 3) * N, mask=columns < N, other=0)
-    first = _values(words, _zero_of(pair, DTYPE), 0, DTYPE)
-    second = _values(words, _zero_of(pair1, DTYPE), 1, DTYPE)
-    third = _values(words, _zero_of(pair2, DTYPE), 2, DTYPE)
-    fourth = _values(words, _zero_of(pair3, DTYPE), 3, DTYPE)
-    first = _scaled(first, _scale_of(pair, DTYPE), DTYPE)
-    second = _scaled(second, _scale_of(pair1, DTYPE), DTYPE)
-    third = _scaled(third, _scale_of(pair2, DTYPE), DTYPE)
-    fourth = _scaled(fourth, _scale_of(pair3, DTYPE), DTYPE)
+        pair1 = tl.load(pairs + (4 * block + 1) * N, mask=inside, other=0)
+        pair2 = tl.load(pairs + (4 * block + 2) * N, mask=inside, other=0)
+        pair3 = tl.load(pairs + (4 * block + 3) * N, mask=inside, other=0)
+    first = code_values(words, pair, 0, GROUP, DTYPE)
+    second = code_values(words, pair1, 1, GROUP, DTYPE)
+    third = code_values(words, pair2, 2, GROUP, DTYPE)
+    fourth = code_values(words, pair3, 3, GROUP, DTYPE)
     four = tl.join(tl.join(first, third), tl.join(second, fourth))
     return four.permute(0, 2, 3, 1).reshape(words.shape[0], BLOCK)
+
+
+@jit()
+def waited(total: tl.tensor) -> tl.tensor:
+    """`total`, but the compiler sees that it is read. Else it would unpack the next values while tensor cores
+    still read these from the same registers (Triton 3.6). Costs no instruction."""
+    if not INTERPRETED:
+        total = tl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=r,r", [total], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return total
 
 
 def triton_dtype(dtype: torch.dtype) -> Any:
@@ -157,8 +235,8 @@ def _dequantise_kernel(
     words = tl.load(word_ptrs, mask=exists, other=0)
     await_inputs(USE_PDL)
     pairs = scales_ptr + rows
-    pair = tl.load(pairs + block * BLOCK // GROUP * N, mask=rows < N, other=0)
-    values = tile_values(words, pair, pairs, block, N, GROUP, DTYPE, BLOCK, SUB, rows)
+    pair = tl.load(pairs + first_scale(block, GROUP, BLOCK) * N, mask=rows < N, other=0)
+    values = tile_values(words, pair, pairs, block, N, GROUP, DTYPE, BLOCK, SUB, rows < N)
     columns = block * BLOCK + tl.arange(0, BLOCK)
     out_ptrs = out_ptr + rows.to(tl.int64)[:, None] * K + columns[None, :]
     tl.store(out_ptrs, values, mask=exists & (columns < K)[None, :])

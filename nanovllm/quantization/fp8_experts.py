@@ -7,7 +7,6 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from nanovllm.kernels.activation import Activation
 from nanovllm.kernels.compat import use_triton
 from nanovllm.kernels.fp8 import GROUP
 from nanovllm.kernels.fp8_grouped import Fp8Experts, fp8_experts_reference, fp8_experts_triton
@@ -79,7 +78,7 @@ class Fp8ExpertsMethod(Fp8Method, ExpertsMethod):
     def apply(self, x: Normed, routing: Routing, mlp: ExpertMLP) -> torch.Tensor:
         if self.dense is not None:
             return self.dense.apply(x, routing, mlp)
-        if mlp.activation is not Activation.SILU or mlp.gate_up_bias is not None:
+        if not mlp.is_plain:
             raise ValueError("experts in FP8 have SiLU and no biases; load this model without quantization")
         rows = x.tensor()  # the router has read them
         if not use_triton(rows):

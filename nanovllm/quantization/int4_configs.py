@@ -10,12 +10,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from nanovllm.quantization.base import Kind, LinearMethod
+from nanovllm.quantization.base import ExpertsMethod, Kind, LinearMethod
 from nanovllm.quantization.int4 import Int4LinearMethod
+from nanovllm.quantization.int4_experts import Int4ExpertsMethod
 from nanovllm.quantization.int4_formats import Int4Format, awq, gptq, pack_quantized
 from nanovllm.quantization.unquantized import QuantConfig
 
 _GROUPS = (32, 64, 128, -1)
+_ROUTERS = (r"\.gate$", r"\.shared_expert_gate$")  # AutoAWQ and GPTQModel leave them, and do not say so
 _KEY = "config.json: quantization_config"
 
 
@@ -39,6 +41,12 @@ class Int4Config(QuantConfig):
                 "embedding is not supported"
             )
         return Int4LinearMethod(self.format, self.packs)
+
+    def experts(self, path: str) -> ExpertsMethod:
+        """In 4 bits, unless the first expert's last projection is one of the skipped."""
+        if _matches(self.skipped, f"{path}.0.down_proj"):
+            return super().experts(path)
+        return Int4ExpertsMethod(self.format, self.packs)
 
     def on(self, capability: tuple[int, int]) -> QuantConfig:
         """The same for devices of this CUDA compute capability, (0, 0) for a CPU, where weights are
@@ -74,7 +82,7 @@ def from_awq(stated: Mapping[str, Any]) -> QuantConfig:
     group = _one_of(stated, "group_size", *_GROUPS, default=128)
     zero_point = _one_of(stated, "zero_point", True, False, default=True)
     skipped = _strings(stated, "modules_to_not_convert")
-    return Int4Config(awq(group, zero_point), tuple(re.escape(name) for name in skipped))
+    return Int4Config(awq(group, zero_point), _ROUTERS + tuple(map(re.escape, skipped)))
 
 
 def from_gptq(stated: Mapping[str, Any]) -> QuantConfig:
@@ -93,7 +101,7 @@ def from_gptq(stated: Mapping[str, Any]) -> QuantConfig:
             "supported; supported: the same bits and group_size for all"
         )
     head = _one_of(stated, "lm_head", False, True, default=False)
-    return Int4Config(gptq(group, sorts, 2 if written == "gptq_v2" else 1), head=head)
+    return Int4Config(gptq(group, sorts, 2 if written == "gptq_v2" else 1), _ROUTERS, head)
 
 
 def pack_quantized_config(where: str, weights: Mapping[str, Any], inputs: Mapping[str, Any]) -> Int4Config:

@@ -134,7 +134,7 @@ def build(folder: Path, dtype: torch.dtype, tp: TPGroup | None = None, **more: b
 @pytest.fixture
 def packed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights keep 4 bits on a CPU too, where plain torch multiplies them."""
-    monkeypatch.setattr("nanovllm.quantization.int4.keeps_bits", lambda options: True)
+    monkeypatch.setattr("nanovllm.quantization.int4_loading.keeps_bits", lambda options: True)
 
 
 def values(method: Any, dtype: torch.dtype) -> torch.Tensor:

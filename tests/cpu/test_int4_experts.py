@@ -1,0 +1,291 @@
+"""Experts in 4 bits: what their files mean, ranks, updates, and the kernels, interpreted on a CPU."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import int4_expert_cases
+import pytest
+import torch
+from checked_llm import make_tiny
+from digests import digest, make_digest
+from engine_cases import make_prompts, tokens
+from moe_cases import Sizes, exact_experts
+from safetensors.torch import load_file, save_file
+from tensors import BF16, F16, assert_near
+from test_int4 import build
+from test_models import PROMPT, forward, load
+from tiny_models import edit_json, write_tiny_model
+
+from nanovllm import ModelLoadError, SamplingParams
+from nanovllm.distributed.group import TPGroup
+from nanovllm.kernels.compat import INTERPRET
+from nanovllm.kernels.grouped_matmul import ExpertChoice, ExpertTile
+from nanovllm.kernels.int4_experts import choose_int4_experts
+from nanovllm.kernels.int4_layout import MXFP4
+from nanovllm.kernels.routing import Routing
+from nanovllm.models.registry import load_model_config
+from nanovllm.models.weights import check_weights, init_dummy_weights, weight_bytes
+from nanovllm.quantization.base import Normed
+from nanovllm.quantization.int4_configs import from_awq
+from tools.write_int4 import dequantised, random_order, rounded, write_int4
+
+interpreted = pytest.mark.skipif(
+    not INTERPRET, reason="kernels are compiled here; tests/gpu runs these cases"
+)
+SIZES: dict[str, Any] = {
+    **{"hidden_size": 128, "head_dim": 32, "moe_intermediate_size": 64, "num_experts": 5},
+    **{"num_hidden_layers": 2, "intermediate_size": 64},
+}
+EXPERT = "model.layers.1.mlp.experts.3"
+SHORT = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+TILE = ExpertTile(64, 128, 2, swap=True)
+CHOICE = ExpertChoice(16, TILE, TILE)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("plain"), "qwen3_moe", **SIZES)
+
+
+def write_dequantised(source: Path, target: Path, **options: Any) -> Path:
+    """What `write_int4` writes, in float32."""
+    write_int4(source, target, "awq", group=options.get("group", 64))  # copies the other files
+    tensors, group = load_file(source / "model.safetensors"), options.get("group", 64)
+    for name, tensor in tensors.items():
+        if re.search(r"(_proj|\.w[123])\.weight$", name):
+            order = random_order(tensor.shape[1], group) if options.get("act_order") else None
+            parts = rounded(tensor, group, options.get("symmetric", False), order, F16)
+            tensors[name] = dequantised(*parts, group, order)
+    save_file(tensors, target / "model.safetensors")
+    edit_json(target / "config.json", remove=("quantization_config",))
+    return target
+
+
+# -- files --------------------------------------------------------------------------------------------------
+
+FORMATS: dict[str, dict[str, Any]] = {
+    "awq": {"format": "awq"},
+    "awq 32": {"format": "awq", "group": 32},
+    "gptq": {"format": "gptq", "symmetric": True},
+    "gptq act-order": {"format": "gptq", "group": 32, "act_order": True},
+    "w4a16": {"format": "compressed-tensors", "symmetric": True},
+    "w4a16 whole rows": {"format": "compressed-tensors", "group": -1},
+    "w4a16 act-order": {"format": "compressed-tensors", "group": 32, "act_order": True},
+}
+
+
+@pytest.mark.parametrize("options", FORMATS.values(), ids=FORMATS)
+def test_a_file_is_its_dequantised_weights(plain: Path, tmp_path: Path, options: dict[str, Any]) -> None:
+    """In float32, bit for bit."""
+    options = {"group": 64} | options
+    exact = load(write_dequantised(plain, tmp_path / "exact", **options))
+    folder = write_int4(plain, tmp_path / "int4", options.pop("format"), **options)
+    assert f"{EXPERT}.gate_proj.weight" not in load_file(folder / "model.safetensors")
+    check_weights(load_model_config(folder), folder)
+    model = load(folder)
+    assert digest(model) == digest(exact)
+    assert torch.equal(forward(model, PROMPT), forward(exact, PROMPT))
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe"])
+def test_other_families(tmp_path: Path, family: str) -> None:
+    sizes = SIZES | {"intermediate_size": 96, "shared_expert_intermediate_size": 32}
+    sizes = {key: value for key, value in sizes.items() if "shared" not in key or family == "qwen2_moe"}
+    source = write_tiny_model(tmp_path / "plain", family, **sizes)
+    exact = load(write_dequantised(source, tmp_path / "exact", group=32))
+    for format in ("awq", "gptq", "compressed-tensors"):
+        model = load(write_int4(source, tmp_path / format, format, group=32))
+        assert digest(model) == digest(exact)
+
+
+@pytest.fixture
+def packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights keep 4 bits on a CPU too, where plain torch multiplies them."""
+    monkeypatch.setattr("nanovllm.quantization.int4_loading.keeps_bits", lambda options: True)
+
+
+def method_of(model: Any) -> Any:
+    return model.model.layers[1].mlp.experts.experts_method
+
+
+@pytest.mark.usefixtures("packed")
+@pytest.mark.parametrize("name", ["awq 32", "gptq", "gptq act-order", "w4a16", "w4a16 whole rows"])
+def test_4_bits_in_memory(plain: Path, tmp_path: Path, name: str) -> None:
+    """The weights are those of the file, rounded; with desc_act they are dequantised."""
+    options = {"group": 64} | FORMATS[name]
+    folder = write_int4(plain, tmp_path / "int4", options.pop("format"), scale_dtype=BF16, **options)
+    exact = load_file(plain / "model.safetensors")
+    method = method_of(build(folder, BF16))
+    assert (method.dense is not None) == ("act-order" in name)
+    gate_up, down = (method.dense or method).gate_up, (method.dense or method).down
+    for index in range(5):
+        parts = dict(zip(("gate_proj", "up_proj"), gate_up[index].chunk(2), strict=True))
+        for projection, found in (parts | {"down_proj": down[index]}).items():
+            weight = exact[f"model.layers.1.mlp.experts.{index}.{projection}.weight"]
+            group = options["group"]
+            order = random_order(weight.shape[1], group) if "act_order" in options else None
+            made = rounded(weight, group, options.get("symmetric", False), order, BF16)
+            assert torch.equal(found, dequantised(*made, group, order).to(BF16))
+    if method.dense is None:
+        words = sum(each.nbytes for each in (method.gate_up.words, method.down.words))
+        assert words == 5 * (128 * 128 + 128 * 128) // 2  # down has 64 inputs, in blocks of 128
+
+
+@pytest.mark.usefixtures("packed")
+@pytest.mark.parametrize("format", ["awq", "compressed-tensors"])
+def test_answers_of_4_bits(plain: Path, tmp_path: Path, format: str) -> None:
+    """Those of the dequantised weights."""
+    method = method_of(build(write_int4(plain, tmp_path / "int4", format, group=32), F16))
+    x, logits = torch.randn(5, 128).to(F16), torch.randn(5, 5)
+    out = method.apply(Normed.computed(x, x), Routing(logits, 3, True))
+    weights = [
+        torch.stack([each[index].double() for index in range(5)]) for each in (method.gate_up, method.down)
+    ]
+    assert_near(out, exact_experts(x, *weights, Routing(logits, 3, True).chosen()))
+
+
+@pytest.mark.usefixtures("packed")
+@pytest.mark.parametrize(("format", "group"), [("awq", 64), ("gptq", 32), ("compressed-tensors", -1)])
+def test_ranks_hold_parts_of_experts(plain: Path, tmp_path: Path, format: str, group: int) -> None:
+    """A group of 64 that two ranks share has its scale on both."""
+    folder = write_int4(plain, tmp_path / "int4", format, group=group)
+    ranks = (TPGroup(), TPGroup(0, 2), TPGroup(1, 2))
+    whole, first, second = (method_of(build(folder, F16, tp)) for tp in ranks)
+    for index in range(5):
+        halves = [each.gate_up[index].chunk(2) for each in (first, second)]
+        both = [torch.cat(each) for each in zip(*halves, strict=True)]
+        assert torch.equal(torch.cat(both), whole.gate_up[index])
+        assert torch.equal(torch.cat((first.down[index], second.down[index]), 1), whole.down[index])
+
+
+def test_two_ranks_answer_as_one(plain: Path, tmp_path: Path) -> None:
+    prompts = make_prompts()[:3]
+    with make_tiny(write_dequantised(plain, tmp_path / "exact", group=64)) as llm:
+        wanted = tokens(llm.generate(prompts, SHORT, use_tqdm=False))
+    folder = write_int4(plain, tmp_path / "int4", "gptq", group=64)
+    with make_tiny(folder, tensor_parallel_size=2) as llm:
+        assert tokens(llm.generate(prompts, SHORT, use_tqdm=False)) == wanted
+
+
+def test_updates_and_sleep(plain: Path, tmp_path: Path) -> None:
+    other = write_tiny_model(tmp_path / "other", "qwen3_moe", seed=1, **SIZES)
+    first = write_int4(plain, tmp_path / "first", "awq", group=32)
+    second = write_int4(other, tmp_path / "second", "awq", group=32)
+    new = load_file(second / "model.safetensors")
+    with make_digest(second) as llm:
+        wanted = llm.on_ranks("digest")
+    with make_digest(first) as llm:
+        before = llm.on_ranks("digest")
+        llm.sleep(2)
+        llm.wake_up()
+        assert llm.on_ranks("digest") == before
+        llm.update_weights(new.items())
+        assert llm.on_ranks("digest") == wanted
+        with pytest.raises(ValueError, match=r"experts\.3\.up_proj: scales came without qweight, qzeros"):
+            llm.update_weights({f"{EXPERT}.up_proj.scales": new[f"{EXPERT}.up_proj.scales"]})
+        with pytest.raises(ValueError, match=rf"{EXPERT}.up_proj.scales has nan, which must be finite"):
+            llm.update_weights({f"{EXPERT}.up_proj.scales": new[f"{EXPERT}.up_proj.scales"] * torch.nan})
+
+
+@pytest.mark.usefixtures("packed")
+def test_dummy_weights(plain: Path, tmp_path: Path) -> None:
+    folder = write_int4(plain, tmp_path, "awq", group=32)
+    model = build(folder, BF16)
+    init_dummy_weights(model, 0)
+    first, second = method_of(model).gate_up[0], method_of(model).gate_up[1]
+    assert 0.01 < first.float().std() < 0.03 and not torch.equal(first, second)
+
+
+# -- what is refused ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda t: t.pop(f"{EXPERT}.up_proj.scales"), rf"1 missing: {EXPERT}.up_proj.scales"),
+        (lambda t: t[f"{EXPERT}.down_proj.scales"].zero_(), rf"{EXPERT}.down_proj.scales has 0.0, which"),
+        (
+            lambda t: t.update({f"{EXPERT}.up_proj.qweight": torch.ones(64, 64)}),
+            rf"{EXPERT}.up_proj.qweight is \(64, 64\)",
+        ),
+    ],
+    ids=["missing", "zero", "shape"],
+)
+def test_bad_tensors(plain: Path, tmp_path: Path, edit: Any, message: str) -> None:
+    folder = write_int4(plain, tmp_path, "awq", group=32)
+    found = load_file(folder / "model.safetensors")
+    edit(found)
+    save_file(found, folder / "model.safetensors")
+    with pytest.raises(ModelLoadError, match=message):
+        load(folder)
+
+
+def test_what_ranks_cannot_split(plain: Path, tmp_path: Path) -> None:
+    folder = write_int4(plain, tmp_path / "awq", "awq", group=32)
+    with pytest.raises(ValueError, match=r"64 inputs in groups of 32 .* parts of 16: .* could be 1, 2$"):
+        weight_bytes(load_model_config(folder), TPGroup(0, 4), BF16)
+    folder = write_int4(plain, tmp_path / "order", "gptq", group=32, act_order=True)
+    with pytest.raises(ValueError, match=r"GPTQ with desc_act .* use tensor_parallel_size=1"):
+        weight_bytes(load_model_config(folder), TPGroup(0, 2), BF16)
+
+
+def test_which_experts_are_quantised(plain: Path, tmp_path: Path) -> None:
+    folder = write_int4(plain, tmp_path / "skip", "awq", group=32, skip=("layers.1.mlp.experts",))
+    model = load(folder)
+    names = [type(layer.mlp.experts.experts_method).__name__ for layer in model.model.layers]
+    assert names == ["Int4ExpertsMethod", "UnquantizedExpertsMethod"]
+    quant = from_awq({"bits": 4, "modules_to_not_convert": ["gate"]})  # so do AutoAWQ's files of Mixtral
+    assert type(quant.experts("model.layers.0.block_sparse_moe.experts")).__name__ == "Int4ExpertsMethod"
+    for router in ("mlp.gate", "mlp.shared_expert_gate"):
+        method = from_awq({"bits": 4}).method(f"model.layers.0.{router}", "linear")
+        assert type(method).__name__ == "UnquantizedLinearMethod"
+
+
+# -- kernels ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of NaN in padding
+@interpreted
+@pytest.mark.parametrize(
+    ("rows", "sizes", "groups", "dtype"),
+    [
+        (1, Sizes(5, 3, 160, 32), (32, 32), F16),
+        (2, Sizes(3, 2, 192, 64), (64, 64), BF16),
+        (2, Sizes(3, 2, 160, 96), (MXFP4, MXFP4), BF16),
+        (3, Sizes(10, 3, 160, 96), (MXFP4, MXFP4), BF16),
+        (97, Sizes(10, 3, 256, 128), (256, 128), F16),
+        (40, Sizes(10, 3, 192, 96), (64, 32), F16),
+    ],
+)
+def test_kernels(rows: int, sizes: Sizes, groups: tuple[int, int], dtype: torch.dtype) -> None:
+    int4_expert_cases.check_experts(rows, sizes, groups, dtype, "cpu", CHOICE)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@interpreted
+@pytest.mark.parametrize("only", [(2, 4), (0, 3, 1)])
+def test_kernels_with_experts_without_rows(only: tuple[int, ...]) -> None:
+    """In the first case every row goes to the same two."""
+    sizes = Sizes(5, 2, 160, 32)
+    int4_expert_cases.check_experts(30, sizes, (32, 32), F16, "cpu", CHOICE, only)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@interpreted
+@pytest.mark.parametrize(("group", "dtype"), [(32, F16), (MXFP4, BF16)])
+def test_bits_are_those_of_the_dequantised_weights(group: int, dtype: torch.dtype) -> None:
+    int4_expert_cases.check_dequantised(Sizes(5, 3, 160, 96), group, dtype, "cpu", CHOICE)
+
+
+def test_which_tiles_are_chosen() -> None:
+    """Tiles of few rows for few pairs; all transposed, in blocks of the layout."""
+    rows = []
+    for pairs in (1, 9, 10, 24, 96, 97, 10_000):
+        choice = choose_int4_experts(pairs * 128, 128, torch.device("cpu"))
+        rows.append(choice.rows)
+        for tile in (choice.gate_up, choice.down):
+            assert tile.swap and tile.k == 128 and tile.columns % 64 == 0 and tile.stages >= 2
+    assert rows == [16, 16, 32, 32, 64, 128, 128]
