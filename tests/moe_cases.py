@@ -112,7 +112,7 @@ def exact_inner(inner: torch.Tensor, mlp: ExpertMLP, expert: int) -> torch.Tenso
 
 
 def exact_experts(
-    x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, chosen: Chosen, mlp: ExpertMLP
+    x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, chosen: Chosen, mlp: ExpertMLP = PLAIN_MLP
 ) -> torch.Tensor:
     """One row and one expert at a time, in float64."""
     out = torch.zeros(len(x), down.shape[1], dtype=torch.float64, device=x.device)

@@ -18,9 +18,9 @@ from nanovllm.kernels.compat import (
     pdl_options,
     tl,
 )
-from nanovllm.kernels.expert_tiles import Chosen
+from nanovllm.kernels.expert_tiles import PLAIN_MLP, Chosen, ExpertMLP
 from nanovllm.kernels.gemv import use_gemv
-from nanovllm.kernels.grouped_matmul import PLAIN_MLP, ExpertMLP, experts_reference
+from nanovllm.kernels.grouped_matmul import experts_reference
 
 
 class GemvChoice(NamedTuple):

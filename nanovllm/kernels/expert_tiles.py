@@ -1,4 +1,4 @@
-"""The rows of each expert in tiles. Owns no weight.
+"""The rows of each expert in tiles, and what an expert computes besides its products. Owns no weight.
 
 A pair is a row and one of its experts; its number is row * top_k + j. Pairs are sorted by expert, in a fixed
 order, on the device. The host knows only upper bounds, so a CUDA graph can hold all of this.
@@ -10,12 +10,36 @@ from typing import NamedTuple
 
 import torch
 
+from nanovllm.kernels.activation import Activation
 from nanovllm.kernels.compat import await_inputs, jit, pdl_options, tl
 
 _PAIRS = 4096  # that a program reads at once
 _LENGTHS = (512, 4096, 8192)  # up to so many pairs each program reads all of them
 _TILES = 32  # that a program describes at once
 _COUNTS = 32  # parts of the counts that are read at once
+
+
+class ExpertMLP(NamedTuple):
+    """What an expert computes besides its products: down(act(gate) * up)."""
+
+    activation: Activation = Activation.SILU
+    # Of the dtype of the weights, contiguous; None: there is none. The width I may be less than the
+    # weights', whose other rows are padding.
+    gate_up_bias: torch.Tensor | None = None  # [E, 2I], of gate, then of up
+    down_bias: torch.Tensor | None = None  # [E, H]
+
+    @property
+    def width(self) -> int:
+        """I; 0 without the bias."""
+        return 0 if self.gate_up_bias is None else self.gate_up_bias.shape[1] // 2
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is SiLU without biases."""
+        return self.activation is Activation.SILU and self.gate_up_bias is None and self.down_bias is None
+
+
+PLAIN_MLP = ExpertMLP()
 
 
 class Chosen(NamedTuple):

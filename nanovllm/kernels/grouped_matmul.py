@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from nanovllm.kernels.activation import Activation, gated, silu_and_mul_reference
+from nanovllm.kernels.activation import gated, silu_and_mul_reference
 from nanovllm.kernels.compat import (
     INTERPRET,
     INTERPRETED,
@@ -26,33 +26,10 @@ from nanovllm.kernels.compat import (
     shared_memory,
     tl,
 )
-from nanovllm.kernels.expert_tiles import Chosen, ExpertTiles
+from nanovllm.kernels.expert_tiles import PLAIN_MLP, Chosen, ExpertMLP, ExpertTiles
 from nanovllm.kernels.int4_layout import BLOCK, SUB, Int4Experts
 from nanovllm.kernels.int4_values import first_scale, tile_values, waited
 from nanovllm.kernels.paged import dot
-
-
-class ExpertMLP(NamedTuple):
-    """What an expert computes besides its products: down(act(gate) * up)."""
-
-    activation: Activation = Activation.SILU
-    # Of the dtype of the weights, contiguous; None: there is none. The width I may be less than the
-    # weights', whose other rows are padding.
-    gate_up_bias: torch.Tensor | None = None  # [E, 2I], of gate, then of up
-    down_bias: torch.Tensor | None = None  # [E, H]
-
-    @property
-    def width(self) -> int:
-        """I; 0 without the bias."""
-        return 0 if self.gate_up_bias is None else self.gate_up_bias.shape[1] // 2
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether it is SiLU without biases."""
-        return self.activation is Activation.SILU and self.gate_up_bias is None and self.down_bias is None
-
-
-PLAIN_MLP = ExpertMLP()
 
 
 class ExpertTile(NamedTuple):

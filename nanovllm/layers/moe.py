@@ -12,7 +12,7 @@ from torch import nn
 
 from nanovllm.distributed.group import TPGroup
 from nanovllm.kernels.activation import Activation
-from nanovllm.kernels.grouped_matmul import ExpertMLP
+from nanovllm.kernels.expert_tiles import ExpertMLP
 from nanovllm.kernels.routing import Routing
 from nanovllm.layers.linear import ReplicatedLinear
 from nanovllm.layers.stream import Step

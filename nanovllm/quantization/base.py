@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from nanovllm.kernels.activation import Activation, silu_and_mul_fp8
+from nanovllm.kernels.expert_tiles import ExpertMLP
 from nanovllm.kernels.fp8 import Fp8Rows, quantise_rows
-from nanovllm.kernels.grouped_matmul import ExpertMLP
 from nanovllm.kernels.rms_norm import add_rms_norm, add_rms_norm_fp8
 from nanovllm.kernels.routing import Routing
 

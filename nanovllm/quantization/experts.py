@@ -9,7 +9,8 @@ from torch import nn
 
 from nanovllm.kernels.compat import INTERPRET, use_triton
 from nanovllm.kernels.expert_gemv import expert_gemv, use_expert_gemv
-from nanovllm.kernels.grouped_matmul import ExpertMLP, choose_experts, experts_reference, experts_triton
+from nanovllm.kernels.expert_tiles import ExpertMLP
+from nanovllm.kernels.grouped_matmul import choose_experts, experts_reference, experts_triton
 from nanovllm.kernels.routing import Routing
 from nanovllm.quantization.base import (
     ExpertsMethod,

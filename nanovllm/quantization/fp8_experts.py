@@ -8,10 +8,11 @@ import torch
 from torch import nn
 
 from nanovllm.kernels.compat import use_triton
+from nanovllm.kernels.expert_tiles import ExpertMLP
 from nanovllm.kernels.fp8 import GROUP
 from nanovllm.kernels.fp8_grouped import Fp8Experts, fp8_experts_reference, fp8_experts_triton
 from nanovllm.kernels.fp8_matmul import Fp8Weight
-from nanovllm.kernels.grouped_matmul import ExpertMLP, choose_experts
+from nanovllm.kernels.grouped_matmul import choose_experts
 from nanovllm.kernels.routing import Routing
 from nanovllm.quantization.base import ExpertsMethod, ExpertWeights, Normed, WeightOptions, WeightShard
 from nanovllm.quantization.experts import UnquantizedExpertsMethod

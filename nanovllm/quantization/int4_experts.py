@@ -10,7 +10,8 @@ from torch import nn
 
 from nanovllm.kernels.compat import INTERPRET, use_triton
 from nanovllm.kernels.expert_gemv import use_expert_gemv
-from nanovllm.kernels.grouped_matmul import ExpertMLP, experts_reference, experts_triton
+from nanovllm.kernels.expert_tiles import ExpertMLP
+from nanovllm.kernels.grouped_matmul import experts_reference, experts_triton
 from nanovllm.kernels.int4_experts import choose_int4_experts, int4_expert_gemv
 from nanovllm.kernels.int4_layout import Int4Experts, Int4Weight
 from nanovllm.kernels.routing import Routing

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from nanovllm.kernels.grouped_matmul import ExpertMLP
+from nanovllm.kernels.expert_tiles import ExpertMLP
 from nanovllm.kernels.mxfp4 import BYTES, GROUP, SCALE_NAN, dequantise_mxfp4
 from nanovllm.kernels.routing import Routing
 from nanovllm.quantization.base import (

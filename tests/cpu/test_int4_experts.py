@@ -22,6 +22,7 @@ from tiny_models import edit_json, write_tiny_model
 from nanovllm import ModelLoadError, SamplingParams
 from nanovllm.distributed.group import TPGroup
 from nanovllm.kernels.compat import INTERPRET
+from nanovllm.kernels.expert_tiles import PLAIN_MLP
 from nanovllm.kernels.grouped_matmul import ExpertChoice, ExpertTile
 from nanovllm.kernels.int4_experts import choose_int4_experts
 from nanovllm.kernels.int4_layout import MXFP4
@@ -140,7 +141,7 @@ def test_answers_of_4_bits(plain: Path, tmp_path: Path, format: str) -> None:
     """Those of the dequantised weights."""
     method = method_of(build(write_int4(plain, tmp_path / "int4", format, group=32), F16))
     x, logits = torch.randn(5, 128).to(F16), torch.randn(5, 5)
-    out = method.apply(Normed.computed(x, x), Routing(logits, 3, True))
+    out = method.apply(Normed.computed(x, x), Routing(logits, 3, True), PLAIN_MLP)
     weights = [
         torch.stack([each[index].double() for index in range(5)]) for each in (method.gate_up, method.down)
     ]

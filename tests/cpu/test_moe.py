@@ -34,8 +34,8 @@ from nanovllm import LLM, ModelLoadError, SamplingParams
 from nanovllm.distributed.group import TPGroup
 from nanovllm.kernels import grouped_matmul
 from nanovllm.kernels.compat import INTERPRET
-from nanovllm.kernels.expert_tiles import max_tiles
-from nanovllm.kernels.grouped_matmul import ExpertMLP, choose_experts
+from nanovllm.kernels.expert_tiles import ExpertMLP, max_tiles
+from nanovllm.kernels.grouped_matmul import choose_experts
 from nanovllm.kernels.routing import Routing
 from nanovllm.layers.moe import MoESpec
 from nanovllm.models.registry import get_family, load_model_config
