@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 from int4_cases import make_weight
-from moe_cases import Sizes, exact_experts, slots_of
+from moe_cases import Sizes, exact_experts, make_mlp, slots_of
 from tensors import assert_near, randn
 
 from nanovllm.kernels.expert_tiles import Chosen
@@ -37,7 +37,7 @@ class Case:
     def __init__(
         self, rows: int, sizes: Sizes, groups: tuple[int, int], dtype: torch.dtype, device: str
     ) -> None:
-        experts, self.top_k, hidden, width = sizes
+        experts, self.top_k, hidden, width = sizes[:4]
         self.x = randn(rows, 2 * hidden, dtype=dtype, device=device)[:, hidden:]
         self.logits = randn(rows, experts, dtype=dtype, device=device, seed=3)
         self.gate_up, self.exact_gate_up = make_stack(experts, 2 * width, hidden, groups[0], dtype, device)
@@ -45,8 +45,10 @@ class Case:
         self.slots = slots_of(rows, device)
         self.x[self.slots < 0] = torch.nan
 
+        self.mlp = make_mlp(sizes, dtype, device, padding=0)
+
     def exact(self, chosen: Chosen) -> torch.Tensor:
-        return exact_experts(self.x, self.exact_gate_up, self.exact_down, chosen)
+        return exact_experts(self.x, self.exact_gate_up, self.exact_down, chosen, self.mlp)
 
 
 def check_experts(
@@ -68,11 +70,11 @@ def check_experts(
     chosen, tiles = route_triton(case.logits, case.top_k, True, case.slots, choice.rows)
     assert tiles is not None
     expected = case.exact(chosen)
-    out = experts_triton(case.x, *weights, tiles, choice)
+    out = experts_triton(case.x, *weights, tiles, choice, case.mlp)
     assert_near(out, expected)
     assert not out[case.slots < 0].any()
-    assert_near(experts_reference(case.x, *weights, chosen), expected)
-    if rows <= 2:
+    assert_near(experts_reference(case.x, *weights, chosen, case.mlp), expected)
+    if rows <= 2 and case.mlp.is_plain:
         assert_near(int4_expert_gemv_triton(case.x, *weights, chosen), expected)
         few = Int4GemvChoice(16, 64, blocks=2)
         assert_near(int4_expert_gemv_triton(case.x, *weights, chosen, few), expected)

@@ -257,6 +257,7 @@ def test_which_experts_are_quantised(plain: Path, tmp_path: Path) -> None:
         (2, Sizes(3, 2, 192, 64), (64, 64), BF16),
         (2, Sizes(3, 2, 160, 96), (MXFP4, MXFP4), BF16),
         (3, Sizes(10, 3, 160, 96), (MXFP4, MXFP4), BF16),
+        (5, Sizes(4, 2, 160, 96, clamped=True), (MXFP4, MXFP4), F16),
         (97, Sizes(10, 3, 256, 128), (256, 128), F16),
         (40, Sizes(10, 3, 192, 96), (64, 32), F16),
     ],
