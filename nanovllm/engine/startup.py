@@ -198,9 +198,10 @@ def warn_of_options(config: Config, max_model_len: int, longest: int) -> None:
 def usable_length(config: Config, model_config: ModelConfig, device: Device, max_model_len: int) -> int:
     """`max_model_len`, or less: the most tokens that any KV cache of this device may hold, and on a CPU those
     whose tables take TABLE_BYTES. So no table is made for positions that nothing can use."""
-    specs = model_config.up_to(max_model_len)
     # Layers with a window need no more memory for longer sequences.
-    layers = sum(specs.spec(layer).window is None for layer in range(model_config.num_layers))
+    full = [spec.window is None for spec in model_config.up_to(max_model_len).attention]
+    repeats, rest = divmod(model_config.num_layers, len(full))
+    layers = repeats * sum(full) + sum(full[:rest])
     heads = model_config.num_kv_heads
     dtype = device.resolve_dtype(config.dtype, model_config.dtype)
     item = 1 if config.kv_cache_dtype == "fp8" else dtype.itemsize
