@@ -9,10 +9,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextvars import ContextVar
-from functools import lru_cache, wraps
+from functools import lru_cache, partial, wraps
+from importlib import import_module
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
+
+from nanovllm import isa
 
 __all__ = ["TensorDescriptor", "tl", "triton"]  # re-exported; all definitions below are public too
 
@@ -35,6 +38,7 @@ HAS_TRITON = triton is not None
 INTERPRET = HAS_TRITON and _INTERPRETER_ASKED
 INTERPRETED = tl.constexpr(INTERPRET) if HAS_TRITON else False  # the same value for kernels
 
+_CPU_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FEW_ROWS = 2  # up to this size, launches and reading weights dominate a step: special kernels pay
 
 # Set during the capture of a step and the run before it. In a replay, kernel launches cost the host nothing.
@@ -68,14 +72,35 @@ def use_triton(tensor: torch.Tensor) -> bool:
     return HAS_TRITON and tensor.is_cuda
 
 
+def use_cpu_kernels(tensor: torch.Tensor) -> bool:
+    """Whether an operation on `tensor` runs as a kernel of `kernels/cpu`."""
+    return tensor.device.type == "cpu" and tensor.dtype in _CPU_DTYPES and isa.has_kernels()
+
+
+def cpu_kernel(name: str) -> Callable[..., Any]:
+    """The function "file.function" of `kernels/cpu`, imported on use."""
+    file, _, function = name.partition(".")
+    found: Callable[..., Any] = getattr(import_module(f"nanovllm.kernels.cpu.{file}"), function)
+    return found
+
+
 def by_device(
-    kernel: Callable[Concatenate[torch.Tensor, P], T], reference: Callable[Concatenate[torch.Tensor, P], T]
+    kernel: Callable[Concatenate[torch.Tensor, P], T],
+    reference: Callable[Concatenate[torch.Tensor, P], T],
+    cpu: str = "",
 ) -> Callable[Concatenate[torch.Tensor, P], T]:
-    """An operation: `kernel` if its first argument is on a GPU that Triton supports, else `reference`."""
+    """An operation: `kernel` if its first argument is on a GPU that Triton supports; on a CPU the function
+    `cpu` of `kernels/cpu`, if there is one and it can run here; else `reference`."""
+    on_cpu = lru_cache(partial(cpu_kernel, cpu))
 
     @wraps(kernel)
     def operation(x: torch.Tensor, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return (kernel if use_triton(x) else reference)(x, *args, **kwargs)
+        if use_triton(x):
+            return kernel(x, *args, **kwargs)
+        if cpu and use_cpu_kernels(x):
+            done: T = on_cpu()(x, *args, **kwargs)
+            return done
+        return reference(x, *args, **kwargs)
 
     return operation
 

@@ -151,6 +151,6 @@ def add_rms_norm_fp8_reference(
     return quantise_rows_reference(normed, group), total
 
 
-rms_norm = by_device(rms_norm_triton, rms_norm_reference)
-add_rms_norm = by_device(add_rms_norm_triton, add_rms_norm_reference)
+rms_norm = by_device(rms_norm_triton, rms_norm_reference, "rms_norm.rms_norm")
+add_rms_norm = by_device(add_rms_norm_triton, add_rms_norm_reference, "rms_norm.add_rms_norm")
 add_rms_norm_fp8 = by_device(add_rms_norm_fp8_triton, add_rms_norm_fp8_reference)

@@ -1,0 +1,79 @@
+"""The instruction set of the CPU that kernels use. Chosen at the first question; imports no compiler before.
+
+The environment variable NANOVLLM_CPU_ISA forces a level, so that every one is tested on one machine.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import lru_cache
+from importlib.util import find_spec
+
+VARIABLE = "NANOVLLM_CPU_ISA"
+_AVX2 = {"avx2", "fma"}
+_AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
+# Fastest first, with the features that LLVM must find in the CPU. "generic" is plain loops, which LLVM turns
+# into the vectors of any CPU. "torch" uses no kernels of ours.
+NEEDS: dict[str, set[str]] = {
+    "avx512_bf16": _AVX512 | {"avx512bf16", "avx512vnni"},
+    "avx512": _AVX512,
+    "avx2": _AVX2,
+    "generic": set(),
+}
+LEVELS = (*NEEDS, "torch")
+HINT = 'pip install "nanovllm[cpu]" brings kernels for this CPU, which are 2 to 5 times faster than torch'
+
+
+@lru_cache
+def cpu_features() -> frozenset[str]:
+    """The features of this CPU, as LLVM names them; none without the package llvmlite."""
+    if find_spec("llvmlite") is None:
+        return frozenset()
+    from llvmlite.binding import get_host_cpu_features
+
+    return frozenset(name for name, there in get_host_cpu_features().items() if there)
+
+
+_other: ContextVar[str] = ContextVar("other_level", default="")
+
+
+@contextmanager
+def compiling_for(level: str) -> Iterator[None]:
+    """Within this block `level` is that of the machine that code is compiled for, perhaps another one."""
+    token = _other.set(level)
+    try:
+        yield
+    finally:
+        _other.reset(token)
+
+
+def level() -> str:
+    """The level, one of LEVELS. ValueError if the forced one does not exist, or if this CPU lacks it."""
+    return _other.get() or _own_level()
+
+
+@lru_cache
+def _own_level() -> str:
+    forced = os.environ.get(VARIABLE, "")
+    if forced and forced not in LEVELS:
+        raise ValueError(f"{VARIABLE}={forced}: there is no such level; use one of {', '.join(LEVELS)}")
+    if find_spec("numba") is None:
+        if forced and forced != "torch":
+            raise ValueError(f"{VARIABLE}={forced} needs the package numba; {HINT}")
+        return "torch"
+    if forced and (missing := NEEDS.get(forced, set()) - cpu_features()):
+        raise ValueError(f"{VARIABLE}={forced}: this CPU has no {', '.join(sorted(missing))}")
+    return forced or next(name for name, needs in NEEDS.items() if needs <= cpu_features())
+
+
+def has_kernels() -> bool:
+    """Whether the CPU's kernels run here."""
+    return level() != "torch"
+
+
+def has_bf16() -> bool:
+    """Whether this CPU multiplies bfloat16 faster than float32."""
+    return level() == "avx512_bf16"

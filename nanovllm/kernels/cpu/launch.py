@@ -1,0 +1,115 @@
+"""Kernel: compiles itself for the arguments of a launch, and runs its programs now, or as a part of a recording.
+
+A kernel is written as `make(*variant)`, which returns the function of one program. The function's parameters
+are addresses (`Address`), integers and floats, then `program` and `thread`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import struct
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from functools import lru_cache
+from typing import Any, Protocol
+
+import torch
+
+from nanovllm.kernels.cpu.checking import CHECKED, allow, complain
+from nanovllm.kernels.cpu.native import function_address
+from nanovllm.kernels.cpu.team import team
+
+Address = int  # the annotation of a parameter that takes a tensor, or None for the address 0
+DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}  # of variants
+Argument = torch.Tensor | int | float | None
+
+
+class Recorder(Protocol):
+    """What launches go to instead of running at once."""
+
+    def launch(
+        self,
+        name: str,
+        function: int,
+        programs: int,
+        pack: struct.Struct,
+        values: tuple[Any, ...],
+        arguments: Sequence[Argument],
+    ) -> None: ...
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor: ...
+
+
+recorder: ContextVar[Recorder | None] = ContextVar("recorder", default=None)
+
+
+def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Uninitialised memory for the result of a kernel. In a recording it belongs to the recording."""
+    found = recorder.get()
+    return torch.empty(shape, dtype=dtype) if found is None else found.empty(shape, dtype)
+
+
+def run_now(
+    name: str,
+    function: int,
+    programs: int,
+    pack: struct.Struct,
+    values: tuple[Any, ...],
+    arguments: Sequence[Argument],
+) -> None:
+    """Run a launch, and wait for its end."""
+    if not CHECKED:
+        team().run_one(function, programs, pack, values)
+        return
+    own = team()
+    with own.lock:
+        allow(arguments, own.arguments)
+        own.run_one(function, programs, pack, values)
+        complain(name)
+
+
+class Kernel:
+    """A kernel by its `make`; see this module's text."""
+
+    def __init__(self, make: Callable[..., Callable[..., None]]) -> None:
+        self._make = make
+        self.name = f"{make.__module__}.{make.__name__}"
+        self._compiled: Callable[..., tuple[int, struct.Struct]] = lru_cache(None)(self._compile)
+
+    def _compile(self, *variant: object) -> tuple[int, struct.Struct]:
+        return function_address(_entry, self._make, *variant), struct.Struct(_kinds(self._make, variant))
+
+    def launch(self, variant: tuple[object, ...], programs: int, *arguments: Argument) -> None:
+        """Run `programs` programs. variant: of `make`, constants of the machine code."""
+        if programs == 0:
+            return
+        function, pack = self._compiled(*variant)
+        values = tuple([x.data_ptr() if isinstance(x, torch.Tensor) else x or 0 for x in arguments])
+        found = recorder.get()
+        if found is not None:
+            found.launch(self.name, function, programs, pack, values, arguments)
+        else:
+            run_now(self.name, function, programs, pack, values, arguments)
+
+
+def _kinds(make: Callable[..., Any], variant: tuple[object, ...]) -> str:
+    """The format of an argument block: 8 bytes for each parameter."""
+    parameters = [*inspect.signature(make(*variant)).parameters.values()]
+    return "".join("d" if each.annotation in ("float", float) else "q" for each in parameters[:-2])
+
+
+def _entry(make: Callable[..., Any], *variant: object) -> Callable[[int, int, int], None]:
+    """The function (argument block, program, thread) that reads the block and calls a kernel's program."""
+    from numba import njit
+
+    from nanovllm.kernels.cpu.vectors import get_f64, get_i64
+
+    body = njit(nogil=True, error_model="numpy")(make(*variant))
+    reads = ", ".join(
+        f"get_{'f64' if kind == 'd' else 'i64'}(block + {8 * index})"
+        for index, kind in enumerate(_kinds(make, variant))
+    )
+    scope = {"body": body, "get_i64": get_i64, "get_f64": get_f64}
+    exec(f"def entry(block, program, thread):\n    body({reads}, program, thread)", scope)
+    entry: Callable[[int, int, int], None] = scope["entry"]
+    return entry

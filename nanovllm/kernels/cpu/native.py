@@ -1,0 +1,176 @@
+"""Compiles functions to machine code, once for a CPU: numba turns Python into LLVM's language, and the object
+file is kept on disk. Later starts load that with llvmlite and import no numba.
+
+Knows no kernel, no thread and no tensor.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import logging
+import os
+import tempfile
+from collections.abc import Callable
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from threading import RLock
+from typing import Any
+
+from nanovllm import isa
+from nanovllm.kernels.cpu.checking import CHECK_SYMBOL, CHECKED, check_code
+
+logger = logging.getLogger("nanovllm")
+
+CACHE_VARIABLE = "NANOVLLM_CACHE_DIR"
+_TARGETS = {"avx512_bf16": "sapphirerapids", "avx512": "skylake-avx512", "avx2": "haswell"}
+_lock = RLock()  # LLVM compiles in one thread at a time
+_said: list[str] = []  # the line about compiling was printed
+
+
+def cache_folder() -> Path | None:
+    """The folder of compiled kernels; None if it cannot be written."""
+    asked = os.environ.get(CACHE_VARIABLE)
+    base = Path(asked) if asked else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = base / "nanovllm" / "kernels"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return folder
+    except (OSError, RuntimeError):  # a home that does not exist, a disk that is full or read-only
+        return None
+
+
+def function_address(make: Callable[..., Callable[..., Any]], *variant: object, results: str = "void") -> int:
+    """The address of the compiled function `make(*variant)`, whose arguments are all int64.
+
+    As numba calls functions: int32 (int64 *result, void **unused, int64 ...). results: "void" or "int64".
+    """
+    return _address(make, variant, results, isa.level())
+
+
+@cache
+def _address(make: Callable[..., Any], variant: tuple[object, ...], results: str, level: str) -> int:
+    with _lock:
+        what = "-".join(map(_name, (make, *variant)))
+        symbol = "k" + hashlib.sha256(f"{_sources()} {level} {what}".encode()).hexdigest()[:32]
+        folder = cache_folder()
+        path = None if folder is None else folder / f"{symbol}.o"
+        code = path.read_bytes() if path is not None and path.is_file() else None
+        if code is None:
+            code = object_code(make, variant, results, symbol, level)
+            if path is not None:
+                _write(path, code)
+        return _load(code, symbol)
+
+
+def _name(part: object) -> str:
+    return f"{part.__module__}.{part.__qualname__}" if inspect.isfunction(part) else str(part)
+
+
+def object_code(
+    make: Callable[..., Any], variant: tuple[object, ...], results: str, symbol: str, level: str
+) -> bytes:
+    """The machine code of `make(*variant)` as an object file for CPUs of `level`, which may be another one."""
+    module, machine = _module(make, variant, results, symbol, level)
+    return bytes(machine.emit_object(module))
+
+
+def assembly(make: Callable[..., Any], variant: tuple[object, ...], results: str, level: str) -> str:
+    """As `object_code`, as text."""
+    module, machine = _module(make, variant, results, "kernel", level)
+    return str(machine.emit_assembly(module))
+
+
+def _module(
+    make: Callable[..., Any], variant: tuple[object, ...], results: str, symbol: str, level: str
+) -> tuple[Any, Any]:
+    from llvmlite import binding
+    from numba import njit, types
+
+    _say()
+    _engine()  # numba loads what it compiles, and must find the symbols
+    with isa.compiling_for(level):
+        function = make(*variant)
+        kinds = tuple(types.int64 for _ in range(function.__code__.co_argcount))
+        signature = getattr(types, results)(*kinds)
+        compiled = njit(signature, nogil=True, error_model="numpy")(function)
+    (entry,) = compiled.overloads.values()
+    module = binding.parse_assembly(compiled.inspect_llvm(kinds))
+    for each in module.functions:
+        if each.name == entry.fndesc.llvm_func_name:
+            each.name = symbol
+        elif not each.is_declaration:
+            each.linkage = "internal"
+    machine = _machine(level)
+    passes = binding.create_new_module_pass_manager()
+    passes.add_global_dead_code_eliminate_pass()  # numba's own functions, which nothing calls
+    passes.add_strip_dead_prototype_pass()
+    passes.run(module, binding.create_pass_builder(machine, binding.create_pipeline_tuning_options()))
+    return module, machine
+
+
+def _say() -> None:
+    if not _said:
+        _said.append("compiling")
+        logger.warning("compiling kernels for this CPU: some seconds, once; later starts read them from disk")
+
+
+def _write(path: Path, code: bytes) -> None:
+    """Write a file that another process may read or write at the same time."""
+    try:
+        with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".tmp", delete=False) as file:
+            file.write(code)
+        os.replace(file.name, path)
+    except OSError as error:  # a full disk: the next start compiles again
+        logger.info("the kernel %s is not kept: %s", path, error)
+
+
+@cache
+def _sources() -> str:
+    """What the code of a kernel depends on, besides its name and level."""
+    from llvmlite import binding
+
+    folder = Path(__file__).parent
+    texts = [path.read_bytes() for path in sorted([*folder.glob("*.py"), Path(isa.__file__)])]
+    names = "numba", "llvmlite"
+    host = binding.get_host_cpu_name(), binding.get_host_cpu_features().flatten()
+    known = [*map(version, names), *host, CHECKED]
+    return hashlib.sha256(b"".join(texts) + repr(known).encode()).hexdigest()
+
+
+@cache
+def _machine(level: str) -> Any:
+    """A target machine for CPUs of `level`: this one, if the level is its own."""
+    from llvmlite import binding
+
+    binding.initialize_native_target()
+    binding.initialize_native_asmprinter()
+    cpu, features = binding.get_host_cpu_name(), binding.get_host_cpu_features().flatten()
+    own = next(name for name, needs in isa.NEEDS.items() if needs <= isa.cpu_features())
+    if level != own:
+        cpu, features = _TARGETS.get(level, "generic"), ""
+    target = binding.Target.from_default_triple()
+    return target.create_target_machine(cpu=cpu, features=features, opt=3, codemodel="jitdefault", jit=True)
+
+
+@cache
+def _engine() -> Any:
+    from llvmlite import binding
+
+    module = binding.parse_assembly(check_code() if CHECKED else "")
+    engine = binding.create_mcjit_compiler(module, _machine(isa.level()))
+    if CHECKED:
+        engine.finalize_object()
+        binding.add_symbol(CHECK_SYMBOL, engine.get_function_address(CHECK_SYMBOL))
+    return engine
+
+
+def _load(code: bytes, symbol: str) -> int:
+    from llvmlite import binding
+
+    engine = _engine()
+    engine.add_object_file(binding.ObjectFileRef.from_data(code))
+    engine.finalize_object()
+    return int(engine.get_function_address(symbol))
