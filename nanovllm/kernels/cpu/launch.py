@@ -1,4 +1,4 @@
-"""Kernel: compiles itself for the arguments of a launch, and runs its programs now, or as a part of a recording.
+"""Kernel: compiles itself for the arguments of a launch, and runs its programs now or as part of a recording.
 
 A kernel is written as `make(*variant)`, which returns the function of one program. The function's parameters
 are addresses (`Address`), integers and floats, then `program` and `thread`.

@@ -72,7 +72,7 @@ def _name(part: object) -> str:
 def object_code(
     make: Callable[..., Any], variant: tuple[object, ...], results: str, symbol: str, level: str
 ) -> bytes:
-    """The machine code of `make(*variant)` as an object file for CPUs of `level`, which may be another one."""
+    """The machine code of `make(*variant)` as an object file for CPUs of `level`, perhaps not this one."""
     module, machine = _module(make, variant, results, symbol, level)
     return bytes(machine.emit_object(module))
 

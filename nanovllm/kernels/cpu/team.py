@@ -41,7 +41,7 @@ def _tools() -> dict[str, Any]:
     from llvmlite import ir
     from numba.core import cgutils
 
-    from nanovllm.kernels.cpu.vectors import call, emitted, i64, void
+    from nanovllm.kernels.cpu.emitting import call, emitted, i64, void
 
     word, status = ir.IntType(64), ir.IntType(32)
     pointer = ir.IntType(8).as_pointer()
@@ -134,7 +134,7 @@ def _make_run() -> _Function:
     tools, work = _tools(), njit(nogil=True)(_make_work())
     read, write, pause, offer_core = (tools[each] for each in ("read", "write", "pause", "offer_core"))
     lock, unlock, broadcast = (tools[each] for each in ("mutex_lock", "mutex_unlock", "cond_broadcast"))
-    ring, line, size, both = _RING, LINE, LAUNCH.size, SYNC_BYTES
+    ring, line, both = _RING, LINE, SYNC_BYTES
     asleep, mutex, condition, finished = (LINE * each for each in (_ASLEEP, _MUTEX, _CONDITION, _FINISHED))
 
     def run(control: int, helpers: int, launches: int, count: int, sync: int, after: int) -> None:
