@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
-from nanovllm.kernels.cpu.checking import CHECKED, allow, complain
+from nanovllm.kernels.cpu.checking import CHECKED, allow, complain, table_lock
 from nanovllm.kernels.cpu.native import function_address
 from nanovllm.kernels.cpu.team import team
 
@@ -62,7 +62,7 @@ def run_now(
         team().run_one(function, programs, pack, values)
         return
     own = team()
-    with own.lock:
+    with table_lock, own.lock:
         allow(arguments, own.arguments)
         own.run_one(function, programs, pack, values)
         complain(name)
