@@ -72,6 +72,13 @@ def _own_level() -> str:
     return forced or next(name for name, needs in NEEDS.items() if needs <= cpu_features())
 
 
+def forget() -> None:
+    """Ask for the level again, as a new process would."""
+    _own_level.cache_clear()
+    cpu_features.cache_clear()
+    say_what_is_missing.cache_clear()
+
+
 def described(threads: int) -> str:
     """The level and the number of threads, for people; or why there is none."""
     try:

@@ -60,7 +60,9 @@ def _is_own(found: os.stat_result) -> bool:
 def _read(path: Path) -> bytes | None:
     """The object code that `_write` wrote; None if there is none, or if it is damaged or not this user's."""
     try:
-        with open(os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0)), "rb") as file:
+        with open(
+            os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)), "rb"
+        ) as file:
             found = os.fstat(file.fileno())
             if not (stat.S_ISREG(found.st_mode) and _is_own(found) and found.st_size < _MOST_BYTES):
                 return None
@@ -75,45 +77,54 @@ def function_address(make: Callable[..., Callable[..., Any]], *variant: object, 
 
     As numba calls functions: int32 (int64 *result, void **unused, int64 ...). results: "void" or "int64".
     """
-    return _address(make, variant, results, isa.level())
+    return _found(make, variant, results, isa.level())[0]
+
+
+def address_and_note(make: Callable[..., Callable[..., Any]], *variant: object) -> tuple[int, str]:
+    """As `function_address`, and the attribute `note` of the function, which is kept with its code: a start
+    that finds the code need not call `make`."""
+    return _found(make, variant, "void", isa.level())
 
 
 @cache
-def _address(make: Callable[..., Any], variant: tuple[object, ...], results: str, level: str) -> int:
+def _found(
+    make: Callable[..., Any], variant: tuple[object, ...], results: str, level: str
+) -> tuple[int, str]:
     with _lock:
         what = "-".join(map(_name, (make, *variant)))
         symbol = "k" + hashlib.sha256(f"{_sources()} {level} {what}".encode()).hexdigest()[:32]
         folder = cache_folder()
         path = None if folder is None else folder / f"{symbol}.o"
-        code = None if path is None else _read(path)
-        if code is None:
-            code = object_code(make, variant, results, symbol, level)
+        kept = None if path is None else _read(path)
+        if kept is None:
+            note, module, machine = _module(make, variant, results, symbol, level)
+            kept = note.encode() + b"\n" + bytes(machine.emit_object(module))
             if path is not None:
-                _write(path, code)
-        return _load(code, symbol)
+                _write(path, kept)
+        first, _, code = kept.partition(b"\n")
+        return _load(code, symbol), first.decode()
 
 
 def _name(part: object) -> str:
-    return f"{part.__module__}.{part.__qualname__}" if inspect.isfunction(part) else str(part)
-
-
-def object_code(
-    make: Callable[..., Any], variant: tuple[object, ...], results: str, symbol: str, level: str
-) -> bytes:
-    """The machine code of `make(*variant)` as an object file for CPUs of `level`, perhaps not this one."""
-    module, machine = _module(make, variant, results, symbol, level)
-    return bytes(machine.emit_object(module))
+    """What identifies a function, or another value of a variant. `_sources` knows the code of this folder."""
+    if not inspect.isfunction(part):
+        return str(part)
+    name = f"{part.__module__}.{part.__qualname__}"
+    if part.__module__.startswith(__package__ + "."):
+        return name
+    return name + hashlib.sha256(Path(inspect.getfile(part)).read_bytes()).hexdigest()
 
 
 def assembly(make: Callable[..., Any], variant: tuple[object, ...], results: str, level: str) -> str:
-    """As `object_code`, as text."""
-    module, machine = _module(make, variant, results, "kernel", level)
+    """The machine code of `make(*variant)` as text, for CPUs of `level`, perhaps not this one."""
+    _, module, machine = _module(make, variant, results, "kernel", level)
     return str(machine.emit_assembly(module))
 
 
 def _module(
     make: Callable[..., Any], variant: tuple[object, ...], results: str, symbol: str, level: str
-) -> tuple[Any, Any]:
+) -> tuple[str, Any, Any]:
+    """The function's note, its code in LLVM's language, and a machine that makes machine code of it."""
     from llvmlite import binding
     from numba import njit, types
 
@@ -136,7 +147,7 @@ def _module(
     passes.add_global_dead_code_eliminate_pass()  # numba's own functions, which nothing calls
     passes.add_strip_dead_prototype_pass()
     passes.run(module, binding.create_pass_builder(machine, binding.create_pipeline_tuning_options()))
-    return module, machine
+    return getattr(function, "note", ""), module, machine
 
 
 def _say() -> None:
