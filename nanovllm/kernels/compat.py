@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextvars import ContextVar
-from functools import lru_cache, partial, wraps
+from functools import lru_cache, wraps
 from importlib import import_module
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -77,6 +77,7 @@ def use_cpu_kernels(tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...] = _CPU
     return tensor.device.type == "cpu" and tensor.dtype in dtypes and isa.has_kernels()
 
 
+@lru_cache
 def cpu_kernel(name: str) -> Callable[..., Any]:
     """The function "file.function" of `kernels/cpu`, imported on use."""
     file, _, function = name.partition(".")
@@ -91,15 +92,14 @@ def by_device(
     dtypes: tuple[torch.dtype, ...] = _CPU_DTYPES,
 ) -> Callable[Concatenate[torch.Tensor, P], T]:
     """An operation: `kernel` if its first argument is on a GPU that Triton supports; on a CPU the function
-    `cpu` of `kernels/cpu`, if there is one, it can run here and it takes this of `dtypes`; else `reference`."""
-    on_cpu = lru_cache(partial(cpu_kernel, cpu))
+    `cpu` of `kernels/cpu`, if there is one, it can run here and takes the dtype; else `reference`."""
 
     @wraps(kernel)
     def operation(x: torch.Tensor, /, *args: P.args, **kwargs: P.kwargs) -> T:
         if use_triton(x):
             return kernel(x, *args, **kwargs)
         if cpu and use_cpu_kernels(x, dtypes):
-            done: T = on_cpu()(x, *args, **kwargs)
+            done: T = cpu_kernel(cpu)(x, *args, **kwargs)
             return done
         return reference(x, *args, **kwargs)
 

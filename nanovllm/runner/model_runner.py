@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from nanovllm import isa
 from nanovllm.attention.backends import resolve_block_size, select
 from nanovllm.batch import EMPTY_BATCH, Batch, StepKind, StepOutput, StepSize, TokenMasks
 from nanovllm.config import Config
@@ -95,7 +96,7 @@ class ModelRunner:
         )
         self.block_size = resolve_block_size(config.kvcache_block_size, self.backend)
         self.max_blocks = -(-max_model_len // self.block_size)  # of one sequence
-        fuse = device.is_cuda and self.dtype == torch.bfloat16 and tp.size == 1
+        fuse = tp.size == 1 and (self.dtype == torch.bfloat16 if device.is_cuda else isa.has_kernels())
         self.model = DecoderForCausalLM(model_config, tp, self.backend, max_model_len)
         options = WeightOptions(self.dtype, device.torch, config.deterministic, fuse)
         allocate(self.model, options, model_config.quant)

@@ -49,6 +49,11 @@ def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype) if found is None else found.empty(shape, dtype)
 
 
+def scratch(num_bytes: int) -> torch.Tensor:
+    """Uninitialised memory: `num_bytes` for each thread of a launch, in order."""
+    return empty((team().size * num_bytes,), torch.uint8)
+
+
 def run_now(
     name: str,
     function: int,

@@ -269,6 +269,22 @@ def get_bf16(b: Any, p: Any) -> Any:
     return b.bitcast(bits, _F32)
 
 
+@emitted(f32, i64)
+def get_f16(b: Any, p: Any) -> Any:
+    return b.fpext(load(b, p, _F16), _F32)
+
+
+@emitted(void, i64, f32)
+def set_bf16(b: Any, p: Any, x: Any) -> None:
+    """One bfloat16, rounded as `store_bf16`."""
+    store(b, p, b.extract_element(_narrowed(b, spread(b, x)), ir.Constant(_I32, 0)))
+
+
+@emitted(void, i64, f32)
+def set_f16(b: Any, p: Any, x: Any) -> None:
+    store(b, p, b.fptrunc(x, _F16))
+
+
 @emitted(i64, i64)
 def get_i32(b: Any, p: Any) -> Any:
     """One int32, as int64."""
