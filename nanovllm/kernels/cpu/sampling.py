@@ -15,8 +15,7 @@ from typing import Any
 import torch
 
 from nanovllm.batch import NOT_FINITE, FilterColumns
-from nanovllm.kernels.cpu.launch import DTYPES, Address, Kernel, empty
-from nanovllm.kernels.cpu.team import team
+from nanovllm.kernels.cpu.launch import DTYPES, Address, Kernel, empty, scratch
 
 BLOCK = 2048  # vocabulary entries, as of the siblings: drawn tokens depend on it
 SEGMENT = 256  # likewise
@@ -462,7 +461,7 @@ def sample(
     stats = empty((rows, 2, blocks), torch.float32)
     maxima = empty((rows, segments, 16), torch.float32)
     room = max(vocab, 16) + 32
-    lists = [empty((team().size, room), dtype) for dtype in (torch.float32, torch.int32, torch.float32)]
+    lists = [scratch(4 * room) for _ in range(3)]  # values, ids, weights
     variant, stride = (DTYPES[logits.dtype],), logits.stride(0)
     programs = rows * -(-blocks // _BLOCKS)
     _BLOCKS_KERNEL.launch(variant, programs, logits, temperature, stats, maxima, stride, vocab, blocks, segments)
