@@ -53,7 +53,7 @@ def _make_blocks(dtype: str) -> Callable[..., None]:
     load, load_part, size = v.WHOLE[dtype][0], v.PART[dtype][0], v.SIZES[dtype]
     add, mul, sub, splat, maximum, largest, total_of = v.add, v.mul, v.sub, v.splat, v.maximum, v.largest, v.total
     first_lanes, store_f32, get_f32, set_f32 = v.first_lanes, v.store_f32, v.get_f32, v.set_f32
-    exp2, bad_as_infinity = m.exp2, m.bad_as_infinity
+    exp2, bad_as_infinity = m.exp2_normal, m.bad_as_infinity  # too small to count
     factor_of = _make_factor()
     infinity, greedy_below = float32(math.inf), float32(_GREEDY_BELOW)
     block_size, segment_size, per_program = BLOCK, SEGMENT, _BLOCKS
