@@ -162,17 +162,19 @@ class Device:
         return [f"cuda:{first + rank}" for rank in range(needed)]
 
     @contextmanager
-    def share_of_threads(self, ranks: int) -> Iterator[None]:
-        """On a CPU that `ranks` processes share, use only this process's share of torch's threads."""
-        if self.is_cuda or ranks == 1:
+    def share_of_threads(self, ranks: int, asked: int | None = None) -> Iterator[None]:
+        """On a CPU that `ranks` processes share, use only this process's share of the threads that are asked
+        for, or else of torch's. Our kernels use as many as torch."""
+        before = torch.get_num_threads()
+        threads = max(1, (asked or before) // ranks)
+        if self.is_cuda or threads == before:
             yield
             return
-        threads = torch.get_num_threads()
-        torch.set_num_threads(max(1, threads // ranks))
+        torch.set_num_threads(threads)
         try:
             yield
         finally:
-            torch.set_num_threads(threads)
+            torch.set_num_threads(before)
 
     def side_stream(self) -> torch.cuda.Stream:
         """A new stream, for `run_on_stream` or `start_on_stream`."""

@@ -54,6 +54,7 @@ from nanovllm.runner.memory import (
     scratch_in,
     set_scales,
 )
+from nanovllm.runner.profile import RankProfile
 from nanovllm.runner.recorded import RecordedSteps
 from nanovllm.runner.shared_prefixes import SharedPrefixFinder, SharedRows
 
@@ -107,7 +108,7 @@ class ModelRunner:
         self.graphs: dict[tuple[int, bool], CUDAGraphs] = {}  # by chunk of shared prefixes, and whether drawn
         self.recorded: RecordedSteps | None = None  # on a CPU, in place of graphs
         self._undrawn: UndrawnStep | None = None
-        self.profile: _RankProfile | None = None  # the active one
+        self.profile: RankProfile | None = None  # the active one
         self.prefixes: SharedPrefixFinder | None = None  # None without a KV cache
         specs = [layer.spec for layer in self.model.attention_layers]
         self.spec = max(specs, key=lambda spec: (spec.window is None, spec.num_heads))
@@ -247,10 +248,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def capture_cudagraph(self, progress: bool = False) -> None:
-        """Capture decode steps for batch sizes that cover `max_num_seqs`, over the fixed input buffer.
-
-        On a CPU: record the decode steps that follow, if kernels run there.
-        """
+        """Capture decode steps for batch sizes that cover `max_num_seqs`, over the fixed input buffer; on a
+        CPU, record the steps that follow."""
         if not (self.config.enforce_eager or self.device.is_cuda or CHECKED or self.tp.size > 1):
             self.recorded = RecordedSteps() if isa.has_kernels() else None
         if self.config.enforce_eager or not (self.device.is_cuda and self.backend.supports_cuda_graph):
@@ -378,7 +377,7 @@ class ModelRunner:
 
     def start_profile(self, folder: str, name: str) -> None:
         """Start a profile, for a trace in `folder` with the rank and `name` in its file name."""
-        self.profile = _RankProfile(Path(folder, f"rank{self.tp.rank}.{name}.pt.trace.json.gz"), self.device)
+        self.profile = RankProfile(Path(folder, f"rank{self.tp.rank}.{name}.pt.trace.json.gz"), self.device)
 
     def stop_profile(self) -> str:
         """End the profile and return the path of its trace."""
@@ -398,33 +397,3 @@ class ModelRunner:
                 self.__dict__.pop(name, None)
             self.tp.close()
             self.device.release_memory()
-
-
-def check_can_profile() -> None:
-    """Raise RuntimeError if a torch profiler is active in this process."""
-    if torch._C._autograd._profiler_enabled():
-        raise RuntimeError("a torch profiler is already active in this process; stop it first")
-
-
-class _RankProfile:
-    """A profile that starts at creation and ends with `stop` or `drop`."""
-
-    def __init__(self, path: Path, device: Device) -> None:
-        """path: of the trace, a .json or .json.gz in an existing folder."""
-        activities = [torch.profiler.ProfilerActivity.CPU]
-        if device.is_cuda:
-            activities.append(torch.profiler.ProfilerActivity.CUDA)
-        self._path, self._device = path, device
-        self._profiler = torch.profiler.profile(activities=activities, acc_events=True)
-        self._profiler.start()
-
-    def stop(self) -> Path:
-        """Wait for the device, end the profile, write the trace and return its path."""
-        self._device.synchronize()
-        self.drop()
-        self._profiler.export_chrome_trace(str(self._path))
-        return self._path
-
-    def drop(self) -> None:
-        """End the profile without writing a trace."""
-        self._profiler.stop()

@@ -19,7 +19,15 @@ from nanovllm.kernels.cpu.team import team
 logger = logging.getLogger("nanovllm")
 
 _MOST = 64  # recordings
-_MAKES_MEMORY = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "lift_fresh", "detach"}
+_MAKES_MEMORY = {
+    "empty",
+    "empty_strided",
+    "empty_like",
+    "new_empty",
+    "new_empty_strided",
+    "lift_fresh",
+    "detach",
+}
 
 
 class _NotRecordableError(Exception):

@@ -9,7 +9,12 @@ from tensors import F32, randn
 from nanovllm import isa
 from nanovllm.batch import LAST_SAMPLED, NO_SLOT
 from nanovllm.kernels.activation import Activation, silu_and_mul_reference
-from nanovllm.kernels.last_tokens import keep_tokens, keep_tokens_reference, take_tokens, take_tokens_reference
+from nanovllm.kernels.last_tokens import (
+    keep_tokens,
+    keep_tokens_reference,
+    take_tokens,
+    take_tokens_reference,
+)
 
 pytestmark = pytest.mark.skipif(not isa.has_kernels(), reason="no kernels for CPUs here")
 

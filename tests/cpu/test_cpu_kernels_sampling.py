@@ -42,8 +42,9 @@ def test_ties_and_masked_tokens(dtype: torch.dtype, vocab: int) -> None:
         assert torch.equal(draw(logits, *columns), sample_reference(logits, *columns)), base
 
 
-def test_every_top_k(vocab: int = 700) -> None:
+def test_every_top_k() -> None:
     """From one token to all of them, with many equal logits: more than there are groups of 16, too."""
+    vocab = 700
     logits = (2 * randn(vocab, vocab)).round()
     rows, top_k = make_rows(vocab, "cpu", (1.0,)), list(range(1, vocab + 1))
     columns = rows.pick(ALL, filters_of(vocab, "cpu", top_k=top_k))

@@ -1,34 +1,36 @@
 """More vectors of 16 lanes for kernels: functions of mathematics, comparisons, and single bits."""
 
-# ruff: noqa: ANN401
 from __future__ import annotations
 
 from typing import Any
 
 from llvmlite import ir
 
-from nanovllm.kernels.cpu.vectors import (
-    LANES,
+from nanovllm.kernels.cpu.emitting import (
+    F32,
+    I16,
+    I32,
+    I64,
+    VF,
+    VI,
     call,
     constant,
-    emit_exp,
     emitted,
     f32,
     f32x16,
     i32x16,
     i64,
     load,
+    spread,
 )
-
-_VF, _VI = f32x16.llvm, i32x16.llvm
-_I16, _I32, _I64 = (ir.IntType(bits) for bits in (16, 32, 64))
+from nanovllm.kernels.cpu.vectors import emit_exp
 
 
 def _polynomial(b: Any, x: Any, factors: tuple[float, ...]) -> Any:
     """Horner's rule; `factors` from the highest power on."""
     y = constant(factors[0])
     for factor in factors[1:]:
-        y = call(b, "llvm.fma.v16f32", _VF, y, x, constant(factor))
+        y = call(b, "llvm.fma.v16f32", VF, y, x, constant(factor))
     return y
 
 
@@ -42,7 +44,7 @@ def _exp2_normal(b: Any, x: Any) -> Any:
     x = b.select(b.fcmp_ordered(">", x, least), x, least)
     shifted = b.fadd(x, magic)
     y = _polynomial(b, b.fsub(x, b.fsub(shifted, magic)), _EXP2)
-    return b.bitcast(b.add(b.bitcast(y, _VI), b.shl(b.bitcast(shifted, _VI), constant(23, _VI))), _VF)
+    return b.bitcast(b.add(b.bitcast(y, VI), b.shl(b.bitcast(shifted, VI), constant(23, VI))), VF)
 
 
 @emitted(f32x16, f32x16)
@@ -66,12 +68,12 @@ _ERF = (1.061405429, -1.453152027, 1.421413741, -0.284496736, 0.254829592, 0.0)
 @emitted(f32x16, f32x16)
 def erf(b: Any, x: Any) -> Any:
     """The error function, with an absolute error below 5e-7; NaN stays."""
-    bits = b.bitcast(x, _VI)
-    size = b.bitcast(b.and_(bits, constant(0x7FFFFFFF, _VI)), _VF)
-    t = b.fdiv(constant(1.0), call(b, "llvm.fma.v16f32", _VF, size, constant(_ERF_P), constant(1.0)))
+    bits = b.bitcast(x, VI)
+    size = b.bitcast(b.and_(bits, constant(0x7FFFFFFF, VI)), VF)
+    t = b.fdiv(constant(1.0), call(b, "llvm.fma.v16f32", VF, size, constant(_ERF_P), constant(1.0)))
     tail = b.fmul(_polynomial(b, t, _ERF), emit_exp(b, b.fneg(b.fmul(size, size))))
-    sign = b.and_(bits, constant(-0x80000000, _VI))
-    return b.bitcast(b.or_(b.bitcast(b.fsub(constant(1.0), tail), _VI), sign), _VF)
+    sign = b.and_(bits, constant(-0x80000000, VI))
+    return b.bitcast(b.or_(b.bitcast(b.fsub(constant(1.0), tail), VI), sign), VF)
 
 
 @emitted(f32x16, f32x16)
@@ -84,47 +86,47 @@ def bad_as_infinity(b: Any, x: Any) -> Any:
 @emitted(i64, f32x16, f32x16)
 def reaching(b: Any, x: Any, floor: Any) -> Any:
     """A bit for each lane, the lowest for the first one: whether x >= floor."""
-    bits = b.bitcast(b.fcmp_ordered(">=", x, floor), _I16)
-    return b.zext(bits, _I64)
+    bits = b.bitcast(b.fcmp_ordered(">=", x, floor), I16)
+    return b.zext(bits, I64)
 
 
 @emitted(i32x16, i32x16, f32x16, f32x16)
 def count_reaching(b: Any, counts: Any, x: Any, floor: Any) -> Any:
     """Each lane's count, plus 1 where x >= floor."""
-    return b.sub(counts, b.sext(b.fcmp_ordered(">=", x, floor), _VI))
+    return b.sub(counts, b.sext(b.fcmp_ordered(">=", x, floor), VI))
 
 
 @emitted(i32x16, i64)
 def splat_int(b: Any, x: Any) -> Any:
-    one = b.insert_element(ir.Constant(_VI, ir.Undefined), b.trunc(x, _I32), ir.Constant(_I32, 0))
-    return b.shuffle_vector(one, ir.Constant(_VI, ir.Undefined), ir.Constant(_VI, [0] * LANES))
+    """`x` in every lane."""
+    return spread(b, b.trunc(x, I32))
 
 
 @emitted(i64, i32x16)
 def total_int(b: Any, x: Any) -> Any:
     """The sum of the lanes."""
-    return b.sext(call(b, "llvm.vector.reduce.add.v16i32", _I32, x), _I64)
+    return b.sext(call(b, "llvm.vector.reduce.add.v16i32", I32, x), I64)
 
 
 @emitted(i64, i64)
 def lowest_bit(b: Any, x: Any) -> Any:
     """The place of the lowest bit that is 1; `x` is not 0."""
-    return call(b, "llvm.cttz.i64", _I64, x, ir.Constant(ir.IntType(1), 1))
+    return call(b, "llvm.cttz.i64", I64, x, ir.Constant(ir.IntType(1), 1))
 
 
 @emitted(f32, i64)
 def float_of_bits(b: Any, bits: Any) -> Any:
     """The float32 with these 32 bits."""
-    return b.bitcast(b.trunc(bits, _I32), ir.FloatType())
+    return b.bitcast(b.trunc(bits, I32), F32)
 
 
 @emitted(i64, f32)
 def bits_of_float(b: Any, x: Any) -> Any:
     """The 32 bits of a float32, as int32."""
-    return b.sext(b.bitcast(x, _I32), _I64)
+    return b.sext(b.bitcast(x, I32), I64)
 
 
 @emitted(f32, i64)
 def get_f16(b: Any, p: Any) -> Any:
     """One float16."""
-    return b.fpext(load(b, p, ir.HalfType()), ir.FloatType())
+    return b.fpext(load(b, p, ir.HalfType()), F32)
