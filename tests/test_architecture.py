@@ -34,7 +34,8 @@ NO_TORCH = WINGS | (FLOORS[0] - {"device"})
 USES_TORCH_DISTRIBUTED = {"distributed"}
 USES_TRITON = {"kernels"}
 COMPILERS = {"numba", "llvmlite"}
-ALWAYS_COMPILE = {"kernels.cpu.vectors", "kernels.cpu.emitting"}  # others import them where they compile
+# Others import them where they compile.
+ALWAYS_COMPILE = {f"kernels.cpu.{name}" for name in ("vectors", "vector_math", "emitting")}
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path.stat().st_size)
 
 

@@ -72,9 +72,9 @@ def use_triton(tensor: torch.Tensor) -> bool:
     return HAS_TRITON and tensor.is_cuda
 
 
-def use_cpu_kernels(tensor: torch.Tensor) -> bool:
-    """Whether an operation on `tensor` runs as a kernel of `kernels/cpu`."""
-    return tensor.device.type == "cpu" and tensor.dtype in _CPU_DTYPES and isa.has_kernels()
+def use_cpu_kernels(tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...] = _CPU_DTYPES) -> bool:
+    """Whether an operation on `tensor` runs as a kernel of `kernels/cpu`, which takes these dtypes."""
+    return tensor.device.type == "cpu" and tensor.dtype in dtypes and isa.has_kernels()
 
 
 @lru_cache
@@ -89,14 +89,16 @@ def by_device(
     kernel: Callable[Concatenate[torch.Tensor, P], T],
     reference: Callable[Concatenate[torch.Tensor, P], T],
     cpu: str = "",
+    dtypes: tuple[torch.dtype, ...] = _CPU_DTYPES,
 ) -> Callable[Concatenate[torch.Tensor, P], T]:
     """An operation: `kernel` if its first argument is on a GPU that Triton supports; on a CPU the function
-    `cpu` of `kernels/cpu`, if there is one and it can run here; else `reference`."""
+    `cpu` of `kernels/cpu`, if there is one, it can run here and takes the dtype; else `reference`."""
+
     @wraps(kernel)
     def operation(x: torch.Tensor, /, *args: P.args, **kwargs: P.kwargs) -> T:
         if use_triton(x):
             return kernel(x, *args, **kwargs)
-        if cpu and use_cpu_kernels(x):
+        if cpu and use_cpu_kernels(x, dtypes):
             done: T = cpu_kernel(cpu)(x, *args, **kwargs)
             return done
         return reference(x, *args, **kwargs)

@@ -25,19 +25,29 @@ class Arena:
     """Memory for results of recorded kernels; recordings that never run at once can share it."""
 
     def __init__(self) -> None:
-        self._free: dict[int, list[np.ndarray]] = {}  # by size
+        self._free: list[np.ndarray] = []
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Uninitialised memory, taken back when the last tensor over it dies."""
-        size = max(LINE, -(-prod(shape) * dtype.itemsize // 4096) * 4096)
-        free = self._free.setdefault(size, [])
-        try:
-            block = free.pop()
-        except IndexError:  # none is free
+        """Uninitialised memory, taken back when the last tensor over it dies.
+
+        The smallest free block that holds it. A new one has one of few sizes, so that steps of other sizes
+        can use it; memory that is never written costs nothing.
+        """
+        size = _rounded(prod(shape) * dtype.itemsize)
+        fitting = [index for index, each in enumerate(self._free) if each.nbytes >= size]
+        if fitting:
+            block = self._free.pop(min(fitting, key=lambda index: self._free[index].nbytes))
+        else:
             block = aligned_bytes(size)
         own = block[:]  # a new object, which dies with the tensor's storage
-        weakref.finalize(own, free.append, block).atexit = False
+        weakref.finalize(own, self._free.append, block).atexit = False
         return torch.from_numpy(own)[: prod(shape) * dtype.itemsize].view(dtype).view(tuple(shape))
+
+
+def _rounded(size: int) -> int:
+    """At least `size` and a page: a power of 2, or it times 1.25, 1.5 or 1.75."""
+    step = 1 << max(12, (size - 1).bit_length() - 3)
+    return -(-max(size, 1) // step) * step
 
 
 def aligned_bytes(size: int) -> np.ndarray:

@@ -4,7 +4,6 @@ Emits machine code only; knows no tensor. The sum of an element runs over K in o
 on nothing but its row and its column.
 """
 
-# ruff: noqa: ANN401
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -33,8 +32,8 @@ _UNROLL = 2
 # Rows at once, and for each number of rows the groups of 16 columns at once: as many sums as there are
 # registers. An AVX-512 register holds a group, an AVX one half of it.
 _TILES = {
-    "avx512_bf16": {rows: 4 for rows in range(1, 7)},
-    "avx512": {rows: 4 for rows in range(1, 7)},
+    "avx512_bf16": dict.fromkeys(range(1, 7), 4),
+    "avx512": dict.fromkeys(range(1, 7), 4),
     "avx2": {1: 4, 2: 2, 3: 1, 4: 1, 5: 1},
     "generic": {1: 2, 2: 1},
 }
