@@ -58,11 +58,12 @@ class IntWeight:
     data: torch.Tensor
 
     @classmethod
-    def zeros(cls, format: IntFormat, n: int, k: int) -> IntWeight:
+    def zeros(cls, format: IntFormat, n: int, k: int, device: torch.device | None = None) -> IntWeight:
         """A weight whose values are all 0, also those beyond `n` and `k`."""
         groups = -(-k // GROUP)
         used = groups * LANES * (format.code_bytes + 2 * format.numbers)
-        data = torch.zeros(-(-n // LANES), -(-used // _LINE) * _LINE, dtype=torch.uint8)
+        shape = -(-n // LANES), -(-used // _LINE) * _LINE
+        data = torch.zeros(shape, dtype=torch.uint8, device=device)
         return cls(format, n, k, data)
 
     @property
@@ -87,10 +88,17 @@ class IntWeight:
 
         They may be those of fewer groups than the weight has.
         """
-        row = torch.arange(first, first + len(codes))
         groups = codes.shape[1]
-        self._codes()[row // LANES, :groups, :, row % LANES] = codes.unflatten(2, (-1, 4))
-        self._scales()[row // LANES, :groups, :, row % LANES] = scales
+        words = codes.contiguous().view(torch.int32)
+        own_words, own_scales = self._codes().view(torch.int32)[..., 0], self._scales()
+        start = min(len(codes), -first % LANES)  # of whole blocks
+        end = start + (len(codes) - start) // LANES * LANES
+        whole = slice((first + start) // LANES, (first + end) // LANES)
+        for own, new in ((own_words, words), (own_scales, scales)):
+            own[whole, :groups] = new[start:end].unflatten(0, (-1, LANES)).permute(0, 2, 3, 1)
+            for part in (slice(0, start), slice(end, len(codes))):
+                row = torch.arange(first, first + len(codes))[part]
+                own[row // LANES, :groups, :, row % LANES] = new[part]
 
     def stored(self, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Codes and scales of outputs, as `store` takes them."""
