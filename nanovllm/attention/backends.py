@@ -23,6 +23,7 @@ from nanovllm.attention.base import (
     AttentionSpec,
     PrefillRanges,
 )
+from nanovllm.attention.cpu import CPUBackend
 from nanovllm.device import Device
 from nanovllm.kernels.attention_reference import (
     Gathered,
@@ -267,7 +268,7 @@ class FlashAttnBackend(AttentionBackend):
 
 
 # Fastest first, as measured on an H200 (docs/log/2026-11-22-measurements.md).
-BACKENDS: tuple[type[AttentionBackend], ...] = (TritonBackend, FlashAttnBackend, ReferenceBackend)
+BACKENDS: tuple[type[AttentionBackend], ...] = (TritonBackend, FlashAttnBackend, CPUBackend, ReferenceBackend)
 
 
 def select(

@@ -47,6 +47,7 @@ from nanovllm.runner.memory import (
     KVCacheSpace,
     attach,
     equal_batch,
+    empty_cache,
     plain_layout,
     scratch_in,
     set_scales,
@@ -230,7 +231,8 @@ class ModelRunner:
         attach(layers, self.kv_cache, self.layout)  # frees the old cache
         shape = self.layout.shape(self.spec, num_blocks, self.block_size)
         try:
-            self.kv_cache = torch.empty(shape, dtype=self.cache_dtype, device=self.device.torch)
+            kind = self.cache_dtype, self.device.torch
+            self.kv_cache = empty_cache(shape, *kind, self.backend.heads_first)
         except RuntimeError as error:
             size = prod(shape) * self.cache_dtype.itemsize / 2**30
             raise KVCacheMemoryError(

@@ -26,7 +26,7 @@ def _sizes(group: int, head_dim: int) -> tuple[int, int, int]:
     return row, group * (2 * row + 1024 + 4 * _KEYS + 8) + 64, group * (row + 64)
 
 
-def _make(dtype: str, group: int, head_dim: int, softcapped: bool, sink_dtype: str) -> Callable[..., None]:
+def _make(dtype: str, group: int, head_dim: int, sink_dtype: str) -> Callable[..., None]:
     from nanovllm.kernels.cpu import tiles
     from nanovllm.kernels.cpu import vectors as v
 
@@ -39,7 +39,7 @@ def _make(dtype: str, group: int, head_dim: int, softcapped: bool, sink_dtype: s
     add, sub, mul, div, splat, exp, tanh = v.add, v.sub, v.mul, v.div, v.splat, v.exp, v.tanh
     maximum, largest, total_of, first_lanes = v.maximum, v.largest, v.total, v.first_lanes
     load_f32, store_f32, get_f32, set_f32, get_i32 = v.load_f32, v.store_f32, v.get_f32, v.set_f32, v.get_i32
-    get_sink = {"": v.get_f32, "float32": v.get_f32, "bfloat16": v.get_bf16, "float16": v.get_f32}[sink_dtype]
+    get_sink = v.get_bf16 if sink_dtype == "bfloat16" else v.get_f32
     has_sinks, sink_size = sink_dtype != "", v.SIZES.get(sink_dtype, 0)
     row_bytes, scratch_bytes, part_bytes = _sizes(group, head_dim)
     whole, vectors_of_row = head_dim // 16, row_bytes // 64
@@ -131,7 +131,7 @@ def _make(dtype: str, group: int, head_dim: int, softcapped: bool, sink_dtype: s
                         at += run
                     for g in range(group):
                         score = sums_of_16(lanes + 1024 * g)
-                        if softcapped:
+                        if softcap != 0.0:
                             score = mul(tanh(div(score, splat(softcap))), splat(softcap))
                         score = first_lanes(score, splat(-1e38), few_end - few)
                         store_f32(scores + 4 * (g * tile_keys + few - tile), score)
@@ -148,7 +148,7 @@ def _make(dtype: str, group: int, head_dim: int, softcapped: bool, sink_dtype: s
                         store_f32(own + 4 * i, weight)
                         added = add(added, weight)
                     decay = exp(sub(splat(top), new_top))
-                    kept = total_of(mul(decay, splat(get_f32(totals + 4 * g)))) / 16.0
+                    kept = largest(mul(decay, splat(get_f32(totals + 4 * g))))
                     set_f32(totals + 4 * g, kept + total_of(added))
                     set_f32(tops + 4 * g, largest(new_top))
                     for j in range(vectors_of_row):
@@ -194,7 +194,7 @@ def _make_merge(dtype: str, group: int, head_dim: int, sink_dtype: str) -> Calla
     store, store_part = v.WHOLE[dtype][1], v.PART[dtype][1]
     add, sub, div, fma, splat, exp = v.add, v.sub, v.div, v.fma, v.splat, v.exp
     load_f32, get_f32, get_i32 = v.load_f32, v.get_f32, v.get_i32
-    get_sink = {"": v.get_f32, "float32": v.get_f32, "bfloat16": v.get_bf16, "float16": v.get_f32}[sink_dtype]
+    get_sink = v.get_bf16 if sink_dtype == "bfloat16" else v.get_f32
     has_sinks, sink_size = sink_dtype != "", v.SIZES.get(sink_dtype, 0)
     row_bytes, _, part_bytes = _sizes(group, head_dim)
     whole, vectors_of_row = head_dim // 16, row_bytes // 64
@@ -270,14 +270,14 @@ def paged_decode_attention(
     _, scratch_bytes, part_bytes = _sizes(group, head_dim)
     scratch = empty((team().size, scratch_bytes), torch.uint8)
     partial = empty((rows, kv_heads, _PARTS, part_bytes), torch.uint8) if several else None
-    sinks = variant.sinks if variant.sinks is None or variant.sinks.dtype != torch.float16 else None
-    if variant.sinks is not None and sinks is None:
-        sinks = variant.sinks.float()
+    sinks = variant.sinks
+    if sinks is not None and sinks.dtype == torch.float16:
+        sinks = sinks.float()
     heads = DTYPES[q.dtype], group, head_dim
     sink_dtype = "" if sinks is None else DTYPES[sinks.dtype]
     block_stride, position_stride, head_stride = cache.k.stride()[:3]
     _KERNEL.launch(
-        (*heads, variant.softcap is not None, sink_dtype),
+        (*heads, sink_dtype),
         rows * kv_heads * max(1, at_once),
         *(q, cache.k, cache.v, block_tables, context_lens, sinks, out, partial, scratch),
         *(kv_heads, max(1, at_once), q.stride(0), q.stride(1), block_tables.stride(0), page),

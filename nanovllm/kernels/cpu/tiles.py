@@ -16,8 +16,9 @@ from nanovllm.kernels.cpu.vectors import SIZES, emitted, f32x16, i64, load, shuf
 _I16, _I32, _I64 = (ir.IntType(bits) for bits in (16, 32, 64))
 _F32 = ir.FloatType()
 _VF = ir.VectorType(_F32, 16)
-_ACCUMULATORS = 6  # vectors of 16 lanes that fit into the registers beside the factors, also with 8 lanes each
-ROWS = 6  # of a tile of products
+_ACCUMULATORS = (
+    6  # vectors of 16 lanes that fit into the registers beside the factors, also with 8 lanes each
+)
 
 
 def _constant(value: int) -> Any:
@@ -63,11 +64,11 @@ def make_load(dtype: str, lanes: int) -> Any:
     return load_lanes
 
 
-def make_product(rows: int, width: int, dtype: str) -> Any:
+def make_product(rows: int, width: int, dtype: str, fresh: bool = False) -> Any:
     """(c, c_row, a, a_row, m, m_row, count): c [rows, width] += a [rows, count] @ m [count, width].
 
     c and a are float32; rows of c are padded to 16 elements. m: of `dtype`. Each element of c is summed in the
-    order of m's rows, whatever the sizes.
+    order of m's rows, whatever the sizes. fresh: c = a @ m.
     """
     few = -(-rows // -(-rows // _ACCUMULATORS))  # of a pass
     wide = max(1, _ACCUMULATORS // few)
@@ -78,7 +79,7 @@ def make_product(rows: int, width: int, dtype: str) -> Any:
         places = {(r, j): b.add(_at(b, c, r, c_row), _constant(64 * j)) for r in members for j in columns}
         kept = {place: cgutils.alloca_once(b, _VF) for place in places}
         for place, address in places.items():
-            b.store(load(b, address, _VF), kept[place])
+            b.store(ir.Constant(_VF, [0.0] * 16) if fresh else load(b, address, _VF), kept[place])
         starts = {r: _at(b, a, r, a_row) for r in members}
         with cgutils.for_range(b, count) as loop:
             row, offset = b.add(m, b.mul(loop.index, m_row)), b.mul(loop.index, _constant(4))

@@ -86,7 +86,9 @@ def call(b: Any, name: str, result: Any, *arguments: Any) -> Any:
 
 def _pointer(b: Any, address: Any, kind: Any, lanes: int) -> Any:
     if CHECKED:
-        size = {_I8: 1, _I16: 2, _BF16: 2, _F16: 2, _I32: 4, _F32: 4, _I64: 8, ir.DoubleType(): 8}[getattr(kind, "element", kind)]
+        size = {_I8: 1, _I16: 2, _BF16: 2, _F16: 2, _I32: 4, _F32: 4, _I64: 8, ir.DoubleType(): 8}[
+            getattr(kind, "element", kind)
+        ]
         address = call(b, CHECK_SYMBOL, _I64, address, ir.Constant(_I64, size * lanes))
     return b.inttoptr(address, kind.as_pointer())
 
