@@ -302,7 +302,8 @@ def select(
             continue
         reason = backend.unavailable(device, dtype, cache_dtype)
         if reason is None and (reason := backend.unsupported(specs)):
-            able = [each.name for each in BACKENDS if each.unsupported(specs) is None]
+            here = [each for each in BACKENDS if each.unavailable(device, dtype, cache_dtype) is None]
+            able = [each.name for each in here if each.unsupported(specs) is None]
             reason += f"; supported by {able}"
         if reason is None:
             logger.info("attention backend: %s%s", backend.name, f" ({reasons})" if reasons else "")

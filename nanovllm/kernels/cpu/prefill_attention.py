@@ -1,8 +1,8 @@
 """Causal attention of new tokens over the paged cache, on a CPU, in place.
 
-A program is some queries of one sequence with the query heads of one KV head. It copies a tile of keys, turned,
-and of values to its own memory in float32, and then multiplies tiles that stay in registers. Tiles of keys
-begin at multiples of their size, so that a query's bits depend on no other query.
+A program is some queries of one sequence with the query heads of one KV head. It copies a tile of keys,
+turned, and of values to its own memory in float32, and then multiplies tiles that stay in registers. Tiles of
+keys begin at multiples of their size, so that a query's bits depend on no other query.
 """
 
 from __future__ import annotations

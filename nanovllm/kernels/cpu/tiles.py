@@ -3,7 +3,6 @@
 Each `make_...` returns a function that kernels call, for constant sizes. Addresses and strides are in bytes.
 """
 
-# ruff: noqa: ANN401
 from __future__ import annotations
 
 from typing import Any
