@@ -46,7 +46,7 @@ def turned(cache: KVCache) -> KVCache:
     return KVCache(heads_first(cache.k), heads_first(cache.v))
 
 
-@pytest.mark.parametrize("window, softcap, sinks", VARIANTS)
+@pytest.mark.parametrize(("window", "softcap", "sinks"), VARIANTS)
 @pytest.mark.parametrize("heads", SHAPES, ids=str)
 def test_decode(heads: Heads, window: int | None, softcap: float | None, sinks: bool) -> None:
     """Unused cells are NaN; contexts have one part or several, and one is empty."""
@@ -70,7 +70,7 @@ def prefill_inputs(heads: Heads, contexts: Sequence[int], new: Sequence[int]) ->
     return q, cache.kv, cache.tables, bounds, cache.contexts, max(new)
 
 
-@pytest.mark.parametrize("window, softcap, sinks", VARIANTS)
+@pytest.mark.parametrize(("window", "softcap", "sinks"), VARIANTS)
 @pytest.mark.parametrize("heads", SHAPES, ids=str)
 def test_prefill(heads: Heads, window: int | None, softcap: float | None, sinks: bool) -> None:
     variant = variant_of(heads, "cpu", window, softcap, sinks)
@@ -153,7 +153,7 @@ def weights(heads: Heads, dtype: torch.dtype | None) -> tuple[torch.Tensor | Non
 
 
 @pytest.mark.parametrize("heads", [*SHAPES, Heads(4, 2, 64, 16, BF16)], ids=str)
-@pytest.mark.parametrize("rotary, interleaved", [(0, False), (8, False), (8, True), (0, True)])
+@pytest.mark.parametrize(("rotary", "interleaved"), [(0, False), (8, False), (8, True), (0, True)])
 def test_rotation_and_store(heads: Heads, rotary: int, interleaved: bool) -> None:
     """Some tokens have no slot, one value is infinite; all other cells keep their NaN."""
     q, k, v = fused(9, heads)

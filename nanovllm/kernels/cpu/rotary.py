@@ -92,6 +92,7 @@ def _make(dtype: str, q_dtype: str, k_dtype: str) -> Callable[..., None]:
         turned: int,
         interleaved: int,
         long_positions: int,
+        long_slots: int,
         q_stride: int,
         q_head: int,
         k_stride: int,
@@ -108,7 +109,7 @@ def _make(dtype: str, q_dtype: str, k_dtype: str) -> Callable[..., None]:
     ) -> None:
         row = scratch + thread * scratch_bytes
         position = get_i64(positions + 8 * program) if long_positions else get_i32(positions + 4 * program)
-        slot = get_i32(slots + 4 * program)
+        slot = get_i64(slots + 8 * program) if long_slots else get_i32(slots + 4 * program)
         cos = cos_sin + 4 * n * position
         whole, rest = n // 16, n % 16
         for head in range(q_heads):
@@ -175,7 +176,7 @@ def qk_norm_rope_store(
     tokens, q_heads, head_dim = q.shape
     assert q.stride(2) == 1 and k.stride(2) == 1 and v.stride(2) == 1 and cos_sin.is_contiguous()
     assert cache.k.stride(3) == 1 and cache.k.stride() == cache.v.stride() and cache.k.dtype == q.dtype
-    assert slot_mapping.dtype == torch.int32
+    long_positions, long_slots = (int(each.dtype == torch.int64) for each in (positions, slot_mapping))
     out = empty(q.shape, q.dtype)
     scratch_bytes = -(-head_dim // 16) * 64
     scratch = empty((team().size, scratch_bytes), torch.uint8)
@@ -185,7 +186,7 @@ def qk_norm_rope_store(
         tokens,
         *(q, k, v, positions, cos_sin, slot_mapping, q_weight, k_weight, out, cache.k, cache.v, scratch),
         *(scratch_bytes, q_heads, k.shape[1], head_dim, (rotation.rotary or head_dim) // 2),
-        *(int(rotation.interleaved), int(positions.dtype == torch.int64), *q.stride()[:2], *k.stride()[:2]),
+        *(int(rotation.interleaved), long_positions, long_slots, *q.stride()[:2], *k.stride()[:2]),
         *(*v.stride()[:2], cache.k.shape[1], *cache.k.stride()[:3], eps),
     )
     return out

@@ -66,8 +66,8 @@ def make_load(dtype: str, lanes: int) -> Any:
 def make_product(rows: int, width: int, dtype: str, fresh: bool = False) -> Any:
     """(c, c_row, a, a_row, m, m_row, count): c [rows, width] += a [rows, count] @ m [count, width].
 
-    c and a are float32; rows of c are padded to 16 elements. m: of `dtype`. Each element of c is summed in the
-    order of m's rows, whatever the sizes. fresh: c = a @ m.
+    c and a are float32; rows of c are padded to 16 elements. m: of `dtype`. Each element of c is summed in
+    the order of m's rows, whatever the sizes. fresh: c = a @ m.
     """
     few = -(-rows // -(-rows // _ACCUMULATORS))  # of a pass
     wide = max(1, _ACCUMULATORS // few)
