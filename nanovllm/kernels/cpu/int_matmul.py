@@ -56,7 +56,14 @@ def make_product(format: str, dtype: str) -> Callable[..., None]:
 
     @njit(nogil=True, error_model="numpy")
     def finish(
-        sums: int, rows: int, bias: int, residual: int, residual_bytes: int, out: int, out_bytes: int, count: int
+        sums: int,
+        rows: int,
+        bias: int,
+        residual: int,
+        residual_bytes: int,
+        out: int,
+        out_bytes: int,
+        count: int,
     ) -> None:
         for row in range(rows):
             value = sum_of(sums + 64 * row)
