@@ -15,13 +15,13 @@ from model_folders import within
 from safetensors.torch import load_file
 from tiny_models import write_tiny_model
 
-from nanovllm import LLM, ModelLoadError, SamplingParams, isa
+from nanovllm import LLM, SamplingParams, isa
 from nanovllm.attention.backends import ReferenceBackend
 from nanovllm.distributed.group import TPGroup
 from nanovllm.kernels.cpu.int_layout import FORMATS, dequantised, quantised
 from nanovllm.layers.weights import allocate
 from nanovllm.models.decoder import DecoderForCausalLM
-from nanovllm.models.registry import load_model_config, open_checkpoint
+from nanovllm.models.registry import load_model_config
 from nanovllm.models.weights import load_weights
 from nanovllm.quantization.base import WeightOptions
 from nanovllm.quantization.cpu_integers import StoredConfig
@@ -203,7 +203,7 @@ def test_other_devices_dequantise_files_and_refuse_the_options(
 def test_a_folder_that_says_gguf_is_refused(dense: Path) -> None:
     with pytest.raises(ValueError, match="'gguf' is that of GGUF files"):
         load_model_config(dense, overrides={"quantization_config": {"quant_method": "gguf"}})
-    with pytest.raises(ValueError, match="quantization='awq', but config.json has no"):
+    with pytest.raises(ValueError, match=r"quantization='awq', but config\.json has no"):
         load_model_config(dense, quantization="awq")
 
 

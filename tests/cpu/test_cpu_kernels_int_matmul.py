@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(not isa.has_kernels(), reason="needs the CPU's k
 SIZES = [(16, 32), (1, 64), (100, 576), (33, 1000), (130, 1024), (17, 48)]  # n, k
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # Float32 sums, and the result's own rounding.
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 4e-3, torch.float16: 5e-4}
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-3}
 
 
 def packed(name: str, n: int, k: int, seed: int = 0) -> IntWeight:
