@@ -96,6 +96,8 @@ class Config:
     logprobs_mode: what `logprobs` returns: "raw_logprobs" (from the model's own logits), "processed_logprobs"
     (after penalties, masks, temperature and filters), "raw_logits" or "processed_logits". Those of prompts
     are always raw.
+    num_threads: the threads of a CPU that this engine uses, shared by its ranks; None takes as many as torch
+    uses, the physical cores that the process may use. It does nothing on a GPU.
     return_routed_experts: the outputs of a mixture of experts say which experts computed each token.
     """
 
@@ -133,6 +135,7 @@ class Config:
     download_dir: str | None = None
     hf_token: str | bool | None = field(default=None, repr=False)
     kv_cache_memory_bytes: int | None = None
+    num_threads: int | None = None
     return_routed_experts: bool = False
 
     @classmethod
@@ -163,7 +166,8 @@ class Config:
             raise ValueError("model must be a folder or a Hugging Face hub id, and it is empty")
         for name in ("tensor_parallel_size", "data_parallel_size", "max_num_batched_tokens", "max_num_seqs"):
             _check_int(name, getattr(self, name), minimum=1)
-        for name in ("max_model_len", "kvcache_block_size", "num_kvcache_blocks", "kv_cache_memory_bytes"):
+        sizes = "max_model_len", "kvcache_block_size", "num_kvcache_blocks", "kv_cache_memory_bytes"
+        for name in (*sizes, "num_threads"):
             if getattr(self, name) is not None:
                 _check_int(name, getattr(self, name), minimum=1)
         _check_int("distributed_timeout_seconds", self.distributed_timeout_seconds, minimum=1)

@@ -14,6 +14,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import numpy as np
 import torch
 
+from nanovllm import isa
+
 CPU_KV_CACHE_BYTES = 4 * 2**30  # maximum KV cache on a CPU; also at most half of the free memory
 SPARE_BYTES = (
     5 * 2**29
@@ -56,13 +58,14 @@ class Device:
         return torch.cuda.get_device_name(self.torch) if self.is_cuda else "cpu"
 
     def resolve_dtype(self, asked: str, checkpoint: str) -> torch.dtype:
-        """The dtype to compute in. "auto" is the checkpoint's dtype on a GPU that supports it, float32 on a
-        CPU."""
+        """The dtype to compute in. "auto" is the checkpoint's dtype on a GPU that supports it. On a CPU it is
+        bfloat16 for a checkpoint in bfloat16 if the CPU multiplies that faster, else float32."""
         lacks_bf16 = self.is_cuda and self.capability < (8, 0)
         if asked == "bfloat16" and lacks_bf16:
             raise ValueError(f"dtype='bfloat16' is not supported by {self.name}; use 'float16' or 'float32'")
         if asked == "auto":
-            asked = checkpoint if self.is_cuda else "float32"
+            fast = self.is_cuda or (checkpoint == "bfloat16" and isa.has_bf16())
+            asked = checkpoint if fast else "float32"
             if asked == "bfloat16" and lacks_bf16:
                 asked = "float16"
         dtype: torch.dtype = getattr(torch, asked)
@@ -159,17 +162,19 @@ class Device:
         return [f"cuda:{first + rank}" for rank in range(needed)]
 
     @contextmanager
-    def share_of_threads(self, ranks: int) -> Iterator[None]:
-        """On a CPU that `ranks` processes share, use only this process's share of torch's threads."""
-        if self.is_cuda or ranks == 1:
+    def share_of_threads(self, ranks: int, asked: int | None = None) -> Iterator[None]:
+        """On a CPU that `ranks` processes share, use only this process's share of the threads that are asked
+        for, or else of torch's. Our kernels use as many as torch."""
+        before = torch.get_num_threads()
+        threads = max(1, (asked or before) // ranks)
+        if self.is_cuda or threads == before:
             yield
             return
-        threads = torch.get_num_threads()
-        torch.set_num_threads(max(1, threads // ranks))
+        torch.set_num_threads(threads)
         try:
             yield
         finally:
-            torch.set_num_threads(threads)
+            torch.set_num_threads(before)
 
     def side_stream(self) -> torch.cuda.Stream:
         """A new stream, for `run_on_stream` or `start_on_stream`."""

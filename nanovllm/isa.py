@@ -5,6 +5,7 @@ The environment variable NANOVLLM_CPU_ISA forces a level, so that every one is t
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,8 +13,10 @@ from contextvars import ContextVar
 from functools import lru_cache
 from importlib.util import find_spec
 
+logger = logging.getLogger("nanovllm")
+
 VARIABLE = "NANOVLLM_CPU_ISA"
-_AVX2 = {"avx2", "fma"}
+_AVX2 = {"avx2", "fma", "f16c"}
 _AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
 # Fastest first, with the features that LLVM must find in the CPU. "generic" is plain loops, which LLVM turns
 # into the vectors of any CPU. "torch" uses no kernels of ours.
@@ -67,6 +70,35 @@ def _own_level() -> str:
     if forced and (missing := NEEDS.get(forced, set()) - cpu_features()):
         raise ValueError(f"{VARIABLE}={forced}: this CPU has no {', '.join(sorted(missing))}")
     return forced or next(name for name, needs in NEEDS.items() if needs <= cpu_features())
+
+
+def forget() -> None:
+    """Ask for the level again, as a new process would."""
+    _own_level.cache_clear()
+    cpu_features.cache_clear()
+    say_what_is_missing.cache_clear()
+
+
+def described(threads: int) -> str:
+    """The level and the number of threads, for people; or why there is none."""
+    try:
+        own = level()
+    except ValueError as error:
+        return f"none: {error}"
+    if own != "torch":
+        return f"{own}, {count_of(threads)}"
+    return f"none, torch's {count_of(threads)}; {HINT if find_spec('numba') is None else f'{VARIABLE}=torch'}"
+
+
+def count_of(threads: int) -> str:
+    return f"{threads} thread{'s' if threads > 1 else ''}"
+
+
+@lru_cache
+def say_what_is_missing() -> None:
+    """Once: what would make this CPU faster. ValueError as in `level`."""
+    if level() == "torch" and find_spec("numba") is None:
+        logger.warning("%s", HINT)
 
 
 def has_kernels() -> bool:

@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).parent.parent / "nanovllm"
 FLOORS = (
     {"vllm_arguments", "errors", "lifecycle", "config", "sampling_params", "inputs", "outputs"}
     | {"metrics", "pooling_params"}
-    | {"structured_outputs", "device", "batch", "side_files", "checks", "engine_args"},
+    | {"structured_outputs", "device", "batch", "side_files", "checks", "engine_args", "isa"},
     {"text", "plan", "kernels"},
     {"attention", "distributed", "quantization"},
     {"layers"},
@@ -33,6 +33,9 @@ WINGS = {"text", "plan"}
 NO_TORCH = WINGS | (FLOORS[0] - {"device"})
 USES_TORCH_DISTRIBUTED = {"distributed"}
 USES_TRITON = {"kernels"}
+COMPILERS = {"numba", "llvmlite"}
+# Others import them where they compile.
+ALWAYS_COMPILE = {f"kernels.cpu.{name}" for name in ("vectors", "vector_math", "emitting")}
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path.stat().st_size)
 
 
@@ -55,7 +58,14 @@ def imports(tree: ast.AST) -> Iterator[tuple[ast.stmt, str]]:
             yield from ((node, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, "relative import"
-            yield node, node.module or ""
+            for name in {_module(node.module or "", alias.name) for alias in node.names}:
+                yield node, name
+
+
+def _module(package: str, name: str) -> str:
+    """What `from package import name` imports: a module of that name, or the package."""
+    file = PACKAGE.parent / package.replace(".", "/") / f"{name}.py"
+    return f"{package}.{name}" if file.exists() else package
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: module_of(path) or "nanovllm")
@@ -73,13 +83,18 @@ def test_imports(path: Path) -> None:
                 assert room in USES_TORCH_DISTRIBUTED
         if name.split(".")[0] == "triton":
             assert room in USES_TRITON
+        if name.split(".")[0] in COMPILERS:
+            assert module.startswith("kernels.cpu.") or (module, name) == ("isa", "llvmlite.binding")
+            assert module in ALWAYS_COMPILE or node not in tree.body, f"{module}: a start would import {name}"
         if name.split(".")[0] != "nanovllm":
             continue
         target = room_of(name.removeprefix("nanovllm").removeprefix("."))
         if module == "" and target == "llm":
             continue  # the only lazy import, so that `import nanovllm` stays cheap
         assert target in NO_TORCH or room not in NO_TORCH, f"{module} must not need torch, as {name} does"
-        assert node in tree.body, f"{module}: the import of {name} is hidden in a block"
+        if of_compilers := name.removeprefix("nanovllm.") in ALWAYS_COMPILE:
+            assert module in ALWAYS_COMPILE or node not in tree.body, f"{module}: a start would import {name}"
+        assert of_compilers or node in tree.body, f"{module}: the import of {name} is hidden in a block"
         if target == room or (floor == 0 and target in FLOORS[0]):
             continue
         assert floor_of(target) < floor, f"{module} (floor {floor}) imports {name}, which is not below it"

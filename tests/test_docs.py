@@ -20,7 +20,7 @@ import torch
 from test_architecture import FLOORS
 from tiny_models import write_tiny_model
 
-from nanovllm import LLM, demo_model_path, structured_outputs
+from nanovllm import LLM, demo_model_path, isa, structured_outputs
 from nanovllm.checks import MAX_TEXTS
 from nanovllm.config import Config
 from nanovllm.device import CPU_KV_CACHE_BYTES, SPARE_BYTES, Device
@@ -158,7 +158,8 @@ def test_the_walk_through_the_code_is_that_of_a_prompt() -> None:
             met[str(path.relative_to(PACKAGE))] = None
 
     params = SamplingParams(temperature=0.7, top_p=0.9, max_tokens=8)
-    with LLM(str(demo_model_path()), device="cpu", max_model_len=128) as llm:
+    options = {"device": "cpu", "max_model_len": 128}
+    with isa.compiling_for("torch"), LLM(str(demo_model_path()), **options) as llm:
         llm.generate("1 + 1 =", params, use_tqdm=False)  # what runs only once is not on the way
         before = sys.getprofile()
         sys.setprofile(watch)

@@ -24,7 +24,7 @@ from nanovllm.outputs import RequestOutput
 from nanovllm.plan.room import Room, Windows
 from nanovllm.plan.scheduler import Scheduler
 from nanovllm.runner.inputs import StepHandle
-from nanovllm.runner.model_runner import check_can_profile
+from nanovllm.runner.profile import check_can_profile
 from nanovllm.runner.residency import WEIGHTS, RankView
 from nanovllm.text.prompts import Request
 from nanovllm.workers.ranks import start_ranks

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from nanovllm import isa
 from nanovllm.batch import SAMPLING_PARAMETERS
 from nanovllm.config import Config
 from nanovllm.device import CPU_KV_CACHE_BYTES, Device
@@ -49,11 +50,16 @@ class OpenedModel(NamedTuple):
 
 def open_model(config: Config) -> OpenedModel:
     """Find and check the model that `config` names. Errors as in `LLMEngine`."""
+    device = Device(config.device)
+    if not device.is_cuda:
+        isa.say_what_is_missing()
+    elif config.num_threads is not None:
+        logger.warning("num_threads=%d does nothing on a GPU", config.num_threads)
     path = find_model(config)
     option, changes = config.generation_config, config.override_generation_config or {}
     generation = read_generation_config(option, path)
     model_config = load_model_config(path, generation, config.hf_overrides, config.quantization)
-    model_config = replace(model_config, quant=model_config.quant.on(Device(config.device).capability))
+    model_config = replace(model_config, quant=model_config.quant.on(device.capability))
     if model_config.quant.note:
         logger.warning("%s", model_config.quant.note)
     defaults = overridden(generation, option, changes)

@@ -19,6 +19,7 @@ from typing import TypeAlias
 import torch
 import xxhash
 
+from nanovllm import isa
 from nanovllm.attention.backends import BACKENDS
 from nanovllm.config import Config, versions
 from nanovllm.device import Device
@@ -54,7 +55,7 @@ _Model: TypeAlias = (
 
 def version(args: argparse.Namespace) -> int:
     """Print versions, devices and their attention backends."""
-    for name, number in versions(("flash-attn", "llguidance", "pyarrow")).items():
+    for name, number in versions(("flash-attn", "llguidance", "numba", "pyarrow")).items():
         print(f"{name} {number}")
     print(f"system {platform.platform()}")
     print(f"torch's CUDA {torch.version.cuda or 'none'}")
@@ -62,6 +63,8 @@ def version(args: argparse.Namespace) -> int:
         free, total = device.memory()
         capability = f", compute capability {'.'.join(map(str, device.capability))}" if device.is_cuda else ""
         print(f"{device.torch} {device.name}{capability}: {free / 2**30:.1f} of {total / 2**30:.1f} GiB free")
+        if not device.is_cuda:
+            print(f"  kernels for CPUs: {isa.described(torch.get_num_threads())}")
         dtype = device.resolve_dtype("auto", "bfloat16")
         for backend in BACKENDS:
             reason = backend.unavailable(device, dtype, dtype)

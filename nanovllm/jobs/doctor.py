@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from nanovllm import isa
 from nanovllm.attention.backends import BACKENDS, select
 from nanovllm.config import Config
 from nanovllm.device import Device
@@ -68,6 +69,10 @@ def _devices(config: Config, device: Device) -> Iterator[str]:
     if config.device == "auto":
         why = "a GPU comes first" if device.is_cuda else "there is no GPU that torch can use"
     yield f"device: {device.torch} ({why})"
+    if not device.is_cuda:
+        isa.level()
+        with device.share_of_threads(config.tensor_parallel_size, config.num_threads):
+            yield f"kernels for CPUs: {isa.described(torch.get_num_threads())}"
     count = config.tensor_parallel_size * config.data_parallel_size
     if count > 1:
         names = device.ranks(config.tensor_parallel_size, config.data_parallel_size)

@@ -48,6 +48,7 @@ _MAY_CHANGE = {
     "device",
     "async_scheduling",
     "kv_cache_memory_bytes",
+    "num_threads",
     "download_dir",
 }
 # The journal has those that are given.

@@ -147,7 +147,7 @@ def silu_and_mul_reference(x: torch.Tensor, kind: str = "") -> torch.Tensor:
     return F.silu(gate) * up
 
 
-silu_and_mul = by_device(silu_and_mul_triton, silu_and_mul_reference)
+silu_and_mul = by_device(silu_and_mul_triton, silu_and_mul_reference, "activation.silu_and_mul")
 silu_and_mul_fp8 = by_device(silu_and_mul_fp8_triton, silu_and_mul_fp8_reference)
 
 

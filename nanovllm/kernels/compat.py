@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextvars import ContextVar
-from functools import lru_cache, partial, wraps
+from functools import lru_cache, wraps
 from importlib import import_module
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -72,11 +72,12 @@ def use_triton(tensor: torch.Tensor) -> bool:
     return HAS_TRITON and tensor.is_cuda
 
 
-def use_cpu_kernels(tensor: torch.Tensor) -> bool:
-    """Whether an operation on `tensor` runs as a kernel of `kernels/cpu`."""
-    return tensor.device.type == "cpu" and tensor.dtype in _CPU_DTYPES and isa.has_kernels()
+def use_cpu_kernels(tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...] = _CPU_DTYPES) -> bool:
+    """Whether an operation on `tensor` runs as a kernel of `kernels/cpu`, which takes these dtypes."""
+    return tensor.device.type == "cpu" and tensor.dtype in dtypes and isa.has_kernels()
 
 
+@lru_cache
 def cpu_kernel(name: str) -> Callable[..., Any]:
     """The function "file.function" of `kernels/cpu`, imported on use."""
     file, _, function = name.partition(".")
@@ -88,17 +89,17 @@ def by_device(
     kernel: Callable[Concatenate[torch.Tensor, P], T],
     reference: Callable[Concatenate[torch.Tensor, P], T],
     cpu: str = "",
+    dtypes: tuple[torch.dtype, ...] = _CPU_DTYPES,
 ) -> Callable[Concatenate[torch.Tensor, P], T]:
     """An operation: `kernel` if its first argument is on a GPU that Triton supports; on a CPU the function
-    `cpu` of `kernels/cpu`, if there is one and it can run here; else `reference`."""
-    on_cpu = lru_cache(partial(cpu_kernel, cpu))
+    `cpu` of `kernels/cpu`, if there is one, it can run here and takes the dtype; else `reference`."""
 
     @wraps(kernel)
     def operation(x: torch.Tensor, /, *args: P.args, **kwargs: P.kwargs) -> T:
         if use_triton(x):
             return kernel(x, *args, **kwargs)
-        if cpu and use_cpu_kernels(x):
-            done: T = on_cpu()(x, *args, **kwargs)
+        if cpu and use_cpu_kernels(x, dtypes):
+            done: T = cpu_kernel(cpu)(x, *args, **kwargs)
             return done
         return reference(x, *args, **kwargs)
 

@@ -98,5 +98,6 @@ def keep_tokens_reference(token_ids: torch.Tensor, slots: torch.Tensor, last: to
     last[slots[live]] = token_ids[live]
 
 
-take_tokens = by_device(take_tokens_triton, take_tokens_reference)
-keep_tokens = by_device(keep_tokens_triton, keep_tokens_reference)
+_IDS = (torch.int64,)
+take_tokens = by_device(take_tokens_triton, take_tokens_reference, "last_tokens.take_tokens", _IDS)
+keep_tokens = by_device(keep_tokens_triton, keep_tokens_reference, "last_tokens.keep_tokens", _IDS)

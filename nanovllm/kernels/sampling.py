@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from nanovllm.batch import FILTERS, NOT_FINITE, SamplingColumns, rows_of
-from nanovllm.kernels.compat import await_inputs, jit, next_power_of_2, tl, use_pdl, use_triton
+from nanovllm.kernels.compat import await_inputs, by_device, jit, next_power_of_2, tl, use_pdl
 from nanovllm.kernels.filters import (
     FILTER_WARPS,
     SEGMENT,
@@ -243,6 +243,9 @@ def sample_reference(
     return ids.masked_fill_(~finite, NOT_FINITE)
 
 
+draw = by_device(sample_triton, sample_reference, "sampling.sample")
+
+
 def sample(logits: torch.Tensor, params: SamplingTensors) -> torch.Tensor:
     """Draw token_ids [S] int64 from softmax(logits / temperature), row by row.
 
@@ -258,7 +261,6 @@ def sample(logits: torch.Tensor, params: SamplingTensors) -> torch.Tensor:
     Filters apply in the order min_p, top_k, top_p, each over the tokens that the previous one kept, as in
     vLLM.
     """
-    draw = sample_triton if use_triton(logits) else sample_reference
     return draw(logits, params.temperature, params.seeds, params.positions, params.filters)
 
 

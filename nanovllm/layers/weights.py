@@ -62,6 +62,7 @@ class WeightLayer(nn.Module):
                 same = type(self.method), vars(self.method)
                 if any((type(other), vars(other)) != same for other in others):
                     raise ValueError(f"{', '.join(names)} are one product; quantise them in the same way")
+                self.method = self.method.on(shape, options)
                 _check_kind(names[0], kind, type(self.method))
                 created = self.method.create(self, shape, shards, options)
                 self.shards |= dict.fromkeys(created, self.method)

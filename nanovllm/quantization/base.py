@@ -271,6 +271,10 @@ class LinearMethod(WeightMethod):
     A subclass defines how to create, load and apply. It may override the fused products.
     """
 
+    def on(self, shape: tuple[int, ...], options: WeightOptions) -> LinearMethod:
+        """The method for a weight of this shape on this device, if another one suits it better."""
+        return self
+
     @abstractmethod
     def create(
         self, layer: nn.Module, shape: tuple[int, ...], shards: list[WeightShard], options: WeightOptions

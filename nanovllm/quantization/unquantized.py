@@ -25,6 +25,7 @@ from nanovllm.quantization.base import (
     WeightShard,
     WeightSource,
 )
+from nanovllm.quantization.cpu_packed import PackedLinearMethod, can_pack
 from nanovllm.quantization.experts import UnquantizedExpertsMethod
 
 # oneDNN's product, a private operator of torch, which calls it for other dtypes and in compiled code. For
@@ -56,6 +57,10 @@ class UnquantizedLinearMethod(LinearMethod):
     weight: torch.Tensor  # [N, K]
     deterministic: bool
     fuse: bool
+
+    def on(self, shape: tuple[int, ...], options: WeightOptions) -> LinearMethod:
+        packs = type(self) is UnquantizedLinearMethod and can_pack(shape, options)
+        return PackedLinearMethod() if packs else self
 
     def create(
         self, layer: nn.Module, shape: tuple[int, ...], shards: list[WeightShard], options: WeightOptions
@@ -108,6 +113,10 @@ class UnquantizedLinearMethod(LinearMethod):
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         return F.embedding(ids, self.weight)
+
+    def dense(self) -> torch.Tensor:
+        """The weight [N, K]."""
+        return self.weight
 
     def first_rows(self, num: int) -> UnquantizedLinearMethod:
         method = copy.copy(self)

@@ -250,8 +250,9 @@ def replica_main(
     link = _Link(pipe)
     try:
         if config.device == "cpu":
-            torch.set_num_threads(max(1, torch.get_num_threads() // config.data_parallel_size))
-        replica = Replica(number, replace(config, data_parallel_size=1), link)
+            threads = config.num_threads or torch.get_num_threads()
+            torch.set_num_threads(max(1, threads // config.data_parallel_size))
+        replica = Replica(number, replace(config, data_parallel_size=1, num_threads=None), link)
         with closing(replica.core):
             for name, value in settings.items():
                 replica.run(Call(name, (value,)))

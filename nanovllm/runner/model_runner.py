@@ -14,12 +14,15 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from nanovllm import isa
 from nanovllm.attention.backends import resolve_block_size, select
+from nanovllm.attention.base import SharedPrefixes
 from nanovllm.batch import EMPTY_BATCH, Batch, StepKind, StepOutput, StepSize, TokenMasks
 from nanovllm.config import Config
 from nanovllm.device import Device
 from nanovllm.distributed.group import TPGroup
 from nanovllm.errors import KVCacheMemoryError
+from nanovllm.kernels.cpu.checking import CHECKED
 from nanovllm.kernels.decode_attention import least_chunk
 from nanovllm.kernels.last_tokens import take_tokens
 from nanovllm.kernels.logits import WORD
@@ -51,6 +54,8 @@ from nanovllm.runner.memory import (
     scratch_in,
     set_scales,
 )
+from nanovllm.runner.profile import RankProfile
+from nanovllm.runner.recorded import RecordedSteps
 from nanovllm.runner.shared_prefixes import SharedPrefixFinder, SharedRows
 
 _CALIBRATION_TOKENS = 2048
@@ -95,14 +100,15 @@ class ModelRunner:
         )
         self.block_size = resolve_block_size(config.kvcache_block_size, self.backend)
         self.max_blocks = -(-max_model_len // self.block_size)  # of one sequence
-        fuse = device.is_cuda and self.dtype == torch.bfloat16 and tp.size == 1
+        fuse = tp.size == 1 and (self.dtype == torch.bfloat16 if device.is_cuda else isa.has_kernels())
         self.model = DecoderForCausalLM(model_config, tp, self.backend, max_model_len)
         options = WeightOptions(self.dtype, device.torch, config.deterministic, fuse)
         allocate(self.model, options, model_config.quant)
         self.load_weights()
         self.graphs: dict[tuple[int, bool], CUDAGraphs] = {}  # by chunk of shared prefixes, and whether drawn
+        self.recorded: RecordedSteps | None = None  # on a CPU, in place of graphs
         self._undrawn: UndrawnStep | None = None
-        self.profile: _RankProfile | None = None  # the active one
+        self.profile: RankProfile | None = None  # the active one
         self.prefixes: SharedPrefixFinder | None = None  # None without a KV cache
         specs = [layer.spec for layer in self.model.attention_layers]
         self.spec = max(specs, key=lambda spec: (spec.window is None, spec.num_heads))
@@ -226,6 +232,7 @@ class ModelRunner:
         KVCacheMemoryError if the device has less memory for it than it reported, as under `ulimit -v`.
         """
         layers = self.model.attention_layers
+        self.forget_recorded()
         self.kv_cache = torch.empty(self.layout.shape(self.spec, 0, self.block_size))
         attach(layers, self.kv_cache, self.layout)  # frees the old cache
         shape = self.layout.shape(self.spec, num_blocks, self.block_size)
@@ -241,7 +248,10 @@ class ModelRunner:
 
     @torch.inference_mode()
     def capture_cudagraph(self, progress: bool = False) -> None:
-        """Capture decode steps for batch sizes that cover `max_num_seqs`, over the fixed input buffer."""
+        """Capture decode steps for batch sizes that cover `max_num_seqs`, over the fixed input buffer; on a
+        CPU, record the steps that follow."""
+        if not (self.config.enforce_eager or self.device.is_cuda or CHECKED or self.tp.size > 1):
+            self.recorded = RecordedSteps() if isa.has_kernels() else None
         if self.config.enforce_eager or not (self.device.is_cuda and self.backend.supports_cuda_graph):
             return
 
@@ -267,6 +277,11 @@ class ModelRunner:
         inputs = self.staging.send(arrays, replace(self.size, tokens=rows, seqs=rows))()
         return lambda: self._graph_step(inputs, drawn)
 
+    def forget_recorded(self) -> None:
+        """Addresses that recorded steps use change: record steps again."""
+        if self.recorded is not None:
+            self.recorded.clear()
+
     # -- one step ----------------------------------------------------------------------------------------
 
     def run(self, batch: Batch) -> StepOutput:
@@ -281,29 +296,47 @@ class ModelRunner:
 
         None if the sequences have rules: then call `draw` before the next launch.
         """
-        num_seqs, graphs, extras = len(batch.slots), None, batch.extras
+        shared, replayed = None, None
         if batch.kind is StepKind.DECODE:
             shared = None if self.prefixes is None else self.prefixes.find(batch)
-            arrays = prepare_decode(batch, self.block_size, shared)
-            graphs = self.graphs.get((shared.chunk if shared else 0, not extras.needs_logits))
+            replayed = self._replay(batch, shared)
+        if replayed is not None:
+            (hidden, token_ids), staged = replayed
+            if token_ids is not None:
+                return self._receive(StepTensors(token_ids[: len(batch.slots), None]), batch)
+            step = UndrawnStep(batch, hidden, staged())
         else:
-            in_halves = self.routed is None and overlaps(batch, self.tp.size)
-            arrays = prepare_prefill(batch, self.block_size, in_halves)
-        if graphs is None:
+            if batch.kind is StepKind.DECODE:
+                arrays = prepare_decode(batch, self.block_size, shared)
+            else:
+                in_halves = self.routed is None and overlaps(batch, self.tp.size)
+                arrays = prepare_prefill(batch, self.block_size, in_halves)
             inputs = self.staging.send(arrays)()
             step = UndrawnStep(batch, self.run_model(inputs), inputs)
-        else:
-            rows = graphs.size_for(num_seqs)
-            graphs.capture(rows)
-            staged = self.staging.send(arrays, replace(self.size, tokens=rows, seqs=rows))
-            hidden, token_ids = graphs.replay(rows)
-            if token_ids is not None:
-                return self._receive(StepTensors(token_ids[:num_seqs, None]), batch)
-            step = UndrawnStep(batch, hidden, staged())
-        if extras.has_rules:
+        if batch.extras.has_rules:
             self._undrawn = step
             return None
         return self._receive(self.ending.end(step, None), batch)
+
+    def _replay(
+        self, batch: Batch, shared: SharedPrefixes[np.ndarray] | None
+    ) -> tuple[GraphOutput, Callable[[], StepInputs[torch.Tensor]]] | None:
+        """Replay a decode step; return its output, and a function that creates its inputs. None if there is
+        no graph for it, and it cannot be recorded."""
+        rows, drawn, recorded = len(batch.slots), not batch.extras.needs_logits, self.recorded
+        graphs = self.graphs.get((shared.chunk if shared else 0, drawn))
+        if graphs is not None:
+            rows = graphs.size_for(rows)
+            graphs.capture(rows)
+            arrays = prepare_decode(batch, self.block_size, shared)
+            staged = self.staging.send(arrays, replace(self.size, tokens=rows, seqs=rows))
+            return graphs.replay(rows), staged
+        if recorded is None or shared is not None or not recorded.usable:
+            return None
+        arrays = prepare_decode(batch, self.block_size, None, self.max_model_len)
+        staged = self.staging.send(arrays, replace(self.size, tokens=rows, seqs=rows))
+        output = recorded.run((rows, drawn), lambda: partial(self._graph_step, staged(), drawn))
+        return None if output is None else (output, staged)
 
     def _receive(self, tensors: StepTensors, batch: Batch) -> StepHandle:
         routed = None if self.routed is None else self.routed[: len(batch.token_ids)]
@@ -344,7 +377,7 @@ class ModelRunner:
 
     def start_profile(self, folder: str, name: str) -> None:
         """Start a profile, for a trace in `folder` with the rank and `name` in its file name."""
-        self.profile = _RankProfile(Path(folder, f"rank{self.tp.rank}.{name}.pt.trace.json.gz"), self.device)
+        self.profile = RankProfile(Path(folder, f"rank{self.tp.rank}.{name}.pt.trace.json.gz"), self.device)
 
     def stop_profile(self) -> str:
         """End the profile and return the path of its trace."""
@@ -359,38 +392,8 @@ class ModelRunner:
         try:
             self.device.synchronize()
         finally:
-            owned = "graphs", "model", "kv_cache", "staging", "ending", "_undrawn", "mask_buffer"
+            owned = "graphs", "recorded", "model", "kv_cache", "staging", "ending", "_undrawn", "mask_buffer"
             for name in owned:
                 self.__dict__.pop(name, None)
             self.tp.close()
             self.device.release_memory()
-
-
-def check_can_profile() -> None:
-    """Raise RuntimeError if a torch profiler is active in this process."""
-    if torch._C._autograd._profiler_enabled():
-        raise RuntimeError("a torch profiler is already active in this process; stop it first")
-
-
-class _RankProfile:
-    """A profile that starts at creation and ends with `stop` or `drop`."""
-
-    def __init__(self, path: Path, device: Device) -> None:
-        """path: of the trace, a .json or .json.gz in an existing folder."""
-        activities = [torch.profiler.ProfilerActivity.CPU]
-        if device.is_cuda:
-            activities.append(torch.profiler.ProfilerActivity.CUDA)
-        self._path, self._device = path, device
-        self._profiler = torch.profiler.profile(activities=activities, acc_events=True)
-        self._profiler.start()
-
-    def stop(self) -> Path:
-        """Wait for the device, end the profile, write the trace and return its path."""
-        self._device.synchronize()
-        self.drop()
-        self._profiler.export_chrome_trace(str(self._path))
-        return self._path
-
-    def drop(self) -> None:
-        """End the profile without writing a trace."""
-        self._profiler.stop()

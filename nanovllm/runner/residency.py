@@ -74,6 +74,7 @@ class ResidentModelRunner(ModelRunner):
     def apply(self, function: Callable[[RankView], Any]) -> Any:
         """The result of a function of this rank. An exception is returned, so that the ranks stay in step."""
         rank = self.tp.rank
+        self.forget_recorded()  # it may replace tensors of the model
         try:
             return function(RankView(rank, rank, self.device.torch, self.model))
         except Exception as error:
@@ -157,6 +158,7 @@ class ResidentModelRunner(ModelRunner):
 
     def finish_update(self) -> None:
         """Prepare for the next step."""
+        self.forget_recorded()
         finish_loading(self.model)
         self.calibrate_kv_cache()
 

@@ -113,7 +113,7 @@ def _start_ranks(setup: RankSetup, device: Device, on_progress: Callable[[], Non
     setup, *others = [
         replace(setup, rank=rank, device=devices[rank], rendezvous=folder) for rank in range(size)
     ]
-    ranks = Ranks(device, others, config.distributed_timeout_seconds, on_progress)
+    ranks = Ranks(device, others, config.distributed_timeout_seconds, on_progress, config.num_threads)
     try:
         check_weights_fit(need, [device.memory(), *ranks.collect("the start")], config, device)
         ranks.load(setup, rendezvous)
@@ -145,12 +145,14 @@ class Ranks:
         setups: list[RankSetup],
         limit: float,
         on_progress: Callable[[], None] = lambda: None,
+        num_threads: int | None = None,
     ) -> None:
         """Start a process for each setup. device: rank 0's. limit, on_progress: as in `Watch`.
+        num_threads: as in `Config`.
 
         Raises RuntimeError if this process cannot start processes, WorkerError if it may open too few files.
         """
-        self._device = device
+        self._device, self._num_threads = device, num_threads
         self.watch = Watch(len(setups), limit, on_progress)
         self._channel: Channel | None = None
         self._stop: Callable[[], object] = lambda: None
@@ -228,10 +230,11 @@ class Ranks:
         the workers are ended, because they cannot know how far rank 0 got.
         """
         own = own or getattr(self.runner, method)
+        threads = self._device.share_of_threads(1 + len(self.watch.processes), self._num_threads)
         if self._channel is None:
-            return own(*args)
-        num_ranks = 1 + len(self.watch.processes)
-        with self.kill_on_error(PHASES.get(method, method)), self._device.share_of_threads(num_ranks):
+            with threads:
+                return own(*args)
+        with self.kill_on_error(PHASES.get(method, method)), threads:
             self.watch.check()
             self._channel.send(method, *args, check_alive=self.watch.check)
             return own(*args)

@@ -91,7 +91,7 @@ def worker_main(setup: RankSetup, reader: ChannelReader, replies: Connection, pa
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 handles Ctrl-C
     threading.Thread(target=exit_with, args=(parent, setup.rendezvous), daemon=True).start()
     try:
-        with Device(setup.device).share_of_threads(setup.size):
+        with Device(setup.device).share_of_threads(setup.size, setup.config.num_threads):
             loop(setup, reader, replies)
     except BaseException:  # report everything to rank 0
         failure = Failure(setup.rank, f"failed:\n{traceback.format_exc()}", False, monotonic())

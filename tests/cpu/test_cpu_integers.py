@@ -1,4 +1,4 @@
-"""Weights of 8 and 4 bits on CPUs: from any checkpoint, as a GGUF file stores them, split, replaced, refused."""
+"""Weights of 8 and 4 bits on CPUs: from any checkpoint, as stored in GGUF files, split, replaced, refused."""
 
 from __future__ import annotations
 

@@ -31,6 +31,23 @@ def test_the_package_alone_is_imported_without_torch() -> None:
     assert loaded_by("import nanovllm\nfrom nanovllm import SamplingParams", f"{['torch', *HEAVY]}") == "[]"
 
 
+def test_no_compiler_is_imported_with_all_kernels() -> None:
+    """Those of CPUs too: a start that finds its kernels on the disk needs none."""
+    code = (
+        "import nanovllm, pkgutil, importlib\n"
+        "import nanovllm.kernels.cpu as cpu\n"
+        "import nanovllm.kernels as kernels\n"
+        "compiling = ('vectors', 'emitting')\n"
+        "names = [each.name for each in pkgutil.iter_modules(cpu.__path__)]\n"
+        "for name in names:\n"
+        "    name in compiling or importlib.import_module(f'nanovllm.kernels.cpu.{name}')\n"
+        "for each in pkgutil.iter_modules(kernels.__path__):\n"
+        "    importlib.import_module(f'nanovllm.kernels.{each.name}')\n"
+        "assert {'rms_norm', 'team', *compiling} <= set(names)"
+    )
+    assert loaded_by(code, "['numba', 'llvmlite']") == "[]"
+
+
 def test_a_bar_is_imported_where_one_is_shown() -> None:
     assert loaded_by("import nanovllm.engine.progress", "['tqdm']") == "[]"
 

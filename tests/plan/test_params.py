@@ -245,6 +245,8 @@ def test_wrong_constraints(options: dict[str, Any], error: type[Exception], name
         ({"tensor_parallel_size": 0}, ValueError),
         ({"kvcache_block_size": 0}, ValueError),
         ({"num_kvcache_blocks": True}, TypeError),
+        ({"num_threads": 0}, ValueError),
+        ({"num_threads": 1.5}, TypeError),
         ({"gpu_memory_utilization": 0}, ValueError),
         ({"gpu_memory_utilization": 1.01}, ValueError),
         ({"gpu_memory_utilization": "0.9"}, TypeError),

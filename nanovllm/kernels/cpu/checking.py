@@ -5,6 +5,7 @@ was given. For tests: several times slower, and nothing is recorded.
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterable
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 
 CHECKED = os.environ.get("NANOVLLM_CPU_CHECK") == "1"
 CHECK_SYMBOL = "nanovllm_check_address"  # i64 (address, bytes) -> the address, or a harmless one
+table_lock = threading.RLock()  # one launch at a time has its ranges in the table
 _MOST = 64  # ranges of a launch
 _ANYWHERE = 1 << 16  # bytes; where accesses go that are not allowed
 _memory = np.zeros(2 + 2 * _MOST + _ANYWHERE // 8, np.int64)  # number of ranges, first wrong address, ranges

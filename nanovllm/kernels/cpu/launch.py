@@ -1,4 +1,4 @@
-"""Kernel: compiles itself for the arguments of a launch, and runs its programs now, or as a part of a recording.
+"""Kernel: compiles itself for the arguments of a launch, and runs its programs now or as part of a recording.
 
 A kernel is written as `make(*variant)`, which returns the function of one program. The function's parameters
 are addresses (`Address`), integers and floats, then `program` and `thread`.
@@ -15,8 +15,8 @@ from typing import Any, Protocol
 
 import torch
 
-from nanovllm.kernels.cpu.checking import CHECKED, allow, complain
-from nanovllm.kernels.cpu.native import function_address
+from nanovllm.kernels.cpu.checking import CHECKED, allow, complain, table_lock
+from nanovllm.kernels.cpu.native import address_and_note, assembly
 from nanovllm.kernels.cpu.team import team
 
 Address = int  # the annotation of a parameter that takes a tensor, or None for the address 0
@@ -49,6 +49,11 @@ def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype) if found is None else found.empty(shape, dtype)
 
 
+def scratch(num_bytes: int) -> torch.Tensor:
+    """Uninitialised memory: `num_bytes` for each thread of a launch, in order."""
+    return empty((team().size * num_bytes,), torch.uint8)
+
+
 def run_now(
     name: str,
     function: int,
@@ -62,7 +67,7 @@ def run_now(
         team().run_one(function, programs, pack, values)
         return
     own = team()
-    with own.lock:
+    with table_lock, own.lock:
         allow(arguments, own.arguments)
         own.run_one(function, programs, pack, values)
         complain(name)
@@ -74,10 +79,17 @@ class Kernel:
     def __init__(self, make: Callable[..., Callable[..., None]]) -> None:
         self._make = make
         self.name = f"{make.__module__}.{make.__name__}"
+        self.variants: set[tuple[object, ...]] = set()  # that were compiled or loaded
         self._compiled: Callable[..., tuple[int, struct.Struct]] = lru_cache(None)(self._compile)
 
     def _compile(self, *variant: object) -> tuple[int, struct.Struct]:
-        return function_address(_entry, self._make, *variant), struct.Struct(_kinds(self._make, variant))
+        self.variants.add(variant)
+        address, kinds = address_and_note(_entry, self._make, *variant)
+        return address, struct.Struct(kinds)
+
+    def assembly(self, variant: tuple[object, ...], level: str) -> str:
+        """The machine code of a variant as text, for CPUs of `level`, perhaps not this one."""
+        return assembly(_entry, (self._make, *variant), "void", level)
 
     def launch(self, variant: tuple[object, ...], programs: int, *arguments: Argument) -> None:
         """Run `programs` programs. variant: of `make`, constants of the machine code."""
@@ -105,11 +117,12 @@ def _entry(make: Callable[..., Any], *variant: object) -> Callable[[int, int, in
     from nanovllm.kernels.cpu.vectors import get_f64, get_i64
 
     body = njit(nogil=True, error_model="numpy")(make(*variant))
+    kinds = _kinds(make, variant)
     reads = ", ".join(
-        f"get_{'f64' if kind == 'd' else 'i64'}(block + {8 * index})"
-        for index, kind in enumerate(_kinds(make, variant))
+        f"get_{'f64' if kind == 'd' else 'i64'}(block + {8 * index})" for index, kind in enumerate(kinds)
     )
     scope = {"body": body, "get_i64": get_i64, "get_f64": get_f64}
     exec(f"def entry(block, program, thread):\n    body({reads}, program, thread)", scope)
     entry: Callable[[int, int, int], None] = scope["entry"]
+    entry.note = kinds  # type: ignore[attr-defined]
     return entry

@@ -10,8 +10,10 @@ import hashlib
 import inspect
 import logging
 import os
+import stat
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -25,21 +27,50 @@ logger = logging.getLogger("nanovllm")
 
 CACHE_VARIABLE = "NANOVLLM_CACHE_DIR"
 _TARGETS = {"avx512_bf16": "sapphirerapids", "avx512": "skylake-avx512", "avx2": "haswell"}
-_lock = RLock()  # LLVM compiles in one thread at a time
+_lock = RLock()  # LLVM compiles in one thread at a time, and no process forks meanwhile
+os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
+_DIGEST = 32  # bytes at the start of a file
+_MOST_BYTES = 2**26  # of a file; a larger one is none of ours
 _said: list[str] = []  # the line about compiling was printed
 
 
 def cache_folder() -> Path | None:
-    """The folder of compiled kernels; None if it cannot be written."""
+    """The folder of compiled kernels; None if it cannot be written, or if other users could write to it."""
     asked = os.environ.get(CACHE_VARIABLE)
     base = Path(asked) if asked else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     folder = base / "nanovllm" / "kernels"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        if not _is_own(folder.stat()):
+            logger.warning("compiled kernels are not kept: other users can write to %s, or own it", folder)
+            return None
         with tempfile.TemporaryFile(dir=folder):
             return folder
     except (OSError, RuntimeError):  # a home that does not exist, a disk that is full or read-only
         return None
+
+
+def _is_own(found: os.stat_result) -> bool:
+    """Whether a file or folder belongs to this user, and no other can write to it. Code is loaded from it."""
+    if not hasattr(os, "geteuid"):
+        return True
+    return found.st_uid == os.geteuid() and not found.st_mode & 0o022
+
+
+def _read(path: Path) -> bytes | None:
+    """The object code that `_write` wrote; None if there is none, or if it is damaged or not this user's."""
+    try:
+        with open(
+            os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)), "rb"
+        ) as file:
+            found = os.fstat(file.fileno())
+            if not (stat.S_ISREG(found.st_mode) and _is_own(found) and found.st_size < _MOST_BYTES):
+                return None
+            digest, code = file.read(_DIGEST), file.read()
+    except OSError:
+        return None
+    return code if digest == hashlib.sha256(path.name.encode() + code).digest() else None
 
 
 def function_address(make: Callable[..., Callable[..., Any]], *variant: object, results: str = "void") -> int:
@@ -47,51 +78,60 @@ def function_address(make: Callable[..., Callable[..., Any]], *variant: object, 
 
     As numba calls functions: int32 (int64 *result, void **unused, int64 ...). results: "void" or "int64".
     """
-    return _address(make, variant, results, isa.level())
+    return _found(make, variant, results, isa.level())[0]
+
+
+def address_and_note(make: Callable[..., Callable[..., Any]], *variant: object) -> tuple[int, str]:
+    """As `function_address`, and the attribute `note` of the function, which is kept with its code: a start
+    that finds the code need not call `make`."""
+    return _found(make, variant, "void", isa.level())
 
 
 @cache
-def _address(make: Callable[..., Any], variant: tuple[object, ...], results: str, level: str) -> int:
+def _found(
+    make: Callable[..., Any], variant: tuple[object, ...], results: str, level: str
+) -> tuple[int, str]:
     with _lock:
         what = "-".join(map(_name, (make, *variant)))
         symbol = "k" + hashlib.sha256(f"{_sources()} {level} {what}".encode()).hexdigest()[:32]
         folder = cache_folder()
         path = None if folder is None else folder / f"{symbol}.o"
-        code = path.read_bytes() if path is not None and path.is_file() else None
-        if code is None:
-            code = object_code(make, variant, results, symbol, level)
+        kept = None if path is None else _read(path)
+        if kept is None:
+            note, module, machine = _module(make, variant, results, symbol, level)
+            kept = note.encode() + b"\n" + bytes(machine.emit_object(module))
             if path is not None:
-                _write(path, code)
-        return _load(code, symbol)
+                _write(path, kept)
+        first, _, code = kept.partition(b"\n")
+        return _load(code, symbol), first.decode()
 
 
 def _name(part: object) -> str:
-    return f"{part.__module__}.{part.__qualname__}" if inspect.isfunction(part) else str(part)
-
-
-def object_code(
-    make: Callable[..., Any], variant: tuple[object, ...], results: str, symbol: str, level: str
-) -> bytes:
-    """The machine code of `make(*variant)` as an object file for CPUs of `level`, which may be another one."""
-    module, machine = _module(make, variant, results, symbol, level)
-    return bytes(machine.emit_object(module))
+    """What identifies a function, or another value of a variant. `_sources` knows the code of this folder."""
+    if not inspect.isfunction(part):
+        return str(part)
+    name = f"{part.__module__}.{part.__qualname__}"
+    if part.__module__.startswith(__package__ + "."):
+        return name
+    return name + hashlib.sha256(Path(inspect.getfile(part)).read_bytes()).hexdigest()
 
 
 def assembly(make: Callable[..., Any], variant: tuple[object, ...], results: str, level: str) -> str:
-    """As `object_code`, as text."""
-    module, machine = _module(make, variant, results, "kernel", level)
+    """The machine code of `make(*variant)` as text, for CPUs of `level`, perhaps not this one."""
+    _, module, machine = _module(make, variant, results, "kernel", level)
     return str(machine.emit_assembly(module))
 
 
 def _module(
     make: Callable[..., Any], variant: tuple[object, ...], results: str, symbol: str, level: str
-) -> tuple[Any, Any]:
+) -> tuple[str, Any, Any]:
+    """The function's note, its code in LLVM's language, and a machine that makes machine code of it."""
     from llvmlite import binding
     from numba import njit, types
 
     _say()
     _engine()  # numba loads what it compiles, and must find the symbols
-    with isa.compiling_for(level):
+    with _numba_for(level), isa.compiling_for(level):
         function = make(*variant)
         kinds = tuple(types.int64 for _ in range(function.__code__.co_argcount))
         signature = getattr(types, results)(*kinds)
@@ -108,7 +148,32 @@ def _module(
     passes.add_global_dead_code_eliminate_pass()  # numba's own functions, which nothing calls
     passes.add_strip_dead_prototype_pass()
     passes.run(module, binding.create_pass_builder(machine, binding.create_pipeline_tuning_options()))
-    return module, machine
+    return getattr(function, "note", ""), module, machine
+
+
+@contextmanager
+def _numba_for(level: str) -> Iterator[None]:
+    """Let numba generate code for another CPU, which it never runs: this one may lack instructions."""
+    if level == isa.level():
+        yield
+        return
+    from numba.core import config
+    from numba.core.codegen import JITCPUCodegen
+    from numba.core.registry import cpu_target
+
+    context = cpu_target.target_context
+    own = context._internal_codegen
+    names = {"CPU_NAME": _TARGETS.get(level, "generic"), "CPU_FEATURES": ""}
+    before = {name: getattr(config, name) for name in names}
+    try:
+        for name, value in names.items():
+            setattr(config, name, value)
+        context._internal_codegen = JITCPUCodegen("nanovllm")
+        yield
+    finally:
+        context._internal_codegen = own
+        for name, value in before.items():
+            setattr(config, name, value)
 
 
 def _say() -> None:
@@ -121,7 +186,7 @@ def _write(path: Path, code: bytes) -> None:
     """Write a file that another process may read or write at the same time."""
     try:
         with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".tmp", delete=False) as file:
-            file.write(code)
+            file.write(hashlib.sha256(path.name.encode() + code).digest() + code)
         os.replace(file.name, path)
     except OSError as error:  # a full disk: the next start compiles again
         logger.info("the kernel %s is not kept: %s", path, error)

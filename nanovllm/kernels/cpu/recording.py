@@ -16,27 +16,38 @@ from typing import Any
 import numpy as np
 import torch
 
+from nanovllm.kernels.cpu.checking import CHECKED
 from nanovllm.kernels.cpu.launch import Argument, recorder, run_now
-from nanovllm.kernels.cpu.team import LAUNCH, LINE, SYNC_BYTES, aligned, team
+from nanovllm.kernels.cpu.team import LAUNCH, LINE, SYNC_BYTES, Team, aligned, team
 
 
 class Arena:
     """Memory for results of recorded kernels; recordings that never run at once can share it."""
 
     def __init__(self) -> None:
-        self._free: dict[int, list[np.ndarray]] = {}  # by size
-        self.ranges: set[int] = set()  # first addresses
+        self._free: list[np.ndarray] = []
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Uninitialised memory, taken back when the last tensor over it dies."""
-        size = max(LINE, -(-prod(shape) * dtype.itemsize // 4096) * 4096)
-        free = self._free.setdefault(size, [])
-        block = free.pop() if free else aligned_bytes(size)
-        self.ranges.add(block.ctypes.data)
+        """Uninitialised memory, taken back when the last tensor over it dies.
+
+        The smallest free block that holds it. A new one has one of few sizes, so that steps of other sizes
+        can use it; memory that is never written costs nothing.
+        """
+        size = _rounded(prod(shape) * dtype.itemsize)
+        fitting = [index for index, each in enumerate(self._free) if each.nbytes >= size]
+        if fitting:
+            block = self._free.pop(min(fitting, key=lambda index: self._free[index].nbytes))
+        else:
+            block = aligned_bytes(size)
         own = block[:]  # a new object, which dies with the tensor's storage
-        weakref.finalize(own, free.append, block).atexit = False
-        tensor = torch.from_numpy(own)[: prod(shape) * dtype.itemsize].view(dtype).view(*shape)
-        return tensor
+        weakref.finalize(own, self._free.append, block).atexit = False
+        return torch.from_numpy(own)[: prod(shape) * dtype.itemsize].view(dtype).view(tuple(shape))
+
+
+def _rounded(size: int) -> int:
+    """At least `size` and a page: a power of 2, or it times 1.25, 1.5 or 1.75."""
+    step = 1 << max(12, (size - 1).bit_length() - 3)
+    return -(-max(size, 1) // step) * step
 
 
 def aligned_bytes(size: int) -> np.ndarray:
@@ -50,8 +61,11 @@ class Recording:
 
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
+        self._own: set[int] = set()  # first addresses of its memory in the arena
         self._launches: list[tuple[int, np.ndarray, int]] = []  # function, argument block, programs
         self._keep: list[torch.Tensor] = []
+        self._checked: list[tuple[Any, ...]] = []  # arguments of `run_now`, where addresses are checked
+        self._forms: _Forms | None = None
         self.result: Any = None
 
     @classmethod
@@ -63,7 +77,6 @@ class Recording:
             recording.result = step()
         finally:
             recorder.reset(token)
-        recording._finish()
         return recording
 
     def launch(
@@ -77,30 +90,56 @@ class Recording:
     ) -> None:
         """Run a launch now, and in every replay."""
         block = aligned_bytes(-(-pack.size // LINE) * LINE)
-        pack.pack_into(block, 0, *values)
+        pack.pack_into(block.data, 0, *values)
         self._launches.append((function, block, programs))
-        self._keep += [
-            each
-            for each in arguments
-            if isinstance(each, torch.Tensor) and each.untyped_storage().data_ptr() not in self._arena.ranges
-        ]
+        tensors = [each for each in arguments if isinstance(each, torch.Tensor)]
+        self._keep += [each for each in tensors if each.untyped_storage().data_ptr() not in self._own]
+        if CHECKED:
+            self._checked.append((name, function, programs, pack, values, arguments))
         run_now(name, function, programs, pack, values, arguments)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        return self._arena.empty(shape, dtype)
-
-    def _finish(self) -> None:
-        self._array = aligned_bytes(max(LINE, -(-len(self._launches) * LAUNCH.size // LINE) * LINE))
-        for index, (function, block, programs) in enumerate(self._launches):
-            LAUNCH.pack_into(self._array, index * LAUNCH.size, function, block.ctypes.data, programs)
-        self._sync = [aligned_bytes(SYNC_BYTES * max(1, len(self._launches))) for _ in range(2)]
-        self._last = [0, 0]  # the runs that used them last
-        self._turn = 0
-        self._places = self._array.ctypes.data, [each.ctypes.data for each in self._sync]
+        tensor = self._arena.empty(shape, dtype)
+        self._own.add(tensor.untyped_storage().data_ptr())
+        return tensor
 
     def replay(self) -> Any:
         """Run the launches on the current content of their tensors; return the result of the recording."""
+        if CHECKED:
+            for each in self._checked:
+                run_now(*each)
+            return self.result
+        own = team()
+        with own.lock:
+            forms = self._forms
+            if forms is None or forms.team is not own:
+                forms = self._forms = _Forms(own, self._launches)
+            forms.run()
+        return self.result
+
+
+class _Forms:
+    """The launches of a recording as a team reads them. A helper may look at them after the run has ended, so
+    the team frees them."""
+
+    def __init__(self, team: Team, launches: list[tuple[int, np.ndarray, int]]) -> None:
+        self.team, self._count = team, len(launches)
+        array = aligned_bytes(-(-(len(launches) * LAUNCH.size + 1) // LINE) * LINE)
+        for index, (function, block, programs) in enumerate(launches):
+            LAUNCH.pack_into(array.data, index * LAUNCH.size, function, block.ctypes.data, programs)
+        syncs = [aligned_bytes(SYNC_BYTES * max(1, len(launches))) for _ in range(2)]
+        self._places = array.ctypes.data, [each.ctypes.data for each in syncs]
+        self._last = [0, 0]  # the runs that used `syncs` last
+        self._turn = 0
+        weakref.finalize(self, _free, team, (array, syncs), self._last).atexit = False
+
+    def run(self) -> None:
+        """Run all launches, within the team's lock. Ctrl-C may end it at any line."""
         launches, syncs = self._places
         turn = self._turn = 1 - self._turn
-        self._last[turn] = team().run(launches, len(self._launches), syncs[turn], self._last[turn])
-        return self.result
+        after, self._last[turn] = self._last[turn], self.team.next_run
+        self.team.run(launches, self._count, syncs[turn], after)
+
+
+def _free(team: Team, memory: object, runs: list[int]) -> None:
+    team.free(memory, max(runs))

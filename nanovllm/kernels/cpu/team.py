@@ -41,7 +41,7 @@ def _tools() -> dict[str, Any]:
     from llvmlite import ir
     from numba.core import cgutils
 
-    from nanovllm.kernels.cpu.vectors import call, emitted, i64, void
+    from nanovllm.kernels.cpu.emitting import call, emitted, i64, void
 
     word, status = ir.IntType(64), ir.IntType(32)
     pointer = ir.IntType(8).as_pointer()
@@ -134,7 +134,7 @@ def _make_run() -> _Function:
     tools, work = _tools(), njit(nogil=True)(_make_work())
     read, write, pause, offer_core = (tools[each] for each in ("read", "write", "pause", "offer_core"))
     lock, unlock, broadcast = (tools[each] for each in ("mutex_lock", "mutex_unlock", "cond_broadcast"))
-    ring, line, size, both = _RING, LINE, LAUNCH.size, SYNC_BYTES
+    ring, line, both = _RING, LINE, SYNC_BYTES
     asleep, mutex, condition, finished = (LINE * each for each in (_ASLEEP, _MUTEX, _CONDITION, _FINISHED))
 
     def run(control: int, helpers: int, launches: int, count: int, sync: int, after: int) -> None:
@@ -230,6 +230,10 @@ class Team:
         libc = ctypes.CDLL(None)
         libc.pthread_mutex_init(ctypes.c_void_p(self._control + LINE * _MUTEX), None)
         libc.pthread_cond_init(ctypes.c_void_p(self._control + LINE * _CONDITION), None)
+        for memory in (self._memory, self._slots):  # helpers read it as long as the process lives
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(memory))
+        self._bytes = self._slots.data
+        self._ended: list[tuple[int, object]] = []  # of runs that helpers may still look at
         self._runs = ctypes.c_int64.from_address(self._control)
         self._run = _native(_make_run, 6)
         self._alone = _native(_make_alone, 3)
@@ -242,22 +246,42 @@ class Team:
         """Run `count` launches, an array of LAUNCH at this address, and wait for their end; return the number
         of this run.
 
-        sync: the address of SYNC_BYTES for each launch. after: the run that used this memory last.
+        sync: the address of SYNC_BYTES for each launch. after: the run that used this memory last. The memory
+        must live until it is given to `free`.
         """
         with self.lock:
+            after = min(after, self._runs.value)  # a caller that was interrupted may name one that never was
             self._run(self._control, self._helpers, launches, count, sync, after)
             return self._runs.value
+
+    @property
+    def next_run(self) -> int:
+        """The number of the next run; ask for it within `lock`."""
+        return self._runs.value + 1
+
+    def free(self, memory: object, run: int) -> None:
+        """Keep the memory of launches until no helper can look at this run any more."""
+        with self.lock:
+            done = min((self._done(helper) for helper in range(self._helpers)), default=run)
+            self._ended = [each for each in (*self._ended, (run, memory)) if each[0] > done]
+
+    def lose_helpers(self) -> None:
+        """In a forked child, which has only the thread that forked. Another one may have held the lock."""
+        self._helpers, self.lock = 0, threading.RLock()
+
+    def _done(self, helper: int) -> int:
+        return ctypes.c_int64.from_address(self._control + LINE * (_FINISHED + helper)).value
 
     def run_one(self, function: int, programs: int, pack: struct.Struct, arguments: tuple[Any, ...]) -> None:
         """Run the programs of one launch and wait for their end."""
         with self.lock:
             start = self._first_slot + (self._runs.value + 1) % _SLOTS * _SLOT_BYTES
             offset, block = start - self._slots.ctypes.data, start + SYNC_BYTES + LINE
-            pack.pack_into(self._slots, offset + SYNC_BYTES + LINE, *arguments)
+            pack.pack_into(self._bytes, offset + SYNC_BYTES + LINE, *arguments)
             if programs == 1 or not self._helpers:
                 self._alone(function, block, programs)
                 return
-            LAUNCH.pack_into(self._slots, offset + SYNC_BYTES, function, block, programs)
+            LAUNCH.pack_into(self._bytes, offset + SYNC_BYTES, function, block, programs)
             self._run(self._control, self._helpers, start + SYNC_BYTES, 1, start, 0)
 
 
@@ -266,8 +290,10 @@ _making = threading.Lock()
 
 
 def _forget() -> None:
-    """In a forked child: it has no helpers."""
+    """In a forked child: new teams have helpers of its own."""
     global _making
+    for each in _teams.values():
+        each.lose_helpers()
     _teams.clear()
     _making = threading.Lock()
 

@@ -4,120 +4,21 @@ Addresses are plain integers. A vector is `f32x16` or `i32x16`; on CPUs with nar
 it. Only dot products have a form for each instruction set. With NANOVLLM_CPU_CHECK=1 every access is checked.
 """
 
-# ruff: noqa: ANN401
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
-from numba.core import cgutils, types
-from numba.extending import intrinsic, models, register_model
+from numba.core import cgutils
 
 from nanovllm import isa
-from nanovllm.kernels.cpu.checking import CHECK_SYMBOL, CHECKED
+from nanovllm.kernels.cpu import emitting as e
+from nanovllm.kernels.cpu.emitting import LANES, call, constant, emitted, load, shuffle, spread, store
 
-LANES = 16
-
-_I1, _I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
-_F32 = ir.FloatType()
-_F16 = ir.HalfType()
-
-
-class _BFloat(ir.Type):  # llvmlite has none
-    def _to_string(self) -> str:
-        return "bfloat"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _BFloat)
-
-    def __hash__(self) -> int:
-        return hash(_BFloat)
-
-
-_BF16 = _BFloat()
-_VF, _VI, _VM = (ir.VectorType(each, LANES) for each in (_F32, _I32, _I1))
-
-
-class _Vector(types.Type):
-    def __init__(self, name: str, llvm: ir.VectorType) -> None:
-        super().__init__(name=name)
-        self.llvm = llvm
-
-
-@register_model(_Vector)
-class _VectorModel(models.PrimitiveModel):  # type: ignore[misc]
-    def __init__(self, manager: Any, kind: _Vector) -> None:
-        super().__init__(manager, kind, kind.llvm)
-
-
-f32x16, i32x16 = _Vector("f32x16", _VF), _Vector("i32x16", _VI)
-i64, i32, f32, void = types.int64, types.int32, types.float32, types.void
-Emit = Callable[..., Any]
-
-
-def emitted(result: Any, *arguments: Any) -> Callable[[Emit], Any]:
-    """A decorator: a function (builder, *LLVM values) -> an LLVM value, as a function that kernels call."""
-
-    def decorate(emit: Emit) -> Any:
-        signature = result(*arguments)
-
-        def generate(context: Any, builder: Any, _: Any, values: Any) -> Any:
-            value = emit(builder, *values)
-            return context.get_dummy_value() if value is None else value
-
-        names = ", ".join(f"a{index}" for index in range(len(arguments)))
-        scope = {"signature": signature, "generate": generate}
-        # An intrinsic must name its arguments.
-        exec(f"def {emit.__name__}(context, {names}): return signature, generate", scope)
-        return intrinsic(scope[emit.__name__])
-
-    return decorate
-
-
-# -- what emitters are made of ------------------------------------------------------------------------------
-
-
-def call(b: Any, name: str, result: Any, *arguments: Any) -> Any:
-    """Call an LLVM intrinsic, or a function of the process."""
-    kind = ir.FunctionType(result, [each.type for each in arguments])
-    return b.call(cgutils.get_or_insert_function(b.module, kind, name), arguments)
-
-
-def _pointer(b: Any, address: Any, kind: Any, lanes: int) -> Any:
-    if CHECKED:
-        size = {_I8: 1, _I16: 2, _BF16: 2, _F16: 2, _I32: 4, _F32: 4, _I64: 8, ir.DoubleType(): 8}[getattr(kind, "element", kind)]
-        address = call(b, CHECK_SYMBOL, _I64, address, ir.Constant(_I64, size * lanes))
-    return b.inttoptr(address, kind.as_pointer())
-
-
-def load(b: Any, address: Any, kind: Any) -> Any:
-    """Load a value of an LLVM type, without alignment beyond its elements'."""
-    value = b.load(_pointer(b, address, kind, getattr(kind, "count", 1)))
-    value.align = 1
-    return value
-
-
-def store(b: Any, address: Any, value: Any) -> None:
-    done = b.store(value, _pointer(b, address, value.type, getattr(value.type, "count", 1)))
-    done.align = 1
-
-
-def constant(value: float, kind: Any = _VF) -> Any:
-    """A vector with the same value in all lanes."""
-    return ir.Constant(kind, [value] * kind.count)
-
-
-def spread(b: Any, value: Any, lanes: int = LANES) -> Any:
-    """A vector whose lanes are all `value`."""
-    kind = ir.VectorType(value.type, lanes)
-    first = b.insert_element(ir.Constant(kind, ir.Undefined), value, ir.Constant(_I32, 0))
-    zeros = ir.Constant(ir.VectorType(_I32, lanes), [0] * lanes)
-    return b.shuffle_vector(first, ir.Constant(kind, ir.Undefined), zeros)
-
-
-def shuffle(b: Any, x: Any, y: Any, order: list[int]) -> Any:
-    return b.shuffle_vector(x, y, ir.Constant(ir.VectorType(_I32, len(order)), order))
+_I8, _I16, _I32, _I64, _VF, _VI = e.I8, e.I16, e.I32, e.I64, e.VF, e.VI
+_F16, _BF16, _F32 = e.F16, e.BF16, e.F32
+f32, f32x16, i32x16, i64, void = e.f32, e.f32x16, e.i32x16, e.i64, e.void
 
 
 def _mask(b: Any, count: Any) -> Any:
@@ -159,7 +60,7 @@ def load_bf16(b: Any, p: Any) -> Any:
 
 @emitted(f32x16, i64)
 def load_f16(b: Any, p: Any) -> Any:
-    return b.fpext(load(b, p, _VH), _VF)
+    return e.from_half(b, load(b, p, _VH))
 
 
 @emitted(void, i64, f32x16)
@@ -174,7 +75,7 @@ def store_bf16(b: Any, p: Any, x: Any) -> None:
 
 @emitted(void, i64, f32x16)
 def store_f16(b: Any, p: Any, x: Any) -> None:
-    store(b, p, b.fptrunc(x, _VH))
+    store(b, p, e.to_half(b, x))
 
 
 def _partial(b: Any, kind: Any, p: Any, count: Any) -> Any:
@@ -213,7 +114,7 @@ def load_bf16_part(b: Any, p: Any, count: Any) -> Any:
 
 @emitted(f32x16, i64, i64)
 def load_f16_part(b: Any, p: Any, count: Any) -> Any:
-    return b.fpext(_partial(b, _VH, p, count), _VF)
+    return e.from_half(b, _partial(b, _VH, p, count))
 
 
 @emitted(void, i64, f32x16, i64)
@@ -228,7 +129,7 @@ def store_bf16_part(b: Any, p: Any, x: Any, count: Any) -> None:
 
 @emitted(void, i64, f32x16, i64)
 def store_f16_part(b: Any, p: Any, x: Any, count: Any) -> None:
-    _store_partial(b, p, b.fptrunc(x, _VH), count)
+    _store_partial(b, p, e.to_half(b, x), count)
 
 
 # By the name of a dtype: (load, store) of 16 elements, and (load, store) of the first `count` of them.
@@ -267,6 +168,22 @@ def set_f32(b: Any, p: Any, x: Any) -> None:
 def get_bf16(b: Any, p: Any) -> Any:
     bits = b.shl(b.zext(load(b, p, _I16), _I32), ir.Constant(_I32, 16))
     return b.bitcast(bits, _F32)
+
+
+@emitted(f32, i64)
+def get_f16(b: Any, p: Any) -> Any:
+    return b.fpext(load(b, p, _F16), _F32)
+
+
+@emitted(void, i64, f32)
+def set_bf16(b: Any, p: Any, x: Any) -> None:
+    """One bfloat16, rounded as `store_bf16`."""
+    store(b, p, b.extract_element(_narrowed(b, spread(b, x)), ir.Constant(_I32, 0)))
+
+
+@emitted(void, i64, f32)
+def set_f16(b: Any, p: Any, x: Any) -> None:
+    store(b, p, b.fptrunc(x, _F16))
 
 
 @emitted(i64, i64)
@@ -429,7 +346,7 @@ def round_bf16(b: Any, x: Any) -> Any:
 
 @emitted(f32x16, f32x16)
 def round_f16(b: Any, x: Any) -> Any:
-    return b.fpext(b.fptrunc(x, _VH), _VF)
+    return e.from_half(b, e.to_half(b, x))
 
 
 @emitted(f32x16, f32x16)

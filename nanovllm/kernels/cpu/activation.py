@@ -1,0 +1,74 @@
+"""The gated activations of an MLP on a CPU. A program is a piece of a row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from nanovllm.kernels.cpu.launch import DTYPES, Address, Kernel, empty
+
+_PIECE = 1024  # columns of a program
+# Of the clamped SwiGLU, and of GELU's approximation by tanh.
+_ALPHA, _LIMIT = 1.702, 7.0
+_ROOT, _CUBIC = 0.7978845608028654, 0.044715
+
+
+def _make(dtype: str, kind: str) -> Callable[..., None]:
+    from numba import njit
+    from numpy import float32
+
+    from nanovllm.kernels.cpu import vector_math as m
+    from nanovllm.kernels.cpu import vectors as v
+
+    (load, store), (load_part, store_part) = v.WHOLE[dtype], v.PART[dtype]
+    add, sub, mul, div, splat, minimum, maximum = v.add, v.sub, v.mul, v.div, v.splat, v.minimum, v.maximum
+    exp, erf, rounded, size, piece = v.exp, m.erf, v.ROUND[dtype], v.SIZES[dtype], _PIECE
+    alpha, limit, root, cubic = (float32(each) for each in (_ALPHA, _LIMIT, _ROOT, _CUBIC))
+    one, half, root_half = float32(1.0), float32(0.5), float32(0.5**0.5)
+
+    @njit(nogil=True, error_model="numpy")
+    def gated(gate: object, up: object) -> object:
+        if kind == "clamped":
+            gate = minimum(splat(limit), gate)
+            up = add(minimum(splat(limit), maximum(splat(-limit), up)), splat(one))
+            return mul(div(gate, add(splat(one), exp(mul(gate, splat(-alpha))))), up)
+        if kind == "erf":
+            active = mul(mul(gate, splat(half)), add(erf(mul(gate, splat(root_half))), splat(one)))
+        elif kind == "tanh":  # 1 + tanh(x) is 2 / (1 + exp(-2 x))
+            inner = add(gate, mul(mul(mul(gate, gate), gate), splat(cubic)))
+            active = div(gate, add(splat(one), exp(mul(inner, splat(-root - root)))))
+        else:
+            active = div(gate, add(splat(one), exp(sub(splat(float32(0.0)), gate))))
+        return mul(rounded(active), up)
+
+    def silu_and_mul(
+        x: Address, out: Address, x_stride: int, n: int, pieces: int, program: int, thread: int
+    ) -> None:
+        row, start = program // pieces, piece * (program % pieces)
+        count = min(piece, n - start)
+        gate = x + size * (row * x_stride + start)
+        up = gate + size * n
+        out += size * (row * n + start)
+        for i in range(count // 16):
+            at = 16 * size * i
+            store(out + at, gated(load(gate + at), load(up + at)))
+        rest = count % 16
+        if rest:
+            at = size * (count - rest)
+            store_part(out + at, gated(load_part(gate + at, rest), load_part(up + at, rest)), rest)
+
+    return silu_and_mul
+
+
+_KERNEL = Kernel(_make)
+
+
+def silu_and_mul(x: torch.Tensor, kind: str = "") -> torch.Tensor:
+    """`silu_and_mul` of kernels/activation.py."""
+    rows, n = x.shape[0], x.shape[1] // 2
+    assert x.stride(1) == 1
+    out = empty((rows, n), x.dtype)
+    pieces = -(-n // _PIECE)
+    _KERNEL.launch((DTYPES[x.dtype], kind), rows * pieces, x, out, x.stride(0), n, pieces)
+    return out

@@ -1,0 +1,146 @@
+"""The inner loops of products on a CPU: a few rows of activations times some columns of a packed weight.
+
+Emits machine code only; knows no tensor. The sum of an element runs over K in order, so that its bits depend
+on nothing but its row and its column.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+
+from nanovllm import isa
+from nanovllm.kernels.cpu.vectors import (
+    constant,
+    emit_dot_bf16,
+    emit_high,
+    emit_low,
+    emitted,
+    i64,
+    load,
+    spread,
+    store,
+    void,
+)
+
+COLUMNS = 64  # of a block of a packed weight
+_WORD, _FLOAT, _INT = ir.IntType(64), ir.FloatType(), ir.IntType(32)
+_VF, _VI, _VH = (ir.VectorType(each, 16) for each in (_FLOAT, _INT, ir.HalfType()))
+_UNROLL = 2
+# Rows at once, and for each number of rows the groups of 16 columns at once: as many sums as there are
+# registers. An AVX-512 register holds a group, an AVX one half of it.
+_TILES = {
+    "avx512_bf16": dict.fromkeys(range(1, 7), 4),
+    "avx512": dict.fromkeys(range(1, 7), 4),
+    "avx2": {1: 4, 2: 2, 3: 1, 4: 1, 5: 1},
+    "generic": {1: 2, 2: 1},
+}
+
+
+def most_rows() -> int:
+    """The rows of the largest tile."""
+    return max(_TILES[isa.level()])
+
+
+def groups_of(rows: int) -> int:
+    """The groups of 16 columns of a tile with so many rows: 1, 2 or 4."""
+    return _TILES[isa.level()][rows]
+
+
+def _loop(b: Any, count: Any, sums: list[Any], body: Callable[[Any, list[Any]], list[Any]]) -> list[Any]:
+    """for i in range(count): sums = body(i, sums); `count` may be 0. Returns the sums after it."""
+    before, head = b.block, b.append_basic_block("head")
+    inside, after = b.append_basic_block("inside"), b.append_basic_block("after")
+    b.branch(head)
+    b.position_at_end(head)
+    index = b.phi(_WORD)
+    index.add_incoming(ir.Constant(_WORD, 0), before)
+    carried = []
+    for value in sums:
+        phi = b.phi(value.type)
+        phi.add_incoming(value, before)
+        carried.append(phi)
+    b.cbranch(b.icmp_signed("<", index, count), inside, after)
+    b.position_at_end(inside)
+    new = body(index, carried)
+    index.add_incoming(b.add(index, ir.Constant(_WORD, 1)), b.block)
+    for phi, value in zip(carried, new, strict=True):
+        phi.add_incoming(value, b.block)
+    b.branch(head)
+    b.position_at_end(after)
+    return carried
+
+
+def _at(b: Any, address: Any, offset: int) -> Any:
+    return b.add(address, ir.Constant(_WORD, offset)) if offset else address
+
+
+def _fma(b: Any, x: Any, y: Any, z: Any) -> Any:
+    kind = ir.FunctionType(_VF, [_VF] * 3)
+    function = b.module.globals.get("llvm.fma.v16f32") or ir.Function(b.module, kind, "llvm.fma.v16f32")
+    return b.call(function, [x, y, z])
+
+
+def make_tile(rows: int, groups: int, activation: str, weight: str) -> Any:
+    """(sums, x, x_stride, w, steps): x [rows, K] times 16 * groups columns of a block, written to sums
+    [rows, COLUMNS] float32. Strides in bytes.
+
+    A step is one k; two for a weight in bfloat16, whose pairs along K are neighbours. activation "bfloat16"
+    is multiplied by dot products of pairs; else it is float32.
+    """
+    pairs = weight == "bfloat16"
+    step_bytes = COLUMNS * (2 if weight == "float16" else 4)
+    x_bytes = 4 if activation == "bfloat16" or not pairs else 8
+
+    def step(b: Any, x: list[Any], w: Any, sums: list[Any]) -> list[Any]:
+        sums = list(sums)
+        if weight == "float16":
+            columns = [b.fpext(load(b, _at(b, w, 32 * group), _VH), _VF) for group in range(groups)]
+        else:
+            kind = _VI if pairs else _VF
+            columns = [load(b, _at(b, w, 64 * group), kind) for group in range(groups)]
+        halves = [columns]
+        if pairs and activation != "bfloat16":
+            halves = [[half(b, each) for each in columns] for half in (emit_low, emit_high)]
+        for row in range(rows):
+            for index, half in enumerate(halves):
+                kind = _INT if activation == "bfloat16" else _FLOAT
+                value = spread(b, load(b, _at(b, x[row], 4 * index), kind))
+                for group in range(groups):
+                    place = row * groups + group
+                    multiply = emit_dot_bf16 if activation == "bfloat16" else None
+                    if multiply is not None:
+                        sums[place] = multiply(b, sums[place], value, half[group])
+                    else:
+                        sums[place] = _fma(b, value, half[group], sums[place])
+        return sums
+
+    def tile(b: Any, out: Any, x: Any, x_stride: Any, w: Any, steps: Any) -> None:
+        starts = [b.add(x, b.mul(x_stride, ir.Constant(_WORD, row))) for row in range(rows)]
+
+        def body(unroll: int, first: Any) -> Callable[[Any, list[Any]], list[Any]]:
+            def run(index: Any, sums: list[Any]) -> list[Any]:
+                place = b.add(first, b.mul(index, ir.Constant(_WORD, unroll)))
+                columns = b.add(w, b.mul(place, ir.Constant(_WORD, step_bytes)))
+                offset = b.mul(place, ir.Constant(_WORD, x_bytes))
+                own = [b.add(start, offset) for start in starts]
+                for each in range(unroll):
+                    at = [_at(b, start, x_bytes * each) for start in own]
+                    sums = step(b, at, _at(b, columns, step_bytes * each), sums)
+                return sums
+
+            return run
+
+        zero = ir.Constant(_WORD, 0)
+        twice = b.sdiv(steps, ir.Constant(_WORD, _UNROLL))
+        sums = _loop(b, twice, [constant(0.0)] * (rows * groups), body(_UNROLL, zero))
+        done = b.mul(twice, ir.Constant(_WORD, _UNROLL))
+        sums = _loop(b, b.sub(steps, done), sums, body(1, done))
+        for row in range(rows):
+            for group in range(groups):
+                place = _at(b, out, 4 * (COLUMNS * row + 16 * group))
+                store(b, place, sums[row * groups + group])
+
+    return emitted(void, i64, i64, i64, i64, i64)(tile)

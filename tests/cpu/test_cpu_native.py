@@ -1,0 +1,83 @@
+"""Kernels are compiled once for a CPU, and loaded from a folder that only this user can write to."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+import pytest
+from cpu_kernel_cases import finish, start
+
+from nanovllm.kernels.cpu.native import cache_folder
+
+CODE = """
+import sys, torch
+from nanovllm.kernels.cpu.rms_norm import rms_norm
+print(float(rms_norm(torch.ones(3, 20), torch.ones(20), 0.0).sum()), "numba" in sys.modules)
+"""
+COMPILED, LOADED = ["60.0 True"], ["60.0 False"]
+
+
+def run(folder: Path | str) -> tuple[list[str], str]:
+    return finish(start(CODE, NANOVLLM_CACHE_DIR=str(folder)))
+
+
+def files_in(folder: Path) -> list[Path]:
+    return sorted((folder / "nanovllm" / "kernels").iterdir())
+
+
+def test_two_processes_compile_at_once_and_later_ones_load(tmp_path: Path) -> None:
+    both = [start(CODE, NANOVLLM_CACHE_DIR=str(tmp_path)) for _ in range(2)]
+    for process in both:
+        lines, errors = finish(process)
+        assert lines == COMPILED and errors.count("compiling kernels for this CPU") == 1
+    files = files_in(tmp_path)
+    assert len(files) >= 4 and {each.suffix for each in files} == {".o"}
+    assert all(each.stat().st_mode & 0o777 == 0o600 for each in files)
+    assert run(tmp_path) == (LOADED, "")
+    # Damaged files, and files of which others could have written the code, are compiled again.
+    cut, changed, empty, shared = files[:4]
+    cut.write_bytes(cut.read_bytes()[:-100])
+    content = bytearray(changed.read_bytes())
+    content[len(content) // 2] ^= 1
+    changed.write_bytes(content)
+    empty.write_bytes(b"")
+    shared.chmod(0o666)
+    lines, errors = run(tmp_path)
+    assert lines == COMPILED and "Error" not in errors
+    assert run(tmp_path) == (LOADED, "")
+    assert files_in(tmp_path) == files
+
+
+def test_a_folder_that_cannot_be_written_is_no_error() -> None:
+    assert run("/dev/null/nothing")[0] == COMPILED
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o770, 0o702])
+def test_a_folder_that_others_can_write_to_is_not_used(
+    tmp_path: Path, mode: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("NANOVLLM_CACHE_DIR", str(tmp_path))
+    folder = cache_folder()
+    assert folder == tmp_path / "nanovllm" / "kernels" and folder.stat().st_mode & 0o777 == 0o700
+    folder.chmod(mode)
+    with caplog.at_level(logging.WARNING):
+        assert cache_folder() is None
+    assert "other users can write to" in caplog.text
+    folder.chmod(0o755)
+    assert cache_folder() == folder
+
+
+def test_a_folder_of_another_user_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NANOVLLM_CACHE_DIR", str(tmp_path))
+    assert cache_folder() is not None
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    assert cache_folder() is None
+
+
+def test_a_home_that_is_missing_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("NANOVLLM_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", "/dev/null/home")
+    assert cache_folder() is None
