@@ -62,7 +62,9 @@ class IntegerLinearMethod(LinearMethod):
 
     def load(self, shard: WeightShard, source: WeightSource) -> None:
         part = slice(shard.start, shard.start + shard.length)
-        rows, columns = (slice(0, shard.shape[0]), part) if shard.dim == 1 else (part, slice(0, shard.shape[1]))
+        rows, columns = (
+            (slice(0, shard.shape[0]), part) if shard.dim == 1 else (part, slice(0, shard.shape[1]))
+        )
         first = 0 if shard.dim == 1 else shard.offset
         for start in range(rows.start, rows.stop, _ROWS):
             some = slice(start, min(start + _ROWS, rows.stop))

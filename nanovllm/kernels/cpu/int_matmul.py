@@ -1,5 +1,5 @@
-"""Products with weights of 8 and 4 bits on a CPU: each group of 32 values of a row of x becomes int8, sums over
-a group are integers, and the groups are added in their order in float32. So a row depends on no other row.
+"""Products with weights of 8 and 4 bits on a CPU: each group of 32 values of a row of x becomes int8, sums
+over a group are integers, and the groups are added in their order in float32. So a row depends on no other row.
 """
 
 from __future__ import annotations
@@ -56,7 +56,14 @@ def make_product(format: str, dtype: str) -> Callable[..., None]:
 
     @njit(nogil=True, error_model="numpy")
     def finish(
-        sums: int, rows: int, bias: int, residual: int, residual_bytes: int, out: int, out_bytes: int, count: int
+        sums: int,
+        rows: int,
+        bias: int,
+        residual: int,
+        residual_bytes: int,
+        out: int,
+        out_bytes: int,
+        count: int,
     ) -> None:
         for row in range(rows):
             value = sum_of(sums + 64 * row)
@@ -211,7 +218,8 @@ def int_linear_reference(
     """`int_linear` in plain torch."""
     groups = torch.nn.functional.pad(x.float(), (0, -x.shape[1] % GROUP)).unflatten(1, (-1, GROUP))
     largest = groups.abs().amax(-1, keepdim=True)
-    scales, rounded = largest / 127, (groups * torch.where(largest > 0, 127 / largest, 0.0)).round()
+    factors = torch.where(largest > 0, torch.full_like(largest, 127.0) / largest, 0.0)
+    scales, rounded = largest / 127, (groups * factors).round()
     codes, numbers = weight.stored(0, weight.n)
     products = torch.einsum("tgk,ngk->gtn", rounded, levels(weight.format, codes))  # exact integers
     factors, numbers = scales.permute(1, 0, 2), numbers.float().permute(1, 2, 0)

@@ -1,11 +1,10 @@
-"""Products of integers for kernels, a group of 32 inputs at a time, with the dot product of each instruction set.
+"""Products of integers for kernels, 32 inputs at a time, with the dot product of each instruction set.
 
 Weights are unsigned bytes, x is signed; `int_layout.py` says how weights are packed. A group of a row of x is
 a record: 32 int8, or int16 where no instruction multiplies bytes; its scale; what its products start from.
 All instruction sets compute the same integers.
 """
 
-# ruff: noqa: ANN401
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -15,8 +14,7 @@ from llvmlite import ir
 from numba.core import cgutils
 
 from nanovllm import isa
-from nanovllm.kernels.cpu.int_layout import FORMATS, GROUP, LANES, IntFormat
-from nanovllm.kernels.cpu.vectors import (
+from nanovllm.kernels.cpu.emitting import (
     call,
     constant,
     emitted,
@@ -28,6 +26,7 @@ from nanovllm.kernels.cpu.vectors import (
     store,
     void,
 )
+from nanovllm.kernels.cpu.int_layout import FORMATS, GROUP, LANES, IntFormat
 
 RECORD = 72  # bytes of the largest record
 _I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
@@ -137,7 +136,8 @@ def _halves(b: Any, x: Any) -> list[Any]:
 
 
 def _joined(b: Any, parts: list[Any]) -> Any:
-    return shuffle(b, *parts, list(range(2 * parts[0].type.count)))
+    low, high = parts
+    return shuffle(b, low, high, list(range(2 * low.type.count)))
 
 
 def _pairs(b: Any, x: Any, y: Any) -> Any:
