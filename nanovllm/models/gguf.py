@@ -57,6 +57,7 @@ _MIXTRAL = {
     **{"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"},
 }
 _MAX_EXPERTS = 2**12
+_FLOATS = ("F32", "F16", "BF16")
 _TENSOR = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)")
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 _ROPE_FACTORS = "rope_freqs.weight"
@@ -264,7 +265,20 @@ class _Config:
             "torch_dtype": self._dtype(),
             **ids,
         }
-        return config | self._window() | self._experts()
+        return config | self._window() | self._experts() | self._quantization()
+
+    def _quantization(self) -> dict[str, Any]:
+        """What quantised matrices are stored as, by their module."""
+        types: dict[str, str] = {}
+        for stored, tensor in self.tensors.items():
+            match = _TENSOR.fullmatch(stored)
+            if match is None or len(tensor.shape) == 1 or tensor.stored_as in _FLOATS:
+                continue
+            layer, last, _ = match.groups()
+            known = _NAMES if layer is None else _LAYER_NAMES
+            name = "mlp.experts" if last in _EXPERTS else known.get(last, last)
+            types[name if layer is None else f"model.layers.{int(layer)}.{name}"] = tensor.stored_as
+        return {"quantization_config": {"quant_method": "gguf", "types": types}} if types else {}
 
     def _get(self, key: str) -> Any:
         value = self._keys.get(f"{self._architecture}.{key}")

@@ -101,6 +101,13 @@ class GGUFTensor:
         part = self._dequantised(rows[:, begin * size : -(-stop // block) * size])
         return part[:, start - begin * block : stop - begin * block]
 
+    def blocks(self, rows: slice, columns: slice) -> torch.Tensor:
+        """The stored blocks [rows, blocks, bytes] of a matrix, uint8; `columns` are whole blocks."""
+        block, size = self._block()
+        own = self.raw[rows] if self._order is None else self.raw[self._order[rows]]
+        part = own[:, columns.start // block * size : columns.stop // block * size]
+        return torch.from_numpy(part.reshape(len(part), -1, size).copy())
+
     def ordered(self, order: np.ndarray) -> GGUFTensor:
         """The same tensor with its rows in another order."""
         return GGUFTensor(self.stored_as, self.shape, self.raw, order)

@@ -13,7 +13,7 @@ from torch import nn
 
 from nanovllm import isa
 from nanovllm.kernels.compat import cpu_kernel
-from nanovllm.quantization.base import LinearMethod, WeightOptions, WeightShard, WeightSource, dtype_of
+from nanovllm.quantization.base import LinearMethod, WeightOptions, WeightShard, WeightSource
 
 _SIXTEEN = (torch.bfloat16, torch.float16)
 
@@ -38,35 +38,47 @@ class PackedLinearMethod(LinearMethod):
         """One parameter, `weight`."""
         self._rows, self._columns = shape
         self._options = options
-        self.weight = nn.Parameter(torch.empty(0, dtype=options.dtype), requires_grad=False)
+        self._is_new = True  # it holds no tensor yet
+        packed = torch.zeros(self._shape_in(options.dtype), dtype=options.dtype)
+        self.weight = nn.Parameter(packed, requires_grad=False)
         layer.register_parameter("weight", self.weight)
         return shards
 
     def load(self, shard: WeightShard, source: WeightSource) -> None:
-        index = (slice(None),) * shard.dim + (slice(shard.start, shard.start + shard.length),)
-        tensor = source[index]
-        self._store_as(self._dtype_for(tensor, dtype_of(source)))
         if shard.length:
+            index = (slice(None),) * shard.dim + (slice(shard.start, shard.start + shard.length),)
+            tensor = source[index]
+            self._make_room_for(tensor)
             row, column = (shard.offset, 0) if shard.dim == 0 else (0, shard.offset)
             cpu_kernel("matmul.copy_rows")(self.weight.data, tensor, row, column)
 
-    def _dtype_for(self, tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
-        """The dtype that holds this tensor, and what is stored already."""
-        if self._options.dtype != torch.float32:
-            return self._options.dtype
-        if dtype not in _SIXTEEN:
-            values = tensor.float()
-            dtype = next((each for each in _SIXTEEN if torch.equal(values, values.to(each).float())), None)
-        stored = self.weight.dtype if self.weight.numel() else dtype
-        return dtype if dtype is not None and dtype == stored else torch.float32
+    def _make_room_for(self, tensor: torch.Tensor) -> None:
+        """Store in a dtype that holds the tensor as exactly as the model's does."""
+        stored = self.weight.dtype
+        if self._options.dtype != torch.float32 or tensor.dtype == stored:
+            pass
+        elif self._is_new and tensor.dtype in _SIXTEEN:
+            self._store_as(tensor.dtype)
+        elif stored in _SIXTEEN and not _is_exact(tensor, stored):
+            self._store_as(torch.float32)
+        self._is_new = False
+
+    def finish_loading(self) -> None:
+        """Store in the narrowest dtype that is exact, so that nothing depends on what was there before."""
+        if self._options.dtype == torch.float32 and self.weight.dtype != _SIXTEEN[0]:
+            dtype = next((each for each in _SIXTEEN if _is_exact(self.weight.data, each)), torch.float32)
+            self._store_as(dtype)
+
+    def _shape_in(self, dtype: torch.dtype) -> tuple[int, ...]:
+        shape: tuple[int, ...] = cpu_kernel("matmul.packed_shape")((self._rows, self._columns), dtype)
+        return shape
 
     def _store_as(self, dtype: torch.dtype) -> None:
         """Have memory in `dtype`, with the present content."""
-        if self.weight.numel() and self.weight.dtype == dtype:
+        if self.weight.dtype == dtype:
             return
-        shape = cpu_kernel("matmul.packed_shape")((self._rows, self._columns), dtype)
-        packed = torch.zeros(shape, dtype=dtype)
-        if self.weight.numel():
+        packed = torch.zeros(self._shape_in(dtype), dtype=dtype)
+        if not self._is_new:
             old = cpu_kernel("matmul.unpacked")(self.weight.data)[: self._rows]
             cpu_kernel("matmul.copy_rows")(packed, old, 0, 0)
         self.weight.data = packed
@@ -101,3 +113,11 @@ class PackedLinearMethod(LinearMethod):
         """The weight [N, K] as it was loaded, a new tensor."""
         weight: torch.Tensor = cpu_kernel("matmul.unpacked")(self.weight.data)
         return weight[: self._rows]
+
+
+def _is_exact(values: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether `dtype` holds all values; any NaN is one."""
+    return all(
+        torch.equal(wide, narrow) or bool(((wide == narrow) | (wide.isnan() & narrow.isnan())).all())
+        for wide, narrow in ((part.float(), part.to(dtype).float()) for part in values.split(2048))
+    )

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from nanovllm.quantization.compressed_tensors import CompressedTensorsConfig
+from nanovllm.quantization.cpu_integers import IntegerConfig, StoredConfig
 from nanovllm.quantization.fp8 import Fp8Config
 from nanovllm.quantization.int4_configs import from_awq, from_gptq
 from nanovllm.quantization.mxfp4 import Mxfp4Config
@@ -18,9 +19,15 @@ QUANTIZATIONS: dict[str, Callable[[Mapping[str, Any]], QuantConfig]] = {
     "awq": from_awq,
     "gptq": from_gptq,
     "mxfp4": Mxfp4Config.of,
+    "gguf": StoredConfig.of,
 }
-# What the option `quantization` makes of a checkpoint without quantization_config.
-ON_THE_FLY: dict[str, QuantConfig] = {"fp8": Fp8Config(ignored=("gate", "shared_expert_gate"))}  # routers
+# What the option `quantization` makes of a checkpoint without quantization_config, and of GGUF files.
+ON_THE_FLY: dict[str, QuantConfig] = {
+    "fp8": Fp8Config(ignored=("gate", "shared_expert_gate")),  # routers
+    "int8": IntegerConfig("int8", "Q8_0"),
+    "int4": IntegerConfig("int4", "Q4_0"),
+}
+DEQUANTIZE = "dequantize"  # the option for GGUF files
 
 
 def supported_quantizations() -> str:
@@ -34,7 +41,7 @@ def quant_config(stated: Any, asked: str | None) -> QuantConfig:
     ValueError for what is not supported, and if both differ.
     """
     if stated is None:
-        if asked is None:
+        if asked in (None, DEQUANTIZE):
             return QuantConfig()
         if asked not in ON_THE_FLY:
             raise ValueError(
@@ -50,6 +57,10 @@ def quant_config(stated: Any, asked: str | None) -> QuantConfig:
             "the model's bfloat16, float16 or float32 checkpoint, on the hub usually the one without a "
             "suffix such as bnb-4bit"
         )
+    if method == "gguf" and asked == DEQUANTIZE:
+        return QuantConfig()
+    if method == "gguf" and asked in ON_THE_FLY:
+        return ON_THE_FLY[asked]
     if asked not in (None, method):
         raise ValueError(
             f"quantization={asked!r} contradicts config.json, whose quantization_config has quant_method "

@@ -114,6 +114,10 @@ class UnquantizedLinearMethod(LinearMethod):
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         return F.embedding(ids, self.weight)
 
+    def dense(self) -> torch.Tensor:
+        """The weight [N, K]."""
+        return self.weight
+
     def first_rows(self, num: int) -> UnquantizedLinearMethod:
         method = copy.copy(self)
         method.weight = self.weight[:num]

@@ -344,8 +344,8 @@ def test_a_norm_over_all_heads() -> None:
         turned = pairs * torch.polar(torch.ones(()).double(), angles)[:, None]
         return torch.cat([turned.real, turned.imag], 2)
 
-    q, k, v = (x.double() @ layer.qkv_proj.weight.double().T).split([32, 16, 16], dim=1)
+    q, k, v = (x.double() @ layer.qkv_proj.method.dense().double().T).split([32, 16, 16], dim=1)
     q, k, v = rotated(normed(q, layer.q_norm)), rotated(normed(k, layer.k_norm)), v.unflatten(1, (2, 8))
     spec = AttentionSpec(4, 2, 8)
-    expected = brute_force(q, k, v, spec, None).flatten(1) @ layer.o_proj.weight.double().T
+    expected = brute_force(q, k, v, spec, None).flatten(1) @ layer.o_proj.method.dense().double().T
     torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-4)

@@ -97,8 +97,10 @@ def test_a_result_of_another_recording_is_kept_alive() -> None:
     x, weights = some(0)
     arena = Arena()
     first = Recording.record(lambda: rms_norm(x, weights[0], 1e-5), arena)
-    second = Recording.record(lambda: rms_norm(first.result, weights[1], 1e-5), arena)
+    given = [first.result]
+    second = Recording.record(lambda: rms_norm(given[0], weights[1], 1e-5), arena)
     expected = second.result.clone()
+    given.clear()
     del first
     gc.collect()
     others = [arena.empty((3, WIDTH), torch.float32).fill_(1e9) for _ in range(5)]

@@ -211,7 +211,7 @@ def test_each_rank_reads_only_its_slice_of_a_file(tmp_path: Path) -> None:
                 layer.load(next(iter(layer.shards)), spy)
                 assert spy.read == 8 * 12 // 4, name
                 expected = weight.chunk(4, dim=1 if name == "row" else 0)[rank]
-                assert torch.equal(layer.get_parameter("weight")[: len(expected)], expected)
+                assert torch.equal(layer.method.dense()[: len(expected)], expected)
 
 
 def test_a_layer_has_no_memory_before_it_is_allocated() -> None:

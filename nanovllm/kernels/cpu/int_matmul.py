@@ -1,0 +1,226 @@
+"""Products with weights of 8 and 4 bits on a CPU: each group of 32 values of a row of x becomes int8, sums over
+a group are integers, and the groups are added in their order in float32. So a row depends on no other row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from nanovllm.kernels.cpu.int_layout import GROUP, LANES, IntWeight, levels
+from nanovllm.kernels.cpu.launch import DTYPES, Address, Kernel, empty
+from nanovllm.kernels.cpu.team import team
+
+_RECORD = 72  # bytes of a group of x, at most
+_ROWS = 64  # of a program
+_VECTORS = 8  # blocks of 16 outputs of a program, at most
+_CLAIMS = 4  # programs for each thread, at least
+
+
+def _make_quantise(format: str, dtype: str) -> Callable[..., None]:
+    from nanovllm.kernels.cpu import int_vectors
+    from nanovllm.kernels.cpu import vectors as v
+
+    load, load_part, size = v.WHOLE[dtype][0], v.PART[dtype][0], v.SIZES[dtype]
+    quantise = int_vectors.quantise(format)
+    splat = v.splat
+
+    def quantise_row(
+        x: Address, records: Address, k: int, x_stride: int, row_bytes: int, program: int, thread: int
+    ) -> None:
+        x += program * x_stride * size
+        records += program * row_bytes
+        whole, rest = k // 32, k % 32
+        for group in range(whole):
+            place = x + 32 * size * group
+            quantise(records, group, load(place), load(place + 16 * size))
+        if rest:
+            place = x + 32 * size * whole
+            first = load_part(place, min(rest, 16))
+            second = load_part(place + 16 * size, rest - 16) if rest > 16 else splat(0.0)
+            quantise(records, whole, first, second)
+
+    return quantise_row
+
+
+def _make_product(format: str, dtype: str) -> Callable[..., None]:
+    from numba import njit
+
+    from nanovllm.kernels.cpu import int_vectors
+    from nanovllm.kernels.cpu import vectors as v
+
+    (load, store), (load_part, store_part), size = v.WHOLE[dtype], v.PART[dtype], v.SIZES[dtype]
+    one, two, four, eight = (int_vectors.tile(format, rows) for rows in (1, 2, 4, 8))
+    sum_of, add = int_vectors.sum_of, v.add
+
+    @njit(nogil=True, error_model="numpy")
+    def finish(
+        sums: int, rows: int, bias: int, residual: int, residual_bytes: int, out: int, out_bytes: int, count: int
+    ) -> None:
+        for row in range(rows):
+            value = sum_of(sums + 64 * row)
+            if count < 16:
+                if bias:
+                    value = add(value, load_part(bias, count))
+                if residual:
+                    value = add(value, load_part(residual + residual_bytes * row, count))
+                store_part(out + out_bytes * row, value, count)
+            else:
+                if bias:
+                    value = add(value, load(bias))
+                if residual:
+                    value = add(value, load(residual + residual_bytes * row))
+                store(out + out_bytes * row, value)
+
+    def product(
+        x: Address,
+        weight: Address,
+        bias: Address,
+        residual: Address,
+        out: Address,
+        rows: int,
+        n: int,
+        groups: int,
+        row_bytes: int,
+        block_bytes: int,
+        residual_stride: int,
+        vectors: int,
+        columns: int,
+        program: int,
+        thread: int,
+    ) -> None:
+        first_row = program // columns * 64
+        end = min(rows, first_row + 64)
+        first = program % columns * vectors
+        residual_bytes, out_bytes = residual_stride * size, n * size
+        for index in range(first, min(first + vectors, (n + 15) // 16)):
+            block = weight + index * block_bytes
+            count = min(16, n - 16 * index)
+            own_bias = bias + 16 * size * index if bias else 0
+            row = first_row
+            while row < end:
+                place = x + row * row_bytes
+                if row + 8 <= end:
+                    done, sums = 8, eight(place, row_bytes, block, groups)
+                elif row + 4 <= end:
+                    done, sums = 4, four(place, row_bytes, block, groups)
+                elif row + 2 <= end:
+                    done, sums = 2, two(place, row_bytes, block, groups)
+                else:
+                    done, sums = 1, one(place, row_bytes, block, groups)
+                added = residual + row * residual_bytes + 16 * size * index if residual else 0
+                target = out + row * out_bytes + 16 * size * index
+                finish(sums, done, own_bias, added, residual_bytes, target, out_bytes, count)
+                row += done
+
+    return product
+
+
+def _make_embed(format: str, dtype: str) -> Callable[..., None]:
+    from nanovllm.kernels.cpu import int_vectors
+    from nanovllm.kernels.cpu import vectors as v
+
+    store, store_part, size = v.WHOLE[dtype][1], v.PART[dtype][1], v.SIZES[dtype]
+    first_half, second_half = (int_vectors.looked_up(format, half) for half in (0, 1))
+    get_i64 = v.get_i64
+
+    def embed(
+        ids: Address,
+        weight: Address,
+        out: Address,
+        k: int,
+        groups: int,
+        block_bytes: int,
+        program: int,
+        thread: int,
+    ) -> None:
+        row = get_i64(ids + 8 * program)
+        block, lane = weight + row // 16 * block_bytes, row % 16
+        out += program * k * size
+        for group in range(groups):
+            place, left = out + 32 * size * group, k - 32 * group
+            first = first_half(block, groups, group, lane)
+            second = second_half(block, groups, group, lane)
+            if left >= 16:
+                store(place, first)
+            else:
+                store_part(place, first, left)
+            if left >= 32:
+                store(place + 16 * size, second)
+            elif left > 16:
+                store_part(place + 16 * size, second, left - 16)
+
+    return embed
+
+
+_QUANTISE, _PRODUCT, _EMBED = Kernel(_make_quantise), Kernel(_make_product), Kernel(_make_embed)
+
+
+def int_linear(
+    x: torch.Tensor,
+    weight: IntWeight,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """x [T, K] @ weight^T + bias + residual, [T, N] in the dtype of x, which the bias and the residual have
+    too; rounded once. Float32 accumulation."""
+    rows, k = x.shape
+    n, groups = weight.n, weight.groups
+    out = empty((rows, n), x.dtype)
+    if rows == 0:
+        return out
+    if x.stride(1) != 1:
+        raise ValueError("rows of x must be contiguous")
+    variant = weight.format.name, DTYPES[x.dtype]
+    row_bytes = groups * _RECORD
+    records = empty((rows, row_bytes), torch.uint8)
+    _QUANTISE.launch(variant, rows, x, records, k, x.stride(0), row_bytes)
+    vectors = _vectors(n, rows)
+    columns, chunks = -(-n // (LANES * vectors)), -(-rows // _ROWS)
+    block_bytes, stride = weight.data.stride(0), 0 if residual is None else residual.stride(0)
+    tensors = records, weight.data, bias, residual, out
+    sizes = rows, n, groups, row_bytes, block_bytes, stride
+    _PRODUCT.launch(variant, columns * chunks, *tensors, *sizes, vectors, columns)
+    return out
+
+
+def _vectors(n: int, rows: int) -> int:
+    """Blocks of 16 outputs of a program. No bit of the result depends on it."""
+    wanted = _CLAIMS * team().size
+    vectors = _VECTORS
+    while vectors > 1 and -(-n // (LANES * vectors)) * -(-rows // _ROWS) < wanted:
+        vectors //= 2
+    return vectors
+
+
+def int_embed(ids: torch.Tensor, weight: IntWeight, dtype: torch.dtype) -> torch.Tensor:
+    """Rows `ids` [T] int64 of the weight, [T, K] in `dtype`."""
+    out = empty((len(ids), weight.k), dtype)
+    sizes = weight.k, weight.groups, weight.data.stride(0)
+    _EMBED.launch((weight.format.name, DTYPES[dtype]), len(ids), ids, weight.data, out, *sizes)
+    return out
+
+
+def int_linear_reference(
+    x: torch.Tensor,
+    weight: IntWeight,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`int_linear` in plain torch."""
+    groups = torch.nn.functional.pad(x.float(), (0, -x.shape[1] % GROUP)).unflatten(1, (-1, GROUP))
+    scales = groups.abs().amax(-1, keepdim=True) / 127
+    rounded = torch.where(scales > 0, groups / scales, 0.0).round()
+    codes, numbers = weight.stored(0, weight.n)
+    products = torch.einsum("tgk,ngk->gtn", rounded, levels(weight.format, codes))  # exact integers
+    factors, numbers = scales.permute(1, 0, 2), numbers.float().permute(1, 2, 0)
+    out = torch.zeros(len(x), weight.n)
+    for group in range(weight.groups):
+        out += products[group] * factors[group] * numbers[group, 0]
+        if weight.format.numbers == 2:
+            out += rounded[:, group].sum(-1, keepdim=True) * factors[group] * numbers[group, 1]
+    for other in (bias, residual):
+        if other is not None:
+            out += other.float()
+    return out.to(x.dtype)

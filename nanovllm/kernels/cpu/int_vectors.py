@@ -1,0 +1,308 @@
+"""Products of integers for kernels, a group of 32 inputs at a time, with the dot product of each instruction set.
+
+Weights are unsigned bytes, x is signed; `int_layout.py` says how weights are packed. A group of a row of x is
+a record: 32 int8, or int16 where no instruction multiplies bytes; its scale; what its products start from.
+All instruction sets compute the same integers.
+"""
+
+# ruff: noqa: ANN401
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+from numba.core import cgutils
+
+from nanovllm import isa
+from nanovllm.kernels.cpu.int_layout import FORMATS, GROUP, LANES, IntFormat
+from nanovllm.kernels.cpu.vectors import (
+    call,
+    constant,
+    emitted,
+    f32x16,
+    i64,
+    load,
+    shuffle,
+    spread,
+    store,
+    void,
+)
+
+RECORD = 72  # bytes of the largest record
+_I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
+_F32 = ir.FloatType()
+_VF, _VI = (ir.VectorType(each, LANES) for each in (_F32, _I32))
+_BYTES, _WORDS = ir.VectorType(_I8, 4 * LANES), ir.VectorType(_I16, 2 * LANES)
+_MAGIC = 12582912.0  # 1.5 * 2**23: adding it rounds to an integer, which is in the lower bits
+_TINY = 1e-30  # a group whose largest value is below is 0
+_AHEAD = 2048  # bytes that are asked for before they are needed
+_MOST_ROWS = {"avx512_bf16": 8, "avx512": 8}  # whose sums stay in registers; 4 elsewhere
+
+
+def _number(value: int) -> Any:
+    return ir.Constant(_I64, value)
+
+
+def _at(b: Any, address: Any, offset: int) -> Any:
+    return b.add(address, _number(offset)) if offset else address
+
+
+def _is_wide(format: IntFormat) -> bool:
+    """Whether x is int16: products of bytes would need more than 16 bits, and there is no instruction."""
+    return isa.level() == "generic" or (isa.level() != "avx512_bf16" and format.bits == 8)
+
+
+def _record(format: IntFormat) -> int:
+    return GROUP * (2 if _is_wide(format) else 1) + 8
+
+
+def _from_half(b: Any, bits: Any) -> Any:
+    """float16, given as int16 or a vector of them -> float32."""
+    vector = isinstance(bits.type, ir.VectorType)
+    whole, real = (_VI, _VF) if vector else (_I32, _F32)
+    if isa.level() != "generic":
+        half = ir.VectorType(ir.HalfType(), LANES) if vector else ir.HalfType()
+        return b.fpext(b.bitcast(bits, half), real)
+
+    def same(value: float, kind: Any) -> Any:
+        return constant(value, kind) if vector else ir.Constant(kind, value)
+
+    wide = b.zext(bits, whole)
+    magnitude = b.shl(b.and_(wide, same(0x7FFF, whole)), same(13, whole))
+    scaled = b.bitcast(b.fmul(b.bitcast(magnitude, real), same(2.0**112, real)), whole)
+    infinite = b.icmp_unsigned(">=", magnitude, same(0x0F800000, whole))  # or NaN
+    magnitude = b.select(infinite, b.or_(magnitude, same(0x7F800000, whole)), scaled)
+    sign = b.shl(b.and_(wide, same(0x8000, whole)), same(16, whole))
+    return b.bitcast(b.or_(magnitude, sign), real)
+
+
+# -- rows of x ----------------------------------------------------------------------------------------------
+
+
+def _combined(b: Any, x: Any, combine: Callable[[Any, Any], Any]) -> Any:
+    lanes = x.type.count
+    while lanes > 1:
+        lanes //= 2
+        x = combine(*(shuffle(b, x, x, list(range(first, first + lanes))) for first in (0, lanes)))
+    return b.extract_element(x, ir.Constant(_I32, 0))
+
+
+def quantise(name: str) -> Any:
+    """(record of a row's first group, number of the group, its 32 values): write the record."""
+    format = FORMATS[name]
+
+    @emitted(void, i64, i64, f32x16, f32x16)
+    def quantise_group(b: Any, row: Any, group: Any, x: Any, y: Any) -> None:
+        size, wide = _record(format), _is_wide(format)
+        place = b.add(row, b.mul(group, _number(size)))
+
+        def larger(left: Any, right: Any) -> Any:
+            return b.select(b.icmp_signed(">", left, right), left, right)
+
+        # The bits of positive numbers are in their order, and those of NaN the largest.
+        bits = [b.and_(b.bitcast(each, _VI), constant(0x7FFFFFFF, _VI)) for each in (x, y)]
+        largest = b.bitcast(_combined(b, larger(*bits), larger), _F32)
+        tiny, zero = b.fcmp_ordered("<", largest, ir.Constant(_F32, _TINY)), ir.Constant(_F32, 0.0)
+        steps = ir.Constant(_F32, 127.0)
+        factor = spread(b, b.select(tiny, zero, b.fdiv(steps, largest)))
+        scale = b.select(tiny, zero, b.fdiv(largest, steps))
+        magic = constant(_MAGIC)
+        rounded = [b.bitcast(b.fadd(b.fmul(each, factor), magic), _VI) for each in (x, y)]
+        codes = [b.sub(each, b.bitcast(magic, _VI)) for each in rounded]
+        total = _combined(b, b.add(*codes), b.add)
+        kind = ir.VectorType(_I16 if wide else _I8, LANES)
+        order = [4 * quad + each for quad in range(4) for each in (0, 2, 1, 3)]
+        for index, each in enumerate(codes):
+            stored = b.trunc(each, kind)
+            if wide:
+                stored = shuffle(b, stored, stored, order)
+            store(b, _at(b, place, index * (size - 8) // 2), stored)
+        store(b, _at(b, place, size - 8), scale)
+        if format.numbers == 2:
+            start = b.fmul(scale, b.sitofp(total, _F32))
+        else:
+            start = b.mul(total, ir.Constant(_I32, -format.middle))
+        store(b, _at(b, place, size - 4), start)
+
+    return quantise_group
+
+
+# -- products -----------------------------------------------------------------------------------------------
+
+
+def _halves(b: Any, x: Any) -> list[Any]:
+    lanes = x.type.count // 2
+    return [shuffle(b, x, x, list(range(first, first + lanes))) for first in (0, lanes)]
+
+
+def _joined(b: Any, parts: list[Any]) -> Any:
+    return shuffle(b, *parts, list(range(2 * parts[0].type.count)))
+
+
+def _pairs(b: Any, x: Any, y: Any) -> Any:
+    """32 x int16 times 32 x int16, neighbours added: 16 x int32."""
+    if isa.level() == "generic":
+        wide = ir.VectorType(_I32, 2 * LANES)
+        products = b.mul(b.sext(x, wide), b.sext(y, wide))
+        even, odd = (shuffle(b, products, products, list(range(first, 2 * LANES, 2))) for first in (0, 1))
+        return b.add(even, odd)
+    if isa.level() == "avx2":
+        kind, name = ir.VectorType(_I32, LANES // 2), "llvm.x86.avx2.pmadd.wd"
+        sums = [call(b, name, kind, *each) for each in zip(_halves(b, x), _halves(b, y), strict=True)]
+        return _joined(b, sums)
+    return call(b, "llvm.x86.avx512.pmaddw.d.512", _VI, x, y)
+
+
+def _byte_pairs(b: Any, x: Any, y: Any) -> Any:
+    """64 x uint8 times 64 x int8, neighbours added: 32 x int16, which must suffice."""
+    if isa.level() == "avx2":
+        kind, name = ir.VectorType(_I16, LANES), "llvm.x86.avx2.pmadd.ub.sw"
+        sums = [call(b, name, kind, *each) for each in zip(_halves(b, x), _halves(b, y), strict=True)]
+        return _joined(b, sums)
+    return call(b, "llvm.x86.avx512.pmaddubs.w.512", _WORDS, x, y)
+
+
+def _dot(b: Any, sums: list[Any], weight: Any, rows: list[Any], offset: int) -> list[Any]:
+    """Add 4 inputs of 16 outputs, 16 x int32 with a byte for each, times those of each row."""
+    if isa.level() == "avx512_bf16":
+        name = "llvm.x86.avx512.vpdpbusd.512"
+        values = [spread(b, load(b, _at(b, row, offset), _I32)) for row in rows]
+        return [call(b, name, _VI, s, weight, x) for s, x in zip(sums, values, strict=True)]
+    even = b.bitcast(b.and_(weight, constant(0x00FF00FF, _VI)), _WORDS)
+    odd = b.lshr(b.bitcast(weight, _WORDS), constant(8, _WORDS))
+    added = []
+    for total, row in zip(sums, rows, strict=True):
+        for index, part in enumerate((even, odd)):
+            x = spread(b, load(b, _at(b, row, 2 * offset + 4 * index), _I32))
+            total = b.add(total, _pairs(b, part, b.bitcast(x, _WORDS)))
+        added.append(total)
+    return added
+
+
+def _group_sums(b: Any, format: IntFormat, weight: Any, rows: list[Any], starts: list[Any]) -> list[Any]:
+    """The sums over a group, 16 x int32 for each row."""
+    sums = starts
+    short = format.bits == 4 and not _is_wide(format) and isa.level() != "avx512_bf16"
+    if short:  # 32 products of at most 15 * 127 in two int16
+        sums = [ir.Constant(_WORDS, None)] * len(rows)
+    for place in range(format.code_bytes // 4):
+        bits = load(b, _at(b, weight, 4 * LANES * place), _VI)
+        parts = [(place, bits)]
+        if format.bits == 4:
+            mask = constant(0x0F0F0F0F, _VI)
+            parts = [(place, b.and_(bits, mask))]
+            parts.append((place + 4, b.and_(b.lshr(bits, constant(4, _VI)), mask)))
+        for quad, part in parts:
+            if not short:
+                sums = _dot(b, sums, part, rows, 4 * quad)
+                continue
+            values = [spread(b, load(b, _at(b, row, 4 * quad), _I32)) for row in rows]
+            products = [_byte_pairs(b, b.bitcast(part, _BYTES), b.bitcast(x, _BYTES)) for x in values]
+            sums = [b.add(*each) for each in zip(sums, products, strict=True)]
+    if short:
+        sums = [
+            b.add(start, _pairs(b, total, constant(1, _WORDS)))
+            for start, total in zip(starts, sums, strict=True)
+        ]
+    return sums
+
+
+def _prefetch(b: Any, address: Any) -> None:
+    kind = ir.FunctionType(ir.VoidType(), [_I8.as_pointer(), _I32, _I32, _I32])
+    name = cgutils.get_or_insert_function(b.module, kind, "llvm.prefetch.p0")
+    pointer = b.inttoptr(address, _I8.as_pointer())
+    b.call(name, [pointer, *(ir.Constant(_I32, each) for each in (0, 3, 1))])
+
+
+def _multiply_add(b: Any, x: Any, y: Any, z: Any) -> Any:
+    """Rounded once where the CPU can."""
+    return call(b, "llvm.fmuladd.v16f32", _VF, x, y, z)
+
+
+def _emit_tile(b: Any, format: IntFormat, rows: list[Any], weight: Any, groups: Any) -> list[Any]:
+    """The product of each row with 16 outputs, groups in order: float32."""
+    size, codes, numbers = _record(format), LANES * format.code_bytes, 2 * LANES * format.numbers
+    totals = [cgutils.alloca_once_value(b, constant(0.0)) for _ in rows]
+    scales = b.add(weight, b.mul(groups, _number(codes)))
+    with cgutils.for_range(b, groups) as loop:
+        place = b.add(weight, b.mul(loop.index, _number(codes)))
+        own = [b.add(row, b.mul(loop.index, _number(size))) for row in rows]
+        last = [load(b, _at(b, row, size - 4), _F32 if format.numbers == 2 else _I32) for row in own]
+        starts = [ir.Constant(_VI, None)] * len(rows) if format.numbers == 2 else [spread(b, x) for x in last]
+        if len(rows) == 1:
+            for line in range(0, codes, 4 * LANES):
+                _prefetch(b, _at(b, place, _AHEAD + line))
+        sums = _group_sums(b, format, place, own, starts)
+        at = b.add(scales, b.mul(loop.index, _number(numbers)))
+        halves = ir.VectorType(_I16, LANES)
+        scale, *minimum = [
+            _from_half(b, load(b, _at(b, at, 2 * LANES * index), halves)) for index in range(format.numbers)
+        ]
+        for total, row, found, start in zip(totals, own, sums, last, strict=True):
+            factor = b.fmul(scale, spread(b, load(b, _at(b, row, size - 8), _F32)))
+            value = _multiply_add(b, b.sitofp(found, _VF), factor, b.load(total))
+            if minimum:
+                value = _multiply_add(b, minimum[0], spread(b, start), value)
+            b.store(value, total)
+    return [b.load(total) for total in totals]
+
+
+def tile(name: str, rows: int) -> Any:
+    """(first record of x, bytes of a row, a block of 16 outputs, groups) -> where `sum_of` finds the
+    products of `rows` rows, [rows, 16]."""
+    format = FORMATS[name]
+
+    @emitted(i64, i64, i64, i64, i64)
+    def product(b: Any, x: Any, stride: Any, weight: Any, groups: Any) -> Any:
+        kept = cgutils.alloca_once(b, ir.ArrayType(_VF, rows))
+        first = b.ptrtoint(kept, _I64)
+        step = min(rows, _MOST_ROWS.get(isa.level(), 4))
+        for start in range(0, rows, step):
+            own = [b.add(x, b.mul(stride, _number(row))) for row in range(start, start + step)]
+            for index, total in enumerate(_emit_tile(b, format, own, weight, groups)):
+                place = b.inttoptr(_at(b, first, 4 * LANES * (start + index)), _VF.as_pointer())
+                b.store(total, place).align = 1
+        return first
+
+    return product
+
+
+@emitted(f32x16, i64)
+def sum_of(b: Any, address: Any) -> Any:
+    """16 sums that a tile left on the stack."""
+    value = b.load(b.inttoptr(address, _VF.as_pointer()))
+    value.align = 1
+    return value
+
+
+# -- rows of a weight ---------------------------------------------------------------------------------------
+
+
+def looked_up(name: str, half: int) -> Any:
+    """(block, groups, group, output of the block) -> the first or second 16 inputs of a group, as float32."""
+    format = FORMATS[name]
+
+    @emitted(f32x16, i64, i64, i64, i64)
+    def half_group(b: Any, block: Any, groups: Any, group: Any, lane: Any) -> Any:
+        codes, numbers = LANES * format.code_bytes, 2 * LANES * format.numbers
+        place = b.add(b.add(block, b.mul(group, _number(codes))), b.mul(lane, _number(4)))
+        words = ir.Constant(ir.VectorType(_I32, 4), ir.Undefined)
+        for quad in range(4):
+            offset = 4 * LANES * (quad + (4 * half if format.bits == 8 else 0))
+            word = load(b, _at(b, place, offset), _I32)
+            words = b.insert_element(words, word, ir.Constant(_I32, quad))
+        values = b.zext(b.bitcast(words, ir.VectorType(_I8, LANES)), _VI)
+        if format.bits == 4:
+            values = b.lshr(values, constant(4, _VI)) if half else b.and_(values, constant(15, _VI))
+        values = b.sitofp(b.sub(values, constant(format.middle, _VI)), _VF)
+        at = b.add(b.add(block, b.mul(groups, _number(codes))), b.mul(group, _number(numbers)))
+        at = b.add(at, b.mul(lane, _number(2)))
+        found = [
+            spread(b, _from_half(b, load(b, _at(b, at, 2 * LANES * index), _I16)))
+            for index in range(format.numbers)
+        ]
+        values = b.fmul(values, found[0])
+        return b.fadd(values, found[1]) if format.numbers == 2 else values
+
+    return half_group
