@@ -35,7 +35,9 @@ USES_TORCH_DISTRIBUTED = {"distributed"}
 USES_TRITON = {"kernels"}
 COMPILERS = {"numba", "llvmlite"}
 # Others import them where they compile.
-ALWAYS_COMPILE = {f"kernels.cpu.{name}" for name in ("vectors", "vector_math", "emitting", "tiles")}
+ALWAYS_COMPILE = {
+    f"kernels.cpu.{name}" for name in ("vectors", "vector_math", "emitting", "tiles", "int_vectors")
+}
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path.stat().st_size)
 
 
